@@ -1,0 +1,274 @@
+"""Walks the te graph of a cell's step and sorts every operation by level.
+
+Pointwise tensors are inlined into scalars of one (b, j); reductions are recognised as products
+with a weight. Sums are regrouped by level, so that biases are added once and input terms are
+added outside the recurrence; the order within a level stays the cell's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ecornn.analysis.scalar import children, is_constant, rebuild, terms, transform
+from ecornn.analysis.step import Assign, Phase, Row, StepGraph, Vector
+from ecornn.cells.base import Cell
+from ecornn.errors import CellError
+
+BATCH = 3  # any size unlike the others: te needs numbers, the graph does not keep it
+INVARIANT, INPUT, STATE = -2, -1, 0
+
+
+def analyse(cell: Cell, input: int, hidden: int) -> StepGraph:
+    """The step graph of ``cell`` for I = ``input`` and H = ``hidden``.
+
+    Raises :class:`CellError`, naming the tensor, where an operation cannot be scheduled.
+    """
+    return _Walk(cell, input, hidden).run()
+
+
+class _Walk:
+    def __init__(self, cell: Cell, input: int, hidden: int) -> None:
+        from tvm import te, tirx
+
+        self.cell, self.hidden, self.tirx = cell, hidden, tirx
+        self.x_tensor = te.placeholder((BATCH, input), "float32", name="x")
+        self.state_tensors = [te.placeholder((BATCH, hidden), "float32", name=n) for n in cell.states]
+        shapes = {n: tuple(s) for n, s in cell.parameters(input, hidden).items()}
+        for name, shape in shapes.items():
+            if len(shape) not in (2, 3) or shape[1] != hidden or (
+                    len(shape) == 3 and shape[2] not in (input, hidden)):
+                raise CellError(f"cell {cell.name!r}: parameter {name!r} has shape {shape}; expected "
+                                f"(G, H={hidden}) or (G, H={hidden}, K) with K = I or H")
+        self.shapes = shapes
+        self.parameter_tensors = {n: te.placeholder(s, "float32", name=n) for n, s in shapes.items()}
+        self.b, self.j = tirx.Var("b", "int32"), tirx.Var("j", "int32")
+        self.level: dict[Any, int] = {}
+        self.leaves: dict[tuple, Any] = {}  # what a leaf stands for -> its variable
+        self.rows: list[tuple[int, Row]] = []
+        self.assigns: list[tuple[int, Assign]] = []
+        self.known: dict[str, Any] = {}  # text of a value -> the variable that has it
+        self.values: dict[tuple, Any] = {}  # (op, output, indices) -> scalar
+        self.x: Any = None
+        self.vectors: list[Vector] = []
+
+    # -- leaves ---------------------------------------------------------------------------------
+    def leaf(self, key: tuple, name: str, level: int) -> Any:
+        if key not in self.leaves:
+            var = self.tirx.Var(name, "float32")
+            self.leaves[key], self.level[var] = var, level
+        return self.leaves[key]
+
+    def placeholder(self, tensor: Any, indices: list[Any]) -> Any:
+        for name, state in zip(self.cell.states, self.state_tensors, strict=True):
+            if tensor.same_as(state) or tensor == state:
+                self.at_own_unit(tensor, indices)
+                return self.leaf(("state", name), name, STATE)
+        if tensor == self.x_tensor:
+            self.at_own_unit(tensor, indices)
+            self.x = self.leaf(("x",), "x", INPUT)
+            return self.x
+        for name, parameter in self.parameter_tensors.items():
+            if tensor == parameter:
+                gate = self.constant(indices[0], name)
+                if len(indices) != 2 or not self.same(indices[1], self.j):
+                    raise CellError(f"cell {self.cell.name!r}: {name}{indices} is neither part of a "
+                                    "product nor a vector over the hidden axis")
+                key = ("vector", name, gate)
+                fresh = key not in self.leaves
+                var = self.leaf(key, f"{name}_{gate}", INVARIANT)
+                if fresh:
+                    self.vectors.append(Vector(var, name, gate))
+                return var
+        raise CellError(f"cell {self.cell.name!r}: {tensor.op.name} is not an argument of step()")
+
+    def at_own_unit(self, tensor: Any, indices: list[Any]) -> None:
+        if len(indices) != 2 or not self.same(indices[0], self.b) or not self.same(indices[1], self.j):
+            raise CellError(f"cell {self.cell.name!r}: {tensor.op.name}{indices} outside a product "
+                            "must be read at [b, j]")
+
+    def same(self, e: Any, var: Any) -> bool:
+        return hasattr(e, "same_as") and e.same_as(var)
+
+    def constant(self, e: Any, where: str) -> int:
+        if isinstance(e, int):
+            return e
+        from tvm import sym
+
+        e = sym.Analyzer().simplify(e)
+        if type(e).__name__ != "IntImm":
+            raise CellError(f"cell {self.cell.name!r}: gate index {e} of {where} is not a constant")
+        return int(e.value)
+
+    # -- tensors --------------------------------------------------------------------------------
+    def scalar(self, tensor: Any, indices: list[Any]) -> Any:
+        """The scalar that ``tensor[indices]`` is, for this (b, j)."""
+        op = tensor.op
+        if type(op).__name__ == "PlaceholderOp":
+            return self.placeholder(tensor, indices)
+        if type(op).__name__ != "ComputeOp":
+            raise CellError(f"cell {self.cell.name!r}: {op.name} is a {type(op).__name__}; "
+                            "only te.compute is supported")
+        key = (op, tensor.value_index, tuple(str(i) for i in indices))
+        if key not in self.values:
+            where = {axis.var: i for axis, i in zip(op.axis, indices, strict=True)}
+            body = op.body[tensor.value_index]
+            if type(body).__name__ == "Reduce":
+                self.values[key] = self.product(op.name, body, where)
+            else:
+                self.values[key] = self.name_of(self.inline(body, where), op.name)
+        return self.values[key]
+
+    def inline(self, body: Any, where: dict[Any, Any]) -> Any:
+        def visit(e: Any) -> Any:
+            if type(e).__name__ == "Var":
+                return where.get(e, e)
+            if is_load(e):
+                tensor, indices = load_parts(e)
+                return self.scalar(tensor, [transform(i, visit) for i in indices])
+            return None
+
+        return transform(body, visit)
+
+    def product(self, name: str, body: Any, where: dict[Any, Any]) -> Any:
+        """A reduction: must be sum over k of operand[b, k] * weight[gate, j, k]."""
+        fault = CellError(f"cell {self.cell.name!r}: the reduction {name!r} is not a product "
+                          "sum_k source[b, k] * weight[gate, j, k]")
+        source = body.source[0]
+        if len(body.axis) != 1 or type(source).__name__ != "Mul" or len(body.source) != 1:
+            raise fault
+        k = body.axis[0].var
+        sides = [source.a, source.b]
+        if not all(is_load(s) for s in sides):
+            raise fault
+        loads = [load_parts(s) for s in sides]
+        names = [next((n for n, t in self.parameter_tensors.items() if t == l[0]), None) for l in loads]
+        if names[0] is not None:
+            loads.reverse(), names.reverse()
+        (operand, at), (_, weight_at), weight = loads[0], loads[1], names[1]
+        if names[0] is not None or weight is None or len(weight_at) != 3:
+            raise fault
+        place = [transform(i, lambda e: where.get(e, e) if type(e).__name__ == "Var" else None)
+                 for i in (*at, *weight_at)]
+        if not (len(at) == 2 and self.same(place[0], self.b) and self.same(place[1], k)
+                and self.same(place[3], self.j) and self.same(place[4], k)):
+            raise fault
+        gate = self.constant(place[2], weight)
+        if operand == self.x_tensor:
+            source_var, level = None, INPUT
+        else:
+            source_var = self.scalar(operand, [self.b, self.j])
+            if self.level[source_var] < STATE:
+                raise CellError(f"cell {self.cell.name!r}: product {name!r} reads {operand.op.name}, "
+                                "which depends on no state; only x itself can be hoisted")
+            level = self.level[source_var] + 1
+        key = ("row", source_var, weight, gate)
+        fresh = key not in self.leaves
+        origin = "x" if source_var is None else source_var.name
+        var = self.leaf(key, f"{origin}_{weight}_{gate}", level)
+        if fresh:
+            self.rows.append((level, Row(var, source_var, weight, gate)))
+        return var
+
+    # -- scalars --------------------------------------------------------------------------------
+    def level_of(self, e: Any) -> int:
+        if type(e).__name__ == "Var":
+            return self.level[e]
+        return max((self.level_of(c) for c in children(e)), default=INVARIANT)
+
+    def name_of(self, e: Any, name: str) -> Any:
+        """The variable that holds ``e``, assigned now unless it is known; constants stay."""
+        if type(e).__name__ == "Var" or is_constant(e):
+            return e
+        e = self.level_by_level(e, name)
+        if type(e).__name__ == "Var":
+            return e
+        text = str(e)
+        if text not in self.known:
+            taken = sum(1 for _, a in self.assigns if a.var.name.rsplit("__", 1)[0] == name)
+            var = self.tirx.Var(f"{name}__{taken}", "float32")
+            self.known[text], self.level[var] = var, self.level_of(e)
+            self.assigns.append((self.level[var], Assign(var, e)))
+        return self.known[text]
+
+    def level_by_level(self, e: Any, name: str) -> Any:
+        """Rewrites ``e`` so that what can be known earlier has a variable of its own."""
+        parts = terms(e)
+        if len(parts) > 1:
+            parts = [(n, self.level_by_level(t, name)) for n, t in parts]
+            parts.sort(key=lambda p: self.level_of(p[1]))  # stable: the cell's order within a level
+            if parts[0][0]:  # a sum must not start with a negation
+                first = next((i for i, p in enumerate(parts) if not p[0]), None)
+                if first is None:
+                    parts.insert(0, (False, self.tirx.const(0.0, "float32")))
+                else:
+                    parts.insert(0, parts.pop(first))
+            total, level = parts[0][1], self.level_of(parts[0][1])
+            for negated, term in parts[1:]:
+                higher = max(level, self.level_of(term))
+                if higher > level:
+                    total = self.name_of(total, name)
+                if higher > self.level_of(term):
+                    term = self.name_of(term, name)
+                total, level = (total - term if negated else total + term), higher
+            return total
+        new = [self.level_by_level(c, name) for c in children(e)]
+        if not new:
+            return e
+        level = max(self.level_of(c) for c in new)
+        return rebuild(e, [self.name_of(c, name) if self.level_of(c) < level else c for c in new])
+
+    # -- result ---------------------------------------------------------------------------------
+    def run(self) -> StepGraph:
+        outputs = self.cell.step(self.x_tensor, self.state_tensors, self.parameter_tensors)
+        outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+        if len(outputs) != len(self.cell.states):
+            raise CellError(f"cell {self.cell.name!r}: step() returned {len(outputs)} tensors for "
+                            f"{len(self.cell.states)} states {self.cell.states}")
+        results = {}
+        for name, tensor in zip(self.cell.states, outputs, strict=True):
+            if tuple(int(s) for s in tensor.shape) != (BATCH, self.hidden):
+                raise CellError(f"cell {self.cell.name!r}: new state {name!r} has shape "
+                                f"{tuple(tensor.shape)}; expected (B, H)")
+            value = self.scalar(tensor, [self.b, self.j])
+            if is_constant(value):
+                raise CellError(f"cell {self.cell.name!r}: new state {name!r} is a constant")
+            results[name] = value
+        states = {n: self.leaf(("state", n), n, STATE) for n in self.cell.states}
+        at = lambda level: tuple(a for lv, a in self.assigns if lv == level)  # noqa: E731
+        last = max((lv for lv in self.level.values()), default=0)
+        self.rows.sort(key=lambda r: (list(self.shapes).index(r[1].weight), r[1].gate))
+        phases = []
+        for p in range(1, last + 1):
+            rows = tuple(r for lv, r in self.rows if lv == p)
+            operands = tuple(dict.fromkeys(r.operand for r in rows))
+            phases.append(Phase(operands, rows, at(p)))
+        later = [a for lv, a in self.assigns if lv >= STATE]
+        read = dict.fromkeys(v for a in later for v in variables(a.value))
+        read.update(dict.fromkeys(results.values()))
+        return StepGraph(
+            cell=self.cell.name, parameters=self.shapes, states=states, results=results,
+            output=self.cell.output_state(), x=self.x, vectors=tuple(self.vectors),
+            invariants=at(INVARIANT), hoisted_rows=tuple(r for lv, r in self.rows if lv == INPUT),
+            hoisted=at(INPUT), prologue=at(STATE), phases=tuple(phases),
+            hoisted_outputs=tuple(v for v in read if self.level[v] == INPUT),
+            invariant_outputs=tuple(v for v in read if self.level[v] == INVARIANT))
+
+
+def variables(e: Any) -> list[Any]:
+    """Variables that an expression reads, in order, with repetitions."""
+    if type(e).__name__ == "Var":
+        return [e]
+    return [v for c in children(e) for v in variables(c)]
+
+
+def is_load(e: Any) -> bool:
+    """True where e reads an element of a te tensor."""
+    return type(e).__name__ in ("TensorLoad", "ProducerLoad") or (
+        type(e).__name__ == "Call" and getattr(e.op, "name", "") == "te.tensor_load")
+
+
+def load_parts(e: Any) -> tuple[Any, list[Any]]:
+    """Tensor and indices of a load."""
+    if type(e).__name__ == "Call":
+        return e.args[0], list(e.args[1:])
+    return e.source, list(e.indices)

@@ -1,0 +1,114 @@
+"""What a cell is: its states, its parameters and one step, as TVM tensor expressions.
+
+A cell is the only place that knows its own formula. Analysis, schedules, tuner and runtime
+work on the tensor-expression graph that :meth:`Cell.step` returns, so a cell written by a user
+gets everything that the built-in ones get::
+
+    class MinimalGatedUnit(Cell):
+        name = "mgu"
+        states = ("h",)
+
+        def parameters(self, I, H):
+            return {"weight_ih": (2, H, I), "weight_hh": (2, H, H), "bias": (2, H)}
+
+        def step(self, x, states, p):
+            (h,) = states
+            W, R, v = p["weight_ih"], p["weight_hh"], p["bias"]
+            fx, nx, fh = product(x, W, 0), product(x, W, 1), product(h, R, 0)
+            f = pointwise(lambda b, j: te.sigmoid(fx[b, j] + fh[b, j] + v[0, j]), h)
+            kept = pointwise(lambda b, j: f[b, j] * h[b, j], h)
+            nh = product(kept, R, 1)
+            n = pointwise(lambda b, j: te.tanh(nx[b, j] + nh[b, j] + v[1, j]), h)
+            return [pointwise(lambda b, j: h[b, j] + f[b, j] * (n[b, j] - h[b, j]), h)]
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ecornn.errors import CellError
+
+Shape = tuple[int, ...]
+
+
+class Cell(ABC):
+    """A recurrent cell.
+
+    Class attributes
+    ----------------
+    name : short identifier, lower case
+    states : names of the states, in the order in which ``step`` takes and returns them
+    output : the state that is the layer's output y; the first one unless said otherwise
+    """
+
+    name: str
+    states: tuple[str, ...]
+    output: str = ""
+
+    @abstractmethod
+    def parameters(self, input: int, hidden: int) -> Mapping[str, Shape]:
+        """Shapes of the parameters.
+
+        ``(G, H, K)`` for G matrices that map K values to H (K is ``input`` or ``hidden``), ``(G, H)``
+        for G vectors. A user passes them flattened over the first two axes, as PyTorch stores
+        them: ``(G*H, K)`` and ``(G*H,)``.
+        """
+
+    @abstractmethod
+    def step(self, x: Any, states: Sequence[Any], parameters: Mapping[str, Any]) -> Sequence[Any]:
+        """One step on te tensors: x (B, I) and states (B, H) to the new states, each (B, H)."""
+
+    def parameter_name(self, name: str) -> str:
+        """The name under which a user passes a parameter; PyTorch's, with its layer suffix."""
+        return f"{name}_l0"
+
+    def output_state(self) -> str:
+        """Name of the state that is y."""
+        name = self.output or self.states[0]
+        if name not in self.states:
+            raise CellError(f"cell {self.name!r}: output {name!r} is not one of {self.states}")
+        return name
+
+    def identity(self) -> str:
+        """Key of this cell in records: its name, with a digest of its graph unless built in."""
+        from ecornn.cells import BUILTIN
+
+        if type(self) is type(BUILTIN.get(self.name)):
+            return self.name
+        from ecornn.analysis import analyse
+
+        text = analyse(self, input=2, hidden=3).describe()
+        return f"{self.name}@{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def product(source: Any, weight: Any, gates: Sequence[int] | int | None = None, name: str = "") -> Any:
+    """Matrix products of ``source`` (B, K) with gates of ``weight`` (G, H, K).
+
+    ``gates`` selects: a sequence (default: all G) gives a tensor (B, len(gates), H), whose entry
+    ``[b, g, j]`` is ``sum_k source[b, k] * weight[gates[g], j, k]``; one integer gives (B, H).
+    """
+    from tvm import te
+
+    k = te.reduce_axis((0, source.shape[1]), "k")
+    batch, hidden = source.shape[0], weight.shape[1]
+    name = name or f"{source.op.name}_{weight.op.name}"
+    if isinstance(gates, int):
+        return te.compute((batch, hidden),
+                          lambda b, j: te.sum(source[b, k] * weight[gates, j, k], axis=k), name=name)
+    chosen = range(int(weight.shape[0])) if gates is None else gates
+    first, count = chosen[0], len(chosen)
+    if list(chosen) != list(range(first, first + count)):
+        raise CellError(f"product(..., gates={list(chosen)}): gates must be consecutive")
+    return te.compute(
+        (batch, count, hidden),
+        lambda b, g, j: te.sum(source[b, k] * weight[g + first, j, k], axis=k), name=name)
+
+
+def pointwise(function: Callable[[Any, Any], Any], like: Any, name: str = "") -> Any:
+    """A tensor (B, H), or several, from ``function(b, j)``; ``like`` is any state."""
+    from tvm import te
+
+    return te.compute(like.shape, function, name=name or "pointwise")

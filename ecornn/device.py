@@ -1,0 +1,74 @@
+"""What is compiled for: one GPU model or one CPU, by its capabilities."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ecornn.errors import DeviceError
+
+
+class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A target and the capabilities that schedules plan with.
+
+    Attributes
+    ----------
+    kind : ``cuda`` or ``llvm``
+    arch : ``sm_90a`` and the like, or the CPU's LLVM name such as ``znver4``
+    name : the product's name, for people and for ranking records
+    cores : streaming multiprocessors, or physical CPU cores
+    shared : bytes of shared memory that one block can use (CUDA)
+    registers : 32-bit registers of one multiprocessor (CUDA)
+    l2 : bytes of L2 cache (CUDA: of the chip; CPU: of one core)
+    memory : bytes of device memory; 0 where unknown
+    features : LLVM attributes such as ``avx512f`` that the code may use (CPU)
+    """
+
+    kind: str
+    arch: str
+    name: str
+    cores: int
+    shared: int = 0
+    registers: int = 0
+    l2: int = 0
+    memory: int = 0
+    features: tuple[str, ...] = ()
+
+    @property
+    def capability(self) -> int:
+        """Compute capability as a number, 90 for sm_90a; 0 for a CPU."""
+        return int(self.arch[3:].rstrip("af")) if self.kind == "cuda" else 0
+
+
+# The largest common product of each architecture: what "--target sm_90a" means with no GPU here.
+KNOWN = {
+    "sm_80": Device("cuda", "sm_80", "NVIDIA A100", 108, 163 << 10, 65536, 40 << 20, 80 << 30),
+    "sm_86": Device("cuda", "sm_86", "NVIDIA A10", 72, 99 << 10, 65536, 6 << 20, 24 << 30),
+    "sm_89": Device("cuda", "sm_89", "NVIDIA L40S", 142, 99 << 10, 65536, 96 << 20, 48 << 30),
+    "sm_90a": Device("cuda", "sm_90a", "NVIDIA H100 80GB HBM3", 132, 227 << 10, 65536, 50 << 20,
+                     80 << 30),
+}
+
+
+def resolve(target: str | Device) -> Device:
+    """The device for ``cpu``, ``cuda`` (the GPU at hand) or an architecture such as ``sm_90a``.
+
+    Raises :class:`DeviceError` where there is no GPU, or for an architecture no schedule serves.
+    """
+    if isinstance(target, Device):
+        return target
+    if target == "cpu":
+        from ecornn.host_cpu import detect
+
+        return detect()
+    if target == "cuda":
+        from ecornn.host_gpu import detect as detect_gpu
+
+        found = detect_gpu()
+        if found is None:
+            raise DeviceError("target", target, "a machine with a CUDA GPU and its driver; without "
+                              f"one name the architecture, one of {', '.join(KNOWN)}, or 'cpu'")
+        return found
+    name = "sm_90a" if target == "sm_90" else target
+    if name not in KNOWN:
+        raise DeviceError("target", target, f"'cpu', 'cuda' or one of {', '.join(KNOWN)}")
+    return KNOWN[name]

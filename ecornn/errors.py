@@ -1,0 +1,63 @@
+"""Every error a user can cause, typed; all derive from :class:`EcornnError`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class EcornnError(Exception):
+    """Base class of the errors that ecornn raises on purpose."""
+
+
+class ArgumentError(EcornnError, ValueError):
+    """An argument has a value that is not allowed.
+
+    The message names the argument, the value and what is allowed.
+    """
+
+    def __init__(self, argument: str, value: object, allowed: str) -> None:
+        super().__init__(f"{argument}={value!r} is not allowed; expected {allowed}")
+        self.argument, self.value, self.allowed = argument, value, allowed
+
+
+class ShapeError(ArgumentError):
+    """A tensor has the wrong shape."""
+
+
+class DTypeError(ArgumentError):
+    """A tensor or an option has the wrong data type."""
+
+
+class DeviceError(ArgumentError):
+    """A tensor lives on the wrong device, or a target cannot be served."""
+
+
+class WeightsError(EcornnError, KeyError):
+    """The weights lack a parameter, or carry one that the cell does not have."""
+
+    def __init__(self, message: str, names: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.message, self.names = message, tuple(names)
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class CellError(EcornnError):
+    """A cell's step cannot be analysed or scheduled; the message points at the tensor."""
+
+
+class ScheduleError(EcornnError):
+    """No schedule serves the workload, or a configuration cannot be built."""
+
+
+class BuildError(EcornnError):
+    """Code generation, the CUDA compiler or the linker failed."""
+
+
+class ModuleError(EcornnError):
+    """A module file is missing, damaged, or was built for another device or version."""
+
+
+class RecordError(EcornnError, ValueError):
+    """A tuning record or log line does not follow the format."""

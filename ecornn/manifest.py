@@ -1,0 +1,46 @@
+"""What a module file says about itself, read by the loader."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ecornn.device import Device
+from ecornn.errors import ModuleError
+from ecornn.program import Buffer
+from ecornn.workload import Workload
+
+FORMAT = 1
+
+
+class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A parameter as the user passes it: ``name`` with PyTorch's suffix; ``key`` is the cell's name
+    for it; ``shape`` as PyTorch stores it, ``gates`` the G that its first axis folds in."""
+
+    name: str
+    key: str
+    shape: tuple[int, ...]
+    gates: int
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything the loader needs besides machine code."""
+
+    workload: Workload
+    device: Device
+    schedule: str
+    config: dict[str, int | str | bool]
+    provenance: str  # which record was used and why, in one line
+    states: tuple[str, ...]
+    output: str
+    parameters: tuple[Parameter, ...]
+    buffers: tuple[Buffer, ...]
+    versions: dict[str, str]
+    format: int = FORMAT
+
+
+def decode(text: str) -> Manifest:
+    """The manifest from its JSON; :class:`ModuleError` where it is of another format."""
+    try:
+        return msgspec.json.decode(text, type=Manifest)
+    except msgspec.MsgspecError as error:
+        raise ModuleError(f"not a module of this version of ecornn: {error}") from error

@@ -1,0 +1,111 @@
+"""What a schedule makes: functions in TIR, the buffers they share, and the order of calls.
+
+A program is everything that is needed to build a module file: the host code that carries it out
+is generated from it (``ecornn/build/host.py``), and its manifest tells the loader how to pack
+weights and how much workspace a call needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from ecornn.workload import ITEMSIZE
+
+Source = tuple[str, int]  # (parameter, gate)
+
+
+class Extent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A size that may grow with the sequence: ``fixed + per_step * T`` elements."""
+
+    fixed: int = 0
+    per_step: int = 0
+
+    def at(self, steps: int) -> int:
+        """The size for T = ``steps``."""
+        return self.fixed + self.per_step * steps
+
+
+class Packing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How one packed weight buffer is made from the cell's parameters, done once by ``bind``.
+
+    The ``sources`` are stacked on a new first axis (each is ``parameter[gate]``: (H, K) for a
+    matrix, (H,) for a vector; a source ``("", 0)`` is zeros), padded at the end with zeros to
+    ``pad``, reshaped to ``split``, transposed by ``order`` and stored as ``dtype``.
+    """
+
+    sources: tuple[Source, ...]
+    pad: tuple[int, ...]
+    split: tuple[int, ...]
+    order: tuple[int, ...]
+    dtype: str
+
+
+class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A buffer of the program, named in the calls.
+
+    ``role``: ``x`` (T, B, I), ``y`` (T, B, H), ``state_in`` or ``state_out`` (B, H; ``name`` is
+    ``<state>_in`` or ``<state>_out``), ``packed`` (made by ``packing``) or ``workspace``
+    (``extent`` elements, 256-byte aligned, contents undefined before a call).
+    """
+
+    name: str
+    role: str
+    dtype: str
+    extent: Extent = Extent()
+    packing: Packing | None = None
+
+    def nbytes(self, steps: int) -> int:
+        """Bytes for T = ``steps``."""
+        return self.extent.at(steps) * ITEMSIZE.get(self.dtype, 4)
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Sets every byte of a workspace buffer to ``byte``, over its first ``extent`` elements."""
+
+    buffer: str
+    byte: int
+    extent: Extent
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch.
+
+    ``arguments`` are named as the function's parameters are: a buffer's name, or one of the
+    scalars ``T``, ``B`` (of the call) and ``t`` (of the step, in a loop), all int32.
+    """
+
+    function: str
+    grid: int
+    threads: int
+    shared: int = 0  # dynamic shared memory, bytes
+    cooperative: bool = False
+    cluster: int = 1
+
+
+@dataclass(frozen=True)
+class Loop:
+    """``calls`` for t = 0 .. T-1, in order."""
+
+    calls: tuple[Launch, ...]
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """CPU: ``function`` once on each thread (scalars ``thread`` and ``threads`` besides T and B)."""
+
+    function: str
+
+
+@dataclass(frozen=True)
+class Program:
+    """Functions (tirx PrimFuncs by name, parameters named after buffers and scalars) and calls."""
+
+    functions: dict[str, Any]
+    buffers: tuple[Buffer, ...]
+    calls: tuple[Fill | Launch | Loop | Parallel, ...]
+    notes: dict[str, str] = field(default_factory=dict)  # shown by --emit and in the manifest

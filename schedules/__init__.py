@@ -1,0 +1,27 @@
+"""The schedules, by name, in the order in which the compiler prefers them without a record."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from ecornn.schedules.base import Config, Knob, Schedule, Task, config_text
+
+
+@cache
+def all_schedules() -> dict[str, Schedule]:
+    """Every schedule, by name."""
+    from ecornn.schedules.cpu import CPUSequence
+    from ecornn.schedules.fused_step import FusedStep
+    from ecornn.schedules.layout_transform import LayoutTransform
+    from ecornn.schedules.persistent import Persistent
+
+    return {s.name: s for s in (Persistent(), LayoutTransform(), FusedStep(), CPUSequence())}
+
+
+def serving(task: Task) -> list[Schedule]:
+    """The schedules that serve the task on its device, preferred ones first."""
+    return [s for s in all_schedules().values()
+            if s.kind == task.device.kind and s.serves(task) is None]
+
+
+__all__ = ["Config", "Knob", "Schedule", "Task", "all_schedules", "config_text", "serving"]

@@ -1,0 +1,81 @@
+"""What a schedule is: a template with declared knobs.
+
+A schedule says which workloads it serves, declares its knobs, checks a configuration's resources
+before anything is built, and turns a configuration into a :class:`~ecornn.program.Program`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ecornn.analysis import StepGraph
+from ecornn.device import Device
+from ecornn.program import Program
+from ecornn.workload import Workload
+
+Value = int | str | bool
+Config = Mapping[str, Value]  # knob -> value
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One choice of a schedule: its values and, in one line, what they trade."""
+
+    name: str
+    values: tuple[Value, ...]
+    trades: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a schedule is asked for."""
+
+    workload: Workload
+    graph: StepGraph
+    device: Device
+
+
+class Schedule(ABC):
+    """A schedule template.
+
+    Class attributes
+    ----------------
+    name : the schedule's name in records and on the command line
+    revision : raised whenever the generated code changes; records of another revision are stale
+    kind : ``cuda`` or ``llvm``
+    """
+
+    name: str
+    revision: int
+    kind: str
+
+    @abstractmethod
+    def serves(self, task: Task) -> str | None:
+        """None, or the reason why this schedule cannot serve the task."""
+
+    @abstractmethod
+    def knobs(self, task: Task) -> tuple[Knob, ...]:
+        """The knobs, with the values that make sense for the task."""
+
+    @abstractmethod
+    def check(self, task: Task, config: Config) -> str | None:
+        """None, or the reason (registers, shared memory, ...) why the configuration cannot run."""
+
+    @abstractmethod
+    def default(self, task: Task) -> Config:
+        """The configuration of the declared heuristic, used where no record applies."""
+
+    @abstractmethod
+    def features(self, task: Task, config: Config) -> dict[str, float]:
+        """What the cost model sees besides the knobs: bytes, products, occupancy, exchanges."""
+
+    @abstractmethod
+    def program(self, task: Task, config: Config) -> Program:
+        """Generates the code."""
+
+
+def config_text(config: Config) -> str:
+    """A configuration on one line."""
+    return " ".join(f"{k}={v}" for k, v in config.items())
