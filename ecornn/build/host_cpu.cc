@@ -1,0 +1,259 @@
+// Runs a sequence on a team of threads. program.h, generated beside this file, names the worker (a
+// packed function by TVM's LLVM code generator) and the number of buffers.
+//
+// Threads of a team are created on first use. They spin for a moment and then sleep, both between
+// calls and at barriers, so that nothing is busy after a call. Calls from several threads at once get
+// a team each.
+
+#include <tvm/ffi/c_api.h>
+
+#include <pthread.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <new>
+#include <condition_variable>
+#include <mutex>
+#include <exception>
+#include <thread>
+#include <vector>
+
+#include "program.h"
+
+#define ECORNN_EXPORT extern "C" __attribute__((visibility("default")))
+
+extern "C" {
+int ECORNN_WORKER(void* self, const TVMFFIAny* args, int32_t count, TVMFFIAny* result);
+extern const unsigned char ecornn_manifest[];
+extern const unsigned long long ecornn_manifest_size;
+}
+
+namespace {
+
+constexpr int kScalars = 4;     // thread, threads, T, B
+constexpr int kPauses = 512;    // spinning: some 10 us
+constexpr int kYields = 256;    // then letting others run, should this core have two of the threads
+constexpr int64_t kMaxThreads = 1024;
+
+inline void Pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// A counter that threads wait on: first spinning, then asleep.
+class Signal {
+ public:
+  uint32_t value() const { return value_.load(std::memory_order_acquire); }
+
+  void Advance() {
+    value_.fetch_add(1);  // sequentially consistent, as is sleepers_: one of the two sees the other
+    if (sleepers_.load() > 0) {
+      { std::lock_guard<std::mutex> lock(mutex_); }
+      changed_.notify_all();
+    }
+  }
+
+  void WaitWhile(uint32_t old) {
+    for (int i = 0; i < kPauses; ++i) {
+      if (value() != old) return;
+      Pause();
+    }
+    for (int i = 0; i < kYields; ++i) {
+      if (value() != old) return;
+      std::this_thread::yield();
+    }
+    std::unique_lock<std::mutex> lock(mutex_);
+    sleepers_.fetch_add(1);
+    changed_.wait(lock, [&] { return value_.load() != old; });
+    sleepers_.fetch_sub(1);
+  }
+
+ private:
+  alignas(64) std::atomic<uint32_t> value_{0};
+  alignas(64) std::atomic<int> sleepers_{0};
+  std::mutex mutex_;
+  std::condition_variable changed_;
+};
+
+class Barrier {
+ public:
+  void Reset(int count) { count_ = count; }
+
+  void Wait() {
+    uint32_t round = released_.value();
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == count_) {
+      arrived_.store(0, std::memory_order_relaxed);
+      released_.Advance();
+    } else {
+      released_.WaitWhile(round);
+    }
+  }
+
+ private:
+  alignas(64) std::atomic<int> arrived_{0};
+  int count_ = 1;
+  Signal released_;
+};
+
+class Team {
+ public:
+  ~Team() {
+    stop_ = true;
+    start_.Advance();
+    for (auto& thread : threads_) thread.join();
+  }
+
+  // Runs the worker on `size` threads, this one among them; 0, or the first thread's error code.
+  int Run(int size, const TVMFFIAny* shared, int count) {
+    while (static_cast<int>(threads_.size()) + 1 < size) {
+      int index = static_cast<int>(threads_.size()) + 1;
+      // It waits for the next start, of which there has been none since.
+      threads_.emplace_back([this, index, seen = start_.value()] { Loop(index, seen); });
+    }
+    size_ = size;
+    args_ = shared;
+    count_ = count;
+    barrier_.Reset(size);
+    finished_.Reset(static_cast<int>(threads_.size()) + 1);
+    failed_.store(false);
+    start_.Advance();
+    int code = Work(0);
+    finished_.Wait();
+    if (code == 0 && failed_.load()) {
+      TVMFFIErrorSetRaisedFromCStr("RuntimeError", "a thread of the CPU team failed");
+      code = -1;
+    }
+    return code;
+  }
+
+  Barrier& barrier() { return barrier_; }
+
+ private:
+  void Loop(int index, uint32_t seen) {
+    for (;;) {
+      start_.WaitWhile(seen);
+      seen = start_.value();
+      if (stop_) return;
+      if (index < size_ && Work(index) != 0) failed_.store(true);
+      finished_.Wait();
+    }
+  }
+
+  int Work(int index);
+
+  std::vector<std::thread> threads_;
+  Signal start_;
+  Barrier barrier_, finished_;
+  const TVMFFIAny* args_ = nullptr;
+  int size_ = 1, count_ = 0;
+  std::atomic<bool> stop_{false}, failed_{false};
+};
+
+thread_local Team* current = nullptr;
+
+int Team::Work(int index) {
+  std::vector<TVMFFIAny> args(args_, args_ + count_);
+  args[0].v_int64 = index;
+  TVMFFIAny result{};
+  current = this;
+  int code = ECORNN_WORKER(nullptr, args.data(), count_, &result);
+  current = nullptr;
+  return code;
+}
+
+// Teams that no call uses.
+class Pool {
+ public:
+  std::unique_ptr<Team> Take() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (idle_.empty()) return std::make_unique<Team>();
+    auto team = std::move(idle_.back());
+    idle_.pop_back();
+    return team;
+  }
+
+  void Give(std::unique_ptr<Team> team) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    idle_.push_back(std::move(team));
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Team>> idle_;
+};
+
+// The pool, in storage of its own: a forked child has none of the threads, and forgets them.
+class PoolHolder {
+ public:
+  PoolHolder() {
+    new (storage_) Pool;
+    pthread_atfork(nullptr, nullptr, [] { new (storage_) Pool; });
+  }
+  ~PoolHolder() { get().~Pool(); }
+  static Pool& get() { return *std::launder(reinterpret_cast<Pool*>(storage_)); }
+
+ private:
+  alignas(Pool) static inline unsigned char storage_[sizeof(Pool)];
+} holder;
+
+int Fail(const char* kind, const char* message) {
+  TVMFFIErrorSetRaisedFromCStr(kind, message);
+  return -1;
+}
+
+TVMFFIAny Integer(int64_t value) {
+  TVMFFIAny any{};
+  any.type_index = kTVMFFIInt;
+  any.v_int64 = value;
+  return any;
+}
+
+}  // namespace
+
+// Called by generated code: waits for the other threads of the team.
+extern "C" __attribute__((visibility("hidden"))) void ecornn_barrier() { current->barrier().Wait(); }
+
+// manifest() -> str
+ECORNN_EXPORT int __tvm_ffi_manifest(void*, const TVMFFIAny*, int32_t count, TVMFFIAny* result) {
+  if (count != 0) return Fail("TypeError", "manifest() takes no arguments");
+  TVMFFIByteArray text{reinterpret_cast<const char*>(ecornn_manifest), ecornn_manifest_size};
+  return TVMFFIStringFromByteArray(&text, result);
+}
+
+// run(T, B, device, threads, *pointers) -> None
+ECORNN_EXPORT int __tvm_ffi_run(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {
+  if (count != 4 + ECORNN_BUFFERS) {
+    return Fail("TypeError", "run(T, B, device, threads, *pointers) got another number of arguments");
+  }
+  for (int i = 0; i < count; ++i) {
+    bool pointer = i >= 4 && args[i].type_index == kTVMFFIOpaquePtr;
+    if (args[i].type_index != kTVMFFIInt && !pointer) return Fail("TypeError", "run() takes integers");
+  }
+  int64_t steps = args[0].v_int64, batch = args[1].v_int64, threads = args[3].v_int64;
+  if (steps < 1 || steps > INT32_MAX || batch < 1 || batch > INT32_MAX) {
+    return Fail("ValueError", "run(): T and B must be positive");
+  }
+  if (threads < 1 || threads > kMaxThreads) return Fail("ValueError", "run(): threads must be 1 to 1024");
+  TVMFFIAny shared[kScalars + ECORNN_BUFFERS] = {Integer(0), Integer(threads), Integer(steps),
+                                                 Integer(batch)};
+  for (int i = 0; i < ECORNN_BUFFERS; ++i) {
+    TVMFFIAny pointer{};
+    pointer.type_index = kTVMFFIOpaquePtr;
+    pointer.v_ptr = args[4 + i].v_ptr;
+    shared[kScalars + i] = pointer;
+  }
+  result->type_index = kTVMFFINone;
+  result->v_int64 = 0;
+  try {
+    auto team = PoolHolder::get().Take();
+    int code = team->Run(static_cast<int>(threads), shared, kScalars + ECORNN_BUFFERS);
+    PoolHolder::get().Give(std::move(team));
+    return code;
+  } catch (const std::exception& error) {  // no thread could be started, or no memory
+    return Fail("RuntimeError", error.what());
+  }
+}

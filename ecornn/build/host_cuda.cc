@@ -1,0 +1,250 @@
+// Host code of one CUDA module: loads the embedded cubin once per device and carries out the program's
+// calls. The lines between "generated" marks are written by host_cuda.py.
+#include <pthread.h>
+
+#include <atomic>
+
+#include "cuda_driver.h"
+
+extern "C" const unsigned char ecornn_cubin[];
+extern "C" const unsigned char ecornn_manifest[];
+extern "C" const unsigned long long ecornn_manifest_size;
+
+namespace ecornn {
+
+struct Kernel {
+  const char* name;
+  const char* symbol;
+  int shared;   // the most dynamic shared memory of any of its launches, bytes
+  int cluster;  // the largest cluster, blocks
+};
+
+struct Shape {
+  unsigned grid, threads, shared;
+  unsigned attribute_count;
+  LaunchAttribute attributes[2];
+};
+
+// generated: tables
+@TABLES@
+// end of generated
+
+constexpr int kMaxDevices = 64;
+
+// What a module keeps for one device; made once, never changed.
+struct State {
+  Context context;
+  int device;
+  Module module;
+  Function functions[kKernelCount];
+};
+
+static State storage[kMaxDevices];
+static std::atomic<State*> states[kMaxDevices];
+static std::atomic<bool> driver_ready;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+
+class Locked {
+ public:
+  Locked() { pthread_mutex_lock(&lock); }
+  ~Locked() { pthread_mutex_unlock(&lock); }
+};
+
+// Loading allocates, which a capture that is under way on this thread would otherwise forbid.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { driver.cuThreadExchangeStreamCaptureMode(&mode_); }
+  ~RelaxedCapture() { driver.cuThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  int mode_ = kCaptureRelaxed;
+};
+
+static int load_functions(State& state) {
+  for (int i = 0; i < kKernelCount; ++i) {
+    const Kernel& kernel = kKernels[i];
+    ECORNN_CALL(kernel.name, cuModuleGetFunction, &state.functions[i], state.module, kernel.symbol);
+    if (kernel.shared > 0)
+      ECORNN_CALL(kernel.name, cuFuncSetAttribute, state.functions[i], kFunctionMaxDynamicShared,
+                  kernel.shared);
+    if (kernel.cluster > 8)
+      ECORNN_CALL(kernel.name, cuFuncSetAttribute, state.functions[i], kFunctionNonPortableCluster, 1);
+  }
+  return 0;
+}
+
+static int load_module(State& state) {
+  RelaxedCapture relaxed;
+  Current current;
+  ECORNN_TRY(current.enter(state.context));
+  int major = 0, minor = 0;
+  ECORNN_CALL("", cuDeviceGetAttribute, &major, kDeviceCapabilityMajor, state.device);
+  ECORNN_CALL("", cuDeviceGetAttribute, &minor, kDeviceCapabilityMinor, state.device);
+  char what[96];
+  snprintf(what, sizeof what, "a module for %s on a GPU of compute capability %d.%d", kArch, major, minor);
+  ECORNN_CALL(what, cuModuleLoadData, &state.module, ecornn_cubin);
+  int failed = load_functions(state);
+  if (failed) driver.cuModuleUnload(state.module);
+  return failed;
+}
+
+static int make_state(int64_t device, State** out) {
+  Locked locked;
+  if ((*out = states[device].load(std::memory_order_acquire))) return 0;
+  if (!driver_ready.load(std::memory_order_relaxed)) {
+    ECORNN_TRY(open_driver());
+    driver_ready.store(true, std::memory_order_relaxed);
+  }
+  State& state = storage[device];
+  ECORNN_CALL("", cuDeviceGet, &state.device, static_cast<int>(device));
+  ECORNN_CALL("", cuDevicePrimaryCtxRetain, &state.context, state.device);
+  if (load_module(state)) {
+    driver.cuDevicePrimaryCtxRelease(state.device);
+    return -1;
+  }
+  states[device].store(*out = &state, std::memory_order_release);
+  return 0;
+}
+
+static int get_state(int64_t device, State** out) {
+  if (device < 0 || device >= kMaxDevices) {
+    char message[96];
+    snprintf(message, sizeof message, "device=%lld is not allowed; expected 0 to %d",
+             static_cast<long long>(device), kMaxDevices - 1);
+    return fail("ValueError", message);
+  }
+  *out = states[device].load(std::memory_order_acquire);
+  return *out ? 0 : make_state(device, out);
+}
+
+// Where the library is unloaded; at the end of a process the driver is gone by then and says so.
+__attribute__((destructor)) static void unload() {
+  for (auto& slot : states) {
+    State* state = slot.load(std::memory_order_acquire);
+    if (!state || driver.cuCtxPushCurrent(state->context)) continue;
+    Context before;
+    driver.cuModuleUnload(state->module);
+    driver.cuCtxPopCurrent(&before);
+    driver.cuDevicePrimaryCtxRelease(state->device);
+  }
+}
+
+static inline int launch(const State& state, int kernel, const Shape& shape, Stream stream,
+                         void** arguments) {
+  LaunchConfig config{{shape.grid, 1, 1}, {shape.threads, 1, 1}, shape.shared,
+                      stream,             shape.attributes,      shape.attribute_count};
+  ECORNN_CALL(kKernels[kernel].name, cuLaunchKernelEx, &config, state.functions[kernel], arguments,
+              nullptr);
+  return 0;
+}
+
+static inline int fill(Pointer pointer, unsigned char byte, int64_t bytes, Stream stream,
+                       const char* name) {
+  if (bytes > 0) ECORNN_CALL(name, cuMemsetD8Async, pointer, byte, static_cast<size_t>(bytes), stream);
+  return 0;
+}
+
+// The program's calls; p[i] is the memory of buffer i.
+static int calls(const State& state, int32_t T, int32_t B, Stream stream, Pointer* p) {
+  (void)state, (void)T, (void)B, (void)stream, (void)p;
+// generated: calls
+@CALLS@
+// end of generated
+  return 0;
+}
+
+// Integers and opaque pointers are both passed in 64 bits.
+static int integers(const char* signature, const TVMFFIAny* args, int32_t given, int32_t wanted,
+                    int64_t* out) {
+  char message[256];
+  if (given != wanted) {
+    snprintf(message, sizeof message, "%s takes %d arguments, not %d", signature, wanted, given);
+    return fail("TypeError", message);
+  }
+  for (int32_t i = 0; i < given; ++i) {
+    if (args[i].type_index != kTVMFFIInt && args[i].type_index != kTVMFFIOpaquePtr) {
+      snprintf(message, sizeof message, "argument %d of %s must be an integer", i, signature);
+      return fail("TypeError", message);
+    }
+    out[i] = args[i].v_int64;
+  }
+  return 0;
+}
+
+static int check_size(const char* name, int64_t value) {
+  if (value >= 1 && value <= INT32_MAX) return 0;
+  char message[96];
+  snprintf(message, sizeof message, "%s=%lld is not allowed; expected 1 to %d", name,
+           static_cast<long long>(value), INT32_MAX);
+  return fail("ValueError", message);
+}
+
+static Stream stream_of(int64_t queue) { return reinterpret_cast<Stream>(queue); }
+
+}  // namespace ecornn
+
+// The integers `a` of a call, the device's state, and its context made current.
+#define ECORNN_ENTER(signature, count, device)                         \
+  int64_t a[count];                                                    \
+  ECORNN_TRY(integers(signature, args, num_args, count, a));           \
+  State* state;                                                        \
+  ECORNN_TRY(get_state(device, &state));                               \
+  Current current;                                                     \
+  ECORNN_TRY(current.enter(state->context))
+
+#define ECORNN_EXPORT(name)                                                                       \
+  extern "C" TVM_FFI_DLL_EXPORT int __tvm_ffi_##name(void*, const TVMFFIAny* args, int32_t num_args, \
+                                                     TVMFFIAny* result)
+
+using namespace ecornn;
+
+ECORNN_EXPORT(manifest) {
+  ECORNN_TRY(integers("manifest()", args, num_args, 0, nullptr));
+  TVMFFIByteArray text{reinterpret_cast<const char*>(ecornn_manifest),
+                       static_cast<size_t>(ecornn_manifest_size)};
+  return TVMFFIStringFromByteArray(&text, result);
+}
+
+ECORNN_EXPORT(run) {
+  (void)result;
+  ECORNN_ENTER("run(T, B, device, queue, *pointers)", 4 + kBufferCount, a[2]);
+  ECORNN_TRY(check_size("T", a[0]));
+  ECORNN_TRY(check_size("B", a[1]));
+  return calls(*state, static_cast<int32_t>(a[0]), static_cast<int32_t>(a[1]), stream_of(a[3]),
+               reinterpret_cast<Pointer*>(a + 4));
+}
+
+ECORNN_EXPORT(alloc) {
+  ECORNN_ENTER("alloc(device, nbytes)", 2, a[0]);
+  Pointer pointer = 0;
+  char what[48];
+  snprintf(what, sizeof what, "%lld bytes", static_cast<long long>(a[1]));
+  if (a[1] != 0) ECORNN_CALL(what, cuMemAlloc, &pointer, static_cast<size_t>(a[1]));
+  result->type_index = kTVMFFIInt;
+  result->zero_padding = 0;
+  result->v_int64 = static_cast<int64_t>(pointer);
+  return 0;
+}
+
+ECORNN_EXPORT(free) {
+  (void)result;
+  ECORNN_ENTER("free(device, pointer)", 2, a[0]);
+  if (a[1] != 0) ECORNN_CALL("", cuMemFree, static_cast<Pointer>(a[1]));
+  return 0;
+}
+
+ECORNN_EXPORT(copy) {
+  (void)result;
+  ECORNN_ENTER("copy(device, to, from, nbytes, queue)", 5, a[0]);
+  if (a[3] != 0)
+    ECORNN_CALL("", cuMemcpyAsync, static_cast<Pointer>(a[1]), static_cast<Pointer>(a[2]),
+                static_cast<size_t>(a[3]), stream_of(a[4]));
+  return 0;
+}
+
+ECORNN_EXPORT(synchronize) {
+  (void)result;
+  ECORNN_ENTER("synchronize(device, queue)", 2, a[0]);
+  ECORNN_CALL("", cuStreamSynchronize, stream_of(a[1]));
+  return 0;
+}

@@ -1,0 +1,151 @@
+"""Generates the host code of a CUDA module: tables of kernels and launches, and the calls in order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+
+from ecornn.errors import BuildError
+from ecornn.program import Fill, Launch, Loop, Program
+from ecornn.workload import ITEMSIZE
+
+CUBIN = "ecornn_cubin"
+_COOPERATIVE = "{kLaunchCooperative, 0, {1}}"
+# Launch tags of TVM, and the field of Launch that must agree.
+_TAGS = {"tirx.use_cooperative_launch": "cooperative", "tirx.use_dyn_shared_memory": "shared"}
+_EXTENTS = {"blockIdx.x": "grid", "threadIdx.x": "threads", "clusterCtaIdx.x": "cluster"}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A device function as the host sees it.
+
+    Attributes
+    ----------
+    symbol : its name in the cubin
+    arguments : buffer names and scalars, in the order of its parameters
+    extents : constant launch extents by thread tag such as ``blockIdx.x``
+    tags : TVM's launch tags, among them ``tirx.use_cooperative_launch``
+    """
+
+    symbol: str
+    arguments: tuple[str, ...]
+    extents: Mapping[str, int]
+    tags: tuple[str, ...] = ()
+
+
+def host_sources(program: Program, kernels: Mapping[str, Kernel], arch: str) -> dict[str, str]:
+    """File name -> text of the host code, for :func:`ecornn.build.link.link`.
+
+    Raises :class:`BuildError` where a call names an unknown function or buffer, reads ``t`` outside a
+    loop, or is launched in another shape than the kernel was compiled for.
+    """
+    writer = _Writer(program, kernels)
+    for call in program.calls:
+        writer.call(call)
+    files = resources.files("ecornn.build")
+    text = files.joinpath("host_cuda.cc").read_text()
+    text = text.replace("@TABLES@", writer.tables(arch)).replace("@CALLS@", "\n".join(writer.lines))
+    return {"host_cuda.cc": text, "cuda_driver.h": files.joinpath("cuda_driver.h").read_text()}
+
+
+class _Writer:
+    """Collects the launches' shapes while it writes the calls."""
+
+    def __init__(self, program: Program, kernels: Mapping[str, Kernel]) -> None:
+        self.kernels = kernels
+        self.index = {name: i for i, name in enumerate(kernels)}
+        self.buffers = {buffer.name: i for i, buffer in enumerate(program.buffers)}
+        self.itemsize = {buffer.name: ITEMSIZE.get(buffer.dtype, 4) for buffer in program.buffers}
+        self.launches: list[Launch] = []
+        self.lines: list[str] = []
+
+    def call(self, call: object) -> None:
+        """Writes one call of the program."""
+        if isinstance(call, Fill):
+            self.fill(call)
+        elif isinstance(call, Launch):
+            self.prepare(call, "  ", in_loop=False)
+            self.lines.append(f"  {self.launch(len(self.launches) - 1)}")
+        elif isinstance(call, Loop):
+            # Arguments are prepared once: only the value of t changes from step to step.
+            self.lines += ["  {", "    int32_t t = 0;", "    (void)t;"]
+            first = len(self.launches)
+            for launch in call.calls:
+                self.prepare(launch, "    ", in_loop=True)
+            self.lines.append("    for (; t < T; ++t) {")
+            self.lines += [f"      {self.launch(i)}" for i in range(first, len(self.launches))]
+            self.lines += ["    }", "  }"]
+        else:
+            raise BuildError(f"a CUDA program cannot carry out {call}")
+
+    def fill(self, call: Fill) -> None:
+        """Writes a memset, whose size is known only with T."""
+        if call.buffer not in self.buffers:
+            raise BuildError(f"Fill of {call.buffer!r}, which is no buffer of the program")
+        if not 0 <= call.byte <= 255:
+            raise BuildError(f"Fill of {call.buffer!r}: {call.byte} is no byte")
+        size = self.itemsize[call.buffer]
+        bytes_ = f"INT64_C({call.extent.fixed * size}) + INT64_C({call.extent.per_step * size}) * T"
+        self.lines.append(f"  ECORNN_TRY(fill(p[{self.buffers[call.buffer]}], {call.byte}, {bytes_}, "
+                          f'stream, "{call.buffer}"));')
+
+    def prepare(self, launch: Launch, indent: str, in_loop: bool) -> None:
+        """Checks a launch and writes its array of arguments."""
+        kernel = self.kernels.get(launch.function)
+        if kernel is None:
+            raise BuildError(f"a launch of {launch.function!r}, which is no function of the program")
+        check_launch(launch, kernel)
+        if "t" in kernel.arguments and not in_loop:
+            raise BuildError(f"function {launch.function!r} reads t, but is launched outside a loop")
+        values = [f"&p[{self.buffers[a]}]" if a in self.buffers else f"&{a}" for a in kernel.arguments]
+        number = len(self.launches)
+        self.launches.append(launch)
+        self.lines.append(f"{indent}void* arguments{number}[] = {{{', '.join([*values, 'nullptr'])}}};")
+
+    def launch(self, number: int) -> str:
+        """The statement of launch ``number``."""
+        index = self.index[self.launches[number].function]
+        return f"ECORNN_TRY(launch(state, {index}, kShape{number}, stream, arguments{number}));"
+
+    def tables(self, arch: str) -> str:
+        """The kernels and the shapes of all launches."""
+        rows = []
+        for name, kernel in self.kernels.items():
+            mine = [launch for launch in self.launches if launch.function == name]
+            shared = max((launch.shared for launch in mine), default=0)
+            cluster = max((launch.cluster for launch in mine), default=1)
+            rows.append(f'    {{"{name}", "{kernel.symbol}", {shared}, {cluster}}},')
+        lines = [f'static const char kArch[] = "{arch}";',
+                 f"constexpr int kBufferCount = {len(self.buffers)};",
+                 f"constexpr int kKernelCount = {len(self.kernels)};",
+                 "static const Kernel kKernels[] = {", *rows, "};"]
+        return "\n".join([*lines, *(shape(i, launch) for i, launch in enumerate(self.launches))])
+
+
+def shape(number: int, launch: Launch) -> str:
+    """The constant that describes one launch."""
+    attributes = [_COOPERATIVE] if launch.cooperative else []
+    if launch.cluster > 1:
+        attributes.append(f"{{kLaunchCluster, 0, {{{launch.cluster}, 1, 1}}}}")
+    return (f"static const Shape kShape{number} = {{{launch.grid}, {launch.threads}, {launch.shared}, "
+            f"{len(attributes)}, {{{', '.join(attributes)}}}}};  // {launch.function}")
+
+
+def check_launch(launch: Launch, kernel: Kernel) -> None:
+    """Raises :class:`BuildError` where a launch is not what the kernel was compiled for."""
+    def refuse(reason: str) -> None:
+        raise BuildError(f"launch of {launch.function!r}: {reason}")
+
+    if min(launch.grid, launch.threads, launch.cluster) < 1 or launch.shared < 0:
+        refuse(f"grid, threads and cluster must be positive, not {launch}")
+    if launch.grid % launch.cluster:
+        refuse(f"a grid of {launch.grid} blocks is no whole number of clusters of {launch.cluster}")
+    for tag, extent in kernel.extents.items():
+        declared = getattr(launch, _EXTENTS[tag]) if tag in _EXTENTS else 1
+        if declared != extent:
+            refuse(f"{_EXTENTS.get(tag, tag)}={declared}, but the kernel has {extent}")
+    for tag, field in _TAGS.items():
+        if tag in kernel.tags and not getattr(launch, field):
+            refuse(f"the kernel needs {field}")

@@ -1,0 +1,112 @@
+"""CUDA source -> cubin or PTX, by nvcc where there is one, otherwise by NVRTC.
+
+``ECORNN_CUDA_COMPILER=nvcc`` or ``nvrtc`` forces one of the two. Neither needs a GPU, and neither is
+ever given ``--use_fast_math``: a schedule that wants a fast approximation says so in its code.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from ecornn.errors import ArgumentError, BuildError
+
+Resources = dict[str, dict[str, int]]
+FIELDS = ("registers", "stack", "spill_stores", "spill_loads", "shared")
+ENVIRONMENT = "ECORNN_CUDA_COMPILER"
+INSTALL = ("install the CUDA toolkit so that nvcc is on the PATH or below $CUDA_HOME, "
+           "or NVRTC with: pip install 'ecornn[cuda]'")
+
+
+def compile_cubin(source: str, arch: str) -> tuple[bytes, Resources]:
+    """Machine code for ``arch`` (such as ``sm_90a``) of CUDA C++ ``source``.
+
+    Returns
+    -------
+    cubin : an ELF file that the driver loads
+    resources : kernel symbol -> ``registers`` (a thread), ``stack``, ``spill_stores``,
+        ``spill_loads`` (bytes of a thread) and ``shared`` (static, bytes of a block)
+
+    Raises :class:`BuildError` with the compiler's first lines, or with what to install.
+    """
+    code, log = _compile(source, arch, "cubin")
+    return code, parse_resources(log)
+
+
+def ptx(source: str, arch: str) -> str:
+    """PTX for ``arch`` of CUDA C++ ``source``; errors as :func:`compile_cubin`."""
+    return _compile(source, arch, "ptx")[0].rstrip(b"\0").decode()
+
+
+def find_nvcc() -> str | None:
+    """Path of nvcc: on the PATH, below ``$CUDA_HOME`` or ``$CUDA_PATH``, or in /usr/local/cuda."""
+    found = shutil.which("nvcc")
+    if found:
+        return found
+    for root in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
+        if root and (Path(root) / "bin" / "nvcc").is_file():
+            return str(Path(root) / "bin" / "nvcc")
+    return None
+
+
+def parse_resources(log: str) -> Resources:
+    """What ``ptxas -v`` says about each entry function in ``log``."""
+    found: Resources = {}
+    entry: dict[str, int] = {}
+    function: dict[str, int] = {}
+    for line in log.splitlines():
+        if match := re.search(r"Compiling entry function '([^']+)'", line):
+            entry = found.setdefault(match[1], dict.fromkeys(FIELDS, 0))
+        elif match := re.search(r"Function properties for (\S+)", line):
+            # Functions that were not inlined are listed as well, and count for no kernel.
+            function = found.get(match[1], {})
+        elif match := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, "
+                                r"(\d+) bytes spill loads", line):
+            function.update(zip(FIELDS[1:4], map(int, match.groups()), strict=True))
+        elif match := re.search(r"Used (\d+) registers", line):
+            shared = re.search(r"(\d+) bytes smem", line)
+            entry.update(registers=int(match[1]), shared=int(shared[1]) if shared else 0)
+    return found
+
+
+def first_lines(text: str, lines: int = 12) -> str:
+    """The start of a compiler's message: what follows the first errors seldom helps."""
+    every = [line.rstrip("\0") for line in text.strip().splitlines()]
+    rest = len(every) - lines
+    return "\n".join([*every[:lines], f"... {rest} more lines"] if rest > 0 else every)
+
+
+def _compile(source: str, arch: str, kind: str) -> tuple[bytes, str]:
+    """The compiler's output (``kind`` is ``cubin`` or ``ptx``) and its log."""
+    choice = os.environ.get(ENVIRONMENT, "")
+    if choice not in ("", "nvcc", "nvrtc"):
+        raise ArgumentError(ENVIRONMENT, choice, "'nvcc', 'nvrtc' or nothing")
+    nvcc = find_nvcc() if choice != "nvrtc" else None
+    if nvcc:
+        return _nvcc(nvcc, source, arch, kind)
+    if choice == "nvcc":
+        raise BuildError(f"{ENVIRONMENT}=nvcc, but there is no nvcc; {INSTALL}")
+    from ecornn.build import nvrtc
+
+    if not nvrtc.available():
+        raise BuildError(f"no CUDA compiler; {INSTALL}")
+    return nvrtc.compile(source, arch, kind)
+
+
+def _nvcc(nvcc: str, source: str, arch: str, kind: str) -> tuple[bytes, str]:
+    virtual = f"compute_{arch.removeprefix('sm_')}"
+    real = arch if kind == "cubin" else virtual
+    with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
+        given, made = Path(folder, "kernels.cu"), Path(folder, f"kernels.{kind}")
+        given.write_text(source)
+        command = [nvcc, f"-gencode=arch={virtual},code={real}", "-O3", "-std=c++17", f"-{kind}", "-w",
+                   "-Xptxas=-v", str(given), "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        log = done.stderr + done.stdout
+        if done.returncode != 0:
+            raise BuildError(f"nvcc failed for {arch}:\n{first_lines(log)}")
+        return made.read_bytes(), log

@@ -1,0 +1,82 @@
+"""CUDA source -> cubin or PTX by NVRTC, from the wheels of the ``cuda`` extra."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Any
+
+from ecornn.errors import BuildError
+
+# TVM's source includes these two of libcu++, which the extra's wheels lack, for little.
+_IN_MEMORY = ("cuda/std/cstdint", "cuda/std/type_traits")
+_RUNTIME_WHEELS = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
+
+
+def available() -> bool:
+    """Whether NVRTC's bindings are installed."""
+    try:
+        return importlib.util.find_spec("cuda.bindings.nvrtc") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def compile(source: str, arch: str, kind: str) -> tuple[bytes, str]:
+    """The output (``kind`` is ``cubin`` or ``ptx``) and the log; :class:`BuildError` on failure."""
+    from cuda.bindings import nvrtc
+
+    from ecornn.build.nvcc import first_lines
+
+    header = resources.files("ecornn.build").joinpath("nvrtc_std.h").read_bytes()
+    program = _check(nvrtc, "nvrtcCreateProgram", source.encode(), b"kernels.cu", len(_IN_MEMORY),
+                     [header] * len(_IN_MEMORY), [name.encode() for name in _IN_MEMORY])
+    try:
+        real = arch if kind == "cubin" else f"compute_{arch.removeprefix('sm_')}"
+        options = [f"--gpu-architecture={real}", "-std=c++17", "-default-device", "--device-int128", "-w",
+                   f"-I{include_folder()}"]
+        if kind == "cubin":
+            options.append("--ptxas-options=-v")
+        (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
+        log = _text(nvrtc, "nvrtcGetProgramLogSize", "nvrtcGetProgramLog", program)
+        if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise BuildError(f"NVRTC failed for {arch}: {result.name}\n{first_lines(log.decode())}")
+        size, get = (("nvrtcGetCUBINSize", "nvrtcGetCUBIN") if kind == "cubin"
+                     else ("nvrtcGetPTXSize", "nvrtcGetPTX"))
+        return _text(nvrtc, size, get, program), log.decode()
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def include_folder() -> Path:
+    """The folder of ``cuda_fp16.h``: in the runtime's wheel, else below ``$CUDA_HOME``."""
+    for wheel in _RUNTIME_WHEELS:
+        try:
+            files = metadata.files(wheel) or []
+        except metadata.PackageNotFoundError:
+            continue
+        for file in files:
+            if file.name == "cuda_fp16.h":
+                return Path(str(file.locate())).parent
+    for root in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
+        if root and (Path(root) / "include" / "cuda_fp16.h").is_file():
+            return Path(root) / "include"
+    raise BuildError("NVRTC is installed but CUDA's headers are not; pip install 'ecornn[cuda]'")
+
+
+def _check(nvrtc: Any, function: str, *arguments: Any) -> Any:
+    """The value of a call of NVRTC, which returns (status, value) or (status,)."""
+    try:
+        result, *values = getattr(nvrtc, function)(*arguments)
+    except RuntimeError as error:  # the bindings are there, libnvrtc.so is not
+        raise BuildError(f"NVRTC cannot be loaded: {error}; pip install 'ecornn[cuda]'") from error
+    if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise BuildError(f"{function}: {result.name}")
+    return values[0] if values else None
+
+
+def _text(nvrtc: Any, size: str, get: str, program: Any) -> bytes:
+    buffer = bytearray(_check(nvrtc, size, program))
+    _check(nvrtc, get, program, buffer)
+    return bytes(buffer)

@@ -1,0 +1,83 @@
+"""Naming a cell so that another process can load it: ``lstm``, ``file.py:Name``, ``module:Name``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+from ecornn.cells import BUILTIN, Cell
+from ecornn.errors import ArgumentError, CellError
+
+ALLOWED = f"one of {', '.join(BUILTIN)}, or FILE.py:NAME or MODULE:NAME of an ecornn.Cell"
+
+
+def load_cell(spec: str) -> Cell:
+    """The cell that ``spec`` names. A file or module is imported, a class instantiated.
+
+    Raises :class:`ArgumentError` where there is no such cell, :class:`CellError` where its file
+    raises.
+    """
+    if spec in BUILTIN:
+        return BUILTIN[spec]
+    where, _, name = spec.rpartition(":")
+    if not where:
+        raise ArgumentError("cell", spec, ALLOWED)
+    found: Any = load_module(where, spec)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ArgumentError("cell", spec, f"a name that {where} defines; it has no {part!r}")
+        found = getattr(found, part)
+    if inspect.isclass(found) and issubclass(found, Cell):
+        try:
+            found = found()
+        except TypeError as error:
+            raise CellError(f"{spec}: the class must need no arguments: {error}") from error
+    if not isinstance(found, Cell):
+        raise ArgumentError("cell", spec, "an ecornn.Cell, its class or an object of it")
+    return found
+
+
+def load_module(where: str, spec: str) -> Any:
+    """Imports a file or a module."""
+    try:
+        if not where.endswith(".py"):
+            return importlib.import_module(where)
+        path = Path(where).resolve()
+        if not path.is_file():
+            raise ArgumentError("cell", spec, f"a file that exists; there is no {path}")
+        name = f"ecornn_cell_{path.stem}"
+        loader = importlib.util.spec_from_file_location(name, path)
+        assert loader is not None and loader.loader is not None
+        module = importlib.util.module_from_spec(loader)
+        sys.modules[name] = module
+        loader.loader.exec_module(module)
+        return module
+    except ArgumentError:
+        raise
+    except Exception as error:
+        raise CellError(f"cannot load the cell {spec!r}: {type(error).__name__}: {error}") from error
+
+
+def spec_of(cell: Cell) -> str:
+    """The name under which :func:`load_cell` finds an equal cell.
+
+    Raises :class:`CellError` for a cell that only this process has.
+    """
+    if type(cell) is type(BUILTIN.get(cell.name)):
+        return cell.name
+    kind = type(cell)
+    module = sys.modules.get(kind.__module__)
+    file = getattr(module, "__file__", None)
+    help_text = ("define its class at the top level of a file or module, constructible without "
+                 "arguments, so that the tuner's processes can import it")
+    if "<locals>" in kind.__qualname__ or (kind.__module__ == "__main__" and not file):
+        raise CellError(f"cell {cell.name!r}: {help_text}")
+    where = str(Path(file).resolve()) if file and file.endswith(".py") else kind.__module__
+    spec = f"{where}:{kind.__qualname__}"
+    if load_cell(spec).identity() != cell.identity():
+        raise CellError(f"cell {cell.name!r}: {spec} makes another cell; {help_text}")
+    return spec

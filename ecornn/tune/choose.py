@@ -1,0 +1,89 @@
+"""Which target, schedules and configuration to use when the caller leaves them open."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ecornn.errors import ArgumentError, ScheduleError
+from ecornn.schedules.base import Schedule, Task, Value
+
+if TYPE_CHECKING:
+    from ecornn.tune.log import Log
+    from ecornn.tune.lookup import Found
+
+
+def default_target() -> str:
+    """``cuda`` where there is a GPU that schedules serve, else ``cpu``."""
+    from ecornn.errors import DeviceError
+    from ecornn.host_gpu import detect
+
+    try:
+        return "cuda" if detect() is not None else "cpu"
+    except DeviceError:
+        return "cpu"
+
+
+def serving_or_raise(task: Task, name: str | None = None) -> list[Schedule]:
+    """The schedules that serve the task, or the one of that name.
+
+    Raises :class:`ArgumentError` for an unknown name, :class:`ScheduleError` with each schedule's
+    reason where none serves.
+    """
+    from ecornn.schedules import all_schedules
+
+    every = all_schedules()
+    if name is not None and name not in every:
+        raise ArgumentError("schedule", name, f"one of {', '.join(every)}")
+    asked = [every[name]] if name else [s for s in every.values() if s.kind == task.device.kind]
+    reasons = {}
+    for schedule in asked:
+        if schedule.kind != task.device.kind:
+            reasons[schedule.name] = f"is for {schedule.kind}, not {task.device.kind}"
+        else:
+            reasons[schedule.name] = schedule.serves(task) or ""
+    found = [s for s in asked if not reasons[s.name]]
+    if not found:
+        raise ScheduleError(f"no schedule serves {task.workload} on {task.device.name}: "
+                            + "; ".join(f"{n} {r}" for n, r in reasons.items()))
+    return found
+
+
+def complete(schedule: Schedule, task: Task, config: Mapping[str, Value]) -> dict[str, Value]:
+    """The schedule's default with the given knobs changed.
+
+    Raises :class:`ArgumentError` for an unknown knob or value, :class:`ScheduleError` where the
+    configuration cannot run.
+    """
+    knobs = {k.name: k for k in schedule.knobs(task)}
+    chosen = dict(schedule.default(task))
+    for name, value in config.items():
+        if name not in knobs:
+            raise ArgumentError("config", name, f"a knob of {schedule.name}: {', '.join(knobs)}")
+        allowed = (*knobs[name].values, chosen[name])
+        if not any(type(value) is type(v) and value == v for v in allowed):
+            raise ArgumentError(f"config {name}", value,
+                                f"one of {', '.join(map(str, knobs[name].values))}")
+        chosen[name] = value
+    reason = schedule.check(task, chosen)
+    if reason:
+        raise ScheduleError(f"{schedule.name} cannot run with {chosen}: {reason}")
+    return chosen
+
+
+def choose(task: Task, schedule: str | None, config: Mapping[str, Value] | None,
+           log: Log | None = None) -> Found:
+    """Schedule and configuration: as given, else the best record, else the heuristic.
+
+    ``log``: the records to look in; default: the user's folder and the shipped ones.
+    """
+    from ecornn.tune.folders import read_all
+    from ecornn.tune.lookup import Found, find
+
+    schedules = serving_or_raise(task, schedule)
+    if config:
+        if schedule is None and len(schedules) > 1:
+            raise ArgumentError("config", dict(config), "a schedule beside it, one of "
+                                + ", ".join(s.name for s in schedules))
+        return Found(schedules[0], complete(schedules[0], task, config), "configuration given by the caller")
+    return find(task, schedules, read_all() if log is None else log)

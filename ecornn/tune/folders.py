@@ -1,0 +1,51 @@
+"""Where tuning logs lie: the user's folder, then the one that ships with ecornn."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from ecornn.device import Device
+from ecornn.errors import RecordError
+from ecornn.tune.log import Log, read
+from ecornn.workload import Workload
+
+VARIABLE = "ECORNN_TUNING_LOGS"
+
+
+def user_folder() -> Path:
+    """The folder that tuning writes to: ``$ECORNN_TUNING_LOGS``, or the user's data folder."""
+    chosen = os.environ.get(VARIABLE)
+    if chosen:
+        return Path(chosen).expanduser()
+    from platformdirs import user_data_dir
+
+    return Path(user_data_dir("ecornn", appauthor=False)) / "tuning_logs"
+
+
+def shipped_folder() -> Path:
+    """The folder of the logs that ship with ecornn."""
+    import ecornn.tuning_logs
+
+    return Path(ecornn.tuning_logs.__path__[0])
+
+
+def log_path(workload: Workload, device: Device) -> Path:
+    """The user's log for a workload: one file for each workload and device."""
+    device_name = re.sub(r"[^A-Za-z0-9]+", "-", f"{device.name} {device.arch}").strip("-").lower()
+    cell = workload.cell.replace("@", "-")
+    return user_folder() / (f"{cell}_h{workload.hidden}_i{workload.input}_b{workload.batch}"
+                            f"_t{workload.seq}_{workload.dtype}_{device_name}.jsonl")
+
+
+def read_all(folders: list[Path] | None = None) -> Log:
+    """The logs of all folders, the user's first. Unreadable files are among the problems."""
+    log = Log()
+    for folder in folders if folders is not None else [user_folder(), shipped_folder()]:
+        for path in sorted(folder.glob("*.jsonl")) if folder.is_dir() else []:
+            try:
+                log.extend(read(path))
+            except RecordError as error:
+                log.problems.append(str(error))
+    return log

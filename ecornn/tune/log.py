@@ -1,0 +1,107 @@
+"""A tuning log: a file of JSON lines that is only ever appended to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ecornn.errors import RecordError
+from ecornn.tune.record import AnyRecord, Trial, decode, encode
+
+MAX_FILE = 64 << 20  # bytes
+
+
+@dataclass(frozen=True)
+class Line:
+    """A record and where it stands."""
+
+    path: Path
+    number: int
+    record: AnyRecord
+
+    @property
+    def place(self) -> str:
+        """``file:line``."""
+        return f"{self.path.name}:{self.number}"
+
+
+@dataclass
+class Log:
+    """What was read: lines that follow the format, and what is wrong with the others."""
+
+    lines: list[Line] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def trials(self) -> list[Trial]:
+        """The trials, in order."""
+        return [line.record for line in self.lines if isinstance(line.record, Trial)]
+
+    def extend(self, other: Log) -> None:
+        """Takes over the lines and problems of another file."""
+        self.lines += other.lines
+        self.problems += other.problems
+
+
+def append(path: Path, record: AnyRecord) -> None:
+    """Appends one record; as :func:`append_all`."""
+    append_all(path, [record])
+
+
+def append_all(path: Path, records: Sequence[AnyRecord]) -> None:
+    """Appends records and returns once they are on the disk.
+
+    Several processes may append to one file. Raises :class:`RecordError` where the file cannot
+    be written or would exceed 64 MiB.
+    """
+    from filelock import FileLock
+
+    data = b"".join(encode(record) for record in records)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock"):
+            file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                size = os.fstat(file).st_size
+                if size + len(data) + 1 > MAX_FILE:
+                    raise RecordError(f"{path} has reached {MAX_FILE >> 20} MiB; start another log")
+                if size and os.pread(file, 1, size - 1) != b"\n":
+                    data = b"\n" + data  # a torn line, left by a crash, must not swallow this one
+                while data:
+                    data = data[os.write(file, data):]
+                os.fsync(file)
+            finally:
+                os.close(file)
+    except OSError as error:
+        raise RecordError(f"cannot append to the tuning log {path}: {error}") from error
+
+
+def read(path: Path) -> Log:
+    """Every line of a log. A line that breaks the format is reported in ``problems`` and skipped.
+
+    Raises :class:`RecordError` where the file cannot be read or is larger than 64 MiB.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE + 1)
+    except OSError as error:
+        raise RecordError(f"cannot read the tuning log {path}: {error}") from error
+    if len(data) > MAX_FILE:
+        raise RecordError(f"{path} is larger than {MAX_FILE >> 20} MiB")
+    return parse(data, path)
+
+
+def parse(data: bytes, path: Path) -> Log:
+    """As :func:`read`, from bytes; ``path`` is what problems name."""
+    log = Log()
+    rows = data.split(b"\n")
+    for number, row in enumerate(rows, 1):
+        if not row.strip():
+            continue
+        try:
+            log.lines.append(Line(path, number, decode(row)))
+        except RecordError as error:
+            torn = number == len(rows)  # no newline after it: the writer was stopped
+            log.problems.append(f"{path}:{number}: " + ("torn last line" if torn else str(error)))
+    return log

@@ -1,0 +1,70 @@
+"""The cost model: gradient-boosted trees that rank candidates by throughput."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ecornn.tune.features import Columns
+
+PARAMETERS = {
+    "objective": "rank:pairwise",  # only the order matters, so times of other workloads teach too
+    "lambdarank_pair_method": "mean",
+    "lambdarank_num_pair_per_sample": 8,
+    "max_depth": 4, "eta": 0.2, "min_child_weight": 0.1, "gamma": 1e-4, "subsample": 0.9,
+    "tree_method": "hist",
+    "nthread": 1,  # the data is small, and one thread gives the same model every time
+    "verbosity": 0,
+}
+ROUNDS = 80
+FEWEST = 4  # samples of this workload, or of others, before the model says anything
+
+
+class CostModel:
+    """Ranks candidates. Samples come in groups, one for each workload and device: times are
+    compared within a group only."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+        self.columns = Columns()
+        self.rows: dict[str, list[dict[str, float]]] = {}
+        self.times: dict[str, list[float | None]] = {}
+        self._booster: Any = None
+
+    def add(self, group: str, row: dict[str, float], time: float | None) -> None:
+        """A sample; ``time`` in µs per step, None where the candidate failed."""
+        self.rows.setdefault(group, []).append(row)
+        self.times.setdefault(group, []).append(time)
+
+    def __len__(self) -> int:
+        return sum(len(rows) for rows in self.rows.values())
+
+    def labels(self, group: str) -> list[float]:
+        """Relevance of a group's samples: 0 for failures, up to 31 for the fastest."""
+        good = [t for t in self.times[group] if t is not None]
+        best = min(good, default=1.0)
+        return [0.0 if t is None else 1.0 + 30.0 * best / t for t in self.times[group]]
+
+    def fit(self) -> bool:
+        """Trains on all samples; False where there are too few to learn from."""
+        groups = [g for g in self.rows if len(set(self.labels(g))) > 1]
+        if sum(len(self.rows[g]) for g in groups) < FEWEST:
+            return False
+        import numpy as np
+        import xgboost
+
+        rows = [row for g in groups for row in self.rows[g]]
+        self.columns.learn(rows)
+        data = xgboost.DMatrix(self.columns.matrix(rows),
+                               label=np.array([v for g in groups for v in self.labels(g)]),
+                               missing=float("nan"))
+        data.set_group([len(self.rows[g]) for g in groups])
+        self._booster = xgboost.train({**PARAMETERS, "seed": self.seed}, data, ROUNDS)
+        return True
+
+    def score(self, rows: Sequence[dict[str, float]]) -> list[float]:
+        """Predicted order of candidates, higher is faster. :meth:`fit` must have returned True."""
+        import xgboost
+
+        data = xgboost.DMatrix(self.columns.matrix(list(rows)), missing=float("nan"))
+        return [float(v) for v in self._booster.predict(data)]

@@ -1,0 +1,71 @@
+"""A short random sequence with its float64 answer, in a file: what every candidate must get right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ecornn.cells import BUILTIN, Cell
+from ecornn.schedules.base import Task
+
+STEPS = 8  # enough to pass through every state buffer and barrier several times
+
+# Relative error ||out - ref|| / ||ref|| that a candidate may have. float32: a few roundings of a
+# long sum. float16 and bfloat16 (unit roundoff 5e-4 and 4e-3): states are rounded to the storage
+# type in each of the 8 steps. A wrong index or a missed exchange is off by 0.1 and more.
+TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
+
+
+def numpy_dtype(dtype: str) -> Any:
+    """NumPy's dtype of that name, bfloat16 included."""
+    if dtype == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(dtype)
+
+
+def rounded(values: Any, dtype: str) -> Any:
+    """Float32 array of ``values`` rounded to ``dtype``."""
+    return np.asarray(values, np.float32).astype(numpy_dtype(dtype)).astype(np.float32)
+
+
+def write(path: Path, cell: Cell, task: Task, seed: int) -> None:
+    """Writes inputs and expected outputs as .npz.
+
+    Arrays: ``x`` (T, B, I), ``y`` (T, B, H), ``first_<n>`` and ``last_<n>`` (B, H) for the n-th
+    state, and ``w:<name>`` for each parameter as a user passes it. Inputs are representable in the
+    workload's dtype; expected outputs are float64.
+    """
+    work, rng = task.workload, np.random.default_rng(seed)
+    bound = 1.0 / np.sqrt(work.hidden)
+    x = rounded(rng.uniform(-1, 1, (STEPS, work.batch, work.input)), work.dtype)
+    states = [rounded(rng.uniform(-1, 1, (work.batch, work.hidden)), work.dtype) for _ in cell.states]
+    shaped, flat = {}, {}
+    for name, shape in cell.parameters(work.input, work.hidden).items():
+        shaped[name] = rounded(rng.uniform(-bound, bound, shape), work.dtype)
+        flat[cell.parameter_name(name)] = shaped[name].reshape(-1, *shape[2:])
+    if type(cell) is type(BUILTIN.get(cell.name)):
+        from ecornn.numpy_reference import reference
+
+        y, last = reference(cell.name, x, flat, states)
+    else:
+        from ecornn.tune.interpreter import interpret
+
+        y, last = interpret(task.graph, x, shaped, states)
+    arrays = {"x": x, "y": y}
+    arrays.update({f"first_{n}": s for n, s in enumerate(states)})
+    arrays.update({f"last_{n}": s for n, s in enumerate(last)})
+    arrays.update({f"w:{name}": w for name, w in flat.items()})
+    with path.open("wb") as file:
+        np.savez(file, **arrays)
+
+
+def relative_error(got: Any, expected: Any) -> float:
+    """||got - expected|| / ||expected||; infinite where ``got`` has a NaN or another shape."""
+    got = np.asarray(got, np.float64)
+    if got.shape != expected.shape or not np.isfinite(got).all():
+        return float("inf")
+    return float(np.linalg.norm(got - expected) / max(np.linalg.norm(expected), 1e-30))

@@ -1,0 +1,161 @@
+"""One line of a tuning log: a run's start, one trial, or a run's finish.
+
+The format is specified in docs/TUNING_LOG_FORMAT.md. Lines are data: they are decoded strictly
+(unknown fields, other types and absurd sizes are refused) and never executed.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from typing import Annotated
+
+import msgspec
+
+from ecornn.device import Device
+from ecornn.errors import RecordError
+from ecornn.workload import Workload
+
+VERSION = 1
+MAX_LINE = 16 << 10  # bytes of one line with its newline
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+Message = Annotated[str, msgspec.Meta(max_length=2000)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
+Micro = Annotated[float, msgspec.Meta(gt=0, lt=1e12)]  # µs
+Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
+Knobs = Annotated[dict[Name, int | bool | Name], msgspec.Meta(max_length=64)]
+Names = Annotated[dict[Name, Name], msgspec.Meta(max_length=32)]
+
+
+class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Time of one step, µs: every run's, in order, with the median and the 20th/80th percentile."""
+
+    median: Micro
+    p20: Micro
+    p80: Micro
+    runs: Annotated[tuple[Micro, ...], msgspec.Meta(min_length=1, max_length=256)]
+
+    def __post_init__(self) -> None:
+        if not self.p20 <= self.median <= self.p80:
+            raise ValueError("times must satisfy p20 <= median <= p80")
+
+    @classmethod
+    def of(cls, runs: list[float]) -> Times:
+        """From the µs per step of each run."""
+        ordered = sorted(runs)
+
+        def at(share: float) -> float:  # linear interpolation between neighbours
+            place = share * (len(ordered) - 1)
+            low = int(place)
+            high = min(low + 1, len(ordered) - 1)
+            return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+        round5 = [float(f"{r:.5g}") for r in runs[:256]]
+        median, p20, p80 = (float(f"{at(s):.5g}") for s in (0.5, 0.2, 0.8))
+        return cls(median, p20, p80, tuple(round5))
+
+
+class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A schedule with its knobs."""
+
+    schedule: Name
+    config: Knobs
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind"):
+    """Fields of every kind of line.
+
+    ``run`` names the run: a digest of what it searches, and its number in the file. ``time`` is UTC,
+    ISO 8601.
+    """
+
+    v: int = VERSION
+    run: Name
+    time: Name = msgspec.field(default_factory=lambda: now())
+
+
+class Start(Record, frozen=True, kw_only=True, tag="start"):
+    """A run begins, or goes on: what is searched, for what, and with what."""
+
+    workload: Workload
+    device: Device
+    schedules: Annotated[dict[Name, Count], msgspec.Meta(max_length=64)]  # name -> revision
+    trials: Count
+    seed: Count
+    versions: Names
+
+
+class Trial(Record, frozen=True, kw_only=True, tag="trial"):
+    """One configuration, built and measured; or why it was not.
+
+    ``stage`` is ``search``, or ``final`` where the best were measured again, taking turns. ``check``
+    is the relative error against float64, ||out - ref|| / ||ref||; ``source`` the digest of the
+    generated code; ``seconds`` the run's wall time so far. A trial with ``error`` has no ``times``.
+    """
+
+    index: Count
+    stage: Name
+    workload: Workload
+    device: Device
+    schedule: Name
+    revision: Count
+    config: Knobs
+    versions: Names  # ecornn, tvm, tvm_ffi; driver and cuda on a GPU
+    seed: Count
+    seconds: Seconds
+    times: Times | None = None
+    check: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    source: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    error: Message | None = None
+
+    def __post_init__(self) -> None:
+        if self.stage not in ("search", "final"):
+            raise ValueError(f"stage={self.stage!r}; expected 'search' or 'final'")
+        if (self.times is None) == (self.error is None):
+            raise ValueError("a trial has either times or an error")
+
+    @property
+    def choice(self) -> Choice:
+        """What was tried."""
+        return Choice(self.schedule, self.config)
+
+
+class Finish(Record, frozen=True, kw_only=True, tag="finish"):
+    """A run ended: ``reason`` is ``trials`` (all made), ``space`` (all tried) or ``time`` (limit)."""
+
+    reason: Name
+    trials: Count
+    seconds: Seconds
+    best: Choice | None
+    best_us: Micro | None
+    default: Choice | None
+    default_us: Micro | None
+
+
+AnyRecord = Start | Trial | Finish
+_decoder = msgspec.json.Decoder(AnyRecord)
+
+
+def now() -> str:
+    """The time, UTC, to the second."""
+    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def encode(record: AnyRecord) -> bytes:
+    """One line with its newline; :class:`RecordError` where it breaks the format's own limits."""
+    line = msgspec.json.encode(record) + b"\n"
+    decode(line)
+    return line
+
+
+def decode(line: bytes) -> AnyRecord:
+    """The record of one line; :class:`RecordError` says what is wrong with it."""
+    if len(line) > MAX_LINE:
+        raise RecordError(f"line of {len(line)} bytes; at most {MAX_LINE} are allowed")
+    try:
+        record = _decoder.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RecordError(str(error)) from error
+    if record.v != VERSION:
+        raise RecordError(f"version {record.v} of the format; this program reads version {VERSION}")
+    return record

@@ -1,0 +1,109 @@
+"""Which candidates to try next.
+
+This is AutoTVM's method (a config space of named knobs, a ranking cost model over it, batches
+found by simulated annealing with some random picks); AutoTVM itself has left TVM, its method is
+kept here.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+from ecornn.tune.features import features
+from ecornn.tune.model import CostModel
+from ecornn.tune.space import Candidate, ConfigSpace
+
+EPSILON = 0.15  # share of a batch that is drawn at random, whatever the model says
+CHAINS, SWEEPS = 64, 40  # annealing: points that move at the same time, and moves of each
+HOT, COLD = 1.0, 0.05  # temperatures, in units of the spread of the scores
+
+
+class Search:
+    """Proposes batches; learns from what they cost.
+
+    ``seed`` makes the proposals repeatable: they depend on it and on the samples told so far.
+    """
+
+    def __init__(self, space: ConfigSpace, model: CostModel, seed: int, group: str = "") -> None:
+        self.space, self.model, self.seed, self.group = space, model, seed, group
+        self.tried: dict[Candidate, float | None] = {}
+        self._rows: dict[Candidate, dict[str, float]] = {}
+
+    def tell(self, candidate: Candidate, time: float | None) -> None:
+        """``candidate`` took ``time`` µs per step, or failed (None)."""
+        self.tried[candidate] = time
+        self.model.add(self.group, self.row(candidate), time)
+
+    def row(self, candidate: Candidate) -> dict[str, float]:
+        """The candidate's features."""
+        if candidate not in self._rows:
+            schedule = self.space.schedules[candidate.schedule]
+            self._rows[candidate] = features(schedule, self.space.task, candidate)
+        return self._rows[candidate]
+
+    def ask(self, count: int) -> list[Candidate]:
+        """Up to ``count`` new candidates; fewer where the space has no more, [] where it has none.
+
+        The schedules' defaults come first, then what the model ranks highest, mixed with random
+        picks.
+        """
+        rng = random.Random(f"{self.seed}/{len(self.tried)}")
+        batch = [c for c in self.space.defaults() if c not in self.tried][:count]
+        room = count - len(batch)
+        if room and self.model.fit():
+            batch += self.ranked(rng, math.ceil(room * (1 - EPSILON)), batch)
+        return batch + self.random(rng, count - len(batch), batch)
+
+    def fresh(self, candidate: Candidate, batch: Sequence[Candidate]) -> bool:
+        """Neither tried nor in the batch."""
+        return candidate not in self.tried and candidate not in batch
+
+    def random(self, rng: random.Random, count: int, batch: Sequence[Candidate]) -> list[Candidate]:
+        """Random new candidates."""
+        if count and self.space.small():
+            left = [c for c in self.space.listing() if self.fresh(c, batch)]
+            return rng.sample(left, min(count, len(left)))
+        found: list[Candidate] = []
+        for _ in range(50 * count):
+            drawn = self.space.draw(rng)
+            if drawn is not None and self.fresh(drawn, [*batch, *found]):
+                found.append(drawn)
+            if len(found) == count:
+                break
+        return found
+
+    def ranked(self, rng: random.Random, count: int, batch: Sequence[Candidate]) -> list[Candidate]:
+        """The new candidates that the model ranks highest."""
+        if self.space.small():
+            pool = [c for c in self.space.listing() if self.fresh(c, batch)]
+            scores = self.model.score([self.row(c) for c in pool]) if pool else []
+            return [c for c, _ in self.top(pool, scores, count)]
+        return [c for c in self.anneal(rng, count, batch)]
+
+    @staticmethod
+    def top(pool: Sequence[Candidate], scores: Sequence[float],
+            count: int) -> list[tuple[Candidate, float]]:
+        """The ``count`` highest scores; equal scores in the order of the pool."""
+        return sorted(zip(pool, scores, strict=True), key=lambda p: -p[1])[:count]
+
+    def anneal(self, rng: random.Random, count: int, batch: Sequence[Candidate]) -> list[Candidate]:
+        """Simulated annealing on the model's score, from the best so far and random points."""
+        best = sorted((c for c, t in self.tried.items() if t is not None and self.space.fits(c)),
+                      key=lambda c: self.tried[c] or math.inf)[:CHAINS // 4]
+        points = best + [c for c in (self.space.draw(rng) for _ in range(CHAINS - len(best))) if c]
+        if not points:
+            return []
+        scores = self.model.score([self.row(c) for c in points])
+        seen = dict(zip(points, scores, strict=True))
+        for sweep in range(SWEEPS):
+            spread = max(scores) - min(scores) or 1.0
+            heat = spread * HOT * (COLD / HOT) ** (sweep / (SWEEPS - 1))
+            moved = [self.space.neighbour(c, rng) or c for c in points]
+            for i, score in enumerate(self.model.score([self.row(c) for c in moved])):
+                seen[moved[i]] = score
+                if score >= scores[i] or rng.random() < math.exp((score - scores[i]) / heat):
+                    points[i], scores[i] = moved[i], score
+        new = [c for c in seen if self.fresh(c, batch)]
+        return [c for c, _ in self.top(new, [seen[c] for c in new], count)]

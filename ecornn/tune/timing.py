@@ -1,0 +1,63 @@
+"""Timing layers: several at once, taking turns, so that a drifting clock is fair to all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Run = Callable[[], Any]  # starts one sequence; on a GPU it may return before it is done
+Clock = Callable[[Run], float]  # one run, seconds
+
+SPAN = 0.3  # seconds of runs that each contestant gets
+FEWEST, MOST = 5, 50  # runs, whatever SPAN says
+HOPELESS = 3.0  # slower than the best so far by this factor: one run is enough
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """Something to time: ``run`` is one sequence, ``clock`` times it in seconds."""
+
+    run: Run
+    clock: Clock
+
+
+def wall_clock(run: Run) -> float:
+    """Seconds of one synchronous run."""
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def event_clock(run: Run) -> float:
+    """Seconds of one run on torch's current CUDA stream, between events."""
+    import torch
+
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e-3
+
+
+def race(contestants: Sequence[Contestant], bound: float | None = None, span: float = SPAN,
+         fewest: int = FEWEST) -> list[list[float]]:
+    """Seconds of each run of each contestant, after a warm-up, taking turns.
+
+    A contestant whose warm run takes longer than ``HOPELESS * bound`` seconds keeps that one time.
+    """
+    times: list[list[float]] = []
+    for one in contestants:
+        one.clock(one.run)  # the first run loads code and touches memory
+        times.append([one.clock(one.run)])
+    racing = [i for i, t in enumerate(times) if bound is None or t[0] <= HOPELESS * bound]
+    rounds = {i: min(MOST, max(fewest, int(span / times[i][0]))) for i in racing}
+    for i in racing:
+        times[i].clear()
+    for number in range(max(rounds.values(), default=0)):
+        for i in racing:
+            if number < rounds[i]:
+                times[i].append(contestants[i].clock(contestants[i].run))
+    return times

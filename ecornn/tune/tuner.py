@@ -1,0 +1,145 @@
+"""The tuning loop: ask the search for a batch, evaluate it, record it, tell the search."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ecornn.tune.evaluate import Evaluator, Outcome
+from ecornn.tune.journal import Journal
+from ecornn.tune.record import Choice, Finish, Start, Trial
+from ecornn.tune.search import Search
+from ecornn.tune.space import Candidate
+
+FINALISTS = 3  # fastest of the search, measured once more together with the default
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``trials`` of the search in all; ``time_limit`` in seconds or None; ``batch`` between two
+    trainings of the model."""
+
+    trials: int
+    seed: int
+    time_limit: float | None = None
+    batch: int = 8
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands: the latest trial and the best so far, each with µs per step."""
+
+    done: int
+    total: int
+    trial: Trial
+    best: Choice | None
+    best_us: float | None
+
+
+class Tuner:
+    """One run.
+
+    Everything that takes time or touches the machine is handed in: ``evaluator`` builds and
+    measures, ``journal`` keeps the records, ``report`` is told of every trial.
+    """
+
+    def __init__(self, search: Search, evaluator: Evaluator, journal: Journal, settings: Settings,
+                 versions: dict[str, str], report: Callable[[Progress], None] = lambda _: None) -> None:
+        self.search, self.evaluator, self.journal = search, evaluator, journal
+        self.settings, self.versions, self.report = settings, versions, report
+        self.space, self.task = search.space, search.space.task
+        self.best: Candidate | None = None
+        self.best_us: float | None = None
+
+    def run(self) -> Finish:
+        """Tunes to the end and returns the finish record, which is in the log by then.
+
+        Trials that the journal already has are not made again. Stopped at any point
+        (KeyboardInterrupt included), the journal has every trial that was done.
+        """
+        self.begin = time.monotonic() - self.journal.seconds
+        for old in self.journal.search:
+            self.learn(Candidate.of(old.schedule, old.config), old.times.median if old.times else None)
+        if not self.journal.search:
+            self.journal.add(Start(
+                run=self.journal.run, workload=self.task.workload, device=self.task.device,
+                schedules={s.name: s.revision for s in self.space.schedules.values()},
+                trials=self.settings.trials, seed=self.settings.seed, versions=self.versions))
+        reason = self.loop()
+        return self.conclude(reason)
+
+    def elapsed(self) -> float:
+        """Seconds of this run, earlier sessions included."""
+        return time.monotonic() - self.begin
+
+    def out_of_time(self) -> bool:
+        """Whether the time limit has passed."""
+        limit = self.settings.time_limit
+        return limit is not None and self.elapsed() >= limit
+
+    def loop(self) -> str:
+        """Searches; returns why it ended."""
+        while (left := self.settings.trials - len(self.search.tried)) > 0:
+            if self.out_of_time():
+                return "time"
+            batch = self.search.ask(min(self.settings.batch, left))
+            if not batch:
+                return "space"
+            for candidate, outcome in self.evaluator.evaluate(batch, self.best_us):
+                self.learn(candidate, outcome.times.median if outcome.times else None)
+                trial = self.record(candidate, outcome, "search")
+                self.report(Progress(len(self.search.tried), self.settings.trials, trial,
+                                     choice(self.best), self.best_us))
+                if self.out_of_time():
+                    return "time"
+        return "trials"
+
+    def learn(self, candidate: Candidate, us: float | None) -> None:
+        """Tells the search, and keeps the best."""
+        self.search.tell(candidate, us)
+        if us is not None and (self.best_us is None or us < self.best_us):
+            self.best, self.best_us = candidate, us
+
+    def record(self, candidate: Candidate, outcome: Outcome, stage: str) -> Trial:
+        """Writes a trial to the log."""
+        trial = Trial(
+            run=self.journal.run, index=len(self.journal.trials), stage=stage,
+            workload=self.task.workload, device=self.task.device, schedule=candidate.schedule,
+            revision=self.space.schedules[candidate.schedule].revision, config=candidate.config,
+            versions=self.versions, seed=self.settings.seed, seconds=round(self.elapsed(), 3),
+            times=outcome.times, check=outcome.check, source=outcome.source, error=outcome.error)
+        self.journal.add(trial)
+        return trial
+
+    def conclude(self, reason: str) -> Finish:
+        """Measures the fastest and the default once more, taking turns, and finishes the run.
+
+        The fastest of many noisy times is faster than it really is; only a fresh measurement
+        says what was gained.
+        """
+        default = self.space.defaults()[0]
+        ranked = sorted((c for c, t in self.search.tried.items() if t is not None),
+                        key=lambda c: self.search.tried[c] or 0.0)
+        finalists = ranked[:FINALISTS]
+        if default in ranked and default not in finalists:
+            finalists.append(default)
+        times = {c: self.search.tried[c] for c in finalists}
+        outcomes = self.evaluator.compare(finalists) if len(finalists) > 1 else []
+        if outcomes:
+            for candidate, outcome in zip(finalists, outcomes, strict=True):
+                self.record(candidate, outcome, "final")
+                times[candidate] = outcome.times.median if outcome.times else None
+        valid = {c: t for c, t in times.items() if t is not None}
+        best = min(valid, key=lambda c: valid[c], default=None)
+        finish = Finish(
+            run=self.journal.run, reason=reason, trials=len(self.search.tried),
+            seconds=round(self.elapsed(), 3), best=choice(best), best_us=valid[best] if best else None,
+            default=choice(default), default_us=valid.get(default))
+        self.journal.add(finish)
+        return finish
+
+
+def choice(candidate: Candidate | None) -> Choice | None:
+    """A candidate as records have it."""
+    return Choice(candidate.schedule, candidate.config) if candidate else None

@@ -1,0 +1,101 @@
+"""The CPU schedule: weights packed into register tiles, the time loop inside one function."""
+
+from __future__ import annotations
+
+from ecornn.analysis import StepGraph
+from ecornn.program import Program
+from ecornn.schedules.base import Config, Knob, Schedule, Task, Value
+from ecornn.schedules.cpu.cost import features, tiles
+from ecornn.schedules.cpu.tiling import Shape, Tile, lanes_of, registers_of, registers_used, vectors_of
+
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28)
+COLUMNS = (1, 2, 3, 4, 5, 6, 8, 10, 12)
+UNROLL = (1, 2, 4, 8)
+CHUNK = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+class CPUSequence(Schedule):
+    """All steps in one call of a team of threads.
+
+    Hoisted products are computed for a chunk of time steps at once; then each step multiplies the
+    state with packed weights in register tiles, and computes the cell's pointwise part on the sums
+    while they are still in registers. Serves float32, any cell, any size.
+    """
+
+    name = "cpu_sequence"
+    revision = 1
+    kind = "llvm"
+
+    def serves(self, task: Task) -> str | None:
+        """None, or the reason: another target than a CPU, or another data type than float32."""
+        if task.device.kind != "llvm":
+            return f"runs on CPUs, not on {task.device.kind}"
+        if task.workload.dtype != "float32":
+            return f"computes in float32; {task.workload.dtype} is served on GPUs only"
+        return None
+
+    def knobs(self, task: Task) -> tuple[Knob, ...]:
+        """Tile sizes up to the register file and the batch, unrolling, and the chunk of steps."""
+        lanes, registers = lanes_of(task.device), registers_of(task.device)
+        hidden = -(-task.workload.hidden // lanes)
+
+        def rows(most: int) -> tuple[int, ...]:
+            return tuple(r for r in ROWS if r <= min(most, registers - 2)) or (1,)
+
+        def columns(gates: int) -> tuple[int, ...]:
+            return tuple(c for c in COLUMNS if c <= registers // 2 and c <= hidden * gates) or (1,)
+
+        widest = max((len(p.rows) for p in task.graph.phases), default=1)
+        steps = tuple(c for c in CHUNK if c < 2 * task.workload.seq)
+        return (
+            Knob("rows", rows(task.workload.batch),
+                 "batch rows of a register tile: reuse of weights against registers"),
+            Knob("columns", columns(widest),
+                 "vectors of gates and units in a tile: reuse of the state against even division of work"),
+            Knob("unroll", UNROLL, "products in a row without a jump: fewer jumps against larger code"),
+            Knob("project_rows", rows(task.workload.batch * task.workload.seq),
+                 "rows of x in a register tile of the hoisted product"),
+            Knob("project_columns", columns(max(1, len(task.graph.hoisted_rows))),
+                 "vectors of gates and units in a tile of the hoisted product"),
+            Knob("chunk", steps, "steps projected at once: reuse of input weights against cached results"),
+        )
+
+    def check(self, task: Task, config: Config) -> str | None:
+        """None, or that a tile needs more vector registers than the CPU has."""
+        available = registers_of(task.device)
+        for name, tile, gates in tiles(task, config):
+            need = registers_used(tile, gates)
+            # one row of one vector is always allowed: a cell may have more gates than registers
+            if need > available and (tile.rows, tile.vectors) != (1, 1):
+                return (f"{name}: a tile of {tile.rows} rows and {gates * tile.vectors} vectors needs "
+                        f"{need} vector registers; {task.device.arch} has {available}")
+        return None
+
+    def default(self, task: Task) -> Config:
+        """The largest tile that fits the registers and wastes the fewest rows and vectors."""
+        workload, graph = task.workload, task.graph
+        project = len(graph.hoisted_rows)
+        phase_gates = [len(p.rows) for p in graph.phases]
+        rows, columns = best_tile(task, workload.batch, phase_gates, split=True)
+        project_rows, project_columns = best_tile(task, workload.batch * workload.seq, [project], split=False)
+        # hoisted values of a chunk should stay in the caches between their making and their use
+        step_bytes = 4 * workload.batch * workload.hidden * max(1, len(graph.hoisted_outputs))
+        target = 2 * max(task.device.l2, 1 << 19) * max(1, task.device.cores)
+        steps = tuple(c for c in CHUNK if c < 2 * workload.seq)
+        chunk = max((c for c in steps if c * step_bytes <= target), default=1)
+        return {"rows": rows, "columns": columns, "unroll": 4 if rows * columns <= 12 else 2,
+                "project_rows": project_rows, "project_columns": project_columns, "chunk": chunk}
+
+    def features(self, task: Task, config: Config) -> dict[str, float]:
+        """Bytes of weights a thread reads, register use, products a step, padding, imbalance."""
+        return features(task, config)
+
+    def program(self, task: Task, config: Config) -> Program:
+        """Generates the worker function."""
+        from ecornn.schedules.cpu.sequence import sequence
+        from ecornn.schedules.cpu.stages import plan
+
+        shape = Shape(task.workload.batch, task.workload.input, task.workload.hidden,
+                      lanes_of(task.device), int(config["chunk"]),
+                      {name: tile for name, tile, _ in tiles(task, config)})
+        return sequence(plan(task.graph), shape)

@@ -1,0 +1,174 @@
+"""Writes TIR statements in order: bindings, loops, branches, scalar and vector memory access.
+
+All indices are int64, so that T * B * H may exceed 2**31; vectors are float32 of ``lanes`` lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+Expr = Any  # tvm.ir.PrimExpr
+
+
+class Emitter:
+    """Collects the statements of one function.
+
+    ``lanes`` is the width of a vector. Parameters are made with :meth:`scalar` and
+    :meth:`pointer`, in the function's order.
+    """
+
+    def __init__(self, lanes: int) -> None:
+        from tvm import ir, tirx
+
+        self.ir, self.tirx, self.lanes = ir, tirx, lanes
+        self.vector_type = f"float32x{lanes}"
+        self.parameters: list[Any] = []
+        self.stack: list[list[Any]] = [[]]
+
+    # -- parameters and the function ------------------------------------------------------------
+    def scalar(self, name: str) -> Expr:
+        """An int32 parameter, as int64."""
+        var = self.tirx.Var(name, "int32")
+        self.parameters.append(var)
+        return self.let(f"{name}_64", self.tirx.Cast("int64", var))
+
+    def pointer(self, name: str) -> Any:
+        """A parameter that points at float32, as a flat buffer."""
+        kind = self.ir.PointerType(self.ir.PrimType("float32"), "global")
+        var = self.tirx.Var(name, kind)
+        self.parameters.append(var)
+        # the size is only a bound: raw pointers carry none, and nothing checks it
+        buffer = self.tirx.decl_buffer([self.index(1 << 40)], "float32", f"{name}_data", data=var)
+        self.add(self.tirx.DeclBuffer(buffer, data=var))
+        return buffer
+
+    def function(self, name: str) -> Any:
+        """The PrimFunc of everything that was written.
+
+        It must not be marked ``noalias``: LLVM would then keep what one thread wrote before a barrier
+        out of sight of another thread that read the place before.
+        """
+        (body,) = self.stack
+        return self.tirx.PrimFunc(self.parameters, self.tirx.SeqStmt(body)).with_attr("global_symbol", name)
+
+    # -- statements -----------------------------------------------------------------------------
+    def add(self, statement: Any) -> None:
+        """Appends a statement."""
+        self.stack[-1].append(statement)
+
+    def let(self, name: str, value: Expr) -> Any:
+        """Binds ``value`` to a variable."""
+        var = self.tirx.Var(name, str(value.ty))
+        self.add(self.tirx.Bind(var, value))
+        return var
+
+    def call(self, name: str) -> None:
+        """Calls ``extern "C" void name()``."""
+        self.add(self.tirx.Evaluate(self.tirx.call_extern("void", name)))
+
+    @contextmanager
+    def loop(self, name: str, extent: Expr | int, start: Expr | int = 0) -> Iterator[Any]:
+        """``for name in start .. start + extent - 1``."""
+        var = self.tirx.Var(name, "int64")
+        self.stack.append([])
+        yield var
+        body = self.block()
+        if body is not None:
+            self.add(self.tirx.For(var, self.index(start), self.index(extent),
+                                   self.tirx.ForKind.SERIAL, body))
+
+    @contextmanager
+    def when(self, condition: Expr) -> Iterator[None]:
+        """The statements written inside run where ``condition`` holds."""
+        self.stack.append([])
+        yield
+        body = self.block()
+        if body is not None:
+            self.add(self.tirx.IfThenElse(condition, body, None))
+
+    def block(self) -> Any:
+        body = self.stack.pop()
+        if not body:
+            return None
+        return self.tirx.SeqStmt(body) if len(body) > 1 else body[0]
+
+    # -- values ---------------------------------------------------------------------------------
+    def index(self, value: Expr | int) -> Expr:
+        """An int64 constant, or the expression itself."""
+        return self.tirx.const(value, "int64") if isinstance(value, int) else value
+
+    def div(self, a: Expr, b: Expr | int) -> Expr:
+        """Quotient of non-negative indices."""
+        return self.tirx.truncdiv(a, self.index(b))
+
+    def mod(self, a: Expr, b: Expr | int) -> Expr:
+        """Remainder of non-negative indices."""
+        return self.tirx.truncmod(a, self.index(b))
+
+    def ceildiv(self, a: Expr, b: int) -> Expr:
+        """Quotient of a non-negative index, rounded up."""
+        return self.div(a + self.index(b - 1), b)
+
+    def splat(self, value: Expr | float) -> Expr:
+        """A vector of equal float32 lanes."""
+        scalar = self.tirx.const(value, "float32") if isinstance(value, (int, float)) else value
+        return self.tirx.Broadcast(scalar, self.lanes)
+
+    def intrinsic(self, name: str, *operands: Expr) -> Expr:
+        """A TIR intrinsic that returns the type of its first operand."""
+        return self.ir.Call(self.ir.Op.get(f"tirx.{name}"), list(operands), ret_ty=operands[0].ty)
+
+    def fma(self, a: Expr, b: Expr, c: Expr) -> Expr:
+        """a * b + c, rounded once."""
+        return self.intrinsic("fma", a, b, c)
+
+    # -- memory ---------------------------------------------------------------------------------
+    def load(self, buffer: Any, index: Expr | int) -> Expr:
+        """One element."""
+        return self.tirx.BufferLoad(buffer, [self.index(index)])
+
+    def store(self, buffer: Any, index: Expr | int, value: Expr) -> None:
+        """One element."""
+        self.add(self.tirx.BufferStore(buffer, value, [self.index(index)]))
+
+    def vload(self, buffer: Any, index: Expr | int) -> Expr:
+        """``lanes`` elements from ``index`` on."""
+        return self.tirx.BufferLoad(buffer, [self.ramp(index)])
+
+    def vstore(self, buffer: Any, index: Expr | int, value: Expr) -> None:
+        """``lanes`` elements from ``index`` on."""
+        self.add(self.tirx.BufferStore(buffer, value, [self.ramp(index)]))
+
+    def ramp(self, index: Expr | int) -> Expr:
+        return self.tirx.Ramp(self.index(index), self.index(1), self.lanes)
+
+    def local(self, name: str) -> Any:
+        """One vector of its own; LLVM makes it a register where every access is a whole vector."""
+        buffer = self.tirx.decl_buffer([self.lanes], "float32", name, scope="local")
+        self.add(self.tirx.AllocBuffer(buffer))
+        return buffer
+
+    def vload_part(self, name: str, buffer: Any, index: Expr, valid: Expr) -> Expr:
+        """A vector whose first ``valid`` lanes (any number; <= 0 for none) are read, the others zero."""
+        parts = self.local(name)
+        self.vstore(parts, 0, self.splat(0.0))
+        with self.when(valid >= self.index(self.lanes)):
+            self.vstore(parts, 0, self.vload(buffer, index))
+        with self.when(valid < self.index(self.lanes)), self.loop("lane", self.positive(valid)) as lane:
+            self.store(parts, lane, self.load(buffer, index + lane))
+        return self.let(f"{name}_value", self.vload(parts, 0))
+
+    def vstore_part(self, name: str, buffer: Any, index: Expr, value: Expr, valid: Expr) -> None:
+        """Stores the first ``valid`` lanes (any number; <= 0 for none)."""
+        with self.when(valid >= self.index(self.lanes)):
+            self.vstore(buffer, index, value)
+        with self.when(valid < self.index(self.lanes)):
+            parts = self.local(name)
+            self.vstore(parts, 0, value)
+            with self.loop("lane", self.positive(valid)) as lane:
+                self.store(buffer, index + lane, self.load(parts, lane))
+
+    def positive(self, value: Expr) -> Expr:
+        return self.tirx.Max(value, self.index(0))

@@ -1,0 +1,67 @@
+"""Register tiles: how large they are, what fits a CPU, and how a workload is padded for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ecornn.device import Device
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Batch rows and vectors of units that one task computes, and how far k is unrolled."""
+
+    rows: int
+    vectors: int
+    unroll: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes that the code is generated for; ``tiles``: stage name -> its tile."""
+
+    batch: int
+    input: int
+    hidden: int
+    lanes: int
+    chunk: int
+    tiles: dict[str, Tile]
+
+    def units(self, tile: Tile) -> int:
+        """Unit tiles of a stage."""
+        return -(-self.hidden // (tile.vectors * self.lanes))
+
+    @property
+    def width(self) -> int:
+        """Elements of a row of workspace: H, padded for the widest tile."""
+        return max(self.units(t) * t.vectors * self.lanes for t in self.tiles.values())
+
+    @property
+    def padded_batch(self) -> int:
+        """Rows of a state in workspace: B, padded for every tile of the steps."""
+        rows = [t.rows for name, t in self.tiles.items() if name != "hoisted"]
+        return max(-(-self.batch // r) * r for r in rows)
+
+
+def lanes_of(device: Device) -> int:
+    """float32 lanes of a vector register."""
+    if "avx512f" in device.features:
+        return 16
+    return 8 if "avx2" in device.features or "avx" in device.features else 4
+
+
+def registers_of(device: Device) -> int:
+    """Vector registers: 32 with AVX-512 and on arm64, else 16."""
+    return 32 if "avx512f" in device.features or "neon" in device.features else 16
+
+
+def registers_used(tile: Tile, gates: int) -> int:
+    """Vector registers of the product loop: sums, weights of one k, and a broadcast state."""
+    columns = gates * tile.vectors
+    # with one row a weight is used once, straight from memory
+    return tile.rows * columns + (columns if tile.rows > 1 else 0) + 1
+
+
+def vectors_of(columns: int, gates: int) -> int:
+    """Vectors of units in a tile of ``columns`` vectors that all gates of a stage share."""
+    return max(1, columns // max(1, gates))

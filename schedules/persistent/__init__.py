@@ -1,0 +1,152 @@
+"""Persistent schedule: one launch for the whole sequence, recurrent weights stay on chip."""
+
+from __future__ import annotations
+
+from ecornn.program import Buffer, Extent, Launch, Program
+from ecornn.schedules.base import Config, Knob, Schedule, Task
+from ecornn.schedules.persistent.kernel import persistent_kernel
+from ecornn.schedules.persistent.plan import RING, Plan, packing_of, plan_of, unit_step
+from ecornn.schedules.persistent.start import start_kernel
+from ecornn.schedules.pointwise import MATH, MATH_TRADES
+from ecornn.schedules.projection import project
+
+START_BLOCKS = 128
+
+
+class Persistent(Schedule):
+    """Serves every cell with a recurrent product whose weights fit in registers and shared memory."""
+
+    name = "persistent"
+    revision = 1
+    kind = "cuda"
+
+    def serves(self, task: Task) -> str | None:
+        if not task.graph.phases:
+            return f"cell {task.graph.cell!r} has no recurrent product"
+        if task.device.capability < 80:
+            return "needs tensor cores of compute capability 8.0"
+        if self._best(task) is None:
+            return (f"the recurrent weights of {task.workload} do not fit on the {task.device.cores} "
+                    f"multiprocessors of {task.device.name}")
+        return None
+
+    def knobs(self, task: Task) -> tuple[Knob, ...]:
+        w = task.workload
+        groups = sorted({-(-w.batch // rows) for rows in (8, 16, 24, 32, 48, 64)})
+        step = unit_step(task, 0)
+        wide = any(len(p.rows) == 3 for p in task.graph.phases)
+        small = unit_step(task, 4) if wide else step
+        units = tuple(u for u in range(small, 129, small)
+                      if -(-w.hidden // u) <= task.device.cores and (u == small or u < w.hidden + small))
+        return (
+            Knob("groups", tuple(groups), "smaller exchanges and products a group, against fewer SMs for each"),
+            Knob("units", units, "fewer units a block: less work a step; more: fewer blocks to wait for"),
+            Knob("warps", (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 13, 16),
+                 "more product warps: less work each, but more partial sums to add"),
+            Knob("gate_warps", (1, 2, 3, 4, 5, 6, 8), "more gate warps: shorter gate math, fewer registers a thread"),
+            Knob("chains", (1, 2), "2: shorter chains of dependent products, at an accumulator more"),
+            Knob("registers", (100, 75, 50, 25, 0), "percent of weights in registers, the rest in shared memory"),
+            Knob("interleave", (0, 4) if wide else (0,),
+                 "4: pad three gates to four for smaller unit steps and wider loads; 0: no padding"),
+            Knob("math", MATH[:1] if w.dtype == "float32" else MATH, MATH_TRADES),
+        )
+
+    def check(self, task: Task, config: Config) -> str | None:
+        step = unit_step(task, int(config["interleave"]))
+        if int(config["units"]) % step:
+            return f"units={config['units']} is no multiple of {step}"
+        plan, device = plan_of(task, config), task.device
+        if plan.groups * plan.blocks > device.cores:
+            return f"{plan.groups * plan.blocks} blocks on {device.cores} multiprocessors"
+        if plan.groups > 1 and (plan.groups - 1) * plan.columns >= task.workload.batch:
+            return "a group without batch rows"
+        if plan.threads > 1024:
+            return f"{plan.threads} threads a block"
+        if (plan.items - 1) * plan.gate_warps * 32 >= plan.units * plan.columns or plan.items > 8:
+            return f"{plan.items} items a gate thread"
+        if plan.units * plan.columns <= (plan.gate_warps - 1) * 32:
+            return "a gate warp without work"
+        words = -(-task.workload.hidden // (2 if task.workload.dtype != "float32" else 1))
+        if (plan.warps - 1) * plan.phases[0].warp_pairs * 16 >= words:
+            return "a product warp without work"
+        if plan.shared > device.shared:
+            return f"{plan.shared} bytes of shared memory, {device.shared} available"
+        limit = min(255, device.registers // plan.threads // 8 * 8)
+        if plan.registers > limit:
+            return f"about {plan.registers} registers a thread, {limit} available"
+        return None
+
+    def default(self, task: Task) -> Config:
+        best = self._best(task)
+        assert best is not None, "default() is for tasks that serves() accepts"
+        return best
+
+    def _best(self, task: Task) -> Config | None:
+        """The valid configuration of least estimated time."""
+        knobs = {k.name: k.values for k in self.knobs(task)}
+        math = "exact" if task.workload.dtype == "float32" else "fast"
+        found: tuple[float, Config] | None = None
+        for groups in knobs["groups"]:
+            for units in knobs["units"]:
+                for warps in knobs["warps"]:
+                    for gate_warps in (1, 2, 4, 8):
+                        for registers in knobs["registers"]:
+                            for interleave in knobs["interleave"]:
+                                config: Config = {
+                                    "groups": groups, "units": units, "warps": warps, "gate_warps": gate_warps,
+                                    "chains": 1, "registers": registers, "interleave": interleave, "math": math}
+                                if self.check(task, config) is None:
+                                    cost = estimate(plan_of(task, config))
+                                    if found is None or cost < found[0]:
+                                        found = cost, config
+        return None if found is None else found[1]
+
+    def features(self, task: Task, config: Config) -> dict[str, float]:
+        plan = plan_of(task, config)
+        return {
+            "blocks": plan.groups * plan.blocks, "threads": plan.threads, "columns": plan.columns,
+            "polled_words": sum(plan.slot_words(p) for p in plan.phases),
+            "lane_words": sum(p.pairs * plan.tiles * 4 for p in plan.phases),
+            "products": sum(p.pairs * 2 * -(-p.octets(plan.units) // 2) * plan.tiles for p in plan.phases),
+            "sums": sum(plan.warps * p.gates * plan.items for p in plan.phases),
+            "registers": plan.registers, "shared": plan.shared, "estimate": estimate(plan),
+            "streamed": sum(plan.shared_weight_words(p) for p in plan.phases)}
+
+    def program(self, task: Task, config: Config) -> Program:
+        plan, math = plan_of(task, config), str(config["math"])
+        w, graph = task.workload, task.graph
+        hoisted = project(task)
+        buffers = [Buffer("x", "x", w.dtype), Buffer("y", "y", w.dtype)]
+        for name in graph.states:
+            buffers += [Buffer(f"{name}_in", "state_in", w.dtype), Buffer(f"{name}_out", "state_out", w.dtype)]
+        buffers += hoisted.buffers
+        for i, phase in enumerate(plan.phases):
+            packing = packing_of(task, plan, i)
+            buffers.append(Buffer(f"recurrent_{i}", "packed", w.dtype,
+                                  Extent(packing.pad[0] * packing.pad[1] * packing.pad[2]), packing))
+            buffers.append(Buffer(f"exchange_{i}", "workspace", "uint32",
+                                  Extent(plan.groups * RING * plan.slot_words(phase))))
+        functions = dict(hoisted.functions)
+        functions["start"] = start_kernel(task, plan, START_BLOCKS, math)
+        functions["persistent"] = persistent_kernel(task, plan, math)
+        calls = (*hoisted.calls, Launch("start", START_BLOCKS, 256),
+                 Launch("persistent", plan.groups * plan.blocks, plan.threads, plan.shared, cooperative=True))
+        return Program(functions, tuple(buffers), calls)
+
+
+def estimate(plan: Plan) -> float:
+    """Nanoseconds of a step, roughly: a model for ordering configurations, not for reporting.
+
+    A trip of state through L2, polling at 64 bytes a cycle and SM, products at one mma in 16 cycles and
+    scheduler, partial sums at 128 bytes a cycle, and the latency of the gate math.
+    """
+    total = 0.0
+    for p in plan.phases:
+        tiles = -(-p.octets(plan.units) // 2)
+        poll = plan.slot_words(p) * 4 / 40
+        cost = 3 if plan.dtype == "float32" else 1
+        products = p.pairs * 2 * tiles * plan.tiles * cost * -(-plan.warps // 4) * 16
+        sums = 2 * plan.warps * plan.columns * tiles * 16 * 4 / 128
+        streamed = plan.shared_weight_words(p) * 4 / 128
+        total += 900 + poll + products + streamed + sums + 60 * plan.items + 20 * plan.warps ** 0.5
+    return total / 1.7

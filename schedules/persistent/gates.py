@@ -1,0 +1,198 @@
+"""The gate warps of the persistent kernel: partial sums to new state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ecornn.schedules.base import Task
+from ecornn.schedules.persistent.exchange import SENTINEL, pack, slot_base, word_of
+from ecornn.schedules.persistent.plan import RING, PhasePlan, Plan
+from ecornn.schedules.pointwise import emit, invariants
+
+
+class Gates:
+    """Emits the gate warps' code; a thread owns ``plan.items`` (unit, batch row) pairs.
+
+    Neighbouring threads own neighbouring units of one row, so two of them make a 16-bit word.
+    """
+
+    def __init__(self, T: Any, task: Task, plan: Plan, math: str, arguments: dict[str, Any],
+                 rings: list[Any], shared: Any, group: Any, member: Any, thread: Any, steps: Any,
+                 batch: Any) -> None:
+        self.T, self.task, self.plan, self.math = T, task, plan, math
+        self.graph, self.arguments, self.rings, self.shared = task.graph, arguments, rings, shared
+        self.group, self.thread, self.steps, self.batch = group, thread, steps, batch
+        H, graph = plan.hidden, task.graph
+        self.local, self.unit, self.column, self.row, self.valid, self.owner = [], [], [], [], [], []
+        for i in range(plan.items):
+            item = T.Bind(thread + i * plan.gate_warps * 32)
+            owner = T.Bind(item < plan.units * plan.columns)
+            column = T.Bind(T.Select(owner, item // plan.units, 0))
+            unit = T.Bind(member * plan.units + item % plan.units)
+            row = T.Bind(group * plan.columns + column)
+            self.local.append(T.Bind(item % plan.units))
+            self.unit.append(unit)
+            self.column.append(column)
+            self.row.append(row)
+            self.owner.append(owner)
+            self.valid.append(T.Bind(T.And(owner, T.And(unit < H, row < batch))))
+        count = max(1, len(graph.invariant_outputs))
+        self.constants = T.alloc_buffer((plan.items, count), "float32", scope="local")
+        self.states = T.alloc_buffer((plan.items, len(graph.states)), "float32", scope="local")
+        self.inputs = T.alloc_buffer((plan.items, max(1, len(graph.hoisted_outputs))), "float32",
+                                     scope="local")
+
+    def run(self) -> None:
+        """The whole sequence."""
+        T, graph, plan = self.T, self.graph, self.plan
+        for i in range(plan.items):
+            self._constants(i)
+            for s, name in enumerate(graph.states):
+                T.buffer_store(self.states, T.float32(0), [i, s])
+                with T.If(self.valid[i]), T.Then():
+                    at = self.row[i] * plan.hidden + self.unit[i]
+                    T.buffer_store(self.states, T.cast(self.arguments[f"{name}_in"][at], "float32"), [i, s])
+        self._fetch(T.int32(0))
+        with T.serial(0, self.steps) as t:
+            self._step(t)
+
+    def _constants(self, i: int) -> None:
+        T, graph, H = self.T, self.graph, self.plan.hidden
+        at = T.Bind(T.min(self.unit[i], H - 1))
+        env = {v.var: T.Bind(self.arguments["vectors"][k * H + at]) for k, v in enumerate(graph.vectors)}
+        env = invariants(graph, env, self.math)
+        for k, var in enumerate(graph.invariant_outputs):
+            T.buffer_store(self.constants, env[var], [i, k])
+
+    def _fetch(self, t: Any) -> None:
+        """The hoisted inputs of step t into registers."""
+        T, outputs, H = self.T, len(self.graph.hoisted_outputs), self.plan.hidden
+        for i in range(self.plan.items if outputs else 0):
+            for q in range(outputs):
+                T.buffer_store(self.inputs, T.float32(0), [i, q])
+            with T.If(T.And(self.valid[i], t < self.steps)), T.Then():
+                first = T.Bind(T.cast(t * self.batch + self.row[i], "int64") * (outputs * H) + self.unit[i])
+                for q in range(outputs):
+                    T.buffer_store(self.inputs, self.arguments["hoisted"][first + q * H], [i, q])
+
+    def _step(self, t: Any) -> None:
+        T, graph, plan = self.T, self.graph, self.plan
+        envs: list[dict[Any, Any]] = []
+        for i in range(plan.items):
+            env = {v: self.inputs[i, q] for q, v in enumerate(graph.hoisted_outputs)}
+            env |= {v: self.constants[i, k] for k, v in enumerate(graph.invariant_outputs)}
+            env |= {v: self.states[i, s] for s, v in enumerate(graph.states.values())}
+            envs.append(emit(graph.prologue, env, self.math))
+        last = len(plan.phases) - 1
+        for p, phase in enumerate(plan.phases):
+            turn = T.Bind((t * len(plan.phases) + p) % 2)
+            T.evaluate(T.ptx["bar.sync"](T.cast(turn + 1, "uint32"), T.uint32(plan.threads)))
+            sums = [self._sums(i, p, turn) for i in range(plan.items)]
+            for i in range(plan.items):
+                envs[i] = emit(graph.phases[p].assigns, envs[i] | sums[i], self.math)
+                if p < last:
+                    self._announce(i, p + 1, t % RING, envs[i])
+            if p < last:
+                self._wipe(p, t)
+        new = [self._finish(envs[i], i, t) for i in range(plan.items)]
+        for i in range(plan.items):
+            self._store(i, t, new[i])
+        self._wipe(last, t)
+        self._fetch(T.Bind(t + 1))
+        T.evaluate(T.ptx["fence.acq_rel.gpu"]())  # the release of exchange.py, before the next write
+
+    def _sums(self, i: int, p: int, turn: Any) -> dict[Any, Any]:
+        """The products of phase p: partial sums of all warps, added in a tree."""
+        T, plan, phase = self.T, self.plan, self.plan.phases[p]
+        stride, e = plan.stride(phase), phase.interleave
+        unit = self.local[i]
+        base = T.Bind(turn * plan.sum_floats + self.column[i] * stride
+                      + unit // (8 // e) * 8 + unit % (8 // e) * e)
+        rows: list[list[Any]] = [[] for _ in self.graph.phases[p].rows]
+        for w in range(plan.warps):
+            for outer in range(phase.gates // e):
+                place = base + w * plan.columns * stride + outer * plan.units * e
+                wide = self._load(place, e)
+                for inner in range(e):
+                    if outer * e + inner < len(rows):
+                        rows[outer * e + inner].append(wide[inner])
+        return {row.var: _tree(T, parts)
+                for row, parts in zip(self.graph.phases[p].rows, rows, strict=True)}
+
+    def _load(self, place: Any, count: int) -> list[Any]:
+        T = self.T
+        if count in (2, 4):
+            into = T.alloc_buffer((count,), "float32", scope="local")
+            T.evaluate(T.ptx[f"ld.shared.v{count}.f32"](*(into[k] for k in range(count)),
+                                                        self.shared.ptr_to([place])))
+            return [into[k] for k in range(count)]
+        return [T.Bind(self.shared[place + k]) for k in range(count)]
+
+    def _announce(self, i: int, p: int, slot: Any, env: dict[Any, Any]) -> None:
+        """Writes this thread's operands of phase p to the exchange; units beyond H are zero."""
+        T, plan, phase = self.T, self.plan, self.plan.phases[p]
+        base = T.Bind(slot_base(plan, phase, self.group, slot))
+        for o, operand in enumerate(self.graph.phases[p].operands):
+            value = T.Bind(T.Select(self.unit[i] < plan.hidden, env[operand], T.float32(0)))
+            self._write(i, p, base + self._place(i, phase, o), self._word(value))
+
+    def _word(self, value: Any) -> Any:
+        T = self.T
+        if self.plan.dtype == "float32":
+            return T.Bind(pack([value], "float32"))
+        other = T.Bind(T.cuda.func_call("ecornn_neighbour", value, source_code=_NEIGHBOUR,
+                                        return_type="float32"))
+        return T.Bind(pack([value, other], self.plan.dtype))
+
+    def _place(self, i: int, phase: PhasePlan, operand: int) -> Any:
+        return word_of(self.plan, phase, operand, self.unit[i], self.column[i])
+
+    def _write(self, i: int, p: int, place: Any, word: Any) -> None:
+        T = self.T
+        writes = T.And(self.owner[i], self.unit[i] < self.plan.hidden)  # no word holds units beyond H
+        if self.plan.dtype != "float32":  # the thread of the even unit writes for both
+            writes = T.And(writes, self.local[i] % 2 == 0)
+        with T.If(writes), T.Then():
+            T.evaluate(T.ptx["st.relaxed.gpu.global.b32"](self.rings[p].ptr_to([place]), word))
+
+    def _wipe(self, p: int, t: Any) -> None:
+        T, plan, phase = self.T, self.plan, self.plan.phases[p]
+        base = T.Bind(slot_base(plan, phase, self.group, (t + (RING - 1)) % RING))
+        for i in range(plan.items):
+            for o in range(phase.operands):
+                self._write(i, p, base + self._place(i, phase, o), T.uint32(SENTINEL))
+
+    def _finish(self, env: dict[Any, Any], i: int, t: Any) -> list[Any]:
+        """New states; those that the next step's products need go out at once."""
+        T, graph = self.T, self.graph
+        new = [T.Bind(env[graph.results[s]]) for s in graph.states]
+        following = {v: n for v, n in zip(graph.states.values(), new, strict=True)}
+        following |= {v: self.constants[i, k] for k, v in enumerate(graph.invariant_outputs)}
+        self._announce(i, 0, (t + 1) % RING, emit(graph.prologue, following, self.math))
+        return new
+
+    def _store(self, i: int, t: Any, new: list[Any]) -> None:
+        T, graph, H, dtype = self.T, self.graph, self.plan.hidden, self.plan.dtype
+        for s in range(len(new)):
+            T.buffer_store(self.states, new[s], [i, s])
+        with T.If(self.valid[i]), T.Then():
+            output = new[list(graph.states).index(graph.output)]
+            at = T.cast(t * self.batch + self.row[i], "int64") * H + self.unit[i]
+            T.buffer_store(self.arguments["y"], T.cast(output, dtype), [at])
+            with T.If(t == self.steps - 1), T.Then():
+                for s, name in enumerate(graph.states):
+                    T.buffer_store(self.arguments[f"{name}_out"], T.cast(new[s], dtype),
+                                   [self.row[i] * H + self.unit[i]])
+
+
+_NEIGHBOUR = """
+__device__ __forceinline__ float ecornn_neighbour(float value) {
+  return __shfl_xor_sync(0xffffffffu, value, 1);
+}"""
+
+
+def _tree(T: Any, parts: list[Any]) -> Any:
+    while len(parts) > 1:
+        pairs = [T.Bind(parts[k] + parts[k + 1]) for k in range(0, len(parts) - 1, 2)]
+        parts = pairs + (parts[-1:] if len(parts) % 2 else [])
+    return parts[0]

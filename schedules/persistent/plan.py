@@ -1,0 +1,152 @@
+"""How a configuration of the persistent schedule cuts a layer, and what it needs on chip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd, lcm
+
+from ecornn.program import Packing
+from ecornn.schedules.base import Config, Task
+from ecornn.schedules.tensor_core import per_word, words
+
+RING = 4  # slots of an exchange; kernel.py says why four
+PAIR = 16  # words of a pair of k-tiles
+SPARE_REGISTERS = 44  # addresses, loop state and gate math beside weights and accumulators
+
+
+@dataclass(frozen=True)
+class PhasePlan:
+    """One recurrent product of the step.
+
+    Attributes
+    ----------
+    gates : rows a unit has, padded to ``interleave``
+    interleave : gates of one unit that stand in neighbouring rows (1, 2, 4 or 8)
+    operands : exchanged vectors that the product reads
+    warp_pairs : pairs of k-tiles of one operand that a warp owns
+    register_pairs : of a warp's ``operands * warp_pairs`` pairs, those with weights in registers
+    """
+
+    gates: int
+    interleave: int
+    operands: int
+    warp_pairs: int
+    register_pairs: int
+
+    @property
+    def pairs(self) -> int:
+        return self.operands * self.warp_pairs
+
+    def octets(self, units: int) -> int:
+        """Groups of 8 weight rows a block has; two make an m16 tile."""
+        return self.gates * units // 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The cut: ``groups`` of ``blocks`` blocks, each group with all weights and its own batch rows."""
+
+    hidden: int
+    dtype: str
+    groups: int
+    blocks: int
+    units: int
+    columns: int  # batch rows of a group, padded to 8
+    warps: int  # share the products
+    gate_warps: int  # do the pointwise part
+    chains: int  # independent accumulators that share the k-tiles of one product tile
+    phases: tuple[PhasePlan, ...]
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.warps + self.gate_warps)
+
+    @property
+    def items(self) -> int:
+        """(unit, batch row) pairs of a gate thread."""
+        return -(-self.units * self.columns // (32 * self.gate_warps))
+
+    @property
+    def tiles(self) -> int:
+        """n8 tiles of a group's batch rows."""
+        return self.columns // 8
+
+    def stride(self, phase: PhasePlan) -> int:
+        """Floats between batch rows of the partial sums: 4 modulo 16, so that no banks conflict."""
+        return -(-phase.octets(self.units) // 2) * 16 + 4
+
+    @property
+    def sum_floats(self) -> int:
+        """Floats of one buffer of partial sums."""
+        return max(self.warps * self.columns * self.stride(p) for p in self.phases)
+
+    def shared_weight_words(self, phase: PhasePlan) -> int:
+        return self.warps * (phase.pairs - phase.register_pairs) * phase.octets(self.units) * 128
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory."""
+        return 4 * (2 * self.sum_floats + sum(self.shared_weight_words(p) for p in self.phases))
+
+    @property
+    def registers(self) -> int:
+        """Estimate of a product warp's registers."""
+        weights = sum(p.register_pairs * p.octets(self.units) * 4 for p in self.phases)
+        work = max(p.pairs * self.tiles * 4 + -(-p.octets(self.units) // 2) * self.tiles * 4 * self.chains
+                   for p in self.phases)
+        return weights + work + SPARE_REGISTERS + (16 if self.dtype == "float32" else 0)
+
+    def slot_words(self, phase: PhasePlan) -> int:
+        """Words of one slot of a phase's exchange, of one group."""
+        return phase.operands * self.warps * phase.warp_pairs * self.tiles * 128
+
+
+def natural_interleave(gates: int) -> int:
+    """The largest power of two that divides the gates, at most 8."""
+    return gcd(gates, 8)
+
+
+def unit_step(task: Task, interleave: int) -> int:
+    """Units of a block come in multiples of this, so that weight rows fill octets."""
+    steps = [8 // _interleave(len(p.rows), interleave) for p in task.graph.phases]
+    return lcm(*steps, 2)
+
+
+def _interleave(gates: int, wanted: int) -> int:
+    return wanted if wanted and gates > 2 else natural_interleave(gates)
+
+
+def plan_of(task: Task, config: Config) -> Plan:
+    """The plan of a configuration; it need not fit, ``check`` says that."""
+    w = task.workload
+    groups, units = int(config["groups"]), int(config["units"])
+    warps = int(config["warps"])
+    phases = []
+    for phase in task.graph.phases:
+        interleave = _interleave(len(phase.rows), int(config["interleave"]))
+        gates = -(-len(phase.rows) // interleave) * interleave
+        warp_pairs = -(-(-(-words(w.hidden, w.dtype) // PAIR)) // warps)
+        pairs = len(phase.operands) * warp_pairs
+        registers = -(-pairs * int(config["registers"]) // 100)
+        phases.append(PhasePlan(gates, interleave, len(phase.operands), warp_pairs, registers))
+    rows = -(-w.batch // groups)
+    return Plan(hidden=w.hidden, dtype=w.dtype, groups=groups, blocks=-(-w.hidden // units), units=units,
+                columns=-(-rows // 8) * 8, warps=warps, gate_warps=int(config["gate_warps"]),
+                chains=int(config["chains"]), phases=tuple(phases))
+
+
+def packing_of(task: Task, plan: Plan, index: int) -> Packing:
+    """Recurrent weights of a phase as the fragments that each lane of each warp holds.
+
+    (block, warp, operand, pair, octet, lane, tile, half) words: 16 bytes a lane, pair and octet.
+    """
+    phase, p = task.graph.phases[index], plan.phases[index]
+    sources: list[tuple[str, int]] = []
+    for operand in phase.operands:
+        rows = [(r.weight, r.gate) if r.operand.same_as(operand) else ("", 0) for r in phase.rows]
+        sources += rows + [("", 0)] * (p.gates - len(rows))
+    e, n = p.interleave, per_word(plan.dtype)
+    pad = (len(sources), plan.blocks * plan.units, plan.warps * p.warp_pairs * PAIR * n)
+    split = (p.operands, p.gates // e, e, plan.blocks, plan.units * e // 8, 8 // e, plan.warps, p.warp_pairs,
+             4, 2, 2, n)
+    return Packing(tuple(sources), pad, split, (3, 6, 0, 7, 1, 4, 5, 2, 8, 9, 10, 11), plan.dtype)

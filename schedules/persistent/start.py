@@ -1,0 +1,75 @@
+"""The small kernel before the persistent one: the initial state into the exchange, sentinels elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ecornn.schedules.base import Task
+from ecornn.schedules.persistent.exchange import SENTINEL, pack
+from ecornn.schedules.persistent.plan import PAIR, RING, Plan
+from ecornn.schedules.pointwise import emit, invariants
+from ecornn.schedules.tensor_core import per_word
+
+THREADS = 256
+
+
+def start_kernel(task: Task, plan: Plan, blocks: int, math: str) -> Any:
+    """``start(B, <state>_in ..., vectors, exchange_0 ...)``.
+
+    Words beyond H, which pad the last k-tiles, are zero in every slot, and stay so.
+    """
+    from tvm.script.ir_builder import IRBuilder
+    from tvm.tirx.script.builder import ir as T
+
+    graph, n = task.graph, per_word(plan.dtype)
+    big = T.int64(1 << 40)
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("start")
+        batch = T.arg("B", T.int32())
+        states = {s: T.arg(f"{s}_in", T.buffer((big,), plan.dtype)) for s in graph.states}
+        vectors = T.arg("vectors", T.buffer((big,), "float32"))
+        rings = [T.arg(f"exchange_{i}", T.buffer((big,), "uint32")) for i in range(len(plan.phases))]
+        T.device_entry()
+        first = T.Bind(T.cta_id([blocks]) * THREADS + T.thread_id([THREADS]))
+        for index, (phase, ring) in enumerate(zip(plan.phases, rings, strict=True)):
+            words = plan.slot_words(phase)
+            total = plan.groups * RING * words
+            with T.serial(0, -(-total // (blocks * THREADS))) as turn:
+                place = T.Bind(turn * (blocks * THREADS) + first)
+                with T.If(place < total), T.Then():
+                    within = T.Bind(place % words)
+                    slot, group = T.Bind(place // words % RING), T.Bind(place // (words * RING))
+                    part, lane = within % 4, within // 4 % 32
+                    tile, pair = within // 128 % plan.tiles, T.Bind(within // (128 * plan.tiles))
+                    per_operand = plan.warps * phase.warp_pairs
+                    unit = T.Bind((pair % per_operand * PAIR + lane % 4 * 4 + part) * n)
+                    row = T.Bind(group * plan.columns + tile * 8 + lane // 4)
+                    owned = unit < plan.hidden
+                    rest = T.Bind(T.Select(owned, T.uint32(SENTINEL), T.uint32(0)))
+                    if index:
+                        T.buffer_store(ring, rest, [place])
+                        continue
+                    with T.If(slot == 0):
+                        with T.Then():
+                            values = [_initial(T, task, states, vectors, batch, row, T.Bind(unit + e),
+                                               pair // per_operand, math) for e in range(n)]
+                            T.buffer_store(ring, pack(values, plan.dtype), [place])
+                        with T.Else():
+                            T.buffer_store(ring, rest, [place])
+    return builder.get()
+
+
+def _initial(T: Any, task: Task, states: dict[str, Any], vectors: Any, batch: Any, row: Any, unit: Any,
+             operand: Any, math: str) -> Any:
+    """The first phase's operand for the state that the call was given; zero outside of it."""
+    graph, H = task.graph, task.workload.hidden
+    at, b = T.Bind(T.min(unit, H - 1)), T.Bind(T.min(row, batch - 1))
+    env = {v.var: T.Bind(vectors[i * H + at]) for i, v in enumerate(graph.vectors)} if graph.prologue else {}
+    env = invariants(graph, env, math) if graph.prologue else env
+    for name, var in graph.states.items():
+        env[var] = T.Bind(T.cast(states[name][b * H + at], "float32"))
+    env = emit(graph.prologue, env, math)
+    value = env[graph.phases[0].operands[0]]
+    for i, other in enumerate(graph.phases[0].operands[1:], 1):
+        value = T.Select(operand == i, env[other], value)
+    return T.Bind(T.Select(T.And(unit < H, row < batch), value, T.float32(0)))

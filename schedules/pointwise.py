@@ -1,0 +1,85 @@
+"""Splices a cell's scalars into a kernel that is being built with TVM's IRBuilder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ecornn.analysis import Assign, StepGraph
+from ecornn.analysis.scalar import transform
+
+MATH = ("exact", "fast", "approx")
+MATH_TRADES = ("expf and tanhf to 2 ulp, or ex2 and rcp of the special function unit (error 2e-7), or "
+               "tanh.approx (error 5e-4): accuracy for the latency of the gates")
+
+_FAST = {
+    "tirx.sigmoid": ("ecornn_sigmoid_fast", """
+__device__ __forceinline__ float ecornn_sigmoid_fast(float x) {
+  float e, r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * -1.4426950408889634f));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.0f + e));
+  return r;
+}"""),
+    # 1 - 2 / (1 + exp(2 x)): absolute error 2e-7, also for small x
+    "tirx.tanh": ("ecornn_tanh_fast", """
+__device__ __forceinline__ float ecornn_tanh_fast(float x) {
+  float e, r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * 2.8853900817779268f));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.0f + e));
+  return fmaf(-2.0f, r, 1.0f);
+}"""),
+}
+_APPROX = {
+    "tirx.sigmoid": ("ecornn_sigmoid_approx", """
+__device__ __forceinline__ float ecornn_sigmoid_approx(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(0.5f * x));
+  return fmaf(0.5f, y, 0.5f);
+}"""),
+    "tirx.tanh": ("ecornn_tanh_approx", """
+__device__ __forceinline__ float ecornn_tanh_approx(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}"""),
+}
+_TABLES: dict[str, dict[str, tuple[str, str]]] = {"exact": {}, "fast": _FAST, "approx": _APPROX}
+
+
+def emit(assigns: Iterable[Assign], env: dict[Any, Any], math: str = "exact") -> dict[Any, Any]:
+    """Emits ``assigns`` in order and returns ``env`` extended by their variables.
+
+    ``env`` gives an expression for every variable that the assignments read; each assigned
+    variable is bound once, so that later uses read a register. ``math`` is one of :data:`MATH`.
+    """
+    from tvm.tirx.script.builder import ir as T
+
+    env = dict(env)
+    for assign in assigns:
+        env[assign.var] = T.Bind(_value(assign.value, env, _TABLES[math]))
+    return env
+
+
+def _value(value: Any, env: dict[Any, Any], table: dict[str, tuple[str, str]]) -> Any:
+    from tvm.tirx.script.builder import ir as T
+
+    def visit(e: Any) -> Any:
+        if type(e).__name__ == "Var":
+            return env[e]
+        if type(e).__name__ == "Call" and getattr(e.op, "name", "") in table:
+            name, source = table[e.op.name]
+            inner = T.Bind(transform(e.args[0], visit))
+            return T.cuda.func_call(name, inner, source_code=source, return_type="float32")
+        return None
+
+    return transform(value, visit)
+
+
+def invariants(graph: StepGraph, vectors: dict[Any, Any], math: str = "exact") -> dict[Any, Any]:
+    """Emits what depends on parameters only; ``vectors`` maps each vector's variable to its value."""
+    return emit(graph.invariants, vectors, math)
+
+
+def vector_sources(graph: StepGraph) -> tuple[tuple[str, int], ...]:
+    """Sources of the packed buffer of parameter vectors, (V, H), in the order of ``graph.vectors``."""
+    return tuple((v.parameter, v.gate) for v in graph.vectors)

@@ -1,0 +1,51 @@
+"""Matrix products on tensor cores, in words, so that one kernel text serves every dtype.
+
+A word is 32 bits: two float16 or bfloat16 values, or one float32. A k-tile is 8 words; in words the
+fragments of ``mma.m16n8k16`` (16-bit) and ``mma.m16n8k8`` (tf32) are the same:
+
+    A (16 rows x 8 words), lane l:  a0 = [l/4, l%4]  a1 = [l/4 + 8, l%4]  a2, a3: word + 4
+    B (8 words x 8 columns), lane l: b0 = [l%4, l/4]  b1 = [l%4 + 4, l/4]
+    C (16 rows x 8 columns), lane l: c0, c1 = [l/4, 2 (l%4) + {0, 1}]  c2, c3: row + 8
+
+float32 is exact to about 2e-7: each operand is split in two tf32 numbers, and three of the four
+partial products are added (the "3xTF32" of NVIDIA's CUTLASS).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+WORDS = 8  # of a k-tile
+_KIND = {"float16": "m16n8k16.row.col.f32.f16.f16.f32", "bfloat16": "m16n8k16.row.col.f32.bf16.bf16.f32",
+         "float32": "m16n8k8.row.col.f32.tf32.tf32.f32"}
+
+
+def per_word(dtype: str) -> int:
+    """Values in a word."""
+    return 1 if dtype == "float32" else 2
+
+
+def words(count: int, dtype: str) -> int:
+    """Words that hold ``count`` values."""
+    return -(-count // per_word(dtype))
+
+
+def split(word: Any, dtype: str) -> tuple[Any, ...]:
+    """A word as the parts that are multiplied: itself, or its high and low tf32 halves."""
+    from tvm.tirx.script.builder import ir as T
+
+    if dtype != "float32":
+        return (word,)
+    high = T.Bind(T.bitwise_and(word, T.uint32(0xFFFFE000)))
+    low = T.Bind(T.reinterpret("uint32", T.reinterpret("float32", word) - T.reinterpret("float32", high)))
+    return high, low
+
+
+def mma(acc: list[Any], a: list[tuple[Any, ...]], b: list[tuple[Any, ...]], dtype: str) -> None:
+    """``acc += a b`` for one k-tile; acc: 4 loads of a local buffer, a: 4 and b: 2 split words."""
+    from tvm.tirx.script.builder import ir as T
+
+    instruction = T.ptx[f"mma.sync.aligned.{_KIND[dtype]}"]
+    pairs = ((0, 0),) if dtype != "float32" else ((1, 0), (0, 1), (0, 0))  # small terms first
+    for i, j in pairs:
+        T.evaluate(instruction(*acc, *(w[i] for w in a), *(w[j] for w in b), *acc))
