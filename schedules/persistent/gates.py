@@ -39,8 +39,9 @@ class Gates:
         count = max(1, len(graph.invariant_outputs))
         self.constants = T.alloc_buffer((plan.items, count), "float32", scope="local")
         self.states = T.alloc_buffer((plan.items, len(graph.states)), "float32", scope="local")
-        self.inputs = T.alloc_buffer((plan.items, max(1, len(graph.hoisted_outputs))), "float32",
-                                     scope="local")
+        shape = (plan.items, max(1, len(graph.hoisted_outputs)))
+        self.inputs = T.alloc_buffer(shape, "float32", scope="local")  # of this step
+        self.ahead = T.alloc_buffer(shape, "float32", scope="local")  # of the next one
 
     def run(self) -> None:
         """The whole sequence."""
@@ -53,6 +54,8 @@ class Gates:
                     at = self.row[i] * plan.hidden + self.unit[i]
                     T.buffer_store(self.states, T.cast(self.arguments[f"{name}_in"][at], "float32"), [i, s])
         self._fetch(T.int32(0))
+        self._advance()
+        self._fetch(T.int32(1))
         with T.serial(0, self.steps) as t:
             self._step(t)
 
@@ -65,15 +68,20 @@ class Gates:
             T.buffer_store(self.constants, env[var], [i, k])
 
     def _fetch(self, t: Any) -> None:
-        """The hoisted inputs of step t into registers."""
+        """Loads the hoisted inputs of step t into ``ahead``."""
         T, outputs, H = self.T, len(self.graph.hoisted_outputs), self.plan.hidden
         for i in range(self.plan.items if outputs else 0):
             for q in range(outputs):
-                T.buffer_store(self.inputs, T.float32(0), [i, q])
+                T.buffer_store(self.ahead, T.float32(0), [i, q])
             with T.If(T.And(self.valid[i], t < self.steps)), T.Then():
                 first = T.Bind(T.cast(t * self.batch + self.row[i], "int64") * (outputs * H) + self.unit[i])
                 for q in range(outputs):
-                    T.buffer_store(self.inputs, self.arguments["hoisted"][first + q * H], [i, q])
+                    T.buffer_store(self.ahead, self.arguments["hoisted"][first + q * H], [i, q])
+
+    def _advance(self) -> None:
+        for i in range(self.plan.items):
+            for q in range(len(self.graph.hoisted_outputs)):
+                self.T.buffer_store(self.inputs, self.ahead[i, q], [i, q])
 
     def _step(self, t: Any) -> None:
         T, graph, plan = self.T, self.graph, self.plan
@@ -95,11 +103,14 @@ class Gates:
             if p < last:
                 self._wipe(p, t)
         new = [self._finish(envs[i], i, t) for i in range(plan.items)]
+        self._wipe(last, t)
+        # The release of exchange.py, before the next write. It waits for what came before it, so y is
+        # stored and inputs are fetched after it, two steps ahead: memory is further away than L2.
+        T.evaluate(T.ptx["fence.acq_rel.gpu"]())
         for i in range(plan.items):
             self._store(i, t, new[i])
-        self._wipe(last, t)
-        self._fetch(T.Bind(t + 1))
-        T.evaluate(T.ptx["fence.acq_rel.gpu"]())  # the release of exchange.py, before the next write
+        self._advance()
+        self._fetch(T.Bind(t + 2))
 
     def _sums(self, i: int, p: int, turn: Any) -> dict[Any, Any]:
         """The products of phase p: partial sums of all warps, added in a tree."""
