@@ -182,6 +182,8 @@ class _Walk:
         e = self.level_by_level(e, name)
         if type(e).__name__ == "Var":
             return e
+        if str(e.ty) != "float32":  # variables are float32; a condition stays where it is read
+            return rebuild(e, [self.name_of(c, name) for c in children(e)])
         text = str(e)
         if text not in self.known:
             taken = sum(1 for _, a in self.assigns if a.var.name.rsplit("__", 1)[0] == name)

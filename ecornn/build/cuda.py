@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ecornn.build.generated import Generated
-from ecornn.build.host_cuda import CUBIN, Kernel, host_sources
+from ecornn.build.host_cuda import COOPERATIVE, CUBIN, Kernel, host_sources
 from ecornn.build.nvcc import compile_cubin
 from ecornn.device import Device
 from ecornn.errors import BuildError
-from ecornn.program import Program
+from ecornn.program import Launch, Loop, Program
 
 SCALARS = ("T", "B", "t")
 _COMPILE_HOOK = "tvm_callback_cuda_compile"
@@ -60,8 +60,9 @@ def lower(program: Program, arch: str) -> tuple[dict[str, Kernel], str]:
             raise BuildError(f"function {name!r} must be one kernel, but lowers to {len(found)}")
         (variable, code), = found.items()
         kernel = _kernel(program, name, function, code)
-        if _states_may_alias(program, kernel):
-            code = code.with_attr("tirx.noalias", False)
+        explicit = (function.attrs or {}).get("tirx.noalias")
+        restrict = _may_restrict(program, name, kernel) if explicit is None else bool(explicit)
+        code = code.with_attr("tirx.noalias", restrict)
         kernels[name] = kernel
         lowered[variable] = code
     try:
@@ -110,15 +111,19 @@ def _kernel(program: Program, name: str, original: Any, code: Any) -> Kernel:
     )
 
 
-def _states_may_alias(program: Program, kernel: Kernel) -> bool:
-    """Whether ``__restrict__`` would be a lie: a state's input and output may be the same memory."""
-    roles = {b.name: b.role for b in program.buffers}
-    ends = {"state_in": set[str](), "state_out": set[str]()}
-    for argument in kernel.arguments:
-        role = roles.get(argument, "")
-        if role in ends:
-            ends[role].add(argument.removesuffix("_in").removesuffix("_out"))
-    return bool(ends["state_in"] & ends["state_out"])
+def _may_restrict(program: Program, name: str, kernel: Kernel) -> bool:
+    """Whether the parameters may be ``__restrict__``, unless the function's ``tirx.noalias`` says so.
+
+    No where a state's input and output may be the same memory; nor where blocks exchange data, since
+    the compiler may then move a load of another block's result in front of the barrier.
+    """
+    launches = [call for item in program.calls for call in (item.calls if isinstance(item, Loop) else (item,))
+                if isinstance(call, Launch) and call.function == name]
+    if COOPERATIVE in kernel.tags or any(call.cooperative or call.cluster > 1 for call in launches):
+        return False
+    ends = [{b.name.removesuffix(end) for b in program.buffers
+             if b.role == f"state{end}" and b.name in kernel.arguments} for end in ("_in", "_out")]
+    return not ends[0] & ends[1]
 
 
 def _source(module: Any, target: Any) -> str:

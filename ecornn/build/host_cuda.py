@@ -11,9 +11,9 @@ from ecornn.program import Fill, Launch, Loop, Program
 from ecornn.workload import ITEMSIZE
 
 CUBIN = "ecornn_cubin"
-_COOPERATIVE = "{kLaunchCooperative, 0, {1}}"
+COOPERATIVE = "tirx.use_cooperative_launch"
 # Launch tags of TVM, and the field of Launch that must agree.
-_TAGS = {"tirx.use_cooperative_launch": "cooperative", "tirx.use_dyn_shared_memory": "shared"}
+_TAGS = {COOPERATIVE: "cooperative", "tirx.use_dyn_shared_memory": "shared"}
 _EXTENTS = {"blockIdx.x": "grid", "threadIdx.x": "threads", "clusterCtaIdx.x": "cluster"}
 
 
@@ -126,7 +126,7 @@ class _Writer:
 
 def shape(number: int, launch: Launch) -> str:
     """The constant that describes one launch."""
-    attributes = [_COOPERATIVE] if launch.cooperative else []
+    attributes = ["{kLaunchCooperative, 0, {1}}"] if launch.cooperative else []
     if launch.cluster > 1:
         attributes.append(f"{{kLaunchCluster, 0, {{{launch.cluster}, 1, 1}}}}")
     return (f"static const Shape kShape{number} = {{{launch.grid}, {launch.threads}, {launch.shared}, "

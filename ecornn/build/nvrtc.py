@@ -10,8 +10,8 @@ from typing import Any
 
 from ecornn.errors import BuildError
 
-# TVM's source includes these two of libcu++, which the extra's wheels lack, for little.
-_IN_MEMORY = ("cuda/std/cstdint", "cuda/std/type_traits")
+# TVM's source includes these of libcu++, which the extra's wheels lack, for little or nothing.
+_IN_MEMORY = ("cuda/std/cstdint", "cuda/std/type_traits", "cuda/barrier")
 _RUNTIME_WHEELS = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
 
 
@@ -29,19 +29,25 @@ def compile(source: str, arch: str, kind: str) -> tuple[bytes, str]:
 
     from ecornn.build.nvcc import first_lines
 
+    folder = include_folder()
+    cccl = (folder / "cccl" / "cuda" / "std" / "cstdint").is_file()
+    names = [] if cccl else [name.encode() for name in _IN_MEMORY]
     header = resources.files("ecornn.build").joinpath("nvrtc_std.h").read_bytes()
-    program = _check(nvrtc, "nvrtcCreateProgram", source.encode(), b"kernels.cu", len(_IN_MEMORY),
-                     [header] * len(_IN_MEMORY), [name.encode() for name in _IN_MEMORY])
+    program = _check(nvrtc, "nvrtcCreateProgram", source.encode(), b"kernels.cu", len(names),
+                     [header] * len(names), names)
     try:
         real = arch if kind == "cubin" else f"compute_{arch.removeprefix('sm_')}"
         options = [f"--gpu-architecture={real}", "-std=c++17", "-default-device", "--device-int128", "-w",
-                   f"-I{include_folder()}"]
+                   f"-I{folder}", f"-I{folder / 'cccl'}",
+                   "-DINFINITY=__int_as_float(0x7f800000)"]  # TVM writes it, and NVRTC has no math.h
         if kind == "cubin":
             options.append("--ptxas-options=-v")
         (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
         log = _text(nvrtc, "nvrtcGetProgramLogSize", "nvrtcGetProgramLog", program)
         if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise BuildError(f"NVRTC failed for {arch}: {result.name}\n{first_lines(log.decode())}")
+            # Cooperative groups include more of libcu++ than TVM does itself.
+            hint = "\npip install nvidia-cuda-cccl, or install nvcc" if b'source file "nv/' in log else ""
+            raise BuildError(f"NVRTC failed for {arch}: {result.name}\n{first_lines(log.decode())}{hint}")
         size, get = (("nvrtcGetCUBINSize", "nvrtcGetCUBIN") if kind == "cubin"
                      else ("nvrtcGetPTXSize", "nvrtcGetPTX"))
         return _text(nvrtc, size, get, program), log.decode()

@@ -1,5 +1,7 @@
 // The parts of libcu++ that TVM's CUDA source names, for NVRTC without libcu++.
-#pragma once
+// Included by several names, which a pragma would take for several files.
+#ifndef ECORNN_NVRTC_STD_H_
+#define ECORNN_NVRTC_STD_H_
 namespace cuda {
 namespace std {
 using int8_t = signed char;
@@ -52,3 +54,4 @@ struct conditional<false, A, B> {
 };
 }  // namespace std
 }  // namespace cuda
+#endif

@@ -1,0 +1,31 @@
+"""The command line: ``ecornn tune|compile|bench|log|doctor``, ``ecornn-tune``, ``ecornn-compile``."""
+
+from __future__ import annotations
+
+import click
+
+from ecornn.cli.bench_command import bench
+from ecornn.cli.compile_command import compile
+from ecornn.cli.doctor_command import doctor
+from ecornn.cli.log_command import log
+from ecornn.cli.tune_command import tune
+
+__all__ = ["compile", "main", "tune"]
+
+EPILOG = """\b
+A first session:
+  ecornn doctor                            what this machine can do
+  ecornn tune --cell lstm --hidden 800     search; prints the next command
+  ecornn compile --cell lstm --hidden 800 --batch 20 -o lstm800.so
+  ecornn bench lstm800.so                  against PyTorch, if installed
+"""
+
+
+@click.group(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="ecornn")
+def main() -> None:
+    """Compiles recurrent layers (LSTM, GRU, your own cell) with TVM, for CUDA GPUs and CPUs."""
+
+
+for command in (tune, compile, bench, log, doctor):
+    main.add_command(command)

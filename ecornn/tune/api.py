@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ecornn.cells import Cell
 from ecornn.device import Device
-from ecornn.errors import ScheduleError
+from ecornn.errors import DeviceError, ScheduleError
 from ecornn.workload import Workload
 
 if TYPE_CHECKING:
@@ -122,15 +122,32 @@ def plan(cell: Cell, hidden: int, input: int | None, batch: int, seq: int, dtype
 
     Raises :class:`~ecornn.errors.ScheduleError` where none does, with each one's reason.
     """
-    from ecornn.device import resolve
     from ecornn.task import make_task
-    from ecornn.tune.choose import default_target, serving_or_raise
+    from ecornn.tune.choose import serving_or_raise
 
-    device = resolve(target if target is not None else default_target())
+    device = present(target)
     chosen = dtype or ("float32" if device.kind == "llvm" else "bfloat16")
     work = Workload(cell.identity(), hidden, hidden if input is None else input, batch, seq, chosen)
     task = make_task(cell, work, device)
     return task, serving_or_raise(task, schedule)
+
+
+def present(target: str | Device | None) -> Device:
+    """The device to measure on, as it is and not as the largest product of its architecture.
+
+    Raises :class:`~ecornn.errors.DeviceError` where it is not in this machine.
+    """
+    from ecornn.device import resolve
+    from ecornn.tune.choose import default_target
+
+    device = resolve(target if target is not None else default_target())
+    if device.kind == "llvm":
+        return device
+    here = resolve("cuda")
+    if here.arch != device.arch:
+        raise DeviceError("target", target, f"'cpu' or 'cuda' ({here.arch}): tuning measures, so the "
+                          "device must be in this machine")
+    return here
 
 
 def failures(trials: list[Trial]) -> dict[str, int]:

@@ -65,7 +65,7 @@ class ProcessEvaluator:
     """
 
     def __init__(self, task: Task, cell: str, answer: Callable[[Path], None], *, builders: int,
-                 limit: float, seed: int, entries: Entries = Entries()) -> None:  # noqa: B008
+                 limit: float, seed: int, entries: Entries = Entries()) -> None:
         self.task, self.cell, self.limit, self.seed, self.entries = task, cell, limit, seed, entries
         self.folder = tempfile.TemporaryDirectory(prefix="ecornn-tune-")
         self.answers = Path(self.folder.name, "answers.npz")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -9,6 +10,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from typing import Any, TypeVar
 
@@ -44,14 +46,17 @@ class Worker:
         self.ready, self.gpu = ready, gpu
         self.process: subprocess.Popen[bytes] | None = None
         self.stopped = False
+        self.turn = threading.RLock()  # held for the length of a call
 
     def call(self, function: str, argument: Any, kind: type[T], limit: float) -> T:
         """``function(argument)`` in the worker, decoded as ``kind``; :class:`WorkerError` where it
         raises, crashes, or takes longer than ``limit`` seconds and is killed."""
-        if self.process is None or self.process.poll() is not None:
-            self.start()
-            self.exchange(self.ready, None, START_LIMIT)
-        return msgspec.json.decode(self.exchange(function, argument, limit), type=kind)
+        with self.turn:
+            if self.process is None or self.process.poll() is not None:
+                self.release()
+                self.start()
+                self.exchange(self.ready, None, START_LIMIT)
+            return msgspec.json.decode(self.exchange(function, argument, limit), type=kind)
 
     def start(self) -> None:
         """Starts the process, in a process group of its own."""
@@ -66,6 +71,8 @@ class Worker:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "ecornn.tune.worker"], stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=self.errors, env=environment, start_new_session=True)
+        if self.stopped:  # by another thread, in the meantime
+            self.kill()
 
     def exchange(self, function: str, argument: Any, limit: float) -> bytes:
         """Sends a call and waits for its reply's value."""
@@ -120,17 +127,23 @@ class Worker:
         if process is None:
             return
         if process.poll() is None:
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.05)  # a crash may still be on its way out: keep its own exit code
-            except subprocess.TimeoutExpired:
-                pass
-        try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)  # the group outlives its leader if a child hangs
-        except ProcessLookupError:
-            pass
         process.wait()
 
     def stop(self) -> None:
         """Kills the process for good; a call that waits for it returns with an error."""
         self.stopped = True
         self.kill()
+        with self.turn:  # that call may still be reading
+            self.kill()
+            self.release()
+
+    def release(self) -> None:
+        """Closes the pipes of a process that is gone."""
+        if self.process is not None and self.process.stdin and self.process.stdout:
+            for stream in (self.process.stdin, self.process.stdout, self.errors):
+                with contextlib.suppress(OSError):  # what was never flushed into a broken pipe
+                    stream.close()

@@ -54,13 +54,13 @@ class Search:
         room = count - len(batch)
         if room and self.model.fit():
             batch += self.ranked(rng, math.ceil(room * (1 - EPSILON)), batch)
-        return batch + self.random(rng, count - len(batch), batch)
+        return batch + self.draw(rng, count - len(batch), batch)
 
     def fresh(self, candidate: Candidate, batch: Sequence[Candidate]) -> bool:
         """Neither tried nor in the batch."""
         return candidate not in self.tried and candidate not in batch
 
-    def random(self, rng: random.Random, count: int, batch: Sequence[Candidate]) -> list[Candidate]:
+    def draw(self, rng: random.Random, count: int, batch: Sequence[Candidate]) -> list[Candidate]:
         """Random new candidates."""
         if count and self.space.small():
             left = [c for c in self.space.listing() if self.fresh(c, batch)]

@@ -11,7 +11,8 @@ Run = Callable[[], Any]  # starts one sequence; on a GPU it may return before it
 Clock = Callable[[Run], float]  # one run, seconds
 
 SPAN = 0.3  # seconds of runs that each contestant gets
-FEWEST, MOST = 5, 50  # runs, whatever SPAN says
+FEWEST, MOST = 5, 50  # samples, whatever SPAN says
+SAMPLE = 2e-3  # seconds: shorter runs are timed several at once, back to back
 HOPELESS = 3.0  # slower than the best so far by this factor: one run is enough
 
 
@@ -42,9 +43,21 @@ def event_clock(run: Run) -> float:
     return float(begin.elapsed_time(end)) * 1e-3
 
 
+def several(run: Run, count: int) -> Run:
+    """``count`` runs, back to back."""
+    if count == 1:
+        return run
+
+    def runs() -> None:
+        for _ in range(count):
+            run()
+
+    return runs
+
+
 def race(contestants: Sequence[Contestant], bound: float | None = None, span: float = SPAN,
          fewest: int = FEWEST) -> list[list[float]]:
-    """Seconds of each run of each contestant, after a warm-up, taking turns.
+    """Seconds of one run, several samples of each contestant, after a warm-up, taking turns.
 
     A contestant whose warm run takes longer than ``HOPELESS * bound`` seconds keeps that one time.
     """
@@ -53,11 +66,14 @@ def race(contestants: Sequence[Contestant], bound: float | None = None, span: fl
         one.clock(one.run)  # the first run loads code and touches memory
         times.append([one.clock(one.run)])
     racing = [i for i, t in enumerate(times) if bound is None or t[0] <= HOPELESS * bound]
-    rounds = {i: min(MOST, max(fewest, int(span / times[i][0]))) for i in racing}
+    plans = {}  # contestant -> (samples, runs of one sample, those runs)
     for i in racing:
-        times[i].clear()
-    for number in range(max(rounds.values(), default=0)):
-        for i in racing:
-            if number < rounds[i]:
-                times[i].append(contestants[i].clock(contestants[i].run))
+        first = max(times[i].pop(), 1e-7)
+        count = max(1, min(100, int(SAMPLE / first)))
+        samples = min(MOST, max(fewest, int(span / (first * count))))
+        plans[i] = samples, count, several(contestants[i].run, count)
+    for number in range(max((samples for samples, _, _ in plans.values()), default=0)):
+        for i, (samples, count, runs) in plans.items():
+            if number < samples:
+                times[i].append(contestants[i].clock(runs) / count)
     return times

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from ecornn.analysis import StepGraph
 from ecornn.program import Program
-from ecornn.schedules.base import Config, Knob, Schedule, Task, Value
-from ecornn.schedules.cpu.cost import features, tiles
-from ecornn.schedules.cpu.tiling import Shape, Tile, lanes_of, registers_of, registers_used, vectors_of
+from ecornn.schedules.base import Config, Knob, Schedule, Task
+from ecornn.schedules.cpu.cost import best_tile, features, shape_of, tiles
+from ecornn.schedules.cpu.tiling import lanes_of, registers_of, registers_used
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28)
-COLUMNS = (1, 2, 3, 4, 5, 6, 8, 10, 12)
+VECTORS = (1, 2, 3, 4, 5, 6, 8, 10)
 UNROLL = (1, 2, 4, 8)
 CHUNK = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -43,7 +42,8 @@ class CPUSequence(Schedule):
             return tuple(r for r in ROWS if r <= min(most, registers - 2)) or (1,)
 
         def columns(gates: int) -> tuple[int, ...]:
-            return tuple(c for c in COLUMNS if c <= registers // 2 and c <= hidden * gates) or (1,)
+            return tuple(gates * v for v in VECTORS
+                         if v == 1 or (gates * v <= registers // 2 and v <= hidden))
 
         widest = max((len(p.rows) for p in task.graph.phases), default=1)
         steps = tuple(c for c in CHUNK if c < 2 * task.workload.seq)
@@ -74,15 +74,18 @@ class CPUSequence(Schedule):
     def default(self, task: Task) -> Config:
         """The largest tile that fits the registers and wastes the fewest rows and vectors."""
         workload, graph = task.workload, task.graph
-        project = len(graph.hoisted_rows)
-        phase_gates = [len(p.rows) for p in graph.phases]
-        rows, columns = best_tile(task, workload.batch, phase_gates, split=True)
-        project_rows, project_columns = best_tile(task, workload.batch * workload.seq, [project], split=False)
+        values = {k.name: k.values for k in self.knobs(task)}
+
+        def best(rows: int, gates: list[int], prefix: str) -> tuple[int, int]:
+            return best_tile(task, rows, gates, values[f"{prefix}rows"], values[f"{prefix}columns"])
+
+        rows, columns = best(workload.batch, [len(p.rows) for p in graph.phases] or [0], "")
+        project_rows, project_columns = best(workload.batch * workload.seq, [len(graph.hoisted_rows)],
+                                             "project_")
         # hoisted values of a chunk should stay in the caches between their making and their use
         step_bytes = 4 * workload.batch * workload.hidden * max(1, len(graph.hoisted_outputs))
         target = 2 * max(task.device.l2, 1 << 19) * max(1, task.device.cores)
-        steps = tuple(c for c in CHUNK if c < 2 * workload.seq)
-        chunk = max((c for c in steps if c * step_bytes <= target), default=1)
+        chunk = max((c for c in values["chunk"] if c * step_bytes <= target), default=1)
         return {"rows": rows, "columns": columns, "unroll": 4 if rows * columns <= 12 else 2,
                 "project_rows": project_rows, "project_columns": project_columns, "chunk": chunk}
 
@@ -95,7 +98,4 @@ class CPUSequence(Schedule):
         from ecornn.schedules.cpu.sequence import sequence
         from ecornn.schedules.cpu.stages import plan
 
-        shape = Shape(task.workload.batch, task.workload.input, task.workload.hidden,
-                      lanes_of(task.device), int(config["chunk"]),
-                      {name: tile for name, tile, _ in tiles(task, config)})
-        return sequence(plan(task.graph), shape)
+        return sequence(plan(task.graph), shape_of(task, config))

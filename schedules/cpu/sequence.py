@@ -277,4 +277,5 @@ class _Task:
         e, s = self.e, self.s
         row = self.first * self.o.batch + e.tirx.Min(self.at_row, self.rows - e.index(1))
         start = e.let("x_at", row * e.index(s.input) + self.unit)
-        return e.vload_part("x_part", self.o.data["x"], start, e.let("x_valid", e.index(s.hidden) - self.unit))
+        valid = e.let("x_valid", e.index(s.hidden) - self.unit)
+        return e.vload_part("x_part", self.o.data["x"], start, valid)

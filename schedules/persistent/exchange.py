@@ -2,9 +2,10 @@
 
 An exchanged vector lies in global memory (L2) in the order in which product warps need it as
 operand B of mma, in a ring of four slots. The four words of a lane hold neighbouring units (K may be
-permuted as long as the weights are permuted alike), so that a block writes whole sectors. A word that has not been written holds a bit pattern that
-no value has (SENTINEL), so a reader polls the words it needs until none holds it: one trip through
-L2, with no barrier between blocks and no copy through shared memory.
+permuted as long as the weights are permuted alike), so that a block writes whole sectors. A word
+that has not been written holds a bit pattern that no value has (SENTINEL), so a reader polls the
+words it needs until none holds it: one trip through L2, with no barrier between blocks and no copy
+through shared memory.
 
 Step t reads slot t % 4 and writes slot (t + 1) % 4. In step t, after its block has read slot t % 4
 completely, the owner of a word wipes it in slot (t - 1) % 4, to be written again in step t + 2:

@@ -92,7 +92,7 @@ class Gates:
             env |= {v: self.states[i, s] for s, v in enumerate(graph.states.values())}
             envs.append(emit(graph.prologue, env, self.math))
         last = len(plan.phases) - 1
-        for p, phase in enumerate(plan.phases):
+        for p in range(len(plan.phases)):
             turn = T.Bind((t * len(plan.phases) + p) % 2)
             T.evaluate(T.ptx["bar.sync"](T.cast(turn + 1, "uint32"), T.uint32(plan.threads)))
             sums = [self._sums(i, p, turn) for i in range(plan.items)]

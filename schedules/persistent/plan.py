@@ -125,7 +125,8 @@ def plan_of(task: Task, config: Config) -> Plan:
     for phase in task.graph.phases:
         interleave = _interleave(len(phase.rows), int(config["interleave"]))
         gates = -(-len(phase.rows) // interleave) * interleave
-        warp_pairs = -(-(-(-words(w.hidden, w.dtype) // PAIR)) // warps)
+        pairs_of_state = -(-words(w.hidden, w.dtype) // PAIR)
+        warp_pairs = -(-pairs_of_state // warps)
         pairs = len(phase.operands) * warp_pairs
         registers = -(-pairs * int(config["registers"]) // 100)
         phases.append(PhasePlan(gates, interleave, len(phase.operands), warp_pairs, registers))

@@ -1,0 +1,62 @@
+# make setup | run | test | lint | bench | clean
+#   PYTHON=python3.12 make setup     another interpreter (3.10 to 3.12)
+#   VENV=/somewhere make test        another place for the virtual environment
+#   make run HIDDEN=1024 TUNE="--trials 200"
+
+PYTHON ?= python3
+VENV ?= .venv
+HIDDEN ?= 800
+TUNE ?=
+PYTEST ?=
+
+BIN := $(VENV)/bin
+MODULE := build/lstm$(HIDDEN).so
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Without nvcc, a machine with an NVIDIA driver compiles CUDA through NVRTC, from the [cuda] extra.
+EXTRA := $(if $(shell command -v nvidia-smi),$(if $(shell command -v nvcc),,[cuda]))
+
+.PHONY: setup run test lint bench clean
+
+# Each stamp stands for an installation, so that it is done again only when pyproject.toml changes.
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 10) <= v[:2] <= (3, 12) else f"ecornn needs Python 3.10 to 3.12; this is {v[0]}.{v[1]}. Try: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --editable '.$(EXTRA)'
+	touch $@
+
+$(VENV)/installed-test: $(VENV)/installed
+	$(PIP) install --editable '.[test]'
+	touch $@
+
+$(VENV)/installed-lint: $(VENV)/installed
+	$(PIP) install --editable '.[lint]'
+	touch $@
+
+setup: $(VENV)/installed
+
+# Searches a schedule for one LSTM on the GPU at hand, or else on this CPU, compiles the best one to
+# a module file, and runs that against the float64 reference.
+run: $(VENV)/installed
+	$(BIN)/ecornn-tune --cell lstm --hidden $(HIDDEN) $(TUNE)
+	mkdir -p build
+	$(BIN)/ecornn-compile --cell lstm --hidden $(HIDDEN) --output $(MODULE)
+	$(BIN)/python examples/00_first_run.py $(MODULE)
+
+test: $(VENV)/installed-test
+	$(BIN)/python -m pytest -m "not gpu" $(PYTEST)
+
+# mypy sees the layout that is installed: schedules/ as ecornn.schedules.
+lint: $(VENV)/installed-lint
+	$(BIN)/ruff check .
+	rm -rf build/lint && mkdir -p build/lint/ecornn
+	ln -s $(CURDIR)/ecornn/* $(CURDIR)/schedules $(CURDIR)/tuning_logs build/lint/ecornn
+	cd build/lint && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml
+
+# Times the compiled module, against PyTorch where VENV has it, by the records that are there.
+bench: $(VENV)/installed
+	mkdir -p build
+	$(BIN)/ecornn-compile --cell lstm --hidden $(HIDDEN) --output $(MODULE)
+	$(BIN)/ecornn bench $(MODULE)
+
+clean:
+	rm -rf build $(VENV)

@@ -1,0 +1,62 @@
+"""A schedule compiler for recurrent neural networks, built on TVM.
+
+    module = ecornn.compile("lstm", hidden=800, input=800, batch=20, dtype="float32")
+    module.save("lstm800.so")
+    layer = ecornn.load("lstm800.so").bind(weights)
+    y, state = layer(x)
+
+What is listed in ``__all__`` is the public interface. Nothing of it is imported before its first
+use: a program that only runs modules never loads the compiler.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ecornn import errors, tune
+    from ecornn.cells import Cell, pointwise, product
+    from ecornn.compiler import compile
+    from ecornn.numpy_reference import reference
+    from ecornn.runtime import Layer, Module, load
+
+    __version__: str
+
+__all__ = ["Cell", "Layer", "Module", "__version__", "compile", "errors", "load", "pointwise", "product",
+           "reference", "tune"]
+
+# Public name -> (module, name in it); an empty name is the module itself.
+_PLACES = {
+    "Cell": ("ecornn.cells", "Cell"),
+    "Layer": ("ecornn.runtime", "Layer"),
+    "Module": ("ecornn.runtime", "Module"),
+    "compile": ("ecornn.compiler", "compile"),
+    "errors": ("ecornn.errors", ""),
+    "load": ("ecornn.runtime", "load"),
+    "pointwise": ("ecornn.cells", "pointwise"),
+    "product": ("ecornn.cells", "product"),
+    "reference": ("ecornn.numpy_reference", "reference"),
+    "tune": ("ecornn.tune", ""),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: Any = version("ecornn")
+    elif name in _PLACES:
+        from importlib import import_module
+
+        place, attribute = _PLACES[name]
+        value = import_module(place)
+        if attribute:
+            value = getattr(value, attribute)
+    else:
+        raise AttributeError(f"module 'ecornn' has no attribute {name!r}")
+    globals()[name] = value  # the next look-up does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,92 @@
+"""``ecornn bench``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ecornn.cli.common import SIZE, plain_errors
+
+if TYPE_CHECKING:
+    from ecornn.manifest import Manifest
+
+TORCH = {"lstm": ("LSTM", {}), "gru": ("GRU", {}), "rnn_tanh": ("RNN", {"nonlinearity": "tanh"}),
+         "rnn_relu": ("RNN", {"nonlinearity": "relu"})}
+
+
+@click.command(epilog="\b\nExample:\n  ecornn bench lstm800.so --seq 300 --batch 20",
+               context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("module", type=click.Path(path_type=Path))
+@click.option("--seq", type=SIZE, help="T.  [default: the module's]")
+@click.option("--batch", type=SIZE, help="B.  [default: the module's]")
+@click.option("--seconds", type=click.FloatRange(min=0.01), default=2.0, show_default=True,
+              help="How long to time each contestant.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the data.")
+@plain_errors
+def bench(module: Path, seq: int | None, batch: int | None, seconds: float, seed: int) -> None:
+    """Times a module, against PyTorch on the same device if it is installed.
+
+    Contestants take turns; x and weights are random; the times are of whole layers, weights bound.
+    """
+    import numpy as np
+
+    from ecornn.errors import ArgumentError
+    from ecornn.runtime.loader import load
+    from ecornn.tune.measuring import memory_for
+    from ecornn.tune.timing import Contestant, race
+
+    loaded = load(module)
+    manifest, work = loaded.manifest, loaded.manifest.workload
+    steps, rows = seq or work.seq, batch or work.batch
+    if rows > work.batch:
+        raise ArgumentError("--batch", rows, f"at most {work.batch}, what the module was compiled for")
+    memory, rng = memory_for(manifest), np.random.default_rng(seed)
+    bound = work.hidden ** -0.5
+    weights = {p.name: rng.uniform(-bound, bound, p.shape).astype(np.float32) for p in manifest.parameters}
+    x = memory.put(rng.uniform(-1, 1, (steps, rows, work.input)))
+    layer = loaded.bind(weights)
+    contestants = {"ecornn": Contestant(lambda: layer(x), memory.clock)}
+    other = torch_layer(manifest, weights, x)
+    if other is not None:
+        contestants["PyTorch"] = Contestant(other, memory.clock)
+    times = race(list(contestants.values()), span=seconds)
+    click.echo(f"{work.cell} T={steps} B={rows} I={work.input} H={work.hidden} {work.dtype} "
+               f"on {manifest.device.name}, {manifest.schedule}")
+    medians = {}
+    for name, runs in zip(contestants, times, strict=True):
+        low, middle, high = (float(v) for v in np.percentile(runs, (20, 50, 80)) * 1e6 / steps)
+        medians[name] = middle
+        click.echo(f"{name:8} {middle:10.4g} µs/step   p20 {low:.4g}  p80 {high:.4g}   "
+                   f"{middle * steps / 1e3:.4g} ms a sequence, {len(runs)} runs")
+    if "PyTorch" in medians:
+        click.echo(f"ecornn takes {medians['ecornn'] / medians['PyTorch']:.3f} of PyTorch's time")
+
+
+def torch_layer(manifest: Manifest, weights: dict[str, Any], x: Any) -> Callable[[], Any] | None:
+    """PyTorch's layer with the same weights on ``x``; None (and why, printed) where it has none."""
+    import importlib.util
+
+    if importlib.util.find_spec("torch") is None:
+        click.echo("PyTorch is not installed: nothing to compare with", err=True)
+        return None
+    work = manifest.workload
+    if work.cell not in TORCH:
+        click.echo(f"PyTorch has no cell {work.cell}: nothing to compare with", err=True)
+        return None
+    import torch
+
+    dtype = getattr(torch, work.dtype)
+    name, options = TORCH[work.cell]
+    layer = getattr(torch.nn, name)(work.input, work.hidden, **options)
+    layer.load_state_dict({n: torch.from_numpy(w) for n, w in weights.items()})
+    layer = layer.to(device="cpu" if manifest.device.kind == "llvm" else "cuda", dtype=dtype)
+    data = x if isinstance(x, torch.Tensor) else torch.from_numpy(x)
+
+    def run() -> Any:
+        with torch.inference_mode():
+            return layer(data)
+
+    return run

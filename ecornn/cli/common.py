@@ -1,0 +1,72 @@
+"""What the commands share: options of a layer, and errors without a traceback."""
+
+from __future__ import annotations
+
+import functools
+import shlex
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from ecornn.errors import EcornnError
+from ecornn.workload import DTYPES
+
+F = TypeVar("F", bound=Callable[..., Any])
+SIZE = click.IntRange(min=1, max=1 << 20)
+
+
+def plain_errors(function: F) -> F:
+    """An :class:`EcornnError` becomes one message and exit code 2."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except EcornnError as error:
+            click.echo(f"error: {error}", err=True)
+            raise SystemExit(2) from None
+
+    return wrapper  # type: ignore[return-value]
+
+
+def layer_options(batch: int, seq: int, dtype_help: str) -> Callable[[F], F]:
+    """--cell, --hidden, --input, --batch, --seq, --dtype and --target, with these defaults."""
+    options = [
+        click.option("--cell", required=True, metavar="NAME|FILE.py:NAME",
+                     help="lstm, gru, gru_reset_before, rnn_tanh, rnn_relu, or your own cell."),
+        click.option("--hidden", required=True, type=SIZE, help="Hidden size H."),
+        click.option("--input", "input_", type=SIZE, help="Input size I.  [default: H]"),
+        click.option("--batch", default=batch, show_default=True, type=SIZE,
+                     help="Largest batch B to serve."),
+        click.option("--seq", default=seq, show_default=True, type=SIZE,
+                     help="Sequence length T to expect; every T is served."),
+        click.option("--dtype", type=click.Choice(DTYPES), help=dtype_help),
+        click.option("--target", metavar="cuda|cpu|ARCH",
+                     help="The GPU at hand, this CPU, or an architecture such as sm_90a.  "
+                          "[default: cuda if there is a GPU, else cpu]"),
+    ]
+
+    def decorate(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+def command_line(program: str, options: dict[str, object]) -> str:
+    """A command that can be pasted into a shell; options that are None are left out."""
+    words = [program]
+    for name, value in options.items():
+        if value is not None:
+            words += [name, str(value)]
+    return shlex.join(words)
+
+
+def default_dtype(dtype: str | None, target: str | None) -> tuple[str, str]:
+    """Data type and target with the defaults filled in: float32 on a CPU, bfloat16 on a GPU."""
+    from ecornn.tune.choose import default_target
+
+    chosen = target or default_target()
+    return dtype or ("float32" if chosen == "cpu" else "bfloat16"), chosen

@@ -1,0 +1,115 @@
+"""``ecornn doctor``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import click
+
+from ecornn.device import Device
+from ecornn.errors import EcornnError
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+def doctor() -> None:
+    """Says what this machine can compile for, tune and run, and what to install for the rest."""
+    from ecornn.tune.folders import read_all, shipped_folder, user_folder
+    from ecornn.tune.record import Trial
+
+    missing: list[str] = []
+    for name, examine in EXAMINED.items():
+        try:
+            found, advice = examine()
+        except EcornnError as error:
+            found, advice = "unusable", str(error)
+        click.echo(f"{name:14}{found}")
+        if advice:
+            missing.append(f"{name}: {advice}")
+    log = read_all()
+    mine = {(d.kind, d.arch) for d in devices()}
+    trials = [line.record for line in log.lines if isinstance(line.record, Trial)]
+    apply = {t.workload for t in trials if (t.device.kind, t.device.arch) in mine and t.times}
+    click.echo(f"{'records':14}{len(trials)} trials; {len(apply)} workloads tuned for this machine's devices")
+    click.echo(f"{'':14}yours: {user_folder()}\n{'':14}shipped: {shipped_folder()}")
+    for problem in log.problems:
+        missing.append(f"records: skipped {problem}")
+    click.echo("\n".join(["", "to do:", *(f"  {m}" for m in missing)]) if missing else "nothing is missing")
+
+
+def devices() -> list[Device]:
+    """This machine's devices."""
+    from ecornn.device import resolve
+    from ecornn.host_gpu import detect
+
+    found = [resolve("cpu")]
+    try:
+        gpu = detect()
+    except EcornnError:
+        gpu = None
+    return found + ([gpu] if gpu else [])
+
+
+Finding = tuple[str, str | None]  # what there is, and what to do about it
+
+
+def examine_cpu() -> Finding:
+    """The CPU as schedules see it."""
+    from ecornn.device import resolve
+
+    cpu = resolve("cpu")
+    return f"{cpu.name} ({cpu.arch}), {cpu.cores} cores", None
+
+
+def examine_gpu() -> Finding:
+    """GPU and driver."""
+    from ecornn.host_gpu import detect, driver_version
+
+    driver, gpu = driver_version(), detect()
+    if gpu is None:
+        what = "none" if driver is None else f"none (driver {driver})"
+        return what, ("no CUDA driver; modules can be built for one (--target sm_90a), not run or tuned"
+                      if driver is None else "the driver is there, but it shows no GPU")
+    return f"{gpu.name} ({gpu.arch}), {gpu.cores} multiprocessors, driver {driver}", None
+
+
+def examine_cuda() -> Finding:
+    """The CUDA compiler."""
+    from ecornn.build.nvcc import INSTALL
+    from ecornn.tune.environment import cuda_compiler
+
+    found = cuda_compiler()
+    return found or "none", None if found else f"to build for GPUs, {INSTALL}"
+
+
+def examine_cxx() -> Finding:
+    """The host's C++ compiler."""
+    from ecornn.build.link import find_compiler
+
+    return " ".join(find_compiler()), None
+
+
+def examine_package(name: str, use: str) -> Callable[[], Finding]:
+    """Version of a Python package; ``use`` says how to install it and what for."""
+
+    def examine() -> Finding:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version(name), None
+        except PackageNotFoundError:
+            return "none", use
+
+    return examine
+
+
+EXAMINED: dict[str, Callable[[], Finding]] = {
+    "CPU": examine_cpu,
+    "GPU": examine_gpu,
+    "CUDA compiler": examine_cuda,
+    "C++ compiler": examine_cxx,
+    "TVM": examine_package("apache-tvm", "pip install apache-tvm: needed to compile and tune"),
+    "tvm-ffi": examine_package("apache-tvm-ffi", "pip install apache-tvm-ffi: needed to run modules"),
+    "XGBoost": examine_package("xgboost-cpu", "pip install xgboost-cpu: needed to tune"),
+    "PyTorch": examine_package("torch", "pip install torch: optional; `ecornn bench` compares with it, "
+                               "and tuning for a GPU times with its CUDA events"),
+}

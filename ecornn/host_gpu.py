@@ -1,0 +1,86 @@
+"""The GPU at hand, asked through the driver alone."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+from ecornn.device import Device
+from ecornn.errors import DeviceError
+
+# CUdevice_attribute
+_CORES, _L2, _MAJOR, _MINOR, _REGISTERS, _SHARED = 16, 38, 75, 76, 82, 97
+
+
+def detect(index: int = 0) -> Device | None:
+    """GPU number ``index`` of those that CUDA shows; None without a driver or without that GPU.
+
+    Raises :class:`DeviceError` for a GPU older than compute capability 8.0, or where the driver fails.
+    """
+    driver = _open("libcuda.so.1")
+    if driver is None or driver.cuInit(0) != 0:
+        return None
+    count = ctypes.c_int()
+    _check(driver, "cuDeviceGetCount", ctypes.byref(count))
+    if not 0 <= index < count.value:
+        return None
+    handle = ctypes.c_int()
+    _check(driver, "cuDeviceGet", ctypes.byref(handle), index)
+
+    def attribute(number: int) -> int:
+        value = ctypes.c_int()
+        _check(driver, "cuDeviceGetAttribute", ctypes.byref(value), number, handle)
+        return value.value
+
+    name = ctypes.create_string_buffer(256)
+    _check(driver, "cuDeviceGetName", name, len(name), handle)
+    memory = ctypes.c_size_t()
+    _check(driver, "cuDeviceTotalMem_v2", ctypes.byref(memory), handle)
+    product = name.value.decode(errors="replace")
+    return Device("cuda", architecture(attribute(_MAJOR), attribute(_MINOR), product), product,
+                  attribute(_CORES), attribute(_SHARED), attribute(_REGISTERS), attribute(_L2), memory.value)
+
+
+def architecture(major: int, minor: int, name: str) -> str:
+    """``sm_80`` and the like; with the suffix ``a`` for Hopper, whose wgmma needs it."""
+    if major < 8:
+        raise DeviceError("device", name, f"compute capability 8.0 or newer, not {major}.{minor}")
+    return "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
+
+
+def driver_version() -> str | None:
+    """The driver's version such as ``580.65.06``, or the CUDA version it serves such as ``CUDA 13.0``
+    where it tells no more; None without a driver."""
+    if nvml := _open("libnvidia-ml.so.1"):
+        text = ctypes.create_string_buffer(96)
+        if nvml.nvmlInit_v2() == 0:
+            found = nvml.nvmlSystemGetDriverVersion(text, len(text)) == 0
+            nvml.nvmlShutdown()
+            if found:
+                return text.value.decode()
+    module = Path("/sys/module/nvidia/version")
+    if module.is_file():
+        return module.read_text().strip()
+    driver = _open("libcuda.so.1")
+    number = ctypes.c_int()
+    if driver is None or driver.cuDriverGetVersion(ctypes.byref(number)) != 0:
+        return None
+    return f"CUDA {number.value // 1000}.{number.value % 1000 // 10}"
+
+
+def _open(library: str) -> Any:
+    try:
+        return ctypes.CDLL(library)
+    except OSError:
+        return None
+
+
+def _check(driver: Any, function: str, *arguments: Any) -> None:
+    """Calls the driver; its errors here mean a broken installation."""
+    result = getattr(driver, function)(*arguments)
+    if result != 0:
+        text = ctypes.c_char_p()
+        driver.cuGetErrorName(result, ctypes.byref(text))
+        reason = (text.value or b"unknown error").decode()
+        raise DeviceError("device", "cuda", f"a working driver, but {function} says {reason}")

@@ -1,0 +1,59 @@
+"""Runs a compiled module on random input and checks it against the float64 reference.
+
+    ecornn-tune --cell lstm --hidden 800
+    ecornn-compile --cell lstm --hidden 800 --output lstm800.so
+    python examples/00_first_run.py lstm800.so
+
+Exits with 1 where the error is above the data type's limit.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import ml_dtypes  # NumPy's bfloat16; comes with apache-tvm
+import numpy as np
+
+import ecornn
+from ecornn.numpy_reference import random_weights
+
+# ||y - reference|| / ||reference||: accumulation in float32, and for the 16-bit types also one
+# rounding (2**-11, 2**-8) of the state in every step, of which a few steps are remembered.
+LIMITS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
+
+
+def main(path: str) -> int:
+    module = ecornn.load(path)
+    print(module)
+    work = module.manifest.workload
+    dtype = np.dtype(ml_dtypes.bfloat16 if work.dtype == "bfloat16" else work.dtype)
+    weights = {name: value.astype(dtype)
+               for name, value in random_weights(work.cell, work.input, work.hidden).items()}
+    x = np.random.default_rng(1).standard_normal((work.seq, work.batch, work.input)).astype(dtype)
+
+    layer = module.bind(weights)
+    y, state = layer(x)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        layer(x)
+        times.append(time.perf_counter() - start)
+
+    expected, after = ecornn.reference(work.cell, x, weights)
+    errors = [np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
+              for got, want in zip((y, *state), (expected, *after), strict=True)]
+    note = ", copies to and from the GPU included" if module.manifest.device.kind == "cuda" else ""
+    print(f"y {y.shape} {y.dtype}: {np.median(times) / work.seq * 1e6:.1f} us a step{note}")
+    print(f"relative error of y and the last state against float64: {max(errors):.1e}, "
+          f"limit {LIMITS[work.dtype]:.1e}")
+    if max(errors) <= LIMITS[work.dtype]:  # a NaN is not
+        return 0
+    print("the module's result is wrong", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,92 @@
+"""What a configuration costs: the heuristic's estimate, and the features of the tuner's cost model."""
+
+from __future__ import annotations
+
+from ecornn.schedules.base import Config, Task
+from ecornn.schedules.cpu.tiling import Shape, Tile, lanes_of, registers_of, registers_used, vectors_of
+
+FMA_LATENCY = 4  # cycles; with fewer sums than this in flight the unit idles
+FLOAT = 4  # bytes
+
+
+def tiles(task: Task, config: Config) -> list[tuple[str, Tile, int]]:
+    """(stage, tile, gates) of the hoisted product, then of each phase of a step."""
+    graph, unroll = task.graph, int(config["unroll"])
+
+    def tile(rows: str, columns: str, gates: int) -> Tile:
+        return Tile(int(config[rows]), vectors_of(int(config[columns]), gates), unroll)
+
+    project = len(graph.hoisted_rows)
+    found = [("hoisted", tile("project_rows", "project_columns", project), project)]
+    found.append(("prologue", Tile(int(config["rows"]), 1, unroll), 0))  # pointwise, where there is one
+    found += [(f"phase{p}", tile("rows", "columns", len(phase.rows)), len(phase.rows))
+              for p, phase in enumerate(task.graph.phases, 1)]
+    return found
+
+
+def shape_of(task: Task, config: Config) -> Shape:
+    """The sizes that the code of a configuration is generated for."""
+    workload = task.workload
+    return Shape(workload.batch, workload.input, workload.hidden, lanes_of(task.device),
+                 int(config["chunk"]), {name: tile for name, tile, _ in tiles(task, config)})
+
+
+def cycles(rows: int, hidden: int, tile: Tile, gates: int, lanes: int, threads: int) -> float:
+    """Estimated cycles for one k of a product, of the thread with the most tasks."""
+    columns = max(1, gates) * tile.vectors
+    tasks = -(-rows // tile.rows) * -(-hidden // (tile.vectors * lanes))
+    # one fma, one weight or two broadcasts a cycle; weights come from L2 at half that rate
+    each = max(tile.rows * columns, FMA_LATENCY, columns + tile.rows / 2, 2 * columns)
+    return -(-tasks // threads) * (each + 1.0)
+
+
+def best_tile(task: Task, rows: int, gates: list[int], row_choices: tuple[int, ...],
+              column_choices: tuple[int, ...]) -> tuple[int, int]:
+    """(rows, columns) with the smallest estimate, for products of ``gates`` over ``rows`` batch rows."""
+    lanes, registers, threads = lanes_of(task.device), registers_of(task.device), max(1, task.device.cores)
+
+    def estimate(choice: tuple[int, int]) -> tuple[float, int]:
+        total = 0.0
+        for g in gates:
+            tile = Tile(choice[0], vectors_of(choice[1], g), 1)
+            if registers_used(tile, g) > registers and (tile.rows, tile.vectors) != (1, 1):
+                return float("inf"), 0
+            total += cycles(rows, task.workload.hidden, tile, g, lanes, threads)
+        return total, -choice[0] * choice[1]
+
+    return min(((r, c) for r in row_choices for c in column_choices), key=estimate)
+
+
+def features(task: Task, config: Config) -> dict[str, float]:
+    """Numbers a cost model can rank configurations by, from sizes alone."""
+    shape, workload = shape_of(task, config), task.workload
+    threads = max(1, task.device.cores)
+    found: dict[str, float] = {}
+    weights = padded = useful = busiest = 0.0
+    for name, tile, gates in tiles(task, config):
+        if not gates:
+            continue
+        hoisted = name == "hoisted"
+        rows = shape.chunk * workload.batch if hoisted else workload.batch
+        row_tiles, units = -(-rows // tile.rows), shape.units(tile)
+        prefix = "project" if hoisted else name
+        found[f"{prefix}_registers"] = float(registers_used(tile, gates))
+        found[f"{prefix}_sums"] = float(tile.rows * gates * tile.vectors)
+        found[f"{prefix}_tasks"] = float(row_tiles * units)
+        found[f"{prefix}_imbalance"] = -(-row_tiles * units // threads) * threads / (row_tiles * units)
+        found[f"{prefix}_waste"] = (row_tiles * tile.rows * units * tile.vectors * shape.lanes
+                                    / (rows * workload.hidden))
+        found[f"{prefix}_cycles"] = cycles(rows, workload.hidden, tile, gates, shape.lanes, threads)
+        found[f"{prefix}_tile_bytes"] = float(
+            FLOAT * gates * tile.vectors * shape.lanes * (workload.input if hoisted else workload.hidden))
+        if not hoisted:
+            weights += FLOAT * gates * shape.width * workload.hidden
+            useful += 2.0 * gates * workload.batch * workload.hidden ** 2
+            padded += 2.0 * gates * row_tiles * tile.rows * shape.width * workload.hidden
+            busiest += found[f"{prefix}_cycles"] * workload.hidden
+    found["thread_weight_bytes"] = weights / threads
+    found["step_flops"], found["step_padded_flops"] = useful, padded
+    found["step_cycles"] = busiest
+    found["hoisted_bytes"] = float(
+        FLOAT * shape.chunk * workload.batch * shape.width * len(task.graph.hoisted_outputs))
+    return found

@@ -1,0 +1,238 @@
+"""Fused step: one launch a step and phase, in plain float32 arithmetic. The fallback.
+
+It serves every cell, size and CUDA GPU. Gates never leave the chip: a launch multiplies, computes the
+cell's scalars and stores the new state. The input's products are hoisted out of time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ecornn.program import Buffer, Extent, Launch, Loop, Packing, Program
+from ecornn.schedules.base import Config, Knob, Schedule, Task
+from ecornn.schedules.pointwise import MATH, MATH_TRADES, emit, vector_sources
+from ecornn.schedules.step_product import Product, Tile, tile_of, weights_buffer
+from ecornn.schedules.step_scalars import (
+    Layout,
+    StepScalars,
+    begin_calls,
+    begin_kernel,
+    common_buffers,
+    declare,
+    phase_count,
+)
+
+REGISTERS = 40  # of a thread, beside accumulators: addresses, tiles on their way, gate math
+
+
+class FusedStep(Schedule):
+    """Serves everything that a CUDA GPU of compute capability 8.0 or later can run."""
+
+    name = "fused_step"
+    revision = 1
+    kind = "cuda"
+
+    def serves(self, task: Task) -> str | None:
+        if task.device.capability < 80:
+            return "needs compute capability 8.0"
+        if self._first_valid(task) is None:
+            return f"cell {task.graph.cell!r} has too many gates for the registers of a thread"
+        return None
+
+    def knobs(self, task: Task) -> tuple[Knob, ...]:
+        return (
+            Knob("units", (8, 16, 32), "fewer units a block: more blocks; more: fewer reads of the operands"),
+            Knob("thread_rows", (1, 2, 4, 8), "more batch rows a thread: fewer reads of weights, more registers"),
+            Knob("groups", (1, 2, 4, 8), "more thread groups over the batch: fewer reads of weights, fewer blocks"),
+            Knob("split", (1, 2, 4, 8, 16), "more parts of K: shorter chains of sums, more partial sums to add"),
+            Knob("depth", (16, 32, 64), "deeper tiles: fewer barriers, more shared memory"),
+            Knob("math", MATH[:1] if task.workload.dtype == "float32" else MATH, MATH_TRADES),
+        )
+
+    def check(self, task: Task, config: Config) -> str | None:
+        tile = tile_of(config)
+        if not 32 <= tile.threads <= 1024 or tile.threads % 32:
+            return f"{tile.threads} threads a block"
+        if tile.depth % tile.split:
+            return f"a tile of depth {tile.depth} cannot be split in {tile.split}"
+        if tile.groups > 1 and tile.rows >= 2 * task.workload.batch:
+            return f"{tile.rows} rows a block for a batch of {task.workload.batch}"
+        need = max(tile.shared(g, o) for g, o in _products(task))
+        if need > task.device.shared:
+            return f"{need} bytes of shared memory, {task.device.shared} available"
+        registers = max(g for g, _ in _products(task)) * tile.thread_rows + REGISTERS
+        limit = min(255, task.device.registers // tile.threads // 8 * 8)
+        if registers > limit:
+            return f"about {registers} registers a thread, {limit} available"
+        return None
+
+    def default(self, task: Task) -> Config:
+        found = self._first_valid(task)
+        assert found is not None, "default() is for tasks that serves() accepts"
+        return found
+
+    def _first_valid(self, task: Task) -> Config | None:
+        """Blocks as wide as the batch allows and threads to fill them; less of it until it fits."""
+        batch, math = task.workload.batch, "exact" if task.workload.dtype == "float32" else "fast"
+        gates = max(g for g, _ in _products(task))
+        most = max(1, 32 // max(gates, 1))
+        rows = 1 << (min(batch, 32) - 1).bit_length()
+        thread_rows = min(rows, 1 << (min(most, 8).bit_length() - 1))
+        groups = min(8, rows // thread_rows)
+        # few blocks: narrower ones keep more multiprocessors busy
+        wide = -(-task.workload.hidden // 32) * -(-batch // (thread_rows * groups)) >= task.device.cores
+        units = 32 if wide else 16
+        split = max(1, min(16, 512 // (units * groups)))
+        for depth in (64, 32, 16):
+            for parts in (split, 4, 2, 1):
+                for each in (thread_rows, 2, 1):
+                    config: Config = {"units": units, "thread_rows": min(each, thread_rows), "groups": groups,
+                                      "split": min(parts, split), "depth": depth, "math": math}
+                    if self.check(task, config) is None:
+                        return config
+        for units in (32, 16, 8):
+            config = {"units": units, "thread_rows": 1, "groups": 1, "split": 32 // units, "depth": 16,
+                      "math": math}
+            if self.check(task, config) is None:
+                return config
+        return None
+
+    def features(self, task: Task, config: Config) -> dict[str, float]:
+        tile, w = tile_of(config), task.workload
+        columns, rows = -(-w.hidden // tile.units), -(-w.batch // tile.rows)
+        gates = sum(len(p.rows) for p in task.graph.phases)
+        shared = max(tile.shared(g, o) for g, o in _products(task))
+        return {
+            "blocks": columns * rows, "waves": columns * rows / task.device.cores, "threads": tile.threads,
+            "weight_bytes": gates * w.hidden * w.hidden * w.itemsize * rows,
+            "flops": 2.0 * gates * w.hidden * w.hidden * w.batch,
+            "waste": columns * tile.units * rows * tile.rows / (w.hidden * w.batch),
+            "barriers": 2.0 * -(-w.hidden // tile.depth) * phase_count(task.graph), "shared": shared,
+            "chain": w.hidden / tile.split}
+
+    def program(self, task: Task, config: Config) -> Program:
+        tile, math = tile_of(config), str(config["math"])
+        w, graph = task.workload, task.graph
+        width = -(-w.hidden // tile.depth) * tile.depth
+        layout = Layout(-(-w.batch // tile.rows) * tile.rows, width, width)
+        buffers = common_buffers(task, layout)
+        count = max(1, len(graph.vectors))
+        buffers.append(Buffer("vectors", "packed", "float32", Extent(count * w.hidden), Packing(
+            vector_sources(graph) or (("", 0),), (count, w.hidden), (count, w.hidden), (0, 1), "float32")))
+        if graph.hoisted_outputs:
+            extent = Extent(0, w.batch * len(graph.hoisted_outputs) * w.hidden)
+            buffers.append(Buffer("hoisted", "workspace", "float32", extent))
+        if graph.hoisted_rows:
+            buffers.append(weights_buffer("input_weights", task, tile, graph.hoisted_rows, w.input))
+        for p, phase in enumerate(graph.phases):
+            buffers.append(weights_buffer(f"recurrent_{p}", task, tile, phase.rows, w.hidden))
+        functions, calls = {"begin": begin_kernel(task, layout, buffers, math)}, []
+        if graph.hoisted_outputs:
+            blocks = 2 * task.device.cores
+            functions["project"] = _project_kernel(task, tile, layout, buffers, blocks)
+            calls.append(Launch("project", blocks, tile.threads, tile.shared(len(graph.hoisted_rows), 1)))
+        steps = []
+        for p in range(phase_count(graph)):
+            gates, operands = _shape(task, p)
+            functions[f"step_{p}"] = _step_kernel(task, tile, layout, buffers, p, math)
+            steps.append(Launch(f"step_{p}", _grid(task, tile), tile.threads, tile.shared(gates, operands)))
+        return Program(functions, tuple(buffers), (*begin_calls(task, layout, buffers), *calls, Loop(tuple(steps))))
+
+
+def _shape(task: Task, p: int) -> tuple[int, int]:
+    """Gates and operands of a phase."""
+    if not task.graph.phases:
+        return 0, 0
+    return len(task.graph.phases[p].rows), len(task.graph.phases[p].operands)
+
+
+def _products(task: Task) -> list[tuple[int, int]]:
+    """Gates and operands of every product."""
+    return [(len(task.graph.hoisted_rows), 1), *(_shape(task, p) for p in range(phase_count(task.graph)))]
+
+
+def _grid(task: Task, tile: Tile) -> int:
+    return -(-task.workload.hidden // tile.units) * -(-task.workload.batch // tile.rows)
+
+
+def _step_kernel(task: Task, tile: Tile, layout: Layout, buffers: list[Buffer], p: int, math: str) -> Any:
+    """``step_<p>``: phase p of step t."""
+    from tvm.script.ir_builder import IRBuilder
+    from tvm.tirx.script.builder import ir as T
+
+    w, graph = task.workload, task.graph
+    columns = -(-w.hidden // tile.units)
+    rows = graph.phases[p].rows if graph.phases else ()
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name(f"step_{p}")
+        a = declare(T, buffers)
+        scalars = StepScalars(T, task, layout, a, math)
+        T.device_entry()
+        block, thread = T.cta_id([_grid(task, tile)]), T.thread_id([tile.threads])
+        memory = T.alloc_buffer((tile.shared(*_shape(task, p)) // 4,), "float32", scope="shared.dyn", align=16)
+        column, row0 = T.Bind(block % columns), T.Bind(block // columns * tile.rows)
+        with T.If(row0 < a["B"]), T.Then():
+            product = Product(T, tile, rows, memory, thread)
+            if rows:
+                base = T.Bind(scalars.operand_base(p, a["t"] % 2 if p == 0 else 0))
+                source = a[f"operands_{p}"]
+                order = list(graph.phases[p].operands)
+                assert product.operands == order, "a phase names its operands in the order of its rows"
+                product.run(a[f"recurrent_{p}"], column, w.hidden, lambda o, row, k: T.cast(
+                    source[base + scalars.wide(o) * layout.size + layout.place(scalars.wide(row0 + row), k)],
+                    "float32"))
+            with T.serial(0, -(-tile.units * tile.rows // tile.threads)) as turn:
+                item = T.Bind(turn * tile.threads + thread)
+                row, unit = T.Bind(item // tile.units), T.Bind(item % tile.units)
+                inside = T.And(item < tile.units * tile.rows,
+                               T.And(row0 + row < a["B"], column * tile.units + unit < w.hidden))
+                with T.If(inside), T.Then():
+                    b, j = T.Bind(row0 + row), T.Bind(column * tile.units + unit)
+                    scalars.finish(p, b, j, product.sums(row, unit), scalars.hoisted(b, j))
+    return builder.get()
+
+
+def _project_kernel(task: Task, tile: Tile, layout: Layout, buffers: list[Buffer], blocks: int) -> Any:
+    """``project``: hoisted[t, b, q, j] for all t, by blocks that take tiles of T*B rows in turn."""
+    from tvm.script.ir_builder import IRBuilder
+    from tvm.tirx.script.builder import ir as T
+
+    w, graph = task.workload, task.graph
+    H, I = w.hidden, w.input
+    columns, gates = -(-H // tile.units), len(graph.hoisted_rows)
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("project")
+        a = declare(T, buffers)
+        # the gates' accuracy is not a knob here: the cost of the hoisted scalars is out of the recurrence
+        scalars = StepScalars(T, task, layout, a, "exact")
+        T.device_entry()
+        block, thread = T.cta_id([blocks]), T.thread_id([tile.threads])
+        memory = T.alloc_buffer((tile.shared(gates, 1) // 4,), "float32", scope="shared.dyn", align=16)
+        total = T.Bind(a["T"] * a["B"])
+        turn = T.alloc_buffer((1,), "int32", scope="local")
+        T.buffer_store(turn, block, [0])
+        product = Product(T, tile, graph.hoisted_rows, memory, thread)
+
+        def input_at(row0: Any, row: Any, k: Any) -> Any:
+            inside = T.Bind(T.And(row0 + row < total, k < I))
+            place = T.Select(inside, T.cast(row0 + row, "int64") * I + k, T.int64(0))
+            return T.Select(inside, T.cast(a["x"][place], "float32"), T.float32(0))
+
+        with T.While(turn[0] < (total + (tile.rows - 1)) // tile.rows * columns):
+            column, row0 = T.Bind(turn[0] % columns), T.Bind(turn[0] // columns * tile.rows)
+            if gates:
+                product.run(a["input_weights"], column, I, lambda o, row, k: input_at(row0, row, k))
+            with T.serial(0, -(-tile.units * tile.rows // tile.threads)) as again:
+                item = T.Bind(again * tile.threads + thread)
+                row, unit = T.Bind(item // tile.units), T.Bind(column * tile.units + item % tile.units)
+                inside = T.And(item < tile.units * tile.rows, T.And(row0 + row < total, unit < H))
+                with T.If(inside), T.Then():
+                    env = scalars.constants(unit) | product.sums(row, item % tile.units)
+                    if graph.x is not None:
+                        env[graph.x] = T.Bind(T.cast(a["x"][T.cast(row0 + row, "int64") * H + unit], "float32"))
+                    env = emit(graph.hoisted, env)
+                    first = T.Bind(T.cast(row0 + row, "int64") * (len(graph.hoisted_outputs) * H) + unit)
+                    for q, var in enumerate(graph.hoisted_outputs):
+                        T.buffer_store(a["hoisted"], env[var], [first + q * H])
+            T.buffer_store(turn, turn[0] + blocks, [0])
+    return builder.get()

@@ -1,0 +1,26 @@
+"""What all tests share: tests marked ``gpu`` are skipped, with the reason, where there is no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+
+
+def no_gpu() -> str | None:
+    """None, or why CUDA cannot be used; asks the driver itself, so that a fault in ecornn shows."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "no CUDA driver (libcuda.so.1) on this machine"
+    count = ctypes.c_int(0)
+    if (status := driver.cuInit(0)) or (status := driver.cuDeviceGetCount(ctypes.byref(count))):
+        return f"the CUDA driver reports error {status}"
+    return None if count.value else "the CUDA driver sees no GPU"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and (reason := no_gpu()):
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))

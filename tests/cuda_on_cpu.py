@@ -1,0 +1,182 @@
+"""Runs CUDA programs on the CPU, for tests without a GPU: generated source, compiled with g++.
+
+Inline PTX becomes calls of ``cuda_on_cpu.h``; an instruction that it does not know fails the test.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ecornn.build.cuda import lower
+from ecornn.program import Buffer, Fill, Launch, Loop, Packing, Program
+
+HEADER = Path(__file__).with_name("cuda_on_cpu.h")
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
+          "uint32": torch.int32}
+_COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global \[%0\], \[%1\], (\d+)(, %2)?;")
+_MMA = {"f16.f16": 0, "bf16.bf16": 1, "tf32.tf32": 2}
+
+
+def instruction(text: str, outs: list[str], ins: list[str]) -> str:
+    """C++ that does what one PTX instruction does."""
+    name, every = text.split(" ")[0].rstrip(";"), ", ".join(outs + ins)
+    if copy := _COPY.fullmatch(text):
+        return f"emu::cp_async({ins[0]}, {ins[1]}, {copy[1]}, {ins[2] if copy[2] else copy[1]})"
+    if name == "cp.async.commit_group":
+        return "emu::commit()"
+    if name == "cp.async.wait_group":
+        return f"emu::wait_group({text.split(' ')[1].rstrip(';')})"
+    if name.startswith("mma.sync.aligned.m16n8k"):
+        return f"emu::mma({_MMA['.'.join(name.split('.')[-3:-1])]}, {every})"
+    if name.startswith("ld.shared.v4"):
+        return f"emu::load4({', '.join(outs)}, emu::at({ins[0]}))"
+    if name.startswith("ld.global") and ".v4." in name:
+        return f"emu::load4({every})"
+    if name.startswith("ldmatrix.sync.aligned.m8n8.x4.shared"):
+        return f"emu::ldmatrix({every})"
+    if name == "st.global.v2.f32":
+        return f"((float*){ins[0]})[0] = {ins[1]}, ((float*){ins[0]})[1] = {ins[2]}"
+    simple = {"ex2.approx.ftz.f32": f"{outs and outs[0]} = exp2f({ins and ins[0]})",
+              "rcp.approx.ftz.f32": f"{outs and outs[0]} = 1.0f / ({ins and ins[0]})",
+              "tanh.approx.f32": f"{outs and outs[0]} = tanhf({ins and ins[0]})"}
+    if name in simple:
+        return simple[name]
+    if name.startswith("prefetch"):
+        return "(void)0"
+    pytest.fail(f"the emulation does not know {text}")
+
+
+def _replace(match: re.Match[str]) -> str:
+    parts = re.split(r"(?<!:):(?!:)", match[2])
+    operands = [re.findall(r'"[=+]?\w"\s*\(((?:[^()]|\([^()]*\))*)\)', p) for p in [*parts, "", ""][:3]]
+    return instruction(match[1], operands[1], operands[2]) + ";"
+
+
+def translate(source: str) -> str:
+    """Generated CUDA source as C++, without the headers of CUDA."""
+    text = source.split("#define ushort unsigned short", 1)[1].split("#endif", 1)[1]
+    text = re.sub(r'\basm(?: volatile)?\("([^"]*)"((?:[^;"]|"[^"]*")*)\);', _replace, text)
+    assert "asm" not in text, "inline assembly that was not translated"
+    text = re.sub(r"extern __shared__ \S+ (\w+) (\w+)\[\];", r"\1* \2 = (\1*)emu::shared;", text)
+    return f'#include "{HEADER}"\n{text}'
+
+
+class Emulated:
+    """A program with its kernels compiled for this CPU.
+
+    Parameters
+    ----------
+    lazy : asynchronous copies arrive only when they are waited for; otherwise at once
+    """
+
+    def __init__(self, program: Program, folder: Path, arch: str = "sm_90a", lazy: bool = True) -> None:
+        if shutil.which("g++") is None:
+            pytest.skip("g++ is not installed")
+        kernels, source = lower(program, arch)
+        self.program, self.kernels, self.lazy = program, kernels, lazy
+        text = translate(source)
+        for kernel in kernels.values():
+            head = re.search(rf"void[^(;{{]*{kernel.symbol}\(([^)]*)\)\s*\{{", text.replace("__launch_bounds__", ""))
+            types = re.search(rf"{kernel.symbol}\(([^)]*)\)", text)
+            assert types is not None, head
+            casts = [f"*({a.rsplit(' ', 1)[0].replace('__restrict__', '')}*)a[{i}]"
+                     for i, a in enumerate(types[1].split(", "))]
+            text += (f"\nextern \"C\" void emu_{kernel.symbol}(unsigned grid, unsigned threads, void** given, bool lazy) "
+                     f"{{ emu::launch([](void** a) {{ {kernel.symbol}({', '.join(casts)}); }}, "
+                     "grid, threads, given, lazy); }\n")
+        path = folder / "kernels.cc"
+        path.write_text(text)
+        command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", str(path), "-o", str(folder / "kernels.so")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[:4000]
+        self.library = ctypes.CDLL(str(folder / "kernels.so"))
+
+    def run(self, x: torch.Tensor, states: Mapping[str, torch.Tensor],
+            parameters: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """y and the new states; every output and workspace holds NaN before, behind each lies a guard."""
+        steps, batch = x.shape[:2]
+        hidden = next(iter(states.values())).shape[1]
+        memory: dict[str, torch.Tensor] = {}
+        for b in self.program.buffers:
+            memory[b.name] = self._allocate(b, x, states, parameters, (steps, batch, hidden))
+        values: dict[str, Any] = {"T": ctypes.c_int32(steps), "B": ctypes.c_int32(batch)}
+        for call in self.program.calls:
+            for t in range(steps if isinstance(call, Loop) else 1):
+                values["t"] = ctypes.c_int32(t)
+                for one in call.calls if isinstance(call, Loop) else (call,):
+                    self._call(one, memory, values, steps)
+        for b in self.program.buffers:
+            if b.role in ("workspace", "y", "state_out"):
+                tail = memory[b.name].view(torch.uint8)[-GUARD:]
+                assert bool((tail == 0xA5).all()), f"{b.name} was written beyond its end"
+        y = memory["y"][:steps * batch * hidden].reshape(steps, batch, hidden)
+        out = {b.name.removesuffix("_out"): memory[b.name][:batch * hidden].reshape(batch, hidden)
+               for b in self.program.buffers if b.role == "state_out"}
+        return y, out
+
+    def _allocate(self, b: Buffer, x: torch.Tensor, states: Mapping[str, torch.Tensor],
+                  parameters: Mapping[str, torch.Tensor], sizes: tuple[int, int, int]) -> torch.Tensor:
+        steps, batch, hidden = sizes
+        if b.role == "x":
+            return x.contiguous().clone().reshape(-1)
+        if b.role == "state_in":
+            return states[b.name.removesuffix("_in")].contiguous().clone().reshape(-1)
+        if b.role == "packed":
+            assert b.packing is not None
+            made = pack(b.packing, parameters).reshape(-1)
+            assert made.numel() == b.extent.at(0), b.name
+            return made
+        count = {"y": steps * batch * hidden, "state_out": batch * hidden}.get(b.role, b.extent.at(steps))
+        size = torch.empty(0, dtype=DTYPES[b.dtype]).element_size()
+        raw = torch.full((count * size + GUARD,), 0xFF, dtype=torch.uint8)
+        raw[-GUARD:] = 0xA5
+        return raw.view(DTYPES[b.dtype])
+
+    def _call(self, call: Any, memory: Mapping[str, torch.Tensor], values: Mapping[str, Any], steps: int) -> None:
+        if isinstance(call, Fill):
+            memory[call.buffer][:call.extent.at(steps)].view(torch.uint8).fill_(call.byte)
+            return
+        assert isinstance(call, Launch)
+        kernel = self.kernels[call.function]
+        given = [ctypes.c_void_p(memory[a].data_ptr()) if a in memory else values[a] for a in kernel.arguments]
+        array = (ctypes.c_void_p * max(1, len(given)))(*(ctypes.addressof(v) for v in given))
+        assert kernel.extents["blockIdx.x"] == call.grid and kernel.extents["threadIdx.x"] == call.threads
+        getattr(self.library, f"emu_{kernel.symbol}")(call.grid, call.threads, array, ctypes.c_bool(self.lazy))
+
+
+GUARD = 256  # bytes behind each buffer
+
+
+def pack(packing: Packing, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """A packed weight buffer, as :class:`~ecornn.program.Packing` defines it; parameters (G, H[, K])."""
+    shapes = [parameters[name][gate].shape for name, gate in packing.sources if name]
+    shape = shapes[0] if shapes else packing.pad[1:]
+    stack = torch.stack([parameters[name][gate].float() if name else torch.zeros(shape)
+                         for name, gate in packing.sources])
+    full = torch.zeros(packing.pad)
+    full[tuple(slice(0, n) for n in stack.shape)] = stack
+    return full.reshape(packing.split).permute(packing.order).contiguous().to(DTYPES[packing.dtype])
+
+
+def inputs(cell: str, sizes: tuple[int, int, int, int], dtype: str, shapes: Mapping[str, tuple[int, ...]],
+           states: tuple[str, ...], seed: int = 0) -> tuple[Any, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Random x, states and parameters (G, H[, K]) in the dtype, reproducible."""
+    steps, batch, input, hidden = sizes
+    generator = np.random.default_rng([seed, *sizes, len(cell)])
+
+    def draw(shape: tuple[int, ...], scale: float) -> torch.Tensor:
+        return torch.from_numpy(generator.uniform(-scale, scale, shape)).to(DTYPES[dtype])
+
+    x = draw((steps, batch, input), 1.5)
+    parameters = {n: draw(s, hidden ** -0.5) for n, s in shapes.items()}
+    return x, {s: draw((batch, hidden), 1.0) for s in states}, parameters

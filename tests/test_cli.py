@@ -1,0 +1,199 @@
+"""The command line: help, errors, logs, and on the CPU the whole way from tuning to a timed module."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from test_records import trial
+
+from ecornn.cli import main
+from ecornn.cli.compile_command import knob
+from ecornn.errors import ArgumentError
+from ecornn.tune.log import append, read
+from ecornn.tune.record import Finish, Times
+
+LAYER = ["--cell", "lstm", "--hidden", "24", "--batch", "3", "--seq", "12", "--target", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """A user's folder of its own for each test."""
+    monkeypatch.setenv("ECORNN_TUNING_LOGS", str(tmp_path / "logs"))
+    return tmp_path / "logs"
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(main, list(arguments))
+    assert result.exit_code == code, result.output + repr(result.exception)
+    return result.output
+
+
+@pytest.mark.parametrize("command", ["tune", "compile", "bench", "log", "doctor"])
+def test_every_command_has_help(command):
+    assert "Usage:" in run(command, "--help")
+
+
+def test_help_teaches_by_examples_and_is_fast():
+    for command in ("tune", "compile", "bench"):
+        assert "Example" in run(command, "--help")
+    program = "import ecornn.cli, sys; assert not {'tvm', 'numpy', 'torch', 'xgboost'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (["tune", "--cell", "lstn", "--hidden", "8"], "cell='lstn' is not allowed"),
+    (["tune", "--cell", "none.py:Cell", "--hidden", "8"], "there is no"),
+    (["compile", "--cell", "lstm", "--hidden", "8", "--target", "sm_10", "-o", "x.so"], "target='sm_10'"),
+    (["compile", "--cell", "lstm", "--hidden", "8"], "a file name"),
+    (["compile", *LAYER, "--dtype", "float16", "-o", "x.so"], "no schedule serves"),
+    (["compile", *LAYER, "-o", "x.so", "--schedule", "magic"], "schedule='magic'"),
+    (["compile", *LAYER, "-o", "x.so", "--schedule", "cpu_sequence", "--config", "nope=1"], "a knob of"),
+    (["bench", "none.so"], "none.so"),
+    (["log", "ls", "none.jsonl"], "cannot read"),
+])
+def test_a_mistake_is_one_message_and_exit_code_2(arguments, said):
+    output = run(*arguments, code=2)
+    assert said in output and "Traceback" not in output and output.count("error: ") == 1
+
+
+def test_tuning_for_a_device_that_is_not_here_is_refused():
+    from ecornn.host_gpu import detect
+
+    if detect() is not None:
+        pytest.skip("has a GPU")
+    output = run("tune", "--cell", "lstm", "--hidden", "8", "--target", "sm_90a", code=2)
+    assert "GPU" in output
+
+
+@pytest.mark.parametrize("text, value", [("a=1", ("a", 1)), ("a=-2", ("a", -2)), ("b=true", ("b", True)),
+                                         ("b=False", ("b", False)), ("c=batch", ("c", "batch"))])
+def test_knobs_of_the_command_line(text, value):
+    assert knob(text) == value and type(knob(text)[1]) is type(value[1])
+
+
+@pytest.mark.parametrize("text", ["a", "a=", "=1", ""])
+def test_knobs_without_a_value_are_refused(text):
+    with pytest.raises(ArgumentError, match="KNOB=VALUE"):
+        knob(text)
+
+
+def test_log_commands(folder, tmp_path):
+    assert "no records" in run("log", "ls")
+    path = folder / "mine.jsonl"
+    append(path, trial(times=Times.of([9.0]), config={"blocks": 1}))
+    append(path, trial(times=Times.of([4.0]), config={"blocks": 2}))
+    append(path, trial(times=None, check=None, error="run: wrong output"))
+    with path.open("ab") as file:
+        file.write(b'{"kind":"trial","v":1')
+    output = run("log", "ls")
+    assert f"{path}: 0 runs (0 finished), 3 trials, 1 failed" in output
+    assert f"skipped {path}:4: torn last line" in output
+    output = run("log", "best", str(path))
+    assert "4 µs/step  persistent blocks=2  (mine.jsonl:2)" in output and "blocks=1" not in output
+    target = tmp_path / "merged.jsonl"
+    run("log", "export", str(path), "-o", str(target))
+    assert len(read(target).lines) == 3 and not read(target).problems
+    run("log", "export", str(path), "-o", str(target), code=2)  # never overwrites
+    best = tmp_path / "best.jsonl"
+    run("log", "export", "--best", "-o", str(best))
+    assert [line.record.config for line in read(best).lines] == [{"blocks": 2}]
+
+
+def test_doctor_says_what_there_is():
+    output = run("doctor")
+    for word in ("CPU", "GPU", "CUDA compiler", "C++ compiler", "TVM", "XGBoost", "records"):
+        assert re.search(rf"^{re.escape(word)} ", output, re.MULTILINE)
+
+
+def test_from_tuning_to_a_timed_module(folder, tmp_path):
+    pytest.importorskip("xgboost")
+    command = ["tune", *LAYER, "--trials", "5", "--timeout", "60"]
+    output = run(*command)
+    found = re.search(r"^  ecornn-compile (.*)$", output, re.MULTILINE)
+    assert found, output
+    (path,) = folder.glob("*.jsonl")
+    trials = [t for t in read(path).trials() if t.stage == "search"]
+    assert len(trials) == 5 and all(t.check <= 1e-5 for t in trials if t.times)
+    before = path.read_bytes()
+    began = time.monotonic()
+    assert "This run is finished: 5 trials" in run(*command)
+    assert path.read_bytes() == before and time.monotonic() - began < 5
+
+    finish = next(line.record for line in read(path).lines if isinstance(line.record, Finish))
+    module = tmp_path / "lstm24.so"
+    arguments = found[1].split()
+    arguments[arguments.index("-o") + 1] = str(module)
+    output = run("compile", *arguments)
+    assert f"{path.name}:" in output and "this device, same batch" in output
+    knobs = " ".join(f"{k}={v}" for k, v in sorted(finish.best.config.items()))
+    said = re.search(r"^schedule: (\S+) (.*)$", output, re.MULTILINE)
+    assert said[1] == finish.best.schedule and " ".join(sorted(said[2].split())) == knobs
+    output = run("bench", str(module), "--seconds", "0.05", "--batch", "2", "--seq", "7")
+    assert re.search(r"^ecornn +[\d.]+ µs/step", output, re.MULTILINE)
+
+
+def test_without_records_the_default_is_compiled_and_said(tmp_path):
+    output = run("compile", *LAYER, "--hidden", "25", "-o", str(tmp_path / "m.so"))
+    assert "why: untuned default of cpu_sequence: no record applies" in output
+
+
+@pytest.mark.parametrize("kind", ["tir", "asm"])
+def test_emit_prints_the_code(kind, tmp_path):
+    file = tmp_path / "code"
+    run("compile", *LAYER, "--emit", kind, "--emit-to", str(file))
+    assert len(file.read_text()) > 200
+    output = run("compile", *LAYER, "--emit", "cuda", code=2)
+    assert "--emit" in output
+
+
+def test_interrupting_keeps_the_trials_and_exits_with_130(folder):
+    pytest.importorskip("xgboost")
+    program = [sys.executable, "-c", "from ecornn.cli import tune; tune()"]
+    command = [*program, *LAYER, "--hidden", "32", "--trials", "400"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+    try:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and not any(read(p).trials() for p in folder.glob("*.jsonl")):
+            time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and "the same command goes on" in output
+    (path,) = folder.glob("*.jsonl")
+    log = read(path)
+    assert log.trials() and not log.problems
+    assert not any(isinstance(line.record, Finish) for line in log.lines)
+
+
+def test_tuning_a_cell_of_a_file(folder, tmp_path):
+    pytest.importorskip("xgboost")
+    cell = Path(tmp_path, "own.py")
+    cell.write_text("""
+from ecornn.cells import Cell, pointwise, product
+from tvm import te
+
+class Own(Cell):
+    name = "own"
+    states = ("h",)
+    def parameters(self, input, hidden):
+        return {"weight_ih": (1, hidden, input), "weight_hh": (1, hidden, hidden), "bias": (1, hidden)}
+    def step(self, x, states, p):
+        (h,) = states
+        gx, gh, v = product(x, p["weight_ih"], 0), product(h, p["weight_hh"], 0), p["bias"]
+        return [pointwise(lambda b, j: te.sigmoid(gx[b, j] + gh[b, j] + v[0, j]) * 0.5 + h[b, j] * 0.25, h)]
+""")
+    output = run("tune", "--cell", f"{cell}:Own", *LAYER[2:], "--trials", "3")
+    assert f"ecornn-compile --cell {cell}:Own" in output
+    (path,) = folder.glob("*.jsonl")
+    trials = read(path).trials()
+    assert trials[0].workload.cell.startswith("own@") and all(t.check <= 1e-5 for t in trials if t.times)
+    assert any(t.times for t in trials)

@@ -1,0 +1,134 @@
+"""The CPU schedule: values against float64, for every cell, tails of every kind, and every knob."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec.structs
+import numpy as np
+import pytest
+from cpu_cells import Chain, Peephole, Residual, run
+from cpu_sample import Sample, error
+
+from ecornn.cells import BUILTIN, get
+from ecornn.host_cpu import detect
+from ecornn.numpy_reference import reference
+from ecornn.schedules.cpu import CPUSequence
+from ecornn.task import make_task
+from ecornn.workload import Workload
+
+LIMIT = 1e-6  # relative; rounding of the inputs' products alone is about 2e-7
+
+
+def expected(sample: Sample, x: np.ndarray, states: list[np.ndarray]):
+    if not hasattr(sample.cell, "numpy"):
+        weights = {sample.cell.parameter_name(n): p.reshape(-1, *p.shape[2:])
+                   for n, p in sample.parameters.items()}
+        return reference(sample.cell.name, x, weights, states)
+    return run(sample.cell, x, states, sample.parameters)
+
+
+def compare(sample: Sample, steps: int, batch: int, **call) -> None:
+    x, states = sample.inputs(steps, batch)
+    y, last = sample(x, states, **call)
+    y_ref, last_ref = expected(sample, x, states)
+    assert error(y, y_ref) < LIMIT
+    for found, wanted in zip(last, last_ref, strict=True):
+        assert error(found, wanted) < LIMIT
+
+
+SIZES = [  # I, H, B, T
+    (1, 1, 1, 1),     # nothing but padding
+    (5, 7, 2, 3),     # less than a vector
+    (16, 48, 5, 9),   # whole vectors, batch with a tail
+    (33, 101, 3, 6),  # a tail in everything
+]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("cell", list(BUILTIN))
+def test_built_in_cells(cell, size, tmp_path):
+    sample = Sample(tmp_path, cell, *size)
+    compare(sample, size[3], size[2])
+
+
+@pytest.mark.parametrize("size", [(19, 19, 3, 5), (32, 32, 2, 4)], ids=str)
+@pytest.mark.parametrize("cell", [Peephole(), Chain(), Residual()], ids=lambda c: c.name)
+def test_cells_of_a_user(cell, size, tmp_path):
+    compare(Sample(tmp_path, cell, *size), size[3], size[2])
+
+
+def test_chain_has_every_kind_of_stage(tmp_path):
+    from ecornn.schedules.cpu.stages import plan
+
+    task = make_task(Chain(), Workload("chain", 19, 19), detect())
+    assert [s.name for s in plan(task.graph).steps] == ["prologue", "phase1", "phase2", "phase3"]
+
+
+def test_other_lengths_smaller_batches_and_thread_counts(tmp_path):
+    sample = Sample(tmp_path, "lstm", 10, 40, 6, 8, rows=4, chunk=4, project_rows=3)
+    for steps, batch, threads in ((1, 6, 1), (3, 1, 2), (4, 5, 3), (13, 4, 7), (40, 6, 2)):
+        compare(sample, steps, batch, threads=threads)
+
+
+def test_states_in_place(tmp_path):
+    compare(Sample(tmp_path, "gru_reset_before", 8, 21, 3, 5), 5, 3, in_place=True)
+
+
+def test_result_does_not_depend_on_threads(tmp_path):
+    sample = Sample(tmp_path, "gru", 12, 70, 4, 6)
+    x, states = sample.inputs(6, 4)
+    one, many = sample(x, states, threads=1)[0], sample(x, states, threads=5)[0]
+    assert np.array_equal(one, many)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_configurations(seed, tmp_path):
+    schedule, generator = CPUSequence(), np.random.default_rng(seed)
+    name = ("lstm", "gru_reset_before", "rnn_tanh")[seed % 3]
+    task = make_task(get(name), Workload(name, 90, 24, 7, 11), detect())
+    for _ in range(1000):
+        config = {k.name: int(generator.choice(k.values)) for k in schedule.knobs(task)}
+        if schedule.check(task, config) is None:
+            break
+    compare(Sample(tmp_path, name, 24, 90, 7, 11, **config), 11, 7)
+
+
+@pytest.mark.parametrize("features", [(), ("avx", "avx2", "fma")], ids=["sse", "avx2"])
+def test_narrower_vectors(features, tmp_path):
+    sample = Sample(tmp_path, "lstm", 9, 27, 3, 4, features=features)
+    compare(sample, 4, 3)
+
+
+def test_check_counts_registers():
+    schedule = CPUSequence()
+    task = make_task(get("lstm"), Workload("lstm", 256, 256, 20), detect())
+    for features, fits, spills in ((("avx512f",), 6, 7), (("avx2",), 2, 3)):
+        wide = replace(task, device=msgspec.structs.replace(task.device, features=features))
+        config = {**schedule.default(wide), "columns": 4, "rows": fits}
+        assert schedule.check(wide, config) is None
+        assert "vector registers" in str(schedule.check(wide, {**config, "rows": spills}))
+
+
+@pytest.mark.parametrize("cell", [*BUILTIN, Chain(), Residual()], ids=str)
+@pytest.mark.parametrize("batch", [1, 20, 256])
+def test_default_fits_and_is_a_choice_of_the_knobs(cell, batch):
+    schedule, found = CPUSequence(), get(cell)
+    task = make_task(found, Workload(found.name, 256, 256, batch), detect())
+    config = schedule.default(task)
+    assert schedule.check(task, config) is None
+    assert {k.name for k in schedule.knobs(task)} == set(config)
+    assert all(config[k.name] in k.values for k in schedule.knobs(task))
+    values = schedule.features(task, config)
+    assert all(np.isfinite(v) for v in values.values())
+    assert values["step_padded_flops"] >= values["step_flops"]
+
+
+def test_serves_says_why_not():
+    schedule = CPUSequence()
+    task = make_task(get("gru"), Workload("gru", 8, 8), detect())
+    assert schedule.serves(task) is None
+    half = replace(task, workload=msgspec.structs.replace(task.workload, dtype="float16"))
+    assert "float32" in str(schedule.serves(half))
+    gpu = replace(task, device=msgspec.structs.replace(task.device, kind="cuda"))
+    assert "CPU" in str(schedule.serves(gpu))

@@ -1,0 +1,80 @@
+"""Polynomial exp, tanh and sigmoid of the CPU schedule against NumPy float64, over all magnitudes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ecornn.build.module import build_module
+from ecornn.host_cpu import detect
+from ecornn.manifest import Manifest
+from ecornn.program import Buffer, Parallel, Program
+from ecornn.schedules.cpu import math
+from ecornn.schedules.cpu.emit import Emitter
+from ecornn.schedules.cpu.tiling import lanes_of
+from ecornn.workload import Workload
+
+COUNT = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory):
+    """name -> float32 function of COUNT values."""
+    import tvm_ffi
+
+    device = detect()
+    e = Emitter(lanes_of(device))
+    for name in ("thread", "threads", "T", "B"):
+        e.scalar(name)
+    source = e.pointer("x")
+    names = ("tanh", "sigmoid", "exp")
+    outputs = [e.pointer(name) for name in names]
+    with e.loop("i", COUNT // e.lanes) as i:
+        at = e.let("at", i * e.index(e.lanes))
+        value = e.let("value", e.vload(source, at))
+        for name, output in zip(names, outputs, strict=True):
+            e.vstore(output, at, getattr(math, name)(e, value))
+    buffers = tuple(Buffer(n, "workspace", "float32") for n in ("x", *names))
+    program = Program({"worker": e.function("worker")}, buffers, (Parallel("worker"),))
+    manifest = Manifest(Workload("lstm", 1, 1), device, "test", {}, "", (), "", (), buffers, {})
+    file = tmp_path_factory.mktemp("math") / "math.so"
+    build_module(program, manifest, file)
+    module = tvm_ffi.load_module(str(file))
+
+    def call(x):
+        arrays = [np.resize(x, COUNT).astype(np.float32), *(np.empty(COUNT, np.float32) for _ in names)]
+        module.run(1, 1, 0, 1, *[a.ctypes.data for a in arrays])
+        return dict(zip(("x", *names), (a[:len(x)] for a in arrays), strict=True))
+
+    return call
+
+
+def samples() -> np.ndarray:
+    """Both signs of every magnitude from the smallest subnormal to the largest number."""
+    bits = np.linspace(0, 0x7F7FFFFF, COUNT // 4, dtype=np.uint32)
+    positive = bits.view(np.float32)
+    dense = np.linspace(-20, 20, COUNT // 4, dtype=np.float32)
+    return np.concatenate([positive, -positive, dense])
+
+
+def test_errors(functions):
+    got = functions(samples())
+    x = got["x"].astype(np.float64)
+    tanh = np.tanh(x)
+    normal = np.abs(x) > np.finfo(np.float32).tiny
+    assert np.max(np.abs(got["tanh"] - tanh)[normal] / np.abs(tanh)[normal]) < 3e-7
+    assert np.max(np.abs(got["sigmoid"] - (0.5 + 0.5 * np.tanh(0.5 * x)))) < 1.5e-7
+    with np.errstate(over="ignore", under="ignore"):
+        exp = np.exp(np.clip(x, -200, 200))
+    largest, tiny = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
+    usual = (exp <= largest) & (exp >= tiny)
+    assert np.max(np.abs(got["exp"] - exp)[usual] / exp[usual]) < 2e-7
+    assert np.all(np.isinf(got["exp"][exp > 1.0001 * largest]))
+    assert np.max(np.abs(got["exp"] - exp)[exp < tiny]) < 2e-45  # a unit of the subnormal numbers
+
+
+def test_special_values(functions):
+    got = functions(np.array([np.inf, -np.inf, np.nan, 0.0, -0.0]))
+    assert np.array_equal(got["tanh"], [1, -1, np.nan, 0, 0], equal_nan=True)
+    assert np.array_equal(got["sigmoid"], [1, 0, np.nan, 0.5, 0.5], equal_nan=True)
+    assert np.array_equal(got["exp"], [np.inf, 0, np.nan, 1, 1], equal_nan=True)

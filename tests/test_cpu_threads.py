@@ -1,0 +1,187 @@
+"""The team of threads and the file of a CPU module: what it needs, and that it waits, ends and forks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import shutil
+import signal
+import subprocess
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import msgspec.structs
+import numpy as np
+import pytest
+from cpu_sample import Sample, error
+
+from ecornn.build.llvm import generate
+from ecornn.errors import BuildError
+from ecornn.host_cpu import detect
+from ecornn.manifest import decode
+from ecornn.numpy_reference import reference
+from ecornn.program import Launch, Program
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory) -> Sample:
+    return Sample(tmp_path_factory.mktemp("lstm"), "lstm", 32, 128, 4, 50)
+
+
+def right(sample: Sample, seed: int = 0, threads: int = 2) -> bool:
+    x, states = sample.inputs(20, 4, seed)
+    y, _ = sample(x, states, threads=threads)
+    weights = {f"{n}_l0": p.reshape(-1, *p.shape[2:]) for n, p in sample.parameters.items()}
+    return error(y, reference("lstm", x, weights, states)[0]) < 1e-6
+
+
+def tasks() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_needs_tvm_ffi_and_no_other_part_of_tvm(sample):
+    undefined = subprocess.run(["nm", "-D", "--undefined-only", sample.file], capture_output=True,
+                               text=True, check=True).stdout
+    assert set(re.findall(r"\bTVM\w+", undefined)) == {
+        "TVMFFIErrorSetRaisedFromCStr", "TVMFFIErrorSetRaisedFromCStrParts", "TVMFFIStringFromByteArray"}
+
+
+def test_manifest(sample):
+    manifest = decode(str(sample.module.manifest()))
+    assert manifest.workload == sample.task.workload
+    assert manifest.device == detect()
+    assert manifest.buffers == sample.program.buffers
+
+
+@pytest.mark.skipif("avx512f" not in detect().features, reason="reads AVX-512 assembly")
+@pytest.mark.parametrize("cell", ["lstm", "gru", "rnn_tanh"])
+def test_product_loops_keep_everything_in_registers(cell, tmp_path):
+    made = Sample(tmp_path, cell, 256, 256, 20, 10)
+    gates = {"lstm": 4, "gru": 3, "rnn_tanh": 1}[cell]
+    blocks = re.split(r"^\.LBB\w+:.*$", made.generated.emitted["asm"], flags=re.M)
+    loops = [b for b in blocks if b.count("vbroadcastss\t") >= 2 and len(re.findall("vfmadd.*zmm", b)) >= 8
+             and re.search(r"^\tj\w+\t\.LBB", b, flags=re.M)]
+    assert len(loops) == 2  # the hoisted product, and that of a step
+    for text in loops:
+        body = re.split(r"^\tj\w+\t\.LBB\w+", text, maxsplit=1, flags=re.M)[0]
+        assert "rsp" not in body, "spilled"
+        assert "gather" not in body
+        fmas = len(re.findall(r"vfmadd", body))
+        loads = len(re.findall(r"vbroadcastss|vmovups", body))
+        assert fmas % (gates * made.config["unroll"]) == 0
+        assert fmas > 1.5 * loads  # registers are reused
+
+
+def test_calls_from_several_threads_at_once(sample):
+    results: list[bool] = []
+
+    def work(seed: int) -> None:
+        results.extend(right(sample, seed, threads=3) for _ in range(5))
+
+    workers = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for w in workers:
+        w.start()
+    for w in workers:
+        w.join()
+    assert results == [True] * 20
+
+
+def test_releases_the_gil(sample):
+    x, states = sample.inputs(3000, 4)
+    span: list[float] = []
+
+    def call() -> None:
+        sample(x, states, threads=1)
+
+    original = sample.module.run
+
+    class Timed:
+        def run(self, *arguments: int) -> None:
+            span.append(time.perf_counter())
+            original(*arguments)
+            span.append(time.perf_counter())
+
+    module, sample.module = sample.module, Timed()
+    try:
+        worker = threading.Thread(target=call)
+        seen = []
+        worker.start()
+        while worker.is_alive():
+            seen.append(time.perf_counter())
+            time.sleep(0.001)
+        worker.join()
+    finally:
+        sample.module = module
+    begin, end = span
+    assert end - begin > 0.02
+    assert sum(begin < s < end for s in seen) >= 5  # this thread ran while the other one computed
+
+
+def test_no_busy_threads_after_a_call(sample):
+    assert right(sample, threads=4)
+    time.sleep(0.1)
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.03
+
+
+def test_forked_child_can_call(sample):
+    assert right(sample, threads=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of fork with threads
+        child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        os._exit(0 if right(sample, threads=3) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert right(sample, threads=3)
+
+
+def test_threads_end_with_the_module(tmp_path):
+    import tvm_ffi
+
+    before = tasks()
+    made = Sample(tmp_path, "rnn_tanh", 8, 16, 1, 4)
+    other = shutil.copy(made.file, tmp_path / "other.so")  # tvm-ffi keeps the first one for good
+    made.module = tvm_ffi.load_module(str(other), keep_module_alive=False)
+    x, states = made.inputs(4, 1)
+    made(x, states, threads=4)
+    assert tasks() >= before + 3
+    del made
+    gc.collect()
+    assert tasks() <= before
+
+
+def test_process_ends_with_threads_asleep(sample):
+    pointers = "*[array.ctypes.data for array in arrays]"
+    code = ("import numpy, tvm_ffi\n"
+            f"module = tvm_ffi.load_module({str(sample.file)!r})\n"
+            f"arrays = [numpy.zeros(1 << 20, numpy.float32) for _ in range({len(sample.program.buffers)})]\n"
+            f"module.run(5, 2, 0, 4, {pointers})\n")
+    subprocess.run([os.sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("change, message", [
+    ((0, 1, 0, 1), "positive"), ((1, 0, 0, 1), "positive"), ((1, 1, 0, 0), "threads"),
+    ((1, 1, 0, 5000), "threads"), ((1, 1, 0), "number of arguments")])
+def test_wrong_calls_are_refused(sample, change, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        sample.module.run(*change, *[0] * len(sample.program.buffers))
+
+
+def test_wrong_programs_are_refused(sample):
+    unknown = msgspec.structs.replace(detect(), arch="pdp11")
+    with pytest.raises(BuildError, match="pdp11"):
+        generate(sample.program, unknown)
+    with pytest.raises(BuildError, match="Launch"):
+        generate(Program({}, (), (Launch("f", 1, 32),)), detect())
+
+
+def test_detect():
+    found = detect()
+    assert found.kind == "llvm" and found.arch not in ("", "native", "generic")
+    assert 1 <= found.cores <= len(os.sched_getaffinity(0))
+    assert np.isfinite(found.l2) and found.memory > 1 << 28

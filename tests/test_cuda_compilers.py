@@ -1,0 +1,92 @@
+"""The compilers of a CUDA module: nvcc, NVRTC and the host's C++ compiler, and what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import cuda_sample
+import pytest
+
+from ecornn.build import nvcc
+from ecornn.build.cuda import lower
+from ecornn.build.generated import Generated
+from ecornn.build.link import link
+from ecornn.errors import ArgumentError, BuildError, DeviceError
+from ecornn.host_gpu import architecture
+
+
+def test_nvcc_and_its_errors(monkeypatch: pytest.MonkeyPatch):
+    if nvcc.find_nvcc() is None:
+        pytest.skip("nvcc is not installed")
+    monkeypatch.setenv(nvcc.ENVIRONMENT, "nvcc")
+    with pytest.raises(BuildError, match=r"(?s)nvcc failed for sm_90a.*kernels\.cu\(2\).*nonsense"):
+        nvcc.compile_cubin("// first line\nnonsense", "sm_90a")
+    assert ".target sm_90a" in nvcc.ptx('extern "C" __global__ void empty() {}', "sm_90a")
+
+
+def test_a_missing_cuda_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    from ecornn.build import nvrtc
+
+    monkeypatch.setattr(nvcc, "find_nvcc", lambda: None)
+    monkeypatch.setattr(nvrtc, "available", lambda: False)
+    for choice in ("", "nvcc", "nvrtc"):
+        monkeypatch.setenv(nvcc.ENVIRONMENT, choice)
+        with pytest.raises(BuildError, match=r"pip install 'ecornn\[cuda\]'"):
+            nvcc.compile_cubin("", "sm_90a")
+    monkeypatch.setenv(nvcc.ENVIRONMENT, "clang")
+    with pytest.raises(ArgumentError, match=nvcc.ENVIRONMENT):
+        nvcc.compile_cubin("", "sm_90a")
+
+
+def test_resources_are_those_of_the_entry():
+    log = ("ptxas info    : Compiling entry function 'a' for 'sm_90a'\n"
+           "ptxas info    : Function properties for a\n"
+           "    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads\n"
+           "ptxas info    : Used 60 registers, used 1 barriers, 24832 bytes smem, 400 bytes cmem[0]\n"
+           "ptxas info    : Function properties for helper\n"
+           "    99 bytes stack frame, 99 bytes spill stores, 99 bytes spill loads\n"
+           "ptxas info    : Compiling entry function 'b' for 'sm_90a'\n"
+           "ptxas info    : Used 9 registers, used 0 barriers\n")
+    assert nvcc.parse_resources(log) == {
+        "a": {"registers": 60, "stack": 8, "spill_stores": 4, "spill_loads": 12, "shared": 24832},
+        "b": {"registers": 9, "stack": 0, "spill_stores": 0, "spill_loads": 0, "shared": 0},
+    }
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cuda") is None, reason="the cuda extra is not installed")
+def test_nvrtc_does_the_same(monkeypatch: pytest.MonkeyPatch):
+    """With the headers of half precision, which the sample includes."""
+    monkeypatch.setenv(nvcc.ENVIRONMENT, "nvrtc")
+    source = lower(cuda_sample.program(), "sm_90a")[1]
+    assert all(f"#include <{name}.h>" in source for name in ("cuda_fp16", "cuda_bf16"))
+    cubin, resources = nvcc.compile_cubin(source, "sm_90a")
+    assert cubin[:4] == b"\x7fELF"
+    assert set(resources) == {"total_kernel", "step_kernel", "last_kernel"}
+    assert all(r["registers"] > 0 and r["spill_stores"] == 0 for r in resources.values())
+    assert ".target sm_90a" in nvcc.ptx(source, "sm_90a")
+    with pytest.raises(BuildError, match=r"(?s)NVRTC failed for sm_90a.*nonsense"):
+        nvcc.compile_cubin("nonsense", "sm_90a")
+
+
+def test_a_failed_link_leaves_all_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    out = tmp_path / "module.so"
+    out.write_text("the one before")
+    for source in ("nonsense;", "void nonsense(); void* p = (void*)nonsense;"):  # compiler, linker
+        with pytest.raises(BuildError, match="nonsense"):
+            link(Generated({"bad.cc": source}), out)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BuildError, match=r"install g\+\+ or clang"):
+        link(Generated({"good.cc": ""}), out)
+    monkeypatch.setenv("CXX", "my-compiler -m64")
+    with pytest.raises(BuildError, match="CXX='my-compiler -m64', but there is no 'my-compiler'"):
+        link(Generated({"good.cc": ""}), out)
+    assert [p.name for p in tmp_path.iterdir()] == ["module.so"] and out.read_text() == "the one before"
+
+
+def test_architectures():
+    found = [architecture(*c, "") for c in ((8, 0), (8, 6), (9, 0), (12, 0))]
+    assert found == ["sm_80", "sm_86", "sm_90a", "sm_120"]
+    with pytest.raises(DeviceError, match=r"not 7\.5"):
+        architecture(7, 5, "Tesla T4")

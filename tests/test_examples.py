@@ -1,0 +1,77 @@
+"""The examples end to end, as a user runs them: from another folder, with records of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+pytestmark = pytest.mark.slow
+
+
+def run(script: str, *arguments: str | Path, cwd: Path, code: int = 0, **environment: str) -> str:
+    """What the script prints, on a machine made to look as if it had no GPU."""
+    result = subprocess.run(
+        [sys.executable, EXAMPLES / script, *arguments], cwd=cwd, capture_output=True, text=True, timeout=280,
+        env=os.environ | {"ECORNN_TUNING_LOGS": str(cwd / "logs"), "CUDA_VISIBLE_DEVICES": ""} | environment)
+    assert result.returncode == code, result.stdout + result.stderr
+    return result.stdout + result.stderr
+
+
+@pytest.fixture(scope="session")
+def module(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import ecornn
+
+    path = tmp_path_factory.mktemp("module") / "gru.so"
+    ecornn.compile("gru", hidden=20, input=12, batch=3, seq=7, target="cpu").save(path)
+    return path
+
+
+def test_first_run(module: Path, tmp_path: Path):
+    text = run("00_first_run.py", module, cwd=tmp_path)
+    assert float(re.search(r"against float64: (\S+),", text)[1]) <= 1e-5
+    assert "us a step" in text
+
+
+def test_first_run_notices_a_wrong_result(module: Path, tmp_path: Path):
+    """A reference that says something else must end in exit code 1."""
+    other = tmp_path / "sitecustomize.py"
+    other.write_text("import ecornn.numpy_reference as n\n"
+                     "n.STEPS['gru'] = (3, 1, n._gru_reset_before)\n")
+    text = run("00_first_run.py", module, cwd=tmp_path, code=1, PYTHONPATH=str(tmp_path))
+    assert "wrong" in text
+
+
+def test_digits(tmp_path: Path):
+    pytest.importorskip("safetensors")
+    pytest.importorskip("sklearn")
+    text = run("01_digits.py", cwd=tmp_path)
+    assert float(re.search(r"accuracy (\S+)% of 449", text)[1]) >= 95
+    assert re.search(r"^0 predictions differ from PyTorch", text, re.MULTILINE)
+    assert float(re.search(r"of the scores (\S+)", text)[1]) <= 1e-5
+
+
+def test_digits_without_pytorch(tmp_path: Path):
+    """The kept results serve where ``import torch`` fails."""
+    pytest.importorskip("safetensors")
+    pytest.importorskip("sklearn")
+    (tmp_path / "torch.py").write_text("raise ImportError('not installed')\n")
+    text = run("01_digits.py", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert re.search(r"^0 predictions differ from PyTorch's kept results", text, re.MULTILINE)
+
+
+def test_own_cell(tmp_path: Path):
+    assert "limit 1.0e-05" in run("02_own_cell.py", cwd=tmp_path)
+
+
+def test_own_cell_is_short():
+    lines = (EXAMPLES / "02_own_cell.py").read_text().splitlines()
+    first = lines.index("class MinimalGatedUnit(Cell):")
+    length = next(n for n, line in enumerate(lines[first + 1:], 1) if line and not line.startswith(" "))
+    assert sum(bool(line) for line in lines[first:first + length]) < 20

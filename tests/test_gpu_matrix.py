@@ -1,0 +1,139 @@
+"""Every cell, schedule and dtype on a GPU, against float64 and against the library's own error."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import ecornn
+from ecornn.numpy_reference import random_weights, reference
+
+pytestmark = pytest.mark.gpu
+torch = pytest.importorskip("torch")
+
+SHAPES = [  # T, B, I, H
+    (1, 1, 1, 1),  # the smallest of everything
+    (5, 3, 7, 13),  # primes, odd rows of x
+    (4, 20, 33, 65),  # one more than a tile in H and I, three tiles of batch rows less four
+    (3, 33, 31, 129),  # one more than a tile in B
+    (6, 8, 64, 128),  # exact tiles
+    (7, 17, 800, 800),  # the size people ask for first, last batch rows missing
+]
+CELLS = ["lstm", "gru", "gru_reset_before", "rnn_tanh", "rnn_relu"]
+LIBRARY = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn_tanh": torch.nn.RNN, "rnn_relu": torch.nn.RNN}
+
+
+def relative(value, expected):
+    return float(np.linalg.norm(value - expected) / max(np.linalg.norm(expected), 1e-30))
+
+
+def library_error(cell, x, weights, state, expected, kind):
+    """Error of the same computation in the same dtype by PyTorch: cuDNN, or a loop of its own products."""
+    p = {k: torch.tensor(v, device="cuda").to(kind) for k, v in weights.items()}
+    if cell in LIBRARY:
+        layer = LIBRARY[cell](x.shape[2], expected.shape[2],
+                              **({"nonlinearity": cell[4:]} if cell.startswith("rnn") else {})).cuda().to(kind)
+        layer.load_state_dict(p)
+        layer.flatten_parameters()
+        start = tuple(s[None] for s in state)
+        with torch.no_grad():
+            y = layer(x, start if len(start) > 1 else start[0])[0]
+    else:
+        (h,), steps = state, []
+        hidden = h.shape[1]
+        for t in range(x.shape[0]):
+            g = torch.nn.functional.linear(x[t], p["weight_ih_l0"], p["bias_ih_l0"]).chunk(3, 1)
+            R, b = p["weight_hh_l0"].split(hidden), p["bias_hh_l0"].split(hidden)
+            r = torch.sigmoid(g[0] + torch.nn.functional.linear(h, R[0], b[0]))
+            z = torch.sigmoid(g[1] + torch.nn.functional.linear(h, R[1], b[1]))
+            n = torch.tanh(g[2] + torch.nn.functional.linear(r * h, R[2], b[2]))
+            h = (1 - z) * n + z * h
+            steps.append(h)
+        y = torch.stack(steps)
+    return relative(y.double().cpu().numpy(), expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("schedule", ["persistent", "layout_transform", "fused_step"])
+def test_matches_float64(schedule, cell, dtype, shape):
+    T, B, I, H = shape
+    kind = getattr(torch, dtype)
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    torch.manual_seed(T + H)
+    weights = {k: torch.tensor(v).to(kind).float().numpy()
+               for k, v in random_weights(cell, I, H, seed=H).items()}
+    layer = ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, dtype=dtype, target="cuda",
+                           schedule=schedule).bind(weights)
+    x = torch.randn(T, B, I, device="cuda").to(kind)
+    state = tuple((torch.rand(B, H, device="cuda") - 0.5).to(kind) for _ in layer.manifest.states)
+    exact = [v.double().cpu().numpy() for v in (x, *state)]
+    expected, expected_state = reference(cell, exact[0], weights, tuple(exact[1:]))
+    runs = []
+    for _ in range(2):
+        out = torch.full((T, B, H), float("nan"), device="cuda", dtype=kind)
+        y, new = layer(x, state, out=out)
+        torch.cuda.synchronize()
+        runs.append((y.clone(), *(s.clone() for s in new)))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True)), "two runs differ"
+    limit = 1e-5 if dtype == "float32" else 2 * library_error(cell, x, weights, state, expected, kind) + 1e-6
+    if dtype != "float32":  # the library may be exact where everything rounds away (B = H = 1)
+        limit = max(limit, float(torch.finfo(kind).eps))
+    assert relative(runs[0][0].double().cpu().numpy(), expected) <= limit
+    for found, wanted in zip(runs[0][1:], expected_state, strict=True):
+        assert relative(found.double().cpu().numpy(), wanted) <= max(limit, 2 * float(torch.finfo(kind).eps))
+
+
+def test_fewer_rows_and_more_steps_than_compiled():
+    weights = random_weights("lstm", 48, 96, seed=1)
+    layer = ecornn.compile("lstm", hidden=96, input=48, batch=20, seq=5, dtype="float32", target="cuda").bind(weights)
+    x = np.random.default_rng(0).standard_normal((33, 7, 48)).astype(np.float32)
+    y, state = layer(x)
+    expected, expected_state = reference("lstm", x, weights)
+    assert relative(y, expected) <= 1e-5
+    for found, wanted in zip(state, expected_state, strict=True):
+        assert relative(found, wanted) <= 1e-5
+
+
+def test_state_continues_where_the_last_call_stopped():
+    weights = random_weights("gru", 48, 96, seed=2)
+    layer = ecornn.compile("gru", hidden=96, input=48, batch=4, dtype="float32", target="cuda").bind(weights)
+    x = torch.randn(20, 4, 48, device="cuda")
+    whole, last = layer(x)
+    first, state = layer(x[:9])
+    second, state = layer(x[9:], state)
+    assert torch.allclose(torch.cat([first, second]), whole, rtol=0, atol=1e-6)
+    assert torch.allclose(state[0], last[0], rtol=0, atol=1e-6)
+
+
+def test_captures_into_a_cuda_graph():
+    weights = random_weights("lstm", 64, 128, seed=3)
+    layer = ecornn.compile("lstm", hidden=128, input=64, batch=4, dtype="float16", target="cuda").bind(weights)
+    x = torch.randn(12, 4, 64, device="cuda").half()
+    layer(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, state = layer(x)
+    x.copy_(torch.randn(12, 4, 64, device="cuda"))
+    y.fill_(float("nan"))
+    graph.replay()
+    eager, eager_state = layer(x)
+    torch.cuda.synchronize()
+    assert torch.equal(y, eager) and torch.equal(state[0], eager_state[0])
+
+
+def test_not_a_number_does_not_stop_the_exchange():
+    weights = random_weights("rnn_relu", 16, 40, seed=4)
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = ecornn.compile("rnn_relu", hidden=40, input=16, batch=9, dtype=str(dtype)[6:], target="cuda",
+                               schedule="persistent").bind(weights)
+        x = torch.randn(6, 9, 16, device="cuda").to(dtype)
+        bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]
+        h = torch.full((9, 40), -1, device="cuda", dtype=bits).view(dtype)  # every bit set: the sentinel itself
+        layer(x, (h,))
+        torch.cuda.synchronize()  # a reader that waits for such a word would never come back
+        y, _ = layer(x)
+        expected, _ = reference("rnn_relu", x.double().cpu().numpy(), weights)
+        assert relative(y.double().cpu().numpy(), expected) <= (1e-5 if dtype == torch.float32 else 2e-2)

@@ -1,0 +1,122 @@
+"""The wheel: everything is inside, and it works where the checkout is not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# Where a file of the checkout lies in the wheel.
+PLACES = {"ecornn": "ecornn", "schedules": "ecornn/schedules", "tuning_logs": "ecornn/tuning_logs"}
+RESOURCES = (".py", ".jsonl", ".cc", ".h", ".typed")
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+    result = subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True,
+                            text=True, timeout=240)
+    assert result.returncode == 0, f"{command}:\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of a copy of the checkout, which a build would otherwise fill with build/."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for path in [*ROOT.glob("*.toml"), *ROOT.glob("*.md"), ROOT / "LICENSE",
+                 *(p for place in PLACES for p in (ROOT / place).rglob("*"))]:
+        if path.is_file() and "__pycache__" not in path.parts:
+            target = source / path.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, source, cwd=out)
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="session")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Python of an environment with the wheel alone, which takes the dependencies from this one."""
+    folder = tmp_path_factory.mktemp("environment") / "venv"
+    run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=ROOT)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    # A .pth file in site/ adds a folder behind site/, whose own .pth files (the checkout's editable
+    # installation among them) are not read: ecornn is the wheel's, all else this environment's.
+    (site / "dependencies.pth").write_text("\n".join({sysconfig.get_path("purelib"),
+                                                      sysconfig.get_path("platlib")}) + "\n")
+    run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--prefix", folder,
+        "--ignore-installed", wheel, cwd=folder)
+    return folder / "bin" / "python"
+
+
+def test_the_wheel_holds_every_file(wheel: Path):
+    inside = set(zipfile.ZipFile(wheel).namelist())
+    expected = {f"{to}/{path.relative_to(ROOT / place).as_posix()}" for place, to in PLACES.items()
+                for path in (ROOT / place).rglob("*") if path.suffix in RESOURCES or path.name == "py.typed"}
+    assert {"ecornn/program.py", "ecornn/schedules/base.py", "ecornn/py.typed"} <= expected
+    missing = sorted(expected - inside)
+    assert not missing, f"not in the wheel (see [tool.setuptools] in pyproject.toml): {missing}"
+
+
+def test_the_wheel_holds_nothing_else(wheel: Path):
+    stray = [name for name in zipfile.ZipFile(wheel).namelist()
+             if not name.startswith("ecornn/") and ".dist-info/" not in name]
+    assert not stray, "one top-level package only"
+
+
+def test_commands_are_declared(wheel: Path):
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (n for n in archive.namelist() if n.endswith("entry_points.txt"))
+    text = archive.read(name).decode()
+    assert all(f"{command} = ecornn.cli:" in text for command in ("ecornn", "ecornn-tune", "ecornn-compile"))
+
+
+CHECK_LAYOUT = """
+import importlib.metadata, pathlib, sys
+import ecornn, ecornn.schedules, ecornn.tuning_logs
+home = pathlib.Path(sys.prefix)
+for module in (ecornn, ecornn.schedules, ecornn.tuning_logs):
+    assert home in pathlib.Path(module.__file__).parents, module.__file__
+assert ecornn.__version__ == importlib.metadata.version("ecornn")
+assert ecornn.schedules.all_schedules()
+for log in pathlib.Path(ecornn.tuning_logs.__file__).parent.glob("*.jsonl"):
+    print(log.name)
+"""
+
+CHECK_PATH = """
+import numpy as np
+import ecornn
+from ecornn.numpy_reference import random_weights
+module = ecornn.compile("lstm", hidden=9, input=5, batch=3, seq=4, dtype="float32", target="cpu")
+module.save("tiny.so")
+weights = random_weights("lstm", 5, 9)
+x = np.random.default_rng(0).standard_normal((4, 3, 5)).astype("float32")
+y, state = ecornn.load("tiny.so").bind(weights)(x)
+expected, after = ecornn.reference("lstm", x, weights)
+for got, want in zip((y, *state), (expected, *after)):
+    error = np.linalg.norm(got - want) / np.linalg.norm(want)
+    assert error <= 1e-5, error
+"""
+
+
+def test_installed_layout(installed: Path, tmp_path: Path):
+    listed = set(run(installed, "-c", CHECK_LAYOUT, cwd=tmp_path, PYTHONPATH="").split())
+    assert listed == {path.name for path in (ROOT / "tuning_logs").glob("*.jsonl")}
+
+
+@pytest.mark.slow
+def test_installed_compiles_and_runs(installed: Path, tmp_path: Path):
+    run(installed, "-c", CHECK_PATH, cwd=tmp_path, PYTHONPATH="", ECORNN_TUNING_LOGS=str(tmp_path / "logs"))
+
+
+def test_an_editable_installation_has_the_same_layout(tmp_path: Path):
+    """This environment's: ecornn.schedules is schedules/, with no stray top-level name."""
+    code = "import ecornn.schedules, ecornn.tuning_logs; print(ecornn.schedules.__file__)"
+    file = Path(run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH="").strip())
+    assert file.name == "__init__.py" and file.parent.name == "schedules"
+    assert file.read_bytes() == (ROOT / "schedules" / "__init__.py").read_bytes()

@@ -1,0 +1,181 @@
+"""The log's format: whatever is in a file, records come out or a problem that names the line."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ecornn.device import KNOWN
+from ecornn.errors import RecordError
+from ecornn.tune.log import MAX_FILE, append, parse, read
+from ecornn.tune.record import MAX_LINE, Choice, Finish, Start, Times, Trial, decode, encode
+from ecornn.workload import Workload
+
+WORK = Workload("lstm", 800, 800, 20, 300, "bfloat16")
+H100 = KNOWN["sm_90a"]
+
+
+def trial(**changes: object) -> Trial:
+    fields = {"run": "ab-1", "index": 0, "stage": "search", "workload": WORK, "device": H100,
+              "schedule": "persistent", "revision": 1, "config": {"blocks": 100, "hidden": True, "m": "x"},
+              "versions": {"tvm": "0.27"}, "seed": 0, "seconds": 1.5, "times": Times.of([3.0, 1.0, 2.0]),
+              "check": 1e-3, "source": "00ff"}
+    return Trial(**{**fields, **changes})
+
+
+names = st.text(min_size=1, max_size=20)
+values = st.one_of(st.integers(-2**40, 2**40), st.booleans(), names)
+micros = st.floats(1e-3, 1e6)
+times = st.lists(micros, min_size=1, max_size=20).map(Times.of)
+trials = st.builds(
+    trial, run=names, schedule=names, config=st.dictionaries(names, values, max_size=8),
+    times=times, check=st.none() | st.floats(0, 10), seed=st.integers(0, 2**31),
+    workload=st.builds(Workload, cell=names, hidden=st.integers(1, 4096), input=st.integers(1, 4096),
+                       batch=st.integers(1, 512), seq=st.integers(1, 4096)))
+
+
+@given(trials)
+def test_a_record_survives_the_file(record):
+    line = encode(record)
+    assert line.endswith(b"\n") and line.count(b"\n") == 1 and len(line) <= MAX_LINE
+    assert decode(line) == record
+
+
+@given(st.lists(st.one_of(trials.map(encode), st.binary(max_size=200).map(lambda b: b + b"\n")),
+                max_size=12))
+def test_damaged_lines_cost_only_themselves(lines):
+    data = b"".join(lines)
+    log = parse(data, Path("x.jsonl"))
+    good = [decode(line) for line in lines if line.startswith(b'{"kind":"trial"')]
+    assert [line.record for line in log.lines if isinstance(line.record, Trial)] == good
+    rows = [row for row in data.split(b"\n") if row.strip()]
+    assert len(log.lines) + len(log.problems) == len(rows)
+
+
+@given(trials, trials, st.integers(1, 10_000))
+def test_a_torn_last_line_is_reported_and_the_rest_kept(first, last, cut):
+    whole, torn = encode(first), encode(last)
+    torn = torn[:min(cut, len(torn) - 2)]
+    log = parse(whole + torn, Path("x.jsonl"))
+    assert [line.record for line in log.lines] == [first]
+    assert log.problems == ["x.jsonl:2: torn last line"]
+
+
+@settings(max_examples=300)
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+                    lambda inner: (st.lists(inner, max_size=4)
+                                   | st.dictionaries(st.text(), inner, max_size=4))),
+       st.sampled_from(sorted(msgspec.to_builtins(trial()))))
+def test_any_value_in_any_field_is_accepted_whole_or_refused(value, field):
+    data = msgspec.to_builtins(trial())
+    data[field] = value
+    try:
+        record = decode(json.dumps(data).encode("utf-8", "surrogatepass"))
+    except RecordError:
+        return
+    assert decode(encode(record)) == record
+
+
+@pytest.mark.parametrize("change, word", [
+    ({"extra": 1}, "unknown field"),
+    ({"v": 2}, "version 2"),
+    ({"kind": "code"}, "code"),
+    ({"stage": "third"}, "third"),
+    ({"error": "failed"}, "either times or an error"),
+    ({"times": None}, "either times or an error"),
+    ({"config": {"k": 1.5}}, "config"),
+    ({"config": {str(i): i for i in range(65)}}, "length <= 64"),
+    ({"check": -1.0}, ">= 0"),
+    ({"times": {"median": 0.0, "p20": 0.0, "p80": 1.0, "runs": [1.0]}}, "> 0"),
+    ({"times": {"median": 3.0, "p20": 4.0, "p80": 5.0, "runs": [1.0]}}, "p20"),
+    ({"schedule": "x" * 129}, "length <= 128"),
+])
+def test_what_the_format_refuses(change, word):
+    data = {**msgspec.to_builtins(trial()), "kind": "trial", **change}
+    with pytest.raises(RecordError, match=word):
+        decode(json.dumps(data).encode())
+
+
+def test_all_kinds_round_trip(tmp_path):
+    choice = Choice("persistent", {"blocks": 100})
+    records = [
+        Start(run="ab-1", workload=WORK, device=H100, schedules={"persistent": 1}, trials=9, seed=0,
+              versions={}),
+        trial(), trial(times=None, check=None, error="run: took longer than 60 s and was stopped"),
+        Finish(run="ab-1", reason="trials", trials=2, seconds=3.0, best=choice, best_us=1.0,
+               default=choice, default_us=2.0)]
+    path = tmp_path / "folder" / "log.jsonl"
+    for record in records:
+        append(path, record)
+    log = read(path)
+    assert [line.record for line in log.lines] == records and not log.problems
+    assert [line.number for line in log.lines] == [1, 2, 3, 4]
+
+
+def test_a_torn_line_does_not_swallow_the_next(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(encode(trial()) + encode(trial())[:50])
+    append(path, trial(index=2))
+    log = read(path)
+    assert [line.record.index for line in log.lines] == [0, 2]
+    assert len(log.problems) == 1 and f"{path}:2: " in log.problems[0]
+
+
+def test_lines_and_files_have_a_largest_size(tmp_path):
+    with pytest.raises(RecordError, match="at most 16384"):
+        decode(b" " * (MAX_LINE + 1))
+    config = {f"{i:0120}": "y" * 128 for i in range(64)}
+    with pytest.raises(RecordError, match="at most 16384"):
+        append(tmp_path / "log.jsonl", trial(config=config))
+    assert not (tmp_path / "log.jsonl").exists()
+    large = tmp_path / "large.jsonl"
+    with large.open("wb") as file:
+        file.truncate(MAX_FILE)  # sparse
+    with pytest.raises(RecordError, match="64 MiB"):
+        append(large, trial())
+    with large.open("ab") as file:
+        file.write(b"\n")
+    with pytest.raises(RecordError, match="larger than 64 MiB"):
+        read(large)
+
+
+def _append_many(path: Path, run: str) -> None:
+    for index in range(25):
+        append(path, trial(run=run, index=index))
+
+
+def test_two_processes_append_whole_lines(tmp_path):
+    path = tmp_path / "log.jsonl"
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=_append_many, args=(path, name)) for name in ("one", "two")]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    log = read(path)
+    assert not log.problems
+    for run in ("one", "two"):
+        assert [line.record.index for line in log.lines if line.record.run == run] == list(range(25))
+
+
+def test_a_missing_file_is_a_record_error(tmp_path):
+    with pytest.raises(RecordError, match="cannot read"):
+        read(tmp_path / "none.jsonl")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecordError, match="cannot append"):
+        append(tmp_path / "file" / "log.jsonl", trial())
+
+
+@given(st.lists(micros, min_size=1, max_size=60))
+def test_percentiles_are_numpys(runs):
+    import numpy as np
+
+    found = Times.of(runs)
+    assert [found.p20, found.median, found.p80] == pytest.approx(
+        np.percentile(runs, [20, 50, 80]).tolist(), rel=1e-4)

@@ -1,0 +1,206 @@
+"""Whole runs in real worker processes: hangs, crashes, resuming, and what the log says."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tune_fakes import ENTRIES, Fake, cost, make
+
+from ecornn.tune.evaluate import Outcome, ProcessEvaluator
+from ecornn.tune.journal import Journal, digest_of
+from ecornn.tune.log import read
+from ecornn.tune.model import CostModel
+from ecornn.tune.process import Worker, WorkerError
+from ecornn.tune.record import Finish, Start, Times
+from ecornn.tune.search import Search
+from ecornn.tune.space import Candidate, ConfigSpace
+from ecornn.tune.tuner import Settings, Tuner
+
+TASK = make()
+
+
+def candidate(behaviour: str, a: int = 1) -> Candidate:
+    return Candidate.of("fake", {"a": a, "b": 0, "behaviour": behaviour})
+
+
+def evaluator(limit: float = 2.0, builders: int = 2) -> ProcessEvaluator:
+    return ProcessEvaluator(TASK, "lstm", lambda path: path.write_bytes(b""), builders=builders,
+                            limit=limit, seed=0, entries=ENTRIES)
+
+
+def start(path: Path, schedule: Fake, measure, settings: Settings,
+          resume: bool = True) -> tuple[Tuner, Finish]:
+    journal = Journal.open(path, digest_of(TASK.workload, TASK.device, [schedule], settings.seed), resume)
+    search = Search(ConfigSpace(TASK, [schedule]), CostModel(settings.seed), settings.seed)
+    tuner = Tuner(search, measure, journal, settings, {"ecornn": "test"})
+    return tuner, tuner.run()
+
+
+class Instant:
+    """Measures nothing: times are computed. Stops with KeyboardInterrupt after ``stop`` trials."""
+
+    def __init__(self, stop: int | None = None) -> None:
+        self.seen: list[Candidate] = []
+        self.stop = stop
+
+    def evaluate(self, batch, bound):
+        for one in batch:
+            if self.stop is not None and len(self.seen) >= self.stop:
+                raise KeyboardInterrupt
+            self.seen.append(one)
+            yield one, Outcome(Times.of([cost(one.config)]), 1e-7, "digest")
+
+    def compare(self, finalists):
+        return [Outcome(Times.of([cost(one.config) + 0.25]), 1e-7, "digest") for one in finalists]
+
+
+def test_a_hang_a_crash_and_failures_each_cost_one_trial(tmp_path):
+    behaviours = ("ok", "hang", "crash", "wrong", "raise", "slow_build", "bad_build")
+    schedule = Fake(behaviours, "ab")
+    batch = [candidate("ok", 0), *(candidate(b) for b in behaviours[1:]), candidate("ok", 5)]
+    began = time.monotonic()
+    with evaluator() as measure:
+        journal = Journal.open(tmp_path / "log.jsonl", "x", True)
+        search = Search(ConfigSpace(TASK, [schedule]), CostModel(), 0)
+        tuner = Tuner(search, measure, journal, Settings(len(batch), 0), {})
+        tuner.begin = time.monotonic()
+        for one, outcome in measure.evaluate(batch, None):
+            tuner.learn(one, outcome.times.median if outcome.times else None)
+            tuner.record(one, outcome, "search")
+        processes = [w.process.pid for w in (*measure.workers, measure.measurer)]
+    assert time.monotonic() - began < 60
+    trials = {(t.config["behaviour"], t.config["a"]): t for t in read(journal.path).trials()}
+    assert len(trials) == len(batch)
+    assert trials["ok", 0].times and trials["ok", 5].times
+    assert trials["hang", 1].error == "run: took longer than 2 s and was stopped"
+    assert "SIGSEGV" in trials["crash", 1].error and trials["crash", 1].error.startswith("run: ")
+    assert "wrong output" in trials["wrong", 1].error
+    assert "ILLEGAL_ADDRESS" in trials["raise", 1].error
+    assert trials["slow_build", 1].error == "build: took longer than 2 s and was stopped"
+    assert trials["bad_build", 1].error == "build: BuildError: ptxas is not amused"
+    assert tuner.best == candidate("ok", 5)
+    for pid in processes:  # nothing is left behind
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_equal_code_is_measured_once():
+    twin = Candidate.of("fake", {"behaviour": "ok", "b": 0, "a": 3})
+    with evaluator(builders=1) as measure:
+        first = list(measure.evaluate([candidate("ok", 3)], None))
+        measure.modules.clear()  # built again, to the same digest
+        again = list(measure.evaluate([twin], None))
+        runs = measure.answers.with_name("measured").read_text().split()
+    assert first[0][1] == again[0][1] and first[0][1].times is not None
+    assert runs == ["ok"]
+
+
+def test_a_whole_run_in_processes_finds_a_good_candidate(tmp_path):
+    path = tmp_path / "log.jsonl"
+    with evaluator() as measure:
+        _, finish = start(path, Fake(("ok", "crash"), "ab"), measure, Settings(40, 0))
+    log = read(path)
+    kinds = Counter(type(line.record).__name__ for line in log.lines)
+    assert kinds["Start"] == kinds["Finish"] == 1 and not log.problems
+    assert sum(t.stage == "search" for t in log.trials()) == finish.trials == 40
+    assert finish.reason == "trials" and finish.best_us <= 2.0
+    assert finish.default_us == cost({"a": 0, "b": 0})
+
+
+def test_an_interrupted_run_goes_on_and_measures_nothing_twice(tmp_path):
+    path, schedule = tmp_path / "log.jsonl", Fake(("ok",), "abc")
+    first = Instant(stop=13)
+    with pytest.raises(KeyboardInterrupt):
+        start(path, schedule, first, Settings(30, 0))
+    assert len(read(path).trials()) == 13 and not any(
+        isinstance(line.record, Finish) for line in read(path).lines)
+    second = Instant()
+    tuner, finish = start(path, schedule, second, Settings(30, 0))
+    assert finish.trials == 30 and len(second.seen) == 17
+    assert not set(first.seen) & set(second.seen)
+    assert tuner.journal.finished(30, None) and not tuner.journal.finished(31, None)
+    assert sum(isinstance(line.record, Start) for line in read(path).lines) == 1
+    third = Instant()
+    start(path, schedule, third, Settings(36, 0))  # more trials: goes on from there
+    assert len(third.seen) == 6
+
+
+def test_without_resume_a_run_of_its_own_begins(tmp_path):
+    path, schedule = tmp_path / "log.jsonl", Fake(("ok",), "ab")
+    start(path, schedule, Instant(), Settings(8, 0))
+    again = Instant()
+    start(path, schedule, again, Settings(8, 0), resume=False)
+    assert len(again.seen) == 8
+    assert len({t.run for t in read(path).trials()}) == 2
+
+
+def test_other_seeds_and_revisions_are_other_runs():
+    newer = Fake()
+    newer.revision = 4
+    work, device = TASK.workload, TASK.device
+    assert len({digest_of(work, device, [Fake()], 0), digest_of(work, device, [Fake()], 1),
+                digest_of(work, device, [newer], 0)}) == 3
+
+
+def test_a_space_that_is_used_up_ends_the_run(tmp_path):
+    tuner, finish = start(tmp_path / "log.jsonl", Fake(("ok",), "ab"), Instant(), Settings(500, 0))
+    fitting = len(list(tuner.space.listing()))
+    assert (finish.reason, finish.trials) == ("space", fitting)
+    assert finish.best.config == {"a": 5, "b": 2, "behaviour": "ok"}
+    assert tuner.journal.finished(500, None)
+
+
+def test_the_time_limit_counts_earlier_sessions(tmp_path):
+    path, schedule = tmp_path / "log.jsonl", Fake(("ok",), "ab")
+
+    class Slow(Instant):
+        def evaluate(self, batch, bound):
+            for done in super().evaluate(batch, bound):
+                time.sleep(0.3)
+                yield done
+
+    tuner, finish = start(path, schedule, Slow(), Settings(40, 0, time_limit=1.0))
+    assert finish.reason == "time" and 3 <= finish.trials <= 5
+    assert tuner.journal.finished(40, 1.0) and not tuner.journal.finished(40, 2.0)
+    more = Slow()
+    _, finish = start(path, schedule, more, Settings(40, 0, time_limit=2.0))
+    assert finish.reason == "time" and len(more.seen) <= 5
+
+
+def test_the_gain_is_taken_from_the_final_comparison(tmp_path):
+    _, finish = start(tmp_path / "log.jsonl", Fake(("ok",), "ab"), Instant(), Settings(40, 0))
+    finals = [t for t in read(tmp_path / "log.jsonl").trials() if t.stage == "final"]
+    assert len(finals) == 4
+    assert finish.best_us == min(t.times.median for t in finals)
+    assert finish.default_us == cost({"a": 0, "b": 0}) + 0.25
+
+
+def test_a_worker_that_was_lost_is_replaced():
+    worker = Worker("tune_fakes:ready", gpu=False)
+    try:
+        with pytest.raises(WorkerError, match="SIGSEGV") as caught:
+            worker.call("test_tune_run:crash", None, int, 30)
+        assert caught.value.lost
+        with pytest.raises(WorkerError, match="no_such") as caught:
+            worker.call("no_such:thing", None, int, 30)
+        assert not caught.value.lost
+        assert worker.call("test_tune_run:gpus", None, str, 30) == ""
+    finally:
+        worker.stop()
+    with pytest.raises(WorkerError, match="stopped"):
+        worker.call("test_tune_run:gpus", None, str, 30)
+
+
+def crash(_: None) -> int:
+    import ctypes
+
+    return len(ctypes.string_at(0))
+
+
+def gpus(_: None) -> str:
+    print("a print does not disturb the replies")
+    return os.environ["CUDA_VISIBLE_DEVICES"]

@@ -1,0 +1,113 @@
+"""Config space, cost model and search, without building anything."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+import pytest
+from tune_fakes import Fake, cost, make
+
+from ecornn.errors import ScheduleError
+from ecornn.tune.features import Columns, features
+from ecornn.tune.model import CostModel
+from ecornn.tune.search import Search
+from ecornn.tune.space import Candidate, ConfigSpace
+
+TASK = make()
+LARGE = Fake(("ok",), "abcdef")  # 8**6 combinations
+
+
+def spend(space: ConfigSpace, seed: int, trials: int, batch: int = 16) -> Search:
+    search = Search(space, CostModel(seed), seed)
+    while len(search.tried) < trials:
+        proposed = search.ask(min(batch, trials - len(search.tried)))
+        if not proposed:
+            break
+        for candidate in proposed:
+            search.tell(candidate, cost(candidate.config))
+    return search
+
+
+def test_a_small_space_is_listed_with_what_fits_only():
+    space = ConfigSpace(TASK, [Fake(("ok",), "ab")])
+    listed = list(space.listing())
+    assert len(space) == 64 and len(listed) == len(set(listed)) == sum(
+        1 for a in range(8) for b in range(8) if a + b <= 9)
+
+
+def test_draws_and_neighbours_fit_and_differ_in_one_knob():
+    space, rng = ConfigSpace(TASK, [LARGE]), random.Random(0)
+    for _ in range(200):
+        one = space.draw(rng)
+        other = space.neighbour(one, rng)
+        assert space.fits(one) and space.fits(other)
+        assert sum(a != b for a, b in zip(one.knobs, other.knobs, strict=True)) == 1
+
+
+def test_no_schedule_is_an_error():
+    with pytest.raises(ScheduleError, match="no schedule serves"):
+        ConfigSpace(TASK, [])
+
+
+def test_defaults_come_first_and_nothing_is_proposed_twice():
+    space = ConfigSpace(TASK, [Fake(("ok",), "ab", "one"), Fake(("ok",), "ab", "two")])
+    search = Search(space, CostModel(), 0)
+    seen: list[Candidate] = []
+    while batch := search.ask(10):
+        seen += batch
+        for candidate in batch:
+            search.tell(candidate, cost(candidate.config))
+    assert seen[:2] == space.defaults()
+    assert len(seen) == len(set(seen)) and set(seen) == set(space.listing())
+
+
+def test_the_model_beats_random_search_in_a_large_space():
+    space = ConfigSpace(TASK, [LARGE])
+    for seed in range(3):
+        found = min(t for t in spend(space, seed, 96).tried.values() if t is not None)
+        rng = random.Random(seed)
+        blind = min(cost(space.draw(rng).config) for _ in range(96))
+        assert found < blind and found <= 1.5  # the best of all is 1.0
+
+
+def test_equal_seeds_propose_equally_and_others_do_not():
+    space = ConfigSpace(TASK, [LARGE])
+    first, again, other = (list(spend(space, seed, 48).tried) for seed in (1, 1, 2))
+    assert first == again and first != other
+
+
+def test_records_of_a_neighbour_help_from_the_first_batch():
+    space = ConfigSpace(TASK, [LARGE])
+    teacher = spend(space, 0, 96)
+    model = CostModel(5)
+    for candidate, time in teacher.tried.items():
+        model.add("neighbour", features(LARGE, TASK, candidate), None if time is None else 7 * time)
+    warm = Search(space, model, 5).ask(16)
+    cold = Search(space, CostModel(5), 5).ask(16)
+    knows, guesses = (statistics.median(cost(c.config) for c in batch) for batch in (warm, cold))
+    assert knows < guesses / 2
+
+
+def test_failures_rank_below_everything():
+    model, rows = CostModel(), [{"s.k": float(i)} for i in range(12)]
+    for i, row in enumerate(rows):
+        model.add("", row, None if i < 6 else 100.0 - i)
+    assert model.labels("")[:6] == [0.0] * 6 and min(model.labels("")[6:]) > 0
+    assert model.fit()
+    scores = model.score(rows)
+    assert max(scores[:6]) < min(scores[6:])
+
+
+def test_too_few_samples_teach_nothing():
+    model = CostModel()
+    model.add("", {"k": 1.0}, 1.0)
+    model.add("", {"k": 2.0}, 2.0)
+    assert not model.fit()
+
+
+def test_a_word_that_is_absent_is_zero_and_a_number_missing():
+    columns = Columns()
+    columns.learn([{"k=x": 1.0, "n": 3.0}])
+    row = columns.matrix([{"other": 1.0}])[0]
+    assert row[0] == 0.0 and row[1] != row[1]
