@@ -176,8 +176,6 @@ def _step_kernel(task: Task, tile: Tile, layout: Layout, buffers: list[Buffer], 
             if rows:
                 base = T.Bind(scalars.operand_base(p, a["t"] % 2 if p == 0 else 0))
                 source = a[f"operands_{p}"]
-                order = list(graph.phases[p].operands)
-                assert product.operands == order, "a phase names its operands in the order of its rows"
                 product.run(a[f"recurrent_{p}"], column, w.hidden, lambda o, row, k: T.cast(
                     source[base + scalars.wide(o) * layout.size + layout.place(scalars.wide(row0 + row), k)],
                     "float32"))

@@ -18,11 +18,12 @@ from ecornn.schedules.base import Task
 from ecornn.schedules.pointwise import emit, invariants, vector_sources
 from ecornn.schedules.tensor_core import mma, per_word, split, words
 
-STAGES = 4
+STAGES = 3
 WIDE = 8  # n8 tiles of a warp, about: wider ones read less shared memory a product
 WARP_COLUMNS = 4  # warps side by side over units; 2 over rows
 THREADS = 256
-ROW = 20  # words of a row of x in shared memory: 16, and 4 that keep ldmatrix free of bank conflicts
+SPAN = 2  # pairs of k-tiles (16 words each) of a stage: whole 128-byte lines of x
+ROW = SPAN * 16 + 4  # words of a row of x in a stage; the 4 keep ldmatrix free of bank conflicts
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class _Shape:
     octets: int  # groups of 8 units a warp computes
     tiles: int  # m16 tiles of a warp
     columns: int  # blocks over the units
-    pairs: int  # pairs of k-tiles, 16 words each
+    slabs: int  # stages' worth of K, SPAN * 16 words each
 
     @property
     def block_octets(self) -> int:
@@ -53,8 +54,8 @@ class _Shape:
 
     @property
     def weight_words(self) -> int:
-        """Words of packed weights a block needs for one pair of k-tiles."""
-        return self.block_octets * self.rows * 128
+        """Words of packed weights a block needs for a slab."""
+        return SPAN * self.block_octets * self.rows * 128
 
     @property
     def stage_words(self) -> int:
@@ -73,8 +74,8 @@ def shape_of(task: Task) -> _Shape:
     accumulators = octets * max(rows, 1)
     tiles = 4 if accumulators <= 8 else 2 if accumulators <= 16 else 1
     columns = -(-w.hidden // (8 * WARP_COLUMNS * octets))
-    pairs = -(-words(w.input, w.dtype) // 16) if rows else 0
-    return _Shape(rows, len(graph.hoisted_outputs), octets, tiles, columns, pairs)
+    slabs = -(-words(w.input, w.dtype) // (SPAN * 16)) if rows else 0
+    return _Shape(rows, len(graph.hoisted_outputs), octets, tiles, columns, slabs)
 
 
 def project(task: Task, out_dtype: str = "float32") -> Part:
@@ -95,9 +96,10 @@ def project(task: Task, out_dtype: str = "float32") -> Part:
     buffers = [vectors, hoisted]
     if shape.rows:
         n, c, o = per_word(w.dtype), shape.columns, shape.block_octets
-        units, inputs = c * o * 8, shape.pairs * 16 * n
+        units, pairs = c * o * 8, shape.slabs * SPAN
+        inputs = pairs * 16 * n
         packing = Packing(tuple((r.weight, r.gate) for r in graph.hoisted_rows),
-                          (shape.rows, units, inputs), (shape.rows, c, o, 8, shape.pairs, 2, 2, 4, n),
+                          (shape.rows, units, inputs), (shape.rows, c, o, 8, pairs, 2, 2, 4, n),
                           (1, 4, 2, 0, 3, 7, 5, 6, 8), w.dtype)
         buffers.append(Buffer("input_weights", "packed", w.dtype, Extent(shape.rows * units * inputs), packing))
     blocks = task.device.cores * (1 if shape.tiles * shape.octets * max(shape.rows, 1) > 16 else 2)
@@ -134,19 +136,19 @@ def _kernel(task: Task, s: _Shape, out_dtype: str, blocks: int) -> Any:
         turn = T.alloc_buffer((1,), "int32", scope="local")
         T.buffer_store(turn, block, [0])
 
-        def load_stage(row0: Any, column: Any, pair: Any, stage: Any) -> None:
+        def load_stage(row0: Any, column: Any, slab: Any, stage: Any) -> None:
             base = T.Bind(stage * s.stage_words)
-            for word_count, copies in ((4, 4), (1, 16)):
+            for word_count in (4, 1):
                 if (I * w.itemsize) % (word_count * 4) == 0:
-                    _copy_rows(T, s, x, shared, base, row0, pair, thread, total, I, pw, word_count, copies)
+                    _copy_rows(T, s, x, shared, base, row0, slab, thread, total, I, pw, word_count)
                     break
             else:
-                _copy_values(T, s, x, halves, base, row0, pair, thread, total, I, dtype)
+                _copy_values(T, s, x, halves, base, row0, slab, thread, total, I, dtype)
             chunks = s.weight_words // 4
             for r in range(-(-chunks // THREADS)):
                 index = T.Bind(r * THREADS + thread)
                 with T.If(index < chunks), T.Then():
-                    source = (T.cast(column * s.pairs + pair, "int64") * s.weight_words + index * 4) * pw
+                    source = (T.cast(column * s.slabs + slab, "int64") * s.weight_words + index * 4) * pw
                     T.evaluate(T.ptx["cp.async.cg.shared.global"](
                         shared.ptr_to([base + s.block_rows * ROW + index * 4]), weights.ptr_to([source]), 16))
 
@@ -156,33 +158,19 @@ def _kernel(task: Task, s: _Shape, out_dtype: str, blocks: int) -> Any:
                 T.buffer_store(acc, T.float32(0), [m, n, e])
             if s.rows:
                 for stage in range(STAGES - 1):
-                    if stage < s.pairs:
+                    if stage < s.slabs:
                         load_stage(row0, column, stage, stage)
                     T.evaluate(T.ptx["cp.async.commit_group"]())
-                with T.serial(0, s.pairs) as pair:
+                with T.serial(0, s.slabs) as slab:
                     T.evaluate(T.ptx["cp.async.wait_group"](STAGES - 2))
                     T.evaluate(T.cuda.cta_sync())
-                    ahead = T.Bind(pair + (STAGES - 1))
-                    with T.If(ahead < s.pairs), T.Then():
+                    ahead = T.Bind(slab + (STAGES - 1))
+                    with T.If(ahead < s.slabs), T.Then():
                         load_stage(row0, column, ahead, ahead % STAGES)
                     T.evaluate(T.ptx["cp.async.commit_group"]())
-                    base = T.Bind(pair % STAGES * s.stage_words)
-                    with T.unroll(s.octets * s.rows) as n:
-                        place = (base + s.block_rows * ROW
-                                 + ((warp_column * s.octets * s.rows + n) * 32 + lane) * 4)
-                        T.evaluate(T.ptx["ld.shared.v4.b32"](bw[n, 0], bw[n, 1], bw[n, 2], bw[n, 3],
-                                                             shared.ptr_to([place])))
-                    for tile in range(2):
-                        with T.unroll(s.tiles) as m:
-                            row = (warp_row * s.tiles + m) * 16 + lane % 16
-                            T.evaluate(T.ptx["ldmatrix.sync.aligned.m8n8.x4.shared.b16"](
-                                a[m, 0], a[m, 1], a[m, 2], a[m, 3],
-                                shared.ptr_to([base + row * ROW + tile * 8 + lane // 16 * 4])))
-                        with T.unroll(s.tiles) as m:
-                            parts = [split(a[m, i], dtype) for i in range(4)]
-                            with T.unroll(s.octets * s.rows) as n:
-                                columns = [split(bw[n, tile * 2 + i], dtype) for i in range(2)]
-                                mma([acc[m, n, i] for i in range(4)], parts, columns, dtype)
+                    base = T.Bind(slab % STAGES * s.stage_words)
+                    for span in range(SPAN):
+                        _multiply(T, s, dtype, shared, base, span, warp_row, warp_column, lane, a, bw, acc)
                 T.evaluate(T.cuda.cta_sync())  # the next tile's copies overwrite the stages
             with T.unroll(s.octets) as o:
                 unit = T.Bind(((column * WARP_COLUMNS + warp_column) * s.octets + o) * 8 + lane % 4 * 2)
@@ -200,27 +188,49 @@ def _kernel(task: Task, s: _Shape, out_dtype: str, blocks: int) -> Any:
     return builder.get()
 
 
-def _copy_rows(T: Any, s: _Shape, x: Any, shared: Any, base: Any, row0: Any, pair: Any, thread: Any,
-               total: Any, I: int, pw: int, count: int, copies: int) -> None:
-    """Copies 16 words of each row, ``count`` words at a time; what lies outside x becomes zero."""
+def _multiply(T: Any, s: _Shape, dtype: str, shared: Any, base: Any, span: int, warp_row: Any,
+              warp_column: Any, lane: Any, a: Any, bw: Any, acc: Any) -> None:
+    """Adds the products of one pair of k-tiles of a stage."""
+    columns = s.octets * s.rows
+    first = base + s.block_rows * ROW + span * (s.weight_words // SPAN)
+    with T.unroll(columns) as n:
+        place = first + ((warp_column * columns + n) * 32 + lane) * 4
+        T.evaluate(T.ptx["ld.shared.v4.b32"](bw[n, 0], bw[n, 1], bw[n, 2], bw[n, 3], shared.ptr_to([place])))
+    for tile in range(2):
+        with T.unroll(s.tiles) as m:
+            place = base + ((warp_row * s.tiles + m) * 16 + lane % 16) * ROW + span * 16 + tile * 8 + lane // 16 * 4
+            T.evaluate(T.ptx["ldmatrix.sync.aligned.m8n8.x4.shared.b16"](
+                a[m, 0], a[m, 1], a[m, 2], a[m, 3], shared.ptr_to([place])))
+        with T.unroll(s.tiles) as m:
+            rows = [split(a[m, i], dtype) for i in range(4)]
+            with T.unroll(columns) as n:
+                mma([acc[m, n, i] for i in range(4)], rows, [split(bw[n, tile * 2 + i], dtype) for i in range(2)],
+                    dtype)
+
+
+def _copy_rows(T: Any, s: _Shape, x: Any, shared: Any, base: Any, row0: Any, slab: Any, thread: Any,
+               total: Any, I: int, pw: int, count: int) -> None:
+    """Copies a slab of each row, ``count`` words at a time; what lies outside x becomes zero."""
+    copies = SPAN * 16 // count
     kind = "cp.async.cg.shared.global" if count == 4 else "cp.async.ca.shared.global"
     for r in range(s.block_rows * copies // THREADS):
         index = T.Bind(r * THREADS + thread)
         row, word = T.Bind(index // copies), T.Bind(index % copies * count)
-        value = T.Bind((pair * 16 + word) * pw)
+        value = T.Bind((slab * (SPAN * 16) + word) * pw)
         inside = T.Bind(T.And(row0 + row < total, value < I))
         source = T.Select(inside, T.cast(row0 + row, "int64") * I + value, T.int64(0))
         T.evaluate(T.ptx[kind](shared.ptr_to([base + row * ROW + word]), x.ptr_to([source]), count * 4,
                                T.Select(inside, T.uint32(count * 4), T.uint32(0))))
 
 
-def _copy_values(T: Any, s: _Shape, x: Any, halves: Any, base: Any, row0: Any, pair: Any, thread: Any,
+def _copy_values(T: Any, s: _Shape, x: Any, halves: Any, base: Any, row0: Any, slab: Any, thread: Any,
                  total: Any, I: int, dtype: str) -> None:
     """The same for rows of an odd number of 16-bit values, which no asynchronous copy serves."""
-    with T.serial(0, s.block_rows * 32 // THREADS) as r:
+    width = SPAN * 32
+    with T.serial(0, s.block_rows * width // THREADS) as r:
         index = T.Bind(r * THREADS + thread)
-        row, value = T.Bind(index // 32), T.Bind(index % 32)
-        column = T.Bind(pair * 32 + value)
+        row, value = T.Bind(index // width), T.Bind(index % width)
+        column = T.Bind(slab * width + value)
         place = (base + row * ROW) * 2 + value
         T.buffer_store(halves, T.float16(0), [place])
         with T.If(T.And(row0 + row < total, column < I)), T.Then():

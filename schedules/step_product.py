@@ -16,6 +16,8 @@ from ecornn.analysis import Row
 from ecornn.program import Buffer, Extent, Packing
 from ecornn.schedules.base import Config, Task
 
+UNROLL = 4  # steps along K
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -72,7 +74,7 @@ class Product:
 
     def __init__(self, T: Any, tile: Tile, rows: tuple[Row, ...], memory: Any, thread: Any) -> None:
         self.T, self.tile, self.rows, self.memory, self.thread = T, tile, rows, memory, thread
-        self.operands = list(dict.fromkeys(r.operand for r in rows))
+        self.operands = {v: o for o, v in enumerate(dict.fromkeys(r.operand for r in rows))}  # as in the phase
         self.unit = T.Bind(thread % tile.units)
         self.group = T.Bind(thread // tile.units % tile.groups)
         self.part = T.Bind(thread // (tile.units * tile.groups))
@@ -101,8 +103,10 @@ class Product:
                     value = operand(vector // tile.rows, vector % tile.rows, chunk * tile.depth + k)
                     T.buffer_store(self.memory, value, [size + vector * (tile.depth + 1) + k])
             T.evaluate(T.cuda.cta_sync())
-            with T.unroll(tile.depth // tile.split) as turn:
-                self._multiply(acc, turn * tile.split + self.part, size)
+            steps = tile.depth // tile.split
+            inner = min(steps, UNROLL)  # whole tiles unrolled compile for seconds
+            with T.serial(0, steps // inner) as outer, T.unroll(inner) as turn:
+                self._multiply(acc, (outer * inner + turn) * tile.split + self.part, size)
         T.evaluate(T.cuda.cta_sync())  # partial sums overwrite the tiles
         for g in range(gates):
             for r in range(tile.thread_rows):
@@ -118,7 +122,7 @@ class Product:
         for g, source in enumerate(self.rows):
             weight = T.Bind(self.memory[(k * gates + g) * tile.units + self.unit])
             for r in range(tile.thread_rows):
-                value = values[self.operands.index(source.operand)][r]
+                value = values[self.operands[source.operand]][r]
                 T.buffer_store(acc, acc[g, r] + weight * value, [g, r])
 
     def _place(self, part: Any, row: Any, gate: int, unit: Any) -> Any:

@@ -37,6 +37,7 @@ struct nv_bfloat16 {
 };
 struct uint3 { unsigned x, y, z; };
 static uint3 threadIdx, blockIdx;
+inline half __float2half_rn(float value) { return (half)value; }
 template <typename T> T max(T a, T b) { return a > b ? a : b; }
 template <typename T> T min(T a, T b) { return a < b ? a : b; }
 

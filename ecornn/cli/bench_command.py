@@ -35,7 +35,7 @@ def bench(module: Path, seq: int | None, batch: int | None, seconds: float, seed
 
     from ecornn.errors import ArgumentError
     from ecornn.runtime.loader import load
-    from ecornn.tune.measuring import memory_for
+    from ecornn.tune.arrays import arrays_for
     from ecornn.tune.timing import Contestant, race
 
     loaded = load(module)
@@ -43,7 +43,7 @@ def bench(module: Path, seq: int | None, batch: int | None, seconds: float, seed
     steps, rows = seq or work.seq, batch or work.batch
     if rows > work.batch:
         raise ArgumentError("--batch", rows, f"at most {work.batch}, what the module was compiled for")
-    memory, rng = memory_for(manifest), np.random.default_rng(seed)
+    memory, rng = arrays_for(loaded), np.random.default_rng(seed)
     bound = work.hidden ** -0.5
     weights = {p.name: rng.uniform(-bound, bound, p.shape).astype(np.float32) for p in manifest.parameters}
     x = memory.put(rng.uniform(-1, 1, (steps, rows, work.input)))
@@ -69,10 +69,12 @@ def torch_layer(manifest: Manifest, weights: dict[str, Any], x: Any) -> Callable
     """PyTorch's layer with the same weights on ``x``; None (and why, printed) where it has none."""
     import importlib.util
 
-    if importlib.util.find_spec("torch") is None:
-        click.echo("PyTorch is not installed: nothing to compare with", err=True)
+    from ecornn.tune.arrays import torch_sees_gpu
+
+    work, on_gpu = manifest.workload, manifest.device.kind == "cuda"
+    if importlib.util.find_spec("torch") is None or (on_gpu and not torch_sees_gpu()):
+        click.echo("PyTorch is not installed for this device: nothing to compare with", err=True)
         return None
-    work = manifest.workload
     if work.cell not in TORCH:
         click.echo(f"PyTorch has no cell {work.cell}: nothing to compare with", err=True)
         return None
@@ -82,7 +84,7 @@ def torch_layer(manifest: Manifest, weights: dict[str, Any], x: Any) -> Callable
     name, options = TORCH[work.cell]
     layer = getattr(torch.nn, name)(work.input, work.hidden, **options)
     layer.load_state_dict({n: torch.from_numpy(w) for n, w in weights.items()})
-    layer = layer.to(device="cpu" if manifest.device.kind == "llvm" else "cuda", dtype=dtype)
+    layer = layer.to(device="cuda" if on_gpu else "cpu", dtype=dtype)
     data = x if isinstance(x, torch.Tensor) else torch.from_numpy(x)
 
     def run() -> Any:

@@ -10,8 +10,9 @@ import msgspec
 import numpy as np
 
 from ecornn.errors import ScheduleError
-from ecornn.tune.oracle import numpy_dtype, relative_error
-from ecornn.tune.timing import Clock, Contestant, event_clock, race, wall_clock
+from ecornn.tune.arrays import Arrays, arrays_for, torch_sees_gpu
+from ecornn.tune.oracle import relative_error
+from ecornn.tune.timing import Contestant, race
 
 
 class Measure(msgspec.Struct, frozen=True):
@@ -42,73 +43,19 @@ class Measured(msgspec.Struct, frozen=True):
     times: tuple[float, ...]
 
 
-class Host:
-    """Arrays in host memory, for CPU modules; wall clock."""
-
-    clock: Clock = staticmethod(wall_clock)
-
-    def __init__(self, dtype: str) -> None:
-        self.dtype = numpy_dtype(dtype)
-
-    def put(self, values: Any) -> Any:
-        """The values as an array of the workload's dtype."""
-        return np.ascontiguousarray(np.asarray(values).astype(self.dtype))
-
-    def poison(self, shape: tuple[int, ...]) -> Any:
-        """An array of NaN."""
-        return np.full(shape, np.nan, np.float32).astype(self.dtype)
-
-    def get(self, array: Any) -> Any:
-        """Float64 values."""
-        return np.asarray(array).astype(np.float64)
-
-
-class Gpu:
-    """torch tensors in device memory, for CUDA modules; events."""
-
-    clock: Clock = staticmethod(event_clock)
-
-    def __init__(self, dtype: str) -> None:
-        import torch
-
-        self.torch, self.dtype = torch, getattr(torch, dtype)
-
-    def put(self, values: Any) -> Any:
-        """The values as a tensor of the workload's dtype."""
-        return self.torch.from_numpy(np.asarray(values, np.float32).copy()).cuda().to(self.dtype)
-
-    def poison(self, shape: tuple[int, ...]) -> Any:
-        """A tensor of NaN."""
-        return self.torch.full(shape, float("nan"), dtype=self.dtype, device="cuda")
-
-    def get(self, array: Any) -> Any:
-        """Float64 values, once the GPU is done."""
-        return array.to(self.torch.float64).cpu().numpy()
-
-
-def memory_for(manifest: Any) -> Host | Gpu:
-    """Where a module's arrays live."""
-    if manifest.device.kind == "llvm":
-        return Host(manifest.workload.dtype)
-    return Gpu(manifest.workload.dtype)
-
-
 def ready(_: None) -> bool:
     """Imports what a measurement needs, and opens the GPU, before the clock runs."""
-    import importlib.util
-
     import ecornn.runtime.loader
 
-    if importlib.util.find_spec("torch") is not None:
+    if torch_sees_gpu():
         import torch
 
-        if torch.cuda.is_available():
-            torch.zeros(1, device="cuda")
-            torch.cuda.synchronize()
+        torch.zeros(1, device="cuda")
+        torch.cuda.synchronize()
     return ecornn.runtime.loader is not None
 
 
-def check(layer: Any, memory: Host | Gpu, answers: Any) -> float:
+def check(layer: Any, memory: Arrays, answers: Any) -> float:
     """The larger relative error of two runs over y and the final states; outputs start as NaN."""
     x = memory.put(answers["x"])
     first = [memory.put(answers[n]) for n in sorted(answers.files) if n.startswith("first_")]
@@ -135,7 +82,7 @@ def measure(request: Measure) -> list[Measured]:
         weights = {n[2:]: answers[n] for n in answers.files if n.startswith("w:")}
         for path in request.paths:
             module = load(Path(path))
-            layer, memory = module.bind(weights), memory_for(module.manifest)
+            layer, memory = module.bind(weights), arrays_for(module)
             error = check(layer, memory, answers)
             if not error <= request.tolerance:
                 raise ScheduleError(f"wrong output: relative error {error:.2g}, "

@@ -74,7 +74,7 @@ class CPUSequence(Schedule):
     def default(self, task: Task) -> Config:
         """The largest tile that fits the registers and wastes the fewest rows and vectors."""
         workload, graph = task.workload, task.graph
-        values = {k.name: k.values for k in self.knobs(task)}
+        values = {k.name: tuple(int(v) for v in k.values) for k in self.knobs(task)}
 
         def best(rows: int, gates: list[int], prefix: str) -> tuple[int, int]:
             return best_tile(task, rows, gates, values[f"{prefix}rows"], values[f"{prefix}columns"])

@@ -1,0 +1,124 @@
+"""Where a module's inputs and outputs live while it is measured, and the clock that fits."""
+
+from __future__ import annotations
+
+import time
+from math import prod
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from ecornn.tune.oracle import numpy_dtype
+from ecornn.tune.timing import Run, event_clock, wall_clock
+from ecornn.workload import ITEMSIZE
+
+if TYPE_CHECKING:
+    from ecornn.runtime.loader import Module
+
+
+class Arrays(Protocol):
+    """Arrays of one workload's dtype, in one kind of memory."""
+
+    def put(self, values: Any) -> Any:
+        """An array of the values."""
+
+    def poison(self, shape: tuple[int, ...]) -> Any:
+        """An array of NaN."""
+
+    def get(self, array: Any) -> Any:
+        """An array's values in float64, once the device is done."""
+
+    def clock(self, run: Run) -> float:
+        """Seconds of ``run``."""
+
+
+class HostArrays:
+    """NumPy arrays, for CPU modules; wall clock."""
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype = numpy_dtype(dtype)
+
+    def put(self, values: Any) -> Any:
+        return np.ascontiguousarray(np.asarray(values).astype(self.dtype))
+
+    def poison(self, shape: tuple[int, ...]) -> Any:
+        return np.full(shape, np.nan, np.float32).astype(self.dtype)
+
+    def get(self, array: Any) -> Any:
+        return np.asarray(array).astype(np.float64)
+
+    def clock(self, run: Run) -> float:
+        return wall_clock(run)
+
+
+class TorchArrays:
+    """torch tensors on the GPU; CUDA events."""
+
+    def __init__(self, dtype: str) -> None:
+        import torch
+
+        self.torch, self.dtype = torch, getattr(torch, dtype)
+
+    def put(self, values: Any) -> Any:
+        return self.torch.from_numpy(np.array(values, np.float32)).cuda().to(self.dtype)
+
+    def poison(self, shape: tuple[int, ...]) -> Any:
+        return self.torch.full(shape, float("nan"), dtype=self.dtype, device="cuda")
+
+    def get(self, array: Any) -> Any:
+        return array.to(self.torch.float64).cpu().numpy()
+
+    def clock(self, run: Run) -> float:
+        return event_clock(run)
+
+
+class DeviceArrays:
+    """The module's own device memory, where there is no torch; wall clock around runs on the
+    default stream and a synchronisation, which short runs share."""
+
+    def __init__(self, dtype: str, module: Module) -> None:
+        self.name, self.dtype, self.library = dtype, numpy_dtype(dtype), module.library
+
+    def put(self, values: Any) -> Any:
+        from ecornn.runtime.dlpack import CUDA, Block
+        from ecornn.runtime.memory import DeviceMemory
+
+        host = np.ascontiguousarray(np.asarray(values, np.float32).astype(self.dtype))
+        memory = DeviceMemory(self.library, 0, max(host.nbytes, 1))
+        self.library.copy(0, memory.pointer, host.ctypes.data, host.nbytes, 0)
+        self.library.synchronize(0, 0)  # before the host's copy goes away
+        return Block(memory, host.shape, self.name, (CUDA, 0))
+
+    def poison(self, shape: tuple[int, ...]) -> Any:
+        return self.put(np.full(shape, np.nan, np.float32))
+
+    def get(self, array: Any) -> Any:
+        host = np.empty(prod(array.shape) * ITEMSIZE[self.name], np.uint8)
+        self.library.copy(0, host.ctypes.data, array.pointer, host.nbytes, 0)
+        self.library.synchronize(0, 0)
+        return host.view(self.dtype).reshape(array.shape).astype(np.float64)
+
+    def clock(self, run: Run) -> float:
+        begin = time.perf_counter()
+        run()
+        self.library.synchronize(0, 0)
+        return time.perf_counter() - begin
+
+
+def torch_sees_gpu() -> bool:
+    """Whether torch is installed and can use a GPU."""
+    import importlib.util
+
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def arrays_for(module: Module) -> Arrays:
+    """The arrays to run ``module`` on."""
+    dtype = module.manifest.workload.dtype
+    if module.manifest.device.kind == "llvm":
+        return HostArrays(dtype)
+    return TorchArrays(dtype) if torch_sees_gpu() else DeviceArrays(dtype, module)

@@ -1,0 +1,209 @@
+"""Layout transform: one launch a step and phase on tensor cores, weights and state laid out for it.
+
+For layers whose weights do not fit on chip, and for large batches. Weights are packed so that a block
+streams one contiguous piece for each stage, with all gates of a unit in one block; the exchanged state has
+the hidden axis innermost, or the batch inside blocks of the hidden axis. Input products are hoisted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product as combinations
+from typing import Any
+
+from ecornn.program import Buffer, Launch, Loop, Program
+from ecornn.schedules.base import Config, Knob, Schedule, Task
+from ecornn.schedules.pointwise import MATH, MATH_TRADES
+from ecornn.schedules.projection import project, shape_of
+from ecornn.schedules.step_scalars import (
+    Layout,
+    StepScalars,
+    begin_calls,
+    begin_kernel,
+    common_buffers,
+    declare,
+)
+from ecornn.schedules.step_tensor import Plan, TensorProduct, plan_of, unit_step, weights_buffer
+
+AHEAD = 4  # items of a thread whose hoisted values are read before the product
+MOST_ROWS = 256  # weight rows of a block
+
+
+class LayoutTransform(Schedule):
+    """Serves every cell with a recurrent product."""
+
+    name = "layout_transform"
+    revision = 1
+    kind = "cuda"
+
+    def serves(self, task: Task) -> str | None:
+        if not task.graph.phases:
+            return f"cell {task.graph.cell!r} has no recurrent product"
+        if task.device.capability < 80:
+            return "needs tensor cores of compute capability 8.0"
+        if task.graph.hoisted_rows and shape_of(task).shared > task.device.shared:
+            return (f"the projection needs {shape_of(task).shared} bytes of shared memory, "
+                    f"{task.device.shared} available")
+        if next(self._candidates(task), None) is None:
+            return f"cell {task.graph.cell!r} has too many gates for a block"
+        return None
+
+    def knobs(self, task: Task) -> tuple[Knob, ...]:
+        w, step = task.workload, unit_step(task)
+        gates = max(len(p.rows) for p in task.graph.phases)
+        units = tuple(u for u in (step << n for n in range(7))
+                      if u == step or (u * gates <= MOST_ROWS and u < 2 * w.hidden))
+        rows = {-(-w.batch // (8 * n)) * 8 for n in (1, 2, 3, 4, 6, 8)}
+        rows = {r for r in rows if r <= 256} | {r for r in (64, 128, 256) if r < w.batch}
+        return (
+            Knob("units", units, "fewer units a block: more blocks; more: fewer reads of the state"),
+            Knob("rows", tuple(sorted(rows)), "fewer batch rows a block: more blocks; more: fewer reads of weights"),
+            Knob("row_warps", (1, 2, 4, 8), "more warps over weight rows: fewer registers each, state read by each"),
+            Knob("batch_warps", (1, 2, 4), "more warps over the batch: fewer registers each, weights read by each"),
+            Knob("split", (1, 2, 4, 8), "more warps over K: more loads under way, more partial sums to add"),
+            Knob("depth", (1, 2, 4), "deeper stages: fewer barriers, more shared memory and padding"),
+            Knob("stages", (2, 3, 4, 6), "more stages hide more latency, for shared memory"),
+            Knob("layout", ("hidden", "batch"),
+                 "hidden innermost: writers of new state fill sectors; batch inside blocks: readers do"),
+            Knob("math", MATH[:1] if w.dtype == "float32" else MATH, MATH_TRADES),
+        )
+
+    def check(self, task: Task, config: Config) -> str | None:
+        step = unit_step(task)
+        if int(config["units"]) % step:
+            return f"units={config['units']} is no multiple of {step}"
+        plan, device = plan_of(task, config), task.device
+        if plan.threads > 1024:
+            return f"{plan.threads} threads a block"
+        if plan.rows % (8 * plan.batch_warps):
+            return f"{plan.rows} batch rows for {plan.batch_warps} warps"
+        for p in range(len(plan.gates)):
+            if plan.weight_rows(p) % (16 * plan.row_warps):
+                return f"{plan.weight_rows(p)} weight rows for {plan.row_warps} warps"
+            if plan.shared(p) > device.shared:
+                return f"{plan.shared(p)} bytes of shared memory, {device.shared} available"
+            limit = min(255, device.registers // plan.threads // 8 * 8)
+            if plan.registers(p) > limit:
+                return f"about {plan.registers(p)} registers a thread, {limit} available"
+        return None
+
+    def default(self, task: Task) -> Config:
+        best = min(self._candidates(task), key=lambda c: estimate(task, plan_of(task, c)), default=None)
+        assert best is not None, "default() is for tasks that serves() accepts"
+        return best
+
+    def _candidates(self, task: Task) -> Iterator[Config]:
+        """Valid configurations, thinned out: the heuristic leaves the layout to the tuner."""
+        knobs = {k.name: k.values for k in self.knobs(task)} | {"layout": ("batch",), "stages": (4, 2)}
+        knobs["math"] = ("exact",) if task.workload.dtype == "float32" else ("fast",)
+        for values in combinations(*knobs.values()):
+            config = dict(zip(knobs, values, strict=True))
+            if self.check(task, config) is None:
+                yield config
+
+    def features(self, task: Task, config: Config) -> dict[str, float]:
+        plan, w = plan_of(task, config), task.workload
+        phases = range(len(plan.gates))
+        rows, width = -(-w.batch // plan.rows), plan.pairs * (32 if w.dtype != "float32" else 16)
+        blocks = plan.columns * rows
+        products = sum(g * o for g, o in zip(plan.gates, plan.operands, strict=True))
+        return {
+            "blocks": blocks, "waves": blocks / task.device.cores, "threads": plan.threads,
+            "weight_bytes": products * w.hidden * width * w.itemsize * rows,
+            "state_bytes": sum(plan.operands) * plan.columns * rows * plan.rows * width * w.itemsize,
+            "flops": 2.0 * products * w.hidden * w.hidden * w.batch,
+            "waste": plan.columns * plan.units * rows * plan.rows * width / (w.hidden * w.batch * w.hidden),
+            "turns": sum(plan.turns(p) for p in phases), "shared": max(plan.shared(p) for p in phases),
+            "registers": max(plan.registers(p) for p in phases), "estimate": estimate(task, plan)}
+
+    def program(self, task: Task, config: Config) -> Program:
+        plan, math = plan_of(task, config), str(config["math"])
+        layout = plan.layout(task.workload.batch, str(config["layout"]))
+        hoisted = project(task)
+        own = common_buffers(task, layout)
+        buffers = [*own, *hoisted.buffers]
+        phases = range(len(plan.gates))
+        buffers += [weights_buffer(task, plan, p) for p in phases]
+        functions = dict(hoisted.functions)
+        functions["begin"] = begin_kernel(task, layout, buffers, math)
+        blocks = plan.columns * -(-task.workload.batch // plan.rows)
+        steps = []
+        for p in phases:
+            functions[f"step_{p}"] = _step_kernel(task, plan, layout, buffers, p, blocks, math)
+            steps.append(Launch(f"step_{p}", blocks, plan.threads, plan.shared(p)))
+        calls = (*begin_calls(task, layout, own), *hoisted.calls, Loop(tuple(steps)))
+        return Program(functions, tuple(buffers), calls)
+
+
+def estimate(task: Task, plan: Plan) -> float:
+    """Nanoseconds of a step, roughly: a model for ordering configurations, not for reporting.
+
+    A launch; then for the multiprocessor with most blocks the longest of its copies (48 bytes a cycle
+    from L2), its products (an mma in 1.6 cycles) and its fragments (128 bytes a cycle); for every stage a
+    barrier and, where few blocks share a multiprocessor, latency; and the partial sums.
+    """
+    device = task.device
+    blocks = plan.columns * -(-task.workload.batch // plan.rows)
+    most = -(-blocks // device.cores)
+    cost = 6 if plan.dtype == "float32" else 1
+    cycles = 0.0
+    for p in range(len(plan.gates)):
+        resident = max(1, min(device.shared // plan.shared(p), 2048 // plan.threads,
+                              device.registers // (plan.threads * plan.registers(p)), most))
+        tiles, octets = plan.tiles(p), plan.octets
+        pairs = plan.turns(p) * plan.stage_pairs  # of a block
+        warps = plan.row_warps * plan.batch_warps
+        copies = plan.turns(p) * plan.stage_words(p) * 4 / 48
+        products = pairs * warps * 2 * tiles * octets * cost / 2 * 1.6 * 4 / min(4, warps * plan.split)
+        fragments = pairs * warps * (2 * tiles + octets) * 512 / 128
+        waiting = plan.turns(p) * (60 + 700 / (plan.stages - 1)) / resident
+        sums = 2 * plan.split * plan.rows * plan.stride(p) * 4 / 128 + plan.units * plan.rows / plan.threads * 60
+        cycles += 3500 + most * (max(copies, products, fragments, waiting) + sums)
+    return cycles / 1.7
+
+
+def _step_kernel(task: Task, plan: Plan, layout: Layout, buffers: list[Buffer], p: int, blocks: int,
+                 math: str) -> Any:
+    """``step_<p>``: phase p of step t."""
+    from tvm.script.ir_builder import IRBuilder
+    from tvm.tirx.script.builder import ir as T
+
+    H = task.workload.hidden
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name(f"step_{p}")
+        a = declare(T, buffers)
+        scalars = StepScalars(T, task, layout, a, math)
+        T.device_entry()
+        block, thread = T.cta_id([blocks]), T.thread_id([plan.threads])
+        memory = T.alloc_buffer((plan.shared(p) // 4,), "float32", scope="shared.dyn", align=16)
+        column, row0 = T.Bind(block % plan.columns), T.Bind(block // plan.columns * plan.rows)
+        with T.If(row0 < a["B"]), T.Then():
+            product = TensorProduct(T, plan, p, task.graph.phases[p].rows, memory, thread)
+
+            def place(turn: Any) -> tuple[Any, ...]:
+                """An item's row and unit in the block, and its batch row and unit in the layer."""
+                item = T.Bind(turn * plan.threads + thread)
+                row, unit = T.Bind(item // plan.units), T.Bind(item % plan.units)
+                return row, unit, T.Bind(row0 + row), T.Bind(column * plan.units + unit)
+
+            items = -(-plan.units * plan.rows // plan.threads)
+            ahead = []
+            for i in range(items if items <= AHEAD else 0):  # on their way while the product is computed
+                *_, b, j = place(i)
+                ahead.append(scalars.hoisted(T.Bind(T.min(b, a["B"] - 1)), T.Bind(T.min(j, H - 1))))
+            base = T.Bind(scalars.operand_base(p, a["t"] % 2 if p == 0 else 0))
+            product.run(a[f"recurrent_{p}"], column, a[f"operands_{p}"], base, scalars.wide(row0), layout)
+
+            def finish(turn: Any, hoisted: dict[Any, Any] | None) -> None:
+                row, unit, b, j = place(turn)
+                with T.If(T.And(row < plan.rows, T.And(b < a["B"], j < H))), T.Then():
+                    scalars.finish(p, b, j, product.sums(row, unit),
+                                   scalars.hoisted(b, j) if hoisted is None else hoisted)
+
+            if items <= AHEAD:
+                for i, hoisted in enumerate(ahead):
+                    finish(i, hoisted)
+            else:
+                with T.serial(0, items) as turn:
+                    finish(turn, None)
+    return builder.get()

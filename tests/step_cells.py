@@ -1,0 +1,121 @@
+"""Cells that use what the built-in ones do not, each with its formula in NumPy float64."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ecornn.cells import Cell, pointwise, product
+
+
+def sigmoid(z: Any) -> Any:
+    return 1.0 / (1.0 + np.exp(-z))
+
+
+class Gated(Cell):
+    """Minimal gated unit: a second product of what the first one gates; its gate is carried over."""
+
+    name = "gated"
+    states = ("h",)
+
+    def parameters(self, input, hidden):
+        return {"W": (2, hidden, input), "R": (2, hidden, hidden), "b": (2, hidden)}
+
+    def step(self, x, states, parameters):
+        from tvm import te
+
+        (h,) = states
+        W, R, b = parameters["W"], parameters["R"], parameters["b"]
+        fx, nx, fh = product(x, W, 0), product(x, W, 1), product(h, R, 0)
+        f = pointwise(lambda i, j: te.sigmoid(fx[i, j] + fh[i, j] + b[0, j]), h, "f")
+        kept = pointwise(lambda i, j: f[i, j] * h[i, j], h, "kept")
+        nh = product(kept, R, 1)
+        n = pointwise(lambda i, j: te.tanh(nx[i, j] + nh[i, j] + b[1, j]), h, "n")
+        return [pointwise(lambda i, j: h[i, j] + f[i, j] * (n[i, j] - h[i, j]), h, "new")]
+
+    @staticmethod
+    def formula(x, s, p):
+        h = s["h"]
+        f = sigmoid(x @ p["W"][0].T + h @ p["R"][0].T + p["b"][0])
+        n = np.tanh(x @ p["W"][1].T + (f * h) @ p["R"][1].T + p["b"][1])
+        return {"h": h + f * (n - h)}, "h"
+
+
+class Pair(Cell):
+    """Products of two operands, one of them computed from a state; states change places; y is the second."""
+
+    name = "pair"
+    states = ("p", "q")
+    output = "q"
+
+    def parameters(self, input, hidden):
+        return {"W": (1, hidden, input), "R": (2, hidden, hidden), "S": (1, hidden, hidden), "b": (2, hidden)}
+
+    def step(self, x, states, parameters):
+        from tvm import te
+
+        p, q = states
+        W, R, S, b = (parameters[n] for n in ("W", "R", "S", "b"))
+        squeezed = pointwise(lambda i, j: te.tanh(p[i, j] * b[0, j]), p, "squeezed")
+        wx, rq, rs, sq = product(x, W, 0), product(q, R, 0), product(squeezed, R, 1), product(q, S, 0)
+        new = pointwise(lambda i, j: te.tanh(wx[i, j] + rq[i, j] * rs[i, j] + b[1, j]) + sq[i, j] * 0.25, p, "new")
+        return [pointwise(lambda i, j: q[i, j], p, "swapped"), new]
+
+    @staticmethod
+    def formula(x, s, p):
+        q = s["q"]
+        product = (q @ p["R"][0].T) * (np.tanh(s["p"] * p["b"][0]) @ p["R"][1].T)
+        return {"p": q, "q": np.tanh(x @ p["W"][0].T + product + p["b"][1]) + q @ p["S"][0].T * 0.25}, "q"
+
+
+class Leaky(Cell):
+    """No recurrent product, and x outside of products too (so I == H)."""
+
+    name = "leaky"
+    states = ("h",)
+
+    def parameters(self, input, hidden):
+        return {"W": (1, hidden, input), "b": (1, hidden)}
+
+    def step(self, x, states, parameters):
+        from tvm import te
+
+        (h,) = states
+        wx, b = product(x, parameters["W"], 0), parameters["b"]
+        return [pointwise(lambda i, j: te.sigmoid(b[0, j]) * h[i, j] + te.tanh(wx[i, j]) * x[i, j], h, "new")]
+
+    @staticmethod
+    def formula(x, s, p):
+        return {"h": sigmoid(p["b"][0]) * s["h"] + np.tanh(x @ p["W"][0].T) * x}, "h"
+
+
+class Average(Cell):
+    """No product at all, no parameter."""
+
+    name = "average"
+    states = ("h",)
+
+    def parameters(self, input, hidden):
+        return {}
+
+    def step(self, x, states, parameters):
+        (h,) = states
+        return [pointwise(lambda i, j: h[i, j] * 0.75 + x[i, j] * 0.25, h, "new")]
+
+    @staticmethod
+    def formula(x, s, p):
+        return {"h": s["h"] * 0.75 + x * 0.25}, "h"
+
+
+CELLS = {cell.name: cell for cell in (Gated(), Pair(), Leaky(), Average())}
+
+
+def run(cell: Cell, x: Any, states: Mapping[str, Any], parameters: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    """y (T, B, H) and the last states, float64; parameters (G, H[, K])."""
+    y = []
+    for row in x:
+        states, output = cell.formula(row, states, parameters)  # type: ignore[attr-defined]
+        y.append(states[output])
+    return np.stack(y), states
