@@ -86,17 +86,17 @@ class Emulated:
         self.program, self.kernels, self.lazy = program, kernels, lazy
         text = translate(source)
         for kernel in kernels.values():
-            head = re.search(rf"void[^(;{{]*{kernel.symbol}\(([^)]*)\)\s*\{{", text.replace("__launch_bounds__", ""))
-            types = re.search(rf"{kernel.symbol}\(([^)]*)\)", text)
-            assert types is not None, head
-            casts = [f"*({a.rsplit(' ', 1)[0].replace('__restrict__', '')}*)a[{i}]"
-                     for i, a in enumerate(types[1].split(", "))]
-            text += (f"\nextern \"C\" void emu_{kernel.symbol}(unsigned grid, unsigned threads, void** given, bool lazy) "
-                     f"{{ emu::launch([](void** a) {{ {kernel.symbol}({', '.join(casts)}); }}, "
-                     "grid, threads, given, lazy); }\n")
+            declared = re.search(rf"{kernel.symbol}\(([^)]*)\)", text)
+            assert declared is not None
+            types = [a.rsplit(" ", 1)[0].replace("__restrict__", "") for a in declared[1].split(", ")]
+            given = ", ".join(f"*({t}*)a[{i}]" for i, t in enumerate(types))
+            text += (f'\nextern "C" void emu_{kernel.symbol}(unsigned grid, unsigned threads, void** given, '
+                     f"bool lazy) {{ emu::launch([](void** a) {{ {kernel.symbol}({given}); }}, grid, threads, "
+                     "given, lazy); }\n")
         path = folder / "kernels.cc"
         path.write_text(text)
-        command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", str(path), "-o", str(folder / "kernels.so")]
+        command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", str(path), "-o",
+                   str(folder / "kernels.so")]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[:4000]
         self.library = ctypes.CDLL(str(folder / "kernels.so"))

@@ -8,7 +8,7 @@ import pytest
 import ecornn
 from ecornn.numpy_reference import random_weights, reference
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:RNN module weights")]
 torch = pytest.importorskip("torch")
 
 SHAPES = [  # T, B, I, H

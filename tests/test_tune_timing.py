@@ -29,7 +29,7 @@ def contest(*seconds: float, bound: float | None = None) -> tuple[list[list[floa
 
 def test_contestants_take_turns_after_the_warm_up():
     times, order = contest(0.04, 0.04)
-    assert order == ["0", "0", "1", "1"] + ["0", "1"] * len(times[0])
+    assert order == ["0", "0", "1", "1"] + ["0", "1"] * len(times[0])  # short: a second warm run
     assert len(times[0]) == len(times[1]) == 7
 
 
@@ -41,5 +41,5 @@ def test_short_runs_are_timed_several_at_once_and_reported_one_by_one():
 
 def test_a_hopeless_candidate_is_timed_once():
     times, order = contest(4.0, 1.0, bound=1.0)
-    assert times[0] == [4.0] and order.count("0") == 2
-    assert len(times[1]) >= 5
+    assert times[0] == [4.0] and order.count("0") == 1
+    assert times[1] == [1.0] * 3 and order.count("1") == 4

@@ -18,6 +18,9 @@ from ecornn.tune.oracle import TOLERANCE
 from ecornn.tune.process import Worker, WorkerError
 from ecornn.tune.record import Times
 from ecornn.tune.space import Candidate
+from ecornn.tune.timing import FEWEST
+
+COMPARED = 7  # samples of each finalist, at least
 
 
 @dataclass(frozen=True)
@@ -135,11 +138,12 @@ class ProcessEvaluator:
                 self.known[built.digest] = Outcome(source=built.digest, error=f"run: {error}"[:2000])
         return self.known[built.digest]
 
-    def measure(self, paths: Sequence[Path], bound: float | None) -> list[Measured]:
+    def measure(self, paths: Sequence[Path], bound: float | None,
+                fewest: int = FEWEST) -> list[Measured]:
         """Checks and times modules in the measuring process."""
         work = self.task.workload
         request = Measure(tuple(map(str, paths)), str(self.answers), TOLERANCE[work.dtype],
-                          work.seq, self.seed, bound)
+                          work.seq, self.seed, bound, fewest)
         try:
             return self.measurer.call(self.entries.measure, request, list[Measured],
                                       self.limit * len(paths))
@@ -152,7 +156,7 @@ class ProcessEvaluator:
         """See :class:`Evaluator`."""
         try:
             built = list(self.threads.map(self.build, finalists))
-            measured = self.measure([path for path, _ in built], None)
+            measured = self.measure([path for path, _ in built], None, COMPARED)
         except WorkerError:
             return []
         return [Outcome(Times.of(list(one.times)), one.check, b.digest)

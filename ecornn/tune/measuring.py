@@ -12,7 +12,7 @@ import numpy as np
 from ecornn.errors import ScheduleError
 from ecornn.tune.arrays import Arrays, arrays_for, torch_sees_gpu
 from ecornn.tune.oracle import relative_error
-from ecornn.tune.timing import Contestant, race
+from ecornn.tune.timing import FEWEST, Contestant, race
 
 
 class Measure(msgspec.Struct, frozen=True):
@@ -26,6 +26,7 @@ class Measure(msgspec.Struct, frozen=True):
     seq : T to time
     seed : of the timed input
     bound : µs per step of the best so far; hopeless candidates are timed once; None: no bound
+    fewest : samples of the others, at least
     """
 
     paths: tuple[str, ...]
@@ -34,6 +35,7 @@ class Measure(msgspec.Struct, frozen=True):
     seq: int
     seed: int
     bound: float | None = None
+    fewest: int = FEWEST
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -93,6 +95,6 @@ def measure(request: Measure) -> list[Measured]:
             out = memory.poison((request.seq, work.batch, work.hidden))
             contestants.append(Contestant(partial(layer, x, out=out), memory.clock))
     bound = None if request.bound is None else request.bound * request.seq * 1e-6
-    times = race(contestants, bound)
+    times = race(contestants, bound, fewest=request.fewest)
     return [Measured(error, tuple(t * 1e6 / request.seq for t in runs))
             for error, runs in zip(errors, times, strict=True)]

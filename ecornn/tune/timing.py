@@ -11,9 +11,10 @@ Run = Callable[[], Any]  # starts one sequence; on a GPU it may return before it
 Clock = Callable[[Run], float]  # one run, seconds
 
 SPAN = 0.3  # seconds of runs that each contestant gets
-FEWEST, MOST = 5, 50  # samples, whatever SPAN says
+FEWEST, MOST = 3, 50  # samples, whatever SPAN says
 SAMPLE = 2e-3  # seconds: shorter runs are timed several at once, back to back
-HOPELESS = 3.0  # slower than the best so far by this factor: one run is enough
+HOPELESS = 2.0  # slower than the best so far by this factor: one run is enough
+LONG = 0.05  # seconds: of a longer run, loading code and touching memory is a small part
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,12 @@ def race(contestants: Sequence[Contestant], bound: float | None = None, span: fl
          fewest: int = FEWEST) -> list[list[float]]:
     """Seconds of one run, several samples of each contestant, after a warm-up, taking turns.
 
-    A contestant whose warm run takes longer than ``HOPELESS * bound`` seconds keeps that one time.
+    A contestant whose warm-up takes longer than ``HOPELESS * bound`` seconds keeps that one time.
     """
     times: list[list[float]] = []
     for one in contestants:
-        one.clock(one.run)  # the first run loads code and touches memory
-        times.append([one.clock(one.run)])
+        warm = one.clock(one.run)
+        times.append([warm if warm > LONG else one.clock(one.run)])
     racing = [i for i, t in enumerate(times) if bound is None or t[0] <= HOPELESS * bound]
     plans = {}  # contestant -> (samples, runs of one sample, those runs)
     for i in racing:

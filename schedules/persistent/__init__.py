@@ -9,6 +9,7 @@ from ecornn.schedules.persistent.plan import RING, Plan, packing_of, plan_of, un
 from ecornn.schedules.persistent.start import start_kernel
 from ecornn.schedules.pointwise import MATH, MATH_TRADES
 from ecornn.schedules.projection import project
+from ecornn.schedules.tensor_core import per_word
 
 START_BLOCKS = 128
 
@@ -148,5 +149,7 @@ def estimate(plan: Plan) -> float:
         products = p.pairs * 2 * tiles * plan.tiles * cost * -(-plan.warps // 4) * 16
         sums = 2 * plan.warps * plan.columns * tiles * 16 * 4 / 128
         streamed = plan.shared_weight_words(p) * 4 / 128
-        total += 900 + poll + products + streamed + sums + 60 * plan.items + 20 * plan.warps ** 0.5
+        # units that do not fill sectors of the exchange share them with another block
+        shared_sectors = 0 if plan.units // per_word(plan.dtype) % 8 == 0 else 300
+        total += 900 + poll + products + streamed + sums + shared_sectors + 60 * plan.items + 20 * plan.warps ** 0.5
     return total / 1.7

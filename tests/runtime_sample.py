@@ -1,0 +1,105 @@
+"""Builds the module of runtime_sample.cc for a manifest, and says in NumPy what it computes."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import platform
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ecornn.device import KNOWN, Device
+from ecornn.manifest import Manifest, Parameter
+from ecornn.program import Buffer, Extent, Packing
+from ecornn.workload import Workload
+
+H, I, BATCH = 5, 3, 4
+FIXED, PER_STEP = 7, 5  # words of the workspace
+STATS = ("live", "copies", "synchronized", "queue", "running", "most_running", "workspace", "runs")
+HOST = Device("llvm", platform.machine(), "the CPU of this test", 1)
+GPU = KNOWN["sm_90a"]
+
+
+def manifest(device: Device = HOST, dtype: str = "float32", **changes: Any) -> Manifest:
+    """What the sample says about itself."""
+    matrix = Packing((("W", 1), ("", 0)), (2, 8, I), (2, 2, 4, I), (0, 3, 1, 2), "float32")
+    bias = Packing((("b", 0),), (1, 8), (8,), (0,), "float32")
+    buffers = (
+        Buffer("scratch", "workspace", "uint32", Extent(FIXED, PER_STEP)), Buffer("x", "x", dtype),
+        Buffer("h_in", "state_in", dtype), Buffer("c_in", "state_in", dtype),
+        Buffer("matrix", "packed", "float32", Extent(2 * 8 * I), matrix), Buffer("y", "y", dtype),
+        Buffer("h_out", "state_out", dtype), Buffer("c_out", "state_out", dtype),
+        Buffer("bias", "packed", "float32", Extent(8), bias), Buffer("words", "workspace", "uint32", Extent(0, 1)))
+    made = Manifest(
+        Workload("sample", H, I, BATCH, 6, dtype), device, "by_hand", {"knob": 1}, "written for a test",
+        ("h", "c"), "h", (Parameter("weight_l0", "W", (2 * H, I), 2), Parameter("bias_l0", "b", (H,), 1)), buffers,
+        {"ecornn": "0"})
+    return msgspec.structs.replace(made, **changes)
+
+
+@functools.cache
+def folder() -> tempfile.TemporaryDirectory[str]:
+    """Where samples are built, until the process ends."""
+    made = tempfile.TemporaryDirectory(prefix="ecornn-sample-")
+    atexit.register(made.cleanup)
+    return made
+
+
+def build(said: Manifest) -> Path:
+    """The sample's module file with this manifest."""
+    return build_text(msgspec.json.encode(said).decode(), said.device.kind == "cuda",
+                      said.workload.dtype == "bfloat16")
+
+
+@functools.cache
+def build_text(text: str, cuda: bool = False, bfloat16: bool = False) -> Path:
+    """The sample's module file with this text as its manifest."""
+    from tvm_ffi import libinfo
+
+    place = Path(tempfile.mkdtemp(dir=folder().name))
+    constants = {"kHidden": H, "kInput": I, "kScratch0": FIXED, "kScratch1": PER_STEP}
+    lines = [f"constexpr int64_t {name} = {value};" for name, value in constants.items()]
+    (place / "manifest.h").write_text("\n".join([f'static const char kManifest[] = R"json({text})json";', *lines]))
+    library, out = Path(libinfo.find_libtvm_ffi()), place / "sample.so"
+    subprocess.run(
+        ["g++", "-shared", "-fPIC", "-O1", "-std=c++17", f"-I{place}", f"-I{libinfo.find_include_path()}",
+         f"-I{libinfo.find_dlpack_include_path()}", *["-DSAMPLE_CUDA"] * cuda, *["-DSAMPLE_BFLOAT16"] * bfloat16,
+         str(Path(__file__).with_suffix(".cc")), f"-L{library.parent}", "-ltvm_ffi", "-o", str(out)], check=True)
+    return out
+
+
+def stat(path: Path, name: str) -> int:
+    """A count that the loaded module keeps."""
+    import tvm_ffi
+
+    return int(tvm_ffi.load_module(str(path))["stat"](STATS.index(name)))
+
+
+def weights(seed: int = 0) -> dict[str, np.ndarray]:
+    """Random ones, float32."""
+    rng = np.random.default_rng(seed)
+    return {"weight_l0": rng.uniform(-1, 1, (2 * H, I)).astype(np.float32),
+            "bias_l0": rng.uniform(-1, 1, H).astype(np.float32)}
+
+
+def inputs(steps: int = 6, batch: int = BATCH, seed: int = 1) -> np.ndarray:
+    """Random x (T, B, I), float32."""
+    return np.random.default_rng(seed).standard_normal((steps, batch, I)).astype(np.float32)
+
+
+def expected(x: Any, values: dict[str, np.ndarray],
+             state: Any = None) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+    """y and (h, c) in float64."""
+    batch = x.shape[1]
+    h, c = (np.zeros((2, batch, H)) if state is None else (np.asarray(s, np.float64) for s in state))
+    y = []
+    for row in np.asarray(x, np.float64):
+        h = h / 2 + row @ np.asarray(values["weight_l0"], np.float64)[H:].T + values["bias_l0"]
+        c = c + h
+        y.append(h)
+    return np.stack(y), (h, c)

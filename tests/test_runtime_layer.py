@@ -1,0 +1,214 @@
+"""A layer's calls on a CPU: values, states, frameworks, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import runtime_sample as sample
+import tvm_ffi
+
+import ecornn
+from ecornn.errors import ArgumentError, DTypeError, ShapeError
+from ecornn.runtime import Layer
+
+H, I, BATCH = sample.H, sample.I, sample.BATCH
+WEIGHTS = sample.weights()
+
+
+@pytest.fixture(scope="module")
+def layer() -> Layer:
+    return ecornn.load(sample.build(sample.manifest())).bind(WEIGHTS, threads=3)
+
+
+def runs(layer: Layer) -> int:
+    return sample.stat(layer._module.path, "runs")
+
+
+def agree(result: Any, wanted: Any, bits: int = 23) -> None:
+    """Equal up to one rounding of the float64 result to ``bits`` of mantissa."""
+    y, state = result
+    for got, want in zip((y, *state), (wanted[0], *wanted[1]), strict=True):
+        np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2.0**-bits, atol=1e-30)
+
+
+@pytest.mark.parametrize(("steps", "batch"), [(1, 1), (1, BATCH), (6, 2), (40, BATCH), (3, 3)])
+def test_values(layer: Layer, steps: int, batch: int):
+    x = sample.inputs(steps, batch)
+    y, state = layer(x)
+    assert (y.shape, y.dtype) == ((steps, batch, H), np.float32)
+    assert type(state) is tuple and [s.shape for s in state] == [(batch, H)] * 2
+    agree((y, state), sample.expected(x, WEIGHTS))
+
+
+def test_goes_on_where_the_last_call_stopped(layer: Layer):
+    x = sample.inputs(9)
+    _, state = layer(x[:4])
+    kept = [s.copy() for s in state]
+    result = layer(x[4:], state)
+    agree(result, sample.expected(x[4:], WEIGHTS, kept))
+    for before, now in zip(kept, state, strict=True):  # the caller's state is not written
+        np.testing.assert_array_equal(before, now)
+
+
+def test_zero_states_stay_zero(layer: Layer):
+    x = sample.inputs(2)
+    first, second = layer(x), layer(x)
+    np.testing.assert_array_equal(first[0], second[0])
+
+
+@pytest.mark.parametrize("make", [
+    lambda x: np.asfortranarray(x), lambda x: np.repeat(x, 2, axis=2)[:, :, ::2], lambda x: x[::-1][::-1],
+    lambda x: np.frombuffer(b"\0" * 4 + x.tobytes(), np.float32)[1:].reshape(x.shape),
+    lambda x: np.lib.stride_tricks.as_strided(x, writeable=False),
+], ids=["fortran", "strided", "reversed twice", "misaligned", "read-only"])
+def test_any_layout_of_x_and_states(layer: Layer, make: Any):
+    x, state = sample.inputs(), (sample.inputs(BATCH, H)[:, :, 0], sample.inputs(BATCH, H, 7)[:, :, 1])
+    agree(layer(make(x), state), sample.expected(x, WEIGHTS, state))
+
+
+def test_out(layer: Layer):
+    x, out = sample.inputs(), np.full((6, BATCH, H), np.nan, np.float32)
+    y, state = layer(x, out=out)
+    assert y is out
+    agree((out, state), sample.expected(x, WEIGHTS))
+
+
+def test_threads_are_passed_on(layer: Layer):
+    layer(sample.inputs())
+    assert layer.threads == 3 and sample.stat(layer._module.path, "queue") == 3
+    own = layer._module.bind(WEIGHTS)
+    assert own.threads is not None and own.threads >= 1
+    own(sample.inputs())
+    assert sample.stat(layer._module.path, "queue") == own.threads
+
+
+def test_calls_at_the_same_time_have_their_own_workspaces(layer: Layer):
+    """The module fails a call whose workspace another one writes; T grows and shrinks meanwhile."""
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            for n in range(20):
+                x = sample.inputs(1 + (seed * 7 + n) % 11, seed=seed)
+                agree(layer(x), sample.expected(x, WEIGHTS))
+        except BaseException as error:
+            failures.append(error)
+
+    workers = [threading.Thread(target=work, args=(n,)) for n in range(6)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not failures
+    assert sample.stat(layer._module.path, "most_running") > 1, "no two calls met: nothing was tested"
+
+
+def test_the_workspace_is_kept(layer: Layer):
+    fresh = layer._module.bind(WEIGHTS)
+    places = set()
+    for steps in (9, 9, 2, 5, 9):
+        fresh(sample.inputs(steps))
+        places.add(sample.stat(layer._module.path, "workspace"))
+    assert len(places) == 1
+
+
+@pytest.mark.parametrize(("arguments", "error", "words"), [
+    ({"x": np.zeros((6, I), np.float32)}, ShapeError, "x.shape=(6, 3)"),
+    ({"x": np.zeros((0, 2, I), np.float32)}, ShapeError, "x.shape=(0, 2, 3)"),
+    ({"x": np.zeros((6, 0, I), np.float32)}, ShapeError, "from 1 to 4"),
+    ({"x": np.zeros((6, BATCH + 1, I), np.float32)}, ShapeError, "from 1 to 4"),
+    ({"x": np.zeros((6, 2, I + 1), np.float32)}, ShapeError, "(T, B, 3)"),
+    ({"x": np.broadcast_to(np.float32(0), (1 << 28, 4, I))}, ShapeError, "T up to"),
+    ({"x": sample.inputs().astype(np.float64)}, DTypeError, "x.dtype='float64'"),
+    ({"x": sample.inputs().astype(">f4")}, DTypeError, "x.dtype='>f4'"),
+    ({"x": sample.inputs().tolist()}, ArgumentError, "x=<class 'list'>"),
+    ({"x": None}, ArgumentError, "__dlpack__"),
+    ({"state": np.zeros((2, BATCH, H), np.float32)}, ArgumentError, "state=<class 'numpy.ndarray'>"),
+    ({"state": (np.zeros((BATCH, H), np.float32),)}, ShapeError, "len(state)=1"),
+    ({"state": (np.zeros((BATCH, H), np.float32), np.zeros((1, H), np.float32))}, ShapeError, "state[1].shape=(1, 5)"),
+    ({"state": (np.zeros((BATCH, H)), np.zeros((BATCH, H)))}, DTypeError, "state[0].dtype='float64'"),
+    ({"state": (None, None)}, ArgumentError, "state[0]="),
+    ({"out": np.zeros((6, BATCH, H + 1), np.float32)}, ShapeError, "out.shape=(6, 4, 6)"),
+    ({"out": np.zeros((6, BATCH, H))}, DTypeError, "out.dtype"),
+    ({"out": np.zeros((6, BATCH, 2 * H), np.float32)[:, :, ::2]}, ArgumentError, "strided"),
+    ({"out": np.zeros(6 * BATCH * H + 1, np.float32)[1:].reshape(6, BATCH, H)}, ArgumentError, "misaligned"),
+    ({"out": np.frombuffer(bytes(6 * BATCH * H * 4), np.float32).reshape(6, BATCH, H)}, ArgumentError, "read-only"),
+    ({"out": [0.0]}, ArgumentError, "out=<class 'list'>"),
+])
+def test_bad_arguments_are_named_and_nothing_runs(layer: Layer, arguments: dict[str, Any], error: type[Exception],
+                                                  words: str):
+    before = runs(layer)
+    with pytest.raises(error) as caught:
+        layer(**({"x": sample.inputs()} | arguments))
+    assert words in str(caught.value)
+    assert runs(layer) == before
+
+
+def test_out_must_not_be_memory_of_an_input(layer: Layer):
+    memory = np.zeros(1 << 10, np.float32)
+    x, out = memory[:6 * BATCH * I].reshape(6, BATCH, I), memory[64:64 + 6 * BATCH * H].reshape(6, BATCH, H)
+    with pytest.raises(ArgumentError, match="memory of x"):
+        layer(x, out=out)
+    state = (memory[512:512 + BATCH * H].reshape(BATCH, H), np.zeros((BATCH, H), np.float32))
+    out = memory[480:480 + 6 * BATCH * H].reshape(6, BATCH, H)
+    with pytest.raises(ArgumentError, match="of a state"):
+        layer(sample.inputs(), state, out=out)
+
+
+def test_bfloat16_numpy():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    module = ecornn.load(sample.build(sample.manifest(dtype="bfloat16")))
+    x = sample.inputs().astype(ml_dtypes.bfloat16)
+    y, state = module.bind(WEIGHTS)(x)
+    assert y.dtype == x.dtype
+    agree((y, state), sample.expected(x, WEIGHTS), bits=8)
+    with pytest.raises(DTypeError, match="x.dtype='float32'"):
+        module.bind(WEIGHTS)(sample.inputs())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_other_frameworks_through_dlpack(dtype: str):
+    """tvm_ffi.Tensor has __dlpack__ and from_dlpack, and bfloat16 on a CPU, which NumPy has not."""
+    torch = pytest.importorskip("torch")
+
+    def foreign(array: np.ndarray) -> Any:
+        return tvm_ffi.from_dlpack(torch.from_numpy(array).to(getattr(torch, dtype)))
+
+    def numpy(tensor: Any) -> np.ndarray:
+        return torch.from_dlpack(tensor).to(torch.float64).numpy()
+
+    layer = ecornn.load(sample.build(sample.manifest(dtype=dtype))).bind(
+        {name: foreign(value) for name, value in WEIGHTS.items()})
+    rounded = {name: numpy(foreign(value)) for name, value in WEIGHTS.items()}
+    x = foreign(sample.inputs(9))
+    y, state = layer(x)
+    assert {type(t) for t in (y, *state)} == {type(x)}
+    wanted = sample.expected(numpy(x), rounded)
+    agree((numpy(y), [numpy(s) for s in state]), wanted, bits=8 if dtype == "bfloat16" else 23)
+    out = foreign(np.zeros((9, BATCH, H), np.float32))
+    again, _ = layer(x, state, out=out)
+    assert again is out
+    agree((numpy(out), ()), (sample.expected(numpy(x), rounded, [numpy(s) for s in state])[0], ()),
+          bits=8 if dtype == "bfloat16" else 23)
+    with pytest.raises(ArgumentError, match=r"state\[0\]"):
+        layer(x, (np.zeros((BATCH, H), np.float32),) * 2)
+
+
+def test_memory_handed_to_another_framework_outlives_everything():
+    torch = pytest.importorskip("torch")
+    from ecornn.runtime import dlpack
+
+    layer = ecornn.load(sample.build(sample.manifest())).bind(WEIGHTS)
+    held = len(dlpack._exports)
+    y, state = layer(tvm_ffi.from_dlpack(torch.from_numpy(sample.inputs(5))))
+    wanted = sample.expected(sample.inputs(5), WEIGHTS)
+    y = torch.from_dlpack(y)
+    del layer, state
+    np.zeros(1 << 16)  # would take the memory if it had been freed
+    np.testing.assert_allclose(y.numpy(), wanted[0], rtol=2.0**-23)
+    assert len(dlpack._exports) == held + 1
+    del y
+    assert len(dlpack._exports) == held

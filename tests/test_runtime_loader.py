@@ -1,0 +1,213 @@
+"""Module files: what loads, what is refused and why, saving, and the check of the machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import runtime_sample as sample
+from tvm_ffi import libinfo
+
+import ecornn
+from ecornn.device import Device
+from ecornn.errors import ArgumentError, DeviceError, DTypeError, ModuleError, ShapeError, WeightsError
+from ecornn.program import Buffer, Extent, Packing
+from ecornn.runtime import Module
+from ecornn.runtime.plan import longest, make_plan
+
+WEIGHTS = sample.weights()
+
+
+@pytest.fixture(scope="module")
+def module() -> Module:
+    return ecornn.load(sample.build(sample.manifest()))
+
+
+def test_manifest_and_repr(module: Module):
+    assert module.manifest == sample.manifest()
+    text = repr(module)
+    for part in ("sample T=6 B=4 I=3 H=5 float32", "by_hand", "the CPU of this test", "written for a test"):
+        assert part in text
+    assert "2 threads" in repr(module.bind(WEIGHTS, threads=2))
+
+
+def test_save_replaces_a_file_that_is_in_use(module: Module, tmp_path: Path):
+    path = tmp_path / "copy.so"
+    path.write_bytes(b"old")
+    module.save(path)
+    assert path.read_bytes() == module.path.read_bytes()
+    first = ecornn.load(path).bind(WEIGHTS)
+    x = sample.inputs()
+    wanted = sample.expected(x, WEIGHTS)[0]
+    other = ecornn.load(sample.build(sample.manifest(provenance="another")))
+    other.save(str(path))
+    np.testing.assert_allclose(first(x)[0], wanted, rtol=2.0**-23)
+    assert ecornn.load(path).manifest.provenance == "another"
+    assert [p.name for p in tmp_path.iterdir()] == ["copy.so"]
+
+
+def test_save_that_fails_leaves_nothing(module: Module, tmp_path: Path):
+    with pytest.raises(OSError):
+        module.save(tmp_path / "nowhere" / "copy.so")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError):
+        module.save(tmp_path / "folder")
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
+
+
+def test_save_after_the_file_is_gone(module: Module, tmp_path: Path):
+    module.save(tmp_path / "copy.so")
+    copy = ecornn.load(tmp_path / "copy.so")
+    copy.path.unlink()
+    copy.bind(WEIGHTS)(sample.inputs())  # what is loaded stays loaded
+    with pytest.raises(ModuleError, match="is gone"):
+        copy.save(tmp_path / "again.so")
+
+
+def test_truncated_at_any_length(module: Module, tmp_path: Path):
+    """The dynamic loader would be killed by some of these."""
+    content, path = module.path.read_bytes(), tmp_path / "cut.so"
+    for size in {0, 1, 5, 6, 63, 64, 1000, len(content) // 2, len(content) - 1}:
+        path.write_bytes(content[:size])
+        with pytest.raises(ModuleError):
+            ecornn.load(path)
+
+
+def test_other_files(tmp_path: Path):
+    text = tmp_path / "text.so"
+    text.write_text("not a library, but long enough to hold the header of one: " * 4)
+    cases = {tmp_path / "missing.so": "there is no file", tmp_path: "cannot be read", text: "not a module file",
+             Path(libinfo.find_libtvm_ffi()): "not one that ecornn made"}
+    for path, words in cases.items():
+        with pytest.raises(ModuleError, match=words):
+            ecornn.load(path)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"format": 1}', "[1]", "no json"])
+def test_other_manifests(text: str):
+    with pytest.raises(ModuleError, match="not a module of this version"):
+        ecornn.load(sample.build_text(text))
+
+
+def test_a_newer_manifest_is_refused():
+    newer = msgspec.to_builtins(sample.manifest()) | {"later": 1}
+    with pytest.raises(ModuleError, match="later"):
+        ecornn.load(sample.build_text(msgspec.json.encode(newer).decode()))
+
+
+def replaced(**changes: Any) -> Module:
+    return ecornn.load(sample.build(sample.manifest(**changes)))
+
+
+def test_a_cpu_without_the_instructions(module: Module):
+    flags = Path("/proc/cpuinfo").read_text()
+    assert "no_such_thing" not in flags
+    cpu = msgspec.structs.replace(sample.HOST, arch="future", features=("no-such.thing",))
+    with pytest.raises(ModuleError, match=r"future .* uses no-such.thing, which this CPU lacks"):
+        replaced(device=cpu).bind(WEIGHTS)
+
+
+def test_features_in_either_spelling(monkeypatch: pytest.MonkeyPatch):
+    from ecornn.runtime import host_check
+
+    monkeypatch.setattr(host_check, "cpuinfo", lambda: {"flags": "avx2 avx512_vnni sse4_1 asimd"})
+    able = Device("llvm", "any", "any", 1, features=("avx2", "avx512vnni", "sse4.1", "neon"))
+    host_check.check_host(able, 0)
+    with pytest.raises(ModuleError, match="uses avx512f, which"):
+        host_check.check_host(msgspec.structs.replace(able, features=("avx2", "avx512f")), 0)
+
+
+def test_gpu_modules_need_their_gpu(monkeypatch: pytest.MonkeyPatch):
+    import ecornn.host_gpu
+
+    module = replaced(device=sample.GPU)
+    monkeypatch.setattr(ecornn.host_gpu, "detect", lambda index=0: None)
+    with pytest.raises(DeviceError, match=r"device=3 is not allowed.*sm_90a"):
+        module.bind(WEIGHTS, 3)
+    other = msgspec.structs.replace(sample.GPU, arch="sm_80", name="another GPU")
+    monkeypatch.setattr(ecornn.host_gpu, "detect", lambda index=0: other)
+    with pytest.raises(ModuleError, match=r"compiled for sm_90a .* GPU 0 is a another GPU, sm_80"):
+        module.bind(WEIGHTS)
+
+
+@pytest.mark.parametrize(("arguments", "error"), [
+    ({"device": 1}, DeviceError), ({"device": -1}, ArgumentError), ({"device": "0"}, ArgumentError),
+    ({"threads": 0}, ArgumentError), ({"threads": 1025}, ArgumentError), ({"threads": True}, ArgumentError)])
+def test_bad_options(module: Module, arguments: dict[str, Any], error: type[Exception]):
+    with pytest.raises(error):
+        module.bind(WEIGHTS, **arguments)
+
+
+def test_weights_are_checked(module: Module):
+    w, b = WEIGHTS["weight_l0"], WEIGHTS["bias_l0"]
+    with pytest.raises(WeightsError, match="missing bias_l0; unexpected bias_l1; expected weight_l0, bias_l0") as e:
+        module.bind({"weight_l0": w, "bias_l1": b})
+    assert e.value.names == ("bias_l0", "bias_l1")
+    with pytest.raises(ShapeError, match=r"weights\['weight_l0'\].shape=\(3, 10\).*\(10, 3\)"):
+        module.bind({"weight_l0": w.T, "bias_l0": b})
+    with pytest.raises(DTypeError, match=r"weights\['bias_l0'\].dtype='int64'"):
+        module.bind({"weight_l0": w, "bias_l0": b.astype(np.int64)})
+    with pytest.raises(ArgumentError, match=r"weights\['bias_l0'\]=<class 'list'>"):
+        module.bind({"weight_l0": w, "bias_l0": b.tolist()})
+    with pytest.raises(ArgumentError, match="a dict of arrays"):
+        module.bind([w, b])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64", ">f4", "longdouble"])
+def test_weights_of_any_float_type(module: Module, dtype: str):
+    weights = {name: value.astype(dtype) for name, value in WEIGHTS.items()}
+    single = {name: value.astype(np.float32) for name, value in weights.items()}
+    x = sample.inputs()
+    np.testing.assert_allclose(module.bind(weights)(x)[0], sample.expected(x, single)[0], rtol=2.0**-23)
+
+
+def test_weights_may_change_after_bind(module: Module):
+    weights = {name: value.copy() for name, value in WEIGHTS.items()}
+    layer = module.bind(weights)
+    for value in weights.values():
+        value[...] = np.nan
+    x = sample.inputs()
+    np.testing.assert_allclose(layer(x)[0], sample.expected(x, WEIGHTS)[0], rtol=2.0**-23)
+
+
+BUFFERS = sample.manifest().buffers
+
+
+@pytest.mark.parametrize("buffers", [
+    BUFFERS[1:2], BUFFERS[:-3], (*BUFFERS, Buffer("x2", "x", "float32")), (*BUFFERS, Buffer("z", "other", "float32")),
+    (*BUFFERS, Buffer("b_in", "state_in", "float32"))], ids=["x alone", "cut", "two x", "role", "state"])
+def test_programs_with_other_buffers(buffers: tuple[Buffer, ...]):
+    with pytest.raises(ModuleError, match="do not fit states"):
+        make_plan(sample.manifest(buffers=buffers))
+
+
+def test_packed_buffers_must_be_whole():
+    short = Packing((("b", 0),), (1, 8), (8,), (0,), "float32")
+    for packing, words in ((short, "makes 8 of its 9"), (None, "how to pack")):
+        extra = Buffer("bias", "packed", "float32", Extent(9), packing)
+        with pytest.raises(ModuleError, match=words):
+            replaced(buffers=(*BUFFERS, extra)).bind(WEIGHTS)
+
+
+def test_the_longest_sequence_fits_int32():
+    """One more step, and a buffer has elements that an int32 cannot count."""
+    said = sample.manifest()
+    work, limit = said.workload, longest(said)
+
+    def largest(steps: int) -> int:
+        extents = [b.extent.at(steps) for b in said.buffers]
+        return max(*extents, steps * work.batch * work.input, steps * work.batch * work.hidden)
+
+    assert largest(limit) < 2**31 <= largest(limit + 1)
+
+
+@pytest.mark.parametrize("steps", [1, 50, 51, 1000])
+def test_workspace_parts_do_not_overlap(steps: int):
+    plan = make_plan(sample.manifest())
+    offsets, total = plan.offsets(steps)
+    ends = [o + b.nbytes(steps) for o, b in zip(offsets, plan.scratch, strict=True)]
+    assert all(o % 256 == 0 for o in offsets) and ends[-1] <= total
+    assert all(ends[i] <= offsets[i + 1] for i in range(len(offsets) - 1))

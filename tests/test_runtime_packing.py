@@ -1,0 +1,124 @@
+"""Packing of weights: every element is where the packing says, the rest is zero, rounding is right."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ecornn.errors import ModuleError
+from ecornn.program import Packing
+from ecornn.runtime.packing import bfloat16_bits, cast, pack
+
+
+@st.composite
+def packings(draw: Any) -> tuple[Packing, dict[str, np.ndarray]]:
+    """A packing of one or two parameters with G gates of (H, K) or (H,), each element distinct."""
+    gates, part = draw(st.integers(1, 4)), tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=2)))
+    names = draw(st.lists(st.sampled_from(["weight_ih", "weight_hh"]), min_size=1, max_size=2, unique=True))
+    size = gates * prod(part)
+    parameters = {name: np.arange(1 + i * size, 1 + (i + 1) * size, dtype=np.float64).reshape(gates, *part)
+                  for i, name in enumerate(names)}
+    source = st.tuples(st.sampled_from(names), st.integers(0, gates - 1)) | st.just(("", 0))
+    sources = tuple(draw(st.lists(source, min_size=1, max_size=5)))
+    split: list[int] = []
+    pad = []
+    for extent in (len(sources), *part):
+        inner = draw(st.integers(1, 4))
+        outer = -(-extent // inner) + draw(st.integers(0, 1))
+        pad.append(outer * inner)
+        split += [outer, inner]
+    order = tuple(draw(st.permutations(range(len(split)))))
+    return Packing(sources, tuple(pad), tuple(split), order, "float32"), parameters
+
+
+@settings(deadline=None)
+@given(packings())
+def test_packing_is_invertible_and_pads_with_zeros(case: tuple[Packing, dict[str, np.ndarray]]):
+    packing, parameters = case
+    packed = pack(packing, parameters)
+    assert packed.flags.c_contiguous and packed.dtype == np.float32
+    assert packed.shape == tuple(packing.split[axis] for axis in packing.order)
+    back = packed.transpose(np.argsort(packing.order)).reshape(packing.pad).copy()
+    for index, (name, gate) in enumerate(packing.sources):
+        if name:
+            whole = parameters[name][gate]
+            inside = back[index][tuple(slice(size) for size in whole.shape)]
+            np.testing.assert_array_equal(inside, whole)
+            inside[...] = 0
+    assert not back.any()
+
+
+def test_a_packing_by_hand():
+    """(gate, H, K) as (tile of H, K, gate, lane): what a vector load of two units wants."""
+    weights = {"w": np.arange(2 * 3 * 2, dtype=np.float32).reshape(2, 3, 2)}
+    packing = Packing((("w", 0), ("w", 1)), (2, 4, 2), (2, 2, 2, 2), (1, 3, 0, 2), "float32")
+    wanted = [[[[0, 2], [6, 8]], [[1, 3], [7, 9]]], [[[4, 0], [10, 0]], [[5, 0], [11, 0]]]]
+    np.testing.assert_array_equal(pack(packing, weights), wanted)
+
+
+def test_zeros_alone():
+    packed = pack(Packing((("", 0),), (2, 3), (6,), (0,), "bfloat16"), {})
+    assert packed.dtype == np.uint16 and packed.shape == (6,) and not packed.any()
+
+
+@pytest.mark.parametrize("changes", [
+    {"pad": (1, 2)}, {"pad": (1, 4, 1)}, {"split": (5,)}, {"order": (1,)}, {"order": (0, 0)}, {"dtype": "int8"},
+    {"sources": (("v", 0),)}, {"sources": (("w", 9),)}, {"sources": (("w", 0), ("w", 0))},
+], ids=str)
+def test_packings_that_do_not_fit(changes: dict[str, Any]):
+    fields = {"sources": (("w", 0),), "pad": (1, 4), "split": (4,), "order": (0,), "dtype": "float32"}
+    parameters = {"w": np.ones((1, 3), np.float32)}
+    assert pack(Packing(**fields), parameters).tolist() == [1, 1, 1, 0]
+    with pytest.raises(ModuleError):
+        pack(Packing(**(fields | changes)), parameters)
+
+
+FLOATS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50)
+
+
+def nearest(value: float) -> set[int]:
+    """The bfloat16 bits nearest to a finite float32 value, by search over the two neighbours."""
+    def real(bits: int) -> float:  # 0x7F80, infinity, stands for the next power of two when rounding
+        exponent, fraction = bits >> 7 & 0xFF, bits & 0x7F
+        scale = 2.0 ** (max(exponent, 1) - 134)
+        return (-1 if bits >> 15 else 1) * scale * (fraction + (128 if exponent else 0))
+
+    down = int(np.float32(value).view(np.uint32)) >> 16
+    errors = {bits: abs(real(bits) - value) for bits in (down, down + 1)}
+    best = [bits for bits, error in errors.items() if error == min(errors.values())]
+    return set(best) if len(best) == 1 else {bits for bits in best if bits % 2 == 0}
+
+
+@given(FLOATS)
+def test_bfloat16_is_the_nearest_and_even_in_ties(bits: list[int]):
+    values = np.array(bits + [b & 0xFFFF0000 | 0x8000 for b in bits], np.uint32).view(np.float32)
+    for value, got in zip(values.tolist(), bfloat16_bits(values).tolist(), strict=True):
+        if np.isnan(value):
+            assert got & 0x7F80 == 0x7F80 and got & 0x7F
+        elif np.isinf(value):
+            assert got == (0x7F80 if value > 0 else 0xFF80)
+        else:
+            assert {got} == nearest(value)
+
+
+@given(FLOATS)
+def test_bfloat16_as_torch_rounds(bits: list[int]):
+    torch = pytest.importorskip("torch")
+    values = np.array(bits, np.uint32).view(np.float32)
+    got = torch.from_numpy(bfloat16_bits(values).view(np.int16)).view(torch.bfloat16)
+    assert torch.equal(got, wanted := torch.from_numpy(values).bfloat16()) or torch.equal(
+        got.isnan(), wanted.isnan()) and torch.equal(got[~got.isnan()], wanted[~wanted.isnan()])
+
+
+def test_every_float16_and_the_ends_of_ranges():
+    every = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    np.testing.assert_array_equal(cast(every.astype(np.float64), "float16"), every)
+    ends = np.array([65504, 65519.99, 65520, -1e300, 1e300, 6e-8, 0.0, -0.0])
+    np.testing.assert_array_equal(cast(ends, "float16"), np.array(
+        [65504, 65504, np.inf, -np.inf, np.inf, 2.0**-24, 0, 0], np.float16))
+    assert bfloat16_bits(np.array([1e300, -1e300, 3.4e38])).tolist() == [0x7F80, 0xFF80, 0x7F80]

@@ -1,0 +1,108 @@
+"""torch tensors in and out on a CPU: no copies, and typed errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import runtime_sample as sample
+
+import ecornn
+from ecornn.errors import ArgumentError, DeviceError, DTypeError
+from ecornn.runtime import Layer
+
+torch = pytest.importorskip("torch")
+H, I, BATCH = sample.H, sample.I, sample.BATCH
+WEIGHTS = sample.weights()
+
+
+@pytest.fixture(scope="module")
+def layer() -> Layer:
+    weights = {n: torch.nn.Parameter(torch.from_numpy(v)) for n, v in WEIGHTS.items()}
+    return ecornn.load(sample.build(sample.manifest())).bind(weights)
+
+
+def check(result: Any, wanted: Any, rtol: float = 2.0**-23) -> None:
+    y, state = result
+    assert all(isinstance(t, torch.Tensor) and not t.requires_grad for t in (y, *state))
+    for got, want in zip((y, *state), (wanted[0], *wanted[1]), strict=True):
+        np.testing.assert_allclose(got.to(torch.float64).numpy(), want, rtol=rtol)
+
+
+def test_values_and_states(layer: Layer):
+    x = torch.from_numpy(sample.inputs(9))
+    wanted = sample.expected(sample.inputs(9), WEIGHTS)
+    check(layer(x), wanted)
+    y, state = layer(x[:4])
+    check(layer(x[4:], state), sample.expected(x[4:].numpy(), WEIGHTS, [s.numpy() for s in state]))
+
+
+def test_bfloat16():
+    layer = ecornn.load(sample.build(sample.manifest(dtype="bfloat16"))).bind(
+        {n: torch.from_numpy(v).bfloat16() for n, v in WEIGHTS.items()})
+    rounded = {n: torch.from_numpy(v).bfloat16().double().numpy() for n, v in WEIGHTS.items()}
+    x = torch.from_numpy(sample.inputs()).bfloat16()
+    check(layer(x), sample.expected(x.double().numpy(), rounded), rtol=2.0**-8)
+
+
+def test_a_contiguous_aligned_input_is_not_copied(layer: Layer):
+    """The pointers that reach the module are the tensors' own; others are copies."""
+    seen: list[tuple[int, ...]] = []
+    run, layer._run = layer._run, lambda *a: seen.append(a)
+    try:
+        x, state = torch.zeros(6, BATCH, I), (torch.zeros(BATCH, H), torch.zeros(BATCH, H))
+        out = torch.zeros(6, BATCH, H)
+        _, after = layer(x, state, out=out)
+        layer(torch.zeros(BATCH, 6, I).transpose(0, 1), state)
+        layer(torch.zeros(6 * BATCH * I + 1)[1:].reshape(6, BATCH, I), state)
+    finally:
+        layer._run = run
+    names = [b.name for b in layer.manifest.buffers]
+    given = dict(zip(names, seen[0][4:], strict=True))
+    assert given["x"] == x.data_ptr() and given["y"] == out.data_ptr()
+    assert (given["h_in"], given["c_in"]) == tuple(s.data_ptr() for s in state)
+    assert (given["h_out"], given["c_out"]) == tuple(s.data_ptr() for s in after)
+    assert all(arguments[4 + names.index("x")] % 16 == 0 for arguments in seen)
+
+
+def test_strided_and_misaligned(layer: Layer):
+    x = sample.inputs()
+    strided = torch.from_numpy(np.ascontiguousarray(x.transpose(1, 0, 2))).transpose(0, 1)
+    shifted = torch.from_numpy(np.concatenate([[0], x.ravel()]).astype(np.float32))[1:].reshape(x.shape)
+    assert shifted.data_ptr() % 16
+    for tensor in (strided, shifted):
+        check(layer(tensor), sample.expected(x, WEIGHTS))
+
+
+def test_refused(layer: Layer):
+    x = torch.from_numpy(sample.inputs())
+    with pytest.raises(ArgumentError, match=r"x.requires_grad=True"):
+        layer(x.clone().requires_grad_())
+    with torch.no_grad():
+        check(layer(x.clone().requires_grad_()), sample.expected(sample.inputs(), WEIGHTS))
+    with pytest.raises(DTypeError, match="x.dtype='float64'"):
+        layer(x.double())
+    with pytest.raises(DeviceError, match="x.device='meta'"):
+        layer(x.to("meta"))
+    with pytest.raises(ArgumentError, match=r"state\[0\]=<class 'numpy.ndarray'>"):
+        layer(x, (np.zeros((BATCH, H), np.float32),) * 2)
+    with pytest.raises(ArgumentError, match="x.layout"):
+        layer(x.to_sparse())
+
+
+def test_torch_is_imported_by_nobody_but_the_caller():
+    """tvm_ffi tries to import torch by itself; kept from that, nothing of the runtime asks for it."""
+    code = f"""
+import sys
+sys.modules["torch"] = None  # import torch raises ImportError
+import numpy as np, ecornn
+layer = ecornn.load({str(sample.build(sample.manifest()))!r}).bind(
+    {{"weight_l0": np.ones(({2 * H}, {I}), "f4"), "bias_l0": np.ones({H}, "f4")}})
+print(layer(np.ones((2, 1, {I}), "f4"))[0][0, 0, 0])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == I + 1

@@ -1,0 +1,224 @@
+"""The schedules of one launch a step: their programs, limits, and results, emulated on the CPU."""
+
+from __future__ import annotations
+
+import random
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import step_cells
+import torch
+from cuda_on_cpu import Emulated, inputs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from ecornn.analysis import analyse
+from ecornn.build.cuda import lower
+from ecornn.build.nvcc import compile_cubin, find_nvcc
+from ecornn.cells import BUILTIN, Cell
+from ecornn.device import KNOWN, Device
+from ecornn.numpy_reference import reference
+from ecornn.schedules.base import Config, Schedule, Task
+from ecornn.schedules.fused_step import FusedStep
+from ecornn.schedules.layout_transform import LayoutTransform
+from ecornn.schedules.step_scalars import Layout, carried
+from ecornn.workload import DTYPES, Workload
+
+SCHEDULES: dict[str, Schedule] = {s.name: s for s in (FusedStep(), LayoutTransform())}
+ALL_CELLS = BUILTIN | step_cells.CELLS
+LIMITS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}  # relative norm of the error of y
+TINY = replace(KNOWN["sm_90a"], cores=3)  # few blocks to emulate
+
+# (T, B, I, H): the smallest of everything; odd rows; one more than a tile; more rows than a tile; whole tiles
+SHAPES = [(1, 1, 1, 1), (3, 2, 5, 7), (5, 20, 33, 65), (4, 33, 31, 129), (7, 3, 64, 128)]
+
+
+def task_of(cell: str, sizes: tuple[int, int, int, int], dtype: str, device: Device = TINY) -> Task:
+    T, B, I, H = sizes
+    found: Cell = ALL_CELLS[cell]
+    if cell in ("leaky", "average"):  # they read x outside of products
+        I = H
+    return Task(Workload(cell, H, I, B, T, dtype), analyse(found, I, H), device)
+
+
+def relative(value: torch.Tensor, expected: Any) -> float:
+    return float(np.linalg.norm(value.double().numpy() - expected) / np.linalg.norm(expected))
+
+
+def check_numbers(folder: Path, schedule: Schedule, task: Task, config: Config, batch: int | None = None,
+                  lazy: bool = True) -> None:
+    """Runs the program in the emulation and compares it with float64; ``batch`` is the call's B."""
+    w, graph = task.workload, task.graph
+    assert schedule.check(task, config) is None
+    sizes = (w.seq, batch or w.batch, w.input, w.hidden)
+    x, states, parameters = inputs(w.cell, sizes, w.dtype, graph.parameters, tuple(graph.states))
+    y, after = Emulated(schedule.program(task, config), folder, lazy=lazy).run(x, states, parameters)
+
+    def exact(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+        return {name: value.double().numpy() for name, value in tensors.items()}
+
+    if w.cell in BUILTIN:
+        weights = {f"{n}_l0": v.reshape(-1, *v.shape[2:]) for n, v in exact(parameters).items()}
+        want, last = reference(w.cell, x.double().numpy(), weights, list(exact(states).values()))
+        wanted = dict(zip(graph.states, last, strict=True))
+    else:
+        want, found = step_cells.run(step_cells.CELLS[w.cell], x.double().numpy(), exact(states), exact(parameters))
+        wanted = dict(found)
+    assert relative(y, want) <= LIMITS[w.dtype]
+    for name, value in wanted.items():
+        assert relative(after[name], value) <= 2 * LIMITS[w.dtype], name
+
+
+@pytest.mark.parametrize(("schedule", "cell", "sizes", "dtype"), [
+    ("fused_step", "lstm", SHAPES[1], "float32"),
+    ("fused_step", "gru_reset_before", SHAPES[2], "float16"),
+    ("fused_step", "pair", SHAPES[2], "bfloat16"),  # two operands, one of them not a state
+    ("fused_step", "gated", SHAPES[1], "float32"),  # a gate carried over to the second phase
+    ("fused_step", "leaky", SHAPES[1], "float32"),  # no recurrent product
+    ("fused_step", "average", SHAPES[1], "float32"),  # no product, no parameter
+    ("layout_transform", "lstm", SHAPES[2], "bfloat16"),
+    ("layout_transform", "gru_reset_before", SHAPES[1], "float32"),
+    ("layout_transform", "pair", SHAPES[1], "float16"),
+], ids=str)
+def test_results(tmp_path: Path, schedule: str, cell: str, sizes: tuple[int, int, int, int], dtype: str):
+    task = task_of(cell, sizes, dtype)
+    check_numbers(tmp_path, SCHEDULES[schedule], task, SCHEDULES[schedule].default(task))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+@pytest.mark.parametrize("cell", [*BUILTIN, *step_cells.CELLS])
+@pytest.mark.parametrize("schedule", list(SCHEDULES))
+def test_results_of_every_cell(tmp_path: Path, schedule: str, cell: str, sizes: tuple[int, int, int, int]):
+    for dtype in DTYPES:
+        task = task_of(cell, sizes, dtype)
+        if SCHEDULES[schedule].serves(task) is None:
+            folder = tmp_path / dtype
+            folder.mkdir()
+            check_numbers(folder, SCHEDULES[schedule], task, SCHEDULES[schedule].default(task))
+
+
+CONFIGS = [  # (schedule, cell, dtype, compiled B, knobs unlike the default's)
+    ("layout_transform", "lstm", "float16", 33, {  # rows beyond the batch, K split, a layout each
+        "units": 16, "rows": 24, "row_warps": 2, "batch_warps": 1, "split": 4, "depth": 2, "stages": 3,
+        "layout": "hidden"}),
+    ("layout_transform", "gru", "float32", 45, {  # more rows compiled than called, blocks without rows
+        "units": 32, "rows": 16, "row_warps": 2, "batch_warps": 2, "split": 2, "depth": 1, "stages": 2,
+        "layout": "batch"}),
+    ("layout_transform", "rnn_tanh", "bfloat16", 33, {  # a pipeline longer than the product
+        "units": 16, "rows": 40, "row_warps": 1, "batch_warps": 1, "split": 4, "depth": 1, "stages": 6,
+        "layout": "hidden"}),
+    ("fused_step", "lstm", "float16", 45, {"units": 8, "thread_rows": 4, "groups": 2, "split": 16, "depth": 16}),
+    ("fused_step", "gru_reset_before", "float32", 33, {
+        "units": 32, "thread_rows": 1, "groups": 8, "split": 1, "depth": 32}),
+]
+
+
+@pytest.mark.parametrize("lazy", [True, False], ids=["lazy", "eager"])
+@pytest.mark.parametrize(("schedule", "cell", "dtype", "batch", "knobs"), CONFIGS)
+def test_other_configurations(tmp_path: Path, schedule: str, cell: str, dtype: str, batch: int,
+                              knobs: dict[str, Any], lazy: bool):
+    if not lazy and schedule == "fused_step":
+        pytest.skip("the schedule has no asynchronous copies")
+    task = task_of(cell, (3, batch, 31, 70), dtype)
+    config = {**SCHEDULES[schedule].default(task), **knobs}
+    check_numbers(tmp_path, SCHEDULES[schedule], task, config, batch=min(batch, 33), lazy=lazy)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(list(SCHEDULES)), st.sampled_from(list(ALL_CELLS)), st.sampled_from(DTYPES),
+       st.sampled_from(list(KNOWN)), st.integers(1, 300), st.integers(1, 2500))
+def test_defaults_fit(schedule: str, cell: str, dtype: str, arch: str, batch: int, hidden: int):
+    task = task_of(cell, (9, batch, hidden, hidden), dtype, KNOWN[arch])
+    found = SCHEDULES[schedule]
+    if schedule == "layout_transform" and not task.graph.phases:
+        assert "no recurrent product" in str(found.serves(task))
+        return
+    if found.serves(task) is not None:
+        assert schedule == "layout_transform" and "shared memory" in str(found.serves(task))
+        return
+    config = found.default(task)
+    assert found.check(task, config) is None
+    assert set(config) == {k.name for k in found.knobs(task)}
+    features = found.features(task, config)
+    assert features["waste"] >= 1 and all(np.isfinite(v) and v >= 0 for v in features.values())
+
+
+@pytest.mark.parametrize("schedule", list(SCHEDULES))
+def test_programs_agree_with_their_buffers(schedule: str):
+    """Configurations picked at random: packings fill their buffers, and every call can be generated."""
+    rng, found = random.Random(7), SCHEDULES[schedule]
+    for cell in ("lstm", "gru_reset_before", "pair"):
+        task = task_of(cell, (4, 50, 40, 200), "float16", KNOWN["sm_80"])
+        knobs, built = found.knobs(task), 0
+        while built < 4:
+            config = {k.name: rng.choice(k.values) for k in knobs}
+            if found.check(task, config) is not None:
+                continue
+            built += 1
+            program = found.program(task, config)
+            for b in program.buffers:
+                if b.packing is not None:
+                    assert prod(b.packing.pad) == prod(b.packing.split) == b.extent.fixed
+                    assert sorted(b.packing.order) == list(range(len(b.packing.split)))
+            lower(program, "sm_80")
+
+
+@pytest.mark.parametrize(("schedule", "knobs", "reason"), [
+    ("fused_step", {"units": 32, "groups": 8, "split": 16}, "threads"),
+    ("fused_step", {"units": 8, "groups": 1, "split": 1}, "threads"),
+    ("fused_step", {"thread_rows": 8, "groups": 8, "depth": 64, "units": 16, "split": 8}, "registers"),
+    ("layout_transform", {"units": 6}, "multiple"),
+    ("layout_transform", {"row_warps": 8, "batch_warps": 4, "split": 8}, "threads"),
+    ("layout_transform", {"rows": 24, "batch_warps": 2}, "batch rows"),
+    ("layout_transform", {"units": 4, "row_warps": 2, "batch_warps": 1, "split": 1}, "weight rows"),
+    ("layout_transform", {"units": 64, "rows": 256, "row_warps": 4, "batch_warps": 2, "split": 1, "depth": 4,
+                          "stages": 6}, "shared memory"),
+    ("layout_transform", {"units": 32, "rows": 128, "row_warps": 1, "batch_warps": 1, "split": 1, "depth": 1,
+                          "stages": 2}, "registers"),
+])
+def test_configurations_that_cannot_run(schedule: str, knobs: dict[str, Any], reason: str):
+    task = task_of("lstm", (4, 300, 64, 512), "float16", KNOWN["sm_90a"])
+    config = {**SCHEDULES[schedule].default(task), **knobs}
+    assert reason in str(SCHEDULES[schedule].check(task, config))
+
+
+def test_what_phases_hand_on():
+    graph = task_of("gru_reset_before", (1, 1, 4, 4), "float32").graph
+    names = {var.name.rsplit("__", 1)[0]: made for var, made in carried(graph).items()}
+    assert list(names.values()) == [0] and "update" in next(iter(names))
+    assert not carried(task_of("lstm", (1, 1, 4, 4), "float32").graph)
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.sampled_from([16, 32]), st.booleans())
+def test_layouts_hold_every_element_once(rows: int, blocks: int, block: int, whole: bool):
+    layout = Layout(rows, blocks * block, blocks * block if whole else block)
+    places = {layout.place(r, u) for r in range(rows) for u in range(layout.width)}
+    assert places == set(range(layout.size))
+
+
+@pytest.mark.skipif(find_nvcc() is None, reason="nvcc is not installed")
+@pytest.mark.parametrize(("schedule", "cell", "batch", "hidden", "dtype"), [
+    ("layout_transform", "lstm", 64, 1024, "float16"),
+    ("layout_transform", "gru", 256, 1024, "float32"),
+    ("fused_step", "lstm", 20, 800, "bfloat16"),
+])
+def test_registers_suffice(schedule: str, cell: str, batch: int, hidden: int, dtype: str):
+    """Of the step kernels, no more are used than check() counted with, and none spills."""
+    task = task_of(cell, (100, batch, hidden, hidden), dtype, KNOWN["sm_90a"])
+    found = SCHEDULES[schedule]
+    config = found.default(task)
+    kernels, source = lower(found.program(task, config), "sm_90a")
+    resources = compile_cubin(source, "sm_90a")[1]
+    for name, kernel in kernels.items():
+        if name.startswith("step"):
+            assert resources[kernel.symbol]["spill_stores"] == 0
+            threads = kernel.extents["threadIdx.x"]
+            assert resources[kernel.symbol]["registers"] * threads <= task.device.registers
+            if schedule == "layout_transform":
+                assert resources[kernel.symbol]["registers"] <= found.features(task, config)["registers"]
