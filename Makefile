@@ -1,12 +1,12 @@
 # make setup | run | test | lint | bench | clean
 #   PYTHON=python3.12 make setup     another interpreter (3.10 to 3.12)
 #   VENV=/somewhere make test        another place for the virtual environment
-#   make run HIDDEN=1024 TUNE="--trials 200"
+#   make run HIDDEN=1024 TUNE="--trials 200"     by default the search stops after 150 seconds
 
 PYTHON ?= python3
 VENV ?= .venv
 HIDDEN ?= 800
-TUNE ?=
+TUNE ?= --time-limit 150
 PYTEST ?=
 
 BIN := $(VENV)/bin

@@ -10,8 +10,9 @@ from typing import Any
 
 from ecornn.program import Buffer, Extent, Launch, Loop, Packing, Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
-from ecornn.schedules.pointwise import MATH, MATH_TRADES, emit, vector_sources
+from ecornn.schedules.pointwise import MATH_FOR, MATH_TRADES, vector_sources
 from ecornn.schedules.step_product import Product, Tile, tile_of, weights_buffer
+from ecornn.schedules.step_projection import project_kernel
 from ecornn.schedules.step_scalars import (
     Layout,
     StepScalars,
@@ -46,7 +47,7 @@ class FusedStep(Schedule):
             Knob("groups", (1, 2, 4, 8), "more thread groups over the batch: fewer reads of weights, fewer blocks"),
             Knob("split", (1, 2, 4, 8, 16), "more parts of K: shorter chains of sums, more partial sums to add"),
             Knob("depth", (16, 32, 64), "deeper tiles: fewer barriers, more shared memory"),
-            Knob("math", MATH[:1] if task.workload.dtype == "float32" else MATH, MATH_TRADES),
+            Knob("math", MATH_FOR[task.workload.dtype], MATH_TRADES),
         )
 
     def check(self, task: Task, config: Config) -> str | None:
@@ -129,7 +130,7 @@ class FusedStep(Schedule):
         functions, calls = {"begin": begin_kernel(task, layout, buffers, math)}, []
         if graph.hoisted_outputs:
             blocks = 2 * task.device.cores
-            functions["project"] = _project_kernel(task, tile, layout, buffers, blocks)
+            functions["project"] = project_kernel(task, tile, layout, buffers, blocks)
             calls.append(Launch("project", blocks, tile.threads, tile.shared(len(graph.hoisted_rows), 1)))
         steps = []
         for p in range(phase_count(graph)):
@@ -187,50 +188,4 @@ def _step_kernel(task: Task, tile: Tile, layout: Layout, buffers: list[Buffer], 
                 with T.If(inside), T.Then():
                     b, j = T.Bind(row0 + row), T.Bind(column * tile.units + unit)
                     scalars.finish(p, b, j, product.sums(row, unit), scalars.hoisted(b, j))
-    return builder.get()
-
-
-def _project_kernel(task: Task, tile: Tile, layout: Layout, buffers: list[Buffer], blocks: int) -> Any:
-    """``project``: hoisted[t, b, q, j] for all t, by blocks that take tiles of T*B rows in turn."""
-    from tvm.script.ir_builder import IRBuilder
-    from tvm.tirx.script.builder import ir as T
-
-    w, graph = task.workload, task.graph
-    H, I = w.hidden, w.input
-    columns, gates = -(-H // tile.units), len(graph.hoisted_rows)
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("project")
-        a = declare(T, buffers)
-        # the gates' accuracy is not a knob here: the cost of the hoisted scalars is out of the recurrence
-        scalars = StepScalars(T, task, layout, a, "exact")
-        T.device_entry()
-        block, thread = T.cta_id([blocks]), T.thread_id([tile.threads])
-        memory = T.alloc_buffer((tile.shared(gates, 1) // 4,), "float32", scope="shared.dyn", align=16)
-        total = T.Bind(a["T"] * a["B"])
-        turn = T.alloc_buffer((1,), "int32", scope="local")
-        T.buffer_store(turn, block, [0])
-        product = Product(T, tile, graph.hoisted_rows, memory, thread)
-
-        def input_at(row0: Any, row: Any, k: Any) -> Any:
-            inside = T.Bind(T.And(row0 + row < total, k < I))
-            place = T.Select(inside, T.cast(row0 + row, "int64") * I + k, T.int64(0))
-            return T.Select(inside, T.cast(a["x"][place], "float32"), T.float32(0))
-
-        with T.While(turn[0] < (total + (tile.rows - 1)) // tile.rows * columns):
-            column, row0 = T.Bind(turn[0] % columns), T.Bind(turn[0] // columns * tile.rows)
-            if gates:
-                product.run(a["input_weights"], column, I, lambda o, row, k: input_at(row0, row, k))
-            with T.serial(0, -(-tile.units * tile.rows // tile.threads)) as again:
-                item = T.Bind(again * tile.threads + thread)
-                row, unit = T.Bind(item // tile.units), T.Bind(column * tile.units + item % tile.units)
-                inside = T.And(item < tile.units * tile.rows, T.And(row0 + row < total, unit < H))
-                with T.If(inside), T.Then():
-                    env = scalars.constants(unit) | product.sums(row, item % tile.units)
-                    if graph.x is not None:
-                        env[graph.x] = T.Bind(T.cast(a["x"][T.cast(row0 + row, "int64") * H + unit], "float32"))
-                    env = emit(graph.hoisted, env)
-                    first = T.Bind(T.cast(row0 + row, "int64") * (len(graph.hoisted_outputs) * H) + unit)
-                    for q, var in enumerate(graph.hoisted_outputs):
-                        T.buffer_store(a["hoisted"], env[var], [first + q * H])
-            T.buffer_store(turn, turn[0] + blocks, [0])
     return builder.get()

@@ -13,7 +13,7 @@ from typing import Any
 
 from ecornn.program import Buffer, Launch, Loop, Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
-from ecornn.schedules.pointwise import MATH, MATH_TRADES
+from ecornn.schedules.pointwise import MATH_FOR, MATH_TRADES
 from ecornn.schedules.projection import project, shape_of
 from ecornn.schedules.step_scalars import (
     Layout,
@@ -65,7 +65,7 @@ class LayoutTransform(Schedule):
             Knob("stages", (2, 3, 4, 6), "more stages hide more latency, for shared memory"),
             Knob("layout", ("hidden", "batch"),
                  "hidden innermost: writers of new state fill sectors; batch inside blocks: readers do"),
-            Knob("math", MATH[:1] if w.dtype == "float32" else MATH, MATH_TRADES),
+            Knob("math", MATH_FOR[w.dtype], MATH_TRADES),
         )
 
     def check(self, task: Task, config: Config) -> str | None:

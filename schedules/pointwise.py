@@ -12,6 +12,9 @@ MATH = ("exact", "fast", "approx")
 MATH_TRADES = ("expf and tanhf to 2 ulp, or ex2 and rcp of the special function unit (error 2e-7), or "
                "tanh.approx (error 5e-4): accuracy for the latency of the gates")
 
+# approx would be most of the error that float16 may have
+MATH_FOR = {"float32": MATH[:1], "float16": MATH[:2], "bfloat16": MATH}
+
 _FAST = {
     "tirx.sigmoid": ("ecornn_sigmoid_fast", """
 __device__ __forceinline__ float ecornn_sigmoid_fast(float x) {

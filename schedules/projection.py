@@ -148,6 +148,7 @@ def _kernel(task: Task, s: _Shape, out_dtype: str, blocks: int) -> Any:
             for r in range(-(-chunks // THREADS)):
                 index = T.Bind(r * THREADS + thread)
                 with T.If(index < chunks), T.Then():
+                    assert weights is not None, "only called where there are products"
                     source = (T.cast(column * s.slabs + slab, "int64") * s.weight_words + index * 4) * pw
                     T.evaluate(T.ptx["cp.async.cg.shared.global"](
                         shared.ptr_to([base + s.block_rows * ROW + index * 4]), weights.ptr_to([source]), 16))

@@ -104,10 +104,10 @@ def unit_step(task: Task) -> int:
 
 def plan_of(task: Task, config: Config) -> Plan:
     """The plan of a configuration; it need not fit, ``check`` says that."""
-    cut = (int(config[k]) for k in ("units", "rows", "row_warps", "batch_warps", "split", "depth", "stages"))
     phases = task.graph.phases
-    return Plan(task.workload.hidden, task.workload.dtype, *cut, tuple(len(p.rows) for p in phases),
-                tuple(len(p.operands) for p in phases))
+    cut = {k: int(config[k]) for k in ("units", "rows", "row_warps", "batch_warps", "split", "depth", "stages")}
+    return Plan(hidden=task.workload.hidden, dtype=task.workload.dtype, **cut,
+                gates=tuple(len(p.rows) for p in phases), operands=tuple(len(p.operands) for p in phases))
 
 
 def weights_buffer(task: Task, plan: Plan, p: int) -> Buffer:
@@ -118,7 +118,7 @@ def weights_buffer(task: Task, plan: Plan, p: int) -> Buffer:
     phase, n = task.graph.phases[p], per_word(plan.dtype)
     sources: list[tuple[str, int]] = []
     for operand in phase.operands:
-        sources += [(r.weight, r.gate) if r.operand.same_as(operand) else ("", 0) for r in phase.rows]
+        sources += [(r.weight, r.gate) if operand.same_as(r.operand) else ("", 0) for r in phase.rows]
     pad = (len(sources), plan.columns * plan.units, plan.pairs * PAIR * n)
     cut = (plan.operands[p], plan.gates[p], plan.columns, plan.units, plan.pairs, PAIR * n)
     packing = Packing(tuple(sources), pad, cut, (2, 0, 4, 1, 3, 5), plan.dtype)

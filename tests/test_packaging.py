@@ -92,7 +92,8 @@ CHECK_PATH = """
 import numpy as np
 import ecornn
 from ecornn.numpy_reference import random_weights
-module = ecornn.compile("lstm", hidden=9, input=5, batch=3, seq=4, dtype="float32", target="cpu")
+module = ecornn.compile("lstm", hidden=9, input=5, batch=3, seq=4, dtype="float32", target="cpu",
+                        out="built.so")  # a relative path: the linker runs in another folder
 module.save("tiny.so")
 weights = random_weights("lstm", 5, 9)
 x = np.random.default_rng(0).standard_normal((4, 3, 5)).astype("float32")

@@ -145,7 +145,7 @@ def test_wrong_places(module: Module):
         layer(on_device(module, sample.inputs(), 1))
     with pytest.raises(ArgumentError, match=r"state\[0\]"):
         layer(sample.inputs(), (on_device(module, np.zeros((BATCH, H), np.float32)),) * 2)
-    with pytest.raises(ArgumentError, match="threads=2 .* runs on a GPU"):
+    with pytest.raises(ArgumentError, match=r"threads=2 .* runs on a GPU"):
         module.bind(WEIGHTS, threads=2)
     cpu = ecornn.load(sample.build(sample.manifest())).bind(WEIGHTS)
     with pytest.raises(DeviceError, match=r"x.device='cuda:0' .* cpu"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -165,7 +167,7 @@ def test_bfloat16_numpy():
     y, state = module.bind(WEIGHTS)(x)
     assert y.dtype == x.dtype
     agree((y, state), sample.expected(x, WEIGHTS), bits=8)
-    with pytest.raises(DTypeError, match="x.dtype='float32'"):
+    with pytest.raises(DTypeError, match=r"x\.dtype='float32'"):
         module.bind(WEIGHTS)(sample.inputs())
 
 
@@ -195,6 +197,21 @@ def test_other_frameworks_through_dlpack(dtype: str):
           bits=8 if dtype == "bfloat16" else 23)
     with pytest.raises(ArgumentError, match=r"state\[0\]"):
         layer(x, (np.zeros((BATCH, H), np.float32),) * 2)
+
+
+def test_a_frameworks_own_from_dlpack_is_found_below_its_top_package():
+    """tvm.runtime.Tensor takes tvm_ffi.Tensor's place once TVM is imported."""
+    code = f"""
+import tvm.runtime, numpy as np, ecornn
+layer = ecornn.load({str(sample.build(sample.manifest()))!r}).bind(
+    {{"weight_l0": np.ones(({2 * H}, {I}), "f4"), "bias_l0": np.ones({H}, "f4")}})
+y, state = layer(tvm.runtime.tensor(np.ones((2, 1, {I}), "f4")))
+assert {{type(t) for t in (y, *state)}} == {{tvm.runtime.Tensor}}, (type(y), type(state[0]))
+print(y.numpy()[0, 0, 0])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == I + 1
 
 
 def test_memory_handed_to_another_framework_outlives_everything():

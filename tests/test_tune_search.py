@@ -6,9 +6,12 @@ import random
 import statistics
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tune_fakes import Fake, cost, make
 
 from ecornn.errors import ScheduleError
+from ecornn.schedules.base import Knob
 from ecornn.tune.features import Columns, features
 from ecornn.tune.model import CostModel
 from ecornn.tune.search import Search
@@ -32,8 +35,49 @@ def spend(space: ConfigSpace, seed: int, trials: int, batch: int = 16) -> Search
 def test_a_small_space_is_listed_with_what_fits_only():
     space = ConfigSpace(TASK, [Fake(("ok",), "ab")])
     listed = list(space.listing())
-    assert len(space) == 64 and len(listed) == len(set(listed)) == sum(
+    assert space.combinations() == 64 and len(space) == len(listed) == len(set(listed)) == sum(
         1 for a in range(8) for b in range(8) if a + b <= 9)
+
+
+class Tight(Fake):
+    """One combination in 512 fits."""
+
+    def check(self, task, config):
+        return None if config["a"] == config["b"] == config["c"] == 1 else "too large"
+
+    def default(self, task):
+        return {**super().default(task), "a": 1, "b": 1, "c": 1}
+
+
+def test_a_schedule_of_which_little_fits_is_drawn_as_often_as_another():
+    space, rng = ConfigSpace(TASK, [Tight(("ok",), "abcde", "tight"), LARGE]), random.Random(0)
+    drawn = [space.draw(rng) for _ in range(400)]
+    assert all(space.fits(c) for c in drawn)
+    assert 150 < sum(c.schedule == "tight" for c in drawn) < 250
+
+
+def test_a_schedule_that_nothing_fits_offers_its_default_only():
+    class Never(Fake):
+        def check(self, task, config):
+            return "never"
+
+    space = ConfigSpace(TASK, [Never()])
+    assert len(space) == 0 and space.draw(random.Random(0)) is None
+    assert Search(space, CostModel(), 0).ask(5) == space.defaults()
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.data())
+def test_numbers_and_combinations_are_one_to_one(first, second, third, data):
+    class Sized(Fake):
+        def knobs(self, task):
+            return tuple(Knob(n, tuple(range(size)), "") for n, size in
+                         zip("abc", (first, second, third), strict=True))
+
+    space = ConfigSpace(TASK, [Sized()])
+    configs = [tuple(space.config("fake", n).values()) for n in range(space.size("fake"))]
+    assert len(set(configs)) == len(configs) == first * second * third
+    number = data.draw(st.integers(0, len(configs) - 1))
+    assert all(0 <= v < size for v, size in zip(configs[number], (first, second, third), strict=True))
 
 
 def test_draws_and_neighbours_fit_and_differ_in_one_knob():

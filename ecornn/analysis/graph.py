@@ -143,7 +143,8 @@ class _Walk:
         loads = [load_parts(s) for s in sides]
         names = [next((n for n, t in self.parameter_tensors.items() if t == l[0]), None) for l in loads]
         if names[0] is not None:
-            loads.reverse(), names.reverse()
+            loads.reverse()
+            names.reverse()
         (operand, at), (_, weight_at), weight = loads[0], loads[1], names[1]
         if names[0] is not None or weight is None or len(weight_at) != 3:
             raise fault

@@ -27,7 +27,7 @@ def link(generated: Generated, out: Path) -> None:
     from tvm_ffi import libinfo
 
     compiler = find_compiler()
-    out = Path(out)
+    out = Path(out).absolute()  # the compiler runs in a folder of its own
     out.parent.mkdir(parents=True, exist_ok=True)
     # In the folder of `out`, so that it can take its place in one step.
     made = out.parent / f".{out.name}.{secrets.token_hex(8)}"

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ecornn.tune.api import Result
+    from ecornn.tune.space import ConfigSpace
 
 EPILOG = """\b
 Examples:
@@ -57,10 +58,11 @@ def tune(cell: str, hidden: int, input_: int | None, batch: int, seq: int, dtype
     console = Console(soft_wrap=True, highlight=False)
     meter = Meter(console)
 
-    def begin(task: object, combinations: int, resumed: int) -> None:
-        work, device = task.workload, task.device  # type: ignore[attr-defined]
-        console.print(f"{work} on {device.name} ({device.arch}): {combinations} combinations of knobs"
-                      + (f", {resumed} trials in the log" if resumed else ""), markup=False)
+    def begin(space: ConfigSpace, resumed: int) -> None:
+        work, device = space.task.workload, space.task.device
+        console.print(f"{work} on {device.name} ({device.arch}): {', '.join(space.schedules)}, "
+                      f"{len(space)} candidates" + (f", {resumed} trials in the log" if resumed else ""),
+                      markup=False)
 
     try:
         with meter:

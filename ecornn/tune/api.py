@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ecornn.schedules.base import Schedule, Task
     from ecornn.tune.evaluate import Entries
     from ecornn.tune.record import Choice, Finish, Trial
+    from ecornn.tune.space import ConfigSpace
     from ecornn.tune.tuner import Progress
 
 TRIALS = {"llvm": 48, "cuda": 128}
@@ -57,7 +58,7 @@ def tune(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int 
          timeout: float = TIMEOUT, time_limit: float | None = None, seed: int = 0, resume: bool = True,
          output: Path | None = None, schedule: str | None = None,
          report: Callable[[Progress], None] = lambda _: None,
-         begin: Callable[[Task, int, int], None] = lambda *_: None,
+         begin: Callable[[ConfigSpace, int], None] = lambda *_: None,
          entries: Entries | None = None) -> Result:
     """Searches schedules and knobs for one layer; the records are used by ``ecornn.compile``.
 
@@ -74,7 +75,7 @@ def tune(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int 
     resume : go on with the same run if the log has it, and return at once if it is finished
     output : log file; default: one for this workload and device in the user's folder
     schedule : only this schedule
-    report, begin : called after each trial; and before the first with (task, combinations, resumed)
+    report, begin : called after each trial; and before the first, with what was resumed
     entries : functions of the worker processes, for tests
 
     Raises :class:`~ecornn.errors.EcornnError` subclasses: ``ArgumentError`` for bad arguments,
@@ -106,7 +107,7 @@ def tune(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int 
     space, model = ConfigSpace(task, schedules), CostModel(seed)
     warm(model, found, task, schedules, folders.read_all())
     settings = tuner.Settings(wanted, seed, time_limit, max(4, min(16, wanted // 6)))
-    begin(task, len(space), before)
+    begin(space, before)
     with evaluate.ProcessEvaluator(
             task, spec, lambda file: oracle.write(file, found, task, seed),
             builders=max(1, min(BUILDERS, len(os.sched_getaffinity(0)))), limit=timeout, seed=seed,

@@ -13,9 +13,9 @@ from ecornn.schedules.base import Task
 STEPS = 8  # enough to pass through every state buffer and barrier several times
 
 # Relative error ||out - ref|| / ||ref|| that a candidate may have. float32: a few roundings of a
-# long sum. float16 and bfloat16 (unit roundoff 5e-4 and 4e-3): states are rounded to the storage
-# type in each of the 8 steps. A wrong index or a missed exchange is off by 0.1 and more.
-TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
+# long sum. float16 and bfloat16 (unit roundoff 5e-4 and 4e-3): about twice the error of cuDNN on an
+# LSTM of these types, 2.9e-4 and 2.3e-3.
+TOLERANCE = {"float32": 1e-5, "float16": 6e-4, "bfloat16": 5e-3}
 
 
 def numpy_dtype(dtype: str) -> Any:

@@ -16,6 +16,7 @@ from ecornn.tune.model import CostModel
 from ecornn.tune.space import Candidate, ConfigSpace
 
 EPSILON = 0.15  # share of a batch that is drawn at random, whatever the model says
+SCORED = 20_000  # spaces with no more candidates are ranked whole
 CHAINS, SWEEPS = 64, 40  # annealing: points that move at the same time, and moves of each
 HOT, COLD = 1.0, 0.05  # temperatures, in units of the spread of the scores
 
@@ -61,26 +62,26 @@ class Search:
         return candidate not in self.tried and candidate not in batch
 
     def draw(self, rng: random.Random, count: int, batch: Sequence[Candidate]) -> list[Candidate]:
-        """Random new candidates."""
-        if count and self.space.small():
-            left = [c for c in self.space.listing() if self.fresh(c, batch)]
-            return rng.sample(left, min(count, len(left)))
+        """Random new candidates, each schedule as likely."""
         found: list[Candidate] = []
-        for _ in range(50 * count):
+        for _ in range(20 * count):
             drawn = self.space.draw(rng)
             if drawn is not None and self.fresh(drawn, [*batch, *found]):
                 found.append(drawn)
             if len(found) == count:
-                break
+                return found
+        if count and len(self.space) <= SCORED:  # nearly all were tried
+            left = [c for c in self.space.listing() if self.fresh(c, [*batch, *found])]
+            found += rng.sample(left, min(count - len(found), len(left)))
         return found
 
     def ranked(self, rng: random.Random, count: int, batch: Sequence[Candidate]) -> list[Candidate]:
         """The new candidates that the model ranks highest."""
-        if self.space.small():
+        if len(self.space) <= SCORED:
             pool = [c for c in self.space.listing() if self.fresh(c, batch)]
             scores = self.model.score([self.row(c) for c in pool]) if pool else []
             return [c for c, _ in self.top(pool, scores, count)]
-        return [c for c in self.anneal(rng, count, batch)]
+        return self.anneal(rng, count, batch)
 
     @staticmethod
     def top(pool: Sequence[Candidate], scores: Sequence[float],

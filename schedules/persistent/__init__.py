@@ -7,7 +7,7 @@ from ecornn.schedules.base import Config, Knob, Schedule, Task
 from ecornn.schedules.persistent.kernel import persistent_kernel
 from ecornn.schedules.persistent.plan import RING, Plan, packing_of, plan_of, unit_step
 from ecornn.schedules.persistent.start import start_kernel
-from ecornn.schedules.pointwise import MATH, MATH_TRADES
+from ecornn.schedules.pointwise import MATH_FOR, MATH_TRADES
 from ecornn.schedules.projection import project
 from ecornn.schedules.tensor_core import per_word
 
@@ -49,7 +49,7 @@ class Persistent(Schedule):
             Knob("registers", (100, 75, 50, 25, 0), "percent of weights in registers, the rest in shared memory"),
             Knob("interleave", (0, 4) if wide else (0,),
                  "4: pad three gates to four for smaller unit steps and wider loads; 0: no padding"),
-            Knob("math", MATH[:1] if w.dtype == "float32" else MATH, MATH_TRADES),
+            Knob("math", MATH_FOR[w.dtype], MATH_TRADES),
         )
 
     def check(self, task: Task, config: Config) -> str | None:

@@ -144,7 +144,7 @@ def packing_of(task: Task, plan: Plan, index: int) -> Packing:
     phase, p = task.graph.phases[index], plan.phases[index]
     sources: list[tuple[str, int]] = []
     for operand in phase.operands:
-        rows = [(r.weight, r.gate) if r.operand.same_as(operand) else ("", 0) for r in phase.rows]
+        rows = [(r.weight, r.gate) if operand.same_as(r.operand) else ("", 0) for r in phase.rows]
         sources += rows + [("", 0)] * (p.gates - len(rows))
     e, n = p.interleave, per_word(plan.dtype)
     pad = (len(sources), plan.blocks * plan.units, plan.warps * p.warp_pairs * PAIR * n)

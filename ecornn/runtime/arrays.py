@@ -1,0 +1,98 @@
+"""What the runtime asks of arrays of any framework, and which framework an array is of."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+
+from ecornn.errors import ArgumentError
+from ecornn.runtime.library import Library
+from ecornn.runtime.memory import Memory
+
+ALIGNMENT = 16  # bytes; of x, y and the states
+
+Shape = tuple[int, ...]
+Facts = tuple[Shape, str, str]  # shape, data type, place: "cpu" or "cuda:0"
+Placed = tuple[Any, int]  # an array, and the address of its first element
+
+
+class Arrays(ABC):
+    """One framework's arrays. A call takes its arguments in, works on them, and gives results out.
+
+    These are on the path of every call: each asks an array as little as it can, since a NumPy
+    array takes a third of a microsecond to tell its address.
+    """
+
+    name: str  # for messages
+    staged = False  # on CUDA modules: copied to the device and back
+
+    @abstractmethod
+    def take(self, value: Any, name: str) -> Any:
+        """The array to work on; :class:`ArgumentError` where ``value`` is not of this framework."""
+
+    @abstractmethod
+    def facts(self, array: Any) -> Facts:
+        """What is checked of an array before anything runs."""
+
+    @abstractmethod
+    def ready(self, array: Any, name: str) -> Placed:
+        """``array``, or a copy of it where it is not contiguous or not aligned."""
+
+    @abstractmethod
+    def in_place(self, array: Any) -> Placed | None:
+        """``array`` for results, or None where it is strided, misaligned or read-only."""
+
+    @abstractmethod
+    def empty(self, shape: Shape, like: Any, library: Library) -> Placed:
+        """A new array, contents undefined, of the data type and on the device of ``like``."""
+
+    @abstractmethod
+    def to_host(self, value: Any, name: str, library: Library) -> np.ndarray[Any, Any]:
+        """A weight as a NumPy array, bfloat16 widened to float32."""
+
+    @abstractmethod
+    def workspace(self, nbytes: int, like: Any, library: Library) -> Memory:
+        """Scratch memory on the device of ``like``."""
+
+    def give(self, array: Any) -> Any:
+        """A result as the caller's framework has it."""
+        return array
+
+    def queue(self, device: int) -> int:
+        """The CUDA stream that work is put on."""
+        return 0
+
+    def keeps_workspace(self) -> bool:
+        """Whether the workspace of a CUDA call may be used again by a later one."""
+        return True
+
+
+_KNOWN: dict[type, Arrays] = {}
+
+
+def arrays_of(value: Any, name: str) -> Arrays:
+    """The framework of an array; :class:`ArgumentError` where it is of none. ``name`` is for messages."""
+    known = _KNOWN.get(type(value))
+    if known is None:
+        known = _KNOWN[type(value)] = _find(value, name)
+    return known
+
+
+def _find(value: Any, name: str) -> Arrays:
+    if isinstance(value, np.ndarray):
+        from ecornn.runtime.numpy_arrays import NumPyArrays
+
+        return NumPyArrays()
+    if any(base.__module__.split(".")[0] == "torch" and base.__name__ == "Tensor"
+           for base in type(value).__mro__):
+        # A torch tensor exists, so torch is imported already.
+        from ecornn.runtime.torch_arrays import TorchArrays
+
+        return TorchArrays()
+    if hasattr(type(value), "__dlpack__") and hasattr(type(value), "__dlpack_device__"):
+        from ecornn.runtime.foreign_arrays import ForeignArrays
+
+        return ForeignArrays(value)
+    raise ArgumentError(name, type(value), "a NumPy array, a torch.Tensor, or an array with __dlpack__")

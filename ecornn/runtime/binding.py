@@ -1,0 +1,63 @@
+"""Weights of a module, packed once, where its code runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ecornn.errors import ModuleError
+from ecornn.manifest import Manifest
+from ecornn.runtime.library import Library
+from ecornn.runtime.memory import DeviceMemory, HostMemory, Memory, address
+from ecornn.runtime.packing import pack
+from ecornn.runtime.plan import Plan
+
+
+class Bound:
+    """Packed weights and zero states.
+
+    Attributes
+    ----------
+    arguments : arguments of ``run`` with the packed weights' pointers, all others 0
+    zeros : pointer to a zero state (B, H) of the compiled B
+    nbytes : of device or host memory held
+    """
+
+    def __init__(self, manifest: Manifest, plan: Plan, parameters: Mapping[str, NDArray[Any]],
+                 library: Library, device: int) -> None:
+        work = manifest.workload
+        on_cpu = manifest.device.kind != "cuda"
+        self.arguments = [0] * plan.count
+        self._kept: list[Memory] = []
+
+        def place(values: NDArray[Any]) -> int:
+            memory = _on_host(values) if on_cpu else _on_device(values, library, device)
+            self._kept.append(memory)
+            return memory.pointer
+
+        for position, buffer in plan.packed:
+            if buffer.packing is None:
+                raise ModuleError(f"the module does not say how to pack {buffer.name}")
+            values = pack(buffer.packing, parameters)
+            if buffer.extent.at(0) > values.size:
+                raise ModuleError(f"the packing of {buffer.name} makes {values.size} of its "
+                                  f"{buffer.extent.at(0)} elements")
+            self.arguments[position] = place(values)
+        self.zeros = place(np.zeros(work.batch * work.hidden * work.itemsize, np.uint8))
+        self.nbytes = sum(memory.nbytes for memory in self._kept)
+
+
+def _on_host(values: NDArray[Any]) -> HostMemory:
+    memory = HostMemory(values.nbytes)
+    memory.bytes[:] = values.reshape(-1).view(np.uint8)
+    return memory
+
+
+def _on_device(values: NDArray[Any], library: Library, device: int) -> DeviceMemory:
+    memory = DeviceMemory(library, device, values.nbytes)
+    library.copy(device, memory.pointer, address(values), values.nbytes, 0)
+    library.synchronize(device, 0)  # the array may go now, and any stream may read
+    return memory

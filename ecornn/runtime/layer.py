@@ -1,0 +1,214 @@
+"""A module with weights: called on sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+from ecornn.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from ecornn.runtime.arrays import Arrays, Placed, Shape, arrays_of
+from ecornn.runtime.binding import Bound
+from ecornn.runtime.memory import DeviceMemory, Pool, layout
+from ecornn.runtime.plan import SCALARS, longest, make_plan
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ecornn.runtime.loader import Module
+
+_COPIES = "copies"  # key of the device memory for host arrays
+_place_of = itemgetter(1)
+
+
+class Layer:
+    """One recurrent layer, ready to run; made by :meth:`Module.bind`.
+
+    Attributes
+    ----------
+    manifest : what the module says about itself
+    device : number of the GPU; 0 for a CPU
+    threads : CPU threads of a call; None on a GPU
+
+    Several Python threads may call one layer at the same time. A CUDA graph that has captured a call
+    reads the layer's weights: keep the layer as long as the graph.
+    """
+
+    def __init__(self, module: Module, parameters: dict[str, NDArray[Any]], device: int,
+                 threads: int | None) -> None:
+        self.manifest, self.device, self.threads = module.manifest, device, threads
+        self._module, self._library, self._run = module, module.library, module.library.run
+        self._plan = make_plan(self.manifest)
+        self._bound = Bound(self.manifest, self._plan, parameters, self._library, device)
+        self._pool = Pool()
+        self._longest = longest(self.manifest)
+        self._offsets = (0, *self._plan.offsets(0))  # of the last T
+        work = self.manifest.workload
+        self._batch, self._input, self._hidden, self._dtype = work.batch, work.input, work.hidden, work.dtype
+        self._on_cpu = threads is not None
+        self._place = "cpu" if self._on_cpu else f"cuda:{device}"
+        self._names = self.manifest.states
+        self._zeros = (self._bound.zeros,) * len(self._names)
+
+    def __repr__(self) -> str:
+        where = f"{self.threads} threads" if self._on_cpu else f"GPU {self.device}"
+        return f"<ecornn.Layer {self.manifest.workload}, {self.manifest.schedule} on {where}>"
+
+    def __call__(self, x: Any, state: Sequence[Any] | None = None, *,
+                 out: Any = None) -> tuple[Any, tuple[Any, ...]]:
+        """Runs the sequence ``x``, from zero states or from ``state``.
+
+        Parameters
+        ----------
+        x : (T, B, I), T >= 1, 1 <= B <= the compiled batch, of the module's data type
+        state : one array (B, H) for each state of the cell, as an earlier call returned them
+        out : memory for y, contiguous, aligned to 16 bytes, apart from x and the states
+
+        All arrays are of one framework and on the module's device; NumPy arrays also serve CUDA modules,
+        by way of copies. Inputs that are not contiguous, or not aligned to 16 bytes, are copied.
+
+        Returns
+        -------
+        y : (T, B, H), the output state after each step; ``out`` if it was given
+        state : the states after the last step, each (B, H)
+
+        Torch CUDA tensors run on torch's current stream, without waiting for it; NumPy arrays on CUDA wait.
+
+        Raises
+        ------
+        ShapeError, DTypeError, DeviceError : an array does not fit; nothing has run then
+        ArgumentError : an argument is no array, or of another framework than x
+        """
+        arrays = arrays_of(x, "x")
+        x = arrays.take(x, "x")
+        steps, batch = self._check_x(arrays, x)
+        x, x_at = arrays.ready(x, "x")
+        states = None if state is None else self._check_state(arrays, state, batch)
+        shape, library, place = (batch, self._hidden), self._library, _place_of
+        if out is None:
+            y, y_at = arrays.empty((steps, *shape), x, library)
+        else:
+            y, y_at = self._check_out(arrays, out, (steps, *shape), [(x, x_at), *(states or ())])
+        after = [arrays.empty(shape, x, library) for _ in self._names]
+        if arrays.staged and not self._on_cpu:
+            self._by_copies(steps, batch, [(x, x_at), *(states or ())], [(y, y_at), *after])
+        else:
+            before = self._zeros if states is None else map(place, states)
+            queue: int = self.threads or arrays.queue(self.device)
+            arguments = self._arguments(steps, batch, queue, x_at, before, y_at, map(place, after))
+            self._launch(arrays, x, queue, arguments)
+        if out is None:
+            out = arrays.give(y)
+        return out, tuple([arrays.give(s) for s, _ in after])
+
+    def _launch(self, arrays: Arrays, like: Any, queue: int, arguments: list[int]) -> None:
+        """Runs with a workspace, which is kept for later calls."""
+        offsets, total = self._scratch(arguments[0])
+        if not total:
+            self._run(*arguments)
+            return
+        key = 0 if self._on_cpu else queue
+        keep = self._on_cpu or arrays.keeps_workspace()
+        memory = self._pool.take(key, total) if keep else None
+        if memory is None:
+            memory = arrays.workspace(total, like, self._library)
+        self._run(*self._with_scratch(arguments, memory.pointer, offsets))
+        if keep:
+            self._pool.give(key, memory)
+
+    def _by_copies(self, steps: int, batch: int, inputs: Sequence[Placed], outputs: Sequence[Placed]) -> None:
+        """Runs a CUDA module on host arrays: all to the device and back, on the legacy default stream."""
+        library, device = self._library, self.device
+        offsets, scratch = self._scratch(steps)
+        starts, total = layout([array.nbytes for array, _ in (*inputs, *outputs)] + [scratch])
+        memory = self._pool.take(_COPIES, total) or DeviceMemory(library, device, total)
+        places = [memory.pointer + start for start in starts]
+        there, back = places[:len(inputs)], places[len(inputs):-1]
+        for (array, pointer), place in zip(inputs, there, strict=True):
+            library.copy(device, place, pointer, array.nbytes, 0)
+        arguments = self._arguments(steps, batch, 0, there[0], there[1:] or self._zeros, back[0], back[1:])
+        self._run(*self._with_scratch(arguments, places[-1], offsets))
+        for (array, pointer), place in zip(outputs, back, strict=True):
+            library.copy(device, pointer, place, array.nbytes, 0)
+        library.synchronize(device, 0)
+        self._pool.give(_COPIES, memory)
+
+    def _arguments(self, steps: int, batch: int, queue: int, x: int, before: Iterable[int], y: int,
+                   after: Iterable[int]) -> list[int]:
+        """The arguments of ``run``, all but the workspace."""
+        plan = self._plan
+        arguments = self._bound.arguments.copy()
+        arguments[:SCALARS] = steps, batch, self.device, queue
+        arguments[plan.x], arguments[plan.y] = x, y
+        for position, pointer in zip(plan.state_in, before, strict=True):
+            arguments[position] = pointer
+        for position, pointer in zip(plan.state_out, after, strict=True):
+            arguments[position] = pointer
+        return arguments
+
+    def _scratch(self, steps: int) -> tuple[tuple[int, ...], int]:
+        """Offsets of the workspace buffers and their bytes, kept from the call before if T is the same."""
+        last = self._offsets  # one tuple, so that a thread never sees halves of two
+        if last[0] != steps:
+            last = self._offsets = (steps, *self._plan.offsets(steps))
+        return last[1], last[2]
+
+    def _with_scratch(self, arguments: list[int], base: int, offsets: Sequence[int]) -> list[int]:
+        for position, offset in zip(self._plan.workspace, offsets, strict=True):
+            arguments[position] = base + offset
+        return arguments
+
+    def _check_x(self, arrays: Arrays, x: Any) -> tuple[int, int]:
+        """T and B."""
+        shape, dtype, place = arrays.facts(x)
+        if len(shape) != 3 or shape[2] != self._input or not 1 <= shape[1] <= self._batch or shape[0] < 1:
+            raise ShapeError("x.shape", shape, f"(T, B, {self._input}) with T >= 1 and B from 1 to "
+                             f"{self._batch}, the batch that the module was compiled for")
+        if shape[0] > self._longest:
+            raise ShapeError("x.shape", shape, f"T up to {self._longest} in one call; the next one can go on "
+                             "from the state")
+        self._check_kind(arrays, "x", dtype, place)
+        return shape[0], shape[1]
+
+    def _check_kind(self, arrays: Arrays, name: str, dtype: str, place: str) -> None:
+        """Data type and device."""
+        if dtype != self._dtype:
+            raise DTypeError(f"{name}.dtype", dtype, f"{self._dtype}, as the module was compiled")
+        wanted = "cpu" if arrays.staged else self._place
+        if place != wanted:
+            raise DeviceError(f"{name}.device", place, f"{wanted}, where the layer runs")
+
+    def _check_state(self, arrays: Arrays, state: Sequence[Any], batch: int) -> list[Placed]:
+        names = self._names
+        if not isinstance(state, (tuple, list)):
+            raise ArgumentError("state", type(state), f"a tuple ({', '.join(names)},)")
+        if len(state) != len(names):
+            raise ShapeError("len(state)", len(state), f"{len(names)}: ({', '.join(names)},)")
+        checked = []
+        for number, value in enumerate(state):
+            name = f"state[{number}]"
+            array = arrays.take(value, name)
+            shape, dtype, place = arrays.facts(array)
+            if shape != (batch, self._hidden):
+                raise ShapeError(f"{name}.shape", shape, f"{(batch, self._hidden)}: (B, H)")
+            self._check_kind(arrays, name, dtype, place)
+            checked.append(arrays.ready(array, name))
+        return checked
+
+    def _check_out(self, arrays: Arrays, out: Any, wanted: Shape, inputs: Sequence[Placed]) -> Placed:
+        y = arrays.take(out, "out")
+        shape, dtype, place = arrays.facts(y)
+        if shape != wanted:
+            raise ShapeError("out.shape", shape, f"{wanted}: (T, B, H)")
+        self._check_kind(arrays, "out", dtype, place)
+        placed = arrays.in_place(y)
+        if placed is None:
+            raise ArgumentError("out", "a strided, misaligned or read-only array",
+                                "contiguous, writable memory, aligned to 16 bytes")
+        start, size = placed[1], self.manifest.workload.itemsize
+        end = start + prod(shape) * size
+        for array, pointer in inputs:
+            if start < pointer + prod(array.shape) * size and pointer < end:
+                raise ArgumentError("out", "memory of x or of a state", "memory of its own")
+        return placed

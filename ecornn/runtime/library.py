@@ -1,0 +1,106 @@
+"""A module file as the functions that it exports."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ecornn.errors import ModuleError
+
+_MANIFEST = b"__tvm_ffi_manifest"
+_EHDR = struct.Struct("<16sHHIQQQIHHHHHH")  # Elf64_Ehdr
+_files: dict[str, list[tuple[int, int]]] = {}  # path -> device and inode of each file loaded from there
+_LOADED_LIBRARY = 3  # ET_DYN
+
+
+def _unavailable(*_: Any) -> Any:
+    raise ModuleError("the module was built for a CPU: it has no device memory")
+
+
+@dataclass(frozen=True)
+class Library:
+    """Functions of a module file; the last four belong to CUDA modules.
+
+    Attributes
+    ----------
+    manifest : () -> JSON
+    run : (T, B, device, queue, *pointers) -> None
+    alloc : (device, nbytes) -> pointer
+    free : (device, pointer) -> None
+    copy : (device, to, from, nbytes, queue) -> None
+    synchronize : (device, queue) -> None
+    """
+
+    manifest: Callable[..., Any]
+    run: Callable[..., Any]
+    alloc: Callable[..., Any] = _unavailable
+    free: Callable[..., Any] = _unavailable
+    copy: Callable[..., Any] = _unavailable
+    synchronize: Callable[..., Any] = _unavailable
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether the module has functions for device memory."""
+        return self.alloc is not _unavailable
+
+
+def open_library(path: Path) -> Library:
+    """Loads the file; :class:`ModuleError` where it is missing, damaged or not ecornn's."""
+    _inspect(path)
+    import tvm_ffi
+
+    try:
+        module = tvm_ffi.load_module(_spelling(path.resolve()))
+        required = {name: module[name] for name in ("manifest", "run")}
+    except (RuntimeError, OSError, AttributeError) as error:
+        raise ModuleError(f"{path} cannot be loaded: {error}") from error
+    memory = ("alloc", "free", "copy", "synchronize")
+    return Library(**required, **{name: module[name] for name in memory if module.implements_function(name)})
+
+
+def _spelling(path: Path) -> str:
+    """A name of the file that the dynamic loader has not seen for another file.
+
+    It takes a path that it has loaded before for the same library, even if a new file lies there now;
+    the old one stays loaded, so that its inode is not used again.
+    """
+    status = path.stat()
+    files = _files.setdefault(str(path), [])
+    if (status.st_dev, status.st_ino) not in files:
+        files.append((status.st_dev, status.st_ino))
+    return f"{path.parent}/{'./' * files.index((status.st_dev, status.st_ino))}{path.name}"
+
+
+def _inspect(path: Path) -> None:
+    """Refuses what must not reach the dynamic loader: it runs the code of any library that it is
+    given, and a cut-off one kills the process."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            if content[:6] != b"\x7fELF\x02\x01" or len(content) < _EHDR.size:
+                raise ModuleError(f"{path} is not a module file: no 64-bit shared library for Linux")
+            if not _complete(content):
+                raise ModuleError(f"{path} is damaged: it is shorter than its header says")
+            if content.find(_MANIFEST) < 0:
+                raise ModuleError(f"{path} is a shared library, but not one that ecornn made")
+    except FileNotFoundError as error:
+        raise ModuleError(f"there is no file {path}") from error
+    except (OSError, ValueError) as error:  # a folder, no permission; an empty file
+        raise ModuleError(f"{path} cannot be read: {error}") from error
+
+
+def _complete(content: mmap.mmap) -> bool:
+    """Whether all sections and segments of an ELF file lie inside it."""
+    (_, kind, _, _, _, segments, sections, _, _, segment_size, segment_count, section_size, section_count,
+     _) = _EHDR.unpack_from(content)
+    ends = [segments + segment_size * segment_count, sections + section_size * section_count]
+    if kind != _LOADED_LIBRARY or max(ends) > len(content):
+        return False
+    for index in range(segment_count):
+        at = segments + index * segment_size
+        offset, _, _, size = struct.unpack_from("<4Q", content, at + 8)  # p_offset to p_filesz
+        ends.append(offset + size)
+    return max(ends) <= len(content)

@@ -1,0 +1,104 @@
+"""Module files: load, save, bind."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ecornn.errors import ArgumentError, ModuleError
+from ecornn.manifest import Manifest, decode
+from ecornn.runtime.host_check import check_host
+from ecornn.runtime.layer import Layer
+from ecornn.runtime.library import Library, open_library
+from ecornn.runtime.weights import read_weights
+
+_MOST_THREADS = 1024
+
+
+class Module:
+    """A compiled layer without weights; made by :func:`load` and ``ecornn.compile``.
+
+    Attributes
+    ----------
+    path : the file
+    manifest : what it says about itself
+    library : the functions that it exports
+    """
+
+    def __init__(self, path: Path, library: Library, manifest: Manifest) -> None:
+        self.path, self.library, self.manifest = path, library, manifest
+
+    def __repr__(self) -> str:
+        m = self.manifest
+        return (f"<ecornn.Module {m.workload}, {m.schedule} for {m.device.name} ({m.device.arch}), "
+                f"{m.provenance}>")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Copies the module file to ``path``, complete or not at all; an older file there is replaced.
+
+        Raises :class:`ModuleError` where the file has been removed since it was loaded, and OSError
+        where ``path`` cannot be written.
+        """
+        to = Path(path)
+        if not self.path.is_file():
+            raise ModuleError(f"the module's file {self.path} is gone")
+        # Beside its place, so that it gets there in one step: whoever has the old file loaded keeps it.
+        made = to.parent / f".{to.name}.{secrets.token_hex(8)}"
+        try:
+            shutil.copyfile(self.path, made)
+            made.chmod(0o755)
+            made.replace(to)
+        finally:
+            made.unlink(missing_ok=True)
+
+    def bind(self, weights: Mapping[str, Any], device: int = 0, *, threads: int | None = None) -> Layer:
+        """Packs ``weights`` for this module, once, and copies them to the GPU if it is for one.
+
+        Parameters
+        ----------
+        weights : by PyTorch's names, such as ``weight_ih_l0`` (G*H, I); NumPy arrays, torch tensors
+            or others with DLPack, of any floating-point type; not needed any more after the call
+        device : number of the GPU, as CUDA counts; 0 for a CPU
+        threads : CPU threads of a call; default: the physical cores that this process may use
+
+        Raises
+        ------
+        WeightsError : a name is missing or unexpected
+        ShapeError, DTypeError : a weight does not fit
+        ModuleError : this machine cannot run the module
+        DeviceError : there is no such device
+        ArgumentError : ``threads`` is not 1 to 1024, or was given for a GPU
+        """
+        _integer("device", device, 0, 1 << 16)
+        check_host(self.manifest.device, device)
+        if self.manifest.device.kind == "cuda":
+            if threads is not None:
+                raise ArgumentError("threads", threads, "None: the module runs on a GPU")
+        elif threads is None:
+            from ecornn.host_cpu import physical_cores
+
+            threads = min(_MOST_THREADS, physical_cores(sorted(os.sched_getaffinity(0))))
+        else:
+            _integer("threads", threads, 1, _MOST_THREADS)
+        return Layer(self, read_weights(self.manifest, weights, self.library), device, threads)
+
+
+def load(path: str | os.PathLike[str]) -> Module:
+    """Loads a module file.
+
+    The file's code runs in this process: load only files that you trust. It may be for another
+    machine; :meth:`Module.bind` refuses it then. Raises :class:`ModuleError` where the file is missing,
+    damaged, or not a module of this version.
+    """
+    file = Path(path).absolute()
+    library = open_library(file)
+    return Module(file, library, decode(str(library.manifest())))
+
+
+def _integer(name: str, value: object, least: int, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ArgumentError(name, value, f"an integer from {least} to {most}")

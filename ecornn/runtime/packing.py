@@ -1,0 +1,69 @@
+"""Packs weights as a schedule asks: stack, pad, split, transpose, round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ecornn.errors import ModuleError
+from ecornn.program import Packing
+
+Array = NDArray[Any]
+
+
+def pack(packing: Packing, parameters: Mapping[str, Array]) -> Array:
+    """The packed buffer of ``packing``.
+
+    ``parameters`` are by the cell's name, (G, H, K) or (G, H), float16, float32 or float64. Returns a
+    contiguous array of shape ``split[order]``: float32, float16, or uint16 with the bits of bfloat16.
+    Raises :class:`ModuleError` where the packing does not fit the parameters.
+    """
+    if prod(packing.split) != prod(packing.pad) or sorted(packing.order) != [*range(len(packing.split))]:
+        raise ModuleError(f"the module's packing is inconsistent: {packing}")
+    padded = _stack(packing, parameters)
+    moved = padded.reshape(packing.split).transpose(packing.order)
+    return cast(np.ascontiguousarray(moved), packing.dtype)
+
+
+def _stack(packing: Packing, parameters: Mapping[str, Array]) -> Array:
+    """The sources on a new first axis, with zeros after them up to ``pad``."""
+    try:
+        gates = [parameters[name][gate] if name else None for name, gate in packing.sources]
+    except (KeyError, IndexError) as error:
+        raise ModuleError(f"the module packs a parameter that it does not declare: {error}") from error
+    shapes = {gate.shape for gate in gates if gate is not None}
+    fits = len(shapes) <= 1 and len(gates) <= packing.pad[0] and all(
+        len(shape) == len(packing.pad) - 1
+        and all(size <= room for size, room in zip(shape, packing.pad[1:], strict=True))
+        for shape in shapes)
+    if not fits:
+        raise ModuleError(f"the module packs parts of shapes {sorted(shapes)} into {packing.pad}")
+    padded = np.zeros(packing.pad, np.result_type(np.float32, *(g.dtype for g in gates if g is not None)))
+    for index, gate in enumerate(gates):
+        if gate is not None:
+            padded[index][tuple(slice(0, size) for size in gate.shape)] = gate
+    return padded
+
+
+def cast(values: Array, dtype: str) -> Array:
+    """``values`` rounded to nearest even; beyond the range of ``dtype`` they become infinite."""
+    if dtype == "bfloat16":
+        return bfloat16_bits(values)
+    if dtype not in ("float16", "float32"):
+        raise ModuleError(f"the module packs weights as {dtype}, which this version does not know")
+    with np.errstate(over="ignore"):
+        return values.astype(dtype, copy=False)
+
+
+def bfloat16_bits(values: Array) -> NDArray[np.uint16]:
+    """The bits of ``values`` as bfloat16: rounded to float32 first, as PyTorch does; NaN stays NaN."""
+    with np.errstate(over="ignore"):
+        single = np.ascontiguousarray(values, np.float32)
+    bits = single.view(np.uint32)
+    # Half of the last kept place, less one where that place is even; a carry rightly enters the exponent.
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(single), np.uint32(0x7FC0), rounded).astype(np.uint16)

@@ -1,0 +1,67 @@
+"""Where the arguments of ``run`` come from: the buffers of a module, sorted by role."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ecornn.errors import ModuleError
+from ecornn.manifest import Manifest
+from ecornn.program import Buffer
+from ecornn.runtime.memory import layout
+
+SCALARS = 4  # T, B, device, queue come before the pointers
+_INDEX_LIMIT = 2**31 - 1  # kernels count elements in int32
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Positions in the argument list of ``run``.
+
+    Attributes
+    ----------
+    count : arguments in all
+    x, y : of the input and the output
+    state_in, state_out : one for each state, in the manifest's order
+    packed : (position, buffer) of the packed weights
+    workspace : positions of the workspace buffers
+    scratch : the workspace buffers themselves
+    """
+
+    count: int
+    x: int
+    y: int
+    state_in: tuple[int, ...]
+    state_out: tuple[int, ...]
+    packed: tuple[tuple[int, Buffer], ...]
+    workspace: tuple[int, ...]
+    scratch: tuple[Buffer, ...]
+
+    def offsets(self, steps: int) -> tuple[tuple[int, ...], int]:
+        """Where each workspace buffer starts at T = ``steps``, and the bytes of all."""
+        return layout([buffer.nbytes(steps) for buffer in self.scratch])
+
+
+def make_plan(manifest: Manifest) -> Plan:
+    """Sorts the buffers; :class:`ModuleError` where one is missing, doubled or of an unknown role."""
+    names = {(b.role, b.name if b.role.startswith("state") else ""): i + SCALARS
+             for i, b in enumerate(manifest.buffers) if b.role in ("x", "y", "state_in", "state_out")}
+    wanted = [("x", ""), ("y", ""), *((f"state_{way}", f"{state}_{way}")
+                                      for way in ("in", "out") for state in manifest.states)]
+    packed = tuple((i + SCALARS, b) for i, b in enumerate(manifest.buffers) if b.role == "packed")
+    scratch = tuple((i + SCALARS, b) for i, b in enumerate(manifest.buffers) if b.role == "workspace")
+    if set(names) != set(wanted) or len(wanted) + len(packed) + len(scratch) != len(manifest.buffers):
+        listed = ", ".join(f"{b.name} ({b.role})" for b in manifest.buffers)
+        raise ModuleError(f"the module's buffers do not fit states {manifest.states}: {listed}")
+    states = len(manifest.states)
+    x, y, *rest = (names[name] for name in wanted)
+    return Plan(len(manifest.buffers) + SCALARS, x, y, tuple(rest[:states]), tuple(rest[states:]), packed,
+                tuple(i for i, _ in scratch), tuple(b for _, b in scratch))
+
+
+def longest(manifest: Manifest) -> int:
+    """The largest T: no buffer may have more elements than an int32 counts."""
+    work = manifest.workload
+    limits = [_INDEX_LIMIT // (work.batch * max(work.input, work.hidden))]
+    limits += [(_INDEX_LIMIT - b.extent.fixed) // b.extent.per_step for b in manifest.buffers
+               if b.extent.per_step]
+    return min(limits)

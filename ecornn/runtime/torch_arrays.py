@@ -1,0 +1,87 @@
+"""torch.Tensor in and out, without copies: on torch's current stream, in torch's memory."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from ecornn.errors import ArgumentError
+from ecornn.runtime.arrays import ALIGNMENT, Arrays, Facts, Placed, Shape
+from ecornn.runtime.library import Library
+from ecornn.runtime.memory import ALIGNMENT as WORKSPACE_ALIGNMENT
+from ecornn.runtime.memory import HostMemory, Memory
+
+
+class TorchMemory:
+    """A workspace from torch's allocator, which frees it in the order of the stream."""
+
+    def __init__(self, torch: Any, nbytes: int, device: Any) -> None:
+        self._tensor = torch.empty(nbytes + WORKSPACE_ALIGNMENT, dtype=torch.uint8, device=device)
+        start = self._tensor.data_ptr()
+        self.pointer, self.nbytes = start + -start % WORKSPACE_ALIGNMENT, nbytes
+
+
+class TorchArrays(Arrays):
+    """torch.Tensor on a CPU or a CUDA device. There is no backward pass: gradients are refused."""
+
+    name = "a torch.Tensor"
+
+    def __init__(self) -> None:
+        self._torch = torch = sys.modules["torch"]
+        self._names = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+        self._places = {torch.device("cpu"): "cpu"}
+        # The public call makes a Stream object, which takes longer than all the rest of a call.
+        self._raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+    def take(self, value: Any, name: str) -> Any:
+        if not isinstance(value, self._torch.Tensor):
+            raise ArgumentError(name, type(value), f"{self.name}, as x is")
+        if value.layout is not self._torch.strided:
+            raise ArgumentError(f"{name}.layout", value.layout, "torch.strided")
+        if value.requires_grad and self._torch.is_grad_enabled():
+            raise ArgumentError(f"{name}.requires_grad", True, "False, or a call under torch.no_grad(): "
+                                "compiled layers have no backward pass")
+        return value
+
+    def facts(self, array: Any) -> Facts:
+        dtype, device = array.dtype, array.device
+        return (tuple(array.shape), self._names.get(dtype) or str(dtype).removeprefix("torch."),
+                self._places.get(device) or self._place(device))
+
+    def _place(self, device: Any) -> str:
+        return self._places.setdefault(device, str(device))
+
+    def ready(self, array: Any, name: str) -> Placed:
+        pointer = array.data_ptr()
+        if not pointer % ALIGNMENT and array.is_contiguous():
+            return array, pointer
+        copy = array.detach().clone(memory_format=self._torch.contiguous_format)
+        return copy, copy.data_ptr()
+
+    def in_place(self, array: Any) -> Placed | None:
+        pointer = array.data_ptr()
+        return None if pointer % ALIGNMENT or not array.is_contiguous() else (array, pointer)
+
+    def empty(self, shape: Shape, like: Any, library: Library) -> Placed:
+        made = self._torch.empty(shape, dtype=like.dtype, device=like.device)
+        return made, made.data_ptr()
+
+    def to_host(self, value: Any, name: str, library: Library) -> np.ndarray[Any, Any]:
+        torch, value = self._torch, value.detach()
+        if value.dtype in (torch.bfloat16, torch.float16):
+            value = value.to(torch.float32)
+        return value.cpu().numpy()
+
+    def workspace(self, nbytes: int, like: Any, library: Library) -> Memory:
+        return HostMemory(nbytes) if like.is_cpu else TorchMemory(self._torch, nbytes, like.device)
+
+    def queue(self, device: int) -> int:
+        if self._raw_stream is not None:
+            return self._raw_stream(device)
+        return self._torch.cuda.current_stream(device).cuda_stream
+
+    def keeps_workspace(self) -> bool:
+        # Memory that is allocated during a capture belongs to the graph, and to its replays alone.
+        return not self._torch.cuda.is_current_stream_capturing()

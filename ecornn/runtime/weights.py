@@ -1,0 +1,46 @@
+"""The weights that a user passes: names, shapes, and the cell's view of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ecornn.errors import ArgumentError, DTypeError, ShapeError, WeightsError
+from ecornn.manifest import Manifest, Parameter
+from ecornn.runtime.arrays import arrays_of
+from ecornn.runtime.library import Library
+
+
+def read_weights(manifest: Manifest, weights: Mapping[str, Any], library: Library) -> dict[str, NDArray[Any]]:
+    """The cell's parameters by its own names, (G, H, K) or (G, H), float16, float32 or float64.
+
+    Raises :class:`WeightsError` for missing or unexpected names, :class:`ShapeError`,
+    :class:`DTypeError` for what is not floating point, :class:`ArgumentError` for what is no array.
+    """
+    if not isinstance(weights, Mapping):
+        raise ArgumentError("weights", type(weights), "a dict of arrays by PyTorch's names")
+    expected = [parameter.name for parameter in manifest.parameters]
+    missing = [name for name in expected if name not in weights]
+    extra = [str(name) for name in weights if name not in expected]
+    if missing or extra:
+        wrong = [f"{what} {', '.join(names)}" for what, names in (("missing", missing), ("unexpected", extra))
+                 if names]
+        raise WeightsError(f"weights of {manifest.workload.cell}: {'; '.join(wrong)}; expected "
+                           f"{', '.join(expected)}", [*missing, *extra])
+    return {p.key: _read(p, weights[p.name], library) for p in manifest.parameters}
+
+
+def _read(parameter: Parameter, value: Any, library: Library) -> NDArray[Any]:
+    name = f"weights[{parameter.name!r}]"
+    shape = tuple(getattr(value, "shape", ()))
+    array = arrays_of(value, name).to_host(value, name, library)
+    if shape != parameter.shape:
+        raise ShapeError(f"{name}.shape", shape, str(parameter.shape))
+    if array.dtype.kind != "f":
+        raise DTypeError(f"{name}.dtype", str(array.dtype), "a floating-point type")
+    if array.dtype.itemsize > 8 or not array.dtype.isnative:
+        array = array.astype(np.float64)
+    return array.reshape(parameter.gates, shape[0] // parameter.gates, *shape[1:])

@@ -1,0 +1,77 @@
+"""Modules run where there is no compiler: NumPy, msgspec and apache-tvm-ffi are all that they need."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import runtime_sample as sample
+
+import ecornn
+
+PACKAGES = ("numpy", "apache-tvm-ffi", "msgspec", "typing-extensions")
+
+RUN = """
+import importlib.util, pathlib, shutil, sys
+import numpy as np
+import ecornn
+for name in ("tvm", "torch", "ml_dtypes", "xgboost", "click"):
+    assert importlib.util.find_spec(name) is None, f"{name} is here: this tests nothing"
+for tool in ("nvcc", "g++", "c++", "cc"):
+    assert shutil.which(tool) is None, f"{tool} is here: this tests nothing"
+assert pathlib.Path(ecornn.__file__).is_relative_to(sys.argv[1])
+data = np.load(sys.argv[3])
+layer = ecornn.load(sys.argv[2]).bind({n[2:]: data[n] for n in data.files if n.startswith("w:")})
+first, state = layer(data["x"][:3])
+second, _ = layer(data["x"][3:], state)
+np.save(sys.argv[4], np.concatenate([first, second]))
+"""
+
+
+@pytest.fixture(scope="module")
+def lonely(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ecornn and those packages alone."""
+    folder = tmp_path_factory.mktemp("packages")
+    for package in PACKAGES:
+        files = importlib.metadata.files(package)
+        assert files, package
+        for top in {file.parts[0] for file in files if file.parts[0] not in ("..", "__pycache__")}:
+            (folder / top).symlink_to(Path(str(files[0].locate())).parents[len(files[0].parts) - 1] / top)
+    (folder / "ecornn").symlink_to(Path(ecornn.__file__).parent)
+    return folder
+
+
+def run_there(lonely: Path, module: Path, weights: dict[str, np.ndarray], x: np.ndarray, tmp_path: Path) -> np.ndarray:
+    """y of a new interpreter that sees that folder and the standard library, and no program."""
+    np.savez(tmp_path / "data.npz", x=x, **{f"w:{n}": v for n, v in weights.items()})
+    (tmp_path / "bin").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", RUN, str(lonely), str(module),
+         str(tmp_path / "data.npz"), str(tmp_path / "y.npy")], capture_output=True, text=True, timeout=120,
+        cwd=tmp_path, env={"PATH": str(tmp_path / "bin"), "PYTHONPATH": str(lonely), "HOME": os.environ["HOME"]})
+    assert done.returncode == 0, done.stderr
+    return np.load(tmp_path / "y.npy")
+
+
+def test_a_module_by_hand(lonely: Path, tmp_path: Path):
+    weights, x = sample.weights(), sample.inputs(8)
+    y = run_there(lonely, sample.build(sample.manifest()), weights, x, tmp_path)
+    np.testing.assert_allclose(y, sample.expected(x, weights)[0], rtol=1e-5, atol=1e-6)  # by way of a float32 state
+
+
+@pytest.mark.slow
+def test_a_compiled_module(lonely: Path, tmp_path: Path):
+    from ecornn.numpy_reference import random_weights
+
+    module = ecornn.compile("lstm", hidden=40, input=24, batch=3, seq=8, dtype="float32", target="cpu",
+                            out=tmp_path / "lstm.so")
+    weights = random_weights("lstm", 24, 40)
+    x = np.random.default_rng(2).standard_normal((8, 3, 24)).astype(np.float32)
+    y = run_there(lonely, module.path, weights, x, tmp_path)
+    wanted, _ = ecornn.reference("lstm", x, weights)
+    assert np.linalg.norm(y - wanted) <= 1e-5 * np.linalg.norm(wanted)
