@@ -13,16 +13,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
-import torch
 
 from ecornn.build.cuda import lower
 from ecornn.program import Buffer, Fill, Launch, Loop, Packing, Program
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
-          "uint32": torch.int32}
+DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16),
+          "bfloat16": np.dtype(ml_dtypes.bfloat16), "uint32": np.dtype(np.uint32)}
 _COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global \[%0\], \[%1\], (\d+)(, %2)?;")
 _MMA = {"f16.f16": 0, "bf16.bf16": 1, "tf32.tf32": 2}
 
@@ -101,12 +101,12 @@ class Emulated:
         assert done.returncode == 0, done.stderr[:4000]
         self.library = ctypes.CDLL(str(folder / "kernels.so"))
 
-    def run(self, x: torch.Tensor, states: Mapping[str, torch.Tensor],
-            parameters: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def run(self, x: np.ndarray, states: Mapping[str, np.ndarray],
+            parameters: Mapping[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """y and the new states; every output and workspace holds NaN before, behind each lies a guard."""
         steps, batch = x.shape[:2]
         hidden = next(iter(states.values())).shape[1]
-        memory: dict[str, torch.Tensor] = {}
+        memory: dict[str, np.ndarray] = {}
         for b in self.program.buffers:
             memory[b.name] = self._allocate(b, x, states, parameters, (steps, batch, hidden))
         values: dict[str, Any] = {"T": ctypes.c_int32(steps), "B": ctypes.c_int32(batch)}
@@ -117,38 +117,37 @@ class Emulated:
                     self._call(one, memory, values, steps)
         for b in self.program.buffers:
             if b.role in ("workspace", "y", "state_out"):
-                tail = memory[b.name].view(torch.uint8)[-GUARD:]
-                assert bool((tail == 0xA5).all()), f"{b.name} was written beyond its end"
+                tail = memory[b.name].view(np.uint8)[-GUARD:]
+                assert (tail == 0xA5).all(), f"{b.name} was written beyond its end"
         y = memory["y"][:steps * batch * hidden].reshape(steps, batch, hidden)
         out = {b.name.removesuffix("_out"): memory[b.name][:batch * hidden].reshape(batch, hidden)
                for b in self.program.buffers if b.role == "state_out"}
         return y, out
 
-    def _allocate(self, b: Buffer, x: torch.Tensor, states: Mapping[str, torch.Tensor],
-                  parameters: Mapping[str, torch.Tensor], sizes: tuple[int, int, int]) -> torch.Tensor:
+    def _allocate(self, b: Buffer, x: np.ndarray, states: Mapping[str, np.ndarray],
+                  parameters: Mapping[str, np.ndarray], sizes: tuple[int, int, int]) -> np.ndarray:
         steps, batch, hidden = sizes
         if b.role == "x":
-            return x.contiguous().clone().reshape(-1)
+            return x.copy().reshape(-1)
         if b.role == "state_in":
-            return states[b.name.removesuffix("_in")].contiguous().clone().reshape(-1)
+            return states[b.name.removesuffix("_in")].copy().reshape(-1)
         if b.role == "packed":
             assert b.packing is not None
             made = pack(b.packing, parameters).reshape(-1)
-            assert made.numel() == b.extent.at(0), b.name
+            assert made.size == b.extent.at(0), b.name
             return made
         count = {"y": steps * batch * hidden, "state_out": batch * hidden}.get(b.role, b.extent.at(steps))
-        size = torch.empty(0, dtype=DTYPES[b.dtype]).element_size()
-        raw = torch.full((count * size + GUARD,), 0xFF, dtype=torch.uint8)
+        raw = np.full(count * DTYPES[b.dtype].itemsize + GUARD, 0xFF, np.uint8)
         raw[-GUARD:] = 0xA5
         return raw.view(DTYPES[b.dtype])
 
-    def _call(self, call: Any, memory: Mapping[str, torch.Tensor], values: Mapping[str, Any], steps: int) -> None:
+    def _call(self, call: Any, memory: Mapping[str, np.ndarray], values: Mapping[str, Any], steps: int) -> None:
         if isinstance(call, Fill):
-            memory[call.buffer][:call.extent.at(steps)].view(torch.uint8).fill_(call.byte)
+            memory[call.buffer][:call.extent.at(steps)].view(np.uint8)[:] = call.byte
             return
         assert isinstance(call, Launch)
         kernel = self.kernels[call.function]
-        given = [ctypes.c_void_p(memory[a].data_ptr()) if a in memory else values[a] for a in kernel.arguments]
+        given = [ctypes.c_void_p(memory[a].ctypes.data) if a in memory else values[a] for a in kernel.arguments]
         array = (ctypes.c_void_p * max(1, len(given)))(*(ctypes.addressof(v) for v in given))
         assert kernel.extents["blockIdx.x"] == call.grid and kernel.extents["threadIdx.x"] == call.threads
         getattr(self.library, f"emu_{kernel.symbol}")(call.grid, call.threads, array, ctypes.c_bool(self.lazy))
@@ -157,25 +156,25 @@ class Emulated:
 GUARD = 256  # bytes behind each buffer
 
 
-def pack(packing: Packing, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def pack(packing: Packing, parameters: Mapping[str, np.ndarray]) -> np.ndarray:
     """A packed weight buffer, as :class:`~ecornn.program.Packing` defines it; parameters (G, H[, K])."""
     shapes = [parameters[name][gate].shape for name, gate in packing.sources if name]
     shape = shapes[0] if shapes else packing.pad[1:]
-    stack = torch.stack([parameters[name][gate].float() if name else torch.zeros(shape)
-                         for name, gate in packing.sources])
-    full = torch.zeros(packing.pad)
+    stack = np.stack([parameters[name][gate].astype(np.float32) if name else np.zeros(shape, np.float32)
+                      for name, gate in packing.sources])
+    full = np.zeros(packing.pad, np.float32)
     full[tuple(slice(0, n) for n in stack.shape)] = stack
-    return full.reshape(packing.split).permute(packing.order).contiguous().to(DTYPES[packing.dtype])
+    return full.reshape(packing.split).transpose(packing.order).astype(DTYPES[packing.dtype])
 
 
 def inputs(cell: str, sizes: tuple[int, int, int, int], dtype: str, shapes: Mapping[str, tuple[int, ...]],
-           states: tuple[str, ...], seed: int = 0) -> tuple[Any, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+           states: tuple[str, ...], seed: int = 0) -> tuple[Any, dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Random x, states and parameters (G, H[, K]) in the dtype, reproducible."""
     steps, batch, input, hidden = sizes
     generator = np.random.default_rng([seed, *sizes, len(cell)])
 
-    def draw(shape: tuple[int, ...], scale: float) -> torch.Tensor:
-        return torch.from_numpy(generator.uniform(-scale, scale, shape)).to(DTYPES[dtype])
+    def draw(shape: tuple[int, ...], scale: float) -> np.ndarray:
+        return generator.uniform(-scale, scale, shape).astype(DTYPES[dtype])
 
     x = draw((steps, batch, input), 1.5)
     parameters = {n: draw(s, hidden ** -0.5) for n, s in shapes.items()}

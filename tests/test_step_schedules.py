@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import step_cells
-import torch
 from cuda_on_cpu import Emulated, inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,8 +44,8 @@ def task_of(cell: str, sizes: tuple[int, int, int, int], dtype: str, device: Dev
     return Task(Workload(cell, H, I, B, T, dtype), analyse(found, I, H), device)
 
 
-def relative(value: torch.Tensor, expected: Any) -> float:
-    return float(np.linalg.norm(value.double().numpy() - expected) / np.linalg.norm(expected))
+def relative(value: np.ndarray, expected: Any) -> float:
+    return float(np.linalg.norm(value.astype(np.float64) - expected) / np.linalg.norm(expected))
 
 
 def check_numbers(folder: Path, schedule: Schedule, task: Task, config: Config, batch: int | None = None,
@@ -58,15 +57,15 @@ def check_numbers(folder: Path, schedule: Schedule, task: Task, config: Config, 
     x, states, parameters = inputs(w.cell, sizes, w.dtype, graph.parameters, tuple(graph.states))
     y, after = Emulated(schedule.program(task, config), folder, lazy=lazy).run(x, states, parameters)
 
-    def exact(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-        return {name: value.double().numpy() for name, value in tensors.items()}
+    def exact(tensors: dict[str, np.ndarray]) -> dict[str, Any]:
+        return {name: value.astype(np.float64) for name, value in tensors.items()}
 
     if w.cell in BUILTIN:
         weights = {f"{n}_l0": v.reshape(-1, *v.shape[2:]) for n, v in exact(parameters).items()}
-        want, last = reference(w.cell, x.double().numpy(), weights, list(exact(states).values()))
+        want, last = reference(w.cell, x.astype(np.float64), weights, list(exact(states).values()))
         wanted = dict(zip(graph.states, last, strict=True))
     else:
-        want, found = step_cells.run(step_cells.CELLS[w.cell], x.double().numpy(), exact(states), exact(parameters))
+        want, found = step_cells.run(step_cells.CELLS[w.cell], x.astype(np.float64), exact(states), exact(parameters))
         wanted = dict(found)
     assert relative(y, want) <= LIMITS[w.dtype]
     for name, value in wanted.items():

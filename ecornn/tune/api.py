@@ -89,7 +89,7 @@ def tune(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int 
     from ecornn.tune.process import MARK
     from ecornn.tune.search import Search
     from ecornn.tune.space import ConfigSpace
-    from ecornn.tune.transfer import warm
+    from ecornn.tune.transfer import seeds, warm
 
     if os.environ.get(MARK):
         raise ScheduleError("tune() was called while a worker process imported the script with the "
@@ -105,14 +105,15 @@ def tune(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int 
     if run.finish is not None and run.finished(wanted, time_limit):
         return Result(workload, device, run.finish, path, before, 0, failures(run.search))
     space, model = ConfigSpace(task, schedules), CostModel(seed)
-    warm(model, found, task, schedules, folders.read_all())
+    records = folders.read_all()
+    warm(model, found, task, schedules, records)
     settings = tuner.Settings(wanted, seed, time_limit, max(4, min(16, wanted // 6)))
     begin(space, before)
     with evaluate.ProcessEvaluator(
             task, spec, lambda file: oracle.write(file, found, task, seed),
             builders=max(1, min(BUILDERS, len(os.sched_getaffinity(0)))), limit=timeout, seed=seed,
             entries=entries or evaluate.Entries()) as evaluator:
-        search = Search(space, model, seed)
+        search = Search(space, model, seed, known=seeds(task, schedules, records))
         finish = tuner.Tuner(search, evaluator, run, settings, environment(device), report).run()
     return Result(workload, device, finish, path, before, len(run.search) - before, failures(run.search))
 

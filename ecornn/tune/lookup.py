@@ -3,7 +3,8 @@
 In order: this device before another of the same architecture that has no more cores; the same
 batch before the nearest larger one; the user's folder before the shipped one; measured again at
 the end of a run before measured once; the fastest. The sequence length plays no part: a module
-serves every T.
+serves every T. Where only records of another revision of a schedule are left, the configuration of
+the best one is used before the heuristic, and the provenance says so.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from ecornn.schedules.base import Config, Schedule, Task, Value
 from ecornn.tune.log import Line, Log
 from ecornn.tune.record import Trial
 from ecornn.workload import Workload
+
+
+STALE = "stale (another revision of their schedule)"
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,12 @@ def unusable(schedule: Schedule | None, task: Task, trial: Trial) -> str | None:
     if schedule is None:
         return "of schedules that do not serve this"
     if trial.revision != schedule.revision:
-        return "stale (another revision of their schedule)"
+        return STALE
+    return unfit(schedule, task, trial)
+
+
+def unfit(schedule: Schedule, task: Task, trial: Trial) -> str | None:
+    """Why the configuration of a trial cannot be used, whatever its revision; None: it can."""
     if not same_config(trial.config, schedule.default(task)):
         values = {knob.name: knob.values for knob in schedule.knobs(task)}
         if set(trial.config) != set(values) or not all(
@@ -81,13 +90,20 @@ def find(task: Task, schedules: Sequence[Schedule], log: Log) -> Found:
                 candidates.append(((*distance, folder, line.record.stage != "final",
                                     line.record.times.median), line.record, line))
     ignored: dict[str, int] = {}
+    outdated: Found | None = None
     for key, trial, line in sorted(candidates, key=lambda c: c[0]):
         schedule = by_name.get(trial.schedule)
         reason = unusable(schedule, task, trial)
         if reason is None and schedule is not None:
             text = describe(trial, line, key[0] == 0, task) + said(ignored)
             return Found(schedule, trial.config, text, line)
+        if outdated is None and schedule is not None and reason == STALE and not unfit(schedule, task, trial):
+            outdated = Found(schedule, trial.config, describe(trial, line, key[0] == 0, task)
+                             + f" with revision {trial.revision} of {schedule.name}, now {schedule.revision}: "
+                             "its configuration is likely still good, its time is not known", line)
         ignored[str(reason)] = ignored.get(str(reason), 0) + 1
+    if outdated is not None:
+        return outdated
     first = schedules[0]
     why = "no record applies" if not ignored else "no usable record"
     return Found(first, first.default(task), f"untuned default of {first.name}: {why}" + said(ignored))

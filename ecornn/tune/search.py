@@ -25,10 +25,13 @@ class Search:
     """Proposes batches; learns from what they cost.
 
     ``seed`` makes the proposals repeatable: they depend on it and on the samples told so far.
+    ``known`` are candidates worth a trial at once, such as the best of another GPU.
     """
 
-    def __init__(self, space: ConfigSpace, model: CostModel, seed: int, group: str = "") -> None:
+    def __init__(self, space: ConfigSpace, model: CostModel, seed: int, group: str = "",
+                 known: Sequence[Candidate] = ()) -> None:
         self.space, self.model, self.seed, self.group = space, model, seed, group
+        self.first = [*space.defaults(), *(c for c in known if space.fits(c))]
         self.tried: dict[Candidate, float | None] = {}
         self._rows: dict[Candidate, dict[str, float]] = {}
 
@@ -47,11 +50,11 @@ class Search:
     def ask(self, count: int) -> list[Candidate]:
         """Up to ``count`` new candidates; fewer where the space has no more, [] where it has none.
 
-        The schedules' defaults come first, then what the model ranks highest, mixed with random
-        picks.
+        The schedules' defaults come first and then the ``known`` candidates; after them what the
+        model ranks highest, mixed with random picks.
         """
         rng = random.Random(f"{self.seed}/{len(self.tried)}")
-        batch = [c for c in self.space.defaults() if c not in self.tried][:count]
+        batch = [c for c in dict.fromkeys(self.first) if c not in self.tried][:count]
         room = count - len(batch)
         if room and self.model.fit():
             batch += self.ranked(rng, math.ceil(room * (1 - EPSILON)), batch)

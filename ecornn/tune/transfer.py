@@ -1,4 +1,4 @@
-"""Warming the cost model with the records of neighbouring workloads."""
+"""What records that do not apply are still good for: warming the cost model, and seeds to re-check."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ecornn.tune.space import Candidate
 from ecornn.workload import Workload
 
 NEIGHBOURS = 6  # workloads
+SEEDS = 8  # configurations to re-check
 SAMPLES = 256  # records of each
 
 
@@ -47,3 +48,21 @@ def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[Schedule]
             model.add(f"{group[0]} {group[1]}", row, trial.times.median if trial.times else None)
             added += 1
     return added
+
+
+def seeds(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candidate]:
+    """The fastest configurations that any record of this workload has, best first.
+
+    Records of another GPU, or of another revision of the schedule, prove nothing here; what they
+    found is worth a trial each. Whether a configuration fits is for the config space to say.
+    """
+    names = {s.name for s in schedules}
+    best: dict[Candidate, float] = {}
+    for trial in log.trials():
+        of = trial.workload
+        same = (of.cell, of.hidden, of.input, of.batch, of.dtype) == (
+            task.workload.cell, task.workload.hidden, task.workload.input, task.workload.batch, task.workload.dtype)
+        if same and trial.schedule in names and trial.times is not None and trial.device.kind == task.device.kind:
+            candidate = Candidate.of(trial.schedule, trial.config)
+            best[candidate] = min(best.get(candidate, math.inf), trial.times.median)
+    return sorted(best, key=lambda c: best[c])[:SEEDS]

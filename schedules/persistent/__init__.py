@@ -18,7 +18,7 @@ class Persistent(Schedule):
     """Serves every cell with a recurrent product whose weights fit in registers and shared memory."""
 
     name = "persistent"
-    revision = 1
+    revision = 2
     kind = "cuda"
 
     def serves(self, task: Task) -> str | None:

@@ -9,6 +9,8 @@ from ecornn.schedules.persistent.exchange import SENTINEL, pack, slot_base, word
 from ecornn.schedules.persistent.plan import RING, PhasePlan, Plan
 from ecornn.schedules.pointwise import emit, invariants
 
+FULL, READ = 1, 3  # named barriers of the two buffers of partial sums: FULL, FULL + 1 and READ, READ + 1
+
 
 class Gates:
     """Emits the gate warps' code; a thread owns ``plan.items`` (unit, batch row) pairs.
@@ -93,9 +95,12 @@ class Gates:
             envs.append(emit(graph.prologue, env, self.math))
         last = len(plan.phases) - 1
         for p in range(len(plan.phases)):
-            turn = T.Bind((t * len(plan.phases) + p) % 2)
-            T.evaluate(T.ptx["bar.sync"](T.cast(turn + 1, "uint32"), T.uint32(plan.threads)))
+            use = T.Bind(t * len(plan.phases) + p)
+            turn = T.Bind(use % 2)
+            T.evaluate(T.ptx["bar.sync"](T.cast(turn + FULL, "uint32"), T.uint32(plan.threads)))
             sums = [self._sums(i, p, turn) for i in range(plan.items)]
+            with T.If(use + 2 < self.steps * len(plan.phases)), T.Then():  # as often as product warps wait
+                T.evaluate(T.ptx["bar.arrive"](T.cast(turn + READ, "uint32"), T.uint32(plan.threads)))
             for i in range(plan.items):
                 envs[i] = emit(graph.phases[p].assigns, envs[i] | sums[i], self.math)
                 if p < last:

@@ -9,8 +9,10 @@ rows of ``units`` hidden units. In every block
 * gate warps add the partial sums, compute the cell's scalars, and write the new state to the
   exchange first and everything else (y, wipes, the next step's inputs) afterwards.
 
-Named barriers hand partial sums over; two buffers of them suffice, because a product warp that
-writes a buffer again has polled state that its own gate warps wrote after reading it.
+Named barriers hand the two buffers of partial sums over, full ones to the gate warps and read ones
+back. Product warps never wait for the latter: they have been polling for longer. (A buffer that is
+written again has been read, since the state that the warp has polled depends on it; the barrier says
+so within the block, where a race checker can see it.)
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.persistent.exchange import SENTINEL, slot_base
-from ecornn.schedules.persistent.gates import Gates
+from ecornn.schedules.persistent.gates import FULL, READ, Gates
 from ecornn.schedules.persistent.plan import RING, Plan
 from ecornn.schedules.tensor_core import mma, split
 
@@ -84,7 +86,10 @@ def _products(T: Any, plan: Plan, steps: Any, group: Any, member: Any, warp: Any
         place += plan.shared_weight_words(phase)
     with T.serial(0, steps) as t:
         for index, (phase, ring) in enumerate(zip(plan.phases, rings, strict=True)):
-            turn = T.Bind((t * len(plan.phases) + index) % 2)
+            use = T.Bind(t * len(plan.phases) + index)
+            turn = T.Bind(use % 2)
+            with T.If(use >= 2), T.Then():
+                T.evaluate(T.ptx["bar.sync"](T.cast(turn + READ, "uint32"), T.uint32(plan.threads)))
             state = _poll(T, plan, phase, ring, group, t, warp, lane)
             acc = _multiply(T, plan, phase, held[index], places[index], words, state, warp, lane)
             stride = plan.stride(phase)
@@ -94,7 +99,7 @@ def _products(T: Any, plan: Plan, steps: Any, group: Any, member: Any, warp: Any
                     for i in range(4):
                         T.buffer_store(shared, acc(m, n, i),
                                        [base + (n * 8 + i % 2) * stride + m * 16 + i // 2 * 8])
-            T.evaluate(T.ptx["bar.arrive"](T.cast(turn + 1, "uint32"), T.uint32(plan.threads)))
+            T.evaluate(T.ptx["bar.arrive"](T.cast(turn + FULL, "uint32"), T.uint32(plan.threads)))
             T.evaluate(T.ptx["fence.acq_rel.gpu"]())  # the acquire of exchange.py, while state travels
 
 
