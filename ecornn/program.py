@@ -1,7 +1,7 @@
 """What a schedule makes: functions in TIR, the buffers they share, and the order of calls.
 
 A program is everything that is needed to build a module file: the host code that carries it out
-is generated from it (``ecornn/build/host.py``), and its manifest tells the loader how to pack
+is generated from it (``ecornn/build/host_cuda.py``), and its manifest tells the loader how to pack
 weights and how much workspace a call needs.
 """
 
