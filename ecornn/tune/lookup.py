@@ -18,7 +18,6 @@ from ecornn.tune.log import Line, Log
 from ecornn.tune.record import Trial
 from ecornn.workload import Workload
 
-
 STALE = "stale (another revision of their schedule)"
 
 
