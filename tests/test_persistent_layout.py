@@ -92,7 +92,7 @@ def test_weights_beyond_the_chip_are_refused_with_a_reason():
 
 @pytest.mark.parametrize("change,reason", [
     ({"units": 2}, "blocks on"),
-    ({"units": 3}, "multiple of")])
+    ({"units": 21}, "multiple of")])
 def test_impossible_configurations_are_named(change, reason):
     task = task_of("lstm", 800, 20, "bfloat16")
     schedule = Persistent()

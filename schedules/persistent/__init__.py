@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ecornn.device import Device
 from ecornn.program import Buffer, Extent, Launch, Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
 from ecornn.schedules.persistent.kernel import persistent_kernel
@@ -10,6 +11,7 @@ from ecornn.schedules.persistent.start import start_kernel
 from ecornn.schedules.pointwise import MATH_FOR, MATH_TRADES
 from ecornn.schedules.projection import project
 from ecornn.schedules.tensor_core import per_word
+from ecornn.workload import Workload
 
 START_BLOCKS = 128
 
@@ -20,6 +22,9 @@ class Persistent(Schedule):
     name = "persistent"
     revision = 2
     kind = "cuda"
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Workload, Device], Config | None] = {}
 
     def serves(self, task: Task) -> str | None:
         if not task.graph.phases:
@@ -53,16 +58,20 @@ class Persistent(Schedule):
         )
 
     def check(self, task: Task, config: Config) -> str | None:
+        # what needs no plan comes first: a search asks for hundreds of thousands of configurations
+        device, units = task.device, int(config["units"])
+        blocks = int(config["groups"]) * -(-task.workload.hidden // units)
+        if blocks > device.cores:
+            return f"{blocks} blocks on {device.cores} multiprocessors"
+        threads = 32 * (int(config["warps"]) + int(config["gate_warps"]))
+        if threads > 1024:
+            return f"{threads} threads a block"
         step = unit_step(task, int(config["interleave"]))
-        if int(config["units"]) % step:
-            return f"units={config['units']} is no multiple of {step}"
-        plan, device = plan_of(task, config), task.device
-        if plan.groups * plan.blocks > device.cores:
-            return f"{plan.groups * plan.blocks} blocks on {device.cores} multiprocessors"
+        if units % step:
+            return f"units={units} is no multiple of {step}"
+        plan = plan_of(task, config)
         if plan.groups > 1 and (plan.groups - 1) * plan.columns >= task.workload.batch:
             return "a group without batch rows"
-        if plan.threads > 1024:
-            return f"{plan.threads} threads a block"
         if (plan.items - 1) * plan.gate_warps * 32 >= plan.units * plan.columns or plan.items > 8:
             return f"{plan.items} items a gate thread"
         if plan.units * plan.columns <= (plan.gate_warps - 1) * 32:
@@ -83,7 +92,13 @@ class Persistent(Schedule):
         return best
 
     def _best(self, task: Task) -> Config | None:
-        """The valid configuration of least estimated time."""
+        """The valid configuration of least estimated time, kept for the next question."""
+        key = task.workload, task.device
+        if key not in self._known:
+            self._known[key] = self._search(task)
+        return self._known[key]
+
+    def _search(self, task: Task) -> Config | None:
         knobs = {k.name: k.values for k in self.knobs(task)}
         math = "exact" if task.workload.dtype == "float32" else "fast"
         found: tuple[float, Config] | None = None
