@@ -1,6 +1,7 @@
 # make setup | run | test | lint | bench | clean
 #   PYTHON=python3.12 make setup     another interpreter (3.10 to 3.12)
 #   VENV=/somewhere make test        another place for the virtual environment
+#   make test PYTEST="-m exhaustive" the whole matrix of the emulated schedules, 20 minutes
 #   make run HIDDEN=1024 TUNE="--trials 200"     by default the search stops after 150 seconds
 
 PYTHON ?= python3
@@ -43,7 +44,7 @@ run: $(VENV)/installed
 	$(BIN)/python examples/00_first_run.py $(MODULE)
 
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest -m "not gpu" $(PYTEST)
+	$(BIN)/python -m pytest -m "not gpu and not exhaustive" $(PYTEST)
 
 # mypy sees the layout that is installed: schedules/ as ecornn.schedules.
 lint: $(VENV)/installed-lint
