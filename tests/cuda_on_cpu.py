@@ -1,4 +1,4 @@
-"""Runs CUDA programs on the CPU, for tests without a GPU: generated source, compiled with g++.
+"""Runs CUDA programs on the CPU, for tests without a GPU: generated source, compiled for the host.
 
 Inline PTX becomes calls of ``cuda_on_cpu.h``; an instruction that it does not know fails the test.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 
 from ecornn.build.cuda import lower
+from ecornn.build.link import find_compiler
 from ecornn.program import Buffer, Fill, Launch, Loop, Packing, Program
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
@@ -80,8 +80,6 @@ class Emulated:
     """
 
     def __init__(self, program: Program, folder: Path, arch: str = "sm_90a", lazy: bool = True) -> None:
-        if shutil.which("g++") is None:
-            pytest.skip("g++ is not installed")
         kernels, source = lower(program, arch)
         self.program, self.kernels, self.lazy = program, kernels, lazy
         text = translate(source)
@@ -95,7 +93,7 @@ class Emulated:
                      "given, lazy); }\n")
         path = folder / "kernels.cc"
         path.write_text(text)
-        command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", str(path), "-o",
+        command = [*find_compiler(), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", str(path), "-o",
                    str(folder / "kernels.so")]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[:4000]
