@@ -1,4 +1,4 @@
-"""``compile()``: a cell at one size -> best record or heuristic -> program -> module."""
+"""``compile()``: a cell at one size -> best records or heuristic -> programs -> module."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from ecornn.cells import Cell
 from ecornn.device import Device, resolve
-from ecornn.workload import Workload
+from ecornn.workload import Stack, Workload
 
 if TYPE_CHECKING:
     from ecornn.build.generated import Generated
+    from ecornn.program import Program
     from ecornn.runtime.loader import Module
     from ecornn.schedules.base import Task, Value
     from ecornn.tune.lookup import Found
@@ -23,44 +26,85 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be built: the cell's task and the schedule that was chosen, with its provenance."""
+    """What will be built: the sequences of the stack, each with the schedule chosen for it."""
 
     cell: Cell
-    task: Task
-    found: Found
+    workload: Workload
+    stack: Stack
+    tasks: tuple[Task, ...]
+    chosen: tuple[Found, ...]
+
+    @property
+    def task(self) -> Task:
+        """The first sequence."""
+        return self.tasks[0]
+
+    @property
+    def found(self) -> Found:
+        """What was chosen for all: the first sequence's schedule and configuration, and where each comes from."""
+        return replace(self.chosen[0], provenance="; ".join(f"{at}: {why}" if at else why for at, _, why in self.why()))
+
+    def why(self) -> list[tuple[str, str, str]]:
+        """(labels, schedule with its knobs, provenance) of each different choice; no labels if all are one."""
+        told: dict[tuple[str, str], list[str]] = {}
+        for part, found in zip(self.stack.parts(self.workload), self.chosen, strict=True):
+            text = " ".join((found.schedule.name, *(f"{k}={v}" for k, v in found.config.items())))
+            told.setdefault((text, found.provenance), []).append(part.label)
+        return [(", ".join(labels) if len(told) > 1 else "", *key) for key, labels in told.items()]
+
+    def programs(self) -> tuple[Program, ...]:
+        """The sequences' programs; one object for sequences that are alike."""
+        made: dict[object, Program] = {}
+        for task, found in zip(self.tasks, self.chosen, strict=True):
+            key = task.workload, task.place
+            if key not in made:
+                made[key] = found.schedule.program(task, found.config)
+        return tuple(made[task.workload, task.place] for task in self.tasks)
 
 
 def plan(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = 1, seq: int = 100,
-         dtype: str = "float32", target: str | Device | None = None, schedule: str | None = None,
+         dtype: str = "float32", layers: int = 1, bidirectional: bool = False, lengths: bool = False,
+         resets: bool = False, target: str | Device | None = None, schedule: str | None = None,
          config: Mapping[str, Value] | None = None) -> Plan:
-    """Analyses the cell and chooses schedule and configuration; arguments as :func:`compile`."""
+    """Analyses the cell and chooses schedules and configurations; arguments as :func:`compile`."""
     from ecornn.task import make_task
     from ecornn.tune.cell_spec import load_cell
     from ecornn.tune.choose import choose, default_target
+    from ecornn.tune.folders import read_all
 
+    stack = Stack(layers, bidirectional, lengths, resets)
     device = resolve(target if target is not None else default_target())
     found = load_cell(cell) if isinstance(cell, str) else cell
     work = Workload(found.identity(), hidden, hidden if input is None else input, batch, seq, dtype)
-    task = make_task(found, work, device)
-    return Plan(found, task, choose(task, schedule, config))
+    parts, log = stack.parts(work), read_all()
+    tasks = {(p.workload, p.place): make_task(found, p.workload, device, p.place) for p in parts}
+    choices: dict[Workload, Found] = {}
+    for (part_work, _), task in tasks.items():
+        if part_work not in choices:
+            choices[part_work] = choose(task, schedule, config, log)
+    return Plan(found, work, stack, tuple(tasks[p.workload, p.place] for p in parts),
+                tuple(choices[p.workload] for p in parts))
 
 
 def build(planned: Plan, out: Path) -> Generated:
     """Writes the module file ``out``, complete or not at all; returns what was generated."""
     from ecornn.build.module import build_module
+    from ecornn.compose import compose
     from ecornn.task import make_manifest
 
     found = planned.found
-    program = found.schedule.program(planned.task, found.config)
+    program = compose(planned.stack, planned.workload, planned.programs())
     manifest = make_manifest(planned.cell, planned.task, found.schedule, found.config, program,
-                             found.provenance)
-    return build_module(program, manifest, out)
+                             found.provenance, planned.stack)
+    names = dict.fromkeys(f.schedule.name for f in planned.chosen)
+    return build_module(program, structs.replace(manifest, schedule="+".join(names)), out)
 
 
 def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = 1, seq: int = 100,
-            dtype: str = "float32", target: str | Device | None = None, schedule: str | None = None,
+            dtype: str = "float32", layers: int = 1, bidirectional: bool = False, lengths: bool = False,
+            resets: bool = False, target: str | Device | None = None, schedule: str | None = None,
             config: Mapping[str, Value] | None = None, out: str | Path | None = None) -> Module:
-    """Compiles one recurrent layer.
+    """Compiles a recurrent layer, or a stack of them.
 
     Parameters
     ----------
@@ -70,6 +114,10 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
     batch : the largest B that the module must serve
     seq : the T to expect; the module serves every T >= 1
     dtype : ``float32``, ``float16`` or ``bfloat16``, of x, y, states and weights
+    layers : L; y of one layer is x of the next. Each is compiled with the best record of its own size
+    bidirectional : every layer goes both ways; y is then (T, B, 2 H), forward first
+    lengths : calls may give the length of each row, see :meth:`Layer.__call__`
+    resets : calls may give a mask of the steps at which a row's state starts anew
     target : ``cuda`` (the GPU at hand), ``cpu``, or an architecture such as ``sm_90a``, which needs
         no GPU; default: the GPU if there is one, else the CPU
     schedule, config : use this schedule, and these knobs, instead of the best tuning record
@@ -83,7 +131,8 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
     from ecornn.runtime.loader import load
 
     planned = plan(cell, hidden=hidden, input=input, batch=batch, seq=seq, dtype=dtype, target=target,
-                   schedule=schedule, config=config)
+                   layers=layers, bidirectional=bidirectional, lengths=lengths, resets=resets, schedule=schedule,
+                   config=config)
     if out is not None:
         build(planned, Path(out))
         return load(Path(out))

@@ -7,14 +7,14 @@ import msgspec
 from ecornn.device import Device
 from ecornn.errors import ModuleError
 from ecornn.program import Buffer
-from ecornn.workload import Workload
+from ecornn.workload import Stack, Workload
 
 FORMAT = 1
 
 
 class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A parameter as the user passes it: ``name`` with PyTorch's suffix; ``key`` is the cell's name
-    for it; ``shape`` as PyTorch stores it, ``gates`` the G that its first axis folds in."""
+    """A parameter as the user passes it: ``name`` with PyTorch's suffix; ``key`` is the packings' name
+    for it, the cell's own or, in a stack, that with the part's prefix; ``shape`` as PyTorch stores it, ``gates`` the G that its first axis folds in."""
 
     name: str
     key: str
@@ -23,7 +23,11 @@ class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything the loader needs besides machine code."""
+    """Everything the loader needs besides machine code.
+
+    ``workload`` has the input size of the first layer. Where the parts of a stack have schedules or
+    knobs of their own, ``schedule`` names each once, and ``config`` is of the first part.
+    """
 
     workload: Workload
     device: Device
@@ -36,6 +40,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     buffers: tuple[Buffer, ...]
     versions: dict[str, str]
     format: int = FORMAT
+    stack: Stack = Stack()
 
 
 def decode(text: str) -> Manifest:

@@ -17,7 +17,7 @@ from ecornn.errors import ArgumentError, ShapeError, WeightsError
 Array = NDArray[np.float64]
 States = tuple[Array, ...]
 
-NAMES = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
+KINDS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
 
 def _sigmoid(z: Array) -> Array:
@@ -72,22 +72,25 @@ STEPS: dict[str, tuple[int, int, Step]] = {  # cell -> (G, number of states, ste
 }
 
 
-def reference(cell: str, x: Any, weights: Mapping[str, Any],
-              state: Sequence[Any] | None = None) -> tuple[Array, States]:
-    """Runs one layer in float64.
+def reference(cell: str, x: Any, weights: Mapping[str, Any], state: Sequence[Any] | None = None, *,
+              lengths: Any = None, resets: Any = None) -> tuple[Array, States]:
+    """Runs a layer, or a stack of them, in float64. Layers and directions are those of the weights' names.
 
     Parameters
     ----------
     cell : ``lstm``, ``gru``, ``gru_reset_before``, ``rnn_tanh`` or ``rnn_relu``
     x : (T, B, I), any real dtype, anything that ``numpy.asarray`` takes
     weights : ``weight_ih_l0`` (G*H, I), ``weight_hh_l0`` (G*H, H), ``bias_ih_l0`` and
-        ``bias_hh_l0`` (G*H,), any real dtype
-    state : (h, c) for ``lstm``, (h,) otherwise, each (B, H); None for zeros
+        ``bias_hh_l0`` (G*H,), any real dtype; those of layer k end in ``_l<k>`` and, with inputs D*H wide
+        for k > 0, of the reverse direction in ``_l<k>_reverse``
+    state : (h, c) for ``lstm``, (h,) otherwise, each (B, H), or (L*D, B, H) where L*D > 1; None: zeros
+    lengths : (B,) integers from 0 to T; y is zero beyond, states are those of the last step within
+    resets : (T, B) booleans; True where a new sequence starts from a state of zeros
 
     Returns
     -------
-    y : (T, B, H) float64
-    state : the states after the last step, each (B, H) float64
+    y : (T, B, D*H) float64
+    state : the states after the last step, of the shape of ``state``, float64
 
     Raises
     ------
@@ -96,37 +99,88 @@ def reference(cell: str, x: Any, weights: Mapping[str, Any],
     ShapeError : a shape does not fit the others
     """
     gates, count, step = _lookup(cell)
-    missing, extra = set(NAMES) - set(weights), set(weights) - set(NAMES)
-    if missing or extra:
-        raise WeightsError(f"weights of {cell!r}: missing {sorted(missing)}, unexpected "
-                           f"{sorted(extra)}; expected {', '.join(NAMES)}", sorted(missing | extra))
-    w, r, b_ih, b_hh = (np.asarray(weights[n], dtype=np.float64) for n in NAMES)
-    x = _shaped("x", np.asarray(x, dtype=np.float64), (None, None, None))
-    hidden = r.shape[-1] if r.ndim else 0
-    _shaped("weight_hh_l0", r, (gates * hidden, hidden))
-    _shaped("weight_ih_l0", w, (gates * hidden, x.shape[2]))
-    _shaped("bias_ih_l0", b_ih, (gates * hidden,))
-    _shaped("bias_hh_l0", b_hh, (gates * hidden,))
+    layers, directions = _extent(cell, weights)
+    y = _shaped("x", np.asarray(x, dtype=np.float64), (None, None, None))
+    steps, batch, parts = y.shape[0], y.shape[1], layers * directions
+    hidden = np.shape(weights["weight_hh_l0"])[-1] if np.ndim(weights["weight_hh_l0"]) else 0
+    _weight(weights, "weight_hh_l0", (gates * hidden, hidden))
+    outer: tuple[int, ...] = () if parts == 1 else (parts,)
     if state is None:
-        state = (np.zeros((x.shape[1], hidden)),) * count
+        state = (np.zeros((*outer, batch, hidden)),) * count
     if len(state) != count:
         raise ShapeError("len(state)", len(state), f"{count} for {cell!r}")
-    states = tuple(_shaped(f"state[{n}]", np.array(s, dtype=np.float64), (x.shape[1], hidden))
-                   for n, s in enumerate(state))
-    y = np.empty((x.shape[0], x.shape[1], hidden))
-    for t in range(x.shape[0]):
-        states = step(x[t] @ w.T + b_ih, states, r, b_hh)
-        y[t] = states[0]
-    return y, states
+    before = [_shaped(f"state[{n}]", np.asarray(s, dtype=np.float64), (*outer, batch, hidden))
+              .reshape(parts, batch, hidden) for n, s in enumerate(state)]
+    ends = np.full(batch, steps) if lengths is None else np.asarray(lengths)
+    starts = np.zeros((steps, batch), bool) if resets is None else np.asarray(resets, bool)
+    _shaped("lengths", ends, (batch,))
+    _shaped("resets", starts, (steps, batch))
+    whole = lengths is None and resets is None
+    after = [np.empty((parts, batch, hidden)) for _ in range(count)]
+    for layer in range(layers):
+        outputs = []
+        for reverse in (False, True)[:directions]:
+            n = layer * directions + reverse
+            suffix = f"_l{layer}" + ("_reverse" if reverse else "")
+            w, r, b_ih, b_hh = (_weight(weights, f"{kind}{suffix}", shape) for kind, shape in zip(
+                KINDS, ((gates * hidden, y.shape[2]), (gates * hidden, hidden), *((gates * hidden,),) * 2),
+                strict=True))
+            first = tuple(s[n] for s in before)
+            out = np.zeros((steps, batch, hidden))
+            groups = [slice(None)] if whole else [slice(b, b + 1) for b in range(batch)]
+            for rows in groups:  # one row at a time, cut into its sequences
+                now = tuple(s[rows] for s in first)
+                for low, high, fresh in _sequences(starts[:, rows], int(ends[rows].max()), reverse, whole):
+                    now = tuple(np.zeros_like(s) for s in now) if fresh else now
+                    for t in range(high - 1, low - 1, -1) if reverse else range(low, high):
+                        now = step(y[t, rows] @ w.T + b_ih, now, r, b_hh)
+                        out[t, rows] = now[0]
+                for kept, value in zip(after, now, strict=True):
+                    kept[n, rows] = value
+            outputs.append(out)
+        y = np.concatenate(outputs, axis=2)
+    return y, tuple(s.reshape(*outer, batch, hidden) for s in after)
 
 
-def random_weights(cell: str, input: int, hidden: int, seed: int = 0) -> dict[str, NDArray[np.float32]]:
+def _sequences(starts: NDArray[np.bool_], end: int, reverse: bool, whole: bool) -> list[tuple[int, int, bool]]:
+    """(first step, step after the last, whether the state is cleared before), in the order of running."""
+    marks = [] if whole else [t for t in range(end) if starts[t, 0]]
+    edges = [0, *(t for t in marks if t), end]
+    spans = list(zip(edges, edges[1:], strict=False))
+    if reverse:
+        return [(low, high, high != end) for low, high in reversed(spans)]
+    return [(low, high, low in marks) for low, high in spans]
+
+
+def _extent(cell: str, weights: Mapping[str, Any]) -> tuple[int, int]:
+    """Layers and directions that the names of the weights speak of."""
+    directions = 2 if any(str(name).endswith("_reverse") for name in weights) else 1
+    layers = max(1, -(-len(weights) // (len(KINDS) * directions)))
+    expected = [f"{kind}_l{k}{end}" for k in range(layers) for end in ("", "_reverse")[:directions] for kind in KINDS]
+    missing, extra = set(expected) - set(weights), set(weights) - set(expected)
+    if missing or extra:
+        raise WeightsError(f"weights of {cell!r}: missing {sorted(missing)}, unexpected "
+                           f"{sorted(extra)}; expected {', '.join(expected)}", sorted(missing | extra))
+    return layers, directions
+
+
+def _weight(weights: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Array:
+    return _shaped(name, np.asarray(weights[name], dtype=np.float64), shape)
+
+
+def random_weights(cell: str, input: int, hidden: int, seed: int = 0, layers: int = 1,
+                   directions: int = 1) -> dict[str, NDArray[np.float32]]:
     """Weights as PyTorch initialises them: float32, uniform in +-1/sqrt(H), by PyTorch's names."""
     gates = _lookup(cell)[0]
-    shapes = ((gates * hidden, input), (gates * hidden, hidden), (gates * hidden,), (gates * hidden,))
     generator, bound = np.random.default_rng(seed), hidden ** -0.5
-    return {name: generator.uniform(-bound, bound, shape).astype(np.float32)
-            for name, shape in zip(NAMES, shapes, strict=True)}
+    found = {}
+    for layer in range(layers):
+        inputs = directions * hidden if layer else input
+        shapes = ((gates * hidden, inputs), (gates * hidden, hidden), (gates * hidden,), (gates * hidden,))
+        for end in ("", "_reverse")[:directions]:
+            for kind, shape in zip(KINDS, shapes, strict=True):
+                found[f"{kind}_l{layer}{end}"] = generator.uniform(-bound, bound, shape).astype(np.float32)
+    return found
 
 
 def _lookup(cell: str) -> tuple[int, int, Step]:

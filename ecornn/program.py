@@ -7,6 +7,7 @@ weights and how much workspace a call needs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,9 +47,10 @@ class Packing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A buffer of the program, named in the calls.
 
-    ``role``: ``x`` (T, B, I), ``y`` (T, B, H), ``state_in`` or ``state_out`` (B, H; ``name`` is
-    ``<state>_in`` or ``<state>_out``), ``packed`` (made by ``packing``) or ``workspace``
-    (``extent`` elements, 256-byte aligned, contents undefined before a call).
+    ``role``: ``x`` (T, B, I), ``y`` (T, B, D H), ``state_in`` or ``state_out`` (B, H; ``name`` is, or
+    in a stack ends in, ``<state>_in`` or ``<state>_out``), ``lengths`` (B,) int32, ``resets`` (T, B)
+    uint8, ``packed`` (made by ``packing``) or ``workspace`` (``extent`` elements, 256-byte aligned,
+    contents undefined before a call).
     """
 
     name: str
@@ -75,8 +77,8 @@ class Fill:
 class Launch:
     """One kernel launch.
 
-    ``arguments`` are named as the function's parameters are: a buffer's name, or one of the
-    scalars ``T``, ``B`` (of the call) and ``t`` (of the step, in a loop), all int32.
+    A parameter of the function is the buffer that ``names`` gives for it, or the buffer of its own
+    name, or one of the scalars ``T``, ``B`` (of the call) and ``t`` (of the step, in a loop), all int32.
     """
 
     function: str
@@ -85,6 +87,7 @@ class Launch:
     shared: int = 0  # dynamic shared memory, bytes
     cooperative: bool = False
     cluster: int = 1
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -96,9 +99,11 @@ class Loop:
 
 @dataclass(frozen=True)
 class Parallel:
-    """CPU: ``function`` once on each thread (scalars ``thread`` and ``threads`` besides T and B)."""
+    """CPU: ``function`` once on each thread (scalars ``thread`` and ``threads`` besides T and B);
+    ``names`` as of :class:`Launch`."""
 
     function: str
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What is compiled: one recurrent layer at one size."""
+"""What is compiled: a recurrent layer at one size, and how layers and directions are put together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One layer: cell, sizes and data type.
+    """One cell over one sequence: cell, sizes and data type. Tuning records are kept for this.
 
     Attributes
     ----------
@@ -44,3 +44,97 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __str__(self) -> str:
         return (f"{self.cell} T={self.seq} B={self.batch} I={self.input} "
                 f"H={self.hidden} {self.dtype}")
+
+
+class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How one sequence sits in the layer around it.
+
+    Attributes
+    ----------
+    reverse : goes from the last step to the first, and writes y where it reads x
+    directions : rows of y hold this many sequences side by side; a reverse one has the second place
+    lengths : row b takes part in steps below ``lengths[b]``; beyond, it keeps its state and y is 0
+    resets : a new sequence starts wherever ``resets[t, b]`` is set, from a state of zeros; going in
+        reverse the state is therefore cleared after step t
+    """
+
+    reverse: bool = False
+    directions: int = 1
+    lengths: bool = False
+    resets: bool = False
+
+    @property
+    def masks(self) -> bool:
+        """Whether rows differ in what they do."""
+        return self.lengths or self.resets
+
+    def y_width(self, hidden: int) -> int:
+        """Elements of a row of y."""
+        return self.directions * hidden
+
+    def y_offset(self, hidden: int) -> int:
+        """Where this sequence's elements start in a row of y."""
+        return hidden if self.reverse else 0
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One (layer, direction) of a stack; ``number`` counts them as PyTorch orders states."""
+
+    number: int
+    layer: int
+    place: Place
+    workload: Workload
+
+    @property
+    def label(self) -> str:
+        """The suffix of its parameters in PyTorch: ``l0``, ``l0_reverse``, ..."""
+        return f"l{self.layer}" + ("_reverse" if self.place.reverse else "")
+
+
+class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a module is put together from sequences; the default is one of them.
+
+    Attributes
+    ----------
+    layers : L; y of one is x of the next
+    bidirectional : every layer goes both ways; y is (T, B, 2 H)
+    lengths, resets : whether a call takes them, see :class:`Place`
+    """
+
+    layers: int = 1
+    bidirectional: bool = False
+    lengths: bool = False
+    resets: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.layers, bool) or not isinstance(self.layers, int) or not 1 <= self.layers <= 1024:
+            raise ArgumentError("layers", self.layers, "an integer from 1 to 1024")
+        for name in ("bidirectional", "lengths", "resets"):
+            if not isinstance(getattr(self, name), bool):
+                raise ArgumentError(name, getattr(self, name), "True or False")
+
+    @property
+    def directions(self) -> int:
+        """1 or 2."""
+        return 1 + self.bidirectional
+
+    @property
+    def count(self) -> int:
+        """Sequences in all, L * D."""
+        return self.layers * self.directions
+
+    def parts(self, whole: Workload) -> tuple[Part, ...]:
+        """The sequences in the order in which they run; ``whole`` has the input size of the first layer."""
+        found = []
+        for layer in range(self.layers):
+            inputs = whole.input if layer == 0 else self.directions * whole.hidden
+            work = msgspec.structs.replace(whole, input=inputs)
+            for reverse in (False, True)[:self.directions]:
+                place = Place(reverse, self.directions, self.lengths, self.resets)
+                found.append(Part(len(found), layer, place, work))
+        return tuple(found)
+
+    def __str__(self) -> str:
+        words = [f"{self.layers} layers"] if self.layers > 1 else []
+        words += [name for name in ("bidirectional", "lengths", "resets") if getattr(self, name)]
+        return ", ".join(words)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ecornn.analysis import StepGraph
 from ecornn.device import Device
 from ecornn.program import Program
-from ecornn.workload import Workload
+from ecornn.workload import Place, Workload
 
 Value = int | str | bool
 Config = Mapping[str, Value]  # knob -> value
@@ -30,11 +30,12 @@ class Knob:
 
 @dataclass(frozen=True)
 class Task:
-    """What a schedule is asked for."""
+    """What a schedule is asked for: one sequence, and how it sits in the layer around it."""
 
     workload: Workload
     graph: StepGraph
     device: Device
+    place: Place = Place()
 
 
 class Schedule(ABC):

@@ -21,6 +21,7 @@ from ecornn.analysis.graph import variables
 from ecornn.program import Buffer, Extent, Fill, Launch
 from ecornn.schedules.base import Task
 from ecornn.schedules.pointwise import emit, invariants
+from ecornn.schedules.timeline import Timeline, row_buffers
 
 BEGIN_THREADS = 256
 
@@ -79,6 +80,7 @@ def common_buffers(task: Task, layout: Layout) -> list[Buffer]:
     found = [Buffer("x", "x", w.dtype), Buffer("y", "y", w.dtype)]
     for name in graph.states:
         found += [Buffer(f"{name}_in", "state_in", w.dtype), Buffer(f"{name}_out", "state_out", w.dtype)]
+    found += row_buffers(task.place)
     found.append(Buffer("states", "workspace", "float32", Extent(len(graph.states) * w.batch * w.hidden)))
     for p, phase in enumerate(graph.phases):
         copies = 2 if p == 0 else 1
@@ -125,6 +127,7 @@ def begin_kernel(task: Task, layout: Layout, buffers: list[Buffer], math: str) -
             values = []
             for name in graph.states:
                 values.append(T.Bind(T.cast(scalars.arguments[f"{name}_in"][scalars.at(0, row, unit)], "float32")))
+            values = scalars.timeline.started(0, row, values)
             scalars.store_states(row, unit, values)
             scalars.store_first_operands(row, unit, values, scalars.constants(unit), 0)
     return builder.get()
@@ -144,6 +147,7 @@ class StepScalars:
         self.T, self.task, self.graph, self.layout = T, task, task.graph, layout
         self.arguments, self.math = arguments, math
         self.carried = carried(task.graph)
+        self.timeline = Timeline(T, task.place, arguments, arguments["T"], arguments["B"])
         w = task.workload
         largest = max(len(self.graph.states), len(self.carried)) * w.batch * w.hidden
         self.far = max(largest, 4 * layout.size) >= 1 << 31  # does int32 not reach every element?
@@ -171,7 +175,7 @@ class StepScalars:
         T, a, outputs = self.T, self.arguments, self.graph.hoisted_outputs
         if not outputs:
             return {}
-        first = T.Bind(T.cast(a["t"] * a["B"] + row, "int64") * (len(outputs) * self.task.workload.hidden) + unit)
+        first = T.Bind(T.cast(self.timeline.at(a["t"]) * a["B"] + row, "int64") * (len(outputs) * self.task.workload.hidden) + unit)
         return {v: T.Bind(a["hoisted"][first + q * self.task.workload.hidden]) for q, v in enumerate(outputs)}
 
     def finish(self, p: int, row: Any, unit: Any, sums: dict[Any, Any], hoisted: dict[Any, Any]) -> None:
@@ -192,10 +196,13 @@ class StepScalars:
                     T.buffer_store(a["carried"], env[var], [self.at(number, row, unit)])
             self._store_operands(p + 1, row, unit, env, 0)
             return
-        after = [T.Bind(env[v]) for v in graph.results.values()]
-        self.store_states(row, unit, after)
-        self.store_first_operands(row, unit, after, constants, (a["t"] + 1) % 2)
-        self._store_results(row, unit, dict(zip(graph.results, after, strict=True)))
+        live = self.timeline.live(a["t"], row)
+        after = [self.timeline.masked(live, T.Bind(env[v]), old)
+                 for v, old in zip(graph.results.values(), before, strict=True)]
+        following = self.timeline.started(a["t"] + 1, row, after)
+        self.store_states(row, unit, following)
+        self.store_first_operands(row, unit, following, constants, (a["t"] + 1) % 2)
+        self._store_results(row, unit, dict(zip(graph.results, after, strict=True)), live)
 
     def store_states(self, row: Any, unit: Any, values: list[Any]) -> None:
         """The states, float32, in the order of ``graph.states``."""
@@ -220,10 +227,12 @@ class StepScalars:
             T.buffer_store(self.arguments[f"operands_{p}"], T.cast(env[operand], dtype),
                            [place + o * self.layout.size])
 
-    def _store_results(self, row: Any, unit: Any, after: dict[str, Any]) -> None:
-        T, a, w = self.T, self.arguments, self.task.workload
-        at = T.Bind(T.cast(a["t"] * a["B"] + row, "int64") * w.hidden + unit)
-        T.buffer_store(a["y"], T.cast(after[self.graph.output], w.dtype), [at])
+    def _store_results(self, row: Any, unit: Any, after: dict[str, Any], live: Any) -> None:
+        T, a, w, place = self.T, self.arguments, self.task.workload, self.task.place
+        first = T.cast(self.timeline.at(a["t"]) * a["B"] + row, "int64") * place.y_width(w.hidden) + unit
+        at = T.Bind(first + place.y_offset(w.hidden) if place.reverse else first)
+        output = self.timeline.masked(live, after[self.graph.output], T.float32(0))
+        T.buffer_store(a["y"], T.cast(output, w.dtype), [at])
         with T.If(a["t"] == a["T"] - 1), T.Then():
             for name, value in after.items():
                 T.buffer_store(a[f"{name}_out"], T.cast(value, w.dtype), [self.at(0, row, unit)])

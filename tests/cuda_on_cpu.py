@@ -22,7 +22,8 @@ from ecornn.program import Buffer, Fill, Launch, Loop, Packing, Program
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16),
-          "bfloat16": np.dtype(ml_dtypes.bfloat16), "uint32": np.dtype(np.uint32)}
+          "bfloat16": np.dtype(ml_dtypes.bfloat16), "uint32": np.dtype(np.uint32),
+          "int32": np.dtype(np.int32), "uint8": np.dtype(np.uint8)}
 _COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global \[%0\], \[%1\], (\d+)(, %2)?;")
 _MMA = {"f16.f16": 0, "bf16.bf16": 1, "tf32.tf32": 2}
 
@@ -100,13 +101,22 @@ class Emulated:
         self.library = ctypes.CDLL(str(folder / "kernels.so"))
 
     def run(self, x: np.ndarray, states: Mapping[str, np.ndarray],
-            parameters: Mapping[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """y and the new states; every output and workspace holds NaN before, behind each lies a guard."""
+            parameters: Mapping[str, np.ndarray], masks: Mapping[str, np.ndarray] | None = None,
+            directions: int = 1) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """y and the new states; every output and workspace holds NaN before, behind each lies a guard.
+
+        ``masks``: ``lengths`` (B,) and ``resets`` (T, B) for programs that read them; y has ``directions``
+        times H elements a row. In a stack, states are by the part's label: ``l0_h``.
+        """
         steps, batch = x.shape[:2]
-        hidden = next(iter(states.values())).shape[1]
+        hidden, given = next(iter(states.values())).shape[1], dict(masks or {})
+        width = directions * hidden
         memory: dict[str, np.ndarray] = {}
         for b in self.program.buffers:
-            memory[b.name] = self._allocate(b, x, states, parameters, (steps, batch, hidden))
+            if b.role in ("lengths", "resets"):
+                memory[b.name] = np.ascontiguousarray(given[b.role], DTYPES[b.dtype]).reshape(-1)
+            else:
+                memory[b.name] = self._allocate(b, x, states, parameters, (steps, batch, hidden, width))
         values: dict[str, Any] = {"T": ctypes.c_int32(steps), "B": ctypes.c_int32(batch)}
         for call in self.program.calls:
             for t in range(steps if isinstance(call, Loop) else 1):
@@ -117,14 +127,14 @@ class Emulated:
             if b.role in ("workspace", "y", "state_out"):
                 tail = memory[b.name].view(np.uint8)[-GUARD:]
                 assert (tail == 0xA5).all(), f"{b.name} was written beyond its end"
-        y = memory["y"][:steps * batch * hidden].reshape(steps, batch, hidden)
+        y = memory["y"][:steps * batch * width].reshape(steps, batch, width)
         out = {b.name.removesuffix("_out"): memory[b.name][:batch * hidden].reshape(batch, hidden)
                for b in self.program.buffers if b.role == "state_out"}
         return y, out
 
     def _allocate(self, b: Buffer, x: np.ndarray, states: Mapping[str, np.ndarray],
-                  parameters: Mapping[str, np.ndarray], sizes: tuple[int, int, int]) -> np.ndarray:
-        steps, batch, hidden = sizes
+                  parameters: Mapping[str, np.ndarray], sizes: tuple[int, int, int, int]) -> np.ndarray:
+        steps, batch, hidden, width = sizes
         if b.role == "x":
             return x.copy().reshape(-1)
         if b.role == "state_in":
@@ -134,7 +144,7 @@ class Emulated:
             made = pack(b.packing, parameters).reshape(-1)
             assert made.size == b.extent.at(0), b.name
             return made
-        count = {"y": steps * batch * hidden, "state_out": batch * hidden}.get(b.role, b.extent.at(steps))
+        count = {"y": steps * batch * width, "state_out": batch * hidden}.get(b.role, b.extent.at(steps))
         raw = np.full(count * DTYPES[b.dtype].itemsize + GUARD, 0xFF, np.uint8)
         raw[-GUARD:] = 0xA5
         return raw.view(DTYPES[b.dtype])
@@ -145,7 +155,8 @@ class Emulated:
             return
         assert isinstance(call, Launch)
         kernel = self.kernels[call.function]
-        given = [ctypes.c_void_p(memory[a].ctypes.data) if a in memory else values[a] for a in kernel.arguments]
+        names = [call.names.get(a, a) for a in kernel.arguments]
+        given = [ctypes.c_void_p(memory[n].ctypes.data) if n in memory else values[n] for n in names]
         array = (ctypes.c_void_p * max(1, len(given)))(*(ctypes.addressof(v) for v in given))
         assert kernel.extents["blockIdx.x"] == call.grid and kernel.extents["threadIdx.x"] == call.threads
         getattr(self.library, f"emu_{kernel.symbol}")(call.grid, call.threads, array, ctypes.c_bool(self.lazy))

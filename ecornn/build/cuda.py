@@ -83,14 +83,16 @@ def _kernel(program: Program, name: str, original: Any, code: Any) -> Kernel:
     from tvm import ir, tirx
 
     known = {buffer.name for buffer in program.buffers}
+    called = [launch.names for launch in launches_of(program, name)] or [{}]
     origin: dict[str, str] = {}  # device parameter -> buffer or scalar
     for parameter in original.params:
         scalar = isinstance(parameter.ty, ir.PrimType)
         if scalar and (parameter.name not in SCALARS or str(parameter.ty.dtype) != "int32"):
             raise BuildError(f"function {name!r}: scalar parameters are int32 {', '.join(SCALARS)}; "
                              f"{parameter.name!r} ({parameter.ty.dtype}) is none")
-        if not scalar and parameter.name not in known:
-            raise BuildError(f"function {name!r}: the program has no buffer {parameter.name!r}")
+        given = {names.get(parameter.name, parameter.name) for names in called}
+        if not scalar and not given <= known:
+            raise BuildError(f"function {name!r}: the program has no buffer {', '.join(map(repr, sorted(given - known)))}")
         origin[parameter.name if scalar else f"{parameter.name}_ptr"] = parameter.name
     strangers = [p.name for p in code.params if p.name not in origin]
     if strangers:
@@ -117,13 +119,19 @@ def _may_restrict(program: Program, name: str, kernel: Kernel) -> bool:
     No where a state's input and output may be the same memory; nor where blocks exchange data, since
     the compiler may then move a load of another block's result in front of the barrier.
     """
-    launches = [call for item in program.calls for call in (item.calls if isinstance(item, Loop) else (item,))
-                if isinstance(call, Launch) and call.function == name]
+    launches = launches_of(program, name)
     if COOPERATIVE in kernel.tags or any(call.cooperative or call.cluster > 1 for call in launches):
         return False
-    ends = [{b.name.removesuffix(end) for b in program.buffers
-             if b.role == f"state{end}" and b.name in kernel.arguments} for end in ("_in", "_out")]
+    given = {names.get(a, a) for names in [c.names for c in launches] or [{}] for a in kernel.arguments}
+    ends = [{b.name.removesuffix(end) for b in program.buffers if b.role == f"state{end}" and b.name in given}
+            for end in ("_in", "_out")]
     return not ends[0] & ends[1]
+
+
+def launches_of(program: Program, name: str) -> list[Launch]:
+    """The launches of a function."""
+    return [call for item in program.calls for call in (item.calls if isinstance(item, Loop) else (item,))
+            if isinstance(call, Launch) and call.function == name]
 
 
 def _source(module: Any, target: Any) -> str:

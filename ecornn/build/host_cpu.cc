@@ -1,5 +1,5 @@
-// Runs a sequence on a team of threads. program.h, generated beside this file, names the worker (a
-// packed function by TVM's LLVM code generator) and the number of buffers.
+// Runs sequences on a team of threads, one after the other. program.h, generated beside this file, lists
+// the workers (packed functions by TVM's LLVM code generator) and the buffers that each is given.
 //
 // Threads of a team are created on first use. They spin for a moment and then sleep, both between
 // calls and at barriers, so that nothing is busy after a call. Calls from several threads at once get
@@ -19,12 +19,19 @@
 #include <thread>
 #include <vector>
 
+#define ECORNN_EXPORT extern "C" __attribute__((visibility("default")))
+#define ECORNN_DECLARE(name) \
+  extern "C" int name(void* self, const TVMFFIAny* args, int32_t count, TVMFFIAny* result);
+
+struct Call {
+  int (*worker)(void*, const TVMFFIAny*, int32_t, TVMFFIAny*);
+  const int* buffers;  // numbers among the pointers of run()
+  int count;
+};
+
 #include "program.h"
 
-#define ECORNN_EXPORT extern "C" __attribute__((visibility("default")))
-
 extern "C" {
-int ECORNN_WORKER(void* self, const TVMFFIAny* args, int32_t count, TVMFFIAny* result);
 extern const unsigned char ecornn_manifest[];
 extern const unsigned long long ecornn_manifest_size;
 }
@@ -108,7 +115,7 @@ class Team {
   }
 
   // Runs the worker on `size` threads, this one among them; 0, or the first thread's error code.
-  int Run(int size, const TVMFFIAny* shared, int count) {
+  int Run(int size, const Call& call, const TVMFFIAny* shared) {
     while (static_cast<int>(threads_.size()) + 1 < size) {
       int index = static_cast<int>(threads_.size()) + 1;
       // It waits for the next start, of which there has been none since.
@@ -116,7 +123,7 @@ class Team {
     }
     size_ = size;
     args_ = shared;
-    count_ = count;
+    call_ = &call;
     barrier_.Reset(size);
     finished_.Reset(static_cast<int>(threads_.size()) + 1);
     failed_.store(false);
@@ -149,18 +156,19 @@ class Team {
   Signal start_;
   Barrier barrier_, finished_;
   const TVMFFIAny* args_ = nullptr;
-  int size_ = 1, count_ = 0;
+  const Call* call_ = nullptr;
+  int size_ = 1;
   std::atomic<bool> stop_{false}, failed_{false};
 };
 
 thread_local Team* current = nullptr;
 
 int Team::Work(int index) {
-  std::vector<TVMFFIAny> args(args_, args_ + count_);
+  std::vector<TVMFFIAny> args(args_, args_ + kScalars + call_->count);
   args[0].v_int64 = index;
   TVMFFIAny result{};
   current = this;
-  int code = ECORNN_WORKER(nullptr, args.data(), count_, &result);
+  int code = call_->worker(nullptr, args.data(), static_cast<int32_t>(args.size()), &result);
   current = nullptr;
   return code;
 }
@@ -226,7 +234,7 @@ ECORNN_EXPORT int __tvm_ffi_manifest(void*, const TVMFFIAny*, int32_t count, TVM
 
 // run(T, B, device, threads, *pointers) -> None
 ECORNN_EXPORT int __tvm_ffi_run(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {
-  if (count != 4 + ECORNN_BUFFERS) {
+  if (count != 4 + kBufferCount) {
     return Fail("TypeError", "run(T, B, device, threads, *pointers) got another number of arguments");
   }
   for (int i = 0; i < count; ++i) {
@@ -238,19 +246,21 @@ ECORNN_EXPORT int __tvm_ffi_run(void*, const TVMFFIAny* args, int32_t count, TVM
     return Fail("ValueError", "run(): T and B must be positive");
   }
   if (threads < 1 || threads > kMaxThreads) return Fail("ValueError", "run(): threads must be 1 to 1024");
-  TVMFFIAny shared[kScalars + ECORNN_BUFFERS] = {Integer(0), Integer(threads), Integer(steps),
-                                                 Integer(batch)};
-  for (int i = 0; i < ECORNN_BUFFERS; ++i) {
-    TVMFFIAny pointer{};
-    pointer.type_index = kTVMFFIOpaquePtr;
-    pointer.v_ptr = args[4 + i].v_ptr;
-    shared[kScalars + i] = pointer;
-  }
+  TVMFFIAny shared[kScalars + kBufferCount] = {Integer(0), Integer(threads), Integer(steps), Integer(batch)};
   result->type_index = kTVMFFINone;
   result->v_int64 = 0;
   try {
     auto team = PoolHolder::get().Take();
-    int code = team->Run(static_cast<int>(threads), shared, kScalars + ECORNN_BUFFERS);
+    int code = 0;
+    for (const Call& call : kCalls) {
+      for (int i = 0; i < call.count; ++i) {
+        TVMFFIAny pointer{};
+        pointer.type_index = kTVMFFIOpaquePtr;
+        pointer.v_ptr = args[4 + call.buffers[i]].v_ptr;
+        shared[kScalars + i] = pointer;
+      }
+      if ((code = team->Run(static_cast<int>(threads), call, shared)) != 0) break;
+    }
     PoolHolder::get().Give(std::move(team));
     return code;
   } catch (const std::exception& error) {  // no thread could be started, or no memory

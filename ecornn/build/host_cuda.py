@@ -99,7 +99,8 @@ class _Writer:
         check_launch(launch, kernel)
         if "t" in kernel.arguments and not in_loop:
             raise BuildError(f"function {launch.function!r} reads t, but is launched outside a loop")
-        values = [f"&p[{self.buffers[a]}]" if a in self.buffers else f"&{a}" for a in kernel.arguments]
+        names = [launch.names.get(a, a) for a in kernel.arguments]
+        values = [f"&p[{self.buffers[n]}]" if n in self.buffers else f"&{n}" for n in names]
         number = len(self.launches)
         self.launches.append(launch)
         self.lines.append(f"{indent}void* arguments{number}[] = {{{', '.join([*values, 'nullptr'])}}};")

@@ -1,4 +1,4 @@
-"""CPU programs: one function by TVM's LLVM code generator, called by the team of threads of host_cpu.cc."""
+"""CPU programs: functions by TVM's LLVM code generator, called by the team of threads of host_cpu.cc."""
 
 from __future__ import annotations
 
@@ -12,31 +12,57 @@ from ecornn.device import Device
 from ecornn.errors import BuildError
 from ecornn.program import Parallel, Program
 
+SCALARS = 4  # thread, threads, T, B come before the pointers
+
 
 def generate(program: Program, device: Device) -> Generated:
-    """Object file and host code of a program with one :class:`~ecornn.program.Parallel` call.
+    """Object files and host code of a program of :class:`~ecornn.program.Parallel` calls.
 
-    The function's parameters are int32 ``thread``, ``threads``, ``T``, ``B`` and one pointer a buffer.
+    A function's parameters are int32 ``thread``, ``threads``, ``T``, ``B`` and one pointer a buffer.
     Raises :class:`BuildError` where the program is of another form, LLVM does not know the CPU, or
     the code would need TVM's runtime library.
     """
-    if len(program.calls) != 1 or not isinstance(program.calls[0], Parallel):
-        raise BuildError("a CPU program is one Parallel call; the schedule made "
+    calls = [call for call in program.calls if isinstance(call, Parallel)]
+    if len(calls) != len(program.calls) or not calls:
+        raise BuildError("a CPU program is made of Parallel calls; the schedule made "
                          f"{[type(c).__name__ for c in program.calls]}")
-    name = program.calls[0].function
-    module = _module(name, program.functions[name], device)
+    objects, assembly = {}, []
+    for name, function in program.functions.items():
+        module = _module(name, function, device)
+        objects[f"{name}.o"] = _object(name, module)
+        assembly.append(module.inspect_source("asm"))
+    host = (resources.files("ecornn.build") / "host_cpu.cc").read_text()
+    return Generated(
+        sources={"program.h": _tables(program, calls), "host.cc": host}, objects=objects,
+        emitted={"tir": "\n".join(f.script() for f in program.functions.values()), "asm": "\n".join(assembly)})
+
+
+def _object(name: str, module: Any) -> bytes:
     with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
         path = Path(folder, "worker.o")
         module.write_to_file(str(path), "o")
         code = path.read_bytes()
     if b"TVMBackend" in code:
         raise BuildError(f"{name} calls TVM's runtime library; a module file must not need it")
-    header = (f"#define ECORNN_WORKER __tvm_ffi_{name}\n"
-              f"#define ECORNN_BUFFERS {len(program.buffers)}\n")
-    host = (resources.files("ecornn.build") / "host_cpu.cc").read_text()
-    return Generated(
-        sources={"program.h": header, "host.cc": host}, objects={"worker.o": code},
-        emitted={"tir": program.functions[name].script(), "asm": module.inspect_source("asm")})
+    return code
+
+
+def _tables(program: Program, calls: list[Parallel]) -> str:
+    """``program.h``: the workers in the order of their calls, and which buffers each is given."""
+    place = {buffer.name: i for i, buffer in enumerate(program.buffers)}
+    lines = [f"ECORNN_DECLARE(__tvm_ffi_{name})" for name in program.functions]
+    rows = []
+    for number, call in enumerate(calls):
+        if call.function not in program.functions:
+            raise BuildError(f"a call of {call.function!r}, which is no function of the program")
+        names = [p.name for p in program.functions[call.function].params][SCALARS:]
+        given = [call.names.get(n, n) for n in names]
+        if strangers := [n for n in given if n not in place]:
+            raise BuildError(f"function {call.function!r}: the program has no buffer {', '.join(strangers)}")
+        lines.append(f"static const int kBuffers{number}[] = {{{', '.join(str(place[n]) for n in given)}}};")
+        rows.append(f"    {{__tvm_ffi_{call.function}, kBuffers{number}, {len(given)}}},")
+    return "\n".join([*lines, f"constexpr int kBufferCount = {len(program.buffers)};",
+                      "static const Call kCalls[] = {", *rows, "};", ""])
 
 
 def _module(name: str, function: Any, device: Device) -> Any:
@@ -53,5 +79,5 @@ def _module(name: str, function: Any, device: Device) -> Any:
         passes.BindTarget(target.with_host(target)), passes.FlattenBuffer(), passes.StmtSimplify(),
         passes.CommonSubexprElim(), passes.SplitHostDevice(), passes.MakePackedAPI(), passes.LowerIntrin()])
     with tvm.transform.PassContext(opt_level=3):
-        lowered = lower(tvm.IRModule({name: function}))
+        lowered = lower(tvm.IRModule({name: function.with_attr("global_symbol", name)}))
     return tvm.get_global_func("target.build.llvm")(lowered, target)

@@ -61,9 +61,9 @@ class Cell(ABC):
     def step(self, x: Any, states: Sequence[Any], parameters: Mapping[str, Any]) -> Sequence[Any]:
         """One step on te tensors: x (B, I) and states (B, H) to the new states, each (B, H)."""
 
-    def parameter_name(self, name: str) -> str:
-        """The name under which a user passes a parameter; PyTorch's, with its layer suffix."""
-        return f"{name}_l0"
+    def parameter_name(self, name: str, layer: int = 0, reverse: bool = False) -> str:
+        """The name under which a user passes a parameter; PyTorch's, with its suffix."""
+        return f"{name}_l{layer}" + ("_reverse" if reverse else "")
 
     def output_state(self) -> str:
         """Name of the state that is y."""

@@ -18,6 +18,7 @@ EPILOG = """\b
 Examples:
   ecornn-compile --cell lstm --hidden 800 --batch 20 -o lstm800.so
   ecornn-compile --cell gru --hidden 256 --dtype bfloat16 --target sm_90a -o gru256.so
+  ecornn-compile --cell lstm --hidden 512 --layers 4 --bidirectional --lengths -o lstm4x512.so
   ecornn-compile --cell lstm --hidden 128 --target cpu --emit asm --emit-to lstm.s
   ecornn-compile --cell lstm --hidden 800 --schedule fused_step --config units=32 -o lstm800.so
 """
@@ -26,6 +27,11 @@ EMIT = ("cuda", "tir", "ptx", "asm")
 
 @click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 @layer_options(batch=20, seq=300, dtype_help="[default: float32 on a CPU, bfloat16 on a GPU]")
+@click.option("--layers", type=click.IntRange(1, 1024), default=1, show_default=True,
+              help="Layers L of the stack; y of one is x of the next.")
+@click.option("--bidirectional", is_flag=True, help="Every layer goes both ways; y is (T, B, 2 H).")
+@click.option("--lengths", is_flag=True, help="Calls may give each row's length.")
+@click.option("--resets", is_flag=True, help="Calls may give a mask of the steps where a row starts anew.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.so",
               help="The module file. May be left out with --emit.")
 @click.option("--schedule", help="This schedule instead of the best record's.")
@@ -36,9 +42,10 @@ EMIT = ("cuda", "tir", "ptx", "asm")
               help="Write it to this file instead.")
 @plain_errors
 def compile(cell: str, hidden: int, input_: int | None, batch: int, seq: int, dtype: str | None,
-            target: str | None, output: Path | None, schedule: str | None, config: tuple[str, ...],
-            emit: str | None, emit_to: Path | None) -> None:
-    """Compiles a layer to one .so file, with the best tuning record that applies.
+            target: str | None, layers: int, bidirectional: bool, lengths: bool, resets: bool,
+            output: Path | None, schedule: str | None, config: tuple[str, ...], emit: str | None,
+            emit_to: Path | None) -> None:
+    """Compiles a layer, or a stack of them, to one .so file, with the best tuning records that apply.
 
     The file runs with `ecornn.load("FILE.so").bind(weights)(x)`, on machines without a compiler too.
     """
@@ -52,11 +59,13 @@ def compile(cell: str, hidden: int, input_: int | None, batch: int, seq: int, dt
         raise ArgumentError("--emit-to", str(emit_to), f"--emit {'|'.join(EMIT)} beside it")
     dtype, target = default_dtype(dtype, target)
     planned = plan(cell, hidden=hidden, input=input_, batch=batch, seq=seq, dtype=dtype, target=target,
+                   layers=layers, bidirectional=bidirectional, lengths=lengths, resets=resets,
                    schedule=schedule, config=dict(knob(c) for c in config))
-    found = planned.found
-    chosen = " ".join(f"{k}={v}" for k, v in found.config.items())
-    click.echo(f"{planned.task.workload} on {planned.task.device.name}\n"
-               f"schedule: {found.schedule.name} {chosen}\nwhy: {found.provenance}", err=True)
+    click.echo(", ".join(filter(None, (str(planned.workload), str(planned.stack))))
+               + f" on {planned.task.device.name}", err=True)
+    for labels, chosen, why in planned.why():
+        of = f" of {labels}" if labels else ""
+        click.echo(f"schedule{of}: {chosen}\nwhy: {why}", err=True)
     with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
         generated = build(planned, output or Path(folder, "module.so"))
     if output is not None:
@@ -90,8 +99,5 @@ def emitted(planned: Plan, generated: Generated, kind: str) -> str:
         from ecornn.build.nvcc import ptx
 
         return ptx(generated.emitted["cuda"], planned.task.device.arch)
-    if kind == "tir":
-        program = planned.found.schedule.program(planned.task, planned.found.config)
-        return "\n\n".join(f"# {n}\n{f.script()}" for n, f in program.functions.items())
     raise ArgumentError("--emit", kind, f"one of {', '.join(generated.emitted)} for "
                         + planned.task.device.kind)

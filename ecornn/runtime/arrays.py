@@ -56,6 +56,19 @@ class Arrays(ABC):
     def workspace(self, nbytes: int, like: Any, library: Library) -> Memory:
         """Scratch memory on the device of ``like``."""
 
+    def swapped(self, array: Any) -> Any:
+        """A view with the first two axes exchanged."""
+        raise ArgumentError("batch_first", True, f"False for {self.name}: pass time first")
+
+    @abstractmethod
+    def clear(self, array: Any, steps: int) -> bool:
+        """Sets ``array[steps:]`` to zero, or returns False where that cannot be done from here."""
+
+    @abstractmethod
+    def rows(self, value: Any, dtype: str, like: Any, library: Library) -> Placed:
+        """Lengths or resets, contiguous and of that type on the device of ``like``. ``value`` is a NumPy
+        array, or a tensor beside ``like``."""
+
     def give(self, array: Any) -> Any:
         """A result as the caller's framework has it."""
         return array

@@ -22,7 +22,7 @@ class Bound:
     Attributes
     ----------
     arguments : arguments of ``run`` with the packed weights' pointers, all others 0
-    zeros : pointer to a zero state (B, H) of the compiled B
+    zeros : pointer to a zero state (L*D, B, H) of the compiled B
     nbytes : of device or host memory held
     """
 
@@ -46,7 +46,7 @@ class Bound:
                 raise ModuleError(f"the packing of {buffer.name} makes {values.size} of its "
                                   f"{buffer.extent.at(0)} elements")
             self.arguments[position] = place(values)
-        self.zeros = place(np.zeros(work.batch * work.hidden * work.itemsize, np.uint8))
+        self.zeros = place(np.zeros(manifest.stack.count * work.batch * work.hidden * work.itemsize, np.uint8))
         self.nbytes = sum(memory.nbytes for memory in self._kept)
 
 

@@ -87,6 +87,22 @@ class ForeignArrays(Arrays):
             made = Block(memory, shape, like.dtype, like.device, lambda: library.synchronize(number, 0))
         return made, made.pointer
 
+    def clear(self, array: View | Block, steps: int) -> bool:
+        if array.device[0] != CPU:
+            return False
+        array.bits()[steps:] = 0
+        return True
+
+    def rows(self, value: np.ndarray[Any, Any], dtype: str, like: View | Block, library: Library) -> Placed:
+        made = np.ascontiguousarray(value, dtype)
+        if like.device[0] == CPU:
+            return made, address(made)
+        number = like.device[1]
+        memory = DeviceMemory(library, number, made.nbytes)
+        library.copy(number, memory.pointer, address(made), made.nbytes, 0)
+        library.synchronize(number, 0)
+        return memory, memory.pointer
+
     def give(self, array: Block) -> Any:
         if self._make is not None:
             return self._make(array)

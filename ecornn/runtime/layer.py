@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ecornn.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from ecornn.runtime.arrays import Arrays, Placed, Shape, arrays_of
 from ecornn.runtime.binding import Bound
+from ecornn.runtime.masks import place_lengths, place_resets
 from ecornn.runtime.memory import DeviceMemory, Pool, layout
 from ecornn.runtime.plan import SCALARS, longest, make_plan
 
@@ -46,61 +47,96 @@ class Layer:
         self._offsets = (0, *self._plan.offsets(0))  # of the last T
         work = self.manifest.workload
         self._batch, self._input, self._hidden, self._dtype = work.batch, work.input, work.hidden, work.dtype
+        stack = self.manifest.stack
+        self._stack, self._width = stack, stack.directions * work.hidden
         self._on_cpu = threads is not None
         self._place = "cpu" if self._on_cpu else f"cuda:{device}"
         self._names = self.manifest.states
-        self._zeros = (self._bound.zeros,) * len(self._names)
 
     def __repr__(self) -> str:
         where = f"{self.threads} threads" if self._on_cpu else f"GPU {self.device}"
         return f"<ecornn.Layer {self.manifest.workload}, {self.manifest.schedule} on {where}>"
 
-    def __call__(self, x: Any, state: Sequence[Any] | None = None, *,
-                 out: Any = None) -> tuple[Any, tuple[Any, ...]]:
+    def __call__(self, x: Any, state: Sequence[Any] | None = None, *, lengths: Any = None, resets: Any = None,
+                 batch_first: bool = False, out: Any = None) -> tuple[Any, tuple[Any, ...]]:
         """Runs the sequence ``x``, from zero states or from ``state``.
 
         Parameters
         ----------
         x : (T, B, I), T >= 1, 1 <= B <= the compiled batch, of the module's data type
-        state : one array (B, H) for each state of the cell, as an earlier call returned them
-        out : memory for y, contiguous, aligned to 16 bytes, apart from x and the states
+        state : one array for each state of the cell, as an earlier call returned them: (B, H), or
+            (L*D, B, H) in PyTorch's order for L layers in D directions where L*D > 1
+        lengths : (B,) integers from 0 to T; row b is ``x[:lengths[b], b]``, in any order of lengths. y
+            is zero beyond, and the states are those of the row's last step. A list or an array of the
+            host: the layer stops after the longest row. A CUDA tensor is not waited for
+        resets : (T, B) bool or uint8; where it is set a new sequence starts, from states of zeros
+        batch_first : x is (B, T, I), and y (B, T, D*H) is a view of time-first memory; the states stay
+        out : memory for y, time first, contiguous, aligned to 16 bytes, apart from x and the states
 
         All arrays are of one framework and on the module's device; NumPy arrays also serve CUDA modules,
         by way of copies. Inputs that are not contiguous, or not aligned to 16 bytes, are copied.
 
         Returns
         -------
-        y : (T, B, H), the output state after each step; ``out`` if it was given
-        state : the states after the last step, each (B, H)
+        y : (T, B, D*H), the output state after each step; ``out`` if it was given
+        state : the states after the last step, of the shape of ``state``
 
         Torch CUDA tensors run on torch's current stream, without waiting for it; NumPy arrays on CUDA wait.
 
         Raises
         ------
         ShapeError, DTypeError, DeviceError : an array does not fit; nothing has run then
-        ArgumentError : an argument is no array, or of another framework than x
+        ArgumentError : an argument is no array, or of another framework than x; ``lengths`` or
+            ``resets`` for a module that was compiled without them
         """
         arrays = arrays_of(x, "x")
         x = arrays.take(x, "x")
+        if batch_first:
+            if out is not None:
+                raise ArgumentError("out", type(out), "None with batch_first=True")
+            x = arrays.swapped(x)
         steps, batch = self._check_x(arrays, x)
         x, x_at = arrays.ready(x, "x")
         states = None if state is None else self._check_state(arrays, state, batch)
-        shape, library, place = (batch, self._hidden), self._library, _place_of
+        masks, active = self._masks(arrays, x, steps, batch, lengths, resets)
+        library = self._library
         if out is None:
-            y, y_at = arrays.empty((steps, *shape), x, library)
+            y, y_at = arrays.empty((steps, batch, self._width), x, library)
         else:
-            y, y_at = self._check_out(arrays, out, (steps, *shape), [(x, x_at), *(states or ())])
-        after = [arrays.empty(shape, x, library) for _ in self._names]
+            y, y_at = self._check_out(arrays, out, (steps, batch, self._width), [(x, x_at), *(states or ())])
+        if active < steps and not arrays.clear(y, active):
+            active = steps
+        after = [arrays.empty(self._state_shape(batch), x, library) for _ in self._names]
+        inputs, outputs = [(x, x_at), *(states or ()), *masks], [(y, y_at), *after]
         if arrays.staged and not self._on_cpu:
-            self._by_copies(steps, batch, [(x, x_at), *(states or ())], [(y, y_at), *after])
+            self._by_copies(active, batch, states is not None, inputs, outputs)
         else:
-            before = self._zeros if states is None else map(place, states)
             queue: int = self.threads or arrays.queue(self.device)
-            arguments = self._arguments(steps, batch, queue, x_at, before, y_at, map(place, after))
+            arguments = self._arguments(active, batch, queue, states is not None, map(_place_of, inputs),
+                                        map(_place_of, outputs))
             self._launch(arrays, x, queue, arguments)
-        if out is None:
-            out = arrays.give(y)
-        return out, tuple([arrays.give(s) for s, _ in after])
+        result = arrays.give(y) if out is None else out
+        if batch_first:
+            result = arrays.swapped(result)
+        return result, tuple([arrays.give(s) for s, _ in after])
+
+    def _state_shape(self, batch: int) -> Shape:
+        count = self._stack.count
+        return (batch, self._hidden) if count == 1 else (count, batch, self._hidden)
+
+    def _masks(self, arrays: Arrays, x: Any, steps: int, batch: int, lengths: Any,
+               resets: Any) -> tuple[list[Placed], int]:
+        """What the module reads beside x and the states, and the steps that are worth running."""
+        stack, found, active = self._stack, [], steps
+        for name, value in (("lengths", lengths), ("resets", resets)):
+            if value is not None and not getattr(stack, name):
+                raise ArgumentError(name, type(value), f"None: the module was compiled without {name}=True")
+        if stack.lengths:
+            placed, active = place_lengths(lengths, steps, batch, arrays, x, self._library)
+            found.append(placed)
+        if stack.resets:
+            found.append(place_resets(resets, steps, batch, arrays, x, self._library))
+        return found, active
 
     def _launch(self, arrays: Arrays, like: Any, queue: int, arguments: list[int]) -> None:
         """Runs with a workspace, which is kept for later calls."""
@@ -117,7 +153,8 @@ class Layer:
         if keep:
             self._pool.give(key, memory)
 
-    def _by_copies(self, steps: int, batch: int, inputs: Sequence[Placed], outputs: Sequence[Placed]) -> None:
+    def _by_copies(self, steps: int, batch: int, with_states: bool, inputs: Sequence[Placed],
+                   outputs: Sequence[Placed]) -> None:
         """Runs a CUDA module on host arrays: all to the device and back, on the legacy default stream."""
         library, device = self._library, self.device
         offsets, scratch = self._scratch(steps)
@@ -127,23 +164,32 @@ class Layer:
         there, back = places[:len(inputs)], places[len(inputs):-1]
         for (array, pointer), place in zip(inputs, there, strict=True):
             library.copy(device, place, pointer, array.nbytes, 0)
-        arguments = self._arguments(steps, batch, 0, there[0], there[1:] or self._zeros, back[0], back[1:])
+        arguments = self._arguments(steps, batch, 0, with_states, there, back)
         self._run(*self._with_scratch(arguments, places[-1], offsets))
-        for (array, pointer), place in zip(outputs, back, strict=True):
-            library.copy(device, pointer, place, array.nbytes, 0)
+        sizes = [steps * batch * self._width * self.manifest.workload.itemsize]  # y, less what was not run
+        sizes += [array.nbytes for array, _ in outputs[1:]]
+        for (_, pointer), place, nbytes in zip(outputs, back, sizes, strict=True):
+            library.copy(device, pointer, place, nbytes, 0)
         library.synchronize(device, 0)
         self._pool.give(_COPIES, memory)
 
-    def _arguments(self, steps: int, batch: int, queue: int, x: int, before: Iterable[int], y: int,
-                   after: Iterable[int]) -> list[int]:
-        """The arguments of ``run``, all but the workspace."""
-        plan = self._plan
+    def _arguments(self, steps: int, batch: int, queue: int, with_states: bool, inputs: Iterable[int],
+                   outputs: Iterable[int]) -> list[int]:
+        """The arguments of ``run``, all but the workspace. ``inputs``: x, states unless they are zero,
+        lengths, resets; ``outputs``: y, states."""
+        plan, given, made = self._plan, iter(inputs), iter(outputs)
         arguments = self._bound.arguments.copy()
         arguments[:SCALARS] = steps, batch, self.device, queue
-        arguments[plan.x], arguments[plan.y] = x, y
-        for position, pointer in zip(plan.state_in, before, strict=True):
-            arguments[position] = pointer
-        for position, pointer in zip(plan.state_out, after, strict=True):
+        arguments[plan.x], arguments[plan.y] = next(given), next(made)
+        size = batch * self._hidden * self.manifest.workload.itemsize
+        for positions in plan.state_in:
+            start = next(given) if with_states else self._bound.zeros
+            for part, position in enumerate(positions):
+                arguments[position] = start + part * size
+        for positions, start in zip(plan.state_out, made, strict=True):
+            for part, position in enumerate(positions):
+                arguments[position] = start + part * size
+        for position, pointer in zip((*plan.lengths, *plan.resets), given, strict=True):
             arguments[position] = pointer
         return arguments
 
@@ -190,8 +236,9 @@ class Layer:
             name = f"state[{number}]"
             array = arrays.take(value, name)
             shape, dtype, place = arrays.facts(array)
-            if shape != (batch, self._hidden):
-                raise ShapeError(f"{name}.shape", shape, f"{(batch, self._hidden)}: (B, H)")
+            wanted = self._state_shape(batch)
+            if shape != wanted:
+                raise ShapeError(f"{name}.shape", shape, f"{wanted}: {'(B, H)' if len(wanted) == 2 else '(L*D, B, H)'}")
             self._check_kind(arrays, name, dtype, place)
             checked.append(arrays.ready(array, name))
         return checked
@@ -200,7 +247,7 @@ class Layer:
         y = arrays.take(out, "out")
         shape, dtype, place = arrays.facts(y)
         if shape != wanted:
-            raise ShapeError("out.shape", shape, f"{wanted}: (T, B, H)")
+            raise ShapeError("out.shape", shape, f"{wanted}: (T, B, D*H)")
         self._check_kind(arrays, "out", dtype, place)
         placed = arrays.in_place(y)
         if placed is None:

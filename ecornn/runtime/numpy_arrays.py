@@ -55,6 +55,17 @@ class NumPyArrays(Arrays):
     def empty(self, shape: Shape, like: np.ndarray[Any, Any], library: Library) -> Placed:
         return _empty(shape, like.dtype)
 
+    def swapped(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return array.swapaxes(0, 1)
+
+    def clear(self, array: np.ndarray[Any, Any], steps: int) -> bool:
+        array[steps:] = 0
+        return True
+
+    def rows(self, value: np.ndarray[Any, Any], dtype: str, like: Any, library: Library) -> Placed:
+        made = np.ascontiguousarray(value, dtype)
+        return made, address(made)
+
     def to_host(self, value: np.ndarray[Any, Any], name: str, library: Library) -> np.ndarray[Any, Any]:
         return value.astype(np.float32) if value.dtype.name == "bfloat16" else value
 

@@ -68,6 +68,18 @@ class TorchArrays(Arrays):
         made = self._torch.empty(shape, dtype=like.dtype, device=like.device)
         return made, made.data_ptr()
 
+    def swapped(self, array: Any) -> Any:
+        return array.transpose(0, 1)
+
+    def clear(self, array: Any, steps: int) -> bool:
+        array[steps:].zero_()
+        return True
+
+    def rows(self, value: Any, dtype: str, like: Any, library: Library) -> Placed:
+        tensor = self._torch.from_numpy(value.astype(dtype)) if isinstance(value, np.ndarray) else value
+        made = tensor.to(device=like.device, dtype=getattr(self._torch, dtype)).contiguous()
+        return made, made.data_ptr()
+
     def to_host(self, value: Any, name: str, library: Library) -> np.ndarray[Any, Any]:
         torch, value = self._torch, value.detach()
         if value.dtype in (torch.bfloat16, torch.float16):

@@ -98,4 +98,4 @@ class CPUSequence(Schedule):
         from ecornn.schedules.cpu.sequence import sequence
         from ecornn.schedules.cpu.stages import plan
 
-        return sequence(plan(task.graph), shape_of(task, config))
+        return sequence(plan(task.graph), shape_of(task, config), task.place)

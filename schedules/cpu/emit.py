@@ -34,13 +34,13 @@ class Emitter:
         self.parameters.append(var)
         return self.let(f"{name}_64", self.tirx.Cast("int64", var))
 
-    def pointer(self, name: str) -> Any:
-        """A parameter that points at float32, as a flat buffer."""
-        kind = self.ir.PointerType(self.ir.PrimType("float32"), "global")
+    def pointer(self, name: str, dtype: str = "float32") -> Any:
+        """A parameter that points at elements, as a flat buffer."""
+        kind = self.ir.PointerType(self.ir.PrimType(dtype), "global")
         var = self.tirx.Var(name, kind)
         self.parameters.append(var)
         # the size is only a bound: raw pointers carry none, and nothing checks it
-        buffer = self.tirx.decl_buffer([self.index(1 << 40)], "float32", f"{name}_data", data=var)
+        buffer = self.tirx.decl_buffer([self.index(1 << 40)], dtype, f"{name}_data", data=var)
         self.add(self.tirx.DeclBuffer(buffer, data=var))
         return buffer
 
@@ -115,6 +115,10 @@ class Emitter:
         """A vector of equal float32 lanes."""
         scalar = self.tirx.const(value, "float32") if isinstance(value, (int, float)) else value
         return self.tirx.Broadcast(scalar, self.lanes)
+
+    def splat_bool(self, value: Expr) -> Expr:
+        """A vector of equal conditions."""
+        return self.tirx.Broadcast(value, self.lanes)
 
     def intrinsic(self, name: str, *operands: Expr) -> Expr:
         """A TIR intrinsic that returns the type of its first operand."""

@@ -24,21 +24,24 @@ from ecornn.schedules.cpu.product import packing
 from ecornn.schedules.cpu.stages import Plan, Stage, groups
 from ecornn.schedules.cpu.tile_task import TileTask
 from ecornn.schedules.cpu.tiling import Shape
+from ecornn.schedules.cpu.timeline import Timeline
+from ecornn.schedules.timeline import row_buffers
+from ecornn.workload import Place
 
 Expr = Any  # tvm.ir.PrimExpr
 Var = Any  # tvm.tirx.Var
 
 
-def sequence(plan: Plan, shape: Shape) -> Program:
+def sequence(plan: Plan, shape: Shape, place: Place) -> Program:
     """The program of a plan."""
-    return Sequence(plan, shape).program()
+    return Sequence(plan, shape, place).program()
 
 
 class Sequence:
     """Writes the worker function: its buffers, loops and barriers."""
 
-    def __init__(self, plan: Plan, shape: Shape) -> None:
-        self.plan, self.shape, self.graph = plan, shape, plan.graph
+    def __init__(self, plan: Plan, shape: Shape, where: Place) -> None:
+        self.plan, self.shape, self.graph, self.where = plan, shape, plan.graph, where
         self.e = Emitter(shape.lanes)
         self.buffers: list[Buffer] = []
         self.data: dict[str, Any] = {}  # buffer name -> its elements
@@ -63,6 +66,10 @@ class Sequence:
             self.buffer(f"{name}_in", "state_in")
         for name in graph.states:
             self.buffer(f"{name}_out", "state_out")
+        for b in row_buffers(self.where):
+            self.buffers.append(b)
+            self.data[b.name] = e.pointer(b.name, b.dtype)
+        self.timeline = Timeline(e, self.where, self.data, self.steps, self.batch)
         for stage in (self.plan.hoisted, *self.plan.steps):
             k = s.input if stage.name == "hoisted" else s.hidden
             for number, (_, rows) in enumerate(groups(stage.rows)):
@@ -96,13 +103,15 @@ class Sequence:
         with e.loop("chunk", e.ceildiv(self.steps, self.shape.chunk)) as number:
             first = e.let("first", number * chunk)
             count = e.let("count", e.tirx.Min(chunk, self.steps - first))
+            # the chunk's first row of x; in reverse, its last step comes first
+            low = e.let("low", self.steps - first - count) if self.where.reverse else first
             if self.place:
-                self.stage(self.plan.hoisted, first, first, e.let("rows", count * self.batch))
+                self.stage(self.plan.hoisted, low, low, e.let("rows", count * self.batch))
                 e.call("ecornn_barrier")
             with e.loop("step", count) as step:
                 t = e.let("t", first + step)
                 for stage in self.plan.steps:
-                    self.stage(stage, first, t, self.batch)
+                    self.stage(stage, low, t, self.batch)
                     if self.plan.barriers:
                         e.call("ecornn_barrier")
             if not self.plan.barriers:
@@ -127,9 +136,10 @@ class Sequence:
             unit = e.let("unit", e.mod(task, columns) * e.index(s.lanes))
             inside = e.tirx.Select(b < self.batch, e.index(s.hidden) - unit, e.index(0))
             valid = e.let("valid", inside)
-            for name in self.graph.states:
-                at = b * e.index(s.hidden) + unit
-                value = e.vload_part(f"{name}_first", self.data[f"{name}_in"], at, valid)
+            at = b * e.index(s.hidden) + unit
+            given = {name: e.vload_part(f"{name}_first", self.data[f"{name}_in"], at, valid)
+                     for name in self.graph.states}
+            for name, value in self.timeline.started(e.index(0), b, given).items():
                 e.vstore(self.data[f"{name}_state"], b * e.index(s.width) + unit, value)
         if not self.graph.invariants:
             return
@@ -168,7 +178,8 @@ class Sequence:
 
     # -- a stage --------------------------------------------------------------------------------
     def stage(self, stage: Stage, first: Expr, t: Expr, rows: Expr) -> None:
-        """All tasks of a stage; ``rows``: how many of x (hoisted) or of the batch there are."""
+        """All tasks of a stage; ``first``: the chunk's first step of x; ``rows``: how many of x (hoisted)
+        or of the batch there are."""
         e, tile = self.e, self.shape.tiles[stage.name]
         row_tiles = e.let("row_tiles", e.ceildiv(rows, tile.rows))
         with self.tasks(stage.name, row_tiles * e.index(self.shape.units(tile))) as task:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ecornn.schedules.cpu.math import vector
@@ -35,8 +36,10 @@ class TileTask:
             weights = self.o.data[f"{self.stage.name}_weights_{number}"]
             columns = len(rows) * tile.vectors
             into = accumulators(e, tile.rows, columns, f"sum{number}")
-            multiply(e, into, data, starts, weights,
-                     e.let("weight_start", self.units * e.index(k * columns * s.lanes)), k, tile.unroll)
+            some = None if operand is None else self.o.timeline.any_live(self.t, self.top, tile.rows)
+            with nullcontext() if some is None else e.when(some):
+                multiply(e, into, data, starts, weights,
+                         e.let("weight_start", self.units * e.index(k * columns * s.lanes)), k, tile.unroll)
             for gate, row in enumerate(rows):
                 first = gate * tile.vectors
                 self.products[row.var] = [r[first:first + tile.vectors] for r in into]
@@ -74,14 +77,26 @@ class TileTask:
                 e.vstore(self.o.data["hoisted"], place, value)
             else:
                 e.vstore(self.o.kept[var], self.at, value)
-        after = self.t + e.index(1)
-        for name, value in results.items():
-            e.vstore(self.o.data[f"{name}_state"], self.o.slot(name, after) + self.at, value)
         if stage.last:
-            y_row = self.t * self.o.batch + self.at_row
-            valid = e.tirx.Select(self.at_row < self.o.batch, e.index(s.hidden) - self.unit, e.index(0))
-            e.vstore_part("y_part", self.o.data["y"], e.let("y_at", y_row * e.index(s.hidden) + self.unit),
-                          results[self.o.graph.output], e.let("valid", valid))
+            self.finish(results)
+
+    def finish(self, results: dict[str, Expr]) -> None:
+        """Stores the states before the next step, and y."""
+        e, s, o, timeline, place = self.e, self.s, self.o, self.o.timeline, self.o.where
+        live = timeline.live(self.t, self.at_row)
+        if live is not None:
+            states = o.graph.states
+            results = {n: timeline.masked(live, r, self.value(states[n])) for n, r in results.items()}
+        after = self.t + e.index(1)
+        for name, value in timeline.started(after, self.at_row, results).items():
+            e.vstore(o.data[f"{name}_state"], o.slot(name, after) + self.at, value)
+        y_row = timeline.at(self.t) * o.batch + self.at_row
+        start = y_row * e.index(place.y_width(s.hidden)) + self.unit
+        if place.reverse:
+            start = start + e.index(place.y_offset(s.hidden))
+        valid = e.tirx.Select(self.at_row < o.batch, e.index(s.hidden) - self.unit, e.index(0))
+        output = timeline.masked(live, results[o.graph.output], e.splat(0.0))
+        e.vstore_part("y_part", o.data["y"], e.let("y_at", start), output, e.let("valid", valid))
 
     def hoisted(self, row: Expr, place: int) -> Expr:
         """Where a hoisted value of a row of the chunk is."""
@@ -102,7 +117,7 @@ class TileTask:
             source = o.data["vectors" if var in o.vectors else "invariants"]
             return e.vload(source, e.index(o.row[var] * self.s.width) + self.unit)
         if level == -1 and self.stage.name != "hoisted":
-            row = (self.t - self.first) * o.batch + self.at_row
+            row = (o.timeline.at(self.t) - self.first) * o.batch + self.at_row
             return e.vload(o.data["hoisted"], self.hoisted(row, o.place[var]))
         if var in o.kept and level < self.stage.level:
             return e.vload(o.kept[var], self.at)

@@ -11,6 +11,7 @@ from ecornn.schedules.persistent.start import start_kernel
 from ecornn.schedules.pointwise import MATH_FOR, MATH_TRADES
 from ecornn.schedules.projection import project
 from ecornn.schedules.tensor_core import per_word
+from ecornn.schedules.timeline import row_buffers
 from ecornn.workload import Workload
 
 START_BLOCKS = 128
@@ -135,7 +136,7 @@ class Persistent(Schedule):
         buffers = [Buffer("x", "x", w.dtype), Buffer("y", "y", w.dtype)]
         for name in graph.states:
             buffers += [Buffer(f"{name}_in", "state_in", w.dtype), Buffer(f"{name}_out", "state_out", w.dtype)]
-        buffers += hoisted.buffers
+        buffers += [*row_buffers(task.place), *hoisted.buffers]
         for i, phase in enumerate(plan.phases):
             packing = packing_of(task, plan, i)
             buffers.append(Buffer(f"recurrent_{i}", "packed", w.dtype,

@@ -8,6 +8,7 @@ from ecornn.schedules.base import Task
 from ecornn.schedules.persistent.exchange import SENTINEL, pack, slot_base, word_of
 from ecornn.schedules.persistent.plan import RING, PhasePlan, Plan
 from ecornn.schedules.pointwise import emit, invariants
+from ecornn.schedules.timeline import Timeline
 
 FULL, READ = 1, 3  # named barriers of the two buffers of partial sums: FULL, FULL + 1 and READ, READ + 1
 
@@ -25,6 +26,7 @@ class Gates:
         self.graph, self.arguments, self.rings, self.shared = task.graph, arguments, rings, shared
         self.group, self.thread, self.steps, self.batch = group, thread, steps, batch
         H, graph = plan.hidden, task.graph
+        self.timeline = Timeline(T, task.place, arguments, steps, batch)
         self.local, self.unit, self.column, self.row, self.valid, self.owner = [], [], [], [], [], []
         for i in range(plan.items):
             item = T.Bind(thread + i * plan.gate_warps * 32)
@@ -54,7 +56,9 @@ class Gates:
                 T.buffer_store(self.states, T.float32(0), [i, s])
                 with T.If(self.valid[i]), T.Then():
                     at = self.row[i] * plan.hidden + self.unit[i]
-                    T.buffer_store(self.states, T.cast(self.arguments[f"{name}_in"][at], "float32"), [i, s])
+                    given = T.cast(self.arguments[f"{name}_in"][at], "float32")
+                    (value,) = self.timeline.started(0, self.row[i], [given])
+                    T.buffer_store(self.states, value, [i, s])
         self._fetch(T.int32(0))
         self._advance()
         self._fetch(T.int32(1))
@@ -76,7 +80,8 @@ class Gates:
             for q in range(outputs):
                 T.buffer_store(self.ahead, T.float32(0), [i, q])
             with T.If(T.And(self.valid[i], t < self.steps)), T.Then():
-                first = T.Bind(T.cast(t * self.batch + self.row[i], "int64") * (outputs * H) + self.unit[i])
+                row = T.cast(self.timeline.at(t) * self.batch + self.row[i], "int64")
+                first = T.Bind(row * (outputs * H) + self.unit[i])
                 for q in range(outputs):
                     T.buffer_store(self.ahead, self.arguments["hoisted"][first + q * H], [i, q])
 
@@ -107,13 +112,13 @@ class Gates:
                     self._announce(i, p + 1, t % RING, envs[i])
             if p < last:
                 self._wipe(p, t)
-        new = [self._finish(envs[i], i, t) for i in range(plan.items)]
+        ended = [self._finish(envs[i], i, t) for i in range(plan.items)]
         self._wipe(last, t)
         # The release of exchange.py, before the next write. It waits for what came before it, so y is
         # stored and inputs are fetched after it, two steps ahead: memory is further away than L2.
         T.evaluate(T.ptx["fence.acq_rel.gpu"]())
         for i in range(plan.items):
-            self._store(i, t, new[i])
+            self._store(i, t, *ended[i])
         self._advance()
         self._fetch(T.Bind(t + 2))
 
@@ -178,22 +183,29 @@ class Gates:
             for o in range(phase.operands):
                 self._write(i, p, base + self._place(i, phase, o), T.uint32(SENTINEL))
 
-    def _finish(self, env: dict[Any, Any], i: int, t: Any) -> list[Any]:
-        """New states; those that the next step's products need go out at once."""
-        T, graph = self.T, self.graph
-        new = [T.Bind(env[graph.results[s]]) for s in graph.states]
-        following = {v: n for v, n in zip(graph.states.values(), new, strict=True)}
+    def _finish(self, env: dict[Any, Any], i: int, t: Any) -> tuple[list[Any], list[Any], Any]:
+        """States after step t and before the next one, and whether the row took part; what the next
+        step's products need goes out at once."""
+        T, graph, timeline = self.T, self.graph, self.timeline
+        row = T.Bind(T.min(self.row[i], self.batch - 1)) if self.task.place.masks else None
+        live = timeline.live(t, row)
+        new = [timeline.masked(live, T.Bind(env[graph.results[s]]), self.states[i, k])
+               for k, s in enumerate(graph.states)]
+        carried = timeline.started(t + 1, row, new)
+        following = {v: n for v, n in zip(graph.states.values(), carried, strict=True)}
         following |= {v: self.constants[i, k] for k, v in enumerate(graph.invariant_outputs)}
         self._announce(i, 0, (t + 1) % RING, emit(graph.prologue, following, self.math))
-        return new
+        return new, carried, live
 
-    def _store(self, i: int, t: Any, new: list[Any]) -> None:
-        T, graph, H, dtype = self.T, self.graph, self.plan.hidden, self.plan.dtype
+    def _store(self, i: int, t: Any, new: list[Any], carried: list[Any], live: Any) -> None:
+        T, graph, H, dtype, place = self.T, self.graph, self.plan.hidden, self.plan.dtype, self.task.place
         for s in range(len(new)):
-            T.buffer_store(self.states, new[s], [i, s])
+            T.buffer_store(self.states, carried[s], [i, s])
         with T.If(self.valid[i]), T.Then():
-            output = new[list(graph.states).index(graph.output)]
-            at = T.cast(t * self.batch + self.row[i], "int64") * H + self.unit[i]
+            output = self.timeline.masked(live, new[list(graph.states).index(graph.output)], T.float32(0))
+            step = self.timeline.at(t)
+            at = T.cast(step * self.batch + self.row[i], "int64") * place.y_width(H) + self.unit[i]
+            at = at + place.y_offset(H) if place.reverse else at
             T.buffer_store(self.arguments["y"], T.cast(output, dtype), [at])
             with T.If(t == self.steps - 1), T.Then():
                 for s, name in enumerate(graph.states):

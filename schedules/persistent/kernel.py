@@ -24,6 +24,7 @@ from ecornn.schedules.persistent.exchange import SENTINEL, slot_base
 from ecornn.schedules.persistent.gates import FULL, READ, Gates
 from ecornn.schedules.persistent.plan import RING, Plan
 from ecornn.schedules.tensor_core import mma, split
+from ecornn.schedules.timeline import row_arguments
 
 
 def persistent_kernel(task: Task, plan: Plan, math: str) -> Any:
@@ -46,6 +47,7 @@ def persistent_kernel(task: Task, plan: Plan, math: str) -> Any:
         weights = [T.arg(f"recurrent_{i}", T.buffer((big,), dtype)) for i in range(len(plan.phases))]
         rings = [T.arg(f"exchange_{i}", T.buffer((big,), "uint32")) for i in range(len(plan.phases))]
         arguments["y"] = T.arg("y", T.buffer((big,), dtype))
+        arguments |= row_arguments(T, task.place)
         T.device_entry()
         block, thread = T.cta_id([plan.groups * plan.blocks]), T.thread_id([plan.threads])
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})

@@ -9,6 +9,7 @@ from ecornn.schedules.persistent.exchange import SENTINEL, pack
 from ecornn.schedules.persistent.plan import PAIR, RING, Plan
 from ecornn.schedules.pointwise import emit, invariants
 from ecornn.schedules.tensor_core import per_word
+from ecornn.schedules.timeline import Timeline, row_arguments
 
 THREADS = 256
 
@@ -28,6 +29,9 @@ def start_kernel(task: Task, plan: Plan, blocks: int, math: str) -> Any:
         batch = T.arg("B", T.int32())
         states = {s: T.arg(f"{s}_in", T.buffer((big,), plan.dtype)) for s in graph.states}
         vectors = T.arg("vectors", T.buffer((big,), "float32"))
+        rows = row_arguments(T, task.place)
+        steps = T.arg("T", T.int32()) if rows else None
+        timeline = Timeline(T, task.place, rows, steps, batch)
         rings = [T.arg(f"exchange_{i}", T.buffer((big,), "uint32")) for i in range(len(plan.phases))]
         T.device_entry()
         first = T.Bind(T.cta_id([blocks]) * THREADS + T.thread_id([THREADS]))
@@ -51,7 +55,7 @@ def start_kernel(task: Task, plan: Plan, blocks: int, math: str) -> Any:
                         continue
                     with T.If(slot == 0):
                         with T.Then():
-                            values = [_initial(T, task, states, vectors, batch, row, T.Bind(unit + e),
+                            values = [_initial(T, task, states, vectors, timeline, row, T.Bind(unit + e),
                                                pair // per_operand, math) for e in range(n)]
                             T.buffer_store(ring, pack(values, plan.dtype), [place])
                         with T.Else():
@@ -59,15 +63,15 @@ def start_kernel(task: Task, plan: Plan, blocks: int, math: str) -> Any:
     return builder.get()
 
 
-def _initial(T: Any, task: Task, states: dict[str, Any], vectors: Any, batch: Any, row: Any, unit: Any,
-             operand: Any, math: str) -> Any:
+def _initial(T: Any, task: Task, states: dict[str, Any], vectors: Any, timeline: Timeline, row: Any,
+             unit: Any, operand: Any, math: str) -> Any:
     """The first phase's operand for the state that the call was given; zero outside of it."""
-    graph, H = task.graph, task.workload.hidden
+    graph, H, batch = task.graph, task.workload.hidden, timeline.batch
     at, b = T.Bind(T.min(unit, H - 1)), T.Bind(T.min(row, batch - 1))
     env = {v.var: T.Bind(vectors[i * H + at]) for i, v in enumerate(graph.vectors)} if graph.prologue else {}
     env = invariants(graph, env, math) if graph.prologue else env
-    for name, var in graph.states.items():
-        env[var] = T.Bind(T.cast(states[name][b * H + at], "float32"))
+    given = [T.Bind(T.cast(states[name][b * H + at], "float32")) for name in graph.states]
+    env |= zip(graph.states.values(), timeline.started(0, b, given), strict=True)
     env = emit(graph.prologue, env, math)
     value = env[graph.phases[0].operands[0]]
     for i, other in enumerate(graph.phases[0].operands[1:], 1):

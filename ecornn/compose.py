@@ -1,0 +1,97 @@
+"""The program of a stack, from those of its sequences.
+
+Sequences run one after the other. y of a layer is a workspace, and x of the next one. Equal functions
+are kept once and launched with other buffers; sequences with one program share its workspaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from msgspec import structs
+
+from ecornn.program import Buffer, Extent, Fill, Launch, Loop, Parallel, Program
+from ecornn.workload import Part, Stack, Workload
+
+Call = Fill | Launch | Loop | Parallel
+
+
+def compose(stack: Stack, whole: Workload, programs: Sequence[Program]) -> Program:
+    """One program of all, the ``programs`` of ``stack.parts(whole)`` in order.
+
+    Its buffers are the call's ``x``, ``y``, ``lengths`` and ``resets``, and by the part's label its
+    states and packed weights: ``l1_reverse_h_in``. Weights are packed from parameters of such a prefix.
+    """
+    if stack.count == 1:
+        return programs[0]
+    parts = stack.parts(whole)
+    owners: dict[int, str] = {}  # a program -> the prefix of its workspaces
+    for program in programs:
+        owners.setdefault(id(program), f"s{len(owners)}_")
+    functions: dict[str, Any] = {}
+    buffers: dict[str, Buffer] = {}
+    calls: list[Call] = []
+    for part, program in zip(parts, programs, strict=True):
+        names = {}
+        for old in program.buffers:
+            new = _placed(old, part, stack, owners[id(program)])
+            names[old.name], buffers[new.name] = new.name, new
+        known = {name: _keep(functions, name, f) for name, f in program.functions.items()}
+        calls += [_renamed(call, names, known) for call in program.calls]
+    notes = {f"{p.label} {k}": v for p, program in zip(parts, programs, strict=True)
+             for k, v in program.notes.items()}
+    return Program(functions, tuple(buffers.values()), tuple(calls), notes)
+
+
+def parameter_prefix(stack: Stack, part: Part) -> str:
+    """What a part's parameters are called by, before the cell's own name."""
+    return f"{part.label}." if stack.count > 1 else ""
+
+
+def _placed(b: Buffer, part: Part, stack: Stack, owner: str) -> Buffer:
+    """A buffer of a part as one of the stack."""
+    work = part.workload
+    if (b.role == "x" and part.layer > 0) or (b.role == "y" and part.layer < stack.layers - 1):
+        between = part.layer - (b.role == "x")  # two are enough: a layer reads one and writes the other
+        extent = Extent(0, work.batch * part.place.y_width(work.hidden))
+        return Buffer(f"between_{between % 2}", "workspace", b.dtype, extent)
+    if b.role == "workspace":
+        return structs.replace(b, name=owner + b.name)
+    if b.role in ("x", "y", "lengths", "resets"):
+        return b
+    packing = b.packing
+    if packing is not None:
+        prefix = parameter_prefix(stack, part)
+        sources = tuple((prefix + n if n else n, gate) for n, gate in packing.sources)
+        packing = structs.replace(packing, sources=sources)
+    return structs.replace(b, name=f"{part.label}_{b.name}", packing=packing)
+
+
+def _keep(functions: dict[str, Any], name: str, function: Any) -> str:
+    """The name of an equal function among ``functions``, to which it is added if there is none."""
+    from tvm_ffi import structural_equal
+
+    kept, number = name, 0
+    while kept in functions:
+        if structural_equal(functions[kept], function):
+            return kept
+        number += 1
+        kept = f"{name}_v{number}"
+    functions[kept] = function
+    return kept
+
+
+def _renamed(call: Call, names: dict[str, str], known: dict[str, str]) -> Call:
+    if isinstance(call, Fill):
+        return replace(call, buffer=names[call.buffer])
+    if isinstance(call, Loop):
+        return Loop(tuple(_launch(one, names, known) for one in call.calls))
+    if isinstance(call, Parallel):
+        return replace(call, function=known[call.function], names=names)
+    return _launch(call, names, known)
+
+
+def _launch(call: Launch, names: dict[str, str], known: dict[str, str]) -> Launch:
+    return replace(call, function=known[call.function], names=names)

@@ -1,0 +1,61 @@
+"""Lengths and resets of a call, checked and brought to where the module reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ecornn.errors import ArgumentError, DTypeError, ShapeError
+from ecornn.runtime.arrays import Arrays, Placed
+from ecornn.runtime.library import Library
+
+
+def place_lengths(value: Any, steps: int, batch: int, arrays: Arrays, like: Any,
+                  library: Library) -> tuple[Placed, int]:
+    """The lengths as int32 on the device of ``like``, and how many steps the longest row has.
+
+    Lengths that are on a GPU are not waited for: the steps are then all of x's, and no value is checked.
+    Raises :class:`ArgumentError`, :class:`ShapeError` or :class:`DTypeError` for what is no (B,) of
+    integers from 0 to T.
+    """
+    if value is None:
+        value = np.full(batch, steps, np.int32)
+    value, shape, dtype = _facts("lengths", value, like)
+    if shape != (batch,):
+        raise ShapeError("lengths.shape", shape, f"({batch},): (B,)")
+    if not dtype.startswith(("int", "uint")):
+        raise DTypeError("lengths.dtype", dtype, "an integer type")
+    if isinstance(value, np.ndarray):
+        if not 0 <= int(value.min()) <= int(value.max()) <= steps:
+            raise ArgumentError("lengths", value.tolist(), f"integers from 0 to T={steps}")
+        steps = max(1, int(value.max()))
+    return arrays.rows(value, "int32", like, library), steps
+
+
+def place_resets(value: Any, steps: int, batch: int, arrays: Arrays, like: Any, library: Library) -> Placed:
+    """The mask as uint8 on the device of ``like``; all zeros for None.
+
+    Raises :class:`ShapeError` or :class:`DTypeError` for what is no (T, B) of booleans or uint8.
+    """
+    if value is None:
+        value = np.zeros((steps, batch), np.uint8)
+    value, shape, dtype = _facts("resets", value, like)
+    if shape != (steps, batch):
+        raise ShapeError("resets.shape", shape, f"{(steps, batch)}: (T, B)")
+    if dtype not in ("bool", "uint8"):
+        raise DTypeError("resets.dtype", dtype, "bool or uint8")
+    return arrays.rows(value, "uint8", like, library)
+
+
+def _facts(name: str, value: Any, like: Any) -> tuple[Any, tuple[int, ...], str]:
+    """A host array of the value with its shape and type; a torch tensor beside ``like`` on a GPU stays."""
+    if getattr(value, "is_cuda", False):
+        if getattr(like, "is_cuda", False):
+            return value, tuple(value.shape), str(value.dtype).removeprefix("torch.")
+        value = value.cpu()
+    try:
+        found = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError, BufferError) as error:
+        raise ArgumentError(name, type(value), f"an array or a list ({error})") from error
+    return found, found.shape, found.dtype.name

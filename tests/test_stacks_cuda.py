@@ -1,0 +1,99 @@
+"""Stacks, directions, lengths and resets on CUDA: one-launch-a-step programs emulated, all compiled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cuda_on_cpu import Emulated, inputs
+from msgspec.structs import replace
+
+from ecornn.analysis import analyse
+from ecornn.build.cuda import generate
+from ecornn.build.nvcc import find_nvcc
+from ecornn.cells import BUILTIN
+from ecornn.compose import compose, parameter_prefix
+from ecornn.device import KNOWN
+from ecornn.numpy_reference import reference
+from ecornn.program import Program
+from ecornn.schedules.base import Task
+from ecornn.schedules.fused_step import FusedStep
+from ecornn.schedules.layout_transform import LayoutTransform
+from ecornn.schedules.persistent import Persistent
+from ecornn.workload import Stack, Workload
+
+TINY = replace(KNOWN["sm_90a"], cores=3)  # few blocks to emulate
+LIMITS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
+SCHEDULES = {s.name: s for s in (FusedStep(), LayoutTransform(), Persistent())}
+T, B, I, H = 5, 6, 7, 37
+
+
+def program_of(schedule: str, cell: str, stack: Stack, dtype: str, cores: int = 3) -> Program:
+    whole, device = Workload(cell, H, I, B, T, dtype), replace(TINY, cores=cores)
+    made = {}
+    for part in stack.parts(whole):
+        if (part.workload, part.place) not in made:
+            graph = analyse(BUILTIN[cell], part.workload.input, H)
+            task = Task(part.workload, graph, device, part.place)
+            assert SCHEDULES[schedule].serves(task) is None
+            made[part.workload, part.place] = SCHEDULES[schedule].program(task, SCHEDULES[schedule].default(task))
+    return compose(stack, whole, [made[p.workload, p.place] for p in stack.parts(whole)])
+
+
+CASES = [("fused_step", "lstm", Stack(2, True, True, True), "float32"),
+         ("fused_step", "gru_reset_before", Stack(1, True, True, True), "bfloat16"),
+         ("layout_transform", "gru", Stack(2, True, True, True), "float16"),
+         ("layout_transform", "rnn_tanh", Stack(3, False, True, False), "float32"),
+         ("layout_transform", "gru_reset_before", Stack(1, True, False, True), "float32")]
+
+
+@pytest.mark.parametrize(("schedule", "cell", "stack", "dtype"), CASES, ids=str)
+def test_results(tmp_path: Path, schedule: str, cell: str, stack: Stack, dtype: str):
+    whole, generator = Workload(cell, H, I, B, T, dtype), np.random.default_rng(2)
+    parameters, weights, states = {}, {}, {}
+    for part in stack.parts(whole):
+        shapes = BUILTIN[cell].parameters(part.workload.input, H)
+        x, first, found = inputs(cell, (T, B, part.workload.input, H), dtype, shapes, BUILTIN[cell].states,
+                                 seed=part.number)
+        prefix, label = parameter_prefix(stack, part), f"{part.label}_" if stack.count > 1 else ""
+        parameters |= {prefix + n: v for n, v in found.items()}
+        weights |= {f"{n}_{part.label}": v.reshape(-1, *v.shape[2:]) for n, v in found.items()}
+        states |= {label + n: v for n, v in first.items()}
+        if not part.number:
+            given = x
+    masks = {"lengths": np.array([3, 5, 0, 1, 4, 2])} if stack.lengths else {}
+    masks |= {"resets": generator.random((T, B)) < 0.4} if stack.resets else {}
+    emulated = Emulated(program_of(schedule, cell, stack, dtype), tmp_path)
+    for b, n in enumerate(masks.get("lengths", ())):
+        given[n:, b] = np.nan
+    y, after = emulated.run(given, states, parameters, masks, stack.directions)
+    start = [np.stack([v for n, v in states.items() if n.removesuffix(s) != n]).astype(np.float64)
+             for s in BUILTIN[cell].states]
+    wanted, last = reference(cell, np.nan_to_num(given.astype(np.float64)), weights,
+                             start if stack.count > 1 else [s[0] for s in start], **masks)
+
+    def relative(value: np.ndarray, expected: np.ndarray) -> float:
+        return float(np.linalg.norm(value.astype(np.float64) - expected) / np.linalg.norm(expected))
+
+    depth = 1 if dtype == "float32" else stack.layers  # a layer rounds what the one before it rounded
+    assert relative(y, wanted) <= depth * LIMITS[dtype]
+    for b, n in enumerate(masks.get("lengths", ())):
+        assert not y[n:, b].astype(np.float32).any()
+    for number, name in enumerate(BUILTIN[cell].states):
+        found_last = np.stack([v for n, v in after.items() if n.removesuffix(name) != n]).reshape(last[number].shape)
+        assert relative(found_last, last[number]) <= 2 * depth * LIMITS[dtype]
+
+
+@pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("cell", ["lstm", "gru_reset_before"])
+def test_persistent_stacks_compile(cell: str, dtype: str):
+    """With predicates as without, and no register spilled; equal layers share their kernels."""
+    stack = Stack(3, True, True, True)
+    program = program_of("persistent", cell, stack, dtype, cores=132)
+    # one projection for each width of x, the others for each direction
+    assert sorted(program.functions) == sorted(f"{n}{end}" for n in ("project", "persistent", "start")
+                                               for end in ("", "_v1"))
+    made = generate(program, KNOWN["sm_90a"])
+    assert all(not found.get("spill_stores") for found in made.resources.values())
