@@ -5,6 +5,8 @@
     layer = ecornn.load("lstm800.so").bind(weights)
     y, state = layer(x)
 
+``import ecornn.torch`` has layers for PyTorch models.
+
 What is listed in ``__all__`` is the public interface. Nothing of it is imported before its first
 use: a program that only runs modules never loads the compiler.
 """

@@ -7,14 +7,15 @@ import msgspec
 from ecornn.device import Device
 from ecornn.errors import ModuleError
 from ecornn.program import Buffer
-from ecornn.workload import Stack, Workload
+from ecornn.workload import SINGLE, Stack, Workload
 
 FORMAT = 1
 
 
 class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A parameter as the user passes it: ``name`` with PyTorch's suffix; ``key`` is the packings' name
-    for it, the cell's own or, in a stack, that with the part's prefix; ``shape`` as PyTorch stores it, ``gates`` the G that its first axis folds in."""
+    for it, the cell's own or, in a stack, that with the part's prefix; ``shape`` as PyTorch stores it,
+    ``gates`` the G that its first axis folds in."""
 
     name: str
     key: str
@@ -40,7 +41,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     buffers: tuple[Buffer, ...]
     versions: dict[str, str]
     format: int = FORMAT
-    stack: Stack = Stack()
+    stack: Stack = SINGLE
 
 
 def decode(text: str) -> Manifest:

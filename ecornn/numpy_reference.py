@@ -7,6 +7,7 @@ cannot hide in the other. Gates are stacked in PyTorch's order.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -146,7 +147,7 @@ def _sequences(starts: NDArray[np.bool_], end: int, reverse: bool, whole: bool) 
     """(first step, step after the last, whether the state is cleared before), in the order of running."""
     marks = [] if whole else [t for t in range(end) if starts[t, 0]]
     edges = [0, *(t for t in marks if t), end]
-    spans = list(zip(edges, edges[1:], strict=False))
+    spans = list(pairwise(edges))
     if reverse:
         return [(low, high, high != end) for low, high in reversed(spans)]
     return [(low, high, low in marks) for low, high in spans]

@@ -10,12 +10,12 @@ from ecornn.device import Device
 from ecornn.manifest import Manifest, Parameter
 from ecornn.program import Program
 from ecornn.schedules.base import Config, Schedule, Task
-from ecornn.workload import Place, Stack, Workload
+from ecornn.workload import ALONE, SINGLE, Place, Stack, Workload
 
 PACKAGES = {"ecornn": "ecornn", "tvm": "apache-tvm", "tvm_ffi": "apache-tvm-ffi"}
 
 
-def make_task(cell: Cell, workload: Workload, device: Device, place: Place = Place()) -> Task:
+def make_task(cell: Cell, workload: Workload, device: Device, place: Place = ALONE) -> Task:
     """Analyses ``cell`` at the workload's sizes.
 
     Raises :class:`~ecornn.errors.CellError` where the cell's step cannot be analysed.
@@ -26,7 +26,7 @@ def make_task(cell: Cell, workload: Workload, device: Device, place: Place = Pla
 
 
 def make_manifest(cell: Cell, task: Task, schedule: Schedule, config: Config, program: Program,
-                  provenance: str, stack: Stack = Stack()) -> Manifest:
+                  provenance: str, stack: Stack = SINGLE) -> Manifest:
     """What the module file will say about itself; ``task`` is of the first part of the stack."""
     parameters = []
     for part in stack.parts(task.workload):

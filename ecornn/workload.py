@@ -77,6 +77,9 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return hidden if self.reverse else 0
 
 
+ALONE = Place()
+
+
 class Part(msgspec.Struct, frozen=True):
     """One (layer, direction) of a stack; ``number`` counts them as PyTorch orders states."""
 
@@ -138,3 +141,6 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         words = [f"{self.layers} layers"] if self.layers > 1 else []
         words += [name for name in ("bidirectional", "lengths", "resets") if getattr(self, name)]
         return ", ".join(words)
+
+
+SINGLE = Stack()

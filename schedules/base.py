@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ecornn.analysis import StepGraph
 from ecornn.device import Device
 from ecornn.program import Program
-from ecornn.workload import Place, Workload
+from ecornn.workload import ALONE, Place, Workload
 
 Value = int | str | bool
 Config = Mapping[str, Value]  # knob -> value
@@ -35,7 +35,7 @@ class Task:
     workload: Workload
     graph: StepGraph
     device: Device
-    place: Place = Place()
+    place: Place = ALONE
 
 
 class Schedule(ABC):

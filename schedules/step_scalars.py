@@ -172,11 +172,11 @@ class StepScalars:
 
     def hoisted(self, row: Any, unit: Any) -> dict[Any, Any]:
         """This step's values of what does not depend on the state."""
-        T, a, outputs = self.T, self.arguments, self.graph.hoisted_outputs
+        T, a, outputs, H = self.T, self.arguments, self.graph.hoisted_outputs, self.task.workload.hidden
         if not outputs:
             return {}
-        first = T.Bind(T.cast(self.timeline.at(a["t"]) * a["B"] + row, "int64") * (len(outputs) * self.task.workload.hidden) + unit)
-        return {v: T.Bind(a["hoisted"][first + q * self.task.workload.hidden]) for q, v in enumerate(outputs)}
+        first = T.Bind(T.cast(self.timeline.at(a["t"]) * a["B"] + row, "int64") * (len(outputs) * H) + unit)
+        return {v: T.Bind(a["hoisted"][first + q * H]) for q, v in enumerate(outputs)}
 
     def finish(self, p: int, row: Any, unit: Any, sums: dict[Any, Any], hoisted: dict[Any, Any]) -> None:
         """Everything that follows the products ``sums`` of phase ``p``; row < B and unit < H."""

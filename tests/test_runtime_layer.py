@@ -26,7 +26,7 @@ def layer() -> Layer:
 
 
 def runs(layer: Layer) -> int:
-    return sample.stat(layer._module.path, "runs")
+    return sample.stat(layer.module.path, "runs")
 
 
 def agree(result: Any, wanted: Any, bits: int = 23) -> None:
@@ -80,11 +80,11 @@ def test_out(layer: Layer):
 
 def test_threads_are_passed_on(layer: Layer):
     layer(sample.inputs())
-    assert layer.threads == 3 and sample.stat(layer._module.path, "queue") == 3
-    own = layer._module.bind(WEIGHTS)
+    assert layer.threads == 3 and sample.stat(layer.module.path, "queue") == 3
+    own = layer.module.bind(WEIGHTS)
     assert own.threads is not None and own.threads >= 1
     own(sample.inputs())
-    assert sample.stat(layer._module.path, "queue") == own.threads
+    assert sample.stat(layer.module.path, "queue") == own.threads
 
 
 def test_calls_at_the_same_time_have_their_own_workspaces(layer: Layer):
@@ -105,15 +105,15 @@ def test_calls_at_the_same_time_have_their_own_workspaces(layer: Layer):
     for worker in workers:
         worker.join()
     assert not failures
-    assert sample.stat(layer._module.path, "most_running") > 1, "no two calls met: nothing was tested"
+    assert sample.stat(layer.module.path, "most_running") > 1, "no two calls met: nothing was tested"
 
 
 def test_the_workspace_is_kept(layer: Layer):
-    fresh = layer._module.bind(WEIGHTS)
+    fresh = layer.module.bind(WEIGHTS)
     places = set()
     for steps in (9, 9, 2, 5, 9):
         fresh(sample.inputs(steps))
-        places.add(sample.stat(layer._module.path, "workspace"))
+        places.add(sample.stat(layer.module.path, "workspace"))
     assert len(places) == 1
 
 

@@ -92,7 +92,8 @@ def _kernel(program: Program, name: str, original: Any, code: Any) -> Kernel:
                              f"{parameter.name!r} ({parameter.ty.dtype}) is none")
         given = {names.get(parameter.name, parameter.name) for names in called}
         if not scalar and not given <= known:
-            raise BuildError(f"function {name!r}: the program has no buffer {', '.join(map(repr, sorted(given - known)))}")
+            missing = ", ".join(map(repr, sorted(given - known)))
+            raise BuildError(f"function {name!r}: the program has no buffer {missing}")
         origin[parameter.name if scalar else f"{parameter.name}_ptr"] = parameter.name
     strangers = [p.name for p in code.params if p.name not in origin]
     if strangers:

@@ -28,6 +28,7 @@ class Layer:
 
     Attributes
     ----------
+    module : the module that it was bound from
     manifest : what the module says about itself
     device : number of the GPU; 0 for a CPU
     threads : CPU threads of a call; None on a GPU
@@ -39,7 +40,7 @@ class Layer:
     def __init__(self, module: Module, parameters: dict[str, NDArray[Any]], device: int,
                  threads: int | None) -> None:
         self.manifest, self.device, self.threads = module.manifest, device, threads
-        self._module, self._library, self._run = module, module.library, module.library.run
+        self.module, self._library, self._run = module, module.library, module.library.run
         self._plan = make_plan(self.manifest)
         self._bound = Bound(self.manifest, self._plan, parameters, self._library, device)
         self._pool = Pool()

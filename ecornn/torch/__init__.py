@@ -1,0 +1,14 @@
+"""Recurrent layers for PyTorch models: ``torch.nn``'s own, run by compiled modules.
+
+    layer = ecornn.torch.LSTM(800, 800, num_layers=2, bidirectional=True)   # as torch.nn.LSTM
+    report = ecornn.torch.replace(model)                                    # every layer of a model
+
+A layer is compiled at its first call of a shape, for the device and data type that it is on.
+"""
+
+from __future__ import annotations
+
+from ecornn.torch.modules import GRU, LSTM, RNN
+from ecornn.torch.replacing import Report, replace
+
+__all__ = ["GRU", "LSTM", "RNN", "Report", "replace"]

@@ -1,0 +1,126 @@
+"""Compiled layers behind a torch module: one for each kind of call, bound again when weights change."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from functools import lru_cache
+from itertools import count
+from typing import Any
+
+import torch
+
+from ecornn.errors import DTypeError
+from ecornn.runtime.layer import Layer
+from ecornn.runtime.loader import Module
+from ecornn.workload import DTYPES
+
+_DTYPES = {getattr(torch, name): name for name in DTYPES}
+_numbers = count()
+_modules: weakref.WeakValueDictionary[str, torch.nn.RNNBase] = weakref.WeakValueDictionary()
+_engines: weakref.WeakKeyDictionary[torch.nn.RNNBase, Engine] = weakref.WeakKeyDictionary()
+
+
+def register(module: torch.nn.RNNBase) -> str:
+    """A name by which :func:`torch.ops.ecornn.recurrent` finds the module; a string, since a graph that
+    torch.compile makes keeps it as a constant."""
+    handle = f"layer{next(_numbers)}"
+    _modules[handle] = module
+    return handle
+
+
+def cell_of(module: torch.nn.RNNBase) -> str:
+    """The built-in cell that a torch module is."""
+    return {"LSTM": "lstm", "GRU": "gru", "RNN_TANH": "rnn_tanh", "RNN_RELU": "rnn_relu"}[module.mode]
+
+
+@lru_cache(maxsize=256)
+def compiled(cell: str, hidden: int, inputs: int, batch: int, seq: int, dtype: str, target: str, layers: int,
+             bidirectional: bool, lengths: bool) -> Module:
+    """A module for these sizes; every layer of a process that has them shares it."""
+    from ecornn.compiler import compile
+
+    return compile(cell, hidden=hidden, input=inputs, batch=batch, seq=seq, dtype=dtype, target=target,
+                   layers=layers, bidirectional=bidirectional, lengths=lengths)
+
+
+class Engine:
+    """The compiled layers of one torch module."""
+
+    def __init__(self) -> None:
+        # what a call is like -> the batch it was compiled for -> the weights when it was bound, the layer
+        self._bound: dict[tuple[Any, ...], dict[int, tuple[tuple[Any, ...], Layer]]] = {}
+        self._lock = threading.Lock()
+
+    def layer(self, module: torch.nn.RNNBase, x: Any, with_lengths: bool) -> Layer:
+        """The layer for x (T, B, I), with the module's weights as they are now."""
+        if x.dtype not in _DTYPES:
+            raise DTypeError("input.dtype", str(x.dtype).removeprefix("torch."), f"one of {', '.join(DTYPES)}")
+        steps, batch = x.shape[:2]
+        threads = torch.get_num_threads() if x.is_cpu else None
+        key, weights = (x.device, x.dtype, with_lengths, threads), _state_of(module)
+        with self._lock:
+            bound = self._bound.setdefault(key, {})
+            rooms = [room for room in sorted(bound) if batch <= room <= 4 * batch]
+            # the batch of the first call; where calls differ, some room for the next ones
+            room = rooms[0] if rooms else 1 << (batch - 1).bit_length() if bound else batch
+            known = bound.get(room)
+            if known is None or known[0] != weights:
+                made = compiled(cell_of(module), module.hidden_size, module.input_size, room, steps,
+                                _DTYPES[x.dtype], "cpu" if x.is_cpu else "cuda", module.num_layers,
+                                module.bidirectional, with_lengths) if known is None else known[1].module
+                known = weights, made.bind(_parameters(module), 0 if x.is_cpu else x.device.index, threads=threads)
+                bound[room] = known
+            return known[1]
+
+
+def engine_of(module: torch.nn.RNNBase) -> Engine:
+    """The module's engine, made with its first call; copies of a module get their own."""
+    if module not in _engines:
+        _engines[module] = Engine()
+    return _engines[module]
+
+
+def _state_of(module: torch.nn.RNNBase) -> tuple[Any, ...]:
+    """Changes with every change of a weight. Tensors made in inference mode count no versions."""
+    return tuple((id(w), w.data_ptr(), 0 if w.is_inference() else w._version) for w in module._flat_weights)
+
+
+def _parameters(module: torch.nn.RNNBase) -> dict[str, Any]:
+    """Weights by name; without biases, zeros in their place."""
+    found = {name: getattr(module, name).detach() for name in module._flat_weights_names}
+    if not module.bias:
+        for name in [n for n in found if n.startswith("weight_hh")]:
+            zeros = torch.zeros(found[name].shape[0], dtype=found[name].dtype)
+            found |= {name.replace("weight_hh", f"bias_{kind}"): zeros for kind in ("ih", "hh")}
+    return found
+
+
+@torch.library.custom_op("ecornn::recurrent", mutates_args=())
+def recurrent(x: torch.Tensor, state: list[torch.Tensor], lengths: torch.Tensor | None,
+              handle: str) -> list[torch.Tensor]:
+    """y (T, B, D*H) and the states (L*D, B, H) of the layer ``handle`` on x (T, B, I), from ``state``, or
+    from zeros if that is empty."""
+    return run(_modules[handle], x, state, lengths)
+
+
+@recurrent.register_fake
+def _(x: torch.Tensor, state: list[torch.Tensor], lengths: torch.Tensor | None,
+      handle: str) -> list[torch.Tensor]:
+    module = _modules[handle]
+    directions = 1 + module.bidirectional
+    states = (directions * module.num_layers, x.shape[1], module.hidden_size)
+    return [x.new_empty((*x.shape[:2], directions * module.hidden_size)),
+            *(x.new_empty(states) for _ in range(1 + (module.mode == "LSTM")))]
+
+
+def run(module: torch.nn.RNNBase, x: torch.Tensor, state: list[torch.Tensor],
+        lengths: torch.Tensor | None) -> list[torch.Tensor]:
+    """As :func:`recurrent`, without the dispatcher."""
+    layer = engine_of(module).layer(module, x, lengths is not None)
+    shape = (-1, x.shape[1], module.hidden_size)
+    single = module.num_layers == 1 and not module.bidirectional
+    given = tuple(s[0] if single else s for s in state) or None
+    with torch.no_grad():
+        y, after = layer(x, given, **({} if lengths is None else {"lengths": lengths}))
+    return [y, *(s.reshape(shape) for s in after)]

@@ -1,0 +1,121 @@
+"""``LSTM``, ``GRU`` and ``RNN`` with the constructor, parameters and calls of ``torch.nn``'s."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from ecornn.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from ecornn.torch import engine
+
+
+class Compiled:
+    """What the three have in common: where torch would compute without gradients, a compiled module does.
+
+    With gradients, in training with dropout between layers, and in quantized or scripted models, PyTorch's
+    own layer runs, on the same parameters.
+    """
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        refuse_projection(self)
+        self._ecornn = engine.register(self)
+
+    def __setstate__(self: Any, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        self._ecornn = engine.register(self)  # a copy is another layer
+
+    def forward(self: Any, input: Any, hx: Any = None) -> Any:
+        """As ``torch.nn``'s: a tensor or PackedSequence to y and the last states.
+
+        Raises :class:`~ecornn.errors.EcornnError` subclasses: ``ShapeError``, ``DTypeError`` and
+        ``DeviceError`` where an argument does not fit, ``ScheduleError`` where the device cannot run the type.
+        """
+        if wants_torch(self, input, hx):
+            return super().forward(input, hx)  # type: ignore[misc]
+        packed = input if isinstance(input, PackedSequence) else None
+        lengths = order = None
+        if packed is not None:
+            # rows in packed order, the longest first; the module needs no order, the states have one
+            x, lengths = pad_packed_sequence(PackedSequence(packed.data, packed.batch_sizes))
+            order = packed.sorted_indices
+        else:
+            x = input.transpose(0, 1) if self.batch_first and input.dim() == 3 else input
+        single = x.dim() == 2
+        x = x.unsqueeze(1) if single else x
+        if x.dim() != 3 or x.shape[2] != self.input_size:
+            raise ShapeError("input.shape", tuple(input.data.shape), f"2 or 3 axes, the last of input_size="
+                             f"{self.input_size}")
+        state = states_of(self, hx, x, single, order)
+        call = torch.ops.ecornn.recurrent if torch.compiler.is_compiling() else None
+        y, *after = call(x, state, lengths, self._ecornn) if call else engine.run(self, x, state, lengths)
+        if packed is not None:
+            made = pack_padded_sequence(y, lengths)  # type: ignore[arg-type]
+            output: Any = PackedSequence(made.data, packed.batch_sizes, order, packed.unsorted_indices)
+            if packed.unsorted_indices is not None:
+                after = [s.index_select(1, packed.unsorted_indices) for s in after]
+        elif single:
+            output, after = y.squeeze(1), [s.squeeze(1) for s in after]
+        else:
+            output = y.transpose(0, 1) if self.batch_first else y
+        return output, (tuple(after) if self.mode == "LSTM" else after[0])
+
+
+def refuse_projection(module: torch.nn.RNNBase) -> None:
+    """:class:`ArgumentError` for a projection."""
+    if module.proj_size:
+        raise ArgumentError("proj_size", module.proj_size, "0: LSTMs with a projection are not compiled yet")
+
+
+def wants_torch(module: Any, input: Any, hx: Any) -> bool:
+    """Whether PyTorch's own layer has to run."""
+    if torch.jit.is_scripting() or (module.training and module.dropout > 0 and module.num_layers > 1):
+        return True
+    if not torch.is_grad_enabled():
+        return False
+    data = input.data if isinstance(input, PackedSequence) else input
+    tensors = [data, *(hx if isinstance(hx, tuple) else () if hx is None else (hx,)), *module._flat_weights]
+    if not any(t.requires_grad for t in tensors):
+        return False
+    if not module.training and not torch.compiler.is_compiling():
+        warnings.warn("gradients are asked for, so PyTorch's own layer runs; under torch.no_grad() or "
+                      "torch.inference_mode() the compiled one does", stacklevel=3)
+    return True
+
+
+def states_of(module: Any, hx: Any, x: torch.Tensor, single: bool, order: torch.Tensor | None) -> list[torch.Tensor]:
+    """The initial states, each (L*D, B, H), in the order of the rows of x; [] for zeros."""
+    if hx is None:
+        return []
+    names = ("h_0", "c_0") if module.mode == "LSTM" else ("h_0",)
+    given = hx if module.mode == "LSTM" else (hx,)
+    if not isinstance(given, (tuple, list)) or len(given) != len(names):
+        raise ArgumentError("hx", type(hx), "a tuple (h_0, c_0)" if len(names) == 2 else "a tensor h_0")
+    parts = module.num_layers * (1 + module.bidirectional)
+    wanted = (parts, module.hidden_size) if single else (parts, x.shape[1], module.hidden_size)
+    found = []
+    for name, value in zip(names, given, strict=True):
+        if tuple(value.shape) != wanted:
+            raise ShapeError(f"{name}.shape", tuple(value.shape), str(wanted))
+        if value.dtype != x.dtype:
+            raise DTypeError(f"{name}.dtype", str(value.dtype), f"{x.dtype}, as the input's")
+        if value.device != x.device:
+            raise DeviceError(f"{name}.device", str(value.device), f"{x.device}, as the input's")
+        value = value.unsqueeze(1) if single else value
+        found.append(value if order is None else value.index_select(1, order))
+    return found
+
+
+class LSTM(Compiled, torch.nn.LSTM):
+    """``torch.nn.LSTM`` by compiled modules; ``proj_size`` must be 0."""
+
+
+class GRU(Compiled, torch.nn.GRU):
+    """``torch.nn.GRU`` by compiled modules."""
+
+
+class RNN(Compiled, torch.nn.RNN):
+    """``torch.nn.RNN`` (tanh or relu) by compiled modules."""

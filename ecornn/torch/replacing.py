@@ -1,0 +1,71 @@
+"""Swapping the recurrent layers of a model in place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ecornn.torch import engine
+from ecornn.torch.modules import GRU, LSTM, RNN
+
+OURS = {torch.nn.LSTM: LSTM, torch.nn.GRU: GRU, torch.nn.RNN: RNN}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What :func:`replace` did.
+
+    Attributes
+    ----------
+    swapped : names of the layers that are compiled from now on
+    kept : name of a recurrent layer that was left alone -> why
+    """
+
+    swapped: tuple[str, ...]
+    kept: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{name}: compiled" for name in self.swapped]
+        lines += [f"{name}: left alone, {why}" for name, why in self.kept.items()]
+        return "\n".join(lines) or "no recurrent layers"
+
+
+def replace(model: torch.nn.Module) -> Report:
+    """Makes every ``torch.nn.LSTM``, ``GRU`` and ``RNN`` of a model a compiled one, in place.
+
+    The layers stay the same objects, with their parameters, hooks and names; only their class changes. The
+    model itself may be such a layer. Returns what was swapped, and what was not and why.
+    """
+    swapped, kept = [], {}
+    for name, module in model.named_modules():
+        name = name or type(module).__name__
+        if isinstance(module, (LSTM, GRU, RNN)):
+            continue
+        if isinstance(module, (torch.nn.RNNBase, torch.nn.RNNCellBase)):
+            why = obstacle(module)
+            if why is None:
+                module.__class__ = OURS[type(module)]
+                module._ecornn = engine.register(module)
+                swapped.append(name)
+            else:
+                kept[name] = why
+    return Report(tuple(swapped), kept)
+
+
+def obstacle(module: torch.nn.Module) -> str | None:
+    """Why a layer cannot be swapped; None: it can."""
+    if isinstance(module, torch.nn.RNNCellBase):
+        return "a cell is called one step at a time: there is no sequence to compile"
+    if type(module) not in OURS:
+        return f"{type(module).__name__} is a class of its own, whose forward() may do more"
+    if module.proj_size:
+        return f"proj_size={module.proj_size}: LSTMs with a projection are not compiled yet"
+    weight = module.weight_hh_l0
+    if weight.dtype not in engine._DTYPES:
+        return f"its weights are {weight.dtype}"
+    if weight.device.type not in ("cpu", "cuda"):
+        return f"it is on {weight.device}"
+    if weight.is_cpu and weight.dtype != torch.float32:
+        return f"on a CPU, only float32 is compiled, not {weight.dtype}"
+    return None

@@ -1,0 +1,235 @@
+"""ecornn.torch against torch.nn: a matrix of options as PyTorch's own tests have, and what surrounds a layer."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import ecornn.torch  # noqa: E402
+from ecornn.errors import ArgumentError, DTypeError, ScheduleError, ShapeError  # noqa: E402
+from ecornn.torch import engine  # noqa: E402
+
+I, H, T, B = 7, 11, 6, 4
+LENGTHS = [3, 6, 1, 5]
+KINDS = [("LSTM", {}), ("GRU", {}), ("RNN", {"nonlinearity": "tanh"}), ("RNN", {"nonlinearity": "relu"})]
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+def pair(name: str, **options: Any) -> tuple[Any, Any]:
+    """torch's layer in float64 and ours, with the same weights."""
+    ours = getattr(ecornn.torch, name)(I, H, **options).eval()
+    theirs = getattr(torch.nn, name)(I, H, **options).double().eval()
+    theirs.load_state_dict({k: v.double() for k, v in ours.state_dict().items()})
+    return theirs, ours
+
+
+def flat(result: Any) -> list[Any]:
+    """Every tensor of a result, in order."""
+    if isinstance(result, torch.nn.utils.rnn.PackedSequence):
+        return [result.data]
+    return [result] if isinstance(result, torch.Tensor) else [t for part in result for t in flat(part)]
+
+
+def error(found: Any, wanted: Any) -> float:
+    value = float((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-30))
+    return value if np.isfinite(value) else float("inf")
+
+
+def agree(ours: Any, theirs: Any, limit: float = 1e-6) -> None:
+    found, wanted = flat(ours), flat(theirs)
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.shape == other.shape and error(one, other) < limit
+
+
+def double(value: Any) -> Any:
+    if isinstance(value, tuple) and not isinstance(value, torch.nn.utils.rnn.PackedSequence):
+        return tuple(double(v) for v in value)
+    return None if value is None else value.double()
+
+
+def calls(batch_first: bool, parts: int, states: int):
+    """(input, hx) of every kind."""
+    def hx(batch: int) -> Any:
+        made = tuple(torch.rand(parts, batch, H) - 0.5 for _ in range(states))
+        return made if states > 1 else made[0]
+
+    for contiguous, start in itertools.product((True, False), (None, hx(B))):
+        x = torch.randn(B, T, I) if batch_first else torch.randn(T, B, I)
+        if not contiguous:
+            x = torch.randn(*x.shape[:2], 2 * I)[..., ::2]
+        yield x, start
+    x = torch.randn(B, T, I) if batch_first else torch.randn(T, B, I)
+    for is_sorted, start in itertools.product((True, False), (None, hx(B))):
+        lengths = sorted(LENGTHS, reverse=True) if is_sorted else LENGTHS
+        yield torch.nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first, is_sorted), start
+
+
+def small(name: str, options: dict[str, Any], layers: int, bidirectional: bool) -> Any:
+    often = (layers, bidirectional) in ((1, False), (2, True)) and options.get("nonlinearity") != "relu"
+    return pytest.param(name, options, layers, bidirectional, marks=() if often else pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize(("name", "options", "layers", "bidirectional"), [
+    small(*kind, layers, both) for kind in KINDS for layers in (1, 2, 3, 4) for both in (False, True)])
+def test_matrix(name: str, options: dict[str, Any], layers: int, bidirectional: bool):
+    for bias, batch_first in itertools.product((True, False), (False, True)):
+        theirs, ours = pair(name, num_layers=layers, bidirectional=bidirectional, bias=bias,
+                            batch_first=batch_first, **options)
+        states = 1 + (name == "LSTM")
+        for x, hx in calls(batch_first, layers * (1 + bidirectional), states):
+            with torch.inference_mode():
+                agree(ours(x, hx), theirs(double(x), double(hx)))
+
+
+def test_one_sequence_without_a_batch():
+    theirs, ours = pair("LSTM", bidirectional=True)
+    x, hx = torch.randn(T, I), (torch.rand(2, H), torch.rand(2, H))
+    with torch.no_grad():
+        agree(ours(x, hx), theirs(double(x), double(hx)))
+
+
+def test_state_dict_both_ways():
+    """torch's state_dict into ours is in the matrix's set-up, reversed; here ours into torch's, and a file."""
+    ours = ecornn.torch.GRU(I, H, 2, bidirectional=True)
+    theirs = torch.nn.GRU(I, H, 2, bidirectional=True)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+    file = io.BytesIO()
+    torch.save(ours.state_dict(), file)
+    file.seek(0)
+    other = torch.nn.GRU(I, H, 2, bidirectional=True)
+    other.load_state_dict(torch.load(file))
+    for one, two in zip(theirs.state_dict().values(), other.state_dict().values(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_changed_weights_are_seen():
+    theirs, ours = pair("GRU")
+    x = torch.randn(T, B, I)
+    with torch.no_grad():
+        agree(ours(x), theirs(double(x)))
+        ours.weight_hh_l0.mul_(0.5)
+        theirs.weight_hh_l0.mul_(0.5)
+        agree(ours(x), theirs(double(x)))
+        fresh = torch.randn_like(ours.bias_ih_l0)
+        ours.bias_ih_l0 = torch.nn.Parameter(fresh)
+        theirs.bias_ih_l0 = torch.nn.Parameter(fresh.double())
+        agree(ours(x), theirs(double(x)))
+
+
+def test_copies_are_layers_of_their_own():
+    theirs, ours = pair("GRU")
+    x, other = torch.randn(T, B, I), copy.deepcopy(ours)
+    with torch.no_grad():
+        ours(x)
+        other.weight_hh_l0.zero_()
+        agree(ours(x), theirs(double(x)))
+        assert error(other(x)[0], theirs(double(x))[0]) > 1e-3
+
+
+def test_other_batches_use_what_was_compiled():
+    theirs, ours = pair("GRU")
+    engine.compiled.cache_clear()
+    with torch.no_grad():
+        for batch in (4, 3, 1, 2, 4):
+            x = torch.randn(T, batch, I)
+            agree(ours(x), theirs(double(x)))
+    assert engine.compiled.cache_info().currsize == 1
+
+
+def test_gradients_come_from_torch():
+    _, ours = pair("LSTM")
+    ours.train()
+    x = torch.randn(T, B, I)
+    ours(x)[0].sum().backward()
+    assert ours.weight_hh_l0.grad is not None
+    with pytest.warns(UserWarning, match="no_grad"):
+        assert ours.eval()(x)[0].requires_grad
+
+
+def test_under_torch_compile():
+    """Through the registered operator, with its shapes known, and without a break in the graph."""
+    theirs, ours = pair("LSTM", num_layers=2, bidirectional=True)
+
+    class Model(torch.nn.Module):
+        def __init__(self, layer: Any) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Any) -> Any:
+            y, (h, _) = self.layer(x * 2)
+            return torch.relu(y).sum(0), h + 1
+
+    x = torch.randn(T, B, I)
+    fast = torch.compile(Model(ours), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        agree(fast(x), Model(theirs)(double(x)))
+        again = torch.randn(T, B, I)
+        agree(fast(again), Model(theirs)(double(again)))
+        torch.library.opcheck(torch.ops.ecornn.recurrent, (x, [], None, ours._ecornn),
+                              test_utils=("test_schema", "test_faketensor"))
+
+
+class Classifier(torch.nn.Module):
+    """Recurrent layers of every kind that replace() meets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.LSTM(I, H, 2, bidirectional=True)
+        self.inner = torch.nn.Sequential(torch.nn.Linear(2 * H, I))
+        self.second = torch.nn.GRU(I, H)
+        self.again = self.second
+        self.cell = torch.nn.GRUCell(H, H)
+        self.projected = torch.nn.LSTM(H, H, proj_size=3)
+        self.own = type("Own", (torch.nn.GRU,), {})(H, H)
+
+    def forward(self, x: Any) -> Any:
+        y, _ = self.second(self.inner(self.first(x)[0]))
+        return self.projected(self.own(y)[0])[0], self.cell(y[-1])
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+def test_replace_swaps_what_it_can_and_says_what_it_could_not():
+    model = Classifier().eval()
+    x = torch.randn(T, B, I)
+    with torch.no_grad():
+        wanted = copy.deepcopy(model).double()(double(x))
+        names, weight = list(model.state_dict()), model.first.weight_ih_l0
+        report = ecornn.torch.replace(model)
+        assert report.swapped == ("first", "second")
+        assert set(report.kept) == {"cell", "projected", "own"} and "proj_size=3" in str(report)
+        assert isinstance(model.first, ecornn.torch.LSTM) and model.again is model.second
+        assert list(model.state_dict()) == names and model.first.weight_ih_l0 is weight
+        agree(model(x), wanted)
+    assert ecornn.torch.replace(model).swapped == ()
+    assert ecornn.torch.replace(torch.nn.GRU(I, H)).swapped == ("GRU",)
+    assert "float64" in ecornn.torch.replace(torch.nn.GRU(I, H).double()).kept["GRU"]
+
+
+def test_what_cannot_run_is_refused():
+    with pytest.raises(ArgumentError, match="proj_size=3"):
+        ecornn.torch.LSTM(I, H, proj_size=3)
+    layer, state = ecornn.torch.LSTM(I, H).eval(), torch.zeros(1, B, H)
+    x = torch.randn(T, B, I)
+    with torch.no_grad():
+        for call, kind, words in [((x[..., 1:],), ShapeError, "input.shape"), ((x.double(),), DTypeError, "float64"),
+                                  ((x, (state, state[..., 1:])), ShapeError, "c_0.shape"),
+                                  ((x, state), ArgumentError, "(h_0, c_0)"),
+                                  ((x, (state.double(), state)), DTypeError, "h_0.dtype")]:
+            with pytest.raises(kind) as caught:
+                layer(*call)
+            assert words in str(caught.value)
+        with pytest.raises(ScheduleError, match="bfloat16"):
+            layer.bfloat16()(x.bfloat16())
