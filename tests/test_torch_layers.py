@@ -93,6 +93,17 @@ def test_matrix(name: str, options: dict[str, Any], layers: int, bidirectional: 
                 agree(ours(x, hx), theirs(double(x), double(hx)))
 
 
+def test_the_arguments_of_the_constructor_are_torchs():
+    assert ecornn.torch.RNN(I, H, 2, "relu", False).mode == "RNN_RELU"
+    assert not ecornn.torch.RNN(I, H, 2, "relu", False).bias
+    layer = ecornn.torch.LSTM(I, H, 3, False, True, 0.5, True, device="cpu", dtype=torch.float64)
+    assert (layer.num_layers, layer.bias, layer.batch_first, layer.dropout, layer.bidirectional) == (
+        3, False, True, 0.5, True)
+    assert layer.weight_hh_l2_reverse.dtype == torch.float64
+    with pytest.raises(ArgumentError, match="nonlinearity='sine'"):
+        ecornn.torch.RNN(I, H, nonlinearity="sine")
+
+
 def test_one_sequence_without_a_batch():
     theirs, ours = pair("LSTM", bidirectional=True)
     x, hx = torch.randn(T, I), (torch.rand(2, H), torch.rand(2, H))
@@ -104,7 +115,7 @@ def test_state_dict_both_ways():
     """torch's state_dict into ours is in the matrix's set-up, reversed; here ours into torch's, and a file."""
     ours = ecornn.torch.GRU(I, H, 2, bidirectional=True)
     theirs = torch.nn.GRU(I, H, 2, bidirectional=True)
-    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert list(ours.state_dict()) == list(theirs.state_dict()) and repr(ours) == repr(theirs)
     ours.load_state_dict(theirs.state_dict())
     file = io.BytesIO()
     torch.save(ours.state_dict(), file)

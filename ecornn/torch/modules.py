@@ -12,20 +12,23 @@ from ecornn.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from ecornn.torch import engine
 
 
-class Compiled:
+class Compiled(torch.nn.RNNBase):
     """What the three have in common: where torch would compute without gradients, a compiled module does.
 
-    With gradients, in training with dropout between layers, and in quantized or scripted models, PyTorch's
-    own layer runs, on the same parameters.
+    With gradients, and in training with dropout between layers, PyTorch's own forward runs, on the same
+    parameters. The base is RNNBase, since torch.compile refuses to look into a ``torch.nn.LSTM``.
     """
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        refuse_projection(self)
+    TORCH: type[torch.nn.RNNBase]
+
+    def __init__(self, mode: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__(mode, *args, **kwargs)
+        if self.proj_size:
+            raise ArgumentError("proj_size", self.proj_size, "0: LSTMs with a projection are not compiled yet")
         self._ecornn = engine.register(self)
 
-    def __setstate__(self: Any, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[misc]
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
         self._ecornn = engine.register(self)  # a copy is another layer
 
     def forward(self: Any, input: Any, hx: Any = None) -> Any:
@@ -35,7 +38,7 @@ class Compiled:
         ``DeviceError`` where an argument does not fit, ``ScheduleError`` where the device cannot run the type.
         """
         if wants_torch(self, input, hx):
-            return super().forward(input, hx)  # type: ignore[misc]
+            return self.TORCH.forward(self, input, hx)
         packed = input if isinstance(input, PackedSequence) else None
         lengths = order = None
         if packed is not None:
@@ -62,12 +65,6 @@ class Compiled:
         else:
             output = y.transpose(0, 1) if self.batch_first else y
         return output, (tuple(after) if self.mode == "LSTM" else after[0])
-
-
-def refuse_projection(module: torch.nn.RNNBase) -> None:
-    """:class:`ArgumentError` for a projection."""
-    if module.proj_size:
-        raise ArgumentError("proj_size", module.proj_size, "0: LSTMs with a projection are not compiled yet")
 
 
 def wants_torch(module: Any, input: Any, hx: Any) -> bool:
@@ -109,13 +106,35 @@ def states_of(module: Any, hx: Any, x: torch.Tensor, single: bool, order: torch.
     return found
 
 
-class LSTM(Compiled, torch.nn.LSTM):
+class LSTM(Compiled):
     """``torch.nn.LSTM`` by compiled modules; ``proj_size`` must be 0."""
 
+    TORCH = torch.nn.LSTM
+    get_expected_cell_size = torch.nn.LSTM.get_expected_cell_size
+    check_forward_args = torch.nn.LSTM.check_forward_args
+    permute_hidden = torch.nn.LSTM.permute_hidden
 
-class GRU(Compiled, torch.nn.GRU):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__("LSTM", *args, **kwargs)
+
+
+class GRU(Compiled):
     """``torch.nn.GRU`` by compiled modules."""
 
+    TORCH = torch.nn.GRU
 
-class RNN(Compiled, torch.nn.RNN):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__("GRU", *args, **kwargs)
+
+
+class RNN(Compiled):
     """``torch.nn.RNN`` (tanh or relu) by compiled modules."""
+
+    TORCH = torch.nn.RNN
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # as torch.nn.RNN has it: the fourth positional argument, or by name
+        self.nonlinearity = args[3] if len(args) > 3 else kwargs.pop("nonlinearity", "tanh")
+        if self.nonlinearity not in ("tanh", "relu"):
+            raise ArgumentError("nonlinearity", self.nonlinearity, "'tanh' or 'relu'")
+        super().__init__(f"RNN_{self.nonlinearity.upper()}", *args[:3], *args[4:], **kwargs)
