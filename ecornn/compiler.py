@@ -64,7 +64,7 @@ class Plan:
 
 def plan(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = 1, seq: int = 100,
          dtype: str = "float32", layers: int = 1, bidirectional: bool = False, lengths: bool = False,
-         resets: bool = False, target: str | Device | None = None, schedule: str | None = None,
+         resets: bool = False, reverse: bool = False, target: str | Device | None = None, schedule: str | None = None,
          config: Mapping[str, Value] | None = None) -> Plan:
     """Analyses the cell and chooses schedules and configurations; arguments as :func:`compile`."""
     from ecornn.task import make_task
@@ -72,7 +72,7 @@ def plan(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int 
     from ecornn.tune.choose import choose, default_target
     from ecornn.tune.folders import read_all
 
-    stack = Stack(layers, bidirectional, lengths, resets)
+    stack = Stack(layers, bidirectional, lengths, resets, reverse)
     device = resolve(target if target is not None else default_target())
     found = load_cell(cell) if isinstance(cell, str) else cell
     work = Workload(found.identity(), hidden, hidden if input is None else input, batch, seq, dtype)
@@ -102,7 +102,7 @@ def build(planned: Plan, out: Path) -> Generated:
 
 def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = 1, seq: int = 100,
             dtype: str = "float32", layers: int = 1, bidirectional: bool = False, lengths: bool = False,
-            resets: bool = False, target: str | Device | None = None, schedule: str | None = None,
+            resets: bool = False, reverse: bool = False, target: str | Device | None = None, schedule: str | None = None,
             config: Mapping[str, Value] | None = None, out: str | Path | None = None) -> Module:
     """Compiles a recurrent layer, or a stack of them.
 
@@ -116,6 +116,7 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
     dtype : ``float32``, ``float16`` or ``bfloat16``, of x, y, states and weights
     layers : L; y of one layer is x of the next. Each is compiled with the best record of its own size
     bidirectional : every layer goes both ways; y is then (T, B, 2 H), forward first
+    reverse : goes from the end of each row to its start, and not the other way
     lengths : calls may give the length of each row, see :meth:`Layer.__call__`
     resets : calls may give a mask of the steps at which a row's state starts anew
     target : ``cuda`` (the GPU at hand), ``cpu``, or an architecture such as ``sm_90a``, which needs
@@ -131,8 +132,8 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
     from ecornn.runtime.loader import load
 
     planned = plan(cell, hidden=hidden, input=input, batch=batch, seq=seq, dtype=dtype, target=target,
-                   layers=layers, bidirectional=bidirectional, lengths=lengths, resets=resets, schedule=schedule,
-                   config=config)
+                   layers=layers, bidirectional=bidirectional, lengths=lengths, resets=resets, reverse=reverse,
+                   schedule=schedule, config=config)
     if out is not None:
         build(planned, Path(out))
         return load(Path(out))

@@ -33,7 +33,7 @@ def make_manifest(cell: Cell, task: Task, schedule: Schedule, config: Config, pr
         prefix = parameter_prefix(stack, part)
         for key, (gates, *rest) in cell.parameters(part.workload.input, part.workload.hidden).items():
             shape = (gates * rest[0], *rest[1:])  # as PyTorch stores it: gates folded into the first axis
-            name = cell.parameter_name(key, part.layer, part.place.reverse)
+            name = cell.parameter_name(key, part.layer, part.second)
             parameters.append(Parameter(name, prefix + key, shape, gates))
     return Manifest(
         workload=task.workload, device=task.device, schedule=schedule.name, config=dict(config),

@@ -74,7 +74,7 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def y_offset(self, hidden: int) -> int:
         """Where this sequence's elements start in a row of y."""
-        return hidden if self.reverse else 0
+        return hidden if self.reverse and self.directions > 1 else 0
 
 
 ALONE = Place()
@@ -91,7 +91,12 @@ class Part(msgspec.Struct, frozen=True):
     @property
     def label(self) -> str:
         """The suffix of its parameters in PyTorch: ``l0``, ``l0_reverse``, ..."""
-        return f"l{self.layer}" + ("_reverse" if self.place.reverse else "")
+        return f"l{self.layer}" + ("_reverse" if self.second else "")
+
+    @property
+    def second(self) -> bool:
+        """Whether it is the second direction of its layer."""
+        return self.place.reverse and self.place.directions > 1
 
 
 class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,6 +106,7 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ----------
     layers : L; y of one is x of the next
     bidirectional : every layer goes both ways; y is (T, B, 2 H)
+    reverse : every layer goes from the end to the start only
     lengths, resets : whether a call takes them, see :class:`Place`
     """
 
@@ -108,13 +114,16 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bidirectional: bool = False
     lengths: bool = False
     resets: bool = False
+    reverse: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.layers, bool) or not isinstance(self.layers, int) or not 1 <= self.layers <= 1024:
             raise ArgumentError("layers", self.layers, "an integer from 1 to 1024")
-        for name in ("bidirectional", "lengths", "resets"):
+        for name in ("bidirectional", "lengths", "resets", "reverse"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(name, getattr(self, name), "True or False")
+        if self.reverse and self.bidirectional:
+            raise ArgumentError("reverse", True, "False with bidirectional=True, which goes both ways")
 
     @property
     def directions(self) -> int:
@@ -132,14 +141,14 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for layer in range(self.layers):
             inputs = whole.input if layer == 0 else self.directions * whole.hidden
             work = msgspec.structs.replace(whole, input=inputs)
-            for reverse in (False, True)[:self.directions]:
+            for reverse in (False, True) if self.bidirectional else (self.reverse,):
                 place = Place(reverse, self.directions, self.lengths, self.resets)
                 found.append(Part(len(found), layer, place, work))
         return tuple(found)
 
     def __str__(self) -> str:
         words = [f"{self.layers} layers"] if self.layers > 1 else []
-        words += [name for name in ("bidirectional", "lengths", "resets") if getattr(self, name)]
+        words += [name for name in ("bidirectional", "reverse", "lengths", "resets") if getattr(self, name)]
         return ", ".join(words)
 
 

@@ -230,7 +230,7 @@ class StepScalars:
     def _store_results(self, row: Any, unit: Any, after: dict[str, Any], live: Any) -> None:
         T, a, w, place = self.T, self.arguments, self.task.workload, self.task.place
         first = T.cast(self.timeline.at(a["t"]) * a["B"] + row, "int64") * place.y_width(w.hidden) + unit
-        at = T.Bind(first + place.y_offset(w.hidden) if place.reverse else first)
+        at = T.Bind(first + place.y_offset(w.hidden) if place.y_offset(w.hidden) else first)
         output = self.timeline.masked(live, after[self.graph.output], T.float32(0))
         T.buffer_store(a["y"], T.cast(output, w.dtype), [at])
         with T.If(a["t"] == a["T"] - 1), T.Then():

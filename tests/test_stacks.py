@@ -192,3 +192,18 @@ def test_a_module_without_lengths_says_how_to_have_them():
 def test_bad_stacks_are_refused(bad: dict[str, Any]):
     with pytest.raises(ArgumentError, match=next(iter(bad))):
         ecornn.compile("lstm", hidden=H, target="cpu", **bad)
+
+
+def test_the_reverse_direction_alone():
+    """Two layers that both go backwards: each the reference on the rows turned round, and turned back."""
+    stack = Stack(2, False, True, False, True)
+    x, weights, state = problem("gru", stack)
+    loaded = ecornn.compile("gru", hidden=H, input=I, batch=B, seq=T, target="cpu", layers=2, lengths=True,
+                            reverse=True)
+    y, after = loaded.bind(weights)(x, state, lengths=LENGTHS)
+    for b, n in enumerate(LENGTHS):
+        wanted, last = reference("gru", x[:n, b:b + 1][::-1], weights, [s[:, b:b + 1] for s in state])
+        assert not n or error(y[:n, b:b + 1], wanted[::-1]) < LIMIT
+        assert error(after[0][:, b:b + 1], last[0]) < LIMIT
+    with pytest.raises(ArgumentError, match="reverse"):
+        Stack(1, True, reverse=True)

@@ -5,21 +5,23 @@ from __future__ import annotations
 from ecornn.cells.base import Cell, pointwise, product
 from ecornn.cells.gru import GRU, GRUResetBefore
 from ecornn.cells.lstm import LSTM
-from ecornn.cells.vanilla import VanillaReLU, VanillaTanh
+from ecornn.cells.options import Optioned, parse
+from ecornn.cells.vanilla import IndRNN, VanillaReLU, VanillaTanh
 from ecornn.errors import ArgumentError
 
-BUILTIN: dict[str, Cell] = {
-    cell.name: cell for cell in (LSTM(), GRU(), GRUResetBefore(), VanillaTanh(), VanillaReLU())
+BUILTIN: dict[str, Optioned] = {
+    cell.name: cell for cell in (LSTM(), GRU(), GRUResetBefore(), VanillaTanh(), VanillaReLU(), IndRNN())
 }
 
 
 def get(cell: str | Cell) -> Cell:
-    """The cell of that name; a Cell object is returned as it is."""
+    """The cell of that name, with its options if it has some; a Cell object is returned as it is."""
     if isinstance(cell, Cell):
         return cell
-    if cell not in BUILTIN:
+    name, options = parse(cell)
+    if name not in BUILTIN:
         raise ArgumentError("cell", cell, f"one of {', '.join(BUILTIN)}, or an ecornn.Cell")
-    return BUILTIN[cell]
+    return type(BUILTIN[name])(**options) if options else BUILTIN[name]
 
 
 __all__ = ["BUILTIN", "Cell", "get", "pointwise", "product"]

@@ -73,11 +73,11 @@ class Cell(ABC):
         return name
 
     def identity(self) -> str:
-        """Key of this cell in records: its name, with a digest of its graph unless built in."""
-        from ecornn.cells import BUILTIN
+        """Key of this cell in records: the name and options of a built-in one, else a name and a digest."""
+        from ecornn.cells.options import Optioned
 
-        if type(self) is type(BUILTIN.get(self.name)):
-            return self.name
+        if isinstance(self, Optioned) and type(self).__module__.startswith("ecornn.cells."):
+            return self.spec()
         from ecornn.analysis import analyse
 
         text = analyse(self, input=2, hidden=3).describe()

@@ -2,31 +2,62 @@
 
 from __future__ import annotations
 
-from ecornn.cells.base import Cell, pointwise, product
+from ecornn.cells.activations import activation
+from ecornn.cells.base import pointwise, product
+from ecornn.cells.options import Optioned, mixed, within
 
 
-class LSTM(Cell):
+class LSTM(Optioned):
     """Long short-term memory (Hochreiter and Schmidhuber 1997, with the forget gate of Gers 2000).
 
     i, f, o = sigmoid(W x + b_ih + R h + b_hh), g = tanh(...); c' = f c + i g; h' = o tanh(c').
+
+    Options
+    -------
+    peepholes : i and f also see c, and o sees c', each by a vector (Gers and Schmidhuber 2000);
+        ``weight_peephole`` (3*H,) in the order i, f, o
+    coupled : f = 1 - i (Greff et al. 2017, CIFG); the forget gate's weights are not read
+    clip : bound of the inputs of activations (ONNX's clip)
+    clip_state : bound of c' (Sak et al. 2014)
+    zoneout_h, zoneout_c : share of the old state that stays, at inference (Krueger et al. 2017)
+    gate, new, out : activations instead of sigmoid (of i, f, o), tanh (of g) and tanh (of c')
     """
 
     name = "lstm"
     states = ("h", "c")
+    OPTIONS = {"peepholes": False, "coupled": False, "clip": 0.0, "clip_state": 0.0, "zoneout_h": 0.0,  # noqa: RUF012
+               "zoneout_c": 0.0, "gate": "sigmoid", "new": "tanh", "out": "tanh"}
 
     def parameters(self, input, hidden):
-        return {"weight_ih": (4, hidden, input), "weight_hh": (4, hidden, hidden),
-                "bias_ih": (4, hidden), "bias_hh": (4, hidden)}
+        found = {"weight_ih": (4, hidden, input), "weight_hh": (4, hidden, hidden),
+                 "bias_ih": (4, hidden), "bias_hh": (4, hidden)}
+        return found | {"weight_peephole": (3, hidden)} if self.options["peepholes"] else found
 
     def step(self, x, states, parameters):
-        from tvm import te
+        from tvm import te, tirx
 
         h, c = states
         gx, gh = product(x, parameters["weight_ih"]), product(h, parameters["weight_hh"])
         bx, bh = parameters["bias_ih"], parameters["bias_hh"]
+        o = self.options
+        squash, new, out = (activation(o[name]) for name in ("gate", "new", "out"))
         gate = te.compute(gx.shape, lambda b, g, j: gx[b, g, j] + bx[g, j] + gh[b, g, j] + bh[g, j],
                           name="gate")
-        cell = pointwise(lambda b, j: te.sigmoid(gate[b, 1, j]) * c[b, j]
-                         + te.sigmoid(gate[b, 0, j]) * te.tanh(gate[b, 2, j]), c, "cell")
-        return pointwise(lambda b, j: (te.sigmoid(gate[b, 3, j]) * te.tanh(cell[b, j]), cell[b, j]),
-                         c, "state")
+
+        def seen(b, g, j, state, peephole):
+            """The input of a gate that may see a state."""
+            if not o["peepholes"]:
+                return self.clipped(gate[b, g, j])
+            return self.clipped(gate[b, g, j] + parameters["weight_peephole"][peephole, j] * state[b, j])
+
+        def forget(b, j):
+            if o["coupled"]:
+                return tirx.const(1.0, "float32") - squash(seen(b, 0, j, c, 0))
+            return squash(seen(b, 1, j, c, 1))
+
+        cell = pointwise(lambda b, j: within(
+            forget(b, j) * c[b, j] + squash(seen(b, 0, j, c, 0)) * new(self.clipped(gate[b, 2, j])),
+            o["clip_state"]), c, "cell")
+        return pointwise(lambda b, j: (
+            mixed(o["zoneout_h"], h[b, j], squash(seen(b, 3, j, cell, 2)) * out(cell[b, j])),
+            mixed(o["zoneout_c"], c[b, j], cell[b, j])), c, "state")

@@ -30,6 +30,7 @@ EMIT = ("cuda", "tir", "ptx", "asm")
 @click.option("--layers", type=click.IntRange(1, 1024), default=1, show_default=True,
               help="Layers L of the stack; y of one is x of the next.")
 @click.option("--bidirectional", is_flag=True, help="Every layer goes both ways; y is (T, B, 2 H).")
+@click.option("--reverse", is_flag=True, help="Goes from the end of each row to its start only.")
 @click.option("--lengths", is_flag=True, help="Calls may give each row's length.")
 @click.option("--resets", is_flag=True, help="Calls may give a mask of the steps where a row starts anew.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.so",
@@ -42,7 +43,7 @@ EMIT = ("cuda", "tir", "ptx", "asm")
               help="Write it to this file instead.")
 @plain_errors
 def compile(cell: str, hidden: int, input_: int | None, batch: int, seq: int, dtype: str | None,
-            target: str | None, layers: int, bidirectional: bool, lengths: bool, resets: bool,
+            target: str | None, layers: int, bidirectional: bool, reverse: bool, lengths: bool, resets: bool,
             output: Path | None, schedule: str | None, config: tuple[str, ...], emit: str | None,
             emit_to: Path | None) -> None:
     """Compiles a layer, or a stack of them, to one .so file, with the best tuning records that apply.
@@ -59,7 +60,7 @@ def compile(cell: str, hidden: int, input_: int | None, batch: int, seq: int, dt
         raise ArgumentError("--emit-to", str(emit_to), f"--emit {'|'.join(EMIT)} beside it")
     dtype, target = default_dtype(dtype, target)
     planned = plan(cell, hidden=hidden, input=input_, batch=batch, seq=seq, dtype=dtype, target=target,
-                   layers=layers, bidirectional=bidirectional, lengths=lengths, resets=resets,
+                   layers=layers, bidirectional=bidirectional, lengths=lengths, resets=resets, reverse=reverse,
                    schedule=schedule, config=dict(knob(c) for c in config))
     click.echo(", ".join(filter(None, (str(planned.workload), str(planned.stack))))
                + f" on {planned.task.device.name}", err=True)

@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ecornn.cells import BUILTIN, Cell
+from ecornn.cells import BUILTIN, Cell, get
 from ecornn.errors import ArgumentError, CellError
 
-ALLOWED = f"one of {', '.join(BUILTIN)}, or FILE.py:NAME or MODULE:NAME of an ecornn.Cell"
+ALLOWED = (f"one of {', '.join(BUILTIN)}, one of these with options, such as 'lstm(peepholes)', or FILE.py:NAME "
+           "or MODULE:NAME of an ecornn.Cell")
 
 
 def load_cell(spec: str) -> Cell:
@@ -21,8 +22,8 @@ def load_cell(spec: str) -> Cell:
     Raises :class:`ArgumentError` where there is no such cell, :class:`CellError` where its file
     raises.
     """
-    if spec in BUILTIN:
-        return BUILTIN[spec]
+    if spec.partition("(")[0] in BUILTIN:
+        return get(spec)
     where, _, name = spec.rpartition(":")
     if not where:
         raise ArgumentError("cell", spec, ALLOWED)
@@ -68,7 +69,7 @@ def spec_of(cell: Cell) -> str:
     Raises :class:`CellError` for a cell that only this process has.
     """
     if type(cell) is type(BUILTIN.get(cell.name)):
-        return cell.name
+        return cell.identity()
     kind = type(cell)
     module = sys.modules.get(kind.__module__)
     file = getattr(module, "__file__", None)

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ecornn.cells import BUILTIN, Cell
+from ecornn.cells import Cell
+from ecornn.numpy_reference import STEPS as REFERENCES
 from ecornn.schedules.base import Task
 
 STEPS = 8  # enough to pass through every state buffer and barrier several times
@@ -47,7 +48,7 @@ def write(path: Path, cell: Cell, task: Task, seed: int) -> None:
     for name, shape in cell.parameters(work.input, work.hidden).items():
         shaped[name] = rounded(rng.uniform(-bound, bound, shape), work.dtype)
         flat[cell.parameter_name(name)] = shaped[name].reshape(-1, *shape[2:])
-    if type(cell) is type(BUILTIN.get(cell.name)):
+    if cell.identity() in REFERENCES:
         from ecornn.numpy_reference import reference
 
         y, last = reference(cell.name, x, flat, states)

@@ -92,7 +92,7 @@ class TileTask:
             e.vstore(o.data[f"{name}_state"], o.slot(name, after) + self.at, value)
         y_row = timeline.at(self.t) * o.batch + self.at_row
         start = y_row * e.index(place.y_width(s.hidden)) + self.unit
-        if place.reverse:
+        if place.y_offset(s.hidden):
             start = start + e.index(place.y_offset(s.hidden))
         valid = e.tirx.Select(self.at_row < o.batch, e.index(s.hidden) - self.unit, e.index(0))
         output = timeline.masked(live, results[o.graph.output], e.splat(0.0))

@@ -205,7 +205,7 @@ class Gates:
             output = self.timeline.masked(live, new[list(graph.states).index(graph.output)], T.float32(0))
             step = self.timeline.at(t)
             at = T.cast(step * self.batch + self.row[i], "int64") * place.y_width(H) + self.unit[i]
-            at = at + place.y_offset(H) if place.reverse else at
+            at = at + place.y_offset(H) if place.y_offset(H) else at
             T.buffer_store(self.arguments["y"], T.cast(output, dtype), [at])
             with T.If(t == self.steps - 1), T.Then():
                 for s, name in enumerate(graph.states):

@@ -1,0 +1,96 @@
+"""Options of built-in cells, and how a cell with options is written: ``lstm(peepholes,clip=3)``.
+
+That text is a cell's name on the command line, in records and in manifests. It is parsed, never executed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from ecornn.cells.activations import check_activation
+from ecornn.cells.base import Cell
+from ecornn.errors import ArgumentError
+
+Value = bool | float | str
+
+
+class Optioned(Cell):
+    """A cell with options.
+
+    ``OPTIONS`` are names and defaults: False for a switch, a number (0 for none) for a bound or a share,
+    a text for an activation. Raises :class:`ArgumentError` for what is none of them.
+    """
+
+    OPTIONS: ClassVar[dict[str, Value]] = {}
+
+    def __init__(self, **options: Value) -> None:
+        for name, value in options.items():
+            if name not in self.OPTIONS:
+                raise ArgumentError(f"{self.name}({name})", value, f"an option of {self.name}: "
+                                    f"{', '.join(self.OPTIONS) or 'it has none'}")
+            check(f"{self.name}({name})", name, value, self.OPTIONS[name])
+        self.options: dict[str, Any] = self.OPTIONS | options
+
+    def spec(self) -> str:
+        """The cell's name with the options that are not the defaults."""
+        parts = [name if value is True else f"{name}={value:g}" if isinstance(value, (int, float)) else
+                 f"{name}={value}" for name, value in self.options.items() if value != self.OPTIONS[name]]
+        return f"{self.name}({','.join(parts)})" if parts else self.name
+
+    def clipped(self, value: Any) -> Any:
+        """``value`` within the bounds that ``clip`` gives the inputs of activations."""
+        return within(value, self.options["clip"])
+
+
+def within(value: Any, bound: float) -> Any:
+    """``value`` kept from ``-bound`` to ``bound``; 0 is no bound."""
+    if not bound:
+        return value
+    from tvm import tirx
+
+    return tirx.max(tirx.min(value, tirx.const(bound, "float32")), tirx.const(-bound, "float32"))
+
+
+def mixed(share: float, old: Any, new: Any) -> Any:
+    """``share`` of the old value and the rest of the new one, as zoneout has it at inference."""
+    if not share:
+        return new
+    from tvm import tirx
+
+    return tirx.const(share, "float32") * old + tirx.const(1.0 - share, "float32") * new
+
+
+def check(where: str, name: str, value: Any, default: Value) -> None:
+    """Raises :class:`ArgumentError` where ``value`` is not of the option's kind."""
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise ArgumentError(where, value, "True or False")
+    elif isinstance(default, str):
+        check_activation(where, value)
+    elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+        raise ArgumentError(where, value, "a number >= 0")
+    elif name.startswith("zoneout") and value > 1:
+        raise ArgumentError(where, value, "a share from 0 to 1")
+
+
+def parse(text: str) -> tuple[str, dict[str, Value]]:
+    """Name and options of ``name(switch,option=value)``; :class:`ArgumentError` for another form."""
+    name, bracket, rest = text.partition("(")
+    if bracket and not rest.endswith(")"):
+        raise ArgumentError("cell", text, "NAME or NAME(OPTION,OPTION=VALUE)")
+    options: dict[str, Value] = {}
+    for part in filter(None, rest.removesuffix(")").split(",")):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        if not key.isidentifier() or key in options or (equals and not value):
+            raise ArgumentError("cell", text, "NAME or NAME(OPTION,OPTION=VALUE), each option once")
+        options[key] = _value(value) if equals else True
+    return name, options
+
+
+def _value(text: str) -> Value:
+    if text in ("true", "false"):
+        return text == "true"
+    try:
+        return float(text)
+    except ValueError:
+        return text

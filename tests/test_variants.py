@@ -1,0 +1,166 @@
+"""Options of the built-in cells, against their formulas written once more in NumPy float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda_on_cpu import Emulated, inputs
+from msgspec.structs import replace
+
+import ecornn
+from ecornn.analysis import analyse
+from ecornn.cells import get
+from ecornn.device import KNOWN
+from ecornn.errors import ArgumentError
+from ecornn.schedules import all_schedules
+from ecornn.schedules.base import Task
+from ecornn.tune.cell_spec import load_cell, spec_of
+from ecornn.tune.interpreter import interpret
+from ecornn.workload import Workload
+
+T, B, I, H = 5, 3, 6, 18
+
+
+def sigmoid(z: Any) -> Any:
+    return 1.0 / (1.0 + np.exp(-z))
+
+
+ACTIVATIONS: dict[str, Callable[[Any], Any]] = {  # from ONNX's operator specification
+    "sigmoid": sigmoid, "tanh": np.tanh, "relu": lambda z: np.where(z > 0, z, 0.0),
+    "softsign": lambda z: z / (1 + np.abs(z)), "softplus": lambda z: np.log(1 + np.exp(z)),
+    "affine:0.5:0.2": lambda z: 0.5 * z + 0.2, "leaky_relu": lambda z: np.where(z >= 0, z, 0.01 * z),
+    "leaky_relu:0.3": lambda z: np.where(z >= 0, z, 0.3 * z),
+    "thresholded_relu:0.2": lambda z: np.where(z >= 0.2, z, 0.0),
+    "scaled_tanh:1.5:0.7": lambda z: 1.5 * np.tanh(0.7 * z),
+    "hard_sigmoid": lambda z: np.clip(0.2 * z + 0.5, 0, 1),
+    "elu:0.8": lambda z: np.where(z >= 0, z, 0.8 * (np.exp(z) - 1))}
+
+
+def lstm(x: Any, states: list[Any], p: dict[str, Any], o: dict[str, Any]) -> list[Any]:
+    h, c = states
+    peephole = p.get("weight_peephole", np.zeros((3, H)))
+    bound = o.get("clip") or np.inf
+    i, f, g, out = (x @ w.T + b + h @ r.T + d for w, b, r, d in zip(
+        p["weight_ih"], p["bias_ih"], p["weight_hh"], p["bias_hh"], strict=True))
+    act = {n: ACTIVATIONS[o.get(n, d)] for n, d in (("gate", "sigmoid"), ("new", "tanh"), ("out", "tanh"))}
+    i = act["gate"](np.clip(i + peephole[0] * c, -bound, bound))
+    f = 1 - i if o.get("coupled") else act["gate"](np.clip(f + peephole[1] * c, -bound, bound))
+    new = f * c + i * act["new"](np.clip(g, -bound, bound))
+    limit = o.get("clip_state") or np.inf
+    new = np.clip(new, -limit, limit)
+    y = act["gate"](np.clip(out + peephole[2] * new, -bound, bound)) * act["out"](new)
+    zh, zc = o.get("zoneout_h", 0), o.get("zoneout_c", 0)
+    return [zh * h + (1 - zh) * y, zc * c + (1 - zc) * new]
+
+
+def gru(x: Any, states: list[Any], p: dict[str, Any], o: dict[str, Any], before: bool = False) -> list[Any]:
+    (h,), bound = states, o.get("clip") or np.inf
+    W, R, bx, bh = p["weight_ih"], p["weight_hh"], p["bias_ih"], p["bias_hh"]
+    gate, fresh = ACTIVATIONS[o.get("gate", "sigmoid")], ACTIVATIONS[o.get("new", "tanh")]
+    r, z = (gate(np.clip(x @ W[n].T + bx[n] + h @ R[n].T + bh[n], -bound, bound)) for n in (0, 1))
+    inner = (r * h) @ R[2].T + bh[2] if before else r * (h @ R[2].T + bh[2])
+    n = fresh(np.clip(x @ W[2].T + bx[2] + inner, -bound, bound))
+    share = o.get("zoneout", 0)
+    return [share * h + (1 - share) * ((1 - z) * n + z * h)]
+
+
+def rnn(x: Any, states: list[Any], p: dict[str, Any], o: dict[str, Any], default: str = "tanh") -> list[Any]:
+    (h,), bound = states, o.get("clip") or np.inf
+    recurrent = h * p["weight_hh"][0] if p["weight_hh"].ndim == 2 else h @ p["weight_hh"][0].T + p["bias_hh"][0]
+    value = np.clip(x @ p["weight_ih"][0].T + p["bias_ih"][0] + recurrent, -bound, bound)
+    share = o.get("zoneout", 0)
+    return [share * h + (1 - share) * ACTIVATIONS[o.get("new", default)](value)]
+
+
+FORMULAS: dict[str, Callable[..., list[Any]]] = {
+    "lstm": lstm, "gru": gru, "gru_reset_before": lambda *a: gru(*a, before=True), "rnn_tanh": rnn,
+    "indrnn": lambda *a: rnn(*a, default="relu")}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("lstm", {"peepholes": True}), ("lstm", {"coupled": True}), ("lstm", {"clip": 0.5}),
+    ("lstm", {"clip_state": 0.3, "zoneout_h": 0.1, "zoneout_c": 0.25}),
+    ("lstm", {"peepholes": True, "coupled": True, "clip": 0.75, "gate": "hard_sigmoid", "new": "softsign",
+              "out": "elu:0.8"}),
+    ("gru", {"clip": 0.5, "zoneout": 0.2}), ("gru_reset_before", {"clip": 0.5, "gate": "hard_sigmoid"}),
+    ("gru", {"gate": "affine:0.5:0.2", "new": "leaky_relu:0.3"}), ("rnn_tanh", {"clip": 0.3, "zoneout": 0.5}),
+    ("indrnn", {}), ("indrnn", {"new": "tanh"})]
+
+
+def problem(cell: Any, dtype: str = "float32") -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    return inputs(cell.name, (T, B, I, H), dtype, cell.parameters(I, H), cell.states)
+
+
+def expected(name: str, options: dict[str, Any], x: Any, states: dict[str, Any], p: dict[str, Any]) -> Any:
+    now, y = [s.astype(np.float64) for s in states.values()], []
+    wide = {n: v.astype(np.float64) for n, v in p.items()}
+    for row in x.astype(np.float64):
+        now = FORMULAS[name](row, now, wide, options)
+        y.append(now[0])
+    return np.stack(y), now
+
+
+def error(found: Any, wanted: Any) -> float:
+    value = float(np.linalg.norm(np.asarray(found, np.float64) - wanted) / np.linalg.norm(wanted))
+    return value if np.isfinite(value) else float("inf")
+
+
+@pytest.mark.parametrize(("name", "options"), [*CASES, *(("rnn_tanh", {"new": a}) for a in ACTIVATIONS)], ids=str)
+def test_the_analysed_step_is_the_formula(name: str, options: dict[str, Any]):
+    cell = type(get(name))(**options)
+    x, states, p = problem(cell)
+    y, last = interpret(analyse(cell, I, H), x, p, list(states.values()))
+    wanted, after = expected(name, options, x, states, p)
+    assert error(y, wanted) < 1e-7  # constants are float32
+    assert all(error(one, other) < 1e-7 for one, other in zip(last, after, strict=True))
+
+
+@pytest.mark.parametrize(("name", "options"), [CASES[3], CASES[4], CASES[7], CASES[9]], ids=str)
+def test_modules_for_this_cpu(name: str, options: dict[str, Any]):
+    cell = type(get(name))(**options)
+    x, states, p = problem(cell)
+    layer = ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, target="cpu").bind(
+        {f"{n}_l0": v.reshape(-1, *v.shape[2:]) for n, v in p.items()})
+    y, last = layer(x, tuple(states.values()))
+    wanted, after = expected(name, options, x, states, p)
+    assert error(y, wanted) < 1e-6 and all(error(a, b) < 1e-6 for a, b in zip(last, after, strict=True))
+    assert layer.manifest.workload.cell == cell.identity()
+
+
+@pytest.mark.parametrize(("schedule", "case"), [("fused_step", CASES[9]), ("layout_transform", CASES[4])], ids=str)
+def test_cuda(tmp_path: Path, schedule: str, case: tuple[str, dict[str, Any]]):
+    name, options = case
+    cell = type(get(name))(**options)
+    x, states, p = problem(cell)
+    device = replace(KNOWN["sm_90a"], cores=3)
+    task = Task(Workload(cell.identity(), H, I, B, T), analyse(cell, I, H), device)
+    chosen = all_schedules()[schedule]
+    y, last = Emulated(chosen.program(task, chosen.default(task)), tmp_path).run(x, states, p)
+    wanted, after = expected(name, options, x, states, p)
+    assert error(y, wanted) < 1e-5
+    assert all(error(last[n], v) < 1e-5 for n, v in zip(cell.states, after, strict=True))
+
+
+def test_the_forget_gates_weights_are_not_read_where_gates_are_coupled():
+    assert len(analyse(get("lstm(coupled)"), I, H).phases[0].rows) == 3
+
+
+@pytest.mark.parametrize("text", ["lstm", "lstm(peepholes)", "lstm(coupled,clip=3)", "gru(gate=hard_sigmoid:0.25:0.5)"])
+def test_names_of_cells_go_round(text: str):
+    cell = load_cell(text)
+    assert cell.identity() == text == spec_of(cell)
+    assert get(cell.identity()).options == cell.options  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("lstm(peephole)", "an option of lstm: peepholes"), ("lstm(clip=-1)", "a number >= 0"),
+    ("lstm(clip", "NAME(OPTION"),
+    ("lstm(clip=1,clip=2)", "each option once"), ("lstm(gate=tanhh)", "one of sigmoid, tanh"),
+    ("lstm(gate=elu:1:2)", "elu:ALPHA"), ("lstm(gate=elu:nan)", "elu:ALPHA"), ("gru(zoneout=2)", "from 0 to 1"),
+    ("lstm(peepholes=3)", "True or False"), ("lstm(__import__('os'))", "NAME(OPTION")])
+def test_bad_options_are_named(text: str, words: str):
+    with pytest.raises(ArgumentError) as caught:
+        ecornn.compile(text, hidden=H, target="cpu")
+    assert words in str(caught.value)
