@@ -102,8 +102,9 @@ def build(planned: Plan, out: Path) -> Generated:
 
 def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = 1, seq: int = 100,
             dtype: str = "float32", layers: int = 1, bidirectional: bool = False, lengths: bool = False,
-            resets: bool = False, reverse: bool = False, target: str | Device | None = None, schedule: str | None = None,
-            config: Mapping[str, Value] | None = None, out: str | Path | None = None) -> Module:
+            resets: bool = False, reverse: bool = False, target: str | Device | None = None,
+            schedule: str | None = None, config: Mapping[str, Value] | None = None,
+            out: str | Path | None = None) -> Module:
     """Compiles a recurrent layer, or a stack of them.
 
     Parameters

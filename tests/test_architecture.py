@@ -35,11 +35,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "task": PLAN | {"compose", "task"},
     "build": BASE | {"build", "host_cpu", "host_gpu"},
     # A machine that only runs modules has no TVM: nothing of the compiler may be needed there.
-    "runtime": BASE | {"runtime", "host_cpu", "host_gpu"},
+    "runtime": BASE | {"runtime", "host_cpu", "host_gpu", "weight_files"},
+    "weight_files": {"errors"},
     "tuning_logs": set(),
 }
 EVERYTHING = {*MAY_IMPORT, "tune", "compiler"}
 MAY_IMPORT |= {"torch": {"compiler", "errors", "runtime", "workload"}}
+MAY_IMPORT |= {"onnx": {"cells", "compiler", "device", "errors", "runtime"}}
 MAY_IMPORT |= {"tune": EVERYTHING, "compiler": EVERYTHING, "cli": EVERYTHING | {"cli", ""},
                "": EVERYTHING}
 

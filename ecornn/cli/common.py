@@ -30,12 +30,13 @@ def plain_errors(function: F) -> F:
     return wrapper  # type: ignore[return-value]
 
 
-def layer_options(batch: int, seq: int, dtype_help: str) -> Callable[[F], F]:
+def layer_options(batch: int, seq: int, dtype_help: str, required: bool = True) -> Callable[[F], F]:
     """--cell, --hidden, --input, --batch, --seq, --dtype and --target, with these defaults."""
     options = [
-        click.option("--cell", required=True, metavar="NAME|FILE.py:NAME",
-                     help="lstm, gru, gru_reset_before, rnn_tanh, rnn_relu, or your own cell."),
-        click.option("--hidden", required=True, type=SIZE, help="Hidden size H."),
+        click.option("--cell", required=required, metavar="NAME|FILE.py:NAME",
+                     help="lstm, gru, gru_reset_before, rnn_tanh, rnn_relu, indrnn; with options, as in "
+                          "'lstm(peepholes,clip=3)'; or your own cell."),
+        click.option("--hidden", required=required, type=SIZE, help="Hidden size H."),
         click.option("--input", "input_", type=SIZE, help="Input size I.  [default: H]"),
         click.option("--batch", default=batch, show_default=True, type=SIZE,
                      help="Largest batch B to serve."),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,6 +19,8 @@ Examples:
   ecornn-compile --cell lstm --hidden 800 --batch 20 -o lstm800.so
   ecornn-compile --cell gru --hidden 256 --dtype bfloat16 --target sm_90a -o gru256.so
   ecornn-compile --cell lstm --hidden 512 --layers 4 --bidirectional --lengths -o lstm4x512.so
+  ecornn-compile --cell gru --weights model.safetensors --prefix encoder. -o encoder.so
+  ecornn-compile model.onnx --node encoder_lstm --batch 8 -o encoder.so
   ecornn-compile --cell lstm --hidden 128 --target cpu --emit asm --emit-to lstm.s
   ecornn-compile --cell lstm --hidden 800 --schedule fused_step --config units=32 -o lstm800.so
 """
@@ -26,9 +28,14 @@ EMIT = ("cuda", "tir", "ptx", "asm")
 
 
 @click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
-@layer_options(batch=20, seq=300, dtype_help="[default: float32 on a CPU, bfloat16 on a GPU]")
-@click.option("--layers", type=click.IntRange(1, 1024), default=1, show_default=True,
-              help="Layers L of the stack; y of one is x of the next.")
+@click.argument("model", required=False, metavar="[MODEL.onnx]", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--node", metavar="NAME", help="With MODEL.onnx: the LSTM, GRU or RNN node, if it has several.")
+@layer_options(batch=20, seq=300, dtype_help="[default: float32 on a CPU, bfloat16 on a GPU]", required=False)
+@click.option("--weights", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+              help="A safetensors file or PyTorch checkpoint: sizes, layers and directions are taken from it.")
+@click.option("--prefix", default="", help="With --weights: what stands before the layer's names, as encoder.rnn.")
+@click.option("--layers", type=click.IntRange(1, 1024), help="Layers L of the stack; y of one is x of the next.  "
+              "[default: 1]")
 @click.option("--bidirectional", is_flag=True, help="Every layer goes both ways; y is (T, B, 2 H).")
 @click.option("--reverse", is_flag=True, help="Goes from the end of each row to its start only.")
 @click.option("--lengths", is_flag=True, help="Calls may give each row's length.")
@@ -42,13 +49,15 @@ EMIT = ("cuda", "tir", "ptx", "asm")
 @click.option("--emit-to", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="Write it to this file instead.")
 @plain_errors
-def compile(cell: str, hidden: int, input_: int | None, batch: int, seq: int, dtype: str | None,
-            target: str | None, layers: int, bidirectional: bool, reverse: bool, lengths: bool, resets: bool,
+def compile(model: Path | None, node: str | None, cell: str | None, hidden: int | None, input_: int | None,
+            batch: int, seq: int, dtype: str | None, target: str | None, weights: Path | None, prefix: str,
+            layers: int | None, bidirectional: bool, reverse: bool, lengths: bool, resets: bool,
             output: Path | None, schedule: str | None, config: tuple[str, ...], emit: str | None,
             emit_to: Path | None) -> None:
     """Compiles a layer, or a stack of them, to one .so file, with the best tuning records that apply.
 
-    The file runs with `ecornn.load("FILE.so").bind(weights)(x)`, on machines without a compiler too.
+    The file runs with `ecornn.load("FILE.so").bind(weights)(x)`, on machines without a compiler too. The
+    weights of an ONNX node are written beside it, as FILE.safetensors.
     """
     import tempfile
 
@@ -58,9 +67,19 @@ def compile(cell: str, hidden: int, input_: int | None, batch: int, seq: int, dt
         raise ArgumentError("--output", None, "a file name, or --emit to see the code only")
     if emit_to is not None and emit is None:
         raise ArgumentError("--emit-to", str(emit_to), f"--emit {'|'.join(EMIT)} beside it")
+    given = {"cell": cell, "hidden": hidden, "input": input_, "layers": layers,
+             "bidirectional": bidirectional or None, "reverse": reverse or None, "lengths": lengths or None}
+    found, bound = layer_of(model, node, weights, prefix)
+    for name, value in found.items():
+        if given.get(name) not in (None, value):
+            raise ArgumentError(f"--{name}", given[name], f"{value}, as {model or weights} says")
+    layer = {"layers": 1} | {n: v for n, v in (given | found).items() if v is not None}
+    for name in ("cell", "hidden"):
+        if name not in layer:
+            raise ArgumentError(f"--{name}", None, "a value" + (", or MODEL.onnx" if name == "cell" else
+                                                               ", or --weights FILE, or MODEL.onnx"))
     dtype, target = default_dtype(dtype, target)
-    planned = plan(cell, hidden=hidden, input=input_, batch=batch, seq=seq, dtype=dtype, target=target,
-                   layers=layers, bidirectional=bidirectional, lengths=lengths, resets=resets, reverse=reverse,
+    planned = plan(layer.pop("cell"), **layer, batch=batch, seq=seq, dtype=dtype, target=target, resets=resets,
                    schedule=schedule, config=dict(knob(c) for c in config))
     click.echo(", ".join(filter(None, (str(planned.workload), str(planned.stack))))
                + f" on {planned.task.device.name}", err=True)
@@ -71,12 +90,44 @@ def compile(cell: str, hidden: int, input_: int | None, batch: int, seq: int, dt
         generated = build(planned, output or Path(folder, "module.so"))
     if output is not None:
         click.echo(f"wrote {output} ({output.stat().st_size / 1024:.0f} KiB)", err=True)
+        if model is not None:
+            from ecornn.weight_files import save
+
+            weights = output.with_suffix(".safetensors")
+            save(weights, bound)
+            click.echo(f"wrote {weights}", err=True)
+        if weights is not None:
+            more = f", prefix={prefix!r}" if prefix else ""
+            click.echo(f'use it: ecornn.load("{output}").bind("{weights}"{more})', err=True)
     if emit is not None:
         text = emitted(planned, generated, emit)
         if emit_to is None:
             click.echo(text)
         else:
             emit_to.write_text(text)
+
+
+def layer_of(model: Path | None, node: str | None, weights: Path | None,
+             prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a model or a file of weights says of the layer, and the weights that are to be written."""
+    if model is not None and weights is not None:
+        raise ArgumentError("--weights", str(weights), "none with MODEL.onnx, which has its own")
+    if model is not None:
+        from ecornn.onnx import read
+
+        found = read(model, node)
+        both = found.direction == "bidirectional"
+        return {"cell": found.cell.identity(), "hidden": found.hidden, "input": found.input, "layers": 1,
+                "bidirectional": both, "reverse": found.direction == "reverse", "lengths": True}, found.weights
+    if node is not None:
+        raise ArgumentError("--node", node, "none without MODEL.onnx")
+    if weights is None:
+        if prefix:
+            raise ArgumentError("--prefix", prefix, "none without --weights")
+        return {}, {}
+    from ecornn.weight_files import WeightFile, sizes_of
+
+    return sizes_of(WeightFile(weights, prefix).layer()), {}
 
 
 def knob(text: str) -> tuple[str, int | str | bool]:

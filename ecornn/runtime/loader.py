@@ -55,13 +55,16 @@ class Module:
         finally:
             made.unlink(missing_ok=True)
 
-    def bind(self, weights: Mapping[str, Any], device: int = 0, *, threads: int | None = None) -> Layer:
+    def bind(self, weights: Mapping[str, Any] | str | os.PathLike[str], device: int = 0, *,
+             threads: int | None = None, prefix: str = "") -> Layer:
         """Packs ``weights`` for this module, once, and copies them to the GPU if it is for one.
 
         Parameters
         ----------
         weights : by PyTorch's names, such as ``weight_ih_l0`` (G*H, I); NumPy arrays, torch tensors
-            or others with DLPack, of any floating-point type; not needed any more after the call
+            or others with DLPack, of any floating-point type; not needed any more after the call.
+            Or the name of a safetensors file or a PyTorch checkpoint that has them
+        prefix : of a file: what stands before the layer's names in it, such as ``encoder.rnn.``
         device : number of the GPU, as CUDA counts; 0 for a CPU
         threads : CPU threads of a call; default: the physical cores that this process may use
 
@@ -84,6 +87,12 @@ class Module:
             threads = min(_MOST_THREADS, physical_cores(sorted(os.sched_getaffinity(0))))
         else:
             _integer("threads", threads, 1, _MOST_THREADS)
+        if isinstance(weights, (str, os.PathLike)):
+            from ecornn.weight_files import WeightFile
+
+            weights = WeightFile(weights, prefix).layer()
+        elif prefix:
+            raise ArgumentError("prefix", prefix, "none, unless weights is the name of a file")
         return Layer(self, read_weights(self.manifest, weights, self.library), device, threads)
 
 

@@ -1,0 +1,134 @@
+"""What an ONNX recurrent node means: a cell with options, a direction, and weights by PyTorch's names.
+
+After https://onnx.ai/onnx/operators/onnx__LSTM.html, onnx__GRU.html and onnx__RNN.html.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ecornn.cells import BUILTIN
+from ecornn.cells.activations import DEFAULTS
+from ecornn.cells.options import Optioned
+from ecornn.errors import ArgumentError, ShapeError, WeightsError
+
+Array = NDArray[Any]
+
+GATES = {"LSTM": (0, 2, 3, 1), "GRU": (1, 0, 2), "RNN": (0,)}  # ours among theirs: iofc, zrh
+PEEPHOLES = (0, 2, 1)  # theirs: i, o, f
+NAMES = {"Relu": "relu", "Tanh": "tanh", "Sigmoid": "sigmoid", "Affine": "affine", "LeakyRelu": "leaky_relu",
+         "ThresholdedRelu": "thresholded_relu", "ScaledTanh": "scaled_tanh", "HardSigmoid": "hard_sigmoid",
+         "Elu": "elu", "Softsign": "softsign", "Softplus": "softplus"}
+ROLES = {"LSTM": ("gate", "new", "out"), "GRU": ("gate", "new"), "RNN": ("new",)}
+DIRECTIONS = ("forward", "reverse", "bidirectional")
+ATTRIBUTES = {"activation_alpha", "activation_beta", "activations", "clip", "direction", "hidden_size", "layout"}
+OWN = {"LSTM": {"input_forget"}, "GRU": {"linear_before_reset"}, "RNN": set()}
+
+
+@dataclass(frozen=True)
+class Node:
+    """A recurrent node.
+
+    Attributes
+    ----------
+    name, op : the node's name; ``LSTM``, ``GRU`` or ``RNN``
+    cell : the cell that computes one step
+    input, hidden : I and H
+    direction : ``forward``, ``reverse`` or ``bidirectional``
+    batch_first : ONNX's layout 1
+    weights : by PyTorch's names, float32
+    outputs : which of Y, Y_h and Y_c the node has
+    """
+
+    name: str
+    op: str
+    cell: Optioned
+    input: int
+    hidden: int
+    direction: str
+    batch_first: bool
+    weights: dict[str, Array]
+    outputs: tuple[bool, ...]
+
+
+def interpret(name: str, op: str, attributes: Mapping[str, Any], tensors: Sequence[Array | None],
+              outputs: tuple[bool, ...]) -> Node:
+    """The meaning of a node with these attributes and the tensors W, R, B and, for an LSTM, P.
+
+    Raises :class:`ArgumentError` for an operator or attribute that is none of ONNX's or is not supported,
+    :class:`WeightsError` where W or R is missing, :class:`ShapeError` where a shape does not fit.
+    """
+    if op not in GATES:
+        raise ArgumentError("node", f"{name} ({op})", f"a node of {', '.join(GATES)}")
+    for key in attributes:
+        if key not in ATTRIBUTES | OWN[op]:
+            raise ArgumentError(f"{name}.{key}", attributes[key], f"an attribute of {op}")
+    direction = attributes.get("direction", "forward")
+    if direction not in DIRECTIONS:
+        raise ArgumentError(f"{name}.direction", direction, f"one of {', '.join(DIRECTIONS)}")
+    count = 1 + (direction == "bidirectional")
+    w, r, b, p = (*tensors, None, None, None, None)[:4]
+    if w is None or r is None:
+        raise WeightsError(f"node {name}: W and R must be constants of the model", ["W", "R"])
+    gates, hidden = len(GATES[op]), int(r.shape[-1])
+    wanted = {"W": (count, gates * hidden, int(w.shape[-1])), "R": (count, gates * hidden, hidden),
+              "B": (count, 2 * gates * hidden), "P": (count, 3 * hidden)}
+    for key, value in (("W", w), ("R", r), ("B", b), ("P", p)):
+        if value is not None and value.shape != wanted[key]:
+            raise ShapeError(f"{name}.{key}.shape", value.shape, str(wanted[key]))
+    if attributes.get("hidden_size", hidden) != hidden:
+        raise ShapeError(f"{name}.hidden_size", attributes["hidden_size"], f"{hidden}, as R's shape says")
+    options = _options(name, op, attributes, count)
+    if op == "LSTM" and p is not None and p.any():
+        options["peepholes"] = True
+    kind = {"LSTM": "lstm", "RNN": "rnn_tanh"}.get(op) or (
+        "gru" if attributes.get("linear_before_reset", 0) else "gru_reset_before")
+    cell = type(BUILTIN[kind])(**options)
+    weights = {}
+    for d in range(count):
+        end = "_l0" + ("_reverse" if d else "")
+
+        def ordered(value: Array, order: Sequence[int] = GATES[op]) -> Array:
+            parts = np.split(np.asarray(value, np.float32), len(order))
+            return np.concatenate([parts[g] for g in order])
+
+        weights[f"weight_ih{end}"], weights[f"weight_hh{end}"] = ordered(w[d]), ordered(r[d])
+        both = np.zeros(2 * gates * hidden, np.float32) if b is None else b[d]
+        weights[f"bias_ih{end}"], weights[f"bias_hh{end}"] = map(ordered, np.split(both, 2))
+        if options.get("peepholes") and p is not None:
+            weights[f"weight_peephole{end}"] = ordered(p[d], PEEPHOLES)
+    layout = bool(attributes.get("layout", 0))
+    return Node(name, op, cell, int(w.shape[-1]), hidden, direction, layout, weights, outputs)
+
+
+def _options(name: str, op: str, attributes: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """Options of the cell: those of the attributes that are not the operator's defaults."""
+    roles = ROLES[op]
+    defaults = ["sigmoid", "tanh", "tanh"] if len(roles) > 1 else ["tanh"]
+    chosen = list(attributes.get("activations") or ())
+    options: dict[str, Any] = {"clip": float(attributes["clip"])} if attributes.get("clip") else {}
+    if attributes.get("input_forget"):
+        options["coupled"] = True
+    if not chosen:
+        return options
+    if len(chosen) != len(roles) * count:
+        raise ArgumentError(f"{name}.activations", chosen, f"{len(roles) * count} names")
+    alpha, beta = list(attributes.get("activation_alpha") or ()), list(attributes.get("activation_beta") or ())
+    texts = []
+    for given in chosen:  # an activation takes the next alpha and the next beta, if it has such
+        found = {n.lower(): v for n, v in NAMES.items()}.get(str(given).lower())
+        if found is None:
+            raise ArgumentError(f"{name}.activations", given, f"one of {', '.join(NAMES)}")
+        numbers = list(DEFAULTS[found])
+        for at, left in enumerate((alpha, beta)[:len(numbers)]):
+            if left:
+                numbers[at] = left.pop(0)
+        texts.append(":".join((found, *(f"{n:g}" for n in numbers))) if tuple(numbers) != DEFAULTS[found] else found)
+    if count == 2 and texts[:len(roles)] != texts[len(roles):]:
+        raise ArgumentError(f"{name}.activations", chosen, "the same for both directions")
+    return options | {role: text for role, text, usual in zip(roles, texts, defaults, strict=False) if text != usual}

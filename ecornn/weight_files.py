@@ -1,0 +1,125 @@
+"""Weights in files, safetensors or PyTorch checkpoints, and the sizes that their shapes tell."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ecornn.errors import ArgumentError, WeightsError
+
+_NAME = re.compile(r"(.+)_l(\d+)(_reverse)?")
+CHECKPOINTS = (".pt", ".pth", ".bin", ".ckpt")
+
+
+class WeightFile(Mapping[str, Any]):
+    """The tensors of a file whose names start with ``prefix``, by the rest of their names.
+
+    Read when they are asked for: NumPy arrays, or torch tensors of a checkpoint or where NumPy lacks the
+    type. ``path`` ends in ``.safetensors``, or in one of :data:`CHECKPOINTS`, which is read as data only.
+
+    Raises :class:`ArgumentError` for another kind of file, or one that cannot be read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], prefix: str = "") -> None:
+        self.path, self.prefix = Path(path), prefix
+        if not self.path.is_file():
+            raise ArgumentError("weights", str(path), "a file that exists")
+        kind = self.path.suffix.lower()
+        if kind != ".safetensors" and kind not in CHECKPOINTS:
+            raise ArgumentError("weights", str(path), f"a file *.safetensors or *{', *'.join(CHECKPOINTS)}")
+        read = _safetensors if kind == ".safetensors" else _checkpoint
+        every = read(self.path)
+        self._found = {n.removeprefix(prefix): v for n, v in every.items() if n.startswith(prefix)}
+        if not self._found:
+            raise WeightsError(f"{path} has no tensor whose name starts with {prefix!r}; it has "
+                               f"{', '.join(list(every)[:8])}{', ...' if len(every) > 8 else ''}", list(every))
+
+    def layer(self) -> dict[str, Any]:
+        """Those that are named as a recurrent layer's are, ``..._l0`` and so on, and not further down."""
+        return {n: self[n] for n in self if _NAME.fullmatch(n) and "." not in n}
+
+    def __getitem__(self, name: str) -> Any:
+        value = self._found[name]
+        return value() if callable(value) and not hasattr(value, "shape") else value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
+def _safetensors(path: Path) -> dict[str, Any]:
+    from functools import partial
+
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ArgumentError("weights", str(path), "the package safetensors installed: pip install safetensors"
+                            ) from error
+    try:
+        file = safe_open(path, framework="numpy")
+        return {name: partial(_tensor, path, file, name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ArgumentError("weights", str(path), f"a safetensors file ({error})") from error
+
+
+def _tensor(path: Path, file: Any, name: str) -> Any:
+    try:
+        return file.get_tensor(name)
+    except TypeError:  # bfloat16
+        from safetensors import safe_open
+
+        with safe_open(path, framework="pt") as again:
+            return again.get_tensor(name)
+
+
+def _checkpoint(path: Path) -> dict[str, Any]:
+    import pickle
+
+    try:
+        import torch
+    except ImportError as error:
+        raise ArgumentError("weights", str(path), "PyTorch installed, to read a checkpoint; or a "
+                            "*.safetensors file") from error
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        raise ArgumentError("weights", str(path), f"a PyTorch checkpoint of tensors only ({error})") from error
+    while isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping):
+        found = found["state_dict"]
+    if not isinstance(found, Mapping):
+        raise ArgumentError("weights", str(path), "a checkpoint with a state_dict")
+    return {str(n): v.detach() for n, v in found.items() if isinstance(v, torch.Tensor)}
+
+
+def sizes_of(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """``hidden``, ``input``, ``layers`` and ``bidirectional`` of a layer's weights by PyTorch's names.
+
+    Raises :class:`WeightsError` where ``weight_ih_l0`` or ``weight_hh_l0`` is missing.
+    """
+    for name in ("weight_ih_l0", "weight_hh_l0"):
+        if name not in weights:
+            raise WeightsError(f"there is no {name} among the weights: {', '.join(weights) or 'there are none'}; "
+                               "--prefix says what stands before a layer's names", [name])
+    ends = [found for found in map(_NAME.fullmatch, weights) if found]
+    hidden = weights["weight_hh_l0"].shape
+    return {"hidden": int(hidden[-1]), "input": int(weights["weight_ih_l0"].shape[-1]),
+            "layers": 1 + max(int(found[2]) for found in ends), "bidirectional": any(found[3] for found in ends)}
+
+
+def save(path: Path, weights: Mapping[str, Any]) -> None:
+    """Writes NumPy arrays as a safetensors file, complete or not at all."""
+    import secrets
+
+    from safetensors.numpy import save_file
+
+    made = path.parent / f".{path.name}.{secrets.token_hex(8)}"
+    try:
+        save_file(dict(weights), made)
+        made.replace(path)
+    finally:
+        made.unlink(missing_ok=True)

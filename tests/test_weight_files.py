@@ -1,0 +1,111 @@
+"""Weights from safetensors files and PyTorch checkpoints, and the command line that takes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import ecornn
+from ecornn.cli import compile as command
+from ecornn.errors import ArgumentError, WeightsError
+from ecornn.numpy_reference import random_weights, reference
+from ecornn.weight_files import WeightFile, save, sizes_of
+
+I, H = 5, 12
+
+
+def run(*words: str | Path) -> str:
+    """What the command says; it must succeed."""
+    done = CliRunner().invoke(command, [str(w) for w in words])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def agrees(layer: ecornn.Layer, cell: str, weights: dict[str, np.ndarray]) -> None:
+    x = np.random.default_rng(0).standard_normal((4, 3, I)).astype(np.float32)
+    wanted, _ = reference(cell, x, weights)
+    np.testing.assert_allclose(layer(x)[0], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_layer_of_a_safetensors_file(tmp_path: Path):
+    weights, file, out = random_weights("gru", I, H, 1, 2, 2), tmp_path / "model.safetensors", tmp_path / "gru.so"
+    save(file, {f"encoder.{n}": w for n, w in weights.items()} | {"encoder.more.weight_ih_l0": np.zeros((2, 2)),
+                                                                 "head.weight": np.zeros((2, 2), np.float32)})
+    said = run("--cell", "gru", "--weights", file, "--prefix", "encoder.", "--batch", 3, "--target", "cpu", "-o", out)
+    assert "2 layers, bidirectional" in said and "prefix='encoder.'" in said
+    agrees(ecornn.load(out).bind(file, prefix="encoder."), "gru", weights)
+    with pytest.raises(WeightsError, match=r"missing weight_ih_l0.*expected"):
+        ecornn.load(out).bind(file)
+    with pytest.raises(WeightsError, match=r"starts with 'decoder\.'; it has"):
+        ecornn.load(out).bind(file, prefix="decoder.")
+
+
+def test_a_layer_of_a_checkpoint(tmp_path: Path):
+    torch = pytest.importorskip("torch")
+    layer, file, out = torch.nn.LSTM(I, H), tmp_path / "model.pt", tmp_path / "lstm.so"
+    torch.save({"state_dict": {f"rnn.{n}": w for n, w in layer.state_dict().items()}, "epoch": 3}, file)
+    run("--cell", "lstm", "--weights", file, "--prefix", "rnn.", "--batch", 3, "--target", "cpu", "-o", out)
+    agrees(ecornn.load(out).bind(file, prefix="rnn."), "lstm", {n: w.numpy() for n, w in layer.state_dict().items()})
+    torch.save({"weight_ih_l0": Path}, file)  # code, not data
+    with pytest.raises(ArgumentError, match="of tensors only"):
+        WeightFile(file)
+
+
+def test_bfloat16_of_a_safetensors_file(tmp_path: Path):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import save_file
+
+    file = tmp_path / "half.safetensors"
+    save_file({n: torch.from_numpy(w).bfloat16() for n, w in random_weights("rnn_tanh", I, H).items()}, file)
+    found = WeightFile(file).layer()
+    assert str(found["weight_hh_l0"].dtype).endswith("bfloat16")  # of ml_dtypes where it is installed, else of torch
+    assert sizes_of(found) == {"hidden": H, "input": I, "layers": 1, "bidirectional": False}
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (("--weights", "missing.safetensors"), "a file that exists"), (("--prefix", "a."), "none without --weights"),
+    (("--node", "a"), "none without MODEL.onnx"), ((), "--hidden"), (("--hidden", "7"), ""),
+])
+def test_what_does_not_fit_is_named(words: tuple[str, ...], message: str, tmp_path: Path):
+    done = CliRunner().invoke(command, ["--cell", "gru", "--target", "cpu", "-o", str(tmp_path / "a.so"), *words])
+    assert (done.exit_code == 2 and message in done.output) if message else done.exit_code == 0
+
+
+def test_sizes_must_agree_with_the_file(tmp_path: Path):
+    file = tmp_path / "model.safetensors"
+    save(file, random_weights("gru", I, H))
+    done = CliRunner().invoke(command, ["--cell", "gru", "--weights", str(file), "--hidden", "7", "-o", "a.so"])
+    assert done.exit_code == 2 and f"--hidden=7 is not allowed; expected {H}" in done.output
+    other = tmp_path / "model.txt"
+    other.write_text("")
+    with pytest.raises(ArgumentError, match=r"\*\.safetensors or \*\.pt"):
+        WeightFile(other)
+    file.write_bytes(b"\0" * 20)
+    with pytest.raises(ArgumentError, match="a safetensors file"):
+        WeightFile(file)
+
+
+def test_a_node_of_an_onnx_model(tmp_path: Path):
+    onnx = pytest.importorskip("onnx")
+    from test_onnx import model_of
+
+    model, tensors = model_of("GRU", 3, 1, linear_before_reset=1, direction="reverse")
+    onnx.save(model, tmp_path / "model.onnx")
+    out = tmp_path / "node.so"
+    said = run(tmp_path / "model.onnx", "--node", "recurrent", "--batch", 2, "--target", "cpu", "-o", out)
+    assert "node.safetensors" in said and "reverse, lengths" in said
+    layer = ecornn.load(out).bind(out.with_suffix(".safetensors"))
+    x = np.random.default_rng(0).standard_normal((4, 2, 5)).astype(np.float32)
+    rows = [1, 0, 2]  # r, z, n among ONNX's z, r, n
+
+    def ordered(value: np.ndarray) -> np.ndarray:
+        return np.concatenate([np.split(value, 3)[k] for k in rows])
+
+    b, c = np.split(tensors["B"][0], 2)
+    weights = dict(zip(("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"),
+                       map(ordered, (tensors["W"][0], tensors["R"][0], b, c)), strict=True))
+    wanted, _ = reference("gru", x[::-1], weights)
+    np.testing.assert_allclose(layer(x)[0], wanted[::-1], rtol=1e-5, atol=1e-6)
