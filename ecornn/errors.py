@@ -44,7 +44,12 @@ class WeightsError(EcornnError, KeyError):
 
 
 class CellError(EcornnError):
-    """A cell's step cannot be analysed or scheduled; the message points at the tensor."""
+    """A cell's step cannot be analysed or scheduled; the message points at the tensor, and ``at`` is the
+    file and the line in which it was written, where they are known."""
+
+    def __init__(self, message: str, at: tuple[str, int] | None = None) -> None:
+        super().__init__(message)
+        self.at = at
 
 
 class ScheduleError(EcornnError):

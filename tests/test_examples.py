@@ -67,8 +67,21 @@ def test_own_cell(tmp_path: Path):
     assert "limit 1.0e-05" in run("02_own_cell.py", cwd=tmp_path)
 
 
-def test_own_cell_is_short():
-    lines = (EXAMPLES / "02_own_cell.py").read_text().splitlines()
-    first = lines.index("class MinimalGatedUnit(Cell):")
+def test_more_cells(tmp_path: Path):
+    text = run("03_more_cells.py", cwd=tmp_path)
+    assert len(re.findall(r"2 layers by cpu_sequence, relative error \S+, limit", text)) == 3
+
+
+def test_replace(tmp_path: Path):
+    pytest.importorskip("torch")
+    text = run("04_replace.py", "--seconds", "0.1", cwd=tmp_path)
+    assert "Acoustic: recurrent compiled" in text and "Translator: encoder, decoder compiled" in text
+
+
+@pytest.mark.parametrize(("script", "cell"), [("02_own_cell.py", "MinimalGatedUnit"), ("03_more_cells.py", "UGRNN"),
+                                              ("03_more_cells.py", "LightGRU"), ("03_more_cells.py", "SRU")])
+def test_cells_are_short(script: str, cell: str):
+    lines = (EXAMPLES / script).read_text().splitlines()
+    first = lines.index(f"class {cell}(Cell):")
     length = next(n for n, line in enumerate(lines[first + 1:], 1) if line and not line.startswith(" "))
     assert sum(bool(line) for line in lines[first:first + length]) < 20

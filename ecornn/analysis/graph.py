@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ecornn.analysis.lines import Lines
 from ecornn.analysis.scalar import children, is_constant, rebuild, terms, transform
 from ecornn.analysis.step import Assign, Phase, Row, StepGraph, Vector
 from ecornn.cells.base import Cell
@@ -50,6 +51,7 @@ class _Walk:
         self.values: dict[tuple, Any] = {}  # (op, output, indices) -> scalar
         self.x: Any = None
         self.vectors: list[Vector] = []
+        self.lines = Lines()
 
     # -- leaves ---------------------------------------------------------------------------------
     def leaf(self, key: tuple, name: str, level: int) -> Any:
@@ -112,10 +114,13 @@ class _Walk:
         if key not in self.values:
             where = {axis.var: i for axis, i in zip(op.axis, indices, strict=True)}
             body = op.body[tensor.value_index]
-            if type(body).__name__ == "Reduce":
-                self.values[key] = self.product(op.name, body, where)
-            else:
-                self.values[key] = self.name_of(self.inline(body, where), op.name)
+            try:
+                if type(body).__name__ == "Reduce":
+                    self.values[key] = self.product(op.name, body, where)
+                else:
+                    self.values[key] = self.name_of(self.inline(body, where), op.name)
+            except CellError as error:
+                raise self.lines.located(error, op) from error.__cause__
         return self.values[key]
 
     def inline(self, body: Any, where: dict[Any, Any]) -> Any:
@@ -222,16 +227,25 @@ class _Walk:
 
     # -- result ---------------------------------------------------------------------------------
     def run(self) -> StepGraph:
-        outputs = self.cell.step(self.x_tensor, self.state_tensors, self.parameter_tensors)
+        with self.lines:
+            try:
+                outputs = self.cell.step(self.x_tensor, self.state_tensors, self.parameter_tensors)
+            except CellError:
+                raise
+            except Exception as error:  # TVM and the user's own code raise what they like
+                raise self.lines.failed(self.cell.name, error) from error
         outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
         if len(outputs) != len(self.cell.states):
             raise CellError(f"cell {self.cell.name!r}: step() returned {len(outputs)} tensors for "
                             f"{len(self.cell.states)} states {self.cell.states}")
         results = {}
         for name, tensor in zip(self.cell.states, outputs, strict=True):
+            if not hasattr(tensor, "op"):
+                raise CellError(f"cell {self.cell.name!r}: new state {name!r} is no tensor: {tensor!r}")
             if tuple(int(s) for s in tensor.shape) != (BATCH, self.hidden):
-                raise CellError(f"cell {self.cell.name!r}: new state {name!r} has shape "
-                                f"{tuple(tensor.shape)}; expected (B, H)")
+                raise self.lines.located(CellError(
+                    f"cell {self.cell.name!r}: new state {name!r} has shape {tuple(int(s) for s in tensor.shape)}; "
+                    f"expected (B, H), here ({BATCH}, {self.hidden})"), tensor.op)
             value = self.scalar(tensor, [self.b, self.j])
             if is_constant(value):
                 raise CellError(f"cell {self.cell.name!r}: new state {name!r} is a constant")

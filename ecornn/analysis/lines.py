@@ -1,0 +1,66 @@
+"""Where in a user's file each tensor of a cell was written, so that errors can point there."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import traceback
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from ecornn.errors import CellError
+
+OWN = str(Path(__file__).resolve().parent.parent)
+
+
+class Lines:
+    """Notes the caller of every ``te.compute`` while it is entered; as a profiler of this thread, since
+    tensor expressions keep no trace of their source. Built-in cells are looked through as TVM is."""
+
+    def __init__(self) -> None:
+        import tvm
+        from tvm import te
+
+        self._code, self._tvm = te.compute.__code__, str(Path(tvm.__file__).parent)
+        self._found: dict[Any, tuple[str, int]] = {}  # operation -> file and line
+        self._before: Any = None
+
+    def __enter__(self) -> Lines:
+        self._before = sys.getprofile()
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        sys.setprofile(self._before)
+
+    def _note(self, frame: FrameType, event: str, result: Any) -> None:
+        if event == "return" and frame.f_code is self._code and result is not None:
+            caller = frame.f_back
+            while caller is not None and not self._users(caller.f_code.co_filename):
+                caller = caller.f_back
+            tensor = result[0] if isinstance(result, (list, tuple)) else result
+            if caller is not None and hasattr(tensor, "op"):
+                self._found[tensor.op] = caller.f_code.co_filename, caller.f_lineno
+
+    def _users(self, file: str) -> bool:
+        return not file.startswith((OWN, self._tvm, "<frozen"))
+
+    def located(self, error: CellError, op: Any) -> CellError:
+        """The error with the line of ``op``, unless it has one already or none is known."""
+        if error.at is not None or op not in self._found:
+            return error
+        return pointed(error, *self._found[op])
+
+    def failed(self, cell: str, error: Exception) -> CellError:
+        """What ``step()`` raised, with the last of the user's lines that was running."""
+        made = CellError(f"cell {cell!r}: step() failed: {type(error).__name__}: {str(error).strip()}")
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if self._users(f.filename)]
+        return pointed(made, frames[-1].filename, frames[-1].lineno or 0) if frames else made
+
+
+def pointed(error: CellError, file: str, line: int) -> CellError:
+    """The error with a place, its source line below."""
+    text = linecache.getline(file, line).strip()
+    return CellError(f"{error}\n  {file}:{line}" + (f": {text}" if text else ""), (file, line))

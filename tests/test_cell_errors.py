@@ -1,0 +1,96 @@
+"""Errors in a user's cell point at the user's line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ecornn.analysis import analyse
+from ecornn.cells import Cell, get, pointwise, product
+from ecornn.errors import CellError
+
+
+class Faulty(Cell):
+    """A cell whose step is given."""
+
+    name, states = "faulty", ("h",)
+
+    def __init__(self, step: Any) -> None:
+        self.made = step
+
+    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {"W": (1, hidden, input), "R": (1, hidden, hidden), "b": (1, hidden)}
+
+    def step(self, x: Any, states: Any, p: Any) -> Any:
+        return self.made(x, states[0], p)
+
+
+def neighbour(x: Any, h: Any, p: Any) -> Any:
+    good = product(h, p["R"], 0)
+    bad = pointwise(lambda b, j: h[b, 0], h)  # here
+    return [pointwise(lambda b, j: good[b, j] + bad[b, j], h)]
+
+
+def softmax(x: Any, h: Any, p: Any) -> Any:
+    from tvm import te
+
+    k = te.reduce_axis((0, h.shape[1]), "k")
+    largest = te.compute((h.shape[0],), lambda b: te.max(h[b, k], axis=k), name="largest")  # here
+    return [pointwise(lambda b, j: h[b, j] - largest[b], h)]
+
+
+def transposed(x: Any, h: Any, p: Any) -> Any:
+    from tvm import te
+
+    k = te.reduce_axis((0, h.shape[1]), "k")
+    return [te.compute(h.shape, lambda b, j: te.sum(h[b, k] * p["R"][0, k, j], axis=k))]  # here
+
+
+def unknown(x: Any, h: Any, p: Any) -> Any:
+    return [pointwise(lambda b, j: h[b, j] + p["weights"][0, j], h)]  # here
+
+
+def wide(x: Any, h: Any, p: Any) -> Any:
+    from tvm import te
+
+    return [te.compute((h.shape[0], 2), lambda b, j: h[b, j])]  # here
+
+
+def remainder(x: Any, h: Any, p: Any) -> Any:
+    from tvm import tirx
+
+    return [pointwise(lambda b, j: tirx.Cast("float32", tirx.truncmod(tirx.Cast("int32", h[b, j]), 3)), h)]  # here
+
+
+@pytest.mark.parametrize(("step", "words"), [
+    (neighbour, "must be read at [b, j]"), (softmax, "is not a product"), (transposed, "is not a product"),
+    (unknown, "KeyError: 'weights'"), (wide, "expected (B, H)"), (remainder, "Mod, which cannot be scheduled")],
+    ids=lambda v: getattr(v, "__name__", ""))
+def test_errors_point_at_the_line(step: Any, words: str):
+    with pytest.raises(CellError) as caught:
+        analyse(Faulty(step), 4, 6)
+    assert caught.value.at is not None and words in str(caught.value)
+    file, line = caught.value.at
+    source = Path(__file__).read_text().splitlines()
+    assert Path(file) == Path(__file__) and source[line - 1].endswith("# here")
+    assert f"{file}:{line}: {source[line - 1].strip()}" in str(caught.value)
+
+
+def test_a_state_that_is_no_tensor():
+    with pytest.raises(CellError, match="no tensor: 3"):
+        analyse(Faulty(lambda x, h, p: [3]), 4, 6)
+
+
+def test_a_profiler_that_was_there_stays():
+    def profiler(*_: Any) -> None:
+        pass
+
+    sys.setprofile(profiler)
+    try:
+        analyse(get("lstm"), 4, 6)
+        assert sys.getprofile() is profiler
+    finally:
+        sys.setprofile(None)
