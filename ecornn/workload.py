@@ -137,7 +137,7 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def parts(self, whole: Workload) -> tuple[Part, ...]:
         """The sequences in the order in which they run; ``whole`` has the input size of the first layer."""
-        found = []
+        found: list[Part] = []
         for layer in range(self.layers):
             inputs = whole.input if layer == 0 else self.directions * whole.hidden
             work = msgspec.structs.replace(whole, input=inputs)

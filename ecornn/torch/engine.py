@@ -83,7 +83,8 @@ def engine_of(module: torch.nn.RNNBase) -> Engine:
 
 def _state_of(module: torch.nn.RNNBase) -> tuple[Any, ...]:
     """Changes with every change of a weight. Tensors made in inference mode count no versions."""
-    return tuple((id(w), w.data_ptr(), 0 if w.is_inference() else w._version) for w in module._flat_weights)
+    return tuple((id(w), w.data_ptr(), 0 if w.is_inference() else w._version)
+                 for w in module._flat_weights if w is not None)
 
 
 def _parameters(module: torch.nn.RNNBase) -> dict[str, Any]:
@@ -122,5 +123,5 @@ def run(module: torch.nn.RNNBase, x: torch.Tensor, state: list[torch.Tensor],
     single = module.num_layers == 1 and not module.bidirectional
     given = tuple(s[0] if single else s for s in state) or None
     with torch.no_grad():
-        y, after = layer(x, given, **({} if lengths is None else {"lengths": lengths}))
+        y, after = layer(x, given, lengths=lengths)
     return [y, *(s.reshape(shape) for s in after)]

@@ -111,8 +111,8 @@ class LSTM(Compiled):
 
     TORCH = torch.nn.LSTM
     get_expected_cell_size = torch.nn.LSTM.get_expected_cell_size
-    check_forward_args = torch.nn.LSTM.check_forward_args
-    permute_hidden = torch.nn.LSTM.permute_hidden
+    check_forward_args = torch.nn.LSTM.check_forward_args  # type: ignore[assignment]
+    permute_hidden = torch.nn.LSTM.permute_hidden  # type: ignore[assignment]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__("LSTM", *args, **kwargs)

@@ -44,12 +44,12 @@ def replace(model: torch.nn.Module) -> Report:
             continue
         if isinstance(module, (torch.nn.RNNBase, torch.nn.RNNCellBase)):
             why = obstacle(module)
-            if why is None:
+            if why is None and isinstance(module, torch.nn.RNNBase):
                 module.__class__ = OURS[type(module)]
                 module._ecornn = engine.register(module)
                 swapped.append(name)
             else:
-                kept[name] = why
+                kept[name] = str(why)
     return Report(tuple(swapped), kept)
 
 
