@@ -93,6 +93,21 @@ def test_matrix(name: str, options: dict[str, Any], layers: int, bidirectional: 
                 agree(ours(x, hx), theirs(double(x), double(hx)))
 
 
+@pytest.mark.parametrize(("layers", "bidirectional"), [(1, False), (2, True)])
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+def test_projections(layers: int, bidirectional: bool):
+    options = {"num_layers": layers, "bidirectional": bidirectional, "proj_size": 3}
+    for bias, batch_first in ((True, False), (False, True)):
+        theirs, ours = pair("LSTM", bias=bias, batch_first=batch_first, **options)
+        for x, hx in calls(batch_first, layers * (1 + bidirectional), 2):
+            hx = hx and (hx[0][..., :3].contiguous(), hx[1])
+            with torch.inference_mode():
+                agree(ours(x, hx), theirs(double(x), double(hx)))
+        with torch.no_grad(), torch.random.fork_rng():
+            torch.library.opcheck(torch.ops.ecornn.recurrent, (torch.randn(T, B, I), [], None, ours._ecornn),
+                                  test_utils=("test_schema", "test_faketensor"))
+
+
 def test_the_arguments_of_the_constructor_are_torchs():
     assert ecornn.torch.RNN(I, H, 2, "relu", False).mode == "RNN_RELU"
     assert not ecornn.torch.RNN(I, H, 2, "relu", False).bias
@@ -203,15 +218,13 @@ class Classifier(torch.nn.Module):
         self.second = torch.nn.GRU(I, H)
         self.again = self.second
         self.cell = torch.nn.GRUCell(H, H)
-        self.projected = torch.nn.LSTM(H, H, proj_size=3)
         self.own = type("Own", (torch.nn.GRU,), {})(H, H)
 
     def forward(self, x: Any) -> Any:
         y, _ = self.second(self.inner(self.first(x)[0]))
-        return self.projected(self.own(y)[0])[0], self.cell(y[-1])
+        return self.own(y)[0], self.cell(y[-1])
 
 
-@pytest.mark.filterwarnings("ignore:LSTM with projections")
 def test_replace_swaps_what_it_can_and_says_what_it_could_not():
     model = Classifier().eval()
     x = torch.randn(T, B, I)
@@ -220,7 +233,7 @@ def test_replace_swaps_what_it_can_and_says_what_it_could_not():
         names, weight = list(model.state_dict()), model.first.weight_ih_l0
         report = ecornn.torch.replace(model)
         assert report.swapped == ("first", "second")
-        assert set(report.kept) == {"cell", "projected", "own"} and "proj_size=3" in str(report)
+        assert set(report.kept) == {"cell", "own"} and "own: left alone, Own is a class" in str(report)
         assert isinstance(model.first, ecornn.torch.LSTM) and model.again is model.second
         assert list(model.state_dict()) == names and model.first.weight_ih_l0 is weight
         agree(model(x), wanted)
@@ -230,8 +243,8 @@ def test_replace_swaps_what_it_can_and_says_what_it_could_not():
 
 
 def test_what_cannot_run_is_refused():
-    with pytest.raises(ArgumentError, match="proj_size=3"):
-        ecornn.torch.LSTM(I, H, proj_size=3)
+    with pytest.raises(ValueError, match="proj_size"):
+        ecornn.torch.LSTM(I, H, proj_size=H)
     layer, state = ecornn.torch.LSTM(I, H).eval(), torch.zeros(1, B, H)
     x = torch.randn(T, B, I)
     with torch.no_grad():

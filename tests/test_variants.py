@@ -53,6 +53,7 @@ def lstm(x: Any, states: list[Any], p: dict[str, Any], o: dict[str, Any]) -> lis
     limit = o.get("clip_state") or np.inf
     new = np.clip(new, -limit, limit)
     y = act["gate"](np.clip(out + peephole[2] * new, -bound, bound)) * act["out"](new)
+    y = y @ p["weight_hr"][0].T if o.get("projection") else y
     zh, zc = o.get("zoneout_h", 0), o.get("zoneout_c", 0)
     return [zh * h + (1 - zh) * y, zc * c + (1 - zc) * new]
 
@@ -86,7 +87,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
               "out": "elu:0.8"}),
     ("gru", {"clip": 0.5, "zoneout": 0.2}), ("gru_reset_before", {"clip": 0.5, "gate": "hard_sigmoid"}),
     ("gru", {"gate": "affine:0.5:0.2", "new": "leaky_relu:0.3"}), ("rnn_tanh", {"clip": 0.3, "zoneout": 0.5}),
-    ("indrnn", {}), ("indrnn", {"new": "tanh"})]
+    ("indrnn", {}), ("indrnn", {"new": "tanh"}), ("lstm", {"projection": True}),
+    ("lstm", {"projection": True, "peepholes": True, "zoneout_h": 0.25})]
 
 
 def problem(cell: Any, dtype: str = "float32") -> tuple[Any, dict[str, Any], dict[str, Any]]:
@@ -117,7 +119,7 @@ def test_the_analysed_step_is_the_formula(name: str, options: dict[str, Any]):
     assert all(error(one, other) < 1e-7 for one, other in zip(last, after, strict=True))
 
 
-@pytest.mark.parametrize(("name", "options"), [CASES[3], CASES[4], CASES[7], CASES[9]], ids=str)
+@pytest.mark.parametrize(("name", "options"), [CASES[3], CASES[4], CASES[7], CASES[9], CASES[12]], ids=str)
 def test_modules_for_this_cpu(name: str, options: dict[str, Any]):
     cell = type(get(name))(**options)
     x, states, p = problem(cell)
@@ -129,7 +131,8 @@ def test_modules_for_this_cpu(name: str, options: dict[str, Any]):
     assert layer.manifest.workload.cell == cell.identity()
 
 
-@pytest.mark.parametrize(("schedule", "case"), [("fused_step", CASES[9]), ("layout_transform", CASES[4])], ids=str)
+@pytest.mark.parametrize(("schedule", "case"), [("fused_step", CASES[9]), ("layout_transform", CASES[4]),
+                                                 ("fused_step", CASES[12]), ("layout_transform", CASES[11])], ids=str)
 def test_cuda(tmp_path: Path, schedule: str, case: tuple[str, dict[str, Any]]):
     name, options = case
     cell = type(get(name))(**options)

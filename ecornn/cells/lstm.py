@@ -19,19 +19,22 @@ class LSTM(Optioned):
     coupled : f = 1 - i (Greff et al. 2017, CIFG); the forget gate's weights are not read
     clip : bound of the inputs of activations (ONNX's clip)
     clip_state : bound of c' (Sak et al. 2014)
+    projection : h' = W_hr (o tanh(c')) (Sak et al. 2014), ``weight_hr`` (H, H); one more exchange of state
+        a step. A projection to P < H values is one whose other rows, and columns of R, are zero
     zoneout_h, zoneout_c : share of the old state that stays, at inference (Krueger et al. 2017)
     gate, new, out : activations instead of sigmoid (of i, f, o), tanh (of g) and tanh (of c')
     """
 
     name = "lstm"
     states = ("h", "c")
-    OPTIONS = {"peepholes": False, "coupled": False, "clip": 0.0, "clip_state": 0.0, "zoneout_h": 0.0,  # noqa: RUF012
-               "zoneout_c": 0.0, "gate": "sigmoid", "new": "tanh", "out": "tanh"}
+    OPTIONS = {"peepholes": False, "coupled": False, "clip": 0.0, "clip_state": 0.0,  # noqa: RUF012
+               "projection": False, "zoneout_h": 0.0, "zoneout_c": 0.0, "gate": "sigmoid", "new": "tanh", "out": "tanh"}
 
     def parameters(self, input, hidden):
         found = {"weight_ih": (4, hidden, input), "weight_hh": (4, hidden, hidden),
                  "bias_ih": (4, hidden), "bias_hh": (4, hidden)}
-        return found | {"weight_peephole": (3, hidden)} if self.options["peepholes"] else found
+        found |= {"weight_peephole": (3, hidden)} if self.options["peepholes"] else {}
+        return found | {"weight_hr": (1, hidden, hidden)} if self.options["projection"] else found
 
     def step(self, x, states, parameters):
         from tvm import te, tirx
@@ -58,6 +61,13 @@ class LSTM(Optioned):
         cell = pointwise(lambda b, j: within(
             forget(b, j) * c[b, j] + squash(seen(b, 0, j, c, 0)) * new(self.clipped(gate[b, 2, j])),
             o["clip_state"]), c, "cell")
-        return pointwise(lambda b, j: (
-            mixed(o["zoneout_h"], h[b, j], squash(seen(b, 3, j, cell, 2)) * out(cell[b, j])),
-            mixed(o["zoneout_c"], c[b, j], cell[b, j])), c, "state")
+
+        def exposed(b, j):
+            return squash(seen(b, 3, j, cell, 2)) * out(cell[b, j])
+
+        if o["projection"]:
+            kept = pointwise(lambda b, j: mixed(o["zoneout_c"], c[b, j], cell[b, j]), c, "kept")
+            small = product(pointwise(exposed, c, "exposed"), parameters["weight_hr"], 0)
+            return [pointwise(lambda b, j: mixed(o["zoneout_h"], h[b, j], small[b, j]), c, "state"), kept]
+        return pointwise(lambda b, j: (mixed(o["zoneout_h"], h[b, j], exposed(b, j)),
+                                       mixed(o["zoneout_c"], c[b, j], cell[b, j])), c, "state")

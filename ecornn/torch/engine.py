@@ -9,6 +9,7 @@ from itertools import count
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from ecornn.errors import DTypeError
 from ecornn.runtime.layer import Layer
@@ -31,6 +32,8 @@ def register(module: torch.nn.RNNBase) -> str:
 
 def cell_of(module: torch.nn.RNNBase) -> str:
     """The built-in cell that a torch module is."""
+    if module.proj_size:
+        return "lstm(projection)"
     return {"LSTM": "lstm", "GRU": "gru", "RNN_TANH": "rnn_tanh", "RNN_RELU": "rnn_relu"}[module.mode]
 
 
@@ -88,12 +91,22 @@ def _state_of(module: torch.nn.RNNBase) -> tuple[Any, ...]:
 
 
 def _parameters(module: torch.nn.RNNBase) -> dict[str, Any]:
-    """Weights by name; without biases, zeros in their place."""
+    """Weights by name; without biases, zeros in their place, and around those of a projection."""
     found = {name: getattr(module, name).detach() for name in module._flat_weights_names}
     if not module.bias:
         for name in [n for n in found if n.startswith("weight_hh")]:
             zeros = torch.zeros(found[name].shape[0], dtype=found[name].dtype)
             found |= {name.replace("weight_hh", f"bias_{kind}"): zeros for kind in ("ih", "hh")}
+    if module.proj_size:
+        room = module.hidden_size - module.proj_size
+        for name, value in found.items():
+            if name.startswith("weight_hr"):
+                found[name] = pad(value, (0, 0, 0, room))
+            elif name.startswith("weight_hh"):
+                found[name] = pad(value, (0, room))
+            elif name.startswith("weight_ih") and not name.endswith(("_l0", "_l0_reverse")):
+                parts = value.reshape(len(value), -1, module.proj_size)  # one for each direction of the layer below
+                found[name] = pad(parts, (0, room)).reshape(len(value), -1)
     return found
 
 
@@ -109,10 +122,10 @@ def recurrent(x: torch.Tensor, state: list[torch.Tensor], lengths: torch.Tensor 
 def _(x: torch.Tensor, state: list[torch.Tensor], lengths: torch.Tensor | None,
       handle: str) -> list[torch.Tensor]:
     module = _modules[handle]
-    directions = 1 + module.bidirectional
-    states = (directions * module.num_layers, x.shape[1], module.hidden_size)
-    return [x.new_empty((*x.shape[:2], directions * module.hidden_size)),
-            *(x.new_empty(states) for _ in range(1 + (module.mode == "LSTM")))]
+    directions, width = 1 + module.bidirectional, module.proj_size or module.hidden_size
+    states = (directions * module.num_layers, x.shape[1])
+    return [x.new_empty((*x.shape[:2], directions * width)), x.new_empty((*states, width)),
+            *(x.new_empty((*states, module.hidden_size)) for _ in range(module.mode == "LSTM"))]
 
 
 def run(module: torch.nn.RNNBase, x: torch.Tensor, state: list[torch.Tensor],
@@ -121,7 +134,15 @@ def run(module: torch.nn.RNNBase, x: torch.Tensor, state: list[torch.Tensor],
     layer = engine_of(module).layer(module, x, lengths is not None)
     shape = (-1, x.shape[1], module.hidden_size)
     single = module.num_layers == 1 and not module.bidirectional
+    width = module.proj_size or module.hidden_size
+    if state and width < module.hidden_size:
+        state = [pad(state[0], (0, module.hidden_size - width)), state[1]]
     given = tuple(s[0] if single else s for s in state) or None
     with torch.no_grad():
         y, after = layer(x, given, lengths=lengths)
-    return [y, *(s.reshape(shape) for s in after)]
+        states = [s.reshape(shape) for s in after]
+        if width < module.hidden_size:
+            rows = y.reshape(*y.shape[:2], -1, module.hidden_size)[..., :width].contiguous()
+            y = rows.reshape(*y.shape[:2], -1)
+            states[0] = states[0][..., :width].contiguous()
+    return [y, *states]

@@ -23,8 +23,6 @@ class Compiled(torch.nn.RNNBase):
 
     def __init__(self, mode: str, *args: Any, **kwargs: Any) -> None:
         super().__init__(mode, *args, **kwargs)
-        if self.proj_size:
-            raise ArgumentError("proj_size", self.proj_size, "0: LSTMs with a projection are not compiled yet")
         self._ecornn = engine.register(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -92,9 +90,10 @@ def states_of(module: Any, hx: Any, x: torch.Tensor, single: bool, order: torch.
     if not isinstance(given, (tuple, list)) or len(given) != len(names):
         raise ArgumentError("hx", type(hx), "a tuple (h_0, c_0)" if len(names) == 2 else "a tensor h_0")
     parts = module.num_layers * (1 + module.bidirectional)
-    wanted = (parts, module.hidden_size) if single else (parts, x.shape[1], module.hidden_size)
     found = []
     for name, value in zip(names, given, strict=True):
+        width = module.proj_size or module.hidden_size if name == "h_0" else module.hidden_size
+        wanted = (parts, width) if single else (parts, x.shape[1], width)
         if tuple(value.shape) != wanted:
             raise ShapeError(f"{name}.shape", tuple(value.shape), str(wanted))
         if value.dtype != x.dtype:
@@ -107,7 +106,7 @@ def states_of(module: Any, hx: Any, x: torch.Tensor, single: bool, order: torch.
 
 
 class LSTM(Compiled):
-    """``torch.nn.LSTM`` by compiled modules; ``proj_size`` must be 0."""
+    """``torch.nn.LSTM`` by compiled modules. A projection costs as much as one that keeps the size."""
 
     TORCH = torch.nn.LSTM
     get_expected_cell_size = torch.nn.LSTM.get_expected_cell_size

@@ -59,8 +59,6 @@ def obstacle(module: torch.nn.Module) -> str | None:
         return "a cell is called one step at a time: there is no sequence to compile"
     if type(module) not in OURS:
         return f"{type(module).__name__} is a class of its own, whose forward() may do more"
-    if module.proj_size:
-        return f"proj_size={module.proj_size}: LSTMs with a projection are not compiled yet"
     weight = module.weight_hh_l0
     if weight.dtype not in engine._DTYPES:
         return f"its weights are {weight.dtype}"
