@@ -127,7 +127,8 @@ def begin_kernel(task: Task, layout: Layout, buffers: list[Buffer], math: str) -
             values = []
             for name in graph.states:
                 values.append(T.Bind(T.cast(scalars.arguments[f"{name}_in"][scalars.at(0, row, unit)], "float32")))
-            values = scalars.timeline.started(0, row, values)
+            timeline = scalars.timeline
+            values = timeline.started(timeline.fresh(0, row, timeline.limit(row)), values)
             scalars.store_states(row, unit, values)
             scalars.store_first_operands(row, unit, values, scalars.constants(unit), 0)
     return builder.get()
@@ -196,10 +197,11 @@ class StepScalars:
                     T.buffer_store(a["carried"], env[var], [self.at(number, row, unit)])
             self._store_operands(p + 1, row, unit, env, 0)
             return
-        live = self.timeline.live(a["t"], row)
-        after = [self.timeline.masked(live, T.Bind(env[v]), old)
+        timeline, limit = self.timeline, self.timeline.limit(row)
+        live = timeline.live(a["t"], limit)
+        after = [timeline.masked(live, T.Bind(env[v]), old)
                  for v, old in zip(graph.results.values(), before, strict=True)]
-        following = self.timeline.started(a["t"] + 1, row, after)
+        following = timeline.started(timeline.fresh(a["t"] + 1, row, limit), after)
         self.store_states(row, unit, following)
         self.store_first_operands(row, unit, following, constants, (a["t"] + 1) % 2)
         self._store_results(row, unit, dict(zip(graph.results, after, strict=True)), live)

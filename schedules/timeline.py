@@ -39,25 +39,29 @@ class Timeline:
         """The step of x and y that the loop is at."""
         return self.steps - 1 - t if self.place.reverse else t
 
-    def _limit(self, row: Expr) -> Expr:
+    def limit(self, row: Expr) -> Expr:
         """Steps that a row takes part in."""
         return self.T.min(self.arguments["lengths"][row], self.steps) if self.place.lengths else self.steps
 
-    def live(self, t: Expr, row: Expr) -> Expr | None:
+    def live(self, t: Expr, limit: Expr) -> Expr | None:
         """Whether a row takes part in step ``t``; None: always."""
-        return self.T.Bind(self.at(t) < self._limit(row)) if self.place.lengths else None
+        return self.T.Bind(self.at(t) < limit) if self.place.lengths else None
 
     def masked(self, live: Expr | None, value: Expr, otherwise: Expr) -> Expr:
         """``value`` where ``live`` holds."""
         return value if live is None else self.T.Bind(self.T.Select(live, value, otherwise))
 
-    def started(self, t: Expr, row: Expr, values: list[Expr]) -> list[Expr]:
-        """States before step ``t``, zero where a new sequence starts there; ``t`` may be T."""
+    def fresh(self, t: Expr, row: Expr, limit: Expr) -> Expr | None:
+        """Whether a row's new sequence starts before step ``t``, which may be T; None: never."""
         if not self.place.resets:
-            return values
+            return None
         T = self.T
         step = T.Bind(self.at(t) + 1 if self.place.reverse else t)
-        inside = T.Bind(T.And(step >= int(self.place.reverse), step < self._limit(row)))
+        inside = T.Bind(T.And(step >= int(self.place.reverse), step < limit))
         mark = T.cast(T.Select(inside, step, 0) * self.batch + row, "int64")
-        fresh = T.Bind(T.And(inside, self.arguments["resets"][mark] != T.uint8(0)))
-        return [T.Bind(T.Select(fresh, T.float32(0), value)) for value in values]
+        return T.Bind(T.And(inside, self.arguments["resets"][mark] != T.uint8(0)))
+
+    def started(self, fresh: Expr | None, values: list[Expr]) -> list[Expr]:
+        """States before a step, zero where a new sequence starts there."""
+        T = self.T
+        return values if fresh is None else [T.Bind(T.Select(fresh, T.float32(0), value)) for value in values]

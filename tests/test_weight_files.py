@@ -34,7 +34,8 @@ def test_a_layer_of_a_safetensors_file(tmp_path: Path):
     weights, file, out = random_weights("gru", I, H, 1, 2, 2), tmp_path / "model.safetensors", tmp_path / "gru.so"
     save(file, {f"encoder.{n}": w for n, w in weights.items()} | {"encoder.more.weight_ih_l0": np.zeros((2, 2)),
                                                                  "head.weight": np.zeros((2, 2), np.float32)})
-    said = run("--cell", "gru", "--weights", file, "--prefix", "encoder.", "--batch", 3, "--target", "cpu", "-o", out)
+    said = run("--cell", "gru", "--weights-from", file, "--prefix", "encoder.", "--batch", 3, "--target", "cpu",
+               "-o", out)
     assert "2 layers, bidirectional" in said and "prefix='encoder.'" in said
     agrees(ecornn.load(out).bind(file, prefix="encoder."), "gru", weights)
     with pytest.raises(WeightsError, match=r"missing weight_ih_l0.*expected"):
@@ -47,7 +48,7 @@ def test_a_layer_of_a_checkpoint(tmp_path: Path):
     torch = pytest.importorskip("torch")
     layer, file, out = torch.nn.LSTM(I, H), tmp_path / "model.pt", tmp_path / "lstm.so"
     torch.save({"state_dict": {f"rnn.{n}": w for n, w in layer.state_dict().items()}, "epoch": 3}, file)
-    run("--cell", "lstm", "--weights", file, "--prefix", "rnn.", "--batch", 3, "--target", "cpu", "-o", out)
+    run("--cell", "lstm", "--weights-from", file, "--prefix", "rnn.", "--batch", 3, "--target", "cpu", "-o", out)
     agrees(ecornn.load(out).bind(file, prefix="rnn."), "lstm", {n: w.numpy() for n, w in layer.state_dict().items()})
     torch.save({"weight_ih_l0": Path}, file)  # code, not data
     with pytest.raises(ArgumentError, match="of tensors only"):
@@ -66,7 +67,8 @@ def test_bfloat16_of_a_safetensors_file(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (("--weights", "missing.safetensors"), "a file that exists"), (("--prefix", "a."), "none without --weights"),
+    (("--weights-from", "missing.safetensors"), "a file that exists"),
+    (("--prefix", "a."), "none without --weights-from"),
     (("--node", "a"), "none without MODEL.onnx"), ((), "--hidden"), (("--hidden", "7"), ""),
 ])
 def test_what_does_not_fit_is_named(words: tuple[str, ...], message: str, tmp_path: Path):
@@ -77,7 +79,7 @@ def test_what_does_not_fit_is_named(words: tuple[str, ...], message: str, tmp_pa
 def test_sizes_must_agree_with_the_file(tmp_path: Path):
     file = tmp_path / "model.safetensors"
     save(file, random_weights("gru", I, H))
-    done = CliRunner().invoke(command, ["--cell", "gru", "--weights", str(file), "--hidden", "7", "-o", "a.so"])
+    done = CliRunner().invoke(command, ["--cell", "gru", "--weights-from", str(file), "--hidden", "7", "-o", "a.so"])
     assert done.exit_code == 2 and f"--hidden=7 is not allowed; expected {H}" in done.output
     other = tmp_path / "model.txt"
     other.write_text("")

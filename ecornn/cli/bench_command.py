@@ -53,7 +53,8 @@ def bench(module: Path, seq: int | None, batch: int | None, seconds: float, seed
     if other is not None:
         contestants["PyTorch"] = Contestant(other, memory.clock)
     times = race(list(contestants.values()), span=seconds)
-    click.echo(f"{work.cell} T={steps} B={rows} I={work.input} H={work.hidden} {work.dtype} "
+    of = f", {manifest.stack}" if str(manifest.stack) else ""
+    click.echo(f"{work.cell} T={steps} B={rows} I={work.input} H={work.hidden} {work.dtype}{of} "
                f"on {manifest.device.name}, {manifest.schedule}")
     medians = {}
     for name, runs in zip(contestants, times, strict=True):
@@ -75,14 +76,16 @@ def torch_layer(manifest: Manifest, weights: dict[str, Any], x: Any) -> Callable
     if importlib.util.find_spec("torch") is None or (on_gpu and not torch_sees_gpu()):
         click.echo("PyTorch is not installed for this device: nothing to compare with", err=True)
         return None
-    if work.cell not in TORCH:
-        click.echo(f"PyTorch has no cell {work.cell}: nothing to compare with", err=True)
+    if work.cell not in TORCH or manifest.stack.reverse:
+        what = f"layer that goes in reverse only: {work.cell}" if work.cell in TORCH else f"cell {work.cell}"
+        click.echo(f"PyTorch has no {what}: nothing to compare with", err=True)
         return None
     import torch
 
     dtype = getattr(torch, work.dtype)
     name, options = TORCH[work.cell]
-    layer = getattr(torch.nn, name)(work.input, work.hidden, **options)
+    stack = manifest.stack
+    layer = getattr(torch.nn, name)(work.input, work.hidden, stack.layers, bidirectional=stack.bidirectional, **options)
     layer.load_state_dict({n: torch.from_numpy(w) for n, w in weights.items()})
     layer = layer.to(device="cuda" if on_gpu else "cpu", dtype=dtype)
     data = x if isinstance(x, torch.Tensor) else torch.from_numpy(x)

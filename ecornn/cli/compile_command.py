@@ -19,7 +19,7 @@ Examples:
   ecornn-compile --cell lstm --hidden 800 --batch 20 -o lstm800.so
   ecornn-compile --cell gru --hidden 256 --dtype bfloat16 --target sm_90a -o gru256.so
   ecornn-compile --cell lstm --hidden 512 --layers 4 --bidirectional --lengths -o lstm4x512.so
-  ecornn-compile --cell gru --weights model.safetensors --prefix encoder. -o encoder.so
+  ecornn-compile --cell gru --weights-from model.safetensors --prefix encoder. -o encoder.so
   ecornn-compile model.onnx --node encoder_lstm --batch 8 -o encoder.so
   ecornn-compile --cell lstm --hidden 128 --target cpu --emit asm --emit-to lstm.s
   ecornn-compile --cell lstm --hidden 800 --schedule fused_step --config units=32 -o lstm800.so
@@ -31,9 +31,9 @@ EMIT = ("cuda", "tir", "ptx", "asm")
 @click.argument("model", required=False, metavar="[MODEL.onnx]", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--node", metavar="NAME", help="With MODEL.onnx: the LSTM, GRU or RNN node, if it has several.")
 @layer_options(batch=20, seq=300, dtype_help="[default: float32 on a CPU, bfloat16 on a GPU]", required=False)
-@click.option("--weights", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+@click.option("--weights-from", "weights", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="A safetensors file or PyTorch checkpoint: sizes, layers and directions are taken from it.")
-@click.option("--prefix", default="", help="With --weights: what stands before the layer's names, as encoder.rnn.")
+@click.option("--prefix", default="", help="With --weights-from: what stands before the layer's names, as encoder.rnn.")
 @click.option("--layers", type=click.IntRange(1, 1024), help="Layers L of the stack; y of one is x of the next.  "
               "[default: 1]")
 @click.option("--bidirectional", is_flag=True, help="Every layer goes both ways; y is (T, B, 2 H).")
@@ -77,7 +77,7 @@ def compile(model: Path | None, node: str | None, cell: str | None, hidden: int 
     for name in ("cell", "hidden"):
         if name not in layer:
             raise ArgumentError(f"--{name}", None, "a value" + (", or MODEL.onnx" if name == "cell" else
-                                                               ", or --weights FILE, or MODEL.onnx"))
+                                                               ", or --weights-from FILE, or MODEL.onnx"))
     dtype, target = default_dtype(dtype, target)
     planned = plan(layer.pop("cell"), **layer, batch=batch, seq=seq, dtype=dtype, target=target, resets=resets,
                    schedule=schedule, config=dict(knob(c) for c in config))
@@ -111,7 +111,7 @@ def layer_of(model: Path | None, node: str | None, weights: Path | None,
              prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a model or a file of weights says of the layer, and the weights that are to be written."""
     if model is not None and weights is not None:
-        raise ArgumentError("--weights", str(weights), "none with MODEL.onnx, which has its own")
+        raise ArgumentError("--weights-from", str(weights), "none with MODEL.onnx, which has its own")
     if model is not None:
         from ecornn.onnx import read
 
@@ -123,7 +123,7 @@ def layer_of(model: Path | None, node: str | None, weights: Path | None,
         raise ArgumentError("--node", node, "none without MODEL.onnx")
     if weights is None:
         if prefix:
-            raise ArgumentError("--prefix", prefix, "none without --weights")
+            raise ArgumentError("--prefix", prefix, "none without --weights-from")
         return {}, {}
     from ecornn.weight_files import WeightFile, sizes_of
 

@@ -46,24 +46,33 @@ class Gates:
         shape = (plan.items, max(1, len(graph.hoisted_outputs)))
         self.inputs = T.alloc_buffer(shape, "float32", scope="local")  # of this step
         self.ahead = T.alloc_buffer(shape, "float32", scope="local")  # of the next one
+        place = task.place  # what differs from row to row is on the critical path: it waits in registers
+        self.limits = T.alloc_buffer((plan.items,), "int32", scope="local") if place.lengths else None
+        self.fresh = T.alloc_buffer((plan.items,), "int32", scope="local") if place.resets else None
 
     def run(self) -> None:
         """The whole sequence."""
         T, graph, plan = self.T, self.graph, self.plan
         for i in range(plan.items):
             self._constants(i)
+            if self.limits is not None:
+                T.buffer_store(self.limits, self.timeline.limit(T.min(self.row[i], self.batch - 1)), [i])
             for s, name in enumerate(graph.states):
                 T.buffer_store(self.states, T.float32(0), [i, s])
                 with T.If(self.valid[i]), T.Then():
                     at = self.row[i] * plan.hidden + self.unit[i]
                     given = T.cast(self.arguments[f"{name}_in"][at], "float32")
-                    (value,) = self.timeline.started(0, self.row[i], [given])
+                    first = self.timeline.fresh(0, self.row[i], self._limit(i))
+                    (value,) = self.timeline.started(first, [given])
                     T.buffer_store(self.states, value, [i, s])
         self._fetch(T.int32(0))
         self._advance()
         self._fetch(T.int32(1))
         with T.serial(0, self.steps) as t:
             self._step(t)
+
+    def _limit(self, i: int) -> Any:
+        return self.steps if self.limits is None else self.limits[i]
 
     def _constants(self, i: int) -> None:
         T, graph, H = self.T, self.graph, self.plan.hidden
@@ -74,8 +83,11 @@ class Gates:
             T.buffer_store(self.constants, env[var], [i, k])
 
     def _fetch(self, t: Any) -> None:
-        """Loads the hoisted inputs of step t into ``ahead``."""
+        """Loads the hoisted inputs of step t into ``ahead``, and whether a sequence starts there."""
         T, outputs, H = self.T, len(self.graph.hoisted_outputs), self.plan.hidden
+        for i in range(self.plan.items if self.fresh is not None else 0):
+            fresh = self.timeline.fresh(t, T.Bind(T.min(self.row[i], self.batch - 1)), self._limit(i))
+            T.buffer_store(self.fresh, T.cast(fresh, "int32"), [i])
         for i in range(self.plan.items if outputs else 0):
             for q in range(outputs):
                 T.buffer_store(self.ahead, T.float32(0), [i, q])
@@ -187,11 +199,11 @@ class Gates:
         """States after step t and before the next one, and whether the row took part; what the next
         step's products need goes out at once."""
         T, graph, timeline = self.T, self.graph, self.timeline
-        row = T.Bind(T.min(self.row[i], self.batch - 1)) if self.task.place.masks else None
-        live = timeline.live(t, row)
+        live = timeline.live(t, self._limit(i))
         new = [timeline.masked(live, T.Bind(env[graph.results[s]]), self.states[i, k])
                for k, s in enumerate(graph.states)]
-        carried = timeline.started(t + 1, row, new)
+        fresh = None if self.fresh is None else T.Bind(self.fresh[i] != 0)  # of step t + 1, as ``ahead`` is
+        carried = timeline.started(fresh, new)
         following = {v: n for v, n in zip(graph.states.values(), carried, strict=True)}
         following |= {v: self.constants[i, k] for k, v in enumerate(graph.invariant_outputs)}
         self._announce(i, 0, (t + 1) % RING, emit(graph.prologue, following, self.math))

@@ -71,7 +71,8 @@ def _initial(T: Any, task: Task, states: dict[str, Any], vectors: Any, timeline:
     env = {v.var: T.Bind(vectors[i * H + at]) for i, v in enumerate(graph.vectors)} if graph.prologue else {}
     env = invariants(graph, env, math) if graph.prologue else env
     given = [T.Bind(T.cast(states[name][b * H + at], "float32")) for name in graph.states]
-    env |= zip(graph.states.values(), timeline.started(0, b, given), strict=True)
+    env |= zip(graph.states.values(), timeline.started(timeline.fresh(0, b, timeline.limit(b)), given),
+               strict=True)
     env = emit(graph.prologue, env, math)
     value = env[graph.phases[0].operands[0]]
     for i, other in enumerate(graph.phases[0].operands[1:], 1):

@@ -1,0 +1,116 @@
+"""Stacks, directions, lengths and resets on a GPU, by every schedule; ecornn.torch and ONNX's node tests there."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ecornn
+from ecornn.numpy_reference import STEPS, random_weights, reference
+from ecornn.workload import Stack
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:RNN module weights")]
+torch = pytest.importorskip("torch")
+
+LIMITS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
+STACKS = [Stack(1, True, True, True), Stack(3, False, True), Stack(2, True), Stack(2, False, False, True),
+          Stack(2, False, True, True, True)]
+SHAPES = [(1, 1, 1, 1), (5, 3, 7, 13), (9, 20, 33, 65), (6, 17, 64, 128)]  # T, B, I, H
+
+
+def relative(value: Any, expected: Any) -> float:
+    return float(np.linalg.norm(np.asarray(value, np.float64) - expected) / max(np.linalg.norm(expected), 1e-30))
+
+
+def wanted_of(cell: str, stack: Stack, x: Any, weights: Any, state: Any, call: dict[str, Any]) -> Any:
+    """The reference; a stack that goes backwards only is one of the rows turned round."""
+    if not stack.reverse:
+        return reference(cell, x, weights, state, **call)
+    y = np.zeros((*x.shape[:2], state[0].shape[-1]))
+    last = [np.zeros_like(s) for s in state]
+    lengths = call.get("lengths", np.full(x.shape[1], x.shape[0]))
+    for b, n in enumerate(lengths):
+        mask = np.zeros((n, 1), bool)
+        if "resets" in call and n > 1:  # a start at step t is the end of what runs before it, backwards
+            mask[1:, 0] = call["resets"][1:n, b][::-1]
+        found, after = reference(cell, x[:n, b:b + 1][::-1], weights, [s[:, b:b + 1] for s in state], resets=mask)
+        y[:n, b] = found[::-1, 0]
+        for one, other in zip(last, after, strict=True):
+            one[:, b] = other[:, 0]
+    return y, last
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("stack", STACKS, ids=str)
+@pytest.mark.parametrize(("cell", "dtype"), [("lstm", "bfloat16"), ("gru", "float16"), ("gru_reset_before", "float32"),
+                                             ("lstm", "float32")])
+@pytest.mark.parametrize("schedule", ["persistent", "layout_transform", "fused_step"])
+def test_matches_float64(schedule: str, cell: str, dtype: str, stack: Stack, shape: tuple[int, int, int, int]):
+    T, B, I, H = shape
+    kind, rng = getattr(torch, dtype), np.random.default_rng(T + H)
+    weights = {k: torch.tensor(v).to(kind).float().numpy()
+               for k, v in random_weights(cell, I, H, 1, stack.layers, stack.directions).items()}
+    layer = ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, dtype=dtype, target="cuda", schedule=schedule,
+                           layers=stack.layers, bidirectional=stack.bidirectional, lengths=stack.lengths,
+                           resets=stack.resets, reverse=stack.reverse).bind(weights)
+    x = torch.randn(T, B, I, device="cuda").to(kind)
+    size = (B, H) if stack.count == 1 else (stack.count, B, H)
+    state = tuple((torch.rand(size, device="cuda") - 0.5).to(kind) for _ in range(STEPS[cell][1]))
+    call: dict[str, Any] = {"lengths": rng.integers(0, T + 1, B)} if stack.lengths else {}
+    call |= {"resets": rng.random((T, B)) < 0.4} if stack.resets else {}
+    exact = [v.double().cpu().numpy() for v in (x, *state)]
+    expected, last = wanted_of(cell, stack, exact[0], weights, exact[1:], call)
+    for b, n in enumerate(call.get("lengths", ())):
+        x[n:, b] = float("nan")
+    for on_gpu in (False, True):  # lengths of the host end the loop early; those of the GPU do not
+        given = {k: torch.as_tensor(v).cuda() if on_gpu else v for k, v in call.items()}
+        out = torch.full((T, B, stack.directions * H), float("nan"), device="cuda", dtype=kind)
+        y, after = layer(x, state, out=out, **given)
+        y = y.double().cpu().numpy()
+        limit = LIMITS[dtype] * (1 if dtype == "float32" else stack.layers)
+        assert relative(y, expected) <= limit
+        for b, n in enumerate(call.get("lengths", ())):
+            assert not y[n:, b].any()
+        for found, wanted in zip(after, last, strict=True):
+            assert relative(found.double().cpu().numpy(), wanted) <= 2 * limit
+
+
+@pytest.mark.parametrize(("name", "options"), [("LSTM", {"num_layers": 2, "bidirectional": True}), ("GRU", {}),
+                                               ("LSTM", {"proj_size": 16})])
+def test_torch_modules(name: str, options: dict[str, Any]):
+    import ecornn.torch
+
+    ours = getattr(ecornn.torch, name)(24, 48, **options).cuda().eval()
+    theirs = copy.deepcopy(ours).double()
+    theirs.__class__ = getattr(torch.nn, name)
+    x = torch.randn(7, 5, 24, device="cuda")
+    packed = torch.nn.utils.rnn.pack_padded_sequence(x, [7, 3, 5, 1, 2], enforce_sorted=False)
+    with torch.inference_mode():
+        for given in (x, packed):
+            y, wanted = ours(given)[0], theirs(given.double())[0]
+            y, wanted = (y, wanted) if given is x else (y.data, wanted.data)
+            assert relative(y.cpu(), wanted.cpu().numpy()) <= 1e-5
+        graph, kept = torch.cuda.CUDAGraph(), x.clone()
+        ours(kept)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            y = ours(kept)[0]
+        kept.copy_(torch.randn_like(kept))
+        graph.replay()
+        assert relative(y.cpu(), theirs(kept.double())[0].cpu().numpy()) <= 1e-5
+
+
+def test_onnx_node_tests():
+    pytest.importorskip("onnx")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from test_onnx import NODES, RecurrentBackend
+    assert len(NODES) >= 18
+    for case in NODES:
+        for inputs, outputs in case.data_sets:
+            for one, other in zip(RecurrentBackend.prepare(case.model, "CUDA").run(list(inputs)), outputs, strict=True):
+                np.testing.assert_allclose(one, other, rtol=case.rtol, atol=case.atol, err_msg=case.name)
