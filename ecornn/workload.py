@@ -63,11 +63,6 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lengths: bool = False
     resets: bool = False
 
-    @property
-    def masks(self) -> bool:
-        """Whether rows differ in what they do."""
-        return self.lengths or self.resets
-
     def y_width(self, hidden: int) -> int:
         """Elements of a row of y."""
         return self.directions * hidden

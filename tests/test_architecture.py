@@ -42,8 +42,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 EVERYTHING = {*MAY_IMPORT, "tune", "compiler"}
 MAY_IMPORT |= {"torch": {"compiler", "errors", "runtime", "workload"}}
 MAY_IMPORT |= {"onnx": {"cells", "compiler", "device", "errors", "runtime"}}
-MAY_IMPORT |= {"tune": EVERYTHING, "compiler": EVERYTHING, "cli": EVERYTHING | {"cli", ""},
-               "": EVERYTHING}
+MAY_IMPORT |= {"tune": EVERYTHING, "compiler": EVERYTHING, "": EVERYTHING,
+               "cli": EVERYTHING | {"cli", "onnx", ""}}
 
 
 def sources() -> dict[str, Path]:
