@@ -6,11 +6,12 @@ from ecornn.cells.base import Cell, pointwise, product
 from ecornn.cells.gru import GRU, GRUResetBefore
 from ecornn.cells.lstm import LSTM
 from ecornn.cells.options import Optioned, parse
+from ecornn.cells.slstm import SLSTM
 from ecornn.cells.vanilla import IndRNN, VanillaReLU, VanillaTanh
 from ecornn.errors import ArgumentError
 
 BUILTIN: dict[str, Optioned] = {
-    cell.name: cell for cell in (LSTM(), GRU(), GRUResetBefore(), VanillaTanh(), VanillaReLU(), IndRNN())
+    cell.name: cell for cell in (LSTM(), GRU(), GRUResetBefore(), VanillaTanh(), VanillaReLU(), IndRNN(), SLSTM())
 }
 
 

@@ -34,7 +34,7 @@ def layer_options(batch: int, seq: int, dtype_help: str, required: bool = True) 
     """--cell, --hidden, --input, --batch, --seq, --dtype and --target, with these defaults."""
     options = [
         click.option("--cell", required=required, metavar="NAME|FILE.py:NAME",
-                     help="lstm, gru, gru_reset_before, rnn_tanh, rnn_relu, indrnn; with options, as in "
+                     help="lstm, gru, gru_reset_before, rnn_tanh, rnn_relu, indrnn, slstm; with options, as in "
                           "'lstm(peepholes,clip=3)'; or your own cell."),
         click.option("--hidden", required=required, type=SIZE, help="Hidden size H."),
         click.option("--input", "input_", type=SIZE, help="Input size I.  [default: H]"),
