@@ -155,6 +155,17 @@ def test_changed_weights_are_seen():
         agree(ours(x), theirs(double(x)))
 
 
+def test_weights_that_went_through_another_type_are_seen():
+    """float32 again, perhaps where they were, but no longer what they were."""
+    theirs, ours = pair("GRU")
+    x = torch.randn(T, B, I)
+    with torch.no_grad():
+        ours(x)
+        ours.half().float()
+        theirs.load_state_dict({k: v.double() for k, v in ours.state_dict().items()})
+        agree(ours(x), theirs(double(x)))
+
+
 def test_copies_are_layers_of_their_own():
     theirs, ours = pair("GRU")
     x, other = torch.randn(T, B, I), copy.deepcopy(ours)

@@ -56,7 +56,8 @@ class Layer:
 
     def __repr__(self) -> str:
         where = f"{self.threads} threads" if self._on_cpu else f"GPU {self.device}"
-        return f"<ecornn.Layer {self.manifest.workload}, {self.manifest.schedule} on {where}>"
+        what = ", ".join(filter(None, (str(self.manifest.workload), str(self._stack), self.manifest.schedule)))
+        return f"<ecornn.Layer {what} on {where}>"
 
     def __call__(self, x: Any, state: Sequence[Any] | None = None, *, lengths: Any = None, resets: Any = None,
                  batch_first: bool = False, out: Any = None) -> tuple[Any, tuple[Any, ...]]:

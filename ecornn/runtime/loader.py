@@ -34,7 +34,8 @@ class Module:
 
     def __repr__(self) -> str:
         m = self.manifest
-        return (f"<ecornn.Module {m.workload}, {m.schedule} for {m.device.name} ({m.device.arch}), "
+        what = ", ".join(filter(None, (str(m.workload), str(m.stack), m.schedule)))
+        return (f"<ecornn.Module {what} for {m.device.name} ({m.device.arch}), "
                 f"{m.provenance}>")
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -51,8 +51,8 @@ class Engine:
     """The compiled layers of one torch module."""
 
     def __init__(self) -> None:
-        # what a call is like -> the batch it was compiled for -> the weights when it was bound, the layer
-        self._bound: dict[tuple[Any, ...], dict[int, tuple[tuple[Any, ...], Layer]]] = {}
+        # what a call is like -> the batch it was compiled for -> the weights when it was bound, and the layer
+        self._bound: dict[tuple[Any, ...], dict[int, tuple[Snapshot, Layer]]] = {}
         self._lock = threading.Lock()
 
     def layer(self, module: torch.nn.RNNBase, x: Any, with_lengths: bool) -> Layer:
@@ -61,19 +61,19 @@ class Engine:
             raise DTypeError("input.dtype", str(x.dtype).removeprefix("torch."), f"one of {', '.join(DTYPES)}")
         steps, batch = x.shape[:2]
         threads = torch.get_num_threads() if x.is_cpu else None
-        key, weights = (x.device, x.dtype, with_lengths, threads), _state_of(module)
+        key = (x.device, x.dtype, with_lengths, threads)
         with self._lock:
             bound = self._bound.setdefault(key, {})
             rooms = [room for room in sorted(bound) if batch <= room <= 4 * batch]
             # the batch of the first call; where calls differ, some room for the next ones
             room = rooms[0] if rooms else 1 << (batch - 1).bit_length() if bound else batch
             known = bound.get(room)
-            if known is None or known[0] != weights:
+            if known is None or not known[0].holds(module):
                 made = compiled(cell_of(module), module.hidden_size, module.input_size, room, steps,
                                 _DTYPES[x.dtype], "cpu" if x.is_cpu else "cuda", module.num_layers,
                                 module.bidirectional, with_lengths) if known is None else known[1].module
-                known = weights, made.bind(_parameters(module), 0 if x.is_cpu else x.device.index, threads=threads)
-                bound[room] = known
+                layer = made.bind(_parameters(module), 0 if x.is_cpu else x.device.index, threads=threads)
+                bound[room] = known = Snapshot(module), layer
             return known[1]
 
 
@@ -84,10 +84,23 @@ def engine_of(module: torch.nn.RNNBase) -> Engine:
     return _engines[module]
 
 
-def _state_of(module: torch.nn.RNNBase) -> tuple[Any, ...]:
-    """Changes with every change of a weight. Tensors made in inference mode count no versions."""
-    return tuple((id(w), w.data_ptr(), 0 if w.is_inference() else w._version)
-                 for w in module._flat_weights if w is not None)
+class Snapshot:
+    """Tells whether a module's weights have changed since. It keeps the tensors and their memory, whose
+    addresses could otherwise be those of other weights one day."""
+
+    def __init__(self, module: torch.nn.RNNBase) -> None:
+        self._kept = [(w, w.detach()) for w in module._flat_weights if w is not None]
+        self._state = self._of(module)
+
+    def holds(self, module: torch.nn.RNNBase) -> bool:
+        """Whether every weight is the one that it was."""
+        return self._of(module) == self._state
+
+    @staticmethod
+    def _of(module: torch.nn.RNNBase) -> list[tuple[int, int, int]]:
+        """Tensors made in inference mode count no versions."""
+        return [(id(w), w.data_ptr(), 0 if w.is_inference() else w._version)
+                for w in module._flat_weights if w is not None]
 
 
 def _parameters(module: torch.nn.RNNBase) -> dict[str, Any]:
