@@ -29,7 +29,7 @@ EMIT = ("cuda", "tir", "ptx", "asm")
 
 @click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("model", required=False, metavar="[MODEL.onnx]", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--node", metavar="NAME", help="With MODEL.onnx: the LSTM, GRU or RNN node, if it has several.")
+@click.option("--node", metavar="NAME", help="With MODEL.onnx: the LSTM, GRU or RNN node, if it has several. float32 unless --dtype says.")
 @layer_options(batch=20, seq=300, dtype_help="[default: float32 on a CPU, bfloat16 on a GPU]", required=False)
 @click.option("--weights-from", "weights", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="A safetensors file or PyTorch checkpoint: sizes, layers and directions are taken from it.")
@@ -78,7 +78,7 @@ def compile(model: Path | None, node: str | None, cell: str | None, hidden: int 
         if name not in layer:
             raise ArgumentError(f"--{name}", None, "a value" + (", or MODEL.onnx" if name == "cell" else
                                                                ", or --weights-from FILE, or MODEL.onnx"))
-    dtype, target = default_dtype(dtype, target)
+    dtype, target = default_dtype(dtype or ("float32" if model is not None else None), target)
     planned = plan(layer.pop("cell"), **layer, batch=batch, seq=seq, dtype=dtype, target=target, resets=resets,
                    schedule=schedule, config=dict(knob(c) for c in config))
     click.echo(", ".join(filter(None, (str(planned.workload), str(planned.stack))))
