@@ -29,7 +29,8 @@ EMIT = ("cuda", "tir", "ptx", "asm")
 
 @click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("model", required=False, metavar="[MODEL.onnx]", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--node", metavar="NAME", help="With MODEL.onnx: the LSTM, GRU or RNN node, if it has several. float32 unless --dtype says.")
+@click.option("--node", metavar="NAME", help="With MODEL.onnx: the LSTM, GRU or RNN node, if it has several. It is "
+              "compiled in float32 unless --dtype says otherwise.")
 @layer_options(batch=20, seq=300, dtype_help="[default: float32 on a CPU, bfloat16 on a GPU]", required=False)
 @click.option("--weights-from", "weights", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="A safetensors file or PyTorch checkpoint: sizes, layers and directions are taken from it.")
