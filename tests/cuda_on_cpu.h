@@ -1,6 +1,7 @@
-// Runs generated CUDA kernels on a CPU, one block at a time, each thread a fiber: for tests without a GPU.
+// Runs generated CUDA kernels on a CPU, each thread a fiber: for tests without a GPU. Blocks run one after
+// the other, those of a cooperative launch side by side.
 // What it checks: indices, barriers, warp-wide instructions, fragments, asynchronous copies that nobody
-// waited for (lazy) or that come too early (eager). What it cannot check: races between blocks.
+// waited for (lazy) or that come too early (eager). What it cannot check: races, and the order of memory.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -38,21 +39,31 @@ struct nv_bfloat16 {
 struct uint3 { unsigned x, y, z; };
 static uint3 threadIdx, blockIdx;
 inline half __float2half_rn(float value) { return (half)value; }
+inline float __uint_as_float(uint32_t word) { float f; memcpy(&f, &word, 4); return f; }
+inline uint32_t __float_as_uint(float f) { uint32_t word; memcpy(&word, &f, 4); return word; }
 template <typename T> T max(T a, T b) { return a > b ? a : b; }
 template <typename T> T min(T a, T b) { return a < b ? a : b; }
 
 namespace emu {
-enum State { kReady, kWarp, kBlock, kDone };
+enum State { kReady, kWarp, kBlock, kNamed, kDone };
 struct Copy { void* to; const void* from; unsigned size, valid; };
 struct Fiber {
   ucontext_t context;
   State state;
   unsigned turn;                        // of warp-wide instructions
+  unsigned barrier;                     // the named one that it waits for
   std::deque<std::vector<Copy>> groups; // asynchronous copies; the last group is open
 };
 struct Slot { uint32_t words[12]; };
+struct Block {
+  alignas(1024) char memory[232448];
+  unsigned arrived[16];                 // threads, at each named barrier
+};
 constexpr size_t kStack = 1 << 16;
-alignas(1024) static char shared[232448];
+constexpr unsigned kPatience = 1 << 20; // rounds of polling
+static std::vector<Block> blocks;
+static char* shared;                    // of the current block
+static unsigned width;                  // threads of a block
 static std::vector<Fiber> fibers;
 static std::vector<Slot> slots[2];
 static std::vector<char> stacks;
@@ -82,7 +93,33 @@ inline const Slot* exchange(const Slot& mine) {
   fprintf(stderr, "%s\n", what);
   abort();
 }
-inline void run_block(unsigned threads) {
+// A named barrier, once for each thread; `count` threads complete it.
+inline void arrive(unsigned id, unsigned count, bool stays) {
+  unsigned block = current / width;
+  if (id > 15 || count % 32) fail("a named barrier that does not exist");
+  if (++blocks[block].arrived[id] == count) {
+    blocks[block].arrived[id] = 0;
+    for (unsigned i = block * width; i < (block + 1) * width; ++i)
+      if (fibers[i].state == kNamed && fibers[i].barrier == id) fibers[i].state = kReady;
+  } else if (stays) {
+    fibers[current].barrier = id;
+    wait(kNamed);
+  }
+}
+inline void yield() { wait(kReady); }
+inline void enter(unsigned i, unsigned first) {
+  current = i;
+  threadIdx = {i % width, 0, 0};
+  blockIdx = {first + i / width, 0, 0};
+  shared = blocks[i / width].memory;
+}
+// Blocks `first` and following, side by side.
+inline void run_blocks(unsigned first) {
+  unsigned threads = fibers.size();
+  for (Block& b : blocks) {
+    memset(b.memory, 0xff, sizeof b.memory);  // NaN in every type
+    memset(b.arrived, 0, sizeof b.arrived);
+  }
   for (unsigned i = 0; i < threads; ++i) {
     Fiber& f = fibers[i];
     f.state = kReady;
@@ -94,13 +131,14 @@ inline void run_block(unsigned threads) {
     f.context.uc_link = nullptr;
     makecontext(&f.context, entry, 0);
   }
+  unsigned rounds = 0;
   for (unsigned done = 0; done < threads;) {
     bool moved = false;
+    if (++rounds > kPatience) fail("a poll for what nobody writes");
     for (unsigned i = 0; i < threads; ++i) {
       if (fibers[i].state != kReady) continue;
       moved = true;
-      current = i;
-      threadIdx = {i, 0, 0};
+      enter(i, first);
       swapcontext(&scheduler, &fibers[i].context);
       done += fibers[i].state == kDone;
     }
@@ -109,26 +147,28 @@ inline void run_block(unsigned threads) {
       for (unsigned i = w; i < w + 32; ++i) all &= fibers[i].state == kWarp;
       for (unsigned i = w; all && i < w + 32; ++i) fibers[i].state = kReady, moved = true;
     }
-    bool all = done < threads;
-    for (unsigned i = 0; i < threads; ++i) all &= fibers[i].state == kBlock;
-    for (unsigned i = 0; all && i < threads; ++i) fibers[i].state = kReady, moved = true;
+    for (unsigned b = 0; b < threads; b += width) {
+      bool all = true;
+      for (unsigned i = b; i < b + width; ++i) all &= fibers[i].state == kBlock;
+      for (unsigned i = b; all && i < b + width; ++i) fibers[i].state = kReady, moved = true;
+    }
     if (!moved && done < threads) fail("deadlock: a barrier that not every thread reaches");
   }
 }
-inline void launch(void (*kernel)(void**), unsigned grid, unsigned threads, void** given, bool delay) {
+inline void launch(void (*kernel)(void**), unsigned grid, unsigned threads, void** given, bool delay,
+                   bool together) {
   if (threads % 32) fail("threads are no whole number of warps");
-  fibers.resize(threads);
-  slots[0].resize(threads), slots[1].resize(threads);
-  stacks.resize(threads * kStack);
+  unsigned beside = together ? grid : 1;
+  width = threads;
+  blocks.resize(beside);
+  fibers.resize(beside * threads);
+  slots[0].resize(fibers.size()), slots[1].resize(fibers.size());
+  stacks.resize(fibers.size() * kStack);
   body = kernel, arguments = given, lazy = delay;
-  for (unsigned b = 0; b < grid; ++b) {
-    memset(shared, 0xff, sizeof shared);  // NaN in every type
-    blockIdx = {b, 0, 0};
-    run_block(threads);
-  }
+  for (unsigned b = 0; b < grid; b += beside) run_blocks(b);
 }
 inline void* at(unsigned address) {
-  if (address >= sizeof shared) fail("an address beyond shared memory");
+  if (address >= sizeof(Block::memory)) fail("an address beyond shared memory");
   return shared + address;
 }
 inline void carry_out(const Copy& c) {
@@ -186,6 +226,23 @@ template <typename W> void load4(W& a, W& b, W& c, W& d, const void* from) {
   W w[4];
   memcpy(w, from, 16);
   a = w[0], b = w[1], c = w[2], d = w[3];
+}
+template <typename W> void load2(W& a, W& b, const void* from) {
+  if (uintptr_t(from) % 8) fail("a misaligned load of 8 bytes");
+  W w[2];
+  memcpy(w, from, 8);
+  a = w[0], b = w[1];
+}
+inline void store4(void* to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  if (uintptr_t(to) % 16) fail("a misaligned store of 16 bytes");
+  uint32_t w[4] = {a, b, c, d};
+  memcpy(to, w, 16);
+}
+template <typename E> uint32_t pack2(float high, float low) {
+  E both[2] = {(E)low, (E)high};
+  uint32_t word;
+  memcpy(&word, both, 4);
+  return word;
 }
 inline void ldmatrix(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, unsigned address) {
   unsigned lane = current % 32;

@@ -38,6 +38,25 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return f"emu::wait_group({text.split(' ')[1].rstrip(';')})"
     if name.startswith("mma.sync.aligned.m16n8k"):
         return f"emu::mma({_MMA['.'.join(name.split('.')[-3:-1])]}, {every})"
+    if name in ("bar.sync", "bar.arrive"):
+        return f"emu::arrive({every}, {'true' if name == 'bar.sync' else 'false'})"
+    if name.startswith("fence."):
+        return "(void)0"
+    if name.startswith("ld.relaxed.gpu.global.v4"):  # a poll: let others run
+        return f"emu::load4({every}), emu::yield()"
+    if name.startswith("ld.acquire.gpu.global"):
+        return f"{outs[0]} = *(unsigned*){ins[0]}, emu::yield()"
+    if name.startswith("st.relaxed.gpu.global.b32"):
+        return f"*(unsigned*){ins[0]} = {ins[1]}"
+    if name.startswith("red.release.gpu.global.add.u32"):
+        return f"*(unsigned*){ins[0]} += {ins[1]}"
+    if name.startswith("st.shared.v4"):
+        return f"emu::store4(emu::at({ins[0]}), {', '.join(ins[1:])})"
+    if name.startswith("ld.shared.v2"):
+        return f"emu::load2({', '.join(outs)}, emu::at({ins[0]}))"
+    if name.startswith("cvt.rn.") and "x2.f32" in name:
+        kind = "nv_bfloat16" if ".bf16x2" in name else "half"
+        return f"{outs[0]} = emu::pack2<{kind}>({', '.join(ins)})"
     if name.startswith("ld.shared.v4"):
         return f"emu::load4({', '.join(outs)}, emu::at({ins[0]}))"
     if name.startswith("ld.global") and ".v4." in name:
@@ -88,9 +107,9 @@ class Emulated:
             assert declared is not None
             types = [a.rsplit(" ", 1)[0].replace("__restrict__", "") for a in declared[1].split(", ")]
             given = ", ".join(f"*({t}*)a[{i}]" for i, t in enumerate(types))
-            text += (f'\nextern "C" void emu_{kernel.symbol}(unsigned grid, unsigned threads, void** given, '
-                     f"bool lazy) {{ emu::launch([](void** a) {{ {kernel.symbol}({given}); }}, grid, threads, "
-                     "given, lazy); }\n")
+            text += (f'\nextern "C" void emu_{kernel.symbol}(unsigned grid, unsigned threads, void** given, bool lazy, '
+                     f"bool together) {{ emu::launch([](void** a) {{ {kernel.symbol}({given}); }}, grid, threads, "
+                     "given, lazy, together); }\n")
         path = folder / "kernels.cc"
         path.write_text(text)
         command = [*find_compiler(), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", str(path), "-o",
@@ -148,7 +167,8 @@ class Emulated:
         given = [ctypes.c_void_p(memory[a].ctypes.data) if a in memory else values[a] for a in kernel.arguments]
         array = (ctypes.c_void_p * max(1, len(given)))(*(ctypes.addressof(v) for v in given))
         assert kernel.extents["blockIdx.x"] == call.grid and kernel.extents["threadIdx.x"] == call.threads
-        getattr(self.library, f"emu_{kernel.symbol}")(call.grid, call.threads, array, ctypes.c_bool(self.lazy))
+        getattr(self.library, f"emu_{kernel.symbol}")(call.grid, call.threads, array, ctypes.c_bool(self.lazy),
+                                                          ctypes.c_bool(call.cooperative))
 
 
 GUARD = 256  # bytes behind each buffer

@@ -5,22 +5,32 @@ from __future__ import annotations
 from ecornn.device import Device
 from ecornn.program import Buffer, Extent, Launch, Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
+from ecornn.schedules.persistent.estimate import best_ahead, estimate
 from ecornn.schedules.persistent.kernel import persistent_kernel
-from ecornn.schedules.persistent.plan import RING, Plan, packing_of, plan_of, unit_step
+from ecornn.schedules.persistent.plan import (
+    RING,
+    block_shared,
+    packing_of,
+    plan_of,
+    register_limit,
+    unit_step,
+    worker_shape,
+)
 from ecornn.schedules.persistent.start import start_kernel
 from ecornn.schedules.pointwise import MATH_FOR, MATH_TRADES
-from ecornn.schedules.projection import project
-from ecornn.schedules.tensor_core import per_word
+from ecornn.schedules.projection import project, shape_of
 from ecornn.workload import Workload
 
 START_BLOCKS = 128
+STREAMED = 0.5  # of L2: the most of the weights that may be read from there every step
+AHEAD = (100, 75, 50, 25, 0)
 
 
 class Persistent(Schedule):
     """Serves every cell with a recurrent product whose weights fit in registers and shared memory."""
 
     name = "persistent"
-    revision = 2
+    revision = 3
     kind = "cuda"
 
     def __init__(self) -> None:
@@ -51,9 +61,13 @@ class Persistent(Schedule):
                  "more product warps: less work each, but more partial sums to add"),
             Knob("gate_warps", (1, 2, 3, 4, 5, 6, 8), "more gate warps: shorter gate math, fewer registers a thread"),
             Knob("chains", (1, 2), "2: shorter chains of dependent products, at an accumulator more"),
-            Knob("registers", (100, 75, 50, 25, 0), "percent of weights in registers, the rest in shared memory"),
+            Knob("registers", (100, 75, 60, 50, 40, 25, 0),
+                 "percent of weights in registers; the rest in shared memory, and in L2 what does not fit there"),
             Knob("interleave", (0, 4) if wide else (0,),
                  "4: pad three gates to four for smaller unit steps and wider loads; 0: no padding"),
+            Knob("ahead", AHEAD if task.graph.hoisted_outputs else AHEAD[:1],
+                 "percent of the input projection done before the recurrence; the rest runs beside it, on what "
+                 "blocks the recurrence leaves over"),
             Knob("math", MATH_FOR[w.dtype], MATH_TRADES),
         )
 
@@ -69,21 +83,28 @@ class Persistent(Schedule):
         step = unit_step(task, int(config["interleave"]))
         if units % step:
             return f"units={units} is no multiple of {step}"
+        if config["ahead"] != 100 and blocks == device.cores:
+            return "no multiprocessor is left for the projection beside the recurrence"
         plan = plan_of(task, config)
-        if plan.groups > 1 and (plan.groups - 1) * plan.columns >= task.workload.batch:
+        if plan.groups > 1 and (plan.groups - 1) * plan.rows >= task.workload.batch:
             return "a group without batch rows"
-        if (plan.items - 1) * plan.gate_warps * 32 >= plan.units * plan.columns or plan.items > 8:
+        if (plan.items - 1) * plan.gate_warps * 32 >= plan.units * plan.rows or plan.items > 8:
             return f"{plan.items} items a gate thread"
-        if plan.units * plan.columns <= (plan.gate_warps - 1) * 32:
+        if plan.units * plan.rows <= (plan.gate_warps - 1) * 32:
             return "a gate warp without work"
         words = -(-task.workload.hidden // (2 if task.workload.dtype != "float32" else 1))
         if (plan.warps - 1) * plan.phases[0].warp_pairs * 16 >= words:
             return "a product warp without work"
-        if plan.shared > device.shared:
-            return f"{plan.shared} bytes of shared memory, {device.shared} available"
-        limit = min(255, device.registers // plan.threads // 8 * 8)
+        if plan.streamed * plan.groups * plan.blocks > device.l2 * STREAMED:
+            return f"{plan.streamed} bytes of weights a block do not fit on chip"
+        limit = register_limit(task, plan)
         if plan.registers > limit:
             return f"about {plan.registers} registers a thread, {limit} available"
+        if plan.workers and worker_shape(task, plan) is None:
+            return f"the projection needs more than {limit} registers a thread"
+        shared = max(block_shared(task, plan), shape_of(task).shared if plan.ahead else 0)
+        if shared > device.shared:
+            return f"{shared} bytes of shared memory, {device.shared} available"
         return None
 
     def default(self, task: Task) -> Config:
@@ -110,11 +131,15 @@ class Persistent(Schedule):
                             for interleave in knobs["interleave"]:
                                 config: Config = {
                                     "groups": groups, "units": units, "warps": warps, "gate_warps": gate_warps,
-                                    "chains": 1, "registers": registers, "interleave": interleave, "math": math}
-                                if self.check(task, config) is None:
-                                    cost = estimate(plan_of(task, config))
-                                    if found is None or cost < found[0]:
-                                        found = cost, config
+                                    "chains": 1, "registers": registers, "interleave": interleave,
+                                    "ahead": 100, "math": math}
+                                if self.check(task, config) is not None:
+                                    continue
+                                for ahead in best_ahead(task, plan_of(task, config)):
+                                    beside = {**config, "ahead": ahead}
+                                    cost = estimate(task, plan_of(task, beside))
+                                    if (found is None or cost < found[0]) and self.check(task, beside) is None:
+                                        found = cost, beside
         return None if found is None else found[1]
 
     def features(self, task: Task, config: Config) -> dict[str, float]:
@@ -125,13 +150,14 @@ class Persistent(Schedule):
             "lane_words": sum(p.pairs * plan.tiles * 4 for p in plan.phases),
             "products": sum(p.pairs * 2 * -(-p.octets(plan.units) // 2) * plan.tiles for p in plan.phases),
             "sums": sum(plan.warps * p.gates * plan.items for p in plan.phases),
-            "registers": plan.registers, "shared": plan.shared, "estimate": estimate(plan),
-            "streamed": sum(plan.shared_weight_words(p) for p in plan.phases)}
+            "registers": plan.registers, "shared": plan.shared, "estimate": estimate(task, plan),
+            "workers": plan.workers, "polls": max(-(-p.pairs // p.polled_pairs) for p in plan.phases),
+            "shared_weights": sum(plan.shared_weight_words(p) for p in plan.phases), "streamed": plan.streamed}
 
     def program(self, task: Task, config: Config) -> Program:
         plan, math = plan_of(task, config), str(config["math"])
         w, graph = task.workload, task.graph
-        hoisted = project(task)
+        hoisted = project(task, ahead=plan.ahead)
         buffers = [Buffer("x", "x", w.dtype), Buffer("y", "y", w.dtype)]
         for name in graph.states:
             buffers += [Buffer(f"{name}_in", "state_in", w.dtype), Buffer(f"{name}_out", "state_out", w.dtype)]
@@ -146,25 +172,6 @@ class Persistent(Schedule):
         functions["start"] = start_kernel(task, plan, START_BLOCKS, math)
         functions["persistent"] = persistent_kernel(task, plan, math)
         calls = (*hoisted.calls, Launch("start", START_BLOCKS, 256),
-                 Launch("persistent", plan.groups * plan.blocks, plan.threads, plan.shared, cooperative=True))
+                 Launch("persistent", plan.groups * plan.blocks + plan.workers, plan.block_threads,
+                        block_shared(task, plan), cooperative=True))
         return Program(functions, tuple(buffers), calls)
-
-
-def estimate(plan: Plan) -> float:
-    """Nanoseconds of a step, roughly: a model for ordering configurations, not for reporting.
-
-    A trip of state through L2, polling at 64 bytes a cycle and SM, products at one mma in 16 cycles and
-    scheduler, partial sums at 128 bytes a cycle, and the latency of the gate math.
-    """
-    total = 0.0
-    for p in plan.phases:
-        tiles = -(-p.octets(plan.units) // 2)
-        poll = plan.slot_words(p) * 4 / 40
-        cost = 3 if plan.dtype == "float32" else 1
-        products = p.pairs * 2 * tiles * plan.tiles * cost * -(-plan.warps // 4) * 16
-        sums = 2 * plan.warps * plan.columns * tiles * 16 * 4 / 128
-        streamed = plan.shared_weight_words(p) * 4 / 128
-        # units that do not fill sectors of the exchange share them with another block
-        shared_sectors = 0 if plan.units // per_word(plan.dtype) % 8 == 0 else 300
-        total += 900 + poll + products + streamed + sums + shared_sectors + 60 * plan.items + 20 * plan.warps ** 0.5
-    return total / 1.7

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ecornn.schedules.base import Task
+from ecornn.schedules.persistent.beside import Beside
 from ecornn.schedules.persistent.exchange import SENTINEL, pack, slot_base, word_of
 from ecornn.schedules.persistent.plan import RING, PhasePlan, Plan
 from ecornn.schedules.pointwise import emit, invariants
@@ -20,18 +21,19 @@ class Gates:
 
     def __init__(self, T: Any, task: Task, plan: Plan, math: str, arguments: dict[str, Any],
                  rings: list[Any], shared: Any, group: Any, member: Any, thread: Any, steps: Any,
-                 batch: Any) -> None:
+                 batch: Any, beside: Beside | None) -> None:
         self.T, self.task, self.plan, self.math = T, task, plan, math
         self.graph, self.arguments, self.rings, self.shared = task.graph, arguments, rings, shared
+        self.beside = beside
         self.group, self.thread, self.steps, self.batch = group, thread, steps, batch
         H, graph = plan.hidden, task.graph
         self.local, self.unit, self.column, self.row, self.valid, self.owner = [], [], [], [], [], []
         for i in range(plan.items):
             item = T.Bind(thread + i * plan.gate_warps * 32)
-            owner = T.Bind(item < plan.units * plan.columns)
+            owner = T.Bind(item < plan.units * plan.rows)
             column = T.Bind(T.Select(owner, item // plan.units, 0))
             unit = T.Bind(member * plan.units + item % plan.units)
-            row = T.Bind(group * plan.columns + column)
+            row = T.Bind(group * plan.rows + column)
             self.local.append(T.Bind(item % plan.units))
             self.unit.append(unit)
             self.column.append(column)
@@ -72,6 +74,8 @@ class Gates:
     def _fetch(self, t: Any) -> None:
         """Loads the hoisted inputs of step t into ``ahead``."""
         T, outputs, H = self.T, len(self.graph.hoisted_outputs), self.plan.hidden
+        if self.beside is not None:
+            self.beside.wait(t)
         for i in range(self.plan.items if outputs else 0):
             for q in range(outputs):
                 T.buffer_store(self.ahead, T.float32(0), [i, q])
@@ -99,16 +103,16 @@ class Gates:
             turn = T.Bind(use % 2)
             T.evaluate(T.ptx["bar.sync"](T.cast(turn + FULL, "uint32"), T.uint32(plan.threads)))
             sums = [self._sums(i, p, turn) for i in range(plan.items)]
-            with T.If(use + 2 < self.steps * len(plan.phases)), T.Then():  # as often as product warps wait
-                T.evaluate(T.ptx["bar.arrive"](T.cast(turn + READ, "uint32"), T.uint32(plan.threads)))
             for i in range(plan.items):
                 envs[i] = emit(graph.phases[p].assigns, envs[i] | sums[i], self.math)
                 if p < last:
                     self._announce(i, p + 1, t % RING, envs[i])
             if p < last:
                 self._wipe(p, t)
+                self._hand_back(use)
         new = [self._finish(envs[i], i, t) for i in range(plan.items)]
         self._wipe(last, t)
+        self._hand_back(use)
         # The release of exchange.py, before the next write. It waits for what came before it, so y is
         # stored and inputs are fetched after it, two steps ahead: memory is further away than L2.
         T.evaluate(T.ptx["fence.acq_rel.gpu"]())
@@ -116,6 +120,12 @@ class Gates:
             self._store(i, t, new[i])
         self._advance()
         self._fetch(T.Bind(t + 2))
+
+    def _hand_back(self, use: Any) -> None:
+        """Returns the buffer of partial sums, as often as product warps wait for one."""
+        T, plan = self.T, self.plan
+        with T.If(use + 2 < self.steps * len(plan.phases)), T.Then():
+            T.evaluate(T.ptx["bar.arrive"](T.cast(use % 2 + READ, "uint32"), T.uint32(plan.threads)))
 
     def _sums(self, i: int, p: int, turn: Any) -> dict[Any, Any]:
         """The products of phase p: partial sums of all warps, added in a tree."""
