@@ -84,7 +84,7 @@ class Shape:
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory."""
-        return max(self.stages * self.stage_words * 4, 16)
+        return self.stages * self.stage_words * 4 if self.rows else 16
 
     def registers(self, dtype: str) -> int:
         """Estimate of a thread's registers."""

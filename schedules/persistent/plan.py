@@ -121,7 +121,8 @@ class Plan:
         """Estimate of a product warp's registers."""
         weights = sum(p.register_pairs * p.octets(self.units) * 4 for p in self.phases)
         work = max((p.polled_pairs * 4 + -(-p.octets(self.units) // 2) * 4 * self.chains) * self.tiles
-                   + (p.octets(self.units) * 8 if p.streamed_pairs else 0) for p in self.phases)
+                   + p.octets(self.units) * ((4 if p.shared_pairs else 0) + (8 if p.streamed_pairs else 0))
+                   for p in self.phases)
         return weights + work + SPARE_REGISTERS + (16 if self.dtype == "float32" else 0)
 
     def slot_words(self, phase: PhasePlan) -> int:

@@ -77,7 +77,7 @@ class _Stored:
         self.octets = phase.octets(plan.units)
         self.first = phase.register_pairs + phase.shared_pairs  # streamed pair
         if phase.register_pairs < phase.pairs:
-            turns = 2 if phase.streamed_pairs else 1
+            turns = 3 if phase.streamed_pairs else 1  # 0: of shared memory; 1, 2: of L2
             self.loaded = T.alloc_buffer((turns, self.octets, 4), "uint32", scope="local")
         self._stream(self.first)
 
@@ -93,7 +93,7 @@ class _Stored:
     def _stream(self, q: int) -> None:
         for v in range(self.octets if q < self.phase.pairs else 0):
             address = _weights(self.T, self.plan, self.phase, self.source, self.member, self.warp, q, v, self.lane)
-            self._into((q - self.first) % 2, v, "ld.global.v4.b32", address)
+            self._into(1 + (q - self.first) % 2, v, "ld.global.v4.b32", address)
 
     def _into(self, turn: int, v: int, instruction: str, address: Any) -> None:
         self.T.evaluate(self.T.ptx[instruction](*(self.loaded[turn, v, i] for i in range(4)), address))
@@ -102,7 +102,7 @@ class _Stored:
         """Word i of octet v of pair q, after ``load(q)``."""
         if q < self.phase.register_pairs:
             return self.held[q * self.octets + v, i]
-        return self.loaded[(q - self.first) % 2 if q >= self.first else 0, v, i]
+        return self.loaded[1 + (q - self.first) % 2 if q >= self.first else 0, v, i]
 
 
 def _within(T: Any, plan: Plan, tile: int, column: Any) -> Any:
