@@ -10,6 +10,7 @@ for blocks of its own to do while others are busy with the recurrence (``persist
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 
 from ecornn.program import Buffer, Extent, Launch, Packing
@@ -156,4 +157,5 @@ def project(task: Task, out_dtype: str = "float32", ahead: int = 100) -> Part:
 
 def rows_ahead(rows: Any, ahead: int) -> Any:
     """Of ``rows`` = T*B (an expression, int32), how many are done ahead: a multiple of ``CHUNK``, or all."""
-    return rows if ahead == 100 else rows // CHUNK * ahead // 100 * CHUNK
+    common = gcd(ahead, 100)  # TVM's simplifier overflows with 75 / 100
+    return rows if ahead == 100 else rows // CHUNK * (ahead // common) // (100 // common) * CHUNK
