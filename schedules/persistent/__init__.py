@@ -6,11 +6,11 @@ from ecornn.device import Device
 from ecornn.program import Buffer, Extent, Launch, Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
 from ecornn.schedules.persistent.kernel import persistent_kernel
-from ecornn.schedules.persistent.plan import RING, Plan, packing_of, plan_of, unit_step
+from ecornn.schedules.persistent.plan import PAIR, RING, Plan, packing_of, plan_of, unit_step
 from ecornn.schedules.persistent.start import start_kernel
 from ecornn.schedules.pointwise import MATH_FOR, MATH_TRADES
 from ecornn.schedules.projection import project
-from ecornn.schedules.tensor_core import per_word
+from ecornn.schedules.tensor_core import per_word, words
 from ecornn.workload import Workload
 
 START_BLOCKS = 128
@@ -58,27 +58,32 @@ class Persistent(Schedule):
         )
 
     def check(self, task: Task, config: Config) -> str | None:
-        # what needs no plan comes first: a search asks for hundreds of thousands of configurations
-        device, units = task.device, int(config["units"])
-        blocks = int(config["groups"]) * -(-task.workload.hidden // units)
+        # What needs few knobs comes first: a search learns from the knobs that were read which others
+        # need not be asked for.
+        device, w = task.device, task.workload
+        units, groups = int(config["units"]), int(config["groups"])
+        blocks = groups * -(-w.hidden // units)
         if blocks > device.cores:
             return f"{blocks} blocks on {device.cores} multiprocessors"
-        threads = 32 * (int(config["warps"]) + int(config["gate_warps"]))
-        if threads > 1024:
-            return f"{threads} threads a block"
+        columns = -(-w.batch // (groups * 8)) * 8
+        if groups > 1 and (groups - 1) * columns >= w.batch:
+            return "a group without batch rows"
+        threads = 32 * int(config["gate_warps"])
+        items = -(-units * columns // threads)
+        if (items - 1) * threads >= units * columns or items > 8:
+            return f"{items} items a gate thread"
+        if units * columns <= threads - 32:
+            return "a gate warp without work"
         step = unit_step(task, int(config["interleave"]))
         if units % step:
             return f"units={units} is no multiple of {step}"
-        plan = plan_of(task, config)
-        if plan.groups > 1 and (plan.groups - 1) * plan.columns >= task.workload.batch:
-            return "a group without batch rows"
-        if (plan.items - 1) * plan.gate_warps * 32 >= plan.units * plan.columns or plan.items > 8:
-            return f"{plan.items} items a gate thread"
-        if plan.units * plan.columns <= (plan.gate_warps - 1) * 32:
-            return "a gate warp without work"
-        words = -(-task.workload.hidden // (2 if task.workload.dtype != "float32" else 1))
-        if (plan.warps - 1) * plan.phases[0].warp_pairs * 16 >= words:
+        warps, of_state = int(config["warps"]), words(w.hidden, w.dtype)
+        threads += 32 * warps
+        if threads > 1024:
+            return f"{threads} threads a block"
+        if (warps - 1) * -(-of_state // (PAIR * warps)) * PAIR >= of_state:
             return "a product warp without work"
+        plan = plan_of(task, config)
         if plan.shared > device.shared:
             return f"{plan.shared} bytes of shared memory, {device.shared} available"
         limit = min(255, device.registers // plan.threads // 8 * 8)
