@@ -197,16 +197,10 @@ class ProcessEvaluator:
     def measure(self, paths: Sequence[Path], bound: float | None, fewest: int = FEWEST) -> list[Measured]:
         """Checks and times modules in a measuring process."""
         self.answered.result()
-        work = self.task.workload
-        request = Measure(tuple(map(str, paths)), str(self.answers), TOLERANCE[work.dtype],
-                          work.seq, self.seed, bound, fewest)
-        with self.pool.one_of(self.pool.idle_measurers) as worker:
-            try:
-                return worker.call(self.pool.entries.measure, request, list[Measured], self.limit * len(paths))
-            except WorkerError as error:
-                if not error.lost and self.pool.local and self.task.device.kind == "cuda":
-                    worker.kill()  # an illegal access poisons the process's CUDA context
-                raise
+        work, limit = self.task.workload, self.limit * len(paths)
+        request = Measure(tuple(map(str, paths)), str(self.answers), TOLERANCE[work.dtype], work.seq,
+                          self.seed, bound, fewest, limit)
+        return self.pool.measure(request, list[Measured], limit)
 
     def compare(self, finalists: Sequence[Candidate]) -> list[Outcome]:
         """See :class:`Evaluator`."""

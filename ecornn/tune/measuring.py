@@ -27,6 +27,7 @@ class Measure(msgspec.Struct, frozen=True):
     seed : of the timed input
     bound : µs per step of the best so far; hopeless candidates are timed once; None: no bound
     fewest : samples of the others, at least
+    limit : seconds that all this may take
     """
 
     paths: tuple[str, ...]
@@ -36,6 +37,7 @@ class Measure(msgspec.Struct, frozen=True):
     seed: int
     bound: float | None = None
     fewest: int = FEWEST
+    limit: float = 60.0
 
 
 class Measured(msgspec.Struct, frozen=True):

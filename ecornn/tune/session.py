@@ -98,8 +98,8 @@ class Session:
         """The worker processes, started at the first use."""
         if self._pool is None:
             quiet = self.device.kind == "llvm"
-            self._pool = (self.tracker.pool(self.entries, quiet) if self.tracker is not None
-                          else Pool(self.entries, quiet=quiet))
+            self._pool = (self.tracker.pool(self.entries, quiet, self.device) if self.tracker is not None
+                          else Pool(self.entries, quiet=quiet, poisoned=not quiet))
         return self._pool
 
     @property
