@@ -9,8 +9,8 @@ from ecornn.build.cuda import lower
 from ecornn.device import resolve
 from ecornn.schedules.fused_step import FusedStep
 from ecornn.tune.api import tune
-from ecornn.tune.evaluate import Entries
 from ecornn.tune.log import read
+from ecornn.tune.pool import Entries
 
 
 def test_the_planted_kernel_is_a_loop():

@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from tune_fakes import ENTRIES, Fake, cost, make
 
+from ecornn.tune.environment import Environment
 from ecornn.tune.evaluate import Outcome, ProcessEvaluator
 from ecornn.tune.journal import Journal, digest_of
 from ecornn.tune.log import read
 from ecornn.tune.model import CostModel
+from ecornn.tune.pool import Pool
 from ecornn.tune.process import Worker, WorkerError
 from ecornn.tune.record import Finish, Start, Times
 from ecornn.tune.search import Search
@@ -21,22 +25,30 @@ from ecornn.tune.space import Candidate, ConfigSpace
 from ecornn.tune.tuner import Settings, Tuner
 
 TASK = make()
+HERE = Environment({"ecornn": "test"})
 
 
 def candidate(behaviour: str, a: int = 1) -> Candidate:
     return Candidate.of("fake", {"a": a, "b": 0, "behaviour": behaviour})
 
 
-def evaluator(limit: float = 2.0, builders: int = 2) -> ProcessEvaluator:
-    return ProcessEvaluator(TASK, "lstm", lambda path: path.write_bytes(b""), builders=builders,
-                            limit=limit, seed=0, entries=ENTRIES)
+@contextmanager
+def evaluator(limit: float = 2.0, builders: int = 2, quiet: bool = True) -> Iterator[ProcessEvaluator]:
+    with Pool(ENTRIES, builders, quiet=quiet) as pool, ProcessEvaluator(
+            TASK, "lstm", lambda path: path.write_bytes(b""), pool, limit=limit, seed=0) as made:
+        yield made
+
+
+def outcomes(measure, batch: list[Candidate]) -> dict[Candidate, Outcome]:
+    measure.submit(batch, None)
+    return dict(measure.next() for _ in batch)
 
 
 def start(path: Path, schedule: Fake, measure, settings: Settings,
           resume: bool = True) -> tuple[Tuner, Finish]:
     journal = Journal.open(path, digest_of(TASK.workload, TASK.device, [schedule], settings.seed), resume)
     search = Search(ConfigSpace(TASK, [schedule]), CostModel(settings.seed), settings.seed)
-    tuner = Tuner(search, measure, journal, settings, {"ecornn": "test"})
+    tuner = Tuner(search, measure, journal, settings, HERE)
     return tuner, tuner.run()
 
 
@@ -47,12 +59,25 @@ class Instant:
         self.seen: list[Candidate] = []
         self.stop = stop
 
-    def evaluate(self, batch, bound):
-        for one in batch:
-            if self.stop is not None and len(self.seen) >= self.stop:
-                raise KeyboardInterrupt
-            self.seen.append(one)
-            yield one, Outcome(Times.of([cost(one.config)]), 1e-7, "digest")
+        self.waiting: list[Candidate] = []
+        self.spare = 0
+
+    @property
+    def pending(self) -> int:
+        return len(self.waiting)
+
+    def submit(self, batch, bound):
+        self.waiting += batch
+
+    def drop(self):
+        self.waiting.clear()
+
+    def next(self):
+        if self.stop is not None and len(self.seen) >= self.stop:
+            raise KeyboardInterrupt
+        one = self.waiting.pop(0)
+        self.seen.append(one)
+        return one, Outcome(Times.of([cost(one.config)]), 1e-7, "digest")
 
     def compare(self, finalists):
         return [Outcome(Times.of([cost(one.config) + 0.25]), 1e-7, "digest") for one in finalists]
@@ -66,12 +91,13 @@ def test_a_hang_a_crash_and_failures_each_cost_one_trial(tmp_path):
     with evaluator() as measure:
         journal = Journal.open(tmp_path / "log.jsonl", "x", True)
         search = Search(ConfigSpace(TASK, [schedule]), CostModel(), 0)
-        tuner = Tuner(search, measure, journal, Settings(len(batch), 0), {})
+        tuner = Tuner(search, measure, journal, Settings(len(batch), 0), HERE)
         tuner.begin = time.monotonic()
-        for one, outcome in measure.evaluate(batch, None):
+        for one, outcome in outcomes(measure, batch).items():
             tuner.learn(one, outcome.times.median if outcome.times else None)
             tuner.record(one, outcome, "search")
-        processes = [w.process.pid for w in (*measure.workers, measure.measurer)]
+        processes = [w.process.pid for w in measure.pool.workers if w.process]
+    assert processes
     assert time.monotonic() - began < 60
     trials = {(t.config["behaviour"], t.config["a"]): t for t in read(journal.path).trials()}
     assert len(trials) == len(batch)
@@ -91,11 +117,11 @@ def test_a_hang_a_crash_and_failures_each_cost_one_trial(tmp_path):
 def test_equal_code_is_measured_once():
     twin = Candidate.of("fake", {"behaviour": "ok", "b": 0, "a": 3})
     with evaluator(builders=1) as measure:
-        first = list(measure.evaluate([candidate("ok", 3)], None))
+        first = outcomes(measure, [candidate("ok", 3)])
         measure.modules.clear()  # built again, to the same digest
-        again = list(measure.evaluate([twin], None))
+        again = outcomes(measure, [twin])
         runs = measure.answers.with_name("measured").read_text().split()
-    assert first[0][1] == again[0][1] and first[0][1].times is not None
+    assert first == again and first[twin].times is not None
     assert runs == ["ok"]
 
 
@@ -158,10 +184,9 @@ def test_the_time_limit_counts_earlier_sessions(tmp_path):
     path, schedule = tmp_path / "log.jsonl", Fake(("ok",), "ab")
 
     class Slow(Instant):
-        def evaluate(self, batch, bound):
-            for done in super().evaluate(batch, bound):
-                time.sleep(0.3)
-                yield done
+        def next(self):
+            time.sleep(0.3)
+            return super().next()
 
     tuner, finish = start(path, schedule, Slow(), Settings(40, 0, time_limit=1.0))
     assert finish.reason == "time" and 3 <= finish.trials <= 5

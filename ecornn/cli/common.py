@@ -30,18 +30,27 @@ def plain_errors(function: F) -> F:
     return wrapper  # type: ignore[return-value]
 
 
-def layer_options(batch: int, seq: int, dtype_help: str) -> Callable[[F], F]:
-    """--cell, --hidden, --input, --batch, --seq, --dtype and --target, with these defaults."""
+def layer_options(batch: int, seq: int, dtype_help: str, many: bool = False) -> Callable[[F], F]:
+    """--cell, --hidden, --input, --batch, --seq, --dtype and --target, with these defaults.
+
+    ``many``: each but the last may be given several times, and the function gets tuples.
+    """
+    def option(*names: str, help: str, **settings: Any) -> Callable[[F], F]:
+        if many:
+            settings["multiple"] = True
+            if "default" in settings:
+                settings["default"] = (settings["default"],)
+        return click.option(*names, help=help + ("  May be repeated." if many else ""), **settings)
+
     options = [
-        click.option("--cell", required=True, metavar="NAME|FILE.py:NAME",
-                     help="lstm, gru, gru_reset_before, rnn_tanh, rnn_relu, or your own cell."),
-        click.option("--hidden", required=True, type=SIZE, help="Hidden size H."),
-        click.option("--input", "input_", type=SIZE, help="Input size I.  [default: H]"),
-        click.option("--batch", default=batch, show_default=True, type=SIZE,
-                     help="Largest batch B to serve."),
-        click.option("--seq", default=seq, show_default=True, type=SIZE,
-                     help="Sequence length T to expect; every T is served."),
-        click.option("--dtype", type=click.Choice(DTYPES), help=dtype_help),
+        option("--cell", required=True, metavar="NAME|FILE.py:NAME",
+               help="lstm, gru, gru_reset_before, rnn_tanh, rnn_relu, or your own cell."),
+        option("--hidden", required=True, type=SIZE, help="Hidden size H."),
+        option("--input", "input_", type=SIZE, help="Input size I.  [default: H]"),
+        option("--batch", default=batch, show_default=True, type=SIZE, help="Largest batch B to serve."),
+        option("--seq", default=seq, show_default=True, type=SIZE,
+               help="Sequence length T to expect; every T is served."),
+        option("--dtype", type=click.Choice(DTYPES), help=dtype_help),
         click.option("--target", metavar="cuda|cpu|ARCH",
                      help="The GPU at hand, this CPU, or an architecture such as sm_90a.  "
                           "[default: cuda if there is a GPU, else cpu]"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import lru_cache
 from pathlib import Path
 
 from ecornn.device import Device
@@ -39,13 +40,20 @@ def log_path(workload: Workload, device: Device) -> Path:
                             f"_t{workload.seq}_{workload.dtype}_{device_name}.jsonl")
 
 
+@lru_cache(maxsize=4096)
+def _read(path: Path, modified: int, size: int) -> Log:
+    """A log as it was then; a session that tunes many workloads asks for the same ones again."""
+    return read(path)
+
+
 def read_all(folders: list[Path] | None = None) -> Log:
     """The logs of all folders, the user's first. Unreadable files are among the problems."""
     log = Log()
     for folder in folders if folders is not None else [user_folder(), shipped_folder()]:
         for path in sorted(folder.glob("*.jsonl")) if folder.is_dir() else []:
             try:
-                log.extend(read(path))
-            except RecordError as error:
+                state = path.stat()
+                log.extend(_read(path, state.st_mtime_ns, state.st_size))
+            except (OSError, RecordError) as error:
                 log.problems.append(str(error))
     return log

@@ -22,6 +22,11 @@ class Line:
     record: AnyRecord
 
     @property
+    def full_place(self) -> str:
+        """``file:line`` with the file's folder."""
+        return f"{self.path}:{self.number}"
+
+    @property
     def place(self) -> str:
         """``file:line``."""
         return f"{self.path.name}:{self.number}"
@@ -75,6 +80,32 @@ def append_all(path: Path, records: Sequence[AnyRecord]) -> None:
                 os.close(file)
     except OSError as error:
         raise RecordError(f"cannot append to the tuning log {path}: {error}") from error
+
+
+def rewrite(path: Path, records: Sequence[AnyRecord]) -> None:
+    """Makes a log hold these records and nothing else, in one step: complete or not at all.
+
+    For logs that nothing appends to meanwhile. Raises :class:`RecordError` where the file cannot be
+    written or would exceed 64 MiB.
+    """
+    from filelock import FileLock
+
+    data = b"".join(encode(record) for record in records)
+    if len(data) > MAX_FILE:
+        raise RecordError(f"{path} would have {len(data) >> 20} MiB; at most {MAX_FILE >> 20} are allowed")
+    made = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock"):
+            with made.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            made.replace(path)
+    except OSError as error:
+        raise RecordError(f"cannot write the tuning log {path}: {error}") from error
+    finally:
+        made.unlink(missing_ok=True)
 
 
 def read(path: Path) -> Log:

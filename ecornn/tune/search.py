@@ -31,13 +31,15 @@ class Search:
     def __init__(self, space: ConfigSpace, model: CostModel, seed: int, group: str = "",
                  known: Sequence[Candidate] = ()) -> None:
         self.space, self.model, self.seed, self.group = space, model, seed, group
-        self.first = [*space.defaults(), *(c for c in known if space.fits(c))]
+        self.first = [c for c in (*space.defaults(), *known) if space.fits(c)]
         self.tried: dict[Candidate, float | None] = {}
+        self.proposed: set[Candidate] = set()  # and not told of yet
         self._rows: dict[Candidate, dict[str, float]] = {}
 
     def tell(self, candidate: Candidate, time: float | None) -> None:
         """``candidate`` took ``time`` µs per step, or failed (None)."""
         self.tried[candidate] = time
+        self.proposed.discard(candidate)
         self.model.add(self.group, self.row(candidate), time)
 
     def row(self, candidate: Candidate) -> dict[str, float]:
@@ -53,16 +55,18 @@ class Search:
         The schedules' defaults come first and then the ``known`` candidates; after them what the
         model ranks highest, mixed with random picks.
         """
-        rng = random.Random(f"{self.seed}/{len(self.tried)}")
-        batch = [c for c in dict.fromkeys(self.first) if c not in self.tried][:count]
+        rng = random.Random(f"{self.seed}/{len(self.tried) + len(self.proposed)}")
+        batch = [c for c in dict.fromkeys(self.first) if self.fresh(c, ())][:count]
         room = count - len(batch)
         if room and self.model.fit():
             batch += self.ranked(rng, math.ceil(room * (1 - EPSILON)), batch)
-        return batch + self.draw(rng, count - len(batch), batch)
+        batch += self.draw(rng, count - len(batch), batch)
+        self.proposed.update(batch)
+        return batch
 
     def fresh(self, candidate: Candidate, batch: Sequence[Candidate]) -> bool:
-        """Neither tried nor in the batch."""
-        return candidate not in self.tried and candidate not in batch
+        """Neither tried nor proposed, and not in the batch."""
+        return candidate not in self.tried and candidate not in self.proposed and candidate not in batch
 
     def draw(self, rng: random.Random, count: int, batch: Sequence[Candidate]) -> list[Candidate]:
         """Random new candidates, each schedule as likely."""

@@ -64,7 +64,8 @@ def seeds(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candidate
         same = (of.cell, of.hidden, of.input, of.batch, of.dtype) == (
             task.workload.cell, task.workload.hidden, task.workload.input, task.workload.batch, task.workload.dtype)
         default = defaults.get(trial.schedule, {})
-        if same and trial.times is not None and trial.device.kind == task.device.kind and set(trial.config) <= set(default):
+        if (same and trial.times is not None and trial.device.kind == task.device.kind
+                and set(trial.config) <= set(default)):
             candidate = Candidate.of(trial.schedule, {**default, **trial.config})
             best[candidate] = min(best.get(candidate, math.inf), trial.times.median)
     return sorted(best, key=lambda c: best[c])[:SEEDS]

@@ -8,7 +8,9 @@ from ecornn.schedules.base import Config, Knob, Schedule, Task
 from ecornn.schedules.persistent.estimate import best_ahead, estimate
 from ecornn.schedules.persistent.kernel import persistent_kernel
 from ecornn.schedules.persistent.plan import (
+    PAIR,
     RING,
+    Plan,
     block_shared,
     packing_of,
     plan_of,
@@ -19,6 +21,7 @@ from ecornn.schedules.persistent.plan import (
 from ecornn.schedules.persistent.start import start_kernel
 from ecornn.schedules.pointwise import MATH_FOR, MATH_TRADES
 from ecornn.schedules.projection import project, shape_of
+from ecornn.schedules.tensor_core import words
 from ecornn.workload import Workload
 
 START_BLOCKS = 128
@@ -72,29 +75,44 @@ class Persistent(Schedule):
         )
 
     def check(self, task: Task, config: Config) -> str | None:
-        # what needs no plan comes first: a search asks for hundreds of thousands of configurations
-        device, units = task.device, int(config["units"])
-        blocks = int(config["groups"]) * -(-task.workload.hidden // units)
+        # What needs few knobs comes first: a search learns from the knobs that were read which others
+        # need not be asked for.
+        device, w = task.device, task.workload
+        units, groups = int(config["units"]), int(config["groups"])
+        blocks = groups * -(-w.hidden // units)
         if blocks > device.cores:
             return f"{blocks} blocks on {device.cores} multiprocessors"
-        threads = 32 * (int(config["warps"]) + int(config["gate_warps"]))
-        if threads > 1024:
-            return f"{threads} threads a block"
+        rows = -(-w.batch // groups)
+        if groups > 1 and (groups - 1) * rows >= w.batch:
+            return "a group without batch rows"
+        threads = 32 * int(config["gate_warps"])
+        items = -(-units * rows // threads)
+        if (items - 1) * threads >= units * rows or items > 8:
+            return f"{items} items a gate thread"
+        if units * rows <= threads - 32:
+            return "a gate warp without work"
         step = unit_step(task, int(config["interleave"]))
         if units % step:
             return f"units={units} is no multiple of {step}"
-        if config["ahead"] != 100 and blocks == device.cores:
-            return "no multiprocessor is left for the projection beside the recurrence"
-        plan = plan_of(task, config)
-        if plan.groups > 1 and (plan.groups - 1) * plan.rows >= task.workload.batch:
-            return "a group without batch rows"
-        if (plan.items - 1) * plan.gate_warps * 32 >= plan.units * plan.rows or plan.items > 8:
-            return f"{plan.items} items a gate thread"
-        if plan.units * plan.rows <= (plan.gate_warps - 1) * 32:
-            return "a gate warp without work"
-        words = -(-task.workload.hidden // (2 if task.workload.dtype != "float32" else 1))
-        if (plan.warps - 1) * plan.phases[0].warp_pairs * 16 >= words:
+        warps, of_state = int(config["warps"]), words(w.hidden, w.dtype)
+        threads += 32 * warps
+        if threads > 1024:
+            return f"{threads} threads a block"
+        if (warps - 1) * -(-of_state // (PAIR * warps)) * PAIR >= of_state:
             return "a product warp without work"
+        # neither another chain nor the projection beside makes room for what does not fit without them
+        reason = self._crowded(task, plan_of(task, config, chains=1, ahead=100))
+        if reason is None and config["chains"] != 1:
+            reason = self._crowded(task, plan_of(task, config, ahead=100))
+        if reason is None and config["ahead"] != 100:
+            if blocks == device.cores:
+                return "no multiprocessor is left for the projection beside the recurrence"
+            reason = self._crowded(task, plan_of(task, config))
+        return reason
+
+    def _crowded(self, task: Task, plan: Plan) -> str | None:
+        """What a plan needs more of than there is."""
+        device = task.device
         if plan.streamed * plan.groups * plan.blocks > device.l2 * STREAMED:
             return f"{plan.streamed} bytes of weights a block do not fit on chip"
         limit = register_limit(task, plan)

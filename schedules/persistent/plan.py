@@ -145,9 +145,11 @@ def _interleave(gates: int, wanted: int) -> int:
     return wanted if wanted and gates > 2 else natural_interleave(gates)
 
 
-def plan_of(task: Task, config: Config) -> Plan:
-    """The plan of a configuration; it need not fit, ``check`` says that."""
-    w, ahead = task.workload, int(config["ahead"])
+def plan_of(task: Task, config: Config, chains: int | None = None, ahead: int | None = None) -> Plan:
+    """The plan of a configuration, or of that with other ``chains`` or ``ahead``; it need not fit,
+    ``check`` says that."""
+    w = task.workload
+    chains, ahead = chains or int(config["chains"]), int(config["ahead"]) if ahead is None else ahead
     groups, units = int(config["groups"]), int(config["units"])
     warps = int(config["warps"])
     phases = []
@@ -161,7 +163,7 @@ def plan_of(task: Task, config: Config) -> Plan:
         phases.append(PhasePlan(gates, interleave, len(phase.operands), warp_pairs, registers, 0, pairs))
     rows, blocks = -(-w.batch // groups), -(-w.hidden // units)
     plan = Plan(hidden=w.hidden, dtype=w.dtype, groups=groups, blocks=blocks, units=units, rows=rows,
-                warps=warps, gate_warps=int(config["gate_warps"]), chains=int(config["chains"]), ahead=ahead,
+                warps=warps, gate_warps=int(config["gate_warps"]), chains=chains, ahead=ahead,
                 workers=0 if ahead == 100 else task.device.cores - groups * blocks, phases=tuple(phases))
     for i, p in enumerate(phases):
         room = (task.device.shared - plan.shared) // (4 * plan.warps * p.octets(units) * 128)
