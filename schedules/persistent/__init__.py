@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 from ecornn.device import Device
 from ecornn.program import Buffer, Extent, Launch, Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
@@ -27,6 +29,8 @@ from ecornn.workload import Workload
 START_BLOCKS = 128
 STREAMED = 0.5  # of L2: the most of the weights that may be read from there every step
 AHEAD = (100, 75, 50, 25, 0)
+TURNS = (1, 2, 4)
+ITEMS = 8  # (unit, batch row) pairs of a gate thread, at most
 
 
 class Persistent(Schedule):
@@ -55,12 +59,16 @@ class Persistent(Schedule):
         step = unit_step(task, 0)
         wide = any(len(p.rows) == 3 for p in task.graph.phases)
         small = unit_step(task, 4) if wide else step
-        units = tuple(u for u in range(small, 129, small)
-                      if -(-w.hidden // u) <= task.device.cores and (u == small or u < w.hidden + small))
+        # of those that make the same number of blocks, the fewest
+        units = tuple({-(-w.hidden // u): u for u in range(128 // small * small, 0, -small)
+                       if -(-w.hidden // u) <= task.device.cores}.values())
         return (
             Knob("groups", tuple(groups), "smaller exchanges and products a group, against fewer SMs for each"),
+            Knob("turns", tuple(n for n in TURNS if n == 1 or w.batch > 8),
+                 "slices of rows that a group serves in turn: one's exchange hides another's work, in more and "
+                 "smaller pieces"),
             Knob("units", units, "fewer units a block: less work a step; more: fewer blocks to wait for"),
-            Knob("warps", (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 13, 16),
+            Knob("warps", (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14),
                  "more product warps: less work each, but more partial sums to add"),
             Knob("gate_warps", (1, 2, 3, 4, 5, 6, 8), "more gate warps: shorter gate math, fewer registers a thread"),
             Knob("chains", (1, 2), "2: shorter chains of dependent products, at an accumulator more"),
@@ -82,12 +90,13 @@ class Persistent(Schedule):
         blocks = groups * -(-w.hidden // units)
         if blocks > device.cores:
             return f"{blocks} blocks on {device.cores} multiprocessors"
-        rows = -(-w.batch // groups)
-        if groups > 1 and (groups - 1) * rows >= w.batch:
-            return "a group without batch rows"
+        slices = groups * int(config["turns"])
+        rows = -(-w.batch // slices)
+        if (slices - 1) * rows >= w.batch:
+            return "a slice without batch rows"
         threads = 32 * int(config["gate_warps"])
         items = -(-units * rows // threads)
-        if (items - 1) * threads >= units * rows or items > 8:
+        if (items - 1) * threads >= units * rows or items * int(config["turns"]) > ITEMS:
             return f"{items} items a gate thread"
         if units * rows <= threads - 32:
             return "a gate warp without work"
@@ -98,6 +107,8 @@ class Persistent(Schedule):
         threads += 32 * warps
         if threads > 1024:
             return f"{threads} threads a block"
+        if threads % 128 and units * rows > 32 * int(config["gate_warps"]):
+            return "registers are given out to four warps at a time, and there is work for another gate warp"
         if (warps - 1) * -(-of_state // (PAIR * warps)) * PAIR >= of_state:
             return "a product warp without work"
         # neither another chain nor the projection beside makes room for what does not fit without them
@@ -138,32 +149,31 @@ class Persistent(Schedule):
         return self._known[key]
 
     def _search(self, task: Task) -> Config | None:
+        """Of all cuts with one or two turns, those that keep as many weights in registers as possible."""
         knobs = {k.name: k.values for k in self.knobs(task)}
         math = "exact" if task.workload.dtype == "float32" else "fast"
         found: tuple[float, Config] | None = None
-        for groups in knobs["groups"]:
-            for units in knobs["units"]:
-                for warps in knobs["warps"]:
-                    for gate_warps in (1, 2, 4, 8):
-                        for registers in knobs["registers"]:
-                            for interleave in knobs["interleave"]:
-                                config: Config = {
-                                    "groups": groups, "units": units, "warps": warps, "gate_warps": gate_warps,
-                                    "chains": 1, "registers": registers, "interleave": interleave,
-                                    "ahead": 100, "math": math}
-                                if self.check(task, config) is not None:
-                                    continue
-                                for ahead in best_ahead(task, plan_of(task, config)):
-                                    beside = {**config, "ahead": ahead}
-                                    cost = estimate(task, plan_of(task, beside))
-                                    if (found is None or cost < found[0]) and self.check(task, beside) is None:
-                                        found = cost, beside
+        for groups, turns, units, interleave in product(
+                knobs["groups"], knobs["turns"][:2], knobs["units"], knobs["interleave"]):
+            for warps, gates in product(knobs["warps"], knobs["gate_warps"]):
+                for registers in knobs["registers"]:
+                    cut: Config = {"groups": groups, "turns": turns, "units": units, "warps": warps,
+                                   "gate_warps": gates, "chains": 1, "registers": registers,
+                                   "interleave": interleave, "ahead": 100, "math": math}
+                    if self.check(task, cut) is not None:
+                        continue
+                    for ahead in best_ahead(task, plan_of(task, cut)):
+                        config = {**cut, "ahead": ahead}
+                        cost = estimate(task, plan_of(task, config))
+                        if (found is None or cost < found[0]) and self.check(task, config) is None:
+                            found = cost, config
+                    break
         return None if found is None else found[1]
 
     def features(self, task: Task, config: Config) -> dict[str, float]:
         plan = plan_of(task, config)
         return {
-            "blocks": plan.groups * plan.blocks, "threads": plan.threads, "columns": plan.columns,
+            "blocks": plan.groups * plan.blocks, "threads": plan.threads, "columns": plan.columns, "rows": plan.rows,
             "polled_words": sum(plan.slot_words(p) for p in plan.phases),
             "lane_words": sum(p.pairs * plan.tiles * 4 for p in plan.phases),
             "products": sum(p.pairs * 2 * -(-p.octets(plan.units) // 2) * plan.tiles for p in plan.phases),
@@ -185,7 +195,7 @@ class Persistent(Schedule):
             buffers.append(Buffer(f"recurrent_{i}", "packed", w.dtype,
                                   Extent(packing.pad[0] * packing.pad[1] * packing.pad[2]), packing))
             buffers.append(Buffer(f"exchange_{i}", "workspace", "uint32",
-                                  Extent(plan.groups * RING * plan.slot_words(phase))))
+                                  Extent(plan.groups * plan.turns * RING * plan.slot_words(phase))))
         functions = dict(hoisted.functions)
         functions["start"] = start_kernel(task, plan, START_BLOCKS, math)
         functions["persistent"] = persistent_kernel(task, plan, math)

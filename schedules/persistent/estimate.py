@@ -19,27 +19,29 @@ def estimate(task: Task, plan: Plan) -> float:
 
 
 def recurrence(plan: Plan) -> float:
-    """Nanoseconds of a step's recurrence.
+    """Nanoseconds of a step's recurrence: all slices' work, or one's with its trip through L2.
 
-    A trip of state through L2, polling at 40 bytes a cycle and SM, products at one mma in 16 cycles
-    and scheduler, weights in shared memory and partial sums at 128 bytes a cycle, weights in L2 at
-    24, and the latency of the gate math.
+    Polling at 40 bytes a cycle and SM, products at one mma in 16 cycles and scheduler, weights in
+    shared memory and partial sums at 128 bytes a cycle, weights in L2 at 24, and the latency of the
+    gate math.
     """
-    total = 0.0
+    chain = work = 0.0
     for p in plan.phases:
         tiles = -(-p.octets(plan.units) // 2)
-        poll = plan.slot_words(p) * 4 * plan.rows / plan.columns / 40
         cost = 3 if plan.dtype == "float32" else 1
-        products = p.pairs * 2 * tiles * plan.tiles * cost * -(-plan.warps // 4) * 16
-        sums = 2 * plan.warps * plan.rows * tiles * 16 * 4 / 128
-        loaded = plan.shared_weight_words(p) * 4 / 128
-        streamed = plan.warps * p.streamed_pairs * p.octets(plan.units) * 512 / 24 + (500 if p.streamed_pairs else 0)
+        sums = plan.warps * plan.rows * tiles * 16 * 4 / 128
+        products = (plan.slot_words(p) * 4 * plan.rows / plan.columns / 40
+                    + p.pairs * 2 * tiles * plan.tiles * cost * -(-plan.warps // 4) * 16
+                    + plan.shared_weight_words(p) * 4 / 128
+                    + plan.warps * p.streamed_pairs * p.octets(plan.units) * 512 / 24
+                    + (500 if p.streamed_pairs else 0) + 100 * (-(-p.pairs // p.polled_pairs) - 1)
+                    + 10 * plan.warps ** 0.5 + sums)
+        gates = 60 * plan.items + 10 * plan.warps ** 0.5 + sums
         # units that do not fill sectors of the exchange share them with another block
-        shared_sectors = 0 if plan.units // per_word(plan.dtype) % 8 == 0 else 300
-        turns = 100 * (-(-p.pairs // p.polled_pairs) - 1)
-        total += (900 + poll + products + loaded + streamed + sums + shared_sectors + turns + 60 * plan.items
-                  + 20 * plan.warps ** 0.5)
-    return total / 1.7
+        trip = 900 + (0 if plan.units // per_word(plan.dtype) % 8 == 0 else 300)
+        chain += trip + products + gates
+        work += plan.turns * max(products + 60, gates + 200 if plan.turns > 1 else 0)
+    return max(chain, work) / 1.7
 
 
 def projection(task: Task) -> float:

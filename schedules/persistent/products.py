@@ -37,21 +37,24 @@ def products(T: Any, plan: Plan, steps: Any, group: Any, member: Any, warp: Any,
         place += plan.shared_weight_words(phase)
     with T.serial(0, steps) as t:
         for index, (phase, ring) in enumerate(zip(plan.phases, rings, strict=True)):
-            use = T.Bind(t * len(plan.phases) + index)
-            turn = T.Bind(use % 2)
-            with T.If(use >= 2), T.Then():
-                T.evaluate(T.ptx["bar.sync"](T.cast(turn + READ, "uint32"), T.uint32(plan.threads)))
-            stored = _Stored(T, plan, phase, held[index], words, places[index], weights[index], member, warp, lane)
-            acc = _multiply(T, plan, phase, stored, ring, group, t, warp, lane)
-            stride = plan.stride(phase)
-            base = T.Bind(turn * plan.sum_floats + (warp * plan.columns + lane % 4 * 2) * stride + lane // 4)
-            for m in range(-(-phase.octets(plan.units) // 2)):
-                for n in range(plan.tiles):
-                    for i in range(4):
-                        with _within(T, plan, n, lane % 4 * 2 + i % 2):
-                            T.buffer_store(shared, acc(m, n, i),
-                                           [base + (n * 8 + i % 2) * stride + m * 16 + i // 2 * 8])
-            T.evaluate(T.ptx["bar.arrive"](T.cast(turn + FULL, "uint32"), T.uint32(plan.threads)))
+            with T.serial(0, plan.turns) as turn:
+                use = T.Bind((t * len(plan.phases) + index) * plan.turns + turn)
+                side = T.Bind(use % 2)
+                with T.If(use >= 2), T.Then():
+                    T.evaluate(T.ptx["bar.sync"](T.cast(side + READ, "uint32"), T.uint32(plan.threads)))
+                stored = _Stored(T, plan, phase, held[index], words, places[index], weights[index], member, warp, lane)
+                start = T.Bind(slot_base(plan, phase, group * plan.turns + turn, t % RING)
+                               + warp * phase.warp_pairs * plan.tiles * 128 + lane * 4)
+                acc = _multiply(T, plan, phase, stored, ring, start, lane)
+                stride = plan.stride(phase)
+                base = T.Bind(side * plan.sum_floats + (warp * plan.columns + lane % 4 * 2) * stride + lane // 4)
+                for m in range(-(-phase.octets(plan.units) // 2)):
+                    for n in range(plan.tiles):
+                        for i in range(4):
+                            with _within(T, plan, n, lane % 4 * 2 + i % 2):
+                                T.buffer_store(shared, acc(m, n, i),
+                                               [base + (n * 8 + i % 2) * stride + m * 16 + i // 2 * 8])
+                T.evaluate(T.ptx["bar.arrive"](T.cast(side + FULL, "uint32"), T.uint32(plan.threads)))
             T.evaluate(T.ptx["fence.acq_rel.gpu"]())  # the acquire of exchange.py, while state travels
 
 
@@ -130,15 +133,14 @@ def _poll(T: Any, plan: Plan, phase: Any, state: Any, ring: Any, start: Any, pai
         # the sentinel is the largest word: a tree of maxima is short, a chain of comparisons is not
         highest = [state[p, n, i] for p in range(len(pairs)) for n in range(plan.tiles) for i in range(4)]
         while len(highest) > 1:
-            pairs = [T.Bind(T.max(a, b)) for a, b in zip(highest[::2], highest[1::2], strict=False)]
-            highest = pairs + highest[len(pairs) * 2:]
+            maxima = [T.Bind(T.max(a, b)) for a, b in zip(highest[::2], highest[1::2], strict=False)]
+            highest = maxima + highest[len(maxima) * 2:]
         T.buffer_store(missing, T.cast(highest[0] == T.uint32(SENTINEL), "int32"), [0])
     T.evaluate(T.cuda.warp_sync())
 
 
-def _multiply(T: Any, plan: Plan, phase: Any, stored: _Stored, ring: Any, group: Any, t: Any, warp: Any,
-              lane: Any) -> Any:
-    """This warp's part of the products, as its words of slot t arrive."""
+def _multiply(T: Any, plan: Plan, phase: Any, stored: _Stored, ring: Any, start: Any, lane: Any) -> Any:
+    """This warp's part of the products, as its words of a slot, from ``start``, arrive."""
     octets = phase.octets(plan.units)
     tiles = -(-octets // 2)
     chains = min(plan.chains, phase.pairs * 2)
@@ -153,7 +155,6 @@ def _multiply(T: Any, plan: Plan, phase: Any, stored: _Stored, ring: Any, group:
         for p in range(phase.polled_pairs):
             for i in range(4):  # lanes of the last tile that have no batch row never load
                 T.buffer_store(state, T.uint32(0), [p, plan.tiles - 1, i])
-    start = T.Bind(slot_base(plan, phase, group, t % RING) + warp * phase.warp_pairs * plan.tiles * 128 + lane * 4)
     for q in range(phase.pairs):
         p = q % phase.polled_pairs
         if p == 0:

@@ -43,17 +43,17 @@ def start_kernel(task: Task, plan: Plan, blocks: int, math: str) -> Any:
                 T.buffer_store(ready, T.uint32(0), [turn * (blocks * THREADS) + first])
         for index, (phase, ring) in enumerate(zip(plan.phases, rings, strict=True)):
             words = plan.slot_words(phase)
-            total = plan.groups * RING * words
+            total = plan.groups * plan.turns * RING * words
             with T.serial(0, -(-total // (blocks * THREADS))) as turn:
                 place = T.Bind(turn * (blocks * THREADS) + first)
                 with T.If(place < total), T.Then():
                     within = T.Bind(place % words)
-                    slot, group = T.Bind(place // words % RING), T.Bind(place // (words * RING))
+                    slot, part_of_rows = T.Bind(place // words % RING), T.Bind(place // (words * RING))
                     part, lane = within % 4, within // 4 % 32
                     tile, pair = within // 128 % plan.tiles, T.Bind(within // (128 * plan.tiles))
                     per_operand = plan.warps * phase.warp_pairs
                     unit = T.Bind((pair % per_operand * PAIR + lane % 4 * 4 + part) * n)
-                    row = T.Bind(group * plan.rows + tile * 8 + lane // 4)
+                    row = T.Bind(part_of_rows * plan.rows + tile * 8 + lane // 4)
                     owned = unit < plan.hidden
                     rest = T.Bind(T.Select(owned, T.uint32(SENTINEL), T.uint32(0)))
                     if index:
