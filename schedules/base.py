@@ -21,11 +21,16 @@ Config = Mapping[str, Value]  # knob -> value
 
 @dataclass(frozen=True)
 class Knob:
-    """One choice of a schedule: its values and, in one line, what they trade."""
+    """One choice of a schedule: its values and, in one line, what they trade.
+
+    ``before`` is what the schedule did before it had the knob, for records of that time; None if it
+    always had it.
+    """
 
     name: str
     values: tuple[Value, ...]
     trades: str
+    before: Value | None = None
 
 
 @dataclass(frozen=True)

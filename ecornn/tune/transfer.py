@@ -54,18 +54,19 @@ def seeds(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candidate
     """The fastest configurations that any record of this workload has, best first.
 
     Records of another GPU, or of another revision of the schedule, prove nothing here; what they
-    found is worth a trial each, a knob that they did not have at its default. Whether a configuration
-    fits is for the config space to say.
+    found is worth a trial each, with knobs that they did not have as things were before. Whether a
+    configuration fits is for the config space to say.
     """
-    defaults = {s.name: s.default(task) for s in schedules}
+    knobs = {s.name: s.knobs(task) for s in schedules}
     best: dict[Candidate, float] = {}
     for trial in log.trials():
         of = trial.workload
         same = (of.cell, of.hidden, of.input, of.batch, of.dtype) == (
             task.workload.cell, task.workload.hidden, task.workload.input, task.workload.batch, task.workload.dtype)
-        default = defaults.get(trial.schedule, {})
+        full = {k.name: trial.config.get(k.name, k.before) for k in knobs.get(trial.schedule, ())}
+        config = {name: value for name, value in full.items() if value is not None}
         if (same and trial.times is not None and trial.device.kind == task.device.kind
-                and set(trial.config) <= set(default)):
-            candidate = Candidate.of(trial.schedule, {**default, **trial.config})
+                and set(config) == set(full) and set(trial.config) <= set(full)):
+            candidate = Candidate.of(trial.schedule, config)
             best[candidate] = min(best.get(candidate, math.inf), trial.times.median)
     return sorted(best, key=lambda c: best[c])[:SEEDS]

@@ -64,9 +64,9 @@ class Persistent(Schedule):
                        if -(-w.hidden // u) <= task.device.cores}.values())
         return (
             Knob("groups", tuple(groups), "smaller exchanges and products a group, against fewer SMs for each"),
-            Knob("turns", tuple(n for n in TURNS if n == 1 or w.batch > 8),
+            Knob("turns", tuple(n for n in TURNS if n == 1 or w.batch >= 16 * n),
                  "slices of rows that a group serves in turn: one's exchange hides another's work, in more and "
-                 "smaller pieces"),
+                 "smaller pieces, each with a fence to wait for", before=1),
             Knob("units", units, "fewer units a block: less work a step; more: fewer blocks to wait for"),
             Knob("warps", (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14),
                  "more product warps: less work each, but more partial sums to add"),
@@ -78,7 +78,7 @@ class Persistent(Schedule):
                  "4: pad three gates to four for smaller unit steps and wider loads; 0: no padding"),
             Knob("ahead", AHEAD if task.graph.hoisted_outputs else AHEAD[:1],
                  "percent of the input projection done before the recurrence; the rest runs beside it, on what "
-                 "blocks the recurrence leaves over"),
+                 "blocks the recurrence leaves over", before=100),
             Knob("math", MATH_FOR[w.dtype], MATH_TRADES),
         )
 

@@ -9,6 +9,7 @@ from ecornn.schedules.persistent.plan import Plan
 from ecornn.schedules.projection import shape_of
 from ecornn.schedules.tensor_core import per_word
 
+FENCE = 1000  # cycles until a gate warp that has released its writes goes on to the next slice
 PROJECTION = 2100.0  # products and additions a nanosecond and multiprocessor, measured on an H100; float32: a fifth
 
 
@@ -40,7 +41,7 @@ def recurrence(plan: Plan) -> float:
         # units that do not fill sectors of the exchange share them with another block
         trip = 900 + (0 if plan.units // per_word(plan.dtype) % 8 == 0 else 300)
         chain += trip + products + gates
-        work += plan.turns * max(products + 60, gates + 200 if plan.turns > 1 else 0)
+        work += plan.turns * max(products + 60, gates + FENCE if plan.turns > 1 else 0)
     return max(chain, work) / 1.7
 
 
