@@ -100,9 +100,12 @@ class Tracker:
                     quiet=quiet and is_loopback(self.host), environment={ADDRESS: told})
 
     def _summary(self) -> Any:
+        import socket
+
         from tvm import rpc
 
         try:
+            socket.create_connection((self.host, self.port), WAIT).close()  # TVM's client retries for a minute
             return rpc.connect_tracker(self.host, self.port).summary()
         except (OSError, RuntimeError) as error:
             raise DeviceError("tracker", str(self), "the address of a running tracker, which "
