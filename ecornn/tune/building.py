@@ -44,8 +44,9 @@ def task_of(cell: str, workload: Workload, device: Device) -> Task:
 
 def ready(_: None) -> bool:
     """Imports what a build needs, before the clock runs."""
-    import tvm  # noqa: F401
+    from ecornn.tune.quick_tvm import import_tvm
 
+    import_tvm()
     import ecornn.build.module
     from ecornn.schedules import all_schedules
 

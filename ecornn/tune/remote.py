@@ -146,6 +146,9 @@ _connection: Connection | None = None  # of this process
 
 def ready(_: None) -> bool:
     """Imports what a measurement needs, before the clock runs."""
+    from ecornn.tune.quick_tvm import import_tvm
+
+    import_tvm()
     from tvm import rpc
 
     return bool(rpc)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ecornn.cells import BUILTIN
 from ecornn.device import Device
@@ -77,7 +78,8 @@ def verify(lines: Sequence[Line], session: Session) -> Iterator[Check]:
         assert isinstance(trial, Trial)
         cell = BUILTIN[trial.workload.cell]
         task = make_task(cell, trial.workload, session.device)
-        with ProcessEvaluator(task, cell.name, lambda file, c=cell, t=task: oracle.write(file, c, t, session.seed),
-                              session.pool, limit=session.timeout, seed=session.seed) as evaluator:
+        answer = partial(oracle.write, cell=cell, task=task, seed=session.seed)
+        with ProcessEvaluator(task, cell.name, answer, session.pool, limit=session.timeout,
+                              seed=session.seed) as evaluator:
             evaluator.submit([Candidate.of(trial.schedule, trial.config)], None)
             yield Check(line, evaluator.next()[1])
