@@ -57,7 +57,7 @@ class CostModel:
         self.columns.learn(rows)
         data = xgboost.DMatrix(self.columns.matrix(rows),
                                label=np.array([v for g in groups for v in self.labels(g)]),
-                               missing=float("nan"))
+                               missing=float("nan"), nthread=1)
         data.set_group([len(self.rows[g]) for g in groups])
         self._booster = xgboost.train({**PARAMETERS, "seed": self.seed}, data, ROUNDS)
         return True
@@ -76,4 +76,4 @@ class CostModel:
         True."""
         import xgboost
 
-        return [float(v) for v in self._booster.predict(xgboost.DMatrix(table, missing=float("nan")))]
+        return [float(v) for v in self._booster.predict(xgboost.DMatrix(table, missing=float("nan"), nthread=1))]
