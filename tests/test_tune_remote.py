@@ -66,7 +66,7 @@ def wait_for(condition) -> None:
 
 @contextlib.contextmanager
 def servers(tracker: Tracker, count: int) -> Iterator[list[subprocess.Popen]]:
-    command = [sys.executable, "-c", "from ecornn.cli import main; main()", "serve", "--tracker", str(tracker),
+    command = [sys.executable, "-m", "ecornn.cli", "serve", "--tracker", str(tracker),
                "--key", tracker.key, "--target", "cpu"]
     started = [subprocess.Popen([*command, "--port", str(free_port())]) for _ in range(count)]
     try:
