@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,7 @@ from ecornn.tune.process import Worker, WorkerError
 from ecornn.tune.record import Finish, Start, Times
 from ecornn.tune.search import Search
 from ecornn.tune.space import Candidate, ConfigSpace
-from ecornn.tune.tuner import Settings, Tuner
+from ecornn.tune.tuner import CONFIDENCE, RATE, Settings, Tuner, stop_after
 
 TASK = make()
 HERE = Environment({"ecornn": "test"})
@@ -162,6 +164,74 @@ def test_without_resume_a_run_of_its_own_begins(tmp_path):
     start(path, schedule, again, Settings(8, 0), resume=False)
     assert len(again.seen) == 8
     assert len({t.run for t in read(path).trials()}) == 2
+
+
+def test_a_search_that_finds_nothing_better_stops_early_and_says_so(tmp_path):
+    path, schedule = tmp_path / "log.jsonl", Fake(("ok",), "abc")
+
+    class Flat(Instant):
+        def next(self):
+            one, outcome = super().next()
+            return one, replace(outcome, times=Times.of([7.0 if len(self.seen) > 3 else 9.0]))
+
+    flat = Flat()
+    tuner, finish = start(path, schedule, flat, Settings(300, 0, early_stop=True))
+    assert finish.reason == "converged" and stop_after() == 59
+    assert finish.trials == len(flat.seen) == 4 + 59
+    assert tuner.journal.finished(300, None, early_stop=True) and not tuner.journal.finished(300, None)
+    again = Flat()
+    _, finish = start(path, schedule, again, Settings(80, 0))  # and goes on where asked to
+    assert finish.reason == "trials" and len(again.seen) == 80 - 63
+
+
+def test_the_bound_of_early_stopping_is_what_it_says():
+    """Where one in twenty trials is a gain, a run of failures that stops is one in twenty at most."""
+    rng = random.Random(0)
+    stops = sum(all(rng.random() > RATE for _ in range(stop_after())) for _ in range(20_000))
+    assert stops / 20_000 <= 1 - CONFIDENCE + 0.005
+
+
+def test_builds_go_on_while_something_is_measured(tmp_path):
+    """With processes that do not disturb each other, new candidates come before the last are done."""
+
+    class Busy(Instant):
+        lowest = 99
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.spare = 4
+
+        def next(self):
+            if len(self.seen) + self.pending < 40:
+                self.lowest = min(self.lowest, self.pending)
+            return super().next()
+
+    busy = Busy()
+    _, finish = start(tmp_path / "log.jsonl", Fake(("ok",), "abc"), busy, Settings(40, 0))
+    assert finish.trials == 40 and busy.lowest > 4
+    assert len(set(busy.seen)) == 40
+
+
+def test_the_end_of_the_time_does_not_wait_for_what_is_under_way(tmp_path):
+    with evaluator(limit=60.0, quiet=False) as measure:
+        measure.submit([candidate("ok"), candidate("slow_build"), candidate("hang")], None)
+        assert measure.next()[0] == candidate("ok")
+        began = time.monotonic()
+        measure.drop()
+        assert time.monotonic() - began < 15 and measure.pending == 0
+        measure.submit([candidate("ok", 3)], None)  # and the processes serve on
+        assert measure.next()[1].times is not None
+
+
+def test_the_processes_stay_from_one_workload_to_the_next(tmp_path):
+    with Pool(ENTRIES, 2, quiet=True) as pool:
+        seen = []
+        for number in range(3):
+            task = make(hidden=8 + number)
+            with ProcessEvaluator(task, "lstm", lambda path: path.write_bytes(b""), pool, limit=5, seed=0) as measure:
+                assert outcomes(measure, [candidate("ok")])[candidate("ok")].times
+            seen.append(sorted(w.process.pid for w in pool.workers))
+        assert seen[0] == seen[1] == seen[2]
 
 
 def test_other_seeds_and_revisions_are_other_runs():

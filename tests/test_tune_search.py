@@ -139,7 +139,7 @@ def test_failures_rank_below_everything():
         model.add("", row, None if i < 6 else 100.0 - i)
     assert model.labels("")[:6] == [0.0] * 6 and min(model.labels("")[6:]) > 0
     assert model.fit()
-    scores = model.score(rows)
+    scores = model.score(model.table(rows))
     assert max(scores[:6]) < min(scores[6:])
 
 

@@ -8,6 +8,8 @@ from ecornn.cli.bench_command import bench
 from ecornn.cli.compile_command import compile
 from ecornn.cli.doctor_command import doctor
 from ecornn.cli.log_command import log
+from ecornn.cli.log_files import export, import_files, merge_files, prune
+from ecornn.cli.log_verify import verify
 from ecornn.cli.serve_command import serve
 from ecornn.cli.tune_command import tune
 
@@ -30,3 +32,5 @@ def main() -> None:
 
 for command in (tune, compile, bench, log, serve, doctor):
     main.add_command(command)
+for command in (merge_files, export, import_files, prune, verify):
+    log.add_command(command)

@@ -45,7 +45,9 @@ def compile(cell: str, hidden: int, input_: int | None, batch: int, seq: int, dt
     import tempfile
 
     from ecornn.compiler import build, plan
+    from ecornn.tune.quick_tvm import import_tvm
 
+    import_tvm()
     if output is None and emit is None:
         raise ArgumentError("--output", None, "a file name, or --emit to see the code only")
     if emit_to is not None and emit is None:

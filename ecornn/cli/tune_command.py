@@ -70,8 +70,10 @@ def tune(cell: tuple[str, ...], hidden: tuple[int, ...], input_: tuple[int, ...]
     """
     from rich.console import Console
 
+    from ecornn.tune.quick_tvm import import_tvm
     from ecornn.tune.session import Session
 
+    import_tvm()
     console = Console(soft_wrap=True, highlight=False)
     layers = [dict(zip(("cell", "hidden", "input", "batch", "seq", "dtype"), values, strict=True))
               for values in itertools.product(cell, hidden, input_ or (None,), batch, seq, dtype or (None,))]

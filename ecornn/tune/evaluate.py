@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from ecornn.schedules.base import Task
 from ecornn.tune.building import Build, Built
@@ -116,7 +116,7 @@ class ProcessEvaluator:
     def drop(self) -> None:
         """See :class:`Evaluator`. What is under way ends soon, or its processes do."""
         with self.lock:
-            futures = [*self.builds, *self.measures]
+            futures: list[Future[Any]] = [*self.builds, *self.measures]
             self.builds, self.measures, self.built = set(), set(), []
         running = [future for future in futures if not future.cancel()]
         if wait(running, PATIENCE).not_done:

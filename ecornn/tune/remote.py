@@ -100,9 +100,12 @@ class Tracker:
                     quiet=quiet and is_loopback(self.host), environment={ADDRESS: told})
 
     def _summary(self) -> Any:
+        import socket
+
         from tvm import rpc
 
         try:
+            socket.create_connection((self.host, self.port), WAIT).close()  # TVM's client retries for a minute
             return rpc.connect_tracker(self.host, self.port).summary()
         except (OSError, RuntimeError) as error:
             raise DeviceError("tracker", str(self), "the address of a running tracker, which "
@@ -143,6 +146,9 @@ _connection: Connection | None = None  # of this process
 
 def ready(_: None) -> bool:
     """Imports what a measurement needs, before the clock runs."""
+    from ecornn.tune.quick_tvm import import_tvm
+
+    import_tvm()
     from tvm import rpc
 
     return bool(rpc)

@@ -7,6 +7,8 @@ So it listens on this machine alone unless told otherwise.
 from __future__ import annotations
 
 import os
+import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,9 +76,17 @@ def register() -> None:
     """Makes the functions known that a session may call; each session has a process of its own."""
     import tvm_ffi
 
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     worker = Worker(Entries().measure_ready, gpu=True)
     tvm_ffi.register_global_func(DESCRIBE, describe, override=True)
     tvm_ffi.register_global_func(MEASURE, lambda request, limit: measure(worker, request, limit), override=True)
+
+
+def end_with(parent: int) -> None:
+    """Ends this process, which would go on listening, once its parent is gone."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
 
 
 def describe() -> str:

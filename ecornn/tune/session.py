@@ -146,9 +146,11 @@ class Session:
         with evaluate.ProcessEvaluator(task, spec, lambda file: oracle.write(file, found, task, self.seed),
                                        pool, limit=self.timeout, seed=self.seed) as evaluator:
             space, model, records = ConfigSpace(task, schedules), CostModel(self.seed), folders.read_all()
-            warm(model, found, task, schedules, records)
+            warm(model, found, task, schedules, records, run.run)
             begin(space, before)
-            settings = tuner.Settings(wanted, self.seed, time_limit, max(4, min(16, wanted // 6)), early_stop)
+            # Where builds go on meanwhile, a small batch is proposed with the latest results in sight.
+            settings = tuner.Settings(wanted, self.seed, time_limit,
+                                      max(4, min(16 if pool.quiet else 8, wanted // 6)), early_stop)
             search = Search(space, model, self.seed, known=seeds(task, schedules, records))
             tuner.Tuner(search, evaluator, run, settings, self.environment, report).run()
         return result(run, workload, device, before)

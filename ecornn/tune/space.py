@@ -166,10 +166,9 @@ class ConfigSpace:
     def neighbour(self, candidate: Candidate, rng: random.Random) -> Candidate | None:
         """One knob changed, to a candidate that fits; None where there is none."""
         knobs = [k for k in self.knobs[candidate.schedule] if len(k.values) > 1]
-        changes = [(k.name, v) for k in rng.sample(knobs, len(knobs))
-                   for v in rng.sample(k.values, len(k.values))]
-        for name, value in changes:
-            changed = Candidate.of(candidate.schedule, {**candidate.config, name: value})
-            if changed != candidate and self.fits(changed):
-                return changed
+        for knob in rng.sample(knobs, len(knobs)):
+            for value in rng.sample(knob.values, len(knob.values)):
+                changed = Candidate.of(candidate.schedule, {**candidate.config, knob.name: value})
+                if changed != candidate and self.fits(changed):
+                    return changed
         return None

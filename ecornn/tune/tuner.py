@@ -89,6 +89,7 @@ class Tuner:
     def loop(self) -> str:
         """Searches; returns why it ended. New candidates are proposed before the last are done, so
         that no process waits for another."""
+        prepared = False
         while True:
             if self.out_of_time():
                 return "time"
@@ -99,6 +100,9 @@ class Tuner:
                 self.evaluator.submit(self.search.ask(min(self.settings.batch, left)), self.best_us)
             if not self.evaluator.pending:
                 return "trials" if left <= 0 else "space"
+            if not prepared:  # the first candidates are being built
+                self.search.prepare()
+                prepared = True
             candidate, outcome = self.evaluator.next()
             self.learn(candidate, outcome.times.median if outcome.times else None)
             trial = self.record(candidate, outcome, "search")
