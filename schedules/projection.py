@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import ecornn.schedules.projection_wgmma as projection_wgmma
 from ecornn.program import Buffer, Extent, Launch, Packing
 from ecornn.schedules.base import Task
 from ecornn.schedules.pointwise import vector_sources
@@ -25,6 +26,7 @@ SPAN = 2  # pairs of k-tiles (16 words each) of a stage: whole 128-byte lines of
 ROW = SPAN * 16 + 4  # words of a row of x in a stage; the 4 keep ldmatrix free of bank conflicts
 LEAST_ROWS = 32  # of a tile: 2 warps of one m16 tile
 CHUNK = 128  # the rows done ahead are a multiple of this, and it is one of every block's rows
+WGMMA = True  # off only to compare the two kernels
 SPARE_REGISTERS = 50  # addresses and loop state beside accumulators and fragments
 
 
@@ -137,6 +139,11 @@ def project(task: Task, out_dtype: str = "float32", ahead: int = 100) -> Part:
         return Part({}, (vectors,), ())
     hoisted = Buffer("hoisted", "workspace", out_dtype, Extent(0, w.batch * shape.outputs * w.hidden))
     buffers = [vectors, hoisted]
+    hopper = projection_wgmma.shape_of(task) if ahead == 100 and WGMMA else None
+    if hopper:
+        buffers.append(_weights(task, projection_wgmma.packing_of(task, hopper)))
+        return Part({"project": projection_wgmma.wgmma_kernel(task, hopper, out_dtype)}, tuple(buffers),
+                    (Launch("project", task.device.cores, projection_wgmma.THREADS, hopper.shared),))
     if shape.rows:
         n, c, o = per_word(w.dtype), shape.columns, shape.block_octets
         units, pairs = c * o * 8, shape.slabs * SPAN
@@ -144,7 +151,7 @@ def project(task: Task, out_dtype: str = "float32", ahead: int = 100) -> Part:
         packing = Packing(tuple((r.weight, r.gate) for r in graph.hoisted_rows),
                           (shape.rows, units, inputs), (shape.rows, c, o, 8, pairs, 2, 2, 4, n),
                           (1, 4, 2, 0, 3, 7, 5, 6, 8), w.dtype)
-        buffers.append(Buffer("input_weights", "packed", w.dtype, Extent(shape.rows * units * inputs), packing))
+        buffers.append(_weights(task, packing))
     if ahead < 100:
         buffers.append(Buffer("ready", "workspace", "uint32", Extent(1, -(-w.batch // LEAST_ROWS))))
     if ahead == 0:
@@ -152,6 +159,11 @@ def project(task: Task, out_dtype: str = "float32", ahead: int = 100) -> Part:
     blocks = task.device.cores * (1 if shape.tiles * shape.products > 16 else 2)
     return Part({"project": projection_kernel(task, shape, out_dtype, blocks, ahead)}, tuple(buffers),
                 (Launch("project", blocks, THREADS, shape.shared),))
+
+
+def _weights(task: Task, packing: Packing) -> Buffer:
+    rows, units, inputs = packing.pad
+    return Buffer("input_weights", "packed", task.workload.dtype, Extent(rows * units * inputs), packing)
 
 
 def rows_ahead(rows: Any, ahead: int) -> Any:
