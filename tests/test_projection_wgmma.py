@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
 import pytest
 from emulated import check_numbers, task_of
 from msgspec.structs import replace
 from test_persistent_emulated import CUT
 
+import ecornn.schedules.projection_wgmma as projection_wgmma
+from ecornn.build.cuda import lower
+from ecornn.build.nvcc import find_nvcc, parse_resources
 from ecornn.device import KNOWN
-from ecornn.program import Program
+from ecornn.program import Buffer, Program
 from ecornn.schedules.layout_transform import LayoutTransform
 from ecornn.schedules.persistent import Persistent
+from ecornn.schedules.projection import project
 from ecornn.schedules.projection_wgmma import THREADS, shape_of
 
 HOPPER = KNOWN["sm_90a"]
@@ -34,13 +43,76 @@ def task(cell, sizes, dtype, cores):
     return made
 
 
-def config(made):
-    """The smallest blocks of few that serve any of the layers."""
-    schedule = Persistent()
-    return {**schedule.default(made), "ahead": 100}
-
-
 @pytest.mark.parametrize(("cell", "sizes", "dtype", "cores"), CASES, ids=lambda v: str(v).replace(" ", ""))
 def test_matches_float64(tmp_path, cell, sizes, dtype, cores):
     made = task(cell, sizes, dtype, cores)
     check_numbers(tmp_path, LayoutTransform(), made, LayoutTransform().default(made))
+
+
+@pytest.mark.parametrize(("cell", "sizes", "dtype"), [
+    ("lstm", (26, 5, 72, 40), "bfloat16"), ("gru", (5, 3, 24, 48), "float16"), ("rnn_tanh", (9, 15, 96, 24), "float16"),
+    ("gated", (4, 3, 136, 40), "bfloat16"),
+], ids=str)
+def test_before_the_persistent_kernel(tmp_path, cell, sizes, dtype):
+    cut = {**CUT, "units": 8, "warps": 1} if sizes[3] < 40 else {**CUT, "units": 8}
+    check_numbers(tmp_path, Persistent(), task(cell, sizes, dtype, 6), cut)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_copies_and_products_at_once(tmp_path, monkeypatch, lag):
+    """Copies that come before the stage is free, and halves of the rows in step, show here."""
+    monkeypatch.setattr(projection_wgmma, "LAG", lag)
+    made = task("lstm", (9, 16, 520, 40), "bfloat16", 2)
+    check_numbers(tmp_path, LayoutTransform(), made, LayoutTransform().default(made), lazy=False)
+
+
+def test_fewer_rows_than_compiled(tmp_path):
+    made = task("gru", (50, 9, 16, 24), "bfloat16", 2)
+    check_numbers(tmp_path, LayoutTransform(), made, LayoutTransform().default(made), batch=4)
+
+
+def test_what_it_does_not_serve():
+    """These keep the kernel of ``projection_kernel.py``."""
+    def serves(cell="lstm", sizes=(4, 3, 64, 40), dtype="bfloat16", device=HOPPER):
+        return shape_of(task_of(cell, sizes, dtype, device)) is not None
+
+    assert serves() and serves(dtype="float16") and serves(sizes=(4, 3, 8, 1))
+    assert not serves(dtype="float32")
+    assert not serves(sizes=(4, 3, 60, 40))  # rows of x that are not 16-byte aligned
+    assert not serves(device=KNOWN["sm_80"])
+    assert not serves(device=replace(HOPPER, shared=64 << 10))
+    assert not serves(cell="echo")  # no input product
+
+
+def test_a_part_of_the_rows_ahead_keeps_one_packing():
+    """Workers beside the recurrence read the weights as the other kernel does."""
+    made = task("lstm", (40, 7, 24, 40), "bfloat16", 6)
+    ahead = [next(b.packing for b in project(made, ahead=a).buffers if b.name == "input_weights") for a in (100, 50, 0)]
+    assert ahead[0] != ahead[1] == ahead[2]
+
+
+@pytest.mark.parametrize(("cell", "hidden", "input"), [("lstm", 768, 768), ("gru", 800, 800), ("rnn_tanh", 2048, 2048)])
+def test_compiles_without_spills(cell, hidden, input):
+    """ptxas says where it serializes wgmma or ignores setmaxnreg, both of which cost most of the speed."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        pytest.skip("nvcc is not installed")
+    made = task(cell, (64, 16, input, hidden), "bfloat16", 132)
+    part = project(made)
+    assert part.calls[0].threads == THREADS
+    source = lower(Program(part.functions, (Buffer("x", "x", "bfloat16"), *part.buffers), part.calls), "sm_90a")[1]
+    # not compile_cubin: warnings are what this looks for
+    code, log = compile_loud(nvcc, source)
+    assert code[:4] == b"\x7fELF"
+    found = parse_resources(log)["project_kernel"]
+    assert found["registers"] == 168 and found["spill_stores"] == found["stack"] == 0  # 65536 / 384
+    assert not re.findall(r"C75\d\d|wgmma|setmaxnreg", log), log
+
+
+def compile_loud(nvcc: str, source: str) -> tuple[bytes, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        given, made = Path(folder, "kernels.cu"), Path(folder, "kernels.cubin")
+        given.write_text(source)
+        done = subprocess.run([nvcc, "-gencode=arch=compute_90a,code=sm_90a", "-O3", "-std=c++17", "-cubin", "-Xptxas=-v",
+                               "-diag-suppress=177", str(given), "-o", str(made)], capture_output=True, text=True, check=True)
+        return made.read_bytes(), done.stdout + done.stderr
