@@ -210,6 +210,9 @@ inline void run_blocks(unsigned first) {
     }
     if (!moved && done < threads && !deliver_one()) fail("deadlock: a barrier that not every thread reaches");
   }
+  for (const Block& b : blocks)
+    for (const auto& [address, m] : b.mbarriers)
+      if (m.pending != m.count || m.bytes || !m.later.empty()) fail("an mbarrier in the middle of a phase at the end");
 }
 inline void launch(void (*kernel)(void**), unsigned grid, unsigned threads, void** given, bool delay,
                    bool together) {
@@ -339,12 +342,12 @@ template <typename E> void multiply(const Product& p) {
   }
 }
 inline void carry_out(const Product& p) { p.kind ? multiply<nv_bfloat16>(p) : multiply<half>(p); }
-// Reads its operands only when it is waited for, if asynchronous work is late.
+// Reads its operands at once where copies come late, and when it is waited for where they come at once.
 inline void wgmma(int kind, unsigned columns, uint64_t a, uint64_t b, bool keep, std::initializer_list<float*> d) {
   if (d.size() != columns / 2) fail("wgmma: accumulators");
   Product p{kind, a, b, keep, d};
-  if (lazy) fibers[current].products.back().push_back(std::move(p));
-  else carry_out(p);
+  if (lazy) carry_out(p);
+  else fibers[current].products.back().push_back(std::move(p));
 }
 inline void wgmma_commit() { fibers[current].products.emplace_back(); }
 inline void wgmma_wait(size_t pending) {
