@@ -32,7 +32,7 @@ from ecornn.program import Packing
 from ecornn.schedules.base import Task
 from ecornn.schedules.projection_outputs import Outputs
 
-THREADS = 384
+THREADS = 384  # 168 registers each: enough for 128 accumulators and the rest, without setmaxnreg
 GROUP = 128  # threads of a warpgroup
 ROWS = 128  # of a tile; 64 of each multiplying warpgroup
 DEPTH = 64  # values of K of a stage: the 128 bytes of a swizzled row
@@ -41,7 +41,6 @@ LINE = 32  # words of a row of a stage
 STAGES = 6  # at most; fewer where shared memory is short
 BAND = 16  # groups of rows that share the weights in L2: tiles go through a band column by column
 LAG = 2  # stages that the second half of the rows is behind, at most: one half multiplies while the other writes
-COPY_REGISTERS, MULTIPLY_REGISTERS = 40, 232  # of 168 that each thread has at launch
 
 
 @dataclass(frozen=True)
@@ -129,17 +128,13 @@ def wgmma_kernel(task: Task, shape: Shape, out_dtype: str) -> Any:
             ("x", dtype), ("input_weights", dtype), ("vectors", "float32"), ("hoisted", out_dtype))}
         T.device_entry()
         block, thread = T.cta_id([task.device.cores]), T.thread_id([THREADS])
-        # setmaxnreg needs to know that a multiprocessor has one block
-        T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
         memory = T.alloc_buffer((shape.shared // 4,), "float32", scope="shared.dyn", align=1024)
         ring = _Ring(T, task, shape, arguments, memory, thread, block, T.Bind(steps * batch))
         ring.begin()
         with T.If(thread < GROUP):
             with T.Then():
-                T.evaluate(T.ptx["setmaxnreg.dec.sync.aligned.u32"](COPY_REGISTERS))
                 ring.copy()
             with T.Else():
-                T.evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](MULTIPLY_REGISTERS))
                 ring.multiply(out_dtype)
     return builder.get()
 
