@@ -32,7 +32,7 @@ from ecornn.program import Packing
 from ecornn.schedules.base import Task
 from ecornn.schedules.projection_outputs import Outputs
 
-THREADS = 384  # 168 registers each: enough for 128 accumulators and the rest, without setmaxnreg
+THREADS = 384
 GROUP = 128  # threads of a warpgroup
 ROWS = 128  # of a tile; 64 of each multiplying warpgroup
 DEPTH = 64  # values of K of a stage: the 128 bytes of a swizzled row
@@ -40,6 +40,7 @@ COLUMNS = 256  # of a tile at most, as of one wgmma
 LINE = 32  # words of a row of a stage
 STAGES = 6  # at most; fewer where shared memory is short
 BAND = 16  # groups of rows that share the weights in L2: tiles go through a band column by column
+COPY_REGISTERS, MULTIPLY_REGISTERS = 40, 232  # of a thread; 168 at launch, of which the copying warps give
 LAG = 2  # stages that the second half of the rows is behind, at most: one half multiplies while the other writes
 
 
@@ -50,7 +51,7 @@ class Shape:
     Attributes
     ----------
     rows : hoisted products that a unit has
-    octets : groups of 8 units of a tile
+    octets : groups of 8 units of a tile, an even number
     columns : tiles side by side over the units
     slabs : stages' worth of K
     vectors : parameter vectors, of which a tile's units are kept in shared memory
@@ -74,6 +75,11 @@ class Shape:
         return self.octets * 8
 
     @property
+    def moves_registers(self) -> bool:
+        """Whether the multiplying warps need more registers than an even share."""
+        return self.width > COLUMNS // 2
+
+    @property
     def weight_bytes(self) -> int:
         return self.width * DEPTH * 2
 
@@ -95,11 +101,11 @@ class Shape:
 def shape_of(task: Task) -> Shape | None:
     """The tiles; None where this kernel does not serve the task."""
     w, rows = task.workload, len(task.graph.hoisted_rows)
-    if task.device.arch != "sm_90a" or w.dtype == "float32" or w.input % 8 or not 0 < rows <= COLUMNS // 8:
+    if task.device.arch != "sm_90a" or w.dtype == "float32" or w.input % 8 or not 0 < rows <= COLUMNS // 16:
         return None
-    octets = -(-w.hidden // 8)
-    columns = -(-octets // (COLUMNS // (8 * rows)))
-    shape = Shape(rows, -(-octets // columns), columns, -(-w.input // DEPTH), len(task.graph.vectors))
+    pairs = -(-w.hidden // 16)  # of octets
+    columns = -(-pairs // (COLUMNS // (16 * rows)))
+    shape = Shape(rows, -(-pairs // columns) * 2, columns, -(-w.input // DEPTH), len(task.graph.vectors))
     for stages in range(STAGES, 1, -1):
         found = Shape(**{**vars(shape), "stages": stages})
         if found.shared <= task.device.shared:
@@ -108,10 +114,14 @@ def shape_of(task: Task) -> Shape | None:
 
 
 def packing_of(task: Task, s: Shape) -> Packing:
-    """(column, slab) tiles of 8-value chunks of K, (octet, row) groups, 8 units, 8 values."""
+    """(column, slab) tiles of 8-value chunks of K, n8 tiles, 8 columns, 8 values.
+
+    The columns of two octets' n8 tiles are dealt out so that a thread, which has columns 2 i and 2 i + 1
+    of each, has 4 neighbouring units (:class:`Outputs` with a span of 4).
+    """
     return Packing(tuple((r.weight, r.gate) for r in task.graph.hoisted_rows),
                    (s.rows, s.columns * s.units, s.slabs * DEPTH),
-                   (s.rows, s.columns, s.octets, 8, s.slabs, DEPTH // 8, 8), (1, 4, 5, 2, 0, 3, 6),
+                   (s.rows, s.columns, s.octets // 2, 4, 2, 2, s.slabs, DEPTH // 8, 8), (1, 6, 7, 2, 4, 0, 3, 5, 8),
                    task.workload.dtype)
 
 
@@ -133,8 +143,12 @@ def wgmma_kernel(task: Task, shape: Shape, out_dtype: str) -> Any:
         ring.begin()
         with T.If(thread < GROUP):
             with T.Then():
+                if shape.moves_registers:
+                    T.evaluate(T.ptx["setmaxnreg.dec.sync.aligned.u32"](COPY_REGISTERS))
                 ring.copy()
             with T.Else():
+                if shape.moves_registers:
+                    T.evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](MULTIPLY_REGISTERS))
                 ring.multiply(out_dtype)
     return builder.get()
 
@@ -199,8 +213,8 @@ class _Ring:
             T.evaluate(T.ptx["bar.sync"](T.cast(half + 1, "uint32"), T.uint32(GROUP)))
             row0 = T.Bind(group * ROWS + half * 64 + member // 32 * 16 + lane // 4)
             outputs = Outputs(T, task, acc, s.octets, 1, self.arguments["x"], self.arguments["hoisted"], out_dtype,
-                              lambda i, at: self.memory[place + i * s.units + (at - unit0)])
-            outputs.write(lambda o: unit0 + o * 8 + lane % 4 * 2, lambda _, upper: row0 + upper * 8, self.rows)
+                              lambda i, at: self.memory[place + i * s.units + (at - unit0)], span=4)
+            outputs.write(lambda pair: unit0 + pair * 16 + lane % 4 * 4, lambda _, upper: row0 + upper * 8, self.rows)
             T.buffer_store(flip, 1 - flip[0], [0])
 
         self._tiles(tile)

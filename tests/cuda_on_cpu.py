@@ -47,7 +47,7 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return f"emu::wgmma_wait({text.split(' ')[1].rstrip(';')})"
     if name.startswith("wgmma.commit_group"):
         return "emu::wgmma_commit()"
-    if name.startswith("wgmma.fence"):
+    if name.startswith(("wgmma.fence", "setmaxnreg.")):
         return "(void)0"
     if "mbarrier.try_wait.parity" in text and "@!done bra again" in text:
         return f"emu::mbarrier_wait({every})"
@@ -86,6 +86,8 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return f"emu::load4({every})"
     if name.startswith("ldmatrix.sync.aligned.m8n8.x4.shared"):
         return f"emu::ldmatrix({every})"
+    if name == "st.global.v4.f32":
+        return f"emu::store4((void*){ins[0]}, {', '.join(f'emu::as_word({v})' for v in ins[1:])})"
     if name == "st.global.v2.f32":
         return f"((float*){ins[0]})[0] = {ins[1]}, ((float*){ins[0]})[1] = {ins[2]}"
     simple = {"ex2.approx.ftz.f32": f"{outs and outs[0]} = exp2f({ins and ins[0]})",

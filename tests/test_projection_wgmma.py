@@ -91,9 +91,12 @@ def test_a_part_of_the_rows_ahead_keeps_one_packing():
     assert ahead[0] != ahead[1] == ahead[2]
 
 
-@pytest.mark.parametrize(("cell", "hidden", "input"), [("lstm", 768, 768), ("gru", 800, 800), ("rnn_tanh", 2048, 2048)])
-def test_compiles_without_spills(cell, hidden, input):
-    """ptxas says where it serializes wgmma, which costs most of the speed."""
+@pytest.mark.parametrize(("cell", "hidden", "input", "wide"), [
+    ("lstm", 768, 768, True), ("gru", 800, 800, True), ("rnn_tanh", 2048, 2048, True), ("lstm", 767, 3000, True),
+    ("lstm", 33, 64, True), ("rnn_tanh", 100, 16, False), ("gru", 7, 8, False),
+])
+def test_compiles_without_spills(cell, hidden, input, wide):
+    """ptxas says where it serializes wgmma or ignores setmaxnreg, both of which cost most of the speed."""
     nvcc = find_nvcc()
     if nvcc is None:
         pytest.skip("nvcc is not installed")
@@ -105,8 +108,10 @@ def test_compiles_without_spills(cell, hidden, input):
     code, log = compile_loud(nvcc, source)
     assert code[:4] == b"\x7fELF"
     found = parse_resources(log)["project_kernel"]
-    assert found["registers"] <= 168 and found["spill_stores"] == found["stack"] == 0  # 65536 / 384
-    assert not re.findall(r"C75\d\d|wgmma", log), log
+    assert found["spill_stores"] == found["stack"] == 0
+    if wide:  # what setmaxnreg starts from is what a block of 384 threads gets; from less it would wait forever
+        assert found["registers"] == 168 and "setmaxnreg" in source
+    assert not re.findall(r"C75\d\d|wgmma|setmaxnreg", log), log
 
 
 def compile_loud(nvcc: str, source: str) -> tuple[bytes, str]:
