@@ -1,47 +1,29 @@
-"""The hoisted projection on Hopper: warpgroup products (``wgmma``) straight from shared memory.
+"""The hoisted projection on Hopper, by warpgroup products (``wgmma``): how it is cut.
 
-One block a multiprocessor, three warpgroups: the first copies, the others multiply and write. A tile is
-128 rows, 64 for each of the two, by the gates of up to 32 octets of units. Its K goes through a ring of
-stages, 64 values of every row each:
+One block a multiprocessor goes through tiles of 128 rows by the products of up to 32 octets of units. Its
+K goes through a ring of stages in shared memory, 64 values of every row each:
 
     x        rows of 128 bytes, whose 16-byte chunks are exchanged by row (wgmma's 128-byte swizzle), so
-             that neither copies nor products have bank conflicts; by cp.async of every copying thread
+             that neither copies nor products have bank conflicts
     weights  core matrices, 8 columns x 16 bytes in one piece, those of 8 values of K one behind the other:
              an order that ``bind`` packs, so that one bulk copy fetches a stage's weights
 
-Two mbarriers a stage hand it over. Use n = 0, 1, ... of a stage is phase n of both:
-
-    full     129 arrivals complete it: of each copying thread when its copies of x have landed (cp.async
-             .mbarrier.arrive.noinc), of the first one when it announces the bytes of the weights; and
-             these bytes. Products of use n wait for the parity of phase n.
-    empty    8 arrivals, of each multiplying warp when its products of the stage are done. Copies of use n
-             wait for the parity of phase n - 1, which a new barrier counts as complete for n = 0.
-
-Copying and multiplying warps go through the same tiles and stages in the same order, so each phase is
-completed exactly once before its barrier is used again. Copies run ahead into the next tile while
-outputs are written. cp.async writes through the generic proxy and wgmma reads through the asynchronous
-one: the multiplying threads, which have observed the arrivals, put a proxy fence between the two.
+``projection_wgmma_kernel.py`` has the code.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from ecornn.program import Packing
 from ecornn.schedules.base import Task
-from ecornn.schedules.projection_outputs import Outputs
 
 THREADS = 384
-GROUP = 128  # threads of a warpgroup
 ROWS = 128  # of a tile; 64 of each multiplying warpgroup
 DEPTH = 64  # values of K of a stage: the 128 bytes of a swizzled row
-COLUMNS = 256  # of a tile at most, as of one wgmma
 LINE = 32  # words of a row of a stage
+COLUMNS = 256  # of a tile at most, as of one wgmma
 STAGES = 6  # at most; fewer where shared memory is short
-BAND = 16  # groups of rows that share the weights in L2: tiles go through a band column by column
-COPY_REGISTERS, MULTIPLY_REGISTERS = 40, 232  # of a thread; 168 at launch, of which the copying warps give
-LAG = 2  # stages that the second half of the rows is behind, at most: one half multiplies while the other writes
 
 
 @dataclass(frozen=True)
@@ -107,7 +89,7 @@ def shape_of(task: Task) -> Shape | None:
     columns = -(-pairs // (COLUMNS // (16 * rows)))
     shape = Shape(rows, -(-pairs // columns) * 2, columns, -(-w.input // DEPTH), len(task.graph.vectors))
     for stages in range(STAGES, 1, -1):
-        found = Shape(**{**vars(shape), "stages": stages})
+        found = replace(shape, stages=stages)
         if found.shared <= task.device.shared:
             return found
     return None
@@ -123,231 +105,3 @@ def packing_of(task: Task, s: Shape) -> Packing:
                    (s.rows, s.columns * s.units, s.slabs * DEPTH),
                    (s.rows, s.columns, s.octets // 2, 4, 2, 2, s.slabs, DEPTH // 8, 8), (1, 6, 7, 2, 4, 0, 3, 5, 8),
                    task.workload.dtype)
-
-
-def wgmma_kernel(task: Task, shape: Shape, out_dtype: str) -> Any:
-    """``project(T, B, x, input_weights, vectors, hoisted)``: all rows, on ``task.device.cores`` blocks."""
-    from tvm.script.ir_builder import IRBuilder
-    from tvm.tirx.script.builder import ir as T
-
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("project")
-        steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
-        big, dtype = T.int64(1 << 40), task.workload.dtype
-        arguments = {name: T.arg(name, T.buffer((big,), kind)) for name, kind in (
-            ("x", dtype), ("input_weights", dtype), ("vectors", "float32"), ("hoisted", out_dtype))}
-        T.device_entry()
-        block, thread = T.cta_id([task.device.cores]), T.thread_id([THREADS])
-        memory = T.alloc_buffer((shape.shared // 4,), "float32", scope="shared.dyn", align=1024)
-        ring = _Ring(T, task, shape, arguments, memory, thread, block, T.Bind(steps * batch))
-        ring.begin()
-        with T.If(thread < GROUP):
-            with T.Then():
-                if shape.moves_registers:
-                    T.evaluate(T.ptx["setmaxnreg.dec.sync.aligned.u32"](COPY_REGISTERS))
-                ring.copy()
-            with T.Else():
-                if shape.moves_registers:
-                    T.evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](MULTIPLY_REGISTERS))
-                ring.multiply(out_dtype)
-    return builder.get()
-
-
-class _Ring:
-    """Emits both sides of the ring of stages."""
-
-    def __init__(self, T: Any, task: Task, shape: Shape, arguments: dict[str, Any], memory: Any, thread: Any,
-                 block: Any, rows: Any) -> None:
-        self.T, self.task, self.shape, self.arguments, self.memory = T, task, shape, arguments, memory
-        self.thread, self.block, self.rows = thread, block, rows
-        self.groups = T.Bind((rows + (ROWS - 1)) // ROWS)
-        self.first_vector = shape.stages * shape.stage_bytes // 4
-        self.first_barrier = self.first_vector + 4 * shape.vector_floats
-        self.base = T.Bind(T.cuda.cvta_generic_to_shared(memory.ptr_to([0])))
-        self.turn = T.alloc_buffer((1,), "uint32", scope="local")  # uses of stages so far
-
-    def begin(self) -> None:
-        """Prepares the barriers, by the first thread, for all."""
-        T = self.T
-        with T.If(self.thread == 0), T.Then():
-            for stage in range(self.shape.stages):
-                T.evaluate(T.ptx["mbarrier.init.shared::cta.b64"](self._full(stage), T.uint32(GROUP + 1)))
-                T.evaluate(T.ptx["mbarrier.init.shared::cta.b64"](self._empty(stage), T.uint32(2 * GROUP // 32)))
-            T.evaluate(T.ptx["fence.mbarrier_init.release.cluster"]())
-            T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())  # bulk copies arrive through this proxy
-        T.evaluate(T.cuda.cta_sync())
-
-    def copy(self) -> None:
-        """The copying warpgroup: x and weights of every tile, stage by stage."""
-        T, s = self.T, self.shape
-
-        def tile(group: Any, column: Any) -> None:
-            with T.serial(0, s.slabs) as slab:
-                stage, parity = self._use()
-                self._wait(self._empty(stage), parity ^ T.uint32(1))
-                with T.If(self.thread == 0), T.Then():
-                    self._copy_weights(stage, T.Bind(column * s.slabs + slab))
-                self._copy_rows(stage, group, slab)
-                T.evaluate(T.ptx["cp.async.mbarrier.arrive.noinc.shared::cta.b64"](self._full(stage)))
-                T.buffer_store(self.turn, self.turn[0] + T.uint32(1), [0])
-
-        self._tiles(tile)
-        T.evaluate(T.ptx["cp.async.wait_all"]())  # no thread leaves before its copies have landed
-
-    def multiply(self, out_dtype: str) -> None:
-        """A multiplying warpgroup: products and outputs of its 64 rows of every tile."""
-        T, task, s = self.T, self.task, self.shape
-        acc = T.alloc_buffer((1, s.width // 8, 4), "float32", scope="local")
-        lane, member = T.Bind(self.thread % 32), T.Bind(self.thread % GROUP)
-        half = T.Bind(self.thread // GROUP - 1)  # of the tile's rows
-        flip = T.alloc_buffer((1,), "int32", scope="local")  # which of two copies of the vectors
-        T.buffer_store(flip, T.int32(0), [0])
-
-        def tile(group: Any, column: Any) -> None:
-            unit0 = T.Bind(column * s.units)
-            place = T.Bind(self.first_vector + (half * 2 + flip[0]) * s.vector_floats)
-            self._copy_vectors(place, unit0, member)
-            self._products(acc, half, lane)
-            T.evaluate(T.ptx["cp.async.wait_group"](0))
-            # also: nobody writes the vectors of the tile after next while others still read these
-            T.evaluate(T.ptx["bar.sync"](T.cast(half + 1, "uint32"), T.uint32(GROUP)))
-            row0 = T.Bind(group * ROWS + half * 64 + member // 32 * 16 + lane // 4)
-            outputs = Outputs(T, task, acc, s.octets, 1, self.arguments["x"], self.arguments["hoisted"], out_dtype,
-                              lambda i, at: self.memory[place + i * s.units + (at - unit0)], span=4)
-            outputs.write(lambda pair: unit0 + pair * 16 + lane % 4 * 4, lambda _, upper: row0 + upper * 8, self.rows)
-            T.buffer_store(flip, 1 - flip[0], [0])
-
-        self._tiles(tile)
-
-    def _tiles(self, emit: Any) -> None:
-        """``emit(group of rows, column)`` for each of this block's tiles."""
-        T, columns = self.T, self.shape.columns
-        T.buffer_store(self.turn, T.uint32(0), [0])
-        tile, at = T.alloc_buffer((1,), "uint32", scope="local"), T.alloc_buffer((2,), "int32", scope="local")
-        T.buffer_store(tile, T.cast(self.block, "uint32"), [0])
-        with T.While(tile[0] < T.cast(self.groups * columns, "uint32")):
-            band, within = tile[0] // T.uint32(BAND * columns), tile[0] % T.uint32(BAND * columns)
-            first = T.Bind(T.cast(band, "int32") * BAND)
-            height = T.Bind(T.cast(T.min(BAND, self.groups - first), "uint32"))
-            T.buffer_store(at, first + T.cast(within % height, "int32"), [0])
-            T.buffer_store(at, T.cast(within // height, "int32"), [1])
-            emit(at[0], at[1])
-            T.buffer_store(tile, tile[0] + T.uint32(self.task.device.cores), [0])
-
-    def _products(self, acc: Any, half: Any, lane: Any) -> None:
-        """All products of a tile, of 64 rows, left in ``acc``."""
-        T, s = self.T, self.shape
-        kind = {"float16": "f16", "bfloat16": "bf16"}[self.task.workload.dtype]
-        product = T.ptx[f"wgmma.mma_async.sync.aligned.m64n{s.width}k16.f32.{kind}.{kind}"]
-        every = [acc[0, n, i] for n in range(s.width // 8) for i in range(4)]
-
-        def release() -> None:
-            with T.If(lane == 0), T.Then():
-                before = T.Bind(T.cast((self.turn[0] - T.uint32(1)) % T.uint32(s.stages), "int32"))
-                T.evaluate(T.ptx["mbarrier.arrive.shared::cta.b64"](self._empty(before)))
-
-        lag = min(LAG, s.stages - 2, s.slabs - 1)
-        with T.serial(0, s.slabs) as slab:
-            if lag > 0:
-                with T.If(T.And(half == 0, self.turn[0] == T.uint32(lag))), T.Then():
-                    T.evaluate(T.ptx["bar.arrive"](T.uint32(3), T.uint32(2 * GROUP)))
-                with T.If(T.And(half == 1, self.turn[0] == T.uint32(0))), T.Then():
-                    T.evaluate(T.ptx["bar.sync"](T.uint32(3), T.uint32(2 * GROUP)))
-            stage, parity = self._use()
-            self._wait(self._full(stage), parity)
-            T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())
-            start = T.Bind(self.base + T.cast(stage * s.stage_bytes, "uint32"))
-            mine = T.Bind(start + T.cast(half * (64 * LINE * 4), "uint32"))
-            x = T.Bind(_descriptor(T, mine, 16, 8 * LINE * 4, swizzled=True))
-            weights = T.Bind(_descriptor(T, start + T.uint32(ROWS * LINE * 4), s.width * 16, 128, swizzled=False))
-            T.evaluate(T.ptx["wgmma.fence.sync.aligned"]())
-            for k in range(DEPTH // 16):
-                keep = T.uint32(1) if k else T.Select(slab > 0, T.uint32(1), T.uint32(0))
-                T.evaluate(product(*every, x + T.uint64(k * 32 // 16), weights + T.uint64(k * 2 * s.width),
-                                   T.ptx.pred(keep), 1, 1, 0, 0))
-            T.evaluate(T.ptx["wgmma.commit_group.sync.aligned"]())
-            with T.If(slab > 0), T.Then():
-                T.evaluate(T.ptx["wgmma.wait_group.sync.aligned"](1))
-                release()  # the stage before this one
-            T.buffer_store(self.turn, self.turn[0] + T.uint32(1), [0])
-        T.evaluate(T.cuda.func_call(f"ecornn_wgmma_wait_{len(every)}", *every, source_code=_wait_all(len(every))))
-        release()
-
-    def _copy_weights(self, stage: Any, tile: Any) -> None:
-        T, s = self.T, self.shape
-        T.evaluate(T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"](self._full(stage), T.uint32(s.weight_bytes)))
-        T.evaluate(T.ptx["cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"](
-            self._at(stage, ROWS * LINE),
-            self.arguments["input_weights"].ptr_to([T.cast(tile, "int64") * (s.weight_bytes // 2)]),
-            T.uint32(s.weight_bytes), self._full(stage)))
-
-    def _copy_rows(self, stage: Any, group: Any, slab: Any) -> None:
-        """A thread's eight chunks, one of every 16th row; what lies outside x becomes zero."""
-        T, I = self.T, self.task.workload.input
-        first, chunk = T.Bind(self.thread // 8), T.Bind(self.thread % 8)
-        row, value = T.Bind(group * ROWS + first), T.Bind(slab * DEPTH + chunk * 8)
-        source = T.Bind(T.cast(row, "int64") * I + value)
-        place = T.Bind(first * LINE + T.bitwise_xor(chunk, first % 8) * 4)
-        for r in range(0, ROWS, GROUP // 8):
-            size = T.Select(T.And(row + r < self.rows, value < I), T.uint32(16), T.uint32(0))
-            T.evaluate(T.ptx["cp.async.cg.shared.global"](
-                self._at(stage, place + r * LINE), self.arguments["x"].ptr_to([source + r * I]), 16, size))
-
-    def _copy_vectors(self, place: Any, unit0: Any, member: Any) -> None:
-        """The parameter vectors of a tile's units."""
-        T, s, H = self.T, self.shape, self.task.workload.hidden
-        for turn in range(-(-s.vector_floats // GROUP)):
-            index = T.Bind(turn * GROUP + member)
-            with T.If(index < s.vector_floats), T.Then():
-                source = index // s.units * H + T.min(unit0 + index % s.units, H - 1)
-                T.evaluate(T.ptx["cp.async.ca.shared.global"](
-                    self.memory.ptr_to([place + index]), self.arguments["vectors"].ptr_to([source]), 4))
-        T.evaluate(T.ptx["cp.async.commit_group"]())
-
-    def _use(self) -> tuple[Any, Any]:
-        """Stage (int32) and parity of the phase (uint32) of the current use."""
-        T, stages = self.T, self.T.uint32(self.shape.stages)
-        return (T.Bind(T.cast(self.turn[0] % stages, "int32")),
-                T.Bind(T.bitwise_and(self.turn[0] // stages, T.uint32(1))))
-
-    def _wait(self, barrier: Any, parity: Any) -> None:
-        T = self.T
-        T.evaluate(T.cuda.func_call("ecornn_mbarrier_wait", T.cuda.cvta_generic_to_shared(barrier), parity,
-                                    source_code=_WAIT))
-
-    def _at(self, stage: Any, word: Any) -> Any:
-        return self.memory.ptr_to([stage * (self.shape.stage_bytes // 4) + word])
-
-    def _full(self, stage: Any) -> Any:
-        return self.memory.ptr_to([self.first_barrier + stage * 4])
-
-    def _empty(self, stage: Any) -> Any:
-        return self.memory.ptr_to([self.first_barrier + stage * 4 + 2])
-
-
-def _descriptor(T: Any, address: Any, leading: int, stride: int, swizzled: bool) -> Any:
-    """wgmma's description of a K-major operand in shared memory (uint64).
-
-    ``stride`` bytes lie between groups of 8 rows, ``leading`` between the two 16-byte halves of a
-    product's K (which the swizzle implies: it is then ignored). An address is in units of 16 bytes,
-    so products of the next values of K have descriptors that are larger by a constant.
-    """
-    fixed = (leading >> 4) << 16 | (stride >> 4) << 32 | (1 << 62 if swizzled else 0)
-    return T.cast(address >> T.uint32(4), "uint64") + T.uint64(fixed)
-
-
-def _wait_all(count: int) -> str:
-    """Waits for all products; names the accumulators, so that none is read before."""
-    arguments = ", ".join(f"float& d{i}" for i in range(count))
-    operands = ", ".join(f'"+f"(d{i})' for i in range(count))
-    return f"""
-__device__ __forceinline__ void ecornn_wgmma_wait_{count}({arguments}) {{
-  asm volatile("wgmma.wait_group.sync.aligned 0;" : {operands} : : "memory");
-}}"""
-
-
-_WAIT = """
-__device__ __forceinline__ void ecornn_mbarrier_wait(unsigned barrier, unsigned parity) {
-  asm volatile("{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again; }"
-               : : "r"(barrier), "r"(parity) : "memory");
-}"""

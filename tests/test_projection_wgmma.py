@@ -12,7 +12,7 @@ from emulated import check_numbers, task_of
 from msgspec.structs import replace
 from test_persistent_emulated import CUT
 
-import ecornn.schedules.projection_wgmma as projection_wgmma
+import ecornn.schedules.projection_wgmma_kernel as kernel
 from ecornn.build.cuda import lower
 from ecornn.build.nvcc import find_nvcc, parse_resources
 from ecornn.device import KNOWN
@@ -61,7 +61,7 @@ def test_before_the_persistent_kernel(tmp_path, cell, sizes, dtype):
 @pytest.mark.parametrize("lag", [0, 1])
 def test_copies_and_products_at_once(tmp_path, monkeypatch, lag):
     """Copies that come before the stage is free, and halves of the rows in step, show here."""
-    monkeypatch.setattr(projection_wgmma, "LAG", lag)
+    monkeypatch.setattr(kernel, "LAG", lag)
     made = task("lstm", (9, 16, 520, 40), "bfloat16", 2)
     check_numbers(tmp_path, LayoutTransform(), made, LayoutTransform().default(made), lazy=False)
 
@@ -118,6 +118,7 @@ def compile_loud(nvcc: str, source: str) -> tuple[bytes, str]:
     with tempfile.TemporaryDirectory() as folder:
         given, made = Path(folder, "kernels.cu"), Path(folder, "kernels.cubin")
         given.write_text(source)
-        done = subprocess.run([nvcc, "-gencode=arch=compute_90a,code=sm_90a", "-O3", "-std=c++17", "-cubin", "-Xptxas=-v",
-                               "-diag-suppress=177", str(given), "-o", str(made)], capture_output=True, text=True, check=True)
+        command = [nvcc, "-gencode=arch=compute_90a,code=sm_90a", "-O3", "-std=c++17", "-cubin", "-Xptxas=-v",
+                   "-diag-suppress=177", str(given), "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
         return made.read_bytes(), done.stdout + done.stderr
