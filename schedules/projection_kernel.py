@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ecornn.schedules.base import Task
-from ecornn.schedules.pointwise import emit, invariants
 from ecornn.schedules.projection import ROW, SPAN, THREADS, WARP_COLUMNS, Shape, rows_ahead
+from ecornn.schedules.projection_outputs import Outputs
 from ecornn.schedules.tensor_core import mma, per_word, split
 
 
@@ -86,7 +86,7 @@ class Team:
                 T.buffer_store(self.acc, T.float32(0), [m, n, e])
             if s.rows:
                 self._products(row, end, column)
-            self._outputs(row, end, column)
+            self._write(row, end, column)
             if done is not None:
                 T.evaluate(self.barrier())
                 with T.If(self.thread == 0), T.Then():
@@ -178,41 +178,10 @@ class Team:
                     mma([self.acc[m, n, i] for i in range(4)], rows,
                         [split(b[n, tile * 2 + i], dtype) for i in range(2)], dtype)
 
-    def _outputs(self, row: Any, end: Any, column: Any) -> None:
-        """The cell's hoisted scalars on the accumulators, and their store."""
-        T, s, graph, H = self.T, self.shape, self.task.graph, self.task.workload.hidden
-        with T.unroll(s.octets) as o:
-            unit = T.Bind(((column * WARP_COLUMNS + self.warp_column) * s.octets + o) * 8 + self.lane % 4 * 2)
-            with T.If(unit < H), T.Then():
-                constants = []
-                for e in range(2):
-                    at = T.Bind(T.min(unit + e, H - 1))
-                    vectors = self.arguments["vectors"]
-                    env = {v.var: T.Bind(vectors[i * H + at]) for i, v in enumerate(graph.vectors)}
-                    constants.append(invariants(graph, env))
-                with T.unroll(s.tiles) as m, T.unroll(2) as half:
-                    here = T.Bind(row + (self.warp_row * s.tiles + m) * 16 + half * 8 + self.lane // 4)
-                    with T.If(here < end), T.Then():
-                        self._store(constants, m, o, half, here, unit)
-
-    def _store(self, constants: list[dict[Any, Any]], m: Any, o: Any, half: Any, row: Any, unit: Any) -> None:
-        """Two neighbouring units of a row."""
-        T, s, graph, H, out = self.T, self.shape, self.task.graph, self.task.workload.hidden, self.arguments["hoisted"]
-        pairs = []
-        for e in range(2):
-            env = dict(constants[e])
-            for r, product in enumerate(graph.hoisted_rows):
-                env[product.var] = self.acc[m, o * s.rows + r, half * 2 + e]
-            if graph.x is not None:
-                at = T.cast(row, "int64") * H + T.min(unit + e, H - 1)
-                env[graph.x] = T.Bind(T.cast(self.arguments["x"][at], "float32"))
-            env = emit(graph.hoisted, env)
-            pairs.append([env[v] for v in graph.hoisted_outputs])
-        for q in range(s.outputs):
-            place = T.Bind((T.cast(row, "int64") * s.outputs + q) * H + unit)
-            if H % 2 == 0 and self.out_dtype == "float32":
-                T.evaluate(T.ptx["st.global.v2.f32"](out.ptr_to([place]), pairs[0][q], pairs[1][q]))
-            else:
-                T.buffer_store(out, T.cast(pairs[0][q], self.out_dtype), [place])
-                with T.If(unit + 1 < H), T.Then():
-                    T.buffer_store(out, T.cast(pairs[1][q], self.out_dtype), [place + 1])
+    def _write(self, row: Any, end: Any, column: Any) -> None:
+        T, s, H, vectors = self.T, self.shape, self.task.workload.hidden, self.arguments["vectors"]
+        outputs = Outputs(T, self.task, self.acc, s.octets, s.tiles, self.arguments["x"], self.arguments["hoisted"],
+                          self.out_dtype, lambda i, at: vectors[i * H + at])
+        outputs.write(
+            lambda o: ((column * WARP_COLUMNS + self.warp_column) * s.octets + o) * 8 + self.lane % 4 * 2,
+            lambda m, half: row + (self.warp_row * s.tiles + m) * 16 + half * 8 + self.lane // 4, end)

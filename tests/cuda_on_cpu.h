@@ -8,6 +8,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <initializer_list>
+#include <map>
 #include <ucontext.h>
 #include <vector>
 
@@ -45,18 +47,32 @@ template <typename T> T max(T a, T b) { return a > b ? a : b; }
 template <typename T> T min(T a, T b) { return a < b ? a : b; }
 
 namespace emu {
-enum State { kReady, kWarp, kBlock, kNamed, kDone };
+enum State { kReady, kWarp, kBlock, kNamed, kPhase, kDone };
 struct Copy { void* to; const void* from; unsigned size, valid; };
+struct Product {                        // of a warpgroup (wgmma): one thread's part
+  int kind;
+  uint64_t a, b;
+  bool keep;
+  std::vector<float*> d;
+};
 struct Fiber {
   ucontext_t context;
   State state;
   unsigned turn;                        // of warp-wide instructions
-  unsigned barrier;                     // the named one that it waits for
+  unsigned barrier;                     // the named one, or the mbarrier's address, that it waits for
+  std::deque<std::vector<Product>> products; // groups; the last one is open
   std::deque<std::vector<Copy>> groups; // asynchronous copies; the last group is open
 };
 struct Slot { uint32_t words[12]; };
+struct Later { std::vector<Copy> copies; unsigned arrivals; int64_t bytes; };
+struct Mbarrier {
+  unsigned count, pending, phase;
+  int64_t bytes;                        // announced and not yet arrived
+  std::vector<Later> later;             // asynchronous work that will arrive here
+};
 struct Block {
   alignas(1024) char memory[232448];
+  std::map<unsigned, Mbarrier> mbarriers; // by address
   unsigned arrived[16];                 // threads, at each named barrier
 };
 constexpr size_t kStack = 1 << 16;
@@ -79,6 +95,10 @@ inline void wait(State state) {
 }
 inline void entry() {
   body(arguments);
+  if (fibers[current].products.size() > 1 || !fibers[current].products[0].empty()) {
+    fprintf(stderr, "products that nobody waited for\n");
+    abort();
+  }
   fibers[current].state = kDone;
   swapcontext(&fibers[current].context, &scheduler);
 }
@@ -113,18 +133,54 @@ inline void enter(unsigned i, unsigned first) {
   blockIdx = {first + i / width, 0, 0};
   shared = blocks[i / width].memory;
 }
+inline void carry_out(const Copy& c) {
+  memset(c.to, 0, c.size);
+  memcpy(c.to, c.from, c.valid);
+}
+// Arrivals and bytes at an mbarrier; the phase ends when none is missing.
+inline void arrived(Block& block, unsigned address, unsigned arrivals, int64_t bytes) {
+  Mbarrier& m = block.mbarriers.at(address);
+  if (arrivals > m.pending) fail("more arrivals at an mbarrier than it counts");
+  m.pending -= arrivals;
+  m.bytes -= bytes;
+  if (m.pending || m.bytes) return;
+  m.pending = m.count;
+  ++m.phase;
+  unsigned first = (&block - &blocks[0]) * width;
+  for (unsigned i = first; i < first + width; ++i)
+    if (fibers[i].state == kPhase && fibers[i].barrier == address) fibers[i].state = kReady;
+}
+inline void deliver(Block& block, unsigned address, const Later& work) {
+  for (const Copy& c : work.copies) carry_out(c);
+  arrived(block, address, work.arrivals, work.bytes);
+}
+// Nobody can go on: asynchronous work comes as late as it can, for one mbarrier that threads wait for.
+inline bool deliver_one() {
+  for (unsigned i = 0; i < fibers.size(); ++i) {
+    if (fibers[i].state != kPhase) continue;
+    Block& block = blocks[i / width];
+    unsigned address = fibers[i].barrier;
+    std::vector<Later> work;
+    work.swap(block.mbarriers.at(address).later);
+    for (const Later& one : work) deliver(block, address, one);
+    if (!work.empty()) return true;
+  }
+  return false;
+}
 // Blocks `first` and following, side by side.
 inline void run_blocks(unsigned first) {
   unsigned threads = fibers.size();
   for (Block& b : blocks) {
     memset(b.memory, 0xff, sizeof b.memory);  // NaN in every type
     memset(b.arrived, 0, sizeof b.arrived);
+    b.mbarriers.clear();
   }
   for (unsigned i = 0; i < threads; ++i) {
     Fiber& f = fibers[i];
     f.state = kReady;
     f.turn = 0;
     f.groups.assign(1, {});
+    f.products.assign(1, {});
     getcontext(&f.context);
     f.context.uc_stack.ss_sp = &stacks[i * kStack];
     f.context.uc_stack.ss_size = kStack;
@@ -152,8 +208,11 @@ inline void run_blocks(unsigned first) {
       for (unsigned i = b; i < b + width; ++i) all &= fibers[i].state == kBlock;
       for (unsigned i = b; all && i < b + width; ++i) fibers[i].state = kReady, moved = true;
     }
-    if (!moved && done < threads) fail("deadlock: a barrier that not every thread reaches");
+    if (!moved && done < threads && !deliver_one()) fail("deadlock: a barrier that not every thread reaches");
   }
+  for (const Block& b : blocks)
+    for (const auto& [address, m] : b.mbarriers)
+      if (m.pending != m.count || m.bytes || !m.later.empty()) fail("an mbarrier in the middle of a phase at the end");
 }
 inline void launch(void (*kernel)(void**), unsigned grid, unsigned threads, void** given, bool delay,
                    bool together) {
@@ -171,10 +230,6 @@ inline void* at(unsigned address) {
   if (address >= sizeof(Block::memory)) fail("an address beyond shared memory");
   return shared + address;
 }
-inline void carry_out(const Copy& c) {
-  memset(c.to, 0, c.size);
-  memcpy(c.to, c.from, c.valid);
-}
 inline void cp_async(unsigned to, const void* from, unsigned size, unsigned valid) {
   if (to % size || uintptr_t(from) % size) fail("a misaligned asynchronous copy");
   Copy c{at(to), from, size, valid};
@@ -188,6 +243,44 @@ inline void wait_group(size_t pending) {
     for (const Copy& c : groups.front()) carry_out(c);
     groups.pop_front();
   }
+}
+inline Block& mine() { return blocks[current / width]; }
+inline Mbarrier& mbarrier(unsigned address) {
+  auto found = mine().mbarriers.find(address);
+  if (found == mine().mbarriers.end()) fail("an mbarrier that was not initialized");
+  return found->second;
+}
+inline void mbarrier_init(unsigned address, unsigned count) {
+  if (address % 8 || !count) fail("a misaligned mbarrier, or one without arrivals");
+  mine().mbarriers[address] = {count, count, 0, 0, {}};
+}
+inline void mbarrier_arrive(unsigned address, int64_t announced = 0) {
+  mbarrier(address).bytes += announced;
+  arrived(mine(), address, 1, 0);
+}
+// Until the phase of this parity is complete: of the current and the one before, the one that has it.
+inline void mbarrier_wait(unsigned address, unsigned parity) {
+  while (mbarrier(address).phase % 2 == parity) {
+    fibers[current].barrier = address;
+    wait(kPhase);
+  }
+}
+inline void later(unsigned address, Later work) {
+  if (lazy) mbarrier(address).later.push_back(std::move(work));
+  else deliver(mine(), address, work);
+}
+inline void cp_async_arrive(unsigned address) {
+  Later work{{}, 1, 0};
+  for (auto& group : fibers[current].groups) {
+    work.copies.insert(work.copies.end(), group.begin(), group.end());
+    group.clear();
+  }
+  later(address, std::move(work));
+}
+inline void bulk_copy(unsigned to, const void* from, unsigned size, unsigned address) {
+  if (to % 16 || uintptr_t(from) % 16 || size % 16) fail("a misaligned bulk copy");
+  at(to + size - 1);
+  later(address, {{{at(to), from, size, size}}, 0, size});
 }
 inline float as_float(uint32_t word) { float f; memcpy(&f, &word, 4); return f; }
 inline uint32_t as_word(float f) { uint32_t word; memcpy(&word, &f, 4); return word; }
@@ -220,6 +313,49 @@ inline void mma(int kind, float& d0, float& d1, float& d2, float& d3, uint32_t a
     c[i] = (float)sum;
   }
   d0 = c[0], d1 = c[1], d2 = c[2], d3 = c[3];
+}
+// Value k of row r of a K-major operand of 16-bit values.
+template <typename E> float operand(uint64_t descriptor, unsigned r, unsigned k) {
+  auto field = [&](int bit) { return unsigned(descriptor >> bit & 0x3fff) << 4; };
+  unsigned mode = descriptor >> 62, address = field(0) + r / 8 * field(32);
+  if (descriptor >> 49 & 7 || mode > 1) fail("a descriptor that the emulation does not know");
+  if (mode == 0) address += r % 8 * 16 + k / 8 * field(16) + k % 8 * 2;
+  else address += r % 8 * 128 + k * 2, address ^= (address >> 7 & 7) << 4;
+  E value;
+  memcpy(&value, at(address), 2);
+  return (float)value;
+}
+template <typename E> void multiply(const Product& p) {
+  unsigned lane = current % 32, warp = current % width % 128 / 32;
+  float a[2][16], b[2][16];
+  for (unsigned k = 0; k < 16; ++k)
+    for (unsigned u = 0; u < 2; ++u) a[u][k] = operand<E>(p.a, warp * 16 + u * 8 + lane / 4, k);
+  for (unsigned n = 0; n < p.d.size() / 4; ++n) {
+    for (unsigned k = 0; k < 16; ++k)
+      for (unsigned c = 0; c < 2; ++c) b[c][k] = operand<E>(p.b, n * 8 + lane % 4 * 2 + c, k);
+    for (unsigned i = 0; i < 4; ++i) {
+      float& d = *p.d[n * 4 + i];
+      double sum = p.keep ? d : 0;
+      for (unsigned k = 0; k < 16; ++k) sum += double(a[i / 2][k]) * b[i % 2][k];
+      d = (float)sum;
+    }
+  }
+}
+inline void carry_out(const Product& p) { p.kind ? multiply<nv_bfloat16>(p) : multiply<half>(p); }
+// Reads its operands at once where copies come late, and when it is waited for where they come at once.
+inline void wgmma(int kind, unsigned columns, uint64_t a, uint64_t b, bool keep, std::initializer_list<float*> d) {
+  if (d.size() != columns / 2) fail("wgmma: accumulators");
+  Product p{kind, a, b, keep, d};
+  if (lazy) carry_out(p);
+  else fibers[current].products.back().push_back(std::move(p));
+}
+inline void wgmma_commit() { fibers[current].products.emplace_back(); }
+inline void wgmma_wait(size_t pending) {
+  auto& groups = fibers[current].products;
+  while (groups.size() > pending + 1) {
+    for (const Product& p : groups.front()) carry_out(p);
+    groups.pop_front();
+  }
 }
 template <typename W> void load4(W& a, W& b, W& c, W& d, const void* from) {
   if (uintptr_t(from) % 16) fail("a misaligned load of 16 bytes");

@@ -24,6 +24,8 @@ HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16),
           "bfloat16": np.dtype(ml_dtypes.bfloat16), "uint32": np.dtype(np.uint32)}
 _COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global \[%0\], \[%1\], (\d+)(, %2)?;")
+_WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(\w+)\.\2 .*, ps0, 1, 1, 0, 0; }")
+_WGMMA_KIND = {"f16": 0, "bf16": 1}
 _MMA = {"f16.f16": 0, "bf16.bf16": 1, "tf32.tf32": 2}
 
 
@@ -38,6 +40,27 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return f"emu::wait_group({text.split(' ')[1].rstrip(';')})"
     if name.startswith("mma.sync.aligned.m16n8k"):
         return f"emu::mma({_MMA['.'.join(name.split('.')[-3:-1])]}, {every})"
+    if wgmma := _WGMMA.search(text):
+        pointers = ", ".join(f"&{d}" for d in outs)
+        return f"emu::wgmma({_WGMMA_KIND[wgmma[2]]}, {wgmma[1]}, {', '.join(ins)}, {{{pointers}}})"
+    if name.startswith("wgmma.wait_group"):
+        return f"emu::wgmma_wait({text.split(' ')[1].rstrip(';')})"
+    if name.startswith("wgmma.commit_group"):
+        return "emu::wgmma_commit()"
+    if name.startswith(("wgmma.fence", "setmaxnreg.")):
+        return "(void)0"
+    if "mbarrier.try_wait.parity" in text and "@!done bra again" in text:
+        return f"emu::mbarrier_wait({every})"
+    if name.startswith("mbarrier.init"):
+        return f"emu::mbarrier_init({every})"
+    if name.startswith("mbarrier.arrive") and not outs:  # also .expect_tx, with the bytes
+        return f"emu::mbarrier_arrive({every})"
+    if name.startswith("cp.async.mbarrier.arrive.noinc"):
+        return f"emu::cp_async_arrive({every})"
+    if name.startswith("cp.async.bulk.shared::cluster.global.mbarrier"):
+        return f"emu::bulk_copy({every})"
+    if name == "cp.async.wait_all":
+        return "emu::commit(), emu::wait_group(0)"
     if name in ("bar.sync", "bar.arrive"):
         return f"emu::arrive({every}, {'true' if name == 'bar.sync' else 'false'})"
     if name.startswith("fence."):
@@ -63,6 +86,8 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return f"emu::load4({every})"
     if name.startswith("ldmatrix.sync.aligned.m8n8.x4.shared"):
         return f"emu::ldmatrix({every})"
+    if name == "st.global.v4.f32":
+        return f"emu::store4((void*){ins[0]}, {', '.join(f'emu::as_word({v})' for v in ins[1:])})"
     if name == "st.global.v2.f32":
         return f"((float*){ins[0]})[0] = {ins[1]}, ((float*){ins[0]})[1] = {ins[2]}"
     simple = {"ex2.approx.ftz.f32": f"{outs and outs[0]} = exp2f({ins and ins[0]})",
