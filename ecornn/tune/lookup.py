@@ -173,11 +173,11 @@ def unfit(schedule: Schedule | None, task: Task, config: Config) -> str | None:
     """Why a configuration cannot be used for the task; None: it can."""
     if schedule is None:
         return "of schedules that do not serve this"
-    if not same_config(config, schedule.default(task)):
-        values = {knob.name: knob.values for knob in schedule.knobs(task)}
-        if set(config) != set(values) or not all(
-                any(same_value(value, v) for v in values[name]) for name, value in config.items()):
-            return "with knobs or values that the schedule no longer has here"
+    values = {knob.name: knob.values for knob in schedule.knobs(task)}
+    known = set(config) == set(values)
+    listed = known and all(any(same_value(value, v) for v in values[name]) for name, value in config.items())
+    if not known or (not listed and not same_config(config, schedule.default(task))):
+        return "with knobs or values that the schedule no longer has here"
     return "of configurations that do not fit here" if schedule.check(task, config) else None
 
 

@@ -18,7 +18,7 @@ from ecornn.tune.space import Candidate
 from ecornn.workload import Workload
 
 NEIGHBOURS = 6  # runs
-SEEDS = 8  # configurations to re-check
+SEEDS = 12  # configurations to re-check
 SAMPLES = 256  # records of each run
 
 

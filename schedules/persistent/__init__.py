@@ -37,7 +37,7 @@ class Persistent(Schedule):
     """Serves every cell with a recurrent product whose weights fit in registers and shared memory."""
 
     name = "persistent"
-    revision = 3
+    revision = 4
     kind = "cuda"
 
     def __init__(self) -> None:
