@@ -107,12 +107,13 @@ def test_defaults_come_first_and_nothing_is_proposed_twice():
 
 
 def test_the_model_beats_random_search_in_a_large_space():
-    space = ConfigSpace(TASK, [LARGE])
-    for seed in range(3):
-        found = min(t for t in spend(space, seed, 96).tried.values() if t is not None)
+    """With every seed; and in the median it comes within one step of the best, which is 1.0."""
+    space, best = ConfigSpace(TASK, [LARGE]), []
+    for seed in range(8):
+        best.append(min(t for t in spend(space, seed, 96).tried.values() if t is not None))
         rng = random.Random(seed)
-        blind = min(cost(space.draw(rng).config) for _ in range(96))
-        assert found < blind and found <= 1.5  # the best of all is 1.0
+        assert best[-1] < min(cost(space.draw(rng).config) for _ in range(96)) / 1.5
+    assert statistics.median(best) <= 1.5
 
 
 def test_equal_seeds_propose_equally_and_others_do_not():
