@@ -29,7 +29,7 @@ from ecornn.workload import Workload
 START_BLOCKS = 128
 STREAMED = 0.5  # of L2: the most of the weights that may be read from there every step
 AHEAD = (100, 75, 50, 25, 0)
-TURNS = (1, 2, 4)
+TURNS = (1,)  # 2 is right in every test, but was slower, and racecheck reports hazards that are not yet understood
 ITEMS = 8  # (unit, batch row) pairs of a gate thread, at most
 
 
