@@ -4,9 +4,9 @@
 
 Every side gets the same weights, the same fresh random input in every repetition and the same number of
 threads. Outputs are compared with the float64 reference first; ours must be within 1e-5 relative in float32
-(rounded weights: the error is reported). In a repetition the sides take turns: threads of the side before, which
-may spin for milliseconds, get time to fall asleep; one run is not timed, the next ones are. A row is a median
-with its 20th and 80th percentile, in milliseconds. Rows that --output already has stay unless they are measured
+(rounded weights: the error is reported). In a repetition the sides take turns: the next one waits until the threads
+of the one before have stopped spinning, then one run is not timed, the next ones are. A repetition in which other
+processes used the processors is made again. A row is a median with its 20th and 80th percentile, in milliseconds. Rows that --output already has stay unless they are measured
 again, so a suite may be done in parts (--only).
 
 Suites: layers (300x20x800, with torch's cells in a Python loop as the unfused side), latency (B=1, T=100), grid
@@ -21,6 +21,7 @@ import datetime
 import importlib.metadata
 import importlib.util
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -43,7 +44,8 @@ SUITES: dict[str, list[tuple[str, tuple[int, int, int, int]]]] = {
     "threads": [(cell, (300, 20, 800, 800)) for cell in CELLS],
 }
 SAMPLE = 2e-3  # seconds; shorter runs are timed several at once
-PAUSE = 0.02  # seconds in which another side's threads stop spinning
+PAUSE = 0.005  # seconds in which no thread of this process must run before a side's turn
+FOREIGN = 0.03  # seconds of other processes in a repetition that are too many, and share of its time
 Run = Callable[[np.ndarray], np.ndarray]
 
 
@@ -127,6 +129,21 @@ def sides_of(suite: str, cell: str, shape: tuple[int, int, int, int], threads: i
     return sides, about
 
 
+def settle() -> None:
+    """Waits until no thread of this process spins any more; ONNX Runtime's do for some 40 ms."""
+    for _ in range(100):
+        before = time.process_time()
+        time.sleep(PAUSE)
+        if time.process_time() - before < PAUSE / 5:
+            return
+
+
+def foreign() -> float:
+    """Seconds of processor time that other processes, and other machines on this host, have used so far."""
+    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+
 def compare(suite: str, cell: str, shape: tuple[int, int, int, int], threads: int, repeats: int) -> dict:
     """One row: all sides checked and timed."""
     T, B, I, H = shape
@@ -147,16 +164,24 @@ def compare(suite: str, cell: str, shape: tuple[int, int, int, int], threads: in
         run(x)
         counts[name] = max(1, min(50, int(SAMPLE / (time.perf_counter() - begin))))
     times: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(repeats):
+    again = 0
+    while len(times["ecornn"]) < repeats:
+        start, before, sample = time.perf_counter(), foreign(), {}
         x = rng.standard_normal(shape[:3], np.float32)
         for name, run in sides.items():
-            time.sleep(PAUSE)
+            settle()
             for _ in range(counts[name]):  # wakes the threads, brings the weights back to the caches
                 run(x)
             begin = time.perf_counter()
             for _ in range(counts[name]):
                 run(x)
-            times[name].append((time.perf_counter() - begin) / counts[name] * 1e3)
+            sample[name] = (time.perf_counter() - begin) / counts[name] * 1e3
+        used, again = foreign() - before, again + 1
+        if used > max(FOREIGN, FOREIGN * (time.perf_counter() - start)) and again <= 4 * repeats:
+            continue
+        for name, value in sample.items():
+            times[name].append(value)
+    row["repetitions"], row["disturbed"] = repeats, again - repeats
     for name, values in times.items():
         p20, median, p80 = np.percentile(values, [20, 50, 80])
         row |= {f"{name}_ms": float(median), f"{name}_p20": float(p20), f"{name}_p80": float(p80)}
