@@ -36,7 +36,7 @@ EMIT = ("cuda", "tir", "ptx", "asm")
               help="Write it to this file instead.")
 @plain_errors
 def compile(cell: str, hidden: int, input_: int | None, batch: int, seq: int, dtype: str | None,
-            target: str | None, output: Path | None, schedule: str | None, config: tuple[str, ...],
+            weights: str | None, target: str | None, output: Path | None, schedule: str | None, config: tuple[str, ...],
             emit: str | None, emit_to: Path | None) -> None:
     """Compiles a layer to one .so file, with the best tuning record that applies.
 
@@ -51,8 +51,8 @@ def compile(cell: str, hidden: int, input_: int | None, batch: int, seq: int, dt
     if emit_to is not None and emit is None:
         raise ArgumentError("--emit-to", str(emit_to), f"--emit {'|'.join(EMIT)} beside it")
     dtype, target = default_dtype(dtype, target)
-    planned = plan(cell, hidden=hidden, input=input_, batch=batch, seq=seq, dtype=dtype, target=target,
-                   schedule=schedule, config=dict(knob(c) for c in config))
+    planned = plan(cell, hidden=hidden, input=input_, batch=batch, seq=seq, dtype=dtype, weights=weights,
+                   target=target, schedule=schedule, config=dict(knob(c) for c in config))
     found = planned.found
     chosen = " ".join(f"{k}={v}" for k, v in found.config.items())
     click.echo(f"{planned.task.workload} on {planned.task.device.name}\n"

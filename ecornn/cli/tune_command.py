@@ -43,7 +43,7 @@ that was stopped, and returns at once if it was finished; with more --trials it 
 @click.option("--schedule", help="Search this schedule only.")
 @plain_errors
 def tune(cell: str, hidden: int, input_: int | None, batch: int, seq: int, dtype: str | None,
-         target: str | None, trials: int | None, timeout: float, time_limit: float | None, seed: int,
+         weights: str | None, target: str | None, trials: int | None, timeout: float, time_limit: float | None, seed: int,
          resume: bool, output: Path | None, schedule: str | None) -> None:
     """Searches the fastest schedule and knobs of a layer.
 
@@ -67,7 +67,7 @@ def tune(cell: str, hidden: int, input_: int | None, batch: int, seq: int, dtype
     try:
         with meter:
             result = run(cell, hidden=hidden, input=input_, batch=batch, seq=seq, dtype=dtype,
-                         target=target, trials=trials, timeout=timeout, time_limit=time_limit, seed=seed,
+                         weights=weights, target=target, trials=trials, timeout=timeout, time_limit=time_limit, seed=seed,
                          resume=resume, output=output, schedule=schedule, report=meter.report, begin=begin)
     except KeyboardInterrupt:
         console.print("\nStopped. Every trial that was done is in the log; the same command goes on"
@@ -100,5 +100,5 @@ def show(console: Console, result: Result, cell: str, target: str | None) -> Non
     name = work.cell.split("@")[0]
     console.print("use it:\n  " + command_line("ecornn-compile", {
         "--cell": cell, "--hidden": work.hidden, "--input": work.input, "--batch": work.batch,
-        "--seq": work.seq, "--dtype": work.dtype, "--target": target,
+        "--seq": work.seq, "--dtype": work.dtype, "--weights": work.weights, "--target": target,
         "-o": f"{name}{work.hidden}.so"}), markup=False)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ecornn.cells import Cell
 from ecornn.device import Device
 from ecornn.errors import DeviceError, ScheduleError
-from ecornn.workload import Workload
+from ecornn.workload import Workload, rounded
 
 if TYPE_CHECKING:
     from ecornn.schedules.base import Schedule, Task
@@ -54,9 +54,9 @@ class Result:
 
 
 def tune(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = 20, seq: int = 300,
-         dtype: str | None = None, target: str | Device | None = None, trials: int | None = None,
-         timeout: float = TIMEOUT, time_limit: float | None = None, seed: int = 0, resume: bool = True,
-         output: Path | None = None, schedule: str | None = None,
+         dtype: str | None = None, weights: str | None = None, target: str | Device | None = None,
+         trials: int | None = None, timeout: float = TIMEOUT, time_limit: float | None = None, seed: int = 0,
+         resume: bool = True, output: Path | None = None, schedule: str | None = None,
          report: Callable[[Progress], None] = lambda _: None,
          begin: Callable[[ConfigSpace, int], None] = lambda *_: None,
          entries: Entries | None = None) -> Result:
@@ -67,6 +67,7 @@ def tune(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int 
     cell : a built-in cell's name, ``FILE.py:NAME``, or a Cell whose class a process can import
     hidden, input, batch, seq : H, I (default: H), B and T
     dtype : default float32 on a CPU and bfloat16 on a GPU
+    weights : as for ``ecornn.compile``
     target : ``cuda`` or ``cpu``; default: the GPU if there is one
     trials : default 48 on a CPU and 128 on a GPU
     timeout : seconds that one build, and one measurement, may take
@@ -96,7 +97,7 @@ def tune(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int 
                             "cell; put the call under `if __name__ == \"__main__\":`")
     found = load_cell(cell) if isinstance(cell, str) else cell
     spec = cell if isinstance(cell, str) else spec_of(cell)
-    task, schedules = plan(found, hidden, input, batch, seq, dtype, target, schedule)
+    task, schedules = plan(found, hidden, input, batch, seq, dtype, weights, target, schedule)
     workload, device = task.workload, task.device
     wanted = trials or TRIALS[device.kind]
     path = output or folders.log_path(workload, device)
@@ -119,7 +120,7 @@ def tune(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int 
 
 
 def plan(cell: Cell, hidden: int, input: int | None, batch: int, seq: int, dtype: str | None,
-         target: str | Device | None, schedule: str | None) -> tuple[Task, list[Schedule]]:
+         weights: str | None, target: str | Device | None, schedule: str | None) -> tuple[Task, list[Schedule]]:
     """The task and the schedules that serve it, preferred ones first.
 
     Raises :class:`~ecornn.errors.ScheduleError` where none does, with each one's reason.
@@ -129,7 +130,8 @@ def plan(cell: Cell, hidden: int, input: int | None, batch: int, seq: int, dtype
 
     device = present(target)
     chosen = dtype or ("float32" if device.kind == "llvm" else "bfloat16")
-    work = Workload(cell.identity(), hidden, hidden if input is None else input, batch, seq, chosen)
+    work = Workload(cell.identity(), hidden, hidden if input is None else input, batch, seq, chosen,
+                    rounded(weights, chosen))
     task = make_task(cell, work, device)
     return task, serving_or_raise(task, schedule)
 

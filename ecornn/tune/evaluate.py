@@ -14,7 +14,7 @@ from typing import Protocol
 from ecornn.schedules.base import Task
 from ecornn.tune.building import Build, Built
 from ecornn.tune.measuring import Measure, Measured
-from ecornn.tune.oracle import TOLERANCE
+from ecornn.tune.oracle import tolerance
 from ecornn.tune.process import Worker, WorkerError
 from ecornn.tune.record import Times
 from ecornn.tune.space import Candidate
@@ -142,7 +142,7 @@ class ProcessEvaluator:
                 fewest: int = FEWEST) -> list[Measured]:
         """Checks and times modules in the measuring process."""
         work = self.task.workload
-        request = Measure(tuple(map(str, paths)), str(self.answers), TOLERANCE[work.dtype],
+        request = Measure(tuple(map(str, paths)), str(self.answers), tolerance(work),
                           work.seq, self.seed, bound, fewest)
         try:
             return self.measurer.call(self.entries.measure, request, list[Measured],

@@ -36,8 +36,8 @@ def rank(trial: Trial, workload: Workload, device: Device) -> tuple[int, int, in
     of, on = trial.workload, trial.device
     if trial.times is None or on.kind != device.kind or on.arch != device.arch:
         return None
-    if (of.cell, of.hidden, of.input, of.dtype) != (workload.cell, workload.hidden, workload.input,
-                                                    workload.dtype) or of.batch < workload.batch:
+    if (of.cell, of.hidden, of.input, of.dtype, of.weights) != (
+            workload.cell, workload.hidden, workload.input, workload.dtype, workload.weights) or of.batch < workload.batch:
         return None
     if on.cores > device.cores:  # its blocks would not all be resident
         return None

@@ -32,7 +32,8 @@ def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[Schedule]
     groups: dict[tuple[Workload, str], list[Trial]] = {}
     for trial in log.trials():
         of = trial.workload
-        if (of.cell == task.workload.cell and of.dtype == task.workload.dtype and of != task.workload
+        if (of.cell == task.workload.cell and of != task.workload
+                and (of.dtype, of.weights) == (task.workload.dtype, task.workload.weights)
                 and trial.device.arch == task.device.arch and trial.stage == "search"):
             groups.setdefault((of, trial.device.name), []).append(trial)
     near = sorted(groups, key=lambda g: (distance(g[0], task.workload), g[1]))[:NEIGHBOURS]
@@ -60,8 +61,8 @@ def seeds(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candidate
     best: dict[Candidate, float] = {}
     for trial in log.trials():
         of = trial.workload
-        same = (of.cell, of.hidden, of.input, of.batch, of.dtype) == (
-            task.workload.cell, task.workload.hidden, task.workload.input, task.workload.batch, task.workload.dtype)
+        same = all(getattr(of, name) == getattr(task.workload, name)
+                   for name in ("cell", "hidden", "input", "batch", "dtype", "weights"))
         if same and trial.schedule in names and trial.times is not None and trial.device.kind == task.device.kind:
             candidate = Candidate.of(trial.schedule, trial.config)
             best[candidate] = min(best.get(candidate, math.inf), trial.times.median)
