@@ -187,6 +187,8 @@ def compare(suite: str, cell: str, shape: tuple[int, int, int, int], threads: in
         row |= {f"{name}_ms": float(median), f"{name}_p20": float(p20), f"{name}_p80": float(p80)}
     for name in list(sides)[1:]:
         row[f"ratio_{name}"] = row[f"{name}_ms"] / row["ecornn_ms"]
+        if suite == "weights":  # here ecornn's float32 is the other side
+            row[f"ratio_{name}"] **= -1
     peers = [row[f"{name}_ms"] for name in ("torch", "onnxruntime") if name in sides]
     if peers:
         row["ratio"] = min(peers) / row["ecornn_ms"]

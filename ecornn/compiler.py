@@ -58,6 +58,14 @@ def build(planned: Plan, out: Path) -> Generated:
     return build_module(program, manifest, out)
 
 
+def generate(planned: Plan) -> Generated:
+    """The code alone, for whatever machine it is; nothing is linked."""
+    from ecornn.build.module import generate as generate_code
+
+    found = planned.found
+    return generate_code(found.schedule.program(planned.task, found.config), planned.task.device)
+
+
 def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = 1, seq: int = 100,
             dtype: str = "float32", weights: str | None = None, target: str | Device | None = None,
             schedule: str | None = None, config: Mapping[str, Value] | None = None,
