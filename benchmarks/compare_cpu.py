@@ -6,8 +6,9 @@ Every side gets the same weights, the same fresh random input in every repetitio
 threads. Outputs are compared with the float64 reference first; ours must be within 1e-5 relative in float32
 (rounded weights: the error is reported). In a repetition the sides take turns: the next one waits until the threads
 of the one before have stopped spinning, then one run is not timed, the next ones are. A repetition in which other
-processes used the processors is made again. A row is a median with its 20th and 80th percentile, in milliseconds. Rows that --output already has stay unless they are measured
-again, so a suite may be done in parts (--only).
+processes used the processors is made again, up to four times as many in all. A row is a median with its 20th and
+80th percentile, in milliseconds. Rows that --output already has stay unless they are measured again, so a suite may
+be done in parts (--cell, --only).
 
 Suites: layers (300x20x800, with torch's cells in a Python loop as the unfused side), latency (B=1, T=100), grid
 (24 shapes), weights (rounded weights against our own float32), threads (ours on 1 and on 2 threads).
@@ -35,7 +36,8 @@ from ecornn.host_cpu import detect
 
 CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 GRID = [  # T, B, I, H: what speech, text, tables of sensors and decoders use, and sizes that divide nothing
-    (100, 1, 64, 128), (200, 8, 128, 128), (50, 32, 256, 512), (300, 16, 80, 320), (30, 64, 300, 300), (64, 4, 512, 768)]
+    (100, 1, 64, 128), (200, 8, 128, 128), (50, 32, 256, 512), (300, 16, 80, 320), (30, 64, 300, 300),
+    (64, 4, 512, 768)]
 SUITES: dict[str, list[tuple[str, tuple[int, int, int, int]]]] = {
     "layers": [(cell, (300, 20, 800, 800)) for cell in CELLS],
     "latency": [(cell, (100, 1, h, h)) for cell in CELLS for h in (64, 128, 256, 512, 1024)],

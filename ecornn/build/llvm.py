@@ -53,10 +53,11 @@ def _module(name: str, function: Any, device: Device) -> Any:
     attributes = [f"+{name}" for name in device.features] + [f"-{name}" for name in sorted(hidden)]
     target = Target({"kind": "llvm", "mcpu": device.arch, "mtriple": triple, "mattr": attributes})
     passes = tirx.transform
-    # TVM's default pipeline would move local buffers, here registers, to memory of its runtime
+    # TVM's default pipeline would move local buffers, here registers, to memory of its runtime; common
+    # subexpressions are left to LLVM, which is faster at them
     lower = tvm.ir.transform.Sequential([
         passes.BindTarget(target.with_host(target)), passes.FlattenBuffer(), passes.StmtSimplify(),
-        passes.CommonSubexprElim(), passes.SplitHostDevice(), passes.MakePackedAPI(), passes.LowerIntrin()])
+        passes.SplitHostDevice(), passes.MakePackedAPI(), passes.LowerIntrin()])
     with tvm.transform.PassContext(opt_level=3):
         lowered = lower(tvm.IRModule({name: function}))
     return tvm.get_global_func("target.build.llvm")(lowered, target)

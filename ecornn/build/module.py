@@ -38,7 +38,7 @@ def build_module(program: Program, manifest: Manifest, out: Path) -> Generated:
     """
     device = manifest.device
     if device.kind == "llvm" and (machine := machine_of(device)) != os.uname().machine:
-        raise BuildError(f"a module for {device.arch} is linked on a {machine} machine: compile it there, or have "
+        raise BuildError(f"a module for {device.arch} is linked on an {machine} machine: compile it there, or have "
                          "the object file of its code with --emit object")
     generated = generate(program, device)
     text = msgspec.json.encode(manifest)

@@ -32,7 +32,8 @@ EMIT = ("cuda", "tir", "ptx", "asm", "object")
 @click.option("--schedule", help="This schedule instead of the best record's.")
 @click.option("--config", multiple=True, metavar="KNOB=VALUE",
               help="With --schedule: change this knob of its default; may be repeated.")
-@click.option("--emit", type=click.Choice(EMIT), help="Print the code that was generated; an object file, of a CPU's code, needs --emit-to.")
+@click.option("--emit", type=click.Choice(EMIT), 
+              help="Print the code that was generated; an object file, of a CPU's code, needs --emit-to.")
 @click.option("--emit-to", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="Write it to this file instead.")
 @plain_errors

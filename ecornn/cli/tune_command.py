@@ -43,8 +43,8 @@ that was stopped, and returns at once if it was finished; with more --trials it 
 @click.option("--schedule", help="Search this schedule only.")
 @plain_errors
 def tune(cell: str, hidden: int, input_: int | None, batch: int, seq: int, dtype: str | None,
-         weights: str | None, target: str | None, trials: int | None, timeout: float, time_limit: float | None, seed: int,
-         resume: bool, output: Path | None, schedule: str | None) -> None:
+         weights: str | None, target: str | None, trials: int | None, timeout: float,
+         time_limit: float | None, seed: int, resume: bool, output: Path | None, schedule: str | None) -> None:
     """Searches the fastest schedule and knobs of a layer.
 
     Builds run in processes that see no GPU; measurements run in one that is killed when a
@@ -67,8 +67,8 @@ def tune(cell: str, hidden: int, input_: int | None, batch: int, seq: int, dtype
     try:
         with meter:
             result = run(cell, hidden=hidden, input=input_, batch=batch, seq=seq, dtype=dtype,
-                         weights=weights, target=target, trials=trials, timeout=timeout, time_limit=time_limit, seed=seed,
-                         resume=resume, output=output, schedule=schedule, report=meter.report, begin=begin)
+                         weights=weights, target=target, trials=trials, timeout=timeout, time_limit=time_limit,
+                         seed=seed, resume=resume, output=output, schedule=schedule, report=meter.report, begin=begin)
     except KeyboardInterrupt:
         console.print("\nStopped. Every trial that was done is in the log; the same command goes on"
                       + ("" if resume else ", without --no-resume") + ".")

@@ -36,13 +36,13 @@ def rank(trial: Trial, workload: Workload, device: Device) -> tuple[int, int, in
     of, on = trial.workload, trial.device
     if trial.times is None or on.kind != device.kind or on.arch != device.arch:
         return None
-    if (of.cell, of.hidden, of.input, of.dtype, of.weights) != (
-            workload.cell, workload.hidden, workload.input, workload.dtype, workload.weights) or of.batch < workload.batch:
+    same = all(getattr(of, name) == getattr(workload, name) for name in ("cell", "hidden", "input", "dtype", "weights"))
+    if not same or of.batch < workload.batch:
         return None
     if on.cores > device.cores:  # its blocks would not all be resident
         return None
-    same = on.name == device.name and on.cores == device.cores
-    return (0 if same else 1, device.cores - on.cores, of.batch - workload.batch)
+    here = on.name == device.name and on.cores == device.cores
+    return (0 if here else 1, device.cores - on.cores, of.batch - workload.batch)
 
 
 def unusable(schedule: Schedule | None, task: Task, trial: Trial) -> str | None:

@@ -80,7 +80,8 @@ def features(task: Task, config: Config) -> dict[str, float]:
                                     / (rows * workload.hidden))
         found[f"{prefix}_cycles"] = cycles(rows, workload.hidden, tile, gates, shape.lanes, threads)
         found[f"{prefix}_tile_bytes"] = float(
-            FLOAT / GROUP[shape.weights] * gates * tile.vectors * shape.lanes * (workload.input if hoisted else workload.hidden))
+            FLOAT / GROUP[shape.weights] * gates * tile.vectors * shape.lanes
+            * (workload.input if hoisted else workload.hidden))
         if not hoisted:
             weights += FLOAT / GROUP[shape.weights] * gates * shape.width * workload.hidden
             useful += 2.0 * gates * workload.batch * workload.hidden ** 2

@@ -104,7 +104,8 @@ class Sequence:
         self.buffer(names[0], "workspace", Extent(rows * width), dtype="int8", element="int32")
         self.buffer(names[1], "workspace", Extent(rows))
         self.buffer(names[2], "workspace", Extent(rows), dtype="int32")
-        self.integers[stage.name, number] = Integers(*(self.data[n] for n in names), width)
+        words, factors, sums = (self.data[n] for n in names)
+        self.integers[stage.name, number] = Integers(words, factors, sums, width)
 
     # -- control --------------------------------------------------------------------------------
     def program(self) -> Program:
