@@ -24,8 +24,8 @@ def gpu_table(path: Path, data: dict) -> list[str]:
         lines.append(f"| {NAMES[r['cell']]} {r['T']}x{r['B']}x{r['I']}x{r['H']} | {r['dtype']} | "
                      f"{r['ecornn_us']:.2f} [{r['ecornn_p20']:.2f}, {r['ecornn_p80']:.2f}] | "
                      f"{r['cudnn_us']:.2f} [{r['cudnn_p20']:.2f}, {r['cudnn_p80']:.2f}] | {r['ratio']:.2f}x |")
-    return [*lines, "", f"{env['gpu']}, CUDA {env['cuda']}, cuDNN {env['cudnn']} through PyTorch {env['torch']} in a CUDA "
-            f"graph; whole forward pass, outputs checked against float64. Data: `{path.as_posix()}`; "
+    return [*lines, "", f"{env['gpu']}, CUDA {env['cuda']}, cuDNN {env['cudnn']} through PyTorch {env['torch']} in "
+            f"a CUDA graph; whole forward pass, outputs checked against float64. Data: `{path.as_posix()}`; "
             f"`{env['command']}`."]
 
 
@@ -42,8 +42,9 @@ def cpu_table(path: Path, data: dict) -> list[str]:
         lines.append(f"| {NAMES[r['cell']]} {r['T']}x{r['B']}x{r['I']}x{r['H']} | {times} | {r['ratio']:.2f}x |")
     lines.append("")
     if grid := [r["ratio"] for r in suites.get("grid", [])]:
-        lines.append(f"Over a grid of {len(grid)} shapes the geometric mean is {np.exp(np.mean(np.log(grid))):.2f}x, the "
-                     f"least {min(grid):.2f}x; {sum(r < 1 for r in grid)} are below 1.")
+        mean = np.exp(np.mean(np.log(grid)))
+        lines.append(f"Over a grid of {len(grid)} shapes the geometric mean is {mean:.2f}x, the least "
+                     f" {min(grid):.2f}x; {sum(r < 1 for r in grid)} are below 1.")
     if "layers" in suites:
         lines.append("Against torch's cells in a Python loop the layers of 300x20x800x800 are " + ", ".join(
             f"{r['ratio_unfused']:.2f}x ({NAMES[r['cell']]})" for r in suites["layers"]) + ".")
