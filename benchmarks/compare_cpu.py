@@ -240,12 +240,12 @@ def main() -> None:
             row = compare(arguments.suite, cell, shape, arguments.threads, arguments.repeats)
         row["time"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         rows.append(row)
+        if arguments.output:
+            write(arguments.output, [row])
         text = "  ".join(f"{side} {row[f'{side}_ms']:.3f} [{row[f'{side}_p20']:.3f}, {row[f'{side}_p80']:.3f}]"
                          + (f" ({row[f'ratio_{side}']:.2f}x)" if f"ratio_{side}" in row else "")
                          for side in (k.removesuffix("_ms") for k in row if k.endswith("_ms")))
         print(f"{cell:8} {name:15} {text} ms  {row['gflops']:.0f} GFLOP/s", flush=True)
-    if arguments.output:
-        write(arguments.output, rows)
     ratios = [row["ratio"] for row in rows if "ratio" in row]
     if ratios:
         print(f"against the faster peer: geometric mean {np.exp(np.mean(np.log(ratios))):.2f}x, "

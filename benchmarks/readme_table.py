@@ -44,7 +44,7 @@ def cpu_table(path: Path, data: dict) -> list[str]:
     if grid := [r["ratio"] for r in suites.get("grid", [])]:
         mean = np.exp(np.mean(np.log(grid)))
         lines.append(f"Over a grid of {len(grid)} shapes the geometric mean is {mean:.2f}x, the least "
-                     f" {min(grid):.2f}x; {sum(r < 1 for r in grid)} are below 1.")
+                     f"{min(grid):.2f}x; {sum(r < 1 for r in grid)} are below 1.")
     if "layers" in suites:
         lines.append("Against torch's cells in a Python loop the layers of 300x20x800x800 are " + ", ".join(
             f"{r['ratio_unfused']:.2f}x ({NAMES[r['cell']]})" for r in suites["layers"]) + ".")
