@@ -106,6 +106,7 @@ def test_bfloat16_is_the_nearest_and_even_in_ties(bits: list[int]):
             assert {got} == nearest(value)
 
 
+@settings(deadline=None)  # the first example imports torch
 @given(FLOATS)
 def test_bfloat16_as_torch_rounds(bits: list[int]):
     torch = pytest.importorskip("torch")
