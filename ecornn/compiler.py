@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ecornn.cells import Cell
 from ecornn.device import Device, resolve
-from ecornn.workload import Workload
+from ecornn.workload import Workload, rounded
 
 if TYPE_CHECKING:
     from ecornn.build.generated import Generated
@@ -31,8 +31,8 @@ class Plan:
 
 
 def plan(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = 1, seq: int = 100,
-         dtype: str = "float32", target: str | Device | None = None, schedule: str | None = None,
-         config: Mapping[str, Value] | None = None) -> Plan:
+         dtype: str = "float32", weights: str | None = None, target: str | Device | None = None,
+         schedule: str | None = None, config: Mapping[str, Value] | None = None) -> Plan:
     """Analyses the cell and chooses schedule and configuration; arguments as :func:`compile`."""
     from ecornn.task import make_task
     from ecornn.tune.cell_spec import load_cell
@@ -40,7 +40,8 @@ def plan(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int 
 
     device = resolve(target if target is not None else default_target())
     found = load_cell(cell) if isinstance(cell, str) else cell
-    work = Workload(found.identity(), hidden, hidden if input is None else input, batch, seq, dtype)
+    work = Workload(found.identity(), hidden, hidden if input is None else input, batch, seq, dtype,
+                    rounded(weights, dtype))
     task = make_task(found, work, device)
     return Plan(found, task, choose(task, schedule, config))
 
@@ -57,9 +58,18 @@ def build(planned: Plan, out: Path) -> Generated:
     return build_module(program, manifest, out)
 
 
+def generate(planned: Plan) -> Generated:
+    """The code alone, for whatever machine it is; nothing is linked."""
+    from ecornn.build.module import generate as generate_code
+
+    found = planned.found
+    return generate_code(found.schedule.program(planned.task, found.config), planned.task.device)
+
+
 def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = 1, seq: int = 100,
-            dtype: str = "float32", target: str | Device | None = None, schedule: str | None = None,
-            config: Mapping[str, Value] | None = None, out: str | Path | None = None) -> Module:
+            dtype: str = "float32", weights: str | None = None, target: str | Device | None = None,
+            schedule: str | None = None, config: Mapping[str, Value] | None = None,
+            out: str | Path | None = None) -> Module:
     """Compiles one recurrent layer.
 
     Parameters
@@ -70,6 +80,8 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
     batch : the largest B that the module must serve
     seq : the T to expect; the module serves every T >= 1
     dtype : ``float32``, ``float16`` or ``bfloat16``, of x, y, states and weights
+    weights : what matrices of weights are rounded to, on a CPU: ``bfloat16`` (relative error about 2e-3) or
+        ``int8`` (about 1e-2; needs VNNI; the operands are rounded too); default: ``dtype``
     target : ``cuda`` (the GPU at hand), ``cpu``, or an architecture such as ``sm_90a``, which needs
         no GPU; default: the GPU if there is one, else the CPU
     schedule, config : use this schedule, and these knobs, instead of the best tuning record
@@ -82,8 +94,8 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
     """
     from ecornn.runtime.loader import load
 
-    planned = plan(cell, hidden=hidden, input=input, batch=batch, seq=seq, dtype=dtype, target=target,
-                   schedule=schedule, config=config)
+    planned = plan(cell, hidden=hidden, input=input, batch=batch, seq=seq, dtype=dtype, weights=weights,
+                   target=target, schedule=schedule, config=config)
     if out is not None:
         build(planned, Path(out))
         return load(Path(out))

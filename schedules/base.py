@@ -50,11 +50,13 @@ class Schedule(ABC):
     name : the schedule's name in records and on the command line
     revision : raised whenever the generated code changes; records of another revision are stale
     kind : ``cuda`` or ``llvm``
+    weights : data types that weights may be rounded to, besides that of the layer
     """
 
     name: str
     revision: int
     kind: str
+    weights: tuple[str, ...] = ()
 
     @abstractmethod
     def serves(self, task: Task) -> str | None:

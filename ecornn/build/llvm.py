@@ -10,6 +10,7 @@ from typing import Any
 from ecornn.build.generated import Generated
 from ecornn.device import Device
 from ecornn.errors import BuildError
+from ecornn.host_cpu import machine_of, promised
 from ecornn.program import Parallel, Program
 
 
@@ -44,14 +45,19 @@ def _module(name: str, function: Any, device: Device) -> Any:
     from tvm import tirx
     from tvm.target import Target, codegen
 
-    if not codegen.llvm_is_valid_cpu(device.arch, codegen.llvm_get_system_triple()):
-        raise BuildError(f"LLVM {codegen.llvm_version_major()} does not know the CPU {device.arch!r}")
-    target = Target({"kind": "llvm", "mcpu": device.arch})
+    triple = f"{machine_of(device)}-linux-gnu"
+    if not codegen.llvm_is_valid_cpu(device.arch, triple):
+        raise BuildError(f"LLVM {codegen.llvm_version_major()} does not know the CPU {device.arch!r} of {triple}")
+    # A hypervisor may hide what the CPU's name promises.
+    hidden = promised(device.arch, triple) - set(device.features)
+    attributes = [f"+{name}" for name in device.features] + [f"-{name}" for name in sorted(hidden)]
+    target = Target({"kind": "llvm", "mcpu": device.arch, "mtriple": triple, "mattr": attributes})
     passes = tirx.transform
-    # TVM's default pipeline would move local buffers, here registers, to memory of its runtime
+    # TVM's default pipeline would move local buffers, here registers, to memory of its runtime; common
+    # subexpressions are left to LLVM, which is faster at them
     lower = tvm.ir.transform.Sequential([
         passes.BindTarget(target.with_host(target)), passes.FlattenBuffer(), passes.StmtSimplify(),
-        passes.CommonSubexprElim(), passes.SplitHostDevice(), passes.MakePackedAPI(), passes.LowerIntrin()])
+        passes.SplitHostDevice(), passes.MakePackedAPI(), passes.LowerIntrin()])
     with tvm.transform.PassContext(opt_level=3):
         lowered = lower(tvm.IRModule({name: function}))
     return tvm.get_global_func("target.build.llvm")(lowered, target)

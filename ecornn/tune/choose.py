@@ -49,6 +49,8 @@ def serving_or_raise(task: Task, name: str | None = None) -> list[Schedule]:
     for schedule in asked:
         if schedule.kind != task.device.kind:
             reasons[schedule.name] = f"is for {schedule.kind}, not {task.device.kind}"
+        elif task.workload.weights and task.workload.weights not in schedule.weights:
+            reasons[schedule.name] = f"does not round weights to {task.workload.weights}"
         else:
             reasons[schedule.name] = schedule.serves(task) or ""
     found = [s for s in asked if not reasons[s.name]]

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from ecornn.schedules.base import Task
 from ecornn.tune.building import Build, Built
 from ecornn.tune.measuring import Measure, Measured
-from ecornn.tune.oracle import TOLERANCE
+from ecornn.tune.oracle import tolerance
 from ecornn.tune.pool import Pool
 from ecornn.tune.process import WorkerError
 from ecornn.tune.record import Times
@@ -198,7 +198,7 @@ class ProcessEvaluator:
         """Checks and times modules in a measuring process."""
         self.answered.result()
         work, limit = self.task.workload, self.limit * len(paths)
-        request = Measure(tuple(map(str, paths)), str(self.answers), TOLERANCE[work.dtype], work.seq,
+        request = Measure(tuple(map(str, paths)), str(self.answers), tolerance(work), work.seq,
                           self.seed, bound, fewest, limit)
         return self.pool.measure(request, list[Measured], limit)
 

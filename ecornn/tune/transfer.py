@@ -37,7 +37,8 @@ def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[Schedule]
     runs: dict[tuple[str, Workload, Device], list[Trial]] = {}
     for trial in log.trials():
         of = trial.workload
-        if (of.cell == task.workload.cell and of.dtype == task.workload.dtype and trial.run != run
+        if ((of.cell, of.dtype, of.weights) == (task.workload.cell, task.workload.dtype, task.workload.weights)
+                and trial.run != run
                 and trial.device.arch == task.device.arch and trial.stage == "search"):
             runs.setdefault((trial.run, of, trial.device), []).append(trial)
     near = sorted(runs, key=lambda r: (distance(r[1], task.workload), r[0], r[2].name))[:NEIGHBOURS]
