@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 def tune(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = 20, seq: int = 300,
          dtype: str | None = None, weights: str | None = None, target: str | Device | None = None,
-         trials: int | None = None, timeout: float = TIMEOUT, time_limit: float | None = None, seed: int = 0, resume: bool = True,
-         early_stop: bool = True, output: Path | None = None, schedule: str | None = None,
+         trials: int | None = None, timeout: float = TIMEOUT, time_limit: float | None = None, seed: int = 0,
+         resume: bool = True, early_stop: bool = True, output: Path | None = None, schedule: str | None = None,
          tracker: Tracker | None = None, report: Callable[[Progress], None] = lambda _: None,
          begin: Callable[[ConfigSpace, int], None] = lambda *_: None,
          entries: Entries | None = None) -> Result:
