@@ -1,6 +1,7 @@
-"""Writes the README's table of measured results from a file of ``compare_cudnn.py``.
+"""Writes the README's tables of measured results from the files of ``compare_cudnn.py`` and ``compare_cpu.py``.
 
     python benchmarks/readme_table.py benchmarks/results/h100.json
+    python benchmarks/readme_table.py benchmarks/results/cpu.json
 """
 
 from __future__ import annotations
@@ -9,33 +10,66 @@ import json
 import sys
 from pathlib import Path
 
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
-NAMES = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "vanilla tanh"}
+import numpy as np
+
+NAMES = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "vanilla tanh", "rnn_relu": "vanilla relu"}
 
 
-def table(path: Path) -> str:
+def gpu_table(path: Path, data: dict) -> list[str]:
     """The table as Markdown, with its environment and the command that makes it."""
-    data = json.loads(path.read_text())
     env = data["environment"]
-    lines = [BEGIN, "",
-             "| layer, T x B x I x H | dtype | ecornn µs/step [p20, p80] | cuDNN µs/step [p20, p80] | ratio |",
+    lines = ["| layer, T x B x I x H | dtype | ecornn µs/step [p20, p80] | cuDNN µs/step [p20, p80] | ratio |",
              "|---|---|---|---|---|"]
     for r in data["rows"]:
         lines.append(f"| {NAMES[r['cell']]} {r['T']}x{r['B']}x{r['I']}x{r['H']} | {r['dtype']} | "
                      f"{r['ecornn_us']:.2f} [{r['ecornn_p20']:.2f}, {r['ecornn_p80']:.2f}] | "
                      f"{r['cudnn_us']:.2f} [{r['cudnn_p20']:.2f}, {r['cudnn_p80']:.2f}] | {r['ratio']:.2f}x |")
-    lines += ["", f"{env['gpu']}, CUDA {env['cuda']}, cuDNN {env['cudnn']} through PyTorch {env['torch']} in a CUDA "
-              f"graph; whole forward pass, outputs checked against float64. Data: `{path.as_posix()}`; "
-              f"`{env['command']}`.", "", END]
-    return "\n".join(lines)
+    return [*lines, "", f"{env['gpu']}, CUDA {env['cuda']}, cuDNN {env['cudnn']} through PyTorch {env['torch']} in "
+            f"a CUDA graph; whole forward pass, outputs checked against float64. Data: `{path.as_posix()}`; "
+            f"`{env['command']}`."]
+
+
+def cpu_table(path: Path, data: dict) -> list[str]:
+    """Layers and latencies, a line for the grid, and a line for rounded weights."""
+    env, suites = data["environment"], {r["suite"]: [] for r in data["rows"]}
+    for row in data["rows"]:
+        suites[row["suite"]].append(row)
+    sides = ("ecornn", "torch", "onnxruntime")
+    lines = ["| layer, T x B x I x H | ecornn ms [p20, p80] | torch.nn | ONNX Runtime | ratio to the faster |",
+             "|---|---|---|---|---|"]
+    for r in suites.get("layers", []) + suites.get("latency", []):
+        times = " | ".join(f"{r[f'{s}_ms']:.3g} [{r[f'{s}_p20']:.3g}, {r[f'{s}_p80']:.3g}]" for s in sides)
+        lines.append(f"| {NAMES[r['cell']]} {r['T']}x{r['B']}x{r['I']}x{r['H']} | {times} | {r['ratio']:.2f}x |")
+    lines.append("")
+    if grid := [r["ratio"] for r in suites.get("grid", [])]:
+        mean = np.exp(np.mean(np.log(grid)))
+        lines.append(f"Over a grid of {len(grid)} shapes the geometric mean is {mean:.2f}x, the least "
+                     f"{min(grid):.2f}x; {sum(r < 1 for r in grid)} are below 1.")
+    if "layers" in suites:
+        lines.append("Against torch's cells in a Python loop the layers of 300x20x800x800 are " + ", ".join(
+            f"{r['ratio_unfused']:.2f}x ({NAMES[r['cell']]})" for r in suites["layers"]) + ".")
+    if "weights" in suites:
+        lines.append("Rounded weights at 100x1x1024x1024, against float32 ones: " + "; ".join(
+            f"{NAMES[r['cell']]} " + ", ".join(
+                f"{kind} {r[f'ratio_ecornn_{kind}']:.2f}x (error {r[f'ecornn_{kind}_error']:.1e})"
+                for kind in ("bfloat16", "int8")) for r in suites["weights"]) + ".")
+    if "threads" in suites:
+        lines.append("Two threads against one at 300x20x800x800: " + ", ".join(
+            f"{r['ratio_ecornn_1_thread']:.2f}x ({NAMES[r['cell']]})" for r in suites["threads"]) + ".")
+    return [*lines, "", f"{env['cpu']} ({env['arch']}), {env['cores']} cores and threads, float32, whole forward pass, "
+            f"outputs checked against float64; PyTorch {env['torch']}, ONNX Runtime {env.get('onnxruntime')}. Data: "
+            f"`{path.as_posix()}`; `{env['command']}`."]
 
 
 def main() -> None:
     path = Path(sys.argv[1])
+    data = json.loads(path.read_text())
+    name, table = ("measured", gpu_table) if "gpu" in data["environment"] else ("measured-cpu", cpu_table)
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     readme = Path("README.md")
     text = readme.read_text()
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    readme.write_text(before + table(path) + after)
+    before, after = text.split(begin)[0], text.split(end)[1]
+    readme.write_text(before + "\n".join([begin, "", *table(path, data), "", end]) + after)
 
 
 if __name__ == "__main__":

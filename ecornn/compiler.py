@@ -14,7 +14,7 @@ from msgspec import structs
 
 from ecornn.cells import Cell
 from ecornn.device import Device, resolve
-from ecornn.workload import Stack, Workload
+from ecornn.workload import Stack, Workload, rounded
 
 if TYPE_CHECKING:
     from ecornn.build.generated import Generated
@@ -63,9 +63,9 @@ class Plan:
 
 
 def plan(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = 1, seq: int = 100,
-         dtype: str = "float32", layers: int = 1, bidirectional: bool = False, lengths: bool = False,
-         resets: bool = False, reverse: bool = False, target: str | Device | None = None, schedule: str | None = None,
-         config: Mapping[str, Value] | None = None) -> Plan:
+         dtype: str = "float32", weights: str | None = None, layers: int = 1, bidirectional: bool = False,
+         lengths: bool = False, resets: bool = False, reverse: bool = False, target: str | Device | None = None,
+         schedule: str | None = None, config: Mapping[str, Value] | None = None) -> Plan:
     """Analyses the cell and chooses schedules and configurations; arguments as :func:`compile`."""
     from ecornn.task import make_task
     from ecornn.tune.cell_spec import load_cell
@@ -75,15 +75,14 @@ def plan(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int 
     stack = Stack(layers, bidirectional, lengths, resets, reverse)
     device = resolve(target if target is not None else default_target())
     found = load_cell(cell) if isinstance(cell, str) else cell
-    work = Workload(found.identity(), hidden, hidden if input is None else input, batch, seq, dtype)
+    work = Workload(found.identity(), hidden, hidden if input is None else input, batch, seq, dtype,
+                    rounded(weights, dtype))
     parts, log = stack.parts(work), read_all()
     tasks = {(p.workload, p.place): make_task(found, p.workload, device, p.place) for p in parts}
-    choices: dict[Workload, Found] = {}
-    for (part_work, _), task in tasks.items():
-        if part_work not in choices:
-            choices[part_work] = choose(task, schedule, config, log)
+    # the directions of a layer share their records, but not every configuration serves both
+    choices = {key: choose(task, schedule, config, log) for key, task in tasks.items()}
     return Plan(found, work, stack, tuple(tasks[p.workload, p.place] for p in parts),
-                tuple(choices[p.workload] for p in parts))
+                tuple(choices[p.workload, p.place] for p in parts))
 
 
 def build(planned: Plan, out: Path) -> Generated:
@@ -100,9 +99,17 @@ def build(planned: Plan, out: Path) -> Generated:
     return build_module(program, structs.replace(manifest, schedule="+".join(names)), out)
 
 
+def generate(planned: Plan) -> Generated:
+    """The code alone, for whatever machine it is; nothing is linked."""
+    from ecornn.build.module import generate as generate_code
+    from ecornn.compose import compose
+
+    return generate_code(compose(planned.stack, planned.workload, planned.programs()), planned.task.device)
+
+
 def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = 1, seq: int = 100,
-            dtype: str = "float32", layers: int = 1, bidirectional: bool = False, lengths: bool = False,
-            resets: bool = False, reverse: bool = False, target: str | Device | None = None,
+            dtype: str = "float32", weights: str | None = None, layers: int = 1, bidirectional: bool = False,
+            lengths: bool = False, resets: bool = False, reverse: bool = False, target: str | Device | None = None,
             schedule: str | None = None, config: Mapping[str, Value] | None = None,
             out: str | Path | None = None) -> Module:
     """Compiles a recurrent layer, or a stack of them.
@@ -115,6 +122,8 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
     batch : the largest B that the module must serve
     seq : the T to expect; the module serves every T >= 1
     dtype : ``float32``, ``float16`` or ``bfloat16``, of x, y, states and weights
+    weights : what matrices of weights are rounded to, on a CPU: ``bfloat16`` (relative error about 2e-3) or
+        ``int8`` (about 1e-2; needs VNNI; the operands are rounded too); default: ``dtype``
     layers : L; y of one layer is x of the next. Each is compiled with the best record of its own size
     bidirectional : every layer goes both ways; y is then (T, B, 2 H), forward first
     reverse : goes from the end of each row to its start, and not the other way
@@ -132,7 +141,7 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
     """
     from ecornn.runtime.loader import load
 
-    planned = plan(cell, hidden=hidden, input=input, batch=batch, seq=seq, dtype=dtype, target=target,
+    planned = plan(cell, hidden=hidden, input=input, batch=batch, seq=seq, dtype=dtype, weights=weights, target=target,
                    layers=layers, bidirectional=bidirectional, lengths=lengths, resets=resets, reverse=reverse,
                    schedule=schedule, config=config)
     if out is not None:

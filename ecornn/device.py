@@ -20,7 +20,7 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     registers : 32-bit registers of one multiprocessor (CUDA)
     l2 : bytes of L2 cache (CUDA: of the chip; CPU: of one core)
     memory : bytes of device memory; 0 where unknown
-    features : LLVM attributes such as ``avx512f`` that the code may use (CPU)
+    features : LLVM attributes such as ``avx512f``: all those that the code is built for (CPU)
     """
 
     kind: str
@@ -50,7 +50,8 @@ KNOWN = {
 
 
 def resolve(target: str | Device) -> Device:
-    """The device for ``cpu``, ``cuda`` (the GPU at hand) or an architecture such as ``sm_90a``.
+    """The device for ``cpu``, ``cuda`` (the GPU at hand), an architecture such as ``sm_90a``, or a CPU's LLVM
+    name such as ``neoverse-v1``.
 
     Raises :class:`DeviceError` where there is no GPU, or for an architecture no schedule serves.
     """
@@ -69,6 +70,12 @@ def resolve(target: str | Device) -> Device:
                               f"one name the architecture, one of {', '.join(KNOWN)}, or 'cpu'")
         return found
     name = "sm_90a" if target == "sm_90" else target
-    if name not in KNOWN:
-        raise DeviceError("target", target, f"'cpu', 'cuda' or one of {', '.join(KNOWN)}")
-    return KNOWN[name]
+    if name in KNOWN:
+        return KNOWN[name]
+    from ecornn.host_cpu import named
+
+    found = None if name.startswith("sm_") else named(name)
+    if found is None:
+        raise DeviceError("target", target, f"'cpu', 'cuda', one of {', '.join(KNOWN)}, or LLVM's name of a CPU "
+                          "such as znver4, skylake-avx512 or neoverse-v1")
+    return found

@@ -8,9 +8,21 @@ from pathlib import Path
 from ecornn.device import Device
 from ecornn.errors import DeviceError
 
-# LLVM attributes that schedules ask for, by the kernel's name of the flag
-FLAGS = {"avx": "avx", "avx2": "avx2", "fma": "fma", "avx512f": "avx512f", "avx512vl": "avx512vl",
-         "avx512bw": "avx512bw", "avx512dq": "avx512dq", "asimd": "neon", "sve": "sve"}
+# Instruction sets that LLVM uses of its own accord, by the kernel's name of the flag. Code is built for those
+# that a device names and for no other of them, and a module is refused where one is missing.
+FLAGS = {
+    "pni": "sse3", "ssse3": "ssse3", "sse4_1": "sse4.1", "sse4_2": "sse4.2", "sse4a": "sse4a", "popcnt": "popcnt",
+    "lahf_lm": "sahf", "movbe": "movbe", "abm": "lzcnt", "bmi1": "bmi", "bmi2": "bmi2", "adx": "adx", "f16c": "f16c",
+    "fma": "fma", "fma4": "fma4", "xop": "xop", "tbm": "tbm", "gfni": "gfni", "avx": "avx", "avx2": "avx2",
+    "avx_vnni": "avxvnni", "avx_vnni_int8": "avxvnniint8", "avx_ifma": "avxifma", "avx512f": "avx512f",
+    "avx512cd": "avx512cd", "avx512vl": "avx512vl", "avx512bw": "avx512bw", "avx512dq": "avx512dq",
+    "avx512ifma": "avx512ifma", "avx512vbmi": "avx512vbmi", "avx512_vbmi2": "avx512vbmi2",
+    "avx512_vnni": "avx512vnni", "avx512_bitalg": "avx512bitalg", "avx512_vpopcntdq": "avx512vpopcntdq",
+    "avx512_bf16": "avx512bf16", "avx512_fp16": "avx512fp16",
+    "asimd": "neon", "sve": "sve", "sve2": "sve2", "asimddp": "dotprod", "asimdhp": "fullfp16", "bf16": "bf16",
+    "i8mm": "i8mm", "asimdfhm": "fp16fml", "asimdrdm": "rdm", "fcma": "complxnum", "jscvt": "jsconv",
+    "lrcpc": "rcpc", "atomics": "lse", "crc32": "crc"}
+TRIPLES = ("x86_64-linux-gnu", "aarch64-linux-gnu")
 # what a CPU without a better name gets, widest first: the flags it must have
 LEVELS = (("x86-64-v4", ("avx512f", "avx512vl", "avx512bw", "avx512dq")), ("x86-64-v3", ("avx2", "fma")),
           ("x86-64", ()))
@@ -30,6 +42,33 @@ def detect() -> Device:
                   memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), features=features)
 
 
+def named(name: str) -> Device | None:
+    """A CPU that need not be at hand, by LLVM's name such as ``neoverse-v1``; None where LLVM has no such name.
+
+    What LLVM does not know of it, cores and caches, is that of a small server.
+    """
+    from tvm.target import codegen
+
+    for triple in TRIPLES:
+        if codegen.llvm_is_valid_cpu(name, triple):
+            features = tuple(sorted(promised(name, triple)))
+            return Device("llvm", name, name, cores=4, l2=1 << 20, features=features)
+    return None
+
+
+def promised(name: str, triple: str) -> set[str]:
+    """The instruction sets of :data:`FLAGS` that LLVM uses for a CPU of this name."""
+    from tvm.target import Target, codegen
+
+    target = Target({"kind": "llvm", "mcpu": name, "mtriple": triple})
+    return set(map(str, codegen.llvm_get_cpu_features(target))) & set(FLAGS.values())
+
+
+def machine_of(device: Device) -> str:
+    """``x86_64`` or ``aarch64``, as a CPU is called by the kernel."""
+    return "aarch64" if "neon" in device.features else "x86_64"
+
+
 def cpuinfo() -> dict[str, str]:
     """The first processor's fields of /proc/cpuinfo; empty where there is none."""
     try:
@@ -42,19 +81,15 @@ def cpuinfo() -> dict[str, str]:
 
 
 def llvm_name(features: tuple[str, ...]) -> str:
-    """LLVM's name of this CPU; a level of x86-64 where the name promises what a hypervisor hides."""
+    """LLVM's name of this CPU; a level of x86-64 where LLVM has none."""
     machine = os.uname().machine
     if machine not in ("x86_64", "aarch64"):
         raise DeviceError("target", "cpu", f"an x86-64 or arm64 processor, not {machine}")
-    from tvm.target import Target, codegen
+    from tvm.target import codegen
 
     name = str(codegen.llvm_get_system_cpu())
-    if machine == "aarch64":
+    if machine == "aarch64" or name not in ("", "generic", "x86-64"):
         return name
-    if name not in ("", "generic"):
-        promised = set(codegen.llvm_get_cpu_features(Target({"kind": "llvm", "mcpu": name})))
-        if promised & set(FLAGS.values()) <= set(features):
-            return name
     return next(level for level, needed in LEVELS if set(needed) <= set(features))
 
 

@@ -11,6 +11,7 @@ from ecornn.errors import DeviceError
 
 # CUdevice_attribute
 _CORES, _L2, _MAJOR, _MINOR, _REGISTERS, _SHARED = 16, 38, 75, 76, 82, 97
+_CLOCK, _MEMORY_CLOCK = 13, 36
 
 
 def detect(index: int = 0) -> Device | None:
@@ -40,6 +41,18 @@ def detect(index: int = 0) -> Device | None:
     product = name.value.decode(errors="replace")
     return Device("cuda", architecture(attribute(_MAJOR), attribute(_MINOR), product), product,
                   attribute(_CORES), attribute(_SHARED), attribute(_REGISTERS), attribute(_L2), memory.value)
+
+
+def clocks(index: int = 0) -> tuple[int, int]:
+    """Highest clocks of a GPU's multiprocessors and of its memory, MHz; 0 where unknown."""
+    driver, handle, khz = _open("libcuda.so.1"), ctypes.c_int(), ctypes.c_int()
+    if driver is None or driver.cuInit(0) != 0 or driver.cuDeviceGet(ctypes.byref(handle), index) != 0:
+        return 0, 0
+    found = []
+    for number in (_CLOCK, _MEMORY_CLOCK):
+        known = driver.cuDeviceGetAttribute(ctypes.byref(khz), number, handle) == 0
+        found.append(khz.value // 1000 if known else 0)
+    return found[0], found[1]
 
 
 def architecture(major: int, minor: int, name: str) -> str:

@@ -21,11 +21,16 @@ Config = Mapping[str, Value]  # knob -> value
 
 @dataclass(frozen=True)
 class Knob:
-    """One choice of a schedule: its values and, in one line, what they trade."""
+    """One choice of a schedule: its values and, in one line, what they trade.
+
+    ``before`` is what the schedule did before it had the knob, for records of that time; None if it
+    always had it.
+    """
 
     name: str
     values: tuple[Value, ...]
     trades: str
+    before: Value | None = None
 
 
 @dataclass(frozen=True)
@@ -46,11 +51,13 @@ class Schedule(ABC):
     name : the schedule's name in records and on the command line
     revision : raised whenever the generated code changes; records of another revision are stale
     kind : ``cuda`` or ``llvm``
+    weights : data types that weights may be rounded to, besides that of the layer
     """
 
     name: str
     revision: int
     kind: str
+    weights: tuple[str, ...] = ()
 
     @abstractmethod
     def serves(self, task: Task) -> str | None:

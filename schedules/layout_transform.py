@@ -33,7 +33,7 @@ class LayoutTransform(Schedule):
     """Serves every cell with a recurrent product."""
 
     name = "layout_transform"
-    revision = 1
+    revision = 2
     kind = "cuda"
 
     def serves(self, task: Task) -> str | None:

@@ -1,12 +1,15 @@
-// Runs generated CUDA kernels on a CPU, one block at a time, each thread a fiber: for tests without a GPU.
+// Runs generated CUDA kernels on a CPU, each thread a fiber: for tests without a GPU. Blocks run one after
+// the other, those of a cooperative launch side by side.
 // What it checks: indices, barriers, warp-wide instructions, fragments, asynchronous copies that nobody
-// waited for (lazy) or that come too early (eager). What it cannot check: races between blocks.
+// waited for (lazy) or that come too early (eager). What it cannot check: races, and the order of memory.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <initializer_list>
+#include <map>
 #include <ucontext.h>
 #include <vector>
 
@@ -38,21 +41,45 @@ struct nv_bfloat16 {
 struct uint3 { unsigned x, y, z; };
 static uint3 threadIdx, blockIdx;
 inline half __float2half_rn(float value) { return (half)value; }
+inline float __uint_as_float(uint32_t word) { float f; memcpy(&f, &word, 4); return f; }
+inline uint32_t __float_as_uint(float f) { uint32_t word; memcpy(&word, &f, 4); return word; }
 template <typename T> T max(T a, T b) { return a > b ? a : b; }
 template <typename T> T min(T a, T b) { return a < b ? a : b; }
 
 namespace emu {
-enum State { kReady, kWarp, kBlock, kDone };
+enum State { kReady, kWarp, kBlock, kNamed, kPhase, kDone };
 struct Copy { void* to; const void* from; unsigned size, valid; };
+struct Product {                        // of a warpgroup (wgmma): one thread's part
+  int kind;
+  uint64_t a, b;
+  bool keep;
+  std::vector<float*> d;
+};
 struct Fiber {
   ucontext_t context;
   State state;
   unsigned turn;                        // of warp-wide instructions
+  unsigned barrier;                     // the named one, or the mbarrier's address, that it waits for
+  std::deque<std::vector<Product>> products; // groups; the last one is open
   std::deque<std::vector<Copy>> groups; // asynchronous copies; the last group is open
 };
 struct Slot { uint32_t words[12]; };
+struct Later { std::vector<Copy> copies; unsigned arrivals; int64_t bytes; };
+struct Mbarrier {
+  unsigned count, pending, phase;
+  int64_t bytes;                        // announced and not yet arrived
+  std::vector<Later> later;             // asynchronous work that will arrive here
+};
+struct Block {
+  alignas(1024) char memory[232448];
+  std::map<unsigned, Mbarrier> mbarriers; // by address
+  unsigned arrived[16];                 // threads, at each named barrier
+};
 constexpr size_t kStack = 1 << 16;
-alignas(1024) static char shared[232448];
+constexpr unsigned kPatience = 1 << 20; // rounds of polling
+static std::vector<Block> blocks;
+static char* shared;                    // of the current block
+static unsigned width;                  // threads of a block
 static std::vector<Fiber> fibers;
 static std::vector<Slot> slots[2];
 static std::vector<char> stacks;
@@ -68,6 +95,10 @@ inline void wait(State state) {
 }
 inline void entry() {
   body(arguments);
+  if (fibers[current].products.size() > 1 || !fibers[current].products[0].empty()) {
+    fprintf(stderr, "products that nobody waited for\n");
+    abort();
+  }
   fibers[current].state = kDone;
   swapcontext(&fibers[current].context, &scheduler);
 }
@@ -82,25 +113,88 @@ inline const Slot* exchange(const Slot& mine) {
   fprintf(stderr, "%s\n", what);
   abort();
 }
-inline void run_block(unsigned threads) {
+// A named barrier, once for each thread; `count` threads complete it.
+inline void arrive(unsigned id, unsigned count, bool stays) {
+  unsigned block = current / width;
+  if (id > 15 || count % 32) fail("a named barrier that does not exist");
+  if (++blocks[block].arrived[id] == count) {
+    blocks[block].arrived[id] = 0;
+    for (unsigned i = block * width; i < (block + 1) * width; ++i)
+      if (fibers[i].state == kNamed && fibers[i].barrier == id) fibers[i].state = kReady;
+  } else if (stays) {
+    fibers[current].barrier = id;
+    wait(kNamed);
+  }
+}
+inline void yield() { wait(kReady); }
+inline void enter(unsigned i, unsigned first) {
+  current = i;
+  threadIdx = {i % width, 0, 0};
+  blockIdx = {first + i / width, 0, 0};
+  shared = blocks[i / width].memory;
+}
+inline void carry_out(const Copy& c) {
+  memset(c.to, 0, c.size);
+  memcpy(c.to, c.from, c.valid);
+}
+// Arrivals and bytes at an mbarrier; the phase ends when none is missing.
+inline void arrived(Block& block, unsigned address, unsigned arrivals, int64_t bytes) {
+  Mbarrier& m = block.mbarriers.at(address);
+  if (arrivals > m.pending) fail("more arrivals at an mbarrier than it counts");
+  m.pending -= arrivals;
+  m.bytes -= bytes;
+  if (m.pending || m.bytes) return;
+  m.pending = m.count;
+  ++m.phase;
+  unsigned first = (&block - &blocks[0]) * width;
+  for (unsigned i = first; i < first + width; ++i)
+    if (fibers[i].state == kPhase && fibers[i].barrier == address) fibers[i].state = kReady;
+}
+inline void deliver(Block& block, unsigned address, const Later& work) {
+  for (const Copy& c : work.copies) carry_out(c);
+  arrived(block, address, work.arrivals, work.bytes);
+}
+// Nobody can go on: asynchronous work comes as late as it can, for one mbarrier that threads wait for.
+inline bool deliver_one() {
+  for (unsigned i = 0; i < fibers.size(); ++i) {
+    if (fibers[i].state != kPhase) continue;
+    Block& block = blocks[i / width];
+    unsigned address = fibers[i].barrier;
+    std::vector<Later> work;
+    work.swap(block.mbarriers.at(address).later);
+    for (const Later& one : work) deliver(block, address, one);
+    if (!work.empty()) return true;
+  }
+  return false;
+}
+// Blocks `first` and following, side by side.
+inline void run_blocks(unsigned first) {
+  unsigned threads = fibers.size();
+  for (Block& b : blocks) {
+    memset(b.memory, 0xff, sizeof b.memory);  // NaN in every type
+    memset(b.arrived, 0, sizeof b.arrived);
+    b.mbarriers.clear();
+  }
   for (unsigned i = 0; i < threads; ++i) {
     Fiber& f = fibers[i];
     f.state = kReady;
     f.turn = 0;
     f.groups.assign(1, {});
+    f.products.assign(1, {});
     getcontext(&f.context);
     f.context.uc_stack.ss_sp = &stacks[i * kStack];
     f.context.uc_stack.ss_size = kStack;
     f.context.uc_link = nullptr;
     makecontext(&f.context, entry, 0);
   }
+  unsigned rounds = 0;
   for (unsigned done = 0; done < threads;) {
     bool moved = false;
+    if (++rounds > kPatience) fail("a poll for what nobody writes");
     for (unsigned i = 0; i < threads; ++i) {
       if (fibers[i].state != kReady) continue;
       moved = true;
-      current = i;
-      threadIdx = {i, 0, 0};
+      enter(i, first);
       swapcontext(&scheduler, &fibers[i].context);
       done += fibers[i].state == kDone;
     }
@@ -109,31 +203,32 @@ inline void run_block(unsigned threads) {
       for (unsigned i = w; i < w + 32; ++i) all &= fibers[i].state == kWarp;
       for (unsigned i = w; all && i < w + 32; ++i) fibers[i].state = kReady, moved = true;
     }
-    bool all = done < threads;
-    for (unsigned i = 0; i < threads; ++i) all &= fibers[i].state == kBlock;
-    for (unsigned i = 0; all && i < threads; ++i) fibers[i].state = kReady, moved = true;
-    if (!moved && done < threads) fail("deadlock: a barrier that not every thread reaches");
+    for (unsigned b = 0; b < threads; b += width) {
+      bool all = true;
+      for (unsigned i = b; i < b + width; ++i) all &= fibers[i].state == kBlock;
+      for (unsigned i = b; all && i < b + width; ++i) fibers[i].state = kReady, moved = true;
+    }
+    if (!moved && done < threads && !deliver_one()) fail("deadlock: a barrier that not every thread reaches");
   }
+  for (const Block& b : blocks)
+    for (const auto& [address, m] : b.mbarriers)
+      if (m.pending != m.count || m.bytes || !m.later.empty()) fail("an mbarrier in the middle of a phase at the end");
 }
-inline void launch(void (*kernel)(void**), unsigned grid, unsigned threads, void** given, bool delay) {
+inline void launch(void (*kernel)(void**), unsigned grid, unsigned threads, void** given, bool delay,
+                   bool together) {
   if (threads % 32) fail("threads are no whole number of warps");
-  fibers.resize(threads);
-  slots[0].resize(threads), slots[1].resize(threads);
-  stacks.resize(threads * kStack);
+  unsigned beside = together ? grid : 1;
+  width = threads;
+  blocks.resize(beside);
+  fibers.resize(beside * threads);
+  slots[0].resize(fibers.size()), slots[1].resize(fibers.size());
+  stacks.resize(fibers.size() * kStack);
   body = kernel, arguments = given, lazy = delay;
-  for (unsigned b = 0; b < grid; ++b) {
-    memset(shared, 0xff, sizeof shared);  // NaN in every type
-    blockIdx = {b, 0, 0};
-    run_block(threads);
-  }
+  for (unsigned b = 0; b < grid; b += beside) run_blocks(b);
 }
 inline void* at(unsigned address) {
-  if (address >= sizeof shared) fail("an address beyond shared memory");
+  if (address >= sizeof(Block::memory)) fail("an address beyond shared memory");
   return shared + address;
-}
-inline void carry_out(const Copy& c) {
-  memset(c.to, 0, c.size);
-  memcpy(c.to, c.from, c.valid);
 }
 inline void cp_async(unsigned to, const void* from, unsigned size, unsigned valid) {
   if (to % size || uintptr_t(from) % size) fail("a misaligned asynchronous copy");
@@ -148,6 +243,44 @@ inline void wait_group(size_t pending) {
     for (const Copy& c : groups.front()) carry_out(c);
     groups.pop_front();
   }
+}
+inline Block& mine() { return blocks[current / width]; }
+inline Mbarrier& mbarrier(unsigned address) {
+  auto found = mine().mbarriers.find(address);
+  if (found == mine().mbarriers.end()) fail("an mbarrier that was not initialized");
+  return found->second;
+}
+inline void mbarrier_init(unsigned address, unsigned count) {
+  if (address % 8 || !count) fail("a misaligned mbarrier, or one without arrivals");
+  mine().mbarriers[address] = {count, count, 0, 0, {}};
+}
+inline void mbarrier_arrive(unsigned address, int64_t announced = 0) {
+  mbarrier(address).bytes += announced;
+  arrived(mine(), address, 1, 0);
+}
+// Until the phase of this parity is complete: of the current and the one before, the one that has it.
+inline void mbarrier_wait(unsigned address, unsigned parity) {
+  while (mbarrier(address).phase % 2 == parity) {
+    fibers[current].barrier = address;
+    wait(kPhase);
+  }
+}
+inline void later(unsigned address, Later work) {
+  if (lazy) mbarrier(address).later.push_back(std::move(work));
+  else deliver(mine(), address, work);
+}
+inline void cp_async_arrive(unsigned address) {
+  Later work{{}, 1, 0};
+  for (auto& group : fibers[current].groups) {
+    work.copies.insert(work.copies.end(), group.begin(), group.end());
+    group.clear();
+  }
+  later(address, std::move(work));
+}
+inline void bulk_copy(unsigned to, const void* from, unsigned size, unsigned address) {
+  if (to % 16 || uintptr_t(from) % 16 || size % 16) fail("a misaligned bulk copy");
+  at(to + size - 1);
+  later(address, {{{at(to), from, size, size}}, 0, size});
 }
 inline float as_float(uint32_t word) { float f; memcpy(&f, &word, 4); return f; }
 inline uint32_t as_word(float f) { uint32_t word; memcpy(&word, &f, 4); return word; }
@@ -181,11 +314,71 @@ inline void mma(int kind, float& d0, float& d1, float& d2, float& d3, uint32_t a
   }
   d0 = c[0], d1 = c[1], d2 = c[2], d3 = c[3];
 }
+// Value k of row r of a K-major operand of 16-bit values.
+template <typename E> float operand(uint64_t descriptor, unsigned r, unsigned k) {
+  auto field = [&](int bit) { return unsigned(descriptor >> bit & 0x3fff) << 4; };
+  unsigned mode = descriptor >> 62, address = field(0) + r / 8 * field(32);
+  if (descriptor >> 49 & 7 || mode > 1) fail("a descriptor that the emulation does not know");
+  if (mode == 0) address += r % 8 * 16 + k / 8 * field(16) + k % 8 * 2;
+  else address += r % 8 * 128 + k * 2, address ^= (address >> 7 & 7) << 4;
+  E value;
+  memcpy(&value, at(address), 2);
+  return (float)value;
+}
+template <typename E> void multiply(const Product& p) {
+  unsigned lane = current % 32, warp = current % width % 128 / 32;
+  float a[2][16], b[2][16];
+  for (unsigned k = 0; k < 16; ++k)
+    for (unsigned u = 0; u < 2; ++u) a[u][k] = operand<E>(p.a, warp * 16 + u * 8 + lane / 4, k);
+  for (unsigned n = 0; n < p.d.size() / 4; ++n) {
+    for (unsigned k = 0; k < 16; ++k)
+      for (unsigned c = 0; c < 2; ++c) b[c][k] = operand<E>(p.b, n * 8 + lane % 4 * 2 + c, k);
+    for (unsigned i = 0; i < 4; ++i) {
+      float& d = *p.d[n * 4 + i];
+      double sum = p.keep ? d : 0;
+      for (unsigned k = 0; k < 16; ++k) sum += double(a[i / 2][k]) * b[i % 2][k];
+      d = (float)sum;
+    }
+  }
+}
+inline void carry_out(const Product& p) { p.kind ? multiply<nv_bfloat16>(p) : multiply<half>(p); }
+// Reads its operands at once where copies come late, and when it is waited for where they come at once.
+inline void wgmma(int kind, unsigned columns, uint64_t a, uint64_t b, bool keep, std::initializer_list<float*> d) {
+  if (d.size() != columns / 2) fail("wgmma: accumulators");
+  Product p{kind, a, b, keep, d};
+  if (lazy) carry_out(p);
+  else fibers[current].products.back().push_back(std::move(p));
+}
+inline void wgmma_commit() { fibers[current].products.emplace_back(); }
+inline void wgmma_wait(size_t pending) {
+  auto& groups = fibers[current].products;
+  while (groups.size() > pending + 1) {
+    for (const Product& p : groups.front()) carry_out(p);
+    groups.pop_front();
+  }
+}
 template <typename W> void load4(W& a, W& b, W& c, W& d, const void* from) {
   if (uintptr_t(from) % 16) fail("a misaligned load of 16 bytes");
   W w[4];
   memcpy(w, from, 16);
   a = w[0], b = w[1], c = w[2], d = w[3];
+}
+template <typename W> void load2(W& a, W& b, const void* from) {
+  if (uintptr_t(from) % 8) fail("a misaligned load of 8 bytes");
+  W w[2];
+  memcpy(w, from, 8);
+  a = w[0], b = w[1];
+}
+inline void store4(void* to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  if (uintptr_t(to) % 16) fail("a misaligned store of 16 bytes");
+  uint32_t w[4] = {a, b, c, d};
+  memcpy(to, w, 16);
+}
+template <typename E> uint32_t pack2(float high, float low) {
+  E both[2] = {(E)low, (E)high};
+  uint32_t word;
+  memcpy(&word, both, 4);
+  return word;
 }
 inline void ldmatrix(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, unsigned address) {
   unsigned lane = current % 32;

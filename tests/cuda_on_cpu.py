@@ -25,6 +25,8 @@ DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16),
           "bfloat16": np.dtype(ml_dtypes.bfloat16), "uint32": np.dtype(np.uint32),
           "int32": np.dtype(np.int32), "uint8": np.dtype(np.uint8)}
 _COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global \[%0\], \[%1\], (\d+)(, %2)?;")
+_WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(\w+)\.\2 .*, ps0, 1, 1, 0, 0; }")
+_WGMMA_KIND = {"f16": 0, "bf16": 1}
 _MMA = {"f16.f16": 0, "bf16.bf16": 1, "tf32.tf32": 2}
 
 
@@ -39,12 +41,54 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return f"emu::wait_group({text.split(' ')[1].rstrip(';')})"
     if name.startswith("mma.sync.aligned.m16n8k"):
         return f"emu::mma({_MMA['.'.join(name.split('.')[-3:-1])]}, {every})"
+    if wgmma := _WGMMA.search(text):
+        pointers = ", ".join(f"&{d}" for d in outs)
+        return f"emu::wgmma({_WGMMA_KIND[wgmma[2]]}, {wgmma[1]}, {', '.join(ins)}, {{{pointers}}})"
+    if name.startswith("wgmma.wait_group"):
+        return f"emu::wgmma_wait({text.split(' ')[1].rstrip(';')})"
+    if name.startswith("wgmma.commit_group"):
+        return "emu::wgmma_commit()"
+    if name.startswith(("wgmma.fence", "setmaxnreg.")):
+        return "(void)0"
+    if "mbarrier.try_wait.parity" in text and "@!done bra again" in text:
+        return f"emu::mbarrier_wait({every})"
+    if name.startswith("mbarrier.init"):
+        return f"emu::mbarrier_init({every})"
+    if name.startswith("mbarrier.arrive") and not outs:  # also .expect_tx, with the bytes
+        return f"emu::mbarrier_arrive({every})"
+    if name.startswith("cp.async.mbarrier.arrive.noinc"):
+        return f"emu::cp_async_arrive({every})"
+    if name.startswith("cp.async.bulk.shared::cluster.global.mbarrier"):
+        return f"emu::bulk_copy({every})"
+    if name == "cp.async.wait_all":
+        return "emu::commit(), emu::wait_group(0)"
+    if name in ("bar.sync", "bar.arrive"):
+        return f"emu::arrive({every}, {'true' if name == 'bar.sync' else 'false'})"
+    if name.startswith("fence."):
+        return "(void)0"
+    if name.startswith("ld.relaxed.gpu.global.v4"):  # a poll: let others run
+        return f"emu::load4({every}), emu::yield()"
+    if name.startswith("ld.acquire.gpu.global"):
+        return f"{outs[0]} = *(unsigned*){ins[0]}, emu::yield()"
+    if name.startswith("st.relaxed.gpu.global.b32"):
+        return f"*(unsigned*){ins[0]} = {ins[1]}"
+    if name.startswith("red.release.gpu.global.add.u32"):
+        return f"*(unsigned*){ins[0]} += {ins[1]}"
+    if name.startswith("st.shared.v4"):
+        return f"emu::store4(emu::at({ins[0]}), {', '.join(ins[1:])})"
+    if name.startswith("ld.shared.v2"):
+        return f"emu::load2({', '.join(outs)}, emu::at({ins[0]}))"
+    if name.startswith("cvt.rn.") and "x2.f32" in name:
+        kind = "nv_bfloat16" if ".bf16x2" in name else "half"
+        return f"{outs[0]} = emu::pack2<{kind}>({', '.join(ins)})"
     if name.startswith("ld.shared.v4"):
         return f"emu::load4({', '.join(outs)}, emu::at({ins[0]}))"
     if name.startswith("ld.global") and ".v4." in name:
         return f"emu::load4({every})"
     if name.startswith("ldmatrix.sync.aligned.m8n8.x4.shared"):
         return f"emu::ldmatrix({every})"
+    if name == "st.global.v4.f32":
+        return f"emu::store4((void*){ins[0]}, {', '.join(f'emu::as_word({v})' for v in ins[1:])})"
     if name == "st.global.v2.f32":
         return f"((float*){ins[0]})[0] = {ins[1]}, ((float*){ins[0]})[1] = {ins[2]}"
     simple = {"ex2.approx.ftz.f32": f"{outs and outs[0]} = exp2f({ins and ins[0]})",
@@ -89,9 +133,9 @@ class Emulated:
             assert declared is not None
             types = [a.rsplit(" ", 1)[0].replace("__restrict__", "") for a in declared[1].split(", ")]
             given = ", ".join(f"*({t}*)a[{i}]" for i, t in enumerate(types))
-            text += (f'\nextern "C" void emu_{kernel.symbol}(unsigned grid, unsigned threads, void** given, '
-                     f"bool lazy) {{ emu::launch([](void** a) {{ {kernel.symbol}({given}); }}, grid, threads, "
-                     "given, lazy); }\n")
+            text += (f'\nextern "C" void emu_{kernel.symbol}(unsigned grid, unsigned threads, void** given, bool lazy, '
+                     f"bool together) {{ emu::launch([](void** a) {{ {kernel.symbol}({given}); }}, grid, threads, "
+                     "given, lazy, together); }\n")
         path = folder / "kernels.cc"
         path.write_text(text)
         command = [*find_compiler(), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", str(path), "-o",
@@ -159,7 +203,8 @@ class Emulated:
         given = [ctypes.c_void_p(memory[n].ctypes.data) if n in memory else values[n] for n in names]
         array = (ctypes.c_void_p * max(1, len(given)))(*(ctypes.addressof(v) for v in given))
         assert kernel.extents["blockIdx.x"] == call.grid and kernel.extents["threadIdx.x"] == call.threads
-        getattr(self.library, f"emu_{kernel.symbol}")(call.grid, call.threads, array, ctypes.c_bool(self.lazy))
+        getattr(self.library, f"emu_{kernel.symbol}")(call.grid, call.threads, array, ctypes.c_bool(self.lazy),
+                                                          ctypes.c_bool(call.cooperative))
 
 
 GUARD = 256  # bytes behind each buffer

@@ -109,7 +109,30 @@ class Average(Cell):
         return {"h": s["h"] * 0.75 + x * 0.25}, "h"
 
 
-CELLS = {cell.name: cell for cell in (Gated(), Pair(), Leaky(), Average())}
+class Echo(Cell):
+    """A recurrent product, but none of x."""
+
+    name = "echo"
+    states = ("h",)
+
+    def parameters(self, input, hidden):
+        return {"R": (1, hidden, hidden)}
+
+    def step(self, x, states, parameters):
+        from tvm import te
+
+        (h,) = states
+        rh = product(h, parameters["R"], 0)
+        return [pointwise(lambda i, j: te.tanh(rh[i, j] + x[i, j]), h, "new")]
+
+    @staticmethod
+    def formula(x, s, p):
+        return {"h": np.tanh(s["h"] @ p["R"][0].T + x)}, "h"
+
+
+CELLS = {cell.name: cell for cell in (Gated(), Pair(), Leaky(), Average(), Echo())}
+SQUARE = ("leaky", "average", "echo")  # these read x outside of products, so that I == H
+NO_PRODUCT = ("leaky", "average")  # of a state
 
 
 def run(cell: Cell, x: Any, states: Mapping[str, Any], parameters: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:

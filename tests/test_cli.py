@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 from test_records import trial
@@ -36,9 +37,11 @@ def run(*arguments: str, code: int = 0) -> str:
     return result.output
 
 
-@pytest.mark.parametrize("command", ["tune", "compile", "bench", "log", "doctor"])
+@pytest.mark.parametrize("command", [
+    "tune", "compile", "bench", "serve", "doctor", "log", "log ls", "log best", "log stats", "log merge",
+    "log export", "log import", "log prune", "log verify"])
 def test_every_command_has_help(command):
-    assert "Usage:" in run(command, "--help")
+    assert "Usage:" in run(*command.split(), "--help")
 
 
 def test_help_teaches_by_examples_and_is_fast():
@@ -139,6 +142,34 @@ def test_from_tuning_to_a_timed_module(folder, tmp_path):
     assert said[1] == finish.best.schedule and " ".join(sorted(said[2].split())) == knobs
     output = run("bench", str(module), "--seconds", "0.05", "--batch", "2", "--seq", "7")
     assert re.search(r"^ecornn +[\d.]+ µs/step", output, re.MULTILINE)
+
+
+def test_many_layers_in_one_session_each_with_its_log(folder):
+    command = ["tune", "--cell", "lstm", "--cell", "rnn_tanh", "--hidden", "16", "--batch", "2", "--seq", "8",
+               "--target", "cpu", "--trials", "3", "--dtype", "float32", "--dtype", "float16"]
+    output = run(*command, code=1)  # float16 is not served on CPUs; the others are tuned all the same
+    assert output.count("error: no schedule serves") == 2 and "2 of 4 layers have a schedule" in output
+    assert len(re.findall(r"^\[[13]/4\] \S+ T=8 .* µs per step", output, re.MULTILINE)) == 2
+    paths = sorted(folder.glob("*.jsonl"))
+    assert len(paths) == 2
+    before = [path.read_bytes() for path in paths]
+    run(*command, code=1)
+    assert [path.read_bytes() for path in paths] == before
+
+
+@pytest.mark.slow
+def test_verify_measures_again_and_reports_drift(folder, tmp_path):
+    run("tune", *LAYER, "--trials", "3")
+    (path,) = folder.glob("*.jsonl")
+    output = run("log", "verify", str(path), "--tolerance", "100000", "--target", "cpu")
+    assert "1 of 1 hold within 100000%" in output and "µs/step, " in output
+    drifted = tmp_path / "drifted.jsonl"
+    for record in read(path).trials():
+        if record.times:
+            append(drifted, msgspec.structs.replace(record, times=Times.of([record.times.median / 1000])))
+    append(drifted, trial())  # of a GPU
+    output = run("log", "verify", str(drifted), "--target", "cpu", code=1)
+    assert "DRIFTED" in output and "1 left out, of another device" in output and "0 of 1 hold" in output
 
 
 def test_without_records_the_default_is_compiled_and_said(tmp_path):

@@ -110,7 +110,7 @@ def test_check_counts_registers():
         assert "vector registers" in str(schedule.check(wide, {**config, "rows": spills}))
 
 
-@pytest.mark.parametrize("cell", [*BUILTIN, Chain(), Residual()], ids=str)
+@pytest.mark.parametrize("cell", [*BUILTIN, Chain(), Residual()], ids=lambda c: getattr(c, "name", c))
 @pytest.mark.parametrize("batch", [1, 20, 256])
 def test_default_fits_and_is_a_choice_of_the_knobs(cell, batch):
     schedule, found = CPUSequence(), get(cell)

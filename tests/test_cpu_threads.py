@@ -120,6 +120,31 @@ def test_releases_the_gil(sample):
     assert sum(begin < s < end for s in seen) >= 5  # this thread ran while the other one computed
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="has one processor only")
+def test_a_thread_on_the_callers_processor_moves_away(sample):
+    """Schedulers wake a thread beside its waker; a barrier then costs two context switches."""
+    allowed, (first, *_) = os.sched_getaffinity(0), sorted(os.sched_getaffinity(0))
+    x, states = sample.inputs(400, 4)
+    sample(x, states, threads=2)
+    mine = threading.get_native_id()
+    others = {int(p.name) for p in Path("/proc/self/task").iterdir()} - {mine}
+    moved = 0
+    try:
+        os.sched_setaffinity(0, {first})  # of this thread only
+        for _ in range(10):
+            for tid in others:
+                os.sched_setaffinity(tid, {first})  # brings the sleeping threads here
+                os.sched_setaffinity(tid, allowed)
+            sample(x, states, threads=2)
+            places = {int(Path(f"/proc/self/task/{tid}/stat").read_text().rsplit(")", 1)[1].split()[36])
+                      for tid in others}
+            moved += places != {first}
+            assert all(os.sched_getaffinity(tid) == allowed for tid in others)
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert moved >= 8
+
+
 def test_no_busy_threads_after_a_call(sample):
     assert right(sample, threads=4)
     time.sleep(0.1)

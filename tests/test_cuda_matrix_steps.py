@@ -17,7 +17,6 @@ torch = pytest.importorskip("torch")
 
 LIMITS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}  # relative norm of the error
 CELLS = {n: BUILTIN[n] for n in STEPS} | step_cells.CELLS
-NO_PRODUCT = ("leaky", "average")  # these read x outside of products, so that I == H
 SHAPES = [  # T, B, I, H
     (1, 1, 1, 1),  # the smallest of everything
     (3, 2, 5, 7),  # odd rows of x
@@ -35,7 +34,7 @@ def check(schedule: str, cell: str, shape: tuple[int, int, int, int], dtype: str
           config: dict[str, Any] | None = None, compiled: int | None = None) -> None:
     """Two runs into poisoned memory: equal, and within the limit of float64. ``compiled`` is B's bound."""
     T, B, I, H = shape
-    if cell in NO_PRODUCT:
+    if cell in step_cells.SQUARE:
         I = H
     kind, found = getattr(torch, dtype), CELLS[cell]
     generator = torch.Generator().manual_seed(T * 1000 + H)
@@ -75,7 +74,7 @@ def check(schedule: str, cell: str, shape: tuple[int, int, int, int], dtype: str
 @pytest.mark.parametrize("cell", list(CELLS))
 @pytest.mark.parametrize("schedule", ["layout_transform", "fused_step"])
 def test_matches_float64(schedule: str, cell: str, dtype: str, shape: tuple[int, int, int, int]):
-    if schedule == "layout_transform" and cell in NO_PRODUCT:
+    if schedule == "layout_transform" and cell in step_cells.NO_PRODUCT:
         pytest.skip("served by fused_step alone: there is no recurrent product")
     check(schedule, cell, shape, dtype)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import time
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from ecornn.device import KNOWN
 from ecornn.errors import RecordError
-from ecornn.tune.log import MAX_FILE, append, parse, read
+from ecornn.tune.log import MAX_FILE, append, parse, read, rewrite
 from ecornn.tune.record import MAX_LINE, Choice, Finish, Start, Times, Trial, decode, encode
 from ecornn.workload import Workload
 
@@ -84,7 +85,12 @@ def test_any_value_in_any_field_is_accepted_whole_or_refused(value, field):
 
 @pytest.mark.parametrize("change, word", [
     ({"extra": 1}, "unknown field"),
-    ({"v": 2}, "version 2"),
+    ({"v": 2}, "version 2.1"),
+    ({"minor": 2}, "version 1.2 of the format; this program reads version 1.0 to 1.1"),
+    ({"minor": 2, "of_the_future": 1}, "version 1.2"),
+    ({"minor": -1}, "version 1.-1"),
+    ({"clocks": {"cores": -1, "memory": 0}}, ">= 0"),
+    ({"noisy": 1}, "bool"),
     ({"kind": "code"}, "code"),
     ({"stage": "third"}, "third"),
     ({"error": "failed"}, "either times or an error"),
@@ -100,6 +106,23 @@ def test_what_the_format_refuses(change, word):
     data = {**msgspec.to_builtins(trial()), "kind": "trial", **change}
     with pytest.raises(RecordError, match=word):
         decode(json.dumps(data).encode())
+
+
+def test_lines_of_format_1_0_are_read():
+    data = msgspec.to_builtins(trial())
+    for field in ("minor", "clocks", "noisy"):
+        del data[field]
+    record = decode(json.dumps({**data, "kind": "trial"}).encode())
+    assert record == trial(time=record.time) and record.clocks is None and record.noisy is False
+
+
+def test_what_a_device_was_is_in_every_trial():
+    from ecornn.tune.environment import environment
+
+    here = environment(msgspec.structs.replace(H100, kind="llvm"))
+    assert {"ecornn", "tvm", "tvm_ffi"} <= set(here.versions) and here.clocks.cores > 100
+    record = trial(versions=here.versions, clocks=here.clocks)
+    assert decode(encode(record)) == record
 
 
 def test_all_kinds_round_trip(tmp_path):
@@ -150,17 +173,19 @@ def _append_many(path: Path, run: str) -> None:
         append(path, trial(run=run, index=index))
 
 
-def test_two_processes_append_whole_lines(tmp_path):
-    path = tmp_path / "log.jsonl"
+def test_eight_processes_append_and_one_rewrites_and_nothing_is_lost(tmp_path):
+    path, names = tmp_path / "log.jsonl", [f"writer-{n}" for n in range(8)]
     context = multiprocessing.get_context("spawn")
-    writers = [context.Process(target=_append_many, args=(path, name)) for name in ("one", "two")]
+    writers = [context.Process(target=_append_many, args=(path, name)) for name in names]
     for writer in writers:
         writer.start()
-    for writer in writers:
-        writer.join(60)
+    while any(writer.is_alive() for writer in writers):
+        rewrite(path, lambda log: [line.record for line in log.lines])
+        time.sleep(0.05)
+    assert all(writer.exitcode == 0 for writer in writers)
     log = read(path)
     assert not log.problems
-    for run in ("one", "two"):
+    for run in names:
         assert [line.record.index for line in log.lines if line.record.run == run] == list(range(25))
 
 

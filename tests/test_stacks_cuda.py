@@ -1,4 +1,4 @@
-"""Stacks, directions, lengths and resets on CUDA: one-launch-a-step programs emulated, all compiled."""
+"""Stacks, directions, lengths and resets on CUDA: programs of every schedule emulated, and compiled."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ CASES = [("fused_step", "lstm", Stack(2, True, True, True), "float32"),
          ("fused_step", "gru_reset_before", Stack(1, True, True, True), "bfloat16"),
          ("layout_transform", "gru", Stack(2, True, True, True), "float16"),
          ("layout_transform", "rnn_tanh", Stack(3, False, True, False), "float32"),
-         ("layout_transform", "gru_reset_before", Stack(1, True, False, True), "float32")]
+         ("layout_transform", "gru_reset_before", Stack(1, True, False, True), "float32"),
+         ("persistent", "lstm", Stack(2, True, True, True), "bfloat16"),
+         ("persistent", "gru", Stack(3, False, True, True), "float16"),
+         ("persistent", "gru_reset_before", Stack(1, True, True, True), "float32")]
 
 
 @pytest.mark.parametrize(("schedule", "cell", "stack", "dtype"), CASES, ids=str)

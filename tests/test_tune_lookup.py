@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def trial(us: float = 10.0, *, a: int = 1, batch: int = 4, seq: int = 10, cores:
               "workload": Workload("lstm", 8, 8, batch, seq),
               "device": msgspec.structs.replace(DEVICE, cores=cores, name=name), "schedule": "fake",
               "revision": 3, "config": {"a": a, "b": 0, "behaviour": "ok"}, "versions": {}, "seed": 0,
-              "seconds": 1.0, "times": Times.of([us])}
+              "seconds": 1.0, "times": Times.of([us]), "time": "2026-01-31T12:00:00Z"}
     return Trial(**{**fields, **changes})
 
 
@@ -50,48 +51,97 @@ def test_the_fastest_applies_and_is_named():
     assert "log.jsonl:2" in result.provenance and "this device, same batch, 5 µs" in result.provenance
 
 
-def test_the_same_batch_goes_before_a_faster_larger_one_and_the_nearest_larger_next():
+def test_the_same_batch_goes_before_a_faster_other_one_and_then_the_nearest():
     assert found(trial(1.0, a=1, batch=8), trial(9.0, a=2, batch=4)).config["a"] == 2
-    assert found(trial(1.0, a=1, batch=32), trial(9.0, a=2, batch=8)).config["a"] == 2
-    assert found(trial(1.0, a=1, batch=2)).line is None  # a smaller batch does not serve
+    assert found(trial(1.0, a=1, batch=16), trial(9.0, a=2, batch=8)).config["a"] == 2
+    smaller = found(trial(1.0, a=1, batch=2))
+    assert smaller.config["a"] == 1 and "batch 2" in smaller.provenance
+    assert found(trial(1.0, a=1, batch=2), trial(9.0, a=2, batch=8)).config["a"] == 2  # equally near: room for all
+    assert found(trial(1.0, a=1, batch=3), trial(9.0, a=2, batch=8)).config["a"] == 1
+    assert found(trial(batch=32)).line is None and found(trial(batch=1)).line is not None  # REACH
 
 
-def test_seq_plays_no_part():
-    assert found(trial(9.0, a=1, seq=10), trial(1.0, a=2, seq=999)).config["a"] == 2
+def test_the_nearest_batch_whose_configuration_fits_is_used():
+    too_large = {"a": 7, "b": 7, "behaviour": "ok"}
+    result = found(trial(1.0, batch=4, config=too_large), trial(9.0, a=2, batch=8))
+    assert result.config["a"] == 2 and "batch 8" in result.provenance and "do not fit here" in result.provenance
 
 
-def test_this_device_goes_before_a_smaller_one_of_its_architecture_and_larger_ones_never_apply():
-    other = trial(1.0, a=1, name="Other CPU", cores=2)
-    assert found(other, trial(9.0, a=2)).config["a"] == 2
-    alone = found(other)
+def test_sequence_lengths_within_a_factor_of_two_compete_and_others_are_said():
+    assert found(trial(9.0, a=1, seq=10), trial(1.0, a=2, seq=19)).config["a"] == 2
+    assert found(trial(9.0, a=1, seq=10), trial(1.0, a=2, seq=999)).config["a"] == 1
+    assert "T=999" in found(trial(1.0, seq=999)).provenance
+
+
+def test_this_device_then_a_smaller_one_then_another_as_a_seed():
+    smaller = trial(1.0, a=1, name="Other CPU", cores=2)
+    seed = trial(0.5, a=3, device=msgspec.structs.replace(DEVICE, arch="skylake", name="Third CPU"))
+    assert found(seed, smaller, trial(9.0, a=2)).config["a"] == 2
+    alone = found(seed, smaller)
     assert alone.config["a"] == 1 and "Other CPU (same architecture)" in alone.provenance
-    assert found(trial(1.0, name="Other CPU", cores=8)).line is None
-    arch = trial(device=msgspec.structs.replace(DEVICE, arch="skylake"))
-    assert found(arch).line is None
+    for only in (seed, trial(a=3, name="Third CPU", cores=8)):
+        last = found(only)
+        assert last.config["a"] == 3 and "a seed from Third CPU, to be re-checked" in last.provenance
+    assert found(trial(device=msgspec.structs.replace(DEVICE, kind="cuda", arch="sm_80"))).line is None
 
 
-def test_the_users_folder_goes_before_the_shipped_one():
+def test_the_users_folder_goes_before_the_shipped_one_unless_it_is_stale():
     log = log_of(trial(9.0, a=1))
     log.extend(log_of(trial(1.0, a=2), folder="shipped"))
     assert find(TASK, [SCHEDULE], log).config["a"] == 1
+    log = log_of(trial(9.0, a=1, revision=2))
+    log.extend(log_of(trial(1.0, a=2), folder="shipped"))
+    assert find(TASK, [SCHEDULE], log).config["a"] == 2
 
 
-def test_a_final_comparison_goes_before_single_times():
-    assert found(trial(1.0, a=1), trial(9.0, a=2, stage="final")).config["a"] == 2
+def test_a_final_comparison_replaces_a_lucky_time_of_the_same_configuration():
+    assert found(trial(1.0, a=1), trial(9.0, a=1, stage="final"), trial(8.0, a=2)).config["a"] == 2
+    assert found(trial(1.00, a=1), trial(1.02, a=2, stage="final")).config["a"] == 2
+    assert found(trial(1.00, a=1), trial(1.05, a=2, stage="final")).config["a"] == 1
 
 
-def test_stale_and_foreign_configurations_are_ignored_and_counted():
-    stale = trial(1.0, revision=2)
-    result = found(stale, stale, trial(9.0, a=4))
-    assert result.config["a"] == 4 and "2 ignored, stale" in result.provenance
-    result = found(stale)  # nothing else is left: its configuration goes before the heuristic
+class Other(Fake):
+    """Another schedule of the same knobs, at another revision."""
+
+    revision = 7
+
+
+def test_a_stale_record_of_a_faster_schedule_beats_a_valid_one_of_a_slower():
+    schedules = [SCHEDULE, Other(name="other")]
+    slow = trial(5.7, a=1, schedule="other", revision=7)
+    result = find(TASK, schedules, log_of(slow, trial(2.2, a=4, revision=2)))
+    assert (result.schedule.name, result.config["a"]) == ("fake", 4)
+    assert "with revision 2 of fake, now 3" in result.provenance
+    assert "expected to beat other at 5.7 (log.jsonl:1)" in result.provenance
+    close = find(TASK, schedules, log_of(slow, trial(5.5, a=4, revision=2)))
+    assert close.schedule.name == "other"  # what is known goes before what might be a little faster
+
+
+def test_a_changed_revision_makes_only_its_own_records_stale():
+    schedules = [SCHEDULE, Other(name="other")]
+    log = log_of(trial(2.0, a=1, schedule="other", revision=7), trial(2.0, a=2, revision=2))
+    result = find(TASK, schedules, log)
+    assert result.schedule.name == "other" and "revision" not in result.provenance
+
+
+def test_what_failed_since_it_became_stale_is_not_used():
+    failed = trial(a=4, times=None, error="run: wrong output")
+    result = found(trial(1.0, a=4, revision=2), failed, trial(9.0, a=2))
+    assert result.config["a"] == 2 and "stale, and failing since" in result.provenance
+    assert found(trial(1.0, a=4), failed).config["a"] == 4  # a current time counts, whatever else happened
+
+
+def test_what_cannot_be_used_is_counted():
+    stale = trial(1.0, a=1, revision=2)
+    result = found(stale)
     assert result.config == stale.config and "revision 2" in result.provenance and "now 3" in result.provenance
     assert found(trial(1.0, revision=2, config={"a": 99, "b": 0, "behaviour": "ok"})).line is None
     assert "no longer has" in found(trial(config={"a": 99, "b": 0, "behaviour": "ok"})).provenance
     assert "no longer has" in found(trial(config={"a": 1, "b": 0})).provenance
     assert "no longer has" in found(trial(config={"a": True, "b": 0, "behaviour": "ok"})).provenance
     assert "do not fit here" in found(trial(config={"a": 7, "b": 7, "behaviour": "ok"})).provenance
-    assert "do not serve" in found(trial(schedule="gone")).provenance
+    assert "2 ignored, of schedules that do not serve" in found(
+        trial(schedule="gone"), trial(schedule="gone", index=1), trial(batch=2)).provenance
 
 
 def test_failed_trials_never_apply():
@@ -99,31 +149,61 @@ def test_failed_trials_never_apply():
 
 
 many = st.lists(st.builds(
-    trial, st.floats(0.1, 100), a=st.integers(0, 9), batch=st.sampled_from([1, 2, 4, 8, 16]),
-    seq=st.integers(1, 100), cores=st.sampled_from([2, 4, 8]),
+    trial, st.floats(0.1, 100), a=st.integers(0, 9), batch=st.sampled_from([1, 2, 4, 8, 16, 32]),
+    seq=st.sampled_from([5, 10, 15, 100]), cores=st.sampled_from([2, 4, 8]),
     name=st.sampled_from(["Test CPU", "Other CPU"]), revision=st.sampled_from([2, 3]),
-    stage=st.sampled_from(["search", "final"])), max_size=12)
+    stage=st.sampled_from(["search", "final"]), index=st.integers(0, 99)), max_size=12)
+
+
+def tier(one: Trial) -> int:
+    return 0 if one.device == DEVICE else 1 if one.device.cores <= 4 else 2
+
+
+def length(one: Trial) -> int:
+    return int(abs(math.log2(one.workload.seq / 10)))
 
 
 @given(many, st.randoms(use_true_random=False))
 def test_what_is_found_can_run_and_nothing_nearer_was_passed_over(trials, rng):
     result = found(*trials)
     assert SCHEDULE.check(TASK, result.config) is None
-    usable = [t for t in trials if t.workload.batch >= 4 and t.device.cores <= 4 and t.config["a"] <= 7]
-    usable = [t for t in usable if t.revision == 3] or usable
+    usable = [t for t in trials if 1 <= t.workload.batch <= 16 and t.config["a"] <= 7]
     assert (result.line is None) == (not usable)
     if result.line is None:
         return
     chosen = result.line.record
-    exact = [t for t in usable if t.device == DEVICE]
-    assert chosen in usable and (not exact or chosen in exact)
-    rivals = [t for t in usable if t.device == chosen.device]
-    assert chosen.workload.batch == min(t.workload.batch for t in rivals)
-    rivals = [t for t in rivals if t.workload.batch == chosen.workload.batch and t.stage == chosen.stage]
-    assert chosen.times.median == min(t.times.median for t in rivals)
+    assert chosen in usable and tier(chosen) == min(map(tier, usable))
+    octaves = [abs(math.log2(t.workload.batch / 4)) for t in usable if tier(t) == tier(chosen)]
+    assert abs(math.log2(chosen.workload.batch / 4)) == min(octaves)
+    rivals = [t for t in usable if tier(t) == tier(chosen) and t.workload.batch == chosen.workload.batch
+              and length(t) == length(chosen)]
+    best: dict[int, tuple[bool, bool, float]] = {}  # configuration -> (stale, once, expected)
+    for t in rivals:
+        stale, once = t.revision != 3, t.stage != "final"
+        us = t.times.median * (1.1 if stale else 1.0) * (1.03 if once else 1.0)
+        best[t.config["a"]] = min(best.get(t.config["a"], (True, True, math.inf)), (stale, once, us))
+    assert best[chosen.config["a"]][2] == min(us for _, _, us in best.values())
     shuffled = list(trials)
     rng.shuffle(shuffled)
-    assert found(*shuffled).line.record.times == chosen.times
+    again = found(*shuffled)
+    assert again.line.record.times == chosen.times and again.config == result.config
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 100), st.integers(0, 7), st.sampled_from([2, 3])), max_size=8),
+       st.tuples(st.floats(0.1, 100), st.integers(0, 7)))
+def test_one_more_record_never_makes_the_expected_time_worse(known, more):
+    """Of configurations measured once each: looking at more of them is never a loss."""
+    seen = {a: trial(us, a=a, revision=revision) for us, a, revision in known}
+
+    def expected(result) -> float:
+        record = result.line.record if result.line else None
+        return math.inf if record is None else record.times.median * (1.1 if record.revision == 2 else 1.0)
+
+    us, a = more
+    before = found(*seen.values())
+    if a not in seen:
+        after = found(*seen.values(), trial(us, a=a))
+        assert expected(after) <= min(expected(before), us) * (1 + 1e-4)
 
 
 def test_a_task_of_another_size_or_dtype_finds_nothing():

@@ -3,40 +3,54 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tune_fakes import ENTRIES, Fake, cost, make
 
+from ecornn.tune.environment import Environment
 from ecornn.tune.evaluate import Outcome, ProcessEvaluator
 from ecornn.tune.journal import Journal, digest_of
 from ecornn.tune.log import read
 from ecornn.tune.model import CostModel
+from ecornn.tune.pool import Pool
 from ecornn.tune.process import Worker, WorkerError
 from ecornn.tune.record import Finish, Start, Times
 from ecornn.tune.search import Search
 from ecornn.tune.space import Candidate, ConfigSpace
-from ecornn.tune.tuner import Settings, Tuner
+from ecornn.tune.tuner import CONFIDENCE, RATE, Settings, Tuner, stop_after
 
 TASK = make()
+HERE = Environment({"ecornn": "test"})
 
 
 def candidate(behaviour: str, a: int = 1) -> Candidate:
     return Candidate.of("fake", {"a": a, "b": 0, "behaviour": behaviour})
 
 
-def evaluator(limit: float = 2.0, builders: int = 2) -> ProcessEvaluator:
-    return ProcessEvaluator(TASK, "lstm", lambda path: path.write_bytes(b""), builders=builders,
-                            limit=limit, seed=0, entries=ENTRIES)
+@contextmanager
+def evaluator(limit: float = 2.0, builders: int = 2, quiet: bool = True) -> Iterator[ProcessEvaluator]:
+    with Pool(ENTRIES, builders, quiet=quiet) as pool, ProcessEvaluator(
+            TASK, "lstm", lambda path: path.write_bytes(b""), pool, limit=limit, seed=0) as made:
+        yield made
+
+
+def outcomes(measure, batch: list[Candidate]) -> dict[Candidate, Outcome]:
+    measure.submit(batch, None)
+    return dict(measure.next() for _ in batch)
 
 
 def start(path: Path, schedule: Fake, measure, settings: Settings,
           resume: bool = True) -> tuple[Tuner, Finish]:
     journal = Journal.open(path, digest_of(TASK.workload, TASK.device, [schedule], settings.seed), resume)
     search = Search(ConfigSpace(TASK, [schedule]), CostModel(settings.seed), settings.seed)
-    tuner = Tuner(search, measure, journal, settings, {"ecornn": "test"})
+    tuner = Tuner(search, measure, journal, settings, HERE)
     return tuner, tuner.run()
 
 
@@ -47,12 +61,25 @@ class Instant:
         self.seen: list[Candidate] = []
         self.stop = stop
 
-    def evaluate(self, batch, bound):
-        for one in batch:
-            if self.stop is not None and len(self.seen) >= self.stop:
-                raise KeyboardInterrupt
-            self.seen.append(one)
-            yield one, Outcome(Times.of([cost(one.config)]), 1e-7, "digest")
+        self.waiting: list[Candidate] = []
+        self.spare = 0
+
+    @property
+    def pending(self) -> int:
+        return len(self.waiting)
+
+    def submit(self, batch, bound):
+        self.waiting += batch
+
+    def drop(self):
+        self.waiting.clear()
+
+    def next(self):
+        if self.stop is not None and len(self.seen) >= self.stop:
+            raise KeyboardInterrupt
+        one = self.waiting.pop(0)
+        self.seen.append(one)
+        return one, Outcome(Times.of([cost(one.config)]), 1e-7, "digest")
 
     def compare(self, finalists):
         return [Outcome(Times.of([cost(one.config) + 0.25]), 1e-7, "digest") for one in finalists]
@@ -66,12 +93,13 @@ def test_a_hang_a_crash_and_failures_each_cost_one_trial(tmp_path):
     with evaluator() as measure:
         journal = Journal.open(tmp_path / "log.jsonl", "x", True)
         search = Search(ConfigSpace(TASK, [schedule]), CostModel(), 0)
-        tuner = Tuner(search, measure, journal, Settings(len(batch), 0), {})
+        tuner = Tuner(search, measure, journal, Settings(len(batch), 0), HERE)
         tuner.begin = time.monotonic()
-        for one, outcome in measure.evaluate(batch, None):
+        for one, outcome in outcomes(measure, batch).items():
             tuner.learn(one, outcome.times.median if outcome.times else None)
             tuner.record(one, outcome, "search")
-        processes = [w.process.pid for w in (*measure.workers, measure.measurer)]
+        processes = [w.process.pid for w in measure.pool.workers if w.process]
+    assert processes
     assert time.monotonic() - began < 60
     trials = {(t.config["behaviour"], t.config["a"]): t for t in read(journal.path).trials()}
     assert len(trials) == len(batch)
@@ -91,11 +119,11 @@ def test_a_hang_a_crash_and_failures_each_cost_one_trial(tmp_path):
 def test_equal_code_is_measured_once():
     twin = Candidate.of("fake", {"behaviour": "ok", "b": 0, "a": 3})
     with evaluator(builders=1) as measure:
-        first = list(measure.evaluate([candidate("ok", 3)], None))
+        first = outcomes(measure, [candidate("ok", 3)])
         measure.modules.clear()  # built again, to the same digest
-        again = list(measure.evaluate([twin], None))
+        again = outcomes(measure, [twin])
         runs = measure.answers.with_name("measured").read_text().split()
-    assert first[0][1] == again[0][1] and first[0][1].times is not None
+    assert first == again and first[twin].times is not None
     assert runs == ["ok"]
 
 
@@ -138,6 +166,74 @@ def test_without_resume_a_run_of_its_own_begins(tmp_path):
     assert len({t.run for t in read(path).trials()}) == 2
 
 
+def test_a_search_that_finds_nothing_better_stops_early_and_says_so(tmp_path):
+    path, schedule = tmp_path / "log.jsonl", Fake(("ok",), "abc")
+
+    class Flat(Instant):
+        def next(self):
+            one, outcome = super().next()
+            return one, replace(outcome, times=Times.of([7.0 if len(self.seen) > 3 else 9.0]))
+
+    flat = Flat()
+    tuner, finish = start(path, schedule, flat, Settings(300, 0, early_stop=True))
+    assert finish.reason == "converged" and stop_after() == 59
+    assert finish.trials == len(flat.seen) == 4 + 59
+    assert tuner.journal.finished(300, None, early_stop=True) and not tuner.journal.finished(300, None)
+    again = Flat()
+    _, finish = start(path, schedule, again, Settings(80, 0))  # and goes on where asked to
+    assert finish.reason == "trials" and len(again.seen) == 80 - 63
+
+
+def test_the_bound_of_early_stopping_is_what_it_says():
+    """Where one in twenty trials is a gain, a run of failures that stops is one in twenty at most."""
+    rng = random.Random(0)
+    stops = sum(all(rng.random() > RATE for _ in range(stop_after())) for _ in range(20_000))
+    assert stops / 20_000 <= 1 - CONFIDENCE + 0.005
+
+
+def test_builds_go_on_while_something_is_measured(tmp_path):
+    """With processes that do not disturb each other, new candidates come before the last are done."""
+
+    class Busy(Instant):
+        lowest = 99
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.spare = 4
+
+        def next(self):
+            if len(self.seen) + self.pending < 40:
+                self.lowest = min(self.lowest, self.pending)
+            return super().next()
+
+    busy = Busy()
+    _, finish = start(tmp_path / "log.jsonl", Fake(("ok",), "abc"), busy, Settings(40, 0))
+    assert finish.trials == 40 and busy.lowest > 4
+    assert len(set(busy.seen)) == 40
+
+
+def test_the_end_of_the_time_does_not_wait_for_what_is_under_way(tmp_path):
+    with evaluator(limit=60.0, quiet=False) as measure:
+        measure.submit([candidate("ok"), candidate("slow_build"), candidate("hang")], None)
+        assert measure.next()[0] == candidate("ok")
+        began = time.monotonic()
+        measure.drop()
+        assert time.monotonic() - began < 15 and measure.pending == 0
+        measure.submit([candidate("ok", 3)], None)  # and the processes serve on
+        assert measure.next()[1].times is not None
+
+
+def test_the_processes_stay_from_one_workload_to_the_next(tmp_path):
+    with Pool(ENTRIES, 2, quiet=True) as pool:
+        seen = []
+        for number in range(3):
+            task = make(hidden=8 + number)
+            with ProcessEvaluator(task, "lstm", lambda path: path.write_bytes(b""), pool, limit=5, seed=0) as measure:
+                assert outcomes(measure, [candidate("ok")])[candidate("ok")].times
+            seen.append(sorted(w.process.pid for w in pool.workers))
+        assert seen[0] == seen[1] == seen[2]
+
+
 def test_other_seeds_and_revisions_are_other_runs():
     newer = Fake()
     newer.revision = 4
@@ -158,10 +254,9 @@ def test_the_time_limit_counts_earlier_sessions(tmp_path):
     path, schedule = tmp_path / "log.jsonl", Fake(("ok",), "ab")
 
     class Slow(Instant):
-        def evaluate(self, batch, bound):
-            for done in super().evaluate(batch, bound):
-                time.sleep(0.3)
-                yield done
+        def next(self):
+            time.sleep(0.3)
+            return super().next()
 
     tuner, finish = start(path, schedule, Slow(), Settings(40, 0, time_limit=1.0))
     assert finish.reason == "time" and 3 <= finish.trials <= 5

@@ -56,14 +56,14 @@ def test_a_schedule_of_which_little_fits_is_drawn_as_often_as_another():
     assert 150 < sum(c.schedule == "tight" for c in drawn) < 250
 
 
-def test_a_schedule_that_nothing_fits_offers_its_default_only():
+def test_nothing_that_does_not_fit_is_proposed():
     class Never(Fake):
         def check(self, task, config):
             return "never"
 
     space = ConfigSpace(TASK, [Never()])
     assert len(space) == 0 and space.draw(random.Random(0)) is None
-    assert Search(space, CostModel(), 0).ask(5) == space.defaults()
+    assert Search(space, CostModel(), 0, known=space.defaults()).ask(5) == []
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.data())
@@ -107,12 +107,13 @@ def test_defaults_come_first_and_nothing_is_proposed_twice():
 
 
 def test_the_model_beats_random_search_in_a_large_space():
-    space = ConfigSpace(TASK, [LARGE])
-    for seed in range(3):
-        found = min(t for t in spend(space, seed, 96).tried.values() if t is not None)
+    """With every seed; and in the median it comes within one step of the best, which is 1.0."""
+    space, best = ConfigSpace(TASK, [LARGE]), []
+    for seed in range(8):
+        best.append(min(t for t in spend(space, seed, 96).tried.values() if t is not None))
         rng = random.Random(seed)
-        blind = min(cost(space.draw(rng).config) for _ in range(96))
-        assert found < blind and found <= 1.5  # the best of all is 1.0
+        assert best[-1] < min(cost(space.draw(rng).config) for _ in range(96)) / 1.5
+    assert statistics.median(best) <= 1.5
 
 
 def test_equal_seeds_propose_equally_and_others_do_not():
@@ -139,7 +140,7 @@ def test_failures_rank_below_everything():
         model.add("", row, None if i < 6 else 100.0 - i)
     assert model.labels("")[:6] == [0.0] * 6 and min(model.labels("")[6:]) > 0
     assert model.fit()
-    scores = model.score(rows)
+    scores = model.score(model.table(rows))
     assert max(scores[:6]) < min(scores[6:])
 
 

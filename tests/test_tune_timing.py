@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from ecornn.tune.timing import Contestant, race
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ecornn.tune.timing import LONGER, Contestant, interval, race, settled
 
 
 class Clocked:
@@ -43,3 +49,29 @@ def test_a_hopeless_candidate_is_timed_once():
     times, order = contest(4.0, 1.0, bound=1.0)
     assert times[0] == [4.0] and order.count("0") == 1
     assert times[1] == [1.0] * 3 and order.count("1") == 4
+
+
+class Noisy(Clocked):
+    """Alternates between two speeds."""
+
+    def __call__(self) -> None:
+        super().__call__()
+        self.now += self.seconds * (len(self.order) // 2 % 2)
+
+
+def test_a_device_that_does_not_hold_still_is_asked_more_often_and_found_out():
+    order: list[str] = []
+    steady, noisy = Clocked(0.02, order, "steady"), Noisy(0.02, order, "noisy")
+    times = race([Contestant(steady, steady.clock), Contestant(noisy, noisy.clock)])
+    assert settled(times[0]) and not settled(times[1])
+    assert len(times[1]) == LONGER * len(times[0])
+
+
+@given(st.lists(st.floats(0.5, 2.0), min_size=6, max_size=80))
+def test_the_interval_of_the_median_is_that_of_order_statistics(times):
+    from statistics import NormalDist, median
+
+    ordered, n = sorted(times), len(times)
+    reach = NormalDist().inv_cdf(0.975) * n ** 0.5 / 2
+    low, high = ordered[max(0, math.floor((n - 1) / 2 - reach))], ordered[min(n - 1, math.ceil((n - 1) / 2 + reach))]
+    assert interval(times) == pytest.approx((high - low) / 2 / median(times))

@@ -16,8 +16,8 @@ from ecornn.errors import BuildError, ScheduleError
 from ecornn.schedules.base import Config, Knob, Schedule, Task
 from ecornn.task import make_task
 from ecornn.tune.building import Build, Built
-from ecornn.tune.evaluate import Entries
 from ecornn.tune.measuring import Measure, Measured
+from ecornn.tune.pool import Entries
 from ecornn.workload import Workload
 
 DEVICE = Device("llvm", "znver4", "Test CPU", 4)

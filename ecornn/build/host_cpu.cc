@@ -8,6 +8,7 @@
 #include <tvm/ffi/c_api.h>
 
 #include <pthread.h>
+#include <sched.h>
 
 #include <atomic>
 #include <cstdint>
@@ -64,11 +65,14 @@ class Signal {
     }
   }
 
-  void WaitWhile(uint32_t old) {
+  // `late` is called once where spinning was in vain.
+  template <typename Late>
+  void WaitWhile(uint32_t old, Late late) {
     for (int i = 0; i < kPauses; ++i) {
       if (value() != old) return;
       Pause();
     }
+    late();
     for (int i = 0; i < kYields; ++i) {
       if (value() != old) return;
       std::this_thread::yield();
@@ -90,13 +94,14 @@ class Barrier {
  public:
   void Reset(int count) { count_ = count; }
 
-  void Wait() {
+  template <typename Late>
+  void Wait(Late late) {
     uint32_t round = released_.value();
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == count_) {
       arrived_.store(0, std::memory_order_relaxed);
       released_.Advance();
     } else {
-      released_.WaitWhile(round);
+      released_.WaitWhile(round, late);
     }
   }
 
@@ -104,6 +109,47 @@ class Barrier {
   alignas(64) std::atomic<int> arrived_{0};
   int count_ = 1;
   Signal released_;
+};
+
+// Which processor each thread of a team runs on. Schedulers like to wake a thread beside the one that
+// wakes it, and leave it there although other processors idle; at a barrier a step that costs more than
+// the step. Such a thread moves away; the caller's own thread is never moved.
+class Seats {
+ public:
+  explicit Seats(int size) : cpus_(size) {
+    for (auto& cpu : cpus_) cpu.store(-1, std::memory_order_relaxed);
+  }
+
+  int size() const { return static_cast<int>(cpus_.size()); }
+
+  void Take(int index) {
+    cpus_[index].store(sched_getcpu(), std::memory_order_relaxed);
+    if (index > 0 && Shared(index)) Move(index);
+  }
+
+ private:
+  bool Shared(int index) const {
+    for (int other = 0; other < index; ++other) {
+      if (cpus_[other].load(std::memory_order_relaxed) == cpus_[index].load(std::memory_order_relaxed)) return true;
+    }
+    return false;
+  }
+
+  // To any processor that the thread may use and no other thread of the team does, if there is one.
+  void Move(int index) {
+    cpu_set_t allowed;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+    cpu_set_t free = allowed;
+    for (auto& cpu : cpus_) {
+      int taken = cpu.load(std::memory_order_relaxed);
+      if (taken >= 0 && taken < CPU_SETSIZE) CPU_CLR(taken, &free);
+    }
+    if (CPU_COUNT(&free) == 0 || sched_setaffinity(0, sizeof free, &free) != 0) return;
+    cpus_[index].store(sched_getcpu(), std::memory_order_relaxed);
+    sched_setaffinity(0, sizeof allowed, &allowed);  // a moment there is enough
+  }
+
+  std::vector<std::atomic<int>> cpus_;
 };
 
 class Team {
@@ -121,6 +167,7 @@ class Team {
       // It waits for the next start, of which there has been none since.
       threads_.emplace_back([this, index, seen = start_.value()] { Loop(index, seen); });
     }
+    if (!seats_ || seats_->size() != size) seats_ = std::make_unique<Seats>(size);
     size_ = size;
     args_ = shared;
     call_ = &call;
@@ -129,7 +176,7 @@ class Team {
     failed_.store(false);
     start_.Advance();
     int code = Work(0);
-    finished_.Wait();
+    finished_.Wait([] {});
     if (code == 0 && failed_.load()) {
       TVMFFIErrorSetRaisedFromCStr("RuntimeError", "a thread of the CPU team failed");
       code = -1;
@@ -137,16 +184,19 @@ class Team {
     return code;
   }
 
-  Barrier& barrier() { return barrier_; }
+  // Called by the thread `index` of the team.
+  void Wait(int index) {
+    barrier_.Wait([&] { seats_->Take(index); });
+  }
 
  private:
   void Loop(int index, uint32_t seen) {
     for (;;) {
-      start_.WaitWhile(seen);
+      start_.WaitWhile(seen, [] {});
       seen = start_.value();
       if (stop_) return;
       if (index < size_ && Work(index) != 0) failed_.store(true);
-      finished_.Wait();
+      finished_.Wait([] {});
     }
   }
 
@@ -155,6 +205,7 @@ class Team {
   std::vector<std::thread> threads_;
   Signal start_;
   Barrier barrier_, finished_;
+  std::unique_ptr<Seats> seats_;  // of the threads of the latest call
   const TVMFFIAny* args_ = nullptr;
   const Call* call_ = nullptr;
   int size_ = 1;
@@ -162,12 +213,15 @@ class Team {
 };
 
 thread_local Team* current = nullptr;
+thread_local int current_index = 0;
 
 int Team::Work(int index) {
   std::vector<TVMFFIAny> args(args_, args_ + kScalars + call_->count);
   args[0].v_int64 = index;
   TVMFFIAny result{};
   current = this;
+  current_index = index;
+  if (size_ > 1) seats_->Take(index);
   int code = call_->worker(nullptr, args.data(), static_cast<int32_t>(args.size()), &result);
   current = nullptr;
   return code;
@@ -223,7 +277,7 @@ TVMFFIAny Integer(int64_t value) {
 }  // namespace
 
 // Called by generated code: waits for the other threads of the team.
-extern "C" __attribute__((visibility("hidden"))) void ecornn_barrier() { current->barrier().Wait(); }
+extern "C" __attribute__((visibility("hidden"))) void ecornn_barrier() { current->Wait(current_index); }
 
 // manifest() -> str
 ECORNN_EXPORT int __tvm_ffi_manifest(void*, const TVMFFIAny*, int32_t count, TVMFFIAny* result) {

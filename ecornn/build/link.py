@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 import shlex
@@ -32,23 +33,39 @@ def link(generated: Generated, out: Path) -> None:
     # In the folder of `out`, so that it can take its place in one step.
     made = out.parent / f".{out.name}.{secrets.token_hex(8)}"
     runtime = Path(libinfo.find_libtvm_ffi())
+    objects = {**generated.objects, "sources.o": _compiled(tuple(compiler), tuple(sorted(generated.sources.items())))}
     with tempfile.TemporaryDirectory(prefix="ecornn-") as name:
-        inputs = _write(generated, Path(name))
-        command = [
-            *compiler, "-shared", "-fPIC", "-O2", "-std=c++17", "-fvisibility=hidden", "-pthread",
-            f"-I{libinfo.find_include_path()}", f"-I{libinfo.find_dlpack_include_path()}", *inputs,
-            f"-L{runtime.parent}", "-Wl,--as-needed", "-Wl,--no-undefined", "-Wl,-z,noexecstack",
-            "-ltvm_ffi", "-ldl", "-o", str(made),
-        ]
+        inputs = _write({}, objects, generated.binaries, Path(name))
         try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=name)
-            if done.returncode != 0:
-                raise BuildError(f"{compiler[0]} failed:\n{first_lines(done.stderr + done.stdout)}")
+            _run([*compiler, "-shared", "-pthread", *inputs, f"-L{runtime.parent}", "-Wl,--as-needed",
+                  "-Wl,--no-undefined", "-Wl,-z,noexecstack", "-ltvm_ffi", "-ldl", "-o", str(made)], name)
             made.replace(out)
         except OSError as error:
             raise BuildError(f"{out} cannot be written: {error}") from error
         finally:
             made.unlink(missing_ok=True)
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(compiler: tuple[str, ...], sources: tuple[tuple[str, str], ...]) -> bytes:
+    """One object file of C++ sources; kept, since a search compiles the same ones for every candidate."""
+    from tvm_ffi import libinfo
+
+    with tempfile.TemporaryDirectory(prefix="ecornn-") as name:
+        inputs = _write(dict(sources), {}, {}, Path(name))
+        flags = ["-fPIC", "-O2", "-std=c++17", "-fvisibility=hidden", "-pthread",
+                 f"-I{libinfo.find_include_path()}", f"-I{libinfo.find_dlpack_include_path()}"]
+        for source in inputs:
+            _run([*compiler, *flags, "-c", source, "-o", f"{source}.o"], name)
+        _run([*compiler, "-r", "-nostdlib", *(f"{source}.o" for source in inputs), "-o", "all.o"], name)
+        return Path(name, "all.o").read_bytes()
+
+
+def _run(command: list[str], folder: str) -> None:
+    """Raises :class:`BuildError` with the first lines of what the compiler says."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    if done.returncode != 0:
+        raise BuildError(f"{command[0]} failed:\n{first_lines(done.stderr + done.stdout)}")
 
 
 def find_compiler() -> list[str]:
@@ -63,20 +80,21 @@ def find_compiler() -> list[str]:
                      "for example 'apt install g++', or set CXX")
 
 
-def _write(generated: Generated, folder: Path) -> list[str]:
+def _write(sources: dict[str, str], objects: dict[str, bytes], binaries: dict[str, bytes],
+           folder: Path) -> list[str]:
     """Writes all inputs to ``folder`` and returns those that the compiler is given."""
     inputs = []
-    for name, text in generated.sources.items():
+    for name, text in sources.items():
         (folder / name).write_text(text)
         if name.endswith(SOURCE_SUFFIXES):
             inputs.append(name)
-    for name, content in generated.objects.items():
+    for name, content in objects.items():
         (folder / name).write_bytes(content)
         inputs.append(name)
-    if generated.binaries:
-        for symbol, content in generated.binaries.items():
+    if binaries:
+        for symbol, content in binaries.items():
             (folder / f"{symbol}.bin").write_bytes(content)
-        (folder / "binaries.s").write_text(_assembler(generated.binaries))
+        (folder / "binaries.s").write_text(_assembler(binaries))
         inputs.append("binaries.s")
     return inputs
 

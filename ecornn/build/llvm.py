@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 from ecornn.build.generated import Generated
 from ecornn.device import Device
 from ecornn.errors import BuildError
+from ecornn.host_cpu import machine_of, promised
 from ecornn.program import Parallel, Program
 
 SCALARS = 4  # thread, threads, T, B come before the pointers
 
 
 def generate(program: Program, device: Device) -> Generated:
-    """Object files and host code of a program of :class:`~ecornn.program.Parallel` calls.
+    """Object file and host code of a program of :class:`~ecornn.program.Parallel` calls.
 
     A function's parameters are int32 ``thread``, ``threads``, ``T``, ``B`` and one pointer a buffer.
     Raises :class:`BuildError` where the program is of another form, LLVM does not know the CPU, or
@@ -26,24 +28,21 @@ def generate(program: Program, device: Device) -> Generated:
     if len(calls) != len(program.calls) or not calls:
         raise BuildError("a CPU program is made of Parallel calls; the schedule made "
                          f"{[type(c).__name__ for c in program.calls]}")
-    objects, assembly = {}, []
-    for name, function in program.functions.items():
-        module = _module(name, function, device)
-        objects[f"{name}.o"] = _object(name, module)
-        assembly.append(module.inspect_source("asm"))
+    module = _module(program.functions, device)
     host = (resources.files("ecornn.build") / "host_cpu.cc").read_text()
     return Generated(
-        sources={"program.h": _tables(program, calls), "host.cc": host}, objects=objects,
-        emitted={"tir": "\n".join(f.script() for f in program.functions.values()), "asm": "\n".join(assembly)})
+        sources={"program.h": _tables(program, calls), "host.cc": host}, objects={"worker.o": _object(module)},
+        emitted={"tir": "\n".join(f.script() for f in program.functions.values()),
+                 "asm": module.inspect_source("asm")})
 
 
-def _object(name: str, module: Any) -> bytes:
+def _object(module: Any) -> bytes:
     with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
         path = Path(folder, "worker.o")
         module.write_to_file(str(path), "o")
         code = path.read_bytes()
     if b"TVMBackend" in code:
-        raise BuildError(f"{name} calls TVM's runtime library; a module file must not need it")
+        raise BuildError("the code calls TVM's runtime library; a module file must not need it")
     return code
 
 
@@ -65,19 +64,24 @@ def _tables(program: Program, calls: list[Parallel]) -> str:
                       "static const Call kCalls[] = {", *rows, "};", ""])
 
 
-def _module(name: str, function: Any, device: Device) -> Any:
+def _module(functions: Mapping[str, Any], device: Device) -> Any:
     import tvm
     from tvm import tirx
     from tvm.target import Target, codegen
 
-    if not codegen.llvm_is_valid_cpu(device.arch, codegen.llvm_get_system_triple()):
-        raise BuildError(f"LLVM {codegen.llvm_version_major()} does not know the CPU {device.arch!r}")
-    target = Target({"kind": "llvm", "mcpu": device.arch})
+    triple = f"{machine_of(device)}-linux-gnu"
+    if not codegen.llvm_is_valid_cpu(device.arch, triple):
+        raise BuildError(f"LLVM {codegen.llvm_version_major()} does not know the CPU {device.arch!r} of {triple}")
+    # A hypervisor may hide what the CPU's name promises.
+    hidden = promised(device.arch, triple) - set(device.features)
+    attributes = [f"+{name}" for name in device.features] + [f"-{name}" for name in sorted(hidden)]
+    target = Target({"kind": "llvm", "mcpu": device.arch, "mtriple": triple, "mattr": attributes})
     passes = tirx.transform
-    # TVM's default pipeline would move local buffers, here registers, to memory of its runtime
+    # TVM's default pipeline would move local buffers, here registers, to memory of its runtime; common
+    # subexpressions are left to LLVM, which is faster at them
     lower = tvm.ir.transform.Sequential([
         passes.BindTarget(target.with_host(target)), passes.FlattenBuffer(), passes.StmtSimplify(),
-        passes.CommonSubexprElim(), passes.SplitHostDevice(), passes.MakePackedAPI(), passes.LowerIntrin()])
+        passes.SplitHostDevice(), passes.MakePackedAPI(), passes.LowerIntrin()])
     with tvm.transform.PassContext(opt_level=3):
-        lowered = lower(tvm.IRModule({name: function.with_attr("global_symbol", name)}))
+        lowered = lower(tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in functions.items()}))
     return tvm.get_global_func("target.build.llvm")(lowered, target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,10 +10,24 @@ import msgspec
 
 from ecornn.build.generated import Generated
 from ecornn.build.link import link
+from ecornn.device import Device
+from ecornn.errors import BuildError
+from ecornn.host_cpu import machine_of
 from ecornn.manifest import Manifest
 from ecornn.program import Program
 
 MANIFEST = "ecornn_manifest"
+
+
+def generate(program: Program, device: Device) -> Generated:
+    """Machine code and host code of ``program``, not linked. Raises :class:`~ecornn.errors.BuildError`."""
+    if device.kind == "cuda":
+        from ecornn.build import cuda
+
+        return cuda.generate(program, device)
+    from ecornn.build import llvm
+
+    return llvm.generate(program, device)
 
 
 def build_module(program: Program, manifest: Manifest, out: Path) -> Generated:
@@ -21,14 +36,11 @@ def build_module(program: Program, manifest: Manifest, out: Path) -> Generated:
     Returns what was generated on the way: text for people and the compiler's report of resources.
     Raises :class:`~ecornn.errors.BuildError`; ``out`` is then left as it was.
     """
-    if manifest.device.kind == "cuda":
-        from ecornn.build import cuda
-
-        generated = cuda.generate(program, manifest.device)
-    else:
-        from ecornn.build import llvm
-
-        generated = llvm.generate(program, manifest.device)
+    device = manifest.device
+    if device.kind == "llvm" and (machine := machine_of(device)) != os.uname().machine:
+        raise BuildError(f"a module for {device.arch} is linked on an {machine} machine: compile it there, or have "
+                         "the object file of its code with --emit object")
+    generated = generate(program, device)
     text = msgspec.json.encode(manifest)
     generated = replace(generated, binaries={**generated.binaries, MANIFEST: text})
     link(generated, out)

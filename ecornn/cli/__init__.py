@@ -1,4 +1,4 @@
-"""The command line: ``ecornn tune|compile|bench|log|doctor``, ``ecornn-tune``, ``ecornn-compile``."""
+"""The command line: ``ecornn tune|compile|bench|log|serve|doctor``, ``ecornn-tune``, ``ecornn-compile``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from ecornn.cli.bench_command import bench
 from ecornn.cli.compile_command import compile
 from ecornn.cli.doctor_command import doctor
 from ecornn.cli.log_command import log
+from ecornn.cli.log_files import export, import_files, merge_files, prune
+from ecornn.cli.log_verify import verify
+from ecornn.cli.serve_command import serve
 from ecornn.cli.tune_command import tune
 
 __all__ = ["compile", "main", "tune"]
@@ -27,5 +30,7 @@ def main() -> None:
     """Compiles recurrent layers (LSTM, GRU, your own cell) with TVM, for CUDA GPUs and CPUs."""
 
 
-for command in (tune, compile, bench, log, doctor):
+for command in (tune, compile, bench, log, serve, doctor):
     main.add_command(command)
+for command in (merge_files, export, import_files, prune, verify):
+    log.add_command(command)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from ecornn.errors import EcornnError
-from ecornn.workload import DTYPES
+from ecornn.workload import DTYPES, WEIGHTS
 
 F = TypeVar("F", bound=Callable[..., Any])
 SIZE = click.IntRange(min=1, max=1 << 20)
@@ -30,21 +30,36 @@ def plain_errors(function: F) -> F:
     return wrapper  # type: ignore[return-value]
 
 
-def layer_options(batch: int, seq: int, dtype_help: str, required: bool = True) -> Callable[[F], F]:
-    """--cell, --hidden, --input, --batch, --seq, --dtype and --target, with these defaults."""
+def layer_options(batch: int, seq: int, dtype_help: str, required: bool = True,
+                  many: bool = False) -> Callable[[F], F]:
+    """--cell, --hidden, --input, --batch, --seq, --dtype, --weights and --target, with these defaults.
+
+    ``required``: --cell and --hidden must be given; ``many``: each but the last may be given several times,
+    and the function gets tuples.
+    """
+    def option(*names: str, help: str, **settings: Any) -> Callable[[F], F]:
+        if many:
+            settings["multiple"] = True
+            if "default" in settings:
+                settings["default"] = (settings["default"],)
+        return click.option(*names, help=help + ("  May be repeated." if many else ""), **settings)
+
     options = [
-        click.option("--cell", required=required, metavar="NAME|FILE.py:NAME",
-                     help="lstm, gru, gru_reset_before, rnn_tanh, rnn_relu, indrnn, slstm; with options, as in "
-                          "'lstm(peepholes,clip=3)'; or your own cell."),
-        click.option("--hidden", required=required, type=SIZE, help="Hidden size H."),
-        click.option("--input", "input_", type=SIZE, help="Input size I.  [default: H]"),
-        click.option("--batch", default=batch, show_default=True, type=SIZE,
-                     help="Largest batch B to serve."),
-        click.option("--seq", default=seq, show_default=True, type=SIZE,
-                     help="Sequence length T to expect; every T is served."),
-        click.option("--dtype", type=click.Choice(DTYPES), help=dtype_help),
+        option("--cell", required=required, metavar="NAME|FILE.py:NAME",
+               help="lstm, gru, gru_reset_before, rnn_tanh, rnn_relu, indrnn, slstm; with options, as in "
+                    "'lstm(peepholes,clip=3)'; or your own cell."),
+        option("--hidden", required=required, type=SIZE, help="Hidden size H."),
+        option("--input", "input_", type=SIZE, help="Input size I.  [default: H]"),
+        option("--batch", default=batch, show_default=True, type=SIZE, help="Largest batch B to serve."),
+        option("--seq", default=seq, show_default=True, type=SIZE,
+               help="Sequence length T to expect; every T is served."),
+        option("--dtype", type=click.Choice(DTYPES), help=dtype_help),
+        option("--weights", type=click.Choice(WEIGHTS),
+               help="Round matrices of weights (CPU): bfloat16, relative error about 2e-3, or int8, about 1e-2, "
+                    "which needs VNNI.  [default: as --dtype]"),
         click.option("--target", metavar="cuda|cpu|ARCH",
-                     help="The GPU at hand, this CPU, or an architecture such as sm_90a.  "
+                     help="The GPU at hand, this CPU, a GPU's architecture such as sm_90a, or LLVM's name of a "
+                          "CPU such as neoverse-v1.  "
                           "[default: cuda if there is a GPU, else cpu]"),
     ]
 
@@ -70,4 +85,5 @@ def default_dtype(dtype: str | None, target: str | None) -> tuple[str, str]:
     from ecornn.tune.choose import default_target
 
     chosen = target or default_target()
-    return dtype or ("float32" if chosen == "cpu" else "bfloat16"), chosen
+    gpu = chosen == "cuda" or chosen.startswith("sm_")
+    return dtype or ("bfloat16" if gpu else "float32"), chosen

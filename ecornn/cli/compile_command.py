@@ -22,9 +22,10 @@ Examples:
   ecornn-compile --cell gru --weights-from model.safetensors --prefix encoder. -o encoder.so
   ecornn-compile model.onnx --node encoder_lstm --batch 8 -o encoder.so
   ecornn-compile --cell lstm --hidden 128 --target cpu --emit asm --emit-to lstm.s
+  ecornn-compile --cell lstm --hidden 128 --target neoverse-v1 --emit object --emit-to lstm.o
   ecornn-compile --cell lstm --hidden 800 --schedule fused_step --config units=32 -o lstm800.so
 """
-EMIT = ("cuda", "tir", "ptx", "asm")
+EMIT = ("cuda", "tir", "ptx", "asm", "object")
 
 
 @click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
@@ -32,7 +33,7 @@ EMIT = ("cuda", "tir", "ptx", "asm")
 @click.option("--node", metavar="NAME", help="With MODEL.onnx: the LSTM, GRU or RNN node, if it has several. It is "
               "compiled in float32 unless --dtype says otherwise.")
 @layer_options(batch=20, seq=300, dtype_help="[default: float32 on a CPU, bfloat16 on a GPU]", required=False)
-@click.option("--weights-from", "weights", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+@click.option("--weights-from", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="A safetensors file or PyTorch checkpoint: sizes, layers and directions are taken from it.")
 @click.option("--prefix", default="", help="With --weights-from: what stands before the layer's names, as encoder.rnn.")
 @click.option("--layers", type=click.IntRange(1, 1024), help="Layers L of the stack; y of one is x of the next.  "
@@ -46,61 +47,65 @@ EMIT = ("cuda", "tir", "ptx", "asm")
 @click.option("--schedule", help="This schedule instead of the best record's.")
 @click.option("--config", multiple=True, metavar="KNOB=VALUE",
               help="With --schedule: change this knob of its default; may be repeated.")
-@click.option("--emit", type=click.Choice(EMIT), help="Print the code that was generated.")
+@click.option("--emit", type=click.Choice(EMIT),
+              help="Print the code that was generated; an object file, of a CPU's code, needs --emit-to.")
 @click.option("--emit-to", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="Write it to this file instead.")
 @plain_errors
 def compile(model: Path | None, node: str | None, cell: str | None, hidden: int | None, input_: int | None,
-            batch: int, seq: int, dtype: str | None, target: str | None, weights: Path | None, prefix: str,
-            layers: int | None, bidirectional: bool, reverse: bool, lengths: bool, resets: bool,
-            output: Path | None, schedule: str | None, config: tuple[str, ...], emit: str | None,
-            emit_to: Path | None) -> None:
+            batch: int, seq: int, dtype: str | None, weights: str | None, target: str | None,
+            weights_from: Path | None, prefix: str, layers: int | None, bidirectional: bool, reverse: bool,
+            lengths: bool, resets: bool, output: Path | None, schedule: str | None, config: tuple[str, ...],
+            emit: str | None, emit_to: Path | None) -> None:
     """Compiles a layer, or a stack of them, to one .so file, with the best tuning records that apply.
 
     The file runs with `ecornn.load("FILE.so").bind(weights)(x)`, on machines without a compiler too. The
     weights of an ONNX node are written beside it, as FILE.safetensors.
     """
-    import tempfile
+    from ecornn.compiler import build, generate, plan
+    from ecornn.tune.quick_tvm import import_tvm
 
-    from ecornn.compiler import build, plan
-
+    import_tvm()
     if output is None and emit is None:
         raise ArgumentError("--output", None, "a file name, or --emit to see the code only")
     if emit_to is not None and emit is None:
         raise ArgumentError("--emit-to", str(emit_to), f"--emit {'|'.join(EMIT)} beside it")
+    if emit == "object" and emit_to is None:
+        raise ArgumentError("--emit-to", None, "a file name: an object file is not text")
     given = {"cell": cell, "hidden": hidden, "input": input_, "layers": layers,
              "bidirectional": bidirectional or None, "reverse": reverse or None, "lengths": lengths or None}
-    found, bound = layer_of(model, node, weights, prefix)
+    found, bound = layer_of(model, node, weights_from, prefix)
     for name, value in found.items():
         if given.get(name) not in (None, value):
-            raise ArgumentError(f"--{name}", given[name], f"{value}, as {model or weights} says")
+            raise ArgumentError(f"--{name}", given[name], f"{value}, as {model or weights_from} says")
     layer = {"layers": 1} | {n: v for n, v in (given | found).items() if v is not None}
     for name in ("cell", "hidden"):
         if name not in layer:
             raise ArgumentError(f"--{name}", None, "a value" + (", or MODEL.onnx" if name == "cell" else
                                                                ", or --weights-from FILE, or MODEL.onnx"))
     dtype, target = default_dtype(dtype or ("float32" if model is not None else None), target)
-    planned = plan(layer.pop("cell"), **layer, batch=batch, seq=seq, dtype=dtype, target=target, resets=resets,
-                   schedule=schedule, config=dict(knob(c) for c in config))
+    planned = plan(layer.pop("cell"), **layer, batch=batch, seq=seq, dtype=dtype, weights=weights, target=target,
+                   resets=resets, schedule=schedule, config=dict(knob(c) for c in config))
     click.echo(", ".join(filter(None, (str(planned.workload), str(planned.stack))))
                + f" on {planned.task.device.name}", err=True)
     for labels, chosen, why in planned.why():
         of = f" of {labels}" if labels else ""
         click.echo(f"schedule{of}: {chosen}\nwhy: {why}", err=True)
-    with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
-        generated = build(planned, output or Path(folder, "module.so"))
+    generated = build(planned, output) if output is not None else generate(planned)
     if output is not None:
         click.echo(f"wrote {output} ({output.stat().st_size / 1024:.0f} KiB)", err=True)
         if model is not None:
             from ecornn.weight_files import save
 
-            weights = output.with_suffix(".safetensors")
-            save(weights, bound)
-            click.echo(f"wrote {weights}", err=True)
-        if weights is not None:
+            weights_from = output.with_suffix(".safetensors")
+            save(weights_from, bound)
+            click.echo(f"wrote {weights_from}", err=True)
+        if weights_from is not None:
             more = f", prefix={prefix!r}" if prefix else ""
-            click.echo(f'use it: ecornn.load("{output}").bind("{weights}"{more})', err=True)
-    if emit is not None:
+            click.echo(f'use it: ecornn.load("{output}").bind("{weights_from}"{more})', err=True)
+    if emit == "object" and emit_to is not None:
+        emit_to.write_bytes(machine_code(planned, generated))
+    elif emit is not None:
         text = emitted(planned, generated, emit)
         if emit_to is None:
             click.echo(text)
@@ -142,6 +147,14 @@ def knob(text: str) -> tuple[str, int | str | bool]:
     if value.lower() in ("true", "false"):
         return name, value.lower() == "true"
     return name, int(value) if value.lstrip("-").isdecimal() else value
+
+
+def machine_code(planned: Plan, generated: Generated) -> bytes:
+    """The object file; :class:`ArgumentError` for a GPU."""
+    if planned.task.device.kind != "llvm":
+        raise ArgumentError("--emit", "object", f"one of {', '.join(generated.emitted)} for a GPU")
+    (code,) = generated.objects.values()
+    return code
 
 
 def emitted(planned: Plan, generated: Generated, kind: str) -> str:

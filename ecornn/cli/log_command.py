@@ -1,7 +1,8 @@
-"""``ecornn log``."""
+"""``ecornn log``: what tuning logs hold. Commands that write logs are in ``log_files.py``."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,10 +13,21 @@ from ecornn.cli.common import plain_errors
 if TYPE_CHECKING:
     from ecornn.tune.log import Line, Log
 
+EPILOG = """\b
+Without FILES the commands read your data folder and the logs that ship:
+  ecornn log ls                                files, runs, trials
+  ecornn log best                              the fastest schedule of each layer and device
+  ecornn log verify --sample 4                 measure some of them again, here
+Sharing:
+  ecornn log export --best -o mine.jsonl       what an application or a friend needs
+  ecornn log import theirs.jsonl               into your folder, where look-up finds them
+  ecornn log merge mine.jsonl theirs.jsonl -o both.jsonl
+"""
 
-@click.group()
+
+@click.group(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 def log() -> None:
-    """Shows and exports tuning records."""
+    """Shows, shares and checks tuning records."""
 
 
 FILES = click.argument("files", nargs=-1, type=click.Path(path_type=Path))
@@ -37,28 +49,11 @@ def collect(files: tuple[Path, ...]) -> Log:
     return found
 
 
-def best_lines(found: Log) -> list[Line]:
-    """The fastest trial of each workload and device: of the final comparison if there was one."""
-    from ecornn.tune.record import Trial
-
-    best: dict[tuple[object, object], tuple[tuple[bool, float], Line]] = {}
-    for line in found.lines:
-        trial = line.record
-        if isinstance(trial, Trial) and trial.times is not None:
-            key, rank = (trial.workload, trial.device), (trial.stage != "final", trial.times.median)
-            if key not in best or rank < best[key][0]:
-                best[key] = rank, line
-    return [line for _, line in best.values()]
-
-
 @log.command()
 @FILES
 @plain_errors
 def ls(files: tuple[Path, ...]) -> None:
-    """Lists log files: runs, trials, failures.
-
-    Without FILES: your data folder and the logs that ship.
-    """
+    """Lists log files: runs, trials, failures."""
     from ecornn.tune.folders import shipped_folder, user_folder
     from ecornn.tune.record import Finish, Start, Trial
 
@@ -82,29 +77,58 @@ def ls(files: tuple[Path, ...]) -> None:
 @plain_errors
 def best(files: tuple[Path, ...]) -> None:
     """Prints the fastest trial of each workload and device."""
+    from ecornn.tune.selection import best_lines
+
     for line in best_lines(collect(files)):
-        trial = line.record
-        knobs = " ".join(f"{k}={v}" for k, v in trial.config.items())  # type: ignore[union-attr]
-        click.echo(f"{trial.workload} on {trial.device.name}: "  # type: ignore[union-attr]
-                   f"{trial.times.median:.4g} µs/step  {trial.schedule} {knobs}  "  # type: ignore[union-attr]
-                   f"({line.place})")
+        click.echo(f"{text_of(line)}  ({line.place})")
+
+
+def text_of(line: Line) -> str:
+    """A trial with times, on one line."""
+    from ecornn.tune.record import Trial
+
+    trial = line.record
+    assert isinstance(trial, Trial) and trial.times is not None
+    knobs = " ".join(f"{k}={v}" for k, v in trial.config.items())
+    return (f"{trial.workload} on {trial.device.name}: {trial.times.median:.4g} µs/step  "
+            f"{trial.schedule} {knobs}")
 
 
 @log.command()
 @FILES
-@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path),
-              metavar="LOG.jsonl", help="File to write; must not exist.")
-@click.option("--best", "only_best", is_flag=True,
-              help="Only the fastest trial of each workload and device: what an application ships.")
 @plain_errors
-def export(files: tuple[Path, ...], output: Path, only_best: bool) -> None:
-    """Merges logs into one file, without the lines that are damaged."""
-    from ecornn.errors import ArgumentError
-    from ecornn.tune.log import append_all
+def stats(files: tuple[Path, ...]) -> None:
+    """Counts by device: workloads, trials, failures and their reasons, stale and noisy records.
 
-    if output.exists():
-        raise ArgumentError("--output", str(output), "a file that does not exist yet")
+    And how much faster than the untuned default the best of each workload is.
+    """
+    from ecornn.schedules import all_schedules
+    from ecornn.tune.record import Finish, Trial
+
     found = collect(files)
-    lines = best_lines(found) if only_best else found.lines
-    append_all(output, [line.record for line in lines])
-    click.echo(f"wrote {len(lines)} records to {output}")
+    revisions = {s.name: s.revision for s in all_schedules().values()}
+    trials = [line.record for line in found.lines if isinstance(line.record, Trial)]
+    finishes = [line.record for line in found.lines if isinstance(line.record, Finish)]
+    devices = {t.run: f"{t.device.name} ({t.device.arch})" for t in trials}
+    for name in sorted(set(devices.values())):
+        mine = [t for t in trials if devices[t.run] == name]
+        search = [t for t in mine if t.stage == "search"]
+        stale = sum(t.revision != revisions.get(t.schedule) for t in mine)
+        click.echo(f"{name}: {len({t.workload for t in mine})} workloads, {len(search)} trials in the search, "
+                   f"{sum(t.error is not None for t in search)} failed, {stale} stale, "
+                   f"{sum(t.noisy for t in mine)} noisy")
+        for schedule, count in Counter(t.schedule for t in search).most_common():
+            click.echo(f"  {schedule}: {count} trials")
+        for reason, count in Counter(t.error.splitlines()[0][:80] for t in search if t.error).most_common(5):
+            click.echo(f"  {count} failed: {reason}")
+        gains = sorted(f.default_us / f.best_us for f in finishes
+                       if devices.get(f.run) == name and f.best_us and f.default_us)
+        if gains:
+            click.echo(f"  best against untuned default: {gains[len(gains) // 2]:.2f}x in the median of {len(gains)} "
+                       f"runs, {gains[0]:.2f}x to {gains[-1]:.2f}x")
+        seconds = sum(f.seconds for f in finishes if devices.get(f.run) == name)
+        if seconds:
+            click.echo(f"  {seconds:.0f} s of tuning in {sum(devices.get(f.run) == name for f in finishes)} "
+                       "finished runs")
+    if not trials:
+        click.echo("no records; make some with: ecornn tune --cell lstm --hidden 800")

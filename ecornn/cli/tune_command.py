@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,7 +14,8 @@ from ecornn.cli.common import command_line, layer_options, plain_errors
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ecornn.tune.api import Result
+    from ecornn.tune.remote import Tracker
+    from ecornn.tune.session import Result, Session
     from ecornn.tune.space import ConfigSpace
 
 EPILOG = """\b
@@ -21,19 +24,30 @@ Examples:
   ecornn-tune --cell gru --hidden 256 --batch 1 --seq 100 --target cpu --trials 24
   ecornn-tune --cell my_cell.py:MinimalGatedUnit --hidden 512 --time-limit 300
 
+Many layers, every combination, with processes that stay warm; each has its own trials and time limit:
+\b
+  ecornn-tune --cell lstm --cell gru --hidden 256 --hidden 512 --batch 1 --batch 16 --time-limit 60
+
+On other GPUs, each with a server (`ecornn serve --help`):
+\b
+  ecornn-tune --cell lstm --hidden 800 --tracker 127.0.0.1:9190 --key h100
+
 Every trial is on the disk as soon as it is done. The same command again goes on with a run
 that was stopped, and returns at once if it was finished; with more --trials it goes on from there.
 """
 
 
 @click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
-@layer_options(batch=20, seq=300, dtype_help="[default: float32 on a CPU, bfloat16 on a GPU]")
+@layer_options(batch=20, seq=300, dtype_help="[default: float32 on a CPU, bfloat16 on a GPU]", many=True)
 @click.option("--trials", type=click.IntRange(min=1, max=100_000),
               help="Configurations to try.  [default: 48 on a CPU, 128 on a GPU]")
 @click.option("--timeout", type=click.FloatRange(min=0.1), default=60.0, show_default=True,
               help="Seconds one build, and one measurement, may take.")
 @click.option("--time-limit", type=click.FloatRange(min=1.0),
-              help="Seconds for the whole run, earlier sessions included.")
+              help="Seconds for the whole run of a layer, earlier sessions included.")
+@click.option("--early-stop/--no-early-stop", default=True, show_default=True,
+              help="End after 59 trials in a row that were not faster by 1%: at 95% confidence fewer than one "
+                   "in twenty more would be.")
 @click.option("--seed", type=click.IntRange(min=0, max=1 << 30), default=0, show_default=True,
               help="Of the search and of the random data.")
 @click.option("--resume/--no-resume", default=True, show_default=True,
@@ -41,41 +55,99 @@ that was stopped, and returns at once if it was finished; with more --trials it 
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), metavar="LOG.jsonl",
               help="Log file.  [default: one for each layer and device in your data folder]")
 @click.option("--schedule", help="Search this schedule only.")
+@click.option("--tracker", metavar="HOST:PORT", help="Measure on the servers of this TVM RPC tracker.")
+@click.option("--key", default="ecornn", show_default=True, help="Of the servers, with --tracker.")
+@click.option("--allow-remote", is_flag=True,
+              help="A tracker on another machine. RPC is remote execution: trusted networks only.")
 @plain_errors
-def tune(cell: str, hidden: int, input_: int | None, batch: int, seq: int, dtype: str | None,
-         target: str | None, trials: int | None, timeout: float, time_limit: float | None, seed: int,
-         resume: bool, output: Path | None, schedule: str | None) -> None:
-    """Searches the fastest schedule and knobs of a layer.
+def tune(cell: tuple[str, ...], hidden: tuple[int, ...], input_: tuple[int, ...], batch: tuple[int, ...],
+         seq: tuple[int, ...], dtype: tuple[str, ...], weights: tuple[str, ...], target: str | None,
+         timeout: float, seed: int, tracker: str | None, key: str, allow_remote: bool, **options: Any) -> None:
+    """Searches the fastest schedule and knobs of a layer, or of many.
 
     Builds run in processes that see no GPU; measurements run in one that is killed when a
     candidate hangs. A candidate counts only if its output matches a float64 reference.
     """
     from rich.console import Console
 
-    from ecornn.cli.progress import Meter
-    from ecornn.tune.api import tune as run
+    from ecornn.tune.quick_tvm import import_tvm
+    from ecornn.tune.session import Session
 
+    import_tvm()
     console = Console(soft_wrap=True, highlight=False)
-    meter = Meter(console)
-
-    def begin(space: ConfigSpace, resumed: int) -> None:
-        work, device = space.task.workload, space.task.device
-        console.print(f"{work} on {device.name} ({device.arch}): {', '.join(space.schedules)}, "
-                      f"{len(space)} candidates" + (f", {resumed} trials in the log" if resumed else ""),
-                      markup=False)
-
+    names = ("cell", "hidden", "input", "batch", "seq", "dtype", "weights")
+    layers = [dict(zip(names, values, strict=True)) for values in itertools.product(
+        cell, hidden, input_ or (None,), batch, seq, dtype or (None,), weights or (None,))]
     try:
-        with meter:
-            result = run(cell, hidden=hidden, input=input_, batch=batch, seq=seq, dtype=dtype,
-                         target=target, trials=trials, timeout=timeout, time_limit=time_limit, seed=seed,
-                         resume=resume, output=output, schedule=schedule, report=meter.report, begin=begin)
+        with Session(target, timeout=timeout, seed=seed,
+                     tracker=found_tracker(tracker, key, allow_remote)) as session:
+            good = all(run(console, session, layers, target, options))
     except KeyboardInterrupt:
         console.print("\nStopped. Every trial that was done is in the log; the same command goes on"
-                      + ("" if resume else ", without --no-resume") + ".")
+                      + ("" if options["resume"] else ", without --no-resume") + ".")
         raise SystemExit(130) from None
-    show(console, result, cell, target)
-    if result.best is None:
+    if not good:
         raise SystemExit(1)
+
+
+def found_tracker(address: str | None, key: str, allow_remote: bool) -> Tracker | None:
+    """The tracker to measure with, warned of where it is another machine's."""
+    from ecornn.tune.remote import Tracker
+    from ecornn.tune.serving import is_loopback
+
+    if address is None:
+        return None
+    tracker = Tracker.parse(address, key, allow_remote)
+    if not is_loopback(tracker.host):
+        click.echo(f"warning: {tracker} and its servers are trusted with what they are sent; RPC is remote execution",
+                   err=True)
+    return tracker
+
+
+def run(console: Console, session: Session, layers: Sequence[dict[str, Any]], target: str | None,
+        options: dict[str, Any]) -> list[bool]:
+    """Tunes the layers in turn; whether each has a best. One that no schedule serves does not end the rest."""
+    from ecornn.cli.progress import Meter
+    from ecornn.errors import CellError, ScheduleError
+
+    good = []
+    for number, layer in enumerate(layers, 1):
+        count = f"[{number}/{len(layers)}] " if len(layers) > 1 else ""
+
+        def begin(space: ConfigSpace, resumed: int, count: str = count) -> None:
+            work, device = space.task.workload, space.task.device
+            console.print(f"{count}{work} on {device.name} ({device.arch}): {', '.join(space.schedules)}, "
+                          f"{len(space)} candidates" + (f", {resumed} trials in the log" if resumed else ""),
+                          markup=False)
+
+        try:
+            with Meter(console) as meter:
+                result = session.tune(**layer, **options, report=meter.report, begin=begin)
+        except (CellError, ScheduleError) as error:
+            if len(layers) == 1:
+                raise
+            console.print(f"{count}error: {error}", markup=False)
+            good.append(False)
+            continue
+        if len(layers) == 1:
+            show(console, result, layer["cell"], target)
+        else:
+            console.print(f"{count}{line(result)}", markup=False)
+        good.append(result.best is not None)
+    if len(layers) > 1:
+        console.print(f"{sum(good)} of {len(layers)} layers have a schedule; `ecornn compile` uses it")
+    return good
+
+
+def line(result: Result) -> str:
+    """A result on one line."""
+    finish = result.finish
+    if finish.best is None or finish.best_us is None:
+        return f"{result.workload}: no candidate ran with the right output; see {result.log}"
+    gain = f", {finish.default_us / finish.best_us:.2f}x the default" if finish.default_us else ""
+    knobs = " ".join(f"{k}={v}" for k, v in finish.best.config.items())
+    return (f"{result.workload}: {finish.best_us:.4g} µs per step{gain}, {finish.trials} trials in "
+            f"{finish.seconds:.0f} s: {finish.best.schedule} {knobs}")
 
 
 def show(console: Console, result: Result, cell: str, target: str | None) -> None:
@@ -83,22 +155,28 @@ def show(console: Console, result: Result, cell: str, target: str | None) -> Non
     finish, work = result.finish, result.workload
     if not result.fresh:
         console.print(f"This run is finished: {finish.trials} trials, {finish.time}.")
+    if finish.reason == "converged":
+        console.print(f"Stopped early after {finish.trials} trials: at 95% confidence fewer than one in twenty more "
+                      "would be faster by 1%; --no-early-stop goes on.")
     for reason, count in result.failures.items():
         console.print(f"{count} failed: {reason}", markup=False)
+    if result.noisy:
+        console.print(f"{result.noisy} of {finish.trials} times did not settle: the device is busy or its clock "
+                      "moves, and the order of close candidates is not certain.")
     console.print(f"log: {result.log}", markup=False)
     if finish.best is None or finish.best_us is None:
         console.print("No candidate ran with the right output; the log has each one's error.")
         return
     knobs = " ".join(f"{k}={v}" for k, v in finish.best.config.items())
     console.print(f"best: {finish.best.schedule} {knobs}", markup=False)
-    line = (f"time: {finish.best_us:.4g} µs per step, "
+    text = (f"time: {finish.best_us:.4g} µs per step, "
             f"{finish.best_us * work.seq / 1e3:.4g} ms for T={work.seq}")
     if finish.default_us is not None:
-        line += (f"; {finish.default_us / finish.best_us:.2f} times as fast as the untuned default "
+        text += (f"; {finish.default_us / finish.best_us:.2f} times as fast as the untuned default "
                  f"({finish.default_us:.4g} µs)")
-    console.print(line)
+    console.print(text)
     name = work.cell.split("@")[0]
     console.print("use it:\n  " + command_line("ecornn-compile", {
         "--cell": cell, "--hidden": work.hidden, "--input": work.input, "--batch": work.batch,
-        "--seq": work.seq, "--dtype": work.dtype, "--target": target,
+        "--seq": work.seq, "--dtype": work.dtype, "--weights": work.weights, "--target": target,
         "-o": f"{name}{work.hidden}.so"}), markup=False)

@@ -19,12 +19,17 @@ def pack(packing: Packing, parameters: Mapping[str, Array]) -> Array:
     """The packed buffer of ``packing``.
 
     ``parameters`` are by the cell's name, (G, H, K) or (G, H), float16, float32 or float64. Returns a
-    contiguous array of shape ``split[order]``: float32, float16, or uint16 with the bits of bfloat16.
+    contiguous array of shape ``split[order]``: float32, float16, uint16 with the bits of bfloat16, or uint8
+    with int8 in offset binary.
     Raises :class:`ModuleError` where the packing does not fit the parameters.
     """
     if prod(packing.split) != prod(packing.pad) or sorted(packing.order) != [*range(len(packing.split))]:
         raise ModuleError(f"the module's packing is inconsistent: {packing}")
     padded = _stack(packing, parameters)
+    if packing.dtype == "scale":
+        return scales(padded)
+    if packing.dtype == "int8":
+        padded = integers(padded)
     moved = padded.reshape(packing.split).transpose(packing.order)
     return cast(np.ascontiguousarray(moved), packing.dtype)
 
@@ -51,12 +56,27 @@ def _stack(packing: Packing, parameters: Mapping[str, Array]) -> Array:
 
 def cast(values: Array, dtype: str) -> Array:
     """``values`` rounded to nearest even; beyond the range of ``dtype`` they become infinite."""
+    if dtype == "int8":
+        return values
     if dtype == "bfloat16":
         return bfloat16_bits(values)
     if dtype not in ("float16", "float32"):
         raise ModuleError(f"the module packs weights as {dtype}, which this version does not know")
     with np.errstate(over="ignore"):
         return values.astype(dtype, copy=False)
+
+
+def scales(values: Array) -> NDArray[np.float32]:
+    """What one step of an 8-bit integer stands for, in each row; 0 for a row of zeros, NaN where one is in it."""
+    return (np.abs(values).max(-1) / 127).astype(np.float32)
+
+
+def integers(values: Array) -> NDArray[np.uint8]:
+    """Rows as multiples of their scales, -127 to 127, with 128 added."""
+    scale = scales(values)[..., None]
+    with np.errstate(invalid="ignore"):
+        whole = np.rint(values / np.where(scale > 0, scale, 1))
+    return (np.nan_to_num(whole, posinf=127, neginf=-127).clip(-127, 127) + 128).astype(np.uint8)
 
 
 def bfloat16_bits(values: Array) -> NDArray[np.uint16]:

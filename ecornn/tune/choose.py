@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from ecornn.device import Device
 from ecornn.errors import ArgumentError, ScheduleError
 from ecornn.schedules.base import Schedule, Task, Value
 
@@ -24,22 +25,32 @@ def default_target() -> str:
         return "cpu"
 
 
-def serving_or_raise(task: Task, name: str | None = None) -> list[Schedule]:
-    """The schedules that serve the task, or the one of that name.
+def candidates(device: Device, name: str | None = None) -> list[Schedule]:
+    """The schedules for this kind of device, or the one of that name, whatever they serve.
 
-    Raises :class:`ArgumentError` for an unknown name, :class:`ScheduleError` with each schedule's
-    reason where none serves.
+    Raises :class:`ArgumentError` for an unknown name.
     """
     from ecornn.schedules import all_schedules
 
     every = all_schedules()
     if name is not None and name not in every:
         raise ArgumentError("schedule", name, f"one of {', '.join(every)}")
-    asked = [every[name]] if name else [s for s in every.values() if s.kind == task.device.kind]
+    return [every[name]] if name else [s for s in every.values() if s.kind == device.kind]
+
+
+def serving_or_raise(task: Task, name: str | None = None) -> list[Schedule]:
+    """The schedules that serve the task, or the one of that name.
+
+    Raises :class:`ArgumentError` for an unknown name, :class:`ScheduleError` with each schedule's
+    reason where none serves.
+    """
+    asked = candidates(task.device, name)
     reasons = {}
     for schedule in asked:
         if schedule.kind != task.device.kind:
             reasons[schedule.name] = f"is for {schedule.kind}, not {task.device.kind}"
+        elif task.workload.weights and task.workload.weights not in schedule.weights:
+            reasons[schedule.name] = f"does not round weights to {task.workload.weights}"
         else:
             reasons[schedule.name] = schedule.serves(task) or ""
     found = [s for s in asked if not reasons[s.name]]

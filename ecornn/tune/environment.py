@@ -4,19 +4,45 @@ from __future__ import annotations
 
 import re
 import subprocess
+from pathlib import Path
+
+import msgspec
 
 from ecornn.device import Device
 from ecornn.task import versions
+from ecornn.tune.record import Clocks
 
 
-def environment(device: Device) -> dict[str, str]:
-    """Versions of ecornn, TVM and tvm-ffi; on a GPU ``driver`` and ``cuda`` (the compiler) too."""
-    found = versions()
-    if device.kind == "cuda":
-        from ecornn.host_gpu import driver_version
+class Environment(msgspec.Struct, frozen=True):
+    """Versions of ecornn, TVM and tvm-ffi, on a GPU of ``driver`` and ``cuda`` (the compiler) too; and
+    the clocks of the device."""
 
-        found |= {"driver": driver_version() or "none", "cuda": cuda_compiler() or "none"}
-    return found
+    versions: dict[str, str] = {}
+    clocks: Clocks | None = None
+
+
+def environment(device: Device) -> Environment:
+    """Of this machine, to measure on ``device``."""
+    if device.kind != "cuda":
+        return Environment(versions(), Clocks(cpu_clock()))
+    from ecornn.host_gpu import clocks, driver_version
+
+    found = versions() | {"driver": driver_version() or "none", "cuda": cuda_compiler() or "none"}
+    return Environment(found, Clocks(*clocks()))
+
+
+def cpu_clock() -> int:
+    """The first processor's highest clock, MHz; what it runs at now where the kernel does not say."""
+    try:
+        khz = Path("/sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq").read_text()
+        return int(khz) // 1000
+    except (OSError, ValueError):
+        from ecornn.host_cpu import cpuinfo
+
+        try:
+            return round(float(cpuinfo().get("cpu MHz", 0)))
+        except ValueError:
+            return 0
 
 
 def cuda_compiler() -> str | None:

@@ -1,87 +1,105 @@
-"""What a candidate costs: builds in a pool of processes, measures in one that can be killed."""
+"""What a candidate costs: built and measured by the processes of a pool, several at a time."""
 
 from __future__ import annotations
 
 import itertools
 import queue
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from ecornn.schedules.base import Task
 from ecornn.tune.building import Build, Built
 from ecornn.tune.measuring import Measure, Measured
-from ecornn.tune.oracle import TOLERANCE
-from ecornn.tune.process import Worker, WorkerError
+from ecornn.tune.oracle import tolerance
+from ecornn.tune.pool import Pool
+from ecornn.tune.process import WorkerError
 from ecornn.tune.record import Times
 from ecornn.tune.space import Candidate
 from ecornn.tune.timing import FEWEST
 
 COMPARED = 7  # samples of each finalist, at least
+PATIENCE = 5.0  # seconds that work under way may take once nobody waits for it
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one candidate: ``times``, or the ``error`` that it failed with."""
+    """What came of one candidate: ``times``, or the ``error`` that it failed with.
+
+    ``noisy``: the times did not settle.
+    """
 
     times: Times | None = None
     check: float | None = None
     source: str = ""
     error: str | None = None
+    noisy: bool = False
 
 
 class Evaluator(Protocol):
-    """What the tuner needs to know of builds and measurements."""
+    """What the tuner needs to know of builds and measurements.
 
-    def evaluate(self, batch: Sequence[Candidate],
-                 bound: float | None) -> Iterator[tuple[Candidate, Outcome]]:
-        """Builds and measures each, in the order in which they are done. ``bound``: the best so
-        far, µs per step; slower candidates need no exact time."""
+    Attributes
+    ----------
+    pending : candidates that were submitted and whose outcome was not yet asked for
+    spare : with no more than this many pending, processes may soon have nothing to do
+    """
+
+    pending: int
+    spare: int
+
+    def submit(self, batch: Sequence[Candidate], bound: float | None) -> None:
+        """Starts to build and measure candidates. ``bound``: the best so far, µs per step; slower
+        candidates need no exact time."""
+
+    def next(self) -> tuple[Candidate, Outcome]:
+        """Waits for the next candidate that is done; one must be pending."""
+
+    def drop(self) -> None:
+        """Forgets the pending candidates."""
 
     def compare(self, finalists: Sequence[Candidate]) -> list[Outcome]:
         """Measures the finalists taking turns; [] where that fails."""
 
 
-@dataclass(frozen=True)
-class Entries:
-    """The functions that workers call, as "module:function"."""
-
-    build_ready: str = "ecornn.tune.building:ready"
-    build: str = "ecornn.tune.building:build"
-    measure_ready: str = "ecornn.tune.measuring:ready"
-    measure: str = "ecornn.tune.measuring:measure"
+Module = tuple[Path, Built]
 
 
 class ProcessEvaluator:
-    """Evaluates in worker processes.
+    """Evaluates the candidates of one task in the processes of a pool.
 
     Parameters
     ----------
     task, cell : what is tuned; ``cell`` is a spec for ``load_cell``
-    answer : writes the inputs and expected outputs (``oracle.write``) to the path it is given
-    builders : number of build processes
+    answer : writes the inputs and expected outputs (``oracle.write``) to the path it is given; called
+        in a thread, so that builds need not wait for it
+    pool : the processes; they outlive the evaluator
     limit : seconds that a build, and a measurement, may take
     seed : of the timed inputs
     """
 
-    def __init__(self, task: Task, cell: str, answer: Callable[[Path], None], *, builders: int,
-                 limit: float, seed: int, entries: Entries = Entries()) -> None:
-        self.task, self.cell, self.limit, self.seed, self.entries = task, cell, limit, seed, entries
+    def __init__(self, task: Task, cell: str, answer: Callable[[Path], None], pool: Pool, *, limit: float,
+                 seed: int) -> None:
+        self.task, self.cell, self.pool, self.limit, self.seed = task, cell, pool, limit, seed
         self.folder = tempfile.TemporaryDirectory(prefix="ecornn-tune-")
         self.answers = Path(self.folder.name, "answers.npz")
-        answer(self.answers)
-        self.measurer = Worker(entries.measure_ready, gpu=True)
-        self.workers = [Worker(entries.build_ready, gpu=False) for _ in range(builders)]
-        self.idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
-        for worker in self.workers:
-            self.idle.put(worker)
-        self.threads = ThreadPoolExecutor(builders, thread_name_prefix="build")
-        self.modules: dict[Candidate, tuple[Path, Built]] = {}
+        self.oracle = ThreadPoolExecutor(1, thread_name_prefix="oracle")
+        self.answered = self.oracle.submit(answer, self.answers)
+        self.pending, self.spare = 0, 0 if pool.quiet else len(pool.builders)
+        self.bound: float | None = None
+        self.modules: dict[Candidate, Module] = {}
         self.numbers = itertools.count()
         self.known: dict[str, Outcome] = {}  # digest of the code -> what it cost
+        self.lock = threading.Lock()
+        self.builds: set[Future[Module]] = set()  # under way
+        self.measures: set[Future[None]] = set()
+        self.built: list[tuple[Candidate, Future[Module]]] = []  # waiting until nothing is built
+        self.done: queue.SimpleQueue[tuple[Candidate, Outcome | BaseException]] = queue.SimpleQueue()
 
     def __enter__(self) -> ProcessEvaluator:
         return self
@@ -90,41 +108,74 @@ class ProcessEvaluator:
         self.close()
 
     def close(self) -> None:
-        """Stops every process, at once, and removes the modules."""
-        for worker in (*self.workers, self.measurer):
-            worker.stop()
-        self.threads.shutdown(cancel_futures=True)
+        """Gives up what is pending, and removes the modules."""
+        self.drop()
+        self.oracle.shutdown(cancel_futures=True)
         self.folder.cleanup()
 
-    def build(self, candidate: Candidate) -> tuple[Path, Built]:
+    def drop(self) -> None:
+        """See :class:`Evaluator`. What is under way ends soon, or its processes do."""
+        with self.lock:
+            futures: list[Future[Any]] = [*self.builds, *self.measures]
+            self.builds, self.measures, self.built = set(), set(), []
+        running = [future for future in futures if not future.cancel()]
+        if wait(running, PATIENCE).not_done:
+            self.pool.kill()
+            wait(running)
+        self.done, self.pending = queue.SimpleQueue(), 0
+
+    def submit(self, batch: Sequence[Candidate], bound: float | None) -> None:
+        """See :class:`Evaluator`. Where builds disturb measurements the batch is built first."""
+        self.bound = bound if self.bound is None else min(self.bound, bound or self.bound)
+        self.pending += len(batch)
+        with self.lock:
+            futures = [(c, self.pool.building.submit(self.build, c)) for c in batch]
+            self.builds.update(future for _, future in futures)
+        for candidate, future in futures:
+            future.add_done_callback(partial(self.pass_on, candidate))
+
+    def pass_on(self, candidate: Candidate, future: Future[Module]) -> None:
+        """A build is done, or was given up."""
+        with self.lock:
+            if future not in self.builds:
+                return
+            self.builds.remove(future)
+            self.built.append((candidate, future))
+            if self.pool.quiet and self.builds:
+                return
+            built, self.built = self.built, []
+            self.measures.update(self.pool.measuring.submit(self.finish, *one) for one in built)
+
+    def finish(self, candidate: Candidate, future: Future[Module]) -> None:
+        """Measures a module; whatever goes wrong is for :meth:`next` to say."""
+        try:
+            outcome = self.outcome(future)
+            if outcome.times is not None:
+                self.bound = min(self.bound or outcome.times.median, outcome.times.median)
+            self.done.put((candidate, outcome))
+        except BaseException as error:
+            self.done.put((candidate, error))
+
+    def next(self) -> tuple[Candidate, Outcome]:
+        """See :class:`Evaluator`."""
+        candidate, outcome = self.done.get()
+        self.pending -= 1
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return candidate, outcome
+
+    def build(self, candidate: Candidate) -> Module:
         """The candidate's module file; :class:`WorkerError` where it cannot be built in time."""
         if candidate not in self.modules:
             path = Path(self.folder.name, f"{next(self.numbers)}.so")
             request = Build(self.cell, self.task.workload, self.task.device, candidate.schedule,
                             candidate.config, str(path))
-            worker = self.idle.get()
-            try:
-                built = worker.call(self.entries.build, request, Built, self.limit)
-            finally:
-                self.idle.put(worker)
+            with self.pool.one_of(self.pool.idle_builders) as worker:
+                built = worker.call(self.pool.entries.build, request, Built, self.limit)
             self.modules[candidate] = path, built
         return self.modules[candidate]
 
-    def evaluate(self, batch: Sequence[Candidate],
-                 bound: float | None) -> Iterator[tuple[Candidate, Outcome]]:
-        """See :class:`Evaluator`. On a CPU nothing is built while something is measured."""
-        futures: dict[Future[tuple[Path, Built]], Candidate] = {
-            self.threads.submit(self.build, c): c for c in batch}
-        done: Iterator[Future[tuple[Path, Built]]] = as_completed(futures)
-        if self.task.device.kind == "llvm":
-            done = iter(list(done))
-        for future in done:
-            outcome = self.outcome(future, bound)
-            if outcome.times is not None:
-                bound = min(bound or outcome.times.median, outcome.times.median)
-            yield futures[future], outcome
-
-    def outcome(self, future: Future[tuple[Path, Built]], bound: float | None) -> Outcome:
+    def outcome(self, future: Future[Module]) -> Outcome:
         """Measures a finished build, unless the same code was measured before."""
         try:
             path, built = future.result()
@@ -132,32 +183,30 @@ class ProcessEvaluator:
             return Outcome(error=f"build: {error}"[:2000])
         if built.digest not in self.known:
             try:
-                (one,) = self.measure([path], bound)
-                self.known[built.digest] = Outcome(Times.of(list(one.times)), one.check, built.digest)
+                (one,) = self.measure([path], self.bound)
+                self.known[built.digest] = self.of(one, built)
             except WorkerError as error:
                 self.known[built.digest] = Outcome(source=built.digest, error=f"run: {error}"[:2000])
         return self.known[built.digest]
 
-    def measure(self, paths: Sequence[Path], bound: float | None,
-                fewest: int = FEWEST) -> list[Measured]:
-        """Checks and times modules in the measuring process."""
-        work = self.task.workload
-        request = Measure(tuple(map(str, paths)), str(self.answers), TOLERANCE[work.dtype],
-                          work.seq, self.seed, bound, fewest)
-        try:
-            return self.measurer.call(self.entries.measure, request, list[Measured],
-                                      self.limit * len(paths))
-        except WorkerError as error:
-            if not error.lost and self.task.device.kind == "cuda":
-                self.measurer.kill()  # an illegal access poisons the process's CUDA context
-            raise
+    @staticmethod
+    def of(one: Measured, built: Built) -> Outcome:
+        """A measurement as the tuner sees it."""
+        return Outcome(Times.of(list(one.times)), one.check, built.digest, noisy=one.noisy)
+
+    def measure(self, paths: Sequence[Path], bound: float | None, fewest: int = FEWEST) -> list[Measured]:
+        """Checks and times modules in a measuring process."""
+        self.answered.result()
+        work, limit = self.task.workload, self.limit * len(paths)
+        request = Measure(tuple(map(str, paths)), str(self.answers), tolerance(work), work.seq,
+                          self.seed, bound, fewest, limit)
+        return self.pool.measure(request, list[Measured], limit)
 
     def compare(self, finalists: Sequence[Candidate]) -> list[Outcome]:
         """See :class:`Evaluator`."""
         try:
-            built = list(self.threads.map(self.build, finalists))
+            built = list(self.pool.building.map(self.build, finalists))
             measured = self.measure([path for path, _ in built], None, COMPARED)
         except WorkerError:
             return []
-        return [Outcome(Times.of(list(one.times)), one.check, b.digest)
-                for (_, b), one in zip(built, measured, strict=True)]
+        return [self.of(one, b) for (_, b), one in zip(built, measured, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import lru_cache
 from pathlib import Path
 
 from ecornn.device import Device
@@ -34,9 +35,15 @@ def shipped_folder() -> Path:
 def log_path(workload: Workload, device: Device) -> Path:
     """The user's log for a workload: one file for each workload and device."""
     device_name = re.sub(r"[^A-Za-z0-9]+", "-", f"{device.name} {device.arch}").strip("-").lower()
-    cell = workload.cell.replace("@", "-")
+    cell, weights = workload.cell.replace("@", "-"), f"_w{workload.weights}" if workload.weights else ""
     return user_folder() / (f"{cell}_h{workload.hidden}_i{workload.input}_b{workload.batch}"
-                            f"_t{workload.seq}_{workload.dtype}_{device_name}.jsonl")
+                            f"_t{workload.seq}_{workload.dtype}{weights}_{device_name}.jsonl")
+
+
+@lru_cache(maxsize=4096)
+def _read(path: Path, modified: int, size: int) -> Log:
+    """A log as it was then; a session that tunes many workloads asks for the same ones again."""
+    return read(path)
 
 
 def read_all(folders: list[Path] | None = None) -> Log:
@@ -45,7 +52,8 @@ def read_all(folders: list[Path] | None = None) -> Log:
     for folder in folders if folders is not None else [user_folder(), shipped_folder()]:
         for path in sorted(folder.glob("*.jsonl")) if folder.is_dir() else []:
             try:
-                log.extend(read(path))
-            except RecordError as error:
+                state = path.stat()
+                log.extend(_read(path, state.st_mtime_ns, state.st_size))
+            except (OSError, RecordError) as error:
                 log.problems.append(str(error))
     return log

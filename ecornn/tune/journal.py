@@ -76,10 +76,13 @@ class Journal:
         """Wall time that the run has taken so far, over all its sessions."""
         return max((t.seconds for t in self.trials), default=0.0)
 
-    def finished(self, trials: int, time_limit: float | None) -> bool:
-        """Whether nothing is left to do for a run of ``trials`` trials and ``time_limit`` seconds."""
+    def finished(self, trials: int, time_limit: float | None, early_stop: bool = False) -> bool:
+        """Whether nothing is left to do for a run of ``trials`` trials and ``time_limit`` seconds, that
+        may or may not stop early."""
         if self.finish is None:
             return False
+        if self.finish.reason == "converged" and early_stop:
+            return True
         if self.finish.reason == "space" or self.finish.trials >= trials:
             return True
         return self.finish.reason == "time" and time_limit is not None and (

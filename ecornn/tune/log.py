@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +20,11 @@ class Line:
     path: Path
     number: int
     record: AnyRecord
+
+    @property
+    def full_place(self) -> str:
+        """``file:line`` with the file's folder."""
+        return f"{self.path}:{self.number}"
 
     @property
     def place(self) -> str:
@@ -75,6 +80,32 @@ def append_all(path: Path, records: Sequence[AnyRecord]) -> None:
                 os.close(file)
     except OSError as error:
         raise RecordError(f"cannot append to the tuning log {path}: {error}") from error
+
+
+def rewrite(path: Path, change: Callable[[Log], Sequence[AnyRecord]]) -> None:
+    """Makes a log hold what ``change`` makes of what it holds, in one step: complete or not at all.
+
+    Appends of other processes wait meanwhile. A file that does not exist is an empty log. Raises
+    :class:`RecordError` where the file cannot be read or written or would exceed 64 MiB.
+    """
+    from filelock import FileLock
+
+    made = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock"):
+            data = b"".join(encode(r) for r in change(read(path) if path.exists() else Log()))
+            if len(data) > MAX_FILE:
+                raise RecordError(f"{path} would have {len(data) >> 20} MiB; at most {MAX_FILE >> 20} are allowed")
+            with made.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            made.replace(path)
+    except OSError as error:
+        raise RecordError(f"cannot write the tuning log {path}: {error}") from error
+    finally:
+        made.unlink(missing_ok=True)
 
 
 def read(path: Path) -> Log:

@@ -1,24 +1,42 @@
 """Which record applies to a task, and why.
 
-In order: this device before another of the same architecture that has no more cores; the same
-batch before the nearest larger one; the user's folder before the shipped one; measured again at
-the end of a run before measured once; the fastest. The sequence length plays no part: a module
-serves every T. Where only records of another revision of a schedule are left, the configuration of
-the best one is used before the heuristic, and the provenance says so.
+A record is near or far by the device that it was measured on, then by its batch, then by its
+sequence length (within a factor of two all are near: a module serves every T). Among the nearest
+ones the configuration that is expected to be fastest is used:
+
+1. measured on this device (same name and number of cores);
+2. on another device of the same architecture, with no more cores, shared memory or registers;
+3. on any other device: a seed, whose time says nothing here;
+4. else the default of the first schedule that serves.
+
+A record of another revision of its schedule is stale: its time is, not its configuration. So it
+competes, with its time taken as ``STALE`` slower; a time measured once, without the final comparison,
+is taken as ``ONCE`` slower. A configuration that failed since then is not used. The batch of a record is
+at most a factor ``REACH`` away. Of records equally near, the user's folder goes before the one that
+ships, unless all it has is stale.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from ecornn.device import Device
 from ecornn.schedules.base import Config, Schedule, Task, Value
 from ecornn.tune.log import Line, Log
 from ecornn.tune.record import Trial
+from ecornn.tune.space import Candidate
 from ecornn.workload import Workload
 
-STALE = "stale (another revision of their schedule)"
+STALE = 1.1  # of the persistent schedule's first two revisions: between 0.97 and 1.09
+ONCE = 1.03  # the fastest of many times measured once is faster than it really is
+REACH = 4.0
+HERE, SMALLER, ELSEWHERE = range(3)  # tiers of devices
+
+Distance = tuple[int, float, int]  # tier, octaves of batch (a smaller one counts a little more), octaves of T
 
 
 @dataclass(frozen=True)
@@ -31,37 +49,136 @@ class Found:
     line: Line | None = None  # None: no record applies
 
 
-def rank(trial: Trial, workload: Workload, device: Device) -> tuple[int, int, int] | None:
-    """How far a trial is from a task, small is near: (device, cores, batch); None: not applicable."""
+@dataclass(frozen=True)
+class Evidence:
+    """A record of a configuration that could be used, and the µs per step to expect of it."""
+
+    line: Line
+    trial: Trial
+    expected: float
+    stale: bool
+
+    @property
+    def order(self) -> tuple[float, str, str, int, str]:
+        """Expected time, then what makes the choice the same whatever the order of reading."""
+        return self.expected, self.trial.time, self.trial.run, self.trial.index, str(sorted(self.trial.config.items()))
+
+
+def find(task: Task, schedules: Sequence[Schedule], log: Log) -> Found:
+    """The best record for the task among ``schedules`` (preferred ones first), else the heuristic:
+    the default of the first. ``log`` holds the user's lines first.
+    """
+    by_name = {s.name: s for s in schedules}
+    folders: dict[object, int] = {}  # folder -> its place in the order of reading
+    groups: dict[Distance, list[Line]] = {}
+    for line in log.lines:
+        folders.setdefault(line.path.parent, len(folders))
+        if isinstance(line.record, Trial):
+            distance = how_far(line.record, task.workload, task.device)
+            if distance is not None:
+                groups.setdefault(distance, []).append(line)
+    ignored: dict[str, int] = {}
+    for distance in sorted(groups):
+        evidence = collect(groups[distance], by_name, task, ignored)
+        first_of = [[one for one in evidence if folders[one.line.path.parent] == place] for place in folders.values()]
+        for rivals in (*(of for of in first_of if not all(one.stale for one in of)), evidence):
+            if rivals:
+                best = min(rivals, key=lambda one: one.order)
+                fresh = min((one for one in rivals if not one.stale), key=lambda one: one.order, default=None)
+                return Found(by_name[best.trial.schedule], best.trial.config,
+                             describe(best, fresh, distance, task, by_name) + said(ignored), best.line)
+    first = schedules[0]
+    why = "no record applies" if not ignored else "no usable record"
+    return Found(first, first.default(task), f"untuned default of {first.name}: {why}" + said(ignored))
+
+
+def how_far(trial: Trial, workload: Workload, device: Device) -> Distance | None:
+    """How far a trial is from a task, small is near; None: it has nothing to say about it."""
     of, on = trial.workload, trial.device
-    if trial.times is None or on.kind != device.kind or on.arch != device.arch:
+    if on.kind != device.kind or sizes(of) != sizes(workload):
         return None
-    if (of.cell, of.hidden, of.input, of.dtype) != (workload.cell, workload.hidden, workload.input,
-                                                    workload.dtype) or of.batch < workload.batch:
+    octaves = math.log2(of.batch / workload.batch)
+    if abs(octaves) > math.log2(REACH):
         return None
-    if on.cores > device.cores:  # its blocks would not all be resident
-        return None
-    same = on.name == device.name and on.cores == device.cores
-    return (0 if same else 1, device.cores - on.cores, of.batch - workload.batch)
+    if on.arch == device.arch and on.name == device.name and on.cores == device.cores:
+        tier = HERE
+    else:
+        tier = SMALLER if within(on, device) else ELSEWHERE
+    # Of two that are equally near the larger one is better: its configuration has room for the rows.
+    return tier, octaves if octaves >= 0 else -octaves + 1e-6, int(abs(math.log2(of.seq / workload.seq)))
+
+
+def sizes(work: Workload) -> Workload:
+    """A workload without what may differ between a record and a task: B and T."""
+    return msgspec.structs.replace(work, batch=1, seq=1)
+
+
+def within(on: Device, device: Device) -> bool:
+    """Whether what ran on one device has enough cores and memory on the other, of its architecture.
+
+    The memory that counts is on chip; that a configuration fits into it is for ``check`` to say.
+    """
+    return on.arch == device.arch and all(
+        getattr(on, n) <= getattr(device, n) for n in ("cores", "shared", "registers"))
+
+
+def collect(lines: Sequence[Line], by_name: dict[str, Schedule], task: Task,
+            ignored: dict[str, int]) -> list[Evidence]:
+    """The best evidence for each configuration that can be used; the others are counted."""
+    tried: dict[Candidate, list[Line]] = {}
+    for line in lines:
+        trial = line.record
+        assert isinstance(trial, Trial)
+        tried.setdefault(Candidate.of(trial.schedule, trial.config), []).append(line)
+    found = []
+    for candidate, of in tried.items():
+        timed = [line for line in of if line.record.times is not None]  # type: ignore[union-attr]
+        if not timed:
+            continue
+        schedule = by_name.get(candidate.schedule)
+        reason = unfit(schedule, task, candidate.config)
+        if reason is None and schedule is not None:
+            one = best_evidence(timed, schedule)
+            if not one.stale or not any(line.record.revision == schedule.revision  # type: ignore[union-attr]
+                                        for line in of if line not in timed):
+                found.append(one)
+                continue
+            reason = "stale, and failing since"
+        ignored[str(reason)] = ignored.get(str(reason), 0) + len(timed)
+    return found
+
+
+def best_evidence(lines: Sequence[Line], schedule: Schedule) -> Evidence:
+    """Of several times of one configuration: a current one before a stale one, one of a final
+    comparison before one measured once, then the latest."""
+    ranked = []
+    for line in lines:
+        trial = line.record
+        assert isinstance(trial, Trial) and trial.times is not None
+        stale, once = trial.revision != schedule.revision, trial.stage != "final"
+        expected = trial.times.median * (STALE if stale else 1.0) * (ONCE if once else 1.0)
+        one = Evidence(line, trial, expected, stale)
+        ranked.append((not stale, not once, trial.time, -expected, trial.run, -trial.index, one))
+    return max(ranked, key=lambda r: r[:-1])[-1]
 
 
 def unusable(schedule: Schedule | None, task: Task, trial: Trial) -> str | None:
-    """Why a trial that matches the task cannot be used; None: it can."""
+    """Why a trial's time says nothing of its schedule as it is now; None: it does."""
+    if schedule is not None and trial.revision != schedule.revision:
+        return "stale (another revision of their schedule)"
+    return unfit(schedule, task, trial.config)
+
+
+def unfit(schedule: Schedule | None, task: Task, config: Config) -> str | None:
+    """Why a configuration cannot be used for the task; None: it can."""
     if schedule is None:
         return "of schedules that do not serve this"
-    if trial.revision != schedule.revision:
-        return STALE
-    return unfit(schedule, task, trial)
-
-
-def unfit(schedule: Schedule, task: Task, trial: Trial) -> str | None:
-    """Why the configuration of a trial cannot be used, whatever its revision; None: it can."""
-    if not same_config(trial.config, schedule.default(task)):
-        values = {knob.name: knob.values for knob in schedule.knobs(task)}
-        if set(trial.config) != set(values) or not all(
-                any(same_value(value, v) for v in values[name]) for name, value in trial.config.items()):
-            return "with knobs or values that the schedule no longer has here"
-    return "of configurations that do not fit here" if schedule.check(task, trial.config) else None
+    values = {knob.name: knob.values for knob in schedule.knobs(task)}
+    known = set(config) == set(values)
+    listed = known and all(any(same_value(value, v) for v in values[name]) for name, value in config.items())
+    if not known or (not listed and not same_config(config, schedule.default(task))):
+        return "with knobs or values that the schedule no longer has here"
+    return "of configurations that do not fit here" if schedule.check(task, config) else None
 
 
 def same_value(a: Value, b: Value) -> bool:
@@ -74,46 +191,24 @@ def same_config(a: Config, b: Config) -> bool:
     return set(a) == set(b) and all(same_value(a[k], b[k]) for k in a)
 
 
-def find(task: Task, schedules: Sequence[Schedule], log: Log) -> Found:
-    """The best record for the task among ``schedules`` (preferred ones first), else the heuristic:
-    the default of the first. ``log`` holds the user's lines first.
-    """
-    by_name = {s.name: s for s in schedules}
-    folders: dict[object, int] = {}  # folder -> its place in the order of reading
-    candidates = []
-    for line in log.lines:
-        folder = folders.setdefault(line.path.parent, len(folders))
-        if isinstance(line.record, Trial):
-            distance = rank(line.record, task.workload, task.device)
-            if distance is not None and line.record.times is not None:
-                candidates.append(((*distance, folder, line.record.stage != "final",
-                                    line.record.times.median), line.record, line))
-    ignored: dict[str, int] = {}
-    outdated: Found | None = None
-    for key, trial, line in sorted(candidates, key=lambda c: c[0]):
-        schedule = by_name.get(trial.schedule)
-        reason = unusable(schedule, task, trial)
-        if reason is None and schedule is not None:
-            text = describe(trial, line, key[0] == 0, task) + said(ignored)
-            return Found(schedule, trial.config, text, line)
-        if outdated is None and schedule is not None and reason == STALE and not unfit(schedule, task, trial):
-            outdated = Found(schedule, trial.config, describe(trial, line, key[0] == 0, task)
-                             + f" with revision {trial.revision} of {schedule.name}, now {schedule.revision}: "
-                             "its configuration is likely still good, its time is not known", line)
-        ignored[str(reason)] = ignored.get(str(reason), 0) + 1
-    if outdated is not None:
-        return outdated
-    first = schedules[0]
-    why = "no record applies" if not ignored else "no usable record"
-    return Found(first, first.default(task), f"untuned default of {first.name}: {why}" + said(ignored))
-
-
-def describe(trial: Trial, line: Line, same_device: bool, task: Task) -> str:
-    """A record that was chosen, in one line."""
+def describe(one: Evidence, fresh: Evidence | None, distance: Distance, task: Task,
+             by_name: dict[str, Schedule]) -> str:
+    """The record that was chosen, in one line; ``fresh``: the best that is not stale."""
+    trial = one.trial
     assert trial.times is not None
-    device = "this device" if same_device else f"{trial.device.name} (same architecture)"
+    device = ("this device", f"{trial.device.name} (same architecture)",
+              f"a seed from {trial.device.name}, to be re-checked here by `ecornn tune`")[distance[0]]
     batch = "same batch" if trial.workload.batch == task.workload.batch else f"batch {trial.workload.batch}"
-    return f"record {line.place} of {trial.time}: {device}, {batch}, {trial.times.median:g} µs per step"
+    length = "" if distance[2] == 0 else f", T={trial.workload.seq}"
+    text = (f"record {one.line.place} of {trial.time}: {device}, {batch}{length}, "
+            f"{trial.times.median:g} µs per step")
+    if one.stale:
+        text += (f" with revision {trial.revision} of {trial.schedule}, now {by_name[trial.schedule].revision}: its "
+                 "configuration is still good, its time is not known")
+        if fresh is not None and fresh.trial.times is not None:
+            text += (f", but expected to beat {fresh.trial.schedule} at {fresh.trial.times.median:g} "
+                     f"({fresh.line.place})")
+    return text
 
 
 def said(ignored: dict[str, int]) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from ecornn.errors import ScheduleError
 from ecornn.tune.arrays import Arrays, arrays_for, torch_sees_gpu
 from ecornn.tune.oracle import relative_error
-from ecornn.tune.timing import FEWEST, Contestant, race
+from ecornn.tune.timing import FEWEST, Contestant, race, settled
 
 
 class Measure(msgspec.Struct, frozen=True):
@@ -27,6 +27,7 @@ class Measure(msgspec.Struct, frozen=True):
     seed : of the timed input
     bound : µs per step of the best so far; hopeless candidates are timed once; None: no bound
     fewest : samples of the others, at least
+    limit : seconds that all this may take
     """
 
     paths: tuple[str, ...]
@@ -36,13 +37,15 @@ class Measure(msgspec.Struct, frozen=True):
     seed: int
     bound: float | None = None
     fewest: int = FEWEST
+    limit: float = 60.0
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """One module's relative error and µs per step of each run."""
+    """One module's relative error and µs per step of each run; ``noisy``: they did not settle."""
 
     check: float
     times: tuple[float, ...]
+    noisy: bool = False
 
 
 def ready(_: None) -> bool:
@@ -96,5 +99,5 @@ def measure(request: Measure) -> list[Measured]:
             contestants.append(Contestant(partial(layer, x, out=out), memory.clock))
     bound = None if request.bound is None else request.bound * request.seq * 1e-6
     times = race(contestants, bound, fewest=request.fewest)
-    return [Measured(error, tuple(t * 1e6 / request.seq for t in runs))
+    return [Measured(error, tuple(t * 1e6 / request.seq for t in runs), not settled(runs))
             for error, runs in zip(errors, times, strict=True)]

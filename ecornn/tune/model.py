@@ -57,14 +57,23 @@ class CostModel:
         self.columns.learn(rows)
         data = xgboost.DMatrix(self.columns.matrix(rows),
                                label=np.array([v for g in groups for v in self.labels(g)]),
-                               missing=float("nan"))
+                               missing=float("nan"), nthread=1)
         data.set_group([len(self.rows[g]) for g in groups])
         self._booster = xgboost.train({**PARAMETERS, "seed": self.seed}, data, ROUNDS)
         return True
 
-    def score(self, rows: Sequence[dict[str, float]]) -> list[float]:
-        """Predicted order of candidates, higher is faster. :meth:`fit` must have returned True."""
+    def table(self, rows: Sequence[dict[str, float]]) -> Any:
+        """The rows as :meth:`score` takes them; good for as long as :attr:`width` stays."""
+        return self.columns.matrix(list(rows))
+
+    @property
+    def width(self) -> int:
+        """Number of features that the model knows of."""
+        return len(self.columns.place)
+
+    def score(self, table: Any) -> list[float]:
+        """Predicted order of the rows of a table, higher is faster. :meth:`fit` must have returned
+        True."""
         import xgboost
 
-        data = xgboost.DMatrix(self.columns.matrix(list(rows)), missing=float("nan"))
-        return [float(v) for v in self._booster.predict(data)]
+        return [float(v) for v in self._booster.predict(xgboost.DMatrix(table, missing=float("nan"), nthread=1))]

@@ -10,6 +10,7 @@ import numpy as np
 from ecornn.cells import Cell
 from ecornn.numpy_reference import STEPS as REFERENCES
 from ecornn.schedules.base import Task
+from ecornn.workload import Workload
 
 STEPS = 8  # enough to pass through every state buffer and barrier several times
 
@@ -17,6 +18,15 @@ STEPS = 8  # enough to pass through every state buffer and barrier several times
 # long sum. float16 and bfloat16 (unit roundoff 5e-4 and 4e-3): about twice the error of cuDNN on an
 # LSTM of these types, 2.9e-4 and 2.3e-3.
 TOLERANCE = {"float32": 1e-5, "float16": 6e-4, "bfloat16": 5e-3}
+
+
+# Rounding to bfloat16 is done before the reference here; that to int8 is not, and costs both sides of a product.
+INT8_TOLERANCE = 3e-2
+
+
+def tolerance(work: Workload) -> float:
+    """The relative error that a candidate may have."""
+    return INT8_TOLERANCE if work.weights == "int8" else TOLERANCE[work.dtype]
 
 
 def numpy_dtype(dtype: str) -> Any:
@@ -41,12 +51,12 @@ def write(path: Path, cell: Cell, task: Task, seed: int) -> None:
     workload's dtype; expected outputs are float64.
     """
     work, rng = task.workload, np.random.default_rng(seed)
-    bound = 1.0 / np.sqrt(work.hidden)
+    bound, kind = 1.0 / np.sqrt(work.hidden), work.dtype if work.weights in (None, "int8") else work.weights
     x = rounded(rng.uniform(-1, 1, (STEPS, work.batch, work.input)), work.dtype)
     states = [rounded(rng.uniform(-1, 1, (work.batch, work.hidden)), work.dtype) for _ in cell.states]
     shaped, flat = {}, {}
     for name, shape in cell.parameters(work.input, work.hidden).items():
-        shaped[name] = rounded(rng.uniform(-bound, bound, shape), work.dtype)
+        shaped[name] = rounded(rng.uniform(-bound, bound, shape), kind)
         flat[cell.parameter_name(name)] = shaped[name].reshape(-1, *shape[2:])
     if cell.identity() in REFERENCES:
         from ecornn.numpy_reference import reference

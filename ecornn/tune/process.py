@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -39,11 +40,12 @@ class Worker:
     """One worker process, started when first called and again after it was lost.
 
     ``ready`` ("module:function") is called first in a new process with ``null``; it does not count
-    against a call's limit. With ``gpu`` False the process sees no GPU.
+    against a call's limit. With ``gpu`` False the process sees no GPU. ``environment``: variables that
+    it sees besides this process's own.
     """
 
-    def __init__(self, ready: str, gpu: bool) -> None:
-        self.ready, self.gpu = ready, gpu
+    def __init__(self, ready: str, gpu: bool, environment: Mapping[str, str] | None = None) -> None:
+        self.ready, self.gpu, self.environment = ready, gpu, dict(environment or {})
         self.process: subprocess.Popen[bytes] | None = None
         self.stopped = False
         self.turn = threading.RLock()  # held for the length of a call
@@ -52,25 +54,35 @@ class Worker:
         """``function(argument)`` in the worker, decoded as ``kind``; :class:`WorkerError` where it
         raises, crashes, or takes longer than ``limit`` seconds and is killed."""
         with self.turn:
+            self.wake()
+            return msgspec.json.decode(self.exchange(function, argument, limit), type=kind)
+
+    def wake(self) -> None:
+        """Starts the process unless it runs; returns once it is ready."""
+        with self.turn:
             if self.process is None or self.process.poll() is not None:
                 self.release()
                 self.start()
                 self.exchange(self.ready, None, START_LIMIT)
-            return msgspec.json.decode(self.exchange(function, argument, limit), type=kind)
 
     def start(self) -> None:
         """Starts the process, in a process group of its own."""
         if self.stopped:
             raise WorkerError("stopped", lost=True)
         path = [os.path.abspath(p or ".") for p in sys.path]  # noqa: PTH100 (may not exist)
-        environment = {**os.environ, MARK: "1", "PYTHONPATH": os.pathsep.join(path),
+        environment = {**os.environ, **self.environment, MARK: "1", "PYTHONPATH": os.pathsep.join(path),
                        "PYTHONSAFEPATH": "1"}
         if not self.gpu:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "ecornn.tune.worker"], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=self.errors, env=environment, start_new_session=True)
+        lifeline, self.lifeline = os.pipe()
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "ecornn.tune.worker", str(lifeline)], stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, stderr=self.errors, env=environment, start_new_session=True,
+                pass_fds=[lifeline])
+        finally:
+            os.close(lifeline)
         if self.stopped:  # by another thread, in the meantime
             self.kill()
 
@@ -147,3 +159,5 @@ class Worker:
             for stream in (self.process.stdin, self.process.stdout, self.errors):
                 with contextlib.suppress(OSError):  # what was never flushed into a broken pipe
                     stream.close()
+            os.close(self.lifeline)
+            self.process = None

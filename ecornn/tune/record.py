@@ -16,6 +16,8 @@ from ecornn.errors import RecordError
 from ecornn.workload import Workload
 
 VERSION = 1
+MINOR = 1  # 0: without `minor`, `clocks` and `noisy`
+READS = f"this program reads version {VERSION}.0 to {VERSION}.{MINOR}"
 MAX_LINE = 16 << 10  # bytes of one line with its newline
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -25,6 +27,7 @@ Micro = Annotated[float, msgspec.Meta(gt=0, lt=1e12)]  # µs
 Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
 Knobs = Annotated[dict[Name, int | bool | Name], msgspec.Meta(max_length=64)]
 Names = Annotated[dict[Name, Name], msgspec.Meta(max_length=32)]
+Megahertz = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 
 
 class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,6 +58,13 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls(median, p20, p80, tuple(round5))
 
 
+class Clocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The highest clocks of a device, MHz; 0 where unknown. ``memory`` is 0 on a CPU."""
+
+    cores: Megahertz = 0
+    memory: Megahertz = 0
+
+
 class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A schedule with its knobs."""
 
@@ -70,6 +80,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """
 
     v: int = VERSION
+    minor: int = MINOR  # of a line: absent means 0; a record in memory has every field of MINOR
     run: Name
     time: Name = msgspec.field(default_factory=lambda: now())
 
@@ -83,6 +94,7 @@ class Start(Record, frozen=True, kw_only=True, tag="start"):
     trials: Count
     seed: Count
     versions: Names
+    clocks: Clocks | None = None
 
 
 class Trial(Record, frozen=True, kw_only=True, tag="trial"):
@@ -91,6 +103,7 @@ class Trial(Record, frozen=True, kw_only=True, tag="trial"):
     ``stage`` is ``search``, or ``final`` where the best were measured again, taking turns. ``check``
     is the relative error against float64, ||out - ref|| / ||ref||; ``source`` the digest of the
     generated code; ``seconds`` the run's wall time so far. A trial with ``error`` has no ``times``.
+    ``noisy``: the device did not hold still, so that the median is not known to ``timing.TIGHT``.
     """
 
     index: Count
@@ -101,12 +114,14 @@ class Trial(Record, frozen=True, kw_only=True, tag="trial"):
     revision: Count
     config: Knobs
     versions: Names  # ecornn, tvm, tvm_ffi; driver and cuda on a GPU
+    clocks: Clocks | None = None
     seed: Count
     seconds: Seconds
     times: Times | None = None
     check: Annotated[float, msgspec.Meta(ge=0)] | None = None
     source: Annotated[str, msgspec.Meta(max_length=64)] = ""
     error: Message | None = None
+    noisy: bool = False
 
     def __post_init__(self) -> None:
         if self.stage not in ("search", "final"):
@@ -121,7 +136,8 @@ class Trial(Record, frozen=True, kw_only=True, tag="trial"):
 
 
 class Finish(Record, frozen=True, kw_only=True, tag="finish"):
-    """A run ended: ``reason`` is ``trials`` (all made), ``space`` (all tried) or ``time`` (limit)."""
+    """A run ended: ``reason`` is ``trials`` (all made), ``space`` (all tried), ``time`` (limit) or
+    ``converged`` (more trials were unlikely to help)."""
 
     reason: Name
     trials: Count
@@ -155,7 +171,27 @@ def decode(line: bytes) -> AnyRecord:
     try:
         record = _decoder.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RecordError(str(error)) from error
-    if record.v != VERSION:
-        raise RecordError(f"version {record.v} of the format; this program reads version {VERSION}")
+        newer = _newer(line)
+        raise RecordError(f"version {newer} of the format; {READS}" if newer else str(error)) from error
+    if record.v != VERSION or not 0 <= record.minor <= MINOR:
+        raise RecordError(f"version {record.v}.{record.minor} of the format; {READS}")
     return record
+
+
+class _Head(msgspec.Struct):
+    """What says which fields a line may have."""
+
+    v: int
+    minor: int = 0
+
+
+_head = msgspec.json.Decoder(_Head)
+
+
+def _newer(line: bytes) -> str | None:
+    """The version of a line that a newer program wrote, such as ``1.2``; None: it is no newer."""
+    try:
+        head = _head.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return f"{head.v}.{head.minor}" if (head.v, head.minor) > (VERSION, MINOR) else None

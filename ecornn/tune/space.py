@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import random
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ecornn.errors import ScheduleError
 from ecornn.schedules.base import Config, Knob, Schedule, Task, Value
 
-SCANNED = 600_000  # combinations of one schedule whose check is asked, a few seconds in all
+ASKED = 150_000  # calls of one schedule's check, a second or two in all
+SAMPLED = 50_000  # combinations of a schedule that needs more calls
 KEPT = 200_000  # of those that fit, as numbers
 
 
@@ -33,6 +34,27 @@ class Candidate:
         return dict(self.knobs)
 
 
+class Watched(Mapping[str, Value]):
+    """A configuration that remembers which of its knobs were looked at."""
+
+    __slots__ = ("config", "read")
+
+    def __init__(self, config: dict[str, Value]) -> None:
+        self.config = config
+        self.read: dict[str, None] = {}  # in the order of the first look
+
+    def __getitem__(self, name: str) -> Value:
+        self.read[name] = None
+        return self.config[name]
+
+    def __iter__(self) -> Iterator[str]:
+        self.read |= dict.fromkeys(self.config)
+        return iter(self.config)
+
+    def __len__(self) -> int:
+        return len(self.config)
+
+
 class ConfigSpace:
     """The union of the schedules' knob products, filtered by ``check``.
 
@@ -40,6 +62,9 @@ class ConfigSpace:
     the numbers that fit are kept; where there are too many to ask for all, those of a random sample.
     Few combinations of a tight schedule fit (one in a thousand), so drawing until one does would
     hardly ever propose that schedule.
+
+    What ``check`` says depends on the knobs that it reads and no other, so one answer settles all
+    combinations that agree in these (conflict-directed backjumping).
 
     Raises :class:`ScheduleError` without schedules.
     """
@@ -67,17 +92,47 @@ class ConfigSpace:
 
     def scan(self, schedule: Schedule) -> array[int]:
         """Numbers of the combinations that fit."""
-        size = self.size(schedule.name)
-        numbers: Sequence[int] = range(size)
-        if size > KEPT:
-            numbers = random.Random(size).sample(numbers, min(size, SCANNED))
-        found = array("q")
-        for number in numbers:
-            if schedule.check(self.task, self.config(schedule.name, number)) is None:
-                found.append(number)
-                if len(found) == KEPT:
-                    break
+        found = self.walk(schedule)
+        if found is None:
+            size = self.size(schedule.name)
+            numbers = random.Random(size).sample(range(size), min(size, SAMPLED))
+            found = array("q", (n for n in numbers
+                                if schedule.check(self.task, self.config(schedule.name, n)) is None))
         return found
+
+    def walk(self, schedule: Schedule) -> array[int] | None:
+        """As :meth:`scan`, of all combinations; None where they are too many to ask for."""
+        knobs = {k.name: k for k in self.knobs[schedule.name]}
+        weight, weights = 1, {}  # of a knob's place in the number
+        for name, knob in knobs.items():
+            weights[name], weight = weight, weight * len(knob.values)
+        default = Watched(dict(schedule.default(self.task)))
+        schedule.check(self.task, default)
+        order = [n for n in dict.fromkeys([*default.read, *knobs]) if n in knobs]  # as check looks at them
+        sizes = [len(knobs[n].values) for n in order]
+        depth = {n: i for i, n in enumerate(order)}
+        # numbers of all combinations of the knobs behind a depth
+        rest = [[0]]
+        for name, size in zip(reversed(order), reversed(sizes), strict=True):
+            rest.append([r + p * weights[name] for p in range(size) for r in rest[-1]] if len(rest[-1]) < KEPT else [])
+        rest.reverse()
+        places, found = [0] * len(order), array("q")
+        for _ in range(ASKED):
+            config = Watched({n: knobs[n].values[p] for n, p in zip(order, places, strict=True)})
+            fits = schedule.check(self.task, config) is None
+            deepest = max((depth[n] for n in config.read), default=-1)
+            if fits:
+                base = sum(p * weights[n] for n, p in zip(order, places, strict=True))
+                found.extend(base + r for r in rest[deepest + 1])
+                if len(found) > KEPT:
+                    return None
+            while deepest >= 0 and places[deepest] == sizes[deepest] - 1:
+                places[deepest] = 0
+                deepest -= 1
+            if deepest < 0:
+                return found
+            places[deepest] += 1
+        return None
 
     def config(self, schedule: str, number: int) -> dict[str, Value]:
         """The combination of that number."""
@@ -111,10 +166,9 @@ class ConfigSpace:
     def neighbour(self, candidate: Candidate, rng: random.Random) -> Candidate | None:
         """One knob changed, to a candidate that fits; None where there is none."""
         knobs = [k for k in self.knobs[candidate.schedule] if len(k.values) > 1]
-        changes = [(k.name, v) for k in rng.sample(knobs, len(knobs))
-                   for v in rng.sample(k.values, len(k.values))]
-        for name, value in changes:
-            changed = Candidate.of(candidate.schedule, {**candidate.config, name: value})
-            if changed != candidate and self.fits(changed):
-                return changed
+        for knob in rng.sample(knobs, len(knobs)):
+            for value in rng.sample(knob.values, len(knob.values)):
+                changed = Candidate.of(candidate.schedule, {**candidate.config, knob.name: value})
+                if changed != candidate and self.fits(changed):
+                    return changed
         return None

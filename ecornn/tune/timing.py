@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,10 +12,12 @@ Run = Callable[[], Any]  # starts one sequence; on a GPU it may return before it
 Clock = Callable[[Run], float]  # one run, seconds
 
 SPAN = 0.3  # seconds of runs that each contestant gets
-FEWEST, MOST = 3, 50  # samples, whatever SPAN says
+FEWEST, MOST = 3, 20  # samples, whatever SPAN says
 SAMPLE = 2e-3  # seconds: shorter runs are timed several at once, back to back
 HOPELESS = 2.0  # slower than the best so far by this factor: one run is enough
 LONG = 0.05  # seconds: of a longer run, loading code and touching memory is a small part
+TIGHT = 0.02  # half the width of the 95% interval of a median, relative to it, that will do
+LONGER = 4  # times as many samples as planned, at most, where the interval is not tight
 
 
 @dataclass(frozen=True)
@@ -56,11 +59,38 @@ def several(run: Run, count: int) -> Run:
     return runs
 
 
+def interval(times: Sequence[float]) -> float:
+    """Half the width of the 95% confidence interval of the median, relative to the median.
+
+    From order statistics (the binomial's normal approximation), so whatever the distribution;
+    infinite for fewer than six times, which have no such interval.
+    """
+    ordered, n = sorted(times), len(times)
+    if n < 6:
+        return float("inf")
+    reach = 0.98 * n ** 0.5
+    low, high = max(0, int((n - 1) / 2 - reach)), min(n - 1, math.ceil((n - 1) / 2 + reach))
+    middle = ordered[n // 2] if n % 2 else (ordered[n // 2 - 1] + ordered[n // 2]) / 2
+    return (ordered[high] - ordered[low]) / 2 / middle
+
+
+def settled(times: Sequence[float]) -> bool:
+    """Whether the median of these times is known to ``TIGHT``.
+
+    Of fewer than six, all must lie within ``TIGHT`` of their middle.
+    """
+    if len(times) < 6:
+        return max(times) - min(times) <= 2 * TIGHT * sorted(times)[len(times) // 2]
+    return interval(times) <= TIGHT
+
+
 def race(contestants: Sequence[Contestant], bound: float | None = None, span: float = SPAN,
          fewest: int = FEWEST) -> list[list[float]]:
     """Seconds of one run, several samples of each contestant, after a warm-up, taking turns.
 
-    A contestant whose warm-up takes longer than ``HOPELESS * bound`` seconds keeps that one time.
+    Where the device does not hold still there are up to ``LONGER`` times as many samples; whether the
+    median is known then is for :func:`settled` to say. A contestant whose warm-up takes longer than
+    ``HOPELESS * bound`` seconds keeps that one time.
     """
     times: list[list[float]] = []
     for one in contestants:
@@ -73,8 +103,12 @@ def race(contestants: Sequence[Contestant], bound: float | None = None, span: fl
         count = max(1, min(100, int(SAMPLE / first)))
         samples = min(MOST, max(fewest, int(span / (first * count))))
         plans[i] = samples, count, several(contestants[i].run, count)
-    for number in range(max((samples for samples, _, _ in plans.values()), default=0)):
-        for i, (samples, count, runs) in plans.items():
-            if number < samples:
-                times[i].append(contestants[i].clock(runs) / count)
+    for number in range(LONGER * max((samples for samples, _, _ in plans.values()), default=0)):
+        waiting = [i for i, (samples, _, _) in plans.items()
+                   if number < samples or (number < LONGER * samples and not settled(times[i]))]
+        if not waiting:
+            break
+        for i in waiting:
+            _, count, runs = plans[i]
+            times[i].append(contestants[i].clock(runs) / count)
     return times

@@ -6,19 +6,20 @@ import math
 from collections.abc import Sequence
 
 from ecornn.cells import Cell
+from ecornn.device import Device
 from ecornn.schedules.base import Schedule, Task
 from ecornn.task import make_task
 from ecornn.tune.features import features
 from ecornn.tune.log import Log
-from ecornn.tune.lookup import unusable
+from ecornn.tune.lookup import how_far, unfit
 from ecornn.tune.model import CostModel
 from ecornn.tune.record import Trial
 from ecornn.tune.space import Candidate
 from ecornn.workload import Workload
 
-NEIGHBOURS = 6  # workloads
-SEEDS = 8  # configurations to re-check
-SAMPLES = 256  # records of each
+NEIGHBOURS = 6  # runs
+SEEDS = 12  # configurations to re-check
+SAMPLES = 256  # records of each run
 
 
 def distance(a: Workload, b: Workload) -> float:
@@ -26,43 +27,51 @@ def distance(a: Workload, b: Workload) -> float:
     return sum(abs(math.log2(getattr(a, n) / getattr(b, n))) for n in ("hidden", "input", "batch"))
 
 
-def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[Schedule], log: Log) -> int:
-    """Adds records of the same cell, data type and architecture at other sizes; returns how many."""
+def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[Schedule], log: Log, run: str = "") -> int:
+    """Adds the nearest runs of the same cell, data type and architecture; returns how many trials.
+
+    ``run`` is left out: the search is told of its own trials. The model compares times within a run
+    only, so runs of other sizes, of other products and of older revisions teach as well.
+    """
     by_name = {s.name: s for s in schedules}
-    groups: dict[tuple[Workload, str], list[Trial]] = {}
+    runs: dict[tuple[str, Workload, Device], list[Trial]] = {}
     for trial in log.trials():
         of = trial.workload
-        if (of.cell == task.workload.cell and of.dtype == task.workload.dtype and of != task.workload
+        if ((of.cell, of.dtype, of.weights) == (task.workload.cell, task.workload.dtype, task.workload.weights)
+                and trial.run != run
                 and trial.device.arch == task.device.arch and trial.stage == "search"):
-            groups.setdefault((of, trial.device.name), []).append(trial)
-    near = sorted(groups, key=lambda g: (distance(g[0], task.workload), g[1]))[:NEIGHBOURS]
+            runs.setdefault((trial.run, of, trial.device), []).append(trial)
+    near = sorted(runs, key=lambda r: (distance(r[1], task.workload), r[0], r[2].name))[:NEIGHBOURS]
     added = 0
-    for group in near:
-        trials = groups[group][-SAMPLES:]
-        other = make_task(cell, group[0], trials[0].device)
-        for trial in trials:
+    for name, of, on in near:
+        other = make_task(cell, of, on)
+        for trial in runs[name, of, on][-SAMPLES:]:
             schedule = by_name.get(trial.schedule)
-            if schedule is None or unusable(schedule, other, trial):
+            if schedule is None or unfit(schedule, other, trial.config):
                 continue
             row = features(schedule, other, Candidate.of(trial.schedule, trial.config))
-            model.add(f"{group[0]} {group[1]}", row, trial.times.median if trial.times else None)
+            model.add(f"{name} {of} {on.name}", row, trial.times.median if trial.times else None)
             added += 1
     return added
 
 
 def seeds(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candidate]:
-    """The fastest configurations that any record of this workload has, best first.
+    """The fastest configurations that any record of this workload has, best first; where these are
+    few, those of the nearest batches too.
 
     Records of another GPU, or of another revision of the schedule, prove nothing here; what they
-    found is worth a trial each. Whether a configuration fits is for the config space to say.
+    found is worth a trial each, with knobs that they did not have as things were before. Whether a
+    configuration fits is for the config space to say.
     """
-    names = {s.name for s in schedules}
-    best: dict[Candidate, float] = {}
+    knobs = {s.name: s.knobs(task) for s in schedules}
+    best: dict[Candidate, tuple[float, float]] = {}
     for trial in log.trials():
-        of = trial.workload
-        same = (of.cell, of.hidden, of.input, of.batch, of.dtype) == (
-            task.workload.cell, task.workload.hidden, task.workload.input, task.workload.batch, task.workload.dtype)
-        if same and trial.schedule in names and trial.times is not None and trial.device.kind == task.device.kind:
-            candidate = Candidate.of(trial.schedule, trial.config)
-            best[candidate] = min(best.get(candidate, math.inf), trial.times.median)
+        far = how_far(trial, task.workload, task.device)
+        if far is None or trial.times is None or trial.schedule not in knobs:
+            continue
+        full = {k.name: trial.config.get(k.name, k.before) for k in knobs[trial.schedule]}
+        config = {name: value for name, value in full.items() if value is not None}
+        if set(config) == set(full) and set(trial.config) <= set(full):
+            candidate, rank = Candidate.of(trial.schedule, config), (far[1], trial.times.median)
+            best[candidate] = min(best.get(candidate, rank), rank)
     return sorted(best, key=lambda c: best[c])[:SEEDS]

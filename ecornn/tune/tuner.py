@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ecornn.tune.environment import Environment
 from ecornn.tune.evaluate import Evaluator, Outcome
 from ecornn.tune.journal import Journal
 from ecornn.tune.record import Choice, Finish, Start, Trial
@@ -13,17 +15,20 @@ from ecornn.tune.search import Search
 from ecornn.tune.space import Candidate
 
 FINALISTS = 3  # fastest of the search, measured once more together with the default
+# Stop early once, at this confidence, fewer than RATE of further trials would be faster by GAIN.
+CONFIDENCE, RATE, GAIN = 0.95, 0.05, 0.01
 
 
 @dataclass(frozen=True)
 class Settings:
     """``trials`` of the search in all; ``time_limit`` in seconds or None; ``batch`` between two
-    trainings of the model."""
+    trainings of the model; ``early_stop``: end once more trials are unlikely to help."""
 
     trials: int
     seed: int
     time_limit: float | None = None
     batch: int = 8
+    early_stop: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,12 +50,13 @@ class Tuner:
     """
 
     def __init__(self, search: Search, evaluator: Evaluator, journal: Journal, settings: Settings,
-                 versions: dict[str, str], report: Callable[[Progress], None] = lambda _: None) -> None:
+                 environment: Environment, report: Callable[[Progress], None] = lambda _: None) -> None:
         self.search, self.evaluator, self.journal = search, evaluator, journal
-        self.settings, self.versions, self.report = settings, versions, report
+        self.settings, self.environment, self.report = settings, environment, report
         self.space, self.task = search.space, search.space.task
         self.best: Candidate | None = None
         self.best_us: float | None = None
+        self.without_gain = 0  # trials since the last one that was faster by more than GAIN
 
     def run(self) -> Finish:
         """Tunes to the end and returns the finish record, which is in the log by then.
@@ -65,8 +71,10 @@ class Tuner:
             self.journal.add(Start(
                 run=self.journal.run, workload=self.task.workload, device=self.task.device,
                 schedules={s.name: s.revision for s in self.space.schedules.values()},
-                trials=self.settings.trials, seed=self.settings.seed, versions=self.versions))
+                trials=self.settings.trials, seed=self.settings.seed, versions=self.environment.versions,
+                clocks=self.environment.clocks))
         reason = self.loop()
+        self.evaluator.drop()
         return self.conclude(reason)
 
     def elapsed(self) -> float:
@@ -79,25 +87,42 @@ class Tuner:
         return limit is not None and self.elapsed() >= limit
 
     def loop(self) -> str:
-        """Searches; returns why it ended."""
-        while (left := self.settings.trials - len(self.search.tried)) > 0:
+        """Searches; returns why it ended. New candidates are proposed before the last are done, so
+        that no process waits for another."""
+        prepared = False
+        while True:
             if self.out_of_time():
                 return "time"
-            batch = self.search.ask(min(self.settings.batch, left))
-            if not batch:
-                return "space"
-            for candidate, outcome in self.evaluator.evaluate(batch, self.best_us):
-                self.learn(candidate, outcome.times.median if outcome.times else None)
-                trial = self.record(candidate, outcome, "search")
-                self.report(Progress(len(self.search.tried), self.settings.trials, trial,
-                                     choice(self.best), self.best_us))
-                if self.out_of_time():
-                    return "time"
-        return "trials"
+            if self.settings.early_stop and self.converged():
+                return "converged"
+            left = self.settings.trials - len(self.search.tried) - self.evaluator.pending
+            if left > 0 and self.evaluator.pending <= self.evaluator.spare:
+                self.evaluator.submit(self.search.ask(min(self.settings.batch, left)), self.best_us)
+            if not self.evaluator.pending:
+                return "trials" if left <= 0 else "space"
+            if not prepared:  # the first candidates are being built
+                self.search.prepare()
+                prepared = True
+            candidate, outcome = self.evaluator.next()
+            self.learn(candidate, outcome.times.median if outcome.times else None)
+            trial = self.record(candidate, outcome, "search")
+            self.report(Progress(len(self.search.tried), self.settings.trials, trial,
+                                 choice(self.best), self.best_us))
+
+    def converged(self) -> bool:
+        """Whether the latest trials say that further ones are unlikely to help.
+
+        If one in ``RATE`` of them were faster by more than ``GAIN``, so many in a row without a gain
+        would have a probability of at most 1 - ``CONFIDENCE``. The search proposes the most promising
+        candidates first, so the bound is on the safe side for those still to come.
+        """
+        return self.without_gain >= stop_after()
 
     def learn(self, candidate: Candidate, us: float | None) -> None:
         """Tells the search, and keeps the best."""
         self.search.tell(candidate, us)
+        gained = us is not None and (self.best_us is None or us < self.best_us * (1 - GAIN))
+        self.without_gain = 0 if gained else self.without_gain + 1
         if us is not None and (self.best_us is None or us < self.best_us):
             self.best, self.best_us = candidate, us
 
@@ -107,8 +132,9 @@ class Tuner:
             run=self.journal.run, index=len(self.journal.trials), stage=stage,
             workload=self.task.workload, device=self.task.device, schedule=candidate.schedule,
             revision=self.space.schedules[candidate.schedule].revision, config=candidate.config,
-            versions=self.versions, seed=self.settings.seed, seconds=round(self.elapsed(), 3),
-            times=outcome.times, check=outcome.check, source=outcome.source, error=outcome.error)
+            versions=self.environment.versions, clocks=self.environment.clocks, seed=self.settings.seed,
+            seconds=round(self.elapsed(), 3), times=outcome.times, check=outcome.check,
+            source=outcome.source, error=outcome.error, noisy=outcome.noisy)
         self.journal.add(trial)
         return trial
 
@@ -138,6 +164,11 @@ class Tuner:
             default=choice(default), default_us=valid.get(default))
         self.journal.add(finish)
         return finish
+
+
+def stop_after() -> int:
+    """Trials in a row without a gain after which a search has converged."""
+    return math.ceil(math.log(1 - CONFIDENCE) / math.log(1 - RATE))
 
 
 def choice(candidate: Candidate | None) -> Choice | None:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import select
 import signal
 import struct
 import sys
-import threading
-import time
 import typing
 from typing import Any, BinaryIO
 
@@ -66,20 +65,31 @@ def answer(call: Call) -> Reply:
         return Reply(error=f"{type(error).__name__}: {error}"[:2000])
 
 
-def die_with_parent(parent: int) -> None:
-    """Kills this process and its children (compilers) once the parent is gone."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os.killpg(os.getpgrp(), signal.SIGKILL)
+def guard(lifeline: int) -> None:
+    """Forks a process that kills this process's group (a hanging kernel, compilers) once the tuner is
+    gone, and so holds the pipe ``lifeline`` no more, or this process is.
+
+    A thread could not: native code that hangs may hold the interpreter's lock.
+    """
+    leader = os.getpid()
+    if os.fork():
+        os.close(lifeline)
+        return
+    for stream in (0, 1):  # or the tuner would not see the end of these pipes
+        os.close(stream)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while os.getppid() == leader and not select.select([lifeline], [], [], 1.0)[0]:
+        pass
+    os.killpg(leader, signal.SIGKILL)
 
 
 def main() -> None:
-    """Serves calls until stdin ends."""
+    """Serves calls until stdin ends. The argument is the file descriptor of the lifeline."""
+    guard(int(sys.argv[1]))
     requests = os.fdopen(os.dup(0), "rb")
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what a compiler or a kernel prints must not end up among the replies
-    threading.Thread(target=die_with_parent, args=(os.getppid(),), daemon=True).start()
     decoder = msgspec.json.Decoder(Call)
     while (data := receive(requests)) is not None:
         send(replies, answer(decoder.decode(data)))

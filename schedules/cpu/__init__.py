@@ -10,6 +10,7 @@ from ecornn.schedules.cpu.tiling import lanes_of, registers_of, registers_used
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28)
 VECTORS = (1, 2, 3, 4, 5, 6, 8, 10)
 UNROLL = (1, 2, 4, 8)
+LONGEST_INT8 = 1 << 16  # 2**16 * 255 * 127 < 2**31
 CHUNK = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -18,19 +19,26 @@ class CPUSequence(Schedule):
 
     Hoisted products are computed for a chunk of time steps at once; then each step multiplies the
     state with packed weights in register tiles, and computes the cell's pointwise part on the sums
-    while they are still in registers. Serves float32, any cell, any size.
+    while they are still in registers. Serves float32, any cell, any size; weights may be bfloat16, or int8
+    where the CPU has VNNI.
     """
 
     name = "cpu_sequence"
-    revision = 1
+    revision = 2
     kind = "llvm"
+    weights = ("bfloat16", "int8")
 
     def serves(self, task: Task) -> str | None:
-        """None, or the reason: another target than a CPU, or another data type than float32."""
+        """None, or the reason: another target or data type than a CPU's, or instructions that it lacks."""
         if task.device.kind != "llvm":
             return f"runs on CPUs, not on {task.device.kind}"
         if task.workload.dtype != "float32":
             return f"computes in float32; {task.workload.dtype} is served on GPUs only"
+        if task.workload.weights == "int8":
+            if not {"avx512vnni", "avxvnni"} & set(task.device.features):
+                return f"needs VNNI (avx512vnni or avxvnni) for int8 weights, which {task.device.arch} lacks"
+            if max(task.workload.hidden, task.workload.input) > LONGEST_INT8:
+                return f"sums int8 products in 32 bits, of no more than {LONGEST_INT8} values"
         return None
 
     def knobs(self, task: Task) -> tuple[Knob, ...]:
@@ -64,7 +72,7 @@ class CPUSequence(Schedule):
         """None, or that a tile needs more vector registers than the CPU has."""
         available = registers_of(task.device)
         for name, tile, gates in tiles(task, config):
-            need = registers_used(tile, gates)
+            need = registers_used(tile, gates, task.workload.weights or "")
             # one row of one vector is always allowed: a cell may have more gates than registers
             if need > available and (tile.rows, tile.vectors) != (1, 1):
                 return (f"{name}: a tile of {tile.rows} rows and {gates * tile.vectors} vectors needs "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ecornn.schedules.base import Config, Task
+from ecornn.schedules.cpu.product import GROUP
 from ecornn.schedules.cpu.tiling import Shape, Tile, lanes_of, registers_of, registers_used, vectors_of
 
 FMA_LATENCY = 4  # cycles; with fewer sums than this in flight the unit idles
@@ -28,7 +29,8 @@ def shape_of(task: Task, config: Config) -> Shape:
     """The sizes that the code of a configuration is generated for."""
     workload = task.workload
     return Shape(workload.batch, workload.input, workload.hidden, lanes_of(task.device),
-                 int(config["chunk"]), {name: tile for name, tile, _ in tiles(task, config)})
+                 int(config["chunk"]), {name: tile for name, tile, _ in tiles(task, config)},
+                 workload.weights or workload.dtype)
 
 
 def cycles(rows: int, hidden: int, tile: Tile, gates: int, lanes: int, threads: int) -> float:
@@ -49,7 +51,7 @@ def best_tile(task: Task, rows: int, gates: list[int], row_choices: tuple[int, .
         total = 0.0
         for g in gates:
             tile = Tile(choice[0], vectors_of(choice[1], g), 1)
-            if registers_used(tile, g) > registers and (tile.rows, tile.vectors) != (1, 1):
+            if registers_used(tile, g, task.workload.weights or "") > registers and (tile.rows, tile.vectors) != (1, 1):
                 return float("inf"), 0
             total += cycles(rows, task.workload.hidden, tile, g, lanes, threads)
         return total, -choice[0] * choice[1]
@@ -70,7 +72,7 @@ def features(task: Task, config: Config) -> dict[str, float]:
         rows = shape.chunk * workload.batch if hoisted else workload.batch
         row_tiles, units = -(-rows // tile.rows), shape.units(tile)
         prefix = "project" if hoisted else name
-        found[f"{prefix}_registers"] = float(registers_used(tile, gates))
+        found[f"{prefix}_registers"] = float(registers_used(tile, gates, shape.weights))
         found[f"{prefix}_sums"] = float(tile.rows * gates * tile.vectors)
         found[f"{prefix}_tasks"] = float(row_tiles * units)
         found[f"{prefix}_imbalance"] = -(-row_tiles * units // threads) * threads / (row_tiles * units)
@@ -78,9 +80,10 @@ def features(task: Task, config: Config) -> dict[str, float]:
                                     / (rows * workload.hidden))
         found[f"{prefix}_cycles"] = cycles(rows, workload.hidden, tile, gates, shape.lanes, threads)
         found[f"{prefix}_tile_bytes"] = float(
-            FLOAT * gates * tile.vectors * shape.lanes * (workload.input if hoisted else workload.hidden))
+            FLOAT / GROUP[shape.weights] * gates * tile.vectors * shape.lanes
+            * (workload.input if hoisted else workload.hidden))
         if not hoisted:
-            weights += FLOAT * gates * shape.width * workload.hidden
+            weights += FLOAT / GROUP[shape.weights] * gates * shape.width * workload.hidden
             useful += 2.0 * gates * workload.batch * workload.hidden ** 2
             padded += 2.0 * gates * row_tiles * tile.rows * shape.width * workload.hidden
             busiest += found[f"{prefix}_cycles"] * workload.hidden

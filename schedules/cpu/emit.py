@@ -1,6 +1,7 @@
 """Writes TIR statements in order: bindings, loops, branches, scalar and vector memory access.
 
-All indices are int64, so that T * B * H may exceed 2**31; vectors are float32 of ``lanes`` lanes.
+All indices are int64, so that T * B * H may exceed 2**31; vectors have ``lanes`` lanes of 32 bits, float32
+where nothing else is said.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Emitter:
         return self.let(f"{name}_64", self.tirx.Cast("int64", var))
 
     def pointer(self, name: str, dtype: str = "float32") -> Any:
-        """A parameter that points at elements, as a flat buffer."""
+        """A parameter that points at ``dtype``, as a flat buffer."""
         kind = self.ir.PointerType(self.ir.PrimType(dtype), "global")
         var = self.tirx.Var(name, kind)
         self.parameters.append(var)
@@ -111,9 +112,9 @@ class Emitter:
         """Quotient of a non-negative index, rounded up."""
         return self.div(a + self.index(b - 1), b)
 
-    def splat(self, value: Expr | float) -> Expr:
-        """A vector of equal float32 lanes."""
-        scalar = self.tirx.const(value, "float32") if isinstance(value, (int, float)) else value
+    def splat(self, value: Expr | float, dtype: str = "float32") -> Expr:
+        """A vector of equal lanes; a number becomes ``dtype``."""
+        scalar = self.tirx.const(value, dtype) if isinstance(value, (int, float)) else value
         return self.tirx.Broadcast(scalar, self.lanes)
 
     def splat_bool(self, value: Expr) -> Expr:
@@ -148,9 +149,13 @@ class Emitter:
     def ramp(self, index: Expr | int) -> Expr:
         return self.tirx.Ramp(self.index(index), self.index(1), self.lanes)
 
-    def local(self, name: str) -> Any:
+    def cast(self, dtype: str, value: Expr) -> Expr:
+        """A vector converted to lanes of ``dtype``."""
+        return self.tirx.Cast(f"{dtype}x{self.lanes}", value)
+
+    def local(self, name: str, dtype: str = "float32") -> Any:
         """One vector of its own; LLVM makes it a register where every access is a whole vector."""
-        buffer = self.tirx.decl_buffer([self.lanes], "float32", name, scope="local")
+        buffer = self.tirx.decl_buffer([self.lanes], dtype, name, scope="local")
         self.add(self.tirx.AllocBuffer(buffer))
         return buffer
 

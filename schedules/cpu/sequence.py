@@ -20,7 +20,8 @@ from typing import Any
 from ecornn.program import Buffer, Extent, Packing, Parallel, Program
 from ecornn.schedules.cpu.emit import Emitter
 from ecornn.schedules.cpu.math import vector
-from ecornn.schedules.cpu.product import packing
+from ecornn.schedules.cpu.product import ELEMENT, packing
+from ecornn.schedules.cpu.quantize import Integers, quantize_row
 from ecornn.schedules.cpu.stages import Plan, Stage, groups
 from ecornn.schedules.cpu.tile_task import TileTask
 from ecornn.schedules.cpu.tiling import Shape
@@ -45,6 +46,7 @@ class Sequence:
         self.e = Emitter(shape.lanes)
         self.buffers: list[Buffer] = []
         self.data: dict[str, Any] = {}  # buffer name -> its elements
+        self.integers: dict[tuple[str, int], Integers] = {}  # (stage, group of rows) -> its operand as integers
         self.kept: dict[Var, Any] = {}  # value carried between stages -> its buffer
         self.place = {v: i for i, v in enumerate(self.graph.hoisted_outputs)}
         self.row = {v.var: i for i, v in enumerate(self.graph.vectors)}
@@ -52,9 +54,11 @@ class Sequence:
         self.vectors = {v.var for v in self.graph.vectors}
 
     # -- buffers --------------------------------------------------------------------------------
-    def buffer(self, name: str, role: str, extent: Extent | None = None, pack: Packing | None = None) -> None:
-        self.buffers.append(Buffer(name, role, "float32", extent or Extent(), pack))
-        self.data[name] = self.e.pointer(name)
+    def buffer(self, name: str, role: str, extent: Extent | None = None, pack: Packing | None = None,
+               dtype: str = "float32", element: str | None = None) -> None:
+        """``element``: what the code takes the memory for, where that is not ``dtype``."""
+        self.buffers.append(Buffer(name, role, dtype, extent or Extent(), pack))
+        self.data[name] = self.e.pointer(name, element or dtype)
 
     def declare(self) -> None:
         e, s, graph = self.e, self.shape, self.graph
@@ -73,8 +77,11 @@ class Sequence:
         for stage in (self.plan.hoisted, *self.plan.steps):
             k = s.input if stage.name == "hoisted" else s.hidden
             for number, (_, rows) in enumerate(groups(stage.rows)):
-                pack = packing(rows, s.hidden, k, s.tiles[stage.name].vectors, s.lanes)
-                self.buffer(f"{stage.name}_weights_{number}", "packed", Extent(prod(pack.split)), pack)
+                name = f"{stage.name}_weights_{number}"
+                pack = packing(rows, s.hidden, k, s.tiles[stage.name].vectors, s.lanes, s.weights)
+                self.buffer(name, "packed", Extent(prod(pack.split)), pack, s.weights, ELEMENT[s.weights])
+                if s.weights == "int8":
+                    self.declare_integers(stage, number, pack, k)
         if graph.vectors:
             pack = Packing(tuple((v.parameter, v.gate) for v in graph.vectors),
                            (len(graph.vectors), s.width), (len(graph.vectors), s.width), (0, 1), "float32")
@@ -92,6 +99,20 @@ class Sequence:
             # a tile of rows may reach past the chunk's last row, in either direction of use
             room = s.chunk * s.batch + max(t.rows for t in s.tiles.values())
             self.buffer("hoisted", "workspace", Extent(room * len(self.place) * s.width))
+
+    def declare_integers(self, stage: Stage, number: int, pack: Packing, k: int) -> None:
+        """Scales of the weights, and workspace for the rows of an operand as integers."""
+        s, (gates, units, _) = self.shape, pack.pad
+        scales = Packing(pack.sources, pack.pad, pack.pad, (0, 1, 2), "scale")
+        self.buffer(f"{stage.name}_scales_{number}", "packed", Extent(gates * units), scales)
+        rows = s.padded_batch if stage.name != "hoisted" else s.chunk * s.batch + s.tiles["hoisted"].rows
+        width = -(-k // s.lanes) * s.lanes
+        names = [f"{stage.name}_{part}_{number}" for part in ("integers", "factors", "sums")]
+        self.buffer(names[0], "workspace", Extent(rows * width), dtype="int8", element="int32")
+        self.buffer(names[1], "workspace", Extent(rows))
+        self.buffer(names[2], "workspace", Extent(rows), dtype="int32")
+        words, factors, sums = (self.data[n] for n in names)
+        self.integers[stage.name, number] = Integers(words, factors, sums, width)
 
     # -- control --------------------------------------------------------------------------------
     def program(self) -> Program:
@@ -181,8 +202,35 @@ class Sequence:
         """All tasks of a stage; ``first``: the chunk's first step of x; ``rows``: how many of x (hoisted)
         or of the batch there are."""
         e, tile = self.e, self.shape.tiles[stage.name]
+        if self.shape.weights == "int8" and stage.rows:
+            self.quantize(stage, first, t, rows)
+            e.call("ecornn_barrier")
         row_tiles = e.let("row_tiles", e.ceildiv(rows, tile.rows))
         with self.tasks(stage.name, row_tiles * e.index(self.shape.units(tile))) as task:
             units = e.let("tile", e.div(task, row_tiles))
             top = e.let("top", e.mod(task, row_tiles) * e.index(tile.rows))
             TileTask(self, stage, tile, first, t, rows, units, top).run()
+
+    def quantize(self, stage: Stage, first: Expr, t: Expr, rows: Expr) -> None:
+        """The operands of a stage as integers."""
+        e, s = self.e, self.shape
+        for number, (operand, _) in enumerate(groups(stage.rows)):
+            into, k = self.integers[stage.name, number], s.input if operand is None else s.hidden
+            data, start, stride = self.operand(operand, first, t)
+            with self.tasks("quantize", rows) as row:
+                base = e.let("base", start + row * e.index(stride))
+
+                def load(at: Expr, data: Any = data, base: Expr = base, k: int = k) -> Expr:
+                    return e.vload_part("operand", data, base + at, e.index(k) - at)
+
+                quantize_row(e, into, row, load)
+
+    def operand(self, operand: Var | None, first: Expr, t: Expr) -> tuple[Any, Expr, int]:
+        """Elements of an operand, where its first row starts, and how far its rows are apart."""
+        e, s = self.e, self.shape
+        if operand is None:
+            return self.data["x"], e.let("x_first", first * self.batch * e.index(s.input)), s.input
+        name = next((n for n, v in self.graph.states.items() if v.same_as(operand)), None)
+        if name is None:
+            return self.kept[operand], e.index(0), s.width
+        return self.data[f"{name}_state"], self.slot(name, t), s.width

@@ -6,7 +6,8 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ecornn.schedules.cpu.math import vector
-from ecornn.schedules.cpu.product import accumulators, multiply
+from ecornn.schedules.cpu.product import GROUP, accumulators, multiply
+from ecornn.schedules.cpu.quantize import restore
 from ecornn.schedules.cpu.stages import Stage, groups
 from ecornn.schedules.cpu.tiling import Tile
 
@@ -26,42 +27,44 @@ class TileTask:
         self.stage, self.tile, self.first, self.t = stage, tile, first, t
         self.rows, self.units, self.top = rows, units, top
         self.products: dict[Var, list[list[Any]]] = {}  # row variable -> registers [row][vector]
+        self.source: dict[Var, tuple[int, int]] = {}  # row variable -> (group, gate)
         self.values: dict[Var, Expr] = {}
 
     def run(self) -> None:
         e, s, tile = self.e, self.s, self.tile
         for number, (operand, rows) in enumerate(groups(self.stage.rows)):
             k = s.input if operand is None else s.hidden
-            data, starts = self.operand(operand)
+            data, starts = self.operand(number, operand)
             weights = self.o.data[f"{self.stage.name}_weights_{number}"]
             columns = len(rows) * tile.vectors
-            into = accumulators(e, tile.rows, columns, f"sum{number}")
+            into = accumulators(e, tile.rows, columns, f"sum{number}", s.weights)
+            size = -(-k // GROUP[s.weights]) * columns * s.lanes
             some = None if operand is None else self.o.timeline.any_live(self.t, self.top, tile.rows)
             with nullcontext() if some is None else e.when(some):
-                multiply(e, into, data, starts, weights,
-                         e.let("weight_start", self.units * e.index(k * columns * s.lanes)), k, tile.unroll)
+                multiply(e, into, data, starts, weights, e.let("weight_start", self.units * e.index(size)), k,
+                         tile.unroll, s.weights)
             for gate, row in enumerate(rows):
                 first = gate * tile.vectors
                 self.products[row.var] = [r[first:first + tile.vectors] for r in into]
+                self.source[row.var] = number, gate
         for m in range(tile.rows):
             for v in range(tile.vectors):
                 self.pointwise(m, v)
 
-    def operand(self, operand: Var | None) -> tuple[Any, list[Expr]]:
+    def operand(self, number: int, operand: Var | None) -> tuple[Any, list[Expr]]:
         """Elements of an operand and where each row of the tile starts."""
-        e, s = self.e, self.s
-        if operand is None:
-            # rows past the last one read the last one again, never past the end of x
-            last = self.rows - e.index(1)
-            base = e.let("x_first", self.first * self.o.batch)
-            return self.o.data["x"], [
-                e.let("x_row", (base + e.tirx.Min(self.top + e.index(m), last)) * e.index(s.input))
-                for m in range(self.tile.rows)]
-        name = next((n for n, v in self.o.graph.states.items() if v.same_as(operand)), None)
-        data = self.o.kept[operand] if name is None else self.o.data[f"{name}_state"]
-        slot = e.index(0) if name is None else self.o.slot(name, self.t)
-        start = e.let("operand", slot + self.top * e.index(s.width))
-        return data, [start + e.index(m * s.width) for m in range(self.tile.rows)]
+        e, rows = self.e, range(self.tile.rows)
+        if self.s.weights == "int8":
+            integers = self.o.integers[self.stage.name, number]
+            words = integers.width // GROUP["int8"]
+            return integers.words, [e.let("operand", (self.top + e.index(m)) * e.index(words)) for m in rows]
+        data, start, stride = self.o.operand(operand, self.first, self.t)
+        if operand is not None:
+            start = e.let("operand", start + self.top * e.index(stride))
+            return data, [start + e.index(m * stride) for m in rows]
+        # rows past the last one read the last one again, never past the end of x
+        last = self.rows - e.index(1)
+        return data, [e.let("x_row", start + e.tirx.Min(self.top + e.index(m), last) * e.index(stride)) for m in rows]
 
     def pointwise(self, m: int, v: int) -> None:
         e, s, stage = self.e, self.s, self.stage
@@ -112,7 +115,8 @@ class TileTask:
     def make(self, var: Var) -> Expr:
         e, o, level = self.e, self.o, self.plan.level[var]
         if var in self.products:
-            return e.vload(self.products[var][self.m][self.v], 0)
+            product = e.vload(self.products[var][self.m][self.v], 0)
+            return product if self.s.weights != "int8" else self.real(var, product)
         if level == -2:
             source = o.data["vectors" if var in o.vectors else "invariants"]
             return e.vload(source, e.index(o.row[var] * self.s.width) + self.unit)
@@ -127,6 +131,14 @@ class TileTask:
             return self.x_leaf()
         name = next(n for n, v in o.graph.states.items() if v.same_as(var))
         return e.vload(o.data[f"{name}_state"], o.slot(name, self.t) + self.at)
+
+    def real(self, var: Var, product: Expr) -> Expr:
+        """A product of integers as float32."""
+        number, gate = self.source[var]
+        units = self.s.units(self.tile) * self.tile.vectors * self.s.lanes
+        scales = self.e.vload(self.o.data[f"{self.stage.name}_scales_{number}"],
+                              self.e.index(gate * units) + self.unit)
+        return restore(self.e, product, self.o.integers[self.stage.name, number], self.at_row, scales)
 
     def x_leaf(self) -> Expr:
         e, s = self.e, self.s

@@ -18,7 +18,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes that the code is generated for; ``tiles``: stage name -> its tile."""
+    """Sizes that the code is generated for; ``tiles``: stage name -> its tile; ``weights``: their data type."""
 
     batch: int
     input: int
@@ -26,6 +26,7 @@ class Shape:
     lanes: int
     chunk: int
     tiles: dict[str, Tile]
+    weights: str = "float32"
 
     def units(self, tile: Tile) -> int:
         """Unit tiles of a stage."""
@@ -55,9 +56,11 @@ def registers_of(device: Device) -> int:
     return 32 if "avx512f" in device.features or "neon" in device.features else 16
 
 
-def registers_used(tile: Tile, gates: int) -> int:
+def registers_used(tile: Tile, gates: int, weights: str = "float32") -> int:
     """Vector registers of the product loop: sums, weights of one k, and a broadcast state."""
     columns = gates * tile.vectors
+    if weights == "bfloat16" and tile.rows > 1:  # the pair, one of it widened, and a mask
+        return tile.rows * columns + 2 * columns + 2
     # with one row a weight is used once, straight from memory
     return tile.rows * columns + (columns if tile.rows > 1 else 0) + 1
 

@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 from ecornn.device import Device
 from ecornn.program import Buffer, Extent, Launch, Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
+from ecornn.schedules.persistent.estimate import best_ahead, estimate
 from ecornn.schedules.persistent.kernel import persistent_kernel
-from ecornn.schedules.persistent.plan import RING, Plan, packing_of, plan_of, unit_step
+from ecornn.schedules.persistent.plan import (
+    PAIR,
+    RING,
+    Plan,
+    block_shared,
+    packing_of,
+    plan_of,
+    register_limit,
+    unit_step,
+    worker_shape,
+)
 from ecornn.schedules.persistent.start import start_kernel
 from ecornn.schedules.pointwise import MATH_FOR, MATH_TRADES
-from ecornn.schedules.projection import project
-from ecornn.schedules.tensor_core import per_word
+from ecornn.schedules.projection import project, shape_of
+from ecornn.schedules.tensor_core import words
 from ecornn.schedules.timeline import row_buffers
-from ecornn.workload import Workload
+from ecornn.workload import Place, Workload
 
 START_BLOCKS = 128
+STREAMED = 0.5  # of L2: the most of the weights that may be read from there every step
+AHEAD = (100, 75, 50, 25, 0)
+TURNS = (1,)  # 2 is right in every test, but was slower, and racecheck reports hazards that are not yet understood
+ITEMS = 8  # (unit, batch row) pairs of a gate thread, at most
 
 
 class Persistent(Schedule):
     """Serves every cell with a recurrent product whose weights fit in registers and shared memory."""
 
     name = "persistent"
-    revision = 2
+    revision = 4
     kind = "cuda"
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Workload, Device], Config | None] = {}
+        self._known: dict[tuple[Workload, Device, Place], Config | None] = {}
 
     def serves(self, task: Task) -> str | None:
         if not task.graph.phases:
@@ -43,48 +60,83 @@ class Persistent(Schedule):
         step = unit_step(task, 0)
         wide = any(len(p.rows) == 3 for p in task.graph.phases)
         small = unit_step(task, 4) if wide else step
-        units = tuple(u for u in range(small, 129, small)
-                      if -(-w.hidden // u) <= task.device.cores and (u == small or u < w.hidden + small))
+        # of those that make the same number of blocks, the fewest
+        units = tuple({-(-w.hidden // u): u for u in range(128 // small * small, 0, -small)
+                       if -(-w.hidden // u) <= task.device.cores}.values())
         return (
             Knob("groups", tuple(groups), "smaller exchanges and products a group, against fewer SMs for each"),
+            Knob("turns", tuple(n for n in TURNS if n == 1 or w.batch >= 16 * n),
+                 "slices of rows that a group serves in turn: one's exchange hides another's work, in more and "
+                 "smaller pieces, each with a fence to wait for", before=1),
             Knob("units", units, "fewer units a block: less work a step; more: fewer blocks to wait for"),
-            Knob("warps", (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 13, 16),
+            Knob("warps", (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14),
                  "more product warps: less work each, but more partial sums to add"),
             Knob("gate_warps", (1, 2, 3, 4, 5, 6, 8), "more gate warps: shorter gate math, fewer registers a thread"),
             Knob("chains", (1, 2), "2: shorter chains of dependent products, at an accumulator more"),
-            Knob("registers", (100, 75, 50, 25, 0), "percent of weights in registers, the rest in shared memory"),
+            Knob("registers", (100, 75, 60, 50, 40, 25, 0),
+                 "percent of weights in registers; the rest in shared memory, and in L2 what does not fit there"),
             Knob("interleave", (0, 4) if wide else (0,),
                  "4: pad three gates to four for smaller unit steps and wider loads; 0: no padding"),
+            Knob("ahead", AHEAD if task.graph.hoisted_outputs else AHEAD[:1],
+                 "percent of the input projection done before the recurrence; the rest runs beside it, on what "
+                 "blocks the recurrence leaves over", before=100),
             Knob("math", MATH_FOR[w.dtype], MATH_TRADES),
         )
 
     def check(self, task: Task, config: Config) -> str | None:
-        # what needs no plan comes first: a search asks for hundreds of thousands of configurations
-        device, units = task.device, int(config["units"])
-        blocks = int(config["groups"]) * -(-task.workload.hidden // units)
+        # What needs few knobs comes first: a search learns from the knobs that were read which others
+        # need not be asked for.
+        device, w = task.device, task.workload
+        units, groups = int(config["units"]), int(config["groups"])
+        blocks = groups * -(-w.hidden // units)
         if blocks > device.cores:
             return f"{blocks} blocks on {device.cores} multiprocessors"
-        threads = 32 * (int(config["warps"]) + int(config["gate_warps"]))
-        if threads > 1024:
-            return f"{threads} threads a block"
+        slices = groups * int(config["turns"])
+        rows = -(-w.batch // slices)
+        if (slices - 1) * rows >= w.batch:
+            return "a slice without batch rows"
+        threads = 32 * int(config["gate_warps"])
+        items = -(-units * rows // threads)
+        if (items - 1) * threads >= units * rows or items * int(config["turns"]) > ITEMS:
+            return f"{items} items a gate thread"
+        if units * rows <= threads - 32:
+            return "a gate warp without work"
         step = unit_step(task, int(config["interleave"]))
         if units % step:
             return f"units={units} is no multiple of {step}"
-        plan = plan_of(task, config)
-        if plan.groups > 1 and (plan.groups - 1) * plan.columns >= task.workload.batch:
-            return "a group without batch rows"
-        if (plan.items - 1) * plan.gate_warps * 32 >= plan.units * plan.columns or plan.items > 8:
-            return f"{plan.items} items a gate thread"
-        if plan.units * plan.columns <= (plan.gate_warps - 1) * 32:
-            return "a gate warp without work"
-        words = -(-task.workload.hidden // (2 if task.workload.dtype != "float32" else 1))
-        if (plan.warps - 1) * plan.phases[0].warp_pairs * 16 >= words:
+        warps, of_state = int(config["warps"]), words(w.hidden, w.dtype)
+        threads += 32 * warps
+        if threads > 1024:
+            return f"{threads} threads a block"
+        if threads % 128 and units * rows > 32 * int(config["gate_warps"]):
+            return "registers are given out to four warps at a time, and there is work for another gate warp"
+        if (warps - 1) * -(-of_state // (PAIR * warps)) * PAIR >= of_state:
             return "a product warp without work"
-        if plan.shared > device.shared:
-            return f"{plan.shared} bytes of shared memory, {device.shared} available"
-        limit = min(255, device.registers // plan.threads // 8 * 8)
+        # neither another chain nor the projection beside makes room for what does not fit without them
+        reason = self._crowded(task, plan_of(task, config, chains=1, ahead=100))
+        if reason is None and config["chains"] != 1:
+            reason = self._crowded(task, plan_of(task, config, ahead=100))
+        if reason is None and config["ahead"] != 100:
+            if task.place.reverse:
+                return "the projection beside the recurrence goes from the first step on, the recurrence from the last"
+            if blocks == device.cores:
+                return "no multiprocessor is left for the projection beside the recurrence"
+            reason = self._crowded(task, plan_of(task, config))
+        return reason
+
+    def _crowded(self, task: Task, plan: Plan) -> str | None:
+        """What a plan needs more of than there is."""
+        device = task.device
+        if plan.streamed * plan.groups * plan.blocks > device.l2 * STREAMED:
+            return f"{plan.streamed} bytes of weights a block do not fit on chip"
+        limit = register_limit(task, plan)
         if plan.registers > limit:
             return f"about {plan.registers} registers a thread, {limit} available"
+        if plan.workers and worker_shape(task, plan) is None:
+            return f"the projection needs more than {limit} registers a thread"
+        shared = max(block_shared(task, plan), shape_of(task).shared if plan.ahead else 0)
+        if shared > device.shared:
+            return f"{shared} bytes of shared memory, {device.shared} available"
         return None
 
     def default(self, task: Task) -> Config:
@@ -94,45 +146,49 @@ class Persistent(Schedule):
 
     def _best(self, task: Task) -> Config | None:
         """The valid configuration of least estimated time, kept for the next question."""
-        key = task.workload, task.device
+        key = task.workload, task.device, task.place
         if key not in self._known:
             self._known[key] = self._search(task)
         return self._known[key]
 
     def _search(self, task: Task) -> Config | None:
+        """Of all cuts with one or two turns, those that keep as many weights in registers as possible."""
         knobs = {k.name: k.values for k in self.knobs(task)}
         math = "exact" if task.workload.dtype == "float32" else "fast"
         found: tuple[float, Config] | None = None
-        for groups in knobs["groups"]:
-            for units in knobs["units"]:
-                for warps in knobs["warps"]:
-                    for gate_warps in (1, 2, 4, 8):
-                        for registers in knobs["registers"]:
-                            for interleave in knobs["interleave"]:
-                                config: Config = {
-                                    "groups": groups, "units": units, "warps": warps, "gate_warps": gate_warps,
-                                    "chains": 1, "registers": registers, "interleave": interleave, "math": math}
-                                if self.check(task, config) is None:
-                                    cost = estimate(plan_of(task, config))
-                                    if found is None or cost < found[0]:
-                                        found = cost, config
+        for groups, turns, units, interleave in product(
+                knobs["groups"], knobs["turns"][:2], knobs["units"], knobs["interleave"]):
+            for warps, gates in product(knobs["warps"], knobs["gate_warps"]):
+                for registers in knobs["registers"]:
+                    cut: Config = {"groups": groups, "turns": turns, "units": units, "warps": warps,
+                                   "gate_warps": gates, "chains": 1, "registers": registers,
+                                   "interleave": interleave, "ahead": 100, "math": math}
+                    if self.check(task, cut) is not None:
+                        continue
+                    for ahead in best_ahead(task, plan_of(task, cut)):
+                        config = {**cut, "ahead": ahead}
+                        cost = estimate(task, plan_of(task, config))
+                        if (found is None or cost < found[0]) and self.check(task, config) is None:
+                            found = cost, config
+                    break
         return None if found is None else found[1]
 
     def features(self, task: Task, config: Config) -> dict[str, float]:
         plan = plan_of(task, config)
         return {
-            "blocks": plan.groups * plan.blocks, "threads": plan.threads, "columns": plan.columns,
+            "blocks": plan.groups * plan.blocks, "threads": plan.threads, "columns": plan.columns, "rows": plan.rows,
             "polled_words": sum(plan.slot_words(p) for p in plan.phases),
             "lane_words": sum(p.pairs * plan.tiles * 4 for p in plan.phases),
             "products": sum(p.pairs * 2 * -(-p.octets(plan.units) // 2) * plan.tiles for p in plan.phases),
             "sums": sum(plan.warps * p.gates * plan.items for p in plan.phases),
-            "registers": plan.registers, "shared": plan.shared, "estimate": estimate(plan),
-            "streamed": sum(plan.shared_weight_words(p) for p in plan.phases)}
+            "registers": plan.registers, "shared": plan.shared, "estimate": estimate(task, plan),
+            "workers": plan.workers, "polls": max(-(-p.pairs // p.polled_pairs) for p in plan.phases),
+            "shared_weights": sum(plan.shared_weight_words(p) for p in plan.phases), "streamed": plan.streamed}
 
     def program(self, task: Task, config: Config) -> Program:
         plan, math = plan_of(task, config), str(config["math"])
         w, graph = task.workload, task.graph
-        hoisted = project(task)
+        hoisted = project(task, ahead=plan.ahead)
         buffers = [Buffer("x", "x", w.dtype), Buffer("y", "y", w.dtype)]
         for name in graph.states:
             buffers += [Buffer(f"{name}_in", "state_in", w.dtype), Buffer(f"{name}_out", "state_out", w.dtype)]
@@ -142,30 +198,11 @@ class Persistent(Schedule):
             buffers.append(Buffer(f"recurrent_{i}", "packed", w.dtype,
                                   Extent(packing.pad[0] * packing.pad[1] * packing.pad[2]), packing))
             buffers.append(Buffer(f"exchange_{i}", "workspace", "uint32",
-                                  Extent(plan.groups * RING * plan.slot_words(phase))))
+                                  Extent(plan.groups * plan.turns * RING * plan.slot_words(phase))))
         functions = dict(hoisted.functions)
         functions["start"] = start_kernel(task, plan, START_BLOCKS, math)
         functions["persistent"] = persistent_kernel(task, plan, math)
         calls = (*hoisted.calls, Launch("start", START_BLOCKS, 256),
-                 Launch("persistent", plan.groups * plan.blocks, plan.threads, plan.shared, cooperative=True))
+                 Launch("persistent", plan.groups * plan.blocks + plan.workers, plan.block_threads,
+                        block_shared(task, plan), cooperative=True))
         return Program(functions, tuple(buffers), calls)
-
-
-def estimate(plan: Plan) -> float:
-    """Nanoseconds of a step, roughly: a model for ordering configurations, not for reporting.
-
-    A trip of state through L2, polling at 64 bytes a cycle and SM, products at one mma in 16 cycles and
-    scheduler, partial sums at 128 bytes a cycle, and the latency of the gate math.
-    """
-    total = 0.0
-    for p in plan.phases:
-        tiles = -(-p.octets(plan.units) // 2)
-        poll = plan.slot_words(p) * 4 / 40
-        cost = 3 if plan.dtype == "float32" else 1
-        products = p.pairs * 2 * tiles * plan.tiles * cost * -(-plan.warps // 4) * 16
-        sums = 2 * plan.warps * plan.columns * tiles * 16 * 4 / 128
-        streamed = plan.shared_weight_words(p) * 4 / 128
-        # units that do not fill sectors of the exchange share them with another block
-        shared_sectors = 0 if plan.units // per_word(plan.dtype) % 8 == 0 else 300
-        total += 900 + poll + products + streamed + sums + shared_sectors + 60 * plan.items + 20 * plan.warps ** 0.5
-    return total / 1.7

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd, lcm
 
 from ecornn.program import Packing
 from ecornn.schedules.base import Config, Task
+from ecornn.schedules.projection import THREADS, Shape, shape_within
 from ecornn.schedules.tensor_core import per_word, words
 
-RING = 4  # slots of an exchange; kernel.py says why four
+RING = 4  # slots of an exchange; exchange.py says why four
 PAIR = 16  # words of a pair of k-tiles
+FLIGHT = 32  # loads of 16 bytes a lane has in flight while it polls, at most
 SPARE_REGISTERS = 44  # addresses, loop state and gate math beside weights and accumulators
 
 
@@ -24,7 +26,9 @@ class PhasePlan:
     interleave : gates of one unit that stand in neighbouring rows (1, 2, 4 or 8)
     operands : exchanged vectors that the product reads
     warp_pairs : pairs of k-tiles of one operand that a warp owns
-    register_pairs : of a warp's ``operands * warp_pairs`` pairs, those with weights in registers
+    register_pairs : of a warp's ``operands * warp_pairs`` pairs, the first ones, with weights in registers
+    shared_pairs : the following ones, with weights in shared memory; the rest is read from L2 every step
+    polled_pairs : pairs of state that a warp waits for and multiplies at a time
     """
 
     gates: int
@@ -32,10 +36,16 @@ class PhasePlan:
     operands: int
     warp_pairs: int
     register_pairs: int
+    shared_pairs: int
+    polled_pairs: int
 
     @property
     def pairs(self) -> int:
         return self.operands * self.warp_pairs
+
+    @property
+    def streamed_pairs(self) -> int:
+        return self.pairs - self.register_pairs - self.shared_pairs
 
     def octets(self, units: int) -> int:
         """Groups of 8 weight rows a block has; two make an m16 tile."""
@@ -44,31 +54,49 @@ class PhasePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The cut: ``groups`` of ``blocks`` blocks, each group with all weights and its own batch rows."""
+    """The cut: ``groups`` of ``blocks`` blocks, each group with all weights and its own batch rows.
+
+    A group may serve ``turns`` slices of rows in turn: while the state of one travels, it works on another.
+    """
 
     hidden: int
     dtype: str
     groups: int
+    turns: int
     blocks: int
     units: int
-    columns: int  # batch rows of a group, padded to 8
+    rows: int  # batch rows of a slice
     warps: int  # share the products
     gate_warps: int  # do the pointwise part
     chains: int  # independent accumulators that share the k-tiles of one product tile
+    ahead: int  # percent of the projection that is done before; the rest runs beside the recurrence
+    workers: int  # blocks that do that rest
+    kept: int  # values that a gate thread keeps for each item and slice: states, inputs of two steps, what masks say
     phases: tuple[PhasePlan, ...]
 
     @property
     def threads(self) -> int:
+        """Threads that work on the recurrence."""
         return 32 * (self.warps + self.gate_warps)
 
     @property
+    def block_threads(self) -> int:
+        """Threads of every block."""
+        return max(self.threads, THREADS) if self.workers else self.threads
+
+    @property
+    def columns(self) -> int:
+        """Columns of operand B: the batch rows of a slice, padded to 8."""
+        return -(-self.rows // 8) * 8
+
+    @property
     def items(self) -> int:
-        """(unit, batch row) pairs of a gate thread."""
-        return -(-self.units * self.columns // (32 * self.gate_warps))
+        """(unit, batch row) pairs of a gate thread, of one slice."""
+        return -(-self.units * self.rows // (32 * self.gate_warps))
 
     @property
     def tiles(self) -> int:
-        """n8 tiles of a group's batch rows."""
+        """n8 tiles of a slice's batch rows."""
         return self.columns // 8
 
     def stride(self, phase: PhasePlan) -> int:
@@ -81,23 +109,30 @@ class Plan:
         return max(self.warps * self.columns * self.stride(p) for p in self.phases)
 
     def shared_weight_words(self, phase: PhasePlan) -> int:
-        return self.warps * (phase.pairs - phase.register_pairs) * phase.octets(self.units) * 128
+        return self.warps * phase.shared_pairs * phase.octets(self.units) * 128
+
+    @property
+    def streamed(self) -> int:
+        """Bytes of weights that a block reads from L2 in every step."""
+        return sum(self.warps * p.streamed_pairs * p.octets(self.units) * 512 for p in self.phases)
 
     @property
     def shared(self) -> int:
-        """Bytes of dynamic shared memory."""
+        """Bytes of shared memory that the recurrence needs."""
         return 4 * (2 * self.sum_floats + sum(self.shared_weight_words(p) for p in self.phases))
 
     @property
     def registers(self) -> int:
-        """Estimate of a product warp's registers."""
+        """Estimate of a thread's registers: of product warps or of gate warps, which need more."""
         weights = sum(p.register_pairs * p.octets(self.units) * 4 for p in self.phases)
-        work = max(p.pairs * self.tiles * 4 + -(-p.octets(self.units) // 2) * self.tiles * 4 * self.chains
-                   for p in self.phases)
-        return weights + work + SPARE_REGISTERS + (16 if self.dtype == "float32" else 0)
+        work = max((p.polled_pairs * 4 + -(-p.octets(self.units) // 2) * 4 * self.chains) * self.tiles
+                   + (p.octets(self.units) * 8 if p.streamed_pairs else 0) for p in self.phases)
+        products = weights + work + (16 if self.dtype == "float32" else 0)
+        gates = self.items * (self.turns * self.kept + 8) + self.warps * max(p.gates for p in self.phases)
+        return max(products, gates) + SPARE_REGISTERS
 
     def slot_words(self, phase: PhasePlan) -> int:
-        """Words of one slot of a phase's exchange, of one group."""
+        """Words of one slot of a phase's exchange, of one slice."""
         return phase.operands * self.warps * phase.warp_pairs * self.tiles * 128
 
 
@@ -116,10 +151,12 @@ def _interleave(gates: int, wanted: int) -> int:
     return wanted if wanted and gates > 2 else natural_interleave(gates)
 
 
-def plan_of(task: Task, config: Config) -> Plan:
-    """The plan of a configuration; it need not fit, ``check`` says that."""
+def plan_of(task: Task, config: Config, chains: int | None = None, ahead: int | None = None) -> Plan:
+    """The plan of a configuration, or of that with other ``chains`` or ``ahead``; it need not fit,
+    ``check`` says that."""
     w = task.workload
-    groups, units = int(config["groups"]), int(config["units"])
+    chains, ahead = chains or int(config["chains"]), int(config["ahead"]) if ahead is None else ahead
+    groups, units, turns = int(config["groups"]), int(config["units"]), int(config["turns"])
     warps = int(config["warps"])
     phases = []
     for phase in task.graph.phases:
@@ -129,11 +166,41 @@ def plan_of(task: Task, config: Config) -> Plan:
         warp_pairs = -(-pairs_of_state // warps)
         pairs = len(phase.operands) * warp_pairs
         registers = -(-pairs * int(config["registers"]) // 100)
-        phases.append(PhasePlan(gates, interleave, len(phase.operands), warp_pairs, registers))
-    rows = -(-w.batch // groups)
-    return Plan(hidden=w.hidden, dtype=w.dtype, groups=groups, blocks=-(-w.hidden // units), units=units,
-                columns=-(-rows // 8) * 8, warps=warps, gate_warps=int(config["gate_warps"]),
-                chains=int(config["chains"]), phases=tuple(phases))
+        phases.append(PhasePlan(gates, interleave, len(phase.operands), warp_pairs, registers, 0, pairs))
+    rows, blocks = -(-w.batch // (groups * turns)), -(-w.hidden // units)
+    masks = task.place.lengths + task.place.resets
+    plan = Plan(hidden=w.hidden, dtype=w.dtype, groups=groups, turns=turns, blocks=blocks, units=units, rows=rows,
+                warps=warps, gate_warps=int(config["gate_warps"]), chains=chains, ahead=ahead,
+                workers=0 if ahead == 100 else task.device.cores - groups * blocks,
+                kept=len(task.graph.states) + 2 * len(task.graph.hoisted_outputs) + masks, phases=tuple(phases))
+    for i, p in enumerate(phases):
+        room = (task.device.shared - plan.shared) // (4 * plan.warps * p.octets(units) * 128)
+        phases[i] = replace(p, shared_pairs=max(0, min(room, p.pairs - p.register_pairs)))
+        plan = replace(plan, phases=tuple(phases))
+    limit = register_limit(task, plan)
+    while max(p.polled_pairs for p in phases) * plan.tiles > FLIGHT or plan.registers > limit:
+        if all(p.polled_pairs == 1 for p in phases):
+            break
+        phases = [replace(p, polled_pairs=-(-p.polled_pairs // 2)) for p in phases]
+        plan = replace(plan, phases=tuple(phases))
+    return plan
+
+
+def worker_shape(task: Task, plan: Plan) -> Shape | None:
+    """The tiles of the projection beside the recurrence; None where its threads have too few registers."""
+    return shape_within(task, register_limit(task, plan))
+
+
+def block_shared(task: Task, plan: Plan) -> int:
+    """Bytes of dynamic shared memory of every block."""
+    shape = worker_shape(task, plan) if plan.workers else None
+    return max(plan.shared, shape.shared if shape else 0)
+
+
+def register_limit(task: Task, plan: Plan) -> int:
+    """Registers that a thread can have."""
+    threads = -(-plan.block_threads // 128) * 128  # they are given out to four warps at a time
+    return min(255, task.device.registers // threads // 8 * 8)
 
 
 def packing_of(task: Task, plan: Plan, index: int) -> Packing:

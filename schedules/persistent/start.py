@@ -1,4 +1,7 @@
-"""The small kernel before the persistent one: the initial state into the exchange, sentinels elsewhere."""
+"""The small kernel before the persistent one: the initial state into the exchange, sentinels elsewhere.
+
+It also clears the counters of the projection that runs beside.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from ecornn.schedules.base import Task
 from ecornn.schedules.persistent.exchange import SENTINEL, pack
 from ecornn.schedules.persistent.plan import PAIR, RING, Plan
 from ecornn.schedules.pointwise import emit, invariants
+from ecornn.schedules.projection import LEAST_ROWS
 from ecornn.schedules.tensor_core import per_word
 from ecornn.schedules.timeline import Timeline, row_arguments
 
@@ -15,7 +19,7 @@ THREADS = 256
 
 
 def start_kernel(task: Task, plan: Plan, blocks: int, math: str) -> Any:
-    """``start(B, <state>_in ..., vectors, exchange_0 ...)``.
+    """``start(T, B, <state>_in ..., vectors, exchange_0 ..., ready)``.
 
     Words beyond H, which pad the last k-tiles, are zero in every slot, and stay so.
     """
@@ -26,28 +30,33 @@ def start_kernel(task: Task, plan: Plan, blocks: int, math: str) -> Any:
     big = T.int64(1 << 40)
     with IRBuilder() as builder, T.prim_func():
         T.func_name("start")
-        batch = T.arg("B", T.int32())
+        steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
         states = {s: T.arg(f"{s}_in", T.buffer((big,), plan.dtype)) for s in graph.states}
         vectors = T.arg("vectors", T.buffer((big,), "float32"))
         rows = row_arguments(T, task.place)
-        steps = T.arg("T", T.int32()) if rows else None
         timeline = Timeline(T, task.place, rows, steps, batch)
         rings = [T.arg(f"exchange_{i}", T.buffer((big,), "uint32")) for i in range(len(plan.phases))]
+        ready = T.arg("ready", T.buffer((big,), "uint32")) if plan.workers else None
         T.device_entry()
         first = T.Bind(T.cta_id([blocks]) * THREADS + T.thread_id([THREADS]))
+        if ready is not None:
+            counters = T.Bind((steps * batch + (LEAST_ROWS - 1)) // LEAST_ROWS)
+            turns = T.Bind((counters + (blocks * THREADS - 1)) // (blocks * THREADS))
+            with T.serial(0, turns) as turn, T.If(turn * (blocks * THREADS) + first < counters), T.Then():
+                T.buffer_store(ready, T.uint32(0), [turn * (blocks * THREADS) + first])
         for index, (phase, ring) in enumerate(zip(plan.phases, rings, strict=True)):
             words = plan.slot_words(phase)
-            total = plan.groups * RING * words
+            total = plan.groups * plan.turns * RING * words
             with T.serial(0, -(-total // (blocks * THREADS))) as turn:
                 place = T.Bind(turn * (blocks * THREADS) + first)
                 with T.If(place < total), T.Then():
                     within = T.Bind(place % words)
-                    slot, group = T.Bind(place // words % RING), T.Bind(place // (words * RING))
+                    slot, part_of_rows = T.Bind(place // words % RING), T.Bind(place // (words * RING))
                     part, lane = within % 4, within // 4 % 32
                     tile, pair = within // 128 % plan.tiles, T.Bind(within // (128 * plan.tiles))
                     per_operand = plan.warps * phase.warp_pairs
                     unit = T.Bind((pair % per_operand * PAIR + lane % 4 * 4 + part) * n)
-                    row = T.Bind(group * plan.columns + tile * 8 + lane // 4)
+                    row = T.Bind(part_of_rows * plan.rows + tile * 8 + lane // 4)
                     owned = unit < plan.hidden
                     rest = T.Bind(T.Select(owned, T.uint32(SENTINEL), T.uint32(0)))
                     if index:

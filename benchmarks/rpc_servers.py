@@ -1,0 +1,102 @@
+"""Trials a second against the number of RPC servers, all on this machine.
+
+    python benchmarks/rpc_servers.py --servers 1 2 4 --output benchmarks/results/rpc_servers_cpu.json
+
+Starts a TVM RPC tracker and servers on loopback, and tunes one small layer through each number of them
+into a log of its own. What is timed is the search from its first trial to its last: builds and
+measurements of all servers share this machine's cores, so on few cores more servers cannot help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+from ecornn.errors import DeviceError
+from ecornn.tune import Session
+from ecornn.tune.remote import Tracker
+
+
+@contextlib.contextmanager
+def running(*command: str) -> Iterator[None]:
+    """A process, ended with the context, as are those that it started."""
+    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        process.wait()
+
+
+def measure(count: int, port: int, target: str, trials: int) -> dict[str, object]:
+    """One row: a search through ``count`` servers."""
+    tracker, times = Tracker("127.0.0.1", port, "bench"), []
+    with contextlib.ExitStack() as stack:
+        wait(lambda: servers(tracker) == 0)
+        for number in range(count):
+            stack.enter_context(running("-m", "ecornn.cli", "serve", "--tracker", str(tracker), "--key", tracker.key,
+                                        "--target", target, "--port", str(port + 100 + 10 * number)))
+        wait(lambda: servers(tracker) == count)
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        session = stack.enter_context(Session(target, tracker=tracker))
+        result = session.tune("lstm", hidden=32, batch=4, seq=50, trials=trials, early_stop=False,
+                              output=Path(folder, "log.jsonl"), report=lambda _: times.append(time.monotonic()))
+    return {"servers": count, "trials": len(times), "failed": sum(result.failures.values()),
+            "trials_per_second": (len(times) - 1) / (times[-1] - times[0])}
+
+
+def servers(tracker: Tracker) -> int | None:
+    """Servers that are there; None while the tracker is still starting."""
+    try:
+        return tracker.servers()
+    except DeviceError:
+        return None
+
+
+def wait(condition: Callable[[], bool]) -> None:
+    """Returns once the condition holds, or after a minute."""
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--servers", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--trials", type=int, default=32)
+    parser.add_argument("--target", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    rows = []
+    for count in arguments.servers:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1] % 30_000 + 20_000
+        with running("-m", "tvm.exec.rpc_tracker", "--host", "127.0.0.1", "--port", str(port), "--port-end",
+                     str(port + 1), "--silent"):
+            rows.append(measure(count, port, arguments.target, arguments.trials))
+        print(rows[-1], flush=True)
+    if arguments.output:
+        from ecornn.device import resolve
+
+        device = resolve(arguments.target)
+        arguments.output.write_text(json.dumps({
+            "device": device.name, "processors": len(os.sched_getaffinity(0)), "rows": rows,
+            "command": "python benchmarks/rpc_servers.py " + " ".join(sys.argv[1:])}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""``ecornn log merge|export|import|prune``: the commands that write logs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ecornn.cli.common import plain_errors
+from ecornn.cli.log_command import FILES, collect
+
+if TYPE_CHECKING:
+    from ecornn.tune.log import Line
+    from ecornn.tune.merge import Merged
+
+GIVEN = click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+NEW = click.option("-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path),
+                   metavar="LOG.jsonl", help="File to write; must not exist.")
+
+
+def merged(lines: Iterable[Line]) -> Merged:
+    """The union; conflicts go to stderr."""
+    from ecornn.tune.merge import merge
+
+    found = merge(lines)
+    for conflict in found.conflicts:
+        click.echo(f"kept out {conflict}", err=True)
+    return found
+
+
+def write(output: Path, found: Merged) -> None:
+    """A new log; :class:`ArgumentError` where the file is there."""
+    from ecornn.errors import ArgumentError
+    from ecornn.tune.log import rewrite
+
+    if output.exists():
+        raise ArgumentError("--output", str(output), "a file that does not exist yet")
+    rewrite(output, lambda _: found.records)
+    click.echo(f"wrote {len(found.lines)} records to {output}")
+
+
+@click.command(name="merge")
+@GIVEN
+@NEW
+@plain_errors
+def merge_files(files: tuple[Path, ...], output: Path) -> None:
+    """Makes one log of several: their union, the same whatever their order.
+
+    Equal records count once. Of records that contradict each other the one that promises less is
+    kept; those, and damaged lines, are reported with file and line and kept out.
+    """
+    write(output, merged(collect(files).lines))
+
+
+@click.command()
+@FILES
+@NEW
+@click.option("--best", "only_best", is_flag=True,
+              help="Only the fastest trial of each workload and device: what an application ships.")
+@plain_errors
+def export(files: tuple[Path, ...], output: Path, only_best: bool) -> None:
+    """Writes one log to share, without the lines that are damaged. Without FILES: all there is."""
+    from ecornn.tune.selection import best_lines
+
+    found = collect(files)
+    write(output, merged(best_lines(found) if only_best else found.lines))
+
+
+@click.command(name="import")
+@GIVEN
+@plain_errors
+def import_files(files: tuple[Path, ...]) -> None:
+    """Adds records to imported.jsonl in your folder, where look-up finds them.
+
+    Records that are there already are not added again.
+    """
+    from ecornn.tune.folders import user_folder
+    from ecornn.tune.log import Log, rewrite
+    from ecornn.tune.record import AnyRecord
+
+    target, lines = user_folder() / "imported.jsonl", collect(files).lines
+
+    def union(there: Log) -> list[AnyRecord]:
+        found = merged([*there.lines, *lines])
+        click.echo(f"{len(found.lines) - len(there.lines)} records added to {target}, {len(found.lines)} in all")
+        return found.records
+
+    rewrite(target, union)
+
+
+@click.command()
+@GIVEN
+@click.option("--keep", type=click.IntRange(min=1), default=16, show_default=True,
+              help="Configurations of each workload and device, the fastest ones.")
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="LOG.jsonl",
+              help="File to write; must not exist.  [default: each file in place]")
+@plain_errors
+def prune(files: tuple[Path, ...], keep: int, output: Path | None) -> None:
+    """Drops what look-up has no use for: failures, slow configurations, stale ones that are known again.
+
+    Runs that are not finished stay whole, so that they can go on. Damaged lines are dropped.
+    """
+    from ecornn.errors import ArgumentError
+    from ecornn.schedules import all_schedules
+    from ecornn.tune.log import Log, rewrite
+    from ecornn.tune.record import AnyRecord
+    from ecornn.tune.selection import worth_keeping
+
+    revisions = {s.name: s.revision for s in all_schedules().values()}
+    if output is not None:
+        write(output, merged(worth_keeping(collect(files).lines, revisions, keep)))
+        return
+    for path in files:
+        if not path.exists():
+            raise ArgumentError("FILES", str(path), "a log that exists")
+
+        def selected(there: Log, path: Path = path) -> list[AnyRecord]:
+            for problem in there.problems:
+                click.echo(f"dropped {problem}", err=True)
+            kept = worth_keeping(there.lines, revisions, keep)
+            click.echo(f"{path}: {len(kept)} of {len(there.lines)} records kept")
+            return [line.record for line in kept]
+
+        rewrite(path, selected)

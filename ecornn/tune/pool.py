@@ -1,0 +1,147 @@
+"""The worker processes of a tuning run: builders, and measurers that a candidate may take down.
+
+They start in the background as soon as there is a pool, and stay warm from one workload to the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ecornn.errors import DeviceError
+from ecornn.tune.process import Worker, WorkerError
+
+T = TypeVar("T")
+LOSSES, REST, ABSENCE = 3, 2.0, 90.0  # of servers; seconds
+BUILDERS = 16  # at most; each holds TVM's compiler in memory, 400 MB
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The functions that workers call, as "module:function"."""
+
+    build_ready: str = "ecornn.tune.building:ready"
+    build: str = "ecornn.tune.building:build"
+    measure_ready: str = "ecornn.tune.measuring:ready"
+    measure: str = "ecornn.tune.measuring:measure"
+
+
+class Pool:
+    """Workers with the threads that wait for them.
+
+    Parameters
+    ----------
+    entries : what the workers call
+    builders : number of build processes; default: one for each processor, at most 16
+    measurers : number of measuring processes; more than one only where they measure elsewhere
+    local : whether the measuring processes run modules on this machine
+    quiet : whether a build would disturb a measurement, as on a CPU
+    grace : seconds that a measurement elsewhere may take beside its limit
+    poisoned : whether a measurement that fails leaves its process unusable, as on a GPU
+    environment : variables that the measuring processes see besides this process's own
+    """
+
+    def __init__(self, entries: Entries = Entries(), builders: int | None = None, measurers: int = 1, *,
+                 local: bool = True, quiet: bool = False, grace: float = 0.0, poisoned: bool = False,
+                 environment: Mapping[str, str] | None = None) -> None:
+        self.entries, self.local, self.quiet = entries, local, quiet
+        self.grace, self.poisoned, self.measured = grace, poisoned, time.monotonic()
+        count = builders or min(BUILDERS, len(os.sched_getaffinity(0)))
+        self.measurers = [Worker(entries.measure_ready, gpu=True, environment=environment)
+                          for _ in range(measurers)]
+        self.builders = [Worker(entries.build_ready, gpu=False) for _ in range(count)]
+        self.idle_builders: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        self.idle_measurers: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        for worker in self.builders:
+            self.idle_builders.put(worker)
+        for worker in self.measurers:
+            self.idle_measurers.put(worker)
+        self.building = ThreadPoolExecutor(count, thread_name_prefix="build")
+        self.measuring = ThreadPoolExecutor(measurers, thread_name_prefix="measure")
+        for worker in self.workers:
+            threading.Thread(target=self.warm, args=(worker,), daemon=True).start()
+
+    @property
+    def workers(self) -> list[Worker]:
+        """All of them."""
+        return [*self.builders, *self.measurers]
+
+    @staticmethod
+    def warm(worker: Worker) -> None:
+        """Has a worker import what it needs, before its first call; that call reports what fails."""
+        with contextlib.suppress(WorkerError):
+            worker.wake()
+
+    @staticmethod
+    @contextlib.contextmanager
+    def one_of(idle: queue.SimpleQueue[Worker]) -> Iterator[Worker]:
+        """An idle worker, for as long as the context lasts."""
+        worker = idle.get()
+        try:
+            yield worker
+        finally:
+            idle.put(worker)
+
+    def measure(self, request: Any, kind: type[T], limit: float) -> T:
+        """Calls ``entries.measure`` in an idle measuring process, decoded as ``kind``.
+
+        A server elsewhere that goes away costs another try, up to ``LOSSES`` of them; while none is
+        free, those that are measure the rest. Raises :class:`WorkerError` as ``Worker.call``, and
+        :class:`DeviceError` where there was no server for ``ABSENCE`` seconds.
+        """
+        losses = 0
+        while True:
+            worker = self.idle_measurers.get()
+            rest = 0.0
+            try:
+                found = worker.call(self.entries.measure, request, kind, limit + self.grace)
+                self.measured = time.monotonic()
+                return found
+            except WorkerError as error:
+                reason = str(error)
+                if self.local or not (error.lost or reason.startswith(("NoServer: ", "LostServer: "))):
+                    if not error.lost and self.poisoned:
+                        worker.kill()  # an illegal access poisons the process's CUDA context
+                    raise
+                if reason.startswith("NoServer: "):
+                    rest = REST
+                    if time.monotonic() - self.measured > ABSENCE:
+                        raise DeviceError("tracker", reason.removeprefix("NoServer: "),
+                                          f"a free server within {ABSENCE:g} s; the same command goes on") from None
+                else:
+                    losses += 1
+                    if losses == LOSSES:
+                        raise WorkerError(f"the server was lost {LOSSES} times: {reason}", lost=False) from None
+            finally:
+                if rest:
+                    timer = threading.Timer(rest, self.idle_measurers.put, [worker])
+                    timer.daemon = True
+                    timer.start()
+                else:
+                    self.idle_measurers.put(worker)
+
+    def kill(self) -> None:
+        """Kills every process; the next call of each starts it again."""
+        for worker in self.workers:
+            worker.kill()
+
+    def close(self) -> None:
+        """Stops every process, at once and for good."""
+        every: list[Callable[[], None]] = [worker.stop for worker in self.workers]
+        with ThreadPoolExecutor(len(every)) as threads:
+            list(threads.map(lambda stop: stop(), every))
+        for executor in (self.building, self.measuring):
+            executor.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,195 @@
+"""Measuring on servers that a TVM RPC tracker knows; the tuner's side.
+
+Each measuring process of the pool holds a session with one server. A server that goes away costs the
+trial under way another try elsewhere, and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ecornn.device import Device
+from ecornn.errors import ArgumentError, DeviceError, ScheduleError
+from ecornn.tune.environment import Environment
+from ecornn.tune.measuring import Measure, Measured
+from ecornn.tune.serving import DESCRIBE, MEASURE, Answer, Description, require_loopback
+
+if TYPE_CHECKING:
+    from ecornn.tune.pool import Entries, Pool
+
+ADDRESS = "ECORNN_TRACKER"  # to the measuring processes: JSON of a Tracker and the Device
+START = 60.0  # seconds that a server's measuring process may take to start, beside a measurement's limit
+WAIT = 3.0  # seconds to wait for a free server
+
+
+class NoServer(Exception):
+    """Every server is busy or gone: the trial is for another process."""
+
+
+class LostServer(Exception):
+    """The server went away while it measured."""
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """Where a TVM RPC tracker listens, and the key that the wanted servers have."""
+
+    host: str
+    port: int
+    key: str
+
+    @classmethod
+    def parse(cls, address: str, key: str, allow_remote: bool = False) -> Tracker:
+        """From ``host:port``; :class:`ArgumentError` where it is none, or not this machine's unless
+        that is allowed."""
+        host, colon, port = address.rpartition(":")
+        if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise ArgumentError("tracker", address, "HOST:PORT of a TVM RPC tracker")
+        require_loopback("tracker", host, allow_remote)
+        return cls(host, int(port), key)
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def servers(self) -> int:
+        """Number of servers with the key; :class:`DeviceError` where there is no tracker."""
+        return sum(info.get("key") == f"server:{self.key}" for info in self._summary()["server_info"])
+
+    def describe(self, target: str | Device | None = None) -> tuple[Device, Environment]:
+        """The device of one of the servers, and what records say of its machine.
+
+        Raises :class:`DeviceError` without a tracker or server, or where it measures on another kind
+        of device than ``target``.
+        """
+        if not self.servers():
+            raise DeviceError("key", self.key, f"the key of a server at the tracker {self}; start one with: "
+                              f"ecornn serve --tracker {self} --key {self.key}")
+        deadline = time.monotonic() + START
+        while True:
+            try:
+                found = _describe(_request(self))
+                break
+            except (NoServer, LostServer) as error:
+                if time.monotonic() > deadline:
+                    raise DeviceError("key", self.key, f"a server that is not busy ({error})") from None
+        wanted = target.kind if isinstance(target, Device) else {"cpu": "llvm", None: found.device.kind}.get(
+            target, "cuda")
+        if wanted != found.device.kind:
+            raise DeviceError("target", target, f"{found.device.name}, which the servers measure on, or nothing")
+        return found.device, found.environment
+
+    def pool(self, entries: Entries, quiet: bool, device: Device) -> Pool:
+        """Processes that build here and measure on the servers, one for each that there is now.
+
+        ``quiet``: a build would disturb a measurement, if both run here.
+        """
+        from dataclasses import replace
+
+        from ecornn.tune.pool import Pool
+        from ecornn.tune.serving import is_loopback
+
+        here = replace(entries, measure_ready=f"{__name__}:ready", measure=f"{__name__}:measure")
+        told = msgspec.json.encode((self.host, self.port, self.key, device)).decode()
+        return Pool(here, measurers=max(1, self.servers()), local=False, grace=START,
+                    quiet=quiet and is_loopback(self.host), environment={ADDRESS: told})
+
+    def _summary(self) -> Any:
+        import socket
+
+        from tvm import rpc
+
+        try:
+            socket.create_connection((self.host, self.port), WAIT).close()  # TVM's client retries for a minute
+            return rpc.connect_tracker(self.host, self.port).summary()
+        except (OSError, RuntimeError) as error:
+            raise DeviceError("tracker", str(self), "the address of a running tracker, which "
+                              f"`python -m tvm.exec.rpc_tracker --host 127.0.0.1` starts ({error})") from None
+
+
+class Connection:
+    """A session with one server, that has measured on ``device``; files are uploaded once."""
+
+    def __init__(self, tracker: Tracker, device: Device) -> None:
+        self.session = _request(tracker)
+        found = _describe(self.session)
+        if found.device != device:
+            raise NoServer(f"a server with the key {tracker.key} measures on {found.device.name} and not "
+                           f"{device.name}; give it another key")
+        self.run = self.session.get_function(MEASURE)
+        self.uploaded: set[tuple[str, int]] = set()
+
+    def measure(self, request: Measure) -> list[Measured]:
+        """As ``measuring.measure``, there."""
+        answers = Path(request.answers)
+        sent = str(answers), answers.stat().st_mtime_ns
+        name = f"{answers.parent.name}.npz"
+        if sent not in self.uploaded:
+            self.session.upload(bytearray(answers.read_bytes()), name)
+            self.uploaded.add(sent)
+        for path in request.paths:
+            self.session.upload(bytearray(Path(path).read_bytes()), Path(path).name)
+        there = msgspec.structs.replace(request, paths=tuple(Path(p).name for p in request.paths), answers=name)
+        answer = msgspec.json.decode(str(self.run(msgspec.json.encode(there).decode(), request.limit)), type=Answer)
+        if answer.measured is None:
+            raise ScheduleError(answer.error or "the server gave no answer")
+        return answer.measured
+
+
+_connection: Connection | None = None  # of this process
+
+
+def ready(_: None) -> bool:
+    """Imports what a measurement needs, before the clock runs."""
+    from ecornn.tune.quick_tvm import import_tvm
+
+    import_tvm()
+    from tvm import rpc
+
+    return bool(rpc)
+
+
+def measure(request: Measure) -> list[Measured]:
+    """Checks and times modules on the server that this process has a session with, or gets one.
+
+    Raises :class:`NoServer` and :class:`LostServer`; else as ``measuring.measure``.
+    """
+    global _connection
+    host, port, key, device = msgspec.json.decode(os.environ[ADDRESS], type=tuple[str, int, str, Device])
+    if _connection is None:
+        _connection = Connection(Tracker(host, port, key), device)
+    try:
+        return _connection.measure(request)
+    except ScheduleError:
+        raise
+    except Exception as error:  # whatever TVM raises where the other side is gone
+        _connection = None
+        raise LostServer(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+
+
+def _request(tracker: Tracker) -> Any:
+    """A session with a free server; :class:`NoServer` where none becomes free in time."""
+    import socket
+
+    from tvm import rpc
+
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(WAIT)  # TVM's client would wait for ever
+    try:
+        return rpc.connect_tracker(tracker.host, tracker.port).request(tracker.key, max_retry=1)
+    except Exception as error:
+        raise NoServer(f"no free server with the key {tracker.key} at {tracker}") from error
+    finally:
+        socket.setdefaulttimeout(before)
+
+
+def _describe(session: Any) -> Description:
+    try:
+        return msgspec.json.decode(str(session.get_function(DESCRIBE)()), type=Description)
+    except Exception as error:
+        raise LostServer(str(error)) from error

@@ -1,0 +1,119 @@
+"""A server that measures modules for tuners elsewhere, through TVM's RPC.
+
+TVM's server takes files and calls from whoever reaches its port: that is remote execution, by design.
+So it listens on this machine alone unless told otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ecornn.device import Device
+from ecornn.errors import ArgumentError
+from ecornn.tune.environment import Environment, environment
+from ecornn.tune.measuring import Measure, Measured
+from ecornn.tune.pool import Entries
+from ecornn.tune.process import Worker, WorkerError
+
+if TYPE_CHECKING:
+    from tvm.rpc import Server
+
+TARGET, DESCRIBE, MEASURE = "ECORNN_SERVED", "ecornn.tune.describe", "ecornn.tune.measure"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a server measures on."""
+
+    device: Device
+    environment: Environment
+
+
+class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What came of a request: measurements, or the error of the process that made them."""
+
+    measured: list[Measured] | None = None
+    error: str | None = None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is this machine's own."""
+    return host in LOOPBACK
+
+
+def require_loopback(argument: str, host: str, allow_remote: bool) -> None:
+    """Raises :class:`ArgumentError` for another machine's address, unless that is allowed."""
+    if not (allow_remote or is_loopback(host)):
+        raise ArgumentError(argument, host, f"one of {', '.join(LOOPBACK)}, or --allow-remote beside it: whoever "
+                            "reaches an RPC port can run any code, so only a trusted network will do")
+
+
+def start(target: str, tracker: tuple[str, int], key: str, host: str = "127.0.0.1", port: int = 9200,
+          address: str | None = None) -> Server:
+    """Starts a server in processes of its own, known to the tracker; ``terminate()`` stops them.
+
+    ``address`` is what the tracker tells tuners to connect to, where that is not ``host``. The first
+    free port of 100 from ``port`` on is used. Raises :class:`~ecornn.errors.DeviceError` without the
+    device.
+    """
+    from tvm.rpc import Server
+
+    from ecornn.tune.session import present
+
+    present(target)  # now, and not at the first request
+    os.environ[TARGET] = target
+    return Server(host, port, port + 100, tracker_addr=tracker, key=key, custom_addr=address, silent=True,
+                  server_init_callback=register)
+
+
+def register() -> None:
+    """Makes the functions known that a session may call; each session has a process of its own."""
+    import tvm_ffi
+
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+    worker = Worker(Entries().measure_ready, gpu=True)
+    tvm_ffi.register_global_func(DESCRIBE, describe, override=True)
+    tvm_ffi.register_global_func(MEASURE, lambda request, limit: measure(worker, request, limit), override=True)
+
+
+def end_with(parent: int) -> None:
+    """Ends this process, which would go on listening, once its parent is gone."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def describe() -> str:
+    """JSON of a :class:`Description`."""
+    from ecornn.tune.session import present
+
+    device = present(os.environ[TARGET])
+    return msgspec.json.encode(Description(device, environment(device))).decode()
+
+
+def measure(worker: Worker, request: str, limit: float) -> str:
+    """JSON of an :class:`Answer` to the JSON of a :class:`Measure` of files that were uploaded."""
+    import tvm_ffi
+
+    place: Any = tvm_ffi.get_global_func("tvm.rpc.server.workpath")
+    asked = msgspec.json.decode(request, type=Measure)
+    if any(Path(name).name != name for name in (*asked.paths, asked.answers)):
+        return msgspec.json.encode(Answer(error="a file outside the session's folder")).decode()
+    paths = tuple(str(place(name)) for name in asked.paths)
+    try:
+        asked = msgspec.structs.replace(asked, paths=paths, answers=str(place(asked.answers)))
+        found = worker.call(Entries().measure, asked, list[Measured], float(limit))
+        answer = Answer(measured=found)
+    except WorkerError as error:
+        answer = Answer(error=str(error))
+        if not error.lost and os.environ[TARGET] != "cpu":
+            worker.kill()  # an illegal access poisons the process's CUDA context
+    for path in paths:
+        Path(path).unlink(missing_ok=True)
+    return msgspec.json.encode(answer).decode()

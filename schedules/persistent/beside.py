@@ -1,0 +1,64 @@
+"""The input projection beside the recurrence: left-over blocks do it while the steps run.
+
+Workers take tiles of rows in the order of time and count the finished ones in ``ready``, one
+counter for each group of rows: store, barrier of the team, fence, add; acquire load, load. Gate
+warps wait for the rows that they are about to fetch, two steps ahead of their use, and only when
+these rows are of a group that they have not yet seen finished. Workers wait for nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ecornn.schedules.base import Task
+from ecornn.schedules.persistent.plan import Plan, worker_shape
+from ecornn.schedules.projection import THREADS, rows_ahead, shape_of
+from ecornn.schedules.projection_kernel import Team, projection_arguments
+
+BARRIER = 5  # named barrier of a team of workers; the recurrence has others in its own blocks
+
+
+class Beside:
+    """Emits both sides: the workers' code, and the gate warps' wait."""
+
+    def __init__(self, T: Any, task: Task, plan: Plan, arguments: Mapping[str, Any], steps: Any, batch: Any) -> None:
+        shape = worker_shape(task, plan)
+        assert shape is not None, "check() refuses what has no room for the projection"
+        self.T, self.task, self.plan, self.shape, self.arguments = T, task, plan, shape, arguments
+        self.batch, self.steps = batch, steps
+        self.rows = T.Bind(steps * batch)
+        self.first = T.Bind(rows_ahead(self.rows, plan.ahead))
+        self.seen = T.alloc_buffer((1,), "int32", scope="local")
+        T.buffer_store(self.seen, T.int32(0), [0])
+
+    @staticmethod
+    def declare(T: Any, task: Task) -> dict[str, Any]:
+        """The arguments that only this part has."""
+        return {**projection_arguments(T, task, shape_of(task)),
+                "ready": T.arg("ready", T.buffer((T.int64(1 << 40),), "uint32"))}
+
+    def work(self, worker: Any, thread: Any, shared: Any) -> None:
+        """A worker block's whole life; for its first ``THREADS`` threads."""
+        T = self.T
+
+        def barrier() -> Any:
+            return T.ptx["bar.sync"](T.uint32(BARRIER), T.uint32(THREADS))
+
+        def done(group: Any) -> None:
+            T.evaluate(T.ptx["fence.acq_rel.gpu"]())
+            T.evaluate(T.ptx["red.release.gpu.global.add.u32"](self.arguments["ready"].ptr_to([group]), T.uint32(1)))
+
+        team = Team(T, self.task, self.shape, "float32", self.arguments, shared, thread, barrier)
+        team.run(self.first, self.rows, worker, self.plan.workers, done)
+
+    def wait(self, t: Any) -> None:
+        """Until all rows of step t are there."""
+        T, columns = self.T, self.shape.columns
+        last = T.Bind(T.min(t + 1, self.steps) * self.batch - 1)
+        count = T.alloc_buffer((1,), "uint32", scope="local")
+        with T.While(self.first + self.seen[0] * self.shape.block_rows <= last):
+            T.buffer_store(count, T.uint32(0), [0])
+            with T.While(count[0] < T.uint32(columns)):
+                T.evaluate(T.ptx["ld.acquire.gpu.global.u32"](count[0], self.arguments["ready"].ptr_to([self.seen[0]])))
+            T.buffer_store(self.seen, self.seen[0] + 1, [0])

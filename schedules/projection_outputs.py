@@ -1,0 +1,88 @@
+"""What a kernel of the hoisted projection writes: the cell's hoisted scalars, computed on accumulators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from ecornn.schedules.base import Task
+from ecornn.schedules.pointwise import emit, invariants
+
+
+@dataclass
+class Outputs:
+    """Emits the store of one thread's outputs.
+
+    An n8 tile is as ``mma`` leaves it (``tensor_core.py``): two neighbouring columns a thread. Tile
+    ``octet * rows + row`` has product ``row`` of 8 units. With a ``span`` of 2 the columns are the units
+    in order, with 4 those of two octets are dealt out so that a thread has 4 neighbouring units.
+
+    Attributes
+    ----------
+    acc : accumulators (m16 tile, n8 tile, 4)
+    octets, tiles : groups of 8 units, and m16 tiles, of the thread
+    x, hoisted : the buffers; ``hoisted`` is of ``out_dtype``
+    vector : (i, unit) -> the value of parameter vector i
+    span : neighbouring units that a thread has, 2 or 4
+    """
+
+    T: Any
+    task: Task
+    acc: Any
+    octets: int
+    tiles: int
+    x: Any
+    hoisted: Any
+    out_dtype: str
+    vector: Callable[[int, Any], Any]
+    span: int = 2
+
+    def write(self, unit_of: Callable[[Any], Any], row_of: Callable[[Any, Any], Any], end: Any) -> None:
+        """Writes units ``unit_of(group)`` and those next to it, of rows ``row_of(tile, half) < end``."""
+        T, graph, H = self.T, self.task.graph, self.task.workload.hidden
+        with T.unroll(self.octets * 2 // self.span) as o:
+            unit = T.Bind(unit_of(o))
+            with T.If(unit < H), T.Then():
+                constants = []
+                for e in range(self.span):
+                    env = {v.var: T.Bind(self.vector(i, self._within(unit, e))) for i, v in enumerate(graph.vectors)}
+                    constants.append(invariants(graph, env))
+                with T.unroll(self.tiles) as m, T.unroll(2) as half:
+                    here = T.Bind(row_of(m, half))
+                    with T.If(here < end), T.Then():
+                        self._store(constants, m, o, half, here, unit)
+
+    def _within(self, unit: Any, e: int) -> Any:
+        """Unit ``unit + e``, or the last one."""
+        T, H = self.T, self.task.workload.hidden
+        return T.Bind(unit + e if H % self.span == 0 else T.min(unit + e, H - 1))
+
+    def _store(self, constants: list[dict[Any, Any]], m: Any, o: Any, half: Any, row: Any, unit: Any) -> None:
+        """Neighbouring units of a row."""
+        T, graph, H, out = self.T, self.task.graph, self.task.workload.hidden, self.hoisted
+        rows, outputs = len(graph.hoisted_rows), len(graph.hoisted_outputs)
+        values = []
+        for e in range(self.span):
+            env = dict(constants[e])
+            for r, product in enumerate(graph.hoisted_rows):
+                env[product.var] = self.acc[m, (o * (self.span // 2) + e // 2) * rows + r, half * 2 + e % 2]
+            if graph.x is not None:
+                at = T.cast(row, "int64") * H + self._within(unit, e)
+                env[graph.x] = T.Bind(T.cast(self.x[at], "float32"))
+            env = emit(graph.hoisted, env)
+            values.append([env[v] for v in graph.hoisted_outputs])
+        step = next(n for n in (self.span, 2, 1) if H % n == 0) if self.out_dtype == "float32" else 1
+        for q in range(outputs):
+            place = T.Bind((T.cast(row, "int64") * outputs + q) * H + unit)
+            for e in range(0, self.span, step):
+                with ExitStack() as guard:
+                    if e:
+                        guard.enter_context(T.If(unit + e < H))
+                        guard.enter_context(T.Then())
+                    if step == 1:
+                        T.buffer_store(out, T.cast(values[e][q], self.out_dtype), [place + e])
+                    else:
+                        T.evaluate(T.ptx[f"st.global.v{step}.f32"](
+                            out.ptr_to([place + e]), *(values[e + i][q] for i in range(step))))

@@ -1,0 +1,107 @@
+"""The hoisted projection on Hopper, by warpgroup products (``wgmma``): how it is cut.
+
+One block a multiprocessor goes through tiles of 128 rows by the products of up to 32 octets of units. Its
+K goes through a ring of stages in shared memory, 64 values of every row each:
+
+    x        rows of 128 bytes, whose 16-byte chunks are exchanged by row (wgmma's 128-byte swizzle), so
+             that neither copies nor products have bank conflicts
+    weights  core matrices, 8 columns x 16 bytes in one piece, those of 8 values of K one behind the other:
+             an order that ``bind`` packs, so that one bulk copy fetches a stage's weights
+
+``projection_wgmma_kernel.py`` has the code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ecornn.program import Packing
+from ecornn.schedules.base import Task
+
+THREADS = 384
+ROWS = 128  # of a tile; 64 of each multiplying warpgroup
+DEPTH = 64  # values of K of a stage: the 128 bytes of a swizzled row
+LINE = 32  # words of a row of a stage
+COLUMNS = 256  # of a tile at most, as of one wgmma
+STAGES = 6  # at most; fewer where shared memory is short
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How the projection is cut.
+
+    Attributes
+    ----------
+    rows : hoisted products that a unit has
+    octets : groups of 8 units of a tile, an even number
+    columns : tiles side by side over the units
+    slabs : stages' worth of K
+    vectors : parameter vectors, of which a tile's units are kept in shared memory
+    stages : of the ring
+    """
+
+    rows: int
+    octets: int
+    columns: int
+    slabs: int
+    vectors: int
+    stages: int = STAGES
+
+    @property
+    def width(self) -> int:
+        """Columns of a tile."""
+        return self.octets * 8 * self.rows
+
+    @property
+    def units(self) -> int:
+        return self.octets * 8
+
+    @property
+    def moves_registers(self) -> bool:
+        """Whether the multiplying warps need more registers than an even share."""
+        return self.width > COLUMNS // 2
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.width * DEPTH * 2
+
+    @property
+    def stage_bytes(self) -> int:
+        return ROWS * LINE * 4 + self.weight_bytes
+
+    @property
+    def vector_floats(self) -> int:
+        """Of one tile's parameter vectors; each multiplying warpgroup has them for two tiles."""
+        return self.vectors * self.units
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory."""
+        return self.stages * (self.stage_bytes + 16) + 4 * 4 * self.vector_floats
+
+
+def shape_of(task: Task) -> Shape | None:
+    """The tiles; None where this kernel does not serve the task."""
+    w, rows = task.workload, len(task.graph.hoisted_rows)
+    if task.device.arch != "sm_90a" or w.dtype == "float32" or w.input % 8 or not 0 < rows <= COLUMNS // 16:
+        return None
+    pairs = -(-w.hidden // 16)  # of octets
+    columns = -(-pairs // (COLUMNS // (16 * rows)))
+    shape = Shape(rows, -(-pairs // columns) * 2, columns, -(-w.input // DEPTH), len(task.graph.vectors))
+    for stages in range(STAGES, 1, -1):
+        found = replace(shape, stages=stages)
+        if found.shared <= task.device.shared:
+            return found
+    return None
+
+
+def packing_of(task: Task, s: Shape) -> Packing:
+    """(column, slab) tiles of 8-value chunks of K, n8 tiles, 8 columns, 8 values.
+
+    The columns of two octets' n8 tiles are dealt out so that a thread, which has columns 2 i and 2 i + 1
+    of each, has 4 neighbouring units (:class:`Outputs` with a span of 4).
+    """
+    return Packing(tuple((r.weight, r.gate) for r in task.graph.hoisted_rows),
+                   (s.rows, s.columns * s.units, s.slabs * DEPTH),
+                   (s.rows, s.columns, s.octets // 2, 4, 2, 2, s.slabs, DEPTH // 8, 8), (1, 6, 7, 2, 4, 0, 3, 5, 8),
+                   task.workload.dtype)

@@ -1,0 +1,229 @@
+"""The code of the hoisted projection on Hopper: one warpgroup copies, two multiply and write.
+
+Two mbarriers a stage hand it over. Use n = 0, 1, ... of a stage is phase n of both:
+
+    full     129 arrivals complete it: of each copying thread when its copies of x have landed
+             (cp.async.mbarrier.arrive.noinc), of the first one when it announces the bytes of the
+             weights; and these bytes. Products of use n wait for the parity of phase n.
+    empty    8 arrivals, of each multiplying warp when its products of the stage are done. Copies of use n
+             wait for the parity of phase n - 1, which a new barrier counts as complete for n = 0.
+
+All warps go through the same tiles and stages in the same order. Phase n of ``full`` needs phase n - 1 of
+``empty``, and that needs every multiplying warp past phase n - 1 of ``full``: nobody who waits for a parity
+can be a whole turn behind, and nobody waits for what waits for him. The first multiplying warpgroup
+starts ``LAG`` stages ahead, which the ring holds without any being given back; it stays so, and one of
+the two multiplies while the other writes. Copies run ahead into the next tile.
+
+cp.async writes through the generic proxy and wgmma reads through the asynchronous one: the multiplying
+threads, which have observed the arrivals, put a proxy fence between the two. Products of the stage
+before are still under way then, so that the fence delays nothing. The other way round, products are
+waited for before ``empty`` is arrived at, and what they have read may be overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ecornn.schedules.base import Task
+from ecornn.schedules.projection_outputs import Outputs
+from ecornn.schedules.projection_wgmma import DEPTH, LINE, ROWS, THREADS, Shape
+from ecornn.schedules.wgmma import descriptor, mbarrier_wait, wgmma, wgmma_wait
+
+GROUP = 128  # threads of a warpgroup
+BAND = 16  # groups of rows that share the weights in L2: tiles go through a band column by column
+LAG = 2  # stages that the second half of the rows is behind, at most
+COPY_REGISTERS, MULTIPLY_REGISTERS = 40, 232  # of a thread; 168 at launch, of which the copying warps give
+LAG_BARRIER = 3  # named barrier; 1 and 2 are those of the multiplying warpgroups
+
+
+def wgmma_kernel(task: Task, shape: Shape, out_dtype: str) -> Any:
+    """``project(T, B, x, input_weights, vectors, hoisted)``: all rows, on ``task.device.cores`` blocks."""
+    from tvm.script.ir_builder import IRBuilder
+    from tvm.tirx.script.builder import ir as T
+
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("project")
+        steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
+        big, dtype = T.int64(1 << 40), task.workload.dtype
+        arguments = {name: T.arg(name, T.buffer((big,), kind)) for name, kind in (
+            ("x", dtype), ("input_weights", dtype), ("vectors", "float32"), ("hoisted", out_dtype))}
+        T.device_entry()
+        block, thread = T.cta_id([task.device.cores]), T.thread_id([THREADS])
+        memory = T.alloc_buffer((shape.shared // 4,), "float32", scope="shared.dyn", align=1024)
+        ring = _Ring(T, task, shape, arguments, memory, thread, block, T.Bind(steps * batch))
+        ring.begin()
+        with T.If(thread < GROUP):
+            with T.Then():
+                if shape.moves_registers:
+                    T.evaluate(T.ptx["setmaxnreg.dec.sync.aligned.u32"](COPY_REGISTERS))
+                ring.copy()
+            with T.Else():
+                if shape.moves_registers:
+                    T.evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](MULTIPLY_REGISTERS))
+                ring.multiply(out_dtype)
+    return builder.get()
+
+
+class _Ring:
+    """Emits both sides of the ring of stages."""
+
+    def __init__(self, T: Any, task: Task, shape: Shape, arguments: Mapping[str, Any], memory: Any, thread: Any,
+                 block: Any, rows: Any) -> None:
+        self.T, self.task, self.shape, self.arguments, self.memory = T, task, shape, arguments, memory
+        self.thread, self.block, self.rows = thread, block, rows
+        self.groups = T.Bind((rows + (ROWS - 1)) // ROWS)
+        self.first_vector = shape.stages * shape.stage_bytes // 4
+        self.first_barrier = self.first_vector + 4 * shape.vector_floats
+        self.base = T.Bind(T.cuda.cvta_generic_to_shared(memory.ptr_to([0])))
+        self.turn = T.alloc_buffer((1,), "uint32", scope="local")  # uses of stages so far
+
+    def begin(self) -> None:
+        """Prepares the barriers, by the first thread, for all."""
+        T = self.T
+        with T.If(self.thread == 0), T.Then():
+            for stage in range(self.shape.stages):
+                T.evaluate(T.ptx["mbarrier.init.shared::cta.b64"](self._full(stage), T.uint32(GROUP + 1)))
+                T.evaluate(T.ptx["mbarrier.init.shared::cta.b64"](self._empty(stage), T.uint32(2 * GROUP // 32)))
+            T.evaluate(T.ptx["fence.mbarrier_init.release.cluster"]())
+            T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())  # bulk copies arrive through this proxy
+        T.evaluate(T.cuda.cta_sync())
+
+    def copy(self) -> None:
+        """The copying warpgroup: x and weights of every tile, stage by stage."""
+        T, s = self.T, self.shape
+
+        def tile(group: Any, column: Any) -> None:
+            with T.serial(0, s.slabs) as slab:
+                stage, parity = self._use()
+                mbarrier_wait(self._empty(stage), parity ^ T.uint32(1))
+                with T.If(self.thread == 0), T.Then():
+                    self._copy_weights(stage, T.Bind(column * s.slabs + slab))
+                self._copy_rows(stage, group, slab)
+                T.evaluate(T.ptx["cp.async.mbarrier.arrive.noinc.shared::cta.b64"](self._full(stage)))
+                T.buffer_store(self.turn, self.turn[0] + T.uint32(1), [0])
+
+        self._tiles(tile)
+        T.evaluate(T.ptx["cp.async.wait_all"]())  # no thread leaves before its copies have landed
+
+    def multiply(self, out_dtype: str) -> None:
+        """A multiplying warpgroup: products and outputs of its 64 rows of every tile."""
+        T, task, s = self.T, self.task, self.shape
+        acc = T.alloc_buffer((1, s.width // 8, 4), "float32", scope="local")
+        lane, member = T.Bind(self.thread % 32), T.Bind(self.thread % GROUP)
+        half = T.Bind(self.thread // GROUP - 1)  # of the tile's rows
+        flip = T.alloc_buffer((1,), "int32", scope="local")  # which of two copies of the vectors
+        T.buffer_store(flip, T.int32(0), [0])
+
+        def tile(group: Any, column: Any) -> None:
+            unit0 = T.Bind(column * s.units)
+            place = T.Bind(self.first_vector + (half * 2 + flip[0]) * s.vector_floats)
+            self._copy_vectors(place, unit0, member)
+            self._products(acc, half, lane)
+            T.evaluate(T.ptx["cp.async.wait_group"](0))
+            # also: nobody writes the vectors of the tile after next while others still read these
+            T.evaluate(T.ptx["bar.sync"](T.cast(half + 1, "uint32"), T.uint32(GROUP)))
+            row0 = T.Bind(group * ROWS + half * 64 + member // 32 * 16 + lane // 4)
+            outputs = Outputs(T, task, acc, s.octets, 1, self.arguments["x"], self.arguments["hoisted"], out_dtype,
+                              lambda i, at: self.memory[place + i * s.units + (at - unit0)], span=4)
+            outputs.write(lambda pair: unit0 + pair * 16 + lane % 4 * 4, lambda _, upper: row0 + upper * 8, self.rows)
+            T.buffer_store(flip, 1 - flip[0], [0])
+
+        self._tiles(tile)
+
+    def _tiles(self, emit: Callable[[Any, Any], None]) -> None:
+        """``emit(group of rows, column)`` for each of this block's tiles."""
+        T, columns = self.T, self.shape.columns
+        T.buffer_store(self.turn, T.uint32(0), [0])
+        tile, at = T.alloc_buffer((1,), "uint32", scope="local"), T.alloc_buffer((2,), "int32", scope="local")
+        T.buffer_store(tile, T.cast(self.block, "uint32"), [0])
+        with T.While(tile[0] < T.cast(self.groups * columns, "uint32")):
+            band, within = tile[0] // T.uint32(BAND * columns), tile[0] % T.uint32(BAND * columns)
+            first = T.Bind(T.cast(band, "int32") * BAND)
+            height = T.Bind(T.cast(T.min(BAND, self.groups - first), "uint32"))
+            T.buffer_store(at, first + T.cast(within % height, "int32"), [0])
+            T.buffer_store(at, T.cast(within // height, "int32"), [1])
+            emit(at[0], at[1])
+            T.buffer_store(tile, tile[0] + T.uint32(self.task.device.cores), [0])
+
+    def _products(self, acc: Any, half: Any, lane: Any) -> None:
+        """All products of a tile, of 64 rows, left in ``acc``."""
+        T, s = self.T, self.shape
+        every = [acc[0, n, i] for n in range(s.width // 8) for i in range(4)]
+
+        def release() -> None:
+            with T.If(lane == 0), T.Then():
+                before = T.Bind(T.cast((self.turn[0] - T.uint32(1)) % T.uint32(s.stages), "int32"))
+                T.evaluate(T.ptx["mbarrier.arrive.shared::cta.b64"](self._empty(before)))
+
+        lag = min(LAG, s.stages - 2, s.slabs - 1)
+        with T.serial(0, s.slabs) as slab:
+            if lag > 0:
+                with T.If(T.And(half == 0, self.turn[0] == T.uint32(lag))), T.Then():
+                    T.evaluate(T.ptx["bar.arrive"](T.uint32(LAG_BARRIER), T.uint32(2 * GROUP)))
+                with T.If(T.And(half == 1, self.turn[0] == T.uint32(0))), T.Then():
+                    T.evaluate(T.ptx["bar.sync"](T.uint32(LAG_BARRIER), T.uint32(2 * GROUP)))
+            stage, parity = self._use()
+            mbarrier_wait(self._full(stage), parity)
+            T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())
+            start = T.Bind(self.base + T.cast(stage * s.stage_bytes, "uint32"))
+            mine = T.Bind(start + T.cast(half * (64 * LINE * 4), "uint32"))
+            x = T.Bind(descriptor(mine, 16, 8 * LINE * 4, swizzled=True))
+            weights = T.Bind(descriptor(start + T.uint32(ROWS * LINE * 4), s.width * 16, 128, swizzled=False))
+            T.evaluate(T.ptx["wgmma.fence.sync.aligned"]())
+            for k in range(DEPTH // 16):
+                keep = T.uint32(1) if k else T.Select(slab > 0, T.uint32(1), T.uint32(0))
+                wgmma(every, x + T.uint64(k * 2), weights + T.uint64(k * 2 * s.width), keep, self.task.workload.dtype)
+            T.evaluate(T.ptx["wgmma.commit_group.sync.aligned"]())
+            with T.If(slab > 0), T.Then():
+                T.evaluate(T.ptx["wgmma.wait_group.sync.aligned"](1))
+                release()  # the stage before this one
+            T.buffer_store(self.turn, self.turn[0] + T.uint32(1), [0])
+        wgmma_wait(every)
+        release()
+
+    def _copy_weights(self, stage: Any, tile: Any) -> None:
+        T, s = self.T, self.shape
+        T.evaluate(T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"](self._full(stage), T.uint32(s.weight_bytes)))
+        T.evaluate(T.ptx["cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"](
+            self._at(stage, ROWS * LINE),
+            self.arguments["input_weights"].ptr_to([T.cast(tile, "int64") * (s.weight_bytes // 2)]),
+            T.uint32(s.weight_bytes), self._full(stage)))
+
+    def _copy_rows(self, stage: Any, group: Any, slab: Any) -> None:
+        """A thread's eight chunks, one of every 16th row; what lies outside x becomes zero."""
+        T, I = self.T, self.task.workload.input
+        first, chunk = T.Bind(self.thread // 8), T.Bind(self.thread % 8)
+        row, value = T.Bind(group * ROWS + first), T.Bind(slab * DEPTH + chunk * 8)
+        source = T.Bind(T.cast(row, "int64") * I + value)
+        place = T.Bind(first * LINE + T.bitwise_xor(chunk, first % 8) * 4)
+        for r in range(0, ROWS, GROUP // 8):
+            size = T.Select(T.And(row + r < self.rows, value < I), T.uint32(16), T.uint32(0))
+            T.evaluate(T.ptx["cp.async.cg.shared.global"](
+                self._at(stage, place + r * LINE), self.arguments["x"].ptr_to([source + r * I]), 16, size))
+
+    def _copy_vectors(self, place: Any, unit0: Any, member: Any) -> None:
+        """The parameter vectors of a tile's units."""
+        T, s, H = self.T, self.shape, self.task.workload.hidden
+        for turn in range(-(-s.vector_floats // GROUP)):
+            index = T.Bind(turn * GROUP + member)
+            with T.If(index < s.vector_floats), T.Then():
+                source = index // s.units * H + T.min(unit0 + index % s.units, H - 1)
+                T.evaluate(T.ptx["cp.async.ca.shared.global"](
+                    self.memory.ptr_to([place + index]), self.arguments["vectors"].ptr_to([source]), 4))
+        T.evaluate(T.ptx["cp.async.commit_group"]())
+
+    def _use(self) -> tuple[Any, Any]:
+        """Stage (int32) and parity of the phase (uint32) of the current use."""
+        T, stages = self.T, self.T.uint32(self.shape.stages)
+        return (T.Bind(T.cast(self.turn[0] % stages, "int32")),
+                T.Bind(T.bitwise_and(self.turn[0] // stages, T.uint32(1))))
+
+    def _at(self, stage: Any, word: Any) -> Any:
+        return self.memory.ptr_to([stage * (self.shape.stage_bytes // 4) + word])
+
+    def _full(self, stage: Any) -> Any:
+        return self.memory.ptr_to([self.first_barrier + stage * 4])
+
+    def _empty(self, stage: Any) -> Any:
+        return self.memory.ptr_to([self.first_barrier + stage * 4 + 2])

@@ -1,0 +1,57 @@
+"""Warpgroup products of Hopper's tensor cores, and waits for mbarriers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_KIND = {"float16": "f16.f16", "bfloat16": "bf16.bf16"}
+_WAIT = """
+__device__ __forceinline__ void ecornn_mbarrier_wait(unsigned barrier, unsigned parity) {
+  asm volatile("{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again; }"
+               : : "r"(barrier), "r"(parity) : "memory");
+}"""
+
+
+def wgmma(acc: list[Any], a: Any, b: Any, keep: Any, dtype: str) -> None:
+    """``acc = a b + (keep ? acc : 0)`` for K = 16; a: 64 rows, b: ``2 * len(acc)`` columns, by descriptors.
+
+    Accumulators are those of ``mma`` for each n8 tile (``tensor_core.py``), warp w has rows 16 w to 16 w + 15.
+    """
+    from tvm.tirx.script.builder import ir as T
+
+    instruction = T.ptx[f"wgmma.mma_async.sync.aligned.m64n{2 * len(acc)}k16.f32.{_KIND[dtype]}"]
+    T.evaluate(instruction(*acc, a, b, T.ptx.pred(keep), 1, 1, 0, 0))
+
+
+def descriptor(address: Any, leading: int, stride: int, swizzled: bool) -> Any:
+    """wgmma's description of a K-major operand of 16-bit values at ``address`` in shared memory (uint64).
+
+    ``stride`` bytes lie between groups of 8 rows, ``leading`` between the two 16-byte halves of a
+    product's K (which the 128-byte swizzle implies: it is then ignored, and addresses are multiples of
+    1024). Addresses are in units of 16 bytes: those of later values of K are larger by a constant.
+    """
+    from tvm.tirx.script.builder import ir as T
+
+    fixed = (leading >> 4) << 16 | (stride >> 4) << 32 | (1 << 62 if swizzled else 0)
+    return T.cast(address >> T.uint32(4), "uint64") + T.uint64(fixed)
+
+
+def wgmma_wait(acc: list[Any]) -> None:
+    """Waits for all products; names the accumulators, so that none is read before."""
+    from tvm.tirx.script.builder import ir as T
+
+    count = len(acc)
+    arguments = ", ".join(f"float& d{i}" for i in range(count))
+    operands = ", ".join(f'"+f"(d{i})' for i in range(count))
+    T.evaluate(T.cuda.func_call(f"ecornn_wgmma_wait_{count}", *acc, source_code=f"""
+__device__ __forceinline__ void ecornn_wgmma_wait_{count}({arguments}) {{
+  asm volatile("wgmma.wait_group.sync.aligned 0;" : {operands} : : "memory");
+}}"""))
+
+
+def mbarrier_wait(barrier: Any, parity: Any) -> None:
+    """Until the phase of this parity of the mbarrier (a pointer into shared memory) is complete."""
+    from tvm.tirx.script.builder import ir as T
+
+    T.evaluate(T.cuda.func_call("ecornn_mbarrier_wait", T.cuda.cvta_generic_to_shared(barrier), parity,
+                                source_code=_WAIT))

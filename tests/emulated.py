@@ -1,0 +1,110 @@
+"""Emulated programs against float64: what tests of several schedules share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import step_cells
+from cuda_on_cpu import Emulated, inputs
+from msgspec.structs import replace
+
+from ecornn.analysis import analyse
+from ecornn.cells import BUILTIN, Cell
+from ecornn.device import KNOWN, Device
+from ecornn.numpy_reference import STEPS, reference
+from ecornn.schedules.base import Config, Schedule, Task
+from ecornn.workload import ALONE, Place, Workload
+
+ALL_CELLS = BUILTIN | step_cells.CELLS
+LIMITS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}  # relative norm of the error of y
+TINY = replace(KNOWN["sm_90a"], cores=3)  # few blocks to emulate
+
+# (T, B, I, H): the smallest of everything; odd rows; one more than a tile; more rows than a tile; whole tiles
+SHAPES = [(1, 1, 1, 1), (3, 2, 5, 7), (5, 20, 33, 65), (4, 33, 31, 129), (7, 3, 64, 128)]
+
+
+def task_of(cell: str, sizes: tuple[int, int, int, int], dtype: str, device: Device = TINY,
+            place: Place = ALONE) -> Task:
+    T, B, I, H = sizes
+    found: Cell = ALL_CELLS[cell]
+    if cell in step_cells.SQUARE:
+        I = H
+    return Task(Workload(cell, H, I, B, T, dtype), analyse(found, I, H), device, place)
+
+
+def relative(value: np.ndarray, expected: Any) -> float:
+    return float(np.linalg.norm(value.astype(np.float64) - expected) / max(np.linalg.norm(expected), 1e-30))
+
+
+def check_numbers(folder: Path, schedule: Schedule, task: Task, config: Config, batch: int | None = None,
+                  lazy: bool = True) -> None:
+    """Runs the program in the emulation and compares it with float64; ``batch`` is the call's B.
+
+    Lengths and resets, where the task's place has them, are drawn; x beyond a row's length is NaN.
+    """
+    w, graph, place = task.workload, task.graph, task.place
+    assert schedule.check(task, config) is None
+    sizes = (w.seq, batch or w.batch, w.input, w.hidden)
+    x, states, parameters = inputs(w.cell, sizes, w.dtype, graph.parameters, tuple(graph.states))
+    masks = masks_of(place, *sizes[:2])
+    for b, n in enumerate(masks.get("lengths", ())):
+        x[n:, b] = np.nan
+    emulated = Emulated(schedule.program(task, config), folder, lazy=lazy)
+    rows, after = emulated.run(x, states, parameters, masks, place.directions)
+
+    def exact(tensors: dict[str, np.ndarray]) -> dict[str, Any]:
+        return {name: value.astype(np.float64) for name, value in tensors.items()}
+
+    want, wanted = expected(w.cell, place, x.astype(np.float64), exact(states), exact(parameters), masks)
+    own = slice(place.y_offset(w.hidden), place.y_offset(w.hidden) + w.hidden)
+    others = np.ascontiguousarray(np.delete(rows, own, axis=2))
+    assert (others.view(np.uint8) == 0xFF).all(), "y of the other direction was written"
+    y = rows[..., own]
+    assert relative(y, want) <= LIMITS[w.dtype]
+    for b, n in enumerate(masks.get("lengths", ())):
+        assert not y[n:, b].astype(np.float32).any()
+    for name, value in wanted.items():
+        assert relative(after[name], value) <= 2 * LIMITS[w.dtype], name
+
+
+def masks_of(place: Place, steps: int, batch: int) -> dict[str, np.ndarray]:
+    """Lengths of 0 up to ``steps``, and resets of about a third of all steps, where the place has them."""
+    rng = np.random.default_rng(steps * 100 + batch)
+    masks = {"lengths": rng.permutation(np.arange(batch) * 5 % (steps + 1))} if place.lengths else {}
+    return masks | ({"resets": rng.random((steps, batch)) < 0.35} if place.resets else {})
+
+
+def expected(cell: str, place: Place, x: np.ndarray, states: dict[str, Any], parameters: dict[str, Any],
+             masks: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, Any]]:
+    """y (T, B, H) and the last states in float64: each row apart, turned round and cut by hand."""
+    if place == ALONE:
+        return forward(cell, x, states, parameters)
+    steps, batch = x.shape[:2]
+    y = np.zeros((steps, batch, next(iter(states.values())).shape[1]))
+    last = {name: value.copy() for name, value in states.items()}
+    for b in range(batch):
+        n = int(masks["lengths"][b]) if place.lengths else steps
+        starts = masks["resets"][:n, b] if place.resets else np.zeros(n, bool)
+        if place.reverse:  # a start before step t is one after it, backwards
+            starts = np.concatenate([np.zeros(min(n, 1), bool), starts[1:][::-1]])
+        order = np.arange(n)[::-1] if place.reverse else np.arange(n)
+        now = {name: value[b:b + 1] for name, value in states.items()}
+        for piece in np.split(np.arange(n), np.flatnonzero(starts)):
+            if len(piece):
+                if starts[piece[0]]:
+                    now = {name: np.zeros_like(value) for name, value in now.items()}
+                y[order[piece], b:b + 1], now = forward(cell, x[order[piece], b:b + 1], now, parameters)
+        for name, value in now.items():
+            last[name][b] = value[0]
+    return y, last
+
+
+def forward(cell: str, x: np.ndarray, states: dict[str, Any], parameters: dict[str, Any]) -> tuple[np.ndarray, Any]:
+    """A sequence from its first step to its last."""
+    if cell not in STEPS:
+        return step_cells.run(step_cells.CELLS[cell], x, states, parameters)
+    weights = {f"{n}_l0": v.reshape(-1, *v.shape[2:]) for n, v in parameters.items()}
+    y, last = reference(cell, x, weights, list(states.values()))
+    return y, dict(zip(states, last, strict=True))

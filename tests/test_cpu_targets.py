@@ -1,0 +1,76 @@
+"""Which instructions the code for a CPU uses: those that the module names; and CPUs that are not at hand."""
+
+from __future__ import annotations
+
+import re
+import struct
+
+import msgspec.structs
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import ecornn
+from ecornn.cli import main
+from ecornn.compiler import generate, plan
+from ecornn.device import Device, resolve
+from ecornn.errors import BuildError, DeviceError
+from ecornn.host_cpu import FLAGS, detect, machine_of, promised
+
+AVX512 = {"avx512f", "avx512vl", "avx512bw", "avx512dq"} <= set(detect().features)
+X86 = machine_of(detect()) == "x86_64"
+
+
+def asm(device: Device, **options: str) -> str:
+    return generate(plan("gru", hidden=48, batch=4, target=device, **options)).emitted["asm"]
+
+
+@pytest.mark.skipif(not X86, reason="reads x86-64 assembly")
+def test_nothing_is_used_that_is_not_named():
+    whole = detect()
+    narrow = msgspec.structs.replace(whole, features=tuple(f for f in whole.features if "avx512" not in f))
+    assert "zmm" not in asm(narrow) and "%k1" not in asm(narrow)
+    assert not re.search(r"\bv[a-z]+ps\b|ymm", asm(msgspec.structs.replace(whole, features=("sse3", "ssse3"))))
+
+
+@pytest.mark.skipif(not X86, reason="names of x86-64 CPUs")
+def test_features_are_those_that_llvm_uses():
+    """Every instruction set that the CPU's name lets LLVM use, of those it uses of its own accord, is named."""
+    assert promised(detect().arch, "x86_64-linux-gnu") - set(detect().features) == set()
+    skylake = resolve("skylake-avx512")
+    assert {"avx512f", "fma", "bmi2"} <= set(skylake.features) and "avx512vnni" not in skylake.features
+    assert set(skylake.features) <= set(FLAGS.values())
+
+
+@pytest.mark.skipif(not AVX512, reason="this CPU has no AVX-512")
+def test_a_module_for_an_older_cpu_runs_here():
+    module = ecornn.compile("lstm", hidden=40, input=9, batch=3, target="skylake-avx512")
+    generator = np.random.default_rng(0)
+    weights = {p.name: generator.uniform(-0.3, 0.3, p.shape).astype(np.float32) for p in module.manifest.parameters}
+    x = generator.standard_normal((5, 3, 9), np.float32)
+    y_ref = ecornn.reference("lstm", x, weights)[0]
+    assert np.linalg.norm(module.bind(weights)(x)[0] - y_ref) < 1e-6 * np.linalg.norm(y_ref)
+
+
+@pytest.mark.skipif(not X86, reason="crosses from x86-64")
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+def test_an_object_for_arm(weights, tmp_path):
+    file = tmp_path / "lstm.o"
+    arguments = ["compile", "--cell", "lstm", "--hidden", "40", "--target", "neoverse-n1", "--weights", weights]
+    result = CliRunner().invoke(main, [*arguments, "--emit", "object", "--emit-to", str(file)])
+    assert result.exit_code == 0, result.output
+    code = file.read_bytes()
+    assert code[:4] == b"\x7fELF" and struct.unpack_from("<H", code, 18) == (183,)  # EM_AARCH64
+    assert b"__tvm_ffi_worker" in code and b"ecornn_barrier" in code
+    assert len(re.findall(r"\tfmla\tv\d+\.4s", asm(resolve("neoverse-n1"), weights=weights))) >= 16
+    with pytest.raises(BuildError, match="linked on an aarch64 machine"):
+        ecornn.compile("lstm", hidden=40, target="neoverse-n1", out=tmp_path / "lstm.so")
+    assert not (tmp_path / "lstm.so").exists()
+
+
+def test_names_that_llvm_does_not_know():
+    with pytest.raises(DeviceError, match=r"target='pdp11' is not allowed.*neoverse-v1"):
+        resolve("pdp11")
+    arguments = ["compile", "--cell", "gru", "--hidden", "8", "--target", "cpu", "--emit", "object"]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2 and "not text" in result.output

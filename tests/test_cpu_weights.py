@@ -1,0 +1,189 @@
+"""Rounded weights on the CPU: values against float64 models of what is rounded, and who is refused."""
+
+from __future__ import annotations
+
+import re
+
+import ml_dtypes
+import msgspec.structs
+import numpy as np
+import pytest
+from cpu_cells import Chain, Peephole, run
+from cpu_cells import sigmoid as logistic
+
+import ecornn
+from ecornn.cells import get
+from ecornn.compiler import generate, plan
+from ecornn.errors import ArgumentError, DTypeError, ScheduleError
+from ecornn.host_cpu import detect
+from ecornn.numpy_reference import reference
+from ecornn.program import Packing
+from ecornn.runtime.packing import pack
+from ecornn.schedules.cpu import CPUSequence
+from ecornn.task import make_task
+from ecornn.workload import Workload
+
+VNNI = bool({"avx512vnni", "avxvnni"} & set(detect().features))
+needs_vnni = pytest.mark.skipif(not VNNI, reason="this CPU has no VNNI")
+CELLS = ("lstm", "gru", "gru_reset_before", "rnn_tanh", "rnn_relu")
+SIZES = [(1, 1, 1, 2), (5, 7, 2, 3), (33, 101, 5, 6), (64, 48, 1, 9)]  # I, H, B, T; odd I and H end in half a pair
+
+
+def error(found: np.ndarray, expected: np.ndarray) -> float:
+    """Relative error; a layer of one relu may well be all zeros."""
+    value = float(np.linalg.norm(found - expected) / max(np.linalg.norm(expected), 1e-30))
+    return value if np.isfinite(value) else float("inf")
+
+
+def random_layer(cell, input: int, hidden: int, seed: int = 0) -> dict[str, np.ndarray]:
+    generator, found = np.random.default_rng(seed), get(cell)
+    return {found.parameter_name(name): generator.uniform(-1, 1, (shape[0] * shape[1], *shape[2:])).astype(np.float32)
+            / np.float32(hidden ** 0.5) for name, shape in found.parameters(input, hidden).items()}
+
+
+def called(cell, size, weights: dict[str, np.ndarray], kind: str, threads: int = 2, x=None, **options):
+    input, hidden, batch, steps = size
+    if x is None:
+        x = np.random.default_rng(1).standard_normal((steps, batch, input), np.float32)
+    module = ecornn.compile(cell, hidden=hidden, input=input, batch=batch, seq=steps, target="cpu", weights=kind,
+                            **options)
+    return x, module.bind(weights, threads=threads)(x)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("cell", CELLS)
+def test_bfloat16_weights_round_nothing_else(cell, size):
+    weights = random_layer(cell, *size[:2])
+    x, (y, last) = called(cell, size, weights, "bfloat16")
+    rounded = {n: w.astype(ml_dtypes.bfloat16).astype(np.float32) if w.ndim == 2 else w for n, w in weights.items()}
+    y_ref, last_ref = reference(cell, x, rounded)
+    assert error(y, y_ref) < 1e-6
+    assert all(error(a, b) < 1e-6 for a, b in zip(last, last_ref, strict=True))
+    assert error(y, reference(cell, x, weights)[0]) < 1e-2
+
+
+@pytest.mark.parametrize("rows, columns", [(1, 4), (2, 4), (4, 4), (5, 4)])
+def test_bfloat16_weights_in_tiles(rows, columns):
+    weights = random_layer("lstm", 20, 70)
+    options = {"rows": rows, "columns": columns, "project_rows": rows, "project_columns": columns}
+    x, (y, _) = called("lstm", (20, 70, 5, 4), weights, "bfloat16", schedule="cpu_sequence", config=options)
+    rounded = {n: w.astype(ml_dtypes.bfloat16).astype(np.float32) if w.ndim == 2 else w for n, w in weights.items()}
+    assert error(y, reference("lstm", x, rounded)[0]) < 1e-6
+
+
+def quantized(values: np.ndarray) -> np.ndarray:
+    """Rows as multiples of 1/127 of their largest magnitude."""
+    scale = np.abs(values).max(-1, keepdims=True) / 127
+    return np.rint(values / np.where(scale > 0, scale, 1)) * scale
+
+
+def int8_model(cell: str, x: np.ndarray, weights: dict[str, np.ndarray]) -> np.ndarray:
+    """y, with both factors of every matrix product quantized."""
+    w, r, bw, br = (weights[f"{n}_l0"].astype(np.float64) for n in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
+    w, r, hidden = quantized(w), quantized(r), r.shape[1]
+    h = c = np.zeros((x.shape[1], hidden))
+    y = []
+    for row in x.astype(np.float64):
+        a = np.split(quantized(row) @ w.T + bw, len(bw) // hidden, 1)
+        b = np.split(quantized(h) @ r.T + br, len(bw) // hidden, 1)
+        if cell == "lstm":
+            i, f, g, o = (p + q for p, q in zip(a, b, strict=True))
+            c = logistic(f) * c + logistic(i) * np.tanh(g)
+            h = logistic(o) * np.tanh(c)
+        elif cell == "gru":
+            z = logistic(a[1] + b[1])
+            h = (1 - z) * np.tanh(a[2] + logistic(a[0] + b[0]) * b[2]) + z * h
+        else:
+            h = np.tanh(a[0] + b[0]) if cell == "rnn_tanh" else np.maximum(a[0] + b[0], 0)
+        y.append(h)
+    return np.stack(y)
+
+
+@needs_vnni
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("cell", ["lstm", "gru", "rnn_tanh", "rnn_relu"])
+def test_int8_weights_are_those_of_the_model(cell, size):
+    weights = random_layer(cell, *size[:2])
+    x, (y, _) = called(cell, size, weights, "int8")
+    # a value in the middle between two integers may fall to either side
+    assert error(y, int8_model(cell, x, weights)) < 1e-3
+    assert error(y, reference(cell, x, weights)[0]) < 5e-2
+
+
+@needs_vnni
+def test_int8_error_at_a_usual_size():
+    weights = random_layer("lstm", 256, 256)
+    x, (y, _) = called("lstm", (256, 256, 4, 50), weights, "int8")
+    assert error(y, reference("lstm", x, weights)[0]) < 1.5e-2
+
+
+def test_int8_on_vectors_of_256_bits():
+    """Alder Lake has VNNI without AVX-512; its code can be looked at anywhere."""
+    text = generate(plan("gru", hidden=48, batch=4, target="alderlake", weights="int8")).emitted["asm"]
+    assert re.search(r"vpdpbusd\t.*%ymm", text) and "zmm" not in text
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", pytest.param("int8", marks=needs_vnni)])
+@pytest.mark.parametrize("cell", [Peephole(), Chain()], ids=lambda c: c.name)
+def test_cells_of_a_user(cell, kind):
+    generator = np.random.default_rng(5)
+    shaped = {n: generator.uniform(-0.2, 0.2, s).astype(np.float32) for n, s in cell.parameters(19, 37).items()}
+    flat = {cell.parameter_name(n): p.reshape(-1, *p.shape[2:]) for n, p in shaped.items()}
+    x, (y, _) = called(cell, (19, 37, 3, 6), flat, kind)
+    zeros = [np.zeros((3, 37))] * len(cell.states)
+    assert error(y, run(cell, x, zeros, shaped)[0]) < {"bfloat16": 1e-2, "int8": 5e-2}[kind]
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", pytest.param("int8", marks=needs_vnni)])
+def test_smaller_batches_threads_and_pieces_give_the_same(kind):
+    weights = random_layer("gru", 24, 70)
+    module = ecornn.compile("gru", hidden=70, input=24, batch=6, seq=8, target="cpu", weights=kind)
+    x = np.random.default_rng(2).standard_normal((11, 6, 24), np.float32)
+    y, last = module.bind(weights, threads=1)(x)
+    many = module.bind(weights, threads=3)
+    assert np.array_equal(many(x)[0], y)
+    assert np.array_equal(many(np.ascontiguousarray(x[:, 2:3]))[0], y[:, 2:3])
+    first, state = many(x[:4])
+    rest, state = many(x[4:], state)
+    assert np.array_equal(np.concatenate([first, rest]), y) and np.array_equal(state[0], last[0])
+
+
+@needs_vnni
+def test_int8_of_zeros_and_of_nan():
+    weights = {n: np.zeros_like(w) for n, w in random_layer("rnn_tanh", 8, 20).items()}
+    x, (y, _) = called("rnn_tanh", (8, 20, 2, 3), weights, "int8", x=np.zeros((3, 2, 8), np.float32))
+    assert not y.any()
+    x[1, 0, 3] = np.nan
+    y = called("rnn_tanh", (8, 20, 2, 3), random_layer("rnn_tanh", 8, 20), "int8", x=x)[1][0]
+    assert np.isfinite(y[0]).all() and np.isnan(y[1:, 0]).all() and np.isfinite(y[:, 1]).all()
+
+
+def test_int8_packing():
+    weights = np.array([[[1.0, -4.0, 2.0], [0.0, 0.0, 0.0]]])
+    sources, pad = (("w", 0),), (1, 3, 4)
+    packed = pack(Packing(sources, pad, pad, (0, 1, 2), "int8"), {"w": weights})
+    assert packed.dtype == np.uint8
+    assert packed[0].tolist() == [[160, 1, 192, 128], [128] * 4, [128] * 4]  # 31.75 and 63.5, to even
+    scale = pack(Packing(sources, pad, pad, (0, 1, 2), "scale"), {"w": weights})
+    assert scale.dtype == np.float32 and scale[0].tolist() == [np.float32(4 / 127), 0, 0]
+
+
+def test_who_is_refused():
+    with pytest.raises(ScheduleError, match="does not round weights to int8"):
+        ecornn.compile("lstm", hidden=8, target="sm_90a", dtype="float16", weights="int8")
+    plain = msgspec.structs.replace(detect(), features=("avx2", "fma"))
+    with pytest.raises(ScheduleError, match="needs VNNI"):
+        ecornn.compile("lstm", hidden=8, target=plain, weights="int8")
+    with pytest.raises(DTypeError, match=r"weights='int4' is not allowed; expected None or one of float32, .*int8"):
+        ecornn.compile("lstm", hidden=8, target="cpu", weights="int4")
+    with pytest.raises(ArgumentError, match="weights"):
+        Workload("lstm", 8, 8, weights="float32")
+    task = make_task(get("lstm"), Workload("lstm", 8, 1 << 17, weights="int8"), detect())
+    assert not VNNI or "65536" in str(CPUSequence().serves(task))
+
+
+def test_the_layers_own_type_is_no_rounding():
+    module = ecornn.compile("rnn_tanh", hidden=8, target="cpu", weights="float32")
+    assert module.manifest.workload.weights is None
+    module = ecornn.compile("rnn_tanh", hidden=8, target="cpu", weights="bfloat16")
+    assert module.manifest.workload.weights == "bfloat16"

@@ -1,0 +1,142 @@
+"""The persistent kernel, emulated on the CPU: every way in which a layer can be cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from emulated import check_numbers, task_of
+from msgspec.structs import replace
+
+from ecornn.device import KNOWN
+from ecornn.schedules.base import Task
+from ecornn.schedules.persistent import Persistent
+from ecornn.schedules.persistent.plan import plan_of
+from ecornn.workload import Place
+
+SMALL = replace(KNOWN["sm_90a"], cores=6)
+CUT = {"groups": 1, "turns": 1, "units": 16, "warps": 2, "chains": 1, "registers": 100, "interleave": 0,
+       "ahead": 100, "math": "exact"}
+
+CASES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
+    ("lstm", (5, 3, 24, 40), "bfloat16", {}),
+    ("lstm", (5, 3, 24, 40), "float16", {"registers": 0, "chains": 2}),  # all weights in shared memory
+    ("lstm", (4, 9, 7, 24), "float32", {"units": 24, "warps": 1}),  # a second n8 tile with one row in it
+    ("lstm", (6, 8, 64, 64), "bfloat16", {"warps": 2, "registers": 50}),  # whole tiles
+    ("lstm", (4, 11, 31, 33), "float16", {"groups": 2}),  # six rows and five
+    ("gru", (5, 1, 16, 48), "float16", {}),  # one row: seven columns of padding
+    ("gru", (3, 7, 20, 40), "bfloat16", {"interleave": 4, "units": 8}),
+    ("gru_reset_before", (4, 5, 9, 20), "float32", {"units": 8}),  # two exchanges a step
+    ("rnn_tanh", (6, 2, 5, 7), "bfloat16", {"units": 8, "warps": 1}),
+    ("rnn_relu", (1, 1, 1, 1), "float16", {"units": 8, "warps": 1}),
+    ("gated", (4, 3, 24, 40), "float16", {"units": 8}),
+    ("pair", (4, 3, 24, 40), "bfloat16", {"units": 8}),  # products of two operands
+    # slices of rows in turn
+    ("lstm", (5, 9, 16, 40), "float16", {"turns": 2}),
+    ("lstm", (4, 23, 31, 33), "bfloat16", {"turns": 3, "groups": 2}),  # four rows, and three in the last slice
+    ("gru_reset_before", (4, 10, 9, 20), "float32", {"units": 8, "turns": 2}),  # two exchanges of two slices
+    ("rnn_tanh", (30, 17, 8, 24), "float16", {"units": 8, "warps": 1, "turns": 4, "ahead": 0}),
+    # the projection beside the recurrence: all of it, and the rest of what was done before
+    ("lstm", (9, 3, 24, 40), "bfloat16", {"ahead": 0}),
+    ("lstm", (40, 7, 24, 40), "float16", {"ahead": 50}),
+    ("gru", (7, 20, 17, 40), "float16", {"ahead": 0, "units": 24}),  # odd rows of x
+    ("gru_reset_before", (5, 4, 8, 24), "float32", {"ahead": 0, "units": 8}),
+    ("rnn_tanh", (70, 5, 16, 24), "bfloat16", {"ahead": 25, "units": 8, "warps": 1}),
+]
+
+
+# (cell, sizes, dtype, change, place)
+PLACES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Place]] = [
+    ("lstm", (5, 3, 24, 40), "bfloat16", {}, Place(reverse=True)),
+    ("gru", (5, 3, 7, 40), "float16", {}, Place(directions=2)),  # the first half of y's rows
+    ("rnn_tanh", (6, 9, 16, 24), "float32", {"units": 24, "warps": 1}, Place(True, 2)),  # and the second
+    ("lstm", (7, 5, 24, 40), "float16", {}, Place(lengths=True)),
+    ("lstm", (7, 5, 24, 40), "bfloat16", {}, Place(resets=True)),
+    ("gru", (7, 5, 17, 40), "float16", {"units": 24}, Place(True, lengths=True)),
+    ("gru", (6, 7, 9, 40), "bfloat16", {"interleave": 4, "units": 8}, Place(True, resets=True)),
+    ("gru_reset_before", (6, 10, 9, 20), "float32", {"units": 8}, Place(True, 2, True, True)),  # two exchanges a step
+    ("gru_reset_before", (6, 10, 9, 20), "float32", {"units": 8}, Place(False, 2, True, True)),
+    ("lstm", (6, 23, 31, 33), "bfloat16", {"groups": 2}, Place(True, 2, True, True)),  # several items a thread
+    ("lstm", (6, 23, 31, 33), "bfloat16", {"turns": 3, "groups": 2}, Place(True, 2, True, True)),  # slices
+    ("lstm", (6, 23, 31, 33), "float16", {"turns": 3, "groups": 2}, Place(False, 1, True, True)),
+    ("pair", (6, 5, 24, 40), "bfloat16", {"units": 8}, Place(True, 2, True, True)),  # products of two operands
+    # the projection beside the recurrence
+    ("lstm", (9, 3, 24, 40), "bfloat16", {"ahead": 0}, Place(directions=2)),
+    ("lstm", (40, 7, 24, 40), "float16", {"ahead": 50}, Place(False, 2, True, True)),
+    ("gru", (9, 20, 17, 40), "float16", {"ahead": 0, "units": 24}, Place(lengths=True)),
+    ("rnn_tanh", (70, 5, 16, 24), "bfloat16", {"ahead": 25, "units": 8, "warps": 1}, Place(resets=True)),
+    ("gru_reset_before", (9, 4, 8, 24), "float32", {"ahead": 0, "units": 8}, Place(False, 2, True, True)),
+]
+
+
+def cut(task: Task, **change: Any) -> dict[str, Any]:
+    """A configuration with as many gate warps as make full fours of warps, or have work."""
+    config = {**CUT, **change}
+    rows = -(-task.workload.batch // (config["groups"] * config["turns"]))
+    busy = -(-config["units"] * rows // 32)
+    return {"gate_warps": min(busy, -config["warps"] % 4 or 4), **config}
+
+
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change"), CASES, ids=lambda v: str(v).replace(" ", ""))
+def test_matches_float64(tmp_path, cell, sizes, dtype, change):
+    task = task_of(cell, sizes, dtype, SMALL)
+    check_numbers(tmp_path, Persistent(), task, cut(task, **change))
+
+
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "place"), PLACES, ids=lambda v: str(v).replace(" ", ""))
+def test_directions_lengths_and_resets(tmp_path, cell, sizes, dtype, change, place):
+    task = task_of(cell, sizes, dtype, SMALL, place)
+    check_numbers(tmp_path, Persistent(), task, cut(task, **change))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_fewer_masked_rows_than_compiled(tmp_path, reverse):
+    task = task_of("lstm", (5, 9, 16, 34), "float16", SMALL, Place(reverse, 2, True, True))
+    check_numbers(tmp_path, Persistent(), task, cut(task, groups=2, units=24, ahead=100 if reverse else 0), batch=2)
+
+
+def test_no_projection_beside_a_recurrence_that_goes_backwards():
+    """Workers would begin with the rows that are needed last."""
+    schedule, ahead = Persistent(), (0, 25, 50, 75)
+    for reverse in (False, True):
+        task = task_of("lstm", (40, 7, 24, 40), "float16", SMALL, Place(reverse))
+        reasons = [schedule.check(task, cut(task, ahead=percent)) for percent in ahead]
+        assert all("last" in (r or "") for r in reasons) if reverse else reasons == [None] * len(ahead)
+        assert schedule.check(task, cut(task)) is None
+
+
+def test_each_direction_has_a_default_of_its_own():
+    """The same schedule object answers for both, whichever is asked first."""
+    schedule = Persistent()
+    for reverse in (False, True, False):
+        task = task_of("rnn_tanh", (300, 20, 256, 256), "bfloat16", KNOWN["sm_90a"], Place(reverse, 2))
+        config = schedule.default(task)
+        assert schedule.check(task, config) is None
+        assert (config["ahead"] == 100) == reverse
+
+
+def test_polls_in_turns_where_registers_are_short(tmp_path):
+    task = task_of("lstm", (2, 57, 8, 150), "bfloat16", replace(SMALL, cores=19))
+    config = cut(task, units=8, warps=1, registers=0)
+    phase = plan_of(task, config).phases[0]
+    assert phase.polled_pairs < phase.pairs
+    check_numbers(tmp_path, Persistent(), task, config)
+
+
+@pytest.mark.parametrize("registers", [0, 25])
+def test_reads_weights_from_l2_where_they_do_not_fit(tmp_path, registers):
+    task = task_of("echo", (4, 3, 0, 150), "float16", replace(SMALL, shared=5 << 10))
+    config = cut(task, units=32, registers=registers, warps=1)
+    plan = plan_of(task, config)
+    assert plan.streamed and any(p.shared_pairs for p in plan.phases)
+    check_numbers(tmp_path, Persistent(), task, config)
+
+
+def test_fewer_rows_than_compiled(tmp_path):
+    task = task_of("lstm", (5, 9, 16, 34), "float16", SMALL)
+    check_numbers(tmp_path, Persistent(), task, cut(task, groups=2, units=24, ahead=0), batch=2)
+
+
+def test_copies_that_come_at_once(tmp_path):
+    task = task_of("gru", (4, 3, 16, 40), "bfloat16", SMALL)
+    check_numbers(tmp_path, Persistent(), task, cut(task, ahead=0), lazy=False)

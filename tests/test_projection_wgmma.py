@@ -1,0 +1,124 @@
+"""The projection on wgmma, emulated on the CPU, and what the compiler makes of it for the GPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+from emulated import check_numbers, task_of
+from msgspec.structs import replace
+from test_persistent_emulated import cut
+
+import ecornn.schedules.projection_wgmma_kernel as kernel
+from ecornn.build.cuda import lower
+from ecornn.build.nvcc import find_nvcc, parse_resources
+from ecornn.device import KNOWN
+from ecornn.program import Buffer, Program
+from ecornn.schedules.layout_transform import LayoutTransform
+from ecornn.schedules.persistent import Persistent
+from ecornn.schedules.projection import project
+from ecornn.schedules.projection_wgmma import THREADS, shape_of
+
+HOPPER = KNOWN["sm_90a"]
+
+# T * B rows on 128 a tile, I on stages of 64, H on the units of a tile
+CASES = [
+    ("lstm", (5, 3, 24, 40), "bfloat16", 6),  # one tile, part of a stage
+    ("lstm", (1, 1, 8, 1), "float16", 2),  # the smallest of everything
+    ("lstm", (13, 10, 200, 72), "float16", 3),  # a second group of rows with two in it, two columns of tiles
+    ("gru", (6, 22, 136, 88), "bfloat16", 2),  # 80 units, then 8; more tiles than multiprocessors
+    ("gru", (3, 7, 64, 40), "float16", 4),  # a whole stage
+    ("rnn_tanh", (7, 19, 72, 264), "bfloat16", 2),  # 17 octets a tile, odd number of them in all
+    ("rnn_tanh", (40, 14, 328, 17), "float16", 2),  # more stages than the ring has, odd H, five groups of rows
+    ("gated", (4, 33, 80, 40), "bfloat16", 3),
+]
+
+
+def task(cell, sizes, dtype, cores):
+    made = task_of(cell, sizes, dtype, replace(HOPPER, cores=cores))
+    assert shape_of(made) is not None
+    return made
+
+
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "cores"), CASES, ids=lambda v: str(v).replace(" ", ""))
+def test_matches_float64(tmp_path, cell, sizes, dtype, cores):
+    made = task(cell, sizes, dtype, cores)
+    check_numbers(tmp_path, LayoutTransform(), made, LayoutTransform().default(made))
+
+
+@pytest.mark.parametrize(("cell", "sizes", "dtype"), [
+    ("lstm", (26, 5, 72, 40), "bfloat16"), ("gru", (5, 3, 24, 48), "float16"), ("rnn_tanh", (9, 15, 96, 24), "float16"),
+    ("gated", (4, 3, 136, 40), "bfloat16"),
+], ids=str)
+def test_before_the_persistent_kernel(tmp_path, cell, sizes, dtype):
+    made = task(cell, sizes, dtype, 6)
+    check_numbers(tmp_path, Persistent(), made, cut(made, units=8, warps=1 if sizes[3] < 40 else 2))
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_copies_and_products_at_once(tmp_path, monkeypatch, lag):
+    """Copies that come before the stage is free, and halves of the rows in step, show here."""
+    monkeypatch.setattr(kernel, "LAG", lag)
+    made = task("lstm", (9, 16, 520, 40), "bfloat16", 2)
+    check_numbers(tmp_path, LayoutTransform(), made, LayoutTransform().default(made), lazy=False)
+
+
+def test_fewer_rows_than_compiled(tmp_path):
+    made = task("gru", (50, 9, 16, 24), "bfloat16", 2)
+    check_numbers(tmp_path, LayoutTransform(), made, LayoutTransform().default(made), batch=4)
+
+
+def test_what_it_does_not_serve():
+    """These keep the kernel of ``projection_kernel.py``."""
+    def serves(cell="lstm", sizes=(4, 3, 64, 40), dtype="bfloat16", device=HOPPER):
+        return shape_of(task_of(cell, sizes, dtype, device)) is not None
+
+    assert serves() and serves(dtype="float16") and serves(sizes=(4, 3, 8, 1))
+    assert not serves(dtype="float32")
+    assert not serves(sizes=(4, 3, 60, 40))  # rows of x that are not 16-byte aligned
+    assert not serves(device=KNOWN["sm_80"])
+    assert not serves(device=replace(HOPPER, shared=64 << 10))
+    assert not serves(cell="echo")  # no input product
+
+
+def test_a_part_of_the_rows_ahead_keeps_one_packing():
+    """Workers beside the recurrence read the weights as the other kernel does."""
+    made = task("lstm", (40, 7, 24, 40), "bfloat16", 6)
+    ahead = [next(b.packing for b in project(made, ahead=a).buffers if b.name == "input_weights") for a in (100, 50, 0)]
+    assert ahead[0] != ahead[1] == ahead[2]
+
+
+@pytest.mark.parametrize(("cell", "hidden", "input", "wide"), [
+    ("lstm", 768, 768, True), ("gru", 800, 800, True), ("rnn_tanh", 2048, 2048, True), ("lstm", 767, 3000, True),
+    ("lstm", 33, 64, True), ("rnn_tanh", 100, 16, False), ("gru", 7, 8, False),
+])
+def test_compiles_without_spills(cell, hidden, input, wide):
+    """ptxas says where it serializes wgmma or ignores setmaxnreg, both of which cost most of the speed."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        pytest.skip("nvcc is not installed")
+    made = task(cell, (64, 16, input, hidden), "bfloat16", 132)
+    part = project(made)
+    assert part.calls[0].threads == THREADS
+    source = lower(Program(part.functions, (Buffer("x", "x", "bfloat16"), *part.buffers), part.calls), "sm_90a")[1]
+    # not compile_cubin: warnings are what this looks for
+    code, log = compile_loud(nvcc, source)
+    assert code[:4] == b"\x7fELF"
+    found = parse_resources(log)["project_kernel"]
+    assert found["spill_stores"] == found["stack"] == 0
+    if wide:  # what setmaxnreg starts from is what a block of 384 threads gets; from less it would wait forever
+        assert found["registers"] == 168 and "setmaxnreg" in source
+    assert not re.findall(r"C75\d\d|wgmma|setmaxnreg", log), log
+
+
+def compile_loud(nvcc: str, source: str) -> tuple[bytes, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        given, made = Path(folder, "kernels.cu"), Path(folder, "kernels.cubin")
+        given.write_text(source)
+        command = [nvcc, "-gencode=arch=compute_90a,code=sm_90a", "-O3", "-std=c++17", "-cubin", "-Xptxas=-v",
+                   "-diag-suppress=177", str(given), "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return made.read_bytes(), done.stdout + done.stderr

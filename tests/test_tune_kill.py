@@ -1,0 +1,111 @@
+"""SIGKILL at any moment: at most the trial under way is lost, and no process stays behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ecornn.tune.log import read
+from ecornn.tune.record import Finish, Start
+
+REAL = """
+import sys
+from pathlib import Path
+from ecornn.tune import tune
+tune("lstm", hidden=16, batch=2, seq=8, target="cpu", trials=int(sys.argv[2]), output=Path(sys.argv[1]))
+"""
+
+STUCK = """
+import sys
+from ecornn.tune.pool import Entries, Pool
+entries = Entries("tune_fakes:ready", "test_tune_kill:compile_for_ever", "tune_fakes:ready", "test_tune_kill:hang")
+pool = Pool(entries, 1)
+one = pool.building.submit(pool.builders[0].call, pool.entries.build, None, int, 1e6)
+two = pool.measuring.submit(pool.measurers[0].call, pool.entries.measure, None, int, 1e6)
+print("started", flush=True)
+one.result()
+"""
+
+
+def compile_for_ever(_: None) -> int:
+    """A builder whose compiler, a process of its own, does not end."""
+    return subprocess.run(["sleep", "1000"], check=False).returncode
+
+
+def hang(_: None) -> int:
+    """A kernel that does not end, in native code that holds the interpreter's lock."""
+    import ctypes
+
+    return ctypes.PyDLL(None).pause()
+
+
+def started(program: str, *arguments: object) -> subprocess.Popen:
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen([sys.executable, "-c", program, *map(str, arguments)], stdout=subprocess.PIPE, text=True,
+                            env={**os.environ, "PYTHONPATH": path})
+
+
+def below(process: subprocess.Popen) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def test_workers_and_compilers_die_with_a_killed_parent():
+    parent = started(STUCK)
+    assert parent.stdout.readline() == "started\n"
+    deadline = time.monotonic() + 60
+    while not {"sleep"} <= {p.name() for p in below(parent)} or len(below(parent)) < 5:
+        assert time.monotonic() < deadline, below(parent)
+        time.sleep(0.1)
+    time.sleep(1.0)  # the measurement hangs by now
+    processes = below(parent)  # two workers, the guard of each, the compiler
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    _, alive = psutil.wait_procs(processes, timeout=5)
+    for process in alive:
+        process.kill()
+    assert not alive
+
+
+@pytest.mark.slow
+def test_killed_again_and_again_a_run_ends_with_every_trial_made_once(tmp_path):
+    path, rng, trials, seen = tmp_path / "log.jsonl", random.Random(0), 10, 0
+    for _ in range(3):
+        parent = started(REAL, path, trials)
+        deadline = time.monotonic() + 120
+        while not (path.exists() and len(read(path).trials()) > seen):
+            assert parent.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(rng.uniform(0, 0.5))
+        processes = below(parent)
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+        parent.stdout.close()
+        _, alive = psutil.wait_procs(processes, timeout=5)
+        assert not alive
+        log = read(path)
+        assert all("torn last line" in problem for problem in log.problems)
+        before, seen = seen, len(log.trials())
+        assert seen > before and not any(isinstance(line.record, Finish) for line in log.lines)
+    done = started(REAL, path, trials)
+    assert done.wait(120) == 0
+    done.stdout.close()
+    log = read(path)
+    search = [t for t in log.trials() if t.stage == "search"]
+    assert len(search) == len({tuple(sorted(t.config.items())) for t in search}) == trials
+    assert sorted(t.index for t in log.trials()) == list(range(len(log.trials())))
+    assert sum(isinstance(line.record, Start) for line in log.lines) == 1
+    assert sum(isinstance(line.record, Finish) for line in log.lines) == 1
+    size, began = path.stat().st_size, time.monotonic()
+    again = started(REAL, path, trials)
+    assert again.wait(60) == 0 and path.stat().st_size == size  # returns at once, and adds nothing
+    again.stdout.close()
+    assert time.monotonic() - began < 20

@@ -1,0 +1,157 @@
+"""Merging, importing and pruning logs: nothing valid is lost, and nothing counts twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from test_cli import folder  # noqa: F401  (a user's folder of its own for each test)
+from test_records import H100, WORK, trial
+
+from ecornn.cli import main
+from ecornn.tune.log import Line, append, append_all, read, rewrite
+from ecornn.tune.merge import merge
+from ecornn.tune.record import Choice, Finish, Start, Times
+from ecornn.tune.selection import worth_keeping
+
+DAY = "2026-01-31T12:00:00Z"
+
+
+def start(run: str = "ab-1") -> Start:
+    return Start(run=run, workload=WORK, device=H100, schedules={"persistent": 1}, trials=9, seed=0, versions={},
+                 time=DAY)
+
+
+def finish(run: str = "ab-1", us: float = 1.0) -> Finish:
+    best = Choice("persistent", {"blocks": 100})
+    return Finish(run=run, reason="trials", trials=2, seconds=3.0, best=best, best_us=us, default=best,
+                  default_us=2.0, time=DAY)
+
+
+def lines(records, name: str = "a.jsonl") -> list[Line]:
+    return [Line(Path(name), number, record) for number, record in enumerate(records, 1)]
+
+
+def run(*arguments: object, code: int = 0) -> str:
+    result = CliRunner().invoke(main, list(map(str, arguments)))
+    assert result.exit_code == code, result.output + repr(result.exception)
+    return result.output
+
+
+# few events and few results, so that equal and contradicting records occur
+records = st.one_of(
+    st.builds(trial, run=st.sampled_from(["ab-1", "ab-2"]), index=st.integers(0, 2), time=st.just(DAY),
+              times=st.sampled_from([1.0, 2.0, 3.0]).map(lambda us: Times.of([us]))),
+    st.builds(trial, index=st.integers(0, 2), time=st.just(DAY), times=st.none(), check=st.none(),
+              error=st.sampled_from(["run: a", "run: b"])),
+    st.builds(start, st.sampled_from(["ab-1", "ab-2"])), st.builds(finish, us=st.sampled_from([1.0, 1.5])))
+logs = st.lists(records, max_size=8)
+
+
+@given(logs, logs, logs)
+def test_merging_is_commutative_associative_and_idempotent(a, b, c):
+    def union(*parts):
+        return merge(line for part in parts for line in lines(part)).records
+
+    assert union(a, b) == union(b, a)
+    assert union(union(a, b), c) == union(a, union(b, c))
+    assert union(union(a, b), b) == union(a, b) and union(union(a)) == union(a)
+
+
+@given(logs, logs)
+def test_what_is_kept_out_is_a_copy_or_a_contradiction(a, b):
+    both = [*lines(a), *lines(b, "b.jsonl")]
+    found = merge(both)
+    kept = found.records
+    assert all(record in [line.record for line in both] for record in kept)
+    assert len({msgspec.json.encode(record) for record in kept}) == len(kept)
+    for line in both:  # every event is there, and says no more than any of its records
+        if line.record not in kept:
+            assert found.conflicts
+
+
+def test_a_contradiction_is_reported_and_the_smaller_promise_kept(tmp_path):
+    mine, theirs, out = (tmp_path / f"{name}.jsonl" for name in ("mine", "theirs", "out"))
+    append_all(mine, [start(), trial(time=DAY, times=Times.of([2.0])), finish()])
+    append_all(theirs, [start(), trial(time=DAY, times=Times.of([1.0])), trial(time=DAY, index=1), finish()])
+    with theirs.open("ab") as file:
+        file.write(b'{"kind":"trial","v":9}\nnot json\n')
+    output = run("log", "merge", mine, theirs, "-o", out)
+    assert f"kept out {theirs}:2: conflicts with {mine}:2" in output
+    assert f"skipped {theirs}:5: version 9.0" in output and f"skipped {theirs}:6: " in output
+    found = [line.record for line in read(out).lines]
+    assert [type(r).__name__ for r in found] == ["Start", "Trial", "Trial", "Finish"]
+    assert found[1].times.median == 2.0
+    other = tmp_path / "other.jsonl"
+    run("log", "merge", theirs, mine, "-o", other)
+    assert out.read_bytes() == other.read_bytes()
+    again = tmp_path / "again.jsonl"
+    run("log", "merge", out, mine, out, "-o", again)
+    assert again.read_bytes() == out.read_bytes()
+    run("log", "merge", mine, "-o", out, code=2)  # never overwrites
+
+
+def test_import_adds_what_is_new_to_the_users_folder(folder, tmp_path):  # noqa: F811
+    theirs = tmp_path / "theirs.jsonl"
+    append_all(theirs, [start(), trial(time=DAY), finish()])
+    assert "3 records added" in run("log", "import", theirs)
+    assert "0 records added" in run("log", "import", theirs)
+    append(theirs, trial(index=1, time=DAY))
+    assert "1 records added" in run("log", "import", theirs)
+    assert len(read(folder / "imported.jsonl").lines) == 4
+    assert "persistent" in run("log", "best")
+
+
+def test_prune_keeps_the_fastest_and_runs_under_way(tmp_path):
+    from ecornn.schedules import all_schedules
+
+    now = all_schedules()["persistent"].revision
+    path = tmp_path / "log.jsonl"
+    append_all(path, [start(), *(trial(index=i, revision=now, times=Times.of([1.0 + i]), config={"k": i}, time=DAY)
+                                 for i in range(9)),
+                      trial(index=9, revision=now - 1, times=Times.of([0.5]), config={"k": 0}, time=DAY),
+                      trial(index=10, times=None, check=None, error="run: wrong output", time=DAY), finish()])
+    append_all(path, [start("cd-1"), trial(run="cd-1", times=None, check=None, error="build: no", time=DAY)])
+    assert "7 of 15 records kept" in run("log", "prune", path, "--keep", "3")
+    log = read(path)
+    assert [t.config["k"] for t in log.trials() if t.run == "ab-1"] == [0, 1, 2]
+    assert [t.revision for t in log.trials() if t.run == "ab-1"] == [now] * 3  # the stale copy is gone
+    assert [t.error for t in log.trials() if t.run == "cd-1"] == ["build: no"]
+    assert "7 of 7 records kept" in run("log", "prune", path, "--keep", "3")
+    assert not list(tmp_path.glob(".*"))
+
+
+@given(logs, st.integers(1, 4))
+def test_pruning_never_loses_the_best(records, keep):
+    before = lines(records)
+    after = worth_keeping(before, {"persistent": 1}, keep)
+    times = [line.record.times.median for line in before if getattr(line.record, "times", None)]
+    left = [line.record.times.median for line in after if getattr(line.record, "times", None)]
+    assert min(times, default=0) == min(left, default=0)
+    assert worth_keeping(after, {"persistent": 1}, keep) == after
+
+
+def test_stats_say_what_there_is(tmp_path):
+    path = tmp_path / "log.jsonl"
+    append_all(path, [start(), trial(noisy=True), trial(index=1, times=None, check=None, error="run: wrong output: 3"),
+                      finish()])
+    output = run("log", "stats", path)
+    assert f"{H100.name} (sm_90a): 1 workloads, 2 trials in the search, 1 failed, 2 stale, 1 noisy" in output
+    assert "1 failed: run: wrong output: 3" in output and "2.00x in the median of 1 runs" in output
+
+
+def test_a_log_is_rewritten_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "log.jsonl"
+    append(path, trial())
+    before = path.read_bytes()
+
+    def fails(_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rewrite(path, fails)
+    assert path.read_bytes() == before and not list(tmp_path.glob(".*"))

@@ -1,0 +1,148 @@
+"""Measuring through TVM's RPC: a tracker and servers on this machine, one of which is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from click.testing import CliRunner
+from test_cli import folder  # noqa: F401  (a user's folder of its own for each test)
+
+from ecornn.cli import main
+from ecornn.errors import ArgumentError, DeviceError
+from ecornn.tune import Session
+from ecornn.tune.log import read
+from ecornn.tune.remote import Tracker
+from ecornn.tune.serving import require_loopback
+
+LIMIT = 60.0  # seconds for a server to start, on a busy machine
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def kill_tree(process: subprocess.Popen) -> None:
+    """As when the host goes down: the process and all that it started."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def tracker() -> Iterator[Tracker]:
+    pytest.importorskip("tornado")
+    port = free_port()
+    process = subprocess.Popen([sys.executable, "-m", "tvm.exec.rpc_tracker", "--host", "127.0.0.1",
+                                "--port", str(port), "--port-end", str(port + 1), "--silent"])
+    try:
+        wait_for(lambda: socket.create_connection(("127.0.0.1", port), 1).close() or True)
+        yield Tracker("127.0.0.1", port, "test")
+    finally:
+        kill_tree(process)
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + LIMIT
+    while True:
+        with contextlib.suppress(OSError):
+            if condition():
+                return
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def servers(tracker: Tracker, count: int) -> Iterator[list[subprocess.Popen]]:
+    command = [sys.executable, "-m", "ecornn.cli", "serve", "--tracker", str(tracker),
+               "--key", tracker.key, "--target", "cpu"]
+    started = [subprocess.Popen([*command, "--port", str(free_port())]) for _ in range(count)]
+    try:
+        wait_for(lambda: tracker.servers() == count)
+        yield started
+    finally:
+        for process in started:
+            kill_tree(process)
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_costs_a_retry_and_nothing_else(tracker, tmp_path):
+    path, killed = tmp_path / "log.jsonl", []
+    with servers(tracker, 2) as running, Session("cpu", tracker=tracker) as session:
+
+        def report(now) -> None:
+            if now.done >= 3 and not killed:
+                kill_tree(running[0])
+                killed.append(now.done)
+
+        result = session.tune("lstm", hidden=16, batch=3, seq=12, trials=12, output=path, report=report)
+        assert len(session.pool.measurers) == 2 and not session.pool.local
+    trials = [t for t in read(path).trials() if t.stage == "search"]
+    assert killed and len(trials) == 12 and not result.failures
+    assert all(t.times and t.check <= 1e-5 for t in trials)
+    assert result.finish.reason == "trials" and result.best is not None
+
+
+@pytest.mark.slow
+def test_the_command_line_and_a_server_without_its_parent(tracker, tmp_path):
+    output = tmp_path / "log.jsonl"
+    with servers(tracker, 1) as (server,):
+        found = CliRunner().invoke(main, [
+            "tune", "--cell", "rnn_tanh", "--hidden", "16", "--batch", "2", "--seq", "8", "--trials", "3",
+            "--tracker", str(tracker), "--key", tracker.key, "--output", str(output)])
+        assert found.exit_code == 0, found.output
+        assert "best: cpu_sequence" in found.output and len(read(output).trials()) >= 3
+        below = psutil.Process(server.pid).children(recursive=True)
+        assert below
+        server.kill()  # alone: the processes that it started notice
+        server.wait()
+        _, alive = psutil.wait_procs(below, timeout=10)
+        assert not alive
+        wait_for(lambda: tracker.servers() == 0)
+
+
+def test_without_a_server_or_a_tracker_it_says_what_to_start(tracker):
+    with pytest.raises(DeviceError, match="ecornn serve --tracker"):
+        Session("cpu", tracker=Tracker(tracker.host, tracker.port, "nobody"))
+    result = CliRunner().invoke(main, ["tune", "--cell", "lstm", "--hidden", "8", "--tracker",
+                                       f"127.0.0.1:{free_port()}"])
+    assert result.exit_code == 2 and "tvm.exec.rpc_tracker" in result.output
+
+
+def test_other_machines_need_an_explicit_flag(tracker):
+    with pytest.raises(ArgumentError, match="allow-remote"):
+        Tracker.parse("10.1.2.3:9190", "k")
+    assert Tracker.parse("10.1.2.3:9190", "k", allow_remote=True).port == 9190
+    for address in ("9190", "host:", ":1", "host:0", "host:99999", "host:x"):
+        with pytest.raises(ArgumentError, match="HOST:PORT"):
+            Tracker.parse(address, "k", allow_remote=True)
+    require_loopback("host", "127.0.0.1", False)
+    result = CliRunner().invoke(main, ["serve", "--tracker", str(tracker), "--host", "0.0.0.0", "--target", "cpu"])
+    assert result.exit_code == 2 and "--allow-remote" in result.output and "run any code" in result.output
+
+
+def test_files_outside_the_sessions_folder_are_refused(tmp_path):
+    import json
+
+    import msgspec
+
+    from ecornn.tune.measuring import Measure
+    from ecornn.tune.serving import measure
+
+    tvm_ffi = pytest.importorskip("tvm_ffi")
+    tvm_ffi.register_global_func("tvm.rpc.server.workpath", lambda name: str(tmp_path / name), override=True)
+    for paths, answers in ((("../x.so",), "a.npz"), (("x.so",), "/etc/passwd"), ((str(Path("/x.so")),), "a.npz")):
+        request = msgspec.json.encode(Measure(paths, answers, 1e-5, 3, 0)).decode()
+        assert "outside" in json.loads(measure(None, request, 1.0))["error"]

@@ -1,0 +1,68 @@
+"""What records that do not apply teach: seeds to re-check, and samples for the model."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import msgspec
+from test_tune_lookup import log_of, trial
+from test_tune_search import LARGE, spend
+from tune_fakes import DEVICE, Fake, cost, make
+
+from ecornn.cells import get
+from ecornn.tune.log import Line, Log
+from ecornn.tune.model import CostModel
+from ecornn.tune.record import Times
+from ecornn.tune.search import Search
+from ecornn.tune.space import ConfigSpace
+from ecornn.tune.transfer import SEEDS, seeds, warm
+from ecornn.workload import Workload
+
+TASK = make(hidden=8, batch=4)
+SCHEDULES = [Fake()]
+
+
+def test_seeds_are_the_fastest_of_this_workload_wherever_they_were_measured():
+    other = msgspec.structs.replace(DEVICE, name="Third CPU", arch="skylake", cores=64)
+    found = seeds(TASK, SCHEDULES, log_of(
+        trial(3.0, a=1), trial(1.0, a=2, device=other), trial(2.0, a=3, revision=1), trial(0.1, a=4, batch=8),
+        trial(0.1, a=5, schedule="gone"), trial(a=6, times=None, error="run: wrong output"), trial(0.1, a=7, batch=64)))
+    assert [c.config["a"] for c in found] == [2, 3, 1, 4]  # the neighbouring batch last
+    many = log_of(*(trial(1.0 + b, config={"a": 0, "b": b, "behaviour": "ok"}, batch=4 + b % 2) for b in range(8)),
+                  *(trial(9.0, config={"a": 1, "b": b, "behaviour": "ok"}) for b in range(8)))
+    assert len(seeds(TASK, SCHEDULES, many)) == SEEDS
+
+
+def test_the_model_learns_from_neighbours_stale_runs_and_other_devices_but_not_twice():
+    other = msgspec.structs.replace(DEVICE, name="Other CPU")
+    wide = Workload("lstm", 16, 16, 4, 10)
+    log = log_of(trial(1.0, a=1, run="old-1", revision=2), trial(2.0, a=2, run="there-1", device=other),
+                 trial(3.0, a=3, run="wide-1", workload=wide), trial(4.0, a=4, run="mine-1"),
+                 trial(5.0, a=5, run="arch-1", device=msgspec.structs.replace(DEVICE, arch="skylake")),
+                 trial(6.0, a=99, run="old-1"), trial(7.0, a=6, run="cell-1", workload=Workload("gru", 8, 8, 4, 10)))
+    model = CostModel()
+    assert warm(model, get("lstm"), TASK, SCHEDULES, log, "mine-1") == len(model) == 3
+    assert sorted(us for times in model.times.values() for us in times) == [1.0, 2.0, 3.0]
+    assert len(model.rows) == 3  # times are compared within a run
+
+
+def test_a_workload_with_a_known_neighbour_needs_a_quarter_of_the_trials():
+    """Best of 24 trials with a neighbour's records against 96 without; five seeds."""
+    space = ConfigSpace(make(), [LARGE])
+    teacher = spend(space, 99, 96)
+    neighbour = Workload("lstm", 16, 8, 4, 10)
+    records = [trial(5 * us, config=c.config, workload=neighbour, run="near-1") for c, us in teacher.tried.items()]
+    log = Log([Line(Path("user/log.jsonl"), n, r) for n, r in enumerate(records, 1)])
+    warmed, cold = [], []
+    for seed in range(5):
+        model = CostModel(seed)
+        assert warm(model, get("lstm"), TASK, [LARGE], log) == 96
+        search = Search(space, model, seed)
+        while len(search.tried) < 24:
+            for candidate in search.ask(min(8, 24 - len(search.tried))):
+                search.tell(candidate, cost(candidate.config))
+        warmed.append(min(us for us in search.tried.values() if us is not None))
+        cold.append(min(us for us in spend(space, seed, 96).tried.values() if us is not None))
+    assert statistics.median(warmed) <= statistics.median(cold) * 1.05
+    assert Times.of(warmed).median < 2.0
