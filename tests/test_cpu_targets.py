@@ -68,6 +68,19 @@ def test_an_object_for_arm(weights, tmp_path):
     assert not (tmp_path / "lstm.so").exists()
 
 
+@pytest.mark.skipif(not X86, reason="crosses from x86-64")
+def test_an_object_of_a_stack(tmp_path):
+    """One file, whatever the number of functions: layers of other widths and both directions are apart."""
+    file = tmp_path / "stack.o"
+    result = CliRunner().invoke(main, [
+        "compile", "--cell", "gru", "--hidden", "16", "--input", "5", "--layers", "2", "--bidirectional", "--target",
+        "neoverse-n1", "--weights", "bfloat16", "--emit", "object", "--emit-to", str(file)])
+    assert result.exit_code == 0, result.output
+    assert "bfloat16 weights, 2 layers, bidirectional" in result.output
+    for end in ("", "_v1", "_v2", "_v3"):
+        assert b"__tvm_ffi_worker" + end.encode() + b"\0" in file.read_bytes()
+
+
 def test_names_that_llvm_does_not_know():
     with pytest.raises(DeviceError, match=r"target='pdp11' is not allowed.*neoverse-v1"):
         resolve("pdp11")

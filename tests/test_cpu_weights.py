@@ -16,7 +16,7 @@ from ecornn.cells import get
 from ecornn.compiler import generate, plan
 from ecornn.errors import ArgumentError, DTypeError, ScheduleError
 from ecornn.host_cpu import detect
-from ecornn.numpy_reference import reference
+from ecornn.numpy_reference import random_weights, reference
 from ecornn.program import Packing
 from ecornn.runtime.packing import pack
 from ecornn.schedules.cpu import CPUSequence
@@ -69,6 +69,28 @@ def test_bfloat16_weights_in_tiles(rows, columns):
     x, (y, _) = called("lstm", (20, 70, 5, 4), weights, "bfloat16", schedule="cpu_sequence", config=options)
     rounded = {n: w.astype(ml_dtypes.bfloat16).astype(np.float32) if w.ndim == 2 else w for n, w in weights.items()}
     assert error(y, reference("lstm", x, rounded)[0]) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", pytest.param("int8", marks=needs_vnni)])
+@pytest.mark.parametrize("cell", ["lstm", "gru_reset_before"])
+def test_rounded_weights_of_a_stack(cell, kind):
+    T, B, I, H = 6, 5, 9, 21
+    weights = random_weights(cell, I, H, 3, 2, 2)
+    generator = np.random.default_rng(2)
+    x, masks = generator.standard_normal((T, B, I), np.float32), {"lengths": [3, 6, 0, 1, 5]}
+    masks["resets"] = generator.random((T, B)) < 0.3
+    module = ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, target="cpu", weights=kind, layers=2,
+                            bidirectional=True, lengths=True, resets=True)
+    given = x.copy()
+    for b, n in enumerate(masks["lengths"]):
+        given[n:, b] = np.nan
+    y, last = module.bind(weights, threads=2)(given, **masks)
+    if kind == "bfloat16":
+        weights = {n: w.astype(ml_dtypes.bfloat16).astype(np.float32) if w.ndim == 2 else w for n, w in weights.items()}
+    y_ref, last_ref = reference(cell, x, weights, **masks)
+    limit = 1e-6 if kind == "bfloat16" else 3e-2  # each of two layers about 1e-2
+    assert error(y, y_ref) < limit
+    assert all(error(a, b) < limit for a, b in zip(last, last_ref, strict=True))
 
 
 def quantized(values: np.ndarray) -> np.ndarray:
