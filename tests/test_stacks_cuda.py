@@ -29,7 +29,7 @@ SCHEDULES = {s.name: s for s in (FusedStep(), LayoutTransform(), Persistent())}
 T, B, I, H = 5, 6, 7, 37
 
 
-def program_of(schedule: str, cell: str, stack: Stack, dtype: str, cores: int = 3) -> Program:
+def program_of(schedule: str, cell: str, stack: Stack, dtype: str, cores: int = 3, **change: int) -> Program:
     whole, device = Workload(cell, H, I, B, T, dtype), replace(TINY, cores=cores)
     made = {}
     for part in stack.parts(whole):
@@ -37,7 +37,9 @@ def program_of(schedule: str, cell: str, stack: Stack, dtype: str, cores: int = 
             graph = analyse(BUILTIN[cell], part.workload.input, H)
             task = Task(part.workload, graph, device, part.place)
             assert SCHEDULES[schedule].serves(task) is None
-            made[part.workload, part.place] = SCHEDULES[schedule].program(task, SCHEDULES[schedule].default(task))
+            config = {**SCHEDULES[schedule].default(task), **change}
+            assert SCHEDULES[schedule].check(task, config) is None
+            made[part.workload, part.place] = SCHEDULES[schedule].program(task, config)
     return compose(stack, whole, [made[p.workload, p.place] for p in stack.parts(whole)])
 
 
@@ -94,9 +96,13 @@ def test_results(tmp_path: Path, schedule: str, cell: str, stack: Stack, dtype: 
 def test_persistent_stacks_compile(cell: str, dtype: str):
     """With predicates as without, and no register spilled; equal layers share their kernels."""
     stack = Stack(3, True, True, True)
-    program = program_of("persistent", cell, stack, dtype, cores=132)
+    before = program_of("persistent", cell, stack, dtype, cores=132, ahead=100)
     # one projection for each width of x, the others for each direction
-    assert sorted(program.functions) == sorted(f"{n}{end}" for n in ("project", "persistent", "start")
-                                               for end in ("", "_v1"))
-    made = generate(program, KNOWN["sm_90a"])
-    assert all(found["spill_stores"] == 0 for found in made.resources.values())
+    assert sorted(before.functions) == sorted(f"{n}{end}" for n in ("project", "persistent", "start")
+                                              for end in ("", "_v1"))
+    # kernels that have the projection in them are of one width, too
+    beside = program_of("persistent", cell, stack, dtype, cores=132)
+    assert sum(name.startswith("persistent") for name in beside.functions) == 3
+    for program in (before, beside):
+        made = generate(program, KNOWN["sm_90a"])
+        assert all(found["spill_stores"] == 0 for found in made.resources.values())
