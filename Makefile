@@ -44,7 +44,7 @@ run: $(VENV)/installed
 	$(BIN)/python examples/00_first_run.py $(MODULE)
 
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest -m "not gpu and not exhaustive" $(PYTEST)
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m "not gpu and not exhaustive" $(PYTEST)
 
 # mypy sees the layout that is installed: schedules/ as ecornn.schedules.
 lint: $(VENV)/installed-lint

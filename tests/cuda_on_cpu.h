@@ -237,13 +237,13 @@ inline void cp_async(unsigned to, const void* from, unsigned size, unsigned vali
   else carry_out(c);
 }
 inline void commit() { fibers[current].groups.emplace_back(); }
-inline void wait_group(size_t pending) {
-  auto& groups = fibers[current].groups;
+template <typename Groups> void drain(Groups& groups, size_t pending) {
   while (groups.size() > pending + 1) {
-    for (const Copy& c : groups.front()) carry_out(c);
+    for (const auto& one : groups.front()) carry_out(one);
     groups.pop_front();
   }
 }
+inline void wait_group(size_t pending) { drain(fibers[current].groups, pending); }
 inline Block& mine() { return blocks[current / width]; }
 inline Mbarrier& mbarrier(unsigned address) {
   auto found = mine().mbarriers.find(address);
@@ -350,13 +350,7 @@ inline void wgmma(int kind, unsigned columns, uint64_t a, uint64_t b, bool keep,
   else fibers[current].products.back().push_back(std::move(p));
 }
 inline void wgmma_commit() { fibers[current].products.emplace_back(); }
-inline void wgmma_wait(size_t pending) {
-  auto& groups = fibers[current].products;
-  while (groups.size() > pending + 1) {
-    for (const Product& p : groups.front()) carry_out(p);
-    groups.pop_front();
-  }
-}
+inline void wgmma_wait(size_t pending) { drain(fibers[current].products, pending); }
 template <typename W> void load4(W& a, W& b, W& c, W& d, const void* from) {
   if (uintptr_t(from) % 16) fail("a misaligned load of 16 bytes");
   W w[4];
