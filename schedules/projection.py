@@ -20,6 +20,7 @@ from ecornn.program import Buffer, Extent, Launch, Packing
 from ecornn.schedules.base import Task
 from ecornn.schedules.pointwise import vector_sources
 from ecornn.schedules.projection_wgmma import THREADS as HOPPER_THREADS
+from ecornn.schedules.projection_wgmma import Shape as HopperShape
 from ecornn.schedules.projection_wgmma import packing_of as hopper_packing
 from ecornn.schedules.projection_wgmma import shape_of as hopper_shape
 from ecornn.schedules.tensor_core import per_word, words
@@ -125,6 +126,15 @@ def shape_within(task: Task, registers: int) -> Shape | None:
     return None
 
 
+def on_wgmma(task: Task, ahead: int) -> bool:
+    """Whether the rows done ahead are Hopper's kernel's."""
+    return _hopper(task, ahead) is not None
+
+
+def _hopper(task: Task, ahead: int) -> HopperShape | None:
+    return hopper_shape(task) if ahead == 100 and WGMMA else None  # workers read the other packing
+
+
 def project(task: Task, out_dtype: str = "float32", ahead: int = 100) -> Part:
     """The projection of a task, writing workspace ``hoisted`` (T*B, Q, H) of ``out_dtype``.
 
@@ -145,7 +155,7 @@ def project(task: Task, out_dtype: str = "float32", ahead: int = 100) -> Part:
         return Part({}, (vectors,), ())
     hoisted = Buffer("hoisted", "workspace", out_dtype, Extent(0, w.batch * shape.outputs * w.hidden))
     buffers = [vectors, hoisted]
-    hopper = hopper_shape(task) if ahead == 100 and WGMMA else None  # workers read the other packing
+    hopper = _hopper(task, ahead)
     if hopper:
         from ecornn.schedules.projection_wgmma_kernel import wgmma_kernel
 

@@ -15,7 +15,7 @@ from ecornn.schedules.persistent.plan import plan_of
 from ecornn.workload import Place
 
 SMALL = replace(KNOWN["sm_90a"], cores=6)
-CUT = {"groups": 1, "turns": 1, "units": 16, "warps": 2, "chains": 1, "registers": 100, "interleave": 0,
+CUT = {"groups": 1, "units": 16, "warps": 2, "chains": 1, "registers": 100, "interleave": 0,
        "ahead": 100, "math": "exact"}
 
 CASES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
@@ -31,11 +31,7 @@ CASES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
     ("rnn_relu", (1, 1, 1, 1), "float16", {"units": 8, "warps": 1}),
     ("gated", (4, 3, 24, 40), "float16", {"units": 8}),
     ("pair", (4, 3, 24, 40), "bfloat16", {"units": 8}),  # products of two operands
-    # slices of rows in turn
-    ("lstm", (5, 9, 16, 40), "float16", {"turns": 2}),
-    ("lstm", (4, 23, 31, 33), "bfloat16", {"turns": 3, "groups": 2}),  # four rows, and three in the last slice
-    ("gru_reset_before", (4, 10, 9, 20), "float32", {"units": 8, "turns": 2}),  # two exchanges of two slices
-    ("rnn_tanh", (30, 17, 8, 24), "float16", {"units": 8, "warps": 1, "turns": 4, "ahead": 0}),
+    ("rnn_tanh", (30, 17, 8, 24), "float16", {"units": 8, "warps": 1, "ahead": 0}),
     # the projection beside the recurrence: all of it, and the rest of what was done before
     ("lstm", (9, 3, 24, 40), "bfloat16", {"ahead": 0}),
     ("lstm", (40, 7, 24, 40), "float16", {"ahead": 50}),
@@ -57,8 +53,7 @@ PLACES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Place]] 
     ("gru_reset_before", (6, 10, 9, 20), "float32", {"units": 8}, Place(True, 2, True, True)),  # two exchanges a step
     ("gru_reset_before", (6, 10, 9, 20), "float32", {"units": 8}, Place(False, 2, True, True)),
     ("lstm", (6, 23, 31, 33), "bfloat16", {"groups": 2}, Place(True, 2, True, True)),  # several items a thread
-    ("lstm", (6, 23, 31, 33), "bfloat16", {"turns": 3, "groups": 2}, Place(True, 2, True, True)),  # slices
-    ("lstm", (6, 23, 31, 33), "float16", {"turns": 3, "groups": 2}, Place(False, 1, True, True)),
+    ("lstm", (6, 23, 31, 33), "float16", {"groups": 2, "units": 24}, Place(False, 1, True, True)),
     ("pair", (6, 5, 24, 40), "bfloat16", {"units": 8}, Place(True, 2, True, True)),  # products of two operands
     # the projection beside the recurrence
     ("lstm", (9, 3, 24, 40), "bfloat16", {"ahead": 0}, Place(directions=2)),
@@ -72,7 +67,7 @@ PLACES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Place]] 
 def cut(task: Task, **change: Any) -> dict[str, Any]:
     """A configuration with as many gate warps as make full fours of warps, or have work."""
     config = {**CUT, **change}
-    rows = -(-task.workload.batch // (config["groups"] * config["turns"]))
+    rows = -(-task.workload.batch // config["groups"])
     busy = -(-config["units"] * rows // 32)
     return {"gate_warps": min(busy, -config["warps"] % 4 or 4), **config}
 
@@ -115,7 +110,7 @@ def test_each_direction_has_a_default_of_its_own():
         assert (config["ahead"] == 100) == reverse
 
 
-def test_polls_in_turns_where_registers_are_short(tmp_path):
+def test_polls_in_parts_where_registers_are_short(tmp_path):
     task = task_of("lstm", (2, 57, 8, 150), "bfloat16", replace(SMALL, cores=19))
     config = cut(task, units=8, warps=1, registers=0)
     phase = plan_of(task, config).phases[0]

@@ -30,7 +30,6 @@ from ecornn.workload import Place, Workload
 START_BLOCKS = 128
 STREAMED = 0.5  # of L2: the most of the weights that may be read from there every step
 AHEAD = (100, 75, 50, 25, 0)
-TURNS = (1,)  # 2 is right in every test, but was slower, and racecheck reports hazards that are not yet understood
 ITEMS = 8  # (unit, batch row) pairs of a gate thread, at most
 
 
@@ -65,9 +64,6 @@ class Persistent(Schedule):
                        if -(-w.hidden // u) <= task.device.cores}.values())
         return (
             Knob("groups", tuple(groups), "smaller exchanges and products a group, against fewer SMs for each"),
-            Knob("turns", tuple(n for n in TURNS if n == 1 or w.batch >= 16 * n),
-                 "slices of rows that a group serves in turn: one's exchange hides another's work, in more and "
-                 "smaller pieces, each with a fence to wait for", before=1),
             Knob("units", units, "fewer units a block: less work a step; more: fewer blocks to wait for"),
             Knob("warps", (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14),
                  "more product warps: less work each, but more partial sums to add"),
@@ -91,13 +87,12 @@ class Persistent(Schedule):
         blocks = groups * -(-w.hidden // units)
         if blocks > device.cores:
             return f"{blocks} blocks on {device.cores} multiprocessors"
-        slices = groups * int(config["turns"])
-        rows = -(-w.batch // slices)
-        if (slices - 1) * rows >= w.batch:
-            return "a slice without batch rows"
+        rows = -(-w.batch // groups)
+        if (groups - 1) * rows >= w.batch:
+            return "a group without batch rows"
         threads = 32 * int(config["gate_warps"])
         items = -(-units * rows // threads)
-        if (items - 1) * threads >= units * rows or items * int(config["turns"]) > ITEMS:
+        if (items - 1) * threads >= units * rows or items > ITEMS:
             return f"{items} items a gate thread"
         if units * rows <= threads - 32:
             return "a gate warp without work"
@@ -152,15 +147,14 @@ class Persistent(Schedule):
         return self._known[key]
 
     def _search(self, task: Task) -> Config | None:
-        """Of all cuts with one or two turns, those that keep as many weights in registers as possible."""
+        """Of all cuts, those that keep as many weights in registers as possible."""
         knobs = {k.name: k.values for k in self.knobs(task)}
         math = "exact" if task.workload.dtype == "float32" else "fast"
         found: tuple[float, Config] | None = None
-        for groups, turns, units, interleave in product(
-                knobs["groups"], knobs["turns"][:2], knobs["units"], knobs["interleave"]):
+        for groups, units, interleave in product(knobs["groups"], knobs["units"], knobs["interleave"]):
             for warps, gates in product(knobs["warps"], knobs["gate_warps"]):
                 for registers in knobs["registers"]:
-                    cut: Config = {"groups": groups, "turns": turns, "units": units, "warps": warps,
+                    cut: Config = {"groups": groups, "units": units, "warps": warps,
                                    "gate_warps": gates, "chains": 1, "registers": registers,
                                    "interleave": interleave, "ahead": 100, "math": math}
                     if self.check(task, cut) is not None:
@@ -198,7 +192,7 @@ class Persistent(Schedule):
             buffers.append(Buffer(f"recurrent_{i}", "packed", w.dtype,
                                   Extent(packing.pad[0] * packing.pad[1] * packing.pad[2]), packing))
             buffers.append(Buffer(f"exchange_{i}", "workspace", "uint32",
-                                  Extent(plan.groups * plan.turns * RING * plan.slot_words(phase))))
+                                  Extent(plan.groups * RING * plan.slot_words(phase))))
         functions = dict(hoisted.functions)
         functions["start"] = start_kernel(task, plan, START_BLOCKS, math)
         functions["persistent"] = persistent_kernel(task, plan, math)

@@ -49,13 +49,13 @@ def pack(values: list[Any], dtype: str) -> Any:
     return T.Select(word == T.uint32(SENTINEL), T.uint32(nan), word)
 
 
-def slot_base(plan: Plan, phase: PhasePlan, part: Any, slot: Any) -> Any:
-    """First word of a slot; ``part`` is the slice of batch rows, ``group * turns + turn``."""
-    return (part * RING + slot) * plan.slot_words(phase)
+def slot_base(plan: Plan, phase: PhasePlan, group: Any, slot: Any) -> Any:
+    """First word of a group's slot."""
+    return (group * RING + slot) * plan.slot_words(phase)
 
 
 def word_of(plan: Plan, phase: PhasePlan, operand: int, unit: Any, column: Any) -> Any:
-    """Place in a slot of the word that holds ``unit`` (of H) in batch row ``column`` of the slice."""
+    """Place in a slot of the word that holds ``unit`` (of H) in batch row ``column`` of the group."""
     k = unit // per_word(plan.dtype)
     pair, quarter, part = k // PAIR, k // 4 % 4, k % 4
     tiles = (operand * plan.warps * phase.warp_pairs + pair) * plan.tiles + column // 8

@@ -36,22 +36,19 @@ class Gates:
             self.unit.append(T.Bind(member * plan.units + item % plan.units))
             self.column.append(T.Bind(T.Select(owner, item // plan.units, 0)))
             self.owner.append(owner)
-        self.row, self.valid = [], []  # by turn and item
-        for turn in range(plan.turns):
-            row = [T.Bind((group * plan.turns + turn) * plan.rows + c) for c in self.column]
-            self.row.append(row)
-            self.valid.append([T.Bind(T.And(self.owner[i], T.And(self.unit[i] < H, row[i] < batch)))
-                               for i in range(plan.items)])
+        self.row = [T.Bind(group * plan.rows + c) for c in self.column]
+        self.valid = [T.Bind(T.And(owner, T.And(unit < H, row < batch)))
+                      for owner, unit, row in zip(self.owner, self.unit, self.row, strict=True)]
 
         def local(*shape: int) -> Any:
             return T.alloc_buffer(shape, "float32", scope="local")
 
         self.constants = local(plan.items, max(1, len(graph.invariant_outputs)))
-        self.states = local(plan.turns, plan.items, len(graph.states))
+        self.states = local(plan.items, len(graph.states))
         outputs = max(1, len(graph.hoisted_outputs))
-        self.inputs = local(plan.turns, plan.items, outputs)  # of this step
-        self.ahead = local(plan.turns, plan.items, outputs)  # of the next one
-        place, rows = task.place, (plan.turns, plan.items)  # of rows, too: these are on the critical path
+        self.inputs = local(plan.items, outputs)  # of this step
+        self.ahead = local(plan.items, outputs)  # of the next one
+        place, rows = task.place, (plan.items,)  # of rows, too: these are on the critical path
         self.limits = T.alloc_buffer(rows, "int32", scope="local") if place.lengths else None
         self.fresh = T.alloc_buffer(rows, "int32", scope="local") if place.resets else None
 
@@ -60,27 +57,25 @@ class Gates:
         T, graph, plan = self.T, self.graph, self.plan
         for i in range(plan.items):
             self._constants(i)
-            for turn in range(plan.turns):
-                if self.limits is not None:
-                    limit = self.timeline.limit(T.min(self.row[turn][i], self.batch - 1))
-                    T.buffer_store(self.limits, limit, [turn, i])
-                for s, name in enumerate(graph.states):
-                    T.buffer_store(self.states, T.float32(0), [turn, i, s])
-                    with T.If(self.valid[turn][i]), T.Then():
-                        row = self.row[turn][i]
-                        given = T.cast(self.arguments[f"{name}_in"][row * plan.hidden + self.unit[i]], "float32")
-                        first = self.timeline.fresh(0, row, self._limit(turn, i))
-                        (value,) = self.timeline.started(first, [given])
-                        T.buffer_store(self.states, value, [turn, i, s])
-        for turn in range(plan.turns):
-            self._fetch(T.int32(0), turn)
-            self._advance(turn)
-            self._fetch(T.int32(1), turn)
+            if self.limits is not None:
+                limit = self.timeline.limit(T.min(self.row[i], self.batch - 1))
+                T.buffer_store(self.limits, limit, [i])
+            for s, name in enumerate(graph.states):
+                T.buffer_store(self.states, T.float32(0), [i, s])
+                with T.If(self.valid[i]), T.Then():
+                    row = self.row[i]
+                    given = T.cast(self.arguments[f"{name}_in"][row * plan.hidden + self.unit[i]], "float32")
+                    first = self.timeline.fresh(0, row, self._limit(i))
+                    (value,) = self.timeline.started(first, [given])
+                    T.buffer_store(self.states, value, [i, s])
+        self._fetch(T.int32(0))
+        self._advance()
+        self._fetch(T.int32(1))
         with T.serial(0, self.steps) as t:
             self._step(t)
 
-    def _limit(self, turn: int, i: int) -> Any:
-        return self.steps if self.limits is None else self.limits[turn, i]
+    def _limit(self, i: int) -> Any:
+        return self.steps if self.limits is None else self.limits[i]
 
     def _constants(self, i: int) -> None:
         T, graph, H = self.T, self.graph, self.plan.hidden
@@ -90,58 +85,57 @@ class Gates:
         for k, var in enumerate(graph.invariant_outputs):
             T.buffer_store(self.constants, env[var], [i, k])
 
-    def _fetch(self, t: Any, turn: int) -> None:
+    def _fetch(self, t: Any) -> None:
         """Loads the hoisted inputs of step t into ``ahead``, and whether a sequence starts there."""
         T, outputs, H = self.T, len(self.graph.hoisted_outputs), self.plan.hidden
         if self.beside is not None:
             self.beside.wait(t)
         for i in range(self.plan.items if self.fresh is not None else 0):
-            row = T.Bind(T.min(self.row[turn][i], self.batch - 1))
-            fresh = self.timeline.fresh(t, row, self._limit(turn, i))
-            T.buffer_store(self.fresh, T.cast(fresh, "int32"), [turn, i])
+            row = T.Bind(T.min(self.row[i], self.batch - 1))
+            fresh = self.timeline.fresh(t, row, self._limit(i))
+            T.buffer_store(self.fresh, T.cast(fresh, "int32"), [i])
         for i in range(self.plan.items if outputs else 0):
             for q in range(outputs):
-                T.buffer_store(self.ahead, T.float32(0), [turn, i, q])
-            with T.If(T.And(self.valid[turn][i], t < self.steps)), T.Then():
-                row = T.cast(self.timeline.at(t) * self.batch + self.row[turn][i], "int64")
+                T.buffer_store(self.ahead, T.float32(0), [i, q])
+            with T.If(T.And(self.valid[i], t < self.steps)), T.Then():
+                row = T.cast(self.timeline.at(t) * self.batch + self.row[i], "int64")
                 first = T.Bind(row * (outputs * H) + self.unit[i])
                 for q in range(outputs):
-                    T.buffer_store(self.ahead, self.arguments["hoisted"][first + q * H], [turn, i, q])
+                    T.buffer_store(self.ahead, self.arguments["hoisted"][first + q * H], [i, q])
 
-    def _advance(self, turn: int) -> None:
+    def _advance(self) -> None:
         for i in range(self.plan.items):
             for q in range(len(self.graph.hoisted_outputs)):
-                self.T.buffer_store(self.inputs, self.ahead[turn, i, q], [turn, i, q])
+                self.T.buffer_store(self.inputs, self.ahead[i, q], [i, q])
 
     def _step(self, t: Any) -> None:
         T, plan, graph = self.T, self.plan, self.graph
         last = len(plan.phases) - 1
-        envs = [[self._before(turn, i) for i in range(plan.items)] for turn in range(plan.turns)]
+        envs = [self._before(i) for i in range(plan.items)]
         for p in range(len(plan.phases)):
-            for turn in range(plan.turns):
-                use = T.Bind((t * len(plan.phases) + p) * plan.turns + turn)
-                side = T.Bind(use % 2)
-                T.evaluate(T.ptx["bar.sync"](T.cast(side + FULL, "uint32"), T.uint32(plan.threads)))
-                sums = [self._sums(i, p, side) for i in range(plan.items)]
-                for i in range(plan.items):
-                    envs[turn][i] = emit(graph.phases[p].assigns, envs[turn][i] | sums[i], self.math)
-                    if p < last:
-                        self._announce(turn, i, p + 1, t % RING, envs[turn][i])
-                ended = [self._finish(turn, i, envs[turn][i], t) for i in range(plan.items)] if p == last else []
-                self._wipe(turn, p, t)
-                self._hand_back(use, side)
-                if p == last:
-                    self._after(turn, t, ended)
+            use = T.Bind(t * len(plan.phases) + p)
+            side = T.Bind(use % 2)
+            T.evaluate(T.ptx["bar.sync"](T.cast(side + FULL, "uint32"), T.uint32(plan.threads)))
+            sums = [self._sums(i, p, side) for i in range(plan.items)]
+            for i in range(plan.items):
+                envs[i] = emit(graph.phases[p].assigns, envs[i] | sums[i], self.math)
+                if p < last:
+                    self._announce(i, p + 1, t % RING, envs[i])
+            ended = [self._finish(i, envs[i], t) for i in range(plan.items)] if p == last else []
+            self._wipe(p, t)
+            self._hand_back(use, side)
+            if p == last:
+                self._after(t, ended)
 
-    def _before(self, turn: int, i: int) -> dict[Any, Any]:
+    def _before(self, i: int) -> dict[Any, Any]:
         """What is known of an item before the products of its step."""
         graph = self.graph
-        env = {v: self.inputs[turn, i, q] for q, v in enumerate(graph.hoisted_outputs)}
+        env = {v: self.inputs[i, q] for q, v in enumerate(graph.hoisted_outputs)}
         env |= {v: self.constants[i, k] for k, v in enumerate(graph.invariant_outputs)}
-        env |= {v: self.states[turn, i, s] for s, v in enumerate(graph.states.values())}
+        env |= {v: self.states[i, s] for s, v in enumerate(graph.states.values())}
         return emit(graph.prologue, env, self.math)
 
-    def _after(self, turn: int, t: Any, ended: list[tuple[list[Any], list[Any], Any]]) -> None:
+    def _after(self, t: Any, ended: list[tuple[list[Any], list[Any], Any]]) -> None:
         """What nobody waits for.
 
         The release of exchange.py comes first, before the next write. It waits for what came before
@@ -151,14 +145,14 @@ class Gates:
         T = self.T
         T.evaluate(T.ptx["fence.acq_rel.gpu"]())
         for i in range(self.plan.items):
-            self._store(turn, i, t, *ended[i])
-        self._advance(turn)
-        self._fetch(T.Bind(t + 2), turn)
+            self._store(i, t, *ended[i])
+        self._advance()
+        self._fetch(T.Bind(t + 2))
 
     def _hand_back(self, use: Any, side: Any) -> None:
         """Returns the buffer of partial sums, as often as product warps wait for one."""
         T, plan = self.T, self.plan
-        with T.If(use + 2 < self.steps * (len(plan.phases) * plan.turns)), T.Then():
+        with T.If(use + 2 < self.steps * len(plan.phases)), T.Then():
             T.evaluate(T.ptx["bar.arrive"](T.cast(side + READ, "uint32"), T.uint32(plan.threads)))
 
     def _sums(self, i: int, p: int, side: Any) -> dict[Any, Any]:
@@ -188,14 +182,13 @@ class Gates:
             return [into[k] for k in range(count)]
         return [T.Bind(self.shared[place + k]) for k in range(count)]
 
-    def _slot(self, turn: int, p: int, slot: Any) -> Any:
-        part = self.group * self.plan.turns + turn
-        return self.T.Bind(slot_base(self.plan, self.plan.phases[p], part, slot))
+    def _slot(self, p: int, slot: Any) -> Any:
+        return self.T.Bind(slot_base(self.plan, self.plan.phases[p], self.group, slot))
 
-    def _announce(self, turn: int, i: int, p: int, slot: Any, env: dict[Any, Any]) -> None:
+    def _announce(self, i: int, p: int, slot: Any, env: dict[Any, Any]) -> None:
         """Writes this thread's operands of phase p to the exchange; units beyond H are zero."""
         T, plan, phase = self.T, self.plan, self.plan.phases[p]
-        base = self._slot(turn, p, slot)
+        base = self._slot(p, slot)
         for o, operand in enumerate(self.graph.phases[p].operands):
             value = T.Bind(T.Select(self.unit[i] < plan.hidden, env[operand], T.float32(0)))
             self._write(i, p, base + self._place(i, phase, o), self._word(value))
@@ -219,40 +212,40 @@ class Gates:
         with T.If(writes), T.Then():
             T.evaluate(T.ptx["st.relaxed.gpu.global.b32"](self.rings[p].ptr_to([place]), word))
 
-    def _wipe(self, turn: int, p: int, t: Any) -> None:
-        phase, base = self.plan.phases[p], self._slot(turn, p, (t + (RING - 1)) % RING)
+    def _wipe(self, p: int, t: Any) -> None:
+        phase, base = self.plan.phases[p], self._slot(p, (t + (RING - 1)) % RING)
         for i in range(self.plan.items):
             for o in range(phase.operands):
                 self._write(i, p, base + self._place(i, phase, o), self.T.uint32(SENTINEL))
 
-    def _finish(self, turn: int, i: int, env: dict[Any, Any], t: Any) -> tuple[list[Any], list[Any], Any]:
+    def _finish(self, i: int, env: dict[Any, Any], t: Any) -> tuple[list[Any], list[Any], Any]:
         """States after step t and before the next one, and whether the row took part; what the next
         step's products need goes out at once."""
         T, graph, timeline = self.T, self.graph, self.timeline
-        live = timeline.live(t, self._limit(turn, i))
-        new = [timeline.masked(live, T.Bind(env[graph.results[s]]), self.states[turn, i, k])
+        live = timeline.live(t, self._limit(i))
+        new = [timeline.masked(live, T.Bind(env[graph.results[s]]), self.states[i, k])
                for k, s in enumerate(graph.states)]
-        fresh = None if self.fresh is None else T.Bind(self.fresh[turn, i] != 0)  # of step t + 1, as ``ahead`` is
+        fresh = None if self.fresh is None else T.Bind(self.fresh[i] != 0)  # of step t + 1, as ``ahead`` is
         carried = timeline.started(fresh, new)
         following = {v: n for v, n in zip(graph.states.values(), carried, strict=True)}
         following |= {v: self.constants[i, k] for k, v in enumerate(graph.invariant_outputs)}
-        self._announce(turn, i, 0, (t + 1) % RING, emit(graph.prologue, following, self.math))
+        self._announce(i, 0, (t + 1) % RING, emit(graph.prologue, following, self.math))
         return new, carried, live
 
-    def _store(self, turn: int, i: int, t: Any, new: list[Any], carried: list[Any], live: Any) -> None:
+    def _store(self, i: int, t: Any, new: list[Any], carried: list[Any], live: Any) -> None:
         T, graph, H, dtype, place = self.T, self.graph, self.plan.hidden, self.plan.dtype, self.task.place
         for s in range(len(new)):
-            T.buffer_store(self.states, carried[s], [turn, i, s])
-        with T.If(self.valid[turn][i]), T.Then():
+            T.buffer_store(self.states, carried[s], [i, s])
+        with T.If(self.valid[i]), T.Then():
             output = self.timeline.masked(live, new[list(graph.states).index(graph.output)], T.float32(0))
             step = self.timeline.at(t)
-            at = T.cast(step * self.batch + self.row[turn][i], "int64") * place.y_width(H) + self.unit[i]
+            at = T.cast(step * self.batch + self.row[i], "int64") * place.y_width(H) + self.unit[i]
             at = at + place.y_offset(H) if place.y_offset(H) else at
             T.buffer_store(self.arguments["y"], T.cast(output, dtype), [at])
             with T.If(t == self.steps - 1), T.Then():
                 for s, name in enumerate(graph.states):
                     T.buffer_store(self.arguments[f"{name}_out"], T.cast(new[s], dtype),
-                                   [self.row[turn][i] * H + self.unit[i]])
+                                   [self.row[i] * H + self.unit[i]])
 
 
 _NEIGHBOUR = """

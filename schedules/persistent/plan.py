@@ -54,24 +54,20 @@ class PhasePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The cut: ``groups`` of ``blocks`` blocks, each group with all weights and its own batch rows.
-
-    A group may serve ``turns`` slices of rows in turn: while the state of one travels, it works on another.
-    """
+    """The cut: ``groups`` of ``blocks`` blocks, each group with all weights and its own batch rows."""
 
     hidden: int
     dtype: str
     groups: int
-    turns: int
     blocks: int
     units: int
-    rows: int  # batch rows of a slice
+    rows: int  # batch rows of a group
     warps: int  # share the products
     gate_warps: int  # do the pointwise part
     chains: int  # independent accumulators that share the k-tiles of one product tile
     ahead: int  # percent of the projection that is done before; the rest runs beside the recurrence
     workers: int  # blocks that do that rest
-    kept: int  # values that a gate thread keeps for each item and slice: states, inputs of two steps, what masks say
+    kept: int  # values that a gate thread keeps for each item: states, inputs of two steps, what masks say
     phases: tuple[PhasePlan, ...]
 
     @property
@@ -86,17 +82,17 @@ class Plan:
 
     @property
     def columns(self) -> int:
-        """Columns of operand B: the batch rows of a slice, padded to 8."""
+        """Columns of operand B: the batch rows of a group, padded to 8."""
         return -(-self.rows // 8) * 8
 
     @property
     def items(self) -> int:
-        """(unit, batch row) pairs of a gate thread, of one slice."""
+        """(unit, batch row) pairs of a gate thread."""
         return -(-self.units * self.rows // (32 * self.gate_warps))
 
     @property
     def tiles(self) -> int:
-        """n8 tiles of a slice's batch rows."""
+        """n8 tiles of a group's batch rows."""
         return self.columns // 8
 
     def stride(self, phase: PhasePlan) -> int:
@@ -128,11 +124,11 @@ class Plan:
         work = max((p.polled_pairs * 4 + -(-p.octets(self.units) // 2) * 4 * self.chains) * self.tiles
                    + (p.octets(self.units) * 8 if p.streamed_pairs else 0) for p in self.phases)
         products = weights + work + (16 if self.dtype == "float32" else 0)
-        gates = self.items * (self.turns * self.kept + 8) + self.warps * max(p.gates for p in self.phases)
+        gates = self.items * (self.kept + 8) + self.warps * max(p.gates for p in self.phases)
         return max(products, gates) + SPARE_REGISTERS
 
     def slot_words(self, phase: PhasePlan) -> int:
-        """Words of one slot of a phase's exchange, of one slice."""
+        """Words of one slot of a group's exchange for a phase."""
         return phase.operands * self.warps * phase.warp_pairs * self.tiles * 128
 
 
@@ -156,7 +152,7 @@ def plan_of(task: Task, config: Config, chains: int | None = None, ahead: int | 
     ``check`` says that."""
     w = task.workload
     chains, ahead = chains or int(config["chains"]), int(config["ahead"]) if ahead is None else ahead
-    groups, units, turns = int(config["groups"]), int(config["units"]), int(config["turns"])
+    groups, units = int(config["groups"]), int(config["units"])
     warps = int(config["warps"])
     phases = []
     for phase in task.graph.phases:
@@ -167,9 +163,9 @@ def plan_of(task: Task, config: Config, chains: int | None = None, ahead: int | 
         pairs = len(phase.operands) * warp_pairs
         registers = -(-pairs * int(config["registers"]) // 100)
         phases.append(PhasePlan(gates, interleave, len(phase.operands), warp_pairs, registers, 0, pairs))
-    rows, blocks = -(-w.batch // (groups * turns)), -(-w.hidden // units)
+    rows, blocks = -(-w.batch // groups), -(-w.hidden // units)
     masks = task.place.lengths + task.place.resets
-    plan = Plan(hidden=w.hidden, dtype=w.dtype, groups=groups, turns=turns, blocks=blocks, units=units, rows=rows,
+    plan = Plan(hidden=w.hidden, dtype=w.dtype, groups=groups, blocks=blocks, units=units, rows=rows,
                 warps=warps, gate_warps=int(config["gate_warps"]), chains=chains, ahead=ahead,
                 workers=0 if ahead == 100 else task.device.cores - groups * blocks,
                 kept=len(task.graph.states) + 2 * len(task.graph.hoisted_outputs) + masks, phases=tuple(phases))

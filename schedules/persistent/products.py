@@ -37,24 +37,23 @@ def products(T: Any, plan: Plan, steps: Any, group: Any, member: Any, warp: Any,
         place += plan.shared_weight_words(phase)
     with T.serial(0, steps) as t:
         for index, (phase, ring) in enumerate(zip(plan.phases, rings, strict=True)):
-            with T.serial(0, plan.turns) as turn:
-                use = T.Bind((t * len(plan.phases) + index) * plan.turns + turn)
-                side = T.Bind(use % 2)
-                with T.If(use >= 2), T.Then():
-                    T.evaluate(T.ptx["bar.sync"](T.cast(side + READ, "uint32"), T.uint32(plan.threads)))
-                stored = _Stored(T, plan, phase, held[index], words, places[index], weights[index], member, warp, lane)
-                start = T.Bind(slot_base(plan, phase, group * plan.turns + turn, t % RING)
-                               + warp * phase.warp_pairs * plan.tiles * 128 + lane * 4)
-                acc = _multiply(T, plan, phase, stored, ring, start, lane)
-                stride = plan.stride(phase)
-                base = T.Bind(side * plan.sum_floats + (warp * plan.columns + lane % 4 * 2) * stride + lane // 4)
-                for m in range(-(-phase.octets(plan.units) // 2)):
-                    for n in range(plan.tiles):
-                        for i in range(4):
-                            with _within(T, plan, n, lane % 4 * 2 + i % 2):
-                                T.buffer_store(shared, acc(m, n, i),
-                                               [base + (n * 8 + i % 2) * stride + m * 16 + i // 2 * 8])
-                T.evaluate(T.ptx["bar.arrive"](T.cast(side + FULL, "uint32"), T.uint32(plan.threads)))
+            use = T.Bind(t * len(plan.phases) + index)
+            side = T.Bind(use % 2)
+            with T.If(use >= 2), T.Then():
+                T.evaluate(T.ptx["bar.sync"](T.cast(side + READ, "uint32"), T.uint32(plan.threads)))
+            stored = _Stored(T, plan, phase, held[index], words, places[index], weights[index], member, warp, lane)
+            start = T.Bind(slot_base(plan, phase, group, t % RING)
+                           + warp * phase.warp_pairs * plan.tiles * 128 + lane * 4)
+            acc = _multiply(T, plan, phase, stored, ring, start, lane)
+            stride = plan.stride(phase)
+            base = T.Bind(side * plan.sum_floats + (warp * plan.columns + lane % 4 * 2) * stride + lane // 4)
+            for m in range(-(-phase.octets(plan.units) // 2)):
+                for n in range(plan.tiles):
+                    for i in range(4):
+                        with _within(T, plan, n, lane % 4 * 2 + i % 2):
+                            T.buffer_store(shared, acc(m, n, i),
+                                           [base + (n * 8 + i % 2) * stride + m * 16 + i // 2 * 8])
+            T.evaluate(T.ptx["bar.arrive"](T.cast(side + FULL, "uint32"), T.uint32(plan.threads)))
             T.evaluate(T.ptx["fence.acq_rel.gpu"]())  # the acquire of exchange.py, while state travels
 
 

@@ -46,7 +46,7 @@ def start_kernel(task: Task, plan: Plan, blocks: int, math: str) -> Any:
                 T.buffer_store(ready, T.uint32(0), [turn * (blocks * THREADS) + first])
         for index, (phase, ring) in enumerate(zip(plan.phases, rings, strict=True)):
             words = plan.slot_words(phase)
-            total = plan.groups * plan.turns * RING * words
+            total = plan.groups * RING * words
             with T.serial(0, -(-total // (blocks * THREADS))) as turn:
                 place = T.Bind(turn * (blocks * THREADS) + first)
                 with T.If(place < total), T.Then():

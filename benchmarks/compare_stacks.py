@@ -1,0 +1,142 @@
+"""Stacks of layers and both directions against cuDNN through PyTorch, both in CUDA graphs, interleaved in one run.
+
+    python benchmarks/compare_stacks.py --output benchmarks/results/h100_stacks.json
+
+Outputs of both sides are compared with PyTorch in float64 first: ours must be within twice cuDNN's own error. A row
+is a median with its 20th and 80th percentile, in microseconds per layer and time step (of both directions together).
+``--packed`` times packed sequences instead: lengths uniform in 1..T, against PyTorch's packed sequences as they are
+called (no graph: their lengths are read on the host) and against our own module with all rows at full length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import datetime
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from compare_cudnn import graph_of, relative
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import ecornn
+
+CELLS = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn_tanh": torch.nn.RNN}
+ROWS: list[tuple[str, int, int, int, int, int, bool]] = [  # cell, T, B, I, H, layers, bidirectional
+    ("lstm", 300, 20, 800, 800, 5, True), ("gru", 300, 20, 800, 800, 5, True),
+    ("lstm", 35, 32, 650, 650, 2, False), ("lstm", 35, 20, 1500, 1500, 2, False),
+    *(("lstm", 256, B, H, H, 4, False) for H in (512, 1024) for B in (1, 16, 64))]
+PACKED: list[tuple[str, int, int, int, int, int, bool]] = [
+    ("lstm", 300, 32, 512, 512, 1, False), ("lstm", 300, 32, 512, 512, 2, True), ("gru", 300, 32, 800, 800, 1, True)]
+
+
+def sides(cell: str, T: int, B: int, I: int, H: int, layers: int, both: bool, dtype: str, lengths: bool) -> Any:
+    """The library's module and our bound layer, of the same weights."""
+    library = CELLS[cell](I, H, layers, bidirectional=both).cuda().to(getattr(torch, dtype)).eval()
+    weights = {k: v.detach() for k, v in library.named_parameters()}
+    module = ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, dtype=dtype, target="cuda", layers=layers,
+                            bidirectional=both, lengths=lengths)
+    return library, module.bind(weights)
+
+
+def check(name: str, ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
+    """Relative errors of both; ends the program where ours is over twice theirs."""
+    found, library = relative(ours, exact), relative(theirs, exact)
+    if not found <= 2 * library + 1e-6:
+        sys.exit(f"{name}: error {found:.2e}, allowed {2 * library + 1e-6:.2e}")
+    return found, library
+
+
+def timed(sides: dict[str, Any], repeats: int, fresh: Any, scale: float) -> dict[str, float]:
+    """Medians and percentiles of calls that take turns, in microseconds times ``scale``."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for repetition in range(repeats + 3):
+        fresh()
+        for name, call in sides.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            if repetition >= 3:
+                times[name].append(start.elapsed_time(end) * 1e3 * scale)
+    row = {}
+    for name, values in times.items():
+        p20, median, p80 = np.percentile(values, [20, 50, 80])
+        row |= {f"{name}_us": float(median), f"{name}_p20": float(p20), f"{name}_p80": float(p80)}
+    return row
+
+
+def compare(shape: tuple[str, int, int, int, int, int, bool], dtype: str, repeats: int) -> dict[str, Any]:
+    """One row of full sequences."""
+    cell, T, B, I, H, layers, both = shape
+    library, layer = sides(cell, T, B, I, H, layers, both, dtype, False)
+    x = torch.randn(T, B, I, device="cuda").to(getattr(torch, dtype))
+    out = torch.full((T, B, H * (1 + both)), float("nan"), device="cuda", dtype=x.dtype)
+    with torch.inference_mode():
+        ours, theirs = graph_of(lambda: layer(x, out=out)), graph_of(lambda: library(x))
+        x.copy_(torch.randn(T, B, I, device="cuda"))
+        out.fill_(float("nan"))
+        ours.replay()
+        error = check(str(shape), out, library(x)[0], copy.deepcopy(library).double()(x.double())[0])
+        row = timed({"ecornn": ours.replay, "cudnn": theirs.replay}, repeats,
+                    lambda: x.copy_(torch.randn(T, B, I, device="cuda")), 1 / (T * layers))
+    return describe(shape, dtype, error) | row | {"ratio": row["cudnn_us"] / row["ecornn_us"]}
+
+
+def compare_packed(shape: tuple[str, int, int, int, int, int, bool], dtype: str, repeats: int) -> dict[str, Any]:
+    """One row of packed sequences."""
+    cell, T, B, I, H, layers, both = shape
+    library, layer = sides(cell, T, B, I, H, layers, both, dtype, True)
+    lengths = torch.randint(1, T + 1, (B,))
+    lengths[0] = T
+    x = torch.randn(T, B, I, device="cuda").to(getattr(torch, dtype))
+    packed = pack_padded_sequence(x, lengths, enforce_sorted=False)
+    on_gpu, full = lengths.cuda(), torch.full((B,), T, device="cuda")
+    with torch.inference_mode():
+        exact = pad_packed_sequence(copy.deepcopy(library).double()(packed.double())[0], total_length=T)[0]
+        theirs = pad_packed_sequence(library(packed)[0], total_length=T)[0]
+        error = check(str(shape), layer(x, lengths=on_gpu)[0], theirs, exact)
+        row = timed({"ecornn": lambda: layer(x, lengths=on_gpu), "full": lambda: layer(x, lengths=full),
+                     "cudnn": lambda: library(packed)}, repeats, lambda: None, 1 / (T * layers))
+    return describe(shape, dtype, error) | row | {
+        "valid": float(lengths.double().mean()) / T, "ratio": row["cudnn_us"] / row["ecornn_us"]}
+
+
+def describe(shape: tuple[str, int, int, int, int, int, bool], dtype: str,
+             error: tuple[float, float]) -> dict[str, Any]:
+    names = ("cell", "T", "B", "I", "H", "layers", "bidirectional")
+    return dict(zip(names, shape, strict=True)) | {"dtype": dtype, "error": error[0], "cudnn_error": error[1]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--repeats", type=int, default=20, help="timed repetitions a row")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="float16")
+    parser.add_argument("--packed", action="store_true", help="packed sequences")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    rows = []
+    for shape in PACKED if arguments.packed else ROWS:
+        row = (compare_packed if arguments.packed else compare)(shape, arguments.dtype, arguments.repeats)
+        rows.append(row)
+        extra = f" full {row['full_us']:.2f}, {row['valid']:.2f} valid" if arguments.packed else ""
+        print(f"{shape} {row['dtype']} ecornn {row['ecornn_us']:.2f} "
+              f"[{row['ecornn_p20']:.2f}, {row['ecornn_p80']:.2f}]{extra}  cuDNN {row['cudnn_us']:.2f} [{row['cudnn_p20']:.2f}, {row['cudnn_p80']:.2f}] us  {row['ratio']:.2f}x  "
+              f"error {row['error']:.1e} / {row['cudnn_error']:.1e}", flush=True)
+    if arguments.output:
+        environment = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
+                       "cudnn": torch.backends.cudnn.version(), "ecornn": ecornn.__version__,
+                       "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+                       "command": "python benchmarks/compare_stacks.py " + " ".join(sys.argv[1:])}
+        arguments.output.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
