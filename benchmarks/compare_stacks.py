@@ -15,6 +15,9 @@ import copy
 import datetime
 import json
 import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor, wait
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +29,29 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import ecornn
 
 CELLS = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn_tanh": torch.nn.RNN}
-ROWS: list[tuple[str, int, int, int, int, int, bool]] = [  # cell, T, B, I, H, layers, bidirectional
+Shape = tuple[str, int, int, int, int, int, bool]
+ROWS: list[Shape] = [  # cell, T, B, I, H, layers, bidirectional
     ("lstm", 300, 20, 800, 800, 5, True), ("gru", 300, 20, 800, 800, 5, True),
     ("lstm", 35, 32, 650, 650, 2, False), ("lstm", 35, 20, 1500, 1500, 2, False),
     *(("lstm", 256, B, H, H, 4, False) for H in (512, 1024) for B in (1, 16, 64))]
-PACKED: list[tuple[str, int, int, int, int, int, bool]] = [
+PACKED: list[Shape] = [
     ("lstm", 300, 32, 512, 512, 1, False), ("lstm", 300, 32, 512, 512, 2, True), ("gru", 300, 32, 800, 800, 1, True)]
 
 
-def sides(cell: str, T: int, B: int, I: int, H: int, layers: int, both: bool, dtype: str, lengths: bool) -> Any:
+def build(shape: Shape, dtype: str, lengths: bool, folder: str) -> str:
+    """Compiles the module of a row and returns its file."""
+    cell, T, B, I, H, layers, both = shape
+    out = f"{folder}/{'-'.join(map(str, shape))}.so"
+    ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, dtype=dtype, target="cuda", layers=layers,
+                   bidirectional=both, lengths=lengths).save(out)
+    return out
+
+
+def sides(shape: Shape, dtype: str, file: str) -> Any:
     """The library's module and our bound layer, of the same weights."""
+    cell, _, _, I, H, layers, both = shape
     library = CELLS[cell](I, H, layers, bidirectional=both).cuda().to(getattr(torch, dtype)).eval()
-    weights = {k: v.detach() for k, v in library.named_parameters()}
-    module = ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, dtype=dtype, target="cuda", layers=layers,
-                            bidirectional=both, lengths=lengths)
-    return library, module.bind(weights)
+    return library, ecornn.load(file).bind({k: v.detach() for k, v in library.named_parameters()})
 
 
 def check(name: str, ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
@@ -72,10 +83,10 @@ def timed(sides: dict[str, Any], repeats: int, fresh: Any, scale: float) -> dict
     return row
 
 
-def compare(shape: tuple[str, int, int, int, int, int, bool], dtype: str, repeats: int) -> dict[str, Any]:
+def compare(shape: Shape, dtype: str, repeats: int, file: str) -> dict[str, Any]:
     """One row of full sequences."""
-    cell, T, B, I, H, layers, both = shape
-    library, layer = sides(cell, T, B, I, H, layers, both, dtype, False)
+    _, T, B, I, H, layers, both = shape
+    library, layer = sides(shape, dtype, file)
     x = torch.randn(T, B, I, device="cuda").to(getattr(torch, dtype))
     out = torch.full((T, B, H * (1 + both)), float("nan"), device="cuda", dtype=x.dtype)
     with torch.inference_mode():
@@ -89,10 +100,10 @@ def compare(shape: tuple[str, int, int, int, int, int, bool], dtype: str, repeat
     return describe(shape, dtype, error) | row | {"ratio": row["cudnn_us"] / row["ecornn_us"]}
 
 
-def compare_packed(shape: tuple[str, int, int, int, int, int, bool], dtype: str, repeats: int) -> dict[str, Any]:
+def compare_packed(shape: Shape, dtype: str, repeats: int, file: str) -> dict[str, Any]:
     """One row of packed sequences."""
-    cell, T, B, I, H, layers, both = shape
-    library, layer = sides(cell, T, B, I, H, layers, both, dtype, True)
+    _, T, B, I, _, layers, _ = shape
+    library, layer = sides(shape, dtype, file)
     lengths = torch.randint(1, T + 1, (B,))
     lengths[0] = T
     x = torch.randn(T, B, I, device="cuda").to(getattr(torch, dtype))
@@ -108,7 +119,7 @@ def compare_packed(shape: tuple[str, int, int, int, int, int, bool], dtype: str,
         "valid": float(lengths.double().mean()) / T, "ratio": row["cudnn_us"] / row["ecornn_us"]}
 
 
-def describe(shape: tuple[str, int, int, int, int, int, bool], dtype: str,
+def describe(shape: Shape, dtype: str,
              error: tuple[float, float]) -> dict[str, Any]:
     names = ("cell", "T", "B", "I", "H", "layers", "bidirectional")
     return dict(zip(names, shape, strict=True)) | {"dtype": dtype, "error": error[0], "cudnn_error": error[1]}
@@ -122,14 +133,19 @@ def main() -> None:
     parser.add_argument("--packed", action="store_true", help="packed sequences")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    rows = []
-    for shape in PACKED if arguments.packed else ROWS:
-        row = (compare_packed if arguments.packed else compare)(shape, arguments.dtype, arguments.repeats)
-        rows.append(row)
-        extra = f" full {row['full_us']:.2f}, {row['valid']:.2f} valid" if arguments.packed else ""
-        print(f"{shape} {row['dtype']} ecornn {row['ecornn_us']:.2f} "
-              f"[{row['ecornn_p20']:.2f}, {row['ecornn_p80']:.2f}]{extra}  cuDNN {row['cudnn_us']:.2f} [{row['cudnn_p20']:.2f}, {row['cudnn_p80']:.2f}] us  {row['ratio']:.2f}x  "
-              f"error {row['error']:.1e} / {row['cudnn_error']:.1e}", flush=True)
+    rows, shapes = [], PACKED if arguments.packed else ROWS
+    one = compare_packed if arguments.packed else compare
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        files = [pool.submit(build, s, arguments.dtype, arguments.packed, folder) for s in shapes]
+        wait(files)  # nothing else runs while a row is timed
+        for shape, file in zip(shapes, files, strict=True):
+            row = one(shape, arguments.dtype, arguments.repeats, file.result())
+            rows.append(row)
+            extra = f" full {row['full_us']:.2f}, {row['valid']:.2f} valid" if arguments.packed else ""
+            print(f"{shape} {row['dtype']} ecornn {row['ecornn_us']:.2f} [{row['ecornn_p20']:.2f}, "
+                  f"{row['ecornn_p80']:.2f}]{extra}  cuDNN {row['cudnn_us']:.2f} [{row['cudnn_p20']:.2f}, "
+                  f"{row['cudnn_p80']:.2f}] us  {row['ratio']:.2f}x  error {row['error']:.1e} / "
+                  f"{row['cudnn_error']:.1e}", flush=True)
     if arguments.output:
         environment = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
                        "cudnn": torch.backends.cudnn.version(), "ecornn": ecornn.__version__,
