@@ -87,7 +87,7 @@ CUT = {"units": 16, "rows": 16, "row_warps": 1, "batch_warps": 1, "split": 1, "d
     {},
     {"layout": "batch"},
     {"split": 4, "depth": 2, "stages": 4},
-    {"rows": 32, "batch_warps": 4, "depth": 4, "stages": 3},
+    {"rows": 64, "batch_warps": 4, "depth": 4, "stages": 3},
     {"units": 32, "row_warps": 2, "stages": 6, "layout": "batch"},
 ], ids=str)
 @pytest.mark.parametrize("cell", ["lstm", "gru", "gru_reset_before"])
