@@ -86,7 +86,7 @@ class ProcessEvaluator:
     def __init__(self, task: Task, cell: str, answer: Callable[[Path], None], pool: Pool, *, limit: float,
                  seed: int) -> None:
         self.task, self.cell, self.pool, self.limit, self.seed = task, cell, pool, limit, seed
-        self.folder = tempfile.TemporaryDirectory(prefix="ecornn-tune-")
+        self.folder = tempfile.TemporaryDirectory(prefix="ecornn-tune-", ignore_cleanup_errors=True)
         self.answers = Path(self.folder.name, "answers.npz")
         self.oracle = ThreadPoolExecutor(1, thread_name_prefix="oracle")
         self.answered = self.oracle.submit(answer, self.answers)
@@ -114,11 +114,15 @@ class ProcessEvaluator:
         self.folder.cleanup()
 
     def drop(self) -> None:
-        """See :class:`Evaluator`. What is under way ends soon, or its processes do."""
+        """See :class:`Evaluator`. What is under way ends soon, or its processes do; only builds that disturb no
+        measurement go on, for the cache."""
         with self.lock:
-            futures: list[Future[Any]] = [*self.builds, *self.measures]
+            builds, measures = self.builds, self.measures
             self.builds, self.measures, self.built = set(), set(), []
-        running = [future for future in futures if not future.cancel()]
+        running: list[Future[Any]] = [future for future in measures if not future.cancel()]
+        building = [future for future in builds if not future.cancel()]
+        if self.pool.quiet:
+            running += building
         if wait(running, PATIENCE).not_done:
             self.pool.kill()
             wait(running)
