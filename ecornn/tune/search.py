@@ -26,13 +26,15 @@ class Search:
     """Proposes batches; learns from what they cost.
 
     ``seed`` makes the proposals repeatable: they depend on it and on the samples told so far.
-    ``known`` are candidates worth a trial at once, such as the best of another GPU.
+    ``known`` are candidates worth a trial at once, such as the best of another GPU; with ``defaults`` those of
+    the schedules come before them.
     """
 
     def __init__(self, space: ConfigSpace, model: CostModel, seed: int, group: str = "",
-                 known: Sequence[Candidate] = ()) -> None:
+                 known: Sequence[Candidate] = (), defaults: bool = True) -> None:
         self.space, self.model, self.seed, self.group = space, model, seed, group
-        self.first = [c for c in (*space.defaults(), *known) if space.fits(c)]
+        first = (*space.defaults(), *known) if defaults else known
+        self.first = [c for c in dict.fromkeys(first) if space.fits(c)]
         self.tried: dict[Candidate, float | None] = {}
         self.proposed: set[Candidate] = set()  # and not told of yet
         self._rows: dict[Candidate, dict[str, float]] = {}
@@ -58,7 +60,7 @@ class Search:
         model ranks highest, mixed with random picks.
         """
         rng = random.Random(f"{self.seed}/{len(self.tried) + len(self.proposed)}")
-        batch = [c for c in dict.fromkeys(self.first) if self.fresh(c, ())][:count]
+        batch = [c for c in self.first if self.fresh(c, ())][:count]
         room = count - len(batch)
         if room and self.model.fit():
             batch += self.ranked(rng, math.ceil(room * (1 - EPSILON)), batch)
@@ -93,11 +95,12 @@ class Search:
         return self.top(((c, score) for c, score in seen.items() if self.fresh(c, batch)), count)
 
     def climb(self, rng: random.Random, seen: dict[Candidate, float]) -> None:
-        """Beam search from the best of the sample and the fastest so far, by single knobs; adds what it sees, and
-        its scores."""
+        """Beam search from the best of the sample, the fastest so far and random points, by single knobs; adds what
+        it sees, and its scores."""
         fastest = sorted((c for c, t in self.tried.items() if t is not None and self.space.fits(c)),
                          key=lambda c: self.tried[c] or math.inf)[:CLIMBERS]
-        points = list(dict.fromkeys([*fastest, *self.top(seen.items(), CLIMBERS)]))
+        drawn = [c for c in (self.space.draw(rng) for _ in range(CLIMBERS)) if c]
+        points = list(dict.fromkeys([*fastest, *self.top(seen.items(), CLIMBERS), *drawn]))
         for _ in range(SWEEPS):
             moved = dict.fromkeys(self.space.neighbour(c, rng) for c in points for _ in range(TURNS))
             new = [c for c in moved if c is not None and c not in seen]
