@@ -45,7 +45,7 @@ KNOWN = {
     "sm_86": Device("cuda", "sm_86", "NVIDIA A10", 72, 99 << 10, 65536, 6 << 20, 24 << 30),
     "sm_89": Device("cuda", "sm_89", "NVIDIA L40S", 142, 99 << 10, 65536, 96 << 20, 48 << 30),
     "sm_90a": Device("cuda", "sm_90a", "NVIDIA H100 80GB HBM3", 132, 227 << 10, 65536, 50 << 20,
-                     80 << 30),
+                     85_017_493_504),  # as its driver says, so that modules built elsewhere are those built there
 }
 
 

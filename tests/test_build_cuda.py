@@ -157,8 +157,8 @@ def test_functions_that_do_not_fit_are_refused():
 def test_file_holds_machine_code_and_no_source(built: tuple[Path, Generated]):
     out, generated = built
     content = out.read_bytes()
-    assert generated.binaries["ecornn_cubin"][:4] == b"\x7fELF"
-    assert generated.binaries["ecornn_cubin"] in content
+    cubins = [code for name, code in generated.binaries.items() if name.startswith("ecornn_cubin")]
+    assert len(cubins) == 3 and all(code[:4] == b"\x7fELF" and code in content for code in cubins)
     assert b"__global__" not in content and b"threadIdx" not in content
     assert set(generated.resources) == {"total", "step", "last"}
     assert all(r["registers"] > 0 and r["spill_stores"] == 0 for r in generated.resources.values())
@@ -195,8 +195,8 @@ def test_run_makes_the_calls_in_order(built: tuple[Path, Generated], fake: Path)
     loading, running = done.calls[:first], done.calls[first + 1:]
     assert loading == [
         "cuInit 0", "cuDeviceGet 0", "cuDevicePrimaryCtxRetain 10", "cuCtxPushCurrent 110",
-        "cuModuleLoadData elf=1 capture_mode=2", "cuModuleGetFunction total_kernel",
-        "cuModuleGetFunction step_kernel", "cuModuleGetFunction last_kernel",
+        *(line for name in ("total", "step", "last")
+          for line in ("cuModuleLoadData elf=1 capture_mode=2", f"cuModuleGetFunction {name}_kernel")),
         "cuFuncSetAttribute last_kernel 8 256",
     ]
 
@@ -215,7 +215,7 @@ def test_run_makes_the_calls_in_order(built: tuple[Path, Generated], fake: Path)
         ]
 
     # The second call loads nothing; the end of the process unloads.
-    unload = ["cuCtxPushCurrent 110", "cuModuleUnload", "cuCtxPopCurrent", "cuDevicePrimaryCtxRelease 10"]
+    unload = ["cuCtxPushCurrent 110", *["cuModuleUnload"] * 3, "cuCtxPopCurrent", "cuDevicePrimaryCtxRelease 10"]
     assert running == [*sequence(3), *sequence(1), *unload]
 
 
@@ -224,7 +224,7 @@ def test_each_device_loads_once(built: tuple[Path, Generated], fake: Path):
             "threads = [Thread(target=m['synchronize'], args=(i % 2, 0)) for i in range(8)]\n"
             "[t.start() for t in threads], [t.join() for t in threads]\n")
     calls = child(code, built[0], fake).calls
-    assert sum(c.startswith("cuModuleLoadData") for c in calls) == 2
+    assert sum(c.startswith("cuModuleLoadData") for c in calls) == 2 * 3  # one cubin for each kernel
     assert calls.count("cuInit 0") == 1 and calls.count("cuStreamSynchronize 0") == 8
 
 

@@ -20,6 +20,7 @@ from ecornn.cli.compile_command import knob
 from ecornn.errors import ArgumentError
 from ecornn.tune.log import append, read
 from ecornn.tune.record import Finish, Times
+from ecornn.workload import Workload
 
 LAYER = ["--cell", "lstm", "--hidden", "24", "--batch", "3", "--seq", "12", "--target", "cpu"]
 
@@ -88,9 +89,10 @@ def test_knobs_without_a_value_are_refused(text):
 def test_log_commands(folder, tmp_path):
     path = folder / "mine.jsonl"
     assert str(path) not in run("log", "ls")
-    append(path, trial(times=Times.of([9.0]), config={"blocks": 1}))
-    append(path, trial(times=Times.of([4.0]), config={"blocks": 2}))
-    append(path, trial(times=None, check=None, error="run: wrong output"))
+    work = Workload("lstm", 799, 800, 20, 300, "bfloat16")  # of which no record ships
+    append(path, trial(workload=work, times=Times.of([9.0]), config={"blocks": 1}))
+    append(path, trial(workload=work, times=Times.of([4.0]), config={"blocks": 2}))
+    append(path, trial(workload=work, times=None, check=None, error="run: wrong output"))
     with path.open("ab") as file:
         file.write(b'{"kind":"trial","v":1')
     output = run("log", "ls")

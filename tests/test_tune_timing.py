@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecornn.tune.timing import LONGER, Contestant, interval, race, settled
+from ecornn.tune.timing import EARLY, FEWEST, LONGER, SPAN, Contestant, interval, race, settled
 
 
 class Clocked:
@@ -64,7 +64,12 @@ def test_a_device_that_does_not_hold_still_is_asked_more_often_and_found_out():
     steady, noisy = Clocked(0.02, order, "steady"), Noisy(0.02, order, "noisy")
     times = race([Contestant(steady, steady.clock), Contestant(noisy, noisy.clock)])
     assert settled(times[0]) and not settled(times[1])
-    assert len(times[1]) == LONGER * len(times[0])
+    assert len(times[0]) == EARLY and len(times[1]) == LONGER * int(SPAN / 0.02)
+
+
+def test_a_candidate_that_is_behind_gets_the_fewest_samples():
+    times, _ = contest(1.2e-2, 1.1e-2, bound=1e-2)
+    assert [len(t) for t in times] == [FEWEST, EARLY]
 
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=6, max_size=80))

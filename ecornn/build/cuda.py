@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
-from ecornn.build.generated import Generated
-from ecornn.build.host_cuda import COOPERATIVE, CUBIN, Kernel, host_sources
+from ecornn.build.generated import Generated, Texts
+from ecornn.build.host_cuda import COOPERATIVE, Kernel, host_sources, image
 from ecornn.build.nvcc import compile_cubin
 from ecornn.device import Device
 from ecornn.errors import BuildError
@@ -16,61 +19,104 @@ _COMPILE_HOOK = "tvm_callback_cuda_compile"
 
 
 def generate(program: Program, device: Device) -> Generated:
-    """Machine code and host code of a CUDA program.
+    """Machine code and host code of a CUDA program: one cubin for each kernel, so that kernels that many
+    configurations and workloads share are compiled once.
 
     ``emitted`` holds ``tir`` (the functions as the schedule made them) and ``cuda``; for PTX call
     :func:`ecornn.build.nvcc.ptx` on the latter. Raises :class:`BuildError` where a function is no
     single kernel, its parameters are not the program's, its launch differs from its declaration,
     or a compiler fails.
     """
-    kernels, source = lower(program, device.arch)
+    lowered = _lower(program, device.arch)
+    kernels = {one.name: one.kernel for one in lowered}
     sources = host_sources(program, kernels, device.arch)
-    cubin, resources = compile_cubin(source, device.arch)
-    names = {kernel.symbol: name for name, kernel in kernels.items()}
+    texts = [_text(one) for one in lowered]
+    with ThreadPoolExecutor(len(texts)) as threads:  # that wait for compilers
+        compiled = list(threads.map(lambda text: compile_cubin(text, device.arch), texts))
     return Generated(
         sources=sources,
-        binaries={CUBIN: cubin},
-        emitted={"tir": "\n".join(f.script() for f in program.functions.values()), "cuda": source},
-        resources={names[symbol]: found for symbol, found in resources.items() if symbol in names},
+        binaries={image(number): cubin for number, (cubin, _) in enumerate(compiled)},
+        emitted=Texts(tir=lambda: "\n".join(f.script() for f in program.functions.values()),
+                      cuda=lambda: lower(program, device.arch)[1]),
+        resources={one.name: found[one.kernel.symbol] for one, (_, found) in zip(lowered, compiled, strict=True)
+                   if one.kernel.symbol in found},
     )
 
 
 def lower(program: Program, arch: str) -> tuple[dict[str, Kernel], str]:
     """The program's kernels by function name, and the CUDA source that defines them all."""
-    import tvm
-    from tvm import tirx
+    lowered = _lower(program, arch)
+    return {one.name: one.kernel for one in lowered}, _source([one.code for one in lowered], arch)
+
+
+@dataclass(frozen=True)
+class _Lowered:
+    """A function of the program: what the host must know, the device function, and what that was made of."""
+
+    name: str
+    kernel: Kernel
+    code: Any
+    key: tuple[Any, ...]
+
+
+def _lower(program: Program, arch: str) -> list[_Lowered]:
+    import tvm_ffi
 
     if not program.functions:
         raise BuildError("the program has no functions")
-    target = tvm.target.Target({"kind": "cuda", "arch": arch}, host={"kind": "llvm"})
-    pipeline, _, finalize = tirx.get_tir_pipeline("tirx")
-    kernels: dict[str, Kernel] = {}
-    lowered: dict[Any, Any] = {}
+    found = []
     for name, function in program.functions.items():
-        try:
-            # One function at a time, so that a device function's origin is never in doubt.
-            module = tvm.IRModule({name: function.with_attr("global_symbol", name)})
-            with target:
-                module = pipeline(tirx.transform.BindTarget(target)(module))
-                on_device = tirx.transform.Filter(_is_device_function)(module)
-                found = dict(finalize()(on_device).functions.items())
-        except Exception as error:  # TVM raises many types, some of them only known to its C++ code
-            raise BuildError(f"function {name!r} cannot be lowered: {error}") from error
-        if len(found) != 1:
-            raise BuildError(f"function {name!r} must be one kernel, but lowers to {len(found)}")
-        (variable, code), = found.items()
+        # Equal structure says nothing of names, which tell a kernel's parameters apart.
+        key = name, arch, tuple(p.name for p in function.params), tvm_ffi.StructuralKey(function)
+        code = _kept(key, lambda name=name, function=function: _pipeline(name, function, arch))
         kernel = _kernel(program, name, function, code)
         explicit = (function.attrs or {}).get("tirx.noalias")
         restrict = _may_restrict(program, name, kernel) if explicit is None else bool(explicit)
-        code = code.with_attr("tirx.noalias", restrict)
-        kernels[name] = kernel
-        lowered[variable] = code
+        found.append(_Lowered(name, kernel, code.with_attr("tirx.noalias", restrict), (*key, restrict)))
+    return found
+
+
+def _text(one: _Lowered) -> str:
+    """CUDA source of one kernel."""
+    return _kept(one.key, lambda: _source([one.code], one.key[1]))
+
+
+_latest: dict[Any, Any] = {}
+_LATEST = 64
+
+
+def _kept(key: Any, make: Callable[[], Any]) -> Any:
+    """What ``make`` returned for that key: in a search most functions of a program are those of the last."""
+    if key not in _latest:
+        while len(_latest) >= _LATEST:
+            del _latest[next(iter(_latest))]
+        _latest[key] = make()
+    return _latest[key]
+
+
+def _pipeline(name: str, function: Any, arch: str) -> Any:
+    """TVM's passes over one function, so that a device function's origin is never in doubt."""
+    import tvm
+    from tvm import tirx
+
+    target, (pipeline, _, finalize) = _target(arch), tirx.get_tir_pipeline("tirx")
     try:
+        module = tvm.IRModule({name: function.with_attr("global_symbol", name)})
         with target:
-            source = _source(tvm.IRModule(lowered), target)
-    except Exception as error:
-        raise BuildError(f"no CUDA source for {', '.join(kernels)}: {error}") from error
-    return kernels, source
+            module = pipeline(tirx.transform.BindTarget(target)(module))
+            on_device = tirx.transform.Filter(_is_device_function)(module)
+            found = list(finalize()(on_device).functions.values())
+    except Exception as error:  # TVM raises many types, some of them only known to its C++ code
+        raise BuildError(f"function {name!r} cannot be lowered: {error}") from error
+    if len(found) != 1:
+        raise BuildError(f"function {name!r} must be one kernel, but lowers to {len(found)}")
+    return found[0]
+
+
+def _target(arch: str) -> Any:
+    import tvm
+
+    return tvm.target.Target({"kind": "cuda", "arch": arch}, host={"kind": "llvm"})
 
 
 def _is_device_function(function: Any) -> bool:
@@ -135,8 +181,9 @@ def launches_of(program: Program, name: str) -> list[Launch]:
             if isinstance(call, Launch) and call.function == name]
 
 
-def _source(module: Any, target: Any) -> str:
-    """CUDA source of a lowered module, without having TVM compile it."""
+def _source(functions: Sequence[Any], arch: str) -> str:
+    """CUDA source of lowered functions, without having TVM compile it."""
+    import tvm
     import tvm_ffi
 
     captured: list[str] = []
@@ -145,12 +192,18 @@ def _source(module: Any, target: Any) -> str:
         captured.append(code)
         return b"\x7fELF"  # never loaded: only the source of the module is read
 
+    symbols = [str(code.attrs["global_symbol"]) for code in functions]
     # With a GPU in the machine TVM compiles at once, and always with --use_fast_math.
     before = tvm_ffi.get_global_func(_COMPILE_HOOK, allow_missing=True)
     tvm_ffi.register_global_func(_COMPILE_HOOK, capture, override=True)
     try:
-        built = tvm_ffi.get_global_func("target.build.cuda")(module, target)
+        target = _target(arch)
+        with target:
+            module = tvm.IRModule(dict(zip(symbols, functions, strict=True)))
+            built = tvm_ffi.get_global_func("target.build.cuda")(module, target)
         return captured[-1] if captured else str(built.inspect_source("cuda"))
+    except Exception as error:
+        raise BuildError(f"no CUDA source for {', '.join(symbols)}: {error}") from error
     finally:
         if before is None:
             tvm_ffi.remove_global_func(_COMPILE_HOOK)

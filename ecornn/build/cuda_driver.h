@@ -10,32 +10,22 @@
 #include <stdio.h>
 #include <tvm/ffi/c_api.h>
 
+#include "host_cuda.h"
+
 namespace ecornn {
 
 using Result = int;  // CUresult
-using Pointer = uint64_t;  // CUdeviceptr
 using Context = struct ContextHandle*;
 using Module = struct ModuleHandle*;
 using Function = struct FunctionHandle*;
-using Stream = struct StreamHandle*;
 
 enum : int {
   kFunctionMaxDynamicShared = 8,       // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
   kFunctionNonPortableCluster = 14,    // CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
   kDeviceCapabilityMajor = 75,         // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
   kDeviceCapabilityMinor = 76,         // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
-  kLaunchCooperative = 2,              // CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-  kLaunchCluster = 4,                  // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
   kCaptureRelaxed = 2,                 // CU_STREAM_CAPTURE_MODE_RELAXED
 };
-
-// CUlaunchAttribute: an id, padding to 8 bytes, and a union of 64 bytes.
-struct LaunchAttribute {
-  int id;
-  int padding;
-  unsigned value[16];
-};
-static_assert(sizeof(LaunchAttribute) == 72, "CUlaunchAttribute");
 
 // CUlaunchConfig
 struct LaunchConfig {
@@ -100,11 +90,6 @@ static int driver_error(Result result, const char* call, const char* what) {
   do {                                                                           \
     if (::ecornn::Result result_ = ::ecornn::driver.name(__VA_ARGS__))           \
       return ::ecornn::driver_error(result_, #name, what);                       \
-  } while (0)
-
-#define ECORNN_TRY(expression)     \
-  do {                             \
-    if ((expression)) return -1;   \
   } while (0)
 
 // Opens libcuda.so.1 and initializes it; safe to repeat after a failure.

@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+
+
+class Texts(Mapping[str, str]):
+    """Texts by kind, each made when it is first asked for."""
+
+    def __init__(self, **makers: Callable[[], str]) -> None:
+        self._makers = makers
+        self._made: dict[str, str] = {}
+
+    def __getitem__(self, kind: str) -> str:
+        if kind not in self._made:
+            self._made[kind] = self._makers[kind]()
+        return self._made[kind]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
 
 
 @dataclass(frozen=True)
@@ -22,5 +42,5 @@ class Generated:
     sources: dict[str, str]
     objects: dict[str, bytes] = field(default_factory=dict)
     binaries: dict[str, bytes] = field(default_factory=dict)
-    emitted: dict[str, str] = field(default_factory=dict)
+    emitted: Mapping[str, str] = field(default_factory=dict)
     resources: dict[str, dict[str, int]] = field(default_factory=dict)

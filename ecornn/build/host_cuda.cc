@@ -1,42 +1,28 @@
-// Host code of one CUDA module: loads the embedded cubin once per device and carries out the program's
-// calls. The lines between "generated" marks are written by host_cuda.py.
+// Host code of a CUDA module, the same for all: loads the embedded cubins once per device and exports the module's
+// functions. What differs from module to module is program.cc, written by host_cuda.py.
+#include "host_cuda.h"
+
+#include <alloca.h>
 #include <pthread.h>
+#include <stdlib.h>
 
 #include <atomic>
 
 #include "cuda_driver.h"
 
-extern "C" const unsigned char ecornn_cubin[];
 extern "C" const unsigned char ecornn_manifest[];
 extern "C" const unsigned long long ecornn_manifest_size;
 
 namespace ecornn {
-
-struct Kernel {
-  const char* name;
-  const char* symbol;
-  int shared;   // the most dynamic shared memory of any of its launches, bytes
-  int cluster;  // the largest cluster, blocks
-};
-
-struct Shape {
-  unsigned grid, threads, shared;
-  unsigned attribute_count;
-  LaunchAttribute attributes[2];
-};
-
-// generated: tables
-@TABLES@
-// end of generated
 
 constexpr int kMaxDevices = 64;
 
 // What a module keeps for one device; made once, never changed.
 struct State {
   Context context;
-  int device;
-  Module module;
-  Function functions[kKernelCount];
+  int device, major, minor;
+  Module* modules;  // one for each kernel
+  Function* functions;
 };
 
 static State storage[kMaxDevices];
@@ -60,31 +46,39 @@ class RelaxedCapture {
   int mode_ = kCaptureRelaxed;
 };
 
-static int load_functions(State& state) {
-  for (int i = 0; i < kKernelCount; ++i) {
-    const Kernel& kernel = kKernels[i];
-    ECORNN_CALL(kernel.name, cuModuleGetFunction, &state.functions[i], state.module, kernel.symbol);
-    if (kernel.shared > 0)
-      ECORNN_CALL(kernel.name, cuFuncSetAttribute, state.functions[i], kFunctionMaxDynamicShared,
-                  kernel.shared);
-    if (kernel.cluster > 8)
-      ECORNN_CALL(kernel.name, cuFuncSetAttribute, state.functions[i], kFunctionNonPortableCluster, 1);
-  }
+static int load_kernel(State& state, int index) {
+  const Kernel& kernel = kKernels[index];
+  char what[160];
+  snprintf(what, sizeof what, "a module for %s on a GPU of compute capability %d.%d", kArch, state.major, state.minor);
+  ECORNN_CALL(what, cuModuleLoadData, &state.modules[index], kernel.image);
+  Function& function = state.functions[index];
+  ECORNN_CALL(kernel.name, cuModuleGetFunction, &function, state.modules[index], kernel.symbol);
+  if (kernel.shared > 0)
+    ECORNN_CALL(kernel.name, cuFuncSetAttribute, function, kFunctionMaxDynamicShared, kernel.shared);
+  if (kernel.cluster > 8)
+    ECORNN_CALL(kernel.name, cuFuncSetAttribute, function, kFunctionNonPortableCluster, 1);
   return 0;
 }
 
-static int load_module(State& state) {
+// Of a state whose context is current; also where only some are loaded.
+static void unload_kernels(State& state) {
+  for (int i = 0; i < kKernelCount; ++i)
+    if (state.modules[i]) driver.cuModuleUnload(state.modules[i]);
+  free(state.modules);
+  free(state.functions);
+}
+
+static int load_kernels(State& state) {
   RelaxedCapture relaxed;
   Current current;
   ECORNN_TRY(current.enter(state.context));
-  int major = 0, minor = 0;
-  ECORNN_CALL("", cuDeviceGetAttribute, &major, kDeviceCapabilityMajor, state.device);
-  ECORNN_CALL("", cuDeviceGetAttribute, &minor, kDeviceCapabilityMinor, state.device);
-  char what[96];
-  snprintf(what, sizeof what, "a module for %s on a GPU of compute capability %d.%d", kArch, major, minor);
-  ECORNN_CALL(what, cuModuleLoadData, &state.module, ecornn_cubin);
-  int failed = load_functions(state);
-  if (failed) driver.cuModuleUnload(state.module);
+  ECORNN_CALL("", cuDeviceGetAttribute, &state.major, kDeviceCapabilityMajor, state.device);
+  ECORNN_CALL("", cuDeviceGetAttribute, &state.minor, kDeviceCapabilityMinor, state.device);
+  state.modules = static_cast<Module*>(calloc(kKernelCount, sizeof(Module)));
+  state.functions = static_cast<Function*>(calloc(kKernelCount, sizeof(Function)));
+  int failed = state.modules && state.functions ? 0 : fail("MemoryError", "out of memory");
+  for (int i = 0; !failed && i < kKernelCount; ++i) failed = load_kernel(state, i);
+  if (failed) unload_kernels(state);
   return failed;
 }
 
@@ -98,7 +92,7 @@ static int make_state(int64_t device, State** out) {
   State& state = storage[device];
   ECORNN_CALL("", cuDeviceGet, &state.device, static_cast<int>(device));
   ECORNN_CALL("", cuDevicePrimaryCtxRetain, &state.context, state.device);
-  if (load_module(state)) {
+  if (load_kernels(state)) {
     driver.cuDevicePrimaryCtxRelease(state.device);
     return -1;
   }
@@ -123,14 +117,13 @@ __attribute__((destructor)) static void unload() {
     State* state = slot.load(std::memory_order_acquire);
     if (!state || driver.cuCtxPushCurrent(state->context)) continue;
     Context before;
-    driver.cuModuleUnload(state->module);
+    unload_kernels(*state);
     driver.cuCtxPopCurrent(&before);
     driver.cuDevicePrimaryCtxRelease(state->device);
   }
 }
 
-static inline int launch(const State& state, int kernel, const Shape& shape, Stream stream,
-                         void** arguments) {
+int launch(const State& state, int kernel, const Shape& shape, Stream stream, void** arguments) {
   LaunchConfig config{{shape.grid, 1, 1}, {shape.threads, 1, 1}, shape.shared,
                       stream,             shape.attributes,      shape.attribute_count};
   ECORNN_CALL(kKernels[kernel].name, cuLaunchKernelEx, &config, state.functions[kernel], arguments,
@@ -138,18 +131,8 @@ static inline int launch(const State& state, int kernel, const Shape& shape, Str
   return 0;
 }
 
-static inline int fill(Pointer pointer, unsigned char byte, int64_t bytes, Stream stream,
-                       const char* name) {
+int fill(Pointer pointer, unsigned char byte, int64_t bytes, Stream stream, const char* name) {
   if (bytes > 0) ECORNN_CALL(name, cuMemsetD8Async, pointer, byte, static_cast<size_t>(bytes), stream);
-  return 0;
-}
-
-// The program's calls; p[i] is the memory of buffer i.
-static int calls(const State& state, int32_t T, int32_t B, Stream stream, Pointer* p) {
-  (void)state, (void)T, (void)B, (void)stream, (void)p;
-// generated: calls
-@CALLS@
-// end of generated
   return 0;
 }
 
@@ -185,7 +168,7 @@ static Stream stream_of(int64_t queue) { return reinterpret_cast<Stream>(queue);
 
 // The integers `a` of a call, the device's state, and its context made current.
 #define ECORNN_ENTER(signature, count, device)                         \
-  int64_t a[count];                                                    \
+  int64_t* a = static_cast<int64_t*>(alloca(sizeof(int64_t) * (count))); \
   ECORNN_TRY(integers(signature, args, num_args, count, a));           \
   State* state;                                                        \
   ECORNN_TRY(get_state(device, &state));                               \

@@ -1,4 +1,5 @@
-"""Generates the host code of a CUDA module: tables of kernels and launches, and the calls in order."""
+"""Generates the host code of a CUDA module: tables of kernels and launches, and the calls in order. The rest of it,
+host_cuda.cc, is the same for all modules, so that it is compiled once."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from ecornn.errors import BuildError
 from ecornn.program import Fill, Launch, Loop, Program
 from ecornn.workload import ITEMSIZE
 
-CUBIN = "ecornn_cubin"
+FILES = ("host_cuda.cc", "host_cuda.h", "cuda_driver.h")  # the same for all programs
 COOPERATIVE = "tirx.use_cooperative_launch"
 # Launch tags of TVM, and the field of Launch that must agree.
 _TAGS = {COOPERATIVE: "cooperative", "tirx.use_dyn_shared_memory": "shared"}
@@ -45,9 +46,12 @@ def host_sources(program: Program, kernels: Mapping[str, Kernel], arch: str) -> 
     for call in program.calls:
         writer.call(call)
     files = resources.files("ecornn.build")
-    text = files.joinpath("host_cuda.cc").read_text()
-    text = text.replace("@TABLES@", writer.tables(arch)).replace("@CALLS@", "\n".join(writer.lines))
-    return {"host_cuda.cc": text, "cuda_driver.h": files.joinpath("cuda_driver.h").read_text()}
+    return {"program.cc": writer.text(arch)} | {name: files.joinpath(name).read_text() for name in FILES}
+
+
+def image(number: int) -> str:
+    """Symbol of the cubin of kernel ``number``."""
+    return f"ecornn_cubin{number}"
 
 
 class _Writer:
@@ -110,19 +114,22 @@ class _Writer:
         index = self.index[self.launches[number].function]
         return f"ECORNN_TRY(launch(state, {index}, kShape{number}, stream, arguments{number}));"
 
-    def tables(self, arch: str) -> str:
-        """The kernels and the shapes of all launches."""
-        rows = []
-        for name, kernel in self.kernels.items():
+    def text(self, arch: str) -> str:
+        """``program.cc``: the kernels, the shapes of all launches, and the calls."""
+        images, rows = [], []
+        for number, (name, kernel) in enumerate(self.kernels.items()):
             mine = [launch for launch in self.launches if launch.function == name]
             shared = max((launch.shared for launch in mine), default=0)
             cluster = max((launch.cluster for launch in mine), default=1)
-            rows.append(f'    {{"{name}", "{kernel.symbol}", {shared}, {cluster}}},')
-        lines = [f'static const char kArch[] = "{arch}";',
-                 f"constexpr int kBufferCount = {len(self.buffers)};",
-                 f"constexpr int kKernelCount = {len(self.kernels)};",
-                 "static const Kernel kKernels[] = {", *rows, "};"]
-        return "\n".join([*lines, *(shape(i, launch) for i, launch in enumerate(self.launches))])
+            images.append(f'extern "C" const unsigned char {image(number)}[];')
+            rows.append(f'    {{"{name}", "{kernel.symbol}", {image(number)}, {shared}, {cluster}}},')
+        return "\n".join([
+            '#include "host_cuda.h"', "", *images, "", "namespace ecornn {", "", f'const char kArch[] = "{arch}";',
+            f"const int kBufferCount = {len(self.buffers)};", f"const int kKernelCount = {len(self.kernels)};",
+            "const Kernel kKernels[] = {", *rows, "};", *(shape(i, launch) for i, launch in enumerate(self.launches)), "",
+            "int calls(const State& state, int32_t T, int32_t B, Stream stream, Pointer* p) {",
+            "  (void)state, (void)T, (void)B, (void)stream, (void)p;", *self.lines, "  return 0;", "}", "",
+            "}  // namespace ecornn", ""])
 
 
 def shape(number: int, launch: Launch) -> str:

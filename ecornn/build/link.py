@@ -9,8 +9,11 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
+from ecornn.build import cache
 from ecornn.build.generated import Generated
 from ecornn.build.nvcc import first_lines
 from ecornn.errors import BuildError
@@ -33,7 +36,7 @@ def link(generated: Generated, out: Path) -> None:
     # In the folder of `out`, so that it can take its place in one step.
     made = out.parent / f".{out.name}.{secrets.token_hex(8)}"
     runtime = Path(libinfo.find_libtvm_ffi())
-    objects = {**generated.objects, "sources.o": _compiled(tuple(compiler), tuple(sorted(generated.sources.items())))}
+    objects = {**generated.objects, **_compiled(compiler, generated.sources)}
     with tempfile.TemporaryDirectory(prefix="ecornn-") as name:
         inputs = _write({}, objects, generated.binaries, Path(name))
         try:
@@ -46,19 +49,36 @@ def link(generated: Generated, out: Path) -> None:
             made.unlink(missing_ok=True)
 
 
+def _compiled(compiler: Sequence[str], sources: Mapping[str, str]) -> dict[str, bytes]:
+    """An object file of each C++ source; the other files are headers."""
+    headers = tuple((name, text) for name, text in sources.items() if not name.endswith(SOURCE_SUFFIXES))
+    return {f"{name}.o": _object(tuple(compiler), (name, text), headers)
+            for name, text in sources.items() if name.endswith(SOURCE_SUFFIXES)}
+
+
 @functools.lru_cache(maxsize=8)
-def _compiled(compiler: tuple[str, ...], sources: tuple[tuple[str, str], ...]) -> bytes:
-    """One object file of C++ sources; kept, since a search compiles the same ones for every candidate."""
+def _object(compiler: tuple[str, ...], source: tuple[str, str], headers: tuple[tuple[str, str], ...]) -> bytes:
+    """One source's object file: the latest ones of this process, or from the cache."""
     from tvm_ffi import libinfo
 
-    with tempfile.TemporaryDirectory(prefix="ecornn-") as name:
-        inputs = _write(dict(sources), {}, {}, Path(name))
-        flags = ["-fPIC", "-O2", "-std=c++17", "-fvisibility=hidden", "-pthread",
-                 f"-I{libinfo.find_include_path()}", f"-I{libinfo.find_dlpack_include_path()}"]
-        for source in inputs:
-            _run([*compiler, *flags, "-c", source, "-o", f"{source}.o"], name)
-        _run([*compiler, "-r", "-nostdlib", *(f"{source}.o" for source in inputs), "-o", "all.o"], name)
-        return Path(name, "all.o").read_bytes()
+    flags = ["-fPIC", "-O2", "-std=c++17", "-fvisibility=hidden", "-pthread"]
+    folders = [libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
+
+    def compile() -> bytes:
+        with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
+            _write(dict((source, *headers)), {}, {}, Path(folder))
+            _run([*compiler, *flags, *(f"-I{f}" for f in folders), "-c", source[0], "-o", "made.o"], folder)
+            return Path(folder, "made.o").read_bytes()
+
+    texts = [text for pair in (source, *headers) for text in pair]
+    return cache.entry("object", (_said(compiler), version("apache-tvm-ffi"), *flags, *texts), compile)
+
+
+@functools.cache
+def _said(compiler: tuple[str, ...]) -> str:
+    """The compiler's version."""
+    done = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False)
+    return " ".join((*compiler, done.stdout))
 
 
 def _run(command: list[str], folder: str) -> None:

@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ecornn.build.generated import Generated
+from ecornn.build.generated import Generated, Texts
 from ecornn.device import Device
 from ecornn.errors import BuildError
 from ecornn.host_cpu import machine_of, promised
@@ -32,8 +32,8 @@ def generate(program: Program, device: Device) -> Generated:
     host = (resources.files("ecornn.build") / "host_cpu.cc").read_text()
     return Generated(
         sources={"program.h": _tables(program, calls), "host.cc": host}, objects={"worker.o": _object(module)},
-        emitted={"tir": "\n".join(f.script() for f in program.functions.values()),
-                 "asm": module.inspect_source("asm")})
+        emitted=Texts(tir=lambda: "\n".join(f.script() for f in program.functions.values()),
+                      asm=lambda: str(module.inspect_source("asm"))))
 
 
 def _object(module: Any) -> bytes:

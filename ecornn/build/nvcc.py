@@ -6,6 +6,7 @@ ever given ``--use_fast_math``: a schedule that wants a fast approximation says 
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -13,11 +14,15 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import msgspec
+
+from ecornn.build import cache
 from ecornn.errors import ArgumentError, BuildError
 
 Resources = dict[str, dict[str, int]]
 FIELDS = ("registers", "stack", "spill_stores", "spill_loads", "shared")
 ENVIRONMENT = "ECORNN_CUDA_COMPILER"
+FLAGS = ("-O3", "-std=c++17", "-w", "-Xptxas=-v")  # of nvcc
 INSTALL = ("install the CUDA toolkit so that nvcc is on the PATH or below $CUDA_HOME, "
            "or NVRTC with: pip install 'ecornn[cuda]'")
 
@@ -31,9 +36,12 @@ def compile_cubin(source: str, arch: str) -> tuple[bytes, Resources]:
     resources : kernel symbol -> ``registers`` (a thread), ``stack``, ``spill_stores``,
         ``spill_loads`` (bytes of a thread) and ``shared`` (static, bytes of a block)
 
-    Raises :class:`BuildError` with the compiler's first lines, or with what to install.
+    What was compiled before, with the same compiler, comes from the cache. Raises :class:`BuildError` with the
+    compiler's first lines, or with what to install.
     """
-    code, log = _compile(source, arch, "cubin")
+    made = cache.entry("cubin", (source, arch, identity()),
+                       lambda: msgspec.msgpack.encode(_compile(source, arch, "cubin")))
+    code, log = msgspec.msgpack.decode(made, type=tuple[bytes, str])
     return code, parse_resources(log)
 
 
@@ -51,6 +59,20 @@ def find_nvcc() -> str | None:
         if root and (Path(root) / "bin" / "nvcc").is_file():
             return str(Path(root) / "bin" / "nvcc")
     return None
+
+
+def identity() -> str:
+    """What the machine code depends on besides source and architecture: the compiler, and how it is called."""
+    if nvcc := chosen_nvcc():
+        return " ".join((_said(nvcc), *FLAGS))
+    from ecornn.build import nvrtc
+
+    return nvrtc.identity()
+
+
+@functools.cache
+def _said(nvcc: str) -> str:
+    return subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
 
 
 def parse_resources(log: str) -> Resources:
@@ -80,20 +102,30 @@ def first_lines(text: str, lines: int = 12) -> str:
     return "\n".join([*every[:lines], f"... {rest} more lines"] if rest > 0 else every)
 
 
-def _compile(source: str, arch: str, kind: str) -> tuple[bytes, str]:
-    """The compiler's output (``kind`` is ``cubin`` or ``ptx``) and its log."""
+def chosen_nvcc() -> str | None:
+    """Path of the nvcc that compiles; None: NVRTC does. :class:`BuildError` where there is neither."""
     choice = os.environ.get(ENVIRONMENT, "")
     if choice not in ("", "nvcc", "nvrtc"):
         raise ArgumentError(ENVIRONMENT, choice, "'nvcc', 'nvrtc' or nothing")
     nvcc = find_nvcc() if choice != "nvrtc" else None
     if nvcc:
-        return _nvcc(nvcc, source, arch, kind)
+        return nvcc
     if choice == "nvcc":
         raise BuildError(f"{ENVIRONMENT}=nvcc, but there is no nvcc; {INSTALL}")
     from ecornn.build import nvrtc
 
     if not nvrtc.available():
         raise BuildError(f"no CUDA compiler; {INSTALL}")
+    return None
+
+
+def _compile(source: str, arch: str, kind: str) -> tuple[bytes, str]:
+    """The compiler's output (``kind`` is ``cubin`` or ``ptx``) and its log."""
+    nvcc = chosen_nvcc()
+    if nvcc:
+        return _nvcc(nvcc, source, arch, kind)
+    from ecornn.build import nvrtc
+
     return nvrtc.compile(source, arch, kind)
 
 
@@ -103,8 +135,7 @@ def _nvcc(nvcc: str, source: str, arch: str, kind: str) -> tuple[bytes, str]:
     with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
         given, made = Path(folder, "kernels.cu"), Path(folder, f"kernels.{kind}")
         given.write_text(source)
-        command = [nvcc, f"-gencode=arch={virtual},code={real}", "-O3", "-std=c++17", f"-{kind}", "-w",
-                   "-Xptxas=-v", str(given), "-o", str(made)]
+        command = [nvcc, f"-gencode=arch={virtual},code={real}", *FLAGS, f"-{kind}", str(given), "-o", str(made)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         log = done.stderr + done.stdout
         if done.returncode != 0:

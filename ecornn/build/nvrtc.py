@@ -12,6 +12,7 @@ from ecornn.errors import BuildError
 
 # TVM's source includes these of libcu++, which the extra's wheels lack, for little or nothing.
 _IN_MEMORY = ("cuda/std/cstdint", "cuda/std/type_traits", "cuda/barrier")
+_SOURCES = ("nvrtc.py", "nvrtc_std.h")
 _RUNTIME_WHEELS = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
 
 
@@ -21,6 +22,21 @@ def available() -> bool:
         return importlib.util.find_spec("cuda.bindings.nvrtc") is not None
     except ModuleNotFoundError:
         return False
+
+
+def identity() -> str:
+    """What the machine code depends on besides source and architecture."""
+    names = ("cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", *_RUNTIME_WHEELS)
+    found = [f"{name} {version}" for name in names if (version := _version(name))]
+    files = resources.files("ecornn.build")
+    return "\n".join([*found, str(include_folder()), *(files.joinpath(name).read_text() for name in _SOURCES)])
+
+
+def _version(wheel: str) -> str | None:
+    try:
+        return metadata.version(wheel)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def compile(source: str, arch: str, kind: str) -> tuple[bytes, str]:

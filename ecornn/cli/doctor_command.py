@@ -25,6 +25,7 @@ def doctor() -> None:
         click.echo(f"{name:14}{found}")
         if advice:
             missing.append(f"{name}: {advice}")
+    click.echo(f"{'build cache':14}{cached()}")
     log = read_all()
     mine = {(d.kind, d.arch) for d in devices()}
     trials = [line.record for line in log.lines if isinstance(line.record, Trial)]
@@ -34,6 +35,18 @@ def doctor() -> None:
     for problem in log.problems:
         missing.append(f"records: skipped {problem}")
     click.echo("\n".join(["", "to do:", *(f"  {m}" for m in missing)]) if missing else "nothing is missing")
+
+
+def cached() -> str:
+    """Where compiled code is kept, and how much there is."""
+    from ecornn.build import cache
+
+    folder = cache.folder()
+    if folder is None:
+        return f"off, by {cache.VARIABLE}={cache.OFF}"
+    every = cache.entries(folder)
+    return (f"{folder}: {len(every)} entries, {sum(size for _, size, _ in every) / 1e6:.0f} MB of at most "
+            f"{cache.CAP / 1e6:.0f}; {cache.VARIABLE}=FOLDER moves it, {cache.VARIABLE}={cache.OFF} does without")
 
 
 def devices() -> list[Device]:

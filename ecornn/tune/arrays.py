@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -105,6 +106,7 @@ class DeviceArrays:
         return time.perf_counter() - begin
 
 
+@cache
 def torch_sees_gpu() -> bool:
     """Whether torch is installed and can use a GPU."""
     import importlib.util
@@ -116,9 +118,12 @@ def torch_sees_gpu() -> bool:
     return bool(torch.cuda.is_available())
 
 
+host_arrays, torch_arrays = cache(HostArrays), cache(TorchArrays)
+
+
 def arrays_for(module: Module) -> Arrays:
-    """The arrays to run ``module`` on."""
+    """The arrays to run ``module`` on; the same object for modules whose arrays are interchangeable."""
     dtype = module.manifest.workload.dtype
     if module.manifest.device.kind == "llvm":
-        return HostArrays(dtype)
-    return TorchArrays(dtype) if torch_sees_gpu() else DeviceArrays(dtype, module)
+        return host_arrays(dtype)
+    return torch_arrays(dtype) if torch_sees_gpu() else DeviceArrays(dtype, module)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 from functools import cache
 from pathlib import Path
 
 import msgspec
 
+from ecornn.build.module import MANIFEST
 from ecornn.device import Device
 from ecornn.errors import ScheduleError
 from ecornn.schedules.base import Task
-from ecornn.task import make_manifest, make_task
+from ecornn.task import make_manifest, make_task, versions
 from ecornn.tune.cell_spec import load_cell
 from ecornn.workload import Workload
 
@@ -49,17 +51,31 @@ def ready(_: None) -> bool:
     from ecornn.tune.quick_tvm import import_tvm
 
     import_tvm()
-    import ecornn.build.module
     from ecornn.schedules import all_schedules
 
-    return bool(all_schedules() and ecornn.build.module)
+    return bool(all_schedules() and own_code())
 
 
 def build(request: Build) -> Built:
-    """Generates, compiles and links one candidate.
+    """Generates, compiles and links one candidate, or takes it from the cache.
 
     Raises an :class:`~ecornn.errors.EcornnError` where it cannot be built.
     """
+    from ecornn.build import cache
+    from ecornn.build.nvcc import identity
+
+    # GPUs of one name differ by some megabytes, which no schedule looks at.
+    device = msgspec.structs.replace(request.device, memory=request.device.memory >> 30)
+    what = msgspec.json.encode(msgspec.structs.replace(request, out="", device=device))
+    compiler = identity() if request.device.kind == "cuda" else ""
+    made = cache.entry("module", (what, own_code(), compiler), lambda: msgspec.msgpack.encode(generate(request)))
+    digest, module = msgspec.msgpack.decode(made, type=tuple[str, bytes])
+    Path(request.out).write_bytes(module)
+    return Built(digest)
+
+
+def generate(request: Build) -> tuple[str, bytes]:
+    """The digest of the code, and the content of the module file."""
     from ecornn.build.module import build_module
     from ecornn.schedules import all_schedules
 
@@ -68,13 +84,35 @@ def build(request: Build) -> Built:
     program = schedule.program(task, request.config)
     manifest = make_manifest(load_cell(request.cell), task, schedule, request.config, program,
                              "built while tuning")
-    generated = build_module(program, manifest, Path(request.out))
+    with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
+        out = Path(folder, "module.so")
+        generated = build_module(program, manifest, out)
+        module = out.read_bytes()
     # The packing and the sizes of buffers are code too: a loader acts on them.
     digest = hashlib.sha256(msgspec.json.encode((program.buffers, sorted(generated.sources.items()))))
-    texts = generated.emitted.get("cuda") or generated.emitted.get("tir")
-    if texts:
-        digest.update(texts.encode())
+    if generated.objects:  # which may name temporary files
+        digest.update(generated.emitted["tir"].encode())
     else:
-        for name in sorted(generated.objects):
-            digest.update(generated.objects[name])
-    return Built(digest.hexdigest()[:32])
+        for name in sorted(generated.binaries.keys() - {MANIFEST}):
+            digest.update(generated.binaries[name])
+    return digest.hexdigest()[:32], module
+
+
+# What a module is made by, besides TVM and compilers.
+MAKERS = ("analysis", "build", "cells", "schedules", "compose.py", "device.py", "host_cpu.py", "manifest.py", "program.py",
+          "task.py", "workload.py", "tune/building.py")
+
+
+@cache
+def own_code() -> str:
+    """A digest of the code that makes modules."""
+    import ecornn.schedules
+
+    digest = hashlib.sha256(msgspec.json.encode(versions()))
+    root, schedules = Path(ecornn.__path__[0]), Path(ecornn.schedules.__path__[0])
+    for name in MAKERS:
+        place = schedules if name == "schedules" else root / name
+        for path in sorted(place.rglob("*") if place.is_dir() else [place]):
+            if path.suffix in (".py", ".cc", ".h"):
+                digest.update(path.relative_to(place.parent).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()

@@ -86,7 +86,7 @@ class ProcessEvaluator:
     def __init__(self, task: Task, cell: str, answer: Callable[[Path], None], pool: Pool, *, limit: float,
                  seed: int) -> None:
         self.task, self.cell, self.pool, self.limit, self.seed = task, cell, pool, limit, seed
-        self.folder = tempfile.TemporaryDirectory(prefix="ecornn-tune-")
+        self.folder = tempfile.TemporaryDirectory(prefix="ecornn-tune-", ignore_cleanup_errors=True)
         self.answers = Path(self.folder.name, "answers.npz")
         self.oracle = ThreadPoolExecutor(1, thread_name_prefix="oracle")
         self.answered = self.oracle.submit(answer, self.answers)
@@ -100,6 +100,7 @@ class ProcessEvaluator:
         self.measures: set[Future[None]] = set()
         self.built: list[tuple[Candidate, Future[Module]]] = []  # waiting until nothing is built
         self.done: queue.SimpleQueue[tuple[Candidate, Outcome | BaseException]] = queue.SimpleQueue()
+        self.answered.add_done_callback(lambda _: self.release())
 
     def __enter__(self) -> ProcessEvaluator:
         return self
@@ -114,11 +115,15 @@ class ProcessEvaluator:
         self.folder.cleanup()
 
     def drop(self) -> None:
-        """See :class:`Evaluator`. What is under way ends soon, or its processes do."""
+        """See :class:`Evaluator`. What is under way ends soon, or its processes do; only builds that disturb no
+        measurement go on, for the cache."""
         with self.lock:
-            futures: list[Future[Any]] = [*self.builds, *self.measures]
+            builds, measures = self.builds, self.measures
             self.builds, self.measures, self.built = set(), set(), []
-        running = [future for future in futures if not future.cancel()]
+        running: list[Future[Any]] = [future for future in measures if not future.cancel()]
+        building = [future for future in builds if not future.cancel()]
+        if self.pool.quiet:
+            running += building
         if wait(running, PATIENCE).not_done:
             self.pool.kill()
             wait(running)
@@ -141,7 +146,13 @@ class ProcessEvaluator:
                 return
             self.builds.remove(future)
             self.built.append((candidate, future))
-            if self.pool.quiet and self.builds:
+        self.release()
+
+    def release(self) -> None:
+        """Has measured what is built, once there is something to compare it with. Until then the measuring
+        processes are free for other workloads."""
+        with self.lock:
+            if not self.answered.done() or (self.pool.quiet and self.builds):
                 return
             built, self.built = self.built, []
             self.measures.update(self.pool.measuring.submit(self.finish, *one) for one in built)
@@ -180,12 +191,14 @@ class ProcessEvaluator:
         try:
             path, built = future.result()
         except WorkerError as error:
+            self.pool.must_be_open()
             return Outcome(error=f"build: {error}"[:2000])
         if built.digest not in self.known:
             try:
                 (one,) = self.measure([path], self.bound)
                 self.known[built.digest] = self.of(one, built)
             except WorkerError as error:
+                self.pool.must_be_open()
                 self.known[built.digest] = Outcome(source=built.digest, error=f"run: {error}"[:2000])
         return self.known[built.digest]
 
@@ -208,5 +221,6 @@ class ProcessEvaluator:
             built = list(self.pool.building.map(self.build, finalists))
             measured = self.measure([path for path, _ in built], None, COMPARED)
         except WorkerError:
+            self.pool.must_be_open()
             return []
         return [self.of(one, b) for (_, b), one in zip(built, measured, strict=True)]

@@ -15,12 +15,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ecornn.errors import DeviceError
+from ecornn.errors import DeviceError, EcornnError
 from ecornn.tune.process import Worker, WorkerError
 
 T = TypeVar("T")
 LOSSES, REST, ABSENCE = 3, 2.0, 90.0  # of servers; seconds
 BUILDERS = 16  # at most; each holds TVM's compiler in memory, 400 MB
+
+
+class Closed(EcornnError):
+    """The pool was closed while a run went on in another thread."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class Pool:
                  environment: Mapping[str, str] | None = None) -> None:
         self.entries, self.local, self.quiet = entries, local, quiet
         self.grace, self.poisoned, self.measured = grace, poisoned, time.monotonic()
+        self.closed = False
         count = builders or min(BUILDERS, len(os.sched_getaffinity(0)))
         self.measurers = [Worker(entries.measure_ready, gpu=True, environment=environment)
                           for _ in range(measurers)]
@@ -132,8 +137,14 @@ class Pool:
         for worker in self.workers:
             worker.kill()
 
+    def must_be_open(self) -> None:
+        """Raises :class:`Closed` after :meth:`close`: what failed then says nothing of a candidate."""
+        if self.closed:
+            raise Closed("the worker processes were stopped")
+
     def close(self) -> None:
         """Stops every process, at once and for good."""
+        self.closed = True
         every: list[Callable[[], None]] = [worker.stop for worker in self.workers]
         with ThreadPoolExecutor(len(every)) as threads:
             list(threads.map(lambda stop: stop(), every))

@@ -1,15 +1,15 @@
 """Which candidates to try next.
 
-This is AutoTVM's method (a config space of named knobs, a ranking cost model over it, batches
-found by simulated annealing with some random picks); AutoTVM itself has left TVM, its method is
-kept here.
+This is AutoTVM's method: a config space of named knobs, a ranking cost model over it, batches of what that ranks
+highest with some random picks. AutoTVM itself has left TVM. Where it anneals over the model's score, here a sample of
+the space is scored whole, with features that are computed once, and climbed from.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -18,22 +18,23 @@ from ecornn.tune.model import CostModel
 from ecornn.tune.space import Candidate, ConfigSpace
 
 EPSILON = 0.15  # share of a batch that is drawn at random, whatever the model says
-SCORED = 20_000  # spaces with no more candidates are ranked whole
-CHAINS, SWEEPS = 64, 40  # annealing: points that move at the same time, and moves of each
-HOT, COLD = 1.0, 0.05  # temperatures, in units of the spread of the scores
+SCORED = 4096  # spaces with no more candidates are ranked whole; of others a random sample of so many
+CLIMBERS, SWEEPS, TURNS = 32, 6, 8  # from the best of the sample: points, moves of all, neighbours seen of each
 
 
 class Search:
     """Proposes batches; learns from what they cost.
 
     ``seed`` makes the proposals repeatable: they depend on it and on the samples told so far.
-    ``known`` are candidates worth a trial at once, such as the best of another GPU.
+    ``known`` are candidates worth a trial at once, such as the best of another GPU; with ``defaults`` those of
+    the schedules come before them.
     """
 
     def __init__(self, space: ConfigSpace, model: CostModel, seed: int, group: str = "",
-                 known: Sequence[Candidate] = ()) -> None:
+                 known: Sequence[Candidate] = (), defaults: bool = True) -> None:
         self.space, self.model, self.seed, self.group = space, model, seed, group
-        self.first = [c for c in (*space.defaults(), *known) if space.fits(c)]
+        first = (*space.defaults(), *known) if defaults else known
+        self.first = [c for c in dict.fromkeys(first) if space.fits(c)]
         self.tried: dict[Candidate, float | None] = {}
         self.proposed: set[Candidate] = set()  # and not told of yet
         self._rows: dict[Candidate, dict[str, float]] = {}
@@ -59,7 +60,7 @@ class Search:
         model ranks highest, mixed with random picks.
         """
         rng = random.Random(f"{self.seed}/{len(self.tried) + len(self.proposed)}")
-        batch = [c for c in dict.fromkeys(self.first) if self.fresh(c, ())][:count]
+        batch = [c for c in self.first if self.fresh(c, ())][:count]
         room = count - len(batch)
         if room and self.model.fit():
             batch += self.ranked(rng, math.ceil(room * (1 - EPSILON)), batch)
@@ -87,14 +88,29 @@ class Search:
 
     def ranked(self, rng: random.Random, count: int, batch: Sequence[Candidate]) -> list[Candidate]:
         """The new candidates that the model ranks highest."""
-        if len(self.space) > SCORED:
-            return self.anneal(rng, count, batch)
         scores = self.model.score(self.table()) if self.listed else []
-        pool = [(c, score) for c, score in zip(self.listed, scores, strict=True) if self.fresh(c, batch)]
-        return [c for c, _ in self.top(pool, count)]
+        seen = dict(zip(self.listed, scores, strict=True))
+        if len(self.space) > SCORED:
+            self.climb(rng, seen)
+        return self.top(((c, score) for c, score in seen.items() if self.fresh(c, batch)), count)
+
+    def climb(self, rng: random.Random, seen: dict[Candidate, float]) -> None:
+        """Beam search from the best of the sample, the fastest so far and random points, by single knobs; adds what
+        it sees, and its scores."""
+        fastest = sorted((c for c, t in self.tried.items() if t is not None and self.space.fits(c)),
+                         key=lambda c: self.tried[c] or math.inf)[:CLIMBERS]
+        drawn = [c for c in (self.space.draw(rng) for _ in range(CLIMBERS)) if c]
+        points = list(dict.fromkeys([*fastest, *self.top(seen.items(), CLIMBERS), *drawn]))
+        for _ in range(SWEEPS):
+            moved = dict.fromkeys(self.space.neighbour(c, rng) for c in points for _ in range(TURNS))
+            new = [c for c in moved if c is not None and c not in seen]
+            if not new:
+                return
+            seen.update(zip(new, self.model.score(self.model.table([self.row(c) for c in new])), strict=True))
+            points = self.top(((c, seen[c]) for c in dict.fromkeys([*points, *new]) if c in seen), CLIMBERS)
 
     def table(self) -> Any:
-        """The features of every candidate of a space that is ranked whole, as the model takes them."""
+        """The features of the listed candidates, as the model takes them."""
         if self._table is None or self._table[0] != self.model.width:
             self._table = self.model.width, self.model.table([self.row(c) for c in self.listed])
         return self._table[1]
@@ -108,29 +124,10 @@ class Search:
 
     @cached_property
     def listed(self) -> list[Candidate]:
-        """The candidates of a space that is ranked whole."""
-        return list(self.space.listing()) if len(self.space) <= SCORED else []
+        """The candidates of a space that is ranked whole, or the sample of a larger one."""
+        return self.space.sample(random.Random(self.seed), SCORED)
 
     @staticmethod
-    def top(pool: Sequence[tuple[Candidate, float]], count: int) -> list[tuple[Candidate, float]]:
-        """The ``count`` highest scores; equal scores in the order of the pool."""
-        return sorted(pool, key=lambda p: -p[1])[:count]
-
-    def anneal(self, rng: random.Random, count: int, batch: Sequence[Candidate]) -> list[Candidate]:
-        """Simulated annealing on the model's score, from the best so far and random points."""
-        best = sorted((c for c, t in self.tried.items() if t is not None and self.space.fits(c)),
-                      key=lambda c: self.tried[c] or math.inf)[:CHAINS // 4]
-        points = best + [c for c in (self.space.draw(rng) for _ in range(CHAINS - len(best))) if c]
-        if not points:
-            return []
-        scores = self.model.score(self.model.table([self.row(c) for c in points]))
-        seen = dict(zip(points, scores, strict=True))
-        for sweep in range(SWEEPS):
-            spread = max(scores) - min(scores) or 1.0
-            heat = spread * HOT * (COLD / HOT) ** (sweep / (SWEEPS - 1))
-            moved = [self.space.neighbour(c, rng) or c for c in points]
-            for i, score in enumerate(self.model.score(self.model.table([self.row(c) for c in moved]))):
-                seen[moved[i]] = score
-                if score >= scores[i] or rng.random() < math.exp((score - scores[i]) / heat):
-                    points[i], scores[i] = moved[i], score
-        return [c for c, _ in self.top([(c, v) for c, v in seen.items() if self.fresh(c, batch)], count)]
+    def top(pool: Iterable[tuple[Candidate, float]], count: int) -> list[Candidate]:
+        """The ``count`` candidates of the highest scores; equal scores in the order of the pool."""
+        return [c for c, _ in sorted(pool, key=lambda p: -p[1])[:count]]

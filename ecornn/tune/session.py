@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,7 +59,8 @@ class Result:
 
 class Session:
     """Tunes for one device; a context manager around the worker processes, which are started by the
-    first run that has something to do.
+    first run that has something to do. Several threads may tune, each a workload: one builds while another's
+    candidates are measured. Where a thread is still at work at the end of the context, its run is stopped.
 
     Parameters
     ----------
@@ -81,6 +83,7 @@ class Session:
         self.timeout, self.seed, self.tracker, self.entries = timeout, seed, tracker, entries or Entries()
         self._pool: Pool | None = None
         self._environment: Environment | None = None
+        self._lock = threading.RLock()
         if tracker is None:
             self.device = present(target)
         else:
@@ -96,27 +99,31 @@ class Session:
     @property
     def pool(self) -> Pool:
         """The worker processes, started at the first use."""
-        if self._pool is None:
-            quiet = self.device.kind == "llvm"
-            self._pool = (self.tracker.pool(self.entries, quiet, self.device) if self.tracker is not None
-                          else Pool(self.entries, quiet=quiet, poisoned=not quiet))
-        return self._pool
+        with self._lock:
+            if self._pool is None:
+                quiet = self.device.kind == "llvm"
+                self._pool = (self.tracker.pool(self.entries, quiet, self.device) if self.tracker is not None
+                              else Pool(self.entries, quiet=quiet, poisoned=not quiet))
+            return self._pool
 
     @property
     def environment(self) -> Environment:
         """What records say of the machine that measures."""
-        if self._environment is None:
-            from ecornn.tune.environment import environment
+        with self._lock:
+            if self._environment is None:
+                from ecornn.tune.environment import environment
 
-            self._environment = environment(self.device)
-        return self._environment
+                self._environment = environment(self.device)
+            return self._environment
 
     def tune(self, cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = 20, seq: int = 300,
              dtype: str | None = None, weights: str | None = None, trials: int | None = None,
              time_limit: float | None = None, resume: bool = True, early_stop: bool = True, output: Path | None = None,
-             schedule: str | None = None, report: Callable[[Progress], None] = lambda _: None,
+             schedule: str | None = None, only: Sequence[Choice] | None = None,
+             report: Callable[[Progress], None] = lambda _: None,
              begin: Callable[[ConfigSpace, int], None] = lambda *_: None) -> Result:
-        """Searches schedules and knobs for one layer; see :func:`ecornn.tune.tune`."""
+        """Searches schedules and knobs for one layer; see :func:`ecornn.tune.tune`. With ``only`` it tries these
+        and no others."""
         from ecornn.tune import evaluate, folders, journal, oracle, tuner
         from ecornn.tune.cell_spec import load_cell, spec_of
         from ecornn.tune.choose import candidates, serving_or_raise
@@ -127,7 +134,7 @@ class Session:
         kind = dtype or ("float32" if device.kind == "llvm" else "bfloat16")
         workload = Workload(found.identity(), hidden, hidden if input is None else input, batch, seq,
                             kind, rounded(weights, kind))
-        wanted = trials or TRIALS[device.kind]
+        wanted = len(only) if only is not None else trials or TRIALS[device.kind]
         path = output or folders.log_path(workload, device)
         run = journal.Journal.open(
             path, journal.digest_of(workload, device, candidates(device, schedule), self.seed), resume)
@@ -139,20 +146,26 @@ class Session:
         from ecornn.task import make_task
         from ecornn.tune.model import CostModel
         from ecornn.tune.search import Search
-        from ecornn.tune.space import ConfigSpace
+        from ecornn.tune.space import Candidate, ConfigSpace
         from ecornn.tune.transfer import seeds, warm
 
         task = make_task(found, workload, device)
         schedules = serving_or_raise(task, schedule)
         with evaluate.ProcessEvaluator(task, spec, lambda file: oracle.write(file, found, task, self.seed),
                                        pool, limit=self.timeout, seed=self.seed) as evaluator:
-            space, model, records = ConfigSpace(task, schedules), CostModel(self.seed), folders.read_all()
-            warm(model, found, task, schedules, records, run.run)
+            space, model = ConfigSpace(task, schedules), CostModel(self.seed)
             begin(space, before)
+            if only is None:
+                records = folders.read_all()
+                warm(model, found, task, schedules, records, run.run)
+                search = Search(space, model, self.seed, known=seeds(task, schedules, records))
+            else:
+                known = [Candidate.of(c.schedule, c.config) for c in only if c.schedule in space.schedules]
+                search = Search(space, model, self.seed, known=known, defaults=False)
+                wanted = len(search.first)
             # Where builds go on meanwhile, a small batch is proposed with the latest results in sight.
             settings = tuner.Settings(wanted, self.seed, time_limit,
                                       max(4, min(16 if pool.quiet else 8, wanted // 6)), early_stop)
-            search = Search(space, model, self.seed, known=seeds(task, schedules, records))
             tuner.Tuner(search, evaluator, run, settings, self.environment, report).run()
         return result(run, workload, device, before)
 

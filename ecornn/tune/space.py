@@ -7,6 +7,7 @@ import random
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ecornn.errors import ScheduleError
 from ecornn.schedules.base import Config, Knob, Schedule, Task, Value
@@ -75,8 +76,17 @@ class ConfigSpace:
         self.task = task
         self.schedules = {s.name: s for s in schedules}
         self.knobs: dict[str, tuple[Knob, ...]] = {s.name: s.knobs(task) for s in schedules}
-        self.fitting: dict[str, array[int]] = {s.name: self.scan(s) for s in schedules}
-        self.drawable = [n for n, numbers in self.fitting.items() if numbers]
+        self.whole: dict[str, frozenset[int]] = {}  # of the schedules all of whose combinations are known
+
+    @cached_property
+    def fitting(self) -> dict[str, array[int]]:
+        """The numbers that fit, by schedule; found when first asked for."""
+        return {s.name: self.scan(s) for s in self.schedules.values()}
+
+    @cached_property
+    def drawable(self) -> list[str]:
+        """The schedules of which something fits."""
+        return [name for name, numbers in self.fitting.items() if numbers]
 
     def __len__(self) -> int:
         """Number of candidates to choose from."""
@@ -93,7 +103,9 @@ class ConfigSpace:
     def scan(self, schedule: Schedule) -> array[int]:
         """Numbers of the combinations that fit."""
         found = self.walk(schedule)
-        if found is None:
+        if found is not None:
+            self.whole[schedule.name] = frozenset(found)
+        else:
             size = self.size(schedule.name)
             numbers = random.Random(size).sample(range(size), min(size, SAMPLED))
             found = array("q", (n for n in numbers
@@ -150,6 +162,16 @@ class ConfigSpace:
         """Each schedule's heuristic, preferred schedules first."""
         return [Candidate.of(s.name, s.default(self.task)) for s in self.schedules.values()]
 
+    def sample(self, rng: random.Random, count: int) -> list[Candidate]:
+        """``count`` different candidates, each schedule's share that of its candidates; all where there are no more."""
+        if len(self) <= count:
+            return list(self.listing())
+        found = []
+        for name, numbers in self.fitting.items():
+            share = math.ceil(count * len(numbers) / len(self))
+            found += [Candidate.of(name, self.config(name, n)) for n in rng.sample(numbers, min(share, len(numbers)))]
+        return found
+
     def listing(self) -> Iterator[Candidate]:
         """Every candidate, lazily."""
         for name, numbers in self.fitting.items():
@@ -165,10 +187,31 @@ class ConfigSpace:
 
     def neighbour(self, candidate: Candidate, rng: random.Random) -> Candidate | None:
         """One knob changed, to a candidate that fits; None where there is none."""
-        knobs = [k for k in self.knobs[candidate.schedule] if len(k.values) > 1]
-        for knob in rng.sample(knobs, len(knobs)):
-            for value in rng.sample(knob.values, len(knob.values)):
-                changed = Candidate.of(candidate.schedule, {**candidate.config, knob.name: value})
-                if changed != candidate and self.fits(changed):
-                    return changed
+        name, config = candidate.schedule, candidate.config
+        changes, weight = [], 1
+        for knob in self.knobs[name]:
+            changes += [(knob, weight, place) for place, value in enumerate(knob.values) if value != config[knob.name]]
+            weight *= len(knob.values)
+        whole, number = self.whole.get(name), self.number(candidate)
+        while changes:
+            at = rng.randrange(len(changes))
+            changes[at], (knob, weight, place) = changes[-1], changes[at]
+            changes.pop()
+            if whole is not None and number is not None:
+                now = knob.values.index(config[knob.name])
+                if number + (place - now) * weight not in whole:
+                    continue
+            elif not self.fits(Candidate.of(name, {**config, knob.name: knob.values[place]})):
+                continue
+            return Candidate.of(name, {**config, knob.name: knob.values[place]})
         return None
+
+    def number(self, candidate: Candidate) -> int | None:
+        """The number of a candidate; None where a knob has a value outside the space, as a default may."""
+        number, weight, config = 0, 1, candidate.config
+        for knob in self.knobs[candidate.schedule]:
+            value = config[knob.name]
+            if value not in knob.values:
+                return None
+            number, weight = number + knob.values.index(value) * weight, weight * len(knob.values)
+        return number

@@ -15,6 +15,8 @@ SPAN = 0.3  # seconds of runs that each contestant gets
 FEWEST, MOST = 3, 20  # samples, whatever SPAN says
 SAMPLE = 2e-3  # seconds: shorter runs are timed several at once, back to back
 HOPELESS = 2.0  # slower than the best so far by this factor: one run is enough
+BEHIND = 1.15  # slower by this factor: the fewest samples are enough
+EARLY = 7  # samples that will do where they agree to half of TIGHT
 LONG = 0.05  # seconds: of a longer run, loading code and touching memory is a small part
 TIGHT = 0.02  # half the width of the 95% interval of a median, relative to it, that will do
 LONGER = 4  # times as many samples as planned, at most, where the interval is not tight
@@ -84,13 +86,25 @@ def settled(times: Sequence[float]) -> bool:
     return interval(times) <= TIGHT
 
 
+def behind(times: Sequence[float], bound: float | None, fewest: int) -> bool:
+    """Whether a contestant is too slow for its exact time to matter."""
+    return bound is not None and len(times) >= fewest and min(times) > BEHIND * bound
+
+
+def decided(times: Sequence[float], bound: float | None, fewest: int) -> bool:
+    """Whether further samples would say nothing new."""
+    agree = len(times) >= max(EARLY, fewest) and max(times) - min(times) <= TIGHT * min(times)
+    return agree or behind(times, bound, fewest)
+
+
 def race(contestants: Sequence[Contestant], bound: float | None = None, span: float = SPAN,
          fewest: int = FEWEST) -> list[list[float]]:
     """Seconds of one run, several samples of each contestant, after a warm-up, taking turns.
 
     Where the device does not hold still there are up to ``LONGER`` times as many samples; whether the
     median is known then is for :func:`settled` to say. A contestant whose warm-up takes longer than
-    ``HOPELESS * bound`` seconds keeps that one time.
+    ``HOPELESS * bound`` seconds keeps that one time; one that is slower than ``BEHIND * bound`` in each of the
+    ``fewest`` samples gets no more, and one whose samples agree gets no more than ``EARLY``, or ``fewest``.
     """
     times: list[list[float]] = []
     for one in contestants:
@@ -105,7 +119,9 @@ def race(contestants: Sequence[Contestant], bound: float | None = None, span: fl
         plans[i] = samples, count, several(contestants[i].run, count)
     for number in range(LONGER * max((samples for samples, _, _ in plans.values()), default=0)):
         waiting = [i for i, (samples, _, _) in plans.items()
-                   if number < samples or (number < LONGER * samples and not settled(times[i]))]
+                   if number < samples and not decided(times[i], bound, fewest)
+                   or samples <= number < LONGER * samples and not settled(times[i])
+                   and not behind(times[i], bound, fewest)]
         if not waiting:
             break
         for i in waiting:

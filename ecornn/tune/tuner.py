@@ -89,7 +89,7 @@ class Tuner:
     def loop(self) -> str:
         """Searches; returns why it ended. New candidates are proposed before the last are done, so
         that no process waits for another."""
-        prepared = False
+        prepared = self.settings.trials <= len(self.search.first)  # nothing will be ranked
         while True:
             if self.out_of_time():
                 return "time"

@@ -1,0 +1,227 @@
+"""The H100 workloads whose records ship: LSTM, GRU and vanilla layers in the usual sizes, each with a few configurations.
+
+    python benchmarks/tune_h100_set.py list set.jsonl          # which workloads, and the candidates of each
+    python benchmarks/tune_h100_set.py build set.jsonl         # into the build cache; needs no GPU
+    python benchmarks/tune_h100_set.py run set.jsonl --logs logs --limit 600
+
+Candidates are the defaults of the two preferred schedules, the fastest known, and what the cost model ranks highest
+that has seen the records at hand, of the nearest cell and data type if need be. A list has one workload a line, the most important first. `run` measures on the GPU at hand, each workload's candidates and
+then the best again, into one log for each workload; `ecornn log merge` makes one of them. The same command again goes
+on. What `build` made, on any machine with the same sources and the same CUDA compiler, `run` takes from the cache
+(`ECORNN_CACHE`), so that only the GPU is waited for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+from msgspec import structs
+
+from ecornn.tune.record import Choice, Trial
+
+SEQ = 100
+TARGET = "sm_90a"
+# Hidden sizes and batches from the most to the least asked for; the rank of a workload is the sum of its places.
+HIDDEN = (512, 1024, 256, 768, 800, 128, 1536, 650, 1500, 2048, 2816)
+BATCH = (1, 16, 32, 64, 4, 8, 128)
+CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+DTYPES = ("bfloat16", "float16", "float32")
+# What a place costs: of a cell, of a data type.
+STEP = {"cell": 2.5, "dtype": 5.0}
+
+
+class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A workload and what to try."""
+
+    cell: str
+    hidden: int
+    batch: int
+    dtype: str
+    candidates: tuple[Choice, ...]
+    seq: int = SEQ
+
+
+def workloads() -> list[tuple[str, int, int, str]]:
+    """(cell, H, B, dtype), the most important first."""
+    def rank(one: tuple[str, int, int, str]) -> float:
+        cell, hidden, batch, dtype = one
+        return (STEP["cell"] * CELLS.index(cell) + STEP["dtype"] * DTYPES.index(dtype)
+                + HIDDEN.index(hidden) + BATCH.index(batch))
+
+    return sorted(itertools.product(CELLS, HIDDEN, BATCH, DTYPES), key=rank)
+
+
+def proposed(cell: str, hidden: int, batch: int, dtype: str, count: int) -> tuple[Choice, ...]:
+    """The preferred schedule's default, the fastest configurations known, what the model ranks highest, and last the
+    next schedule's default, up to ``count``."""
+    from ecornn.cells import get
+    from ecornn.device import resolve
+    from ecornn.task import make_task
+    from ecornn.tune.choose import serving_or_raise
+    from ecornn.tune.folders import read_all
+    from ecornn.tune.log import Log
+    from ecornn.tune.model import CostModel
+    from ecornn.tune.search import Search
+    from ecornn.tune.space import Candidate, ConfigSpace
+    from ecornn.tune.transfer import seeds, warm
+    from ecornn.workload import Workload
+
+    found, device = get(cell), resolve(TARGET)
+    task = make_task(found, Workload(found.identity(), hidden, hidden, batch, SEQ, dtype), device)
+    schedules, log = serving_or_raise(task), read_all()
+    space, model = ConfigSpace(task, schedules[:1]), CostModel()
+    for likeness in (lambda w: (w.cell, w.dtype), lambda w: w.dtype, lambda w: ""):  # what the model learns from
+        near = [line for line in log.lines if isinstance(line.record, Trial)
+                and likeness(line.record.workload) == likeness(task.workload)]
+        taken = [replace(line, record=structs.replace(line.record, workload=structs.replace(
+            line.record.workload, cell=task.workload.cell, dtype=dtype))) for line in near]
+        if warm(model, found, task, schedules[:1], Log(taken)):
+            break
+    others = [Candidate.of(s.name, s.default(task)) for s in schedules[1:2]]
+    known = seeds(task, schedules[:1], log)[:(count - 1) // 2]
+    search = Search(space, model, 0, known=[*space.defaults(), *known], defaults=False)
+    picked = [*search.ask(count - len(others)), *others]
+    return tuple(Choice(c.schedule, c.config) for c in picked)
+
+
+def read(path: Path) -> list[Item]:
+    """The workloads of a list."""
+    return [msgspec.json.decode(line, type=Item) for line in path.read_bytes().splitlines()]
+
+
+def write_list(path: Path, count: int, candidates: int) -> None:
+    """``list``: goes on behind the lines that the file has."""
+    from ecornn.errors import ScheduleError
+    from ecornn.tune.quick_tvm import import_tvm
+
+    import_tvm()
+    done = {(i.cell, i.hidden, i.batch, i.dtype) for i in (read(path) if path.exists() else [])}
+    with path.open("ab") as file:
+        for one in workloads()[:count]:
+            if one in done:
+                continue
+            try:
+                item = Item(*one, proposed(*one, candidates))
+            except ScheduleError as error:
+                print(f"{one}: {error}")
+                continue
+            file.write(msgspec.json.encode(item) + b"\n")
+            file.flush()
+            print(*one, *(c.schedule for c in item.candidates))
+
+
+def prebuild(path: Path, processes: int, limit: float) -> None:
+    """``build``: every module that ``run`` will ask for, where the cache lacks it."""
+    from ecornn.cells import get
+    from ecornn.device import resolve
+    from ecornn.tune.building import Build, Built
+    from ecornn.tune.process import Worker, WorkerError
+    from ecornn.workload import Workload
+
+    device, begin, local = resolve(TARGET), time.monotonic(), threading.local()
+    workers: list[Worker] = []
+
+    def requests() -> Iterator[Build]:
+        for item in read(path):
+            work = Workload(get(item.cell).identity(), item.hidden, item.hidden, item.batch, item.seq, item.dtype)
+            for c in item.candidates:
+                yield Build(item.cell, work, device, c.schedule, c.config, os.devnull)
+
+    def build(request: Build) -> None:
+        if time.monotonic() - begin > limit:
+            return
+        if not hasattr(local, "worker"):
+            local.worker = Worker("ecornn.tune.building:ready", gpu=False)
+            workers.append(local.worker)
+        try:
+            local.worker.call("ecornn.tune.building:build", request, Built, 300.0)
+        except WorkerError as error:
+            print(f"{request.workload} {request.schedule} {request.config}: {error}"[:500], flush=True)
+
+    every = list(requests())
+    try:
+        with ThreadPoolExecutor(processes) as threads:
+            for number, _ in enumerate(threads.map(build, every), 1):
+                if number % 20 == 0:
+                    print(f"{number} of {len(every)} modules, {time.monotonic() - begin:.0f} s", flush=True)
+    finally:
+        for worker in workers:
+            worker.stop()
+
+
+def run(path: Path, limit: float, at_once: int, timeout: float) -> None:
+    """``run``: measures; one line a workload."""
+    from ecornn.errors import EcornnError
+    from ecornn.tune.pool import Closed
+    from ecornn.tune.quick_tvm import import_tvm
+    from ecornn.tune.session import Session
+
+    import_tvm()
+    begin, items = time.monotonic(), read(path)
+    trials = failed = 0
+
+    def tune(item: Item) -> None:
+        nonlocal trials, failed
+        if time.monotonic() - begin > limit:
+            return
+        name = f"{item.cell} {item.dtype} H={item.hidden} B={item.batch}"
+        try:
+            result = session.tune(item.cell, hidden=item.hidden, batch=item.batch, seq=item.seq, dtype=item.dtype,
+                                  only=item.candidates, early_stop=False)
+        except Closed:
+            return
+        except EcornnError as error:
+            failed += 1
+            print(f"{name}: {error}", flush=True)
+            return
+        trials += result.fresh
+        best, us = result.best, result.finish.best_us
+        why = "".join(f"; {count} failed: {reason}" for reason, count in result.failures.items())
+        text = f"{us:.4g} µs/step {best.schedule}" if best and us else "none ran"
+        seconds = time.monotonic() - begin
+        print(f"{seconds:6.1f} s {trials / seconds:5.2f} trials/s  {name}: {text}{why}", flush=True)
+
+    with Session("cuda", timeout=timeout) as session:
+        session.environment  # noqa: B018  before threads ask for it
+        threads = ThreadPoolExecutor(at_once)
+        try:
+            list(threads.map(tune, items))
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+    print(f"{trials} trials, {failed} workloads failed, {time.monotonic() - begin:.0f} s")
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=("list", "build", "run"))
+    parser.add_argument("file", type=Path, help="the list")
+    parser.add_argument("--workloads", type=int, default=240, help="list: how many [%(default)s]")
+    parser.add_argument("--candidates", type=int, default=5, help="list: of each [%(default)s]")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="build: [%(default)s]")
+    parser.add_argument("--logs", type=Path, help="run: folder of the logs [the user's]")
+    parser.add_argument("--limit", type=float, default=1e9, help="build, run: seconds after which nothing new begins")
+    parser.add_argument("--at-once", type=int, default=4, help="run: workloads in preparation [%(default)s]")
+    parser.add_argument("--timeout", type=float, default=60.0, help="run: seconds of a build or measurement")
+    args = parser.parse_args()
+    if args.action == "list":
+        write_list(args.file, args.workloads, args.candidates)
+    elif args.action == "build":
+        prebuild(args.file, args.processes, args.limit)
+    else:
+        if args.logs:
+            os.environ["ECORNN_TUNING_LOGS"] = str(args.logs)
+        run(args.file, args.limit, args.at_once, args.timeout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""A cache on disk of what compilers made, each entry by a hash of everything that it was made from.
+
+``ECORNN_CACHE`` names the folder, by default the platform's for caches; ``ECORNN_CACHE=off`` does without. An entry
+is a file of its own, written under another name and renamed, that begins with the hash of its content: what was cut
+off or changed is made again. Above ``CAP`` bytes the oldest entries go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+VARIABLE = "ECORNN_CACHE"
+OFF = "off"
+CAP = 2 << 30  # bytes of all entries
+ROOM = 0.8  # of CAP that is left full
+EVERY = 64 << 20  # bytes that a process writes between two looks at the whole
+DIGEST = 32  # bytes before an entry's content
+
+_unchecked = EVERY  # bytes written since this process last looked
+
+
+def folder() -> Path | None:
+    """Where the entries are; None: there is no cache."""
+    chosen = os.environ.get(VARIABLE)
+    if chosen == OFF:
+        return None
+    if chosen:
+        return Path(chosen).expanduser()
+    from platformdirs import user_cache_dir
+
+    return Path(user_cache_dir("ecornn", appauthor=False)) / "build"
+
+
+def entry(kind: str, parts: Iterable[str | bytes], make: Callable[[], bytes]) -> bytes:
+    """What ``make`` makes of ``parts``: every text that it depends on, versions of compilers among them.
+
+    Processes that want the same entry wait for the one that makes it; ``make`` may use entries of another ``kind``.
+    A folder that cannot be written is no error: there is no cache then.
+    """
+    root = folder()
+    if root is None:
+        return make()
+    name = _name(kind, parts)
+    path = root / name[:2] / name
+    found = _read(path)
+    if found is None:
+        with _alone(root, f"{kind}-{name[:3]}"):
+            found = _read(path)
+            if found is None:
+                found = make()
+                _write(root, path, found)
+    return found
+
+
+def _name(kind: str, parts: Iterable[str | bytes]) -> str:
+    digest = hashlib.sha256(kind.encode())
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> bytes | None:
+    """An entry's content; None where it is missing or damaged."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    content = data[DIGEST:]
+    return content if hashlib.sha256(content).digest() == data[:DIGEST] else None
+
+
+def _write(root: Path, path: Path, content: bytes) -> None:
+    global _unchecked
+    made = path.with_name(f".{secrets.token_hex(8)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            made.write_bytes(hashlib.sha256(content).digest() + content)
+            made.replace(path)
+        finally:
+            made.unlink(missing_ok=True)
+        _unchecked += len(content)
+        if _unchecked >= EVERY:
+            _unchecked = 0
+            evict(root, CAP)
+    except OSError:
+        return
+
+
+@contextlib.contextmanager
+def _alone(root: Path, lock_name: str) -> Iterator[None]:
+    """Keeps other processes and threads from making the same entry."""
+    from filelock import FileLock
+
+    lock = FileLock(root / "locks" / lock_name)
+    try:
+        (root / "locks").mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except (OSError, NotImplementedError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def entries(root: Path) -> list[tuple[float, int, Path]]:
+    """Time, size and path of every entry."""
+    found = []
+    for path in root.glob("??/*"):
+        with contextlib.suppress(OSError):  # another process evicts too
+            status = path.stat()
+            found.append((status.st_mtime, status.st_size, path))
+    return found
+
+
+def evict(root: Path, cap: int) -> None:
+    """Removes the oldest entries where all of them are larger than ``cap`` bytes."""
+    every = sorted(entries(root))
+    total = sum(size for _, size, _ in every)
+    if total <= cap:
+        return
+    for _, size, path in every:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        total -= size
+        if total <= ROOM * cap:
+            return

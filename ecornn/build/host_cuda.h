@@ -1,0 +1,55 @@
+// What host_cuda.cc and the generated program.cc know of each other. It includes little: program.cc is compiled for
+// every candidate of a search.
+#pragma once
+#include <stdint.h>
+
+namespace ecornn {
+
+using Pointer = uint64_t;  // CUdeviceptr
+using Stream = struct StreamHandle*;
+struct State;  // what a module keeps for one device
+
+enum : int {
+  kLaunchCooperative = 2,  // CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+  kLaunchCluster = 4,      // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+};
+
+// CUlaunchAttribute: an id, padding to 8 bytes, and a union of 64 bytes.
+struct LaunchAttribute {
+  int id;
+  int padding;
+  unsigned value[16];
+};
+static_assert(sizeof(LaunchAttribute) == 72, "CUlaunchAttribute");
+
+struct Kernel {
+  const char* name;
+  const char* symbol;
+  const unsigned char* image;  // the cubin that has it
+  int shared;                  // the most dynamic shared memory of any of its launches, bytes
+  int cluster;                 // the largest cluster, blocks
+};
+
+struct Shape {
+  unsigned grid, threads, shared;
+  unsigned attribute_count;
+  LaunchAttribute attributes[2];
+};
+
+// Of program.cc.
+extern const char kArch[];
+extern const int kBufferCount, kKernelCount;
+extern const Kernel kKernels[];
+// The program's calls; p[i] is the memory of buffer i.
+int calls(const State& state, int32_t T, int32_t B, Stream stream, Pointer* p);
+
+// Of host_cuda.cc; 0, or -1 with the error set for tvm-ffi.
+int launch(const State& state, int kernel, const Shape& shape, Stream stream, void** arguments);
+int fill(Pointer pointer, unsigned char byte, int64_t bytes, Stream stream, const char* name);
+
+#define ECORNN_TRY(expression)     \
+  do {                             \
+    if ((expression)) return -1;   \
+  } while (0)
+
+}  // namespace ecornn
