@@ -20,8 +20,12 @@ def estimate(task: Task, plan: Plan) -> float:
     hoisted = plan.ahead / 100 * projection(task, plan.ahead) / task.device.cores
     if not plan.workers:
         return hoisted + recurrence(plan)
-    beside = (100 - plan.ahead) / 100 * projection(task, plan.ahead) / plan.workers
-    return hoisted + max(recurrence(plan) + BESIDE, beside)
+    return hoisted + max(recurrence(plan) + BESIDE, workers_time(task, plan))
+
+
+def workers_time(task: Task, plan: Plan) -> float:
+    """Nanoseconds that the workers need for a step."""
+    return (100 - plan.ahead) / 100 * projection(task, plan.ahead) / plan.workers if plan.workers else 0.0
 
 
 def recurrence(plan: Plan) -> float:
