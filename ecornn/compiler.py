@@ -14,7 +14,7 @@ from msgspec import structs
 
 from ecornn.cells import Cell
 from ecornn.device import Device, resolve
-from ecornn.workload import Stack, Workload, rounded
+from ecornn.workload import Stack, Workload, declared, rounded
 
 if TYPE_CHECKING:
     from ecornn.build.generated import Generated
@@ -63,9 +63,10 @@ class Plan:
 
 
 def plan(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = 1, seq: int = 100,
-         dtype: str = "float32", weights: str | None = None, layers: int = 1, bidirectional: bool = False,
-         lengths: bool = False, resets: bool = False, reverse: bool = False, target: str | Device | None = None,
-         schedule: str | None = None, config: Mapping[str, Value] | None = None) -> Plan:
+         dtype: str = "float32", weights: str | None = None, precision: str | None = None, layers: int = 1,
+         bidirectional: bool = False, lengths: bool = False, resets: bool = False, reverse: bool = False,
+         target: str | Device | None = None, schedule: str | None = None,
+         config: Mapping[str, Value] | None = None) -> Plan:
     """Analyses the cell and chooses schedules and configurations; arguments as :func:`compile`."""
     from ecornn.task import make_task
     from ecornn.tune.cell_spec import load_cell
@@ -76,7 +77,7 @@ def plan(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int 
     device = resolve(target if target is not None else default_target())
     found = load_cell(cell) if isinstance(cell, str) else cell
     work = Workload(found.identity(), hidden, hidden if input is None else input, batch, seq, dtype,
-                    rounded(weights, dtype))
+                    rounded(weights, dtype), declared(precision))
     parts, log = stack.parts(work), read_all()
     tasks = {(p.workload, p.place): make_task(found, p.workload, device, p.place) for p in parts}
     # the directions of a layer share their records, but not every configuration serves both
@@ -108,10 +109,10 @@ def generate(planned: Plan) -> Generated:
 
 
 def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = 1, seq: int = 100,
-            dtype: str = "float32", weights: str | None = None, layers: int = 1, bidirectional: bool = False,
-            lengths: bool = False, resets: bool = False, reverse: bool = False, target: str | Device | None = None,
-            schedule: str | None = None, config: Mapping[str, Value] | None = None,
-            out: str | Path | None = None) -> Module:
+            dtype: str = "float32", weights: str | None = None, precision: str | None = None, layers: int = 1,
+            bidirectional: bool = False, lengths: bool = False, resets: bool = False, reverse: bool = False,
+            target: str | Device | None = None, schedule: str | None = None,
+            config: Mapping[str, Value] | None = None, out: str | Path | None = None) -> Module:
     """Compiles a recurrent layer, or a stack of them.
 
     Parameters
@@ -124,6 +125,8 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
     dtype : ``float32``, ``float16`` or ``bfloat16``, of x, y, states and weights
     weights : what matrices of weights are rounded to, on a CPU: ``bfloat16`` (relative error about 2e-3) or
         ``int8`` (about 1e-2; needs VNNI; the operands are rounded too); default: ``dtype``
+    precision : of float32 on a GPU: ``exact`` (relative error about 1e-6, the default), or ``tf32``, as PyTorch's
+        ``allow_tf32``: factors of products rounded to 10 bits of mantissa (about 3e-4), with a third of the work
     layers : L; y of one layer is x of the next. Each is compiled with the best record of its own size
     bidirectional : every layer goes both ways; y is then (T, B, 2 H), forward first
     reverse : goes from the end of each row to its start, and not the other way
@@ -141,8 +144,9 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
     """
     from ecornn.runtime.loader import load
 
-    planned = plan(cell, hidden=hidden, input=input, batch=batch, seq=seq, dtype=dtype, weights=weights, target=target,
-                   layers=layers, bidirectional=bidirectional, lengths=lengths, resets=resets, reverse=reverse,
+    planned = plan(cell, hidden=hidden, input=input, batch=batch, seq=seq, dtype=dtype, weights=weights,
+                   precision=precision, target=target, layers=layers, bidirectional=bidirectional,
+                   lengths=lengths, resets=resets, reverse=reverse,
                    schedule=schedule, config=config)
     if out is not None:
         build(planned, Path(out))

@@ -8,6 +8,7 @@ from ecornn.errors import ArgumentError, DTypeError
 
 DTYPES = ("float32", "float16", "bfloat16")
 WEIGHTS = ("float32", "float16", "bfloat16", "int8")
+PRECISIONS = ("exact", "tf32")
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 
 
@@ -23,6 +24,8 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         otherwise, the weights
     weights : None, or what matrices of weights are rounded to: ``bfloat16``, or ``int8`` by the largest
         magnitude of each row, with products of integers (CPU)
+    precision : None, or ``tf32``: the factors of float32 products are rounded to TF32 (10 bits of
+        mantissa), sums stay float32 (CUDA)
     """
 
     cell: str
@@ -32,6 +35,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seq: int = 100
     dtype: str = "float32"
     weights: str | None = None
+    precision: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("hidden", "input", "batch", "seq"):
@@ -43,6 +47,14 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.weights is not None and (self.weights not in WEIGHTS or self.weights == self.dtype):
             raise DTypeError("weights", self.weights, f"None or one of {', '.join(WEIGHTS)}, other than dtype")
 
+        if self.precision is not None and (self.precision != "tf32" or self.dtype != "float32" or self.weights):
+            raise ArgumentError("precision", self.precision, "exact; or tf32 with dtype float32, weights not rounded")
+
+    @property
+    def arithmetic(self) -> str:
+        """What the factors of products are rounded to: ``dtype``, or ``tf32``."""
+        return self.precision or self.dtype
+
     @property
     def itemsize(self) -> int:
         """Bytes of one element."""
@@ -50,12 +62,18 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __str__(self) -> str:
         return (f"{self.cell} T={self.seq} B={self.batch} I={self.input} "
-                f"H={self.hidden} {self.dtype}" + (f", {self.weights} weights" if self.weights else ""))
+                f"H={self.hidden} {self.dtype}" + (f", {self.weights} weights" if self.weights else "")
+                + (f", {self.precision} products" if self.precision else ""))
 
 
 def rounded(weights: str | None, dtype: str) -> str | None:
     """The field ``weights`` of a workload, from a user's wish: None where it names the layer's own type."""
     return None if weights == dtype else weights
+
+
+def declared(precision: str | None) -> str | None:
+    """The field ``precision`` of a workload, from a user's wish: None for ``exact``, the default."""
+    return None if precision == "exact" else precision
 
 
 class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

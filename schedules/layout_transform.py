@@ -145,7 +145,7 @@ def estimate(task: Task, plan: Plan) -> float:
     device = task.device
     blocks = plan.columns * -(-task.workload.batch // plan.rows)
     most = -(-blocks // device.cores)
-    cost = 6 if plan.dtype == "float32" else 1
+    cost = {"float32": 6, "tf32": 2}.get(plan.arithmetic, 1)
     cycles = 0.0
     for p in range(len(plan.gates)):
         resident = max(1, min(device.shared // plan.shared(p), 2048 // plan.threads,

@@ -95,9 +95,9 @@ class Shape:
         """Bytes of dynamic shared memory."""
         return self.stages * self.stage_words * 4 if self.rows else 16
 
-    def registers(self, dtype: str) -> int:
+    def registers(self, arithmetic: str) -> int:
         """Estimate of a thread's registers."""
-        split = 2 if dtype == "float32" else 1
+        split = 2 if arithmetic == "float32" else 1
         return (self.tiles * self.products + split * (self.tiles + self.products)) * 4 + SPARE_REGISTERS
 
 
@@ -121,7 +121,7 @@ def shape_within(task: Task, registers: int) -> Shape | None:
     whole = shape_of(task)
     for tiles in (4, 2, 1):
         shape = replace(whole, tiles=tiles)
-        if tiles <= whole.tiles and shape.registers(task.workload.dtype) <= registers:
+        if tiles <= whole.tiles and shape.registers(task.workload.arithmetic) <= registers:
             return shape
     return None
 

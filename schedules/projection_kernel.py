@@ -161,7 +161,7 @@ class Team:
 
     def _multiply(self, base: Any, span: int) -> None:
         """Adds the products of one pair of k-tiles of a stage."""
-        T, s, dtype, a, b = self.T, self.shape, self.task.workload.dtype, self.a, self.b
+        T, s, kind, a, b = self.T, self.shape, self.task.workload.arithmetic, self.a, self.b
         first = base + s.block_rows * ROW + span * (s.weight_words // SPAN)
         with T.unroll(s.products) as n:
             place = first + ((self.warp_column * s.products + n) * 32 + self.lane) * 4
@@ -173,10 +173,10 @@ class Team:
                 T.evaluate(T.ptx["ldmatrix.sync.aligned.m8n8.x4.shared.b16"](
                     *(a[m, i] for i in range(4)), self.shared.ptr_to([place])))
             with T.unroll(s.tiles) as m:
-                rows = [split(a[m, i], dtype) for i in range(4)]
+                rows = [split(a[m, i], kind) for i in range(4)]
                 with T.unroll(s.products) as n:
                     mma([self.acc[m, n, i] for i in range(4)], rows,
-                        [split(b[n, tile * 2 + i], dtype) for i in range(2)], dtype)
+                        [split(b[n, tile * 2 + i], kind) for i in range(2)], kind)
 
     def _write(self, row: Any, end: Any, column: Any) -> None:
         T, s, H, vectors = self.T, self.shape, self.task.workload.hidden, self.arguments["vectors"]

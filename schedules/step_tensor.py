@@ -29,6 +29,7 @@ class Plan:
 
     hidden: int
     dtype: str
+    arithmetic: str  # of the products: dtype, or tf32
     units: int  # of a block
     rows: int  # batch rows of a block
     row_warps: int
@@ -87,7 +88,7 @@ class Plan:
     def registers(self, p: int) -> int:
         """Estimate for a thread."""
         tiles, octets = self.tiles(p), self.octets
-        parts = 2 if self.dtype == "float32" else 1
+        parts = 2 if self.arithmetic == "float32" else 1
         return 4 * tiles * octets + parts * (8 * tiles + 4 * octets) + SPARE_REGISTERS
 
     def layout(self, batch: int, kind: str) -> Layout:
@@ -106,7 +107,8 @@ def plan_of(task: Task, config: Config) -> Plan:
     """The plan of a configuration; it need not fit, ``check`` says that."""
     phases = task.graph.phases
     cut = {k: int(config[k]) for k in ("units", "rows", "row_warps", "batch_warps", "split", "depth", "stages")}
-    return Plan(hidden=task.workload.hidden, dtype=task.workload.dtype, **cut,
+    return Plan(hidden=task.workload.hidden, dtype=task.workload.dtype,
+                arithmetic=task.workload.arithmetic, **cut,
                 gates=tuple(len(p.rows) for p in phases), operands=tuple(len(p.operands) for p in phases))
 
 
@@ -228,11 +230,11 @@ class TensorProduct:
                     T.evaluate(T.ptx["ld.shared.v4.b32"](*(into[v, i] for i in range(4)),
                                                          self.shared.ptr_to([first + v * (8 * PAIR)])))
             for tile in range(2):
-                right = [[split(b[n, tile * 2 + i], plan.dtype) for i in range(2)] for n in range(octets)]
+                right = [[split(b[n, tile * 2 + i], plan.arithmetic) for i in range(2)] for n in range(octets)]
                 for m in range(tiles):
-                    left = [split(a[2 * m + v, tile * 2 + i], plan.dtype) for i in range(2) for v in range(2)]
+                    left = [split(a[2 * m + v, tile * 2 + i], plan.arithmetic) for i in range(2) for v in range(2)]
                     for n in range(octets):
-                        mma([acc[m, n, i] for i in range(4)], left, right[n], plan.dtype)
+                        mma([acc[m, n, i] for i in range(4)], left, right[n], plan.arithmetic)
 
     def _store_sums(self, acc: Any) -> None:
         T, plan, p = self.T, self.plan, self.p

@@ -8,7 +8,8 @@ fragments of ``mma.m16n8k16`` (16-bit) and ``mma.m16n8k8`` (tf32) are the same:
     C (16 rows x 8 columns), lane l: c0, c1 = [l/4, 2 (l%4) + {0, 1}]  c2, c3: row + 8
 
 float32 is exact to about 2e-7: each operand is split in two tf32 numbers, and three of the four
-partial products are added (the "3xTF32" of NVIDIA's CUTLASS).
+partial products are added (the "3xTF32" of NVIDIA's CUTLASS). With ``tf32`` arithmetic each operand is rounded to
+one tf32 number.
 """
 
 from __future__ import annotations
@@ -17,12 +18,18 @@ from typing import Any
 
 WORDS = 8  # of a k-tile
 _KIND = {"float16": "m16n8k16.row.col.f32.f16.f16.f32", "bfloat16": "m16n8k16.row.col.f32.bf16.bf16.f32",
-         "float32": "m16n8k8.row.col.f32.tf32.tf32.f32"}
+         "float32": "m16n8k8.row.col.f32.tf32.tf32.f32", "tf32": "m16n8k8.row.col.f32.tf32.tf32.f32"}
+_ROUND = """
+__device__ __forceinline__ unsigned ecornn_tf32(unsigned word) {
+  unsigned r;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(__uint_as_float(word)));
+  return r;
+}"""
 
 
 def per_word(dtype: str) -> int:
     """Values in a word."""
-    return 1 if dtype == "float32" else 2
+    return 1 if dtype in ("float32", "tf32") else 2
 
 
 def words(count: int, dtype: str) -> int:
@@ -30,22 +37,24 @@ def words(count: int, dtype: str) -> int:
     return -(-count // per_word(dtype))
 
 
-def split(word: Any, dtype: str) -> tuple[Any, ...]:
-    """A word as the parts that are multiplied: itself, or its high and low tf32 halves."""
+def split(word: Any, arithmetic: str) -> tuple[Any, ...]:
+    """A word as the parts that are multiplied: itself, rounded, or its high and low tf32 halves."""
     from tvm.tirx.script.builder import ir as T
 
-    if dtype != "float32":
+    if arithmetic == "tf32":
+        return (T.Bind(T.cuda.func_call("ecornn_tf32", word, source_code=_ROUND, return_type="uint32")),)
+    if arithmetic != "float32":
         return (word,)
     high = T.Bind(T.bitwise_and(word, T.uint32(0xFFFFE000)))
     low = T.Bind(T.reinterpret("uint32", T.reinterpret("float32", word) - T.reinterpret("float32", high)))
     return high, low
 
 
-def mma(acc: list[Any], a: list[tuple[Any, ...]], b: list[tuple[Any, ...]], dtype: str) -> None:
+def mma(acc: list[Any], a: list[tuple[Any, ...]], b: list[tuple[Any, ...]], arithmetic: str) -> None:
     """``acc += a b`` for one k-tile; acc: 4 loads of a local buffer, a: 4 and b: 2 split words."""
     from tvm.tirx.script.builder import ir as T
 
-    instruction = T.ptx[f"mma.sync.aligned.{_KIND[dtype]}"]
-    pairs = ((0, 0),) if dtype != "float32" else ((1, 0), (0, 1), (0, 0))  # small terms first
+    instruction = T.ptx[f"mma.sync.aligned.{_KIND[arithmetic]}"]
+    pairs = ((0, 0),) if arithmetic != "float32" else ((1, 0), (0, 1), (0, 0))  # small terms first
     for i, j in pairs:
         T.evaluate(instruction(*acc, *(w[i] for w in a), *(w[j] for w in b), *acc))

@@ -374,6 +374,11 @@ template <typename E> uint32_t pack2(float high, float low) {
   memcpy(&word, both, 4);
   return word;
 }
+inline uint32_t tf32(float value) {  // to nearest, ties away from zero
+  uint32_t word;
+  memcpy(&word, &value, 4);
+  return (word & 0x7F800000u) == 0x7F800000u ? word : (word + 0x1000u) & 0xFFFFE000u;
+}
 inline void ldmatrix(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, unsigned address) {
   unsigned lane = current % 32;
   const Slot* s = exchange({{address}});

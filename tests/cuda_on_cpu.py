@@ -78,6 +78,8 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return f"emu::store4(emu::at({ins[0]}), {', '.join(ins[1:])})"
     if name.startswith("ld.shared.v2"):
         return f"emu::load2({', '.join(outs)}, emu::at({ins[0]}))"
+    if name == "cvt.rna.tf32.f32":
+        return f"{outs[0]} = emu::tf32({ins[0]})"
     if name.startswith("cvt.rn.") and "x2.f32" in name:
         kind = "nv_bfloat16" if ".bf16x2" in name else "half"
         return f"{outs[0]} = emu::pack2<{kind}>({', '.join(ins)})"

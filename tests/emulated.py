@@ -18,7 +18,7 @@ from ecornn.schedules.base import Config, Schedule, Task
 from ecornn.workload import ALONE, Place, Workload
 
 ALL_CELLS = BUILTIN | step_cells.CELLS
-LIMITS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}  # relative norm of the error of y
+LIMITS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2, "tf32": 2e-3}  # relative norm of the error of y
 TINY = replace(KNOWN["sm_90a"], cores=3)  # few blocks to emulate
 
 # (T, B, I, H): the smallest of everything; odd rows; one more than a tile; more rows than a tile; whole tiles
@@ -31,7 +31,8 @@ def task_of(cell: str, sizes: tuple[int, int, int, int], dtype: str, device: Dev
     found: Cell = ALL_CELLS[cell]
     if cell in step_cells.SQUARE:
         I = H
-    return Task(Workload(cell, H, I, B, T, dtype), analyse(found, I, H), device, place)
+    kind, precision = ("float32", "tf32") if dtype == "tf32" else (dtype, None)
+    return Task(Workload(cell, H, I, B, T, kind, precision=precision), analyse(found, I, H), device, place)
 
 
 def relative(value: np.ndarray, expected: Any) -> float:
@@ -62,11 +63,11 @@ def check_numbers(folder: Path, schedule: Schedule, task: Task, config: Config, 
     others = np.ascontiguousarray(np.delete(rows, own, axis=2))
     assert (others.view(np.uint8) == 0xFF).all(), "y of the other direction was written"
     y = rows[..., own]
-    assert relative(y, want) <= LIMITS[w.dtype]
+    assert relative(y, want) <= LIMITS[w.arithmetic]
     for b, n in enumerate(masks.get("lengths", ())):
         assert not y[n:, b].astype(np.float32).any()
     for name, value in wanted.items():
-        assert relative(after[name], value) <= 2 * LIMITS[w.dtype], name
+        assert relative(after[name], value) <= 2 * LIMITS[w.arithmetic], name
 
 
 def masks_of(place: Place, steps: int, batch: int) -> dict[str, np.ndarray]:

@@ -32,6 +32,8 @@ CASES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
     ("gated", (4, 3, 24, 40), "float16", {"units": 8}),
     ("pair", (4, 3, 24, 40), "bfloat16", {"units": 8}),  # products of two operands
     ("rnn_tanh", (30, 17, 8, 24), "float16", {"units": 8, "warps": 1, "ahead": 0}),
+    ("lstm", (5, 9, 31, 40), "tf32", {"registers": 50}),
+    ("gru_reset_before", (5, 4, 8, 24), "tf32", {"ahead": 0, "units": 8}),
     # the projection beside the recurrence: all of it, and the rest of what was done before
     ("lstm", (9, 3, 24, 40), "bfloat16", {"ahead": 0}),
     ("lstm", (40, 7, 24, 40), "float16", {"ahead": 50}),
@@ -104,7 +106,7 @@ def test_each_direction_has_a_default_of_its_own():
     """The same schedule object answers for both, whichever is asked first."""
     schedule = Persistent()
     for reverse in (False, True, False):
-        task = task_of("rnn_tanh", (300, 20, 256, 256), "bfloat16", KNOWN["sm_90a"], Place(reverse, 2))
+        task = task_of("rnn_tanh", (300, 20, 2048, 256), "float32", KNOWN["sm_90a"], Place(reverse, 2))
         config = schedule.default(task)
         assert schedule.check(task, config) is None
         assert (config["ahead"] == 100) == reverse

@@ -37,6 +37,8 @@ SCHEDULES: dict[str, Schedule] = {s.name: s for s in (FusedStep(), LayoutTransfo
     ("layout_transform", "lstm", SHAPES[2], "bfloat16"),
     ("layout_transform", "gru_reset_before", SHAPES[1], "float32"),
     ("layout_transform", "pair", SHAPES[1], "float16"),
+    ("layout_transform", "gru", SHAPES[2], "tf32"),
+    ("fused_step", "lstm", SHAPES[1], "tf32"),  # in exact arithmetic, as all it does
 ], ids=str)
 def test_results(tmp_path: Path, schedule: str, cell: str, sizes: tuple[int, int, int, int], dtype: str):
     task = task_of(cell, sizes, dtype)

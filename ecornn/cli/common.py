@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from ecornn.errors import EcornnError
-from ecornn.workload import DTYPES, WEIGHTS
+from ecornn.workload import DTYPES, PRECISIONS, WEIGHTS
 
 F = TypeVar("F", bound=Callable[..., Any])
 SIZE = click.IntRange(min=1, max=1 << 20)
@@ -57,6 +57,9 @@ def layer_options(batch: int, seq: int, dtype_help: str, required: bool = True,
         option("--weights", type=click.Choice(WEIGHTS),
                help="Round matrices of weights (CPU): bfloat16, relative error about 2e-3, or int8, about 1e-2, "
                     "which needs VNNI.  [default: as --dtype]"),
+        option("--precision", type=click.Choice(PRECISIONS),
+               help="Of float32 products on a GPU: exact, or tf32, which rounds their factors to 10 bits of mantissa "
+                    "(relative error about 3e-4).  [default: exact]"),
         click.option("--target", metavar="cuda|cpu|ARCH",
                      help="The GPU at hand, this CPU, a GPU's architecture such as sm_90a, or LLVM's name of a "
                           "CPU such as neoverse-v1.  "

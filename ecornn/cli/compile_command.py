@@ -53,7 +53,7 @@ EMIT = ("cuda", "tir", "ptx", "asm", "object")
               help="Write it to this file instead.")
 @plain_errors
 def compile(model: Path | None, node: str | None, cell: str | None, hidden: int | None, input_: int | None,
-            batch: int, seq: int, dtype: str | None, weights: str | None, target: str | None,
+            batch: int, seq: int, dtype: str | None, weights: str | None, precision: str | None, target: str | None,
             weights_from: Path | None, prefix: str, layers: int | None, bidirectional: bool, reverse: bool,
             lengths: bool, resets: bool, output: Path | None, schedule: str | None, config: tuple[str, ...],
             emit: str | None, emit_to: Path | None) -> None:
@@ -83,9 +83,10 @@ def compile(model: Path | None, node: str | None, cell: str | None, hidden: int 
         if name not in layer:
             raise ArgumentError(f"--{name}", None, "a value" + (", or MODEL.onnx" if name == "cell" else
                                                                ", or --weights-from FILE, or MODEL.onnx"))
-    dtype, target = default_dtype(dtype or ("float32" if model is not None else None), target)
-    planned = plan(layer.pop("cell"), **layer, batch=batch, seq=seq, dtype=dtype, weights=weights, target=target,
-                   resets=resets, schedule=schedule, config=dict(knob(c) for c in config))
+    dtype, target = default_dtype(dtype or ("float32" if model is not None or precision else None), target)
+    planned = plan(layer.pop("cell"), **layer, batch=batch, seq=seq, dtype=dtype, weights=weights,
+                   precision=precision, target=target, resets=resets, schedule=schedule,
+                   config=dict(knob(c) for c in config))
     click.echo(", ".join(filter(None, (str(planned.workload), str(planned.stack))))
                + f" on {planned.task.device.name}", err=True)
     for labels, chosen, why in planned.why():

@@ -61,8 +61,9 @@ that was stopped, and returns at once if it was finished; with more --trials it 
               help="A tracker on another machine. RPC is remote execution: trusted networks only.")
 @plain_errors
 def tune(cell: tuple[str, ...], hidden: tuple[int, ...], input_: tuple[int, ...], batch: tuple[int, ...],
-         seq: tuple[int, ...], dtype: tuple[str, ...], weights: tuple[str, ...], target: str | None,
-         timeout: float, seed: int, tracker: str | None, key: str, allow_remote: bool, **options: Any) -> None:
+         seq: tuple[int, ...], dtype: tuple[str, ...], weights: tuple[str, ...], precision: tuple[str, ...],
+         target: str | None, timeout: float, seed: int, tracker: str | None, key: str, allow_remote: bool,
+         **options: Any) -> None:
     """Searches the fastest schedule and knobs of a layer, or of many.
 
     Builds run in processes that see no GPU; measurements run in one that is killed when a
@@ -75,9 +76,9 @@ def tune(cell: tuple[str, ...], hidden: tuple[int, ...], input_: tuple[int, ...]
 
     import_tvm()
     console = Console(soft_wrap=True, highlight=False)
-    names = ("cell", "hidden", "input", "batch", "seq", "dtype", "weights")
+    names = ("cell", "hidden", "input", "batch", "seq", "dtype", "weights", "precision")
     layers = [dict(zip(names, values, strict=True)) for values in itertools.product(
-        cell, hidden, input_ or (None,), batch, seq, dtype or (None,), weights or (None,))]
+        cell, hidden, input_ or (None,), batch, seq, dtype or (None,), weights or (None,), precision or (None,))]
     try:
         with Session(target, timeout=timeout, seed=seed,
                      tracker=found_tracker(tracker, key, allow_remote)) as session:
@@ -178,5 +179,5 @@ def show(console: Console, result: Result, cell: str, target: str | None) -> Non
     name = work.cell.split("@")[0]
     console.print("use it:\n  " + command_line("ecornn-compile", {
         "--cell": cell, "--hidden": work.hidden, "--input": work.input, "--batch": work.batch,
-        "--seq": work.seq, "--dtype": work.dtype, "--weights": work.weights, "--target": target,
-        "-o": f"{name}{work.hidden}.so"}), markup=False)
+        "--seq": work.seq, "--dtype": work.dtype, "--weights": work.weights, "--precision": work.precision,
+        "--target": target, "-o": f"{name}{work.hidden}.so"}), markup=False)

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 
 def tune(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = 20, seq: int = 300,
-         dtype: str | None = None, weights: str | None = None, target: str | Device | None = None,
-         trials: int | None = None, timeout: float = TIMEOUT, time_limit: float | None = None, seed: int = 0,
-         resume: bool = True, early_stop: bool = True, output: Path | None = None, schedule: str | None = None,
-         tracker: Tracker | None = None, report: Callable[[Progress], None] = lambda _: None,
+         dtype: str | None = None, weights: str | None = None, precision: str | None = None,
+         target: str | Device | None = None, trials: int | None = None, timeout: float = TIMEOUT,
+         time_limit: float | None = None, seed: int = 0, resume: bool = True, early_stop: bool = True,
+         output: Path | None = None, schedule: str | None = None, tracker: Tracker | None = None,
+         report: Callable[[Progress], None] = lambda _: None,
          begin: Callable[[ConfigSpace, int], None] = lambda *_: None,
          entries: Entries | None = None) -> Result:
     """Searches schedules and knobs for one layer; the records are used by ``ecornn.compile``.
@@ -31,7 +32,7 @@ def tune(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int 
     cell : a built-in cell's name, ``FILE.py:NAME``, or a Cell whose class a process can import
     hidden, input, batch, seq : H, I (default: H), B and T
     dtype : default float32 on a CPU and bfloat16 on a GPU
-    weights : as for ``ecornn.compile``
+    weights, precision : as for ``ecornn.compile``
     target : ``cuda`` or ``cpu``; default: the GPU if there is one
     trials : default 48 on a CPU and 128 on a GPU
     timeout : seconds that one build, and one measurement, may take
@@ -54,5 +55,5 @@ def tune(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int 
     """
     with Session(target, timeout=timeout, seed=seed, tracker=tracker, entries=entries) as session:
         return session.tune(cell, hidden=hidden, input=input, batch=batch, seq=seq, dtype=dtype, weights=weights,
-                            trials=trials, time_limit=time_limit, resume=resume, early_stop=early_stop, output=output,
-                            schedule=schedule, report=report, begin=begin)
+                            precision=precision, trials=trials, time_limit=time_limit, resume=resume,
+                            early_stop=early_stop, output=output, schedule=schedule, report=report, begin=begin)

@@ -51,6 +51,8 @@ def serving_or_raise(task: Task, name: str | None = None) -> list[Schedule]:
             reasons[schedule.name] = f"is for {schedule.kind}, not {task.device.kind}"
         elif task.workload.weights and task.workload.weights not in schedule.weights:
             reasons[schedule.name] = f"does not round weights to {task.workload.weights}"
+        elif task.workload.precision and schedule.kind != "cuda":
+            reasons[schedule.name] = f"has no {task.workload.precision} products"
         else:
             reasons[schedule.name] = schedule.serves(task) or ""
     found = [s for s in asked if not reasons[s.name]]

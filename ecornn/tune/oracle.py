@@ -17,7 +17,7 @@ STEPS = 8  # enough to pass through every state buffer and barrier several times
 # Relative error ||out - ref|| / ||ref|| that a candidate may have. float32: a few roundings of a
 # long sum. float16 and bfloat16 (unit roundoff 5e-4 and 4e-3): about twice the error of cuDNN on an
 # LSTM of these types, 2.9e-4 and 2.3e-3.
-TOLERANCE = {"float32": 1e-5, "float16": 6e-4, "bfloat16": 5e-3}
+TOLERANCE = {"float32": 1e-5, "tf32": 6e-4, "float16": 6e-4, "bfloat16": 5e-3}
 
 
 # Rounding to bfloat16 is done before the reference here; that to int8 is not, and costs both sides of a product.
@@ -26,7 +26,7 @@ INT8_TOLERANCE = 3e-2
 
 def tolerance(work: Workload) -> float:
     """The relative error that a candidate may have."""
-    return INT8_TOLERANCE if work.weights == "int8" else TOLERANCE[work.dtype]
+    return INT8_TOLERANCE if work.weights == "int8" else TOLERANCE[work.arithmetic]
 
 
 def numpy_dtype(dtype: str) -> Any:

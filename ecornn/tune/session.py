@@ -14,7 +14,7 @@ from ecornn.cells import Cell
 from ecornn.device import Device
 from ecornn.errors import DeviceError, ScheduleError
 from ecornn.tune.pool import Entries, Pool
-from ecornn.workload import Workload, rounded
+from ecornn.workload import Workload, declared, rounded
 
 if TYPE_CHECKING:
     from ecornn.tune.environment import Environment
@@ -117,9 +117,10 @@ class Session:
             return self._environment
 
     def tune(self, cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = 20, seq: int = 300,
-             dtype: str | None = None, weights: str | None = None, trials: int | None = None,
-             time_limit: float | None = None, resume: bool = True, early_stop: bool = True, output: Path | None = None,
-             schedule: str | None = None, only: Sequence[Choice] | None = None,
+             dtype: str | None = None, weights: str | None = None, precision: str | None = None,
+             trials: int | None = None, time_limit: float | None = None, resume: bool = True,
+             early_stop: bool = True, output: Path | None = None, schedule: str | None = None,
+             only: Sequence[Choice] | None = None,
              report: Callable[[Progress], None] = lambda _: None,
              begin: Callable[[ConfigSpace, int], None] = lambda *_: None) -> Result:
         """Searches schedules and knobs for one layer; see :func:`ecornn.tune.tune`. With ``only`` it tries these
@@ -131,9 +132,9 @@ class Session:
         found = load_cell(cell) if isinstance(cell, str) else cell
         spec = cell if isinstance(cell, str) else spec_of(cell)
         device = self.device
-        kind = dtype or ("float32" if device.kind == "llvm" else "bfloat16")
+        kind = dtype or ("float32" if device.kind == "llvm" or precision else "bfloat16")
         workload = Workload(found.identity(), hidden, hidden if input is None else input, batch, seq,
-                            kind, rounded(weights, kind))
+                            kind, rounded(weights, kind), declared(precision))
         wanted = len(only) if only is not None else trials or TRIALS[device.kind]
         path = output or folders.log_path(workload, device)
         run = journal.Journal.open(

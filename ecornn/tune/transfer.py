@@ -27,6 +27,11 @@ def distance(a: Workload, b: Workload) -> float:
     return sum(abs(math.log2(getattr(a, n) / getattr(b, n))) for n in ("hidden", "input", "batch"))
 
 
+def alike(work: Workload) -> tuple[str, str, str | None, str | None]:
+    """What runs must have in common to teach one another."""
+    return work.cell, work.dtype, work.weights, work.precision
+
+
 def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[Schedule], log: Log, run: str = "") -> int:
     """Adds the nearest runs of the same cell, data type and architecture; returns how many trials.
 
@@ -37,7 +42,7 @@ def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[Schedule]
     runs: dict[tuple[str, Workload, Device], list[Trial]] = {}
     for trial in log.trials():
         of = trial.workload
-        if ((of.cell, of.dtype, of.weights) == (task.workload.cell, task.workload.dtype, task.workload.weights)
+        if (alike(of) == alike(task.workload)
                 and trial.run != run
                 and trial.device.arch == task.device.arch and trial.stage == "search"):
             runs.setdefault((trial.run, of, trial.device), []).append(trial)

@@ -7,7 +7,7 @@ from itertools import product
 from ecornn.device import Device
 from ecornn.program import Buffer, Extent, Launch, Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
-from ecornn.schedules.persistent.estimate import best_ahead, estimate
+from ecornn.schedules.persistent.estimate import best_ahead, estimate, recurrence, workers_time
 from ecornn.schedules.persistent.kernel import persistent_kernel
 from ecornn.schedules.persistent.plan import (
     PAIR,
@@ -30,6 +30,7 @@ from ecornn.workload import Place, Workload
 START_BLOCKS = 128
 STREAMED = 0.5  # of L2: the most of the weights that may be read from there every step
 AHEAD = (100, 75, 50, 25, 0)
+LATE = 2  # times as long as the recurrence: what workers may take before a configuration is not worth a trial
 ITEMS = 8  # (unit, batch row) pairs of a gate thread, at most
 
 
@@ -116,7 +117,10 @@ class Persistent(Schedule):
                 return "the projection beside the recurrence goes from the first step on, the recurrence from the last"
             if blocks == device.cores:
                 return "no multiprocessor is left for the projection beside the recurrence"
-            reason = self._crowded(task, plan_of(task, config))
+            plan = plan_of(task, config)
+            if workers_time(task, plan) > LATE * recurrence(plan):
+                return f"{plan.workers} blocks are too few for the projection beside the recurrence"
+            reason = self._crowded(task, plan)
         return reason
 
     def _crowded(self, task: Task, plan: Plan) -> str | None:

@@ -10,7 +10,7 @@ from ecornn.schedules.projection import on_wgmma, shape_of
 from ecornn.schedules.tensor_core import per_word
 
 # products and additions of the projection a nanosecond and multiprocessor, measured on an H100
-WGMMA, MMA = 3600.0, 2100.0  # 16-bit types; float32 has a fifth of the latter
+WGMMA, MMA = 3600.0, 2100.0  # 16-bit types; float32 has a fifth of the latter, tf32 a half
 NARROW = 24 * 1024  # bytes of state that arrive within the trip
 BESIDE = 180.0  # nanoseconds by which workers slow the recurrence down
 
@@ -20,8 +20,12 @@ def estimate(task: Task, plan: Plan) -> float:
     hoisted = plan.ahead / 100 * projection(task, plan.ahead) / task.device.cores
     if not plan.workers:
         return hoisted + recurrence(plan)
-    beside = (100 - plan.ahead) / 100 * projection(task, plan.ahead) / plan.workers
-    return hoisted + max(recurrence(plan) + BESIDE, beside)
+    return hoisted + max(recurrence(plan) + BESIDE, workers_time(task, plan))
+
+
+def workers_time(task: Task, plan: Plan) -> float:
+    """Nanoseconds that the workers need for a step."""
+    return (100 - plan.ahead) / 100 * projection(task, plan.ahead) / plan.workers if plan.workers else 0.0
 
 
 def recurrence(plan: Plan) -> float:
@@ -34,7 +38,7 @@ def recurrence(plan: Plan) -> float:
     cycles = 0.0
     for p in plan.phases:
         tiles = -(-p.octets(plan.units) // 2)
-        products = p.pairs * 2 * tiles * plan.tiles * (3 if plan.dtype == "float32" else 1)  # of a warp
+        products = p.pairs * 2 * tiles * plan.tiles * (3 if plan.arithmetic == "float32" else 1)  # of a warp
         polled = plan.slot_words(p) * 4 * plan.rows / plan.columns
         trip = 1530 + (0 if plan.units // per_word(plan.dtype) % 8 == 0 else 160)  # 160: shared sectors
         cycles += (trip + 0.015 * polled + 0.027 * max(0.0, polled - NARROW)
@@ -51,7 +55,7 @@ def projection(task: Task, ahead: int) -> float:
     w = task.workload
     work = 2.0 * w.batch * w.input * w.hidden * shape_of(task).rows
     if w.dtype == "float32":
-        return work / MMA * 5
+        return work / MMA * (2 if w.precision else 5)
     return work / (WGMMA if on_wgmma(task, ahead) else MMA)
 
 

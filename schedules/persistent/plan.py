@@ -58,6 +58,7 @@ class Plan:
 
     hidden: int
     dtype: str
+    arithmetic: str  # of the products: dtype, or tf32
     groups: int
     blocks: int
     units: int
@@ -123,7 +124,7 @@ class Plan:
         weights = sum(p.register_pairs * p.octets(self.units) * 4 for p in self.phases)
         work = max((p.polled_pairs * 4 + -(-p.octets(self.units) // 2) * 4 * self.chains) * self.tiles
                    + (p.octets(self.units) * 8 if p.streamed_pairs else 0) for p in self.phases)
-        products = weights + work + (16 if self.dtype == "float32" else 0)
+        products = weights + work + (16 if self.arithmetic == "float32" else 0)
         gates = self.items * (self.kept + 8) + self.warps * max(p.gates for p in self.phases)
         return max(products, gates) + SPARE_REGISTERS
 
@@ -165,8 +166,8 @@ def plan_of(task: Task, config: Config, chains: int | None = None, ahead: int | 
         phases.append(PhasePlan(gates, interleave, len(phase.operands), warp_pairs, registers, 0, pairs))
     rows, blocks = -(-w.batch // groups), -(-w.hidden // units)
     masks = task.place.lengths + task.place.resets
-    plan = Plan(hidden=w.hidden, dtype=w.dtype, groups=groups, blocks=blocks, units=units, rows=rows,
-                warps=warps, gate_warps=int(config["gate_warps"]), chains=chains, ahead=ahead,
+    plan = Plan(hidden=w.hidden, dtype=w.dtype, arithmetic=w.arithmetic, groups=groups, blocks=blocks, units=units,
+                rows=rows, warps=warps, gate_warps=int(config["gate_warps"]), chains=chains, ahead=ahead,
                 workers=0 if ahead == 100 else task.device.cores - groups * blocks,
                 kept=len(task.graph.states) + 2 * len(task.graph.hoisted_outputs) + masks, phases=tuple(phases))
     for i, p in enumerate(phases):

@@ -160,17 +160,17 @@ def _multiply(T: Any, plan: Plan, phase: Any, stored: _Stored, ring: Any, start:
             _poll(T, plan, phase, state, ring, start, range(q, min(q + phase.polled_pairs, phase.pairs)), lane)
         stored.load(q)
         for tile in range(2):
-            columns = [[split(state[p, n, tile * 2 + half], plan.dtype) for half in range(2)]
+            columns = [[split(state[p, n, tile * 2 + half], plan.arithmetic) for half in range(2)]
                        for n in range(plan.tiles)]
             for m in range(tiles):
                 rows = []
                 for half in range(2):  # a0, a1: word 0 of the lower and upper octet; a2, a3: word 1
                     for v in (2 * m, 2 * m + 1):
-                        rows.append(split(stored.word(q, v, tile * 2 + half), plan.dtype) if v < octets
+                        rows.append(split(stored.word(q, v, tile * 2 + half), plan.arithmetic) if v < octets
                                     else tuple(T.uint32(0) for _ in range(2)))
                 for n in range(plan.tiles):
                     chain = (2 * q + tile) % chains
-                    mma([acc[chain, m, n, i] for i in range(4)], rows, columns[n], plan.dtype)
+                    mma([acc[chain, m, n, i] for i in range(4)], rows, columns[n], plan.arithmetic)
 
     def total(m: int, n: int, i: int) -> Any:
         value = acc[0, m, n, i]

@@ -1,0 +1,55 @@
+"""TF32 products: who may ask for them, what is generated, and how far off they are."""
+
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+from emulated import task_of
+
+import ecornn
+from ecornn.build.cuda import lower
+from ecornn.cli import main
+from ecornn.compiler import plan
+from ecornn.device import KNOWN
+from ecornn.errors import ArgumentError, EcornnError
+from ecornn.schedules.layout_transform import LayoutTransform
+from ecornn.schedules.persistent import Persistent
+from ecornn.workload import Workload
+
+
+@pytest.mark.parametrize("wrong", [{"precision": "fp8"}, {"precision": "tf32", "dtype": "float16"},
+                                   {"precision": "tf32", "weights": "int8"}], ids=str)
+def test_only_float32_has_a_choice(wrong):
+    with pytest.raises(ArgumentError, match="precision"):
+        Workload("lstm", 8, 8, **wrong)
+
+
+def test_exact_is_the_default_and_tf32_a_workload_of_its_own():
+    planned = plan("lstm", hidden=8, precision="exact", target="sm_90a")
+    assert planned.workload == Workload("lstm", 8, 8)
+    planned = plan("lstm", hidden=8, precision="tf32", target="sm_90a")
+    assert planned.workload.precision == "tf32" and "tf32" in str(planned.workload)
+
+
+def test_a_cpu_has_no_tf32():
+    with pytest.raises(EcornnError, match="no tf32 products"):
+        ecornn.compile("lstm", hidden=8, precision="tf32", target="cpu")
+
+
+@pytest.mark.parametrize("schedule", [Persistent(), LayoutTransform()], ids=lambda s: s.name)
+def test_a_third_of_the_products(schedule):
+    counts = []
+    for kind in ("float32", "tf32"):
+        task = task_of("lstm", (5, 9, 40, 64), kind, KNOWN["sm_90a"])
+        config = schedule.default(task_of("lstm", (5, 9, 40, 64), "float32", KNOWN["sm_90a"]))
+        source = lower(schedule.program(task, config), "sm_90a")[1]
+        body = source[source.index('extern "C"'):]
+        counts.append(body.count("ptx_mma") or body.count("mma_sync"))
+    assert counts[0] == 3 * counts[1] > 0
+
+
+def test_the_command_line_means_float32():
+    run = CliRunner().invoke(main, ["compile", "--cell", "lstm", "--hidden", "8", "--precision", "tf32",
+                                    "--target", "sm_90a", "--schedule", "fused_step", "--emit", "cuda"])
+    assert run.exit_code == 0, run.output
+    assert "float32, tf32 products" in run.output
