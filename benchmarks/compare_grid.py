@@ -4,11 +4,12 @@
     python benchmarks/compare_grid.py --output build/some.jsonl --only "lstm float16" --limit 5
     python benchmarks/compare_grid.py --target sm_90a --compile-only     # no GPU needed: do all rows compile?
 
-Rows (grid.py): cells, sizes and data types of the grid, vanilla H=1152 at B = 1..64 (Persistent RNNs), and sizes off every
-tile beside the next tile up. Modules are compiled in processes of their own, by the best tuning record or the heuristic,
-while earlier rows are measured. A row: whole forward passes in CUDA graphs, interleaved, checked against float64 over
-all steps (side_by_side.py); median, 20th and 80th percentile, at most --seconds of them and at most --repeats. Rows
-"tf32" let cuDNN round to TF32; ecornn has no such precision, so that its float32 stands there.
+Rows (grid.py): cells, sizes and data types of the grid, vanilla H=1152 at B = 1..64 (Persistent RNNs), and sizes
+off every tile beside the next tile up. Modules are compiled in processes of their own, by the best tuning record or
+the heuristic, while others are measured. A row: whole forward passes in CUDA graphs, interleaved, checked against
+float64 over all steps (side_by_side.py); median, 20th and 80th percentile, at most --seconds of them and at most
+--repeats. Rows "tf32" let cuDNN round to TF32; ecornn has no such precision, so that its float32 stands there. A
+row that hangs or breaks the GPU's context is recorded as failed and costs the others nothing but a new process.
 
 Every row is appended to --output as soon as it is measured, so that an interrupted run goes on where it stopped; rows
 that failed are tried again, --again measures all. grid_report.py makes tables, CSV and plots of the file. On a
@@ -32,8 +33,8 @@ from compile_rows import as_ready, compiling, file_of
 from floor import floor, machine_of
 from grid import Row, select
 from grid_log import GridLog
+from measuring_process import Limits, MeasuringProcess
 
-import ecornn
 from ecornn.device import Device, resolve
 from ecornn.errors import EcornnError
 
@@ -49,23 +50,17 @@ def holding(lock: Path | None) -> Iterator[None]:
         yield
 
 
-def measure(row: Row, compiled: Future, folder: Path, arguments: argparse.Namespace) -> dict:
+def measure(row: Row, compiled: Future, folder: Path, process: MeasuringProcess, lock: Path | None) -> dict:
     """What is known of a row afterwards; ``failed`` says why nothing more is."""
-    import torch
-    from side_by_side import WrongResultError, compare
-
     try:
         seconds = compiled.result()
-        with holding(arguments.lock):
-            torch.manual_seed(0)
-            found = compare(row.cell, (row.T, row.B, row.I, row.H), row.kind, ecornn.load(file_of(row, folder)),
-                            tf32=row.dtype == "tf32", repeats=arguments.repeats, seconds=arguments.seconds)
-            torch.cuda.synchronize()
-    except (EcornnError, WrongResultError, BrokenExecutor, torch.OutOfMemoryError) as error:
+    except (EcornnError, BrokenExecutor) as error:
         return {"failed": f"{type(error).__name__}: {error}"}
-    machine = machine_of(torch.cuda.get_device_name())
+    with holding(lock):
+        found = process.measure(row, file_of(row, folder))
+    machine = machine_of(process.gpu)
     found["compile_seconds"] = seconds
-    if machine is not None:
+    if machine is not None and "failed" not in found:
         least = floor(machine, row.cell, row.B, row.I, row.H, row.kind)
         found |= {"floor_us": least.total, "floor": asdict(least), "over_floor": found["ecornn_us"] / least.total}
     return found
@@ -101,6 +96,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, metavar="N", help="the first N of them")
     parser.add_argument("--seconds", type=float, default=0.5, help="of measuring a row (default: 0.5)")
     parser.add_argument("--repeats", type=int, default=30, help="timed repetitions a row, at most (default: 30)")
+    parser.add_argument("--longest", type=float, default=30, metavar="SECONDS",
+                        help="a row that takes longer in all has failed (default: 30)")
     parser.add_argument("--jobs", type=int, help="compilers at a time (default: all processors but one)")
     parser.add_argument("--modules", type=Path, metavar="FOLDER", help="where to keep the modules")
     parser.add_argument("--again", action="store_true", help="measure rows that the file has")
@@ -123,7 +120,7 @@ def main() -> None:
         run(arguments)
     except KeyboardInterrupt:
         sys.exit(f"stopped; the same command goes on from {arguments.output}" if arguments.output else 130)
-    except ValueError as error:  # of a file of results
+    except (RuntimeError, ValueError) as error:  # no GPU for PyTorch; a file that is no results
         sys.exit(str(error))
 
 
@@ -146,12 +143,12 @@ def run(arguments: argparse.Namespace) -> None:
         if len(rows) < len(arguments.rows):
             print(f"{len(arguments.rows) - len(rows)} rows are in {arguments.output} already", flush=True)
         futures = stack.enter_context(compiling(rows, device, folder, arguments.jobs))
-        from side_by_side import environment  # PyTorch, imported while the first modules are compiled
-
-        log.begin(environment())
+        process = MeasuringProcess(Limits(arguments.repeats, arguments.seconds, arguments.longest))
+        stack.callback(process.close)
+        log.begin(process.environment() | {"command": " ".join(["python", *sys.argv])})
         begin, failed = time.monotonic(), 0
         for row, compiled in as_ready(futures):
-            result = log.add(row, measure(row, compiled, folder, arguments))
+            result = log.add(row, measure(row, compiled, folder, process, arguments.lock))
             failed += "failed" in result
             print(line_of(str(row), result), flush=True)
         print(f"{len(rows) - failed} rows measured, {failed} failed, {time.monotonic() - begin:.0f} s", flush=True)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "tf32": 4}
-SLOWER = {"float16": 1.0, "bfloat16": 1.0, "tf32": 2.0, "float32": 6.0}  # TF32 has half the rate; float32 is three of it
+SLOWER = {"float16": 1.0, "bfloat16": 1.0, "tf32": 2.0, "float32": 6.0}  # TF32 has half the rate; float32 is three
 TILE = 8  # rows that one mma or wgmma multiplies at least
 
 
@@ -43,10 +43,10 @@ class Machine:
     tensor_rate: float  # operations of 16-bit products, whole chip
 
 
-# Measured on one H100 80GB SXM, CUDA 13.0, driver 580. Exchange: cluster barriers of 4, 8 and 16 blocks; beyond, polling
-# 2 to 8 KB that carry their own tag, 32, 64 and 132 blocks. L2: the slope between 16 and 128 KB fetched by each of 132
-# blocks (1.26 and 4.70 µs). Products: 8192^3 in bfloat16. Memory: a copy. NVIDIA's figures, not measured: 128 bytes a cycle from
-# shared memory and 64 from L2 into a multiprocessor, at 1755 MHz.
+# Measured on one H100 80GB SXM, CUDA 13.0, driver 580. Exchange: cluster barriers of 4, 8 and 16 blocks; beyond,
+# polling 2 to 8 KB that carry their own tag, 32, 64 and 132 blocks. L2: the slope between 16 and 128 KB fetched by
+# each of 132 blocks (1.26 and 4.70 µs). Products: 8192^3 in bfloat16. Memory: a copy. NVIDIA's figures, not measured:
+# 128 bytes a cycle from shared memory and 64 from L2 into a multiprocessor, at 1755 MHz.
 H100 = Machine(cores=132, registers=256 << 10, shared=227 << 10, l2=50 << 20,
                exchange=((1, 0.0), (4, 0.44), (8, 0.46), (16, 0.51), (32, 0.79), (64, 0.89), (132, 1.13)), cluster=16,
                announced=8 << 10, shared_rate=225e3, intake_rate=112e3, l2_rate=132 * (112 << 10) / (4.70 - 1.26),
