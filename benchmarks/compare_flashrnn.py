@@ -1,7 +1,7 @@
 """LSTM and vanilla layers against FlashRNN's fused CUDA backend, through its own API, interleaved in one run.
 
     pip install flashrnn==1.0.8
-    python benchmarks/compare_flashrnn.py --output benchmarks/results/flashrnn.json
+    python benchmarks/compare_flashrnn.py --output benchmarks/results/h100_flashrnn.json
 
 FlashRNN has no input projection: it is given W x + b, in the layouts that it uses inside, and computes the recurrence.
 So ours is timed twice: the whole layer, projection included, and a layer of one input value (I = 1), whose projection

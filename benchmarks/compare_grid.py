@@ -1,6 +1,6 @@
 """The whole grid of single layers against cuDNN, each row with its floor; on the GPU at hand.
 
-    python benchmarks/compare_grid.py --output benchmarks/results/grid.jsonl
+    python benchmarks/compare_grid.py --output benchmarks/results/h100_grid.jsonl
     python benchmarks/compare_grid.py --output build/some.jsonl --only "lstm float16" --limit 5
     python benchmarks/compare_grid.py --target sm_90a --compile-only     # no GPU needed: do all rows compile?
 

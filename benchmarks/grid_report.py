@@ -1,8 +1,8 @@
 """Tables, CSV and plots of the rows that ``compare_grid.py`` measured.
 
-    python benchmarks/grid_report.py benchmarks/results/grid.jsonl
+    python benchmarks/grid_report.py benchmarks/results/h100_grid.jsonl
 
-writes grid.csv, grid.md, grid.png and grid_scaling.png beside the file; plots need matplotlib.
+writes h100_grid.csv, .md, .png and h100_grid_scaling.png beside the file; plots need matplotlib.
 ``readme_table.py`` puts the short form into the README.
 """
 

@@ -1,8 +1,8 @@
 """Writes the README's tables of measured results from the files of the ``compare_*.py`` beside this one.
 
     python benchmarks/readme_table.py benchmarks/results/h100.json
-    python benchmarks/readme_table.py benchmarks/results/grid.jsonl
-    python benchmarks/readme_table.py benchmarks/results/flashrnn.json
+    python benchmarks/readme_table.py benchmarks/results/h100_grid.jsonl
+    python benchmarks/readme_table.py benchmarks/results/h100_flashrnn.json
     python benchmarks/readme_table.py benchmarks/results/cpu.json
 """
 
