@@ -21,17 +21,21 @@ import fcntl
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import multiprocessing
 import os
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import ecornn
+from ecornn.device import resolve
 from ecornn.errors import ScheduleError
 from ecornn.tune.choose import default_target
 
@@ -58,10 +62,10 @@ class Gpu:
 
 def adapt(gpu: Gpu) -> None:
     """FlashRNN's loader: leaves the GPU to others while it solves for a configuration or nvcc works; takes properties
-    of the GPU from PyTorch (its own helper for them does not compile with CUDA 13, which took members from
-    cudaDeviceProp); makes no pause of up to ten seconds before a build, since each layer has a folder of its own.
+    of the GPU from ecornn (its own helper for them does not compile with CUDA 13, which took members from
+    cudaDeviceProp); makes no pause of up to ten seconds before a build, since each layer has a folder of its own; and
+    names variables by number instead of at random, without which its cache of solved configurations finds nothing.
     """
-    import torch
     from flashrnn.flashrnn import cuda_init, cuda_init_parametric
 
     def leaving(function: Callable) -> Callable:
@@ -74,13 +78,14 @@ def adapt(gpu: Gpu) -> None:
 
         return call
 
-    properties = torch.cuda.get_device_properties(0)
-    front = importlib.import_module("flashrnn.flashrnn.flashrnn")  # a function of the package has its name
+    device = resolve("cuda")
+    front: Any = importlib.import_module("flashrnn.flashrnn.flashrnn")  # a function of the package has its name
     front.get_gpu_info = lambda device_id: {
-        "maxThreadsPerBlock": 1024, "regsPerMultiprocessor": properties.regs_per_multiprocessor,
-        "multiProcessorCount": properties.multi_processor_count,
-        "sharedMemPerBlockOptin": properties.shared_memory_per_block_optin}
+        "maxThreadsPerBlock": 1024, "regsPerMultiprocessor": device.registers, "multiProcessorCount": device.cores,
+        "sharedMemPerBlockOptin": device.shared}
     cuda_init.time = SimpleNamespace(sleep=lambda seconds: None)
+    numbers = itertools.count()
+    cuda_init_parametric.cst.uuid = SimpleNamespace(uuid1=lambda: next(numbers))
     cuda_init_parametric.load = leaving(cuda_init_parametric.load)
     cuda_init_parametric.cst.solve_constrint = leaving(cuda_init_parametric.cst.solve_constrint)
 
@@ -110,16 +115,17 @@ def their_inputs(cell: str, gates, weight_hh):
 
 
 def prepare(folder: Path, cell: str, hidden: int) -> None:
-    """Where PyTorch builds the extension of a layer."""
+    """Where the extension of a layer is built, and its configuration kept; before FlashRNN is imported."""
     place = folder / f"{cell}_{hidden}"
     place.mkdir(parents=True, exist_ok=True)
     os.environ["TORCH_EXTENSIONS_DIR"] = str(place.absolute())
+    os.environ.setdefault("CONSTRINT_CACHE_DIR", str(place.absolute()))
     os.environ.setdefault("MAX_JOBS", "6")  # files of one extension
 
 
 def modules_of(cell: str, hidden: int) -> dict[str, ecornn.Module]:
     """Ours: the whole layer, and that of one input value with the same configuration, projection first."""
-    size = {"hidden": hidden, "batch": B, "seq": T, "dtype": DTYPE, "target": "cuda"}
+    size: dict[str, Any] = {"hidden": hidden, "batch": B, "seq": T, "dtype": DTYPE, "target": "cuda"}
     whole = ecornn.compile(cell, **size)
     config = whole.manifest.config | ({"ahead": 100} if "ahead" in whole.manifest.config else {})
     try:
@@ -162,7 +168,7 @@ def compare(cell: str, hidden: int, gpu: Gpu, repeats: int, seconds: float) -> d
             weights = {k: v.detach() for k, v in library.named_parameters()}
             layer, x = module.bind(weights), torch.randn(T, B, library.input_size, device="cuda").bfloat16()
             y = torch.full((T, B, hidden), float("nan"), device="cuda", dtype=torch.bfloat16)
-            graph = graph_of(lambda layer=layer, x=x, y=y: layer(x, out=y))
+            graph = graph_of(partial(layer, x, out=y))
             y.fill_(float("nan"))
             graph.replay()
             check(name, y, x, weights)
@@ -196,7 +202,7 @@ def serve(pipe: Connection, cell: str, hidden: int, arguments: argparse.Namespac
 def measure_all(arguments: argparse.Namespace) -> bool:
     """Measures every layer; whether all of them could be."""
     context, rows = multiprocessing.get_context("spawn"), []
-    waiting = {}
+    waiting: dict[Any, Any] = {}  # pipe -> process
     for cell, hidden in LAYERS:
         ours, other = context.Pipe()
         process = context.Process(target=serve, args=(other, cell, hidden, arguments))
@@ -204,6 +210,7 @@ def measure_all(arguments: argparse.Namespace) -> bool:
         other.close()
         waiting[ours] = process
     while waiting:
+        pipe: Any
         for pipe in wait(list(waiting)):
             process = waiting.pop(pipe)
             try:

@@ -30,7 +30,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from compile_rows import as_ready, compiling, file_of
-from floor import floor, machine_of
+from floor import H100, floor, machine_of
 from grid import Row, select
 from grid_log import GridLog
 from measuring_process import Limits, MeasuringProcess
@@ -127,7 +127,7 @@ def main() -> None:
 def run(arguments: argparse.Namespace) -> None:
     if arguments.list:
         for row in arguments.rows:
-            print(f"{row!s:32} {floor(machine_of('H100'), row.cell, row.B, row.I, row.H, row.kind).total:.2f}")
+            print(f"{row!s:32} {floor(H100, row.cell, row.B, row.I, row.H, row.kind).total:.2f}")
         return
     with contextlib.ExitStack() as stack:
         folder = arguments.modules or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ecornn-")))
