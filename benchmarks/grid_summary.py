@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from grid import CLIFF, GRID, LEAST, MOST, SCALING, TILES, Row
+from grid import rows as every_row
 
 DTYPES = ("float16", "bfloat16", "tf32", "float32")
 HIGH = 1.5  # times the floor that needs a reason
@@ -79,7 +80,8 @@ class Summary:
     """Measured rows by name; what was not measured, or failed, is left out everywhere and counted."""
 
     def __init__(self, rows: Iterable[Mapping]) -> None:
-        every = {row["name"]: dict(row) for row in rows}
+        order = {str(row): number for number, row in enumerate(every_row())}
+        every = {row["name"]: dict(row) for row in sorted(rows, key=lambda r: order.get(r["name"], len(order)))}
         self.failed = [row for row in every.values() if "failed" in row]
         self.rows = {name: row for name, row in every.items() if "failed" not in row}
 

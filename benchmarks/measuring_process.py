@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,14 +26,14 @@ class Limits:
 class MeasuringProcess:
     """`measure` asks the process; `environment` says where it runs."""
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
+    def __init__(self, limits: Limits, serve: Callable[[Connection, Limits], None] | None = None) -> None:
+        self.limits, self._serve = limits, serve or serve_gpu
         self._start()
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(other, self.limits), daemon=True)
+        self._process = context.Process(target=self._serve, args=(other, self.limits), daemon=True)
         self._process.start()
         other.close()
         self._begun: dict | None = None
@@ -76,7 +77,7 @@ class MeasuringProcess:
         self._pipe.close()
 
 
-def _serve(pipe: Connection, limits: Limits) -> None:
+def serve_gpu(pipe: Connection, limits: Limits) -> None:
     """Answers until the other end is closed."""
     try:
         import torch
