@@ -21,7 +21,6 @@ import fcntl
 import importlib
 import importlib.metadata
 import importlib.util
-import itertools
 import json
 import multiprocessing
 import os
@@ -42,7 +41,7 @@ from ecornn.tune.choose import default_target
 LAYERS = [(cell, H) for cell in ("lstm", "rnn_tanh") for H in (768, 1024)]
 T, B = 1024, 16
 FUNCTIONS = {"lstm": ("lstm", 4, 2), "rnn_tanh": ("elman", 1, 1)}  # its name, gates, states
-LIMIT = 1e-2  # relative error of a side; a bfloat16 has 2^-9
+LIMIT = 2e-2  # relative error of a side; a bfloat16 has 2^-9, and errors go on from step to step
 WAIT = 4_000_000  # cycles, about 2 ms: longer than FlashRNN's Python takes
 DTYPE = "bfloat16"
 
@@ -63,8 +62,7 @@ class Gpu:
 def adapt(gpu: Gpu) -> None:
     """FlashRNN's loader: leaves the GPU to others while it solves for a configuration or nvcc works; takes properties
     of the GPU from ecornn (its own helper for them does not compile with CUDA 13, which took members from
-    cudaDeviceProp); makes no pause of up to ten seconds before a build, since each layer has a folder of its own; and
-    names variables by number instead of at random, without which its cache of solved configurations finds nothing.
+    cudaDeviceProp); makes no pause of up to ten seconds before a build, since each layer has a folder of its own.
     """
     from flashrnn.flashrnn import cuda_init, cuda_init_parametric
 
@@ -84,8 +82,6 @@ def adapt(gpu: Gpu) -> None:
         "maxThreadsPerBlock": 1024, "regsPerMultiprocessor": device.registers, "multiProcessorCount": device.cores,
         "sharedMemPerBlockOptin": device.shared}
     cuda_init.time = SimpleNamespace(sleep=lambda seconds: None)
-    numbers = itertools.count()
-    cuda_init_parametric.cst.uuid = SimpleNamespace(uuid1=lambda: next(numbers))
     cuda_init_parametric.load = leaving(cuda_init_parametric.load)
     cuda_init_parametric.cst.solve_constrint = leaving(cuda_init_parametric.cst.solve_constrint)
 
@@ -139,12 +135,12 @@ def compare(cell: str, hidden: int, gpu: Gpu, repeats: int, seconds: float) -> d
     """One row: all sides built, checked and timed."""
     import side_by_side
     import torch
-    from side_by_side import CELLS, WrongResultError, float64_forward, graph_of, relative, summary, take_turns
+    from side_by_side import CELLS, DEVICE, WrongResultError, float64_forward, graph_of, relative, summary, take_turns
 
     side_by_side.WAIT = WAIT
     count = FUNCTIONS[cell][1]
     row: dict = {"cell": cell, "T": T, "B": B, "H": hidden, "dtype": DTYPE}
-    sides, inputs = {}, []
+    sides, inputs, kept = {}, [], []  # what graphs read must stay
 
     def check(name: str, y: torch.Tensor, x: torch.Tensor, weights: dict[str, torch.Tensor]) -> None:
         row[f"{name}_error"] = relative(y, float64_forward(cell, x, weights))
@@ -156,24 +152,25 @@ def compare(cell: str, hidden: int, gpu: Gpu, repeats: int, seconds: float) -> d
     adapt(gpu)
     theirs = flashrnn_of(cell, hidden, B)
     with torch.no_grad():
-        gates = torch.randn(T, B, count * hidden, device="cuda").bfloat16()
-        weight = torch.empty(count * hidden, hidden, device="cuda").uniform_(-1, 1).div(hidden ** 0.5).bfloat16()
-        arguments, zero = their_inputs(cell, gates, weight), torch.zeros(count * hidden, device="cuda")
+        gates = torch.randn(T, B, count * hidden, device=DEVICE).bfloat16()
+        weight = torch.empty(count * hidden, hidden, device=DEVICE).uniform_(-1, 1).div(hidden ** 0.5).bfloat16()
+        arguments, zero = their_inputs(cell, gates, weight), torch.zeros(count * hidden, device=DEVICE)
         y = theirs(*arguments)[0].reshape(T, B, hidden)
-        check("flashrnn", y, gates, {"weight_ih_l0": torch.eye(count * hidden, device="cuda"), "bias_ih_l0": zero,
+        check("flashrnn", y, gates, {"weight_ih_l0": torch.eye(count * hidden, device=DEVICE), "bias_ih_l0": zero,
                                      "weight_hh_l0": weight, "bias_hh_l0": zero})
         for name, module in modules.items():
             kwargs = {"nonlinearity": "tanh"} if cell == "rnn_tanh" else {}
-            library = CELLS[cell](module.manifest.workload.input, hidden, device="cuda", **kwargs).bfloat16()
+            library = CELLS[cell](module.manifest.workload.input, hidden, device=DEVICE, **kwargs).bfloat16()
             weights = {k: v.detach() for k, v in library.named_parameters()}
-            layer, x = module.bind(weights), torch.randn(T, B, library.input_size, device="cuda").bfloat16()
-            y = torch.full((T, B, hidden), float("nan"), device="cuda", dtype=torch.bfloat16)
+            layer, x = module.bind(weights), torch.randn(T, B, library.input_size, device=DEVICE).bfloat16()
+            y = torch.full((T, B, hidden), float("nan"), device=DEVICE, dtype=torch.bfloat16)
             graph = graph_of(partial(layer, x, out=y))
             y.fill_(float("nan"))
             graph.replay()
             check(name, y, x, weights)
             sides[name] = graph.replay
             inputs.append(x)
+            kept.append((layer, y))
             row[f"{name}_config"] = {"schedule": module.manifest.schedule, **module.manifest.config}
         sides["flashrnn"] = lambda: theirs(*arguments)
         inputs.append(arguments[0])
