@@ -148,8 +148,8 @@ def compare(cell: str, hidden: int, gpu: Gpu, repeats: int, seconds: float) -> d
             raise WrongResultError(f"{name} has error {row[f'{name}_error']:.2e}")
 
     modules = modules_of(cell, hidden)
-    gpu.take()
     adapt(gpu)
+    gpu.take()
     theirs = flashrnn_of(cell, hidden, B)
     with torch.no_grad():
         gates = torch.randn(T, B, count * hidden, device=DEVICE).bfloat16()

@@ -24,10 +24,10 @@ def plot_rows(log: GridLog, path: Path) -> None:
         return
     at = np.arange(len(rows))
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 2 + 0.19 * len(rows)), sharey=True)
-    for side, colour, marker in (("ecornn", "tab:blue", "o"), ("cudnn", "tab:gray", "s")):
+    for side, name, colour, marker in (("ecornn", "ecornn", "tab:blue", "o"), ("cudnn", "cuDNN", "tab:gray", "s")):
         middle = np.array([r[f"{side}_us"] for r in rows])
         spread = np.abs(np.array([[r[f"{side}_p20"], r[f"{side}_p80"]] for r in rows]).T - middle)
-        left.errorbar(middle, at, xerr=spread, fmt=marker, color=colour, markersize=4, label=side)
+        left.errorbar(middle, at, xerr=spread, fmt=marker, color=colour, markersize=4, label=name)
     known = [(r["floor_us"], y) for r, y in zip(rows, at, strict=True) if "floor_us" in r]
     if known:
         left.plot(*zip(*known, strict=True), "|", color="black", markersize=8, label="floor")
