@@ -71,7 +71,7 @@ class Floor:
 
 def machine_of(gpu: str) -> Machine | None:
     """The constants for a product's name; None where nobody measured them."""
-    return H100 if "H100" in gpu else None
+    return H100 if "H100 80GB HBM3" in gpu else None  # SXM; other products have other numbers of multiprocessors
 
 
 def floor(machine: Machine, cell: str, B: int, I: int, H: int, dtype: str) -> Floor:

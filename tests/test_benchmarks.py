@@ -108,6 +108,7 @@ def test_weights_beyond_the_chip_are_fetched_each_step():
 
 def test_no_floor_for_a_gpu_that_was_not_measured():
     assert floors.machine_of("NVIDIA A100-SXM4-80GB") is None
+    assert floors.machine_of("NVIDIA H100 PCIe") is None
     assert floors.machine_of("NVIDIA H100 80GB HBM3") is floors.H100
 
 
