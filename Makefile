@@ -33,6 +33,10 @@ $(VENV)/installed-lint: $(VENV)/installed
 	$(PIP) install --editable '.[lint]'
 	touch $@
 
+$(VENV)/installed-bench: $(VENV)/installed
+	$(PIP) install --editable '.[bench]'
+	touch $@
+
 setup: $(VENV)/installed
 
 # Searches a schedule for one LSTM on the GPU at hand, or else on this CPU, compiles the best one to
@@ -53,11 +57,9 @@ lint: $(VENV)/installed-lint
 	ln -s $(CURDIR)/ecornn/* $(CURDIR)/schedules $(CURDIR)/tuning_logs build/lint/ecornn
 	cd build/lint && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml
 
-# Times the compiled module, against PyTorch where VENV has it, by the records that are there.
-bench: $(VENV)/installed
-	mkdir -p build
-	$(BIN)/ecornn-compile --cell lstm --hidden $(HIDDEN) --output $(MODULE)
-	$(BIN)/ecornn bench $(MODULE)
+# What the README says of speed, measured on the GPU at hand, with its tables and plots; without a GPU, on this CPU.
+bench: $(VENV)/installed-bench
+	$(BIN)/python benchmarks/run_all.py
 
 clean:
 	rm -rf build $(VENV)

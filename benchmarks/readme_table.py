@@ -1,6 +1,8 @@
-"""Writes the README's tables of measured results from the files of ``compare_cudnn.py`` and ``compare_cpu.py``.
+"""Writes the README's tables of measured results from the files of the ``compare_*.py`` beside this one.
 
     python benchmarks/readme_table.py benchmarks/results/h100.json
+    python benchmarks/readme_table.py benchmarks/results/h100_grid.jsonl
+    python benchmarks/readme_table.py benchmarks/results/h100_flashrnn.json
     python benchmarks/readme_table.py benchmarks/results/cpu.json
 """
 
@@ -11,8 +13,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
-
-NAMES = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "vanilla tanh", "rnn_relu": "vanilla relu"}
+from grid_log import GridLog
+from grid_tables import NAMES, short, table
 
 
 def gpu_table(path: Path, data: dict) -> list[str]:
@@ -61,15 +63,38 @@ def cpu_table(path: Path, data: dict) -> list[str]:
             f"`{path.as_posix()}`; `{env['command']}`."]
 
 
-def main() -> None:
-    path = Path(sys.argv[1])
+def flashrnn_table(path: Path, data: dict) -> list[str]:
+    """The table of ``compare_flashrnn.py``."""
+    env, rows = data["environment"], []
+    for r in data["rows"]:
+        sides = [f"{r[f'{side}_us']:.2f} [{r[f'{side}_p20']:.2f}, {r[f'{side}_p80']:.2f}]"
+                 for side in ("ecornn_recurrence", "ecornn", "flashrnn")]
+        rows.append((f"{NAMES[r['cell']]} {r['T']}x{r['B']}x{r['H']}", *sides, f"{r['ratio_recurrence']:.2f}x"))
+    return [*table(("bfloat16, µs/step [p20, p80]", "ecornn, recurrence", "ecornn, whole layer",
+                    "FlashRNN, recurrence", "ratio"), rows), "",
+            f"FlashRNN {env['flashrnn']} (`cuda_fused`) through its own API on {env['gpu']}, PyTorch {env['torch']}; "
+            f"both sides in CUDA graphs, interleaved, outputs checked against float64. {env['recurrence']} Data: "
+            f"`{path.as_posix()}`; `make bench`."]
+
+
+def section(path: Path) -> tuple[str, list[str]]:
+    """The name of the README's part that a file belongs to, and its lines."""
+    if path.suffix == ".jsonl":
+        return "measured-grid", short(path, GridLog(path))
     data = json.loads(path.read_text())
-    name, table = ("measured", gpu_table) if "gpu" in data["environment"] else ("measured-cpu", cpu_table)
+    env = data["environment"]
+    if "flashrnn" in env:
+        return "measured-flashrnn", flashrnn_table(path, data)
+    return ("measured", gpu_table(path, data)) if "gpu" in env else ("measured-cpu", cpu_table(path, data))
+
+
+def main() -> None:
+    name, lines = section(Path(sys.argv[1]))
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     readme = Path("README.md")
     text = readme.read_text()
     before, after = text.split(begin)[0], text.split(end)[1]
-    readme.write_text(before + "\n".join([begin, "", *table(path, data), "", end]) + after)
+    readme.write_text(before + "\n".join([begin, "", *lines, "", end]) + after)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,79 @@
+"""Measures what the README says of speed, on the GPU at hand, and writes its tables; `make bench`.
+
+    python benchmarks/run_all.py
+
+On a GPU: the layers of the README and the whole grid against cuDNN (compare_cudnn.py, compare_grid.py), LSTM and
+vanilla against FlashRNN where it is installed (compare_flashrnn.py); then CSV, Markdown and plots of the grid
+(grid_report.py) and the README's tables (readme_table.py), all in benchmarks/results, named after the GPU. An
+interrupted grid goes on where it stopped.
+
+Without a GPU: layers and latencies on the CPU against PyTorch and ONNX Runtime (compare_cpu.py), into build/cpu.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from ecornn.device import Device, resolve
+from ecornn.tune.choose import default_target
+
+HERE = Path(__file__).resolve().parent
+RESULTS = Path("benchmarks/results")  # README's links are relative to the checkout
+CPU_SUITES = ("layers", "latency", "grid")
+
+
+def run(script: str, *arguments: object) -> bool:
+    """Runs a script of this folder, and says which; whether it succeeded."""
+    print(f"\n$ python benchmarks/{script} {' '.join(map(str, arguments))}", flush=True)
+    return subprocess.run([sys.executable, HERE / script, *map(str, arguments)]).returncode == 0
+
+
+def short_name(device: Device) -> str:
+    """``h100`` of NVIDIA H100 80GB HBM3: the first word with a letter and a number."""
+    words = re.findall(r"[a-z0-9]+", device.name.lower())
+    return next((w for w in words if re.fullmatch(r"[a-z]+\d\w*", w)), "gpu")
+
+
+def on_gpu(device: Device) -> bool:
+    """Everything on this GPU; whether all of it succeeded."""
+    name = short_name(device)
+    layers, grid, flashrnn = (RESULTS / f"{name}{end}" for end in (".json", "_grid.jsonl", "_flashrnn.json"))
+    begun = Path("build/bench", grid.name)  # results that are complete are measured anew
+    good = run("compare_cudnn.py", "--output", layers) and run("readme_table.py", layers)
+    good &= run("compare_grid.py", "--output", begun)
+    if begun.exists():
+        begun.replace(grid)
+        good &= run("grid_report.py", grid) and run("readme_table.py", grid)
+    if importlib.util.find_spec("flashrnn"):
+        good &= run("compare_flashrnn.py", "--output", flashrnn) and run("readme_table.py", flashrnn)
+    else:
+        print("\nnot compared with FlashRNN, which is not installed: pip install flashrnn==1.0.8")
+    return good
+
+
+def on_cpu() -> bool:
+    print("There is no GPU here that ecornn serves. The GPU benchmarks need one of compute capability 8.0 or newer, "
+          "its driver, and a PyTorch with CUDA and cuDNN. What follows compares on this CPU.", flush=True)
+    return all([run("compare_cpu.py", "--suite", suite, "--output", "build/cpu.json") for suite in CPU_SUITES])
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    if not importlib.util.find_spec("torch"):
+        sys.exit("the benchmarks compare with PyTorch, which is not installed: pip install '.[bench]'")
+    if default_target() == "cpu":
+        sys.exit(not on_cpu())
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit(f"PyTorch {torch.__version__} does not see the GPU: install one with CUDA")
+    sys.exit(not on_gpu(resolve("cuda")))
+
+
+if __name__ == "__main__":
+    main()

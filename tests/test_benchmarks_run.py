@@ -1,0 +1,126 @@
+"""The GPU benchmarks as they run, with a CPU or a fake in the GPU's place."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import compare_grid
+import fake_measuring
+import pytest
+from floor import H100, floor
+from grid import Row
+from grid_log import GridLog
+from measuring_process import Limits, MeasuringProcess
+
+import ecornn
+from ecornn.device import resolve
+
+LSTM, GRU, VANILLA = (Row(cell, 3, 2, 8, 8, "float32") for cell in ("lstm", "gru", "rnn_tanh"))
+LIMITS = Limits(repeats=5, seconds=1.0, longest=1.0)
+
+
+def test_a_row_that_fails_costs_the_others_nothing(tmp_path: Path):
+    file = tmp_path / "module.so"
+    file.touch()
+    process = MeasuringProcess(LIMITS, fake_measuring.serve)
+    try:
+        first = process.measure(LSTM, file)
+        assert process.measure(LSTM, file)["process"] == first["process"]
+        assert process.measure(VANILLA, file) == {"failed": "the process ended with 7"}
+        second = process.measure(LSTM, file)
+        assert second["ecornn_us"] == 2.0 and second["process"] != first["process"]
+        begin = time.monotonic()
+        assert process.measure(GRU, file) == {"failed": "nothing after 1 s"}
+        assert time.monotonic() - begin < 10
+        assert process.measure(LSTM, file)["process"] not in (first["process"], second["process"])
+    finally:
+        process.close()
+
+
+def test_without_a_gpu_nothing_is_measured():
+    process = MeasuringProcess(LIMITS, fake_measuring.serve_nothing)
+    try:
+        with pytest.raises(RuntimeError, match="no GPU"):
+            process.environment()
+    finally:
+        process.close()
+
+
+def test_the_grid_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                           capsys: pytest.CaptureFixture):
+    """Real compilations, for the CPU; a row that fails is recorded, and tried again the next time."""
+    path, tf32 = tmp_path / "grid.jsonl", Row(LSTM.cell, LSTM.T, LSTM.B, LSTM.I, LSTM.H, "tf32")
+    chosen = [LSTM, tf32, VANILLA]
+    monkeypatch.setattr(compare_grid, "select", lambda only, limit: chosen[:limit])
+    monkeypatch.setattr(compare_grid, "resolve", lambda target: resolve("cpu"))
+    monkeypatch.setattr(compare_grid, "MeasuringProcess", partial(MeasuringProcess, serve=fake_measuring.serve))
+
+    def measure(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["compare_grid.py", "--output", str(path), "--jobs", "2", *arguments,
+                                          "--lock", str(tmp_path / "lock")])
+        with pytest.raises(SystemExit) as ended:
+            compare_grid.main()
+        return ended.value.code
+
+    assert measure("--limit", "1") == 0
+    assert measure() == 1
+    out = capsys.readouterr().out
+    assert f"1 rows are in {path} already" in out and "FAILED the process ended with 7" in out
+    assert all(len(line) <= 110 for line in out.splitlines() if line.startswith(("lstm", "rnn")))
+    log = GridLog(path)
+    assert {row["name"] for row in log.rows} == {str(row) for row in chosen}
+    found, least = log.of(tf32), floor(H100, "lstm", 2, 8, 8, "float32").total
+    assert found["floor_us"] == least and found["over_floor"] == 2.0 / least
+    assert log.of(VANILLA) is None
+    assert path.read_text().count('"row"') == 3
+
+
+def test_both_sides_are_checked(monkeypatch: pytest.MonkeyPatch):
+    """On the CPU, with wall-clock times."""
+    torch = pytest.importorskip("torch")
+    import side_by_side
+
+    def graph(function: Callable[[], object]) -> SimpleNamespace:
+        function()
+        return SimpleNamespace(replay=function)
+
+    def clock(run: Callable[[], object]) -> float:
+        begin = time.perf_counter()
+        run()
+        return (time.perf_counter() - begin) * 1e6
+
+    monkeypatch.setattr(side_by_side, "DEVICE", "cpu")
+    monkeypatch.setattr(side_by_side, "graph_of", graph)
+    monkeypatch.setattr(side_by_side, "clock", clock)
+    torch.manual_seed(0)
+    modules = {c: ecornn.compile(c, hidden=8, input=8, batch=2, seq=3, target="cpu") for c in ("rnn_tanh", "rnn_relu")}
+    row = side_by_side.compare("rnn_tanh", (3, 2, 8, 8), "float32", modules["rnn_tanh"], repeats=9)
+    assert row["repetitions"] == 9 and row["error"] < 1e-6 and row["cudnn_error"] < 1e-6
+    assert row["ecornn_p20"] <= row["ecornn_us"] <= row["ecornn_p80"]
+    assert row["ratio"] == row["cudnn_us"] / row["ecornn_us"]
+    with pytest.raises(side_by_side.WrongResultError, match=r"allowed 1\.00e-05"):
+        side_by_side.compare("rnn_tanh", (3, 2, 8, 8), "float32", modules["rnn_relu"])
+
+
+def test_seconds_end_a_row(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("torch")
+    import side_by_side
+
+    now = [0.0]
+
+    def clock(run: Callable[[], object]) -> float:
+        now[0] += 1
+        return now[0]
+
+    monkeypatch.setattr(side_by_side, "clock", clock)
+    monkeypatch.setattr(side_by_side.time, "monotonic", lambda: now[0])
+    sides = {"a": lambda: None, "b": lambda: None}
+    assert len(side_by_side.take_turns(sides, lambda: None, 30, 25.0)["a"]) == 13
+    times = side_by_side.take_turns(sides, lambda: None, 30, 0.0)
+    assert len(times["a"]) == len(times["b"]) == side_by_side.FEWEST
+    assert len(side_by_side.take_turns(sides, lambda: None, 5, 1e9)["b"]) == 5
