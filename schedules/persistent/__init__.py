@@ -28,6 +28,7 @@ from ecornn.schedules.timeline import row_buffers
 from ecornn.workload import Place, Workload
 
 START_BLOCKS = 128
+STREAMED_ROWS = 8  # with more, layout_transform is faster than weights that come from L2 in every step
 STREAMED = 0.5  # of L2: the most of the weights that may be read from there every step
 AHEAD = (100, 75, 50, 25, 0)
 LATE = 2  # times as long as the recurrence: what workers may take before a configuration is not worth a trial
@@ -126,6 +127,8 @@ class Persistent(Schedule):
     def _crowded(self, task: Task, plan: Plan) -> str | None:
         """What a plan needs more of than there is."""
         device = task.device
+        if plan.streamed and plan.rows > STREAMED_ROWS:
+            return f"{plan.streamed} bytes of weights a block do not fit on chip, and there are {plan.rows} batch rows"
         if plan.streamed * plan.groups * plan.blocks > device.l2 * STREAMED:
             return f"{plan.streamed} bytes of weights a block do not fit on chip"
         limit = register_limit(task, plan)
