@@ -157,8 +157,8 @@ def test_functions_that_do_not_fit_are_refused():
 def test_file_holds_machine_code_and_no_source(built: tuple[Path, Generated]):
     out, generated = built
     content = out.read_bytes()
-    cubins = [code for name, code in generated.binaries.items() if name.startswith("ecornn_cubin")]
-    assert len(cubins) == 3 and all(code[:4] == b"\x7fELF" and code in content for code in cubins)
+    assert generated.binaries["ecornn_cubin0"][:4] == b"\x7fELF"
+    assert generated.binaries["ecornn_cubin0"] in content
     assert b"__global__" not in content and b"threadIdx" not in content
     assert set(generated.resources) == {"total", "step", "last"}
     assert all(r["registers"] > 0 and r["spill_stores"] == 0 for r in generated.resources.values())
@@ -195,8 +195,8 @@ def test_run_makes_the_calls_in_order(built: tuple[Path, Generated], fake: Path)
     loading, running = done.calls[:first], done.calls[first + 1:]
     assert loading == [
         "cuInit 0", "cuDeviceGet 0", "cuDevicePrimaryCtxRetain 10", "cuCtxPushCurrent 110",
-        *(line for name in ("total", "step", "last")
-          for line in ("cuModuleLoadData elf=1 capture_mode=2", f"cuModuleGetFunction {name}_kernel")),
+        "cuModuleLoadData elf=1 capture_mode=2", "cuModuleGetFunction total_kernel",
+        "cuModuleGetFunction step_kernel", "cuModuleGetFunction last_kernel",
         "cuFuncSetAttribute last_kernel 8 256",
     ]
 
@@ -215,8 +215,34 @@ def test_run_makes_the_calls_in_order(built: tuple[Path, Generated], fake: Path)
         ]
 
     # The second call loads nothing; the end of the process unloads.
-    unload = ["cuCtxPushCurrent 110", *["cuModuleUnload"] * 3, "cuCtxPopCurrent", "cuDevicePrimaryCtxRelease 10"]
+    unload = ["cuCtxPushCurrent 110", "cuModuleUnload", "cuCtxPopCurrent", "cuDevicePrimaryCtxRelease 10"]
     assert running == [*sequence(3), *sequence(1), *unload]
+
+
+def test_a_large_projection_is_a_cubin_of_its_own_that_is_compiled_once(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fake: Path):
+    from ecornn.build import cuda, nvcc
+
+    sources: list[str] = []
+    compiled = nvcc._compile
+
+    def compile(source: str, *rest: str) -> tuple[bytes, str]:
+        sources.append(source)
+        return compiled(source, *rest)
+
+    monkeypatch.setattr(nvcc, "_compile", compile)
+    monkeypatch.setattr(cuda, "PROJECTION", "step")
+    monkeypatch.setattr(cuda, "LARGE", 1)
+    monkeypatch.setenv("ECORNN_CACHE", str(tmp_path / "cache"))
+    program, out = cuda_sample.program(), tmp_path / "apart.so"
+    for _ in range(2):
+        generated = build_module(program, cuda_sample.manifest(KNOWN["sm_90a"]), out)
+    assert len(sources) == 2 and [s for s in sources if "step_kernel" in s] == [s for s in sources if "last_kernel" not in s]
+    assert set(generated.resources) == {"total", "step", "last"}
+    if detect() is None:
+        calls = child(run_code(1), out, fake, FAKE_MAJOR="9").calls
+        assert sum(c.startswith("cuModuleLoadData") for c in calls) == calls.count("cuModuleUnload") == 2
+        assert sum(c.startswith("cuLaunchKernelEx") for c in calls) == 3
 
 
 def test_each_device_loads_once(built: tuple[Path, Generated], fake: Path):
@@ -224,7 +250,7 @@ def test_each_device_loads_once(built: tuple[Path, Generated], fake: Path):
             "threads = [Thread(target=m['synchronize'], args=(i % 2, 0)) for i in range(8)]\n"
             "[t.start() for t in threads], [t.join() for t in threads]\n")
     calls = child(code, built[0], fake).calls
-    assert sum(c.startswith("cuModuleLoadData") for c in calls) == 2 * 3  # one cubin for each kernel
+    assert sum(c.startswith("cuModuleLoadData") for c in calls) == 2
     assert calls.count("cuInit 0") == 1 and calls.count("cuStreamSynchronize 0") == 8
 
 

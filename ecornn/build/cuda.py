@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ecornn.build.generated import Generated, Texts
@@ -15,32 +15,41 @@ from ecornn.errors import BuildError
 from ecornn.program import Launch, Loop, Program
 
 SCALARS = ("T", "B", "t")
+PROJECTION = "project"  # in the names of functions that project a sequence's input
+LARGE = 64_000  # characters of a kernel's source
 _COMPILE_HOOK = "tvm_callback_cuda_compile"
 
 
 def generate(program: Program, device: Device) -> Generated:
-    """Machine code and host code of a CUDA program: one cubin for each kernel, so that kernels that many
-    configurations and workloads share are compiled once.
+    """Machine code and host code of a CUDA program.
 
     ``emitted`` holds ``tir`` (the functions as the schedule made them) and ``cuda``; for PTX call
     :func:`ecornn.build.nvcc.ptx` on the latter. Raises :class:`BuildError` where a function is no
     single kernel, its parameters are not the program's, its launch differs from its declaration,
     or a compiler fails.
     """
-    lowered = _lower(program, device.arch)
-    kernels = {one.name: one.kernel for one in lowered}
+    groups = _groups(_lower(program, device.arch))
+    kernels = {one.name: replace(one.kernel, image=number) for number, (group, _) in enumerate(groups) for one in group}
     sources = host_sources(program, kernels, device.arch)
-    texts = [_text(one) for one in lowered]
-    with ThreadPoolExecutor(len(texts)) as threads:  # that wait for compilers
-        compiled = list(threads.map(lambda text: compile_cubin(text, device.arch), texts))
+    with ThreadPoolExecutor(len(groups)) as threads:  # that wait for compilers
+        compiled = list(threads.map(lambda group: compile_cubin(group[1], device.arch), groups))
+    resources = {symbol: found for _, each in compiled for symbol, found in each.items()}
     return Generated(
         sources=sources,
         binaries={image(number): cubin for number, (cubin, _) in enumerate(compiled)},
         emitted=Texts(tir=lambda: "\n".join(f.script() for f in program.functions.values()),
                       cuda=lambda: lower(program, device.arch)[1]),
-        resources={one.name: found[one.kernel.symbol] for one, (_, found) in zip(lowered, compiled, strict=True)
-                   if one.kernel.symbol in found},
+        resources={name: resources[kernel.symbol] for name, kernel in kernels.items() if kernel.symbol in resources},
     )
+
+
+def _groups(lowered: list[_Lowered]) -> list[tuple[list[_Lowered], str]]:
+    """Kernels that are compiled together, and their source. The projection is as good as the same for all
+    configurations of a workload, so it is compiled apart, unless that takes less than starting the compiler."""
+    apart = [([one], text) for one in lowered if PROJECTION in one.name and len(text := _text(one)) >= LARGE]
+    alone = [one for group, _ in apart for one in group]
+    rest = [one for one in lowered if one not in alone]
+    return ([(rest, _source([one.code for one in rest], rest[0].key[1]))] if rest else []) + apart
 
 
 def lower(program: Program, arch: str) -> tuple[dict[str, Kernel], str]:
@@ -49,7 +58,7 @@ def lower(program: Program, arch: str) -> tuple[dict[str, Kernel], str]:
     return {one.name: one.kernel for one in lowered}, _source([one.code for one in lowered], arch)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Lowered:
     """A function of the program: what the host must know, the device function, and what that was made of."""
 

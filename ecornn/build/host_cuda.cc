@@ -21,7 +21,7 @@ constexpr int kMaxDevices = 64;
 struct State {
   Context context;
   int device, major, minor;
-  Module* modules;  // one for each kernel
+  Module* modules;  // one for each cubin
   Function* functions;
 };
 
@@ -46,13 +46,17 @@ class RelaxedCapture {
   int mode_ = kCaptureRelaxed;
 };
 
-static int load_kernel(State& state, int index) {
-  const Kernel& kernel = kKernels[index];
+static int load_image(State& state, int index) {
   char what[160];
   snprintf(what, sizeof what, "a module for %s on a GPU of compute capability %d.%d", kArch, state.major, state.minor);
-  ECORNN_CALL(what, cuModuleLoadData, &state.modules[index], kernel.image);
+  ECORNN_CALL(what, cuModuleLoadData, &state.modules[index], kImages[index]);
+  return 0;
+}
+
+static int load_kernel(State& state, int index) {
+  const Kernel& kernel = kKernels[index];
   Function& function = state.functions[index];
-  ECORNN_CALL(kernel.name, cuModuleGetFunction, &function, state.modules[index], kernel.symbol);
+  ECORNN_CALL(kernel.name, cuModuleGetFunction, &function, state.modules[kernel.image], kernel.symbol);
   if (kernel.shared > 0)
     ECORNN_CALL(kernel.name, cuFuncSetAttribute, function, kFunctionMaxDynamicShared, kernel.shared);
   if (kernel.cluster > 8)
@@ -62,7 +66,7 @@ static int load_kernel(State& state, int index) {
 
 // Of a state whose context is current; also where only some are loaded.
 static void unload_kernels(State& state) {
-  for (int i = 0; i < kKernelCount; ++i)
+  for (int i = 0; i < kImageCount; ++i)
     if (state.modules[i]) driver.cuModuleUnload(state.modules[i]);
   free(state.modules);
   free(state.functions);
@@ -74,9 +78,10 @@ static int load_kernels(State& state) {
   ECORNN_TRY(current.enter(state.context));
   ECORNN_CALL("", cuDeviceGetAttribute, &state.major, kDeviceCapabilityMajor, state.device);
   ECORNN_CALL("", cuDeviceGetAttribute, &state.minor, kDeviceCapabilityMinor, state.device);
-  state.modules = static_cast<Module*>(calloc(kKernelCount, sizeof(Module)));
+  state.modules = static_cast<Module*>(calloc(kImageCount, sizeof(Module)));
   state.functions = static_cast<Function*>(calloc(kKernelCount, sizeof(Function)));
   int failed = state.modules && state.functions ? 0 : fail("MemoryError", "out of memory");
+  for (int i = 0; !failed && i < kImageCount; ++i) failed = load_image(state, i);
   for (int i = 0; !failed && i < kKernelCount; ++i) failed = load_kernel(state, i);
   if (failed) unload_kernels(state);
   return failed;

@@ -25,9 +25,9 @@ static_assert(sizeof(LaunchAttribute) == 72, "CUlaunchAttribute");
 struct Kernel {
   const char* name;
   const char* symbol;
-  const unsigned char* image;  // the cubin that has it
-  int shared;                  // the most dynamic shared memory of any of its launches, bytes
-  int cluster;                 // the largest cluster, blocks
+  int image;    // number of the cubin that has it
+  int shared;   // the most dynamic shared memory of any of its launches, bytes
+  int cluster;  // the largest cluster, blocks
 };
 
 struct Shape {
@@ -38,7 +38,8 @@ struct Shape {
 
 // Of program.cc.
 extern const char kArch[];
-extern const int kBufferCount, kKernelCount;
+extern const int kBufferCount, kKernelCount, kImageCount;
+extern const unsigned char* const kImages[];
 extern const Kernel kKernels[];
 // The program's calls; p[i] is the memory of buffer i.
 int calls(const State& state, int32_t T, int32_t B, Stream stream, Pointer* p);

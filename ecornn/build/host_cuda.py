@@ -28,12 +28,14 @@ class Kernel:
     arguments : buffer names and scalars, in the order of its parameters
     extents : constant launch extents by thread tag such as ``blockIdx.x``
     tags : TVM's launch tags, among them ``tirx.use_cooperative_launch``
+    image : number of the cubin that has it
     """
 
     symbol: str
     arguments: tuple[str, ...]
     extents: Mapping[str, int]
     tags: tuple[str, ...] = ()
+    image: int = 0
 
 
 def host_sources(program: Program, kernels: Mapping[str, Kernel], arch: str) -> dict[str, str]:
@@ -50,7 +52,7 @@ def host_sources(program: Program, kernels: Mapping[str, Kernel], arch: str) -> 
 
 
 def image(number: int) -> str:
-    """Symbol of the cubin of kernel ``number``."""
+    """Symbol of cubin ``number``."""
     return f"ecornn_cubin{number}"
 
 
@@ -116,17 +118,18 @@ class _Writer:
 
     def text(self, arch: str) -> str:
         """``program.cc``: the kernels, the shapes of all launches, and the calls."""
-        images, rows = [], []
-        for number, (name, kernel) in enumerate(self.kernels.items()):
+        rows, images = [], [image(n) for n in range(1 + max((k.image for k in self.kernels.values()), default=0))]
+        for name, kernel in self.kernels.items():
             mine = [launch for launch in self.launches if launch.function == name]
             shared = max((launch.shared for launch in mine), default=0)
             cluster = max((launch.cluster for launch in mine), default=1)
-            images.append(f'extern "C" const unsigned char {image(number)}[];')
-            rows.append(f'    {{"{name}", "{kernel.symbol}", {image(number)}, {shared}, {cluster}}},')
+            rows.append(f'    {{"{name}", "{kernel.symbol}", {kernel.image}, {shared}, {cluster}}},')
         return "\n".join([
-            '#include "host_cuda.h"', "", *images, "", "namespace ecornn {", "", f'const char kArch[] = "{arch}";',
+            '#include "host_cuda.h"', "", *(f'extern "C" const unsigned char {name}[];' for name in images), "",
+            "namespace ecornn {", "", f'const char kArch[] = "{arch}";',
             f"const int kBufferCount = {len(self.buffers)};", f"const int kKernelCount = {len(self.kernels)};",
-            "const Kernel kKernels[] = {", *rows, "};", *(shape(i, launch) for i, launch in enumerate(self.launches)), "",
+            f"const int kImageCount = {len(images)};",
+            f"const unsigned char* const kImages[] = {{{', '.join(images)}}};", "const Kernel kKernels[] = {", *rows, "};", *(shape(i, launch) for i, launch in enumerate(self.launches)), "",
             "int calls(const State& state, int32_t T, int32_t B, Stream stream, Pointer* p) {",
             "  (void)state, (void)T, (void)B, (void)stream, (void)p;", *self.lines, "  return 0;", "}", "",
             "}  // namespace ecornn", ""])
