@@ -1,14 +1,15 @@
-"""The H100 workloads whose records ship: LSTM, GRU and vanilla layers in the usual sizes, each with a few configurations.
+"""The H100 workloads whose records ship: LSTM, GRU and vanilla layers in the usual sizes, a few configurations each.
 
     python benchmarks/tune_h100_set.py list set.jsonl          # which workloads, and the candidates of each
     python benchmarks/tune_h100_set.py build set.jsonl         # into the build cache; needs no GPU
     python benchmarks/tune_h100_set.py run set.jsonl --logs logs --limit 600
 
-Candidates are the defaults of the two preferred schedules, the fastest known, and what the cost model ranks highest
-that has seen the records at hand, of the nearest cell and data type if need be. A list has one workload a line, the most important first. `run` measures on the GPU at hand, each workload's candidates and
-then the best again, into one log for each workload; `ecornn log merge` makes one of them. The same command again goes
-on. What `build` made, on any machine with the same sources and the same CUDA compiler, `run` takes from the cache
-(`ECORNN_CACHE`), so that only the GPU is waited for.
+Candidates are the defaults of the two preferred schedules, the fastest configurations known, and what the cost model
+ranks highest, of all and of those near the default; it has seen the records at hand, of the nearest cell and data
+type if need be. A list has one workload a line, the most important first. `run` measures on the GPU at hand, each
+workload's candidates and then the best again, into one log for each workload; `ecornn log merge` makes one of them.
+The same command again goes on. What `build` made, on any machine with the same sources and the same CUDA compiler,
+`run` takes from the cache (`ECORNN_CACHE`), so that only the GPU is waited for.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +29,7 @@ import msgspec
 from msgspec import structs
 
 from ecornn.tune.record import Choice, Trial
+from ecornn.workload import Workload
 
 SEQ = 100
 TARGET = "sm_90a"
@@ -35,6 +38,10 @@ HIDDEN = (512, 1024, 256, 768, 800, 128, 1536, 650, 1500, 2048, 2816)
 BATCH = (1, 16, 32, 64, 4, 8, 128)
 CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 DTYPES = ("bfloat16", "float16", "float32")
+# What records must have in common with a workload for the model to learn from them; the first that some have.
+LIKENESSES: tuple[Callable[[Workload], object], ...] = (
+    lambda w: (w.cell, w.dtype), lambda w: w.dtype, lambda w: None)
+NEAR = 200  # single steps from a default, at random
 # What a place costs: of a cell, of a data type.
 STEP = {"cell": 2.5, "dtype": 5.0}
 
@@ -73,13 +80,12 @@ def proposed(cell: str, hidden: int, batch: int, dtype: str, count: int) -> tupl
     from ecornn.tune.search import Search
     from ecornn.tune.space import Candidate, ConfigSpace
     from ecornn.tune.transfer import seeds, warm
-    from ecornn.workload import Workload
 
     found, device = get(cell), resolve(TARGET)
     task = make_task(found, Workload(found.identity(), hidden, hidden, batch, SEQ, dtype), device)
     schedules, log = serving_or_raise(task), read_all()
     space, model = ConfigSpace(task, schedules[:1]), CostModel()
-    for likeness in (lambda w: (w.cell, w.dtype), lambda w: w.dtype, lambda w: ""):  # what the model learns from
+    for likeness in LIKENESSES:
         near = [line for line in log.lines if isinstance(line.record, Trial)
                 and likeness(line.record.workload) == likeness(task.workload)]
         taken = [replace(line, record=structs.replace(line.record, workload=structs.replace(
@@ -87,10 +93,18 @@ def proposed(cell: str, hidden: int, batch: int, dtype: str, count: int) -> tupl
         if warm(model, found, task, schedules[:1], Log(taken)):
             break
     others = [Candidate.of(s.name, s.default(task)) for s in schedules[1:2]]
-    known = seeds(task, schedules[:1], log)[:(count - 1) // 2]
-    search = Search(space, model, 0, known=[*space.defaults(), *known], defaults=False)
-    picked = [*search.ask(count - len(others)), *others]
-    return tuple(Choice(c.schedule, c.config) for c in picked)
+    default, known, rng = space.defaults()[0], seeds(task, schedules[:1], log)[:(count - 1) // 2], random.Random(0)
+    search = Search(space, model, 0, known=[default, *known], defaults=False)
+    picked = search.first[:count - len(others)]
+    room = count - len(others) - len(picked)
+    if room and model.fit():
+        steps = [n for _ in range(NEAR) if (n := space.neighbour(default, rng))]
+        steps += [n for s in steps[:NEAR] if (n := space.neighbour(s, rng))]
+        near = [c for c in dict.fromkeys(steps) if c not in picked]
+        scores = model.score(model.table([search.row(c) for c in near]))
+        picked += search.top(zip(near, scores, strict=True), (room + 1) // 2)
+        search.first = picked
+    return tuple(Choice(c.schedule, c.config) for c in [*search.ask(count - len(others)), *others])
 
 
 def read(path: Path) -> list[Item]:
@@ -125,7 +139,6 @@ def prebuild(path: Path, processes: int, limit: float) -> None:
     from ecornn.device import resolve
     from ecornn.tune.building import Build, Built
     from ecornn.tune.process import Worker, WorkerError
-    from ecornn.workload import Workload
 
     device, begin, local = resolve(TARGET), time.monotonic(), threading.local()
     workers: list[Worker] = []

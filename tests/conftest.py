@@ -1,14 +1,24 @@
-"""What all tests share: tests marked ``gpu`` are skipped, with the reason, where there is no GPU."""
+"""What all tests share: tests marked ``gpu`` are skipped, with the reason, where there is no GPU; and a build cache
+that is empty at first."""
 
 from __future__ import annotations
 
 import ctypes
+import os
+import tempfile
 
 import pytest
 from hypothesis import settings
 
 settings.register_profile("any machine", deadline=None)  # a busy one is no failure
 settings.load_profile("any machine")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # worker processes of a parallel run share its cache
+        folder = tempfile.TemporaryDirectory(prefix="ecornn-test-cache-", ignore_cleanup_errors=True)
+        os.environ["ECORNN_CACHE"] = folder.name
+        config.add_cleanup(folder.cleanup)
 
 
 def no_gpu() -> str | None:

@@ -237,7 +237,8 @@ def test_a_large_projection_is_a_cubin_of_its_own_that_is_compiled_once(
     program, out = cuda_sample.program(), tmp_path / "apart.so"
     for _ in range(2):
         generated = build_module(program, cuda_sample.manifest(KNOWN["sm_90a"]), out)
-    assert len(sources) == 2 and [s for s in sources if "step_kernel" in s] == [s for s in sources if "last_kernel" not in s]
+    assert len(sources) == 2
+    assert [s for s in sources if "step_kernel" in s] == [s for s in sources if "last_kernel" not in s]
     assert set(generated.resources) == {"total", "step", "last"}
     if detect() is None:
         calls = child(run_code(1), out, fake, FAKE_MAJOR="9").calls

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from ecornn.tune.evaluate import Outcome, ProcessEvaluator
 from ecornn.tune.journal import Journal, digest_of
 from ecornn.tune.log import read
 from ecornn.tune.model import CostModel
-from ecornn.tune.pool import Pool
+from ecornn.tune.pool import Closed, Pool
 from ecornn.tune.process import Worker, WorkerError
 from ecornn.tune.record import Finish, Start, Times
 from ecornn.tune.search import Search
@@ -221,6 +222,42 @@ def test_the_end_of_the_time_does_not_wait_for_what_is_under_way(tmp_path):
         assert time.monotonic() - began < 15 and measure.pending == 0
         measure.submit([candidate("ok", 3)], None)  # and the processes serve on
         assert measure.next()[1].times is not None
+
+
+def test_threads_share_the_processes_and_no_measurement_waits_for_another_oracle(tmp_path):
+    ready = threading.Event()
+
+    def slow(path: Path) -> None:
+        ready.wait(20)
+        path.write_bytes(b"")
+
+    with Pool(ENTRIES, 2, quiet=False) as pool, ProcessEvaluator(
+            TASK, "lstm", slow, pool, limit=5, seed=0) as late, ProcessEvaluator(
+            make(hidden=9), "lstm", lambda path: path.write_bytes(b""), pool, limit=5, seed=0) as other:
+        late.submit([candidate("ok")], None)
+        assert outcomes(other, [candidate("ok")])[candidate("ok")].times and not ready.is_set()
+        ready.set()
+        assert late.next()[1].times
+
+
+def test_what_a_closed_pool_fails_at_is_no_trial(tmp_path):
+    with Pool(ENTRIES, 1) as pool, ProcessEvaluator(
+            TASK, "lstm", lambda path: path.write_bytes(b""), pool, limit=60, seed=0) as measure:
+        measure.submit([candidate("hang")], None)
+        threading.Timer(2.0, pool.close).start()
+        with pytest.raises(Closed):
+            measure.next()
+
+
+def test_given_configurations_are_tried_and_no_others(tmp_path):
+    schedule = Fake(("ok",), "abc")
+    journal = Journal.open(tmp_path / "log.jsonl", "digest", True)
+    space = ConfigSpace(TASK, [schedule])
+    given = [Candidate.of("fake", {"a": a, "b": 1, "c": 0, "behaviour": "ok"}) for a in (1, 5, 9, 1)]
+    search = Search(space, CostModel(), 0, known=given, defaults=False)
+    finish = Tuner(search, Instant(), journal, Settings(len(search.first), 0), HERE).run()
+    assert [t.config["a"] for t in journal.search] == [1, 5]  # 9 does not fit
+    assert finish.best and finish.best.config["a"] == 5 and "fitting" not in vars(space)  # nothing was scanned
 
 
 def test_the_processes_stay_from_one_workload_to_the_next(tmp_path):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 from ecornn.build.generated import Generated, Texts
 from ecornn.build.host_cuda import COOPERATIVE, Kernel, host_sources, image
@@ -73,11 +74,11 @@ def _lower(program: Program, arch: str) -> list[_Lowered]:
 
     if not program.functions:
         raise BuildError("the program has no functions")
-    found = []
+    found, structure = [], cast(Any, tvm_ffi.StructuralKey)
     for name, function in program.functions.items():
         # Equal structure says nothing of names, which tell a kernel's parameters apart.
-        key = name, arch, tuple(p.name for p in function.params), tvm_ffi.StructuralKey(function)
-        code = _kept(key, lambda name=name, function=function: _pipeline(name, function, arch))
+        key = name, arch, tuple(p.name for p in function.params), structure(function)
+        code = _kept(key, partial(_pipeline, name, function, arch))
         kernel = _kernel(program, name, function, code)
         explicit = (function.attrs or {}).get("tirx.noalias")
         restrict = _may_restrict(program, name, kernel) if explicit is None else bool(explicit)

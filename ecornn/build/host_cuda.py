@@ -124,15 +124,18 @@ class _Writer:
             shared = max((launch.shared for launch in mine), default=0)
             cluster = max((launch.cluster for launch in mine), default=1)
             rows.append(f'    {{"{name}", "{kernel.symbol}", {kernel.image}, {shared}, {cluster}}},')
-        return "\n".join([
+        lines = [
             '#include "host_cuda.h"', "", *(f'extern "C" const unsigned char {name}[];' for name in images), "",
             "namespace ecornn {", "", f'const char kArch[] = "{arch}";',
             f"const int kBufferCount = {len(self.buffers)};", f"const int kKernelCount = {len(self.kernels)};",
             f"const int kImageCount = {len(images)};",
-            f"const unsigned char* const kImages[] = {{{', '.join(images)}}};", "const Kernel kKernels[] = {", *rows, "};", *(shape(i, launch) for i, launch in enumerate(self.launches)), "",
+            f"const unsigned char* const kImages[] = {{{', '.join(images)}}};",
+            "const Kernel kKernels[] = {", *rows, "};",
+            *(shape(i, launch) for i, launch in enumerate(self.launches)), "",
             "int calls(const State& state, int32_t T, int32_t B, Stream stream, Pointer* p) {",
             "  (void)state, (void)T, (void)B, (void)stream, (void)p;", *self.lines, "  return 0;", "}", "",
-            "}  // namespace ecornn", ""])
+            "}  // namespace ecornn", ""]
+        return "\n".join(lines)
 
 
 def shape(number: int, launch: Launch) -> str:

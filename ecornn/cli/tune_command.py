@@ -117,9 +117,8 @@ def run(console: Console, session: Session, layers: Sequence[dict[str, Any]], ta
 
         def begin(space: ConfigSpace, resumed: int, count: str = count) -> None:
             work, device = space.task.workload, space.task.device
-            console.print(f"{count}{work} on {device.name} ({device.arch}): {', '.join(space.schedules)}, "
-                          f"{len(space)} candidates" + (f", {resumed} trials in the log" if resumed else ""),
-                          markup=False)
+            console.print(f"{count}{work} on {device.name} ({device.arch}): {', '.join(space.schedules)}"
+                          + (f", {resumed} trials in the log" if resumed else ""), markup=False)
 
         try:
             with Meter(console) as meter:

@@ -99,8 +99,8 @@ def generate(request: Build) -> tuple[str, bytes]:
 
 
 # What a module is made by, besides TVM and compilers.
-MAKERS = ("analysis", "build", "cells", "schedules", "compose.py", "device.py", "host_cpu.py", "manifest.py", "program.py",
-          "task.py", "workload.py", "tune/building.py")
+MAKERS = ("analysis", "build", "cells", "schedules", "compose.py", "device.py", "host_cpu.py", "manifest.py",
+          "program.py", "task.py", "workload.py", "tune/building.py")
 
 
 @cache

@@ -218,7 +218,10 @@ class ProcessEvaluator:
     def compare(self, finalists: Sequence[Candidate]) -> list[Outcome]:
         """See :class:`Evaluator`."""
         try:
-            built = list(self.pool.building.map(self.build, finalists))
+            # Those of an earlier session are built again; the others must not wait for builds that go on.
+            missing = [c for c in finalists if c not in self.modules]
+            list(self.pool.building.map(self.build, missing))
+            built = [self.modules[c] for c in finalists]
             measured = self.measure([path for path, _ in built], None, COMPARED)
         except WorkerError:
             self.pool.must_be_open()

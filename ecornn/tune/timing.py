@@ -119,9 +119,9 @@ def race(contestants: Sequence[Contestant], bound: float | None = None, span: fl
         plans[i] = samples, count, several(contestants[i].run, count)
     for number in range(LONGER * max((samples for samples, _, _ in plans.values()), default=0)):
         waiting = [i for i, (samples, _, _) in plans.items()
-                   if number < samples and not decided(times[i], bound, fewest)
-                   or samples <= number < LONGER * samples and not settled(times[i])
-                   and not behind(times[i], bound, fewest)]
+                   if (number < samples and not decided(times[i], bound, fewest))
+                   or (samples <= number < LONGER * samples and not settled(times[i])
+                       and not behind(times[i], bound, fewest))]
         if not waiting:
             break
         for i in waiting:
