@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 from click.testing import CliRunner
 from emulated import task_of
@@ -53,3 +55,26 @@ def test_the_command_line_means_float32():
                                     "--target", "sm_90a", "--schedule", "fused_step", "--emit", "cuda"])
     assert run.exit_code == 0, run.output
     assert "float32, tf32 products" in run.output
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cell", ["lstm", "gru", "rnn_tanh"])
+@pytest.mark.parametrize("schedule", ["persistent", "layout_transform"])
+def test_no_worse_than_twice_the_library(cell, schedule):
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    T, B, I, H = 30, 9, 200, 256
+    library = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn_tanh": torch.nn.RNN}[cell](I, H).cuda()
+    x = torch.randn(T, B, I, device="cuda")
+    layer = ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, precision="tf32", target="cuda",
+                           schedule=schedule).bind({k: v.detach() for k, v in library.named_parameters()})
+    allowed, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, True
+    try:
+        with torch.no_grad():
+            theirs = library(x)[0].double()
+            exact = copy.deepcopy(library).double()(x.double())[0]
+    finally:
+        torch.backends.cudnn.allow_tf32 = allowed
+    ours = layer(x)[0].double()
+    error, limit = ((y - exact).norm() / exact.norm() for y in (ours, theirs))
+    assert limit > 1e-5 and error <= 2 * limit
