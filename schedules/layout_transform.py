@@ -140,8 +140,8 @@ def estimate(task: Task, plan: Plan) -> float:
 
     A launch; then for the multiprocessor with most blocks the longest of its copies (32 bytes a cycle
     from L2), its products (an mma in 1.6 cycles) and its fragments (64 bytes a cycle); for every stage a
-    barrier and, where few blocks share a multiprocessor, latency; and the partial sums. Half of 61 trials on an H100 (LSTM H=2048 B=64 and GRU H=2816
-    B=32, float16) are within 11%.
+    barrier and, where few blocks share a multiprocessor, latency; and the partial sums. Half of 61
+    trials on an H100 (LSTM H=2048 B=64 and GRU H=2816 B=32, float16) are within 11%.
     """
     device = task.device
     blocks = plan.columns * -(-task.workload.batch // plan.rows)
