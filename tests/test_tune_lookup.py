@@ -106,6 +106,15 @@ class Other(Fake):
     revision = 7
 
 
+def test_a_run_that_became_slower_does_not_make_its_losers_winners():
+    """The search's fastest was slower at the end, as everything was by then; the second was not measured again."""
+    run = [trial(10.0, a=1), trial(10.5, a=2), trial(20.0, a=3),
+           *(trial(us, a=a, stage="final", time="2026-01-31T13:00:00Z") for us, a in ((13.0, 1), (26.0, 3)))]
+    assert found(*run).config["a"] == 1
+    other = [trial(10.5, a=2, run="r-2")]  # of another run, which knows nothing of that
+    assert found(run[0], *other, *run[2:]).config["a"] == 2
+
+
 def test_a_stale_record_of_a_faster_schedule_beats_a_valid_one_of_a_slower():
     schedules = [SCHEDULE, Other(name="other")]
     slow = trial(5.7, a=1, schedule="other", revision=7)

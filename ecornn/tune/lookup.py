@@ -11,15 +11,16 @@ ones the configuration that is expected to be fastest is used:
 
 A record of another revision of its schedule is stale: its time is, not its configuration. So it
 competes, with its time taken as ``STALE`` slower; a time measured once, without the final comparison,
-is taken as ``ONCE`` slower. A configuration that failed since then is not used. The batch of a record is
-at most a factor ``REACH`` away. Of records equally near, the user's folder goes before the one that
-ships, unless all it has is stale.
+is taken as ``ONCE`` slower, and as much slower as all finalists of its run had become by the end. A
+configuration that failed since then is not used. The batch of a record is at most a factor ``REACH``
+away. Of records equally near, the user's folder goes before the one that ships, unless all it has is
+stale.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -130,7 +131,7 @@ def collect(lines: Sequence[Line], by_name: dict[str, Schedule], task: Task,
         trial = line.record
         assert isinstance(trial, Trial)
         tried.setdefault(Candidate.of(trial.schedule, trial.config), []).append(line)
-    found = []
+    found, drifts = [], drift(lines)
     for candidate, of in tried.items():
         timed = [line for line in of if line.record.times is not None]  # type: ignore[union-attr]
         if not timed:
@@ -138,7 +139,7 @@ def collect(lines: Sequence[Line], by_name: dict[str, Schedule], task: Task,
         schedule = by_name.get(candidate.schedule)
         reason = unfit(schedule, task, candidate.config)
         if reason is None and schedule is not None:
-            one = best_evidence(timed, schedule)
+            one = best_evidence(timed, schedule, drifts)
             if not one.stale or not any(line.record.revision == schedule.revision  # type: ignore[union-attr]
                                         for line in of if line not in timed):
                 found.append(one)
@@ -148,7 +149,23 @@ def collect(lines: Sequence[Line], by_name: dict[str, Schedule], task: Task,
     return found
 
 
-def best_evidence(lines: Sequence[Line], schedule: Schedule) -> Evidence:
+def drift(lines: Sequence[Line]) -> dict[str, float]:
+    """By run, how much slower every finalist was in the final comparison than in the search; at least 1.
+
+    One finalist alone may have been lucky in the search: that says nothing of the others.
+    """
+    times: dict[str, dict[Candidate, dict[str, float]]] = {}
+    for line in lines:
+        trial = line.record
+        if isinstance(trial, Trial) and trial.times is not None:
+            candidate = Candidate.of(trial.schedule, trial.config)
+            times.setdefault(trial.run, {}).setdefault(candidate, {})[trial.stage] = trial.times.median
+    ratios = {run: [both["final"] / both["search"] for both in of.values() if len(both) == 2]
+              for run, of in times.items()}
+    return {run: max(1.0, min(of)) for run, of in ratios.items() if len(of) > 1}
+
+
+def best_evidence(lines: Sequence[Line], schedule: Schedule, drifts: Mapping[str, float]) -> Evidence:
     """Of several times of one configuration: a current one before a stale one, one of a final
     comparison before one measured once, then the latest."""
     ranked = []
@@ -156,7 +173,7 @@ def best_evidence(lines: Sequence[Line], schedule: Schedule) -> Evidence:
         trial = line.record
         assert isinstance(trial, Trial) and trial.times is not None
         stale, once = trial.revision != schedule.revision, trial.stage != "final"
-        expected = trial.times.median * (STALE if stale else 1.0) * (ONCE if once else 1.0)
+        expected = trial.times.median * (STALE if stale else 1.0) * (ONCE * drifts.get(trial.run, 1.0) if once else 1.0)
         one = Evidence(line, trial, expected, stale)
         ranked.append((not stale, not once, trial.time, -expected, trial.run, -trial.index, one))
     return max(ranked, key=lambda r: r[:-1])[-1]
