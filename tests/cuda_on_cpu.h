@@ -53,11 +53,14 @@ struct Product {                        // of a warpgroup (wgmma): one thread's 
   int kind;
   uint64_t a, b;
   bool keep;
+  bool held;                            // whether operand A is in registers: these
+  uint32_t rows[4];
   std::vector<float*> d;
 };
 struct Fiber {
   ucontext_t context;
   State state;
+  bool polls;                           // it came to a poll last, and may find nothing new
   unsigned turn;                        // of warp-wide instructions
   unsigned barrier;                     // the named one, or the mbarrier's address, that it waits for
   std::deque<std::vector<Product>> products; // groups; the last one is open
@@ -126,7 +129,10 @@ inline void arrive(unsigned id, unsigned count, bool stays) {
     wait(kNamed);
   }
 }
-inline void yield() { wait(kReady); }
+inline void yield() {                   // of a poll
+  fibers[current].polls = true;
+  wait(kReady);
+}
 inline void enter(unsigned i, unsigned first) {
   current = i;
   threadIdx = {i % width, 0, 0};
@@ -193,9 +199,10 @@ inline void run_blocks(unsigned first) {
     if (++rounds > kPatience) fail("a poll for what nobody writes");
     for (unsigned i = 0; i < threads; ++i) {
       if (fibers[i].state != kReady) continue;
-      moved = true;
       enter(i, first);
+      fibers[i].polls = false;
       swapcontext(&scheduler, &fibers[i].context);
+      moved |= !fibers[i].polls;
       done += fibers[i].state == kDone;
     }
     for (unsigned w = 0; w < threads; w += 32) {
@@ -208,7 +215,9 @@ inline void run_blocks(unsigned first) {
       for (unsigned i = b; i < b + width; ++i) all &= fibers[i].state == kBlock;
       for (unsigned i = b; all && i < b + width; ++i) fibers[i].state = kReady, moved = true;
     }
-    if (!moved && done < threads && !deliver_one()) fail("deadlock: a barrier that not every thread reaches");
+    bool polled = false;
+    for (unsigned i = 0; i < threads && !moved; ++i) polled |= fibers[i].state == kReady && fibers[i].polls;
+    if (!moved && done < threads && !deliver_one() && !polled) fail("deadlock: a barrier that not every thread reaches");
   }
   for (const Block& b : blocks)
     for (const auto& [address, m] : b.mbarriers)
@@ -264,6 +273,10 @@ inline void mbarrier_wait(unsigned address, unsigned parity) {
     fibers[current].barrier = address;
     wait(kPhase);
   }
+}
+inline unsigned mbarrier_test(unsigned address, unsigned parity) {
+  yield();
+  return mbarrier(address).phase % 2 != parity;
 }
 inline void later(unsigned address, Later work) {
   if (lazy) mbarrier(address).later.push_back(std::move(work));
@@ -328,8 +341,11 @@ template <typename E> float operand(uint64_t descriptor, unsigned r, unsigned k)
 template <typename E> void multiply(const Product& p) {
   unsigned lane = current % 32, warp = current % width % 128 / 32;
   float a[2][16], b[2][16];
+  const Slot* s = p.held ? exchange({{p.rows[0], p.rows[1], p.rows[2], p.rows[3]}}) : nullptr;
   for (unsigned k = 0; k < 16; ++k)
-    for (unsigned u = 0; u < 2; ++u) a[u][k] = operand<E>(p.a, warp * 16 + u * 8 + lane / 4, k);
+    for (unsigned u = 0; u < 2; ++u)
+      a[u][k] = s ? element<E>(s[lane / 4 * 4 + k % 8 / 2].words[k / 8 * 2 + u], k % 2)
+                  : operand<E>(p.a, warp * 16 + u * 8 + lane / 4, k);
   for (unsigned n = 0; n < p.d.size() / 4; ++n) {
     for (unsigned k = 0; k < 16; ++k)
       for (unsigned c = 0; c < 2; ++c) b[c][k] = operand<E>(p.b, n * 8 + lane % 4 * 2 + c, k);
@@ -343,11 +359,20 @@ template <typename E> void multiply(const Product& p) {
 }
 inline void carry_out(const Product& p) { p.kind ? multiply<nv_bfloat16>(p) : multiply<half>(p); }
 // Reads its operands at once where copies come late, and when it is waited for where they come at once.
-inline void wgmma(int kind, unsigned columns, uint64_t a, uint64_t b, bool keep, std::initializer_list<float*> d) {
-  if (d.size() != columns / 2) fail("wgmma: accumulators");
-  Product p{kind, a, b, keep, d};
+inline void issue(Product p) {
   if (lazy) carry_out(p);
   else fibers[current].products.back().push_back(std::move(p));
+}
+inline void wgmma(int kind, unsigned columns, uint64_t a, uint64_t b, bool keep, std::initializer_list<float*> d) {
+  if (d.size() != columns / 2) fail("wgmma: accumulators");
+  issue({kind, a, b, keep, false, {}, d});
+}
+inline void wgmma_registers(int kind, unsigned columns, std::initializer_list<uint32_t> a, uint64_t b, bool keep,
+                            std::initializer_list<float*> d) {
+  if (d.size() != columns / 2) fail("wgmma: accumulators");
+  Product p{kind, 0, b, keep, true, {}, d};
+  std::copy(a.begin(), a.end(), p.rows);
+  issue(std::move(p));
 }
 inline void wgmma_commit() { fibers[current].products.emplace_back(); }
 inline void wgmma_wait(size_t pending) { drain(fibers[current].products, pending); }

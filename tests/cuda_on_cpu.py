@@ -26,6 +26,7 @@ DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16),
           "int32": np.dtype(np.int32), "uint8": np.dtype(np.uint8)}
 _COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global \[%0\], \[%1\], (\d+)(, %2)?;")
 _WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(\w+)\.\2 .*, ps0, 1, 1, 0, 0; }")
+_WGMMA_A = re.compile(_WGMMA.pattern.replace("1, 1, 0, 0;", "1, 1, 0;"))  # operand A in registers
 _WGMMA_KIND = {"f16": 0, "bf16": 1}
 _MMA = {"f16.f16": 0, "bf16.bf16": 1, "tf32.tf32": 2}
 
@@ -44,6 +45,10 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
     if wgmma := _WGMMA.search(text):
         pointers = ", ".join(f"&{d}" for d in outs)
         return f"emu::wgmma({_WGMMA_KIND[wgmma[2]]}, {wgmma[1]}, {', '.join(ins)}, {{{pointers}}})"
+    if wgmma := _WGMMA_A.search(text):
+        pointers, held = ", ".join(f"&{d}" for d in outs), ", ".join(ins[:4])
+        return (f"emu::wgmma_registers({_WGMMA_KIND[wgmma[2]]}, {wgmma[1]}, {{{held}}}, {', '.join(ins[4:])}, "
+                f"{{{pointers}}})")
     if name.startswith("wgmma.wait_group"):
         return f"emu::wgmma_wait({text.split(' ')[1].rstrip(';')})"
     if name.startswith("wgmma.commit_group"):
@@ -52,6 +57,8 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return "(void)0"
     if "mbarrier.try_wait.parity" in text and "@!done bra again" in text:
         return f"emu::mbarrier_wait({every})"
+    if "mbarrier.test_wait.parity" in text and "selp.u32 %0, 1, 0, p" in text:
+        return f"{outs[0]} = emu::mbarrier_test({', '.join(ins)})"
     if name.startswith("mbarrier.init"):
         return f"emu::mbarrier_init({every})"
     if name.startswith("mbarrier.arrive") and not outs:  # also .expect_tx, with the bytes
