@@ -22,7 +22,7 @@ class Gates(Items):
                  group: Any, member: Any, thread: Any, steps: Any, batch: Any) -> None:
         super().__init__(T, task, math, arguments, plan.share, group, member, thread, steps, batch)
         self.plan, self.member = plan, member
-        self.sums = memory.words.view("float32")
+        self.sums = memory.words
         self.bases = [T.Bind(memory.sums(0) + column * plan.stride + self._row(local))
                       for local, column in zip(self.local, self.column, strict=True)]
         self.words = [T.Bind(slot_base(plan, group, 0) + word_of(plan, unit, column))

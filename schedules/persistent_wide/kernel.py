@@ -45,12 +45,12 @@ def wide_kernel(task: Task, plan: Plan, math: str) -> Any:
         a |= row_arguments(T, task.place)
         T.device_entry()
         block, thread = T.cta_id([plan.groups * plan.blocks]), T.thread_id([THREADS])
-        T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
-        words = T.alloc_buffer((plan.shared // 4,), "uint32", scope="shared.dyn", align=1024)
+        words = T.alloc_buffer((plan.shared // 4,), "float32", scope="shared.dyn", align=1024)
         memory = Memory(T, plan, words)
         group, member = T.Bind(block // plan.blocks), T.Bind(block % plan.blocks)
         _prepare(T, plan, memory, thread)
-        with T.If(thread < TEAM):
+        # without this bound ptxas ignores setmaxnreg
+        with T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1}), T.If(thread < TEAM):
             with T.Then():
                 T.evaluate(T.ptx["setmaxnreg.dec.sync.aligned.u32"](COPY_REGISTERS))
                 with T.If(thread < TEAMS * 32), T.Then():

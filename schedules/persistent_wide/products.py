@@ -79,13 +79,12 @@ class Products:
     def store(self) -> None:
         """Leaves the partial sums in shared memory: a column of weight rows for each batch row."""
         T, plan = self.T, self.plan
-        sums = self.memory.words.view("float32")
         base = T.Bind(self.memory.sums(self.team) + self.lane % 4 * 2 * plan.stride + self.warp * 16 + self.lane // 4)
         for m in range(plan.tiles):
             with T.If(m * 4 + self.warp < -(-plan.octets // 2)), T.Then():
                 for n in range(plan.columns // 8):
                     for i in range(4):
-                        T.buffer_store(sums, self.acc[m, n, i],
+                        T.buffer_store(self.memory.words, self.acc[m, n, i],
                                        [base + (n * 8 + i % 2) * plan.stride + m * 64 + i // 2 * 8])
 
 
