@@ -60,7 +60,6 @@ struct Product {                        // of a warpgroup (wgmma): one thread's 
 struct Fiber {
   ucontext_t context;
   State state;
-  bool polls;                           // it came to a poll last, and may find nothing new
   unsigned turn;                        // of warp-wide instructions
   unsigned barrier;                     // the named one, or the mbarrier's address, that it waits for
   std::deque<std::vector<Product>> products; // groups; the last one is open
@@ -80,6 +79,7 @@ struct Block {
 };
 constexpr size_t kStack = 1 << 16;
 constexpr unsigned kPatience = 1 << 20; // rounds of polling
+constexpr unsigned kQuiet = 8;          // rounds in which somebody polls and nothing else happens
 static std::vector<Block> blocks;
 static char* shared;                    // of the current block
 static unsigned width;                  // threads of a block
@@ -88,6 +88,8 @@ static std::vector<Slot> slots[2];
 static std::vector<char> stacks;
 static ucontext_t scheduler;
 static unsigned current;
+static bool polled;                     // since the last event
+static unsigned long events;            // barriers and phases completed
 static bool lazy;
 static void (*body)(void**);
 static void** arguments;
@@ -121,7 +123,7 @@ inline void arrive(unsigned id, unsigned count, bool stays) {
   unsigned block = current / width;
   if (id > 15 || count % 32) fail("a named barrier that does not exist");
   if (++blocks[block].arrived[id] == count) {
-    blocks[block].arrived[id] = 0;
+    blocks[block].arrived[id] = 0, ++events;
     for (unsigned i = block * width; i < (block + 1) * width; ++i)
       if (fibers[i].state == kNamed && fibers[i].barrier == id) fibers[i].state = kReady;
   } else if (stays) {
@@ -130,7 +132,7 @@ inline void arrive(unsigned id, unsigned count, bool stays) {
   }
 }
 inline void yield() {                   // of a poll
-  fibers[current].polls = true;
+  polled = true;
   wait(kReady);
 }
 inline void enter(unsigned i, unsigned first) {
@@ -151,7 +153,7 @@ inline void arrived(Block& block, unsigned address, unsigned arrivals, int64_t b
   m.bytes -= bytes;
   if (m.pending || m.bytes) return;
   m.pending = m.count;
-  ++m.phase;
+  ++m.phase, ++events;
   unsigned first = (&block - &blocks[0]) * width;
   for (unsigned i = first; i < first + width; ++i)
     if (fibers[i].state == kPhase && fibers[i].barrier == address) fibers[i].state = kReady;
@@ -193,16 +195,16 @@ inline void run_blocks(unsigned first) {
     f.context.uc_link = nullptr;
     makecontext(&f.context, entry, 0);
   }
-  unsigned rounds = 0;
+  unsigned rounds = 0, quiet = 0;
+  unsigned long before = events;
   for (unsigned done = 0; done < threads;) {
     bool moved = false;
     if (++rounds > kPatience) fail("a poll for what nobody writes");
     for (unsigned i = 0; i < threads; ++i) {
       if (fibers[i].state != kReady) continue;
       enter(i, first);
-      fibers[i].polls = false;
+      moved = true;
       swapcontext(&scheduler, &fibers[i].context);
-      moved |= !fibers[i].polls;
       done += fibers[i].state == kDone;
     }
     for (unsigned w = 0; w < threads; w += 32) {
@@ -213,11 +215,12 @@ inline void run_blocks(unsigned first) {
     for (unsigned b = 0; b < threads; b += width) {
       bool all = true;
       for (unsigned i = b; i < b + width; ++i) all &= fibers[i].state == kBlock;
-      for (unsigned i = b; all && i < b + width; ++i) fibers[i].state = kReady, moved = true;
+      for (unsigned i = b; all && i < b + width; ++i) fibers[i].state = kReady, moved = true, ++events;
     }
-    bool polled = false;
-    for (unsigned i = 0; i < threads && !moved; ++i) polled |= fibers[i].state == kReady && fibers[i].polls;
-    if (!moved && done < threads && !deliver_one() && !polled) fail("deadlock: a barrier that not every thread reaches");
+    // Who polls goes on for ever; asynchronous work that others wait for comes when nothing else happens.
+    if (events != before) before = events, quiet = 0, polled = false;
+    else if (polled && ++quiet == kQuiet) deliver_one(), quiet = 0;
+    if (!moved && done < threads && !deliver_one()) fail("deadlock: a barrier that not every thread reaches");
   }
   for (const Block& b : blocks)
     for (const auto& [address, m] : b.mbarriers)
@@ -412,6 +415,12 @@ inline void __syncwarp() { emu::wait(emu::kWarp); }
 inline unsigned __cvta_generic_to_shared(const void* p) { return (const char*)p - emu::shared; }
 inline int __shfl_sync(uint, int value, int source, int) {
   return (int)emu::exchange({{(uint32_t)value}})[source].words[0];
+}
+inline unsigned __ballot_sync(uint, int value) {
+  const emu::Slot* s = emu::exchange({{value != 0}});
+  unsigned all = 0;
+  for (unsigned lane = 0; lane < 32; ++lane) all |= s[lane].words[0] << lane;
+  return all;
 }
 inline float __shfl_xor_sync(uint, float value, int mask) {
   unsigned lane = emu::current % 32;

@@ -61,28 +61,35 @@ def copy(T: Any, plan: Plan, memory: Memory, steps: Any, group: Any, member: Any
     C, S = plan.chunks, plan.stages
     chunk = T.Bind(chunk_at(plan, member, team, lane))
     _weights(T, plan, memory, member, team, lane, chunk, weights)
-    stage, turn = T.Bind(lane % S), T.Bind(T.cast(lane // S, "uint32"))
-    uses = T.Bind(T.cast((C - 1 - stage) // S + 1, "uint32"))  # of the stage, in a step
+    stage, turn = T.Bind(lane % S), T.Bind(lane // S)
+    uses = T.Bind((C - 1 - stage) // S + 1)  # of the stage, in a step
     counter = counters.ptr_to([T.Bind(counter_of(plan, group, chunk))])
-    needed = T.Bind(T.cast(writers(T, plan, chunk), "uint32"))
-    count, waiting = (T.alloc_buffer((1,), "uint32", scope="local") for _ in range(2))
+    needed = T.Bind(writers(T, plan, chunk))
+    count, waiting, issued = (T.alloc_buffer((1,), "uint32", scope="local") for _ in range(3))
     T.buffer_store(count, T.uint32(0), [0])
+    every = T.uint32((1 << C) - 1)
     with T.serial(0, steps) as t:
         T.buffer_store(waiting, T.cast(lane < C, "uint32"), [0])
-        step = T.Bind(T.cast(t, "uint32"))
-        parity = T.Bind(T.bitwise_and(step * uses + turn, T.uint32(1)))
+        T.buffer_store(issued, T.uint32(0), [0])
+        parity = T.Bind(T.cast(T.bitwise_and(t * uses + turn, 1), "uint32"))
         source = T.Bind(slot_base(plan, group, t % SLOTS) + chunk * (plan.columns * DEPTH // 2))
-        with T.While(waiting[0] != T.uint32(0)):  # other lanes' chunks may be complete before
-            with T.If(count[0] < step * needed), T.Then():
-                T.evaluate(T.ptx["ld.acquire.gpu.global.u32"](count[0], counter))
-            with T.If(count[0] >= step * needed), T.Then():
-                free = T.Bind(mbarrier_test(memory.empty(team, stage), T.bitwise_xor(parity, T.uint32(1))))
-                with T.If(free != T.uint32(0)), T.Then():
-                    T.evaluate(T.ptx["fence.proxy.async"]())
-                    _bulk(T, memory.words.ptr_to([memory.stage(team, stage)]), exchange.ptr_to([source]),
-                          plan.stage_bytes, memory.full(team, stage))
-                    T.buffer_store(waiting, T.uint32(0), [0])
-        T.evaluate(T.cuda.warp_sync())
+        with T.While(issued[0] != every):
+            with T.If(waiting[0] != T.uint32(0)), T.Then():
+                with T.If(T.cast(count[0], "int32") < t * needed), T.Then():
+                    T.evaluate(T.ptx["ld.acquire.gpu.global.u32"](count[0], counter))
+                # a parity says nothing about the use after next: the one before must have been issued
+                before = T.bitwise_and(issued[0] >> T.cast(T.max(lane - S, 0), "uint32"), T.uint32(1))
+                follows = T.Or(turn == 0, before != T.uint32(0))
+                with T.If(T.And(follows, T.cast(count[0], "int32") >= t * needed)), T.Then():
+                    free = T.Bind(mbarrier_test(memory.empty(team, stage), T.bitwise_xor(parity, T.uint32(1))))
+                    with T.If(free != T.uint32(0)), T.Then():
+                        T.evaluate(T.ptx["fence.proxy.async"]())
+                        _bulk(T, memory.words.ptr_to([memory.stage(team, stage)]), exchange.ptr_to([source]),
+                              plan.stage_bytes, memory.full(team, stage))
+                        T.buffer_store(waiting, T.uint32(0), [0])
+            done = T.cast(T.And(waiting[0] == T.uint32(0), lane < C), "int32")
+            T.buffer_store(issued, T.cuda.func_call("ecornn_ballot", done, source_code=_BALLOT,
+                                                    return_type="uint32"), [0])
 
 
 def _weights(T: Any, plan: Plan, memory: Memory, member: Any, team: Any, lane: Any, chunk: Any, weights: Any) -> None:
@@ -100,3 +107,9 @@ def _bulk(T: Any, to: Any, source: Any, count: int, barrier: Any) -> None:
     """Copies ``count`` bytes; the barrier, which counts on this thread's arrival, completes with them."""
     T.evaluate(T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"](barrier, T.uint32(count)))
     T.evaluate(T.ptx[_BULK](to, source, T.uint32(count), barrier))
+
+
+_BALLOT = """
+__device__ __forceinline__ unsigned ecornn_ballot(int value) {
+  return __ballot_sync(0xffffffffu, value);
+}"""

@@ -36,12 +36,11 @@ class Products:
     def run(self, t: Any) -> None:
         """All products of step t, left in ``acc``."""
         T, plan = self.T, self.plan
-        step = T.Bind(T.cast(t, "uint32"))
         every = [[self.acc[m, n, i] for n in range(plan.columns // 8) for i in range(4)] for m in range(plan.tiles)]
         for p in range(plan.chunks):
             stage = p % plan.stages
             uses = (plan.chunks - 1 - stage) // plan.stages + 1  # of the stage, in a step
-            parity = T.bitwise_and(step * T.uint32(uses) + T.uint32(p // plan.stages), T.uint32(1))
+            parity = T.cast(T.bitwise_and(t * uses + p // plan.stages, 1), "uint32")
             mbarrier_wait(self.memory.full(self.team, stage), parity)
             T.evaluate(T.ptx["wgmma.fence.sync.aligned"]())
             b = T.Bind(descriptor(self._address(self.memory.stage(self.team, stage)), 16, 8 * DEPTH * 2, swizzled=True))
