@@ -27,12 +27,15 @@ CASES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
     ("gru", (5, 20, 16, 136), "bfloat16", {"units": 24, "registers": 0}),  # 72 rows, all read from shared memory
     ("gru", (4, 11, 31, 90), "float16", {"units": 48, "groups": 2}),  # six rows and five
     ("rnn_tanh", (6, 33, 5, 300), "bfloat16", {"units": 56, "registers": 50}),  # one more than a tile in B
+    ("lstm", (5, 9, 16, 64), "float16", {"cluster": 2}),  # two clusters
+    ("gru", (5, 9, 16, 140), "bfloat16", {"units": 24, "cluster": 2, "registers": 0}),
+    ("rnn_tanh", (6, 15, 5, 500), "float16", {"units": 128, "cluster": 4, "registers": 50}),
     ("echo", (4, 3, 0, 150), "bfloat16", {"units": 48, "registers": 0}),  # no hoisted product
 ]
 
 
 def config_of(**change: Any) -> dict[str, Any]:
-    return {"groups": 1, "units": 16, "registers": 100, "math": "fast", **change}
+    return {"groups": 1, "units": 16, "cluster": 1, "registers": 100, "math": "fast", **change}
 
 
 @pytest.mark.parametrize(("cell", "sizes", "dtype", "change"), CASES, ids=lambda v: str(v).replace(" ", ""))
@@ -56,10 +59,11 @@ def test_directions_lengths_and_resets(tmp_path, cell, sizes, dtype, change, pla
 
 
 @pytest.mark.parametrize("lazy", [True, False])
-@pytest.mark.parametrize("registers", [0, 50])
-def test_more_chunks_than_stages_over_many_steps(tmp_path, registers, lazy):
+@pytest.mark.parametrize(("registers", "cluster"), [(0, 1), (50, 1), (50, 2), (0, 3)])
+def test_more_chunks_than_stages_over_many_steps(tmp_path, registers, cluster, lazy):
     """Stages are given back and used again within a step, an odd number of times in one step for some."""
-    task, config = task_of("rnn_tanh", (9, 9, 8, 600), "float16", SMALL), config_of(units=104, registers=registers)
+    task, config = task_of("rnn_tanh", (9, 9, 8, 600), "float16", SMALL), config_of(
+        units=104, registers=registers, cluster=cluster)
     plan = plan_of(task, config)
     room = plan.shared - 2 * 2 * (plan.stage_bytes + 16)
     task = task_of("rnn_tanh", (9, 9, 8, 600), "float16", replace(SMALL, shared=room))

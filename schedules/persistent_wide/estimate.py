@@ -18,7 +18,8 @@ def estimate(task: Task, plan: Plan) -> float:
 
 def recurrence(plan: Plan) -> float:
     """Nanoseconds of a step's recurrence; cycles are of 1.7 GHz."""
-    copied = plan.slot_words * 4 / min(BLOCK_BYTES, CHIP_BYTES / (plan.groups * plan.blocks))
+    clusters = plan.groups * plan.blocks / plan.cluster
+    copied = plan.slot_words * 4 / min(BLOCK_BYTES, CHIP_BYTES / clusters)
     multiplied = products(plan)
     behind = 0.15 * min(copied, multiplied)  # of one that the other does not hide
     gates = 250 + plan.columns * plan.stride * 4 * TEAMS * 2 / SHARED_BYTES + 90 * plan.share.items

@@ -25,6 +25,7 @@ class Plan:
 
     Attributes
     ----------
+    cluster : blocks next to each other that bring state in for all of them
     units, rows : hidden units of a block, batch rows of a group
     gates, interleave : rows of weights of a unit; those of them that stand next to each other
     chunks : of K, for each of the multiplying warpgroups
@@ -37,6 +38,7 @@ class Plan:
     dtype: str
     groups: int
     blocks: int
+    cluster: int
     units: int
     rows: int
     gates: int
@@ -126,9 +128,9 @@ def plan_of(task: Task, config: Config) -> Plan:
     gates, groups, units = len(graph.phases[0].rows), int(config["groups"]), int(config["units"])
     chunks = -(-(-(-w.hidden // DEPTH)) // TEAMS)
     values = len(graph.states) + len(graph.hoisted_outputs) + task.place.lengths + task.place.resets + 2
-    plan = Plan(hidden=w.hidden, dtype=w.dtype, groups=groups, blocks=-(-w.hidden // units), units=units,
-                rows=-(-w.batch // groups), gates=gates, interleave=gcd(gates, 8), chunks=chunks,
-                kept=-(-chunks * int(config["registers"]) // 100), stages=1, values=values)
+    plan = Plan(hidden=w.hidden, dtype=w.dtype, groups=groups, blocks=-(-w.hidden // units),
+                cluster=int(config["cluster"]), units=units, rows=-(-w.batch // groups), gates=gates,
+                interleave=gcd(gates, 8), chunks=chunks, kept=-(-chunks * int(config["registers"]) // 100), stages=1, values=values)
     stage = TEAMS * (plan.stage_bytes + 16)
     return replace(plan, stages=max(1, min(chunks, 1 + (task.device.shared - plan.shared) // stage)))
 
