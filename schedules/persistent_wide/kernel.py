@@ -62,8 +62,7 @@ def wide_kernel(task: Task, plan: Plan, math: str) -> Any:
             with T.Else():
                 T.evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](MULTIPLY_REGISTERS))
                 worker = T.Bind(thread - TEAM)
-                products = Products(T, plan, memory, member, _uniform(T, worker // TEAM), T.Bind(worker % TEAM),
-                                    a["recurrent"])
+                products = Products(T, plan, memory, member, T.Bind(worker // TEAM), T.Bind(worker % TEAM), a["recurrent"])
                 gates = Gates(T, task, plan, math, a, memory, group, member, worker, steps, batch)
                 gates.begin()
                 with T.serial(0, steps) as t:
@@ -73,11 +72,6 @@ def wide_kernel(task: Task, plan: Plan, math: str) -> Any:
         if plan.cluster > 1:  # nobody leaves while others still copy or arrive here
             T.evaluate(T.cuda.cluster_sync())
     return builder.get()
-
-
-def _uniform(T: Any, value: Any) -> Any:
-    """A value that all threads of a warp have, as what the compiler can see to be that."""
-    return T.Bind(T.cuda.func_call("ecornn_uniform", value, source_code=_UNIFORM, return_type="int32"))
 
 
 def _prepare(T: Any, plan: Plan, memory: Memory, thread: Any) -> None:
@@ -95,8 +89,3 @@ def _prepare(T: Any, plan: Plan, memory: Memory, thread: Any) -> None:
         T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())  # bulk copies arrive through this proxy
     T.evaluate(T.cuda.cluster_sync() if plan.cluster > 1 else T.cuda.cta_sync())
 
-
-_UNIFORM = """
-__device__ __forceinline__ int ecornn_uniform(int value) {
-  return __shfl_sync(0xffffffffu, value, 0, 32);
-}"""

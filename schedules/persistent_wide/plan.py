@@ -16,7 +16,7 @@ DEPTH = 64  # values of K of a chunk: 128 bytes
 LANES = 32  # chunks of a warpgroup at most: one for each lane of the warp that copies them
 SLOTS = 2  # of the exchange; exchange.py says why two
 SPACING = 32  # words from counter to counter: each has a line of its own
-SPARE_REGISTERS = 52  # addresses, descriptors and loop state beside weights, accumulators and items
+SPARE_REGISTERS = 28  # addresses, descriptors and loop state beside weights, accumulators and items
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ class Products:
 
     def __init__(self, T: Any, plan: Plan, memory: Memory, member: Any, team: Any, team_thread: Any,
                  weights: Any) -> None:
-        self.T, self.plan, self.memory, self.team = T, plan, memory, team
+        self.T, self.plan, self.memory, self.home, self.team = T, plan, memory, team, team
         self.warp, self.lane = T.Bind(team_thread // 32), T.Bind(team_thread % 32)
         self.base = T.Bind(T.cuda.cvta_generic_to_shared(memory.words.ptr_to([0])))
         self.acc = T.alloc_buffer((plan.tiles, plan.columns // 8, 4), "float32", scope="local")
@@ -36,6 +36,7 @@ class Products:
     def run(self, t: Any) -> None:
         """All products of step t, left in ``acc``."""
         T, plan = self.T, self.plan
+        self.team = uniform(T, self.home)  # anew: addresses computed before the loop would take too many registers
         every = [[self.acc[m, n, i] for n in range(plan.columns // 8) for i in range(4)] for m in range(plan.tiles)]
         for p in range(plan.chunks):
             stage = p % plan.stages
@@ -93,3 +94,14 @@ class Products:
                                        [base + (n * 8 + i % 2) * plan.stride + m * 64 + i // 2 * 8])
 
 
+
+
+def uniform(T: Any, value: Any) -> Any:
+    """A value that all threads of a warp have, as what the compiler can see to be that."""
+    return T.Bind(T.cuda.func_call("ecornn_uniform", value, source_code=_UNIFORM, return_type="int32"))
+
+
+_UNIFORM = """
+__device__ __forceinline__ int ecornn_uniform(int value) {
+  return __shfl_sync(0xffffffffu, value, 0, 32);
+}"""
