@@ -68,8 +68,8 @@ class PersistentWide(Schedule):
         return (
             Knob("groups", tuple(groups), "more: fewer batch rows for each, whose blocks hold more of the weights"),
             Knob("units", units, "more units a block: fewer blocks that read the state, more weights for each"),
-            Knob("cluster", (1, 2, 4), "more blocks that state is brought in for at once: fewer reads of L2, more that wait "
-                 "for each other"),
+            Knob("cluster", (1, 2, 4),
+                 "more blocks that state is brought in for at once: fewer reads of L2, more that wait for each other"),
             Knob("registers", REGISTERS,
                  "percent of weights in registers, which products need not read; the rest leaves less room for state"),
             Knob("math", MATH_FOR[w.dtype], MATH_TRADES),
@@ -119,8 +119,8 @@ class PersistentWide(Schedule):
     def features(self, task: Task, config: Config) -> dict[str, float]:
         plan = plan_of(task, config)
         return {"blocks": plan.groups * plan.blocks, "columns": plan.columns, "tiles": plan.tiles,
-                "waste": plan.tiles * 64 / (plan.gates * plan.units), "copied": plan.slot_words * 4, "cluster": plan.cluster,
-                "products": products(plan), "items": plan.share.items, "stages": plan.stages,
+                "waste": plan.tiles * 64 / (plan.gates * plan.units), "copied": plan.slot_words * 4,
+                "cluster": plan.cluster, "products": products(plan), "items": plan.share.items, "stages": plan.stages,
                 "resident": plan.stages / plan.chunks, "registers": plan.registers, "shared": plan.shared,
                 "recurrence": recurrence(plan), "estimate": estimate(task, plan)}
 

@@ -62,7 +62,8 @@ def wide_kernel(task: Task, plan: Plan, math: str) -> Any:
             with T.Else():
                 T.evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](MULTIPLY_REGISTERS))
                 worker = T.Bind(thread - TEAM)
-                products = Products(T, plan, memory, member, T.Bind(worker // TEAM), T.Bind(worker % TEAM), a["recurrent"])
+                products = Products(T, plan, memory, member, T.Bind(worker // TEAM), T.Bind(worker % TEAM),
+                                    a["recurrent"])
                 gates = Gates(T, task, plan, math, a, memory, group, member, worker, steps, batch)
                 gates.begin()
                 with T.serial(0, steps) as t:

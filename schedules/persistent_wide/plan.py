@@ -126,11 +126,12 @@ def plan_of(task: Task, config: Config) -> Plan:
     """The plan of a configuration; it need not fit, ``check`` says that."""
     w, graph = task.workload, task.graph
     gates, groups, units = len(graph.phases[0].rows), int(config["groups"]), int(config["units"])
-    chunks = -(-(-(-w.hidden // DEPTH)) // TEAMS)
+    chunks = -(-w.hidden // (DEPTH * TEAMS))
     values = len(graph.states) + len(graph.hoisted_outputs) + task.place.lengths + task.place.resets + 2
     plan = Plan(hidden=w.hidden, dtype=w.dtype, groups=groups, blocks=-(-w.hidden // units),
                 cluster=int(config["cluster"]), units=units, rows=-(-w.batch // groups), gates=gates,
-                interleave=gcd(gates, 8), chunks=chunks, kept=-(-chunks * int(config["registers"]) // 100), stages=1, values=values)
+                interleave=gcd(gates, 8), chunks=chunks, kept=-(-chunks * int(config["registers"]) // 100),
+                stages=1, values=values)
     stage = TEAMS * (plan.stage_bytes + 16)
     return replace(plan, stages=max(1, min(chunks, 1 + (task.device.shared - plan.shared) // stage)))
 
