@@ -67,7 +67,7 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return "(void)0"
     if name == "barrier.cluster.wait.aligned":
         return "emu::wait(emu::kCluster)"
-    if name == "mbarrier.arrive.release.cluster.shared::cluster.b64":
+    if name == "mbarrier.arrive.shared::cluster.b64":
         return f"emu::mbarrier_arrive_cluster({every})"
     if name == "mov.u32" and "%%cluster_ctarank" in text:
         return f"{outs[0]} = blockIdx.x % emu::cluster"

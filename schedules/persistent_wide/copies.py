@@ -87,7 +87,7 @@ def copy(T: Any, plan: Plan, memory: Memory, steps: Any, group: Any, member: Any
                     with T.If(free != T.uint32(0)), T.Then():
                         _announce(T, memory.full(team, stage), plan.stage_bytes)
                         with T.If(mine), T.Then():
-                            T.evaluate(T.ptx["fence.proxy.async"]())
+                            T.evaluate(T.ptx["fence.proxy.async.global"]())
                             _bulk(T, memory.words.ptr_to([memory.stage(team, stage)]), exchange.ptr_to([source]),
                                   plan.stage_bytes, memory.full(team, stage), plan.cluster)
                         T.buffer_store(waiting, T.uint32(0), [0])

@@ -5,14 +5,15 @@ row, whose 16-byte pieces are exchanged by row (wgmma's 128-byte swizzle). One b
 where products read it. There are two slots, and one counter for each chunk.
 
 Step t reads slot t % 2 and writes slot (t + 1) % 2. A block has written its part of a chunk when all its
-threads have: store; barrier of the block; add (release). A chunk of W writers is complete for step t
+threads have: store; proxy fence; barrier of the block; add (release). A chunk of W writers is complete for step t
 when its counter is at least W t. Who copies it: load (acquire) of the counter, proxy fence, bulk copy.
 
 * The counter says what it should. A block adds for step t + 1 after it has read all of step t, to which
   every writer of every chunk has added. So all of them have added t times when one adds for the
   t + 1st time, and the counter is never above W (t + 1) before all have.
 * The copy sees what was written: stores, barrier and release on one side, acquire and copy on the
-  other are ordered by causality, with a proxy fence between the generic and the asynchronous proxy.
+  other are ordered by causality, with a fence between the generic and the asynchronous proxy on that path,
+  on either side of it.
 * Nobody overwrites what is still read. At step t a block writes slot (t + 1) % 2, which had the state of
   step t - 1. It has read all of step t, and each block of the group wrote a part of that after all its
   threads had passed a barrier behind their products of step t - 1; these had waited for the mbarriers

@@ -43,6 +43,7 @@ class Gates(Items):
         for i in range(self.items):
             env = emit(phase.assigns, self._before(i) | self._products(i), self.math)
             ended.append(self._finish(i, env, t))
+        T.evaluate(T.ptx["fence.proxy.async.global"]())
         self._barrier(STATE)  # also: nobody stores partial sums that others still read
         self._publish()
         for i in range(self.items):

@@ -80,7 +80,7 @@ class Products:
             there = T.alloc_buffer((1,), "uint32", scope="local")
             T.evaluate(T.ptx["mapa.shared::cluster.u32"](there[0], T.cuda.cvta_generic_to_shared(empty),
                                                          T.cast(self.lane, "uint32")))
-            T.evaluate(T.ptx["mbarrier.arrive.release.cluster.shared::cluster.b64"](there[0]))
+            T.evaluate(T.ptx["mbarrier.arrive.shared::cluster.b64"](there[0]))
 
     def store(self) -> None:
         """Leaves the partial sums in shared memory: a column of weight rows for each batch row."""
