@@ -80,6 +80,7 @@ class Products:
             there = T.alloc_buffer((1,), "uint32", scope="local")
             T.evaluate(T.ptx["mapa.shared::cluster.u32"](there[0], T.cuda.cvta_generic_to_shared(empty),
                                                          T.cast(self.lane, "uint32")))
+            # no ".release.cluster", which ptxas makes a memory barrier of the whole GPU: no write is published here
             T.evaluate(T.ptx["mbarrier.arrive.shared::cluster.b64"](there[0]))
 
     def store(self) -> None:
