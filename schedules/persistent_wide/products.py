@@ -95,8 +95,6 @@ class Products:
                                        [base + (n * 8 + i % 2) * plan.stride + m * 64 + i // 2 * 8])
 
 
-
-
 def uniform(T: Any, value: Any) -> Any:
     """A value that all threads of a warp have, as what the compiler can see to be that."""
     return T.Bind(T.cuda.func_call("ecornn_uniform", value, source_code=_UNIFORM, return_type="int32"))
