@@ -14,8 +14,9 @@ def all_schedules() -> dict[str, Schedule]:
     from ecornn.schedules.fused_step import FusedStep
     from ecornn.schedules.layout_transform import LayoutTransform
     from ecornn.schedules.persistent import Persistent
+    from ecornn.schedules.persistent_wide import PersistentWide
 
-    return {s.name: s for s in (Persistent(), LayoutTransform(), FusedStep(), CPUSequence())}
+    return {s.name: s for s in (Persistent(), PersistentWide(), LayoutTransform(), FusedStep(), CPUSequence())}
 
 
 def serving(task: Task) -> list[Schedule]:

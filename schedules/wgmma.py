@@ -5,6 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 _KIND = {"float16": "f16.f16", "bfloat16": "bf16.bf16"}
+_TEST = """
+__device__ __forceinline__ unsigned ecornn_mbarrier_test(unsigned barrier, unsigned parity) {
+  unsigned done;
+  asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  return done;
+}"""
 _WAIT = """
 __device__ __forceinline__ void ecornn_mbarrier_wait(unsigned barrier, unsigned parity) {
   asm volatile("{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again; }"
@@ -21,6 +28,14 @@ def wgmma(acc: list[Any], a: Any, b: Any, keep: Any, dtype: str) -> None:
 
     instruction = T.ptx[f"wgmma.mma_async.sync.aligned.m64n{2 * len(acc)}k16.f32.{_KIND[dtype]}"]
     T.evaluate(instruction(*acc, a, b, T.ptx.pred(keep), 1, 1, 0, 0))
+
+
+def wgmma_registers(acc: list[Any], a: list[Any], b: Any, keep: Any, dtype: str) -> None:
+    """The same with ``a`` in registers: four words of each thread, warp w's rows as operand A of ``mma``."""
+    from tvm.tirx.script.builder import ir as T
+
+    instruction = T.ptx[f"wgmma.mma_async.sync.aligned.m64n{2 * len(acc)}k16.f32.{_KIND[dtype]}"]
+    T.evaluate(instruction(*acc, *a, b, T.ptx.pred(keep), 1, 1, 0))
 
 
 def descriptor(address: Any, leading: int, stride: int, swizzled: bool) -> Any:
@@ -55,3 +70,11 @@ def mbarrier_wait(barrier: Any, parity: Any) -> None:
 
     T.evaluate(T.cuda.func_call("ecornn_mbarrier_wait", T.cuda.cvta_generic_to_shared(barrier), parity,
                                 source_code=_WAIT))
+
+
+def mbarrier_test(barrier: Any, parity: Any) -> Any:
+    """Whether the phase of this parity is complete (uint32), without waiting."""
+    from tvm.tirx.script.builder import ir as T
+
+    return T.cuda.func_call("ecornn_mbarrier_test", T.cuda.cvta_generic_to_shared(barrier), parity,
+                            source_code=_TEST, return_type="uint32")

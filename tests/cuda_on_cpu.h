@@ -47,12 +47,14 @@ template <typename T> T max(T a, T b) { return a > b ? a : b; }
 template <typename T> T min(T a, T b) { return a < b ? a : b; }
 
 namespace emu {
-enum State { kReady, kWarp, kBlock, kNamed, kPhase, kDone };
+enum State { kReady, kWarp, kBlock, kCluster, kNamed, kPhase, kDone };
 struct Copy { void* to; const void* from; unsigned size, valid; };
 struct Product {                        // of a warpgroup (wgmma): one thread's part
   int kind;
   uint64_t a, b;
   bool keep;
+  bool held;                            // whether operand A is in registers: these
+  uint32_t rows[4];
   std::vector<float*> d;
 };
 struct Fiber {
@@ -77,14 +79,18 @@ struct Block {
 };
 constexpr size_t kStack = 1 << 16;
 constexpr unsigned kPatience = 1 << 20; // rounds of polling
+constexpr unsigned kQuiet = 8;          // rounds in which somebody polls and nothing else happens
 static std::vector<Block> blocks;
 static char* shared;                    // of the current block
 static unsigned width;                  // threads of a block
+static unsigned cluster;                // blocks of a cluster
 static std::vector<Fiber> fibers;
 static std::vector<Slot> slots[2];
 static std::vector<char> stacks;
 static ucontext_t scheduler;
 static unsigned current;
+static bool polled;                     // since the last event
+static unsigned long events;            // barriers and phases completed
 static bool lazy;
 static void (*body)(void**);
 static void** arguments;
@@ -118,7 +124,7 @@ inline void arrive(unsigned id, unsigned count, bool stays) {
   unsigned block = current / width;
   if (id > 15 || count % 32) fail("a named barrier that does not exist");
   if (++blocks[block].arrived[id] == count) {
-    blocks[block].arrived[id] = 0;
+    blocks[block].arrived[id] = 0, ++events;
     for (unsigned i = block * width; i < (block + 1) * width; ++i)
       if (fibers[i].state == kNamed && fibers[i].barrier == id) fibers[i].state = kReady;
   } else if (stays) {
@@ -126,7 +132,10 @@ inline void arrive(unsigned id, unsigned count, bool stays) {
     wait(kNamed);
   }
 }
-inline void yield() { wait(kReady); }
+inline void yield() {                   // of a poll
+  polled = true;
+  wait(kReady);
+}
 inline void enter(unsigned i, unsigned first) {
   current = i;
   threadIdx = {i % width, 0, 0};
@@ -145,7 +154,7 @@ inline void arrived(Block& block, unsigned address, unsigned arrivals, int64_t b
   m.bytes -= bytes;
   if (m.pending || m.bytes) return;
   m.pending = m.count;
-  ++m.phase;
+  ++m.phase, ++events;
   unsigned first = (&block - &blocks[0]) * width;
   for (unsigned i = first; i < first + width; ++i)
     if (fibers[i].state == kPhase && fibers[i].barrier == address) fibers[i].state = kReady;
@@ -187,14 +196,15 @@ inline void run_blocks(unsigned first) {
     f.context.uc_link = nullptr;
     makecontext(&f.context, entry, 0);
   }
-  unsigned rounds = 0;
+  unsigned rounds = 0, quiet = 0;
+  unsigned long before = events;
   for (unsigned done = 0; done < threads;) {
     bool moved = false;
     if (++rounds > kPatience) fail("a poll for what nobody writes");
     for (unsigned i = 0; i < threads; ++i) {
       if (fibers[i].state != kReady) continue;
-      moved = true;
       enter(i, first);
+      moved = true;
       swapcontext(&scheduler, &fibers[i].context);
       done += fibers[i].state == kDone;
     }
@@ -206,8 +216,16 @@ inline void run_blocks(unsigned first) {
     for (unsigned b = 0; b < threads; b += width) {
       bool all = true;
       for (unsigned i = b; i < b + width; ++i) all &= fibers[i].state == kBlock;
-      for (unsigned i = b; all && i < b + width; ++i) fibers[i].state = kReady, moved = true;
+      for (unsigned i = b; all && i < b + width; ++i) fibers[i].state = kReady, moved = true, ++events;
     }
+    for (unsigned b = 0; b < threads; b += width * cluster) {
+      bool all = true;
+      for (unsigned i = b; i < b + width * cluster; ++i) all &= fibers[i].state == kCluster;
+      for (unsigned i = b; all && i < b + width * cluster; ++i) fibers[i].state = kReady, moved = true, ++events;
+    }
+    // Who polls goes on for ever; asynchronous work that others wait for comes when nothing else happens.
+    if (events != before) before = events, quiet = 0, polled = false;
+    else if (polled && ++quiet == kQuiet) deliver_one(), quiet = 0;
     if (!moved && done < threads && !deliver_one()) fail("deadlock: a barrier that not every thread reaches");
   }
   for (const Block& b : blocks)
@@ -215,9 +233,10 @@ inline void run_blocks(unsigned first) {
       if (m.pending != m.count || m.bytes || !m.later.empty()) fail("an mbarrier in the middle of a phase at the end");
 }
 inline void launch(void (*kernel)(void**), unsigned grid, unsigned threads, void** given, bool delay,
-                   bool together) {
+                   bool together, unsigned in_cluster) {
   if (threads % 32) fail("threads are no whole number of warps");
-  unsigned beside = together ? grid : 1;
+  unsigned beside = together ? grid : in_cluster;
+  cluster = in_cluster;
   width = threads;
   blocks.resize(beside);
   fibers.resize(beside * threads);
@@ -265,9 +284,24 @@ inline void mbarrier_wait(unsigned address, unsigned parity) {
     wait(kPhase);
   }
 }
-inline void later(unsigned address, Later work) {
-  if (lazy) mbarrier(address).later.push_back(std::move(work));
-  else deliver(mine(), address, work);
+inline unsigned mbarrier_test(unsigned address, unsigned parity) {
+  yield();
+  return mbarrier(address).phase % 2 != parity;
+}
+// Addresses of shared memory in a cluster: above bit 24 the block's rank + 1, or 0 for the own block.
+inline unsigned mapa(unsigned address, unsigned rank) { return address | (rank + 1) << 24; }
+inline Block& block_at(unsigned rank) {
+  unsigned block = current / width;
+  if (rank >= cluster) fail("a block that the cluster does not have");
+  return blocks[block / cluster * cluster + rank];
+}
+inline void mbarrier_arrive_cluster(unsigned address) {
+  arrived(block_at((address >> 24) - 1), address & 0xffffff, 1, 0);
+}
+inline void later(Block& block, unsigned address, Later work) {
+  if (!block.mbarriers.count(address)) fail("an mbarrier that was not initialized");
+  if (lazy) block.mbarriers.at(address).later.push_back(std::move(work));
+  else deliver(block, address, work);
 }
 inline void cp_async_arrive(unsigned address) {
   Later work{{}, 1, 0};
@@ -275,12 +309,19 @@ inline void cp_async_arrive(unsigned address) {
     work.copies.insert(work.copies.end(), group.begin(), group.end());
     group.clear();
   }
-  later(address, std::move(work));
+  later(mine(), address, std::move(work));
 }
 inline void bulk_copy(unsigned to, const void* from, unsigned size, unsigned address) {
   if (to % 16 || uintptr_t(from) % 16 || size % 16) fail("a misaligned bulk copy");
   at(to + size - 1);
-  later(address, {{{at(to), from, size, size}}, 0, size});
+  later(mine(), address, {{{at(to), from, size, size}}, 0, size});
+}
+// The same to every block of the cluster that the mask has.
+inline void bulk_copy(unsigned to, const void* from, unsigned size, unsigned address, unsigned mask) {
+  if (to % 16 || uintptr_t(from) % 16 || size % 16) fail("a misaligned bulk copy");
+  at(to + size - 1);
+  for (unsigned rank = 0; mask >> rank; ++rank)
+    if (mask >> rank & 1) later(block_at(rank), address, {{{block_at(rank).memory + to, from, size, size}}, 0, size});
 }
 inline float as_float(uint32_t word) { float f; memcpy(&f, &word, 4); return f; }
 inline uint32_t as_word(float f) { uint32_t word; memcpy(&word, &f, 4); return word; }
@@ -328,8 +369,11 @@ template <typename E> float operand(uint64_t descriptor, unsigned r, unsigned k)
 template <typename E> void multiply(const Product& p) {
   unsigned lane = current % 32, warp = current % width % 128 / 32;
   float a[2][16], b[2][16];
+  const Slot* s = p.held ? exchange({{p.rows[0], p.rows[1], p.rows[2], p.rows[3]}}) : nullptr;
   for (unsigned k = 0; k < 16; ++k)
-    for (unsigned u = 0; u < 2; ++u) a[u][k] = operand<E>(p.a, warp * 16 + u * 8 + lane / 4, k);
+    for (unsigned u = 0; u < 2; ++u)
+      a[u][k] = s ? element<E>(s[lane / 4 * 4 + k % 8 / 2].words[k / 8 * 2 + u], k % 2)
+                  : operand<E>(p.a, warp * 16 + u * 8 + lane / 4, k);
   for (unsigned n = 0; n < p.d.size() / 4; ++n) {
     for (unsigned k = 0; k < 16; ++k)
       for (unsigned c = 0; c < 2; ++c) b[c][k] = operand<E>(p.b, n * 8 + lane % 4 * 2 + c, k);
@@ -343,11 +387,20 @@ template <typename E> void multiply(const Product& p) {
 }
 inline void carry_out(const Product& p) { p.kind ? multiply<nv_bfloat16>(p) : multiply<half>(p); }
 // Reads its operands at once where copies come late, and when it is waited for where they come at once.
-inline void wgmma(int kind, unsigned columns, uint64_t a, uint64_t b, bool keep, std::initializer_list<float*> d) {
-  if (d.size() != columns / 2) fail("wgmma: accumulators");
-  Product p{kind, a, b, keep, d};
+inline void issue(Product p) {
   if (lazy) carry_out(p);
   else fibers[current].products.back().push_back(std::move(p));
+}
+inline void wgmma(int kind, unsigned columns, uint64_t a, uint64_t b, bool keep, std::initializer_list<float*> d) {
+  if (d.size() != columns / 2) fail("wgmma: accumulators");
+  issue({kind, a, b, keep, false, {}, d});
+}
+inline void wgmma_registers(int kind, unsigned columns, std::initializer_list<uint32_t> a, uint64_t b, bool keep,
+                            std::initializer_list<float*> d) {
+  if (d.size() != columns / 2) fail("wgmma: accumulators");
+  Product p{kind, 0, b, keep, true, {}, d};
+  std::copy(a.begin(), a.end(), p.rows);
+  issue(std::move(p));
 }
 inline void wgmma_commit() { fibers[current].products.emplace_back(); }
 inline void wgmma_wait(size_t pending) { drain(fibers[current].products, pending); }
@@ -392,6 +445,12 @@ inline void __syncwarp() { emu::wait(emu::kWarp); }
 inline unsigned __cvta_generic_to_shared(const void* p) { return (const char*)p - emu::shared; }
 inline int __shfl_sync(uint, int value, int source, int) {
   return (int)emu::exchange({{(uint32_t)value}})[source].words[0];
+}
+inline unsigned __ballot_sync(uint, int value) {
+  const emu::Slot* s = emu::exchange({{value != 0}});
+  unsigned all = 0;
+  for (unsigned lane = 0; lane < 32; ++lane) all |= s[lane].words[0] << lane;
+  return all;
 }
 inline float __shfl_xor_sync(uint, float value, int mask) {
   unsigned lane = emu::current % 32;

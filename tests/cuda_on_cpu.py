@@ -26,6 +26,7 @@ DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16),
           "int32": np.dtype(np.int32), "uint8": np.dtype(np.uint8)}
 _COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global \[%0\], \[%1\], (\d+)(, %2)?;")
 _WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(\w+)\.\2 .*, ps0, 1, 1, 0, 0; }")
+_WGMMA_A = re.compile(_WGMMA.pattern.replace("1, 1, 0, 0;", "1, 1, 0;"))  # operand A in registers
 _WGMMA_KIND = {"f16": 0, "bf16": 1}
 _MMA = {"f16.f16": 0, "bf16.bf16": 1, "tf32.tf32": 2}
 
@@ -44,6 +45,10 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
     if wgmma := _WGMMA.search(text):
         pointers = ", ".join(f"&{d}" for d in outs)
         return f"emu::wgmma({_WGMMA_KIND[wgmma[2]]}, {wgmma[1]}, {', '.join(ins)}, {{{pointers}}})"
+    if wgmma := _WGMMA_A.search(text):
+        pointers, held = ", ".join(f"&{d}" for d in outs), ", ".join(ins[:4])
+        return (f"emu::wgmma_registers({_WGMMA_KIND[wgmma[2]]}, {wgmma[1]}, {{{held}}}, {', '.join(ins[4:])}, "
+                f"{{{pointers}}})")
     if name.startswith("wgmma.wait_group"):
         return f"emu::wgmma_wait({text.split(' ')[1].rstrip(';')})"
     if name.startswith("wgmma.commit_group"):
@@ -52,8 +57,20 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return "(void)0"
     if "mbarrier.try_wait.parity" in text and "@!done bra again" in text:
         return f"emu::mbarrier_wait({every})"
+    if "mbarrier.test_wait.parity" in text and "selp.u32 %0, 1, 0, p" in text:
+        return f"{outs[0]} = emu::mbarrier_test({', '.join(ins)})"
     if name.startswith("mbarrier.init"):
         return f"emu::mbarrier_init({every})"
+    if name.startswith("mapa.shared::cluster"):
+        return f"{outs[0]} = emu::mapa({', '.join(ins)})"
+    if name == "barrier.cluster.arrive.aligned":
+        return "(void)0"
+    if name == "barrier.cluster.wait.aligned":
+        return "emu::wait(emu::kCluster)"
+    if name == "mbarrier.arrive.shared::cluster.b64":
+        return f"emu::mbarrier_arrive_cluster({every})"
+    if name == "mov.u32" and "%%cluster_ctarank" in text:
+        return f"{outs[0]} = blockIdx.x % emu::cluster"
     if name.startswith("mbarrier.arrive") and not outs:  # also .expect_tx, with the bytes
         return f"emu::mbarrier_arrive({every})"
     if name.startswith("cp.async.mbarrier.arrive.noinc"):
@@ -136,8 +153,8 @@ class Emulated:
             types = [a.rsplit(" ", 1)[0].replace("__restrict__", "") for a in declared[1].split(", ")]
             given = ", ".join(f"*({t}*)a[{i}]" for i, t in enumerate(types))
             text += (f'\nextern "C" void emu_{kernel.symbol}(unsigned grid, unsigned threads, void** given, bool lazy, '
-                     f"bool together) {{ emu::launch([](void** a) {{ {kernel.symbol}({given}); }}, grid, threads, "
-                     "given, lazy, together); }\n")
+                     f"bool together, unsigned cluster) {{ emu::launch([](void** a) {{ {kernel.symbol}({given}); }}, "
+                     "grid, threads, given, lazy, together, cluster); }\n")
         path = folder / "kernels.cc"
         path.write_text(text)
         command = [*find_compiler(), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", str(path), "-o",
@@ -206,7 +223,7 @@ class Emulated:
         array = (ctypes.c_void_p * max(1, len(given)))(*(ctypes.addressof(v) for v in given))
         assert kernel.extents["blockIdx.x"] == call.grid and kernel.extents["threadIdx.x"] == call.threads
         getattr(self.library, f"emu_{kernel.symbol}")(call.grid, call.threads, array, ctypes.c_bool(self.lazy),
-                                                          ctypes.c_bool(call.cooperative))
+                                                          ctypes.c_bool(call.cooperative), call.cluster)
 
 
 GUARD = 256  # bytes behind each buffer

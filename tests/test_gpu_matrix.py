@@ -56,9 +56,11 @@ def library_error(cell, x, weights, state, expected, kind):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize("schedule", ["persistent", "layout_transform", "fused_step"])
+@pytest.mark.parametrize("schedule", ["persistent", "persistent_wide", "layout_transform", "fused_step"])
 def test_matches_float64(schedule, cell, dtype, shape):
     T, B, I, H = shape
+    if schedule == "persistent_wide" and (dtype == "float32" or cell == "gru_reset_before"):
+        pytest.skip("not served")
     kind = getattr(torch, dtype)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(T + H)

@@ -48,9 +48,11 @@ def wanted_of(cell: str, stack: Stack, x: Any, weights: Any, state: Any, call: d
 @pytest.mark.parametrize("stack", STACKS, ids=str)
 @pytest.mark.parametrize(("cell", "dtype"), [("lstm", "bfloat16"), ("gru", "float16"), ("gru_reset_before", "float32"),
                                              ("lstm", "float32")])
-@pytest.mark.parametrize("schedule", ["persistent", "layout_transform", "fused_step"])
+@pytest.mark.parametrize("schedule", ["persistent", "persistent_wide", "layout_transform", "fused_step"])
 def test_matches_float64(schedule: str, cell: str, dtype: str, stack: Stack, shape: tuple[int, int, int, int]):
     T, B, I, H = shape
+    if schedule == "persistent_wide" and dtype == "float32":
+        pytest.skip("not served")
     kind, rng = getattr(torch, dtype), np.random.default_rng(T + H)
     weights = {k: torch.tensor(v).to(kind).float().numpy()
                for k, v in random_weights(cell, I, H, 1, stack.layers, stack.directions).items()}

@@ -21,11 +21,12 @@ from ecornn.schedules.base import Task
 from ecornn.schedules.fused_step import FusedStep
 from ecornn.schedules.layout_transform import LayoutTransform
 from ecornn.schedules.persistent import Persistent
+from ecornn.schedules.persistent_wide import PersistentWide
 from ecornn.workload import Stack, Workload
 
 TINY = replace(KNOWN["sm_90a"], cores=3)  # few blocks to emulate
 LIMITS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
-SCHEDULES = {s.name: s for s in (FusedStep(), LayoutTransform(), Persistent())}
+SCHEDULES = {s.name: s for s in (FusedStep(), LayoutTransform(), Persistent(), PersistentWide())}
 T, B, I, H = 5, 6, 7, 37
 
 
@@ -50,7 +51,8 @@ CASES = [("fused_step", "lstm", Stack(2, True, True, True), "float32"),
          ("layout_transform", "gru_reset_before", Stack(1, True, False, True), "float32"),
          ("persistent", "lstm", Stack(2, True, True, True), "bfloat16"),
          ("persistent", "gru", Stack(3, False, True, True), "float16"),
-         ("persistent", "gru_reset_before", Stack(1, True, True, True), "float32")]
+         ("persistent", "gru_reset_before", Stack(1, True, True, True), "float32"),
+         ("persistent_wide", "lstm", Stack(2, True, True, True), "float16")]
 
 
 @pytest.mark.parametrize(("schedule", "cell", "stack", "dtype"), CASES, ids=str)

@@ -64,7 +64,7 @@ def start_kernel(task: Task, plan: Plan, blocks: int, math: str) -> Any:
                         continue
                     with T.If(slot == 0):
                         with T.Then():
-                            values = [_initial(T, task, states, vectors, timeline, row, T.Bind(unit + e),
+                            values = [initial_operand(T, task, states, vectors, timeline, row, T.Bind(unit + e),
                                                pair // per_operand, math) for e in range(n)]
                             T.buffer_store(ring, pack(values, plan.dtype), [place])
                         with T.Else():
@@ -72,7 +72,7 @@ def start_kernel(task: Task, plan: Plan, blocks: int, math: str) -> Any:
     return builder.get()
 
 
-def _initial(T: Any, task: Task, states: dict[str, Any], vectors: Any, timeline: Timeline, row: Any,
+def initial_operand(T: Any, task: Task, states: dict[str, Any], vectors: Any, timeline: Timeline, row: Any,
              unit: Any, operand: Any, math: str) -> Any:
     """The first phase's operand for the state that the call was given; zero outside of it."""
     graph, H, batch = task.graph, task.workload.hidden, timeline.batch

@@ -1,0 +1,179 @@
+"""Threads that compute a cell's scalars, step after step: what the persistent schedules share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ecornn.schedules.base import Task
+from ecornn.schedules.pointwise import emit, invariants
+from ecornn.schedules.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Share:
+    """``units`` of H by ``rows`` of the batch that a block has, for ``threads`` threads."""
+
+    units: int
+    rows: int
+    threads: int
+
+    @property
+    def items(self) -> int:
+        """(unit, batch row) pairs of a thread, the last ones of some threads without any."""
+        return -(-self.units * self.rows // self.threads)
+
+
+class Items:
+    """Emits the code of threads that own (unit, batch row) pairs for the whole sequence.
+
+    Neighbouring threads own neighbouring units of one row, so two of them make a 16-bit word. The
+    values of each item are in registers: constants, states, hoisted inputs of this step (``inputs``) and of
+    the next one (``ahead``), how far its row goes (``limits``) and whether it starts anew (``fresh``).
+    """
+
+    def __init__(self, T: Any, task: Task, math: str, arguments: dict[str, Any], share: Share, group: Any,
+                 member: Any, thread: Any, steps: Any, batch: Any) -> None:
+        self.T, self.task, self.share, self.math = T, task, share, math
+        self.graph, self.arguments, self.items = task.graph, arguments, share.items
+        self.group, self.thread, self.steps, self.batch = group, thread, steps, batch
+        H, graph = task.workload.hidden, task.graph
+        self.timeline = Timeline(T, task.place, arguments, steps, batch)
+        self.local, self.unit, self.column, self.owner = [], [], [], []
+        for i in range(self.items):
+            item = T.Bind(thread + i * share.threads)
+            owner = T.Bind(item < share.units * share.rows)
+            self.local.append(T.Bind(item % share.units))
+            self.unit.append(T.Bind(member * share.units + item % share.units))
+            self.column.append(T.Bind(T.Select(owner, item // share.units, 0)))
+            self.owner.append(owner)
+        self.row = [T.Bind(group * share.rows + c) for c in self.column]
+        self.valid = [T.Bind(T.And(owner, T.And(unit < H, row < batch)))
+                      for owner, unit, row in zip(self.owner, self.unit, self.row, strict=True)]
+
+        def local(*shape: int) -> Any:
+            return T.alloc_buffer(shape, "float32", scope="local")
+
+        self.constants = local(self.items, max(1, len(graph.invariant_outputs)))
+        self.states = local(self.items, len(graph.states))
+        outputs = max(1, len(graph.hoisted_outputs))
+        self.inputs = local(self.items, outputs)  # of this step
+        self.ahead = local(self.items, outputs)  # of the next one
+        place, rows = task.place, (self.items,)  # of rows, too: these are on the critical path
+        self.limits = T.alloc_buffer(rows, "int32", scope="local") if place.lengths else None
+        self.fresh = T.alloc_buffer(rows, "int32", scope="local") if place.resets else None
+
+    def begin(self) -> None:
+        """What is known before the first step."""
+        T, graph, H = self.T, self.graph, self.task.workload.hidden
+        for i in range(self.items):
+            self._constants(i)
+            if self.limits is not None:
+                limit = self.timeline.limit(T.min(self.row[i], self.batch - 1))
+                T.buffer_store(self.limits, limit, [i])
+            for s, name in enumerate(graph.states):
+                T.buffer_store(self.states, T.float32(0), [i, s])
+                with T.If(self.valid[i]), T.Then():
+                    row = self.row[i]
+                    given = T.cast(self.arguments[f"{name}_in"][row * H + self.unit[i]], "float32")
+                    first = self.timeline.fresh(0, row, self._limit(i))
+                    (value,) = self.timeline.started(first, [given])
+                    T.buffer_store(self.states, value, [i, s])
+
+    def _limit(self, i: int) -> Any:
+        return self.steps if self.limits is None else self.limits[i]
+
+    def _constants(self, i: int) -> None:
+        T, graph, H = self.T, self.graph, self.task.workload.hidden
+        at = T.Bind(T.min(self.unit[i], H - 1))
+        env = {v.var: T.Bind(self.arguments["vectors"][k * H + at]) for k, v in enumerate(graph.vectors)}
+        env = invariants(graph, env, self.math)
+        for k, var in enumerate(graph.invariant_outputs):
+            T.buffer_store(self.constants, env[var], [i, k])
+
+    def _fetch(self, t: Any) -> None:
+        """Loads the hoisted inputs of step t into ``ahead``, and whether a sequence starts there."""
+        self._prepare(t)
+        self._start_at(t)
+        self._load_inputs(t, self.ahead)
+
+    def _prepare(self, t: Any) -> None:
+        """Before the hoisted inputs of step t are read."""
+
+    def _start_at(self, t: Any) -> None:
+        """Loads whether a sequence starts at step t into ``fresh``."""
+        T = self.T
+        for i in range(self.items if self.fresh is not None else 0):
+            row = T.Bind(T.min(self.row[i], self.batch - 1))
+            fresh = self.timeline.fresh(t, row, self._limit(i))
+            T.buffer_store(self.fresh, T.cast(fresh, "int32"), [i])
+
+    def _load_inputs(self, t: Any, into: Any) -> None:
+        """Loads the hoisted inputs of step t."""
+        T, outputs, H = self.T, len(self.graph.hoisted_outputs), self.task.workload.hidden
+        for i in range(self.items if outputs else 0):
+            for q in range(outputs):
+                T.buffer_store(into, T.float32(0), [i, q])
+            with T.If(T.And(self.valid[i], t < self.steps)), T.Then():
+                row = T.cast(self.timeline.at(t) * self.batch + self.row[i], "int64")
+                first = T.Bind(row * (outputs * H) + self.unit[i])
+                for q in range(outputs):
+                    T.buffer_store(into, self.arguments["hoisted"][first + q * H], [i, q])
+
+    def _advance(self) -> None:
+        for i in range(self.items):
+            for q in range(len(self.graph.hoisted_outputs)):
+                self.T.buffer_store(self.inputs, self.ahead[i, q], [i, q])
+
+    def _before(self, i: int) -> dict[Any, Any]:
+        """What is known of an item before the products of its step."""
+        graph = self.graph
+        env = {v: self.inputs[i, q] for q, v in enumerate(graph.hoisted_outputs)}
+        env |= {v: self.constants[i, k] for k, v in enumerate(graph.invariant_outputs)}
+        env |= {v: self.states[i, s] for s, v in enumerate(graph.states.values())}
+        return emit(graph.prologue, env, self.math)
+
+    def _finish(self, i: int, env: dict[Any, Any], t: Any) -> tuple[list[Any], list[Any], Any]:
+        """States after step t and before the next one, and whether the row took part; what the next
+        step's products need goes out at once."""
+        T, graph, timeline = self.T, self.graph, self.timeline
+        live = timeline.live(t, self._limit(i))
+        new = [timeline.masked(live, T.Bind(env[graph.results[s]]), self.states[i, k])
+               for k, s in enumerate(graph.states)]
+        fresh = None if self.fresh is None else T.Bind(self.fresh[i] != 0)  # of step t + 1, as ``ahead`` is
+        carried = timeline.started(fresh, new)
+        following = {v: n for v, n in zip(graph.states.values(), carried, strict=True)}
+        following |= {v: self.constants[i, k] for k, v in enumerate(graph.invariant_outputs)}
+        self._announce(i, 0, t + 1, emit(graph.prologue, following, self.math))
+        return new, carried, live
+
+    def _announce(self, i: int, p: int, step: Any, env: dict[Any, Any]) -> None:
+        """Hands item i's operands of phase p in ``step`` to the blocks that multiply."""
+        raise NotImplementedError
+
+    def _store(self, i: int, t: Any, new: list[Any], carried: list[Any], live: Any) -> None:
+        T, graph, w, place = self.T, self.graph, self.task.workload, self.task.place
+        H, dtype = w.hidden, w.dtype
+        for s in range(len(new)):
+            T.buffer_store(self.states, carried[s], [i, s])
+        with T.If(self.valid[i]), T.Then():
+            output = self.timeline.masked(live, new[list(graph.states).index(graph.output)], T.float32(0))
+            step = self.timeline.at(t)
+            at = T.cast(step * self.batch + self.row[i], "int64") * place.y_width(H) + self.unit[i]
+            at = at + place.y_offset(H) if place.y_offset(H) else at
+            T.buffer_store(self.arguments["y"], T.cast(output, dtype), [at])
+            with T.If(t == self.steps - 1), T.Then():
+                for s, name in enumerate(graph.states):
+                    T.buffer_store(self.arguments[f"{name}_out"], T.cast(new[s], dtype),
+                                   [self.row[i] * H + self.unit[i]])
+
+    def _neighbour(self, value: Any) -> Any:
+        """The value of the neighbouring thread."""
+        return self.T.Bind(self.T.cuda.func_call("ecornn_neighbour", value, source_code=_NEIGHBOUR,
+                                                 return_type="float32"))
+
+
+_NEIGHBOUR = """
+__device__ __forceinline__ float ecornn_neighbour(float value) {
+  return __shfl_xor_sync(0xffffffffu, value, 1);
+}"""

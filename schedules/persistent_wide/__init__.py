@@ -1,0 +1,148 @@
+"""Persistent schedule for large batches on Hopper: weights stay on chip, products by warpgroups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from ecornn.program import Buffer, Extent, Launch, Program
+from ecornn.schedules.base import Config, Knob, Schedule, Task
+from ecornn.schedules.persistent_wide.estimate import estimate, products, recurrence
+from ecornn.schedules.persistent_wide.kernel import wide_kernel
+from ecornn.schedules.persistent_wide.plan import (
+    DEPTH,
+    LANES,
+    SLOTS,
+    SPACING,
+    TEAMS,
+    THREADS,
+    Plan,
+    packing_of,
+    plan_of,
+    unit_step,
+)
+from ecornn.schedules.persistent_wide.start import start_kernel
+from ecornn.schedules.pointwise import MATH_FOR, MATH_TRADES
+from ecornn.schedules.projection import project, shape_of
+from ecornn.schedules.projection_wgmma_kernel import MULTIPLY_REGISTERS
+from ecornn.schedules.timeline import row_buffers
+
+START_BLOCKS = 128
+ITEMS = 8  # (unit, batch row) pairs of a thread, at most
+COLUMNS = 256  # of a wgmma, at most
+DEFAULT_CLUSTERS = (1, 2)  # of the heuristic: four blocks may not fit on all parts of a chip
+REGISTERS = (100, 88, 75, 63, 50, 38, 25, 13, 0)
+
+
+class PersistentWide(Schedule):
+    """Serves cells with one recurrent product, in 16-bit types on Hopper, whose weights fit on chip."""
+
+    name = "persistent_wide"
+    revision = 1
+    kind = "cuda"
+
+    def serves(self, task: Task) -> str | None:
+        w, phases = task.workload, task.graph.phases
+        if task.device.arch != "sm_90a":
+            return "needs the warpgroup products of sm_90a"
+        if w.dtype == "float32":
+            return "needs a 16-bit data type"
+        if len(phases) != 1 or len(phases[0].operands) != 1:
+            return f"cell {task.graph.cell!r} has not just one recurrent product of one vector"
+        if w.hidden > TEAMS * LANES * DEPTH:
+            return f"hidden={w.hidden} is more than {TEAMS * LANES * DEPTH}"
+        if task.graph.hoisted_rows and shape_of(task).shared > task.device.shared:
+            return (f"the projection needs {shape_of(task).shared} bytes of shared memory, "
+                    f"{task.device.shared} available")
+        if next(self._candidates(task), None) is None:
+            return (f"the recurrent weights of {w} do not fit on the {task.device.cores} "
+                    f"multiprocessors of {task.device.name}")
+        return None
+
+    def knobs(self, task: Task) -> tuple[Knob, ...]:
+        w, step = task.workload, unit_step(task)
+        groups = sorted({-(-w.batch // rows) for rows in (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)})
+        # of those that make the same number of blocks, the fewest
+        units = tuple({-(-w.hidden // u): u for u in range(128 // step * step, 0, -step)
+                       if -(-w.hidden // u) <= task.device.cores}.values())
+        return (
+            Knob("groups", tuple(groups), "more: fewer batch rows for each, whose blocks hold more of the weights"),
+            Knob("units", units, "more units a block: fewer blocks that read the state, more weights for each"),
+            Knob("cluster", (1, 2, 4),
+                 "more blocks that state is brought in for at once: fewer reads of L2, more that wait for each other"),
+            Knob("registers", REGISTERS,
+                 "percent of weights in registers, which products need not read; the rest leaves less room for state"),
+            Knob("math", MATH_FOR[w.dtype], MATH_TRADES),
+        )
+
+    def check(self, task: Task, config: Config) -> str | None:
+        device, w = task.device, task.workload
+        groups, units, step = int(config["groups"]), int(config["units"]), unit_step(task)
+        blocks, rows = groups * -(-w.hidden // units), -(-w.batch // groups)
+        if blocks > device.cores:
+            return f"{blocks} blocks on {device.cores} multiprocessors"
+        if (groups - 1) * rows >= w.batch:
+            return "a group without batch rows"
+        if blocks // groups % int(config["cluster"]):
+            return f"{blocks // groups} blocks of a group are no whole number of clusters"
+        if units % step:
+            return f"units={units} is no multiple of {step}"
+        plan = plan_of(task, config)
+        if plan.columns > COLUMNS:
+            return f"{plan.columns} columns of a product, {COLUMNS} possible"
+        if plan.share.items > ITEMS:
+            return f"{plan.share.items} items a thread"
+        if plan.registers > MULTIPLY_REGISTERS:
+            return f"about {plan.registers} registers a thread, {MULTIPLY_REGISTERS} available"
+        if plan.shared > device.shared:
+            return f"{plan.shared} bytes of shared memory, {device.shared} available"
+        if plan.stages < min(2, plan.chunks):
+            return "no room for two stages of state"
+        return None
+
+    def default(self, task: Task) -> Config:
+        best = min(self._candidates(task), key=lambda c: estimate(task, plan_of(task, c)), default=None)
+        assert best is not None, "default() is for tasks that serves() accepts"
+        return best
+
+    def _candidates(self, task: Task) -> Iterator[Config]:
+        """Of all cuts, those that keep as many weights in registers as possible."""
+        knobs = {k.name: k.values for k in self.knobs(task)}
+        for groups, units, cluster in product(knobs["groups"], knobs["units"], DEFAULT_CLUSTERS):
+            for registers in REGISTERS:
+                config: Config = {"groups": groups, "units": units, "cluster": cluster, "registers": registers,
+                                  "math": "fast"}
+                if self.check(task, config) is None:
+                    yield config
+                    break
+
+    def features(self, task: Task, config: Config) -> dict[str, float]:
+        plan = plan_of(task, config)
+        return {"blocks": plan.groups * plan.blocks, "columns": plan.columns, "tiles": plan.tiles,
+                "waste": plan.tiles * 64 / (plan.gates * plan.units), "copied": plan.slot_words * 4,
+                "cluster": plan.cluster, "products": products(plan), "items": plan.share.items, "stages": plan.stages,
+                "resident": plan.stages / plan.chunks, "registers": plan.registers, "shared": plan.shared,
+                "recurrence": recurrence(plan), "estimate": estimate(task, plan)}
+
+    def program(self, task: Task, config: Config) -> Program:
+        plan, math = plan_of(task, config), str(config["math"])
+        w, graph = task.workload, task.graph
+        hoisted = project(task)
+        buffers = [Buffer("x", "x", w.dtype), Buffer("y", "y", w.dtype)]
+        for name in graph.states:
+            buffers += [Buffer(f"{name}_in", "state_in", w.dtype), Buffer(f"{name}_out", "state_out", w.dtype)]
+        buffers += [*row_buffers(task.place), *hoisted.buffers, *_own_buffers(task, plan)]
+        functions = {**hoisted.functions, "start": start_kernel(task, plan, START_BLOCKS, math),
+                     "persistent_wide": wide_kernel(task, plan, math)}
+        calls = (*hoisted.calls, Launch("start", START_BLOCKS, 256),
+                 Launch("persistent_wide", plan.groups * plan.blocks, THREADS, plan.shared, cooperative=True,
+                        cluster=plan.cluster))
+        return Program(functions, tuple(buffers), calls)
+
+
+def _own_buffers(task: Task, plan: Plan) -> list[Buffer]:
+    packing = packing_of(task, plan)
+    rows, units, values = packing.pad
+    return [Buffer("recurrent", "packed", plan.dtype, Extent(rows * units * values), packing),
+            Buffer("exchange", "workspace", "uint32", Extent(plan.groups * SLOTS * plan.slot_words)),
+            Buffer("counters", "workspace", "uint32", Extent(plan.groups * plan.counters * SPACING))]

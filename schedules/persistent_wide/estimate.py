@@ -1,0 +1,35 @@
+"""How long a step of a configuration takes, roughly: for ordering configurations, not for reporting."""
+
+from __future__ import annotations
+
+from ecornn.schedules.base import Task
+from ecornn.schedules.persistent.estimate import projection
+from ecornn.schedules.persistent_wide.plan import DEPTH, TEAMS, Plan
+
+TRIP = 2700.0  # cycles from the last store of a state to the first chunk of it
+BLOCK_BYTES, CHIP_BYTES = 48.0, 3200.0  # of state from L2, a cycle: to a block, and to all of them
+SHARED_BYTES = 128.0  # that products read from shared memory, a cycle
+
+
+def estimate(task: Task, plan: Plan) -> float:
+    """Nanoseconds of a step: the projection done ahead and the recurrence."""
+    return projection(task, 100) / task.device.cores + recurrence(plan)
+
+
+def recurrence(plan: Plan) -> float:
+    """Nanoseconds of a step's recurrence; cycles are of 1.7 GHz."""
+    clusters = plan.groups * plan.blocks / plan.cluster
+    copied = plan.slot_words * 4 / min(BLOCK_BYTES, CHIP_BYTES / clusters)
+    multiplied = products(plan)
+    behind = 0.15 * min(copied, multiplied)  # of one that the other does not hide
+    gates = 250 + plan.columns * plan.stride * 4 * TEAMS * 2 / SHARED_BYTES + 90 * plan.share.items
+    return (TRIP + max(copied, multiplied) + behind + gates) / 1.7
+
+
+def products(plan: Plan) -> float:
+    """Cycles of a step's products: of the tensor cores, or of shared memory that feeds them."""
+    cycles = 0.0
+    for chunks, weights in ((plan.kept, 0), (plan.chunks - plan.kept, 64 * 16 * 2)):
+        fed = (weights + plan.columns * 16 * 2) / SHARED_BYTES
+        cycles += TEAMS * chunks * DEPTH / 16 * plan.tiles * max(plan.columns / 2, fed, 16)
+    return cycles

@@ -1,0 +1,60 @@
+"""How state travels between blocks: chunks of operand B, counted as they are written.
+
+A group's state lies in global memory (L2) as chunks of 64 values of K: a row of 128 bytes for each batch
+row, whose 16-byte pieces are exchanged by row (wgmma's 128-byte swizzle). One bulk copy brings a chunk
+where products read it. There are two slots, and one counter for each chunk.
+
+Step t reads slot t % 2 and writes slot (t + 1) % 2. A block has written its part of a chunk when all its
+threads have: store; proxy fence; barrier of the block; add (release). A chunk of W writers is complete for step t
+when its counter is at least W t. Who copies it: load (acquire) of the counter, proxy fence, bulk copy.
+
+* The counter says what it should. A block adds for step t + 1 after it has read all of step t, to which
+  every writer of every chunk has added. So all of them have added t times when one adds for the
+  t + 1st time, and the counter is never above W (t + 1) before all have.
+* The copy sees what was written: stores, barrier and release on one side, acquire and copy on the
+  other are ordered by causality, with a fence between the generic and the asynchronous proxy on that path,
+  on either side of it.
+* Nobody overwrites what is still read. At step t a block writes slot (t + 1) % 2, which had the state of
+  step t - 1. It has read all of step t, and each block of the group wrote a part of that after all its
+  threads had passed a barrier behind their products of step t - 1; these had waited for the mbarriers
+  which those copies complete. So all reads of step t - 1 were done.
+* A stage of shared memory is written again when each multiplying warp has arrived at its ``empty``,
+  after its products (wgmma) were waited for. In a cluster a chunk is copied by one block for all, and
+  these are the warps of all blocks: each arrives in every block. The bytes of a chunk may then come before the
+  block has announced them; the phase of ``full`` waits for the announcement, which is its one arrival.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ecornn.schedules.persistent_wide.plan import DEPTH, SLOTS, SPACING, TEAMS, Plan
+
+
+def slot_base(plan: Plan, group: Any, slot: Any) -> Any:
+    """First word of a group's slot."""
+    return (group * SLOTS + slot) * plan.slot_words
+
+
+def word_of(plan: Plan, unit: Any, column: Any) -> Any:
+    """Place in a slot of the word that holds ``unit`` (of H, even) and the next one in batch row ``column``."""
+    chunk, within = unit // DEPTH, unit % DEPTH
+    return (chunk * plan.columns + column) * (DEPTH // 2) + (within // 8 ^ column % 8) * 4 + within % 8 // 2
+
+
+def place_of(plan: Plan, word: Any) -> tuple[Any, Any]:
+    """The other way round: unit and column of a slot's word."""
+    row, within = word // (DEPTH // 2), word % (DEPTH // 2)
+    column = row % plan.columns
+    return row // plan.columns * DEPTH + (within // 4 ^ column % 8) * 8 + within % 4 * 2, column
+
+
+def counter_of(plan: Plan, group: Any, chunk: Any) -> Any:
+    """Place of a chunk's counter."""
+    return (group * (TEAMS * plan.chunks) + chunk) * SPACING
+
+
+def writers(T: Any, plan: Plan, chunk: Any) -> Any:
+    """Blocks of a group that have units of a chunk; none where it only pads K."""
+    first, end = chunk * DEPTH, T.min(chunk * DEPTH + DEPTH, plan.hidden)
+    return T.Select(first < plan.hidden, (end - 1) // plan.units - first // plan.units + 1, 0)

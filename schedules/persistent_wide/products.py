@@ -1,0 +1,106 @@
+"""A multiplying warpgroup: its half of K times its block's weights, chunk by chunk as state arrives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ecornn.schedules.persistent_wide.copies import Memory, chunk_at
+from ecornn.schedules.persistent_wide.plan import DEPTH, Plan
+from ecornn.schedules.wgmma import descriptor, mbarrier_wait, wgmma, wgmma_registers, wgmma_wait
+
+STEPS = DEPTH // 16  # products of a chunk and tile
+
+
+class Products:
+    """Emits the products of one warpgroup (``team``), whose threads are ``team_thread`` 0 to 127."""
+
+    def __init__(self, T: Any, plan: Plan, memory: Memory, member: Any, team: Any, team_thread: Any,
+                 weights: Any) -> None:
+        self.T, self.plan, self.memory, self.home, self.team = T, plan, memory, team, team
+        self.warp, self.lane = T.Bind(team_thread // 32), T.Bind(team_thread % 32)
+        self.base = T.Bind(T.cuda.cvta_generic_to_shared(memory.words.ptr_to([0])))
+        self.acc = T.alloc_buffer((plan.tiles, plan.columns // 8, 4), "float32", scope="local")
+        self.held = T.alloc_buffer((max(1, plan.kept * plan.tiles * STEPS), 4), "uint32", scope="local")
+        for p in range(plan.kept):
+            chunk = T.Bind(member * plan.counters + chunk_at(plan, member, team, p))
+            for k in range(STEPS):
+                for tile in range(plan.tiles):
+                    for i in range(4):  # words of operand A: rows l/4 and l/4 + 8 of its first eight values of K
+                        octet = T.min(tile * 8 + self.warp * 2 + i % 2, plan.octets - 1)  # padding: any weights
+                        piece = (chunk * (DEPTH // 8) + 2 * k + i // 2) * plan.octets + octet
+                        T.buffer_store(self.held, weights[T.cast(piece, "int64") * 32 + self.lane],
+                                       [(p * STEPS + k) * plan.tiles + tile, i])
+        if plan.kept < plan.chunks:
+            mbarrier_wait(memory.stored(team), T.uint32(0))
+
+    def run(self, t: Any) -> None:
+        """All products of step t, left in ``acc``."""
+        T, plan = self.T, self.plan
+        self.team = uniform(T, self.home)  # anew: addresses computed before the loop would take too many registers
+        every = [[self.acc[m, n, i] for n in range(plan.columns // 8) for i in range(4)] for m in range(plan.tiles)]
+        for p in range(plan.chunks):
+            stage = p % plan.stages
+            uses = (plan.chunks - 1 - stage) // plan.stages + 1  # of the stage, in a step
+            parity = T.cast(T.bitwise_and(t * uses + p // plan.stages, 1), "uint32")
+            mbarrier_wait(self.memory.full(self.team, stage), parity)
+            T.evaluate(T.ptx["wgmma.fence.sync.aligned"]())
+            b = T.Bind(descriptor(self._address(self.memory.stage(self.team, stage)), 16, 8 * DEPTH * 2, swizzled=True))
+            for k in range(STEPS):
+                for m in range(plan.tiles):
+                    self._multiply(every[m], p, k, m, b + T.uint64(2 * k))
+            T.evaluate(T.ptx["wgmma.commit_group.sync.aligned"]())
+            if p:
+                T.evaluate(T.ptx["wgmma.wait_group.sync.aligned"](1))
+                self._release(p - 1)
+        wgmma_wait([value for tile in every for value in tile])
+        self._release(plan.chunks - 1)
+
+    def _multiply(self, acc: list[Any], p: int, k: int, tile: int, b: Any) -> None:
+        """Step k of the products of the chunk at position p."""
+        T, plan = self.T, self.plan
+        keep = T.uint32(1 if p or k else 0)
+        if p < plan.kept:
+            row = (p * STEPS + k) * plan.tiles + tile
+            wgmma_registers(acc, [self.held[row, i] for i in range(4)], b, keep, plan.dtype)
+        else:  # two pieces of eight values of K; a tile is eight octets of 128 bytes
+            place = self._address(self.memory.weights(self.team, p))
+            a = descriptor(place, plan.octets * 128, 128, swizzled=False)
+            wgmma(acc, a + T.uint64((2 * k * plan.octets + tile * 8) * 8), b, keep, plan.dtype)
+
+    def _address(self, word: Any) -> Any:
+        return self.base + self.T.cast(word * 4, "uint32")
+
+    def _release(self, p: int) -> None:
+        """This warp has multiplied the chunk at position p: every block of the cluster hears of it."""
+        T, empty = self.T, self.memory.empty(self.team, p % self.plan.stages)
+        with T.If(self.lane < self.plan.cluster), T.Then():
+            if self.plan.cluster == 1:
+                T.evaluate(T.ptx["mbarrier.arrive.shared::cta.b64"](empty))
+                return
+            there = T.alloc_buffer((1,), "uint32", scope="local")
+            T.evaluate(T.ptx["mapa.shared::cluster.u32"](there[0], T.cuda.cvta_generic_to_shared(empty),
+                                                         T.cast(self.lane, "uint32")))
+            # no ".release.cluster", which ptxas makes a memory barrier of the whole GPU: no write is published here
+            T.evaluate(T.ptx["mbarrier.arrive.shared::cluster.b64"](there[0]))
+
+    def store(self) -> None:
+        """Leaves the partial sums in shared memory: a column of weight rows for each batch row."""
+        T, plan = self.T, self.plan
+        base = T.Bind(self.memory.sums(self.team) + self.lane % 4 * 2 * plan.stride + self.warp * 16 + self.lane // 4)
+        for m in range(plan.tiles):
+            with T.If(m * 4 + self.warp < -(-plan.octets // 2)), T.Then():
+                for n in range(plan.columns // 8):
+                    for i in range(4):
+                        T.buffer_store(self.memory.words, self.acc[m, n, i],
+                                       [base + (n * 8 + i % 2) * plan.stride + m * 64 + i // 2 * 8])
+
+
+def uniform(T: Any, value: Any) -> Any:
+    """A value that all threads of a warp have, as what the compiler can see to be that."""
+    return T.Bind(T.cuda.func_call("ecornn_uniform", value, source_code=_UNIFORM, return_type="int32"))
+
+
+_UNIFORM = """
+__device__ __forceinline__ int ecornn_uniform(int value) {
+  return __shfl_sync(0xffffffffu, value, 0, 32);
+}"""

@@ -1,0 +1,159 @@
+"""The wide persistent kernel, emulated on the CPU: every way in which a layer can be cut."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda_on_cpu import pack
+from emulated import check_numbers, task_of
+from msgspec.structs import replace
+from test_projection_wgmma import compile_loud
+
+from ecornn.build.cuda import lower
+from ecornn.build.nvcc import find_nvcc, parse_resources
+from ecornn.device import KNOWN
+from ecornn.schedules import all_schedules
+from ecornn.schedules.persistent_wide import PersistentWide
+from ecornn.schedules.persistent_wide.plan import packing_of, plan_of
+from ecornn.workload import Place
+
+HOPPER = KNOWN["sm_90a"]
+SMALL = replace(HOPPER, cores=6)
+
+# (cell, (T, B, I, H), dtype, config)
+CASES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
+    ("lstm", (5, 3, 24, 40), "bfloat16", {}),  # less than a chunk; a block of half its units
+    ("rnn_relu", (1, 1, 1, 1), "float16", {"units": 8}),  # the smallest of everything
+    ("lstm", (6, 8, 64, 64), "float16", {"registers": 0}),  # whole tiles; a warpgroup with padding only
+    ("lstm", (4, 9, 7, 130), "bfloat16", {"units": 26}),  # odd rows of x, three chunks, blocks across chunks
+    ("lstm", (4, 9, 7, 130), "float16", {"units": 26, "registers": 50}),  # two tiles, weights in both places
+    ("gru", (5, 20, 16, 200), "float16", {"units": 40, "registers": 50}),  # padding rows of the second tile
+    ("gru", (5, 20, 16, 136), "bfloat16", {"units": 24, "registers": 0}),  # 72 rows, all read from shared memory
+    ("gru", (4, 11, 31, 90), "float16", {"units": 48, "groups": 2}),  # six rows and five
+    ("rnn_tanh", (6, 33, 5, 300), "bfloat16", {"units": 56, "registers": 50}),  # one more than a tile in B
+    ("lstm", (5, 9, 16, 64), "float16", {"cluster": 2}),  # two clusters
+    ("gru", (5, 9, 16, 140), "bfloat16", {"units": 24, "cluster": 2, "registers": 0}),
+    ("rnn_tanh", (6, 15, 5, 500), "float16", {"units": 128, "cluster": 4, "registers": 50}),
+    ("echo", (4, 3, 0, 150), "bfloat16", {"units": 48, "registers": 0}),  # no hoisted product
+]
+
+
+def config_of(**change: Any) -> dict[str, Any]:
+    return {"groups": 1, "units": 16, "cluster": 1, "registers": 100, "math": "fast", **change}
+
+
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change"), CASES, ids=lambda v: str(v).replace(" ", ""))
+def test_matches_float64(tmp_path, cell, sizes, dtype, change):
+    check_numbers(tmp_path, PersistentWide(), task_of(cell, sizes, dtype, SMALL), config_of(**change))
+
+
+PLACES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Place]] = [
+    ("lstm", (5, 3, 24, 40), "bfloat16", {}, Place(reverse=True)),
+    ("gru", (5, 3, 7, 40), "float16", {"units": 8}, Place(directions=2)),
+    ("lstm", (7, 5, 24, 40), "float16", {}, Place(lengths=True)),
+    ("lstm", (7, 5, 24, 40), "bfloat16", {}, Place(resets=True)),
+    ("gru", (6, 10, 9, 80), "bfloat16", {"units": 16}, Place(True, 2, True, True)),
+    ("rnn_tanh", (6, 23, 31, 140), "float16", {"groups": 2, "units": 64}, Place(False, 2, True, True)),
+]
+
+
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "place"), PLACES, ids=lambda v: str(v).replace(" ", ""))
+def test_directions_lengths_and_resets(tmp_path, cell, sizes, dtype, change, place):
+    check_numbers(tmp_path, PersistentWide(), task_of(cell, sizes, dtype, SMALL, place), config_of(**change))
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+@pytest.mark.parametrize(("registers", "cluster"), [(0, 1), (50, 1), (50, 2), (0, 3)])
+def test_more_chunks_than_stages_over_many_steps(tmp_path, registers, cluster, lazy):
+    """Stages are given back and used again within a step, an odd number of times in one step for some."""
+    task, config = task_of("rnn_tanh", (9, 9, 8, 600), "float16", SMALL), config_of(
+        units=104, registers=registers, cluster=cluster)
+    plan = plan_of(task, config)
+    room = plan.shared - 2 * 2 * (plan.stage_bytes + 16)
+    task = task_of("rnn_tanh", (9, 9, 8, 600), "float16", replace(SMALL, shared=room))
+    plan = plan_of(task, config)
+    assert (plan.chunks, plan.stages) == (5, 3)
+    check_numbers(tmp_path, PersistentWide(), task, config, lazy=lazy)
+
+
+def test_fewer_rows_than_compiled(tmp_path):
+    task = task_of("lstm", (5, 9, 16, 34), "float16", SMALL, Place(True, 2, True, True))
+    check_numbers(tmp_path, PersistentWide(), task, config_of(groups=2), batch=2)
+
+
+def test_the_default_of_small_layers(tmp_path):
+    task = task_of("gru", (3, 33, 31, 129), "bfloat16", SMALL)
+    check_numbers(tmp_path, PersistentWide(), task, PersistentWide().default(task))
+
+
+@pytest.mark.parametrize(("cell", "units"), [("lstm", 6), ("gru", 16), ("rnn_tanh", 8)])
+def test_weights_lie_as_wgmma_reads_them(cell, units):
+    """8 rows of 16 bytes in a piece; the pieces of 8 values of K one behind the other."""
+    H = 70
+    task = task_of(cell, (3, 4, 8, H), "float16", replace(HOPPER, cores=16))
+    plan = plan_of(task, config_of(units=units))
+    parameters = {n: np.arange(np.prod(s)).reshape(s) % 2039 for n, s in task.graph.parameters.items()}
+    made = pack(packing_of(task, plan), parameters).reshape(plan.blocks, 2 * plan.chunks, 8, plan.octets, 8, 8)
+    rows, e = task.graph.phases[0].rows, plan.interleave
+    rng = np.random.default_rng(0)
+    for gate, unit, k in zip(rng.integers(len(rows), size=500), rng.integers(H, size=500), rng.integers(H, size=500),
+                             strict=True):
+        block, local = divmod(int(unit), units)
+        row = int(gate) // e * units * e + local * e + int(gate) % e
+        value = made[block, k // 64, k % 64 // 8, row // 8, row % 8, k % 8]
+        assert float(value) == parameters[rows[gate].weight][rows[gate].gate, unit, k]
+
+
+def test_what_does_not_fit_is_refused():
+    schedule = PersistentWide()
+    task = task_of("lstm", (4, 64, 64, 2048), "float16", HOPPER)
+
+    def reason(**change: Any) -> str:
+        return schedule.check(task, config_of(registers=50, **change)) or ""
+
+    assert not reason() and not reason(cluster=2)
+    assert "multiprocessors" in reason(groups=2) and "multiple" in reason(units=17)
+    assert "clusters" in reason(cluster=3)
+    assert "registers" in (schedule.check(task, config_of(registers=100)) or "")
+    assert "shared memory" in (schedule.check(task, config_of(registers=0)) or "")
+    assert "items" in (schedule.check(task_of("lstm", (4, 250, 64, 64), "float16", HOPPER), config_of()) or "")
+    assert "columns" in (schedule.check(task_of("rnn_tanh", (4, 257, 64, 64), "float16", HOPPER),
+                                        config_of(units=8)) or "")
+
+
+def test_what_it_does_not_serve():
+    def reason(cell="lstm", sizes=(4, 64, 64, 1024), dtype="float16", device=HOPPER) -> str:
+        return PersistentWide().serves(task_of(cell, sizes, dtype, device)) or ""
+
+    assert not reason() and not reason(dtype="bfloat16") and not reason(sizes=(1, 1, 1, 1))
+    assert "16-bit" in reason(dtype="float32") and "sm_90a" in reason(device=KNOWN["sm_80"])
+    assert "one recurrent product" in reason("gru_reset_before") and "one recurrent product" in reason("pair")
+    assert "do not fit" in reason("gru", (4, 32, 64, 2816)) and "hidden" in reason(sizes=(4, 64, 64, 5000))
+
+
+def test_it_is_chosen_where_the_other_does_not_serve():
+    """Without a record: small batches stay with ``persistent``."""
+    def first(batch: int, hidden: int) -> str:
+        task = task_of("lstm", (100, batch, 64, hidden), "float16", HOPPER)
+        return next(s.name for s in all_schedules().values() if s.kind == "cuda" and s.serves(task) is None)
+
+    assert first(16, 768) == "persistent"
+    assert first(64, 2048) == "persistent_wide"
+
+
+@pytest.mark.parametrize(("cell", "batch", "hidden"), [("lstm", 64, 1024), ("lstm", 64, 1536), ("lstm", 64, 2048),
+                                                       ("gru", 32, 2048)])
+def test_compiles_without_spills(cell, batch, hidden):
+    """ptxas says where it serializes wgmma or ignores setmaxnreg, both of which cost most of the speed."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        pytest.skip("nvcc is not installed")
+    task, schedule = task_of(cell, (100, batch, hidden, hidden), "float16", HOPPER), PersistentWide()
+    source = lower(schedule.program(task, schedule.default(task)), "sm_90a")[1]
+    _, log = compile_loud(nvcc, source)
+    found = parse_resources(log)["persistent_wide_kernel"]
+    assert found["spill_stores"] == found["stack"] == 0 and found["registers"] == 168
+    assert not re.findall(r"C75\d\d|wgmma|setmaxnreg", log), log
