@@ -47,7 +47,7 @@ template <typename T> T max(T a, T b) { return a > b ? a : b; }
 template <typename T> T min(T a, T b) { return a < b ? a : b; }
 
 namespace emu {
-enum State { kReady, kWarp, kBlock, kCluster, kNamed, kPhase, kDone };
+enum State { kReady, kWarp, kBlock, kNamed, kPhase, kDone };
 struct Copy { void* to; const void* from; unsigned size, valid; };
 struct Product {                        // of a warpgroup (wgmma): one thread's part
   int kind;
@@ -83,7 +83,6 @@ constexpr unsigned kQuiet = 8;          // rounds in which somebody polls and no
 static std::vector<Block> blocks;
 static char* shared;                    // of the current block
 static unsigned width;                  // threads of a block
-static unsigned cluster;                // blocks of a cluster
 static std::vector<Fiber> fibers;
 static std::vector<Slot> slots[2];
 static std::vector<char> stacks;
@@ -218,11 +217,6 @@ inline void run_blocks(unsigned first) {
       for (unsigned i = b; i < b + width; ++i) all &= fibers[i].state == kBlock;
       for (unsigned i = b; all && i < b + width; ++i) fibers[i].state = kReady, moved = true, ++events;
     }
-    for (unsigned b = 0; b < threads; b += width * cluster) {
-      bool all = true;
-      for (unsigned i = b; i < b + width * cluster; ++i) all &= fibers[i].state == kCluster;
-      for (unsigned i = b; all && i < b + width * cluster; ++i) fibers[i].state = kReady, moved = true, ++events;
-    }
     // Who polls goes on for ever; asynchronous work that others wait for comes when nothing else happens.
     if (events != before) before = events, quiet = 0, polled = false;
     else if (polled && ++quiet == kQuiet) deliver_one(), quiet = 0;
@@ -233,10 +227,9 @@ inline void run_blocks(unsigned first) {
       if (m.pending != m.count || m.bytes || !m.later.empty()) fail("an mbarrier in the middle of a phase at the end");
 }
 inline void launch(void (*kernel)(void**), unsigned grid, unsigned threads, void** given, bool delay,
-                   bool together, unsigned in_cluster) {
+                   bool together) {
   if (threads % 32) fail("threads are no whole number of warps");
-  unsigned beside = together ? grid : in_cluster;
-  cluster = in_cluster;
+  unsigned beside = together ? grid : 1;
   width = threads;
   blocks.resize(beside);
   fibers.resize(beside * threads);
@@ -288,20 +281,9 @@ inline unsigned mbarrier_test(unsigned address, unsigned parity) {
   yield();
   return mbarrier(address).phase % 2 != parity;
 }
-// Addresses of shared memory in a cluster: above bit 24 the block's rank + 1, or 0 for the own block.
-inline unsigned mapa(unsigned address, unsigned rank) { return address | (rank + 1) << 24; }
-inline Block& block_at(unsigned rank) {
-  unsigned block = current / width;
-  if (rank >= cluster) fail("a block that the cluster does not have");
-  return blocks[block / cluster * cluster + rank];
-}
-inline void mbarrier_arrive_cluster(unsigned address) {
-  arrived(block_at((address >> 24) - 1), address & 0xffffff, 1, 0);
-}
-inline void later(Block& block, unsigned address, Later work) {
-  if (!block.mbarriers.count(address)) fail("an mbarrier that was not initialized");
-  if (lazy) block.mbarriers.at(address).later.push_back(std::move(work));
-  else deliver(block, address, work);
+inline void later(unsigned address, Later work) {
+  if (lazy) mbarrier(address).later.push_back(std::move(work));
+  else deliver(mine(), address, work);
 }
 inline void cp_async_arrive(unsigned address) {
   Later work{{}, 1, 0};
@@ -309,19 +291,12 @@ inline void cp_async_arrive(unsigned address) {
     work.copies.insert(work.copies.end(), group.begin(), group.end());
     group.clear();
   }
-  later(mine(), address, std::move(work));
+  later(address, std::move(work));
 }
 inline void bulk_copy(unsigned to, const void* from, unsigned size, unsigned address) {
   if (to % 16 || uintptr_t(from) % 16 || size % 16) fail("a misaligned bulk copy");
   at(to + size - 1);
-  later(mine(), address, {{{at(to), from, size, size}}, 0, size});
-}
-// The same to every block of the cluster that the mask has.
-inline void bulk_copy(unsigned to, const void* from, unsigned size, unsigned address, unsigned mask) {
-  if (to % 16 || uintptr_t(from) % 16 || size % 16) fail("a misaligned bulk copy");
-  at(to + size - 1);
-  for (unsigned rank = 0; mask >> rank; ++rank)
-    if (mask >> rank & 1) later(block_at(rank), address, {{{block_at(rank).memory + to, from, size, size}}, 0, size});
+  later(address, {{{at(to), from, size, size}}, 0, size});
 }
 inline float as_float(uint32_t word) { float f; memcpy(&f, &word, 4); return f; }
 inline uint32_t as_word(float f) { uint32_t word; memcpy(&word, &f, 4); return word; }

@@ -30,7 +30,6 @@ from ecornn.schedules.timeline import row_buffers
 START_BLOCKS = 128
 ITEMS = 8  # (unit, batch row) pairs of a thread, at most
 COLUMNS = 256  # of a wgmma, at most
-DEFAULT_CLUSTERS = (1, 2)  # of the heuristic: four blocks may not fit on all parts of a chip
 REGISTERS = (100, 88, 75, 63, 50, 38, 25, 13, 0)
 
 
@@ -68,8 +67,6 @@ class PersistentWide(Schedule):
         return (
             Knob("groups", tuple(groups), "more: fewer batch rows for each, whose blocks hold more of the weights"),
             Knob("units", units, "more units a block: fewer blocks that read the state, more weights for each"),
-            Knob("cluster", (1, 2, 4),
-                 "more blocks that state is brought in for at once: fewer reads of L2, more that wait for each other"),
             Knob("registers", REGISTERS,
                  "percent of weights in registers, which products need not read; the rest leaves less room for state"),
             Knob("math", MATH_FOR[w.dtype], MATH_TRADES),
@@ -83,8 +80,6 @@ class PersistentWide(Schedule):
             return f"{blocks} blocks on {device.cores} multiprocessors"
         if (groups - 1) * rows >= w.batch:
             return "a group without batch rows"
-        if blocks // groups % int(config["cluster"]):
-            return f"{blocks // groups} blocks of a group are no whole number of clusters"
         if units % step:
             return f"units={units} is no multiple of {step}"
         plan = plan_of(task, config)
@@ -108,10 +103,9 @@ class PersistentWide(Schedule):
     def _candidates(self, task: Task) -> Iterator[Config]:
         """Of all cuts, those that keep as many weights in registers as possible."""
         knobs = {k.name: k.values for k in self.knobs(task)}
-        for groups, units, cluster in product(knobs["groups"], knobs["units"], DEFAULT_CLUSTERS):
+        for groups, units in product(knobs["groups"], knobs["units"]):
             for registers in REGISTERS:
-                config: Config = {"groups": groups, "units": units, "cluster": cluster, "registers": registers,
-                                  "math": "fast"}
+                config: Config = {"groups": groups, "units": units, "registers": registers, "math": "fast"}
                 if self.check(task, config) is None:
                     yield config
                     break
@@ -120,7 +114,7 @@ class PersistentWide(Schedule):
         plan = plan_of(task, config)
         return {"blocks": plan.groups * plan.blocks, "columns": plan.columns, "tiles": plan.tiles,
                 "waste": plan.tiles * 64 / (plan.gates * plan.units), "copied": plan.slot_words * 4,
-                "cluster": plan.cluster, "products": products(plan), "items": plan.share.items, "stages": plan.stages,
+                "products": products(plan), "items": plan.share.items, "stages": plan.stages,
                 "resident": plan.stages / plan.chunks, "registers": plan.registers, "shared": plan.shared,
                 "recurrence": recurrence(plan), "estimate": estimate(task, plan)}
 
@@ -135,8 +129,7 @@ class PersistentWide(Schedule):
         functions = {**hoisted.functions, "start": start_kernel(task, plan, START_BLOCKS, math),
                      "persistent_wide": wide_kernel(task, plan, math)}
         calls = (*hoisted.calls, Launch("start", START_BLOCKS, 256),
-                 Launch("persistent_wide", plan.groups * plan.blocks, THREADS, plan.shared, cooperative=True,
-                        cluster=plan.cluster))
+                 Launch("persistent_wide", plan.groups * plan.blocks, THREADS, plan.shared, cooperative=True))
         return Program(functions, tuple(buffers), calls)
 
 

@@ -1,8 +1,7 @@
 """The warps that copy: a lane brings one chunk of state in as soon as it is complete, step after step.
 
 Warp w copies for multiplying warpgroup w. Lane p has the chunk that is multiplied at position p; the
-chunks begin with another one in every cluster, so that not all read the same part of L2 at once.
-The blocks of a cluster take turns: the copy of a chunk goes to all of them, and all announce its bytes.
+chunks begin with another one in every block, so that not all read the same part of L2 at once.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Memory:
 
 def chunk_at(plan: Plan, member: Any, team: Any, position: Any) -> Any:
     """The chunk that a warpgroup of a block multiplies at a position."""
-    return team * plan.chunks + (position + member // plan.cluster) % plan.chunks
+    return team * plan.chunks + (position + member) % plan.chunks
 
 
 def copy(T: Any, plan: Plan, memory: Memory, steps: Any, group: Any, member: Any, team: Any, lane: Any,
@@ -65,8 +64,7 @@ def copy(T: Any, plan: Plan, memory: Memory, steps: Any, group: Any, member: Any
     stage, turn = T.Bind(lane % S), T.Bind(lane // S)
     uses = T.Bind((C - 1 - stage) // S + 1)  # of the stage, in a step
     counter = counters.ptr_to([T.Bind(counter_of(plan, group, chunk))])
-    mine = T.Bind(lane % plan.cluster == member % plan.cluster)
-    needed = T.Bind(T.Select(mine, writers(T, plan, chunk), 0))
+    needed = T.Bind(writers(T, plan, chunk))
     count, waiting, issued = (T.alloc_buffer((1,), "uint32", scope="local") for _ in range(3))
     T.buffer_store(count, T.uint32(0), [0])
     every = T.uint32((1 << C) - 1)
@@ -86,10 +84,9 @@ def copy(T: Any, plan: Plan, memory: Memory, steps: Any, group: Any, member: Any
                     free = T.Bind(mbarrier_test(memory.empty(team, stage), T.bitwise_xor(parity, T.uint32(1))))
                     with T.If(free != T.uint32(0)), T.Then():
                         _announce(T, memory.full(team, stage), plan.stage_bytes)
-                        with T.If(mine), T.Then():
-                            T.evaluate(T.ptx["fence.proxy.async.global"]())
-                            _bulk(T, memory.words.ptr_to([memory.stage(team, stage)]), exchange.ptr_to([source]),
-                                  plan.stage_bytes, memory.full(team, stage), plan.cluster)
+                        T.evaluate(T.ptx["fence.proxy.async.global"]())
+                        _bulk(T, memory.words.ptr_to([memory.stage(team, stage)]), exchange.ptr_to([source]),
+                              plan.stage_bytes, memory.full(team, stage))
                         T.buffer_store(waiting, T.uint32(0), [0])
             done = T.cast(T.And(waiting[0] == T.uint32(0), lane < C), "int32")
             T.buffer_store(issued, T.cuda.func_call("ecornn_ballot", done, source_code=_BALLOT,
@@ -113,13 +110,9 @@ def _announce(T: Any, barrier: Any, count: int) -> None:
     T.evaluate(T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"](barrier, T.uint32(count)))
 
 
-def _bulk(T: Any, to: Any, source: Any, count: int, barrier: Any, cluster: int = 1) -> None:
-    """Copies ``count`` bytes to the same place, and counts them at the same barrier, of every block of the cluster."""
-    if cluster > 1:
-        T.evaluate(T.ptx[f"{_BULK}.multicast::cluster"](to, source, T.uint32(count), barrier,
-                                                        T.uint16((1 << cluster) - 1)))
-    else:
-        T.evaluate(T.ptx[_BULK](to, source, T.uint32(count), barrier))
+def _bulk(T: Any, to: Any, source: Any, count: int, barrier: Any) -> None:
+    """Copies ``count`` bytes, and counts them at the barrier."""
+    T.evaluate(T.ptx[_BULK](to, source, T.uint32(count), barrier))
 
 
 _BALLOT = """

@@ -7,7 +7,7 @@ from ecornn.schedules.persistent.estimate import projection
 from ecornn.schedules.persistent_wide.plan import DEPTH, TEAMS, Plan
 
 TRIP = 2700.0  # cycles from the last store of a state to the first chunk of it
-BLOCK_BYTES, CHIP_BYTES = 48.0, 3200.0  # of state from L2, a cycle: to a block, and to all of them
+BLOCK_BYTES, CHIP_BYTES = 48.0, 4800.0  # of state from L2, a cycle: to a block, and to all of them (an H100)
 SHARED_BYTES = 128.0  # that products read from shared memory, a cycle
 
 
@@ -18,8 +18,7 @@ def estimate(task: Task, plan: Plan) -> float:
 
 def recurrence(plan: Plan) -> float:
     """Nanoseconds of a step's recurrence; cycles are of 1.7 GHz."""
-    clusters = plan.groups * plan.blocks / plan.cluster
-    copied = plan.slot_words * 4 / min(BLOCK_BYTES, CHIP_BYTES / clusters)
+    copied = plan.slot_words * 4 / min(BLOCK_BYTES, CHIP_BYTES / (plan.groups * plan.blocks))
     multiplied = products(plan)
     behind = 0.15 * min(copied, multiplied)  # of one that the other does not hide
     gates = 250 + plan.columns * plan.stride * 4 * TEAMS * 2 / SHARED_BYTES + 90 * plan.share.items

@@ -19,9 +19,7 @@ when its counter is at least W t. Who copies it: load (acquire) of the counter, 
   threads had passed a barrier behind their products of step t - 1; these had waited for the mbarriers
   which those copies complete. So all reads of step t - 1 were done.
 * A stage of shared memory is written again when each multiplying warp has arrived at its ``empty``,
-  after its products (wgmma) were waited for. In a cluster a chunk is copied by one block for all, and
-  these are the warps of all blocks: each arrives in every block. The bytes of a chunk may then come before the
-  block has announced them; the phase of ``full`` waits for the announcement, which is its one arrival.
+  after its products (wgmma) were waited for.
 """
 
 from __future__ import annotations

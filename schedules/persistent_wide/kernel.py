@@ -3,8 +3,8 @@
 Blocks form groups; a group serves its own batch rows and holds all recurrent weights, a block the
 rows of ``units`` hidden units. In every block
 
-* two warps copy chunks of the exchanged state into rings of stages in shared memory, each chunk for all
-  blocks of a cluster (``copies.py``);
+* two warps copy chunks of the exchanged state into rings of stages in shared memory
+  (``copies.py``);
 * two warpgroups multiply, each its half of K, with weights in registers and in shared memory
   (``products.py``), add their partial sums, compute the cell's scalars, and write the new state to the
   exchange first and y afterwards (``gates.py``).
@@ -46,8 +46,6 @@ def wide_kernel(task: Task, plan: Plan, math: str) -> Any:
         a |= row_arguments(T, task.place)
         T.device_entry()
         block, thread = T.cta_id([plan.groups * plan.blocks]), T.thread_id([THREADS])
-        if plan.cluster > 1:
-            T.cta_id_in_cluster([plan.cluster])
         words = T.alloc_buffer((plan.shared // 4,), "float32", scope="shared.dyn", align=1024)
         memory = Memory(T, plan, words)
         group, member = T.Bind(block // plan.blocks), T.Bind(block % plan.blocks)
@@ -70,14 +68,12 @@ def wide_kernel(task: Task, plan: Plan, math: str) -> Any:
                     products.run(t)
                     products.store()
                     gates.step(t)
-        if plan.cluster > 1:  # nobody leaves while others still copy or arrive here
-            T.evaluate(T.cuda.cluster_sync())
     return builder.get()
 
 
 def _prepare(T: Any, plan: Plan, memory: Memory, thread: Any) -> None:
     """The barriers, by the first thread, for all."""
-    arrivals = T.uint32(plan.cluster * TEAM // 32)
+    arrivals = T.uint32(TEAM // 32)
     with T.If(thread == 0), T.Then():
         for team in range(TEAMS):
             for stage in range(plan.stages):
@@ -88,5 +84,5 @@ def _prepare(T: Any, plan: Plan, memory: Memory, thread: Any) -> None:
                 T.evaluate(T.ptx["mbarrier.init.shared::cta.b64"](memory.stored(team), count))
         T.evaluate(T.ptx["fence.mbarrier_init.release.cluster"]())
         T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())  # bulk copies arrive through this proxy
-    T.evaluate(T.cuda.cluster_sync() if plan.cluster > 1 else T.cuda.cta_sync())
+    T.evaluate(T.cuda.cta_sync())
 

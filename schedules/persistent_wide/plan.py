@@ -25,7 +25,6 @@ class Plan:
 
     Attributes
     ----------
-    cluster : blocks next to each other that bring state in for all of them
     units, rows : hidden units of a block, batch rows of a group
     gates, interleave : rows of weights of a unit; those of them that stand next to each other
     chunks : of K, for each of the multiplying warpgroups
@@ -38,7 +37,6 @@ class Plan:
     dtype: str
     groups: int
     blocks: int
-    cluster: int
     units: int
     rows: int
     gates: int
@@ -129,7 +127,7 @@ def plan_of(task: Task, config: Config) -> Plan:
     chunks = -(-w.hidden // (DEPTH * TEAMS))
     values = len(graph.states) + len(graph.hoisted_outputs) + task.place.lengths + task.place.resets + 2
     plan = Plan(hidden=w.hidden, dtype=w.dtype, groups=groups, blocks=-(-w.hidden // units),
-                cluster=int(config["cluster"]), units=units, rows=-(-w.batch // groups), gates=gates,
+                units=units, rows=-(-w.batch // groups), gates=gates,
                 interleave=gcd(gates, 8), chunks=chunks, kept=-(-chunks * int(config["registers"]) // 100),
                 stages=1, values=values)
     stage = TEAMS * (plan.stage_bytes + 16)

@@ -71,17 +71,10 @@ class Products:
         return self.base + self.T.cast(word * 4, "uint32")
 
     def _release(self, p: int) -> None:
-        """This warp has multiplied the chunk at position p: every block of the cluster hears of it."""
+        """This warp has multiplied the chunk at position p: its stage may be written again."""
         T, empty = self.T, self.memory.empty(self.team, p % self.plan.stages)
-        with T.If(self.lane < self.plan.cluster), T.Then():
-            if self.plan.cluster == 1:
-                T.evaluate(T.ptx["mbarrier.arrive.shared::cta.b64"](empty))
-                return
-            there = T.alloc_buffer((1,), "uint32", scope="local")
-            T.evaluate(T.ptx["mapa.shared::cluster.u32"](there[0], T.cuda.cvta_generic_to_shared(empty),
-                                                         T.cast(self.lane, "uint32")))
-            # no ".release.cluster", which ptxas makes a memory barrier of the whole GPU: no write is published here
-            T.evaluate(T.ptx["mbarrier.arrive.shared::cluster.b64"](there[0]))
+        with T.If(self.lane == 0), T.Then():
+            T.evaluate(T.ptx["mbarrier.arrive.shared::cta.b64"](empty))
 
     def store(self) -> None:
         """Leaves the partial sums in shared memory: a column of weight rows for each batch row."""
