@@ -30,10 +30,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ecornn.cells import get
-from ecornn.schedules import serving
 from ecornn.schedules.base import Schedule, Task
 from ecornn.task import make_task
 from ecornn.tune import Session, oracle
+from ecornn.tune.choose import serving_or_raise
 from ecornn.tune.evaluate import Outcome, ProcessEvaluator
 from ecornn.tune.features import features
 from ecornn.tune.log import append, read
@@ -202,7 +202,7 @@ def main() -> None:
             dtype = arguments.dtype or ("float32" if arguments.target == "cpu" else "bfloat16")
             work = workload_of(text, dtype)
             task = make_task(get(work.cell), work, session.device)
-            schedules = serving(task)
+            schedules = serving_or_raise(task)
             table = measure(session, task, schedules, arguments.table, arguments.trials,
                             lambda kind: fcntl.flock(held, kind) if held else None)
             spaces.append(TableSpace(task, schedules, table))

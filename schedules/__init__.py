@@ -1,4 +1,4 @@
-"""The schedules, by name, in the order in which the compiler prefers them without a record."""
+"""The schedules, by name; the compiler tries what they expect of themselves, and then this order."""
 
 from __future__ import annotations
 
@@ -19,10 +19,4 @@ def all_schedules() -> dict[str, Schedule]:
     return {s.name: s for s in (Persistent(), PersistentWide(), LayoutTransform(), FusedStep(), CPUSequence())}
 
 
-def serving(task: Task) -> list[Schedule]:
-    """The schedules that serve the task on its device, preferred ones first."""
-    return [s for s in all_schedules().values()
-            if s.kind == task.device.kind and s.serves(task) is None]
-
-
-__all__ = ["Config", "Knob", "Schedule", "Task", "all_schedules", "config_text", "serving"]
+__all__ = ["Config", "Knob", "Schedule", "Task", "all_schedules", "config_text"]

@@ -6,6 +6,7 @@ before anything is built, and turns a configuration into a :class:`~ecornn.progr
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -74,6 +75,10 @@ class Schedule(ABC):
     @abstractmethod
     def default(self, task: Task) -> Config:
         """The configuration of the declared heuristic, used where no record applies."""
+
+    def expected(self, task: Task) -> float:
+        """Nanoseconds of a step that the default is expected to take; infinity where nobody can say."""
+        return math.inf
 
     @abstractmethod
     def features(self, task: Task, config: Config) -> dict[str, float]:

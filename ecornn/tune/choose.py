@@ -39,7 +39,7 @@ def candidates(device: Device, name: str | None = None) -> list[Schedule]:
 
 
 def serving_or_raise(task: Task, name: str | None = None) -> list[Schedule]:
-    """The schedules that serve the task, or the one of that name.
+    """The schedules that serve the task, what is expected to be fastest first, or the one of that name.
 
     Raises :class:`ArgumentError` for an unknown name, :class:`ScheduleError` with each schedule's
     reason where none serves.
@@ -59,7 +59,7 @@ def serving_or_raise(task: Task, name: str | None = None) -> list[Schedule]:
     if not found:
         raise ScheduleError(f"no schedule serves {task.workload} on {task.device.name}: "
                             + "; ".join(f"{n} {r}" for n, r in reasons.items()))
-    return found
+    return sorted(found, key=lambda s: s.expected(task))
 
 
 def complete(schedule: Schedule, task: Task, config: Mapping[str, Value]) -> dict[str, Value]:

@@ -146,6 +146,9 @@ class Persistent(Schedule):
         assert best is not None, "default() is for tasks that serves() accepts"
         return best
 
+    def expected(self, task: Task) -> float:
+        return estimate(task, plan_of(task, self.default(task)))
+
     def _best(self, task: Task) -> Config | None:
         """The valid configuration of least estimated time, kept for the next question."""
         key = task.workload, task.device, task.place

@@ -100,6 +100,9 @@ class PersistentWide(Schedule):
         assert best is not None, "default() is for tasks that serves() accepts"
         return best
 
+    def expected(self, task: Task) -> float:
+        return estimate(task, plan_of(task, self.default(task)))
+
     def _candidates(self, task: Task) -> Iterator[Config]:
         """Of all cuts, those that keep as many weights in registers as possible."""
         knobs = {k.name: k.values for k in self.knobs(task)}
