@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from compare_cudnn import graph_of, relative
+from side_by_side import graph_of, relative
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import ecornn

@@ -7,7 +7,7 @@ from itertools import product
 
 from ecornn.program import Buffer, Extent, Launch, Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
-from ecornn.schedules.persistent_wide.estimate import estimate, products, recurrence
+from ecornn.schedules.persistent_wide.estimate import estimate, product_cycles, recurrence
 from ecornn.schedules.persistent_wide.kernel import wide_kernel
 from ecornn.schedules.persistent_wide.plan import (
     DEPTH,
@@ -117,7 +117,7 @@ class PersistentWide(Schedule):
         plan = plan_of(task, config)
         return {"blocks": plan.groups * plan.blocks, "columns": plan.columns, "tiles": plan.tiles,
                 "waste": plan.tiles * 64 / (plan.gates * plan.units), "copied": plan.slot_words * 4,
-                "products": products(plan), "items": plan.share.items, "stages": plan.stages,
+                "products": product_cycles(plan), "items": plan.share.items, "stages": plan.stages,
                 "resident": plan.stages / plan.chunks, "registers": plan.registers, "shared": plan.shared,
                 "recurrence": recurrence(plan), "estimate": estimate(task, plan)}
 

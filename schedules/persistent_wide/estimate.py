@@ -19,13 +19,13 @@ def estimate(task: Task, plan: Plan) -> float:
 def recurrence(plan: Plan) -> float:
     """Nanoseconds of a step's recurrence; cycles are of 1.7 GHz."""
     copied = plan.slot_words * 4 / min(BLOCK_BYTES, CHIP_BYTES / (plan.groups * plan.blocks))
-    multiplied = products(plan)
+    multiplied = product_cycles(plan)
     behind = 0.15 * min(copied, multiplied)  # of one that the other does not hide
     gates = 250 + plan.columns * plan.stride * 4 * TEAMS * 2 / SHARED_BYTES + 90 * plan.share.items
     return (TRIP + max(copied, multiplied) + behind + gates) / 1.7
 
 
-def products(plan: Plan) -> float:
+def product_cycles(plan: Plan) -> float:
     """Cycles of a step's products: of the tensor cores, or of shared memory that feeds them."""
     cycles = 0.0
     for chunks, weights in ((plan.kept, 0), (plan.chunks - plan.kept, 64 * 16 * 2)):
