@@ -93,8 +93,9 @@ class LayoutTransform(Schedule):
         return best
 
     def _candidates(self, task: Task) -> Iterator[Config]:
-        """Valid configurations, thinned out: the heuristic leaves the layout to the tuner."""
-        knobs = {k.name: k.values for k in self.knobs(task)} | {"layout": ("batch",), "stages": (4, 2)}
+        """Valid configurations, thinned out: the heuristic leaves the layout to the tuner, and the deepest stages,
+        for which ptxas may spill a register or two."""
+        knobs = {k.name: k.values for k in self.knobs(task)} | {"layout": ("batch",), "stages": (4, 2), "depth": (1, 2)}
         knobs["math"] = ("exact",) if task.workload.dtype == "float32" else ("fast",)
         for values in combinations(*knobs.values()):
             config = dict(zip(knobs, values, strict=True))

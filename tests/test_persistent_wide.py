@@ -153,3 +153,12 @@ def test_compiles_without_spills(cell, batch, hidden):
     found = parse_resources(log)["persistent_wide_kernel"]
     assert found["spill_stores"] == found["stack"] == 0 and found["registers"] == 168
     assert not re.findall(r"C75\d\d|wgmma|setmaxnreg", log), log
+
+
+def test_the_cost_model_is_told_numbers():
+    schedule = PersistentWide()
+    for cell, batch, hidden in (("lstm", 64, 1024), ("gru", 32, 2048), ("rnn_tanh", 1, 64)):
+        task = task_of(cell, (4, batch, hidden, hidden), "float16", HOPPER)
+        features = schedule.features(task, schedule.default(task))
+        assert features["waste"] >= 1 and all(np.isfinite(v) and v >= 0 for v in features.values())
+        assert features["estimate"] == schedule.expected(task) > features["recurrence"] > 0

@@ -17,8 +17,8 @@ from ecornn.numpy_reference import STEPS, reference
 from ecornn.task import make_task
 from ecornn.tune.cell_spec import load_cell, spec_of
 from ecornn.tune.interpreter import interpret
-from ecornn.tune.oracle import TOLERANCE, relative_error, write
-from ecornn.workload import Workload
+from ecornn.tune.oracle import relative_error, write
+from ecornn.workload import DTYPES, Workload
 
 
 class Scaled(Cell):
@@ -67,7 +67,7 @@ def test_the_interpreter_agrees_with_a_loop_for_a_users_cell():
     np.testing.assert_allclose(last[0], h, rtol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_answers_are_of_inputs_that_the_dtype_can_hold(dtype, tmp_path):
     from ecornn.tune.oracle import rounded
 
