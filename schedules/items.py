@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ class Share:
         return -(-self.units * self.rows // self.threads)
 
 
-class Items:
+class Items(ABC):
     """Emits the code of threads that own (unit, batch row) pairs for the whole sequence.
 
     Neighbouring threads own neighbouring units of one row, so two of them make a 16-bit word. The
@@ -97,7 +98,7 @@ class Items:
         self._start_at(t)
         self._load_inputs(t, self.ahead)
 
-    def _prepare(self, t: Any) -> None:
+    def _prepare(self, t: Any) -> None:  # noqa: B027  who has nothing to wait for leaves it as it is
         """Before the hoisted inputs of step t are read."""
 
     def _start_at(self, t: Any) -> None:
@@ -147,9 +148,9 @@ class Items:
         self._announce(i, 0, t + 1, emit(graph.prologue, following, self.math))
         return new, carried, live
 
+    @abstractmethod
     def _announce(self, i: int, p: int, step: Any, env: dict[Any, Any]) -> None:
         """Hands item i's operands of phase p in ``step`` to the blocks that multiply."""
-        raise NotImplementedError
 
     def _store(self, i: int, t: Any, new: list[Any], carried: list[Any], live: Any) -> None:
         T, graph, w, place = self.T, self.graph, self.task.workload, self.task.place

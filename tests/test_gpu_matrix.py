@@ -20,6 +20,9 @@ SHAPES = [  # T, B, I, H
     (7, 17, 800, 800),  # the size people ask for first, last batch rows missing
 ]
 CELLS = ["lstm", "gru", "gru_reset_before", "rnn_tanh", "rnn_relu"]
+SERVED = [(schedule, cell, dtype) for schedule in ("persistent", "persistent_wide", "layout_transform", "fused_step")
+          for cell in CELLS for dtype in ("float32", "float16", "bfloat16")  # wide: 16 bits, one product a step
+          if schedule != "persistent_wide" or (dtype != "float32" and cell != "gru_reset_before")]
 LIBRARY = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn_tanh": torch.nn.RNN, "rnn_relu": torch.nn.RNN}
 
 
@@ -54,13 +57,9 @@ def library_error(cell, x, weights, state, expected, kind):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize("schedule", ["persistent", "persistent_wide", "layout_transform", "fused_step"])
+@pytest.mark.parametrize(("schedule", "cell", "dtype"), SERVED)
 def test_matches_float64(schedule, cell, dtype, shape):
     T, B, I, H = shape
-    if schedule == "persistent_wide" and (dtype == "float32" or cell == "gru_reset_before"):
-        pytest.skip("not served")
     kind = getattr(torch, dtype)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(T + H)

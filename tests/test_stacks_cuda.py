@@ -30,8 +30,9 @@ SCHEDULES = {s.name: s for s in (FusedStep(), LayoutTransform(), Persistent(), P
 T, B, I, H = 5, 6, 7, 37
 
 
-def program_of(schedule: str, cell: str, stack: Stack, dtype: str, cores: int = 3, **change: int) -> Program:
-    """With these knobs, wherever they are possible, and the others as the schedule would have them."""
+def program_of(schedule: str, cell: str, stack: Stack, dtype: str, cores: int = 3,
+               forward: dict[str, int] | None = None, **change: int) -> Program:
+    """With these knobs, those of ``forward`` only in sequences that do not go in reverse."""
     whole, device = Workload(cell, H, I, B, T, dtype), replace(TINY, cores=cores)
     made = {}
     for part in stack.parts(whole):
@@ -39,10 +40,9 @@ def program_of(schedule: str, cell: str, stack: Stack, dtype: str, cores: int = 
             graph = analyse(BUILTIN[cell], part.workload.input, H)
             task = Task(part.workload, graph, device, part.place)
             assert SCHEDULES[schedule].serves(task) is None
-            default = SCHEDULES[schedule].default(task)
-            config = {**default, **change}
-            if SCHEDULES[schedule].check(task, config) is not None:
-                config = default
+            own = {} if part.place.reverse else forward or {}
+            config = {**SCHEDULES[schedule].default(task), **change, **own}
+            assert SCHEDULES[schedule].check(task, config) is None
             made[part.workload, part.place] = SCHEDULES[schedule].program(task, config)
     return compose(stack, whole, [made[p.workload, p.place] for p in stack.parts(whole)])
 
@@ -106,7 +106,7 @@ def test_persistent_stacks_compile(cell: str, dtype: str):
     assert sorted(before.functions) == sorted(f"{n}{end}" for n in ("project", "persistent", "start")
                                               for end in ("", "_v1"))
     # kernels that have the projection in them are of one width, too
-    beside = program_of("persistent", cell, stack, dtype, cores=132, ahead=50)  # a reverse one has no such thing
+    beside = program_of("persistent", cell, stack, dtype, cores=132, ahead=100, forward={"ahead": 50})
     assert sum(name.startswith("persistent") for name in beside.functions) == 3
     for program in (before, beside):
         made = generate(program, KNOWN["sm_90a"])

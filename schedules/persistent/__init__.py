@@ -28,7 +28,7 @@ from ecornn.schedules.timeline import row_buffers
 from ecornn.workload import Place, Workload
 
 START_BLOCKS = 128
-STREAMED_ROWS = 8  # with more, layout_transform is faster than weights that come from L2 in every step
+STREAMED_ROWS = 8  # with more, such code takes half a minute to compile, and is slow by the estimate; never timed
 STREAMED = 0.5  # of L2: the most of the weights that may be read from there every step
 AHEAD = (100, 75, 50, 25, 0)
 LATE = 2  # times as long as the recurrence: what workers may take before a configuration is not worth a trial
