@@ -223,3 +223,18 @@ def test_float64_forward_is_the_reference():
         x = torch.randn(6, 3, 5)
         expected = ecornn.reference(cell, x.numpy(), {k: v.numpy() for k, v in weights.items()})[0]
         np.testing.assert_allclose(float64_forward(cell, x, weights).numpy(), expected, rtol=1e-12, atol=1e-15)
+
+
+def test_what_a_log_is_worth_elsewhere():
+    from compare_logs import summary, worth
+
+    from ecornn.tune.space import Candidate
+    from ecornn.workload import Workload
+
+    here, other = (Workload("rnn_tanh", 64, 64, batch, 10, "float16") for batch in (4, 8))
+    a, b, c = (Candidate.of("fused_step", {"units": units}) for units in (1, 2, 3))
+    rows, unknown = worth({here: {a: 1.0, b: 2.0}, other: {c: 1.0}}, {here: {a: 3.0, b: 2.0, c: 4.0}, other: {a: 1.0}})
+    assert unknown == 1  # nobody timed c there
+    (row,) = rows
+    assert (row["transferred_us"], row["best_us"], row["loss"]) == (3.0, 2.0, 1.5)
+    assert summary(rows)["worst_loss"] == 1.5

@@ -1,0 +1,104 @@
+"""What one GPU's tuning log is worth on another: measured, both ways, from the logs of both.
+
+    python benchmarks/compare_logs.py h100.jsonl h200.jsonl --output benchmarks/results/transfer_h100_h200.json
+
+Of every workload that both logs have: the configuration that one log calls the fastest, as the other GPU timed it,
+against the fastest of all that the other GPU timed (1.00: nothing is lost by never tuning there); and for comparison
+what the untuned default would lose. Only times of the other GPU itself enter, each the best known of a configuration:
+of the final comparison if it was in one. A workload whose best configuration the other GPU never timed is left out
+and counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from ecornn.tune.log import read
+from ecornn.tune.record import Trial
+from ecornn.tune.space import Candidate
+from ecornn.workload import Workload
+
+Times = dict[Workload, dict[Candidate, float]]
+
+
+def times_of(path: Path) -> tuple[str, Times]:
+    """A log's device, and µs a step of each workload's configurations; a log of several devices is refused."""
+    names: set[str] = set()
+    found: dict[Workload, dict[Candidate, tuple[bool, float]]] = {}
+    for line in read(path).lines:
+        trial = line.record
+        if not isinstance(trial, Trial) or trial.times is None or trial.device.kind != "cuda":
+            continue
+        names.add(trial.device.name)
+        of, one = found.setdefault(trial.workload, {}), Candidate.of(trial.schedule, trial.config)
+        rank = trial.stage != "final", trial.times.median
+        of[one] = min(of.get(one, rank), rank)
+    if len(names) != 1:
+        raise SystemExit(f"{path}: records of {', '.join(sorted(names)) or 'no GPU'}; expected those of one")
+    return names.pop(), {w: {c: us for c, (_, us) in of.items()} for w, of in found.items()}
+
+
+def worth(source: Times, there: Times) -> tuple[list[dict[str, Any]], int]:
+    """Rows of the workloads in both, and how many had to be left out, of ``source`` a log and ``there`` another GPU."""
+    rows, unknown = [], 0
+    for work in source.keys() & there.keys():
+        both = {c: us for c, us in source[work].items() if c in there[work]}
+        chosen = min(source[work], key=lambda c: source[work][c])
+        if len(both) < 2 or chosen not in both:
+            unknown += 1
+            continue
+        best = min(there[work].values())
+        default = _default_us(work, there[work])
+        rows.append({"cell": work.cell, "dtype": work.dtype, "hidden": work.hidden, "batch": work.batch,
+                     "candidates": len(there[work]), "best_us": best, "transferred_us": there[work][chosen],
+                     "loss": there[work][chosen] / best, "default_loss": default / best if default else None})
+    return sorted(rows, key=lambda r: (r["cell"], r["dtype"], r["hidden"], r["batch"])), unknown
+
+
+def _default_us(work: Workload, there: dict[Candidate, float]) -> float | None:
+    from ecornn.cells import BUILTIN
+    from ecornn.device import KNOWN
+    from ecornn.task import make_task
+    from ecornn.tune.choose import serving_or_raise
+
+    task = make_task(BUILTIN[work.cell], work, KNOWN["sm_90a"])
+    first = serving_or_raise(task)[0]
+    return there.get(Candidate.of(first.name, first.default(task)))
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Means and the worst of a direction."""
+    losses = [r["loss"] for r in rows]
+    defaults = [r["default_loss"] for r in rows if r["default_loss"]]
+    return {"workloads": len(rows), "geomean_loss": statistics.geometric_mean(losses), "worst_loss": max(losses),
+            "within_2_percent": sum(x <= 1.02 for x in losses), "within_5_percent": sum(x <= 1.05 for x in losses),
+            "geomean_default_loss": statistics.geometric_mean(defaults) if defaults else None,
+            "default_workloads": len(defaults)}
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("logs", type=Path, nargs=2, help="the logs of two GPUs")
+    parser.add_argument("--output", type=Path, help="where the rows are written, as JSON")
+    args = parser.parse_args()
+    (a, of_a), (b, of_b) = (times_of(path) for path in args.logs)
+    result = {}
+    for source, here, target, there in ((a, of_a, b, of_b), (b, of_b, a, of_a)):
+        rows, unknown = worth(here, there)
+        if not rows:
+            raise SystemExit(f"no workload of {source}'s log was measured on {target}")
+        result[f"{source} on {target}"] = {**summary(rows), "left_out": unknown, "rows": rows}
+        print(f"{source}'s log on {target}:", json.dumps({**summary(rows), "left_out": unknown}))
+    if args.output:
+        part = args.output.with_suffix(".part")
+        part.write_text(json.dumps(result, indent=1) + "\n")
+        part.replace(args.output)
+
+
+if __name__ == "__main__":
+    main()
