@@ -421,6 +421,7 @@ inline unsigned __cvta_generic_to_shared(const void* p) { return (const char*)p 
 inline int __shfl_sync(uint, int value, int source, int) {
   return (int)emu::exchange({{(uint32_t)value}})[source].words[0];
 }
+inline int __ffs(unsigned value) { return __builtin_ffs(static_cast<int>(value)); }
 inline unsigned __ballot_sync(uint, int value) {
   const emu::Slot* s = emu::exchange({{value != 0}});
   unsigned all = 0;
