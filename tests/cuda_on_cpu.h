@@ -417,11 +417,13 @@ inline void ldmatrix(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, unsigne
 
 inline void __syncthreads() { emu::wait(emu::kBlock); }
 inline void __syncwarp() { emu::wait(emu::kWarp); }
+// Lanes here run one by one: those at the same place of a branch need not meet.
+inline unsigned __activemask() { return 1u << emu::current % 32; }
+inline void __syncwarp(unsigned) {}
 inline unsigned __cvta_generic_to_shared(const void* p) { return (const char*)p - emu::shared; }
 inline int __shfl_sync(uint, int value, int source, int) {
   return (int)emu::exchange({{(uint32_t)value}})[source].words[0];
 }
-inline int __ffs(unsigned value) { return __builtin_ffs(static_cast<int>(value)); }
 inline unsigned __ballot_sync(uint, int value) {
   const emu::Slot* s = emu::exchange({{value != 0}});
   unsigned all = 0;

@@ -65,36 +65,35 @@ def copy(T: Any, plan: Plan, memory: Memory, steps: Any, group: Any, member: Any
     uses = T.Bind((C - 1 - stage) // S + 1)  # of the stage, in a step
     counter = counters.ptr_to([T.Bind(counter_of(plan, group, chunk))])
     needed = T.Bind(writers(T, plan, chunk))
-    count, free, ready, issued = (T.alloc_buffer((1,), "uint32", scope="local") for _ in range(4))
+    count, waiting, issued = (T.alloc_buffer((1,), "uint32", scope="local") for _ in range(3))
     T.buffer_store(count, T.uint32(0), [0])
     every = T.uint32((1 << C) - 1)
     with T.serial(0, steps) as t:
+        T.buffer_store(waiting, T.cast(lane < C, "uint32"), [0])
         T.buffer_store(issued, T.uint32(0), [0])
         parity = T.Bind(T.cast(T.bitwise_and(t * uses + turn, 1), "uint32"))
         source = T.Bind(slot_base(plan, group, t % SLOTS) + chunk * (plan.columns * DEPTH // 2))
         with T.While(issued[0] != every):
-            T.buffer_store(free, T.uint32(0), [0])
-            # a parity says nothing about the use after next: the one before must have been issued
-            before = T.bitwise_and(issued[0] >> T.cast(T.max(lane - S, 0), "uint32"), T.uint32(1))
-            waiting = T.bitwise_and(issued[0] >> T.cast(lane, "uint32"), T.uint32(1)) == T.uint32(0)
-            with T.If(T.And(lane < C, waiting)), T.Then():
+            with T.If(waiting[0] != T.uint32(0)), T.Then():
                 with T.If(T.cast(count[0], "int32") < t * needed), T.Then():
                     T.evaluate(T.ptx["ld.acquire.gpu.global.u32"](count[0], counter))
+                # a parity says nothing about the use after next: the one before must have been issued
+                before = T.bitwise_and(issued[0] >> T.cast(T.max(lane - S, 0), "uint32"), T.uint32(1))
                 follows = T.Or(turn == 0, before != T.uint32(0))
                 with T.If(T.And(follows, T.cast(count[0], "int32") >= t * needed)), T.Then():
-                    other = T.bitwise_xor(parity, T.uint32(1))
-                    T.buffer_store(free, mbarrier_test(memory.empty(team, stage), other), [0])
-            T.buffer_store(ready, _call(T, "ecornn_ballot", T.cast(free[0], "int32")), [0])
-            T.buffer_store(issued, T.bitwise_or(issued[0], ready[0]), [0])
-            # one lane at a time, as the copy engine is asked anyhow: a race checker takes the copies of lanes
-            # that issue together for those of the first
-            with T.While(ready[0] != T.uint32(0)):
-                with T.If(lane == _call(T, "ecornn_first", ready[0])), T.Then():
-                    _announce(T, memory.full(team, stage), plan.stage_bytes)
-                    T.evaluate(T.ptx["fence.proxy.async.global"]())
-                    _bulk(T, memory.words.ptr_to([memory.stage(team, stage)]), exchange.ptr_to([source]),
-                          plan.stage_bytes, memory.full(team, stage))
-                T.buffer_store(ready, T.bitwise_and(ready[0], ready[0] - T.uint32(1)), [0])
+                    free = T.Bind(mbarrier_test(memory.empty(team, stage), T.bitwise_xor(parity, T.uint32(1))))
+                    with T.If(free != T.uint32(0)), T.Then():
+                        # The copies of several lanes issue as one instruction, which a race checker takes for the
+                        # first lane's: that one must have seen what the others have waited for.
+                        T.evaluate(T.cuda.func_call("ecornn_meet", source_code=_MEET))
+                        _announce(T, memory.full(team, stage), plan.stage_bytes)
+                        T.evaluate(T.ptx["fence.proxy.async.global"]())
+                        _bulk(T, memory.words.ptr_to([memory.stage(team, stage)]), exchange.ptr_to([source]),
+                              plan.stage_bytes, memory.full(team, stage))
+                        T.buffer_store(waiting, T.uint32(0), [0])
+            done = T.cast(T.And(waiting[0] == T.uint32(0), lane < C), "int32")
+            T.buffer_store(issued, T.cuda.func_call("ecornn_ballot", done, source_code=_BALLOT,
+                                                    return_type="uint32"), [0])
 
 
 def _weights(T: Any, plan: Plan, memory: Memory, member: Any, team: Any, lane: Any, chunk: Any, weights: Any) -> None:
@@ -119,17 +118,12 @@ def _bulk(T: Any, to: Any, source: Any, count: int, barrier: Any) -> None:
     T.evaluate(T.ptx[_BULK](to, source, T.uint32(count), barrier))
 
 
-def _call(T: Any, name: str, value: Any) -> Any:
-    return T.cuda.func_call(name, value, source_code=_CODE[name], return_type=_TYPE[name])
-
-
-_TYPE = {"ecornn_ballot": "uint32", "ecornn_first": "int32"}
-_CODE = {
-    "ecornn_ballot": """
+_BALLOT = """
 __device__ __forceinline__ unsigned ecornn_ballot(int value) {
   return __ballot_sync(0xffffffffu, value);
-}""",
-    "ecornn_first": """
-__device__ __forceinline__ int ecornn_first(unsigned lanes) {
-  return __ffs(lanes) - 1;
-}"""}
+}"""
+
+_MEET = """
+__device__ __forceinline__ void ecornn_meet() {
+  __syncwarp(__activemask());
+}"""
