@@ -47,14 +47,16 @@ STEP = {"cell": 2.5, "dtype": 5.0}
 
 
 class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A workload and what to try."""
+    """A workload and what to try: these candidates, or without any ``trials`` of a search. ``input`` 0: H."""
 
     cell: str
     hidden: int
     batch: int
     dtype: str
-    candidates: tuple[Choice, ...]
+    candidates: tuple[Choice, ...] = ()
     seq: int = SEQ
+    input: int = 0
+    trials: int = 0
 
 
 def workloads() -> list[tuple[str, int, int, str]]:
@@ -145,7 +147,8 @@ def prebuild(path: Path, processes: int, limit: float) -> None:
 
     def requests() -> Iterator[Build]:
         for item in read(path):
-            work = Workload(get(item.cell).identity(), item.hidden, item.hidden, item.batch, item.seq, item.dtype)
+            work = Workload(get(item.cell).identity(), item.hidden, item.input or item.hidden, item.batch, item.seq,
+                            item.dtype)
             for c in item.candidates:
                 yield Build(item.cell, work, device, c.schedule, c.config, os.devnull)
 
@@ -186,10 +189,11 @@ def run(path: Path, limit: float, at_once: int, timeout: float) -> None:
         nonlocal trials, failed
         if time.monotonic() - begin > limit:
             return
-        name = f"{item.cell} {item.dtype} H={item.hidden} B={item.batch}"
+        name = f"{item.cell} {item.dtype} {item.seq}x{item.batch}x{item.input or item.hidden}x{item.hidden}"
         try:
-            result = session.tune(item.cell, hidden=item.hidden, batch=item.batch, seq=item.seq, dtype=item.dtype,
-                                  only=item.candidates, early_stop=False)
+            result = session.tune(item.cell, hidden=item.hidden, input=item.input or None, batch=item.batch,
+                                  seq=item.seq, dtype=item.dtype, only=item.candidates or None,
+                                  trials=item.trials or None, early_stop=False)
         except Closed:
             return
         except EcornnError as error:
