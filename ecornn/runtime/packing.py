@@ -13,6 +13,7 @@ from ecornn.errors import ModuleError
 from ecornn.program import Packing
 
 Array = NDArray[Any]
+PIECE = 1 << 15  # elements that are rounded at a time
 
 
 def pack(packing: Packing, parameters: Mapping[str, Array]) -> Array:
@@ -83,7 +84,18 @@ def bfloat16_bits(values: Array) -> NDArray[np.uint16]:
     """The bits of ``values`` as bfloat16: rounded to float32 first, as PyTorch does; NaN stays NaN."""
     with np.errstate(over="ignore"):
         single = np.ascontiguousarray(values, np.float32)
-    bits = single.view(np.uint32)
-    # Half of the last kept place, less one where that place is even; a carry rightly enters the exponent.
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    return np.where(np.isnan(single), np.uint32(0x7FC0), rounded).astype(np.uint16)
+    flat, out = single.reshape(-1), np.empty(single.size, np.uint16)
+    for first in range(0, flat.size, PIECE):  # a piece at a time, which stays in the cache
+        piece = flat[first:first + PIECE]
+        bits = piece.view(np.uint32)
+        # Half of the last kept place, less one where that place is even; a carry rightly enters the exponent.
+        rounded = bits >> np.uint32(16)
+        rounded &= np.uint32(1)
+        rounded += bits
+        rounded += np.uint32(0x7FFF)
+        rounded >>= np.uint32(16)
+        nan = np.isnan(piece)
+        if nan.any():
+            rounded[nan] = np.uint32(0x7FC0)
+        out[first:first + PIECE] = rounded
+    return out.reshape(single.shape)
