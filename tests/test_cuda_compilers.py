@@ -40,7 +40,7 @@ def test_short_headers_make_the_same_code(monkeypatch: pytest.MonkeyPatch, arch:
         short = kernel_headers.short(source)
         assert short is not None and len(short) < len(source) and "#include <" not in short
         code = [b"".join(nvcc._nvcc(str(nvcc.find_nvcc()), text, arch, "ptx", defines)[0].split())
-                for text, defines in ((source, ()), (short, nvcc.WITHOUT_RUNTIME))]
+                for text, defines in ((source, ()), (short, kernel_headers.DEFINES))]
         assert code[0] == code[1]
 
 
@@ -49,13 +49,14 @@ def test_what_short_headers_lack_is_compiled_with_all(monkeypatch: pytest.Monkey
     source = lower(made, "sm_90a")[1]
     tried: list[str] = []
 
-    def compile(text: str, *rest: object) -> tuple[bytes, str]:
+    def compile(_: str, text: str, *rest: object) -> tuple[bytes, str]:
         tried.append(text)
         if "__hadd" in text and text != source:
             raise BuildError("unknown")
         return b"cubin", ""
 
-    monkeypatch.setattr(nvcc, "_compile_with", compile)
+    monkeypatch.setattr(nvcc, "chosen_nvcc", lambda: "nvcc")
+    monkeypatch.setattr(nvcc, "_nvcc", compile)
     assert nvcc._compile(source, "sm_90a", "cubin")[0] == b"cubin"
     assert tried == [kernel_headers.short(source)]
     tried.clear()

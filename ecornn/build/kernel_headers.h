@@ -1,7 +1,6 @@
-// What generated kernels use of CUDA's headers, which take longer to read than most kernels take to compile.
+// What generated kernels use of CUDA's headers, of which nvcc takes longer to read all than to compile most kernels.
 // Declared and computed as there, so that the machine code is the same. A source that needs more is compiled
 // with CUDA's headers.
-#ifndef __CUDACC_RTC__  // NVRTC knows all this
 typedef decltype(sizeof(0)) size_t;
 #include "crt/host_defines.h"
 #include "device_launch_parameters.h"
@@ -39,7 +38,6 @@ __device__ __forceinline__ float max(float a, float b) { return fmaxf(a, b); }
 
 #include "sm_20_intrinsics.h"  // __cvta_generic_to_shared
 #include "sm_30_intrinsics.h"  // __shfl_sync and the like
-#endif
 
 typedef signed char int8_t;
 typedef unsigned char uint8_t;
@@ -52,9 +50,7 @@ typedef unsigned long int uint64_t;
 #define uint unsigned int
 #define uchar unsigned char
 #define ushort unsigned short
-#ifndef INFINITY
 #define INFINITY __int_as_float(0x7f800000)
-#endif
 
 struct __attribute__((aligned(2))) half {
   unsigned short bits;

@@ -25,8 +25,6 @@ Resources = dict[str, dict[str, int]]
 FIELDS = ("registers", "stack", "spill_stores", "spill_loads", "shared")
 ENVIRONMENT = "ECORNN_CUDA_COMPILER"
 FLAGS = ("-O3", "-std=c++17", "-w", "-Xptxas=-v")  # of nvcc
-# nvcc reads cuda_runtime.h before every source, unless it seems to have been read.
-WITHOUT_RUNTIME = ("-D__CUDA_RUNTIME_H__", "-D__CUDA_RUNTIME_API_H__")
 INSTALL = ("install the CUDA toolkit so that nvcc is on the PATH or below $CUDA_HOME, "
            "or NVRTC with: pip install 'ecornn[cuda]'")
 
@@ -68,10 +66,10 @@ def find_nvcc() -> str | None:
 def identity() -> str:
     """What the machine code depends on besides source and architecture: the compiler, how it is called, and headers."""
     if nvcc := chosen_nvcc():
-        return " ".join((_said(nvcc), *FLAGS, *WITHOUT_RUNTIME, kernel_headers.text()))
+        return " ".join((_said(nvcc), *FLAGS, *kernel_headers.DEFINES, kernel_headers.text()))
     from ecornn.build import nvrtc
 
-    return nvrtc.identity() + kernel_headers.text()
+    return nvrtc.identity()
 
 
 @functools.cache
@@ -125,22 +123,18 @@ def chosen_nvcc() -> str | None:
 
 def _compile(source: str, arch: str, kind: str) -> tuple[bytes, str]:
     """The compiler's output (``kind`` is ``cubin`` or ``ptx``) and its log."""
-    if (short := kernel_headers.short(source)) is not None:
-        with contextlib.suppress(BuildError):  # it needs CUDA's headers, or is wrong and fails with them too
-            return _compile_with(short, arch, kind, WITHOUT_RUNTIME)
-    return _compile_with(source, arch, kind)
-
-
-def _compile_with(source: str, arch: str, kind: str, defines: Sequence[str] = ()) -> tuple[bytes, str]:
     nvcc = chosen_nvcc()
     if nvcc:
-        return _nvcc(nvcc, source, arch, kind, defines)
+        if (short := kernel_headers.short(source)) is not None:
+            with contextlib.suppress(BuildError):  # it needs CUDA's headers, or is wrong and fails with them too
+                return _nvcc(nvcc, short, arch, kind, kernel_headers.DEFINES)
+        return _nvcc(nvcc, source, arch, kind)
     from ecornn.build import nvrtc
 
     return nvrtc.compile(source, arch, kind)
 
 
-def _nvcc(nvcc: str, source: str, arch: str, kind: str, defines: Sequence[str]) -> tuple[bytes, str]:
+def _nvcc(nvcc: str, source: str, arch: str, kind: str, defines: Sequence[str] = ()) -> tuple[bytes, str]:
     virtual = f"compute_{arch.removeprefix('sm_')}"
     real = arch if kind == "cubin" else virtual
     with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
