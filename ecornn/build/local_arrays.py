@@ -1,9 +1,9 @@
 """Large local arrays of CUDA source, as single variables.
 
 TVM keeps accumulators and fragments in arrays, which end up in registers because every index is a constant. Finding
-that out costs nvcc's optimiser the size of an array times the number of its uses: most of the time of a kernel with many
-products. As variables they need no finding out, and ptxas makes the same code of both (but for the choice of registers,
-in some kernels): so what compiles fast is left as it is.
+that out costs nvcc's optimiser the size of an array times the number of its uses: most of the time of a kernel with
+many products. Variables are registers from the start. Of some kernels ptxas then makes code that differs in the order
+and choice of registers; so what compiles fast is left as it is.
 """
 
 from __future__ import annotations
