@@ -231,7 +231,7 @@ def test_compile_time_reads_nvccs_own_report(tmp_path: Path):
     times = tmp_path / "t.csv"
     assert compile_time.slowest(times) == {}
     line = "{} , {} , in , out , compute_90a , nvcc , {} , ms\n"
-    times.write_text("source file name , phase name , phase input files , phase output file , arch , tool, metric, unit\n"
+    times.write_text("source file name , phase name , phase input files , phase output file, arch, tool, metric, unit\n"
                      + line.format("a.cu", "gcc (preprocessing 1)", 20) + line.format("b.cu", "cicc", 400)
                      + line.format("a.cu", "cicc", 250.5) + line.format("b.cu", "ptxas", 100)
                      + line.format("", "nvcc (driver)", 9000))
