@@ -15,7 +15,7 @@ import cuda_sample
 import numpy as np
 import pytest
 
-from ecornn.build import Generated, build_module
+from ecornn.build import Generated, build_module, local_arrays
 from ecornn.build.cuda import lower
 from ecornn.build.host_cuda import Kernel, host_sources
 from ecornn.device import KNOWN
@@ -244,6 +244,24 @@ def test_a_large_projection_is_a_cubin_of_its_own_that_is_compiled_once(
         calls = child(run_code(1), out, fake, FAKE_MAJOR="9").calls
         assert sum(c.startswith("cuModuleLoadData") for c in calls) == calls.count("cuModuleUnload") == 2
         assert sum(c.startswith("cuLaunchKernelEx") for c in calls) == 3
+
+
+def test_large_arrays_become_variables(monkeypatch: pytest.MonkeyPatch):
+    source = """  alignas(64) float _ptr_1[2];
+    alignas(64) uint _ptr_2[2];
+    alignas(64) uint _ptr_3[2];
+    alignas(64) float _ptr_10[2];
+    product(_ptr_1[0], _ptr_1[1], _ptr_10[1], _ptr_2[i], &(_ptr_3[0]), _ptr_1[0]);
+"""
+    assert local_arrays.as_variables(source) == source, "cheap as it is"
+    monkeypatch.setattr(local_arrays, "WORK", 10)
+    monkeypatch.setattr(local_arrays, "EACH", 2)
+    expected = source.replace("alignas(64) float _ptr_1[2]", "float _ptr_1_0, _ptr_1_1").replace(
+        "alignas(64) float _ptr_10[2]", "float _ptr_10_0, _ptr_10_1").replace(
+        "_ptr_1[0]", "_ptr_1_0").replace("_ptr_1[1]", "_ptr_1_1").replace("_ptr_10[1]", "_ptr_10_1")
+    assert local_arrays.as_variables(source) == expected
+    monkeypatch.setattr(local_arrays, "EACH", 5)
+    assert "_ptr_1_0" in local_arrays.as_variables(source) and "_ptr_10[1]" in local_arrays.as_variables(source)
 
 
 def test_each_device_loads_once(built: tuple[Path, Generated], fake: Path):

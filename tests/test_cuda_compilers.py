@@ -8,10 +8,11 @@ from pathlib import Path
 import cuda_sample
 import pytest
 
-from ecornn.build import nvcc
+from ecornn.build import kernel_headers, nvcc
 from ecornn.build.cuda import lower
 from ecornn.build.generated import Generated
 from ecornn.build.link import link
+from ecornn.compiler import plan
 from ecornn.errors import ArgumentError, BuildError, DeviceError
 from ecornn.host_gpu import architecture
 
@@ -23,6 +24,48 @@ def test_nvcc_and_its_errors(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(BuildError, match=r"(?s)nvcc failed for sm_90a.*kernels\.cu\(2\).*nonsense"):
         nvcc.compile_cubin("// first line\nnonsense", "sm_90a")
     assert ".target sm_90a" in nvcc.ptx('extern "C" __global__ void empty() {}', "sm_90a")
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_short_headers_make_the_same_code(monkeypatch: pytest.MonkeyPatch, arch: str):
+    """With both types of 16 bits, products, exchanges and functions that the compiler replaces."""
+    if nvcc.find_nvcc() is None:
+        pytest.skip("nvcc is optional, and this is about the real one; NVRTC has tests of its own")
+    monkeypatch.setenv(nvcc.ENVIRONMENT, "nvcc")
+    sources = [lower(cuda_sample.program(), arch)[1]]
+    for schedule, dtype in (("persistent", "float16"), ("layout_transform", "bfloat16")):
+        made = plan("slstm", hidden=64, batch=3, dtype=dtype, target=arch, schedule=schedule)
+        sources.append(lower(made.programs()[0], arch)[1])
+    for source in sources:
+        short = kernel_headers.short(source)
+        assert short is not None and len(short) < len(source) and "#include <" not in short
+        code = [b"".join(nvcc._nvcc(str(nvcc.find_nvcc()), text, arch, "ptx", defines)[0].split())
+                for text, defines in ((source, ()), (short, kernel_headers.DEFINES))]
+        assert code[0] == code[1]
+
+
+def test_what_short_headers_lack_is_compiled_with_all(monkeypatch: pytest.MonkeyPatch):
+    made = plan("rnn_tanh", hidden=64, dtype="bfloat16", target="sm_90a").programs()[0]
+    source = lower(made, "sm_90a")[1]
+    tried: list[str] = []
+
+    def compile(_: str, text: str, *rest: object) -> tuple[bytes, str]:
+        tried.append(text)
+        if "__hadd" in text and text != source:
+            raise BuildError("unknown")
+        return b"cubin", ""
+
+    monkeypatch.setattr(nvcc, "chosen_nvcc", lambda: "nvcc")
+    monkeypatch.setattr(nvcc, "_nvcc", compile)
+    assert nvcc._compile(source, "sm_90a", "cubin")[0] == b"cubin"
+    assert tried == [kernel_headers.short(source)]
+    tried.clear()
+    source += "\n// __hadd\n"
+    assert nvcc._compile(source, "sm_90a", "cubin")[0] == b"cubin"
+    assert tried == [kernel_headers.short(source), source]
+    # a name that only CUDA's headers define would choose another branch, and is no error
+    assert kernel_headers.short(source + "#if CUDART_VERSION > 12000\n#endif\n") is None
+    assert kernel_headers.short("int another_source;") is None
 
 
 def test_a_missing_cuda_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch):

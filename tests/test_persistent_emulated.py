@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 from emulated import check_numbers, task_of
 from msgspec.structs import replace
 
+from ecornn.build import local_arrays
+from ecornn.build.cuda import lower
 from ecornn.device import KNOWN
 from ecornn.schedules.base import Task
 from ecornn.schedules.persistent import Persistent
@@ -78,6 +81,18 @@ def cut(task: Task, **change: Any) -> dict[str, Any]:
 def test_matches_float64(tmp_path, cell, sizes, dtype, change):
     task = task_of(cell, sizes, dtype, SMALL)
     check_numbers(tmp_path, Persistent(), task, cut(task, **change))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_with_variables_for_arrays(tmp_path, monkeypatch, dtype):
+    """As large kernels have them."""
+    monkeypatch.setattr(local_arrays, "WORK", 1)
+    monkeypatch.setattr(local_arrays, "EACH", 1)
+    task = task_of("lstm", (5, 9, 24, 40), dtype, SMALL)
+    config = cut(task, registers=50)
+    source = lower(Persistent().program(task, config), SMALL.arch)[1]
+    assert "_ptr_1_0" in source and not re.search(r"alignas\(64\) float _ptr_\d+\[", source)
+    check_numbers(tmp_path, Persistent(), task, config)
 
 
 @pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "place"), PLACES, ids=lambda v: str(v).replace(" ", ""))

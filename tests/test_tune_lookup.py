@@ -7,11 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tune_fakes import DEVICE, Fake, make
 
+from ecornn.compiler import plan
 from ecornn.schedules.base import Task
+from ecornn.schedules.persistent import Persistent
 from ecornn.tune.log import Line, Log
 from ecornn.tune.lookup import find
 from ecornn.tune.record import Times, Trial
@@ -138,6 +141,23 @@ def test_what_failed_since_it_became_stale_is_not_used():
     result = found(trial(1.0, a=4, revision=2), failed, trial(9.0, a=2))
     assert result.config["a"] == 2 and "stale, and failing since" in result.provenance
     assert found(trial(1.0, a=4), failed).config["a"] == 4  # a current time counts, whatever else happened
+
+
+def test_the_default_is_computed_only_where_no_record_applies(monkeypatch: pytest.MonkeyPatch):
+    """The persistent schedule searches for it, which takes longer than all else of a look-up."""
+    searched: list[Task] = []
+    search = Persistent._search
+
+    def watched(self: Persistent, task: Task):
+        searched.append(task)
+        return search(self, task)
+
+    monkeypatch.setattr(Persistent, "_search", watched)
+    of = {"hidden": 768, "batch": 16, "dtype": "bfloat16", "target": "sm_90a"}
+    assert plan("lstm", seq=1024, **of).found.line is not None
+    assert not searched
+    assert plan("rnn_relu", input=17, **of).found.line is None
+    assert searched
 
 
 def test_what_cannot_be_used_is_counted():

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from ecornn.build.generated import Generated, Texts
 from ecornn.build.host_cuda import COOPERATIVE, Kernel, host_sources, image
+from ecornn.build.local_arrays import as_variables
 from ecornn.build.nvcc import compile_cubin
 from ecornn.device import Device
 from ecornn.errors import BuildError
@@ -211,7 +212,7 @@ def _source(functions: Sequence[Any], arch: str) -> str:
         with target:
             module = tvm.IRModule(dict(zip(symbols, functions, strict=True)))
             built = tvm_ffi.get_global_func("target.build.cuda")(module, target)
-        return captured[-1] if captured else str(built.inspect_source("cuda"))
+        return as_variables(captured[-1] if captured else str(built.inspect_source("cuda")))
     except Exception as error:
         raise BuildError(f"no CUDA source for {', '.join(symbols)}: {error}") from error
     finally:

@@ -6,17 +6,19 @@ ever given ``--use_fast_math``: a schedule that wants a fast approximation says 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from ecornn.build import cache
+from ecornn.build import cache, kernel_headers
 from ecornn.errors import ArgumentError, BuildError
 
 Resources = dict[str, dict[str, int]]
@@ -62,9 +64,9 @@ def find_nvcc() -> str | None:
 
 
 def identity() -> str:
-    """What the machine code depends on besides source and architecture: the compiler, and how it is called."""
+    """What the machine code depends on besides source and architecture: the compiler, how it is called, and headers."""
     if nvcc := chosen_nvcc():
-        return " ".join((_said(nvcc), *FLAGS))
+        return " ".join((_said(nvcc), *FLAGS, *kernel_headers.DEFINES, kernel_headers.text()))
     from ecornn.build import nvrtc
 
     return nvrtc.identity()
@@ -123,19 +125,23 @@ def _compile(source: str, arch: str, kind: str) -> tuple[bytes, str]:
     """The compiler's output (``kind`` is ``cubin`` or ``ptx``) and its log."""
     nvcc = chosen_nvcc()
     if nvcc:
+        if (short := kernel_headers.short(source)) is not None:
+            with contextlib.suppress(BuildError):  # it needs CUDA's headers, or is wrong and fails with them too
+                return _nvcc(nvcc, short, arch, kind, kernel_headers.DEFINES)
         return _nvcc(nvcc, source, arch, kind)
     from ecornn.build import nvrtc
 
     return nvrtc.compile(source, arch, kind)
 
 
-def _nvcc(nvcc: str, source: str, arch: str, kind: str) -> tuple[bytes, str]:
+def _nvcc(nvcc: str, source: str, arch: str, kind: str, defines: Sequence[str] = ()) -> tuple[bytes, str]:
     virtual = f"compute_{arch.removeprefix('sm_')}"
     real = arch if kind == "cubin" else virtual
     with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
         given, made = Path(folder, "kernels.cu"), Path(folder, f"kernels.{kind}")
         given.write_text(source)
-        command = [nvcc, f"-gencode=arch={virtual},code={real}", *FLAGS, f"-{kind}", str(given), "-o", str(made)]
+        command = [nvcc, f"-gencode=arch={virtual},code={real}", *FLAGS, *defines, f"-{kind}", str(given),
+                   "-o", str(made)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         log = done.stderr + done.stdout
         if done.returncode != 0:

@@ -39,7 +39,13 @@ def candidates(device: Device, name: str | None = None) -> list[Schedule]:
 
 
 def serving_or_raise(task: Task, name: str | None = None) -> list[Schedule]:
-    """The schedules that serve the task, what is expected to be fastest first, or the one of that name.
+    """The schedules that serve the task, what is expected to be fastest first, or the one of that name; errors as
+    :func:`serving`."""
+    return sorted(serving(task, name), key=lambda s: s.expected(task))
+
+
+def serving(task: Task, name: str | None = None) -> list[Schedule]:
+    """As :func:`serving_or_raise`, in no order: what a schedule expects is a search of its own.
 
     Raises :class:`ArgumentError` for an unknown name, :class:`ScheduleError` with each schedule's
     reason where none serves.
@@ -59,7 +65,7 @@ def serving_or_raise(task: Task, name: str | None = None) -> list[Schedule]:
     if not found:
         raise ScheduleError(f"no schedule serves {task.workload} on {task.device.name}: "
                             + "; ".join(f"{n} {r}" for n, r in reasons.items()))
-    return sorted(found, key=lambda s: s.expected(task))
+    return found
 
 
 def complete(schedule: Schedule, task: Task, config: Mapping[str, Value]) -> dict[str, Value]:
@@ -93,7 +99,7 @@ def choose(task: Task, schedule: str | None, config: Mapping[str, Value] | None,
     from ecornn.tune.folders import read_all
     from ecornn.tune.lookup import Found, find
 
-    schedules = serving_or_raise(task, schedule)
+    schedules = serving(task, schedule)
     if config:
         if schedule is None and len(schedules) > 1:
             raise ArgumentError("config", dict(config), "a schedule beside it, one of "

@@ -7,7 +7,7 @@ ones the configuration that is expected to be fastest is used:
 1. measured on this device (same name and number of cores);
 2. on another device of the same architecture, with no more cores, shared memory or registers;
 3. on any other device: a seed, whose time says nothing here;
-4. else the default of the first schedule that serves.
+4. else the default that is expected to be fastest.
 
 A record of another revision of its schedule is stale: its time is, not its configuration. So it
 competes, with its time taken as ``STALE`` slower; a time measured once, without the final comparison,
@@ -66,8 +66,8 @@ class Evidence:
 
 
 def find(task: Task, schedules: Sequence[Schedule], log: Log) -> Found:
-    """The best record for the task among ``schedules`` (preferred ones first), else the heuristic:
-    the default of the first. ``log`` holds the user's lines first.
+    """The best record for the task among ``schedules``, else the heuristic: the default that is expected to be
+    fastest. ``log`` holds the user's lines first.
     """
     by_name = {s.name: s for s in schedules}
     folders: dict[object, int] = {}  # folder -> its place in the order of reading
@@ -88,7 +88,7 @@ def find(task: Task, schedules: Sequence[Schedule], log: Log) -> Found:
                 fresh = min((one for one in rivals if not one.stale), key=lambda one: one.order, default=None)
                 return Found(by_name[best.trial.schedule], best.trial.config,
                              describe(best, fresh, distance, task, by_name) + said(ignored), best.line)
-    first = schedules[0]
+    first = min(schedules, key=lambda s: s.expected(task))
     why = "no record applies" if not ignored else "no usable record"
     return Found(first, first.default(task), f"untuned default of {first.name}: {why}" + said(ignored))
 

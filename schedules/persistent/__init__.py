@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 
 from ecornn.device import Device
@@ -50,7 +51,7 @@ class Persistent(Schedule):
             return f"cell {task.graph.cell!r} has no recurrent product"
         if task.device.capability < 80:
             return "needs tensor cores of compute capability 8.0"
-        if self._best(task) is None:
+        if not any(self.check(task, config) is None for _, config in self._cuts(task)):  # the first that is found
             return (f"the recurrent weights of {task.workload} do not fit on the {task.device.cores} "
                     f"multiprocessors of {task.device.name}")
         return None
@@ -157,10 +158,17 @@ class Persistent(Schedule):
         return self._known[key]
 
     def _search(self, task: Task) -> Config | None:
-        """Of all cuts, those that keep as many weights in registers as possible."""
+        found: tuple[float, Config] | None = None
+        for cost, config in self._cuts(task):
+            if (found is None or cost < found[0]) and self.check(task, config) is None:
+                found = cost, config
+        return None if found is None else found[1]
+
+    def _cuts(self, task: Task) -> Iterator[tuple[float, Config]]:
+        """Estimate and configuration of all cuts that keep as many weights in registers as possible. Some with the
+        projection beside the recurrence may not be valid."""
         knobs = {k.name: k.values for k in self.knobs(task)}
         math = "exact" if task.workload.dtype == "float32" else "fast"
-        found: tuple[float, Config] | None = None
         for groups, units, interleave in product(knobs["groups"], knobs["units"], knobs["interleave"]):
             for warps, gates in product(knobs["warps"], knobs["gate_warps"]):
                 for registers in knobs["registers"]:
@@ -171,11 +179,8 @@ class Persistent(Schedule):
                         continue
                     for ahead in best_ahead(task, plan_of(task, cut)):
                         config = {**cut, "ahead": ahead}
-                        cost = estimate(task, plan_of(task, config))
-                        if (found is None or cost < found[0]) and self.check(task, config) is None:
-                            found = cost, config
+                        yield estimate(task, plan_of(task, config)), config
                     break
-        return None if found is None else found[1]
 
     def features(self, task: Task, config: Config) -> dict[str, float]:
         plan = plan_of(task, config)
