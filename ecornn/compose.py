@@ -1,7 +1,8 @@
 """The program of a stack, from those of its sequences.
 
-Sequences run one after the other. y of a layer is a workspace, and x of the next one. Equal functions
-are kept once and launched with other buffers; sequences with one program share its workspaces.
+Sequences run one after the other, or the two directions of a layer side by side. y of a layer is a
+workspace, and x of the next one. Equal functions are kept once and launched with other buffers;
+sequences with one program share its workspaces, unless they run at the same time.
 """
 
 from __future__ import annotations
@@ -12,14 +13,12 @@ from typing import Any
 
 from msgspec import structs
 
-from ecornn.program import Buffer, Extent, Fill, Launch, Loop, Parallel, Program
-from ecornn.workload import Part, Stack, Workload
-
-Call = Fill | Launch | Loop | Parallel
+from ecornn.program import Beside, Buffer, Call, Extent, Fill, Launch, Loop, Parallel, Program
+from ecornn.workload import SERIAL, Overlap, Part, Stack, Workload
 
 
-def compose(stack: Stack, whole: Workload, programs: Sequence[Program]) -> Program:
-    """One program of all, the ``programs`` of ``stack.parts(whole)`` in order.
+def compose(stack: Stack, whole: Workload, programs: Sequence[Program], overlap: Overlap = SERIAL) -> Program:
+    """One program of all, the ``programs`` of ``stack.parts(whole)`` in order, which run as ``overlap`` says.
 
     Its buffers are the call's ``x``, ``y``, ``lengths`` and ``resets``, and by the part's label its
     states and packed weights: ``l1_reverse_h_in``. Weights are packed from parameters of such a prefix.
@@ -28,21 +27,26 @@ def compose(stack: Stack, whole: Workload, programs: Sequence[Program]) -> Progr
         return programs[0]
     parts = stack.parts(whole)
     owners: dict[int, str] = {}  # a program -> the prefix of its workspaces
-    for program in programs:
-        owners.setdefault(id(program), f"s{len(owners)}_")
     functions: dict[str, Any] = {}
     buffers: dict[str, Buffer] = {}
-    calls: list[Call] = []
+    sequences: list[tuple[Call, ...]] = []
     for part, program in zip(parts, programs, strict=True):
+        owner = owners.setdefault(id(program), f"s{len(owners)}_")
         names = {}
         for old in program.buffers:
-            new = _placed(old, part, stack, owners[id(program)])
+            new = _placed(old, part, stack, owner)
             names[old.name], buffers[new.name] = new.name, new
         known = {name: _keep(functions, name, f) for name, f in program.functions.items()}
-        calls += [_renamed(call, names, known) for call in program.calls]
+        sequences.append(tuple(_renamed(call, names, known) for call in program.calls))
     notes = {f"{p.label} {k}": v for p, program in zip(parts, programs, strict=True)
              for k, v in program.notes.items()}
-    return Program(functions, tuple(buffers.values()), tuple(calls), notes)
+    return Program(functions, tuple(buffers.values()), _arranged(sequences, overlap), notes)
+
+
+def _arranged(sequences: list[tuple[Call, ...]], overlap: Overlap) -> tuple[Call, ...]:
+    if overlap.kind == "directions":
+        return tuple(Beside(both) for both in zip(sequences[::2], sequences[1::2], strict=True))
+    return tuple(call for calls in sequences for call in calls)
 
 
 def parameter_prefix(stack: Stack, part: Part) -> str:
@@ -88,6 +92,8 @@ def _renamed(call: Call, names: dict[str, str], known: dict[str, str]) -> Call:
         return replace(call, buffer=names[call.buffer])
     if isinstance(call, Loop):
         return Loop(tuple(_launch(one, names, known) for one in call.calls))
+    if isinstance(call, Beside):
+        return Beside(tuple(tuple(_renamed(one, names, known) for one in branch) for branch in call.branches))
     if isinstance(call, Parallel):
         return replace(call, function=known[call.function], names=names)
     return _launch(call, names, known)

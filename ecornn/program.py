@@ -7,7 +7,7 @@ weights and how much workspace a call needs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,10 +109,33 @@ class Parallel:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """CUDA: ``branches``, each some calls in order, at the same time: each on a share of the GPU and in a stream of
+    its own. They must not write what another one uses."""
+
+    branches: tuple[tuple[Call, ...], ...]
+
+
+Call = Fill | Launch | Loop | Parallel | Beside
+
+
+@dataclass(frozen=True)
 class Program:
     """Functions (tirx PrimFuncs by name, parameters named after buffers and scalars) and calls."""
 
     functions: dict[str, Any]
     buffers: tuple[Buffer, ...]
-    calls: tuple[Fill | Launch | Loop | Parallel, ...]
+    calls: tuple[Call, ...]
     notes: dict[str, str] = field(default_factory=dict)  # shown by --emit and in the manifest
+
+
+def launches(calls: Iterable[Call]) -> Iterator[Launch]:
+    """Every launch among ``calls``."""
+    for call in calls:
+        if isinstance(call, Launch):
+            yield call
+        elif isinstance(call, Loop):
+            yield from call.calls
+        elif isinstance(call, Beside):
+            for branch in call.branches:
+                yield from launches(branch)

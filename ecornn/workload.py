@@ -178,3 +178,29 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 SINGLE = Stack()
+
+
+OVERLAPS = ("directions",)
+
+
+class Overlap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which sequences of a stack run at the same time; the default is none.
+
+    Attributes
+    ----------
+    kind : ``none``, or ``directions``: the two of a layer side by side
+    width : the most sequences at the same time; each has this part of the multiprocessors
+    """
+
+    kind: str = "none"
+    width: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("none", *OVERLAPS):
+            raise ArgumentError("overlap.kind", self.kind, f"one of none, {', '.join(OVERLAPS)}")
+
+    def __str__(self) -> str:
+        return {"none": "one after the other", "directions": "directions side by side"}[self.kind]
+
+
+SERIAL = Overlap()

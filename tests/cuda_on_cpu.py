@@ -8,7 +8,8 @@ from __future__ import annotations
 import ctypes
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 
 from ecornn.build.cuda import lower
 from ecornn.build.link import find_compiler
-from ecornn.program import Buffer, Fill, Launch, Loop, Packing, Program
+from ecornn.program import Beside, Buffer, Call, Fill, Launch, Loop, Packing, Program
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16),
@@ -170,12 +171,8 @@ class Emulated:
                 memory[b.name] = np.ascontiguousarray(given[b.role], DTYPES[b.dtype]).reshape(-1)
             else:
                 memory[b.name] = self._allocate(b, x, states, parameters, (steps, batch, hidden, width))
-        values: dict[str, Any] = {"T": ctypes.c_int32(steps), "B": ctypes.c_int32(batch)}
-        for call in self.program.calls:
-            for t in range(steps if isinstance(call, Loop) else 1):
-                values["t"] = ctypes.c_int32(t)
-                for one in call.calls if isinstance(call, Loop) else (call,):
-                    self._call(one, memory, values, steps)
+        for call, values in _in_turn(self.program.calls, {"T": steps, "B": batch}):
+            self._call(call, memory, {name: ctypes.c_int32(value) for name, value in values.items()}, steps)
         for b in self.program.buffers:
             if b.role in ("workspace", "y", "state_out"):
                 tail = memory[b.name].view(np.uint8)[-GUARD:]
@@ -217,6 +214,22 @@ class Emulated:
 
 
 GUARD = 256  # bytes behind each buffer
+Single = tuple[Any, dict[str, int]]  # a Fill or Launch, and the scalars
+
+
+def _in_turn(calls: Iterable[Call], values: dict[str, int]) -> Iterator[Single]:
+    """One launch after the other; of branches that run at the same time, one of each in turn."""
+    for call in calls:
+        if isinstance(call, Beside):
+            yield from _mixed([_in_turn(branch, values) for branch in call.branches])
+        elif isinstance(call, Loop):
+            yield from ((one, values | {"t": t}) for t in range(values["T"]) for one in call.calls)
+        else:
+            yield call, values
+
+
+def _mixed(branches: list[Iterator[Single]]) -> Iterator[Single]:
+    return filter(None, chain.from_iterable(zip_longest(*branches)))
 
 
 def pack(packing: Packing, parameters: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -1,5 +1,6 @@
 /* A libcuda.so.1 for tests on machines without a GPU: it says on stderr what it is asked, one line a call,
- * and touches no memory. FAKE_FAIL=<function>:<code> lets a function fail, FAKE_MAJOR is the capability.
+ * and touches no memory. FAKE_FAIL=<function>:<code> lets a function fail, <function>:<code>:<n> only its n-th call
+ * (from 1 on), FAKE_MAJOR is the capability. Streams and events that it makes are numbers from 900 and 500 on.
  * FAKE_PARAMETERS is "symbol:ppi;..." with p for a pointer and i for an int32, to print arguments. */
 #include <stdint.h>
 #include <stdio.h>
@@ -10,16 +11,20 @@ static __thread const void *current;
 static __thread int capture_mode;
 
 static int fails(const char *name) {
+  static int calls;
   const char *text = getenv("FAKE_FAIL");
   size_t length = strlen(name);
-  return text && !strncmp(text, name, length) && text[length] == ':' ? atoi(text + length + 1) : 0;
+  if (!text || strncmp(text, name, length) || text[length] != ':') return 0;
+  const char *only = strchr(text + length + 1, ':');
+  return !only || __sync_add_and_fetch(&calls, 1) == atoi(only + 1) ? atoi(text + length + 1) : 0;
 }
 
 /* One write a line, so that threads do not mix theirs. */
 #define CALL(name, format, ...)                                  \
   do {                                                           \
     fprintf(stderr, #name " " format "\n", ##__VA_ARGS__);       \
-    if (fails(#name)) return fails(#name);                       \
+    int failed = fails(#name);                                   \
+    if (failed) return failed;                                   \
   } while (0)
 
 int cuInit(unsigned flags) { CALL(cuInit, "%u", flags); return 0; }
@@ -93,5 +98,29 @@ int cuMemFree_v2(uint64_t pointer) { CALL(cuMemFree, "%d", (int)pointer); return
 int cuMemcpyAsync(uint64_t to, uint64_t from, size_t size, void *stream) {
   CALL(cuMemcpyAsync, "%d %d %d stream=%d", (int)to, (int)from, (int)size, (int)(uintptr_t)stream);
   return 0;
+}
+int cuStreamCreate(void **out, unsigned flags) {
+  static int made;
+  *out = 0;
+  CALL(cuStreamCreate, "flags=%u capture_mode=%d", flags, capture_mode);
+  *out = (void *)(uintptr_t)(900 + __sync_fetch_and_add(&made, 1));
+  return 0;
+}
+int cuStreamDestroy_v2(void *stream) { CALL(cuStreamDestroy, "%d", (int)(uintptr_t)stream); return 0; }
+int cuEventCreate(void **out, unsigned flags) {
+  static int made;
+  *out = 0;
+  CALL(cuEventCreate, "flags=%u capture_mode=%d", flags, capture_mode);
+  *out = (void *)(uintptr_t)(500 + __sync_fetch_and_add(&made, 1));
+  return 0;
+}
+int cuEventDestroy_v2(void *event) { CALL(cuEventDestroy, "%d", (int)(uintptr_t)event); return 0; }
+int cuEventRecord(void *event, void *stream) {
+  CALL(cuEventRecord, "%d stream=%d", (int)(uintptr_t)event, (int)(uintptr_t)stream);
+  return 0;
+}
+int cuStreamWaitEvent(void *stream, void *event, unsigned flags) {
+  CALL(cuStreamWaitEvent, "%d stream=%d", (int)(uintptr_t)event, (int)(uintptr_t)stream);
+  return flags != 0;
 }
 int cuStreamSynchronize(void *stream) { CALL(cuStreamSynchronize, "%d", (int)(uintptr_t)stream); return 0; }

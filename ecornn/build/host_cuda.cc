@@ -9,6 +9,7 @@
 #include <atomic>
 
 #include "cuda_driver.h"
+#include "cuda_streams.h"
 
 extern "C" const unsigned char ecornn_manifest[];
 extern "C" const unsigned long long ecornn_manifest_size;
@@ -17,34 +18,19 @@ namespace ecornn {
 
 constexpr int kMaxDevices = 64;
 
-// What a module keeps for one device; made once, never changed.
+// What a module keeps for one device; made once, never changed but for the lanes that are added.
 struct State {
   Context context;
   int device, major, minor;
   Module* modules;  // one for each cubin
   Function* functions;
+  mutable LaneSet* lanes;  // under `lock`
 };
 
 static State storage[kMaxDevices];
 static std::atomic<State*> states[kMaxDevices];
 static std::atomic<bool> driver_ready;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-
-class Locked {
- public:
-  Locked() { pthread_mutex_lock(&lock); }
-  ~Locked() { pthread_mutex_unlock(&lock); }
-};
-
-// Loading allocates, which a capture that is under way on this thread would otherwise forbid.
-class RelaxedCapture {
- public:
-  RelaxedCapture() { driver.cuThreadExchangeStreamCaptureMode(&mode_); }
-  ~RelaxedCapture() { driver.cuThreadExchangeStreamCaptureMode(&mode_); }
-
- private:
-  int mode_ = kCaptureRelaxed;
-};
 
 static int load_image(State& state, int index) {
   char what[160];
@@ -88,7 +74,7 @@ static int load_kernels(State& state) {
 }
 
 static int make_state(int64_t device, State** out) {
-  Locked locked;
+  Locked locked(&lock);
   if ((*out = states[device].load(std::memory_order_acquire))) return 0;
   if (!driver_ready.load(std::memory_order_relaxed)) {
     ECORNN_TRY(open_driver());
@@ -122,6 +108,7 @@ __attribute__((destructor)) static void unload() {
     State* state = slot.load(std::memory_order_acquire);
     if (!state || driver.cuCtxPushCurrent(state->context)) continue;
     Context before;
+    destroy_lanes(state->lanes);
     unload_kernels(*state);
     driver.cuCtxPopCurrent(&before);
     driver.cuDevicePrimaryCtxRelease(state->device);
@@ -139,6 +126,17 @@ int launch(const State& state, int kernel, const Shape& shape, Stream stream, vo
 int fill(Pointer pointer, unsigned char byte, int64_t bytes, Stream stream, const char* name) {
   if (bytes > 0) ECORNN_CALL(name, cuMemsetD8Async, pointer, byte, static_cast<size_t>(bytes), stream);
   return 0;
+}
+
+int beside(const State& state, int count, const Section* sections, int32_t T, int32_t B, Stream stream, Pointer* p) {
+  LaneSet* set;
+  ECORNN_TRY(find_lanes(&state.lanes, &lock, stream, &set));
+  Lanes lanes(*set, count);
+  ECORNN_TRY(lanes.enter());
+  int failed = lanes.mark(0);
+  for (int i = 1; !failed && i < count; ++i) failed = lanes.follow(i, 0);
+  for (int i = 0; !failed && i < count; ++i) failed = sections[i](state, T, B, lanes[i], p);
+  return lanes.join(failed);
 }
 
 // Integers and opaque pointers are both passed in 64 bits.

@@ -41,12 +41,15 @@ extern const char kArch[];
 extern const int kBufferCount, kKernelCount, kImageCount;
 extern const unsigned char* const kImages[];
 extern const Kernel kKernels[];
-// The program's calls; p[i] is the memory of buffer i.
-int calls(const State& state, int32_t T, int32_t B, Stream stream, Pointer* p);
+// Calls in order; p[i] is the memory of buffer i.
+using Section = int (*)(const State& state, int32_t T, int32_t B, Stream stream, Pointer* p);
+int calls(const State& state, int32_t T, int32_t B, Stream stream, Pointer* p);  // the whole program
 
 // Of host_cuda.cc; 0, or -1 with the error set for tvm-ffi.
 int launch(const State& state, int kernel, const Shape& shape, Stream stream, void** arguments);
 int fill(Pointer pointer, unsigned char byte, int64_t bytes, Stream stream, const char* name);
+// Sections at the same time: after what the stream has been given before, and before what it is given next.
+int beside(const State& state, int count, const Section* sections, int32_t T, int32_t B, Stream stream, Pointer* p);
 
 #define ECORNN_TRY(expression)     \
   do {                             \
