@@ -151,7 +151,7 @@ def compare_packed(shape: Shape, dtype: str, repeats: int, files: dict[str, str]
 
 def kinds(shape: Shape) -> list[str]:
     """How the sequences of a row can overlap."""
-    return ["directions"] if shape[-1] else []
+    return ["directions"] if shape[-1] else ["wavefront"] if shape[-2] > 1 else []
 
 
 def describe(shape: Shape, dtype: str, error: tuple[float, float]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The program of a stack, from those of its sequences.
 
-Sequences run one after the other, or the two directions of a layer side by side. y of a layer is a
-workspace, and x of the next one. Equal functions are kept once and launched with other buffers;
-sequences with one program share its workspaces, unless they run at the same time.
+Sequences run one after the other, or some at the same time. y of a layer is a workspace, and x of the next one. Equal
+functions are kept once and launched with other buffers; sequences with one program share its workspaces, unless they
+run at the same time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec import structs
 
-from ecornn.program import Beside, Buffer, Call, Extent, Fill, Launch, Loop, Parallel, Program
+from ecornn.program import Beside, Buffer, Call, Extent, Fill, Launch, Loop, Parallel, Program, Wave, WaveLayer
 from ecornn.workload import SERIAL, Overlap, Part, Stack, Workload
 
 
@@ -26,27 +26,37 @@ def compose(stack: Stack, whole: Workload, programs: Sequence[Program], overlap:
     if stack.count == 1:
         return programs[0]
     parts = stack.parts(whole)
-    owners: dict[int, str] = {}  # a program -> the prefix of its workspaces
+    # a program, and the place of its layer among those at the same time -> the prefix of its workspaces
+    owners: dict[tuple[int, int], str] = {}
     functions: dict[str, Any] = {}
     buffers: dict[str, Buffer] = {}
-    sequences: list[tuple[Call, ...]] = []
+    sequences: list[WaveLayer] = []
     for part, program in zip(parts, programs, strict=True):
-        owner = owners.setdefault(id(program), f"s{len(owners)}_")
+        owner = owners.setdefault((id(program), part.layer % overlap.depth), f"s{len(owners)}_")
         names = {}
         for old in program.buffers:
-            new = _placed(old, part, stack, owner)
+            new = _placed(old, part, stack, owner, overlap.depth)
             names[old.name], buffers[new.name] = new.name, new
         known = {name: _keep(functions, name, f) for name, f in program.functions.items()}
-        sequences.append(tuple(_renamed(call, names, known) for call in program.calls))
+        calls = tuple(_renamed(call, names, known) for call in program.calls)
+        widths = {"x": part.workload.input, "y": part.place.y_width(part.workload.hidden), "resets": 1}
+        ends = [[names[b.name] for b in program.buffers if b.role == role] for role in ("state_in", "state_out")]
+        sequences.append(WaveLayer(calls, {names[n]: width for n, width in widths.items() if n in names},
+                                   tuple(zip(*ends, strict=True))))
     notes = {f"{p.label} {k}": v for p, program in zip(parts, programs, strict=True)
              for k, v in program.notes.items()}
     return Program(functions, tuple(buffers.values()), _arranged(sequences, overlap), notes)
 
 
-def _arranged(sequences: list[tuple[Call, ...]], overlap: Overlap) -> tuple[Call, ...]:
+def _arranged(sequences: list[WaveLayer], overlap: Overlap) -> tuple[Call, ...]:
     if overlap.kind == "directions":
-        return tuple(Beside(both) for both in zip(sequences[::2], sequences[1::2], strict=True))
-    return tuple(call for calls in sequences for call in calls)
+        return tuple(Beside((one.calls, other.calls))
+                     for one, other in zip(sequences[::2], sequences[1::2], strict=True))
+    calls: list[Call] = []
+    for first in range(0, len(sequences), overlap.depth):
+        group = tuple(sequences[first:first + overlap.depth])
+        calls += [Wave(group, overlap.chunks, overlap.least)] if len(group) > 1 else group[0].calls
+    return tuple(calls)
 
 
 def parameter_prefix(stack: Stack, part: Part) -> str:
@@ -54,13 +64,13 @@ def parameter_prefix(stack: Stack, part: Part) -> str:
     return f"{part.label}." if stack.count > 1 else ""
 
 
-def _placed(b: Buffer, part: Part, stack: Stack, owner: str) -> Buffer:
-    """A buffer of a part as one of the stack."""
+def _placed(b: Buffer, part: Part, stack: Stack, owner: str, depth: int) -> Buffer:
+    """A buffer of a part as one of the stack, of which ``depth`` layers run at the same time."""
     work = part.workload
     if (b.role == "x" and part.layer > 0) or (b.role == "y" and part.layer < stack.layers - 1):
-        between = part.layer - (b.role == "x")  # two are enough: a layer reads one and writes the other
+        between = part.layer - (b.role == "x")  # all layers at a time write one each, and the first reads another
         extent = Extent(0, work.batch * part.place.y_width(work.hidden))
-        return Buffer(f"between_{between % 2}", "workspace", b.dtype, extent)
+        return Buffer(f"between_{between % (depth + 1)}", "workspace", b.dtype, extent)
     if b.role == "workspace":
         return structs.replace(b, name=owner + b.name)
     if b.role in ("x", "y", "lengths", "resets"):
@@ -92,10 +102,9 @@ def _renamed(call: Call, names: dict[str, str], known: dict[str, str]) -> Call:
         return replace(call, buffer=names[call.buffer])
     if isinstance(call, Loop):
         return Loop(tuple(_launch(one, names, known) for one in call.calls))
-    if isinstance(call, Beside):
-        return Beside(tuple(tuple(_renamed(one, names, known) for one in branch) for branch in call.branches))
     if isinstance(call, Parallel):
         return replace(call, function=known[call.function], names=names)
+    assert isinstance(call, Launch), "a sequence runs in one stream"
     return _launch(call, names, known)
 
 

@@ -3,13 +3,17 @@
 A persistent kernel of a small layer does not gain much from the last blocks that it is given, and most of its step
 is the trip of the state through L2. So two sequences on a half of the GPU each can be done before one after the
 other on all of it are. What schedules expect of a step decides.
+
+The directions of a layer need nothing of each other. Layers need what the one before made, so they work on chunks of
+time, each layer a chunk behind the one before it. K chunks through n layers take K + n - 1 times what one takes; more
+chunks fill the GPU sooner, but each has its launches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import ceil, isfinite
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -17,6 +21,7 @@ from msgspec import structs
 from ecornn.cells import Cell
 from ecornn.device import Device
 from ecornn.errors import ArgumentError, ScheduleError
+from ecornn.program import chunk_steps
 from ecornn.workload import OVERLAPS, Overlap, Part, Stack, Workload
 
 if TYPE_CHECKING:
@@ -24,6 +29,9 @@ if TYPE_CHECKING:
     from ecornn.tune.lookup import Found
 
 WISHES = ("auto", "none", *OVERLAPS)
+WIDEST = 8  # layers at the same time
+CHUNKS = 32  # of a wavefront, at most
+STEP = 2_000.0  # nanoseconds of a step that nobody knows better
 LAUNCHES = 12_000.0  # nanoseconds of a sequence beside its steps: its launches, and kernels too short to be fast
 GAIN = 0.97  # of the time one after the other: what is expected to take more is not worth the change
 
@@ -78,7 +86,22 @@ def impossible(kind: str, stack: Stack, device: Device) -> str | None:
         return "auto or none on a CPU, all of whose cores work on one sequence"
     if kind == "directions":
         return None if stack.bidirectional else "auto or none without bidirectional=True"
-    return "auto or none: nothing else is known"
+    if stack.layers < 2:
+        return "auto or none with layers=1"
+    if stack.bidirectional:
+        return "auto, none or directions with bidirectional=True: a layer's last steps are needed first"
+    for name in ("lengths", "reverse"):
+        if getattr(stack, name):
+            return f"auto or none with {name}=True"
+    return None
+
+
+def wave_time(seq: int, chunks: int, layers: int, step: float) -> float:
+    """Nanoseconds of ``layers`` layers as a wavefront, or of one alone; ``step``: of the slowest of them."""
+    if layers == 1:
+        return LAUNCHES + seq * step
+    steps = min(chunk_steps(seq, chunks, 1), seq)
+    return (ceil(seq / steps) + layers - 1) * (LAUNCHES + steps * step)
 
 
 class _Arranger:
@@ -91,8 +114,12 @@ class _Arranger:
     def overlaps(self, kinds: list[str] | tuple[str, ...]) -> Iterator[Overlap]:
         """What can be tried of these kinds."""
         for kind in kinds:
-            if impossible(kind, self.stack, self.device) is None:
-                yield Overlap(kind, 2)
+            if impossible(kind, self.stack, self.device) is not None:
+                continue
+            layers = self.stack.layers
+            groups = range(1, layers) if kind == "wavefront" else ()
+            widths = dict.fromkeys(-(-layers // n) for n in groups) if groups else (2,)
+            yield from (Overlap(kind, width) for width in widths if 2 <= width <= WIDEST)
 
     def arrangement(self, overlap: Overlap) -> Arrangement:
         """The stack arranged so; each share of the GPU is planned for as if it were a GPU of its own."""
@@ -100,6 +127,8 @@ class _Arranger:
         made = [self._sequence(part, device) for part in self.stack.parts(self.whole)]
         times = [time for *_, time in made]
         tasks, chosen = tuple(task for task, *_ in made), tuple(found for _, found, _ in made)
+        if overlap.kind == "wavefront":
+            overlap = self._in_chunks(overlap, max(times))
         return Arrangement(overlap, tasks, chosen, self._time(overlap, times))
 
     def _sequence(self, part: Part, device: Device) -> tuple[Task, Found, float]:
@@ -116,7 +145,17 @@ class _Arranger:
         each = [LAUNCHES + self.whole.seq * step for step in steps]
         if overlap.kind == "directions":
             return sum(map(max, each[::2], each[1::2]))
+        if overlap.kind == "wavefront":
+            groups = [steps[n:n + overlap.width] for n in range(0, len(steps), overlap.width)]
+            return sum(wave_time(self.whole.seq, overlap.chunks, len(group), max(group)) for group in groups)
         return sum(each)
+
+    def _in_chunks(self, overlap: Overlap, step: float) -> Overlap:
+        """With the number of chunks that is best for the T to expect, and no chunk shorter than its launches."""
+        seq, step = self.whole.seq, step if isfinite(step) else STEP
+        chunks = min(range(1, CHUNKS + 1), key=lambda n: wave_time(seq, n, overlap.width, step))
+        least = min(ceil(LAUNCHES / step), chunk_steps(seq, chunks, 1))
+        return structs.replace(overlap, chunks=ceil(seq / chunk_steps(seq, chunks, least)), least=least)
 
     def explained(self, made: Arrangement, serial: Arrangement | None) -> Arrangement:
         """With the reason in the provenance of every sequence."""

@@ -116,7 +116,43 @@ class Beside:
     branches: tuple[tuple[Call, ...], ...]
 
 
-Call = Fill | Launch | Loop | Parallel | Beside
+@dataclass(frozen=True)
+class WaveLayer:
+    """A layer of a :class:`Wave`: ``calls`` for one chunk, whose T is the chunk's steps.
+
+    Attributes
+    ----------
+    rows : buffers that have rows of time -> elements of a row for each row of the batch; a chunk gets them from
+        its first step on
+    states : pairs of ``state_in`` and ``state_out``; all chunks but the first read the second of each
+    """
+
+    calls: tuple[Call, ...]
+    rows: Mapping[str, int]
+    states: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Wave:
+    """CUDA: ``layers`` at the same time, in chunks: one of a layer comes after the one before it, and after the
+    same one of the layer before."""
+
+    layers: tuple[WaveLayer, ...]
+    chunks: int
+    least: int
+
+    def steps(self, steps: int) -> int:
+        """Steps of a chunk where T = ``steps``."""
+        return chunk_steps(steps, self.chunks, self.least)
+
+
+def chunk_steps(steps: int, chunks: int, least: int) -> int:
+    """Steps of a chunk where T = ``steps``: there are ``chunks`` chunks at most, of ``least`` steps at least. Eight
+    steps of any type are whole pieces of 16 bytes, to which x is aligned."""
+    return -(-max(-(-steps // chunks), least) // 8) * 8
+
+
+Call = Fill | Launch | Loop | Parallel | Beside | Wave
 
 
 @dataclass(frozen=True)
@@ -139,3 +175,6 @@ def launches(calls: Iterable[Call]) -> Iterator[Launch]:
         elif isinstance(call, Beside):
             for branch in call.branches:
                 yield from launches(branch)
+        elif isinstance(call, Wave):
+            for layer in call.layers:
+                yield from launches(layer.calls)

@@ -19,7 +19,7 @@ import pytest
 
 from ecornn.build.cuda import lower
 from ecornn.build.link import find_compiler
-from ecornn.program import Beside, Buffer, Call, Fill, Launch, Loop, Packing, Program
+from ecornn.program import Beside, Buffer, Call, Fill, Launch, Loop, Packing, Program, Wave, WaveLayer
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16),
@@ -171,8 +171,8 @@ class Emulated:
                 memory[b.name] = np.ascontiguousarray(given[b.role], DTYPES[b.dtype]).reshape(-1)
             else:
                 memory[b.name] = self._allocate(b, x, states, parameters, (steps, batch, hidden, width))
-        for call, values in _in_turn(self.program.calls, {"T": steps, "B": batch}):
-            self._call(call, memory, {name: ctypes.c_int32(value) for name, value in values.items()}, steps)
+        for call, values, own in _in_turn(self.program.calls, {"T": steps, "B": batch}, memory):
+            self._call(call, own, {name: ctypes.c_int32(value) for name, value in values.items()}, values["T"])
         for b in self.program.buffers:
             if b.role in ("workspace", "y", "state_out"):
                 tail = memory[b.name].view(np.uint8)[-GUARD:]
@@ -214,18 +214,32 @@ class Emulated:
 
 
 GUARD = 256  # bytes behind each buffer
-Single = tuple[Any, dict[str, int]]  # a Fill or Launch, and the scalars
+Memory = dict[str, np.ndarray]
+Single = tuple[Any, dict[str, int], Memory]  # a Fill or Launch, with the scalars and the buffers
 
 
-def _in_turn(calls: Iterable[Call], values: dict[str, int]) -> Iterator[Single]:
+def _in_turn(calls: Iterable[Call], values: dict[str, int], memory: Memory) -> Iterator[Single]:
     """One launch after the other; of branches that run at the same time, one of each in turn."""
     for call in calls:
         if isinstance(call, Beside):
-            yield from _mixed([_in_turn(branch, values) for branch in call.branches])
+            yield from _mixed([_in_turn(branch, values, memory) for branch in call.branches])
+        elif isinstance(call, Wave):
+            steps = call.steps(values["T"])
+            chunks = -(-values["T"] // steps)
+            for diagonal in range(chunks + len(call.layers) - 1):
+                yield from _mixed([_chunk(layer, (diagonal - i) * steps, steps, values, memory)
+                                   for i, layer in enumerate(call.layers) if 0 <= diagonal - i < chunks])
         elif isinstance(call, Loop):
-            yield from ((one, values | {"t": t}) for t in range(values["T"]) for one in call.calls)
+            yield from ((one, values | {"t": t}, memory) for t in range(values["T"]) for one in call.calls)
         else:
-            yield call, values
+            yield call, values, memory
+
+
+def _chunk(layer: WaveLayer, first: int, steps: int, values: dict[str, int], memory: Memory) -> Iterator[Single]:
+    """A layer's launches for the steps from ``first`` on."""
+    own = memory | {n: memory[n][first * values["B"] * size:] for n, size in layer.rows.items()}
+    own |= {before: memory[then] for before, then in layer.states} if first else {}
+    return _in_turn(layer.calls, values | {"T": min(steps, values["T"] - first)}, own)
 
 
 def _mixed(branches: list[Iterator[Single]]) -> Iterator[Single]:

@@ -81,7 +81,8 @@ def test_matches_float64(schedule: str, cell: str, dtype: str, stack: Stack, sha
 
 
 OVERLAPPED = [("lstm", "float16", Stack(2, True)), ("gru", "bfloat16", Stack(1, True, True, True)),
-              ("gru_reset_before", "float32", Stack(2, True))]
+              ("gru_reset_before", "float32", Stack(2, True)), ("lstm", "float16", Stack(4)),
+              ("gru", "bfloat16", Stack(5, False, False, True)), ("lstm", "float32", Stack(3))]
 
 
 def overlapped(cell: str, dtype: str, stack: Stack, overlap: str, T: int, B: int, I: int, H: int,
@@ -106,7 +107,7 @@ def overlapped(cell: str, dtype: str, stack: Stack, overlap: str, T: int, B: int
 def test_what_overlaps_computes_the_same(cell: str, dtype: str, stack: Stack, schedule: str | None):
     """For several T, each twice with bitwise the same result, and in a graph that is replayed on other input."""
     B, I, H = 12, 40, 256
-    kind = "directions"
+    kind = "directions" if stack.bidirectional else "wavefront"
     plain, x, state = overlapped(cell, dtype, stack, "none", 70, B, I, H, schedule=schedule)
     layer, _, _ = overlapped(cell, dtype, stack, kind, 70, B, I, H, schedule=schedule)
     rng = np.random.default_rng(3)
@@ -135,9 +136,11 @@ def test_what_overlaps_computes_the_same(cell: str, dtype: str, stack: Stack, sc
         assert torch.equal(captured, layer(given, state, **call)[0])
 
 
-def test_streams_at_once():
+@pytest.mark.parametrize("kind", ["directions", "wavefront"])
+def test_streams_at_once(kind: str):
     """Calls on two streams of a caller, and a graph on a third, all at the same time."""
-    layer, x, state = overlapped("lstm", "float16", Stack(2, True), "directions", 60, 8, 64, 128)
+    stack = Stack(2, True) if kind == "directions" else Stack(3)
+    layer, x, state = overlapped("lstm", "float16", stack, kind, 60, 8, 64, 128)
     inputs = [x, x + 0.5, x - 0.5]
     wanted = [layer(one, state)[0].clone() for one in inputs]
     graph = torch.cuda.CUDAGraph()

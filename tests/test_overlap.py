@@ -13,7 +13,7 @@ from ecornn.compose import compose
 from ecornn.device import KNOWN
 from ecornn.errors import ArgumentError, ScheduleError
 from ecornn.manifest import decode
-from ecornn.program import Beside
+from ecornn.program import Beside, Wave
 from ecornn.task import make_manifest
 from ecornn.workload import SERIAL, Overlap
 
@@ -34,6 +34,31 @@ def test_auto_takes_what_is_expected_to_be_fastest():
     assert {task.device.cores for task in large.tasks} == {132}
 
 
+def test_layers_as_a_wavefront():
+    found = planned(cell="lstm", hidden=256, layers=4, seq=256)
+    assert found.overlap.kind == "wavefront" and found.overlap.width == 4 and found.overlap.chunks > 3
+    assert {task.device.cores for task in found.tasks} == {33}
+    program = compose(found.stack, found.workload, found.programs(), found.overlap)
+    assert [len(call.layers) for call in program.calls] == [4]
+    names = [b.name for b in program.buffers]
+    assert [n for n in names if n.startswith("between")] == ["between_0", "between_1", "between_2"]
+    assert len(names) == len(set(names)) and sum(n.endswith("_exchange_0") for n in names) == 4
+    assert sum(name.startswith("persistent") for name in program.functions) == 1
+    # too short to have chunks; a layer that needs the whole GPU; only two at a time fit
+    assert planned(cell="lstm", hidden=256, layers=4, seq=8).overlap == SERIAL
+    assert planned(cell="lstm", hidden=2048, batch=16, layers=2).overlap == SERIAL
+    pairs = planned(cell="lstm", hidden=1400, batch=1, layers=5, seq=500, overlap="wavefront", schedule="persistent")
+    program = compose(pairs.stack, pairs.workload, pairs.programs(), pairs.overlap)
+    assert pairs.overlap.width in (2, 3) and isinstance(program.calls[0], Wave)
+    assert sum(len(call.layers) for call in program.calls if isinstance(call, Wave)) in (4, 5)
+
+
+def test_a_short_wave_has_few_chunks():
+    overlap = planned(cell="lstm", hidden=256, layers=4, seq=256, overlap="wavefront").overlap
+    assert overlap.least > 8  # what the launches of a chunk cost
+    assert planned(layers=2, overlap="wavefront", seq=1).overlap == Overlap("wavefront", 2, 1, 8)
+
+
 def test_what_is_asked_for():
     for overlap, kind in (("none", "none"), ("directions", "directions"), ("auto", "none")):
         found = planned(cell="lstm", hidden=2048, batch=4, bidirectional=True, overlap=overlap)
@@ -42,7 +67,12 @@ def test_what_is_asked_for():
 
 
 @pytest.mark.parametrize(("options", "words"), [
-    ({"overlap": "both"}, "overlap='both' is not allowed; expected one of auto, none, directions"),
+    ({"overlap": "both"}, "overlap='both' is not allowed; expected one of auto, none, directions, wavefront"),
+    ({"overlap": "wavefront"}, "with layers=1"),
+    ({"overlap": "wavefront", "layers": 2, "bidirectional": True}, "none or directions with bidirectional=True"),
+    ({"overlap": "wavefront", "layers": 2, "lengths": True}, "lengths=True"),
+    ({"overlap": "wavefront", "layers": 2, "reverse": True}, "reverse=True"),
+    ({"overlap": "wavefront", "layers": 2, "target": "cpu", "dtype": "float32"}, "on a CPU"),
     ({"overlap": "directions"}, "expected auto or none without bidirectional=True"),
     ({"overlap": "directions", "layers": 2}, "bidirectional=True"),
     ({"overlap": "directions", "bidirectional": True, "target": "cpu", "dtype": "float32"}, "on a CPU"),

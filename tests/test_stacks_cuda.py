@@ -16,7 +16,7 @@ from ecornn.cells import BUILTIN
 from ecornn.compose import compose, parameter_prefix
 from ecornn.device import KNOWN
 from ecornn.numpy_reference import reference
-from ecornn.program import Program
+from ecornn.program import Program, Wave
 from ecornn.schedules.base import Task
 from ecornn.schedules.fused_step import FusedStep
 from ecornn.schedules.layout_transform import LayoutTransform
@@ -72,6 +72,24 @@ def test_directions_side_by_side(tmp_path: Path, schedule: str, cell: str, stack
     check_results(Emulated(program, tmp_path), cell, stack, dtype)
 
 
+WAVES = [("fused_step", "gru_reset_before", Stack(3, False, False, True), "float32", 3, {}),
+         ("layout_transform", "rnn_tanh", Stack(5), "float16", 2, {}),
+         ("persistent", "lstm", Stack(3), "bfloat16", 3, {}),
+         ("persistent", "gru", Stack(4, False, False, True), "float32", 3, {"cores": 7, "ahead": 0}),
+         ("persistent_wide", "lstm", Stack(2, False, False, True), "float16", 2, {})]
+
+
+@pytest.mark.parametrize(("schedule", "cell", "stack", "dtype", "width", "change"), WAVES, ids=str)
+def test_a_wavefront(tmp_path: Path, schedule: str, cell: str, stack: Stack, dtype: str, width: int,
+                     change: dict[str, int]):
+    """With less than a chunk, a chunk and a step, and several; states and resets at the ends of chunks."""
+    program = program_of(schedule, cell, stack, dtype, overlap=Overlap("wavefront", width, 3, 5), **change)
+    assert sum(isinstance(call, Wave) for call in program.calls) == max(1, stack.layers // width)
+    emulated = Emulated(program, tmp_path)
+    for steps in (1, 9, 19):
+        check_results(emulated, cell, stack, dtype, steps)
+
+
 def check_results(emulated: Emulated, cell: str, stack: Stack, dtype: str, T: int = T) -> None:
     """A program for up to B rows of I elements, with units of H, against float64."""
     whole, generator = Workload(cell, H, I, B, T, dtype), np.random.default_rng(2)
@@ -87,7 +105,9 @@ def check_results(emulated: Emulated, cell: str, stack: Stack, dtype: str, T: in
         if not part.number:
             given = x
     masks = {"lengths": np.minimum([3, 5, 0, 1, 4, 2], T)} if stack.lengths else {}
-    masks |= {"resets": generator.random((T, B)) < 0.4} if stack.resets else {}
+    if stack.resets:
+        masks["resets"] = generator.random((T, B)) < 0.4
+        masks["resets"][8:9] = np.arange(B) % 2
     for b, n in enumerate(masks.get("lengths", ())):
         given[n:, b] = np.nan
     y, after = emulated.run(given, states, parameters, masks, stack.directions)

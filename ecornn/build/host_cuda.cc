@@ -5,6 +5,7 @@
 #include <alloca.h>
 #include <pthread.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include <atomic>
 
@@ -136,6 +137,41 @@ int beside(const State& state, int count, const Section* sections, int32_t T, in
   int failed = lanes.mark(0);
   for (int i = 1; !failed && i < count; ++i) failed = lanes.follow(i, 0);
   for (int i = 0; !failed && i < count; ++i) failed = sections[i](state, T, B, lanes[i], p);
+  return lanes.join(failed);
+}
+
+// The calls of a layer for `steps` steps from `first` on.
+static int run_chunk(const State& state, const WaveLayer& layer, int32_t first, int32_t steps, int32_t B, Stream stream,
+                     const Pointer* p) {
+  Pointer* own = static_cast<Pointer*>(alloca(sizeof(Pointer) * kBufferCount));
+  memcpy(own, p, sizeof(Pointer) * kBufferCount);
+  for (const Moving* m = layer.moving; m->buffer >= 0; ++m) own[m->buffer] += m->bytes * B * first;
+  if (first > 0)
+    for (const Handed* h = layer.handed; h->first >= 0; ++h) own[h->first] = own[h->then];
+  return layer.section(state, steps, B, stream, own);
+}
+
+int wave(const State& state, int count, const WaveLayer* layers, int chunks, int least, int32_t T, int32_t B,
+         Stream stream, Pointer* p) {
+  const int32_t wanted = (T - 1) / chunks + 1, steps = ((wanted > least ? wanted : least) + 7) / 8 * 8;  // 16 bytes
+  const int last = (T - 1) / steps;
+  if (last == 0) {  // nothing to do at the same time
+    for (int i = 0; i < count; ++i) ECORNN_TRY(layers[i].section(state, T, B, stream, p));
+    return 0;
+  }
+  LaneSet* set;
+  ECORNN_TRY(find_lanes(&state.lanes, &lock, stream, &set));
+  Lanes lanes(*set, count);
+  ECORNN_TRY(lanes.enter());
+  int failed = 0;
+  // On a diagonal the later layers come first: they follow the marks that the layers before made on the last one.
+  for (int diagonal = 0; !failed && diagonal < last + count; ++diagonal)
+    for (int i = diagonal < count ? diagonal : count - 1; !failed && i >= 0 && diagonal - i <= last; --i) {
+      const int32_t first = (diagonal - i) * steps;
+      if (i > 0) failed = lanes.follow(i, i - 1);
+      if (!failed) failed = run_chunk(state, layers[i], first, T - first < steps ? T - first : steps, B, lanes[i], p);
+      if (!failed && i < count - 1) failed = lanes.mark(i);
+    }
   return lanes.join(failed);
 }
 

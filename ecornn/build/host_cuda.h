@@ -45,11 +45,27 @@ extern const Kernel kKernels[];
 using Section = int (*)(const State& state, int32_t T, int32_t B, Stream stream, Pointer* p);
 int calls(const State& state, int32_t T, int32_t B, Stream stream, Pointer* p);  // the whole program
 
+// A layer of a wave: the calls of a chunk, and which of their pointers change with it. Both lists end with buffer -1.
+struct Moving {
+  int buffer;
+  int64_t bytes;  // of a step, for each row of the batch
+};
+struct Handed {
+  int first, then;  // buffers: a state's input of the first chunk, and of all others
+};
+struct WaveLayer {
+  Section section;
+  const Moving* moving;
+  const Handed* handed;
+};
+
 // Of host_cuda.cc; 0, or -1 with the error set for tvm-ffi.
 int launch(const State& state, int kernel, const Shape& shape, Stream stream, void** arguments);
 int fill(Pointer pointer, unsigned char byte, int64_t bytes, Stream stream, const char* name);
-// Sections at the same time: after what the stream has been given before, and before what it is given next.
+// At the same time: after what the stream has been given before, and before what it is given next.
 int beside(const State& state, int count, const Section* sections, int32_t T, int32_t B, Stream stream, Pointer* p);
+int wave(const State& state, int count, const WaveLayer* layers, int chunks, int least, int32_t T, int32_t B,
+         Stream stream, Pointer* p);
 
 #define ECORNN_TRY(expression)     \
   do {                             \

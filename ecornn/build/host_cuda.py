@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import resources
 
 from ecornn.errors import BuildError
-from ecornn.program import Beside, Fill, Launch, Loop, Program
+from ecornn.program import Beside, Fill, Launch, Loop, Program, Wave
 from ecornn.workload import ITEMSIZE
 
 FILES = ("host_cuda.cc", "host_cuda.h", "cuda_driver.h", "cuda_streams.h")  # the same for all programs
@@ -112,8 +112,27 @@ class _Writer:
             names = self.together(call.branches)
             self.lines += ["  {", f"    const Section sections[] = {{{', '.join(names)}}};",
                            f"    ECORNN_TRY(beside(state, {len(names)}, sections, T, B, stream, p));", "  }"]
+        elif isinstance(call, Wave):
+            self.wave(call)
         else:
             raise BuildError(f"a CUDA program cannot carry out {call}")
+
+    def wave(self, call: Wave) -> None:
+        """Writes the table of a wave's layers and its call."""
+        names = self.together([layer.calls for layer in call.layers])
+        if min(call.chunks, call.least) < 1:
+            raise BuildError(f"a wave of {call.chunks} chunks, of {call.least} steps at least")
+        self.lines.append("  {")
+        rows = []
+        for i, (name, layer) in enumerate(zip(names, call.layers, strict=True)):
+            moving = [f"{{{self.buffers[n]}, {size * self.itemsize[n]}}}" for n, size in layer.rows.items()]
+            states = [f"{{{self.buffers[first]}, {self.buffers[then]}}}" for first, then in layer.states]
+            self.lines += [f"    static const Moving moving{i}[] = {{{', '.join([*moving, '{-1, 0}'])}}};",
+                           f"    static const Handed handed{i}[] = {{{', '.join([*states, '{-1, 0}'])}}};"]
+            rows.append(f"{{{name}, moving{i}, handed{i}}}")
+        self.lines += [
+            f"    static const WaveLayer layers[] = {{{', '.join(rows)}}};",
+            f"    ECORNN_TRY(wave(state, {len(rows)}, layers, {call.chunks}, {call.least}, T, B, stream, p));", "  }"]
 
     def fill(self, call: Fill) -> None:
         """Writes a memset, whose size is known only with T."""

@@ -51,7 +51,8 @@ EMIT = ("cuda", "tir", "ptx", "asm", "object")
               help="With --schedule: change this knob of its default; may be repeated.")
 @click.option("--overlap", type=click.Choice(WISHES), default="auto", show_default=True,
               help="What of a stack runs at the same time on a GPU, each sequence on its share of it. directions: the "
-              "two of a layer side by side. auto: what is expected to be fastest, as it tells you.")
+              "two of a layer side by side. wavefront: several layers, each a chunk of time behind the one before it. "
+              "auto: what is expected to be fastest, as it tells you.")
 @click.option("--emit", type=click.Choice(EMIT),
               help="Print the code that was generated; an object file, of a CPU's code, needs --emit-to.")
 @click.option("--emit-to", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
