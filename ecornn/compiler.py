@@ -149,8 +149,7 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
     schedule, config : use this schedule, and these knobs, instead of the best tuning record
     overlap : what of a stack runs at the same time on a GPU, each sequence on a share of it: ``none``;
         ``directions``, the two of a layer side by side; ``wavefront``, several layers, each working on a
-        chunk of time behind the one before it (in one direction, without lengths); default: ``auto``, what
-        is expected to be fastest
+        chunk of time behind the one before it (forward only); default: ``auto``, what is expected to be fastest
     out : where to keep the module file; default: a temporary file that lives as long as the module
 
     Raises :class:`~ecornn.errors.EcornnError` subclasses: ``ArgumentError`` for bad arguments,

@@ -13,7 +13,20 @@ from typing import Any
 
 from msgspec import structs
 
-from ecornn.program import Beside, Buffer, Call, Extent, Fill, Launch, Loop, Parallel, Program, Wave, WaveLayer
+from ecornn.program import (
+    Beside,
+    Buffer,
+    Call,
+    Extent,
+    Fill,
+    Launch,
+    Loop,
+    Parallel,
+    Program,
+    Wave,
+    WaveLayer,
+    chunk_extent,
+)
 from ecornn.workload import SERIAL, Overlap, Part, Stack, Workload
 
 
@@ -35,17 +48,26 @@ def compose(stack: Stack, whole: Workload, programs: Sequence[Program], overlap:
         owner = owners.setdefault((id(program), part.layer % overlap.depth), f"s{len(owners)}_")
         names = {}
         for old in program.buffers:
-            new = _placed(old, part, stack, owner, overlap.depth)
+            new = _placed(old, part, stack, owner, overlap)
             names[old.name], buffers[new.name] = new.name, new
+        if "lengths" in names and overlap.depth > 1:
+            names["lengths"] = "remaining"
         known = {name: _keep(functions, name, f) for name, f in program.functions.items()}
         calls = tuple(_renamed(call, names, known) for call in program.calls)
-        widths = {"x": part.workload.input, "y": part.place.y_width(part.workload.hidden), "resets": 1}
+        widths = {"x": part.workload.input, "y": part.place.y_width(part.workload.hidden), "resets": 1, "lengths": 1}
         ends = [[names[b.name] for b in program.buffers if b.role == role] for role in ("state_in", "state_out")]
         sequences.append(WaveLayer(calls, {names[n]: width for n, width in widths.items() if n in names},
                                    tuple(zip(*ends, strict=True))))
     notes = {f"{p.label} {k}": v for p, program in zip(parts, programs, strict=True)
              for k, v in program.notes.items()}
-    return Program(functions, tuple(buffers.values()), _arranged(sequences, overlap), notes)
+    calls = _arranged(sequences, overlap)
+    if "lengths" in buffers and overlap.depth > 1:  # a chunk has lengths of its own
+        from ecornn.schedules.timeline import remaining_lengths
+
+        function, buffer, launch = remaining_lengths(whole.batch)
+        functions["remaining"], buffers["remaining"] = function, buffer
+        calls = launch, *calls
+    return Program(functions, tuple(buffers.values()), calls, notes)
 
 
 def _arranged(sequences: list[WaveLayer], overlap: Overlap) -> tuple[Call, ...]:
@@ -64,15 +86,17 @@ def parameter_prefix(stack: Stack, part: Part) -> str:
     return f"{part.label}." if stack.count > 1 else ""
 
 
-def _placed(b: Buffer, part: Part, stack: Stack, owner: str, depth: int) -> Buffer:
-    """A buffer of a part as one of the stack, of which ``depth`` layers run at the same time."""
+def _placed(b: Buffer, part: Part, stack: Stack, owner: str, overlap: Overlap) -> Buffer:
+    """A buffer of a part as one of the stack."""
     work = part.workload
     if (b.role == "x" and part.layer > 0) or (b.role == "y" and part.layer < stack.layers - 1):
         between = part.layer - (b.role == "x")  # all layers at a time write one each, and the first reads another
         extent = Extent(0, work.batch * part.place.y_width(work.hidden))
-        return Buffer(f"between_{between % (depth + 1)}", "workspace", b.dtype, extent)
+        return Buffer(f"between_{between % (overlap.depth + 1)}", "workspace", b.dtype, extent)
     if b.role == "workspace":
-        return structs.replace(b, name=owner + b.name)
+        in_chunks = overlap.depth > 1 and stack.layers % overlap.depth != 1  # a layer alone runs whole
+        extent = chunk_extent(b.extent, overlap.chunks, overlap.least) if in_chunks else b.extent
+        return structs.replace(b, name=owner + b.name, extent=extent)
     if b.role in ("x", "y", "lengths", "resets"):
         return b
     packing = b.packing

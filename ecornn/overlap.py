@@ -90,10 +90,7 @@ def impossible(kind: str, stack: Stack, device: Device) -> str | None:
         return "auto or none with layers=1"
     if stack.bidirectional:
         return "auto, none or directions with bidirectional=True: a layer's last steps are needed first"
-    for name in ("lengths", "reverse"):
-        if getattr(stack, name):
-            return f"auto or none with {name}=True"
-    return None
+    return "auto or none with reverse=True" if stack.reverse else None
 
 
 def wave_time(seq: int, chunks: int, layers: int, step: float) -> float:

@@ -152,6 +152,11 @@ def chunk_steps(steps: int, chunks: int, least: int) -> int:
     return -(-max(-(-steps // chunks), least) // 8) * 8
 
 
+def chunk_extent(extent: Extent, chunks: int, least: int) -> Extent:
+    """What one chunk needs of ``extent``, as an extent for all T: a chunk has at most T / chunks + least + 8 steps."""
+    return Extent(extent.fixed + extent.per_step * (least + 8), -(-extent.per_step // chunks))
+
+
 Call = Fill | Launch | Loop | Parallel | Beside | Wave
 
 

@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis": CELLS,
     "numpy_reference": {"errors"},
     "schedules": PLAN,
-    "compose": {"program", "workload"},
+    "compose": {"program", "schedules", "workload"},
     "task": PLAN | {"compose", "task"},
     "overlap": PLAN | {"task", "tune"},
     "build": BASE | {"build", "host_cpu", "host_gpu"},

@@ -13,7 +13,7 @@ from ecornn.compose import compose
 from ecornn.device import KNOWN
 from ecornn.errors import ArgumentError, ScheduleError
 from ecornn.manifest import decode
-from ecornn.program import Beside, Wave
+from ecornn.program import Beside, Extent, Wave, chunk_extent, chunk_steps
 from ecornn.task import make_manifest
 from ecornn.workload import SERIAL, Overlap
 
@@ -59,6 +59,21 @@ def test_a_short_wave_has_few_chunks():
     assert planned(layers=2, overlap="wavefront", seq=1).overlap == Overlap("wavefront", 2, 1, 8)
 
 
+@pytest.mark.parametrize(("chunks", "least"), [(1, 1), (3, 5), (10, 16), (32, 40)])
+def test_a_chunk_has_room(chunks: int, least: int):
+    """Whatever T is; and layers do not need L times the memory of one."""
+    extent = Extent(7, 100)
+    for steps in range(1, 700):
+        most = min(steps, chunk_steps(steps, chunks, least))
+        assert -(-steps // chunk_steps(steps, chunks, least)) <= chunks
+        assert extent.at(most) <= chunk_extent(extent, chunks, least).at(steps)
+    alone, wave = (planned(cell="lstm", hidden=256, layers=4, seq=1000, batch=8, overlap=overlap)
+                   for overlap in ("none", "wavefront"))
+    sizes = [sum(b.nbytes(1000) for b in compose(p.stack, p.workload, p.programs(), p.overlap).buffers
+                 if b.name.endswith("hoisted")) for p in (alone, wave)]
+    assert sizes[1] < sizes[0]
+
+
 def test_what_is_asked_for():
     for overlap, kind in (("none", "none"), ("directions", "directions"), ("auto", "none")):
         found = planned(cell="lstm", hidden=2048, batch=4, bidirectional=True, overlap=overlap)
@@ -70,7 +85,6 @@ def test_what_is_asked_for():
     ({"overlap": "both"}, "overlap='both' is not allowed; expected one of auto, none, directions, wavefront"),
     ({"overlap": "wavefront"}, "with layers=1"),
     ({"overlap": "wavefront", "layers": 2, "bidirectional": True}, "none or directions with bidirectional=True"),
-    ({"overlap": "wavefront", "layers": 2, "lengths": True}, "lengths=True"),
     ({"overlap": "wavefront", "layers": 2, "reverse": True}, "reverse=True"),
     ({"overlap": "wavefront", "layers": 2, "target": "cpu", "dtype": "float32"}, "on a CPU"),
     ({"overlap": "directions"}, "expected auto or none without bidirectional=True"),
