@@ -56,8 +56,8 @@ def compose(stack: Stack, whole: Workload, programs: Sequence[Program], overlap:
         calls = tuple(_renamed(call, names, known) for call in program.calls)
         widths = {"x": part.workload.input, "y": part.place.y_width(part.workload.hidden), "resets": 1, "lengths": 1}
         ends = [[names[b.name] for b in program.buffers if b.role == role] for role in ("state_in", "state_out")]
-        sequences.append(WaveLayer(calls, {names[n]: width for n, width in widths.items() if n in names},
-                                   tuple(zip(*ends, strict=True))))
+        rows = {names[b.name]: widths[b.role] for b in program.buffers if b.role in widths}
+        sequences.append(WaveLayer(calls, rows, tuple(zip(*ends, strict=True))))
     notes = {f"{p.label} {k}": v for p, program in zip(parts, programs, strict=True)
              for k, v in program.notes.items()}
     calls = _arranged(sequences, overlap)

@@ -61,9 +61,14 @@ class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     extent: Extent = Extent()
     packing: Packing | None = None
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return 1 if self.dtype == "uint8" else ITEMSIZE.get(self.dtype, 4)
+
     def nbytes(self, steps: int) -> int:
         """Bytes for T = ``steps``."""
-        return self.extent.at(steps) * ITEMSIZE.get(self.dtype, 4)
+        return self.extent.at(steps) * self.itemsize
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from ecornn.build.cuda import lower
 from ecornn.build.link import find_compiler
 from ecornn.program import Beside, Buffer, Call, Fill, Launch, Loop, Packing, Program, Wave, WaveLayer
 
+Memory = dict[str, np.ndarray]
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16),
           "bfloat16": np.dtype(ml_dtypes.bfloat16), "uint32": np.dtype(np.uint32),
@@ -171,8 +172,7 @@ class Emulated:
                 memory[b.name] = np.ascontiguousarray(given[b.role], DTYPES[b.dtype]).reshape(-1)
             else:
                 memory[b.name] = self._allocate(b, x, states, parameters, (steps, batch, hidden, width))
-        for call, values, own in _in_turn(self.program.calls, {"T": steps, "B": batch}, memory):
-            self._call(call, own, {name: ctypes.c_int32(value) for name, value in values.items()}, values["T"])
+        self.carry_out(memory, steps, batch)
         for b in self.program.buffers:
             if b.role in ("workspace", "y", "state_out"):
                 tail = memory[b.name].view(np.uint8)[-GUARD:]
@@ -181,6 +181,11 @@ class Emulated:
         out = {b.name.removesuffix("_out"): memory[b.name][:batch * hidden].reshape(batch, hidden)
                for b in self.program.buffers if b.role == "state_out"}
         return y, out
+
+    def carry_out(self, memory: Memory, steps: int, batch: int) -> None:
+        """The program's calls on the buffers."""
+        for call, values, own in _in_turn(self.program.calls, {"T": steps, "B": batch}, memory):
+            self._call(call, own, {name: ctypes.c_int32(value) for name, value in values.items()}, values["T"])
 
     def _allocate(self, b: Buffer, x: np.ndarray, states: Mapping[str, np.ndarray],
                   parameters: Mapping[str, np.ndarray], sizes: tuple[int, int, int, int]) -> np.ndarray:
@@ -214,7 +219,6 @@ class Emulated:
 
 
 GUARD = 256  # bytes behind each buffer
-Memory = dict[str, np.ndarray]
 Single = tuple[Any, dict[str, int], Memory]  # a Fill or Launch, with the scalars and the buffers
 
 

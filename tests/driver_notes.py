@@ -15,13 +15,13 @@ LOAD = "import sys, tvm_ffi; m = tvm_ffi.load_module(sys.argv[1]); assert 'tvm' 
 LOGGED = re.compile(r"^(cu[A-Z]\w+)(?: (.*))?$", re.MULTILINE)
 
 
-def child(code: str, module: Path, driver: Path | None = None, **environment: str) -> Any:
+def child(code: str, module: Path, driver: Path | None = None, *arguments: object, **environment: str) -> Any:
     """Runs ``LOAD`` and ``code`` in a new process; ``calls`` of the answer are the driver's notes."""
     env = {**os.environ, "FAKE_PARAMETERS": PARAMETERS, **environment}
     if driver:
         env["LD_LIBRARY_PATH"] = f"{driver}{os.pathsep}{env['LD_LIBRARY_PATH']}" if (
             "LD_LIBRARY_PATH" in env) else str(driver)
-    done = subprocess.run([sys.executable, "-c", LOAD + code, str(module)], env=env, text=True,
+    done = subprocess.run([sys.executable, "-c", LOAD + code, str(module), *map(str, arguments)], env=env, text=True,
                           capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     done.calls = [" ".join(filter(None, match.groups())) for match in LOGGED.finditer(done.stderr)]

@@ -9,7 +9,6 @@ from importlib import resources
 
 from ecornn.errors import BuildError
 from ecornn.program import Beside, Fill, Launch, Loop, Program, Wave
-from ecornn.workload import ITEMSIZE
 
 FILES = ("host_cuda.cc", "host_cuda.h", "cuda_driver.h", "cuda_streams.h")  # the same for all programs
 LANES = 32  # kMaxLanes of cuda_streams.h
@@ -63,7 +62,7 @@ class _Writer:
         self.kernels = kernels
         self.index = {name: i for i, name in enumerate(kernels)}
         self.buffers = {buffer.name: i for i, buffer in enumerate(program.buffers)}
-        self.itemsize = {buffer.name: ITEMSIZE.get(buffer.dtype, 4) for buffer in program.buffers}
+        self.itemsize = {buffer.name: buffer.itemsize for buffer in program.buffers}
         self.launches: list[Launch] = []
         self.lines: list[str] = []  # of the function that is being written
         self.functions: list[str] = []  # lines of those that are complete
