@@ -33,7 +33,7 @@ WIDEST = 8  # layers at the same time
 CHUNKS = 32  # of a wavefront, at most
 STEP = 2_000.0  # nanoseconds of a step that nobody knows better
 LAUNCHES = 12_000.0  # nanoseconds of a sequence beside its steps: its launches, and kernels too short to be fast
-GAIN = 0.97  # of the time one after the other: what is expected to take more is not worth the change
+GAIN = 0.9  # of the time one after the other: more is within the error of expectations, and records are for that
 
 
 @dataclass(frozen=True)
