@@ -2,8 +2,10 @@
 
     python benchmarks/compare_stacks.py --output benchmarks/results/h100_stacks.json
 
-Outputs of both sides are compared with PyTorch in float64 first: ours must be within twice cuDNN's own error. A row
+Outputs of all sides are compared with PyTorch in float64 first: ours must be within twice cuDNN's own error. A row
 is a median with its 20th and 80th percentile, in microseconds per layer and time step (of both directions together).
+Ours is timed twice: ``serial``, one sequence after the other, and ``overlapped``, sequences at the same time;
+``chosen`` says which of the two a compilation takes by itself, and ``ecornn`` is that one.
 ``--packed`` times packed sequences instead: lengths uniform in 1..T, against PyTorch's packed sequences as they are
 called (no graph: their lengths are read on the host) and against our own module with all rows at full length.
 """
@@ -27,6 +29,7 @@ from side_by_side import graph_of, relative
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import ecornn
+from ecornn.errors import ScheduleError
 
 CELLS = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn_tanh": torch.nn.RNN}
 Shape = tuple[str, int, int, int, int, int, bool]
@@ -38,20 +41,30 @@ PACKED: list[Shape] = [
     ("lstm", 300, 32, 512, 512, 1, False), ("lstm", 300, 32, 512, 512, 2, True), ("gru", 300, 32, 800, 800, 1, True)]
 
 
-def build(shape: Shape, dtype: str, lengths: bool, folder: str) -> str:
-    """Compiles the module of a row and returns its file."""
+def build(shape: Shape, dtype: str, lengths: bool, overlap: str, schedule: str | None, folder: str) -> str:
+    """Compiles a module of a row and returns its file; for ``auto`` only the kind of overlap that it would be."""
+    from ecornn.compiler import plan
+
     cell, T, B, I, H, layers, both = shape
-    out = f"{folder}/{'-'.join(map(str, shape))}.so"
-    ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, dtype=dtype, target="cuda", layers=layers,
-                   bidirectional=both, lengths=lengths).save(out)
+    options: dict[str, Any] = {
+        "hidden": H, "input": I, "batch": B, "seq": T, "dtype": dtype, "target": "cuda", "layers": layers,
+        "bidirectional": both, "lengths": lengths, "schedule": schedule, "overlap": overlap}
+    if overlap == "auto":
+        return plan(cell, **options).overlap.kind
+    out = f"{folder}/{'-'.join(map(str, shape))}-{overlap}.so"
+    ecornn.compile(cell, **options, out=out)
     return out
 
 
-def sides(shape: Shape, dtype: str, file: str) -> Any:
-    """The library's module and our bound layer, of the same weights."""
+def library_of(shape: Shape, dtype: str) -> torch.nn.RNNBase:
+    """PyTorch's layer, with random weights."""
     cell, _, _, I, H, layers, both = shape
-    library = CELLS[cell](I, H, layers, bidirectional=both).cuda().to(getattr(torch, dtype)).eval()
-    return library, ecornn.load(file).bind({k: v.detach() for k, v in library.named_parameters()})
+    return CELLS[cell](I, H, layers, bidirectional=both).cuda().to(getattr(torch, dtype)).eval()
+
+
+def bound(file: str, library: torch.nn.RNNBase) -> ecornn.Layer:
+    """Our layer, of the same weights."""
+    return ecornn.load(file).bind({k: v.detach() for k, v in library.named_parameters()})
 
 
 def check(name: str, ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
@@ -83,27 +96,44 @@ def timed(sides: dict[str, Any], repeats: int, fresh: Any, scale: float) -> dict
     return row
 
 
-def compare(shape: Shape, dtype: str, repeats: int, file: str) -> dict[str, Any]:
-    """One row of full sequences."""
+def compare(shape: Shape, dtype: str, repeats: int, files: dict[str, str]) -> dict[str, Any]:
+    """One row of full sequences; ``files``: of what is forced, and as ``auto`` the kind that is chosen."""
     _, T, B, I, H, layers, both = shape
-    library, layer = sides(shape, dtype, file)
+    library = library_of(shape, dtype)
+    chosen = "serial" if files.pop("auto") == "none" else "overlapped"
     x = torch.randn(T, B, I, device="cuda").to(getattr(torch, dtype))
-    out = torch.full((T, B, H * (1 + both)), float("nan"), device="cuda", dtype=x.dtype)
+    layers_of = {"serial" if kind == "none" else "overlapped": bound(file, library) for kind, file in files.items()}
+    outs = {name: torch.full((T, B, H * (1 + both)), float("nan"), device="cuda", dtype=x.dtype) for name in layers_of}
     with torch.inference_mode():
-        ours, theirs = graph_of(lambda: layer(x, out=out)), graph_of(lambda: library(x))
+        graphs = {name: graph_of(lambda layer=layer, out=outs[name]: layer(x, out=out))
+                  for name, layer in layers_of.items()}
+        theirs = graph_of(lambda: library(x))
         x.copy_(torch.randn(T, B, I, device="cuda"))
-        out.fill_(float("nan"))
-        ours.replay()
-        error = check(str(shape), out, library(x)[0], copy.deepcopy(library).double()(x.double())[0])
-        row = timed({"ecornn": ours.replay, "cudnn": theirs.replay}, repeats,
+        cudnn, exact = library(x)[0], copy.deepcopy(library).double()(x.double())[0]
+        errors = {}
+        for name, graph in graphs.items():
+            outs[name].fill_(float("nan"))
+            graph.replay()
+            errors[name] = check(f"{shape} {name}", outs[name], cudnn, exact)
+        row = timed({name: graph.replay for name, graph in graphs.items()} | {"cudnn": theirs.replay}, repeats,
                     lambda: x.copy_(torch.randn(T, B, I, device="cuda")), 1 / (T * layers))
-    return describe(shape, dtype, error) | row | {"ratio": row["cudnn_us"] / row["ecornn_us"]}
+    chosen = chosen if chosen in graphs else "serial"
+    row |= {f"ecornn_{end}": row[f"{chosen}_{end}"] for end in ("us", "p20", "p80")}
+    for name, layer in layers_of.items():
+        manifest = layer.manifest
+        row[name] = {"schedule": manifest.schedule, "config": manifest.config, "provenance": manifest.provenance,
+                     "overlap": str(manifest.overlap), "error": errors[name][0]}
+    row |= {"gain": row["serial_us"] / row["overlapped_us"]} if "overlapped" in graphs else {}
+    row |= {"chosen": chosen, "ratio": row["cudnn_us"] / row["ecornn_us"]}
+    return describe(shape, dtype, errors[chosen]) | row
 
 
-def compare_packed(shape: Shape, dtype: str, repeats: int, file: str) -> dict[str, Any]:
+def compare_packed(shape: Shape, dtype: str, repeats: int, files: dict[str, str]) -> dict[str, Any]:
     """One row of packed sequences."""
     _, T, B, I, _, layers, _ = shape
-    library, layer = sides(shape, dtype, file)
+    kind = files["auto"]
+    library = library_of(shape, dtype)
+    layer = bound(files[kind if kind in files else "none"], library)
     lengths = torch.randint(1, T + 1, (B,))
     lengths[0] = T
     x = torch.randn(T, B, I, device="cuda").to(getattr(torch, dtype))
@@ -119,8 +149,12 @@ def compare_packed(shape: Shape, dtype: str, repeats: int, file: str) -> dict[st
         "valid": float(lengths.double().mean()) / T, "ratio": row["cudnn_us"] / row["ecornn_us"]}
 
 
-def describe(shape: Shape, dtype: str,
-             error: tuple[float, float]) -> dict[str, Any]:
+def kinds(shape: Shape) -> list[str]:
+    """How the sequences of a row can overlap."""
+    return ["directions"] if shape[-1] else ["wavefront"] if shape[-2] > 1 else []
+
+
+def describe(shape: Shape, dtype: str, error: tuple[float, float]) -> dict[str, Any]:
     names = ("cell", "T", "B", "I", "H", "layers", "bidirectional")
     return dict(zip(names, shape, strict=True)) | {"dtype": dtype, "error": error[0], "cudnn_error": error[1]}
 
@@ -131,17 +165,31 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20, help="timed repetitions a row")
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="float16")
     parser.add_argument("--packed", action="store_true", help="packed sequences")
+    parser.add_argument("--schedule", help="this schedule only, in all of ours")
+    parser.add_argument("--rows", type=int, nargs="+", metavar="N", help="only these rows, counted from 0")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     rows, shapes = [], PACKED if arguments.packed else ROWS
+    shapes = [shapes[n] for n in arguments.rows or range(len(shapes))]
     one = compare_packed if arguments.packed else compare
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        files = [pool.submit(build, s, arguments.dtype, arguments.packed, folder) for s in shapes]
-        wait(files)  # nothing else runs while a row is timed
-        for shape, file in zip(shapes, files, strict=True):
-            row = one(shape, arguments.dtype, arguments.repeats, file.result())
+        built = [{kind: pool.submit(build, shape, arguments.dtype, arguments.packed, kind, arguments.schedule, folder)
+                  for kind in ("auto", "none", *kinds(shape))} for shape in shapes]
+        wait([one for files in built for one in files.values()])  # nothing else runs while a row is timed
+        for shape, found in zip(shapes, built, strict=True):
+            files = {}
+            for kind, file in found.items():
+                if isinstance(file.exception(), ScheduleError) and kind not in ("auto", "none"):
+                    print(f"{shape} {kind}: {file.exception()}", flush=True)
+                else:
+                    files[kind] = file.result()
+            row = one(shape, arguments.dtype, arguments.repeats, files)
             rows.append(row)
             extra = f" full {row['full_us']:.2f}, {row['valid']:.2f} valid" if arguments.packed else ""
+            if "gain" in row:
+                both = (f"{name} {row[f'{name}_us']:.2f} [{row[f'{name}_p20']:.2f}, {row[f'{name}_p80']:.2f}]"
+                        for name in ("serial", "overlapped"))
+                extra = f" = {row['chosen']}; {' '.join(both)} gain {row['gain']:.2f}x"
             print(f"{shape} {row['dtype']} ecornn {row['ecornn_us']:.2f} [{row['ecornn_p20']:.2f}, "
                   f"{row['ecornn_p80']:.2f}]{extra}  cuDNN {row['cudnn_us']:.2f} [{row['cudnn_p20']:.2f}, "
                   f"{row['cudnn_p80']:.2f}] us  {row['ratio']:.2f}x  error {row['error']:.1e} / "

@@ -14,7 +14,7 @@ from msgspec import structs
 
 from ecornn.cells import Cell
 from ecornn.device import Device, resolve
-from ecornn.workload import Stack, Workload, declared, rounded
+from ecornn.workload import Overlap, Stack, Workload, declared, rounded
 
 if TYPE_CHECKING:
     from ecornn.build.generated import Generated
@@ -31,12 +31,14 @@ class Plan:
     cell: Cell
     workload: Workload
     stack: Stack
+    device: Device
+    overlap: Overlap
     tasks: tuple[Task, ...]
     chosen: tuple[Found, ...]
 
     @property
     def task(self) -> Task:
-        """The first sequence."""
+        """The first sequence; its device has as many multiprocessors as it may use."""
         return self.tasks[0]
 
     @property
@@ -66,24 +68,32 @@ def plan(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int 
          dtype: str = "float32", weights: str | None = None, precision: str | None = None, layers: int = 1,
          bidirectional: bool = False, lengths: bool = False, resets: bool = False, reverse: bool = False,
          target: str | Device | None = None, schedule: str | None = None,
-         config: Mapping[str, Value] | None = None) -> Plan:
+         config: Mapping[str, Value] | None = None, overlap: str = "auto") -> Plan:
     """Analyses the cell and chooses schedules and configurations; arguments as :func:`compile`."""
-    from ecornn.task import make_task
+    from ecornn.overlap import arrange
     from ecornn.tune.cell_spec import load_cell
-    from ecornn.tune.choose import choose, default_target
+    from ecornn.tune.choose import choose, default_target, serving_or_raise
     from ecornn.tune.folders import read_all
+    from ecornn.tune.log import Log
+    from ecornn.tune.record import Trial
 
     stack = Stack(layers, bidirectional, lengths, resets, reverse)
     device = resolve(target if target is not None else default_target())
     found = load_cell(cell) if isinstance(cell, str) else cell
     work = Workload(found.identity(), hidden, hidden if input is None else input, batch, seq, dtype,
                     rounded(weights, dtype), declared(precision))
-    parts, log = stack.parts(work), read_all()
-    tasks = {(p.workload, p.place): make_task(found, p.workload, device, p.place) for p in parts}
+    log = read_all()
+
+    def chosen(task: Task) -> Found:
+        # what was measured with more multiprocessors than a share has says little of what is best there
+        fits = log if task.device == device else Log([line for line in log.lines if isinstance(line.record, Trial)
+                                                      and line.record.device.cores <= task.device.cores])
+        return choose(task, schedule, config, fits)
+
     # the directions of a layer share their records, but not every configuration serves both
-    choices = {key: choose(task, schedule, config, log) for key, task in tasks.items()}
-    return Plan(found, work, stack, tuple(tasks[p.workload, p.place] for p in parts),
-                tuple(choices[p.workload, p.place] for p in parts))
+    made = arrange(found, stack, work, device, overlap, chosen,
+                   lambda task: serving_or_raise(task, schedule)[0].expected(task))
+    return Plan(found, work, stack, device, made.overlap, made.tasks, made.chosen)
 
 
 def build(planned: Plan, out: Path) -> Generated:
@@ -93,9 +103,9 @@ def build(planned: Plan, out: Path) -> Generated:
     from ecornn.task import make_manifest
 
     found = planned.found
-    program = compose(planned.stack, planned.workload, planned.programs())
-    manifest = make_manifest(planned.cell, planned.task, found.schedule, found.config, program,
-                             found.provenance, planned.stack)
+    program = compose(planned.stack, planned.workload, planned.programs(), planned.overlap)
+    manifest = make_manifest(planned.cell, replace(planned.task, device=planned.device), found.schedule, found.config,
+                             program, found.provenance, planned.stack, planned.overlap)
     names = dict.fromkeys(f.schedule.name for f in planned.chosen)
     return build_module(program, structs.replace(manifest, schedule="+".join(names)), out)
 
@@ -105,14 +115,16 @@ def generate(planned: Plan) -> Generated:
     from ecornn.build.module import generate as generate_code
     from ecornn.compose import compose
 
-    return generate_code(compose(planned.stack, planned.workload, planned.programs()), planned.task.device)
+    return generate_code(compose(planned.stack, planned.workload, planned.programs(), planned.overlap),
+                         planned.device)
 
 
 def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = 1, seq: int = 100,
             dtype: str = "float32", weights: str | None = None, precision: str | None = None, layers: int = 1,
             bidirectional: bool = False, lengths: bool = False, resets: bool = False, reverse: bool = False,
             target: str | Device | None = None, schedule: str | None = None,
-            config: Mapping[str, Value] | None = None, out: str | Path | None = None) -> Module:
+            config: Mapping[str, Value] | None = None, overlap: str = "auto",
+            out: str | Path | None = None) -> Module:
     """Compiles a recurrent layer, or a stack of them.
 
     Parameters
@@ -135,6 +147,9 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
     target : ``cuda`` (the GPU at hand), ``cpu``, or an architecture such as ``sm_90a``, which needs
         no GPU; default: the GPU if there is one, else the CPU
     schedule, config : use this schedule, and these knobs, instead of the best tuning record
+    overlap : what of a stack runs at the same time on a GPU, each sequence on a share of it: ``none``;
+        ``directions``, the two of a layer side by side; ``wavefront``, several layers, each working on a
+        chunk of time behind the one before it (forward only); default: ``auto``, what is expected to be fastest
     out : where to keep the module file; default: a temporary file that lives as long as the module
 
     Raises :class:`~ecornn.errors.EcornnError` subclasses: ``ArgumentError`` for bad arguments,
@@ -147,7 +162,7 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
     planned = plan(cell, hidden=hidden, input=input, batch=batch, seq=seq, dtype=dtype, weights=weights,
                    precision=precision, target=target, layers=layers, bidirectional=bidirectional,
                    lengths=lengths, resets=resets, reverse=reverse,
-                   schedule=schedule, config=config)
+                   schedule=schedule, config=config, overlap=overlap)
     if out is not None:
         build(planned, Path(out))
         return load(Path(out))

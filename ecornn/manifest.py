@@ -7,7 +7,7 @@ import msgspec
 from ecornn.device import Device
 from ecornn.errors import ModuleError
 from ecornn.program import Buffer
-from ecornn.workload import SINGLE, Stack, Workload
+from ecornn.workload import SERIAL, SINGLE, Overlap, Stack, Workload
 
 FORMAT = 1
 
@@ -42,6 +42,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     versions: dict[str, str]
     format: int = FORMAT
     stack: Stack = SINGLE
+    overlap: Overlap = SERIAL
 
 
 def decode(text: str) -> Manifest:

@@ -7,7 +7,7 @@ weights and how much workspace a call needs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,9 +61,14 @@ class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     extent: Extent = Extent()
     packing: Packing | None = None
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return 1 if self.dtype == "uint8" else ITEMSIZE.get(self.dtype, 4)
+
     def nbytes(self, steps: int) -> int:
         """Bytes for T = ``steps``."""
-        return self.extent.at(steps) * ITEMSIZE.get(self.dtype, 4)
+        return self.extent.at(steps) * self.itemsize
 
 
 @dataclass(frozen=True)
@@ -109,10 +114,77 @@ class Parallel:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """CUDA: ``branches``, each some calls in order, at the same time: each on a share of the GPU and in a stream of
+    its own. They must not write what another one uses."""
+
+    branches: tuple[tuple[Call, ...], ...]
+
+
+@dataclass(frozen=True)
+class WaveLayer:
+    """A layer of a :class:`Wave`: ``calls`` for one chunk, whose T is the chunk's steps.
+
+    Attributes
+    ----------
+    rows : buffers that have rows of time -> elements of a row for each row of the batch; a chunk gets them from
+        its first step on
+    states : pairs of ``state_in`` and ``state_out``; all chunks but the first read the second of each
+    """
+
+    calls: tuple[Call, ...]
+    rows: Mapping[str, int]
+    states: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Wave:
+    """CUDA: ``layers`` at the same time, in chunks: one of a layer comes after the one before it, and after the
+    same one of the layer before."""
+
+    layers: tuple[WaveLayer, ...]
+    chunks: int
+    least: int
+
+    def steps(self, steps: int) -> int:
+        """Steps of a chunk where T = ``steps``."""
+        return chunk_steps(steps, self.chunks, self.least)
+
+
+def chunk_steps(steps: int, chunks: int, least: int) -> int:
+    """Steps of a chunk where T = ``steps``: there are ``chunks`` chunks at most, of ``least`` steps at least. Eight
+    steps of any type are whole pieces of 16 bytes, to which x is aligned."""
+    return -(-max(-(-steps // chunks), least) // 8) * 8
+
+
+def chunk_extent(extent: Extent, chunks: int, least: int) -> Extent:
+    """What one chunk needs of ``extent``, as an extent for all T: a chunk has at most T / chunks + least + 8 steps."""
+    return Extent(extent.fixed + extent.per_step * (least + 8), -(-extent.per_step // chunks))
+
+
+Call = Fill | Launch | Loop | Parallel | Beside | Wave
+
+
+@dataclass(frozen=True)
 class Program:
     """Functions (tirx PrimFuncs by name, parameters named after buffers and scalars) and calls."""
 
     functions: dict[str, Any]
     buffers: tuple[Buffer, ...]
-    calls: tuple[Fill | Launch | Loop | Parallel, ...]
+    calls: tuple[Call, ...]
     notes: dict[str, str] = field(default_factory=dict)  # shown by --emit and in the manifest
+
+
+def launches(calls: Iterable[Call]) -> Iterator[Launch]:
+    """Every launch among ``calls``."""
+    for call in calls:
+        if isinstance(call, Launch):
+            yield call
+        elif isinstance(call, Loop):
+            yield from call.calls
+        elif isinstance(call, Beside):
+            for branch in call.branches:
+                yield from launches(branch)
+        elif isinstance(call, Wave):
+            for layer in call.layers:
+                yield from launches(layer.calls)

@@ -10,7 +10,7 @@ from ecornn.device import Device
 from ecornn.manifest import Manifest, Parameter
 from ecornn.program import Program
 from ecornn.schedules.base import Config, Schedule, Task
-from ecornn.workload import ALONE, SINGLE, Place, Stack, Workload
+from ecornn.workload import ALONE, SERIAL, SINGLE, Overlap, Place, Stack, Workload
 
 PACKAGES = {"ecornn": "ecornn", "tvm": "apache-tvm", "tvm_ffi": "apache-tvm-ffi"}
 
@@ -26,8 +26,8 @@ def make_task(cell: Cell, workload: Workload, device: Device, place: Place = ALO
 
 
 def make_manifest(cell: Cell, task: Task, schedule: Schedule, config: Config, program: Program,
-                  provenance: str, stack: Stack = SINGLE) -> Manifest:
-    """What the module file will say about itself; ``task`` is of the first part of the stack."""
+                  provenance: str, stack: Stack = SINGLE, overlap: Overlap = SERIAL) -> Manifest:
+    """What the module file will say about itself; ``task`` is of the first part of the stack, on the whole device."""
     parameters = []
     for part in stack.parts(task.workload):
         prefix = parameter_prefix(stack, part)
@@ -38,7 +38,8 @@ def make_manifest(cell: Cell, task: Task, schedule: Schedule, config: Config, pr
     return Manifest(
         workload=task.workload, device=task.device, schedule=schedule.name, config=dict(config),
         provenance=provenance, states=tuple(cell.states), output=cell.output_state(),
-        parameters=tuple(parameters), buffers=program.buffers, versions=versions(), stack=stack)
+        parameters=tuple(parameters), buffers=program.buffers, versions=versions(), stack=stack,
+        overlap=overlap)
 
 
 def versions() -> dict[str, str]:

@@ -178,3 +178,40 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 SINGLE = Stack()
+
+
+OVERLAPS = ("directions", "wavefront")
+
+
+class Overlap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which sequences of a stack run at the same time; the default is none.
+
+    Attributes
+    ----------
+    kind : ``none``; ``directions``: the two of a layer side by side; or ``wavefront``: ``width`` layers, each a chunk
+        of time behind the one before it
+    width : the most sequences at the same time; each has this part of the multiprocessors
+    chunks, least : of time in a wavefront, at most, and the least steps of one
+    """
+
+    kind: str = "none"
+    width: int = 1
+    chunks: int = 1
+    least: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("none", *OVERLAPS):
+            raise ArgumentError("overlap.kind", self.kind, f"one of none, {', '.join(OVERLAPS)}")
+
+    @property
+    def depth(self) -> int:
+        """Layers that run at the same time."""
+        return self.width if self.kind == "wavefront" else 1
+
+    def __str__(self) -> str:
+        if self.kind == "wavefront":
+            return f"a wavefront of {self.width} layers in {self.chunks} chunks"
+        return {"none": "one after the other", "directions": "directions side by side"}[self.kind]
+
+
+SERIAL = Overlap()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ecornn.program import Buffer
+from ecornn.program import Buffer, Extent, Launch
 from ecornn.workload import Place
 
 Expr = Any  # tvm.ir.PrimExpr
@@ -24,6 +24,33 @@ def row_buffers(place: Place) -> list[Buffer]:
     """The buffers that a place adds to a program."""
     found = [Buffer("lengths", "lengths", "int32")] if place.lengths else []
     return found + ([Buffer("resets", "resets", "uint8")] if place.resets else [])
+
+
+_BLOCKS, _THREADS = 64, 256
+
+
+def remaining_lengths(batch: int) -> tuple[Any, Buffer, Launch]:
+    """``remaining``: a kernel, the workspace (T, B) that it fills, and its launch.
+
+    ``remaining[t, b]`` is ``lengths[b] - t``: the lengths, below zero where a row has ended, for a chunk of a sequence
+    that starts at step t.
+    """
+    from tvm.script.ir_builder import IRBuilder
+    from tvm.tirx.script.builder import ir as T
+
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("remaining")
+        steps, rows = T.arg("T", T.int32()), T.arg("B", T.int32())
+        lengths, remaining = (T.arg(name, T.buffer((T.int64(1 << 40),), "int32")) for name in ("lengths", "remaining"))
+        T.device_entry()
+        first = T.Bind(T.cta_id([_BLOCKS]) * _THREADS + T.thread_id([_THREADS]))
+        total = T.Bind(steps * rows)
+        with T.serial(0, T.Bind((total + (_BLOCKS * _THREADS - 1)) // (_BLOCKS * _THREADS))) as turn:
+            place = T.Bind(turn * (_BLOCKS * _THREADS) + first)
+            with T.If(place < total), T.Then():
+                T.buffer_store(remaining, lengths[place % rows] - place // rows, [place])
+    buffer = Buffer("remaining", "workspace", "int32", Extent(0, batch))
+    return builder.get(), buffer, Launch("remaining", _BLOCKS, _THREADS)
 
 
 class Timeline:

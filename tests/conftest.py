@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
+import subprocess
 import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -38,3 +41,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and (reason := no_gpu()):
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with a libcuda.so.1 that takes notes."""
+    folder = tmp_path_factory.mktemp("driver")
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    assert compiler, "these tests need a C compiler"
+    subprocess.run([compiler, "-shared", "-fPIC", "-std=gnu11", str(Path(__file__).with_name("fake_driver.c")), "-o",
+                    str(folder / "libcuda.so.1")], check=True)
+    return folder

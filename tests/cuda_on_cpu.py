@@ -8,7 +8,8 @@ from __future__ import annotations
 import ctypes
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ import pytest
 
 from ecornn.build.cuda import lower
 from ecornn.build.link import find_compiler
-from ecornn.program import Buffer, Fill, Launch, Loop, Packing, Program
+from ecornn.program import Beside, Buffer, Call, Fill, Launch, Loop, Packing, Program, Wave, WaveLayer
 
+Memory = dict[str, np.ndarray]
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16),
           "bfloat16": np.dtype(ml_dtypes.bfloat16), "uint32": np.dtype(np.uint32),
@@ -170,12 +172,7 @@ class Emulated:
                 memory[b.name] = np.ascontiguousarray(given[b.role], DTYPES[b.dtype]).reshape(-1)
             else:
                 memory[b.name] = self._allocate(b, x, states, parameters, (steps, batch, hidden, width))
-        values: dict[str, Any] = {"T": ctypes.c_int32(steps), "B": ctypes.c_int32(batch)}
-        for call in self.program.calls:
-            for t in range(steps if isinstance(call, Loop) else 1):
-                values["t"] = ctypes.c_int32(t)
-                for one in call.calls if isinstance(call, Loop) else (call,):
-                    self._call(one, memory, values, steps)
+        self.carry_out(memory, steps, batch)
         for b in self.program.buffers:
             if b.role in ("workspace", "y", "state_out"):
                 tail = memory[b.name].view(np.uint8)[-GUARD:]
@@ -184,6 +181,11 @@ class Emulated:
         out = {b.name.removesuffix("_out"): memory[b.name][:batch * hidden].reshape(batch, hidden)
                for b in self.program.buffers if b.role == "state_out"}
         return y, out
+
+    def carry_out(self, memory: Memory, steps: int, batch: int) -> None:
+        """The program's calls on the buffers."""
+        for call, values, own in _in_turn(self.program.calls, {"T": steps, "B": batch}, memory):
+            self._call(call, own, {name: ctypes.c_int32(value) for name, value in values.items()}, values["T"])
 
     def _allocate(self, b: Buffer, x: np.ndarray, states: Mapping[str, np.ndarray],
                   parameters: Mapping[str, np.ndarray], sizes: tuple[int, int, int, int]) -> np.ndarray:
@@ -217,6 +219,35 @@ class Emulated:
 
 
 GUARD = 256  # bytes behind each buffer
+Single = tuple[Any, dict[str, int], Memory]  # a Fill or Launch, with the scalars and the buffers
+
+
+def _in_turn(calls: Iterable[Call], values: dict[str, int], memory: Memory) -> Iterator[Single]:
+    """One launch after the other; of branches that run at the same time, one of each in turn."""
+    for call in calls:
+        if isinstance(call, Beside):
+            yield from _mixed([_in_turn(branch, values, memory) for branch in call.branches])
+        elif isinstance(call, Wave):
+            steps = call.steps(values["T"])
+            chunks = -(-values["T"] // steps)
+            for diagonal in range(chunks + len(call.layers) - 1):
+                yield from _mixed([_chunk(layer, (diagonal - i) * steps, steps, values, memory)
+                                   for i, layer in enumerate(call.layers) if 0 <= diagonal - i < chunks])
+        elif isinstance(call, Loop):
+            yield from ((one, values | {"t": t}, memory) for t in range(values["T"]) for one in call.calls)
+        else:
+            yield call, values, memory
+
+
+def _chunk(layer: WaveLayer, first: int, steps: int, values: dict[str, int], memory: Memory) -> Iterator[Single]:
+    """A layer's launches for the steps from ``first`` on."""
+    own = memory | {n: memory[n][first * values["B"] * size:] for n, size in layer.rows.items()}
+    own |= {before: memory[then] for before, then in layer.states} if first else {}
+    return _in_turn(layer.calls, values | {"T": min(steps, values["T"] - first)}, own)
+
+
+def _mixed(branches: list[Iterator[Single]]) -> Iterator[Single]:
+    return filter(None, chain.from_iterable(zip_longest(*branches)))
 
 
 def pack(packing: Packing, parameters: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -1,6 +1,10 @@
 /* A libcuda.so.1 for tests on machines without a GPU: it says on stderr what it is asked, one line a call,
- * and touches no memory. FAKE_FAIL=<function>:<code> lets a function fail, FAKE_MAJOR is the capability.
+ * and touches no memory, unless FAKE_KERNELS names a
+ * library of kernels made by cuda_on_cpu.py: these are carried out at once. FAKE_FAIL=<function>:<code> lets a function fail, <function>:<code>:<n> only its n-th call
+ * (from 1 on), FAKE_MAJOR is the capability. Streams and events that it makes are numbers from 900 and 500 on.
  * FAKE_PARAMETERS is "symbol:ppi;..." with p for a pointer and i for an int32, to print arguments. */
+#include <dlfcn.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -10,16 +14,20 @@ static __thread const void *current;
 static __thread int capture_mode;
 
 static int fails(const char *name) {
+  static int calls;
   const char *text = getenv("FAKE_FAIL");
   size_t length = strlen(name);
-  return text && !strncmp(text, name, length) && text[length] == ':' ? atoi(text + length + 1) : 0;
+  if (!text || strncmp(text, name, length) || text[length] != ':') return 0;
+  const char *only = strchr(text + length + 1, ':');
+  return !only || __sync_add_and_fetch(&calls, 1) == atoi(only + 1) ? atoi(text + length + 1) : 0;
 }
 
 /* One write a line, so that threads do not mix theirs. */
 #define CALL(name, format, ...)                                  \
   do {                                                           \
     fprintf(stderr, #name " " format "\n", ##__VA_ARGS__);       \
-    if (fails(#name)) return fails(#name);                       \
+    int failed = fails(#name);                                   \
+    if (failed) return failed;                                   \
   } while (0)
 
 int cuInit(unsigned flags) { CALL(cuInit, "%u", flags); return 0; }
@@ -82,10 +90,20 @@ int cuLaunchKernelEx(const struct config *c, const char *function, void **argume
   }
   if (extra || c->grid[1] != 1 || c->grid[2] != 1 || c->block[1] != 1 || c->block[2] != 1) return 1;
   CALL(cuLaunchKernelEx, "%s", line);
+  const char *kernels = getenv("FAKE_KERNELS");
+  if (kernels) {
+    char symbol[256];
+    snprintf(symbol, sizeof symbol, "emu_%s", function);
+    void (*emulated)(unsigned, unsigned, void **, bool, bool) = dlsym(dlopen(kernels, RTLD_NOW), symbol);
+    bool together = false;
+    for (unsigned i = 0; i < c->count; ++i) together |= c->attributes[i].id == 2;
+    emulated(c->grid[0], c->block[0], arguments, true, together);
+  }
   return 0;
 }
 int cuMemsetD8Async(uint64_t pointer, unsigned char byte, size_t size, void *stream) {
   CALL(cuMemsetD8Async, "%d byte=%d size=%d stream=%d", (int)pointer, byte, (int)size, (int)(uintptr_t)stream);
+  if (getenv("FAKE_KERNELS")) memset((void *)pointer, byte, size);
   return 0;
 }
 int cuMemAlloc_v2(uint64_t *out, size_t size) { CALL(cuMemAlloc, "%d", (int)size); *out = 4096; return 0; }
@@ -93,5 +111,29 @@ int cuMemFree_v2(uint64_t pointer) { CALL(cuMemFree, "%d", (int)pointer); return
 int cuMemcpyAsync(uint64_t to, uint64_t from, size_t size, void *stream) {
   CALL(cuMemcpyAsync, "%d %d %d stream=%d", (int)to, (int)from, (int)size, (int)(uintptr_t)stream);
   return 0;
+}
+int cuStreamCreate(void **out, unsigned flags) {
+  static int made;
+  *out = 0;
+  CALL(cuStreamCreate, "flags=%u capture_mode=%d", flags, capture_mode);
+  *out = (void *)(uintptr_t)(900 + __sync_fetch_and_add(&made, 1));
+  return 0;
+}
+int cuStreamDestroy_v2(void *stream) { CALL(cuStreamDestroy, "%d", (int)(uintptr_t)stream); return 0; }
+int cuEventCreate(void **out, unsigned flags) {
+  static int made;
+  *out = 0;
+  CALL(cuEventCreate, "flags=%u capture_mode=%d", flags, capture_mode);
+  *out = (void *)(uintptr_t)(500 + __sync_fetch_and_add(&made, 1));
+  return 0;
+}
+int cuEventDestroy_v2(void *event) { CALL(cuEventDestroy, "%d", (int)(uintptr_t)event); return 0; }
+int cuEventRecord(void *event, void *stream) {
+  CALL(cuEventRecord, "%d stream=%d", (int)(uintptr_t)event, (int)(uintptr_t)stream);
+  return 0;
+}
+int cuStreamWaitEvent(void *stream, void *event, unsigned flags) {
+  CALL(cuStreamWaitEvent, "%d stream=%d", (int)(uintptr_t)event, (int)(uintptr_t)stream);
+  return flags != 0;
 }
 int cuStreamSynchronize(void *stream) { CALL(cuStreamSynchronize, "%d", (int)(uintptr_t)stream); return 0; }

@@ -31,8 +31,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis": CELLS,
     "numpy_reference": {"errors"},
     "schedules": PLAN,
-    "compose": {"program", "workload"},
+    "compose": {"program", "schedules", "workload"},
     "task": PLAN | {"compose", "task"},
+    "overlap": PLAN | {"task", "tune"},
     "build": BASE | {"build", "host_cpu", "host_gpu"},
     # A machine that only runs modules has no TVM: nothing of the compiler may be needed there.
     "runtime": BASE | {"runtime", "host_cpu", "host_gpu", "weight_files"},

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import cuda_sample
 import numpy as np
 import pytest
+from driver_notes import child, raised
 
 from ecornn.build import Generated, build_module, local_arrays
 from ecornn.build.cuda import lower
@@ -24,12 +23,7 @@ from ecornn.host_gpu import detect, driver_version
 from ecornn.manifest import decode
 from ecornn.program import Extent, Fill, Launch, Loop, Parallel, Program
 
-HERE = Path(__file__).resolve().parent
 POINTERS = tuple(range(1000, 9000, 1000))  # of x, y, h_in, h_out, w, sums, counter, mask
-PARAMETERS = "total_kernel:ppppi;step_kernel:pppppi;last_kernel:pppi;"
-# What every child process does first; the loader must not need TVM's compiler.
-LOAD = "import sys, tvm_ffi; m = tvm_ffi.load_module(sys.argv[1]); assert 'tvm' not in sys.modules\n"
-LOGGED = re.compile(r"^(cu[A-Z]\w+)(?: (.*))?$", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -45,37 +39,8 @@ def kernels() -> dict[str, Kernel]:
     return lower(cuda_sample.program(), "sm_90a")[0]
 
 
-@pytest.fixture(scope="module")
-def fake(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with a libcuda.so.1 that takes notes."""
-    folder = tmp_path_factory.mktemp("driver")
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    assert compiler, "these tests need a C compiler"
-    subprocess.run([compiler, "-shared", "-fPIC", "-std=gnu11", str(HERE / "fake_driver.c"), "-o",
-                    str(folder / "libcuda.so.1")], check=True)
-    return folder
-
-
-def child(code: str, module: Path, driver: Path | None = None, **environment: str) -> Any:
-    """Runs ``LOAD`` and ``code`` in a new process; ``calls`` of the answer are the driver's notes."""
-    env = {**os.environ, "FAKE_PARAMETERS": PARAMETERS, **environment}
-    if driver:
-        env["LD_LIBRARY_PATH"] = f"{driver}{os.pathsep}{env['LD_LIBRARY_PATH']}" if (
-            "LD_LIBRARY_PATH" in env) else str(driver)
-    done = subprocess.run([sys.executable, "-c", LOAD + code, str(module)], env=env, text=True,
-                          capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
-    done.calls = [" ".join(filter(None, match.groups())) for match in LOGGED.finditer(done.stderr)]
-    return done
-
-
 def run_code(steps: int, device: int = 0) -> str:
     return f"m['run']({steps}, 1, {device}, 7, *{POINTERS})\n"
-
-
-def raised(code: str) -> str:
-    """Code that prints type and message of what ``code`` raises."""
-    return f"try:\n    {code.strip()}\nexcept Exception as e:\n    print(type(e).__name__, e)\n"
 
 
 def test_kernels_know_the_order_of_what_they_read(kernels: dict[str, Kernel]):

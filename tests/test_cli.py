@@ -57,6 +57,7 @@ def test_help_teaches_by_examples_and_is_fast():
     (["tune", "--cell", "none.py:Cell", "--hidden", "8"], "there is no"),
     (["compile", "--cell", "lstm", "--hidden", "8", "--target", "sm_10", "-o", "x.so"], "target='sm_10'"),
     (["compile", "--cell", "lstm", "--hidden", "8"], "a file name"),
+    (["compile", *LAYER, "--layers", "2", "--overlap", "wavefront", "-o", "x.so"], "overlap='wavefront'"),
     (["compile", *LAYER, "--dtype", "float16", "-o", "x.so"], "no schedule serves"),
     (["compile", *LAYER, "-o", "x.so", "--schedule", "magic"], "schedule='magic'"),
     (["compile", *LAYER, "-o", "x.so", "--schedule", "cpu_sequence", "--config", "nope=1"], "a knob of"),
@@ -183,6 +184,14 @@ def test_emit_prints_the_code(kind, tmp_path):
     assert len(file.read_text()) > 200
     output = run("compile", *LAYER, "--emit", "cuda", code=2)
     assert "--emit" in output
+
+
+def test_overlaps_are_chosen_said_and_explained():
+    layer = ["compile", "--cell", "gru", "--hidden", "256", "--batch", "2", "--target", "sm_90a", "--emit", "tir"]
+    assert "directions side by side" in run(*layer, "--bidirectional")
+    said = run(*layer, "--layers", "4")
+    assert "a wavefront of 4 layers in" in said and "on 33 of 132 multiprocessors" in said
+    assert "wavefront" not in run(*layer, "--layers", "4", "--overlap", "none")
 
 
 def test_interrupting_keeps_the_trials_and_exits_with_130(folder):

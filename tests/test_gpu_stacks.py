@@ -80,6 +80,89 @@ def test_matches_float64(schedule: str, cell: str, dtype: str, stack: Stack, sha
             assert relative(found.double().cpu().numpy(), wanted) <= 2 * limit
 
 
+OVERLAPPED = [("lstm", "float16", Stack(2, True)), ("gru", "bfloat16", Stack(1, True, True, True)),
+              ("gru_reset_before", "float32", Stack(2, True)), ("lstm", "float16", Stack(4)),
+              ("gru", "bfloat16", Stack(5, False, True, True)), ("lstm", "float32", Stack(3))]
+
+
+def overlapped(cell: str, dtype: str, stack: Stack, overlap: str, T: int, B: int, I: int, H: int,
+               **options: Any) -> Any:
+    """A layer, x and states, all of them the same for every ``overlap``."""
+    kind = getattr(torch, dtype)
+    module = ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, dtype=dtype, target="cuda", layers=stack.layers,
+                            bidirectional=stack.bidirectional, lengths=stack.lengths, resets=stack.resets,
+                            overlap=overlap, **options)
+    assert module.manifest.overlap.kind == overlap
+    generator = torch.Generator("cuda").manual_seed(5)
+    x = torch.randn(T, B, I, device="cuda", generator=generator).to(kind)
+    state = tuple((torch.rand(stack.count, B, H, device="cuda", generator=generator) - 0.5).to(kind)
+                  for _ in range(STEPS[cell][1]))
+    weights = {k: torch.tensor(v).to(kind) for k, v in random_weights(cell, I, H, 1, stack.layers,
+                                                                      stack.directions).items()}
+    return module.bind(weights), x, state
+
+
+@pytest.mark.parametrize(("schedule", "cell", "dtype", "stack"), [
+    *((None, *case) for case in OVERLAPPED), ("layout_transform", *OVERLAPPED[0]),
+    ("fused_step", *OVERLAPPED[4])], ids=str)
+def test_what_overlaps_computes_the_same(schedule: str | None, cell: str, dtype: str, stack: Stack):
+    """For several T, each twice with bitwise the same result, and in a graph that is replayed on other input."""
+    B, I, H = 12, 40, 256
+    kind = "directions" if stack.bidirectional else "wavefront"
+    plain, x, state = overlapped(cell, dtype, stack, "none", 70, B, I, H, schedule=schedule)
+    layer, _, _ = overlapped(cell, dtype, stack, kind, 70, B, I, H, schedule=schedule)
+    rng = np.random.default_rng(3)
+    for T in (1, 2, 5, 23, 70, 131):
+        given = torch.randn(T, B, I, device="cuda").to(x.dtype)
+        call: dict[str, Any] = {"lengths": rng.integers(0, T + 1, B)} if stack.lengths else {}
+        call |= {"resets": rng.random((T, B)) < 0.2} if stack.resets else {}
+        call = {k: torch.as_tensor(v).cuda() for k, v in call.items()}
+        wanted, last = plain(given, state, **call)
+        out = torch.full_like(wanted, float("nan"))
+        y, after = layer(given, state, out=out, **call)
+        again, _ = layer(given, state, **call)
+        limit = 2 * LIMITS[dtype] * stack.layers
+        assert relative(y.double().cpu(), wanted.double().cpu().numpy()) <= limit
+        assert torch.equal(y, again)
+        for one, other in zip(after, last, strict=True):
+            assert relative(one.double().cpu(), other.double().cpu().numpy()) <= 2 * limit
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            captured, _ = layer(given, state, **call)
+        captured.fill_(float("nan"))
+        given.copy_(torch.randn_like(given))
+        for _ in range(3):
+            graph.replay()
+        assert torch.equal(captured, layer(given, state, **call)[0])
+
+
+@pytest.mark.parametrize("kind", ["directions", "wavefront"])
+def test_streams_at_once(kind: str):
+    """Calls on two streams of a caller, and a graph on a third, all at the same time."""
+    stack = Stack(2, True) if kind == "directions" else Stack(3)
+    layer, x, state = overlapped("lstm", "float16", stack, kind, 60, 8, 64, 128)
+    inputs = [x, x + 0.5, x - 0.5]
+    wanted = [layer(one, state)[0].clone() for one in inputs]
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured = layer(inputs[2], state)[0]
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    outs: list[list[Any]] = [[], []]
+    for _ in range(20):
+        for number in range(2):
+            with torch.cuda.stream(streams[number]):
+                outs[number].append(layer(inputs[number], state)[0])
+        with torch.cuda.stream(streams[2]):
+            captured.fill_(float("nan"))
+            graph.replay()
+    torch.cuda.synchronize()
+    for number in range(2):
+        assert all(torch.equal(y, wanted[number]) for y in outs[number])
+    assert torch.equal(captured, wanted[2])
+
+
 @pytest.mark.parametrize(("name", "options"), [("LSTM", {"num_layers": 2, "bidirectional": True}), ("GRU", {}),
                                                ("LSTM", {"proj_size": 16})])
 def test_torch_modules(name: str, options: dict[str, Any]):

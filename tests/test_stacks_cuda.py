@@ -16,13 +16,13 @@ from ecornn.cells import BUILTIN
 from ecornn.compose import compose, parameter_prefix
 from ecornn.device import KNOWN
 from ecornn.numpy_reference import reference
-from ecornn.program import Program
+from ecornn.program import Program, Wave
 from ecornn.schedules.base import Task
 from ecornn.schedules.fused_step import FusedStep
 from ecornn.schedules.layout_transform import LayoutTransform
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.persistent_wide import PersistentWide
-from ecornn.workload import Stack, Workload
+from ecornn.workload import SERIAL, Overlap, Stack, Workload
 
 TINY = replace(KNOWN["sm_90a"], cores=3)  # few blocks to emulate
 LIMITS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
@@ -31,7 +31,7 @@ T, B, I, H = 5, 6, 7, 37
 
 
 def program_of(schedule: str, cell: str, stack: Stack, dtype: str, cores: int = 3,
-               forward: dict[str, int] | None = None, **change: int) -> Program:
+               forward: dict[str, int] | None = None, overlap: Overlap = SERIAL, **change: int) -> Program:
     """With these knobs, those of ``forward`` only in sequences that do not go in reverse."""
     whole, device = Workload(cell, H, I, B, T, dtype), replace(TINY, cores=cores)
     made = {}
@@ -44,9 +44,10 @@ def program_of(schedule: str, cell: str, stack: Stack, dtype: str, cores: int = 
             config = {**SCHEDULES[schedule].default(task), **change, **own}
             assert SCHEDULES[schedule].check(task, config) is None
             made[part.workload, part.place] = SCHEDULES[schedule].program(task, config)
-    return compose(stack, whole, [made[p.workload, p.place] for p in stack.parts(whole)])
+    return compose(stack, whole, [made[p.workload, p.place] for p in stack.parts(whole)], overlap)
 
 
+SIDES = Overlap("directions", 2)
 CASES = [("fused_step", "lstm", Stack(2, True, True, True), "float32"),
          ("fused_step", "gru_reset_before", Stack(1, True, True, True), "bfloat16"),
          ("layout_transform", "gru", Stack(2, True, True, True), "float16"),
@@ -60,6 +61,38 @@ CASES = [("fused_step", "lstm", Stack(2, True, True, True), "float32"),
 
 @pytest.mark.parametrize(("schedule", "cell", "stack", "dtype"), CASES, ids=str)
 def test_results(tmp_path: Path, schedule: str, cell: str, stack: Stack, dtype: str):
+    check_results(Emulated(program_of(schedule, cell, stack, dtype), tmp_path), cell, stack, dtype)
+
+
+@pytest.mark.parametrize(("schedule", "cell", "stack", "dtype"), [c for c in CASES if c[2].bidirectional], ids=str)
+def test_directions_side_by_side(tmp_path: Path, schedule: str, cell: str, stack: Stack, dtype: str):
+    """Their launches mixed: what one writes the other must not use."""
+    program = program_of(schedule, cell, stack, dtype, overlap=SIDES)
+    assert len(program.calls) == stack.layers
+    check_results(Emulated(program, tmp_path), cell, stack, dtype)
+
+
+WAVES = [("fused_step", "gru_reset_before", Stack(3, False, True, True), "float32", 3, {}),
+         ("layout_transform", "rnn_tanh", Stack(5, False, True), "float16", 2, {}),
+         ("persistent", "lstm", Stack(3), "bfloat16", 3, {}),
+         ("persistent", "gru", Stack(4, False, False, True), "float32", 3, {"cores": 7, "ahead": 0}),
+         ("persistent", "lstm", Stack(2, False, True, True), "float16", 2, {}),
+         ("persistent_wide", "lstm", Stack(2, False, True, True), "float16", 2, {})]
+
+
+@pytest.mark.parametrize(("schedule", "cell", "stack", "dtype", "width", "change"), WAVES, ids=str)
+def test_a_wavefront(tmp_path: Path, schedule: str, cell: str, stack: Stack, dtype: str, width: int,
+                     change: dict[str, int]):
+    """With less than a chunk, a chunk and a step, and several; states and resets at the ends of chunks."""
+    program = program_of(schedule, cell, stack, dtype, overlap=Overlap("wavefront", width, 3, 5), **change)
+    assert sum(isinstance(call, Wave) for call in program.calls) == max(1, stack.layers // width)
+    emulated = Emulated(program, tmp_path)
+    for steps in (1, 9, 19):
+        check_results(emulated, cell, stack, dtype, steps)
+
+
+def check_results(emulated: Emulated, cell: str, stack: Stack, dtype: str, T: int = T) -> None:
+    """A program for up to B rows of I elements, with units of H, against float64."""
     whole, generator = Workload(cell, H, I, B, T, dtype), np.random.default_rng(2)
     parameters, weights, states = {}, {}, {}
     for part in stack.parts(whole):
@@ -72,9 +105,10 @@ def test_results(tmp_path: Path, schedule: str, cell: str, stack: Stack, dtype: 
         states |= {label + n: v for n, v in first.items()}
         if not part.number:
             given = x
-    masks = {"lengths": np.array([3, 5, 0, 1, 4, 2])} if stack.lengths else {}
-    masks |= {"resets": generator.random((T, B)) < 0.4} if stack.resets else {}
-    emulated = Emulated(program_of(schedule, cell, stack, dtype), tmp_path)
+    masks = {"lengths": np.minimum([3, max(T, 5), 0, 8, 1, 12], T)} if stack.lengths else {}
+    if stack.resets:
+        masks["resets"] = generator.random((T, B)) < 0.4
+        masks["resets"][8:9] = np.arange(B) % 2
     for b, n in enumerate(masks.get("lengths", ())):
         given[n:, b] = np.nan
     y, after = emulated.run(given, states, parameters, masks, stack.directions)

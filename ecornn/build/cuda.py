@@ -14,7 +14,7 @@ from ecornn.build.local_arrays import as_variables
 from ecornn.build.nvcc import compile_cubin
 from ecornn.device import Device
 from ecornn.errors import BuildError
-from ecornn.program import Launch, Loop, Program
+from ecornn.program import Launch, Program, launches
 
 SCALARS = ("T", "B", "t")
 PROJECTION = "project"  # in the names of functions that project a sequence's input
@@ -177,10 +177,10 @@ def _may_restrict(program: Program, name: str, kernel: Kernel) -> bool:
     No where a state's input and output may be the same memory; nor where blocks exchange data, since
     the compiler may then move a load of another block's result in front of the barrier.
     """
-    launches = launches_of(program, name)
-    if COOPERATIVE in kernel.tags or any(call.cooperative or call.cluster > 1 for call in launches):
+    mine = launches_of(program, name)
+    if COOPERATIVE in kernel.tags or any(call.cooperative or call.cluster > 1 for call in mine):
         return False
-    given = {names.get(a, a) for names in [c.names for c in launches] or [{}] for a in kernel.arguments}
+    given = {names.get(a, a) for names in [c.names for c in mine] or [{}] for a in kernel.arguments}
     ends = [{b.name.removesuffix(end) for b in program.buffers if b.role == f"state{end}" and b.name in given}
             for end in ("_in", "_out")]
     return not ends[0] & ends[1]
@@ -188,8 +188,7 @@ def _may_restrict(program: Program, name: str, kernel: Kernel) -> bool:
 
 def launches_of(program: Program, name: str) -> list[Launch]:
     """The launches of a function."""
-    return [call for item in program.calls for call in (item.calls if isinstance(item, Loop) else (item,))
-            if isinstance(call, Launch) and call.function == name]
+    return [call for call in launches(program.calls) if call.function == name]
 
 
 def _source(functions: Sequence[Any], arch: str) -> str:

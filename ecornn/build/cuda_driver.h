@@ -5,6 +5,7 @@
 // error set for tvm-ffi.
 #pragma once
 #include <dlfcn.h>
+#include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -18,6 +19,7 @@ using Result = int;  // CUresult
 using Context = struct ContextHandle*;
 using Module = struct ModuleHandle*;
 using Function = struct FunctionHandle*;
+using Event = struct EventHandle*;
 
 enum : int {
   kFunctionMaxDynamicShared = 8,       // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -25,6 +27,8 @@ enum : int {
   kDeviceCapabilityMajor = 75,         // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
   kDeviceCapabilityMinor = 76,         // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
   kCaptureRelaxed = 2,                 // CU_STREAM_CAPTURE_MODE_RELAXED
+  kStreamNonBlocking = 1,              // CU_STREAM_NON_BLOCKING
+  kEventDisableTiming = 2,             // CU_EVENT_DISABLE_TIMING
 };
 
 // CUlaunchConfig
@@ -60,7 +64,13 @@ static_assert(sizeof(LaunchConfig) == 56, "CUlaunchConfig");
   X(cuMemAlloc, "cuMemAlloc_v2", (Pointer*, size_t))                                                \
   X(cuMemFree, "cuMemFree_v2", (Pointer))                                                           \
   X(cuMemcpyAsync, "cuMemcpyAsync", (Pointer, Pointer, size_t, Stream))                             \
-  X(cuStreamSynchronize, "cuStreamSynchronize", (Stream))
+  X(cuStreamSynchronize, "cuStreamSynchronize", (Stream))                                           \
+  X(cuStreamCreate, "cuStreamCreate", (Stream*, unsigned))                                          \
+  X(cuStreamDestroy, "cuStreamDestroy_v2", (Stream))                                                \
+  X(cuStreamWaitEvent, "cuStreamWaitEvent", (Stream, Event, unsigned))                              \
+  X(cuEventCreate, "cuEventCreate", (Event*, unsigned))                                             \
+  X(cuEventDestroy, "cuEventDestroy_v2", (Event))                                                   \
+  X(cuEventRecord, "cuEventRecord", (Event, Stream))
 
 struct Driver {
 #define ECORNN_MEMBER(name, symbol, parameters) Result(*name) parameters;
@@ -112,6 +122,26 @@ static int open_driver() {
   ECORNN_CALL("", cuInit, 0);
   return 0;
 }
+
+class Locked {
+ public:
+  explicit Locked(pthread_mutex_t* lock) : lock_(lock) { pthread_mutex_lock(lock_); }
+  ~Locked() { pthread_mutex_unlock(lock_); }
+  Locked(const Locked&) = delete;
+
+ private:
+  pthread_mutex_t* lock_;
+};
+
+// Loading and making streams allocate, which a capture that is under way on this thread would otherwise forbid.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { driver.cuThreadExchangeStreamCaptureMode(&mode_); }
+  ~RelaxedCapture() { driver.cuThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  int mode_ = kCaptureRelaxed;
+};
 
 // Makes a context current for a scope where another, or none, is current on this thread.
 class Current {

@@ -5,10 +5,12 @@
 #include <alloca.h>
 #include <pthread.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include <atomic>
 
 #include "cuda_driver.h"
+#include "cuda_streams.h"
 
 extern "C" const unsigned char ecornn_manifest[];
 extern "C" const unsigned long long ecornn_manifest_size;
@@ -17,34 +19,19 @@ namespace ecornn {
 
 constexpr int kMaxDevices = 64;
 
-// What a module keeps for one device; made once, never changed.
+// What a module keeps for one device; made once, never changed but for the lanes that are added.
 struct State {
   Context context;
   int device, major, minor;
   Module* modules;  // one for each cubin
   Function* functions;
+  mutable LaneSet* lanes;  // under `lock`
 };
 
 static State storage[kMaxDevices];
 static std::atomic<State*> states[kMaxDevices];
 static std::atomic<bool> driver_ready;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-
-class Locked {
- public:
-  Locked() { pthread_mutex_lock(&lock); }
-  ~Locked() { pthread_mutex_unlock(&lock); }
-};
-
-// Loading allocates, which a capture that is under way on this thread would otherwise forbid.
-class RelaxedCapture {
- public:
-  RelaxedCapture() { driver.cuThreadExchangeStreamCaptureMode(&mode_); }
-  ~RelaxedCapture() { driver.cuThreadExchangeStreamCaptureMode(&mode_); }
-
- private:
-  int mode_ = kCaptureRelaxed;
-};
 
 static int load_image(State& state, int index) {
   char what[160];
@@ -88,7 +75,7 @@ static int load_kernels(State& state) {
 }
 
 static int make_state(int64_t device, State** out) {
-  Locked locked;
+  Locked locked(&lock);
   if ((*out = states[device].load(std::memory_order_acquire))) return 0;
   if (!driver_ready.load(std::memory_order_relaxed)) {
     ECORNN_TRY(open_driver());
@@ -122,6 +109,7 @@ __attribute__((destructor)) static void unload() {
     State* state = slot.load(std::memory_order_acquire);
     if (!state || driver.cuCtxPushCurrent(state->context)) continue;
     Context before;
+    destroy_lanes(state->lanes);
     unload_kernels(*state);
     driver.cuCtxPopCurrent(&before);
     driver.cuDevicePrimaryCtxRelease(state->device);
@@ -139,6 +127,52 @@ int launch(const State& state, int kernel, const Shape& shape, Stream stream, vo
 int fill(Pointer pointer, unsigned char byte, int64_t bytes, Stream stream, const char* name) {
   if (bytes > 0) ECORNN_CALL(name, cuMemsetD8Async, pointer, byte, static_cast<size_t>(bytes), stream);
   return 0;
+}
+
+int beside(const State& state, int count, const Section* sections, int32_t T, int32_t B, Stream stream, Pointer* p) {
+  LaneSet* set;
+  ECORNN_TRY(find_lanes(&state.lanes, &lock, stream, &set));
+  Lanes lanes(*set, count);
+  ECORNN_TRY(lanes.enter());
+  int failed = lanes.mark(0);
+  for (int i = 1; !failed && i < count; ++i) failed = lanes.follow(i, 0);
+  for (int i = 0; !failed && i < count; ++i) failed = sections[i](state, T, B, lanes[i], p);
+  return lanes.join(failed);
+}
+
+// The calls of a layer for `steps` steps from `first` on.
+static int run_chunk(const State& state, const WaveLayer& layer, int32_t first, int32_t steps, int32_t B, Stream stream,
+                     const Pointer* p) {
+  Pointer* own = static_cast<Pointer*>(alloca(sizeof(Pointer) * kBufferCount));
+  memcpy(own, p, sizeof(Pointer) * kBufferCount);
+  for (const Moving* m = layer.moving; m->buffer >= 0; ++m) own[m->buffer] += m->bytes * B * first;
+  if (first > 0)
+    for (const Handed* h = layer.handed; h->first >= 0; ++h) own[h->first] = own[h->then];
+  return layer.section(state, steps, B, stream, own);
+}
+
+int wave(const State& state, int count, const WaveLayer* layers, int chunks, int least, int32_t T, int32_t B,
+         Stream stream, Pointer* p) {
+  const int32_t wanted = (T - 1) / chunks + 1, steps = ((wanted > least ? wanted : least) + 7) / 8 * 8;  // 16 bytes
+  const int last = (T - 1) / steps;
+  if (last == 0) {  // nothing to do at the same time
+    for (int i = 0; i < count; ++i) ECORNN_TRY(layers[i].section(state, T, B, stream, p));
+    return 0;
+  }
+  LaneSet* set;
+  ECORNN_TRY(find_lanes(&state.lanes, &lock, stream, &set));
+  Lanes lanes(*set, count);
+  ECORNN_TRY(lanes.enter());
+  int failed = 0;
+  // On a diagonal the later layers come first: they follow the marks that the layers before made on the last one.
+  for (int diagonal = 0; !failed && diagonal < last + count; ++diagonal)
+    for (int i = diagonal < count ? diagonal : count - 1; !failed && i >= 0 && diagonal - i <= last; --i) {
+      const int32_t first = (diagonal - i) * steps;
+      if (i > 0) failed = lanes.follow(i, i - 1);
+      if (!failed) failed = run_chunk(state, layers[i], first, T - first < steps ? T - first : steps, B, lanes[i], p);
+      if (!failed && i < count - 1) failed = lanes.mark(i);
+    }
+  return lanes.join(failed);
 }
 
 // Integers and opaque pointers are both passed in 64 bits.

@@ -41,12 +41,31 @@ extern const char kArch[];
 extern const int kBufferCount, kKernelCount, kImageCount;
 extern const unsigned char* const kImages[];
 extern const Kernel kKernels[];
-// The program's calls; p[i] is the memory of buffer i.
-int calls(const State& state, int32_t T, int32_t B, Stream stream, Pointer* p);
+// Calls in order; p[i] is the memory of buffer i.
+using Section = int (*)(const State& state, int32_t T, int32_t B, Stream stream, Pointer* p);
+int calls(const State& state, int32_t T, int32_t B, Stream stream, Pointer* p);  // the whole program
+
+// A layer of a wave: the calls of a chunk, and which of their pointers change with it. Both lists end with buffer -1.
+struct Moving {
+  int buffer;
+  int64_t bytes;  // of a step, for each row of the batch
+};
+struct Handed {
+  int first, then;  // buffers: a state's input of the first chunk, and of all others
+};
+struct WaveLayer {
+  Section section;
+  const Moving* moving;
+  const Handed* handed;
+};
 
 // Of host_cuda.cc; 0, or -1 with the error set for tvm-ffi.
 int launch(const State& state, int kernel, const Shape& shape, Stream stream, void** arguments);
 int fill(Pointer pointer, unsigned char byte, int64_t bytes, Stream stream, const char* name);
+// At the same time: after what the stream has been given before, and before what it is given next.
+int beside(const State& state, int count, const Section* sections, int32_t T, int32_t B, Stream stream, Pointer* p);
+int wave(const State& state, int count, const WaveLayer* layers, int chunks, int least, int32_t T, int32_t B,
+         Stream stream, Pointer* p);
 
 #define ECORNN_TRY(expression)     \
   do {                             \

@@ -3,15 +3,15 @@ host_cuda.cc, is the same for all modules, so that it is compiled once."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
 from ecornn.errors import BuildError
-from ecornn.program import Fill, Launch, Loop, Program
-from ecornn.workload import ITEMSIZE
+from ecornn.program import Beside, Fill, Launch, Loop, Program, Wave
 
-FILES = ("host_cuda.cc", "host_cuda.h", "cuda_driver.h")  # the same for all programs
+FILES = ("host_cuda.cc", "host_cuda.h", "cuda_driver.h", "cuda_streams.h")  # the same for all programs
+LANES = 32  # kMaxLanes of cuda_streams.h
 COOPERATIVE = "tirx.use_cooperative_launch"
 # Launch tags of TVM, and the field of Launch that must agree.
 _TAGS = {COOPERATIVE: "cooperative", "tirx.use_dyn_shared_memory": "shared"}
@@ -45,8 +45,7 @@ def host_sources(program: Program, kernels: Mapping[str, Kernel], arch: str) -> 
     loop, or is launched in another shape than the kernel was compiled for.
     """
     writer = _Writer(program, kernels)
-    for call in program.calls:
-        writer.call(call)
+    writer.function("calls", program.calls)
     files = resources.files("ecornn.build")
     return {"program.cc": writer.text(arch)} | {name: files.joinpath(name).read_text() for name in FILES}
 
@@ -57,15 +56,40 @@ def image(number: int) -> str:
 
 
 class _Writer:
-    """Collects the launches' shapes while it writes the calls."""
+    """Collects the launches' shapes while it writes the functions that make the calls."""
 
     def __init__(self, program: Program, kernels: Mapping[str, Kernel]) -> None:
         self.kernels = kernels
         self.index = {name: i for i, name in enumerate(kernels)}
         self.buffers = {buffer.name: i for i, buffer in enumerate(program.buffers)}
-        self.itemsize = {buffer.name: ITEMSIZE.get(buffer.dtype, 4) for buffer in program.buffers}
+        self.itemsize = {buffer.name: buffer.itemsize for buffer in program.buffers}
         self.launches: list[Launch] = []
-        self.lines: list[str] = []
+        self.lines: list[str] = []  # of the function that is being written
+        self.functions: list[str] = []  # lines of those that are complete
+        self.sections = 0
+
+    def function(self, name: str, calls: Iterable[object], linkage: str = "") -> None:
+        """Writes the function that makes ``calls``, and before it those that it needs."""
+        outer, self.lines = self.lines, []
+        for call in calls:
+            self.call(call)
+        self.functions += [
+            f"{linkage}int {name}(const State& state, int32_t T, int32_t B, Stream stream, Pointer* p) {{",
+            "  (void)state, (void)T, (void)B, (void)stream, (void)p;", *self.lines, "  return 0;", "}", ""]
+        self.lines = outer
+
+    def section(self, calls: Iterable[object]) -> str:
+        """The name of a new function that makes ``calls``."""
+        self.sections += 1
+        name = f"section{self.sections}"
+        self.function(name, calls, "static ")
+        return name
+
+    def together(self, branches: Sequence[Iterable[object]]) -> list[str]:
+        """The names of new functions for what runs at the same time."""
+        if not 2 <= len(branches) <= LANES:
+            raise BuildError(f"{len(branches)} branches at the same time; from 2 to {LANES} are possible")
+        return [self.section(branch) for branch in branches]
 
     def call(self, call: object) -> None:
         """Writes one call of the program."""
@@ -83,8 +107,31 @@ class _Writer:
             self.lines.append("    for (; t < T; ++t) {")
             self.lines += [f"      {self.launch(i)}" for i in range(first, len(self.launches))]
             self.lines += ["    }", "  }"]
+        elif isinstance(call, Beside):
+            names = self.together(call.branches)
+            self.lines += ["  {", f"    const Section sections[] = {{{', '.join(names)}}};",
+                           f"    ECORNN_TRY(beside(state, {len(names)}, sections, T, B, stream, p));", "  }"]
+        elif isinstance(call, Wave):
+            self.wave(call)
         else:
             raise BuildError(f"a CUDA program cannot carry out {call}")
+
+    def wave(self, call: Wave) -> None:
+        """Writes the table of a wave's layers and its call."""
+        names = self.together([layer.calls for layer in call.layers])
+        if min(call.chunks, call.least) < 1:
+            raise BuildError(f"a wave of {call.chunks} chunks, of {call.least} steps at least")
+        self.lines.append("  {")
+        rows = []
+        for i, (name, layer) in enumerate(zip(names, call.layers, strict=True)):
+            moving = [f"{{{self.buffers[n]}, {size * self.itemsize[n]}}}" for n, size in layer.rows.items()]
+            states = [f"{{{self.buffers[first]}, {self.buffers[then]}}}" for first, then in layer.states]
+            self.lines += [f"    static const Moving moving{i}[] = {{{', '.join([*moving, '{-1, 0}'])}}};",
+                           f"    static const Handed handed{i}[] = {{{', '.join([*states, '{-1, 0}'])}}};"]
+            rows.append(f"{{{name}, moving{i}, handed{i}}}")
+        self.lines += [
+            f"    static const WaveLayer layers[] = {{{', '.join(rows)}}};",
+            f"    ECORNN_TRY(wave(state, {len(rows)}, layers, {call.chunks}, {call.least}, T, B, stream, p));", "  }"]
 
     def fill(self, call: Fill) -> None:
         """Writes a memset, whose size is known only with T."""
@@ -131,9 +178,7 @@ class _Writer:
             f"const int kImageCount = {len(images)};",
             f"const unsigned char* const kImages[] = {{{', '.join(images)}}};",
             "const Kernel kKernels[] = {", *rows, "};",
-            *(shape(i, launch) for i, launch in enumerate(self.launches)), "",
-            "int calls(const State& state, int32_t T, int32_t B, Stream stream, Pointer* p) {",
-            "  (void)state, (void)T, (void)B, (void)stream, (void)p;", *self.lines, "  return 0;", "}", "",
+            *(shape(i, launch) for i, launch in enumerate(self.launches)), "", *self.functions,
             "}  // namespace ecornn", ""]
         return "\n".join(lines)
 

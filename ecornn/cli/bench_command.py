@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ecornn.cli.common import SIZE, plain_errors
+from ecornn.workload import SERIAL
 
 if TYPE_CHECKING:
     from ecornn.manifest import Manifest
@@ -54,6 +55,7 @@ def bench(module: Path, seq: int | None, batch: int | None, seconds: float, seed
         contestants["PyTorch"] = Contestant(other, memory.clock)
     times = race(list(contestants.values()), span=seconds)
     of = f", {manifest.stack}" if str(manifest.stack) else ""
+    of += f", {manifest.overlap}" if manifest.overlap != SERIAL else ""
     click.echo(f"{work.cell} T={steps} B={rows} I={work.input} H={work.hidden} {work.dtype}{of} "
                f"on {manifest.device.name}, {manifest.schedule}")
     medians = {}

@@ -9,6 +9,7 @@ import click
 
 from ecornn.cli.common import default_dtype, layer_options, plain_errors
 from ecornn.errors import ArgumentError
+from ecornn.workload import OVERLAPS, SERIAL
 
 if TYPE_CHECKING:
     from ecornn.build.generated import Generated
@@ -25,6 +26,7 @@ Examples:
   ecornn-compile --cell lstm --hidden 128 --target neoverse-v1 --emit object --emit-to lstm.o
   ecornn-compile --cell lstm --hidden 800 --schedule fused_step --config units=32 -o lstm800.so
 """
+WISHES = ("auto", "none", *OVERLAPS)
 EMIT = ("cuda", "tir", "ptx", "asm", "object")
 
 
@@ -47,6 +49,10 @@ EMIT = ("cuda", "tir", "ptx", "asm", "object")
 @click.option("--schedule", help="This schedule instead of the best record's.")
 @click.option("--config", multiple=True, metavar="KNOB=VALUE",
               help="With --schedule: change this knob of its default; may be repeated.")
+@click.option("--overlap", type=click.Choice(WISHES), default="auto", show_default=True,
+              help="What of a stack runs at the same time on a GPU, each sequence on its share of it. directions: the "
+              "two of a layer side by side. wavefront: several layers, each a chunk of time behind the one before it. "
+              "auto: what is expected to be fastest, as it tells you.")
 @click.option("--emit", type=click.Choice(EMIT),
               help="Print the code that was generated; an object file, of a CPU's code, needs --emit-to.")
 @click.option("--emit-to", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
@@ -56,7 +62,7 @@ def compile(model: Path | None, node: str | None, cell: str | None, hidden: int 
             batch: int, seq: int, dtype: str | None, weights: str | None, precision: str | None, target: str | None,
             weights_from: Path | None, prefix: str, layers: int | None, bidirectional: bool, reverse: bool,
             lengths: bool, resets: bool, output: Path | None, schedule: str | None, config: tuple[str, ...],
-            emit: str | None, emit_to: Path | None) -> None:
+            overlap: str, emit: str | None, emit_to: Path | None) -> None:
     """Compiles a layer, or a stack of them, to one .so file, with the best tuning records that apply.
 
     The file runs with `ecornn.load("FILE.so").bind(weights)(x)`, on machines without a compiler too. The
@@ -86,9 +92,9 @@ def compile(model: Path | None, node: str | None, cell: str | None, hidden: int 
     dtype, target = default_dtype(dtype or ("float32" if model is not None or precision else None), target)
     planned = plan(layer.pop("cell"), **layer, batch=batch, seq=seq, dtype=dtype, weights=weights,
                    precision=precision, target=target, resets=resets, schedule=schedule,
-                   config=dict(knob(c) for c in config))
-    click.echo(", ".join(filter(None, (str(planned.workload), str(planned.stack))))
-               + f" on {planned.task.device.name}", err=True)
+                   config=dict(knob(c) for c in config), overlap=overlap)
+    words = [str(planned.workload), str(planned.stack), str(planned.overlap) if planned.overlap != SERIAL else ""]
+    click.echo(", ".join(filter(None, words)) + f" on {planned.device.name}", err=True)
     for labels, chosen, why in planned.why():
         of = f" of {labels}" if labels else ""
         click.echo(f"schedule{of}: {chosen}\nwhy: {why}", err=True)

@@ -1,0 +1,166 @@
+"""Which sequences of a stack run at the same time on a GPU, each on a share of its multiprocessors.
+
+A persistent kernel of a small layer does not gain much from the last blocks that it is given, and most of its step
+is the trip of the state through L2. So two sequences on a half of the GPU each can be done before one after the
+other on all of it are. What schedules expect of a step decides.
+
+The directions of a layer need nothing of each other. Layers need what the one before made, so they work on chunks of
+time, each layer a chunk behind the one before it. K chunks through n layers take K + n - 1 times what one takes; more
+chunks fill the GPU sooner, but each has its launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import ceil, isfinite
+from typing import TYPE_CHECKING
+
+from msgspec import structs
+
+from ecornn.cells import Cell
+from ecornn.device import Device
+from ecornn.errors import ArgumentError, ScheduleError
+from ecornn.program import chunk_steps
+from ecornn.workload import OVERLAPS, Overlap, Part, Stack, Workload
+
+if TYPE_CHECKING:
+    from ecornn.schedules.base import Task
+    from ecornn.tune.lookup import Found
+
+WISHES = ("auto", "none", *OVERLAPS)
+WIDEST = 8  # layers at the same time
+CHUNKS = 32  # of a wavefront, at most
+STEP = 2_000.0  # nanoseconds of a step that nobody knows better
+LAUNCHES = 12_000.0  # nanoseconds of a sequence beside its steps: its launches, and kernels too short to be fast
+GAIN = 0.9  # of the time one after the other: more is within the error of expectations, and records are for that
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """The sequences of a stack, each with its task, on its share of the GPU, and what was chosen for it.
+
+    ``expected``: nanoseconds of a call of the length to expect; infinity where nobody can say.
+    """
+
+    overlap: Overlap
+    tasks: tuple[Task, ...]
+    chosen: tuple[Found, ...]
+    expected: float
+
+
+def arrange(cell: Cell, stack: Stack, whole: Workload, device: Device, wish: str,
+            choose: Callable[[Task], Found], expect: Callable[[Task], float]) -> Arrangement:
+    """The arrangement for ``wish``, one of :data:`WISHES`; ``auto``: what is expected to take the least time.
+
+    ``choose`` finds the schedule and configuration of a task, ``expect`` the nanoseconds of its step. Raises
+    :class:`ArgumentError` where the stack cannot be arranged so, :class:`ScheduleError` where no schedule serves a
+    share of the GPU.
+    """
+    if wish not in WISHES:
+        raise ArgumentError("overlap", wish, f"one of {', '.join(WISHES)}")
+    if wish in OVERLAPS and (reason := impossible(wish, stack, device)):
+        raise ArgumentError("overlap", wish, reason)
+    arranger = _Arranger(cell, stack, whole, device, choose, expect)
+    serial = None if wish in OVERLAPS else arranger.arrangement(Overlap())
+    if serial is not None and (wish == "none" or stack.count == 1 or device.kind != "cuda"):
+        return serial
+    found, refused = [], None
+    for overlap in arranger.overlaps([wish] if wish in OVERLAPS else OVERLAPS):
+        try:
+            found.append(arranger.arrangement(overlap))
+        except (ScheduleError, ArgumentError) as error:  # also where a configuration was given
+            refused = error
+    best = min(found, key=lambda one: one.expected, default=None)
+    if serial is None:
+        if best is None:
+            assert refused is not None
+            raise refused
+        return arranger.explained(best, None)
+    return arranger.explained(best, serial) if best and best.expected < GAIN * serial.expected else serial
+
+
+def impossible(kind: str, stack: Stack, device: Device) -> str | None:
+    """What would have to be otherwise for this kind of overlap; None: it is possible."""
+    if device.kind != "cuda":
+        return "auto or none on a CPU, all of whose cores work on one sequence"
+    if kind == "directions":
+        return None if stack.bidirectional else "auto or none without bidirectional=True"
+    if stack.layers < 2:
+        return "auto or none with layers=1"
+    if stack.bidirectional:
+        return "auto, none or directions with bidirectional=True: a layer's last steps are needed first"
+    return "auto or none with reverse=True" if stack.reverse else None
+
+
+def wave_time(seq: int, chunks: int, layers: int, step: float) -> float:
+    """Nanoseconds of ``layers`` layers as a wavefront, or of one alone; ``step``: of the slowest of them."""
+    if layers == 1:
+        return LAUNCHES + seq * step
+    steps = min(chunk_steps(seq, chunks, 1), seq)
+    return (ceil(seq / steps) + layers - 1) * (LAUNCHES + steps * step)
+
+
+class _Arranger:
+    def __init__(self, cell: Cell, stack: Stack, whole: Workload, device: Device, choose: Callable[[Task], Found],
+                 expect: Callable[[Task], float]) -> None:
+        self.cell, self.stack, self.whole, self.device = cell, stack, whole, device
+        self.choose, self.expect = choose, expect
+        self.known: dict[object, tuple[Task, Found, float]] = {}
+
+    def overlaps(self, kinds: list[str] | tuple[str, ...]) -> Iterator[Overlap]:
+        """What can be tried of these kinds."""
+        for kind in kinds:
+            if impossible(kind, self.stack, self.device) is not None:
+                continue
+            layers = self.stack.layers
+            groups = range(1, layers) if kind == "wavefront" else ()
+            widths = dict.fromkeys(-(-layers // n) for n in groups) if groups else (2,)
+            yield from (Overlap(kind, width) for width in widths if 2 <= width <= WIDEST)
+
+    def arrangement(self, overlap: Overlap) -> Arrangement:
+        """The stack arranged so; each share of the GPU is planned for as if it were a GPU of its own."""
+        device = structs.replace(self.device, cores=self.device.cores // overlap.width)
+        made = [self._sequence(part, device) for part in self.stack.parts(self.whole)]
+        times = [time for *_, time in made]
+        tasks, chosen = tuple(task for task, *_ in made), tuple(found for _, found, _ in made)
+        if overlap.kind == "wavefront":
+            overlap = self._in_chunks(overlap, max(times))
+        return Arrangement(overlap, tasks, chosen, self._time(overlap, times))
+
+    def _sequence(self, part: Part, device: Device) -> tuple[Task, Found, float]:
+        from ecornn.task import make_task
+
+        key = part.workload, part.place, device.cores
+        if key not in self.known:
+            task = make_task(self.cell, part.workload, device, part.place)
+            self.known[key] = task, self.choose(task), self.expect(task)
+        return self.known[key]
+
+    def _time(self, overlap: Overlap, steps: list[float]) -> float:
+        """Nanoseconds of a call, from those of a step of each sequence."""
+        each = [LAUNCHES + self.whole.seq * step for step in steps]
+        if overlap.kind == "directions":
+            return sum(map(max, each[::2], each[1::2]))
+        if overlap.kind == "wavefront":
+            groups = [steps[n:n + overlap.width] for n in range(0, len(steps), overlap.width)]
+            return sum(wave_time(self.whole.seq, overlap.chunks, len(group), max(group)) for group in groups)
+        return sum(each)
+
+    def _in_chunks(self, overlap: Overlap, step: float) -> Overlap:
+        """With the number of chunks that is best for the T to expect, and no chunk shorter than its launches."""
+        seq, step = self.whole.seq, step if isfinite(step) else STEP
+        chunks = min(range(1, CHUNKS + 1), key=lambda n: wave_time(seq, n, overlap.width, step))
+        least = min(ceil(LAUNCHES / step), chunk_steps(seq, chunks, 1))
+        return structs.replace(overlap, chunks=ceil(seq / chunk_steps(seq, chunks, least)), least=least)
+
+    def explained(self, made: Arrangement, serial: Arrangement | None) -> Arrangement:
+        """With the reason in the provenance of every sequence."""
+        reasons = ["as asked for"] if serial is None else []
+        if isfinite(made.expected):
+            reasons.append(f"about {made.expected / 1e3:.0f} µs expected for {self.whole.seq} steps")
+        if serial is not None and isfinite(serial.expected):
+            reasons.append(f"{serial.expected / 1e3:.0f} one after the other")
+        cores = self.device.cores
+        text = f"; on {cores // made.overlap.width} of {cores} multiprocessors, {made.overlap}: {', '.join(reasons)}"
+        return replace(made, chosen=tuple(replace(one, provenance=one.provenance + text) for one in made.chosen))

@@ -1,0 +1,134 @@
+"""Which sequences of a stack are put side by side, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from ecornn.compiler import plan
+from ecornn.compose import compose
+from ecornn.device import KNOWN
+from ecornn.errors import ArgumentError, ScheduleError
+from ecornn.manifest import decode
+from ecornn.program import Beside, Extent, Wave, chunk_extent, chunk_steps
+from ecornn.task import make_manifest
+from ecornn.workload import SERIAL, Overlap
+
+
+def planned(**options: Any) -> Any:
+    return plan(options.pop("cell", "gru"), **{"hidden": 64, "target": "sm_90a", "dtype": "float16", **options})
+
+
+def test_auto_takes_what_is_expected_to_be_fastest():
+    found = planned(hidden=512, layers=2, bidirectional=True, batch=8, seq=200)
+    assert found.overlap == Overlap("directions", 2)
+    assert found.device.cores == 132 and {task.device.cores for task in found.tasks} == {66}
+    assert "on 66 of 132 multiprocessors, directions side by side: about" in found.found.provenance
+    assert "one after the other" in found.found.provenance
+    # weights that fit on the whole GPU, but not on a half
+    large = planned(cell="lstm", hidden=2048, batch=16, bidirectional=True)
+    assert large.found.schedule.name.startswith("persistent") and large.overlap == SERIAL
+    assert {task.device.cores for task in large.tasks} == {132}
+
+
+def test_layers_as_a_wavefront():
+    found = planned(cell="lstm", hidden=256, layers=4, seq=256)
+    assert found.overlap.kind == "wavefront" and found.overlap.width == 4 and found.overlap.chunks > 3
+    assert {task.device.cores for task in found.tasks} == {33}
+    program = compose(found.stack, found.workload, found.programs(), found.overlap)
+    assert [len(call.layers) for call in program.calls] == [4]
+    names = [b.name for b in program.buffers]
+    assert [n for n in names if n.startswith("between")] == ["between_0", "between_1", "between_2"]
+    assert len(names) == len(set(names)) and sum(n.endswith("_exchange_0") for n in names) == 4
+    assert sum(name.startswith("persistent") for name in program.functions) == 1
+    # too short to have chunks; a layer that needs the whole GPU; only two at a time fit
+    assert planned(cell="lstm", hidden=256, layers=4, seq=8).overlap == SERIAL
+    assert planned(cell="lstm", hidden=2048, batch=16, layers=2).overlap == SERIAL
+    pairs = planned(cell="lstm", hidden=1400, batch=1, layers=5, seq=500, overlap="wavefront", schedule="persistent")
+    program = compose(pairs.stack, pairs.workload, pairs.programs(), pairs.overlap)
+    assert pairs.overlap.width in (2, 3) and isinstance(program.calls[0], Wave)
+    assert sum(len(call.layers) for call in program.calls if isinstance(call, Wave)) in (4, 5)
+
+
+def test_a_short_wave_has_few_chunks():
+    overlap = planned(cell="lstm", hidden=256, layers=4, seq=256, overlap="wavefront").overlap
+    assert overlap.least > 8  # what the launches of a chunk cost
+    assert planned(layers=2, overlap="wavefront", seq=1).overlap == Overlap("wavefront", 2, 1, 8)
+
+
+@pytest.mark.parametrize(("chunks", "least"), [(1, 1), (3, 5), (10, 16), (32, 40)])
+def test_a_chunk_has_room(chunks: int, least: int):
+    """Whatever T is; and layers do not need L times the memory of one."""
+    extent = Extent(7, 100)
+    for steps in range(1, 700):
+        most = min(steps, chunk_steps(steps, chunks, least))
+        assert -(-steps // chunk_steps(steps, chunks, least)) <= chunks
+        assert extent.at(most) <= chunk_extent(extent, chunks, least).at(steps)
+    alone, wave = (planned(cell="lstm", hidden=256, layers=4, seq=1000, batch=8, overlap=overlap)
+                   for overlap in ("none", "wavefront"))
+    sizes = [sum(b.nbytes(1000) for b in compose(p.stack, p.workload, p.programs(), p.overlap).buffers
+                 if b.name.endswith("hoisted")) for p in (alone, wave)]
+    assert sizes[1] < sizes[0]
+
+
+def test_what_is_asked_for():
+    for overlap, kind in (("none", "none"), ("directions", "directions"), ("auto", "none")):
+        found = planned(cell="lstm", hidden=2048, batch=4, bidirectional=True, overlap=overlap)
+        assert found.overlap.kind == kind
+    assert "directions side by side: as asked for" in planned(bidirectional=True, overlap="directions").found.provenance
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"overlap": "both"}, "overlap='both' is not allowed; expected one of auto, none, directions, wavefront"),
+    ({"overlap": "wavefront"}, "with layers=1"),
+    ({"overlap": "wavefront", "layers": 2, "bidirectional": True}, "none or directions with bidirectional=True"),
+    ({"overlap": "wavefront", "layers": 2, "reverse": True}, "reverse=True"),
+    ({"overlap": "wavefront", "layers": 2, "target": "cpu", "dtype": "float32"}, "on a CPU"),
+    ({"overlap": "directions"}, "expected auto or none without bidirectional=True"),
+    ({"overlap": "directions", "layers": 2}, "bidirectional=True"),
+    ({"overlap": "directions", "bidirectional": True, "target": "cpu", "dtype": "float32"}, "on a CPU"),
+])
+def test_what_cannot_be_is_refused(options: dict[str, Any], words: str):
+    with pytest.raises(ArgumentError, match=words):
+        planned(**options)
+
+
+def test_a_schedule_that_does_not_serve_a_share():
+    sizes = {"cell": "lstm", "hidden": 2048, "batch": 16, "bidirectional": True, "schedule": "persistent"}
+    assert planned(**sizes).overlap == SERIAL
+    with pytest.raises(ScheduleError, match="do not fit on the 66 multiprocessors"):
+        planned(**sizes, overlap="directions")
+
+
+def test_records_of_shares_are_for_shares(monkeypatch: pytest.MonkeyPatch):
+    """What was measured on a whole GPU is not used on a half of it, what was measured on fewer is."""
+    from ecornn.tune import folders
+
+    log = folders.read_all()
+    one = next(line for line in log.lines if getattr(line.record, "times", None) and line.record.device.cores == 132
+               and line.record.workload.hidden == 512 and line.record.schedule == "persistent"
+               and line.record.config["groups"] * 512 / line.record.config["units"] <= 64)
+    work = one.record.workload
+    sizes = {"cell": work.cell, "hidden": work.hidden, "batch": work.batch, "seq": work.seq, "dtype": work.dtype,
+             "input": work.input, "bidirectional": True, "overlap": "directions"}
+    share = replace(one.record, device=replace(KNOWN["sm_90a"], name="a small one", cores=60))
+    for record, used in ((one.record, False), (share, True)):
+        held = folders.Log([type(one)(one.path, one.number, record)])
+        monkeypatch.setattr(folders, "read_all", lambda held=held: held)
+        assert (planned(**sizes).chosen[0].line is not None) == used
+
+
+def test_the_manifest_says_it_and_old_ones_are_read():
+    found = planned(bidirectional=True, overlap="directions")
+    program = compose(found.stack, found.workload, found.programs(), found.overlap)
+    assert [type(call) for call in program.calls] == [Beside]
+    manifest = make_manifest(found.cell, found.task, found.found.schedule, found.found.config, program, "",
+                             found.stack, found.overlap)
+    text = msgspec.json.encode(manifest)
+    assert decode(text.decode()) == manifest
+    old = msgspec.json.decode(text)
+    del old["overlap"]
+    assert decode(msgspec.json.encode(old).decode()).overlap == SERIAL
