@@ -74,6 +74,11 @@ def machine_of(gpu: str) -> Machine | None:
     return H100 if "H100 80GB HBM3" in gpu else None  # SXM; other products have other numbers of multiprocessors
 
 
+def polled(machine: Machine, blocks: int) -> float:
+    """Microseconds of one trip through L2 between so many blocks that poll; fewer than 32 were not measured."""
+    return _exchange(machine, max(blocks, 2 * machine.cluster))
+
+
 def floor(machine: Machine, cell: str, B: int, I: int, H: int, dtype: str) -> Floor:
     """The floor of a step; ``dtype`` is ``float16``, ``bfloat16``, ``tf32`` or ``float32`` (three TF32 products)."""
     cuts = (_cut(machine, cell, B, I, H, dtype, groups, blocks)

@@ -38,11 +38,17 @@ def knobs(config: dict) -> str:
     return " ".join(f"{k}={v}" for k, v in config.items())
 
 
+def size(r: dict) -> str:
+    """Of the module's file, in kB, where it is known."""
+    return f"{r['module_bytes'] / 1000:.0f}" if "module_bytes" in r else ""
+
+
 def source(env: dict, path: Path) -> str:
     """Where the figures are from."""
     return (f"{env['gpu']}, CUDA {env['cuda']}, cuDNN {env['cudnn']} through PyTorch {env['torch']} in a CUDA graph; "
             f"µs a step of whole forward passes, interleaved, medians with 20th and 80th percentiles, outputs checked "
-            f"against float64. Rows `tf32` let cuDNN round to TF32; ecornn computes float32 there. Data: "
+            f"against float64. Rows `tf32` let cuDNN round to TF32 while ecornn computes float32; in rows `tf32-both` "
+            f"both round. Data: "
             f"`{path.as_posix()}`; `make bench`.")
 
 
@@ -69,8 +75,9 @@ def long(path: Path, log: GridLog) -> list[str]:
     s = Summary(log.rows)
     lines = ["# Single layers on a GPU", "", source(log.environment, path), "",
              "The floor of a row is what `benchmarks/floor.py` computes: exchange, products and bytes of the best cut.",
-             "", *table((*AGAINST, "schedule", "knobs", "from"), (
-                 (*against(r), r["schedule"], knobs(r["config"]), r["provenance"].split(":")[0])
+             "Modules were compiled several at a time; `benchmarks/compile_times.py` times them one by one.",
+             "", *table((*AGAINST, "schedule", "knobs", "from", "module, kB"), (
+                 (*against(r), r["schedule"], knobs(r["config"]), r["provenance"].split(":")[0], size(r))
                  for r in s.rows.values()))]
     lines += ["", "## Bounds", "", *table(("layer", "dtype", "ecornn", "at most", "ratio", "at least", ""), (
         (layer(b.row), b.row["dtype"], times(b.row, "ecornn"), b.most or "", f"{b.row['ratio']:.2f}x", b.least or "",
