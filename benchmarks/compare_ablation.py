@@ -77,7 +77,7 @@ def compare(case: Case, files: Files, limits: Limits) -> dict:
     """One row: every side checked and timed."""
     import torch
     from many_sides import Sides
-    from side_by_side import CELLS, DEVICE, WrongResultError, float64_forward, relative
+    from side_by_side import CELLS, DEVICE, float64_forward, relative
     from unfused import unfused
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
@@ -91,7 +91,7 @@ def compare(case: Case, files: Files, limits: Limits) -> dict:
         made = [sides.add_module(name, file, weights) for name, file in files.items()]
         sides.add("cudnn", lambda y: library(sides.x)[0])
         if not any(made):
-            raise WrongResultError(f"no schedule serves it: {sides.row['missing']}")
+            return {"failed": f"no schedule serves it: {sides.row['missing']}"}
         sides.x.copy_(sides.random())
         reference = float64_forward(case.cell, sides.x, weights)
         error = relative(library(sides.x)[0], reference)

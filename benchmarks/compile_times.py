@@ -63,8 +63,9 @@ def environment(device: Device, jobs: int) -> dict:
     from ecornn.host_cpu import detect
     from ecornn.tune.environment import cuda_compiler
 
-    return {"gpu": device.name, "compiler": cuda_compiler(), "cpu": detect().name, "cores": len(os.sched_getaffinity(0)),
-            "jobs": jobs, "ecornn": __version__, "command": " ".join(["python", *sys.argv]),
+    return {"gpu": device.name, "compiler": cuda_compiler(), "cpu": detect().name,
+            "cores": len(os.sched_getaffinity(0)), "jobs": jobs, "ecornn": __version__,
+            "command": " ".join(["python", *sys.argv]),
             "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")}
 
 
@@ -72,8 +73,8 @@ def report(path: Path, log: GridLog) -> list[str]:
     """The table, in Markdown."""
     env, rows = log.environment, [r for r in log.rows if "failed" not in r]
     lines = ["# Compilation of the grid's modules", "",
-             f"For {env['gpu']}, by {env['compiler']} on {env['cpu']} with {env['cores']} cores; seconds, each module in a "
-             f"new process without the build cache, {env['jobs']} at a time. Data: `{path.as_posix()}`.", ""]
+             f"For {env['gpu']}, by {env['compiler']} on {env['cpu']} with {env['cores']} cores; seconds, each module "
+             f"in a new process without the build cache, {env['jobs']} at a time. Data: `{path.as_posix()}`.", ""]
     for name in dict.fromkeys(r["schedule"] for r in rows):
         of = [r for r in rows if r["schedule"] == name]
         worst = max(of, key=lambda r: r["build"])

@@ -43,13 +43,13 @@ def size(r: dict) -> str:
     return f"{r['module_bytes'] / 1000:.0f}" if "module_bytes" in r else ""
 
 
-def source(env: dict, path: Path) -> str:
+def source(log: GridLog, path: Path) -> str:
     """Where the figures are from."""
+    env, rounded = log.environment, any(r["dtype"] == "tf32-both" for r in log.rows)
     return (f"{env['gpu']}, CUDA {env['cuda']}, cuDNN {env['cudnn']} through PyTorch {env['torch']} in a CUDA graph; "
             f"µs a step of whole forward passes, interleaved, medians with 20th and 80th percentiles, outputs checked "
-            f"against float64. Rows `tf32` let cuDNN round to TF32 while ecornn computes float32; in rows `tf32-both` "
-            f"both round. Data: "
-            f"`{path.as_posix()}`; `make bench`.")
+            f"against float64. Rows `tf32` let cuDNN round to TF32; ecornn computes float32 there"
+            f"{', and in rows `tf32-both` TF32 too' if rounded else ''}. Data: `{path.as_posix()}`; `make bench`.")
 
 
 def short(path: Path, log: GridLog) -> list[str]:
@@ -67,13 +67,13 @@ def short(path: Path, log: GridLog) -> list[str]:
         lines.append(f"{len(s.failed)} rows failed: " + "; ".join(f"{layer(r)} {r['dtype']}" for r in s.failed) + ".")
     whole = path.with_suffix(".md").as_posix()
     return [*lines, f"Every row, with its configuration and its floor: [{whole}]({whole}).", "",
-            source(log.environment, path)]
+            source(log, path)]
 
 
 def long(path: Path, log: GridLog) -> list[str]:
     """Every row, and what must hold."""
     s = Summary(log.rows)
-    lines = ["# Single layers on a GPU", "", source(log.environment, path), "",
+    lines = ["# Single layers on a GPU", "", source(log, path), "",
              "The floor of a row is what `benchmarks/floor.py` computes: exchange, products and bytes of the best cut.",
              "Modules were compiled several at a time; `benchmarks/compile_times.py` times them one by one.",
              "", *table((*AGAINST, "schedule", "knobs", "from", "module, kB"), (

@@ -17,9 +17,10 @@ Each stage is set against the row's floor (floor.py); the reason is the stage th
 that does not wait for the exchange is not timed: no cell has it, and blocks that do not wait overlap steps which
 otherwise follow each other, so that the difference would not be the wait.
 
-Rows whose kernels are alike are timed once: of 16-bit types one, of cuDNN's two precisions one, of sizes and batches
-one for each cut into groups, units and warps; the row furthest above its floor stands for them. All sides are checked
-against float64 and timed in turns, in CUDA graphs.
+Rows whose kernels are alike are timed once: of 16-bit types one, of cuDNN's two precisions one, of batches, and of
+sizes beside a tile, one for each cut into groups, units and warps; the row furthest above its floor stands for them.
+All sides are checked against float64 and timed in turns, in CUDA graphs. Where `narrow` cannot be made (two gates of a
+vanilla cell may not fit), products and exchange stay together as the stage `recurrence`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from stage_cells import Bare
 
 MOST = 40  # rows that are timed
 STATES = {"lstm": 2, "gru": 1, "rnn_tanh": 1, "rnn_relu": 1}
-STAGES = ("gate math", "projection", "products", "exchange")
+STAGES = ("gate math", "projection", "products", "exchange", "recurrence")
 ALSO = 0.5  # of the largest excess: what else is named
 CUT = ("groups", "units", "warps", "rows")  # knobs that make kernels unlike
 BELOW = {up.H: off.H for off, up in TILES}  # sizes that fill tiles, and what is just below
@@ -93,15 +94,16 @@ def other_gates(case: Case) -> int:
     if GATES[case.cell] == 1:
         return 2
     tile = 16 if case.schedule == "layout_transform" else 8
-    units = int(dict(case.config)["units"])
+    units = int(dict(case.config).get("units", tile))
     return next((g for g in (1, 2) if g * units % tile == 0), 2)
 
 
 def cases_of(path: Path) -> list[Case]:
     """The rows of a grid that exceed 1.5 times their floor, each family once, the furthest first."""
     families: dict[object, list[dict]] = {}
-    for row in Summary(GridLog(path).rows).high():
-        families.setdefault(family(row), []).append(row)
+    high = {row["name"]: row for row in Summary(GridLog(path).rows).high()}
+    for row in high.values():
+        families.setdefault(family(high.get(row["name"].replace("bfloat16", "float16"), row)), []).append(row)
     found = []
     for first, *others in families.values():
         found.append(Case(*(first[k] for k in ("cell", "T", "B", "I", "H", "dtype", "schedule")),
@@ -126,7 +128,7 @@ def compare(case: Case, files: Files, limits: Limits) -> dict:
     import numpy as np
     import torch
     from many_sides import Sides
-    from side_by_side import CELLS, DEVICE, WrongResultError, float64_forward, relative
+    from side_by_side import CELLS, DEVICE, float64_forward, relative
     from stage_cells import bare_forward
 
     from ecornn.tune.oracle import TOLERANCE
@@ -134,7 +136,7 @@ def compare(case: Case, files: Files, limits: Limits) -> dict:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = case.row.arithmetic == "tf32"
     if isinstance(files["whole"], str):
-        raise WrongResultError(files["whole"])
+        return {"failed": files["whole"]}
     kwargs = {"nonlinearity": "tanh"} if case.cell == "rnn_tanh" else {}
     sides = Sides((case.T, case.B, case.I, case.H), case.row.kind)
     library = CELLS[case.cell](case.I, case.H, device=DEVICE, **kwargs).to(sides.kind)
@@ -170,6 +172,8 @@ def stages_of(row: dict, gates: int, others: int) -> dict[str, float]:
     if {"recurrence", "narrow"} <= set(us):
         found["products"] = gates * (us["recurrence"] - us["narrow"]) / (gates - others)
         found["exchange"] = us["recurrence"] - found["products"]
+    elif "recurrence" in us:
+        found["recurrence"] = us["recurrence"]
     return found
 
 
@@ -178,7 +182,7 @@ def excess(entry: dict, machine: Machine) -> dict[str, tuple[float, float]]:
     row = row_of(entry)
     least = floor(machine, row.cell, row.B, row.I, row.H, row.arithmetic)
     floors = {"gate math": 0.0, "projection": least.projection, "products": least.recurrent + least.bytes,
-              "exchange": least.exchange}
+              "exchange": least.exchange, "recurrence": least.recurrent + least.bytes + least.exchange}
     return {name: (entry["stages"][name], floors[name]) for name in STAGES if name in entry["stages"]}
 
 
@@ -205,6 +209,9 @@ def _sentence(entry: dict, stage: str, us: float, least: float, machine: Machine
         kept = config.get("registers")
         where = f", {100 - kept}% of the weights outside registers" if kept not in (None, 100) else ""
         return f"products and partial sums, {us:.2f} where the tensor cores' rate and bytes allow {least:.2f}{where}"
+    if stage == "recurrence":
+        return (f"products, exchange and synchronisation, {us:.2f} where the floor has {least:.2f}; not told apart, "
+                "since a cell of another number of gates does not fit")
     cut = floor(machine, row.cell, row.B, row.I, row.H, row.arithmetic)
     of_floor = f"the floor's {cut.blocks} blocks{' of a cluster' if cut.blocks <= machine.cluster else ''} {least:.2f}"
     if config["schedule"] not in ("persistent", "persistent_wide"):

@@ -77,6 +77,7 @@ def test_the_grid_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.M
     found, least = log.of(tf32), floor(H100, "lstm", 2, 8, 8, "float32").total
     assert found["floor_us"] == least and found["over_floor"] == 2.0 / least
     assert log.of(VANILLA) is None
+    assert found["module_bytes"] > 1000
     assert path.read_text().count('"row"') == 3
 
 
