@@ -111,7 +111,7 @@ def _run(stack: contextlib.ExitStack, arguments: argparse.Namespace, cases: Sequ
     for case, files in _in_turn(sides, futures, folder):
         with holding(arguments.lock):
             result = log.add(case, process.measure(case, files))
-        failed += "failed" in result
+        failed += "failed" in result or bool(result["wrong"])
         print(line_of(str(case), result), flush=True)
     arguments.output.with_suffix(".md").write_text("\n".join(report(arguments.output, log)) + "\n")
     print(f"{len(left) - failed} cases measured, {failed} failed, {time.monotonic() - begin:.0f} s", flush=True)
@@ -154,4 +154,5 @@ def line_of(name: str, result: dict) -> str:
     """A case on one line: the time of each side in microseconds a step."""
     if "failed" in result:
         return f"{name:36} FAILED {result['failed']}"
-    return f"{name:36} " + " ".join(f"{side} {result[f'{side}_us']:.2f}" for side in result["sides"])
+    parts = [f"{side} {result[f'{side}_us']:.2f}" for side in result["sides"]]
+    return " ".join([f"{name:36}", *parts, *(f"{side} WRONG" for side in result["wrong"])])

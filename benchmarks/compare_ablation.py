@@ -139,7 +139,7 @@ def report(path: Path, log: GridLog) -> list[str]:
              "forward passes in CUDA graphs, interleaved, medians with 20th and 80th percentiles, outputs checked "
              "against float64. In bold the gain over the column before, in brackets the speed against cuDNN's. The "
              "columns are explained in `benchmarks/compare_ablation.py`: `fused_step` has no tensor cores, "
-             f"`layout_transform` has them. Data: `{path.as_posix()}`; `make bench`.", ""]
+             f"`layout_transform` has them. Data: `{path.name}`; `make bench`.", ""]
     heads = ("layer, T x B x I x H", "dtype", *COLUMNS.values())
     for paper in PAPERS:
         if of := [r for r in rows if r["paper"] == paper]:

@@ -113,6 +113,8 @@ def compare(case: Case, files: Files, limits: Limits) -> dict:
                 sides.add_module(side, files[side], weights)
                 references[side] = torch.from_numpy(y).to(DEVICE)
         sides.check(references, dict.fromkeys(references, TOLERANCE[case.dtype]))
+        if wrong := [side for side in ("plain", "variant") if side in sides.row["wrong"]]:
+            return {"failed": f"{wrong[0]}: {sides.row['missing'][wrong[0]]}"}
         row = sides.time(limits)
     ratios = {f"{side}_ratio": row[f"{side}_us"] / row["plain_us"] for side in row["sides"] if side != "plain"}
     return row | ratios | {"T": T, "B": B}
@@ -136,7 +138,7 @@ def report(path: Path, log: GridLog) -> list[str]:
              f"{env['gpu']}, CUDA {env['cuda']}, PyTorch {env['torch']}; {T}x{B}xHxH, {DTYPE}, µs a step of whole "
              "forward passes in CUDA graphs, interleaved, medians with 20th and 80th percentiles, the first steps "
              "checked against float64. `alike` is the variant with the plain cell's schedule and knobs. Data: "
-             f"`{path.as_posix()}`; `make bench`.", "",
+             f"`{path.name}`; `make bench`.", "",
              *table(("variant", "H", "of", "plain", "variant", "ratio", "alike", "ratio", "at most", "", "variant's"), (
                  _line(r, machine) for r in rows)), ""]
     lines += ["## Not compiled or not right", "",

@@ -74,7 +74,7 @@ def report(path: Path, log: GridLog) -> list[str]:
     env, rows = log.environment, [r for r in log.rows if "failed" not in r]
     lines = ["# Compilation of the grid's modules", "",
              f"For {env['gpu']}, by {env['compiler']} on {env['cpu']} with {env['cores']} cores; seconds, each module "
-             f"in a new process without the build cache, {env['jobs']} at a time. Data: `{path.as_posix()}`.", ""]
+             f"in a new process without the build cache, {env['jobs']} at a time. Data: `{path.name}`.", ""]
     for name in dict.fromkeys(r["schedule"] for r in rows):
         of = [r for r in rows if r["schedule"] == name]
         worst = max(of, key=lambda r: r["build"])

@@ -157,6 +157,8 @@ def compare(case: Case, files: Files, limits: Limits) -> dict:
             2 * relative(library(sides.x)[0], references["whole"]) + 1e-6)
         sides.check(references, dict.fromkeys(files, TOLERANCE[case.row.arithmetic]) | {"whole": near})
         del references
+        if "whole" in sides.row["wrong"]:
+            return {"failed": sides.row["missing"]["whole"]}
         row = sides.time(limits)
     return row | {"stages": stages_of(row, GATES[case.cell], other_gates(case))}
 
@@ -229,7 +231,7 @@ def report(path: Path, log: GridLog) -> list[str]:
              f"{env['gpu']}, CUDA {env['cuda']}, PyTorch {env['torch']}; µs a step in CUDA graphs, interleaved, "
              "outputs checked against float64. Stages are differences of medians between cells that have the stage and "
              "cells that have not, in the row's configuration (`benchmarks/why_above_floor.py`); in brackets what the "
-             f"floor has for the stage. Data: `{path.as_posix()}`; `make bench`.", ""]
+             f"floor has for the stage. Data: `{path.name}`; `make bench`.", ""]
     if machine is None:
         lines += ["Nobody measured the constants of this GPU, so there are no floors, and no reasons.", ""]
     lines += [*table(("layer, T x B x I x H", "dtype", "whole", "of its floor", *STAGES, "reason", "also"), (

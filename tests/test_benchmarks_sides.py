@@ -79,8 +79,19 @@ def test_a_wrong_side_is_no_result(on_cpu, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(compare_ablation, "CASES", [compare_ablation.Case("EcoRNN", "lstm", 5, 3, 8, "float32")])
     path = tmp_path / "ablation.jsonl"
     assert run(monkeypatch, compare_ablation, "--output", path) == 1
-    assert "WrongResultError: fused_step: error" in rows_of(path)[0]["failed"]
-    assert "## Failed" in path.with_suffix(".md").read_text()
+    (row,) = rows_of(path)
+    assert row["wrong"] == ["fused_step"] and row["sides"] == ["per_gate", "per_cell", "cudnn"]
+    assert "fused_step: wrong result: error" in path.with_suffix(".md").read_text()
+
+
+@pytest.mark.slow
+def test_a_wrong_variant_is_no_result(on_cpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compare_variants, "CASES", [compare_variants.Case("lstm", "lstm(clip=3)", 8, "float32")])
+    monkeypatch.setattr(compare_variants.Case, "sides", lambda self: {
+        "plain": self._made("lstm"), "variant": self._made("lstm(clip=0.01)"), "alike": self._made("lstm(clip=3)")})
+    path = tmp_path / "variants.jsonl"
+    assert run(monkeypatch, compare_variants, "--output", path) == 1
+    assert rows_of(path)[0]["failed"].startswith("variant: wrong result: error")
 
 
 def test_the_faster_persistent_schedule_stands_for_both():
