@@ -28,6 +28,7 @@ from ecornn.device import resolve
 from ecornn.errors import EcornnError
 
 Files = dict[str, Path | str]  # side -> its module's file, or why there is none
+Report = Callable[[Path, GridLog], Sequence[str]]  # the lines of a file's table
 
 
 class Case(Protocol):
@@ -56,6 +57,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--lock", type=Path, metavar="FILE", help="locked while the GPU is in use")
     parser.add_argument("--target", default="cuda", help="what --compile-only compiles for (default: the GPU at hand)")
     parser.add_argument("--compile-only", action="store_true", help="measure nothing; says what cannot be compiled")
+    parser.add_argument("--report", action="store_true", help="only write the table of what --output has")
     parser.add_argument("--list", action="store_true", help="print the cases")
     return parser
 
@@ -66,8 +68,7 @@ def select(cases: Sequence[Any], only: Sequence[str], limit: int | None) -> list
     return found[:limit]
 
 
-def run(arguments: argparse.Namespace, cases: Sequence[Any], one: Callable[..., dict],
-        report: Callable[[Path, GridLog], Sequence[str]]) -> None:
+def run(arguments: argparse.Namespace, cases: Sequence[Any], one: Callable[..., dict], report: Report) -> None:
     """Measures with ``one(case, files, limits)``, and ends the program; ``report`` makes the lines of the table."""
     cases = select(cases, arguments.only, arguments.limit)
     if not cases:
@@ -78,6 +79,8 @@ def run(arguments: argparse.Namespace, cases: Sequence[Any], one: Callable[..., 
         print("\n".join(map(str, cases)))
         return
     try:
+        if arguments.report:
+            return write_table(arguments.output, GridLog(arguments.output), report)
         with contextlib.ExitStack() as stack:
             sys.exit(_run(stack, arguments, cases, one, report))
     except KeyboardInterrupt:
@@ -87,7 +90,7 @@ def run(arguments: argparse.Namespace, cases: Sequence[Any], one: Callable[..., 
 
 
 def _run(stack: contextlib.ExitStack, arguments: argparse.Namespace, cases: Sequence[Any],
-         one: Callable[..., dict], report: Callable[[Path, GridLog], Sequence[str]]) -> int:
+         one: Callable[..., dict], report: Report) -> int:
     folder = arguments.modules or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ecornn-")))
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -113,9 +116,16 @@ def _run(stack: contextlib.ExitStack, arguments: argparse.Namespace, cases: Sequ
             result = log.add(case, process.measure(case, files))
         failed += "failed" in result or bool(result["wrong"])
         print(line_of(str(case), result), flush=True)
-    arguments.output.with_suffix(".md").write_text("\n".join(report(arguments.output, log)) + "\n")
+    write_table(arguments.output, log, report)
     print(f"{len(left) - failed} cases measured, {failed} failed, {time.monotonic() - begin:.0f} s", flush=True)
     return int(failed > 0)
+
+
+def write_table(path: Path, log: GridLog, report: Report) -> None:
+    """The Markdown beside the file."""
+    if not log.environment:
+        raise ValueError(f"{path} has no results")
+    path.with_suffix(".md").write_text("\n".join(report(path, log)) + "\n")
 
 
 def _in_turn(sides: dict[Any, dict[str, Made]], futures: dict[Made, Future],

@@ -91,7 +91,7 @@ def compare(case: Case, files: Files, limits: Limits) -> dict:
         made = [sides.add_module(name, file, weights) for name, file in files.items()]
         sides.add("cudnn", lambda y: library(sides.x)[0])
         if not any(made):
-            return {"failed": f"no schedule serves it: {sides.row['missing']}"}
+            return {"failed": "; ".join(f"{name}: {why}" for name, why in sides.row["missing"].items())}
         sides.x.copy_(sides.random())
         reference = float64_forward(case.cell, sides.x, weights)
         error = relative(library(sides.x)[0], reference)

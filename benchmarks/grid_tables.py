@@ -91,7 +91,8 @@ def long(path: Path, log: GridLog) -> list[str]:
         (layer(p.off), times(p.off, "ecornn"), layer(p.up), times(p.up, "ecornn"), f"{p.cliff:.2f}",
          "holds" if p.good else f"**above {CLIFF}**") for p in s.pairs()))]
     lines += ["", f"## Above {HIGH} times the floor", "", ", ".join(
-        f"{layer(r)} {r['dtype']} ({r['over_floor']:.2f})" for r in s.high()) or "None.", ""]
+        f"{layer(r)} {r['dtype']} ({r['over_floor']:.2f})" for r in s.high()) or "None.", "",
+        "`benchmarks/why_above_floor.py` says which stage of a step is the reason.", ""]
     if s.failed:
         lines += ["## Failed", "", *(f"- {layer(r)} {r['dtype']}: {r['failed']}" for r in s.failed), ""]
     return lines

@@ -60,8 +60,8 @@ class Bare(Cell):
         return [new, *(pointwise(lambda b, j: half * new[b, j], h, "kept") for _ in rest)]
 
     def random(self, input: int, hidden: int, generator: Any) -> dict[str, Any]:
-        """Weights by PyTorch's names, float32: small enough that the state stays near 1 over any number of steps."""
-        bound = {"weight_ih": input ** -0.5, "weight_hh": 0.25 * hidden ** -0.5, "bias_ih": 1.0}
+        """Weights by PyTorch's names: small enough that the state stays near 1 over any number of steps."""
+        bound = {"weight_ih": 0.25 * input ** -0.5, "weight_hh": 0.25 * hidden ** -0.5, "bias_ih": 1.0}
         return {self.parameter_name(name): bound[name] * generator.uniform(-1, 1, (shape[0] * shape[1], *shape[2:]))
                 for name, shape in self.parameters(input, hidden).items()}
 

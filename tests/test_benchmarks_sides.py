@@ -68,6 +68,10 @@ def test_the_ablation(on_cpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     text = path.with_suffix(".md").read_text()
     assert "| LSTM 5x3x8x8 | float32 |" in text and "not served" in text and "float32 | against cuDNN" in text
     assert run(monkeypatch, compare_ablation, "--output", path) == 0
+    path.with_suffix(".md").unlink()
+    monkeypatch.setattr(sys, "argv", ["compare_ablation.py", "--output", str(path), "--report"])
+    compare_ablation.main()
+    assert path.with_suffix(".md").read_text() == text
     assert f"3 cases are in {path} already" in capsys.readouterr().out and len(rows_of(path)) == 3
 
 
@@ -92,6 +96,15 @@ def test_a_wrong_variant_is_no_result(on_cpu, tmp_path: Path, monkeypatch: pytes
     path = tmp_path / "variants.jsonl"
     assert run(monkeypatch, compare_variants, "--output", path) == 1
     assert rows_of(path)[0]["failed"].startswith("variant: wrong result: error")
+
+
+def test_nothing_to_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", ["compare_ablation.py", "--output", str(tmp_path / "none.jsonl"), "--report"])
+    with pytest.raises(SystemExit, match=r"none\.jsonl has no results"):
+        compare_ablation.main()
+    monkeypatch.setattr(sys, "argv", ["compare_ablation.py", "--list", "--only", "gru7"])
+    with pytest.raises(SystemExit, match="no case has 'gru7'"):
+        compare_ablation.main()
 
 
 def test_the_faster_persistent_schedule_stands_for_both():
