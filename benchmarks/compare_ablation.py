@@ -35,6 +35,7 @@ from measuring_process import Limits
 SCHEDULES = {"fused_step": ("fused_step", ()), "layout_plain": ("layout_transform", (("layout", "hidden"),)),
              "layout": ("layout_transform", (("layout", "batch"),)), "persistent": ("persistent", ()),
              "persistent_wide": ("persistent_wide", ())}  # side -> schedule, knobs that are changed
+NEVER = {("persistent_wide", "float32")}  # schedules that serve no layer of a data type
 UNFUSED = {"per_gate": True, "per_cell": False}
 COLUMNS = {"per_gate": "per gate", "per_cell": "per cell", "fused_step": "fused_step", "layout_plain": "layout, plain",
            "layout": "layout", "persistent": "persistent", "cudnn": "cuDNN"}
@@ -59,7 +60,7 @@ class Case:
     def sides(self) -> dict[str, Made]:
         """The modules that the columns need."""
         return {side: Made(self.cell, self.T, self.B, self.I, self.H, self.dtype, name, changed=changed)
-                for side, (name, changed) in SCHEDULES.items()}
+                for side, (name, changed) in SCHEDULES.items() if (name, self.dtype) not in NEVER}
 
     def __str__(self) -> str:
         return f"{self.cell} {self.T}x{self.B}x{self.I}x{self.H} {self.dtype}"
