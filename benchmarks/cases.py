@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import BrokenExecutor, Future
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -69,7 +69,10 @@ def select(cases: Sequence[Any], only: Sequence[str], limit: int | None) -> list
 
 
 def run(arguments: argparse.Namespace, cases: Sequence[Any], one: Callable[..., dict], report: Report) -> None:
-    """Measures with ``one(case, files, limits)``, and ends the program; ``report`` makes the lines of the table."""
+    """Measures with ``one(case, files, limits)``, and ends the program; ``report`` makes the lines of the table.
+
+    ``one`` returns a row of `many_sides.py`, or why it ``failed``; with ``served`` False that is no fault.
+    """
     cases = select(cases, arguments.only, arguments.limit)
     if not cases:
         sys.exit(f"no case has {' or '.join(map(repr, arguments.only)) or 'anything to compare'}; see --list")
@@ -114,7 +117,7 @@ def _run(stack: contextlib.ExitStack, arguments: argparse.Namespace, cases: Sequ
     for case, files in _in_turn(sides, futures, folder):
         with holding(arguments.lock):
             result = log.add(case, process.measure(case, files))
-        failed += "failed" in result or bool(result["wrong"])
+        failed += result.get("served", True) and ("failed" in result or bool(result["wrong"]))
         print(line_of(str(case), result), flush=True)
     write_table(arguments.output, log, report)
     print(f"{len(left) - failed} cases measured, {failed} failed, {time.monotonic() - begin:.0f} s", flush=True)
@@ -143,7 +146,7 @@ def _in_turn(sides: dict[Any, dict[str, Made]], futures: dict[Made, Future],
 def _outcome(future: Future, made: Made, folder: Path) -> Path | str:
     try:
         future.result()
-    except (EcornnError, BrokenExecutor) as error:
+    except Exception as error:  # whatever one module does, the others are measured
         return f"{type(error).__name__}: {error}"
     return file_of(made, folder)
 
@@ -163,6 +166,6 @@ def _say_files(sides: dict[Any, dict[str, Made]], futures: dict[Made, Future], f
 def line_of(name: str, result: dict) -> str:
     """A case on one line: the time of each side in microseconds a step."""
     if "failed" in result:
-        return f"{name:36} FAILED {result['failed']}"
+        return f"{name:36} {'FAILED' if result.get('served', True) else 'not served:'} {result['failed']}"
     parts = [f"{side} {result[f'{side}_us']:.2f}" for side in result["sides"]]
     return " ".join([f"{name:36}", *parts, *(f"{side} WRONG" for side in result["wrong"])])

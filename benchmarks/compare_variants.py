@@ -96,7 +96,7 @@ def compare(case: Case, files: Files, limits: Limits) -> dict:
     import_tvm()
     for side in ("plain", "variant"):
         if isinstance(files[side], str):
-            return {"failed": files[side]}
+            return {"failed": files[side], "served": False}
     sides, references = Sides((T, B, case.H, case.H), case.dtype), {}
     with torch.no_grad():
         sides.x.copy_(sides.random())
