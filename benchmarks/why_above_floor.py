@@ -215,12 +215,15 @@ def _sentence(entry: dict, stage: str, us: float, least: float, machine: Machine
         return (f"products, exchange and synchronisation, {us:.2f} where the floor has {least:.2f}; not told apart, "
                 "since a cell of another number of gates does not fit")
     cut = floor(machine, row.cell, row.B, row.I, row.H, row.arithmetic)
-    of_floor = f"the floor's {cut.blocks} blocks{' of a cluster' if cut.blocks <= machine.cluster else ''} {least:.2f}"
+    among = "one block" if cut.blocks == 1 else f"{cut.blocks} blocks" + (
+        " of a cluster" if cut.blocks <= machine.cluster else "")
+    of_floor = f"the floor has {least:.2f} for {among}"
     if config["schedule"] not in ("persistent", "persistent_wide"):
-        return f"a launch a step, and the state through memory, {us:.2f} where an exchange between {of_floor} takes"
+        return f"a launch a step, and the state through memory, {us:.2f}; {of_floor}"
     blocks = -(-row.H // config["units"])
-    return (f"exchange and synchronisation, {us:.2f}: one trip through L2 between the {blocks} blocks of a group alone "
-            f"takes {polled(machine, blocks):.2f}, {of_floor}")
+    trip = polled(machine, row.B, row.H, row.arithmetic, config["groups"], blocks)
+    return (f"exchange and synchronisation, {us:.2f}, of which about {trip:.2f} is the way through L2 between the "
+            f"{blocks} blocks of a group; {of_floor}")
 
 
 def report(path: Path, log: GridLog) -> list[str]:

@@ -189,13 +189,13 @@ def test_stages_by_hand():
 
 @pytest.mark.parametrize(("stages", "found", "words"), [
     ({"gate math": 0.1, "projection": 0.0, "products": 0.1, "exchange": 0.8}, ["exchange"],
-     "between the 16 blocks of a group alone takes 0.79, the floor's 8 blocks of a cluster 0.46"),
+     "0.79 is the way through L2 between the 16 blocks of a group; the floor has 0.46 for 8 blocks of a cluster"),
     ({"gate math": 0.4, "projection": 0.0, "products": 0.4, "exchange": 0.46}, ["gate math", "products"], "gate math"),
     ({"gate math": 0.4, "recurrence": 0.9}, ["gate math", "recurrence"], "not told apart"),
     ({"gate math": 0.0, "projection": 0.3, "products": 0.0, "exchange": 0.1}, ["projection"], "0.30 where")])
 def test_reasons_by_hand(stages: dict, found: list[str], words: str):
     row = {"cell": "lstm", "T": 256, "B": 1, "I": 256, "H": 256, "dtype": "float16", "stages": stages,
-           "configs": {"whole": {"schedule": "persistent", "units": 16, "registers": 100}}}
+           "configs": {"whole": {"schedule": "persistent", "groups": 1, "units": 16, "registers": 100}}}
     assert why_above_floor.reasons(row, floors.H100) == found
     assert words in why_above_floor.in_words(row, floors.H100)
 
