@@ -8,7 +8,7 @@ Rows (grid.py): cells, sizes and data types of the grid, vanilla H=1152 at B = 1
 off every tile beside the next tile up. Modules are compiled in processes of their own, by the best tuning record or
 the heuristic, while others are measured. A row: whole forward passes in CUDA graphs, interleaved, checked against
 float64 over all steps (side_by_side.py); median, 20th and 80th percentile, at most --seconds of them and at most
---repeats. Rows "tf32" let cuDNN round to TF32; ecornn has no such precision, so that its float32 stands there. A
+--repeats. Rows "tf32" let cuDNN round to TF32 while ecornn computes float32; in rows "tf32-both" both round. A
 row that hangs or breaks the GPU's context is recorded as failed and costs the others nothing but a new process.
 
 Every row is appended to --output as soon as it is measured, so that an interrupted run goes on where it stopped; rows
@@ -59,9 +59,9 @@ def measure(row: Row, compiled: Future, folder: Path, process: MeasuringProcess,
     with holding(lock):
         found = process.measure(row, file_of(row, folder))
     machine = machine_of(process.gpu)
-    found["compile_seconds"] = seconds
+    found |= {"compile_seconds": seconds, "module_bytes": file_of(row, folder).stat().st_size}
     if machine is not None and "failed" not in found:
-        least = floor(machine, row.cell, row.B, row.I, row.H, row.kind)
+        least = floor(machine, row.cell, row.B, row.I, row.H, row.arithmetic)
         found |= {"floor_us": least.total, "floor": asdict(least), "over_floor": found["ecornn_us"] / least.total}
     return found
 
@@ -127,7 +127,7 @@ def main() -> None:
 def run(arguments: argparse.Namespace) -> None:
     if arguments.list:
         for row in arguments.rows:
-            print(f"{row!s:32} {floor(H100, row.cell, row.B, row.I, row.H, row.kind).total:.2f}")
+            print(f"{row!s:32} {floor(H100, row.cell, row.B, row.I, row.H, row.arithmetic).total:.2f}")
         return
     with contextlib.ExitStack() as stack:
         folder = arguments.modules or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ecornn-")))

@@ -10,26 +10,42 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
-
-from grid import Row
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ecornn.device import Device
 
-
-def file_of(row: Row, folder: Path) -> Path:
-    """Where the module of a row lies; rows that differ in cuDNN's precision alone share one."""
-    return folder / f"{row.cell}_{row.T}x{row.B}x{row.I}x{row.H}_{row.kind}.so"
+if TYPE_CHECKING:
+    from ecornn.compiler import Plan
 
 
-def compile_row(row: Row, device: Device, out: Path) -> float:
-    """Compiles the best known configuration of a row; seconds."""
+class Planned(Protocol):
+    """What can be compiled ahead: a row of the grid, or one of the modules of a comparison."""
+
+    @property
+    def file(self) -> str:
+        """The name of the module's file."""
+
+    def plan(self, device: Device) -> Plan:
+        """What is built for a device."""
+
+
+Item = TypeVar("Item", bound=Planned)
+
+
+def file_of(row: Planned, folder: Path) -> Path:
+    """Where the module of a row lies."""
+    return folder / row.file
+
+
+def compile_row(row: Planned, device: Device, out: Path) -> float:
+    """Compiles a row; seconds."""
     from ecornn.tune.quick_tvm import import_tvm
 
     import_tvm()
-    from ecornn.compiler import build, plan
+    from ecornn.compiler import build
 
     begin = time.perf_counter()
-    build(plan(row.cell, hidden=row.H, input=row.I, batch=row.B, seq=row.T, dtype=row.kind, target=device), out)
+    build(row.plan(device), out)
     return time.perf_counter() - begin
 
 
@@ -39,7 +55,7 @@ def _end_at_once() -> None:
 
 
 @contextmanager
-def compiling(rows: Iterable[Row], device: Device, folder: Path, jobs: int | None) -> Iterator[dict[Row, Future]]:
+def compiling(rows: Iterable[Item], device: Device, folder: Path, jobs: int | None) -> Iterator[dict[Item, Future]]:
     """Futures of `compile_row`, in the order of rows, ``jobs`` at a time; what is not begun at the end is dropped."""
     pool = ProcessPoolExecutor(jobs or max(1, len(os.sched_getaffinity(0)) - 1),
                                mp_context=multiprocessing.get_context("spawn"), initializer=_end_at_once)
@@ -56,7 +72,7 @@ def compiling(rows: Iterable[Row], device: Device, folder: Path, jobs: int | Non
         pool.shutdown(cancel_futures=True)
 
 
-def as_ready(futures: dict[Row, Future]) -> Iterator[tuple[Row, Future]]:
+def as_ready(futures: dict[Item, Future]) -> Iterator[tuple[Item, Future]]:
     """Every row once, as soon as it is compiled; of several, the first."""
     left = dict(futures)
     while left:

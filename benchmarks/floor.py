@@ -74,6 +74,12 @@ def machine_of(gpu: str) -> Machine | None:
     return H100 if "H100 80GB HBM3" in gpu else None  # SXM; other products have other numbers of multiprocessors
 
 
+def polled(machine: Machine, B: int, H: int, dtype: str, groups: int, blocks: int) -> float:
+    """Microseconds of an exchange between a group's blocks that poll through L2; fewer than 32 take as long as 32."""
+    return _exchange(machine, max(blocks, 2 * machine.cluster)) + _fetched(
+        machine, -(-B // groups), H, BYTES[dtype], groups, blocks)
+
+
 def floor(machine: Machine, cell: str, B: int, I: int, H: int, dtype: str) -> Floor:
     """The floor of a step; ``dtype`` is ``float16``, ``bfloat16``, ``tf32`` or ``float32`` (three TF32 products)."""
     cuts = (_cut(machine, cell, B, I, H, dtype, groups, blocks)
@@ -87,14 +93,18 @@ def _cut(m: Machine, cell: str, B: int, I: int, H: int, dtype: str, groups: int,
     each = weights / blocks
     shared = min(max(0.0, each - m.registers), m.shared)
     beyond = groups * (weights - blocks * min(each, m.registers + m.shared))
-    state = 0 if blocks == 1 else max(0, rows * H * size - m.announced)
-    fetched = max(state / m.intake_rate, state * groups * -(-blocks // m.cluster) / m.l2_rate)
     return Floor(
-        exchange=_exchange(m, blocks) + fetched,
+        exchange=_exchange(m, blocks) + _fetched(m, rows, H, size, groups, blocks),
         recurrent=2 * GATES[cell] * H * H * max(rows, TILE) / (rate * blocks / m.cores),
         projection=2 * GATES[cell] * H * I * B / rate,
         bytes=shared / m.shared_rate + beyond / (m.l2_rate if weights <= m.l2 else m.memory_rate)
         + B * (I + H) * size / m.memory_rate, groups=groups, blocks=blocks)
+
+
+def _fetched(m: Machine, rows: int, H: int, size: int, groups: int, blocks: int) -> float:
+    """Microseconds for what of h exceeds the bytes that an exchange was measured with."""
+    state = 0 if blocks == 1 else max(0, rows * H * size - m.announced)
+    return max(state / m.intake_rate, state * groups * -(-blocks // m.cluster) / m.l2_rate)
 
 
 def _exchange(m: Machine, blocks: int) -> float:

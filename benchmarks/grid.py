@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ecornn.compiler import Plan
+    from ecornn.device import Device
 
 
 @dataclass(frozen=True)
 class Row:
-    """One layer. ``tf32``: cuDNN may round to TF32; ecornn computes float32."""
+    """One layer. ``tf32``: cuDNN may round to TF32, ecornn computes float32; ``tf32-both``: both round."""
 
     cell: str
     T: int
@@ -20,7 +25,25 @@ class Row:
     @property
     def kind(self) -> str:
         """The data type of the tensors."""
-        return "float32" if self.dtype == "tf32" else self.dtype
+        return "float32" if self.dtype.startswith("tf32") else self.dtype
+
+    @property
+    def arithmetic(self) -> str:
+        """What ecornn rounds the factors of products to."""
+        return "tf32" if self.dtype == "tf32-both" else self.kind
+
+    @property
+    def file(self) -> str:
+        """The name of its module's file; rows that differ in cuDNN's precision alone share one."""
+        kind = self.dtype if self.dtype == "tf32-both" else self.kind
+        return f"{self.cell}_{self.T}x{self.B}x{self.I}x{self.H}_{kind}.so"
+
+    def plan(self, device: Device) -> Plan:
+        """The best known configuration."""
+        from ecornn.compiler import plan
+
+        return plan(self.cell, hidden=self.H, input=self.I, batch=self.B, seq=self.T, dtype=self.kind,
+                    precision="tf32" if self.arithmetic == "tf32" else None, target=device)
 
     def __str__(self) -> str:
         return f"{self.cell} {self.T}x{self.B}x{self.I}x{self.H} {self.dtype}"
@@ -31,7 +54,7 @@ def _square(cell: str, T: int, B: int, H: int, dtype: str = "float16") -> Row:
 
 
 # Deep Speech 2's layer and FlashRNN's size, in every data type
-LAYERS = [_square(cell, T, B, H, dtype) for dtype in ("float16", "bfloat16", "tf32", "float32")
+LAYERS = [_square(cell, T, B, H, dtype) for dtype in ("float16", "bfloat16", "tf32", "tf32-both", "float32")
           for cell in ("lstm", "gru", "rnn_tanh") for T, B, H in ((1024, 16, 768), (300, 20, 800))]
 
 # One row of the batch, weights that barely fit, large batches: both 16-bit types

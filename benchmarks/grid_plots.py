@@ -13,7 +13,8 @@ from grid import GRID, SCALING
 from grid_log import GridLog
 from grid_summary import DTYPES, Summary
 
-COLOURS = {"float16": "tab:blue", "bfloat16": "tab:orange", "tf32": "tab:green", "float32": "tab:red"}
+COLOURS = {"float16": "tab:blue", "bfloat16": "tab:orange", "tf32": "tab:green", "tf32-both": "tab:purple",
+           "float32": "tab:red"}
 
 
 def plot_rows(log: GridLog, path: Path) -> None:

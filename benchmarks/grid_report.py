@@ -21,7 +21,7 @@ from grid_tables import knobs, long
 COLUMNS = ("cell", "T", "B", "I", "H", "dtype", "ecornn_us", "ecornn_p20", "ecornn_p80", "cudnn_us", "cudnn_p20",
            "cudnn_p80", "ratio", "floor_us", "over_floor", "floor_exchange", "floor_recurrent", "floor_projection",
            "floor_bytes", "floor_groups", "floor_blocks", "error", "cudnn_error", "repetitions", "compile_seconds",
-           "schedule", "config", "provenance", "failed")
+           "module_bytes", "schedule", "config", "provenance", "failed")
 
 
 def write_csv(path: Path, log: GridLog) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from grid import CLIFF, GRID, LEAST, MOST, SCALING, TILES, Row
 from grid import rows as every_row
 
-DTYPES = ("float16", "bfloat16", "tf32", "float32")
+DTYPES = ("float16", "bfloat16", "tf32", "tf32-both", "float32")
 HIGH = 1.5  # times the floor that needs a reason
 
 

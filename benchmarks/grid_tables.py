@@ -38,12 +38,18 @@ def knobs(config: dict) -> str:
     return " ".join(f"{k}={v}" for k, v in config.items())
 
 
-def source(env: dict, path: Path) -> str:
+def size(r: dict) -> str:
+    """Of the module's file, in kB, where it is known."""
+    return f"{r['module_bytes'] / 1000:.0f}" if "module_bytes" in r else ""
+
+
+def source(log: GridLog, path: Path) -> str:
     """Where the figures are from."""
+    env, rounded = log.environment, any(r["dtype"] == "tf32-both" for r in log.rows)
     return (f"{env['gpu']}, CUDA {env['cuda']}, cuDNN {env['cudnn']} through PyTorch {env['torch']} in a CUDA graph; "
             f"µs a step of whole forward passes, interleaved, medians with 20th and 80th percentiles, outputs checked "
-            f"against float64. Rows `tf32` let cuDNN round to TF32; ecornn computes float32 there. Data: "
-            f"`{path.as_posix()}`; `make bench`.")
+            f"against float64. Rows `tf32` let cuDNN round to TF32; ecornn computes float32 there"
+            f"{', and in rows `tf32-both` TF32 too' if rounded else ''}. Data: `{path.as_posix()}`; `make bench`.")
 
 
 def short(path: Path, log: GridLog) -> list[str]:
@@ -61,16 +67,17 @@ def short(path: Path, log: GridLog) -> list[str]:
         lines.append(f"{len(s.failed)} rows failed: " + "; ".join(f"{layer(r)} {r['dtype']}" for r in s.failed) + ".")
     whole = path.with_suffix(".md").as_posix()
     return [*lines, f"Every row, with its configuration and its floor: [{whole}]({whole}).", "",
-            source(log.environment, path)]
+            source(log, path)]
 
 
 def long(path: Path, log: GridLog) -> list[str]:
     """Every row, and what must hold."""
     s = Summary(log.rows)
-    lines = ["# Single layers on a GPU", "", source(log.environment, path), "",
+    lines = ["# Single layers on a GPU", "", source(log, path), "",
              "The floor of a row is what `benchmarks/floor.py` computes: exchange, products and bytes of the best cut.",
-             "", *table((*AGAINST, "schedule", "knobs", "from"), (
-                 (*against(r), r["schedule"], knobs(r["config"]), r["provenance"].split(":")[0])
+             "Modules were compiled several at a time; `benchmarks/compile_times.py` times them one by one.",
+             "", *table((*AGAINST, "schedule", "knobs", "from", "module, kB"), (
+                 (*against(r), r["schedule"], knobs(r["config"]), r["provenance"].split(":")[0], size(r))
                  for r in s.rows.values()))]
     lines += ["", "## Bounds", "", *table(("layer", "dtype", "ecornn", "at most", "ratio", "at least", ""), (
         (layer(b.row), b.row["dtype"], times(b.row, "ecornn"), b.most or "", f"{b.row['ratio']:.2f}x", b.least or "",
@@ -84,7 +91,8 @@ def long(path: Path, log: GridLog) -> list[str]:
         (layer(p.off), times(p.off, "ecornn"), layer(p.up), times(p.up, "ecornn"), f"{p.cliff:.2f}",
          "holds" if p.good else f"**above {CLIFF}**") for p in s.pairs()))]
     lines += ["", f"## Above {HIGH} times the floor", "", ", ".join(
-        f"{layer(r)} {r['dtype']} ({r['over_floor']:.2f})" for r in s.high()) or "None.", ""]
+        f"{layer(r)} {r['dtype']} ({r['over_floor']:.2f})" for r in s.high()) or "None.", "",
+        "`benchmarks/why_above_floor.py` says which stage of a step is the reason.", ""]
     if s.failed:
         lines += ["## Failed", "", *(f"- {layer(r)} {r['dtype']}: {r['failed']}" for r in s.failed), ""]
     return lines

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from grid import Row
 
@@ -51,10 +52,10 @@ class MeasuringProcess:
         """The product's name."""
         return str(self.environment()["gpu"])
 
-    def measure(self, row: Row, file: Path) -> dict:
-        """The row's times, or ``failed``."""
+    def measure(self, *asked: Any) -> dict:
+        """The times of what is asked for, such as a row and its file, or ``failed``."""
         self.environment()
-        self._pipe.send((row, file))
+        self._pipe.send(asked)
         found, good = self._answer(self.limits.longest)
         if not good:
             self.close()
@@ -77,13 +78,21 @@ class MeasuringProcess:
         self._pipe.close()
 
 
-def serve_gpu(pipe: Connection, limits: Limits) -> None:
-    """Answers until the other end is closed."""
+def compare_row(row: Row, file: Path, limits: Limits) -> dict:
+    """A row of the grid against cuDNN."""
+    from side_by_side import compare
+
+    import ecornn
+
+    return compare(row.cell, (row.T, row.B, row.I, row.H), row.kind, ecornn.load(file),
+                   tf32=row.dtype.startswith("tf32"), repeats=limits.repeats, seconds=limits.seconds)
+
+
+def serve_gpu(pipe: Connection, limits: Limits, one: Callable[..., dict] = compare_row) -> None:
+    """Answers with ``one(*asked, limits)`` until the other end is closed."""
     try:
         import torch
-        from side_by_side import compare, environment
-
-        import ecornn
+        from side_by_side import environment
 
         found = environment()
     except Exception as error:
@@ -92,11 +101,10 @@ def serve_gpu(pipe: Connection, limits: Limits) -> None:
     pipe.send((found, True))
     try:
         while True:
-            row, file = pipe.recv()
+            asked = pipe.recv()
             torch.manual_seed(0)
             try:
-                found = compare(row.cell, (row.T, row.B, row.I, row.H), row.kind, ecornn.load(file),
-                                tf32=row.dtype == "tf32", repeats=limits.repeats, seconds=limits.seconds)
+                found = one(*asked, limits)
             except Exception as error:  # whatever a row does, the others are measured
                 found = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
             pipe.send((found, _works(torch)))

@@ -3,9 +3,11 @@
     python benchmarks/run_all.py
 
 On a GPU: the layers of the README and the whole grid against cuDNN (compare_cudnn.py, compare_grid.py), LSTM and
-vanilla against FlashRNN where it is installed (compare_flashrnn.py); then CSV, Markdown and plots of the grid
-(grid_report.py) and the README's tables (readme_table.py), all in benchmarks/results, named after the GPU. An
-interrupted grid goes on where it stopped.
+vanilla against FlashRNN where it is installed (compare_flashrnn.py), what fusion, layout and persistence gain
+(compare_ablation.py), what variants cost (compare_variants.py), why rows are above their floors (why_above_floor.py),
+how long modules take to compile (compile_times.py); with CSV, Markdown and plots of the grid (grid_report.py) and the
+README's tables (readme_table.py), all in benchmarks/results, named after the GPU. What was interrupted goes on where it
+stopped.
 
 Without a GPU: layers and latencies on the CPU against PyTorch and ONNX Runtime (compare_cpu.py), into build/cpu.json.
 """
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -39,16 +42,30 @@ def short_name(device: Device) -> str:
     return next((w for w in words if re.fullmatch(r"[a-z]+\d\w*", w)), "gpu")
 
 
+def anew(result: Path, script: str, *arguments: object) -> bool:
+    """Measures into a file that takes the place of the result when it is complete; whether it succeeded."""
+    begun = Path("build/bench", result.name)
+    good = run(script, *arguments, "--output", begun)
+    for suffix in (result.suffix, ".md"):
+        if begun.with_suffix(suffix).exists():
+            result.parent.mkdir(parents=True, exist_ok=True)
+            begun.with_suffix(suffix).replace(result.with_suffix(suffix))
+    return good
+
+
 def on_gpu(device: Device) -> bool:
     """Everything on this GPU; whether all of it succeeded."""
     name = short_name(device)
     layers, grid, flashrnn = (RESULTS / f"{name}{end}" for end in (".json", "_grid.jsonl", "_flashrnn.json"))
-    begun = Path("build/bench", grid.name)  # results that are complete are measured anew
     good = run("compare_cudnn.py", "--output", layers) and run("readme_table.py", layers)
-    good &= run("compare_grid.py", "--output", begun)
-    if begun.exists():
-        begun.replace(grid)
+    good &= anew(grid, "compare_grid.py")
+    if grid.exists():
         good &= run("grid_report.py", grid) and run("readme_table.py", grid)
+        good &= anew(RESULTS / f"{name}_reasons.jsonl", "why_above_floor.py", grid)
+    good &= anew(RESULTS / f"{name}_ablation.jsonl", "compare_ablation.py")
+    good &= anew(RESULTS / f"{name}_variants.jsonl", "compare_variants.py")
+    good &= anew(RESULTS / f"{name}_compile_times.jsonl", "compile_times.py", "--jobs",
+                 max(1, len(os.sched_getaffinity(0)) // 4))
     if importlib.util.find_spec("flashrnn"):
         good &= run("compare_flashrnn.py", "--output", flashrnn) and run("readme_table.py", flashrnn)
     else:

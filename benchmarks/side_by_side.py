@@ -111,8 +111,8 @@ def compare(cell: str, shape: tuple[int, int, int, int], dtype: str, module: eco
             repeats: int = 30, seconds: float = float("inf")) -> dict:
     """One row: both sides checked and timed. ``shape`` is T, B, I, H; ``tf32``: cuDNN may round to TF32.
 
-    Raises :class:`WrongResultError` where ours is further from float64 than twice cuDNN's error (float32: 1e-5
-    relative), or differs between runs.
+    Raises :class:`WrongResultError` where ours is further from float64 than twice cuDNN's error (exact float32:
+    1e-5 relative), or differs between runs.
     """
     T, B, I, H = shape
     kind = getattr(torch, dtype)
@@ -136,7 +136,7 @@ def compare(cell: str, shape: tuple[int, int, int, int], dtype: str, module: eco
         run_ours.replay()
         identical = torch.equal(repeat, ours)
     del reference, repeat
-    limit = 1e-5 if dtype == "float32" else 2 * library_error + 1e-6
+    limit = 1e-5 if module.manifest.workload.arithmetic == "float32" else 2 * library_error + 1e-6
     if not error <= limit:
         raise WrongResultError(f"error {error:.2e}, allowed {limit:.2e}")
     if not identical:

@@ -19,6 +19,9 @@ class ArgumentError(EcornnError, ValueError):
         super().__init__(f"{argument}={value!r} is not allowed; expected {allowed}")
         self.argument, self.value, self.allowed = argument, value, allowed
 
+    def __reduce__(self) -> tuple[type[ArgumentError], tuple[str, object, str]]:
+        return type(self), (self.argument, self.value, self.allowed)  # an error of a worker process reaches its parent
+
 
 class ShapeError(ArgumentError):
     """A tensor has the wrong shape."""

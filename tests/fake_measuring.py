@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 
 from measuring_process import Limits
+
+GPU = "NVIDIA H100 80GB HBM3"
 
 
 def serve(pipe: Connection, limits: Limits) -> None:
     """Two microseconds for every LSTM; a GRU hangs, a vanilla layer kills the process."""
-    pipe.send(({"gpu": "NVIDIA H100 80GB HBM3", "process": os.getpid()}, True))
+    pipe.send(({"gpu": GPU, "process": os.getpid()}, True))
     while True:
         try:
             row, file = pipe.recv()
@@ -25,6 +29,27 @@ def serve(pipe: Connection, limits: Limits) -> None:
         pipe.send(({"ecornn_us": 2.0, "ecornn_p20": 1.9, "ecornn_p80": 2.1, "cudnn_us": 4.0, "cudnn_p20": 4.0,
                     "cudnn_p80": 4.0, "ratio": 2.0, "schedule": "cpu_sequence", "config": {}, "provenance": "default",
                     "process": os.getpid()}, True))
+
+
+def serve_cpu(pipe: Connection, limits: Limits, one: Callable[..., dict]) -> None:
+    """The real process with the CPU in the GPU's place: no graphs, wall-clock times."""
+    import measuring_process
+    import side_by_side
+    import torch
+
+    def clock(run: Callable[[], object]) -> float:
+        begin = time.perf_counter()
+        run()
+        return (time.perf_counter() - begin) * 1e6
+
+    def graph(function: Callable[[], object]) -> SimpleNamespace:
+        function()
+        return SimpleNamespace(replay=function)
+
+    side_by_side.DEVICE, side_by_side.graph_of, side_by_side.clock = "cpu", graph, clock
+    side_by_side.environment = lambda: {"gpu": GPU, "cuda": "13.0", "cudnn": 91900, "torch": torch.__version__}
+    torch.cuda.synchronize = torch.cuda.empty_cache = lambda: None
+    measuring_process.serve_gpu(pipe, limits, one)
 
 
 def serve_nothing(pipe: Connection, limits: Limits) -> None:

@@ -20,6 +20,8 @@ import pytest
 from grid_log import GridLog
 from grid_summary import Summary
 
+from ecornn.device import KNOWN
+
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {"gpu": "NVIDIA H100 80GB HBM3", "cuda": "13.0", "cudnn": 91900, "torch": "2.11.0"}
 
@@ -49,21 +51,30 @@ def log(tmp_path: Path) -> GridLog:
 
 def test_the_grid():
     rows = grid.rows()
-    assert len(rows) == len(set(rows)) == 103
-    assert len(set(grid.GRID)) == 82, "the single layers of the grid"
+    assert len(rows) == len(set(rows)) == 109
+    assert len(set(grid.GRID)) == 88, "the single layers of the grid"
     pairs = {row for pair in grid.TILES for row in pair}
     assert set(rows) == {*grid.GRID, *grid.SCALING, *grid.MOST, *pairs}
-    assert {p.dtype for p in grid.GRID} == {"float16", "bfloat16", "tf32", "float32"}
+    assert {p.dtype for p in grid.GRID} == {"float16", "bfloat16", "tf32", "tf32-both", "float32"}
     for off, up in grid.TILES:
         assert (off.B, off.H) < (up.B, up.H) and replace(off, B=up.B, I=up.I, H=up.H) == up
 
 
 @pytest.mark.parametrize(("only", "count"), [
     (["lstm 1024x16x768x768 float16"], 1), (["gru tf32"], 2), (["tf32", "float32"], 12), (["x2816x2816"], 4),
-    ([], 103)])
+    (["tf32-both"], 6), ([], 109)])
 def test_filters(only: list[str], count: int):
     assert len(grid.select(only)) == count
     assert grid.select(only, 1) == grid.select(only)[:1]
+
+
+def test_who_rounds_to_tf32():
+    """A row of TF32 on both sides has a module, a floor and a plan of its own; the others share float32's."""
+    exact, theirs, both = (grid.Row("lstm", 100, 4, 64, 64, d) for d in ("float32", "tf32", "tf32-both"))
+    assert exact.file == theirs.file != both.file
+    assert [r.kind for r in (exact, theirs, both)] == ["float32"] * 3
+    assert [r.arithmetic for r in (exact, theirs, both)] == ["float32", "float32", "tf32"]
+    assert [r.plan(KNOWN["sm_90a"]).workload.precision for r in (exact, theirs, both)] == [None, None, "tf32"]
 
 
 def test_a_filter_without_rows_is_an_error():
@@ -92,10 +103,10 @@ def test_one_block_exchanges_nothing():
 def test_floors_grow():
     """With the batch, the size and the data type, all else equal."""
     for row in grid.rows():
-        least = floors.floor(floors.H100, row.cell, row.B, row.I, row.H, row.dtype).total
+        least = floors.floor(floors.H100, row.cell, row.B, row.I, row.H, row.arithmetic).total
         for more in ({"B": row.B + 1}, {"I": row.I + 64}, {"H": row.H + 64}):
             size = {"B": row.B, "I": row.I, "H": row.H} | more
-            assert floors.floor(floors.H100, row.cell, **size, dtype=row.dtype).total >= least, (row, more)
+            assert floors.floor(floors.H100, row.cell, **size, dtype=row.arithmetic).total >= least, (row, more)
     by_type = [floors.floor(floors.H100, "gru", 8, 512, 512, d).total for d in ("float16", "tf32", "float32")]
     assert by_type == sorted(by_type)
 
@@ -154,7 +165,7 @@ def test_summary(log: GridLog):
     log.add(slow, with_floor(slow, 3.0, 0.5))
     log.add(grid.LAYERS[-1], {"failed": "nothing after 30 s"})
     s = Summary(log.rows)
-    both, half, brain, tf32, single = s.groups()
+    both, half, brain, tf32, _, single = s.groups()
     assert (half.mean, brain.mean, tf32.mean) == pytest.approx((4, 2, 2))
     assert both.mean == pytest.approx(math.sqrt(8))
     assert (len(both.rows), both.expected, len(single.rows), single.expected) == (70, 70, 5, 6)
@@ -172,7 +183,7 @@ def test_summary(log: GridLog):
 def test_tables(log: GridLog, monkeypatch: pytest.MonkeyPatch):
     log.add(grid.LAYERS[-1], {"failed": "nothing after 30 s"})
     short = grid_tables.short(log.path, log)
-    assert len(short) < 30
+    assert len(short) < 30 and "in rows `tf32-both` TF32 too" in short[-1]
     assert "| float16 | 35 | 4.00x | 4.00x, LSTM 1024x16x768x768 | 0 |" in short
     assert "| float32 | 5 of 6 | 2.00x | 2.00x, LSTM 1024x16x768x768 | 0 |" in short
     assert "1 rows failed: vanilla tanh 300x20x800x800 float32." in short
@@ -180,10 +191,10 @@ def test_tables(log: GridLog, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(grid_report.importlib.util, "find_spec", lambda name: None)
     grid_report.main()
     long = log.path.with_suffix(".md").read_text()
-    assert long.count("| persistent | groups=2 | record a.jsonl |") == 102
+    assert long.count("| persistent | groups=2 | record a.jsonl |") == 108
     with log.path.with_suffix(".csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 103 and rows[0]["config"] == "groups=2"
+    assert len(rows) == 109 and rows[0]["config"] == "groups=2"
     assert float(rows[0]["floor_exchange"]) == 0.46
     assert sum(bool(r["failed"]) for r in rows) == 1
 

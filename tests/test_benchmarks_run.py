@@ -18,7 +18,7 @@ from grid_log import GridLog
 from measuring_process import Limits, MeasuringProcess
 
 import ecornn
-from ecornn.device import resolve
+from ecornn.device import KNOWN, resolve
 
 LSTM, GRU, VANILLA = (Row(cell, 3, 2, 8, 8, "float32") for cell in ("lstm", "gru", "rnn_tanh"))
 LIMITS = Limits(repeats=5, seconds=1.0, longest=1.0)
@@ -77,6 +77,7 @@ def test_the_grid_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.M
     found, least = log.of(tf32), floor(H100, "lstm", 2, 8, 8, "float32").total
     assert found["floor_us"] == least and found["over_floor"] == 2.0 / least
     assert log.of(VANILLA) is None
+    assert found["module_bytes"] > 1000
     assert path.read_text().count('"row"') == 3
 
 
@@ -124,3 +125,62 @@ def test_seconds_end_a_row(monkeypatch: pytest.MonkeyPatch):
     times = side_by_side.take_turns(sides, lambda: None, 30, 0.0)
     assert len(times["a"]) == len(times["b"]) == side_by_side.FEWEST
     assert len(side_by_side.take_turns(sides, lambda: None, 5, 1e9)["b"]) == 5
+
+
+def test_everything_is_measured_and_put_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`make bench` on a GPU, with scripts that only write what they were asked for."""
+    import run_all
+
+    calls = []
+
+    def fake(script: str, *arguments: object) -> bool:
+        calls.append(script)
+        assert (Path(run_all.HERE) / script).is_file()
+        if script != "readme_table.py" and "--output" in arguments:
+            out = Path(str(arguments[-1]))
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(script)
+        return script != "compare_variants.py"
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_all, "run", fake)
+    assert run_all.on_gpu(KNOWN["sm_90a"]) is False, "one of them failed"
+    results = {p.name: p.read_text() for p in (tmp_path / "benchmarks" / "results").iterdir()}
+    assert results == {
+        "h100.json": "compare_cudnn.py", "h100_grid.jsonl": "compare_grid.py",
+        "h100_reasons.jsonl": "why_above_floor.py", "h100_ablation.jsonl": "compare_ablation.py",
+        "h100_variants.jsonl": "compare_variants.py",
+        "h100_compile_times.jsonl": "compile_times.py"}
+    assert not list((tmp_path / "build" / "bench").iterdir())
+    assert calls.index("why_above_floor.py") > calls.index("compare_grid.py")
+
+
+def test_compile_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Real compilations, for the CPU, in new processes without the cache; the same command goes on."""
+    import compile_times
+
+    monkeypatch.setenv("ECORNN_CACHE", "on")
+    monkeypatch.setattr(compile_times, "modules", lambda: [VANILLA, LSTM])
+    path = tmp_path / "times.jsonl"
+
+    def measure(*arguments: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["compile_times.py", "--target", "cpu", "--output", str(path), *arguments])
+        with pytest.raises(SystemExit) as ended:
+            compile_times.main()
+        assert ended.value.code == 0
+
+    measure("--seconds", "0.001", "--limit", "1")
+    measure()
+    rows = GridLog(path).rows
+    assert [r["cell"] for r in rows] == ["rnn_tanh", "lstm"]
+    assert all(r["build"] > 0.1 and r["imports"] > 0 and r["module_bytes"] > 1000 for r in rows)
+    text = path.with_suffix(".md").read_text()
+    assert "- `cpu_sequence`: 2 modules" in text and "| LSTM 3x2x8x8 | float32 | cpu_sequence |" in text
+
+
+def test_every_module_of_the_grid_is_compiled_once():
+    import compile_times
+    import grid
+
+    found = [row.file for row in compile_times.modules()]
+    assert len(found) == len(set(found)) == len({row.file for row in grid.rows()}) == 103

@@ -1,0 +1,131 @@
+"""Seconds to compile the module of every row of the grid, and its size; needs no GPU.
+
+    python benchmarks/compile_times.py --target sm_90a --output benchmarks/results/compile_times.jsonl
+
+Every module is compiled in a new process, without the build cache, so that nothing is known from the one before; one at
+a time unless --jobs says otherwise. `imports` is the time until TVM is loaded, `choice` that of the tuning logs and of
+the heuristic, `build` from the program to the file: lowering, the CUDA compiler, linking. A persistent module should be
+built in less than 5 seconds. Rows are appended; the same command goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+
+from compile_rows import file_of
+from grid import Row, select
+from grid_log import GridLog
+from grid_tables import layer, table
+
+from ecornn import __version__
+from ecornn.device import Device, resolve
+from ecornn.errors import EcornnError
+
+MOST = 5.0  # seconds to build a persistent module
+
+
+def compile_cold(row: Row, device: Device, folder: Path) -> dict:
+    """Seconds of each part, and bytes; in a process that has done nothing else."""
+    begin = time.perf_counter()
+    from ecornn.tune.quick_tvm import import_tvm
+
+    import_tvm()
+    from ecornn.compiler import build
+
+    out, imported = file_of(row, folder), time.perf_counter()
+    planned = row.plan(device)
+    chosen = time.perf_counter()
+    build(planned, out)
+    return {"imports": imported - begin, "choice": chosen - imported, "build": time.perf_counter() - chosen,
+            "module_bytes": out.stat().st_size, "schedule": planned.found.schedule.name}
+
+
+def in_new_process(row: Row, device: Device, folder: Path) -> dict:
+    """The same, or ``failed``."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(compile_cold, row, device, folder).result()
+        except (EcornnError, BrokenExecutor) as error:
+            return {"failed": f"{type(error).__name__}: {error}"}
+
+
+def environment(device: Device, jobs: int) -> dict:
+    """What a file of results says of where they come from."""
+    from ecornn.host_cpu import detect
+    from ecornn.tune.environment import cuda_compiler
+
+    return {"gpu": device.name, "compiler": cuda_compiler(), "cpu": detect().name,
+            "cores": len(os.sched_getaffinity(0)), "jobs": jobs, "ecornn": __version__,
+            "command": " ".join(["python", *sys.argv]),
+            "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")}
+
+
+def report(path: Path, log: GridLog) -> list[str]:
+    """The table, in Markdown."""
+    env, rows = log.environment, [r for r in log.rows if "failed" not in r]
+    lines = ["# Compilation of the grid's modules", "",
+             f"For {env['gpu']}, by {env['compiler']} on {env['cpu']} with {env['cores']} cores; seconds, each module "
+             f"in a new process without the build cache, {env['jobs']} at a time. Data: `{path.name}`.", ""]
+    for name in dict.fromkeys(r["schedule"] for r in rows):
+        of = [r for r in rows if r["schedule"] == name]
+        worst = max(of, key=lambda r: r["build"])
+        lines.append(f"- `{name}`: {len(of)} modules, at most {worst['build']:.1f} s to build ({layer(worst)} "
+                     f"{worst['dtype']}), {sum(r['build'] > MOST for r in of)} above {MOST:.0f} s; "
+                     f"{min(r['module_bytes'] for r in of) / 1000:.0f} to "
+                     f"{max(r['module_bytes'] for r in of) / 1000:.0f} kB")
+    return [*lines, "", *table(("layer, T x B x I x H", "dtype", "schedule", "imports", "choice", "build", "kB"), (
+        (layer(r), r["dtype"], r["schedule"], *(f"{r[k]:.2f}" for k in ("imports", "choice", "build")),
+         f"{r['module_bytes'] / 1000:.0f}") for r in rows)), "",
+        *(f"- {r['name']} failed: {r['failed']}" for r in log.rows if "failed" in r)]
+
+
+def modules() -> list[Row]:
+    """The rows of the grid, each module once."""
+    return list({row.file: row for row in reversed(select([]))}.values())[::-1]
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True,
+                        help="JSON lines to append to; a Markdown table is written beside it")
+    parser.add_argument("--target", default="cuda", help="what to compile for (default: the GPU at hand)")
+    parser.add_argument("--limit", type=int, metavar="N", help="compile N modules, and no more this time")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after so many")
+    parser.add_argument("--jobs", type=int, default=1, help="modules at a time (default: 1)")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    arguments = parse()
+    os.environ["ECORNN_CACHE"] = "off"
+    try:
+        device, log = resolve(arguments.target), GridLog(arguments.output)
+        left = [row for row in modules() if log.of(row) is None][:arguments.limit]
+        log.begin(environment(device, arguments.jobs))
+    except (EcornnError, ValueError) as error:  # no GPU; a file that is no results
+        sys.exit(str(error))
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="ecornn-") as folder, ThreadPoolExecutor(arguments.jobs) as threads:
+        def compile_one(row: Row) -> dict | None:
+            late = time.monotonic() - begin > arguments.seconds
+            return None if late else in_new_process(row, device, Path(folder))
+
+        for row, result in zip(left, threads.map(compile_one, left), strict=True):
+            if result is not None:
+                log.add(row, result)
+                print(f"{row!s:32} " + (result.get("failed") or f"{result['build']:.1f} s"), flush=True)
+    arguments.output.with_suffix(".md").write_text("\n".join(report(arguments.output, log)) + "\n")
+    sys.exit(any("failed" in row for row in log.rows))
+
+
+if __name__ == "__main__":
+    main()
