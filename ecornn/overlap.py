@@ -74,8 +74,7 @@ def arrange(cell: Cell, stack: Stack, whole: Workload, device: Device, wish: str
     best = min(found, key=lambda one: one.expected, default=None)
     if serial is None:
         if best is None:
-            assert refused is not None
-            raise refused
+            raise refused or ScheduleError(f"{device.name} has too few multiprocessors to be shared")
         return arranger.explained(best, None)
     return arranger.explained(best, serial) if best and best.expected < GAIN * serial.expected else serial
 
@@ -116,7 +115,7 @@ class _Arranger:
             layers = self.stack.layers
             groups = range(1, layers) if kind == "wavefront" else ()
             widths = dict.fromkeys(-(-layers // n) for n in groups) if groups else (2,)
-            yield from (Overlap(kind, width) for width in widths if 2 <= width <= WIDEST)
+            yield from (Overlap(kind, width) for width in widths if 2 <= width <= min(WIDEST, self.device.cores))
 
     def arrangement(self, overlap: Overlap) -> Arrangement:
         """The stack arranged so; each share of the GPU is planned for as if it were a GPU of its own."""

@@ -202,3 +202,9 @@ def test_branches_that_cannot_be(tmp_path: Path):
     for branches in (((TOTAL,),), ((STEP,),) * 33):
         with pytest.raises(BuildError, match="from 2 to 32"):
             build((Beside(branches),), tmp_path)
+
+
+def test_the_longest_call_is_one_that_can_be_counted(tmp_path: Path, fake: Path):
+    layers = tuple(WaveLayer((TOTAL,), {"x": N}, ()) for _ in range(2))
+    notes = child(run((1 << 31) - 1), build((Wave(layers, 1, 1),), tmp_path), fake).calls
+    assert [note.split()[-1] for note in notes if "Launch" in note] == [str((1 << 31) - 1)] * 2

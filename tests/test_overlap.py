@@ -121,6 +121,23 @@ def test_records_of_shares_are_for_shares(monkeypatch: pytest.MonkeyPatch):
         assert (planned(**sizes).chosen[0].line is not None) == used
 
 
+def test_a_share_can_be_tuned_for(monkeypatch: pytest.MonkeyPatch):
+    from ecornn import host_gpu
+    from ecornn.tune.session import Session
+
+    monkeypatch.setattr(host_gpu, "detect", lambda index=0: KNOWN["sm_90a"])
+    for cores, wanted in ((66, 66), (500, 132)):
+        assert Session(replace(KNOWN["sm_90a"], cores=cores)).device == replace(KNOWN["sm_90a"], cores=wanted)
+    assert Session("cuda").device == Session("sm_90a").device == KNOWN["sm_90a"]
+
+
+def test_a_gpu_with_one_multiprocessor_is_not_shared():
+    one = replace(KNOWN["sm_90a"], cores=1)
+    assert planned(bidirectional=True, target=one).overlap == SERIAL
+    with pytest.raises(ScheduleError, match="too few"):
+        planned(bidirectional=True, target=one, overlap="directions")
+
+
 def test_the_manifest_says_it_and_old_ones_are_read():
     found = planned(bidirectional=True, overlap="directions")
     program = compose(found.stack, found.workload, found.programs(), found.overlap)

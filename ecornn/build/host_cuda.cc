@@ -153,8 +153,8 @@ static int run_chunk(const State& state, const WaveLayer& layer, int32_t first, 
 
 int wave(const State& state, int count, const WaveLayer* layers, int chunks, int least, int32_t T, int32_t B,
          Stream stream, Pointer* p) {
-  const int32_t wanted = (T - 1) / chunks + 1, steps = ((wanted > least ? wanted : least) + 7) / 8 * 8;  // 16 bytes
-  const int last = (T - 1) / steps;
+  const int64_t wanted = (T - 1) / chunks + 1, steps = ((wanted > least ? wanted : least) + 7) / 8 * 8;  // 16 bytes
+  const int last = static_cast<int>((T - 1) / steps);
   if (last == 0) {  // nothing to do at the same time
     for (int i = 0; i < count; ++i) ECORNN_TRY(layers[i].section(state, T, B, stream, p));
     return 0;
@@ -167,9 +167,10 @@ int wave(const State& state, int count, const WaveLayer* layers, int chunks, int
   // On a diagonal the later layers come first: they follow the marks that the layers before made on the last one.
   for (int diagonal = 0; !failed && diagonal < last + count; ++diagonal)
     for (int i = diagonal < count ? diagonal : count - 1; !failed && i >= 0 && diagonal - i <= last; --i) {
-      const int32_t first = (diagonal - i) * steps;
+      const int32_t first = static_cast<int32_t>((diagonal - i) * steps), left = T - first;
+      const int32_t own = left < steps ? left : static_cast<int32_t>(steps);
       if (i > 0) failed = lanes.follow(i, i - 1);
-      if (!failed) failed = run_chunk(state, layers[i], first, T - first < steps ? T - first : steps, B, lanes[i], p);
+      if (!failed) failed = run_chunk(state, layers[i], first, own, B, lanes[i], p);
       if (!failed && i < count - 1) failed = lanes.mark(i);
     }
   return lanes.join(failed);

@@ -33,7 +33,8 @@ def tune(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int 
     hidden, input, batch, seq : H, I (default: H), B and T
     dtype : default float32 on a CPU and bfloat16 on a GPU
     weights, precision : as for ``ecornn.compile``
-    target : ``cuda`` or ``cpu``; default: the GPU if there is one
+    target : ``cuda`` or ``cpu``; default: the GPU if there is one. A :class:`~ecornn.device.Device` with fewer
+        multiprocessors than the GPU: for layers that share it with others, see ``overlap`` of ``ecornn.compile``
     trials : default 48 on a CPU and 128 on a GPU
     timeout : seconds that one build, and one measurement, may take
     time_limit : seconds for the whole run, earlier sessions included; None: no limit

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from ecornn.cells import Cell
 from ecornn.device import Device
 from ecornn.errors import DeviceError, ScheduleError
@@ -64,7 +66,8 @@ class Session:
 
     Parameters
     ----------
-    target : ``cuda`` or ``cpu``; default: the GPU if there is one
+    target : ``cuda`` or ``cpu``; default: the GPU if there is one. A :class:`~ecornn.device.Device` with fewer
+        multiprocessors than the GPU: for layers that share it with others, see ``overlap`` of ``ecornn.compile``
     timeout : seconds that one build, and one measurement, may take
     seed : of the searches and of the data
     tracker : measure on the servers that are registered there, not on this machine
@@ -180,7 +183,8 @@ def result(run: Journal, workload: Workload, device: Device, before: int) -> Res
 
 
 def present(target: str | Device | None) -> Device:
-    """The device to measure on, as it is and not as the largest product of its architecture.
+    """The device to measure on, as it is and not as the largest product of its architecture; with fewer multiprocessors
+    where ``target`` is a device that has fewer: a share of a GPU, as sequences that run at the same time have.
 
     Raises :class:`~ecornn.errors.DeviceError` where it is not in this machine.
     """
@@ -194,4 +198,4 @@ def present(target: str | Device | None) -> Device:
     if here.arch != device.arch:
         raise DeviceError("target", target, f"'cpu' or 'cuda' ({here.arch}): tuning measures, so the "
                           "device must be in this machine, or behind a tracker")
-    return here
+    return structs.replace(here, cores=min(here.cores, target.cores)) if isinstance(target, Device) else here
