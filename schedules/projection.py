@@ -108,6 +108,8 @@ def shape_of(task: Task) -> Shape:
     octets = max(1, WIDE // max(rows, 1))
     accumulators = octets * max(rows, 1)
     tiles = 4 if accumulators <= 8 else 2 if accumulators <= 16 else 1
+    if w.arithmetic == "float32":  # sums of a k-tile need registers, too
+        tiles = min(tiles, 2)
     columns = -(-w.hidden // (8 * WARP_COLUMNS * octets))
     slabs = -(-words(w.input, w.dtype) // (SPAN * 16)) if rows else 0
     shape = Shape(rows, len(graph.hoisted_outputs), octets, tiles, columns, slabs, STAGES)

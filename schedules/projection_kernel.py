@@ -176,7 +176,7 @@ class Team:
                 rows = [split(a[m, i], kind) for i in range(4)]
                 with T.unroll(s.products) as n:
                     mma([self.acc[m, n, i] for i in range(4)], rows,
-                        [split(b[n, tile * 2 + i], kind) for i in range(2)], kind)
+                        [split(b[n, tile * 2 + i], kind) for i in range(2)], kind, apart=True)
 
     def _write(self, row: Any, end: Any, column: Any) -> None:
         T, s, H, vectors = self.T, self.shape, self.task.workload.hidden, self.arguments["vectors"]

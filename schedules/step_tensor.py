@@ -234,7 +234,7 @@ class TensorProduct:
                 for m in range(tiles):
                     left = [split(a[2 * m + v, tile * 2 + i], plan.arithmetic) for i in range(2) for v in range(2)]
                     for n in range(octets):
-                        mma([acc[m, n, i] for i in range(4)], left, right[n], plan.arithmetic)
+                        mma([acc[m, n, i] for i in range(4)], left, right[n], plan.arithmetic, apart=True)
 
     def _store_sums(self, acc: Any) -> None:
         T, plan, p = self.T, self.plan, self.p

@@ -50,11 +50,24 @@ def split(word: Any, arithmetic: str) -> tuple[Any, ...]:
     return high, low
 
 
-def mma(acc: list[Any], a: list[tuple[Any, ...]], b: list[tuple[Any, ...]], arithmetic: str) -> None:
-    """``acc += a b`` for one k-tile; acc: 4 loads of a local buffer, a: 4 and b: 2 split words."""
+def mma(acc: list[Any], a: list[tuple[Any, ...]], b: list[tuple[Any, ...]], arithmetic: str, *,
+        apart: bool) -> None:
+    """``acc += a b`` for one k-tile; acc: 4 loads of a local buffer, a: 4 and b: 2 split words.
+
+    Tensor cores cut off the sums that they keep, always towards zero, so that the error of a float32 sum grows with its
+    length: to 1e-5 where K is 2000. With ``apart`` a k-tile has a sum of its own that is added by the other units,
+    which round.
+    """
     from tvm.tirx.script.builder import ir as T
 
     instruction = T.ptx[f"mma.sync.aligned.{_KIND[arithmetic]}"]
     pairs = ((0, 0),) if arithmetic != "float32" else ((1, 0), (0, 1), (0, 0))  # small terms first
-    for i, j in pairs:
-        T.evaluate(instruction(*acc, *(w[i] for w in a), *(w[j] for w in b), *acc))
+    apart = apart and arithmetic == "float32"
+    part = T.alloc_buffer((4,), "float32", scope="local") if apart else None
+    sums = acc if part is None else [part[i] for i in range(4)]
+    for step, (i, j) in enumerate(pairs):
+        before = sums if step or not apart else [T.float32(0)] * 4
+        T.evaluate(instruction(*sums, *(w[i] for w in a), *(w[j] for w in b), *before))
+    if apart:
+        for to, value in zip(acc, sums, strict=True):
+            T.buffer_store(to.source, to + value, list(to.indices))

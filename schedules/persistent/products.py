@@ -170,7 +170,8 @@ def _multiply(T: Any, plan: Plan, phase: Any, stored: _Stored, ring: Any, start:
                                     else tuple(T.uint32(0) for _ in range(2)))
                 for n in range(plan.tiles):
                     chain = (2 * q + tile) % chains
-                    mma([acc[chain, m, n, i] for i in range(4)], rows, columns[n], plan.arithmetic)
+                    mma([acc[chain, m, n, i] for i in range(4)], rows, columns[n], plan.arithmetic,
+                        apart=False)  # the sums of a warp are short
 
     def total(m: int, n: int, i: int) -> Any:
         value = acc[0, m, n, i]
