@@ -1,4 +1,4 @@
-# make setup | run | test | lint | bench | clean
+# make setup | run | test | lint | bench | sanitize | clean
 #   PYTHON=python3.12 make setup     another interpreter (3.10 to 3.12)
 #   VENV=/somewhere make test        another place for the virtual environment
 #   make test PYTEST="-m exhaustive" the whole matrix of the emulated schedules, 20 minutes
@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Without nvcc, a machine with an NVIDIA driver compiles CUDA through NVRTC, from the [cuda] extra.
 EXTRA := $(if $(shell command -v nvidia-smi),$(if $(shell command -v nvcc),,[cuda]))
 
-.PHONY: setup run test lint bench clean
+.PHONY: setup run test lint bench sanitize clean
 
 # Each stamp stands for an installation, so that it is done again only when pyproject.toml changes.
 $(VENV)/installed: pyproject.toml
@@ -56,6 +56,10 @@ lint: $(VENV)/installed-lint
 	rm -rf build/lint && mkdir -p build/lint/ecornn
 	ln -s $(CURDIR)/ecornn/* $(CURDIR)/schedules $(CURDIR)/tuning_logs build/lint/ecornn
 	cd build/lint && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml
+
+# compute-sanitizer over small layers of every schedule, on the GPU at hand.
+sanitize: $(VENV)/installed-bench
+	$(BIN)/python tests/sanitize.py
 
 # What the README says of speed, measured on the GPU at hand, with its tables and plots; without a GPU, on this CPU.
 bench: $(VENV)/installed-bench

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from math import ceil, isfinite
+from math import ceil, inf, isfinite
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -62,9 +62,9 @@ def arrange(cell: Cell, stack: Stack, whole: Workload, device: Device, wish: str
     if wish in OVERLAPS and (reason := impossible(wish, stack, device)):
         raise ArgumentError("overlap", wish, reason)
     arranger = _Arranger(cell, stack, whole, device, choose, expect)
+    if wish == "none" or stack.count == 1 or device.kind != "cuda":
+        return arranger.arrangement(Overlap(), timed=False)
     serial = None if wish in OVERLAPS else arranger.arrangement(Overlap())
-    if serial is not None and (wish == "none" or stack.count == 1 or device.kind != "cuda"):
-        return serial
     found, refused = [], None
     for overlap in arranger.overlaps([wish] if wish in OVERLAPS else OVERLAPS):
         try:
@@ -117,23 +117,24 @@ class _Arranger:
             widths = dict.fromkeys(-(-layers // n) for n in groups) if groups else (2,)
             yield from (Overlap(kind, width) for width in widths if 2 <= width <= min(WIDEST, self.device.cores))
 
-    def arrangement(self, overlap: Overlap) -> Arrangement:
-        """The stack arranged so; each share of the GPU is planned for as if it were a GPU of its own."""
+    def arrangement(self, overlap: Overlap, timed: bool = True) -> Arrangement:
+        """The stack arranged so; each share of the GPU is planned for as if it were a GPU of its own. What to expect
+        of it (``timed``) takes longer to find out than which records apply."""
         device = structs.replace(self.device, cores=self.device.cores // overlap.width)
-        made = [self._sequence(part, device) for part in self.stack.parts(self.whole)]
+        made = [self._sequence(part, device, timed) for part in self.stack.parts(self.whole)]
         times = [time for *_, time in made]
         tasks, chosen = tuple(task for task, *_ in made), tuple(found for _, found, _ in made)
         if overlap.kind == "wavefront":
             overlap = self._in_chunks(overlap, max(times))
         return Arrangement(overlap, tasks, chosen, self._time(overlap, times))
 
-    def _sequence(self, part: Part, device: Device) -> tuple[Task, Found, float]:
+    def _sequence(self, part: Part, device: Device, timed: bool) -> tuple[Task, Found, float]:
         from ecornn.task import make_task
 
         key = part.workload, part.place, device.cores
         if key not in self.known:
             task = make_task(self.cell, part.workload, device, part.place)
-            self.known[key] = task, self.choose(task), self.expect(task)
+            self.known[key] = task, self.choose(task), self.expect(task) if timed else inf
         return self.known[key]
 
     def _time(self, overlap: Overlap, steps: list[float]) -> float:

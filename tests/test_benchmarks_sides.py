@@ -23,6 +23,7 @@ from stage_cells import Bare, bare_forward
 import ecornn
 from ecornn.compiler import plan
 from ecornn.device import KNOWN, resolve
+from ecornn.schedules import all_schedules
 
 H100 = KNOWN["sm_90a"]
 
@@ -214,9 +215,7 @@ def test_the_grid_that_ships_has_reasons_to_find():
     ("rnn_tanh", "tf32", "persistent", 2), ("gru", "tf32-both", "layout_transform", 1)])
 def test_stages_are_left_out_in_the_same_configuration(cell: str, dtype: str, schedule: str, others: int):
     row = Row(cell, 20, 4, 256, 256, dtype)
-    config = dict(row.plan(H100).found.config) if schedule == "persistent" else dict(Made(
-        cell, 20, 4, 256, 256, row.kind, schedule).plan(H100).found.config)
-    config["units"] = 16
+    config = dict(all_schedules()[schedule].default(row.plan(H100).task))
     case = why_above_floor.Case(cell, 20, 4, 256, 256, dtype, schedule, knobs(config), ())
     assert why_above_floor.other_gates(case) == others
     for name, made in case.sides().items():

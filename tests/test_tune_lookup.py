@@ -70,6 +70,17 @@ def test_the_nearest_batch_whose_configuration_fits_is_used():
     assert result.config["a"] == 2 and "batch 8" in result.provenance and "do not fit here" in result.provenance
 
 
+def test_what_is_much_slower_than_ones_that_do_not_fit_is_no_guide():
+    """As where only the slow schedule's configuration can be used for a smaller batch."""
+    too_large = {"a": 7, "b": 7, "behaviour": "ok"}
+    near = trial(1.0, batch=4, config=too_large), trial(1.2, a=2, batch=4)
+    assert found(*near).config["a"] == 2
+    near = trial(1.0, batch=4, config=too_large), trial(4.0, a=2, batch=4)
+    result = found(*near, trial(9.0, a=3, batch=8))
+    assert result.config["a"] == 3 and "1 ignored, slower than ones that do not fit here" in result.provenance
+    assert found(*near).line is None and found(*near).config == SCHEDULE.default(TASK)
+
+
 def test_sequence_lengths_within_a_factor_of_two_compete_and_others_are_said():
     assert found(trial(9.0, a=1, seq=10), trial(1.0, a=2, seq=19)).config["a"] == 2
     assert found(trial(9.0, a=1, seq=10), trial(1.0, a=2, seq=999)).config["a"] == 1
@@ -194,6 +205,7 @@ def length(one: Trial) -> int:
 
 @given(many, st.randoms(use_true_random=False))
 def test_what_is_found_can_run_and_nothing_nearer_was_passed_over(trials, rng):
+    trials = [t if t.config["a"] <= 7 else msgspec.structs.replace(t, times=Times.of([1e3])) for t in trials]
     result = found(*trials)
     assert SCHEDULE.check(TASK, result.config) is None
     usable = [t for t in trials if 1 <= t.workload.batch <= 16 and t.config["a"] <= 7]

@@ -12,8 +12,9 @@ ones the configuration that is expected to be fastest is used:
 A record of another revision of its schedule is stale: its time is, not its configuration. So it
 competes, with its time taken as ``STALE`` slower; a time measured once, without the final comparison,
 is taken as ``ONCE`` slower, and as much slower as all finalists of its run had become by the end. A
-configuration that failed since then is not used. The batch of a record is at most a factor ``REACH``
-away. Of records equally near, the user's folder goes before the one that ships, unless all it has is
+configuration that failed since then is not used. What is slower by ``MISSED`` than a configuration of the same
+records that does not fit the task is no guide to it: farther ones are asked. The batch of a record is at most a
+factor ``REACH`` away. Of records equally near, the user's folder goes before the one that ships, unless all it has is
 stale.
 """
 
@@ -34,6 +35,7 @@ from ecornn.workload import Workload
 
 STALE = 1.1  # of the persistent schedule's first two revisions: between 0.97 and 1.09
 ONCE = 1.03  # the fastest of many times measured once is faster than it really is
+MISSED = 1.25
 REACH = 4.0
 HERE, SMALLER, ELSEWHERE = range(3)  # tiers of devices
 
@@ -80,7 +82,11 @@ def find(task: Task, schedules: Sequence[Schedule], log: Log) -> Found:
                 groups.setdefault(distance, []).append(line)
     ignored: dict[str, int] = {}
     for distance in sorted(groups):
-        evidence = collect(groups[distance], by_name, task, ignored)
+        evidence, missed = collect(groups[distance], by_name, task, ignored)
+        if evidence and min(one.expected for one in evidence) > MISSED * missed:
+            slow = "slower than ones that do not fit here"
+            ignored[slow] = ignored.get(slow, 0) + len(evidence)
+            continue
         first_of = [[one for one in evidence if folders[one.line.path.parent] == place] for place in folders.values()]
         for rivals in (*(of for of in first_of if not all(one.stale for one in of)), evidence):
             if rivals:
@@ -124,14 +130,15 @@ def within(on: Device, device: Device) -> bool:
 
 
 def collect(lines: Sequence[Line], by_name: dict[str, Schedule], task: Task,
-            ignored: dict[str, int]) -> list[Evidence]:
-    """The best evidence for each configuration that can be used; the others are counted."""
+            ignored: dict[str, int]) -> tuple[list[Evidence], float]:
+    """The best evidence for each configuration that can be used, and the least time to expect of those of the same
+    schedules that do not fit; all that is left out is counted."""
     tried: dict[Candidate, list[Line]] = {}
     for line in lines:
         trial = line.record
         assert isinstance(trial, Trial)
         tried.setdefault(Candidate.of(trial.schedule, trial.config), []).append(line)
-    found, drifts = [], drift(lines)
+    found, drifts, missed = [], drift(lines), math.inf
     for candidate, of in tried.items():
         timed = [line for line in of if line.record.times is not None]  # type: ignore[union-attr]
         if not timed:
@@ -145,8 +152,10 @@ def collect(lines: Sequence[Line], by_name: dict[str, Schedule], task: Task,
                 found.append(one)
                 continue
             reason = "stale, and failing since"
+        elif schedule is not None:
+            missed = min(missed, best_evidence(timed, schedule, drifts).expected)
         ignored[str(reason)] = ignored.get(str(reason), 0) + len(timed)
-    return found
+    return found, missed
 
 
 def drift(lines: Sequence[Line]) -> dict[str, float]:

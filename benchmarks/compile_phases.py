@@ -1,6 +1,6 @@
 """Seconds that `ecornn.compile` takes from a record, by phase, with an empty cache and with one that is full.
 
-    python benchmarks/compile_time.py --output benchmarks/results/compile_time.json
+    python benchmarks/compile_phases.py --output benchmarks/results/compile_phases.json
 
 Rows are workloads of the shipped records, spread evenly over cells, data types and sizes, and those whose kernels are
 largest. Each is compiled twice, in processes of their own, without PyTorch; needs nvcc, and no GPU. Phases of our own

@@ -1,0 +1,167 @@
+"""Memcheck and racecheck of compute-sanitizer over small layers of every schedule, on the GPU at hand.
+
+    python tests/sanitize.py [--output checks.txt] [--jobs 8] [--only persistent]
+
+Modules are compiled first; each check is a process of its own that loads one, runs it once and compares it with
+float64. Exits with 1 where anything is reported, wrong or missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+TOOLS = {"memcheck": ["--tool", "memcheck"], "racecheck": ["--tool", "racecheck", "--racecheck-report", "all"]}
+CLEAN = {"memcheck": "ERROR SUMMARY: 0 errors", "racecheck": "RACECHECK SUMMARY: 0 hazards displayed"}
+LIMITS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
+SECONDS = 300
+
+
+def case(schedule: str, cell: str, dtype: str, sizes: tuple[int, int, int, int], config: dict[str, Any] | None = None,
+         **stack: Any) -> dict[str, Any]:
+    """One layer: sizes T, B, I, H; a configuration is completed by the schedule's default."""
+    return {"schedule": schedule, "cell": cell, "dtype": dtype, "sizes": sizes, "config": config or {}, "stack": stack}
+
+
+def persistent(cell: str, dtype: str, sizes: tuple[int, int, int, int], cut: tuple[int, int, int, int],
+               chains: int, registers: int, interleave: int, ahead: int, math: str) -> dict[str, Any]:
+    """A configuration of `persistent`; ``cut``: groups, units, warps, gate warps."""
+    names = ("groups", "units", "warps", "gate_warps")
+    return case("persistent", cell, dtype, sizes, {
+        **dict(zip(names, cut, strict=True)), "chains": chains, "registers": registers, "interleave": interleave,
+        "ahead": ahead, "math": math})
+
+
+def wide(cell: str, dtype: str, sizes: tuple[int, int, int, int], groups: int, units: int, registers: int,
+         ) -> dict[str, Any]:
+    """A configuration of `persistent_wide`."""
+    return case("persistent_wide", cell, dtype, sizes,
+                {"groups": groups, "units": units, "registers": registers, "math": "fast"})
+
+
+ALL = {"layers": 2, "bidirectional": True, "lengths": True, "resets": True}
+CASES = {
+    # projection before (mma, wgmma), half beside, all beside; registers, shared memory; two exchanges a step; float32
+    "plain": persistent("lstm", "float16", (10, 9, 17, 48), (2, 10, 1, 2), 2, 25, 0, 100, "exact"),
+    "default": persistent("lstm", "bfloat16", (12, 16, 64, 64), (2, 16, 2, 4), 1, 100, 0, 100, "fast"),
+    "wgmma": persistent("gru", "bfloat16", (9, 20, 64, 48), (2, 16, 2, 5), 1, 100, 4, 100, "approx"),
+    "half": persistent("lstm", "float16", (20, 9, 24, 64), (2, 14, 1, 3), 1, 25, 0, 50, "exact"),
+    "beside": persistent("lstm", "bfloat16", (10, 9, 24, 64), (1, 10, 2, 3), 2, 100, 0, 0, "approx"),
+    "two": persistent("gru_reset_before", "float32", (9, 3, 8, 24), (1, 16, 1, 2), 2, 50, 0, 100, "exact"),
+    "f32": persistent("lstm", "float32", (9, 5, 13, 40), (1, 8, 3, 2), 1, 100, 0, 100, "exact"),
+    # chunks with and without padding, one group and two, weights in registers, shared memory, both
+    "wide groups": wide("rnn_tanh", "float16", (12, 23, 31, 300), 2, 64, 100),
+    "wide short": wide("rnn_tanh", "float16", (9, 23, 31, 300), 1, 64, 100),
+    "wide whole": wide("rnn_tanh", "float16", (12, 23, 31, 256), 2, 64, 100),
+    "wide shared": wide("gru", "bfloat16", (9, 20, 64, 300), 1, 24, 0),
+    "wide both": wide("lstm", "bfloat16", (9, 23, 64, 140), 1, 28, 50),
+    "layout": case("layout_transform", "gru", "bfloat16", (6, 17, 33, 65)),
+    "layout f32": case("layout_transform", "gru_reset_before", "float32", (5, 3, 13, 40)),
+    "fused": case("fused_step", "lstm", "float16", (5, 9, 17, 48)),
+    "fused f32": case("fused_step", "gru", "float32", (5, 3, 13, 40)),
+    **{f"stack {schedule}": case(schedule, "lstm", "float16", (9, 5, 24, 72), overlap="none", **ALL)
+       for schedule in ("persistent", "persistent_wide", "layout_transform", "fused_step")},
+    "directions": case("persistent", "lstm", "float16", (9, 5, 24, 72), overlap="directions", **ALL),
+    "wavefront": case("persistent", "gru", "bfloat16", (40, 5, 24, 72), overlap="wavefront", layers=3, lengths=True),
+    "wavefront wide": case("persistent_wide", "lstm", "float16", (40, 5, 24, 72), overlap="wavefront", layers=2),
+}
+
+
+def build(name: str, folder: str) -> None:
+    """Compiles a case into ``folder``."""
+    import ecornn
+
+    of = CASES[name]
+    T, B, I, H = of["sizes"]
+    ecornn.compile(of["cell"], hidden=H, input=I, batch=B, seq=T, dtype=of["dtype"], target="cuda",
+                   schedule=of["schedule"], config=of["config"] or None, **of["stack"]).save(file_of(name, folder))
+
+
+def file_of(name: str, folder: str) -> str:
+    """A case's module file."""
+    return str(Path(folder, name.replace(" ", "_") + ".so"))
+
+
+def once(name: str, folder: str) -> float:
+    """Runs a compiled case; the relative error of y."""
+    import torch
+
+    import ecornn
+    from ecornn.numpy_reference import random_weights, reference
+
+    of, rng = CASES[name], np.random.default_rng(0)
+    (T, B, I, H), stack, kind = of["sizes"], of["stack"], getattr(torch, of["dtype"])
+    weights = {k: torch.tensor(v).to(kind).float().numpy() for k, v in random_weights(
+        of["cell"], I, H, 1, stack.get("layers", 1), 1 + stack.get("bidirectional", False)).items()}
+    layer = ecornn.load(file_of(name, folder)).bind(weights)
+    x = torch.tensor(rng.standard_normal((T, B, I))).to(kind)
+    call: dict[str, Any] = {}
+    if stack.get("lengths"):
+        call["lengths"] = rng.integers(1, T + 1, B).astype(np.int32)
+    if stack.get("resets"):
+        call["resets"] = rng.random((T, B)) < 0.2
+    y, _ = layer(x.cuda(), **{k: torch.tensor(v).cuda() for k, v in call.items()})
+    expected, _ = reference(of["cell"], x.double().numpy(), weights, **call)
+    return float(np.linalg.norm(y.double().cpu().numpy() - expected) / np.linalg.norm(expected))
+
+
+def checked(name: str, tool: str, folder: str) -> tuple[bool, str]:
+    """Whether a case is clean, and what there is to say."""
+    command = ["compute-sanitizer", *TOOLS[tool], sys.executable, __file__, "--once", name, "--folder", folder]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return False, f"no end within {SECONDS} s"
+    text = (done.stdout + done.stderr).splitlines()
+    lines = [line for line in text if line.startswith(("error ", "=========", "Trace"))]
+    good = done.returncode == 0 and any(CLEAN[tool] in line for line in lines)
+    said = [line.removeprefix("========= ") for line in lines if "SUMMARY" in line or line.startswith("error ")]
+    return good, "; ".join(said) if good else "\n".join(lines[:20] or [done.stderr[-1500:]])
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="also write the report there")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--jobs", type=int, default=cores, help="processes at once [%(default)s]")
+    parser.add_argument("--only", default="", help="cases whose name or schedule has this in it")
+    parser.add_argument("--once", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.once:
+        error = once(args.once, args.folder)
+        print(f"error {error:.1e}", flush=True)
+        return int(not error <= LIMITS[CASES[args.once]["dtype"]])
+    names = [n for n, of in CASES.items() if args.only in n or args.only in of["schedule"]]
+    report, failed = [], 0
+    with tempfile.TemporaryDirectory(prefix="ecornn-sanitize-") as folder:
+        with ProcessPoolExecutor(args.jobs, get_context("spawn")) as builders:
+            list(builders.map(build, names, [folder] * len(names)))
+        with ThreadPoolExecutor(args.jobs) as threads:
+            runs = [(n, t, threads.submit(checked, n, t, folder)) for n in names for t in TOOLS]
+            for name, tool, run in runs:
+                good, said = run.result()
+                failed += not good
+                what = {k: v for k, v in CASES[name].items() if v}
+                report.append(f"{'clean' if good else 'FAILED'} {tool} {name}: {said}\n    {json.dumps(what)}")
+                print(report[-1], flush=True)
+    report.append(f"{len(runs)} runs, {failed} not clean")
+    print(report[-1])
+    if args.output:
+        args.output.write_text("\n".join(report) + "\n")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
