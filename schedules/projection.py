@@ -105,10 +105,11 @@ def shape_of(task: Task) -> Shape:
     """The tiles of a kernel that has the multiprocessor to itself; its ``shared`` may still be too much."""
     w, graph = task.workload, task.graph
     rows = len(graph.hoisted_rows)
-    octets = max(1, WIDE // max(rows, 1))
+    wide = WIDE // 2 if w.arithmetic == "float32" else WIDE  # sums of k-tiles need registers, too
+    octets = max(1, wide // max(rows, 1))
     accumulators = octets * max(rows, 1)
     tiles = 4 if accumulators <= 8 else 2 if accumulators <= 16 else 1
-    if w.arithmetic == "float32":  # sums of a k-tile need registers, too
+    if w.arithmetic == "float32":
         tiles = min(tiles, 2)
     columns = -(-w.hidden // (8 * WARP_COLUMNS * octets))
     slabs = -(-words(w.input, w.dtype) // (SPAN * 16)) if rows else 0
