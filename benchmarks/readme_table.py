@@ -3,6 +3,7 @@
     python benchmarks/readme_table.py benchmarks/results/h100.json
     python benchmarks/readme_table.py benchmarks/results/h100_grid.jsonl
     python benchmarks/readme_table.py benchmarks/results/h100_flashrnn.json
+    python benchmarks/readme_table.py benchmarks/results/h100_stacks.json
     python benchmarks/readme_table.py benchmarks/results/cpu.json
 """
 
@@ -77,6 +78,23 @@ def flashrnn_table(path: Path, data: dict) -> list[str]:
             f"`{path.as_posix()}`; `make bench`."]
 
 
+def stacks_table(path: Path, data: dict) -> list[str]:
+    """The table of ``compare_stacks.py``; in bold the arrangement that is compiled unless another one is asked for."""
+    env, rows = data["environment"], []
+    for r in data["rows"]:
+        ours = [f"{r[f'{side}_us']:.2f} [{r[f'{side}_p20']:.2f}, {r[f'{side}_p80']:.2f}]"
+                for side in ("serial", "overlapped")]
+        chosen = r["ecornn_us"] == r["overlapped_us"]
+        ours[chosen] = f"**{ours[chosen]}**"
+        layers = f"{r['layers']} layers" + (", both directions" if r["bidirectional"] else "")
+        rows.append((f"{NAMES[r['cell']]} {r['T']}x{r['B']}x{r['I']}x{r['H']}, {layers}", *ours,
+                     f"{r['cudnn_us']:.2f} [{r['cudnn_p20']:.2f}, {r['cudnn_p80']:.2f}]", f"{r['ratio']:.2f}x"))
+    return [*table(("float16, µs per layer and step [p20, p80]", "one after the other", "at the same time", "cuDNN",
+                    "ratio"), rows), "",
+            f"{env['gpu']}, CUDA {env['cuda']}, cuDNN {env['cudnn']} through PyTorch {env['torch']}; all in CUDA "
+            f"graphs, interleaved, outputs checked against float64. Data: `{path.as_posix()}`; `{env['command']}`."]
+
+
 def section(path: Path) -> tuple[str, list[str]]:
     """The name of the README's part that a file belongs to, and its lines."""
     if path.suffix == ".jsonl":
@@ -85,6 +103,8 @@ def section(path: Path) -> tuple[str, list[str]]:
     env = data["environment"]
     if "flashrnn" in env:
         return "measured-flashrnn", flashrnn_table(path, data)
+    if "serial_us" in data["rows"][0]:
+        return "measured-stacks", stacks_table(path, data)
     return ("measured", gpu_table(path, data)) if "gpu" in env else ("measured-cpu", cpu_table(path, data))
 
 

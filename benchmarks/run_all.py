@@ -62,6 +62,9 @@ def on_gpu(device: Device) -> bool:
     if grid.exists():
         good &= run("grid_report.py", grid) and run("readme_table.py", grid)
         good &= anew(RESULTS / f"{name}_reasons.jsonl", "why_above_floor.py", grid)
+    stacks = RESULTS / f"{name}_stacks.json"
+    good &= run("compare_stacks.py", "--output", stacks) and run("readme_table.py", stacks)
+    good &= run("compare_stacks.py", "--packed", "--output", RESULTS / f"{name}_packed.json")
     good &= anew(RESULTS / f"{name}_ablation.jsonl", "compare_ablation.py")
     good &= anew(RESULTS / f"{name}_variants.jsonl", "compare_variants.py")
     good &= anew(RESULTS / f"{name}_compile_times.jsonl", "compile_times.py", "--jobs",
