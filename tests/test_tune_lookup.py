@@ -109,9 +109,9 @@ def test_the_users_folder_goes_before_the_shipped_one_unless_it_is_stale():
 
 
 def test_a_final_comparison_replaces_a_lucky_time_of_the_same_configuration():
-    assert found(trial(1.0, a=1), trial(9.0, a=1, stage="final"), trial(8.0, a=2)).config["a"] == 2
-    assert found(trial(1.00, a=1), trial(1.02, a=2, stage="final")).config["a"] == 2
-    assert found(trial(1.00, a=1), trial(1.05, a=2, stage="final")).config["a"] == 1
+    assert found(trial(1.0, a=1), trial(9.0, a=1, stage="final"), trial(8.0, a=2, run="r-2")).config["a"] == 2
+    assert found(trial(1.00, a=1, run="r-2"), trial(1.02, a=2, stage="final")).config["a"] == 2
+    assert found(trial(1.00, a=1, run="r-2"), trial(1.05, a=2, stage="final")).config["a"] == 1
 
 
 class Other(Fake):
@@ -127,6 +127,16 @@ def test_a_run_that_became_slower_does_not_make_its_losers_winners():
     assert found(*run).config["a"] == 1
     other = [trial(10.5, a=2, run="r-2")]  # of another run, which knows nothing of that
     assert found(run[0], *other, *run[2:]).config["a"] == 2
+
+
+def test_what_a_run_did_not_compare_at_its_end_does_not_beat_what_it_did():
+    """The command that a run ends with compiles the configuration that it calls the best."""
+    searched = [trial(us, a=a, index=a) for us, a in ((10.0, 1), (10.1, 2), (10.2, 3))]
+    finals = [trial(us, a=a, index=a + 3, stage="final") for us, a in ((10.9, 1), (10.15, 2))]
+    assert found(*searched, *finals).config["a"] == 2
+    finals = [trial(us, a=a, index=a + 3, stage="final") for us, a in ((11.9, 1), (10.8, 2))]
+    assert found(*searched, *finals).config["a"] == 2
+    assert found(*searched).config["a"] == 1
 
 
 def test_a_stale_record_of_a_faster_schedule_beats_a_valid_one_of_a_slower():

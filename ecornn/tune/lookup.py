@@ -11,7 +11,8 @@ ones the configuration that is expected to be fastest is used:
 
 A record of another revision of its schedule is stale: its time is, not its configuration. So it
 competes, with its time taken as ``STALE`` slower; a time measured once, without the final comparison,
-is taken as ``ONCE`` slower, and as much slower as all finalists of its run had become by the end. A
+is taken as ``ONCE`` slower, and as much slower as all finalists of its run had become by the end; and never as faster
+than those, whom the run compared because they were. A
 configuration that failed since then is not used. What is slower by ``MISSED`` than a configuration of the same
 records that does not fit the task is no guide to it: farther ones are asked. The batch of a record is at most a
 factor ``REACH`` away. Of records equally near, the user's folder goes before the one that ships, unless all it has is
@@ -158,8 +159,9 @@ def collect(lines: Sequence[Line], by_name: dict[str, Schedule], task: Task,
     return found, missed
 
 
-def drift(lines: Sequence[Line]) -> dict[str, float]:
-    """By run, how much slower every finalist was in the final comparison than in the search; at least 1.
+def drift(lines: Sequence[Line]) -> dict[str, tuple[float, float]]:
+    """By run, how much slower every finalist was in the final comparison than in the search, at least 1; and the
+    fastest finalist's time, µs.
 
     One finalist alone may have been lucky in the search: that says nothing of the others.
     """
@@ -169,12 +171,15 @@ def drift(lines: Sequence[Line]) -> dict[str, float]:
         if isinstance(trial, Trial) and trial.times is not None:
             candidate = Candidate.of(trial.schedule, trial.config)
             times.setdefault(trial.run, {}).setdefault(candidate, {})[trial.stage] = trial.times.median
-    ratios = {run: [both["final"] / both["search"] for both in of.values() if len(both) == 2]
-              for run, of in times.items()}
-    return {run: max(1.0, min(of)) for run, of in ratios.items() if len(of) > 1}
+    found = {}
+    for run, of in times.items():
+        ratios = [both["final"] / both["search"] for both in of.values() if len(both) == 2]
+        slower = max(1.0, min(ratios)) if len(ratios) > 1 else 1.0
+        found[run] = slower, min((both["final"] for both in of.values() if "final" in both), default=0.0)
+    return found
 
 
-def best_evidence(lines: Sequence[Line], schedule: Schedule, drifts: Mapping[str, float]) -> Evidence:
+def best_evidence(lines: Sequence[Line], schedule: Schedule, drifts: Mapping[str, tuple[float, float]]) -> Evidence:
     """Of several times of one configuration: a current one before a stale one, one of a final
     comparison before one measured once, then the latest."""
     ranked = []
@@ -182,9 +187,12 @@ def best_evidence(lines: Sequence[Line], schedule: Schedule, drifts: Mapping[str
         trial = line.record
         assert isinstance(trial, Trial) and trial.times is not None
         stale, once = trial.revision != schedule.revision, trial.stage != "final"
-        expected = trial.times.median * (STALE if stale else 1.0) * (ONCE * drifts.get(trial.run, 1.0) if once else 1.0)
-        one = Evidence(line, trial, expected, stale)
-        ranked.append((not stale, not once, trial.time, -expected, trial.run, -trial.index, one))
+        expected = trial.times.median
+        if once:
+            slower, finalist = drifts.get(trial.run, (1.0, 0.0))
+            expected = ONCE * max(expected * slower, finalist)
+        one = Evidence(line, trial, expected * (STALE if stale else 1.0), stale)
+        ranked.append((not stale, not once, trial.time, -one.expected, trial.run, -trial.index, one))
     return max(ranked, key=lambda r: r[:-1])[-1]
 
 
