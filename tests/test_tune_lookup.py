@@ -202,7 +202,8 @@ many = st.lists(st.builds(
     trial, st.floats(0.1, 100), a=st.integers(0, 9), batch=st.sampled_from([1, 2, 4, 8, 16, 32]),
     seq=st.sampled_from([5, 10, 15, 100]), cores=st.sampled_from([2, 4, 8]),
     name=st.sampled_from(["Test CPU", "Other CPU"]), revision=st.sampled_from([2, 3]),
-    stage=st.sampled_from(["search", "final"]), index=st.integers(0, 99)), max_size=12)
+    stage=st.sampled_from(["search", "final"]), index=st.integers(0, 99),
+    run=st.integers(1, 1 << 30).map("r-{}".format)), max_size=12)  # what trials of one run say of each other: above
 
 
 def tier(one: Trial) -> int:
