@@ -26,9 +26,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ecornn.schedules.base import Task
+from ecornn.schedules.mbarrier import mbarrier_arrive, mbarrier_init, mbarrier_wait
 from ecornn.schedules.projection_outputs import Outputs
 from ecornn.schedules.projection_wgmma import DEPTH, LINE, ROWS, THREADS, Shape
-from ecornn.schedules.wgmma import descriptor, mbarrier_wait, wgmma, wgmma_wait
+from ecornn.schedules.wgmma import descriptor, wgmma, wgmma_wait
 
 GROUP = 128  # threads of a warpgroup
 BAND = 16  # groups of rows that share the weights in L2: tiles go through a band column by column
@@ -83,8 +84,8 @@ class _Ring:
         T = self.T
         with T.If(self.thread == 0), T.Then():
             for stage in range(self.shape.stages):
-                T.evaluate(T.ptx["mbarrier.init.shared::cta.b64"](self._full(stage), T.uint32(GROUP + 1)))
-                T.evaluate(T.ptx["mbarrier.init.shared::cta.b64"](self._empty(stage), T.uint32(2 * GROUP // 32)))
+                mbarrier_init(self._full(stage), GROUP + 1)
+                mbarrier_init(self._empty(stage), 2 * GROUP // 32)
             T.evaluate(T.ptx["fence.mbarrier_init.release.cluster"]())
             T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())  # bulk copies arrive through this proxy
         T.evaluate(T.cuda.cta_sync())
@@ -154,7 +155,7 @@ class _Ring:
         def release() -> None:
             with T.If(lane == 0), T.Then():
                 before = T.Bind(T.cast((self.turn[0] - T.uint32(1)) % T.uint32(s.stages), "int32"))
-                T.evaluate(T.ptx["mbarrier.arrive.shared::cta.b64"](self._empty(before)))
+                mbarrier_arrive(self._empty(before))
 
         lag = min(LAG, s.stages - 2, s.slabs - 1)
         with T.serial(0, s.slabs) as slab:

@@ -1,22 +1,10 @@
-"""Warpgroup products of Hopper's tensor cores, and waits for mbarriers."""
+"""Warpgroup products of Hopper's tensor cores."""
 
 from __future__ import annotations
 
 from typing import Any
 
 _KIND = {"float16": "f16.f16", "bfloat16": "bf16.bf16"}
-_TEST = """
-__device__ __forceinline__ unsigned ecornn_mbarrier_test(unsigned barrier, unsigned parity) {
-  unsigned done;
-  asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-               : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-  return done;
-}"""
-_WAIT = """
-__device__ __forceinline__ void ecornn_mbarrier_wait(unsigned barrier, unsigned parity) {
-  asm volatile("{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again; }"
-               : : "r"(barrier), "r"(parity) : "memory");
-}"""
 
 
 def wgmma(acc: list[Any], a: Any, b: Any, keep: Any, dtype: str) -> None:
@@ -62,19 +50,3 @@ def wgmma_wait(acc: list[Any]) -> None:
 __device__ __forceinline__ void ecornn_wgmma_wait_{count}({arguments}) {{
   asm volatile("wgmma.wait_group.sync.aligned 0;" : {operands} : : "memory");
 }}"""))
-
-
-def mbarrier_wait(barrier: Any, parity: Any) -> None:
-    """Until the phase of this parity of the mbarrier (a pointer into shared memory) is complete."""
-    from tvm.tirx.script.builder import ir as T
-
-    T.evaluate(T.cuda.func_call("ecornn_mbarrier_wait", T.cuda.cvta_generic_to_shared(barrier), parity,
-                                source_code=_WAIT))
-
-
-def mbarrier_test(barrier: Any, parity: Any) -> Any:
-    """Whether the phase of this parity is complete (uint32), without waiting."""
-    from tvm.tirx.script.builder import ir as T
-
-    return T.cuda.func_call("ecornn_mbarrier_test", T.cuda.cvta_generic_to_shared(barrier), parity,
-                            source_code=_TEST, return_type="uint32")

@@ -49,19 +49,17 @@ def wide(cell: str, dtype: str, sizes: tuple[int, int, int, int], groups: int, u
                 {"groups": groups, "units": units, "registers": registers, "math": "fast"})
 
 
-TWO = {"warps": 2, "gate_warps": 2}
 ALL = {"layers": 2, "bidirectional": True, "lengths": True, "resets": True}
 CASES = {
     # projection before (mma, wgmma), half beside, all beside; registers, shared memory; two exchanges a step; float32.
-    # With more than two product warps racecheck reports the partial sums' barriers, from time to time: see
-    # named_barriers.cu, where it does so of the PTX manual's example.
     "plain": persistent("lstm", "float16", (10, 9, 17, 48), (2, 10, 1, 2), 2, 25, 0, 100, "exact"),
     "default": persistent("lstm", "bfloat16", (12, 16, 64, 64), (2, 16, 2, 4), 1, 100, 0, 100, "fast"),
     "wgmma": persistent("gru", "bfloat16", (9, 20, 64, 48), (2, 16, 2, 5), 1, 100, 4, 100, "approx"),
     "half": persistent("lstm", "float16", (20, 9, 24, 64), (2, 14, 1, 3), 1, 25, 0, 50, "exact"),
     "beside": persistent("lstm", "bfloat16", (10, 9, 24, 64), (1, 10, 2, 3), 2, 100, 0, 0, "approx"),
     "two": persistent("gru_reset_before", "float32", (9, 3, 8, 24), (1, 16, 1, 2), 2, 50, 0, 100, "exact"),
-    "f32": persistent("lstm", "float32", (9, 5, 13, 40), (1, 8, 2, 2), 1, 100, 0, 100, "exact"),
+    "f32": persistent("lstm", "float32", (9, 5, 13, 40), (1, 8, 3, 2), 1, 100, 0, 100, "exact"),
+    "warps": persistent("lstm", "bfloat16", (12, 9, 64, 128), (1, 16, 6, 3), 1, 100, 0, 100, "fast"),
     # chunks with and without padding, one group and two, weights in registers, shared memory, both
     "wide groups": wide("rnn_tanh", "float16", (12, 23, 31, 300), 2, 64, 100),
     "wide short": wide("rnn_tanh", "float16", (9, 23, 31, 300), 1, 64, 100),
@@ -72,12 +70,10 @@ CASES = {
     "layout f32": case("layout_transform", "gru_reset_before", "float32", (5, 3, 13, 40)),
     "fused": case("fused_step", "lstm", "float16", (5, 9, 17, 48)),
     "fused f32": case("fused_step", "gru", "float32", (5, 3, 13, 40)),
-    **{f"stack {schedule}": case(schedule, "lstm", "float16", (9, 5, 24, 72), config, overlap="none", **ALL)
-       for schedule, config in (("persistent", TWO), ("persistent_wide", None), ("layout_transform", None),
-                                ("fused_step", None))},
-    "directions": case("persistent", "lstm", "float16", (9, 5, 24, 72), TWO, overlap="directions", **ALL),
-    "wavefront": case("persistent", "gru", "bfloat16", (40, 5, 24, 72), TWO, overlap="wavefront", layers=3,
-                      lengths=True),
+    **{f"stack {schedule}": case(schedule, "lstm", "float16", (9, 5, 24, 72), overlap="none", **ALL)
+       for schedule in ("persistent", "persistent_wide", "layout_transform", "fused_step")},
+    "directions": case("persistent", "lstm", "float16", (9, 5, 24, 72), overlap="directions", **ALL),
+    "wavefront": case("persistent", "gru", "bfloat16", (40, 5, 24, 72), overlap="wavefront", layers=3, lengths=True),
     "wavefront wide": case("persistent_wide", "lstm", "float16", (40, 5, 24, 72), overlap="wavefront", layers=2),
 }
 

@@ -6,12 +6,13 @@ from typing import Any
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.items import Items, Share
+from ecornn.schedules.mbarrier import mbarrier_arrive
 from ecornn.schedules.persistent.beside import Beside
 from ecornn.schedules.persistent.exchange import SENTINEL, pack, slot_base, word_of
 from ecornn.schedules.persistent.plan import RING, PhasePlan, Plan
 from ecornn.schedules.pointwise import emit
 
-FULL, READ = 1, 3  # named barriers of the two buffers of partial sums: FULL, FULL + 1 and READ, READ + 1
+FULL = 1  # named barriers of the two buffers of partial sums, FULL and FULL + 1: all product warps have written
 
 
 class Gates(Items):
@@ -75,7 +76,7 @@ class Gates(Items):
         """Returns the buffer of partial sums, as often as product warps wait for one."""
         T, plan = self.T, self.plan
         with T.If(use + 2 < self.steps * len(plan.phases)), T.Then():
-            T.evaluate(T.ptx["bar.arrive"](T.cast(side + READ, "uint32"), T.uint32(plan.threads)))
+            mbarrier_arrive(read_barrier(plan, self.shared, side))
 
     def _sums(self, i: int, p: int, side: Any) -> dict[Any, Any]:
         """The products of phase p: partial sums of all warps, added in a tree."""
@@ -137,6 +138,11 @@ class Gates(Items):
         for i in range(self.plan.items):
             for o in range(phase.operands):
                 self._write(i, p, base + self._place(i, phase, o), self.T.uint32(SENTINEL))
+
+
+def read_barrier(plan: Plan, shared: Any, side: Any) -> Any:
+    """The mbarrier of a buffer of partial sums: each gate thread arrives when it has read."""
+    return shared.ptr_to([plan.first_barrier + side * 2])
 
 
 def _tree(T: Any, parts: list[Any]) -> Any:

@@ -114,9 +114,14 @@ class Plan:
         return sum(self.warps * p.streamed_pairs * p.octets(self.units) * 512 for p in self.phases)
 
     @property
+    def first_barrier(self) -> int:
+        """Where the two mbarriers of the buffers of partial sums are, in words, behind these and the weights."""
+        return 2 * self.sum_floats + sum(self.shared_weight_words(p) for p in self.phases)
+
+    @property
     def shared(self) -> int:
         """Bytes of shared memory that the recurrence needs."""
-        return 4 * (2 * self.sum_floats + sum(self.shared_weight_words(p) for p in self.phases))
+        return 4 * self.first_barrier + 2 * 8
 
     @property
     def registers(self) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
+from ecornn.schedules.mbarrier import mbarrier_wait
 from ecornn.schedules.persistent.exchange import SENTINEL, slot_base
-from ecornn.schedules.persistent.gates import FULL, READ
+from ecornn.schedules.persistent.gates import FULL, read_barrier
 from ecornn.schedules.persistent.plan import RING, Plan
 from ecornn.schedules.tensor_core import mma, per_word, split
 
@@ -40,7 +41,8 @@ def products(T: Any, plan: Plan, steps: Any, group: Any, member: Any, warp: Any,
             use = T.Bind(t * len(plan.phases) + index)
             side = T.Bind(use % 2)
             with T.If(use >= 2), T.Then():
-                T.evaluate(T.ptx["bar.sync"](T.cast(side + READ, "uint32"), T.uint32(plan.threads)))
+                parity = T.cast(T.bitwise_and(use // 2 - 1, 1), "uint32")  # a phase for each use before
+                mbarrier_wait(read_barrier(plan, shared, side), parity, sleep=False)
             stored = _Stored(T, plan, phase, held[index], words, places[index], weights[index], member, warp, lane)
             start = T.Bind(slot_base(plan, phase, group, t % RING)
                            + warp * phase.warp_pairs * plan.tiles * 128 + lane * 4)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ecornn.schedules.mbarrier import mbarrier_test
 from ecornn.schedules.persistent_wide.exchange import counter_of, slot_base, writers
 from ecornn.schedules.persistent_wide.plan import DEPTH, SLOTS, Plan
-from ecornn.schedules.wgmma import mbarrier_test
 
 _BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
 

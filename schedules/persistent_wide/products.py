@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ecornn.schedules.mbarrier import mbarrier_wait
 from ecornn.schedules.persistent_wide.copies import Memory, chunk_at
 from ecornn.schedules.persistent_wide.plan import DEPTH, Plan
-from ecornn.schedules.wgmma import descriptor, mbarrier_wait, wgmma, wgmma_registers, wgmma_wait
+from ecornn.schedules.wgmma import descriptor, wgmma, wgmma_registers, wgmma_wait
 
 STEPS = DEPTH // 16  # products of a chunk and tile
 

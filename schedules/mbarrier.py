@@ -1,0 +1,52 @@
+"""Barriers in shared memory (mbarrier): 8 bytes each, in phases; a phase ends with its last arrival or byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_TEST = """
+__device__ __forceinline__ unsigned ecornn_mbarrier_test(unsigned barrier, unsigned parity) {
+  unsigned done;
+  asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  return done;
+}"""
+_WAIT = """
+__device__ __forceinline__ void ecornn_mbarrier_KIND_wait(unsigned barrier, unsigned parity) {
+  asm volatile("{ .reg .pred done; again: mbarrier.KIND_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again; }"
+               : : "r"(barrier), "r"(parity) : "memory");
+}"""
+
+
+def mbarrier_init(barrier: Any, arrivals: Any) -> None:
+    """Makes an mbarrier of 8 bytes of shared memory (a pointer), each of whose phases has so many arrivals."""
+    from tvm.tirx.script.builder import ir as T
+
+    T.evaluate(T.ptx["mbarrier.init.shared::cta.b64"](barrier, T.uint32(arrivals)))
+
+
+def mbarrier_arrive(barrier: Any) -> None:
+    """One arrival, which releases what this thread did before."""
+    from tvm.tirx.script.builder import ir as T
+
+    T.evaluate(T.ptx["mbarrier.arrive.shared::cta.b64"](barrier))
+
+
+def mbarrier_wait(barrier: Any, parity: Any, sleep: bool = True) -> None:
+    """Until the phase of this parity of the mbarrier (a pointer into shared memory) is complete.
+
+    ``sleep``: threads may sleep meanwhile, for which Hopper has an instruction.
+    """
+    from tvm.tirx.script.builder import ir as T
+
+    kind = "try" if sleep else "test"
+    T.evaluate(T.cuda.func_call(f"ecornn_mbarrier_{kind}_wait", T.cuda.cvta_generic_to_shared(barrier), parity,
+                                source_code=_WAIT.replace("KIND", kind)))
+
+
+def mbarrier_test(barrier: Any, parity: Any) -> Any:
+    """Whether the phase of this parity is complete (uint32), without waiting."""
+    from tvm.tirx.script.builder import ir as T
+
+    return T.cuda.func_call("ecornn_mbarrier_test", T.cuda.cvta_generic_to_shared(barrier), parity,
+                            source_code=_TEST, return_type="uint32")
