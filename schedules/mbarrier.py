@@ -12,8 +12,8 @@ __device__ __forceinline__ unsigned ecornn_mbarrier_test(unsigned barrier, unsig
   return done;
 }"""
 _WAIT = """
-__device__ __forceinline__ void ecornn_mbarrier_KIND_wait(unsigned barrier, unsigned parity) {
-  asm volatile("{ .reg .pred done; again: mbarrier.KIND_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again; }"
+__device__ __forceinline__ void ecornn_mbarrier_wait(unsigned barrier, unsigned parity) {
+  asm volatile("{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again; }"
                : : "r"(barrier), "r"(parity) : "memory");
 }"""
 
@@ -32,16 +32,12 @@ def mbarrier_arrive(barrier: Any) -> None:
     T.evaluate(T.ptx["mbarrier.arrive.shared::cta.b64"](barrier))
 
 
-def mbarrier_wait(barrier: Any, parity: Any, sleep: bool = True) -> None:
-    """Until the phase of this parity of the mbarrier (a pointer into shared memory) is complete.
-
-    ``sleep``: threads may sleep meanwhile, for which Hopper has an instruction.
-    """
+def mbarrier_wait(barrier: Any, parity: Any) -> None:
+    """Until the phase of this parity of the mbarrier (a pointer into shared memory) is complete."""
     from tvm.tirx.script.builder import ir as T
 
-    kind = "try" if sleep else "test"
-    T.evaluate(T.cuda.func_call(f"ecornn_mbarrier_{kind}_wait", T.cuda.cvta_generic_to_shared(barrier), parity,
-                                source_code=_WAIT.replace("KIND", kind)))
+    T.evaluate(T.cuda.func_call("ecornn_mbarrier_wait", T.cuda.cvta_generic_to_shared(barrier), parity,
+                                source_code=_WAIT))
 
 
 def mbarrier_test(barrier: Any, parity: Any) -> Any:

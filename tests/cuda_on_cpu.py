@@ -57,7 +57,7 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return "emu::wgmma_commit()"
     if name.startswith(("wgmma.fence", "setmaxnreg.")):
         return "(void)0"
-    if re.search(r"mbarrier\.(try|test)_wait\.parity", text) and "@!done bra again" in text:
+    if "mbarrier.try_wait.parity" in text and "@!done bra again" in text:
         return f"emu::mbarrier_wait({every})"
     if "mbarrier.test_wait.parity" in text and "selp.u32 %0, 1, 0, p" in text:
         return f"{outs[0]} = emu::mbarrier_test({', '.join(ins)})"

@@ -34,12 +34,13 @@ def case(schedule: str, cell: str, dtype: str, sizes: tuple[int, int, int, int],
 
 
 def persistent(cell: str, dtype: str, sizes: tuple[int, int, int, int], cut: tuple[int, int, int, int],
-               chains: int, registers: int, interleave: int, ahead: int, math: str) -> dict[str, Any]:
+               chains: int, registers: int, interleave: int, ahead: int, math: str, fences: str = "products",
+               ) -> dict[str, Any]:
     """A configuration of `persistent`; ``cut``: groups, units, warps, gate warps."""
     names = ("groups", "units", "warps", "gate_warps")
     return case("persistent", cell, dtype, sizes, {
         **dict(zip(names, cut, strict=True)), "chains": chains, "registers": registers, "interleave": interleave,
-        "ahead": ahead, "math": math})
+        "ahead": ahead, "fences": fences, "math": math})
 
 
 def wide(cell: str, dtype: str, sizes: tuple[int, int, int, int], groups: int, units: int, registers: int,
@@ -52,14 +53,15 @@ def wide(cell: str, dtype: str, sizes: tuple[int, int, int, int], groups: int, u
 ALL = {"layers": 2, "bidirectional": True, "lengths": True, "resets": True}
 CASES = {
     # projection before (mma, wgmma), half beside, all beside; registers, shared memory; two exchanges a step; float32.
-    "plain": persistent("lstm", "float16", (10, 9, 17, 48), (2, 10, 1, 2), 2, 25, 0, 100, "exact"),
+    "plain": persistent("lstm", "float16", (10, 9, 17, 48), (2, 10, 1, 2), 2, 25, 0, 100, "exact", "every"),
     "default": persistent("lstm", "bfloat16", (12, 16, 64, 64), (2, 16, 2, 4), 1, 100, 0, 100, "fast"),
     "wgmma": persistent("gru", "bfloat16", (9, 20, 64, 48), (2, 16, 2, 5), 1, 100, 4, 100, "approx"),
     "half": persistent("lstm", "float16", (20, 9, 24, 64), (2, 14, 1, 3), 1, 25, 0, 50, "exact"),
     "beside": persistent("lstm", "bfloat16", (10, 9, 24, 64), (1, 10, 2, 3), 2, 100, 0, 0, "approx"),
     "two": persistent("gru_reset_before", "float32", (9, 3, 8, 24), (1, 16, 1, 2), 2, 50, 0, 100, "exact"),
     "f32": persistent("lstm", "float32", (9, 5, 13, 40), (1, 8, 3, 2), 1, 100, 0, 100, "exact"),
-    "warps": persistent("lstm", "bfloat16", (12, 9, 64, 128), (1, 16, 6, 3), 1, 100, 0, 100, "fast"),
+    "rare": persistent("lstm", "bfloat16", (40, 9, 64, 128), (1, 16, 4, 4), 1, 100, 0, 100, "fast", "rare"),
+    "rare two": persistent("gru_reset_before", "float16", (40, 3, 8, 72), (1, 8, 3, 1), 1, 100, 0, 100, "fast", "rare"),
     # chunks with and without padding, one group and two, weights in registers, shared memory, both
     "wide groups": wide("rnn_tanh", "float16", (12, 23, 31, 300), 2, 64, 100),
     "wide short": wide("rnn_tanh", "float16", (9, 23, 31, 300), 1, 64, 100),

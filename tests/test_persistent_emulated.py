@@ -19,7 +19,7 @@ from ecornn.workload import Place
 
 SMALL = replace(KNOWN["sm_90a"], cores=6)
 CUT = {"groups": 1, "units": 16, "warps": 2, "chains": 1, "registers": 100, "interleave": 0,
-       "ahead": 100, "math": "exact"}
+       "ahead": 100, "fences": "every", "math": "exact"}
 
 CASES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
     ("lstm", (5, 3, 24, 40), "bfloat16", {}),
@@ -43,6 +43,10 @@ CASES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
     ("gru", (7, 20, 17, 40), "float16", {"ahead": 0, "units": 24}),  # odd rows of x
     ("gru_reset_before", (5, 4, 8, 24), "float32", {"ahead": 0, "units": 8}),
     ("rnn_tanh", (70, 5, 16, 24), "bfloat16", {"ahead": 25, "units": 8, "warps": 1}),
+    ("rnn_tanh", (70, 5, 9, 24), "bfloat16", {"units": 8, "warps": 1, "fences": "rare"}),  # twice around the ring
+    ("lstm", (40, 20, 9, 40), "float16", {"fences": "rare", "units": 8}),
+    ("gru_reset_before", (70, 4, 8, 24), "float32", {"fences": "rare", "units": 8}),
+    ("gru", (40, 3, 24, 40), "float16", {"ahead": 0, "fences": "products"}),
 ]
 
 

@@ -12,7 +12,6 @@ from ecornn.schedules.persistent.estimate import best_ahead, estimate, recurrenc
 from ecornn.schedules.persistent.kernel import persistent_kernel
 from ecornn.schedules.persistent.plan import (
     PAIR,
-    RING,
     Plan,
     block_shared,
     packing_of,
@@ -79,6 +78,9 @@ class Persistent(Schedule):
             Knob("ahead", AHEAD if task.graph.hoisted_outputs else AHEAD[:1],
                  "percent of the input projection done before the recurrence; the rest runs beside it, on what "
                  "blocks the recurrence leaves over", before=100),
+            Knob("fences", ("every", "products", "rare"),
+                 "of products and gates in every step, of products, or rare: less waiting, against polls that begin at "
+                 "once and disturb what they wait for", before="every"),
             Knob("math", MATH_FOR[w.dtype], MATH_TRADES),
         )
 
@@ -169,12 +171,13 @@ class Persistent(Schedule):
         projection beside the recurrence may not be valid."""
         knobs = {k.name: k.values for k in self.knobs(task)}
         math = "exact" if task.workload.dtype == "float32" else "fast"
+        fences = "rare" if task.workload.batch == 1 else "products"
         for groups, units, interleave in product(knobs["groups"], knobs["units"], knobs["interleave"]):
             for warps, gates in product(knobs["warps"], knobs["gate_warps"]):
                 for registers in knobs["registers"]:
                     cut: Config = {"groups": groups, "units": units, "warps": warps,
                                    "gate_warps": gates, "chains": 1, "registers": registers,
-                                   "interleave": interleave, "ahead": 100, "math": math}
+                                   "interleave": interleave, "ahead": 100, "fences": fences, "math": math}
                     if self.check(task, cut) is not None:
                         continue
                     for ahead in best_ahead(task, plan_of(task, cut)):
@@ -191,7 +194,8 @@ class Persistent(Schedule):
             "products": sum(p.pairs * 2 * -(-p.octets(plan.units) // 2) * plan.tiles for p in plan.phases),
             "sums": sum(plan.warps * p.gates * plan.items for p in plan.phases),
             "registers": plan.registers, "shared": plan.shared, "estimate": estimate(task, plan),
-            "workers": plan.workers, "polls": max(-(-p.pairs // p.polled_pairs) for p in plan.phases),
+            "workers": plan.workers, "ring": plan.ring, "acquires": int(plan.fences != "rare"),
+            "polls": max(-(-p.pairs // p.polled_pairs) for p in plan.phases),
             "shared_weights": sum(plan.shared_weight_words(p) for p in plan.phases), "streamed": plan.streamed}
 
     def program(self, task: Task, config: Config) -> Program:
@@ -207,7 +211,7 @@ class Persistent(Schedule):
             buffers.append(Buffer(f"recurrent_{i}", "packed", w.dtype,
                                   Extent(packing.pad[0] * packing.pad[1] * packing.pad[2]), packing))
             buffers.append(Buffer(f"exchange_{i}", "workspace", "uint32",
-                                  Extent(plan.groups * RING * plan.slot_words(phase))))
+                                  Extent(plan.groups * plan.ring * plan.slot_words(phase))))
         functions = dict(hoisted.functions)
         functions["start"] = start_kernel(task, plan, START_BLOCKS, math)
         functions["persistent"] = persistent_kernel(task, plan, math)

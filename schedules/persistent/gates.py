@@ -6,13 +6,12 @@ from typing import Any
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.items import Items, Share
-from ecornn.schedules.mbarrier import mbarrier_arrive
 from ecornn.schedules.persistent.beside import Beside
-from ecornn.schedules.persistent.exchange import SENTINEL, pack, slot_base, word_of
-from ecornn.schedules.persistent.plan import RING, PhasePlan, Plan
+from ecornn.schedules.persistent.exchange import SENTINEL, fence, pack, slot_base, word_of
+from ecornn.schedules.persistent.plan import PhasePlan, Plan
 from ecornn.schedules.pointwise import emit
 
-FULL = 1  # named barriers of the two buffers of partial sums, FULL and FULL + 1: all product warps have written
+FULL = 1  # named barriers of the two buffers of partial sums, FULL and FULL + 1
 
 
 class Gates(Items):
@@ -54,7 +53,6 @@ class Gates(Items):
                     self._announce(i, p + 1, t, envs[i])
             ended = [self._finish(i, envs[i], t) for i in range(plan.items)] if p == last else []
             self._wipe(p, t)
-            self._hand_back(use, side)
             if p == last:
                 self._after(t, ended)
 
@@ -66,17 +64,11 @@ class Gates(Items):
         than L2.
         """
         T = self.T
-        T.evaluate(T.ptx["fence.acq_rel.gpu"]())
+        fence(T, self.plan.released(t))
         for i in range(self.plan.items):
             self._store(i, t, *ended[i])
         self._advance()
         self._fetch(T.Bind(t + 2))
-
-    def _hand_back(self, use: Any, side: Any) -> None:
-        """Returns the buffer of partial sums, as often as product warps wait for one."""
-        T, plan = self.T, self.plan
-        with T.If(use + 2 < self.steps * len(plan.phases)), T.Then():
-            mbarrier_arrive(read_barrier(plan, self.shared, side))
 
     def _sums(self, i: int, p: int, side: Any) -> dict[Any, Any]:
         """The products of phase p: partial sums of all warps, added in a tree."""
@@ -111,7 +103,7 @@ class Gates(Items):
     def _announce(self, i: int, p: int, step: Any, env: dict[Any, Any]) -> None:
         """Writes this thread's operands of phase p to the exchange; units beyond H are zero."""
         T, plan, phase = self.T, self.plan, self.plan.phases[p]
-        base = self._slot(p, step % RING)
+        base = self._slot(p, step % plan.ring)
         for o, operand in enumerate(self.graph.phases[p].operands):
             value = T.Bind(T.Select(self.unit[i] < plan.hidden, env[operand], T.float32(0)))
             self._write(i, p, base + self._place(i, phase, o), self._word(value))
@@ -134,15 +126,10 @@ class Gates(Items):
             T.evaluate(T.ptx["st.relaxed.gpu.global.b32"](self.rings[p].ptr_to([place]), word))
 
     def _wipe(self, p: int, t: Any) -> None:
-        phase, base = self.plan.phases[p], self._slot(p, (t + (RING - 1)) % RING)
+        phase, base = self.plan.phases[p], self._slot(p, (t + (self.plan.ring - 1)) % self.plan.ring)
         for i in range(self.plan.items):
             for o in range(phase.operands):
                 self._write(i, p, base + self._place(i, phase, o), self.T.uint32(SENTINEL))
-
-
-def read_barrier(plan: Plan, shared: Any, side: Any) -> Any:
-    """The mbarrier of a buffer of partial sums: each gate thread arrives when it has read."""
-    return shared.ptr_to([plan.first_barrier + side * 2])
 
 
 def _tree(T: Any, parts: list[Any]) -> Any:

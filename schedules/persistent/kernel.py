@@ -11,10 +11,9 @@ rows of ``units`` hidden units. In every block
 
 Blocks that are left over may work on the input projection meanwhile (``beside.py``).
 
-Named barriers hand the two buffers of partial sums to the gate warps, mbarriers hand them back. Product
-warps never wait for the latter: they have been polling for longer. (A buffer that is written again has
-been read, since the state that the warp has polled depends on it; the barrier says so within the block,
-where a race checker can see it, as it does not see named barriers of three and more product warps.)
+Two buffers of partial sums, each with a named barrier that all warps of the recurrence wait at: gate warps for
+the sums, product warps for the gate warps, which have by then read the other buffer. That makes product warps poll at
+the same time, too, and costs nothing: gate warps wait for longer.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ from __future__ import annotations
 from typing import Any
 
 from ecornn.schedules.base import Task
-from ecornn.schedules.mbarrier import mbarrier_init
 from ecornn.schedules.persistent.beside import Beside
-from ecornn.schedules.persistent.gates import Gates, read_barrier
+from ecornn.schedules.persistent.gates import Gates
 from ecornn.schedules.persistent.plan import Plan, block_shared
 from ecornn.schedules.persistent.products import products
 from ecornn.schedules.projection import THREADS
@@ -58,7 +56,6 @@ def persistent_kernel(task: Task, plan: Plan, math: str) -> Any:
         block, thread = T.cta_id([recurrent + plan.workers]), T.thread_id([plan.block_threads])
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
         shared = T.alloc_buffer((block_shared(task, plan) // 4,), "float32", scope="shared.dyn", align=16)
-        _prepare(T, plan, shared, thread)
         beside = Beside(T, task, plan, arguments, steps, batch) if plan.workers else None
 
         def recurrence() -> None:
@@ -80,11 +77,3 @@ def persistent_kernel(task: Task, plan: Plan, math: str) -> Any:
                 with T.Else(), T.If(thread < THREADS), T.Then():
                     beside.work(T.Bind(block - recurrent), thread, shared)
     return builder.get()
-
-
-def _prepare(T: Any, plan: Plan, shared: Any, thread: Any) -> None:
-    """The mbarriers, by the first thread, for all."""
-    with T.If(thread == 0), T.Then():
-        for side in range(2):
-            mbarrier_init(read_barrier(plan, shared, side), plan.gate_warps * 32)
-    T.evaluate(T.cuda.cta_sync())

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import gcd, lcm
+from typing import Any
 
 from ecornn.program import Packing
 from ecornn.schedules.base import Config, Task
 from ecornn.schedules.projection import THREADS, Shape, shape_within
 from ecornn.schedules.tensor_core import per_word, words
 
-RING = 4  # slots of an exchange; exchange.py says why four
+RINGS = ((1 << 12, 32), (1 << 14, 16), (1 << 62, 8))  # words of a step's exchange, at most; slots with fewer fences
 PAIR = 16  # words of a pair of k-tiles
 FLIGHT = 32  # loads of 16 bytes a lane has in flight while it polls, at most
 SPARE_REGISTERS = 44  # addresses, loop state and gate math beside weights and accumulators
@@ -68,6 +69,7 @@ class Plan:
     chains: int  # independent accumulators that share the k-tiles of one product tile
     ahead: int  # percent of the projection that is done before; the rest runs beside the recurrence
     workers: int  # blocks that do that rest
+    fences: str  # of exchange.py: in every step, of products in every step, or rare
     kept: int  # values that a gate thread keeps for each item: states, inputs of two steps, what masks say
     phases: tuple[PhasePlan, ...]
 
@@ -114,14 +116,23 @@ class Plan:
         return sum(self.warps * p.streamed_pairs * p.octets(self.units) * 512 for p in self.phases)
 
     @property
-    def first_barrier(self) -> int:
-        """Where the two mbarriers of the buffers of partial sums are, in words, behind these and the weights."""
-        return 2 * self.sum_floats + sum(self.shared_weight_words(p) for p in self.phases)
+    def ring(self) -> int:
+        """Slots of an exchange; exchange.py says why four at least."""
+        words = self.groups * sum(self.slot_words(p) for p in self.phases)
+        return 4 if self.fences == "every" else next(slots for most, slots in RINGS if words <= most)
+
+    def released(self, t: Any) -> Any:
+        """Whether owners of words have a fence at the end of step t: True, or an expression."""
+        return True if self.fences == "every" else t % (self.ring - 4) == self.ring - 5
+
+    def acquired(self, t: Any) -> Any:
+        """Whether readers have a fence in step t."""
+        return t % (self.ring - 4) == 1 if self.fences == "rare" else True
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory that the recurrence needs."""
-        return 4 * self.first_barrier + 2 * 8
+        return 4 * (2 * self.sum_floats + sum(self.shared_weight_words(p) for p in self.phases))
 
     @property
     def registers(self) -> int:
@@ -174,6 +185,7 @@ def plan_of(task: Task, config: Config, chains: int | None = None, ahead: int | 
     plan = Plan(hidden=w.hidden, dtype=w.dtype, arithmetic=w.arithmetic, groups=groups, blocks=blocks, units=units,
                 rows=rows, warps=warps, gate_warps=int(config["gate_warps"]), chains=chains, ahead=ahead,
                 workers=0 if ahead == 100 else task.device.cores - groups * blocks,
+                fences=str(config["fences"]),
                 kept=len(task.graph.states) + 2 * len(task.graph.hoisted_outputs) + masks, phases=tuple(phases))
     for i, p in enumerate(phases):
         room = (task.device.shared - plan.shared) // (4 * plan.warps * p.octets(units) * 128)

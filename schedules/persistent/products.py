@@ -5,10 +5,9 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
-from ecornn.schedules.mbarrier import mbarrier_wait
-from ecornn.schedules.persistent.exchange import SENTINEL, slot_base
-from ecornn.schedules.persistent.gates import FULL, read_barrier
-from ecornn.schedules.persistent.plan import RING, Plan
+from ecornn.schedules.persistent.exchange import SENTINEL, fence, slot_base
+from ecornn.schedules.persistent.gates import FULL
+from ecornn.schedules.persistent.plan import Plan
 from ecornn.schedules.tensor_core import mma, per_word, split
 
 
@@ -40,11 +39,8 @@ def products(T: Any, plan: Plan, steps: Any, group: Any, member: Any, warp: Any,
         for index, (phase, ring) in enumerate(zip(plan.phases, rings, strict=True)):
             use = T.Bind(t * len(plan.phases) + index)
             side = T.Bind(use % 2)
-            with T.If(use >= 2), T.Then():
-                parity = T.cast(T.bitwise_and(use // 2 - 1, 1), "uint32")  # a phase for each use before
-                mbarrier_wait(read_barrier(plan, shared, side), parity, sleep=False)
             stored = _Stored(T, plan, phase, held[index], words, places[index], weights[index], member, warp, lane)
-            start = T.Bind(slot_base(plan, phase, group, t % RING)
+            start = T.Bind(slot_base(plan, phase, group, t % plan.ring)
                            + warp * phase.warp_pairs * plan.tiles * 128 + lane * 4)
             acc = _multiply(T, plan, phase, stored, ring, start, lane)
             stride = plan.stride(phase)
@@ -55,8 +51,8 @@ def products(T: Any, plan: Plan, steps: Any, group: Any, member: Any, warp: Any,
                         with _within(T, plan, n, lane % 4 * 2 + i % 2):
                             T.buffer_store(shared, acc(m, n, i),
                                            [base + (n * 8 + i % 2) * stride + m * 16 + i // 2 * 8])
-            T.evaluate(T.ptx["bar.arrive"](T.cast(side + FULL, "uint32"), T.uint32(plan.threads)))
-            T.evaluate(T.ptx["fence.acq_rel.gpu"]())  # the acquire of exchange.py, while state travels
+            T.evaluate(T.ptx["bar.sync"](T.cast(side + FULL, "uint32"), T.uint32(plan.threads)))
+            fence(T, plan.acquired(t))
 
 
 def _weights(T: Any, plan: Plan, phase: Any, source: Any, member: Any, warp: Any, q: int, v: int,

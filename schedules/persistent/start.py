@@ -9,7 +9,7 @@ from typing import Any
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.persistent.exchange import SENTINEL, pack
-from ecornn.schedules.persistent.plan import PAIR, RING, Plan
+from ecornn.schedules.persistent.plan import PAIR, Plan
 from ecornn.schedules.pointwise import emit, invariants
 from ecornn.schedules.projection import LEAST_ROWS
 from ecornn.schedules.tensor_core import per_word
@@ -46,12 +46,12 @@ def start_kernel(task: Task, plan: Plan, blocks: int, math: str) -> Any:
                 T.buffer_store(ready, T.uint32(0), [turn * (blocks * THREADS) + first])
         for index, (phase, ring) in enumerate(zip(plan.phases, rings, strict=True)):
             words = plan.slot_words(phase)
-            total = plan.groups * RING * words
+            total = plan.groups * plan.ring * words
             with T.serial(0, -(-total // (blocks * THREADS))) as turn:
                 place = T.Bind(turn * (blocks * THREADS) + first)
                 with T.If(place < total), T.Then():
                     within = T.Bind(place % words)
-                    slot, part_of_rows = T.Bind(place // words % RING), T.Bind(place // (words * RING))
+                    slot, part_of_rows = T.Bind(place // words % plan.ring), T.Bind(place // (words * plan.ring))
                     part, lane = within % 4, within // 4 % 32
                     tile, pair = within // 128 % plan.tiles, T.Bind(within // (128 * plan.tiles))
                     per_operand = plan.warps * phase.warp_pairs
