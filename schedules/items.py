@@ -34,7 +34,8 @@ class Items(ABC):
     """
 
     def __init__(self, T: Any, task: Task, math: str, arguments: dict[str, Any], share: Share, group: Any,
-                 member: Any, thread: Any, steps: Any, batch: Any) -> None:
+                 first: Any, thread: Any, steps: Any, batch: Any, count: Any = None) -> None:
+        """``first``: unit of the block's share; ``count``: units that it really has, where not all have as many."""
         self.T, self.task, self.share, self.math = T, task, share, math
         self.graph, self.arguments, self.items = task.graph, arguments, share.items
         self.group, self.thread, self.steps, self.batch = group, thread, steps, batch
@@ -43,9 +44,10 @@ class Items(ABC):
         self.local, self.unit, self.column, self.owner = [], [], [], []
         for i in range(self.items):
             item = T.Bind(thread + i * share.threads)
-            owner = T.Bind(item < share.units * share.rows)
+            owner = item < share.units * share.rows
+            owner = T.Bind(owner if count is None else T.And(owner, item % share.units < count))
             self.local.append(T.Bind(item % share.units))
-            self.unit.append(T.Bind(member * share.units + item % share.units))
+            self.unit.append(T.Bind(first + item % share.units))
             self.column.append(T.Bind(T.Select(owner, item // share.units, 0)))
             self.owner.append(owner)
         self.row = [T.Bind(group * share.rows + c) for c in self.column]

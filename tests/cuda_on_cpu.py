@@ -77,7 +77,9 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return "(void)0"
     if name.startswith("ld.relaxed.gpu.global.v4"):  # a poll: let others run
         return f"emu::load4({every}), emu::yield()"
-    if name.startswith("ld.acquire.gpu.global"):
+    if name.startswith("ld.relaxed.gpu.global.v2"):
+        return f"emu::load2({every}), emu::yield()"
+    if name.startswith(("ld.acquire.gpu.global", "ld.relaxed.gpu.global.b32")):
         return f"{outs[0]} = *(unsigned*){ins[0]}, emu::yield()"
     if name.startswith("st.relaxed.gpu.global.b32"):
         return f"*(unsigned*){ins[0]} = {ins[1]}"

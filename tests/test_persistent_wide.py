@@ -40,12 +40,35 @@ CASES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
 
 
 def config_of(**change: Any) -> dict[str, Any]:
-    return {"groups": 1, "units": 16, "registers": 100, "math": "fast", **change}
+    return {"groups": 1, "units": 16, "parts": 1, "row_teams": 1, "registers": 100, "math": "fast", **change}
 
 
 @pytest.mark.parametrize(("cell", "sizes", "dtype", "change"), CASES, ids=lambda v: str(v).replace(" ", ""))
 def test_matches_float64(tmp_path, cell, sizes, dtype, change):
     check_numbers(tmp_path, PersistentWide(), task_of(cell, sizes, dtype, SMALL), config_of(**change))
+
+
+# 2 or 3 warpgroups with rows of their own, and blocks that share K
+SHARED: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
+    ("lstm", (5, 9, 7, 130), "float16", {"units": 32, "row_teams": 2, "registers": 50}),  # a tile each
+    ("gru", (5, 20, 16, 136), "bfloat16", {"units": 48, "row_teams": 2, "registers": 0}),  # two tiles and a quarter
+    ("rnn_tanh", (9, 9, 5, 300), "float16", {"units": 128, "row_teams": 2}),  # one tile each, K of five chunks
+    ("lstm", (6, 11, 7, 96), "bfloat16", {"units": 48, "row_teams": 3, "registers": 50}),
+    ("gru", (7, 9, 5, 128), "float16", {"units": 64, "row_teams": 3, "registers": 50, "parts": 3}),  # 22, 22, 20 units
+    ("gru", (9, 20, 16, 200), "bfloat16", {"units": 72, "row_teams": 2, "parts": 2, "registers": 50}),  # 4 chunks
+    ("gru", (7, 7, 9, 330), "float16", {"units": 112, "row_teams": 2, "parts": 2, "registers": 0}),  # three chunks each
+    ("lstm", (7, 23, 6, 90), "float16", {"units": 46, "row_teams": 3, "parts": 3, "registers": 0}),  # 16, 16, 14
+    ("lstm", (8, 8, 64, 70), "bfloat16", {"units": 70, "row_teams": 2, "parts": 4}),  # a part of padding only
+    ("rnn_relu", (6, 5, 3, 250), "bfloat16", {"units": 128, "row_teams": 2, "parts": 2, "groups": 1}),
+    ("echo", (9, 3, 0, 150), "float16", {"units": 128, "row_teams": 2, "parts": 3, "registers": 0}),
+    ("gru", (6, 21, 8, 72), "bfloat16", {"units": 72, "row_teams": 3, "parts": 3, "groups": 2}),
+]
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change"), SHARED, ids=lambda v: str(v).replace(" ", ""))
+def test_rows_and_k_are_shared(tmp_path, cell, sizes, dtype, change, lazy):
+    check_numbers(tmp_path, PersistentWide(), task_of(cell, sizes, dtype, SMALL), config_of(**change), lazy=lazy)
 
 
 PLACES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Place]] = [
@@ -55,6 +78,8 @@ PLACES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Place]] 
     ("lstm", (7, 5, 24, 40), "bfloat16", {}, Place(resets=True)),
     ("gru", (6, 10, 9, 80), "bfloat16", {"units": 16}, Place(True, 2, True, True)),
     ("rnn_tanh", (6, 23, 31, 140), "float16", {"groups": 2, "units": 64}, Place(False, 2, True, True)),
+    ("lstm", (9, 10, 9, 80), "float16", {"units": 40, "row_teams": 2, "parts": 3}, Place(True, 2, True, True)),
+    ("gru", (9, 7, 9, 80), "bfloat16", {"units": 48, "row_teams": 2, "parts": 2}, Place(False, 1, True, True)),
 ]
 
 

@@ -1,0 +1,103 @@
+"""How partial sums travel between the blocks of a set, which share K: words that announce themselves.
+
+A block multiplies the rows of all units of its set by its part of K. The sums of units that another block
+finishes go through global memory (L2), as float32 in a slot of this block's: a column of weight rows for each
+batch row, so that both who stores (accumulators of wgmma) and who loads (items) move whole sectors. A word
+that has not been written holds a bit pattern that no sum has (SENTINEL), so the thread that needs a word
+polls it, and later wipes it: one trip through L2.
+
+Step t uses slot t % 4. In a block, a step's order is: sums to other blocks, barrier, polls, barrier, state counted,
+fence, wipes. Of a word of slot t % 4, written by block W, read and wiped by a thread A of block R:
+
+* W does not overwrite what is unread, nor does a wipe come after what it writes in step t + 4: after the wipe
+  of step t, A meets all threads of R at a barrier of step t + 1; each of them passes the fence of step t + 1 and
+  then stores sums of step t + 2, some of them for W, whose threads poll these and pass the fence of step t + 2;
+  they meet all others of W at a barrier of step t + 3, before any of these stores in step t + 4. Barrier, fence, store; load,
+  fence, barrier: a release and an acquire pattern of the PTX memory model, so that the wipe happens before.
+  With three slots one of the fences would be on the critical path.
+* A never takes old data for new: it has itself written the sentinel since it read the word.
+
+Only blocks that finish units read and wipe; each reads words of every other block of its set, and only those
+that it reads are written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ecornn.schedules.persistent.exchange import SENTINEL
+from ecornn.schedules.persistent_wide.place import Place
+from ecornn.schedules.persistent_wide.plan import HANDED, Plan
+
+
+def slot_of(plan: Plan, place: Place, part: Any, step: Any) -> Any:
+    """First word of the sums that a part of this block's set hands over in a step."""
+    within = (place.group * plan.sets + place.member) * HANDED + step % HANDED
+    return (within * plan.parts + part) * plan.handed_words
+
+
+def word_of(plan: Plan, column: Any, row: Any) -> Any:
+    """Place in it of a weight row of the set and a batch row of the group."""
+    return column * (plan.octets * 8) + row
+
+
+def store(T: Any, handed: Any, place: Any, value: Any) -> None:
+    """Writes one word (uint32) for another block."""
+    T.evaluate(T.ptx["st.relaxed.gpu.global.b32"](handed.ptr_to([place]), value))
+
+
+class Parcels:
+    """Emits what a thread does to get its items' sums of the other parts; ``places`` are of part and step 0."""
+
+    def __init__(self, T: Any, plan: Plan, place: Place, handed: Any, places: list[Any], owners: list[Any]) -> None:
+        self.T, self.plan, self.place, self.handed = T, plan, place, handed
+        self.places, self.owners = places, owners
+        self.pieces, self.width = plan.gates // plan.interleave, plan.interleave
+        self.words = T.alloc_buffer((len(places), plan.parts - 1, plan.gates), "uint32", scope="local")
+        for i in range(len(places)):
+            for other in range(plan.parts - 1):
+                for g in range(plan.gates):
+                    T.buffer_store(self.words, T.uint32(0), [i, other, g])
+
+    def poll(self, t: Any) -> None:
+        """Loads all words, again and again until none is missing."""
+        T = self.T
+        missing = T.alloc_buffer((1,), "int32", scope="local")
+        T.buffer_store(missing, T.int32(1), [0])
+        with T.While(missing[0] != 0):
+            for i, other, piece, at in self._each(t):
+                into = [self.words[i, other, piece * self.width + k] for k in range(self.width)]
+                with T.If(self.owners[i]), T.Then():
+                    vector = f".v{self.width}" if self.width > 1 else ""
+                    T.evaluate(T.ptx[f"ld.relaxed.gpu.global{vector}.b32"](*into, self.handed.ptr_to([at])))
+            highest = [self.words[i, other, g] for i in range(len(self.places)) for other in range(self.plan.parts - 1)
+                       for g in range(self.plan.gates)]
+            while len(highest) > 1:
+                maxima = [T.Bind(T.max(a, b)) for a, b in zip(highest[::2], highest[1::2], strict=False)]
+                highest = maxima + highest[len(maxima) * 2:]
+            T.buffer_store(missing, T.cast(highest[0] == T.uint32(SENTINEL), "int32"), [0])
+
+    def sum(self, i: int, gate: int, own: Any) -> Any:
+        """This block's own sum and those of the others, float32."""
+        T = self.T
+        for other in range(self.plan.parts - 1):
+            own = own + T.reinterpret("float32", self.words[i, other, gate])
+        return T.Bind(own)
+
+    def wipe(self, t: Any) -> None:
+        """Makes ready for step t + 4 what was read in step t."""
+        T = self.T
+        for i, _, _, at in self._each(t):
+            with T.If(self.owners[i]), T.Then():
+                for k in range(self.width):
+                    store(T, self.handed, at + k, T.uint32(SENTINEL))
+
+    def _each(self, t: Any) -> Iterable[tuple[int, int, int, Any]]:
+        """(item, other part, piece, place of its first word)."""
+        T, plan = self.T, self.plan
+        for other in range(plan.parts - 1):
+            base = T.Bind(slot_of(plan, self.place, (self.place.part + 1 + other) % plan.parts, t))
+            for i, place in enumerate(self.places):
+                for piece in range(self.pieces):
+                    yield i, other, piece, base + place + piece * plan.units * self.width
