@@ -157,7 +157,7 @@ class PersistentWide(Schedule):
 def _own_buffers(task: Task, plan: Plan) -> list[Buffer]:
     packing = packing_of(task, plan)
     rows, units, values = packing.pad
-    handed = plan.groups * plan.blocks * HANDED * plan.handed_words
+    handed = plan.groups * plan.sets * HANDED * plan.handed_words
     return [Buffer("recurrent", "packed", plan.dtype, Extent(rows * units * values), packing),
             Buffer("exchange", "workspace", "uint32", Extent(plan.groups * SLOTS * plan.slot_words)),
             Buffer("counters", "workspace", "uint32", Extent(plan.groups * plan.counters * SPACING)),

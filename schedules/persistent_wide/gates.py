@@ -11,7 +11,7 @@ from ecornn.schedules.persistent_wide.copies import Memory
 from ecornn.schedules.persistent_wide.exchange import counter_of, slot_base, word_of
 from ecornn.schedules.persistent_wide.handover import Parcels
 from ecornn.schedules.persistent_wide.handover import word_of as handed_word
-from ecornn.schedules.persistent_wide.place import Place
+from ecornn.schedules.persistent_wide.place import Place, multiplier, named
 from ecornn.schedules.persistent_wide.plan import DEPTH, SLOTS, TEAM, Plan
 from ecornn.schedules.pointwise import emit
 
@@ -23,21 +23,29 @@ class Gates(Items):
 
     def __init__(self, T: Any, task: Task, plan: Plan, math: str, arguments: dict[str, Any], memory: Memory,
                  place: Place, thread: Any, steps: Any, batch: Any) -> None:
+        self.plan, self.place, self.memory = plan, place, memory
         super().__init__(T, task, math, arguments, plan.share, place.group, place.first, thread, steps, batch,
                          place.count)
-        self.plan, self.place = plan, place
         self.sums = memory.words
-        self.bases = [T.Bind(memory.sums(0) + column * plan.stride + self._row(local))
+        self.parcels = Parcels(T, plan, place, arguments["handed"], self.items) if plan.parts > 1 else None
+        self._address()
+
+    def _bind(self, value: Any) -> Any:
+        return self.T.Bind(value) if self.plan.rings > 1 else named(self.T, value)
+
+    def _address(self) -> None:
+        """Where the items' values lie."""
+        T, plan, place = self.T, self.plan, self.place
+        self.bases = [self._bind(self.memory.sums(0) + column * plan.stride + self._row(local))
                       for local, column in zip(self.local, self.column, strict=True)]
-        self.words = [T.Bind(slot_base(plan, place.group, 0) + word_of(plan, unit, column))
+        self.words = [self._bind(slot_base(plan, place.group, 0) + word_of(plan, unit, column))
                       for unit, column in zip(self.unit, self.column, strict=True)]
         self.writes = [T.Bind(T.And(T.And(owner, unit < plan.hidden), local % 2 == 0))
                        for owner, unit, local in zip(self.owner, self.unit, self.local, strict=True)]
-        self.parcels = None
-        if plan.parts > 1:
-            places = [T.Bind(handed_word(plan, column, self._row(place.part * plan.finished + local)))
+        if self.parcels is not None:
+            places = [handed_word(plan, place.part, 0, column, self._row(local))
                       for local, column in zip(self.local, self.column, strict=True)]
-            self.parcels = Parcels(T, plan, place, arguments["handed"], places, self.owner)
+            self.parcels.locate(places, self.owner)
 
     def begin(self) -> None:
         super().begin()
@@ -47,6 +55,9 @@ class Gates(Items):
     def step(self, t: Any) -> None:
         """From partial sums, stored by all, to the state of step t + 1; then what nobody waits for."""
         T, (phase,) = self.T, self.graph.phases
+        if self.plan.rings == 1:  # addresses anew: kept from step to step they would take too many registers
+            self._locate(multiplier(T))
+            self._address()
         self._barrier(SUMS)
         if self.parcels is not None:
             self.parcels.poll(t)
@@ -59,7 +70,7 @@ class Gates(Items):
         self._publish()
         if self.parcels is not None:
             T.evaluate(T.ptx["fence.acq_rel.gpu"]())
-            self.parcels.wipe(t)
+            self.parcels.wipe()
         for i in range(self.items):
             self._store(i, t, *ended[i])
         self._load_inputs(T.Bind(t + 1), self.inputs)  # used a step later

@@ -27,19 +27,19 @@ from collections.abc import Iterable
 from typing import Any
 
 from ecornn.schedules.persistent.exchange import SENTINEL
-from ecornn.schedules.persistent_wide.place import Place
+from ecornn.schedules.persistent_wide.place import Place, named
 from ecornn.schedules.persistent_wide.plan import HANDED, Plan
 
 
-def slot_of(plan: Plan, place: Place, part: Any, step: Any) -> Any:
-    """First word of the sums that a part of this block's set hands over in a step."""
-    within = (place.group * plan.sets + place.member) * HANDED + step % HANDED
-    return (within * plan.parts + part) * plan.handed_words
+def slot_of(plan: Plan, place: Place, step: Any) -> Any:
+    """First word of the sums of a set in a step."""
+    return ((place.group * plan.sets + place.member) * HANDED + step % HANDED) * plan.handed_words
 
 
-def word_of(plan: Plan, column: Any, row: Any) -> Any:
-    """Place in it of a weight row of the set and a batch row of the group."""
-    return column * (plan.octets * 8) + row
+def word_of(plan: Plan, finisher: Any, other: Any, column: Any, row: Any) -> Any:
+    """Place in it of one of the finisher's own rows of sums, from the block ``other`` + 1 behind it in the set, and a
+    batch row of the group."""
+    return ((finisher * (plan.parts - 1) + other) * plan.columns + column) * plan.handed_rows + row
 
 
 def store(T: Any, handed: Any, place: Any, value: Any) -> None:
@@ -48,31 +48,34 @@ def store(T: Any, handed: Any, place: Any, value: Any) -> None:
 
 
 class Parcels:
-    """Emits what a thread does to get its items' sums of the other parts; ``places`` are of part and step 0."""
+    """Emits what a thread does to get its items' sums of the other parts."""
 
-    def __init__(self, T: Any, plan: Plan, place: Place, handed: Any, places: list[Any], owners: list[Any]) -> None:
+    def __init__(self, T: Any, plan: Plan, place: Place, handed: Any, items: int) -> None:
         self.T, self.plan, self.place, self.handed = T, plan, place, handed
-        self.places, self.owners = places, owners
         self.pieces, self.width = plan.gates // plan.interleave, plan.interleave
-        self.words = T.alloc_buffer((len(places), plan.parts - 1, plan.gates), "uint32", scope="local")
-        for i in range(len(places)):
-            for other in range(plan.parts - 1):
-                for g in range(plan.gates):
-                    T.buffer_store(self.words, T.uint32(0), [i, other, g])
+        self.words = T.alloc_buffer((items, plan.parts - 1, plan.gates), "uint32", scope="local")
+
+    def locate(self, places: list[Any], owners: list[Any]) -> None:
+        """The items' words in the sums of a part, and which items there are."""
+        self.places, self.owners = places, owners
 
     def poll(self, t: Any) -> None:
         """Loads all words, again and again until none is missing."""
         T = self.T
+        every = [(i, other, g) for i in range(len(self.places)) for other in range(self.plan.parts - 1)
+                 for g in range(self.plan.gates)]
+        self.firsts = [named(T, slot_of(self.plan, self.place, t) + place) for place in self.places]
+        for word in every:
+            T.buffer_store(self.words, T.uint32(0), list(word))
         missing = T.alloc_buffer((1,), "int32", scope="local")
         T.buffer_store(missing, T.int32(1), [0])
         with T.While(missing[0] != 0):
-            for i, other, piece, at in self._each(t):
+            for i, other, piece, at in self._each():
                 into = [self.words[i, other, piece * self.width + k] for k in range(self.width)]
                 with T.If(self.owners[i]), T.Then():
                     vector = f".v{self.width}" if self.width > 1 else ""
                     T.evaluate(T.ptx[f"ld.relaxed.gpu.global{vector}.b32"](*into, self.handed.ptr_to([at])))
-            highest = [self.words[i, other, g] for i in range(len(self.places)) for other in range(self.plan.parts - 1)
-                       for g in range(self.plan.gates)]
+            highest = [self.words[word] for word in every]
             while len(highest) > 1:
                 maxima = [T.Bind(T.max(a, b)) for a, b in zip(highest[::2], highest[1::2], strict=False)]
                 highest = maxima + highest[len(maxima) * 2:]
@@ -85,19 +88,18 @@ class Parcels:
             own = own + T.reinterpret("float32", self.words[i, other, gate])
         return T.Bind(own)
 
-    def wipe(self, t: Any) -> None:
-        """Makes ready for step t + 4 what was read in step t."""
+    def wipe(self) -> None:
+        """Makes ready for the step after the next three what was read."""
         T = self.T
-        for i, _, _, at in self._each(t):
+        for i, _, _, at in self._each():
             with T.If(self.owners[i]), T.Then():
                 for k in range(self.width):
                     store(T, self.handed, at + k, T.uint32(SENTINEL))
 
-    def _each(self, t: Any) -> Iterable[tuple[int, int, int, Any]]:
+    def _each(self) -> Iterable[tuple[int, int, int, Any]]:
         """(item, other part, piece, place of its first word)."""
-        T, plan = self.T, self.plan
-        for other in range(plan.parts - 1):
-            base = T.Bind(slot_of(plan, self.place, (self.place.part + 1 + other) % plan.parts, t))
-            for i, place in enumerate(self.places):
+        plan = self.plan
+        for i, first in enumerate(self.firsts):
+            for other in range(plan.parts - 1):
                 for piece in range(self.pieces):
-                    yield i, other, piece, base + place + piece * plan.units * self.width
+                    yield i, other, piece, first + word_of(plan, 0, other, 0, piece * plan.finished * self.width)

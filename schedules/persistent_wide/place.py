@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ecornn.schedules.persistent_wide.plan import Plan
+from ecornn.schedules.persistent_wide.plan import TEAM, Plan
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Place:
         group, within = T.Bind(block // plan.blocks), T.Bind(block % plan.blocks)
         if plan.parts == 1:
             return cls(T, plan, group, within, 0)
-        return cls(T, plan, group, T.Bind(within // plan.parts), T.Bind(within % plan.parts))
+        return cls(T, plan, group, named(T, within // plan.parts), named(T, within % plan.parts))
 
     @property
     def first(self) -> Any:
@@ -39,3 +39,28 @@ class Place:
         if plan.finished * plan.parts == plan.units:
             return None
         return self.T.min(plan.units - self.part * plan.finished, plan.finished)
+
+
+def named(T: Any, value: Any) -> Any:
+    """An int32 value as a variable of the generated code. What TVM sees through it puts into every index that uses it,
+    with 64 bits there, and registers are few."""
+    return T.Bind(T.cuda.func_call("ecornn_named", value, source_code=_NAMED, return_type="int32"))
+
+
+def multiplier(T: Any) -> Any:
+    """The number of this thread among those that multiply, read anew: no register keeps it, or what follows from it."""
+    thread = T.cuda.func_call("ecornn_thread", source_code=_THREAD, return_type="int32")
+    return T.Bind(T.bitwise_and(thread - TEAM, 511))
+
+
+_NAMED = """
+__device__ __forceinline__ int ecornn_named(int value) {
+  return value;
+}"""
+
+_THREAD = """
+__device__ __forceinline__ int ecornn_thread() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}"""

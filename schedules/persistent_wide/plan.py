@@ -16,7 +16,7 @@ PARTS = 4  # blocks that share K, at most
 SLOTS = 2  # of the exchange; exchange.py says why two
 HANDED = 4  # slots of partial sums; handover.py says why four
 SPACING = 32  # words from counter to counter: each has a line of its own
-SPARE_REGISTERS = 28  # addresses, descriptors and loop state beside weights, accumulators and items
+SPARE_REGISTERS = {1: 20, 2: 28}  # by rings: addresses, descriptors, loop state; with one ring, many are made anew
 REGISTERS = {2: (40, 232), 3: (24, 160)}  # of a copying and a multiplying thread, by multiplying warpgroups
 
 
@@ -90,8 +90,12 @@ class Plan:
 
     @property
     def finished(self) -> int:
-        """Units that a block of a set computes the gates of; the last ones of a set may have fewer, or none."""
-        return self.units if self.parts == 1 else -(-self.units // (2 * self.parts)) * 2
+        """Units that a block of a set computes the gates of; the last one of a set may have fewer."""
+        if self.parts == 1:
+            return self.units
+        each = -(-self.units // self.parts)
+        whole = -(-each // 8) * 8  # sectors of their rows
+        return whole if (self.parts - 1) * whole < self.units else -(-each // 2) * 2
 
     @property
     def finishers(self) -> int:
@@ -140,7 +144,7 @@ class Plan:
     def registers(self) -> int:
         """Estimate of a multiplying thread's registers; gate math has the accumulators' once more."""
         return (self.kept * self.own_tiles * 16 + self.own_tiles * self.columns // 2
-                + self.share.items * self.values + SPARE_REGISTERS)
+                + self.share.items * self.values + SPARE_REGISTERS[self.rings])
 
     @property
     def slot_words(self) -> int:
@@ -163,9 +167,14 @@ class Plan:
         return (self.parts - 1) * self.finished * self.gates * self.rows * 4
 
     @property
+    def handed_rows(self) -> int:
+        """Rows of a block's units in what it gets from another one, padded to sectors."""
+        return -(-self.gates * self.finished // 8) * 8
+
+    @property
     def handed_words(self) -> int:
-        """Words of one slot of one block's partial sums for the others of its set."""
-        return self.columns * self.octets * 8 if self.parts > 1 else 0
+        """Words of one slot of a set's partial sums."""
+        return self.finishers * (self.parts - 1) * self.columns * self.handed_rows
 
 
 def unit_step(task: Task) -> int:

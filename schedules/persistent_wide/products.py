@@ -7,8 +7,8 @@ from typing import Any
 from ecornn.schedules.persistent_wide.copies import Memory, chunk_at
 from ecornn.schedules.persistent.exchange import pack
 from ecornn.schedules.persistent_wide import handover
-from ecornn.schedules.persistent_wide.place import Place
-from ecornn.schedules.persistent_wide.plan import DEPTH, Plan
+from ecornn.schedules.persistent_wide.place import Place, multiplier, named
+from ecornn.schedules.persistent_wide.plan import DEPTH, TEAM, Plan
 from ecornn.schedules.wgmma import descriptor, mbarrier_wait, wgmma, wgmma_registers, wgmma_wait
 
 STEPS = DEPTH // 16  # products of a chunk and tile
@@ -48,7 +48,8 @@ class Products:
     def run(self, t: Any) -> None:
         """All products of step t, left in ``acc``."""
         T, plan = self.T, self.plan
-        self.team = uniform(T, self.home)  # anew: addresses computed before the loop would take too many registers
+        home = self.home if plan.rings > 1 else multiplier(T) // TEAM
+        self.team = uniform(T, home)  # anew: addresses computed before the loop would take too many registers
         every = [[self.acc[m, n, i] for n in range(plan.columns // 8) for i in range(4)] for m in range(plan.own_tiles)]
         for p in range(plan.chunks):
             stage = p % plan.stages
@@ -109,22 +110,27 @@ class Products:
     def _store_rows(self, t: Any, handed: Any) -> None:
         """As ``store``, where each team has rows of its own."""
         T, plan, place, e = self.T, self.plan, self.place, self.plan.interleave
-        column = T.Bind(self.lane % 4 * 2)
-        slot = T.Bind(handover.slot_of(plan, place, place.part, t)) if plan.parts > 1 else None
+        thread = multiplier(T)
+        warp, lane = T.Bind(thread % TEAM // 32), T.Bind(thread % 32)
+        column = T.Bind(lane % 4 * 2)
+        slot = named(T, handover.slot_of(plan, place, t)) if plan.parts > 1 else None
         for m in range(plan.own_tiles):
             for half in range(2):
-                row = T.Bind(self._tile(m) * 64 + self.warp * 16 + half * 8 + self.lane // 4)
-                outer, within = row // (plan.units * e), row % (plan.units * e)
-                finisher, local = within // (plan.finished * e), within % (plan.finished * e)
-                inside = row < plan.gates * plan.units
+                row = named(T, self._tile(m) * 64 + warp * 16 + half * 8 + lane // 4)
+                row, inside = T.cast(row, "uint32"), row < plan.gates * plan.units
+                outer, within = row // T.uint32(plan.units * e), row % T.uint32(plan.units * e)
+                finisher, local = (named(T, T.cast(v, "int32")) for v in (
+                    within // T.uint32(plan.finished * e), outer * T.uint32(plan.finished * e)
+                    + within % T.uint32(plan.finished * e)))
                 values = [(n * 8 + i, self.acc[m, n, half * 2 + i]) for n in range(plan.columns // 8) for i in range(2)]
                 if slot is not None:
-                    there = T.Bind(slot + handover.word_of(plan, column, row))
+                    other = T.truncmod(place.part + (plan.parts - 1) - finisher, plan.parts)
+                    there = named(T, slot + handover.word_of(plan, finisher, other, column, local))
                     with T.If(T.And(inside, finisher != place.part)), T.Then():
                         for c, value in values:
-                            handover.store(T, handed, there + handover.word_of(plan, c, 0), pack([value], "float32"))
+                            handover.store(T, handed, there + handover.word_of(plan, 0, 0, c, 0), pack([value], "float32"))
                     inside = T.And(inside, finisher == place.part)
-                here = T.Bind(self.memory.sums(0) + column * plan.stride + outer * (plan.finished * e) + local)
+                here = named(T, self.memory.sums(0) + column * plan.stride + local)
                 with T.If(inside), T.Then():
                     for c, value in values:
                         T.buffer_store(self.memory.words, value, [here + c * plan.stride])
