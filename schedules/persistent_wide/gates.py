@@ -27,7 +27,7 @@ class Gates(Items):
         super().__init__(T, task, math, arguments, plan.share, place.group, place.first, thread, steps, batch,
                          place.count)
         self.sums = memory.words
-        self.parcels = Parcels(T, plan, place, arguments["handed"], self.items) if plan.parts > 1 else None
+        self.parcels = Parcels(T, plan, arguments["handed"], self.items) if plan.parts > 1 else None
         self._address()
 
     def _bind(self, value: Any) -> Any:
@@ -45,7 +45,7 @@ class Gates(Items):
         if self.parcels is not None:
             places = [handed_word(plan, place.part, 0, column, self._row(local))
                       for local, column in zip(self.local, self.column, strict=True)]
-            self.parcels.locate(places, self.owner)
+            self.parcels.locate(place, places, self.owner)
 
     def begin(self) -> None:
         super().begin()
@@ -56,6 +56,8 @@ class Gates(Items):
         """From partial sums, stored by all, to the state of step t + 1; then what nobody waits for."""
         T, (phase,) = self.T, self.graph.phases
         if self.plan.rings == 1:  # addresses anew: kept from step to step they would take too many registers
+            self.place = self.place.anew()
+            self.first, self.count, self.group = self.place.first, self.place.count, self.place.group
             self._locate(multiplier(T))
             self._address()
         self._barrier(SUMS)

@@ -50,14 +50,14 @@ def store(T: Any, handed: Any, place: Any, value: Any) -> None:
 class Parcels:
     """Emits what a thread does to get its items' sums of the other parts."""
 
-    def __init__(self, T: Any, plan: Plan, place: Place, handed: Any, items: int) -> None:
-        self.T, self.plan, self.place, self.handed = T, plan, place, handed
+    def __init__(self, T: Any, plan: Plan, handed: Any, items: int) -> None:
+        self.T, self.plan, self.handed = T, plan, handed
         self.pieces, self.width = plan.gates // plan.interleave, plan.interleave
         self.words = T.alloc_buffer((items, plan.parts - 1, plan.gates), "uint32", scope="local")
 
-    def locate(self, places: list[Any], owners: list[Any]) -> None:
-        """The items' words in the sums of a part, and which items there are."""
-        self.places, self.owners = places, owners
+    def locate(self, place: Place, places: list[Any], owners: list[Any]) -> None:
+        """The items' words in a slot of the set, and which items there are."""
+        self.place, self.places, self.owners = place, places, owners
 
     def poll(self, t: Any) -> None:
         """Loads all words, again and again until none is missing."""

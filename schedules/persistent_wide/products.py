@@ -109,7 +109,7 @@ class Products:
 
     def _store_rows(self, t: Any, handed: Any) -> None:
         """As ``store``, where each team has rows of its own."""
-        T, plan, place, e = self.T, self.plan, self.place, self.plan.interleave
+        T, plan, place, e = self.T, self.plan, self.place.anew(), self.plan.interleave
         thread = multiplier(T)
         warp, lane = T.Bind(thread % TEAM // 32), T.Bind(thread % 32)
         column = T.Bind(lane % 4 * 2)
