@@ -1,24 +1,24 @@
 """How partial sums travel between the blocks of a set, which share K: words that announce themselves.
 
 A block multiplies the rows of all units of its set by its part of K. The sums of units that another block
-finishes go through global memory (L2), as float32 in a slot of this block's: a column of weight rows for each
-batch row, so that both who stores (accumulators of wgmma) and who loads (items) move whole sectors. A word
+finishes go through global memory (L2) as float32, ordered by who finishes them, whose they are, batch row and
+weight row, so that both who stores (accumulators of wgmma) and who loads (items) move whole sectors. A word
 that has not been written holds a bit pattern that no sum has (SENTINEL), so the thread that needs a word
-polls it, and later wipes it: one trip through L2.
+polls it, and wipes it later: one trip through L2.
 
-Step t uses slot t % 4. In a block, a step's order is: sums to other blocks, barrier, polls, barrier, state counted,
-fence, wipes. Of a word of slot t % 4, written by block W, read and wiped by a thread A of block R:
+Step t uses slot t % 4. In a block, the order of a step is: sums to other blocks, barrier, polls, barrier, state
+counted, fence, wipes. Take a word of W's that thread A of block R polls and wipes:
 
-* W does not overwrite what is unread, nor does a wipe come after what it writes in step t + 4: after the wipe
-  of step t, A meets all threads of R at a barrier of step t + 1; each of them passes the fence of step t + 1 and
-  then stores sums of step t + 2, some of them for W, whose threads poll these and pass the fence of step t + 2;
-  they meet all others of W at a barrier of step t + 3, before any of these stores in step t + 4. Barrier, fence, store; load,
-  fence, barrier: a release and an acquire pattern of the PTX memory model, so that the wipe happens before.
-  With three slots one of the fences would be on the critical path.
+* W does not overwrite what is unread, and no wipe comes after what W writes in step t + 4. After its wipe in step t,
+  A meets all threads of R at a barrier of step t + 1; each passes the fence of step t + 1 and stores sums in
+  step t + 2, some of them for W. A thread of W that polls these passes the fence of step t + 2 and meets all
+  threads of W at a barrier of step t + 3, before any of them stores in step t + 4. Barrier, fence, store; load,
+  fence, barrier: a release and an acquire pattern of the PTX memory model, so the wipe happens before. With
+  three slots one of these fences would be on the critical path.
 * A never takes old data for new: it has itself written the sentinel since it read the word.
 
-Only blocks that finish units read and wipe; each reads words of every other block of its set, and only those
-that it reads are written to.
+Every block of a set finishes units, and polls words of every other one; only words that are polled are written,
+but for padding of the batch.
 """
 
 from __future__ import annotations

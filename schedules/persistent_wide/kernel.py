@@ -26,7 +26,8 @@ from ecornn.schedules.timeline import row_arguments
 
 
 def wide_kernel(task: Task, plan: Plan, math: str) -> Any:
-    """``persistent_wide(T, B, hoisted, vectors, <state>_in, <state>_out, recurrent, exchange, counters, handed, y)``."""
+    """``persistent_wide(T, B, hoisted, vectors, <state>_in, <state>_out, recurrent, exchange, counters, y)``, and
+    ``handed`` where blocks share K."""
     from tvm.script.ir_builder import IRBuilder
     from tvm.tirx.script.builder import ir as T
 

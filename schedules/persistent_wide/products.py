@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ecornn.schedules.persistent_wide.copies import Memory, chunk_at
 from ecornn.schedules.persistent.exchange import pack
 from ecornn.schedules.persistent_wide import handover
+from ecornn.schedules.persistent_wide.copies import Memory, chunk_at
 from ecornn.schedules.persistent_wide.place import Place, multiplier, named
 from ecornn.schedules.persistent_wide.plan import DEPTH, TEAM, Plan
 from ecornn.schedules.wgmma import descriptor, mbarrier_wait, wgmma, wgmma_registers, wgmma_wait
@@ -29,7 +29,8 @@ class Products:
             for k in range(STEPS):
                 for m in range(plan.own_tiles):
                     for i in range(4):  # words of operand A: rows l/4 and l/4 + 8 of its first eight values of K
-                        octet = T.min(self._tile(m) * 8 + self.warp * 2 + i % 2, plan.octets - 1)  # padding: any weights
+                        octet = self._tile(m) * 8 + self.warp * 2 + i % 2
+                        octet = T.min(octet, plan.octets - 1)  # padding: any weights
                         piece = (chunk * (DEPTH // 8) + 2 * k + i // 2) * plan.octets + octet
                         T.buffer_store(self.held, weights[T.cast(piece, "int64") * 32 + self.lane],
                                        [(p * STEPS + k) * plan.own_tiles + m, i])
@@ -109,31 +110,35 @@ class Products:
 
     def _store_rows(self, t: Any, handed: Any) -> None:
         """As ``store``, where each team has rows of its own."""
-        T, plan, place, e = self.T, self.plan, self.place.anew(), self.plan.interleave
-        thread = multiplier(T)
+        T, plan, place, thread = self.T, self.plan, self.place.anew(), multiplier(self.T)
         warp, lane = T.Bind(thread % TEAM // 32), T.Bind(thread % 32)
         column = T.Bind(lane % 4 * 2)
         slot = named(T, handover.slot_of(plan, place, t)) if plan.parts > 1 else None
         for m in range(plan.own_tiles):
             for half in range(2):
                 row = named(T, self._tile(m) * 64 + warp * 16 + half * 8 + lane // 4)
-                row, inside = T.cast(row, "uint32"), row < plan.gates * plan.units
-                outer, within = row // T.uint32(plan.units * e), row % T.uint32(plan.units * e)
-                finisher, local = (named(T, T.cast(v, "int32")) for v in (
-                    within // T.uint32(plan.finished * e), outer * T.uint32(plan.finished * e)
-                    + within % T.uint32(plan.finished * e)))
+                inside, (finisher, own) = row < plan.gates * plan.units, self._finisher(row)
                 values = [(n * 8 + i, self.acc[m, n, half * 2 + i]) for n in range(plan.columns // 8) for i in range(2)]
                 if slot is not None:
                     other = T.truncmod(place.part + (plan.parts - 1) - finisher, plan.parts)
-                    there = named(T, slot + handover.word_of(plan, finisher, other, column, local))
+                    there = named(T, slot + handover.word_of(plan, finisher, other, column, own))
                     with T.If(T.And(inside, finisher != place.part)), T.Then():
                         for c, value in values:
-                            handover.store(T, handed, there + handover.word_of(plan, 0, 0, c, 0), pack([value], "float32"))
+                            to = there + handover.word_of(plan, 0, 0, c, 0)
+                            handover.store(T, handed, to, pack([value], "float32"))
                     inside = T.And(inside, finisher == place.part)
-                here = named(T, self.memory.sums(0) + column * plan.stride + local)
+                here = named(T, self.memory.sums(0) + column * plan.stride + own)
                 with T.If(inside), T.Then():
                     for c, value in values:
                         T.buffer_store(self.memory.words, value, [here + c * plan.stride])
+
+    def _finisher(self, row: Any) -> tuple[Any, Any]:
+        """Which block of the set finishes the unit of a row, and which of its own rows of sums this is."""
+        T, plan = self.T, self.plan
+        units, finished = (T.uint32(n * plan.interleave) for n in (plan.units, plan.finished))
+        outer, within = (v(T.cast(row, "uint32"), units) for v in (T.floordiv, T.floormod))
+        return (named(T, T.cast(T.floordiv(within, finished), "int32")),
+                named(T, T.cast(outer * finished + T.floormod(within, finished), "int32")))
 
 
 def uniform(T: Any, value: Any) -> Any:
