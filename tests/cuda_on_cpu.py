@@ -29,7 +29,6 @@ DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16),
 _COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global \[%0\], \[%1\], (\d+)(, %2)?;")
 _WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(\w+)\.\2 .*, ps0, 1, 1, 0, 0; }")
 _WGMMA_A = re.compile(_WGMMA.pattern.replace("1, 1, 0, 0;", "1, 1, 0;"))  # operand A in registers
-_SPECIAL = re.compile(r"mov\.u32 %0, %%(tid|ctaid)\.x;")
 _WGMMA_KIND = {"f16": 0, "bf16": 1}
 _MMA = {"f16.f16": 0, "bf16.bf16": 1, "tf32.tf32": 2}
 
@@ -82,6 +81,8 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return f"emu::load2({every}), emu::yield()"
     if name.startswith(("ld.acquire.gpu.global", "ld.relaxed.gpu.global.b32")):
         return f"{outs[0]} = *(unsigned*){ins[0]}, emu::yield()"
+    if name.startswith("st.relaxed.gpu.global.v4.b32"):
+        return f"emu::store4((void*){ins[0]}, {', '.join(ins[1:])})"
     if name.startswith("st.relaxed.gpu.global.b32"):
         return f"*(unsigned*){ins[0]} = {ins[1]}"
     if name.startswith("red.release.gpu.global.add.u32"):
@@ -110,8 +111,8 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
               "tanh.approx.f32": f"{outs and outs[0]} = tanhf({ins and ins[0]})"}
     if name in simple:
         return simple[name]
-    if special := _SPECIAL.fullmatch(text):
-        return f"{outs[0]} = {'threadIdx' if special[1] == 'tid' else 'blockIdx'}.x"
+    if text == "mov.u32 %0, %%tid.x;":
+        return f"{outs[0]} = threadIdx.x"
     if name.startswith("prefetch"):
         return "(void)0"
     pytest.fail(f"the emulation does not know {text}")

@@ -40,7 +40,7 @@ CASES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
 
 
 def config_of(**change: Any) -> dict[str, Any]:
-    return {"groups": 1, "units": 16, "parts": 1, "row_teams": 1, "registers": 100, "math": "fast", **change}
+    return {"groups": 1, "units": 16, "parts": 1, "row_teams": 1, "turns": 1, "registers": 100, "math": "fast", **change}
 
 
 @pytest.mark.parametrize(("cell", "sizes", "dtype", "change"), CASES, ids=lambda v: str(v).replace(" ", ""))
@@ -62,6 +62,9 @@ SHARED: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
     ("rnn_relu", (6, 5, 3, 250), "bfloat16", {"units": 128, "row_teams": 2, "parts": 2, "groups": 1}),
     ("echo", (9, 3, 0, 150), "float16", {"units": 128, "row_teams": 2, "parts": 3, "registers": 0}),
     ("gru", (6, 21, 8, 72), "bfloat16", {"units": 72, "row_teams": 3, "parts": 3, "groups": 2}),
+    ("gru", (7, 20, 5, 128), "float16", {"units": 64, "row_teams": 3, "registers": 50, "parts": 3, "turns": 2}),
+    ("lstm", (6, 11, 7, 96), "bfloat16", {"units": 48, "row_teams": 2, "registers": 50, "turns": 2}),
+    ("rnn_tanh", (8, 33, 7, 250), "float16", {"units": 128, "row_teams": 2, "parts": 2, "turns": 2, "registers": 0}),
 ]
 
 
@@ -80,6 +83,7 @@ PLACES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Place]] 
     ("rnn_tanh", (6, 23, 31, 140), "float16", {"groups": 2, "units": 64}, Place(False, 2, True, True)),
     ("lstm", (9, 10, 9, 80), "float16", {"units": 40, "row_teams": 2, "parts": 3}, Place(True, 2, True, True)),
     ("gru", (9, 7, 9, 80), "bfloat16", {"units": 48, "row_teams": 2, "parts": 2}, Place(False, 1, True, True)),
+    ("gru", (9, 9, 9, 80), "float16", {"units": 80, "row_teams": 2, "parts": 2, "turns": 2}, Place(False, 1, True, True)),
 ]
 
 

@@ -59,12 +59,14 @@ def chunk_at(plan: Plan, place: Place, ring: Any, position: Any) -> Any:
 def copy(T: Any, plan: Plan, memory: Memory, steps: Any, place: Place, ring: Any, lane: Any,
          weights: Any, exchange: Any, counters: Any) -> None:
     """A copying warp's whole life."""
-    C, S = plan.chunks, plan.stages
+    C, S = plan.copies, plan.stages
     chunk = T.Bind(chunk_at(plan, place, ring, lane))
     _weights(T, plan, memory, place.member, ring, lane, chunk, weights)
+    group = place.group if plan.turns == 1 else T.Bind(
+        place.group * plan.turns + T.min(lane // plan.chunks, plan.turns - 1))
     stage, turn = T.Bind(lane % S), T.Bind(lane // S)
     uses = T.Bind((C - 1 - stage) // S + 1)  # of the stage, in a step
-    counter = counters.ptr_to([T.Bind(counter_of(plan, place.group, chunk))])
+    counter = counters.ptr_to([T.Bind(counter_of(plan, group, chunk))])
     needed = T.Bind(writers(T, plan, chunk))
     count, waiting, issued = (T.alloc_buffer((1,), "uint32", scope="local") for _ in range(3))
     T.buffer_store(count, T.uint32(0), [0])
@@ -73,7 +75,7 @@ def copy(T: Any, plan: Plan, memory: Memory, steps: Any, place: Place, ring: Any
         T.buffer_store(waiting, T.cast(lane < C, "uint32"), [0])
         T.buffer_store(issued, T.uint32(0), [0])
         parity = T.Bind(T.cast(T.bitwise_and(t * uses + turn, 1), "uint32"))
-        source = T.Bind(slot_base(plan, place.group, t % SLOTS) + chunk * (plan.columns * DEPTH // 2))
+        source = T.Bind(slot_base(plan, group, t % SLOTS) + chunk * (plan.columns * DEPTH // 2))
         with T.While(issued[0] != every):
             with T.If(waiting[0] != T.uint32(0)), T.Then():
                 with T.If(T.cast(count[0], "int32") < t * needed), T.Then():

@@ -5,7 +5,7 @@ set the rows of ``units`` hidden units, each block of it for a part of K. In eve
 
 * a warp for each ring copies chunks of the exchanged state into its stages in shared memory (``copies.py``);
 * two or three warpgroups multiply, each its half of K or its own rows, with weights in registers and in shared
-  memory (``products.py``), hand the partial sums of units that another block of the set finishes over to it
+  memory (``products.py``), for one group of batch rows after the other, hand the partial sums of units that another block of the set finishes over to it
   (``handover.py``), add those of their own, compute the cell's scalars, and write the new state to the
   exchange first and y afterwards (``gates.py``).
 
@@ -46,7 +46,7 @@ def wide_kernel(task: Task, plan: Plan, math: str) -> Any:
         a["y"] = T.arg("y", T.buffer((big,), dtype))
         a |= row_arguments(T, task.place)
         T.device_entry()
-        block, thread = T.cta_id([plan.groups * plan.blocks]), T.thread_id([plan.threads])
+        block, thread = T.cta_id([plan.grid]), T.thread_id([plan.threads])
         words = T.alloc_buffer((plan.shared // 4,), "float32", scope="shared.dyn", align=1024)
         memory = Memory(T, plan, words)
         place, (copying, multiplying) = Place.of(T, plan, block), REGISTERS[plan.teams]
@@ -64,12 +64,18 @@ def wide_kernel(task: Task, plan: Plan, math: str) -> Any:
                 worker = T.Bind(thread - TEAM)
                 products = Products(T, plan, memory, place, T.Bind(worker // TEAM), T.Bind(worker % TEAM),
                                     a["recurrent"])
-                gates = Gates(T, task, plan, math, a, memory, place, worker, steps, batch)
-                gates.begin()
+                gates = [Gates(T, task, plan, math, a, memory, place, turn, worker, steps, batch)
+                         for turn in range(plan.turns)]
+                for of in gates:
+                    of.begin()
                 with T.serial(0, steps) as t:
-                    products.run(t)
-                    products.store(t, a.get("handed"))
-                    gates.step(t)
+                    for turn in range(plan.turns):
+                        products.run(t, turn)
+                        products.store(t, turn, a.get("handed"))
+                    for of in gates:
+                        of.step(t)
+                    for of in gates:
+                        of.after(t)
     return builder.get()
 
 

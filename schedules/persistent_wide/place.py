@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ecornn.schedules.persistent_wide.plan import TEAM, Plan
@@ -10,7 +10,7 @@ from ecornn.schedules.persistent_wide.plan import TEAM, Plan
 
 @dataclass(frozen=True)
 class Place:
-    """Its ``group``, the set in the group (``member``) and the ``part`` of K in the set: expressions, int32."""
+    """Its ``group`` (of blocks, or by ``turn`` of batch rows), the set in the group (``member``) and the ``part`` of K in the set: expressions, int32."""
 
     T: Any
     plan: Plan
@@ -26,9 +26,11 @@ class Place:
             return cls(T, plan, group, within, 0)
         return cls(T, plan, group, named(T, within // plan.parts), named(T, within % plan.parts))
 
-    def anew(self) -> Place:
-        """The same, worked out again: no register keeps it, or what follows from it."""
-        return Place.of(self.T, self.plan, _register(self.T, "ctaid"))
+    def turn(self, turn: int) -> Place:
+        """With the group that the block serves in this turn."""
+        if self.plan.turns == 1:
+            return self
+        return replace(self, group=named(self.T, self.group * self.plan.turns + turn))
 
     @property
     def first(self) -> Any:
@@ -53,12 +55,8 @@ def named(T: Any, value: Any) -> Any:
 
 def multiplier(T: Any) -> Any:
     """The number of this thread among those that multiply, read anew: no register keeps it, or what follows from it."""
-    return T.Bind(T.bitwise_and(_register(T, "tid") - TEAM, 511))
-
-
-def _register(T: Any, name: str) -> Any:
-    """What a special register holds, which is read here."""
-    return T.Bind(T.cuda.func_call(f"ecornn_{name}", source_code=_SPECIAL.format(name=name), return_type="int32"))
+    thread = T.cuda.func_call("ecornn_thread", source_code=_THREAD, return_type="int32")
+    return T.Bind(T.bitwise_and(thread - TEAM, 511))
 
 
 _NAMED = """
@@ -66,9 +64,9 @@ __device__ __forceinline__ int ecornn_named(int value) {
   return value;
 }"""
 
-_SPECIAL = """
-__device__ __forceinline__ int ecornn_{name}() {{
-  int value;
-  asm volatile("mov.u32 %0, %%{name}.x;" : "=r"(value));
-  return value;
-}}"""
+_THREAD = """
+__device__ __forceinline__ int ecornn_thread() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}"""
