@@ -1,15 +1,18 @@
 """The warps that copy: a lane brings one chunk of state in as soon as it is complete, step after step.
 
-Warp r fills ring r. Lane p has the chunk that is multiplied at position p; the
+Warp r fills ring r, or all four of them the only one, each some of its stages: while a warp waits for a counter, it
+cannot fill a stage that another lane waits for. Of those warps, lane p has the chunk that is multiplied at position
+p, or the p-th of those that go through the warp's stages; the
 chunks begin with another one in every set of blocks, so that not all read the same part of L2 at once.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from ecornn.schedules.persistent_wide.exchange import counter_of, slot_base, writers
-from ecornn.schedules.persistent_wide.place import Place
+from ecornn.schedules.persistent_wide.place import Place, named
 from ecornn.schedules.persistent_wide.plan import DEPTH, SLOTS, Plan
 from ecornn.schedules.wgmma import mbarrier_test
 
@@ -56,32 +59,42 @@ def chunk_at(plan: Plan, place: Place, ring: Any, position: Any) -> Any:
     return (place.part if plan.parts > 1 else ring) * plan.chunks + (position + place.member) % plan.chunks
 
 
-def copy(T: Any, plan: Plan, memory: Memory, steps: Any, place: Place, ring: Any, lane: Any,
+def copy(T: Any, plan: Plan, memory: Memory, steps: Any, place: Place, warp: Any, lane: Any,
          weights: Any, exchange: Any, counters: Any) -> None:
     """A copying warp's whole life."""
-    C, S = plan.copies, plan.stages
-    chunk = T.Bind(chunk_at(plan, place, ring, lane))
-    _weights(T, plan, memory, place.member, ring, lane, chunk, weights)
+    C, S, each = plan.copies, plan.stages, plan.copier_stages
+    if plan.copiers == 1:
+        ring, position, chunk = warp, lane, T.Bind(chunk_at(plan, place, warp, lane))
+        _weights(T, plan, memory, place.member, ring, lane, chunk, weights)
+        stage, turn = T.Bind(lane % S), T.Bind(lane // S)
+        mine, every = lane < C, (1 << C) - 1
+    else:
+        ring = 0
+        with T.If(warp == 0), T.Then():
+            _weights(T, plan, memory, place.member, ring, lane, T.Bind(chunk_at(plan, place, ring, lane)), weights)
+        stage, turn = named(T, warp + lane % each * plan.copiers), named(T, lane // each)
+        position = named(T, turn * S + stage)
+        mine, every = T.And(stage < S, position < C), (1 << 32) - 1  # a lane without a chunk never waits
+        chunk = named(T, chunk_at(plan, place, ring, position))
     group = place.group if plan.turns == 1 else T.Bind(
-        place.group * plan.turns + T.min(lane // plan.chunks, plan.turns - 1))
-    stage, turn = T.Bind(lane % S), T.Bind(lane // S)
+        place.group * plan.turns + T.min(position // plan.chunks, plan.turns - 1))
     uses = T.Bind((C - 1 - stage) // S + 1)  # of the stage, in a step
-    counter = counters.ptr_to([T.Bind(counter_of(plan, group, chunk))])
-    needed = T.Bind(writers(T, plan, chunk))
+    keep = T.Bind if plan.copiers == 1 else partial(named, T)
+    counter = counters.ptr_to([keep(counter_of(plan, group, chunk))])
+    needed = keep(writers(T, plan, chunk))
     count, waiting, issued = (T.alloc_buffer((1,), "uint32", scope="local") for _ in range(3))
     T.buffer_store(count, T.uint32(0), [0])
-    every = T.uint32((1 << C) - 1)
     with T.serial(0, steps) as t:
-        T.buffer_store(waiting, T.cast(lane < C, "uint32"), [0])
+        T.buffer_store(waiting, T.cast(mine, "uint32"), [0])
         T.buffer_store(issued, T.uint32(0), [0])
         parity = T.Bind(T.cast(T.bitwise_and(t * uses + turn, 1), "uint32"))
-        source = T.Bind(slot_base(plan, group, t % SLOTS) + chunk * (plan.columns * DEPTH // 2))
-        with T.While(issued[0] != every):
+        source = keep(slot_base(plan, group, t % SLOTS) + chunk * (plan.columns * DEPTH // 2))
+        with T.While(issued[0] != T.uint32(every)):
             with T.If(waiting[0] != T.uint32(0)), T.Then():
                 with T.If(T.cast(count[0], "int32") < t * needed), T.Then():
                     T.evaluate(T.ptx["ld.acquire.gpu.global.u32"](count[0], counter))
                 # a parity says nothing about the use after next: the one before must have been issued
-                before = T.bitwise_and(issued[0] >> T.cast(T.max(lane - S, 0), "uint32"), T.uint32(1))
+                before = T.bitwise_and(issued[0] >> T.cast(T.max(lane - each, 0), "uint32"), T.uint32(1))
                 follows = T.Or(turn == 0, before != T.uint32(0))
                 with T.If(T.And(follows, T.cast(count[0], "int32") >= t * needed)), T.Then():
                     free = T.Bind(mbarrier_test(memory.empty(ring, stage), T.bitwise_xor(parity, T.uint32(1))))
@@ -94,9 +107,9 @@ def copy(T: Any, plan: Plan, memory: Memory, steps: Any, place: Place, ring: Any
                         _bulk(T, memory.words.ptr_to([memory.stage(ring, stage)]), exchange.ptr_to([source]),
                               plan.stage_bytes, memory.full(ring, stage))
                         T.buffer_store(waiting, T.uint32(0), [0])
-            done = T.cast(T.And(waiting[0] == T.uint32(0), lane < C), "int32")
-            T.buffer_store(issued, T.cuda.func_call("ecornn_ballot", done, source_code=_BALLOT,
-                                                    return_type="uint32"), [0])
+            done = waiting[0] == T.uint32(0)
+            done = T.cast(T.And(done, mine) if plan.copiers == 1 else done, "int32")
+            T.buffer_store(issued, _ballot(T, done), [0])
 
 
 def _weights(T: Any, plan: Plan, memory: Memory, member: Any, ring: Any, lane: Any, chunk: Any, weights: Any) -> None:
@@ -119,6 +132,10 @@ def _announce(T: Any, barrier: Any, count: int) -> None:
 def _bulk(T: Any, to: Any, source: Any, count: int, barrier: Any) -> None:
     """Copies ``count`` bytes, and counts them at the barrier."""
     T.evaluate(T.ptx[_BULK](to, source, T.uint32(count), barrier))
+
+
+def _ballot(T: Any, value: Any) -> Any:
+    return T.cuda.func_call("ecornn_ballot", value, source_code=_BALLOT, return_type="uint32")
 
 
 _BALLOT = """

@@ -55,9 +55,8 @@ def wide_kernel(task: Task, plan: Plan, math: str) -> Any:
         with T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1}), T.If(thread < TEAM):
             with T.Then():
                 T.evaluate(T.ptx["setmaxnreg.dec.sync.aligned.u32"](copying))
-                with T.If(thread < plan.rings * 32), T.Then():
-                    ring = T.Bind(thread // 32) if plan.rings > 1 else 0
-                    copy(T, plan, memory, steps, place, ring, T.Bind(thread % 32), a["recurrent"], a["exchange"],
+                with T.If(thread < plan.rings * plan.copiers * 32), T.Then():
+                    copy(T, plan, memory, steps, place, T.Bind(thread // 32), T.Bind(thread % 32), a["recurrent"], a["exchange"],
                          a["counters"])
             with T.Else():
                 T.evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](multiplying))

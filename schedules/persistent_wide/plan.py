@@ -119,6 +119,16 @@ class Plan:
         return Share(self.finished, self.rows, self.teams * TEAM)
 
     @property
+    def copiers(self) -> int:
+        """Warps that copy for one ring."""
+        return 1 if self.rings > 1 else min(4, self.stages)
+
+    @property
+    def copier_stages(self) -> int:
+        """Stages that such a warp fills, at most."""
+        return -(-self.stages // self.copiers)
+
+    @property
     def weight_bytes(self) -> int:
         """Of one chunk's weights: padding rows take none, and read what lies behind."""
         return self.octets * 8 * DEPTH * 2
