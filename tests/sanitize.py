@@ -43,11 +43,11 @@ def persistent(cell: str, dtype: str, sizes: tuple[int, int, int, int], cut: tup
 
 
 def wide(cell: str, dtype: str, sizes: tuple[int, int, int, int], groups: int, units: int, registers: int,
-         parts: int = 1, row_teams: int = 1, turns: int = 1) -> dict[str, Any]:
+         parts: int = 1, row_teams: int = 1) -> dict[str, Any]:
     """A configuration of `persistent_wide`."""
     return case("persistent_wide", cell, dtype, sizes, {
-        "groups": groups, "units": units, "parts": parts, "row_teams": row_teams, "turns": turns,
-        "registers": registers, "math": "fast"})
+        "groups": groups, "units": units, "parts": parts, "row_teams": row_teams, "registers": registers,
+        "math": "fast"})
 
 
 TWO = {"warps": 2, "gate_warps": 2}
@@ -74,7 +74,6 @@ CASES = {
     "wide parts": wide("gru", "float16", (12, 9, 64, 256), 1, 64, 50, parts=3, row_teams=3),
     "wide four parts": wide("rnn_tanh", "bfloat16", (12, 23, 31, 300), 2, 104, 100, parts=4, row_teams=2),
     "wide two parts": wide("lstm", "bfloat16", (9, 23, 64, 140), 1, 48, 0, parts=2, row_teams=3),
-    "wide turns": wide("gru", "float16", (12, 20, 64, 256), 1, 64, 50, parts=3, row_teams=3, turns=2),
     "layout": case("layout_transform", "gru", "bfloat16", (6, 17, 33, 65)),
     "layout f32": case("layout_transform", "gru_reset_before", "float32", (5, 3, 13, 40)),
     "fused": case("fused_step", "lstm", "float16", (5, 9, 17, 48)),

@@ -40,7 +40,7 @@ CASES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
 
 
 def config_of(**change: Any) -> dict[str, Any]:
-    return {"groups": 1, "units": 16, "parts": 1, "row_teams": 1, "turns": 1, "registers": 100, "math": "fast", **change}
+    return {"groups": 1, "units": 16, "parts": 1, "row_teams": 1, "registers": 100, "math": "fast", **change}
 
 
 @pytest.mark.parametrize(("cell", "sizes", "dtype", "change"), CASES, ids=lambda v: str(v).replace(" ", ""))
@@ -62,9 +62,6 @@ SHARED: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
     ("rnn_relu", (6, 5, 3, 250), "bfloat16", {"units": 128, "row_teams": 2, "parts": 2, "groups": 1}),
     ("echo", (9, 3, 0, 150), "float16", {"units": 128, "row_teams": 2, "parts": 3, "registers": 0}),
     ("gru", (6, 21, 8, 72), "bfloat16", {"units": 72, "row_teams": 3, "parts": 3, "groups": 2}),
-    ("gru", (7, 20, 5, 128), "float16", {"units": 64, "row_teams": 3, "registers": 50, "parts": 3, "turns": 2}),
-    ("lstm", (6, 11, 7, 96), "bfloat16", {"units": 48, "row_teams": 2, "registers": 50, "turns": 2}),
-    ("rnn_tanh", (8, 33, 7, 250), "float16", {"units": 128, "row_teams": 2, "parts": 2, "turns": 2, "registers": 0}),
 ]
 
 
@@ -83,7 +80,6 @@ PLACES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Place]] 
     ("rnn_tanh", (6, 23, 31, 140), "float16", {"groups": 2, "units": 64}, Place(False, 2, True, True)),
     ("lstm", (9, 10, 9, 80), "float16", {"units": 40, "row_teams": 2, "parts": 3}, Place(True, 2, True, True)),
     ("gru", (9, 7, 9, 80), "bfloat16", {"units": 48, "row_teams": 2, "parts": 2}, Place(False, 1, True, True)),
-    ("gru", (9, 9, 9, 80), "float16", {"units": 80, "row_teams": 2, "parts": 2, "turns": 2}, Place(False, 1, True, True)),
 ]
 
 
@@ -147,7 +143,7 @@ def test_what_does_not_fit_is_refused():
     assert "items" in (schedule.check(task_of("lstm", (4, 250, 64, 64), "float16", HOPPER), config_of()) or "")
     assert "columns" in (schedule.check(task_of("rnn_tanh", (4, 257, 64, 64), "float16", HOPPER),
                                         config_of(units=8)) or "")
-    assert "share K" in reason(units=32, parts=2) and "take turns" in reason(turns=2)
+    assert "share K" in reason(units=32, parts=2)
     assert "1 tiles" in reason(row_teams=2)
     assert "too few" in (schedule.check(task_of("lstm", (4, 8, 64, 160), "float16", HOPPER),
                                         config_of(units=18, row_teams=2, parts=4)) or "")

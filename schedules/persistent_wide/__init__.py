@@ -72,8 +72,6 @@ class PersistentWide(Schedule):
                  "more: blocks that share K, so that each reads less of the state; sums travel between them", before=1),
             Knob("row_teams", (1, *REGISTERS), "2 or 3 warpgroups that each have rows of their own, and a copy of "
                  "the state for all; 1: two that share K, which small blocks need", before=1),
-            Knob("turns", (1, 2), "2: each block serves two groups of batch rows, and multiplies for one while the state of "
-                 "the other travels; products are narrower", before=1),
             Knob("registers", KEPT,
                  "percent of weights in registers, which products need not read; the rest leaves less room for state"),
             Knob("math", MATH_FOR[w.dtype], MATH_TRADES),
@@ -82,19 +80,19 @@ class PersistentWide(Schedule):
     def check(self, task: Task, config: Config) -> str | None:
         device, w = task.device, task.workload
         groups, units, step = int(config["groups"]), int(config["units"]), unit_step(task)
-        parts, row_teams, turns = int(config["parts"]), int(config["row_teams"]), int(config["turns"])
-        blocks, rows = groups * -(-w.hidden // units) * parts, -(-w.batch // (groups * turns))
+        parts, row_teams = int(config["parts"]), int(config["row_teams"])
+        blocks, rows = groups * -(-w.hidden // units) * parts, -(-w.batch // groups)
         if blocks > device.cores:
             return f"{blocks} blocks on {device.cores} multiprocessors"
-        if (groups * turns - 1) * rows >= w.batch:
+        if (groups - 1) * rows >= w.batch:
             return "a group without batch rows"
         if units % step:
             return f"units={units} is no multiple of {step}"
-        if row_teams == 1 and (parts > 1 or turns > 1):
-            return "warpgroups that share K in blocks that share K, or take turns"
+        if parts > 1 and row_teams == 1:
+            return "warpgroups that share K in blocks that share K"
         plan = plan_of(task, config)
-        if plan.copies > LANES:
-            return f"{plan.copies} chunks of K for a warp that copies {LANES}"
+        if plan.chunks > LANES:
+            return f"{plan.chunks} chunks of K for a warp that copies {LANES}"
         if plan.tiles < plan.sharers:
             return f"{plan.tiles} tiles of 64 rows for {plan.sharers} warpgroups"
         if plan.finishers < parts:
@@ -107,7 +105,7 @@ class PersistentWide(Schedule):
             return f"about {plan.registers} registers a thread, {REGISTERS[plan.teams][1]} available"
         if plan.shared > device.shared:
             return f"{plan.shared} bytes of shared memory, {device.shared} available"
-        if plan.stages < min(2, plan.copies):
+        if plan.stages < min(2, plan.chunks):
             return "no room for two stages of state"
         return None
 
@@ -122,7 +120,7 @@ class PersistentWide(Schedule):
     def _candidates(self, task: Task) -> Iterator[Config]:
         """Of all cuts, those that keep as many weights in registers as possible."""
         knobs = {k.name: k.values for k in self.knobs(task)}
-        cut = ("groups", "units", "parts", "row_teams", "turns")
+        cut = ("groups", "units", "parts", "row_teams")
         for values in product(*(knobs[name] for name in cut)):
             for registers in KEPT:
                 config: Config = {**dict(zip(cut, values, strict=True)), "registers": registers, "math": "fast"}
@@ -133,11 +131,11 @@ class PersistentWide(Schedule):
 
     def features(self, task: Task, config: Config) -> dict[str, float]:
         plan = plan_of(task, config)
-        return {"blocks": plan.grid, "columns": plan.columns, "tiles": plan.tiles,
+        return {"blocks": plan.groups * plan.blocks, "columns": plan.columns, "tiles": plan.tiles,
                 "waste": plan.own_tiles * plan.sharers * 64 / (plan.gates * plan.units), "copied": plan.copied_bytes,
                 "handed": plan.handed_bytes,
                 "products": product_cycles(plan), "items": plan.share.items, "stages": plan.stages,
-                "resident": plan.stages / plan.copies, "registers": plan.registers, "shared": plan.shared,
+                "resident": plan.stages / plan.chunks, "registers": plan.registers, "shared": plan.shared,
                 "recurrence": recurrence(plan), "estimate": estimate(task, plan)}
 
     def program(self, task: Task, config: Config) -> Program:
@@ -152,7 +150,7 @@ class PersistentWide(Schedule):
                      "persistent_wide": wide_kernel(task, plan, math)}
         calls = (*hoisted.calls, *(Fill(b.name, SENTINEL & 0xFF, b.extent) for b in buffers if b.name == "handed"),
                  Launch("start", START_BLOCKS, 256),
-                 Launch("persistent_wide", plan.grid, plan.threads, plan.shared, cooperative=True))
+                 Launch("persistent_wide", plan.groups * plan.blocks, plan.threads, plan.shared, cooperative=True))
         return Program(functions, tuple(buffers), calls)
 
 

@@ -1,9 +1,9 @@
 """The warps that copy: a lane brings one chunk of state in as soon as it is complete, step after step.
 
 Warp r fills ring r, or all four of them the only one, each some of its stages: while a warp waits for a counter, it
-cannot fill a stage that another lane waits for. Of those warps, lane p has the chunk that is multiplied at position
-p, or the p-th of those that go through the warp's stages; the
-chunks begin with another one in every set of blocks, so that not all read the same part of L2 at once.
+cannot fill a stage that another lane waits for. Lane p has the chunk that is multiplied at position p, or at the p-th
+position whose chunk goes through the warp's stages. The chunks begin with another one in every set of blocks, so that
+not all read the same part of L2 at once.
 """
 
 from __future__ import annotations
@@ -62,25 +62,22 @@ def chunk_at(plan: Plan, place: Place, ring: Any, position: Any) -> Any:
 def copy(T: Any, plan: Plan, memory: Memory, steps: Any, place: Place, warp: Any, lane: Any,
          weights: Any, exchange: Any, counters: Any) -> None:
     """A copying warp's whole life."""
-    C, S, each = plan.copies, plan.stages, plan.copier_stages
+    C, S, each = plan.chunks, plan.stages, plan.copier_stages
     if plan.copiers == 1:
-        ring, position, chunk = warp, lane, T.Bind(chunk_at(plan, place, warp, lane))
+        ring, keep, chunk = warp, T.Bind, T.Bind(chunk_at(plan, place, warp, lane))
         _weights(T, plan, memory, place.member, ring, lane, chunk, weights)
         stage, turn = T.Bind(lane % S), T.Bind(lane // S)
         mine, every = lane < C, (1 << C) - 1
     else:
-        ring = 0
+        ring, keep = 0, partial(named, T)
         with T.If(warp == 0), T.Then():
             _weights(T, plan, memory, place.member, ring, lane, T.Bind(chunk_at(plan, place, ring, lane)), weights)
-        stage, turn = named(T, warp + lane % each * plan.copiers), named(T, lane // each)
-        position = named(T, turn * S + stage)
+        stage, turn = keep(warp + lane % each * plan.copiers), keep(lane // each)
+        position = keep(turn * S + stage)
         mine, every = T.And(stage < S, position < C), (1 << 32) - 1  # a lane without a chunk never waits
-        chunk = named(T, chunk_at(plan, place, ring, position))
-    group = place.group if plan.turns == 1 else T.Bind(
-        place.group * plan.turns + T.min(position // plan.chunks, plan.turns - 1))
+        chunk = keep(chunk_at(plan, place, ring, position))
     uses = T.Bind((C - 1 - stage) // S + 1)  # of the stage, in a step
-    keep = T.Bind if plan.copiers == 1 else partial(named, T)
-    counter = counters.ptr_to([keep(counter_of(plan, group, chunk))])
+    counter = counters.ptr_to([keep(counter_of(plan, place.group, chunk))])
     needed = keep(writers(T, plan, chunk))
     count, waiting, issued = (T.alloc_buffer((1,), "uint32", scope="local") for _ in range(3))
     T.buffer_store(count, T.uint32(0), [0])
@@ -88,7 +85,7 @@ def copy(T: Any, plan: Plan, memory: Memory, steps: Any, place: Place, warp: Any
         T.buffer_store(waiting, T.cast(mine, "uint32"), [0])
         T.buffer_store(issued, T.uint32(0), [0])
         parity = T.Bind(T.cast(T.bitwise_and(t * uses + turn, 1), "uint32"))
-        source = keep(slot_base(plan, group, t % SLOTS) + chunk * (plan.columns * DEPTH // 2))
+        source = keep(slot_base(plan, place.group, t % SLOTS) + chunk * (plan.columns * DEPTH // 2))
         with T.While(issued[0] != T.uint32(every)):
             with T.If(waiting[0] != T.uint32(0)), T.Then():
                 with T.If(T.cast(count[0], "int32") < t * needed), T.Then():
@@ -109,7 +106,8 @@ def copy(T: Any, plan: Plan, memory: Memory, steps: Any, place: Place, warp: Any
                         T.buffer_store(waiting, T.uint32(0), [0])
             done = waiting[0] == T.uint32(0)
             done = T.cast(T.And(done, mine) if plan.copiers == 1 else done, "int32")
-            T.buffer_store(issued, _ballot(T, done), [0])
+            T.buffer_store(issued, T.cuda.func_call("ecornn_ballot", done, source_code=_BALLOT,
+                                                    return_type="uint32"), [0])
 
 
 def _weights(T: Any, plan: Plan, memory: Memory, member: Any, ring: Any, lane: Any, chunk: Any, weights: Any) -> None:
@@ -132,10 +130,6 @@ def _announce(T: Any, barrier: Any, count: int) -> None:
 def _bulk(T: Any, to: Any, source: Any, count: int, barrier: Any) -> None:
     """Copies ``count`` bytes, and counts them at the barrier."""
     T.evaluate(T.ptx[_BULK](to, source, T.uint32(count), barrier))
-
-
-def _ballot(T: Any, value: Any) -> Any:
-    return T.cuda.func_call("ecornn_ballot", value, source_code=_BALLOT, return_type="uint32")
 
 
 _BALLOT = """

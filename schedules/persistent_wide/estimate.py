@@ -18,18 +18,17 @@ def estimate(task: Task, plan: Plan) -> float:
 
 
 def recurrence(plan: Plan) -> float:
-    """Nanoseconds of a step's recurrence; cycles are of 1.7 GHz. What is behind one turn's way is another one's work."""
-    copied = plan.copied_bytes / plan.turns / min(BLOCK_BYTES, CHIP_BYTES / plan.grid)
+    """Nanoseconds of a step's recurrence; cycles are of 1.7 GHz."""
+    copied = plan.copied_bytes / min(BLOCK_BYTES, CHIP_BYTES / (plan.groups * plan.blocks))
     multiplied = product_cycles(plan)
     behind = 0.15 * min(copied, multiplied)  # of one that the other does not hide
     gates = 250 + plan.columns * plan.stride * 4 * plan.rings * 2 / SHARED_BYTES + 90 * plan.share.items
     handed = HANDOVER + plan.handed_bytes / BLOCK_BYTES if plan.parts > 1 else 0.0
-    work, others = max(copied, multiplied) + behind, plan.turns - 1
-    return (plan.turns * (work + gates) + max(0.0, TRIP - others * gates) + max(0.0, handed - others * work)) / 1.7
+    return (TRIP + max(copied, multiplied) + behind + handed + gates) / 1.7
 
 
 def product_cycles(plan: Plan) -> float:
-    """Cycles of a turn's products: of the tensor cores, or of shared memory that feeds them."""
+    """Cycles of a step's products: of the tensor cores, or of shared memory that feeds them."""
     cycles = 0.0
     for chunks, weights in ((plan.kept, 0), (plan.chunks - plan.kept, 64 * 16 * 2)):
         fed = (weights + plan.columns * 16 * 2) / SHARED_BYTES

@@ -22,9 +22,8 @@ class Gates(Items):
     """Emits the gates of a step; ``thread`` counts the multiplying threads."""
 
     def __init__(self, T: Any, task: Task, plan: Plan, math: str, arguments: dict[str, Any], memory: Memory,
-                 place: Place, turn: int, thread: Any, steps: Any, batch: Any) -> None:
-        self.plan, self.place, self.memory, self.turn = plan, place.turn(turn), memory, turn
-        place = self.place
+                 place: Place, thread: Any, steps: Any, batch: Any) -> None:
+        self.plan, self.place, self.memory = plan, place, memory
         super().__init__(T, task, math, arguments, plan.share, place.group, place.first, thread, steps, batch,
                          place.count)
         self.sums = memory.words
@@ -37,15 +36,16 @@ class Gates(Items):
     def _address(self) -> None:
         """Where the items' values lie."""
         T, plan, place = self.T, self.plan, self.place
-        self.bases = [self._bind(self.memory.sums(self.turn if plan.rings == 1 else 0) + column * plan.stride + self._row(local))
+        self.bases = [self._bind(self.memory.sums(0) + column * plan.stride + self._row(local))
                       for local, column in zip(self.local, self.column, strict=True)]
         self.words = [self._bind(slot_base(plan, place.group, 0) + word_of(plan, unit, column))
                       for unit, column in zip(self.unit, self.column, strict=True)]
         self.writes = [T.Bind(T.And(T.And(owner, unit < plan.hidden), local % 2 == 0))
                        for owner, unit, local in zip(self.owner, self.unit, self.local, strict=True)]
         if self.parcels is not None:
-            self.places = [handed_word(plan, place.part, 0, column, self._row(local))
-                           for local, column in zip(self.local, self.column, strict=True)]
+            places = [handed_word(plan, place.part, 0, column, self._row(local))
+                      for local, column in zip(self.local, self.column, strict=True)]
+            self.parcels.locate(place, places, self.owner)
 
     def begin(self) -> None:
         super().begin()
@@ -53,42 +53,28 @@ class Gates(Items):
         self._start_at(self.T.int32(1))
 
     def step(self, t: Any) -> None:
-        """From partial sums, stored by all, to the state of step t + 1."""
+        """From partial sums, stored by all, to the state of step t + 1; then what nobody waits for."""
         T, (phase,) = self.T, self.graph.phases
-        if self.plan.rings == 1:
-            self._anew(t)
-        if self.turn == 0:
-            self._barrier(SUMS)  # of all turns
+        if self.plan.rings == 1:  # addresses anew: kept from step to step they would take too many registers
+            self._locate(multiplier(T))
+            self._address()
+        self._barrier(SUMS)
         if self.parcels is not None:
-            self.parcels.poll()
-        self.ended = []
+            self.parcels.poll(t)
+        ended = []
         for i in range(self.items):
             env = emit(phase.assigns, self._before(i) | self._products(i), self.math)
-            self.ended.append(self._finish(i, env, t))
+            ended.append(self._finish(i, env, t))
         T.evaluate(T.ptx["fence.proxy.async.global"]())
         self._barrier(STATE)  # also: nobody stores partial sums that others still read
         self._publish()
-
-    def after(self, t: Any) -> None:
-        """What nobody waits for."""
-        T = self.T
-        if self.plan.turns > 1:
-            self._anew(t)
         if self.parcels is not None:
-            if self.turn == 0:
-                T.evaluate(T.ptx["fence.acq_rel.gpu"]())
+            T.evaluate(T.ptx["fence.acq_rel.gpu"]())
             self.parcels.wipe()
         for i in range(self.items):
-            self._store(i, t, *self.ended[i])
+            self._store(i, t, *ended[i])
         self._load_inputs(T.Bind(t + 1), self.inputs)  # used a step later
         self._start_at(T.Bind(t + 2))
-
-    def _anew(self, t: Any) -> None:
-        """Works addresses out again: kept from step to step they would take too many registers."""
-        self._locate(multiplier(self.T))
-        self._address()
-        if self.parcels is not None:
-            self.parcels.locate(t, self.place, self.places, self.owner)
 
     def _barrier(self, name: int) -> None:
         self.T.evaluate(self.T.ptx["bar.sync"](self.T.uint32(name), self.T.uint32(self.plan.teams * TEAM)))

@@ -55,16 +55,16 @@ class Parcels:
         self.pieces, self.width = plan.gates // plan.interleave, plan.interleave
         self.words = T.alloc_buffer((items, plan.parts - 1, plan.gates), "uint32", scope="local")
 
-    def locate(self, t: Any, place: Place, places: list[Any], owners: list[Any]) -> None:
-        """Where the items' words of step t are, of ``places`` in a slot, and which items there are."""
-        slot = named(self.T, slot_of(self.plan, place, t))
-        self.firsts, self.owners = [named(self.T, slot + one) for one in places], owners
+    def locate(self, place: Place, places: list[Any], owners: list[Any]) -> None:
+        """The items' words in a slot of the set, and which items there are."""
+        self.place, self.places, self.owners = place, places, owners
 
-    def poll(self) -> None:
+    def poll(self, t: Any) -> None:
         """Loads all words, again and again until none is missing."""
         T = self.T
-        every = [(i, other, g) for i in range(len(self.firsts)) for other in range(self.plan.parts - 1)
+        every = [(i, other, g) for i in range(len(self.places)) for other in range(self.plan.parts - 1)
                  for g in range(self.plan.gates)]
+        self.firsts = [named(T, slot_of(self.plan, self.place, t) + place) for place in self.places]
         for word in every:
             T.buffer_store(self.words, T.uint32(0), list(word))
         missing = T.alloc_buffer((1,), "int32", scope="local")

@@ -3,9 +3,9 @@
 Blocks form groups, and sets within these; a group serves its own batch rows and holds all recurrent weights, a
 set the rows of ``units`` hidden units, each block of it for a part of K. In every block
 
-* a warp for each ring copies chunks of the exchanged state into its stages in shared memory (``copies.py``);
+* a warp for each ring, or four for the only one, copies chunks of the exchanged state into its stages in shared memory (``copies.py``);
 * two or three warpgroups multiply, each its half of K or its own rows, with weights in registers and in shared
-  memory (``products.py``), for one group of batch rows after the other, hand the partial sums of units that another block of the set finishes over to it
+  memory (``products.py``), hand the partial sums of units that another block of the set finishes over to it
   (``handover.py``), add those of their own, compute the cell's scalars, and write the new state to the
   exchange first and y afterwards (``gates.py``).
 
@@ -46,7 +46,7 @@ def wide_kernel(task: Task, plan: Plan, math: str) -> Any:
         a["y"] = T.arg("y", T.buffer((big,), dtype))
         a |= row_arguments(T, task.place)
         T.device_entry()
-        block, thread = T.cta_id([plan.grid]), T.thread_id([plan.threads])
+        block, thread = T.cta_id([plan.groups * plan.blocks]), T.thread_id([plan.threads])
         words = T.alloc_buffer((plan.shared // 4,), "float32", scope="shared.dyn", align=1024)
         memory = Memory(T, plan, words)
         place, (copying, multiplying) = Place.of(T, plan, block), REGISTERS[plan.teams]
@@ -56,25 +56,19 @@ def wide_kernel(task: Task, plan: Plan, math: str) -> Any:
             with T.Then():
                 T.evaluate(T.ptx["setmaxnreg.dec.sync.aligned.u32"](copying))
                 with T.If(thread < plan.rings * plan.copiers * 32), T.Then():
-                    copy(T, plan, memory, steps, place, T.Bind(thread // 32), T.Bind(thread % 32), a["recurrent"], a["exchange"],
-                         a["counters"])
+                    copy(T, plan, memory, steps, place, T.Bind(thread // 32), T.Bind(thread % 32),
+                         a["recurrent"], a["exchange"], a["counters"])
             with T.Else():
                 T.evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](multiplying))
                 worker = T.Bind(thread - TEAM)
                 products = Products(T, plan, memory, place, T.Bind(worker // TEAM), T.Bind(worker % TEAM),
                                     a["recurrent"])
-                gates = [Gates(T, task, plan, math, a, memory, place, turn, worker, steps, batch)
-                         for turn in range(plan.turns)]
-                for of in gates:
-                    of.begin()
+                gates = Gates(T, task, plan, math, a, memory, place, worker, steps, batch)
+                gates.begin()
                 with T.serial(0, steps) as t:
-                    for turn in range(plan.turns):
-                        products.run(t, turn)
-                        products.store(t, turn, a.get("handed"))
-                    for of in gates:
-                        of.step(t)
-                    for of in gates:
-                        of.after(t)
+                    products.run(t)
+                    products.store(t, a.get("handed"))
+                    gates.step(t)
     return builder.get()
 
 

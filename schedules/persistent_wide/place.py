@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ecornn.schedules.persistent_wide.plan import TEAM, Plan
@@ -10,7 +10,7 @@ from ecornn.schedules.persistent_wide.plan import TEAM, Plan
 
 @dataclass(frozen=True)
 class Place:
-    """Its ``group`` (of blocks, or by ``turn`` of batch rows), the set in the group (``member``) and the ``part`` of K in the set: expressions, int32."""
+    """Its ``group``, the set in the group (``member``) and the ``part`` of K in the set: expressions, int32."""
 
     T: Any
     plan: Plan
@@ -25,12 +25,6 @@ class Place:
         if plan.parts == 1:
             return cls(T, plan, group, within, 0)
         return cls(T, plan, group, named(T, within // plan.parts), named(T, within % plan.parts))
-
-    def turn(self, turn: int) -> Place:
-        """With the group that the block serves in this turn."""
-        if self.plan.turns == 1:
-            return self
-        return replace(self, group=named(self.T, self.group * self.plan.turns + turn))
 
     @property
     def first(self) -> Any:

@@ -22,13 +22,12 @@ REGISTERS = {2: (40, 232), 3: (24, 160)}  # of a copying and a multiplying threa
 
 @dataclass(frozen=True)
 class Plan:
-    """The cut: groups of ``sets`` of ``parts`` blocks, each with all weights; ``turns`` of ``groups`` of batch rows for each.
+    """The cut: ``groups`` of ``sets`` of ``parts`` blocks, each group with all weights and its own batch rows.
 
     Attributes
     ----------
     units, rows : hidden units of a set, batch rows of a group
     parts : blocks of a set, which share K
-    turns : groups of batch rows that a block serves one after the other in each step
     gates, interleave : rows of weights of a unit; those of them that stand next to each other
     teams : multiplying warpgroups of a block
     rings : of stages in a block: one for each team, which share K, or one for all, which share rows
@@ -41,7 +40,6 @@ class Plan:
     hidden: int
     dtype: str
     groups: int
-    turns: int
     sets: int
     parts: int
     units: int
@@ -59,16 +57,6 @@ class Plan:
     def blocks(self) -> int:
         """Of a group."""
         return self.sets * self.parts
-
-    @property
-    def grid(self) -> int:
-        """All blocks."""
-        return self.groups // self.turns * self.blocks
-
-    @property
-    def copies(self) -> int:
-        """Chunks of state that come through a ring in a step."""
-        return self.turns * self.chunks
 
     @property
     def threads(self) -> int:
@@ -154,7 +142,7 @@ class Plan:
     @property
     def first_barrier(self) -> int:
         """Of each ring: full and empty of each stage, and that of the weights."""
-        return self.first_sum + max(self.rings, self.turns) * self.columns * self.stride * 4
+        return self.first_sum + self.rings * self.columns * self.stride * 4
 
     @property
     def shared(self) -> int:
@@ -166,7 +154,7 @@ class Plan:
     def registers(self) -> int:
         """Estimate of a multiplying thread's registers; gate math has the accumulators' once more."""
         return (self.kept * self.own_tiles * 16 + self.own_tiles * self.columns // 2
-                + self.turns * self.share.items * self.values + SPARE_REGISTERS[self.rings])
+                + self.share.items * self.values + SPARE_REGISTERS[self.rings])
 
     @property
     def slot_words(self) -> int:
@@ -181,11 +169,11 @@ class Plan:
     @property
     def copied_bytes(self) -> int:
         """Of state, to one block in a step."""
-        return self.rings * self.copies * self.stage_bytes
+        return self.rings * self.chunks * self.stage_bytes
 
     @property
     def handed_bytes(self) -> int:
-        """Of partial sums, to one block in a turn."""
+        """Of partial sums, to one block in a step."""
         return (self.parts - 1) * self.finished * self.gates * self.rows * 4
 
     @property
@@ -208,16 +196,16 @@ def plan_of(task: Task, config: Config) -> Plan:
     """The plan of a configuration; it need not fit, ``check`` says that."""
     w, graph = task.workload, task.graph
     gates, groups, units = len(graph.phases[0].rows), int(config["groups"]), int(config["units"])
-    parts, row_teams, turns = int(config["parts"]), int(config["row_teams"]), int(config["turns"])
+    parts, row_teams = int(config["parts"]), int(config["row_teams"])
     teams, rings = (2, 2) if row_teams == 1 else (row_teams, 1)
     chunks = -(-w.hidden // (DEPTH * rings * parts))
     values = len(graph.states) + len(graph.hoisted_outputs) + task.place.lengths + task.place.resets + 2
-    plan = Plan(hidden=w.hidden, dtype=w.dtype, groups=groups * turns, turns=turns, sets=-(-w.hidden // units), parts=parts,
-                units=units, rows=-(-w.batch // (groups * turns)), gates=gates, interleave=gcd(gates, 8),
+    plan = Plan(hidden=w.hidden, dtype=w.dtype, groups=groups, sets=-(-w.hidden // units), parts=parts,
+                units=units, rows=-(-w.batch // groups), gates=gates, interleave=gcd(gates, 8),
                 teams=teams, rings=rings, chunks=chunks, kept=-(-chunks * int(config["registers"]) // 100),
                 stages=1, values=values)
     stage = rings * (plan.stage_bytes + 16)
-    return replace(plan, stages=max(1, min(plan.copies, 1 + (task.device.shared - plan.shared) // stage)))
+    return replace(plan, stages=max(1, min(chunks, 1 + (task.device.shared - plan.shared) // stage)))
 
 
 def packing_of(task: Task, plan: Plan) -> Packing:

@@ -46,31 +46,28 @@ class Products:
         """This team's m-th tile of rows; beyond the last one of the block where teams have not as many."""
         return m if self.plan.rings > 1 else self.team * self.plan.own_tiles + m
 
-    def run(self, t: Any, turn: int) -> None:
-        """All products of a turn in step t, left in ``acc``."""
+    def run(self, t: Any) -> None:
+        """All products of step t, left in ``acc``."""
         T, plan = self.T, self.plan
         home = self.home if plan.rings > 1 else multiplier(T) // TEAM
         self.team = uniform(T, home)  # anew: addresses computed before the loop would take too many registers
-        if plan.turns > 1:  # no turn keeps descriptors for the next one
-            self.base = T.cast(uniform(T, T.cast(self.base, "int32")), "uint32")
         every = [[self.acc[m, n, i] for n in range(plan.columns // 8) for i in range(4)] for m in range(plan.own_tiles)]
-        first = turn * plan.chunks
-        for p in range(first, first + plan.chunks):
+        for p in range(plan.chunks):
             stage = p % plan.stages
-            uses = (plan.copies - 1 - stage) // plan.stages + 1  # of the stage, in a step
+            uses = (plan.chunks - 1 - stage) // plan.stages + 1  # of the stage, in a step
             parity = T.cast(T.bitwise_and(t * uses + p // plan.stages, 1), "uint32")
             mbarrier_wait(self.memory.full(self.ring, stage), parity)
             T.evaluate(T.ptx["wgmma.fence.sync.aligned"]())
             b = T.Bind(descriptor(self._address(self.memory.stage(self.ring, stage)), 16, 8 * DEPTH * 2, swizzled=True))
             for k in range(STEPS):
                 for m in range(plan.own_tiles):
-                    self._multiply(every[m], p - first, k, m, b + T.uint64(2 * k))
+                    self._multiply(every[m], p, k, m, b + T.uint64(2 * k))
             T.evaluate(T.ptx["wgmma.commit_group.sync.aligned"]())
-            if p > first:
+            if p:
                 T.evaluate(T.ptx["wgmma.wait_group.sync.aligned"](1))
                 self._release(p - 1)
         wgmma_wait([value for tile in every for value in tile])
-        self._release(first + plan.chunks - 1)
+        self._release(plan.chunks - 1)
 
     def _multiply(self, acc: list[Any], p: int, k: int, m: int, b: Any) -> None:
         """Step k of the products of the chunk at position p."""
@@ -96,12 +93,12 @@ class Products:
         with T.If(self.lane == 0), T.Then():
             T.evaluate(T.ptx["mbarrier.arrive.shared::cta.b64"](empty))
 
-    def store(self, t: Any, turn: int, handed: Any) -> None:
+    def store(self, t: Any, handed: Any) -> None:
         """Leaves the partial sums in shared memory, and hands over those that other blocks finish: a column of
         weight rows for each batch row."""
         T, plan = self.T, self.plan
         if plan.rings == 1:
-            self._store_rows(t, turn, handed)
+            self._store_rows(t, handed)
             return
         base = T.Bind(self.memory.sums(self.team) + self.lane % 4 * 2 * plan.stride + self.warp * 16 + self.lane // 4)
         for m in range(plan.tiles):
@@ -111,9 +108,9 @@ class Products:
                         T.buffer_store(self.memory.words, self.acc[m, n, i],
                                        [base + (n * 8 + i % 2) * plan.stride + m * 64 + i // 2 * 8])
 
-    def _store_rows(self, t: Any, turn: int, handed: Any) -> None:
+    def _store_rows(self, t: Any, handed: Any) -> None:
         """As ``store``, where each team has rows of its own."""
-        T, plan, place, thread = self.T, self.plan, self.place.turn(turn), multiplier(self.T)
+        T, plan, place, thread = self.T, self.plan, self.place, multiplier(self.T)
         warp, lane = T.Bind(thread % TEAM // 32), T.Bind(thread % 32)
         column = T.Bind(lane % 4 * 2)
         slot = named(T, handover.slot_of(plan, place, t)) if plan.parts > 1 else None
@@ -130,7 +127,7 @@ class Products:
                             to = there + handover.word_of(plan, 0, 0, c, 0)
                             handover.store(T, handed, to, pack([value], "float32"))
                     inside = T.And(inside, finisher == place.part)
-                here = named(T, self.memory.sums(turn) + column * plan.stride + own)
+                here = named(T, self.memory.sums(0) + column * plan.stride + own)
                 with T.If(inside), T.Then():
                     for c, value in values:
                         T.buffer_store(self.memory.words, value, [here + c * plan.stride])
