@@ -34,23 +34,14 @@ class Items(ABC):
     """
 
     def __init__(self, T: Any, task: Task, math: str, arguments: dict[str, Any], share: Share, group: Any,
-                 member: Any, thread: Any, steps: Any, batch: Any) -> None:
+                 first: Any, thread: Any, steps: Any, batch: Any, count: Any = None) -> None:
+        """``first``: unit of the block's share; ``count``: units that it really has, where not all have as many."""
         self.T, self.task, self.share, self.math = T, task, share, math
         self.graph, self.arguments, self.items = task.graph, arguments, share.items
         self.group, self.thread, self.steps, self.batch = group, thread, steps, batch
-        H, graph = task.workload.hidden, task.graph
+        self.first, self.count, graph = first, count, task.graph
         self.timeline = Timeline(T, task.place, arguments, steps, batch)
-        self.local, self.unit, self.column, self.owner = [], [], [], []
-        for i in range(self.items):
-            item = T.Bind(thread + i * share.threads)
-            owner = T.Bind(item < share.units * share.rows)
-            self.local.append(T.Bind(item % share.units))
-            self.unit.append(T.Bind(member * share.units + item % share.units))
-            self.column.append(T.Bind(T.Select(owner, item // share.units, 0)))
-            self.owner.append(owner)
-        self.row = [T.Bind(group * share.rows + c) for c in self.column]
-        self.valid = [T.Bind(T.And(owner, T.And(unit < H, row < batch)))
-                      for owner, unit, row in zip(self.owner, self.unit, self.row, strict=True)]
+        self._locate(thread)
 
         def local(*shape: int) -> Any:
             return T.alloc_buffer(shape, "float32", scope="local")
@@ -63,6 +54,26 @@ class Items(ABC):
         place, rows = task.place, (self.items,)  # of rows, too: these are on the critical path
         self.limits = T.alloc_buffer(rows, "int32", scope="local") if place.lengths else None
         self.fresh = T.alloc_buffer(rows, "int32", scope="local") if place.resets else None
+
+    def _locate(self, thread: Any) -> None:
+        """Which pairs the items of a thread are."""
+        T, share, H = self.T, self.share, self.task.workload.hidden
+        self.local, self.unit, self.column, self.owner = [], [], [], []
+        for i in range(self.items):
+            item = T.Bind(thread + i * share.threads)
+            owner = item < share.units * share.rows
+            owner = T.Bind(owner if self.count is None else T.And(owner, item % share.units < self.count))
+            self.local.append(self._bind(item % share.units))
+            self.unit.append(self._bind(self.first + item % share.units))
+            self.column.append(self._bind(T.Select(owner, item // share.units, 0)))
+            self.owner.append(owner)
+        self.row = [self._bind(self.group * share.rows + c) for c in self.column]
+        self.valid = [T.Bind(T.And(owner, T.And(unit < H, row < self.batch)))
+                      for owner, unit, row in zip(self.owner, self.unit, self.row, strict=True)]
+
+    def _bind(self, value: Any) -> Any:
+        """Names a value, which expressions that use it may take apart again."""
+        return self.T.Bind(value)
 
     def begin(self) -> None:
         """What is known before the first step."""

@@ -77,8 +77,12 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return "(void)0"
     if name.startswith("ld.relaxed.gpu.global.v4"):  # a poll: let others run
         return f"emu::load4({every}), emu::yield()"
-    if name.startswith("ld.acquire.gpu.global"):
+    if name.startswith("ld.relaxed.gpu.global.v2"):
+        return f"emu::load2({every}), emu::yield()"
+    if name.startswith(("ld.acquire.gpu.global", "ld.relaxed.gpu.global.b32")):
         return f"{outs[0]} = *(unsigned*){ins[0]}, emu::yield()"
+    if name.startswith("st.relaxed.gpu.global.v4.b32"):
+        return f"emu::store4((void*){ins[0]}, {', '.join(ins[1:])})"
     if name.startswith("st.relaxed.gpu.global.b32"):
         return f"*(unsigned*){ins[0]} = {ins[1]}"
     if name.startswith("red.release.gpu.global.add.u32"):
@@ -107,6 +111,8 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
               "tanh.approx.f32": f"{outs and outs[0]} = tanhf({ins and ins[0]})"}
     if name in simple:
         return simple[name]
+    if text == "mov.u32 %0, %%tid.x;":
+        return f"{outs[0]} = threadIdx.x"
     if name.startswith("prefetch"):
         return "(void)0"
     pytest.fail(f"the emulation does not know {text}")

@@ -44,10 +44,11 @@ def persistent(cell: str, dtype: str, sizes: tuple[int, int, int, int], cut: tup
 
 
 def wide(cell: str, dtype: str, sizes: tuple[int, int, int, int], groups: int, units: int, registers: int,
-         ) -> dict[str, Any]:
+         parts: int = 1, row_teams: int = 1) -> dict[str, Any]:
     """A configuration of `persistent_wide`."""
-    return case("persistent_wide", cell, dtype, sizes,
-                {"groups": groups, "units": units, "registers": registers, "math": "fast"})
+    return case("persistent_wide", cell, dtype, sizes, {
+        "groups": groups, "units": units, "parts": parts, "row_teams": row_teams, "registers": registers,
+        "math": "fast"})
 
 
 ALL = {"layers": 2, "bidirectional": True, "lengths": True, "resets": True}
@@ -68,6 +69,11 @@ CASES = {
     "wide whole": wide("rnn_tanh", "float16", (12, 23, 31, 256), 2, 64, 100),
     "wide shared": wide("gru", "bfloat16", (9, 20, 64, 300), 1, 24, 0),
     "wide both": wide("lstm", "bfloat16", (9, 23, 64, 140), 1, 28, 50),
+    # warpgroups with rows of their own, two and three; blocks that share K, with less to do in the last one
+    "wide rows": wide("lstm", "float16", (9, 9, 31, 130), 1, 34, 50, row_teams=2),
+    "wide parts": wide("gru", "float16", (12, 9, 64, 256), 1, 64, 50, parts=3, row_teams=3),
+    "wide four parts": wide("rnn_tanh", "bfloat16", (12, 23, 31, 300), 2, 104, 100, parts=4, row_teams=2),
+    "wide two parts": wide("lstm", "bfloat16", (9, 23, 64, 140), 1, 48, 0, parts=2, row_teams=3),
     "layout": case("layout_transform", "gru", "bfloat16", (6, 17, 33, 65)),
     "layout f32": case("layout_transform", "gru_reset_before", "float32", (5, 3, 13, 40)),
     "fused": case("fused_step", "lstm", "float16", (5, 9, 17, 48)),

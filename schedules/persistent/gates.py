@@ -21,7 +21,7 @@ class Gates(Items):
                  rings: list[Any], shared: Any, group: Any, member: Any, thread: Any, steps: Any,
                  batch: Any, beside: Beside | None) -> None:
         share = Share(plan.units, plan.rows, plan.gate_warps * 32)
-        super().__init__(T, task, math, arguments, share, group, member, thread, steps, batch)
+        super().__init__(T, task, math, arguments, share, group, member * share.units, thread, steps, batch)
         self.plan, self.rings, self.shared, self.beside = plan, rings, shared, beside
 
     def run(self) -> None:

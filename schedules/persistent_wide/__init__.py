@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from ecornn.program import Buffer, Extent, Launch, Program
+from ecornn.program import Buffer, Extent, Fill, Launch, Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
+from ecornn.schedules.persistent.exchange import SENTINEL
 from ecornn.schedules.persistent_wide.estimate import estimate, product_cycles, recurrence
 from ecornn.schedules.persistent_wide.kernel import wide_kernel
 from ecornn.schedules.persistent_wide.plan import (
     DEPTH,
+    HANDED,
     LANES,
+    PARTS,
+    REGISTERS,
     SLOTS,
     SPACING,
-    TEAMS,
-    THREADS,
     Plan,
     packing_of,
     plan_of,
@@ -24,13 +26,12 @@ from ecornn.schedules.persistent_wide.plan import (
 from ecornn.schedules.persistent_wide.start import start_kernel
 from ecornn.schedules.pointwise import MATH_FOR, MATH_TRADES
 from ecornn.schedules.projection import project, shape_of
-from ecornn.schedules.projection_wgmma_kernel import MULTIPLY_REGISTERS
 from ecornn.schedules.timeline import row_buffers
 
 START_BLOCKS = 128
 ITEMS = 8  # (unit, batch row) pairs of a thread, at most
 COLUMNS = 256  # of a wgmma, at most
-REGISTERS = (100, 88, 75, 63, 50, 38, 25, 13, 0)
+KEPT = (100, 88, 75, 63, 50, 43, 38, 31, 25, 19, 13, 0)  # percent
 
 
 class PersistentWide(Schedule):
@@ -48,8 +49,8 @@ class PersistentWide(Schedule):
             return "needs a 16-bit data type"
         if len(phases) != 1 or len(phases[0].operands) != 1:
             return f"cell {task.graph.cell!r} has not just one recurrent product of one vector"
-        if w.hidden > TEAMS * LANES * DEPTH:
-            return f"hidden={w.hidden} is more than {TEAMS * LANES * DEPTH}"
+        if w.hidden > PARTS * LANES * DEPTH:
+            return f"hidden={w.hidden} is more than {PARTS * LANES * DEPTH}"
         if task.graph.hoisted_rows and shape_of(task).shared > task.device.shared:
             return (f"the projection needs {shape_of(task).shared} bytes of shared memory, "
                     f"{task.device.shared} available")
@@ -67,7 +68,11 @@ class PersistentWide(Schedule):
         return (
             Knob("groups", tuple(groups), "more: fewer batch rows for each, whose blocks hold more of the weights"),
             Knob("units", units, "more units a block: fewer blocks that read the state, more weights for each"),
-            Knob("registers", REGISTERS,
+            Knob("parts", tuple(range(1, PARTS + 1)),
+                 "more: blocks that share K, so that each reads less of the state; sums travel between them", before=1),
+            Knob("row_teams", (1, *REGISTERS), "2 or 3 warpgroups that each have rows of their own, and a copy of "
+                 "the state for all; 1: two that share K, which small blocks need", before=1),
+            Knob("registers", KEPT,
                  "percent of weights in registers, which products need not read; the rest leaves less room for state"),
             Knob("math", MATH_FOR[w.dtype], MATH_TRADES),
         )
@@ -75,20 +80,29 @@ class PersistentWide(Schedule):
     def check(self, task: Task, config: Config) -> str | None:
         device, w = task.device, task.workload
         groups, units, step = int(config["groups"]), int(config["units"]), unit_step(task)
-        blocks, rows = groups * -(-w.hidden // units), -(-w.batch // groups)
+        parts, row_teams = int(config["parts"]), int(config["row_teams"])
+        blocks, rows = groups * -(-w.hidden // units) * parts, -(-w.batch // groups)
         if blocks > device.cores:
             return f"{blocks} blocks on {device.cores} multiprocessors"
         if (groups - 1) * rows >= w.batch:
             return "a group without batch rows"
         if units % step:
             return f"units={units} is no multiple of {step}"
+        if parts > 1 and row_teams == 1:
+            return "warpgroups that share K in blocks that share K"
         plan = plan_of(task, config)
+        if plan.chunks > LANES:
+            return f"{plan.chunks} chunks of K for a warp that copies {LANES}"
+        if plan.tiles < plan.sharers:
+            return f"{plan.tiles} tiles of 64 rows for {plan.sharers} warpgroups"
+        if plan.finishers < parts:
+            return f"{units} units are too few for {parts} blocks"
         if plan.columns > COLUMNS:
             return f"{plan.columns} columns of a product, {COLUMNS} possible"
         if plan.share.items > ITEMS:
             return f"{plan.share.items} items a thread"
-        if plan.registers > MULTIPLY_REGISTERS:
-            return f"about {plan.registers} registers a thread, {MULTIPLY_REGISTERS} available"
+        if plan.registers > REGISTERS[plan.teams][1]:
+            return f"about {plan.registers} registers a thread, {REGISTERS[plan.teams][1]} available"
         if plan.shared > device.shared:
             return f"{plan.shared} bytes of shared memory, {device.shared} available"
         if plan.stages < min(2, plan.chunks):
@@ -106,17 +120,20 @@ class PersistentWide(Schedule):
     def _candidates(self, task: Task) -> Iterator[Config]:
         """Of all cuts, those that keep as many weights in registers as possible."""
         knobs = {k.name: k.values for k in self.knobs(task)}
-        for groups, units in product(knobs["groups"], knobs["units"]):
-            for registers in REGISTERS:
-                config: Config = {"groups": groups, "units": units, "registers": registers, "math": "fast"}
-                if self.check(task, config) is None:
+        cut = ("groups", "units", "parts", "row_teams")
+        for values in product(*(knobs[name] for name in cut)):
+            for registers in KEPT:
+                config: Config = {**dict(zip(cut, values, strict=True)), "registers": registers, "math": "fast"}
+                if (reason := self.check(task, config)) is None:
                     yield config
-                    break
+                if reason is None or not reason.startswith("about"):
+                    break  # fewer in registers only help where these are what is missing
 
     def features(self, task: Task, config: Config) -> dict[str, float]:
         plan = plan_of(task, config)
         return {"blocks": plan.groups * plan.blocks, "columns": plan.columns, "tiles": plan.tiles,
-                "waste": plan.tiles * 64 / (plan.gates * plan.units), "copied": plan.slot_words * 4,
+                "waste": plan.own_tiles * plan.sharers * 64 / (plan.gates * plan.units), "copied": plan.copied_bytes,
+                "handed": plan.handed_bytes,
                 "products": product_cycles(plan), "items": plan.share.items, "stages": plan.stages,
                 "resident": plan.stages / plan.chunks, "registers": plan.registers, "shared": plan.shared,
                 "recurrence": recurrence(plan), "estimate": estimate(task, plan)}
@@ -131,14 +148,17 @@ class PersistentWide(Schedule):
         buffers += [*row_buffers(task.place), *hoisted.buffers, *_own_buffers(task, plan)]
         functions = {**hoisted.functions, "start": start_kernel(task, plan, START_BLOCKS, math),
                      "persistent_wide": wide_kernel(task, plan, math)}
-        calls = (*hoisted.calls, Launch("start", START_BLOCKS, 256),
-                 Launch("persistent_wide", plan.groups * plan.blocks, THREADS, plan.shared, cooperative=True))
+        calls = (*hoisted.calls, *(Fill(b.name, SENTINEL & 0xFF, b.extent) for b in buffers if b.name == "handed"),
+                 Launch("start", START_BLOCKS, 256),
+                 Launch("persistent_wide", plan.groups * plan.blocks, plan.threads, plan.shared, cooperative=True))
         return Program(functions, tuple(buffers), calls)
 
 
 def _own_buffers(task: Task, plan: Plan) -> list[Buffer]:
     packing = packing_of(task, plan)
     rows, units, values = packing.pad
+    handed = plan.groups * plan.sets * HANDED * plan.handed_words
     return [Buffer("recurrent", "packed", plan.dtype, Extent(rows * units * values), packing),
             Buffer("exchange", "workspace", "uint32", Extent(plan.groups * SLOTS * plan.slot_words)),
-            Buffer("counters", "workspace", "uint32", Extent(plan.groups * plan.counters * SPACING))]
+            Buffer("counters", "workspace", "uint32", Extent(plan.groups * plan.counters * SPACING)),
+            *([Buffer("handed", "workspace", "uint32", Extent(handed))] if handed else [])]

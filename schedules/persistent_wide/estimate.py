@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.persistent.estimate import projection
-from ecornn.schedules.persistent_wide.plan import DEPTH, TEAMS, Plan
+from ecornn.schedules.persistent_wide.plan import DEPTH, Plan
 
 TRIP = 2700.0  # cycles from the last store of a state to the first chunk of it
 BLOCK_BYTES, CHIP_BYTES = 48.0, 4800.0  # of state from L2, a cycle: to a block, and to all of them (an H100)
+HANDOVER = 1500.0  # cycles from the store of the last partial sum to when another block has it
 SHARED_BYTES = 128.0  # that products read from shared memory, a cycle
 
 
@@ -18,11 +19,12 @@ def estimate(task: Task, plan: Plan) -> float:
 
 def recurrence(plan: Plan) -> float:
     """Nanoseconds of a step's recurrence; cycles are of 1.7 GHz."""
-    copied = plan.slot_words * 4 / min(BLOCK_BYTES, CHIP_BYTES / (plan.groups * plan.blocks))
+    copied = plan.copied_bytes / min(BLOCK_BYTES, CHIP_BYTES / (plan.groups * plan.blocks))
     multiplied = product_cycles(plan)
     behind = 0.15 * min(copied, multiplied)  # of one that the other does not hide
-    gates = 250 + plan.columns * plan.stride * 4 * TEAMS * 2 / SHARED_BYTES + 90 * plan.share.items
-    return (TRIP + max(copied, multiplied) + behind + gates) / 1.7
+    gates = 250 + plan.columns * plan.stride * 4 * plan.rings * 2 / SHARED_BYTES + 90 * plan.share.items
+    handed = HANDOVER + plan.handed_bytes / BLOCK_BYTES if plan.parts > 1 else 0.0
+    return (TRIP + max(copied, multiplied) + behind + handed + gates) / 1.7
 
 
 def product_cycles(plan: Plan) -> float:
@@ -30,5 +32,5 @@ def product_cycles(plan: Plan) -> float:
     cycles = 0.0
     for chunks, weights in ((plan.kept, 0), (plan.chunks - plan.kept, 64 * 16 * 2)):
         fed = (weights + plan.columns * 16 * 2) / SHARED_BYTES
-        cycles += TEAMS * chunks * DEPTH / 16 * plan.tiles * max(plan.columns / 2, fed, 16)
+        cycles += plan.rings * chunks * DEPTH / 16 * plan.own_tiles * plan.sharers * max(plan.columns / 2, fed, 16)
     return cycles

@@ -18,6 +18,8 @@ when its counter is at least W t. Who copies it: load (acquire) of the counter, 
   step t - 1. It has read all of step t, and each block of the group wrote a part of that after all its
   threads had passed a barrier behind their products of step t - 1; these had waited for the mbarriers
   which those copies complete. So all reads of step t - 1 were done.
+* Where blocks share K (handover.py), "a block has read all of step t" is true of the blocks of its set together: it has
+  their sums of step t before it goes on, and these are made of what they have read.
 * A stage of shared memory is written again when each multiplying warp has arrived at its ``empty``,
   after its products (wgmma) were waited for.
 """
@@ -26,7 +28,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ecornn.schedules.persistent_wide.plan import DEPTH, SLOTS, SPACING, TEAMS, Plan
+from ecornn.schedules.persistent_wide.plan import DEPTH, SLOTS, SPACING, Plan
 
 
 def slot_base(plan: Plan, group: Any, slot: Any) -> Any:
@@ -49,10 +51,15 @@ def place_of(plan: Plan, word: Any) -> tuple[Any, Any]:
 
 def counter_of(plan: Plan, group: Any, chunk: Any) -> Any:
     """Place of a chunk's counter."""
-    return (group * (TEAMS * plan.chunks) + chunk) * SPACING
+    return (group * plan.counters + chunk) * SPACING
 
 
 def writers(T: Any, plan: Plan, chunk: Any) -> Any:
-    """Blocks of a group that have units of a chunk; none where it only pads K."""
+    """Blocks of a group that finish units of a chunk; none where it only pads K."""
+    def finisher(unit: Any) -> Any:
+        if plan.parts == 1:
+            return unit // plan.units
+        return unit // plan.units * plan.finishers + unit % plan.units // plan.finished
+
     first, end = chunk * DEPTH, T.min(chunk * DEPTH + DEPTH, plan.hidden)
-    return T.Select(first < plan.hidden, (end - 1) // plan.units - first // plan.units + 1, 0)
+    return T.Select(first < plan.hidden, finisher(end - 1) - finisher(first) + 1, 0)

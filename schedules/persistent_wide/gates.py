@@ -9,7 +9,10 @@ from ecornn.schedules.items import Items
 from ecornn.schedules.persistent.exchange import pack
 from ecornn.schedules.persistent_wide.copies import Memory
 from ecornn.schedules.persistent_wide.exchange import counter_of, slot_base, word_of
-from ecornn.schedules.persistent_wide.plan import DEPTH, SLOTS, TEAM, TEAMS, Plan
+from ecornn.schedules.persistent_wide.handover import Parcels
+from ecornn.schedules.persistent_wide.handover import word_of as handed_word
+from ecornn.schedules.persistent_wide.place import Place, multiplier, named
+from ecornn.schedules.persistent_wide.plan import DEPTH, SLOTS, TEAM, Plan
 from ecornn.schedules.pointwise import emit
 
 SUMS, STATE = 1, 2  # named barriers: partial sums are there; the block's state is
@@ -19,16 +22,30 @@ class Gates(Items):
     """Emits the gates of a step; ``thread`` counts the multiplying threads."""
 
     def __init__(self, T: Any, task: Task, plan: Plan, math: str, arguments: dict[str, Any], memory: Memory,
-                 group: Any, member: Any, thread: Any, steps: Any, batch: Any) -> None:
-        super().__init__(T, task, math, arguments, plan.share, group, member, thread, steps, batch)
-        self.plan, self.member = plan, member
+                 place: Place, thread: Any, steps: Any, batch: Any) -> None:
+        self.plan, self.place, self.memory = plan, place, memory
+        super().__init__(T, task, math, arguments, plan.share, place.group, place.first, thread, steps, batch,
+                         place.count)
         self.sums = memory.words
-        self.bases = [T.Bind(memory.sums(0) + column * plan.stride + self._row(local))
+        self.parcels = Parcels(T, plan, arguments["handed"], self.items) if plan.parts > 1 else None
+        self._address()
+
+    def _bind(self, value: Any) -> Any:
+        return self.T.Bind(value) if self.plan.rings > 1 else named(self.T, value)
+
+    def _address(self) -> None:
+        """Where the items' values lie."""
+        T, plan, place = self.T, self.plan, self.place
+        self.bases = [self._bind(self.memory.sums(0) + column * plan.stride + self._row(local))
                       for local, column in zip(self.local, self.column, strict=True)]
-        self.words = [T.Bind(slot_base(plan, group, 0) + word_of(plan, unit, column))
+        self.words = [self._bind(slot_base(plan, place.group, 0) + word_of(plan, unit, column))
                       for unit, column in zip(self.unit, self.column, strict=True)]
         self.writes = [T.Bind(T.And(T.And(owner, unit < plan.hidden), local % 2 == 0))
                        for owner, unit, local in zip(self.owner, self.unit, self.local, strict=True)]
+        if self.parcels is not None:
+            places = [handed_word(plan, place.part, 0, column, self._row(local))
+                      for local, column in zip(self.local, self.column, strict=True)]
+            self.parcels.locate(place, places, self.owner)
 
     def begin(self) -> None:
         super().begin()
@@ -38,7 +55,12 @@ class Gates(Items):
     def step(self, t: Any) -> None:
         """From partial sums, stored by all, to the state of step t + 1; then what nobody waits for."""
         T, (phase,) = self.T, self.graph.phases
+        if self.plan.rings == 1:  # addresses anew: kept from step to step they would take too many registers
+            self._locate(multiplier(T))
+            self._address()
         self._barrier(SUMS)
+        if self.parcels is not None:
+            self.parcels.poll(t)
         ended = []
         for i in range(self.items):
             env = emit(phase.assigns, self._before(i) | self._products(i), self.math)
@@ -46,28 +68,33 @@ class Gates(Items):
         T.evaluate(T.ptx["fence.proxy.async.global"]())
         self._barrier(STATE)  # also: nobody stores partial sums that others still read
         self._publish()
+        if self.parcels is not None:
+            T.evaluate(T.ptx["fence.acq_rel.gpu"]())
+            self.parcels.wipe()
         for i in range(self.items):
             self._store(i, t, *ended[i])
         self._load_inputs(T.Bind(t + 1), self.inputs)  # used a step later
         self._start_at(T.Bind(t + 2))
 
     def _barrier(self, name: int) -> None:
-        self.T.evaluate(self.T.ptx["bar.sync"](self.T.uint32(name), self.T.uint32(TEAMS * TEAM)))
+        self.T.evaluate(self.T.ptx["bar.sync"](self.T.uint32(name), self.T.uint32(self.plan.teams * TEAM)))
 
     def _row(self, unit: Any) -> Any:
         """Row of partial sums where a unit's interleaved gates begin."""
         return unit * self.plan.interleave
 
     def _products(self, i: int) -> dict[Any, Any]:
-        """An item's products: the sums of all warpgroups."""
+        """An item's products: the sums of all rings, or of all blocks that share K."""
         T, plan, e = self.T, self.plan, self.plan.interleave
         found: dict[Any, Any] = {}
         rows = self.graph.phases[0].rows
         for outer in range(plan.gates // e):
-            parts = [self._load(self.bases[i] + team * plan.columns * plan.stride + outer * plan.units * e, e)
-                     for team in range(TEAMS)]
+            parts = [self._load(self.bases[i] + ring * plan.columns * plan.stride + outer * plan.finished * e, e)
+                     for ring in range(plan.rings)]
             for inner in range(e):
-                found[rows[outer * e + inner].var] = T.Bind(parts[0][inner] + parts[1][inner])
+                gate, value = outer * e + inner, parts[0][inner]
+                value = T.Bind(value + parts[1][inner]) if plan.rings > 1 else value
+                found[rows[gate].var] = value if self.parcels is None else self.parcels.sum(i, gate, value)
         return found
 
     def _load(self, place: Any, count: int) -> list[Any]:
@@ -90,8 +117,10 @@ class Gates(Items):
     def _publish(self) -> None:
         """Counts this block's part of the chunks that it has written."""
         T, plan = self.T, self.plan
-        first, end = self.member * plan.units, T.min(self.member * plan.units + plan.units, plan.hidden)
-        chunk = T.Bind(first // DEPTH + self.thread)
-        with T.If(chunk <= (end - 1) // DEPTH), T.Then():
+        first, count = self.place.first, self.place.count
+        end = T.min(first + (plan.finished if count is None else count), plan.hidden)
+        chunk, mine = T.Bind(first // DEPTH + self.thread), None if plan.parts == 1 else first < end
+        inside = chunk <= (end - 1) // DEPTH
+        with T.If(inside if mine is None else T.And(mine, inside)), T.Then():
             place = counter_of(plan, self.group, chunk)
             T.evaluate(T.ptx["red.release.gpu.global.add.u32"](self.arguments["counters"].ptr_to([place]), T.uint32(1)))

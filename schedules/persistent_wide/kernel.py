@@ -1,12 +1,13 @@
 """The wide persistent kernel: one launch for the whole sequence, products by wgmma.
 
-Blocks form groups; a group serves its own batch rows and holds all recurrent weights, a block the
-rows of ``units`` hidden units. In every block
+Blocks form groups, and sets within these; a group serves its own batch rows and holds all recurrent weights, a
+set the rows of ``units`` hidden units, each block of it for a part of K. In every block
 
-* two warps copy chunks of the exchanged state into rings of stages in shared memory
-  (``copies.py``);
-* two warpgroups multiply, each its half of K, with weights in registers and in shared memory
-  (``products.py``), add their partial sums, compute the cell's scalars, and write the new state to the
+* a warp for each ring, or four for the only one, copies chunks of the exchanged state into its stages in shared
+  memory (``copies.py``);
+* two or three warpgroups multiply, each its half of K or its own rows, with weights in registers and in shared
+  memory (``products.py``), hand the partial sums of units that another block of the set finishes over to it
+  (``handover.py``), add those of their own, compute the cell's scalars, and write the new state to the
   exchange first and y afterwards (``gates.py``).
 
 What registers the copying warpgroup does not need, the multiplying ones get.
@@ -19,14 +20,15 @@ from typing import Any
 from ecornn.schedules.base import Task
 from ecornn.schedules.persistent_wide.copies import Memory, copy
 from ecornn.schedules.persistent_wide.gates import Gates
-from ecornn.schedules.persistent_wide.plan import TEAM, TEAMS, THREADS, Plan
+from ecornn.schedules.persistent_wide.place import Place
+from ecornn.schedules.persistent_wide.plan import REGISTERS, TEAM, Plan
 from ecornn.schedules.persistent_wide.products import Products
-from ecornn.schedules.projection_wgmma_kernel import COPY_REGISTERS, MULTIPLY_REGISTERS
 from ecornn.schedules.timeline import row_arguments
 
 
 def wide_kernel(task: Task, plan: Plan, math: str) -> Any:
-    """``persistent_wide(T, B, hoisted, vectors, <state>_in, <state>_out, recurrent, exchange, counters, y)``."""
+    """``persistent_wide(T, B, hoisted, vectors, <state>_in, <state>_out, recurrent, exchange, counters, y)``, and
+    ``handed`` where blocks share K."""
     from tvm.script.ir_builder import IRBuilder
     from tvm.tirx.script.builder import ir as T
 
@@ -40,48 +42,48 @@ def wide_kernel(task: Task, plan: Plan, math: str) -> Any:
         a["vectors"] = T.arg("vectors", T.buffer((big,), "float32"))
         for name in (f"{s}{end}" for s in graph.states for end in ("_in", "_out")):
             a[name] = T.arg(name, T.buffer((big,), dtype))
-        for name in ("recurrent", "exchange", "counters"):
+        for name in ("recurrent", "exchange", "counters", *(["handed"] if plan.parts > 1 else [])):
             a[name] = T.arg(name, T.buffer((big,), "uint32"))
         a["y"] = T.arg("y", T.buffer((big,), dtype))
         a |= row_arguments(T, task.place)
         T.device_entry()
-        block, thread = T.cta_id([plan.groups * plan.blocks]), T.thread_id([THREADS])
+        block, thread = T.cta_id([plan.groups * plan.blocks]), T.thread_id([plan.threads])
         words = T.alloc_buffer((plan.shared // 4,), "float32", scope="shared.dyn", align=1024)
         memory = Memory(T, plan, words)
-        group, member = T.Bind(block // plan.blocks), T.Bind(block % plan.blocks)
+        place, (copying, multiplying) = Place.of(T, plan, block), REGISTERS[plan.teams]
         _prepare(T, plan, memory, thread)
         # without this bound ptxas ignores setmaxnreg
         with T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1}), T.If(thread < TEAM):
             with T.Then():
-                T.evaluate(T.ptx["setmaxnreg.dec.sync.aligned.u32"](COPY_REGISTERS))
-                with T.If(thread < TEAMS * 32), T.Then():
-                    copy(T, plan, memory, steps, group, member, T.Bind(thread // 32), T.Bind(thread % 32),
+                T.evaluate(T.ptx["setmaxnreg.dec.sync.aligned.u32"](copying))
+                with T.If(thread < plan.rings * plan.copiers * 32), T.Then():
+                    copy(T, plan, memory, steps, place, T.Bind(thread // 32), T.Bind(thread % 32),
                          a["recurrent"], a["exchange"], a["counters"])
             with T.Else():
-                T.evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](MULTIPLY_REGISTERS))
+                T.evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](multiplying))
                 worker = T.Bind(thread - TEAM)
-                products = Products(T, plan, memory, member, T.Bind(worker // TEAM), T.Bind(worker % TEAM),
+                products = Products(T, plan, memory, place, T.Bind(worker // TEAM), T.Bind(worker % TEAM),
                                     a["recurrent"])
-                gates = Gates(T, task, plan, math, a, memory, group, member, worker, steps, batch)
+                gates = Gates(T, task, plan, math, a, memory, place, worker, steps, batch)
                 gates.begin()
                 with T.serial(0, steps) as t:
                     products.run(t)
-                    products.store()
+                    products.store(t, a.get("handed"))
                     gates.step(t)
     return builder.get()
 
 
 def _prepare(T: Any, plan: Plan, memory: Memory, thread: Any) -> None:
     """The barriers, by the first thread, for all."""
-    arrivals = T.uint32(TEAM // 32)
+    arrivals = T.uint32(plan.sharers * TEAM // 32)
     with T.If(thread == 0), T.Then():
-        for team in range(TEAMS):
+        for ring in range(plan.rings):
             for stage in range(plan.stages):
-                T.evaluate(T.ptx["mbarrier.init.shared::cta.b64"](memory.full(team, stage), T.uint32(1)))
-                T.evaluate(T.ptx["mbarrier.init.shared::cta.b64"](memory.empty(team, stage), arrivals))
+                T.evaluate(T.ptx["mbarrier.init.shared::cta.b64"](memory.full(ring, stage), T.uint32(1)))
+                T.evaluate(T.ptx["mbarrier.init.shared::cta.b64"](memory.empty(ring, stage), arrivals))
             if plan.kept < plan.chunks:
                 count = T.uint32(plan.chunks - plan.kept)
-                T.evaluate(T.ptx["mbarrier.init.shared::cta.b64"](memory.stored(team), count))
+                T.evaluate(T.ptx["mbarrier.init.shared::cta.b64"](memory.stored(ring), count))
         T.evaluate(T.ptx["fence.mbarrier_init.release.cluster"]())
         T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())  # bulk copies arrive through this proxy
     T.evaluate(T.cuda.cta_sync())

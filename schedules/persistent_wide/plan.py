@@ -9,42 +9,59 @@ from ecornn.program import Packing
 from ecornn.schedules.base import Config, Task
 from ecornn.schedules.items import Share
 
-TEAMS = 2  # multiplying warpgroups of a block, which share K
 TEAM = 128  # threads of a warpgroup
-THREADS = (1 + TEAMS) * TEAM  # the first warpgroup copies
 DEPTH = 64  # values of K of a chunk: 128 bytes
-LANES = 32  # chunks of a warpgroup at most: one for each lane of the warp that copies them
+LANES = 32  # chunks of a ring at most: one for each lane of the warp that copies them
+PARTS = 4  # blocks that share K, at most
 SLOTS = 2  # of the exchange; exchange.py says why two
+HANDED = 4  # slots of partial sums; handover.py says why four
 SPACING = 32  # words from counter to counter: each has a line of its own
-SPARE_REGISTERS = 28  # addresses, descriptors and loop state beside weights, accumulators and items
+SPARE_REGISTERS = {1: 20, 2: 28}  # by rings: addresses, descriptors, loop state; with one ring, many are made anew
+REGISTERS = {2: (40, 232), 3: (24, 160)}  # of a copying and a multiplying thread, by multiplying warpgroups
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The cut: ``groups`` of ``blocks`` blocks, each group with all weights and its own batch rows.
+    """The cut: ``groups`` of ``sets`` of ``parts`` blocks, each group with all weights and its own batch rows.
 
     Attributes
     ----------
-    units, rows : hidden units of a block, batch rows of a group
+    units, rows : hidden units of a set, batch rows of a group
+    parts : blocks of a set, which share K
     gates, interleave : rows of weights of a unit; those of them that stand next to each other
-    chunks : of K, for each of the multiplying warpgroups
-    kept : chunks of a warpgroup whose weights are in registers; the others' are in shared memory
-    stages : of a warpgroup's ring of chunks of state
+    teams : multiplying warpgroups of a block
+    rings : of stages in a block: one for each team, which share K, or one for all, which share rows
+    chunks : of K, for each ring
+    kept : chunks of a ring whose weights are in registers; the others' are in shared memory
+    stages : of a ring
     values : that a thread keeps for each item
     """
 
     hidden: int
     dtype: str
     groups: int
-    blocks: int
+    sets: int
+    parts: int
     units: int
     rows: int
     gates: int
     interleave: int
+    teams: int
+    rings: int
     chunks: int
     kept: int
     stages: int
     values: int
+
+    @property
+    def blocks(self) -> int:
+        """Of a group."""
+        return self.sets * self.parts
+
+    @property
+    def threads(self) -> int:
+        """Of a block; the first warpgroup copies."""
+        return (1 + self.teams) * TEAM
 
     @property
     def columns(self) -> int:
@@ -62,8 +79,42 @@ class Plan:
         return -(-self.octets // 8)
 
     @property
+    def sharers(self) -> int:
+        """Teams that share a ring."""
+        return self.teams // self.rings
+
+    @property
+    def own_tiles(self) -> int:
+        """Of one team."""
+        return -(-self.tiles // self.sharers)
+
+    @property
+    def finished(self) -> int:
+        """Units that a block of a set computes the gates of; the last one of a set may have fewer."""
+        if self.parts == 1:
+            return self.units
+        each = -(-self.units // self.parts)
+        whole = -(-each // 8) * 8  # sectors of their rows
+        return whole if (self.parts - 1) * whole < self.units else -(-each // 2) * 2
+
+    @property
+    def finishers(self) -> int:
+        """Blocks of a set that compute gates."""
+        return -(-self.units // self.finished)
+
+    @property
     def share(self) -> Share:
-        return Share(self.units, self.rows, TEAMS * TEAM)
+        return Share(self.finished, self.rows, self.teams * TEAM)
+
+    @property
+    def copiers(self) -> int:
+        """Warps that copy for one ring."""
+        return 1 if self.rings > 1 else min(4, self.stages)
+
+    @property
+    def copier_stages(self) -> int:
+        """Stages that such a warp fills, at most."""
+        return -(-self.stages // self.copiers)
 
     @property
     def weight_bytes(self) -> int:
@@ -77,46 +128,67 @@ class Plan:
     @property
     def stride(self) -> int:
         """Floats between columns of the partial sums: 4 modulo 16, so that no banks conflict."""
-        return -(-self.octets // 2) * 16 + 4
+        return -(-self.gates * self.finished // 16) * 16 + 4
 
     @property
     def first_weight(self) -> int:
         """Where weights begin, in bytes, behind the stages."""
-        return TEAMS * self.stages * self.stage_bytes
+        return self.rings * self.stages * self.stage_bytes
 
     @property
     def first_sum(self) -> int:
-        return self.first_weight + TEAMS * (self.chunks - self.kept) * self.weight_bytes
+        return self.first_weight + self.rings * (self.chunks - self.kept) * self.weight_bytes
 
     @property
     def first_barrier(self) -> int:
-        """Of each warpgroup: full and empty of each stage, and that of the weights."""
-        return self.first_sum + TEAMS * self.columns * self.stride * 4
+        """Of each ring: full and empty of each stage, and that of the weights."""
+        return self.first_sum + self.rings * self.columns * self.stride * 4
 
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory."""
-        return self.first_barrier + TEAMS * (2 * self.stages + 1) * 8
+        end = self.first_barrier + self.rings * (2 * self.stages + 1) * 8
+        return max(end, self.first_sum + -self.octets % 8 * 128)  # behind the last weights
 
     @property
     def registers(self) -> int:
         """Estimate of a multiplying thread's registers; gate math has the accumulators' once more."""
-        return (self.kept * self.tiles * 16 + self.tiles * self.columns // 2 + self.share.items * self.values
-                + SPARE_REGISTERS)
+        return (self.kept * self.own_tiles * 16 + self.own_tiles * self.columns // 2
+                + self.share.items * self.values + SPARE_REGISTERS[self.rings])
 
     @property
     def slot_words(self) -> int:
         """Words of one slot of a group's exchange."""
-        return TEAMS * self.chunks * self.columns * DEPTH // 2
+        return self.counters * self.columns * DEPTH // 2
 
     @property
     def counters(self) -> int:
         """Of a group, one for each chunk."""
-        return TEAMS * self.chunks
+        return self.parts * self.rings * self.chunks
+
+    @property
+    def copied_bytes(self) -> int:
+        """Of state, to one block in a step."""
+        return self.rings * self.chunks * self.stage_bytes
+
+    @property
+    def handed_bytes(self) -> int:
+        """Of partial sums, to one block in a step."""
+        return (self.parts - 1) * self.finished * self.gates * self.rows * 4
+
+    @property
+    def handed_rows(self) -> int:
+        """Rows of a block's units in what it gets from another one, padded to sectors."""
+        return -(-self.gates * self.finished // 8) * 8
+
+    @property
+    def handed_words(self) -> int:
+        """Words of one slot of a set's partial sums."""
+        return self.finishers * (self.parts - 1) * self.columns * self.handed_rows
 
 
 def unit_step(task: Task) -> int:
-    """Units of a block come in multiples of this, so that rows of weights fill octets."""
+    """Units of a set come in multiples of this, so that rows of weights fill octets."""
     return max(2, 8 // gcd(len(task.graph.phases[0].rows), 8))
 
 
@@ -124,25 +196,26 @@ def plan_of(task: Task, config: Config) -> Plan:
     """The plan of a configuration; it need not fit, ``check`` says that."""
     w, graph = task.workload, task.graph
     gates, groups, units = len(graph.phases[0].rows), int(config["groups"]), int(config["units"])
-    chunks = -(-w.hidden // (DEPTH * TEAMS))
+    parts, row_teams = int(config["parts"]), int(config["row_teams"])
+    teams, rings = (2, 2) if row_teams == 1 else (row_teams, 1)
+    chunks = -(-w.hidden // (DEPTH * rings * parts))
     values = len(graph.states) + len(graph.hoisted_outputs) + task.place.lengths + task.place.resets + 2
-    plan = Plan(hidden=w.hidden, dtype=w.dtype, groups=groups, blocks=-(-w.hidden // units),
-                units=units, rows=-(-w.batch // groups), gates=gates,
-                interleave=gcd(gates, 8), chunks=chunks, kept=-(-chunks * int(config["registers"]) // 100),
+    plan = Plan(hidden=w.hidden, dtype=w.dtype, groups=groups, sets=-(-w.hidden // units), parts=parts,
+                units=units, rows=-(-w.batch // groups), gates=gates, interleave=gcd(gates, 8),
+                teams=teams, rings=rings, chunks=chunks, kept=-(-chunks * int(config["registers"]) // 100),
                 stages=1, values=values)
-    stage = TEAMS * (plan.stage_bytes + 16)
+    stage = rings * (plan.stage_bytes + 16)
     return replace(plan, stages=max(1, min(chunks, 1 + (task.device.shared - plan.shared) // stage)))
 
 
 def packing_of(task: Task, plan: Plan) -> Packing:
-    """Recurrent weights: (block, chunk) pieces of 8-value chunks of K, octets, 8 rows, 8 values.
+    """Recurrent weights: (set, chunk) pieces of 8-value chunks of K, octets, 8 rows, 8 values.
 
     These are the core matrices of wgmma without a swizzle. Row ``interleave`` u + g of the rows of gates
     that are interleaved is gate g of unit u.
     """
     (phase,), e = task.graph.phases, plan.interleave
     sources = tuple((r.weight, r.gate) for r in phase.rows)
-    every = TEAMS * plan.chunks
-    return Packing(sources, (plan.gates, plan.blocks * plan.units, every * DEPTH),
-                   (plan.gates // e, e, plan.blocks, plan.units * e // 8, 8 // e, every, DEPTH // 8, 8),
+    return Packing(sources, (plan.gates, plan.sets * plan.units, plan.counters * DEPTH),
+                   (plan.gates // e, e, plan.sets, plan.units * e // 8, 8 // e, plan.counters, DEPTH // 8, 8),
                    (2, 5, 6, 0, 3, 4, 1, 7), plan.dtype)

@@ -1,12 +1,15 @@
-"""A multiplying warpgroup: its half of K times its block's weights, chunk by chunk as state arrives."""
+"""A multiplying warpgroup: its part of K times its rows of weights, chunk by chunk as state arrives."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ecornn.schedules.mbarrier import mbarrier_wait
+from ecornn.schedules.persistent.exchange import pack
+from ecornn.schedules.persistent_wide import handover
 from ecornn.schedules.persistent_wide.copies import Memory, chunk_at
-from ecornn.schedules.persistent_wide.plan import DEPTH, Plan
+from ecornn.schedules.persistent_wide.place import Place, multiplier, named
+from ecornn.schedules.persistent_wide.plan import DEPTH, TEAM, Plan
 from ecornn.schedules.wgmma import descriptor, wgmma, wgmma_registers, wgmma_wait
 
 STEPS = DEPTH // 16  # products of a chunk and tile
@@ -15,39 +18,50 @@ STEPS = DEPTH // 16  # products of a chunk and tile
 class Products:
     """Emits the products of one warpgroup (``team``), whose threads are ``team_thread`` 0 to 127."""
 
-    def __init__(self, T: Any, plan: Plan, memory: Memory, member: Any, team: Any, team_thread: Any,
+    def __init__(self, T: Any, plan: Plan, memory: Memory, place: Place, team: Any, team_thread: Any,
                  weights: Any) -> None:
-        self.T, self.plan, self.memory, self.home, self.team = T, plan, memory, team, team
+        self.T, self.plan, self.memory, self.place, self.home, self.team = T, plan, memory, place, team, team
         self.warp, self.lane = T.Bind(team_thread // 32), T.Bind(team_thread % 32)
         self.base = T.Bind(T.cuda.cvta_generic_to_shared(memory.words.ptr_to([0])))
-        self.acc = T.alloc_buffer((plan.tiles, plan.columns // 8, 4), "float32", scope="local")
-        self.held = T.alloc_buffer((max(1, plan.kept * plan.tiles * STEPS), 4), "uint32", scope="local")
+        self.acc = T.alloc_buffer((plan.own_tiles, plan.columns // 8, 4), "float32", scope="local")
+        self.held = T.alloc_buffer((max(1, plan.kept * plan.own_tiles * STEPS), 4), "uint32", scope="local")
         for p in range(plan.kept):
-            chunk = T.Bind(member * plan.counters + chunk_at(plan, member, team, p))
+            chunk = T.Bind(place.member * plan.counters + chunk_at(plan, place, self.ring, p))
             for k in range(STEPS):
-                for tile in range(plan.tiles):
+                for m in range(plan.own_tiles):
                     for i in range(4):  # words of operand A: rows l/4 and l/4 + 8 of its first eight values of K
-                        octet = T.min(tile * 8 + self.warp * 2 + i % 2, plan.octets - 1)  # padding: any weights
+                        octet = self._tile(m) * 8 + self.warp * 2 + i % 2
+                        octet = T.min(octet, plan.octets - 1)  # padding: any weights
                         piece = (chunk * (DEPTH // 8) + 2 * k + i // 2) * plan.octets + octet
                         T.buffer_store(self.held, weights[T.cast(piece, "int64") * 32 + self.lane],
-                                       [(p * STEPS + k) * plan.tiles + tile, i])
+                                       [(p * STEPS + k) * plan.own_tiles + m, i])
         if plan.kept < plan.chunks:
-            mbarrier_wait(memory.stored(team), T.uint32(0))
+            mbarrier_wait(memory.stored(self.ring), T.uint32(0))
+
+    @property
+    def ring(self) -> Any:
+        """The ring of this team."""
+        return self.team if self.plan.rings > 1 else 0
+
+    def _tile(self, m: int) -> Any:
+        """This team's m-th tile of rows; beyond the last one of the block where teams have not as many."""
+        return m if self.plan.rings > 1 else self.team * self.plan.own_tiles + m
 
     def run(self, t: Any) -> None:
         """All products of step t, left in ``acc``."""
         T, plan = self.T, self.plan
-        self.team = uniform(T, self.home)  # anew: addresses computed before the loop would take too many registers
-        every = [[self.acc[m, n, i] for n in range(plan.columns // 8) for i in range(4)] for m in range(plan.tiles)]
+        home = self.home if plan.rings > 1 else multiplier(T) // TEAM
+        self.team = uniform(T, home)  # anew: addresses computed before the loop would take too many registers
+        every = [[self.acc[m, n, i] for n in range(plan.columns // 8) for i in range(4)] for m in range(plan.own_tiles)]
         for p in range(plan.chunks):
             stage = p % plan.stages
             uses = (plan.chunks - 1 - stage) // plan.stages + 1  # of the stage, in a step
             parity = T.cast(T.bitwise_and(t * uses + p // plan.stages, 1), "uint32")
-            mbarrier_wait(self.memory.full(self.team, stage), parity)
+            mbarrier_wait(self.memory.full(self.ring, stage), parity)
             T.evaluate(T.ptx["wgmma.fence.sync.aligned"]())
-            b = T.Bind(descriptor(self._address(self.memory.stage(self.team, stage)), 16, 8 * DEPTH * 2, swizzled=True))
+            b = T.Bind(descriptor(self._address(self.memory.stage(self.ring, stage)), 16, 8 * DEPTH * 2, swizzled=True))
             for k in range(STEPS):
-                for m in range(plan.tiles):
+                for m in range(plan.own_tiles):
                     self._multiply(every[m], p, k, m, b + T.uint64(2 * k))
             T.evaluate(T.ptx["wgmma.commit_group.sync.aligned"]())
             if p:
@@ -56,30 +70,37 @@ class Products:
         wgmma_wait([value for tile in every for value in tile])
         self._release(plan.chunks - 1)
 
-    def _multiply(self, acc: list[Any], p: int, k: int, tile: int, b: Any) -> None:
+    def _multiply(self, acc: list[Any], p: int, k: int, m: int, b: Any) -> None:
         """Step k of the products of the chunk at position p."""
         T, plan = self.T, self.plan
         keep = T.uint32(1 if p or k else 0)
         if p < plan.kept:
-            row = (p * STEPS + k) * plan.tiles + tile
+            row = (p * STEPS + k) * plan.own_tiles + m
             wgmma_registers(acc, [self.held[row, i] for i in range(4)], b, keep, plan.dtype)
         else:  # two pieces of eight values of K; a tile is eight octets of 128 bytes
-            place = self._address(self.memory.weights(self.team, p))
-            a = descriptor(place, plan.octets * 128, 128, swizzled=False)
-            wgmma(acc, a + T.uint64((2 * k * plan.octets + tile * 8) * 8), b, keep, plan.dtype)
+            place, within = self.memory.weights(self.ring, p), m
+            if plan.rings == 1:  # rows beyond the last tile are multiplied as others, and not stored
+                first = self._tile(0) if plan.tiles % plan.sharers == 0 else T.min(self._tile(m), plan.tiles - 1)
+                place, within = place + first * 256, m if plan.tiles % plan.sharers == 0 else 0
+            a = descriptor(self._address(place), plan.octets * 128, 128, swizzled=False)
+            wgmma(acc, a + T.uint64((2 * k * plan.octets + within * 8) * 8), b, keep, plan.dtype)
 
     def _address(self, word: Any) -> Any:
         return self.base + self.T.cast(word * 4, "uint32")
 
     def _release(self, p: int) -> None:
         """This warp has multiplied the chunk at position p: its stage may be written again."""
-        T, empty = self.T, self.memory.empty(self.team, p % self.plan.stages)
+        T, empty = self.T, self.memory.empty(self.ring, p % self.plan.stages)
         with T.If(self.lane == 0), T.Then():
             T.evaluate(T.ptx["mbarrier.arrive.shared::cta.b64"](empty))
 
-    def store(self) -> None:
-        """Leaves the partial sums in shared memory: a column of weight rows for each batch row."""
+    def store(self, t: Any, handed: Any) -> None:
+        """Leaves the partial sums in shared memory, and hands over those that other blocks finish: a column of
+        weight rows for each batch row."""
         T, plan = self.T, self.plan
+        if plan.rings == 1:
+            self._store_rows(t, handed)
+            return
         base = T.Bind(self.memory.sums(self.team) + self.lane % 4 * 2 * plan.stride + self.warp * 16 + self.lane // 4)
         for m in range(plan.tiles):
             with T.If(m * 4 + self.warp < -(-plan.octets // 2)), T.Then():
@@ -87,6 +108,38 @@ class Products:
                     for i in range(4):
                         T.buffer_store(self.memory.words, self.acc[m, n, i],
                                        [base + (n * 8 + i % 2) * plan.stride + m * 64 + i // 2 * 8])
+
+    def _store_rows(self, t: Any, handed: Any) -> None:
+        """As ``store``, where each team has rows of its own."""
+        T, plan, place, thread = self.T, self.plan, self.place, multiplier(self.T)
+        warp, lane = T.Bind(thread % TEAM // 32), T.Bind(thread % 32)
+        column = T.Bind(lane % 4 * 2)
+        slot = named(T, handover.slot_of(plan, place, t)) if plan.parts > 1 else None
+        for m in range(plan.own_tiles):
+            for half in range(2):
+                row = named(T, self._tile(m) * 64 + warp * 16 + half * 8 + lane // 4)
+                inside, (finisher, own) = row < plan.gates * plan.units, self._finisher(row)
+                values = [(n * 8 + i, self.acc[m, n, half * 2 + i]) for n in range(plan.columns // 8) for i in range(2)]
+                if slot is not None:
+                    other = T.truncmod(place.part + (plan.parts - 1) - finisher, plan.parts)
+                    there = named(T, slot + handover.word_of(plan, finisher, other, column, own))
+                    with T.If(T.And(inside, finisher != place.part)), T.Then():
+                        for c, value in values:
+                            to = there + handover.word_of(plan, 0, 0, c, 0)
+                            handover.store(T, handed, to, pack([value], "float32"))
+                    inside = T.And(inside, finisher == place.part)
+                here = named(T, self.memory.sums(0) + column * plan.stride + own)
+                with T.If(inside), T.Then():
+                    for c, value in values:
+                        T.buffer_store(self.memory.words, value, [here + c * plan.stride])
+
+    def _finisher(self, row: Any) -> tuple[Any, Any]:
+        """Which block of the set finishes the unit of a row, and which of its own rows of sums this is."""
+        T, plan = self.T, self.plan
+        units, finished = (T.uint32(n * plan.interleave) for n in (plan.units, plan.finished))
+        outer, within = (v(T.cast(row, "uint32"), units) for v in (T.floordiv, T.floormod))
+        return (named(T, T.cast(T.floordiv(within, finished), "int32")),
+                named(T, T.cast(outer * finished + T.floormod(within, finished), "int32")))
 
 
 def uniform(T: Any, value: Any) -> Any:
