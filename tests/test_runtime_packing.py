@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -124,3 +125,32 @@ def test_every_float16_and_the_ends_of_ranges():
     np.testing.assert_array_equal(cast(ends, "float16"), np.array(
         [65504, 65504, np.inf, -np.inf, np.inf, 2.0**-24, 0, 0], np.float16))
     assert bfloat16_bits(np.array([1e300, -1e300, 3.4e38])).tolist() == [0x7F80, 0xFF80, 0x7F80]
+
+
+@settings(deadline=None)
+@given(packings(), st.sampled_from(["float32", "float16", "bfloat16"]), st.integers(0, 1 << 30))
+def test_tensors_are_packed_to_the_same_bits(case: tuple[Packing, dict[str, np.ndarray]], dtype: str, seed: int):
+    torch = pytest.importorskip("torch")
+    from ecornn.runtime.torch_packing import pack_tensors
+
+    shaped, rng = case[1], np.random.default_rng(seed)
+    parameters = {name: rng.normal(0, 300, values.shape).astype(np.float32) for name, values in shaped.items()}
+    for values in parameters.values():
+        values.flat[0] = rng.choice([1e30, -65519.0, 65520.0, 1e-8, -0.0, np.inf])
+    packing = msgspec.structs.replace(case[0], dtype=dtype)
+    packed = pack(packing, parameters)
+    there = pack_tensors(packing, {name: torch.from_numpy(values) for name, values in parameters.items()})
+    assert there.is_contiguous() and tuple(there.shape) == packed.shape
+    assert there.view(torch.uint8).numpy().tobytes() == packed.tobytes()
+
+
+def test_tensors_that_do_not_fit_are_refused():
+    torch = pytest.importorskip("torch")
+    from ecornn.runtime.torch_packing import pack_tensors
+
+    weights = {"w": torch.zeros(2, 3, 2)}
+    good = Packing((("w", 0), ("w", 1)), (2, 4, 2), (2, 2, 2, 2), (1, 3, 0, 2), "float32")
+    for change, message in (({"sources": (("w", 5),)}, "does not declare"), ({"pad": (2, 2, 4)}, "into"),
+                            ({"order": (0, 0, 1, 2)}, "inconsistent")):
+        with pytest.raises(ModuleError, match=message):
+            pack_tensors(msgspec.structs.replace(good, **change), weights)
