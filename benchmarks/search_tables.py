@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 from ecornn.cells import get
@@ -145,7 +146,7 @@ def measure(texts: list[str], target: str, path: Path, trials: int, seconds: flo
                 waiting.put(table)
         waiting.put(None)  # the other lanes end, too
 
-    with Session(target) as session:
+    with Session(target) as session, ExitStack() as stack:
         session.environment  # noqa: B018  before threads ask for it
         lanes = 1 if session.pool.quiet else LANES
         with ThreadPoolExecutor(lanes) as threads:
@@ -155,6 +156,7 @@ def measure(texts: list[str], target: str, path: Path, trials: int, seconds: flo
                     if out_of_time.is_set():
                         break
                     table = Table(workload_of(text), session, path, trials)
+                    stack.enter_context(table.evaluator)
                     left -= not table.missing
                     if table.missing:
                         waiting.put(table)
