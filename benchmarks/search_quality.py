@@ -148,13 +148,12 @@ def tables_of(paths: Sequence[Path]) -> list[Table]:
     return [Table(work, device, tuple(trials)) for (work, device), trials in found.items()]
 
 
-def others(table: Table) -> Log:
+def others(mine: Workload) -> Log:
     """The shipped records but those of this workload, or of this layer at less than twice or half the batch."""
 
     def other(work: Workload) -> bool:
-        same = (work.cell, work.hidden, work.input, work.dtype) == (
-            table.work.cell, table.work.hidden, table.work.input, table.work.dtype)
-        return not same or max(work.batch, table.work.batch) >= 2 * min(work.batch, table.work.batch)
+        same = (work.cell, work.hidden, work.input, work.dtype) == (mine.cell, mine.hidden, mine.input, mine.dtype)
+        return not same or max(work.batch, mine.batch) >= 2 * min(work.batch, mine.batch)
 
     log = read_all([shipped_folder()])
     return Log([line for line in log.lines if isinstance(line.record, Trial) and other(line.record.workload)])
@@ -174,7 +173,7 @@ def replay(table: Table, kind: str, seed: int, budget: int) -> list[float]:
         if kind == "warmed":
             from ecornn.cells import get
 
-            warm(model, get(table.work.cell), task, schedules, others(table))
+            warm(model, get(table.work.cell), task, schedules, others(table.work))
         quiet, first = table.device.kind == "llvm", table.trials[0]
         budget = min(budget, len(times))
         settings = Settings(budget, seed, None, max(4, min(16 if quiet else 8, budget // 6)))
@@ -204,6 +203,18 @@ def rows_of(work: str, found: Curves) -> list[dict[str, object]]:
             if at:
                 rows.append({"workload": work, "search": kind, "trials": budget, "median": statistics.median(at),
                              "best": at[0], "worst": at[-1]})
+    return rows
+
+
+def live_rows(paths: Sequence[Path], tables: Sequence[Table]) -> list[dict[str, object]]:
+    """What searches of the whole space found (`search_rate.py`), relative to the best of the tables."""
+    best, rows = {str(table.work): table.best for table in tables}, []
+    for path in paths:
+        report = json.loads(path.read_text())
+        for work, found in ((w, f) for row in report["rows"] for w, f in row["found"].items()):
+            if work in best and found["best_us"]:
+                rows.append({"workload": work, "records": report["records"], "trials": found["trials"],
+                             "best_us": found["best_us"], "ratio": found["best_us"] / best[work]})
     return rows
 
 
@@ -257,6 +268,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path, nargs="+", required=True)
     parser.add_argument("--budget", type=int, default=256, help="trials of a search [%(default)s]")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--live", type=Path, nargs="+", default=[], help="reports of search_rate.py")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--output", type=Path, required=True, help="without its suffix")
     arguments = parser.parse_args()
@@ -270,11 +282,16 @@ def main() -> None:
                 print(f"{work}  {row['search']:7} {row['trials']:4} trials: {row['median']:.3f} "
                       f"[{row['best']:.3f}, {row['worst']:.3f}] of the best of {len(table.times)}", flush=True)
     print("\n".join(summary(rows)))
+    live = live_rows(arguments.live, tables)
+    for row in live:
+        print(f"{row['workload']}: {row['trials']} trials in the whole space, records of {row['records']}: "
+              f"{row['ratio']:.3f} of the table's best")
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.with_suffix(".json").write_text(json.dumps({
         "device": tables[0].device.name, "seeds": arguments.seeds,
         "configurations": {str(t.work): len(t.times) for t in tables}, "best_us": {str(t.work): t.best for t in tables},
         "noisy": {str(t.work): sum(each.noisy for each in t.trials) for t in tables}, "rows": rows,
+        "live": live,
         "command": "python benchmarks/search_quality.py " + " ".join(sys.argv[1:])}, indent=1) + "\n")
     plot(data, tables[0].device.name, {str(t.work): len(t.times) for t in tables}, arguments.output.with_suffix(".png"))
 

@@ -1,11 +1,14 @@
 """Trials a second of a search, and what its processes wait for.
 
     python benchmarks/search_rate.py --output benchmarks/results/search_rate.json             # on a machine with a GPU
-    python benchmarks/search_rate.py --layers lstm:800:20:300 gru:1024:32:100 --trials 64 --at-once 2
-    python benchmarks/search_rate.py --pretend 1.1 0.05 --builders 16                         # no GPU, no compiler
+    python benchmarks/search_rate.py --suite --records none --at-once 3 --output benchmarks/results/search_live.json
+    python benchmarks/search_rate.py --suite --records others --trials 32 --at-once 3
+    python benchmarks/search_rate.py --pretend 0.03 --pretend-builds 1.1 --builders 16        # no GPU, no compiler
 
-Runs `ecornn tune`'s search of each layer, without early stopping, with an empty build cache and a log of its own, and
-reports for each run of `--at-once` layers
+Runs `ecornn tune`'s search of each layer (`--suite`: of the twelve of `search_tables.py`), without early stopping, with
+a build cache that is empty at first and a log of its own. `--records` is what it knows beforehand: `all` that ship,
+`none`, or those of `others`, none of the layer itself at a similar batch; `search_quality.py --live` compares what
+was found with the tables. Reported are for each run of `--at-once` layers
 
     per_second           trials a second from the first measurement to the last trial
     per_second_all       the same from the start of this command, imports and the final comparison included
@@ -14,9 +17,10 @@ reports for each run of `--at-once` layers
     starved              the share in which the measuring process had nothing to do
     build, measure       seconds of one: median, mean, most
     first                seconds from the start to the first trial
+    found                of each layer, µs per step of the best and the default, measured again in turns
 
-`--pretend BUILD MEASURE` replaces builds and measurements by sleeps of these seconds (builds by a long-tailed
-distribution of that mean): what is left is the search itself and the traffic between processes.
+`--pretend` replaces measurements by sleeps, for an H100 that is not there; with `--pretend-builds` also builds, by a
+long-tailed distribution of that mean: what is left is the search itself and the traffic between processes.
 """
 
 from __future__ import annotations
@@ -88,7 +92,7 @@ def pretended_build(request: Build) -> Built:
 def pretended_measure(request: Measure) -> list[Measured]:
     """Sleeps, and makes a time up."""
     time.sleep(json.loads(os.environ[PRETEND])[1] * len(request.paths))
-    return [Measured(1e-7, (random.Random(Path(path).read_text()).uniform(2, 8),) * 7) for path in request.paths]
+    return [Measured(1e-7, (random.Random(Path(path).read_bytes()).uniform(2, 8),) * 7) for path in request.paths]
 
 
 def summary(spans: list[Span]) -> dict[str, float]:
@@ -97,14 +101,34 @@ def summary(spans: list[Span]) -> dict[str, float]:
     return {"median": statistics.median(seconds), "mean": statistics.fmean(seconds), "most": max(seconds)}
 
 
-def run(session: Any, layers: list[str], dtype: str | None, trials: int, folder: Path,
-        spans: Spans) -> dict[str, object]:
+def know(records: str) -> None:
+    """Keeps records from the searches."""
+    from ecornn.tune import transfer
+    from ecornn.tune.log import Log
+
+    warm, seeds = transfer.warm, transfer.seeds
+
+    def log(task: Any) -> Any:
+        if records == "none":
+            return Log()
+        from search_quality import others
+
+        return others(task.workload)
+
+    def warm_others(model: Any, cell: Any, task: Any, schedules: Any, _: Any, run: str = "") -> int:
+        return warm(model, cell, task, schedules, log(task), run)
+
+    if records != "all":
+        transfer.warm, transfer.seeds = warm_others, lambda task, schedules, _: seeds(task, schedules, log(task))
+
+
+def run(session: Any, layers: list[str], trials: int, folder: Path, spans: Spans) -> dict[str, object]:
     """Searches these layers at the same time; the row of the report."""
     done: list[float] = []
     begun = time.monotonic() if folder.name != "0" else STARTED
 
     def tune(text: str) -> Any:
-        cell, hidden, batch, seq = text.split(":")
+        cell, hidden, batch, seq, dtype = text.split(":")
         return session.tune(cell, hidden=int(hidden), batch=int(batch), seq=int(seq), dtype=dtype, trials=trials,
                             early_stop=False, output=folder / f"{text}.jsonl",
                             report=lambda _: done.append(time.monotonic()))
@@ -125,19 +149,24 @@ def run(session: Any, layers: list[str], dtype: str | None, trials: int, folder:
         "proposing": spans.within("propose", window) / length / len(layers),
         "build": summary(spans.of["build"]), "measure": summary(spans.of["measure"]),
         "propose": summary(spans.of["propose"]),
+        "found": {str(r.workload): {"best_us": r.finish.best_us, "default_us": r.finish.default_us,
+                                    "schedule": r.best and r.best.schedule, "trials": r.finish.trials}
+                  for r in results},
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", nargs="+", default=["lstm:800:20:300"], metavar="CELL:H:B:T")
-    parser.add_argument("--at-once", type=int, default=1, help="layers that are searched at the same time [%(default)s]")
-    parser.add_argument("--dtype", help="default: that of `ecornn tune`")
+    parser.add_argument("--layers", nargs="+", default=["lstm:800:20:300:bfloat16"], metavar="CELL:H:B:T:DTYPE",
+                        help="[%(default)s]")
+    parser.add_argument("--suite", action="store_true", help="the workloads of search_tables.py")
+    parser.add_argument("--records", default="all", choices=["all", "others", "none"], help="[%(default)s]")
+    parser.add_argument("--at-once", type=int, default=1, help="layers searched at the same time [%(default)s]")
     parser.add_argument("--trials", type=int, default=128, help="of a layer [%(default)s]")
     parser.add_argument("--target", default="cuda", choices=["cpu", "cuda"])
     parser.add_argument("--builders", type=int, help="build processes [one a processor, at most 16]")
-    parser.add_argument("--pretend", type=float, nargs=2, metavar=("BUILD", "MEASURE"),
-                        help="seconds that builds and measurements sleep, in place of the real ones")
+    parser.add_argument("--pretend", type=float, metavar="MEASURE", help="sleep so many seconds instead of measuring")
+    parser.add_argument("--pretend-builds", type=float, metavar="BUILD", help="the same for builds, in the mean")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
 
@@ -158,12 +187,19 @@ def main() -> None:
     if arguments.pretend:
         from ecornn.device import resolve
 
-        os.environ[PRETEND] = json.dumps(arguments.pretend)
+        os.environ[PRETEND] = json.dumps([arguments.pretend_builds, arguments.pretend])
         here = Path(__file__).stem
-        entries = Entries(f"{here}:nothing", f"{here}:pretended_build", f"{here}:nothing", f"{here}:pretended_measure")
+        builds = (f"{here}:nothing", f"{here}:pretended_build")
+        entries = Entries(*(builds if arguments.pretend_builds else (entries.build_ready, entries.build)),
+                          f"{here}:nothing", f"{here}:pretended_measure")
         sessions.present = lambda target: resolve("sm_90a" if target == "cuda" else target)
     kinds |= {entries.build: spans.watch("build", call), entries.measure: spans.watch("measure", call)}
     Worker.call, Search.ask = watched, spans.watch("propose", Search.ask)  # type: ignore[method-assign]
+    if arguments.suite:
+        from search_tables import WORKLOADS
+
+        arguments.layers = list(WORKLOADS[arguments.target])
+    know(arguments.records)
     groups = [arguments.layers[i:i + arguments.at_once] for i in range(0, len(arguments.layers), arguments.at_once)]
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ECORNN_CACHE"] = str(Path(folder, "cache"))
@@ -174,14 +210,15 @@ def main() -> None:
             rows = []
             for number, layers in enumerate(groups):
                 Path(folder, str(number)).mkdir()
-                rows.append(run(session, layers, arguments.dtype, arguments.trials, Path(folder, str(number)), spans))
+                rows.append(run(session, layers, arguments.trials, Path(folder, str(number)), spans))
                 print(json.dumps(rows[-1]), flush=True)
-            report = {"device": session.device.name, "processors": len(os.sched_getaffinity(0)),
-                      "builders": len(session.pool.builders), "pretended": arguments.pretend, "rows": rows,
-                      "command": "python benchmarks/search_rate.py " + " ".join(sys.argv[1:])}
-    if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+                if arguments.output:  # after each, so that what a limit cuts off is not lost
+                    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+                    arguments.output.write_text(json.dumps({
+                        "device": session.device.name, "processors": len(os.sched_getaffinity(0)),
+                        "builders": len(session.pool.builders), "records": arguments.records,
+                        "pretended": [arguments.pretend_builds, arguments.pretend], "rows": rows,
+                        "command": "python benchmarks/search_rate.py " + " ".join(sys.argv[1:])}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

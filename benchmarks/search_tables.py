@@ -137,8 +137,9 @@ def measure(texts: list[str], target: str, path: Path, trials: int, seconds: flo
                 return
             made += now  # read after the turn: other lanes add to it meanwhile
             taken = time.monotonic() - began
-            print(f"{taken:6.0f} s {made / taken:5.1f} trials/s  {table.task.workload}: {table.done} of {table.wanted}, "
-                  f"best {table.best:.4g} µs/step" if table.best else "none ran", flush=True)
+            best = f"best {table.best:.4g} µs/step" if table.best else "none ran"
+            print(f"{taken:6.0f} s {made / taken:5.1f} trials/s  {table.task.workload}: {table.done} of "
+                  f"{table.wanted}, {best}", flush=True)
             left -= not table.missing
             if out_of_time.is_set() or not left:
                 break

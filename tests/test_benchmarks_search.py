@@ -83,14 +83,17 @@ def test_tables_go_on_where_they_were_stopped_and_searches_are_replayed_on_them(
     assert "96 trials" not in capsys.readouterr().out  # each run says what it made itself
 
     pytest.importorskip("matplotlib")
-    output = tmp_path / "quality"
+    output, live = tmp_path / "quality", tmp_path / "live.json"
+    work = str(search_tables.workload_of(SMALL[0]))
+    live.write_text(json.dumps({"records": "none", "rows": [{"found": {work: {"best_us": 3.0, "trials": 32}}}]}))
     monkeypatch.setattr(sys, "argv", ["search_quality.py", "--table", str(path), "--seeds", "2", "--budget", "32",
-                                      "--output", str(output)])
+                                      "--live", str(live), "--output", str(output)])
     search_quality.main()
     report = json.loads(output.with_suffix(".json").read_text())
     assert list(report["configurations"].values()) == [48, 48] and output.with_suffix(".png").stat().st_size > 10_000
     at = {(r["workload"], r["search"], r["trials"]): r for r in report["rows"]}
     assert len(at) == 2 * 3 * 3
+    assert [r["ratio"] for r in report["live"]] == [3.0 / report["best_us"][work]]
     assert all(1 <= r["best"] <= r["median"] <= r["worst"] for r in at.values())
 
 
@@ -116,9 +119,8 @@ def test_a_replay_is_the_tuner_on_the_table(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_no_record_of_the_workload_itself_warms_a_replay():
-    work, table = search_tables.workload_of("lstm:512:16:100:bfloat16"), None
-    table = search_quality.Table(work, H100, ())
-    left = {t.workload for t in search_quality.others(table).trials()}
+    work = search_tables.workload_of("lstm:512:16:100:bfloat16")
+    left = {t.workload for t in search_quality.others(work).trials()}
     batches = {w.batch for w in left if (w.cell, w.hidden, w.input, w.dtype) == ("lstm", 512, 512, "bfloat16")}
     assert 16 not in batches and batches & {1, 4, 8, 32, 64}
 
@@ -138,12 +140,14 @@ def test_drawing_from_a_table_reaches_all_of_it():
 
 def test_the_rate_of_a_search(tmp_path: Path):
     output = tmp_path / "rate.json"
-    done = subprocess.run([sys.executable, "benchmarks/search_rate.py", "--layers", "lstm:64:2:10", "--trials", "24",
-                           "--pretend", "0.05", "0.01", "--builders", "2", "--output", str(output)],
-                          cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    command = ["--layers", "lstm:64:2:10:float16", *SMALL, "--at-once", "2", "--records", "others", "--trials", "24",
+               "--pretend-builds", "0.05", "--pretend", "0.01", "--builders", "2", "--output", str(output)]
+    done = subprocess.run([sys.executable, "benchmarks/search_rate.py", *command], cwd=ROOT, capture_output=True,
+                          text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    (row,) = json.loads(output.read_text())["rows"]
-    assert row["trials"] == 24 and row["failed"] == 0
+    row, last = json.loads(output.read_text())["rows"]
+    assert row["trials"] == 48 and last["trials"] == 24 and row["failed"] == 0
+    assert [f["trials"] for f in row["found"].values()] == [24, 24] and last["found"]
     assert 0 < row["per_second_all"] < row["per_second"]
     assert 0 < row["builders"] <= 1 and 0 < row["measurer"] <= 1 and 0 <= row["proposing"] <= 1
     assert row["measurer"] + row["starved"] == pytest.approx(1)

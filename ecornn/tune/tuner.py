@@ -101,7 +101,7 @@ class Tuner:
             left = self.settings.trials - len(self.search.tried) - self.evaluator.pending
             while left > 0 and self.evaluator.pending <= ahead:
                 # What is known beforehand is built first, alone: drawing takes a scan of the space.
-                batch = self.search.ask(min(ahead and self.search.waiting() or self.settings.batch, left))
+                batch = self.search.ask(min((ahead and self.search.waiting()) or self.settings.batch, left))
                 if not batch:
                     break
                 self.evaluator.submit(batch, self.best_us)
