@@ -3,8 +3,8 @@
     python benchmarks/rpc_servers.py --servers 1 2 4 --output benchmarks/results/rpc_servers_cpu.json
 
 Starts a TVM RPC tracker and servers on loopback, and tunes one small layer through each number of them
-into a log of its own. What is timed is the search from its first trial to its last: builds and
-measurements of all servers share this machine's cores, so on few cores more servers cannot help.
+into a log of its own, with a build cache of its own. What is timed is the search from its first trial to its
+last: builds and measurements of all servers share this machine's cores, so on few cores more servers cannot help.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -29,15 +29,17 @@ from ecornn.tune.remote import Tracker
 
 
 @contextlib.contextmanager
-def running(*command: str) -> Iterator[None]:
+def running(*command: str) -> Iterator[subprocess.Popen[bytes]]:
     """A process, ended with the context, as are those that it started."""
     process = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL)
     try:
-        yield
+        yield process
     finally:
-        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for each in psutil.Process(process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
+        process.kill()
         process.wait()
 
 
@@ -45,12 +47,16 @@ def measure(count: int, port: int, target: str, trials: int) -> dict[str, object
     """One row: a search through ``count`` servers."""
     tracker, times = Tracker("127.0.0.1", port, "bench"), []
     with contextlib.ExitStack() as stack:
-        wait(lambda: servers(tracker) == 0)
+        started = [stack.enter_context(running("-m", "tvm.exec.rpc_tracker", "--host", "127.0.0.1", "--port", str(port),
+                                               "--port-end", str(port + 1), "--silent"))]
+        wait(lambda: servers(tracker) == 0, started)
         for number in range(count):
-            stack.enter_context(running("-m", "ecornn.cli", "serve", "--tracker", str(tracker), "--key", tracker.key,
-                                        "--target", target, "--port", str(port + 100 + 10 * number)))
-        wait(lambda: servers(tracker) == count)
+            started.append(stack.enter_context(running(
+                "-m", "ecornn.cli", "serve", "--tracker", str(tracker), "--key", tracker.key, "--target", target,
+                "--port", str(port + 100 + 10 * number))))
+        wait(lambda: servers(tracker) == count, started)
         folder = stack.enter_context(tempfile.TemporaryDirectory())
+        os.environ["ECORNN_CACHE"] = str(Path(folder, "cache"))
         session = stack.enter_context(Session(target, tracker=tracker))
         result = session.tune("lstm", hidden=32, batch=4, seq=50, trials=trials, early_stop=False,
                               output=Path(folder, "log.jsonl"), report=lambda _: times.append(time.monotonic()))
@@ -66,10 +72,13 @@ def servers(tracker: Tracker) -> int | None:
         return None
 
 
-def wait(condition: Callable[[], bool]) -> None:
-    """Returns once the condition holds, or after a minute."""
+def wait(condition: Callable[[], bool], processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Returns once the condition holds; ends the program where it does not within a minute, or one of the
+    ``processes`` is gone."""
     deadline = time.monotonic() + 60
-    while not condition() and time.monotonic() < deadline:
+    while not condition():
+        if time.monotonic() > deadline or any(process.poll() is not None for process in processes):
+            raise SystemExit("the tracker or a server did not start")
         time.sleep(0.2)
 
 
@@ -85,9 +94,7 @@ def main() -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1] % 30_000 + 20_000
-        with running("-m", "tvm.exec.rpc_tracker", "--host", "127.0.0.1", "--port", str(port), "--port-end",
-                     str(port + 1), "--silent"):
-            rows.append(measure(count, port, arguments.target, arguments.trials))
+        rows.append(measure(count, port, arguments.target, arguments.trials))
         print(rows[-1], flush=True)
     if arguments.output:
         from ecornn.device import resolve

@@ -1,59 +1,68 @@
 """How good the search is: model-guided against random, replayed on measured tables.
 
-    python benchmarks/search_quality.py --target cpu --output benchmarks/results/search_quality_cpu
+    python benchmarks/search_quality.py --table benchmarks/results/search_quality_cpu.jsonl.xz \\
+        --output benchmarks/results/search_quality_cpu
 
-For each workload a random sample of its config space is built and measured (`--trials` of them; the log
-`--table` keeps every one, so that the command goes on where it was stopped). Then searches that may
-propose these configurations alone are replayed, `--seeds` times each: the time of a proposal is looked
-up. Written are OUTPUT.json and OUTPUT.png (needs matplotlib): best so far against trials, relative to the
-best of the table, median and range over the seeds.
+Reads a table of `search_tables.py` (or several, .jsonl or .jsonl.xz) and replays searches that may propose its
+configurations alone, `--seeds` times each: the time of a proposal is looked up. Written are OUTPUT.json and OUTPUT.png
+(needs matplotlib): best so far against trials, relative to the best of the table, median and range over the seeds.
 
     random   draws without replacement
-    model    the tuner's search
-    warmed   the tuner's search, whose model has seen the other workloads' tables
+    model    the tuner, from nothing
+    warmed   the tuner, whose model has seen the shipped records of other workloads, as in `ecornn tune`
 
-All three begin with the schedules' defaults. On a shared machine `--lock FILE` holds a lock on the file:
-shared while building, exclusive while measuring.
+All begin with the schedules' defaults. The tuner is the real one, with as many candidates under way at a time as on a
+machine with 16 processors; what a search may find outside the table does not count, so a table should be much larger
+than the budget.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
 import json
+import lzma
 import random
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
-from ecornn.cells import get
+from search_tables import task_of
+
+from ecornn.device import Device
 from ecornn.schedules.base import Schedule, Task
-from ecornn.task import make_task
-from ecornn.tune import Session, oracle
-from ecornn.tune.choose import serving_or_raise
-from ecornn.tune.evaluate import Outcome, ProcessEvaluator
-from ecornn.tune.features import features
-from ecornn.tune.log import append, read
+from ecornn.tune.environment import Environment
+from ecornn.tune.evaluate import SPARE, Outcome
+from ecornn.tune.folders import read_all, shipped_folder
+from ecornn.tune.journal import Journal
+from ecornn.tune.log import Log, parse
 from ecornn.tune.model import CostModel
-from ecornn.tune.record import Trial
+from ecornn.tune.record import AnyRecord, Trial
 from ecornn.tune.search import Search
 from ecornn.tune.space import Candidate, ConfigSpace
+from ecornn.tune.transfer import warm
+from ecornn.tune.tuner import Settings, Tuner
 from ecornn.workload import Workload
 
-Costs = dict[Candidate, float | None]  # µs per step; None: failed
-BATCH = 16
-CHUNK = 64  # built before any of them is measured
+Times = dict[Candidate, Trial]
+Curves = dict[str, list[list[float]]]  # kind of search -> best so far of each seed
+KINDS = ("random", "model", "warmed")
+BUDGETS = (8, 16, 32, 64, 128, 256)
+BUILDERS = 16
 
 
 class TableSpace(ConfigSpace):
     """The configurations that were measured."""
 
-    def __init__(self, task: Task, schedules: Sequence[Schedule], table: Costs) -> None:
+    def __init__(self, task: Task, schedules: Sequence[Schedule], table: Times) -> None:
         super().__init__(task, schedules)
-        self.table, self.names = table, sorted({c.schedule for c in table})
+        self.table = table
+        self.by_name: dict[str, list[Candidate]] = {}
+        for candidate in table:
+            self.by_name.setdefault(candidate.schedule, []).append(candidate)
 
     def __len__(self) -> int:
         return len(self.table)
@@ -64,167 +73,227 @@ class TableSpace(ConfigSpace):
     def listing(self) -> Iterator[Candidate]:
         return iter(self.table)
 
+    def sample(self, rng: random.Random, count: int) -> list[Candidate]:
+        return list(self.table) if len(self) <= count else rng.sample(list(self.table), count)
+
     def draw(self, rng: random.Random) -> Candidate | None:
-        name = rng.choice(self.names)
-        return rng.choice([c for c in self.table if c.schedule == name])
+        return rng.choice(self.by_name[rng.choice(list(self.by_name))])
+
+    def neighbour(self, candidate: Candidate, rng: random.Random) -> Candidate | None:
+        near = [c for c in self.by_name[candidate.schedule]
+                if sum(a != b for a, b in zip(c.knobs, candidate.knobs, strict=True)) == 1]
+        return rng.choice(near) if near else None
 
 
-def workload_of(text: str, dtype: str) -> Workload:
-    """From ``cell:H:B:T``."""
-    cell, hidden, batch, seq = text.split(":")
-    return Workload(cell, int(hidden), int(hidden), int(batch), int(seq), dtype)
+class Looked:
+    """The evaluator of a replay: in the order of the proposals."""
+
+    def __init__(self, table: Times, quiet: bool) -> None:
+        self.table, self.waiting = table, deque[Candidate]()
+        self.spare = 0 if quiet else round(SPARE * BUILDERS)
+
+    @property
+    def pending(self) -> int:
+        return len(self.waiting)
+
+    def submit(self, batch: Sequence[Candidate], bound: float | None) -> None:
+        self.waiting.extend(batch)
+
+    def next(self) -> tuple[Candidate, Outcome]:
+        candidate = self.waiting.popleft()
+        trial = self.table[candidate]
+        return candidate, Outcome(trial.times, trial.check, trial.source, trial.error, trial.noisy)
+
+    def drop(self) -> None:
+        self.waiting.clear()
+
+    def compare(self, finalists: Sequence[Candidate]) -> list[Outcome]:
+        return []
 
 
-def sample(space: ConfigSpace, count: int) -> list[Candidate]:
-    """The defaults and random configurations, each schedule as often as another."""
-    rng, found = random.Random(0), dict.fromkeys(space.defaults())
-    for _ in range(50 * count):
-        if len(found) >= min(count, len(space)):
-            break
-        found[space.draw(rng)] = None  # type: ignore[index]
-    return list(found)
+class Unwritten(Journal):
+    """A journal in memory."""
+
+    def add(self, record: AnyRecord) -> None:
+        self.take(record)
 
 
-def measure(session: Session, task: Task, schedules: Sequence[Schedule], path: Path, count: int,
-            lock: Callable[[int], None]) -> Costs:
-    """The table of a workload; what the log has is not measured again."""
-    log = read(path) if path.exists() else None
-    known = {Candidate.of(t.schedule, t.config): t.times.median if t.times else None
-             for t in (log.trials() if log else []) if t.workload == task.workload and t.device == task.device}
-    wanted = sample(ConfigSpace(task, schedules), count)
-    missing = [c for c in wanted if c not in known]
-    cell, began = get(task.workload.cell), time.monotonic()
-    for first in range(0, len(missing), CHUNK):
-        chunk = missing[first:first + CHUNK]
-        with ProcessEvaluator(task, cell.name, lambda file: oracle.write(file, cell, task, 0), session.pool,
-                              limit=session.timeout, seed=0) as evaluator:
-            lock(fcntl.LOCK_SH)
-            futures = [session.pool.building.submit(evaluator.build, c) for c in chunk]
-            for future in futures:
-                future.exception()
-            lock(fcntl.LOCK_EX)
-            for candidate, future in zip(chunk, futures, strict=True):
-                outcome: Outcome = evaluator.outcome(future)
-                known[candidate] = outcome.times.median if outcome.times else None
-                append(path, Trial(
-                    run="search-quality", index=len(known), stage="search", workload=task.workload, device=task.device,
-                    schedule=candidate.schedule, config=candidate.config, seed=0, source=outcome.source,
-                    revision=next(s.revision for s in schedules if s.name == candidate.schedule),
-                    versions=session.environment.versions, clocks=session.environment.clocks,
-                    seconds=time.monotonic() - began, times=outcome.times, check=outcome.check, error=outcome.error,
-                    noisy=outcome.noisy))
-            lock(fcntl.LOCK_UN)
-        print(f"{task.workload}: {len(known)} of {len(wanted)} measured", flush=True)
-    return {c: known[c] for c in wanted}
+@dataclass(frozen=True)
+class Table:
+    """One workload's measurements on one device."""
+
+    work: Workload
+    device: Device
+    trials: tuple[Trial, ...]
+
+    @property
+    def times(self) -> Times:
+        """The latest trial of each configuration."""
+        return {Candidate.of(t.schedule, t.config): t for t in self.trials}
+
+    @property
+    def best(self) -> float:
+        """µs per step of the fastest."""
+        return min(t.times.median for t in self.trials if t.times)
 
 
-def replay(space: TableSpace, seed: int, trials: int, model: CostModel | None) -> list[float]:
-    """Best so far after each trial; ``model`` None: a random search."""
-    search, found, best = Search(space, model or CostModel(seed), seed), [], float("inf")
-    order = [c for c in space.defaults() if c in space.table]
-    rest = [c for c in space.table if c not in order]
-    random.Random(seed).shuffle(rest)
-    while len(found) < min(trials, len(space.table)):
-        count = min(BATCH, trials - len(found))
-        for candidate in search.ask(count) if model is not None else (order + rest)[len(found):len(found) + count]:
-            us = space.table[candidate]
-            search.tell(candidate, us)
-            best = min(best, us if us is not None else best)
-            found.append(best)
+def tables_of(paths: Sequence[Path]) -> list[Table]:
+    """The tables of logs, compressed or not."""
+    found: dict[tuple[Workload, Device], list[Trial]] = {}
+    for path in paths:
+        data = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
+        for trial in parse(data, path).trials():
+            if trial.stage == "search":
+                found.setdefault((trial.workload, trial.device), []).append(trial)
+    return [Table(work, device, tuple(trials)) for (work, device), trials in found.items()]
+
+
+def others(mine: Workload) -> Log:
+    """The shipped records but those of this workload, or of this layer at less than twice or half the batch."""
+
+    def other(work: Workload) -> bool:
+        same = (work.cell, work.hidden, work.input, work.dtype) == (mine.cell, mine.hidden, mine.input, mine.dtype)
+        return not same or max(work.batch, mine.batch) >= 2 * min(work.batch, mine.batch)
+
+    log = read_all([shipped_folder()])
+    return Log([line for line in log.lines if isinstance(line.record, Trial) and other(line.record.workload)])
+
+
+def replay(table: Table, kind: str, seed: int, budget: int) -> list[float]:
+    """Best so far after each trial, relative to the best of the table."""
+    task, schedules = task_of(table.work, table.device)
+    times, model = table.times, CostModel(seed)
+    space = TableSpace(task, schedules, times)
+    if kind == "random":
+        order = [c for c in space.defaults() if c in times]
+        rest = [c for c in times if c not in order]
+        random.Random(seed).shuffle(rest)
+        tried = [times[c] for c in (order + rest)[:budget]]
+    else:
+        if kind == "warmed":
+            from ecornn.cells import get
+
+            warm(model, get(table.work.cell), task, schedules, others(table.work))
+        quiet, first = table.device.kind == "llvm", table.trials[0]
+        budget = min(budget, len(times))
+        settings = Settings(budget, seed, None, max(4, min(16 if quiet else 8, budget // 6)))
+        journal = Unwritten(Path("replay"), "replay-1")
+        Tuner(Search(space, model, seed), Looked(times, quiet), journal, settings,
+              Environment(first.versions, first.clocks)).run()
+        tried = journal.search
+    found, best = [], float("inf")
+    for trial in tried:
+        best = min(best, trial.times.median if trial.times else best)
+        found.append(best / table.best)
     return found
 
 
-def warmed(seed: int, task: Task, spaces: Sequence[TableSpace]) -> CostModel:
-    """A model that has seen the other tables."""
-    model = CostModel(seed)
-    for space in spaces:
-        if space.task is not task:
-            for candidate, us in space.table.items():
-                row = features(space.schedules[candidate.schedule], space.task, candidate)
-                model.add(str(space.task.workload), row, us)
-    return model
+def curves(table: Table, seeds: int, budget: int, pool: ProcessPoolExecutor) -> Curves:
+    """Every kind of search with every seed."""
+    asked = {(kind, seed): pool.submit(replay, table, kind, seed, budget) for kind in KINDS for seed in range(seeds)}
+    return {kind: [asked[kind, seed].result() for seed in range(seeds)] for kind in KINDS}
 
 
-def curves(spaces: Sequence[TableSpace], seeds: int, trials: int) -> dict[str, dict[str, list[list[float]]]]:
-    """workload -> kind of search -> best so far of each seed, relative to the best of the table."""
-    found: dict[str, dict[str, list[list[float]]]] = {}
-    for space in spaces:
-        best = min(us for us in space.table.values() if us is not None)
-        kinds: dict[str, Callable[[int], CostModel | None]] = {"random": lambda seed: None, "model": CostModel}
-        if len(spaces) > 1:
-            kinds["warmed"] = lambda seed, space=space: warmed(seed, space.task, spaces)
-        found[str(space.task.workload)] = {
-            kind: [[us / best for us in replay(space, seed, trials, make(seed))] for seed in range(seeds)]
-            for kind, make in kinds.items()}
-    return found
+def rows_of(work: str, found: Curves) -> list[dict[str, object]]:
+    """What the searches have at some budgets."""
+    rows: list[dict[str, object]] = []
+    for kind, runs in found.items():
+        for budget in BUDGETS:
+            at = sorted(run[budget - 1] for run in runs if len(run) >= budget)
+            if at:
+                rows.append({"workload": work, "search": kind, "trials": budget, "median": statistics.median(at),
+                             "best": at[0], "worst": at[-1]})
+    return rows
 
 
-def plot(data: dict[str, dict[str, list[list[float]]]], device: str, sizes: dict[str, int], path: Path) -> None:
+def live_rows(paths: Sequence[Path], tables: Sequence[Table]) -> list[dict[str, object]]:
+    """What searches of the whole space found (`search_rate.py`), relative to the best of the tables."""
+    best, rows = {str(table.work): table.best for table in tables}, []
+    for path in paths:
+        report = json.loads(path.read_text())
+        for work, found in ((w, f) for row in report["rows"] for w, f in row["found"].items()):
+            if work in best and found["best_us"]:
+                rows.append({"workload": work, "records": report["records"], "trials": found["trials"],
+                             "best_us": found["best_us"], "ratio": found["best_us"] / best[work]})
+    return rows
+
+
+def summary(rows: Sequence[dict[str, object]]) -> list[str]:
+    """Markdown: over the workloads, the median over the seeds."""
+    text = ["| trials | " + " | ".join(f"{kind}: geometric mean (worst workload, within 5%)" for kind in KINDS) + " |",
+            "|---" * (len(KINDS) + 1) + "|"]
+    for budget in BUDGETS:
+        cells = []
+        for kind in KINDS:
+            at = [float(str(r["median"])) for r in rows if (r["search"], r["trials"]) == (kind, budget)]
+            if at:
+                cells.append(f"{statistics.geometric_mean(at):.3f} ({max(at):.3f}, "
+                             f"{sum(v <= 1.05 for v in at)} of {len(at)})")
+        if cells:
+            text.append(f"| {budget} | " + " | ".join(cells) + " |")
+    return text
+
+
+def plot(data: dict[str, Curves], device: str, sizes: dict[str, int], path: Path) -> None:
     """One panel a workload: median over the seeds and their range."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, len(data), figsize=(5.2 * len(data), 3.6), squeeze=False)
-    for panel, (workload, kinds) in zip(panels[0], data.items(), strict=True):
+    columns = min(4, len(data))
+    lines = -(-len(data) // columns)
+    figure, panels = plt.subplots(lines, columns, figsize=(4.4 * columns, 3.2 * lines), squeeze=False)
+    for panel in panels.flat[len(data):]:
+        panel.axis("off")
+    for panel, (workload, kinds) in zip(panels.flat, data.items(), strict=False):
         for kind, runs in kinds.items():
-            steps = range(1, len(runs[0]) + 1)
-            at = list(zip(*runs, strict=True))
-            (drawn,) = panel.plot(steps, [statistics.median(v) for v in at], label=kind)
-            panel.fill_between(steps, [min(v) for v in at], [max(v) for v in at], alpha=0.15, color=drawn.get_color())
-        panel.set(title=f"{workload}\n{sizes[workload]} configurations", xlabel="trials",
-                  ylabel="best so far / best of the table", xscale="log", ylim=(0.99, 1.5))
+            length = min(map(len, runs))
+            at = list(zip(*(run[:length] for run in runs), strict=True))
+            (drawn,) = panel.plot(range(1, length + 1), [statistics.median(v) for v in at], label=kind)
+            panel.fill_between(range(1, length + 1), [min(v) for v in at], [max(v) for v in at], alpha=0.15,
+                               color=drawn.get_color())
+        panel.set(xlabel="trials", xscale="log", ylim=(0.99, 1.5))
+        panel.set_title(f"{workload}\n{sizes[workload]} configurations", fontsize=9)
         panel.grid(alpha=0.3)
-        panel.legend()
+    panels[0][0].set_ylabel("best so far / best of the table")
+    panels[0][0].legend()
     figure.suptitle(device)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=90)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--workloads", nargs="+", default=["lstm:128:4:50", "gru:256:8:50"], metavar="CELL:H:B:T")
-    parser.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 on a GPU")
-    parser.add_argument("--trials", type=int, default=500, help="configurations of a table")
-    parser.add_argument("--budget", type=int, default=256, help="trials of a search")
+    parser.add_argument("--table", type=Path, nargs="+", required=True)
+    parser.add_argument("--budget", type=int, default=256, help="trials of a search [%(default)s]")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--table", type=Path, default=Path("build/search_quality.jsonl"))
-    parser.add_argument("--lock", type=Path)
+    parser.add_argument("--live", type=Path, nargs="+", default=[], help="reports of search_rate.py")
+    parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--output", type=Path, required=True, help="without its suffix")
     arguments = parser.parse_args()
-    spaces = []
-    with contextlib.ExitStack() as stack:
-        session = stack.enter_context(Session(arguments.target))
-        held = stack.enter_context(arguments.lock.open("a")) if arguments.lock else None
-        for text in arguments.workloads:
-            dtype = arguments.dtype or ("float32" if arguments.target == "cpu" else "bfloat16")
-            work = workload_of(text, dtype)
-            task = make_task(get(work.cell), work, session.device)
-            schedules = serving_or_raise(task)
-            table = measure(session, task, schedules, arguments.table, arguments.trials,
-                            lambda kind: fcntl.flock(held, kind) if held else None)
-            spaces.append(TableSpace(task, schedules, table))
-    data = curves(spaces, arguments.seeds, arguments.budget)
-    rows = []
-    for space in spaces:
-        work = str(space.task.workload)
-        for kind, runs in data[work].items():
-            for budget in (8, 16, 32, 64, 128, 256):
-                at = sorted(run[budget - 1] for run in runs if len(run) >= budget)
-                if at:
-                    rows.append({"workload": work, "search": kind, "trials": budget, "median": statistics.median(at),
-                                 "best": at[0], "worst": at[-1]})
-                    print(f"{work}  {kind:7} {budget:4} trials: {statistics.median(at):.3f} "
-                          f"[{at[0]:.3f}, {at[-1]:.3f}] of the best")
-    sizes = {str(s.task.workload): len(s.table) for s in spaces}
+    tables, data, rows = tables_of(arguments.table), {}, []
+    with ProcessPoolExecutor(arguments.processes) as pool:
+        for table in tables:
+            work = str(table.work)
+            data[work] = curves(table, arguments.seeds, arguments.budget, pool)
+            rows += rows_of(work, data[work])
+            for row in rows_of(work, data[work]):
+                print(f"{work}  {row['search']:7} {row['trials']:4} trials: {row['median']:.3f} "
+                      f"[{row['best']:.3f}, {row['worst']:.3f}] of the best of {len(table.times)}", flush=True)
+    print("\n".join(summary(rows)))
+    live = live_rows(arguments.live, tables)
+    for row in live:
+        print(f"{row['workload']}: {row['trials']} trials in the whole space, records of {row['records']}: "
+              f"{row['ratio']:.3f} of the table's best")
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.with_suffix(".json").write_text(json.dumps({
-        "device": spaces[0].task.device.name, "seeds": arguments.seeds, "configurations": sizes,
-        "noisy": sum(t.noisy for t in read(arguments.table).trials()), "rows": rows,
+        "device": tables[0].device.name, "seeds": arguments.seeds,
+        "configurations": {str(t.work): len(t.times) for t in tables}, "best_us": {str(t.work): t.best for t in tables},
+        "noisy": {str(t.work): sum(each.noisy for each in t.trials) for t in tables}, "rows": rows,
+        "live": live,
         "command": "python benchmarks/search_quality.py " + " ".join(sys.argv[1:])}, indent=1) + "\n")
-    plot(data, spaces[0].task.device.name, sizes, arguments.output.with_suffix(".png"))
+    plot(data, tables[0].device.name, {str(t.work): len(t.times) for t in tables}, arguments.output.with_suffix(".png"))
 
 
 if __name__ == "__main__":

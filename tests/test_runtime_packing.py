@@ -5,12 +5,13 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ecornn.errors import ModuleError
+from ecornn.errors import ModuleError, ShapeError
 from ecornn.program import Packing
 from ecornn.runtime.packing import bfloat16_bits, cast, pack
 
@@ -124,3 +125,86 @@ def test_every_float16_and_the_ends_of_ranges():
     np.testing.assert_array_equal(cast(ends, "float16"), np.array(
         [65504, 65504, np.inf, -np.inf, np.inf, 2.0**-24, 0, 0], np.float16))
     assert bfloat16_bits(np.array([1e300, -1e300, 3.4e38])).tolist() == [0x7F80, 0xFF80, 0x7F80]
+
+
+@settings(deadline=None)
+@given(packings(), st.sampled_from(["float32", "float16", "bfloat16"]), st.integers(0, 1 << 30))
+def test_tensors_are_packed_to_the_same_bits(case: tuple[Packing, dict[str, np.ndarray]], dtype: str, seed: int):
+    torch = pytest.importorskip("torch")
+    from ecornn.runtime.torch_packing import pack_tensors
+
+    shaped, rng = case[1], np.random.default_rng(seed)
+    parameters = {name: rng.normal(0, 300, values.shape).astype(np.float32) for name, values in shaped.items()}
+    for values in parameters.values():
+        values.flat[0] = rng.choice([1e30, -65519.0, 65520.0, 1e-8, -0.0, np.inf])
+    packing = msgspec.structs.replace(case[0], dtype=dtype)
+    packed = pack(packing, parameters)
+    there = pack_tensors(packing, {name: torch.from_numpy(values) for name, values in parameters.items()})
+    assert there.is_contiguous() and tuple(there.shape) == packed.shape
+    assert there.view(torch.uint8).numpy().tobytes() == packed.tobytes()
+
+
+def test_tensors_that_do_not_fit_are_refused():
+    torch = pytest.importorskip("torch")
+    from ecornn.runtime.torch_packing import pack_tensors
+
+    weights = {"w": torch.zeros(2, 3, 2)}
+    good = Packing((("w", 0), ("w", 1)), (2, 4, 2), (2, 2, 2, 2), (1, 3, 0, 2), "float32")
+    for change, message in (({"sources": (("w", 5),)}, "does not declare"), ({"pad": (2, 2, 4)}, "into"),
+                            ({"order": (0, 0, 1, 2)}, "inconsistent")):
+        with pytest.raises(ModuleError, match=message):
+            pack_tensors(msgspec.structs.replace(good, **change), weights)
+
+
+def test_weights_on_the_gpu_are_bound_as_those_of_the_host(monkeypatch: pytest.MonkeyPatch):
+    """The memory and the copies of a GPU, with host memory in its place."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("tvm")
+    import ctypes
+
+    from ecornn.cells import get
+    from ecornn.device import resolve
+    from ecornn.runtime import torch_arrays, weights
+    from ecornn.runtime.binding import Bound
+    from ecornn.runtime.library import Library
+    from ecornn.runtime.plan import make_plan
+    from ecornn.schedules import all_schedules
+    from ecornn.task import make_manifest, make_task
+    from ecornn.workload import Workload
+
+    cell, schedule = get("gru"), all_schedules()["persistent"]
+    task = make_task(cell, Workload(cell.identity(), 40, 24, 3, 5, "bfloat16"), resolve("sm_90a"))
+    config = schedule.default(task)
+    manifest = make_manifest(cell, task, schedule, config, schedule.program(task, config), "")
+    held: dict[int, ctypes.Array[ctypes.c_char]] = {}
+    queues = []
+
+    def alloc(device: int, nbytes: int) -> int:
+        memory = ctypes.create_string_buffer(nbytes)
+        held[ctypes.addressof(memory)] = memory
+        return ctypes.addressof(memory)
+
+    def copy(device: int, to: int, source: int, nbytes: int, queue: int) -> None:
+        queues.append(queue)
+        ctypes.memmove(to, source, nbytes)
+
+    library = Library(lambda: "", lambda *_: None, alloc, lambda *_: None, copy, lambda *_: None)
+    rng = np.random.default_rng(0)
+    host = {p.name: rng.normal(size=p.shape).astype(np.float32) for p in manifest.parameters}
+    tensors = {name: torch.nn.Parameter(torch.from_numpy(values)) for name, values in host.items()}
+
+    def bound(given: dict[str, Any]) -> list[bytes]:
+        parameters = weights.read_weights(manifest, given, library, 0)
+        made = Bound(manifest, make_plan(manifest), parameters, library, 0)
+        return [held[a].raw for a in [*made.arguments, made.zeros] if a]
+
+    wanted = bound(host)
+    assert wanted == bound(tensors) and set(queues) == {0}  # tensors of the host go through NumPy
+    monkeypatch.setattr(torch_arrays.TorchArrays, "facts",
+                        lambda self, array: (tuple(array.shape), self._names[array.dtype], "cuda:0"))
+    monkeypatch.setattr(torch_arrays.TorchArrays, "queue", lambda self, device: 7)
+    monkeypatch.setattr(torch_arrays.TorchArrays, "to_host", None)
+    queues.clear()
+    assert bound(tensors) == wanted and 7 in queues
+    with pytest.raises(ShapeError, match="weight_hh"):
+        bound({**tensors, "weight_hh_l0": tensors["weight_hh_l0"][:, :-1]})

@@ -336,3 +336,35 @@ def crash(_: None) -> int:
 def gpus(_: None) -> str:
     print("a print does not disturb the replies")
     return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+class Ahead(Instant):
+    """Notes how many were told of when each batch was proposed, and how many were pending then."""
+
+    def __init__(self, spare: int) -> None:
+        super().__init__()
+        self.spare, self.batches = spare, []
+
+    def submit(self, batch, bound):
+        self.batches.append((len(self.seen), self.pending, len(batch)))
+        super().submit(batch, bound)
+
+
+def test_every_process_gets_something_before_the_first_is_done(tmp_path):
+    ahead = Ahead(20)
+    start(tmp_path / "log.jsonl", Fake(("ok",), "abc"), ahead, Settings(128, 0))
+    assert ahead.batches[0] == (0, 0, 1)  # the default alone: it needs no scan of the space
+    at_first = sum(count for told, _, count in ahead.batches if told == 0)
+    assert at_first > 20 and max(pending for _, pending, _ in ahead.batches) <= 20
+
+
+def test_a_small_search_learns_before_it_proposes_more_than_a_quarter(tmp_path):
+    ahead = Ahead(20)
+    start(tmp_path / "log.jsonl", Fake(("ok",), "abc"), ahead, Settings(32, 0, batch=5))
+    assert max(pending + count for _, pending, count in ahead.batches) <= 8 + 5
+    ahead = Ahead(20)  # but what is known beforehand needs nothing learnt
+    schedule = Fake(("ok",), "abc")
+    given = [Candidate.of("fake", {"a": a, "b": 1, "c": 0, "behaviour": "ok"}) for a in range(8)]
+    search = Search(ConfigSpace(TASK, [schedule]), CostModel(), 0, known=given)
+    Tuner(search, ahead, Journal.open(tmp_path / "other.jsonl", "digest", True), Settings(16, 0, batch=4), HERE).run()
+    assert ahead.batches[0] == (0, 0, 9)

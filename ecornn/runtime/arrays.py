@@ -52,6 +52,10 @@ class Arrays(ABC):
     def to_host(self, value: Any, name: str, library: Library) -> np.ndarray[Any, Any]:
         """A weight as a NumPy array, bfloat16 widened to float32."""
 
+    def packs(self, value: Any, place: str) -> bool:
+        """Whether a weight lies at ``place``, such as ``cuda:0``, and can be packed there."""
+        return False
+
     @abstractmethod
     def workspace(self, nbytes: int, like: Any, library: Library) -> Memory:
         """Scratch memory on the device of ``like``."""

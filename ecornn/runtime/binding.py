@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ from numpy.typing import NDArray
 
 from ecornn.errors import ModuleError
 from ecornn.manifest import Manifest
+from ecornn.runtime.arrays import arrays_of
 from ecornn.runtime.library import Library
-from ecornn.runtime.memory import DeviceMemory, HostMemory, Memory, address
+from ecornn.runtime.memory import DeviceMemory, HostMemory, Memory
 from ecornn.runtime.packing import pack
 from ecornn.runtime.plan import Plan
 
@@ -26,14 +28,16 @@ class Bound:
     nbytes : of device or host memory held
     """
 
-    def __init__(self, manifest: Manifest, plan: Plan, parameters: Mapping[str, NDArray[Any]],
+    def __init__(self, manifest: Manifest, plan: Plan, parameters: Mapping[str, Any],
                  library: Library, device: int) -> None:
         work = manifest.workload
         on_cpu = manifest.device.kind != "cuda"
         self.arguments = [0] * plan.count
         self._kept: list[Memory] = []
 
-        def place(values: NDArray[Any]) -> int:
+        tensors = any(not isinstance(value, np.ndarray) for value in parameters.values())
+
+        def place(values: Any) -> int:
             memory = _on_host(values) if on_cpu else _on_device(values, library, device)
             self._kept.append(memory)
             return memory.pointer
@@ -41,9 +45,15 @@ class Bound:
         for position, buffer in plan.packed:
             if buffer.packing is None:
                 raise ModuleError(f"the module does not say how to pack {buffer.name}")
-            values = pack(buffer.packing, parameters)
-            if buffer.extent.at(0) > values.size:
-                raise ModuleError(f"the packing of {buffer.name} makes {values.size} of its "
+            if tensors:
+                from ecornn.runtime.torch_packing import pack_tensors
+
+                values = pack_tensors(buffer.packing, parameters)
+            else:
+                values = pack(buffer.packing, parameters)
+            made = prod(values.shape)
+            if buffer.extent.at(0) > made:
+                raise ModuleError(f"the packing of {buffer.name} makes {made} of its "
                                   f"{buffer.extent.at(0)} elements")
             self.arguments[position] = place(values)
         self.zeros = place(np.zeros(manifest.stack.count * work.batch * work.hidden * work.itemsize, np.uint8))
@@ -56,8 +66,11 @@ def _on_host(values: NDArray[Any]) -> HostMemory:
     return memory
 
 
-def _on_device(values: NDArray[Any], library: Library, device: int) -> DeviceMemory:
-    memory = DeviceMemory(library, device, values.nbytes)
-    library.copy(device, memory.pointer, address(values), values.nbytes, 0)
-    library.synchronize(device, 0)  # the array may go now, and any stream may read
+def _on_device(values: Any, library: Library, device: int) -> DeviceMemory:
+    """A copy, also of a tensor that is there: torch would give its memory to others while kernels of a stream that it
+    does not know of may still read."""
+    memory, arrays = DeviceMemory(library, device, values.nbytes), arrays_of(values, "weights")
+    queue, (kept, pointer) = arrays.queue(device), arrays.ready(values, "weights")
+    library.copy(device, memory.pointer, pointer, kept.nbytes, queue)
+    library.synchronize(device, queue)  # the array may go now, and any stream may read
     return memory

@@ -58,7 +58,8 @@ class Module:
 
     def bind(self, weights: Mapping[str, Any] | str | os.PathLike[str], device: int = 0, *,
              threads: int | None = None, prefix: str = "") -> Layer:
-        """Packs ``weights`` for this module, once, and copies them to the GPU if it is for one.
+        """Packs ``weights`` for this module, once, and copies them to the GPU if it is for one. Torch tensors that
+        are there already are packed there, on torch's current stream.
 
         Parameters
         ----------
@@ -94,7 +95,7 @@ class Module:
             weights = WeightFile(weights, prefix).layer()
         elif prefix:
             raise ArgumentError("prefix", prefix, "none, unless weights is the name of a file")
-        return Layer(self, read_weights(self.manifest, weights, self.library), device, threads)
+        return Layer(self, read_weights(self.manifest, weights, self.library, device), device, threads)
 
 
 def load(path: str | os.PathLike[str]) -> Module:

@@ -24,8 +24,7 @@ def pack(packing: Packing, parameters: Mapping[str, Array]) -> Array:
     with int8 in offset binary.
     Raises :class:`ModuleError` where the packing does not fit the parameters.
     """
-    if prod(packing.split) != prod(packing.pad) or sorted(packing.order) != [*range(len(packing.split))]:
-        raise ModuleError(f"the module's packing is inconsistent: {packing}")
+    consistent(packing)
     padded = _stack(packing, parameters)
     if packing.dtype == "scale":
         return scales(padded)
@@ -35,19 +34,31 @@ def pack(packing: Packing, parameters: Mapping[str, Array]) -> Array:
     return np.ascontiguousarray(cast(padded, packing.dtype).reshape(packing.split).transpose(packing.order))
 
 
-def _stack(packing: Packing, parameters: Mapping[str, Array]) -> Array:
-    """The sources on a new first axis, with zeros after them up to ``pad``."""
+def consistent(packing: Packing) -> None:
+    """Raises :class:`ModuleError` where a packing contradicts itself."""
+    if prod(packing.split) != prod(packing.pad) or sorted(packing.order) != [*range(len(packing.split))]:
+        raise ModuleError(f"the module's packing is inconsistent: {packing}")
+
+
+def fitting(packing: Packing, parameters: Mapping[str, Any]) -> list[Any]:
+    """The sources of a packing, None for zeros; :class:`ModuleError` where they do not fit."""
     try:
         gates = [parameters[name][gate] if name else None for name, gate in packing.sources]
     except (KeyError, IndexError) as error:
         raise ModuleError(f"the module packs a parameter that it does not declare: {error}") from error
-    shapes = {gate.shape for gate in gates if gate is not None}
+    shapes = {tuple(gate.shape) for gate in gates if gate is not None}
     fits = len(shapes) <= 1 and len(gates) <= packing.pad[0] and all(
         len(shape) == len(packing.pad) - 1
         and all(size <= room for size, room in zip(shape, packing.pad[1:], strict=True))
         for shape in shapes)
     if not fits:
         raise ModuleError(f"the module packs parts of shapes {sorted(shapes)} into {packing.pad}")
+    return gates
+
+
+def _stack(packing: Packing, parameters: Mapping[str, Array]) -> Array:
+    """The sources on a new first axis, with zeros after them up to ``pad``."""
+    gates = fitting(packing, parameters)
     padded = np.zeros(packing.pad, np.result_type(np.float32, *(g.dtype for g in gates if g is not None)))
     for index, gate in enumerate(gates):
         if gate is not None:

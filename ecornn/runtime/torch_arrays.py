@@ -86,6 +86,9 @@ class TorchArrays(Arrays):
             value = value.to(torch.float32)
         return value.cpu().numpy()
 
+    def packs(self, value: Any, place: str) -> bool:
+        return value.dtype in self._names and self.facts(value)[2] == place  # float64 would be rounded twice
+
     def workspace(self, nbytes: int, like: Any, library: Library) -> Memory:
         return HostMemory(nbytes) if like.is_cpu else TorchMemory(self._torch, nbytes, like.device)
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ecornn.errors import ArgumentError, DTypeError, ShapeError, WeightsError
 from ecornn.manifest import Manifest, Parameter
@@ -14,8 +13,9 @@ from ecornn.runtime.arrays import arrays_of
 from ecornn.runtime.library import Library
 
 
-def read_weights(manifest: Manifest, weights: Mapping[str, Any], library: Library) -> dict[str, NDArray[Any]]:
-    """The cell's parameters by its own names, (G, H, K) or (G, H), float16, float32 or float64.
+def read_weights(manifest: Manifest, weights: Mapping[str, Any], library: Library, device: int) -> dict[str, Any]:
+    """The cell's parameters by its own names, (G, H, K) or (G, H): NumPy arrays, float16, float32 or float64. Torch
+    tensors, where all are on the GPU that the module is bound for.
 
     Raises :class:`WeightsError` for missing or unexpected names, :class:`ShapeError`,
     :class:`DTypeError` for what is not floating point, :class:`ArgumentError` for what is no array.
@@ -30,12 +30,18 @@ def read_weights(manifest: Manifest, weights: Mapping[str, Any], library: Librar
                  if names]
         raise WeightsError(f"weights of {manifest.workload.cell}: {'; '.join(wrong)}; expected "
                            f"{', '.join(expected)}", [*missing, *extra])
-    return {p.key: _read(p, weights[p.name], library) for p in manifest.parameters}
+    there = manifest.device.kind == "cuda" and all(
+        arrays_of(value, f"weights[{name!r}]").packs(value, f"cuda:{device}") for name, value in weights.items())
+    return {p.key: _read(p, weights[p.name], library, there) for p in manifest.parameters}
 
 
-def _read(parameter: Parameter, value: Any, library: Library) -> NDArray[Any]:
+def _read(parameter: Parameter, value: Any, library: Library, there: bool) -> Any:
     name = f"weights[{parameter.name!r}]"
     shape = tuple(getattr(value, "shape", ()))
+    if there:
+        if shape != parameter.shape:
+            raise ShapeError(f"{name}.shape", shape, str(parameter.shape))
+        return value.detach().reshape(parameter.gates, shape[0] // parameter.gates, *shape[1:])
     array = arrays_of(value, name).to_host(value, name, library)
     if shape != parameter.shape:
         raise ShapeError(f"{name}.shape", shape, str(parameter.shape))

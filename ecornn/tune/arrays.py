@@ -23,6 +23,9 @@ class Arrays(Protocol):
     def put(self, values: Any) -> Any:
         """An array of the values."""
 
+    def weight(self, values: Any) -> Any:
+        """Float32 values where ``bind`` packs them fastest."""
+
     def poison(self, shape: tuple[int, ...]) -> Any:
         """An array of NaN."""
 
@@ -41,6 +44,9 @@ class HostArrays:
 
     def put(self, values: Any) -> Any:
         return np.ascontiguousarray(np.asarray(values).astype(self.dtype))
+
+    def weight(self, values: Any) -> Any:
+        return values
 
     def poison(self, shape: tuple[int, ...]) -> Any:
         return np.full(shape, np.nan, np.float32).astype(self.dtype)
@@ -62,6 +68,9 @@ class TorchArrays:
 
     def put(self, values: Any) -> Any:
         return self.torch.from_numpy(np.array(values, np.float32)).cuda().to(self.dtype)
+
+    def weight(self, values: Any) -> Any:
+        return self.torch.from_numpy(values).cuda()
 
     def poison(self, shape: tuple[int, ...]) -> Any:
         return self.torch.full(shape, float("nan"), dtype=self.dtype, device="cuda")
@@ -89,6 +98,9 @@ class DeviceArrays:
         self.library.copy(0, memory.pointer, host.ctypes.data, host.nbytes, 0)
         self.library.synchronize(0, 0)  # before the host's copy goes away
         return Block(memory, host.shape, self.name, (CUDA, 0))
+
+    def weight(self, values: Any) -> Any:
+        return values
 
     def poison(self, shape: tuple[int, ...]) -> Any:
         return self.put(np.full(shape, np.nan, np.float32))

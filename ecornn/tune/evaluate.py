@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import queue
 import tempfile
 import threading
@@ -24,6 +25,7 @@ from ecornn.tune.space import Candidate
 from ecornn.tune.timing import FEWEST
 
 COMPARED = 7  # samples of each finalist, at least
+SPARE = 1.25  # candidates for each builder, so that none waits while the next are chosen
 PATIENCE = 5.0  # seconds that work under way may take once nobody waits for it
 
 
@@ -90,7 +92,7 @@ class ProcessEvaluator:
         self.answers = Path(self.folder.name, "answers.npz")
         self.oracle = ThreadPoolExecutor(1, thread_name_prefix="oracle")
         self.answered = self.oracle.submit(answer, self.answers)
-        self.pending, self.spare = 0, 0 if pool.quiet else len(pool.builders)
+        self.pending, self.spare = 0, 0 if pool.quiet else math.ceil(SPARE * len(pool.builders))
         self.bound: float | None = None
         self.modules: dict[Candidate, Module] = {}
         self.numbers = itertools.count()

@@ -68,6 +68,10 @@ class Search:
         self.proposed.update(batch)
         return batch
 
+    def waiting(self) -> int:
+        """Candidates that will be proposed whatever the model says."""
+        return sum(self.fresh(c, ()) for c in self.first)
+
     def fresh(self, candidate: Candidate, batch: Sequence[Candidate]) -> bool:
         """Neither tried nor proposed, and not in the batch."""
         return candidate not in self.tried and candidate not in self.proposed and candidate not in batch

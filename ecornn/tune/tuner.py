@@ -14,6 +14,7 @@ from ecornn.tune.record import Choice, Finish, Start, Trial
 from ecornn.tune.search import Search
 from ecornn.tune.space import Candidate
 
+AHEAD = 0.25  # of all trials: pending while more are proposed
 FINALISTS = 3  # fastest of the search, measured once more together with the default
 # Stop early once, at this confidence, fewer than RATE of further trials would be faster by GAIN.
 CONFIDENCE, RATE, GAIN = 0.95, 0.05, 0.01
@@ -88,16 +89,23 @@ class Tuner:
 
     def loop(self) -> str:
         """Searches; returns why it ended. New candidates are proposed before the last are done, so
-        that no process waits for another."""
+        that no process waits for another; no more than ``AHEAD`` of all, so that most are proposed with
+        something learnt."""
         prepared = self.settings.trials <= len(self.search.first)  # nothing will be ranked
+        ahead = self.evaluator.spare if prepared else min(self.evaluator.spare, int(AHEAD * self.settings.trials))
         while True:
             if self.out_of_time():
                 return "time"
             if self.settings.early_stop and self.converged():
                 return "converged"
             left = self.settings.trials - len(self.search.tried) - self.evaluator.pending
-            if left > 0 and self.evaluator.pending <= self.evaluator.spare:
-                self.evaluator.submit(self.search.ask(min(self.settings.batch, left)), self.best_us)
+            while left > 0 and self.evaluator.pending <= ahead:
+                # What is known beforehand is built first, alone: drawing takes a scan of the space.
+                batch = self.search.ask(min((ahead and self.search.waiting()) or self.settings.batch, left))
+                if not batch:
+                    break
+                self.evaluator.submit(batch, self.best_us)
+                left -= len(batch)
             if not self.evaluator.pending:
                 return "trials" if left <= 0 else "space"
             if not prepared:  # the first candidates are being built

@@ -1,0 +1,225 @@
+"""Trials a second of a search, and what its processes wait for.
+
+    python benchmarks/search_rate.py --output benchmarks/results/search_rate.json             # on a machine with a GPU
+    python benchmarks/search_rate.py --suite --records none --at-once 3 --output benchmarks/results/search_live.json
+    python benchmarks/search_rate.py --suite --records others --trials 32 --at-once 3
+    python benchmarks/search_rate.py --pretend 0.03 --pretend-builds 1.1 --builders 16        # no GPU, no compiler
+
+Runs `ecornn tune`'s search of each layer (`--suite`: of the twelve of `search_tables.py`), without early stopping, with
+a build cache that is empty at first and a log of its own. `--records` is what it knows beforehand: `all` that ship,
+`none`, or those of `others`, none of the layer itself at a similar batch; `search_quality.py --live` compares what
+was found with the tables. Reported are for each run of `--at-once` layers
+
+    per_second           trials a second from the first measurement to the last trial
+    per_second_all       the same from the start of this command, imports and the final comparison included
+    builders, measurer   their share of that time, from first to last trial, in which they were at work
+    proposing            the share in which the search chose what to try next, of the main thread of each run
+    starved              the share in which the measuring process had nothing to do
+    build, measure       seconds of one: median, mean, most
+    first                seconds from the start to the first trial
+    found                of each layer, µs per step of the best and the default, measured again in turns
+
+`--pretend` replaces measurements by sleeps, for an H100 that is not there; with `--pretend-builds` also builds, by a
+long-tailed distribution of that mean: what is left is the search itself and the traffic between processes.
+"""
+
+from __future__ import annotations
+
+import time
+
+STARTED = time.monotonic()
+
+import argparse  # noqa: E402
+import hashlib  # noqa: E402
+import json  # noqa: E402
+import os  # noqa: E402
+import random  # noqa: E402
+import statistics  # noqa: E402
+import sys  # noqa: E402
+import tempfile  # noqa: E402
+import threading  # noqa: E402
+from concurrent.futures import ThreadPoolExecutor  # noqa: E402
+from dataclasses import dataclass, field  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+import msgspec  # noqa: E402
+
+from ecornn.tune.building import Build, Built  # noqa: E402
+from ecornn.tune.measuring import Measure, Measured  # noqa: E402
+
+Span = tuple[float, float]
+PRETEND = "ECORNN_PRETEND"  # to the worker processes: seconds of a build and of a measurement
+
+
+@dataclass
+class Spans:
+    """When something was at work, from all threads."""
+
+    of: dict[str, list[Span]] = field(default_factory=lambda: {"build": [], "measure": [], "propose": []})
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def watch(self, kind: str, function: Any) -> Any:
+        """``function``, noting when it ran."""
+        def watched(*args: Any, **named: Any) -> Any:
+            begin = time.monotonic()
+            try:
+                return function(*args, **named)
+            finally:
+                with self.lock:
+                    self.of[kind].append((begin, time.monotonic()))
+        return watched
+
+    def within(self, kind: str, window: Span) -> float:
+        """Seconds, summed over processes."""
+        return sum(max(0.0, min(end, window[1]) - max(begin, window[0])) for begin, end in self.of[kind])
+
+
+def nothing(_: None) -> bool:
+    """In place of what a worker imports."""
+    return True
+
+
+def pretended_build(request: Build) -> Built:
+    """Sleeps as long as a build might take: lognormal, the median two thirds of the mean."""
+    mean = json.loads(os.environ[PRETEND])[0]
+    digest = hashlib.sha256(msgspec.json.encode((request.schedule, sorted(request.config.items())))).hexdigest()
+    time.sleep(min(5 * mean, mean * 2 / 3 * random.Random(digest).lognormvariate(0, 0.9)))
+    Path(request.out).write_text(digest)
+    return Built(digest)
+
+
+def pretended_measure(request: Measure) -> list[Measured]:
+    """Sleeps, and makes a time up."""
+    time.sleep(json.loads(os.environ[PRETEND])[1] * len(request.paths))
+    return [Measured(1e-7, (random.Random(Path(path).read_bytes()).uniform(2, 8),) * 7) for path in request.paths]
+
+
+def summary(spans: list[Span]) -> dict[str, float]:
+    """Of the durations."""
+    seconds = [end - begin for begin, end in spans]
+    return {"median": statistics.median(seconds), "mean": statistics.fmean(seconds), "most": max(seconds)}
+
+
+def know(records: str) -> None:
+    """Keeps records from the searches."""
+    from ecornn.tune import transfer
+    from ecornn.tune.log import Log
+
+    warm, seeds = transfer.warm, transfer.seeds
+
+    def log(task: Any) -> Any:
+        if records == "none":
+            return Log()
+        from search_quality import others
+
+        return others(task.workload)
+
+    def warm_others(model: Any, cell: Any, task: Any, schedules: Any, _: Any, run: str = "") -> int:
+        return warm(model, cell, task, schedules, log(task), run)
+
+    if records != "all":
+        transfer.warm, transfer.seeds = warm_others, lambda task, schedules, _: seeds(task, schedules, log(task))
+
+
+def run(session: Any, layers: list[str], trials: int, folder: Path, spans: Spans) -> dict[str, object]:
+    """Searches these layers at the same time; the row of the report."""
+    done: list[float] = []
+    begun = time.monotonic() if folder.name != "0" else STARTED
+
+    def tune(text: str) -> Any:
+        cell, hidden, batch, seq, dtype = text.split(":")
+        return session.tune(cell, hidden=int(hidden), batch=int(batch), seq=int(seq), dtype=dtype, trials=trials,
+                            early_stop=False, output=folder / f"{text}.jsonl",
+                            report=lambda _: done.append(time.monotonic()))
+
+    for each in spans.of.values():
+        each.clear()
+    with ThreadPoolExecutor(len(layers)) as threads:
+        results = list(threads.map(tune, layers))
+    ended, window = time.monotonic(), (min(end for _, end in spans.of["measure"]), max(done))
+    length, measuring = window[1] - window[0], spans.within("measure", window)
+    return {
+        "layers": layers, "trials": len(done), "failed": sum(sum(r.failures.values()) for r in results),
+        "noisy": sum(r.noisy for r in results),
+        "per_second": (len(done) - 1) / length, "per_second_all": len(done) / (ended - begun),
+        "first": window[0] - begun, "seconds": ended - begun,
+        "builders": spans.within("build", window) / length / len(session.pool.builders),
+        "measurer": measuring / length, "starved": 1 - measuring / length,
+        "proposing": spans.within("propose", window) / length / len(layers),
+        "build": summary(spans.of["build"]), "measure": summary(spans.of["measure"]),
+        "propose": summary(spans.of["propose"]),
+        "found": {str(r.workload): {"best_us": r.finish.best_us, "default_us": r.finish.default_us,
+                                    "schedule": r.best and r.best.schedule, "trials": r.finish.trials}
+                  for r in results},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", nargs="+", default=["lstm:800:20:300:bfloat16"], metavar="CELL:H:B:T:DTYPE",
+                        help="[%(default)s]")
+    parser.add_argument("--suite", action="store_true", help="the workloads of search_tables.py")
+    parser.add_argument("--records", default="all", choices=["all", "others", "none"], help="[%(default)s]")
+    parser.add_argument("--at-once", type=int, default=1, help="layers searched at the same time [%(default)s]")
+    parser.add_argument("--trials", type=int, default=128, help="of a layer [%(default)s]")
+    parser.add_argument("--target", default="cuda", choices=["cpu", "cuda"])
+    parser.add_argument("--builders", type=int, help="build processes [one a processor, at most 16]")
+    parser.add_argument("--pretend", type=float, metavar="MEASURE", help="sleep so many seconds instead of measuring")
+    parser.add_argument("--pretend-builds", type=float, metavar="BUILD", help="the same for builds, in the mean")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+
+    from ecornn.tune.quick_tvm import import_tvm
+
+    import_tvm()
+    from ecornn.tune import session as sessions
+    from ecornn.tune.pool import Entries, Pool
+    from ecornn.tune.process import Worker
+    from ecornn.tune.search import Search
+
+    spans, entries = Spans(), Entries()
+    call, kinds = Worker.call, {}
+
+    def watched(self: Worker, function: str, *rest: Any) -> Any:
+        return kinds[function](self, function, *rest)
+
+    if arguments.pretend:
+        from ecornn.device import resolve
+
+        os.environ[PRETEND] = json.dumps([arguments.pretend_builds, arguments.pretend])
+        here = Path(__file__).stem
+        builds = (f"{here}:nothing", f"{here}:pretended_build")
+        entries = Entries(*(builds if arguments.pretend_builds else (entries.build_ready, entries.build)),
+                          f"{here}:nothing", f"{here}:pretended_measure")
+        sessions.present = lambda target: resolve("sm_90a" if target == "cuda" else target)
+    kinds |= {entries.build: spans.watch("build", call), entries.measure: spans.watch("measure", call)}
+    Worker.call, Search.ask = watched, spans.watch("propose", Search.ask)  # type: ignore[method-assign]
+    if arguments.suite:
+        from search_tables import WORKLOADS
+
+        arguments.layers = list(WORKLOADS[arguments.target])
+    know(arguments.records)
+    groups = [arguments.layers[i:i + arguments.at_once] for i in range(0, len(arguments.layers), arguments.at_once)]
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["ECORNN_CACHE"] = str(Path(folder, "cache"))
+        with sessions.Session(arguments.target, entries=entries) as session:
+            if arguments.builders:
+                session._pool = Pool(entries, arguments.builders, quiet=arguments.target == "cpu",
+                                     poisoned=arguments.target == "cuda")
+            rows = []
+            for number, layers in enumerate(groups):
+                Path(folder, str(number)).mkdir()
+                rows.append(run(session, layers, arguments.trials, Path(folder, str(number)), spans))
+                print(json.dumps(rows[-1]), flush=True)
+                if arguments.output:  # after each, so that what a limit cuts off is not lost
+                    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+                    arguments.output.write_text(json.dumps({
+                        "device": session.device.name, "processors": len(os.sched_getaffinity(0)),
+                        "builders": len(session.pool.builders), "records": arguments.records,
+                        "pretended": [arguments.pretend_builds, arguments.pretend], "rows": rows,
+                        "command": "python benchmarks/search_rate.py " + " ".join(sys.argv[1:])}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

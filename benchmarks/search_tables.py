@@ -1,0 +1,208 @@
+"""Tables of random configurations, for `search_quality.py` to replay searches on.
+
+    python benchmarks/search_tables.py --list                                  # the workloads and their spaces
+    python benchmarks/search_tables.py --table h100_search_tables.jsonl --trials 2000 --seconds 600
+
+Of each workload the defaults and then configurations drawn uniformly from all that fit, without repetition, up to
+`--trials` of them or the whole space. The order is the same in every run, and the log keeps every one, so that the
+same command goes on where it was stopped, and a larger `--trials` makes the tables larger. Workloads take turns of
+`--turn` trials: a run that ends early leaves tables of the same size. Builds go on while others are measured, by as
+many processes as there are processors; what is slower than the best of its table by a factor is timed once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+from ecornn.cells import get
+from ecornn.device import Device, resolve
+from ecornn.schedules.base import Schedule, Task
+from ecornn.task import make_task
+from ecornn.tune import Session, oracle
+from ecornn.tune.choose import serving_or_raise
+from ecornn.tune.evaluate import Outcome, ProcessEvaluator
+from ecornn.tune.log import append, read
+from ecornn.tune.pool import Closed
+from ecornn.tune.record import Trial
+from ecornn.tune.space import Candidate, ConfigSpace
+from ecornn.workload import Workload
+
+RUN = "search-table"
+# Cells, H from 128 to 2816, B from 1 to 128 and data types; CELL:H:B:T:DTYPE.
+WORKLOADS = {
+    "cuda": ("lstm:128:1:100:bfloat16", "lstm:800:20:100:bfloat16", "lstm:1024:64:100:float16",
+             "lstm:2048:128:100:bfloat16", "lstm:256:32:100:float32", "gru:512:8:100:float32",
+             "gru:1024:4:100:bfloat16", "gru:256:128:100:float16", "gru:2816:1:100:float16",
+             "gru:1536:16:100:bfloat16", "rnn_tanh:2048:64:100:bfloat16", "rnn_relu:650:16:100:float16"),
+    "cpu": ("lstm:128:4:50:float32", "gru:256:8:50:float32"),
+}
+LANES = 3  # workloads under way: while the last builds of one's turn are made, others are built and measured
+
+
+def workload_of(text: str) -> Workload:
+    """From ``cell:H:B:T:dtype``."""
+    cell, hidden, batch, seq, dtype = text.split(":")
+    return Workload(get(cell).identity(), int(hidden), int(hidden), int(batch), int(seq), dtype)
+
+
+def task_of(work: Workload, device: Device) -> tuple[Task, list[Schedule]]:
+    """What is searched: the task and the schedules that serve it."""
+    task = make_task(get(work.cell), work, device)
+    return task, serving_or_raise(task)
+
+
+def shuffled(space: ConfigSpace) -> Iterator[Candidate]:
+    """The defaults, then all others in random order."""
+    numbers = [(name, number) for name, fitting in space.fitting.items() for number in fitting]
+    random.Random(0).shuffle(numbers)
+    seen = dict.fromkeys(c for c in space.defaults() if space.fits(c))
+    yield from seen
+    yield from (c for c in (Candidate.of(n, space.config(n, number)) for n, number in numbers) if c not in seen)
+
+
+def first(space: ConfigSpace, count: int) -> list[Candidate]:
+    """The configurations of a table of that size."""
+    return [c for c, _ in zip(shuffled(space), range(count), strict=False)]
+
+
+class Table:
+    """One workload's: what is missing, and the log that keeps what is measured."""
+
+    def __init__(self, work: Workload, session: Session, path: Path, count: int) -> None:
+        self.task, schedules = task_of(work, session.device)
+        self.session, self.path = session, path
+        self.revisions = {s.name: s.revision for s in schedules}
+        known = {Candidate.of(t.schedule, t.config): t for t in (read(path).trials() if path.exists() else [])
+                 if (t.workload, t.device) == (work, session.device) and t.revision == self.revisions.get(t.schedule)}
+        wanted = first(ConfigSpace(self.task, schedules), count)
+        self.missing = [c for c in wanted if c not in known]
+        self.done, self.wanted = len(wanted) - len(self.missing), len(wanted)
+        self.best = min((t.times.median for t in known.values() if t.times), default=None)
+        cell = get(work.cell)
+        self.evaluator = ProcessEvaluator(self.task, cell.name, lambda file: oracle.write(file, cell, self.task, 0),
+                                          session.pool, limit=session.timeout, seed=0)
+
+    def turn(self, count: int, out_of_time: threading.Event) -> int:
+        """Measures the next ``count``; returns how many there was time for."""
+        chunk, self.missing = self.missing[:count], self.missing[count:]
+        self.evaluator.submit(chunk, self.best)
+        for made in range(len(chunk)):
+            candidate, outcome = self.evaluator.next()
+            if out_of_time.is_set():
+                self.evaluator.drop()
+                return made
+            self.keep(candidate, outcome)
+        return len(chunk)
+
+    def keep(self, candidate: Candidate, outcome: Outcome) -> None:
+        """Appends a trial to the log."""
+        self.done += 1
+        if outcome.times is not None:
+            self.best = min(self.best or outcome.times.median, outcome.times.median)
+        here = self.session.environment
+        append(self.path, Trial(
+            run=RUN, index=self.done, stage="search", workload=self.task.workload, device=self.task.device,
+            schedule=candidate.schedule, revision=self.revisions[candidate.schedule], config=candidate.config,
+            versions=here.versions, clocks=here.clocks, seed=0, seconds=0.0, times=outcome.times, check=outcome.check,
+            source=outcome.source, error=outcome.error, noisy=outcome.noisy))
+        # Thousands of modules would fill the disk.
+        path, _ = self.evaluator.modules.pop(candidate, (None, None))
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+
+def measure(texts: list[str], target: str, path: Path, trials: int, seconds: float, turn: int) -> None:
+    """Fills the tables until they have ``trials``, or ``seconds`` have passed."""
+    began, out_of_time, made = time.monotonic(), threading.Event(), 0
+    timer = threading.Timer(seconds, out_of_time.set)
+    timer.daemon = True
+    timer.start()
+    waiting: queue.Queue[Table | None] = queue.Queue()
+    left = len(texts)  # tables that are not full
+
+    def lane() -> None:
+        nonlocal made, left
+        while (table := waiting.get()) is not None:
+            try:
+                now = table.turn(turn, out_of_time)
+            except Closed:
+                return
+            made += now  # read after the turn: other lanes add to it meanwhile
+            taken = time.monotonic() - began
+            best = f"best {table.best:.4g} µs/step" if table.best else "none ran"
+            print(f"{taken:6.0f} s {made / taken:5.1f} trials/s  {table.task.workload}: {table.done} of "
+                  f"{table.wanted}, {best}", flush=True)
+            left -= not table.missing
+            if out_of_time.is_set() or not left:
+                break
+            if table.missing:
+                waiting.put(table)
+        waiting.put(None)  # the other lanes end, too
+
+    with Session(target) as session, ExitStack() as stack:
+        session.environment  # noqa: B018  before threads ask for it
+        lanes = 1 if session.pool.quiet else LANES
+        with ThreadPoolExecutor(lanes) as threads:
+            futures = [threads.submit(lane) for _ in range(lanes)]
+            try:
+                for text in texts:  # scanned while the first ones are built
+                    if out_of_time.is_set():
+                        break
+                    table = Table(workload_of(text), session, path, trials)
+                    stack.enter_context(table.evaluator)
+                    left -= not table.missing
+                    if table.missing:
+                        waiting.put(table)
+                if not left:
+                    waiting.put(None)
+                for future in futures:
+                    future.result()
+            except BaseException:
+                out_of_time.set()
+                waiting.put(None)
+                session.pool.close()
+                raise
+    taken = time.monotonic() - began
+    print(f"{made} trials in {taken:.0f} s, {made / taken:.1f} a second")
+
+
+def sizes(texts: list[str], device: Device) -> None:
+    """Prints how many configurations fit."""
+    for text in texts:
+        task, schedules = task_of(workload_of(text), device)
+        space = ConfigSpace(task, schedules)
+        parts = ", ".join(f"{name} {'' if name in space.whole else 'a sample of '}{len(numbers)}"
+                          for name, numbers in space.fitting.items())
+        print(f"{task.workload}: {len(space)} of {space.combinations()} ({parts})", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="print the sizes of the spaces; needs no GPU")
+    parser.add_argument("--target", default="cuda", choices=["cpu", "cuda"])
+    parser.add_argument("--workloads", nargs="+", metavar="CELL:H:B:T:DTYPE", help="default: twelve, or two on a CPU")
+    parser.add_argument("--trials", type=int, default=2000, help="configurations of a table [%(default)s]")
+    parser.add_argument("--seconds", type=float, default=1e9, help="after which nothing new begins")
+    parser.add_argument("--turn", type=int, default=32, help="trials of one workload after the other [%(default)s]")
+    parser.add_argument("--table", type=Path, default=Path("build/search_tables.jsonl"), help="the log [%(default)s]")
+    arguments = parser.parse_args()
+    from ecornn.tune.quick_tvm import import_tvm
+
+    import_tvm()
+    texts = arguments.workloads or list(WORKLOADS[arguments.target])
+    if arguments.list:
+        sizes(texts, resolve("sm_90a" if arguments.target == "cuda" else "cpu"))
+    else:
+        measure(texts, arguments.target, arguments.table, arguments.trials, arguments.seconds, arguments.turn)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""The benchmarks of the search, with builds and measurements that sleep."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import search_quality
+import search_rate
+import search_tables
+
+from ecornn.device import Device
+from ecornn.schedules.base import Task
+from ecornn.tune import session as sessions
+from ecornn.tune.log import read
+from ecornn.tune.pool import Entries, Pool
+from ecornn.tune.space import Candidate, ConfigSpace
+
+ROOT = Path(__file__).resolve().parent.parent
+H100 = search_tables.resolve("sm_90a")
+ENTRIES = Entries("search_rate:nothing", "search_rate:pretended_build", "search_rate:nothing",
+                  "search_rate:pretended_measure")
+SMALL = ["lstm:64:2:10:bfloat16", "gru:64:1:10:float16"]
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H100 whose processes sleep."""
+    monkeypatch.setenv(search_rate.PRETEND, json.dumps([0.01, 0.002]))
+    monkeypatch.setattr(sessions, "present", lambda target: H100)
+
+    class Pretended(sessions.Session):
+        def __init__(self, target: str) -> None:
+            super().__init__(target, entries=ENTRIES)
+            self._pool = Pool(ENTRIES, 2, poisoned=True)
+
+    monkeypatch.setattr(search_tables, "Session", Pretended)
+
+
+def space_of(text: str, device: Device = H100) -> ConfigSpace:
+    return ConfigSpace(*search_tables.task_of(search_tables.workload_of(text), device))
+
+
+def test_the_workloads_are_spread():
+    works = [search_tables.workload_of(text) for text in search_tables.WORKLOADS["cuda"]]
+    assert len(set(works)) == 12
+    assert {w.cell for w in works} == {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+    assert {w.dtype for w in works} == {"bfloat16", "float16", "float32"}
+    assert (min(w.hidden for w in works), max(w.hidden for w in works)) == (128, 2816)
+    assert (min(w.batch for w in works), max(w.batch for w in works)) == (1, 128)
+
+
+def test_a_table_is_a_prefix_of_one_uniform_order():
+    space = space_of(SMALL[0])
+    short, long = search_tables.first(space, 50), search_tables.first(space, 400)
+    assert long[:50] == short and len(set(long)) == 400
+    assert long[:len(space.defaults())] == space.defaults() and all(space.fits(c) for c in long)
+    for name, numbers in space.fitting.items():  # four standard deviations of a binomial
+        share, drawn = len(numbers) / len(space), sum(c.schedule == name for c in long)
+        assert abs(drawn - 400 * share) <= 4 * (400 * share * (1 - share)) ** 0.5 + 1
+    whole = search_tables.first(space, 10**9)
+    assert len(whole) == len(space) and set(whole) == set(space.listing())
+
+
+def test_tables_go_on_where_they_were_stopped_and_searches_are_replayed_on_them(
+        pretended: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "table.jsonl"
+    search_tables.measure(SMALL, "cuda", path, 20, 60.0, 8)
+    before = read(path)
+    assert len(before.trials()) == 40 and not before.problems
+    search_tables.measure(SMALL, "cuda", path, 20, 60.0, 8)
+    assert len(read(path).trials()) == 40
+    search_tables.measure(SMALL, "cuda", path, 48, 60.0, 8)
+    trials = read(path).trials()
+    for text in SMALL:
+        mine = [t for t in trials if t.workload == search_tables.workload_of(text)]
+        assert {Candidate.of(t.schedule, t.config) for t in mine} == set(search_tables.first(space_of(text), 48))
+        assert len(mine) == 48 and all(t.device == H100 for t in mine)
+    assert "96 trials" not in capsys.readouterr().out  # each run says what it made itself
+
+    pytest.importorskip("matplotlib")
+    output, live = tmp_path / "quality", tmp_path / "live.json"
+    work = str(search_tables.workload_of(SMALL[0]))
+    live.write_text(json.dumps({"records": "none", "rows": [{"found": {work: {"best_us": 3.0, "trials": 32}}}]}))
+    monkeypatch.setattr(sys, "argv", ["search_quality.py", "--table", str(path), "--seeds", "2", "--budget", "32",
+                                      "--live", str(live), "--output", str(output)])
+    search_quality.main()
+    report = json.loads(output.with_suffix(".json").read_text())
+    assert list(report["configurations"].values()) == [48, 48] and output.with_suffix(".png").stat().st_size > 10_000
+    at = {(r["workload"], r["search"], r["trials"]): r for r in report["rows"]}
+    assert len(at) == 2 * 3 * 3
+    assert [r["ratio"] for r in report["live"]] == [3.0 / report["best_us"][work]]
+    assert all(1 <= r["best"] <= r["median"] <= r["worst"] for r in at.values())
+
+
+def test_what_time_is_left_is_shared(pretended: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(search_rate.PRETEND, json.dumps([0.05, 0.01]))
+    path = tmp_path / "table.jsonl"
+    search_tables.measure(SMALL, "cuda", path, 10_000, 12.0, 4)
+    counts = [sum(t.workload == search_tables.workload_of(text) for t in read(path).trials()) for text in SMALL]
+    assert min(counts) > 0 and max(counts) - min(counts) <= 3 * 4
+
+
+def test_a_replay_is_the_tuner_on_the_table(monkeypatch: pytest.MonkeyPatch):
+    (table,) = search_quality.tables_of([ROOT / "benchmarks" / "results" / "search_quality_cpu.jsonl.xz"])
+    assert len(table.times) == 384
+    asked = []
+    real = search_quality.Looked.submit
+    monkeypatch.setattr(search_quality.Looked, "submit",
+                        lambda self, batch, bound: (asked.append(len(batch)), real(self, batch, bound)))
+    found = search_quality.replay(table, "model", 0, 64)
+    assert len(found) == 64 and found == sorted(found, reverse=True) and found[-1] >= 1
+    assert sum(asked) == 64 and found == search_quality.replay(table, "model", 0, 64)
+    assert search_quality.replay(table, "random", 0, 384)[-1] == 1.0
+
+
+def test_no_record_of_the_workload_itself_warms_a_replay():
+    work = search_tables.workload_of("lstm:512:16:100:bfloat16")
+    left = {t.workload for t in search_quality.others(work).trials()}
+    batches = {w.batch for w in left if (w.cell, w.hidden, w.input, w.dtype) == ("lstm", 512, 512, "bfloat16")}
+    assert 16 not in batches and batches & {1, 4, 8, 32, 64}
+
+
+def test_drawing_from_a_table_reaches_all_of_it():
+    class Tiny(search_quality.TableSpace):
+        pass
+
+    task: Task = search_tables.task_of(search_tables.workload_of(SMALL[0]), H100)[0]
+    space = space_of(SMALL[0])
+    chosen = search_tables.first(space, 30)
+    tiny = Tiny(task, list(space.schedules.values()), dict.fromkeys(chosen))
+    rng = random.Random(0)
+    assert {tiny.draw(rng) for _ in range(2000)} == set(chosen)
+    assert all(n is None or n in chosen for n in (tiny.neighbour(c, rng) for c in chosen))
+
+
+def test_the_rate_of_a_search(tmp_path: Path):
+    output = tmp_path / "rate.json"
+    command = ["--layers", "lstm:64:2:10:float16", *SMALL, "--at-once", "2", "--records", "others", "--trials", "24",
+               "--pretend-builds", "0.05", "--pretend", "0.01", "--builders", "2", "--output", str(output)]
+    done = subprocess.run([sys.executable, "benchmarks/search_rate.py", *command], cwd=ROOT, capture_output=True,
+                          text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    row, last = json.loads(output.read_text())["rows"]
+    assert row["trials"] == 48 and last["trials"] == 24 and row["failed"] == 0
+    assert [f["trials"] for f in row["found"].values()] == [24, 24] and last["found"]
+    assert 0 < row["per_second_all"] < row["per_second"]
+    assert 0 < row["builders"] <= 1 and 0 < row["measurer"] <= 1 and 0 <= row["proposing"] <= 1
+    assert row["measurer"] + row["starved"] == pytest.approx(1)
+    assert row["measure"]["median"] >= 0.01 and row["first"] < row["seconds"]
