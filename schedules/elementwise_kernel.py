@@ -1,8 +1,10 @@
 """The code of the elementwise schedule: a thread has neighbouring units of one batch row for the whole sequence.
 
-Hoisted inputs go through a ring of registers: those of step t are used, and those of step t + ``prefetch`` loaded
-in their place. The loop is unrolled by the ring, so that every place in it is a register; nothing that is loaded is
-looked at before its step, since a warp waits for the first instruction that does.
+What a thread needs of hoisted inputs it copies itself, asynchronously, to a ring of slots in shared memory that
+nobody else looks at, so that there is no barrier. Steps come in groups: the inputs of a group are waited for and taken to
+registers, its steps are computed, unrolled, and the inputs of the group ``prefetch`` steps later are copied to the
+slots that became free. (Loads to a ring of registers do as well for few steps ahead only: a warp waits for several
+loads at once.)
 """
 
 from __future__ import annotations
@@ -15,117 +17,165 @@ from ecornn.schedules.tensor_core import pack_pair
 from ecornn.schedules.timeline import Timeline, row_arguments
 
 
-def sequence_kernel(task: Task, units: int, threads: int, blocks: int, prefetch: int, math: str) -> Any:
+def sequence_kernel(task: Task, units: int, threads: int, blocks: int, prefetch: int, group: int, math: str) -> Any:
     """``sequence(T, B, hoisted, vectors, <state>_in, <state>_out, y, lengths, resets)``."""
     from tvm.script.ir_builder import IRBuilder
     from tvm.tirx.script.builder import ir as T
 
     graph, w = task.graph, task.workload
     columns, big = w.hidden // units, T.int64(1 << 40)
+    kinds = {"hoisted": "float32"} if graph.hoisted_outputs else {}
+    kinds |= {"vectors": "float32", "y": w.dtype}
+    kinds |= {f"{state}_{end}": w.dtype for state in graph.states for end in ("in", "out")}
     with IRBuilder() as builder, T.prim_func():
         T.func_name("sequence")
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
-        kinds = {"hoisted": "float32"} if graph.hoisted_outputs else {}
-        kinds |= {"vectors": "float32"} | {f"{s}_{end}": w.dtype for s in graph.states for end in ("in", "out")}
-        kinds["y"] = w.dtype
         arguments = {name: T.arg(name, T.buffer((big,), kind)) for name, kind in kinds.items()}
         arguments |= row_arguments(T, task.place)
         T.device_entry()
-        item = T.Bind(T.cta_id([blocks]) * threads + T.thread_id([threads]))
+        block, thread = T.cta_id([blocks]), T.thread_id([threads])
+        ring = None
+        if graph.hoisted_outputs:
+            slots = (prefetch, len(graph.hoisted_outputs), threads, units)
+            memory = T.alloc_buffer((ring_floats(*slots),), "float32", scope="shared.dyn", align=16)
+            ring = memory, slots
+        item = T.Bind(block * threads + thread)
         row = T.Bind(item // columns)
         with T.If(row < batch), T.Then():
             unit = T.Bind(item % columns * units)
-            _Units(T, task, units, prefetch, math, arguments, row, unit, steps, batch).run()
+            _Units(T, task, units, group, math, arguments, ring, thread, row, unit, steps, batch).run()
     return builder.get()
 
 
-class _Units:
-    """Emits the code of a thread for units ``unit`` .. ``unit + count - 1`` of a row."""
+def ring_floats(prefetch: int, outputs: int, threads: int, units: int) -> int:
+    """Elements of a block's ring in shared memory."""
+    return prefetch * outputs * threads * units
 
-    def __init__(self, T: Any, task: Task, count: int, prefetch: int, math: str, arguments: dict[str, Any], row: Any,
-                 unit: Any, steps: Any, batch: Any) -> None:
+
+class _Units:
+    """Emits the code of a thread: units ``unit`` .. ``unit + count - 1`` of a row, in groups of ``group`` steps."""
+
+    def __init__(self, T: Any, task: Task, count: int, group: int, math: str, arguments: dict[str, Any], ring: Any,
+                 thread: Any, row: Any, unit: Any, steps: Any, batch: Any) -> None:
         self.T, self.task, self.graph, self.math, self.arguments = T, task, task.graph, math, arguments
-        self.count, self.prefetch, self.row, self.unit, self.steps, self.batch = count, prefetch, row, unit, steps, batch
+        self.count, self.group, self.ring, self.thread = count, group, ring, thread
+        self.row, self.unit, self.steps = row, unit, steps
         self.timeline = Timeline(T, task.place, arguments, steps, batch)
+        w, place, outputs = task.workload, task.place, len(self.graph.hoisted_outputs)
         self.states = T.alloc_buffer((len(self.graph.states), count), "float32", scope="local")
-        ring = (prefetch, max(1, len(self.graph.hoisted_outputs)), count)
-        self.inputs = T.alloc_buffer(ring, "float32", scope="local")
-        self.marks = T.alloc_buffer((prefetch,), "int32", scope="local") if task.place.resets else None
+        self.inputs = T.alloc_buffer((group, max(1, outputs), count), "float32", scope="local")
+        self.marks = T.alloc_buffer((group,), "int32", scope="local") if place.resets else None
+        # where hoisted inputs and y of the first step are, and how far apart steps are
+        first = T.cast(self.timeline.at(T.int32(0)) * batch + row, "int64")
+        apart = T.cast(-batch if place.reverse else batch, "int64")
+        self.input, self.inputs_apart = T.Bind(first * (outputs * w.hidden) + unit), T.Bind(apart * (outputs * w.hidden))
+        width, own = place.y_width(w.hidden), place.y_offset(w.hidden)
+        self.output, self.outputs_apart = T.Bind(first * width + (unit + own)), T.Bind(apart * width)
 
     def run(self) -> None:
         """The whole sequence."""
-        T, H = self.T, self.task.workload.hidden
-        for place in range(self.prefetch):
-            self._load(place, T.int32(place))
-        vectors = enumerate(self.graph.vectors)
-        found = [(v.var, [T.Bind(self.arguments["vectors"][k * H + self.unit + e]) for e in range(self.count)])
-                 for k, v in vectors]
-        self.constants = [invariants(self.graph, {var: values[e] for var, values in found}, self.math)
+        T, H, group = self.T, self.task.workload.hidden, self.group
+        ahead = self.ring[1][0] // group if self.ring else 0  # groups
+        for number in range(ahead):
+            self._copy(T.int32(number), T.int32(number * group))
+        self._mark(T.int32(0))
+        values = [(v.var, [T.Bind(self.arguments["vectors"][k * H + self.unit + e]) for e in range(self.count)])
+                  for k, v in enumerate(self.graph.vectors)]
+        self.constants = [invariants(self.graph, {var: those[e] for var, those in values}, self.math)
                           for e in range(self.count)]
         self.limit = T.Bind(self.timeline.limit(self.row))
         first = T.Bind(self.row * H + self.unit)
         for s, name in enumerate(self.graph.states):
             for e in range(self.count):
                 T.buffer_store(self.states, T.cast(self.arguments[f"{name}_in"][first + e], "float32"), [s, e])
-        turns = T.Bind(self.steps // self.prefetch)
-        with T.serial(0, turns) as turn:
-            for place in range(self.prefetch):
-                t = T.Bind(turn * self.prefetch + place)
-                self._step(place, t)
-                self._load(place, T.Bind(t + self.prefetch))
-        for place in range(self.prefetch - 1):
-            t = T.Bind(turns * self.prefetch + place)
+        groups = T.Bind(self.steps // group)
+        with T.serial(0, groups) as number:
+            slot = T.Bind(number % max(1, ahead) * group)
+            if self.ring:
+                T.evaluate(T.ptx["cp.async.wait_group"](ahead - 1))
+                for i in range(group):
+                    self._take(i, slot)
+            for i in range(group):
+                self._step(i, T.Bind(number * group + i))
+            if self.ring:
+                self._copy(T.Bind(number + ahead), slot)
+            self._mark(T.Bind(number + 1))
+        T.evaluate(T.ptx["cp.async.wait_all"]())  # for the rest; and no thread leaves before its copies have landed
+        slot = T.Bind(groups % max(1, ahead) * group)
+        for i in range(group - 1):
+            t = T.Bind(groups * group + i)
             with T.If(t < self.steps), T.Then():
-                self._step(place, t)
+                if self.ring:
+                    self._take(i, slot)
+                self._step(i, t)
         for s, name in enumerate(self.graph.states):
             for e in range(self.count):
                 value = T.cast(self.states[s, e], self.task.workload.dtype)
                 T.buffer_store(self.arguments[f"{name}_out"], value, [first + e])
 
-    def _load(self, place: int, t: Any) -> None:
-        """Loads what step t needs; of the last step again where t is beyond it, since a branch takes longer."""
-        T, outputs, H = self.T, len(self.graph.hoisted_outputs), self.task.workload.hidden
-        t = T.Bind(T.min(t, self.steps - 1))
-        if self.marks is not None:
-            T.buffer_store(self.marks, T.cast(self.timeline.mark(t, self.row), "int32"), [place])
-        if not outputs:
-            return
-        at = T.cast(self.timeline.at(t) * self.batch + self.row, "int64") * (outputs * H)
-        first = T.Bind(at + self.unit)
-        for q in range(outputs):
-            into = [self.inputs[place, q, e] for e in range(self.count)]
-            if self.count == 1:
-                T.buffer_store(self.inputs, self.arguments["hoisted"][first + q * H], [place, q, 0])
-            else:
-                T.evaluate(T.ptx[f"ld.global.v{self.count}.f32"](*into, self.arguments["hoisted"].ptr_to([first + q * H])))
+    def _slot(self, slot: Any, q: int) -> Any:
+        _, outputs, threads, units = self.ring[1]
+        return self.ring[0].ptr_to([((slot * outputs + q) * threads + self.thread) * units])
 
-    def _step(self, place: int, t: Any) -> None:
-        """Step t, from the inputs in ``place``."""
+    def _copy(self, number: Any, slot: Any) -> None:
+        """Begins to copy the inputs of a group of steps to the slots from ``slot`` on."""
+        T, left = self.T, self.T.Bind(self.steps - number * self.group)
+        first = T.Bind(self.input + T.cast(number * self.group, "int64") * self.inputs_apart)
+        with T.If(left >= self.group):
+            with T.Then():
+                for i in range(self.group):
+                    self._copy_step(T.Bind(first + i * self.inputs_apart), slot + i)
+            with T.Else():
+                for i in range(self.group - 1):
+                    with T.If(left > i), T.Then():
+                        self._copy_step(T.Bind(first + i * self.inputs_apart), slot + i)
+        T.evaluate(T.ptx["cp.async.commit_group"]())
+
+    def _copy_step(self, first: Any, slot: Any) -> None:
+        T, kind = self.T, "cg" if self.count == 4 else "ca"
+        for q in range(len(self.graph.hoisted_outputs)):
+            source = self.arguments["hoisted"].ptr_to([first + q * self.task.workload.hidden])
+            T.evaluate(T.ptx[f"cp.async.{kind}.shared.global"](self._slot(slot, q), source, 4 * self.count))
+
+    def _take(self, i: int, slot: Any) -> None:
+        """The inputs of a group's step i from the slots of the group."""
+        T = self.T
+        for q in range(len(self.graph.hoisted_outputs)):
+            into = [self.inputs[i, q, e] for e in range(self.count)]
+            width = f"v{self.count}." if self.count > 1 else ""
+            T.evaluate(T.ptx[f"ld.shared.{width}f32"](*into, self._slot(slot + i, q)))
+
+    def _mark(self, number: Any) -> None:
+        """Loads which of a group's steps begin a sequence; of the last step where there are no more."""
+        T = self.T
+        for i in range(self.group if self.marks is not None else 0):
+            t = T.Bind(T.min(number * self.group + i, self.steps - 1))
+            T.buffer_store(self.marks, T.cast(self.timeline.mark(t, self.row), "int32"), [i])
+
+    def _step(self, i: int, t: Any) -> None:
+        """Step t, the i-th of its group."""
         T, graph, timeline = self.T, self.graph, self.timeline
         live = timeline.live(t, self.limit)
-        fresh = None if self.marks is None else timeline.starts(t, self.limit, self.marks[place])
+        fresh = None if self.marks is None else timeline.starts(t, self.limit, self.marks[i])
         outputs = []
         for e in range(self.count):
             before = timeline.started(fresh, [T.Bind(self.states[s, e]) for s in range(len(graph.states))])
-            env = self.constants[e] | {v: self.inputs[place, q, e] for q, v in enumerate(graph.hoisted_outputs)}
+            env = self.constants[e] | {v: self.inputs[i, q, e] for q, v in enumerate(graph.hoisted_outputs)}
             env = emit(graph.prologue, env | dict(zip(graph.states.values(), before, strict=True)), self.math)
             after = {name: timeline.masked(live, T.Bind(env[var]), old)
                      for (name, var), old in zip(graph.results.items(), before, strict=True)}
             for s, value in enumerate(after.values()):
                 T.buffer_store(self.states, value, [s, e])
             outputs.append(timeline.masked(live, after[graph.output], T.float32(0)))
-        self._store(t, outputs)
+        self._store(T.Bind(self.output + T.cast(t, "int64") * self.outputs_apart), outputs)
 
-    def _store(self, t: Any, outputs: list[Any]) -> None:
-        """y of step t."""
-        T, w, place = self.T, self.task.workload, self.task.place
-        row = T.cast(self.timeline.at(t) * self.batch + self.row, "int64")
-        at = T.Bind(row * place.y_width(w.hidden) + (self.unit + place.y_offset(w.hidden)))
-        y = self.arguments["y"]
+    def _store(self, at: Any, outputs: list[Any]) -> None:
+        """y of a step."""
+        T, y, dtype = self.T, self.arguments["y"], self.task.workload.dtype
         if self.count == 1:
-            T.buffer_store(y, T.cast(outputs[0], w.dtype), [at])
-        elif w.dtype == "float32":
+            T.buffer_store(y, T.cast(outputs[0], dtype), [at])
+        elif dtype == "float32":
             T.evaluate(T.ptx[f"st.global.v{self.count}.f32"](y.ptr_to([at]), *outputs))
         else:
-            words = [pack_pair(*outputs[e:e + 2], w.dtype) for e in range(0, self.count, 2)]
+            words = [pack_pair(*outputs[e:e + 2], dtype) for e in range(0, self.count, 2)]
             T.evaluate(T.ptx[f"st.global{'.v2' if len(words) > 1 else ''}.b32"](y.ptr_to([at]), *words))
