@@ -1,10 +1,10 @@
 """The code of the elementwise schedule: a thread has neighbouring units of one batch row for the whole sequence.
 
 What a thread needs of hoisted inputs it copies itself, asynchronously, to a ring of slots in shared memory that
-nobody else looks at, so that there is no barrier. Steps come in groups: the inputs of a group are waited for and taken to
-registers, its steps are computed, unrolled, and the inputs of the group ``prefetch`` steps later are copied to the
-slots that became free. (Loads to a ring of registers do as well for few steps ahead only: a warp waits for several
-loads at once.)
+nobody else looks at, so that there is no barrier. Steps come in groups: the inputs of a group are waited for and
+taken to registers, its steps are computed, unrolled, and the inputs of the group ``prefetch`` steps later are copied
+to the slots that became free. (Loads to a ring of registers do as well for few steps ahead only: a warp waits for
+several loads at once.)
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class _Units:
         # where hoisted inputs and y of the first step are, and how far apart steps are
         first = T.cast(self.timeline.at(T.int32(0)) * batch + row, "int64")
         apart = T.cast(-batch if place.reverse else batch, "int64")
-        self.input, self.inputs_apart = T.Bind(first * (outputs * w.hidden) + unit), T.Bind(apart * (outputs * w.hidden))
+        width = outputs * w.hidden
+        self.input, self.inputs_apart = T.Bind(first * width + unit), T.Bind(apart * width)
         width, own = place.y_width(w.hidden), place.y_offset(w.hidden)
         self.output, self.outputs_apart = T.Bind(first * width + (unit + own)), T.Bind(apart * width)
 
@@ -177,5 +178,5 @@ class _Units:
         elif dtype == "float32":
             T.evaluate(T.ptx[f"st.global.v{self.count}.f32"](y.ptr_to([at]), *outputs))
         else:
-            words = [pack_pair(*outputs[e:e + 2], dtype) for e in range(0, self.count, 2)]
+            words = [pack_pair(outputs[e], outputs[e + 1], dtype) for e in range(0, self.count, 2)]
             T.evaluate(T.ptx[f"st.global{'.v2' if len(words) > 1 else ''}.b32"](y.ptr_to([at]), *words))

@@ -197,3 +197,19 @@ def run(cell: Cell, x: Any, states: Mapping[str, Any], parameters: Mapping[str, 
         states, output = cell.formula(row, states, parameters)  # type: ignore[attr-defined]
         y.append(states[output])
     return np.stack(y), states
+
+
+def layer(name: str, hidden: int, x: Any, weights: Mapping[str, Any], lengths: Any = None,
+          resets: Any = None) -> tuple[Any, Mapping[str, Any]]:
+    """As :func:`~ecornn.numpy_reference.reference`: one layer of such a cell, from states of zeros."""
+    cell, (steps, batch, width) = CELLS[name], x.shape
+    parameters = {n: weights[f"{n}_l0"].reshape(s) for n, s in cell.parameters(width, hidden).items()}
+    states, y = {n: np.zeros((batch, hidden)) for n in cell.states}, np.zeros((steps, batch, hidden))
+    for t in range(steps):
+        live = np.full((batch, 1), True) if lengths is None else (t < lengths)[:, None]
+        fresh = live & (False if resets is None else resets[t][:, None])
+        before = {n: np.where(fresh, 0.0, s) for n, s in states.items()}
+        after, output = cell.formula(x[t], before, parameters)  # type: ignore[attr-defined]
+        states = {n: np.where(live, after[n], before[n]) for n in states}
+        y[t] = np.where(live, after[output], 0.0)
+    return y, states

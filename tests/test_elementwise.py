@@ -64,7 +64,11 @@ def test_a_stack(tmp_path: Path, overlap: Overlap):
     stack = Stack(2, overlap.kind != "wavefront", True, True)
     whole = Workload("highway", H, H, B, T, "float32")
     masks, given = masks_of(Place(lengths=True, resets=True), T, B), np.empty(0)
-    parameters, states, programs, wanted, outputs, y = {}, {}, {}, {}, [], given
+    parameters: dict[str, Any] = {}
+    states: dict[str, Any] = {}
+    programs: dict[Any, Any] = {}
+    wanted: dict[str, Any] = {}
+    outputs, y = [], given
     for part in stack.parts(whole):
         place, wide = part.place, part.workload.input
         x, first, found = inputs("highway", (T, B, wide, H), "float32", cell.parameters(wide, H), cell.states,
