@@ -64,8 +64,7 @@ class _Units:
         w, place, outputs = task.workload, task.place, len(self.graph.hoisted_outputs)
         self.states = T.alloc_buffer((len(self.graph.states), count), "float32", scope="local")
         self.inputs = T.alloc_buffer((group, max(1, outputs), count), "float32", scope="local")
-        self.marks, self.next_marks = (T.alloc_buffer((group,), "int32", scope="local") if place.resets else None
-                                       for _ in range(2))  # of this group's steps, and of the next one's
+        self.marks = T.alloc_buffer((group,), "int32", scope="local") if place.resets else None
         # where hoisted inputs and y of the first step are, and how far apart steps are
         first = T.cast(self.timeline.at(T.int32(0)) * batch + row, "int64")
         apart = T.cast(-batch if place.reverse else batch, "int64")
@@ -80,7 +79,7 @@ class _Units:
         ahead = self.ring[1][0] // group if self.ring else 0  # groups
         for number in range(ahead):
             self._copy(T.int32(number), T.int32(number * group))
-        self._mark(T.int32(0), self.marks)
+        self._mark(T.int32(0))
         values = [(v.var, [T.Bind(self.arguments["vectors"][k * H + self.unit + e]) for e in range(self.count)])
                   for k, v in enumerate(self.graph.vectors)]
         self.constants = [invariants(self.graph, {var: those[e] for var, those in values}, self.math)
@@ -97,13 +96,11 @@ class _Units:
                 T.evaluate(T.ptx["cp.async.wait_group"](ahead - 1))
                 for i in range(group):
                     self._take(i, slot)
-            self._mark(T.Bind(number + 1), self.next_marks)
             for i in range(group):
                 self._step(i, T.Bind(number * group + i))
             if self.ring:
                 self._copy(T.Bind(number + ahead), slot)
-            for i in range(group if self.marks is not None else 0):
-                T.buffer_store(self.marks, self.next_marks[i], [i])
+            self._mark(T.Bind(number + 1))
         T.evaluate(T.ptx["cp.async.wait_all"]())  # for the rest; and no thread leaves before its copies have landed
         slot = T.Bind(groups % max(1, ahead) * group)
         for i in range(group - 1):
@@ -149,12 +146,12 @@ class _Units:
             width = f"v{self.count}." if self.count > 1 else ""
             T.evaluate(T.ptx[f"ld.shared.{width}f32"](*into, self._slot(slot + i, q)))
 
-    def _mark(self, number: Any, into: Any) -> None:
+    def _mark(self, number: Any) -> None:
         """Loads which of a group's steps begin a sequence; of the last step where there are no more."""
         T = self.T
-        for i in range(self.group if into is not None else 0):
+        for i in range(self.group if self.marks is not None else 0):
             t = T.Bind(T.min(number * self.group + i, self.steps - 1))
-            T.buffer_store(into, T.cast(self.timeline.mark(t, self.row), "int32"), [i])
+            T.buffer_store(self.marks, T.cast(self.timeline.mark(t, self.row), "int32"), [i])
 
     def _step(self, i: int, t: Any) -> None:
         """Step t, the i-th of its group."""
