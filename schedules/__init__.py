@@ -11,12 +11,14 @@ from ecornn.schedules.base import Config, Knob, Schedule, Task, config_text
 def all_schedules() -> dict[str, Schedule]:
     """Every schedule, by name."""
     from ecornn.schedules.cpu import CPUSequence
+    from ecornn.schedules.elementwise import Elementwise
     from ecornn.schedules.fused_step import FusedStep
     from ecornn.schedules.layout_transform import LayoutTransform
     from ecornn.schedules.persistent import Persistent
     from ecornn.schedules.persistent_wide import PersistentWide
 
-    return {s.name: s for s in (Persistent(), PersistentWide(), LayoutTransform(), FusedStep(), CPUSequence())}
+    return {s.name: s for s in (
+        Persistent(), PersistentWide(), Elementwise(), LayoutTransform(), FusedStep(), CPUSequence())}
 
 
 __all__ = ["Config", "Knob", "Schedule", "Task", "all_schedules", "config_text"]

@@ -25,6 +25,12 @@ __device__ __forceinline__ unsigned ecornn_tf32(unsigned word) {
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(__uint_as_float(word)));
   return r;
 }"""
+_PACK = """
+__device__ __forceinline__ unsigned ecornn_pack_{name}(float low, float high) {{
+  unsigned r;
+  asm("cvt.rn.{name}x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}}"""
 
 
 def per_word(dtype: str) -> int:
@@ -35,6 +41,15 @@ def per_word(dtype: str) -> int:
 def words(count: int, dtype: str) -> int:
     """Words that hold ``count`` values."""
     return -(-count // per_word(dtype))
+
+
+def pack_pair(low: Any, high: Any, dtype: str) -> Any:
+    """Two float32 values as a word of a 16-bit type."""
+    from tvm.tirx.script.builder import ir as T
+
+    name = "f16" if dtype == "float16" else "bf16"
+    return T.Bind(T.cuda.func_call(f"ecornn_pack_{name}", low, high, source_code=_PACK.format(name=name),
+                                   return_type="uint32"))
 
 
 def split(word: Any, arithmetic: str) -> tuple[Any, ...]:

@@ -82,11 +82,26 @@ class Timeline:
         """Whether a row's new sequence starts before step ``t``, which may be T; None: never."""
         if not self.place.resets:
             return None
+        step, inside = self._start(t, limit)
+        mark = self._mark(self.T.Select(inside, step, 0), row)
+        return self.T.Bind(self.T.And(inside, mark != self.T.uint8(0)))
+
+    def mark(self, t: Expr, row: Expr) -> Expr:
+        """What :meth:`starts` needs for step ``t`` < T: loaded, not looked at. ``resets`` only."""
+        return self._mark(self.T.min(self.steps - t, self.steps - 1) if self.place.reverse else t, row)
+
+    def starts(self, t: Expr, limit: Expr, mark: Expr) -> Expr:
+        """As :meth:`fresh`, with the mark loaded before."""
+        return self.T.Bind(self.T.And(self._start(t, limit)[1], mark != 0))
+
+    def _start(self, t: Expr, limit: Expr) -> tuple[Expr, Expr]:
+        """The step of ``resets`` that counts before step ``t``, and whether there is one."""
         T = self.T
         step = T.Bind(self.at(t) + 1 if self.place.reverse else t)
-        inside = T.Bind(T.And(step >= int(self.place.reverse), step < limit))
-        mark = T.cast(T.Select(inside, step, 0) * self.batch + row, "int64")
-        return T.Bind(T.And(inside, self.arguments["resets"][mark] != T.uint8(0)))
+        return step, T.Bind(T.And(step >= int(self.place.reverse), step < limit))
+
+    def _mark(self, step: Expr, row: Expr) -> Expr:
+        return self.arguments["resets"][self.T.cast(step * self.batch + row, "int64")]
 
     def started(self, fresh: Expr | None, values: list[Expr]) -> list[Expr]:
         """States before a step, zero where a new sequence starts there."""

@@ -391,6 +391,11 @@ template <typename W> void load2(W& a, W& b, const void* from) {
   memcpy(w, from, 8);
   a = w[0], b = w[1];
 }
+inline void store2(void* to, uint32_t a, uint32_t b) {
+  if (uintptr_t(to) % 8) fail("a misaligned store of 8 bytes");
+  uint32_t w[2] = {a, b};
+  memcpy(to, w, 8);
+}
 inline void store4(void* to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   if (uintptr_t(to) % 16) fail("a misaligned store of 16 bytes");
   uint32_t w[4] = {a, b, c, d};

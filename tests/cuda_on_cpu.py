@@ -89,6 +89,8 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return f"*(unsigned*){ins[0]} += {ins[1]}"
     if name.startswith("st.shared.v4"):
         return f"emu::store4(emu::at({ins[0]}), {', '.join(ins[1:])})"
+    if name == "ld.shared.f32":
+        return f"{outs[0]} = *(const float*)emu::at({ins[0]})"
     if name.startswith("ld.shared.v2"):
         return f"emu::load2({', '.join(outs)}, emu::at({ins[0]}))"
     if name == "cvt.rna.tf32.f32":
@@ -100,12 +102,18 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return f"emu::load4({', '.join(outs)}, emu::at({ins[0]}))"
     if name.startswith("ld.global") and ".v4." in name:
         return f"emu::load4({every})"
+    if name.startswith("ld.global.v2."):
+        return f"emu::load2({every})"
     if name.startswith("ldmatrix.sync.aligned.m8n8.x4.shared"):
         return f"emu::ldmatrix({every})"
     if name == "st.global.v4.f32":
         return f"emu::store4((void*){ins[0]}, {', '.join(f'emu::as_word({v})' for v in ins[1:])})"
     if name == "st.global.v2.f32":
         return f"((float*){ins[0]})[0] = {ins[1]}, ((float*){ins[0]})[1] = {ins[2]}"
+    if name == "st.global.v2.b32":
+        return f"emu::store2((void*){every})"
+    if name == "st.global.b32":
+        return f"*(unsigned*){ins[0]} = {ins[1]}"
     simple = {"ex2.approx.ftz.f32": f"{outs and outs[0]} = exp2f({ins and ins[0]})",
               "rcp.approx.ftz.f32": f"{outs and outs[0]} = 1.0f / ({ins and ins[0]})",
               "tanh.approx.f32": f"{outs and outs[0]} = tanhf({ins and ins[0]})"}

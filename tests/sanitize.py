@@ -76,6 +76,10 @@ CASES = {
     "wide two parts": wide("lstm", "bfloat16", (9, 23, 64, 140), 1, 48, 0, parts=2, row_teams=3),
     "layout": case("layout_transform", "gru", "bfloat16", (6, 17, 33, 65)),
     "layout f32": case("layout_transform", "gru_reset_before", "float32", (5, 3, 13, 40)),
+    # around the ring of inputs, wide and narrow copies, and a rest
+    "elementwise": case("elementwise", "indrnn", "bfloat16", (37, 5, 24, 72), {"units": 4, "prefetch": 16}),
+    "elementwise masks": case("elementwise", "indrnn", "float32", (37, 5, 24, 71), {"prefetch": 8, "group": 4},
+                              lengths=True, resets=True),
     "fused": case("fused_step", "lstm", "float16", (5, 9, 17, 48)),
     "fused f32": case("fused_step", "gru", "float32", (5, 3, 13, 40)),
     **{f"stack {schedule}": case(schedule, "lstm", "float16", (9, 5, 24, 72), overlap="none", **ALL)
@@ -103,15 +107,20 @@ def file_of(name: str, folder: str) -> str:
 
 def once(name: str, folder: str) -> float:
     """Runs a compiled case; the relative error of y."""
+    import step_cells
     import torch
 
     import ecornn
-    from ecornn.numpy_reference import random_weights, reference
+    from ecornn.numpy_reference import STEPS, random_weights, reference
 
     of, rng = CASES[name], np.random.default_rng(0)
     (T, B, I, H), stack, kind = of["sizes"], of["stack"], getattr(torch, of["dtype"])
-    weights = {k: torch.tensor(v).to(kind).float().numpy() for k, v in random_weights(
-        of["cell"], I, H, 1, stack.get("layers", 1), 1 + stack.get("bidirectional", False)).items()}
+    known = of["cell"] in STEPS
+    parts = stack.get("layers", 1), 1 + stack.get("bidirectional", False)
+    drawn = random_weights(of["cell"], I, H, 1, *parts) if known else {
+        f"{n}_l0": rng.uniform(-1, 1, (s[0] * s[1], *s[2:])) * H ** -0.5
+        for n, s in step_cells.CELLS[of["cell"]].parameters(I, H).items()}
+    weights = {k: torch.tensor(v).to(kind).float().numpy() for k, v in drawn.items()}
     layer = ecornn.load(file_of(name, folder)).bind(weights)
     x = torch.tensor(rng.standard_normal((T, B, I))).to(kind)
     call: dict[str, Any] = {}
@@ -120,7 +129,8 @@ def once(name: str, folder: str) -> float:
     if stack.get("resets"):
         call["resets"] = rng.random((T, B)) < 0.2
     y, _ = layer(x.cuda(), **{k: torch.tensor(v).cuda() for k, v in call.items()})
-    expected, _ = reference(of["cell"], x.double().numpy(), weights, **call)
+    expected, _ = reference(of["cell"], x.double().numpy(), weights, **call) if known else step_cells.layer(
+        of["cell"], H, x.double().numpy(), weights, **call)
     return float(np.linalg.norm(y.double().cpu().numpy() - expected) / np.linalg.norm(expected))
 
 

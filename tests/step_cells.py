@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ecornn.cells import Cell, pointwise, product
+from ecornn.cells.vanilla import IndRNN
 
 
 def sigmoid(z: Any) -> Any:
@@ -109,6 +110,59 @@ class Average(Cell):
         return {"h": s["h"] * 0.75 + x * 0.25}, "h"
 
 
+class Independent(IndRNN):
+    """The built-in one, with its formula."""
+
+    @staticmethod
+    def formula(x, s, p):
+        return {"h": np.maximum(x @ p["weight_ih"][0].T + p["bias_ih"][0] + p["weight_hh"][0] * s["h"], 0.0)}, "h"
+
+
+class Highway(Cell):
+    """As SRU: gates of x and of a unit's own state, two states of which the first is y and is not read."""
+
+    name = "highway"
+    states = ("h", "c")
+
+    def parameters(self, input, hidden):
+        return {"W": (3, hidden, input), "v": (2, hidden), "b": (2, hidden)}
+
+    def step(self, x, states, parameters):
+        from tvm import te
+
+        (h, c), v, b = states, parameters["v"], parameters["b"]
+        wx = product(x, parameters["W"])
+        f = pointwise(lambda i, j: te.sigmoid(wx[i, 0, j] + v[0, j] * c[i, j] + b[0, j]), h, "f")
+        r = pointwise(lambda i, j: te.sigmoid(wx[i, 1, j] + v[1, j] * c[i, j] + b[1, j]), h, "r")
+        new = pointwise(lambda i, j: f[i, j] * c[i, j] + (1.0 - f[i, j]) * wx[i, 2, j], h, "new")
+        return [pointwise(lambda i, j: r[i, j] * te.tanh(new[i, j]) + (1.0 - r[i, j]) * wx[i, 2, j], h, "out"), new]
+
+    @staticmethod
+    def formula(x, s, p):
+        c, z = s["c"], x @ p["W"][2].T
+        f, r = (sigmoid(x @ p["W"][n].T + p["v"][n] * c + p["b"][n]) for n in (0, 1))
+        new = f * c + (1 - f) * z
+        return {"h": r * np.tanh(new) + (1 - r) * z, "c": new}, "h"
+
+
+class Decay(Cell):
+    """Nothing of x at all."""
+
+    name = "decay"
+    states = ("h",)
+
+    def parameters(self, input, hidden):
+        return {"u": (1, hidden)}
+
+    def step(self, x, states, parameters):
+        (h,), u = states, parameters["u"]
+        return [pointwise(lambda i, j: h[i, j] - 0.25 * u[0, j] * h[i, j], h, "new")]
+
+    @staticmethod
+    def formula(x, s, p):
+        return {"h": s["h"] * (1 - 0.25 * p["u"][0])}, "h"
+
+
 class Echo(Cell):
     """A recurrent product, but none of x."""
 
@@ -130,9 +184,10 @@ class Echo(Cell):
         return {"h": np.tanh(s["h"] @ p["R"][0].T + x)}, "h"
 
 
-CELLS = {cell.name: cell for cell in (Gated(), Pair(), Leaky(), Average(), Echo())}
+CELLS = {cell.name: cell for cell in (
+    Gated(), Pair(), Leaky(), Average(), Echo(), Independent(), Highway(), Decay())}
 SQUARE = ("leaky", "average", "echo")  # these read x outside of products, so that I == H
-NO_PRODUCT = ("leaky", "average")  # of a state
+NO_PRODUCT = ("leaky", "average", "indrnn", "highway", "decay")  # of a state
 
 
 def run(cell: Cell, x: Any, states: Mapping[str, Any], parameters: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
@@ -142,3 +197,19 @@ def run(cell: Cell, x: Any, states: Mapping[str, Any], parameters: Mapping[str, 
         states, output = cell.formula(row, states, parameters)  # type: ignore[attr-defined]
         y.append(states[output])
     return np.stack(y), states
+
+
+def layer(name: str, hidden: int, x: Any, weights: Mapping[str, Any], lengths: Any = None,
+          resets: Any = None) -> tuple[Any, Mapping[str, Any]]:
+    """As :func:`~ecornn.numpy_reference.reference`: one layer of such a cell, from states of zeros."""
+    cell, (steps, batch, width) = CELLS[name], x.shape
+    parameters = {n: weights[f"{n}_l0"].reshape(s) for n, s in cell.parameters(width, hidden).items()}
+    states, y = {n: np.zeros((batch, hidden)) for n in cell.states}, np.zeros((steps, batch, hidden))
+    for t in range(steps):
+        live = np.full((batch, 1), True) if lengths is None else (t < lengths)[:, None]
+        fresh = live & (False if resets is None else resets[t][:, None])
+        before = {n: np.where(fresh, 0.0, s) for n, s in states.items()}
+        after, output = cell.formula(x[t], before, parameters)  # type: ignore[attr-defined]
+        states = {n: np.where(live, after[n], before[n]) for n in states}
+        y[t] = np.where(live, after[output], 0.0)
+    return y, states

@@ -1,4 +1,4 @@
-"""The schedules of one launch a step on a GPU: every cell and dtype, and configurations off the default."""
+"""The step schedules and `elementwise` on a GPU: every cell and dtype, and configurations off the default."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ torch = pytest.importorskip("torch")
 
 LIMITS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}  # relative norm of the error
 CELLS = {n: BUILTIN[n] for n in STEPS} | step_cells.CELLS
-SERVED = [(schedule, cell) for schedule in ("layout_transform", "fused_step") for cell in CELLS
-          if schedule == "fused_step" or cell not in step_cells.NO_PRODUCT]  # of a state: layout_transform needs one
+SERVED = [(schedule, cell) for schedule in ("layout_transform", "elementwise", "fused_step") for cell in CELLS
+          if schedule == "fused_step" or (schedule == "elementwise") == (cell in step_cells.NO_PRODUCT)]  # of a state
 SHAPES = [  # T, B, I, H
     (1, 1, 1, 1),  # the smallest of everything
     (3, 2, 5, 7),  # odd rows of x
@@ -59,7 +59,7 @@ def check(schedule: str, cell: str, shape: tuple[int, int, int, int], dtype: str
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True)), "two runs differ"
 
     exact = {n: s.double().numpy() for n, s in states.items()}
-    if cell in BUILTIN:
+    if cell in STEPS:
         want, last = reference(cell, x.double().numpy(), {n: w.double().numpy() for n, w in weights.items()},
                                list(exact.values()))
     else:
@@ -94,6 +94,15 @@ CUT = {"units": 16, "rows": 16, "row_warps": 1, "batch_warps": 1, "split": 1, "d
 def test_layout_transform_configurations(cell: str, knobs: dict[str, Any], dtype: str):
     math = "exact" if dtype == "float32" else "fast"
     check("layout_transform", cell, (6, 33, 40, 300), dtype, {**CUT, **knobs, "math": math}, compiled=70)
+
+
+@pytest.mark.parametrize("dtype", list(LIMITS))
+@pytest.mark.parametrize("cut", [(1, 32, 128, 16), (2, 256, 16, 4), (4, 64, 8, 8)], ids=str)
+@pytest.mark.parametrize("cell", ["indrnn", "highway", "decay"])
+def test_elementwise_configurations(cell: str, cut: tuple[int, ...], dtype: str):
+    math = "exact" if dtype == "float32" else "fast"
+    config = dict(zip(("units", "threads", "prefetch", "group"), cut, strict=True)) | {"math": math}
+    check("elementwise", cell, (150, 21, 40, 300), dtype, config, compiled=40)
 
 
 @pytest.mark.parametrize("dtype", list(LIMITS))

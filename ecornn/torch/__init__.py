@@ -4,6 +4,10 @@
     report = ecornn.torch.replace(model)                                    # every layer of a model
 
 A layer is compiled at its first call of a shape, for the device and data type that it is on.
+
+On a CPU, threads of ours run between PyTorch's own operations. PyTorch's OpenMP threads (GNU's) spin for milliseconds
+after each of those and take processors from ours: start Python with ``GOMP_SPINCOUNT=1000`` in the environment, or
+with ``OMP_WAIT_POLICY=passive``, which costs PyTorch's operations more. Ours sleep after some microseconds.
 """
 
 from __future__ import annotations

@@ -6,18 +6,16 @@ from collections.abc import Iterator
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.persistent.plan import Plan
-from ecornn.schedules.projection import on_wgmma, shape_of
+from ecornn.schedules.projection import projection_time
 from ecornn.schedules.tensor_core import per_word
 
-# products and additions of the projection a nanosecond and multiprocessor, measured on an H100
-WGMMA, MMA = 3600.0, 2100.0  # 16-bit types; float32 has a fifth of the latter, tf32 a half
 NARROW = 24 * 1024  # bytes of state that arrive within the trip
 BESIDE = 120.0  # nanoseconds by which workers slow the recurrence down
 
 
 def estimate(task: Task, plan: Plan) -> float:
     """Nanoseconds of a step: the projection done ahead, then the slower of recurrence and workers."""
-    hoisted = plan.ahead / 100 * projection(task, plan.ahead) / task.device.cores
+    hoisted = plan.ahead / 100 * projection_time(task, plan.ahead) / task.device.cores
     if not plan.workers:
         return hoisted + recurrence(plan)
     return hoisted + max(recurrence(plan) + BESIDE, workers_time(task, plan))
@@ -25,7 +23,7 @@ def estimate(task: Task, plan: Plan) -> float:
 
 def workers_time(task: Task, plan: Plan) -> float:
     """Nanoseconds that the workers need for a step."""
-    return (100 - plan.ahead) / 100 * projection(task, plan.ahead) / plan.workers if plan.workers else 0.0
+    return (100 - plan.ahead) / 100 * projection_time(task, plan.ahead) / plan.workers if plan.workers else 0.0
 
 
 def recurrence(plan: Plan) -> float:
@@ -50,20 +48,11 @@ def recurrence(plan: Plan) -> float:
     return cycles / 1.7
 
 
-def projection(task: Task, ahead: int) -> float:
-    """Nanoseconds that one multiprocessor needs for a step's projection, by the kernel that ``ahead`` leads to."""
-    w = task.workload
-    work = 2.0 * w.batch * w.input * w.hidden * shape_of(task).rows
-    if w.dtype == "float32":
-        return work / MMA * (2 if w.precision else 5)
-    return work / (WGMMA if on_wgmma(task, ahead) else MMA)
-
-
 def best_ahead(task: Task, plan: Plan) -> Iterator[int]:
     """Values of ``ahead`` worth an estimate, for a cut (with ``ahead`` 100) and its left-over blocks."""
     yield 100
     spare = task.device.cores - plan.groups * plan.blocks
-    work = projection(task, 0)
+    work = projection_time(task, 0)
     if spare > 0 and work > 0:
         least = 1 - recurrence(plan) * spare / work  # what the workers cannot do in time
         yield max(0, -(-int(100 * least) // 25) * 25)

@@ -34,15 +34,9 @@ from contextlib import ExitStack
 from typing import Any
 
 from ecornn.schedules.persistent.plan import PAIR, PhasePlan, Plan
-from ecornn.schedules.tensor_core import per_word
+from ecornn.schedules.tensor_core import pack_pair, per_word
 
 SENTINEL = 0xFFFFFFFF
-_PACK = """
-__device__ __forceinline__ unsigned ecornn_pack_{name}(float low, float high) {{
-  unsigned r;
-  asm("cvt.rn.{name}x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}}"""
 
 
 def pack(values: list[Any], dtype: str) -> Any:
@@ -52,10 +46,7 @@ def pack(values: list[Any], dtype: str) -> Any:
     if dtype == "float32":
         word, nan = T.Bind(T.reinterpret("uint32", values[0])), 0x7FFFFFFF
     else:
-        name = "f16" if dtype == "float16" else "bf16"
-        word = T.Bind(T.cuda.func_call(f"ecornn_pack_{name}", *values, source_code=_PACK.format(name=name),
-                                       return_type="uint32"))
-        nan = 0x7FFF7FFF
+        word, nan = pack_pair(values[0], values[1], dtype), 0x7FFF7FFF
     return T.Select(word == T.uint32(SENTINEL), T.uint32(nan), word)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ecornn.schedules.base import Task
-from ecornn.schedules.persistent.estimate import projection
 from ecornn.schedules.persistent_wide.plan import DEPTH, Plan
+from ecornn.schedules.projection import projection_time
 
 TRIP = 2700.0  # cycles from the last store of a state to the first chunk of it
 BLOCK_BYTES, CHIP_BYTES = 48.0, 4800.0  # of state from L2, a cycle: to a block, and to all of them (an H100)
@@ -14,7 +14,7 @@ SHARED_BYTES = 128.0  # that products read from shared memory, a cycle
 
 def estimate(task: Task, plan: Plan) -> float:
     """Nanoseconds of a step: the projection done ahead and the recurrence."""
-    return projection(task, 100) / task.device.cores + recurrence(plan)
+    return projection_time(task) / task.device.cores + recurrence(plan)
 
 
 def recurrence(plan: Plan) -> float:

@@ -1,0 +1,182 @@
+"""The code of the elementwise schedule: a thread has neighbouring units of one batch row for the whole sequence.
+
+What a thread needs of hoisted inputs it copies itself, asynchronously, to a ring of slots in shared memory that
+nobody else looks at, so that there is no barrier. Steps come in groups: the inputs of a group are waited for and
+taken to registers, its steps are computed, unrolled, and the inputs of the group ``prefetch`` steps later are copied
+to the slots that became free. (Loads to a ring of registers do as well for few steps ahead only: a warp waits for
+several loads at once.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ecornn.schedules.base import Task
+from ecornn.schedules.pointwise import emit, invariants
+from ecornn.schedules.tensor_core import pack_pair
+from ecornn.schedules.timeline import Timeline, row_arguments
+
+
+def sequence_kernel(task: Task, units: int, threads: int, blocks: int, prefetch: int, group: int, math: str) -> Any:
+    """``sequence(T, B, hoisted, vectors, <state>_in, <state>_out, y, lengths, resets)``."""
+    from tvm.script.ir_builder import IRBuilder
+    from tvm.tirx.script.builder import ir as T
+
+    graph, w = task.graph, task.workload
+    columns, big = w.hidden // units, T.int64(1 << 40)
+    kinds = {"hoisted": "float32"} if graph.hoisted_outputs else {}
+    kinds |= {"vectors": "float32", "y": w.dtype}
+    kinds |= {f"{state}_{end}": w.dtype for state in graph.states for end in ("in", "out")}
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("sequence")
+        steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
+        arguments = {name: T.arg(name, T.buffer((big,), kind)) for name, kind in kinds.items()}
+        arguments |= row_arguments(T, task.place)
+        T.device_entry()
+        block, thread = T.cta_id([blocks]), T.thread_id([threads])
+        ring = None
+        if graph.hoisted_outputs:
+            slots = (prefetch, len(graph.hoisted_outputs), threads, units)
+            memory = T.alloc_buffer((ring_floats(*slots),), "float32", scope="shared.dyn", align=16)
+            ring = memory, slots
+        item = T.Bind(block * threads + thread)
+        row = T.Bind(item // columns)
+        with T.If(row < batch), T.Then():
+            unit = T.Bind(item % columns * units)
+            _Units(T, task, units, group, math, arguments, ring, thread, row, unit, steps, batch).run()
+    return builder.get()
+
+
+def ring_floats(prefetch: int, outputs: int, threads: int, units: int) -> int:
+    """Elements of a block's ring in shared memory."""
+    return prefetch * outputs * threads * units
+
+
+class _Units:
+    """Emits the code of a thread: units ``unit`` .. ``unit + count - 1`` of a row, in groups of ``group`` steps."""
+
+    def __init__(self, T: Any, task: Task, count: int, group: int, math: str, arguments: dict[str, Any], ring: Any,
+                 thread: Any, row: Any, unit: Any, steps: Any, batch: Any) -> None:
+        self.T, self.task, self.graph, self.math, self.arguments = T, task, task.graph, math, arguments
+        self.count, self.group, self.ring, self.thread = count, group, ring, thread
+        self.row, self.unit, self.steps = row, unit, steps
+        self.timeline = Timeline(T, task.place, arguments, steps, batch)
+        w, place, outputs = task.workload, task.place, len(self.graph.hoisted_outputs)
+        self.states = T.alloc_buffer((len(self.graph.states), count), "float32", scope="local")
+        self.inputs = T.alloc_buffer((group, max(1, outputs), count), "float32", scope="local")
+        self.marks = T.alloc_buffer((group,), "int32", scope="local") if place.resets else None
+        # where hoisted inputs and y of the first step are, and how far apart steps are
+        first = T.cast(self.timeline.at(T.int32(0)) * batch + row, "int64")
+        apart = T.cast(-batch if place.reverse else batch, "int64")
+        width = outputs * w.hidden
+        self.input, self.inputs_apart = T.Bind(first * width + unit), T.Bind(apart * width)
+        width, own = place.y_width(w.hidden), place.y_offset(w.hidden)
+        self.output, self.outputs_apart = T.Bind(first * width + (unit + own)), T.Bind(apart * width)
+
+    def run(self) -> None:
+        """The whole sequence."""
+        T, H, group = self.T, self.task.workload.hidden, self.group
+        ahead = self.ring[1][0] // group if self.ring else 0  # groups
+        for number in range(ahead):
+            self._copy(T.int32(number), T.int32(number * group))
+        self._mark(T.int32(0))
+        values = [(v.var, [T.Bind(self.arguments["vectors"][k * H + self.unit + e]) for e in range(self.count)])
+                  for k, v in enumerate(self.graph.vectors)]
+        self.constants = [invariants(self.graph, {var: those[e] for var, those in values}, self.math)
+                          for e in range(self.count)]
+        self.limit = T.Bind(self.timeline.limit(self.row))
+        first = T.Bind(self.row * H + self.unit)
+        for s, name in enumerate(self.graph.states):
+            for e in range(self.count):
+                T.buffer_store(self.states, T.cast(self.arguments[f"{name}_in"][first + e], "float32"), [s, e])
+        groups = T.Bind(self.steps // group)
+        with T.serial(0, groups) as number:
+            slot = T.Bind(number % max(1, ahead) * group)
+            if self.ring:
+                T.evaluate(T.ptx["cp.async.wait_group"](ahead - 1))
+                for i in range(group):
+                    self._take(i, slot)
+            for i in range(group):
+                self._step(i, T.Bind(number * group + i))
+            if self.ring:
+                self._copy(T.Bind(number + ahead), slot)
+            self._mark(T.Bind(number + 1))
+        T.evaluate(T.ptx["cp.async.wait_all"]())  # for the rest; and no thread leaves before its copies have landed
+        slot = T.Bind(groups % max(1, ahead) * group)
+        for i in range(group - 1):
+            t = T.Bind(groups * group + i)
+            with T.If(t < self.steps), T.Then():
+                if self.ring:
+                    self._take(i, slot)
+                self._step(i, t)
+        for s, name in enumerate(self.graph.states):
+            for e in range(self.count):
+                value = T.cast(self.states[s, e], self.task.workload.dtype)
+                T.buffer_store(self.arguments[f"{name}_out"], value, [first + e])
+
+    def _slot(self, slot: Any, q: int) -> Any:
+        _, outputs, threads, units = self.ring[1]
+        return self.ring[0].ptr_to([((slot * outputs + q) * threads + self.thread) * units])
+
+    def _copy(self, number: Any, slot: Any) -> None:
+        """Begins to copy the inputs of a group of steps to the slots from ``slot`` on."""
+        T, left = self.T, self.T.Bind(self.steps - number * self.group)
+        first = T.Bind(self.input + T.cast(number * self.group, "int64") * self.inputs_apart)
+        with T.If(left >= self.group):
+            with T.Then():
+                for i in range(self.group):
+                    self._copy_step(T.Bind(first + i * self.inputs_apart), slot + i)
+            with T.Else():
+                for i in range(self.group - 1):
+                    with T.If(left > i), T.Then():
+                        self._copy_step(T.Bind(first + i * self.inputs_apart), slot + i)
+        T.evaluate(T.ptx["cp.async.commit_group"]())
+
+    def _copy_step(self, first: Any, slot: Any) -> None:
+        T, kind = self.T, "cg" if self.count == 4 else "ca"
+        for q in range(len(self.graph.hoisted_outputs)):
+            source = self.arguments["hoisted"].ptr_to([first + q * self.task.workload.hidden])
+            T.evaluate(T.ptx[f"cp.async.{kind}.shared.global"](self._slot(slot, q), source, 4 * self.count))
+
+    def _take(self, i: int, slot: Any) -> None:
+        """The inputs of a group's step i from the slots of the group."""
+        T = self.T
+        for q in range(len(self.graph.hoisted_outputs)):
+            into = [self.inputs[i, q, e] for e in range(self.count)]
+            width = f"v{self.count}." if self.count > 1 else ""
+            T.evaluate(T.ptx[f"ld.shared.{width}f32"](*into, self._slot(slot + i, q)))
+
+    def _mark(self, number: Any) -> None:
+        """Loads which of a group's steps begin a sequence; of the last step where there are no more."""
+        T = self.T
+        for i in range(self.group if self.marks is not None else 0):
+            t = T.Bind(T.min(number * self.group + i, self.steps - 1))
+            T.buffer_store(self.marks, T.cast(self.timeline.mark(t, self.row), "int32"), [i])
+
+    def _step(self, i: int, t: Any) -> None:
+        """Step t, the i-th of its group."""
+        T, graph, timeline = self.T, self.graph, self.timeline
+        live = timeline.live(t, self.limit)
+        fresh = None if self.marks is None else timeline.starts(t, self.limit, self.marks[i])
+        outputs = []
+        for e in range(self.count):
+            before = timeline.started(fresh, [T.Bind(self.states[s, e]) for s in range(len(graph.states))])
+            env = self.constants[e] | {v: self.inputs[i, q, e] for q, v in enumerate(graph.hoisted_outputs)}
+            env = emit(graph.prologue, env | dict(zip(graph.states.values(), before, strict=True)), self.math)
+            after = {name: timeline.masked(live, T.Bind(env[var]), old)
+                     for (name, var), old in zip(graph.results.items(), before, strict=True)}
+            for s, value in enumerate(after.values()):
+                T.buffer_store(self.states, value, [s, e])
+            outputs.append(timeline.masked(live, after[graph.output], T.float32(0)))
+        self._store(T.Bind(self.output + T.cast(t, "int64") * self.outputs_apart), outputs)
+
+    def _store(self, at: Any, outputs: list[Any]) -> None:
+        """y of a step."""
+        T, y, dtype = self.T, self.arguments["y"], self.task.workload.dtype
+        if self.count == 1:
+            T.buffer_store(y, T.cast(outputs[0], dtype), [at])
+        elif dtype == "float32":
+            T.evaluate(T.ptx[f"st.global.v{self.count}.f32"](y.ptr_to([at]), *outputs))
+        else:
+            words = [pack_pair(outputs[e], outputs[e + 1], dtype) for e in range(0, self.count, 2)]
+            T.evaluate(T.ptx[f"st.global{'.v2' if len(words) > 1 else ''}.b32"](y.ptr_to([at]), *words))
