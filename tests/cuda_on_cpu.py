@@ -111,6 +111,8 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
               "tanh.approx.f32": f"{outs and outs[0]} = tanhf({ins and ins[0]})"}
     if name in simple:
         return simple[name]
+    if not text:  # pins a value
+        return "(void)0"
     if text == "mov.u32 %0, %%tid.x;":
         return f"{outs[0]} = threadIdx.x"
     if name.startswith("prefetch"):

@@ -3,7 +3,8 @@
 Blocks form groups, and sets within these; a group serves its own batch rows and holds all recurrent weights, a
 set the rows of ``units`` hidden units, each block of it for a part of K. In every block
 
-* a warp for each ring, or four for the only one, copies chunks of the exchanged state into its stages in shared memory (``copies.py``);
+* a warp for each ring, or four for the only one, copies chunks of the exchanged state into its stages in shared
+  memory (``copies.py``);
 * two or three warpgroups multiply, each its half of K or its own rows, with weights in registers and in shared
   memory (``products.py``), hand the partial sums of units that another block of the set finishes over to it
   (``handover.py``), add those of their own, compute the cell's scalars, and write the new state to the
@@ -67,7 +68,7 @@ def wide_kernel(task: Task, plan: Plan, math: str) -> Any:
                 gates.begin()
                 with T.serial(0, steps) as t:
                     products.run(t)
-                    products.store(t, a.get("handed"))
+                    products.store(a.get("handed"))
                     gates.step(t)
     return builder.get()
 

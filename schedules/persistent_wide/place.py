@@ -47,6 +47,11 @@ def named(T: Any, value: Any) -> Any:
     return T.Bind(T.cuda.func_call("ecornn_named", value, source_code=_NAMED, return_type="int32"))
 
 
+def pinned(T: Any, value: Any) -> Any:
+    """The same, computed here and not later."""
+    return T.Bind(T.cuda.func_call("ecornn_pinned", value, source_code=_PINNED, return_type="int32"))
+
+
 def multiplier(T: Any) -> Any:
     """The number of this thread among those that multiply, read anew: no register keeps it, or what follows from it."""
     thread = T.cuda.func_call("ecornn_thread", source_code=_THREAD, return_type="int32")
@@ -55,6 +60,12 @@ def multiplier(T: Any) -> Any:
 
 _NAMED = """
 __device__ __forceinline__ int ecornn_named(int value) {
+  return value;
+}"""
+
+_PINNED = """
+__device__ __forceinline__ int ecornn_pinned(int value) {
+  asm volatile("" : "+r"(value));
   return value;
 }"""
 
