@@ -8,7 +8,8 @@ from ecornn.schedules.persistent_wide.plan import DEPTH, Plan
 
 TRIP = 2700.0  # cycles from the last store of a state to the first chunk of it
 BLOCK_BYTES, CHIP_BYTES = 48.0, 4800.0  # of state from L2, a cycle: to a block, and to all of them (an H100)
-HANDOVER = 1500.0  # cycles from the store of the last partial sum to when another block has it
+# cycles from the store of the last partial sum to when another block has it, and bytes of them a cycle to a block
+HANDOVER, HANDED_BYTES = 1200.0, 6.0
 SHARED_BYTES = 128.0  # that products read from shared memory, a cycle
 
 
@@ -23,7 +24,7 @@ def recurrence(plan: Plan) -> float:
     multiplied = product_cycles(plan)
     behind = 0.15 * min(copied, multiplied)  # of one that the other does not hide
     gates = 250 + plan.columns * plan.stride * 4 * plan.rings * 2 / SHARED_BYTES + 90 * plan.share.items
-    handed = HANDOVER + plan.handed_bytes / BLOCK_BYTES if plan.parts > 1 else 0.0
+    handed = HANDOVER + plan.handed_bytes / HANDED_BYTES if plan.parts > 1 else 0.0
     return (TRIP + max(copied, multiplied) + behind + handed + gates) / 1.7
 
 
