@@ -29,6 +29,7 @@ DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16),
 _COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global \[%0\], \[%1\], (\d+)(, %2)?;")
 _WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(\w+)\.\2 .*, ps0, 1, 1, 0, 0; }")
 _WGMMA_A = re.compile(_WGMMA.pattern.replace("1, 1, 0, 0;", "1, 1, 0;"))  # operand A in registers
+_SPECIAL = re.compile(r"mov\.u32 %0, %%(tid|ctaid)\.x;")
 _WGMMA_KIND = {"f16": 0, "bf16": 1}
 _MMA = {"f16.f16": 0, "bf16.bf16": 1, "tf32.tf32": 2}
 
@@ -119,8 +120,10 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
               "tanh.approx.f32": f"{outs and outs[0]} = tanhf({ins and ins[0]})"}
     if name in simple:
         return simple[name]
-    if text == "mov.u32 %0, %%tid.x;":
-        return f"{outs[0]} = threadIdx.x"
+    if not text:  # pins a value
+        return "(void)0"
+    if special := _SPECIAL.fullmatch(text):
+        return f"{outs[0]} = {'threadIdx' if special[1] == 'tid' else 'blockIdx'}.x"
     if name.startswith("prefetch"):
         return "(void)0"
     pytest.fail(f"the emulation does not know {text}")

@@ -8,7 +8,9 @@ from ecornn.schedules.projection import projection_time
 
 TRIP = 2700.0  # cycles from the last store of a state to the first chunk of it
 BLOCK_BYTES, CHIP_BYTES = 48.0, 4800.0  # of state from L2, a cycle: to a block, and to all of them (an H100)
-HANDOVER = 1500.0  # cycles from the store of the last partial sum to when another block has it
+# cycles from the store of the last partial sum to when another block has it, and bytes of them a cycle to a block
+HANDOVER, HANDED_BYTES = 600.0, 9.0
+HELD = 0.875  # cycles of a product and column where weights are in registers; 0.5 would be the tensor cores' rate
 SHARED_BYTES = 128.0  # that products read from shared memory, a cycle
 
 
@@ -23,14 +25,13 @@ def recurrence(plan: Plan) -> float:
     multiplied = product_cycles(plan)
     behind = 0.15 * min(copied, multiplied)  # of one that the other does not hide
     gates = 250 + plan.columns * plan.stride * 4 * plan.rings * 2 / SHARED_BYTES + 90 * plan.share.items
-    handed = HANDOVER + plan.handed_bytes / BLOCK_BYTES if plan.parts > 1 else 0.0
+    handed = HANDOVER + plan.handed_bytes / HANDED_BYTES if plan.parts > 1 else 0.0
     return (TRIP + max(copied, multiplied) + behind + handed + gates) / 1.7
 
 
 def product_cycles(plan: Plan) -> float:
     """Cycles of a step's products: of the tensor cores, or of shared memory that feeds them."""
-    cycles = 0.0
-    for chunks, weights in ((plan.kept, 0), (plan.chunks - plan.kept, 64 * 16 * 2)):
-        fed = (weights + plan.columns * 16 * 2) / SHARED_BYTES
-        cycles += plan.rings * chunks * DEPTH / 16 * plan.own_tiles * plan.sharers * max(plan.columns / 2, fed, 16)
-    return cycles
+    from_shared = (64 * 16 * 2 + plan.columns * 16 * 2) / SHARED_BYTES
+    held, stored = max(HELD * plan.columns, 16), max(plan.columns / 2, from_shared, 16)
+    products = plan.rings * DEPTH / 16 * plan.own_tiles * plan.sharers  # of a chunk
+    return products * (plan.kept * held + (plan.chunks - plan.kept) * stored)

@@ -56,6 +56,8 @@ class Gates(Items):
         """From partial sums, stored by all, to the state of step t + 1; then what nobody waits for."""
         T, (phase,) = self.T, self.graph.phases
         if self.plan.rings == 1:  # addresses anew: kept from step to step they would take too many registers
+            self.place = self.place.anew()
+            self.first, self.count, self.group = self.place.first, self.place.count, self.place.group
             self._locate(multiplier(T))
             self._address()
         self._barrier(SUMS)

@@ -68,7 +68,7 @@ def wide_kernel(task: Task, plan: Plan, math: str) -> Any:
                 gates.begin()
                 with T.serial(0, steps) as t:
                     products.run(t)
-                    products.store(t, a.get("handed"))
+                    products.store(a.get("handed"))
                     gates.step(t)
     return builder.get()
 

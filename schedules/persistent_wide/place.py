@@ -26,6 +26,10 @@ class Place:
             return cls(T, plan, group, within, 0)
         return cls(T, plan, group, named(T, within // plan.parts), named(T, within % plan.parts))
 
+    def anew(self) -> Place:
+        """The same, worked out again: no register keeps it, or what follows from it."""
+        return Place.of(self.T, self.plan, _special(self.T, "ctaid"))
+
     @property
     def first(self) -> Any:
         """The first unit that it finishes."""
@@ -47,10 +51,19 @@ def named(T: Any, value: Any) -> Any:
     return T.Bind(T.cuda.func_call("ecornn_named", value, source_code=_NAMED, return_type="int32"))
 
 
+def pinned(T: Any, value: Any) -> Any:
+    """The same, computed here and not later."""
+    return T.Bind(T.cuda.func_call("ecornn_pinned", value, source_code=_PINNED, return_type="int32"))
+
+
 def multiplier(T: Any) -> Any:
     """The number of this thread among those that multiply, read anew: no register keeps it, or what follows from it."""
-    thread = T.cuda.func_call("ecornn_thread", source_code=_THREAD, return_type="int32")
-    return T.Bind(T.bitwise_and(thread - TEAM, 511))
+    return T.Bind(T.bitwise_and(_special(T, "tid") - TEAM, 511))
+
+
+def _special(T: Any, name: str) -> Any:
+    """What a special register holds, which is read here."""
+    return T.Bind(T.cuda.func_call(f"ecornn_{name}", source_code=_SPECIAL.format(name=name), return_type="int32"))
 
 
 _NAMED = """
@@ -58,9 +71,15 @@ __device__ __forceinline__ int ecornn_named(int value) {
   return value;
 }"""
 
-_THREAD = """
-__device__ __forceinline__ int ecornn_thread() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
+_PINNED = """
+__device__ __forceinline__ int ecornn_pinned(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
 }"""
+
+_SPECIAL = """
+__device__ __forceinline__ int ecornn_{name}() {{
+  int value;
+  asm volatile("mov.u32 %0, %%{name}.x;" : "=r"(value));
+  return value;
+}}"""

@@ -8,7 +8,7 @@ from ecornn.schedules.mbarrier import mbarrier_wait
 from ecornn.schedules.persistent.exchange import pack
 from ecornn.schedules.persistent_wide import handover
 from ecornn.schedules.persistent_wide.copies import Memory, chunk_at
-from ecornn.schedules.persistent_wide.place import Place, multiplier, named
+from ecornn.schedules.persistent_wide.place import Place, multiplier, named, pinned
 from ecornn.schedules.persistent_wide.plan import DEPTH, TEAM, Plan
 from ecornn.schedules.wgmma import descriptor, wgmma, wgmma_registers, wgmma_wait
 
@@ -67,6 +67,8 @@ class Products:
             if p:
                 T.evaluate(T.ptx["wgmma.wait_group.sync.aligned"](1))
                 self._release(p - 1)
+        if plan.rings == 1:
+            self.rows = self._find_rows(t)  # while the last products are under way
         wgmma_wait([value for tile in every for value in tile])
         self._release(plan.chunks - 1)
 
@@ -94,12 +96,12 @@ class Products:
         with T.If(self.lane == 0), T.Then():
             T.evaluate(T.ptx["mbarrier.arrive.shared::cta.b64"](empty))
 
-    def store(self, t: Any, handed: Any) -> None:
+    def store(self, handed: Any) -> None:
         """Leaves the partial sums in shared memory, and hands over those that other blocks finish: a column of
         weight rows for each batch row."""
         T, plan = self.T, self.plan
         if plan.rings == 1:
-            self._store_rows(t, handed)
+            self._store_rows(handed)
             return
         base = T.Bind(self.memory.sums(self.team) + self.lane % 4 * 2 * plan.stride + self.warp * 16 + self.lane // 4)
         for m in range(plan.tiles):
@@ -109,29 +111,40 @@ class Products:
                         T.buffer_store(self.memory.words, self.acc[m, n, i],
                                        [base + (n * 8 + i % 2) * plan.stride + m * 64 + i // 2 * 8])
 
-    def _store_rows(self, t: Any, handed: Any) -> None:
-        """As ``store``, where each team has rows of its own."""
+    def _find_rows(self, t: Any) -> list[tuple[Any, Any, Any]]:
+        """For each tile's two rows of this thread: whether they are its block's own (1), another's (-1) or padding (0),
+        and where sums of batch rows begin, in what is handed over and in shared memory."""
         T, plan, place, thread = self.T, self.plan, self.place, multiplier(self.T)
-        warp, lane = T.Bind(thread % TEAM // 32), T.Bind(thread % 32)
+        warp, lane, found = T.Bind(thread % TEAM // 32), T.Bind(thread % 32), []
         column = T.Bind(lane % 4 * 2)
         slot = named(T, handover.slot_of(plan, place, t)) if plan.parts > 1 else None
         for m in range(plan.own_tiles):
             for half in range(2):
                 row = named(T, self._tile(m) * 64 + warp * 16 + half * 8 + lane // 4)
-                inside, (finisher, own) = row < plan.gates * plan.units, self._finisher(row)
-                values = [(n * 8 + i, self.acc[m, n, half * 2 + i]) for n in range(plan.columns // 8) for i in range(2)]
+                (finisher, own), there, whose = self._finisher(row), None, 1
                 if slot is not None:
                     other = T.truncmod(place.part + (plan.parts - 1) - finisher, plan.parts)
-                    there = named(T, slot + handover.word_of(plan, finisher, other, column, own))
-                    with T.If(T.And(inside, finisher != place.part)), T.Then():
-                        for c, value in values:
-                            to = there + handover.word_of(plan, 0, 0, c, 0)
-                            handover.store(T, handed, to, pack([value], "float32"))
-                    inside = T.And(inside, finisher == place.part)
-                here = named(T, self.memory.sums(0) + column * plan.stride + own)
-                with T.If(inside), T.Then():
-                    for c, value in values:
-                        T.buffer_store(self.memory.words, value, [here + c * plan.stride])
+                    there = pinned(T, slot + handover.word_of(plan, finisher, other, column, own))
+                    whose = T.Select(finisher == place.part, 1, -1)
+                here = pinned(T, self.memory.sums(0) + column * plan.stride + own)
+                found.append((pinned(T, T.Select(row < plan.gates * plan.units, whose, 0)), there, here))
+        return found
+
+    def _store_rows(self, handed: Any) -> None:
+        """As ``store``, where each team has rows of its own; others wait longer, so theirs go first."""
+        T, plan = self.T, self.plan
+        values = [[(n * 8 + i, self.acc[m, n, half * 2 + i]) for n in range(plan.columns // 8) for i in range(2)]
+                  for m in range(plan.own_tiles) for half in range(2)]
+        for (whose, there, _), every in zip(self.rows, values, strict=True):
+            if there is not None:
+                with T.If(whose < 0), T.Then():
+                    for c, value in every:
+                        to = there + handover.word_of(plan, 0, 0, c, 0)
+                        handover.store(T, handed, to, pack([value], "float32"))
+        for (whose, _, here), every in zip(self.rows, values, strict=True):
+            with T.If(whose > 0), T.Then():
+                for c, value in every:
+                    T.buffer_store(self.memory.words, value, [here + c * plan.stride])
 
     def _finisher(self, row: Any) -> tuple[Any, Any]:
         """Which block of the set finishes the unit of a row, and which of its own rows of sums this is."""
