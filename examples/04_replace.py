@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 # Between PyTorch's own operations, which take turns with ours on a CPU, its OpenMP threads spin for milliseconds by
-# default and keep our threads from running. Both sides are faster without; it counts only before PyTorch is loaded.
+# default and keep our threads from running. The setting counts only before PyTorch is loaded.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
