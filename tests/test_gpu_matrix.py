@@ -86,6 +86,33 @@ def test_matches_float64(schedule, cell, dtype, shape):
         assert relative(found.double().cpu().numpy(), wanted) <= max(limit, 2 * float(torch.finfo(kind).eps))
 
 
+LONG = [("persistent", cell, dtype, B, {"fences": fences})  # many times around the ring of an exchange
+        for cell, dtype, B in (("lstm", "bfloat16", 1), ("gru", "float16", 33), ("gru_reset_before", "bfloat16", 9),
+                               ("rnn_tanh", "float32", 20))
+        for fences in ("every", "products", "rare")]
+LONG += [("persistent_wide", "gru", "float16", 23, {"units": 32, "parts": parts, "row_teams": teams, "groups": 1})
+         for parts, teams in ((1, 1), (1, 2), (2, 2), (3, 2))]
+
+
+@pytest.mark.parametrize(("schedule", "cell", "dtype", "B", "config"), LONG, ids=str)
+def test_long_sequences(schedule, cell, dtype, B, config):
+    T, I, H, kind = 250, 24, 320, getattr(torch, dtype)
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    weights = {k: torch.tensor(v).to(kind).float().numpy() for k, v in random_weights(cell, I, H, seed=5).items()}
+    layer = ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, dtype=dtype, target="cuda", schedule=schedule,
+                           config=config).bind(weights)
+    x = torch.randn(T, B, I, device="cuda").to(kind)
+    state = tuple(torch.zeros(B, H, device="cuda", dtype=kind) for _ in layer.manifest.states)
+    expected, _ = reference(cell, x.double().cpu().numpy(), weights)
+    runs = []
+    for _ in range(4):
+        out = torch.full((T, B, H), float("nan"), device="cuda", dtype=kind)
+        runs.append(layer(x, state, out=out)[0].clone())
+    assert all(torch.equal(runs[0], run) for run in runs), "two runs differ"
+    limit = 1e-5 if dtype == "float32" else 2 * library_error(cell, x, weights, state, expected, kind) + 1e-6
+    assert relative(runs[0].double().cpu().numpy(), expected) <= limit
+
+
 @pytest.mark.parametrize("schedule", ["persistent", "layout_transform"])
 def test_long_sums_in_float32(schedule):
     """Tensor cores cut sums off: kept on them, one of 2560 products has an error of 1.4e-5."""
