@@ -102,7 +102,7 @@ def test_what_time_is_left_is_shared(pretended: None, tmp_path: Path, monkeypatc
     path = tmp_path / "table.jsonl"
     search_tables.measure(SMALL, "cuda", path, 10_000, 12.0, 4)
     counts = [sum(t.workload == search_tables.workload_of(text) for t in read(path).trials()) for text in SMALL]
-    assert min(counts) > 0 and max(counts) - min(counts) <= 3 * 4
+    assert min(counts) * 2 > max(counts) > 0
 
 
 def test_a_replay_is_the_tuner_on_the_table(monkeypatch: pytest.MonkeyPatch):
