@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from ecornn.program import Buffer, Extent, Fill, Launch, Program
+from ecornn.program import Buffer, Call, Extent, Fill, Launch, Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
 from ecornn.schedules.persistent.exchange import SENTINEL
 from ecornn.schedules.persistent_wide.estimate import estimate, product_cycles, recurrence
@@ -148,9 +148,10 @@ class PersistentWide(Schedule):
         buffers += [*row_buffers(task.place), *hoisted.buffers, *_own_buffers(task, plan)]
         functions = {**hoisted.functions, "start": start_kernel(task, plan, START_BLOCKS, math),
                      "persistent_wide": wide_kernel(task, plan, math)}
-        calls = (*hoisted.calls, *(Fill(b.name, SENTINEL & 0xFF, b.extent) for b in buffers if b.name == "handed"),
-                 Launch("start", START_BLOCKS, 256),
-                 Launch("persistent_wide", plan.groups * plan.blocks, plan.threads, plan.shared, cooperative=True))
+        calls: tuple[Call, ...] = (
+            *hoisted.calls, *(Fill(b.name, SENTINEL & 0xFF, b.extent) for b in buffers if b.name == "handed"),
+            Launch("start", START_BLOCKS, 256),
+            Launch("persistent_wide", plan.groups * plan.blocks, plan.threads, plan.shared, cooperative=True))
         return Program(functions, tuple(buffers), calls)
 
 
