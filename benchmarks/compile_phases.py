@@ -110,7 +110,7 @@ def layers(target: str, count: int) -> list[dict[str, Any]]:
     from ecornn.tune.folders import read_all, shipped_folder
 
     found = {t.workload for t in read_all([shipped_folder()]).trials() if t.device.arch == target}
-    order = sorted(found, key=lambda w: (w.cell, w.dtype, w.hidden, w.batch, w.seq))
+    order = sorted(found, key=lambda w: (w.dtype, w.cell, w.hidden, w.batch, w.seq))
     large = sorted(order, key=lambda w: (w.hidden % 64 != 0) * w.batch * w.hidden)[-2:]
     chosen = dict.fromkeys([*order[:: max(1, len(order) // max(1, count - len(large)))], *large])
     return [{"cell": w.cell.split("@")[0], "hidden": w.hidden, "input": w.input, "batch": w.batch, "seq": w.seq,
