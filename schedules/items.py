@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ecornn.schedules.base import Task
+from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.pointwise import emit, invariants
 from ecornn.schedules.timeline import Timeline
 
@@ -34,12 +35,12 @@ class Items(ABC):
     """
 
     def __init__(self, T: Any, task: Task, math: str, arguments: dict[str, Any], share: Share, group: Any,
-                 first: Any, thread: Any, steps: Any, batch: Any, count: Any = None) -> None:
+                 first: Any, thread: Any, steps: Any, batch: Any, hoisted: Hoisted, count: Any = None) -> None:
         """``first``: unit of the block's share; ``count``: units that it really has, where not all have as many."""
         self.T, self.task, self.share, self.math = T, task, share, math
         self.graph, self.arguments, self.items = task.graph, arguments, share.items
         self.group, self.thread, self.steps, self.batch = group, thread, steps, batch
-        self.first, self.count, graph = first, count, task.graph
+        self.first, self.count, self.hoisted, graph = first, count, hoisted, task.graph
         self.timeline = Timeline(T, task.place, arguments, steps, batch)
         self._locate(thread)
 
@@ -48,9 +49,8 @@ class Items(ABC):
 
         self.constants = local(self.items, max(1, len(graph.invariant_outputs)))
         self.states = local(self.items, len(graph.states))
-        outputs = max(1, len(graph.hoisted_outputs))
-        self.inputs = local(self.items, outputs)  # of this step
-        self.ahead = local(self.items, outputs)  # of the next one
+        self.inputs = hoisted.registers(T, self.items)  # of this step
+        self.ahead = hoisted.registers(T, self.items)  # of the next one
         place, rows = task.place, (self.items,)  # of rows, too: these are on the critical path
         self.limits = T.alloc_buffer(rows, "int32", scope="local") if place.lengths else None
         self.fresh = T.alloc_buffer(rows, "int32", scope="local") if place.resets else None
@@ -122,25 +122,26 @@ class Items(ABC):
 
     def _load_inputs(self, t: Any, into: Any) -> None:
         """Loads the hoisted inputs of step t."""
-        T, outputs, H = self.T, len(self.graph.hoisted_outputs), self.task.workload.hidden
-        for i in range(self.items if outputs else 0):
-            for q in range(outputs):
-                T.buffer_store(into, T.float32(0), [i, q])
+        T, hoisted = self.T, self.hoisted
+        nothing = T.uint32(0) if hoisted.packed else T.float32(0)
+        for i in range(self.items if hoisted.outputs else 0):
+            for k in range(hoisted.words):
+                T.buffer_store(into, nothing, [i, k])
             with T.If(T.And(self.valid[i], t < self.steps)), T.Then():
                 row = T.cast(self.timeline.at(t) * self.batch + self.row[i], "int64")
-                first = T.Bind(row * (outputs * H) + self.unit[i])
-                for q in range(outputs):
-                    T.buffer_store(into, self.arguments["hoisted"][first + q * H], [i, q])
+                for k, word in enumerate(hoisted.load(T, self.arguments["hoisted"], row, self.unit[i])):
+                    T.buffer_store(into, word, [i, k])
 
     def _advance(self) -> None:
         for i in range(self.items):
-            for q in range(len(self.graph.hoisted_outputs)):
-                self.T.buffer_store(self.inputs, self.ahead[i, q], [i, q])
+            for k in range(self.hoisted.words):
+                self.T.buffer_store(self.inputs, self.ahead[i, k], [i, k])
 
     def _before(self, i: int) -> dict[Any, Any]:
         """What is known of an item before the products of its step."""
-        graph = self.graph
-        env = {v: self.inputs[i, q] for q, v in enumerate(graph.hoisted_outputs)}
+        graph, hoisted = self.graph, self.hoisted
+        inputs = hoisted.values(self.T, [self.inputs[i, k] for k in range(hoisted.words)])
+        env = dict(zip(graph.hoisted_outputs, inputs, strict=True))
         env |= {v: self.constants[i, k] for k, v in enumerate(graph.invariant_outputs)}
         env |= {v: self.states[i, s] for s, v in enumerate(graph.states.values())}
         return emit(graph.prologue, env, self.math)

@@ -13,6 +13,7 @@ from typing import Any
 
 from ecornn.program import Buffer, Launch, Loop, Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
+from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred
 from ecornn.schedules.pointwise import MATH_FOR, MATH_TRADES
 from ecornn.schedules.projection import project, shape_of
 from ecornn.schedules.step_scalars import (
@@ -65,6 +66,7 @@ class LayoutTransform(Schedule):
             Knob("stages", (2, 3, 4, 6), "more stages hide more latency, for shared memory"),
             Knob("layout", ("hidden", "batch"),
                  "hidden innermost: writers of new state fill sectors; batch inside blocks: readers do"),
+            hoisted_knob(task),
             Knob("math", MATH_FOR[w.dtype], MATH_TRADES),
         )
 
@@ -90,12 +92,13 @@ class LayoutTransform(Schedule):
     def default(self, task: Task) -> Config:
         best = min(self._candidates(task), key=lambda c: estimate(task, plan_of(task, c)), default=None)
         assert best is not None, "default() is for tasks that serves() accepts"
-        return best
+        return {**best, "hoisted": preferred(task, estimate(task, plan_of(task, best)))}
 
     def _candidates(self, task: Task) -> Iterator[Config]:
         """Valid configurations, thinned out: the heuristic leaves the layout to the tuner, and the deepest stages,
         for which ptxas may spill a register or two."""
         knobs = {k.name: k.values for k in self.knobs(task)} | {"layout": ("batch",), "stages": (4, 2), "depth": (1, 2)}
+        knobs["hoisted"] = ("float32",)
         knobs["math"] = ("exact",) if task.workload.dtype == "float32" else ("fast",)
         for values in combinations(*knobs.values()):
             config = dict(zip(knobs, values, strict=True))
@@ -115,12 +118,13 @@ class LayoutTransform(Schedule):
             "flops": 2.0 * products * w.hidden * w.hidden * w.batch,
             "waste": plan.columns * plan.units * rows * plan.rows * width / (w.hidden * w.batch * w.hidden),
             "turns": sum(plan.turns(p) for p in phases), "shared": max(plan.shared(p) for p in phases),
-            "registers": max(plan.registers(p) for p in phases), "estimate": estimate(task, plan)}
+            "registers": max(plan.registers(p) for p in phases), "estimate": estimate(task, plan) - gained(task, config)}
 
     def program(self, task: Task, config: Config) -> Program:
         plan, math = plan_of(task, config), str(config["math"])
         layout = plan.layout(task.workload.batch, str(config["layout"]))
-        hoisted = project(task)
+        inputs = hoisted_of(task, config)
+        hoisted = project(task, inputs)
         own = common_buffers(task, layout)
         buffers = [*own, *hoisted.buffers]
         phases = range(len(plan.gates))
@@ -130,7 +134,7 @@ class LayoutTransform(Schedule):
         blocks = plan.columns * -(-task.workload.batch // plan.rows)
         steps = []
         for p in phases:
-            functions[f"step_{p}"] = _step_kernel(task, plan, layout, buffers, p, blocks, math)
+            functions[f"step_{p}"] = _step_kernel(task, plan, layout, inputs, buffers, p, blocks, math)
             steps.append(Launch(f"step_{p}", blocks, plan.threads, plan.shared(p)))
         calls = (*begin_calls(task, layout, own), *hoisted.calls, Loop(tuple(steps)))
         return Program(functions, tuple(buffers), calls)
@@ -164,8 +168,8 @@ def estimate(task: Task, plan: Plan) -> float:
     return cycles / 1.7
 
 
-def _step_kernel(task: Task, plan: Plan, layout: Layout, buffers: list[Buffer], p: int, blocks: int,
-                 math: str) -> Any:
+def _step_kernel(task: Task, plan: Plan, layout: Layout, inputs: Hoisted, buffers: list[Buffer], p: int,
+                 blocks: int, math: str) -> Any:
     """``step_<p>``: phase p of step t."""
     from tvm.script.ir_builder import IRBuilder
     from tvm.tirx.script.builder import ir as T
@@ -174,7 +178,7 @@ def _step_kernel(task: Task, plan: Plan, layout: Layout, buffers: list[Buffer], 
     with IRBuilder() as builder, T.prim_func():
         T.func_name(f"step_{p}")
         a = declare(T, buffers)
-        scalars = StepScalars(T, task, layout, a, math)
+        scalars = StepScalars(T, task, layout, a, math, inputs)
         T.device_entry()
         block, thread = T.cta_id([blocks]), T.thread_id([plan.threads])
         memory = T.alloc_buffer((plan.shared(p) // 4,), "float32", scope="shared.dyn", align=16)
@@ -196,7 +200,7 @@ def _step_kernel(task: Task, plan: Plan, layout: Layout, buffers: list[Buffer], 
             base = T.Bind(scalars.operand_base(p, a["t"] % 2 if p == 0 else 0))
             product.run(a[f"recurrent_{p}"], column, a[f"operands_{p}"], base, scalars.wide(row0), layout)
 
-            def finish(turn: Any, hoisted: dict[Any, Any] | None) -> None:
+            def finish(turn: Any, hoisted: list[Any] | None) -> None:
                 row, unit, b, j = place(turn)
                 with T.If(T.And(row < plan.rows, T.And(b < a["B"], j < H))), T.Then():
                     scalars.finish(p, b, j, product.sums(row, unit),

@@ -18,6 +18,7 @@ from typing import Any
 
 from ecornn.program import Buffer, Extent, Launch, Packing
 from ecornn.schedules.base import Task
+from ecornn.schedules.hoisted import Hoisted, in_float32
 from ecornn.schedules.pointwise import vector_sources
 from ecornn.schedules.projection_wgmma import THREADS as HOPPER_THREADS
 from ecornn.schedules.projection_wgmma import Shape as HopperShape
@@ -150,11 +151,10 @@ def _hopper(task: Task, ahead: int) -> HopperShape | None:
     return hopper_shape(task) if ahead == 100 and WGMMA else None  # workers read the other packing
 
 
-def project(task: Task, out_dtype: str = "float32", ahead: int = 100) -> Part:
-    """The projection of a task, writing workspace ``hoisted`` (T*B, Q, H) of ``out_dtype``.
+def project(task: Task, layout: Hoisted | None = None, ahead: int = 100) -> Part:
+    """The projection of a task, writing workspace ``hoisted`` as ``layout`` says, by default in float32.
 
-    Q is ``len(task.graph.hoisted_outputs)``; T and B are those of the call. Adds buffers
-    ``hoisted``, ``input_weights`` and ``vectors`` (V, H, float32; the cell's parameter vectors).
+    Adds buffers ``hoisted``, ``input_weights`` and ``vectors`` (V, H, float32; the cell's parameter vectors).
     A cell without hoisted outputs needs no projection: the part is then only ``vectors``. Of all
     rows the first ``ahead`` percent are done (``rows_ahead``); for the others there is a
     workspace ``ready`` of counters, one for each ``block_rows`` of them.
@@ -168,14 +168,14 @@ def project(task: Task, out_dtype: str = "float32", ahead: int = 100) -> Part:
     shape = shape_of(task)
     if not shape.outputs:
         return Part({}, (vectors,), ())
-    hoisted = Buffer("hoisted", "workspace", out_dtype, Extent(0, w.batch * shape.outputs * w.hidden))
-    buffers = [vectors, hoisted]
+    layout = layout or in_float32(task)
+    buffers = [vectors, layout.buffer(w.batch)]
     hopper = _hopper(task, ahead)
     if hopper:
         from ecornn.schedules.projection_wgmma_kernel import wgmma_kernel
 
-        buffers.append(_weights(task, hopper_packing(task, hopper)))
-        return Part({"project": wgmma_kernel(task, hopper, out_dtype)}, tuple(buffers),
+        buffers.append(_weights(task, hopper_packing(task, hopper, layout.span)))
+        return Part({"project": wgmma_kernel(task, hopper, layout)}, tuple(buffers),
                     (Launch("project", task.device.cores, HOPPER_THREADS, hopper.shared),))
     if shape.rows:
         n, c, o = per_word(w.dtype), shape.columns, shape.block_octets
@@ -190,7 +190,7 @@ def project(task: Task, out_dtype: str = "float32", ahead: int = 100) -> Part:
     if ahead == 0:
         return Part({}, tuple(buffers), ())
     blocks = task.device.cores * (1 if shape.tiles * shape.products > 16 else 2)
-    return Part({"project": projection_kernel(task, shape, out_dtype, blocks, ahead)}, tuple(buffers),
+    return Part({"project": projection_kernel(task, shape, layout, blocks, ahead)}, tuple(buffers),
                 (Launch("project", blocks, THREADS, shape.shared),))
 
 

@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ecornn.schedules.base import Task
+from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.projection import ROW, SPAN, THREADS, WARP_COLUMNS, Shape, rows_ahead
 from ecornn.schedules.projection_outputs import Outputs
 from ecornn.schedules.tensor_core import mma, per_word, split
 
 
-def projection_kernel(task: Task, shape: Shape, out_dtype: str, blocks: int, ahead: int) -> Any:
+def projection_kernel(task: Task, shape: Shape, layout: Hoisted, blocks: int, ahead: int) -> Any:
     """``project(T, B, x, input_weights, vectors, hoisted)``: the first ``ahead`` percent of the rows."""
     from tvm.script.ir_builder import IRBuilder
     from tvm.tirx.script.builder import ir as T
@@ -28,13 +29,13 @@ def projection_kernel(task: Task, shape: Shape, out_dtype: str, blocks: int, ahe
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
         arguments = projection_arguments(T, task, shape)
         arguments["vectors"] = T.arg("vectors", T.buffer((T.int64(1 << 40),), "float32"))
-        arguments["hoisted"] = T.arg("hoisted", T.buffer((T.int64(1 << 40),), out_dtype))
+        arguments["hoisted"] = T.arg("hoisted", T.buffer((T.int64(1 << 40),), layout.dtype))
         T.device_entry()
         block, thread = T.cta_id([blocks]), T.thread_id([THREADS])
         # float32 in every kernel: CUDA wants one type for all dynamic shared memory of a file
         memory = T.alloc_buffer((shape.shared // 4,), "float32", scope="shared.dyn", align=16)
         rows = T.Bind(steps * batch)
-        team = Team(T, task, shape, out_dtype, arguments, memory, thread, T.cuda.cta_sync)
+        team = Team(T, task, shape, layout, arguments, memory, thread, T.cuda.cta_sync)
         team.run(T.int32(0), T.Bind(rows_ahead(rows, ahead)), block, blocks)
     return builder.get()
 
@@ -50,15 +51,15 @@ class Team:
 
     Parameters
     ----------
-    arguments : buffers ``x``, ``input_weights``, ``vectors`` and ``hoisted`` (of ``out_dtype``)
+    arguments : buffers ``x``, ``input_weights``, ``vectors`` and ``hoisted`` (as ``layout`` says)
     memory : dynamic shared memory, float32, at least ``shape.shared`` bytes
     thread : 0 to 255
     barrier : emits a barrier of these threads
     """
 
-    def __init__(self, T: Any, task: Task, shape: Shape, out_dtype: str, arguments: Mapping[str, Any], memory: Any,
+    def __init__(self, T: Any, task: Task, shape: Shape, layout: Hoisted, arguments: Mapping[str, Any], memory: Any,
                  thread: Any, barrier: Callable[[], Any]) -> None:
-        self.T, self.task, self.shape, self.out_dtype = T, task, shape, out_dtype
+        self.T, self.task, self.shape, self.layout = T, task, shape, layout
         self.arguments, self.thread, self.barrier = arguments, thread, barrier
         self.shared = memory.view("uint32")
         self.halves = memory.view("float16" if per_word(task.workload.dtype) == 2 else "uint32")
@@ -181,7 +182,7 @@ class Team:
     def _write(self, row: Any, end: Any, column: Any) -> None:
         T, s, H, vectors = self.T, self.shape, self.task.workload.hidden, self.arguments["vectors"]
         outputs = Outputs(T, self.task, self.acc, s.octets, s.tiles, self.arguments["x"], self.arguments["hoisted"],
-                          self.out_dtype, lambda i, at: vectors[i * H + at])
+                          self.layout, lambda i, at: vectors[i * H + at])
         outputs.write(
             lambda o: ((column * WARP_COLUMNS + self.warp_column) * s.octets + o) * 8 + self.lane % 4 * 2,
             lambda m, half: row + (self.warp_row * s.tiles + m) * 16 + half * 8 + self.lane // 4, end)

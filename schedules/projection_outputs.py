@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ecornn.schedules.base import Task
+from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.pointwise import emit, invariants
 
 
@@ -23,7 +24,7 @@ class Outputs:
     ----------
     acc : accumulators (m16 tile, n8 tile, 4)
     octets, tiles : groups of 8 units, and m16 tiles, of the thread
-    x, hoisted : the buffers; ``hoisted`` is of ``out_dtype``
+    x, hoisted : the buffers; ``hoisted`` is as ``layout`` says
     vector : (i, unit) -> the value of parameter vector i
     span : neighbouring units that a thread has, 2 or 4
     """
@@ -35,7 +36,7 @@ class Outputs:
     tiles: int
     x: Any
     hoisted: Any
-    out_dtype: str
+    layout: Hoisted
     vector: Callable[[int, Any], Any]
     span: int = 2
 
@@ -73,7 +74,10 @@ class Outputs:
                 env[graph.x] = T.Bind(T.cast(self.x[at], "float32"))
             env = emit(graph.hoisted, env)
             values.append([env[v] for v in graph.hoisted_outputs])
-        step = next(n for n in (self.span, 2, 1) if H % n == 0) if self.out_dtype == "float32" else 1
+        if self.layout.packed:
+            self.layout.store(T, out, T.cast(row, "int64"), unit, values)
+            return
+        step = next(n for n in (self.span, 2, 1) if H % n == 0)
         for q in range(outputs):
             place = T.Bind((T.cast(row, "int64") * outputs + q) * H + unit)
             for e in range(0, self.span, step):
@@ -82,7 +86,7 @@ class Outputs:
                         guard.enter_context(T.If(unit + e < H))
                         guard.enter_context(T.Then())
                     if step == 1:
-                        T.buffer_store(out, T.cast(values[e][q], self.out_dtype), [place + e])
+                        T.buffer_store(out, values[e][q], [place + e])
                     else:
                         T.evaluate(T.ptx[f"st.global.v{step}.f32"](
                             out.ptr_to([place + e]), *(values[e + i][q] for i in range(step))))

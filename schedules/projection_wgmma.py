@@ -95,13 +95,16 @@ def shape_of(task: Task) -> Shape | None:
     return None
 
 
-def packing_of(task: Task, s: Shape) -> Packing:
+def packing_of(task: Task, s: Shape, span: int) -> Packing:
     """(column, slab) tiles of 8-value chunks of K, n8 tiles, 8 columns, 8 values.
 
-    The columns of two octets' n8 tiles are dealt out so that a thread, which has columns 2 i and 2 i + 1
-    of each, has 4 neighbouring units (:class:`Outputs` with a span of 4).
+    A thread has columns 2 i and 2 i + 1 of each n8 tile. With a ``span`` of 4 the columns of two octets' n8 tiles are
+    dealt out so that these are 4 neighbouring units (:class:`Outputs`).
     """
-    return Packing(tuple((r.weight, r.gate) for r in task.graph.hoisted_rows),
-                   (s.rows, s.columns * s.units, s.slabs * DEPTH),
-                   (s.rows, s.columns, s.octets // 2, 4, 2, 2, s.slabs, DEPTH // 8, 8), (1, 6, 7, 2, 4, 0, 3, 5, 8),
+    sources = tuple((r.weight, r.gate) for r in task.graph.hoisted_rows)
+    pad, chunks = (s.rows, s.columns * s.units, s.slabs * DEPTH), (s.slabs, DEPTH // 8, 8)
+    if span == 2:
+        return Packing(sources, pad, (s.rows, s.columns, s.octets, 8, *chunks), (1, 4, 5, 2, 0, 3, 6),
+                       task.workload.dtype)
+    return Packing(sources, pad, (s.rows, s.columns, s.octets // 2, 4, 2, 2, *chunks), (1, 6, 7, 2, 4, 0, 3, 5, 8),
                    task.workload.dtype)

@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ecornn.schedules.base import Task
+from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.mbarrier import mbarrier_arrive, mbarrier_init, mbarrier_wait
 from ecornn.schedules.projection_outputs import Outputs
 from ecornn.schedules.projection_wgmma import DEPTH, LINE, ROWS, THREADS, Shape
@@ -38,7 +39,7 @@ COPY_REGISTERS, MULTIPLY_REGISTERS = 40, 232  # of a thread; 168 at launch, of w
 LAG_BARRIER = 3  # named barrier; 1 and 2 are those of the multiplying warpgroups
 
 
-def wgmma_kernel(task: Task, shape: Shape, out_dtype: str) -> Any:
+def wgmma_kernel(task: Task, shape: Shape, layout: Hoisted) -> Any:
     """``project(T, B, x, input_weights, vectors, hoisted)``: all rows, on ``task.device.cores`` blocks."""
     from tvm.script.ir_builder import IRBuilder
     from tvm.tirx.script.builder import ir as T
@@ -48,7 +49,7 @@ def wgmma_kernel(task: Task, shape: Shape, out_dtype: str) -> Any:
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
         big, dtype = T.int64(1 << 40), task.workload.dtype
         arguments = {name: T.arg(name, T.buffer((big,), kind)) for name, kind in (
-            ("x", dtype), ("input_weights", dtype), ("vectors", "float32"), ("hoisted", out_dtype))}
+            ("x", dtype), ("input_weights", dtype), ("vectors", "float32"), ("hoisted", layout.dtype))}
         T.device_entry()
         block, thread = T.cta_id([task.device.cores]), T.thread_id([THREADS])
         memory = T.alloc_buffer((shape.shared // 4,), "float32", scope="shared.dyn", align=1024)
@@ -62,7 +63,7 @@ def wgmma_kernel(task: Task, shape: Shape, out_dtype: str) -> Any:
             with T.Else():
                 if shape.moves_registers:
                     T.evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](MULTIPLY_REGISTERS))
-                ring.multiply(out_dtype)
+                ring.multiply(layout)
     return builder.get()
 
 
@@ -107,7 +108,7 @@ class _Ring:
         self._tiles(tile)
         T.evaluate(T.ptx["cp.async.wait_all"]())  # no thread leaves before its copies have landed
 
-    def multiply(self, out_dtype: str) -> None:
+    def multiply(self, layout: Hoisted) -> None:
         """A multiplying warpgroup: products and outputs of its 64 rows of every tile."""
         T, task, s = self.T, self.task, self.shape
         acc = T.alloc_buffer((1, s.width // 8, 4), "float32", scope="local")
@@ -125,9 +126,9 @@ class _Ring:
             # also: nobody writes the vectors of the tile after next while others still read these
             T.evaluate(T.ptx["bar.sync"](T.cast(half + 1, "uint32"), T.uint32(GROUP)))
             row0 = T.Bind(group * ROWS + half * 64 + member // 32 * 16 + lane // 4)
-            outputs = Outputs(T, task, acc, s.octets, 1, self.arguments["x"], self.arguments["hoisted"], out_dtype,
-                              lambda i, at: self.memory[place + i * s.units + (at - unit0)], span=4)
-            outputs.write(lambda pair: unit0 + pair * 16 + lane % 4 * 4, lambda _, upper: row0 + upper * 8, self.rows)
+            outputs = Outputs(T, task, acc, s.octets, 1, self.arguments["x"], self.arguments["hoisted"], layout,
+                              lambda i, at: self.memory[place + i * s.units + (at - unit0)], span=layout.span)
+            outputs.write(lambda n: unit0 + (n * 4 + lane % 4) * layout.span, lambda _, upper: row0 + upper * 8, self.rows)
             T.buffer_store(flip, 1 - flip[0], [0])
 
         self._tiles(tile)

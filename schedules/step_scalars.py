@@ -20,6 +20,7 @@ from ecornn.analysis import StepGraph
 from ecornn.analysis.graph import variables
 from ecornn.program import Buffer, Extent, Fill, Launch
 from ecornn.schedules.base import Task
+from ecornn.schedules.hoisted import Hoisted, in_float32
 from ecornn.schedules.pointwise import emit, invariants
 from ecornn.schedules.timeline import Timeline, row_buffers
 
@@ -142,11 +143,13 @@ class StepScalars:
     T : the builder's module, ``tvm.tirx.script.builder.ir``
     arguments : the kernel's parameters, from :func:`declare`
     math : one of :data:`ecornn.schedules.pointwise.MATH`
+    hoisted : how hoisted values lie in memory; default: in float32
     """
 
-    def __init__(self, T: Any, task: Task, layout: Layout, arguments: dict[str, Any], math: str) -> None:
+    def __init__(self, T: Any, task: Task, layout: Layout, arguments: dict[str, Any], math: str,
+                 hoisted: Hoisted | None = None) -> None:
         self.T, self.task, self.graph, self.layout = T, task, task.graph, layout
-        self.arguments, self.math = arguments, math
+        self.arguments, self.math, self.inputs = arguments, math, hoisted or in_float32(task)
         self.carried = carried(task.graph)
         self.timeline = Timeline(T, task.place, arguments, arguments["T"], arguments["B"])
         w = task.workload
@@ -171,17 +174,19 @@ class StepScalars:
                    for i, v in enumerate(self.graph.vectors)}
         return invariants(self.graph, vectors, self.math)
 
-    def hoisted(self, row: Any, unit: Any) -> dict[Any, Any]:
-        """This step's values of what does not depend on the state."""
-        T, a, outputs, H = self.T, self.arguments, self.graph.hoisted_outputs, self.task.workload.hidden
-        if not outputs:
-            return {}
-        first = T.Bind(T.cast(self.timeline.at(a["t"]) * a["B"] + row, "int64") * (len(outputs) * H) + unit)
-        return {v: T.Bind(a["hoisted"][first + q * H]) for q, v in enumerate(outputs)}
+    def hoisted(self, row: Any, unit: Any) -> list[Any]:
+        """This step's values of what does not depend on the state, as they are in memory."""
+        T, a = self.T, self.arguments
+        if not self.inputs.outputs:
+            return []
+        row = T.cast(self.timeline.at(a["t"]) * a["B"] + row, "int64")
+        return [T.Bind(value) for value in self.inputs.load(T, a["hoisted"], row, unit)]
 
-    def finish(self, p: int, row: Any, unit: Any, sums: dict[Any, Any], hoisted: dict[Any, Any]) -> None:
-        """Everything that follows the products ``sums`` of phase ``p``; row < B and unit < H."""
+    def finish(self, p: int, row: Any, unit: Any, sums: dict[Any, Any], loaded: list[Any]) -> None:
+        """Everything that follows the products ``sums`` of phase ``p``; row < B and unit < H. ``loaded``: by
+        :meth:`hoisted`."""
         T, a, graph = self.T, self.arguments, self.graph
+        hoisted = dict(zip(graph.hoisted_outputs, self.inputs.values(T, loaded), strict=True))
         constants = self.constants(unit)
         before = [T.Bind(a["states"][self.at(s, row, unit)]) for s in range(len(graph.states))]
         env = constants | hoisted | dict(zip(graph.states.values(), before, strict=True))

@@ -28,7 +28,13 @@ __device__ __forceinline__ unsigned ecornn_tf32(unsigned word) {
 _PACK = """
 __device__ __forceinline__ unsigned ecornn_pack_{name}(float low, float high) {{
   unsigned r;
-  asm("cvt.rn.{name}x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  asm("cvt.rn.{kind}x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}}"""
+_UNPACK = """
+__device__ __forceinline__ float ecornn_{name}_f16(unsigned word) {{
+  float r;
+  asm("{{.reg .b16 low, high; mov.b32 {{low, high}}, %1; cvt.f32.f16 %0, {name};}}" : "=f"(r) : "r"(word));
   return r;
 }}"""
 
@@ -43,13 +49,26 @@ def words(count: int, dtype: str) -> int:
     return -(-count // per_word(dtype))
 
 
-def pack_pair(low: Any, high: Any, dtype: str) -> Any:
-    """Two float32 values as a word of a 16-bit type."""
+def pack_pair(low: Any, high: Any, dtype: str, *, finite: bool = False) -> Any:
+    """Two float32 values as a word of a 16-bit type; with ``finite`` the largest float16 in place of infinity."""
     from tvm.tirx.script.builder import ir as T
 
-    name = "f16" if dtype == "float16" else "bf16"
-    return T.Bind(T.cuda.func_call(f"ecornn_pack_{name}", low, high, source_code=_PACK.format(name=name),
+    kind = "f16" if dtype == "float16" else "bf16"
+    name, kind = (f"finite_{kind}", f"satfinite.{kind}") if finite and kind == "f16" else (kind, kind)
+    return T.Bind(T.cuda.func_call(f"ecornn_pack_{name}", low, high, source_code=_PACK.format(name=name, kind=kind),
                                    return_type="uint32"))
+
+
+def unpack_half(word: Any, upper: bool, dtype: str) -> Any:
+    """The lower or upper value of a word of a 16-bit type, in float32."""
+    from tvm.tirx.script.builder import ir as T
+
+    if dtype == "bfloat16":
+        bits = T.bitwise_and(word, T.uint32(0xFFFF0000)) if upper else T.shift_left(word, T.uint32(16))
+        return T.Bind(T.reinterpret("float32", bits))
+    name = "high" if upper else "low"
+    return T.Bind(T.cuda.func_call(f"ecornn_{name}_f16", word, source_code=_UNPACK.format(name=name),
+                                   return_type="float32"))
 
 
 def split(word: Any, arithmetic: str) -> tuple[Any, ...]:

@@ -407,6 +407,13 @@ template <typename E> uint32_t pack2(float high, float low) {
   memcpy(&word, both, 4);
   return word;
 }
+inline float finite_half(float value) { return value > 65504 ? 65504 : value < -65504 ? -65504 : value; }
+inline float half_of(uint32_t word, int shift) {
+  uint16_t bits = word >> shift;
+  half value;
+  memcpy(&value, &bits, 2);
+  return value;
+}
 inline uint32_t tf32(float value) {  // to nearest, ties away from zero
   uint32_t word;
   memcpy(&word, &value, 4);

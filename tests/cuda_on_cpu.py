@@ -30,6 +30,7 @@ _COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global \[%0\], \[%1\], (\d+)(, %2
 _WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(\w+)\.\2 .*, ps0, 1, 1, 0, 0; }")
 _WGMMA_A = re.compile(_WGMMA.pattern.replace("1, 1, 0, 0;", "1, 1, 0;"))  # operand A in registers
 _SPECIAL = re.compile(r"mov\.u32 %0, %%(tid|ctaid)\.x;")
+_HALF = re.compile(r"\{\.reg \.b16 low, high; mov\.b32 \{low, high\}, %1; cvt\.f32\.f16 %0, (low|high); ?\}")
 _WGMMA_KIND = {"f16": 0, "bf16": 1}
 _MMA = {"f16.f16": 0, "bf16.bf16": 1, "tf32.tf32": 2}
 
@@ -98,9 +99,14 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return f"{outs[0]} = emu::tf32({ins[0]})"
     if name.startswith("cvt.rn.") and "x2.f32" in name:
         kind = "nv_bfloat16" if ".bf16x2" in name else "half"
+        ins = [f"emu::finite_half({i})" for i in ins] if "satfinite.f16x2" in name else ins
         return f"{outs[0]} = emu::pack2<{kind}>({', '.join(ins)})"
+    if half := _HALF.fullmatch(text):
+        return f"{outs[0]} = emu::half_of({ins[0]}, {16 if half[1] == 'high' else 0})"
     if name.startswith("ld.shared.v4"):
         return f"emu::load4({', '.join(outs)}, emu::at({ins[0]}))"
+    if name in ("ld.global.u16", "ld.global.b32"):
+        return f"{outs[0]} = *({'uint16_t' if name.endswith('u16') else 'uint32_t'}*){ins[0]}"
     if name.startswith("ld.global") and ".v4." in name:
         return f"emu::load4({every})"
     if name.startswith("ld.global.v2."):
@@ -109,6 +115,8 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return f"emu::ldmatrix({every})"
     if name == "st.global.v4.f32":
         return f"emu::store4((void*){ins[0]}, {', '.join(f'emu::as_word({v})' for v in ins[1:])})"
+    if name == "st.global.v4.b32":
+        return f"emu::store4((void*){every})"
     if name == "st.global.v2.f32":
         return f"((float*){ins[0]})[0] = {ins[1]}, ((float*){ins[0]})[1] = {ins[2]}"
     if name == "st.global.v2.b32":

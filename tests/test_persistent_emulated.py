@@ -19,7 +19,7 @@ from ecornn.workload import Place
 
 SMALL = replace(KNOWN["sm_90a"], cores=6)
 CUT = {"groups": 1, "units": 16, "warps": 2, "chains": 1, "registers": 100, "interleave": 0,
-       "ahead": 100, "fences": "every", "math": "exact"}
+       "ahead": 100, "fences": "every", "hoisted": "float32", "math": "exact"}
 
 CASES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
     ("lstm", (5, 3, 24, 40), "bfloat16", {}),

@@ -8,6 +8,7 @@ from itertools import product
 from ecornn.device import Device
 from ecornn.program import Buffer, Extent, Launch, Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
+from ecornn.schedules.hoisted import gained, hoisted_knob, hoisted_of, preferred
 from ecornn.schedules.persistent.estimate import best_ahead, estimate, recurrence, workers_time
 from ecornn.schedules.persistent.kernel import persistent_kernel
 from ecornn.schedules.persistent.plan import (
@@ -81,6 +82,7 @@ class Persistent(Schedule):
             Knob("fences", ("every", "products", "rare"),
                  "of products and gates in every step, of products, or rare: less waiting, against polls that begin at "
                  "once and disturb what they wait for", before="every"),
+            hoisted_knob(task),
             Knob("math", MATH_FOR[w.dtype], MATH_TRADES),
         )
 
@@ -150,7 +152,8 @@ class Persistent(Schedule):
         return best
 
     def expected(self, task: Task) -> float:
-        return estimate(task, plan_of(task, self.default(task)))
+        config = self.default(task)
+        return estimate(task, plan_of(task, config)) - gained(task, config)
 
     def _best(self, task: Task) -> Config | None:
         """The valid configuration of least estimated time, kept for the next question."""
@@ -164,7 +167,7 @@ class Persistent(Schedule):
         for cost, config in self._cuts(task):
             if (found is None or cost < found[0]) and self.check(task, config) is None:
                 found = cost, config
-        return None if found is None else found[1]
+        return None if found is None else {**found[1], "hoisted": preferred(task, found[0])}
 
     def _cuts(self, task: Task) -> Iterator[tuple[float, Config]]:
         """Estimate and configuration of all cuts that keep as many weights in registers as possible. Some with the
@@ -177,7 +180,8 @@ class Persistent(Schedule):
                 for registers in knobs["registers"]:
                     cut: Config = {"groups": groups, "units": units, "warps": warps,
                                    "gate_warps": gates, "chains": 1, "registers": registers,
-                                   "interleave": interleave, "ahead": 100, "fences": fences, "math": math}
+                                   "interleave": interleave, "ahead": 100, "fences": fences, "hoisted": "float32",
+                                   "math": math}
                     if self.check(task, cut) is not None:
                         continue
                     for ahead in best_ahead(task, plan_of(task, cut)):
@@ -193,7 +197,7 @@ class Persistent(Schedule):
             "lane_words": sum(p.pairs * plan.tiles * 4 for p in plan.phases),
             "products": sum(p.pairs * 2 * -(-p.octets(plan.units) // 2) * plan.tiles for p in plan.phases),
             "sums": sum(plan.warps * p.gates * plan.items for p in plan.phases),
-            "registers": plan.registers, "shared": plan.shared, "estimate": estimate(task, plan),
+            "registers": plan.registers, "shared": plan.shared, "estimate": estimate(task, plan) - gained(task, config),
             "workers": plan.workers, "ring": plan.ring, "acquires": int(plan.fences != "rare"),
             "polls": max(-(-p.pairs // p.polled_pairs) for p in plan.phases),
             "shared_weights": sum(plan.shared_weight_words(p) for p in plan.phases), "streamed": plan.streamed}
@@ -201,7 +205,8 @@ class Persistent(Schedule):
     def program(self, task: Task, config: Config) -> Program:
         plan, math = plan_of(task, config), str(config["math"])
         w, graph = task.workload, task.graph
-        hoisted = project(task, ahead=plan.ahead)
+        layout = hoisted_of(task, config)
+        hoisted = project(task, layout, plan.ahead)
         buffers = [Buffer("x", "x", w.dtype), Buffer("y", "y", w.dtype)]
         for name in graph.states:
             buffers += [Buffer(f"{name}_in", "state_in", w.dtype), Buffer(f"{name}_out", "state_out", w.dtype)]
@@ -214,7 +219,7 @@ class Persistent(Schedule):
                                   Extent(plan.groups * plan.ring * plan.slot_words(phase))))
         functions = dict(hoisted.functions)
         functions["start"] = start_kernel(task, plan, START_BLOCKS, math)
-        functions["persistent"] = persistent_kernel(task, plan, math)
+        functions["persistent"] = persistent_kernel(task, plan, layout, math)
         calls = (*hoisted.calls, Launch("start", START_BLOCKS, 256),
                  Launch("persistent", plan.groups * plan.blocks + plan.workers, plan.block_threads,
                         block_shared(task, plan), cooperative=True))

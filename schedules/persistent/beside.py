@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ecornn.schedules.base import Task
+from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.persistent.plan import Plan, worker_shape
 from ecornn.schedules.projection import THREADS, rows_ahead, shape_of
 from ecornn.schedules.projection_kernel import Team, projection_arguments
@@ -22,11 +23,12 @@ BARRIER = 5  # named barrier of a team of workers; the recurrence has others in 
 class Beside:
     """Emits both sides: the workers' code, and the gate warps' wait."""
 
-    def __init__(self, T: Any, task: Task, plan: Plan, arguments: Mapping[str, Any], steps: Any, batch: Any) -> None:
+    def __init__(self, T: Any, task: Task, plan: Plan, arguments: Mapping[str, Any], steps: Any, batch: Any,
+                 hoisted: Hoisted) -> None:
         shape = worker_shape(task, plan)
         assert shape is not None, "check() refuses what has no room for the projection"
         self.T, self.task, self.plan, self.shape, self.arguments = T, task, plan, shape, arguments
-        self.batch, self.steps = batch, steps
+        self.batch, self.steps, self.hoisted = batch, steps, hoisted
         self.rows = T.Bind(steps * batch)
         self.first = T.Bind(rows_ahead(self.rows, plan.ahead))
         self.seen = T.alloc_buffer((1,), "int32", scope="local")
@@ -49,7 +51,7 @@ class Beside:
             T.evaluate(T.ptx["fence.acq_rel.gpu"]())
             T.evaluate(T.ptx["red.release.gpu.global.add.u32"](self.arguments["ready"].ptr_to([group]), T.uint32(1)))
 
-        team = Team(T, self.task, self.shape, "float32", self.arguments, shared, thread, barrier)
+        team = Team(T, self.task, self.shape, self.hoisted, self.arguments, shared, thread, barrier)
         team.run(self.first, self.rows, worker, self.plan.workers, done)
 
     def wait(self, t: Any) -> None:

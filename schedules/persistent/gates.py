@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ecornn.schedules.base import Task
+from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.items import Items, Share
 from ecornn.schedules.persistent.beside import Beside
 from ecornn.schedules.persistent.exchange import SENTINEL, fence, pack, slot_base, word_of
@@ -19,9 +20,9 @@ class Gates(Items):
 
     def __init__(self, T: Any, task: Task, plan: Plan, math: str, arguments: dict[str, Any],
                  rings: list[Any], shared: Any, group: Any, member: Any, thread: Any, steps: Any,
-                 batch: Any, beside: Beside | None) -> None:
+                 batch: Any, hoisted: Hoisted, beside: Beside | None) -> None:
         share = Share(plan.units, plan.rows, plan.gate_warps * 32)
-        super().__init__(T, task, math, arguments, share, group, member * share.units, thread, steps, batch)
+        super().__init__(T, task, math, arguments, share, group, member * share.units, thread, steps, batch, hoisted)
         self.plan, self.rings, self.shared, self.beside = plan, rings, shared, beside
 
     def run(self) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 from typing import Any
 
 from ecornn.schedules.base import Task
+from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.persistent.beside import Beside
 from ecornn.schedules.persistent.gates import Gates
 from ecornn.schedules.persistent.plan import Plan, block_shared
@@ -29,7 +30,7 @@ from ecornn.schedules.projection import THREADS
 from ecornn.schedules.timeline import row_arguments
 
 
-def persistent_kernel(task: Task, plan: Plan, math: str) -> Any:
+def persistent_kernel(task: Task, plan: Plan, hoisted: Hoisted, math: str) -> Any:
     """``persistent(T, B, [x, input_weights, ready,] hoisted, vectors, <state>_in, <state>_out,
     recurrent_<p>, exchange_<p>, y)``."""
     from tvm.script.ir_builder import IRBuilder
@@ -42,7 +43,7 @@ def persistent_kernel(task: Task, plan: Plan, math: str) -> Any:
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
         arguments = Beside.declare(T, task) if plan.workers else {}
         if graph.hoisted_outputs:
-            arguments["hoisted"] = T.arg("hoisted", T.buffer((big,), "float32"))
+            arguments["hoisted"] = T.arg("hoisted", T.buffer((big,), hoisted.dtype))
         arguments["vectors"] = T.arg("vectors", T.buffer((big,), "float32"))
         for s in graph.states:
             for name in (f"{s}_in", f"{s}_out"):
@@ -56,7 +57,7 @@ def persistent_kernel(task: Task, plan: Plan, math: str) -> Any:
         block, thread = T.cta_id([recurrent + plan.workers]), T.thread_id([plan.block_threads])
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
         shared = T.alloc_buffer((block_shared(task, plan) // 4,), "float32", scope="shared.dyn", align=16)
-        beside = Beside(T, task, plan, arguments, steps, batch) if plan.workers else None
+        beside = Beside(T, task, plan, arguments, steps, batch, hoisted) if plan.workers else None
 
         def recurrence() -> None:
             group, member = T.Bind(block // plan.blocks), T.Bind(block % plan.blocks)
@@ -66,7 +67,7 @@ def persistent_kernel(task: Task, plan: Plan, math: str) -> Any:
                     products(T, plan, steps, group, member, warp, lane, weights, rings, shared)
                 with T.Else(), T.If(warp < plan.warps + plan.gate_warps), T.Then():
                     Gates(T, task, plan, math, arguments, rings, shared, group, member,
-                          T.Bind(thread - plan.warps * 32), steps, batch, beside).run()
+                          T.Bind(thread - plan.warps * 32), steps, batch, hoisted, beside).run()
 
         if beside is None:
             recurrence()

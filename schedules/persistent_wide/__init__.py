@@ -7,6 +7,7 @@ from itertools import product
 
 from ecornn.program import Buffer, Call, Extent, Fill, Launch, Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
+from ecornn.schedules.hoisted import gained, hoisted_knob, hoisted_of, preferred
 from ecornn.schedules.persistent.exchange import SENTINEL
 from ecornn.schedules.persistent_wide.estimate import estimate, product_cycles, recurrence
 from ecornn.schedules.persistent_wide.kernel import wide_kernel
@@ -74,6 +75,7 @@ class PersistentWide(Schedule):
                  "the state for all; 1: two that share K, which small blocks need", before=1),
             Knob("registers", KEPT,
                  "percent of weights in registers, which products need not read; the rest leaves less room for state"),
+            hoisted_knob(task),
             Knob("math", MATH_FOR[w.dtype], MATH_TRADES),
         )
 
@@ -112,10 +114,11 @@ class PersistentWide(Schedule):
     def default(self, task: Task) -> Config:
         best = min(self._candidates(task), key=lambda c: estimate(task, plan_of(task, c)), default=None)
         assert best is not None, "default() is for tasks that serves() accepts"
-        return best
+        return {**best, "hoisted": preferred(task, estimate(task, plan_of(task, best)))}
 
     def expected(self, task: Task) -> float:
-        return estimate(task, plan_of(task, self.default(task)))
+        config = self.default(task)
+        return estimate(task, plan_of(task, config)) - gained(task, config)
 
     def _candidates(self, task: Task) -> Iterator[Config]:
         """Of all cuts, those that keep as many weights in registers as possible."""
@@ -123,7 +126,8 @@ class PersistentWide(Schedule):
         cut = ("groups", "units", "parts", "row_teams")
         for values in product(*(knobs[name] for name in cut)):
             for registers in KEPT:
-                config: Config = {**dict(zip(cut, values, strict=True)), "registers": registers, "math": "fast"}
+                config: Config = {**dict(zip(cut, values, strict=True)), "registers": registers,
+                                  "hoisted": "float32", "math": "fast"}
                 if (reason := self.check(task, config)) is None:
                     yield config
                 if reason is None or not reason.startswith("about"):
@@ -136,18 +140,19 @@ class PersistentWide(Schedule):
                 "handed": plan.handed_bytes,
                 "products": product_cycles(plan), "items": plan.share.items, "stages": plan.stages,
                 "resident": plan.stages / plan.chunks, "registers": plan.registers, "shared": plan.shared,
-                "recurrence": recurrence(plan), "estimate": estimate(task, plan)}
+                "recurrence": recurrence(plan), "estimate": estimate(task, plan) - gained(task, config)}
 
     def program(self, task: Task, config: Config) -> Program:
         plan, math = plan_of(task, config), str(config["math"])
         w, graph = task.workload, task.graph
-        hoisted = project(task)
+        layout = hoisted_of(task, config)
+        hoisted = project(task, layout)
         buffers = [Buffer("x", "x", w.dtype), Buffer("y", "y", w.dtype)]
         for name in graph.states:
             buffers += [Buffer(f"{name}_in", "state_in", w.dtype), Buffer(f"{name}_out", "state_out", w.dtype)]
         buffers += [*row_buffers(task.place), *hoisted.buffers, *_own_buffers(task, plan)]
         functions = {**hoisted.functions, "start": start_kernel(task, plan, START_BLOCKS, math),
-                     "persistent_wide": wide_kernel(task, plan, math)}
+                     "persistent_wide": wide_kernel(task, plan, layout, math)}
         calls: tuple[Call, ...] = (
             *hoisted.calls, *(Fill(b.name, SENTINEL & 0xFF, b.extent) for b in buffers if b.name == "handed"),
             Launch("start", START_BLOCKS, 256),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ecornn.schedules.base import Task
+from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.items import Items
 from ecornn.schedules.persistent.exchange import pack
 from ecornn.schedules.persistent_wide.copies import Memory
@@ -22,10 +23,10 @@ class Gates(Items):
     """Emits the gates of a step; ``thread`` counts the multiplying threads."""
 
     def __init__(self, T: Any, task: Task, plan: Plan, math: str, arguments: dict[str, Any], memory: Memory,
-                 place: Place, thread: Any, steps: Any, batch: Any) -> None:
+                 place: Place, thread: Any, steps: Any, batch: Any, hoisted: Hoisted) -> None:
         self.plan, self.place, self.memory = plan, place, memory
         super().__init__(T, task, math, arguments, plan.share, place.group, place.first, thread, steps, batch,
-                         place.count)
+                         hoisted, place.count)
         self.sums = memory.words
         self.parcels = Parcels(T, plan, arguments["handed"], self.items) if plan.parts > 1 else None
         self._address()

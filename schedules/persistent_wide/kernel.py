@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 from ecornn.schedules.base import Task
+from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.persistent_wide.copies import Memory, copy
 from ecornn.schedules.persistent_wide.gates import Gates
 from ecornn.schedules.persistent_wide.place import Place
@@ -26,7 +27,7 @@ from ecornn.schedules.persistent_wide.products import Products
 from ecornn.schedules.timeline import row_arguments
 
 
-def wide_kernel(task: Task, plan: Plan, math: str) -> Any:
+def wide_kernel(task: Task, plan: Plan, hoisted: Hoisted, math: str) -> Any:
     """``persistent_wide(T, B, hoisted, vectors, <state>_in, <state>_out, recurrent, exchange, counters, y)``, and
     ``handed`` where blocks share K."""
     from tvm.script.ir_builder import IRBuilder
@@ -38,7 +39,7 @@ def wide_kernel(task: Task, plan: Plan, math: str) -> Any:
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
         a: dict[str, Any] = {}
         if graph.hoisted_outputs:
-            a["hoisted"] = T.arg("hoisted", T.buffer((big,), "float32"))
+            a["hoisted"] = T.arg("hoisted", T.buffer((big,), hoisted.dtype))
         a["vectors"] = T.arg("vectors", T.buffer((big,), "float32"))
         for name in (f"{s}{end}" for s in graph.states for end in ("_in", "_out")):
             a[name] = T.arg(name, T.buffer((big,), dtype))
@@ -64,7 +65,7 @@ def wide_kernel(task: Task, plan: Plan, math: str) -> Any:
                 worker = T.Bind(thread - TEAM)
                 products = Products(T, plan, memory, place, T.Bind(worker // TEAM), T.Bind(worker % TEAM),
                                     a["recurrent"])
-                gates = Gates(T, task, plan, math, a, memory, place, worker, steps, batch)
+                gates = Gates(T, task, plan, math, a, memory, place, worker, steps, batch, hoisted)
                 gates.begin()
                 with T.serial(0, steps) as t:
                     products.run(t)
