@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -80,7 +80,8 @@ def find(task: Task, schedules: Sequence[Schedule], log: Log) -> Found:
         if isinstance(line.record, Trial):
             distance = how_far(line.record, task.workload, task.device)
             if distance is not None:
-                groups.setdefault(distance, []).append(line)
+                now = up_to_date(line.record, by_name.get(line.record.schedule), task)
+                groups.setdefault(distance, []).append(replace(line, record=now))
     ignored: dict[str, int] = {}
     for distance in sorted(groups):
         evidence, missed = collect(groups[distance], by_name, task, ignored)
@@ -98,6 +99,14 @@ def find(task: Task, schedules: Sequence[Schedule], log: Log) -> Found:
     first = min(schedules, key=lambda s: s.expected(task))
     why = "no record applies" if not ignored else "no usable record"
     return Found(first, first.default(task), f"untuned default of {first.name}: {why}" + said(ignored))
+
+
+def up_to_date(trial: Trial, schedule: Schedule | None, task: Task) -> Trial:
+    """A trial with the knobs that its schedule has got since then, as things were before."""
+    if schedule is None:
+        return trial
+    new = {k.name: k.before for k in schedule.knobs(task) if k.before is not None and k.name not in trial.config}
+    return msgspec.structs.replace(trial, config={**trial.config, **new}) if new else trial
 
 
 def how_far(trial: Trial, workload: Workload, device: Device) -> Distance | None:

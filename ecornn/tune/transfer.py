@@ -11,7 +11,7 @@ from ecornn.schedules.base import Schedule, Task
 from ecornn.task import make_task
 from ecornn.tune.features import features
 from ecornn.tune.log import Log
-from ecornn.tune.lookup import how_far, unfit
+from ecornn.tune.lookup import how_far, unfit, up_to_date
 from ecornn.tune.model import CostModel
 from ecornn.tune.record import Trial
 from ecornn.tune.space import Candidate
@@ -52,9 +52,10 @@ def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[Schedule]
         other = make_task(cell, of, on)
         for trial in runs[name, of, on][-SAMPLES:]:
             schedule = by_name.get(trial.schedule)
-            if schedule is None or unfit(schedule, other, trial.config):
+            config = up_to_date(trial, schedule, other).config
+            if schedule is None or unfit(schedule, other, config):
                 continue
-            row = features(schedule, other, Candidate.of(trial.schedule, trial.config))
+            row = features(schedule, other, Candidate.of(trial.schedule, config))
             model.add(f"{name} {of} {on.name}", row, trial.times.median if trial.times else None)
             added += 1
     return added
@@ -68,15 +69,15 @@ def seeds(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candidate
     found is worth a trial each, with knobs that they did not have as things were before. Whether a
     configuration fits is for the config space to say.
     """
-    knobs = {s.name: s.knobs(task) for s in schedules}
+    by_name = {s.name: s for s in schedules}
+    knobs = {s.name: {k.name for k in s.knobs(task)} for s in schedules}
     best: dict[Candidate, tuple[float, float]] = {}
     for trial in log.trials():
         far = how_far(trial, task.workload, task.device)
         if far is None or trial.times is None or trial.schedule not in knobs:
             continue
-        full = {k.name: trial.config.get(k.name, k.before) for k in knobs[trial.schedule]}
-        config = {name: value for name, value in full.items() if value is not None}
-        if set(config) == set(full) and set(trial.config) <= set(full):
+        config = up_to_date(trial, by_name[trial.schedule], task).config
+        if set(config) == knobs[trial.schedule]:
             candidate, rank = Candidate.of(trial.schedule, config), (far[1], trial.times.median)
             best[candidate] = min(best.get(candidate, rank), rank)
     return sorted(best, key=lambda c: best[c])[:SEEDS]

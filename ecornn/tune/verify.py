@@ -11,7 +11,7 @@ from ecornn.cells import BUILTIN
 from ecornn.device import Device
 from ecornn.tune.evaluate import Outcome, ProcessEvaluator
 from ecornn.tune.log import Line
-from ecornn.tune.lookup import HERE, how_far, unusable
+from ecornn.tune.lookup import HERE, how_far, unusable, up_to_date
 from ecornn.tune.record import Trial
 from ecornn.tune.session import Session
 from ecornn.tune.space import Candidate
@@ -65,11 +65,12 @@ def unfit(line: Line, device: Device) -> str | None:
     schedule = all_schedules().get(trial.schedule)
     if schedule is None or schedule.kind != device.kind or schedule.serves(task):
         return "of schedules that do not serve this"
-    return unusable(schedule, task, trial)
+    return unusable(schedule, task, up_to_date(trial, schedule, task))
 
 
 def verify(lines: Sequence[Line], session: Session) -> Iterator[Check]:
     """Builds and measures each record's configuration on the session's device."""
+    from ecornn.schedules import all_schedules
     from ecornn.task import make_task
     from ecornn.tune import oracle
 
@@ -78,8 +79,9 @@ def verify(lines: Sequence[Line], session: Session) -> Iterator[Check]:
         assert isinstance(trial, Trial)
         cell = BUILTIN[trial.workload.cell]
         task = make_task(cell, trial.workload, session.device)
+        config = up_to_date(trial, all_schedules()[trial.schedule], task).config
         answer = partial(oracle.write, cell=cell, task=task, seed=session.seed)
         with ProcessEvaluator(task, cell.name, answer, session.pool, limit=session.timeout,
                               seed=session.seed) as evaluator:
-            evaluator.submit([Candidate.of(trial.schedule, trial.config)], None)
+            evaluator.submit([Candidate.of(trial.schedule, config)], None)
             yield Check(line, evaluator.next()[1])
