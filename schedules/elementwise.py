@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from ecornn.program import Buffer, Launch, Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
-from ecornn.schedules.elementwise_kernel import ring_floats, sequence_kernel
+from ecornn.schedules.elementwise_kernel import ring_words, sequence_kernel
+from ecornn.schedules.hoisted import gained, hoisted_knob, hoisted_of, preferred
 from ecornn.schedules.pointwise import MATH_FOR, MATH_TRADES
 from ecornn.schedules.projection import project, projection_time, shape_of
 from ecornn.schedules.timeline import row_buffers
@@ -48,6 +49,7 @@ class Elementwise(Schedule):
             Knob("prefetch", PREFETCH, "steps that inputs are copied ahead: hides more of memory's latency, for "
                  "shared memory"),
             Knob("group", GROUP, "more steps between waits for copies: fewer waits; fewer: less code and registers"),
+            hoisted_knob(task),
             Knob("math", MATH_FOR[w.dtype], MATH_TRADES),
         )
 
@@ -55,6 +57,8 @@ class Elementwise(Schedule):
         group, threads, scalars = int(config["group"]), int(config["threads"]), _scalars(task, config)
         if int(config["prefetch"]) < group:
             return f"groups of {group} steps, but copies only {config['prefetch']} steps ahead"
+        if config["hoisted"] == "same" and int(config["units"]) * len(task.graph.hoisted_outputs) % 2:
+            return "one unit a thread, of an odd number of 16-bit values, which no asynchronous copy serves"
         if scalars > CODE:
             return f"{scalars} scalars of unrolled code"
         if _shared(task, config) > task.device.shared:
@@ -67,7 +71,8 @@ class Elementwise(Schedule):
     def default(self, task: Task) -> Config:
         found = self._first_valid(task)
         assert found is not None, "default() is for tasks that serves() accepts"
-        return found
+        best = {**found, "hoisted": preferred(task, estimate(task, found))}
+        return best if self.check(task, best) is None else found
 
     def _first_valid(self, task: Task) -> Config | None:
         """Copies as far ahead as all blocks of a multiprocessor have shared memory for; one unit a thread, or two
@@ -77,7 +82,7 @@ class Elementwise(Schedule):
         for group in (8, 4):
             for prefetch in (64, 32, 16, 8):
                 config: Config = {"units": units, "threads": 64, "prefetch": prefetch, "group": group,
-                                  "math": "exact" if w.dtype == "float32" else "fast"}
+                                  "hoisted": "float32", "math": "exact" if w.dtype == "float32" else "fast"}
                 together = min(-(-_blocks(task, config) // cores), 16)
                 fits = _shared(task, config) * together <= task.device.shared or prefetch == 8
                 if fits and self.check(task, config) is None:
@@ -91,20 +96,22 @@ class Elementwise(Schedule):
         w, threads, blocks = task.workload, int(config["threads"]), _blocks(task, config)
         return {
             "blocks": blocks, "waves": blocks / task.device.cores, "warps": blocks * threads / 32 / task.device.cores,
-            "waste": blocks * threads * int(config["units"]) / (w.batch * w.hidden), "bytes": _step_bytes(task),
-            "in_flight": int(config["prefetch"]) * w.batch * w.hidden * len(task.graph.hoisted_outputs) * 4,
+            "waste": blocks * threads * int(config["units"]) / (w.batch * w.hidden), "bytes": _step_bytes(task, config),
+            "in_flight": int(config["prefetch"]) * w.batch * w.hidden * len(task.graph.hoisted_outputs)
+            * _input_bytes(task, config),
             "registers": _registers(task, config), "shared": _shared(task, config), "scalars": _scalars(task, config),
             "estimate": estimate(task, config)}
 
     def program(self, task: Task, config: Config) -> Program:
-        w, graph, hoisted = task.workload, task.graph, project(task)
+        w, graph, layout = task.workload, task.graph, hoisted_of(task, config)
+        hoisted = project(task, layout)
         blocks, threads = _blocks(task, config), int(config["threads"])
         buffers = [Buffer("x", "x", w.dtype), Buffer("y", "y", w.dtype)]
         for name in graph.states:
             buffers += [Buffer(f"{name}_in", "state_in", w.dtype), Buffer(f"{name}_out", "state_out", w.dtype)]
         buffers += [*row_buffers(task.place), *hoisted.buffers]
         kernel = sequence_kernel(task, int(config["units"]), threads, blocks, int(config["prefetch"]),
-                                 int(config["group"]), str(config["math"]))
+                                 int(config["group"]), str(config["math"]), layout)
         return Program({**hoisted.functions, "sequence": kernel}, tuple(buffers),
                        (*hoisted.calls, Launch("sequence", blocks, threads, _shared(task, config))))
 
@@ -128,13 +135,19 @@ def estimate(task: Task, config: Config) -> float:
     room = task.device.shared // max(1, _shared(task, config)) * (threads // 32)  # warps at once
     waves = most / max(1, min(most, room, 64))
     cycles = max(waves * alone, most / 4 * issued, waves * LATENCY / prefetch)
-    return projection_time(task) / cores + max(cycles / 1.7, _step_bytes(task) / (BYTES * cores))
+    moved = _step_bytes(task, config) / (BYTES * cores)
+    return projection_time(task) / cores - gained(task, config) + max(cycles / 1.7, moved)
 
 
-def _step_bytes(task: Task) -> int:
+def _step_bytes(task: Task, config: Config) -> int:
     """Bytes of a step that are read and written."""
     w = task.workload
-    return w.batch * w.hidden * (len(task.graph.hoisted_outputs) * 4 + w.itemsize)
+    return w.batch * w.hidden * (len(task.graph.hoisted_outputs) * _input_bytes(task, config) + w.itemsize)
+
+
+def _input_bytes(task: Task, config: Config) -> int:
+    """Of a hoisted value."""
+    return task.workload.itemsize if config["hoisted"] == "same" else 4
 
 
 def _scalars(task: Task, config: Config) -> int:
@@ -151,8 +164,8 @@ def _registers(task: Task, config: Config) -> int:
 
 def _shared(task: Task, config: Config) -> int:
     """Bytes of a block's shared memory."""
-    return 4 * ring_floats(int(config["prefetch"]), len(task.graph.hoisted_outputs), int(config["threads"]),
-                           int(config["units"]))
+    return 4 * ring_words(int(config["prefetch"]), hoisted_of(task, config), int(config["threads"]),
+                          int(config["units"]))
 
 
 def _blocks(task: Task, config: Config) -> int:

@@ -12,19 +12,21 @@ from __future__ import annotations
 from typing import Any
 
 from ecornn.schedules.base import Task
+from ecornn.schedules.hoisted import Hoisted, Piece
 from ecornn.schedules.pointwise import emit, invariants
 from ecornn.schedules.tensor_core import pack_pair
 from ecornn.schedules.timeline import Timeline, row_arguments
 
 
-def sequence_kernel(task: Task, units: int, threads: int, blocks: int, prefetch: int, group: int, math: str) -> Any:
+def sequence_kernel(task: Task, units: int, threads: int, blocks: int, prefetch: int, group: int, math: str,
+                    hoisted: Hoisted) -> Any:
     """``sequence(T, B, hoisted, vectors, <state>_in, <state>_out, y, lengths, resets)``."""
     from tvm.script.ir_builder import IRBuilder
     from tvm.tirx.script.builder import ir as T
 
     graph, w = task.graph, task.workload
     columns, big = w.hidden // units, T.int64(1 << 40)
-    kinds = {"hoisted": "float32"} if graph.hoisted_outputs else {}
+    kinds = {"hoisted": hoisted.dtype} if graph.hoisted_outputs else {}
     kinds |= {"vectors": "float32", "y": w.dtype}
     kinds |= {f"{state}_{end}": w.dtype for state in graph.states for end in ("in", "out")}
     with IRBuilder() as builder, T.prim_func():
@@ -36,47 +38,48 @@ def sequence_kernel(task: Task, units: int, threads: int, blocks: int, prefetch:
         block, thread = T.cta_id([blocks]), T.thread_id([threads])
         ring = None
         if graph.hoisted_outputs:
-            slots = (prefetch, len(graph.hoisted_outputs), threads, units)
-            memory = T.alloc_buffer((ring_floats(*slots),), "float32", scope="shared.dyn", align=16)
-            ring = memory, slots
+            size = ring_words(prefetch, hoisted, threads, units)
+            ring = T.alloc_buffer((size,), "float32", scope="shared.dyn", align=16)
         item = T.Bind(block * threads + thread)
         row = T.Bind(item // columns)
         with T.If(row < batch), T.Then():
             unit = T.Bind(item % columns * units)
-            _Units(T, task, units, group, math, arguments, ring, thread, row, unit, steps, batch).run()
+            _Units(T, task, units, threads, prefetch, group, math, hoisted, arguments, ring, thread, row, unit, steps,
+                   batch).run()
     return builder.get()
 
 
-def ring_floats(prefetch: int, outputs: int, threads: int, units: int) -> int:
-    """Elements of a block's ring in shared memory."""
-    return prefetch * outputs * threads * units
+def ring_words(prefetch: int, hoisted: Hoisted, threads: int, units: int) -> int:
+    """Words of a block's ring in shared memory."""
+    return prefetch * threads * hoisted.words(units)
 
 
 class _Units:
     """Emits the code of a thread: units ``unit`` .. ``unit + count - 1`` of a row, in groups of ``group`` steps."""
 
-    def __init__(self, T: Any, task: Task, count: int, group: int, math: str, arguments: dict[str, Any], ring: Any,
-                 thread: Any, row: Any, unit: Any, steps: Any, batch: Any) -> None:
+    def __init__(self, T: Any, task: Task, count: int, threads: int, prefetch: int, group: int, math: str,
+                 hoisted: Hoisted, arguments: dict[str, Any], ring: Any, thread: Any, row: Any, unit: Any, steps: Any,
+                 batch: Any) -> None:
         self.T, self.task, self.graph, self.math, self.arguments = T, task, task.graph, math, arguments
         self.count, self.group, self.ring, self.thread = count, group, ring, thread
+        self.threads, self.prefetch, self.hoisted = threads, prefetch, hoisted
         self.row, self.unit, self.steps = row, unit, steps
         self.timeline = Timeline(T, task.place, arguments, steps, batch)
-        w, place, outputs = task.workload, task.place, len(self.graph.hoisted_outputs)
+        w, place = task.workload, task.place
         self.states = T.alloc_buffer((len(self.graph.states), count), "float32", scope="local")
-        self.inputs = T.alloc_buffer((group, max(1, outputs), count), "float32", scope="local")
+        self.inputs = hoisted.registers(T, group, units=count)
         self.marks = T.alloc_buffer((group,), "int32", scope="local") if place.resets else None
         # where hoisted inputs and y of the first step are, and how far apart steps are
         first = T.cast(self.timeline.at(T.int32(0)) * batch + row, "int64")
         apart = T.cast(-batch if place.reverse else batch, "int64")
-        width = outputs * w.hidden
-        self.input, self.inputs_apart = T.Bind(first * width + unit), T.Bind(apart * width)
+        self.input, self.inputs_apart = T.Bind(first * hoisted.row), T.Bind(apart * hoisted.row)
         width, own = place.y_width(w.hidden), place.y_offset(w.hidden)
         self.output, self.outputs_apart = T.Bind(first * width + (unit + own)), T.Bind(apart * width)
 
     def run(self) -> None:
         """The whole sequence."""
         T, H, group = self.T, self.task.workload.hidden, self.group
-        ahead = self.ring[1][0] // group if self.ring else 0  # groups
+        ahead = self.prefetch // group if self.ring is not None else 0  # groups
         for number in range(ahead):
             self._copy(T.int32(number), T.int32(number * group))
         self._mark(T.int32(0))
@@ -92,13 +95,13 @@ class _Units:
         groups = T.Bind(self.steps // group)
         with T.serial(0, groups) as number:
             slot = T.Bind(number % max(1, ahead) * group)
-            if self.ring:
+            if self.ring is not None:
                 T.evaluate(T.ptx["cp.async.wait_group"](ahead - 1))
                 for i in range(group):
                     self._take(i, slot)
             for i in range(group):
                 self._step(i, T.Bind(number * group + i))
-            if self.ring:
+            if self.ring is not None:
                 self._copy(T.Bind(number + ahead), slot)
             self._mark(T.Bind(number + 1))
         T.evaluate(T.ptx["cp.async.wait_all"]())  # for the rest; and no thread leaves before its copies have landed
@@ -106,7 +109,7 @@ class _Units:
         for i in range(group - 1):
             t = T.Bind(groups * group + i)
             with T.If(t < self.steps), T.Then():
-                if self.ring:
+                if self.ring is not None:
                     self._take(i, slot)
                 self._step(i, t)
         for s, name in enumerate(self.graph.states):
@@ -114,9 +117,10 @@ class _Units:
                 value = T.cast(self.states[s, e], self.task.workload.dtype)
                 T.buffer_store(self.arguments[f"{name}_out"], value, [first + e])
 
-    def _slot(self, slot: Any, q: int) -> Any:
-        _, outputs, threads, units = self.ring[1]
-        return self.ring[0].ptr_to([((slot * outputs + q) * threads + self.thread) * units])
+    def _slot(self, slot: Any, done: int, piece: Piece) -> Any:
+        """Where this thread's piece behind ``done`` words of the units is."""
+        words = self.hoisted.words(self.count)
+        return self.ring.ptr_to([(slot * words + done) * self.threads + self.thread * piece.words])
 
     def _copy(self, number: Any, slot: Any) -> None:
         """Begins to copy the inputs of a group of steps to the slots from ``slot`` on."""
@@ -133,18 +137,21 @@ class _Units:
         T.evaluate(T.ptx["cp.async.commit_group"]())
 
     def _copy_step(self, first: Any, slot: Any) -> None:
-        T, kind = self.T, "cg" if self.count == 4 else "ca"
-        for q in range(len(self.graph.hoisted_outputs)):
-            source = self.arguments["hoisted"].ptr_to([first + q * self.task.workload.hidden])
-            T.evaluate(T.ptx[f"cp.async.{kind}.shared.global"](self._slot(slot, q), source, 4 * self.count))
+        T, done = self.T, 0
+        for p in self.hoisted.pieces(self.count):
+            source = self.arguments["hoisted"].ptr_to([first + (p.base + self.unit * p.apart)])
+            kind = "cg" if p.words == 4 else "ca"
+            T.evaluate(T.ptx[f"cp.async.{kind}.shared.global"](self._slot(slot, done, p), source, 4 * p.words))
+            done += p.words
 
     def _take(self, i: int, slot: Any) -> None:
         """The inputs of a group's step i from the slots of the group."""
-        T = self.T
-        for q in range(len(self.graph.hoisted_outputs)):
-            into = [self.inputs[i, q, e] for e in range(self.count)]
-            width = f"v{self.count}." if self.count > 1 else ""
-            T.evaluate(T.ptx[f"ld.shared.{width}f32"](*into, self._slot(slot + i, q)))
+        T, done, kind = self.T, 0, "b32" if self.hoisted.packed else "f32"
+        for p in self.hoisted.pieces(self.count):
+            into = [self.inputs[i, done + k] for k in range(p.words)]
+            width = f"v{p.words}." if p.words > 1 else ""
+            T.evaluate(T.ptx[f"ld.shared.{width}{kind}"](*into, self._slot(slot + i, done, p)))
+            done += p.words
 
     def _mark(self, number: Any) -> None:
         """Loads which of a group's steps begin a sequence; of the last step where there are no more."""
@@ -159,9 +166,11 @@ class _Units:
         live = timeline.live(t, self.limit)
         fresh = None if self.marks is None else timeline.starts(t, self.limit, self.marks[i])
         outputs = []
+        loaded = [self.inputs[i, k] for k in range(self.hoisted.words(self.count))]
+        inputs = self.hoisted.values(loaded, self.count)
         for e in range(self.count):
             before = timeline.started(fresh, [T.Bind(self.states[s, e]) for s in range(len(graph.states))])
-            env = self.constants[e] | {v: self.inputs[i, q, e] for q, v in enumerate(graph.hoisted_outputs)}
+            env = self.constants[e] | dict(zip(graph.hoisted_outputs, inputs[e], strict=True))
             env = emit(graph.prologue, env | dict(zip(graph.states.values(), before, strict=True)), self.math)
             after = {name: timeline.masked(live, T.Bind(env[var]), old)
                      for (name, var), old in zip(graph.results.items(), before, strict=True)}

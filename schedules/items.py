@@ -125,7 +125,7 @@ class Items(ABC):
         T, hoisted = self.T, self.hoisted
         nothing = T.uint32(0) if hoisted.packed else T.float32(0)
         for i in range(self.items if hoisted.outputs else 0):
-            for k in range(hoisted.words):
+            for k in range(hoisted.words()):
                 T.buffer_store(into, nothing, [i, k])
             with T.If(T.And(self.valid[i], t < self.steps)), T.Then():
                 row = T.cast(self.timeline.at(t) * self.batch + self.row[i], "int64")
@@ -134,13 +134,13 @@ class Items(ABC):
 
     def _advance(self) -> None:
         for i in range(self.items):
-            for k in range(self.hoisted.words):
+            for k in range(self.hoisted.words()):
                 self.T.buffer_store(self.inputs, self.ahead[i, k], [i, k])
 
     def _before(self, i: int) -> dict[Any, Any]:
         """What is known of an item before the products of its step."""
         graph, hoisted = self.graph, self.hoisted
-        inputs = hoisted.values(self.T, [self.inputs[i, k] for k in range(hoisted.words)])
+        (inputs,) = hoisted.values([self.inputs[i, k] for k in range(hoisted.words())])
         env = dict(zip(graph.hoisted_outputs, inputs, strict=True))
         env |= {v: self.constants[i, k] for k, v in enumerate(graph.invariant_outputs)}
         env |= {v: self.states[i, s] for s, v in enumerate(graph.states.values())}

@@ -118,7 +118,8 @@ class LayoutTransform(Schedule):
             "flops": 2.0 * products * w.hidden * w.hidden * w.batch,
             "waste": plan.columns * plan.units * rows * plan.rows * width / (w.hidden * w.batch * w.hidden),
             "turns": sum(plan.turns(p) for p in phases), "shared": max(plan.shared(p) for p in phases),
-            "registers": max(plan.registers(p) for p in phases), "estimate": estimate(task, plan) - gained(task, config)}
+            "registers": max(plan.registers(p) for p in phases),
+            "estimate": estimate(task, plan) - gained(task, config)}
 
     def program(self, task: Task, config: Config) -> Program:
         plan, math = plan_of(task, config), str(config["math"])

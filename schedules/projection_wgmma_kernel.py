@@ -128,7 +128,8 @@ class _Ring:
             row0 = T.Bind(group * ROWS + half * 64 + member // 32 * 16 + lane // 4)
             outputs = Outputs(T, task, acc, s.octets, 1, self.arguments["x"], self.arguments["hoisted"], layout,
                               lambda i, at: self.memory[place + i * s.units + (at - unit0)], span=layout.span)
-            outputs.write(lambda n: unit0 + (n * 4 + lane % 4) * layout.span, lambda _, upper: row0 + upper * 8, self.rows)
+            outputs.write(lambda n: unit0 + (n * 4 + lane % 4) * layout.span,
+                          lambda _, upper: row0 + upper * 8, self.rows)
             T.buffer_store(flip, 1 - flip[0], [0])
 
         self._tiles(tile)

@@ -186,7 +186,7 @@ class StepScalars:
         """Everything that follows the products ``sums`` of phase ``p``; row < B and unit < H. ``loaded``: by
         :meth:`hoisted`."""
         T, a, graph = self.T, self.arguments, self.graph
-        hoisted = dict(zip(graph.hoisted_outputs, self.inputs.values(T, loaded), strict=True))
+        hoisted = dict(zip(graph.hoisted_outputs, self.inputs.values(loaded)[0], strict=True))
         constants = self.constants(unit)
         before = [T.Bind(a["states"][self.at(s, row, unit)]) for s in range(len(graph.states))]
         env = constants | hoisted | dict(zip(graph.states.values(), before, strict=True))

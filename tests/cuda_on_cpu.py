@@ -91,8 +91,8 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return f"*(unsigned*){ins[0]} += {ins[1]}"
     if name.startswith("st.shared.v4"):
         return f"emu::store4(emu::at({ins[0]}), {', '.join(ins[1:])})"
-    if name == "ld.shared.f32":
-        return f"{outs[0]} = *(const float*)emu::at({ins[0]})"
+    if name in ("ld.shared.f32", "ld.shared.b32"):
+        return f"{outs[0]} = *(const {'float' if name.endswith('f32') else 'uint32_t'}*)emu::at({ins[0]})"
     if name.startswith("ld.shared.v2"):
         return f"emu::load2({', '.join(outs)}, emu::at({ins[0]}))"
     if name == "cvt.rna.tf32.f32":

@@ -145,6 +145,28 @@ class Highway(Cell):
         return {"h": r * np.tanh(new) + (1 - r) * z, "c": new}, "h"
 
 
+class Seven(Cell):
+    """More gates of x than any built-in cell, and no power of two."""
+
+    name = "seven"
+    states = ("h",)
+
+    def parameters(self, input, hidden):
+        return {"W": (7, hidden, input), "b": (7, hidden)}
+
+    def step(self, x, states, parameters):
+        from tvm import te
+
+        (h,), b = states, parameters["b"]
+        wx = product(x, parameters["W"])
+        return [pointwise(lambda i, j: sum((te.tanh(wx[i, n, j] + b[n, j] + h[i, j]) * (n - 3.0) for n in range(7)),
+                                           te.const(0.0, "float32")) * 0.125, h, "new")]
+
+    @staticmethod
+    def formula(x, s, p):
+        return {"h": sum(np.tanh(x @ p["W"][n].T + p["b"][n] + s["h"]) * (n - 3) for n in range(7)) / 8}, "h"
+
+
 class Decay(Cell):
     """Nothing of x at all."""
 
@@ -185,9 +207,9 @@ class Echo(Cell):
 
 
 CELLS = {cell.name: cell for cell in (
-    Gated(), Pair(), Leaky(), Average(), Echo(), Independent(), Highway(), Decay())}
+    Gated(), Pair(), Leaky(), Average(), Echo(), Independent(), Highway(), Seven(), Decay())}
 SQUARE = ("leaky", "average", "echo")  # these read x outside of products, so that I == H
-NO_PRODUCT = ("leaky", "average", "indrnn", "highway", "decay")  # of a state
+NO_PRODUCT = ("leaky", "average", "indrnn", "highway", "seven", "decay")  # of a state
 
 
 def run(cell: Cell, x: Any, states: Mapping[str, Any], parameters: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:

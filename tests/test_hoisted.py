@@ -1,0 +1,147 @@
+"""Hoisted values in 16 bits: their layout, and every schedule that has the choice, emulated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda_on_cpu import Emulated, inputs
+from emulated import TINY, check_numbers, task_of
+from msgspec.structs import replace
+from test_persistent_emulated import SMALL, cut
+from test_persistent_wide import config_of
+from test_tune_lookup import log_of
+
+from ecornn.device import KNOWN
+from ecornn.schedules.base import Task
+from ecornn.schedules.elementwise import Elementwise
+from ecornn.schedules.hoisted import Hoisted, hoisted_knob
+from ecornn.schedules.layout_transform import LayoutTransform
+from ecornn.schedules.persistent import Persistent
+from ecornn.schedules.persistent_wide import PersistentWide
+from ecornn.tune.lookup import find
+from ecornn.workload import ALONE, Place
+
+HOPPER = KNOWN["sm_90a"]
+
+
+def places(layout: Hoisted, units: int) -> dict[tuple[int, int], int]:
+    """(unit of a row, output) -> bytes before its value, as so many units at a time are loaded and stored."""
+    words = [(p.base * 2 + i * 4, p.apart * 2) for p in layout.pieces(units) for i in range(p.words)]
+    return {(unit + e, q): words[k][0] + unit * words[k][1] + 2 * upper for unit in range(0, layout.units, units)
+            for e, own in enumerate(layout.order(units)) for q, (k, upper) in enumerate(own)}
+
+
+@pytest.mark.parametrize("outputs", range(1, 13))
+def test_every_value_has_one_place_however_many_units_are_taken_at_a_time(outputs):
+    layout = Hoisted("float16", outputs, 37)
+    one = places(layout, 1)
+    assert sorted(one.values()) == list(range(0, layout.row * 2, 2)) and len(one) == outputs * layout.units
+    assert places(layout, 2) == one == places(layout, 4)
+
+
+@pytest.mark.parametrize("outputs", range(1, 13))
+@pytest.mark.parametrize("units", [1, 2, 4])
+def test_pieces_are_aligned_and_in_whole_sectors(outputs, units):
+    layout = Hoisted("bfloat16", outputs, 37)
+    for p in layout.pieces(units):
+        size = min(p.words * 4, units * p.apart * 2)
+        assert all((p.base + unit * p.apart) * 2 % size == 0 for unit in range(0, layout.units, units))
+    assert layout.row * 2 % 32 == 0
+
+
+@pytest.mark.parametrize(("outputs", "bytes"), [(1, 32), (2, 32), (3, 32), (4, 64), (8, 64)])
+def test_a_quad_of_the_projection_fills_sectors(outputs, bytes):
+    layout = Hoisted("float16", outputs, 64)
+    for p in layout.pieces(layout.span):
+        assert p.words * 4 * 4 >= bytes and p.words * 4 == layout.span * p.apart * 2
+
+
+PERSISTENT: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Place]] = [
+    ("lstm", (5, 3, 24, 40), "float16", {}, ALONE),
+    ("lstm", (6, 23, 31, 33), "bfloat16", {"groups": 2}, Place(True, 2, True, True)),  # odd H, odd B, items
+    ("gru", (3, 7, 20, 41), "bfloat16", {"interleave": 4, "units": 8}, ALONE),
+    ("gru", (7, 20, 17, 41), "float16", {"ahead": 0, "units": 24}, ALONE),  # odd rows of x
+    ("lstm", (40, 7, 24, 40), "float16", {"ahead": 50}, Place(False, 2, True, True)),
+    ("rnn_tanh", (70, 5, 16, 23), "bfloat16", {"ahead": 25, "units": 8, "warps": 1}, Place(resets=True)),
+    ("rnn_relu", (1, 1, 1, 1), "float16", {"units": 8, "warps": 1}, ALONE),
+    ("rnn_tanh", (26, 5, 72, 29), "float16", {"units": 8, "warps": 1}, ALONE),  # the projection by warpgroups
+    ("gru", (26, 5, 72, 45), "bfloat16", {"units": 8}, ALONE),
+    ("gru_reset_before", (5, 4, 8, 23), "float16", {"units": 8, "warps": 1}, Place(True)),  # two exchanges a step
+    ("gated", (4, 3, 24, 39), "bfloat16", {"units": 8}, ALONE),
+    ("pair", (6, 5, 24, 39), "float16", {"units": 8}, Place(True, 2, True, True)),
+]
+
+
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "place"), PERSISTENT, ids=str)
+def test_persistent(tmp_path, cell, sizes, dtype, change, place):
+    task = task_of(cell, sizes, dtype, SMALL, place)
+    check_numbers(tmp_path, Persistent(), task, cut(task, hoisted="same", **change))
+
+
+WIDE: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Place]] = [
+    ("lstm", (5, 9, 7, 129), "float16", {"units": 26}, ALONE),
+    ("gru", (5, 20, 16, 135), "bfloat16", {"units": 24, "registers": 0}, ALONE),
+    ("rnn_relu", (1, 1, 1, 1), "bfloat16", {"units": 8}, ALONE),
+    ("rnn_tanh", (6, 23, 31, 139), "float16", {"groups": 2, "units": 64}, Place(False, 2, True, True)),
+    ("gru", (9, 7, 9, 79), "float16", {"units": 48, "row_teams": 2, "parts": 2}, Place(True, 1, True, True)),
+    ("lstm", (7, 23, 6, 90), "bfloat16", {"units": 46, "row_teams": 3, "parts": 3, "registers": 0}, ALONE),
+]
+
+
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "place"), WIDE, ids=str)
+def test_persistent_wide(tmp_path, cell, sizes, dtype, change, place):
+    check_numbers(tmp_path, PersistentWide(), task_of(cell, sizes, dtype, SMALL, place),
+                  config_of(hoisted="same", **change))
+
+
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "knobs"), [
+    ("lstm", (5, 20, 33, 65), "bfloat16", {}),
+    ("lstm", (13, 10, 200, 72), "float16", {}),  # two columns of tiles by warpgroups
+    ("gru", (6, 22, 136, 87), "float16", {}),
+    ("rnn_tanh", (40, 14, 328, 17), "bfloat16", {}),
+    ("gru_reset_before", (3, 2, 5, 7), "float16", {}),
+    ("gated", (4, 33, 80, 40), "bfloat16", {}),
+    ("lstm", (3, 33, 31, 70), "float16", {  # more items than are read before the product
+        "units": 16, "rows": 40, "row_warps": 1, "batch_warps": 1, "split": 2, "depth": 1, "stages": 2}),
+], ids=str)
+def test_layout_transform(tmp_path, cell, sizes, dtype, knobs):
+    task, schedule = task_of(cell, sizes, dtype, replace(HOPPER, cores=3)), LayoutTransform()
+    check_numbers(tmp_path, schedule, task, {**schedule.default(task), **knobs, "hoisted": "same"})
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "knobs", "place"), [
+    ("indrnn", (37, 3, 5, 12), "bfloat16", {"units": 4, "prefetch": 16, "group": 4}, ALONE),
+    ("indrnn", (32, 3, 5, 34), "float16", {"units": 2, "prefetch": 8, "group": 8}, ALONE),
+    ("seven", (19, 3, 5, 34), "float16", {"units": 2, "prefetch": 8, "group": 4}, ALONE),
+    ("seven", (11, 3, 24, 20), "bfloat16", {"units": 4, "group": 4}, Place(True, 1, True, True)),
+    ("highway", (21, 3, 5, 12), "float16", {"units": 4, "group": 4, "threads": 32}, Place(False, 2, True, True)),
+    ("leaky", (5, 3, 14, 14), "float16", {"units": 2}, Place(True)),
+], ids=str)
+def test_elementwise(tmp_path, cell, sizes, dtype, knobs, place, lazy):
+    schedule, task = Elementwise(), task_of(cell, sizes, dtype, TINY, place)
+    check_numbers(tmp_path, schedule, task, {**schedule.default(task), **knobs, "hoisted": "same"}, lazy=lazy)
+
+
+def test_one_unit_a_thread_needs_an_even_number_of_values():
+    schedule = Elementwise()
+    for cell, even in (("indrnn", False), ("highway", False)):
+        task = task_of(cell, (5, 3, 7, 8), "float16")
+        reason = schedule.check(task, {**schedule.default(task), "units": 1, "hoisted": "same"})
+        assert ("even" in (reason or "") or "odd" in (reason or "")) is not even
+    assert schedule.default(task_of("indrnn", (5, 3, 7, 7), "float16"))["hoisted"] == "float32"
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [("float16", 65504.0), ("bfloat16", 3e38)])
+def test_large_values_stay_finite(tmp_path, dtype, largest):
+    """float16 has no numbers for what a product of 16-bit values may be."""
+    task = task_of("rnn_tanh", (3, 2, 8, 16), dtype, SMALL)
+    config = cut(task, units=8, warps=1, hoisted="same")
+    x, states, parameters = inputs("rnn_tanh", (3, 2, 8, 16), dtype, task.graph.parameters, ("h",))
+    y, _ = Emulated(Persistent().program(task, config), tmp_path).run(
+        (x.astype(np.float32) * 0 + 3e4).astype(x.dtype), states,
+        {n: (v.astype(np.float32) * 0 + (100 if n == "weight_ih" else 0)).astype(v.dtype) for n, v in parameters.items()})
+    assert 8 * 3e4 * 100 > 65504 and 8 * 3e4 * 100 < 3e38 and np.isfinite(largest)
+    assert (y.astype(np.float32) == 1).all()
