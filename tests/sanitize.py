@@ -35,20 +35,20 @@ def case(schedule: str, cell: str, dtype: str, sizes: tuple[int, int, int, int],
 
 def persistent(cell: str, dtype: str, sizes: tuple[int, int, int, int], cut: tuple[int, int, int, int],
                chains: int, registers: int, interleave: int, ahead: int, math: str, fences: str = "products",
-               ) -> dict[str, Any]:
+               hoisted: str = "float32") -> dict[str, Any]:
     """A configuration of `persistent`; ``cut``: groups, units, warps, gate warps."""
     names = ("groups", "units", "warps", "gate_warps")
     return case("persistent", cell, dtype, sizes, {
         **dict(zip(names, cut, strict=True)), "chains": chains, "registers": registers, "interleave": interleave,
-        "ahead": ahead, "fences": fences, "math": math})
+        "ahead": ahead, "fences": fences, "hoisted": hoisted, "math": math})
 
 
 def wide(cell: str, dtype: str, sizes: tuple[int, int, int, int], groups: int, units: int, registers: int,
-         parts: int = 1, row_teams: int = 1) -> dict[str, Any]:
+         parts: int = 1, row_teams: int = 1, hoisted: str = "float32") -> dict[str, Any]:
     """A configuration of `persistent_wide`."""
     return case("persistent_wide", cell, dtype, sizes, {
         "groups": groups, "units": units, "parts": parts, "row_teams": row_teams, "registers": registers,
-        "math": "fast"})
+        "hoisted": hoisted, "math": "fast"})
 
 
 ALL = {"layers": 2, "bidirectional": True, "lengths": True, "resets": True}
@@ -80,6 +80,16 @@ CASES = {
     "elementwise": case("elementwise", "indrnn", "bfloat16", (37, 5, 24, 72), {"units": 4, "prefetch": 16}),
     "elementwise masks": case("elementwise", "indrnn", "float32", (37, 5, 24, 71), {"prefetch": 8, "group": 4},
                               lengths=True, resets=True),
+    # hoisted values in 16 bits: odd H, projections before (mma, wgmma) and beside, and every schedule that reads them
+    "same": persistent("lstm", "float16", (12, 9, 17, 47), (2, 10, 1, 2), 2, 25, 0, 100, "fast", hoisted="same"),
+    "same wgmma": persistent("gru", "bfloat16", (9, 20, 64, 47), (2, 16, 2, 5), 1, 100, 4, 100, "approx", hoisted="same"),
+    "same beside": persistent("gru", "float16", (20, 9, 24, 61), (1, 8, 2, 3), 1, 100, 0, 0, "fast", hoisted="same"),
+    "same tanh": persistent("rnn_tanh", "bfloat16", (20, 9, 24, 61), (1, 16, 2, 2), 1, 100, 0, 50, "fast", hoisted="same"),
+    "same wide": wide("lstm", "bfloat16", (9, 23, 64, 139), 1, 28, 50, hoisted="same"),
+    "same wide parts": wide("gru", "float16", (12, 9, 64, 255), 1, 64, 50, parts=3, row_teams=3, hoisted="same"),
+    "same layout": case("layout_transform", "gru", "bfloat16", (6, 17, 33, 65), {"hoisted": "same"}),
+    "same elementwise": case("elementwise", "indrnn", "bfloat16", (37, 5, 24, 72),
+                             {"units": 4, "prefetch": 16, "hoisted": "same"}),
     "fused": case("fused_step", "lstm", "float16", (5, 9, 17, 48)),
     "fused f32": case("fused_step", "gru", "float32", (5, 3, 13, 40)),
     **{f"stack {schedule}": case(schedule, "lstm", "float16", (9, 5, 24, 72), overlap="none", **ALL)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ecornn.schedules.base import Task
-from ecornn.schedules.persistent.plan import Plan
+from ecornn.schedules.persistent.plan import Plan, worker_shape
 from ecornn.schedules.projection import projection_time
 from ecornn.schedules.tensor_core import per_word
 
 NARROW = 24 * 1024  # bytes of state that arrive within the trip
 BESIDE = 120.0  # nanoseconds by which workers slow the recurrence down
+COPIED = 36.0  # bytes of x and weights that a worker gets in a nanosecond, while others copy too
 
 
 def estimate(task: Task, plan: Plan) -> float:
@@ -22,8 +24,13 @@ def estimate(task: Task, plan: Plan) -> float:
 
 
 def workers_time(task: Task, plan: Plan) -> float:
-    """Nanoseconds that the workers need for a step."""
-    return (100 - plan.ahead) / 100 * projection_time(task, plan.ahead) / plan.workers if plan.workers else 0.0
+    """Nanoseconds that the workers need for a step: for products, or for copies where registers leave small tiles only."""
+    if not plan.workers:
+        return 0.0
+    shape = worker_shape(task, plan)
+    tiles = task.workload.batch / shape.block_rows * shape.columns if shape else 0.0
+    copies = tiles * shape.slabs * shape.stage_words * 4 / COPIED if shape else 0.0
+    return (100 - plan.ahead) / 100 * max(projection_time(task, plan.ahead), copies) / plan.workers
 
 
 def recurrence(plan: Plan) -> float:
@@ -52,7 +59,6 @@ def best_ahead(task: Task, plan: Plan) -> Iterator[int]:
     """Values of ``ahead`` worth an estimate, for a cut (with ``ahead`` 100) and its left-over blocks."""
     yield 100
     spare = task.device.cores - plan.groups * plan.blocks
-    work = projection_time(task, 0)
-    if spare > 0 and work > 0:
-        least = 1 - recurrence(plan) * spare / work  # what the workers cannot do in time
+    if spare > 0 and projection_time(task, 0) > 0:
+        least = 1 - recurrence(plan) / workers_time(task, replace(plan, ahead=0, workers=spare))  # what would be late
         yield max(0, -(-int(100 * least) // 25) * 25)
