@@ -30,9 +30,9 @@ class Items(ABC):
 
     Neighbouring threads own neighbouring units of one row, so two of them make a 16-bit word. The
     values of each item are in registers: constants, states, hoisted inputs of this step (``inputs``) and of
-    the next one (``ahead``), how far its row goes (``limits``) and whether it starts anew (``fresh``). Of a column of sequences: their
-    ``numbers`` in this step and the next two, and the state that the next step begins with if it is the first one of a
-    sequence (``given``).
+    the next one (``ahead``), how far its row goes (``limits``) and whether it starts anew (``fresh``).
+    Of a column of sequences: their ``numbers`` in this step and the next two, and the state that the next
+    step begins with if it is the first one of a sequence (``given``).
     """
 
     def __init__(self, T: Any, task: Task, math: str, arguments: dict[str, Any], share: Share, group: Any,
@@ -56,8 +56,8 @@ class Items(ABC):
         place, rows = task.place, (self.items,)  # of rows, too: these are on the critical path
         self.limits = T.alloc_buffer(rows, "int32", scope="local") if place.lengths else None
         self.fresh = T.alloc_buffer(rows, "int32", scope="local") if place.resets else None
-        self.numbers = T.alloc_buffer((self.items, 3), "int32", scope="local") if place.sequences else None
-        self.given = local(self.items, len(graph.states)) if place.sequences else None
+        self.numbers: Any = T.alloc_buffer((self.items, 3), "int32", scope="local") if place.sequences else None
+        self.given: Any = local(self.items, len(graph.states)) if place.sequences else None
 
     def _locate(self, thread: Any) -> None:
         """Which pairs the items of a thread are."""

@@ -82,8 +82,10 @@ def masks_of(place: Place, steps: int, batch: int) -> dict[str, np.ndarray]:
     where the place has them."""
     rng = np.random.default_rng(steps * 100 + batch)
     if place.sequences:
-        found = [(b, first, last) for b in range(batch)
-                 for first, last in pairwise([0, *np.flatnonzero(rng.random(steps) < 0.4), steps]) if rng.random() < 0.8]
+        found = []
+        for b in range(batch):
+            ends = [0, *np.flatnonzero(rng.random(steps) < 0.4), steps]
+            found += [(b, *piece) for piece in pairwise(ends) if rng.random() < 0.8]
         table = np.full((steps, batch), -1)
         for number, (b, first, last) in zip(rng.permutation(len(found)), found, strict=True):
             table[first:last, b] = number
