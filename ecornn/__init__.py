@@ -20,16 +20,17 @@ if TYPE_CHECKING:
     from ecornn.cells import Cell, pointwise, product
     from ecornn.compiler import compile
     from ecornn.numpy_reference import reference
-    from ecornn.runtime import Layer, Module, load
+    from ecornn.runtime import Columns, Layer, Module, load
 
     __version__: str
 
-__all__ = ["Cell", "Layer", "Module", "__version__", "compile", "errors", "load", "pointwise", "product",
+__all__ = ["Cell", "Columns", "Layer", "Module", "__version__", "compile", "errors", "load", "pointwise", "product",
            "reference", "tune"]
 
 # Public name -> (module, name in it); an empty name is the module itself.
 _PLACES = {
     "Cell": ("ecornn.cells", "Cell"),
+    "Columns": ("ecornn.runtime", "Columns"),
     "Layer": ("ecornn.runtime", "Layer"),
     "Module": ("ecornn.runtime", "Module"),
     "compile": ("ecornn.compiler", "compile"),

@@ -67,7 +67,7 @@ class Plan:
 def plan(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = 1, seq: int = 100,
          dtype: str = "float32", weights: str | None = None, precision: str | None = None, layers: int = 1,
          bidirectional: bool = False, lengths: bool = False, resets: bool = False, reverse: bool = False,
-         target: str | Device | None = None, schedule: str | None = None,
+         sequences: bool = False, target: str | Device | None = None, schedule: str | None = None,
          config: Mapping[str, Value] | None = None, overlap: str = "auto") -> Plan:
     """Analyses the cell and chooses schedules and configurations; arguments as :func:`compile`."""
     from ecornn.overlap import arrange
@@ -77,7 +77,7 @@ def plan(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int 
     from ecornn.tune.log import Log
     from ecornn.tune.record import Trial
 
-    stack = Stack(layers, bidirectional, lengths, resets, reverse)
+    stack = Stack(layers, bidirectional, lengths, resets, reverse, sequences)
     device = resolve(target if target is not None else default_target())
     found = load_cell(cell) if isinstance(cell, str) else cell
     work = Workload(found.identity(), hidden, hidden if input is None else input, batch, seq, dtype,
@@ -122,7 +122,7 @@ def generate(planned: Plan) -> Generated:
 def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = 1, seq: int = 100,
             dtype: str = "float32", weights: str | None = None, precision: str | None = None, layers: int = 1,
             bidirectional: bool = False, lengths: bool = False, resets: bool = False, reverse: bool = False,
-            target: str | Device | None = None, schedule: str | None = None,
+            sequences: bool = False, target: str | Device | None = None, schedule: str | None = None,
             config: Mapping[str, Value] | None = None, overlap: str = "auto",
             out: str | Path | None = None) -> Module:
     """Compiles a recurrent layer, or a stack of them.
@@ -144,6 +144,8 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
     reverse : goes from the end of each row to its start, and not the other way
     lengths : calls may give the length of each row, see :meth:`Layer.__call__`
     resets : calls may give a mask of the steps at which a row's state starts anew
+    sequences : calls may lay many sequences end to end in the columns of the batch, which then has few that are idle
+        (GPU, not with lengths or resets), see :meth:`Layer.__call__` and :class:`Columns`
     target : ``cuda`` (the GPU at hand), ``cpu``, or an architecture such as ``sm_90a``, which needs
         no GPU; default: the GPU if there is one, else the CPU
     schedule, config : use this schedule, and these knobs, instead of the best tuning record
@@ -161,7 +163,7 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
 
     planned = plan(cell, hidden=hidden, input=input, batch=batch, seq=seq, dtype=dtype, weights=weights,
                    precision=precision, target=target, layers=layers, bidirectional=bidirectional,
-                   lengths=lengths, resets=resets, reverse=reverse,
+                   lengths=lengths, resets=resets, reverse=reverse, sequences=sequences,
                    schedule=schedule, config=config, overlap=overlap)
     if out is not None:
         build(planned, Path(out))

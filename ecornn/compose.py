@@ -33,7 +33,7 @@ from ecornn.workload import SERIAL, Overlap, Part, Stack, Workload
 def compose(stack: Stack, whole: Workload, programs: Sequence[Program], overlap: Overlap = SERIAL) -> Program:
     """One program of all, the ``programs`` of ``stack.parts(whole)`` in order, which run as ``overlap`` says.
 
-    Its buffers are the call's ``x``, ``y``, ``lengths`` and ``resets``, and by the part's label its
+    Its buffers are the call's ``x``, ``y``, ``lengths``, ``resets`` and ``sequences``, and by the part's label its
     states and packed weights: ``l1_reverse_h_in``. Weights are packed from parameters of such a prefix.
     """
     if stack.count == 1:
@@ -97,7 +97,7 @@ def _placed(b: Buffer, part: Part, stack: Stack, owner: str, overlap: Overlap) -
         in_chunks = overlap.depth > 1 and stack.layers % overlap.depth != 1  # a layer alone runs whole
         extent = chunk_extent(b.extent, overlap.chunks, overlap.least) if in_chunks else b.extent
         return structs.replace(b, name=owner + b.name, extent=extent)
-    if b.role in ("x", "y", "lengths", "resets"):
+    if b.role in ("x", "y", "lengths", "resets", "sequences"):
         return b
     packing = b.packing
     if packing is not None:

@@ -86,12 +86,15 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lengths : row b takes part in steps below ``lengths[b]``; beyond, it keeps its state and y is 0
     resets : a new sequence starts wherever ``resets[t, b]`` is set, from a state of zeros; going in
         reverse the state is therefore cleared after step t
+    sequences : ``sequences[t, b]`` is the number of the sequence that column b of the batch works on at step t,
+        or -1; states are by sequence
     """
 
     reverse: bool = False
     directions: int = 1
     lengths: bool = False
     resets: bool = False
+    sequences: bool = False
 
     def y_width(self, hidden: int) -> int:
         """Elements of a row of y."""
@@ -132,7 +135,7 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layers : L; y of one is x of the next
     bidirectional : every layer goes both ways; y is (T, B, 2 H)
     reverse : every layer goes from the end to the start only
-    lengths, resets : whether a call takes them, see :class:`Place`
+    lengths, resets, sequences : whether a call takes them, see :class:`Place`
     """
 
     layers: int = 1
@@ -140,15 +143,19 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lengths: bool = False
     resets: bool = False
     reverse: bool = False
+    sequences: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.layers, bool) or not isinstance(self.layers, int) or not 1 <= self.layers <= 1024:
             raise ArgumentError("layers", self.layers, "an integer from 1 to 1024")
-        for name in ("bidirectional", "lengths", "resets", "reverse"):
+        for name in ("bidirectional", "lengths", "resets", "reverse", "sequences"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(name, getattr(self, name), "True or False")
         if self.reverse and self.bidirectional:
             raise ArgumentError("reverse", True, "False with bidirectional=True, which goes both ways")
+        if self.sequences and (self.lengths or self.resets):
+            raise ArgumentError("sequences", True, "False with lengths=True or resets=True: it says where rows "
+                                "end and start")
 
     @property
     def directions(self) -> int:
@@ -167,13 +174,14 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             inputs = whole.input if layer == 0 else self.directions * whole.hidden
             work = msgspec.structs.replace(whole, input=inputs)
             for reverse in (False, True) if self.bidirectional else (self.reverse,):
-                place = Place(reverse, self.directions, self.lengths, self.resets)
+                place = Place(reverse, self.directions, self.lengths, self.resets, self.sequences)
                 found.append(Part(len(found), layer, place, work))
         return tuple(found)
 
     def __str__(self) -> str:
         words = [f"{self.layers} layers"] if self.layers > 1 else []
-        words += [name for name in ("bidirectional", "reverse", "lengths", "resets") if getattr(self, name)]
+        flags = ("bidirectional", "reverse", "lengths", "resets", "sequences")
+        words += [name for name in flags if getattr(self, name)]
         return ", ".join(words)
 
 

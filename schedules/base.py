@@ -53,12 +53,14 @@ class Schedule(ABC):
     revision : raised whenever the generated code changes; records of another revision are stale
     kind : ``cuda`` or ``llvm``
     weights : data types that weights may be rounded to, besides that of the layer
+    sequences : whether a column of the batch may work on one sequence after the other
     """
 
     name: str
     revision: int
     kind: str
     weights: tuple[str, ...] = ()
+    sequences: bool = False
 
     @abstractmethod
     def serves(self, task: Task) -> str | None:

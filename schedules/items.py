@@ -32,6 +32,8 @@ class Items(ABC):
     Neighbouring threads own neighbouring units of one row, so two of them make a 16-bit word. The
     values of each item are in registers: constants, states, hoisted inputs of this step (``inputs``) and of
     the next one (``ahead``), how far its row goes (``limits``) and whether it starts anew (``fresh``).
+    Of a column of sequences: their ``numbers`` in this step and the next two, and the state that the next
+    step begins with if it is the first one of a sequence (``given``).
     """
 
     def __init__(self, T: Any, task: Task, math: str, arguments: dict[str, Any], share: Share, group: Any,
@@ -54,6 +56,8 @@ class Items(ABC):
         place, rows = task.place, (self.items,)  # of rows, too: these are on the critical path
         self.limits = T.alloc_buffer(rows, "int32", scope="local") if place.lengths else None
         self.fresh = T.alloc_buffer(rows, "int32", scope="local") if place.resets else None
+        self.numbers: Any = T.alloc_buffer((self.items, 3), "int32", scope="local") if place.sequences else None
+        self.given: Any = local(self.items, len(graph.states)) if place.sequences else None
 
     def _locate(self, thread: Any) -> None:
         """Which pairs the items of a thread are."""
@@ -83,6 +87,10 @@ class Items(ABC):
             if self.limits is not None:
                 limit = self.timeline.limit(T.min(self.row[i], self.batch - 1))
                 T.buffer_store(self.limits, limit, [i])
+            if self.numbers is not None:
+                T.buffer_store(self.numbers, self._number(T.int32(0), i), [i, 2])
+                self._begin_sequence(i, self.numbers[i, 2], self.states)
+                continue
             for s, name in enumerate(graph.states):
                 T.buffer_store(self.states, T.float32(0), [i, s])
                 with T.If(self.valid[i]), T.Then():
@@ -91,6 +99,20 @@ class Items(ABC):
                     first = self.timeline.fresh(0, row, self._limit(i))
                     (value,) = self.timeline.started(first, [given])
                     T.buffer_store(self.states, value, [i, s])
+
+    def _number(self, t: Any, i: int) -> Any:
+        """The sequence of item i's column in step t."""
+        return self.timeline.number(t, self.T.Bind(self.T.min(self.row[i], self.batch - 1)))
+
+    def _begin_sequence(self, i: int, number: Any, into: Any) -> None:
+        """Loads the state that a sequence begins with; zero for -1."""
+        T, H = self.T, self.task.workload.hidden
+        for s in range(len(self.graph.states)):
+            T.buffer_store(into, T.float32(0), [i, s])
+        with T.If(T.And(self.valid[i], number >= 0)), T.Then():
+            at = T.Bind(T.cast(number, "int64") * H + self.unit[i])
+            for s, name in enumerate(self.graph.states):
+                T.buffer_store(into, T.cast(self.arguments[f"{name}_in"][at], "float32"), [i, s])
 
     def _limit(self, i: int) -> Any:
         return self.steps if self.limits is None else self.limits[i]
@@ -113,8 +135,15 @@ class Items(ABC):
         """Before the hoisted inputs of step t are read."""
 
     def _start_at(self, t: Any) -> None:
-        """Loads whether a sequence starts at step t into ``fresh``."""
+        """Loads whether a sequence starts at step t into ``fresh``, or from which state into ``given``. For steps in
+        order, from the first."""
         T = self.T
+        for i in range(self.items if self.numbers is not None else 0):
+            for k in range(2):
+                T.buffer_store(self.numbers, self.numbers[i, k + 1], [i, k])
+            T.buffer_store(self.numbers, self._number(t + 1, i), [i, 2])  # looked at a step later
+            with T.If(self.numbers[i, 1] != self.numbers[i, 0]), T.Then():
+                self._begin_sequence(i, self.numbers[i, 1], self.given)
         for i in range(self.items if self.fresh is not None else 0):
             row = T.Bind(T.min(self.row[i], self.batch - 1))
             fresh = self.timeline.fresh(t, row, self._limit(i))
@@ -155,6 +184,10 @@ class Items(ABC):
                for k, s in enumerate(graph.states)]
         fresh = None if self.fresh is None else T.Bind(self.fresh[i] != 0)  # of step t + 1, as ``ahead`` is
         carried = timeline.started(fresh, new)
+        if self.numbers is not None:
+            fresh = T.Bind(self.numbers[i, 1] != self.numbers[i, 0])
+            carried = [timeline.masked(fresh, self.given[i, s], value) for s, value in enumerate(new)]
+            live = T.Bind(self.numbers[i, 0] >= 0)
         following = {v: n for v, n in zip(graph.states.values(), carried, strict=True)}
         following |= {v: self.constants[i, k] for k, v in enumerate(graph.invariant_outputs)}
         self._announce(i, 0, t + 1, emit(graph.prologue, following, self.math))
@@ -175,10 +208,13 @@ class Items(ABC):
             at = T.cast(step * self.batch + self.row[i], "int64") * place.y_width(H) + self.unit[i]
             at = at + place.y_offset(H) if place.y_offset(H) else at
             T.buffer_store(self.arguments["y"], T.cast(output, dtype), [at])
-            with T.If(t == self.steps - 1), T.Then():
+            ends, number = t == self.steps - 1, self.row[i]
+            if self.numbers is not None:
+                number = T.cast(self.numbers[i, 0], "int64")
+                ends = T.And(live, self.numbers[i, 1] != self.numbers[i, 0])
+            with T.If(ends), T.Then():
                 for s, name in enumerate(graph.states):
-                    T.buffer_store(self.arguments[f"{name}_out"], T.cast(new[s], dtype),
-                                   [self.row[i] * H + self.unit[i]])
+                    T.buffer_store(self.arguments[f"{name}_out"], T.cast(new[s], dtype), [number * H + self.unit[i]])
 
     def _neighbour(self, value: Any) -> Any:
         """The value of the neighbouring thread."""

@@ -3,6 +3,9 @@
 The loop counts t = 0 .. T-1; a reverse sequence is at step T-1-t of x and y then. A row that takes
 no part in a step keeps its state, and its y is zero. What a row computes there is thrown away by a
 select, never multiplied by zero: x beyond a row's length may hold anything.
+
+Where a place has ``sequences``, a row is a column in which sequences of the caller lie end to end: a table says
+which one a step belongs to. Each begins with its own state, and leaves its last state where it belongs.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ def row_arguments(T: Any, place: Place) -> dict[str, Any]:
 def row_buffers(place: Place) -> list[Buffer]:
     """The buffers that a place adds to a program."""
     found = [Buffer("lengths", "lengths", "int32")] if place.lengths else []
-    return found + ([Buffer("resets", "resets", "uint8")] if place.resets else [])
+    found += [Buffer("resets", "resets", "uint8")] if place.resets else []
+    return found + ([Buffer("sequences", "sequences", "int32")] if place.sequences else [])
 
 
 _BLOCKS, _THREADS = 64, 256
@@ -56,7 +60,7 @@ def remaining_lengths(batch: int) -> tuple[Any, Buffer, Launch]:
 class Timeline:
     """Emits the predicates of a place; where the place has none, nothing is emitted.
 
-    ``arguments`` has ``lengths`` and ``resets`` where the place asks for them; rows must be below B.
+    ``arguments`` has ``lengths``, ``resets`` and ``sequences`` where the place asks for them; rows must be below B.
     """
 
     def __init__(self, T: Any, place: Place, arguments: dict[str, Any], steps: Expr, batch: Expr) -> None:
@@ -73,6 +77,12 @@ class Timeline:
     def live(self, t: Expr, limit: Expr) -> Expr | None:
         """Whether a row takes part in step ``t``; None: always."""
         return self.T.Bind(self.at(t) < limit) if self.place.lengths else None
+
+    def number(self, t: Expr, row: Expr) -> Expr:
+        """The sequence that a column works on in step ``t``; -1 where there is none. ``sequences`` only."""
+        T = self.T
+        step = T.Bind(self.at(T.min(t, self.steps - 1)))
+        return T.Select(t < self.steps, self.arguments["sequences"][step * self.batch + row], -1)
 
     def masked(self, live: Expr | None, value: Expr, otherwise: Expr) -> Expr:
         """``value`` where ``live`` holds."""

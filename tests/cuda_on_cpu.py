@@ -185,25 +185,25 @@ class Emulated:
             directions: int = 1) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """y and the new states; every output and workspace holds NaN before, behind each lies a guard.
 
-        ``masks``: ``lengths`` (B,) and ``resets`` (T, B) for programs that read them; y has ``directions``
-        times H elements a row. In a stack, states are by the part's label: ``l0_h``.
+        ``masks``: ``lengths`` (B,), ``resets`` and ``sequences`` (T, B) for programs that read them; y has
+        ``directions`` times H elements a row. In a stack, states are by the part's label: ``l0_h``.
         """
         steps, batch = x.shape[:2]
-        hidden, given = next(iter(states.values())).shape[1], dict(masks or {})
+        (rows, hidden), given = next(iter(states.values())).shape, dict(masks or {})
         width = directions * hidden
         memory: dict[str, np.ndarray] = {}
         for b in self.program.buffers:
-            if b.role in ("lengths", "resets"):
+            if b.role in ("lengths", "resets", "sequences"):
                 memory[b.name] = np.ascontiguousarray(given[b.role], DTYPES[b.dtype]).reshape(-1)
             else:
-                memory[b.name] = self._allocate(b, x, states, parameters, (steps, batch, hidden, width))
+                memory[b.name] = self._allocate(b, x, states, parameters, (steps, batch, rows * hidden, width))
         self.carry_out(memory, steps, batch)
         for b in self.program.buffers:
             if b.role in ("workspace", "y", "state_out"):
                 tail = memory[b.name].view(np.uint8)[-GUARD:]
                 assert (tail == 0xA5).all(), f"{b.name} was written beyond its end"
         y = memory["y"][:steps * batch * width].reshape(steps, batch, width)
-        out = {b.name.removesuffix("_out"): memory[b.name][:batch * hidden].reshape(batch, hidden)
+        out = {b.name.removesuffix("_out"): memory[b.name][:rows * hidden].reshape(rows, hidden)
                for b in self.program.buffers if b.role == "state_out"}
         return y, out
 
@@ -214,7 +214,7 @@ class Emulated:
 
     def _allocate(self, b: Buffer, x: np.ndarray, states: Mapping[str, np.ndarray],
                   parameters: Mapping[str, np.ndarray], sizes: tuple[int, int, int, int]) -> np.ndarray:
-        steps, batch, hidden, width = sizes
+        steps, batch, state, width = sizes
         if b.role == "x":
             return x.copy().reshape(-1)
         if b.role == "state_in":
@@ -224,7 +224,7 @@ class Emulated:
             made = pack(b.packing, parameters).reshape(-1)
             assert made.size == b.extent.at(0), b.name
             return made
-        count = {"y": steps * batch * width, "state_out": batch * hidden}.get(b.role, b.extent.at(steps))
+        count = {"y": steps * batch * width, "state_out": state}.get(b.role, b.extent.at(steps))
         raw = np.full(count * DTYPES[b.dtype].itemsize + GUARD, 0xFF, np.uint8)
         raw[-GUARD:] = 0xA5
         return raw.view(DTYPES[b.dtype])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def check_numbers(folder: Path, schedule: Schedule, task: Task, config: Config, 
                   lazy: bool = True) -> None:
     """Runs the program in the emulation and compares it with float64; ``batch`` is the call's B.
 
-    Lengths and resets, where the task's place has them, are drawn; x beyond a row's length is NaN.
+    Lengths, resets and sequences, where the task's place has them, are drawn; x that is of no sequence is NaN.
     """
     w, graph, place = task.workload, task.graph, task.place
     assert schedule.check(task, config) is None
@@ -52,6 +53,10 @@ def check_numbers(folder: Path, schedule: Schedule, task: Task, config: Config, 
     masks = masks_of(place, *sizes[:2])
     for b, n in enumerate(masks.get("lengths", ())):
         x[n:, b] = np.nan
+    if place.sequences:
+        x[masks["sequences"] < 0] = np.nan
+        more = np.random.default_rng(1).uniform(-1, 1, (len(states), masks["sequences"].max() + 1, w.hidden))
+        states = {name: value.astype(x.dtype) for name, value in zip(states, more, strict=True)}
     emulated = Emulated(schedule.program(task, config), folder, lazy=lazy)
     rows, after = emulated.run(x, states, parameters, masks, place.directions)
 
@@ -66,15 +71,34 @@ def check_numbers(folder: Path, schedule: Schedule, task: Task, config: Config, 
     assert relative(y, want) <= LIMITS[w.arithmetic]
     for b, n in enumerate(masks.get("lengths", ())):
         assert not y[n:, b].astype(np.float32).any()
+    if place.sequences:
+        assert not y[masks["sequences"] < 0].astype(np.float32).any()
     for name, value in wanted.items():
         assert relative(after[name], value) <= 2 * LIMITS[w.arithmetic], name
 
 
 def masks_of(place: Place, steps: int, batch: int) -> dict[str, np.ndarray]:
-    """Lengths of 0 up to ``steps``, and resets of about a third of all steps, where the place has them."""
+    """Lengths of 0 up to ``steps``, resets of about a third of all steps, and sequences with gaps between some of them,
+    where the place has them."""
     rng = np.random.default_rng(steps * 100 + batch)
+    if place.sequences:
+        found = []
+        for b in range(batch):
+            ends = [0, *np.flatnonzero(rng.random(steps) < 0.4), steps]
+            found += [(b, *piece) for piece in pairwise(ends) if rng.random() < 0.8]
+        table = np.full((steps, batch), -1)
+        for number, (b, first, last) in zip(rng.permutation(len(found)), found, strict=True):
+            table[first:last, b] = number
+        return {"sequences": _numbered(table)}
     masks = {"lengths": rng.permutation(np.arange(batch) * 5 % (steps + 1))} if place.lengths else {}
     return masks | ({"resets": rng.random((steps, batch)) < 0.35} if place.resets else {})
+
+
+def _numbered(table: np.ndarray) -> np.ndarray:
+    """With numbers from 0 on, and at least one sequence."""
+    if table.max() < 0:
+        table[0, 0] = 0
+    return np.searchsorted(np.unique(table[table >= 0]), table) - (table < 0)
 
 
 def expected(cell: str, place: Place, x: np.ndarray, states: dict[str, Any], parameters: dict[str, Any],
@@ -85,7 +109,15 @@ def expected(cell: str, place: Place, x: np.ndarray, states: dict[str, Any], par
     steps, batch = x.shape[:2]
     y = np.zeros((steps, batch, next(iter(states.values())).shape[1]))
     last = {name: value.copy() for name, value in states.items()}
-    for b in range(batch):
+    for number in range(masks["sequences"].max() + 1 if place.sequences else 0):
+        at = np.nonzero(masks["sequences"] == number)
+        order = slice(None, None, -1 if place.reverse else 1)
+        now = {name: value[number:number + 1] for name, value in states.items()}
+        rows, now = forward(cell, x[at][order][:, None], now, parameters)
+        y[at] = rows[order, 0]
+        for name, value in now.items():
+            last[name][number] = value[0]
+    for b in range(0 if place.sequences else batch):
         n = int(masks["lengths"][b]) if place.lengths else steps
         starts = masks["resets"][:n, b] if place.resets else np.zeros(n, bool)
         if place.reverse:  # a start before step t is one after it, backwards

@@ -1,4 +1,5 @@
 // A module file by hand, for tests of the runtime: h = h / 2 + W[1] x + b, c = c + h, y = h, in float64.
+// With SAMPLE_SEQUENCES a table says which sequence a column works on; see ecornn.Columns.
 // It checks what it is given: alignment of every pointer, and that nobody else writes its workspace.
 // "Device" memory is host memory that alloc, copy and free keep count of.
 #include <stdlib.h>
@@ -63,10 +64,16 @@ static int Integer(TVMFFIAny* result, int64_t value) {
 
 EXPORT(stat) { return count != 1 ? Fail("stat(index)") : Integer(result, stats[a[0].v_int64]); }
 
-// run(T, B, device, queue, scratch, x, h_in, c_in, matrix, y, h_out, c_out, bias, words)
+#ifdef SAMPLE_SEQUENCES
+constexpr int kArguments = 15;
+#else
+constexpr int kArguments = 14;
+#endif
+
+// run(T, B, device, queue, scratch, x, h_in, c_in, matrix, y, h_out, c_out, bias, words[, sequences])
 EXPORT(run) {
   (void)result;
-  if (count != 14) return Fail("run() takes 14 arguments");
+  if (count != kArguments) return Fail("run() takes other arguments");
   for (int i = 0; i < count; ++i)
     if (a[i].type_index != kTVMFFIInt) return Fail("run() takes integers");
   int64_t T = a[0].v_int64, B = a[1].v_int64, H = kHidden, I = kInput;
@@ -92,23 +99,44 @@ EXPORT(run) {
   auto* bias = reinterpret_cast<const float*>(a[12].v_int64);
   auto* y = reinterpret_cast<Element*>(a[9].v_int64);
   std::vector<double> h(B * H), c(B * H);
+#ifdef SAMPLE_SEQUENCES
+  auto* numbers = reinterpret_cast<const int32_t*>(a[14].v_int64);
+#else
   for (int64_t i = 0; i < B * H; ++i) {
     h[i] = Load(reinterpret_cast<const Element*>(a[6].v_int64) + i);
     c[i] = Load(reinterpret_cast<const Element*>(a[7].v_int64) + i);
   }
+#endif
   for (int64_t t = 0; t < T; ++t)
     for (int64_t b = 0; b < B; ++b)
       for (int64_t j = 0; j < H; ++j) {
+#ifdef SAMPLE_SEQUENCES
+        int64_t number = numbers[t * B + b], state = number * H + j;
+        if (number < 0) {
+          Store(y + (t * B + b) * H + j, 0);
+          continue;
+        }
+        if (t == 0 || numbers[(t - 1) * B + b] != number) {
+          h[b * H + j] = Load(reinterpret_cast<const Element*>(a[6].v_int64) + state);
+          c[b * H + j] = Load(reinterpret_cast<const Element*>(a[7].v_int64) + state);
+        }
+#endif
         double sum = bias[j] + 0.5 * h[b * H + j];
         for (int64_t k = 0; k < I; ++k) sum += Load(x + (t * B + b) * I + k) * matrix[k * 8 + j];
         h[b * H + j] = sum;
         c[b * H + j] += sum;
         Store(y + (t * B + b) * H + j, sum);
+#ifdef SAMPLE_SEQUENCES
+        Store(reinterpret_cast<Element*>(a[10].v_int64) + state, h[b * H + j]);
+        Store(reinterpret_cast<Element*>(a[11].v_int64) + state, c[b * H + j]);
+      }
+#else
       }
   for (int64_t i = 0; i < B * H; ++i) {
     Store(reinterpret_cast<Element*>(a[10].v_int64) + i, h[i]);
     Store(reinterpret_cast<Element*>(a[11].v_int64) + i, c[i]);
   }
+#endif
   usleep(500);
   --stats[kRunning];
   for (int64_t i = 0; i < size; ++i)

@@ -16,7 +16,7 @@ import numpy as np
 from ecornn.device import KNOWN, Device
 from ecornn.manifest import Manifest, Parameter
 from ecornn.program import Buffer, Extent, Packing
-from ecornn.workload import Workload
+from ecornn.workload import Stack, Workload
 
 H, I, BATCH = 5, 3, 4
 FIXED, PER_STEP = 7, 5  # words of the workspace
@@ -42,6 +42,13 @@ def manifest(device: Device = HOST, dtype: str = "float32", **changes: Any) -> M
     return msgspec.structs.replace(made, **changes)
 
 
+def with_sequences(device: Device = HOST) -> Manifest:
+    """The same of a module that takes them."""
+    plain = manifest(device)
+    return msgspec.structs.replace(plain, stack=Stack(sequences=True),
+                                   buffers=(*plain.buffers, Buffer("sequences", "sequences", "int32")))
+
+
 @functools.cache
 def folder() -> tempfile.TemporaryDirectory[str]:
     """Where samples are built, until the process ends."""
@@ -53,11 +60,11 @@ def folder() -> tempfile.TemporaryDirectory[str]:
 def build(said: Manifest) -> Path:
     """The sample's module file with this manifest."""
     return build_text(msgspec.json.encode(said).decode(), said.device.kind == "cuda",
-                      said.workload.dtype == "bfloat16")
+                      said.workload.dtype == "bfloat16", said.stack.sequences)
 
 
 @functools.cache
-def build_text(text: str, cuda: bool = False, bfloat16: bool = False) -> Path:
+def build_text(text: str, cuda: bool = False, bfloat16: bool = False, sequences: bool = False) -> Path:
     """The sample's module file with this text as its manifest."""
     from tvm_ffi import libinfo
 
@@ -69,6 +76,7 @@ def build_text(text: str, cuda: bool = False, bfloat16: bool = False) -> Path:
     subprocess.run(
         ["g++", "-shared", "-fPIC", "-O1", "-std=c++17", f"-I{place}", f"-I{libinfo.find_include_path()}",
          f"-I{libinfo.find_dlpack_include_path()}", *["-DSAMPLE_CUDA"] * cuda, *["-DSAMPLE_BFLOAT16"] * bfloat16,
+         *["-DSAMPLE_SEQUENCES"] * sequences,
          str(Path(__file__).with_suffix(".cc")), f"-L{library.parent}", "-ltvm_ffi", "-o", str(out)], check=True)
     return out
 

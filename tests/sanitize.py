@@ -95,6 +95,10 @@ CASES = {
     **{f"stack {schedule}": case(schedule, "lstm", "float16", (9, 5, 24, 72), overlap="none", **ALL)
        for schedule in ("persistent", "persistent_wide", "layout_transform", "fused_step")},
     "directions": case("persistent", "lstm", "float16", (9, 5, 24, 72), overlap="directions", **ALL),
+    "sequences": persistent("lstm", "float16", (24, 9, 24, 64), (2, 14, 1, 3), 1, 25, 0, 50, "exact") | {
+        "stack": {"sequences": True}},
+    "sequences wide": case("persistent_wide", "gru", "bfloat16", (20, 9, 24, 72), sequences=True, layers=2,
+                           bidirectional=True),
     "wavefront": case("persistent", "gru", "bfloat16", (40, 5, 24, 72), overlap="wavefront", layers=3, lengths=True),
     "wavefront wide": case("persistent_wide", "lstm", "float16", (40, 5, 24, 72), overlap="wavefront", layers=2),
 }
@@ -132,6 +136,8 @@ def once(name: str, folder: str) -> float:
         for n, s in step_cells.CELLS[of["cell"]].parameters(I, H).items()}
     weights = {k: torch.tensor(v).to(kind).float().numpy() for k, v in drawn.items()}
     layer = ecornn.load(file_of(name, folder)).bind(weights)
+    if stack.get("sequences"):
+        return laid(layer, rng, kind, weights)
     x = torch.tensor(rng.standard_normal((T, B, I))).to(kind)
     call: dict[str, Any] = {}
     if stack.get("lengths"):
@@ -142,6 +148,25 @@ def once(name: str, folder: str) -> float:
     expected, _ = reference(of["cell"], x.double().numpy(), weights, **call) if known else step_cells.layer(
         of["cell"], H, x.double().numpy(), weights, **call)
     return float(np.linalg.norm(y.double().cpu().numpy() - expected) / np.linalg.norm(expected))
+
+
+def laid(layer: Any, rng: np.random.Generator, kind: Any, weights: Any) -> float:
+    """The relative error of y of twice as many sequences as there are columns."""
+    import torch
+
+    import ecornn
+    from ecornn.numpy_reference import reference
+
+    w = layer.manifest.workload
+    rows = torch.tensor(rng.standard_normal((w.seq, 2 * w.batch, w.input))).to(kind)
+    lengths = rng.integers(1, w.seq + 1, 2 * w.batch)
+    columns = ecornn.Columns.of(lengths, w.batch)
+    y = layer(rows[columns.inside, columns.table].cuda(), sequences=columns)[0].double().cpu().numpy()
+    expected, _ = reference(w.cell, rows.double().numpy(), weights, lengths=lengths)
+    found = np.zeros_like(expected)
+    for s, n in enumerate(lengths):
+        found[:n, s] = y[columns.start[s]:columns.start[s] + n, columns.column[s]]
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
 def checked(name: str, tool: str, folder: str) -> tuple[bool, str]:

@@ -80,6 +80,70 @@ def test_matches_float64(schedule: str, cell: str, dtype: str, stack: Stack, sha
             assert relative(found.double().cpu().numpy(), wanted) <= 2 * limit
 
 
+@pytest.mark.parametrize("stack", [Stack(sequences=True), Stack(reverse=True, sequences=True),
+                                   Stack(2, True, sequences=True)], ids=str)
+@pytest.mark.parametrize(("schedule", "cell", "dtype"), [one for one in SERVED if one[0].startswith("persistent")])
+def test_sequences_in_columns(schedule: str, cell: str, dtype: str, stack: Stack):
+    T, B, I, H, S, kind = 23, 11, 40, 96, 37, getattr(torch, dtype)
+    weights = {k: torch.tensor(v).to(kind).float().numpy()
+               for k, v in random_weights(cell, I, H, 1, stack.layers, stack.directions).items()}
+    layer = ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, dtype=dtype, target="cuda", schedule=schedule,
+                           layers=stack.layers, bidirectional=stack.bidirectional, reverse=stack.reverse,
+                           sequences=True).bind(weights)
+    rng = np.random.default_rng(1)
+    for width in (B, 3):
+        lengths = rng.integers(1, T + 1, S)
+        columns = ecornn.Columns.of(lengths, width)
+        rows = torch.randn(T, S, I, device="cuda").to(kind)
+        x = rows[columns.inside, columns.table]
+        x[torch.from_numpy(columns.table).cuda() < 0] = float("nan")
+        size = (S, H) if stack.count == 1 else (stack.count, S, H)
+        state = tuple((torch.rand(size, device="cuda") - 0.5).to(kind) for _ in range(STEPS[cell][1]))
+        for given in (state, None):  # without states, more zeros than for the compiled batch
+            start = state if given else [torch.zeros_like(s) for s in state]
+            exact = [v.double().cpu().numpy() for v in (rows, *start)]
+            expected, last = wanted_of(cell, stack, exact[0], weights, exact[1:], {"lengths": lengths})
+            out = torch.full((*columns.table.shape, stack.directions * H), float("nan"), device="cuda", dtype=kind)
+            y, after = layer(x, given, sequences=columns, out=out)
+            again, after_again = layer(x, given, sequences=columns)
+            assert all(torch.equal(a, b) for a, b in zip((y, *after), (again, *after_again), strict=True))
+            y = y.double().cpu().numpy()
+            assert not y[columns.table < 0].any()
+            found = np.zeros_like(expected)
+            for s, n in enumerate(lengths):
+                found[:n, s] = y[columns.start[s]:columns.start[s] + n, columns.column[s]]
+            limit = LIMITS[dtype] * (1 if dtype == "float32" else stack.layers)
+            assert relative(found, expected) <= limit
+            for one, other in zip(after, last, strict=True):
+                assert relative(one.double().cpu().numpy(), other) <= 2 * limit
+
+
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True, "num_layers": 2}, {"num_layers": 2},
+                                     {"proj_size": 40}], ids=str)
+@pytest.mark.parametrize("with_state", [False, True])
+def test_packed_sequences_in_columns(options: dict[str, Any], with_state: bool):
+    import ecornn.torch
+    from ecornn.torch import engine
+
+    ours = ecornn.torch.LSTM(40, 96, **options).cuda().eval()
+    theirs = torch.nn.LSTM(40, 96, **options).cuda().double().eval()
+    theirs.load_state_dict({k: v.double() for k, v in ours.state_dict().items()})
+    count = options.get("num_layers", 1) * (1 + options.get("bidirectional", False))
+    state = tuple(torch.randn(count, 30, n, device="cuda") for n in (options.get("proj_size", 96), 96))
+    with torch.inference_mode():
+        for seed in range(3):
+            lengths = torch.randint(1, 50, (30,), generator=torch.Generator().manual_seed(seed))
+            packed = torch.nn.utils.rnn.pack_padded_sequence(
+                torch.randn(int(lengths.max()), 30, 40, device="cuda"), lengths, enforce_sorted=False)
+            y, after = ours(packed, state if with_state else None)
+            wanted, last = theirs(packed.double(), tuple(s.double() for s in state) if with_state else None)
+            for a, b in zip((y.data, *after), (wanted.data, *last), strict=True):
+                assert relative(a.cpu().numpy(), b.cpu().numpy()) <= 1e-5
+            assert (y.batch_sizes == wanted.batch_sizes).all()
+    used = {key[2] for key in engine.engine_of(ours)._bound}
+    assert used == ({"lengths"} if options == {"num_layers": 2} else {"sequences"})
+
+
 OVERLAPPED = [("lstm", "float16", Stack(2, True)), ("gru", "bfloat16", Stack(1, True, True, True)),
               ("gru_reset_before", "float32", Stack(2, True)), ("lstm", "float16", Stack(4)),
               ("gru", "bfloat16", Stack(5, False, True, True)), ("lstm", "float32", Stack(3))]

@@ -70,6 +70,14 @@ PLACES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Place]] 
     ("gru", (9, 20, 17, 40), "float16", {"ahead": 0, "units": 24}, Place(lengths=True)),
     ("rnn_tanh", (70, 5, 16, 24), "bfloat16", {"ahead": 25, "units": 8, "warps": 1}, Place(resets=True)),
     ("gru_reset_before", (9, 4, 8, 24), "float32", {"ahead": 0, "units": 8}, Place(False, 2, True, True)),
+    # sequences end to end in columns
+    ("lstm", (9, 5, 24, 40), "float16", {}, Place(sequences=True)),
+    ("lstm", (1, 3, 24, 40), "bfloat16", {}, Place(sequences=True)),
+    ("gru", (12, 9, 17, 40), "bfloat16", {"units": 24}, Place(True, sequences=True)),
+    ("lstm", (9, 23, 31, 33), "float16", {"groups": 2}, Place(True, 2, sequences=True)),  # several items a thread
+    ("gru_reset_before", (40, 7, 9, 20), "float32", {"units": 8, "fences": "rare"}, Place(False, 2, sequences=True)),
+    ("pair", (12, 5, 24, 40), "bfloat16", {"units": 8}, Place(sequences=True)),
+    ("lstm", (40, 7, 24, 40), "float16", {"ahead": 50}, Place(sequences=True)),
 ]
 
 

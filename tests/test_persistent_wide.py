@@ -80,6 +80,11 @@ PLACES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Place]] 
     ("rnn_tanh", (6, 23, 31, 140), "float16", {"groups": 2, "units": 64}, Place(False, 2, True, True)),
     ("lstm", (9, 10, 9, 80), "float16", {"units": 40, "row_teams": 2, "parts": 3}, Place(True, 2, True, True)),
     ("gru", (9, 7, 9, 80), "bfloat16", {"units": 48, "row_teams": 2, "parts": 2}, Place(False, 1, True, True)),
+    # sequences end to end in columns
+    ("lstm", (9, 10, 24, 80), "float16", {}, Place(sequences=True)),
+    ("gru", (12, 23, 9, 80), "bfloat16", {"units": 40, "groups": 2}, Place(True, 2, sequences=True)),
+    ("lstm", (9, 10, 9, 80), "float16", {"units": 40, "row_teams": 2, "parts": 3}, Place(True, 2, sequences=True)),
+    ("gru", (1, 7, 9, 80), "bfloat16", {"units": 48, "row_teams": 2, "parts": 2}, Place(sequences=True)),
 ]
 
 

@@ -44,6 +44,7 @@ EMIT = ("cuda", "tir", "ptx", "asm", "object")
 @click.option("--reverse", is_flag=True, help="Goes from the end of each row to its start only.")
 @click.option("--lengths", is_flag=True, help="Calls may give each row's length.")
 @click.option("--resets", is_flag=True, help="Calls may give a mask of the steps where a row starts anew.")
+@click.option("--sequences", is_flag=True, help="Calls may lay many sequences end to end in columns (GPU).")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.so",
               help="The module file. May be left out with --emit.")
 @click.option("--schedule", help="This schedule instead of the best record's.")
@@ -61,8 +62,8 @@ EMIT = ("cuda", "tir", "ptx", "asm", "object")
 def compile(model: Path | None, node: str | None, cell: str | None, hidden: int | None, input_: int | None,
             batch: int, seq: int, dtype: str | None, weights: str | None, precision: str | None, target: str | None,
             weights_from: Path | None, prefix: str, layers: int | None, bidirectional: bool, reverse: bool,
-            lengths: bool, resets: bool, output: Path | None, schedule: str | None, config: tuple[str, ...],
-            overlap: str, emit: str | None, emit_to: Path | None) -> None:
+            lengths: bool, resets: bool, sequences: bool, output: Path | None, schedule: str | None,
+            config: tuple[str, ...], overlap: str, emit: str | None, emit_to: Path | None) -> None:
     """Compiles a layer, or a stack of them, to one .so file, with the best tuning records that apply.
 
     The file runs with `ecornn.load("FILE.so").bind(weights)(x)`, on machines without a compiler too. The
@@ -91,8 +92,8 @@ def compile(model: Path | None, node: str | None, cell: str | None, hidden: int 
                                                                ", or --weights-from FILE, or MODEL.onnx"))
     dtype, target = default_dtype(dtype or ("float32" if model is not None or precision else None), target)
     planned = plan(layer.pop("cell"), **layer, batch=batch, seq=seq, dtype=dtype, weights=weights,
-                   precision=precision, target=target, resets=resets, schedule=schedule,
-                   config=dict(knob(c) for c in config), overlap=overlap)
+                   precision=precision, target=target, resets=resets, sequences=sequences,
+                   schedule=schedule, config=dict(knob(c) for c in config), overlap=overlap)
     words = [str(planned.workload), str(planned.stack), str(planned.overlap) if planned.overlap != SERIAL else ""]
     click.echo(", ".join(filter(None, words)) + f" on {planned.device.name}", err=True)
     for labels, chosen, why in planned.why():

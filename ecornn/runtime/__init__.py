@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from ecornn.runtime.columns import Columns
 from ecornn.runtime.layer import Layer
 from ecornn.runtime.loader import Module, load
 
-__all__ = ["Layer", "Module", "load"]
+__all__ = ["Columns", "Layer", "Module", "load"]

@@ -24,23 +24,16 @@ class Bound:
     Attributes
     ----------
     arguments : arguments of ``run`` with the packed weights' pointers, all others 0
-    zeros : pointer to a zero state (L*D, B, H) of the compiled B
-    nbytes : of device or host memory held
     """
 
     def __init__(self, manifest: Manifest, plan: Plan, parameters: Mapping[str, Any],
                  library: Library, device: int) -> None:
         work = manifest.workload
-        on_cpu = manifest.device.kind != "cuda"
+        self._library, self._device = (library if manifest.device.kind == "cuda" else None), device
         self.arguments = [0] * plan.count
         self._kept: list[Memory] = []
 
         tensors = any(not isinstance(value, np.ndarray) for value in parameters.values())
-
-        def place(values: Any) -> int:
-            memory = _on_host(values) if on_cpu else _on_device(values, library, device)
-            self._kept.append(memory)
-            return memory.pointer
 
         for position, buffer in plan.packed:
             if buffer.packing is None:
@@ -55,9 +48,28 @@ class Bound:
             if buffer.extent.at(0) > made:
                 raise ModuleError(f"the packing of {buffer.name} makes {made} of its "
                                   f"{buffer.extent.at(0)} elements")
-            self.arguments[position] = place(values)
-        self.zeros = place(np.zeros(manifest.stack.count * work.batch * work.hidden * work.itemsize, np.uint8))
-        self.nbytes = sum(memory.nbytes for memory in self._kept)
+            self.arguments[position] = self._place(values)
+        self._zeros = (0, 0)
+        self.zeros(manifest.stack.count * work.batch * work.hidden * work.itemsize)
+
+    def _place(self, values: Any) -> int:
+        library = self._library
+        memory = _on_host(values) if library is None else _on_device(values, library, self._device)
+        self._kept.append(memory)
+        return memory.pointer
+
+    @property
+    def nbytes(self) -> int:
+        """Device or host memory held."""
+        return sum(memory.nbytes for memory in self._kept)
+
+    def zeros(self, nbytes: int) -> int:
+        """A pointer to as many zeros: kept, of the compiled B at least, and more where there are more sequences."""
+        room, pointer = self._zeros  # one tuple, so that a thread never sees halves of two
+        if room < nbytes:
+            pointer = self._place(np.zeros(nbytes, np.uint8))
+            self._zeros = nbytes, pointer
+        return pointer
 
 
 def _on_host(values: NDArray[Any]) -> HostMemory:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from ecornn.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from ecornn.runtime.arrays import Arrays, Placed, Shape, arrays_of
 from ecornn.runtime.binding import Bound
-from ecornn.runtime.masks import place_lengths, place_resets
+from ecornn.runtime.masks import place_lengths, place_resets, place_sequences
 from ecornn.runtime.memory import DeviceMemory, Pool, layout
-from ecornn.runtime.plan import SCALARS, longest, make_plan
+from ecornn.runtime.plan import MASKS, SCALARS, longest, make_plan
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -60,7 +60,7 @@ class Layer:
         return f"<ecornn.Layer {what} on {where}>"
 
     def __call__(self, x: Any, state: Sequence[Any] | None = None, *, lengths: Any = None, resets: Any = None,
-                 batch_first: bool = False, out: Any = None) -> tuple[Any, tuple[Any, ...]]:
+                 sequences: Any = None, batch_first: bool = False, out: Any = None) -> tuple[Any, tuple[Any, ...]]:
         """Runs the sequence ``x``, from zero states or from ``state``.
 
         Parameters
@@ -72,6 +72,10 @@ class Layer:
             is zero beyond, and the states are those of the row's last step. A list or an array of the
             host: the layer stops after the longest row. A CUDA tensor is not waited for
         resets : (T, B) bool or uint8; where it is set a new sequence starts, from states of zeros
+        sequences : (T, B) integers of the host, or :class:`~ecornn.Columns`: column b of x works on sequence
+            ``sequences[t, b]`` at step t, or on none where that is -1. Each of the numbers 0 to S-1 has steps of one
+            column that follow each other. The states, before and after, are then (S, H), or (L*D, S, H); y is
+            zero where there is no sequence. Default: each column is one
         batch_first : x is (B, T, I), and y (B, T, D*H) is a view of time-first memory; the states stay
         out : memory for y, time first, contiguous, aligned to 16 bytes, apart from x and the states
 
@@ -88,8 +92,8 @@ class Layer:
         Raises
         ------
         ShapeError, DTypeError, DeviceError : an array does not fit; nothing has run then
-        ArgumentError : an argument is no array, or of another framework than x; ``lengths`` or
-            ``resets`` for a module that was compiled without them
+        ArgumentError : an argument is no array, or of another framework than x; ``lengths``, ``resets`` or
+            ``sequences`` for a module that was compiled without them
         """
         arrays = arrays_of(x, "x")
         x = arrays.take(x, "x")
@@ -99,8 +103,8 @@ class Layer:
             x = arrays.swapped(x)
         steps, batch = self._check_x(arrays, x)
         x, x_at = arrays.ready(x, "x")
-        states = None if state is None else self._check_state(arrays, state, batch)
-        masks, active = self._masks(arrays, x, steps, batch, lengths, resets)
+        masks, active, rows = self._masks(arrays, x, steps, batch, lengths, resets, sequences)
+        states = None if state is None else self._check_state(arrays, state, rows)
         library = self._library
         if out is None:
             y, y_at = arrays.empty((steps, batch, self._width), x, library)
@@ -108,13 +112,13 @@ class Layer:
             y, y_at = self._check_out(arrays, out, (steps, batch, self._width), [(x, x_at), *(states or ())])
         if active < steps and not arrays.clear(y, active):
             active = steps
-        after = [arrays.empty(self._state_shape(batch), x, library) for _ in self._names]
+        after = [arrays.empty(self._state_shape(rows), x, library) for _ in self._names]
         inputs, outputs = [(x, x_at), *(states or ()), *masks], [(y, y_at), *after]
         if arrays.staged and not self._on_cpu:
-            self._by_copies(active, batch, states is not None, inputs, outputs)
+            self._by_copies(active, batch, rows, states is not None, inputs, outputs)
         else:
             queue: int = self.threads or arrays.queue(self.device)
-            arguments = self._arguments(active, batch, queue, states is not None, map(_place_of, inputs),
+            arguments = self._arguments(active, batch, rows, queue, states is not None, map(_place_of, inputs),
                                         map(_place_of, outputs))
             self._launch(arrays, x, queue, arguments)
         result = arrays.give(y) if out is None else out
@@ -127,10 +131,10 @@ class Layer:
         return (batch, self._hidden) if count == 1 else (count, batch, self._hidden)
 
     def _masks(self, arrays: Arrays, x: Any, steps: int, batch: int, lengths: Any,
-               resets: Any) -> tuple[list[Placed], int]:
-        """What the module reads beside x and the states, and the steps that are worth running."""
-        stack, found, active = self._stack, [], steps
-        for name, value in (("lengths", lengths), ("resets", resets)):
+               resets: Any, sequences: Any) -> tuple[list[Placed], int, int]:
+        """What the module reads beside x and the states, the steps that are worth running, and the rows of states."""
+        stack, found, active, rows = self._stack, [], steps, batch
+        for name, value in zip(MASKS, (lengths, resets, sequences), strict=True):
             if value is not None and not getattr(stack, name):
                 raise ArgumentError(name, type(value), f"None: the module was compiled without {name}=True")
         if stack.lengths:
@@ -138,7 +142,10 @@ class Layer:
             found.append(placed)
         if stack.resets:
             found.append(place_resets(resets, steps, batch, arrays, x, self._library))
-        return found, active
+        if stack.sequences:
+            placed, rows = place_sequences(sequences, steps, batch, arrays, x, self._library)
+            found.append(placed)
+        return found, active, rows
 
     def _launch(self, arrays: Arrays, like: Any, queue: int, arguments: list[int]) -> None:
         """Runs with a workspace, which is kept for later calls."""
@@ -155,7 +162,7 @@ class Layer:
         if keep:
             self._pool.give(key, memory)
 
-    def _by_copies(self, steps: int, batch: int, with_states: bool, inputs: Sequence[Placed],
+    def _by_copies(self, steps: int, batch: int, rows: int, with_states: bool, inputs: Sequence[Placed],
                    outputs: Sequence[Placed]) -> None:
         """Runs a CUDA module on host arrays: all to the device and back, on the legacy default stream."""
         library, device = self._library, self.device
@@ -166,7 +173,7 @@ class Layer:
         there, back = places[:len(inputs)], places[len(inputs):-1]
         for (array, pointer), place in zip(inputs, there, strict=True):
             library.copy(device, place, pointer, array.nbytes, 0)
-        arguments = self._arguments(steps, batch, 0, with_states, there, back)
+        arguments = self._arguments(steps, batch, rows, 0, with_states, there, back)
         self._run(*self._with_scratch(arguments, places[-1], offsets))
         sizes = [steps * batch * self._width * self.manifest.workload.itemsize]  # y, less what was not run
         sizes += [array.nbytes for array, _ in outputs[1:]]
@@ -175,23 +182,24 @@ class Layer:
         library.synchronize(device, 0)
         self._pool.give(_COPIES, memory)
 
-    def _arguments(self, steps: int, batch: int, queue: int, with_states: bool, inputs: Iterable[int],
+    def _arguments(self, steps: int, batch: int, rows: int, queue: int, with_states: bool, inputs: Iterable[int],
                    outputs: Iterable[int]) -> list[int]:
         """The arguments of ``run``, all but the workspace. ``inputs``: x, states unless they are zero,
-        lengths, resets; ``outputs``: y, states."""
+        lengths, resets, sequences; ``outputs``: y, states, of ``rows`` rows."""
         plan, given, made = self._plan, iter(inputs), iter(outputs)
         arguments = self._bound.arguments.copy()
         arguments[:SCALARS] = steps, batch, self.device, queue
         arguments[plan.x], arguments[plan.y] = next(given), next(made)
-        size = batch * self._hidden * self.manifest.workload.itemsize
+        size = rows * self._hidden * self.manifest.workload.itemsize
+        zeros = 0 if with_states else self._bound.zeros(size * self._stack.count)
         for positions in plan.state_in:
-            start = next(given) if with_states else self._bound.zeros
+            start = next(given) if with_states else zeros
             for part, position in enumerate(positions):
                 arguments[position] = start + part * size
         for positions, start in zip(plan.state_out, made, strict=True):
             for part, position in enumerate(positions):
                 arguments[position] = start + part * size
-        for position, pointer in zip((*plan.lengths, *plan.resets), given, strict=True):
+        for position, pointer in zip((*plan.lengths, *plan.resets, *plan.sequences), given, strict=True):
             arguments[position] = pointer
         return arguments
 

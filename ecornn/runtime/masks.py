@@ -1,4 +1,4 @@
-"""Lengths and resets of a call, checked and brought to where the module reads them."""
+"""Lengths, resets and sequences of a call, checked and brought to where the module reads them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 
 from ecornn.errors import ArgumentError, DTypeError, ShapeError
 from ecornn.runtime.arrays import Arrays, Placed
+from ecornn.runtime.columns import Columns
 from ecornn.runtime.library import Library
 
 
@@ -46,6 +47,20 @@ def place_resets(value: Any, steps: int, batch: int, arrays: Arrays, like: Any, 
     if dtype not in ("bool", "uint8"):
         raise DTypeError("resets.dtype", dtype, "bool or uint8")
     return arrays.rows(value, "uint8", like, library)
+
+
+def place_sequences(value: Any, steps: int, batch: int, arrays: Arrays, like: Any,
+                    library: Library) -> tuple[Placed, int]:
+    """The table as int32 on the device of ``like``, and how many sequences there are; for None each column is one.
+
+    Raises as :meth:`Columns.given`, and :class:`ShapeError` for what is no (T, B).
+    """
+    if value is None:
+        value = Columns(np.tile(np.arange(batch, dtype=np.int32), (steps, 1)), *np.zeros((2, batch), np.int32))
+    columns = value if isinstance(value, Columns) else Columns.given(value.cpu() if hasattr(value, "cpu") else value)
+    if columns.table.shape != (steps, batch):
+        raise ShapeError("sequences.shape", columns.table.shape, f"{(steps, batch)}: (T, B)")
+    return arrays.rows(columns.table, "int32", like, library), columns.count
 
 
 def _facts(name: str, value: Any, like: Any) -> tuple[Any, tuple[int, ...], str]:

@@ -10,6 +10,7 @@ from ecornn.program import Buffer
 from ecornn.runtime.memory import layout
 
 SCALARS = 4  # T, B, device, queue come before the pointers
+MASKS = ("lengths", "resets", "sequences")
 _INDEX_LIMIT = 2**31 - 1  # kernels count elements in int32
 
 
@@ -22,7 +23,7 @@ class Plan:
     count : arguments in all
     x, y : of the input and the output
     state_in, state_out : for each state in the manifest's order, one for each (layer, direction)
-    lengths, resets : one or none
+    lengths, resets, sequences : one or none
     packed : (position, buffer) of the packed weights
     workspace : positions of the workspace buffers
     scratch : the workspace buffers themselves
@@ -35,6 +36,7 @@ class Plan:
     state_out: tuple[tuple[int, ...], ...]
     lengths: tuple[int, ...]
     resets: tuple[int, ...]
+    sequences: tuple[int, ...]
     packed: tuple[tuple[int, Buffer], ...]
     workspace: tuple[int, ...]
     scratch: tuple[Buffer, ...]
@@ -50,7 +52,7 @@ def make_plan(manifest: Manifest) -> Plan:
     prefixes = [f"{p.label}_" for p in stack.parts(manifest.workload)] if stack.count > 1 else [""]
     places = {(b.role, b.name if b.role.startswith("state") else ""): i + SCALARS
               for i, b in enumerate(manifest.buffers) if b.role not in ("packed", "workspace")}
-    masks = [role for role in ("lengths", "resets") if getattr(stack, role)]
+    masks = [role for role in MASKS if getattr(stack, role)]
     names = {way: [[(f"state_{way}", f"{prefix}{state}_{way}") for prefix in prefixes] for state in states]
              for way in ("in", "out")}
     wanted = [("x", ""), ("y", ""), *((role, "") for role in masks),
@@ -62,9 +64,9 @@ def make_plan(manifest: Manifest) -> Plan:
         raise ModuleError(f"the module's buffers do not fit states {states}: {listed}")
     state_in, state_out = (tuple(tuple(places[name] for name in each) for each in names[way])
                            for way in ("in", "out"))
-    lengths, resets = (tuple(places[role, ""] for role in masks if role == one) for one in ("lengths", "resets"))
+    lengths, resets, sequences = (tuple(places[role, ""] for role in masks if role == one) for one in MASKS)
     return Plan(len(manifest.buffers) + SCALARS, places["x", ""], places["y", ""], state_in, state_out,
-                lengths, resets, packed, tuple(i for i, _ in scratch), tuple(b for _, b in scratch))
+                lengths, resets, sequences, packed, tuple(i for i, _ in scratch), tuple(b for _, b in scratch))
 
 
 def longest(manifest: Manifest) -> int:

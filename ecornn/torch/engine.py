@@ -39,12 +39,13 @@ def cell_of(module: torch.nn.RNNBase) -> str:
 
 @lru_cache(maxsize=256)
 def compiled(cell: str, hidden: int, inputs: int, batch: int, seq: int, dtype: str, target: str, layers: int,
-             bidirectional: bool, lengths: bool) -> Module:
+             bidirectional: bool, masks: str) -> Module:
     """A module for these sizes; every layer of a process that has them shares it."""
     from ecornn.compiler import compile
 
     return compile(cell, hidden=hidden, input=inputs, batch=batch, seq=seq, dtype=dtype, target=target,
-                   layers=layers, bidirectional=bidirectional, lengths=lengths)
+                   layers=layers, bidirectional=bidirectional,
+                   lengths=masks == "lengths", sequences=masks == "sequences")
 
 
 class Engine:
@@ -55,23 +56,25 @@ class Engine:
         self._bound: dict[tuple[Any, ...], dict[int, tuple[Snapshot, Layer]]] = {}
         self._lock = threading.Lock()
 
-    def layer(self, module: torch.nn.RNNBase, x: Any, with_lengths: bool) -> Layer:
-        """The layer for x (T, B, I), with the module's weights as they are now."""
+    def layer(self, module: torch.nn.RNNBase, x: Any, batch: int, steps: int, masks: str = "") -> Layer:
+        """The layer for x, of this B and about this T, with the module's weights as they are now; it takes
+        ``masks``: nothing, ``lengths`` or ``sequences``."""
         if x.dtype not in _DTYPES:
             raise DTypeError("input.dtype", str(x.dtype).removeprefix("torch."), f"one of {', '.join(DTYPES)}")
-        steps, batch = x.shape[:2]
         threads = torch.get_num_threads() if x.is_cpu else None
-        key = (x.device, x.dtype, with_lengths, threads)
+        key = (x.device, x.dtype, masks, threads)
         with self._lock:
             bound = self._bound.setdefault(key, {})
-            rooms = [room for room in sorted(bound) if batch <= room <= 4 * batch]
+            most = batch * 3 // 2 if masks == "sequences" else 4 * batch  # of columns, room is not free
+            rooms = [room for room in sorted(bound) if batch <= room <= most]
             # the batch of the first call; where calls differ, some room for the next ones
-            room = rooms[0] if rooms else 1 << (batch - 1).bit_length() if bound else batch
+            spare = bound and masks != "sequences"
+            room = rooms[0] if rooms else 1 << (batch - 1).bit_length() if spare else batch
             known = bound.get(room)
             if known is None or not known[0].holds(module):
                 made = compiled(cell_of(module), module.hidden_size, module.input_size, room, steps,
                                 _DTYPES[x.dtype], "cpu" if x.is_cpu else "cuda", module.num_layers,
-                                module.bidirectional, with_lengths) if known is None else known[1].module
+                                module.bidirectional, masks) if known is None else known[1].module
                 layer = made.bind(_parameters(module), 0 if x.is_cpu else x.device.index, threads=threads)
                 bound[room] = known = Snapshot(module), layer
             return known[1]
@@ -144,16 +147,23 @@ def _(x: torch.Tensor, state: list[torch.Tensor], lengths: torch.Tensor | None,
 def run(module: torch.nn.RNNBase, x: torch.Tensor, state: list[torch.Tensor],
         lengths: torch.Tensor | None) -> list[torch.Tensor]:
     """As :func:`recurrent`, without the dispatcher."""
-    layer = engine_of(module).layer(module, x, lengths is not None)
-    shape = (-1, x.shape[1], module.hidden_size)
+    steps, batch = x.shape[:2]
+    if lengths is None:
+        return called(module, engine_of(module).layer(module, x, batch, steps), x, state)
+    return called(module, engine_of(module).layer(module, x, batch, steps, "lengths"), x, state, lengths=lengths)
+
+
+def called(module: torch.nn.RNNBase, layer: Layer, x: torch.Tensor, state: list[torch.Tensor],
+           **masks: Any) -> list[torch.Tensor]:
+    """As :func:`recurrent`, by this layer of the module."""
     single = module.num_layers == 1 and not module.bidirectional
     width = module.proj_size or module.hidden_size
     if state and width < module.hidden_size:
         state = [pad(state[0], (0, module.hidden_size - width)), state[1]]
     given = tuple(s[0] if single else s for s in state) or None
     with torch.no_grad():
-        y, after = layer(x, given, lengths=lengths)
-        states = [s.reshape(shape) for s in after]
+        y, after = layer(x, given, **masks)
+        states = [s.reshape(-1, s.shape[-2], module.hidden_size) for s in after]
         if width < module.hidden_size:
             rows = y.reshape(*y.shape[:2], -1, module.hidden_size)[..., :width].contiguous()
             y = rows.reshape(*y.shape[:2], -1)

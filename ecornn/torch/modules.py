@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from ecornn.errors import ArgumentError, DeviceError, DTypeError, ShapeError
-from ecornn.torch import engine
+from ecornn.torch import engine, packed
 
 
 class Compiled(torch.nn.RNNBase):
@@ -37,32 +37,40 @@ class Compiled(torch.nn.RNNBase):
         """
         if wants_torch(self, input, hx):
             return self.TORCH.forward(self, input, hx)
-        packed = input if isinstance(input, PackedSequence) else None
-        lengths = order = None
-        if packed is not None:
-            # rows in packed order, the longest first; the module needs no order, the states have one
-            x, lengths = pad_packed_sequence(PackedSequence(packed.data, packed.batch_sizes))
-            order = packed.sorted_indices
-        else:
-            x = input.transpose(0, 1) if self.batch_first and input.dim() == 3 else input
+        if isinstance(input, PackedSequence):
+            return self._forward_packed(input, hx)
+        x = input.transpose(0, 1) if self.batch_first and input.dim() == 3 else input
         single = x.dim() == 2
         x = x.unsqueeze(1) if single else x
         if x.dim() != 3 or x.shape[2] != self.input_size:
             raise ShapeError("input.shape", tuple(input.data.shape), f"2 or 3 axes, the last of input_size="
                              f"{self.input_size}")
-        state = states_of(self, hx, x, single, order)
-        call = torch.ops.ecornn.recurrent if torch.compiler.is_compiling() else None
-        y, *after = call(x, state, lengths, self._ecornn) if call else engine.run(self, x, state, lengths)
-        if packed is not None:
-            made = pack_padded_sequence(y, lengths)  # type: ignore[arg-type]
-            output: Any = PackedSequence(made.data, packed.batch_sizes, order, packed.unsorted_indices)
-            if packed.unsorted_indices is not None:
-                after = [s.index_select(1, packed.unsorted_indices) for s in after]
-        elif single:
+        y, *after = self._run(x, states_of(self, hx, x, x.shape[1], single, None), None)
+        if single:
             output, after = y.squeeze(1), [s.squeeze(1) for s in after]
         else:
             output = y.transpose(0, 1) if self.batch_first else y
         return output, (tuple(after) if self.mode == "LSTM" else after[0])
+
+    def _run(self: Any, x: Any, state: list[torch.Tensor], lengths: Any) -> list[torch.Tensor]:
+        if torch.compiler.is_compiling():
+            return torch.ops.ecornn.recurrent(x, state, lengths, self._ecornn)
+        return engine.run(self, x, state, lengths)
+
+    def _forward_packed(self: Any, input: PackedSequence, hx: Any) -> Any:
+        """Rows in packed order, the longest first; the module needs no order, the states have one."""
+        data, sizes, order, back = input
+        if data.dim() != 2 or data.shape[1] != self.input_size:
+            raise ShapeError("input.shape", tuple(data.shape), f"2 axes, the last of input_size={self.input_size}")
+        state = states_of(self, hx, data, int(sizes[0]), False, order)
+        found = None if torch.compiler.is_compiling() else packed.run(self, input, state)
+        if found is None:
+            x, lengths = pad_packed_sequence(PackedSequence(data, sizes))
+            y, *after = self._run(x, state, lengths)
+            found = [pack_padded_sequence(y, lengths).data, *after]
+        rows, *after = found
+        after = after if back is None else [s.index_select(1, back) for s in after]
+        return PackedSequence(rows, sizes, order, back), tuple(after) if self.mode == "LSTM" else after[0]
 
 
 def wants_torch(module: Any, input: Any, hx: Any) -> bool:
@@ -81,8 +89,9 @@ def wants_torch(module: Any, input: Any, hx: Any) -> bool:
     return True
 
 
-def states_of(module: Any, hx: Any, x: torch.Tensor, single: bool, order: torch.Tensor | None) -> list[torch.Tensor]:
-    """The initial states, each (L*D, B, H), in the order of the rows of x; [] for zeros."""
+def states_of(module: Any, hx: Any, x: torch.Tensor, batch: int, single: bool,
+              order: torch.Tensor | None) -> list[torch.Tensor]:
+    """The initial states, each (L*D, ``batch``, H), in the order of the rows of x; [] for zeros."""
     if hx is None:
         return []
     names = ("h_0", "c_0") if module.mode == "LSTM" else ("h_0",)
@@ -93,7 +102,7 @@ def states_of(module: Any, hx: Any, x: torch.Tensor, single: bool, order: torch.
     found = []
     for name, value in zip(names, given, strict=True):
         width = module.proj_size or module.hidden_size if name == "h_0" else module.hidden_size
-        wanted = (parts, width) if single else (parts, x.shape[1], width)
+        wanted = (parts, width) if single else (parts, batch, width)
         if tuple(value.shape) != wanted:
             raise ShapeError(f"{name}.shape", tuple(value.shape), str(wanted))
         if value.dtype != x.dtype:

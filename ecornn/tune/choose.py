@@ -59,6 +59,8 @@ def serving(task: Task, name: str | None = None) -> list[Schedule]:
             reasons[schedule.name] = f"does not round weights to {task.workload.weights}"
         elif task.workload.precision and schedule.kind != "cuda":
             reasons[schedule.name] = f"has no {task.workload.precision} products"
+        elif task.place.sequences and not schedule.sequences:
+            reasons[schedule.name] = "does not work on one sequence after the other in a column"
         else:
             reasons[schedule.name] = schedule.serves(task) or ""
     found = [s for s in asked if not reasons[s.name]]

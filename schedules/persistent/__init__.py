@@ -42,6 +42,7 @@ class Persistent(Schedule):
     name = "persistent"
     revision = 4
     kind = "cuda"
+    sequences = True
 
     def __init__(self) -> None:
         self._known: dict[tuple[Workload, Device, Place], Config | None] = {}

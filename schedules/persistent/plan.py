@@ -181,7 +181,7 @@ def plan_of(task: Task, config: Config, chains: int | None = None, ahead: int | 
         registers = -(-pairs * int(config["registers"]) // 100)
         phases.append(PhasePlan(gates, interleave, len(phase.operands), warp_pairs, registers, 0, pairs))
     rows, blocks = -(-w.batch // groups), -(-w.hidden // units)
-    masks = task.place.lengths + task.place.resets
+    masks = task.place.lengths + task.place.resets + task.place.sequences * (3 + len(task.graph.states))
     plan = Plan(hidden=w.hidden, dtype=w.dtype, arithmetic=w.arithmetic, groups=groups, blocks=blocks, units=units,
                 rows=rows, warps=warps, gate_warps=int(config["gate_warps"]), chains=chains, ahead=ahead,
                 workers=0 if ahead == 100 else task.device.cores - groups * blocks,

@@ -79,11 +79,15 @@ def initial_operand(T: Any, task: Task, states: dict[str, Any], vectors: Any, ti
     at, b = T.Bind(T.min(unit, H - 1)), T.Bind(T.min(row, batch - 1))
     env = {v.var: T.Bind(vectors[i * H + at]) for i, v in enumerate(graph.vectors)} if graph.prologue else {}
     env = invariants(graph, env, math) if graph.prologue else env
-    given = [T.Bind(T.cast(states[name][b * H + at], "float32")) for name in graph.states]
+    from_row, inside = b, T.And(unit < H, row < batch)
+    if task.place.sequences:
+        number = T.Bind(timeline.number(0, b))
+        from_row, inside = T.cast(T.max(number, 0), "int64"), T.And(inside, number >= 0)
+    given = [T.Bind(T.cast(states[name][from_row * H + at], "float32")) for name in graph.states]
     env |= zip(graph.states.values(), timeline.started(timeline.fresh(0, b, timeline.limit(b)), given),
                strict=True)
     env = emit(graph.prologue, env, math)
     value = env[graph.phases[0].operands[0]]
     for i, other in enumerate(graph.phases[0].operands[1:], 1):
         value = T.Select(operand == i, env[other], value)
-    return T.Bind(T.Select(T.And(unit < H, row < batch), value, T.float32(0)))
+    return T.Bind(T.Select(inside, value, T.float32(0)))

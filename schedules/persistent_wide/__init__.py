@@ -41,6 +41,7 @@ class PersistentWide(Schedule):
     name = "persistent_wide"
     revision = 1
     kind = "cuda"
+    sequences = True
 
     def serves(self, task: Task) -> str | None:
         w, phases = task.workload, task.graph.phases

@@ -51,7 +51,8 @@ class Gates(Items):
     def begin(self) -> None:
         super().begin()
         self._load_inputs(self.T.int32(0), self.inputs)
-        self._start_at(self.T.int32(1))
+        for t in range(0 if self.numbers is not None else 1, 2):
+            self._start_at(self.T.int32(t))
 
     def step(self, t: Any) -> None:
         """From partial sums, stored by all, to the state of step t + 1; then what nobody waits for."""

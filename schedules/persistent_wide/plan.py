@@ -199,7 +199,8 @@ def plan_of(task: Task, config: Config) -> Plan:
     parts, row_teams = int(config["parts"]), int(config["row_teams"])
     teams, rings = (2, 2) if row_teams == 1 else (row_teams, 1)
     chunks = -(-w.hidden // (DEPTH * rings * parts))
-    values = len(graph.states) + len(graph.hoisted_outputs) + task.place.lengths + task.place.resets + 2
+    masks = task.place.lengths + task.place.resets + task.place.sequences * (3 + len(graph.states))
+    values = len(graph.states) + len(graph.hoisted_outputs) + masks + 2
     plan = Plan(hidden=w.hidden, dtype=w.dtype, groups=groups, sets=-(-w.hidden // units), parts=parts,
                 units=units, rows=-(-w.batch // groups), gates=gates, interleave=gcd(gates, 8),
                 teams=teams, rings=rings, chunks=chunks, kept=-(-chunks * int(config["registers"]) // 100),
