@@ -25,7 +25,7 @@ class Products:
         self.base = T.Bind(T.cuda.cvta_generic_to_shared(memory.words.ptr_to([0])))
         self.acc = T.alloc_buffer((plan.own_tiles, plan.columns // 8, 4), "float32", scope="local")
         self.held = T.alloc_buffer((max(1, plan.kept * plan.own_tiles * STEPS), 4), "uint32", scope="local")
-        for p in range(plan.kept):
+        for p in filter(plan.is_held, range(plan.chunks)):
             chunk = T.Bind(place.member * plan.counters + chunk_at(plan, place, self.ring, p))
             for k in range(STEPS):
                 for m in range(plan.own_tiles):
@@ -34,7 +34,7 @@ class Products:
                         octet = T.min(octet, plan.octets - 1)  # padding: any weights
                         piece = (chunk * (DEPTH // 8) + 2 * k + i // 2) * plan.octets + octet
                         T.buffer_store(self.held, weights[T.cast(piece, "int64") * 32 + self.lane],
-                                       [(p * STEPS + k) * plan.own_tiles + m, i])
+                                       [(plan.held(p) * STEPS + k) * plan.own_tiles + m, i])
         if plan.kept < plan.chunks:
             mbarrier_wait(memory.stored(self.ring), T.uint32(0))
 
@@ -76,8 +76,8 @@ class Products:
         """Step k of the products of the chunk at position p."""
         T, plan = self.T, self.plan
         keep = T.uint32(1 if p or k else 0)
-        if p < plan.kept:
-            row = (p * STEPS + k) * plan.own_tiles + m
+        if plan.is_held(p):
+            row = (plan.held(p) * STEPS + k) * plan.own_tiles + m
             wgmma_registers(acc, [self.held[row, i] for i in range(4)], b, keep, plan.dtype)
         else:  # two pieces of eight values of K; a tile is eight octets of 128 bytes
             place, within = self.memory.weights(self.ring, p), m
