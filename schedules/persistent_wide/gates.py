@@ -44,8 +44,8 @@ class Gates(Items):
                        for owner, unit, local in zip(self.owner, self.unit, self.local, strict=True)]
         if self.parcels is not None:
             places = [handed_word(plan, place.part, 0, column, self._row(local))
-                      for local, column in zip(self.local, self.column, strict=True)]
-            self.parcels.locate(place, places, self.owner)
+                      for local, column in zip(self.local[::2], self.column[::2], strict=True)]
+            self.parcels.locate(place, places, self.owner[::2])
 
     def begin(self) -> None:
         super().begin()

@@ -36,6 +36,7 @@ class Plan:
     kept : chunks of a ring whose weights are in registers; the others' are in shared memory
     stages : of a ring
     values : that a thread keeps for each item
+    halves : partial sums are handed over in 16 bits
     """
 
     hidden: int
@@ -53,6 +54,7 @@ class Plan:
     kept: int
     stages: int
     values: int
+    halves: bool = False
 
     @property
     def blocks(self) -> int:
@@ -105,7 +107,7 @@ class Plan:
 
     @property
     def share(self) -> Share:
-        return Share(self.finished, self.rows, self.teams * TEAM)
+        return Share(self.finished, self.rows, self.teams * TEAM, self.parts > 1)
 
     @property
     def copiers(self) -> int:
@@ -184,7 +186,7 @@ class Plan:
     @property
     def handed_bytes(self) -> int:
         """Of partial sums, to one block in a step."""
-        return (self.parts - 1) * self.finished * self.gates * self.rows * 4
+        return (self.parts - 1) * self.finished * self.gates * self.rows * 2 * self.pair_words
 
     @property
     def handed_rows(self) -> int:
@@ -194,7 +196,12 @@ class Plan:
     @property
     def handed_words(self) -> int:
         """Words of one slot of a set's partial sums."""
-        return self.finishers * (self.parts - 1) * self.columns * self.handed_rows
+        return self.finishers * (self.parts - 1) * self.columns // 2 * self.handed_rows * self.pair_words
+
+    @property
+    def pair_words(self) -> int:
+        """Words of the partial sums of two batch rows."""
+        return 1 if self.halves else 2
 
 
 def unit_step(task: Task) -> int:
@@ -213,7 +220,7 @@ def plan_of(task: Task, config: Config) -> Plan:
     plan = Plan(hidden=w.hidden, dtype=w.dtype, groups=groups, sets=-(-w.hidden // units), parts=parts,
                 units=units, rows=-(-w.batch // groups), gates=gates, interleave=gcd(gates, 8),
                 teams=teams, rings=rings, chunks=chunks, kept=-(-chunks * int(config["registers"]) // 100),
-                stages=1, values=values)
+                stages=1, values=values, halves=bool(__import__('os').environ.get('HALVES')))
     stage = rings * (plan.stage_bytes + 16)
     return replace(plan, stages=max(1, min(chunks, 1 + (task.device.shared - plan.shared) // stage)))
 

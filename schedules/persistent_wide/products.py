@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from ecornn.schedules.mbarrier import mbarrier_wait
-from ecornn.schedules.persistent.exchange import pack
 from ecornn.schedules.persistent_wide import handover
 from ecornn.schedules.persistent_wide.copies import Memory, chunk_at
 from ecornn.schedules.persistent_wide.place import Place, multiplier, named, pinned
@@ -138,9 +137,9 @@ class Products:
         for (whose, there, _), every in zip(self.rows, values, strict=True):
             if there is not None:
                 with T.If(whose < 0), T.Then():
-                    for c, value in every:
+                    for (c, first), (_, second) in zip(every[::2], every[1::2], strict=True):
                         to = there + handover.word_of(plan, 0, 0, c, 0)
-                        handover.store(T, handed, to, pack([value], "float32"))
+                        handover.store(T, handed, to, handover.pack_sums(plan, first, second))
         for (whose, _, here), every in zip(self.rows, values, strict=True):
             with T.If(whose > 0), T.Then():
                 for c, value in every:
