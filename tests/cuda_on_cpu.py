@@ -98,8 +98,6 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return f"emu::load2({', '.join(outs)}, emu::at({ins[0]}))"
     if name == "cvt.rna.tf32.f32":
         return f"{outs[0]} = emu::tf32({ins[0]})"
-    if name == "cvt.f32.f16":
-        return f"{outs[0]} = (float)emu::element<half>({ins[0]}, 0)"
     if name.startswith("cvt.rn.") and "x2.f32" in name:
         kind = "nv_bfloat16" if ".bf16x2" in name else "half"
         return f"{outs[0]} = emu::pack2<{kind}>({', '.join(ins)})"

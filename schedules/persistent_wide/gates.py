@@ -70,9 +70,6 @@ class Gates(Items):
         T.evaluate(T.ptx["fence.proxy.async.global"]())
         self._barrier(STATE)  # also: nobody stores partial sums that others still read
         self._publish()
-        if self.parcels is not None:
-            T.evaluate(T.ptx["fence.acq_rel.gpu"]())
-            self.parcels.wipe()
         for i in range(self.items):
             self._store(i, t, *ended[i])
         self._load_inputs(T.Bind(t + 1), self.inputs)  # used a step later

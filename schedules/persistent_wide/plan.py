@@ -15,7 +15,7 @@ DEPTH = 64  # values of K of a chunk: 128 bytes
 LANES = 32  # chunks of a ring at most: one for each lane of the warp that copies them
 PARTS = 4  # blocks that share K, at most
 SLOTS = 2  # of the exchange; exchange.py says why two
-HANDED = 4  # slots of partial sums; handover.py says why four
+HANDED = 2  # slots of partial sums; handover.py says why two
 SPACING = 32  # words from counter to counter: each has a line of its own
 SPARE_REGISTERS = {1: 20, 2: 28}  # by rings: addresses, descriptors, loop state; with one ring, many are made anew
 REGISTERS = {2: (40, 232), 3: (24, 160)}  # of a copying and a multiplying thread, by multiplying warpgroups
@@ -36,7 +36,6 @@ class Plan:
     kept : chunks of a ring whose weights are in registers; the others' are in shared memory
     stages : of a ring
     values : that a thread keeps for each item
-    halves : partial sums are handed over in 16 bits
     """
 
     hidden: int
@@ -54,7 +53,6 @@ class Plan:
     kept: int
     stages: int
     values: int
-    halves: bool = False
 
     @property
     def blocks(self) -> int:
@@ -186,7 +184,7 @@ class Plan:
     @property
     def handed_bytes(self) -> int:
         """Of partial sums, to one block in a step."""
-        return (self.parts - 1) * self.finished * self.gates * self.rows * 2 * self.pair_words
+        return (self.parts - 1) * self.finished * self.gates * self.rows * 4
 
     @property
     def handed_rows(self) -> int:
@@ -196,12 +194,7 @@ class Plan:
     @property
     def handed_words(self) -> int:
         """Words of one slot of a set's partial sums."""
-        return self.finishers * (self.parts - 1) * self.columns // 2 * self.handed_rows * self.pair_words
-
-    @property
-    def pair_words(self) -> int:
-        """Words of the partial sums of two batch rows."""
-        return 1 if self.halves else 2
+        return self.finishers * (self.parts - 1) * self.columns * self.handed_rows
 
 
 def unit_step(task: Task) -> int:
@@ -220,7 +213,7 @@ def plan_of(task: Task, config: Config) -> Plan:
     plan = Plan(hidden=w.hidden, dtype=w.dtype, groups=groups, sets=-(-w.hidden // units), parts=parts,
                 units=units, rows=-(-w.batch // groups), gates=gates, interleave=gcd(gates, 8),
                 teams=teams, rings=rings, chunks=chunks, kept=-(-chunks * int(config["registers"]) // 100),
-                stages=1, values=values, halves=bool(__import__('os').environ.get('HALVES')))
+                stages=1, values=values)
     stage = rings * (plan.stage_bytes + 16)
     return replace(plan, stages=max(1, min(chunks, 1 + (task.device.shared - plan.shared) // stage)))
 

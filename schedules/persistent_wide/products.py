@@ -117,6 +117,7 @@ class Products:
         warp, lane, found = T.Bind(thread % TEAM // 32), T.Bind(thread % 32), []
         column = T.Bind(lane % 4 * 2)
         slot = named(T, handover.slot_of(plan, place, t)) if plan.parts > 1 else None
+        self.tag = handover.tag_of(T, t)
         for m in range(plan.own_tiles):
             for half in range(2):
                 row = named(T, self._tile(m) * 64 + warp * 16 + half * 8 + lane // 4)
@@ -139,7 +140,7 @@ class Products:
                 with T.If(whose < 0), T.Then():
                     for (c, first), (_, second) in zip(every[::2], every[1::2], strict=True):
                         to = there + handover.word_of(plan, 0, 0, c, 0)
-                        handover.store(T, handed, to, handover.pack_sums(plan, first, second))
+                        handover.store(T, handed, to, [first, second], self.tag)
         for (whose, _, here), every in zip(self.rows, values, strict=True):
             with T.If(whose > 0), T.Then():
                 for c, value in every:
