@@ -60,9 +60,9 @@ class Gates(Items):
             self.first, self.count, self.group = self.place.first, self.place.count, self.place.group
             self._locate(multiplier(T))
             self._address()
-        self._barrier(SUMS)
         if self.parcels is not None:
             self.parcels.poll(t)
+        self._barrier(SUMS)
         ended = []
         for i in range(self.items):
             env = emit(phase.assigns, self._before(i) | self._products(i), self.math)

@@ -7,7 +7,7 @@ more at a time. The last bit of a word is a tag, which products of 16-bit values
 word polls it until the tag is that of the step. One trip through L2, and no fence.
 
 Step t uses slot t % 2 and the tag t // 2 % 2; all words begin with the tag 1. In a block, the order of a step is: sums
-to other blocks, barrier, polls, barrier, state counted. Take a word of block W that thread A of block R polls:
+to other blocks, polls, barrier, barrier, state counted. Take a word of block W that thread A of block R polls:
 
 * A never takes old data for new. In step t - 2 it has itself read this word with the other tag; what a thread reads
   of one word is never older than what it has read before.
