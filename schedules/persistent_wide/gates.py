@@ -11,11 +11,13 @@ from ecornn.schedules.persistent_wide.copies import Memory
 from ecornn.schedules.persistent_wide.exchange import counter_of, slot_base, word_of
 from ecornn.schedules.persistent_wide.handover import Parcels
 from ecornn.schedules.persistent_wide.handover import word_of as handed_word
-from ecornn.schedules.persistent_wide.place import Place, multiplier, named
+from ecornn.schedules.persistent_wide.place import Place, multiplier, named, pinned
 from ecornn.schedules.persistent_wide.plan import DEPTH, SLOTS, TEAM, Plan
 from ecornn.schedules.pointwise import emit
 
-SUMS, STATE = 1, 2  # named barriers: partial sums are there; the block's state is
+import os
+AFTER = "after" in os.environ.get("X", "")
+SUMS, STATE, PUBLISHED = 1, 2, 3  # named barriers: partial sums are there; the block's state is; all know of it
 
 
 class Gates(Items):
@@ -52,24 +54,36 @@ class Gates(Items):
         self._load_inputs(self.T.int32(0), self.inputs)
         self._start_at(self.T.int32(1))
 
-    def step(self, t: Any) -> None:
-        """From partial sums, stored by all, to the state of step t + 1; then what nobody waits for."""
-        T, (phase,) = self.T, self.graph.phases
-        if self.plan.rings == 1:  # addresses anew: kept from step to step they would take too many registers
+    def prepare(self, t: Any) -> None:
+        """Where the state that step t computes goes; worked out before anybody waits for it."""
+        T, plan = self.T, self.plan
+        if plan.rings == 1:  # all addresses anew: kept from step to step they would take too many registers
             self.place = self.place.anew()
             self.first, self.count, self.group = self.place.first, self.place.count, self.place.group
             self._locate(multiplier(T))
             self._address()
+        slot = (t + 1) % SLOTS * plan.slot_words
+        self.places = [pinned(T, T.Select(writes, word + slot, -1))
+                       for writes, word in zip(self.writes, self.words, strict=True)]
+        self.counter = pinned(T, self._counter())
+
+    def step(self, t: Any) -> None:
+        """From partial sums, stored by all, to the state of step t + 1; then what nobody waits for."""
+        T, (phase,) = self.T, self.graph.phases
+        if AFTER and self.plan.rings == 1:
+            self.prepare(t)
         if self.parcels is not None:
             self.parcels.poll(t)
         self._barrier(SUMS)
-        ended = []
+        ended, self.announced = [], []
         for i in range(self.items):
             env = emit(phase.assigns, self._before(i) | self._products(i), self.math)
             ended.append(self._finish(i, env, t))
+        self._exchange()
         T.evaluate(T.ptx["fence.proxy.async.global"]())
         self._barrier(STATE)  # also: nobody stores partial sums that others still read
         self._publish()
+        self._barrier(PUBLISHED)  # what follows would make the release wait longer
         for i in range(self.items):
             self._store(i, t, *ended[i])
         self._load_inputs(T.Bind(t + 1), self.inputs)  # used a step later
@@ -105,21 +119,30 @@ class Gates(Items):
         return [T.Bind(self.sums[place + k]) for k in range(count)]
 
     def _announce(self, i: int, p: int, step: Any, env: dict[Any, Any]) -> None:
-        """Writes this thread's part of the exchange; units beyond H are zero."""
-        T, plan = self.T, self.plan
-        value = T.Bind(T.Select(self.unit[i] < plan.hidden, env[self.graph.phases[0].operands[0]], T.float32(0)))
-        word = T.Bind(pack([value, self._neighbour(value)], plan.dtype))
-        with T.If(self.writes[i]), T.Then():  # the thread of the even unit writes for both
-            place = self.words[i] + step % SLOTS * plan.slot_words
-            T.evaluate(T.ptx["st.relaxed.gpu.global.b32"](self.arguments["exchange"].ptr_to([place]), word))
+        """Keeps this item's part of the exchange; units beyond H are zero."""
+        T, H, value = self.T, self.plan.hidden, env[self.graph.phases[0].operands[0]]
+        self.announced.append(T.Bind(T.Select(self.unit[i] < H, value, T.float32(0)) if H % 2 else value))
+
+    def _exchange(self) -> None:
+        """Writes what was kept: the thread of an even unit for both of a word."""
+        T = self.T
+        words = [T.Bind(pack([value, self._neighbour(value)], self.plan.dtype)) for value in self.announced]
+        for place, word in zip(self.places, words, strict=True):
+            with T.If(place >= 0), T.Then():
+                T.evaluate(T.ptx["st.relaxed.gpu.global.b32"](self.arguments["exchange"].ptr_to([place]), word))
+
+    def _counter(self) -> Any:
+        """Place of the counter of a chunk that the block writes, another one for each thread; -1 for the others."""
+        T, first, count = self.T, self.place.first, self.place.count
+        end = T.min(first + (self.plan.finished if count is None else count), self.plan.hidden)
+        chunk = T.Bind(first // DEPTH + self.thread)
+        inside = chunk <= (end - 1) // DEPTH
+        inside = inside if self.plan.parts == 1 else T.And(first < end, inside)
+        return T.Select(inside, counter_of(self.plan, self.group, chunk), -1)
 
     def _publish(self) -> None:
         """Counts this block's part of the chunks that it has written."""
-        T, plan = self.T, self.plan
-        first, count = self.place.first, self.place.count
-        end = T.min(first + (plan.finished if count is None else count), plan.hidden)
-        chunk, mine = T.Bind(first // DEPTH + self.thread), None if plan.parts == 1 else first < end
-        inside = chunk <= (end - 1) // DEPTH
-        with T.If(inside if mine is None else T.And(mine, inside)), T.Then():
-            place = counter_of(plan, self.group, chunk)
-            T.evaluate(T.ptx["red.release.gpu.global.add.u32"](self.arguments["counters"].ptr_to([place]), T.uint32(1)))
+        T = self.T
+        with T.If(self.counter >= 0), T.Then():
+            counter = self.arguments["counters"].ptr_to([self.counter])
+            T.evaluate(T.ptx["red.release.gpu.global.add.u32"](counter, T.uint32(1)))

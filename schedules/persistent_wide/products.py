@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ecornn.schedules.mbarrier import mbarrier_wait
@@ -46,8 +47,8 @@ class Products:
         """This team's m-th tile of rows; beyond the last one of the block where teams have not as many."""
         return m if self.plan.rings > 1 else self.team * self.plan.own_tiles + m
 
-    def run(self, t: Any) -> None:
-        """All products of step t, left in ``acc``."""
+    def run(self, t: Any, meanwhile: Callable[[Any], None]) -> None:
+        """All products of step t, left in ``acc``; ``meanwhile`` emits what is done while the last ones are under way."""
         T, plan = self.T, self.plan
         home = self.home if plan.rings > 1 else multiplier(T) // TEAM
         self.team = uniform(T, home)  # anew: addresses computed before the loop would take too many registers
@@ -67,7 +68,10 @@ class Products:
                 T.evaluate(T.ptx["wgmma.wait_group.sync.aligned"](1))
                 self._release(p - 1)
         if plan.rings == 1:
-            self.rows = self._find_rows(t)  # while the last products are under way
+            self.rows = self._find_rows(t)
+        import os
+        if plan.rings > 1 or 'after' not in os.environ.get('X', ''):
+            meanwhile(t)
         wgmma_wait([value for tile in every for value in tile])
         self._release(plan.chunks - 1)
 
