@@ -15,8 +15,6 @@ from ecornn.schedules.persistent_wide.place import Place, multiplier, named, pin
 from ecornn.schedules.persistent_wide.plan import DEPTH, SLOTS, TEAM, Plan
 from ecornn.schedules.pointwise import emit
 
-import os
-AFTER = "after" in os.environ.get("X", "")
 SUMS, STATE, PUBLISHED = 1, 2, 3  # named barriers: partial sums are there; the block's state is; all know of it
 
 
@@ -54,7 +52,12 @@ class Gates(Items):
         self._load_inputs(self.T.int32(0), self.inputs)
         self._start_at(self.T.int32(1))
 
-    def prepare(self, t: Any) -> None:
+    def meanwhile(self, t: Any) -> None:
+        """While the last products of step t are under way."""
+        if self.parcels is None:
+            self._prepare_addresses(t)
+
+    def _prepare_addresses(self, t: Any) -> None:
         """Where the state that step t computes goes; worked out before anybody waits for it."""
         T, plan = self.T, self.plan
         if plan.rings == 1:  # all addresses anew: kept from step to step they would take too many registers
@@ -70,9 +73,8 @@ class Gates(Items):
     def step(self, t: Any) -> None:
         """From partial sums, stored by all, to the state of step t + 1; then what nobody waits for."""
         T, (phase,) = self.T, self.graph.phases
-        if AFTER and self.plan.rings == 1:
-            self.prepare(t)
         if self.parcels is not None:
+            self._prepare_addresses(t)  # while sums travel
             self.parcels.poll(t)
         self._barrier(SUMS)
         ended, self.announced = [], []

@@ -69,9 +69,7 @@ class Products:
                 self._release(p - 1)
         if plan.rings == 1:
             self.rows = self._find_rows(t)
-        import os
-        if plan.rings > 1 or 'after' not in os.environ.get('X', ''):
-            meanwhile(t)
+        meanwhile(t)
         wgmma_wait([value for tile in every for value in tile])
         self._release(plan.chunks - 1)
 
