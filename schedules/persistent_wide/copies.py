@@ -30,8 +30,8 @@ class Memory:
         return (ring * self.plan.stages + stage) * (self.plan.stage_bytes // 4)
 
     def weights(self, ring: Any, position: Any) -> Any:
-        """Of the weights of the chunk at a position whose weights are here."""
-        within = ring * (self.plan.chunks - self.plan.kept) + position - self.plan.held(position)
+        """Of the weights of the chunk at a position from ``kept`` on."""
+        within = ring * (self.plan.chunks - self.plan.kept) + position - self.plan.kept
         return self.plan.first_weight // 4 + within * (self.plan.weight_bytes // 4)
 
     def sums(self, ring: Any) -> Any:
@@ -114,7 +114,7 @@ def _weights(T: Any, plan: Plan, memory: Memory, member: Any, ring: Any, lane: A
     """Weights that are kept in shared memory."""
     if plan.kept == plan.chunks:
         return
-    with T.If(T.And(plan.held(lane + 1) == plan.held(lane), lane < plan.chunks)), T.Then():
+    with T.If(T.And(lane >= plan.kept, lane < plan.chunks)), T.Then():
         _announce(T, memory.stored(ring), plan.weight_bytes)
         piece = T.cast(member * plan.counters + chunk, "int64")
         _bulk(T, memory.words.ptr_to([memory.weights(ring, lane)]),

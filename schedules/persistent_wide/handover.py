@@ -12,9 +12,9 @@ to other blocks, polls, barrier, barrier, state counted. Take a word of block W 
 * A never takes old data for new. In step t - 2 it has itself read this word with the other tag; what a thread reads
   of one word is never older than what it has read before.
 * W does not overwrite what is unread. A had the value, with its tag, before it met all threads of R at a barrier of
-  step t. All that R hands over in step t + 1 was stored behind that barrier, some of it for W. A thread of W that has read
-  that meets all threads of W at a barrier, before any of them stores in step t + 2. A's read is of what came
-  before all that depends on it.
+  step t. All that R hands over in step t + 1 was computed behind that barrier, from what A had read there, and some of
+  it is for W. A thread of W that has got that meets all threads of W at a barrier before any of them stores in step
+  t + 2. What a read returns cannot depend on a write that depends on it.
 
 Every block of a set finishes units, and polls words of every other one.
 """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Any
 
 from ecornn.program import Packing
 from ecornn.schedules.base import Config, Task
@@ -116,15 +115,6 @@ class Plan:
     def copier_stages(self) -> int:
         """Stages that such a warp fills, at most."""
         return -(-self.stages // self.copiers)
-
-    def held(self, position: Any) -> Any:
-        """How many of the chunks before a position have their weights in registers."""
-        return (position * self.kept + self.chunks - 1) // self.chunks
-
-    def is_held(self, position: Any) -> Any:
-        """Whether the chunk at a position has: those that have are spread among the others, since products that read
-        no weights leave shared memory to those that do."""
-        return self.held(position + 1) > self.held(position)
 
     @property
     def weight_bytes(self) -> int:

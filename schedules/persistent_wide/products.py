@@ -25,7 +25,7 @@ class Products:
         self.base = T.Bind(T.cuda.cvta_generic_to_shared(memory.words.ptr_to([0])))
         self.acc = T.alloc_buffer((plan.own_tiles, plan.columns // 8, 4), "float32", scope="local")
         self.held = T.alloc_buffer((max(1, plan.kept * plan.own_tiles * STEPS), 4), "uint32", scope="local")
-        for p in filter(plan.is_held, range(plan.chunks)):
+        for p in range(plan.kept):
             chunk = T.Bind(place.member * plan.counters + chunk_at(plan, place, self.ring, p))
             for k in range(STEPS):
                 for m in range(plan.own_tiles):
@@ -34,7 +34,7 @@ class Products:
                         octet = T.min(octet, plan.octets - 1)  # padding: any weights
                         piece = (chunk * (DEPTH // 8) + 2 * k + i // 2) * plan.octets + octet
                         T.buffer_store(self.held, weights[T.cast(piece, "int64") * 32 + self.lane],
-                                       [(plan.held(p) * STEPS + k) * plan.own_tiles + m, i])
+                                       [(p * STEPS + k) * plan.own_tiles + m, i])
         if plan.kept < plan.chunks:
             mbarrier_wait(memory.stored(self.ring), T.uint32(0))
 
@@ -48,7 +48,7 @@ class Products:
         return m if self.plan.rings > 1 else self.team * self.plan.own_tiles + m
 
     def run(self, t: Any, meanwhile: Callable[[Any], None]) -> None:
-        """All products of step t, left in ``acc``; ``meanwhile`` emits what is done while the last ones are under way."""
+        """All products of step t, left in ``acc``; ``meanwhile`` emits what is done while the last are under way."""
         T, plan = self.T, self.plan
         home = self.home if plan.rings > 1 else multiplier(T) // TEAM
         self.team = uniform(T, home)  # anew: addresses computed before the loop would take too many registers
@@ -77,8 +77,8 @@ class Products:
         """Step k of the products of the chunk at position p."""
         T, plan = self.T, self.plan
         keep = T.uint32(1 if p or k else 0)
-        if plan.is_held(p):
-            row = (plan.held(p) * STEPS + k) * plan.own_tiles + m
+        if p < plan.kept:
+            row = (p * STEPS + k) * plan.own_tiles + m
             wgmma_registers(acc, [self.held[row, i] for i in range(4)], b, keep, plan.dtype)
         else:  # two pieces of eight values of K; a tile is eight octets of 128 bytes
             place, within = self.memory.weights(self.ring, p), m
