@@ -9,7 +9,7 @@ from ecornn.schedules.projection import projection_time
 TRIP = 2700.0  # cycles from the last store of a state to the first chunk of it
 BLOCK_BYTES, CHIP_BYTES = 48.0, 4800.0  # of state from L2, a cycle: to a block, and to all of them (an H100)
 # cycles from the store of the last partial sum to when another block has it, and bytes of them a cycle to a block
-HANDOVER, HANDED_BYTES = 400.0, 24.0
+HANDOVER, HANDED_BYTES = 600.0, 9.0
 HELD = 0.875  # cycles of a product and column where weights are in registers; 0.5 would be the tensor cores' rate
 SHARED_BYTES = 128.0  # that products read from shared memory, a cycle
 
