@@ -14,15 +14,19 @@ from ecornn.schedules.timeline import Timeline
 
 @dataclass(frozen=True)
 class Share:
-    """``units`` of H by ``rows`` of the batch that a block has, for ``threads`` threads."""
+    """``units`` of H by ``rows`` of the batch that a block has, for ``threads`` threads; ``paired``: each has
+    neighbouring rows of one unit, in twos."""
 
     units: int
     rows: int
     threads: int
+    paired: bool = False
 
     @property
     def items(self) -> int:
         """(unit, batch row) pairs of a thread, the last ones of some threads without any."""
+        if self.paired:
+            return 2 * -(-self.rows // (self.threads // self.units * 2))
         return -(-self.units * self.rows // self.threads)
 
 
@@ -64,12 +68,13 @@ class Items(ABC):
         T, share, H = self.T, self.share, self.task.workload.hidden
         self.local, self.unit, self.column, self.owner = [], [], [], []
         for i in range(self.items):
-            item = T.Bind(thread + i * share.threads)
-            owner = item < share.units * share.rows
+            item = T.Bind(thread if share.paired else thread + i * share.threads)
+            row = item // share.units * self.items + i if share.paired else item // share.units
+            owner = row < share.rows if share.paired else item < share.units * share.rows
             owner = T.Bind(owner if self.count is None else T.And(owner, item % share.units < self.count))
             self.local.append(self._bind(item % share.units))
             self.unit.append(self._bind(self.first + item % share.units))
-            self.column.append(self._bind(T.Select(owner, item // share.units, 0)))
+            self.column.append(self._bind(T.Select(owner, row, 0)))
             self.owner.append(owner)
         self.row = [self._bind(self.group * share.rows + c) for c in self.column]
         self.valid = [T.Bind(T.And(owner, T.And(unit < H, row < self.batch)))

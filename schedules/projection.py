@@ -3,8 +3,8 @@
     out[t, b, q, j] = hoisted output q of unit j, from x[t, b, :], the input weights and the biases
 
 This file says how it is cut and what it needs; ``projection_kernel.py`` has the code. Hopper has a kernel
-of its own (``projection_wgmma.py``), which :func:`project` takes where it can: 16-bit types, 16-byte aligned
-rows of x, all rows at once.
+of its own (``projection_wgmma.py``), which :func:`project` takes where it can: 16-bit types, rows of x that are
+whole words, all rows at once.
 
 A schedule may have all rows done before its own kernel runs, or only the first ``ahead`` percent: the
 rest is then for blocks of its own to do while others are busy with the recurrence (``persistent``).

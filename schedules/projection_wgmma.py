@@ -83,7 +83,7 @@ class Shape:
 def shape_of(task: Task) -> Shape | None:
     """The tiles; None where this kernel does not serve the task."""
     w, rows = task.workload, len(task.graph.hoisted_rows)
-    if task.device.arch != "sm_90a" or w.dtype == "float32" or w.input % 8 or not 0 < rows <= COLUMNS // 16:
+    if task.device.arch != "sm_90a" or w.dtype == "float32" or w.input % 2 or not 0 < rows <= COLUMNS // 16:
         return None
     pairs = -(-w.hidden // 16)  # of octets
     columns = -(-pairs // (COLUMNS // (16 * rows)))

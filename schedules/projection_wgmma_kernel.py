@@ -23,6 +23,7 @@ waited for before ``empty`` is arrived at, and what they have read may be overwr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import gcd
 from typing import Any
 
 from ecornn.schedules.base import Task
@@ -194,16 +195,21 @@ class _Ring:
             T.uint32(s.weight_bytes), self._full(stage)))
 
     def _copy_rows(self, stage: Any, group: Any, slab: Any) -> None:
-        """A thread's eight chunks, one of every 16th row; what lies outside x becomes zero."""
+        """A thread's eight chunks, one of every 16th row, in as many copies as x's alignment takes; what lies outside x
+        becomes zero."""
         T, I = self.T, self.task.workload.input
         first, chunk = T.Bind(self.thread // 8), T.Bind(self.thread % 8)
         row, value = T.Bind(group * ROWS + first), T.Bind(slab * DEPTH + chunk * 8)
         source = T.Bind(T.cast(row, "int64") * I + value)
         place = T.Bind(first * LINE + T.bitwise_xor(chunk, first % 8) * 4)
+        values = gcd(I, 8)  # of a copy
+        kind = "cp.async.cg.shared.global" if values == 8 else "cp.async.ca.shared.global"
         for r in range(0, ROWS, GROUP // 8):
-            size = T.Select(T.And(row + r < self.rows, value < I), T.uint32(16), T.uint32(0))
-            T.evaluate(T.ptx["cp.async.cg.shared.global"](
-                self._at(stage, place + r * LINE), self.arguments["x"].ptr_to([source + r * I]), 16, size))
+            for v in range(0, 8, values):
+                inside = T.And(row + r < self.rows, value + v < I)
+                T.evaluate(T.ptx[kind](
+                    self._at(stage, place + (r * LINE + v // 2)), self.arguments["x"].ptr_to([source + (r * I + v)]),
+                    2 * values, T.Select(inside, T.uint32(2 * values), T.uint32(0))))
 
     def _copy_vectors(self, place: Any, unit0: Any, member: Any) -> None:
         """The parameter vectors of a tile's units."""

@@ -85,6 +85,8 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return f"{outs[0]} = *(unsigned*){ins[0]}, emu::yield()"
     if name.startswith("st.relaxed.gpu.global.v4.b32"):
         return f"emu::store4((void*){ins[0]}, {', '.join(ins[1:])})"
+    if name.startswith("st.relaxed.gpu.global.v2.b32"):
+        return f"emu::store2((void*){every})"
     if name.startswith("st.relaxed.gpu.global.b32"):
         return f"*(unsigned*){ins[0]} = {ins[1]}"
     if name.startswith("red.release.gpu.global.add.u32"):

@@ -34,6 +34,9 @@ CASES = [
     ("rnn_tanh", (7, 19, 72, 264), "bfloat16", 2),  # 17 octets a tile, odd number of them in all
     ("rnn_tanh", (40, 14, 328, 17), "float16", 2),  # more stages than the ring has, odd H, five groups of rows
     ("gated", (4, 33, 80, 40), "bfloat16", 3),
+    ("lstm", (13, 10, 204, 40), "float16", 3),  # rows of x 8-byte aligned, the last chunk half outside
+    ("gru", (6, 23, 138, 24), "bfloat16", 2),  # 4-byte aligned, a quarter inside
+    ("rnn_tanh", (3, 7, 2, 40), "float16", 2),
 ]
 
 
@@ -78,7 +81,7 @@ def test_what_it_does_not_serve():
 
     assert serves() and serves(dtype="float16") and serves(sizes=(4, 3, 8, 1))
     assert not serves(dtype="float32")
-    assert not serves(sizes=(4, 3, 60, 40))  # rows of x that are not 16-byte aligned
+    assert serves(sizes=(4, 3, 2, 40)) and not serves(sizes=(4, 3, 61, 40))  # rows of whole words
     assert not serves(device=KNOWN["sm_80"])
     assert not serves(device=replace(HOPPER, shared=64 << 10))
     assert not serves(cell="echo")  # no input product

@@ -8,8 +8,8 @@ from itertools import product
 from ecornn.program import Buffer, Call, Extent, Fill, Launch, Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
 from ecornn.schedules.hoisted import gained, hoisted_knob, hoisted_of, preferred
-from ecornn.schedules.persistent.exchange import SENTINEL
 from ecornn.schedules.persistent_wide.estimate import estimate, product_cycles, recurrence
+from ecornn.schedules.persistent_wide.handover import UNWRITTEN
 from ecornn.schedules.persistent_wide.kernel import wide_kernel
 from ecornn.schedules.persistent_wide.plan import (
     DEPTH,
@@ -155,7 +155,7 @@ class PersistentWide(Schedule):
         functions = {**hoisted.functions, "start": start_kernel(task, plan, START_BLOCKS, math),
                      "persistent_wide": wide_kernel(task, plan, layout, math)}
         calls: tuple[Call, ...] = (
-            *hoisted.calls, *(Fill(b.name, SENTINEL & 0xFF, b.extent) for b in buffers if b.name == "handed"),
+            *hoisted.calls, *(Fill(b.name, UNWRITTEN, b.extent) for b in buffers if b.name == "handed"),
             Launch("start", START_BLOCKS, 256),
             Launch("persistent_wide", plan.groups * plan.blocks, plan.threads, plan.shared, cooperative=True))
         return Program(functions, tuple(buffers), calls)

@@ -19,7 +19,7 @@ when its counter is at least W t. Who copies it: load (acquire) of the counter, 
   threads had passed a barrier behind their products of step t - 1; these had waited for the mbarriers
   which those copies complete. So all reads of step t - 1 were done.
 * Where blocks share K (handover.py), "a block has read all of step t" is true of the blocks of its set together: it has
-  their sums of step t before it goes on, and these are made of what they have read.
+  their sums of step t before it goes on, and these are made of what they have read, as all is that follows.
 * A stage of shared memory is written again when each multiplying warp has arrived at its ``empty``,
   after its products (wgmma) were waited for.
 """

@@ -12,11 +12,11 @@ from ecornn.schedules.persistent_wide.copies import Memory
 from ecornn.schedules.persistent_wide.exchange import counter_of, slot_base, word_of
 from ecornn.schedules.persistent_wide.handover import Parcels
 from ecornn.schedules.persistent_wide.handover import word_of as handed_word
-from ecornn.schedules.persistent_wide.place import Place, multiplier, named
+from ecornn.schedules.persistent_wide.place import Place, multiplier, named, pinned
 from ecornn.schedules.persistent_wide.plan import DEPTH, SLOTS, TEAM, Plan
 from ecornn.schedules.pointwise import emit
 
-SUMS, STATE = 1, 2  # named barriers: partial sums are there; the block's state is
+SUMS, STATE, PUBLISHED = 1, 2, 3  # named barriers: partial sums are there; the block's state is; all know of it
 
 
 class Gates(Items):
@@ -45,8 +45,8 @@ class Gates(Items):
                        for owner, unit, local in zip(self.owner, self.unit, self.local, strict=True)]
         if self.parcels is not None:
             places = [handed_word(plan, place.part, 0, column, self._row(local))
-                      for local, column in zip(self.local, self.column, strict=True)]
-            self.parcels.locate(place, places, self.owner)
+                      for local, column in zip(self.local[::2], self.column[::2], strict=True)]
+            self.parcels.locate(place, places, self.owner[::2])
 
     def begin(self) -> None:
         super().begin()
@@ -54,27 +54,40 @@ class Gates(Items):
         for t in range(0 if self.numbers is not None else 1, 2):
             self._start_at(self.T.int32(t))
 
-    def step(self, t: Any) -> None:
-        """From partial sums, stored by all, to the state of step t + 1; then what nobody waits for."""
-        T, (phase,) = self.T, self.graph.phases
-        if self.plan.rings == 1:  # addresses anew: kept from step to step they would take too many registers
+    def meanwhile(self, t: Any) -> None:
+        """While the last products of step t are under way."""
+        if self.parcels is None:
+            self._prepare_addresses(t)
+
+    def _prepare_addresses(self, t: Any) -> None:
+        """Where the state that step t computes goes; worked out before anybody waits for it."""
+        T, plan = self.T, self.plan
+        if plan.rings == 1:  # all addresses anew: kept from step to step they would take too many registers
             self.place = self.place.anew()
             self.first, self.count, self.group = self.place.first, self.place.count, self.place.group
             self._locate(multiplier(T))
             self._address()
-        self._barrier(SUMS)
+        slot = (t + 1) % SLOTS * plan.slot_words
+        self.places = [pinned(T, T.Select(writes, word + slot, -1))
+                       for writes, word in zip(self.writes, self.words, strict=True)]
+        self.counter = pinned(T, self._counter())
+
+    def step(self, t: Any) -> None:
+        """From partial sums, stored by all, to the state of step t + 1; then what nobody waits for."""
+        T, (phase,) = self.T, self.graph.phases
         if self.parcels is not None:
+            self._prepare_addresses(t)  # while sums travel
             self.parcels.poll(t)
-        ended = []
+        self._barrier(SUMS)
+        ended, self.announced = [], []
         for i in range(self.items):
             env = emit(phase.assigns, self._before(i) | self._products(i), self.math)
             ended.append(self._finish(i, env, t))
+        self._exchange()
         T.evaluate(T.ptx["fence.proxy.async.global"]())
         self._barrier(STATE)  # also: nobody stores partial sums that others still read
         self._publish()
-        if self.parcels is not None:
-            T.evaluate(T.ptx["fence.acq_rel.gpu"]())
-            self.parcels.wipe()
+        self._barrier(PUBLISHED)  # what follows would make the release wait longer
         for i in range(self.items):
             self._store(i, t, *ended[i])
         self._load_inputs(T.Bind(t + 1), self.inputs)  # used a step later
@@ -110,21 +123,30 @@ class Gates(Items):
         return [T.Bind(self.sums[place + k]) for k in range(count)]
 
     def _announce(self, i: int, p: int, step: Any, env: dict[Any, Any]) -> None:
-        """Writes this thread's part of the exchange; units beyond H are zero."""
-        T, plan = self.T, self.plan
-        value = T.Bind(T.Select(self.unit[i] < plan.hidden, env[self.graph.phases[0].operands[0]], T.float32(0)))
-        word = T.Bind(pack([value, self._neighbour(value)], plan.dtype))
-        with T.If(self.writes[i]), T.Then():  # the thread of the even unit writes for both
-            place = self.words[i] + step % SLOTS * plan.slot_words
-            T.evaluate(T.ptx["st.relaxed.gpu.global.b32"](self.arguments["exchange"].ptr_to([place]), word))
+        """Keeps this item's part of the exchange; units beyond H are zero."""
+        T, H, value = self.T, self.plan.hidden, env[self.graph.phases[0].operands[0]]
+        self.announced.append(T.Bind(T.Select(self.unit[i] < H, value, T.float32(0)) if H % 2 else value))
+
+    def _exchange(self) -> None:
+        """Writes what was kept: the thread of an even unit for both of a word."""
+        T = self.T
+        words = [T.Bind(pack([value, self._neighbour(value)], self.plan.dtype)) for value in self.announced]
+        for place, word in zip(self.places, words, strict=True):
+            with T.If(place >= 0), T.Then():
+                T.evaluate(T.ptx["st.relaxed.gpu.global.b32"](self.arguments["exchange"].ptr_to([place]), word))
+
+    def _counter(self) -> Any:
+        """Place of the counter of a chunk that the block writes, another one for each thread; -1 for the others."""
+        T, first, count = self.T, self.place.first, self.place.count
+        end = T.min(first + (self.plan.finished if count is None else count), self.plan.hidden)
+        chunk = T.Bind(first // DEPTH + self.thread)
+        inside = chunk <= (end - 1) // DEPTH
+        inside = inside if self.plan.parts == 1 else T.And(first < end, inside)
+        return T.Select(inside, counter_of(self.plan, self.group, chunk), -1)
 
     def _publish(self) -> None:
         """Counts this block's part of the chunks that it has written."""
-        T, plan = self.T, self.plan
-        first, count = self.place.first, self.place.count
-        end = T.min(first + (plan.finished if count is None else count), plan.hidden)
-        chunk, mine = T.Bind(first // DEPTH + self.thread), None if plan.parts == 1 else first < end
-        inside = chunk <= (end - 1) // DEPTH
-        with T.If(inside if mine is None else T.And(mine, inside)), T.Then():
-            place = counter_of(plan, self.group, chunk)
-            T.evaluate(T.ptx["red.release.gpu.global.add.u32"](self.arguments["counters"].ptr_to([place]), T.uint32(1)))
+        T = self.T
+        with T.If(self.counter >= 0), T.Then():
+            counter = self.arguments["counters"].ptr_to([self.counter])
+            T.evaluate(T.ptx["red.release.gpu.global.add.u32"](counter, T.uint32(1)))

@@ -1,24 +1,22 @@
-"""How partial sums travel between the blocks of a set, which share K: words that announce themselves.
+"""How partial sums travel between the blocks of a set, which share K: words that say which step they are of.
 
 A block multiplies the rows of all units of its set by its part of K. The sums of units that another block
-finishes go through global memory (L2) as float32, ordered by who finishes them, whose they are, batch row and
-weight row, so that both who stores (accumulators of wgmma) and who loads (items) move whole sectors. A word
-that has not been written holds a bit pattern that no sum has (SENTINEL), so the thread that needs a word
-polls it, and wipes it later: one trip through L2.
+finishes go through global memory (L2) as float32, ordered by who finishes them, whose they are, pair of batch rows
+and weight row, so that both who stores (accumulators of wgmma) and who loads (items) move whole sectors, two words or
+more at a time. The last bit of a word is a tag, which products of 16-bit values do not miss: a thread that needs a
+word polls it until the tag is that of the step. One trip through L2, and no fence.
 
-Step t uses slot t % 4. In a block, the order of a step is: sums to other blocks, barrier, polls, barrier, state
-counted, fence, wipes. Take a word of W's that thread A of block R polls and wipes:
+Step t uses slot t % 2 and the tag t // 2 % 2; all words begin with the tag 1. In a block, the order of a step is: sums
+to other blocks, polls, barrier, barrier, state counted. Take a word of block W that thread A of block R polls:
 
-* W does not overwrite what is unread, and no wipe comes after what W writes in step t + 4. After its wipe in step t,
-  A meets all threads of R at a barrier of step t + 1; each passes the fence of step t + 1 and stores sums in
-  step t + 2, some of them for W. A thread of W that polls these passes the fence of step t + 2 and meets all
-  threads of W at a barrier of step t + 3, before any of them stores in step t + 4. Barrier, fence, store; load,
-  fence, barrier: a release and an acquire pattern of the PTX memory model, so the wipe happens before. With
-  three slots one of these fences would be on the critical path.
-* A never takes old data for new: it has itself written the sentinel since it read the word.
+* A never takes old data for new. In step t - 2 it has itself read this word with the other tag; what a thread reads
+  of one word is never older than what it has read before.
+* W does not overwrite what is unread. A had the value, with its tag, before it met all threads of R at a barrier of
+  step t. All that R hands over in step t + 1 was computed behind that barrier, from what A had read there, and some of
+  it is for W. A thread of W that has got that meets all threads of W at a barrier before any of them stores in step
+  t + 2. What a read returns cannot depend on a write that depends on it.
 
-Every block of a set finishes units, and polls words of every other one; only words that are polled are written,
-but for padding of the batch.
+Every block of a set finishes units, and polls words of every other one.
 """
 
 from __future__ import annotations
@@ -26,9 +24,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ecornn.schedules.persistent.exchange import SENTINEL
 from ecornn.schedules.persistent_wide.place import Place, named
 from ecornn.schedules.persistent_wide.plan import HANDED, Plan
+
+UNWRITTEN = 0xFF  # a byte of what words begin with
 
 
 def slot_of(plan: Plan, place: Place, step: Any) -> Any:
@@ -37,73 +36,69 @@ def slot_of(plan: Plan, place: Place, step: Any) -> Any:
 
 
 def word_of(plan: Plan, finisher: Any, other: Any, column: Any, row: Any) -> Any:
-    """Place in it of one of the finisher's own rows of sums, from the block ``other`` + 1 behind it in the set, and a
-    batch row of the group."""
-    return ((finisher * (plan.parts - 1) + other) * plan.columns + column) * plan.handed_rows + row
+    """Where in it two words begin: of one of the finisher's own rows of sums, from the block ``other`` + 1 behind it in
+    the set, and two batch rows of the group, the first of which is ``column`` (even)."""
+    pair = (finisher * (plan.parts - 1) + other) * (plan.columns // 2) + column // 2
+    return (pair * plan.handed_rows + row) * 2
 
 
-def store(T: Any, handed: Any, place: Any, value: Any) -> None:
-    """Writes one word (uint32) for another block."""
-    T.evaluate(T.ptx["st.relaxed.gpu.global.b32"](handed.ptr_to([place]), value))
+def tag_of(T: Any, step: Any) -> Any:
+    """Of the words of a step, uint32."""
+    return T.Bind(T.cast(T.bitwise_and(step >> 1, 1), "uint32"))
+
+
+def store(T: Any, handed: Any, place: Any, values: list[Any], tag: Any) -> None:
+    """Writes the sums of two batch rows for another block."""
+    words = [T.bitwise_or(T.bitwise_and(T.reinterpret("uint32", value), T.uint32(0xFFFFFFFE)), tag) for value in values]
+    T.evaluate(T.ptx["st.relaxed.gpu.global.v2.b32"](handed.ptr_to([place]), *words))
 
 
 class Parcels:
-    """Emits what a thread does to get its items' sums of the other parts."""
+    """Emits what a thread does to get its items' sums of the other parts; items are in pairs of batch rows."""
 
     def __init__(self, T: Any, plan: Plan, handed: Any, items: int) -> None:
         self.T, self.plan, self.handed = T, plan, handed
-        self.pieces, self.width = plan.gates // plan.interleave, plan.interleave
-        self.words = T.alloc_buffer((items, plan.parts - 1, plan.gates), "uint32", scope="local")
+        self.pairs, self.pieces, self.width = items // 2, plan.gates // plan.interleave, 2 * plan.interleave
+        self.words = T.alloc_buffer((self.pairs, plan.parts - 1, 2 * plan.gates), "uint32", scope="local")
 
     def locate(self, place: Place, places: list[Any], owners: list[Any]) -> None:
-        """The items' words in a slot of the set, and which items there are."""
+        """The pairs' words in a slot of the set, and which pairs there are."""
         self.place, self.places, self.owners = place, places, owners
 
     def poll(self, t: Any) -> None:
-        """Loads all words, again and again until none is missing."""
-        T = self.T
-        every = [(i, other, g) for i in range(len(self.places)) for other in range(self.plan.parts - 1)
-                 for g in range(self.plan.gates)]
-        self.firsts = [named(T, slot_of(self.plan, self.place, t) + place) for place in self.places]
+        """Loads all words, again and again until all have the step's tag."""
+        T, tag = self.T, tag_of(self.T, t)
+        firsts = [named(T, slot_of(self.plan, self.place, t) + place) for place in self.places]
+        every = [(i, other, k) for i in range(self.pairs) for other in range(self.plan.parts - 1)
+                 for k in range(2 * self.plan.gates)]
         for word in every:
-            T.buffer_store(self.words, T.uint32(0), list(word))
-        missing = T.alloc_buffer((1,), "int32", scope="local")
-        T.buffer_store(missing, T.int32(1), [0])
-        with T.While(missing[0] != 0):
-            for i, other, piece, at in self._each():
-                into = [self.words[i, other, piece * self.width + k] for k in range(self.width)]
+            T.buffer_store(self.words, tag, list(word))
+        missing = T.alloc_buffer((1,), "uint32", scope="local")
+        T.buffer_store(missing, T.uint32(1), [0])
+        with T.While(missing[0] != T.uint32(0)):
+            for i, other, k, count, at in self._each(firsts):
+                into = [self.words[i, other, k + n] for n in range(count)]
                 with T.If(self.owners[i]), T.Then():
-                    vector = f".v{self.width}" if self.width > 1 else ""
-                    T.evaluate(T.ptx[f"ld.relaxed.gpu.global{vector}.b32"](*into, self.handed.ptr_to([at])))
-            highest = [self.words[word] for word in every]
-            while len(highest) > 1:
-                maxima = [T.Bind(T.max(a, b)) for a, b in zip(highest[::2], highest[1::2], strict=False)]
-                highest = maxima + highest[len(maxima) * 2:]
-            T.buffer_store(missing, T.cast(highest[0] == T.uint32(SENTINEL), "int32"), [0])
+                    T.evaluate(T.ptx[f"ld.relaxed.gpu.global.v{count}.b32"](*into, self.handed.ptr_to([at])))
+            others = T.uint32(0)
+            for word in every:
+                others = T.bitwise_or(others, T.bitwise_xor(self.words[word], tag))
+            T.buffer_store(missing, T.bitwise_and(others, T.uint32(1)), [0])
 
     def sum(self, i: int, gate: int, own: Any) -> Any:
-        """This block's own sum and those of the others, float32."""
+        """This block's own sum of an item and those of the others, float32."""
         T = self.T
         for other in range(self.plan.parts - 1):
-            own = own + T.reinterpret("float32", self.words[i, other, gate])
+            word = self.words[i // 2, other, gate * 2 + i % 2]
+            own = own + T.reinterpret("float32", T.bitwise_and(word, T.uint32(0xFFFFFFFE)))  # infinite, if it was that
         return T.Bind(own)
 
-    def wipe(self) -> None:
-        """Makes ready for the step after the next three what was read."""
-        T = self.T
-        for i, _, _, at in self._each():
-            with T.If(self.owners[i]), T.Then():
-                if self.width == 4:
-                    words = [T.uint32(SENTINEL)] * 4
-                    T.evaluate(T.ptx["st.relaxed.gpu.global.v4.b32"](self.handed.ptr_to([at]), *words))
-                else:
-                    for k in range(self.width):
-                        store(T, self.handed, at + k, T.uint32(SENTINEL))
-
-    def _each(self) -> Iterable[tuple[int, int, int, Any]]:
-        """(item, other part, piece, place of its first word)."""
-        plan = self.plan
-        for i, first in enumerate(self.firsts):
+    def _each(self, firsts: list[Any]) -> Iterable[tuple[int, int, int, int, Any]]:
+        """(pair, other part, first word of the pair's, words, place) of what one instruction loads."""
+        plan, count = self.plan, min(self.width, 4)
+        for i, first in enumerate(firsts):
             for other in range(plan.parts - 1):
                 for piece in range(self.pieces):
-                    yield i, other, piece, first + word_of(plan, 0, other, 0, piece * plan.finished * self.width)
+                    at = first + word_of(plan, 0, other, 0, piece * plan.finished * plan.interleave)
+                    for k in range(0, self.width, count):
+                        yield i, other, piece * self.width + k, count, at + k

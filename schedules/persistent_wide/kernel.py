@@ -68,7 +68,7 @@ def wide_kernel(task: Task, plan: Plan, hoisted: Hoisted, math: str) -> Any:
                 gates = Gates(T, task, plan, math, a, memory, place, worker, steps, batch, hoisted)
                 gates.begin()
                 with T.serial(0, steps) as t:
-                    products.run(t)
+                    products.run(t, gates.meanwhile)
                     products.store(a.get("handed"))
                     gates.step(t)
     return builder.get()

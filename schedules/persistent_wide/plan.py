@@ -14,7 +14,7 @@ DEPTH = 64  # values of K of a chunk: 128 bytes
 LANES = 32  # chunks of a ring at most: one for each lane of the warp that copies them
 PARTS = 4  # blocks that share K, at most
 SLOTS = 2  # of the exchange; exchange.py says why two
-HANDED = 4  # slots of partial sums; handover.py says why four
+HANDED = 2  # slots of partial sums; handover.py says why two
 SPACING = 32  # words from counter to counter: each has a line of its own
 SPARE_REGISTERS = {1: 20, 2: 28}  # by rings: addresses, descriptors, loop state; with one ring, many are made anew
 REGISTERS = {2: (40, 232), 3: (24, 160)}  # of a copying and a multiplying thread, by multiplying warpgroups
@@ -104,7 +104,7 @@ class Plan:
 
     @property
     def share(self) -> Share:
-        return Share(self.finished, self.rows, self.teams * TEAM)
+        return Share(self.finished, self.rows, self.teams * TEAM, self.parts > 1)
 
     @property
     def copiers(self) -> int:

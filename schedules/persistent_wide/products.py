@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ecornn.schedules.mbarrier import mbarrier_wait
-from ecornn.schedules.persistent.exchange import pack
 from ecornn.schedules.persistent_wide import handover
 from ecornn.schedules.persistent_wide.copies import Memory, chunk_at
 from ecornn.schedules.persistent_wide.place import Place, multiplier, named, pinned
@@ -47,8 +47,8 @@ class Products:
         """This team's m-th tile of rows; beyond the last one of the block where teams have not as many."""
         return m if self.plan.rings > 1 else self.team * self.plan.own_tiles + m
 
-    def run(self, t: Any) -> None:
-        """All products of step t, left in ``acc``."""
+    def run(self, t: Any, meanwhile: Callable[[Any], None]) -> None:
+        """All products of step t, left in ``acc``; ``meanwhile`` emits what is done while the last are under way."""
         T, plan = self.T, self.plan
         home = self.home if plan.rings > 1 else multiplier(T) // TEAM
         self.team = uniform(T, home)  # anew: addresses computed before the loop would take too many registers
@@ -68,7 +68,8 @@ class Products:
                 T.evaluate(T.ptx["wgmma.wait_group.sync.aligned"](1))
                 self._release(p - 1)
         if plan.rings == 1:
-            self.rows = self._find_rows(t)  # while the last products are under way
+            self.rows = self._find_rows(t)
+        meanwhile(t)
         wgmma_wait([value for tile in every for value in tile])
         self._release(plan.chunks - 1)
 
@@ -118,6 +119,7 @@ class Products:
         warp, lane, found = T.Bind(thread % TEAM // 32), T.Bind(thread % 32), []
         column = T.Bind(lane % 4 * 2)
         slot = named(T, handover.slot_of(plan, place, t)) if plan.parts > 1 else None
+        self.tag = handover.tag_of(T, t)
         for m in range(plan.own_tiles):
             for half in range(2):
                 row = named(T, self._tile(m) * 64 + warp * 16 + half * 8 + lane // 4)
@@ -138,9 +140,9 @@ class Products:
         for (whose, there, _), every in zip(self.rows, values, strict=True):
             if there is not None:
                 with T.If(whose < 0), T.Then():
-                    for c, value in every:
+                    for (c, first), (_, second) in zip(every[::2], every[1::2], strict=True):
                         to = there + handover.word_of(plan, 0, 0, c, 0)
-                        handover.store(T, handed, to, pack([value], "float32"))
+                        handover.store(T, handed, to, [first, second], self.tag)
         for (whose, _, here), every in zip(self.rows, values, strict=True):
             with T.If(whose > 0), T.Then():
                 for c, value in every:
