@@ -72,7 +72,9 @@ class Elementwise(Schedule):
         found = self._first_valid(task)
         assert found is not None, "default() is for tasks that serves() accepts"
         best = {**found, "hoisted": preferred(task, estimate(task, found))}
-        return best if self.check(task, best) is None else found
+        pair = {**best, "units": max(2, int(best["units"]))}  # of units: what an asynchronous copy serves
+        return next((c for c in (best, pair) if task.workload.hidden % int(c["units"]) == 0
+                     and self.check(task, c) is None), found)
 
     def _first_valid(self, task: Task) -> Config | None:
         """Copies as far ahead as all blocks of a multiprocessor have shared memory for; one unit a thread, or two

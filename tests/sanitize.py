@@ -82,9 +82,11 @@ CASES = {
                               lengths=True, resets=True),
     # hoisted values in 16 bits: odd H, projections before (mma, wgmma) and beside, and every schedule that reads them
     "same": persistent("lstm", "float16", (12, 9, 17, 47), (2, 10, 1, 2), 2, 25, 0, 100, "fast", hoisted="same"),
-    "same wgmma": persistent("gru", "bfloat16", (9, 20, 64, 47), (2, 16, 2, 5), 1, 100, 4, 100, "approx", hoisted="same"),
+    "same wgmma": persistent("gru", "bfloat16", (9, 20, 64, 47), (2, 16, 2, 5), 1, 100, 4, 100, "approx",
+                              hoisted="same"),
     "same beside": persistent("gru", "float16", (20, 9, 24, 61), (1, 8, 2, 3), 1, 100, 0, 0, "fast", hoisted="same"),
-    "same tanh": persistent("rnn_tanh", "bfloat16", (20, 9, 24, 61), (1, 16, 2, 2), 1, 100, 0, 50, "fast", hoisted="same"),
+    "same tanh": persistent("rnn_tanh", "bfloat16", (20, 9, 24, 61), (1, 16, 2, 2), 1, 100, 0, 50, "fast",
+                            hoisted="same"),
     "same wide": wide("lstm", "bfloat16", (9, 23, 64, 139), 1, 28, 50, hoisted="same"),
     "same wide parts": wide("gru", "float16", (12, 9, 64, 255), 1, 64, 50, parts=3, row_teams=3, hoisted="same"),
     "same layout": case("layout_transform", "gru", "bfloat16", (6, 17, 33, 65), {"hoisted": "same"}),

@@ -113,6 +113,34 @@ def test_long_sequences(schedule, cell, dtype, B, config):
     assert relative(runs[0].double().cpu().numpy(), expected) <= limit
 
 
+HOISTED = [(schedule, cell, dtype, sizes)
+           for schedule, cell in (("persistent", "lstm"), ("persistent", "gru"), ("persistent", "gru_reset_before"),
+                                  ("persistent", "rnn_tanh"), ("persistent", "rnn_relu"), ("persistent_wide", "lstm"),
+                                  ("persistent_wide", "gru"), ("persistent_wide", "rnn_tanh"),
+                                  ("layout_transform", "lstm"), ("layout_transform", "gru"))
+           for dtype in ("float16", "bfloat16") for sizes in SHAPES[1:]]
+
+
+@pytest.mark.parametrize("choice", ["float32", "same"])
+@pytest.mark.parametrize(("schedule", "cell", "dtype", "sizes"), HOISTED, ids=str)
+def test_hoisted_values_in_16_bits(schedule, cell, dtype, sizes, choice):
+    """The default takes one of the two, by the size; the library, which rounds them too, is the measure of both."""
+    (T, B, I, H), kind = sizes, getattr(torch, dtype)
+    weights = {k: torch.tensor(v).to(kind).float().numpy() for k, v in random_weights(cell, I, H, seed=H + 1).items()}
+    layer = ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, dtype=dtype, target="cuda", schedule=schedule,
+                           config={"hoisted": choice}).bind(weights)
+    x = torch.randn(T, B, I, device="cuda").to(kind)
+    state = tuple((torch.rand(B, H, device="cuda") - 0.5).to(kind) for _ in layer.manifest.states)
+    exact = [v.double().cpu().numpy() for v in (x, *state)]
+    expected, _ = reference(cell, exact[0], weights, tuple(exact[1:]))
+    out = torch.full((T, B, H), float("nan"), device="cuda", dtype=kind)
+    y = layer(x, state, out=out)[0].clone()
+    again = layer(x, state, out=out.fill_(float("nan")))[0]
+    assert torch.equal(y, again), "two runs differ"
+    limit = max(2 * library_error(cell, x, weights, state, expected, kind) + 1e-6, float(torch.finfo(kind).eps))
+    assert relative(y.double().cpu().numpy(), expected) <= limit
+
+
 @pytest.mark.parametrize("schedule", ["persistent", "layout_transform"])
 def test_long_sums_in_float32(schedule):
     """Tensor cores cut sums off: kept on them, one of 2560 products has an error of 1.4e-5."""

@@ -11,16 +11,13 @@ from emulated import TINY, check_numbers, task_of
 from msgspec.structs import replace
 from test_persistent_emulated import SMALL, cut
 from test_persistent_wide import config_of
-from test_tune_lookup import log_of
 
 from ecornn.device import KNOWN
-from ecornn.schedules.base import Task
 from ecornn.schedules.elementwise import Elementwise
-from ecornn.schedules.hoisted import Hoisted, hoisted_knob
+from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.layout_transform import LayoutTransform
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.persistent_wide import PersistentWide
-from ecornn.tune.lookup import find
 from ecornn.workload import ALONE, Place
 
 HOPPER = KNOWN["sm_90a"]
@@ -127,21 +124,59 @@ def test_elementwise(tmp_path, cell, sizes, dtype, knobs, place, lazy):
 
 def test_one_unit_a_thread_needs_an_even_number_of_values():
     schedule = Elementwise()
-    for cell, even in (("indrnn", False), ("highway", False)):
-        task = task_of(cell, (5, 3, 7, 8), "float16")
-        reason = schedule.check(task, {**schedule.default(task), "units": 1, "hoisted": "same"})
-        assert ("even" in (reason or "") or "odd" in (reason or "")) is not even
-    assert schedule.default(task_of("indrnn", (5, 3, 7, 7), "float16"))["hoisted"] == "float32"
+    task = task_of("highway", (5, 3, 7, 8), "float16")
+    config = {**schedule.default(task), "hoisted": "same"}
+    assert "odd" in str(schedule.check(task, {**config, "units": 1}))
+    assert schedule.check(task, {**config, "units": 2}) is None
 
 
-@pytest.mark.parametrize(("dtype", "largest"), [("float16", 65504.0), ("bfloat16", 3e38)])
-def test_large_values_stay_finite(tmp_path, dtype, largest):
-    """float16 has no numbers for what a product of 16-bit values may be."""
-    task = task_of("rnn_tanh", (3, 2, 8, 16), dtype, SMALL)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_large_values_stay_finite(tmp_path, dtype):
+    """float16 has no number for what is hoisted here; its largest one does as well, infinity would not."""
+    sizes = (3, 2, 8, 16)
+    task = task_of("rnn_tanh", sizes, dtype, SMALL)
+    x, states, parameters = inputs("rnn_tanh", sizes, dtype, task.graph.parameters, ("h",))
+    x[...] = 3e4
+    for name, value in parameters.items():
+        value[...] = {"weight_ih": 100.0, "weight_hh": -60000.0}.get(name, 0.0)  # infinity would stay what it is
+    states["h"][...] = 1.0
     config = cut(task, units=8, warps=1, hoisted="same")
-    x, states, parameters = inputs("rnn_tanh", (3, 2, 8, 16), dtype, task.graph.parameters, ("h",))
-    y, _ = Emulated(Persistent().program(task, config), tmp_path).run(
-        (x.astype(np.float32) * 0 + 3e4).astype(x.dtype), states,
-        {n: (v.astype(np.float32) * 0 + (100 if n == "weight_ih" else 0)).astype(v.dtype) for n, v in parameters.items()})
-    assert 8 * 3e4 * 100 > 65504 and 8 * 3e4 * 100 < 3e38 and np.isfinite(largest)
-    assert (y.astype(np.float32) == 1).all()
+    y, _ = Emulated(Persistent().program(task, config), tmp_path).run(x, states, parameters)
+    assert (np.abs(y.astype(np.float32)) == 1).all()
+    assert (y[0].astype(np.float32) == (-1 if dtype == "float16" else 1)).all()
+
+
+@pytest.mark.parametrize(("schedule", "cell"), [
+    (Persistent, "lstm"), (PersistentWide, "gru"), (LayoutTransform, "rnn_tanh"), (Elementwise, "indrnn")])
+def test_who_has_the_choice(schedule, cell):
+    def values(name, dtype):
+        task = task_of(name, (9, 4, 8, 16), dtype, HOPPER)
+        return next(k for k in schedule().knobs(task) if k.name == "hoisted").values
+
+    assert values(cell, "float16") == values(cell, "bfloat16") == ("float32", "same")
+    assert values(cell, "float32") == values(cell, "tf32") == ("float32",)
+    assert schedule is not Elementwise or values("decay", "float16") == ("float32",)  # nothing is hoisted
+
+
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "found"), [
+    ("lstm", (256, 64, 1024, 1024), "float16", "same"),
+    ("gru", (256, 32, 512, 512), "bfloat16", "same"),
+    ("lstm", (256, 64, 1024, 1024), "float32", "float32"),
+    ("lstm", (256, 1, 256, 256), "float16", "float32"),  # nothing to gain
+    ("rnn_tanh", (512, 32, 1024, 1024), "float16", "float32"),
+])
+def test_defaults(cell, sizes, dtype, found):
+    task = task_of(cell, sizes, dtype, HOPPER)
+    for schedule in (Persistent(), PersistentWide(), LayoutTransform()):
+        if schedule.serves(task) is None:
+            config = schedule.default(task)
+            assert config["hoisted"] == found and schedule.check(task, config) is None
+
+
+def test_default_without_a_recurrent_product():
+    """One value of 16 bits cannot be copied alone: two units a thread."""
+    task = task_of("indrnn", (1024, 16, 768, 768), "bfloat16", HOPPER)
+    config = Elementwise().default(task)
+    assert (config["hoisted"], config["units"]) == ("same", 2) and Elementwise().check(task, config) is None
+    odd = Elementwise().default(task_of("indrnn", (1024, 16, 767, 767), "bfloat16", HOPPER))
+    assert (odd["hoisted"], odd["units"]) == ("float32", 1)

@@ -40,7 +40,8 @@ CASES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
 
 
 def config_of(**change: Any) -> dict[str, Any]:
-    return {"groups": 1, "units": 16, "parts": 1, "row_teams": 1, "registers": 100, "math": "fast", **change}
+    return {"groups": 1, "units": 16, "parts": 1, "row_teams": 1, "registers": 100, "hoisted": "float32",
+            "math": "fast", **change}
 
 
 @pytest.mark.parametrize(("cell", "sizes", "dtype", "change"), CASES, ids=lambda v: str(v).replace(" ", ""))

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from tune_fakes import DEVICE, Fake, make
 
 from ecornn.compiler import plan
-from ecornn.schedules.base import Task
+from ecornn.schedules.base import Knob, Task
 from ecornn.schedules.persistent import Persistent
 from ecornn.tune.log import Line, Log
-from ecornn.tune.lookup import find
+from ecornn.tune.lookup import find, unfit
 from ecornn.tune.record import Times, Trial
+from ecornn.tune.space import Candidate
+from ecornn.tune.transfer import seeds
 from ecornn.workload import Workload
 
 TASK = make(hidden=8, batch=4)
@@ -137,6 +139,28 @@ def test_what_a_run_did_not_compare_at_its_end_does_not_beat_what_it_did():
     finals = [trial(us, a=a, index=a + 3, stage="final") for us, a in ((11.9, 1), (10.8, 2))]
     assert found(*searched, *finals).config["a"] == 2
     assert found(*searched).config["a"] == 1
+
+
+class Grown(Fake):
+    """With a knob that it did not have when most of its records were made."""
+
+    def knobs(self, task: Task) -> tuple[Knob, ...]:
+        return (*super().knobs(task), Knob("new", ("as it was", "better"), "nothing", before="as it was"))
+
+    def default(self, task: Task) -> dict[str, object]:
+        return {**super().default(task), "new": "better"}
+
+
+def test_a_record_without_a_knob_that_came_later_counts_as_things_were_before():
+    old, config = trial(10.0, a=1), {"a": 2, "b": 0, "behaviour": "ok", "new": "better"}
+    result = find(TASK, [Grown()], log_of(old))
+    assert result.config == {**old.config, "new": "as it was"} and "log.jsonl:1" in result.provenance
+    assert find(TASK, [Grown()], log_of(old, trial(9.0, config=config))).config == config
+    assert find(TASK, [Grown()], log_of(old, trial(11.0, config=config))).config == result.config
+    assert seeds(TASK, [Grown()], log_of(old)) == [Candidate.of("fake", result.config)]
+    assert unfit(Grown(), TASK, old.config) is not None  # as it stands in the log
+    lacking = trial(1.0, config={"a": 1, "behaviour": "ok"})  # of another schedule, by its knobs
+    assert find(TASK, [Grown()], log_of(lacking)).line is None
 
 
 def test_a_stale_record_of_a_faster_schedule_beats_a_valid_one_of_a_slower():

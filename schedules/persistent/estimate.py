@@ -24,7 +24,7 @@ def estimate(task: Task, plan: Plan) -> float:
 
 
 def workers_time(task: Task, plan: Plan) -> float:
-    """Nanoseconds that the workers need for a step: for products, or for copies where registers leave small tiles only."""
+    """Nanoseconds that the workers need for a step: for products, or for copies where registers leave small tiles."""
     if not plan.workers:
         return 0.0
     shape = worker_shape(task, plan)
