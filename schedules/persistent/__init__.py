@@ -8,6 +8,7 @@ from itertools import product
 from ecornn.device import Device
 from ecornn.program import Buffer, Extent, Launch, Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
+from ecornn.schedules.persistent.cluster import LARGEST
 from ecornn.schedules.persistent.estimate import best_ahead, estimate, recurrence, workers_time
 from ecornn.schedules.persistent.kernel import persistent_kernel
 from ecornn.schedules.persistent.plan import (
@@ -32,6 +33,7 @@ STREAMED_ROWS = 8  # with more, such code takes half a minute to compile, and is
 STREAMED = 0.5  # of L2: the most of the weights that may be read from there every step
 AHEAD = (100, 75, 50, 25, 0)
 LATE = 2  # times as long as the recurrence: what workers may take before a configuration is not worth a trial
+FEWEST = "rare"  # fences; without any, the only value
 ITEMS = 8  # (unit, batch row) pairs of a gate thread, at most
 
 
@@ -78,11 +80,19 @@ class Persistent(Schedule):
             Knob("ahead", AHEAD if task.graph.hoisted_outputs else AHEAD[:1],
                  "percent of the input projection done before the recurrence; the rest runs beside it, on what "
                  "blocks the recurrence leaves over", before=100),
-            Knob("fences", ("every", "products", "rare"),
+            Knob("fences", ("every", "products", FEWEST),
                  "of products and gates in every step, of products, or rare: less waiting, against polls that begin at "
                  "once and disturb what they wait for", before="every"),
+            Knob("carrier", self._carriers(task, units),
+                 "of state between blocks: l2, or where a group has at most 16 blocks cluster, which takes half the time "
+                 "but leaves some multiprocessors over", before="l2"),
             Knob("math", MATH_FOR[w.dtype], MATH_TRADES),
         )
+
+    @staticmethod
+    def _carriers(task: Task, units: tuple[int, ...]) -> tuple[str, ...]:
+        fewest = -(-task.workload.hidden // max(units, default=1))
+        return ("l2", "cluster") if fewest <= LARGEST and task.device.clusters(fewest) else ("l2",)
 
     def check(self, task: Task, config: Config) -> str | None:
         # What needs few knobs comes first: a search learns from the knobs that were read which others
@@ -92,6 +102,16 @@ class Persistent(Schedule):
         blocks = groups * -(-w.hidden // units)
         if blocks > device.cores:
             return f"{blocks} blocks on {device.cores} multiprocessors"
+        if config["carrier"] == "cluster":
+            size = blocks // groups
+            if size > LARGEST:
+                return f"{size} blocks in a cluster, {LARGEST} are possible"
+            if groups > task.device.clusters(size):
+                return f"{groups} clusters of {size} blocks, of which {task.device.clusters(size)} are on the chip at once"
+            if config["fences"] != FEWEST:
+                return "a cluster needs no fences"
+            if config["ahead"] != 100:
+                return "the projection beside the recurrence needs blocks outside of clusters"
         rows = -(-w.batch // groups)
         if (groups - 1) * rows >= w.batch:
             return "a group without batch rows"
@@ -210,12 +230,15 @@ class Persistent(Schedule):
             packing = packing_of(task, plan, i)
             buffers.append(Buffer(f"recurrent_{i}", "packed", w.dtype,
                                   Extent(packing.pad[0] * packing.pad[1] * packing.pad[2]), packing))
-            buffers.append(Buffer(f"exchange_{i}", "workspace", "uint32",
-                                  Extent(plan.groups * plan.ring * plan.slot_words(phase))))
-        functions = dict(hoisted.functions)
-        functions["start"] = start_kernel(task, plan, START_BLOCKS, math)
+            if not plan.cluster:
+                buffers.append(Buffer(f"exchange_{i}", "workspace", "uint32",
+                                      Extent(plan.groups * plan.ring * plan.slot_words(phase))))
+        functions, calls = dict(hoisted.functions), hoisted.calls
+        if not plan.cluster:
+            functions["start"] = start_kernel(task, plan, START_BLOCKS, math)
+            calls = (*calls, Launch("start", START_BLOCKS, 256))
         functions["persistent"] = persistent_kernel(task, plan, math)
-        calls = (*hoisted.calls, Launch("start", START_BLOCKS, 256),
-                 Launch("persistent", plan.groups * plan.blocks + plan.workers, plan.block_threads,
-                        block_shared(task, plan), cooperative=True))
-        return Program(functions, tuple(buffers), calls)
+        last = Launch("persistent", plan.groups * plan.blocks + plan.workers, plan.block_threads,
+                      block_shared(task, plan), cooperative=not plan.cluster,
+                      cluster=plan.blocks if plan.cluster else 1)
+        return Program(functions, tuple(buffers), (*calls, last))
