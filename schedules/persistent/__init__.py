@@ -31,6 +31,7 @@ from ecornn.workload import Place, Workload
 START_BLOCKS = 128
 STREAMED_ROWS = 8  # with more, such code takes half a minute to compile, and is slow by the estimate; never timed
 STREAMED = 0.5  # of L2: the most of the weights that may be read from there every step
+ROWS = (8, 16, 24, 32, 48, 64)  # of a group
 AHEAD = (100, 75, 50, 25, 0)
 LATE = 2  # times as long as the recurrence: what workers may take before a configuration is not worth a trial
 FEWEST = "rare"  # fences; without any, the only value
@@ -59,15 +60,20 @@ class Persistent(Schedule):
 
     def knobs(self, task: Task) -> tuple[Knob, ...]:
         w = task.workload
-        groups = sorted({-(-w.batch // rows) for rows in (8, 16, 24, 32, 48, 64)})
         step = unit_step(task, 0)
         wide = any(len(p.rows) == 3 for p in task.graph.phases)
         small = unit_step(task, 4) if wide else step
         # of those that make the same number of blocks, the fewest
         units = tuple({-(-w.hidden // u): u for u in range(128 // small * small, 0, -small)
                        if -(-w.hidden // u) <= task.device.cores}.values())
+        fewest = max(2, -(-w.hidden // max(units, default=1)))
+        clusters = fewest <= LARGEST and w.hidden > min(units, default=w.hidden) and task.device.clusters(fewest) > 0
+        groups = {-(-w.batch // rows) for rows in ROWS}
+        if clusters:
+            few = [-(-w.batch // task.device.clusters(size)) for size in (4, 8, LARGEST) if task.device.clusters(size)]
+            groups |= {-(-w.batch // rows) for rows in (2, 4, *few)}
         return (
-            Knob("groups", tuple(groups), "smaller exchanges and products a group, against fewer SMs for each"),
+            Knob("groups", tuple(sorted(groups)), "smaller exchanges and products a group, against fewer SMs for each"),
             Knob("units", units, "fewer units a block: less work a step; more: fewer blocks to wait for"),
             Knob("warps", (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14),
                  "more product warps: less work each, but more partial sums to add"),
@@ -83,16 +89,11 @@ class Persistent(Schedule):
             Knob("fences", ("every", "products", FEWEST),
                  "of products and gates in every step, of products, or rare: less waiting, against polls that begin at "
                  "once and disturb what they wait for", before="every"),
-            Knob("carrier", self._carriers(task, units),
+            Knob("carrier", ("l2", "cluster") if clusters else ("l2",),
                  "of state between blocks: l2, or where a group has at most 16 blocks cluster, which takes half the time "
                  "but leaves some multiprocessors over", before="l2"),
             Knob("math", MATH_FOR[w.dtype], MATH_TRADES),
         )
-
-    @staticmethod
-    def _carriers(task: Task, units: tuple[int, ...]) -> tuple[str, ...]:
-        fewest = -(-task.workload.hidden // max(units, default=1))
-        return ("l2", "cluster") if fewest <= LARGEST and task.device.clusters(fewest) else ("l2",)
 
     def check(self, task: Task, config: Config) -> str | None:
         # What needs few knobs comes first: a search learns from the knobs that were read which others
@@ -104,14 +105,16 @@ class Persistent(Schedule):
             return f"{blocks} blocks on {device.cores} multiprocessors"
         if config["carrier"] == "cluster":
             size = blocks // groups
-            if size > LARGEST:
-                return f"{size} blocks in a cluster, {LARGEST} are possible"
+            if not 2 <= size <= LARGEST:
+                return f"{size} blocks in a cluster, 2 to {LARGEST} are possible"
             if groups > task.device.clusters(size):
                 return f"{groups} clusters of {size} blocks, of which {task.device.clusters(size)} are on the chip at once"
             if config["fences"] != FEWEST:
                 return "a cluster needs no fences"
             if config["ahead"] != 100:
                 return "the projection beside the recurrence needs blocks outside of clusters"
+        elif groups not in {-(-w.batch // r) for r in ROWS}:
+            return f"{groups} groups are for clusters"
         rows = -(-w.batch // groups)
         if (groups - 1) * rows >= w.batch:
             return "a group without batch rows"
@@ -192,15 +195,18 @@ class Persistent(Schedule):
         knobs = {k.name: k.values for k in self.knobs(task)}
         math = "exact" if task.workload.dtype == "float32" else "fast"
         fences = "rare" if task.workload.batch == 1 else "products"
-        for groups, units, interleave in product(knobs["groups"], knobs["units"], knobs["interleave"]):
+        for carrier, groups, units, interleave in product(*(knobs[n] for n in ("carrier", "groups", "units",
+                                                                               "interleave"))):
             for warps, gates in product(knobs["warps"], knobs["gate_warps"]):
                 for registers in knobs["registers"]:
                     cut: Config = {"groups": groups, "units": units, "warps": warps,
                                    "gate_warps": gates, "chains": 1, "registers": registers,
-                                   "interleave": interleave, "ahead": 100, "fences": fences, "math": math}
+                                   "interleave": interleave, "ahead": 100,
+                                   "fences": FEWEST if carrier == "cluster" else fences, "carrier": carrier,
+                                   "math": math}
                     if self.check(task, cut) is not None:
                         continue
-                    for ahead in best_ahead(task, plan_of(task, cut)):
+                    for ahead in best_ahead(task, plan_of(task, cut)) if carrier == "l2" else (100,):
                         config = {**cut, "ahead": ahead}
                         yield estimate(task, plan_of(task, config)), config
                     break
