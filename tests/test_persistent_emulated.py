@@ -153,17 +153,17 @@ def test_fewer_rows_than_compiled(tmp_path):
     check_numbers(tmp_path, Persistent(), task, cut(task, groups=2, units=24, ahead=0), batch=2)
 
 
-# (cell, sizes, dtype, change, place) of groups that are clusters: of one block, of three and six, two of three
+# (cell, sizes, dtype, change, place) of groups that are clusters
 CLUSTERS: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Place]] = [
     ("lstm", (7, 1, 24, 40), "float16", {}, Place()),
     ("lstm", (6, 5, 24, 33), "bfloat16", {"units": 8}, Place()),  # the last block has one unit
     ("lstm", (2, 23, 7, 65), "float16", {"groups": 2, "units": 24, "registers": 0}, Place()),  # two tiles, two items
     ("lstm", (5, 9, 9, 40), "float32", {"registers": 50}, Place(True, 2, True, True)),
-    ("lstm", (5, 4, 8, 24), "tf32", {"units": 24, "warps": 1}, Place(lengths=True)),  # a cluster of one block
+    ("lstm", (5, 4, 8, 24), "tf32", {"warps": 1}, Place(lengths=True)),
     ("gru", (7, 7, 17, 40), "bfloat16", {"interleave": 4, "units": 8}, Place(resets=True)),
     ("gru_reset_before", (1, 3, 9, 20), "float32", {"units": 8}, Place()),  # no step after the first
-    ("gru_reset_before", (6, 10, 9, 20), "float16", {"units": 8}, Place(False, 2, True, True)),  # two exchanges a step
-    ("rnn_relu", (1, 1, 1, 1), "float16", {"units": 8, "warps": 1}, Place()),
+    ("gru_reset_before", (6, 10, 9, 20), "float16", {"units": 8, "warps": 1}, Place(False, 2, True, True)),  # two exchanges a step
+    ("rnn_relu", (1, 1, 1, 9), "float16", {"units": 8, "warps": 1}, Place()),
     ("pair", (6, 5, 24, 40), "bfloat16", {"units": 8}, Place(True)),  # products of two operands
 ]
 
@@ -190,11 +190,14 @@ def test_what_clusters_cannot_do_is_refused():
     task, schedule = task_of("lstm", (40, 16, 24, 320), "float16", KNOWN["sm_90a"]), Persistent()
 
     def reason(**change: Any) -> str:
-        return schedule.check(task, cut(task, **{"units": 20, "carrier": "cluster", "fences": "rare", **change})) or ""
+        change = {"groups": 2, "units": 32, "warps": 5, "registers": 50, **change}
+        return schedule.check(task, cut(task, **{"carrier": "cluster", "fences": "rare", **change})) or ""
 
-    assert not reason() and not reason(groups=6)
+    assert not reason() and not reason(groups=6, units=20)
     assert "20 blocks in a cluster" in reason(units=16)
-    assert "7 are on the chip" not in reason(groups=6) and "of which 7" in reason(groups=8)
+    small = task_of("lstm", (40, 16, 24, 16), "float16", KNOWN["sm_90a"])
+    assert "1 blocks" in (schedule.check(small, cut(small, carrier="cluster", fences="rare", warps=1)) or "")
+    assert "8 clusters of 16 blocks, of which 7 are on the chip" in reason(groups=8, units=20)
     assert "fences" in reason(fences="every") and "outside of clusters" in reason(ahead=0)
     assert "for clusters" in reason(groups=6, carrier="l2")
 
