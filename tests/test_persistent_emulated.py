@@ -172,7 +172,7 @@ CLUSTERS: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Place]
 @pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "place"), CLUSTERS, ids=lambda v: str(v).replace(" ", ""))
 def test_state_travels_inside_clusters(tmp_path, cell, sizes, dtype, change, place, lazy):
     """Words arrive as early as they can, and as late."""
-    task = task_of(cell, sizes, dtype, SMALL, place)
+    task = task_of(cell, sizes, dtype, replace(SMALL, cores=15), place)
     config = cut(task, carrier="cluster", fences="rare", **change)
     program = Persistent().program(task, config)
     last, plan = program.calls[-1], plan_of(task, config)
@@ -182,7 +182,7 @@ def test_state_travels_inside_clusters(tmp_path, cell, sizes, dtype, change, pla
 
 
 def test_fewer_rows_than_a_cluster_is_compiled_for(tmp_path):
-    task = task_of("lstm", (5, 9, 16, 34), "float16", SMALL, Place(True, 2, True, True))
+    task = task_of("lstm", (5, 9, 16, 34), "float16", replace(SMALL, cores=12), Place(True, 2, True, True))
     check_numbers(tmp_path, Persistent(), task, cut(task, groups=2, units=24, carrier="cluster", fences="rare"), batch=2)
 
 

@@ -34,6 +34,7 @@ STREAMED = 0.5  # of L2: the most of the weights that may be read from there eve
 ROWS = (8, 16, 24, 32, 48, 64)  # of a group
 AHEAD = (100, 75, 50, 25, 0)
 LATE = 2  # times as long as the recurrence: what workers may take before a configuration is not worth a trial
+DOUBT = 1.1  # what a cluster must be expected to gain: the two estimates have errors of their own
 FEWEST = "rare"  # fences; without any, the only value
 ITEMS = 8  # (unit, batch row) pairs of a gate thread, at most
 
@@ -185,6 +186,7 @@ class Persistent(Schedule):
     def _search(self, task: Task) -> Config | None:
         found: tuple[float, Config] | None = None
         for cost, config in self._cuts(task):
+            cost *= DOUBT if config["carrier"] == "cluster" else 1
             if (found is None or cost < found[0]) and self.check(task, config) is None:
                 found = cost, config
         return None if found is None else found[1]
