@@ -38,6 +38,17 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Compute capability as a number, 90 for sm_90a; 0 for a CPU."""
         return int(self.arch[3:].rstrip("af")) if self.kind == "cuda" else 0
 
+    def clusters(self, blocks: int) -> int:
+        """Clusters of ``blocks`` blocks, each with a multiprocessor to itself, that run at once; 0: there are none.
+
+        A cluster is on one GPC. As cudaOccupancyMaxActiveClusters says, an H100 has seven of 16 multiprocessors or
+        more and one of at least 8 (30 clusters of 4, 15 of 8, 7 of 12 and 16); which have more differs from chip to
+        chip. Another number of multiprocessors, or a share of them, has as many in proportion.
+        """
+        if self.capability < 90 or not 1 <= blocks <= 16:
+            return 0
+        return (7 * (16 // blocks) + 8 // blocks) * self.cores // 132
+
 
 # The largest common product of each architecture: what "--target sm_90a" means with no GPU here.
 KNOWN = {

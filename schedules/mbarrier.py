@@ -12,10 +12,10 @@ __device__ __forceinline__ unsigned ecornn_mbarrier_test(unsigned barrier, unsig
   return done;
 }"""
 _WAIT = """
-__device__ __forceinline__ void ecornn_mbarrier_wait(unsigned barrier, unsigned parity) {
-  asm volatile("{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again; }"
+__device__ __forceinline__ void ecornn_mbarrier_wait{name}(unsigned barrier, unsigned parity) {{
+  asm volatile("{{ .reg .pred done; again: mbarrier.try_wait.parity{scope}.shared::cta.b64 done, [%0], %1; @!done bra again; }}"
                : : "r"(barrier), "r"(parity) : "memory");
-}"""
+}}"""
 
 
 def mbarrier_init(barrier: Any, arrivals: Any) -> None:
@@ -32,12 +32,16 @@ def mbarrier_arrive(barrier: Any) -> None:
     T.evaluate(T.ptx["mbarrier.arrive.shared::cta.b64"](barrier))
 
 
-def mbarrier_wait(barrier: Any, parity: Any) -> None:
-    """Until the phase of this parity of the mbarrier (a pointer into shared memory) is complete."""
+def mbarrier_wait(barrier: Any, parity: Any, cluster: bool = False) -> None:
+    """Until the phase of this parity of the mbarrier (a pointer into shared memory) is complete.
+
+    Then what the block did before its arrivals can be seen, or with ``cluster`` what any block of the cluster did.
+    """
     from tvm.tirx.script.builder import ir as T
 
-    T.evaluate(T.cuda.func_call("ecornn_mbarrier_wait", T.cuda.cvta_generic_to_shared(barrier), parity,
-                                source_code=_WAIT))
+    name, scope = ("_cluster", ".acquire.cluster") if cluster else ("", "")
+    T.evaluate(T.cuda.func_call(f"ecornn_mbarrier_wait{name}", T.cuda.cvta_generic_to_shared(barrier), parity,
+                                source_code=_WAIT.format(name=name, scope=scope)))
 
 
 def mbarrier_test(barrier: Any, parity: Any) -> Any:

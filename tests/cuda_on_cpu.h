@@ -47,7 +47,7 @@ template <typename T> T max(T a, T b) { return a > b ? a : b; }
 template <typename T> T min(T a, T b) { return a < b ? a : b; }
 
 namespace emu {
-enum State { kReady, kWarp, kBlock, kNamed, kPhase, kDone };
+enum State { kReady, kWarp, kBlock, kCluster, kNamed, kPhase, kDone };
 struct Copy { void* to; const void* from; unsigned size, valid; };
 struct Product {                        // of a warpgroup (wgmma): one thread's part
   int kind;
@@ -83,6 +83,8 @@ constexpr unsigned kQuiet = 8;          // rounds in which somebody polls and no
 static std::vector<Block> blocks;
 static char* shared;                    // of the current block
 static unsigned width;                  // threads of a block
+static unsigned cluster;                // blocks of a cluster
+static std::deque<uint32_t> sent;       // words on their way through a cluster
 static std::vector<Fiber> fibers;
 static std::vector<Slot> slots[2];
 static std::vector<char> stacks;
@@ -183,6 +185,7 @@ inline void run_blocks(unsigned first) {
     memset(b.arrived, 0, sizeof b.arrived);
     b.mbarriers.clear();
   }
+  sent.clear();
   for (unsigned i = 0; i < threads; ++i) {
     Fiber& f = fibers[i];
     f.state = kReady;
@@ -217,6 +220,11 @@ inline void run_blocks(unsigned first) {
       for (unsigned i = b; i < b + width; ++i) all &= fibers[i].state == kBlock;
       for (unsigned i = b; all && i < b + width; ++i) fibers[i].state = kReady, moved = true, ++events;
     }
+    for (unsigned c = 0; c < threads; c += width * cluster) {
+      bool all = true;
+      for (unsigned i = c; i < c + width * cluster; ++i) all &= fibers[i].state == kCluster;
+      for (unsigned i = c; all && i < c + width * cluster; ++i) fibers[i].state = kReady, moved = true, ++events;
+    }
     // Who polls goes on for ever; asynchronous work that others wait for comes when nothing else happens.
     if (events != before) before = events, quiet = 0, polled = false;
     else if (polled && ++quiet == kQuiet) deliver_one(), quiet = 0;
@@ -227,9 +235,10 @@ inline void run_blocks(unsigned first) {
       if (m.pending != m.count || m.bytes || !m.later.empty()) fail("an mbarrier in the middle of a phase at the end");
 }
 inline void launch(void (*kernel)(void**), unsigned grid, unsigned threads, void** given, bool delay,
-                   bool together) {
+                   bool together, unsigned in_cluster) {
   if (threads % 32) fail("threads are no whole number of warps");
-  unsigned beside = together ? grid : 1;
+  unsigned beside = together ? grid : in_cluster;
+  cluster = in_cluster;
   width = threads;
   blocks.resize(beside);
   fibers.resize(beside * threads);
@@ -281,9 +290,27 @@ inline unsigned mbarrier_test(unsigned address, unsigned parity) {
   yield();
   return mbarrier(address).phase % 2 != parity;
 }
-inline void later(unsigned address, Later work) {
-  if (lazy) mbarrier(address).later.push_back(std::move(work));
-  else deliver(mine(), address, work);
+// Addresses of shared memory in a cluster: above bit 24 the block's rank + 1.
+inline unsigned mapa(unsigned address, unsigned rank) { return address | (rank + 1) << 24; }
+inline Block& block_at(unsigned address) {
+  unsigned rank = (address >> 24) - 1, first = current / width / cluster * cluster;
+  if (rank >= cluster) fail("a block that the cluster does not have");
+  if (fibers[(first + rank) * width].state == kDone) fail("a block that has ended");
+  return blocks[first + rank];
+}
+inline void later(Block& block, unsigned address, Later work) {
+  if (!block.mbarriers.count(address)) fail("an mbarrier that was not initialized");
+  if (lazy) block.mbarriers.at(address).later.push_back(std::move(work));
+  else deliver(block, address, work);
+}
+inline void later(unsigned address, Later work) { later(mine(), address, std::move(work)); }
+inline void send(unsigned to, uint32_t word, unsigned barrier) {
+  constexpr unsigned kOffset = (1 << 24) - 1;
+  if (to % 4 || to >> 24 != barrier >> 24) fail("a word that is misaligned or counted in another block");
+  Block& block = block_at(to);
+  if ((to & kOffset) >= sizeof block.memory) fail("an address beyond shared memory");
+  sent.push_back(word);
+  later(block, barrier & kOffset, {{{block.memory + (to & kOffset), &sent.back(), 4, 4}}, 0, 4});
 }
 inline void cp_async_arrive(unsigned address) {
   Later work{{}, 1, 0};

@@ -65,6 +65,14 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return f"{outs[0]} = emu::mbarrier_test({', '.join(ins)})"
     if name.startswith("mbarrier.init"):
         return f"emu::mbarrier_init({every})"
+    if name.startswith("mapa.shared::cluster.u32"):
+        return f"{outs[0]} = emu::mapa({', '.join(ins)})"
+    if name.startswith("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32"):
+        return f"emu::send({every})"
+    if name == "barrier.cluster.arrive.release.aligned":
+        return "(void)0"
+    if name == "barrier.cluster.wait.acquire.aligned":
+        return "emu::wait(emu::kCluster)"
     if name.startswith("mbarrier.arrive") and not outs:  # also .expect_tx, with the bytes
         return f"emu::mbarrier_arrive({every})"
     if name.startswith("cp.async.mbarrier.arrive.noinc"):
@@ -172,8 +180,8 @@ class Emulated:
             types = [a.rsplit(" ", 1)[0].replace("__restrict__", "") for a in declared[1].split(", ")]
             given = ", ".join(f"*({t}*)a[{i}]" for i, t in enumerate(types))
             text += (f'\nextern "C" void emu_{kernel.symbol}(unsigned grid, unsigned threads, void** given, bool lazy, '
-                     f"bool together) {{ emu::launch([](void** a) {{ {kernel.symbol}({given}); }}, grid, threads, "
-                     "given, lazy, together); }\n")
+                     f"bool together, unsigned cluster) {{ emu::launch([](void** a) {{ {kernel.symbol}({given}); }}, "
+                     "grid, threads, given, lazy, together, cluster); }\n")
         path = folder / "kernels.cc"
         path.write_text(text)
         command = [*find_compiler(), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", str(path), "-o",
@@ -242,7 +250,7 @@ class Emulated:
         array = (ctypes.c_void_p * max(1, len(given)))(*(ctypes.addressof(v) for v in given))
         assert kernel.extents["blockIdx.x"] == call.grid and kernel.extents["threadIdx.x"] == call.threads
         getattr(self.library, f"emu_{kernel.symbol}")(call.grid, call.threads, array, ctypes.c_bool(self.lazy),
-                                                          ctypes.c_bool(call.cooperative))
+                                                          ctypes.c_bool(call.cooperative), call.cluster)
 
 
 GUARD = 256  # bytes behind each buffer

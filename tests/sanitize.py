@@ -35,12 +35,12 @@ def case(schedule: str, cell: str, dtype: str, sizes: tuple[int, int, int, int],
 
 def persistent(cell: str, dtype: str, sizes: tuple[int, int, int, int], cut: tuple[int, int, int, int],
                chains: int, registers: int, interleave: int, ahead: int, math: str, fences: str = "products",
-               hoisted: str = "float32") -> dict[str, Any]:
+               carrier: str = "l2", hoisted: str = "float32") -> dict[str, Any]:
     """A configuration of `persistent`; ``cut``: groups, units, warps, gate warps."""
     names = ("groups", "units", "warps", "gate_warps")
     return case("persistent", cell, dtype, sizes, {
         **dict(zip(names, cut, strict=True)), "chains": chains, "registers": registers, "interleave": interleave,
-        "ahead": ahead, "fences": fences, "hoisted": hoisted, "math": math})
+        "ahead": ahead, "fences": fences, "carrier": carrier, "hoisted": hoisted, "math": math})
 
 
 def wide(cell: str, dtype: str, sizes: tuple[int, int, int, int], groups: int, units: int, registers: int,
@@ -63,6 +63,12 @@ CASES = {
     "f32": persistent("lstm", "float32", (9, 5, 13, 40), (1, 8, 3, 2), 1, 100, 0, 100, "exact"),
     "rare": persistent("lstm", "bfloat16", (40, 9, 64, 128), (1, 16, 4, 4), 1, 100, 0, 100, "fast", "rare"),
     "rare two": persistent("gru_reset_before", "float16", (40, 3, 8, 72), (1, 8, 3, 1), 1, 100, 0, 100, "fast", "rare"),
+    # groups that are clusters: two, of five and sixteen blocks; two exchanges a step; weights in shared memory
+    "cluster": persistent("lstm", "float16", (12, 9, 17, 48), (2, 10, 1, 2), 2, 25, 0, 100, "exact", "rare", "cluster"),
+    "cluster of 16": persistent("gru", "bfloat16", (20, 9, 64, 256), (1, 16, 4, 5), 1, 100, 0, 100, "fast", "rare",
+                                "cluster"),
+    "cluster two": persistent("gru_reset_before", "float32", (9, 3, 8, 24), (1, 8, 2, 1), 2, 50, 0, 100, "exact",
+                              "rare", "cluster"),
     # chunks with and without padding, one group and two, weights in registers, shared memory, both
     "wide groups": wide("rnn_tanh", "float16", (12, 23, 31, 300), 2, 64, 100),
     "wide short": wide("rnn_tanh", "float16", (9, 23, 31, 300), 1, 64, 100),

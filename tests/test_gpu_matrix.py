@@ -90,6 +90,9 @@ LONG = [("persistent", cell, dtype, B, {"fences": fences})  # many times around 
         for cell, dtype, B in (("lstm", "bfloat16", 1), ("gru", "float16", 33), ("gru_reset_before", "bfloat16", 9),
                                ("rnn_tanh", "float32", 20))
         for fences in ("every", "products", "rare")]
+LONG += [("persistent", cell, dtype, B, {"carrier": "cluster", "fences": "rare", "ahead": 100, **cut})
+         for cell, dtype, B, cut in (("lstm", "bfloat16", 1, {"groups": 1, "units": 20, "warps": 5, "gate_warps": 1}),
+                                     ("gru_reset_before", "bfloat16", 9, {}), ("rnn_tanh", "float32", 20, {}))]
 LONG += [("persistent_wide", "gru", "float16", 23, {"units": 32, "parts": parts, "row_teams": teams, "groups": 1})
          for parts, teams in ((1, 1), (1, 2), (2, 2), (3, 2))]
 

@@ -19,7 +19,7 @@ from ecornn.workload import Place
 
 SMALL = replace(KNOWN["sm_90a"], cores=6)
 CUT = {"groups": 1, "units": 16, "warps": 2, "chains": 1, "registers": 100, "interleave": 0,
-       "ahead": 100, "fences": "every", "hoisted": "float32", "math": "exact"}
+       "ahead": 100, "fences": "every", "carrier": "l2", "hoisted": "float32", "math": "exact"}
 
 CASES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
     ("lstm", (5, 3, 24, 40), "bfloat16", {}),
@@ -159,6 +159,63 @@ def test_reads_weights_from_l2_where_they_do_not_fit(tmp_path, registers):
 def test_fewer_rows_than_compiled(tmp_path):
     task = task_of("lstm", (5, 9, 16, 34), "float16", SMALL)
     check_numbers(tmp_path, Persistent(), task, cut(task, groups=2, units=24, ahead=0), batch=2)
+
+
+# (cell, sizes, dtype, change, place) of groups that are clusters
+CLUSTERS: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Place]] = [
+    ("lstm", (7, 1, 24, 40), "float16", {}, Place()),
+    ("lstm", (6, 5, 24, 33), "bfloat16", {"units": 8}, Place()),  # the last block has one unit
+    ("lstm", (2, 23, 7, 65), "float16", {"groups": 2, "units": 24, "registers": 0}, Place()),  # two tiles, two items
+    ("lstm", (5, 9, 9, 40), "float32", {"registers": 50}, Place(True, 2, True, True)),
+    ("lstm", (5, 4, 8, 24), "tf32", {"warps": 1}, Place(lengths=True)),
+    ("gru", (7, 7, 17, 40), "bfloat16", {"interleave": 4, "units": 8}, Place(resets=True)),
+    ("gru_reset_before", (1, 3, 9, 20), "float32", {"units": 8}, Place()),  # no step after the first
+    ("gru_reset_before", (6, 10, 9, 20), "float16", {"units": 8, "warps": 1}, Place(False, 2, True, True)),  # two exchanges a step
+    ("rnn_relu", (1, 1, 1, 9), "float16", {"units": 8, "warps": 1}, Place()),
+    ("pair", (6, 5, 24, 40), "bfloat16", {"units": 8}, Place(True)),  # products of two operands
+]
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "place"), CLUSTERS, ids=lambda v: str(v).replace(" ", ""))
+def test_state_travels_inside_clusters(tmp_path, cell, sizes, dtype, change, place, lazy):
+    """Words arrive as early as they can, and as late."""
+    task = task_of(cell, sizes, dtype, replace(SMALL, cores=15), place)
+    config = cut(task, carrier="cluster", fences="rare", **change)
+    program = Persistent().program(task, config)
+    last, plan = program.calls[-1], plan_of(task, config)
+    assert (last.grid, last.cluster, last.cooperative) == (plan.groups * plan.blocks, plan.blocks, False)
+    assert not any(b.name.startswith("exchange") for b in program.buffers)
+    check_numbers(tmp_path, Persistent(), task, config, lazy=lazy)
+
+
+def test_fewer_rows_than_a_cluster_is_compiled_for(tmp_path):
+    task = task_of("lstm", (5, 9, 16, 34), "float16", replace(SMALL, cores=12), Place(True, 2, True, True))
+    check_numbers(tmp_path, Persistent(), task, cut(task, groups=2, units=24, carrier="cluster", fences="rare"), batch=2)
+
+
+def test_what_clusters_cannot_do_is_refused():
+    task, schedule = task_of("lstm", (40, 16, 24, 320), "float16", KNOWN["sm_90a"]), Persistent()
+
+    def reason(**change: Any) -> str:
+        change = {"groups": 2, "units": 32, "warps": 5, "registers": 50, **change}
+        return schedule.check(task, cut(task, **{"carrier": "cluster", "fences": "rare", **change})) or ""
+
+    assert not reason() and not reason(groups=6, units=20)
+    assert "20 blocks in a cluster" in reason(units=16)
+    small = task_of("lstm", (40, 16, 24, 16), "float16", KNOWN["sm_90a"])
+    assert "1 blocks" in (schedule.check(small, cut(small, carrier="cluster", fences="rare", warps=1)) or "")
+    assert "8 clusters of 16 blocks, of which 7 are on the chip" in reason(groups=8, units=20)
+    assert "fences" in reason(fences="every") and "outside of clusters" in reason(ahead=0)
+    assert "for clusters" in reason(groups=6, carrier="l2")
+
+
+@pytest.mark.parametrize(("device", "values"), [("sm_90a", ("l2", "cluster")), ("sm_89", ("l2",))])
+def test_clusters_are_offered_where_there_are_any(device, values):
+    """A record of the time before the knob means l2."""
+    (knob,) = (k for k in Persistent().knobs(task_of("lstm", (40, 16, 24, 320), "float16", KNOWN[device]))
+               if k.name == "carrier")
+    assert (knob.values, knob.before) == (values, "l2")
 
 
 def test_copies_that_come_at_once(tmp_path):

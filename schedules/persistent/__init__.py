@@ -9,6 +9,7 @@ from ecornn.device import Device
 from ecornn.program import Buffer, Extent, Launch, Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
 from ecornn.schedules.hoisted import gained, hoisted_knob, hoisted_of, preferred
+from ecornn.schedules.persistent.cluster import LARGEST
 from ecornn.schedules.persistent.estimate import best_ahead, estimate, recurrence, workers_time
 from ecornn.schedules.persistent.kernel import persistent_kernel
 from ecornn.schedules.persistent.plan import (
@@ -31,8 +32,11 @@ from ecornn.workload import Place, Workload
 START_BLOCKS = 128
 STREAMED_ROWS = 8  # with more, such code takes half a minute to compile, and is slow by the estimate; never timed
 STREAMED = 0.5  # of L2: the most of the weights that may be read from there every step
+ROWS = (8, 16, 24, 32, 48, 64)  # of a group
 AHEAD = (100, 75, 50, 25, 0)
 LATE = 2  # times as long as the recurrence: what workers may take before a configuration is not worth a trial
+DOUBT = 1.1  # what a cluster must be expected to gain: the two estimates have errors of their own
+FEWEST = "rare"  # fences; without any, the only value
 ITEMS = 8  # (unit, batch row) pairs of a gate thread, at most
 
 
@@ -59,15 +63,20 @@ class Persistent(Schedule):
 
     def knobs(self, task: Task) -> tuple[Knob, ...]:
         w = task.workload
-        groups = sorted({-(-w.batch // rows) for rows in (8, 16, 24, 32, 48, 64)})
         step = unit_step(task, 0)
         wide = any(len(p.rows) == 3 for p in task.graph.phases)
         small = unit_step(task, 4) if wide else step
         # of those that make the same number of blocks, the fewest
         units = tuple({-(-w.hidden // u): u for u in range(128 // small * small, 0, -small)
                        if -(-w.hidden // u) <= task.device.cores}.values())
+        fewest = max(2, -(-w.hidden // max(units, default=1)))
+        clusters = fewest <= LARGEST and w.hidden > min(units, default=w.hidden) and task.device.clusters(fewest) > 0
+        groups = {-(-w.batch // rows) for rows in ROWS}
+        if clusters:
+            few = [-(-w.batch // task.device.clusters(size)) for size in (4, 8, LARGEST) if task.device.clusters(size)]
+            groups |= {-(-w.batch // rows) for rows in (2, 4, *few)}
         return (
-            Knob("groups", tuple(groups), "smaller exchanges and products a group, against fewer SMs for each"),
+            Knob("groups", tuple(sorted(groups)), "smaller exchanges and products a group, against fewer SMs for each"),
             Knob("units", units, "fewer units a block: less work a step; more: fewer blocks to wait for"),
             Knob("warps", (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14),
                  "more product warps: less work each, but more partial sums to add"),
@@ -80,10 +89,13 @@ class Persistent(Schedule):
             Knob("ahead", AHEAD if task.graph.hoisted_outputs else AHEAD[:1],
                  "percent of the input projection done before the recurrence; the rest runs beside it, on what "
                  "blocks the recurrence leaves over", before=100),
-            Knob("fences", ("every", "products", "rare"),
+            Knob("fences", ("every", "products", FEWEST),
                  "of products and gates in every step, of products, or rare: less waiting, against polls that begin at "
                  "once and disturb what they wait for", before="every"),
             hoisted_knob(task),
+            Knob("carrier", ("l2", "cluster") if clusters else ("l2",),
+                 "of state between blocks: l2, or where a group has at most 16 blocks cluster, which takes half the time "
+                 "but leaves some multiprocessors over", before="l2"),
             Knob("math", MATH_FOR[w.dtype], MATH_TRADES),
         )
 
@@ -95,6 +107,18 @@ class Persistent(Schedule):
         blocks = groups * -(-w.hidden // units)
         if blocks > device.cores:
             return f"{blocks} blocks on {device.cores} multiprocessors"
+        if config["carrier"] == "cluster":
+            size = blocks // groups
+            if not 2 <= size <= LARGEST:
+                return f"{size} blocks in a cluster, 2 to {LARGEST} are possible"
+            if groups > task.device.clusters(size):
+                return f"{groups} clusters of {size} blocks, of which {task.device.clusters(size)} are on the chip at once"
+            if config["fences"] != FEWEST:
+                return "a cluster needs no fences"
+            if config["ahead"] != 100:
+                return "the projection beside the recurrence needs blocks outside of clusters"
+        elif groups not in {-(-w.batch // r) for r in ROWS}:
+            return f"{groups} groups are for clusters"
         rows = -(-w.batch // groups)
         if (groups - 1) * rows >= w.batch:
             return "a group without batch rows"
@@ -167,6 +191,7 @@ class Persistent(Schedule):
         found: tuple[float, Config] | None = None
         for cost, config in self._cuts(task):
             cost -= gained(task, {**config, "hoisted": "same"})
+            cost *= DOUBT if config["carrier"] == "cluster" else 1
             if (found is None or cost < found[0]) and self.check(task, config) is None:
                 found = cost, config
         return None if found is None else {**found[1], "hoisted": preferred(task, found[0])}
@@ -177,16 +202,19 @@ class Persistent(Schedule):
         knobs = {k.name: k.values for k in self.knobs(task)}
         math = "exact" if task.workload.dtype == "float32" else "fast"
         fences = "rare" if task.workload.batch == 1 else "products"
-        for groups, units, interleave in product(knobs["groups"], knobs["units"], knobs["interleave"]):
+        for carrier, groups, units, interleave in product(*(knobs[n] for n in ("carrier", "groups", "units",
+                                                                               "interleave"))):
             for warps, gates in product(knobs["warps"], knobs["gate_warps"]):
                 for registers in knobs["registers"]:
                     cut: Config = {"groups": groups, "units": units, "warps": warps,
                                    "gate_warps": gates, "chains": 1, "registers": registers,
-                                   "interleave": interleave, "ahead": 100, "fences": fences, "hoisted": "float32",
+                                   "interleave": interleave, "ahead": 100,
+                                   "fences": FEWEST if carrier == "cluster" else fences, "carrier": carrier,
+                                   "hoisted": "float32",
                                    "math": math}
                     if self.check(task, cut) is not None:
                         continue
-                    for ahead in best_ahead(task, plan_of(task, cut)):
+                    for ahead in best_ahead(task, plan_of(task, cut)) if carrier == "l2" else (100,):
                         config = {**cut, "ahead": ahead}
                         yield estimate(task, plan_of(task, config)), config
                     break
@@ -217,12 +245,15 @@ class Persistent(Schedule):
             packing = packing_of(task, plan, i)
             buffers.append(Buffer(f"recurrent_{i}", "packed", w.dtype,
                                   Extent(packing.pad[0] * packing.pad[1] * packing.pad[2]), packing))
-            buffers.append(Buffer(f"exchange_{i}", "workspace", "uint32",
-                                  Extent(plan.groups * plan.ring * plan.slot_words(phase))))
-        functions = dict(hoisted.functions)
-        functions["start"] = start_kernel(task, plan, START_BLOCKS, math)
+            if not plan.cluster:
+                buffers.append(Buffer(f"exchange_{i}", "workspace", "uint32",
+                                      Extent(plan.groups * plan.ring * plan.slot_words(phase))))
+        functions, calls = dict(hoisted.functions), hoisted.calls
+        if not plan.cluster:
+            functions["start"] = start_kernel(task, plan, START_BLOCKS, math)
+            calls = (*calls, Launch("start", START_BLOCKS, 256))
         functions["persistent"] = persistent_kernel(task, plan, layout, math)
-        calls = (*hoisted.calls, Launch("start", START_BLOCKS, 256),
-                 Launch("persistent", plan.groups * plan.blocks + plan.workers, plan.block_threads,
-                        block_shared(task, plan), cooperative=True))
-        return Program(functions, tuple(buffers), calls)
+        last = Launch("persistent", plan.groups * plan.blocks + plan.workers, plan.block_threads,
+                      block_shared(task, plan), cooperative=not plan.cluster,
+                      cluster=plan.blocks if plan.cluster else 1)
+        return Program(functions, tuple(buffers), (*calls, last))

@@ -1,4 +1,4 @@
-"""How state travels between blocks: words that announce themselves.
+"""How state travels between blocks through L2: words that announce themselves.
 
 An exchanged vector lies in global memory (L2) in the order in which product warps need it as
 operand B of mma, in a ring of R slots. The four words of a lane hold neighbouring units (K may be
@@ -50,23 +50,94 @@ def pack(values: list[Any], dtype: str) -> Any:
     return T.Select(word == T.uint32(SENTINEL), T.uint32(nan), word)
 
 
-def fence(T: Any, where: Any) -> None:
-    """Release and acquire, in steps ``where`` (an expression; or True: in all)."""
-    with ExitStack() as stack:
-        if where is not True:
-            stack.enter_context(T.If(where))
-            stack.enter_context(T.Then())
-        T.evaluate(T.ptx["fence.acq_rel.gpu"]())
-
-
-def slot_base(plan: Plan, phase: PhasePlan, group: Any, slot: Any) -> Any:
-    """First word of a group's slot."""
-    return (group * plan.ring + slot) * plan.slot_words(phase)
-
-
 def word_of(plan: Plan, phase: PhasePlan, operand: int, unit: Any, column: Any) -> Any:
     """Place in a slot of the word that holds ``unit`` (of H) in batch row ``column`` of the group."""
     k = unit // per_word(plan.dtype)
     pair, quarter, part = k // PAIR, k // 4 % 4, k % 4
     tiles = (operand * plan.warps * phase.warp_pairs + pair) * plan.tiles + column // 8
     return (tiles * 32 + column % 8 * 4 + quarter) * 4 + part
+
+
+def pair_place(plan: Plan, phase: PhasePlan, q: int, tile: int) -> int:
+    """Place, from a lane's first word in a slot, of its four words of pair ``q`` of its warp."""
+    operand, pair = divmod(q, phase.warp_pairs)
+    return ((operand * plan.warps * phase.warp_pairs + pair) * plan.tiles + tile) * 128
+
+
+def within(T: Any, plan: Plan, tile: int, column: Any) -> Any:
+    """A context for code that only columns with a batch row need; the padding of a tile has none."""
+    stack = ExitStack()
+    if (tile + 1) * 8 > plan.rows:
+        stack.enter_context(T.If(tile * 8 + column < plan.rows))
+        stack.enter_context(T.Then())
+    return stack
+
+
+class Ring:
+    """Emits both ends of the way through L2; ``phase`` is the number of one, ``slot`` a place from :meth:`slot`."""
+
+    def __init__(self, T: Any, plan: Plan, rings: list[Any], group: Any) -> None:
+        self.T, self.plan, self.rings, self.group = T, plan, rings, group
+
+    def slot(self, phase: int, step: Any) -> Any:
+        """First word of the slot of a step."""
+        return (self.group * self.plan.ring + step % self.plan.ring) * self.plan.slot_words(self.plan.phases[phase])
+
+    def wait(self, phase: int, t: Any) -> None:
+        """Before the first :meth:`read` in step t: words are waited for one by one."""
+
+    def read(self, phase: int, state: Any, start: Any, pairs: range, lane: Any) -> None:
+        """Reads these pairs of a slot into ``state`` until every word has been written."""
+        T, plan, p, ring = self.T, self.plan, self.plan.phases[phase], self.rings[phase]
+        missing = T.alloc_buffer((1,), "int32", scope="local")
+        T.buffer_store(missing, T.int32(1), [0])
+        with T.While(missing[0] != 0):
+            T.buffer_store(missing, T.int32(0), [0])
+            for place, q in enumerate(pairs):
+                for n in range(plan.tiles):
+                    with within(T, plan, n, lane // 4):
+                        T.evaluate(T.ptx["ld.relaxed.gpu.global.v4.b32"](
+                            *(state[place, n, i] for i in range(4)), ring.ptr_to([start + pair_place(plan, p, q, n)])))
+            # the sentinel is the largest word: a tree of maxima is short, a chain of comparisons is not
+            highest = [state[p, n, i] for p in range(len(pairs)) for n in range(plan.tiles) for i in range(4)]
+            while len(highest) > 1:
+                maxima = [T.Bind(T.max(a, b)) for a, b in zip(highest[::2], highest[1::2], strict=False)]
+                highest = maxima + highest[len(maxima) * 2:]
+            T.buffer_store(missing, T.cast(highest[0] == T.uint32(SENTINEL), "int32"), [0])
+        T.evaluate(T.cuda.warp_sync())
+
+    def done(self, phase: int, t: Any, warp: Any, lane: Any) -> None:
+        """Behind a product warp's last read of a slot, and the barrier that hands its sums over."""
+        self._fence(self.plan.acquired(t))
+
+    def word(self, value: Any, neighbour: Any) -> Any:
+        """What travels of one value, or of two neighbours."""
+        return self.T.Bind(pack([value] if neighbour is None else [value, neighbour], self.plan.dtype))
+
+    def write(self, phase: int, step: Any, slot: Any, place: Any, word: Any, mine: Any) -> None:
+        """Sends a word to all blocks of the group, from threads that it is a word of."""
+        self._store(phase, slot + place, word, mine)
+
+    def wipe(self, phase: int, t: Any, places: list[tuple[Any, Any]]) -> None:
+        """Takes back what was sent: (place, whether it is this thread's word)."""
+        slot = self.T.Bind(self.slot(phase, t + (self.plan.ring - 1)))
+        for place, mine in places:
+            self._store(phase, slot + place, self.T.uint32(SENTINEL), mine)
+
+    def ended(self, t: Any) -> None:
+        """Behind a gate warp's last write and wipe of a step."""
+        self._fence(self.plan.released(t))
+
+    def _store(self, phase: int, place: Any, word: Any, mine: Any) -> None:
+        T = self.T
+        with T.If(mine), T.Then():
+            T.evaluate(T.ptx["st.relaxed.gpu.global.b32"](self.rings[phase].ptr_to([place]), word))
+
+    def _fence(self, where: Any) -> None:
+        """Release and acquire, in steps ``where`` (an expression; or True: in all)."""
+        T = self.T
+        with ExitStack() as stack:
+            if where is not True:
+                stack.enter_context(T.If(where))
+                stack.enter_context(T.Then())
+            T.evaluate(T.ptx["fence.acq_rel.gpu"]())

@@ -8,7 +8,8 @@ from ecornn.schedules.base import Task
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.items import Items, Share
 from ecornn.schedules.persistent.beside import Beside
-from ecornn.schedules.persistent.exchange import SENTINEL, fence, pack, slot_base, word_of
+from ecornn.schedules.persistent.cluster import Cluster
+from ecornn.schedules.persistent.exchange import Ring, word_of
 from ecornn.schedules.persistent.plan import PhasePlan, Plan
 from ecornn.schedules.pointwise import emit
 
@@ -19,11 +20,11 @@ class Gates(Items):
     """Emits the gate warps' code."""
 
     def __init__(self, T: Any, task: Task, plan: Plan, math: str, arguments: dict[str, Any],
-                 rings: list[Any], shared: Any, group: Any, member: Any, thread: Any, steps: Any,
+                 carrier: Ring | Cluster, shared: Any, group: Any, member: Any, thread: Any, steps: Any,
                  batch: Any, hoisted: Hoisted, beside: Beside | None) -> None:
         share = Share(plan.units, plan.rows, plan.gate_warps * 32)
         super().__init__(T, task, math, arguments, share, group, member * share.units, thread, steps, batch, hoisted)
-        self.plan, self.rings, self.shared, self.beside = plan, rings, shared, beside
+        self.plan, self.carrier, self.shared, self.beside = plan, carrier, shared, beside
 
     def run(self) -> None:
         """The whole sequence."""
@@ -53,7 +54,7 @@ class Gates(Items):
                 if p < last:
                     self._announce(i, p + 1, t, envs[i])
             ended = [self._finish(i, envs[i], t) for i in range(plan.items)] if p == last else []
-            self._wipe(p, t)
+            self.carrier.wipe(p, t, self._places(p))
             if p == last:
                 self._after(t, ended)
 
@@ -65,7 +66,7 @@ class Gates(Items):
         than L2.
         """
         T = self.T
-        fence(T, self.plan.released(t))
+        self.carrier.ended(t)
         for i in range(self.plan.items):
             self._store(i, t, *ended[i])
         self._advance()
@@ -98,39 +99,31 @@ class Gates(Items):
             return [into[k] for k in range(count)]
         return [T.Bind(self.shared[place + k]) for k in range(count)]
 
-    def _slot(self, p: int, slot: Any) -> Any:
-        return self.T.Bind(slot_base(self.plan, self.plan.phases[p], self.group, slot))
-
     def _announce(self, i: int, p: int, step: Any, env: dict[Any, Any]) -> None:
-        """Writes this thread's operands of phase p to the exchange; units beyond H are zero."""
-        T, plan, phase = self.T, self.plan, self.plan.phases[p]
-        base = self._slot(p, step % plan.ring)
+        """Sends this thread's operands of phase p; units beyond H are zero."""
+        T, plan, carrier = self.T, self.plan, self.carrier
+        slot = T.Bind(carrier.slot(p, step))
         for o, operand in enumerate(self.graph.phases[p].operands):
             value = T.Bind(T.Select(self.unit[i] < plan.hidden, env[operand], T.float32(0)))
-            self._write(i, p, base + self._place(i, phase, o), self._word(value))
-
-    def _word(self, value: Any) -> Any:
-        T = self.T
-        if self.plan.dtype == "float32":
-            return T.Bind(pack([value], "float32"))
-        return T.Bind(pack([value, self._neighbour(value)], self.plan.dtype))
+            word = carrier.word(value, None if plan.dtype == "float32" else self._neighbour(value))
+            carrier.write(p, step, slot, self._place(i, plan.phases[p], o), word, self._mine(i))
 
     def _place(self, i: int, phase: PhasePlan, operand: int) -> Any:
         return word_of(self.plan, phase, operand, self.unit[i], self.column[i])
 
-    def _write(self, i: int, p: int, place: Any, word: Any) -> None:
+    def _mine(self, i: int) -> Any:
+        """Whether this thread sends a word of item i: there is none for units beyond H."""
         T = self.T
-        writes = T.And(self.owner[i], self.unit[i] < self.plan.hidden)  # no word holds units beyond H
-        if self.plan.dtype != "float32":  # the thread of the even unit writes for both
-            writes = T.And(writes, self.local[i] % 2 == 0)
-        with T.If(writes), T.Then():
-            T.evaluate(T.ptx["st.relaxed.gpu.global.b32"](self.rings[p].ptr_to([place]), word))
+        mine = T.And(self.owner[i], self.unit[i] < self.plan.hidden)
+        if self.plan.dtype != "float32":  # the thread of the even unit sends for both
+            mine = T.And(mine, self.local[i] % 2 == 0)
+        return mine
 
-    def _wipe(self, p: int, t: Any) -> None:
-        phase, base = self.plan.phases[p], self._slot(p, (t + (self.plan.ring - 1)) % self.plan.ring)
-        for i in range(self.plan.items):
-            for o in range(phase.operands):
-                self._write(i, p, base + self._place(i, phase, o), self.T.uint32(SENTINEL))
+    def _places(self, p: int) -> list[tuple[Any, Any]]:
+        """The words that this thread sends."""
+        phase = self.plan.phases[p]
+        return [(self._place(i, phase, o), self._mine(i))
+                for i in range(self.plan.items) for o in range(phase.operands)]
 
 
 def _tree(T: Any, parts: list[Any]) -> Any:

@@ -23,6 +23,8 @@ from typing import Any
 from ecornn.schedules.base import Task
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.persistent.beside import Beside
+from ecornn.schedules.persistent.cluster import Cluster
+from ecornn.schedules.persistent.exchange import Ring
 from ecornn.schedules.persistent.gates import Gates
 from ecornn.schedules.persistent.plan import Plan, block_shared
 from ecornn.schedules.persistent.products import products
@@ -49,7 +51,7 @@ def persistent_kernel(task: Task, plan: Plan, hoisted: Hoisted, math: str) -> An
             for name in (f"{s}_in", f"{s}_out"):
                 arguments[name] = T.arg(name, T.buffer((big,), dtype))
         weights = [T.arg(f"recurrent_{i}", T.buffer((big,), dtype)) for i in range(len(plan.phases))]
-        rings = [T.arg(f"exchange_{i}", T.buffer((big,), "uint32")) for i in range(len(plan.phases))]
+        rings = [T.arg(f"exchange_{i}", T.buffer((big,), "uint32")) for i in range(0 if plan.cluster else len(weights))]
         arguments["y"] = T.arg("y", T.buffer((big,), dtype))
         arguments |= row_arguments(T, task.place)
         T.device_entry()
@@ -62,11 +64,15 @@ def persistent_kernel(task: Task, plan: Plan, hoisted: Hoisted, math: str) -> An
         def recurrence() -> None:
             group, member = T.Bind(block // plan.blocks), T.Bind(block % plan.blocks)
             warp, lane = T.Bind(thread // 32), T.Bind(thread % 32)
+            carrier: Ring | Cluster = Ring(T, plan, rings, group)
+            if plan.cluster:
+                carrier = Cluster(T, plan, steps, shared)
+                carrier.begin(task, arguments, batch, group, thread, math)
             with T.If(warp < plan.warps):
                 with T.Then():
-                    products(T, plan, steps, group, member, warp, lane, weights, rings, shared)
+                    products(T, plan, steps, member, warp, lane, weights, carrier, shared)
                 with T.Else(), T.If(warp < plan.warps + plan.gate_warps), T.Then():
-                    Gates(T, task, plan, math, arguments, rings, shared, group, member,
+                    Gates(T, task, plan, math, arguments, carrier, shared, group, member,
                           T.Bind(thread - plan.warps * 32), steps, batch, hoisted, beside).run()
 
         if beside is None:

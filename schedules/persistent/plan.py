@@ -70,6 +70,7 @@ class Plan:
     ahead: int  # percent of the projection that is done before; the rest runs beside the recurrence
     workers: int  # blocks that do that rest
     fences: str  # of exchange.py: in every step, of products in every step, or rare
+    cluster: bool  # whether each group is a cluster, in which state travels as cluster.py says
     kept: int  # values that a gate thread keeps for each item: states, inputs of two steps, what masks say
     phases: tuple[PhasePlan, ...]
 
@@ -117,7 +118,9 @@ class Plan:
 
     @property
     def ring(self) -> int:
-        """Slots of an exchange; exchange.py says why four at least."""
+        """Slots of an exchange; exchange.py says why four at least, cluster.py why two are enough."""
+        if self.cluster:
+            return 2
         words = self.groups * sum(self.slot_words(p) for p in self.phases)
         return 4 if self.fences == "every" else next(slots for most, slots in RINGS if words <= most)
 
@@ -132,7 +135,16 @@ class Plan:
     @property
     def shared(self) -> int:
         """Bytes of shared memory that the recurrence needs."""
-        return 4 * (2 * self.sum_floats + sum(self.shared_weight_words(p) for p in self.phases))
+        return 4 * (self.carried + (sum(map(self.carried_words, self.phases)) if self.cluster else 0))
+
+    @property
+    def carried(self) -> int:
+        """Words of shared memory before what a cluster exchanges: partial sums and weights."""
+        return 2 * self.sum_floats + sum(self.shared_weight_words(p) for p in self.phases)
+
+    def carried_words(self, phase: PhasePlan) -> int:
+        """Words of shared memory of a phase in a cluster: its slots, and an mbarrier for each."""
+        return self.ring * (self.slot_words(phase) + 2)
 
     @property
     def registers(self) -> int:
@@ -185,7 +197,7 @@ def plan_of(task: Task, config: Config, chains: int | None = None, ahead: int | 
     plan = Plan(hidden=w.hidden, dtype=w.dtype, arithmetic=w.arithmetic, groups=groups, blocks=blocks, units=units,
                 rows=rows, warps=warps, gate_warps=int(config["gate_warps"]), chains=chains, ahead=ahead,
                 workers=0 if ahead == 100 else task.device.cores - groups * blocks,
-                fences=str(config["fences"]),
+                fences=str(config["fences"]), cluster=config["carrier"] == "cluster",
                 kept=len(task.graph.states) + 2 * len(task.graph.hoisted_outputs) + masks, phases=tuple(phases))
     for i, p in enumerate(phases):
         room = (task.device.shared - plan.shared) // (4 * plan.warps * p.octets(units) * 128)

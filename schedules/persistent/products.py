@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
-from ecornn.schedules.persistent.exchange import SENTINEL, fence, slot_base
+from ecornn.schedules.persistent.cluster import Cluster
+from ecornn.schedules.persistent.exchange import Ring, within
 from ecornn.schedules.persistent.gates import FULL
 from ecornn.schedules.persistent.plan import Plan
 from ecornn.schedules.tensor_core import mma, per_word, split
 
 
-def products(T: Any, plan: Plan, steps: Any, group: Any, member: Any, warp: Any, lane: Any,
-             weights: list[Any], rings: list[Any], shared: Any) -> None:
+def products(T: Any, plan: Plan, steps: Any, member: Any, warp: Any, lane: Any, weights: list[Any],
+             carrier: Ring | Cluster, shared: Any) -> None:
     """A product warp's whole life."""
     words = shared.view("uint32")
     held, places, place = [], [], 2 * plan.sum_floats
@@ -36,23 +36,23 @@ def products(T: Any, plan: Plan, steps: Any, group: Any, member: Any, warp: Any,
                         words.ptr_to([_shared_place(plan, phase, place, warp, q, v, lane)]), *r))
         place += plan.shared_weight_words(phase)
     with T.serial(0, steps) as t:
-        for index, (phase, ring) in enumerate(zip(plan.phases, rings, strict=True)):
+        for index, phase in enumerate(plan.phases):
             use = T.Bind(t * len(plan.phases) + index)
             side = T.Bind(use % 2)
             stored = _Stored(T, plan, phase, held[index], words, places[index], weights[index], member, warp, lane)
-            start = T.Bind(slot_base(plan, phase, group, t % plan.ring)
-                           + warp * phase.warp_pairs * plan.tiles * 128 + lane * 4)
-            acc = _multiply(T, plan, phase, stored, ring, start, lane)
+            start = T.Bind(carrier.slot(index, t) + warp * phase.warp_pairs * plan.tiles * 128 + lane * 4)
+            carrier.wait(index, t)
+            acc = _multiply(T, plan, index, stored, carrier, start, lane)
             stride = plan.stride(phase)
             base = T.Bind(side * plan.sum_floats + (warp * plan.columns + lane % 4 * 2) * stride + lane // 4)
             for m in range(-(-phase.octets(plan.units) // 2)):
                 for n in range(plan.tiles):
                     for i in range(4):
-                        with _within(T, plan, n, lane % 4 * 2 + i % 2):
+                        with within(T, plan, n, lane % 4 * 2 + i % 2):
                             T.buffer_store(shared, acc(m, n, i),
                                            [base + (n * 8 + i % 2) * stride + m * 16 + i // 2 * 8])
             T.evaluate(T.ptx["bar.sync"](T.cast(side + FULL, "uint32"), T.uint32(plan.threads)))
-            fence(T, plan.acquired(t))
+            carrier.done(index, t, warp, lane)
 
 
 def _weights(T: Any, plan: Plan, phase: Any, source: Any, member: Any, warp: Any, q: int, v: int,
@@ -105,39 +105,10 @@ class _Stored:
         return self.loaded[1 + (q - self.first) % 2 if q >= self.first else 0, v, i]
 
 
-def _within(T: Any, plan: Plan, tile: int, column: Any) -> Any:
-    """A context for code that only columns with a batch row need; the padding of a tile has none."""
-    stack = ExitStack()
-    if (tile + 1) * 8 > plan.rows:
-        stack.enter_context(T.If(tile * 8 + column < plan.rows))
-        stack.enter_context(T.Then())
-    return stack
-
-
-def _poll(T: Any, plan: Plan, phase: Any, state: Any, ring: Any, start: Any, pairs: range, lane: Any) -> None:
-    """Reads these pairs of a slot until every word has been written."""
-    missing = T.alloc_buffer((1,), "int32", scope="local")
-    T.buffer_store(missing, T.int32(1), [0])
-    with T.While(missing[0] != 0):
-        T.buffer_store(missing, T.int32(0), [0])
-        for place, q in enumerate(pairs):
-            operand, pair = divmod(q, phase.warp_pairs)
-            for n in range(plan.tiles):
-                offset = ((operand * plan.warps * phase.warp_pairs + pair) * plan.tiles + n) * 128
-                with _within(T, plan, n, lane // 4):
-                    T.evaluate(T.ptx["ld.relaxed.gpu.global.v4.b32"](*(state[place, n, i] for i in range(4)),
-                                                                     ring.ptr_to([start + offset])))
-        # the sentinel is the largest word: a tree of maxima is short, a chain of comparisons is not
-        highest = [state[p, n, i] for p in range(len(pairs)) for n in range(plan.tiles) for i in range(4)]
-        while len(highest) > 1:
-            maxima = [T.Bind(T.max(a, b)) for a, b in zip(highest[::2], highest[1::2], strict=False)]
-            highest = maxima + highest[len(maxima) * 2:]
-        T.buffer_store(missing, T.cast(highest[0] == T.uint32(SENTINEL), "int32"), [0])
-    T.evaluate(T.cuda.warp_sync())
-
-
-def _multiply(T: Any, plan: Plan, phase: Any, stored: _Stored, ring: Any, start: Any, lane: Any) -> Any:
-    """This warp's part of the products, as its words of a slot, from ``start``, arrive."""
+def _multiply(T: Any, plan: Plan, index: int, stored: _Stored, carrier: Ring | Cluster, start: Any,
+              lane: Any) -> Any:
+    """This warp's part of the products of a phase, as its words of a slot, from ``start``, arrive."""
+    phase = plan.phases[index]
     octets = phase.octets(plan.units)
     tiles = -(-octets // 2)
     chains = min(plan.chains, phase.pairs * 2)
@@ -155,7 +126,7 @@ def _multiply(T: Any, plan: Plan, phase: Any, stored: _Stored, ring: Any, start:
     for q in range(phase.pairs):
         p = q % phase.polled_pairs
         if p == 0:
-            _poll(T, plan, phase, state, ring, start, range(q, min(q + phase.polled_pairs, phase.pairs)), lane)
+            carrier.read(index, state, start, range(q, min(q + phase.polled_pairs, phase.pairs)), lane)
         stored.load(q)
         for tile in range(2):
             columns = [[split(state[p, n, tile * 2 + half], plan.arithmetic) for half in range(2)]

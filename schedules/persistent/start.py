@@ -9,7 +9,7 @@ from typing import Any
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.persistent.exchange import SENTINEL, pack
-from ecornn.schedules.persistent.plan import PAIR, Plan
+from ecornn.schedules.persistent.plan import PAIR, PhasePlan, Plan
 from ecornn.schedules.pointwise import emit, invariants
 from ecornn.schedules.projection import LEAST_ROWS
 from ecornn.schedules.tensor_core import per_word
@@ -26,7 +26,7 @@ def start_kernel(task: Task, plan: Plan, blocks: int, math: str) -> Any:
     from tvm.script.ir_builder import IRBuilder
     from tvm.tirx.script.builder import ir as T
 
-    graph, n = task.graph, per_word(plan.dtype)
+    graph = task.graph
     big = T.int64(1 << 40)
     with IRBuilder() as builder, T.prim_func():
         T.func_name("start")
@@ -51,25 +51,36 @@ def start_kernel(task: Task, plan: Plan, blocks: int, math: str) -> Any:
                 place = T.Bind(turn * (blocks * THREADS) + first)
                 with T.If(place < total), T.Then():
                     within = T.Bind(place % words)
-                    slot, part_of_rows = T.Bind(place // words % plan.ring), T.Bind(place // (words * plan.ring))
-                    part, lane = within % 4, within // 4 % 32
-                    tile, pair = within // 128 % plan.tiles, T.Bind(within // (128 * plan.tiles))
-                    per_operand = plan.warps * phase.warp_pairs
-                    unit = T.Bind((pair % per_operand * PAIR + lane % 4 * 4 + part) * n)
-                    row = T.Bind(part_of_rows * plan.rows + tile * 8 + lane // 4)
-                    owned = unit < plan.hidden
-                    rest = T.Bind(T.Select(owned, T.uint32(SENTINEL), T.uint32(0)))
+                    slot, group = T.Bind(place // words % plan.ring), T.Bind(place // (words * plan.ring))
+                    at = located(T, plan, phase, group, within)
+                    rest = T.Bind(T.Select(at[0] < plan.hidden, T.uint32(SENTINEL), T.uint32(0)))
                     if index:
                         T.buffer_store(ring, rest, [place])
                         continue
                     with T.If(slot == 0):
                         with T.Then():
-                            values = [initial_operand(T, task, states, vectors, timeline, row, T.Bind(unit + e),
-                                               pair // per_operand, math) for e in range(n)]
+                            values = initial_values(T, task, states, vectors, timeline, at, math)
                             T.buffer_store(ring, pack(values, plan.dtype), [place])
                         with T.Else():
                             T.buffer_store(ring, rest, [place])
     return builder.get()
+
+
+def located(T: Any, plan: Plan, phase: PhasePlan, group: Any, place: Any) -> tuple[Any, Any, Any]:
+    """The first unit, the batch row and the operand of a word of a slot."""
+    part, lane = place % 4, place // 4 % 32
+    tile, pair = place // 128 % plan.tiles, T.Bind(place // (128 * plan.tiles))
+    per_operand = plan.warps * phase.warp_pairs
+    unit = T.Bind((pair % per_operand * PAIR + lane % 4 * 4 + part) * per_word(plan.dtype))
+    return unit, T.Bind(group * plan.rows + tile * 8 + lane // 4), pair // per_operand
+
+
+def initial_values(T: Any, task: Task, states: dict[str, Any], vectors: Any, timeline: Timeline,
+                   at: tuple[Any, Any, Any], math: str) -> list[Any]:
+    """What a word of the first phase's first slot holds, as one or two float32 values."""
+    unit, row, operand = at
+    return [initial_operand(T, task, states, vectors, timeline, row, T.Bind(unit + e), operand, math)
+            for e in range(per_word(task.workload.dtype))]
 
 
 def initial_operand(T: Any, task: Task, states: dict[str, Any], vectors: Any, timeline: Timeline, row: Any,

@@ -1,0 +1,141 @@
+"""How state travels inside a cluster: straight into the shared memory of every block that needs it.
+
+A group is one cluster. Every block keeps two slots for an exchanged vector in its own shared memory, words in the
+order of exchange.py, and for each slot an mbarrier. Whoever computes a word sends it to all blocks of the cluster by
+st.async, which also counts its bytes at the slot's mbarrier there; product warps wait until all have arrived, and read.
+
+Step t uses slot t % 2. A phase of its mbarrier has one arrival, by a thread that says how many bytes come, and these
+bytes, in whatever order: each phase is for one step.
+
+* Nobody reads what is not there: the phase completes with the last byte. A wait for it acquires, at the scope of the
+  cluster, what the bytes' completion released.
+* Nobody overwrites what is still needed, nor counts bytes in a phase too early. Words of step t + 2 are sent by a
+  block that has all words of step t + 1, among them some of every block. Each is a sum over all of K, so its owner's
+  warps had all read slot t % 2 by then, which is behind the end of its phase.
+* The phase's own arrival may come before or after bytes of it: the block makes it after the phase before has ended.
+* No block ends while words are on their way to it: what is sent is for a step that is computed, so it is waited for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ecornn.schedules.base import Task
+from ecornn.schedules.mbarrier import mbarrier_init, mbarrier_wait
+from ecornn.schedules.persistent.exchange import pair_place, within
+from ecornn.schedules.persistent.plan import PhasePlan, Plan
+from ecornn.schedules.persistent.start import initial_values, located
+from ecornn.schedules.tensor_core import pack_pair, words
+from ecornn.schedules.timeline import Timeline
+
+LARGEST = 16  # blocks of a cluster; more than 8 are not portable, but every GPU of compute capability 9.0 has them
+AT_ONCE = 4  # words of the initial state that a thread has under way
+
+_SEND = """
+__device__ __forceinline__ void ecornn_send(unsigned to, unsigned barrier, unsigned rank, unsigned word) {
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(to), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier) : "r"(barrier), "r"(rank));
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+               : : "r"(to), "r"(word), "r"(barrier) : "memory");
+}"""
+
+
+class Cluster:
+    """Emits both ends, as :class:`~ecornn.schedules.persistent.exchange.Ring` does for the way through L2."""
+
+    def __init__(self, T: Any, plan: Plan, steps: Any, shared: Any) -> None:
+        self.T, self.plan, self.steps, self.words = T, plan, steps, shared.view("uint32")
+        self.first, place = [], plan.carried  # of each phase's slots
+        for phase in plan.phases:
+            self.first.append(place)
+            place += plan.carried_words(phase)
+
+    def begin(self, task: Task, arguments: dict[str, Any], batch: Any, group: Any, thread: Any, math: str) -> None:
+        """The barriers; the initial state, and zeros where no word will come. For all threads of the cluster."""
+        T, plan = self.T, self.plan
+        with T.If(thread == 0), T.Then():
+            for p in range(len(plan.phases)):
+                for slot in range(2):
+                    mbarrier_init(self._barrier(p, slot), 1)
+            T.evaluate(T.ptx["fence.mbarrier_init.release.cluster"]())
+            for p in range(len(plan.phases)):
+                if p == 0:  # what the call was given is there at once
+                    T.evaluate(T.ptx["mbarrier.arrive.shared::cta.b64"](self._barrier(0, 0)))
+                else:
+                    self._expect(p, 0)
+                with T.If(self.steps > 1), T.Then():
+                    self._expect(p, 1)
+        timeline = Timeline(T, task.place, arguments, self.steps, batch)
+        states = {s: arguments[f"{s}_in"] for s in task.graph.states}
+        for p, phase in enumerate(plan.phases):
+            total, first = plan.slot_words(phase), self.first[p]
+            with T.serial(0, -(-total // (plan.threads * AT_ONCE))) as turn:
+                places = [T.Bind((turn * AT_ONCE + i) * plan.threads + thread) for i in range(AT_ONCE)]
+                found = [T.uint32(0)] * AT_ONCE
+                if p == 0:
+                    found = [self.word(*initial_values(T, task, states, arguments["vectors"], timeline,
+                                                       located(T, plan, phase, group, place), math)) for place in places]
+                for place, word in zip(places, found, strict=True):
+                    with T.If(place < total), T.Then():
+                        T.buffer_store(self.words, word, [first + place])
+                        T.buffer_store(self.words, T.uint32(0), [first + total + place])
+        T.evaluate(T.ptx["barrier.cluster.arrive.release.aligned"]())
+        T.evaluate(T.ptx["barrier.cluster.wait.acquire.aligned"]())
+
+    def slot(self, phase: int, step: Any) -> Any:
+        """First word of the slot of a step."""
+        return self.first[phase] + step % 2 * self.plan.slot_words(self.plan.phases[phase])
+
+    def wait(self, phase: int, t: Any) -> None:
+        """Until all words of step t have arrived."""
+        mbarrier_wait(self._barrier(phase, t % 2), self.T.cast(t // 2 % 2, "uint32"), cluster=True)
+
+    def read(self, phase: int, state: Any, start: Any, pairs: range, lane: Any) -> None:
+        """Reads these pairs of a slot into ``state``."""
+        T, plan = self.T, self.plan
+        for place, q in enumerate(pairs):
+            for n in range(plan.tiles):
+                with within(T, plan, n, lane // 4):
+                    at = self.words.ptr_to([start + pair_place(plan, plan.phases[phase], q, n)])
+                    T.evaluate(T.ptx["ld.shared.v4.b32"](*(state[place, n, i] for i in range(4)), at))
+        T.evaluate(T.cuda.warp_sync())
+
+    def done(self, phase: int, t: Any, warp: Any, lane: Any) -> None:
+        """Behind a product warp's last read of a slot, and the barrier that hands its sums over."""
+        T = self.T
+        with T.If(T.And(T.And(warp == 0, lane == 0), t + 2 < self.steps)), T.Then():
+            self._expect(phase, t % 2)
+
+    def word(self, value: Any, neighbour: Any = None) -> Any:
+        """What travels of one value, or of two neighbours."""
+        T = self.T
+        return T.Bind(T.reinterpret("uint32", value) if neighbour is None
+                      else pack_pair(value, neighbour, self.plan.dtype))
+
+    def write(self, phase: int, step: Any, slot: Any, place: Any, word: Any, mine: Any) -> None:
+        """Sends a word to all blocks, from threads that it is a word of."""
+        T = self.T
+        with T.If(T.And(mine, step < self.steps)), T.Then():
+            to = T.Bind(T.cuda.cvta_generic_to_shared(self.words.ptr_to([slot + place])))
+            barrier = T.Bind(T.cuda.cvta_generic_to_shared(self._barrier(phase, step % 2)))
+            for rank in range(self.plan.blocks):
+                T.evaluate(T.cuda.func_call("ecornn_send", to, barrier, T.uint32(rank), word, source_code=_SEND))
+
+    def wipe(self, phase: int, t: Any, places: list[tuple[Any, Any]]) -> None:
+        """Nothing needs to be taken back."""
+
+    def ended(self, t: Any) -> None:
+        """Nothing needs a fence."""
+
+    def _barrier(self, phase: int, slot: Any) -> Any:
+        words = self.plan.ring * self.plan.slot_words(self.plan.phases[phase])
+        return self.words.ptr_to([self.first[phase] + words + slot * 2])
+
+    def _expect(self, phase: int, slot: Any) -> None:
+        T, count = self.T, expected_bytes(self.plan, self.plan.phases[phase])
+        T.evaluate(T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"](self._barrier(phase, slot), T.uint32(count)))
+
+
+def expected_bytes(plan: Plan, phase: PhasePlan) -> int:
+    """Bytes that a block gets in every step."""
+    return phase.operands * plan.rows * words(plan.hidden, plan.dtype) * 4
