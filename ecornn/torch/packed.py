@@ -15,11 +15,11 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from ecornn.errors import ScheduleError
-from ecornn.runtime.columns import Columns
+from ecornn.runtime.columns import Columns, steps_of
 from ecornn.runtime.layer import Layer
 from ecornn.torch.engine import called, engine_of
 
-TILE = 8  # columns of a product come in multiples of this
+LEAST = 16  # columns; fewer do not make steps shorter
 FIXED = 32  # a step of C columns takes about as long as C + 32 do: the way of the state between blocks
 
 
@@ -30,13 +30,15 @@ def run(module: Any, packed: PackedSequence, state: list[torch.Tensor]) -> list[
         return None  # layers of one direction may work at the same time instead, which columns do not allow
     lengths = lengths_of(packed.batch_sizes.numpy())
     width = columns_for(lengths)
-    if width is None:
+    engine = engine_of(module)
+    if width is None or (packed.data.dtype, width) in engine.refused:
         return None
     try:
-        layer = engine_of(module).layer(module, packed.data, width, len(packed.batch_sizes), "sequences")
+        layer = engine.layer(module, packed.data, width, len(packed.batch_sizes), "sequences")
     except ScheduleError:  # weights that do not fit on the chip
+        engine.refused.add((packed.data.dtype, width))
         return None
-    columns = Columns.of(lengths, layer.manifest.workload.batch)
+    columns = Columns.of(lengths, width)
     return called_in(columns, packed, lambda x: called(module, layer, x, state, sequences=columns))
 
 
@@ -46,28 +48,26 @@ def lengths_of(batch_sizes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def columns_for(lengths: np.ndarray[Any, Any]) -> int | None:
-    """How many columns to lay them in; None where as many as there are sequences are best."""
-    longest, count = int(lengths.max()), len(lengths)
-    least = max(TILE, int(lengths.sum()) // longest // TILE * TILE)
-    costs = {width: len(Columns.of(lengths, width).table) * (width + FIXED)
-             for width in (least, least + TILE) if width < -(-count // TILE) * TILE}
+    """How many columns to lay them in, a power of two, so that few modules are compiled and records are at hand; None
+    where as many as there are sequences are best."""
+    longest, count, valid = int(lengths.max()), len(lengths), int(lengths.sum())
+    least = max(LEAST, 1 << (valid // longest).bit_length() - 1)
+    costs = {width: steps_of(lengths, width) * (width + FIXED) for width in (least, 2 * least) if width < count}
     best = min(costs, key=lambda width: costs[width], default=None)
-    whole = longest * (-(-count // TILE) * TILE + FIXED)
-    return best if best is not None and costs[best] < whole else None
+    return best if best is not None and costs[best] < longest * (count + FIXED) else None
 
 
 def called_in(columns: Columns, packed: PackedSequence, call: Any) -> list[torch.Tensor]:
     """What ``call`` makes of x (T, C, I), with y as packed as ``packed`` is."""
-    sizes, inside = packed.batch_sizes.numpy(), columns.inside
-    offsets = np.concatenate(([0], np.cumsum(sizes)[:-1]))
-    steps = np.repeat(np.arange(len(sizes)), sizes)
-    rows = np.arange(len(steps)) - offsets[steps]
-    there = np.maximum(offsets[inside] + columns.table, 0).reshape(-1)
-    back = (columns.start[rows] + steps) * inside.shape[1] + columns.column[rows]
-    places = torch.from_numpy(np.concatenate((there, back)).astype(np.int32)).to(packed.data.device)
-    x = packed.data.index_select(0, places[:len(there)]).reshape(*inside.shape, -1)
+    sizes, (steps, width) = packed.batch_sizes.numpy(), columns.table.shape
+    places = (np.arange(len(sizes), dtype=np.int32)[:, None] + columns.start) * width + columns.column
+    back = places[np.arange(columns.count) < sizes[:, None]]  # for each row of the packed data, its place in columns
+    there = np.zeros(steps * width, np.int32)
+    there[back] = np.arange(len(back))
+    index = torch.from_numpy(np.concatenate((there, back))).to(packed.data.device)
+    x = packed.data.index_select(0, index[:len(there)]).reshape(steps, width, -1)
     y, *after = call(x)
-    return [y.reshape(len(there), -1).index_select(0, places[len(there):]), *after]
+    return [y.reshape(len(there), -1).index_select(0, index[len(there):]), *after]
 
 
 def call_layer(layer: Layer, packed: PackedSequence, state: Sequence[torch.Tensor] | None = None) -> Any:
