@@ -6,8 +6,9 @@ Outputs of all sides are compared with PyTorch in float64 first: ours must be wi
 is a median with its 20th and 80th percentile, in microseconds per layer and time step (of both directions together).
 Ours is timed twice: ``serial``, one sequence after the other, and ``overlapped``, sequences at the same time;
 ``chosen`` says which of the two a compilation takes by itself, and ``ecornn`` is that one.
-``--packed`` times packed sequences instead: lengths uniform in 1..T, against PyTorch's packed sequences as they are
-called (no graph: their lengths are read on the host) and against our own module with all rows at full length.
+``--packed`` times packed sequences instead, lengths uniform in 1..T: ``ecornn.torch``'s layer and PyTorch's on the
+same PackedSequence, as they are called (no graph: lengths are read on the host); and our own module with ``lengths``,
+by them and with all rows at full length, on padded rows. ``columns`` are those that the first of these lays them in.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from side_by_side import graph_of, relative
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import ecornn
+import ecornn.torch
 from ecornn.errors import ScheduleError
+from ecornn.torch.packed import columns_for
 
 CELLS = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn_tanh": torch.nn.RNN}
 Shape = tuple[str, int, int, int, int, int, bool]
@@ -134,6 +137,8 @@ def compare_packed(shape: Shape, dtype: str, repeats: int, files: dict[str, str]
     kind = files["auto"]
     library = library_of(shape, dtype)
     layer = bound(files[kind if kind in files else "none"], library)
+    ours = copy.deepcopy(library)
+    ecornn.torch.replace(ours)
     lengths = torch.randint(1, T + 1, (B,))
     lengths[0] = T
     x = torch.randn(T, B, I, device="cuda").to(getattr(torch, dtype))
@@ -142,11 +147,14 @@ def compare_packed(shape: Shape, dtype: str, repeats: int, files: dict[str, str]
     with torch.inference_mode():
         exact = pad_packed_sequence(copy.deepcopy(library).double()(packed.double())[0], total_length=T)[0]
         theirs = pad_packed_sequence(library(packed)[0], total_length=T)[0]
-        error = check(str(shape), layer(x, lengths=on_gpu)[0], theirs, exact)
-        row = timed({"ecornn": lambda: layer(x, lengths=on_gpu), "full": lambda: layer(x, lengths=full),
-                     "cudnn": lambda: library(packed)}, repeats, lambda: None, 1 / (T * layers))
+        check(f"{shape} padded", layer(x, lengths=on_gpu)[0], theirs, exact)
+        error = check(str(shape), pad_packed_sequence(ours(packed)[0], total_length=T)[0], theirs, exact)
+        row = timed({"ecornn": lambda: ours(packed), "padded": lambda: layer(x, lengths=on_gpu),
+                     "full": lambda: layer(x, lengths=full), "cudnn": lambda: library(packed)}, repeats,
+                    lambda: None, 1 / (T * layers))
     return describe(shape, dtype, error) | row | {
-        "valid": float(lengths.double().mean()) / T, "ratio": row["cudnn_us"] / row["ecornn_us"]}
+        "valid": float(lengths.double().mean()) / T, "columns": columns_for(np.sort(lengths.numpy())[::-1]),
+        "ratio": row["cudnn_us"] / row["ecornn_us"]}
 
 
 def kinds(shape: Shape) -> list[str]:
@@ -185,7 +193,8 @@ def main() -> None:
                     files[kind] = file.result()
             row = one(shape, arguments.dtype, arguments.repeats, files)
             rows.append(row)
-            extra = f" full {row['full_us']:.2f}, {row['valid']:.2f} valid" if arguments.packed else ""
+            extra = (f" padded {row['padded_us']:.2f}, full {row['full_us']:.2f}, {row['valid']:.2f} valid"
+                     if arguments.packed else "")
             if "gain" in row:
                 both = (f"{name} {row[f'{name}_us']:.2f} [{row[f'{name}_p20']:.2f}, {row[f'{name}_p80']:.2f}]"
                         for name in ("serial", "overlapped"))

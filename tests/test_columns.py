@@ -143,7 +143,8 @@ def test_packed_sequences_of_pytorch(with_state: bool):
 
 
 @pytest.mark.parametrize(("lengths", "width"), [
-    ([50] * 32, None), ([100, *range(1, 32)], 8), (list(range(1, 33)), 16), ([9] * 8, None), ([9, *[1] * 8], 8)],
+    ([50] * 32, None), ([100, *range(1, 32)], 16), (list(range(1, 33)), 16), ([9] * 8, None), ([9, *[1] * 15], None),
+    ([90] * 20 + [10] * 44, 32), ([90] * 40 + [10] * 24, None)],
     ids=str)
 def test_how_many_columns_packed_sequences_take(lengths: list[int], width: int | None):
     pytest.importorskip("torch")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from heapq import heapify, heapreplace
+from heapq import heapreplace
 from typing import Any
 
 import numpy as np
@@ -56,16 +56,12 @@ class Columns:
             raise ArgumentError("lengths", found.tolist(), "integers of 1 or more")
         if not 1 <= width <= 1 << 20:
             raise ArgumentError("width", width, "an integer from 1 to 1048576")
-        width = min(width, len(found))
-        free = [(0, c) for c in range(width)]  # the step from which on a column is free
-        heapify(free)
-        start, column = np.zeros((2, len(found)), np.int32)
-        for s in np.argsort(-found, kind="stable").tolist():
-            start[s], column[s] = step, c = free[0]
-            heapreplace(free, (step + int(found[s]), c))
-        table = np.full((width, max(free)[0]), -1, np.int32)  # rows here, for whole pieces
-        for s, (c, first, n) in enumerate(zip(column.tolist(), start.tolist(), found.tolist(), strict=True)):
+        whole = found.tolist()
+        places, steps = _lay(whole, width)
+        table = np.full((min(width, len(whole)), steps), -1, np.int32)  # columns as rows, for whole pieces
+        for s, ((first, c), n) in enumerate(zip(places, whole, strict=True)):
             table[c, first:first + n] = s
+        start, column = np.array(places, np.int32).T
         return cls(np.ascontiguousarray(table.T), start, column)
 
     @classmethod
@@ -87,6 +83,21 @@ class Columns:
             raise ArgumentError("sequences", np.unique(found).tolist(), "-1, or the numbers 0, 1, ... each in steps of "
                                 "one column that follow each other")
         return cls(np.maximum(found, -1).astype(np.int32), *(part[order].astype(np.int32) for part in (start, column)))
+
+
+def steps_of(lengths: Any, width: int) -> int:
+    """T of :meth:`Columns.of`."""
+    return _lay(np.asarray(lengths).tolist(), width)[1]
+
+
+def _lay(lengths: list[int], width: int) -> tuple[list[tuple[int, int]], int]:
+    """(start, column) of each sequence, and the steps of the longest column."""
+    free = [(0, c) for c in range(min(width, len(lengths)))]  # the step from which on a column is free; a heap
+    places = [(0, 0)] * len(lengths)
+    for s in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        places[s] = step, c = free[0]
+        heapreplace(free, (step + lengths[s], c))
+    return places, max(free)[0]
 
 
 def _integers(name: str, value: Any) -> NDArray[Any]:

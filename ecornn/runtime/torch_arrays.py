@@ -14,6 +14,14 @@ from ecornn.runtime.memory import ALIGNMENT as WORKSPACE_ALIGNMENT
 from ecornn.runtime.memory import HostMemory, Memory
 
 
+def on_device(tensor: Any, like: Any) -> Any:
+    """``tensor`` where ``like`` is. From the host by way of pinned memory, which is not waited for, except in a graph:
+    that would read the memory again whenever it is replayed."""
+    if like.is_cuda and tensor.is_cpu and not sys.modules["torch"].cuda.is_current_stream_capturing():
+        return tensor.pin_memory().to(like.device, non_blocking=True)
+    return tensor.to(like.device)
+
+
 class TorchMemory:
     """A workspace from torch's allocator, which frees it in the order of the stream."""
 
@@ -77,7 +85,7 @@ class TorchArrays(Arrays):
 
     def rows(self, value: Any, dtype: str, like: Any, library: Library) -> Placed:
         tensor = self._torch.from_numpy(value.astype(dtype)) if isinstance(value, np.ndarray) else value
-        made = tensor.to(device=like.device, dtype=getattr(self._torch, dtype)).contiguous()
+        made = on_device(tensor, like).to(dtype=getattr(self._torch, dtype)).contiguous()
         return made, made.data_ptr()
 
     def to_host(self, value: Any, name: str, library: Library) -> np.ndarray[Any, Any]:

@@ -55,6 +55,7 @@ class Engine:
         # what a call is like -> the batch it was compiled for -> the weights when it was bound, and the layer
         self._bound: dict[tuple[Any, ...], dict[int, tuple[Snapshot, Layer]]] = {}
         self._lock = threading.Lock()
+        self.refused: set[tuple[torch.dtype, int]] = set()  # columns that no schedule serves, see packed.py
 
     def layer(self, module: torch.nn.RNNBase, x: Any, batch: int, steps: int, masks: str = "") -> Layer:
         """The layer for x, of this B and about this T, with the module's weights as they are now; it takes
@@ -65,11 +66,10 @@ class Engine:
         key = (x.device, x.dtype, masks, threads)
         with self._lock:
             bound = self._bound.setdefault(key, {})
-            most = batch * 3 // 2 if masks == "sequences" else 4 * batch  # of columns, room is not free
+            most = batch if masks == "sequences" else 4 * batch  # columns are few of themselves
             rooms = [room for room in sorted(bound) if batch <= room <= most]
             # the batch of the first call; where calls differ, some room for the next ones
-            spare = bound and masks != "sequences"
-            room = rooms[0] if rooms else 1 << (batch - 1).bit_length() if spare else batch
+            room = rooms[0] if rooms else 1 << (batch - 1).bit_length() if bound else batch
             known = bound.get(room)
             if known is None or not known[0].holds(module):
                 made = compiled(cell_of(module), module.hidden_size, module.input_size, room, steps,
