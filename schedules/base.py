@@ -24,8 +24,8 @@ Config = Mapping[str, Value]  # knob -> value
 class Knob:
     """One choice of a schedule: its values and, in one line, what they trade.
 
-    ``before`` is what the schedule did before it had the knob, for records of that time; None if it
-    always had it.
+    ``before`` is what the schedule did before it had the knob: what records of that time count with; None
+    if it always had it.
     """
 
     name: str

@@ -169,8 +169,8 @@ def saved(task: Task) -> float:
 
 
 def gained(task: Task, config: Config) -> float:
-    """What of it a configuration gains: nothing for rows that are projected while others wait for something else."""
-    return saved(task) * int(config.get("ahead", 100)) / 100 if config["hoisted"] == "same" else 0.0
+    """What of it a configuration gains."""
+    return saved(task) if config["hoisted"] == "same" else 0.0
 
 
 def preferred(task: Task, expected: float) -> str:

@@ -190,7 +190,6 @@ class Persistent(Schedule):
     def _search(self, task: Task) -> Config | None:
         found: tuple[float, Config] | None = None
         for cost, config in self._cuts(task):
-            cost -= gained(task, {**config, "hoisted": "same"})
             cost *= DOUBT if config["carrier"] == "cluster" else 1
             if (found is None or cost < found[0]) and self.check(task, config) is None:
                 found = cost, config
