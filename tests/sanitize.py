@@ -63,8 +63,8 @@ CASES = {
     "f32": persistent("lstm", "float32", (9, 5, 13, 40), (1, 8, 3, 2), 1, 100, 0, 100, "exact"),
     "rare": persistent("lstm", "bfloat16", (40, 9, 64, 128), (1, 16, 4, 4), 1, 100, 0, 100, "fast", "rare"),
     "rare two": persistent("gru_reset_before", "float16", (40, 3, 8, 72), (1, 8, 3, 1), 1, 100, 0, 100, "fast", "rare"),
-    # chunks with and without padding, one group and two, weights in registers, shared memory, both; rows of x for 8-byte
-    # and 4-byte copies
+    # chunks with and without padding, one group and two, weights in registers, shared memory, both; rows of x for
+    # 8-byte and 4-byte copies
     "wide groups": wide("rnn_tanh", "float16", (12, 23, 31, 300), 2, 64, 100),
     "wide short": wide("rnn_tanh", "float16", (9, 23, 31, 300), 1, 64, 100),
     "wide whole": wide("rnn_tanh", "float16", (12, 23, 31, 256), 2, 64, 100),
