@@ -69,17 +69,18 @@ CASES = {
                                 "cluster"),
     "cluster two": persistent("gru_reset_before", "float32", (9, 3, 8, 24), (1, 8, 2, 1), 2, 50, 0, 100, "exact",
                               "rare", "cluster"),
-    # chunks with and without padding, one group and two, weights in registers, shared memory, both
+    # chunks with and without padding, one group and two, weights in registers, shared memory, both; rows of x for
+    # 8-byte and 4-byte copies
     "wide groups": wide("rnn_tanh", "float16", (12, 23, 31, 300), 2, 64, 100),
     "wide short": wide("rnn_tanh", "float16", (9, 23, 31, 300), 1, 64, 100),
     "wide whole": wide("rnn_tanh", "float16", (12, 23, 31, 256), 2, 64, 100),
     "wide shared": wide("gru", "bfloat16", (9, 20, 64, 300), 1, 24, 0),
-    "wide both": wide("lstm", "bfloat16", (9, 23, 64, 140), 1, 28, 50),
+    "wide both": wide("lstm", "bfloat16", (9, 23, 60, 140), 1, 28, 50),
     # warpgroups with rows of their own, two and three; blocks that share K, with less to do in the last one
     "wide rows": wide("lstm", "float16", (9, 9, 31, 130), 1, 34, 50, row_teams=2),
     "wide parts": wide("gru", "float16", (12, 9, 64, 256), 1, 64, 50, parts=3, row_teams=3),
     "wide four parts": wide("rnn_tanh", "bfloat16", (12, 23, 31, 300), 2, 104, 100, parts=4, row_teams=2),
-    "wide two parts": wide("lstm", "bfloat16", (9, 23, 64, 140), 1, 48, 0, parts=2, row_teams=3),
+    "wide two parts": wide("lstm", "bfloat16", (9, 23, 66, 140), 1, 48, 0, parts=2, row_teams=3),
     "layout": case("layout_transform", "gru", "bfloat16", (6, 17, 33, 65)),
     "layout f32": case("layout_transform", "gru_reset_before", "float32", (5, 3, 13, 40)),
     # around the ring of inputs, wide and narrow copies, and a rest

@@ -79,7 +79,8 @@ class Gates(Items):
             self._prepare_addresses(t)  # while sums travel
             self.parcels.poll(t)
         self._barrier(SUMS)
-        ended, self.announced = [], []
+        ended: list[Any] = []
+        self.announced: list[Any] = []
         for i in range(self.items):
             env = emit(phase.assigns, self._before(i) | self._products(i), self.math)
             ended.append(self._finish(i, env, t))
