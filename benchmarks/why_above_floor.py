@@ -221,10 +221,12 @@ def _sentence(entry: dict, stage: str, us: float, least: float, machine: Machine
         return f"a launch a step, and the state through memory, {us:.2f}; {of_floor}"
     blocks = -(-row.H // config["units"])
     trip = polled(machine, row.B, row.H, row.arithmetic, config["groups"], blocks)
-    text = (f"exchange and synchronisation, {us:.2f}, of which about {trip:.2f} is the way through L2 between the "
-            f"{blocks} blocks of a group")
+    of_it = f"of which about {trip:.2f} is" if trip < us else "all of it"
+    text = f"exchange and synchronisation, {us:.2f}, {of_it} the way through L2 between the {blocks} blocks of a group"
     if (parts := entry.get("waits", 1)) > 1:
         text += f", and h comes in {parts} parts, one waited for after the other, for want of registers"
+    if (sharers := config.get("parts", 1)) > 1:
+        text += f", and partial sums go between the {sharers} blocks that share a unit's weights"
     if entry.get("unmultiplied_us", us) > MORE * us:
         text += f" (without products a step takes {entry['unmultiplied_us']:.2f}, as blocks poll sooner and more)"
     return f"{text}; {of_floor}"

@@ -230,6 +230,10 @@ def test_reasons_by_hand(stages: dict, found: list[str], words: str):
     if found == ["exchange"]:
         more = why_above_floor.in_words(row | {"waits": 4, "unmultiplied_us": 0.9}, floors.H100)
         assert "h comes in 4 parts" in more and "without products a step takes 0.90" in more
+        fewer = row | {"stages": stages | {"exchange": 0.7}}
+        assert "0.70, all of it the way through L2 between the 16" in why_above_floor.in_words(fewer, floors.H100)
+        shared = row | {"configs": {"whole": row["configs"]["whole"] | {"parts": 3}}}
+        assert "partial sums go between the 3 blocks" in why_above_floor.in_words(shared, floors.H100)
     assert why_above_floor.in_words(row | {"whole_us": 1.49 * least}, floors.H100).startswith("at most 1.5 times")
 
 
