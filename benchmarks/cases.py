@@ -47,7 +47,8 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--only", metavar="WORDS", action="append", default=[],
                         help="cases with all of these words in their name; may repeat")
     parser.add_argument("--limit", type=int, metavar="N", help="the first N of them")
-    parser.add_argument("--seconds", type=float, default=0.3, help="of measuring a case (default: 0.3)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so many")
+    parser.add_argument("--timing", type=float, default=0.3, metavar="SECONDS", help="of timing a case (default: 0.3)")
     parser.add_argument("--repeats", type=int, default=20, help="timed repetitions a case, at most (default: 20)")
     parser.add_argument("--longest", type=float, default=60, metavar="SECONDS",
                         help="a case that takes longer in all has failed (default: 60)")
@@ -73,6 +74,7 @@ def run(arguments: argparse.Namespace, cases: Sequence[Any], one: Callable[..., 
 
     ``one`` returns a row of `many_sides.py`, or why it ``failed``; with ``served`` False that is no fault.
     """
+    begin = time.monotonic()
     cases = select(cases, arguments.only, arguments.limit)
     if not cases:
         sys.exit(f"no case has {' or '.join(map(repr, arguments.only)) or 'anything to compare'}; see --list")
@@ -85,7 +87,7 @@ def run(arguments: argparse.Namespace, cases: Sequence[Any], one: Callable[..., 
         if arguments.report:
             return write_table(arguments.output, GridLog(arguments.output), report)
         with contextlib.ExitStack() as stack:
-            sys.exit(_run(stack, arguments, cases, one, report))
+            sys.exit(_run(stack, arguments, cases, one, report, begin + arguments.seconds))
     except KeyboardInterrupt:
         sys.exit(f"stopped; the same command goes on from {arguments.output}")
     except (RuntimeError, ValueError) as error:  # no GPU for PyTorch; a file that is no results
@@ -93,7 +95,7 @@ def run(arguments: argparse.Namespace, cases: Sequence[Any], one: Callable[..., 
 
 
 def _run(stack: contextlib.ExitStack, arguments: argparse.Namespace, cases: Sequence[Any],
-         one: Callable[..., dict], report: Report) -> int:
+         one: Callable[..., dict], report: Report, end: float) -> int:
     folder = arguments.modules or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ecornn-")))
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -109,18 +111,21 @@ def _run(stack: contextlib.ExitStack, arguments: argparse.Namespace, cases: Sequ
     futures = stack.enter_context(compiling(every, device, folder, arguments.jobs))
     if log is None:
         return _say_files(sides, futures, folder)
-    limits = Limits(arguments.repeats, arguments.seconds, arguments.longest)
+    limits = Limits(arguments.repeats, arguments.timing, arguments.longest)
     process = MeasuringProcess(limits, partial(serve_gpu, one=one))
     stack.callback(process.close)
     log.begin(process.environment() | {"command": " ".join(["python", *sys.argv])})
-    begin, failed = time.monotonic(), 0
-    for case, files in _in_turn(sides, futures, folder):
+    begin, measured, failed = time.monotonic(), 0, 0
+    for case, files in _in_turn(sides, futures, folder, end):
+        measured += 1
         with holding(arguments.lock):
             result = log.add(case, process.measure(case, files))
         failed += result.get("served", True) and ("failed" in result or bool(result["wrong"]))
         print(line_of(str(case), result), flush=True)
     write_table(arguments.output, log, report)
-    print(f"{len(left) - failed} cases measured, {failed} failed, {time.monotonic() - begin:.0f} s", flush=True)
+    print(f"{measured - failed} cases measured, {failed} failed, {time.monotonic() - begin:.0f} s", flush=True)
+    if measured < len(left):
+        print(f"{len(left) - measured} were not begun within --seconds; the same command goes on with them", flush=True)
     return int(failed > 0)
 
 
@@ -131,16 +136,16 @@ def write_table(path: Path, log: GridLog, report: Report) -> None:
     path.with_suffix(".md").write_text("\n".join(report(path, log)) + "\n")
 
 
-def _in_turn(sides: dict[Any, dict[str, Made]], futures: dict[Made, Future],
-             folder: Path) -> Iterator[tuple[Any, Files]]:
-    """Cases with their files, as soon as all of a case are there."""
+def _in_turn(sides: dict[Any, dict[str, Made]], futures: dict[Made, Future], folder: Path,
+             end: float = float("inf")) -> Iterator[tuple[Any, Files]]:
+    """Cases with their files, of those that are there always the first one, until ``end``."""
     left = dict(sides)
-    while left:
-        ready = [case for case, of in left.items() if all(futures[made].done() for made in of.values())]
-        if not ready:
+    while left and time.monotonic() < end:
+        ready = next((c for c, of in left.items() if all(futures[made].done() for made in of.values())), None)
+        if ready is None:
             time.sleep(0.02)
-        for case in ready:
-            yield case, {name: _outcome(futures[made], made, folder) for name, made in left.pop(case).items()}
+        else:
+            yield ready, {name: _outcome(futures[made], made, folder) for name, made in left.pop(ready).items()}
 
 
 def _outcome(future: Future, made: Made, folder: Path) -> Path | str:

@@ -4,8 +4,8 @@ The floor of a layer is the least sum of these terms over every way to cut it: `
 owned by ``blocks`` multiprocessors that hold all recurrent weights and exchange h once a step.
 
     exchange    one trip of h between the blocks of a group, by how many they are (`Machine.exchange`; clusters up to 16
-                blocks), and what of h exceeds `announced` bytes: taken in by every block, and out of L2 once for
-                every 16 of them, since a cluster can multicast
+                blocks; in a single block between its warps), and what of h exceeds `announced` bytes: taken in by every
+                block, and out of L2 once for every 16 of them, since a cluster can multicast
     recurrent   2 G H H rows at the tensor cores' rate of the blocks; an instruction multiplies at least 8 rows
     projection  2 G H I B at the rate of the whole chip
     bytes       weights beyond the registers, once a step from shared memory; beyond that too, from L2, or from device
@@ -43,12 +43,14 @@ class Machine:
     tensor_rate: float  # operations of 16-bit products, whole chip
 
 
-# Measured on one H100 80GB SXM, CUDA 13.0, driver 580. Exchange: cluster barriers of 4, 8 and 16 blocks; beyond,
-# polling 2 to 8 KB that carry their own tag, 32, 64 and 132 blocks. L2: the slope between 16 and 128 KB fetched by
-# each of 132 blocks (1.26 and 4.70 µs). Products: 8192^3 in bfloat16. Memory: a copy. NVIDIA's figures, not measured:
-# 128 bytes a cycle from shared memory and 64 from L2 into a multiprocessor, at 1755 MHz.
+# Measured on one H100 80GB SXM, CUDA 13.0, driver 580. Exchange: in one block a word a thread to shared memory, a
+# barrier, another warp's word from there, with the fewest warps that use all four tensor cores (0.0255; with 256
+# threads 0.0296, with 512 0.0377); cluster barriers of 4, 8 and 16 blocks; beyond, polling 2 to 8 KB that carry their
+# own tag, 32, 64 and 132 blocks. L2: the slope between 16 and 128 KB fetched by each of 132 blocks (1.26 and 4.70 µs).
+# Products: 8192^3 in bfloat16. Memory: a copy. NVIDIA's figures, not measured: 128 bytes a cycle from shared memory and
+# 64 from L2 into a multiprocessor, at 1755 MHz.
 H100 = Machine(cores=132, registers=256 << 10, shared=227 << 10, l2=50 << 20,
-               exchange=((1, 0.0), (4, 0.44), (8, 0.46), (16, 0.51), (32, 0.79), (64, 0.89), (132, 1.13)), cluster=16,
+               exchange=((1, 0.026), (4, 0.44), (8, 0.46), (16, 0.51), (32, 0.79), (64, 0.89), (132, 1.13)), cluster=16,
                announced=8 << 10, shared_rate=225e3, intake_rate=112e3, l2_rate=132 * (112 << 10) / (4.70 - 1.26),
                memory_rate=3.0e6, tensor_rate=781e6)
 

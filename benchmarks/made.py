@@ -26,6 +26,7 @@ class Made:
     config : all knobs; empty for the best record or the heuristic
     changed : knobs that are then set to something else
     like : another cell, whose schedule and knobs at this size are taken instead
+    multiplied : False: without recurrent products (unmultiplied.py)
     """
 
     cell: str | Cell
@@ -39,6 +40,7 @@ class Made:
     changed: Knobs = ()
     precision: str | None = None
     like: str | None = None
+    multiplied: bool = True
 
     @property
     def file(self) -> str:
@@ -47,6 +49,14 @@ class Made:
 
     def plan(self, device: Device) -> Plan:
         """What is built for a device; raises :class:`~ecornn.errors.EcornnError` where that cannot be."""
+        found = self._plan(device)
+        if self.multiplied:
+            return found
+        from unmultiplied import Unmultiplied
+
+        return Unmultiplied.of(found)
+
+    def _plan(self, device: Device) -> Plan:
         from ecornn.compiler import plan
 
         asked: dict[str, Any] = {

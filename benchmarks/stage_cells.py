@@ -66,8 +66,11 @@ class Bare(Cell):
                 for name, shape in self.parameters(input, hidden).items()}
 
 
-def bare_forward(cell: Bare, x: Any, p: Mapping[str, Any]) -> Any:
-    """The layer in PyTorch float64 on x's device; x (T, B, I) to y (T, B, H), initial state zero."""
+def bare_forward(cell: Bare, x: Any, p: Mapping[str, Any], multiplied: bool = True) -> Any:
+    """The layer in PyTorch float64 on x's device; x (T, B, I) to y (T, B, H), initial state zero.
+
+    Unless ``multiplied``, recurrent weights count as zero.
+    """
     import torch
 
     p = {k: v.double() for k, v in p.items()}
@@ -75,7 +78,7 @@ def bare_forward(cell: Bare, x: Any, p: Mapping[str, Any]) -> Any:
     h = torch.zeros(x.shape[1], hidden, dtype=torch.float64, device=x.device)
     c, out = torch.zeros_like(h), []
     for row in x.double():
-        gates = h @ p["weight_hh_l0"].T + p["bias_ih_l0"]
+        gates = h @ p["weight_hh_l0"].T * multiplied + p["bias_ih_l0"]
         if cell.given:
             gates = gates + row @ p["weight_ih_l0"].T
         h = gates.reshape(-1, cell.gates, hidden).amax(1)

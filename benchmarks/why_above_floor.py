@@ -1,55 +1,57 @@
 """Why rows of the grid take more than 1.5 times their floor: each is timed again with stages left out; on a GPU.
 
-    cd benchmarks/results && python ../why_above_floor.py h100_grid.jsonl --output h100_reasons.jsonl
+    python benchmarks/why_above_floor.py benchmarks/results/h100_grid.jsonl --output reasons.jsonl --seconds 240
     python benchmarks/why_above_floor.py benchmarks/results/h100_grid.jsonl --target sm_90a --compile-only
 
-Every side has the row's schedule and knobs, and is made from another cell (stage_cells.py), one stage less each time:
+Every row is timed by itself. Its sides have its schedule and knobs, and one stage less each time:
 
-    whole        the row's cell
-    bare         without gate math: h' is the largest of its gates' sums
-    recurrence   and without the input product: neither the projection nor its values are there
-    narrow       and with fewer gates: what a gate's product takes is the slope, and none at all is extrapolated to
+    whole         the row's cell
+    bare          without gate math: h' is the largest of its gates' sums (stage_cells.py)
+    recurrence    and without the input product: neither the projection nor its values are there
+    unmultiplied  and without recurrent products (unmultiplied.py): blocks still wait for all of h, and add zeros
 
-So gate math = whole - bare, projection = bare - recurrence, products = the slope times the gates (with the reading
-of weights and the adding of partial sums), and what is left is exchange and synchronisation: polling the state,
-barriers inside a block, a launch where there is one each step. A vanilla cell has one gate, so its `narrow` has two.
+So gate math = whole - bare, projection = bare - recurrence, products = recurrence - unmultiplied (with the weights that
+are read in every step), and what is left is exchange and synchronisation: polling the state, barriers inside a block,
+partial sums through shared memory, and a part of the launch and of the weights' first load. The four add up to the row.
+Where a step without products takes longer, since blocks that poll sooner are in the writers' way, products are hidden
+in the wait: they count as zero.
 Each stage is set against the row's floor (floor.py); the reason is the stage that exceeds its own floor most. A step
-that does not wait for the exchange is not timed: no cell has it, and blocks that do not wait overlap steps which
-otherwise follow each other, so that the difference would not be the wait.
+that does not wait for the exchange is not timed: blocks that do not wait overlap steps which otherwise follow each
+other, so that the difference would not be the wait.
 
-Rows whose kernels are alike are timed once: of 16-bit types one, of cuDNN's two precisions one, of batches, and of
-sizes beside a tile, one for each cut into groups, units and warps; the row furthest above its floor stands for them.
-All sides are checked against float64 and timed in turns, in CUDA graphs. Where `narrow` cannot be made (two gates of a
-vanilla cell may not fit), products and exchange stay together as the stage `recurrence`.
+The row furthest above its floor comes first. A row that hangs or fails costs that row only; the same command goes on
+with those that the file lacks. All sides are checked against float64 and timed in turns, in CUDA graphs. A schedule
+that launches a kernel a step has no side `unmultiplied`: products and exchange stay together as the stage `recurrence`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from cases import Files, parser_of, run
 from floor import GATES, Machine, floor, machine_of, polled
-from grid import TILES, Row
+from grid import Row
 from grid_log import GridLog
 from grid_summary import HIGH, Summary
 from grid_tables import layer, table, times
 from made import Knobs, Made, knobs
 from measuring_process import Limits
 from stage_cells import Bare
+from unmultiplied import SERVED
 
-MOST = 40  # rows that are timed
 STATES = {"lstm": 2, "gru": 1, "rnn_tanh": 1, "rnn_relu": 1}
 STAGES = ("gate math", "projection", "products", "exchange", "recurrence")
 ALSO = 0.5  # of the largest excess: what else is named
-CUT = ("groups", "units", "warps", "rows")  # knobs that make kernels unlike
-BELOW = {up.H: off.H for off, up in TILES}  # sizes that fill tiles, and what is just below
+LONGEST = 20.0  # seconds that a row may take
+MORE = 1.05  # times as long as with products: what is then said of a step without
 
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the grid as it was measured there, and the rows that are like it."""
+    """A row of the grid as it was measured there."""
 
     cell: str
     T: int
@@ -59,7 +61,6 @@ class Case:
     dtype: str
     schedule: str
     config: Knobs
-    like: tuple[str, ...]
 
     @property
     def row(self) -> Row:
@@ -68,18 +69,14 @@ class Case:
     def sides(self) -> dict[str, Made]:
         """The row's module, and those with stages left out."""
         gates, second = GATES[self.cell], STATES[self.cell] > 1
-        made = {"whole": self._made(self.cell, self.config),
-                "bare": self._made(Bare(gates, second), self.config),
-                "recurrence": self._made(Bare(gates, second, False), self._without_input(self.config))}
-        fewer = other_gates(self)
-        config = dict(self._without_input(self.config))
-        if "interleave" in config and fewer < 3:
-            config["interleave"] = 0
-        return made | {"narrow": self._made(Bare(fewer, second, False), knobs(config))}
+        alone = self._made(Bare(gates, second, False), self._without_input())
+        made = {"whole": self._made(self.cell, self.config), "bare": self._made(Bare(gates, second), self.config),
+                "recurrence": alone}
+        return made | ({"unmultiplied": replace(alone, multiplied=False)} if self.schedule in SERVED else {})
 
-    def _without_input(self, config: Knobs) -> Knobs:
+    def _without_input(self) -> Knobs:
         """Nothing can run beside a recurrence that has no projection."""
-        return knobs(dict(config) | ({"ahead": 100} if "ahead" in dict(config) else {}))
+        return knobs(dict(self.config) | ({"ahead": 100} if "ahead" in dict(self.config) else {}))
 
     def _made(self, cell: str | Bare, config: Knobs) -> Made:
         return Made(cell, self.T, self.B, self.I, self.H, self.row.kind, self.schedule, config,
@@ -89,33 +86,10 @@ class Case:
         return str(self.row)
 
 
-def other_gates(case: Case) -> int:
-    """Gates of the side `narrow`: the fewest that fill tiles of rows with the units of the configuration."""
-    if GATES[case.cell] == 1:
-        return 2
-    tile = 16 if case.schedule == "layout_transform" else 8
-    units = int(dict(case.config).get("units", tile))
-    return next((g for g in (1, 2) if g * units % tile == 0), 2)
-
-
 def cases_of(path: Path) -> list[Case]:
-    """The rows of a grid that exceed 1.5 times their floor, each family once, the furthest first."""
-    families: dict[object, list[dict]] = {}
-    high = {row["name"]: row for row in Summary(GridLog(path).rows).high()}
-    for row in high.values():
-        families.setdefault(family(high.get(row["name"].replace("bfloat16", "float16"), row)), []).append(row)
-    found = []
-    for first, *others in families.values():
-        found.append(Case(*(first[k] for k in ("cell", "T", "B", "I", "H", "dtype", "schedule")),
-                          knobs(first["config"]), tuple(r["name"] for r in others)))
-    return found
-
-
-def family(row: dict) -> object:
-    """What rows have in common whose kernels are alike."""
-    kind = "16 bits" if row["dtype"] in ("float16", "bfloat16") else row_of(row).arithmetic
-    cut = tuple(row["config"].get(name) for name in CUT)
-    return row["cell"], row["T"], BELOW.get(row["H"], row["H"]), kind, row["schedule"], cut
+    """The rows of a grid that exceed 1.5 times their floor, the furthest first."""
+    return [Case(*(row[k] for k in ("cell", "T", "B", "I", "H", "dtype", "schedule")), knobs(row["config"]))
+            for row in Summary(GridLog(path).rows).high()]
 
 
 def row_of(entry: dict) -> Row:
@@ -152,7 +126,8 @@ def compare(case: Case, files: Files, limits: Limits) -> dict:
             sides.add_module(name, file, weights[name])
         sides.x.copy_(sides.random())
         references = {name: float64_forward(case.cell, sides.x, weights[name]) if name == "whole"
-                      else bare_forward(cells[name], sides.x, weights[name]) for name in sides.row["sides"]}
+                      else bare_forward(cells[name], sides.x, weights[name], multiplied=name != "unmultiplied")
+                      for name in sides.row["sides"]}
         near = 1e-5 if case.row.arithmetic == "float32" else (
             2 * relative(library(sides.x)[0], references["whole"]) + 1e-6)
         sides.check(references, dict.fromkeys(files, TOLERANCE[case.row.arithmetic]) | {"whole": near})
@@ -160,10 +135,27 @@ def compare(case: Case, files: Files, limits: Limits) -> dict:
         if "whole" in sides.row["wrong"]:
             return {"failed": sides.row["missing"]["whole"]}
         row = sides.time(limits)
-    return row | {"stages": stages_of(row, GATES[case.cell], other_gates(case))}
+    return row | {"stages": stages_of(row), "waits": waits(case)}
 
 
-def stages_of(row: dict, gates: int, others: int) -> dict[str, float]:
+def waits(case: Case) -> int:
+    """How often in a step a warp of `persistent` waits for a part of h: what it multiplies at a time is limited by its
+    registers. The parts come one after the other, each a trip."""
+    if case.schedule != "persistent":
+        return 1
+    from ecornn.cells import get
+    from ecornn.device import KNOWN
+    from ecornn.schedules.persistent.plan import plan_of
+    from ecornn.task import make_task
+    from ecornn.workload import Workload
+
+    work = Workload(case.cell, case.H, case.I, case.B, case.T, case.row.kind,
+                    precision="tf32" if case.row.arithmetic == "tf32" else None)
+    plan = plan_of(make_task(get(case.cell), work, KNOWN["sm_90a"]), dict(case.config))
+    return sum(-(-phase.pairs // phase.polled_pairs) for phase in plan.phases)
+
+
+def stages_of(row: dict) -> dict[str, float]:
     """Microseconds a step that each stage accounts for; what cannot be told apart is missing."""
     us = {name: row[f"{name}_us"] for name in row["sides"]}
     found = {}
@@ -171,9 +163,9 @@ def stages_of(row: dict, gates: int, others: int) -> dict[str, float]:
         found["gate math"] = us["whole"] - us["bare"]
     if {"bare", "recurrence"} <= set(us):
         found["projection"] = us["bare"] - us["recurrence"]
-    if {"recurrence", "narrow"} <= set(us):
-        found["products"] = gates * (us["recurrence"] - us["narrow"]) / (gates - others)
-        found["exchange"] = us["recurrence"] - found["products"]
+    if {"recurrence", "unmultiplied"} <= set(us):
+        found["exchange"] = min(us["unmultiplied"], us["recurrence"])
+        found["products"] = us["recurrence"] - found["exchange"]
     elif "recurrence" in us:
         found["recurrence"] = us["recurrence"]
     return found
@@ -195,8 +187,16 @@ def reasons(entry: dict, machine: Machine) -> list[str]:
     return [name for name in ordered if over[name] >= ALSO * over[ordered[0]] and over[name] > 0]
 
 
+def over(entry: dict, machine: Machine) -> float:
+    """How many times its floor a row took, when its stages were timed."""
+    row = row_of(entry)
+    return entry["whole_us"] / floor(machine, row.cell, row.B, row.I, row.H, row.arithmetic).total
+
+
 def in_words(entry: dict, machine: Machine) -> str:
     """The reason, in a sentence for each stage that is one."""
+    if over(entry, machine) <= HIGH:
+        return f"at most {HIGH} times its floor in this run"
     stages = excess(entry, machine)
     return "; ".join(_sentence(entry, name, *stages[name], machine) for name in reasons(entry, machine))
 
@@ -212,8 +212,7 @@ def _sentence(entry: dict, stage: str, us: float, least: float, machine: Machine
         where = f", {100 - kept}% of the weights outside registers" if kept not in (None, 100) else ""
         return f"products and partial sums, {us:.2f} where the tensor cores' rate and bytes allow {least:.2f}{where}"
     if stage == "recurrence":
-        return (f"products, exchange and synchronisation, {us:.2f} where the floor has {least:.2f}; not told apart, "
-                "since a cell of another number of gates does not fit")
+        return f"products, exchange and synchronisation, {us:.2f} where the floor has {least:.2f}; not told apart"
     cut = floor(machine, row.cell, row.B, row.I, row.H, row.arithmetic)
     among = "one block" if cut.blocks == 1 else f"{cut.blocks} blocks" + (
         " of a cluster" if cut.blocks <= machine.cluster else "")
@@ -222,27 +221,36 @@ def _sentence(entry: dict, stage: str, us: float, least: float, machine: Machine
         return f"a launch a step, and the state through memory, {us:.2f}; {of_floor}"
     blocks = -(-row.H // config["units"])
     trip = polled(machine, row.B, row.H, row.arithmetic, config["groups"], blocks)
-    return (f"exchange and synchronisation, {us:.2f}, of which about {trip:.2f} is the way through L2 between the "
-            f"{blocks} blocks of a group; {of_floor}")
+    of_it = f"of which about {trip:.2f} is" if trip < us else "all of it"
+    text = f"exchange and synchronisation, {us:.2f}, {of_it} the way through L2 between the {blocks} blocks of a group"
+    if (parts := entry.get("waits", 1)) > 1:
+        text += f", and h comes in {parts} parts, one waited for after the other, for want of registers"
+    if (sharers := config.get("parts", 1)) > 1:
+        text += f", and partial sums go between the {sharers} blocks that share a unit's weights"
+    if entry.get("unmultiplied_us", us) > MORE * us:
+        text += f" (without products a step takes {entry['unmultiplied_us']:.2f}, as blocks poll sooner and more)"
+    return f"{text}; {of_floor}"
 
 
-def report(path: Path, log: GridLog) -> list[str]:
-    """The table, in Markdown."""
+def report(path: Path, log: GridLog, cases: Sequence[Case] = ()) -> list[str]:
+    """The table, in Markdown; ``cases`` that the file lacks are named."""
     env, rows = log.environment, [r for r in log.rows if "failed" not in r]
     machine = machine_of(env["gpu"])
     lines = [f"# Rows above {HIGH} times their floor", "",
-             f"{env['gpu']}, CUDA {env['cuda']}, PyTorch {env['torch']}; µs a step in CUDA graphs, interleaved, "
-             "outputs checked against float64. Stages are differences of medians between cells that have the stage and "
-             "cells that have not, in the row's configuration (`benchmarks/why_above_floor.py`); in brackets what the "
-             f"floor has for the stage. Data: `{path.name}`; `make bench`.", ""]
+             f"{env['gpu']}, CUDA {env['cuda']}, PyTorch {env['torch']}; µs a step in CUDA graphs, interleaved, median "
+             "[p20, p80], outputs checked against float64. Stages are differences of medians between modules that have "
+             "the stage and modules that have not, in the row's configuration (`benchmarks/why_above_floor.py`); in "
+             f"brackets what the floor has for the stage. Data: `{path.name}`; `make bench`.", ""]
     if machine is None:
         lines += ["Nobody measured the constants of this GPU, so there are no floors, and no reasons.", ""]
-    lines += [*table(("layer, T x B x I x H", "dtype", "whole", "of its floor", *STAGES, "reason", "also"), (
-        _line(r, machine) for r in rows)), ""]
+    lines += [*table(("layer, T x B x I x H", "dtype", "configuration", "whole", "floor", "of its floor", *STAGES,
+                      "reason"), (_line(r, machine) for r in rows)), ""]
     missing = [f"- {r['name']}, {side}: {why}" for r in rows for side, why in r["missing"].items()]
     lines += ["## Sides that could not be made", "", *(missing or ["None."]), ""]
     if failed := [r for r in log.rows if "failed" in r]:
         lines += ["## Failed", "", *(f"- {r['name']}: {r['failed']}" for r in failed), ""]
+    if left := [str(case) for case in cases if str(case) not in {r["name"] for r in log.rows}]:
+        lines += ["## Not measured", "", *(f"- {name}" for name in left), ""]
     return lines
 
 
@@ -252,22 +260,20 @@ def _line(r: dict, machine: Machine | None) -> list[str]:
     for name in STAGES:
         text = f"{r['stages'][name]:.2f}" if name in r["stages"] else ""
         cells.append(text + (f" ({known[name][1]:.2f})" if name in known else ""))
-    total = floor(machine, r["cell"], r["B"], r["I"], r["H"], row_of(r).arithmetic).total if machine else None
-    return [layer(r), r["dtype"], times(r, "whole"), f"{r['whole_us'] / total:.2f}" if total else "", *cells,
-            in_words(r, machine) if machine else "", ", ".join(r["like"])]
+    least = [f"{r['whole_us'] / over(r, machine):.2f}", f"{over(r, machine):.2f}"] if machine else ["", ""]
+    config = " ".join(v if k == "schedule" else f"{k}={v}" for k, v in r["configs"]["whole"].items())
+    return [layer(r), r["dtype"], config, times(r, "whole"), *least, *cells, in_words(r, machine) if machine else ""]
 
 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("grid", type=Path, help="the file of compare_grid.py")
-    parser.set_defaults(limit=MOST)
+    parser.set_defaults(longest=LONGEST)
     arguments = parser.parse_args()
     if not arguments.grid.is_file():
         parser.error(f"argument grid: {arguments.grid} is missing; compare_grid.py --output FILE measures it")
-    cases: Sequence[Case] = cases_of(arguments.grid)
-    if len(cases) > arguments.limit:
-        print(f"{len(cases)} kinds of rows are above {HIGH} times their floor; the first {arguments.limit} are timed")
-    run(arguments, cases, compare, report)
+    cases = cases_of(arguments.grid)
+    run(arguments, cases, compare, partial(report, cases=cases))
 
 
 if __name__ == "__main__":

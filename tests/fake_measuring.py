@@ -8,7 +8,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
+from cases import Files
 from measuring_process import Limits
+from why_above_floor import Case
 
 GPU = "NVIDIA H100 80GB HBM3"
 
@@ -55,3 +57,14 @@ def serve_cpu(pipe: Connection, limits: Limits, one: Callable[..., dict]) -> Non
 def serve_nothing(pipe: Connection, limits: Limits) -> None:
     """A machine whose PyTorch sees no GPU."""
     pipe.send(({"failed": "RuntimeError: no GPU"}, False))
+
+
+def breaks(case: Case, files: Files, limits: Limits) -> dict:
+    """`why_above_floor.compare`; a GRU kills the process, a vanilla layer hangs."""
+    import why_above_floor
+
+    if case.cell == "gru":
+        os._exit(9)
+    if case.cell == "rnn_tanh":
+        time.sleep(600)
+    return why_above_floor.compare(case, files, limits)

@@ -227,6 +227,10 @@ def test_large_arrays_become_variables(monkeypatch: pytest.MonkeyPatch):
     assert local_arrays.as_variables(source) == expected
     monkeypatch.setattr(local_arrays, "EACH", 5)
     assert "_ptr_1_0" in local_arrays.as_variables(source) and "_ptr_10[1]" in local_arrays.as_variables(source)
+    monkeypatch.setattr(local_arrays, "WORK", 1000)
+    assert local_arrays.as_variables(source) == source
+    monkeypatch.setattr(local_arrays, "MANY", 4)  # declared, and used three times
+    assert "_ptr_1_0" in local_arrays.as_variables(source) and "_ptr_10[1]" in local_arrays.as_variables(source)
 
 
 def test_each_device_loads_once(built: tuple[Path, Generated], fake: Path):

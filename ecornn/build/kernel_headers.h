@@ -9,6 +9,7 @@ typedef decltype(sizeof(0)) size_t;
 ECORNN_BUILTIN void __syncthreads(void);
 ECORNN_BUILTIN int __float_as_int(float);
 ECORNN_BUILTIN float __int_as_float(int);
+ECORNN_BUILTIN float __uint_as_float(unsigned int);
 ECORNN_BUILTIN int min(int, int);
 ECORNN_BUILTIN int max(int, int);
 ECORNN_BUILTIN unsigned int umin(unsigned int, unsigned int);

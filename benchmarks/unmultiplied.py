@@ -1,0 +1,54 @@
+"""The kernels of a persistent schedule without their recurrent products, so that these can be told from the wait for h.
+
+Everything else stays: every block polls or copies all of h and waits until it is there, partial sums (zeros) are
+stored, added and synchronised, h' is sent. Weights are read once, before the first step, and not again. What such a
+module computes is the layer with recurrent weights of zero, so it is checked like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from typing import Any
+from unittest.mock import patch
+
+from ecornn.compiler import Plan
+from ecornn.program import Program
+
+SERVED = ("persistent", "persistent_wide")
+
+
+class Unmultiplied(Plan):
+    """A plan whose programs have no recurrent products; of schedules that are ``SERVED``."""
+
+    @classmethod
+    def of(cls, planned: Plan) -> Unmultiplied:
+        return cls(**{field.name: getattr(planned, field.name) for field in fields(planned)})
+
+    def programs(self) -> tuple[Program, ...]:
+        with _without_products():
+            return super().programs()
+
+
+@contextmanager
+def _without_products() -> Iterator[None]:
+    """While schedules make kernels in this thread."""
+    from ecornn.schedules.persistent import products
+    from ecornn.schedules.persistent_wide import products as wide
+
+    def nothing(*_: Any, **__: Any) -> None: ...
+
+    def keep_zero(acc: list[Any], a: Any, b: Any, keep: Any, dtype: str) -> None:
+        """The first product of a step clears the sums."""
+        from tvm.tirx.script.builder import ir as T
+
+        for value in acc if int(keep) == 0 else ():
+            T.buffer_store(value.source, T.float32(0), list(value.indices))
+
+    with ExitStack() as stack:
+        for owner, name, other in ((products, "mma", nothing), (products._Stored, "load", nothing),
+                                   (products._Stored, "_stream", nothing), (wide, "wgmma", keep_zero),
+                                   (wide, "wgmma_registers", keep_zero)):
+            stack.enter_context(patch.object(owner, name, other))
+        yield
