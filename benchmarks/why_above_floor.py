@@ -221,6 +221,8 @@ def _sentence(entry: dict, stage: str, us: float, least: float, machine: Machine
     if config["schedule"] not in ("persistent", "persistent_wide"):
         return f"a launch a step, and the state through memory, {us:.2f}; {of_floor}"
     blocks = -(-row.H // config["units"])
+    if config.get("carrier") == "cluster":
+        return f"exchange and synchronisation, {us:.2f}, in clusters of {blocks} blocks; {of_floor}"
     trip = polled(machine, row.B, row.H, row.arithmetic, config["groups"], blocks)
     return (f"exchange and synchronisation, {us:.2f}, of which about {trip:.2f} is the way through L2 between the "
             f"{blocks} blocks of a group; {of_floor}")
