@@ -220,6 +220,8 @@ def _sentence(entry: dict, stage: str, us: float, least: float, machine: Machine
     if config["schedule"] not in ("persistent", "persistent_wide"):
         return f"a launch a step, and the state through memory, {us:.2f}; {of_floor}"
     blocks = -(-row.H // config["units"])
+    if config.get("carrier") == "cluster":
+        return f"exchange and synchronisation, {us:.2f}, in clusters of {blocks} blocks; {of_floor}"
     trip = polled(machine, row.B, row.H, row.arithmetic, config["groups"], blocks)
     of_it = f"of which about {trip:.2f} is" if trip < us else "all of it"
     text = f"exchange and synchronisation, {us:.2f}, {of_it} the way through L2 between the {blocks} blocks of a group"

@@ -13,7 +13,8 @@ __device__ __forceinline__ unsigned ecornn_mbarrier_test(unsigned barrier, unsig
 }"""
 _WAIT = """
 __device__ __forceinline__ void ecornn_mbarrier_wait{name}(unsigned barrier, unsigned parity) {{
-  asm volatile("{{ .reg .pred done; again: mbarrier.try_wait.parity{scope}.shared::cta.b64 done, [%0], %1; @!done bra again; }}"
+  asm volatile("{{ .reg .pred done; again: mbarrier.try_wait.parity{scope}.shared::cta.b64 done, [%0], %1; \
+@!done bra again; }}"
                : : "r"(barrier), "r"(parity) : "memory");
 }}"""
 

@@ -170,7 +170,7 @@ CLUSTERS: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Place]
     ("lstm", (5, 4, 8, 24), "tf32", {"warps": 1}, Place(lengths=True)),
     ("gru", (7, 7, 17, 40), "bfloat16", {"interleave": 4, "units": 8}, Place(resets=True)),
     ("gru_reset_before", (1, 3, 9, 20), "float32", {"units": 8}, Place()),  # no step after the first
-    ("gru_reset_before", (6, 10, 9, 20), "float16", {"units": 8, "warps": 1}, Place(False, 2, True, True)),  # two exchanges a step
+    ("gru_reset_before", (6, 10, 9, 20), "float16", {"units": 8, "warps": 1}, Place(False, 2, True, True)),
     ("rnn_relu", (1, 1, 1, 9), "float16", {"units": 8, "warps": 1}, Place()),
     ("pair", (6, 5, 24, 40), "bfloat16", {"units": 8}, Place(True)),  # products of two operands
 ]
@@ -191,7 +191,8 @@ def test_state_travels_inside_clusters(tmp_path, cell, sizes, dtype, change, pla
 
 def test_fewer_rows_than_a_cluster_is_compiled_for(tmp_path):
     task = task_of("lstm", (5, 9, 16, 34), "float16", replace(SMALL, cores=12), Place(True, 2, True, True))
-    check_numbers(tmp_path, Persistent(), task, cut(task, groups=2, units=24, carrier="cluster", fences="rare"), batch=2)
+    config = cut(task, groups=2, units=24, carrier="cluster", fences="rare")
+    check_numbers(tmp_path, Persistent(), task, config, batch=2)
 
 
 def test_what_clusters_cannot_do_is_refused():

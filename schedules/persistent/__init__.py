@@ -94,8 +94,8 @@ class Persistent(Schedule):
                  "once and disturb what they wait for", before="every"),
             hoisted_knob(task),
             Knob("carrier", ("l2", "cluster") if clusters else ("l2",),
-                 "of state between blocks: l2, or where a group has at most 16 blocks cluster, which takes half the time "
-                 "but leaves some multiprocessors over", before="l2"),
+                 "of state: through L2 to many blocks, or to at most 16 inside a cluster, which takes half the time, "
+                 "though fewer clusters fit than groups of blocks", before="l2"),
             Knob("math", MATH_FOR[w.dtype], MATH_TRADES),
         )
 
@@ -111,8 +111,8 @@ class Persistent(Schedule):
             size = blocks // groups
             if not 2 <= size <= LARGEST:
                 return f"{size} blocks in a cluster, 2 to {LARGEST} are possible"
-            if groups > task.device.clusters(size):
-                return f"{groups} clusters of {size} blocks, of which {task.device.clusters(size)} are on the chip at once"
+            if groups > (most := task.device.clusters(size)):
+                return f"{groups} clusters of {size} blocks, of which {most} are on the chip at once"
             if config["fences"] != FEWEST:
                 return "a cluster needs no fences"
             if config["ahead"] != 100:

@@ -73,8 +73,9 @@ class Cluster:
                 places = [T.Bind((turn * AT_ONCE + i) * plan.threads + thread) for i in range(AT_ONCE)]
                 found = [T.uint32(0)] * AT_ONCE
                 if p == 0:
-                    found = [self.word(*initial_values(T, task, states, arguments["vectors"], timeline,
-                                                       located(T, plan, phase, group, place), math)) for place in places]
+                    at = [located(T, plan, phase, group, place) for place in places]
+                    found = [self.word(*initial_values(T, task, states, arguments["vectors"], timeline, one, math))
+                             for one in at]
                 for place, word in zip(places, found, strict=True):
                     with T.If(place < total), T.Then():
                         T.buffer_store(self.words, word, [first + place])

@@ -3,11 +3,13 @@
 Blocks form groups; a group serves its own batch rows and holds all recurrent weights, a block the
 rows of ``units`` hidden units. In every block
 
-* product warps split the hidden axis (K) among them. Each polls its part of the exchanged state
+* product warps split the hidden axis (K) among them. Each waits for its part of the exchanged state, which it reads
   straight into operand B, multiplies it with its weights (operand A: registers, or shared memory
   where they do not fit), and leaves partial sums in shared memory;
-* gate warps add the partial sums, compute the cell's scalars, and write the new state to the
-  exchange first and everything else (y, wipes, the next step's inputs) afterwards.
+* gate warps add the partial sums, compute the cell's scalars, and send the new state first and everything else
+  (y, wipes, the next step's inputs) afterwards.
+
+State travels through L2 (``exchange.py``), or, where a group is a cluster, inside it (``cluster.py``).
 
 Blocks that are left over may work on the input projection meanwhile (``beside.py``).
 
@@ -34,7 +36,7 @@ from ecornn.schedules.timeline import row_arguments
 
 def persistent_kernel(task: Task, plan: Plan, hoisted: Hoisted, math: str) -> Any:
     """``persistent(T, B, [x, input_weights, ready,] hoisted, vectors, <state>_in, <state>_out,
-    recurrent_<p>, exchange_<p>, y)``."""
+    recurrent_<p>, [exchange_<p>,] y)``."""
     from tvm.script.ir_builder import IRBuilder
     from tvm.tirx.script.builder import ir as T
 
