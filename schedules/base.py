@@ -78,6 +78,10 @@ class Schedule(ABC):
     def default(self, task: Task) -> Config:
         """The configuration of the declared heuristic, used where no record applies."""
 
+    def carried(self, config: Config, batch: int, task: Task) -> Config:
+        """What a configuration that was found for another ``batch`` becomes for the task; it need not fit."""
+        return config
+
     def expected(self, task: Task) -> float:
         """Nanoseconds of a step that the default is expected to take; infinity where nobody can say."""
         return math.inf

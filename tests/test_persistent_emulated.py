@@ -133,7 +133,7 @@ def test_each_direction_has_a_default_of_its_own():
     """The same schedule object answers for both, whichever is asked first."""
     schedule = Persistent()
     for reverse in (False, True, False):
-        task = task_of("rnn_tanh", (300, 20, 2048, 256), "float32", KNOWN["sm_90a"], Place(reverse, 2))
+        task = task_of("rnn_tanh", (300, 20, 2048, 640), "float32", KNOWN["sm_90a"], Place(reverse, 2))
         config = schedule.default(task)
         assert schedule.check(task, config) is None
         assert (config["ahead"] == 100) == reverse

@@ -12,9 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tune_fakes import DEVICE, Fake, make
 
+from ecornn.cells import get
 from ecornn.compiler import plan
+from ecornn.device import KNOWN
 from ecornn.schedules.base import Knob, Task
 from ecornn.schedules.persistent import Persistent
+from ecornn.task import make_task
 from ecornn.tune.log import Line, Log
 from ecornn.tune.lookup import find, unfit
 from ecornn.tune.record import Times, Trial
@@ -287,3 +290,29 @@ def test_a_task_of_another_size_or_dtype_finds_nothing():
     for change in ({"hidden": 16}, {"input": 16}, {"dtype": "float16"}, {"cell": "gru"}):
         work = msgspec.structs.replace(TASK.workload, **change)
         assert found(trial(), task=replace(TASK, workload=work)).line is None
+
+
+@pytest.mark.parametrize("batch, known, groups, gates, carrier, becomes", [
+    (24, 32, 4, 4, "l2", 3), (32, 16, 2, 4, "l2", 4), (20, 32, 4, 4, "l2", 3), (9, 16, 4, 2, "cluster", 3),
+    (3, 4, 1, 2, "l2", 1)])
+def test_a_configuration_of_another_batch_keeps_the_rows_of_a_group(batch, known, groups, gates, carrier, becomes):
+    config = {"groups": groups, "units": 16, "warps": 4, "gate_warps": gates, "chains": 1, "registers": 100,
+              "interleave": 0, "ahead": 100, "fences": "rare", "hoisted": "same", "carrier": carrier, "math": "fast"}
+    device, work = KNOWN["sm_90a"], Workload(get("lstm").identity(), 256, 256, known, 100, "float16")
+    log = log_of(trial(1.0, schedule="persistent", revision=Persistent.revision, config=config, workload=work,
+                       device=device))
+    task = make_task(get("lstm"), msgspec.structs.replace(work, batch=batch), device)
+    result = find(task, [Persistent()], log)
+    assert result.config == {**config, "groups": becomes}
+    assert seeds(task, [Persistent()], log)[0].config == result.config
+
+
+def test_a_configuration_that_does_not_fit_with_as_many_rows_stays_as_it_is():
+    config = {"groups": 2, "units": 16, "warps": 5, "gate_warps": 3, "chains": 1, "registers": 50, "interleave": 0,
+              "ahead": 100, "fences": "products", "hoisted": "same", "carrier": "l2", "math": "fast"}
+    device, work = KNOWN["sm_90a"], Workload(get("lstm").identity(), 800, 800, 32, 100, "float16")
+    log = log_of(trial(1.0, schedule="persistent", revision=Persistent.revision, config=config, workload=work,
+                       device=device))
+    task = make_task(get("lstm"), msgspec.structs.replace(work, batch=40), device)
+    assert Persistent().check(task, {**config, "groups": 3}) is not None
+    assert find(task, [Persistent()], log).config == config

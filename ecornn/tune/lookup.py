@@ -15,8 +15,8 @@ is taken as ``ONCE`` slower, and as much slower as all finalists of its run had 
 than those, whom the run compared because they were. A
 configuration that failed since then is not used. What is slower by ``MISSED`` than a configuration of the same
 records that does not fit the task is no guide to it: farther ones are asked. The batch of a record is at most a
-factor ``REACH`` away. Of records equally near, the user's folder goes before the one that ships, unless all it has is
-stale.
+factor ``REACH`` away, and the schedule says what its configuration becomes at the task's. Of records equally near, the
+user's folder goes before the one that ships, unless all it has is stale.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def find(task: Task, schedules: Sequence[Schedule], log: Log) -> Found:
                 groups.setdefault(distance, []).append(replace(line, record=now))
     ignored: dict[str, int] = {}
     for distance in sorted(groups):
-        evidence, missed = collect(groups[distance], by_name, task, ignored)
+        lines = [replace(line, record=carried(line.record, by_name, task)) for line in groups[distance]]
+        evidence, missed = collect(lines, by_name, task, ignored)
         if evidence and min(one.expected for one in evidence) > MISSED * missed:
             slow = "slower than ones that do not fit here"
             ignored[slow] = ignored.get(slow, 0) + len(evidence)
@@ -107,6 +108,16 @@ def up_to_date(trial: Trial, schedule: Schedule | None, task: Task) -> Trial:
         return trial
     new = {k.name: k.before for k in schedule.knobs(task) if k.before is not None and k.name not in trial.config}
     return msgspec.structs.replace(trial, config={**trial.config, **new}) if new else trial
+
+
+def carried(trial: Trial, by_name: Mapping[str, Schedule], task: Task) -> Trial:
+    """A trial of another batch with its configuration as it is for the task's, where that fits."""
+    schedule = by_name.get(trial.schedule)
+    if schedule is None or trial.workload.batch == task.workload.batch or set(trial.config) != {
+            knob.name for knob in schedule.knobs(task)}:
+        return trial
+    config = schedule.carried(trial.config, trial.workload.batch, task)
+    return trial if unfit(schedule, task, config) else msgspec.structs.replace(trial, config=config)
 
 
 def how_far(trial: Trial, workload: Workload, device: Device) -> Distance | None:

@@ -11,7 +11,7 @@ from ecornn.schedules.base import Schedule, Task
 from ecornn.task import make_task
 from ecornn.tune.features import features
 from ecornn.tune.log import Log
-from ecornn.tune.lookup import how_far, unfit, up_to_date
+from ecornn.tune.lookup import carried, how_far, unfit, up_to_date
 from ecornn.tune.model import CostModel
 from ecornn.tune.record import Trial
 from ecornn.tune.space import Candidate
@@ -76,7 +76,7 @@ def seeds(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candidate
         far = how_far(trial, task.workload, task.device)
         if far is None or trial.times is None or trial.schedule not in knobs:
             continue
-        config = up_to_date(trial, by_name[trial.schedule], task).config
+        config = carried(up_to_date(trial, by_name[trial.schedule], task), by_name, task).config
         if set(config) == knobs[trial.schedule]:
             candidate, rank = Candidate.of(trial.schedule, config), (far[1], trial.times.median)
             best[candidate] = min(best.get(candidate, rank), rank)

@@ -176,6 +176,12 @@ class Persistent(Schedule):
         assert best is not None, "default() is for tasks that serves() accepts"
         return best
 
+    def carried(self, config: Config, batch: int, task: Task) -> Config:
+        """Groups of as many batch rows, or in L2, where eight are polled and multiplied together, of as many eights."""
+        rows = -(-batch // int(config["groups"]))
+        size = rows if config["carrier"] == "cluster" else -(-rows // 8) * 8
+        return {**config, "groups": -(-task.workload.batch // size)}
+
     def expected(self, task: Task) -> float:
         config = self.default(task)
         return estimate(task, plan_of(task, config)) - gained(task, config)

@@ -117,6 +117,10 @@ class PersistentWide(Schedule):
         assert best is not None, "default() is for tasks that serves() accepts"
         return {**best, "hoisted": preferred(task, estimate(task, plan_of(task, best)))}
 
+    def carried(self, config: Config, batch: int, task: Task) -> Config:
+        """Groups of as many eights of batch rows."""
+        return {**config, "groups": -(-task.workload.batch // (-(-batch // int(config["groups"]) // 8) * 8))}
+
     def expected(self, task: Task) -> float:
         config = self.default(task)
         return estimate(task, plan_of(task, config)) - gained(task, config)
