@@ -42,7 +42,7 @@ def test_layers_as_a_wavefront():
     assert [len(call.layers) for call in program.calls] == [4]
     names = [b.name for b in program.buffers]
     assert [n for n in names if n.startswith("between")] == ["between_0", "between_1", "between_2"]
-    assert len(names) == len(set(names)) and sum(n.endswith("_exchange_0") for n in names) == 4
+    assert len(names) == len(set(names)) and sum(n.endswith("_recurrent_0") for n in names) == 4
     assert sum(name.startswith("persistent") for name in program.functions) == 1
     # too short to have chunks; a layer that needs the whole GPU; only two at a time fit
     assert planned(cell="lstm", hidden=256, layers=4, seq=8).overlap == SERIAL

@@ -36,6 +36,7 @@ ROWS = (8, 16, 24, 32, 48, 64)  # of a group
 AHEAD = (100, 75, 50, 25, 0)
 LATE = 2  # times as long as the recurrence: what workers may take before a configuration is not worth a trial
 DOUBT = 1.1  # what a cluster must be expected to gain: the two estimates have errors of their own
+HELD = 160 << 10  # bytes of weights of a block of a cluster
 FEWEST = "rare"  # fences; without any, the only value
 ITEMS = 8  # (unit, batch row) pairs of a gate thread, at most
 
@@ -69,12 +70,10 @@ class Persistent(Schedule):
         # of those that make the same number of blocks, the fewest
         units = tuple({-(-w.hidden // u): u for u in range(128 // small * small, 0, -small)
                        if -(-w.hidden // u) <= task.device.cores}.values())
-        fewest = max(2, -(-w.hidden // max(units, default=1)))
-        clusters = fewest <= LARGEST and w.hidden > min(units, default=w.hidden) and task.device.clusters(fewest) > 0
         groups = {-(-w.batch // rows) for rows in ROWS}
-        if clusters:
-            few = [-(-w.batch // task.device.clusters(size)) for size in (4, 8, LARGEST) if task.device.clusters(size)]
-            groups |= {-(-w.batch // rows) for rows in (2, 4, *few)}
+        if clusters := self._clusters(task, units):
+            few = [-(-w.batch // count) for count in map(task.device.clusters, (8, LARGEST)) if count]
+            groups |= {-(-w.batch // rows) for rows in few}
         return (
             Knob("groups", tuple(sorted(groups)), "smaller exchanges and products a group, against fewer SMs for each"),
             Knob("units", units, "fewer units a block: less work a step; more: fewer blocks to wait for"),
@@ -99,6 +98,15 @@ class Persistent(Schedule):
             Knob("math", MATH_FOR[w.dtype], MATH_TRADES),
         )
 
+    @staticmethod
+    def _clusters(task: Task, units: tuple[int, ...]) -> bool:
+        """Whether groups may be clusters worth a trial: where they hold all weights without much of them in shared
+        memory, which then takes longer than the way through L2."""
+        w, phases = task.workload, task.graph.phases
+        weights = sum(len(p.rows) for p in phases) * w.hidden * words(w.hidden, w.dtype) * 4
+        return (weights <= LARGEST * HELD and min(units, default=w.hidden) < w.hidden <= LARGEST * max(units)
+                and task.device.clusters(LARGEST) > 0)
+
     def check(self, task: Task, config: Config) -> str | None:
         # What needs few knobs comes first: a search learns from the knobs that were read which others
         # need not be asked for.
@@ -113,10 +121,6 @@ class Persistent(Schedule):
                 return f"{size} blocks in a cluster, 2 to {LARGEST} are possible"
             if groups > (most := task.device.clusters(size)):
                 return f"{groups} clusters of {size} blocks, of which {most} are on the chip at once"
-            if config["fences"] != FEWEST:
-                return "a cluster needs no fences"
-            if config["ahead"] != 100:
-                return "the projection beside the recurrence needs blocks outside of clusters"
         elif groups not in {-(-w.batch // r) for r in ROWS}:
             return f"{groups} groups are for clusters"
         rows = -(-w.batch // groups)
@@ -143,7 +147,11 @@ class Persistent(Schedule):
         reason = self._crowded(task, plan_of(task, config, chains=1, ahead=100))
         if reason is None and config["chains"] != 1:
             reason = self._crowded(task, plan_of(task, config, ahead=100))
+        if reason is None and config["carrier"] == "cluster" and config["fences"] != FEWEST:
+            return "a cluster needs no fences"
         if reason is None and config["ahead"] != 100:
+            if config["carrier"] == "cluster":
+                return "the projection beside the recurrence needs blocks outside of clusters"
             if task.place.reverse:
                 return "the projection beside the recurrence goes from the first step on, the recurrence from the last"
             if blocks == device.cores:

@@ -194,10 +194,11 @@ def plan_of(task: Task, config: Config, chains: int | None = None, ahead: int | 
         phases.append(PhasePlan(gates, interleave, len(phase.operands), warp_pairs, registers, 0, pairs))
     rows, blocks = -(-w.batch // groups), -(-w.hidden // units)
     masks = task.place.lengths + task.place.resets + task.place.sequences * (3 + len(task.graph.states))
+    cluster = config["carrier"] == "cluster"
     plan = Plan(hidden=w.hidden, dtype=w.dtype, arithmetic=w.arithmetic, groups=groups, blocks=blocks, units=units,
                 rows=rows, warps=warps, gate_warps=int(config["gate_warps"]), chains=chains, ahead=ahead,
                 workers=0 if ahead == 100 else task.device.cores - groups * blocks,
-                fences=str(config["fences"]), cluster=config["carrier"] == "cluster",
+                fences="rare" if cluster else str(config["fences"]), cluster=cluster,
                 kept=len(task.graph.states) + 2 * len(task.graph.hoisted_outputs) + masks, phases=tuple(phases))
     for i, p in enumerate(phases):
         room = (task.device.shared - plan.shared) // (4 * plan.warps * p.octets(units) * 128)
