@@ -14,7 +14,7 @@ from ecornn.build.cuda import generate
 from ecornn.build.nvcc import find_nvcc
 from ecornn.cells import BUILTIN
 from ecornn.compose import compose, parameter_prefix
-from ecornn.device import KNOWN
+from ecornn.device import KNOWN, Device
 from ecornn.numpy_reference import reference
 from ecornn.program import Program, Wave
 from ecornn.schedules.base import Task
@@ -132,9 +132,13 @@ def check_results(emulated: Emulated, cell: str, stack: Stack, dtype: str, T: in
 @pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("cell", ["lstm", "gru_reset_before"])
-def test_persistent_stacks_compile(cell: str, dtype: str):
+def test_persistent_stacks_compile(cell: str, dtype: str, monkeypatch: pytest.MonkeyPatch):
     """With predicates as without, and no register spilled; equal layers share their kernels."""
     stack = Stack(3, True, True, True)
+    clusters = program_of("persistent", cell, stack, dtype, cores=132)
+    assert sorted(clusters.functions) == sorted(f"{n}{end}" for n in ("project", "persistent") for end in ("", "_v1"))
+    monkeypatch.setattr(Device, "clusters", lambda self, blocks: 0)
+    monkeypatch.setattr(SCHEDULES["persistent"], "_known", {})
     before = program_of("persistent", cell, stack, dtype, cores=132, ahead=100)
     # one projection for each width of x, the others for each direction
     assert sorted(before.functions) == sorted(f"{n}{end}" for n in ("project", "persistent", "start")
@@ -142,6 +146,6 @@ def test_persistent_stacks_compile(cell: str, dtype: str):
     # kernels that have the projection in them are of one width, too
     beside = program_of("persistent", cell, stack, dtype, cores=132, ahead=100, forward={"ahead": 50})
     assert sum(name.startswith("persistent") for name in beside.functions) == 3
-    for program in (before, beside):
+    for program in (before, beside, clusters):
         made = generate(program, KNOWN["sm_90a"])
         assert all(found["spill_stores"] == 0 for found in made.resources.values())
