@@ -106,6 +106,8 @@ CASES = {
     "directions": case("persistent", "lstm", "float16", (9, 5, 24, 72), overlap="directions", **ALL),
     "sequences": persistent("lstm", "float16", (24, 9, 24, 64), (2, 14, 1, 3), 1, 25, 0, 50, "exact") | {
         "stack": {"sequences": True}},
+    "sequences cluster": persistent("gru", "bfloat16", (20, 9, 64, 256), (1, 16, 4, 5), 1, 100, 0, 100, "fast", "rare",
+                                    "cluster", "same") | {"stack": {"sequences": True}},
     "sequences wide": case("persistent_wide", "gru", "bfloat16", (20, 9, 24, 72), sequences=True, layers=2,
                            bidirectional=True),
     "wavefront": case("persistent", "gru", "bfloat16", (40, 5, 24, 72), overlap="wavefront", layers=3, lengths=True),
