@@ -265,8 +265,8 @@ def test_stages_are_left_out_in_the_same_configuration(cell: str, dtype: str, sc
 
 
 def test_parts_of_h_that_are_waited_for():
-    config = knobs({"ahead": 50, "chains": 1, "fences": "every", "gate_warps": 4, "groups": 2, "interleave": 0,
-                    "math": "exact", "registers": 25, "units": 16, "warps": 4})
+    config = knobs({"ahead": 50, "carrier": "l2", "chains": 1, "fences": "every", "gate_warps": 4, "groups": 2,
+                    "interleave": 0, "math": "exact", "registers": 25, "units": 16, "warps": 4})
     case = why_above_floor.Case("lstm", 300, 20, 800, 800, "float32", "persistent", config)
     assert why_above_floor.waits(case) == 4  # 13 pairs of k-tiles a warp, four of them at a time
     assert why_above_floor.waits(replace(case, schedule="persistent_wide")) == 1

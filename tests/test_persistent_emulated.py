@@ -174,7 +174,8 @@ CLUSTERS: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Place]
     ("rnn_relu", (1, 1, 1, 9), "float16", {"units": 8, "warps": 1}, Place()),
     ("pair", (6, 5, 24, 40), "bfloat16", {"units": 8}, Place(True)),  # products of two operands
     ("lstm", (9, 5, 24, 40), "float16", {"hoisted": "same"}, Place(sequences=True)),  # sequences end to end
-    ("gru_reset_before", (12, 7, 9, 20), "bfloat16", {"units": 8, "hoisted": "same"}, Place(True, sequences=True)),
+    ("gru_reset_before", (12, 7, 9, 20), "bfloat16", {"units": 8, "warps": 1, "hoisted": "same"},
+     Place(True, sequences=True)),
 ]
 
 

@@ -196,7 +196,7 @@ def test_weights_on_the_gpu_are_bound_as_those_of_the_host(monkeypatch: pytest.M
     def bound(given: dict[str, Any]) -> list[bytes]:
         parameters = weights.read_weights(manifest, given, library, 0)
         made = Bound(manifest, make_plan(manifest), parameters, library, 0)
-        return [held[a].raw for a in [*made.arguments, made.zeros] if a]
+        return [held[a].raw for a in [*made.arguments, made.zeros(1)] if a]
 
     wanted = bound(host)
     assert wanted == bound(tensors) and set(queues) == {0}  # tensors of the host go through NumPy

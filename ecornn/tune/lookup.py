@@ -84,7 +84,8 @@ def find(task: Task, schedules: Sequence[Schedule], log: Log) -> Found:
                 groups.setdefault(distance, []).append(replace(line, record=now))
     ignored: dict[str, int] = {}
     for distance in sorted(groups):
-        lines = [replace(line, record=carried(line.record, by_name, task)) for line in groups[distance]]
+        lines = [replace(line, record=carried(line.record, by_name, task))  # type: ignore[arg-type]  # trials, all
+                 for line in groups[distance]]
         evidence, missed = collect(lines, by_name, task, ignored)
         if evidence and min(one.expected for one in evidence) > MISSED * missed:
             slow = "slower than ones that do not fit here"
