@@ -94,10 +94,14 @@ int cuLaunchKernelEx(const struct config *c, const char *function, void **argume
   if (kernels) {
     char symbol[256];
     snprintf(symbol, sizeof symbol, "emu_%s", function);
-    void (*emulated)(unsigned, unsigned, void **, bool, bool) = dlsym(dlopen(kernels, RTLD_NOW), symbol);
+    void (*emulated)(unsigned, unsigned, void **, bool, bool, unsigned) = dlsym(dlopen(kernels, RTLD_NOW), symbol);
     bool together = false;
-    for (unsigned i = 0; i < c->count; ++i) together |= c->attributes[i].id == 2;
-    emulated(c->grid[0], c->block[0], arguments, true, together);
+    unsigned cluster = 1;
+    for (unsigned i = 0; i < c->count; ++i) {
+      together |= c->attributes[i].id == 2;
+      if (c->attributes[i].id == 4) cluster = c->attributes[i].value[0];
+    }
+    emulated(c->grid[0], c->block[0], arguments, true, together, cluster);
   }
   return 0;
 }
