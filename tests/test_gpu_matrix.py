@@ -86,9 +86,12 @@ def test_matches_float64(schedule, cell, dtype, shape):
         assert relative(found.double().cpu().numpy(), wanted) <= max(limit, 2 * float(torch.finfo(kind).eps))
 
 
-LONG = [("persistent", cell, dtype, B, {"fences": fences})  # many times around the ring of an exchange
-        for cell, dtype, B in (("lstm", "bfloat16", 1), ("gru", "float16", 33), ("gru_reset_before", "bfloat16", 9),
-                               ("rnn_tanh", "float32", 20))
+LONG = [("persistent", cell, dtype, B, {  # many times around the ring of an exchange
+            "carrier": "l2", "fences": fences, "groups": groups, "units": units, "warps": 4, "gate_warps": gates,
+            "chains": 1, "registers": 100, "interleave": 0, "ahead": 100})
+        for cell, dtype, B, groups, units, gates in (
+            ("lstm", "bfloat16", 1, 1, 4, 1), ("gru", "float16", 33, 5, 16, 4),
+            ("gru_reset_before", "bfloat16", 9, 2, 16, 3), ("rnn_tanh", "float32", 20, 3, 16, 4))
         for fences in ("every", "products", "rare")]
 LONG += [("persistent", cell, dtype, B, {"carrier": "cluster", "fences": "rare", "ahead": 100, **cut})
          for cell, dtype, B, cut in (("lstm", "bfloat16", 1, {"groups": 1, "units": 20, "warps": 5, "gate_warps": 1}),
