@@ -108,7 +108,7 @@ def test_layout_transform(tmp_path, cell, sizes, dtype, knobs):
     check_numbers(tmp_path, schedule, task, {**schedule.default(task), **knobs, "hoisted": "same"})
 
 
-@pytest.mark.parametrize("lazy", [True, False])
+@pytest.mark.parametrize("lazy", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("cell", "sizes", "dtype", "knobs", "place"), [
     ("indrnn", (37, 3, 5, 12), "bfloat16", {"units": 4, "prefetch": 16, "group": 4}, ALONE),
     ("indrnn", (32, 3, 5, 34), "float16", {"units": 2, "prefetch": 8, "group": 8}, ALONE),

@@ -179,7 +179,7 @@ CLUSTERS: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Place]
 ]
 
 
-@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("lazy", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 @pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "place"), CLUSTERS, ids=lambda v: str(v).replace(" ", ""))
 def test_state_travels_inside_clusters(tmp_path, cell, sizes, dtype, change, place, lazy):
     """Words arrive as early as they can, and as late."""

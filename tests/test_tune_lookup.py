@@ -293,7 +293,7 @@ def test_a_task_of_another_size_or_dtype_finds_nothing():
 
 
 @pytest.mark.parametrize("batch, known, groups, gates, carrier, becomes", [
-    (24, 32, 4, 4, "l2", 3), (32, 16, 2, 4, "l2", 4), (20, 32, 4, 4, "l2", 3), (9, 16, 4, 2, "cluster", 3),
+    (24, 32, 4, 4, "l2", 3), (32, 16, 2, 4, "l2", 4), (20, 32, 4, 4, "l2", 3), (9, 16, 8, 1, "cluster", 5),
     (3, 4, 1, 2, "l2", 1)])
 def test_a_configuration_of_another_batch_keeps_the_rows_of_a_group(batch, known, groups, gates, carrier, becomes):
     config = {"groups": groups, "units": 16, "warps": 4, "gate_warps": gates, "chains": 1, "registers": 100,
