@@ -14,6 +14,7 @@ import ecornn
 import ecornn.host_gpu
 from ecornn.errors import ArgumentError, DTypeError, ScheduleError, ShapeError
 from ecornn.runtime import Columns, Layer
+from ecornn.tune.oracle import relative_error
 
 H, I, BATCH = sample.H, sample.I, sample.BATCH
 WEIGHTS = sample.weights()
@@ -88,9 +89,9 @@ def test_more_sequences_than_columns(layer: Layer, width: int, with_state: bool)
             first = None if state is None else [v[s:s + 1] for v in state]
             wanted, last = sample.expected(rows[:n, s:s + 1], WEIGHTS, first)
             found = y[columns.start[s]:columns.start[s] + n, columns.column[s]]
-            np.testing.assert_allclose(found, wanted[:, 0], rtol=2e-6, atol=1e-6)
+            assert relative_error(found, wanted[:, 0]) <= 1e-6
             for one, other in zip(after, last, strict=True):
-                np.testing.assert_allclose(one[s], other[0], rtol=2e-6, atol=1e-6)
+                assert relative_error(one[s], other[0]) <= 1e-6
 
 
 def test_without_a_table_each_column_is_a_sequence(layer: Layer):
@@ -98,7 +99,7 @@ def test_without_a_table_each_column_is_a_sequence(layer: Layer):
     y, after = layer(x)
     wanted, last = sample.expected(x, WEIGHTS)
     for one, other in zip((y, *after), (wanted, *last), strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-6)
+        assert relative_error(one, other) <= 1e-6
 
 
 def test_states_are_by_sequence(layer: Layer):
@@ -137,9 +138,9 @@ def test_packed_sequences_of_pytorch(with_state: bool):
     for place, s in enumerate(given.sorted_indices.tolist()):
         first = None if state is None else [v[place:place + 1].numpy() for v in state]
         wanted, last = sample.expected(rows[s][:, None].numpy(), WEIGHTS, first)
-        np.testing.assert_allclose(found[s], wanted[:, 0], rtol=2e-6, atol=1e-6)
+        assert relative_error(found[s], wanted[:, 0]) <= 1e-6
         for one, other in zip(after, last, strict=True):
-            np.testing.assert_allclose(one[place], other[0], rtol=2e-6, atol=1e-6)
+            assert relative_error(one[place], other[0]) <= 1e-6
 
 
 @pytest.mark.parametrize(("lengths", "width"), [
