@@ -29,7 +29,7 @@ import msgspec
 from msgspec import structs
 
 from ecornn.tune.record import Choice, Trial
-from ecornn.workload import Workload
+from ecornn.workload import Workload, declared
 
 SEQ = 100
 TARGET = "sm_90a"
@@ -57,6 +57,7 @@ class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seq: int = SEQ
     input: int = 0
     trials: int = 0
+    precision: str | None = None
 
 
 def workloads() -> list[tuple[str, int, int, str]]:
@@ -148,7 +149,7 @@ def prebuild(path: Path, processes: int, limit: float) -> None:
     def requests() -> Iterator[Build]:
         for item in read(path):
             work = Workload(get(item.cell).identity(), item.hidden, item.input or item.hidden, item.batch, item.seq,
-                            item.dtype)
+                            item.dtype, precision=declared(item.precision))
             for c in item.candidates:
                 yield Build(item.cell, work, device, c.schedule, c.config, os.devnull)
 
@@ -189,11 +190,12 @@ def run(path: Path, limit: float, at_once: int, timeout: float) -> None:
         nonlocal trials, failed
         if time.monotonic() - begin > limit:
             return
-        name = f"{item.cell} {item.dtype} {item.seq}x{item.batch}x{item.input or item.hidden}x{item.hidden}"
+        size = f"{item.seq}x{item.batch}x{item.input or item.hidden}x{item.hidden}"
+        name = f"{item.cell} {item.precision or item.dtype} {size}"
         try:
             result = session.tune(item.cell, hidden=item.hidden, input=item.input or None, batch=item.batch,
-                                  seq=item.seq, dtype=item.dtype, only=item.candidates or None,
-                                  trials=item.trials or None, early_stop=False)
+                                  seq=item.seq, dtype=item.dtype, precision=item.precision,
+                                  only=item.candidates or None, trials=item.trials or None, early_stop=False)
         except Closed:
             return
         except EcornnError as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import cases
 import compare_ablation
+import compare_projection
 import compare_variants
 import fake_measuring
 import floor as floors
@@ -326,3 +327,16 @@ def test_made_modules():
     assert len({m.file for m in (base, Made("gru", 20, 4, 64, 64, "float16"), Made(Bare(2), 20, 4, 64, 64, "float16"),
                                  Made(Bare(3), 20, 4, 64, 64, "float16"))}) == 4
     assert knobs({"b": 1, "a": 2}) == (("a", 2), ("b", 1))
+
+
+def test_the_projection_is_timed_alone_and_whole():
+    """Kernels of calls that take turns are told apart by name; a layer has all of its projection in front."""
+    found = [("copy", 9.0), ("project_kernel", 3.0), ("step_kernel", 7.0), ("gemm", 2.0), ("split", 0.5)] * 2
+    assert compare_projection.of_calls(found, {"gemm", "split"}, 2) == [2.5, 2.5]
+    with pytest.raises(RuntimeError, match="3 kernels in 2 calls"):
+        compare_projection.of_calls([*found, ("gemm", 2.0)], {"gemm"}, 2)
+    beside = {"ahead": 0, "carrier": "l2", "chains": 1, "fences": "products", "gate_warps": 4, "groups": 2,
+              "hoisted": "same", "interleave": 0, "math": "fast", "registers": 60, "units": 16, "warps": 4}
+    layer = compare_projection.Hoisted("gru", 300, 20, 800, 800, "float16", "persistent", knobs(beside))
+    assert layer.plan(H100).found.config == beside | {"ahead": 100}
+    assert all(c.B >= 16 and "ecornn" in c.sides() for c in compare_projection.CASES)
