@@ -14,6 +14,7 @@ from ecornn.build.cuda import lower
 from ecornn.device import KNOWN
 from ecornn.schedules.base import Task
 from ecornn.schedules.persistent import Persistent
+from ecornn.schedules.persistent import plan as persistent_plan
 from ecornn.schedules.persistent.plan import plan_of
 from ecornn.workload import Place
 
@@ -147,12 +148,34 @@ def test_polls_in_parts_where_registers_are_short(tmp_path):
     check_numbers(tmp_path, Persistent(), task, config)
 
 
-@pytest.mark.parametrize("registers", [0, 25])
-def test_reads_weights_from_l2_where_they_do_not_fit(tmp_path, registers):
-    task = task_of("echo", (4, 3, 0, 150), "float16", replace(SMALL, shared=5 << 10))
-    config = cut(task, units=32, registers=registers, warps=1)
+# (cell, sizes, dtype, change, kB of shared memory, streamed pairs and slots of each phase)
+STREAMED: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], int, list[tuple[int, int]]]] = [
+    ("echo", (4, 3, 0, 150), "float16", {"units": 32, "registers": 0, "warps": 1}, 7, [(5, 2)]),
+    ("echo", (5, 3, 0, 150), "float16", {"units": 32, "registers": 25, "warps": 1}, 8, [(3, 2)]),
+    ("lstm", (5, 9, 7, 180), "bfloat16", {"units": 64, "registers": 0, "warps": 1}, 116, [(3, 2)]),  # two tiles of rows
+    ("lstm", (1, 1, 3, 180), "float16", {"units": 64, "registers": 0, "warps": 1}, 88, [(4, 2)]),  # one step
+    ("gru_reset_before", (4, 5, 9, 260), "float16", {"units": 64, "registers": 0}, 92, [(4, 2), (4, 2)]),
+    ("rnn_tanh", (4, 3, 7, 200), "float32", {"units": 64, "registers": 0}, 60, [(3, 2)]),  # a ring for each warp
+]
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "kilobytes", "expected"), STREAMED,
+                         ids=lambda v: str(v).replace(" ", ""))
+def test_reads_weights_from_l2_where_they_do_not_fit(tmp_path, monkeypatch, cell, sizes, dtype, change, kilobytes,
+                                                     expected, arch):
+    """By bulk copies into rings, or without those straight into registers."""
+    monkeypatch.setattr(persistent_plan, "AHEAD_BYTES", 1)
+    task = task_of(cell, sizes, dtype, replace(KNOWN[arch], cores=6, shared=kilobytes << 10))
+    config = cut(task, **change)
     plan = plan_of(task, config)
-    assert plan.streamed and any(p.shared_pairs for p in plan.phases)
+    if arch == "sm_90a":
+        assert [(p.streamed_pairs, p.slots) for p in plan.phases] == expected
+    else:
+        assert plan.streamed and not any(p.slots for p in plan.phases)
+        if reason := Persistent().check(task, config):
+            assert re.search("batch rows|registers a thread", reason)
+            return
     check_numbers(tmp_path, Persistent(), task, config)
 
 

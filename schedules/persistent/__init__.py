@@ -30,8 +30,8 @@ from ecornn.schedules.timeline import row_buffers
 from ecornn.workload import Place, Workload
 
 START_BLOCKS = 128
-STREAMED_ROWS = 8  # with more, such code takes half a minute to compile, and is slow by the estimate; never timed
-STREAMED = 0.5  # of L2: the most of the weights that may be read from there every step
+STREAMED_ROWS = 8  # with more, code with weights straight into registers takes half a minute to compile
+STREAMED = 0.7  # of L2: the most of the weights that may be read from there every step, a line by one block only
 ROWS = (8, 16, 24, 32, 48, 64)  # of a group
 AHEAD = (100, 75, 50, 25, 0)
 LATE = 2  # times as long as the recurrence: what workers may take before a configuration is not worth a trial
@@ -81,7 +81,7 @@ class Persistent(Schedule):
                  "more product warps: less work each, but more partial sums to add"),
             Knob("gate_warps", (1, 2, 3, 4, 5, 6, 8), "more gate warps: shorter gate math, fewer registers a thread"),
             Knob("chains", (1, 2), "2: shorter chains of dependent products, at an accumulator more"),
-            Knob("registers", (100, 75, 60, 50, 40, 25, 0),
+            Knob("registers", (100, 75, 60, 50, 40, 33, 25, 15, 0),
                  "percent of weights in registers; the rest in shared memory, and in L2 what does not fit there"),
             Knob("interleave", (0, 4) if wide else (0,),
                  "4: pad three gates to four for smaller unit steps and wider loads; 0: no padding"),
@@ -165,7 +165,7 @@ class Persistent(Schedule):
     def _crowded(self, task: Task, plan: Plan) -> str | None:
         """What a plan needs more of than there is."""
         device = task.device
-        if plan.streamed and plan.rows > STREAMED_ROWS:
+        if any(p.streamed_pairs and not p.slots for p in plan.phases) and plan.rows > STREAMED_ROWS:
             return f"{plan.streamed} bytes of weights a block do not fit on chip, and there are {plan.rows} batch rows"
         if plan.streamed * plan.groups * plan.blocks > device.l2 * STREAMED:
             return f"{plan.streamed} bytes of weights a block do not fit on chip"

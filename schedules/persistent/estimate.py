@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ecornn.schedules.base import Task
-from ecornn.schedules.persistent.plan import Plan, worker_shape
+from ecornn.schedules.persistent.plan import OCTET, PhasePlan, Plan, worker_shape
 from ecornn.schedules.projection import projection_time
 from ecornn.schedules.tensor_core import per_word
 
 NARROW = 24 * 1024  # bytes of state that arrive within the trip
 READ = 0.0048  # nanoseconds a hoisted value of all blocks, in clusters
 BESIDE = 180.0  # nanoseconds by which workers slow the recurrence down: 120 by trials, 170 to 300 beside the same cut
+STREAM = 2900.0  # bytes of weights that L2 sends all blocks in a cycle
 COPIED = 36.0  # bytes of x and weights that a worker gets in a nanosecond, while others copy too
 
 
@@ -53,10 +54,16 @@ def recurrence(plan: Plan) -> float:
                    + 239 * (-(-p.pairs // p.polled_pairs) - 1)
                    + products * (4.6 * plan.warps / 4 + 6.2 * -(-plan.warps // 4))
                    + 0.0035 * plan.shared_weight_words(p) * 4
-                   + 0.017 * plan.warps * p.streamed_pairs * p.octets(plan.units) * 512
+                   + (0 if p.slots else 0.017 * _streamed(plan, p))
                    + 0.0009 * plan.warps * plan.rows * tiles * 64
                    + plan.items * (87 + 1.9 * plan.warps * p.gates + (166 if exact else 0)))
-    return cycles / 1.7
+    copied = sum(_streamed(plan, p) for p in plan.phases if p.slots) * plan.groups * plan.blocks
+    return max(cycles, copied / STREAM) / 1.7  # rings are filled all the time
+
+
+def _streamed(plan: Plan, p: PhasePlan) -> int:
+    """Bytes of weights of a phase that a block reads from L2 in every step."""
+    return plan.warps * p.streamed_pairs * p.octets(plan.units) * OCTET * 4
 
 
 def in_clusters(plan: Plan) -> float:
@@ -72,7 +79,7 @@ def in_clusters(plan: Plan) -> float:
         cycles += (497 + 4.8 * sends
                    + products * (5.4 * -(-plan.warps // 4) + (40 if plan.arithmetic == "float32" else 0))
                    + 0.0056 * plan.shared_weight_words(p) * 4
-                   + 0.017 * plan.warps * p.streamed_pairs * p.octets(plan.units) * 512
+                   + 0.017 * _streamed(plan, p)
                    + p.gates * (31 + 3.1 * plan.warps * plan.items))
     return cycles / 1.7
 

@@ -13,6 +13,9 @@ from ecornn.schedules.tensor_core import per_word, words
 
 RINGS = ((1 << 12, 32), (1 << 14, 16), (1 << 62, 8))  # words of a step's exchange, at most; slots with fewer fences
 PAIR = 16  # words of a pair of k-tiles
+OCTET = 128  # words of 8 weight rows and a pair of k-tiles
+BARRIER = 16  # bytes of an mbarrier, so that what follows is aligned
+AHEAD_BYTES = 48 << 10  # of streamed weights a block has room for: what L2 sends while a step waits for state
 FLIGHT = 32  # loads of 16 bytes a lane has in flight while it polls, at most
 SPARE_REGISTERS = 44  # addresses, loop state and gate math beside weights and accumulators
 
@@ -27,9 +30,10 @@ class PhasePlan:
     interleave : gates of one unit that stand in neighbouring rows (1, 2, 4 or 8)
     operands : exchanged vectors that the product reads
     warp_pairs : pairs of k-tiles of one operand that a warp owns
-    register_pairs : of a warp's ``operands * warp_pairs`` pairs, the first ones, with weights in registers
-    shared_pairs : the following ones, with weights in shared memory; the rest is read from L2 every step
+    register_pairs : of a warp's ``operands * warp_pairs`` pairs, those with weights in registers, behind the streamed
+    shared_pairs : the following ones, with weights in shared memory
     polled_pairs : pairs of state that a warp waits for and multiplies at a time
+    slots : of a warp's ring in shared memory, for streamed pairs (stream.py); 0: they go straight into registers
     """
 
     gates: int
@@ -39,6 +43,7 @@ class PhasePlan:
     register_pairs: int
     shared_pairs: int
     polled_pairs: int
+    slots: int = 0
 
     @property
     def pairs(self) -> int:
@@ -46,6 +51,7 @@ class PhasePlan:
 
     @property
     def streamed_pairs(self) -> int:
+        """The first ones, which a warp reads from L2 in every step."""
         return self.pairs - self.register_pairs - self.shared_pairs
 
     def octets(self, units: int) -> int:
@@ -109,7 +115,11 @@ class Plan:
         return max(self.warps * self.columns * self.stride(p) for p in self.phases)
 
     def shared_weight_words(self, phase: PhasePlan) -> int:
-        return self.warps * phase.shared_pairs * phase.octets(self.units) * 128
+        return self.warps * phase.shared_pairs * phase.octets(self.units) * OCTET
+
+    def stream_words(self, phase: PhasePlan) -> int:
+        """Words of shared memory of a phase's rings, and of an mbarrier for each slot."""
+        return self.warps * phase.slots * (phase.octets(self.units) * OCTET + BARRIER // 4)
 
     @property
     def streamed(self) -> int:
@@ -140,7 +150,7 @@ class Plan:
     @property
     def carried(self) -> int:
         """Words of shared memory before what a cluster exchanges: partial sums and weights."""
-        return 2 * self.sum_floats + sum(self.shared_weight_words(p) for p in self.phases)
+        return 2 * self.sum_floats + sum(self.shared_weight_words(p) + self.stream_words(p) for p in self.phases)
 
     def carried_words(self, phase: PhasePlan) -> int:
         """Words of shared memory of a phase in a cluster: its slots, and an mbarrier for each."""
@@ -151,7 +161,7 @@ class Plan:
         """Estimate of a thread's registers: of product warps or of gate warps, which need more."""
         weights = sum(p.register_pairs * p.octets(self.units) * 4 for p in self.phases)
         work = max((p.polled_pairs * 4 + -(-p.octets(self.units) // 2) * 4 * self.chains) * self.tiles
-                   + (p.octets(self.units) * 8 if p.streamed_pairs else 0) for p in self.phases)
+                   + (p.octets(self.units) * 8 if p.streamed_pairs and not p.slots else 0) for p in self.phases)
         products = weights + work + (16 if self.arithmetic == "float32" else 0)
         gates = self.items * (self.kept + 8) + self.warps * max(p.gates for p in self.phases)
         return max(products, gates) + SPARE_REGISTERS
@@ -200,10 +210,15 @@ def plan_of(task: Task, config: Config, chains: int | None = None, ahead: int | 
                 workers=0 if ahead == 100 else task.device.cores - groups * blocks,
                 fences="rare" if cluster else str(config["fences"]), cluster=cluster,
                 kept=len(task.graph.states) + 2 * len(task.graph.hoisted_outputs) + masks, phases=tuple(phases))
-    for i, p in enumerate(phases):
-        room = (task.device.shared - plan.shared) // (4 * plan.warps * p.octets(units) * 128)
-        phases[i] = replace(p, shared_pairs=max(0, min(room, p.pairs - p.register_pairs)))
-        plan = replace(plan, phases=tuple(phases))
+    pair_bytes = [4 * plan.warps * p.octets(units) * OCTET for p in phases]
+    needed = [(p.pairs - p.register_pairs) * size for p, size in zip(phases, pair_bytes, strict=True)]
+    room = max(0, task.device.shared - plan.shared)
+    if sum(needed) <= room:
+        phases = [replace(p, shared_pairs=p.pairs - p.register_pairs) for p in phases]
+    else:
+        phases = [_kept(task, plan, p, size, room * need // sum(needed))
+                  for p, size, need in zip(phases, pair_bytes, needed, strict=True)]
+    plan = replace(plan, phases=tuple(phases))
     limit = register_limit(task, plan)
     while max(p.polled_pairs for p in phases) * plan.tiles > FLIGHT or plan.registers > limit:
         if all(p.polled_pairs == 1 for p in phases):
@@ -211,6 +226,18 @@ def plan_of(task: Task, config: Config, chains: int | None = None, ahead: int | 
         phases = [replace(p, polled_pairs=-(-p.polled_pairs // 2)) for p in phases]
         plan = replace(plan, phases=tuple(phases))
     return plan
+
+
+def _kept(task: Task, plan: Plan, p: PhasePlan, size: int, room: int) -> PhasePlan:
+    """A phase of which not all fits in ``room`` bytes of shared memory, where a pair of all warps takes ``size``.
+
+    Some of the room is for rings, if there are bulk copies to fill them.
+    """
+    left, ring = p.pairs - p.register_pairs, size + BARRIER * plan.warps
+    slots = min(left, max(2, -(-AHEAD_BYTES // size)), room // ring) if task.device.capability >= 90 else 0
+    if slots < 2:
+        return replace(p, shared_pairs=min(room // size, left))
+    return replace(p, shared_pairs=min((room - slots * ring) // size, left - slots), slots=slots)
 
 
 def worker_shape(task: Task, plan: Plan) -> Shape | None:

@@ -8,6 +8,7 @@ from ecornn.schedules.persistent.cluster import Cluster
 from ecornn.schedules.persistent.exchange import Ring, within
 from ecornn.schedules.persistent.gates import FULL
 from ecornn.schedules.persistent.plan import Plan
+from ecornn.schedules.persistent.stream import Stream
 from ecornn.schedules.tensor_core import mma, per_word, split
 
 
@@ -15,19 +16,17 @@ def products(T: Any, plan: Plan, steps: Any, member: Any, warp: Any, lane: Any, 
              carrier: Ring | Cluster, shared: Any) -> None:
     """A product warp's whole life."""
     words = shared.view("uint32")
-    held, places, place = [], [], 2 * plan.sum_floats
-    for phase, source in zip(plan.phases, weights, strict=True):
-        octets, kept = phase.octets(plan.units), phase.register_pairs
+    held, places, streams, place = [], [], [], 2 * plan.sum_floats
+    for index, (phase, source) in enumerate(zip(plan.phases, weights, strict=True)):
+        octets, kept, streamed = phase.octets(plan.units), phase.register_pairs, phase.streamed_pairs
         registers = T.alloc_buffer((max(1, kept * octets), 4), "uint32", scope="local")
         held.append(registers)
         places.append(place)
-        for q in range(phase.pairs):
+        for q in range(streamed, phase.pairs):
             for v in range(octets):
                 address = _weights(T, plan, phase, source, member, warp, q, v, lane)
-                if q >= kept + phase.shared_pairs:
-                    continue
-                if q < kept:
-                    r = [registers[q * octets + v, i] for i in range(4)]
+                if q < streamed + kept:
+                    r = [registers[(q - streamed) * octets + v, i] for i in range(4)]
                     T.evaluate(T.ptx["ld.global.v4.b32"](*r, address))
                 else:
                     r = [T.alloc_buffer((1,), "uint32", scope="local")[0] for _ in range(4)]
@@ -35,11 +34,16 @@ def products(T: Any, plan: Plan, steps: Any, member: Any, warp: Any, lane: Any, 
                     T.evaluate(T.ptx["st.shared.v4.b32"](
                         words.ptr_to([_shared_place(plan, phase, place, warp, q, v, lane)]), *r))
         place += plan.shared_weight_words(phase)
+        streams.append(Stream(T, plan, index, words, place, source, member, warp, lane, steps) if phase.slots else None)
+        if streams[-1] is not None:
+            streams[-1].begin()
+        place += plan.stream_words(phase)
     with T.serial(0, steps) as t:
         for index, phase in enumerate(plan.phases):
             use = T.Bind(t * len(plan.phases) + index)
             side = T.Bind(use % 2)
-            stored = _Stored(T, plan, phase, held[index], words, places[index], weights[index], member, warp, lane)
+            stored = _Stored(T, plan, phase, held[index], words, places[index], weights[index], streams[index], member,
+                             warp, lane, t)
             start = T.Bind(carrier.slot(index, t) + warp * phase.warp_pairs * plan.tiles * 128 + lane * 4)
             carrier.wait(index, t)
             acc = _multiply(T, plan, index, stored, carrier, start, lane)
@@ -64,45 +68,54 @@ def _weights(T: Any, plan: Plan, phase: Any, source: Any, member: Any, warp: Any
 
 def _shared_place(plan: Plan, phase: Any, place: int, warp: Any, q: int, v: int, lane: Any) -> Any:
     octets = phase.octets(plan.units)
-    return place + (((warp * phase.shared_pairs + q - phase.register_pairs) * octets + v) * 32 + lane) * 4
+    shared = q - phase.streamed_pairs - phase.register_pairs
+    return place + (((warp * phase.shared_pairs + shared) * octets + v) * 32 + lane) * 4
 
 
 class _Stored:
     """The weights of a phase that a warp multiplies with, wherever they are kept."""
 
-    def __init__(self, T: Any, plan: Plan, phase: Any, held: Any, words: Any, place: int, source: Any, member: Any,
-                 warp: Any, lane: Any) -> None:
+    def __init__(self, T: Any, plan: Plan, phase: Any, held: Any, words: Any, place: int, source: Any,
+                 stream: Stream | None, member: Any, warp: Any, lane: Any, t: Any) -> None:
         self.T, self.plan, self.phase, self.held, self.words, self.place = T, plan, phase, held, words, place
-        self.source, self.member, self.warp, self.lane = source, member, warp, lane
+        self.source, self.stream, self.member, self.warp, self.lane, self.t = source, stream, member, warp, lane, t
         self.octets = phase.octets(plan.units)
-        self.first = phase.register_pairs + phase.shared_pairs  # streamed pair
+        self.ahead = phase.streamed_pairs > 0 and stream is None  # whether a pair is loaded while another is multiplied
         if phase.register_pairs < phase.pairs:
-            turns = 3 if phase.streamed_pairs else 1  # 0: of shared memory; 1, 2: of L2
-            self.loaded = T.alloc_buffer((turns, self.octets, 4), "uint32", scope="local")
-        self._stream(self.first)
+            self.loaded = T.alloc_buffer((3 if self.ahead else 1, self.octets, 4), "uint32", scope="local")
+        if self.ahead:
+            self._from_l2(0)
 
     def load(self, q: int) -> None:
-        """Loads pair q where it is not in registers; what comes from L2 was asked for a pair ago."""
-        if self.phase.register_pairs <= q < self.first:
+        """Loads pair q where it is not in registers; what comes from L2 was asked for earlier."""
+        streamed = self.phase.streamed_pairs
+        if q >= streamed + self.phase.register_pairs:
             for v in range(self.octets):
                 at = _shared_place(self.plan, self.phase, self.place, self.warp, q, v, self.lane)
                 self._into(0, v, "ld.shared.v4.b32", self.words.ptr_to([at]))
-        elif q >= self.first:
-            self._stream(q + 1)
+        elif q < streamed and self.stream is not None:
+            self.stream.read(q, self.t, self.loaded)
+        elif q + 1 < streamed:
+            self._from_l2(q + 1)
 
-    def _stream(self, q: int) -> None:
-        for v in range(self.octets if q < self.phase.pairs else 0):
+    def _from_l2(self, q: int) -> None:
+        for v in range(self.octets):
             address = _weights(self.T, self.plan, self.phase, self.source, self.member, self.warp, q, v, self.lane)
-            self._into(1 + (q - self.first) % 2, v, "ld.global.v4.b32", address)
+            self._into(self._turn(q), v, "ld.global.v4.b32", address)
+
+    def _turn(self, q: int) -> int:
+        """Which of the loaded pairs q is: of what is loaded ahead, the second and third in turns."""
+        return 1 + q % 2 if self.ahead and q < self.phase.streamed_pairs else 0
 
     def _into(self, turn: int, v: int, instruction: str, address: Any) -> None:
         self.T.evaluate(self.T.ptx[instruction](*(self.loaded[turn, v, i] for i in range(4)), address))
 
     def word(self, q: int, v: int, i: int) -> Any:
         """Word i of octet v of pair q, after ``load(q)``."""
-        if q < self.phase.register_pairs:
-            return self.held[q * self.octets + v, i]
-        return self.loaded[1 + (q - self.first) % 2 if q >= self.first else 0, v, i]
+        held = q - self.phase.streamed_pairs
+        if 0 <= held < self.phase.register_pairs:
+            return self.held[held * self.octets + v, i]
+        return self.loaded[self._turn(q), v, i]
 
 
 def _multiply(T: Any, plan: Plan, index: int, stored: _Stored, carrier: Ring | Cluster, start: Any,

@@ -1,0 +1,71 @@
+"""Weights that do not fit on the chip: read from L2 in every step, by bulk copies into a ring of each product warp.
+
+A warp multiplies with its streamed pairs in the same order in every step, so what comes next is known, and is under way
+while the warp waits for state or multiplies with what it keeps: L2 is at work all the time. A slot of the ring has the
+octets of one pair, which lie in memory one after the other: one copy, and an mbarrier that counts its bytes.
+
+Nobody but the warp touches its ring. A lane reads after the wait for the slot's mbarrier; all lanes have read when they
+meet, behind which the first lane asks for what the slot holds next. Which slot a pair has does not depend on the step,
+so that a ring may be shorter than the pairs by any number; how often a slot has been filled says which parity to wait
+for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ecornn.schedules.mbarrier import mbarrier_init, mbarrier_wait
+from ecornn.schedules.persistent.plan import OCTET, Plan
+from ecornn.schedules.tensor_core import per_word
+
+_BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+
+
+class Stream:
+    """Emits the ring of one phase; ``first`` is its place in shared memory, in words."""
+
+    def __init__(self, T: Any, plan: Plan, index: int, words: Any, first: int, source: Any, member: Any, warp: Any,
+                 lane: Any, steps: Any) -> None:
+        self.T, self.plan, self.phase = T, plan, plan.phases[index]
+        self.words, self.source, self.lane, self.steps = words, source, lane, steps
+        octets, slots = self.phase.octets(plan.units), self.phase.slots
+        self.size = octets * OCTET  # words of a pair
+        self.ring = T.Bind(first + warp * (slots * self.size))
+        self.barriers = T.Bind(first + plan.warps * slots * self.size + warp * (slots * 2))
+        self.pairs = T.Bind((member * plan.warps + warp) * self.phase.pairs)
+
+    def begin(self) -> None:
+        """Barriers, and the first pairs."""
+        T = self.T
+        with T.If(self.lane == 0), T.Then():
+            for slot in range(self.phase.slots):
+                mbarrier_init(self._barrier(slot), 1)
+            T.evaluate(T.ptx["fence.mbarrier_init.release.cluster"]())
+            for slot in range(self.phase.slots):
+                self._copy(slot)
+        T.evaluate(T.cuda.warp_sync())
+
+    def read(self, q: int, t: Any, into: Any) -> None:
+        """Waits for streamed pair ``q`` in step t, reads this lane's words, and asks for what the slot holds next."""
+        T, slots, count = self.T, self.phase.slots, self.phase.streamed_pairs
+        slot, turn = q % slots, q // slots
+        every = len(range(slot, count, slots))  # pairs of the slot in a step
+        mbarrier_wait(self._barrier(slot), T.cast(T.bitwise_and(t * every + turn, 1), "uint32"))
+        for v in range(self.phase.octets(self.plan.units)):
+            at = self.words.ptr_to([self.ring + (slot * self.size + v * OCTET) + self.lane * 4])
+            T.evaluate(T.ptx["ld.shared.v4.b32"](*(into[0, v, i] for i in range(4)), at))
+        T.evaluate(T.cuda.warp_sync())
+        follows = q + slots < count  # in this step
+        wanted = self.lane == 0 if follows else T.And(self.lane == 0, t + 1 < self.steps)
+        with T.If(wanted), T.Then():
+            self._copy(q + slots if follows else slot)
+
+    def _barrier(self, slot: int) -> Any:
+        return self.words.ptr_to([self.barriers + slot * 2])
+
+    def _copy(self, q: int) -> None:
+        T, slot = self.T, q % self.phase.slots
+        place = T.cast((self.pairs + q) * self.size, "int64") * per_word(self.plan.dtype)
+        T.evaluate(T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"](self._barrier(slot), T.uint32(self.size * 4)))
+        T.evaluate(T.ptx[_BULK](self.words.ptr_to([self.ring + slot * self.size]), self.source.ptr_to([place]),
+                                T.uint32(self.size * 4), self._barrier(slot)))
