@@ -179,10 +179,11 @@ def main() -> None:
     from ecornn.tune.search import Search
 
     spans, entries = Spans(), Entries()
-    call, kinds = Worker.call, {}
+    call: Any = Worker.call
+    kinds: dict[str, Any] = {}
 
     def watched(self: Worker, function: str, *rest: Any) -> Any:
-        return kinds[function](self, function, *rest)
+        return kinds.get(function, call)(self, function, *rest)
 
     if arguments.pretend:
         from ecornn.device import resolve

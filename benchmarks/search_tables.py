@@ -26,11 +26,12 @@ from ecornn.cells import get
 from ecornn.device import Device, resolve
 from ecornn.schedules.base import Schedule, Task
 from ecornn.task import make_task
-from ecornn.tune import Session, oracle
+from ecornn.tune import Session
 from ecornn.tune.choose import serving_or_raise
 from ecornn.tune.evaluate import Outcome, ProcessEvaluator
 from ecornn.tune.log import append, read
 from ecornn.tune.pool import Closed
+from ecornn.tune.preparing import Question, answers
 from ecornn.tune.record import Trial
 from ecornn.tune.space import Candidate, ConfigSpace
 from ecornn.workload import Workload
@@ -86,9 +87,9 @@ class Table:
         self.missing = [c for c in wanted if c not in known]
         self.done, self.wanted = len(wanted) - len(self.missing), len(wanted)
         self.best = min((t.times.median for t in known.values() if t.times), default=None)
-        cell = get(work.cell)
-        self.evaluator = ProcessEvaluator(self.task, cell.name, lambda file: oracle.write(file, cell, self.task, 0),
-                                          session.pool, limit=session.timeout, seed=0)
+        asked = Question(get(work.cell).name, work, session.device)
+        self.evaluator = ProcessEvaluator(self.task, asked.cell, answers(session.pool, asked), session.pool,
+                                          limit=session.timeout, seed=0)
 
     def turn(self, count: int, out_of_time: threading.Event) -> int:
         """Measures the next ``count``; returns how many there was time for."""

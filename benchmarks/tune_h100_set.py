@@ -229,7 +229,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="build: [%(default)s]")
     parser.add_argument("--logs", type=Path, help="run: folder of the logs [the user's]")
     parser.add_argument("--limit", type=float, default=1e9, help="build, run: seconds after which nothing new begins")
-    parser.add_argument("--at-once", type=int, default=4, help="run: workloads in preparation [%(default)s]")
+    parser.add_argument("--at-once", type=int, default=8, help="run: workloads in preparation [%(default)s]")
     parser.add_argument("--timeout", type=float, default=60.0, help="run: seconds of a build or measurement")
     args = parser.parse_args()
     if args.action == "list":

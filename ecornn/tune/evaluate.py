@@ -78,7 +78,7 @@ class ProcessEvaluator:
     Parameters
     ----------
     task, cell : what is tuned; ``cell`` is a spec for ``load_cell``
-    answer : writes the inputs and expected outputs (``oracle.write``) to the path it is given; called
+    answer : writes the inputs and expected outputs (``preparing.answers``) to the path it is given; called
         in a thread, so that builds need not wait for it
     pool : the processes; they outlive the evaluator
     limit : seconds that a build, and a measurement, may take
@@ -127,7 +127,7 @@ class ProcessEvaluator:
         if self.pool.quiet:
             running += building
         if wait(running, PATIENCE).not_done:
-            self.pool.kill()
+            self.pool.kill(builders=self.pool.quiet)  # others build for other workloads
             wait(running)
         self.done, self.pending = queue.SimpleQueue(), 0
 

@@ -15,6 +15,8 @@ from ecornn.tune.arrays import Arrays, arrays_for, torch_sees_gpu
 from ecornn.tune.oracle import relative_error
 from ecornn.tune.timing import FEWEST, Contestant, race, settled
 
+KEPT = 8  # workloads that take turns
+
 
 class Measure(msgspec.Struct, frozen=True):
     """Module files to check and to time, taking turns.
@@ -62,20 +64,20 @@ def ready(_: None) -> bool:
 
 
 # What all candidates of a workload share, kept from one to the next.
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=KEPT)
 def answers_of(path: str) -> dict[str, Any]:
     """The arrays of ``oracle.write``."""
     with np.load(path, allow_pickle=False) as arrays:
         return {name: arrays[name] for name in arrays.files}
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=KEPT)
 def weights_of(path: str, memory: Any) -> dict[str, Any]:
     """The weights of ``oracle.write``, to bind."""
     return {n[2:]: memory.weight(values) for n, values in answers_of(path).items() if n.startswith("w:")}
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=KEPT)
 def timed_input(memory: Any, seed: int, shape: tuple[int, ...]) -> Any:
     """Random x to time with."""
     # Float32 from the start: half the bytes of the default.

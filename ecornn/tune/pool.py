@@ -21,6 +21,7 @@ from ecornn.tune.process import Worker, WorkerError
 T = TypeVar("T")
 LOSSES, REST, ABSENCE = 3, 2.0, 90.0  # of servers; seconds
 BUILDERS = 16  # at most; each holds TVM's compiler in memory, 400 MB
+SINGLE = {"OMP_NUM_THREADS": "1"}  # BLAS starts a thread for each processor otherwise, in each of these processes
 
 
 class Closed(EcornnError):
@@ -61,7 +62,7 @@ class Pool:
         count = builders or min(BUILDERS, len(os.sched_getaffinity(0)))
         self.measurers = [Worker(entries.measure_ready, gpu=True, environment=environment)
                           for _ in range(measurers)]
-        self.builders = [Worker(entries.build_ready, gpu=False) for _ in range(count)]
+        self.builders = [Worker(entries.build_ready, gpu=False, environment=SINGLE) for _ in range(count)]
         self.idle_builders: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         self.idle_measurers: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         for worker in self.builders:
@@ -132,9 +133,9 @@ class Pool:
                 else:
                     self.idle_measurers.put(worker)
 
-    def kill(self) -> None:
-        """Kills every process; the next call of each starts it again."""
-        for worker in self.workers:
+    def kill(self, builders: bool = True) -> None:
+        """Kills every process, or those that measure; the next call of each starts it again."""
+        for worker in self.workers if builders else self.measurers:
             worker.kill()
 
     def must_be_open(self) -> None:

@@ -128,7 +128,7 @@ class Session:
              begin: Callable[[ConfigSpace, int], None] = lambda *_: None) -> Result:
         """Searches schedules and knobs for one layer; see :func:`ecornn.tune.tune`. With ``only`` it tries these
         and no others."""
-        from ecornn.tune import evaluate, folders, journal, oracle, tuner
+        from ecornn.tune import evaluate, folders, journal, preparing, tuner
         from ecornn.tune.cell_spec import load_cell, spec_of
         from ecornn.tune.choose import candidates, serving_or_raise
 
@@ -147,6 +147,7 @@ class Session:
             return result(run, workload, device, before)
         pool = self.pool  # its processes start while this one looks at the cell
 
+        from ecornn.schedules import all_schedules
         from ecornn.task import make_task
         from ecornn.tune.model import CostModel
         from ecornn.tune.search import Search
@@ -154,10 +155,13 @@ class Session:
         from ecornn.tune.transfer import seeds, warm
 
         task = make_task(found, workload, device)
-        schedules = serving_or_raise(task, schedule)
-        with evaluate.ProcessEvaluator(task, spec, lambda file: oracle.write(file, found, task, self.seed),
-                                       pool, limit=self.timeout, seed=self.seed) as evaluator:
-            space, model = ConfigSpace(task, schedules), CostModel(self.seed)
+        asked = preparing.Question(spec, workload, device, schedule, self.seed)
+        # Where a workload takes a second, the search for its defaults would be most of what this process does.
+        given = preparing.defaults(pool, asked) if only is not None else None
+        schedules = serving_or_raise(task, schedule) if given is None else [all_schedules()[c.schedule] for c in given]
+        with evaluate.ProcessEvaluator(task, spec, preparing.answers(pool, asked), pool, limit=self.timeout,
+                                       seed=self.seed) as evaluator:
+            space, model = ConfigSpace(task, schedules, given), CostModel(self.seed)
             begin(space, before)
             if only is None:
                 records = folders.read_all()

@@ -11,6 +11,7 @@ from functools import cached_property
 
 from ecornn.errors import ScheduleError
 from ecornn.schedules.base import Config, Knob, Schedule, Task, Value
+from ecornn.tune.record import Choice
 
 ASKED = 150_000  # calls of one schedule's check, a second or two in all
 SAMPLED = 50_000  # combinations of a schedule that needs more calls
@@ -67,14 +68,16 @@ class ConfigSpace:
     What ``check`` says depends on the knobs that it reads and no other, so one answer settles all
     combinations that agree in these (conflict-directed backjumping).
 
-    Raises :class:`ScheduleError` without schedules.
+    ``defaults``: of the schedules, in their order, where they are known already. Raises :class:`ScheduleError`
+    without schedules.
     """
 
-    def __init__(self, task: Task, schedules: Sequence[Schedule]) -> None:
+    def __init__(self, task: Task, schedules: Sequence[Schedule], defaults: Sequence[Choice] | None = None) -> None:
         if not schedules:
             raise ScheduleError(f"no schedule serves {task.workload} on {task.device.name}")
         self.task = task
         self.schedules = {s.name: s for s in schedules}
+        self.given = defaults
         self.knobs: dict[str, tuple[Knob, ...]] = {s.name: s.knobs(task) for s in schedules}
         self.whole: dict[str, frozenset[int]] = {}  # of the schedules all of whose combinations are known
 
@@ -160,6 +163,8 @@ class ConfigSpace:
 
     def defaults(self) -> list[Candidate]:
         """Each schedule's heuristic, preferred schedules first."""
+        if self.given is not None:
+            return [Candidate.of(one.schedule, one.config) for one in self.given]
         return [Candidate.of(s.name, s.default(self.task)) for s in self.schedules.values()]
 
     def sample(self, rng: random.Random, count: int) -> list[Candidate]:

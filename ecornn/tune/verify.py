@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from ecornn.cells import BUILTIN
 from ecornn.device import Device
 from ecornn.tune.evaluate import Outcome, ProcessEvaluator
 from ecornn.tune.log import Line
 from ecornn.tune.lookup import HERE, how_far, unusable, up_to_date
+from ecornn.tune.preparing import Question, answers
 from ecornn.tune.record import Trial
 from ecornn.tune.session import Session
 from ecornn.tune.space import Candidate
@@ -72,7 +72,6 @@ def verify(lines: Sequence[Line], session: Session) -> Iterator[Check]:
     """Builds and measures each record's configuration on the session's device."""
     from ecornn.schedules import all_schedules
     from ecornn.task import make_task
-    from ecornn.tune import oracle
 
     for line in lines:
         trial = line.record
@@ -80,8 +79,8 @@ def verify(lines: Sequence[Line], session: Session) -> Iterator[Check]:
         cell = BUILTIN[trial.workload.cell]
         task = make_task(cell, trial.workload, session.device)
         config = up_to_date(trial, all_schedules()[trial.schedule], task).config
-        answer = partial(oracle.write, cell=cell, task=task, seed=session.seed)
-        with ProcessEvaluator(task, cell.name, answer, session.pool, limit=session.timeout,
+        asked = Question(cell.name, trial.workload, session.device, seed=session.seed)
+        with ProcessEvaluator(task, cell.name, answers(session.pool, asked), session.pool, limit=session.timeout,
                               seed=session.seed) as evaluator:
             evaluator.submit([Candidate.of(trial.schedule, config)], None)
             yield Check(line, evaluator.next()[1])

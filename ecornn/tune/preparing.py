@@ -1,0 +1,79 @@
+"""What a run needs beside its candidates, computed by the processes that build: of many runs at a time the process
+that tunes has only one interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from ecornn.device import Device
+from ecornn.errors import ScheduleError
+from ecornn.tune.pool import Pool
+from ecornn.tune.process import WorkerError
+from ecornn.tune.record import Choice
+from ecornn.workload import Workload
+
+T = TypeVar("T")
+LIMIT = 300.0  # seconds
+
+
+class Question(msgspec.Struct, frozen=True):
+    """About a layer on a device. ``cell`` is a spec for ``load_cell``; ``schedule`` the one that is asked for, or
+    None; ``seed`` of the data; ``out`` the file that is to be written."""
+
+    cell: str
+    workload: Workload
+    device: Device
+    schedule: str | None = None
+    seed: int = 0
+    out: str = ""
+
+
+def write_answers(question: Question) -> bool:
+    """In a worker: ``oracle.write``."""
+    from ecornn.task import make_task
+    from ecornn.tune import oracle
+    from ecornn.tune.cell_spec import load_cell
+
+    cell = load_cell(question.cell)
+    oracle.write(Path(question.out), cell, make_task(cell, question.workload, question.device), question.seed)
+    return True
+
+
+def choose_defaults(question: Question) -> tuple[Choice, ...]:
+    """In a worker: the default of each schedule that serves, what is expected to be fastest first."""
+    from ecornn.task import make_task
+    from ecornn.tune.cell_spec import load_cell
+    from ecornn.tune.choose import serving_or_raise
+
+    task = make_task(load_cell(question.cell), question.workload, question.device)
+    return tuple(Choice(s.name, dict(s.default(task))) for s in serving_or_raise(task, question.schedule))
+
+
+def answers(pool: Pool, question: Question) -> Callable[[Path], None]:
+    """Writes inputs and expected outputs to the path that it is given."""
+    def write(path: Path) -> None:
+        ask(pool, write_answers, msgspec.structs.replace(question, out=str(path)), bool)
+
+    return write
+
+
+def defaults(pool: Pool, question: Question) -> tuple[Choice, ...]:
+    """The default of each schedule that serves, what is expected to be fastest first.
+
+    Raises :class:`ScheduleError` where none serves, or for an unknown name.
+    """
+    return ask(pool, choose_defaults, question, tuple[Choice, ...])
+
+
+def ask(pool: Pool, function: Callable[[Question], T], question: Question, kind: type[T]) -> T:
+    """The answer of a build process. Raises :class:`ScheduleError` where there is none."""
+    with pool.one_of(pool.idle_builders) as worker:
+        try:
+            return worker.call(f"{__name__}:{function.__name__}", question, kind, LIMIT)
+        except WorkerError as error:
+            pool.must_be_open()
+            raise ScheduleError(str(error).removeprefix("ScheduleError: ")) from error

@@ -1,0 +1,78 @@
+"""What the processes that build compute for a run besides its candidates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tune_h100_set
+from search_rate import PRETEND
+
+from ecornn.cells import get
+from ecornn.device import resolve
+from ecornn.errors import ScheduleError
+from ecornn.task import make_task
+from ecornn.tune import oracle
+from ecornn.tune import session as sessions
+from ecornn.tune.choose import serving_or_raise
+from ecornn.tune.log import read
+from ecornn.tune.pool import Entries, Pool
+from ecornn.tune.preparing import Question, answers, defaults
+from ecornn.tune.record import Choice, Finish
+from ecornn.workload import Workload
+
+H100 = resolve("sm_90a")
+WORK = Workload("lstm", 64, 64, 2, 10, "float16")
+ENTRIES = Entries("search_rate:nothing", "search_rate:pretended_build", "search_rate:nothing",
+                  "search_rate:pretended_measure")
+
+
+def test_workers_say_what_this_process_would(tmp_path: Path):
+    task = make_task(get("lstm"), WORK, H100)
+    expected = tuple(Choice(s.name, dict(s.default(task))) for s in serving_or_raise(task))
+    here, there = tmp_path / "here.npz", tmp_path / "there.npz"
+    oracle.write(here, get("lstm"), task, 3)
+    with Pool(ENTRIES, 1) as pool:
+        assert defaults(pool, Question("lstm", WORK, H100)) == expected
+        assert [c.schedule for c in defaults(pool, Question("lstm", WORK, H100, "fused_step"))] == ["fused_step"]
+        answers(pool, Question("lstm", WORK, H100, seed=3))(there)
+        with pytest.raises(ScheduleError, match=r"^no schedule serves .* is for llvm, not cuda$"):
+            defaults(pool, Question("lstm", WORK, H100, "cpu_sequence"))
+    with np.load(here) as a, np.load(there) as b:
+        assert a.files == b.files and all((a[name] == b[name]).all() for name in a.files)
+
+
+def test_given_candidates_cost_this_process_no_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                      capsys: pytest.CaptureFixture[str]):
+    """The defaults are those that a search here would find, and are looked for elsewhere."""
+    from ecornn.schedules import all_schedules
+
+    task = make_task(get("lstm"), WORK, H100)
+    preferred = serving_or_raise(task)[0]
+    default = dict(preferred.default(task))
+    other = {**default, "math": next(v for v in ("fast", "approx") if v != default["math"])}
+    given = Choice(preferred.name, other), Choice(preferred.name, default)
+    item = tune_h100_set.Item("lstm", 64, 2, "float16", given, seq=10)
+    (tmp_path / "set.jsonl").write_bytes(tune_h100_set.msgspec.json.encode(item) + b"\n")
+
+    class Pretended(sessions.Session):
+        def __init__(self, target: str, **options: float) -> None:
+            super().__init__(target, entries=ENTRIES, **options)
+            self._pool = Pool(ENTRIES, 2, poisoned=True)
+
+    def forbidden(self: object, task: object) -> None:
+        raise AssertionError("a default was looked for in the process that tunes")
+
+    monkeypatch.setenv(PRETEND, "[0.01, 0.002]")
+    monkeypatch.setenv("ECORNN_TUNING_LOGS", str(tmp_path / "logs"))
+    monkeypatch.setattr(sessions, "present", lambda target: H100)
+    monkeypatch.setattr(sessions, "Session", Pretended)
+    for kind in {type(s) for s in all_schedules().values() if s.kind == "cuda"}:
+        monkeypatch.setattr(kind, "default", forbidden)
+        monkeypatch.setattr(kind, "expected", forbidden)
+    tune_h100_set.run(tmp_path / "set.jsonl", 60.0, 2, 60.0)
+    assert "2 trials, 0 workloads failed" in capsys.readouterr().out
+    (log,) = (tmp_path / "logs").glob("*.jsonl")
+    (finish,) = [line.record for line in read(log).lines if isinstance(line.record, Finish)]
+    assert finish.default == Choice(preferred.name, default) and finish.default_us
