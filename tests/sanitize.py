@@ -69,6 +69,10 @@ CASES = {
                                 "cluster"),
     "cluster two": persistent("gru_reset_before", "float32", (9, 3, 8, 24), (1, 8, 2, 1), 2, 50, 0, 100, "exact",
                               "rare", "cluster"),
+    # weights from L2, as if there were less shared memory: rings of two slots, and of three in each of two phases
+    "streamed": persistent("lstm", "float16", (7, 9, 24, 300), (1, 60, 2, 6), 1, 0, 0, 100, "fast") | {"shared": 136},
+    "streamed two": persistent("gru_reset_before", "bfloat16", (6, 5, 24, 260), (1, 56, 2, 2), 1, 0, 0, 100, "fast") | {
+        "shared": 92},
     # chunks with and without padding, one group and two, weights in registers, shared memory, both; rows of x for
     # 8-byte and 4-byte copies
     "wide groups": wide("rnn_tanh", "float16", (12, 23, 31, 300), 2, 64, 100),
@@ -117,11 +121,15 @@ CASES = {
 
 def build(name: str, folder: str) -> None:
     """Compiles a case into ``folder``."""
-    import ecornn
+    from msgspec.structs import replace
 
-    of = CASES[name]
+    import ecornn
+    from ecornn.device import resolve
+
+    of, device = CASES[name], resolve("cuda")
     T, B, I, H = of["sizes"]
-    ecornn.compile(of["cell"], hidden=H, input=I, batch=B, seq=T, dtype=of["dtype"], target="cuda",
+    target = replace(device, shared=of["shared"] << 10) if "shared" in of else device
+    ecornn.compile(of["cell"], hidden=H, input=I, batch=B, seq=T, dtype=of["dtype"], target=target,
                    schedule=of["schedule"], config=of["config"] or None, **of["stack"]).save(file_of(name, folder))
 
 

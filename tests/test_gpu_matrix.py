@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 import ecornn
+from ecornn.compiler import plan
 from ecornn.numpy_reference import random_weights, reference
+from ecornn.schedules.persistent.plan import plan_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:RNN module weights")]
 torch = pytest.importorskip("torch")
@@ -112,6 +114,34 @@ def test_long_sequences(schedule, cell, dtype, B, config):
     expected, _ = reference(cell, x.double().cpu().numpy(), weights)
     runs = []
     for _ in range(4):
+        out = torch.full((T, B, H), float("nan"), device="cuda", dtype=kind)
+        runs.append(layer(x, state, out=out)[0].clone())
+    assert all(torch.equal(runs[0], run) for run in runs), "two runs differ"
+    limit = 1e-5 if dtype == "float32" else 2 * library_error(cell, x, weights, state, expected, kind) + 1e-6
+    assert relative(runs[0].double().cpu().numpy(), expected) <= limit
+
+
+STREAMED = [("gru", "float16", 60, 1, 2816), ("lstm", "bfloat16", 20, 3, 2816), ("lstm", "float16", 20, 16, 2304),
+            ("gru_reset_before", "float16", 20, 2, 2816), ("rnn_tanh", "bfloat16", 30, 8, 5120),
+            ("lstm", "float32", 12, 1, 2048)]
+
+
+@pytest.mark.parametrize(("cell", "dtype", "T", "B", "H"), STREAMED, ids=str)
+def test_weights_past_the_chip(cell, dtype, T, B, H):
+    """`persistent` reads what does not fit from L2 in every step."""
+    kind, I = getattr(torch, dtype), 64
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    planned = plan(cell, hidden=H, input=I, batch=B, seq=T, dtype=dtype, target="cuda", schedule="persistent")
+    assert plan_of(planned.task, planned.found.config).streamed
+    weights = {k: torch.tensor(v).to(kind).float().numpy() for k, v in random_weights(cell, I, H, seed=6).items()}
+    layer = ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, dtype=dtype, target="cuda", schedule="persistent",
+                           config=planned.found.config).bind(weights)
+    x = torch.randn(T, B, I, device="cuda").to(kind)
+    state = tuple((torch.rand(B, H, device="cuda") - 0.5).to(kind) for _ in layer.manifest.states)
+    exact = [v.double().cpu().numpy() for v in (x, *state)]
+    expected, _ = reference(cell, exact[0], weights, tuple(exact[1:]))
+    runs = []
+    for _ in range(3):
         out = torch.full((T, B, H), float("nan"), device="cuda", dtype=kind)
         runs.append(layer(x, state, out=out)[0].clone())
     assert all(torch.equal(runs[0], run) for run in runs), "two runs differ"
