@@ -5,10 +5,10 @@ while the warp waits for state or multiplies with what it keeps: L2 is at work a
 octets of one pair, which lie in memory one after the other: one copy, and an mbarrier that counts its bytes.
 
 Nobody but the warp touches its ring. A lane reads after the wait for the slot's mbarrier; all lanes have read when they
-meet, behind which the first lane asks for what the slot holds next. Bulk copies are of another proxy than reads: without
-a fence between the two, what came next was sometimes read instead (vanilla H=2560 B=32, 30 of 30 runs). Which slot a pair has does not depend on the step,
-so that a ring may be shorter than the pairs by any number; how often a slot has been filled says which parity to wait
-for.
+meet, behind which the first lane asks for what the slot holds next. Bulk copies are of another proxy than reads, so a
+fence stands between the two: without it what came next was sometimes read instead (30 of 30 runs of a vanilla layer,
+H=2560 B=32). Which slot a pair has does not depend on the step, so that a ring may be shorter than the pairs by any
+number; how often a slot has been filled says which parity to wait for.
 """
 
 from __future__ import annotations
