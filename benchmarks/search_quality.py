@@ -5,15 +5,18 @@
 
 Reads a table of `search_tables.py` (or several, .jsonl or .jsonl.xz) and replays searches that may propose its
 configurations alone, `--seeds` times each: the time of a proposal is looked up. Written are OUTPUT.json and OUTPUT.png
-(needs matplotlib): best so far against trials, relative to the best of the table, median and range over the seeds.
+(needs matplotlib): best so far against trials, relative to the best of the table, median and range over the seeds; and
+how many trials it takes to come within 5% of the best, and of a warmed search to be as good as one from nothing at the
+end.
 
     random   draws without replacement
     model    the tuner, from nothing
     warmed   the tuner, whose model has seen the shipped records of other workloads, as in `ecornn tune`
 
-All begin with the schedules' defaults. The tuner is the real one, with as many candidates under way at a time as on a
-machine with 16 processors; what a search may find outside the table does not count, so a table should be much larger
-than the budget.
+All begin with the schedules' defaults. `--live` are reports of `search_rate.py`, of searches that may propose anything:
+`--records none` is from nothing, `others` is warmed. The tuner is the real one, with as many candidates under way at a
+time as on a machine with 16 processors; what a search may find outside the table does not count, so a table should be
+much larger than the budget.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
+import math
 import random
 import statistics
 import sys
@@ -39,6 +43,7 @@ from ecornn.tune.evaluate import SPARE, Outcome
 from ecornn.tune.folders import read_all, shipped_folder
 from ecornn.tune.journal import Journal
 from ecornn.tune.log import Log, parse
+from ecornn.tune.lookup import unfit, up_to_date
 from ecornn.tune.model import CostModel
 from ecornn.tune.record import AnyRecord, Trial
 from ecornn.tune.search import Search
@@ -51,6 +56,7 @@ Times = dict[Candidate, Trial]
 Curves = dict[str, list[list[float]]]  # kind of search -> best so far of each seed
 KINDS = ("random", "model", "warmed")
 BUDGETS = (8, 16, 32, 64, 128, 256)
+NEAR = 1.05  # of the best: good enough
 BUILDERS = 16
 
 
@@ -145,7 +151,17 @@ def tables_of(paths: Sequence[Path]) -> list[Table]:
         for trial in parse(data, path).trials():
             if trial.stage == "search":
                 found.setdefault((trial.workload, trial.device), []).append(trial)
-    return [Table(work, device, tuple(trials)) for (work, device), trials in found.items()]
+    return [Table(work, device, tuple(usable(work, device, trials))) for (work, device), trials in found.items()]
+
+
+def usable(work: Workload, device: Device, trials: Sequence[Trial]) -> Iterator[Trial]:
+    """The trials that can be proposed, with knobs that came later as things were before."""
+    task, schedules = task_of(work, device)
+    by_name = {s.name: s for s in schedules}
+    for trial in trials:
+        now = up_to_date(trial, by_name.get(trial.schedule), task)
+        if unfit(by_name.get(trial.schedule), task, now.config) is None:
+            yield now
 
 
 def others(mine: Workload) -> Log:
@@ -206,6 +222,24 @@ def rows_of(work: str, found: Curves) -> list[dict[str, object]]:
     return rows
 
 
+def needed(run: Sequence[float | None], goal: float) -> float:
+    """Trials until one is as good as ``goal``; infinite where none is."""
+    return next((n for n, value in enumerate(run, 1) if value is not None and value <= goal), math.inf)
+
+
+def reached(work: str, found: Curves) -> dict[str, object]:
+    """Trials to come within `NEAR` of the best, the median over the seeds; and of the warmed search to be as good as
+    the one from nothing after all its trials, in the median. None: not within the budget."""
+    def trials(kind: str, goal: float) -> float | None:
+        median = statistics.median(needed(run, goal) for run in found[kind])
+        return median if median < math.inf else None
+
+    budget = min(len(run) for run in found["model"])
+    end = statistics.median(run[budget - 1] for run in found["model"])
+    return {"workload": work, **{kind: trials(kind, NEAR) for kind in KINDS}, "budget": budget, "end": end,
+            "model_as_good": trials("model", end), "warmed_as_good": trials("warmed", end)}
+
+
 def live_rows(paths: Sequence[Path], tables: Sequence[Table]) -> list[dict[str, object]]:
     """What searches of the whole space found (`search_rate.py`), relative to the best of the tables."""
     best, rows = {str(table.work): table.best for table in tables}, []
@@ -214,8 +248,14 @@ def live_rows(paths: Sequence[Path], tables: Sequence[Table]) -> list[dict[str, 
         for work, found in ((w, f) for row in report["rows"] for w, f in row["found"].items()):
             if work in best and found["best_us"]:
                 rows.append({"workload": work, "records": report["records"], "trials": found["trials"],
-                             "best_us": found["best_us"], "ratio": found["best_us"] / best[work]})
+                             "best_us": found["best_us"], "ratio": found["best_us"] / best[work],
+                             "near": finite(needed(found.get("trials_us", ()), NEAR * best[work]))})
     return rows
+
+
+def finite(trials: float) -> float | None:
+    """For JSON."""
+    return trials if trials < math.inf else None
 
 
 def summary(rows: Sequence[dict[str, object]]) -> list[str]:
@@ -285,13 +325,19 @@ def main() -> None:
     live = live_rows(arguments.live, tables)
     for row in live:
         print(f"{row['workload']}: {row['trials']} trials in the whole space, records of {row['records']}: "
-              f"{row['ratio']:.3f} of the table's best")
+              f"{row['ratio']:.3f} of the table's best, within 5% after {row['near'] or 'none'}")
+    quarters = [reached(work, found) for work, found in data.items()]
+    for one in quarters:
+        near = ", ".join(f"{kind} {one[kind] or 'not reached'}" for kind in KINDS)
+        good = ", ".join(f"{kind} {one[f'{kind}_as_good'] or 'not reached'}" for kind in ("model", "warmed"))
+        print(f"{one['workload']}: trials to within 5%: {near}; to {one['end']:.3f}, the model's after "
+              f"{one['budget']}: {good}")
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.with_suffix(".json").write_text(json.dumps({
         "device": tables[0].device.name, "seeds": arguments.seeds,
         "configurations": {str(t.work): len(t.times) for t in tables}, "best_us": {str(t.work): t.best for t in tables},
         "noisy": {str(t.work): sum(each.noisy for each in t.trials) for t in tables}, "rows": rows,
-        "live": live,
+        "live": live, "needed": quarters,
         "command": "python benchmarks/search_quality.py " + " ".join(sys.argv[1:])}, indent=1) + "\n")
     plot(data, tables[0].device.name, {str(t.work): len(t.times) for t in tables}, arguments.output.with_suffix(".png"))
 

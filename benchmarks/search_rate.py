@@ -17,7 +17,8 @@ was found with the tables. Reported are for each run of `--at-once` layers
     starved              the share in which the measuring process had nothing to do
     build, measure       seconds of one: median, mean, most
     first                seconds from the start to the first trial
-    found                of each layer, µs per step of the best and the default, measured again in turns
+    found                of each layer, µs per step of the best and the default, measured again in turns, and of every
+                         trial in its order (null: it failed)
 
 `--pretend` replaces measurements by sleeps, for an H100 that is not there; with `--pretend-builds` also builds, by a
 long-tailed distribution of that mean: what is left is the search itself and the traffic between processes.
@@ -125,13 +126,19 @@ def know(records: str) -> None:
 def run(session: Any, layers: list[str], trials: int, folder: Path, spans: Spans) -> dict[str, object]:
     """Searches these layers at the same time; the row of the report."""
     done: list[float] = []
+    each_us: dict[str, list[float | None]] = {}
     begun = time.monotonic() if folder.name != "0" else STARTED
 
     def tune(text: str) -> Any:
         cell, hidden, batch, seq, dtype = text.split(":")
+
+        def report(progress: Any) -> None:
+            done.append(time.monotonic())
+            trial = progress.trial
+            each_us.setdefault(str(trial.workload), []).append(trial.times and trial.times.median)
+
         return session.tune(cell, hidden=int(hidden), batch=int(batch), seq=int(seq), dtype=dtype, trials=trials,
-                            early_stop=False, output=folder / f"{text}.jsonl",
-                            report=lambda _: done.append(time.monotonic()))
+                            early_stop=False, output=folder / f"{text}.jsonl", report=report)
 
     for each in spans.of.values():
         each.clear()
@@ -150,7 +157,8 @@ def run(session: Any, layers: list[str], trials: int, folder: Path, spans: Spans
         "build": summary(spans.of["build"]), "measure": summary(spans.of["measure"]),
         "propose": summary(spans.of["propose"]),
         "found": {str(r.workload): {"best_us": r.finish.best_us, "default_us": r.finish.default_us,
-                                    "schedule": r.best and r.best.schedule, "trials": r.finish.trials}
+                                    "schedule": r.best and r.best.schedule, "trials": r.finish.trials,
+                                    "trials_us": each_us[str(r.workload)]}
                   for r in results},
     }
 

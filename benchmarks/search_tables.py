@@ -1,42 +1,49 @@
 """Tables of random configurations, for `search_quality.py` to replay searches on.
 
-    python benchmarks/search_tables.py --list                                  # the workloads and their spaces
-    python benchmarks/search_tables.py --table h100_search_tables.jsonl --trials 2000 --seconds 600
+    python benchmarks/search_tables.py list                              # the workloads and their spaces; needs no GPU
+    python benchmarks/search_tables.py build --trials 500 --seconds 600  # into the build cache; needs no GPU
+    python benchmarks/search_tables.py run --table h100_search_tables.jsonl --trials 2000 --seconds 600
 
 Of each workload the defaults and then configurations drawn uniformly from all that fit, without repetition, up to
 `--trials` of them or the whole space. The order is the same in every run, and the log keeps every one, so that the
 same command goes on where it was stopped, and a larger `--trials` makes the tables larger. Workloads take turns of
 `--turn` trials: a run that ends early leaves tables of the same size. Builds go on while others are measured, by as
-many processes as there are processors; what is slower than the best of its table by a factor is timed once.
+many processes as there are processors; what is slower than the best of its table by a factor is timed once. What
+`build` made (in the order of `run`, for an H100, on any machine with the same sources and CUDA compiler;
+`prebuilding.py` carries it), `run` takes from the cache (`ECORNN_CACHE`).
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import queue
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+
+from prebuilding import builders, request
+from prebuilding import prebuild as fill
 
 from ecornn.cells import get
 from ecornn.device import Device, resolve
 from ecornn.schedules.base import Schedule, Task
 from ecornn.task import make_task
 from ecornn.tune import Session
-from ecornn.tune.choose import serving_or_raise
+from ecornn.tune.choose import candidates, serving_or_raise
 from ecornn.tune.evaluate import Outcome, ProcessEvaluator
 from ecornn.tune.log import append, read
-from ecornn.tune.pool import Closed
-from ecornn.tune.preparing import Question, answers
-from ecornn.tune.record import Trial
+from ecornn.tune.pool import Closed, Pool
+from ecornn.tune.preparing import Question, answers, ask
+from ecornn.tune.record import Choice, Trial
 from ecornn.tune.space import Candidate, ConfigSpace
 from ecornn.workload import Workload
 
-RUN = "search-table"
+RUN, H100 = "search-table", "sm_90a"
 # Cells, H from 128 to 2816, B from 1 to 128 and data types; CELL:H:B:T:DTYPE.
 WORKLOADS = {
     "cuda": ("lstm:128:1:100:bfloat16", "lstm:800:20:100:bfloat16", "lstm:1024:64:100:float16",
@@ -74,16 +81,40 @@ def first(space: ConfigSpace, count: int) -> list[Candidate]:
     return [c for c, _ in zip(shuffled(space), range(count), strict=False)]
 
 
+class Wanted(Question, frozen=True):
+    """Which configurations a table of ``count`` has."""
+
+    count: int = 0
+
+
+def choose(wanted: Wanted) -> tuple[Choice, ...]:
+    """In a worker: to scan a space takes seconds."""
+    space = ConfigSpace(*task_of(wanted.workload, wanted.device))
+    return tuple(Choice(c.schedule, c.config) for c in first(space, wanted.count))
+
+
+def chosen(pool: Pool, texts: Sequence[str], device: Device, count: int) -> Iterator[list[Candidate]]:
+    """The configurations of the tables, in the order of ``texts``."""
+    def one(text: str) -> list[Candidate]:
+        work = workload_of(text)
+        wanted = Wanted(get(work.cell).name, work, device, count=count)
+        found = ask(pool, f"{Path(__file__).stem}:choose", wanted, tuple[Choice, ...])
+        return [Candidate.of(c.schedule, c.config) for c in found]
+
+    with ThreadPoolExecutor(len(texts)) as threads:
+        yield from threads.map(one, texts)
+
+
 class Table:
     """One workload's: what is missing, and the log that keeps what is measured."""
 
-    def __init__(self, work: Workload, session: Session, path: Path, count: int) -> None:
-        self.task, schedules = task_of(work, session.device)
+    def __init__(self, work: Workload, session: Session, path: Path, made: Sequence[Trial],
+                 wanted: Sequence[Candidate]) -> None:
+        self.task = make_task(get(work.cell), work, session.device)
         self.session, self.path = session, path
-        self.revisions = {s.name: s.revision for s in schedules}
-        known = {Candidate.of(t.schedule, t.config): t for t in (read(path).trials() if path.exists() else [])
+        self.revisions = {s.name: s.revision for s in candidates(session.device)}
+        known = {Candidate.of(t.schedule, t.config): t for t in made
                  if (t.workload, t.device) == (work, session.device) and t.revision == self.revisions.get(t.schedule)}
-        wanted = first(ConfigSpace(self.task, schedules), count)
         self.missing = [c for c in wanted if c not in known]
         self.done, self.wanted = len(wanted) - len(self.missing), len(wanted)
         self.best = min((t.times.median for t in known.values() if t.times), default=None)
@@ -123,6 +154,7 @@ class Table:
 def measure(texts: list[str], target: str, path: Path, trials: int, seconds: float, turn: int) -> None:
     """Fills the tables until they have ``trials``, or ``seconds`` have passed."""
     began, out_of_time, made = time.monotonic(), threading.Event(), 0
+    made_before = read(path).trials() if path.exists() else []
     timer = threading.Timer(seconds, out_of_time.set)
     timer.daemon = True
     timer.start()
@@ -154,10 +186,10 @@ def measure(texts: list[str], target: str, path: Path, trials: int, seconds: flo
         with ThreadPoolExecutor(lanes) as threads:
             futures = [threads.submit(lane) for _ in range(lanes)]
             try:
-                for text in texts:  # scanned while the first ones are built
+                for text, wanted in zip(texts, chosen(session.pool, texts, session.device, trials), strict=True):
                     if out_of_time.is_set():
                         break
-                    table = Table(workload_of(text), session, path, trials)
+                    table = Table(workload_of(text), session, path, made_before, wanted)
                     stack.enter_context(table.evaluator)
                     left -= not table.missing
                     if table.missing:
@@ -175,6 +207,16 @@ def measure(texts: list[str], target: str, path: Path, trials: int, seconds: flo
     print(f"{made} trials in {taken:.0f} s, {made / taken:.1f} a second")
 
 
+def prebuild(texts: list[str], trials: int, seconds: float, turn: int, processes: int) -> None:
+    """Fills the build cache for tables of an H100, in the order in which ``measure`` asks."""
+    device, began = resolve(H100), time.monotonic()
+    with builders(processes) as pool:
+        tables = [[request(get((work := workload_of(text)).cell).name, work, device, c) for c in wanted]
+                  for text, wanted in zip(texts, chosen(pool, texts, device, trials), strict=True)]
+        turns = [one for at in range(0, trials, turn) for table in tables for one in table[at:at + turn]]
+        fill(pool, turns, seconds - (time.monotonic() - began))
+
+
 def sizes(texts: list[str], device: Device) -> None:
     """Prints how many configurations fit."""
     for text in texts:
@@ -187,20 +229,23 @@ def sizes(texts: list[str], device: Device) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="print the sizes of the spaces; needs no GPU")
+    parser.add_argument("action", choices=("list", "build", "run"))
     parser.add_argument("--target", default="cuda", choices=["cpu", "cuda"])
     parser.add_argument("--workloads", nargs="+", metavar="CELL:H:B:T:DTYPE", help="default: twelve, or two on a CPU")
     parser.add_argument("--trials", type=int, default=2000, help="configurations of a table [%(default)s]")
     parser.add_argument("--seconds", type=float, default=1e9, help="after which nothing new begins")
     parser.add_argument("--turn", type=int, default=32, help="trials of one workload after the other [%(default)s]")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="build: [%(default)s]")
     parser.add_argument("--table", type=Path, default=Path("build/search_tables.jsonl"), help="the log [%(default)s]")
     arguments = parser.parse_args()
     from ecornn.tune.quick_tvm import import_tvm
 
     import_tvm()
     texts = arguments.workloads or list(WORKLOADS[arguments.target])
-    if arguments.list:
-        sizes(texts, resolve("sm_90a" if arguments.target == "cuda" else "cpu"))
+    if arguments.action == "list":
+        sizes(texts, resolve(H100 if arguments.target == "cuda" else "cpu"))
+    elif arguments.action == "build":
+        prebuild(texts, arguments.trials, arguments.seconds, arguments.turn, arguments.processes)
     else:
         measure(texts, arguments.target, arguments.table, arguments.trials, arguments.seconds, arguments.turn)
 

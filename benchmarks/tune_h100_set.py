@@ -18,9 +18,8 @@ import argparse
 import itertools
 import os
 import random
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -138,41 +137,20 @@ def write_list(path: Path, count: int, candidates: int) -> None:
 
 def prebuild(path: Path, processes: int, limit: float) -> None:
     """``build``: every module that ``run`` will ask for, where the cache lacks it."""
+    from prebuilding import builders, request
+    from prebuilding import prebuild as fill
+
     from ecornn.cells import get
     from ecornn.device import resolve
-    from ecornn.tune.building import Build, Built
-    from ecornn.tune.process import Worker, WorkerError
+    from ecornn.tune.space import Candidate
 
-    device, begin, local = resolve(TARGET), time.monotonic(), threading.local()
-    workers: list[Worker] = []
-
-    def requests() -> Iterator[Build]:
-        for item in read(path):
-            work = Workload(get(item.cell).identity(), item.hidden, item.input or item.hidden, item.batch, item.seq,
-                            item.dtype, precision=declared(item.precision))
-            for c in item.candidates:
-                yield Build(item.cell, work, device, c.schedule, c.config, os.devnull)
-
-    def build(request: Build) -> None:
-        if time.monotonic() - begin > limit:
-            return
-        if not hasattr(local, "worker"):
-            local.worker = Worker("ecornn.tune.building:ready", gpu=False)
-            workers.append(local.worker)
-        try:
-            local.worker.call("ecornn.tune.building:build", request, Built, 300.0)
-        except WorkerError as error:
-            print(f"{request.workload} {request.schedule} {request.config}: {error}"[:500], flush=True)
-
-    every = list(requests())
-    try:
-        with ThreadPoolExecutor(processes) as threads:
-            for number, _ in enumerate(threads.map(build, every), 1):
-                if number % 20 == 0:
-                    print(f"{number} of {len(every)} modules, {time.monotonic() - begin:.0f} s", flush=True)
-    finally:
-        for worker in workers:
-            worker.stop()
+    device, every = resolve(TARGET), []
+    for item in read(path):
+        work = Workload(get(item.cell).identity(), item.hidden, item.input or item.hidden, item.batch, item.seq,
+                        item.dtype, precision=declared(item.precision))
+        every += [request(item.cell, work, device, Candidate.of(c.schedule, c.config)) for c in item.candidates]
+    with builders(processes) as pool:
+        fill(pool, every, limit)
 
 
 def run(path: Path, limit: float, at_once: int, timeout: float) -> None:

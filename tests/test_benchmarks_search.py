@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import random
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import search_tables
 from ecornn.device import Device
 from ecornn.schedules.base import Task
 from ecornn.tune import session as sessions
-from ecornn.tune.log import read
+from ecornn.tune.log import parse, read
 from ecornn.tune.pool import Entries, Pool
 from ecornn.tune.space import Candidate, ConfigSpace
 
@@ -118,6 +119,33 @@ def test_a_replay_is_the_tuner_on_the_table(monkeypatch: pytest.MonkeyPatch):
     assert search_quality.replay(table, "random", 0, 384)[-1] == 1.0
 
 
+def test_how_many_trials_it_takes():
+    runs = {"random": [[1.4, 1.2, 1.2, 1.2], [1.3, 1.3, 1.3, 1.3], [1.04, 1.0, 1.0, 1.0]],
+            "model": [[1.4, 1.2, 1.1, 1.03], [1.4, 1.05, 1.04, 1.04], [1.4, 1.4, 1.1, 1.0]],
+            "warmed": [[1.2, 1.03, 1.0, 1.0], [1.2, 1.2, 1.2, 1.2], [1.02, 1.01, 1.0, 1.0]]}
+    found = search_quality.reached("work", runs)
+    assert (found["random"], found["model"], found["warmed"]) == (None, 4, 2)
+    assert found["end"] == 1.03 and (found["model_as_good"], found["warmed_as_good"]) == (4, 2)
+    assert search_quality.needed([3.0, None, 2.0], 2.0) == 3 and search_quality.needed([], 2.0) == float("inf")
+
+
+def test_tables_of_before_a_knob_are_of_what_was_done_then():
+    """The table of random configurations is older than the knobs `hoisted` and `carrier`."""
+    path = ROOT / "benchmarks" / "results" / "search_quality_h100.jsonl.xz"
+    old = {tuple(sorted(t.config)) for t in parse(lzma.decompress(path.read_bytes()), path).trials()
+           if t.schedule == "persistent"}
+    tables = search_quality.tables_of([path])
+    assert len(tables) == 12 and {t.schedule for t in tables[0].trials} == {
+        "persistent", "persistent_wide", "layout_transform", "fused_step"}
+    for table in tables:
+        space = search_quality.TableSpace(*search_tables.task_of(table.work, table.device), table.times)
+        for candidate in table.times:
+            assert ConfigSpace.fits(space, candidate)
+            assert candidate.schedule != "persistent" or tuple(k for k, _ in candidate.knobs) not in old
+        if table.work.dtype != "float32":
+            assert all(c.config["hoisted"] == "float32" for c in table.times if c.schedule == "persistent")
+
+
 def test_no_record_of_the_workload_itself_warms_a_replay():
     work = search_tables.workload_of("lstm:512:16:100:bfloat16")
     left = {t.workload for t in search_quality.others(work).trials()}
@@ -148,6 +176,7 @@ def test_the_rate_of_a_search(tmp_path: Path):
     row, last = json.loads(output.read_text())["rows"]
     assert row["trials"] == 48 and last["trials"] == 24 and row["failed"] == 0
     assert [f["trials"] for f in row["found"].values()] == [24, 24] and last["found"]
+    assert all(len(f["trials_us"]) == 24 and min(f["trials_us"]) > 0 for f in row["found"].values())
     assert 0 < row["per_second_all"] < row["per_second"]
     assert 0 < row["builders"] <= 1 and 0 < row["measurer"] <= 1 and 0 <= row["proposing"] <= 1
     assert row["measurer"] + row["starved"] == pytest.approx(1)

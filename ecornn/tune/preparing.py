@@ -56,7 +56,7 @@ def choose_defaults(question: Question) -> tuple[Choice, ...]:
 def answers(pool: Pool, question: Question) -> Callable[[Path], None]:
     """Writes inputs and expected outputs to the path that it is given."""
     def write(path: Path) -> None:
-        ask(pool, write_answers, msgspec.structs.replace(question, out=str(path)), bool)
+        ask(pool, f"{__name__}:write_answers", msgspec.structs.replace(question, out=str(path)), bool)
 
     return write
 
@@ -66,14 +66,14 @@ def defaults(pool: Pool, question: Question) -> tuple[Choice, ...]:
 
     Raises :class:`ScheduleError` where none serves, or for an unknown name.
     """
-    return ask(pool, choose_defaults, question, tuple[Choice, ...])
+    return ask(pool, f"{__name__}:choose_defaults", question, tuple[Choice, ...])
 
 
-def ask(pool: Pool, function: Callable[[Question], T], question: Question, kind: type[T]) -> T:
-    """The answer of a build process. Raises :class:`ScheduleError` where there is none."""
+def ask(pool: Pool, function: str, question: Question, kind: type[T]) -> T:
+    """What ``function`` ("module:name") of a build process says. Raises :class:`ScheduleError` where it raises."""
     with pool.one_of(pool.idle_builders) as worker:
         try:
-            return worker.call(f"{__name__}:{function.__name__}", question, kind, LIMIT)
+            return worker.call(function, question, kind, LIMIT)
         except WorkerError as error:
             pool.must_be_open()
             raise ScheduleError(str(error).removeprefix("ScheduleError: ")) from error
