@@ -18,8 +18,9 @@ from ecornn.tune import session as sessions
 from ecornn.tune.choose import serving_or_raise
 from ecornn.tune.log import read
 from ecornn.tune.pool import Entries, Pool
-from ecornn.tune.preparing import Question, answers, defaults
+from ecornn.tune.preparing import Question, answers, defaults, scans
 from ecornn.tune.record import Choice, Finish
+from ecornn.tune.space import ConfigSpace
 from ecornn.workload import Workload
 
 H100 = resolve("sm_90a")
@@ -37,6 +38,7 @@ def test_workers_say_what_this_process_would(tmp_path: Path):
         assert defaults(pool, Question("lstm", WORK, H100)) == expected
         assert [c.schedule for c in defaults(pool, Question("lstm", WORK, H100, "fused_step"))] == ["fused_step"]
         answers(pool, Question("lstm", WORK, H100, seed=3))(there)
+        assert scans(pool, Question("lstm", WORK, H100))() == ConfigSpace(task, serving_or_raise(task)).scan()
         with pytest.raises(ScheduleError, match=r"^no schedule serves .* is for llvm, not cuda$"):
             defaults(pool, Question("lstm", WORK, H100, "cpu_sequence"))
     with np.load(here) as a, np.load(there) as b:

@@ -3,6 +3,8 @@ that tunes has only one interpreter."""
 
 from __future__ import annotations
 
+import tempfile
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -14,6 +16,7 @@ from ecornn.errors import ScheduleError
 from ecornn.tune.pool import Pool
 from ecornn.tune.process import WorkerError
 from ecornn.tune.record import Choice
+from ecornn.tune.space import ConfigSpace, Scan
 from ecornn.workload import Workload
 
 T = TypeVar("T")
@@ -53,6 +56,19 @@ def choose_defaults(question: Question) -> tuple[Choice, ...]:
     return tuple(Choice(s.name, dict(s.default(task))) for s in serving_or_raise(task, question.schedule))
 
 
+def write_space(question: Question) -> bool:
+    """In a worker: ``ConfigSpace.scan``."""
+    from ecornn.task import make_task
+    from ecornn.tune.cell_spec import load_cell
+    from ecornn.tune.choose import serving_or_raise
+
+    task = make_task(load_cell(question.cell), question.workload, question.device)
+    found = ConfigSpace(task, serving_or_raise(task, question.schedule)).scan()
+    Path(question.out).write_bytes(msgspec.msgpack.encode({
+        name: (whole, numbers.tobytes()) for name, (whole, numbers) in found.items()}))
+    return True
+
+
 def answers(pool: Pool, question: Question) -> Callable[[Path], None]:
     """Writes inputs and expected outputs to the path that it is given."""
     def write(path: Path) -> None:
@@ -67,6 +83,18 @@ def defaults(pool: Pool, question: Question) -> tuple[Choice, ...]:
     Raises :class:`ScheduleError` where none serves, or for an unknown name.
     """
     return ask(pool, f"{__name__}:choose_defaults", question, tuple[Choice, ...])
+
+
+def scans(pool: Pool, question: Question) -> Callable[[], dict[str, Scan]]:
+    """What ``ConfigSpace.scan`` returns for the schedules that serve."""
+    def scan() -> dict[str, Scan]:
+        with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
+            out = Path(folder, "space")
+            ask(pool, f"{__name__}:write_space", msgspec.structs.replace(question, out=str(out)), bool)
+            found = msgspec.msgpack.decode(out.read_bytes(), type=dict[str, tuple[bool, bytes]])
+        return {name: (whole, array("q", numbers)) for name, (whole, numbers) in found.items()}
+
+    return scan
 
 
 def ask(pool: Pool, function: str, question: Question, kind: type[T]) -> T:

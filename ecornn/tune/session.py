@@ -161,7 +161,8 @@ class Session:
         schedules = serving_or_raise(task, schedule) if given is None else [all_schedules()[c.schedule] for c in given]
         with evaluate.ProcessEvaluator(task, spec, preparing.answers(pool, asked), pool, limit=self.timeout,
                                        seed=self.seed) as evaluator:
-            space, model = ConfigSpace(task, schedules, given), CostModel(self.seed)
+            space = ConfigSpace(task, schedules, given, preparing.scans(pool, asked))
+            model = CostModel(self.seed)
             begin(space, before)
             if only is None:
                 records = folders.read_all()

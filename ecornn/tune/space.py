@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,6 +16,9 @@ from ecornn.tune.record import Choice
 ASKED = 150_000  # calls of one schedule's check, a second or two in all
 SAMPLED = 50_000  # combinations of a schedule that needs more calls
 KEPT = 200_000  # of those that fit, as numbers
+
+
+Scan = tuple[bool, array]  # whether these are all that fit, and the numbers of these
 
 
 @dataclass(frozen=True)
@@ -68,23 +71,26 @@ class ConfigSpace:
     What ``check`` says depends on the knobs that it reads and no other, so one answer settles all
     combinations that agree in these (conflict-directed backjumping).
 
-    ``defaults``: of the schedules, in their order, where they are known already. Raises :class:`ScheduleError`
-    without schedules.
+    ``defaults``: of the schedules, in their order, where they are known already. ``scans``: asks somebody else for the
+    :meth:`scan` of every schedule, by name, which takes seconds. Raises :class:`ScheduleError` without schedules.
     """
 
-    def __init__(self, task: Task, schedules: Sequence[Schedule], defaults: Sequence[Choice] | None = None) -> None:
+    def __init__(self, task: Task, schedules: Sequence[Schedule], defaults: Sequence[Choice] | None = None,
+                 scans: Callable[[], Mapping[str, Scan]] | None = None) -> None:
         if not schedules:
             raise ScheduleError(f"no schedule serves {task.workload} on {task.device.name}")
         self.task = task
         self.schedules = {s.name: s for s in schedules}
-        self.given = defaults
+        self.given, self.scans = defaults, scans or self.scan
         self.knobs: dict[str, tuple[Knob, ...]] = {s.name: s.knobs(task) for s in schedules}
         self.whole: dict[str, frozenset[int]] = {}  # of the schedules all of whose combinations are known
 
     @cached_property
     def fitting(self) -> dict[str, array[int]]:
         """The numbers that fit, by schedule; found when first asked for."""
-        return {s.name: self.scan(s) for s in self.schedules.values()}
+        found = self.scans()
+        self.whole = {name: frozenset(numbers) for name, (whole, numbers) in found.items() if whole}
+        return {name: found[name][1] for name in self.schedules}
 
     @cached_property
     def drawable(self) -> list[str]:
@@ -103,20 +109,21 @@ class ConfigSpace:
         """Number of combinations of one schedule."""
         return math.prod(len(k.values) for k in self.knobs[schedule])
 
-    def scan(self, schedule: Schedule) -> array[int]:
-        """Numbers of the combinations that fit."""
+    def scan(self) -> dict[str, Scan]:
+        """Numbers of the combinations that fit, of each schedule."""
+        return {s.name: self._scan(s) for s in self.schedules.values()}
+
+    def _scan(self, schedule: Schedule) -> Scan:
         found = self.walk(schedule)
         if found is not None:
-            self.whole[schedule.name] = frozenset(found)
-        else:
-            size = self.size(schedule.name)
-            numbers = random.Random(size).sample(range(size), min(size, SAMPLED))
-            found = array("q", (n for n in numbers
-                                if schedule.check(self.task, self.config(schedule.name, n)) is None))
-        return found
+            return True, found
+        size = self.size(schedule.name)
+        numbers = random.Random(size).sample(range(size), min(size, SAMPLED))
+        return False, array("q", (n for n in numbers
+                                  if schedule.check(self.task, self.config(schedule.name, n)) is None))
 
     def walk(self, schedule: Schedule) -> array[int] | None:
-        """As :meth:`scan`, of all combinations; None where they are too many to ask for."""
+        """Numbers of all combinations that fit; None where they are too many to ask for."""
         knobs = {k.name: k for k in self.knobs[schedule.name]}
         weight, weights = 1, {}  # of a knob's place in the number
         for name, knob in knobs.items():

@@ -36,7 +36,7 @@ ROWS = (8, 16, 24, 32, 48, 64)  # of a group
 AHEAD = (100, 75, 50, 25, 0)
 LATE = 2  # times as long as the recurrence: what workers may take before a configuration is not worth a trial
 DOUBT = 1.1  # what a cluster must be expected to gain: the two estimates have errors of their own
-HELD = 160 << 10  # bytes of weights of a block of a cluster
+HELD = 160 << 10  # bytes of weights of a block of a cluster; with more, the share in registers is worth finer steps
 FEWEST = "rare"  # fences; without any, the only value
 ITEMS = 8  # (unit, batch row) pairs of a gate thread, at most
 
@@ -71,6 +71,7 @@ class Persistent(Schedule):
         units = tuple({-(-w.hidden // u): u for u in range(128 // small * small, 0, -small)
                        if -(-w.hidden // u) <= task.device.cores}.values())
         groups = {-(-w.batch // rows) for rows in ROWS}
+        scarce = self._weights(task) > HELD * task.device.cores
         if clusters := self._clusters(task, units):
             few = [-(-w.batch // count) for count in map(task.device.clusters, (8, LARGEST)) if count]
             groups |= {-(-w.batch // rows) for rows in few}
@@ -81,7 +82,7 @@ class Persistent(Schedule):
                  "more product warps: less work each, but more partial sums to add"),
             Knob("gate_warps", (1, 2, 3, 4, 5, 6, 8), "more gate warps: shorter gate math, fewer registers a thread"),
             Knob("chains", (1, 2), "2: shorter chains of dependent products, at an accumulator more"),
-            Knob("registers", (100, 75, 60, 50, 40, 33, 25, 15, 0),
+            Knob("registers", (100, 75, 60, 50, 40, 33, 25, 15, 0) if scarce else (100, 75, 60, 50, 40, 25, 0),
                  "percent of weights in registers; the rest in shared memory, and in L2 what does not fit there"),
             Knob("interleave", (0, 4) if wide else (0,),
                  "4: pad three gates to four for smaller unit steps and wider loads; 0: no padding"),
@@ -102,10 +103,16 @@ class Persistent(Schedule):
     def _clusters(task: Task, units: tuple[int, ...]) -> bool:
         """Whether groups may be clusters worth a trial: where they hold all weights without much of them in shared
         memory, which then takes longer than the way through L2."""
-        w, phases = task.workload, task.graph.phases
-        weights = sum(len(p.rows) for p in phases) * w.hidden * words(w.hidden, w.dtype) * 4
-        return (weights <= LARGEST * HELD and min(units, default=w.hidden) < w.hidden <= LARGEST * max(units)
+        w = task.workload
+        return (Persistent._weights(task) <= LARGEST * HELD
+                and min(units, default=w.hidden) < w.hidden <= LARGEST * max(units)
                 and task.device.clusters(LARGEST) > 0)
+
+    @staticmethod
+    def _weights(task: Task) -> int:
+        """Bytes of the recurrent weights."""
+        w = task.workload
+        return sum(len(p.rows) for p in task.graph.phases) * w.hidden * words(w.hidden, w.dtype) * 4
 
     def check(self, task: Task, config: Config) -> str | None:
         # What needs few knobs comes first: a search learns from the knobs that were read which others
