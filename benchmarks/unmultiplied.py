@@ -1,8 +1,8 @@
 """The kernels of a persistent schedule without their recurrent products, so that these can be told from the wait for h.
 
 Everything else stays: every block polls or copies all of h and waits until it is there, partial sums (zeros) are
-stored, added and synchronised, h' is sent. Weights are read once, before the first step, and not again. What such a
-module computes is the layer with recurrent weights of zero, so it is checked like any other.
+stored, added and synchronised, h' is sent. Weights that are kept are read once, before the first step, and none later.
+What such a module computes is the layer with recurrent weights of zero, so it is checked like any other.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def _without_products() -> Iterator[None]:
 
     with ExitStack() as stack:
         for owner, name, other in ((products, "mma", nothing), (products._Stored, "load", nothing),
-                                   (products._Stored, "_stream", nothing), (wide, "wgmma", keep_zero),
+                                   (products._Stored, "_from_l2", nothing),
+                                   (products.Stream, "begin", nothing), (wide, "wgmma", keep_zero),
                                    (wide, "wgmma_registers", keep_zero)):
             stack.enter_context(patch.object(owner, name, other))
         yield

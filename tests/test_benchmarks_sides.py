@@ -218,9 +218,9 @@ def test_stages_by_hand():
 
 @pytest.mark.parametrize(("stages", "found", "words"), [
     ({"gate math": 0.1, "projection": 0.0, "products": 0.1, "exchange": 0.8}, ["exchange"],
-     "0.79 is the way through L2 between the 16 blocks of a group; the floor has 0.46 for 8 blocks of a cluster"),
-    ({"gate math": 0.4, "projection": 0.0, "products": 0.4, "exchange": 0.46}, ["gate math", "products"], "gate math"),
-    ({"gate math": 0.4, "recurrence": 0.9}, ["gate math", "recurrence"], "not told apart"),
+     "0.79 is the way through L2 between the 16 blocks of a group; the floor has 0.15 for 16 blocks of a cluster"),
+    ({"gate math": 0.4, "projection": 0.0, "products": 0.4, "exchange": 0.16}, ["gate math", "products"], "gate math"),
+    ({"gate math": 0.4, "recurrence": 0.5}, ["gate math", "recurrence"], "not told apart"),
     ({"gate math": 0.0, "projection": 0.3, "products": 0.0, "exchange": 0.1}, ["projection"], "0.30 where")])
 def test_reasons_by_hand(stages: dict, found: list[str], words: str):
     row = {"cell": "lstm", "T": 256, "B": 1, "I": 256, "H": 256, "dtype": "float16", "stages": stages, "whole_us": 9.0,
