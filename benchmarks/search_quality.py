@@ -47,7 +47,7 @@ from ecornn.tune.lookup import unfit, up_to_date
 from ecornn.tune.model import CostModel
 from ecornn.tune.record import AnyRecord, Trial
 from ecornn.tune.search import Search
-from ecornn.tune.space import Candidate, ConfigSpace
+from ecornn.tune.space import Candidate, ConfigSpace, halving
 from ecornn.tune.transfer import warm
 from ecornn.tune.tuner import Settings, Tuner
 from ecornn.workload import Workload
@@ -83,7 +83,7 @@ class TableSpace(ConfigSpace):
         return list(self.table) if len(self) <= count else rng.sample(list(self.table), count)
 
     def draw(self, rng: random.Random) -> Candidate | None:
-        return rng.choice(self.by_name[rng.choice(list(self.by_name))])
+        return rng.choice(self.by_name[halving(rng, [name for name in self.schedules if name in self.by_name])])
 
     def neighbour(self, candidate: Candidate, rng: random.Random) -> Candidate | None:
         near = [c for c in self.by_name[candidate.schedule]

@@ -20,7 +20,7 @@ REAL = """
 import sys
 from pathlib import Path
 from ecornn.tune import tune
-tune("lstm", hidden=16, batch=2, seq=8, target="cpu", trials=int(sys.argv[2]), output=Path(sys.argv[1]))
+tune("lstm", hidden=16, batch=2, seq=8, target=sys.argv[3], trials=int(sys.argv[2]), output=Path(sys.argv[1]))
 """
 
 STUCK = """
@@ -76,15 +76,16 @@ def test_workers_and_compilers_die_with_a_killed_parent():
 
 
 @pytest.mark.slow
-def test_killed_again_and_again_a_run_ends_with_every_trial_made_once(tmp_path):
-    path, rng, trials, seen = tmp_path / "log.jsonl", random.Random(0), 10, 0
+@pytest.mark.parametrize("target", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_killed_again_and_again_a_run_ends_with_every_trial_made_once(target: str, tmp_path):
+    path, rng, trials, seen = tmp_path / "log.jsonl", random.Random(0), 24, 0
     for _ in range(3):
-        parent = started(REAL, path, trials)
+        parent = started(REAL, path, trials, target)
         deadline = time.monotonic() + 120
         while not (path.exists() and len(read(path).trials()) > seen):
             assert parent.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
-        time.sleep(rng.uniform(0, 0.5))
+        time.sleep(rng.uniform(0, 0.3))
         processes = below(parent)
         parent.send_signal(signal.SIGKILL)
         parent.wait()
@@ -95,7 +96,7 @@ def test_killed_again_and_again_a_run_ends_with_every_trial_made_once(tmp_path):
         assert all("torn last line" in problem for problem in log.problems)
         before, seen = seen, len(log.trials())
         assert seen > before and not any(isinstance(line.record, Finish) for line in log.lines)
-    done = started(REAL, path, trials)
+    done = started(REAL, path, trials, target)
     assert done.wait(120) == 0
     done.stdout.close()
     log = read(path)
@@ -105,7 +106,7 @@ def test_killed_again_and_again_a_run_ends_with_every_trial_made_once(tmp_path):
     assert sum(isinstance(line.record, Start) for line in log.lines) == 1
     assert sum(isinstance(line.record, Finish) for line in log.lines) == 1
     size, began = path.stat().st_size, time.monotonic()
-    again = started(REAL, path, trials)
+    again = started(REAL, path, trials, target)
     assert again.wait(60) == 0 and path.stat().st_size == size  # returns at once, and adds nothing
     again.stdout.close()
     assert time.monotonic() - began < 20

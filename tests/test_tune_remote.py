@@ -65,9 +65,9 @@ def wait_for(condition) -> None:
 
 
 @contextlib.contextmanager
-def servers(tracker: Tracker, count: int) -> Iterator[list[subprocess.Popen]]:
+def servers(tracker: Tracker, count: int, target: str = "cpu") -> Iterator[list[subprocess.Popen]]:
     command = [sys.executable, "-m", "ecornn.cli", "serve", "--tracker", str(tracker),
-               "--key", tracker.key, "--target", "cpu"]
+               "--key", tracker.key, "--target", target]
     started = [subprocess.Popen([*command, "--port", str(free_port())]) for _ in range(count)]
     try:
         wait_for(lambda: tracker.servers() == count)
@@ -78,16 +78,18 @@ def servers(tracker: Tracker, count: int) -> Iterator[list[subprocess.Popen]]:
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_costs_a_retry_and_nothing_else(tracker, tmp_path):
+@pytest.mark.parametrize("target", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_server_that_is_killed_costs_a_retry_and_nothing_else(target: str, tracker, tmp_path):
     path, killed = tmp_path / "log.jsonl", []
-    with servers(tracker, 2) as running, Session("cpu", tracker=tracker) as session:
+    with servers(tracker, 2, target) as running, Session(target, tracker=tracker) as session:
 
         def report(now) -> None:
             if now.done >= 3 and not killed:
                 kill_tree(running[0])
                 killed.append(now.done)
 
-        result = session.tune("lstm", hidden=16, batch=3, seq=12, trials=12, output=path, report=report)
+        result = session.tune("lstm", hidden=16, batch=3, seq=12, dtype="float32", trials=12, output=path,
+                              report=report)
         assert len(session.pool.measurers) == 2 and not session.pool.local
     trials = [t for t in read(path).trials() if t.stage == "search"]
     assert killed and len(trials) == 12 and not result.failures

@@ -49,11 +49,11 @@ class Tight(Fake):
         return {**super().default(task), "a": 1, "b": 1, "c": 1}
 
 
-def test_a_schedule_of_which_little_fits_is_drawn_as_often_as_another():
+def test_a_schedule_is_drawn_by_its_place_and_not_by_how_much_of_it_fits():
     space, rng = ConfigSpace(TASK, [Tight(("ok",), "abcde", "tight"), LARGE]), random.Random(0)
     drawn = [space.draw(rng) for _ in range(400)]
     assert all(space.fits(c) for c in drawn)
-    assert 150 < sum(c.schedule == "tight" for c in drawn) < 250
+    assert 225 < sum(c.schedule == "tight" for c in drawn) < 310  # two of three, in the mean
 
 
 def test_nothing_that_does_not_fit_is_proposed():
@@ -156,3 +156,21 @@ def test_a_word_that_is_absent_is_zero_and_a_number_missing():
     columns.learn([{"k=x": 1.0, "n": 3.0}])
     row = columns.matrix([{"other": 1.0}])[0]
     assert row[0] == 0.0 and row[1] != row[1]
+
+
+def test_half_of_what_is_drawn_before_the_model_is_near_a_default():
+    """A default is a good guess, and what is near it is worth more than what is drawn from all that fits."""
+    space = ConfigSpace(TASK, [LARGE, Fake(("ok",), "abcdef", "second"), Fake(("ok",), "abcdef", "third")])
+
+    def changed(one: Candidate) -> int:
+        default = next(d for d in space.defaults() if d.schedule == one.schedule)
+        return sum(a != b for a, b in zip(one.knobs, default.knobs, strict=True))
+
+    asked = Search(space, CostModel(), 0).ask(23)
+    assert asked[:3] == space.defaults() and len(set(asked)) == 23
+    close = [c for c in asked[3:] if changed(c) <= 3]
+    assert 10 <= len(close) < 16 and {c.schedule for c in close[:10]} == {"fake", "second"}
+    assert all(space.fits(c) for c in asked)
+    late = Search(space, CostModel(), 0)
+    late.proposed |= set(space.sample(random.Random(1), 24))
+    assert sum(changed(c) <= 3 for c in late.ask(20)) <= 6  # the defaults and luck

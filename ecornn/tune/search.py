@@ -18,6 +18,8 @@ from ecornn.tune.model import CostModel
 from ecornn.tune.space import Candidate, ConfigSpace
 
 EPSILON = 0.15  # share of a batch that is drawn at random, whatever the model says
+BLIND = 24  # trials before the model has learnt much: half of what is drawn then is near a default,
+STEPS = 3  # as many knobs away, at most
 SCORED = 4096  # spaces with no more candidates are ranked whole; of others a random sample of so many
 CLIMBERS, SWEEPS, TURNS = 32, 6, 8  # from the best of the sample: points, moves of all, neighbours seen of each
 
@@ -64,6 +66,8 @@ class Search:
         room = count - len(batch)
         if room and self.model.fit():
             batch += self.ranked(rng, math.ceil(room * (1 - EPSILON)), batch)
+        if len(self.tried) + len(self.proposed) + len(batch) < BLIND:
+            batch += self.near(rng, (count - len(batch)) // 2, batch)
         batch += self.draw(rng, count - len(batch), batch)
         self.proposed.update(batch)
         return batch
@@ -77,7 +81,7 @@ class Search:
         return candidate not in self.tried and candidate not in self.proposed and candidate not in batch
 
     def draw(self, rng: random.Random, count: int, batch: Sequence[Candidate]) -> list[Candidate]:
-        """Random new candidates, each schedule as likely."""
+        """Random new candidates, preferred schedules more often."""
         found: list[Candidate] = []
         for _ in range(20 * count):
             drawn = self.space.draw(rng)
@@ -88,6 +92,19 @@ class Search:
         if count and len(self.space) <= SCORED:  # nearly all were tried
             left = [c for c in self.listed if self.fresh(c, [*batch, *found])]
             found += rng.sample(left, min(count - len(found), len(left)))
+        return found
+
+    def near(self, rng: random.Random, count: int, batch: Sequence[Candidate]) -> list[Candidate]:
+        """Up to ``count`` new candidates a few knobs away from the defaults of the two preferred schedules."""
+        defaults, found = [c for c in self.space.defaults() if self.space.fits(c)][:2], list[Candidate]()
+        for _ in range(4 * count if defaults else 0):
+            one = rng.choice(defaults)
+            for _ in range(rng.randint(1, STEPS)):
+                one = self.space.neighbour(one, rng) or one
+            if self.fresh(one, [*batch, *found]):
+                found.append(one)
+            if len(found) == count:
+                break
         return found
 
     def ranked(self, rng: random.Random, count: int, batch: Sequence[Candidate]) -> list[Candidate]:

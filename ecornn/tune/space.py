@@ -60,6 +60,11 @@ class Watched(Mapping[str, Value]):
         return len(self.config)
 
 
+def halving(rng: random.Random, names: Sequence[str]) -> str:
+    """One of the names, each twice as likely as the one after it."""
+    return rng.choices(names, [0.5 ** place for place in range(len(names))])[0]
+
+
 class ConfigSpace:
     """The union of the schedules' knob products, filtered by ``check``.
 
@@ -94,7 +99,7 @@ class ConfigSpace:
 
     @cached_property
     def drawable(self) -> list[str]:
-        """The schedules of which something fits."""
+        """The schedules of which something fits, preferred ones first."""
         return [name for name, numbers in self.fitting.items() if numbers]
 
     def __len__(self) -> int:
@@ -191,10 +196,10 @@ class ConfigSpace:
                 yield Candidate.of(name, self.config(name, number))
 
     def draw(self, rng: random.Random) -> Candidate | None:
-        """A random candidate: a schedule first, each as likely; None where nothing fits."""
+        """A random candidate: a schedule first, each twice as likely as the one after it; None where nothing fits."""
         if not self.drawable:
             return None
-        name = rng.choice(self.drawable)
+        name = halving(rng, self.drawable)
         return Candidate.of(name, self.config(name, rng.choice(self.fitting[name])))
 
     def neighbour(self, candidate: Candidate, rng: random.Random) -> Candidate | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ecornn.cells import BUILTIN
@@ -15,6 +16,8 @@ from ecornn.tune.preparing import Question, answers
 from ecornn.tune.record import Trial
 from ecornn.tune.session import Session
 from ecornn.tune.space import Candidate
+
+AT_ONCE = 8  # builds, while one is measured
 
 
 @dataclass(frozen=True)
@@ -69,18 +72,26 @@ def unfit(line: Line, device: Device) -> str | None:
 
 
 def verify(lines: Sequence[Line], session: Session) -> Iterator[Check]:
-    """Builds and measures each record's configuration on the session's device."""
+    """Builds and measures each record's configuration on the session's device, in the order of the lines."""
+    threads = ThreadPoolExecutor(1 if session.pool.quiet else AT_ONCE)
+    try:
+        yield from threads.map(lambda line: measured(line, session), lines)
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+
+
+def measured(line: Line, session: Session) -> Check:
+    """What comes of one record now."""
     from ecornn.schedules import all_schedules
     from ecornn.task import make_task
 
-    for line in lines:
-        trial = line.record
-        assert isinstance(trial, Trial)
-        cell = BUILTIN[trial.workload.cell]
-        task = make_task(cell, trial.workload, session.device)
-        config = up_to_date(trial, all_schedules()[trial.schedule], task).config
-        asked = Question(cell.name, trial.workload, session.device, seed=session.seed)
-        with ProcessEvaluator(task, cell.name, answers(session.pool, asked), session.pool, limit=session.timeout,
-                              seed=session.seed) as evaluator:
-            evaluator.submit([Candidate.of(trial.schedule, config)], None)
-            yield Check(line, evaluator.next()[1])
+    trial = line.record
+    assert isinstance(trial, Trial)
+    cell = BUILTIN[trial.workload.cell]
+    task = make_task(cell, trial.workload, session.device)
+    config = up_to_date(trial, all_schedules()[trial.schedule], task).config
+    asked = Question(cell.name, trial.workload, session.device, seed=session.seed)
+    with ProcessEvaluator(task, cell.name, answers(session.pool, asked), session.pool, limit=session.timeout,
+                          seed=session.seed) as evaluator:
+        evaluator.submit([Candidate.of(trial.schedule, config)], None)
+        return Check(line, evaluator.next()[1])

@@ -1,0 +1,54 @@
+"""A kernel that never ends, a wild store, a wrong output, too little memory: each costs one trial, on a real GPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from tune_planted import FAULTS, planted
+
+from ecornn.build.cuda import lower
+from ecornn.cells import get
+from ecornn.device import resolve
+from ecornn.schedules.fused_step import FusedStep
+from ecornn.task import make_task
+from ecornn.tune.api import tune
+from ecornn.tune.log import read
+from ecornn.tune.pool import Entries
+from ecornn.workload import Workload
+
+SAID = {"endless": "run: took longer than 8 s and was stopped", "astray": "illegal memory access|ILLEGAL_ADDRESS",
+        "wrong": "wrong output: relative error", "vast": "out of memory|OUT_OF_MEMORY"}
+
+
+def program():
+    task = make_task(get("lstm"), Workload("lstm", 64, 64, 4, 20, "bfloat16"), resolve("sm_90a"))
+    return FusedStep().program(task, FusedStep().default(task))
+
+
+@pytest.mark.parametrize(("fault", "text"), [("endless", "ptx_ld_acquire_gpu_global_u32"), ("astray", "68719476736"),
+                                             ("wrong", "bfloat16")])
+def test_what_is_planted_is_a_kernel(fault: str, text: str):
+    kernels, source = lower(FAULTS[fault](program()), "sm_90a")
+    assert "planted" in kernels and text in source[source.index("planted_kernel"):]
+
+
+def test_what_is_planted_needs_more_memory_than_there_is():
+    assert sum(b.nbytes(20) for b in FAULTS["vast"](program()).buffers) > 2 * resolve("sm_90a").memory
+
+
+@pytest.mark.gpu
+def test_every_fault_costs_one_trial(tmp_path):
+    import re
+
+    result = tune("lstm", hidden=64, batch=4, seq=20, dtype="bfloat16", target="cuda", schedule="fused_step",
+                  trials=32, timeout=8, early_stop=False, output=tmp_path / "log.jsonl",
+                  entries=Entries(build="tune_planted:build"))
+    trials = [t for t in read(tmp_path / "log.jsonl").trials() if t.stage == "search"]
+    seen = Counter(planted(t.config) for t in trials)
+    assert len(trials) == 32 and {*FAULTS, None} == set(seen)
+    for trial in trials:
+        fault = planted(trial.config)
+        assert (trial.times is None) == (trial.error is not None) == (fault is not None)
+        assert fault is None or re.search(SAID[fault], trial.error or ""), (fault, trial.error)
+    assert result.best is not None and planted(result.best.config) is None

@@ -1,0 +1,94 @@
+"""Plants faults in some candidates of a real tuning run on a GPU."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ecornn.program import Buffer, Extent, Fill, Launch, Program
+from ecornn.tune import building
+from ecornn.tune.building import Build, Built
+
+FAR = 1 << 36  # elements: beyond the memory of a GPU
+
+
+def followed_by(program: Program, body: Callable[[Any, Any], None], buffer: Buffer, size: int,
+                first: tuple[Fill, ...] = ()) -> Program:
+    """The program, and then a kernel of one warp: ``body`` of TVM's builder and ``buffer`` of that many elements."""
+    from tvm.script.ir_builder import IRBuilder
+    from tvm.tirx.script.builder import ir as T
+
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("planted")
+        given = T.arg(buffer.name, T.buffer((T.int64(size),), buffer.dtype))
+        T.device_entry()
+        T.cta_id([1])
+        body(T, (given, T.thread_id([32])))
+    known = buffer.name in {b.name for b in program.buffers}
+    return replace(program, functions={**program.functions, "planted": builder.get()},
+                   buffers=program.buffers if known else (*program.buffers, buffer),
+                   calls=(*program.calls, *first, Launch("planted", 1, 32)))
+
+
+def endless(program: Program) -> Program:
+    """Waits for a word that nobody writes."""
+    def body(T: Any, given: Any) -> None:
+        word = T.alloc_buffer((1,), "uint32", scope="local")
+        T.buffer_store(word, T.uint32(0), [0])
+        with T.While(word[0] == 0):
+            T.evaluate(T.ptx["ld.acquire.gpu.global.u32"](word[0], given[0].ptr_to([0])))
+
+    flag = Buffer("flag", "workspace", "uint32", Extent(1))
+    return followed_by(program, body, flag, 1, (Fill("flag", 0, Extent(1)),))
+
+
+def astray(program: Program) -> Program:
+    """Writes where no memory is."""
+    def body(T: Any, given: Any) -> None:
+        T.buffer_store(given[0], T.uint32(1), [T.int64(FAR)])
+
+    return followed_by(program, body, Buffer("flag", "workspace", "uint32", Extent(1)), 2 * FAR)
+
+
+def wrong(program: Program) -> Program:
+    """Overwrites the beginning of y."""
+    y = next(b for b in program.buffers if b.role == "y")
+
+    def body(T: Any, given: Any) -> None:
+        T.buffer_store(given[0], T.cast(T.float32(3.0), y.dtype), [given[1]])
+
+    return followed_by(program, body, y, 32)
+
+
+def vast(program: Program) -> Program:
+    """Needs more memory than a GPU has."""
+    return replace(program, buffers=(*program.buffers, Buffer("vast", "workspace", "uint32", Extent(FAR))))
+
+
+FAULTS: dict[str, Callable[[Program], Program]] = {"endless": endless, "astray": astray, "wrong": wrong, "vast": vast}
+
+
+def planted(config: Mapping[str, Any]) -> str | None:
+    """The fault of a configuration: each kind in about one of eight."""
+    place = hashlib.sha256(repr(sorted(config.items())).encode()).digest()[0] % (2 * len(FAULTS))
+    return [*FAULTS, *[None] * len(FAULTS)][place]
+
+
+def build(request: Build) -> Built:
+    """As :func:`ecornn.tune.building.build`, but some candidates have a fault."""
+    from ecornn.schedules import all_schedules
+
+    schedule, fault = all_schedules()[request.schedule], planted(request.config)
+    if fault is None:
+        return building.build(request)
+    original = schedule.program
+    schedule.program = lambda task, config: FAULTS[fault](original(task, config))  # type: ignore[method-assign]
+    try:
+        digest, module = building.generate(request)  # the cache has modules by their configuration, not by the fault
+    finally:
+        del schedule.program
+    Path(request.out).write_bytes(module)
+    return Built(digest)
