@@ -46,7 +46,17 @@ __device__ __forceinline__ float ecornn_tanh_approx(float x) {
   return y;
 }"""),
 }
-_TABLES: dict[str, dict[str, tuple[str, str]]] = {"exact": {}, "fast": _FAST, "approx": _APPROX}
+# to 2 ulp, which is as exact as CUDA's rsqrtf
+_EXACT = {
+    "tirx.rsqrt": ("ecornn_rsqrt", """
+__device__ __forceinline__ float ecornn_rsqrt(float x) {
+  float y;
+  asm("rsqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}"""),
+}
+_TABLES: dict[str, dict[str, tuple[str, str]]] = {
+    "exact": _EXACT, "fast": _EXACT | _FAST, "approx": _EXACT | _APPROX}
 
 
 def emit(assigns: Iterable[Assign], env: dict[Any, Any], math: str = "exact") -> dict[Any, Any]:

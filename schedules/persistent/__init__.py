@@ -55,6 +55,8 @@ class Persistent(Schedule):
     def serves(self, task: Task) -> str | None:
         if not task.graph.phases:
             return f"cell {task.graph.cell!r} has no recurrent product"
+        if task.graph.statistics:
+            return f"cell {task.graph.cell!r} has statistics of hidden units, as layer normalization has"
         if task.device.capability < 80:
             return "needs tensor cores of compute capability 8.0"
         if not any(self.check(task, config) is None for _, config in self._cuts(task)):  # the first that is found

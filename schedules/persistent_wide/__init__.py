@@ -49,7 +49,7 @@ class PersistentWide(Schedule):
             return "needs the warpgroup products of sm_90a"
         if w.dtype == "float32":
             return "needs a 16-bit data type"
-        if len(phases) != 1 or len(phases[0].operands) != 1:
+        if len(phases) != 1 or len(phases[0].operands) != 1 or phases[0].statistics:
             return f"cell {task.graph.cell!r} has not just one recurrent product of one vector"
         if w.hidden > PARTS * LANES * DEPTH:
             return f"hidden={w.hidden} is more than {PARTS * LANES * DEPTH}"
