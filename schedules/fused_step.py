@@ -12,7 +12,7 @@ from ecornn.program import Buffer, Extent, Launch, Loop, Packing, Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
 from ecornn.schedules.hoisted import in_float32
 from ecornn.schedules.normalization import normalize
-from ecornn.schedules.pointwise import MATH_FOR, MATH_TRADES, vector_sources
+from ecornn.schedules.pointwise import MATH_FOR, MATH_TRADES, late_operand, vector_sources
 from ecornn.schedules.row_sums import parts_of
 from ecornn.schedules.step_product import Product, Tile, tile_of, weights_buffer
 from ecornn.schedules.step_projection import project_kernel
@@ -42,7 +42,7 @@ class FusedStep(Schedule):
             return "needs compute capability 8.0"
         if self._first_valid(task) is None:
             return f"cell {task.graph.cell!r} has too many gates for the registers of a thread"
-        return None
+        return late_operand(task.graph)
 
     def knobs(self, task: Task) -> tuple[Knob, ...]:
         return (

@@ -14,7 +14,7 @@ from typing import Any
 from ecornn.program import Buffer, Launch, Loop, Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred
-from ecornn.schedules.pointwise import MATH_FOR, MATH_TRADES
+from ecornn.schedules.pointwise import MATH_FOR, MATH_TRADES, late_operand
 from ecornn.schedules.projection import project, shape_of
 from ecornn.schedules.row_sums import parts_of
 from ecornn.schedules.step_rows import rows_kernel
@@ -49,7 +49,7 @@ class LayoutTransform(Schedule):
                     f"{task.device.shared} available")
         if next(self._candidates(task), None) is None:
             return f"cell {task.graph.cell!r} has too many gates for a block"
-        return None
+        return late_operand(task.graph)
 
     def knobs(self, task: Task) -> tuple[Knob, ...]:
         w, step = task.workload, unit_step(task)

@@ -22,7 +22,7 @@ from ecornn.analysis.graph import variables
 from ecornn.program import Buffer, Extent, Fill, Launch
 from ecornn.schedules.base import Task
 from ecornn.schedules.hoisted import Hoisted, in_float32
-from ecornn.schedules.pointwise import emit, invariants
+from ecornn.schedules.pointwise import emit, invariants, opening
 from ecornn.schedules.timeline import Timeline, row_buffers
 
 BEGIN_THREADS = 256
@@ -254,7 +254,7 @@ class StepScalars:
         """The operands of phase 0, which the states determine, for a step of that parity."""
         if self.graph.phases:
             env = constants | dict(zip(self.graph.states.values(), states, strict=True))
-            self._store_operands(0, row, unit, emit(self.graph.prologue, env, self.math), parity)
+            self._store_operands(0, row, unit, emit(opening(self.graph), env, self.math), parity)
 
     def operand_base(self, p: int, parity: Any) -> Any:
         """First element of phase p's operands."""

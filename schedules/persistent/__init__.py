@@ -23,7 +23,7 @@ from ecornn.schedules.persistent.plan import (
     worker_shape,
 )
 from ecornn.schedules.persistent.start import start_kernel
-from ecornn.schedules.pointwise import MATH_FOR, MATH_TRADES
+from ecornn.schedules.pointwise import MATH_FOR, MATH_TRADES, late_operand
 from ecornn.schedules.projection import project, shape_of
 from ecornn.schedules.tensor_core import words
 from ecornn.schedules.timeline import row_buffers
@@ -62,7 +62,7 @@ class Persistent(Schedule):
         if not any(self.check(task, config) is None for _, config in self._cuts(task)):  # the first that is found
             return (f"the recurrent weights of {task.workload} do not fit on the {task.device.cores} "
                     f"multiprocessors of {task.device.name}")
-        return None
+        return late_operand(task.graph)
 
     def knobs(self, task: Task) -> tuple[Knob, ...]:
         w = task.workload

@@ -25,7 +25,7 @@ from ecornn.schedules.persistent_wide.plan import (
     unit_step,
 )
 from ecornn.schedules.persistent_wide.start import start_kernel
-from ecornn.schedules.pointwise import MATH_FOR, MATH_TRADES
+from ecornn.schedules.pointwise import MATH_FOR, MATH_TRADES, late_operand
 from ecornn.schedules.projection import project, shape_of
 from ecornn.schedules.timeline import row_buffers
 
@@ -59,7 +59,7 @@ class PersistentWide(Schedule):
         if next(self._candidates(task), None) is None:
             return (f"the recurrent weights of {w} do not fit on the {task.device.cores} "
                     f"multiprocessors of {task.device.name}")
-        return None
+        return late_operand(task.graph)
 
     def knobs(self, task: Task) -> tuple[Knob, ...]:
         w, step = task.workload, unit_step(task)
