@@ -139,11 +139,12 @@ class FusedStep(Schedule):
             more, launches = normalize(task, in_float32(task))
             functions, calls = functions | more, [*calls, *launches]
         steps = []
-        for p in parts_of(graph):
-            if isinstance(p, tuple):
-                functions[f"rows_{p[0]}"], launch = rows_kernel(task, p, layout, buffers, math)
+        for part in parts_of(graph):
+            if isinstance(part, tuple):
+                functions[f"rows_{part[0]}"], launch = rows_kernel(task, part, layout, buffers, math)
                 steps.append(launch)
                 continue
+            p = part
             gates, operands = _shape(task, p)
             functions[f"step_{p}"] = _step_kernel(task, tile, layout, buffers, p, math)
             steps.append(Launch(f"step_{p}", _grid(task, tile), tile.threads, tile.shared(gates, operands)))

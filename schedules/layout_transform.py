@@ -136,11 +136,12 @@ class LayoutTransform(Schedule):
         functions["begin"] = begin_kernel(task, layout, buffers, math)
         blocks = plan.columns * -(-task.workload.batch // plan.rows)
         steps = []
-        for p in parts_of(task.graph):
-            if isinstance(p, tuple):
-                functions[f"rows_{p[0]}"], launch = rows_kernel(task, p, layout, buffers, math, inputs)
+        for part in parts_of(task.graph):
+            if isinstance(part, tuple):
+                functions[f"rows_{part[0]}"], launch = rows_kernel(task, part, layout, buffers, math, inputs)
                 steps.append(launch)
                 continue
+            p = part
             functions[f"step_{p}"] = _step_kernel(task, plan, layout, inputs, buffers, p, blocks, math)
             steps.append(Launch(f"step_{p}", blocks, plan.threads, plan.shared(p)))
         calls = (*begin_calls(task, layout, own), *hoisted.calls, Loop(tuple(steps)))

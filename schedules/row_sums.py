@@ -55,8 +55,8 @@ class RowSums:
         return max(1, len(statistics)) * threads // 32
 
     def statistics(self, statistics: Sequence[Statistic], hidden: int, each: Each) -> Env:
-        """The variables of ``statistics``. ``each`` calls a function with the operands of each unit of this thread; twice
-        where there are squares."""
+        """The variables of ``statistics``. ``each`` calls a function with the operands of each unit of this thread;
+        twice where there are squares."""
         T, found = self.T, Env()
         for s, total in zip(statistics, self._over(statistics, each, lambda s, value: value), strict=True):
             found[s.total] = total
@@ -71,7 +71,8 @@ class RowSums:
             found[s.squares] = total
         return found
 
-    def _over(self, statistics: Sequence[Statistic], each: Each, function: Callable[[Statistic, Any], Any]) -> list[Any]:
+    def _over(self, statistics: Sequence[Statistic], each: Each,
+              function: Callable[[Statistic, Any], Any]) -> list[Any]:
         T, count = self.T, len(statistics)
         if not count:
             return []

@@ -7,6 +7,7 @@ them for a later phase it finds again.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ecornn.program import Buffer, Launch
@@ -43,14 +44,17 @@ def rows_kernel(task: Task, phases: tuple[int, ...], layout: Layout, buffers: li
                     with T.If(unit < w.hidden), T.Then():
                         function(unit)
 
-            for p in phases:
-                def each(function: Callable[[Env], None], p: int = p, known: Env = dict(found)) -> None:  # noqa: B006
-                    units(lambda unit: function(scalars.before(p, row, unit, known)))
+            def visit(p: int, known: Env, function: Callable[[Env], None]) -> None:
+                units(lambda unit: function(scalars.before(p, row, unit, known)))
 
+            def finish(p: int, known: Env, unit: Any) -> None:
+                scalars.finish(p, row, unit, known, scalars.hoisted(row, unit))
+
+            for p in phases:
+                each = partial(visit, p, dict(found))
                 found |= sums.statistics(graph.phases[p].statistics, w.hidden, each)
                 with T.If(thread == 0), T.Then():
                     scalars.store_statistics(p, row, found)
                 if not graph.phases[p].rows:
-                    units(lambda unit, p=p: scalars.finish(  # type: ignore[misc]
-                        p, row, unit, found, scalars.hoisted(row, unit)))
+                    units(partial(finish, p, dict(found)))
     return builder.get(), Launch(name, w.batch, threads, 4 * words)

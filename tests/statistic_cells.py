@@ -37,7 +37,8 @@ class Blend(Cell):
         wx = normalized(product(x, parameters["W"]))
         spread = mean(pointwise(lambda b, j: te.abs(wx[b, 0, j]), h, "magnitude"))
         middle, rh = mean(c), product(h, R, 0)
-        a = pointwise(lambda b, j: te.tanh(wx[b, 0, j] + rh[b, j] + v[0, j] * (c[b, j] - middle[b]) + spread[b]), h, "a")
+        a = pointwise(lambda b, j: te.tanh(
+            wx[b, 0, j] + rh[b, j] + v[0, j] * (c[b, j] - middle[b]) + spread[b]), h, "a")
         ra, na = product(a, R, 1), normalized(a)
         new = pointwise(lambda b, j: 0.5 * c[b, j] + na[b, j] * te.sigmoid(ra[b, j]), h, "new")
         shown = normalized(new)

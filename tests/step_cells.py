@@ -208,7 +208,8 @@ class Echo(Cell):
 
 
 CELLS = {cell.name: cell for cell in (
-    Gated(), Pair(), Leaky(), Average(), Echo(), Independent(), Highway(), Seven(), Decay(), Blend(), Focus(), Contrast())}
+    Gated(), Pair(), Leaky(), Average(), Echo(), Independent(), Highway(), Seven(), Decay(), Blend(), Focus(),
+    Contrast())}
 SQUARE = ("leaky", "average", "echo")  # these read x outside of products, so that I == H
 NO_PRODUCT = ("leaky", "average", "indrnn", "highway", "seven", "decay", "focus")  # nor a statistic, of a state
 ROW_BY_ROW = ("contrast",)  # statistics, but no product, of a state

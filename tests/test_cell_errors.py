@@ -98,7 +98,8 @@ def remainder(x: Any, h: Any, p: Any) -> Any:
 
 @pytest.mark.parametrize(("step", "words"), [
     (neighbour, "must be read at [b, j]"), (softmax, "is not a sum"), (largest_product, "is not a product"),
-    (half, "is not a sum"), (other_row, "is not a sum"), (of_parameters, "neither x nor a state"), (transposed, "is not a product"),
+    (half, "is not a sum"), (other_row, "is not a sum"), (of_parameters, "neither x nor a state"),
+    (transposed, "is not a product"),
     (unknown, "KeyError: 'weights'"), (wide, "expected (B, H)"), (remainder, "Mod, which cannot be scheduled")],
     ids=lambda v: getattr(v, "__name__", ""))
 def test_errors_point_at_the_line(step: Any, words: str):

@@ -112,7 +112,8 @@ def test_what_is_a_mean():
 @pytest.mark.parametrize(("cell", "hoisted", "phases", "parts"), [
     ("lstm(layer_norm)", 1, [(4, 0), (0, 1), (0, 1)], [0, (1, 2)]), ("gru(layer_norm)", 2, [(3, 0), (0, 2)], [0, (1,)]),
     ("gru_reset_before(layer_norm)", 2, [(2, 0), (0, 1), (1, 0), (0, 1)], [0, (1,), 2, (3,)]),
-    ("blend", 1, [(1, 2), (1, 1), (0, 1)], [(0,), 0, (1,), 1, (2,)]), ("focus", 1, [], [0]), ("contrast", 0, [(0, 1)], [(0,)])])
+    ("blend", 1, [(1, 2), (1, 1), (0, 1)], [(0,), 0, (1,), 1, (2,)]), ("focus", 1, [], [0]),
+    ("contrast", 0, [(0, 1)], [(0,)])])
 def test_exchanges(cell: str, hoisted: int, phases: list[tuple[int, int]], parts: list[Any]):
     graph = task_of(cell, (1, 1, 5, 8), "float32").graph
     assert (len(graph.hoisted_statistics), counts(graph), parts_of(graph)) == (hoisted, phases, parts)
@@ -143,7 +144,8 @@ def test_masks(tmp_path: Path, schedule: str, cell: str, sizes: tuple[int, int, 
     ("elementwise", "focus", "bfloat16")])
 def test_hoisted_values_in_16_bits(tmp_path: Path, schedule: str, cell: str, dtype: str):
     """Rounded before and after they are normalized; fewer batch rows than were compiled for."""
-    task, chosen = task_of(cell, (4, 5, 31, 45 if schedule == "layout_transform" else 46), dtype), all_schedules()[schedule]
+    hidden, chosen = 45 if schedule == "layout_transform" else 46, all_schedules()[schedule]
+    task = task_of(cell, (4, 5, 31, hidden), dtype)
     check_numbers(tmp_path, chosen, task, {**chosen.default(task), "hoisted": "same"}, batch=4)
 
 
@@ -184,7 +186,8 @@ def test_stacks_on_this_cpu(cell: str, hidden: int, threads: int):
     for layer, width in enumerate((I, 2 * hidden)):
         for end in ("", "_reverse"):
             for name, (g, *rest) in found.parameters(width, hidden).items():
-                weights[f"{name}_l{layer}{end}"] = generator.uniform(-0.3, 0.3, (g * rest[0], *rest[1:])).astype(np.float32)
+                value = generator.uniform(-0.3, 0.3, (g * rest[0], *rest[1:]))
+                weights[f"{name}_l{layer}{end}"] = value.astype(np.float32)
     x = generator.uniform(-1, 1, (T, B, I)).astype(np.float32)
     lengths, resets = np.array([7, 1, 4, 0, 6]), generator.random((T, B)) < 0.3
     y, _ = module.bind(weights, threads=threads)(x, lengths=lengths, resets=resets)

@@ -120,7 +120,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("gru", {"gate": "affine:0.5:0.2", "new": "leaky_relu:0.3"}), ("rnn_tanh", {"clip": 0.3, "zoneout": 0.5}),
     ("indrnn", {}), ("indrnn", {"new": "tanh"}), ("lstm", {"projection": True}),
     ("lstm", {"projection": True, "peepholes": True, "zoneout_h": 0.25}), ("slstm", {}),
-    ("lstm", {"layer_norm": True}), ("gru", {"layer_norm": True}), ("gru_reset_before", {"layer_norm": True, "zoneout": 0.1}),
+    ("lstm", {"layer_norm": True}), ("gru", {"layer_norm": True}),
+    ("gru_reset_before", {"layer_norm": True, "zoneout": 0.1}),
     ("lstm", {"layer_norm": True, "projection": True, "peepholes": True, "clip": 0.75})]
 
 

@@ -1,8 +1,9 @@
 """Walks the te graph of a cell's step and sorts every operation by level.
 
 Pointwise tensors are inlined into scalars of one (b, j); reductions are recognised as products
-with a weight, or as statistics of a batch row (``statistics.py``). Sums are regrouped by level, so that biases are added once and input terms are
-added outside the recurrence; the order within a level stays the cell's.
+with a weight, or as statistics of a batch row (``statistics.py``). Sums are regrouped by level, so that
+biases are added once and input terms are added outside the recurrence; the order within a level stays
+the cell's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The statistics of a step as the walk finds them, and sums of squares among them.
 
-Mean and variance, written as they are defined, are two sums of which the second waits for the first. A sum of squares of
-deviations from the mean is recognised here, so that schedules make both in one exchange.
+Mean and variance, written as they are defined, are two sums of which the second waits for the first. A sum of
+squares of deviations from the mean is recognised here, so that schedules make both in one exchange.
 """
 
 from __future__ import annotations

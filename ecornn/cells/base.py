@@ -130,19 +130,20 @@ def normalized(source: Any, epsilon: float = 1e-5, name: str = "") -> Any:
 
     name = name or f"{source.op.name}_normalized"
     middle = mean(source, f"{name}_mean")
-    apart = te.compute(source.shape, lambda b, *at: source[(b, *at)] - middle[b], name=f"{name}_apart")
+    apart = te.compute(source.shape, lambda *at: source[at] - middle[at[0]], name=f"{name}_apart")
     variance = _mean(apart, lambda value: value * value, f"{name}_variance")
     scale = te.compute(variance.shape, lambda b: te.rsqrt(variance[b] + te.const(epsilon, "float32")),
                        name=f"{name}_scale")
-    return te.compute(source.shape, lambda b, *at: apart[(b, *at)] * scale[b], name=name)
+    return te.compute(source.shape, lambda *at: apart[at] * scale[at[0]], name=name)
 
 
 def scaled(source: Any, gain: Any, first: int = 0) -> Any:
-    """:func:`normalized` ``source`` (B, G, H), multiplied by gates ``first``, ``first`` + 1, ... of ``gain`` (G', H)."""
+    """:func:`normalized` ``source`` (B, G, H), times gates ``first``, ``first`` + 1, ... of ``gain`` (G', H)."""
     from tvm import te
 
     value = normalized(source)
-    return te.compute(source.shape, lambda b, g, j: value[b, g, j] * gain[g + first, j], name=f"{source.op.name}_scaled")
+    return te.compute(source.shape, lambda b, g, j: value[b, g, j] * gain[g + first, j],
+                      name=f"{source.op.name}_scaled")
 
 
 def _mean(source: Any, function: Callable[[Any], Any], name: str) -> Any:
@@ -151,5 +152,5 @@ def _mean(source: Any, function: Callable[[Any], Any], name: str) -> Any:
 
     axes = [te.reduce_axis((0, extent), "k") for extent in source.shape[1:]]
     count = math.prod(int(extent) for extent in source.shape[1:])
-    total = te.compute((source.shape[0],), lambda b: te.sum(function(source[(b, *axes)]), axis=axes), name=f"{name}_sum")
+    total = te.compute((source.shape[0],), lambda b: te.sum(function(source(b, *axes)), axis=axes), name=f"{name}_sum")
     return te.compute(total.shape, lambda b: total[b] * te.const(1.0 / count, "float32"), name=name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ecornn.cells.activations import activation
 from ecornn.cells.base import pointwise, product, scaled
 from ecornn.cells.options import Optioned, mixed
@@ -36,7 +38,7 @@ class GRU(Optioned):
 
     def products(self, source, parameters, end, gates=(0, 1, 2)):
         """W x or R h, normalized where the option says so: a function of batch row, gate (a number) and unit."""
-        made = {}
+        made: dict[int, tuple[Any, int]] = {}
         for some in ((0, 1), (2,)) if self.options["layer_norm"] else (gates,):
             if set(some) <= set(gates):
                 product_ = product(source, parameters[f"weight_{end}"], some)

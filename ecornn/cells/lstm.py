@@ -19,9 +19,9 @@ class LSTM(Optioned):
     coupled : f = 1 - i (Greff et al. 2017, CIFG); the forget gate's weights are not read
     layer_norm : layer normalization inside the step, as Ba et al. 2016 (arXiv 1607.06450, supplement, "LSTM") have it:
         i, f, g, o from LN(W x) weight_ln_ih + b_ih + LN(R h) weight_ln_hh + b_hh, each LN over its 4 H values
-        together; h' = o tanh(LN(c') weight_ln_c + bias_ln_c), while c' itself is handed on as it is. LN subtracts the mean and
-        divides by sqrt(variance + 1e-5). ``weight_ln_ih``, ``weight_ln_hh`` (4*H,), ``weight_ln_c``, ``bias_ln_c``
-        (H,); the gates' biases are bias_ih and bias_hh. Two more exchanges a step, of sums
+        together; h' = o tanh(LN(c') weight_ln_c + bias_ln_c), while c' itself is handed on as it is. LN subtracts
+        the mean and divides by sqrt(variance + 1e-5). ``weight_ln_ih``, ``weight_ln_hh`` (4*H,), ``weight_ln_c``,
+        ``bias_ln_c`` (H,); the gates' biases are bias_ih and bias_hh. Two more exchanges a step, of sums
     clip : bound of the inputs of activations (ONNX's clip)
     clip_state : bound of c' (Sak et al. 2014)
     projection : h' = W_hr (o tanh(c')) (Sak et al. 2014), ``weight_hr`` (H, H); one more exchange of state

@@ -30,8 +30,8 @@ Var = Any  # tvm.tirx.Var
 class Stage:
     """What threads do between two barriers: products ``rows``, then values to ``keep``.
 
-    ``keep`` are stored in workspace for later stages; ``level`` is that of the rows. A stage ``by_row`` has no products:
-    one thread computes ``statistics`` of a row, then, unless the stage is only for these, all values of the row.
+    ``keep`` are stored in workspace for later stages; ``level`` is that of the rows. A stage ``by_row`` has no
+    products: one thread computes ``statistics`` of a row, then, if it ``finishes``, all values of the row.
     """
 
     name: str
@@ -41,17 +41,17 @@ class Stage:
     last: bool = False  # computes the new states and y
     statistics: tuple[Statistic, ...] = ()
     by_row: bool = False
-    finishes: bool = True  # False: statistics and nothing else
+    finishes: bool = True
 
 
 @dataclass(frozen=True)
 class Plan:
     """The stages of a step, in the parts that barriers separate.
 
-    ``hoisted`` are those of the hoisted projection. ``definition``: variable -> its expression; ``level``: variable -> level as in
-    :mod:`ecornn.analysis.step`; ``doubled``: states kept twice, for even and odd steps, because
-    other threads still read the old one; ``barriers``: False where no thread waits for another
-    within a chunk.
+    ``hoisted`` are those of the hoisted projection. ``definition``: variable -> its expression; ``level``:
+    variable -> level as in :mod:`ecornn.analysis.step`; ``doubled``: states kept twice, for even and odd
+    steps, because other threads still read the old one; ``barriers``: False where no thread waits for
+    another within a chunk.
     """
 
     graph: StepGraph
