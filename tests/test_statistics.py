@@ -123,8 +123,9 @@ def test_exchanges(cell: str, hoisted: int, phases: list[tuple[int, int]], parts
 def test_what_serves_them():
     served = {c: {n for n, s in all_schedules().items() if s.serves(task_of(c, (9, 4, 16, 32), "float16")) is None}
               for c in ("blend", "focus", "contrast", "lstm(layer_norm)")}
-    assert served == {"blend": {"layout_transform", "fused_step"}, "focus": {"elementwise", "fused_step"},
-                      "contrast": {"fused_step"}, "lstm(layer_norm)": {"layout_transform", "fused_step"}}
+    every = {"persistent", "layout_transform", "fused_step"}
+    assert served == {"blend": every, "lstm(layer_norm)": every, "focus": {"elementwise", "fused_step"},
+                      "contrast": {"fused_step"}}
 
 
 @pytest.mark.parametrize(("schedule", "cell", "sizes", "dtype", "place"), [

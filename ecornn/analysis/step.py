@@ -120,6 +120,11 @@ class StepGraph:
     projected: tuple[Var, ...] = ()
 
     @property
+    def products(self) -> tuple[Phase, ...]:
+        """The phases with a product."""
+        return tuple(phase for phase in self.phases if phase.rows)
+
+    @property
     def statistics(self) -> tuple[Statistic, ...]:
         """Those of the recurrence, in order."""
         return tuple(s for phase in self.phases for s in phase.statistics)
