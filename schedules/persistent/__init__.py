@@ -138,7 +138,7 @@ class Persistent(Schedule):
             return f"{items} items a gate thread"
         if lanes * rows <= threads - 32:
             return "a gate warp without work"
-        if lanes > 32 and items > 1 and threads % lanes:
+        if task.graph.statistics and lanes > 32 and items > 1 and threads % lanes:
             return f"{lanes} lanes a row, in turns of {threads} threads"
         step = unit_step(task, int(config["interleave"]))
         if units % step:
