@@ -31,13 +31,14 @@ __device__ __forceinline__ float ecornn_across(float value, int lanes) {
 }"""
 
 
-def across_warp(T: Any, value: Any, lanes: int = 32) -> Any:
-    """The sum over ``lanes`` neighbouring lanes (a power of two), the same bits for each of them."""
+def across_warp(T: Any, values: list[Any], lanes: int = 32) -> list[Any]:
+    """The sums over ``lanes`` neighbouring lanes (a power of two), the same bits for each of them; of several values at
+    a time, since a shuffle takes long and another one can follow at once."""
     while lanes > 1:
         lanes //= 2
-        value = T.Bind(T.cuda.func_call("ecornn_across", value, T.int32(lanes), source_code=_ACROSS,
-                                        return_type="float32"))
-    return value
+        values = [T.Bind(T.cuda.func_call("ecornn_across", value, T.int32(lanes), source_code=_ACROSS,
+                                          return_type="float32")) for value in values]
+    return values
 
 
 class RowSums:
@@ -89,8 +90,7 @@ class RowSums:
 
         each(add)
         T.evaluate(T.cuda.cta_sync())  # what was there before has been read
-        for n in range(count):
-            total = across_warp(T, sums[n])
+        for n, total in enumerate(across_warp(T, [sums[n] for n in range(count)])):
             with T.If(self.thread % 32 == 0), T.Then():
                 T.buffer_store(self.memory, total, [self.first + n * self.warps + self.thread // 32])
         T.evaluate(T.cuda.cta_sync())

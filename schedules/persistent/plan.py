@@ -96,6 +96,12 @@ class Plan:
         return lanes_of(self.units) if self.sums else self.units
 
     @property
+    def held(self) -> bool:
+        """Whether product warps poll only after their own block's gate warps have sent the operands. Polls disturb what
+        others wait for, and gate warps wait for statistics meanwhile."""
+        return bool(self.sums) and not self.cluster
+
+    @property
     def items(self) -> int:
         """(unit, batch row) pairs of a gate thread."""
         return -(-self.lanes * self.rows // (32 * self.gate_warps))

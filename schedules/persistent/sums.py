@@ -61,25 +61,28 @@ class Sums:
         T, plan, statistics = self.T, self.plan, self.all[e]
         first = sum(len(s) for s in self.all[:e])
         slot = T.Bind(self._slot(e, t))
-        for i, env in enumerate(envs):
-            for n, s in enumerate(statistics):
-                parts = [T.Bind(env[o] - self.means[i, first + n]) for o in s.operands]
-                sums = [_added(T, parts), _added(T, [T.Bind(p * p) for p in parts])]
-                sums = [across_warp(T, T.Bind(T.Select(owners[i], v, T.float32(0))), self.lanes) for v in sums]
-                self._send(e, t, slot + self._place(e, n, self.rows[i], self.part), sums, self.mine[i])
+        each = [(i, n, s) for i in range(plan.items) for n, s in enumerate(statistics)]
+        sums = []
+        for i, n, s in each:
+            parts = [T.Bind(envs[i][o] - self.means[i, first + n]) for o in s.operands]
+            for value in (_added(T, parts), _added(T, [T.Bind(p * p) for p in parts])):
+                sums.append(T.Bind(T.Select(owners[i], value, T.float32(0))))
+        sums = across_warp(T, sums, self.lanes)
+        for k, (i, n, _) in enumerate(each):
+            place = slot + self._place(e, n, self.rows[i], self.part)
+            self._send(e, t, place, sums[2 * k:2 * k + 2], self.mine[i])
         found: list[dict[Any, Any]] = [{} for _ in envs]
-        totals = self._receive(e, t, slot)
-        for i in range(plan.items):
-            for n, s in enumerate(statistics):
-                total, squares = (across_warp(T, v, self.lanes) for v in totals[i][n])
-                count, before = len(s.operands) * plan.hidden, self.means[i, first + n]
-                found[i][s.total] = T.Bind(total + T.float32(count) * before)
-                if s.squares is not None:
-                    off = T.Bind(total * T.float32(1.0 / count))
-                    found[i][s.squares] = T.Bind(T.max(squares - total * off, T.float32(0)))
-                mean = T.Bind(found[i][s.total] * T.float32(1.0 / count))
-                usable = T.And(mean < T.float32(FINITE), mean > T.float32(-FINITE))
-                T.buffer_store(self.means, T.Select(usable, mean, T.float32(0)), [i, first + n])
+        totals = across_warp(T, self._receive(e, t, slot), self.lanes)
+        for k, (i, n, s) in enumerate(each):
+            total, squares = totals[2 * k:2 * k + 2]
+            count, before = len(s.operands) * plan.hidden, self.means[i, first + n]
+            found[i][s.total] = T.Bind(total + T.float32(count) * before)
+            if s.squares is not None:
+                off = T.Bind(total * T.float32(1.0 / count))
+                found[i][s.squares] = T.Bind(T.max(squares - total * off, T.float32(0)))
+            mean = T.Bind(found[i][s.total] * T.float32(1.0 / count))
+            usable = T.And(mean < T.float32(FINITE), mean > T.float32(-FINITE))
+            T.buffer_store(self.means, T.Select(usable, mean, T.float32(0)), [i, first + n])
         return found
 
     def wipe(self, t: Any) -> None:
@@ -124,8 +127,8 @@ class Sums:
         with T.If(mine), T.Then():
             T.evaluate(T.ptx["st.relaxed.gpu.global.v2.b32"](self.rings[e].ptr_to([place]), *words))
 
-    def _receive(self, e: int, t: Any, slot: Any) -> list[list[list[Any]]]:
-        """For each item and statistic both sums, of the parts that this lane reads."""
+    def _receive(self, e: int, t: Any, slot: Any) -> list[Any]:
+        """For each item and statistic both sums in turn, of the parts that this lane reads."""
         T, plan, count = self.T, self.plan, len(self.all[e])
         each = -(-plan.sum_parts // self.lanes)
         busy = plan.lanes * plan.rows == plan.items * plan.gate_warps * 32
@@ -160,8 +163,8 @@ class Sums:
                 T.buffer_store(missing, T.cast(highest[0] == T.uint32(SENTINEL), "int32"), [0])
             T.evaluate(T.cuda.warp_sync())
         values = [[T.Bind(T.reinterpret("float32", words[n, k])) for k in range(2)] for n in range(len(loads))]
-        return [[[_added(T, [v[k] for v in values[(i * count + n) * each:][:each]]) for k in range(2)]
-                 for n in range(count)] for i in range(plan.items)]
+        return [_added(T, [v[k] for v in values[first:first + each]]) for first in range(0, len(values), each)
+                for k in range(2)]
 
     def _load(self, words: Any, loads: list[tuple[Any, Any]], instruction: str, source: Any) -> None:
         T = self.T
