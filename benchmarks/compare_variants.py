@@ -35,7 +35,7 @@ HEADS = 4
 VARIANTS: dict[str, tuple[str, ...]] = {  # plain cell -> variants
     "lstm": ("lstm(peepholes)", "lstm(projection)", "lstm(coupled)", "lstm(layer_norm)", "lstm(clip=3)",
              "lstm(clip_state=3)", "lstm(zoneout_h=0.1,zoneout_c=0.1)", "heads", "slstm"),
-    "gru": ("gru(clip=3)", "gru(zoneout=0.1)", "gru_reset_before"),
+    "gru": ("gru(layer_norm)", "gru(clip=3)", "gru(zoneout=0.1)", "gru_reset_before"),
     "rnn_tanh": ("rnn_tanh(clip=3)", "rnn_tanh(zoneout=0.1)"),
     "rnn_relu": ("indrnn",)}
 
@@ -69,10 +69,11 @@ CASES = [Case(plain, variant, H) for plain, variants in VARIANTS.items() for var
 
 
 def random_weights(cell: Any, hidden: int, heads: int, generator: Any) -> dict[str, Any]:
-    """By the cell's names, in te shape: uniform in +-1/sqrt(H); recurrent matrices in blocks on the diagonal."""
+    """By the cell's names, in te shape: uniform in +-1/sqrt(H), gains of layer normalization about 1; recurrent
+    matrices in blocks on the diagonal."""
     import numpy as np
 
-    found = {name: generator.uniform(-1, 1, shape) / hidden ** 0.5
+    found = {name: generator.uniform(-1, 1, shape) / hidden ** 0.5 + name.startswith("weight_ln")
              for name, shape in cell.parameters(hidden, hidden).items()}
     if heads > 1:
         block = np.arange(hidden) * heads // hidden

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ecornn import errors, tune
-    from ecornn.cells import Cell, pointwise, product
+    from ecornn.cells import Cell, mean, normalized, pointwise, product
     from ecornn.compiler import compile
     from ecornn.numpy_reference import reference
     from ecornn.runtime import Columns, Layer, Module, load
 
     __version__: str
 
-__all__ = ["Cell", "Columns", "Layer", "Module", "__version__", "compile", "errors", "load", "pointwise", "product",
-           "reference", "tune"]
+__all__ = ["Cell", "Columns", "Layer", "Module", "__version__", "compile", "errors", "load", "mean", "normalized",
+           "pointwise", "product", "reference", "tune"]
 
 # Public name -> (module, name in it); an empty name is the module itself.
 _PLACES = {
@@ -36,6 +36,8 @@ _PLACES = {
     "compile": ("ecornn.compiler", "compile"),
     "errors": ("ecornn.errors", ""),
     "load": ("ecornn.runtime", "load"),
+    "mean": ("ecornn.cells", "mean"),
+    "normalized": ("ecornn.cells", "normalized"),
     "pointwise": ("ecornn.cells", "pointwise"),
     "product": ("ecornn.cells", "product"),
     "reference": ("ecornn.numpy_reference", "reference"),

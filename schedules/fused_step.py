@@ -10,9 +10,13 @@ from typing import Any
 
 from ecornn.program import Buffer, Extent, Launch, Loop, Packing, Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
-from ecornn.schedules.pointwise import MATH_FOR, MATH_TRADES, vector_sources
+from ecornn.schedules.hoisted import in_float32
+from ecornn.schedules.normalization import normalize
+from ecornn.schedules.pointwise import MATH_FOR, MATH_TRADES, late_operand, vector_sources
+from ecornn.schedules.row_sums import parts_of
 from ecornn.schedules.step_product import Product, Tile, tile_of, weights_buffer
 from ecornn.schedules.step_projection import project_kernel
+from ecornn.schedules.step_rows import rows_kernel
 from ecornn.schedules.step_scalars import (
     Layout,
     StepScalars,
@@ -38,7 +42,7 @@ class FusedStep(Schedule):
             return "needs compute capability 8.0"
         if self._first_valid(task) is None:
             return f"cell {task.graph.cell!r} has too many gates for the registers of a thread"
-        return None
+        return late_operand(task.graph)
 
     def knobs(self, task: Task) -> tuple[Knob, ...]:
         return (
@@ -121,19 +125,26 @@ class FusedStep(Schedule):
         buffers.append(Buffer("vectors", "packed", "float32", Extent(count * w.hidden), Packing(
             vector_sources(graph) or (("", 0),), (count, w.hidden), (count, w.hidden), (0, 1), "float32")))
         if graph.hoisted_outputs:
-            extent = Extent(0, w.batch * len(graph.hoisted_outputs) * w.hidden)
-            buffers.append(Buffer("hoisted", "workspace", "float32", extent))
+            buffers.append(in_float32(task).buffer(w.batch))
         if graph.hoisted_rows:
             buffers.append(weights_buffer("input_weights", task, tile, graph.hoisted_rows, w.input))
         for p, phase in enumerate(graph.phases):
-            buffers.append(weights_buffer(f"recurrent_{p}", task, tile, phase.rows, w.hidden))
+            if phase.rows:
+                buffers.append(weights_buffer(f"recurrent_{p}", task, tile, phase.rows, w.hidden))
         functions, calls = {"begin": begin_kernel(task, layout, buffers, math)}, []
         if graph.hoisted_outputs:
             blocks = 2 * task.device.cores
             functions["project"] = project_kernel(task, tile, layout, buffers, blocks)
             calls.append(Launch("project", blocks, tile.threads, tile.shared(len(graph.hoisted_rows), 1)))
+            more, launches = normalize(task, in_float32(task))
+            functions, calls = functions | more, [*calls, *launches]
         steps = []
-        for p in range(phase_count(graph)):
+        for part in parts_of(graph):
+            if isinstance(part, tuple):
+                functions[f"rows_{part[0]}"], launch = rows_kernel(task, part, layout, buffers, math)
+                steps.append(launch)
+                continue
+            p = part
             gates, operands = _shape(task, p)
             functions[f"step_{p}"] = _step_kernel(task, tile, layout, buffers, p, math)
             steps.append(Launch(f"step_{p}", _grid(task, tile), tile.threads, tile.shared(gates, operands)))

@@ -8,7 +8,7 @@ from typing import Any
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.hoisted import Hoisted
-from ecornn.schedules.pointwise import emit, invariants
+from ecornn.schedules.pointwise import emit, invariants, opening
 from ecornn.schedules.timeline import Timeline
 
 
@@ -195,7 +195,7 @@ class Items(ABC):
             live = T.Bind(self.numbers[i, 0] >= 0)
         following = {v: n for v, n in zip(graph.states.values(), carried, strict=True)}
         following |= {v: self.constants[i, k] for k, v in enumerate(graph.invariant_outputs)}
-        self._announce(i, 0, t + 1, emit(graph.prologue, following, self.math))
+        self._announce(i, 0, t + 1, emit(opening(graph), following, self.math))
         return new, carried, live
 
     @abstractmethod

@@ -14,8 +14,10 @@ from typing import Any
 from ecornn.program import Buffer, Launch, Loop, Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred
-from ecornn.schedules.pointwise import MATH_FOR, MATH_TRADES
+from ecornn.schedules.pointwise import MATH_FOR, MATH_TRADES, late_operand
 from ecornn.schedules.projection import project, shape_of
+from ecornn.schedules.row_sums import parts_of
+from ecornn.schedules.step_rows import rows_kernel
 from ecornn.schedules.step_scalars import (
     Layout,
     StepScalars,
@@ -38,7 +40,7 @@ class LayoutTransform(Schedule):
     kind = "cuda"
 
     def serves(self, task: Task) -> str | None:
-        if not task.graph.phases:
+        if not any(phase.rows for phase in task.graph.phases):
             return f"cell {task.graph.cell!r} has no recurrent product"
         if task.device.capability < 80:
             return "needs tensor cores of compute capability 8.0"
@@ -47,7 +49,7 @@ class LayoutTransform(Schedule):
                     f"{task.device.shared} available")
         if next(self._candidates(task), None) is None:
             return f"cell {task.graph.cell!r} has too many gates for a block"
-        return None
+        return late_operand(task.graph)
 
     def knobs(self, task: Task) -> tuple[Knob, ...]:
         w, step = task.workload, unit_step(task)
@@ -129,12 +131,17 @@ class LayoutTransform(Schedule):
         own = common_buffers(task, layout)
         buffers = [*own, *hoisted.buffers]
         phases = range(len(plan.gates))
-        buffers += [weights_buffer(task, plan, p) for p in phases]
+        buffers += [weights_buffer(task, plan, p) for p in phases if plan.gates[p]]
         functions = dict(hoisted.functions)
         functions["begin"] = begin_kernel(task, layout, buffers, math)
         blocks = plan.columns * -(-task.workload.batch // plan.rows)
         steps = []
-        for p in phases:
+        for part in parts_of(task.graph):
+            if isinstance(part, tuple):
+                functions[f"rows_{part[0]}"], launch = rows_kernel(task, part, layout, buffers, math, inputs)
+                steps.append(launch)
+                continue
+            p = part
             functions[f"step_{p}"] = _step_kernel(task, plan, layout, inputs, buffers, p, blocks, math)
             steps.append(Launch(f"step_{p}", blocks, plan.threads, plan.shared(p)))
         calls = (*begin_calls(task, layout, own), *hoisted.calls, Loop(tuple(steps)))

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ecornn.analysis import Assign, StepGraph
+from ecornn.analysis.graph import variables
 from ecornn.analysis.scalar import transform
 
 MATH = ("exact", "fast", "approx")
@@ -46,7 +47,17 @@ __device__ __forceinline__ float ecornn_tanh_approx(float x) {
   return y;
 }"""),
 }
-_TABLES: dict[str, dict[str, tuple[str, str]]] = {"exact": {}, "fast": _FAST, "approx": _APPROX}
+# to 2 ulp, which is as exact as CUDA's rsqrtf
+_EXACT = {
+    "tirx.rsqrt": ("ecornn_rsqrt", """
+__device__ __forceinline__ float ecornn_rsqrt(float x) {
+  float y;
+  asm("rsqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}"""),
+}
+_TABLES: dict[str, dict[str, tuple[str, str]]] = {
+    "exact": _EXACT, "fast": _EXACT | _FAST, "approx": _EXACT | _APPROX}
 
 
 def emit(assigns: Iterable[Assign], env: dict[Any, Any], math: str = "exact") -> dict[Any, Any]:
@@ -81,6 +92,24 @@ def _value(value: Any, env: dict[Any, Any], table: dict[str, tuple[str, str]]) -
 def invariants(graph: StepGraph, vectors: dict[Any, Any], math: str = "exact") -> dict[Any, Any]:
     """Emits what depends on parameters only; ``vectors`` maps each vector's variable to its value."""
     return emit(graph.invariants, vectors, math)
+
+
+def opening(graph: StepGraph) -> tuple[Assign, ...]:
+    """Of the prologue what states and parameters determine, so that it is known before the step's inputs are."""
+    unknown, found = set(graph.hoisted_outputs), []
+    for a in graph.prologue:
+        if unknown.isdisjoint(variables(a.value)):
+            found.append(a)
+        else:
+            unknown.add(a.var)
+    return tuple(found)
+
+
+def late_operand(graph: StepGraph) -> str | None:
+    """None, or the reason why the first product of a step cannot be prepared in the step before."""
+    made = {a.var for a in graph.prologue} - {a.var for a in opening(graph)}
+    late = [o for o in (graph.phases[0].operands if graph.phases else ()) if o in made]
+    return f"cell {graph.cell!r} multiplies {late[0].name}, which depends on x and a state" if late else None
 
 
 def vector_sources(graph: StepGraph) -> tuple[tuple[str, int], ...]:

@@ -1,6 +1,6 @@
 """The input projection hoisted out of time: one product over all T*B rows, on tensor cores.
 
-    out[t, b, q, j] = hoisted output q of unit j, from x[t, b, :], the input weights and the biases
+    out[t, b, q, j] = projected value q of unit j, from x[t, b, :], the input weights and the biases
 
 This file says how it is cut and what it needs; ``projection_kernel.py`` has the code. Hopper has a kernel
 of its own (``projection_wgmma.py``), which :func:`project` takes where it can: 16-bit types, rows of x that are
@@ -19,6 +19,7 @@ from typing import Any
 from ecornn.program import Buffer, Extent, Launch, Packing
 from ecornn.schedules.base import Task
 from ecornn.schedules.hoisted import Hoisted, in_float32
+from ecornn.schedules.normalization import normalize
 from ecornn.schedules.pointwise import vector_sources
 from ecornn.schedules.projection_wgmma import THREADS as HOPPER_THREADS
 from ecornn.schedules.projection_wgmma import Shape as HopperShape
@@ -154,6 +155,7 @@ def _hopper(task: Task, ahead: int) -> HopperShape | None:
 def project(task: Task, layout: Hoisted | None = None, ahead: int = 100) -> Part:
     """The projection of a task, writing workspace ``hoisted`` as ``layout`` says, by default in float32.
 
+    Where the cell has statistics of hoisted values, a second kernel goes over the rows (``normalization.py``).
     Adds buffers ``hoisted``, ``input_weights`` and ``vectors`` (V, H, float32; the cell's parameter vectors).
     A cell without hoisted outputs needs no projection: the part is then only ``vectors``. Of all
     rows the first ``ahead`` percent are done (``rows_ahead``); for the others there is a
@@ -171,12 +173,13 @@ def project(task: Task, layout: Hoisted | None = None, ahead: int = 100) -> Part
     layout = layout or in_float32(task)
     buffers = [vectors, layout.buffer(w.batch)]
     hopper = _hopper(task, ahead)
+    functions, calls = normalize(task, layout)
     if hopper:
         from ecornn.schedules.projection_wgmma_kernel import wgmma_kernel
 
         buffers.append(_weights(task, hopper_packing(task, hopper, layout.span)))
-        return Part({"project": wgmma_kernel(task, hopper, layout)}, tuple(buffers),
-                    (Launch("project", task.device.cores, HOPPER_THREADS, hopper.shared),))
+        return Part({"project": wgmma_kernel(task, hopper, layout)} | functions, tuple(buffers),
+                    (Launch("project", task.device.cores, HOPPER_THREADS, hopper.shared), *calls))
     if shape.rows:
         n, c, o = per_word(w.dtype), shape.columns, shape.block_octets
         units, pairs = c * o * 8, shape.slabs * SPAN
@@ -190,8 +193,8 @@ def project(task: Task, layout: Hoisted | None = None, ahead: int = 100) -> Part
     if ahead == 0:
         return Part({}, tuple(buffers), ())
     blocks = task.device.cores * (1 if shape.tiles * shape.products > 16 else 2)
-    return Part({"project": projection_kernel(task, shape, layout, blocks, ahead)}, tuple(buffers),
-                (Launch("project", blocks, THREADS, shape.shared),))
+    return Part({"project": projection_kernel(task, shape, layout, blocks, ahead)} | functions, tuple(buffers),
+                (Launch("project", blocks, THREADS, shape.shared), *calls))
 
 
 def _weights(task: Task, packing: Packing) -> Buffer:

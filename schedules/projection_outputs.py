@@ -73,7 +73,7 @@ class Outputs:
                 at = T.cast(row, "int64") * H + self._within(unit, e)
                 env[graph.x] = T.Bind(T.cast(self.x[at], "float32"))
             env = emit(graph.hoisted, env)
-            values.append([env[v] for v in graph.hoisted_outputs])
+            values.append([env[v] for v in graph.projected])
         if self.layout.packed:
             self.layout.store(T, out, T.cast(row, "int64"), unit, values)
             return

@@ -1,6 +1,6 @@
 """The hoisted product in plain float32 arithmetic, for any cell, size and CUDA GPU.
 
-    hoisted[t, b, q, j] = hoisted output q of unit j, from x[t, b, :], the input weights and the vectors
+    hoisted[t, b, q, j] = projected value q of unit j, from x[t, b, :], the input weights and the vectors
 
 :mod:`ecornn.schedules.projection` does the same on tensor cores.
 """
@@ -55,8 +55,8 @@ def project_kernel(task: Task, tile: Tile, layout: Layout, buffers: list[Buffer]
                     if graph.x is not None:
                         env[graph.x] = T.Bind(T.cast(a["x"][T.cast(row0 + row, "int64") * H + unit], "float32"))
                     env = emit(graph.hoisted, env)
-                    first = T.Bind(T.cast(row0 + row, "int64") * (len(graph.hoisted_outputs) * H) + unit)
-                    for q, var in enumerate(graph.hoisted_outputs):
+                    first = T.Bind(T.cast(row0 + row, "int64") * (len(graph.projected) * H) + unit)
+                    for q, var in enumerate(graph.projected):
                         T.buffer_store(a["hoisted"], env[var], [first + q * H])
             T.buffer_store(turn, turn[0] + blocks, [0])
     return builder.get()

@@ -8,7 +8,8 @@ what later launches read is stored. Between launches live, in workspaces,
 * ``operands_<p>``: the vectors that phase p multiplies, in the layer's dtype, as :class:`Layout`
   says. Those of phase 0 exist twice, for even and odd t: in a cell of one phase they are read by
   some blocks while others write the next ones;
-* ``carried`` (C, B, H) float32: other scalars that a later phase of the same step reads.
+* ``carried`` (C, B, H) float32: other scalars that a later phase of the same step reads;
+* ``statistics`` (S, B) float32: those of the batch rows, where the cell has some (``step_rows.py``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ecornn.analysis.graph import variables
 from ecornn.program import Buffer, Extent, Fill, Launch
 from ecornn.schedules.base import Task
 from ecornn.schedules.hoisted import Hoisted, in_float32
-from ecornn.schedules.pointwise import emit, invariants
+from ecornn.schedules.pointwise import emit, invariants, opening
 from ecornn.schedules.timeline import Timeline, row_buffers
 
 BEGIN_THREADS = 256
@@ -66,10 +67,16 @@ def carried(graph: StepGraph) -> dict[Any, int]:
     return found
 
 
+def statistics(graph: StepGraph) -> dict[Any, int]:
+    """Variables of statistics -> the number of the phase that they belong to."""
+    return {v: p for p, phase in enumerate(graph.phases) for s in phase.statistics for v in s.made}
+
+
 def _reads(graph: StepGraph, p: int) -> list[Any]:
     """Variables that phase p reads, in order, each once."""
     assigns = graph.phases[p].assigns if graph.phases else ()
     read = [v for a in assigns for v in variables(a.value)]
+    read += [v for s in (graph.phases[p].statistics if graph.phases else ()) for v in s.operands]
     if p == phase_count(graph) - 1:
         read += graph.results.values()
     return list(dict.fromkeys(read))
@@ -85,10 +92,13 @@ def common_buffers(task: Task, layout: Layout) -> list[Buffer]:
     found.append(Buffer("states", "workspace", "float32", Extent(len(graph.states) * w.batch * w.hidden)))
     for p, phase in enumerate(graph.phases):
         copies = 2 if p == 0 else 1
-        found.append(Buffer(f"operands_{p}", "workspace", w.dtype,
-                            Extent(copies * len(phase.operands) * layout.size)))
+        if phase.operands:
+            found.append(Buffer(f"operands_{p}", "workspace", w.dtype,
+                                Extent(copies * len(phase.operands) * layout.size)))
     if names := carried(graph):
         found.append(Buffer("carried", "workspace", "float32", Extent(len(names) * w.batch * w.hidden)))
+    if names := statistics(graph):
+        found.append(Buffer("statistics", "workspace", "float32", Extent(len(names) * w.batch)))
     return found
 
 
@@ -150,7 +160,7 @@ class StepScalars:
                  hoisted: Hoisted | None = None) -> None:
         self.T, self.task, self.graph, self.layout = T, task, task.graph, layout
         self.arguments, self.math, self.inputs = arguments, math, hoisted or in_float32(task)
-        self.carried = carried(task.graph)
+        self.carried, self.statistics = carried(task.graph), statistics(task.graph)
         self.timeline = Timeline(T, task.place, arguments, arguments["T"], arguments["B"])
         w = task.workload
         largest = max(len(self.graph.states), len(self.carried)) * w.batch * w.hidden
@@ -186,15 +196,7 @@ class StepScalars:
         """Everything that follows the products ``sums`` of phase ``p``; row < B and unit < H. ``loaded``: by
         :meth:`hoisted`."""
         T, a, graph = self.T, self.arguments, self.graph
-        hoisted = dict(zip(graph.hoisted_outputs, self.inputs.values(loaded)[0], strict=True))
-        constants = self.constants(unit)
-        before = [T.Bind(a["states"][self.at(s, row, unit)]) for s in range(len(graph.states))]
-        env = constants | hoisted | dict(zip(graph.states.values(), before, strict=True))
-        env = emit(graph.prologue, env, self.math)
-        reads = _reads(graph, p)
-        for number, (var, made) in enumerate(self.carried.items()):
-            if made < p and var in reads:
-                env[var] = T.Bind(a["carried"][self.at(number, row, unit)])
+        before, constants, env = self._environment(p, row, unit, sums, loaded)
         env = emit(graph.phases[p].assigns if graph.phases else (), env | sums, self.math)
         if p < phase_count(graph) - 1:
             for number, (var, made) in enumerate(self.carried.items()):
@@ -211,6 +213,37 @@ class StepScalars:
         self.store_first_operands(row, unit, following, constants, (a["t"] + 1) % 2)
         self._store_results(row, unit, dict(zip(graph.results, after, strict=True)), live)
 
+    def before(self, p: int, row: Any, unit: Any, known: dict[Any, Any]) -> dict[Any, Any]:
+        """What the statistics of phase ``p`` read; ``known``: those of this row that this kernel has computed."""
+        return self._environment(p, row, unit, known, self.hoisted(row, unit))[2] | known
+
+    def store_statistics(self, p: int, row: Any, values: dict[Any, Any]) -> None:
+        """The statistics of phase ``p``, for later kernels."""
+        for number, (var, made) in enumerate(self.statistics.items()):
+            if made == p:
+                self.T.buffer_store(self.arguments["statistics"], values[var], [self._of_row(number, row)])
+
+    def _environment(self, p: int, row: Any, unit: Any, known: dict[Any, Any],
+                     loaded: list[Any]) -> tuple[list[Any], dict[Any, Any], dict[Any, Any]]:
+        """The states before the step, what depends on parameters only, and all that phase ``p`` reads that was made
+        before it."""
+        T, a, graph = self.T, self.arguments, self.graph
+        hoisted = dict(zip(graph.hoisted_outputs, self.inputs.values(loaded)[0], strict=True))
+        constants = self.constants(unit)
+        states = [T.Bind(a["states"][self.at(s, row, unit)]) for s in range(len(graph.states))]
+        env = constants | hoisted | dict(zip(graph.states.values(), states, strict=True))
+        env, reads = emit(graph.prologue, env, self.math), _reads(graph, p)
+        for number, (var, made) in enumerate(self.carried.items()):
+            if made < p and var in reads:
+                env[var] = T.Bind(a["carried"][self.at(number, row, unit)])
+        for number, (var, made) in enumerate(self.statistics.items()):
+            if made <= p and var in reads and var not in known:
+                env[var] = T.Bind(a["statistics"][self._of_row(number, row)])
+        return states, constants, env
+
+    def _of_row(self, number: int, row: Any) -> Any:
+        return number * self.task.workload.batch + row
+
     def store_states(self, row: Any, unit: Any, values: list[Any]) -> None:
         """The states, float32, in the order of ``graph.states``."""
         for s, value in enumerate(values):
@@ -221,7 +254,7 @@ class StepScalars:
         """The operands of phase 0, which the states determine, for a step of that parity."""
         if self.graph.phases:
             env = constants | dict(zip(self.graph.states.values(), states, strict=True))
-            self._store_operands(0, row, unit, emit(self.graph.prologue, env, self.math), parity)
+            self._store_operands(0, row, unit, emit(opening(self.graph), env, self.math), parity)
 
     def operand_base(self, p: int, parity: Any) -> Any:
         """First element of phase p's operands."""
@@ -229,6 +262,8 @@ class StepScalars:
 
     def _store_operands(self, p: int, row: Any, unit: Any, env: dict[Any, Any], parity: Any) -> None:
         T, dtype = self.T, self.task.workload.dtype
+        if not self.graph.phases[p].operands:
+            return
         place = T.Bind(self.operand_base(p, parity) + self.layout.place(self.wide(row), unit))
         for o, operand in enumerate(self.graph.phases[p].operands):
             T.buffer_store(self.arguments[f"operands_{p}"], T.cast(env[operand], dtype),

@@ -295,7 +295,9 @@ inline unsigned mapa(unsigned address, unsigned rank) { return address | (rank +
 inline Block& block_at(unsigned address) {
   unsigned rank = (address >> 24) - 1, first = current / width / cluster * cluster;
   if (rank >= cluster) fail("a block that the cluster does not have");
-  if (fibers[(first + rank) * width].state == kDone) fail("a block that has ended");
+  bool ended = true;  // with its last thread
+  for (unsigned i = 0; i < width; ++i) ended &= fibers[(first + rank) * width + i].state == kDone;
+  if (ended) fail("a block that has ended");
   return blocks[first + rank];
 }
 inline void later(Block& block, unsigned address, Later work) {

@@ -67,6 +67,8 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return f"emu::mbarrier_init({every})"
     if name.startswith("mapa.shared::cluster.u32"):
         return f"{outs[0]} = emu::mapa({', '.join(ins)})"
+    if name.startswith("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32"):
+        return f"emu::send({ins[0]}, {ins[1]}, {ins[3]}), emu::send({ins[0]} + 4, {ins[2]}, {ins[3]})"
     if name.startswith("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32"):
         return f"emu::send({every})"
     if name == "barrier.cluster.arrive.release.aligned":
@@ -135,6 +137,7 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return f"*(unsigned*){ins[0]} = {ins[1]}"
     simple = {"ex2.approx.ftz.f32": f"{outs and outs[0]} = exp2f({ins and ins[0]})",
               "rcp.approx.ftz.f32": f"{outs and outs[0]} = 1.0f / ({ins and ins[0]})",
+              "rsqrt.approx.f32": f"{outs and outs[0]} = 1.0f / sqrtf({ins and ins[0]})",
               "tanh.approx.f32": f"{outs and outs[0]} = tanhf({ins and ins[0]})"}
     if name in simple:
         return simple[name]

@@ -12,10 +12,11 @@ from cuda_on_cpu import Emulated, inputs
 from msgspec.structs import replace
 
 from ecornn.analysis import analyse
-from ecornn.cells import BUILTIN, Cell
+from ecornn.cells import BUILTIN, Cell, get
 from ecornn.device import KNOWN, Device
 from ecornn.numpy_reference import STEPS, reference
 from ecornn.schedules.base import Config, Schedule, Task
+from ecornn.tune.interpreter import interpret
 from ecornn.workload import ALONE, Place, Workload
 
 ALL_CELLS = BUILTIN | step_cells.CELLS
@@ -29,7 +30,7 @@ SHAPES = [(1, 1, 1, 1), (3, 2, 5, 7), (5, 20, 33, 65), (4, 33, 31, 129), (7, 3, 
 def task_of(cell: str, sizes: tuple[int, int, int, int], dtype: str, device: Device = TINY,
             place: Place = ALONE) -> Task:
     T, B, I, H = sizes
-    found: Cell = ALL_CELLS[cell]
+    found: Cell = ALL_CELLS.get(cell) or get(cell)
     if cell in step_cells.SQUARE:
         I = H
     kind, precision = ("float32", "tf32") if dtype == "tf32" else (dtype, None)
@@ -136,8 +137,12 @@ def expected(cell: str, place: Place, x: np.ndarray, states: dict[str, Any], par
 
 def forward(cell: str, x: np.ndarray, states: dict[str, Any], parameters: dict[str, Any]) -> tuple[np.ndarray, Any]:
     """A sequence from its first step to its last."""
-    if cell not in STEPS:
+    if cell in step_cells.CELLS:
         return step_cells.run(step_cells.CELLS[cell], x, states, parameters)
+    if cell not in STEPS:  # one with options, whose analysed steps tests/test_variants.py compares with formulas
+        hidden = next(iter(states.values())).shape[1]
+        y, last = interpret(analyse(get(cell), x.shape[2], hidden), x, parameters, list(states.values()))
+        return y, dict(zip(states, last, strict=True))
     weights = {f"{n}_l0": v.reshape(-1, *v.shape[2:]) for n, v in parameters.items()}
     y, last = reference(cell, x, weights, list(states.values()))
     return y, dict(zip(states, last, strict=True))

@@ -85,6 +85,12 @@ CASES = {
     "wide parts": wide("gru", "float16", (12, 9, 64, 256), 1, 64, 50, parts=3, row_teams=3),
     "wide four parts": wide("rnn_tanh", "bfloat16", (12, 23, 31, 300), 2, 104, 100, parts=4, row_teams=2),
     "wide two parts": wide("lstm", "bfloat16", (9, 23, 66, 140), 1, 48, 0, parts=2, row_teams=3),
+    # statistics of hidden units: beside a product and after it, through L2 and in a cluster; row by row
+    "sums": persistent("blend", "float16", (30, 9, 17, 48), (2, 16, 2, 2), 1, 100, 0, 100, "fast", "rare"),
+    "sums cluster": persistent("blend", "bfloat16", (12, 9, 64, 80), (2, 16, 2, 2), 1, 100, 0, 100, "fast", "rare",
+                               "cluster", "same"),
+    "sums layout": case("layout_transform", "blend", "bfloat16", (6, 17, 33, 65)),
+    "sums fused": case("fused_step", "blend", "float32", (5, 3, 13, 40)),
     "layout": case("layout_transform", "gru", "bfloat16", (6, 17, 33, 65)),
     "layout f32": case("layout_transform", "gru_reset_before", "float32", (5, 3, 13, 40)),
     # around the ring of inputs, wide and narrow copies, and a rest
@@ -121,6 +127,7 @@ CASES = {
 
 def build(name: str, folder: str) -> None:
     """Compiles a case into ``folder``."""
+    import step_cells
     from msgspec.structs import replace
 
     import ecornn
@@ -129,7 +136,8 @@ def build(name: str, folder: str) -> None:
     of, device = CASES[name], resolve("cuda")
     T, B, I, H = of["sizes"]
     target = replace(device, shared=of["shared"] << 10) if "shared" in of else device
-    ecornn.compile(of["cell"], hidden=H, input=I, batch=B, seq=T, dtype=of["dtype"], target=target,
+    cell = step_cells.CELLS.get(of["cell"], of["cell"])
+    ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, dtype=of["dtype"], target=target,
                    schedule=of["schedule"], config=of["config"] or None, **of["stack"]).save(file_of(name, folder))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from statistic_cells import Blend, Contrast, Focus
 
 from ecornn.cells import Cell, pointwise, product
 from ecornn.cells.vanilla import IndRNN
@@ -207,9 +208,11 @@ class Echo(Cell):
 
 
 CELLS = {cell.name: cell for cell in (
-    Gated(), Pair(), Leaky(), Average(), Echo(), Independent(), Highway(), Seven(), Decay())}
+    Gated(), Pair(), Leaky(), Average(), Echo(), Independent(), Highway(), Seven(), Decay(), Blend(), Focus(),
+    Contrast())}
 SQUARE = ("leaky", "average", "echo")  # these read x outside of products, so that I == H
-NO_PRODUCT = ("leaky", "average", "indrnn", "highway", "seven", "decay")  # of a state
+NO_PRODUCT = ("leaky", "average", "indrnn", "highway", "seven", "decay", "focus")  # nor a statistic, of a state
+ROW_BY_ROW = ("contrast",)  # statistics, but no product, of a state
 
 
 def run(cell: Cell, x: Any, states: Mapping[str, Any], parameters: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:

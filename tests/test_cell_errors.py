@@ -42,6 +42,37 @@ def softmax(x: Any, h: Any, p: Any) -> Any:
     return [pointwise(lambda b, j: h[b, j] - largest[b], h)]
 
 
+def largest_product(x: Any, h: Any, p: Any) -> Any:
+    from tvm import te
+
+    k = te.reduce_axis((0, h.shape[1]), "k")
+    return [te.compute(h.shape, lambda b, j: te.max(h[b, k] * p["R"][0, j, k], axis=k))]  # here
+
+
+def half(x: Any, h: Any, p: Any) -> Any:
+    from tvm import te
+
+    k = te.reduce_axis((0, 3), "k")
+    some = te.compute((h.shape[0],), lambda b: te.sum(h[b, k], axis=k), name="some")  # here
+    return [pointwise(lambda b, j: h[b, j] - some[b], h)]
+
+
+def other_row(x: Any, h: Any, p: Any) -> Any:
+    from tvm import te
+
+    k = te.reduce_axis((0, h.shape[1]), "k")
+    total = te.compute((h.shape[0],), lambda b: te.sum(h[b, k], axis=k), name="total")  # here
+    return [pointwise(lambda b, j: h[b, j] - total[0], h)]
+
+
+def of_parameters(x: Any, h: Any, p: Any) -> Any:
+    from tvm import te
+
+    k = te.reduce_axis((0, h.shape[1]), "k")
+    total = te.compute((h.shape[0],), lambda b: te.sum(p["b"][0, k], axis=k), name="total")  # here
+    return [pointwise(lambda b, j: h[b, j] - total[b], h)]
+
+
 def transposed(x: Any, h: Any, p: Any) -> Any:
     from tvm import te
 
@@ -66,7 +97,9 @@ def remainder(x: Any, h: Any, p: Any) -> Any:
 
 
 @pytest.mark.parametrize(("step", "words"), [
-    (neighbour, "must be read at [b, j]"), (softmax, "is not a product"), (transposed, "is not a product"),
+    (neighbour, "must be read at [b, j]"), (softmax, "is not a sum"), (largest_product, "is not a product"),
+    (half, "is not a sum"), (other_row, "is not a sum"), (of_parameters, "neither x nor a state"),
+    (transposed, "is not a product"),
     (unknown, "KeyError: 'weights'"), (wide, "expected (B, H)"), (remainder, "Mod, which cannot be scheduled")],
     ids=lambda v: getattr(v, "__name__", ""))
 def test_errors_point_at_the_line(step: Any, words: str):

@@ -26,11 +26,12 @@ with warnings.catch_warnings():
 T, B, I, H = 4, 3, 5, 6
 
 
+@pytest.mark.parametrize("device", ["CPU", pytest.param("CUDA", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("case", NODES, ids=lambda c: c.name)
-def test_onnx_backend_node(case: Any):
+def test_onnx_backend_node(case: Any, device: str):
     """As onnx.backend.test's runner does it, with each test's own tolerances."""
     assert len(NODES) >= 18
-    prepared = RecurrentBackend.prepare(case.model)
+    prepared = RecurrentBackend.prepare(case.model, device)
     for inputs, outputs in case.data_sets:
         found = prepared.run(list(inputs))
         assert len(found) == len(outputs)

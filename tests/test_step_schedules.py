@@ -14,15 +14,18 @@ from emulated import ALL_CELLS, SHAPES, check_numbers, task_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ecornn.analysis import analyse
 from ecornn.build.cuda import lower
 from ecornn.build.nvcc import compile_cubin, find_nvcc
+from ecornn.cells import Cell, pointwise, product
 from ecornn.device import KNOWN
 from ecornn.numpy_reference import STEPS
-from ecornn.schedules.base import Schedule
+from ecornn.schedules import all_schedules
+from ecornn.schedules.base import Schedule, Task
 from ecornn.schedules.fused_step import FusedStep
 from ecornn.schedules.layout_transform import LayoutTransform
 from ecornn.schedules.step_scalars import Layout, carried
-from ecornn.workload import DTYPES
+from ecornn.workload import DTYPES, Workload
 
 SCHEDULES: dict[str, Schedule] = {s.name: s for s in (FusedStep(), LayoutTransform())}
 
@@ -34,6 +37,10 @@ SCHEDULES: dict[str, Schedule] = {s.name: s for s in (FusedStep(), LayoutTransfo
     ("fused_step", "gated", SHAPES[1], "float32"),  # a gate carried over to the second phase
     ("fused_step", "leaky", SHAPES[1], "float32"),  # no recurrent product
     ("fused_step", "average", SHAPES[1], "float32"),  # no product, no parameter
+    ("fused_step", "blend", SHAPES[2], "float32"),  # statistics wherever there can be some
+    ("fused_step", "focus", SHAPES[1], "float16"),
+    ("fused_step", "contrast", SHAPES[3], "float32"),
+    ("layout_transform", "blend", SHAPES[3], "bfloat16"),
     ("layout_transform", "lstm", SHAPES[2], "bfloat16"),
     ("layout_transform", "gru_reset_before", SHAPES[1], "float32"),
     ("layout_transform", "pair", SHAPES[1], "float16"),
@@ -91,7 +98,7 @@ def test_other_configurations(tmp_path: Path, schedule: str, cell: str, dtype: s
 def test_defaults_fit(schedule: str, cell: str, dtype: str, arch: str, batch: int, hidden: int):
     task = task_of(cell, (9, batch, hidden, hidden), dtype, KNOWN[arch])
     found = SCHEDULES[schedule]
-    if schedule == "layout_transform" and not task.graph.phases:
+    if schedule == "layout_transform" and not any(phase.rows for phase in task.graph.phases):
         assert "no recurrent product" in str(found.serves(task))
         return
     if found.serves(task) is not None:
@@ -177,3 +184,25 @@ def test_registers_suffice(schedule: str, cell: str, batch: int, hidden: int, dt
             assert resources[kernel.symbol]["registers"] * threads <= task.device.registers
             if schedule == "layout_transform":
                 assert resources[kernel.symbol]["registers"] <= found.features(task, config)["registers"]
+
+
+class Mixed(Cell):
+    """A product of what depends on x and a state."""
+
+    name, states = "mixed", ("h",)
+
+    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {"W": (1, hidden, input), "R": (1, hidden, hidden)}
+
+    def step(self, x: Any, states: Any, p: Any) -> Any:
+        (h,), wx = states, product(x, p["W"], 0)
+        mixed = pointwise(lambda b, j: h[b, j] * wx[b, j], h, "mixed")
+        rm = product(mixed, p["R"], 0)
+        return [pointwise(lambda b, j: rm[b, j] + wx[b, j], h)]
+
+
+def test_a_product_of_x_and_a_state_is_refused():
+    task = Task(Workload("mixed", 32, 16, 4, 9, "float16"), analyse(Mixed(), 16, 32), KNOWN["sm_90a"])
+    for name, schedule in all_schedules().items():
+        if schedule.kind == "cuda" and name != "elementwise":
+            assert "depends on x and a state" in str(schedule.serves(task)), name

@@ -40,19 +40,30 @@ ACTIVATIONS: dict[str, Callable[[Any], Any]] = {  # from ONNX's operator specifi
     "elu:0.8": lambda z: np.where(z >= 0, z, 0.8 * (np.exp(z) - 1))}
 
 
+def normal(*gates: Any) -> list[Any]:
+    """Layer normalization of all gates together."""
+    values = np.concatenate(gates, axis=1)
+    values = (values - values.mean(axis=1)[:, None]) / np.sqrt(values.var(axis=1)[:, None] + 1e-5)
+    return np.split(values, len(gates), axis=1)
+
+
 def lstm(x: Any, states: list[Any], p: dict[str, Any], o: dict[str, Any]) -> list[Any]:
     h, c = states
     peephole = p.get("weight_peephole", np.zeros((3, H)))
     bound = o.get("clip") or np.inf
-    i, f, g, out = (x @ w.T + b + h @ r.T + d for w, b, r, d in zip(
-        p["weight_ih"], p["bias_ih"], p["weight_hh"], p["bias_hh"], strict=True))
+    wx, rh = ([v @ w.T for w in p[n]] for v, n in ((x, "weight_ih"), (h, "weight_hh")))
+    if o.get("layer_norm"):
+        wx, rh = ([v * k for v, k in zip(normal(*values), p[n], strict=True)]
+                  for values, n in ((wx, "weight_ln_ih"), (rh, "weight_ln_hh")))
+    i, f, g, out = (a + b + r + d for a, b, r, d in zip(wx, p["bias_ih"], rh, p["bias_hh"], strict=True))
     act = {n: ACTIVATIONS[o.get(n, d)] for n, d in (("gate", "sigmoid"), ("new", "tanh"), ("out", "tanh"))}
     i = act["gate"](np.clip(i + peephole[0] * c, -bound, bound))
     f = 1 - i if o.get("coupled") else act["gate"](np.clip(f + peephole[1] * c, -bound, bound))
     new = f * c + i * act["new"](np.clip(g, -bound, bound))
     limit = o.get("clip_state") or np.inf
     new = np.clip(new, -limit, limit)
-    y = act["gate"](np.clip(out + peephole[2] * new, -bound, bound)) * act["out"](new)
+    shown = normal(new)[0] * p["weight_ln_c"][0] + p["bias_ln_c"][0] if o.get("layer_norm") else new
+    y = act["gate"](np.clip(out + peephole[2] * new, -bound, bound)) * act["out"](shown)
     y = y @ p["weight_hr"][0].T if o.get("projection") else y
     zh, zc = o.get("zoneout_h", 0), o.get("zoneout_c", 0)
     return [zh * h + (1 - zh) * y, zc * c + (1 - zc) * new]
@@ -62,9 +73,18 @@ def gru(x: Any, states: list[Any], p: dict[str, Any], o: dict[str, Any], before:
     (h,), bound = states, o.get("clip") or np.inf
     W, R, bx, bh = p["weight_ih"], p["weight_hh"], p["bias_ih"], p["bias_hh"]
     gate, fresh = ACTIVATIONS[o.get("gate", "sigmoid")], ACTIVATIONS[o.get("new", "tanh")]
-    r, z = (gate(np.clip(x @ W[n].T + bx[n] + h @ R[n].T + bh[n], -bound, bound)) for n in (0, 1))
-    inner = (r * h) @ R[2].T + bh[2] if before else r * (h @ R[2].T + bh[2])
-    n = fresh(np.clip(x @ W[2].T + bx[2] + inner, -bound, bound))
+    wx, rh = [x @ w.T for w in W], [h @ w.T for w in R[:2]]
+
+    def tuned(values: list[Any], name: str, first: int) -> list[Any]:
+        if not o.get("layer_norm"):
+            return values
+        return [v * k for v, k in zip(normal(*values), p[name][first:first + len(values)], strict=True)]
+
+    wx = tuned(wx[:2], "weight_ln_ih", 0) + tuned(wx[2:], "weight_ln_ih", 2)
+    r, z = (gate(np.clip(a + bx[n] + b + bh[n], -bound, bound))
+            for n, (a, b) in enumerate(zip(wx, tuned(rh, "weight_ln_hh", 0), strict=False)))
+    (last,) = tuned([(r * h if before else h) @ R[2].T], "weight_ln_hh", 2)
+    n = fresh(np.clip(wx[2] + bx[2] + (last + bh[2] if before else r * (last + bh[2])), -bound, bound))
     share = o.get("zoneout", 0)
     return [share * h + (1 - share) * ((1 - z) * n + z * h)]
 
@@ -99,7 +119,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("gru", {"clip": 0.5, "zoneout": 0.2}), ("gru_reset_before", {"clip": 0.5, "gate": "hard_sigmoid"}),
     ("gru", {"gate": "affine:0.5:0.2", "new": "leaky_relu:0.3"}), ("rnn_tanh", {"clip": 0.3, "zoneout": 0.5}),
     ("indrnn", {}), ("indrnn", {"new": "tanh"}), ("lstm", {"projection": True}),
-    ("lstm", {"projection": True, "peepholes": True, "zoneout_h": 0.25}), ("slstm", {})]
+    ("lstm", {"projection": True, "peepholes": True, "zoneout_h": 0.25}), ("slstm", {}),
+    ("lstm", {"layer_norm": True}), ("gru", {"layer_norm": True}),
+    ("gru_reset_before", {"layer_norm": True, "zoneout": 0.1}),
+    ("lstm", {"layer_norm": True, "projection": True, "peepholes": True, "clip": 0.75})]
 
 
 def problem(cell: Any, dtype: str = "float32") -> tuple[Any, dict[str, Any], dict[str, Any]]:
@@ -148,7 +171,9 @@ def test_modules_for_this_cpu(name: str, options: dict[str, Any]):
 
 @pytest.mark.parametrize(("schedule", "case"), [("fused_step", CASES[9]), ("layout_transform", CASES[4]),
                                                  ("fused_step", CASES[12]), ("layout_transform", CASES[11]),
-                                                 ("layout_transform", CASES[13])], ids=str)
+                                                 ("layout_transform", CASES[13]), ("fused_step", CASES[14]),
+                                                 ("fused_step", CASES[15]), ("layout_transform", CASES[16]),
+                                                 ("layout_transform", CASES[17])], ids=str)
 def test_cuda(tmp_path: Path, schedule: str, case: tuple[str, dict[str, Any]]):
     name, options = case
     cell = type(get(name))(**options)

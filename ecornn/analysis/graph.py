@@ -1,8 +1,9 @@
 """Walks the te graph of a cell's step and sorts every operation by level.
 
 Pointwise tensors are inlined into scalars of one (b, j); reductions are recognised as products
-with a weight. Sums are regrouped by level, so that biases are added once and input terms are
-added outside the recurrence; the order within a level stays the cell's.
+with a weight, or as statistics of a batch row (``statistics.py``). Sums are regrouped by level, so that
+biases are added once and input terms are added outside the recurrence; the order within a level stays
+the cell's.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from typing import Any
 
 from ecornn.analysis.lines import Lines
 from ecornn.analysis.scalar import children, is_constant, rebuild, terms, transform
+from ecornn.analysis.statistics import Statistics
 from ecornn.analysis.step import Assign, Phase, Row, StepGraph, Vector
 from ecornn.cells.base import Cell
 from ecornn.errors import CellError
 
 BATCH = 3  # any size unlike the others: te needs numbers, the graph does not keep it
-INVARIANT, INPUT, STATE = -2, -1, 0
+INVARIANT, INPUT, NORMALIZED, STATE = -3, -2, -1, 0
 
 
 def analyse(cell: Cell, input: int, hidden: int) -> StepGraph:
@@ -46,6 +48,7 @@ class _Walk:
         self.level: dict[Any, int] = {}
         self.leaves: dict[tuple, Any] = {}  # what a leaf stands for -> its variable
         self.rows: list[tuple[int, Row]] = []
+        self.statistics = Statistics(cell.name, hidden)
         self.assigns: list[tuple[int, Assign]] = []
         self.known: dict[str, Any] = {}  # text of a value -> the variable that has it
         self.values: dict[tuple, Any] = {}  # (op, output, indices) -> scalar
@@ -116,7 +119,8 @@ class _Walk:
             body = op.body[tensor.value_index]
             try:
                 if type(body).__name__ == "Reduce":
-                    self.values[key] = self.product(op.name, body, where)
+                    reduction = self.product if len(op.axis) > 1 else self.statistic
+                    self.values[key] = reduction(op.name, body, where)
                 else:
                     self.values[key] = self.name_of(self.inline(body, where), op.name)
             except CellError as error:
@@ -139,7 +143,7 @@ class _Walk:
         fault = CellError(f"cell {self.cell.name!r}: the reduction {name!r} is not a product "
                           "sum_k source[b, k] * weight[gate, j, k]")
         source = body.source[0]
-        if len(body.axis) != 1 or type(source).__name__ != "Mul" or len(body.source) != 1:
+        if len(body.axis) != 1 or type(source).__name__ != "Mul" or not is_sum(body):
             raise fault
         k = body.axis[0].var
         sides = [source.a, source.b]
@@ -175,6 +179,40 @@ class _Walk:
             self.rows.append((level, Row(var, source_var, weight, gate)))
         return var
 
+    def statistic(self, name: str, body: Any, where: dict[Any, Any]) -> Any:
+        """A reduction to one value a batch row: a sum over the hidden axis, and over axes that are unrolled."""
+        fault = CellError(f"cell {self.cell.name!r}: the reduction {name!r} is not a sum over the hidden axis, "
+                          "[b] = sum_k value[b, k], nor one over gates too, sum_g sum_k value[b, g, k]")
+        (index,) = where.values()
+        if not is_sum(body) or not self.same(index, self.b):
+            raise fault
+        error: CellError | None = None
+        for axis in reversed(body.axis):  # where several axes have H values, that which is read as the hidden one
+            if extent_of(axis) != self.hidden:
+                continue
+            places = [where | {axis.var: self.j} | at for at in every([a for a in body.axis if not a.same_as(axis)])]
+            try:
+                terms = [self.inline(body.source[0], place) for place in places]
+                break
+            except CellError as found:
+                error = found
+        else:
+            raise error or fault
+        squared = self.statistics.squares(terms)
+        if squared is not None:
+            return self.leaf(("squares", squared), f"{squared.name}_squares", self.level[squared])
+        operands = tuple(self.name_of(self.level_by_level(t, name), name) for t in terms)
+        if any(is_constant(o) for o in operands):
+            raise CellError(f"cell {self.cell.name!r}: the sum {name!r} has a term that is a constant")
+        level = max(self.level[o] for o in operands)
+        if level < INPUT:
+            raise CellError(f"cell {self.cell.name!r}: the sum {name!r} depends on neither x nor a state")
+        # a statistic of what needed one of x before is left to the step
+        after = NORMALIZED if level == INPUT else max(STATE, level) + 1
+        total = self.leaf(("total", operands), f"{name}_{len(self.statistics.found)}", after)
+        self.statistics.add(after, total, operands)
+        return total
+
     # -- scalars --------------------------------------------------------------------------------
     def level_of(self, e: Any) -> int:
         if type(e).__name__ == "Var":
@@ -196,6 +234,7 @@ class _Walk:
             var = self.tirx.Var(f"{name}__{taken}", "float32")
             self.known[text], self.level[var] = var, self.level_of(e)
             self.assigns.append((self.level[var], Assign(var, e)))
+            self.statistics.define(var, e)
         return self.known[text]
 
     def level_by_level(self, e: Any, name: str) -> Any:
@@ -258,17 +297,54 @@ class _Walk:
         for p in range(1, last + 1):
             rows = tuple(r for lv, r in self.rows if lv == p)
             operands = tuple(dict.fromkeys(r.operand for r in rows))
-            phases.append(Phase(operands, rows, at(p)))
-        later = [a for lv, a in self.assigns if lv >= STATE]
-        read = dict.fromkeys(v for a in later for v in variables(a.value))
-        read.update(dict.fromkeys(results.values()))
+            phases.append(Phase(operands, rows, at(p), self.statistics.at(p, self.leaves)))
+        read = self.read_since(STATE) | dict.fromkeys(results.values())
+        hoisted = [v for v in read if self.level[v] in (INPUT, NORMALIZED)]
+        projected = [v for v in self.read_since(NORMALIZED) | read if self.level[v] == INPUT]
+        if not self.statistics.at(NORMALIZED, self.leaves):
+            projected = hoisted
+        most = max(len(projected), len(hoisted)) if hoisted else 0
         return StepGraph(
             cell=self.cell.name, parameters=self.shapes, states=states, results=results,
             output=self.cell.output_state(), x=self.x, vectors=tuple(self.vectors),
             invariants=at(INVARIANT), hoisted_rows=tuple(r for lv, r in self.rows if lv == INPUT),
             hoisted=at(INPUT), prologue=at(STATE), phases=tuple(phases),
-            hoisted_outputs=tuple(v for v in read if self.level[v] == INPUT),
+            hoisted_outputs=repeated(hoisted, most), projected=repeated(projected, most),
+            hoisted_statistics=self.statistics.at(NORMALIZED, self.leaves), normalized=at(NORMALIZED),
             invariant_outputs=tuple(v for v in read if self.level[v] == INVARIANT))
+
+    def read_since(self, level: int) -> dict[Any, None]:
+        """Variables that are read at ``level`` or later, in order."""
+        found = dict.fromkeys(v for lv, a in self.assigns if lv >= level for v in variables(a.value))
+        return found | dict.fromkeys(o for s in self.statistics.since(level) for o in s)
+
+
+def repeated(items: list[Any], count: int) -> tuple[Any, ...]:
+    """``items``, the last one repeated until there are ``count``."""
+    return (*items, *items[-1:] * (count - len(items)))
+
+
+def extent_of(axis: Any) -> int | None:
+    """Values of a reduction axis that starts at 0."""
+    low, extent = axis.dom.min, axis.dom.extent
+    fixed = type(extent).__name__ == "IntImm" and int(low) == 0
+    return int(extent) if fixed else None
+
+
+def every(axes: list[Any]) -> list[dict[Any, Any]]:
+    """All places on reduction axes: axis variable -> constant."""
+    from tvm import tirx
+
+    found: list[dict[Any, Any]] = [{}]
+    for axis in axes:
+        found = [at | {axis.var: tirx.const(n, "int32")} for at in found for n in range(extent_of(axis) or 0)]
+    return found
+
+
+def is_sum(body: Any) -> bool:
+    """True for a reduction by addition, over all of its axes."""
+    (result, *others), always = body.combiner.result, body.condition
+    return not others and type(result).__name__ == "Add" and type(always).__name__ == "IntImm" and bool(int(always))
 
 
 def variables(e: Any) -> list[Any]:

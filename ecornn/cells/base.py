@@ -25,6 +25,7 @@ gets everything that the built-in ones get::
 from __future__ import annotations
 
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -112,3 +113,44 @@ def pointwise(function: Callable[[Any, Any], Any], like: Any, name: str = "") ->
     from tvm import te
 
     return te.compute(like.shape, function, name=name or "pointwise")
+
+
+def mean(source: Any, name: str = "") -> Any:
+    """The mean (B,) of each batch row of ``source``, (B, H), or over all gates together of (B, G, H)."""
+    return _mean(source, lambda value: value, name or f"{source.op.name}_mean")
+
+
+def normalized(source: Any, epsilon: float = 1e-5, name: str = "") -> Any:
+    """Layer normalization (Ba et al. 2016, arXiv 1607.06450) without gain and bias, of the shape of ``source``:
+    (B, H), or (B, G, H), whose gates then share one mean and variance.
+
+    ``(source - mean) / sqrt(variance + epsilon)``, the variance that of all values, not of a sample.
+    """
+    from tvm import te
+
+    name = name or f"{source.op.name}_normalized"
+    middle = mean(source, f"{name}_mean")
+    apart = te.compute(source.shape, lambda *at: source[at] - middle[at[0]], name=f"{name}_apart")
+    variance = _mean(apart, lambda value: value * value, f"{name}_variance")
+    scale = te.compute(variance.shape, lambda b: te.rsqrt(variance[b] + te.const(epsilon, "float32")),
+                       name=f"{name}_scale")
+    return te.compute(source.shape, lambda *at: apart[at] * scale[at[0]], name=name)
+
+
+def scaled(source: Any, gain: Any, first: int = 0) -> Any:
+    """:func:`normalized` ``source`` (B, G, H), times gates ``first``, ``first`` + 1, ... of ``gain`` (G', H)."""
+    from tvm import te
+
+    value = normalized(source)
+    return te.compute(source.shape, lambda b, g, j: value[b, g, j] * gain[g + first, j],
+                      name=f"{source.op.name}_scaled")
+
+
+def _mean(source: Any, function: Callable[[Any], Any], name: str) -> Any:
+    """The mean (B,) of a function of the values of each batch row."""
+    from tvm import te
+
+    axes = [te.reduce_axis((0, extent), "k") for extent in source.shape[1:]]
+    count = math.prod(int(extent) for extent in source.shape[1:])
+    total = te.compute((source.shape[0],), lambda b: te.sum(function(source(b, *axes)), axis=axes), name=f"{name}_sum")
+    return te.compute(total.shape, lambda b: total[b] * te.const(1.0 / count, "float32"), name=name)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ecornn.cells.activations import activation
-from ecornn.cells.base import pointwise, product
+from ecornn.cells.base import pointwise, product, scaled
 from ecornn.cells.options import Optioned, mixed
 
 
@@ -15,6 +17,10 @@ class GRU(Optioned):
 
     Options
     -------
+    layer_norm : layer normalization inside the step, as Ba et al. 2016 (arXiv 1607.06450, supplement, "GRU") have it:
+        W x becomes LN(W x) weight_ln_ih and R h becomes LN(R h) weight_ln_hh in the formula, the 2 H values of r and z
+        normalized together and the H of n apart. LN subtracts the mean and divides by sqrt(variance + 1e-5).
+        ``weight_ln_ih``, ``weight_ln_hh`` (3*H,). One more exchange a step, of sums
     clip : bound of the inputs of activations (ONNX's clip)
     zoneout : share of the old state that stays, at inference (Krueger et al. 2017)
     gate, new : activations instead of sigmoid (of r, z) and tanh (of n)
@@ -22,23 +28,36 @@ class GRU(Optioned):
 
     name = "gru"
     states = ("h",)
-    OPTIONS = {"clip": 0.0, "zoneout": 0.0, "gate": "sigmoid", "new": "tanh"}  # noqa: RUF012
+    OPTIONS = {"layer_norm": False, "clip": 0.0, "zoneout": 0.0, "gate": "sigmoid", "new": "tanh"}  # noqa: RUF012
 
     def parameters(self, input, hidden):
-        return {"weight_ih": (3, hidden, input), "weight_hh": (3, hidden, hidden),
-                "bias_ih": (3, hidden), "bias_hh": (3, hidden)}
+        found = {"weight_ih": (3, hidden, input), "weight_hh": (3, hidden, hidden),
+                 "bias_ih": (3, hidden), "bias_hh": (3, hidden)}
+        gains = {"weight_ln_ih": (3, hidden), "weight_ln_hh": (3, hidden)}
+        return found | gains if self.options["layer_norm"] else found
+
+    def products(self, source, parameters, end, gates=(0, 1, 2)):
+        """W x or R h, normalized where the option says so: a function of batch row, gate (a number) and unit."""
+        made: dict[int, tuple[Any, int]] = {}
+        for some in ((0, 1), (2,)) if self.options["layer_norm"] else (gates,):
+            if set(some) <= set(gates):
+                product_ = product(source, parameters[f"weight_{end}"], some)
+                if self.options["layer_norm"]:
+                    product_ = scaled(product_, parameters[f"weight_ln_{end}"], some[0])
+                made |= {g: (product_, g - some[0]) for g in some}
+        return lambda b, g, j: made[g][0][b, made[g][1], j]
 
     def step(self, x, states, parameters):
         (h,) = states
-        gx, gh = product(x, parameters["weight_ih"]), product(h, parameters["weight_hh"])
+        gx, gh = self.products(x, parameters, "ih"), self.products(h, parameters, "hh")
         bx, bh = parameters["bias_ih"], parameters["bias_hh"]
         squash, fresh = activation(self.options["gate"]), activation(self.options["new"])
 
         def gate(b, g, j):
-            return squash(self.clipped(gx[b, g, j] + bx[g, j] + gh[b, g, j] + bh[g, j]))
+            return squash(self.clipped(gx(b, g, j) + bx[g, j] + gh(b, g, j) + bh[g, j]))
 
         new = pointwise(lambda b, j: fresh(self.clipped(
-            gx[b, 2, j] + bx[2, j] + gate(b, 0, j) * (gh[b, 2, j] + bh[2, j]))), h, "new")
+            gx(b, 2, j) + bx[2, j] + gate(b, 0, j) * (gh(b, 2, j) + bh[2, j]))), h, "new")
         update = pointwise(lambda b, j: gate(b, 1, j), h, "update")
         return [pointwise(lambda b, j: mixed(self.options["zoneout"], h[b, j], new[b, j] + update[b, j]
                                              * (h[b, j] - new[b, j])), h, "state")]
@@ -48,24 +67,24 @@ class GRUResetBefore(GRU):
     """GRU with the reset before the product, as Cho et al. 2014 (arXiv 1406.1078) have it.
 
     r, z = sigmoid(W x + b_ih + R h + b_hh); n = tanh(W_n x + b_in + R_n (r h) + b_hn);
-    h' = (1 - z) n + z h. The product waits for r: two exchanges of state a step. Options as of ``gru``.
+    h' = (1 - z) n + z h. The product waits for r: two exchanges of state a step. Options as of ``gru``;
+    with ``layer_norm`` R_n (r h) is normalized, one more exchange.
     """
 
     name = "gru_reset_before"
 
     def step(self, x, states, parameters):
         (h,) = states
-        W, R = parameters["weight_ih"], parameters["weight_hh"]
-        gx, gh = product(x, W), product(h, R, gates=(0, 1))
+        gx, gh = self.products(x, parameters, "ih"), self.products(h, parameters, "hh", (0, 1))
         bx, bh = parameters["bias_ih"], parameters["bias_hh"]
         squash, fresh = activation(self.options["gate"]), activation(self.options["new"])
 
         def gate(b, g, j):
-            return squash(self.clipped(gx[b, g, j] + bx[g, j] + gh[b, g, j] + bh[g, j]))
+            return squash(self.clipped(gx(b, g, j) + bx[g, j] + gh(b, g, j) + bh[g, j]))
 
         reset = pointwise(lambda b, j: gate(b, 0, j) * h[b, j], h, "reset")
-        gn = product(reset, R, gates=2)
-        new = pointwise(lambda b, j: fresh(self.clipped(gx[b, 2, j] + bx[2, j] + gn[b, j] + bh[2, j])), h, "new")
+        gn = self.products(reset, parameters, "hh", (2,))
+        new = pointwise(lambda b, j: fresh(self.clipped(gx(b, 2, j) + bx[2, j] + gn(b, 2, j) + bh[2, j])), h, "new")
         update = pointwise(lambda b, j: gate(b, 1, j), h, "update")
         return [pointwise(lambda b, j: mixed(self.options["zoneout"], h[b, j], new[b, j] + update[b, j]
                                              * (h[b, j] - new[b, j])), h, "state")]

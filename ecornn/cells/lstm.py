@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ecornn.cells.activations import activation
-from ecornn.cells.base import pointwise, product
+from ecornn.cells.base import normalized, pointwise, product, scaled
 from ecornn.cells.options import Optioned, mixed, within
 
 
@@ -17,6 +17,11 @@ class LSTM(Optioned):
     peepholes : i and f also see c, and o sees c', each by a vector (Gers and Schmidhuber 2000);
         ``weight_peephole`` (3*H,) in the order i, f, o
     coupled : f = 1 - i (Greff et al. 2017, CIFG); the forget gate's weights are not read
+    layer_norm : layer normalization inside the step, as Ba et al. 2016 (arXiv 1607.06450, supplement, "LSTM") have it:
+        i, f, g, o from LN(W x) weight_ln_ih + b_ih + LN(R h) weight_ln_hh + b_hh, each LN over its 4 H values
+        together; h' = o tanh(LN(c') weight_ln_c + bias_ln_c), while c' itself is handed on as it is. LN subtracts
+        the mean and divides by sqrt(variance + 1e-5). ``weight_ln_ih``, ``weight_ln_hh`` (4*H,), ``weight_ln_c``,
+        ``bias_ln_c`` (H,); the gates' biases are bias_ih and bias_hh. Two more exchanges a step, of sums
     clip : bound of the inputs of activations (ONNX's clip)
     clip_state : bound of c' (Sak et al. 2014)
     projection : h' = W_hr (o tanh(c')) (Sak et al. 2014), ``weight_hr`` (H, H); one more exchange of state
@@ -27,13 +32,17 @@ class LSTM(Optioned):
 
     name = "lstm"
     states = ("h", "c")
-    OPTIONS = {"peepholes": False, "coupled": False, "clip": 0.0, "clip_state": 0.0,  # noqa: RUF012
-               "projection": False, "zoneout_h": 0.0, "zoneout_c": 0.0, "gate": "sigmoid", "new": "tanh", "out": "tanh"}
+    OPTIONS = {"peepholes": False, "coupled": False, "layer_norm": False, "clip": 0.0, "clip_state": 0.0,  # noqa: RUF012
+               "projection": False, "zoneout_h": 0.0, "zoneout_c": 0.0, "gate": "sigmoid", "new": "tanh",
+               "out": "tanh"}
 
     def parameters(self, input, hidden):
         found = {"weight_ih": (4, hidden, input), "weight_hh": (4, hidden, hidden),
                  "bias_ih": (4, hidden), "bias_hh": (4, hidden)}
         found |= {"weight_peephole": (3, hidden)} if self.options["peepholes"] else {}
+        if self.options["layer_norm"]:
+            found |= {"weight_ln_ih": (4, hidden), "weight_ln_hh": (4, hidden), "weight_ln_c": (1, hidden),
+                      "bias_ln_c": (1, hidden)}
         return found | {"weight_hr": (1, hidden, hidden)} if self.options["projection"] else found
 
     def step(self, x, states, parameters):
@@ -43,6 +52,8 @@ class LSTM(Optioned):
         gx, gh = product(x, parameters["weight_ih"]), product(h, parameters["weight_hh"])
         bx, bh = parameters["bias_ih"], parameters["bias_hh"]
         o = self.options
+        if o["layer_norm"]:
+            gx, gh = scaled(gx, parameters["weight_ln_ih"]), scaled(gh, parameters["weight_ln_hh"])
         squash, new, out = (activation(o[name]) for name in ("gate", "new", "out"))
         gate = te.compute(gx.shape, lambda b, g, j: gx[b, g, j] + bx[g, j] + gh[b, g, j] + bh[g, j],
                           name="gate")
@@ -62,8 +73,15 @@ class LSTM(Optioned):
             forget(b, j) * c[b, j] + squash(seen(b, 0, j, c, 0)) * new(self.clipped(gate[b, 2, j])),
             o["clip_state"]), c, "cell")
 
+        shown = normalized(cell) if o["layer_norm"] else cell
+
+        def visible(b, j):
+            if not o["layer_norm"]:
+                return cell[b, j]
+            return shown[b, j] * parameters["weight_ln_c"][0, j] + parameters["bias_ln_c"][0, j]
+
         def exposed(b, j):
-            return squash(seen(b, 3, j, cell, 2)) * out(cell[b, j])
+            return squash(seen(b, 3, j, cell, 2)) * out(visible(b, j))
 
         if o["projection"]:
             kept = pointwise(lambda b, j: mixed(o["zoneout_c"], c[b, j], cell[b, j]), c, "kept")

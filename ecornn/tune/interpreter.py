@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ecornn.analysis import StepGraph
+from ecornn.analysis import Statistic, StepGraph
 from ecornn.analysis.scalar import children
 from ecornn.errors import CellError
 
@@ -70,14 +70,28 @@ def interpret(graph: StepGraph, x: Any, parameters: Mapping[str, Any],
             now[graph.x] = row
         for r in graph.hoisted_rows:
             now[r.var] = row @ weights[r.weight][r.gate].T
-        for assign in (*graph.hoisted, *graph.prologue):
+        shape = current[0].shape
+        for assign in graph.hoisted:
+            now[assign.var] = evaluate(assign.value, now)
+        summarize(graph.hoisted_statistics, now, shape)
+        for assign in (*graph.normalized, *graph.prologue):
             now[assign.var] = evaluate(assign.value, now)
         for phase in graph.phases:
+            summarize(phase.statistics, now, shape)
             for r in phase.rows:
                 now[r.var] = now[r.operand] @ weights[r.weight][r.gate].T
             for assign in phase.assigns:
                 now[assign.var] = evaluate(assign.value, now)
-        shape = current[0].shape
         current = [np.broadcast_to(now[v], shape) for v in graph.results.values()]
         steps.append(current[list(graph.states).index(graph.output)])
     return np.stack(steps), tuple(current)
+
+
+def summarize(statistics: Sequence[Statistic], values: dict[Any, Array], shape: tuple[int, ...]) -> None:
+    """Adds the variables of ``statistics``, (B, 1) each, to ``values``, from operands that broadcast to ``shape``."""
+    for one in statistics:
+        operands = np.stack([np.broadcast_to(values[o], shape) for o in one.operands])
+        values[one.total] = operands.sum(axis=(0, 2))[:, None]
+        if one.squares is not None:
+            mean = operands.mean(axis=(0, 2))[:, None]
+            values[one.squares] = np.square(operands - mean).sum(axis=(0, 2))[:, None]

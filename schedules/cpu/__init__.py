@@ -87,7 +87,7 @@ class CPUSequence(Schedule):
         def best(rows: int, gates: list[int], prefix: str) -> tuple[int, int]:
             return best_tile(task, rows, gates, values[f"{prefix}rows"], values[f"{prefix}columns"])
 
-        rows, columns = best(workload.batch, [len(p.rows) for p in graph.phases] or [0], "")
+        rows, columns = best(workload.batch, [len(p.rows) for p in graph.phases if p.rows] or [0], "")
         project_rows, project_columns = best(workload.batch * workload.seq, [len(graph.hoisted_rows)],
                                              "project_")
         # hoisted values of a chunk should stay in the caches between their making and their use

@@ -21,7 +21,7 @@ def tiles(task: Task, config: Config) -> list[tuple[str, Tile, int]]:
     found = [("hoisted", tile("project_rows", "project_columns", project), project)]
     found.append(("prologue", Tile(int(config["rows"]), 1, unroll), 0))  # pointwise, where there is one
     found += [(f"phase{p}", tile("rows", "columns", len(phase.rows)), len(phase.rows))
-              for p, phase in enumerate(task.graph.phases, 1)]
+              for p, phase in enumerate(task.graph.phases, 1) if phase.rows]
     return found
 
 

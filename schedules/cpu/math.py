@@ -89,6 +89,8 @@ def vector(e: Emitter, value: Expr, lookup: Callable[[Expr], Expr]) -> Expr:
         name = value.op.name.removeprefix("tirx.")
         if name in ("tanh", "sigmoid", "exp"):
             return {"tanh": tanh, "sigmoid": sigmoid, "exp": exp}[name](e, *parts)
+        if name == "rsqrt":
+            return e.let("rsqrt", e.splat(1.0) / e.intrinsic("sqrt", *parts))
         if name == "if_then_else":
             return e.tirx.Select(*parts)
         if name in WHOLE_VECTOR:

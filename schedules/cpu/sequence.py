@@ -2,8 +2,8 @@
 
     copy initial states to workspace, compute invariants; barrier
     for each chunk of time steps:
-        hoisted projection of the chunk's rows; barrier
-        for each step: the stages of the step, a barrier after each
+        hoisted projection of the chunk's rows; barrier; with statistics of it also their pass; barrier
+        for each step: the stages of the step, a barrier after each, or after those that go row by row
     copy states to the caller
 
 Work is divided into (unit tile, row tile) tasks, tile by tile, and each thread always takes the
@@ -22,6 +22,7 @@ from ecornn.schedules.cpu.emit import Emitter
 from ecornn.schedules.cpu.math import vector
 from ecornn.schedules.cpu.product import ELEMENT, packing
 from ecornn.schedules.cpu.quantize import Integers, quantize_row
+from ecornn.schedules.cpu.row_task import RowTask
 from ecornn.schedules.cpu.stages import Plan, Stage, groups
 from ecornn.schedules.cpu.tile_task import TileTask
 from ecornn.schedules.cpu.tiling import Shape
@@ -49,6 +50,9 @@ class Sequence:
         self.integers: dict[tuple[str, int], Integers] = {}  # (stage, group of rows) -> its operand as integers
         self.kept: dict[Var, Any] = {}  # value carried between stages -> its buffer
         self.place = {v: i for i, v in enumerate(self.graph.hoisted_outputs)}
+        self.projected = {v: i for i, v in enumerate(self.graph.projected)}  # where statistics of them are due
+        self.totals = {v: i for i, v in enumerate(v for s in self.graph.statistics for v in s.made)}
+        self.hoisted_totals = {v: i for i, v in enumerate(v for s in self.graph.hoisted_statistics for v in s.made)}
         self.row = {v.var: i for i, v in enumerate(self.graph.vectors)}
         self.row.update((a.var, i) for i, a in enumerate(self.graph.invariants))
         self.vectors = {v.var for v in self.graph.vectors}
@@ -74,7 +78,7 @@ class Sequence:
             self.buffers.append(b)
             self.data[b.name] = e.pointer(b.name, b.dtype)
         self.timeline = Timeline(e, self.where, self.data, self.steps, self.batch)
-        for stage in (self.plan.hoisted, *self.plan.steps):
+        for stage in (*self.plan.hoisted, *self.plan.steps):
             k = s.input if stage.name == "hoisted" else s.hidden
             for number, (_, rows) in enumerate(groups(stage.rows)):
                 name = f"{stage.name}_weights_{number}"
@@ -98,7 +102,11 @@ class Sequence:
         if self.place:
             # a tile of rows may reach past the chunk's last row, in either direction of use
             room = s.chunk * s.batch + max(t.rows for t in s.tiles.values())
-            self.buffer("hoisted", "workspace", Extent(room * len(self.place) * s.width))
+            self.buffer("hoisted", "workspace", Extent(room * len(graph.hoisted_outputs) * s.width))
+            if self.hoisted_totals:
+                self.buffer("hoisted_statistics", "workspace", Extent(room * len(self.hoisted_totals)))
+        if self.totals:
+            self.buffer("statistics", "workspace", Extent(s.padded_batch * len(self.totals)))
 
     def declare_integers(self, stage: Stage, number: int, pack: Packing, k: int) -> None:
         """Scales of the weights, and workspace for the rows of an operand as integers."""
@@ -127,12 +135,14 @@ class Sequence:
             # the chunk's first row of x; in reverse, its last step comes first
             low = e.let("low", self.steps - first - count) if self.where.reverse else first
             if self.place:
-                self.stage(self.plan.hoisted, low, low, e.let("rows", count * self.batch))
-                e.call("ecornn_barrier")
+                rows = e.let("rows", count * self.batch)
+                for stage in self.plan.hoisted:
+                    self.part((stage,), low, low, rows)
+                    e.call("ecornn_barrier")
             with e.loop("step", count) as step:
                 t = e.let("t", first + step)
-                for stage in self.plan.steps:
-                    self.stage(stage, low, t, self.batch)
+                for part in self.plan.parts:
+                    self.part(part, low, t, self.batch)
                     if self.plan.barriers:
                         e.call("ecornn_barrier")
             if not self.plan.barriers:
@@ -198,6 +208,14 @@ class Sequence:
         return self.e.mod(t, 2) * self.e.index(self.shape.padded_batch * self.shape.width)
 
     # -- a stage --------------------------------------------------------------------------------
+    def part(self, stages: tuple[Stage, ...], first: Expr, t: Expr, rows: Expr) -> None:
+        """What is between two barriers: a stage, or stages that go row by row."""
+        if not stages[0].by_row:
+            return self.stage(stages[0], first, t, rows)
+        with self.tasks(stages[0].name, rows) as row:
+            for stage in stages:
+                RowTask(self, stage, first, t, rows, row).run()
+
     def stage(self, stage: Stage, first: Expr, t: Expr, rows: Expr) -> None:
         """All tasks of a stage; ``first``: the chunk's first step of x; ``rows``: how many of x (hoisted)
         or of the batch there are."""

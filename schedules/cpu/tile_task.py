@@ -66,17 +66,23 @@ class TileTask:
         last = self.rows - e.index(1)
         return data, [e.let("x_row", start + e.tirx.Min(self.top + e.index(m), last) * e.index(stride)) for m in rows]
 
-    def pointwise(self, m: int, v: int) -> None:
-        e, s, stage = self.e, self.s, self.stage
+    def locate(self, m: int, v: int) -> None:
+        """Which row and vector values are of from now on."""
+        e, s = self.e, self.s
         self.values, self.m, self.v = {}, m, v
         self.at_row = e.let("row", self.top + e.index(m))
         self.unit = e.let("unit", (self.units * e.index(self.tile.vectors) + e.index(v)) * e.index(s.lanes))
         self.at = e.let("at", self.at_row * e.index(s.width) + self.unit)
+
+    def pointwise(self, m: int, v: int) -> None:
+        """All values of a row and vector."""
+        e, stage = self.e, self.stage
+        self.locate(m, v)
         kept = [(var, self.value(var)) for var in stage.keep]
         results = {n: self.value(r) for n, r in self.o.graph.results.items()} if stage.last else {}
         for var, value in kept:
-            if stage.name == "hoisted":
-                place = self.hoisted(self.at_row, self.o.place[var])
+            if stage.level < 0:
+                place = self.hoisted(self.at_row, (self.o.projected if stage.level == -2 else self.o.place)[var])
                 e.vstore(self.o.data["hoisted"], place, value)
             else:
                 e.vstore(self.o.kept[var], self.at, value)
@@ -104,7 +110,7 @@ class TileTask:
     def hoisted(self, row: Expr, place: int) -> Expr:
         """Where a hoisted value of a row of the chunk is."""
         width = self.e.index(self.s.width)
-        return (row * self.e.index(len(self.o.place)) + self.e.index(place)) * width + self.unit
+        return (row * self.e.index(len(self.o.graph.hoisted_outputs)) + self.e.index(place)) * width + self.unit
 
     def value(self, var: Var) -> Expr:
         """The vector of ``var``, loaded or computed where it was not before."""
@@ -117,10 +123,14 @@ class TileTask:
         if var in self.products:
             product = e.vload(self.products[var][self.m][self.v], 0)
             return product if self.s.weights != "int8" else self.real(var, product)
-        if level == -2:
+        if level == -3:
             source = o.data["vectors" if var in o.vectors else "invariants"]
             return e.vload(source, e.index(o.row[var] * self.s.width) + self.unit)
-        if level == -1 and self.stage.name != "hoisted":
+        if var in o.totals or var in o.hoisted_totals:
+            return e.splat(e.load(*self.total(var)))
+        if level == -2 and self.stage.level == -1:
+            return e.vload(o.data["hoisted"], self.hoisted(self.at_row, o.projected[var]))
+        if level in (-2, -1) and self.stage.level >= 0:
             row = (o.timeline.at(self.t) - self.first) * o.batch + self.at_row
             return e.vload(o.data["hoisted"], self.hoisted(row, o.place[var]))
         if var in o.kept and level < self.stage.level:
@@ -131,6 +141,12 @@ class TileTask:
             return self.x_leaf()
         name = next(n for n, v in o.graph.states.items() if v.same_as(var))
         return e.vload(o.data[f"{name}_state"], o.slot(name, self.t) + self.at)
+
+    def total(self, var: Var) -> tuple[Any, Expr]:
+        """The elements that a statistic is among, and its place."""
+        e, o = self.e, self.o
+        name, places = ("statistics", o.totals) if var in o.totals else ("hoisted_statistics", o.hoisted_totals)
+        return o.data[name], self.at_row * e.index(len(places)) + e.index(places[var])
 
     def real(self, var: Var, product: Expr) -> Expr:
         """A product of integers as float32."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 from ecornn.device import Device
-from ecornn.program import Buffer, Extent, Launch, Program
+from ecornn.program import Buffer, Extent, Fill, Launch, Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
 from ecornn.schedules.hoisted import gained, hoisted_knob, hoisted_of, preferred
 from ecornn.schedules.persistent.cluster import LARGEST
@@ -16,6 +17,7 @@ from ecornn.schedules.persistent.plan import (
     PAIR,
     Plan,
     block_shared,
+    lanes_of,
     packing_of,
     plan_of,
     register_limit,
@@ -23,7 +25,7 @@ from ecornn.schedules.persistent.plan import (
     worker_shape,
 )
 from ecornn.schedules.persistent.start import start_kernel
-from ecornn.schedules.pointwise import MATH_FOR, MATH_TRADES
+from ecornn.schedules.pointwise import MATH_FOR, MATH_TRADES, late_operand
 from ecornn.schedules.projection import project, shape_of
 from ecornn.schedules.tensor_core import words
 from ecornn.schedules.timeline import row_buffers
@@ -38,6 +40,7 @@ LATE = 2  # times as long as the recurrence: what workers may take before a conf
 DOUBT = 1.1  # what a cluster must be expected to gain: the two estimates have errors of their own
 HELD = 160 << 10  # bytes of weights of a block of a cluster; with more, the share in registers is worth finer steps
 FEWEST = "rare"  # fences; without any, the only value
+UNWRITTEN = 0xFF  # bytes of a sentinel
 ITEMS = 8  # (unit, batch row) pairs of a gate thread, at most
 
 
@@ -53,19 +56,21 @@ class Persistent(Schedule):
         self._known: dict[tuple[Workload, Device, Place], Config | None] = {}
 
     def serves(self, task: Task) -> str | None:
-        if not task.graph.phases:
+        if not task.graph.products:
             return f"cell {task.graph.cell!r} has no recurrent product"
+        if not task.graph.phases[0].rows:
+            return f"cell {task.graph.cell!r} has statistics before its first product"
         if task.device.capability < 80:
             return "needs tensor cores of compute capability 8.0"
         if not any(self.check(task, config) is None for _, config in self._cuts(task)):  # the first that is found
             return (f"the recurrent weights of {task.workload} do not fit on the {task.device.cores} "
                     f"multiprocessors of {task.device.name}")
-        return None
+        return late_operand(task.graph)
 
     def knobs(self, task: Task) -> tuple[Knob, ...]:
         w = task.workload
         step = unit_step(task, 0)
-        wide = any(len(p.rows) == 3 for p in task.graph.phases)
+        wide = any(len(p.rows) == 3 for p in task.graph.products)
         small = unit_step(task, 4) if wide else step
         # of those that make the same number of blocks, the fewest
         units = tuple({-(-w.hidden // u): u for u in range(128 // small * small, 0, -small)
@@ -86,7 +91,7 @@ class Persistent(Schedule):
                  "percent of weights in registers; the rest in shared memory, and in L2 what does not fit there"),
             Knob("interleave", (0, 4) if wide else (0,),
                  "4: pad three gates to four for smaller unit steps and wider loads; 0: no padding"),
-            Knob("ahead", AHEAD if task.graph.hoisted_outputs else AHEAD[:1],
+            Knob("ahead", AHEAD if task.graph.hoisted_outputs and not task.graph.hoisted_statistics else AHEAD[:1],
                  "percent of the input projection done before the recurrence; the rest runs beside it, on what "
                  "blocks the recurrence leaves over", before=100),
             Knob("fences", ("every", "products", FEWEST),
@@ -112,7 +117,7 @@ class Persistent(Schedule):
     def _weights(task: Task) -> int:
         """Bytes of the recurrent weights."""
         w = task.workload
-        return sum(len(p.rows) for p in task.graph.phases) * w.hidden * words(w.hidden, w.dtype) * 4
+        return sum(len(p.rows) for p in task.graph.products) * w.hidden * words(w.hidden, w.dtype) * 4
 
     def check(self, task: Task, config: Config) -> str | None:
         # What needs few knobs comes first: a search learns from the knobs that were read which others
@@ -134,11 +139,14 @@ class Persistent(Schedule):
         if (groups - 1) * rows >= w.batch:
             return "a group without batch rows"
         threads = 32 * int(config["gate_warps"])
-        items = -(-units * rows // threads)
-        if (items - 1) * threads >= units * rows or items > ITEMS:
+        lanes = lanes_of(units) if task.graph.statistics else units
+        items = -(-lanes * rows // threads)
+        if (items - 1) * threads >= lanes * rows or items > ITEMS:
             return f"{items} items a gate thread"
-        if units * rows <= threads - 32:
+        if lanes * rows <= threads - 32:
             return "a gate warp without work"
+        if task.graph.statistics and lanes > 32 and items > 1 and threads % lanes:
+            return f"{lanes} lanes a row, in turns of {threads} threads"
         step = unit_step(task, int(config["interleave"]))
         if units % step:
             return f"units={units} is no multiple of {step}"
@@ -146,11 +154,13 @@ class Persistent(Schedule):
         threads += 32 * warps
         if threads > 1024:
             return f"{threads} threads a block"
-        if threads % 128 and units * rows > 32 * int(config["gate_warps"]):
+        if threads % 128 and lanes * rows > 32 * int(config["gate_warps"]):
             return "registers are given out to four warps at a time, and there is work for another gate warp"
         if (warps - 1) * -(-of_state // (PAIR * warps)) * PAIR >= of_state:
             return "a product warp without work"
         # neither another chain nor the projection beside makes room for what does not fit without them
+        if config["ahead"] != 100 and task.graph.hoisted_statistics:
+            return "statistics of the projection are computed after all of it"
         reason = self._crowded(task, plan_of(task, config, chains=1, ahead=100))
         if reason is None and config["chains"] != 1:
             reason = self._crowded(task, plan_of(task, config, ahead=100))
@@ -221,7 +231,7 @@ class Persistent(Schedule):
         projection beside the recurrence may not be valid."""
         knobs = {k.name: k.values for k in self.knobs(task)}
         math = "exact" if task.workload.dtype == "float32" else "fast"
-        fences = "rare" if task.workload.batch == 1 else "products"
+        fences = "rare" if task.workload.batch == 1 or task.graph.statistics else "products"
         for carrier, groups, units, interleave in product(*(knobs[n] for n in ("carrier", "groups", "units",
                                                                                "interleave"))):
             for warps, gates in product(knobs["warps"], knobs["gate_warps"]):
@@ -234,7 +244,8 @@ class Persistent(Schedule):
                                    "math": math}
                     if self.check(task, cut) is not None:
                         continue
-                    for ahead in best_ahead(task, plan_of(task, cut)) if carrier == "l2" else (100,):
+                    beside = carrier == "l2" and len(knobs["ahead"]) > 1
+                    for ahead in best_ahead(task, plan_of(task, cut)) if beside else (100,):
                         config = {**cut, "ahead": ahead}
                         yield estimate(task, plan_of(task, config)), config
                     break
@@ -268,7 +279,12 @@ class Persistent(Schedule):
             if not plan.cluster:
                 buffers.append(Buffer(f"exchange_{i}", "workspace", "uint32",
                                       Extent(plan.groups * plan.ring * plan.slot_words(phase))))
-        functions, calls = dict(hoisted.functions), hoisted.calls
+        if not plan.cluster:
+            buffers += [Buffer(f"sums_{e}", "workspace", "uint32", Extent(plan.groups * plan.ring * plan.sum_words(e)))
+                        for e in range(len(plan.sums))]
+        functions: dict[str, Any] = dict(hoisted.functions)
+        calls: tuple[Fill | Launch, ...] = (
+            *hoisted.calls, *(Fill(b.name, UNWRITTEN, b.extent) for b in buffers if b.name.startswith("sums_")))
         if not plan.cluster:
             functions["start"] = start_kernel(task, plan, START_BLOCKS, math)
             calls = (*calls, Launch("start", START_BLOCKS, 256))

@@ -49,6 +49,10 @@ class Cluster:
         for phase in plan.phases:
             self.first.append(place)
             place += plan.carried_words(phase)
+        self.sums = []  # of each exchange of statistics
+        for e in range(len(plan.sums)):
+            self.sums.append(place)
+            place += plan.ring * (plan.sum_words(e) + 2)
 
     def begin(self, task: Task, arguments: dict[str, Any], batch: Any, group: Any, thread: Any, math: str) -> None:
         """The barriers; the initial state, and zeros where no word will come. For all threads of the cluster."""
@@ -57,6 +61,9 @@ class Cluster:
             for p in range(len(plan.phases)):
                 for slot in range(2):
                     mbarrier_init(self._barrier(p, slot), 1)
+            for e in range(len(plan.sums)):
+                for slot in range(2):
+                    mbarrier_init(self.sum_barrier(e, slot), 1)
             T.evaluate(T.ptx["fence.mbarrier_init.release.cluster"]())
             for p in range(len(plan.phases)):
                 if p == 0:  # what the call was given is there at once
@@ -65,6 +72,10 @@ class Cluster:
                     self._expect(p, 0)
                 with T.If(self.steps > 1), T.Then():
                     self._expect(p, 1)
+            for e in range(len(plan.sums)):
+                self.expect_sums(e, 0)
+                with T.If(self.steps > 1), T.Then():
+                    self.expect_sums(e, 1)
         timeline = Timeline(T, task.place, arguments, self.steps, batch)
         states = {s: arguments[f"{s}_in"] for s in task.graph.states}
         for p, phase in enumerate(plan.phases):
@@ -128,9 +139,22 @@ class Cluster:
     def ended(self, t: Any) -> None:
         """Nothing needs a fence."""
 
+    def acquired(self, t: Any) -> None:
+        """Nor here."""
+
     def _barrier(self, phase: int, slot: Any) -> Any:
         words = self.plan.ring * self.plan.slot_words(self.plan.phases[phase])
         return self.words.ptr_to([self.first[phase] + words + slot * 2])
+
+    def sum_barrier(self, e: int, slot: Any) -> Any:
+        """The mbarrier of a slot of an exchange of statistics."""
+        return self.words.ptr_to([self.sums[e] + self.plan.ring * self.plan.sum_words(e) + slot * 2])
+
+    def expect_sums(self, e: int, slot: Any) -> None:
+        """The arrival of the slot's next phase."""
+        T = self.T
+        T.evaluate(T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"](
+            self.sum_barrier(e, slot), T.uint32(self.plan.sum_words(e) * 4)))
 
     def _expect(self, phase: int, slot: Any) -> None:
         T, count = self.T, expected_bytes(self.plan, self.plan.phases[phase])

@@ -58,12 +58,18 @@ def recurrence(plan: Plan) -> float:
                    + 0.0009 * plan.warps * plan.rows * tiles * 64
                    + plan.items * (87 + 1.9 * plan.warps * p.gates + (166 if exact else 0)))
     copied = sum(_streamed(plan, p) for p in plan.phases if p.slots) * plan.groups * plan.blocks
-    return max(cycles, copied / STREAM) / 1.7  # rings are filled all the time
+    return (max(cycles, copied / STREAM) + summing(plan, 1450)) / 1.7  # rings are filled all the time
 
 
 def _streamed(plan: Plan, p: PhasePlan) -> int:
     """Bytes of weights of a phase that a block reads from L2 in every step."""
     return plan.warps * p.streamed_pairs * p.octets(plan.units) * OCTET * 4
+
+
+def summing(plan: Plan, trip: int) -> float:
+    """Cycles of the exchanges of statistics: shuffles, a trip, loads, shuffles. By hand, not a fit."""
+    shuffles = 2 * 30 * (min(32, plan.lanes) - 1).bit_length()
+    return sum(trip + shuffles + plan.items * n * (60 + 12 * -(-plan.sum_parts // 32)) for n in plan.sums)
 
 
 def in_clusters(plan: Plan) -> float:
@@ -81,7 +87,7 @@ def in_clusters(plan: Plan) -> float:
                    + 0.0056 * plan.shared_weight_words(p) * 4
                    + 0.017 * _streamed(plan, p)
                    + p.gates * (31 + 3.1 * plan.warps * plan.items))
-    return cycles / 1.7
+    return (cycles + summing(plan, 450)) / 1.7
 
 
 def best_ahead(task: Task, plan: Plan) -> Iterator[int]:

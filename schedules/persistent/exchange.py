@@ -133,6 +133,10 @@ class Ring:
         with T.If(mine), T.Then():
             T.evaluate(T.ptx["st.relaxed.gpu.global.b32"](self.rings[phase].ptr_to([place]), word))
 
+    def acquired(self, t: Any) -> None:
+        """Behind a gate warp's reads of statistics in a step."""
+        self._fence(self.plan.acquired(t))
+
     def _fence(self, where: Any) -> None:
         """Release and acquire, in steps ``where`` (an expression; or True: in all)."""
         T = self.T

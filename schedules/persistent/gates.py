@@ -11,9 +11,11 @@ from ecornn.schedules.persistent.beside import Beside
 from ecornn.schedules.persistent.cluster import Cluster
 from ecornn.schedules.persistent.exchange import Ring, word_of
 from ecornn.schedules.persistent.plan import PhasePlan, Plan
+from ecornn.schedules.persistent.sums import Sums
 from ecornn.schedules.pointwise import emit
 
 FULL = 1  # named barriers of the two buffers of partial sums, FULL and FULL + 1
+SENT = 3  # of a block's operands that are on their way
 
 
 class Gates(Items):
@@ -22,9 +24,17 @@ class Gates(Items):
     def __init__(self, T: Any, task: Task, plan: Plan, math: str, arguments: dict[str, Any],
                  carrier: Ring | Cluster, shared: Any, group: Any, member: Any, thread: Any, steps: Any,
                  batch: Any, hoisted: Hoisted, beside: Beside | None) -> None:
-        share = Share(plan.units, plan.rows, plan.gate_warps * 32)
-        super().__init__(T, task, math, arguments, share, group, member * share.units, thread, steps, batch, hoisted)
+        share = Share(plan.lanes, plan.rows, plan.gate_warps * 32)
+        super().__init__(T, task, math, arguments, share, group, member * plan.units, thread, steps, batch, hoisted,
+                         None if plan.lanes == plan.units else plan.units)
         self.plan, self.carrier, self.shared, self.beside = plan, carrier, shared, beside
+        if plan.lanes != plan.units:  # the others read the partial sums of a unit that there is
+            self.local = [T.Bind(T.Select(mine, unit, 0)) for mine, unit in zip(self.owner, self.local, strict=True)]
+        self.sums: Sums | None = None
+        if plan.sums:
+            rings = [arguments[f"sums_{e}"] for e in range(0 if plan.cluster else len(plan.sums))]
+            self.sums = Sums(T, plan, [p.statistics for p in task.graph.phases if p.statistics], carrier, rings, group,
+                             member, thread, steps)
 
     def run(self) -> None:
         """The whole sequence."""
@@ -42,21 +52,43 @@ class Gates(Items):
 
     def _step(self, t: Any) -> None:
         T, plan, graph = self.T, self.plan, self.graph
-        last = len(plan.phases) - 1
         envs = [self._before(i) for i in range(plan.items)]
-        for p in range(len(plan.phases)):
-            use = T.Bind(t * len(plan.phases) + p)
-            side = T.Bind(use % 2)
-            T.evaluate(T.ptx["bar.sync"](T.cast(side + FULL, "uint32"), T.uint32(plan.threads)))
-            sums = [self._sums(i, p, side) for i in range(plan.items)]
+        p = e = 0  # products and exchanges of statistics so far
+        for number, phase in enumerate(graph.phases):
+            following = graph.phases[number + 1] if number + 1 < len(graph.phases) else None
+            sums: list[dict[Any, Any]] = [{} for _ in envs]
+            if phase.statistics and self.sums is not None:
+                sums, e = self.sums.exchange(e, t, envs, self._units()), e + 1
+            if phase.rows:
+                use = T.Bind(t * len(plan.phases) + p)
+                side = T.Bind(use % 2)
+                T.evaluate(T.ptx["bar.sync"](T.cast(side + FULL, "uint32"), T.uint32(plan.threads)))
+                sums, p = [sums[i] | self._sums(i, p, side) for i in range(plan.items)], p + 1
             for i in range(plan.items):
-                envs[i] = emit(graph.phases[p].assigns, envs[i] | sums[i], self.math)
-                if p < last:
-                    self._announce(i, p + 1, t, envs[i])
-            ended = [self._finish(i, envs[i], t) for i in range(plan.items)] if p == last else []
-            self.carrier.wipe(p, t, self._places(p))
-            if p == last:
+                envs[i] = emit(phase.assigns, envs[i] | sums[i], self.math)
+                if following is not None and following.rows:
+                    self._announce(i, p, t, envs[i])
+            ended = [] if following is not None else [self._finish(i, envs[i], t) for i in range(plan.items)]
+            if plan.held:
+                if following is None:
+                    with T.If(t + 1 < self.steps), T.Then():
+                        self._sent()
+                elif following.rows:
+                    self._sent()
+            if phase.rows and self.sums is None:
+                self.carrier.wipe(p - 1, t, self._places(p - 1))
+            if following is None:
                 self._after(t, ended)
+
+    def _sent(self) -> None:
+        """Lets product warps poll."""
+        T = self.T
+        T.evaluate(T.ptx["bar.arrive"](T.uint32(SENT), T.uint32(self.plan.threads)))
+
+    def _units(self) -> list[Any]:
+        """Whether items are of the layer's units, padding rows included."""
+        T, hidden = self.T, self.plan.hidden
+        return [T.Bind(T.And(own, unit < hidden)) for own, unit in zip(self.owner, self.unit, strict=True)]
 
     def _after(self, t: Any, ended: list[tuple[list[Any], list[Any], Any]]) -> None:
         """What nobody waits for.
@@ -66,6 +98,11 @@ class Gates(Items):
         than L2.
         """
         T = self.T
+        if self.sums is not None:
+            for p in range(len(self.plan.phases)):
+                self.carrier.wipe(p, t, self._places(p))
+            self.sums.wipe(t)
+            self.carrier.acquired(t)
         self.carrier.ended(t)
         for i in range(self.plan.items):
             self._store(i, t, *ended[i])
@@ -79,7 +116,7 @@ class Gates(Items):
         unit = self.local[i]
         base = T.Bind(side * plan.sum_floats + self.column[i] * stride
                       + unit // (8 // e) * 8 + unit % (8 // e) * e)
-        rows: list[list[Any]] = [[] for _ in self.graph.phases[p].rows]
+        rows: list[list[Any]] = [[] for _ in self.graph.products[p].rows]
         for w in range(plan.warps):
             for outer in range(phase.gates // e):
                 place = base + w * plan.columns * stride + outer * plan.units * e
@@ -88,7 +125,7 @@ class Gates(Items):
                     if outer * e + inner < len(rows):
                         rows[outer * e + inner].append(wide[inner])
         return {row.var: _tree(T, parts)
-                for row, parts in zip(self.graph.phases[p].rows, rows, strict=True)}
+                for row, parts in zip(self.graph.products[p].rows, rows, strict=True)}
 
     def _load(self, place: Any, count: int) -> list[Any]:
         T = self.T
@@ -103,7 +140,7 @@ class Gates(Items):
         """Sends this thread's operands of phase p; units beyond H are zero."""
         T, plan, carrier = self.T, self.plan, self.carrier
         slot = T.Bind(carrier.slot(p, step))
-        for o, operand in enumerate(self.graph.phases[p].operands):
+        for o, operand in enumerate(self.graph.products[p].operands):
             value = T.Bind(T.Select(self.unit[i] < plan.hidden, env[operand], T.float32(0)))
             word = carrier.word(value, None if plan.dtype == "float32" else self._neighbour(value))
             carrier.write(p, step, slot, self._place(i, plan.phases[p], o), word, self._mine(i))

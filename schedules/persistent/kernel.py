@@ -9,7 +9,8 @@ rows of ``units`` hidden units. In every block
 * gate warps add the partial sums, compute the cell's scalars, and send the new state first and everything else
   (y, wipes, the next step's inputs) afterwards.
 
-State travels through L2 (``exchange.py``), or, where a group is a cluster, inside it (``cluster.py``).
+State travels through L2 (``exchange.py``), or, where a group is a cluster, inside it (``cluster.py``); statistics,
+which gate warps exchange among themselves, likewise (``sums.py``).
 
 Blocks that are left over may work on the input projection meanwhile (``beside.py``).
 
@@ -54,6 +55,8 @@ def persistent_kernel(task: Task, plan: Plan, hoisted: Hoisted, math: str) -> An
                 arguments[name] = T.arg(name, T.buffer((big,), dtype))
         weights = [T.arg(f"recurrent_{i}", T.buffer((big,), dtype)) for i in range(len(plan.phases))]
         rings = [T.arg(f"exchange_{i}", T.buffer((big,), "uint32")) for i in range(0 if plan.cluster else len(weights))]
+        for e in range(0 if plan.cluster else len(plan.sums)):
+            arguments[f"sums_{e}"] = T.arg(f"sums_{e}", T.buffer((big,), "uint32"))
         arguments["y"] = T.arg("y", T.buffer((big,), dtype))
         arguments |= row_arguments(T, task.place)
         T.device_entry()

@@ -77,6 +77,7 @@ class Plan:
     workers: int  # blocks that do that rest
     fences: str  # of exchange.py: in every step, of products in every step, or rare
     cluster: bool  # whether each group is a cluster, in which state travels as cluster.py says
+    sums: tuple[int, ...]  # statistics of each exchange of them, as sums.py says
     kept: int  # values that a gate thread keeps for each item: states, inputs of two steps, what masks say
     phases: tuple[PhasePlan, ...]
 
@@ -96,9 +97,29 @@ class Plan:
         return -(-self.rows // 8) * 8
 
     @property
+    def lanes(self) -> int:
+        """Gate threads that a batch row has, in turn if there are fewer; more than units where there are statistics."""
+        return lanes_of(self.units) if self.sums else self.units
+
+    @property
+    def held(self) -> bool:
+        """Whether product warps poll only after their own block's gate warps have sent the operands. Polls disturb what
+        others wait for, and gate warps wait for statistics meanwhile."""
+        return bool(self.sums) and not self.cluster
+
+    @property
     def items(self) -> int:
         """(unit, batch row) pairs of a gate thread."""
-        return -(-self.units * self.rows // (32 * self.gate_warps))
+        return -(-self.lanes * self.rows // (32 * self.gate_warps))
+
+    @property
+    def sum_parts(self) -> int:
+        """Sums that make a statistic of a row: of every block, of each of its warps that has units of the row."""
+        return self.blocks * max(1, self.lanes // 32)
+
+    def sum_words(self, exchange: int) -> int:
+        """Words of one slot of a group's exchange of statistics."""
+        return self.sums[exchange] * self.rows * self.sum_parts * 2
 
     @property
     def tiles(self) -> int:
@@ -145,7 +166,9 @@ class Plan:
     @property
     def shared(self) -> int:
         """Bytes of shared memory that the recurrence needs."""
-        return 4 * (self.carried + (sum(map(self.carried_words, self.phases)) if self.cluster else 0))
+        exchanged = sum(map(self.carried_words, self.phases)) + self.ring * sum(
+            self.sum_words(e) + 2 for e in range(len(self.sums)))
+        return 4 * (self.carried + (exchanged if self.cluster else 0))
 
     @property
     def carried(self) -> int:
@@ -178,8 +201,13 @@ def natural_interleave(gates: int) -> int:
 
 def unit_step(task: Task, interleave: int) -> int:
     """Units of a block come in multiples of this, so that weight rows fill octets."""
-    steps = [8 // _interleave(len(p.rows), interleave) for p in task.graph.phases]
+    steps = [8 // _interleave(len(p.rows), interleave) for p in task.graph.products]
     return lcm(*steps, 2)
+
+
+def lanes_of(units: int) -> int:
+    """Threads for the units of a row where they add values: a power of two, or whole warps."""
+    return 1 << (units - 1).bit_length() if units <= 32 else -(-units // 32) * 32
 
 
 def _interleave(gates: int, wanted: int) -> int:
@@ -194,7 +222,7 @@ def plan_of(task: Task, config: Config, chains: int | None = None, ahead: int | 
     groups, units = int(config["groups"]), int(config["units"])
     warps = int(config["warps"])
     phases = []
-    for phase in task.graph.phases:
+    for phase in task.graph.products:
         interleave = _interleave(len(phase.rows), int(config["interleave"]))
         gates = -(-len(phase.rows) // interleave) * interleave
         pairs_of_state = -(-words(w.hidden, w.dtype) // PAIR)
@@ -204,12 +232,14 @@ def plan_of(task: Task, config: Config, chains: int | None = None, ahead: int | 
         phases.append(PhasePlan(gates, interleave, len(phase.operands), warp_pairs, registers, 0, pairs))
     rows, blocks = -(-w.batch // groups), -(-w.hidden // units)
     masks = task.place.lengths + task.place.resets + task.place.sequences * (3 + len(task.graph.states))
-    cluster = config["carrier"] == "cluster"
+    cluster, statistics = config["carrier"] == "cluster", len(task.graph.statistics)
     plan = Plan(hidden=w.hidden, dtype=w.dtype, arithmetic=w.arithmetic, groups=groups, blocks=blocks, units=units,
                 rows=rows, warps=warps, gate_warps=int(config["gate_warps"]), chains=chains, ahead=ahead,
                 workers=0 if ahead == 100 else task.device.cores - groups * blocks,
                 fences="rare" if cluster else str(config["fences"]), cluster=cluster,
-                kept=len(task.graph.states) + 2 * len(task.graph.hoisted_outputs) + masks, phases=tuple(phases))
+                sums=tuple(len(p.statistics) for p in task.graph.phases if p.statistics),
+                kept=len(task.graph.states) + 2 * len(task.graph.hoisted_outputs) + masks + 4 * statistics,
+                phases=tuple(phases))
     pair_bytes = [4 * plan.warps * p.octets(units) * OCTET for p in phases]
     needed = [(p.pairs - p.register_pairs) * size for p, size in zip(phases, pair_bytes, strict=True)]
     room = max(0, task.device.shared - plan.shared)
@@ -262,7 +292,7 @@ def packing_of(task: Task, plan: Plan, index: int) -> Packing:
 
     (block, warp, operand, pair, octet, lane, tile, half) words: 16 bytes a lane, pair and octet.
     """
-    phase, p = task.graph.phases[index], plan.phases[index]
+    phase, p = task.graph.products[index], plan.phases[index]
     sources: list[tuple[str, int]] = []
     for operand in phase.operands:
         rows = [(r.weight, r.gate) if operand.same_as(r.operand) else ("", 0) for r in phase.rows]

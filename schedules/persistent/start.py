@@ -10,7 +10,7 @@ from typing import Any
 from ecornn.schedules.base import Task
 from ecornn.schedules.persistent.exchange import SENTINEL, pack
 from ecornn.schedules.persistent.plan import PAIR, PhasePlan, Plan
-from ecornn.schedules.pointwise import emit, invariants
+from ecornn.schedules.pointwise import emit, invariants, opening
 from ecornn.schedules.projection import LEAST_ROWS
 from ecornn.schedules.tensor_core import per_word
 from ecornn.schedules.timeline import Timeline, row_arguments
@@ -97,7 +97,7 @@ def initial_operand(T: Any, task: Task, states: dict[str, Any], vectors: Any, ti
     given = [T.Bind(T.cast(states[name][from_row * H + at], "float32")) for name in graph.states]
     env |= zip(graph.states.values(), timeline.started(timeline.fresh(0, b, timeline.limit(b)), given),
                strict=True)
-    env = emit(graph.prologue, env, math)
+    env = emit(opening(graph), env, math)
     value = env[graph.phases[0].operands[0]]
     for i, other in enumerate(graph.phases[0].operands[1:], 1):
         value = T.Select(operand == i, env[other], value)

@@ -25,7 +25,7 @@ from ecornn.schedules.persistent_wide.plan import (
     unit_step,
 )
 from ecornn.schedules.persistent_wide.start import start_kernel
-from ecornn.schedules.pointwise import MATH_FOR, MATH_TRADES
+from ecornn.schedules.pointwise import MATH_FOR, MATH_TRADES, late_operand
 from ecornn.schedules.projection import project, shape_of
 from ecornn.schedules.timeline import row_buffers
 
@@ -49,7 +49,7 @@ class PersistentWide(Schedule):
             return "needs the warpgroup products of sm_90a"
         if w.dtype == "float32":
             return "needs a 16-bit data type"
-        if len(phases) != 1 or len(phases[0].operands) != 1:
+        if len(phases) != 1 or len(phases[0].operands) != 1 or phases[0].statistics:
             return f"cell {task.graph.cell!r} has not just one recurrent product of one vector"
         if w.hidden > PARTS * LANES * DEPTH:
             return f"hidden={w.hidden} is more than {PARTS * LANES * DEPTH}"
@@ -59,7 +59,7 @@ class PersistentWide(Schedule):
         if next(self._candidates(task), None) is None:
             return (f"the recurrent weights of {w} do not fit on the {task.device.cores} "
                     f"multiprocessors of {task.device.name}")
-        return None
+        return late_operand(task.graph)
 
     def knobs(self, task: Task) -> tuple[Knob, ...]:
         w, step = task.workload, unit_step(task)

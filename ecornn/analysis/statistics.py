@@ -1,0 +1,81 @@
+"""The statistics of a step as the walk finds them, and sums of squares among them.
+
+Mean and variance, written as they are defined, are two sums of which the second waits for the first. A sum of
+squares of deviations from the mean is recognised here, so that schedules make both in one exchange.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ecornn.analysis.scalar import is_constant
+from ecornn.analysis.step import Statistic
+
+Var = Any  # tvm.tirx.Var
+Expr = Any  # tvm.ir.PrimExpr
+CLOSE = 1e-6  # relative: a mean is a total times 1 / N in float32
+
+
+class Statistics:
+    """Collects sums by level."""
+
+    def __init__(self, cell: str, hidden: int) -> None:
+        self.cell, self.hidden = cell, hidden
+        self.found: dict[Var, tuple[int, tuple[Var, ...]]] = {}  # total -> level and operands
+        self.definition: dict[Var, Expr] = {}
+
+    def define(self, var: Var, value: Expr) -> None:
+        """Notes what a variable is."""
+        self.definition[var] = value
+
+    def add(self, level: int, total: Var, operands: tuple[Var, ...]) -> None:
+        """A sum of ``operands`` that is known at ``level``."""
+        self.found[total] = level, operands
+
+    def since(self, level: int) -> list[tuple[Var, ...]]:
+        """Operands of the sums of ``level`` and later."""
+        return [operands for at, operands in self.found.values() if at >= level]
+
+    def at(self, level: int, leaves: dict[tuple, Var]) -> tuple[Statistic, ...]:
+        """The statistics of a level; ``leaves`` has the sums of squares that were asked for."""
+        return tuple(Statistic(total, leaves.get(("squares", total)), operands)
+                     for total, (at, operands) in self.found.items() if at == level)
+
+    def squares(self, terms: list[Expr]) -> Var | None:
+        """The total from whose mean ``terms``, one for each of its operands, are squared deviations; or None."""
+        parts = [self._deviation(t) for t in terms]
+        if any(p is None for p in parts):
+            return None
+        for total, (_, operands) in self.found.items():
+            if (len(operands) == len(parts) and all(v.same_as(o) for (v, _), o in zip(parts, operands, strict=True))
+                    and all(self._is_mean(m, total, len(operands) * self.hidden) for _, m in parts)):
+                return total
+        return None
+
+    def _deviation(self, term: Expr) -> Any:
+        """(value, mean) of (value - mean) * (value - mean), both variables."""
+        term = self._resolved(term)
+        if type(term).__name__ != "Mul":
+            return None
+        a, b = self._resolved(term.a), self._resolved(term.b)
+        if type(a).__name__ != "Sub" or type(b).__name__ != "Sub":
+            return None
+        if not all(type(e).__name__ == "Var" for e in (a.a, a.b, b.a, b.b)):
+            return None
+        return (a.a, a.b) if a.a.same_as(b.a) and a.b.same_as(b.b) else None
+
+    def _is_mean(self, value: Var, total: Var, count: int) -> bool:
+        value = self._resolved(value)
+        if type(value).__name__ not in ("Mul", "Div"):
+            return value.same_as(total) and count == 1
+        sides = (value.a, value.b) if type(value).__name__ == "Div" or is_constant(value.b) else (value.b, value.a)
+        if not is_constant(sides[1]) or not self._resolved(sides[0]).same_as(total):
+            return False
+        number = float(sides[1].value) if type(value).__name__ == "Div" else 1.0 / (float(sides[1].value) or 1e-30)
+        return abs(number - count) <= CLOSE * count
+
+    def _resolved(self, e: Expr) -> Expr:
+        """What a variable was assigned, through other variables."""
+        while type(e).__name__ == "Var" and e in self.definition:
+            e = self.definition[e]
+        return e

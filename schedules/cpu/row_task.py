@@ -1,0 +1,82 @@
+"""What a thread does for one row: statistics over all of its units, then what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ecornn.analysis import Statistic
+from ecornn.schedules.cpu.stages import Stage
+from ecornn.schedules.cpu.tile_task import TileTask
+from ecornn.schedules.cpu.tiling import Tile
+
+if TYPE_CHECKING:
+    from ecornn.schedules.cpu.sequence import Sequence
+
+Expr = Any  # tvm.ir.PrimExpr
+ONE = Tile(1, 1, 1)  # a vector of units of the row
+
+
+class RowTask:
+    """One row of the batch, or of the chunk where the stage is of the hoisted projection."""
+
+    def __init__(self, owner: Sequence, stage: Stage, first: Expr, t: Expr, rows: Expr, row: Expr) -> None:
+        self.o, self.e, self.stage, self.first = owner, owner.e, stage, first
+        self.t, self.rows, self.row, self.lanes = t, rows, row, owner.shape.lanes
+        self.hidden = owner.shape.hidden
+
+    def run(self) -> None:
+        for s in self.stage.statistics:
+            self.summarize(s)
+        if self.stage.finishes:
+            with self.e.loop("vector", -(-self.hidden // self.lanes)) as vector:
+                self.task(vector).pointwise(0, 0)
+
+    def task(self, vector: Expr) -> TileTask:
+        """What has the values of a vector of units."""
+        return TileTask(self.o, self.stage, ONE, self.first, self.t, self.rows, vector, self.row)
+
+    def summarize(self, s: Statistic) -> None:
+        """The total, and in a second pass the squares."""
+        e, count = self.e, len(s.operands) * self.hidden
+        total = self.over(s, lambda value: value)
+        self.keep(s.total, total)
+        if s.squares is not None:
+            mean = e.let("mean", e.splat(total * e.tirx.const(1.0 / count, "float32")))
+
+            def squared(value: Expr) -> Expr:
+                apart = e.let("apart", value - mean)
+                return apart * apart
+
+            self.keep(s.squares, self.over(s, squared))
+
+    def over(self, s: Statistic, function: Callable[[Expr], Expr]) -> Expr:
+        """The sum of a function of all operands and units."""
+        e, whole = self.e, self.hidden // self.lanes
+        sums = e.local("sums")
+        e.vstore(sums, 0, e.splat(0.0))
+
+        def add(vector: Expr, inside: Expr | None) -> None:
+            values = self.task(vector)
+            values.locate(0, 0)
+            for operand in s.operands:
+                value = e.let("term", function(values.value(operand)))
+                value = value if inside is None else e.tirx.Select(inside, value, e.splat(0.0))
+                e.vstore(sums, 0, e.vload(sums, 0) + value)
+
+        with e.loop("vector", whole) as vector:
+            add(vector, None)
+        if left := self.hidden % self.lanes:
+            add(e.index(whole), e.tirx.LT(e.ramp(0), e.splat(left, "int64")))
+        total = e.local("total")
+        e.store(total, 0, e.tirx.const(0.0, "float32"))
+        with e.loop("lane", self.lanes) as lane:
+            e.store(total, 0, e.load(total, 0) + e.load(sums, lane))
+        return e.let("total_value", e.load(total, 0))
+
+    def keep(self, var: Any, value: Expr) -> None:
+        """Where other threads, and this one, will find it."""
+        place = self.task(self.e.index(0))
+        place.locate(0, 0)
+        buffer, at = place.total(var)
+        self.e.store(buffer, at, value)

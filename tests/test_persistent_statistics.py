@@ -1,0 +1,103 @@
+"""Statistics of hidden units in the persistent kernel, emulated on the CPU: through L2 and inside clusters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda_on_cpu import Emulated, inputs
+from emulated import check_numbers, relative, task_of
+from msgspec.structs import replace
+from test_persistent_emulated import SMALL, cut
+
+from ecornn.device import KNOWN
+from ecornn.schedules.persistent import Persistent
+from ecornn.schedules.persistent.plan import lanes_of, plan_of
+from ecornn.tune.interpreter import interpret
+from ecornn.workload import Place
+
+LSTM, GRU = "lstm(layer_norm)", "gru(layer_norm)"
+CASES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Place]] = [
+    (LSTM, (5, 3, 24, 40), "bfloat16", {}, Place()),
+    (GRU, (40, 5, 24, 40), "float32", {"fences": "rare", "units": 8}, Place()),  # more than once around the ring
+    # rows of two warps, in turns; lanes without a unit, and without a row
+    (LSTM, (5, 9, 24, 80), "float16", {"units": 40, "warps": 2, "gate_warps": 6, "registers": 0}, Place()),
+    (GRU, (5, 7, 9, 33), "bfloat16", {"units": 24, "gate_warps": 2}, Place()),
+    (LSTM, (5, 23, 31, 33), "float16", {"groups": 2, "fences": "products"}, Place(True, 2, True, True)),
+    (LSTM, (4, 4, 24, 24), "tf32", {"units": 8, "warps": 1, "hoisted": "float32"}, Place(lengths=True)),
+    ("gru_reset_before(layer_norm)", (5, 4, 8, 20), "float32", {"units": 8}, Place(False, 2, True, True)),
+    ("lstm(layer_norm,projection)", (5, 4, 8, 20), "bfloat16", {"units": 8, "warps": 1, "hoisted": "same"}, Place()),
+    ("blend", (5, 6, 9, 40), "float16", {}, Place(resets=True)),  # statistics beside a product
+    (LSTM, (9, 5, 24, 40), "float16", {}, Place(sequences=True))]
+CLUSTERS: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Place]] = [
+    (LSTM, (7, 1, 24, 40), "float16", {}, Place()),
+    (LSTM, (6, 5, 24, 33), "bfloat16", {"units": 8, "hoisted": "same"}, Place()),
+    (GRU, (2, 23, 7, 65), "float16", {"groups": 2, "units": 24, "registers": 0}, Place()),
+    (LSTM, (5, 9, 9, 40), "float32", {"registers": 50}, Place(True, 2, True, True)),
+    ("gru_reset_before(layer_norm)", (1, 3, 9, 20), "float32", {"units": 8}, Place()),  # no step after the first
+    ("blend", (6, 10, 9, 20), "float16", {"units": 8, "warps": 1}, Place(False, 2, True, True)),
+    (GRU, (9, 5, 24, 40), "float16", {}, Place(sequences=True))]
+
+
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "place"), CASES, ids=lambda v: str(v).replace(" ", ""))
+def test_through_l2(tmp_path, cell, sizes, dtype, change, place):
+    task = task_of(cell, sizes, dtype, SMALL, place)
+    check_numbers(tmp_path, Persistent(), task, cut(task, **change))
+
+
+@pytest.mark.parametrize("lazy", [pytest.param(False, marks=pytest.mark.exhaustive), True])
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "place"), CLUSTERS, ids=lambda v: str(v).replace(" ", ""))
+def test_in_clusters(tmp_path, cell, sizes, dtype, change, place, lazy):
+    """Words arrive as early as they can, and as late."""
+    task = task_of(cell, sizes, dtype, replace(SMALL, cores=15), place)
+    config = cut(task, carrier="cluster", fences="rare", **change)
+    assert not any(b.name.startswith("sums") for b in Persistent().program(task, config).buffers)
+    check_numbers(tmp_path, Persistent(), task, config, lazy=lazy)
+
+
+@pytest.mark.parametrize("carrier", ["l2", "cluster"])
+def test_fewer_rows_than_compiled(tmp_path, carrier):
+    task = task_of(LSTM, (5, 9, 16, 34), "float16", replace(SMALL, cores=12), Place(True, 2, True, True))
+    check_numbers(tmp_path, Persistent(), task, cut(task, groups=2, units=24, carrier=carrier, fences="rare"), batch=2)
+
+
+def test_a_mean_that_is_large_beside_the_deviations(tmp_path):
+    """The state of all units is near 20: a sum of squares that is not about the mean would lose all of its digits."""
+    task = task_of(LSTM, (6, 3, 8, 40), "float32", SMALL)
+    x, states, parameters = inputs(LSTM, (6, 3, 8, 40), "float32", task.graph.parameters, tuple(task.graph.states))
+    parameters["bias_hh"][1] += 9  # forget gates stay open
+    states["c"] += np.float32(20)
+    y, _ = Emulated(Persistent().program(task, cut(task)), tmp_path).run(x, states, parameters)
+    wanted, _ = interpret(task.graph, x, parameters, list(states.values()))
+    assert relative(y[1:], wanted[1:]) < 2e-5
+
+
+def test_a_row_that_is_no_number_harms_no_sequence_after_it(tmp_path):
+    """The mean of the step before is not used where it is none."""
+    task = task_of(LSTM, (6, 3, 8, 40), "float32", SMALL, Place(resets=True))
+    x, states, parameters = inputs(LSTM, (6, 3, 8, 40), "float32", task.graph.parameters, tuple(task.graph.states))
+    clean, resets = x.copy(), np.zeros((6, 3), bool)
+    x[1, 1], resets[3, 1] = np.nan, True
+    run = Emulated(Persistent().program(task, cut(task)), tmp_path).run
+    y, wanted = (run(values, states, parameters, {"resets": resets})[0] for values in (x, clean))
+    assert np.isnan(y[1:3, 1]).all() and np.isfinite(y[3:]).all()
+    assert relative(y[3:], wanted[3:]) < 1e-5
+
+
+def test_statistics_need_whole_rows_of_lanes():
+    assert [lanes_of(n) for n in (1, 2, 6, 16, 24, 32, 34, 64, 70)] == [1, 2, 8, 16, 32, 32, 64, 64, 96]
+    task = task_of(LSTM, (5, 9, 24, 80), "float16", SMALL)
+    assert "64 lanes a row" in (Persistent().check(task, cut(task, units=40, gate_warps=3, warps=1)) or "")
+    assert "after all of it" in (Persistent().check(task, cut(task, ahead=0, units=16)) or "")
+
+
+@pytest.mark.parametrize("cell", [LSTM, GRU])
+@pytest.mark.parametrize("sizes", [(256, 16, 256, 256), (256, 16, 1024, 1024), (300, 20, 800, 800), (50, 1, 64, 64)])
+def test_defaults(cell, sizes):
+    task, schedule = task_of(cell, sizes, "float16", KNOWN["sm_90a"]), Persistent()
+    config = schedule.default(task)
+    assert schedule.check(task, config) is None and set(config) == {k.name for k in schedule.knobs(task)}
+    assert config["ahead"] == 100 and plan_of(task, config).sums == ((1, 1) if cell == LSTM else (2,))
+    plain = task_of(cell.split("(")[0], sizes, "float16", KNOWN["sm_90a"])
+    assert schedule.expected(plain) < schedule.expected(task) < 4 * schedule.expected(plain)
