@@ -51,18 +51,18 @@ def log(tmp_path: Path) -> GridLog:
 
 def test_the_grid():
     rows = grid.rows()
-    assert len(rows) == len(set(rows)) == 109
+    assert len(rows) == len(set(rows)) == 115
     assert len(set(grid.GRID)) == 88, "the single layers of the grid"
     pairs = {row for pair in grid.TILES for row in pair}
-    assert set(rows) == {*grid.GRID, *grid.SCALING, *grid.MOST, *pairs}
+    assert set(rows) == {*grid.GRID, *grid.SCALING, *grid.MOST, *grid.PAST, *pairs}
     assert {p.dtype for p in grid.GRID} == {"float16", "bfloat16", "tf32", "tf32-both", "float32"}
     for off, up in grid.TILES:
         assert (off.B, off.H) < (up.B, up.H) and replace(off, B=up.B, I=up.I, H=up.H) == up
 
 
 @pytest.mark.parametrize(("only", "count"), [
-    (["lstm 1024x16x768x768 float16"], 1), (["gru tf32"], 2), (["tf32", "float32"], 12), (["x2816x2816"], 4),
-    (["tf32-both"], 6), ([], 109)])
+    (["lstm 1024x16x768x768 float16"], 1), (["gru tf32"], 2), (["tf32", "float32"], 14), (["x2816x2816"], 6),
+    (["tf32-both"], 6), ([], 115)])
 def test_filters(only: list[str], count: int):
     assert len(grid.select(only)) == count
     assert grid.select(only, 1) == grid.select(only)[:1]
@@ -199,10 +199,10 @@ def test_tables(log: GridLog, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(grid_report.importlib.util, "find_spec", lambda name: None)
     grid_report.main()
     long = log.path.with_suffix(".md").read_text()
-    assert long.count("| persistent | groups=2 | record a.jsonl |") == 108
+    assert long.count("| persistent | groups=2 | record a.jsonl |") == 114
     with log.path.with_suffix(".csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 109 and rows[0]["config"] == "groups=2"
+    assert len(rows) == 115 and rows[0]["config"] == "groups=2"
     assert float(rows[0]["floor_exchange"]) == pytest.approx(0.149 + 512 / 112e3)
     assert sum(bool(r["failed"]) for r in rows) == 1
 
