@@ -75,8 +75,9 @@ class Case:
         return made | ({"unmultiplied": replace(alone, multiplied=False)} if self.schedule in SERVED else {})
 
     def _without_input(self) -> Knobs:
-        """Nothing can run beside a recurrence that has no projection."""
-        return knobs(dict(self.config) | ({"ahead": 100} if "ahead" in dict(self.config) else {}))
+        """Nothing can run beside a recurrence that has no projection, and there are no values of it to round."""
+        none = {"ahead": 100, "hoisted": "float32"}
+        return knobs(dict(self.config) | {name: none[name] for name in none if name in dict(self.config)})
 
     def _made(self, cell: str | Bare, config: Knobs) -> Made:
         return Made(cell, self.T, self.B, self.I, self.H, self.row.kind, self.schedule, config,
