@@ -138,7 +138,7 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
     weights : what matrices of weights are rounded to, on a CPU: ``bfloat16`` (relative error about 2e-3) or
         ``int8`` (about 1e-2; needs VNNI; the operands are rounded too); default: ``dtype``
     precision : of float32 on a GPU: ``exact`` (relative error about 1e-6, the default), or ``tf32``, as PyTorch's
-        ``allow_tf32``: factors of products rounded to 10 bits of mantissa (about 3e-4), with a third of the work
+        ``allow_tf32``: factors of products have 10 bits of mantissa (3e-4 to 5e-4), with a third of the work
     layers : L; y of one layer is x of the next. Each is compiled with the best record of its own size
     bidirectional : every layer goes both ways; y is then (T, B, 2 H), forward first
     reverse : goes from the end of each row to its start, and not the other way

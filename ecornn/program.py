@@ -34,9 +34,10 @@ class Packing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     The ``sources`` are stacked on a new first axis (each is ``parameter[gate]``: (H, K) for a
     matrix, (H,) for a vector; a source ``("", 0)`` is zeros), padded at the end with zeros to
-    ``pad``, reshaped to ``split``, transposed by ``order`` and stored as ``dtype``: a floating-point type, or
-    ``int8``, each row (the last axis of ``pad``) divided by its scale, rounded to nearest even, with 128
-    added; or ``scale``, float32, those scales: a row's largest magnitude / 127, without the last axis.
+    ``pad``, reshaped to ``split``, transposed by ``order`` and stored as ``dtype``: a floating-point type;
+    ``tf32``, float32 rounded to 10 bits of mantissa; ``int8``, each row (the last axis of ``pad``) divided by its
+    scale, rounded to nearest even, with 128 added; or ``scale``, float32, those scales: a row's largest magnitude /
+    127, without the last axis.
     """
 
     sources: tuple[Source, ...]

@@ -3,8 +3,8 @@
     out[t, b, q, j] = projected value q of unit j, from x[t, b, :], the input weights and the biases
 
 This file says how it is cut and what it needs; ``projection_kernel.py`` has the code. Hopper has a kernel
-of its own (``projection_wgmma.py``), which :func:`project` takes where it can: 16-bit types, rows of x that are
-whole words, all rows at once.
+of its own (``projection_wgmma.py``), which :func:`project` takes where it can: 16-bit types and TF32, rows of x that
+are whole words, all rows at once.
 
 A schedule may have all rows done before its own kernel runs, or only the first ``ahead`` percent: the
 rest is then for blocks of its own to do while others are busy with the recurrence (``persistent``).
@@ -143,9 +143,8 @@ def projection_time(task: Task, ahead: int = 100) -> float:
     """Nanoseconds that one multiprocessor needs for a step's projection, by the kernel that ``ahead`` leads to."""
     w = task.workload
     work = 2.0 * w.batch * w.input * w.hidden * shape_of(task).rows
-    if w.dtype == "float32":
-        return work / MMA_RATE * (2 if w.precision else 5)
-    return work / (WGMMA_RATE if on_wgmma(task, ahead) else MMA_RATE)
+    slower = {"float32": 5, "tf32": 2}.get(w.arithmetic, 1)
+    return work / (WGMMA_RATE if on_wgmma(task, ahead) else MMA_RATE) * slower
 
 
 def _hopper(task: Task, ahead: int) -> HopperShape | None:

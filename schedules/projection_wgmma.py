@@ -1,12 +1,15 @@
 """The hoisted projection on Hopper, by warpgroup products (``wgmma``): how it is cut.
 
 One block a multiprocessor goes through tiles of 128 rows by the products of up to 32 octets of units. Its
-K goes through a ring of stages in shared memory, 64 values of every row each:
+K goes through a ring of stages in shared memory, 128 bytes of every row each, 64 values or 32 of TF32:
 
     x        rows of 128 bytes, whose 16-byte chunks are exchanged by row (wgmma's 128-byte swizzle), so
              that neither copies nor products have bank conflicts
-    weights  core matrices, 8 columns x 16 bytes in one piece, those of 8 values of K one behind the other:
+    weights  core matrices, 8 columns x 16 bytes in one piece, those of 16 bytes of K one behind the other:
              an order that ``bind`` packs, so that one bulk copy fetches a stage's weights
+
+TF32's products take float32 values and leave out what is beyond 10 bits of mantissa. ``bind`` rounds the weights, x
+is cut off: of an LSTM's error of 3.4e-4 (both rounded) that makes 4.5e-4, where 6.8e-4 would be of both cut off.
 
 ``projection_wgmma_kernel.py`` has the code.
 """
@@ -20,8 +23,8 @@ from ecornn.schedules.base import Task
 
 THREADS = 384
 ROWS = 128  # of a tile; 64 of each multiplying warpgroup
-DEPTH = 64  # values of K of a stage: the 128 bytes of a swizzled row
-LINE = 32  # words of a row of a stage
+LINE = 32  # words of a row of a stage: the 128 bytes that are swizzled
+CHUNK = 16  # bytes of K of a core matrix
 COLUMNS = 256  # of a tile at most, as of one wgmma
 STAGES = 6  # at most; fewer where shared memory is short
 
@@ -37,6 +40,7 @@ class Shape:
     columns : tiles side by side over the units
     slabs : stages' worth of K
     vectors : parameter vectors, of which a tile's units are kept in shared memory
+    size : bytes of a value
     stages : of the ring
     """
 
@@ -45,7 +49,13 @@ class Shape:
     columns: int
     slabs: int
     vectors: int
+    size: int
     stages: int = STAGES
+
+    @property
+    def depth(self) -> int:
+        """Values of K of a stage."""
+        return LINE * 4 // self.size
 
     @property
     def width(self) -> int:
@@ -63,7 +73,7 @@ class Shape:
 
     @property
     def weight_bytes(self) -> int:
-        return self.width * DEPTH * 2
+        return self.width * LINE * 4
 
     @property
     def stage_bytes(self) -> int:
@@ -83,11 +93,14 @@ class Shape:
 def shape_of(task: Task) -> Shape | None:
     """The tiles; None where this kernel does not serve the task."""
     w, rows = task.workload, len(task.graph.hoisted_rows)
-    if task.device.arch != "sm_90a" or w.dtype == "float32" or w.input % 2 or not 0 < rows <= COLUMNS // 16:
+    size = w.itemsize
+    if (task.device.arch != "sm_90a" or w.arithmetic == "float32" or w.input * size % 4
+            or not 0 < rows <= COLUMNS // 16):
         return None
     pairs = -(-w.hidden // 16)  # of octets
     columns = -(-pairs // (COLUMNS // (16 * rows)))
-    shape = Shape(rows, -(-pairs // columns) * 2, columns, -(-w.input // DEPTH), len(task.graph.vectors))
+    slabs = -(-w.input * size // (LINE * 4))
+    shape = Shape(rows, -(-pairs // columns) * 2, columns, slabs, len(task.graph.vectors), size)
     for stages in range(STAGES, 1, -1):
         found = replace(shape, stages=stages)
         if found.shared <= task.device.shared:
@@ -96,15 +109,16 @@ def shape_of(task: Task) -> Shape | None:
 
 
 def packing_of(task: Task, s: Shape, span: int) -> Packing:
-    """(column, slab) tiles of 8-value chunks of K, n8 tiles, 8 columns, 8 values.
+    """(column, slab) tiles of 16-byte chunks of K, n8 tiles, 8 columns, values.
 
     A thread has columns 2 i and 2 i + 1 of each n8 tile. With a ``span`` of 4 the columns of two octets' n8 tiles are
     dealt out so that these are 4 neighbouring units (:class:`Outputs`).
     """
     sources = tuple((r.weight, r.gate) for r in task.graph.hoisted_rows)
-    pad, chunks = (s.rows, s.columns * s.units, s.slabs * DEPTH), (s.slabs, DEPTH // 8, 8)
+    pad = (s.rows, s.columns * s.units, s.slabs * s.depth)
+    chunks = (s.slabs, LINE * 4 // CHUNK, CHUNK // s.size)
     if span == 2:
         return Packing(sources, pad, (s.rows, s.columns, s.octets, 8, *chunks), (1, 4, 5, 2, 0, 3, 6),
-                       task.workload.dtype)
+                       task.workload.arithmetic)
     return Packing(sources, pad, (s.rows, s.columns, s.octets // 2, 4, 2, 2, *chunks), (1, 6, 7, 2, 4, 0, 3, 5, 8),
-                   task.workload.dtype)
+                   task.workload.arithmetic)

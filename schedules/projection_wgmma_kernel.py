@@ -30,7 +30,7 @@ from ecornn.schedules.base import Task
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.mbarrier import mbarrier_arrive, mbarrier_init, mbarrier_wait
 from ecornn.schedules.projection_outputs import Outputs
-from ecornn.schedules.projection_wgmma import DEPTH, LINE, ROWS, THREADS, Shape
+from ecornn.schedules.projection_wgmma import CHUNK, LINE, ROWS, THREADS, Shape
 from ecornn.schedules.wgmma import descriptor, wgmma, wgmma_wait
 
 GROUP = 128  # threads of a warpgroup
@@ -152,7 +152,7 @@ class _Ring:
 
     def _products(self, acc: Any, half: Any, lane: Any) -> None:
         """All products of a tile, of 64 rows, left in ``acc``."""
-        T, s = self.T, self.shape
+        T, s, kind = self.T, self.shape, self.task.workload.arithmetic
         every = [acc[0, n, i] for n in range(s.width // 8) for i in range(4)]
 
         def release() -> None:
@@ -175,9 +175,9 @@ class _Ring:
             x = T.Bind(descriptor(mine, 16, 8 * LINE * 4, swizzled=True))
             weights = T.Bind(descriptor(start + T.uint32(ROWS * LINE * 4), s.width * 16, 128, swizzled=False))
             T.evaluate(T.ptx["wgmma.fence.sync.aligned"]())
-            for k in range(DEPTH // 16):
+            for k in range(LINE * 4 // (2 * CHUNK)):
                 keep = T.uint32(1) if k else T.Select(slab > 0, T.uint32(1), T.uint32(0))
-                wgmma(every, x + T.uint64(k * 2), weights + T.uint64(k * 2 * s.width), keep, self.task.workload.dtype)
+                wgmma(every, x + T.uint64(k * 2), weights + T.uint64(k * 2 * s.width), keep, kind)
             T.evaluate(T.ptx["wgmma.commit_group.sync.aligned"]())
             with T.If(slab > 0), T.Then():
                 T.evaluate(T.ptx["wgmma.wait_group.sync.aligned"](1))
@@ -191,25 +191,26 @@ class _Ring:
         T.evaluate(T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"](self._full(stage), T.uint32(s.weight_bytes)))
         T.evaluate(T.ptx["cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"](
             self._at(stage, ROWS * LINE),
-            self.arguments["input_weights"].ptr_to([T.cast(tile, "int64") * (s.weight_bytes // 2)]),
+            self.arguments["input_weights"].ptr_to([T.cast(tile, "int64") * (s.weight_bytes // s.size)]),
             T.uint32(s.weight_bytes), self._full(stage)))
 
     def _copy_rows(self, stage: Any, group: Any, slab: Any) -> None:
         """A thread's eight chunks, one of every 16th row, in as many copies as x's alignment takes; what lies outside x
         becomes zero."""
-        T, I = self.T, self.task.workload.input
+        T, I, size, chunked = self.T, self.task.workload.input, self.shape.size, CHUNK // self.shape.size
         first, chunk = T.Bind(self.thread // 8), T.Bind(self.thread % 8)
-        row, value = T.Bind(group * ROWS + first), T.Bind(slab * DEPTH + chunk * 8)
+        row, value = T.Bind(group * ROWS + first), T.Bind(slab * self.shape.depth + chunk * chunked)
         source = T.Bind(T.cast(row, "int64") * I + value)
         place = T.Bind(first * LINE + T.bitwise_xor(chunk, first % 8) * 4)
-        values = gcd(I, 8)  # of a copy
-        kind = "cp.async.cg.shared.global" if values == 8 else "cp.async.ca.shared.global"
+        values = gcd(I, chunked)  # of a copy
+        kind = "cp.async.cg.shared.global" if values == chunked else "cp.async.ca.shared.global"
         for r in range(0, ROWS, GROUP // 8):
-            for v in range(0, 8, values):
+            for v in range(0, chunked, values):
                 inside = T.And(row + r < self.rows, value + v < I)
                 T.evaluate(T.ptx[kind](
-                    self._at(stage, place + (r * LINE + v // 2)), self.arguments["x"].ptr_to([source + (r * I + v)]),
-                    2 * values, T.Select(inside, T.uint32(2 * values), T.uint32(0))))
+                    self._at(stage, place + (r * LINE + v * size // 4)),
+                    self.arguments["x"].ptr_to([source + (r * I + v)]), size * values,
+                    T.Select(inside, T.uint32(size * values), T.uint32(0))))
 
     def _copy_vectors(self, place: Any, unit0: Any, member: Any) -> None:
         """The parameter vectors of a tile's units."""

@@ -8,12 +8,16 @@ _KIND = {"float16": "f16.f16", "bfloat16": "bf16.bf16"}
 
 
 def wgmma(acc: list[Any], a: Any, b: Any, keep: Any, dtype: str) -> None:
-    """``acc = a b + (keep ? acc : 0)`` for K = 16; a: 64 rows, b: ``2 * len(acc)`` columns, by descriptors.
+    """``acc = a b + (keep ? acc : 0)`` for 32 bytes of K; a: 64 rows, b: ``2 * len(acc)`` columns, by descriptors.
 
     Accumulators are those of ``mma`` for each n8 tile (``tensor_core.py``), warp w has rows 16 w to 16 w + 15.
     """
     from tvm.tirx.script.builder import ir as T
 
+    if dtype == "tf32":  # cannot be transposed, so nothing says so
+        instruction = T.ptx[f"wgmma.mma_async.sync.aligned.m64n{2 * len(acc)}k8.f32.tf32.tf32"]
+        T.evaluate(instruction(*acc, a, b, T.ptx.pred(keep), 1, 1))
+        return
     instruction = T.ptx[f"wgmma.mma_async.sync.aligned.m64n{2 * len(acc)}k16.f32.{_KIND[dtype]}"]
     T.evaluate(instruction(*acc, a, b, T.ptx.pred(keep), 1, 1, 0, 0))
 
@@ -27,7 +31,7 @@ def wgmma_registers(acc: list[Any], a: list[Any], b: Any, keep: Any, dtype: str)
 
 
 def descriptor(address: Any, leading: int, stride: int, swizzled: bool) -> Any:
-    """wgmma's description of a K-major operand of 16-bit values at ``address`` in shared memory (uint64).
+    """wgmma's description of a K-major operand at ``address`` in shared memory (uint64).
 
     ``stride`` bytes lie between groups of 8 rows, ``leading`` between the two 16-byte halves of a
     product's K (which the 128-byte swizzle implies: it is then ignored, and addresses are multiples of

@@ -359,37 +359,50 @@ inline void mma(int kind, float& d0, float& d1, float& d2, float& d3, uint32_t a
   }
   d0 = c[0], d1 = c[1], d2 = c[2], d3 = c[3];
 }
-// Value k of row r of a K-major operand of 16-bit values.
+struct Tf32 {                           // float32, of which products see 10 bits of mantissa
+  uint32_t bits;
+  operator float() const { return as_float(bits & 0xffffe000); }
+};
+// Value k of row r of a K-major operand.
 template <typename E> float operand(uint64_t descriptor, unsigned r, unsigned k) {
+  constexpr unsigned size = sizeof(E), each = 16 / size;
   auto field = [&](int bit) { return unsigned(descriptor >> bit & 0x3fff) << 4; };
   unsigned mode = descriptor >> 62, address = field(0) + r / 8 * field(32);
   if (descriptor >> 49 & 7 || mode > 1) fail("a descriptor that the emulation does not know");
-  if (mode == 0) address += r % 8 * 16 + k / 8 * field(16) + k % 8 * 2;
-  else address += r % 8 * 128 + k * 2, address ^= (address >> 7 & 7) << 4;
+  if (mode == 0) address += r % 8 * 16 + k / each * field(16) + k % each * size;
+  else address += r % 8 * 128 + k * size, address ^= (address >> 7 & 7) << 4;
   E value;
-  memcpy(&value, at(address), 2);
+  memcpy(&value, at(address), size);
   return (float)value;
 }
 template <typename E> void multiply(const Product& p) {
   unsigned lane = current % 32, warp = current % width % 128 / 32;
+  constexpr unsigned depth = 32 / sizeof(E);
+  if (p.held && sizeof(E) != 2) fail("wgmma: TF32 in registers is not known");
   float a[2][16], b[2][16];
   const Slot* s = p.held ? exchange({{p.rows[0], p.rows[1], p.rows[2], p.rows[3]}}) : nullptr;
-  for (unsigned k = 0; k < 16; ++k)
+  for (unsigned k = 0; k < depth; ++k)
     for (unsigned u = 0; u < 2; ++u)
-      a[u][k] = s ? element<E>(s[lane / 4 * 4 + k % 8 / 2].words[k / 8 * 2 + u], k % 2)
-                  : operand<E>(p.a, warp * 16 + u * 8 + lane / 4, k);
+      if constexpr (sizeof(E) == 2) {
+        a[u][k] = s ? element<E>(s[lane / 4 * 4 + k % 8 / 2].words[k / 8 * 2 + u], k % 2)
+                    : operand<E>(p.a, warp * 16 + u * 8 + lane / 4, k);
+      } else {
+        a[u][k] = operand<E>(p.a, warp * 16 + u * 8 + lane / 4, k);
+      }
   for (unsigned n = 0; n < p.d.size() / 4; ++n) {
-    for (unsigned k = 0; k < 16; ++k)
+    for (unsigned k = 0; k < depth; ++k)
       for (unsigned c = 0; c < 2; ++c) b[c][k] = operand<E>(p.b, n * 8 + lane % 4 * 2 + c, k);
     for (unsigned i = 0; i < 4; ++i) {
       float& d = *p.d[n * 4 + i];
       double sum = p.keep ? d : 0;
-      for (unsigned k = 0; k < 16; ++k) sum += double(a[i / 2][k]) * b[i % 2][k];
+      for (unsigned k = 0; k < depth; ++k) sum += double(a[i / 2][k]) * b[i % 2][k];
       d = (float)sum;
     }
   }
 }
-inline void carry_out(const Product& p) { p.kind ? multiply<nv_bfloat16>(p) : multiply<half>(p); }
+inline void carry_out(const Product& p) {
+  p.kind == 2 ? multiply<Tf32>(p) : p.kind ? multiply<nv_bfloat16>(p) : multiply<half>(p);
+}
 // Reads its operands at once where copies come late, and when it is waited for where they come at once.
 inline void issue(Product p) {
   if (lazy) carry_out(p);

@@ -27,11 +27,11 @@ DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16),
           "bfloat16": np.dtype(ml_dtypes.bfloat16), "uint32": np.dtype(np.uint32),
           "int32": np.dtype(np.int32), "uint8": np.dtype(np.uint8)}
 _COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global \[%0\], \[%1\], (\d+)(, %2)?;")
-_WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(\w+)\.\2 .*, ps0, 1, 1, 0, 0; }")
-_WGMMA_A = re.compile(_WGMMA.pattern.replace("1, 1, 0, 0;", "1, 1, 0;"))  # operand A in registers
+_WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(?:16|8)\.f32\.(\w+)\.\2 .*, ps0, 1, 1(?:, 0, 0)?; }")
+_WGMMA_A = re.compile(_WGMMA.pattern.replace("1, 1(?:, 0, 0)?;", "1, 1, 0;"))  # operand A in registers
 _SPECIAL = re.compile(r"mov\.u32 %0, %%(tid|ctaid)\.x;")
 _HALF = re.compile(r"\{\.reg \.b16 low, high; mov\.b32 \{low, high\}, %1; cvt\.f32\.f16 %0, (low|high); ?\}")
-_WGMMA_KIND = {"f16": 0, "bf16": 1}
+_WGMMA_KIND = {"f16": 0, "bf16": 1, "tf32": 2}
 _MMA = {"f16.f16": 0, "bf16.bf16": 1, "tf32.tf32": 2}
 
 
@@ -296,6 +296,9 @@ def pack(packing: Packing, parameters: Mapping[str, np.ndarray]) -> np.ndarray:
                       for name, gate in packing.sources])
     full = np.zeros(packing.pad, np.float32)
     full[tuple(slice(0, n) for n in stack.shape)] = stack
+    if packing.dtype == "tf32":
+        full = (full.view(np.uint32) + np.uint32(0x1000) & np.uint32(0xFFFFE000)).view(np.float32)
+        return full.reshape(packing.split).transpose(packing.order)
     return full.reshape(packing.split).transpose(packing.order).astype(DTYPES[packing.dtype])
 
 

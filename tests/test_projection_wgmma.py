@@ -37,6 +37,10 @@ CASES = [
     ("lstm", (13, 10, 204, 40), "float16", 3),  # rows of x 8-byte aligned, the last chunk half outside
     ("gru", (6, 23, 138, 24), "bfloat16", 2),  # 4-byte aligned, a quarter inside
     ("rnn_tanh", (3, 7, 2, 40), "float16", 2),
+    ("lstm", (5, 3, 24, 40), "tf32", 6),  # stages of 32 values
+    ("gru", (6, 23, 137, 24), "tf32", 2),  # rows of x 4-byte aligned
+    ("rnn_tanh", (7, 19, 166, 264), "tf32", 2),  # 8-byte aligned, two columns of tiles
+    ("lstm", (13, 10, 260, 72), "tf32", 3),  # more stages than the ring has
 ]
 
 
@@ -80,7 +84,7 @@ def test_what_it_does_not_serve():
         return shape_of(task_of(cell, sizes, dtype, device)) is not None
 
     assert serves() and serves(dtype="float16") and serves(sizes=(4, 3, 8, 1))
-    assert not serves(dtype="float32")
+    assert not serves(dtype="float32") and serves(dtype="tf32") and serves(sizes=(4, 3, 61, 40), dtype="tf32")
     assert serves(sizes=(4, 3, 2, 40)) and not serves(sizes=(4, 3, 61, 40))  # rows of whole words
     assert not serves(device=KNOWN["sm_80"])
     assert not serves(device=replace(HOPPER, shared=64 << 10))
@@ -94,19 +98,22 @@ def test_a_part_of_the_rows_ahead_keeps_one_packing():
     assert ahead[0] != ahead[1] == ahead[2]
 
 
-@pytest.mark.parametrize(("cell", "hidden", "input", "wide"), [
-    ("lstm", 768, 768, True), ("gru", 800, 800, True), ("rnn_tanh", 2048, 2048, True), ("lstm", 767, 3000, True),
-    ("lstm", 33, 64, True), ("rnn_tanh", 100, 16, False), ("gru", 7, 8, False),
+@pytest.mark.parametrize(("cell", "hidden", "input", "dtype", "wide"), [
+    ("lstm", 768, 768, "bfloat16", True), ("gru", 800, 800, "bfloat16", True),
+    ("rnn_tanh", 2048, 2048, "bfloat16", True), ("lstm", 767, 3000, "bfloat16", True),
+    ("lstm", 33, 64, "bfloat16", True), ("rnn_tanh", 100, 16, "bfloat16", False), ("gru", 7, 8, "bfloat16", False),
+    ("lstm", 768, 768, "tf32", True), ("gru", 800, 803, "tf32", True),
 ])
-def test_compiles_without_spills(cell, hidden, input, wide):
+def test_compiles_without_spills(cell, hidden, input, dtype, wide):
     """ptxas says where it serializes wgmma or ignores setmaxnreg, both of which cost most of the speed."""
     nvcc = find_nvcc()
     if nvcc is None:
         pytest.skip("nvcc is not installed")
-    made = task(cell, (64, 16, input, hidden), "bfloat16", 132)
+    made = task(cell, (64, 16, input, hidden), dtype, 132)
     part = project(made)
     assert part.calls[0].threads == THREADS
-    source = lower(Program(part.functions, (Buffer("x", "x", "bfloat16"), *part.buffers), part.calls), "sm_90a")[1]
+    buffers = (Buffer("x", "x", made.workload.dtype), *part.buffers)
+    source = lower(Program(part.functions, buffers, part.calls), "sm_90a")[1]
     # not compile_cubin: warnings are what this looks for
     code, log = compile_loud(nvcc, source)
     assert code[:4] == b"\x7fELF"

@@ -96,6 +96,30 @@ def nearest(value: float) -> set[int]:
 
 
 @given(FLOATS)
+def test_tf32_is_the_nearest_and_away_from_zero_in_ties(bits: list[int]):
+    values = np.array(bits + [b & 0xFFFFE000 | 0x1000 for b in bits], np.uint32).view(np.float32)
+    got = cast(values, "tf32")
+    assert (got.view(np.uint32)[~np.isnan(values)] & 0x1FFF == 0).all() and (np.isnan(got) == np.isnan(values)).all()
+    for value, found in zip(values.tolist(), got.tolist(), strict=True):
+        if not np.isfinite(value):
+            assert found == value or np.isnan(value)
+            continue
+        down = np.uint32(np.float32(value).view(np.uint32) & np.uint32(0xFFFFE000))
+        near, far = (float(np.uint32(down + step).view(np.float32)) for step in (0, 0x2000))
+        if np.isfinite(far):
+            assert found == (far if abs(far - value) <= abs(value - near) else near)
+
+
+def test_tf32_is_the_same_on_a_gpu():
+    torch = pytest.importorskip("torch")
+    from ecornn.runtime.torch_packing import tf32
+
+    values = np.random.default_rng(0).integers(0, 2**32, 4096, dtype=np.uint32).view(np.float32)
+    there = tf32(torch.from_numpy(values)).numpy()
+    assert np.array_equal(there.view(np.uint32), cast(values, "tf32").view(np.uint32))
+
+
+@given(FLOATS)
 def test_bfloat16_is_the_nearest_and_even_in_ties(bits: list[int]):
     values = np.array(bits + [b & 0xFFFF0000 | 0x8000 for b in bits], np.uint32).view(np.float32)
     for value, got in zip(values.tolist(), bfloat16_bits(values).tolist(), strict=True):

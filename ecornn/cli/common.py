@@ -59,7 +59,7 @@ def layer_options(batch: int, seq: int, dtype_help: str, required: bool = True,
                     "which needs VNNI.  [default: as --dtype]"),
         option("--precision", type=click.Choice(PRECISIONS),
                help="Of float32 products on a GPU: exact, or tf32, which rounds their factors to 10 bits of mantissa "
-                    "(relative error about 3e-4).  [default: exact]"),
+                    "(relative error 3e-4 to 5e-4).  [default: exact]"),
         click.option("--target", metavar="cuda|cpu|ARCH",
                      help="The GPU at hand, this CPU, a GPU's architecture such as sm_90a, or LLVM's name of a "
                           "CPU such as neoverse-v1.  "

@@ -72,10 +72,20 @@ def cast(values: Array, dtype: str) -> Array:
         return values
     if dtype == "bfloat16":
         return bfloat16_bits(values)
+    if dtype == "tf32":
+        return tf32(values)
     if dtype not in ("float16", "float32"):
         raise ModuleError(f"the module packs weights as {dtype}, which this version does not know")
     with np.errstate(over="ignore"):
         return values.astype(dtype, copy=False)
+
+
+def tf32(values: Array) -> NDArray[np.float32]:
+    """``values`` as float32, rounded to 10 bits of mantissa, ties away from zero; NaN stays NaN."""
+    with np.errstate(over="ignore"):
+        single = np.ascontiguousarray(values, np.float32)
+    rounded = (single.view(np.uint32) + np.uint32(0x1000) & np.uint32(0xFFFFE000)).view(np.float32)
+    return np.where(np.isnan(single), single, rounded)
 
 
 def scales(values: Array) -> NDArray[np.float32]:

@@ -21,5 +21,13 @@ def pack_tensors(packing: Packing, parameters: Mapping[str, Any]) -> Any:
         if gate is not None:
             part[tuple(slice(0, size) for size in gate.shape)] = gate
     # Rounded first, so that fewer bytes are moved.
-    rounded = padded.to(getattr(torch, packing.dtype))
+    rounded = tf32(padded) if packing.dtype == "tf32" else padded.to(getattr(torch, packing.dtype))
     return rounded.reshape(packing.split).permute(packing.order).contiguous()
+
+
+def tf32(values: Any) -> Any:
+    """As ``packing.tf32``."""
+    import torch
+
+    bits = values.view(torch.int32)
+    return torch.where(values.isnan(), values, (bits + 0x1000 & ~0x1FFF).view(torch.float32))
