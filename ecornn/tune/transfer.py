@@ -101,8 +101,8 @@ def borrowed(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candid
     ranked = [sorted(times[work], key=lambda c: times[work][c])[:LENT] for work in near]
     found: dict[Candidate, None] = {}
     for place in range(LENT):
-        for work, of in zip(near, ranked, strict=True):
-            for one in of[place:place + 1]:
+        for work, best in zip(near, ranked, strict=True):
+            for one in best[place:place + 1]:
                 schedule = by_name[one.schedule]
                 config = {k.name: k.before for k in schedule.knobs(task) if k.before is not None} | one.config
                 if set(config) == {k.name for k in schedule.knobs(task)} and work.batch != task.workload.batch:
