@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,15 +18,14 @@ from ecornn.errors import ScheduleError
 from ecornn.task import make_task
 from ecornn.tune import oracle
 from ecornn.tune import session as sessions
+from ecornn.tune import verify as verifying
 from ecornn.tune.choose import serving_or_raise
 from ecornn.tune.folders import shipped_folder
 from ecornn.tune.log import read
 from ecornn.tune.pool import Entries, Pool
 from ecornn.tune.preparing import Question, answers, defaults, scans
-from ecornn.tune.process import Worker
 from ecornn.tune.record import Choice, Finish, Trial
 from ecornn.tune.space import ConfigSpace
-from ecornn.tune.verify import sample, verify
 from ecornn.workload import Workload
 
 H100 = resolve("sm_90a")
@@ -84,26 +85,35 @@ def test_given_candidates_cost_this_process_no_search(tmp_path: Path, monkeypatc
     assert finish.default == Choice(preferred.name, default) and finish.default_us
 
 
-def test_records_are_verified_several_at_a_time_and_told_in_their_order(monkeypatch: pytest.MonkeyPatch):
+def test_records_are_verified_again_and_told_in_their_order(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(PRETEND, "[0.05, 0.01]")
     monkeypatch.setattr(sessions, "present", lambda target: H100)
     lines = [line for line in read(shipped_folder() / "h100.jsonl").lines if isinstance(line.record, Trial)]
     small = [line for line in lines if line.record.workload.hidden <= 256]  # type: ignore[union-attr]
-    drawn, left = sample(small, H100, 10, 0)
-    under_way, most = [], []
-    asked: Any = Worker.call
-
-    def watched(self: Worker, function: str, *rest: Any) -> Any:
-        under_way.append(function)
-        most.append(len([f for f in under_way if f == ENTRIES.build]))
-        try:
-            return asked(self, function, *rest)
-        finally:
-            under_way.remove(function)
-
+    drawn, left = verifying.sample(small, H100, 10, 0)
     with sessions.Session("cuda", entries=ENTRIES) as session:
         session._pool = Pool(ENTRIES, 2, poisoned=True)
-        monkeypatch.setattr(Worker, "call", watched)
-        checks = list(verify(drawn, session))
+        checks = list(verifying.verify(drawn, session))
     assert [check.line for check in checks] == drawn and len(drawn) == 10 and "of another device" not in left
-    assert all(check.outcome.times and check.drift for check in checks) and max(most) == 2
+    assert all(check.outcome.times and check.drift for check in checks)
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_several_are_built_at_a_time_where_that_disturbs_no_measurement(quiet: bool, monkeypatch: pytest.MonkeyPatch):
+    together, most, lock, now = threading.Barrier(2), 0, threading.Lock(), 0
+
+    def measured(line: int, session: object) -> int:
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+        if not quiet:
+            together.wait(20)  # broken where the other one waits for this one
+        with lock:
+            now -= 1
+        return line
+
+    monkeypatch.setattr(verifying, "measured", measured)
+    session: Any = SimpleNamespace(pool=SimpleNamespace(quiet=quiet))
+    lines: Any = range(6)
+    assert list(verifying.verify(lines, session)) == [*range(6)] and (most == 1) == quiet

@@ -16,7 +16,7 @@ from ecornn.tune.model import CostModel
 from ecornn.tune.record import Times
 from ecornn.tune.search import Search
 from ecornn.tune.space import ConfigSpace
-from ecornn.tune.transfer import SEEDS, seeds, warm
+from ecornn.tune.transfer import SEEDS, borrowed, seeds, warm
 from ecornn.workload import Workload
 
 TASK = make(hidden=8, batch=4)
@@ -28,7 +28,7 @@ def test_seeds_are_the_fastest_of_this_workload_wherever_they_were_measured():
     found = seeds(TASK, SCHEDULES, log_of(
         trial(3.0, a=1), trial(1.0, a=2, device=other), trial(2.0, a=3, revision=1), trial(0.1, a=4, batch=8),
         trial(0.1, a=5, schedule="gone"), trial(a=6, times=None, error="run: wrong output"), trial(0.1, a=7, batch=64)))
-    assert [c.config["a"] for c in found] == [2, 3, 1, 4]  # the neighbouring batch last
+    assert [c.config["a"] for c in found] == [2, 3, 1, 4, 7]  # the neighbouring batch late, a distant one last
     many = log_of(*(trial(1.0 + b, config={"a": 0, "b": b, "behaviour": "ok"}, batch=4 + b % 2) for b in range(8)),
                   *(trial(9.0, config={"a": 1, "b": b, "behaviour": "ok"}) for b in range(8)))
     assert len(seeds(TASK, SCHEDULES, many)) == SEEDS
@@ -66,3 +66,17 @@ def test_a_workload_with_a_known_neighbour_needs_a_quarter_of_the_trials():
         cold.append(min(us for us in spend(space, seed, 96).tried.values() if us is not None))
     assert statistics.median(warmed) <= statistics.median(cold) * 1.05
     assert Times.of(warmed).median < 2.0
+
+
+def test_where_seeds_are_few_the_nearest_workloads_lend_theirs():
+    """Another hidden size's best, the nearest first; what does not fit here is left out; its own records go first."""
+    near, far = Workload("lstm", 16, 16, 4, 10), Workload("lstm", 64, 64, 4, 10)
+    log = log_of(trial(9.0, a=1, run="mine-1"), trial(3.0, a=2, run="far-1", workload=far),
+                 trial(5.0, a=3, run="near-1", workload=near), trial(4.0, a=4, run="near-1", workload=near),
+                 trial(6.0, a=5, run="near-1", workload=near), trial(1.0, a=99, run="near-1", workload=near),
+                 trial(2.0, a=7, run="cell-1", workload=Workload("gru", 8, 8, 4, 10)))
+    assert [dict(c.knobs)["a"] for c in borrowed(TASK, SCHEDULES, log)] == [2, 4]  # 99 was the best there
+    assert [dict(c.knobs)["a"] for c in seeds(TASK, SCHEDULES, log)] == [1, 2, 4]
+    without = Log([line for line in log.lines if line.record.config["a"] != 99])
+    assert [dict(c.knobs)["a"] for c in borrowed(TASK, SCHEDULES, without)] == [4, 2, 3]
+    assert not borrowed(TASK, SCHEDULES, log_of(trial(9.0, a=1, run="mine-1")))

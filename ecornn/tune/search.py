@@ -18,8 +18,9 @@ from ecornn.tune.model import CostModel
 from ecornn.tune.space import Candidate, ConfigSpace
 
 EPSILON = 0.15  # share of a batch that is drawn at random, whatever the model says
-BLIND = 24  # trials before the model has learnt much: half of what is drawn then is near a default,
-STEPS = 3  # as many knobs away, at most
+BLIND = 24  # trials before the model has learnt much,
+NEARBY = 0.25  # and the share of what is drawn until then that is near a default,
+STEPS = 3  # this many knobs away, at most
 SCORED = 4096  # spaces with no more candidates are ranked whole; of others a random sample of so many
 CLIMBERS, SWEEPS, TURNS = 32, 6, 8  # from the best of the sample: points, moves of all, neighbours seen of each
 
@@ -67,7 +68,7 @@ class Search:
         if room and self.model.fit():
             batch += self.ranked(rng, math.ceil(room * (1 - EPSILON)), batch)
         if len(self.tried) + len(self.proposed) + len(batch) < BLIND:
-            batch += self.near(rng, (count - len(batch)) // 2, batch)
+            batch += self.near(rng, math.ceil(NEARBY * (count - len(batch))), batch)
         batch += self.draw(rng, count - len(batch), batch)
         self.proposed.update(batch)
         return batch

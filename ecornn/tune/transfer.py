@@ -19,6 +19,7 @@ from ecornn.workload import Workload
 
 NEIGHBOURS = 6  # runs
 SEEDS = 12  # configurations to re-check
+LENT = 2  # configurations of each workload that is near
 SAMPLES = 256  # records of each run
 
 
@@ -80,4 +81,32 @@ def seeds(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candidate
         if set(config) == knobs[trial.schedule]:
             candidate, rank = Candidate.of(trial.schedule, config), (far[1], trial.times.median)
             best[candidate] = min(best.get(candidate, rank), rank)
-    return sorted(best, key=lambda c: best[c])[:SEEDS]
+    found = sorted(best, key=lambda c: best[c])[:SEEDS]
+    if len(found) < SEEDS:
+        found += [c for c in borrowed(task, schedules, log) if c not in best]
+    return found[:SEEDS]
+
+
+def borrowed(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candidate]:
+    """The fastest configurations of the nearest workloads of the same cell, data type and architecture, as they are for
+    this task, where they fit; the fastest of each first."""
+    by_name = {s.name: s for s in schedules}
+    times: dict[Workload, dict[Candidate, float]] = {}
+    for trial in log.trials():
+        if (alike(trial.workload) == alike(task.workload) and trial.device.arch == task.device.arch
+                and trial.times is not None and trial.schedule in by_name and trial.workload != task.workload):
+            one, of = Candidate.of(trial.schedule, trial.config), times.setdefault(trial.workload, {})
+            of[one] = min(of.get(one, math.inf), trial.times.median)
+    near = sorted(times, key=lambda work: (distance(work, task.workload), str(work)))[:NEIGHBOURS]
+    ranked = [sorted(times[work], key=lambda c: times[work][c])[:LENT] for work in near]
+    found: dict[Candidate, None] = {}
+    for place in range(LENT):
+        for work, best in zip(near, ranked, strict=True):
+            for one in best[place:place + 1]:
+                schedule = by_name[one.schedule]
+                config = {k.name: k.before for k in schedule.knobs(task) if k.before is not None} | one.config
+                if set(config) == {k.name for k in schedule.knobs(task)} and work.batch != task.workload.batch:
+                    config = dict(schedule.carried(config, work.batch, task))
+                if unfit(schedule, task, config) is None:
+                    found[Candidate.of(one.schedule, config)] = None
+    return list(found)

@@ -38,32 +38,38 @@ class Check:
 
 
 def sample(lines: Sequence[Line], device: Device, count: int, seed: int) -> tuple[list[Line], dict[str, int]]:
-    """Up to ``count`` records that can be measured on the device, drawn at random, and how many of the
-    others there are for each reason."""
+    """Up to ``count`` records that can be measured on the device, drawn at random, and how many were left out for each
+    reason: all that are of something else, and of the others those that were drawn."""
     left: dict[str, int] = {}
-    fit = []
-    for line in lines:
-        reason = unfit(line, device)
-        if reason is None:
-            fit.append(line)
-        else:
+    fit: list[Line] = []
+    for line in random.Random(seed).sample(lines, len(lines)):
+        reason = strange(line, device)
+        if reason is None and len(fit) < count:  # whether a configuration still fits takes a tenth of a second
+            reason = unfit(line, device)
+            if reason is None:
+                fit.append(line)
+        if reason is not None:
             left[reason] = left.get(reason, 0) + 1
-    drawn = random.Random(seed).sample(fit, min(count, len(fit)))
-    return sorted(drawn, key=lambda line: (line.path, line.number)), left
+    return sorted(fit, key=lambda line: (line.path, line.number)), left
 
 
-def unfit(line: Line, device: Device) -> str | None:
-    """Why a record cannot be compared with a time measured on the device now; None: it can."""
-    from ecornn.schedules import all_schedules
-    from ecornn.task import make_task
-
+def strange(line: Line, device: Device) -> str | None:
+    """Why a record is of something else; None: it is of the device and of a cell that everybody has."""
     trial = line.record
     assert isinstance(trial, Trial)
     distance = how_far(trial, trial.workload, device)
     if distance is None or distance[0] != HERE:
         return "of another device"
-    if trial.workload.cell not in BUILTIN:
-        return "of a cell that is not built in"
+    return None if trial.workload.cell in BUILTIN else "of a cell that is not built in"
+
+
+def unfit(line: Line, device: Device) -> str | None:
+    """Why a record's time says nothing of a time measured on the device now; None: it can be compared."""
+    from ecornn.schedules import all_schedules
+    from ecornn.task import make_task
+
+    trial = line.record
+    assert isinstance(trial, Trial)
     task = make_task(BUILTIN[trial.workload.cell], trial.workload, device)
     schedule = all_schedules().get(trial.schedule)
     if schedule is None or schedule.kind != device.kind or schedule.serves(task):
