@@ -7,6 +7,7 @@ cannot hide in the other. Gates are stacked in PyTorch's order.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +20,8 @@ Array = NDArray[np.float64]
 States = tuple[Array, ...]
 
 KINDS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+GAINS = ("weight_ln_ih", "weight_ln_hh")  # of layer normalization, as many values as a bias has
+STATE_GAINS = ("weight_ln_c", "bias_ln_c")  # H values each
 
 
 def _sigmoid(z: Array) -> Array:
@@ -63,6 +66,37 @@ def _rnn_relu(wx: Array, states: States, r: Array, b: Array) -> States:
     return (np.maximum(wx + states[0] @ r.T + b, 0.0),)
 
 
+def _normal(values: Array, gain: Array | float = 1.0) -> Array:
+    """Layer normalization of each row. Ba et al. 2016, arXiv 1607.06450."""
+    apart = values - values.mean(axis=1, keepdims=True)
+    return apart / np.sqrt(np.square(apart).mean(axis=1, keepdims=True) + 1e-5) * gain
+
+
+def _normal_in_parts(values: Array, gain: Array, gates: int) -> Array:
+    """All gates of an LSTM together; of a GRU r and z together, and n."""
+    cut = values.shape[1] if gates == 4 else 2 * (values.shape[1] // 3)
+    parts = [_normal(values[:, part], gain[part]) for part in (slice(0, cut), slice(cut, None)) if values[:, part].size]
+    return np.concatenate(parts, axis=1)
+
+
+def _lstm_normalized(wx: Array, states: States, r: Array, b: Array, gains: Sequence[Array]) -> States:
+    """As _lstm, with LN(R h) and LN(c'); ``wx`` has LN(W x). Ba et al. 2016, supplement."""
+    h, c = states
+    of_h, of_c, shift = gains
+    i, f, g, o = np.split(wx + _normal_in_parts(h @ r.T, of_h, 4) + b, 4, axis=1)
+    c = _sigmoid(f) * c + _sigmoid(i) * np.tanh(g)
+    return _sigmoid(o) * np.tanh(_normal(c, of_c) + shift), c
+
+
+def _gru_normalized(wx: Array, states: States, r: Array, b: Array, gains: Sequence[Array]) -> States:
+    """As _gru, with LN(R h); ``wx`` has LN(W x). Ba et al. 2016, supplement."""
+    (h,), (of_h,) = states, gains
+    xr, xz, xn = np.split(wx, 3, axis=1)
+    hr, hz, hn = np.split(_normal_in_parts(h @ r.T, of_h, 3) + b, 3, axis=1)
+    z = _sigmoid(xz + hz)
+    return ((1.0 - z) * np.tanh(xn + _sigmoid(xr + hr) * hn) + z * h,)
+
+
 Step = Callable[[Array, States, Array, Array], States]
 STEPS: dict[str, tuple[int, int, Step]] = {  # cell -> (G, number of states, step)
     "lstm": (4, 2, _lstm),
@@ -70,6 +104,10 @@ STEPS: dict[str, tuple[int, int, Step]] = {  # cell -> (G, number of states, ste
     "gru_reset_before": (3, 1, _gru_reset_before),
     "rnn_tanh": (1, 1, _rnn_tanh),
     "rnn_relu": (1, 1, _rnn_relu),
+}
+NORMALIZED: dict[str, tuple[int, int, Callable[..., States]]] = {  # the same with gains beside the weights
+    "lstm(layer_norm)": (4, 2, _lstm_normalized),
+    "gru(layer_norm)": (3, 1, _gru_normalized),
 }
 
 
@@ -79,11 +117,13 @@ def reference(cell: str, x: Any, weights: Mapping[str, Any], state: Sequence[Any
 
     Parameters
     ----------
-    cell : ``lstm``, ``gru``, ``gru_reset_before``, ``rnn_tanh`` or ``rnn_relu``
+    cell : ``lstm``, ``gru``, ``gru_reset_before``, ``rnn_tanh``, ``rnn_relu``, ``lstm(layer_norm)`` or
+        ``gru(layer_norm)``
     x : (T, B, I), any real dtype, anything that ``numpy.asarray`` takes
     weights : ``weight_ih_l0`` (G*H, I), ``weight_hh_l0`` (G*H, H), ``bias_ih_l0`` and
         ``bias_hh_l0`` (G*H,), any real dtype; those of layer k end in ``_l<k>`` and, with inputs D*H wide
-        for k > 0, of the reverse direction in ``_l<k>_reverse``
+        for k > 0, of the reverse direction in ``_l<k>_reverse``. With ``layer_norm`` also ``weight_ln_ih_l0`` and
+        ``weight_ln_hh_l0`` (G*H,), and of an LSTM ``weight_ln_c_l0`` and ``bias_ln_c_l0`` (H,)
     state : (h, c) for ``lstm``, (h,) otherwise, each (B, H), or (L*D, B, H) where L*D > 1; None: zeros
     lengths : (B,) integers from 0 to T; y is zero beyond, states are those of the last step within
     resets : (T, B) booleans; True where a new sequence starts from a state of zeros
@@ -123,9 +163,9 @@ def reference(cell: str, x: Any, weights: Mapping[str, Any], state: Sequence[Any
         for reverse in (False, True)[:directions]:
             n = layer * directions + reverse
             suffix = f"_l{layer}" + ("_reverse" if reverse else "")
-            w, r, b_ih, b_hh = (_weight(weights, f"{kind}{suffix}", shape) for kind, shape in zip(
-                KINDS, ((gates * hidden, y.shape[2]), (gates * hidden, hidden), *((gates * hidden,),) * 2),
-                strict=True))
+            w, r, b_ih, b_hh, *gains = (_weight(weights, f"{kind}{suffix}", shape) for kind, shape in zip(
+                _kinds(cell), _shapes(cell, y.shape[2], hidden), strict=True))
+            run: Step = partial(step, gains=gains[1:]) if gains else step
             first = tuple(s[n] for s in before)
             out = np.zeros((steps, batch, hidden))
             groups = [slice(None)] if whole else [slice(b, b + 1) for b in range(batch)]
@@ -134,7 +174,9 @@ def reference(cell: str, x: Any, weights: Mapping[str, Any], state: Sequence[Any
                 for low, high, fresh in _sequences(starts[:, rows], int(ends[rows].max()), reverse, whole):
                     now = tuple(np.zeros_like(s) for s in now) if fresh else now
                     for t in range(high - 1, low - 1, -1) if reverse else range(low, high):
-                        now = step(y[t, rows] @ w.T + b_ih, now, r, b_hh)
+                        wx = y[t, rows] @ w.T
+                        wx = _normal_in_parts(wx, gains[0], gates) if gains else wx
+                        now = run(wx + b_ih, now, r, b_hh)
                         out[t, rows] = now[0]
                 for kept, value in zip(after, now, strict=True):
                     kept[n, rows] = value
@@ -156,13 +198,28 @@ def _sequences(starts: NDArray[np.bool_], end: int, reverse: bool, whole: bool) 
 def _extent(cell: str, weights: Mapping[str, Any]) -> tuple[int, int]:
     """Layers and directions that the names of the weights speak of."""
     directions = 2 if any(str(name).endswith("_reverse") for name in weights) else 1
-    layers = max(1, -(-len(weights) // (len(KINDS) * directions)))
-    expected = [f"{kind}_l{k}{end}" for k in range(layers) for end in ("", "_reverse")[:directions] for kind in KINDS]
+    kinds = _kinds(cell)
+    layers = max(1, -(-len(weights) // (len(kinds) * directions)))
+    expected = [f"{kind}_l{k}{end}" for k in range(layers) for end in ("", "_reverse")[:directions] for kind in kinds]
     missing, extra = set(expected) - set(weights), set(weights) - set(expected)
     if missing or extra:
         raise WeightsError(f"weights of {cell!r}: missing {sorted(missing)}, unexpected "
                            f"{sorted(extra)}; expected {', '.join(expected)}", sorted(missing | extra))
     return layers, directions
+
+
+def _kinds(cell: str) -> tuple[str, ...]:
+    """What a layer's weights are, in order."""
+    more = GAINS + STATE_GAINS if cell == "lstm(layer_norm)" else GAINS
+    return KINDS + more if cell in NORMALIZED else KINDS
+
+
+def _shapes(cell: str, inputs: int, hidden: int) -> list[tuple[int, ...]]:
+    """Their shapes."""
+    rows = _lookup(cell)[0] * hidden
+    special: dict[str, tuple[int, ...]] = {"weight_ih": (rows, inputs), "weight_hh": (rows, hidden)}
+    special |= dict.fromkeys(STATE_GAINS, (hidden,))
+    return [special.get(kind, (rows,)) for kind in _kinds(cell)]
 
 
 def _weight(weights: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Array:
@@ -171,22 +228,23 @@ def _weight(weights: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Ar
 
 def random_weights(cell: str, input: int, hidden: int, seed: int = 0, layers: int = 1,
                    directions: int = 1) -> dict[str, NDArray[np.float32]]:
-    """Weights as PyTorch initialises them: float32, uniform in +-1/sqrt(H), by PyTorch's names."""
-    gates = _lookup(cell)[0]
+    """Weights as PyTorch initialises them: float32, uniform in +-1/sqrt(H), by PyTorch's names; gains about 1."""
     generator, bound = np.random.default_rng(seed), hidden ** -0.5
     found = {}
     for layer in range(layers):
         inputs = directions * hidden if layer else input
-        shapes = ((gates * hidden, inputs), (gates * hidden, hidden), (gates * hidden,), (gates * hidden,))
         for end in ("", "_reverse")[:directions]:
-            for kind, shape in zip(KINDS, shapes, strict=True):
-                found[f"{kind}_l{layer}{end}"] = generator.uniform(-bound, bound, shape).astype(np.float32)
+            for kind, shape in zip(_kinds(cell), _shapes(cell, inputs, hidden), strict=True):
+                value = generator.uniform(-bound, bound, shape) + kind.startswith("weight_ln")
+                found[f"{kind}_l{layer}{end}"] = value.astype(np.float32)
     return found
 
 
-def _lookup(cell: str) -> tuple[int, int, Step]:
+def _lookup(cell: str) -> tuple[int, int, Callable[..., States]]:
+    if cell in NORMALIZED:
+        return NORMALIZED[cell]
     if cell not in STEPS:
-        raise ArgumentError("cell", cell, f"one of {', '.join(STEPS)}: the cells with a reference")
+        raise ArgumentError("cell", cell, f"one of {', '.join((*STEPS, *NORMALIZED))}: the cells with a reference")
     return STEPS[cell]
 
 

@@ -40,14 +40,21 @@ CLUSTERS: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Place]
     (GRU, (9, 5, 24, 40), "float16", {}, Place(sequences=True))]
 
 
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "place"), CASES, ids=lambda v: str(v).replace(" ", ""))
+def some(cases: list[Any], quick: tuple[int, ...]) -> list[Any]:
+    """The cases, those that are not ``quick`` among the slow ones."""
+    return [case if n in quick else pytest.param(*case, marks=pytest.mark.slow) for n, case in enumerate(cases)]
+
+
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "place"), some(CASES, (0, 3, 4, 8)),
+                         ids=lambda v: str(v).replace(" ", ""))
 def test_through_l2(tmp_path, cell, sizes, dtype, change, place):
     task = task_of(cell, sizes, dtype, SMALL, place)
     check_numbers(tmp_path, Persistent(), task, cut(task, **change))
 
 
 @pytest.mark.parametrize("lazy", [pytest.param(False, marks=pytest.mark.exhaustive), True])
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "place"), CLUSTERS, ids=lambda v: str(v).replace(" ", ""))
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "place"), some(CLUSTERS, (0, 3, 5)),
+                         ids=lambda v: str(v).replace(" ", ""))
 def test_in_clusters(tmp_path, cell, sizes, dtype, change, place, lazy):
     """Words arrive as early as they can, and as late."""
     task = task_of(cell, sizes, dtype, replace(SMALL, cores=15), place)
@@ -93,7 +100,7 @@ def test_statistics_need_whole_rows_of_lanes():
 
 
 @pytest.mark.parametrize("cell", [LSTM, GRU])
-@pytest.mark.parametrize("sizes", [(256, 16, 256, 256), (256, 16, 1024, 1024), (300, 20, 800, 800), (50, 1, 64, 64)])
+@pytest.mark.parametrize("sizes", [(256, 16, 256, 256), (256, 16, 1024, 1024), (50, 1, 64, 64)])
 def test_defaults(cell, sizes):
     task, schedule = task_of(cell, sizes, "float16", KNOWN["sm_90a"]), Persistent()
     config = schedule.default(task)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ecornn.errors import ArgumentError, ShapeError, WeightsError
-from ecornn.numpy_reference import STEPS, random_weights, reference
+from ecornn.numpy_reference import NORMALIZED, STEPS, random_weights, reference
 
 T, B, I, H = 6, 3, 5, 4  # all different, so that a swapped axis shows
 EXACT = 1e-13  # float64 rounding of sums of a few terms
@@ -177,3 +177,42 @@ def test_errors_name_what_is_wrong():
         reference("lstm", x, weights, state[:1])
     with pytest.raises(ShapeError, match=r"state\[1\].shape=\(2, 4\)"):
         reference("lstm", x, weights, (state[0], state[1][:2]))
+
+
+@pytest.mark.parametrize("cell", NORMALIZED)
+def test_layer_normalization(cell):
+    """Two layers in both directions, each step by PyTorch's ``layer_norm`` and ``LSTMCell``'s formulas."""
+    torch = pytest.importorskip("torch")
+    from torch.nn.functional import layer_norm
+
+    x, lengths = np.random.default_rng(4).standard_normal((T, B, I)), [T, 2, 0]
+    weights = random_weights(cell, I, H, 3, layers=2, directions=2)
+    w = {n: torch.from_numpy(v.astype(float)) for n, v in weights.items()}
+    gates = 4 if cell.startswith("lstm") else 3
+
+    def ln(values, gain, first=0):
+        return layer_norm(values, values.shape[-1:], gain[first:first + values.shape[-1]], eps=1e-5)
+
+    def advance(given, h, c, end):
+        wx, rh = given @ w[f"weight_ih{end}"].T, h @ w[f"weight_hh{end}"].T
+        gx, gh, bx, bh = (w[f"{n}{end}"] for n in ("weight_ln_ih", "weight_ln_hh", "bias_ih", "bias_hh"))
+        if gates == 4:
+            i, f, g, o = (ln(wx, gx) + bx + ln(rh, gh) + bh).split(H)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            return o.sigmoid() * (ln(c, w[f"weight_ln_c{end}"]) + w[f"bias_ln_c{end}"]).tanh(), c
+        r, z = (ln(wx[:2 * H], gx) + bx[:2 * H] + ln(rh[:2 * H], gh) + bh[:2 * H]).sigmoid().split(H)
+        n = (ln(wx[2 * H:], gx, 2 * H) + bx[2 * H:] + r * (ln(rh[2 * H:], gh, 2 * H) + bh[2 * H:])).tanh()
+        return (1 - z) * n + z * h, c
+
+    given = torch.from_numpy(x)
+    for layer in range(2):
+        outputs = torch.zeros(T, B, 2 * H, dtype=torch.float64)
+        for reverse in (False, True):
+            for b, n in enumerate(lengths):
+                h, c = torch.zeros(2, H, dtype=torch.float64)
+                for t in range(n - 1, -1, -1) if reverse else range(n):
+                    h, c = advance(given[t, b], h, c, f"_l{layer}" + ("_reverse" if reverse else ""))
+                    outputs[t, b, H * reverse:H * (1 + reverse)] = h
+        given = outputs
+    y, _ = reference(cell, x, weights, lengths=lengths)
+    np.testing.assert_allclose(y, given.numpy(), rtol=1e-12, atol=1e-12)

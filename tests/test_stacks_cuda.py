@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from ecornn.analysis import analyse
 from ecornn.build.cuda import generate
 from ecornn.build.nvcc import find_nvcc
-from ecornn.cells import BUILTIN
+from ecornn.cells import get
 from ecornn.compose import compose, parameter_prefix
 from ecornn.device import KNOWN, Device
 from ecornn.numpy_reference import reference
@@ -37,7 +37,7 @@ def program_of(schedule: str, cell: str, stack: Stack, dtype: str, cores: int = 
     made = {}
     for part in stack.parts(whole):
         if (part.workload, part.place) not in made:
-            graph = analyse(BUILTIN[cell], part.workload.input, H)
+            graph = analyse(get(cell), part.workload.input, H)
             task = Task(part.workload, graph, device, part.place)
             assert SCHEDULES[schedule].serves(task) is None
             own = {} if part.place.reverse else forward or {}
@@ -56,7 +56,9 @@ CASES = [("fused_step", "lstm", Stack(2, True, True, True), "float32"),
          ("persistent", "lstm", Stack(2, True, True, True), "bfloat16"),
          ("persistent", "gru", Stack(3, False, True, True), "float16"),
          ("persistent", "gru_reset_before", Stack(1, True, True, True), "float32"),
-         ("persistent_wide", "lstm", Stack(2, True, True, True), "float16")]
+         ("persistent_wide", "lstm", Stack(2, True, True, True), "float16"),
+         ("fused_step", "lstm(layer_norm)", Stack(2, True, True, True), "float32"),
+         ("persistent", "lstm(layer_norm)", Stack(2, True, True, True), "float16")]
 
 
 @pytest.mark.parametrize(("schedule", "cell", "stack", "dtype"), CASES, ids=str)
@@ -77,7 +79,8 @@ WAVES = [("fused_step", "gru_reset_before", Stack(3, False, True, True), "float3
          ("persistent", "lstm", Stack(3), "bfloat16", 3, {}),
          ("persistent", "gru", Stack(4, False, False, True), "float32", 3, {"cores": 7, "ahead": 0}),
          ("persistent", "lstm", Stack(2, False, True, True), "float16", 2, {}),
-         ("persistent_wide", "lstm", Stack(2, False, True, True), "float16", 2, {})]
+         ("persistent_wide", "lstm", Stack(2, False, True, True), "float16", 2, {}),
+         ("persistent", "gru(layer_norm)", Stack(2, False, True, True), "float32", 2, {})]
 
 
 @pytest.mark.parametrize(("schedule", "cell", "stack", "dtype", "width", "change"), WAVES, ids=str)
@@ -96,8 +99,8 @@ def check_results(emulated: Emulated, cell: str, stack: Stack, dtype: str, T: in
     whole, generator = Workload(cell, H, I, B, T, dtype), np.random.default_rng(2)
     parameters, weights, states = {}, {}, {}
     for part in stack.parts(whole):
-        shapes = BUILTIN[cell].parameters(part.workload.input, H)
-        x, first, found = inputs(cell, (T, B, part.workload.input, H), dtype, shapes, BUILTIN[cell].states,
+        shapes = get(cell).parameters(part.workload.input, H)
+        x, first, found = inputs(cell, (T, B, part.workload.input, H), dtype, shapes, get(cell).states,
                                  seed=part.number)
         prefix, label = parameter_prefix(stack, part), f"{part.label}_" if stack.count > 1 else ""
         parameters |= {prefix + n: v for n, v in found.items()}
@@ -113,7 +116,7 @@ def check_results(emulated: Emulated, cell: str, stack: Stack, dtype: str, T: in
         given[n:, b] = np.nan
     y, after = emulated.run(given, states, parameters, masks, stack.directions)
     start = [np.stack([v for n, v in states.items() if n.removesuffix(s) != n]).astype(np.float64)
-             for s in BUILTIN[cell].states]
+             for s in get(cell).states]
     wanted, last = reference(cell, np.nan_to_num(given.astype(np.float64)), weights,
                              start if stack.count > 1 else [s[0] for s in start], **masks)
 
@@ -124,7 +127,7 @@ def check_results(emulated: Emulated, cell: str, stack: Stack, dtype: str, T: in
     assert relative(y, wanted) <= depth * LIMITS[dtype]
     for b, n in enumerate(masks.get("lengths", ())):
         assert not y[n:, b].astype(np.float32).any()
-    for number, name in enumerate(BUILTIN[cell].states):
+    for number, name in enumerate(get(cell).states):
         found_last = np.stack([v for n, v in after.items() if n.removesuffix(name) != n]).reshape(last[number].shape)
         assert relative(found_last, last[number]) <= 2 * depth * LIMITS[dtype]
 

@@ -157,7 +157,8 @@ def test_the_analysed_step_is_the_formula(name: str, options: dict[str, Any]):
     assert all(error(one, other) < 1e-7 for one, other in zip(last, after, strict=True))
 
 
-@pytest.mark.parametrize(("name", "options"), [CASES[3], CASES[4], CASES[7], CASES[9], CASES[12], CASES[13]], ids=str)
+@pytest.mark.parametrize(("name", "options"), [CASES[3], CASES[4], CASES[7], CASES[9], CASES[12], CASES[13],
+                                              CASES[14], CASES[15], CASES[17]], ids=str)
 def test_modules_for_this_cpu(name: str, options: dict[str, Any]):
     cell = type(get(name))(**options)
     x, states, p = problem(cell)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ecornn.cells import Cell
+from ecornn.numpy_reference import NORMALIZED
 from ecornn.numpy_reference import STEPS as REFERENCES
 from ecornn.schedules.base import Task
 from ecornn.workload import Workload
@@ -58,10 +59,10 @@ def write(path: Path, cell: Cell, task: Task, seed: int) -> None:
     for name, shape in cell.parameters(work.input, work.hidden).items():
         shaped[name] = rounded(rng.uniform(-bound, bound, shape), kind)
         flat[cell.parameter_name(name)] = shaped[name].reshape(-1, *shape[2:])
-    if cell.identity() in REFERENCES:
+    if cell.identity() in REFERENCES | NORMALIZED:
         from ecornn.numpy_reference import reference
 
-        y, last = reference(cell.name, x, flat, states)
+        y, last = reference(cell.identity(), x, flat, states)
     else:
         from ecornn.tune.interpreter import interpret
 

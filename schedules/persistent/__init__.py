@@ -159,7 +159,7 @@ class Persistent(Schedule):
         if (warps - 1) * -(-of_state // (PAIR * warps)) * PAIR >= of_state:
             return "a product warp without work"
         # neither another chain nor the projection beside makes room for what does not fit without them
-        if config["ahead"] != 100 and task.graph.hoisted_statistics:
+        if task.graph.hoisted_statistics and config["ahead"] != 100:
             return "statistics of the projection are computed after all of it"
         reason = self._crowded(task, plan_of(task, config, chains=1, ahead=100))
         if reason is None and config["chains"] != 1:

@@ -15,7 +15,6 @@ from ecornn.schedules.persistent.sums import Sums
 from ecornn.schedules.pointwise import emit
 
 FULL = 1  # named barriers of the two buffers of partial sums, FULL and FULL + 1
-SENT = 3  # of a block's operands that are on their way
 
 
 class Gates(Items):
@@ -69,21 +68,10 @@ class Gates(Items):
                 if following is not None and following.rows:
                     self._announce(i, p, t, envs[i])
             ended = [] if following is not None else [self._finish(i, envs[i], t) for i in range(plan.items)]
-            if plan.held:
-                if following is None:
-                    with T.If(t + 1 < self.steps), T.Then():
-                        self._sent()
-                elif following.rows:
-                    self._sent()
             if phase.rows and self.sums is None:
                 self.carrier.wipe(p - 1, t, self._places(p - 1))
             if following is None:
                 self._after(t, ended)
-
-    def _sent(self) -> None:
-        """Lets product warps poll."""
-        T = self.T
-        T.evaluate(T.ptx["bar.arrive"](T.uint32(SENT), T.uint32(self.plan.threads)))
 
     def _units(self) -> list[Any]:
         """Whether items are of the layer's units, padding rows included."""

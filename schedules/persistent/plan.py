@@ -17,6 +17,7 @@ OCTET = 128  # words of 8 weight rows and a pair of k-tiles
 BARRIER = 16  # bytes of an mbarrier, so that what follows is aligned
 AHEAD_BYTES = 48 << 10  # of streamed weights a block has room for: what L2 sends while a step waits for state
 FLIGHT = 32  # loads of 16 bytes a lane has in flight while it polls, at most
+LINE = 32  # words of a line of L2
 SPARE_REGISTERS = 44  # addresses, loop state and gate math beside weights and accumulators
 
 
@@ -102,12 +103,6 @@ class Plan:
         return lanes_of(self.units) if self.sums else self.units
 
     @property
-    def held(self) -> bool:
-        """Whether product warps poll only after their own block's gate warps have sent the operands. Polls disturb what
-        others wait for, and gate warps wait for statistics meanwhile."""
-        return bool(self.sums) and not self.cluster
-
-    @property
     def items(self) -> int:
         """(unit, batch row) pairs of a gate thread."""
         return -(-self.lanes * self.rows // (32 * self.gate_warps))
@@ -117,9 +112,14 @@ class Plan:
         """Sums that make a statistic of a row: of every block, of each of its warps that has units of the row."""
         return self.blocks * max(1, self.lanes // 32)
 
+    def sum_stride(self, exchange: int) -> int:
+        """Words from one part of the sums to the next: whole lines through L2, so that a line has one writer."""
+        words = self.sums[exchange] * self.rows * 2
+        return words if self.cluster else -(-words // LINE) * LINE
+
     def sum_words(self, exchange: int) -> int:
         """Words of one slot of a group's exchange of statistics."""
-        return self.sums[exchange] * self.rows * self.sum_parts * 2
+        return self.sum_stride(exchange) * self.sum_parts
 
     @property
     def tiles(self) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ecornn.schedules.persistent.cluster import Cluster
 from ecornn.schedules.persistent.exchange import Ring, within
-from ecornn.schedules.persistent.gates import FULL, SENT
+from ecornn.schedules.persistent.gates import FULL
 from ecornn.schedules.persistent.plan import Plan
 from ecornn.schedules.persistent.stream import Stream
 from ecornn.schedules.tensor_core import mma, per_word, split
@@ -44,9 +44,6 @@ def products(T: Any, plan: Plan, steps: Any, member: Any, warp: Any, lane: Any, 
             side = T.Bind(use % 2)
             stored = _Stored(T, plan, phase, held[index], words, places[index], weights[index], streams[index], member,
                              warp, lane, t)
-            if plan.held:
-                with T.If(use > 0), T.Then():
-                    T.evaluate(T.ptx["bar.sync"](T.uint32(SENT), T.uint32(plan.threads)))
             start = T.Bind(carrier.slot(index, t) + warp * phase.warp_pairs * plan.tiles * 128 + lane * 4)
             carrier.wait(index, t)
             acc = _multiply(T, plan, index, stored, carrier, start, lane)

@@ -105,7 +105,7 @@ class Sums:
         return (self.group * plan.ring + t % plan.ring) * plan.sum_words(e)
 
     def _place(self, e: int, n: int, row: Any, part: Any) -> Any:
-        return ((n * self.plan.rows + row) * self.plan.sum_parts + part) * 2
+        return part * self.plan.sum_stride(e) + (row * len(self.all[e]) + n) * 2
 
     def _send(self, e: int, t: Any, place: Any, sums: list[Any], mine: Any) -> None:
         T, plan = self.T, self.plan
