@@ -30,7 +30,7 @@ SHAPES = [  # T, B, I, H
 
 
 def relative(value: Any, expected: Any) -> float:
-    return float(np.linalg.norm(value.double().cpu().numpy() - expected) / np.linalg.norm(expected))
+    return float(np.linalg.norm(value.double().cpu().numpy() - expected) / max(np.linalg.norm(expected), 1e-30))
 
 
 def check(schedule: str, cell: str, shape: tuple[int, int, int, int], dtype: str,
