@@ -97,7 +97,7 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], words: str):
 
 
 def test_a_schedule_that_does_not_serve_a_share():
-    sizes = {"cell": "lstm", "hidden": 2048, "batch": 16, "bidirectional": True, "schedule": "persistent"}
+    sizes = {"cell": "lstm", "hidden": 2816, "batch": 1, "bidirectional": True, "schedule": "persistent"}
     assert planned(**sizes).overlap == SERIAL
     with pytest.raises(ScheduleError, match="do not fit on the 66 multiprocessors"):
         planned(**sizes, overlap="directions")
