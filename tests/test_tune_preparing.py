@@ -43,7 +43,8 @@ def test_workers_say_what_this_process_would(tmp_path: Path):
         assert defaults(pool, Question("lstm", WORK, H100)) == expected
         assert [c.schedule for c in defaults(pool, Question("lstm", WORK, H100, "fused_step"))] == ["fused_step"]
         answers(pool, Question("lstm", WORK, H100, seed=3))(there)
-        assert scans(pool, Question("lstm", WORK, H100))() == ConfigSpace(task, serving_or_raise(task)).scan()
+        space = ConfigSpace(task, serving_or_raise(task))
+        assert scans(pool, Question("lstm", WORK, H100), space)() == space.scan()
         with pytest.raises(ScheduleError, match=r"^no schedule serves .* is for llvm, not cuda$"):
             defaults(pool, Question("lstm", WORK, H100, "cpu_sequence"))
     with np.load(here) as a, np.load(there) as b:

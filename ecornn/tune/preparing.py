@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import tempfile
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,7 +17,7 @@ from ecornn.errors import ScheduleError
 from ecornn.tune.pool import Pool
 from ecornn.tune.process import WorkerError
 from ecornn.tune.record import Choice
-from ecornn.tune.space import ConfigSpace, Scan
+from ecornn.tune.space import PARTS, ConfigSpace, Scan
 from ecornn.workload import Workload
 
 T = TypeVar("T")
@@ -25,7 +26,8 @@ LIMIT = 300.0  # seconds
 
 class Question(msgspec.Struct, frozen=True):
     """About a layer on a device. ``cell`` is a spec for ``load_cell``; ``schedule`` the one that is asked for, or
-    None; ``seed`` of the data; ``out`` the file that is to be written."""
+    None; ``seed`` of the data; ``out`` the file that is to be written; ``default`` of the schedule whose space is
+    scanned, and ``part`` of it."""
 
     cell: str
     workload: Workload
@@ -33,6 +35,8 @@ class Question(msgspec.Struct, frozen=True):
     schedule: str | None = None
     seed: int = 0
     out: str = ""
+    default: Choice | None = None
+    part: int = 0
 
 
 def write_answers(question: Question) -> bool:
@@ -57,15 +61,14 @@ def choose_defaults(question: Question) -> tuple[Choice, ...]:
 
 
 def write_space(question: Question) -> bool:
-    """In a worker: ``ConfigSpace.scan``."""
-    from ecornn.task import make_task
-    from ecornn.tune.cell_spec import load_cell
-    from ecornn.tune.choose import serving_or_raise
+    """In a worker: ``ConfigSpace.scan_part``."""
+    from ecornn.schedules import all_schedules
+    from ecornn.tune.building import task_of
 
-    task = make_task(load_cell(question.cell), question.workload, question.device)
-    found = ConfigSpace(task, serving_or_raise(task, question.schedule)).scan()
-    Path(question.out).write_bytes(msgspec.msgpack.encode({
-        name: (whole, numbers.tobytes()) for name, (whole, numbers) in found.items()}))
+    assert question.default is not None
+    task, name = task_of(question.cell, question.workload, question.device), question.default.schedule
+    whole, numbers = ConfigSpace(task, [all_schedules()[name]], [question.default]).scan_part(name, question.part)
+    Path(question.out).write_bytes(msgspec.msgpack.encode((whole, numbers.tobytes())))
     return True
 
 
@@ -85,16 +88,21 @@ def defaults(pool: Pool, question: Question) -> tuple[Choice, ...]:
     return ask(pool, f"{__name__}:choose_defaults", question, tuple[Choice, ...])
 
 
-def scans(pool: Pool, question: Question) -> Callable[[], dict[str, Scan]]:
-    """What ``ConfigSpace.scan`` returns for the schedules that serve."""
-    def scan() -> dict[str, Scan]:
+def scans(pool: Pool, question: Question, space: ConfigSpace) -> Callable[[], dict[str, Scan]]:
+    """Has the space scanned, from now on, and returns what waits for it: what ``space.scan`` returns."""
+    def scan(default: Choice, part: int) -> Scan:
         with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
             out = Path(folder, "space")
-            ask(pool, f"{__name__}:write_space", msgspec.structs.replace(question, out=str(out)), bool)
-            found = msgspec.msgpack.decode(out.read_bytes(), type=dict[str, tuple[bool, bytes]])
-        return {name: (whole, array("q", numbers)) for name, (whole, numbers) in found.items()}
+            one = msgspec.structs.replace(question, default=default, part=part, out=str(out))
+            ask(pool, f"{__name__}:write_space", one, bool)
+            whole, numbers = msgspec.msgpack.decode(out.read_bytes(), type=tuple[bool, bytes])
+        return whole, array("q", numbers)
 
-    return scan
+    threads = ThreadPoolExecutor(len(pool.builders), thread_name_prefix="scan")
+    found = {c.schedule: [threads.submit(scan, Choice(c.schedule, c.config), part) for part in range(PARTS)]
+             for c in space.defaults()}
+    threads.shutdown(wait=False)
+    return lambda: {name: space.join(name, [part.result() for part in parts]) for name, parts in found.items()}
 
 
 def ask(pool: Pool, function: str, question: Question, kind: type[T]) -> T:

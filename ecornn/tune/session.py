@@ -159,9 +159,11 @@ class Session:
         # Where a workload takes a second, the search for its defaults would be most of what this process does.
         given = preparing.defaults(pool, asked) if only is not None else None
         schedules = serving_or_raise(task, schedule) if given is None else [all_schedules()[c.schedule] for c in given]
+        space = ConfigSpace(task, schedules, given)
+        if only is None:  # before anything is built: all but the first candidates are drawn from it
+            space.scans = preparing.scans(pool, asked, space)
         with evaluate.ProcessEvaluator(task, spec, preparing.answers(pool, asked), pool, limit=self.timeout,
                                        seed=self.seed) as evaluator:
-            space = ConfigSpace(task, schedules, given, preparing.scans(pool, asked))
             model = CostModel(self.seed)
             begin(space, before)
             if only is None:

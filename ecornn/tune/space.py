@@ -13,12 +13,13 @@ from ecornn.errors import ScheduleError
 from ecornn.schedules.base import Config, Knob, Schedule, Task, Value
 from ecornn.tune.record import Choice
 
-ASKED = 150_000  # calls of one schedule's check, a second or two in all
-SAMPLED = 50_000  # combinations of a schedule that needs more calls
-KEPT = 200_000  # of those that fit, as numbers
+PARTS = 8  # of a schedule's combinations, which processes look through side by side
+ASKED = 40_000  # calls of a schedule's check for a part, a second or two
+KEPT = 100_000  # of those of a part that fit, as numbers
+SAMPLED = 50_000  # combinations of a schedule that has more
 
 
-Scan = tuple[bool, array]  # whether these are all that fit, and the numbers of these
+Scan = tuple[bool, array]  # whether these are all that fit, and the numbers of these, in order
 
 
 @dataclass(frozen=True)
@@ -76,18 +77,19 @@ class ConfigSpace:
     What ``check`` says depends on the knobs that it reads and no other, so one answer settles all
     combinations that agree in these (conflict-directed backjumping).
 
-    ``defaults``: of the schedules, in their order, where they are known already. ``scans``: asks somebody else for the
-    :meth:`scan` of every schedule, by name, which takes seconds. Raises :class:`ScheduleError` without schedules.
+    ``defaults``: of the schedules, in their order, where they are known already. ``scans`` may be set to what asks
+    somebody else for the :meth:`scan`, which takes seconds. Raises :class:`ScheduleError` without schedules.
     """
 
-    def __init__(self, task: Task, schedules: Sequence[Schedule], defaults: Sequence[Choice] | None = None,
-                 scans: Callable[[], Mapping[str, Scan]] | None = None) -> None:
+    def __init__(self, task: Task, schedules: Sequence[Schedule], defaults: Sequence[Choice] | None = None) -> None:
         if not schedules:
             raise ScheduleError(f"no schedule serves {task.workload} on {task.device.name}")
         self.task = task
         self.schedules = {s.name: s for s in schedules}
-        self.given, self.scans = defaults, scans or self.scan
+        self.given = defaults
+        self.scans: Callable[[], Mapping[str, Scan]] = self.scan
         self.knobs: dict[str, tuple[Knob, ...]] = {s.name: s.knobs(task) for s in schedules}
+        self._orders: dict[str, list[str]] = {}
         self.whole: dict[str, frozenset[int]] = {}  # of the schedules all of whose combinations are known
 
     @cached_property
@@ -116,49 +118,75 @@ class ConfigSpace:
 
     def scan(self) -> dict[str, Scan]:
         """Numbers of the combinations that fit, of each schedule."""
-        return {s.name: self._scan(s) for s in self.schedules.values()}
+        return {name: self.join(name, [self.scan_part(name, part) for part in range(PARTS)]) for name in self.schedules}
 
-    def _scan(self, schedule: Schedule) -> Scan:
-        found = self.walk(schedule)
+    def join(self, schedule: str, parts: Sequence[Scan]) -> Scan:
+        """The scan of a schedule from those of its parts."""
+        every = sorted(n for _, numbers in parts for n in numbers)
+        if all(whole for whole, _ in parts):
+            return True, array("q", every)
+        sampled = set(self._sampled(schedule))  # of parts that are whole no more than of the others
+        return False, array("q", (n for n in every if n in sampled))
+
+    def scan_part(self, schedule: str, part: int) -> Scan:
+        """Numbers of the combinations of one part that fit: those with every ``PARTS``-th value of the first knob that
+        ``check`` looks at."""
+        order = self._order(schedule)
+        found = self._walk(schedule, order, part)
         if found is not None:
             return True, found
-        size = self.size(schedule.name)
-        numbers = random.Random(size).sample(range(size), min(size, SAMPLED))
-        return False, array("q", (n for n in numbers
-                                  if schedule.check(self.task, self.config(schedule.name, n)) is None))
+        check, first = self.schedules[schedule].check, order[0]
+        knob = next(k for k in self.knobs[schedule] if k.name == first)
+        drawn = ((n, self.config(schedule, n)) for n in self._sampled(schedule))
+        return False, array("q", (n for n, config in drawn if knob.values.index(config[first]) % PARTS == part
+                                  and check(self.task, config) is None))
 
-    def walk(self, schedule: Schedule) -> array[int] | None:
-        """Numbers of all combinations that fit; None where they are too many to ask for."""
-        knobs = {k.name: k for k in self.knobs[schedule.name]}
+    def _sampled(self, schedule: str) -> list[int]:
+        size = self.size(schedule)
+        return random.Random(size).sample(range(size), min(size, SAMPLED))
+
+    def _order(self, schedule: str) -> list[str]:
+        """Knobs in the order in which ``check`` looks at them."""
+        if schedule not in self._orders:
+            names = [k.name for k in self.knobs[schedule]]
+            default = Watched(next(c for c in self.defaults() if c.schedule == schedule).config)
+            self.schedules[schedule].check(self.task, default)
+            self._orders[schedule] = [n for n in dict.fromkeys([*default.read, *names]) if n in names]
+        return self._orders[schedule]
+
+    def _walk(self, schedule: str, order: Sequence[str], part: int) -> array[int] | None:
+        """Numbers of all combinations of a part that fit; None where they are too many to ask for."""
+        check, knobs = self.schedules[schedule].check, {k.name: k for k in self.knobs[schedule]}
         weight, weights = 1, {}  # of a knob's place in the number
         for name, knob in knobs.items():
             weights[name], weight = weight, weight * len(knob.values)
-        default = Watched(dict(schedule.default(self.task)))
-        schedule.check(self.task, default)
-        order = [n for n in dict.fromkeys([*default.read, *knobs]) if n in knobs]  # as check looks at them
-        sizes = [len(knobs[n].values) for n in order]
+        choices = [range(len(knobs[n].values)) for n in order]
+        choices[0] = choices[0][part::PARTS]
+        if not choices[0]:
+            return array("q")
         depth = {n: i for i, n in enumerate(order)}
         # numbers of all combinations of the knobs behind a depth
         rest = [[0]]
-        for name, size in zip(reversed(order), reversed(sizes), strict=True):
-            rest.append([r + p * weights[name] for p in range(size) for r in rest[-1]] if len(rest[-1]) < KEPT else [])
+        for name, places in zip(reversed(order), reversed(choices), strict=True):
+            rest.append([r + p * weights[name] for p in places for r in rest[-1]] if len(rest[-1]) < KEPT else [])
         rest.reverse()
-        places, found = [0] * len(order), array("q")
+        at, found = [0] * len(order), array("q")
         for _ in range(ASKED):
+            places = [c[i] for c, i in zip(choices, at, strict=True)]
             config = Watched({n: knobs[n].values[p] for n, p in zip(order, places, strict=True)})
-            fits = schedule.check(self.task, config) is None
+            fits = check(self.task, config) is None
             deepest = max((depth[n] for n in config.read), default=-1)
             if fits:
-                base = sum(p * weights[n] for n, p in zip(order, places, strict=True))
+                base = sum(p * weights[n] for n, p in zip(order[:deepest + 1], places, strict=False))
                 found.extend(base + r for r in rest[deepest + 1])
                 if len(found) > KEPT:
                     return None
-            while deepest >= 0 and places[deepest] == sizes[deepest] - 1:
-                places[deepest] = 0
+            while deepest >= 0 and at[deepest] == len(choices[deepest]) - 1:
+                at[deepest] = 0
                 deepest -= 1
             if deepest < 0:
                 return found
-            places[deepest] += 1
+            at[deepest] += 1
         return None
 
     def config(self, schedule: str, number: int) -> dict[str, Value]:
