@@ -2,11 +2,13 @@
 
     python benchmarks/rpc_servers.py --servers 1 2 4 --output benchmarks/results/rpc_servers_cpu.json
     python benchmarks/rpc_servers.py --target cuda --hidden 256 --trials 96 --output rpc_servers_h100.json
+    python benchmarks/rpc_servers.py --target cuda --gpus 4 --servers 1 2 4 --hidden 256 --trials 512
 
 Starts a TVM RPC tracker and servers on loopback, and tunes one small layer through each number of them
 into a log of its own, with a build cache of its own. What is timed is the search from its first trial to its
 last: builds and measurements of all servers share this machine's cores, so on few cores more servers cannot help.
 Servers of one GPU disturb one another; how many times did not settle, and what was the fastest, is reported beside.
+With ``--gpus`` each server has a GPU of its own, as long as there are enough of them.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ from ecornn.tune.remote import Tracker
 
 
 @contextlib.contextmanager
-def running(*command: str) -> Iterator[subprocess.Popen[bytes]]:
+def running(*command: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
     """A process, ended with the context, as are those that it started."""
-    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, env={**os.environ, **environment})
     try:
         yield process
     finally:
@@ -46,8 +48,8 @@ def running(*command: str) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def measure(count: int, port: int, target: str, trials: int, hidden: int) -> dict[str, object]:
-    """One row: a search through ``count`` servers."""
+def measure(count: int, port: int, target: str, trials: int, hidden: int, gpus: int) -> dict[str, object]:
+    """One row: a search through ``count`` servers, which take turns with the ``gpus``."""
     tracker, times = Tracker("127.0.0.1", port, "bench"), []
     with contextlib.ExitStack() as stack:
         started = [stack.enter_context(running("-m", "tvm.exec.rpc_tracker", "--host", "127.0.0.1", "--port", str(port),
@@ -56,7 +58,8 @@ def measure(count: int, port: int, target: str, trials: int, hidden: int) -> dic
         for number in range(count):
             started.append(stack.enter_context(running(
                 "-m", "ecornn.cli", "serve", "--tracker", str(tracker), "--key", tracker.key, "--target", target,
-                "--port", str(port + 100 + 10 * number))))
+                "--port", str(port + 100 + 10 * number),
+                **({"CUDA_VISIBLE_DEVICES": str(number % gpus)} if gpus else {}))))
         wait(lambda: servers(tracker) == count, started)
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         os.environ["ECORNN_CACHE"] = str(Path(folder, "cache"))
@@ -91,6 +94,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=32)
     parser.add_argument("--hidden", type=int, default=32)
     parser.add_argument("--target", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--gpus", type=int, default=0, help="of this machine, for the servers [those they see]")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     rows, device = [], resolve(arguments.target)
@@ -98,7 +102,8 @@ def main() -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1] % 30_000 + 20_000
-        rows.append(measure(count, port, arguments.target, arguments.trials, arguments.hidden))
+        rows.append(measure(count, port, arguments.target, arguments.trials, arguments.hidden,
+                            arguments.gpus))
         print(rows[-1], flush=True)
         if arguments.output:  # after each, so that what a limit cuts off is not lost
             arguments.output.write_text(json.dumps({

@@ -20,7 +20,7 @@ from ecornn.tune.process import Worker, WorkerError
 
 T = TypeVar("T")
 LOSSES, REST, ABSENCE = 3, 2.0, 90.0  # of servers; seconds
-BUILDERS = 16  # at most; each holds TVM's compiler in memory, 400 MB
+BUILDERS = 16  # for each process that measures, at most; each holds TVM's compiler in memory, 400 MB
 SINGLE = {"OMP_NUM_THREADS": "1"}  # BLAS starts a thread for each processor otherwise, in each of these processes
 
 
@@ -44,7 +44,7 @@ class Pool:
     Parameters
     ----------
     entries : what the workers call
-    builders : number of build processes; default: one for each processor, at most 16
+    builders : number of build processes; default: one for each processor, at most 16 for each measuring process
     measurers : number of measuring processes; more than one only where they measure elsewhere
     local : whether the measuring processes run modules on this machine
     quiet : whether a build would disturb a measurement, as on a CPU
@@ -59,7 +59,7 @@ class Pool:
         self.entries, self.local, self.quiet = entries, local, quiet
         self.grace, self.poisoned, self.measured = grace, poisoned, time.monotonic()
         self.closed = False
-        count = builders or min(BUILDERS, len(os.sched_getaffinity(0)))
+        count = builders or min(BUILDERS * measurers, len(os.sched_getaffinity(0)))
         self.measurers = [Worker(entries.measure_ready, gpu=True, environment=environment)
                           for _ in range(measurers)]
         self.builders = [Worker(entries.build_ready, gpu=False, environment=SINGLE) for _ in range(count)]
