@@ -24,7 +24,7 @@ from ecornn.tune.process import Worker, WorkerError
 if TYPE_CHECKING:
     from tvm.rpc import Server
 
-TARGET, DESCRIBE, MEASURE = "ECORNN_SERVED", "ecornn.tune.describe", "ecornn.tune.measure"
+SERVED, DESCRIBE, MEASURE = "ECORNN_SERVED", "ecornn.tune.describe", "ecornn.tune.measure"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -66,8 +66,9 @@ def start(target: str, tracker: tuple[str, int], key: str, host: str = "127.0.0.
 
     from ecornn.tune.session import present
 
-    present(target)  # now, and not at the first request
-    os.environ[TARGET] = target
+    device = present(target)
+    # A session's process is forked from one that may have looked at the GPU, and must not touch it.
+    os.environ[SERVED] = msgspec.json.encode(Description(device, environment(device))).decode()
     return Server(host, port, port + 100, tracker_addr=tracker, key=key, custom_addr=address, silent=True,
                   server_init_callback=register)
 
@@ -91,10 +92,7 @@ def end_with(parent: int) -> None:
 
 def describe() -> str:
     """JSON of a :class:`Description`."""
-    from ecornn.tune.session import present
-
-    device = present(os.environ[TARGET])
-    return msgspec.json.encode(Description(device, environment(device))).decode()
+    return os.environ[SERVED]
 
 
 def measure(worker: Worker, request: str, limit: float) -> str:
@@ -112,7 +110,7 @@ def measure(worker: Worker, request: str, limit: float) -> str:
         answer = Answer(measured=found)
     except WorkerError as error:
         answer = Answer(error=str(error))
-        if not error.lost and os.environ[TARGET] != "cpu":
+        if not error.lost and msgspec.json.decode(describe(), type=Description).device.kind == "cuda":
             worker.kill()  # an illegal access poisons the process's CUDA context
     for path in paths:
         Path(path).unlink(missing_ok=True)
