@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ecornn.cells import Cell
 from ecornn.device import Device
+from ecornn.errors import ArgumentError
 from ecornn.schedules.base import Schedule, Task
 from ecornn.task import make_task
 from ecornn.tune.features import features
@@ -18,9 +19,12 @@ from ecornn.tune.space import Candidate
 from ecornn.workload import Workload
 
 NEIGHBOURS = 6  # runs
+SURVEYS, BROAD = 12, 60  # runs that have so many trials, of which so many teach
 SEEDS = 12  # configurations to re-check
 LENT = 2  # configurations of each workload that is near
 SAMPLES = 256  # records of each run
+
+Run = tuple[str, Workload, Device]
 
 
 def distance(a: Workload, b: Workload) -> float:
@@ -34,24 +38,33 @@ def alike(work: Workload) -> tuple[str, str, str | None, str | None]:
 
 
 def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[Schedule], log: Log, run: str = "") -> int:
-    """Adds the nearest runs of the same cell, data type and architecture; returns how many trials.
+    """Adds the nearest runs of the same cell, data type and architecture, and of whatever cell and data type those that
+    have seen a good part of a space, slow configurations too; returns how many trials.
 
     ``run`` is left out: the search is told of its own trials. The model compares times within a run
     only, so runs of other sizes, of other products and of older revisions teach as well.
     """
     by_name = {s.name: s for s in schedules}
-    runs: dict[tuple[str, Workload, Device], list[Trial]] = {}
+    runs: dict[Run, list[Trial]] = {}
     for trial in log.trials():
-        of = trial.workload
-        if (alike(of) == alike(task.workload)
-                and trial.run != run
-                and trial.device.arch == task.device.arch and trial.stage == "search"):
-            runs.setdefault((trial.run, of, trial.device), []).append(trial)
-    near = sorted(runs, key=lambda r: (distance(r[1], task.workload), r[0], r[2].name))[:NEIGHBOURS]
+        if trial.run != run and trial.device.arch == task.device.arch and trial.stage == "search":
+            runs.setdefault((trial.run, trial.workload, trial.device), []).append(trial)
+
+    def order(one: Run) -> tuple[object, ...]:
+        unlike = sum(a != b for a, b in zip(alike(one[1]), alike(task.workload), strict=True))
+        return unlike, distance(one[1], task.workload), one[0], one[2].name
+
+    ordered = sorted(runs, key=order)
+    near = [one for one in ordered if alike(one[1]) == alike(task.workload)][:NEIGHBOURS]
+    broad = [one for one in ordered if one not in near and len(runs[one]) >= BROAD][:SURVEYS]
     added = 0
-    for name, of, on in near:
-        other = make_task(cell, of, on)
-        for trial in runs[name, of, on][-SAMPLES:]:
+    for one in (*near, *broad):
+        name, of, on = one
+        known = cell if of.cell == task.workload.cell else built_in(of)
+        if known is None:
+            continue
+        other, trials = make_task(known, of, on), runs[one][-SAMPLES:]
+        for trial in trials if one in near else trials[::math.ceil(len(trials) / BROAD)]:
             schedule = by_name.get(trial.schedule)
             config = up_to_date(trial, schedule, other).config
             if schedule is None or unfit(schedule, other, config):
@@ -60,6 +73,16 @@ def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[Schedule]
             model.add(f"{name} {of} {on.name}", row, trial.times.median if trial.times else None)
             added += 1
     return added
+
+
+def built_in(work: Workload) -> Cell | None:
+    """The cell of a workload, where it is one of ours."""
+    from ecornn.cells import get
+
+    try:
+        return get(work.cell)
+    except ArgumentError:
+        return None
 
 
 def seeds(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candidate]:
