@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from ecornn.tune.model import CostModel
 from ecornn.tune.record import Times
 from ecornn.tune.search import Search
 from ecornn.tune.space import ConfigSpace
-from ecornn.tune.transfer import SEEDS, borrowed, seeds, warm
+from ecornn.tune.transfer import BROAD, SEEDS, borrowed, seeds, warm
 from ecornn.workload import Workload
 
 TASK = make(hidden=8, batch=4)
@@ -66,6 +67,24 @@ def test_a_workload_with_a_known_neighbour_needs_a_quarter_of_the_trials():
         cold.append(min(us for us in spend(space, seed, 96).tried.values() if us is not None))
     assert statistics.median(warmed) <= statistics.median(cold) * 1.05
     assert Times.of(warmed).median < 2.0
+
+
+def test_other_cells_teach_where_slow_configurations_were_measured_too():
+    """Runs of other cells and data types that saw a good part of a space; a user's cell is not there to ask."""
+    space = ConfigSpace(make(), [LARGE])
+    known = [(c.config, cost(c.config)) for c in space.sample(random.Random(0), 3 * BROAD)]
+
+    def log(workload: Workload, count: int) -> Log:
+        return log_of(*(trial(us, config=config, workload=workload, run="other-1") for config, us in known[:count]))
+
+    gru, half = Workload("gru", 8, 8, 4, 10), Workload("lstm", 8, 8, 4, 10, "float16")
+    for workload, count, expected in ((gru, 2 * BROAD, BROAD), (half, BROAD, BROAD), (gru, BROAD - 1, 0),
+                                      (Workload("mine@0123456789ab", 8, 8, 4, 10), 2 * BROAD, 0)):
+        assert warm(CostModel(), get("lstm"), TASK, [LARGE], log(workload, count)) == expected
+    model = CostModel()
+    warm(model, get("lstm"), TASK, [LARGE], log(gru, 3 * BROAD))
+    (times,) = model.times.values()
+    assert max(times) > 1.2 * statistics.median(times)  # of the whole run, not of its end
 
 
 def test_where_seeds_are_few_the_nearest_workloads_lend_theirs():

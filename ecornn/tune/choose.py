@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ecornn.device import Device
@@ -94,11 +95,13 @@ def complete(schedule: Schedule, task: Task, config: Mapping[str, Value]) -> dic
 
 def choose(task: Task, schedule: str | None, config: Mapping[str, Value] | None,
            log: Log | None = None) -> Found:
-    """Schedule and configuration: as given, else the best record, else the heuristic.
+    """Schedule and configuration: as given, else the best record, of this cell or else of a built-in one of the same
+    products, else the heuristic.
 
     ``log``: the records to look in; default: the user's folder and the shipped ones.
     """
     from ecornn.tune.folders import read_all
+    from ecornn.tune.kindred import lent
     from ecornn.tune.lookup import Found, find
 
     schedules = serving(task, schedule)
@@ -107,4 +110,11 @@ def choose(task: Task, schedule: str | None, config: Mapping[str, Value] | None,
             raise ArgumentError("config", dict(config), "a schedule beside it, one of "
                                 + ", ".join(s.name for s in schedules))
         return Found(schedules[0], complete(schedules[0], task, config), "configuration given by the caller")
-    return find(task, schedules, read_all() if log is None else log)
+    log = read_all() if log is None else log
+    others = lent(task, log)
+    if others is None:
+        return find(task, schedules, log)
+    cell, records = others
+    found = find(task, schedules, records)
+    return found if found.line is None else replace(
+        found, provenance=f"{found.provenance}; of {cell}, which has the same products")

@@ -149,6 +149,7 @@ class Session:
 
         from ecornn.schedules import all_schedules
         from ecornn.task import make_task
+        from ecornn.tune.kindred import lent
         from ecornn.tune.model import CostModel
         from ecornn.tune.search import Search
         from ecornn.tune.space import Candidate, ConfigSpace
@@ -168,6 +169,8 @@ class Session:
             begin(space, before)
             if only is None:
                 records = folders.read_all()
+                if others := lent(task, records):
+                    records.extend(others[1])
                 warm(model, found, task, schedules, records, run.run)
                 search = Search(space, model, self.seed, known=seeds(task, schedules, records))
             else:

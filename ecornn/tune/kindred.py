@@ -1,0 +1,44 @@
+"""Records of built-in cells, for cells that multiply as these do: a variant, or a user's cell, that nobody has tuned
+yet runs well as the built-in cell of the same products runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from msgspec import structs
+
+from ecornn.analysis.step import StepGraph
+from ecornn.schedules.base import Task
+from ecornn.tune.log import Line, Log
+from ecornn.tune.lookup import how_far
+from ecornn.tune.record import Trial
+
+
+def lent(task: Task, log: Log) -> tuple[str, Log] | None:
+    """The built-in cell that has as many states and the same recurrent products, and its trials as trials of the task's
+    cell. None where the log has some of that itself, and for cells with statistics, which wait at other places.
+
+    Of several such cells the one of which this is a variant, else the first in the order of ``ecornn.cells.BUILTIN``.
+    """
+    from ecornn.analysis import analyse
+    from ecornn.cells import BUILTIN, get
+
+    work, trials = task.workload, [line for line in log.lines if isinstance(line.record, Trial)]
+
+    def of(name: str) -> list[Line]:
+        named = structs.replace(work, cell=name)
+        return [line for line in trials if how_far(line.record, named, task.device)]  # type: ignore[arg-type]
+
+    if task.graph.statistics or task.graph.hoisted_statistics or of(work.cell):
+        return None
+    for name in sorted(BUILTIN, key=lambda name: name != work.cell.partition("(")[0]):
+        lines = of(name)
+        if lines and products(analyse(get(name), work.input, work.hidden)) == products(task.graph):
+            return name, Log([replace(line, record=structs.replace(line.record, workload=structs.replace(
+                line.record.workload, cell=work.cell))) for line in lines])  # type: ignore[union-attr]
+    return None
+
+
+def products(graph: StepGraph) -> tuple[object, ...]:
+    """What a schedule's choices depend on most: the states, and each product's rows and operands."""
+    return len(graph.states), *((len(p.rows), len(p.operands)) for p in graph.products)
