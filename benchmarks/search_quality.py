@@ -247,8 +247,9 @@ def live_rows(paths: Sequence[Path], tables: Sequence[Table]) -> list[dict[str, 
         report = json.loads(path.read_text())
         for work, found in ((w, f) for row in report["rows"] for w, f in row["found"].items()):
             if work in best and found["best_us"]:
-                rows.append({"workload": work, "records": report["records"], "trials": found["trials"],
-                             "best_us": found["best_us"], "ratio": found["best_us"] / best[work],
+                rows.append({"workload": work, "device": report["device"], "records": report["records"],
+                             "trials": found["trials"], "best_us": found["best_us"],
+                             "ratio": found["best_us"] / best[work],
                              "near": finite(needed(found.get("trials_us", ()), NEAR * best[work]))})
     return rows
 
@@ -324,8 +325,8 @@ def main() -> None:
     print("\n".join(summary(rows)))
     live = live_rows(arguments.live, tables)
     for row in live:
-        print(f"{row['workload']}: {row['trials']} trials in the whole space, records of {row['records']}: "
-              f"{row['ratio']:.3f} of the table's best, within 5% after {row['near'] or 'none'}")
+        print(f"{row['workload']} on {row['device']}: {row['trials']} trials in the whole space, records of "
+              f"{row['records']}: {row['ratio']:.3f} of the table's best, within 5% after {row['near'] or 'none'}")
     quarters = [reached(work, found) for work, found in data.items()]
     for one in quarters:
         near = ", ".join(f"{kind} {one[kind] or 'not reached'}" for kind in KINDS)

@@ -86,7 +86,8 @@ def test_tables_go_on_where_they_were_stopped_and_searches_are_replayed_on_them(
     pytest.importorskip("matplotlib")
     output, live = tmp_path / "quality", tmp_path / "live.json"
     work = str(search_tables.workload_of(SMALL[0]))
-    live.write_text(json.dumps({"records": "none", "rows": [{"found": {work: {"best_us": 3.0, "trials": 32}}}]}))
+    found = {work: {"best_us": 3.0, "trials": 32}}
+    live.write_text(json.dumps({"device": "it", "records": "none", "rows": [{"found": found}]}))
     monkeypatch.setattr(sys, "argv", ["search_quality.py", "--table", str(path), "--seeds", "2", "--budget", "32",
                                       "--live", str(live), "--output", str(output)])
     search_quality.main()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import tempfile
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar

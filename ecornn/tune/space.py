@@ -172,12 +172,12 @@ class ConfigSpace:
         rest.reverse()
         at, found = [0] * len(order), array("q")
         for _ in range(ASKED):
-            places = [c[i] for c, i in zip(choices, at, strict=True)]
-            config = Watched({n: knobs[n].values[p] for n, p in zip(order, places, strict=True)})
+            chosen = [c[i] for c, i in zip(choices, at, strict=True)]
+            config = Watched({n: knobs[n].values[p] for n, p in zip(order, chosen, strict=True)})
             fits = check(self.task, config) is None
             deepest = max((depth[n] for n in config.read), default=-1)
             if fits:
-                base = sum(p * weights[n] for n, p in zip(order[:deepest + 1], places, strict=False))
+                base = sum(p * weights[n] for n, p in zip(order[:deepest + 1], chosen, strict=False))
                 found.extend(base + r for r in rest[deepest + 1])
                 if len(found) > KEPT:
                     return None
