@@ -32,8 +32,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
+import numpy as np
 from search_tables import task_of
 
 from ecornn.device import Device
@@ -69,6 +71,8 @@ class TableSpace(ConfigSpace):
         self.by_name: dict[str, list[Candidate]] = {}
         for candidate in table:
             self.by_name.setdefault(candidate.schedule, []).append(candidate)
+        self.values = {name: np.array([[str(v) for _, v in c.knobs] for c in found])
+                       for name, found in self.by_name.items()}
 
     def __len__(self) -> int:
         return len(self.table)
@@ -86,9 +90,9 @@ class TableSpace(ConfigSpace):
         return rng.choice(self.by_name[halving(rng, [name for name in self.schedules if name in self.by_name])])
 
     def neighbour(self, candidate: Candidate, rng: random.Random) -> Candidate | None:
-        near = [c for c in self.by_name[candidate.schedule]
-                if sum(a != b for a, b in zip(c.knobs, candidate.knobs, strict=True)) == 1]
-        return rng.choice(near) if near else None
+        mine = np.array([str(v) for _, v in candidate.knobs])
+        near = np.flatnonzero((self.values[candidate.schedule] != mine).sum(axis=1) == 1)
+        return self.by_name[candidate.schedule][rng.choice(list(near))] if len(near) else None
 
 
 class Looked:
@@ -156,7 +160,7 @@ def tables_of(paths: Sequence[Path]) -> list[Table]:
 
 def usable(work: Workload, device: Device, trials: Sequence[Trial]) -> Iterator[Trial]:
     """The trials that can be proposed, with knobs that came later as things were before."""
-    task, schedules = task_of(work, device)
+    task, schedules = asked(work, device)
     by_name = {s.name: s for s in schedules}
     for trial in trials:
         now = up_to_date(trial, by_name.get(trial.schedule), task)
@@ -164,6 +168,13 @@ def usable(work: Workload, device: Device, trials: Sequence[Trial]) -> Iterator[
             yield now
 
 
+@cache
+def asked(work: Workload, device: Device) -> tuple[Task, list[Schedule]]:
+    """As :func:`search_tables.task_of`: each process replays many searches of a table."""
+    return task_of(work, device)
+
+
+@cache
 def others(mine: Workload) -> Log:
     """The shipped records but those of this workload, or of this layer at less than twice or half the batch."""
 
@@ -177,7 +188,7 @@ def others(mine: Workload) -> Log:
 
 def replay(table: Table, kind: str, seed: int, budget: int) -> list[float]:
     """Best so far after each trial, relative to the best of the table."""
-    task, schedules = task_of(table.work, table.device)
+    task, schedules = asked(table.work, table.device)
     times, model = table.times, CostModel(seed)
     space = TableSpace(task, schedules, times)
     if kind == "random":
@@ -206,8 +217,8 @@ def replay(table: Table, kind: str, seed: int, budget: int) -> list[float]:
 
 def curves(table: Table, seeds: int, budget: int, pool: ProcessPoolExecutor) -> Curves:
     """Every kind of search with every seed."""
-    asked = {(kind, seed): pool.submit(replay, table, kind, seed, budget) for kind in KINDS for seed in range(seeds)}
-    return {kind: [asked[kind, seed].result() for seed in range(seeds)] for kind in KINDS}
+    found = {(kind, seed): pool.submit(replay, table, kind, seed, budget) for kind in KINDS for seed in range(seeds)}
+    return {kind: [found[kind, seed].result() for seed in range(seeds)] for kind in KINDS}
 
 
 def rows_of(work: str, found: Curves) -> list[dict[str, object]]:

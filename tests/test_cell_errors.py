@@ -127,3 +127,18 @@ def test_a_profiler_that_was_there_stays():
         assert sys.getprofile() is profiler
     finally:
         sys.setprofile(None)
+
+
+def test_a_program_that_is_profiled_compiles_and_is_profiled_on():
+    """A profiler of C cannot be set again: nothing is noted beside it."""
+    import cProfile
+
+    profile = cProfile.Profile()
+    profile.enable()
+    try:
+        analyse(get("lstm"), 8, 8)
+        with pytest.raises(CellError, match="must be read at"):
+            analyse(Faulty(neighbour), 8, 8)
+    finally:
+        profile.disable()
+    assert any("analyse" in str(entry.code) for entry in profile.getstats())

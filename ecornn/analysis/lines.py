@@ -16,7 +16,8 @@ OWN = str(Path(__file__).resolve().parent.parent)
 
 class Lines:
     """Notes the caller of every ``te.compute`` while it is entered; as a profiler of this thread, since
-    tensor expressions keep no trace of their source. Built-in cells are looked through as TVM is."""
+    tensor expressions keep no trace of their source. Where another profiler is at work nothing is noted: one of C, as
+    ``cProfile``, could not be set again. Built-in cells are looked through as TVM is."""
 
     def __init__(self) -> None:
         import tvm
@@ -24,16 +25,18 @@ class Lines:
 
         self._code, self._tvm = te.compute.__code__, str(Path(tvm.__file__).parent)
         self._found: dict[Any, tuple[str, int]] = {}  # operation -> file and line
-        self._before: Any = None
+        self._noting = False
 
     def __enter__(self) -> Lines:
-        self._before = sys.getprofile()
-        sys.setprofile(self._note)
+        self._noting = sys.getprofile() is None
+        if self._noting:
+            sys.setprofile(self._note)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        sys.setprofile(self._before)
+        if self._noting:
+            sys.setprofile(None)
 
     def _note(self, frame: FrameType, event: str, result: Any) -> None:
         if event == "return" and frame.f_code is self._code and result is not None:
