@@ -69,6 +69,8 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return f"{outs[0]} = emu::mapa({', '.join(ins)})"
     if name.startswith("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32"):
         return f"emu::send({ins[0]}, {ins[1]}, {ins[3]}), emu::send({ins[0]} + 4, {ins[2]}, {ins[3]})"
+    if name.startswith("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32"):
+        return ", ".join(f"emu::send({ins[0]} + {4 * k}, {ins[k + 1]}, {ins[5]})" for k in range(4))
     if name.startswith("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32"):
         return f"emu::send({every})"
     if name == "barrier.cluster.arrive.release.aligned":
