@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 from ecornn.device import Device
 from ecornn.program import Buffer, Extent, Fill, Launch, Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
+from ecornn.schedules.normalization import deferred
 from ecornn.schedules.hoisted import gained, hoisted_knob, hoisted_of, preferred
 from ecornn.schedules.persistent.cluster import LARGEST
 from ecornn.schedules.persistent.estimate import best_ahead, estimate, recurrence, workers_time
@@ -267,7 +269,8 @@ class Persistent(Schedule):
         plan, math = plan_of(task, config), str(config["math"])
         w, graph = task.workload, task.graph
         layout = hoisted_of(task, config)
-        hoisted = project(task, layout, plan.ahead)
+        hoisted = project(task, layout, plan.ahead, deferred=True)
+        task = replace(task, graph=deferred(graph))  # what follows is the recurrence's
         buffers = [Buffer("x", "x", w.dtype), Buffer("y", "y", w.dtype)]
         for name in graph.states:
             buffers += [Buffer(f"{name}_in", "state_in", w.dtype), Buffer(f"{name}_out", "state_out", w.dtype)]

@@ -263,7 +263,8 @@ def plan_of(task: Task, config: Config, chains: int | None = None, ahead: int | 
                 workers=0 if ahead == 100 else task.device.cores - groups * blocks,
                 fences="rare" if cluster else str(config["fences"]), cluster=cluster,
                 sums=tuple(len(p.statistics) for p in task.graph.phases if p.statistics),
-                kept=len(task.graph.states) + 2 * len(task.graph.hoisted_outputs) + masks + 4 * statistics,
+                kept=len(task.graph.states) + 2 * len(task.graph.hoisted_outputs) + masks + 4 * statistics
+                + 4 * len(task.graph.hoisted_statistics),
                 phases=tuple(phases))
     pair_bytes = [4 * plan.warps * p.octets(units) * OCTET for p in phases]
     needed = [(p.pairs - p.register_pairs) * size for p, size in zip(phases, pair_bytes, strict=True)]
