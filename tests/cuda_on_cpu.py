@@ -145,6 +145,8 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return simple[name]
     if not text:  # pins a value
         return "(void)0"
+    if text == "mov.u32 %0, %%clock;":
+        return f"{outs[0]} = emu::ticks += 64"
     if special := _SPECIAL.fullmatch(text):
         return f"{outs[0]} = {'threadIdx' if special[1] == 'tid' else 'blockIdx'}.x"
     if name.startswith("prefetch"):

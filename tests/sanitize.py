@@ -159,11 +159,11 @@ def once(name: str, folder: str) -> float:
     import torch
 
     import ecornn
-    from ecornn.numpy_reference import STEPS, random_weights, reference
+    from ecornn.numpy_reference import NORMALIZED, STEPS, random_weights, reference
 
     of, rng = CASES[name], np.random.default_rng(0)
     (T, B, I, H), stack, kind = of["sizes"], of["stack"], getattr(torch, of["dtype"])
-    known = of["cell"] in STEPS
+    known = of["cell"] in STEPS or of["cell"] in NORMALIZED
     parts = stack.get("layers", 1), 1 + stack.get("bidirectional", False)
     drawn = random_weights(of["cell"], I, H, 1, *parts) if known else {
         f"{n}_l0": rng.uniform(-1, 1, (s[0] * s[1], *s[2:])) * H ** -0.5

@@ -226,7 +226,7 @@ class Persistent(Schedule):
             cost *= DOUBT if config["carrier"] == "cluster" else 1
             if (found is None or cost < found[0]) and self.check(task, config) is None:
                 found = cost, config
-        return None if found is None else {**found[1], "hoisted": preferred(task, found[0])}
+        return None if found is None else {**found[1], "hoisted": preferred(task, found[0], once=True)}
 
     def _cuts(self, task: Task) -> Iterator[tuple[float, Config]]:
         """Estimate and configuration of all cuts that keep as many weights in registers as possible. Some with the

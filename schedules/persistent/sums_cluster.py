@@ -2,7 +2,9 @@
 
 They are sent to shared memory as in ``cluster.py``, by lanes of a row that each have another block, and each slot's
 mbarrier counts their bytes. Step t uses slot t % 2. What is said there holds: sums of step t + 2 are sent by a warp
-that has all sums of step t + 1, which every warp of the cluster sent some of, after it had read those of step t.
+that has all sums of step t + 1, which every warp of the cluster sent some of, after it had read those of step t. The
+arrival of a slot's next phase is made by a thread that has waited for the phase before, at the end of the step, where
+nothing waits for it.
 
 Two statistics travel as 16 bytes, so a slot has first the pairs of statistics and then the one that is left, each
 (row, part), four words or two.
@@ -65,12 +67,14 @@ class ClusterSums(Sums):
         for i in range(plan.items):
             for n in range(0, len(self.all[e]), 2):
                 totals += self._read(slot + self._row(e, n, self.rows[i]), self._width(e, n), lanes)
-        with T.If(T.And(self.thread == 0, t + 2 < self.steps)), T.Then():
-            self.carrier.expect_sums(e, t % 2)
         return across_warp(T, totals, lanes)
 
     def wipe(self, t: Any) -> None:
-        """Nothing needs to be taken back."""
+        """Nothing needs to be taken back; the slots' next phases begin."""
+        T = self.T
+        with T.If(T.And(self.thread == 0, t + 2 < self.steps)), T.Then():
+            for e in range(len(self.all)):
+                self.carrier.expect_sums(e, t % 2)
 
     def _width(self, e: int, n: int) -> int:
         """Words of a part of statistic n and the next one, if there is another."""

@@ -27,6 +27,14 @@ from ecornn.schedules.persistent.sums import Sums, added
 from ecornn.schedules.row_sums import across_lanes
 
 SUMMED = 3  # named barrier of gate warps
+PAUSE = 300  # cycles before the first poll, which disturbs what is on its way and finds nothing yet
+
+_PAUSE = """
+__device__ __forceinline__ void ecornn_pause(unsigned cycles) {
+  unsigned start, now;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(start));
+  do { asm volatile("mov.u32 %0, %%clock;" : "=r"(now)); } while (now - start < cycles);
+}"""
 
 
 class RingSums(Sums):
@@ -104,6 +112,7 @@ class RingSums(Sums):
         T = self.T
         missing = T.alloc_buffer((1,), "int32", scope="local")
         T.buffer_store(missing, T.int32(1), [0])
+        T.evaluate(T.cuda.func_call("ecornn_pause", T.uint32(PAUSE), source_code=_PAUSE))
         with T.While(missing[0] != 0):
             for n, (at, inside) in enumerate(loads):
                 with T.If(inside), T.Then():
