@@ -57,7 +57,8 @@ class Items(ABC):
         self.states = local(self.items, len(graph.states))
         self.inputs = hoisted.registers(T, self.items)  # of this step
         self.ahead = hoisted.registers(T, self.items)  # of the next one
-        self.row_values = [local(self.items, len(graph.row_inputs)) for _ in range(2 if graph.row_inputs else 0)]  # so, too
+        rows_of = 2 if graph.row_inputs else 0  # of this step, and of the next one
+        self.row_values = [local(self.items, len(graph.row_inputs)) for _ in range(rows_of)]
         place, rows = task.place, (self.items,)  # of rows, too: these are on the critical path
         self.limits = T.alloc_buffer(rows, "int32", scope="local") if place.lengths else None
         self.fresh = T.alloc_buffer(rows, "int32", scope="local") if place.resets else None

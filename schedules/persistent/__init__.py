@@ -10,8 +10,8 @@ from typing import Any
 from ecornn.device import Device
 from ecornn.program import Buffer, Extent, Fill, Launch, Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
-from ecornn.schedules.normalization import deferred
 from ecornn.schedules.hoisted import gained, hoisted_knob, hoisted_of, preferred
+from ecornn.schedules.normalization import deferred
 from ecornn.schedules.persistent.cluster import LARGEST
 from ecornn.schedules.persistent.estimate import best_ahead, estimate, recurrence, workers_time
 from ecornn.schedules.persistent.kernel import persistent_kernel
