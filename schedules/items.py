@@ -57,6 +57,8 @@ class Items(ABC):
         self.states = local(self.items, len(graph.states))
         self.inputs = hoisted.registers(T, self.items)  # of this step
         self.ahead = hoisted.registers(T, self.items)  # of the next one
+        rows_of = 2 if graph.row_inputs else 0  # of this step, and of the next one
+        self.row_values = [local(self.items, len(graph.row_inputs)) for _ in range(rows_of)]
         place, rows = task.place, (self.items,)  # of rows, too: these are on the critical path
         self.limits = T.alloc_buffer(rows, "int32", scope="local") if place.lengths else None
         self.fresh = T.alloc_buffer(rows, "int32", scope="local") if place.resets else None
@@ -135,6 +137,7 @@ class Items(ABC):
         self._prepare(t)
         self._start_at(t)
         self._load_inputs(t, self.ahead)
+        self._load_row_values(t)
 
     def _prepare(self, t: Any) -> None:  # noqa: B027  who has nothing to wait for leaves it as it is
         """Before the hoisted inputs of step t are read."""
@@ -166,16 +169,30 @@ class Items(ABC):
                 for k, word in enumerate(hoisted.load(T, self.arguments["hoisted"], row, self.unit[i])):
                     T.buffer_store(into, word, [i, k])
 
+    def _load_row_values(self, t: Any) -> None:
+        """Loads what else the rows have of step t, (T*B, N) in float32."""
+        T, count = self.T, len(self.graph.row_inputs)
+        for i in range(self.items if count else 0):
+            for k in range(count):
+                T.buffer_store(self.row_values[1], T.float32(0), [i, k])
+            with T.If(T.And(self.valid[i], t < self.steps)), T.Then():
+                first = T.Bind(T.cast(self.timeline.at(t) * self.batch + self.row[i], "int64") * count)
+                for k in range(count):
+                    T.buffer_store(self.row_values[1], self.arguments["row_sums"][first + k], [i, k])
+
     def _advance(self) -> None:
         for i in range(self.items):
             for k in range(self.hoisted.words()):
                 self.T.buffer_store(self.inputs, self.ahead[i, k], [i, k])
+            for k in range(len(self.graph.row_inputs)):
+                self.T.buffer_store(self.row_values[0], self.row_values[1][i, k], [i, k])
 
     def _before(self, i: int) -> dict[Any, Any]:
         """What is known of an item before the products of its step."""
         graph, hoisted = self.graph, self.hoisted
         (inputs,) = hoisted.values([self.inputs[i, k] for k in range(hoisted.words())])
         env = dict(zip(graph.hoisted_outputs, inputs, strict=True))
+        env |= {v: self.row_values[0][i, k] for k, v in enumerate(graph.row_inputs)}
         env |= {v: self.constants[i, k] for k, v in enumerate(graph.invariant_outputs)}
         env |= {v: self.states[i, s] for s, v in enumerate(graph.states.values())}
         return emit(graph.prologue, env, self.math)

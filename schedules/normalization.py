@@ -1,14 +1,20 @@
 """What follows the hoisted product where the cell has statistics of it: one pass over its rows, in place.
 
     hoisted[t, b, q, j] = hoisted output q of unit j, from what the product left there and the row's statistics
+
+Or it only writes the statistics, for a recurrence that then does the rest (:func:`deferred`): that takes fewer bytes,
+and what is rounded to 16 bits is rounded once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from ecornn.program import Launch
+from ecornn.analysis import StepGraph
+from ecornn.analysis.graph import variables
+from ecornn.program import Buffer, Extent, Launch
 from ecornn.schedules.base import Task
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.pointwise import emit, invariants
@@ -18,31 +24,52 @@ THREADS = 256
 BLOCKS = 6  # a multiprocessor
 
 
-def normalize(task: Task, layout: Hoisted) -> tuple[dict[str, Any], tuple[Launch, ...]]:
+def deferred(graph: StepGraph) -> StepGraph:
+    """The graph of a recurrence that gets what the product left, and the rows' statistics as ``row_inputs``."""
+    known = {*(v.var for v in graph.vectors), *(a.var for a in graph.invariants)}
+    read = [v for a in graph.normalized for v in variables(a.value) if v in known]
+    return graph if not graph.hoisted_statistics else replace(
+        graph, hoisted_outputs=graph.projected, hoisted_statistics=(), normalized=(),
+        row_inputs=_made(graph), prologue=(*graph.normalized, *graph.prologue),
+        invariant_outputs=tuple(dict.fromkeys((*graph.invariant_outputs, *read))))
+
+
+def row_sums_buffer(task: Task) -> Buffer:
+    """The workspace of statistics, (T*B, N)."""
+    return Buffer("row_sums", "workspace", "float32", Extent(0, task.workload.batch * len(_made(task.graph))))
+
+
+def _made(graph: StepGraph) -> tuple[Any, ...]:
+    return tuple(v for s in graph.hoisted_statistics for v in s.made)
+
+
+def normalize(task: Task, layout: Hoisted, deferred: bool = False) -> tuple[dict[str, Any], tuple[Launch, ...]]:
     """The kernel and its launch; nothing where the cell has no such statistics."""
     if not task.graph.hoisted_statistics:
         return {}, ()
     blocks, words = BLOCKS * task.device.cores, RowSums.words(THREADS, task.graph.hoisted_statistics)
-    return {"normalize": _kernel(task, layout, blocks, words)}, (Launch("normalize", blocks, THREADS, 4 * words),)
+    kernel = _kernel(task, layout, blocks, words, deferred)
+    return {"normalize": kernel}, (Launch("normalize", blocks, THREADS, 4 * words),)
 
 
-def _kernel(task: Task, layout: Hoisted, blocks: int, words: int) -> Any:
-    """``normalize(T, B, vectors, hoisted)``: blocks take rows of T*B in turn."""
+def _kernel(task: Task, layout: Hoisted, blocks: int, words: int, deferred: bool) -> Any:
+    """``normalize(T, B, vectors, hoisted)`` or ``(T, B, hoisted, row_sums)``: blocks take rows of T*B in turn."""
     from tvm.script.ir_builder import IRBuilder
     from tvm.tirx.script.builder import ir as T
 
     with IRBuilder() as builder, T.prim_func():
         T.func_name("normalize")
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
-        vectors = T.arg("vectors", T.buffer((T.int64(1 << 40),), "float32"))
+        vectors = None if deferred else T.arg("vectors", T.buffer((T.int64(1 << 40),), "float32"))
         hoisted = T.arg("hoisted", T.buffer((T.int64(1 << 40),), layout.dtype))
+        into = T.arg("row_sums", T.buffer((T.int64(1 << 40),), "float32")) if deferred else None
         T.device_entry()
         block, thread = T.cta_id([blocks]), T.thread_id([THREADS])
         memory = T.alloc_buffer((words,), "float32", scope="shared.dyn", align=16)
         rows = T.Bind(steps * batch)
         with T.serial(0, T.Bind((rows - block + (blocks - 1)) // blocks)) as turn:
             row = T.Bind(T.cast(turn * blocks + block, "int64"))
-            _Row(T, task, layout, vectors, hoisted, thread, row).run(memory)
+            _Row(T, task, layout, vectors, hoisted, thread, row).run(memory, into)
     return builder.get()
 
 
@@ -54,9 +81,15 @@ class _Row:
         self.vectors, self.hoisted, self.thread, self.row = vectors, hoisted, thread, row
         self.span = 2 if layout.packed else 1
 
-    def run(self, memory: Any) -> None:
-        sums = RowSums(self.T, THREADS, self.thread, memory)
+    def run(self, memory: Any, into: Any = None) -> None:
+        T, made = self.T, _made(self.graph)
+        sums = RowSums(T, THREADS, self.thread, memory)
         found = sums.statistics(self.graph.hoisted_statistics, self.task.workload.hidden, self._each)
+        if into is not None:
+            with T.If(self.thread == 0), T.Then():
+                for k, var in enumerate(made):
+                    T.buffer_store(into, found[var], [self.row * len(made) + k])
+            return
         self._units(lambda unit, envs: self._write(unit, envs, found))
 
     def _each(self, function: Callable[[Env], None]) -> None:

@@ -96,7 +96,7 @@ def invariants(graph: StepGraph, vectors: dict[Any, Any], math: str = "exact") -
 
 def opening(graph: StepGraph) -> tuple[Assign, ...]:
     """Of the prologue what states and parameters determine, so that it is known before the step's inputs are."""
-    unknown, found = set(graph.hoisted_outputs), []
+    unknown, found = {*graph.hoisted_outputs, *graph.row_inputs}, []
     for a in graph.prologue:
         if unknown.isdisjoint(variables(a.value)):
             found.append(a)

@@ -19,7 +19,7 @@ from typing import Any
 from ecornn.program import Buffer, Extent, Launch, Packing
 from ecornn.schedules.base import Task
 from ecornn.schedules.hoisted import Hoisted, in_float32
-from ecornn.schedules.normalization import normalize
+from ecornn.schedules.normalization import normalize, row_sums_buffer
 from ecornn.schedules.pointwise import vector_sources
 from ecornn.schedules.projection_wgmma import THREADS as HOPPER_THREADS
 from ecornn.schedules.projection_wgmma import Shape as HopperShape
@@ -151,10 +151,11 @@ def _hopper(task: Task, ahead: int) -> HopperShape | None:
     return hopper_shape(task) if ahead == 100 and WGMMA else None  # workers read the other packing
 
 
-def project(task: Task, layout: Hoisted | None = None, ahead: int = 100) -> Part:
+def project(task: Task, layout: Hoisted | None = None, ahead: int = 100, deferred: bool = False) -> Part:
     """The projection of a task, writing workspace ``hoisted`` as ``layout`` says, by default in float32.
 
-    Where the cell has statistics of hoisted values, a second kernel goes over the rows (``normalization.py``).
+    Where the cell has statistics of hoisted values, a second kernel goes over the rows (``normalization.py``); where
+    that is ``deferred``, it only writes the statistics, to workspace ``row_sums``.
     Adds buffers ``hoisted``, ``input_weights`` and ``vectors`` (V, H, float32; the cell's parameter vectors).
     A cell without hoisted outputs needs no projection: the part is then only ``vectors``. Of all
     rows the first ``ahead`` percent are done (``rows_ahead``); for the others there is a
@@ -172,7 +173,9 @@ def project(task: Task, layout: Hoisted | None = None, ahead: int = 100) -> Part
     layout = layout or in_float32(task)
     buffers = [vectors, layout.buffer(w.batch)]
     hopper = _hopper(task, ahead)
-    functions, calls = normalize(task, layout)
+    functions, calls = normalize(task, layout, deferred)
+    if functions and deferred:
+        buffers.append(row_sums_buffer(task))
     if hopper:
         from ecornn.schedules.projection_wgmma_kernel import wgmma_kernel
 

@@ -36,9 +36,14 @@ def across_warp(T: Any, values: list[Any], lanes: int = 32) -> list[Any]:
     a time, since a shuffle takes long and another one can follow at once."""
     while lanes > 1:
         lanes //= 2
-        values = [T.Bind(T.cuda.func_call("ecornn_across", value, T.int32(lanes), source_code=_ACROSS,
-                                          return_type="float32")) for value in values]
+        values = across_lanes(T, values, lanes)
     return values
+
+
+def across_lanes(T: Any, values: list[Any], lanes: int) -> list[Any]:
+    """The sums of each lane's and another one's that is ``lanes`` (a power of two) away."""
+    return [T.Bind(T.cuda.func_call("ecornn_across", value, T.int32(lanes), source_code=_ACROSS,
+                                    return_type="float32")) for value in values]
 
 
 class RowSums:

@@ -84,6 +84,7 @@ static std::vector<Block> blocks;
 static char* shared;                    // of the current block
 static unsigned width;                  // threads of a block
 static unsigned cluster;                // blocks of a cluster
+static unsigned ticks;                  // of a clock
 static std::deque<uint32_t> sent;       // words on their way through a cluster
 static std::vector<Fiber> fibers;
 static std::vector<Slot> slots[2];

@@ -69,6 +69,8 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return f"{outs[0]} = emu::mapa({', '.join(ins)})"
     if name.startswith("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32"):
         return f"emu::send({ins[0]}, {ins[1]}, {ins[3]}), emu::send({ins[0]} + 4, {ins[2]}, {ins[3]})"
+    if name.startswith("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32"):
+        return ", ".join(f"emu::send({ins[0]} + {4 * k}, {ins[k + 1]}, {ins[5]})" for k in range(4))
     if name.startswith("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32"):
         return f"emu::send({every})"
     if name == "barrier.cluster.arrive.release.aligned":
@@ -143,6 +145,8 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return simple[name]
     if not text:  # pins a value
         return "(void)0"
+    if text == "mov.u32 %0, %%clock;":
+        return f"{outs[0]} = emu::ticks += 64"
     if special := _SPECIAL.fullmatch(text):
         return f"{outs[0]} = {'threadIdx' if special[1] == 'tid' else 'blockIdx'}.x"
     if name.startswith("prefetch"):

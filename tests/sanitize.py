@@ -89,6 +89,13 @@ CASES = {
     "sums": persistent("blend", "float16", (30, 9, 17, 48), (2, 16, 2, 2), 1, 100, 0, 100, "fast", "rare"),
     "sums cluster": persistent("blend", "bfloat16", (12, 9, 64, 80), (2, 16, 2, 2), 1, 100, 0, 100, "fast", "rare",
                                "cluster", "same"),
+    "sums twice": persistent("lstm(layer_norm)", "float16", (40, 9, 17, 48), (1, 8, 2, 3), 1, 100, 0, 100, "fast",
+                             "rare", hoisted="same"),
+    "sums of warps": persistent("gru(layer_norm)", "bfloat16", (12, 9, 24, 80), (2, 40, 2, 6), 1, 0, 0, 100, "fast"),
+    "sums twice cluster": persistent("lstm(layer_norm)", "float32", (12, 9, 64, 80), (2, 16, 2, 3), 1, 100, 0, 100,
+                                     "exact", "rare", "cluster"),
+    "sums pairs cluster": persistent("gru(layer_norm)", "float16", (12, 9, 64, 80), (2, 16, 2, 3), 1, 100, 0, 100,
+                                     "fast", "rare", "cluster", "same"),
     "sums layout": case("layout_transform", "blend", "bfloat16", (6, 17, 33, 65)),
     "sums fused": case("fused_step", "blend", "float32", (5, 3, 13, 40)),
     "layout": case("layout_transform", "gru", "bfloat16", (6, 17, 33, 65)),
@@ -152,11 +159,11 @@ def once(name: str, folder: str) -> float:
     import torch
 
     import ecornn
-    from ecornn.numpy_reference import STEPS, random_weights, reference
+    from ecornn.numpy_reference import NORMALIZED, STEPS, random_weights, reference
 
     of, rng = CASES[name], np.random.default_rng(0)
     (T, B, I, H), stack, kind = of["sizes"], of["stack"], getattr(torch, of["dtype"])
-    known = of["cell"] in STEPS
+    known = of["cell"] in STEPS or of["cell"] in NORMALIZED
     parts = stack.get("layers", 1), 1 + stack.get("bidirectional", False)
     drawn = random_weights(of["cell"], I, H, 1, *parts) if known else {
         f"{n}_l0": rng.uniform(-1, 1, (s[0] * s[1], *s[2:])) * H ** -0.5

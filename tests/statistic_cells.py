@@ -97,3 +97,25 @@ class Contrast(Cell):
     @staticmethod
     def formula(x, s, p):
         return {"h": np.tanh(normal(s["h"] + x @ p["W"][0].T)[0])}, "h"
+
+
+class Thrice(Cell):
+    """Three products of a state, each normalized by itself: an odd number of statistics in one exchange."""
+
+    name = "thrice"
+    states = ("h",)
+
+    def parameters(self, input, hidden):
+        return {"W": (1, hidden, input), "R": (3, hidden, hidden)}
+
+    def step(self, x, states, parameters):
+        from tvm import te
+
+        (h,), wx = states, product(x, parameters["W"], 0)
+        a, b, c = (normalized(product(h, parameters["R"], g)) for g in range(3))
+        return [pointwise(lambda i, j: te.tanh(a[i, j] + wx[i, j]) * te.sigmoid(b[i, j]) + 0.1 * c[i, j], h, "new")]
+
+    @staticmethod
+    def formula(x, s, p):
+        a, b, c = (normal(s["h"] @ r.T)[0] for r in p["R"])
+        return {"h": np.tanh(a + x @ p["W"][0].T) * sigmoid(b) + 0.1 * c}, "h"

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import emulated
 import numpy as np
 import pytest
+import step_cells
 from cuda_on_cpu import Emulated, inputs
 from emulated import check_numbers, relative, task_of
 from msgspec.structs import replace
+from statistic_cells import Thrice
 from test_persistent_emulated import SMALL, cut
 
+from ecornn.build.cuda import lower
 from ecornn.device import KNOWN
+from ecornn.schedules import all_schedules
 from ecornn.schedules.persistent import Persistent
-from ecornn.schedules.persistent.plan import lanes_of, plan_of
+from ecornn.schedules.persistent.plan import LINE, lanes_of, plan_of
 from ecornn.tune.interpreter import interpret
 from ecornn.workload import Place
 
@@ -90,6 +95,41 @@ def test_a_row_that_is_no_number_harms_no_sequence_after_it(tmp_path):
     y, wanted = (run(values, states, parameters, {"resets": resets})[0] for values in (x, clean))
     assert np.isnan(y[1:3, 1]).all() and np.isfinite(y[3:]).all()
     assert relative(y[3:], wanted[3:]) < 1e-5
+
+
+@pytest.mark.parametrize(("carrier", "change"), [
+    ("l2", {"units": 8}), ("l2", {"units": 32}), ("cluster", {"units": 16})])
+def test_an_odd_number_of_statistics_in_one_exchange(tmp_path, monkeypatch, carrier, change):
+    for known in (step_cells.CELLS, emulated.ALL_CELLS):
+        monkeypatch.setitem(known, "thrice", Thrice())
+    task = task_of("thrice", (6, 3, 9, 40), "float16", replace(SMALL, cores=12))
+    config = cut(task, carrier=carrier, fences="rare", warps=2, gate_warps=2 if change["units"] > 8 else 1, **change)
+    assert plan_of(task, config).sums == (3,)
+    check_numbers(tmp_path, Persistent(), task, config)
+
+
+@pytest.mark.parametrize(("cell", "change"), [(LSTM, {"units": 8}), (GRU, {"units": 16}), (LSTM, {"units": 32}),
+                                              (GRU, {"units": 40, "warps": 2, "gate_warps": 6, "registers": 0})])
+def test_a_line_of_sums_has_one_writer_and_a_store_of_a_warp_fills_sectors(cell, change):
+    task = task_of(cell, (5, 8, 24, 80), "float16", SMALL)
+    plan = plan_of(task, cut(task, **change))
+    for e in range(len(plan.sums)):
+        assert plan.sum_stride(e) % LINE == 0 and plan.sum_stride(e) >= plan.rows * plan.row_quads(e) * 4
+        assert max(1, 32 // plan.lanes) * plan.row_quads(e) * 16 % 32 == 0
+
+
+def test_the_recurrence_normalizes_what_is_rounded_once():
+    """The pass over W x only makes sums; 16 bits are the default where their bytes are worth the error, and never where
+    normalized values would be rounded a second time."""
+    schedule, task = Persistent(), task_of(LSTM, (256, 16, 1024, 1024), "float16", KNOWN["sm_90a"])
+    config = schedule.default(task)
+    assert config["hoisted"] == "same"
+    kernels = lower(schedule.program(task, config), "sm_90a")[0]
+    assert set(kernels["normalize"].arguments) == {"hoisted", "row_sums", "T", "B"}
+    assert "row_sums" in kernels["persistent"].arguments
+    small = task_of(LSTM, (256, 16, 256, 256), "float16", KNOWN["sm_90a"])
+    assert schedule.default(small)["hoisted"] == "float32"
+    assert all_schedules()["layout_transform"].default(task)["hoisted"] == "float32"
 
 
 def test_statistics_need_whole_rows_of_lanes():

@@ -97,6 +97,8 @@ class StepGraph:
         ``projected``, and the same ones where there are no hoisted statistics; else the last one of either may
         be repeated
     invariant_outputs : variables and vectors of level -3 that the recurrence reads
+    row_inputs : variables of a batch row that the recurrence reads from memory, beside the hoisted tensor; none, but
+        where a schedule has it (``normalization.py``)
     prologue : assignments of level 0
     phases : the recurrent products and statistics in order, each with the assignments that follow it
     """
@@ -118,6 +120,7 @@ class StepGraph:
     hoisted_statistics: tuple[Statistic, ...] = ()
     normalized: tuple[Assign, ...] = ()
     projected: tuple[Var, ...] = ()
+    row_inputs: tuple[Var, ...] = ()
 
     @property
     def products(self) -> tuple[Phase, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -10,6 +11,7 @@ from ecornn.device import Device
 from ecornn.program import Buffer, Extent, Fill, Launch, Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
 from ecornn.schedules.hoisted import gained, hoisted_knob, hoisted_of, preferred
+from ecornn.schedules.normalization import deferred
 from ecornn.schedules.persistent.cluster import LARGEST
 from ecornn.schedules.persistent.estimate import best_ahead, estimate, recurrence, workers_time
 from ecornn.schedules.persistent.kernel import persistent_kernel
@@ -224,7 +226,7 @@ class Persistent(Schedule):
             cost *= DOUBT if config["carrier"] == "cluster" else 1
             if (found is None or cost < found[0]) and self.check(task, config) is None:
                 found = cost, config
-        return None if found is None else {**found[1], "hoisted": preferred(task, found[0])}
+        return None if found is None else {**found[1], "hoisted": preferred(task, found[0], once=True)}
 
     def _cuts(self, task: Task) -> Iterator[tuple[float, Config]]:
         """Estimate and configuration of all cuts that keep as many weights in registers as possible. Some with the
@@ -267,7 +269,8 @@ class Persistent(Schedule):
         plan, math = plan_of(task, config), str(config["math"])
         w, graph = task.workload, task.graph
         layout = hoisted_of(task, config)
-        hoisted = project(task, layout, plan.ahead)
+        hoisted = project(task, layout, plan.ahead, deferred=True)
+        task = replace(task, graph=deferred(graph))  # what follows is the recurrence's
         buffers = [Buffer("x", "x", w.dtype), Buffer("y", "y", w.dtype)]
         for name in graph.states:
             buffers += [Buffer(f"{name}_in", "state_in", w.dtype), Buffer(f"{name}_out", "state_out", w.dtype)]

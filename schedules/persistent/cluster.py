@@ -154,7 +154,7 @@ class Cluster:
         """The arrival of the slot's next phase."""
         T = self.T
         T.evaluate(T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"](
-            self.sum_barrier(e, slot), T.uint32(self.plan.sum_words(e) * 4)))
+            self.sum_barrier(e, slot), T.uint32(self.plan.sums[e] * self.plan.rows * self.plan.sum_parts * 8)))
 
     def _expect(self, phase: int, slot: Any) -> None:
         T, count = self.T, expected_bytes(self.plan, self.plan.phases[phase])

@@ -12,9 +12,12 @@ from ecornn.schedules.persistent.cluster import Cluster
 from ecornn.schedules.persistent.exchange import Ring, word_of
 from ecornn.schedules.persistent.plan import PhasePlan, Plan
 from ecornn.schedules.persistent.sums import Sums
+from ecornn.schedules.persistent.sums_cluster import ClusterSums
+from ecornn.schedules.persistent.sums_ring import RingSums
 from ecornn.schedules.pointwise import emit
 
 FULL = 1  # named barriers of the two buffers of partial sums, FULL and FULL + 1
+SENT = 4  # of a block's operands that are on their way; sums_ring.py has 3
 
 
 class Gates(Items):
@@ -31,9 +34,12 @@ class Gates(Items):
             self.local = [T.Bind(T.Select(mine, unit, 0)) for mine, unit in zip(self.owner, self.local, strict=True)]
         self.sums: Sums | None = None
         if plan.sums:
-            rings = [arguments[f"sums_{e}"] for e in range(0 if plan.cluster else len(plan.sums))]
-            self.sums = Sums(T, plan, [p.statistics for p in task.graph.phases if p.statistics], carrier, rings, group,
-                             member, thread, steps)
+            statistics = [p.statistics for p in task.graph.phases if p.statistics]
+            if isinstance(carrier, Cluster):
+                self.sums = ClusterSums(T, plan, statistics, carrier, group, member, thread, steps)
+            else:
+                rings = [arguments[f"sums_{e}"] for e in range(len(plan.sums))]
+                self.sums = RingSums(T, plan, statistics, rings, shared, group, member, thread)
 
     def run(self) -> None:
         """The whole sequence."""
@@ -68,6 +74,8 @@ class Gates(Items):
                 if following is not None and following.rows:
                     self._announce(i, p, t, envs[i])
             ended = [] if following is not None else [self._finish(i, envs[i], t) for i in range(plan.items)]
+            if plan.held and (following is None or following.rows):
+                T.evaluate(T.ptx["bar.sync"](T.uint32(SENT), T.uint32(plan.threads)))
             if phase.rows and self.sums is None:
                 self.carrier.wipe(p - 1, t, self._places(p - 1))
             if following is None:

@@ -49,6 +49,8 @@ def persistent_kernel(task: Task, plan: Plan, hoisted: Hoisted, math: str) -> An
         arguments = Beside.declare(T, task) if plan.workers else {}
         if graph.hoisted_outputs:
             arguments["hoisted"] = T.arg("hoisted", T.buffer((big,), hoisted.dtype))
+        if graph.row_inputs:
+            arguments["row_sums"] = T.arg("row_sums", T.buffer((big,), "float32"))
         arguments["vectors"] = T.arg("vectors", T.buffer((big,), "float32"))
         for s in graph.states:
             for name in (f"{s}_in", f"{s}_out"):

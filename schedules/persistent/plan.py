@@ -112,14 +112,39 @@ class Plan:
         """Sums that make a statistic of a row: of every block, of each of its warps that has units of the row."""
         return self.blocks * max(1, self.lanes // 32)
 
+    @property
+    def sum_padded(self) -> int:
+        """Parts that a row's sums have room for in a cluster, so that what follows is aligned."""
+        return self.sum_parts + self.sum_parts % 2
+
+    def row_quads(self, exchange: int) -> int:
+        """16 bytes of a row's sums through L2, of two statistics each; of a warp with one row at least a sector."""
+        return max(-(-self.sums[exchange] // 2), 2 if self.lanes >= 32 else 1)
+
+    def sum_quads(self, exchange: int) -> int:
+        """16 bytes of a part of the sums through L2, padded to a power of two."""
+        return 1 << (self.rows * self.row_quads(exchange) - 1).bit_length()
+
     def sum_stride(self, exchange: int) -> int:
-        """Words from one part of the sums to the next: whole lines through L2, so that a line has one writer."""
-        words = self.sums[exchange] * self.rows * 2
-        return words if self.cluster else -(-words // LINE) * LINE
+        """Words from one part of the sums through L2 to the next: whole lines, so that a line has one writer."""
+        return -(-self.sum_quads(exchange) * 4 // LINE) * LINE
 
     def sum_words(self, exchange: int) -> int:
         """Words of one slot of a group's exchange of statistics."""
+        if self.cluster:
+            return self.sums[exchange] * self.rows * self.sum_padded * 2
         return self.sum_stride(exchange) * self.sum_parts
+
+    @property
+    def between_words(self) -> int:
+        """Words of shared memory for what one gate warp read of sums through L2."""
+        return 0 if self.cluster else max((self.sum_quads(e) * 4 for e in range(len(self.sums))), default=0)
+
+    @property
+    def held(self) -> bool:
+        """Whether product warps poll only after their own block's gate warps have sent the operands. Polls disturb what
+        others wait for, and gate warps wait for statistics meanwhile."""
+        return bool(self.sums) and not self.cluster
 
     @property
     def tiles(self) -> int:
@@ -168,7 +193,7 @@ class Plan:
         """Bytes of shared memory that the recurrence needs."""
         exchanged = sum(map(self.carried_words, self.phases)) + self.ring * sum(
             self.sum_words(e) + 2 for e in range(len(self.sums)))
-        return 4 * (self.carried + (exchanged if self.cluster else 0))
+        return 4 * (self.carried + (exchanged if self.cluster else 2 * self.gate_warps * self.between_words))
 
     @property
     def carried(self) -> int:
@@ -238,7 +263,8 @@ def plan_of(task: Task, config: Config, chains: int | None = None, ahead: int | 
                 workers=0 if ahead == 100 else task.device.cores - groups * blocks,
                 fences="rare" if cluster else str(config["fences"]), cluster=cluster,
                 sums=tuple(len(p.statistics) for p in task.graph.phases if p.statistics),
-                kept=len(task.graph.states) + 2 * len(task.graph.hoisted_outputs) + masks + 4 * statistics,
+                kept=len(task.graph.states) + 2 * len(task.graph.hoisted_outputs) + masks + 4 * statistics
+                + 4 * len(task.graph.hoisted_statistics),
                 phases=tuple(phases))
     pair_bytes = [4 * plan.warps * p.octets(units) * OCTET for p in phases]
     needed = [(p.pairs - p.register_pairs) * size for p, size in zip(phases, pair_bytes, strict=True)]

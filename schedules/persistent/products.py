@@ -6,7 +6,7 @@ from typing import Any
 
 from ecornn.schedules.persistent.cluster import Cluster
 from ecornn.schedules.persistent.exchange import Ring, within
-from ecornn.schedules.persistent.gates import FULL
+from ecornn.schedules.persistent.gates import FULL, SENT
 from ecornn.schedules.persistent.plan import Plan
 from ecornn.schedules.persistent.stream import Stream
 from ecornn.schedules.tensor_core import mma, per_word, split
@@ -57,6 +57,8 @@ def products(T: Any, plan: Plan, steps: Any, member: Any, warp: Any, lane: Any, 
                                            [base + (n * 8 + i % 2) * stride + m * 16 + i // 2 * 8])
             T.evaluate(T.ptx["bar.sync"](T.cast(side + FULL, "uint32"), T.uint32(plan.threads)))
             carrier.done(index, t, warp, lane)
+            if plan.held:
+                T.evaluate(T.ptx["bar.sync"](T.uint32(SENT), T.uint32(plan.threads)))
 
 
 def _weights(T: Any, plan: Plan, phase: Any, source: Any, member: Any, warp: Any, q: int, v: int,

@@ -1,0 +1,119 @@
+"""Statistics inside a cluster: each part of a row's sums goes to every block, and every lane adds all parts itself.
+
+They are sent to shared memory as in ``cluster.py``, by lanes of a row that each have another block, and each slot's
+mbarrier counts their bytes. Step t uses slot t % 2. What is said there holds: sums of step t + 2 are sent by a warp
+that has all sums of step t + 1, which every warp of the cluster sent some of, after it had read those of step t. The
+arrival of a slot's next phase is made by a thread that has waited for the phase before, at the end of the step, where
+nothing waits for it.
+
+Two statistics travel as 16 bytes, so a slot has first the pairs of statistics and then the one that is left, each
+(row, part), four words or two.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ecornn.analysis import Statistic
+from ecornn.schedules.mbarrier import mbarrier_wait
+from ecornn.schedules.persistent.cluster import Cluster
+from ecornn.schedules.persistent.plan import Plan
+from ecornn.schedules.persistent.sums import Sums, added
+from ecornn.schedules.row_sums import across_warp
+
+LOADS = 16  # of 16 bytes a lane and row, at most; beyond, lanes share the parts and shuffle
+
+_SEND = """
+__device__ __forceinline__ void ecornn_send_sums{count}(unsigned to, unsigned barrier, unsigned rank, {arguments}) {{
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(to), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier) : "r"(barrier), "r"(rank));
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v{count}.b32 [%0], {{{places}}}, [%{last}];"
+               : : "r"(to), {values}, "r"(barrier) : "memory");
+}}"""
+
+
+class ClusterSums(Sums):
+    """Emits both ends."""
+
+    def __init__(self, T: Any, plan: Plan, statistics: list[tuple[Statistic, ...]], carrier: Cluster, group: Any,
+                 member: Any, thread: Any, steps: Any) -> None:
+        super().__init__(T, plan, statistics, group, member, thread)
+        self.carrier, self.steps = carrier, steps
+
+    def slot(self, e: int, t: Any) -> Any:
+        return self.carrier.sums[e] + t % 2 * self.plan.sum_words(e)
+
+    def send(self, e: int, t: Any, slot: Any, i: int, sums: list[Any]) -> None:
+        T, plan = self.T, self.plan
+        words = [T.Bind(T.reinterpret("uint32", v)) for v in sums]
+        barrier = T.Bind(T.cuda.cvta_generic_to_shared(self.carrier.sum_barrier(e, t % 2)))
+        for n in range(0, len(self.all[e]), 2):
+            own = words[2 * n:2 * n + 4]
+            to = T.Bind(T.cuda.cvta_generic_to_shared(self.carrier.words.ptr_to(
+                [slot + self._row(e, n, self.rows[i]) + self.part * len(own)])))
+            for turn in range(-(-plan.blocks // self.lanes)):  # each lane to a block of its own
+                rank = T.Bind(self.lane + turn * self.lanes)
+                with T.If(T.And(self.mine[i], rank < plan.blocks)), T.Then():
+                    T.evaluate(T.cuda.func_call(f"ecornn_send_sums{len(own)}", to, barrier, T.cast(rank, "uint32"),
+                                                *own, source_code=_send(len(own))))
+
+    def receive(self, e: int, t: Any, slot: Any) -> list[Any]:
+        T, plan = self.T, self.plan
+        mbarrier_wait(self.carrier.sum_barrier(e, t % 2), T.cast(t // 2 % 2, "uint32"), cluster=True)
+        lanes = 1  # that share the parts of a row
+        while plan.sum_parts > LOADS * lanes and lanes < self.lanes:
+            lanes *= 2
+        totals = []
+        for i in range(plan.items):
+            for n in range(0, len(self.all[e]), 2):
+                totals += self._read(slot + self._row(e, n, self.rows[i]), self._width(e, n), lanes)
+        return across_warp(T, totals, lanes)
+
+    def wipe(self, t: Any) -> None:
+        """Nothing needs to be taken back; the slots' next phases begin."""
+        T = self.T
+        with T.If(T.And(self.thread == 0, t + 2 < self.steps)), T.Then():
+            for e in range(len(self.all)):
+                self.carrier.expect_sums(e, t % 2)
+
+    def _width(self, e: int, n: int) -> int:
+        """Words of a part of statistic n and the next one, if there is another."""
+        return 2 * min(2, len(self.all[e]) - n)
+
+    def _row(self, e: int, n: int, row: Any) -> Any:
+        """Place in a slot of a row's parts of statistic n, an even number."""
+        plan = self.plan
+        return n * 2 * plan.rows * plan.sum_padded + row * plan.sum_padded * self._width(e, n)
+
+    def _read(self, first: Any, width: int, lanes: int) -> list[Any]:
+        """Sums of the parts that this lane reads, of ``lanes`` that share them: one, or two neighbours, in 16 bytes."""
+        T, plan, per = self.T, self.plan, 4 // width
+        turns = -(-plan.sum_parts // (per * lanes))
+        words = T.alloc_buffer((turns, 4), "uint32", scope="local")
+        at = T.Bind(first + self.lane % lanes * 4)
+        for j in range(turns):
+            left = plan.sum_parts - j * lanes * per  # parts from the first lane's on
+            place = [words[j, k] for k in range(4)]
+            if left >= lanes * per:
+                self._load(place, at + j * lanes * 4)
+                continue
+            for k in range(4):
+                T.buffer_store(words, T.uint32(0), [j, k])
+            with T.If(self.lane % lanes * per < left), T.Then():
+                self._load(place, at + j * lanes * 4)
+            if left % per:  # behind the last part is one that nobody sends
+                with T.If(self.lane % lanes * per == left - 1), T.Then():
+                    for k in range(2, 4):
+                        T.buffer_store(words, T.uint32(0), [j, k])
+        values = [[T.Bind(T.reinterpret("float32", words[j, k])) for k in range(4)] for j in range(turns)]
+        return [added(T, [v[k] for v in values for k in range(f, 4, width)]) for f in range(width)]
+
+    def _load(self, into: list[Any], place: Any) -> None:
+        self.T.evaluate(self.T.ptx["ld.shared.v4.b32"](*into, self.carrier.words.ptr_to([place])))
+
+
+def _send(count: int) -> str:
+    names = "abcd"[:count]
+    return _SEND.format(count=count, arguments=", ".join(f"unsigned {n}" for n in names), last=count + 1,
+                        places=", ".join(f"%{k + 1}" for k in range(count)),
+                        values=", ".join(f'"r"({n})' for n in names))
