@@ -191,6 +191,7 @@ CLUSTERS: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Place]
     ("lstm", (2, 23, 7, 65), "float16", {"groups": 2, "units": 24, "registers": 0}, Place()),  # two tiles, two items
     ("lstm", (5, 9, 9, 40), "float32", {"registers": 50}, Place(True, 2, True, True)),
     ("lstm", (5, 4, 8, 24), "tf32", {"warps": 1}, Place(lengths=True)),
+    ("rnn_tanh", (4, 3, 8, 40), "float32", {"units": 24, "warps": 2, "gate_warps": 2}, Place()),  # words of no unit
     ("gru", (7, 7, 17, 40), "bfloat16", {"interleave": 4, "units": 8}, Place(resets=True)),
     ("gru_reset_before", (1, 3, 9, 20), "float32", {"units": 8}, Place()),  # no step after the first
     ("gru_reset_before", (6, 10, 9, 20), "float16", {"units": 8, "warps": 1}, Place(False, 2, True, True)),

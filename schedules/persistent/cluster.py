@@ -31,6 +31,11 @@ from ecornn.schedules.timeline import Timeline
 LARGEST = 16  # blocks of a cluster; more than 8 are not portable, but every GPU of compute capability 9.0 has them
 AT_ONCE = 4  # words of the initial state that a thread has under way
 
+_BITS = """
+__device__ __forceinline__ unsigned ecornn_bits(float value) {
+  return *(unsigned*)&value;
+}"""
+
 _SEND = """
 __device__ __forceinline__ void ecornn_send(unsigned to, unsigned barrier, unsigned rank, unsigned word) {
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(to), "r"(rank));
@@ -85,7 +90,7 @@ class Cluster:
                 found = [T.uint32(0)] * AT_ONCE
                 if p == 0:
                     at = [located(T, plan, phase, group, place) for place in places]
-                    found = [self.word(*initial_values(T, task, states, arguments["vectors"], timeline, one, math))
+                    found = [self._given(*initial_values(T, task, states, arguments["vectors"], timeline, one, math))
                              for one in at]
                 for place, word in zip(places, found, strict=True):
                     with T.If(place < total), T.Then():
@@ -123,6 +128,12 @@ class Cluster:
         T = self.T
         return T.Bind(T.reinterpret("uint32", value) if neighbour is None
                       else pack_pair(value, neighbour, self.plan.dtype))
+
+    def _given(self, value: Any, neighbour: Any = None) -> Any:
+        """As :meth:`word`, of what may turn out to be 0 everywhere, beyond the layer's units: TVM prints the address of
+        a constant where that is reinterpreted."""
+        return self.word(value, neighbour) if neighbour is not None else self.T.Bind(
+            self.T.cuda.func_call("ecornn_bits", value, source_code=_BITS, return_type="uint32"))
 
     def write(self, phase: int, step: Any, slot: Any, place: Any, word: Any, mine: Any) -> None:
         """Sends a word to all blocks, from threads that it is a word of."""
