@@ -300,7 +300,7 @@ ECORNN_EXPORT int __tvm_ffi_run(void*, const TVMFFIAny* args, int32_t count, TVM
     return Fail("ValueError", "run(): T and B must be positive");
   }
   if (threads < 1 || threads > kMaxThreads) return Fail("ValueError", "run(): threads must be 1 to 1024");
-  TVMFFIAny shared[kScalars + kBufferCount] = {Integer(0), Integer(threads), Integer(steps), Integer(batch)};
+  TVMFFIAny shared[kScalars + kMostBuffers] = {Integer(0), Integer(threads), Integer(steps), Integer(batch)};
   result->type_index = kTVMFFINone;
   result->v_int64 = 0;
   try {
