@@ -55,6 +55,8 @@ def test_cells_of_a_user(cell, tmp_path):
 
 def product_of(folder, x: np.ndarray, hidden: int, **config: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """W x as computed, for rows x (B, I), and in float64, and W: a relu layer on one step, twice, for either sign."""
+    folder = folder / "-".join(map(str, config.values()))  # two files of one name would be one module
+    folder.mkdir()
     sample = Sample(folder, "rnn_relu", x.shape[1], hidden, x.shape[0], 1, rows=2, columns=1, project_rows=2,
                     project_columns=1, **config)
     for name, value in sample.parameters.items():
@@ -157,7 +159,7 @@ def test_stack_with_lengths():
     weights = {p.name: rng.uniform(-0.3, 0.3, p.shape).astype(np.float32) for p in module.manifest.parameters}
     x, lengths = rng.standard_normal((6, 5, 10)).astype(np.float32), [6, 1, 3, 0, 5]
     y, states = module.bind(weights)(x, lengths=lengths)
-    wanted, last = ecornn.reference("lstm", x, weights, layers=2, bidirectional=True, lengths=lengths)
+    wanted, last = ecornn.reference("lstm", x, weights, lengths=lengths)
     assert error(y, wanted) < LIMIT
     for found, state in zip(states, last, strict=True):
         assert error(found, state) < LIMIT

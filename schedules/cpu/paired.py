@@ -29,6 +29,7 @@ from ecornn.schedules.cpu.quantize import across
 
 Expr = Any  # tvm.ir.PrimExpr
 SPREAD = 32.0
+PLAIN = 1e38  # not NaN: TVM takes "not a < b" for "b <= a"
 EXPONENT, ONE_OVER = 0x7F800000, 0x7F000000  # bits of a float32's power of two; minus those of 2**n: those of 2**-n
 UNROLL = 2  # one pair of each sign
 
@@ -41,7 +42,7 @@ def section(k: int, pairs: int) -> int:
 @dataclass(frozen=True)
 class Paired:
     """An operand's rows, scaled: ``copies``, the same memory by several names; ``factors``, what a row must be
-    multiplied with in the end; ``sums``, of a row's pairs, negative, NaN where the row is for the plain way."""
+    multiplied with in the end; ``sums``, of a row's pairs, negative, PLAIN where the row is for the plain way."""
 
     copies: Sequence[Any]
     factors: Any
@@ -65,11 +66,13 @@ class Paired:
 
 
 def packings(rows: Sequence[Row], hidden: int, k: int, vectors: int, lanes: int, pairs: int) -> dict[str, Packing]:
-    """Weights of ``rows``, each (H, K), as (tile, k, section, gate, vector, lane); their rows' factors and sums of pairs."""
+    """Weights of ``rows``, each (H, K), as (tile, k, section, gate, vector, lane); factors and sums of pairs of
+    their rows."""
     tiles, gates, length = -(-hidden // (vectors * lanes)), len(rows), section(k, pairs)
     sources, units = tuple((r.weight, r.gate) for r in rows), tiles * vectors * lanes
     pad = (gates, units, pairs * length)
-    return {"weights": Packing(sources, pad, (gates, tiles, vectors, lanes, pairs, length), (1, 5, 4, 0, 2, 3), "balanced"),
+    split = (gates, tiles, vectors, lanes, pairs, length)
+    return {"weights": Packing(sources, pad, split, (1, 5, 4, 0, 2, 3), "balanced"),
             "units": Packing(sources, pad, pad, (0, 1, 2), "balance"),
             "products": Packing(sources, pad, (gates, units, pairs, length), (0, 1, 2, 3), "pairs")}
 
@@ -117,7 +120,7 @@ def prepare_row(e: Emitter, into: Paired, row: Expr, load: Callable[[Expr, Expr]
     # the lanes of even pairs, and those of odd ones
     even, odd = (across(e, sums, lambda a, b: a + b, range(first, e.lanes, 2)) for first in (0, 1))
     fine = e.tirx.Or(dense, zero)
-    e.store(into.sums, row, e.tirx.Select(fine, odd - even, e.tirx.const(float("nan"), "float32")))
+    e.store(into.sums, row, e.tirx.Select(fine, odd - even, e.tirx.const(PLAIN, "float32")))
     e.store(into.factors, row, factor)
 
 
@@ -132,7 +135,8 @@ def multiply(e: Emitter, into: list[list[Any]], operand: Paired, top: Expr, rows
     sums = [e.let("sum", e.load(operand.sums, top + e.index(m))) for m in range(len(into))]
     paired = None
     for m, value in enumerate(sums):
-        fine = e.tirx.Or(value < e.tirx.const(1e38, "float32"), top + e.index(m) >= rows)  # rows past the last may hold anything
+        # rows past the last may hold anything
+        fine = e.tirx.Or(value < e.tirx.const(PLAIN, "float32"), top + e.index(m) >= rows)
         paired = fine if paired is None else e.tirx.And(paired, fine)
     paired = e.let("paired", paired)
 
