@@ -73,7 +73,8 @@ def unfused(cell: str, library: torch.nn.Module, hidden: int) -> Run:
     from unfused import unfused as one_by_one
 
     layers = [[{f"{kind}_{part}_l0": getattr(library, f"{kind}_{part}{end}").detach()
-                for kind in ("weight", "bias") for part in ("ih", "hh")} for end in layer] for layer in directions(library)]
+                for kind in ("weight", "bias") for part in ("ih", "hh")} for end in layer]
+              for layer in directions(library)]
 
     def run(x: np.ndarray) -> np.ndarray:
         rows = torch.from_numpy(x)
@@ -201,7 +202,8 @@ def compare(suite: str, cell: str, shape: tuple[int, int, int, int], threads: in
         x = rng.standard_normal(shape[:3], np.float32)
         for name, run in sides.items():
             settle()
-            for _ in range(counts[name] if not long[name] else 0):  # wakes the threads, brings the weights back to the caches
+            # wakes the threads, brings the weights back to the caches
+            for _ in range(0 if long[name] else counts[name]):
                 run(x)
             begin = time.perf_counter()
             for _ in range(counts[name]):

@@ -59,11 +59,10 @@ def product_of(folder, x: np.ndarray, hidden: int, **config: int) -> tuple[np.nd
     folder.mkdir()
     sample = Sample(folder, "rnn_relu", x.shape[1], hidden, x.shape[0], 1, rows=2, columns=1, project_rows=2,
                     project_columns=1, **config)
-    for name, value in sample.parameters.items():
+    for value in sample.parameters.values():
         if value.ndim == 2:
             value[...] = 0  # biases
-    weights = sample.parameters["weight_ih"][0] if "weight_ih" in sample.parameters else next(
-        v[0] for v in sample.parameters.values() if v.ndim == 3)
+    weights = next(v[0] for v in sample.parameters.values() if v.ndim == 3)
     zeros = [np.zeros((x.shape[0], hidden), np.float32)]
     found = sample(x[None], zeros)[0][0] - sample(-x[None], zeros)[0][0]
     return found, x.astype(np.float64) @ weights.astype(np.float64).T, weights
@@ -130,7 +129,7 @@ def test_packed_sums_and_powers():
     np.testing.assert_array_equal(balanced * powers[..., None], weights)
     np.testing.assert_array_equal(np.frexp(powers)[0], 0.5)
     mean = np.abs(balanced).mean(-1)[0]
-    assert mean[1] == 0 and powers[0, 1] == 1 and ((1 <= mean[[0, 2]]) & (mean[[0, 2]] < 2)).all()
+    assert mean[1] == 0 and powers[0, 1] == 1 and ((mean[[0, 2]] >= 1) & (mean[[0, 2]] < 2)).all()
     sections = balanced.reshape(1, 3, 3, 4).astype(np.float64)
     signs = np.array([-1, 1, -1, 1])
     np.testing.assert_allclose(made("pairs", (1, 3, 3, 4)), (sections[..., 0, :] * sections[..., 1, :] * signs).sum(-1),

@@ -111,7 +111,8 @@ def integers(values: Array) -> NDArray[np.uint8]:
 
 
 def powers(values: Array) -> NDArray[np.float32]:
-    """The power of two at or below the mean magnitude of what is not zero in each row; 1 where that is 0 or not finite."""
+    """The power of two at or below the mean magnitude of what is not zero in each row; 1 where that is 0 or not
+    finite."""
     with np.errstate(invalid="ignore", over="ignore"):
         mean = np.abs(values).sum(-1, dtype=np.float64) / np.maximum(np.count_nonzero(values, -1), 1)
     usable = (mean > TINY) & (mean < 1 / TINY)

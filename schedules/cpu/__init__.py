@@ -94,7 +94,7 @@ class CPUSequence(Schedule):
 
         def best(rows: int, gates: list[int], prefix: str) -> tuple[int, int, int]:
             return best_tile(task, rows, gates, values[f"{prefix}rows"], values[f"{prefix}columns"],
-                             PAIRS if pay and sum(gates) else (0,))
+                             PAIRS if pay and any(gates) else (0,))
 
         rows, columns, pairs = best(workload.batch, [len(p.rows) for p in graph.phases if p.rows] or [0], "")
         project_rows, project_columns, project_pairs = best(

@@ -134,9 +134,9 @@ def multiply(e: Emitter, into: list[list[Any]], operand: Paired, top: Expr, rows
     starts = [e.let("operand", top * e.index(width)) for _ in range(columns)]
     sums = [e.let("sum", e.load(operand.sums, top + e.index(m))) for m in range(len(into))]
     paired = None
-    for m, value in enumerate(sums):
+    for m, total in enumerate(sums):
         # rows past the last may hold anything
-        fine = e.tirx.Or(value < e.tirx.const(PLAIN, "float32"), top + e.index(m) >= rows)
+        fine = e.tirx.Or(total < e.tirx.const(PLAIN, "float32"), top + e.index(m) >= rows)
         paired = fine if paired is None else e.tirx.And(paired, fine)
     paired = e.let("paired", paired)
 
@@ -175,12 +175,11 @@ def multiply(e: Emitter, into: list[list[Any]], operand: Paired, top: Expr, rows
                     for m in range(len(into)):
                         for n in range(columns):
                             add(m, n, value(m, n, k, part), single[n])
-    with e.when(e.tirx.Not(paired)):
-        with e.loop("part", operand.pairs) as part, e.loop("k", length) as k:
-            first = weight_start + (k * e.index(operand.pairs) + part) * e.index(columns * e.lanes)
-            loaded = [e.let(f"w{n}", e.vload(weights, first + e.index(n * e.lanes))) for n in range(columns)]
-            for m in range(len(into)):
-                place = starts[0] + e.index(m * width) + part * e.index(stride) + k
-                one = e.let("value", e.splat(e.load(operand.copies[0], place)))
-                for n in range(columns):
-                    add(m, n, one, loaded[n])
+    with e.when(e.tirx.Not(paired)), e.loop("part", operand.pairs) as part, e.loop("k", length) as k:
+        at = weight_start + (k * e.index(operand.pairs) + part) * e.index(columns * e.lanes)
+        loaded = [e.let(f"w{n}", e.vload(weights, at + e.index(n * e.lanes))) for n in range(columns)]
+        for m in range(len(into)):
+            place = starts[0] + e.index(m * width) + part * e.index(stride) + k
+            one = e.let("value", e.splat(e.load(operand.copies[0], place)))
+            for n in range(columns):
+                add(m, n, one, loaded[n])

@@ -277,7 +277,7 @@ class Sequence:
 
     def prepare(self, stage: Stage, first: Expr, t: Expr, rows: Expr) -> None:
         """The operands of a stage as copies for products of pairs."""
-        e, s = self.e, self.shape
+        e = self.e
         for number, (operand, _) in enumerate(groups(stage.rows)):
             into = self.paired[stage.name, number]
             data, start, stride = self.operand(operand, first, t)

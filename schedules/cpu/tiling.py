@@ -66,8 +66,8 @@ def separate_adders(device: Device) -> bool:
 def registers_used(tile: Tile, gates: int, weights: str = "float32") -> int:
     """Vector registers of the product loop: sums, weights of one k, and a broadcast state."""
     columns = gates * tile.vectors
-    if tile.pairs:  # the weights of both values of k, and room for sums on their way
-        return tile.rows * columns + 2 * columns + 3
+    if tile.pairs:  # the weights of both values of k, and room for sums on their way: LLVM has many under way
+        return tile.rows * columns + 2 * columns + 6
     if weights == "bfloat16" and tile.rows > 1:  # the pair, one of it widened, and a mask
         return tile.rows * columns + 2 * columns + 2
     # with one row a weight is used once, straight from memory
