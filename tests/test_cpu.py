@@ -105,9 +105,12 @@ def test_check_counts_registers():
     task = make_task(get("lstm"), Workload("lstm", 256, 256, 20), detect())
     for features, fits, spills in ((("avx512f",), 6, 7), (("avx2",), 2, 3)):
         wide = replace(task, device=msgspec.structs.replace(task.device, features=features))
-        config = {**schedule.default(wide), "columns": 4, "rows": fits}
+        config = {**schedule.default(wide), "columns": 4, "rows": fits, "pairs": 0}
         assert schedule.check(wide, config) is None
         assert "vector registers" in str(schedule.check(wide, {**config, "rows": spills}))
+        if fits > 4:  # pairs keep the weights of two values of k, and more sums on their way
+            assert schedule.check(wide, {**config, "rows": 4, "pairs": 3}) is None
+            assert "vector registers" in str(schedule.check(wide, {**config, "rows": 5, "pairs": 3}))
 
 
 @pytest.mark.parametrize("cell", [*BUILTIN, Chain(), Residual()], ids=lambda c: getattr(c, "name", c))

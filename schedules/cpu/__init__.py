@@ -20,7 +20,8 @@ class CPUSequence(Schedule):
 
     Hoisted products are computed for a chunk of time steps at once; then each step multiplies the
     state with packed weights in register tiles, and computes the cell's pointwise part on the sums
-    while they are still in registers. Serves float32, any cell, any size; weights may be bfloat16, or int8
+    while they are still in registers. Where the CPU adds in units of their own, pairs of products may share a
+    multiplication. Serves float32, any cell, any size; weights may be bfloat16, or int8
     where the CPU has VNNI.
     """
 
