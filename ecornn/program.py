@@ -110,11 +110,12 @@ class Loop:
 
 @dataclass(frozen=True)
 class Parallel:
-    """CPU: ``function`` once on each thread (scalars ``thread`` and ``threads`` besides T and B);
-    ``names`` as of :class:`Launch`."""
+    """CPU: ``function`` once on each thread (scalars ``thread`` and ``threads`` besides T and B), of which there are
+    no more than ``most`` (0: any number); ``names`` as of :class:`Launch`."""
 
     function: str
     names: Mapping[str, str] = field(default_factory=dict)
+    most: int = 0
 
 
 @dataclass(frozen=True)

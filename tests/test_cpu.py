@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec.structs
 import numpy as np
@@ -98,6 +99,27 @@ def test_random_configurations(seed, tmp_path):
 def test_narrower_vectors(features, tmp_path):
     sample = Sample(tmp_path, "lstm", 9, 27, 3, 4, features=features)
     compare(sample, 4, 3)
+
+
+def test_team_bounds_the_threads(tmp_path):
+    """The threads that run are those of this process: one more each, kept asleep after the call."""
+    def started(team: int, hidden: int) -> int:
+        folder = tmp_path / f"{team}-{hidden}"
+        folder.mkdir()
+        sample = Sample(folder, "rnn_tanh", 20, hidden, 1, 5, team=team)
+        before = len(list(Path("/proc/self/task").iterdir()))
+        compare(sample, 5, 1, threads=4)
+        return len(list(Path("/proc/self/task").iterdir())) - before
+
+    assert started(1, 40) == 0
+    assert started(0, 41) == 3
+
+
+def test_short_steps_take_one_thread():
+    schedule = CPUSequence()
+    for hidden, team in ((64, 1), (256, 0)):
+        task = make_task(get("rnn_tanh"), Workload("rnn_tanh", hidden, hidden, 1), detect())
+        assert schedule.default(task)["team"] == team
 
 
 def test_check_counts_registers():

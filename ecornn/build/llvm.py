@@ -60,7 +60,7 @@ def _tables(program: Program, calls: list[Parallel]) -> str:
             raise BuildError(f"function {call.function!r}: the program has no buffer {', '.join(strangers)}")
         most = max(most, len(given))
         lines.append(f"static const int kBuffers{number}[] = {{{', '.join(str(place[n]) for n in given)}}};")
-        rows.append(f"    {{__tvm_ffi_{call.function}, kBuffers{number}, {len(given)}}},")
+        rows.append(f"    {{__tvm_ffi_{call.function}, kBuffers{number}, {len(given)}, {call.most}}},")
     return "\n".join([*lines, f"constexpr int kBufferCount = {len(program.buffers)};",
                       f"constexpr int kMostBuffers = {most};  // that a worker is given; some of them may be the same",
                       "static const Call kCalls[] = {", *rows, "};", ""])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ecornn.program import Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
-from ecornn.schedules.cpu.cost import best_tile, features, shape_of, tiles
+from ecornn.schedules.cpu.cost import best_team, best_tile, features, shape_of, tiles
 from ecornn.schedules.cpu.tiling import lanes_of, registers_of, registers_used, separate_adders
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28)
@@ -12,6 +12,7 @@ VECTORS = (1, 2, 3, 4, 5, 6, 8, 10)
 UNROLL = (1, 2, 4, 8)
 LONGEST_INT8 = 1 << 16  # 2**16 * 255 * 127 < 2**31
 PAIRS = (0, 3, 4)
+TEAM = (0, 1, 2, 4, 8)
 CHUNK = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -67,6 +68,8 @@ class CPUSequence(Schedule):
                  "rows of x in a register tile of the hoisted product"),
             Knob("project_columns", columns(max(1, len(task.graph.hoisted_rows))),
                  "vectors of gates and units in a tile of the hoisted product"),
+            Knob("team", tuple(t for t in TEAM if t < max(2, task.device.cores)),
+                 "the most threads of a call (0: as many as it is given): no barriers against less work for each"),
             Knob("pairs", PAIRS, "of how many values of k two are multiplied as a pair, which takes work from the "
                                  "units that multiply to those that add (0: none)"),
             Knob("project_pairs", PAIRS, "the same of the hoisted product"),
@@ -106,7 +109,7 @@ class CPUSequence(Schedule):
         chunk = max((c for c in values["chunk"] if c * step_bytes <= target), default=1)
         return {"rows": rows, "columns": columns, "unroll": 4 if rows * columns <= 12 else 2,
                 "project_rows": project_rows, "project_columns": project_columns, "pairs": pairs,
-                "project_pairs": project_pairs, "chunk": chunk}
+                "project_pairs": project_pairs, "team": best_team(task), "chunk": chunk}
 
     def features(self, task: Task, config: Config) -> dict[str, float]:
         """Bytes of weights a thread reads, register use, products a step, padding, imbalance."""

@@ -10,6 +10,7 @@ from ecornn.schedules.cpu.tiling import Shape, Tile, lanes_of, registers_of, reg
 
 FMA_LATENCY = 4  # cycles; with fewer sums than this in flight the unit idles
 FLOAT = 4  # bytes
+BARRIER = 600  # cycles, with what it costs to get the new state from another core
 
 
 def tiles(task: Task, config: Config) -> list[tuple[str, Tile, int]]:
@@ -33,7 +34,7 @@ def shape_of(task: Task, config: Config) -> Shape:
     workload = task.workload
     return Shape(workload.batch, workload.input, workload.hidden, lanes_of(task.device),
                  int(config["chunk"]), {name: tile for name, tile, _ in tiles(task, config)},
-                 workload.weights or workload.dtype)
+                 workload.weights or workload.dtype, int(config["team"]))
 
 
 def cycles(rows: int, hidden: int, tile: Tile, gates: int, lanes: int, threads: int) -> float:
@@ -68,10 +69,17 @@ def best_tile(task: Task, rows: int, gates: list[int], row_choices: tuple[int, .
     return min(product(row_choices, column_choices, pair_choices), key=estimate)
 
 
+def best_team(task: Task) -> int:
+    """1 where a step is so short that waiting for other threads takes longer than what they would do; else 0."""
+    graph, workload = task.graph, task.workload
+    values = sum(len(phase.rows) for phase in graph.phases) * workload.batch * workload.hidden ** 2
+    return int(bool(graph.phases) and values <= BARRIER * lanes_of(task.device) * len(graph.phases))
+
+
 def features(task: Task, config: Config) -> dict[str, float]:
     """Numbers a cost model can rank configurations by, from sizes alone."""
     shape, workload = shape_of(task, config), task.workload
-    threads = max(1, task.device.cores)
+    threads = max(1, min(task.device.cores, shape.team or task.device.cores))
     found: dict[str, float] = {}
     weights = padded = useful = busiest = 0.0
     for name, tile, gates in tiles(task, config):
@@ -96,6 +104,7 @@ def features(task: Task, config: Config) -> dict[str, float]:
             useful += 2.0 * gates * workload.batch * workload.hidden ** 2
             padded += 2.0 * gates * row_tiles * tile.rows * shape.width * workload.hidden
             busiest += found[f"{prefix}_cycles"] * workload.hidden
+    found["threads"] = float(threads)
     found["thread_weight_bytes"] = weights / threads
     found["step_flops"], found["step_padded_flops"] = useful, padded
     found["step_cycles"] = busiest

@@ -177,7 +177,8 @@ class Sequence:
             if not self.plan.barriers:
                 e.call("ecornn_barrier")
         self.epilogue()
-        return Program({"worker": e.function("worker")}, tuple(self.buffers), (Parallel("worker", self.aliases),))
+        call = Parallel("worker", self.aliases, self.shape.team)
+        return Program({"worker": e.function("worker")}, tuple(self.buffers), (call,))
 
     @contextmanager
     def tasks(self, name: str, total: Expr) -> Iterator[Any]:

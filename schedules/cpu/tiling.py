@@ -20,7 +20,8 @@ class Tile:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes that the code is generated for; ``tiles``: stage name -> its tile; ``weights``: their data type."""
+    """Sizes that the code is generated for; ``tiles``: stage name -> its tile; ``weights``: their data type;
+    ``team``: the most threads, 0 for any number."""
 
     batch: int
     input: int
@@ -29,6 +30,7 @@ class Shape:
     chunk: int
     tiles: dict[str, Tile]
     weights: str = "float32"
+    team: int = 0
 
     def units(self, tile: Tile) -> int:
         """Unit tiles of a stage."""
