@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +36,11 @@ class TileTask:
         e, s, tile = self.e, self.s, self.tile
         for number, (operand, rows) in enumerate(groups(self.stage.rows)):
             columns = len(rows) * tile.vectors
+            add = (self.pairs if tile.pairs else self.plain)(number, operand, columns)
             into = accumulators(e, tile.rows, columns, f"sum{number}", s.weights)
             some = None if operand is None else self.o.timeline.any_live(self.t, self.top, tile.rows)
             with nullcontext() if some is None else e.when(some):
-                (self.multiply_pairs if tile.pairs else self.multiply)(number, operand, into)
+                add(into)
             for gate, row in enumerate(rows):
                 first = gate * tile.vectors
                 self.products[row.var] = [r[first:first + tile.vectors] for r in into]
@@ -47,26 +49,36 @@ class TileTask:
             for v in range(tile.vectors):
                 self.pointwise(m, v)
 
-    def multiply(self, number: int, operand: Var | None, into: list[list[Any]]) -> None:
+    def plain(self, number: int, operand: Var | None, columns: int) -> Callable[[list[list[Any]]], None]:
+        """What adds a product to registers."""
         e, s = self.e, self.s
         k = s.input if operand is None else s.hidden
         data, starts = self.operand(number, operand)
         weights = self.o.data[f"{self.stage.name}_weights_{number}"]
-        size = -(-k // GROUP[s.weights]) * len(into[0]) * s.lanes
-        multiply(e, into, data, starts, weights, e.let("weight_start", self.units * e.index(size)), k,
-                 self.tile.unroll, s.weights)
+        size = -(-k // GROUP[s.weights]) * columns * s.lanes
 
-    def multiply_pairs(self, number: int, operand: Var | None, into: list[list[Any]]) -> None:
+        def add(into: list[list[Any]]) -> None:
+            multiply(e, into, data, starts, weights, e.let("weight_start", self.units * e.index(size)), k,
+                     self.tile.unroll, s.weights)
+
+        return add
+
+    def pairs(self, number: int, operand: Var | None, columns: int) -> Callable[[list[list[Any]]], None]:
+        """The same by pairs, of the copies that were made of the operand's rows."""
         e, s, data = self.e, self.s, self.o.data
-        copy, columns, vectors = self.o.paired[self.stage.name, number], len(into[0]), self.tile.vectors
+        copy, vectors = self.o.paired[self.stage.name, number], self.tile.vectors
         size, units = copy.pairs * copy.length * columns * s.lanes, s.units(self.tile) * vectors * s.lanes
-        products = []
-        for column in range(columns):
-            unit = (self.units * e.index(vectors) + e.index(column % vectors)) * e.index(s.lanes)
-            at = e.index(column // vectors * units) + unit
-            products.append(e.let("product", e.vload(data[f"{self.stage.name}_products_{number}"], at)))
-        multiply_pairs(e, into, copy, self.top, self.rows, data[f"{self.stage.name}_weights_{number}"],
-                       e.let("weight_start", self.units * e.index(size)), products)
+
+        def add(into: list[list[Any]]) -> None:
+            products = []
+            for column in range(columns):
+                unit = (self.units * e.index(vectors) + e.index(column % vectors)) * e.index(s.lanes)
+                at = e.index(column // vectors * units) + unit
+                products.append(e.let("product", e.vload(data[f"{self.stage.name}_products_{number}"], at)))
+            multiply_pairs(e, into, copy, self.top, self.rows, data[f"{self.stage.name}_weights_{number}"],
+                           e.let("weight_start", self.units * e.index(size)), products)
+
+        return add
 
     def operand(self, number: int, operand: Var | None) -> tuple[Any, list[Expr]]:
         """Elements of an operand and where each row of the tile starts."""
