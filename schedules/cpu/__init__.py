@@ -69,7 +69,8 @@ class CPUSequence(Schedule):
             Knob("project_columns", columns(max(1, len(task.graph.hoisted_rows))),
                  "vectors of gates and units in a tile of the hoisted product"),
             Knob("team", tuple(t for t in TEAM if t < max(2, task.device.cores)),
-                 "the most threads of a call (0: as many as it is given): no barriers against less work for each", before=0),
+                 "the most threads of a call (0: as many as it is given): no barriers against less work for each",
+                 before=0),
             Knob("pairs", PAIRS, "of how many values of k two are multiplied as a pair, which takes work from the "
                                  "units that multiply to those that add (0: none)", before=0),
             Knob("project_pairs", PAIRS, "the same of the hoisted product", before=0),
