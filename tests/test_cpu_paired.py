@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec.structs
 import numpy as np
 import pytest
@@ -16,6 +18,8 @@ from ecornn.program import Packing
 from ecornn.runtime.packing import pack
 from ecornn.schedules.cpu import CPUSequence
 from ecornn.task import make_task
+from ecornn.tune.choose import choose
+from ecornn.tune.log import read
 from ecornn.workload import Workload
 
 BOTH = [(3, 3), (4, 4), (0, 3), (3, 0)]
@@ -137,17 +141,19 @@ def test_packed_sums_and_powers():
 
 
 def test_what_pairs_are_for():
-    work = Workload("lstm", 800, 800, 20, 30)
+    work = Workload("gru", 800, 800, 20, 30)
     zen = msgspec.structs.replace(detect(), arch="znver4")
     other = msgspec.structs.replace(detect(), arch="sapphirerapids")
     schedule = CPUSequence()
-    cell = ecornn.cells.get("lstm")
+    cell = ecornn.cells.get("gru")
     assert schedule.default(make_task(cell, work, zen))["pairs"]
+    one = schedule.default(make_task(cell, msgspec.structs.replace(work, batch=1), zen))
+    assert not one["pairs"] and not one["project_pairs"], "one batch row is bound by bytes"
     assert not schedule.default(make_task(cell, work, other))["pairs"]
     rounded = make_task(cell, msgspec.structs.replace(work, weights="bfloat16"), zen)
     config = schedule.default(rounded)
     assert not config["pairs"] and not config["project_pairs"]
-    assert "float32 weights" in schedule.check(rounded, {**config, **small(4, pairs=3)})
+    assert "float32 weights" in schedule.check(rounded, {**config, **small(3, pairs=3)})
 
 
 def test_stack_with_lengths():
@@ -162,3 +168,12 @@ def test_stack_with_lengths():
     assert error(y, wanted) < LIMIT
     for found, state in zip(states, last, strict=True):
         assert error(found, state) < LIMIT
+
+
+def test_records_from_before_pairs_count():
+    """They ship, and lack the knobs: the code with these off is the code that was measured."""
+    log = read(Path(__file__).parent.parent / "tuning_logs" / "epyc-znver4.jsonl")
+    task = make_task(ecornn.cells.get("gru"), Workload("gru", 512, 512, 16, 100), log.trials()[0].device)
+    found = choose(task, None, None, log)
+    assert found.provenance.startswith("record epyc-znver4.jsonl")
+    assert {found.config[knob] for knob in ("pairs", "project_pairs", "team")} == {0}

@@ -95,7 +95,8 @@ class CPUSequence(Schedule):
         workload, graph = task.workload, task.graph
         values = {k.name: tuple(int(v) for v in k.values) for k in self.knobs(task)}
 
-        pay = workload.weights is None and separate_adders(task.device)
+        # with one batch row it is bytes that take the time
+        pay = workload.weights is None and workload.batch > 1 and separate_adders(task.device)
 
         def best(rows: int, gates: list[int], prefix: str) -> tuple[int, int, int]:
             return best_tile(task, rows, gates, values[f"{prefix}rows"], values[f"{prefix}columns"],

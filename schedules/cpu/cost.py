@@ -44,8 +44,8 @@ def cycles(rows: int, hidden: int, tile: Tile, gates: int, lanes: int, threads: 
     # one fma, one weight or two broadcasts a cycle; weights come from L2 at half that rate
     sums = tile.rows * columns
     each = max(sums, FMA_LATENCY, columns + tile.rows / 2, 2 * columns)
-    if tile.pairs:  # every factor of the operand is a broadcast; loops of pairs reach some 85% of this
-        each = max(sums * (1 - 1 / tile.pairs), FMA_LATENCY, columns + sums / 2, 2 * columns) / 0.85
+    if tile.pairs:  # every factor of the operand is a broadcast; layers of pairs reach some three quarters of this
+        each = max(sums * (1 - 1 / tile.pairs), FMA_LATENCY, columns + sums / 2, 2 * columns) / 0.75
     return -(-tasks // threads) * (each + 1.0)
 
 
