@@ -9,6 +9,7 @@ from ecornn.schedules.cpu.product import GROUP
 from ecornn.schedules.cpu.tiling import Shape, Tile, lanes_of, registers_of, registers_used, vectors_of
 
 FMA_LATENCY = 4  # cycles; with fewer sums than this in flight the unit idles
+FROM_L2 = 2.5  # cycles for a vector of weights
 FLOAT = 4  # bytes
 BARRIER = 600  # cycles, with what it costs to get the new state from another core
 
@@ -41,11 +42,11 @@ def cycles(rows: int, hidden: int, tile: Tile, gates: int, lanes: int, threads: 
     """Estimated cycles for one k of a product, of the thread with the most tasks."""
     columns = max(1, gates) * tile.vectors
     tasks = -(-rows // tile.rows) * -(-hidden // (tile.vectors * lanes))
-    # one fma, one weight or two broadcasts a cycle; weights come from L2 at half that rate
+    # one fma, one weight or two broadcasts a cycle; weights come from L2 more slowly
     sums = tile.rows * columns
-    each = max(sums, FMA_LATENCY, columns + tile.rows / 2, 2 * columns)
+    each = max(sums, FMA_LATENCY, columns + tile.rows / 2, FROM_L2 * columns)
     if tile.pairs:  # every factor of the operand is a broadcast; layers of pairs reach some three quarters of this
-        each = max(sums * (1 - 1 / tile.pairs), FMA_LATENCY, columns + sums / 2, 2 * columns) / 0.75
+        each = max(sums * (1 - 1 / tile.pairs), FMA_LATENCY, columns + sums / 2, FROM_L2 * columns) / 0.75
     return -(-tasks // threads) * (each + 1.0)
 
 
