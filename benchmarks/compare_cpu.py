@@ -246,8 +246,8 @@ def write(path: Path, rows: list[dict]) -> None:
                    **versions, "command": "python benchmarks/compare_cpu.py --suite SUITE"}
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [row for row in old if key(row) not in fresh] + rows
-    order = {name: number for number, name in enumerate(SUITES)}
-    rows.sort(key=lambda row: order[row["suite"]])
+    order = [(suite, cell, *shape) for suite, of in SUITES.items() for cell, shape in of]
+    rows.sort(key=lambda row: order.index(key(row)[:-1]))
     path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
 
 
