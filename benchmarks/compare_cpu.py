@@ -10,7 +10,8 @@ processes used the processors is made again, up to four times as many in all. A 
 80th percentile, in milliseconds. Rows that --output already has stay unless they are measured again, so a suite may
 be done in parts (--cell, --only).
 
-Suites: layers (300x20x800, with torch's cells in a Python loop as the unfused side), latency (B=1, T=100), grid
+Suites: layers (300x20x800, with products and pointwise operations one by one as the unfused side, as MXNet's cells
+are, see unfused.py), stacks (the same, five layers in both directions), latency (B=1, T=100), grid
 (24 shapes), weights (rounded weights against our own float32), threads (ours on 1 and on 2 threads).
 ONNX Runtime takes part where the packages onnxruntime and onnx are there.
 """
@@ -40,43 +41,57 @@ GRID = [  # T, B, I, H: what speech, text, tables of sensors and decoders use, a
     (64, 4, 512, 768)]
 SUITES: dict[str, list[tuple[str, tuple[int, int, int, int]]]] = {
     "layers": [(cell, (300, 20, 800, 800)) for cell in CELLS],
+    "stacks": [(cell, (300, 20, 800, 800)) for cell in CELLS],
     "latency": [(cell, (100, 1, h, h)) for cell in CELLS for h in (64, 128, 256, 512, 1024)],
     "grid": [(cell, shape) for cell in CELLS for shape in GRID],
     "weights": [(cell, (100, 1, 1024, 1024)) for cell in CELLS],
     "threads": [(cell, (300, 20, 800, 800)) for cell in CELLS],
 }
+STACK = 5  # layers, each in both directions
+LONG = 1.0  # seconds; longer runs are not preceded by one that is not timed
 SAMPLE = 2e-3  # seconds; shorter runs are timed several at once
 PAUSE = 0.005  # seconds in which no thread of this process must run before a side's turn
 FOREIGN = 0.03  # seconds of other processes in a repetition that are too many, and share of its time
 Run = Callable[[np.ndarray], np.ndarray]
 
 
-def library_of(cell: str, input: int, hidden: int) -> torch.nn.Module:
-    """The layer of torch.nn."""
+def library_of(cell: str, input: int, hidden: int, suite: str) -> torch.nn.Module:
+    """The layer of torch.nn, or the stack."""
+    many = {"num_layers": STACK, "bidirectional": True} if suite == "stacks" else {}
     if cell.startswith("rnn"):
-        return torch.nn.RNN(input, hidden, nonlinearity=cell[4:])
-    return {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}[cell](input, hidden)
+        return torch.nn.RNN(input, hidden, nonlinearity=cell[4:], **many)
+    return {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}[cell](input, hidden, **many)
+
+
+def directions(library: torch.nn.Module) -> list[list[str]]:
+    """The endings of names of parameters: of each layer, of each of its directions."""
+    return [[f"_l{n}", f"_l{n}_reverse"][:1 + library.bidirectional] for n in range(library.num_layers)]
 
 
 def unfused(cell: str, library: torch.nn.Module, hidden: int) -> Run:
-    """torch's cell, called once a step."""
-    input = library.weight_ih_l0.shape[1]
-    step = (torch.nn.RNNCell(input, hidden, nonlinearity=cell[4:]) if cell.startswith("rnn")
-            else {"lstm": torch.nn.LSTMCell, "gru": torch.nn.GRUCell}[cell](input, hidden))
-    step.load_state_dict({name.removesuffix("_l0"): value for name, value in library.state_dict().items()})
+    """Products and pointwise operations of PyTorch, one by one."""
+    from unfused import unfused as one_by_one
+
+    layers = [[{f"{kind}_{part}_l0": getattr(library, f"{kind}_{part}{end}").detach()
+                for kind in ("weight", "bias") for part in ("ih", "hh")} for end in layer]
+              for layer in directions(library)]
 
     def run(x: np.ndarray) -> np.ndarray:
-        state, out = None, []
-        for row in torch.from_numpy(x):
-            state = step(row, state)
-            out.append(state[0] if cell == "lstm" else state)
-        return torch.stack(out).numpy()
+        rows = torch.from_numpy(x)
+        for layer in layers:
+            parts = []
+            for reverse, parameters in enumerate(layer):
+                y = torch.empty(*rows.shape[:2], hidden)
+                one_by_one(cell, rows.flip(0) if reverse else rows, parameters, y, per_gate=False)
+                parts.append(y.flip(0) if reverse else y)
+            rows = torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+        return rows.numpy()
 
     return run
 
 
 def onnx_runtime(cell: str, library: torch.nn.Module, threads: int, hidden: int) -> Run:
-    """The operator LSTM, GRU or RNN of ONNX; its gates are in another order."""
+    """The operators LSTM, GRU or RNN of ONNX, one a layer; their gates are in another order."""
     import onnx
     import onnxruntime
     from onnx import TensorProto, helper, numpy_helper
@@ -84,24 +99,36 @@ def onnx_runtime(cell: str, library: torch.nn.Module, threads: int, hidden: int)
     order = {"lstm": (0, 3, 1, 2), "gru": (1, 0, 2)}.get(cell, (0,))
     kind, more = {"lstm": ("LSTM", {}), "gru": ("GRU", {"linear_before_reset": 1}),
                   "rnn_tanh": ("RNN", {"activations": ["Tanh"]}), "rnn_relu": ("RNN", {"activations": ["Relu"]})}[cell]
+    both = library.bidirectional
+    if both:
+        more = {**more, "direction": "bidirectional", **{k: v * 2 for k, v in more.items() if k == "activations"}}
+    nodes, initial = [], [numpy_helper.from_array(np.array([0, 0, -1] if both else [1], np.int64), "shape")]
 
     def sorted_gates(name: str) -> np.ndarray:
         value = getattr(library, name).detach().numpy()
         return np.concatenate([value[g * hidden:(g + 1) * hidden] for g in order])
 
-    parts = {"W": sorted_gates("weight_ih_l0")[None], "R": sorted_gates("weight_hh_l0")[None],
-             "B": np.concatenate([sorted_gates("bias_ih_l0"), sorted_gates("bias_hh_l0")])[None]}
-    node = helper.make_node(kind, ["x", "W", "R", "B"], ["y"], hidden_size=hidden, **more)
+    above = "x"
+    for n, ends in enumerate(directions(library)):
+        parts = {f"W{n}": [sorted_gates(f"weight_ih{e}") for e in ends],
+                 f"R{n}": [sorted_gates(f"weight_hh{e}") for e in ends],
+                 f"B{n}": [np.concatenate([sorted_gates(f"bias_ih{e}"), sorted_gates(f"bias_hh{e}")]) for e in ends]}
+        initial += [numpy_helper.from_array(np.stack(value), name) for name, value in parts.items()]
+        nodes.append(helper.make_node(kind, [above, *parts], [f"four{n}"], hidden_size=hidden, **more))
+        if both:  # (T, 2, B, H) -> (T, B, 2 H)
+            nodes.append(helper.make_node("Transpose", [f"four{n}"], [f"turned{n}"], perm=[0, 2, 1, 3]))
+        nodes.append(helper.make_node("Reshape", [f"turned{n}", "shape"], [f"y{n}"]) if both else
+                     helper.make_node("Squeeze", [f"four{n}", "shape"], [f"y{n}"]))
+        above = f"y{n}"
     graph = helper.make_graph(
-        [node], "layer", [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["T", "B", library.input_size])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["T", 1, "B", hidden])],
-        [numpy_helper.from_array(value, name) for name, value in parts.items()])
+        nodes, "layer", [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["T", "B", library.input_size])],
+        [helper.make_tensor_value_info(above, TensorProto.FLOAT, ["T", "B", (1 + both) * hidden])], initial)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
     onnx.checker.check_model(model)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return lambda x: session.run(None, {"x": x})[0][:, 0]
+    return lambda x: session.run(None, {"x": x})[0]
 
 
 def sides_of(suite: str, cell: str, shape: tuple[int, int, int, int], threads: int,
@@ -111,7 +138,8 @@ def sides_of(suite: str, cell: str, shape: tuple[int, int, int, int], threads: i
     weights = {name: value.detach() for name, value in library.named_parameters()}
 
     def ours(threads: int, **options: str) -> tuple[Run, ecornn.Module]:
-        module = ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, target="cpu", **options)
+        module = ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, target="cpu", layers=library.num_layers,
+                                bidirectional=library.bidirectional, **options)
         layer = module.bind(weights, threads=threads)
         return lambda x: layer(x)[0], module
 
@@ -126,7 +154,7 @@ def sides_of(suite: str, cell: str, shape: tuple[int, int, int, int], threads: i
         sides["torch"] = lambda x: library(torch.from_numpy(x))[0].numpy()
         if importlib.util.find_spec("onnxruntime") and importlib.util.find_spec("onnx"):
             sides["onnxruntime"] = onnx_runtime(cell, library, threads, H)
-        if suite == "layers":
+        if suite in ("layers", "stacks"):
             sides["unfused"] = unfused(cell, library, H)
     return sides, about
 
@@ -149,14 +177,14 @@ def foreign() -> float:
 def compare(suite: str, cell: str, shape: tuple[int, int, int, int], threads: int, repeats: int) -> dict:
     """One row: all sides checked and timed."""
     T, B, I, H = shape
-    library = library_of(cell, I, H)
+    library = library_of(cell, I, H, suite)
     sides, about = sides_of(suite, cell, shape, threads, library)
     rng = np.random.default_rng(0)
     x = rng.standard_normal(shape[:3], np.float32)
     numpy_weights = {name: value.detach().numpy() for name, value in library.named_parameters()}
     expected = ecornn.reference(cell, x, numpy_weights)[0]
     row: dict = {"suite": suite, "cell": cell, "T": T, "B": B, "I": I, "H": H, "threads": threads, **about}
-    counts = {}
+    counts, long = {}, {}
     for name, run in sides.items():
         error = float(np.linalg.norm(run(x) - expected) / np.linalg.norm(expected))
         row[f"{name}_error"] = error
@@ -164,7 +192,9 @@ def compare(suite: str, cell: str, shape: tuple[int, int, int, int], threads: in
             sys.exit(f"{cell} {shape}: {name} has error {error:.2e}")
         begin = time.perf_counter()
         run(x)
-        counts[name] = max(1, min(50, int(SAMPLE / (time.perf_counter() - begin))))
+        took = time.perf_counter() - begin
+        counts[name] = max(1, min(50, int(SAMPLE / took)))
+        long[name] = took > LONG
     times: dict[str, list[float]] = {name: [] for name in sides}
     again = 0
     while len(times["ecornn"]) < repeats:
@@ -172,7 +202,8 @@ def compare(suite: str, cell: str, shape: tuple[int, int, int, int], threads: in
         x = rng.standard_normal(shape[:3], np.float32)
         for name, run in sides.items():
             settle()
-            for _ in range(counts[name]):  # wakes the threads, brings the weights back to the caches
+            # wakes the threads, brings the weights back to the caches
+            for _ in range(0 if long[name] else counts[name]):
                 run(x)
             begin = time.perf_counter()
             for _ in range(counts[name]):
@@ -194,8 +225,8 @@ def compare(suite: str, cell: str, shape: tuple[int, int, int, int], threads: in
     peers = [row[f"{name}_ms"] for name in ("torch", "onnxruntime") if name in sides]
     if peers:
         row["ratio"] = min(peers) / row["ecornn_ms"]
-    gates = {"lstm": 4, "gru": 3}.get(cell, 1)
-    row["gflops"] = 2e-6 * T * B * gates * H * (H + I) / row["ecornn_ms"]
+    values = sum(value.numel() for name, value in library.named_parameters() if name.startswith("weight"))
+    row["gflops"] = 2e-6 * T * B * values / row["ecornn_ms"]
     return row
 
 
@@ -215,8 +246,8 @@ def write(path: Path, rows: list[dict]) -> None:
                    **versions, "command": "python benchmarks/compare_cpu.py --suite SUITE"}
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [row for row in old if key(row) not in fresh] + rows
-    order = {name: number for number, name in enumerate(SUITES)}
-    rows.sort(key=lambda row: order[row["suite"]])
+    order = [(suite, cell, *shape) for suite, of in SUITES.items() for cell, shape in of]
+    rows.sort(key=lambda row: order.index(key(row)[:-1]))
     path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
 
 

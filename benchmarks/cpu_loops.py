@@ -4,7 +4,9 @@
 
 The peak is measured: independent fused multiply-adds in registers, on one thread and on all. A loop's own share is
 that of its vector operations that are multiply-adds, where one vector multiply-add a cycle is the limit (AVX-512 on
-Zen 4); the rest of the difference is what waits for memory, barriers and the pointwise part.
+Zen 4); the rest of the difference is what waits for memory, barriers and the pointwise part. Loops of pairs
+(schedules/cpu/paired.py) have as many additions as multiply-adds, in other units, and do with two thirds or three
+quarters of the multiply-adds; beside each is the loop for rows that are not fit for pairs.
 """
 
 from __future__ import annotations
@@ -61,10 +63,12 @@ def loops(asm: str) -> list[dict[str, int]]:
     for block in re.split(r"^\.LBB\w+:.*$", asm, flags=re.M)[1:]:
         body = re.split(r"^\tj\w+\t\.LBB\w+", block, maxsplit=1, flags=re.M)
         lines = [line.split()[0] for line in body[0].splitlines() if re.match(r"\t[a-z]", line)]
-        fmas = sum(line.startswith("vfmadd") for line in lines)
+        fmas = sum(line.startswith(("vfmadd", "vfnmadd")) for line in lines)
         if len(body) == 2 and fmas >= 8 and not any(line.startswith(("vdiv", "vmin", "vmax")) for line in lines):
             vector = sum(line.startswith("v") and not line.startswith(("vbroadcast", "vmov")) for line in lines)
-            found.append({"instructions": len(lines) + 1, "fma": fmas, "vector_arithmetic": vector,
+            found.append({"instructions": len(lines) + 1, "fma": fmas,
+                          "additions": sum(line.startswith(("vaddps", "vsubps")) for line in lines),
+                          "vector_arithmetic": vector,
                           "broadcasts": sum(line.startswith("vbroadcast") for line in lines),
                           "loads": sum(line.startswith("vmov") for line in lines),
                           "spills": len(re.findall(r"\(%rsp|\[rsp", body[0]))})

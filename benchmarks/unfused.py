@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch.nn.functional import linear
 
-GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1}
+GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
 def unfused(cell: str, x: torch.Tensor, p: Mapping[str, torch.Tensor], y: torch.Tensor, *, per_gate: bool) -> None:
@@ -38,4 +38,5 @@ def unfused(cell: str, x: torch.Tensor, p: Mapping[str, torch.Tensor], y: torch.
             new = (given[2] + reset * kept[2]).tanh()
             h = torch.add((1 - update) * new, update * h, out=out)
         else:
-            h = torch.tanh(given[0] + kept[0], out=out)
+            total = given[0] + kept[0]
+            h = torch.tanh(total, out=out) if cell == "rnn_tanh" else torch.clamp(total, min=0, out=out)

@@ -127,7 +127,8 @@ def _renamed(call: Call, names: dict[str, str], known: dict[str, str]) -> Call:
     if isinstance(call, Loop):
         return Loop(tuple(_launch(one, names, known) for one in call.calls))
     if isinstance(call, Parallel):
-        return replace(call, function=known[call.function], names=names)
+        given = {parameter: names[buffer] for parameter, buffer in call.names.items()}
+        return replace(call, function=known[call.function], names={**names, **given})
     assert isinstance(call, Launch), "a sequence runs in one stream"
     return _launch(call, names, known)
 

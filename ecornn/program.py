@@ -36,8 +36,11 @@ class Packing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     matrix, (H,) for a vector; a source ``("", 0)`` is zeros), padded at the end with zeros to
     ``pad``, reshaped to ``split``, transposed by ``order`` and stored as ``dtype``: a floating-point type;
     ``tf32``, float32 rounded to 10 bits of mantissa; ``int8``, each row (the last axis of ``pad``) divided by its
-    scale, rounded to nearest even, with 128 added; or ``scale``, float32, those scales: a row's largest magnitude /
-    127, without the last axis.
+    scale, rounded to nearest even, with 128 added; ``scale``, float32, those scales: a row's largest magnitude /
+    127, without the last axis; ``balanced``, float32, each row divided by the power of two at or below the mean
+    magnitude of what is not zero in it; ``balance``, those powers; or ``pairs``, float32, of such rows as ``split`` has
+    them, (..., sections, k): minus the sum over k of the products of sections 0 and 1, every other one with the
+    opposite sign.
     """
 
     sources: tuple[Source, ...]
@@ -107,11 +110,12 @@ class Loop:
 
 @dataclass(frozen=True)
 class Parallel:
-    """CPU: ``function`` once on each thread (scalars ``thread`` and ``threads`` besides T and B);
-    ``names`` as of :class:`Launch`."""
+    """CPU: ``function`` once on each thread (scalars ``thread`` and ``threads`` besides T and B), of which there are
+    no more than ``most`` (0: any number); ``names`` as of :class:`Launch`."""
 
     function: str
     names: Mapping[str, str] = field(default_factory=dict)
+    most: int = 0
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import numpy as np
 from ecornn.build.module import build_module
 from ecornn.cells import get
 from ecornn.host_cpu import detect
+from ecornn.runtime.packing import pack as runtime_pack
 from ecornn.schedules.cpu import CPUSequence
 from ecornn.task import make_manifest, make_task
 from ecornn.workload import Workload
@@ -35,6 +36,8 @@ class Array:
 
 
 def pack(packing: Any, parameters: dict[str, np.ndarray]) -> np.ndarray:
+    if packing.dtype != "float32":
+        return runtime_pack(packing, parameters)
     stacked = np.stack([parameters[name][gate] for name, gate in packing.sources])
     padded = np.pad(stacked, [(0, to - n) for n, to in zip(stacked.shape, packing.pad, strict=True)])
     return np.ascontiguousarray(padded.reshape(packing.split).transpose(packing.order), np.float32)

@@ -218,12 +218,12 @@ def test_plots(log: GridLog):
 
 
 def test_readme_sections():
-    """Every file of the H100's has its place in the README, and the tables there are those of the files."""
+    """Every file of these has its place in the README, and the tables there are those of the files."""
     import readme_table
 
     readme = (ROOT / "README.md").read_text()
     for path in sorted((ROOT / "benchmarks" / "results").iterdir()):
-        if path.name in ("h100.json", "h100_grid.jsonl", "h100_flashrnn.json", "h100_stacks.json"):
+        if path.name in ("h100.json", "h100_grid.jsonl", "h100_flashrnn.json", "h100_stacks.json", "cpu.json"):
             name, lines = readme_table.section(path.relative_to(ROOT))
             assert "\n".join([f"<!-- {name}: begin -->", "", *lines, "", f"<!-- {name}: end -->"]) in readme
     for name in ("measured", "measured-grid", "measured-flashrnn", "measured-stacks", "measured-cpu"):

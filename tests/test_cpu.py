@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec.structs
 import numpy as np
@@ -100,14 +101,38 @@ def test_narrower_vectors(features, tmp_path):
     compare(sample, 4, 3)
 
 
+def test_team_bounds_the_threads(tmp_path):
+    """The threads that run are those of this process: one more each, kept asleep after the call."""
+    def started(team: int, hidden: int) -> int:
+        folder = tmp_path / f"{team}-{hidden}"
+        folder.mkdir()
+        sample = Sample(folder, "rnn_tanh", 20, hidden, 1, 5, team=team)
+        before = len(list(Path("/proc/self/task").iterdir()))
+        compare(sample, 5, 1, threads=4)
+        return len(list(Path("/proc/self/task").iterdir())) - before
+
+    assert started(1, 40) == 0
+    assert started(0, 41) == 3
+
+
+def test_short_steps_take_one_thread():
+    schedule = CPUSequence()
+    for hidden, team in ((64, 1), (256, 0)):
+        task = make_task(get("rnn_tanh"), Workload("rnn_tanh", hidden, hidden, 1), detect())
+        assert schedule.default(task)["team"] == team
+
+
 def test_check_counts_registers():
     schedule = CPUSequence()
     task = make_task(get("lstm"), Workload("lstm", 256, 256, 20), detect())
     for features, fits, spills in ((("avx512f",), 6, 7), (("avx2",), 2, 3)):
         wide = replace(task, device=msgspec.structs.replace(task.device, features=features))
-        config = {**schedule.default(wide), "columns": 4, "rows": fits}
+        config = {**schedule.default(wide), "columns": 4, "rows": fits, "pairs": 0}
         assert schedule.check(wide, config) is None
         assert "vector registers" in str(schedule.check(wide, {**config, "rows": spills}))
+        if fits > 4:  # pairs keep the weights of two values of k, and more sums on their way
+            assert schedule.check(wide, {**config, "rows": 4, "pairs": 3}) is None
+            assert "vector registers" in str(schedule.check(wide, {**config, "rows": 5, "pairs": 3}))
 
 
 @pytest.mark.parametrize("cell", [*BUILTIN, Chain(), Residual()], ids=lambda c: getattr(c, "name", c))

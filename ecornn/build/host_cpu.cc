@@ -28,6 +28,7 @@ struct Call {
   int (*worker)(void*, const TVMFFIAny*, int32_t, TVMFFIAny*);
   const int* buffers;  // numbers among the pointers of run()
   int count;
+  int most;  // threads; 0: any number
 };
 
 #include "program.h"
@@ -300,7 +301,7 @@ ECORNN_EXPORT int __tvm_ffi_run(void*, const TVMFFIAny* args, int32_t count, TVM
     return Fail("ValueError", "run(): T and B must be positive");
   }
   if (threads < 1 || threads > kMaxThreads) return Fail("ValueError", "run(): threads must be 1 to 1024");
-  TVMFFIAny shared[kScalars + kBufferCount] = {Integer(0), Integer(threads), Integer(steps), Integer(batch)};
+  TVMFFIAny shared[kScalars + kMostBuffers] = {Integer(0), Integer(0), Integer(steps), Integer(batch)};
   result->type_index = kTVMFFINone;
   result->v_int64 = 0;
   try {
@@ -313,7 +314,9 @@ ECORNN_EXPORT int __tvm_ffi_run(void*, const TVMFFIAny* args, int32_t count, TVM
         pointer.v_ptr = args[4 + call.buffers[i]].v_ptr;
         shared[kScalars + i] = pointer;
       }
-      if ((code = team->Run(static_cast<int>(threads), call, shared)) != 0) break;
+      int size = static_cast<int>(call.most > 0 && call.most < threads ? call.most : threads);
+      shared[1] = Integer(size);
+      if ((code = team->Run(size, call, shared)) != 0) break;
     }
     PoolHolder::get().Give(std::move(team));
     return code;

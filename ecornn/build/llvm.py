@@ -50,7 +50,7 @@ def _tables(program: Program, calls: list[Parallel]) -> str:
     """``program.h``: the workers in the order of their calls, and which buffers each is given."""
     place = {buffer.name: i for i, buffer in enumerate(program.buffers)}
     lines = [f"ECORNN_DECLARE(__tvm_ffi_{name})" for name in program.functions]
-    rows = []
+    rows, most = [], 0
     for number, call in enumerate(calls):
         if call.function not in program.functions:
             raise BuildError(f"a call of {call.function!r}, which is no function of the program")
@@ -58,9 +58,11 @@ def _tables(program: Program, calls: list[Parallel]) -> str:
         given = [call.names.get(n, n) for n in names]
         if strangers := [n for n in given if n not in place]:
             raise BuildError(f"function {call.function!r}: the program has no buffer {', '.join(strangers)}")
+        most = max(most, len(given))
         lines.append(f"static const int kBuffers{number}[] = {{{', '.join(str(place[n]) for n in given)}}};")
-        rows.append(f"    {{__tvm_ffi_{call.function}, kBuffers{number}, {len(given)}}},")
+        rows.append(f"    {{__tvm_ffi_{call.function}, kBuffers{number}, {len(given)}, {call.most}}},")
     return "\n".join([*lines, f"constexpr int kBufferCount = {len(program.buffers)};",
+                      f"constexpr int kMostBuffers = {most};  // that a worker is given; some of them may be the same",
                       "static const Call kCalls[] = {", *rows, "};", ""])
 
 

@@ -13,6 +13,7 @@ from ecornn.errors import ModuleError
 from ecornn.program import Packing
 
 Array = NDArray[Any]
+TINY = 1e-30  # magnitudes below it, or above its inverse, are not scaled
 PIECE = 1 << 15  # elements that are rounded at a time
 
 
@@ -28,6 +29,12 @@ def pack(packing: Packing, parameters: Mapping[str, Array]) -> Array:
     padded = _stack(packing, parameters)
     if packing.dtype == "scale":
         return scales(padded)
+    if packing.dtype == "balance":
+        return powers(padded.astype(np.float32, copy=False))
+    if packing.dtype in ("balanced", "pairs"):
+        padded = balanced(padded)
+    if packing.dtype == "pairs":
+        return pairs(padded.reshape(packing.split))
     if packing.dtype == "int8":
         padded = integers(padded)
     # Rounded first, so that fewer bytes are moved.
@@ -74,6 +81,8 @@ def cast(values: Array, dtype: str) -> Array:
         return bfloat16_bits(values)
     if dtype == "tf32":
         return tf32(values)
+    if dtype == "balanced":
+        dtype = "float32"
     if dtype not in ("float16", "float32"):
         raise ModuleError(f"the module packs weights as {dtype}, which this version does not know")
     with np.errstate(over="ignore"):
@@ -99,6 +108,27 @@ def integers(values: Array) -> NDArray[np.uint8]:
     with np.errstate(invalid="ignore"):
         whole = np.rint(values / np.where(scale > 0, scale, 1))
     return (np.nan_to_num(whole, posinf=127, neginf=-127).clip(-127, 127) + 128).astype(np.uint8)
+
+
+def powers(values: Array) -> NDArray[np.float32]:
+    """The power of two at or below the mean magnitude of what is not zero in each row; 1 where that is 0 or not
+    finite."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        mean = np.abs(values).sum(-1, dtype=np.float64) / np.maximum(np.count_nonzero(values, -1), 1)
+    usable = (mean > TINY) & (mean < 1 / TINY)
+    return np.exp2(np.floor(np.log2(np.where(usable, mean, 1)))).astype(np.float32)
+
+
+def balanced(values: Array) -> NDArray[np.float32]:
+    """Rows divided by their powers of two: rounded to float32 first, then exact."""
+    single = values.astype(np.float32, copy=False)
+    return single / powers(single)[..., None]
+
+
+def pairs(values: Array) -> NDArray[np.float32]:
+    """Minus the sum of products of sections 0 and 1, (..., sections, k), every other one subtracted."""
+    products = values[..., 0, :].astype(np.float64) * values[..., 1, :]
+    return (products[..., 1::2].sum(-1) - products[..., ::2].sum(-1)).astype(np.float32)
 
 
 def bfloat16_bits(values: Array) -> NDArray[np.uint16]:

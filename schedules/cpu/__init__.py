@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from ecornn.program import Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
-from ecornn.schedules.cpu.cost import best_tile, features, shape_of, tiles
-from ecornn.schedules.cpu.tiling import lanes_of, registers_of, registers_used
+from ecornn.schedules.cpu.cost import best_team, best_tile, features, shape_of, tiles
+from ecornn.schedules.cpu.tiling import lanes_of, registers_of, registers_used, separate_adders
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28)
 VECTORS = (1, 2, 3, 4, 5, 6, 8, 10)
 UNROLL = (1, 2, 4, 8)
 LONGEST_INT8 = 1 << 16  # 2**16 * 255 * 127 < 2**31
+PAIRS = (0, 3, 4)
+TEAM = (0, 1, 2, 4, 8)
 CHUNK = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -19,7 +21,8 @@ class CPUSequence(Schedule):
 
     Hoisted products are computed for a chunk of time steps at once; then each step multiplies the
     state with packed weights in register tiles, and computes the cell's pointwise part on the sums
-    while they are still in registers. Serves float32, any cell, any size; weights may be bfloat16, or int8
+    while they are still in registers. Where the CPU adds in units of their own, pairs of products may share a
+    multiplication. Serves float32, any cell, any size; weights may be bfloat16, or int8
     where the CPU has VNNI.
     """
 
@@ -65,6 +68,12 @@ class CPUSequence(Schedule):
                  "rows of x in a register tile of the hoisted product"),
             Knob("project_columns", columns(max(1, len(task.graph.hoisted_rows))),
                  "vectors of gates and units in a tile of the hoisted product"),
+            Knob("team", tuple(t for t in TEAM if t < max(2, task.device.cores)),
+                 "the most threads of a call (0: as many as it is given): no barriers against less work for each",
+                 before=0),
+            Knob("pairs", PAIRS, "of how many values of k two are multiplied as a pair, which takes work from the "
+                                 "units that multiply to those that add (0: none)", before=0),
+            Knob("project_pairs", PAIRS, "the same of the hoisted product", before=0),
             Knob("chunk", steps, "steps projected at once: reuse of input weights against cached results"),
         )
 
@@ -72,6 +81,8 @@ class CPUSequence(Schedule):
         """None, or that a tile needs more vector registers than the CPU has."""
         available = registers_of(task.device)
         for name, tile, gates in tiles(task, config):
+            if tile.pairs and (task.workload.weights or task.workload.dtype) != "float32":
+                return f"{name}: products of pairs are of float32 weights, not of {task.workload.weights}"
             need = registers_used(tile, gates, task.workload.weights or "")
             # one row of one vector is always allowed: a cell may have more gates than registers
             if need > available and (tile.rows, tile.vectors) != (1, 1):
@@ -84,18 +95,23 @@ class CPUSequence(Schedule):
         workload, graph = task.workload, task.graph
         values = {k.name: tuple(int(v) for v in k.values) for k in self.knobs(task)}
 
-        def best(rows: int, gates: list[int], prefix: str) -> tuple[int, int]:
-            return best_tile(task, rows, gates, values[f"{prefix}rows"], values[f"{prefix}columns"])
+        # with one batch row it is bytes that take the time
+        pay = workload.weights is None and workload.batch > 1 and separate_adders(task.device)
 
-        rows, columns = best(workload.batch, [len(p.rows) for p in graph.phases if p.rows] or [0], "")
-        project_rows, project_columns = best(workload.batch * workload.seq, [len(graph.hoisted_rows)],
-                                             "project_")
+        def best(rows: int, gates: list[int], prefix: str) -> tuple[int, int, int]:
+            return best_tile(task, rows, gates, values[f"{prefix}rows"], values[f"{prefix}columns"],
+                             PAIRS if pay and any(gates) else (0,))
+
+        rows, columns, pairs = best(workload.batch, [len(p.rows) for p in graph.phases if p.rows] or [0], "")
+        project_rows, project_columns, project_pairs = best(
+            workload.batch * workload.seq, [len(graph.hoisted_rows)], "project_")
         # hoisted values of a chunk should stay in the caches between their making and their use
         step_bytes = 4 * workload.batch * workload.hidden * max(1, len(graph.hoisted_outputs))
         target = 2 * max(task.device.l2, 1 << 19) * max(1, task.device.cores)
         chunk = max((c for c in values["chunk"] if c * step_bytes <= target), default=1)
         return {"rows": rows, "columns": columns, "unroll": 4 if rows * columns <= 12 else 2,
-                "project_rows": project_rows, "project_columns": project_columns, "chunk": chunk}
+                "project_rows": project_rows, "project_columns": project_columns, "pairs": pairs,
+                "project_pairs": project_pairs, "team": best_team(task), "chunk": chunk}
 
     def features(self, task: Task, config: Config) -> dict[str, float]:
         """Bytes of weights a thread reads, register use, products a step, padding, imbalance."""

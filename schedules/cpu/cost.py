@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 from ecornn.schedules.base import Config, Task
 from ecornn.schedules.cpu.product import GROUP
 from ecornn.schedules.cpu.tiling import Shape, Tile, lanes_of, registers_of, registers_used, vectors_of
 
 FMA_LATENCY = 4  # cycles; with fewer sums than this in flight the unit idles
+FROM_L2 = 2.5  # cycles for a vector of weights
 FLOAT = 4  # bytes
+BARRIER = 600  # cycles, with what it costs to get the new state from another core
 
 
 def tiles(task: Task, config: Config) -> list[tuple[str, Tile, int]]:
     """(stage, tile, gates) of the hoisted product, then of each phase of a step."""
     graph, unroll = task.graph, int(config["unroll"])
 
-    def tile(rows: str, columns: str, gates: int) -> Tile:
-        return Tile(int(config[rows]), vectors_of(int(config[columns]), gates), unroll)
+    def tile(prefix: str, gates: int) -> Tile:
+        return Tile(int(config[f"{prefix}rows"]), vectors_of(int(config[f"{prefix}columns"]), gates), unroll,
+                    int(config[f"{prefix}pairs"]) if gates else 0)
 
     project = len(graph.hoisted_rows)
-    found = [("hoisted", tile("project_rows", "project_columns", project), project)]
+    found = [("hoisted", tile("project_", project), project)]
     found.append(("prologue", Tile(int(config["rows"]), 1, unroll), 0))  # pointwise, where there is one
-    found += [(f"phase{p}", tile("rows", "columns", len(phase.rows)), len(phase.rows))
+    found += [(f"phase{p}", tile("", len(phase.rows)), len(phase.rows))
               for p, phase in enumerate(task.graph.phases, 1) if phase.rows]
     return found
 
@@ -30,39 +35,52 @@ def shape_of(task: Task, config: Config) -> Shape:
     workload = task.workload
     return Shape(workload.batch, workload.input, workload.hidden, lanes_of(task.device),
                  int(config["chunk"]), {name: tile for name, tile, _ in tiles(task, config)},
-                 workload.weights or workload.dtype)
+                 workload.weights or workload.dtype, int(config["team"]))
 
 
 def cycles(rows: int, hidden: int, tile: Tile, gates: int, lanes: int, threads: int) -> float:
     """Estimated cycles for one k of a product, of the thread with the most tasks."""
     columns = max(1, gates) * tile.vectors
     tasks = -(-rows // tile.rows) * -(-hidden // (tile.vectors * lanes))
-    # one fma, one weight or two broadcasts a cycle; weights come from L2 at half that rate
-    each = max(tile.rows * columns, FMA_LATENCY, columns + tile.rows / 2, 2 * columns)
+    # one fma, one weight or two broadcasts a cycle; weights come from L2 more slowly
+    sums = tile.rows * columns
+    each = max(sums, FMA_LATENCY, columns + tile.rows / 2, FROM_L2 * columns)
+    if tile.pairs:  # every factor of the operand is a broadcast; layers of pairs reach some three quarters of this
+        each = max(sums * (1 - 1 / tile.pairs), FMA_LATENCY, columns + sums / 2, FROM_L2 * columns) / 0.75
     return -(-tasks // threads) * (each + 1.0)
 
 
-def best_tile(task: Task, rows: int, gates: list[int], row_choices: tuple[int, ...],
-              column_choices: tuple[int, ...]) -> tuple[int, int]:
-    """(rows, columns) with the smallest estimate, for products of ``gates`` over ``rows`` batch rows."""
+def best_tile(task: Task, rows: int, gates: list[int], row_choices: tuple[int, ...], column_choices: tuple[int, ...],
+              pair_choices: tuple[int, ...]) -> tuple[int, int, int]:
+    """(rows, columns, pairs) with the smallest estimate, for products of ``gates`` over ``rows`` batch rows."""
     lanes, registers, threads = lanes_of(task.device), registers_of(task.device), max(1, task.device.cores)
+    hidden = task.workload.hidden
 
-    def estimate(choice: tuple[int, int]) -> tuple[float, int]:
+    def estimate(choice: tuple[int, int, int]) -> tuple[float, int]:
         total = 0.0
         for g in gates:
-            tile = Tile(choice[0], vectors_of(choice[1], g), 1)
+            tile = Tile(choice[0], vectors_of(choice[1], g), 1, choice[2] if g else 0)
             if registers_used(tile, g, task.workload.weights or "") > registers and (tile.rows, tile.vectors) != (1, 1):
                 return float("inf"), 0
-            total += cycles(rows, task.workload.hidden, tile, g, lanes, threads)
+            total += cycles(rows, hidden, tile, g, lanes, threads)
+            if tile.pairs:  # the copy of the operand, and a barrier
+                total += (rows / threads * (8 * hidden / lanes + 200) + 2000) / hidden
         return total, -choice[0] * choice[1]
 
-    return min(((r, c) for r in row_choices for c in column_choices), key=estimate)
+    return min(product(row_choices, column_choices, pair_choices), key=estimate)
+
+
+def best_team(task: Task) -> int:
+    """1 where a step is so short that waiting for other threads takes longer than what they would do; else 0."""
+    graph, workload = task.graph, task.workload
+    values = sum(len(phase.rows) for phase in graph.phases) * workload.batch * workload.hidden ** 2
+    return int(bool(graph.phases) and values <= BARRIER * lanes_of(task.device) * len(graph.phases))
 
 
 def features(task: Task, config: Config) -> dict[str, float]:
     """Numbers a cost model can rank configurations by, from sizes alone."""
     shape, workload = shape_of(task, config), task.workload
-    threads = max(1, task.device.cores)
+    threads = max(1, min(task.device.cores, shape.team or task.device.cores))
     found: dict[str, float] = {}
     weights = padded = useful = busiest = 0.0
     for name, tile, gates in tiles(task, config):
@@ -87,6 +105,7 @@ def features(task: Task, config: Config) -> dict[str, float]:
             useful += 2.0 * gates * workload.batch * workload.hidden ** 2
             padded += 2.0 * gates * row_tiles * tile.rows * shape.width * workload.hidden
             busiest += found[f"{prefix}_cycles"] * workload.hidden
+    found["threads"] = float(threads)
     found["thread_weight_bytes"] = weights / threads
     found["step_flops"], found["step_padded_flops"] = useful, padded
     found["step_cycles"] = busiest

@@ -57,10 +57,11 @@ def quantize_row(e: Emitter, into: Integers, row: Expr, load: Callable[[Expr], E
     e.store(into.sums, row, across(e, sums, lambda a, b: a + b) * e.tirx.const(OFFSET, "int32"))
 
 
-def across(e: Emitter, vector: Any, join: Callable[[Expr, Expr], Expr]) -> Expr:
-    """All lanes of a local vector, joined."""
-    total = e.load(vector, 0)
-    for lane in range(1, e.lanes):
+def across(e: Emitter, vector: Any, join: Callable[[Expr, Expr], Expr], lanes: range | None = None) -> Expr:
+    """All lanes of a local vector, or those given, joined."""
+    first, *others = lanes or range(e.lanes)
+    total = e.load(vector, first)
+    for lane in others:
         total = e.let("joined", join(total, e.load(vector, lane)))
     return total
 

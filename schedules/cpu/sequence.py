@@ -14,10 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 from typing import Any
 
+from ecornn.analysis import Row
 from ecornn.program import Buffer, Extent, Packing, Parallel, Program
+from ecornn.schedules.cpu import paired
 from ecornn.schedules.cpu.emit import Emitter
 from ecornn.schedules.cpu.math import vector
 from ecornn.schedules.cpu.product import ELEMENT, packing
@@ -48,6 +51,8 @@ class Sequence:
         self.buffers: list[Buffer] = []
         self.data: dict[str, Any] = {}  # buffer name -> its elements
         self.integers: dict[tuple[str, int], Integers] = {}  # (stage, group of rows) -> its operand as integers
+        self.paired: dict[tuple[str, int], paired.Paired] = {}  # ... as copies for products of pairs
+        self.aliases: dict[str, str] = {}  # further pointer parameters -> their buffer
         self.kept: dict[Var, Any] = {}  # value carried between stages -> its buffer
         self.place = {v: i for i, v in enumerate(self.graph.hoisted_outputs)}
         self.projected = {v: i for i, v in enumerate(self.graph.projected)}  # where statistics of them are due
@@ -82,6 +87,9 @@ class Sequence:
             k = s.input if stage.name == "hoisted" else s.hidden
             for number, (_, rows) in enumerate(groups(stage.rows)):
                 name = f"{stage.name}_weights_{number}"
+                if s.tiles[stage.name].pairs:
+                    self.declare_paired(stage, number, rows, k)
+                    continue
                 pack = packing(rows, s.hidden, k, s.tiles[stage.name].vectors, s.lanes, s.weights)
                 self.buffer(name, "packed", Extent(prod(pack.split)), pack, s.weights, ELEMENT[s.weights])
                 if s.weights == "int8":
@@ -122,6 +130,27 @@ class Sequence:
         words, factors, sums = (self.data[n] for n in names)
         self.integers[stage.name, number] = Integers(words, factors, sums, width)
 
+    def declare_paired(self, stage: Stage, number: int, rows: list[Row], k: int) -> None:
+        """Weights for products of pairs, what belongs to them, and workspace for the operand's rows."""
+        e, s, tile = self.e, self.shape, self.shape.tiles[stage.name]
+        packs = paired.packings(rows, s.hidden, k, tile.vectors, s.lanes, tile.pairs)
+        for part, pack in packs.items():
+            size = prod(pack.split) if part == "weights" else prod(pack.pad[:-1])
+            self.buffer(f"{stage.name}_{part}_{number}", "packed", Extent(size), pack)
+        room = s.padded_batch if stage.name != "hoisted" else s.chunk * s.batch + tile.rows
+        names = [f"{stage.name}_{part}_{number}" for part in ("copy", "factors", "sums")]
+        made = paired.Paired((), None, None, k, tile.pairs, s.lanes)
+        self.buffer(names[0], "workspace", Extent(room * made.width))
+        self.buffer(names[1], "workspace", Extent(room))
+        self.buffer(names[2], "workspace", Extent(room))
+        copies = [self.data[names[0]]]
+        for column in range(1, len(rows) * tile.vectors):
+            alias = f"{names[0]}_{column}"
+            copies.append(e.pointer(alias))
+            self.aliases[alias] = names[0]
+        self.paired[stage.name, number] = replace(made, copies=copies, factors=self.data[names[1]],
+                                                  sums=self.data[names[2]])
+
     # -- control --------------------------------------------------------------------------------
     def program(self) -> Program:
         e = self.e
@@ -148,7 +177,8 @@ class Sequence:
             if not self.plan.barriers:
                 e.call("ecornn_barrier")
         self.epilogue()
-        return Program({"worker": e.function("worker")}, tuple(self.buffers), (Parallel("worker"),))
+        call = Parallel("worker", self.aliases, self.shape.team)
+        return Program({"worker": e.function("worker")}, tuple(self.buffers), (call,))
 
     @contextmanager
     def tasks(self, name: str, total: Expr) -> Iterator[Any]:
@@ -223,6 +253,9 @@ class Sequence:
         if self.shape.weights == "int8" and stage.rows:
             self.quantize(stage, first, t, rows)
             e.call("ecornn_barrier")
+        if tile.pairs:
+            self.prepare(stage, first, t, rows)
+            e.call("ecornn_barrier")
         row_tiles = e.let("row_tiles", e.ceildiv(rows, tile.rows))
         with self.tasks(stage.name, row_tiles * e.index(self.shape.units(tile))) as task:
             units = e.let("tile", e.div(task, row_tiles))
@@ -242,6 +275,20 @@ class Sequence:
                     return e.vload_part("operand", data, base + at, e.index(k) - at)
 
                 quantize_row(e, into, row, load)
+
+    def prepare(self, stage: Stage, first: Expr, t: Expr, rows: Expr) -> None:
+        """The operands of a stage as copies for products of pairs."""
+        e = self.e
+        for number, (operand, _) in enumerate(groups(stage.rows)):
+            into = self.paired[stage.name, number]
+            data, start, stride = self.operand(operand, first, t)
+            with self.tasks("prepare", rows) as row:
+                base = e.let("base", start + row * e.index(stride))
+
+                def load(at: Expr, count: Expr, data: Any = data, base: Expr = base) -> Expr:
+                    return e.vload_part("operand", data, base + at, count)
+
+                paired.prepare_row(e, into, row, load)
 
     def operand(self, operand: Var | None, first: Expr, t: Expr) -> tuple[Any, Expr, int]:
         """Elements of an operand, where its first row starts, and how far its rows are apart."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ecornn.schedules.cpu.math import vector
+from ecornn.schedules.cpu.paired import multiply as multiply_pairs
 from ecornn.schedules.cpu.product import GROUP, accumulators, multiply
 from ecornn.schedules.cpu.quantize import restore
 from ecornn.schedules.cpu.stages import Stage, groups
@@ -33,16 +35,12 @@ class TileTask:
     def run(self) -> None:
         e, s, tile = self.e, self.s, self.tile
         for number, (operand, rows) in enumerate(groups(self.stage.rows)):
-            k = s.input if operand is None else s.hidden
-            data, starts = self.operand(number, operand)
-            weights = self.o.data[f"{self.stage.name}_weights_{number}"]
             columns = len(rows) * tile.vectors
+            add = (self.pairs if tile.pairs else self.plain)(number, operand, columns)
             into = accumulators(e, tile.rows, columns, f"sum{number}", s.weights)
-            size = -(-k // GROUP[s.weights]) * columns * s.lanes
             some = None if operand is None else self.o.timeline.any_live(self.t, self.top, tile.rows)
             with nullcontext() if some is None else e.when(some):
-                multiply(e, into, data, starts, weights, e.let("weight_start", self.units * e.index(size)), k,
-                         tile.unroll, s.weights)
+                add(into)
             for gate, row in enumerate(rows):
                 first = gate * tile.vectors
                 self.products[row.var] = [r[first:first + tile.vectors] for r in into]
@@ -50,6 +48,37 @@ class TileTask:
         for m in range(tile.rows):
             for v in range(tile.vectors):
                 self.pointwise(m, v)
+
+    def plain(self, number: int, operand: Var | None, columns: int) -> Callable[[list[list[Any]]], None]:
+        """What adds a product to registers."""
+        e, s = self.e, self.s
+        k = s.input if operand is None else s.hidden
+        data, starts = self.operand(number, operand)
+        weights = self.o.data[f"{self.stage.name}_weights_{number}"]
+        size = -(-k // GROUP[s.weights]) * columns * s.lanes
+
+        def add(into: list[list[Any]]) -> None:
+            multiply(e, into, data, starts, weights, e.let("weight_start", self.units * e.index(size)), k,
+                     self.tile.unroll, s.weights)
+
+        return add
+
+    def pairs(self, number: int, operand: Var | None, columns: int) -> Callable[[list[list[Any]]], None]:
+        """The same by pairs, of the copies that were made of the operand's rows."""
+        e, s, data = self.e, self.s, self.o.data
+        copy, vectors = self.o.paired[self.stage.name, number], self.tile.vectors
+        size, units = copy.pairs * copy.length * columns * s.lanes, s.units(self.tile) * vectors * s.lanes
+
+        def add(into: list[list[Any]]) -> None:
+            products = []
+            for column in range(columns):
+                unit = (self.units * e.index(vectors) + e.index(column % vectors)) * e.index(s.lanes)
+                at = e.index(column // vectors * units) + unit
+                products.append(e.let("product", e.vload(data[f"{self.stage.name}_products_{number}"], at)))
+            multiply_pairs(e, into, copy, self.top, self.rows, data[f"{self.stage.name}_weights_{number}"],
+                           e.let("weight_start", self.units * e.index(size)), products)
+
+        return add
 
     def operand(self, number: int, operand: Var | None) -> tuple[Any, list[Expr]]:
         """Elements of an operand and where each row of the tile starts."""
@@ -122,7 +151,7 @@ class TileTask:
         e, o, level = self.e, self.o, self.plan.level[var]
         if var in self.products:
             product = e.vload(self.products[var][self.m][self.v], 0)
-            return product if self.s.weights != "int8" else self.real(var, product)
+            return self.real(var, product)
         if level == -3:
             source = o.data["vectors" if var in o.vectors else "invariants"]
             return e.vload(source, e.index(o.row[var] * self.s.width) + self.unit)
@@ -149,12 +178,16 @@ class TileTask:
         return o.data[name], self.at_row * e.index(len(places)) + e.index(places[var])
 
     def real(self, var: Var, product: Expr) -> Expr:
-        """A product of integers as float32."""
-        number, gate = self.source[var]
-        units = self.s.units(self.tile) * self.tile.vectors * self.s.lanes
-        scales = self.e.vload(self.o.data[f"{self.stage.name}_scales_{number}"],
-                              self.e.index(gate * units) + self.unit)
-        return restore(self.e, product, self.o.integers[self.stage.name, number], self.at_row, scales)
+        """A product of float32, from one of integers or of scaled factors."""
+        e, stage, (number, gate) = self.e, self.stage.name, self.source[var]
+        at = e.index(gate * self.s.units(self.tile) * self.tile.vectors * self.s.lanes) + self.unit
+        if self.tile.pairs:
+            factor = e.splat(e.load(self.o.paired[stage, number].factors, self.at_row))
+            return product * (factor * e.vload(self.o.data[f"{stage}_units_{number}"], at))
+        if self.s.weights != "int8":
+            return product
+        return restore(e, product, self.o.integers[stage, number], self.at_row,
+                       e.vload(self.o.data[f"{stage}_scales_{number}"], at))
 
     def x_leaf(self) -> Expr:
         e, s = self.e, self.s

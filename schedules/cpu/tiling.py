@@ -9,16 +9,19 @@ from ecornn.device import Device
 
 @dataclass(frozen=True)
 class Tile:
-    """Batch rows and vectors of units that one task computes, and how far k is unrolled."""
+    """Batch rows and vectors of units that one task computes, how far k is unrolled, and of how many values of k
+    two are multiplied as a pair (0: none, see :mod:`ecornn.schedules.cpu.paired`)."""
 
     rows: int
     vectors: int
     unroll: int
+    pairs: int = 0
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes that the code is generated for; ``tiles``: stage name -> its tile; ``weights``: their data type."""
+    """Sizes that the code is generated for; ``tiles``: stage name -> its tile; ``weights``: their data type;
+    ``team``: the most threads, 0 for any number."""
 
     batch: int
     input: int
@@ -27,6 +30,7 @@ class Shape:
     chunk: int
     tiles: dict[str, Tile]
     weights: str = "float32"
+    team: int = 0
 
     def units(self, tile: Tile) -> int:
         """Unit tiles of a stage."""
@@ -56,9 +60,16 @@ def registers_of(device: Device) -> int:
     return 32 if "avx512f" in device.features or "neon" in device.features else 16
 
 
+def separate_adders(device: Device) -> bool:
+    """Whether additions run beside multiply-adds, in units of their own: AMD's CPUs since Zen."""
+    return device.arch.startswith("znver")
+
+
 def registers_used(tile: Tile, gates: int, weights: str = "float32") -> int:
     """Vector registers of the product loop: sums, weights of one k, and a broadcast state."""
     columns = gates * tile.vectors
+    if tile.pairs:  # the weights of both values of k, and room for sums on their way: LLVM has many under way
+        return tile.rows * columns + 2 * columns + 6
     if weights == "bfloat16" and tile.rows > 1:  # the pair, one of it widened, and a mask
         return tile.rows * columns + 2 * columns + 2
     # with one row a weight is used once, straight from memory

@@ -1,0 +1,42 @@
+"""What the CPU benchmarks compare and count."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cpu_loops import loops
+
+import ecornn
+
+LOOP = "\n".join([
+    ".LBB0_1:", *["\tvfmadd231ps\t%zmm1, %zmm2, %zmm3"] * 6, *["\tvfnmadd231ps\t%zmm1, %zmm2, %zmm4"] * 4,
+    *["\tvaddps\t(%rax){1to16}, %zmm1, %zmm2"] * 3, *["\tvsubps\t%zmm5, %zmm1, %zmm2"] * 2,
+    "\tvbroadcastss\t(%rdi), %zmm7", "\tvmovups\t64(%rsp), %zmm8", "\tincq\t%rax", "\tjne\t.LBB0_1", ""])
+
+
+def test_loops_are_counted():
+    """Negated multiply-adds are multiply-adds, as in loops of pairs."""
+    (found,) = loops(LOOP)
+    assert found == {"instructions": 19, "fma": 10, "additions": 5, "vector_arithmetic": 15, "broadcasts": 1,
+                     "loads": 1, "spills": 1}
+    assert not loops(LOOP.replace("jne\t.LBB0_1", "ret"))
+    assert not loops(LOOP.replace("vfnmadd231ps", "vmulps")), "six are too few for a product"
+
+
+@pytest.mark.parametrize("suite", ["layers", "stacks"])
+@pytest.mark.parametrize("cell", ["lstm", "gru", "rnn_tanh", "rnn_relu"])
+def test_all_sides_compute_the_same(cell: str, suite: str):
+    torch = pytest.importorskip("torch")
+    import compare_cpu
+
+    torch.manual_seed(0)
+    x = np.random.default_rng(0).standard_normal((4, 2, 5), np.float32)
+    with torch.no_grad():
+        library = compare_cpu.library_of(cell, 5, 6, suite)
+        sides, _ = compare_cpu.sides_of(suite, cell, (4, 2, 5, 6), 1, library)
+        weights = {name: value.numpy() for name, value in library.named_parameters()}
+        expected = ecornn.reference(cell, x, weights)[0]
+        assert expected.shape == (4, 2, 6 if suite == "layers" else 12)
+        assert {"ecornn", "torch", "unfused"} <= set(sides)
+        for name, run in sides.items():
+            assert np.linalg.norm(run(x) - expected) <= 1e-5 * np.linalg.norm(expected), name
