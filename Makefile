@@ -2,12 +2,12 @@
 #   PYTHON=python3.12 make setup     another interpreter (3.10 to 3.12)
 #   VENV=/somewhere make test        another place for the virtual environment
 #   make test PYTEST="-m exhaustive" the whole matrix of the emulated schedules, 20 minutes
-#   make run HIDDEN=1024 TUNE="--trials 200"     by default the search stops after 150 seconds
+#   make run HIDDEN=1024 TUNE="--trials 200"     by default the search stops after 90 seconds
 
 PYTHON ?= python3
 VENV ?= .venv
 HIDDEN ?= 800
-TUNE ?= --time-limit 150
+TUNE ?= --time-limit 90
 PYTEST ?=
 
 BIN := $(VENV)/bin
