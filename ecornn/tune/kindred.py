@@ -3,6 +3,7 @@ yet runs well as the built-in cell of the same products runs."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from msgspec import structs
@@ -25,14 +26,15 @@ def lent(task: Task, log: Log) -> tuple[str, Log] | None:
 
     work, trials = task.workload, [line for line in log.lines if isinstance(line.record, Trial)]
 
-    def of(name: str) -> list[Line]:
+    def of(name: str) -> Iterator[Line]:
         named = structs.replace(work, cell=name)
-        return [line for line in trials if how_far(line.record, named, task.device)]  # type: ignore[arg-type]
+        return (line for line in trials if line.record.workload.cell == name  # type: ignore[union-attr]
+                and how_far(line.record, named, task.device))  # type: ignore[arg-type]
 
-    if task.graph.statistics or task.graph.hoisted_statistics or of(work.cell):
+    if task.graph.statistics or task.graph.hoisted_statistics or any(of(work.cell)):
         return None
     for name in sorted(BUILTIN, key=lambda name: name != work.cell.partition("(")[0]):
-        lines = of(name)
+        lines = list(of(name))
         if lines and products(analyse(get(name), work.input, work.hidden)) == products(task.graph):
             return name, Log([replace(line, record=structs.replace(line.record, workload=structs.replace(
                 line.record.workload, cell=work.cell))) for line in lines])  # type: ignore[union-attr]
