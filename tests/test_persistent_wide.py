@@ -66,7 +66,7 @@ SHARED: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("lazy", [True, False])
+@pytest.mark.parametrize("lazy", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("cell", "sizes", "dtype", "change"), SHARED, ids=lambda v: str(v).replace(" ", ""))
 def test_rows_and_k_are_shared(tmp_path, cell, sizes, dtype, change, lazy):
     check_numbers(tmp_path, PersistentWide(), task_of(cell, sizes, dtype, SMALL), config_of(**change), lazy=lazy)
@@ -94,7 +94,7 @@ def test_directions_lengths_and_resets(tmp_path, cell, sizes, dtype, change, pla
     check_numbers(tmp_path, PersistentWide(), task_of(cell, sizes, dtype, SMALL, place), config_of(**change))
 
 
-@pytest.mark.parametrize("lazy", [True, False])
+@pytest.mark.parametrize("lazy", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("registers", [0, 50])
 def test_more_chunks_than_stages_over_many_steps(tmp_path, registers, lazy):
     """Stages are given back and used again within a step, an odd number of times in one step for some."""
