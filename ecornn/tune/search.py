@@ -19,10 +19,12 @@ from ecornn.tune.space import Candidate, ConfigSpace
 
 EPSILON = 0.15  # share of a batch that is drawn at random, whatever the model says
 BLIND = 24  # trials before the model has learnt much,
-NEARBY = 0.25  # and the share of what is drawn until then that is near a default,
+NEARBY = 0.5  # and the share of what is drawn until then that is near a default,
 STEPS = 3  # this many knobs away, at most
 SCORED = 4096  # spaces with no more candidates are ranked whole; of others a random sample of so many
 CLIMBERS, SWEEPS, TURNS = 32, 6, 8  # from the best of the sample: points, moves of all, neighbours seen of each
+LOCAL = 0.75  # share of what is ranked that is near the fastest: far from what was tried the model errs most
+LEADERS, RADIUS, WALKS = 5, 2, 100  # the fastest: so many, knobs away at most, candidates looked at near each
 
 
 class Search:
@@ -68,7 +70,7 @@ class Search:
         if room and self.model.fit():
             batch += self.ranked(rng, math.ceil(room * (1 - EPSILON)), batch)
         if len(self.tried) + len(self.proposed) + len(batch) < BLIND:
-            batch += self.near(rng, math.ceil(NEARBY * (count - len(batch))), batch)
+            batch += self.near_defaults(rng, math.ceil(NEARBY * (count - len(batch))), batch)
         batch += self.draw(rng, count - len(batch), batch)
         self.proposed.update(batch)
         return batch
@@ -95,40 +97,57 @@ class Search:
             found += rng.sample(left, min(count - len(found), len(left)))
         return found
 
-    def near(self, rng: random.Random, count: int, batch: Sequence[Candidate]) -> list[Candidate]:
+    def near_defaults(self, rng: random.Random, count: int, batch: Sequence[Candidate]) -> list[Candidate]:
         """Up to ``count`` new candidates a few knobs away from the defaults of the two preferred schedules."""
         defaults, found = [c for c in self.space.defaults() if self.space.fits(c)][:2], list[Candidate]()
         for _ in range(4 * count if defaults else 0):
-            one = rng.choice(defaults)
-            for _ in range(rng.randint(1, STEPS)):
-                one = self.space.neighbour(one, rng) or one
+            one = self.walk(rng, rng.choice(defaults), STEPS)
             if self.fresh(one, [*batch, *found]):
                 found.append(one)
             if len(found) == count:
                 break
         return found
 
+    def walk(self, rng: random.Random, one: Candidate, steps: int) -> Candidate:
+        """A candidate up to ``steps`` knobs away."""
+        for _ in range(rng.randint(1, steps)):
+            one = self.space.neighbour(one, rng) or one
+        return one
+
     def ranked(self, rng: random.Random, count: int, batch: Sequence[Candidate]) -> list[Candidate]:
-        """The new candidates that the model ranks highest."""
+        """The new candidates that the model ranks highest, most of them near the fastest so far."""
         scores = self.model.score(self.table()) if self.listed else []
         seen = dict(zip(self.listed, scores, strict=True))
+        leaders = self.fastest(LEADERS)
         if len(self.space) > SCORED:
             self.climb(rng, seen)
-        return self.top(((c, score) for c, score in seen.items() if self.fresh(c, batch)), count)
+            self.look([self.walk(rng, one, RADIUS) for one in leaders for _ in range(WALKS)], seen)
+        new = [(c, score) for c, score in seen.items() if self.fresh(c, batch)]
+        close = self.top(((c, s) for c, s in new if any(apart(c, one) <= RADIUS for one in leaders)),
+                         round(LOCAL * count))
+        return close + self.top(((c, s) for c, s in new if c not in close), count - len(close))
+
+    def look(self, candidates: Iterable[Candidate | None], seen: dict[Candidate, float]) -> list[Candidate]:
+        """Scores those that were not ``seen``, adds and returns them."""
+        new = [c for c in dict.fromkeys(candidates) if c is not None and c not in seen]
+        if new:
+            seen.update(zip(new, self.model.score(self.model.table([self.row(c) for c in new])), strict=True))
+        return new
+
+    def fastest(self, count: int) -> list[Candidate]:
+        """Of what was tried."""
+        good = [(c, time) for c, time in self.tried.items() if time is not None and self.space.fits(c)]
+        return [c for c, _ in sorted(good, key=lambda pair: pair[1])[:count]]
 
     def climb(self, rng: random.Random, seen: dict[Candidate, float]) -> None:
         """Beam search from the best of the sample, the fastest so far and random points, by single knobs; adds what
         it sees, and its scores."""
-        fastest = sorted((c for c, t in self.tried.items() if t is not None and self.space.fits(c)),
-                         key=lambda c: self.tried[c] or math.inf)[:CLIMBERS]
         drawn = [c for c in (self.space.draw(rng) for _ in range(CLIMBERS)) if c]
-        points = list(dict.fromkeys([*fastest, *self.top(seen.items(), CLIMBERS), *drawn]))
+        points = list(dict.fromkeys([*self.fastest(CLIMBERS), *self.top(seen.items(), CLIMBERS), *drawn]))
         for _ in range(SWEEPS):
-            moved = dict.fromkeys(self.space.neighbour(c, rng) for c in points for _ in range(TURNS))
-            new = [c for c in moved if c is not None and c not in seen]
+            new = self.look((self.space.neighbour(c, rng) for c in points for _ in range(TURNS)), seen)
             if not new:
                 return
-            seen.update(zip(new, self.model.score(self.model.table([self.row(c) for c in new])), strict=True))
             points = self.top(((c, seen[c]) for c in dict.fromkeys([*points, *new]) if c in seen), CLIMBERS)
 
     def table(self) -> Any:
@@ -153,3 +172,8 @@ class Search:
     def top(pool: Iterable[tuple[Candidate, float]], count: int) -> list[Candidate]:
         """The ``count`` candidates of the highest scores; equal scores in the order of the pool."""
         return [c for c, _ in sorted(pool, key=lambda p: -p[1])[:count]]
+
+
+def apart(a: Candidate, b: Candidate) -> float:
+    """In how many knobs two candidates differ; infinity where they are of different schedules."""
+    return sum(x != y for x, y in zip(a.knobs, b.knobs, strict=True)) if a.schedule == b.schedule else math.inf
