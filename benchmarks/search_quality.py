@@ -14,16 +14,17 @@ end.
     warmed   the tuner, whose model has seen the shipped records of other workloads, as in `ecornn tune`
 
 All begin with the schedules' defaults. `--live` are reports of `search_rate.py`, of searches that may propose anything:
-`--records none` is from nothing, `others` is warmed. The tuner is the real one, with as many candidates under way at a
-time as on a machine with 16 processors; what a search may find outside the table does not count, so a table should be
-much larger than the budget.
+`--records none` is from nothing, `others` is warmed; they are set against the best of the table as their own GPU
+measured it, which `--again` tells of another GPU (`search_tables.py run --fastest`). The tuner is the real one, with as
+many candidates under way at a time as on a machine with 16 processors; what a replayed search may find outside the
+table does not count, so a table should be much larger than the budget.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import lzma
 import math
 import random
 import statistics
@@ -34,9 +35,10 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from search_tables import task_of
+from search_tables import task_of, trials_of
 
 from ecornn.device import Device
 from ecornn.schedules.base import Schedule, Task
@@ -44,7 +46,7 @@ from ecornn.tune.environment import Environment
 from ecornn.tune.evaluate import SPARE, Outcome
 from ecornn.tune.folders import read_all, shipped_folder
 from ecornn.tune.journal import Journal
-from ecornn.tune.log import Log, parse
+from ecornn.tune.log import Log
 from ecornn.tune.lookup import unfit, up_to_date
 from ecornn.tune.model import CostModel
 from ecornn.tune.record import AnyRecord, Trial
@@ -149,13 +151,13 @@ class Table:
 
 def tables_of(paths: Sequence[Path]) -> list[Table]:
     """The tables of logs, compressed or not."""
-    found: dict[tuple[Workload, Device], list[Trial]] = {}
+    found: dict[tuple[Workload, str], list[Trial]] = {}
     for path in paths:
-        data = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
-        for trial in parse(data, path).trials():
-            if trial.stage == "search":
-                found.setdefault((trial.workload, trial.device), []).append(trial)
-    return [Table(work, device, tuple(usable(work, device, trials))) for (work, device), trials in found.items()]
+        for trial in trials_of(path):
+            if trial.stage == "search":  # of all hosts with such a GPU
+                found.setdefault((trial.workload, trial.device.name), []).append(trial)
+    return [Table(work, trials[0].device, tuple(usable(work, trials[0].device, trials)))
+            for (work, _), trials in found.items()]
 
 
 def usable(work: Workload, device: Device, trials: Sequence[Trial]) -> Iterator[Trial]:
@@ -251,18 +253,61 @@ def reached(work: str, found: Curves) -> dict[str, object]:
             "model_as_good": trials("model", end), "warmed_as_good": trials("warmed", end)}
 
 
-def live_rows(paths: Sequence[Path], tables: Sequence[Table]) -> list[dict[str, object]]:
-    """What searches of the whole space found (`search_rate.py`), relative to the best of the tables."""
-    best, rows = {str(table.work): table.best for table in tables}, []
+@dataclass(frozen=True)
+class Live:
+    """A search of the whole space: its device, the records it knew and what it found (`search_rate.py`)."""
+
+    workload: str
+    device: str
+    records: str
+    seed: int
+    found: dict[str, Any]
+    best: float  # of the table, µs per step
+
+    @property
+    def kind(self) -> str:
+        """As the plot has it."""
+        return f"{self.records}, {self.found['trials']} trials, {self.device}"
+
+    @property
+    def curve(self) -> list[float]:
+        """Best so far after each trial, relative to the best of the table."""
+        so_far = itertools.accumulate((us or math.inf for us in self.found["trials_us"]), min)
+        return [us / self.best for us in so_far]
+
+    @property
+    def row(self) -> dict[str, object]:
+        """``ratio``: the best after a last measurement; ``near``: trials to within `NEAR` of the table's best."""
+        return {"workload": self.workload, "device": self.device, "records": self.records, "seed": self.seed,
+                "trials": self.found["trials"], "best_us": self.found["best_us"],
+                "ratio": self.found["best_us"] / self.best, "table_us": self.best,
+                "near": finite(needed(self.found["trials_us"], NEAR * self.best))}
+
+
+def lives(paths: Sequence[Path], tables: Sequence[Table]) -> list[Live]:
+    """The searches of reports, of layers and on devices that the tables have."""
+    best, found = {(str(table.work), table.device.name): table.best for table in tables}, []
     for path in paths:
         report = json.loads(path.read_text())
-        for work, found in ((w, f) for row in report["rows"] for w, f in row["found"].items()):
-            if work in best and found["best_us"]:
-                rows.append({"workload": work, "device": report["device"], "records": report["records"],
-                             "trials": found["trials"], "best_us": found["best_us"],
-                             "ratio": found["best_us"] / best[work],
-                             "near": finite(needed(found.get("trials_us", ()), NEAR * best[work]))})
-    return rows
+        for row in report["rows"]:
+            for work, one in row["found"].items():
+                if (work, report["device"]) in best and one["best_us"]:
+                    found.append(Live(work, report["device"], report["records"], row.get("seed", 0), one,
+                                      best[work, report["device"]]))
+    return found
+
+
+def behind(found: Curves) -> dict[str, list[int]]:
+    """Of each kind of search, at how many budgets from 32 trials on random search is ahead by more than 1% in the
+    median, of how many."""
+    counts = {}
+    for kind, runs in found.items():
+        length = min(map(len, (*runs, *found["random"])))
+        budgets = range(32, length + 1)
+        mine, drawn = ([statistics.median(run[at - 1] for run in each) for at in budgets]
+                        for each in (runs, found["random"]))
+        counts[kind] = [sum(a > 1.01 * b for a, b in zip(mine, drawn, strict=True)), len(budgets)]
+    return counts
 
 
 def finite(trials: float) -> float | None:
@@ -272,17 +317,16 @@ def finite(trials: float) -> float | None:
 
 def summary(rows: Sequence[dict[str, object]]) -> list[str]:
     """Markdown: over the workloads, the median over the seeds."""
-    text = ["| trials | " + " | ".join(f"{kind}: geometric mean (worst workload, within 5%)" for kind in KINDS) + " |",
-            "|---" * (len(KINDS) + 1) + "|"]
+    kinds = list(dict.fromkeys(str(r["search"]) for r in rows))
+    text = ["| trials | " + " | ".join(f"{kind}: geometric mean (worst workload, within 5%)" for kind in kinds) + " |",
+            "|---" * (len(kinds) + 1) + "|"]
     for budget in BUDGETS:
         cells = []
-        for kind in KINDS:
+        for kind in kinds:
             at = [float(str(r["median"])) for r in rows if (r["search"], r["trials"]) == (kind, budget)]
-            if at:
-                cells.append(f"{statistics.geometric_mean(at):.3f} ({max(at):.3f}, "
-                             f"{sum(v <= 1.05 for v in at)} of {len(at)})")
-        if cells:
-            text.append(f"| {budget} | " + " | ".join(cells) + " |")
+            cells.append(f"{statistics.geometric_mean(at):.3f} ({max(at):.3f}, "
+                         f"{sum(v <= NEAR for v in at)} of {len(at)})" if at else "")
+        text.append(f"| {budget} | " + " | ".join(cells) + " |")
     return text
 
 
@@ -321,23 +365,28 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=256, help="trials of a search [%(default)s]")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--live", type=Path, nargs="+", default=[], help="reports of search_rate.py")
+    parser.add_argument("--again", type=Path, nargs="+", default=[], help="the fastest of the tables on another GPU")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--output", type=Path, required=True, help="without its suffix")
     arguments = parser.parse_args()
     tables, data, rows = tables_of(arguments.table), {}, []
+    live = lives(arguments.live, [*tables, *tables_of(arguments.again)])
     with ProcessPoolExecutor(arguments.processes) as pool:
         for table in tables:
             work = str(table.work)
             data[work] = curves(table, arguments.seeds, arguments.budget, pool)
+            for one in live:
+                if one.workload == work:
+                    data[work].setdefault(one.kind, []).append(one.curve)
             rows += rows_of(work, data[work])
             for row in rows_of(work, data[work]):
                 print(f"{work}  {row['search']:7} {row['trials']:4} trials: {row['median']:.3f} "
                       f"[{row['best']:.3f}, {row['worst']:.3f}] of the best of {len(table.times)}", flush=True)
     print("\n".join(summary(rows)))
-    live = live_rows(arguments.live, tables)
-    for row in live:
-        print(f"{row['workload']} on {row['device']}: {row['trials']} trials in the whole space, records of "
-              f"{row['records']}: {row['ratio']:.3f} of the table's best, within 5% after {row['near'] or 'none'}")
+    for row in (one.row for one in live):
+        print(f"{row['workload']} on {row['device']}, seed {row['seed']}: {row['trials']} trials in the whole space, "
+              f"records of {row['records']}: {row['ratio']:.3f} of the table's best, within 5% after "
+              f"{row['near'] or 'none'}")
     quarters = [reached(work, found) for work, found in data.items()]
     for one in quarters:
         near = ", ".join(f"{kind} {one[kind] or 'not reached'}" for kind in KINDS)
@@ -349,7 +398,8 @@ def main() -> None:
         "device": tables[0].device.name, "seeds": arguments.seeds,
         "configurations": {str(t.work): len(t.times) for t in tables}, "best_us": {str(t.work): t.best for t in tables},
         "noisy": {str(t.work): sum(each.noisy for each in t.trials) for t in tables}, "rows": rows,
-        "live": live, "needed": quarters,
+        "live": [one.row for one in live], "needed": quarters,
+        "budgets_behind_random": {work: behind(found) for work, found in data.items()},
         "command": "python benchmarks/search_quality.py " + " ".join(sys.argv[1:])}, indent=1) + "\n")
     plot(data, tables[0].device.name, {str(t.work): len(t.times) for t in tables}, arguments.output.with_suffix(".png"))
 

@@ -1,14 +1,15 @@
 """Trials a second of a search, and what its processes wait for.
 
     python benchmarks/search_rate.py --output benchmarks/results/search_rate.json             # on a machine with a GPU
-    python benchmarks/search_rate.py --suite --records none --at-once 3 --output benchmarks/results/search_live.json
+    python benchmarks/search_rate.py --suite --records none --at-once 3 --seeds 0 1 2 --output search_live.json
     python benchmarks/search_rate.py --suite --records others --trials 32 --at-once 3
     python benchmarks/search_rate.py --pretend 0.03 --pretend-builds 1.1 --builders 16        # no GPU, no compiler
 
 Runs `ecornn tune`'s search of each layer (`--suite`: of the twelve of `search_tables.py`), without early stopping, with
 a build cache that is empty at first and a log of its own. `--records` is what it knows beforehand: `all` that ship,
 `none`, or those of `others`, none of the layer itself at a similar batch; `search_quality.py --live` compares what
-was found with the tables. Reported are for each run of `--at-once` layers
+was found with the tables. With several `--seeds`, which share the build cache, all layers are searched once with each.
+Reported are for each run of `--at-once` layers
 
     per_second           trials a second from the first measurement to the last trial
     per_second_all       the same from the start of this command, imports and the final comparison included
@@ -32,6 +33,7 @@ STARTED = time.monotonic()
 
 import argparse  # noqa: E402
 import hashlib  # noqa: E402
+import itertools  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import random  # noqa: E402
@@ -147,7 +149,8 @@ def run(session: Any, layers: list[str], trials: int, folder: Path, spans: Spans
     ended, window = time.monotonic(), (min(end for _, end in spans.of["measure"]), max(done))
     length, measuring = window[1] - window[0], spans.within("measure", window)
     return {
-        "layers": layers, "trials": len(done), "failed": sum(sum(r.failures.values()) for r in results),
+        "layers": layers, "seed": session.seed, "trials": len(done),
+        "failed": sum(sum(r.failures.values()) for r in results),
         "noisy": sum(r.noisy for r in results),
         "per_second": (len(done) - 1) / length, "per_second_all": len(done) / (ended - begun),
         "first": window[0] - begun, "seconds": ended - begun,
@@ -171,6 +174,7 @@ def main() -> None:
     parser.add_argument("--records", default="all", choices=["all", "others", "none"], help="[%(default)s]")
     parser.add_argument("--at-once", type=int, default=1, help="layers searched at the same time [%(default)s]")
     parser.add_argument("--trials", type=int, default=128, help="of a layer [%(default)s]")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the searches [%(default)s]")
     parser.add_argument("--target", default="cuda", choices=["cpu", "cuda"])
     parser.add_argument("--builders", type=int, help="build processes [one a processor, at most 16]")
     parser.add_argument("--pretend", type=float, metavar="MEASURE", help="sleep so many seconds instead of measuring")
@@ -217,7 +221,7 @@ def main() -> None:
                 session._pool = Pool(entries, arguments.builders, quiet=arguments.target == "cpu",
                                      poisoned=arguments.target == "cuda")
             rows = []
-            for number, layers in enumerate(groups):
+            for number, (session.seed, layers) in enumerate(itertools.product(arguments.seeds, groups)):
                 Path(folder, str(number)).mkdir()
                 rows.append(run(session, layers, arguments.trials, Path(folder, str(number)), spans))
                 print(json.dumps(rows[-1]), flush=True)

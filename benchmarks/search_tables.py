@@ -3,6 +3,8 @@
     python benchmarks/search_tables.py list                              # the workloads and their spaces; needs no GPU
     python benchmarks/search_tables.py build --trials 500 --seconds 600  # into the build cache; needs no GPU
     python benchmarks/search_tables.py run --table h100_search_tables.jsonl --trials 2000 --seconds 600
+    CUDA_VISIBLE_DEVICES=3 python benchmarks/search_tables.py run --table part3.jsonl --part 3/8 --known before.jsonl.xz
+    python benchmarks/search_tables.py run --table again.jsonl --fastest 100 --of benchmarks/results/a_table.jsonl.xz
 
 Of each workload the defaults and then configurations drawn uniformly from all that fit, without repetition, up to
 `--trials` of them or the whole space. The order is the same in every run, and the log keeps every one, so that the
@@ -11,11 +13,16 @@ same command goes on where it was stopped, and a larger `--trials` makes the tab
 many processes as there are processors; what is slower than the best of its table by a factor is timed once. What
 `build` made (in the order of `run`, for an H100, on any machine with the same sources and CUDA compiler;
 `prebuilding.py` carries it), `run` takes from the cache (`ECORNN_CACHE`).
+
+`--part` K/N measures every N-th of what `--known` lacks, from the K-th on, for GPUs side by side that share the work;
+their logs together are the table. `--fastest` measures only so many of each table of `--of`, the fastest there: what
+the best of a table is worth on another GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import lzma
 import os
 import queue
 import random
@@ -36,7 +43,7 @@ from ecornn.task import make_task
 from ecornn.tune import Session
 from ecornn.tune.choose import candidates, serving_or_raise
 from ecornn.tune.evaluate import Outcome, ProcessEvaluator
-from ecornn.tune.log import append, read
+from ecornn.tune.log import append, parse
 from ecornn.tune.pool import Closed, Pool
 from ecornn.tune.preparing import Question, answers, ask
 from ecornn.tune.record import Choice, Trial
@@ -105,18 +112,38 @@ def chosen(pool: Pool, texts: Sequence[str], device: Device, count: int) -> Iter
         yield from threads.map(one, texts)
 
 
+def fastest(path: Path, texts: Sequence[str], count: int) -> list[list[Candidate]]:
+    """The fastest configurations of the tables of a log, for each of ``texts``."""
+    found, trials = [], trials_of(path)
+    for text in texts:
+        times = {Candidate.of(t.schedule, t.config): t.times.median for t in trials
+                 if t.workload == workload_of(text) and t.times}
+        found.append(sorted(times, key=lambda c: times[c])[:count])
+    return found
+
+
+def trials_of(path: Path) -> list[Trial]:
+    """Of a log, compressed or not; none where there is no such file."""
+    if not path.exists():
+        return []
+    data = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
+    return list(parse(data, path).trials())
+
+
 class Table:
     """One workload's: what is missing, and the log that keeps what is measured."""
 
     def __init__(self, work: Workload, session: Session, path: Path, made: Sequence[Trial],
-                 wanted: Sequence[Candidate]) -> None:
+                 wanted: Sequence[Candidate], part: tuple[int, int]) -> None:
         self.task = make_task(get(work.cell), work, session.device)
         self.session, self.path = session, path
         self.revisions = {s.name: s.revision for s in candidates(session.device)}
         known = {Candidate.of(t.schedule, t.config): t for t in made
                  if (t.workload, t.device) == (work, session.device) and t.revision == self.revisions.get(t.schedule)}
-        self.missing = [c for c in wanted if c not in known]
-        self.done, self.wanted = len(wanted) - len(self.missing), len(wanted)
+        self.places = {c: place for place, c in enumerate(wanted)}
+        missing = [c for c in wanted if c not in known]
+        self.missing, self.done = missing[part[0]::part[1]], len(wanted) - len(missing)
+        self.wanted = self.done + len(self.missing)
         self.best = min((t.times.median for t in known.values() if t.times), default=None)
         asked = Question(get(work.cell).name, work, session.device)
         self.evaluator = ProcessEvaluator(self.task, asked.cell, answers(session.pool, asked), session.pool,
@@ -141,7 +168,7 @@ class Table:
             self.best = min(self.best or outcome.times.median, outcome.times.median)
         here = self.session.environment
         append(self.path, Trial(
-            run=RUN, index=self.done, stage="search", workload=self.task.workload, device=self.task.device,
+            run=RUN, index=self.places[candidate], stage="search", workload=self.task.workload, device=self.task.device,
             schedule=candidate.schedule, revision=self.revisions[candidate.schedule], config=candidate.config,
             versions=here.versions, clocks=here.clocks, seed=0, seconds=0.0, times=outcome.times, check=outcome.check,
             source=outcome.source, error=outcome.error, noisy=outcome.noisy))
@@ -151,10 +178,13 @@ class Table:
             path.unlink(missing_ok=True)
 
 
-def measure(texts: list[str], target: str, path: Path, trials: int, seconds: float, turn: int) -> None:
-    """Fills the tables until they have ``trials``, or ``seconds`` have passed."""
+def measure(texts: list[str], target: str, path: Path, trials: int, seconds: float, turn: int,
+            known: Sequence[Path] = (), part: tuple[int, int] = (0, 1),
+            given: Sequence[Sequence[Candidate]] | None = None) -> None:
+    """Fills the tables until they have ``trials``, or what is ``given`` for each of ``texts``, or ``seconds`` have
+    passed; see ``--known`` and ``--part``."""
     began, out_of_time, made = time.monotonic(), threading.Event(), 0
-    made_before = read(path).trials() if path.exists() else []
+    made_before = [trial for each in (path, *known) for trial in trials_of(each)]
     timer = threading.Timer(seconds, out_of_time.set)
     timer.daemon = True
     timer.start()
@@ -186,10 +216,11 @@ def measure(texts: list[str], target: str, path: Path, trials: int, seconds: flo
         with ThreadPoolExecutor(lanes) as threads:
             futures = [threads.submit(lane) for _ in range(lanes)]
             try:
-                for text, wanted in zip(texts, chosen(session.pool, texts, session.device, trials), strict=True):
+                every = given or chosen(session.pool, texts, session.device, trials)
+                for text, wanted in zip(texts, every, strict=True):
                     if out_of_time.is_set():
                         break
-                    table = Table(workload_of(text), session, path, made_before, wanted)
+                    table = Table(workload_of(text), session, path, made_before, wanted, part)
                     stack.enter_context(table.evaluator)
                     left -= not table.missing
                     if table.missing:
@@ -227,6 +258,14 @@ def sizes(texts: list[str], device: Device) -> None:
         print(f"{task.workload}: {len(space)} of {space.combinations()} ({parts})", flush=True)
 
 
+def part_of(text: str) -> tuple[int, int]:
+    """From ``K/N``, 0 <= K < N."""
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not K/N with K from 0 to N - 1")
+    return int(part), int(parts)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("list", "build", "run"))
@@ -237,7 +276,13 @@ def main() -> None:
     parser.add_argument("--turn", type=int, default=32, help="trials of one workload after the other [%(default)s]")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="build: [%(default)s]")
     parser.add_argument("--table", type=Path, default=Path("build/search_tables.jsonl"), help="the log [%(default)s]")
+    parser.add_argument("--known", type=Path, nargs="+", default=[], help="logs of trials that need not be made again")
+    parser.add_argument("--part", type=part_of, default=(0, 1), metavar="K/N", help="see above [all]")
+    parser.add_argument("--fastest", type=int, metavar="COUNT", help="with --of: no others are measured")
+    parser.add_argument("--of", type=Path, help="a table")
     arguments = parser.parse_args()
+    if (arguments.fastest is None) != (arguments.of is None):
+        parser.error("--fastest and --of go together")
     from ecornn.tune.quick_tvm import import_tvm
 
     import_tvm()
@@ -247,7 +292,9 @@ def main() -> None:
     elif arguments.action == "build":
         prebuild(texts, arguments.trials, arguments.seconds, arguments.turn, arguments.processes)
     else:
-        measure(texts, arguments.target, arguments.table, arguments.trials, arguments.seconds, arguments.turn)
+        given = fastest(arguments.of, texts, arguments.fastest) if arguments.of else None
+        measure(texts, arguments.target, arguments.table, arguments.trials, arguments.seconds, arguments.turn,
+                arguments.known, arguments.part, given)
 
 
 if __name__ == "__main__":

@@ -86,17 +86,37 @@ def test_tables_go_on_where_they_were_stopped_and_searches_are_replayed_on_them(
     pytest.importorskip("matplotlib")
     output, live = tmp_path / "quality", tmp_path / "live.json"
     work = str(search_tables.workload_of(SMALL[0]))
-    found = {work: {"best_us": 3.0, "trials": 32}}
-    live.write_text(json.dumps({"device": "it", "records": "none", "rows": [{"found": found}]}))
+    found = {work: {"best_us": 3.0, "trials": 32, "trials_us": [9.0, None, *[3.0] * 30]}}
+    reports = [{"device": name, "records": "none", "rows": [{"found": found, "seed": 1}]} for name in (H100.name, "it")]
+    live.write_text(json.dumps(reports[0]))
+    (elsewhere := tmp_path / "elsewhere.json").write_text(json.dumps(reports[1]))
     monkeypatch.setattr(sys, "argv", ["search_quality.py", "--table", str(path), "--seeds", "2", "--budget", "32",
-                                      "--live", str(live), "--output", str(output)])
+                                      "--live", str(live), str(elsewhere), "--output", str(output)])
     search_quality.main()
     report = json.loads(output.with_suffix(".json").read_text())
     assert list(report["configurations"].values()) == [48, 48] and output.with_suffix(".png").stat().st_size > 10_000
     at = {(r["workload"], r["search"], r["trials"]): r for r in report["rows"]}
-    assert len(at) == 2 * 3 * 3
-    assert [r["ratio"] for r in report["live"]] == [3.0 / report["best_us"][work]]
+    assert len(at) == 2 * 3 * 3 + 3
+    assert [r["ratio"] for r in report["live"]] == [3.0 / report["best_us"][work]]  # none of a device without a table
+    assert at[work, f"none, 32 trials, {H100.name}", 8]["median"] == 3.0 / report["best_us"][work]
+    assert all(report["budgets_behind_random"][w]["random"] == [0, 1] for w in report["configurations"])
     assert all(1 <= r["best"] <= r["median"] <= r["worst"] for r in at.values())
+
+
+def test_parts_of_a_table_are_the_table_and_its_fastest_are_measured_again(pretended: None, tmp_path: Path):
+    parts, again = [tmp_path / f"{part}.jsonl" for part in range(3)], tmp_path / "again.jsonl"
+    for part, path in enumerate(parts):
+        search_tables.measure(SMALL[:1], "cuda", path, 20, 60.0, 8, part=(part, 3))
+    trials = [trial for path in parts for trial in read(path).trials()]
+    found = {Candidate.of(t.schedule, t.config): t for t in trials}
+    assert list(found) != (wanted := search_tables.first(space_of(SMALL[0]), 20)) and set(found) == set(wanted)
+    assert len(trials) == 20 and sorted(t.index for t in trials) == list(range(20))
+    search_tables.measure(SMALL[:1], "cuda", tmp_path / "rest.jsonl", 24, 60.0, 8, known=parts)
+    assert len(list(read(tmp_path / "rest.jsonl").trials())) == 4
+    given = search_tables.fastest(parts[0], SMALL[:1], 3)
+    search_tables.measure(SMALL[:1], "cuda", again, 20, 60.0, 8, given=given)
+    fastest = sorted(read(parts[0]).trials(), key=lambda t: t.times.median if t.times else 1e9)[:3]
+    assert {str(t.config) for t in fastest} == {str(t.config) for t in read(again).trials()}
 
 
 def test_what_time_is_left_is_shared(pretended: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
