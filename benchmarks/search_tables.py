@@ -14,8 +14,8 @@ many processes as there are processors; what is slower than the best of its tabl
 `build` made (in the order of `run`, for an H100, on any machine with the same sources and CUDA compiler;
 `prebuilding.py` carries it), `run` takes from the cache (`ECORNN_CACHE`).
 
-`--part` K/N measures every N-th of what `--known` lacks, from the K-th on, for GPUs side by side that share the work;
-their logs together are the table. `--fastest` measures only so many of each table of `--of`, the fastest there: what
+`--part` K/N takes every N-th of what `--known` logs (of whatever GPU) lack, from the K-th on, for GPUs side by side that
+share the work; their logs together are the table. `--fastest` measures only so many of each table of `--of`, the fastest there: what
 the best of a table is worth on another GPU.
 """
 
@@ -130,20 +130,26 @@ def trials_of(path: Path) -> list[Trial]:
     return list(parse(data, path).trials())
 
 
+def lacking(work: Workload, wanted: Sequence[Candidate], known: Sequence[Trial],
+            part: tuple[int, int]) -> list[Candidate]:
+    """This part of what the known trials lack."""
+    have = {Candidate.of(t.schedule, t.config) for t in known if t.workload == work}
+    return [c for c in wanted if c not in have][part[0]::part[1]]
+
+
 class Table:
     """One workload's: what is missing, and the log that keeps what is measured."""
 
     def __init__(self, work: Workload, session: Session, path: Path, made: Sequence[Trial],
-                 wanted: Sequence[Candidate], part: tuple[int, int]) -> None:
+                 wanted: Sequence[Candidate], lacking: Sequence[Candidate]) -> None:
         self.task = make_task(get(work.cell), work, session.device)
         self.session, self.path = session, path
         self.revisions = {s.name: s.revision for s in candidates(session.device)}
         known = {Candidate.of(t.schedule, t.config): t for t in made
                  if (t.workload, t.device) == (work, session.device) and t.revision == self.revisions.get(t.schedule)}
         self.places = {c: place for place, c in enumerate(wanted)}
-        missing = [c for c in wanted if c not in known]
-        self.missing, self.done = missing[part[0]::part[1]], len(wanted) - len(missing)
-        self.wanted = self.done + len(self.missing)
+        self.missing = [c for c in lacking if c not in known]
+        self.done, self.wanted = len(lacking) - len(self.missing), len(lacking)
         self.best = min((t.times.median for t in known.values() if t.times), default=None)
         asked = Question(get(work.cell).name, work, session.device)
         self.evaluator = ProcessEvaluator(self.task, asked.cell, answers(session.pool, asked), session.pool,
@@ -184,7 +190,7 @@ def measure(texts: list[str], target: str, path: Path, trials: int, seconds: flo
     """Fills the tables until they have ``trials``, or what is ``given`` for each of ``texts``, or ``seconds`` have
     passed; see ``--known`` and ``--part``."""
     began, out_of_time, made = time.monotonic(), threading.Event(), 0
-    made_before = [trial for each in (path, *known) for trial in trials_of(each)]
+    made_before, elsewhere = trials_of(path), [trial for each in known for trial in trials_of(each)]
     timer = threading.Timer(seconds, out_of_time.set)
     timer.daemon = True
     timer.start()
@@ -217,10 +223,10 @@ def measure(texts: list[str], target: str, path: Path, trials: int, seconds: flo
             futures = [threads.submit(lane) for _ in range(lanes)]
             try:
                 every = given or chosen(session.pool, texts, session.device, trials)
-                for text, wanted in zip(texts, every, strict=True):
+                for work, wanted in zip(map(workload_of, texts), every, strict=True):
                     if out_of_time.is_set():
                         break
-                    table = Table(workload_of(text), session, path, made_before, wanted, part)
+                    table = Table(work, session, path, made_before, wanted, lacking(work, wanted, elsewhere, part))
                     stack.enter_context(table.evaluator)
                     left -= not table.missing
                     if table.missing:
@@ -238,12 +244,15 @@ def measure(texts: list[str], target: str, path: Path, trials: int, seconds: flo
     print(f"{made} trials in {taken:.0f} s, {made / taken:.1f} a second")
 
 
-def prebuild(texts: list[str], trials: int, seconds: float, turn: int, processes: int) -> None:
+def prebuild(texts: list[str], trials: int, seconds: float, turn: int, processes: int, known: Sequence[Path] = (),
+             part: tuple[int, int] = (0, 1)) -> None:
     """Fills the build cache for tables of an H100, in the order in which ``measure`` asks."""
     device, began = resolve(H100), time.monotonic()
+    elsewhere = [trial for each in known for trial in trials_of(each)]
     with builders(processes) as pool:
-        tables = [[request(get((work := workload_of(text)).cell).name, work, device, c) for c in wanted]
-                  for text, wanted in zip(texts, chosen(pool, texts, device, trials), strict=True)]
+        works = [workload_of(text) for text in texts]
+        tables = [[request(get(work.cell).name, work, device, c) for c in lacking(work, wanted, elsewhere, part)]
+                  for work, wanted in zip(works, chosen(pool, texts, device, trials), strict=True)]
         turns = [one for at in range(0, trials, turn) for table in tables for one in table[at:at + turn]]
         fill(pool, turns, seconds - (time.monotonic() - began))
 
@@ -290,7 +299,8 @@ def main() -> None:
     if arguments.action == "list":
         sizes(texts, resolve(H100 if arguments.target == "cuda" else "cpu"))
     elif arguments.action == "build":
-        prebuild(texts, arguments.trials, arguments.seconds, arguments.turn, arguments.processes)
+        prebuild(texts, arguments.trials, arguments.seconds, arguments.turn, arguments.processes, arguments.known,
+                 arguments.part)
     else:
         given = fastest(arguments.of, texts, arguments.fastest) if arguments.of else None
         measure(texts, arguments.target, arguments.table, arguments.trials, arguments.seconds, arguments.turn,

@@ -7,7 +7,7 @@
     copy states to the caller
 
 Work is divided into (unit tile, row tile) tasks, tile by tile, and each thread always takes the
-same part, so that its weights stay in its cache.
+same part, so that its weights stay in its cache; what is larger than the cache is gone through to and fro.
 """
 
 from __future__ import annotations
@@ -181,13 +181,16 @@ class Sequence:
         return Program({"worker": e.function("worker")}, tuple(self.buffers), (call,))
 
     @contextmanager
-    def tasks(self, name: str, total: Expr) -> Iterator[Any]:
-        """This thread's part of tasks 0 .. total - 1, a contiguous one."""
+    def tasks(self, name: str, total: Expr, back: Expr | None = None) -> Iterator[Any]:
+        """This thread's part of tasks 0 .. total - 1, a contiguous one; from its end to its begin where ``back``."""
         e = self.e
         begin = e.let(f"{name}_begin", e.div(total * self.thread, self.threads))
         end = e.let(f"{name}_end", e.div(total * (self.thread + e.index(1)), self.threads))
         with e.loop(name, end - begin) as offset:
-            yield e.let(f"{name}_task", begin + offset)
+            task = begin + offset
+            if back is not None:
+                task = e.tirx.Select(back, end - e.index(1) - offset, task)
+            yield e.let(f"{name}_task", task)
 
     def prelude(self) -> None:
         e, s = self.e, self.shape
@@ -257,7 +260,10 @@ class Sequence:
             self.prepare(stage, first, t, rows)
             e.call("ecornn_barrier")
         row_tiles = e.let("row_tiles", e.ceildiv(rows, tile.rows))
-        with self.tasks(stage.name, row_tiles * e.index(self.shape.units(tile))) as task:
+        # every other step from the last tile to the first: it begins with the weights that the step before has left
+        # in the caches, of which a part of more than a cache's size would else always be the one that has just left it
+        back = None if stage.name == "hoisted" else e.tirx.EQ(e.mod(t, 2), e.index(1))
+        with self.tasks(stage.name, row_tiles * e.index(self.shape.units(tile)), back) as task:
             units = e.let("tile", e.div(task, row_tiles))
             top = e.let("top", e.mod(task, row_tiles) * e.index(tile.rows))
             TileTask(self, stage, tile, first, t, rows, units, top).run()
