@@ -114,7 +114,7 @@ def know(records: str) -> None:
     def log(task: Any) -> Any:
         if records == "none":
             return Log()
-        from search_quality import others
+        from search_replays import others
 
         return others(task.workload)
 

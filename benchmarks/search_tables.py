@@ -14,9 +14,9 @@ many processes as there are processors; what is slower than the best of its tabl
 `build` made (in the order of `run`, for an H100, on any machine with the same sources and CUDA compiler;
 `prebuilding.py` carries it), `run` takes from the cache (`ECORNN_CACHE`).
 
-`--part` K/N takes every N-th of what `--known` logs (of whatever GPU) lack, from the K-th on, for GPUs side by side that
-share the work; their logs together are the table. `--fastest` measures only so many of each table of `--of`, the fastest there: what
-the best of a table is worth on another GPU.
+`--part` K/N takes every N-th of what `--known` logs (of whatever GPU) lack, from the K-th on, for GPUs side by side
+that share the work; their logs together are the table. `--fastest` measures only so many of each table of `--of`, the
+fastest there: what the best of a table is worth on another GPU.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import search_quality
 import search_rate
+import search_replays
 import search_tables
 
 from ecornn.device import Device
@@ -128,16 +129,16 @@ def test_what_time_is_left_is_shared(pretended: None, tmp_path: Path, monkeypatc
 
 
 def test_a_replay_is_the_tuner_on_the_table(monkeypatch: pytest.MonkeyPatch):
-    (table,) = search_quality.tables_of([ROOT / "benchmarks" / "results" / "search_quality_cpu.jsonl.xz"])
+    (table,) = search_replays.tables_of([ROOT / "benchmarks" / "results" / "search_quality_cpu.jsonl.xz"])
     assert len(table.times) == 384
     asked = []
-    real = search_quality.Looked.submit
-    monkeypatch.setattr(search_quality.Looked, "submit",
+    real = search_replays.Looked.submit
+    monkeypatch.setattr(search_replays.Looked, "submit",
                         lambda self, batch, bound: (asked.append(len(batch)), real(self, batch, bound)))
-    found = search_quality.replay(table, "model", 0, 64)
+    found = search_replays.replay(table, "model", 0, 64)
     assert len(found) == 64 and found == sorted(found, reverse=True) and found[-1] >= 1
-    assert sum(asked) == 64 and found == search_quality.replay(table, "model", 0, 64)
-    assert search_quality.replay(table, "random", 0, 384)[-1] == 1.0
+    assert sum(asked) == 64 and found == search_replays.replay(table, "model", 0, 64)
+    assert search_replays.replay(table, "random", 0, 384)[-1] == 1.0
 
 
 def test_how_many_trials_it_takes():
@@ -155,11 +156,11 @@ def test_tables_of_before_a_knob_are_of_what_was_done_then():
     path = ROOT / "benchmarks" / "results" / "search_quality_h100.jsonl.xz"
     old = {tuple(sorted(t.config)) for t in parse(lzma.decompress(path.read_bytes()), path).trials()
            if t.schedule == "persistent"}
-    tables = search_quality.tables_of([path])
+    tables = search_replays.tables_of([path])
     assert len(tables) == 12 and {t.schedule for t in tables[0].trials} == {
         "persistent", "persistent_wide", "layout_transform", "fused_step"}
     for table in tables:
-        space = search_quality.TableSpace(*search_tables.task_of(table.work, table.device), table.times)
+        space = search_replays.TableSpace(*search_tables.task_of(table.work, table.device), table.times)
         for candidate in table.times:
             assert ConfigSpace.fits(space, candidate)
             assert candidate.schedule != "persistent" or tuple(k for k, _ in candidate.knobs) not in old
@@ -169,13 +170,13 @@ def test_tables_of_before_a_knob_are_of_what_was_done_then():
 
 def test_no_record_of_the_workload_itself_warms_a_replay():
     work = search_tables.workload_of("lstm:512:16:100:bfloat16")
-    left = {t.workload for t in search_quality.others(work).trials()}
+    left = {t.workload for t in search_replays.others(work).trials()}
     batches = {w.batch for w in left if (w.cell, w.hidden, w.input, w.dtype) == ("lstm", 512, 512, "bfloat16")}
     assert 16 not in batches and batches & {1, 4, 8, 32, 64}
 
 
 def test_drawing_from_a_table_reaches_all_of_it():
-    class Tiny(search_quality.TableSpace):
+    class Tiny(search_replays.TableSpace):
         pass
 
     task: Task = search_tables.task_of(search_tables.workload_of(SMALL[0]), H100)[0]

@@ -169,7 +169,7 @@ def test_some_of_what_is_drawn_before_the_model_is_near_a_default():
     asked = Search(space, CostModel(), 0).ask(23)
     assert asked[:3] == space.defaults() and len(set(asked)) == 23
     close = [c for c in asked[3:] if changed(c) <= 3]
-    assert 5 <= len(close) < 11 and {c.schedule for c in close[:5]} == {"fake", "second"}
+    assert 10 <= len(close) < 16 and {c.schedule for c in close[:10]} == {"fake", "second"}
     assert all(space.fits(c) for c in asked)
     late = Search(space, CostModel(), 0)
     late.proposed |= set(space.sample(random.Random(1), 24))
