@@ -123,9 +123,7 @@ def fastest(path: Path, texts: Sequence[str], count: int) -> list[list[Candidate
 
 
 def trials_of(path: Path) -> list[Trial]:
-    """Of a log, compressed or not; none where there is no such file."""
-    if not path.exists():
-        return []
+    """Of a log, compressed or not."""
     data = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
     return list(parse(data, path).trials())
 
@@ -190,7 +188,8 @@ def measure(texts: list[str], target: str, path: Path, trials: int, seconds: flo
     """Fills the tables until they have ``trials``, or what is ``given`` for each of ``texts``, or ``seconds`` have
     passed; see ``--known`` and ``--part``."""
     began, out_of_time, made = time.monotonic(), threading.Event(), 0
-    made_before, elsewhere = trials_of(path), [trial for each in known for trial in trials_of(each)]
+    made_before = trials_of(path) if path.exists() else []
+    elsewhere = [trial for each in known for trial in trials_of(each)]
     timer = threading.Timer(seconds, out_of_time.set)
     timer.daemon = True
     timer.start()

@@ -260,8 +260,8 @@ class Sequence:
             self.prepare(stage, first, t, rows)
             e.call("ecornn_barrier")
         row_tiles = e.let("row_tiles", e.ceildiv(rows, tile.rows))
-        # every other step from the last tile to the first: it begins with the weights that the step before has left
-        # in the caches, of which a part of more than a cache's size would else always be the one that has just left it
+        # Every other step goes from the last tile to the first, so that it begins with the weights that the step before
+        # has left in the caches. In one direction, weights of more than a cache push out just what is needed next.
         back = None if stage.name == "hoisted" else e.tirx.EQ(e.mod(t, 2), e.index(1))
         with self.tasks(stage.name, row_tiles * e.index(self.shape.units(tile)), back) as task:
             units = e.let("tile", e.div(task, row_tiles))
