@@ -11,8 +11,8 @@ Of each workload the defaults and then configurations drawn uniformly from all t
 same command goes on where it was stopped, and a larger `--trials` makes the tables larger. Workloads take turns of
 `--turn` trials: a run that ends early leaves tables of the same size. Builds go on while others are measured, by as
 many processes as there are processors; what is slower than the best of its table by a factor is timed once. What
-`build` made (in the order of `run`, for an H100, on any machine with the same sources and CUDA compiler;
-`prebuilding.py` carries it), `run` takes from the cache (`ECORNN_CACHE`).
+`build` made (in the order of `run`, for the GPU of `--known` or else an H100, on any machine with the same sources and
+CUDA compiler; `prebuilding.py` carries it), `run` takes from the cache (`ECORNN_CACHE`).
 
 `--part` K/N takes every N-th of what `--known` logs (of whatever GPU) lack, from the K-th on, for GPUs side by side
 that share the work; their logs together are the table. `--fastest` measures only so many of each table of `--of`, the
@@ -245,9 +245,10 @@ def measure(texts: list[str], target: str, path: Path, trials: int, seconds: flo
 
 def prebuild(texts: list[str], trials: int, seconds: float, turn: int, processes: int, known: Sequence[Path] = (),
              part: tuple[int, int] = (0, 1)) -> None:
-    """Fills the build cache for tables of an H100, in the order in which ``measure`` asks."""
-    device, began = resolve(H100), time.monotonic()
+    """Fills the build cache for tables of the GPU of ``known`` or of an H100, in the order in which ``measure`` asks."""
+    began = time.monotonic()
     elsewhere = [trial for each in known for trial in trials_of(each)]
+    device = elsewhere[0].device if elsewhere else resolve(H100)
     with builders(processes) as pool:
         works = [workload_of(text) for text in texts]
         tables = [[request(get(work.cell).name, work, device, c) for c in lacking(work, wanted, elsewhere, part)]
