@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.hoisted import Hoisted
-from ecornn.schedules.pointwise import emit, invariants, opening
+from ecornn.schedules.pointwise import emit, invariants, urgent
 from ecornn.schedules.timeline import Timeline
 
 
@@ -30,6 +31,18 @@ class Share:
         return -(-self.units * self.rows // self.threads)
 
 
+@dataclass
+class Ended:
+    """A step of an item after its last exchange: the values that are known, whether its row took part and whether a
+    sequence starts after it (None: always, never), and states by name, after it and before the next step."""
+
+    env: dict[Any, Any]
+    live: Any
+    fresh: Any = None
+    new: dict[str, Any] = field(default_factory=dict)
+    carried: dict[str, Any] = field(default_factory=dict)
+
+
 class Items(ABC):
     """Emits the code of threads that own (unit, batch row) pairs for the whole sequence.
 
@@ -48,6 +61,8 @@ class Items(ABC):
         self.group, self.thread, self.steps, self.batch = group, thread, steps, batch
         self.first, self.count, self.hoisted, graph = first, count, hoisted, task.graph
         self.timeline = Timeline(T, task.place, arguments, steps, batch)
+        self.state_index = {name: s for s, name in enumerate(graph.states)}
+        self.opening, self.first_states, self.first_assigns, self.late_assigns = urgent(graph)
         self._locate(thread)
 
         def local(*shape: int) -> Any:
@@ -197,35 +212,54 @@ class Items(ABC):
         env |= {v: self.states[i, s] for s, v in enumerate(graph.states.values())}
         return emit(graph.prologue, env, self.math)
 
-    def _finish(self, i: int, env: dict[Any, Any], t: Any) -> tuple[list[Any], list[Any], Any]:
-        """States after step t and before the next one, and whether the row took part; what the next
-        step's products need goes out at once."""
+    def _finish(self, i: int, env: dict[Any, Any], t: Any) -> Ended:
+        """From ``first_assigns`` to what the next step's products need, which goes out at once; :meth:`_store` does the
+        rest, that nobody waits for."""
         T, graph, timeline = self.T, self.graph, self.timeline
-        live = timeline.live(t, self._limit(i))
-        new = [timeline.masked(live, T.Bind(env[graph.results[s]]), self.states[i, k])
-               for k, s in enumerate(graph.states)]
-        fresh = None if self.fresh is None else T.Bind(self.fresh[i] != 0)  # of step t + 1, as ``ahead`` is
-        carried = timeline.started(fresh, new)
+        ended = Ended(env, timeline.live(t, self._limit(i)))
+        ended.new = self._new(i, ended, self.first_states)
         if self.numbers is not None:
-            fresh = T.Bind(self.numbers[i, 1] != self.numbers[i, 0])
-            carried = [timeline.masked(fresh, self.given[i, s], value) for s, value in enumerate(new)]
-            live = T.Bind(self.numbers[i, 0] >= 0)
-        following = {v: n for v, n in zip(graph.states.values(), carried, strict=True)}
+            ended.fresh = T.Bind(self.numbers[i, 1] != self.numbers[i, 0])
+        elif self.fresh is not None:
+            ended.fresh = T.Bind(self.fresh[i] != 0)  # of step t + 1, as ``ahead`` is
+        ended.carried = self._carried(i, ended, self.first_states)
+        if self.numbers is not None:
+            ended.live = T.Bind(self.numbers[i, 0] >= 0)
+        following = {graph.states[name]: value for name, value in ended.carried.items()}
         following |= {v: self.constants[i, k] for k, v in enumerate(graph.invariant_outputs)}
-        self._announce(i, 0, t + 1, emit(opening(graph), following, self.math))
-        return new, carried, live
+        self._announce(i, 0, t + 1, emit(self.opening, following, self.math))
+        return ended
+
+    def _new(self, i: int, ended: Ended, names: Sequence[str]) -> dict[str, Any]:
+        """Those states after a step; of a row that took no part, as they were."""
+        T, live = self.T, None if self.numbers is not None else ended.live
+        return {name: self.timeline.masked(live, T.Bind(ended.env[self.graph.results[name]]),
+                                           self.states[i, self.state_index[name]]) for name in names}
+
+    def _carried(self, i: int, ended: Ended, names: Sequence[str]) -> dict[str, Any]:
+        """Those states before the next step, in which a sequence may start."""
+        if self.numbers is not None:
+            return {name: self.timeline.masked(ended.fresh, self.given[i, self.state_index[name]], ended.new[name])
+                    for name in names}
+        values = self.timeline.started(ended.fresh, [ended.new[name] for name in names])
+        return dict(zip(names, values, strict=True))
 
     @abstractmethod
     def _announce(self, i: int, p: int, step: Any, env: dict[Any, Any]) -> None:
         """Hands item i's operands of phase p in ``step`` to the blocks that multiply."""
 
-    def _store(self, i: int, t: Any, new: list[Any], carried: list[Any], live: Any) -> None:
+    def _store(self, i: int, t: Any, ended: Ended) -> None:
+        """What else step t makes, and y and states to memory."""
         T, graph, w, place = self.T, self.graph, self.task.workload, self.task.place
         H, dtype = w.hidden, w.dtype
-        for s in range(len(new)):
-            T.buffer_store(self.states, carried[s], [i, s])
+        late = [name for name in graph.states if name not in ended.new]
+        ended.env = emit(self.late_assigns, ended.env, self.math)
+        ended.new |= self._new(i, ended, late)
+        ended.carried |= self._carried(i, ended, late)
+        for name, s in self.state_index.items():
+            T.buffer_store(self.states, ended.carried[name], [i, s])
         with T.If(self.valid[i]), T.Then():
-            output = self.timeline.masked(live, new[list(graph.states).index(graph.output)], T.float32(0))
+            output = self.timeline.masked(ended.live, ended.new[graph.output], T.float32(0))
             step = self.timeline.at(t)
             at = T.cast(step * self.batch + self.row[i], "int64") * place.y_width(H) + self.unit[i]
             at = at + place.y_offset(H) if place.y_offset(H) else at
@@ -233,10 +267,11 @@ class Items(ABC):
             ends, number = t == self.steps - 1, self.row[i]
             if self.numbers is not None:
                 number = T.cast(self.numbers[i, 0], "int64")
-                ends = T.And(live, self.numbers[i, 1] != self.numbers[i, 0])
+                ends = T.And(ended.live, self.numbers[i, 1] != self.numbers[i, 0])
             with T.If(ends), T.Then():
-                for s, name in enumerate(graph.states):
-                    T.buffer_store(self.arguments[f"{name}_out"], T.cast(new[s], dtype), [number * H + self.unit[i]])
+                for name in graph.states:
+                    T.buffer_store(self.arguments[f"{name}_out"], T.cast(ended.new[name], dtype),
+                                   [number * H + self.unit[i]])
 
     def _neighbour(self, value: Any) -> Any:
         """The value of the neighbouring thread."""

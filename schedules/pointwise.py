@@ -7,10 +7,10 @@ from typing import Any
 
 from ecornn.analysis import Assign, StepGraph
 from ecornn.analysis.graph import variables
-from ecornn.analysis.scalar import transform
+from ecornn.analysis.scalar import children, transform
 
 MATH = ("exact", "fast", "approx")
-MATH_TRADES = ("expf and tanhf to 2 ulp, or ex2 and rcp of the special function unit (error 2e-7), or "
+MATH_TRADES = ("expf and tanhf to 2 ulp, or ex2, lg2 and rcp of the special function unit (error 2e-7), or "
                "tanh.approx (error 5e-4): accuracy for the latency of the gates")
 
 # approx would be most of the error that float16 may have
@@ -31,6 +31,27 @@ __device__ __forceinline__ float ecornn_tanh_fast(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * 2.8853900817779268f));
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.0f + e));
   return fmaf(-2.0f, r, 1.0f);
+}"""),
+    # x log2(e) is rounded: relative error 1e-7 and 6e-8 |x| more
+    "tirx.exp": ("ecornn_exp_fast", """
+__device__ __forceinline__ float ecornn_exp_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
+  return y;
+}"""),
+    # absolute error 2e-7 where x is between 1/2 and 2, relative error 2e-7 elsewhere
+    "tirx.log": ("ecornn_log_fast", """
+__device__ __forceinline__ float ecornn_log_fast(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y * 0.6931471805599453f;
+}"""),
+    # to 2 ulp; zero where y is above 2^126
+    "Div": ("ecornn_divide_fast", """
+__device__ __forceinline__ float ecornn_divide_fast(float x, float y) {
+  float q;
+  asm("div.approx.ftz.f32 %0, %1, %2;" : "=f"(q) : "f"(x), "f"(y));
+  return q;
 }"""),
 }
 _APPROX = {
@@ -57,7 +78,7 @@ __device__ __forceinline__ float ecornn_rsqrt(float x) {
 }"""),
 }
 _TABLES: dict[str, dict[str, tuple[str, str]]] = {
-    "exact": _EXACT, "fast": _EXACT | _FAST, "approx": _EXACT | _APPROX}
+    "exact": _EXACT, "fast": _EXACT | _FAST, "approx": _EXACT | _FAST | _APPROX}
 
 
 def emit(assigns: Iterable[Assign], env: dict[Any, Any], math: str = "exact") -> dict[Any, Any]:
@@ -80,10 +101,12 @@ def _value(value: Any, env: dict[Any, Any], table: dict[str, tuple[str, str]]) -
     def visit(e: Any) -> Any:
         if type(e).__name__ == "Var":
             return env[e]
-        if type(e).__name__ == "Call" and getattr(e.op, "name", "") in table:
-            name, source = table[e.op.name]
-            inner = T.Bind(transform(e.args[0], visit))
-            return T.cuda.func_call(name, inner, source_code=source, return_type="float32")
+        kind = type(e).__name__
+        operation = getattr(e.op, "name", "") if kind == "Call" else kind
+        if operation in table:
+            name, source = table[operation]
+            inner = [T.Bind(transform(part, visit)) for part in children(e)]
+            return T.cuda.func_call(name, *inner, source_code=source, return_type="float32")
         return None
 
     return transform(value, visit)
@@ -103,6 +126,30 @@ def opening(graph: StepGraph) -> tuple[Assign, ...]:
         else:
             unknown.add(a.var)
     return tuple(found)
+
+
+def urgent(graph: StepGraph) -> tuple[tuple[Assign, ...], tuple[str, ...], tuple[Assign, ...], tuple[Assign, ...]]:
+    """What the operands of the next step's first product take: of :func:`opening`, the states, and the assignments
+    after this step's last exchange; then those that can wait until the operands are on their way."""
+    wanted = set(graph.products[0].operands)
+    start = _needed(opening(graph), wanted)
+    last = graph.phases[-1].assigns
+    wanted = {graph.results[name] for name, var in graph.states.items() if var in wanted}
+    first = _needed(last, wanted)
+    soon = {a.var for a in first}
+    late = tuple(a for a in last if a.var not in soon)
+    later = {a.var for a in late}
+    return start, tuple(n for n, var in graph.results.items() if var not in later), first, late
+
+
+def _needed(assigns: tuple[Assign, ...], wanted: set[Any]) -> tuple[Assign, ...]:
+    """Those that ``wanted`` depends on, which is extended by what they read."""
+    found = []
+    for a in reversed(assigns):
+        if a.var in wanted:
+            found.append(a)
+            wanted.update(variables(a.value))
+    return tuple(reversed(found))
 
 
 def late_operand(graph: StepGraph) -> str | None:

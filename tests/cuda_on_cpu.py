@@ -138,7 +138,9 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
     if name == "st.global.b32":
         return f"*(unsigned*){ins[0]} = {ins[1]}"
     simple = {"ex2.approx.ftz.f32": f"{outs and outs[0]} = exp2f({ins and ins[0]})",
+              "lg2.approx.ftz.f32": f"{outs and outs[0]} = log2f({ins and ins[0]})",
               "rcp.approx.ftz.f32": f"{outs and outs[0]} = 1.0f / ({ins and ins[0]})",
+              "div.approx.ftz.f32": f"{outs and outs[0]} = ({ins and ins[0]}) / ({ins and ins[-1]})",
               "rsqrt.approx.f32": f"{outs and outs[0]} = 1.0f / sqrtf({ins and ins[0]})",
               "tanh.approx.f32": f"{outs and outs[0]} = tanhf({ins and ins[0]})"}
     if name in simple:

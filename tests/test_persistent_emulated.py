@@ -35,6 +35,7 @@ CASES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
     ("rnn_relu", (1, 1, 1, 1), "float16", {"units": 8, "warps": 1}),
     ("gated", (4, 3, 24, 40), "float16", {"units": 8}),
     ("pair", (4, 3, 24, 40), "bfloat16", {"units": 8}),  # products of two operands
+    ("slstm", (5, 3, 24, 40), "float16", {"math": "fast"}),  # states that nobody waits for; exp, log and quotients
     ("rnn_tanh", (30, 17, 8, 24), "float16", {"units": 8, "warps": 1, "ahead": 0}),
     ("lstm", (5, 9, 31, 40), "tf32", {"registers": 50}),
     ("gru_reset_before", (5, 4, 8, 24), "tf32", {"ahead": 0, "units": 8}),
@@ -65,6 +66,7 @@ PLACES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Place]] 
     ("lstm", (6, 23, 31, 33), "bfloat16", {"groups": 2}, Place(True, 2, True, True)),  # several items a thread
     ("lstm", (6, 23, 31, 33), "float16", {"groups": 2, "units": 24}, Place(False, 1, True, True)),
     ("pair", (6, 5, 24, 40), "bfloat16", {"units": 8}, Place(True, 2, True, True)),  # products of two operands
+    ("slstm", (7, 5, 24, 40), "bfloat16", {"math": "approx"}, Place(True, 1, True, True)),
     # the projection beside the recurrence
     ("lstm", (9, 3, 24, 40), "bfloat16", {"ahead": 0}, Place(directions=2)),
     ("lstm", (40, 7, 24, 40), "float16", {"ahead": 50}, Place(False, 2, True, True)),
@@ -77,6 +79,7 @@ PLACES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Place]] 
     ("gru", (12, 9, 17, 40), "bfloat16", {"units": 24}, Place(True, sequences=True)),
     ("lstm", (9, 23, 31, 33), "float16", {"groups": 2}, Place(True, 2, sequences=True)),  # several items a thread
     ("gru_reset_before", (40, 7, 9, 20), "float32", {"units": 8, "fences": "rare"}, Place(False, 2, sequences=True)),
+    ("slstm", (9, 5, 24, 40), "float16", {"math": "fast"}, Place(sequences=True)),
     ("pair", (12, 5, 24, 40), "bfloat16", {"units": 8}, Place(sequences=True)),
     ("lstm", (40, 7, 24, 40), "float16", {"ahead": 50}, Place(sequences=True)),
 ]

@@ -36,6 +36,7 @@ CASES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
     ("rnn_tanh", (6, 33, 5, 300), "bfloat16", {"units": 56, "registers": 50}),  # one more than a tile in B
     ("rnn_tanh", (6, 15, 5, 500), "float16", {"units": 128, "registers": 50}),  # two tiles, four chunks
     ("echo", (4, 3, 0, 150), "bfloat16", {"units": 48, "registers": 0}),  # no hoisted product
+    ("slstm", (5, 9, 7, 130), "float16", {"units": 26}),  # states that nobody waits for
 ]
 
 

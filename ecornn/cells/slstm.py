@@ -12,6 +12,9 @@ class SLSTM(Optioned):
     i, f, z, o = W x + b + R h; m' = max(i, logsigmoid(f) + m), or i where n = 0;
     p = exp(i - m'), q = exp(logsigmoid(f) + m - m'); c' = q c + p tanh(z); n' = q n + p; h' = sigmoid(o) c' / n'.
     Gates in the order i, f, z, o. Heads are blocks on R's diagonal: the other values are passed as zeros.
+
+    h', which the next step waits for, is computed from r = p / q = exp(i - m) (1 + exp(-f)), without m':
+    h' = sigmoid(o) (c + r tanh(z)) / (n + r).
     """
 
     name = "slstm"
@@ -36,5 +39,14 @@ class SLSTM(Optioned):
         q = pointwise(lambda b, j: te.exp(decayed[b, j] - top[b, j]), h, "q")
         cell = pointwise(lambda b, j: q[b, j] * c[b, j] + p[b, j] * te.tanh(gate[b, 2, j]), h, "cell")
         norm = pointwise(lambda b, j: q[b, j] * n[b, j] + p[b, j], h, "norm")
-        new = pointwise(lambda b, j: te.sigmoid(gate[b, 3, j]) * cell[b, j] / norm[b, j], h, "state")
+        least, most = (tirx.const(bound, "float32") for bound in (-60.0, 60.0))  # beyond, c and n or r do not matter
+
+        def bounded(exponent, b, j):
+            floor = tirx.Select(n[b, j] == zero, tirx.max(exponent, least), exponent)  # r must not be 0 where n is
+            return te.exp(tirx.min(floor, most))
+
+        ratio = pointwise(lambda b, j: bounded(gate[b, 0, j] - m[b, j], b, j)
+                          + bounded(gate[b, 0, j] - m[b, j] - gate[b, 1, j], b, j), h, "ratio")
+        new = pointwise(lambda b, j: te.sigmoid(gate[b, 3, j]) * (c[b, j] + ratio[b, j] * te.tanh(gate[b, 2, j]))
+                        / (n[b, j] + ratio[b, j]), h, "state")
         return [new, cell, norm, top]

@@ -6,7 +6,7 @@ from typing import Any
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.hoisted import Hoisted
-from ecornn.schedules.items import Items, Share
+from ecornn.schedules.items import Ended, Items, Share
 from ecornn.schedules.persistent.beside import Beside
 from ecornn.schedules.persistent.cluster import Cluster
 from ecornn.schedules.persistent.exchange import Ring, word_of
@@ -70,7 +70,7 @@ class Gates(Items):
                 T.evaluate(T.ptx["bar.sync"](T.cast(side + FULL, "uint32"), T.uint32(plan.threads)))
                 sums, p = [sums[i] | self._sums(i, p, side) for i in range(plan.items)], p + 1
             for i in range(plan.items):
-                envs[i] = emit(phase.assigns, envs[i] | sums[i], self.math)
+                envs[i] = emit(phase.assigns if following else self.first_assigns, envs[i] | sums[i], self.math)
                 if following is not None and following.rows:
                     self._announce(i, p, t, envs[i])
             ended = [] if following is not None else [self._finish(i, envs[i], t) for i in range(plan.items)]
@@ -86,7 +86,7 @@ class Gates(Items):
         T, hidden = self.T, self.plan.hidden
         return [T.Bind(T.And(own, unit < hidden)) for own, unit in zip(self.owner, self.unit, strict=True)]
 
-    def _after(self, t: Any, ended: list[tuple[list[Any], list[Any], Any]]) -> None:
+    def _after(self, t: Any, ended: list[Ended]) -> None:
         """What nobody waits for.
 
         The release of exchange.py comes first, before the next write. It waits for what came before
@@ -101,7 +101,7 @@ class Gates(Items):
             self.carrier.acquired(t)
         self.carrier.ended(t)
         for i in range(self.plan.items):
-            self._store(i, t, *ended[i])
+            self._store(i, t, ended[i])
         self._advance()
         self._fetch(T.Bind(t + 2))
 

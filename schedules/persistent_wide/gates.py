@@ -6,7 +6,7 @@ from typing import Any
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.hoisted import Hoisted
-from ecornn.schedules.items import Items
+from ecornn.schedules.items import Ended, Items
 from ecornn.schedules.persistent.exchange import pack
 from ecornn.schedules.persistent_wide.copies import Memory
 from ecornn.schedules.persistent_wide.exchange import counter_of, slot_base, word_of
@@ -74,15 +74,15 @@ class Gates(Items):
 
     def step(self, t: Any) -> None:
         """From partial sums, stored by all, to the state of step t + 1; then what nobody waits for."""
-        T, (phase,) = self.T, self.graph.phases
+        T = self.T
         if self.parcels is not None:
             self._prepare_addresses(t)  # while sums travel
             self.parcels.poll(t)
         self._barrier(SUMS)
-        ended: list[Any] = []
+        ended: list[Ended] = []
         self.announced: list[Any] = []
         for i in range(self.items):
-            env = emit(phase.assigns, self._before(i) | self._products(i), self.math)
+            env = emit(self.first_assigns, self._before(i) | self._products(i), self.math)
             ended.append(self._finish(i, env, t))
         self._exchange()
         T.evaluate(T.ptx["fence.proxy.async.global"]())
@@ -90,7 +90,7 @@ class Gates(Items):
         self._publish()
         self._barrier(PUBLISHED)  # what follows would make the release wait longer
         for i in range(self.items):
-            self._store(i, t, *ended[i])
+            self._store(i, t, ended[i])
         self._load_inputs(T.Bind(t + 1), self.inputs)  # used a step later
         self._start_at(T.Bind(t + 2))
 
