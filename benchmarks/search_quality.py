@@ -13,10 +13,11 @@ end.
     model    the tuner, from nothing
     warmed   the tuner, whose model has seen the shipped records of other workloads, as in `ecornn tune`
 
-All begin with the schedules' defaults. `--live` are reports of `search_rate.py`, of searches that may propose anything:
-`--records none` is from nothing, `others` is warmed; they are set against the best of the table as their own GPU
-measured it, which `--again` tells of another GPU (`search_tables.py run --fastest`). The tuner is the real one, with as
-many candidates under way at a time as on a machine with 16 processors; what a replayed search may find outside the
+All begin with the schedules' defaults. `--live` are reports of `search_rate.py`, of searches that may propose
+anything: `--records none` is from nothing, `others` is warmed; they are set against the best of the table as their own
+GPU measured it, which the `--again` in the same place, and what that lacks those before it, tell of another GPU than
+the table's (`search_tables.py run --fastest`; two GPUs of one name may differ by 7%). The tuner is the real one, with
+as many candidates under way at a time as on a machine with 16 processors; what a replayed search may find outside the
 table does not count, so a table should be much larger than the budget.
 """
 
@@ -109,10 +110,11 @@ class Live:
                 "near": finite(needed(self.found["trials_us"], NEAR * self.best))}
 
 
-def lives(paths: Sequence[Path], tables: Sequence[Table]) -> list[Live]:
-    """The searches of reports, of layers and on devices that the tables have."""
-    best, found = {(str(table.work), table.device.name): table.best for table in tables}, []
-    for path in paths:
+def lives(paths: Sequence[Path], tables: Sequence[Table], again: Sequence[Sequence[Table]] = ()) -> list[Live]:
+    """The searches of reports, of layers and on devices that the tables have, or ``again`` up to a report's place."""
+    found = []
+    for number, path in enumerate(paths):
+        best = {(str(t.work), t.device.name): t.best for t in itertools.chain(tables, *again[:number + 1])}
         report = json.loads(path.read_text())
         for row in report["rows"]:
             for work, one in row["found"].items():
@@ -194,8 +196,10 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--output", type=Path, required=True, help="without its suffix")
     arguments = parser.parse_args()
+    if len(arguments.again) not in (0, len(arguments.live)):
+        parser.error("--again: as many files as --live, or none")
     tables, data, rows = tables_of(arguments.table), {}, []
-    live = lives(arguments.live, [*tables, *tables_of(arguments.again)])
+    live = lives(arguments.live, tables, [tables_of([path]) for path in arguments.again])
     with ProcessPoolExecutor(arguments.processes) as pool:
         for table in tables:
             work = str(table.work)

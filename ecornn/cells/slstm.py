@@ -19,6 +19,7 @@ class SLSTM(Optioned):
 
     name = "slstm"
     states = ("h", "c", "n", "m")
+    nonnegative = ("n",)
 
     def parameters(self, input, hidden):
         return {"weight_ih": (4, hidden, input), "weight_hh": (4, hidden, hidden), "bias_ih": (4, hidden)}

@@ -55,6 +55,8 @@ def write(path: Path, cell: Cell, task: Task, seed: int) -> None:
     bound, kind = 1.0 / np.sqrt(work.hidden), work.dtype if work.weights in (None, "int8") else work.weights
     x = rounded(rng.uniform(-1, 1, (STEPS, work.batch, work.input)), work.dtype)
     states = [rounded(rng.uniform(-1, 1, (work.batch, work.hidden)), work.dtype) for _ in cell.states]
+    states = [abs(state) if name in cell.nonnegative else state
+              for name, state in zip(cell.states, states, strict=True)]
     shaped, flat = {}, {}
     for name, shape in cell.parameters(work.input, work.hidden).items():
         shaped[name] = rounded(rng.uniform(-bound, bound, shape), kind)
