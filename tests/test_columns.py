@@ -143,6 +143,42 @@ def test_packed_sequences_of_pytorch(with_state: bool):
             assert relative_error(one[place], other[0]) <= 1e-6
 
 
+def test_padding_by_one_gather():
+    """As PyTorch pads and packs; what it needs on the device is made with the first call."""
+    torch = pytest.importorskip("torch")
+    from ecornn.torch import packed
+
+    rows = [torch.randn(n, I) for n in LENGTHS]
+    given = torch.nn.utils.rnn.pack_sequence(rows, enforce_sorted=False)
+    wanted, lengths = torch.nn.utils.rnn.pad_packed_sequence(
+        torch.nn.utils.rnn.PackedSequence(given.data, given.batch_sizes))
+    layout, seen = packed.padded(given.batch_sizes.numpy().tobytes()), []
+
+    def call(x: Any, masks: Any) -> list[Any]:
+        assert torch.equal(masks["lengths"], lengths) and x.shape == wanted.shape
+        inside = torch.arange(len(x))[:, None] < lengths
+        assert torch.equal(x[inside], wanted[inside])
+        seen.append(masks["lengths"].data_ptr())
+        return [2 * x, x]
+
+    for _ in range(2):
+        y, x = layout.call(given.data, call)
+        assert torch.equal(y, 2 * given.data) and x.shape == wanted.shape
+    assert seen[0] == seen[1] and packed.padded(given.batch_sizes.clone().numpy().tobytes()) is layout
+
+
+def test_a_table_is_copied_once(monkeypatch: Any):
+    torch = pytest.importorskip("torch")
+    from ecornn.runtime.torch_arrays import TorchArrays
+
+    layer = ecornn.load(sample.build(sample.with_sequences())).bind(WEIGHTS, threads=1)
+    columns, made, rows = Columns.of(LENGTHS, 2), [], TorchArrays.rows
+    monkeypatch.setattr(TorchArrays, "rows", lambda self, *a: made.append(1) or rows(self, *a))
+    x = torch.randn(*columns.table.shape, I)
+    first, second = (layer(x, sequences=columns)[0] for _ in range(2))
+    assert torch.equal(first, second) and len(made) == 1
+
+
 @pytest.mark.parametrize(("lengths", "width"), [
     ([50] * 32, None), ([100, *range(1, 32)], 16), (list(range(1, 33)), 16), ([9] * 8, None), ([9, *[1] * 15], None),
     ([90] * 20 + [10] * 44, 32), ([90] * 40 + [10] * 24, None)],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heapreplace
 from typing import Any
 
@@ -30,6 +30,7 @@ class Columns:
     table: Ints
     start: Ints
     column: Ints
+    copies: dict[Any, Any] = field(default_factory=dict, repr=False)  # of the table, by device: a call's, for the next
 
     @property
     def count(self) -> int:

@@ -60,7 +60,7 @@ def place_sequences(value: Any, steps: int, batch: int, arrays: Arrays, like: An
     columns = value if isinstance(value, Columns) else Columns.given(value.cpu() if hasattr(value, "cpu") else value)
     if columns.table.shape != (steps, batch):
         raise ShapeError("sequences.shape", columns.table.shape, f"{(steps, batch)}: (T, B)")
-    return arrays.rows(columns.table, "int32", like, library), columns.count
+    return arrays.kept(columns.copies, columns.table, "int32", like, library), columns.count
 
 
 def _facts(name: str, value: Any, like: Any) -> tuple[Any, tuple[int, ...], str]:
