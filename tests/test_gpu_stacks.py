@@ -91,9 +91,11 @@ def test_sequences_in_columns(schedule: str, cell: str, dtype: str, stack: Stack
                            layers=stack.layers, bidirectional=stack.bidirectional, reverse=stack.reverse,
                            sequences=True).bind(weights)
     rng = np.random.default_rng(1)
-    for width in (B, 3):
+    assert layer.together > 1
+    for width, together in ((B, 1), (B, layer.together), (3, layer.together)):
         lengths = rng.integers(1, T + 1, S)
-        columns = ecornn.Columns.of(lengths, width)
+        columns = ecornn.Columns.of(lengths, width, together)
+        assert (columns.wrapped.size > 0) == (together > 1)
         rows = torch.randn(T, S, I, device="cuda").to(kind)
         x = rows[columns.inside, columns.table]
         x[torch.from_numpy(columns.table).cuda() < 0] = float("nan")
@@ -111,7 +113,7 @@ def test_sequences_in_columns(schedule: str, cell: str, dtype: str, stack: Stack
             assert not y[columns.table < 0].any()
             found = np.zeros_like(expected)
             for s, n in enumerate(lengths):
-                found[:n, s] = y[columns.start[s]:columns.start[s] + n, columns.column[s]]
+                found[:n, s] = y.reshape(-1, y.shape[2])[columns.of_sequence(s)]
             limit = LIMITS[dtype] * (1 if dtype == "float32" else stack.layers)
             assert relative(found, expected) <= limit
             for one, other in zip(after, last, strict=True):

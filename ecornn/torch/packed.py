@@ -78,13 +78,13 @@ def padded(batch_sizes: bytes) -> Layout:
 
 
 @lru_cache(maxsize=16)
-def laid(batch_sizes: bytes, width: int) -> Layout:
-    """The sequences of int64 ``batch_sizes`` in ``width`` columns."""
+def laid(batch_sizes: bytes, width: int, together: int) -> Layout:
+    """The sequences of int64 ``batch_sizes`` in ``width`` columns, of which ``together`` neighbours may share one."""
     sizes, lengths = sizes_of(batch_sizes)
-    columns = Columns.of(lengths, width)
-    shape, first = columns.table.shape, np.arange(len(sizes), dtype=np.int32)
-    places = (first[:, None] + columns.start) * shape[1] + columns.column
-    return Layout(shape, _index(shape, places[np.arange(columns.count) < sizes[:, None]]), columns)
+    columns = Columns.of(lengths, width, together)
+    steps, numbers = np.nonzero(np.arange(columns.count) < sizes[:, None])  # of packed rows
+    back = columns.places[columns.first[numbers] + steps]
+    return Layout(columns.table.shape, _index(columns.table.shape, back), columns)
 
 
 def _index(shape: tuple[int, ...], back: Ints, *more: Ints) -> Ints:
@@ -102,10 +102,10 @@ def width_of(batch_sizes: bytes) -> int | None:
 
 def columns_for(lengths: np.ndarray[Any, Any]) -> int | None:
     """How many columns to lay them in, a power of two, so that few modules are compiled and records are at hand; None
-    where as many as there are sequences are best."""
+    where as many as there are sequences are best. All columns may share sequences, it is hoped."""
     longest, count, valid = int(lengths.max()), len(lengths), int(lengths.sum())
     least = max(LEAST, 1 << (valid // longest).bit_length() - 1)
-    costs = {width: steps_of(lengths, width) * (width + FIXED) for width in (least, 2 * least) if width < count}
+    costs = {width: steps_of(lengths, width, width) * (width + FIXED) for width in (least, 2 * least) if width < count}
     best = min(costs, key=lambda width: costs[width], default=None)
     return best if best is not None and costs[best] < longest * (count + FIXED) else None
 
@@ -120,7 +120,7 @@ def run(module: Any, packed: PackedSequence, state: list[torch.Tensor]) -> list[
         if width is not None and (data.dtype, width) not in engine.refused:
             try:
                 layer = engine.layer(module, data, width, len(packed.batch_sizes), "sequences")
-                found = laid(sizes, width)
+                found = laid(sizes, width, layer.together)
             except ScheduleError:  # weights that do not fit on the chip
                 engine.refused.add((data.dtype, width))
     if layer is None:
@@ -131,7 +131,7 @@ def run(module: Any, packed: PackedSequence, state: list[torch.Tensor]) -> list[
 
 def call_layer(layer: Layer, packed: PackedSequence, state: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
     """A layer compiled with ``sequences=True`` on packed sequences: packed y, and the states."""
-    found = laid(packed.batch_sizes.numpy().tobytes(), layer.manifest.workload.batch)
+    found = laid(packed.batch_sizes.numpy().tobytes(), layer.manifest.workload.batch, layer.together)
 
     def call(x: torch.Tensor, masks: dict[str, Any]) -> list[torch.Tensor]:
         y, after = layer(x, state, **masks)
