@@ -2,10 +2,10 @@
 
     python benchmarks/compare_columns.py --output benchmarks/results/h100_columns.json
 
-Kernels alone, in CUDA graphs, in turns; float16. Each row is a draw of lengths uniform in 1..T: ``columns``, sequences
-that may wrap around (``together`` neighbours); ``whole``, those that may not; ``alone``, ceil(valid / C) steps of a
-plain layer of C columns; ``lengths``, a row of a padded batch for each sequence. Times are microseconds a layer and step
-of the longest sequence (of both directions together); ``share`` is alone / columns. y of columns and whole is compared
+Kernels alone, in CUDA graphs, in turns; float16. A row has some draws of lengths uniform in 1..T: ``columns``,
+sequences that may wrap around (``together`` neighbours); ``whole``, those that may not; ``alone``, ceil(valid / C)
+steps of a plain layer of C columns; ``lengths``, a row of a padded batch for each sequence. Times are microseconds a
+layer and step of the longest sequence (of both directions together); ``share`` is alone / columns. y of columns and whole is compared
 with PyTorch in float64 first: within twice the error of PyTorch's own float16.
 """
 
@@ -94,8 +94,8 @@ def told(row: dict[str, Any]) -> str:
     values = {name: "{:.2f} [{:.2f}, {:.2f}]".format(*row[name]) for name in
               (*(f"{side}_us" for side in SIDES), "share", "whole_share")}
     steps = [np.mean([draw["steps"][name] for draw in row["draws"]]) for name in ("columns", "whole")]
-    return (f"{row['cell']} {row['H']} layers={row['layers']} both={row['bidirectional']} {row['B']} in {row['columns']}: "
-            + ", ".join(f"{name} {value}" for name, value in values.items())
+    return (f"{row['cell']} {row['H']} layers={row['layers']} both={row['bidirectional']} {row['B']} in "
+            f"{row['columns']}: " + ", ".join(f"{name} {value}" for name, value in values.items())
             + f"; steps / least {steps[0]:.3f}, whole {steps[1]:.3f}; together {row['draws'][0]['together']}")
 
 
@@ -116,8 +116,8 @@ def main() -> None:
             library, rng = library_of(shape, DTYPE), np.random.default_rng(0)
             layers = {kind: bound(file, library) for kind, file in of.items()}
             with torch.inference_mode():
-                draws = [compare(shape, width, rng.integers(1, shape[1] + 1, shape[2]), library, layers, arguments.repeats)
-                         for _ in range(arguments.draws)]
+                drawn = [rng.integers(1, shape[1] + 1, shape[2]) for _ in range(arguments.draws)]
+                draws = [compare(shape, width, lengths, library, layers, arguments.repeats) for lengths in drawn]
             rows.append(described(shape, width, draws))
             print(told(rows[-1]), flush=True)
     if arguments.output:

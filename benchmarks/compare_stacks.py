@@ -9,9 +9,9 @@ Ours is timed twice: ``serial``, one sequence after the other, and ``overlapped`
 ``--packed`` times packed sequences instead, lengths uniform in 1..T: ``ecornn.torch``'s layer and PyTorch's on the
 same PackedSequence, as they are called (no graph: lengths are read on the host); and our own module with ``lengths``,
 by them and with all rows at full length, on padded rows. ``columns`` are those that the first of these lays them in.
-Its rows with ``case`` "pytorch#149194" are that issue's: a model that packs padded x, calls the layer and pads y, all of
-it timed, in float32 (cuDNN may round to TF32 there, as PyTorch sets it; ours does not), with lengths from 1 to T in even
-steps. The issue does not say its B, I and H.
+Its rows with ``case`` "pytorch#149194" are that issue's: a model that packs padded x, calls the layer and pads y, all
+of it timed, in float32 (cuDNN may round to TF32 there, as PyTorch sets it; ours does not), with lengths from 1 to T in
+even steps. B, I and H are ours: those of the issue are not known to us.
 """
 
 from __future__ import annotations
@@ -183,8 +183,8 @@ def compare_issue(shape: Shape, repeats: int, device: str = "cuda") -> dict[str,
         exact = packed_and_padded(copy.deepcopy(library).double(), x.double(), lengths)
         error = check(str(shape), packed_and_padded(ours, x, lengths), packed_and_padded(library, x, lengths), exact)
         row = timed({"ecornn": lambda: packed_and_padded(ours, x, lengths),
-                     "cudnn": lambda: packed_and_padded(library, x, lengths)}, max(3, min(repeats, repeats * 1000 // T)),
-                    lambda: None, 1 / (T * layers))
+                     "cudnn": lambda: packed_and_padded(library, x, lengths)},
+                    max(3, min(repeats, repeats * 1000 // T)), lambda: None, 1 / (T * layers))
     return describe(shape, "float32", error) | row | {
         "case": "pytorch#149194", "cudnn_tf32": torch.backends.cudnn.allow_tf32,
         "valid": float(lengths.double().mean()) / T, "ratio": row["cudnn_us"] / row["ecornn_us"]}

@@ -61,8 +61,8 @@ class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``role``: ``x`` (T, B, I), ``y`` (T, B, D H), ``state_in`` or ``state_out`` (B, H; ``name`` is, or
     in a stack ends in, ``<state>_in`` or ``<state>_out``), ``lengths`` (B,) int32, ``resets`` (T, B)
-    uint8, ``sequences`` (T, B) int32 (numbers, with marks where a sequence lies in two pieces), ``packed`` (made by ``packing``) or ``workspace`` (``extent`` elements,
-    256-byte aligned, contents undefined before a call).
+    uint8, ``sequences`` (T, B) int32 (numbers, with marks where a sequence lies in two pieces), ``packed`` (made by
+    ``packing``) or ``workspace`` (``extent`` elements, 256-byte aligned, contents undefined before a call).
     """
 
     name: str

@@ -36,8 +36,8 @@ class Items(ABC):
     Neighbouring threads own neighbouring units of one row, so two of them make a 16-bit word. The
     values of each item are in registers: constants, states, hoisted inputs of this step (``inputs``) and of
     the next one (``ahead``), how far its row goes (``limits``) and whether it starts anew (``fresh``).
-    Of a column of sequences: their ``numbers`` in this step and the next two (with marks of pieces), and the state that the next
-    step begins with if it is the first one of a sequence (``given``).
+    Of a column of sequences: their ``numbers`` in this step and the next two, with the marks of pieces, and the state
+    that the next step begins with if it is the first one of a sequence or piece (``given``).
     """
 
     def __init__(self, T: Any, task: Task, math: str, arguments: dict[str, Any], share: Share, group: Any,

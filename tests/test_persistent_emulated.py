@@ -116,7 +116,7 @@ def test_directions_lengths_and_resets(tmp_path, cell, sizes, dtype, change, pla
     check_numbers(tmp_path, Persistent(), task, cut(task, **change))
 
 
-@pytest.mark.parametrize(("reverse", "seed"), [(False, 0), (True, 1), (False, 2), (True, 3)])
+@pytest.mark.parametrize(("reverse", "seed"), [(False, 0), (True, 1), (False, 4), (True, 3)])
 def test_columns_of_random_lengths(tmp_path, reverse, seed):
     """Laid as a user does, in two groups of columns."""
     lengths = np.random.default_rng(seed).integers(1, 12, 31)

@@ -85,10 +85,11 @@ class Columns:
 
     @classmethod
     def _laid(cls, lengths: NDArray[Any], begin: NDArray[Any], steps: int, width: int) -> Columns:
-        """With the step and the column at which each begins; where it is longer than the column its rest, which is first
-        in time, begins the next one."""
+        """With the step and the column at which each begins; where it is longer than the rest of the column, what is
+        left over begins the next one, and comes first in time."""
         step, column, shape = begin[:, 0], begin[:, 1], (steps, width)
-        number, at, mark = np.arange(len(lengths), dtype=np.int32), step * width + column, np.zeros(len(lengths), np.int32)
+        number, at = np.arange(len(lengths), dtype=np.int32), step * width + column
+        mark = np.zeros_like(number)
         first, over = np.append(0, np.cumsum(lengths)), np.maximum(step + lengths - steps, 0)
         split = np.flatnonzero(over)
         if split.size:

@@ -77,8 +77,8 @@ class Layer:
         sequences : (T, B) integers of the host, or :class:`~ecornn.Columns`: column b of x works on sequence
             ``sequences[t, b]`` at step t, or on none where that is -1. Each of the numbers 0 to S-1 has steps of one
             column that follow each other; Columns may also wrap sequences around, within ``together`` columns. A CUDA
-            graph reads a copy that Columns keep: call once before it, and keep them as long. The states, before and after, are then (S, H), or (L*D, S, H); y is
-            zero where there is no sequence. Default: each column is one
+            graph reads a copy that Columns keep: call once before it, and keep them as long. The states, before and
+            after, are then (S, H), or (L*D, S, H); y is zero where there is no sequence. Default: each column is one
         batch_first : x is (B, T, I), and y (B, T, D*H) is a view of time-first memory; the states stay
         out : memory for y, time first, contiguous, aligned to 16 bytes, apart from x and the states
 

@@ -83,7 +83,7 @@ class TorchArrays(Arrays):
         array[steps:].zero_()
         return True
 
-    def rows(self, value: Any, dtype: str, like: Any, library: Library) -> Placed:
+    def rows(self, value: Any, dtype: str, like: Any, library: Any) -> Placed:
         tensor = self._torch.from_numpy(value.astype(dtype)) if isinstance(value, np.ndarray) else value
         made = on_device(tensor, like).to(dtype=getattr(self._torch, dtype)).contiguous()
         return made, made.data_ptr()

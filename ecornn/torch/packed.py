@@ -62,7 +62,7 @@ class Layout:
         return [y.view(steps * width, -1).index_select(0, back), *after]
 
 
-def sizes_of(batch_sizes: bytes) -> tuple[Ints, Ints]:
+def sizes_of(batch_sizes: bytes) -> tuple[NDArray[Any], NDArray[Any]]:
     """int64 ``batch_sizes`` as an array, and the lengths, the longest first."""
     sizes = np.frombuffer(batch_sizes, np.int64)
     return sizes, np.searchsorted(-sizes, -np.arange(sizes[0]), side="left")
@@ -87,7 +87,7 @@ def laid(batch_sizes: bytes, width: int, together: int) -> Layout:
     return Layout(columns.table.shape, _index(columns.table.shape, back), columns)
 
 
-def _index(shape: tuple[int, ...], back: Ints, *more: Ints) -> Ints:
+def _index(shape: tuple[int, ...], back: NDArray[Any], *more: NDArray[Any]) -> Ints:
     """As :class:`Layout` has it, from the places of packed rows."""
     there = np.zeros(shape[0] * shape[1], np.int32)
     there[back] = np.arange(len(back))
