@@ -5,8 +5,8 @@
 Kernels alone, in CUDA graphs, in turns; float16. A row has some draws of lengths uniform in 1..T: ``columns``,
 sequences that may wrap around (``together`` neighbours); ``whole``, those that may not; ``alone``, ceil(valid / C)
 steps of a plain layer of C columns; ``lengths``, a row of a padded batch for each sequence. Times are microseconds a
-layer and step of the longest sequence (of both directions together); ``share`` is alone / columns. y of columns and whole is compared
-with PyTorch in float64 first: within twice the error of PyTorch's own float16.
+layer and step of the longest sequence (of both directions together); ``share`` is alone / columns. y of columns and
+whole is compared with PyTorch in float64 first: within twice the error of PyTorch's own float16.
 """
 
 from __future__ import annotations

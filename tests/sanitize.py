@@ -185,15 +185,15 @@ def once(name: str, folder: str) -> float:
 
 
 def laid(layer: Any, rng: np.random.Generator, kind: Any, weights: Any) -> float:
-    """The relative error of y of twice as many sequences as there are columns, of which some wrap around."""
+    """The relative error of y of more than twice as many sequences as there are columns; some wrap around."""
     import torch
 
     import ecornn
     from ecornn.numpy_reference import reference
 
     w = layer.manifest.workload
-    rows = torch.tensor(rng.standard_normal((w.seq, 2 * w.batch, w.input))).to(kind)
-    lengths = rng.integers(1, w.seq + 1, 2 * w.batch)
+    rows = torch.tensor(rng.standard_normal((w.seq, 2 * w.batch + 1, w.input))).to(kind)
+    lengths = rng.integers(w.seq // 2, w.seq + 1, 2 * w.batch + 1)
     columns = ecornn.Columns.of(lengths, w.batch, layer.together)
     assert columns.wrapped.size
     y = layer(rows[columns.inside, columns.table].cuda(), sequences=columns)[0].double().cpu().numpy()
