@@ -9,6 +9,9 @@ Ours is timed twice: ``serial``, one sequence after the other, and ``overlapped`
 ``--packed`` times packed sequences instead, lengths uniform in 1..T: ``ecornn.torch``'s layer and PyTorch's on the
 same PackedSequence, as they are called (no graph: lengths are read on the host); and our own module with ``lengths``,
 by them and with all rows at full length, on padded rows. ``columns`` are those that the first of these lays them in.
+Its rows with ``case`` "pytorch#149194" are that issue's: a model that packs padded x, calls the layer and pads y, all
+of it timed, in float32 (cuDNN may round to TF32 there, as PyTorch sets it; ours does not), with lengths from 1 to T in
+even steps. B, I and H are ours: those of the issue are not known to us.
 """
 
 from __future__ import annotations
@@ -42,6 +45,8 @@ ROWS: list[Shape] = [  # cell, T, B, I, H, layers, bidirectional
     *(("lstm", 256, B, H, H, 4, False) for H in (512, 1024) for B in (1, 16, 64))]
 PACKED: list[Shape] = [
     ("lstm", 300, 32, 512, 512, 1, False), ("lstm", 300, 32, 512, 512, 2, True), ("gru", 300, 32, 800, 800, 1, True)]
+
+ISSUE: list[Shape] = [("lstm", T, 32, 64, 256, 2, False) for T in (100, 500, 1000, 2000, 4000)]
 
 
 def build(shape: Shape, dtype: str, lengths: bool, overlap: str, schedule: str | None, folder: str) -> str:
@@ -153,8 +158,50 @@ def compare_packed(shape: Shape, dtype: str, repeats: int, files: dict[str, str]
                      "full": lambda: layer(x, lengths=full), "cudnn": lambda: library(packed)}, repeats,
                     lambda: None, 1 / (T * layers))
     return describe(shape, dtype, error) | row | {
-        "valid": float(lengths.double().mean()) / T, "columns": columns_for(np.sort(lengths.numpy())[::-1]),
-        "ratio": row["cudnn_us"] / row["ecornn_us"]}
+        "case": "uniform", "valid": float(lengths.double().mean()) / T,
+        "columns": columns_for(np.sort(lengths.numpy())[::-1]), "ratio": row["cudnn_us"] / row["ecornn_us"]}
+
+
+def triangular(steps: int, batch: int) -> torch.Tensor:
+    """The lengths of pytorch#149194, (B,) int64."""
+    return torch.linspace(1, steps, batch).round().long()
+
+
+def packed_and_padded(layer: torch.nn.RNNBase, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """The model of pytorch#149194: x (T, B, I) to y (T, B, H), zero beyond the lengths."""
+    return pad_packed_sequence(layer(pack_padded_sequence(x, lengths, enforce_sorted=False))[0])[0]
+
+
+def compare_issue(shape: Shape, repeats: int, device: str = "cuda") -> dict[str, Any]:
+    """One row of pytorch#149194."""
+    cell, T, B, I, H, layers, both = shape
+    library = CELLS[cell](I, H, layers, bidirectional=both).to(device).eval()
+    ours = copy.deepcopy(library)
+    ecornn.torch.replace(ours)
+    x, lengths = torch.randn(T, B, I, device=device), triangular(T, B)
+    with torch.inference_mode():
+        exact = packed_and_padded(copy.deepcopy(library).double(), x.double(), lengths)
+        error = check(str(shape), packed_and_padded(ours, x, lengths), packed_and_padded(library, x, lengths), exact)
+        row = timed({"ecornn": lambda: packed_and_padded(ours, x, lengths),
+                     "cudnn": lambda: packed_and_padded(library, x, lengths)},
+                    max(3, min(repeats, repeats * 1000 // T)), lambda: None, 1 / (T * layers))
+    return describe(shape, "float32", error) | row | {
+        "case": "pytorch#149194", "cudnn_tf32": torch.backends.cudnn.allow_tf32,
+        "valid": float(lengths.double().mean()) / T, "ratio": row["cudnn_us"] / row["ecornn_us"]}
+
+
+def told(row: dict[str, Any]) -> str:
+    """A row in a line."""
+    extra = f" {row['case']}, {row['valid']:.2f} valid" if "case" in row else ""
+    if "padded_us" in row:
+        extra += f", padded {row['padded_us']:.2f}, full {row['full_us']:.2f}"
+    if "gain" in row:
+        both = (f"{name} {row[f'{name}_us']:.2f} [{row[f'{name}_p20']:.2f}, {row[f'{name}_p80']:.2f}]"
+                for name in ("serial", "overlapped"))
+        extra = f" = {row['chosen']}; {' '.join(both)} gain {row['gain']:.2f}x"
+    return (f"{row['dtype']} ecornn {row['ecornn_us']:.2f} [{row['ecornn_p20']:.2f}, {row['ecornn_p80']:.2f}]{extra}  "
+            f"cuDNN {row['cudnn_us']:.2f} [{row['cudnn_p20']:.2f}, {row['cudnn_p80']:.2f}] us  {row['ratio']:.2f}x  "
+            f"error {row['error']:.1e} / {row['cudnn_error']:.1e}")
 
 
 def kinds(shape: Shape) -> list[str]:
@@ -177,12 +224,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", metavar="N", help="only these rows, counted from 0")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    rows, shapes = [], PACKED if arguments.packed else ROWS
+    rows, shapes = [], PACKED + ISSUE if arguments.packed else ROWS
     shapes = [shapes[n] for n in arguments.rows or range(len(shapes))]
     one = compare_packed if arguments.packed else compare
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         built = [{kind: pool.submit(build, shape, arguments.dtype, arguments.packed, kind, arguments.schedule, folder)
-                  for kind in ("auto", "none", *kinds(shape))} for shape in shapes]
+                  for kind in ("auto", "none", *kinds(shape))} if shape not in ISSUE else {} for shape in shapes]
         wait([one for files in built for one in files.values()])  # nothing else runs while a row is timed
         for shape, found in zip(shapes, built, strict=True):
             files = {}
@@ -191,18 +238,10 @@ def main() -> None:
                     print(f"{shape} {kind}: {file.exception()}", flush=True)
                 else:
                     files[kind] = file.result()
-            row = one(shape, arguments.dtype, arguments.repeats, files)
+            row = (compare_issue(shape, arguments.repeats) if shape in ISSUE
+                   else one(shape, arguments.dtype, arguments.repeats, files))
             rows.append(row)
-            extra = (f" padded {row['padded_us']:.2f}, full {row['full_us']:.2f}, {row['valid']:.2f} valid"
-                     if arguments.packed else "")
-            if "gain" in row:
-                both = (f"{name} {row[f'{name}_us']:.2f} [{row[f'{name}_p20']:.2f}, {row[f'{name}_p80']:.2f}]"
-                        for name in ("serial", "overlapped"))
-                extra = f" = {row['chosen']}; {' '.join(both)} gain {row['gain']:.2f}x"
-            print(f"{shape} {row['dtype']} ecornn {row['ecornn_us']:.2f} [{row['ecornn_p20']:.2f}, "
-                  f"{row['ecornn_p80']:.2f}]{extra}  cuDNN {row['cudnn_us']:.2f} [{row['cudnn_p20']:.2f}, "
-                  f"{row['cudnn_p80']:.2f}] us  {row['ratio']:.2f}x  error {row['error']:.1e} / "
-                  f"{row['cudnn_error']:.1e}", flush=True)
+            print(f"{shape} {told(row)}", flush=True)
     if arguments.output:
         environment = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
                        "cudnn": torch.backends.cudnn.version(), "ecornn": ecornn.__version__,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import gcd
 from typing import Any
 
 from msgspec import structs
@@ -67,7 +68,8 @@ def compose(stack: Stack, whole: Workload, programs: Sequence[Program], overlap:
         function, buffer, launch = remaining_lengths(whole.batch)
         functions["remaining"], buffers["remaining"] = function, buffer
         calls = launch, *calls
-    return Program(functions, tuple(buffers.values()), calls, notes)
+    # groups of as many columns lie within the groups of every part
+    return Program(functions, tuple(buffers.values()), calls, notes, gcd(*(p.together for p in programs)))
 
 
 def _arranged(sequences: list[WaveLayer], overlap: Overlap) -> tuple[Call, ...]:

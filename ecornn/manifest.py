@@ -27,7 +27,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything the loader needs besides machine code.
 
     ``workload`` has the input size of the first layer. Where the parts of a stack have schedules or
-    knobs of their own, ``schedule`` names each once, and ``config`` is of the first part.
+    knobs of their own, ``schedule`` names each once, and ``config`` is of the first part. ``together`` is the
+    program's; modules from before it have 1.
     """
 
     workload: Workload
@@ -43,6 +44,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: int = FORMAT
     stack: Stack = SINGLE
     overlap: Overlap = SERIAL
+    together: int = 1
 
 
 def decode(text: str) -> Manifest:

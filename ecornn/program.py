@@ -17,6 +17,12 @@ from ecornn.workload import ITEMSIZE
 
 Source = tuple[str, int]  # (parameter, gate)
 
+# In ``sequences``, beside the number of a sequence that lies in two pieces, in neighbouring columns: this one is the
+# first or the second of them in x's time. The one that a kernel works on first ends at least as many steps as
+# ``PIECES_APART`` before the other begins, and leaves its state for it.
+EARLIER, LATER = 1 << 30, 1 << 29
+PIECES_APART = 2
+
 
 class Extent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A size that may grow with the sequence: ``fixed + per_step * T`` elements."""
@@ -55,8 +61,8 @@ class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``role``: ``x`` (T, B, I), ``y`` (T, B, D H), ``state_in`` or ``state_out`` (B, H; ``name`` is, or
     in a stack ends in, ``<state>_in`` or ``<state>_out``), ``lengths`` (B,) int32, ``resets`` (T, B)
-    uint8, ``sequences`` (T, B) int32, ``packed`` (made by ``packing``) or ``workspace`` (``extent`` elements,
-    256-byte aligned, contents undefined before a call).
+    uint8, ``sequences`` (T, B) int32 (numbers, with marks where a sequence lies in two pieces), ``packed`` (made by
+    ``packing``) or ``workspace`` (``extent`` elements, 256-byte aligned, contents undefined before a call).
     """
 
     name: str
@@ -172,12 +178,16 @@ Call = Fill | Launch | Loop | Parallel | Beside | Wave
 
 @dataclass(frozen=True)
 class Program:
-    """Functions (tirx PrimFuncs by name, parameters named after buffers and scalars) and calls."""
+    """Functions (tirx PrimFuncs by name, parameters named after buffers and scalars) and calls.
+
+    ``together``: neighbouring columns of ``sequences`` that may share one; 1 where none may, 0 where all may.
+    """
 
     functions: dict[str, Any]
     buffers: tuple[Buffer, ...]
     calls: tuple[Call, ...]
     notes: dict[str, str] = field(default_factory=dict)  # shown by --emit and in the manifest
+    together: int = 1
 
 
 def launches(calls: Iterable[Call]) -> Iterator[Launch]:

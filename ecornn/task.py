@@ -39,7 +39,7 @@ def make_manifest(cell: Cell, task: Task, schedule: Schedule, config: Config, pr
         workload=task.workload, device=task.device, schedule=schedule.name, config=dict(config),
         provenance=provenance, states=tuple(cell.states), output=cell.output_state(),
         parameters=tuple(parameters), buffers=program.buffers, versions=versions(), stack=stack,
-        overlap=overlap)
+        overlap=overlap, together=program.together or task.workload.batch)
 
 
 def versions() -> dict[str, str]:

@@ -49,8 +49,8 @@ class Items(ABC):
     Neighbouring threads own neighbouring units of one row, so two of them make a 16-bit word. The
     values of each item are in registers: constants, states, hoisted inputs of this step (``inputs``) and of
     the next one (``ahead``), how far its row goes (``limits``) and whether it starts anew (``fresh``).
-    Of a column of sequences: their ``numbers`` in this step and the next two, and the state that the next
-    step begins with if it is the first one of a sequence (``given``).
+    Of a column of sequences: their ``numbers`` in this step and the next two, with the marks of pieces, and the state
+    that the next step begins with if it is the first one of a sequence or piece (``given``).
     """
 
     def __init__(self, T: Any, task: Task, math: str, arguments: dict[str, Any], share: Share, group: Any,
@@ -127,14 +127,22 @@ class Items(ABC):
         return self.timeline.number(t, self.T.Bind(self.T.min(self.row[i], self.batch - 1)))
 
     def _begin_sequence(self, i: int, number: Any, into: Any) -> None:
-        """Loads the state that a sequence begins with; zero for -1."""
-        T, H = self.T, self.task.workload.hidden
+        """Loads the state that a sequence begins with, or a piece of one goes on from; zero for -1."""
+        T, H, timeline = self.T, self.task.workload.hidden, self.timeline
         for s in range(len(self.graph.states)):
             T.buffer_store(into, T.float32(0), [i, s])
-        with T.If(T.And(self.valid[i], number >= 0)), T.Then():
-            at = T.Bind(T.cast(number, "int64") * H + self.unit[i])
-            for s, name in enumerate(self.graph.states):
-                T.buffer_store(into, T.cast(self.arguments[f"{name}_in"][at], "float32"), [i, s])
+        with T.If(T.And(self.valid[i], number >= 0)), T.Then(), T.If(timeline.continues(number)):
+            with T.Then():
+                for s in range(len(self.graph.states)):
+                    T.buffer_store(into, self.arguments["pieces"][self._piece(i, s, timeline.other)], [i, s])
+            with T.Else():
+                at = T.Bind(T.cast(timeline.sequence(number), "int64") * H + self.unit[i])
+                for s, name in enumerate(self.graph.states):
+                    T.buffer_store(into, T.cast(self.arguments[f"{name}_in"][at], "float32"), [i, s])
+
+    def _piece(self, i: int, s: int, beside: int = 0) -> Any:
+        """Place of what item i's column hands over of state s, or one beside it."""
+        return (self.batch * s + self.row[i] + beside) * self.task.workload.hidden + self.unit[i]
 
     def _limit(self, i: int) -> Any:
         return self.steps if self.limits is None else self.limits[i]
@@ -264,14 +272,25 @@ class Items(ABC):
             at = T.cast(step * self.batch + self.row[i], "int64") * place.y_width(H) + self.unit[i]
             at = at + place.y_offset(H) if place.y_offset(H) else at
             T.buffer_store(self.arguments["y"], T.cast(output, dtype), [at])
-            ends, number = t == self.steps - 1, self.row[i]
-            if self.numbers is not None:
-                number = T.cast(self.numbers[i, 0], "int64")
-                ends = T.And(ended.live, self.numbers[i, 1] != self.numbers[i, 0])
-            with T.If(ends), T.Then():
-                for name in graph.states:
-                    T.buffer_store(self.arguments[f"{name}_out"], T.cast(ended.new[name], dtype),
-                                   [number * H + self.unit[i]])
+            if self.numbers is None:
+                with T.If(t == self.steps - 1), T.Then():
+                    self._leave(i, self.row[i], ended)
+                return
+            number = self.numbers[i, 0]
+            ends = T.And(ended.live, self.numbers[i, 1] != number)
+            with T.If(ends), T.Then(), T.If(self.timeline.hands_over(number)):
+                with T.Then():
+                    for name, s in self.state_index.items():
+                        T.buffer_store(self.arguments["pieces"], ended.new[name], [self._piece(i, s)])
+                with T.Else():
+                    self._leave(i, T.cast(self.timeline.sequence(number), "int64"), ended)
+
+    def _leave(self, i: int, row: Any, ended: Ended) -> None:
+        """Stores the last states of a row or a sequence."""
+        T, w = self.T, self.task.workload
+        for name in self.state_index:
+            T.buffer_store(self.arguments[f"{name}_out"], T.cast(ended.new[name], w.dtype),
+                           [row * w.hidden + self.unit[i]])
 
     def _neighbour(self, value: Any) -> Any:
         """The value of the neighbouring thread."""

@@ -5,15 +5,20 @@ no part in a step keeps its state, and its y is zero. What a row computes there 
 select, never multiplied by zero: x beyond a row's length may hold anything.
 
 Where a place has ``sequences``, a row is a column in which sequences of the caller lie end to end: a table says
-which one a step belongs to. Each begins with its own state, and leaves its last state where it belongs.
+which one a step belongs to. Each begins with its own state, and leaves its last state where it belongs. One that lies
+in two pieces, in neighbouring columns of a group, hands its state from one to the other through ``pieces``: float32, in
+global memory, since few steps need it and shared memory is scarce. The block that stores a value also loads it, and the
+barrier that all its threads wait at in every step lies between: a piece ends in step e, its state is stored before the
+barrier of step e + 1, and loaded behind that of step b - 2 if the other piece begins in step b. So b - e is 3 at least,
+with ``PIECES_APART`` steps between.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from ecornn.program import Buffer, Extent, Launch
-from ecornn.workload import Place
+from ecornn.program import EARLIER, LATER, Buffer, Extent, Launch
+from ecornn.workload import Place, Workload
 
 Expr = Any  # tvm.ir.PrimExpr
 
@@ -28,6 +33,22 @@ def row_buffers(place: Place) -> list[Buffer]:
     found = [Buffer("lengths", "lengths", "int32")] if place.lengths else []
     found += [Buffer("resets", "resets", "uint8")] if place.resets else []
     return found + ([Buffer("sequences", "sequences", "int32")] if place.sequences else [])
+
+
+def piece_arguments(T: Any, place: Place) -> dict[str, Any]:
+    """The parameter of a kernel that works on sequences besides: what :func:`piece_buffers` says."""
+    return {"pieces": T.arg("pieces", T.buffer((T.int64(1 << 40),), "float32"))} if place.sequences else {}
+
+
+def piece_buffers(place: Place, work: Workload, states: int) -> list[Buffer]:
+    """The states that pieces of sequences hand over, (states, B, H)."""
+    return [Buffer("pieces", "workspace", "float32", Extent(states * work.batch * work.hidden))
+            ] if place.sequences else []
+
+
+def together(place: Place, groups: int, rows: int) -> int:
+    """:attr:`Program.together` of a kernel with groups of ``rows``; one group bounds nothing."""
+    return 1 if not place.sequences else 0 if groups == 1 else rows
 
 
 _BLOCKS, _THREADS = 64, 256
@@ -83,6 +104,23 @@ class Timeline:
         T = self.T
         step = T.Bind(self.at(T.min(t, self.steps - 1)))
         return T.Select(t < self.steps, self.arguments["sequences"][step * self.batch + row], -1)
+
+    def sequence(self, number: Expr) -> Expr:
+        """The sequence of a number that is not below 0: without what marks a piece."""
+        return self.T.bitwise_and(number, LATER - 1)
+
+    def continues(self, number: Expr) -> Expr:
+        """Whether a number that is not below 0 is of a piece that goes on from the other one's state."""
+        return self.T.bitwise_and(number, EARLIER if self.place.reverse else LATER) != 0
+
+    def hands_over(self, number: Expr) -> Expr:
+        """Whether it is of a piece that the other one goes on from."""
+        return self.T.bitwise_and(number, LATER if self.place.reverse else EARLIER) != 0
+
+    @property
+    def other(self) -> int:
+        """From the column of such a piece that goes on to the other one's: in x's time the first piece lies behind."""
+        return -1 if self.place.reverse else 1
 
     def masked(self, live: Expr | None, value: Expr, otherwise: Expr) -> Expr:
         """``value`` where ``live`` holds."""

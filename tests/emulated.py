@@ -15,6 +15,7 @@ from ecornn.analysis import analyse
 from ecornn.cells import BUILTIN, Cell, get
 from ecornn.device import KNOWN, Device
 from ecornn.numpy_reference import STEPS, reference
+from ecornn.program import EARLIER, LATER, PIECES_APART
 from ecornn.schedules.base import Config, Schedule, Task
 from ecornn.tune.interpreter import interpret
 from ecornn.workload import ALONE, Place, Workload
@@ -42,23 +43,26 @@ def relative(value: np.ndarray, expected: Any) -> float:
 
 
 def check_numbers(folder: Path, schedule: Schedule, task: Task, config: Config, batch: int | None = None,
-                  lazy: bool = True) -> None:
+                  lazy: bool = True, masks: dict[str, np.ndarray] | None = None) -> None:
     """Runs the program in the emulation and compares it with float64; ``batch`` is the call's B.
 
-    Lengths, resets and sequences, where the task's place has them, are drawn; x that is of no sequence is NaN.
+    Lengths, resets and sequences, where the task's place has them, are drawn unless ``masks`` has them; x that is of no
+    sequence is NaN.
     """
     w, graph, place = task.workload, task.graph, task.place
     assert schedule.check(task, config) is None
     sizes = (w.seq, batch or w.batch, w.input, w.hidden)
     x, states, parameters = inputs(w.cell, sizes, w.dtype, graph.parameters, tuple(graph.states))
-    masks = masks_of(place, *sizes[:2])
+    program = schedule.program(task, config)
+    masks = masks_of(place, *sizes[:2], program.together) if masks is None else masks
     for b, n in enumerate(masks.get("lengths", ())):
         x[n:, b] = np.nan
     if place.sequences:
         x[masks["sequences"] < 0] = np.nan
-        more = np.random.default_rng(1).uniform(-1, 1, (len(states), masks["sequences"].max() + 1, w.hidden))
+        count = unmarked(masks["sequences"]).max() + 1
+        more = np.random.default_rng(1).uniform(-1, 1, (len(states), count, w.hidden))
         states = {name: value.astype(x.dtype) for name, value in zip(states, more, strict=True)}
-    emulated = Emulated(schedule.program(task, config), folder, lazy=lazy)
+    emulated = Emulated(program, folder, lazy=lazy)
     rows, after = emulated.run(x, states, parameters, masks, place.directions)
 
     def exact(tensors: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -78,9 +82,10 @@ def check_numbers(folder: Path, schedule: Schedule, task: Task, config: Config, 
         assert relative(after[name], value) <= 2 * LIMITS[w.arithmetic], name
 
 
-def masks_of(place: Place, steps: int, batch: int) -> dict[str, np.ndarray]:
+def masks_of(place: Place, steps: int, batch: int, together: int = 1) -> dict[str, np.ndarray]:
     """Lengths of 0 up to ``steps``, resets of about a third of all steps, and sequences with gaps between some of them,
-    where the place has them."""
+    where the place has them. In most groups of ``together`` columns (0: one group) many neighbours share a sequence,
+    whose pieces are often as near to each other as they may be."""
     rng = np.random.default_rng(steps * 100 + batch)
     if place.sequences:
         found = []
@@ -90,9 +95,22 @@ def masks_of(place: Place, steps: int, batch: int) -> dict[str, np.ndarray]:
         table = np.full((steps, batch), -1)
         for number, (b, first, last) in zip(rng.permutation(len(found)), found, strict=True):
             table[first:last, b] = number
-        return {"sequences": _numbered(table)}
+        marks, early = np.zeros_like(table), 0
+        for c in range(batch - 1 if steps >= PIECES_APART + 2 else 0):
+            room, early = steps - early, 0  # of the column: the end of the one before goes on at its beginning
+            if (together == 0 or (c + 1) % together) and rng.random() < 0.7:
+                late = min(int(rng.integers(1, room + 1)), steps - PIECES_APART - 1)
+                early = max(1, steps - PIECES_APART - late - int(rng.integers(2)))
+                for piece, mark in ((np.s_[:early, c + 1], EARLIER), (np.s_[steps - late:, c], LATER)):
+                    table[piece], marks[piece] = batch * steps + c, mark
+        return {"sequences": _numbered(table) | marks}
     masks = {"lengths": rng.permutation(np.arange(batch) * 5 % (steps + 1))} if place.lengths else {}
     return masks | ({"resets": rng.random((steps, batch)) < 0.35} if place.resets else {})
+
+
+def unmarked(table: np.ndarray) -> np.ndarray:
+    """Numbers of sequences alone."""
+    return np.where(table < 0, table, table & (LATER - 1))
 
 
 def _numbered(table: np.ndarray) -> np.ndarray:
@@ -110,8 +128,9 @@ def expected(cell: str, place: Place, x: np.ndarray, states: dict[str, Any], par
     steps, batch = x.shape[:2]
     y = np.zeros((steps, batch, next(iter(states.values())).shape[1]))
     last = {name: value.copy() for name, value in states.items()}
-    for number in range(masks["sequences"].max() + 1 if place.sequences else 0):
-        at = np.nonzero(masks["sequences"] == number)
+    table = unmarked(masks["sequences"]) if place.sequences else np.full((1, 1), -1)
+    for number in range(table.max() + 1):
+        at = np.nonzero(table == number)
         order = slice(None, None, -1 if place.reverse else 1)
         now = {name: value[number:number + 1] for name, value in states.items()}
         rows, now = forward(cell, x[at][order][:, None], now, parameters)

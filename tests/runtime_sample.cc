@@ -101,6 +101,7 @@ EXPORT(run) {
   std::vector<double> h(B * H), c(B * H);
 #ifdef SAMPLE_SEQUENCES
   auto* numbers = reinterpret_cast<const int32_t*>(a[14].v_int64);
+  std::vector<double> pieces(B * H * 2);
 #else
   for (int64_t i = 0; i < B * H; ++i) {
     h[i] = Load(reinterpret_cast<const Element*>(a[6].v_int64) + i);
@@ -111,12 +112,16 @@ EXPORT(run) {
     for (int64_t b = 0; b < B; ++b)
       for (int64_t j = 0; j < H; ++j) {
 #ifdef SAMPLE_SEQUENCES
-        int64_t number = numbers[t * B + b], state = number * H + j;
-        if (number < 0) {
+        // 1 << 30 marks the first piece of a sequence in two columns, 1 << 29 the second, one column before
+        int64_t mark = numbers[t * B + b], number = mark & ((1 << 29) - 1), state = number * H + j;
+        if (mark < 0) {
           Store(y + (t * B + b) * H + j, 0);
           continue;
         }
-        if (t == 0 || numbers[(t - 1) * B + b] != number) {
+        if ((t == 0 || numbers[(t - 1) * B + b] != mark) && mark >> 29 & 1) {
+          h[b * H + j] = pieces[((b + 1) * H + j) * 2];
+          c[b * H + j] = pieces[((b + 1) * H + j) * 2 + 1];
+        } else if (t == 0 || numbers[(t - 1) * B + b] != mark) {
           h[b * H + j] = Load(reinterpret_cast<const Element*>(a[6].v_int64) + state);
           c[b * H + j] = Load(reinterpret_cast<const Element*>(a[7].v_int64) + state);
         }
@@ -127,6 +132,11 @@ EXPORT(run) {
         c[b * H + j] += sum;
         Store(y + (t * B + b) * H + j, sum);
 #ifdef SAMPLE_SEQUENCES
+        if (mark >> 30 & 1) {
+          pieces[(b * H + j) * 2] = h[b * H + j];
+          pieces[(b * H + j) * 2 + 1] = c[b * H + j];
+          continue;
+        }
         Store(reinterpret_cast<Element*>(a[10].v_int64) + state, h[b * H + j]);
         Store(reinterpret_cast<Element*>(a[11].v_int64) + state, c[b * H + j]);
       }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import runtime_sample as sample
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 import ecornn
 import ecornn.host_gpu
 from ecornn.errors import ArgumentError, DTypeError, ScheduleError, ShapeError
+from ecornn.program import EARLIER, LATER, PIECES_APART
 from ecornn.runtime import Columns, Layer
+from ecornn.runtime.columns import steps_of
 from ecornn.tune.oracle import relative_error
 
 H, I, BATCH = sample.H, sample.I, sample.BATCH
@@ -28,19 +31,57 @@ def layer(request: Any, monkeypatch: Any) -> Layer:
     return ecornn.load(sample.build(sample.with_sequences(request.param))).bind(WEIGHTS, threads=threads)
 
 
+DRAWN = st.lists(st.integers(1, 30), min_size=1, max_size=40)
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 12))
+@given(DRAWN, st.integers(1, 12))
 def test_every_step_has_a_place_of_its_own(lengths: list[int], width: int):
     columns = Columns.of(lengths, width)
     for s, n in enumerate(lengths):
         t, c = np.nonzero(columns.table == s)
-        assert (t == columns.start[s] + np.arange(n)).all() and (c == columns.column[s]).all() and len(t) == n
+        assert (t == t[0] + np.arange(n)).all() and (c == c[0]).all() and len(t) == n
         assert (columns.inside[t, c] == np.arange(n)).all()
+        assert (columns.of_sequence(s) == t * columns.table.shape[1] + c).all()
     assert (columns.table >= 0).sum() == sum(lengths) and not columns.inside[columns.table < 0].any()
     assert len(columns.table) <= max(lengths) - 1 + sum(lengths) / width + 1
+    assert not columns.wrapped.size and (columns.marked == columns.table).all()
     again = Columns.given(columns.table)
-    for name in ("table", "start", "column", "inside"):
+    for name in ("table", "places", "first", "wrapped", "marked", "inside"):
         np.testing.assert_array_equal(getattr(again, name), getattr(columns, name))
+
+
+@settings(max_examples=150, deadline=None)
+@given(DRAWN, st.integers(1, 12), st.integers(2, 12))
+def test_sequences_that_wrap_around(lengths: list[int], width: int, together: int):
+    """In neighbouring columns of a group, far enough apart, and marked; never in more steps than whole ones."""
+    columns = Columns.of(lengths, width, together)
+    (steps, width), wrapped = columns.table.shape, 0
+    for s, n in enumerate(lengths):
+        t, c = np.divmod(columns.of_sequence(s), width)
+        assert len(t) == n and (columns.table[t, c] == s).all() and (columns.inside[t, c] == np.arange(n)).all()
+        cut = np.flatnonzero(np.diff(c)) + 1
+        if not cut.size:
+            assert (t == t[0] + np.arange(n)).all() and (columns.marked[t, c] == s).all()
+            continue
+        (r,), wrapped = cut, wrapped + 1
+        assert (t[:r] == np.arange(r)).all() and (t[r:] == steps - n + np.arange(r, n)).all()
+        assert t[r] - t[r - 1] > PIECES_APART and c[0] == c[-1] + 1 and c[0] // together == c[-1] // together
+        assert c[-1] in columns.wrapped
+        assert (columns.marked[t, c] == s + np.where(np.arange(n) < r, EARLIER, LATER)).all()
+    assert wrapped == len(columns.wrapped) and (columns.table >= 0).sum() == sum(lengths)
+    assert ((columns.marked < 0) == (columns.table < 0)).all()
+    assert steps == steps_of(lengths, width, together) <= steps_of(lengths, width)
+    if together >= width:
+        assert steps <= max(max(lengths) + PIECES_APART, -(-sum(lengths) // width))
+
+
+def test_columns_that_wrap_around_are_full():
+    lengths = np.random.default_rng(0).integers(1, 301, 64)
+    least = -(-int(lengths.sum()) // 32)
+    assert max(300, least) <= steps_of(lengths, 32, 32) <= max(302, least)
+    assert steps_of(lengths, 32, 32) < 0.97 * steps_of(lengths, 32)
+    assert steps_of(lengths, 32, 32) <= steps_of(lengths, 32, 16) < steps_of(lengths, 32)
 
 
 def test_no_more_columns_than_sequences():
@@ -88,10 +129,61 @@ def test_more_sequences_than_columns(layer: Layer, width: int, with_state: bool)
         for s, n in enumerate(LENGTHS):
             first = None if state is None else [v[s:s + 1] for v in state]
             wanted, last = sample.expected(rows[:n, s:s + 1], WEIGHTS, first)
-            found = y[columns.start[s]:columns.start[s] + n, columns.column[s]]
+            found = y.reshape(-1, H)[columns.of_sequence(s)]
             assert relative_error(found, wanted[:, 0]) <= 1e-6
             for one, other in zip(after, last, strict=True):
                 assert relative_error(one[s], other[0]) <= 1e-6
+
+
+@pytest.mark.parametrize("together", [3, 4])
+def test_a_layer_says_which_columns_may_share_a_sequence(monkeypatch: Any, together: int):
+    """The sample reads the table as kernels do: a piece goes on from the state that the other one left."""
+    monkeypatch.setattr(ecornn.host_gpu, "detect", lambda index=0: sample.GPU)
+    said = msgspec.structs.replace(sample.with_sequences(), together=together)
+    layer = ecornn.load(sample.build(said)).bind(WEIGHTS, threads=1)
+    assert layer.together == together
+    lengths = [11, 11, 11, 11]
+    rng, columns = np.random.default_rng(0), Columns.of(lengths, 3, 3)
+    assert len(columns.table) == 15 and columns.wrapped.tolist() == [0, 1]
+    rows = rng.standard_normal((11, 4, I)).astype(np.float32)
+    state = [rng.standard_normal((4, H)).astype(np.float32) for _ in "hc"]
+    y, after = layer(rows[columns.inside, columns.table], state, sequences=columns)
+    for s in range(4):
+        wanted, last = sample.expected(rows[:, s:s + 1], WEIGHTS, [v[s:s + 1] for v in state])
+        assert relative_error(y.reshape(-1, H)[columns.of_sequence(s)], wanted[:, 0]) <= 1e-6
+        for one, other in zip(after, last, strict=True):
+            assert relative_error(one[s], other[0]) <= 1e-6
+
+
+def test_sequences_that_wrap_around_elsewhere_are_refused(layer: Layer):
+    """A module that says nothing of it, such as one from before, has no columns that share."""
+    columns, runs = Columns.of([11] * 4, 3, 3), sample.stat(layer.module.path, "runs")
+    assert layer.together == 1
+    with pytest.raises(ArgumentError, match=r"sequences=.*together=1"):
+        layer(sample.inputs(*columns.table.shape), sequences=columns)
+    assert sample.stat(layer.module.path, "runs") == runs
+
+
+@pytest.mark.parametrize(("groups", "stack", "together"), [
+    ([1], {}, 24), ([2], {}, 12), ([3], {}, 8), ([2, 2], {"bidirectional": True}, 12),
+    ([1, 3], {"bidirectional": True}, 8), ([1, 1], {"bidirectional": True}, 24), ([2, 3], {"bidirectional": True}, 4)],
+    ids=str)
+def test_groups_that_every_part_of_a_stack_has(groups: list[int], stack: dict[str, bool], together: int):
+    from ecornn.compiler import plan
+    from ecornn.compose import compose
+    from ecornn.task import make_manifest
+
+    config = {"units": 16, "warps": 2, "gate_warps": 2, "chains": 1, "registers": 100, "interleave": 0, "ahead": 100,
+              "fences": "rare", "hoisted": "float32", "carrier": "l2", "math": "fast"}
+    made = plan("lstm", hidden=64, batch=24, dtype="float16", target="sm_90a", sequences=True, schedule="persistent",
+                overlap="none", **stack)
+    programs = []
+    for task, count in zip(made.tasks, groups, strict=True):
+        assert made.found.schedule.check(task, {**config, "groups": count}) is None
+        programs.append(made.found.schedule.program(task, {**config, "groups": count}))
+    program = compose(made.stack, made.workload, programs)
+    manifest = make_manifest(made.cell, made.task, made.found.schedule, config, program, "", made.stack)
+    assert manifest.together == together
 
 
 def test_without_a_table_each_column_is_a_sequence(layer: Layer):
@@ -143,9 +235,46 @@ def test_packed_sequences_of_pytorch(with_state: bool):
             assert relative_error(one[place], other[0]) <= 1e-6
 
 
+def test_padding_by_one_gather():
+    """As PyTorch pads and packs; what it needs on the device is made with the first call."""
+    torch = pytest.importorskip("torch")
+    from ecornn.torch import packed
+
+    rows = [torch.randn(n, I) for n in LENGTHS]
+    given = torch.nn.utils.rnn.pack_sequence(rows, enforce_sorted=False)
+    wanted, lengths = torch.nn.utils.rnn.pad_packed_sequence(
+        torch.nn.utils.rnn.PackedSequence(given.data, given.batch_sizes))
+    layout, seen = packed.padded(given.batch_sizes.numpy().tobytes()), []
+
+    def call(x: Any, masks: Any) -> list[Any]:
+        assert torch.equal(masks["lengths"], lengths) and x.shape == wanted.shape
+        inside = torch.arange(len(x))[:, None] < lengths
+        assert torch.equal(x[inside], wanted[inside])
+        seen.append(masks["lengths"].data_ptr())
+        return [2 * x, x]
+
+    for _ in range(2):
+        y, x = layout.call(given.data, call)
+        assert torch.equal(y, 2 * given.data) and x.shape == wanted.shape
+    assert seen[0] == seen[1] and packed.padded(given.batch_sizes.clone().numpy().tobytes()) is layout
+
+
+def test_a_table_is_copied_once(monkeypatch: Any):
+    torch = pytest.importorskip("torch")
+    from ecornn.runtime.torch_arrays import TorchArrays
+
+    layer = ecornn.load(sample.build(sample.with_sequences())).bind(WEIGHTS, threads=1)
+    columns, made, rows = Columns.of(LENGTHS, 2), [], TorchArrays.rows
+    monkeypatch.setattr(TorchArrays, "rows", lambda self, *a: made.append(1) or rows(self, *a))
+    x = torch.randn(*columns.table.shape, I)
+    first, second = (layer(x, sequences=columns)[0] for _ in range(2))
+    assert torch.equal(first, second) and len(made) == 1
+
+
 @pytest.mark.parametrize(("lengths", "width"), [
     ([50] * 32, None), ([100, *range(1, 32)], 16), (list(range(1, 33)), 16), ([9] * 8, None), ([9, *[1] * 15], None),
-    ([90] * 20 + [10] * 44, 32), ([90] * 40 + [10] * 24, None)],
+    ([90] * 20 + [10] * 44, 32), ([90] * 40 + [10] * 24, 32),
+    ([90] * 56 + [10] * 8, None)],
     ids=str)
 def test_how_many_columns_packed_sequences_take(lengths: list[int], width: int | None):
     pytest.importorskip("torch")

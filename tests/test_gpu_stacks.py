@@ -80,20 +80,29 @@ def test_matches_float64(schedule: str, cell: str, dtype: str, stack: Stack, sha
             assert relative(found.double().cpu().numpy(), wanted) <= 2 * limit
 
 
+TWO_GROUPS = {"groups": 2, "units": 16, "warps": 3, "gate_warps": 3, "chains": 1, "registers": 100, "interleave": 0,
+              "ahead": 100, "fences": "rare", "hoisted": "float32", "carrier": "l2", "math": "exact"}
+
+
 @pytest.mark.parametrize("stack", [Stack(sequences=True), Stack(reverse=True, sequences=True),
                                    Stack(2, True, sequences=True)], ids=str)
-@pytest.mark.parametrize(("schedule", "cell", "dtype"), [one for one in SERVED if one[0].startswith("persistent")])
-def test_sequences_in_columns(schedule: str, cell: str, dtype: str, stack: Stack):
+@pytest.mark.parametrize(("schedule", "cell", "dtype", "config"), [
+    *((*one, None) for one in SERVED if one[0].startswith("persistent")),
+    *((*one, TWO_GROUPS) for one in SERVED if one[0] == "persistent")])
+def test_sequences_in_columns(schedule: str, cell: str, dtype: str, config: dict[str, Any] | None, stack: Stack):
+    """Whole ones, and where the kernel's groups have several columns others that wrap around."""
     T, B, I, H, S, kind = 23, 11, 40, 96, 37, getattr(torch, dtype)
     weights = {k: torch.tensor(v).to(kind).float().numpy()
                for k, v in random_weights(cell, I, H, 1, stack.layers, stack.directions).items()}
     layer = ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, dtype=dtype, target="cuda", schedule=schedule,
                            layers=stack.layers, bidirectional=stack.bidirectional, reverse=stack.reverse,
-                           sequences=True).bind(weights)
+                           sequences=True, config=config).bind(weights)
     rng = np.random.default_rng(1)
-    for width in (B, 3):
-        lengths = rng.integers(1, T + 1, S)
-        columns = ecornn.Columns.of(lengths, width)
+    assert config is None or layer.together == 6
+    for width, together, least in ((B, 1, 1), (B, layer.together, 16), (3, layer.together, 16)):
+        lengths = rng.integers(least, T + 1, S)
+        columns = ecornn.Columns.of(lengths, width, together)
+        assert (columns.wrapped.size > 0) == (together > 1)
         rows = torch.randn(T, S, I, device="cuda").to(kind)
         x = rows[columns.inside, columns.table]
         x[torch.from_numpy(columns.table).cuda() < 0] = float("nan")
@@ -111,7 +120,7 @@ def test_sequences_in_columns(schedule: str, cell: str, dtype: str, stack: Stack
             assert not y[columns.table < 0].any()
             found = np.zeros_like(expected)
             for s, n in enumerate(lengths):
-                found[:n, s] = y[columns.start[s]:columns.start[s] + n, columns.column[s]]
+                found[:n, s] = y.reshape(-1, y.shape[2])[columns.of_sequence(s)]
             limit = LIMITS[dtype] * (1 if dtype == "float32" else stack.layers)
             assert relative(found, expected) <= limit
             for one, other in zip(after, last, strict=True):

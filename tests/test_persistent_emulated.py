@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 from emulated import check_numbers, task_of
 from msgspec.structs import replace
@@ -12,6 +13,7 @@ from msgspec.structs import replace
 from ecornn.build import local_arrays
 from ecornn.build.cuda import lower
 from ecornn.device import KNOWN
+from ecornn.runtime import Columns
 from ecornn.schedules.base import Task
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.persistent import plan as persistent_plan
@@ -115,6 +117,18 @@ def test_with_variables_for_arrays(tmp_path, monkeypatch, dtype):
 def test_directions_lengths_and_resets(tmp_path, cell, sizes, dtype, change, place):
     task = task_of(cell, sizes, dtype, SMALL, place)
     check_numbers(tmp_path, Persistent(), task, cut(task, **change))
+
+
+@pytest.mark.parametrize(("reverse", "seed"), [(False, 0), (True, 1), (False, 4), (True, 3)])
+def test_columns_of_random_lengths(tmp_path, reverse, seed):
+    """Laid as a user does, in two groups of columns."""
+    lengths = np.random.default_rng(seed).integers(1, 12, 31)
+    columns = Columns.of(lengths, 11, 6)
+    assert columns.wrapped.size and len(columns.table) < len(Columns.of(lengths, 11).table)
+    task = task_of("lstm", (len(columns.table), 11, 9, 34), "float16", SMALL, Place(reverse, 2, sequences=True))
+    config = cut(task, groups=2, units=24)
+    assert Persistent().program(task, config).together == 6
+    check_numbers(tmp_path, Persistent(), task, config, masks={"sequences": columns.marked})
 
 
 @pytest.mark.parametrize("reverse", [False, True])

@@ -219,6 +219,14 @@ def test_under_torch_compile():
                               test_utils=("test_schema", "test_faketensor"))
 
 
+def test_packed_sequences_under_torch_compile():
+    theirs, ours = pair("GRU", bidirectional=True)
+    packed = torch.nn.utils.rnn.pack_padded_sequence(torch.randn(T, B, I), LENGTHS, enforce_sorted=False)
+    fast = torch.compile(lambda given: ours(given)[0].data + 1, backend="aot_eager")
+    with torch.no_grad():
+        agree(fast(packed), theirs(double(packed))[0].data + 1)
+
+
 class Classifier(torch.nn.Module):
     """Recurrent layers of every kind that replace() meets."""
 

@@ -43,8 +43,8 @@ class Cell(ABC):
     name : short identifier, lower case
     states : names of the states, in the order in which ``step`` takes and returns them
     output : the state that is the layer's output y; the first one unless said otherwise
-    nonnegative : states that are never below 0, so that the random ones that a candidate is checked with are not either:
-        a quotient by such a state may have no exact value otherwise
+    nonnegative : states that are never below 0, so that the random ones that a candidate is checked with are not
+        either: a quotient by such a state may have no exact value otherwise
     """
 
     name: str

@@ -73,6 +73,10 @@ class Arrays(ABC):
         """Lengths or resets, contiguous and of that type on the device of ``like``. ``value`` is a NumPy
         array, or a tensor beside ``like``."""
 
+    def kept(self, copies: dict[Any, Placed], value: Any, dtype: str, like: Any, library: Library) -> Placed:
+        """As :meth:`rows`, of a value that later calls will have, too: ``copies`` keeps what was made of it."""
+        return self.rows(value, dtype, like, library)
+
     def give(self, array: Any) -> Any:
         """A result as the caller's framework has it."""
         return array

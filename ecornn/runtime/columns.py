@@ -1,8 +1,16 @@
-"""Sequences of different lengths laid end to end in the columns of a batch, so that few columns are ever idle."""
+"""Sequences of different lengths laid end to end in the columns of a batch, so that few columns are ever idle.
+
+Whole sequences do not fill columns evenly. Where a layer allows it, what does not fit at the end of a column goes to
+the beginning of the next one: McNaughton's wrap-around rule, with which T is the longest sequence, or the mean of the
+columns, up to a few steps. In x's time the piece in the next column comes first then. Kernels see the two pieces in a
+table with marks, where each piece has a number of its own; the piece that they work on first leaves its state for the
+other.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from heapq import heapreplace
 from typing import Any
 
@@ -10,42 +18,57 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ecornn.errors import ArgumentError, DTypeError, ShapeError
+from ecornn.program import EARLIER, LATER, PIECES_APART
 
 Ints = NDArray[np.int32]
+Places = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
 class Columns:
     """Where S sequences lie in T steps of C columns.
 
-    With them x (T, C, I) of a call is ``rows[columns.inside, columns.table]`` of rows (steps, S, I), and step t of
-    sequence s is in ``y[columns.start[s] + t, columns.column[s]]``. What lies at places of no sequence is not used.
+    With them x (T, C, I) of a call is ``rows[columns.inside, columns.table]`` of rows (steps, S, I), and y of sequence
+    s is ``y.reshape(T * C, -1)[columns.of_sequence(s)]``. What lies at places of no sequence is not used.
 
     Attributes
     ----------
     table : (T, C), the number of the sequence at each place, 0 to S-1; -1 where there is none
-    start, column : (S,), the step and the column in which a sequence begins
+    places : (N,), the place t * C + c of every step of sequence 0, then of sequence 1, and so on
+    first : (S + 1,), where those of each sequence begin in ``places``, and N
+    wrapped : columns that a sequence goes on from to the next column, often none; see :meth:`of`
     """
 
     table: Ints
-    start: Ints
-    column: Ints
+    places: Places
+    first: Places
+    wrapped: Places
+    marked: Ints = field(repr=False)  # the table as kernels read it: pieces of sequences have marks
+    copies: dict[Any, Any] = field(default_factory=dict, repr=False)  # of it, by device: a call's, for the next
 
     @property
     def count(self) -> int:
         """S."""
-        return len(self.start)
+        return len(self.first) - 1
 
     @property
     def inside(self) -> Ints:
         """(T, C), the step of its sequence at each place; 0 where there is none."""
-        steps = np.arange(len(self.table), dtype=np.int32)[:, None] - self.start[self.table]
-        return np.where(self.table < 0, 0, steps).astype(np.int32)
+        found = np.zeros(self.table.size, np.int32)
+        found[self.places] = _steps(self.first)
+        return found.reshape(self.table.shape)
+
+    def of_sequence(self, number: int) -> Places:
+        """(steps of the sequence,), the place t * C + c of each."""
+        return self.places[self.first[number]:self.first[number + 1]]
 
     @classmethod
-    def of(cls, lengths: Any, width: int) -> Columns:
-        """Lays sequences of ``lengths`` (S,), each >= 1, in at most ``width`` columns, the longest first, each where
-        most room is: never more than 4/3 of the fewest steps in which it can be done.
+    def of(cls, lengths: Any, width: int, together: int = 1) -> Columns:
+        """Lays sequences of ``lengths`` (S,), each >= 1, in at most ``width`` columns.
+
+        Whole ones the longest first, each where most room is: never more than 4/3 of the fewest steps in which it can
+        be done. With ``together``, :attr:`Layer.together` of the layer that will be called, sequences may wrap around
+        from one column to the next of as many neighbours, where that takes fewer steps.
 
         Raises :class:`ArgumentError`, :class:`ShapeError` or :class:`DTypeError` for other lengths or widths.
         """
@@ -54,15 +77,33 @@ class Columns:
             raise ShapeError("lengths.shape", found.shape, "(S,) with S >= 1")
         if int(found.min()) < 1:
             raise ArgumentError("lengths", found.tolist(), "integers of 1 or more")
-        if not 1 <= width <= 1 << 20:
-            raise ArgumentError("width", width, "an integer from 1 to 1048576")
-        whole = found.tolist()
-        places, steps = _lay(whole, width)
-        table = np.full((min(width, len(whole)), steps), -1, np.int32)  # columns as rows, for whole pieces
-        for s, ((first, c), n) in enumerate(zip(places, whole, strict=True)):
-            table[c, first:first + n] = s
-        start, column = np.array(places, np.int32).T
-        return cls(np.ascontiguousarray(table.T), start, column)
+        for name, value in (("width", width), ("together", together)):
+            if not 1 <= value <= 1 << 20:
+                raise ArgumentError(name, value, "an integer from 1 to 1048576")
+        places, steps = _lay(found.tolist(), width, together)
+        return cls._laid(found, np.array(places), steps, min(width, len(found)))
+
+    @classmethod
+    def _laid(cls, lengths: NDArray[Any], begin: NDArray[Any], steps: int, width: int) -> Columns:
+        """With the step and the column at which each begins; where it is longer than the rest of the column, what is
+        left over begins the next one, and comes first in time."""
+        step, column, shape = begin[:, 0], begin[:, 1], (steps, width)
+        number, at = np.arange(len(lengths), dtype=np.int32), step * width + column
+        mark = np.zeros_like(number)
+        first, over = np.append(0, np.cumsum(lengths)), np.maximum(step + lengths - steps, 0)
+        split = np.flatnonzero(over)
+        if split.size:
+            mark[split] = LATER
+            number, mark = np.insert(number, split, split), np.insert(mark, split, EARLIER)
+            lengths, at = np.insert(lengths - over, split, over[split]), np.insert(at, split, column[split] + 1)
+        places = np.arange(first[-1])
+        places -= np.repeat(np.cumsum(lengths) - lengths, lengths)  # steps of a piece
+        places *= width
+        places += np.repeat(at, lengths)
+        marked = np.full(steps * width, -1, np.int32)
+        marked[places] = np.repeat(number | mark, lengths)
+        table = np.where(marked < 0, marked, marked & (LATER - 1)) if split.size else marked
+        return cls(table.reshape(shape), places, first, column[split], marked.reshape(shape))
 
     @classmethod
     def given(cls, table: Any) -> Columns:
@@ -76,28 +117,93 @@ class Columns:
             raise ShapeError("sequences.shape", found.shape, "(T, C)")
         begins = found >= 0
         begins[1:] &= found[1:] != found[:-1]
-        start, column = np.nonzero(begins)
-        numbers = found[start, column]
+        begin = np.argwhere(begins)
+        numbers = found[begins]
         order = np.argsort(numbers)
         if not numbers.size or not np.array_equal(numbers[order], np.arange(numbers.size)):
             raise ArgumentError("sequences", np.unique(found).tolist(), "-1, or the numbers 0, 1, ... each in steps of "
                                 "one column that follow each other")
-        return cls(np.maximum(found, -1).astype(np.int32), *(part[order].astype(np.int32) for part in (start, column)))
+        return cls._laid(np.bincount(found[found >= 0].astype(np.int64)), begin[order], *found.shape)
 
 
-def steps_of(lengths: Any, width: int) -> int:
+def steps_of(lengths: Any, width: int, together: int = 1) -> int:
     """T of :meth:`Columns.of`."""
-    return _lay(np.asarray(lengths).tolist(), width)[1]
+    return _lay(np.asarray(lengths).tolist(), width, together)[1]
 
 
-def _lay(lengths: list[int], width: int) -> tuple[list[tuple[int, int]], int]:
-    """(start, column) of each sequence, and the steps of the longest column."""
-    free = [(0, c) for c in range(min(width, len(lengths)))]  # the step from which on a column is free; a heap
+Begin = Sequence[tuple[int, int]]  # the step and the column in which each sequence begins
+
+
+def _lay(lengths: list[int], width: int, together: int) -> tuple[Begin, int]:
+    """Where each sequence begins, and T."""
+    width, order = min(width, len(lengths)), sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    whole, steps = _whole(lengths, order, width)
+    if together == 1 or steps == max(lengths[order[0]], -(-sum(lengths) // width)):
+        return whole, steps
+    groups = _groups(lengths, order, width, together)
+    least = max(_least([lengths[s] for s in members], columns) for members, _, columns in groups)
+    return (_wrapped(lengths, groups, least), least) if least < steps else (whole, steps)
+
+
+def _whole(lengths: list[int], order: list[int], width: int) -> tuple[Begin, int]:
+    """The longest first, each where most room is."""
+    free = [(0, c) for c in range(width)]  # the step from which on a column is free; a heap
     places = [(0, 0)] * len(lengths)
-    for s in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+    for s in order:
         places[s] = step, c = free[0]
         heapreplace(free, (step + lengths[s], c))
     return places, max(free)[0]
+
+
+Group = tuple[list[int], int, int]  # sequences, the longest first; the first column, and how many there are
+
+
+def _groups(lengths: list[int], order: list[int], width: int, together: int) -> list[Group]:
+    """Sequences shared out to groups of ``together`` columns, the longest first, each where the columns have least."""
+    found: list[Group] = [([], first, min(together, width - first)) for first in range(0, width, together)]
+    if len(found) == 1:
+        return [(order, 0, width)]
+    loads = [(0.0, number) for number in range(len(found))]  # steps of a column in the mean; a heap
+    for s in order:
+        load, number = loads[0]
+        members, _, columns = found[number]
+        members.append(s)
+        heapreplace(loads, (load + lengths[s] / columns, number))
+    return [group for group in found if group[0]]
+
+
+def _least(lengths: list[int], columns: int) -> int:
+    """The fewest steps in which sequences, the longest first, wrap around ``columns`` columns."""
+    steps = max(lengths[0], -(-sum(lengths) // columns))
+    while not _fits(lengths, columns, steps):
+        steps += 1
+    return steps
+
+
+def _fits(lengths: list[int], columns: int, steps: int) -> bool:
+    alone = _alone(lengths, steps)
+    return alone <= columns and sum(lengths[alone:]) <= (columns - alone) * steps
+
+
+def _alone(lengths: list[int], steps: int) -> int:
+    """How many are so long that their pieces would be too near to each other: each has a column."""
+    return next((i for i, n in enumerate(lengths) if n <= steps - PIECES_APART), len(lengths))
+
+
+def _wrapped(lengths: list[int], groups: list[Group], steps: int) -> Begin:
+    """Sequences of each group end to end over its columns."""
+    places = [(0, 0)] * len(lengths)
+    for members, first, _ in groups:
+        alone, at = _alone([lengths[s] for s in members], steps), first * steps
+        for i, s in enumerate(members):
+            places[s] = at % steps, at // steps
+            at += steps if i < alone else lengths[s]
+    return places
+
+
+def _steps(first: NDArray[Any]) -> NDArray[Any]:
+    """0, 1, ... for each sequence, one sequence after the other."""
+    return np.arange(first[-1]) - np.repeat(first[:-1], np.diff(first))
 
 
 def _integers(name: str, value: Any) -> NDArray[Any]:

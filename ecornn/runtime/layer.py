@@ -32,6 +32,7 @@ class Layer:
     manifest : what the module says about itself
     device : number of the GPU; 0 for a CPU
     threads : CPU threads of a call; None on a GPU
+    together : neighbouring columns that may share a sequence, for :meth:`Columns.of`; 1: none may
 
     Several Python threads may call one layer at the same time. A CUDA graph that has captured a call
     reads the layer's weights: keep the layer as long as the graph.
@@ -53,6 +54,7 @@ class Layer:
         self._on_cpu = threads is not None
         self._place = "cpu" if self._on_cpu else f"cuda:{device}"
         self._names = self.manifest.states
+        self.together = self.manifest.together
 
     def __repr__(self) -> str:
         where = f"{self.threads} threads" if self._on_cpu else f"GPU {self.device}"
@@ -74,8 +76,9 @@ class Layer:
         resets : (T, B) bool or uint8; where it is set a new sequence starts, from states of zeros
         sequences : (T, B) integers of the host, or :class:`~ecornn.Columns`: column b of x works on sequence
             ``sequences[t, b]`` at step t, or on none where that is -1. Each of the numbers 0 to S-1 has steps of one
-            column that follow each other. The states, before and after, are then (S, H), or (L*D, S, H); y is
-            zero where there is no sequence. Default: each column is one
+            column that follow each other; Columns may also wrap sequences around, within ``together`` columns. A CUDA
+            graph reads a copy that Columns keep: call once before it, and keep them as long. The states, before and
+            after, are then (S, H), or (L*D, S, H); y is zero where there is no sequence. Default: each column is one
         batch_first : x is (B, T, I), and y (B, T, D*H) is a view of time-first memory; the states stay
         out : memory for y, time first, contiguous, aligned to 16 bytes, apart from x and the states
 
@@ -93,7 +96,7 @@ class Layer:
         ------
         ShapeError, DTypeError, DeviceError : an array does not fit; nothing has run then
         ArgumentError : an argument is no array, or of another framework than x; ``lengths``, ``resets`` or
-            ``sequences`` for a module that was compiled without them
+            ``sequences`` for a module that was compiled without them; or Columns that wrap around elsewhere
         """
         arrays = arrays_of(x, "x")
         x = arrays.take(x, "x")
@@ -143,7 +146,7 @@ class Layer:
         if stack.resets:
             found.append(place_resets(resets, steps, batch, arrays, x, self._library))
         if stack.sequences:
-            placed, rows = place_sequences(sequences, steps, batch, arrays, x, self._library)
+            placed, rows = place_sequences(sequences, steps, batch, self.together, arrays, x, self._library)
             found.append(placed)
         return found, active, rows
 

@@ -49,18 +49,23 @@ def place_resets(value: Any, steps: int, batch: int, arrays: Arrays, like: Any, 
     return arrays.rows(value, "uint8", like, library)
 
 
-def place_sequences(value: Any, steps: int, batch: int, arrays: Arrays, like: Any,
+def place_sequences(value: Any, steps: int, batch: int, together: int, arrays: Arrays, like: Any,
                     library: Library) -> tuple[Placed, int]:
     """The table as int32 on the device of ``like``, and how many sequences there are; for None each column is one.
 
-    Raises as :meth:`Columns.given`, and :class:`ShapeError` for what is no (T, B).
+    Raises as :meth:`Columns.given`, :class:`ShapeError` for what is no (T, B), and :class:`ArgumentError` where a
+    sequence goes from one group of ``together`` columns to the next.
     """
     if value is None:
-        value = Columns(np.tile(np.arange(batch, dtype=np.int32), (steps, 1)), *np.zeros((2, batch), np.int32))
+        value = np.broadcast_to(np.arange(batch), (steps, batch))
     columns = value if isinstance(value, Columns) else Columns.given(value.cpu() if hasattr(value, "cpu") else value)
     if columns.table.shape != (steps, batch):
         raise ShapeError("sequences.shape", columns.table.shape, f"{(steps, batch)}: (T, B)")
-    return arrays.rows(columns.table, "int32", like, library), columns.count
+    apart = columns.wrapped[(columns.wrapped + 1) % together == 0]
+    if apart.size:
+        raise ArgumentError("sequences", f"sequences that go on in another column than {apart.tolist()}",
+                            f"those of Columns.of(lengths, width, together={together}), as layer.together says")
+    return arrays.kept(columns.copies, columns.marked, "int32", like, library), columns.count
 
 
 def _facts(name: str, value: Any, like: Any) -> tuple[Any, tuple[int, ...], str]:

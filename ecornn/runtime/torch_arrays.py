@@ -83,10 +83,23 @@ class TorchArrays(Arrays):
         array[steps:].zero_()
         return True
 
-    def rows(self, value: Any, dtype: str, like: Any, library: Library) -> Placed:
+    def rows(self, value: Any, dtype: str, like: Any, library: Any) -> Placed:
         tensor = self._torch.from_numpy(value.astype(dtype)) if isinstance(value, np.ndarray) else value
         made = on_device(tensor, like).to(dtype=getattr(self._torch, dtype)).contiguous()
         return made, made.data_ptr()
+
+    def kept(self, copies: dict[Any, Placed], value: Any, dtype: str, like: Any, library: Any) -> Placed:
+        # A stream has its own, since nothing orders it behind another one's copy, except in a capture, before which
+        # the caller has called and waited.
+        key = like.device, 0 if like.is_cpu else self.queue(like.device.index)
+        found = copies.get(key)
+        if found is None:
+            capturing = like.is_cuda and not self.keeps_workspace()
+            there = [copy for (device, _), copy in copies.items() if device == like.device] if capturing else []
+            found = there[0] if there else self.rows(value, dtype, like, library)
+            if not capturing:
+                copies[key] = found
+        return found
 
     def to_host(self, value: Any, name: str, library: Library) -> np.ndarray[Any, Any]:
         torch, value = self._torch, value.detach()

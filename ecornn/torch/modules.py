@@ -62,14 +62,12 @@ class Compiled(torch.nn.RNNBase):
         data, sizes, order, back = input
         if data.dim() != 2 or data.shape[1] != self.input_size:
             raise ShapeError("input.shape", tuple(data.shape), f"2 axes, the last of input_size={self.input_size}")
-        found = None
-        if not torch.compiler.is_compiling():
-            found = packed.run(self, input, states_of(self, hx, data, int(sizes[0]), False, order))
-        if found is None:
+        if torch.compiler.is_compiling():
             x, lengths = pad_packed_sequence(PackedSequence(data, sizes))
             y, *after = self._run(x, states_of(self, hx, x, x.shape[1], False, order), lengths)
-            found = [pack_padded_sequence(y, lengths).data, *after]
-        rows, *after = found
+            rows = pack_padded_sequence(y, lengths).data
+        else:
+            rows, *after = packed.run(self, input, states_of(self, hx, data, int(sizes[0]), False, order))
         after = after if back is None else [s.index_select(1, back) for s in after]
         return PackedSequence(rows, sizes, order, back), tuple(after) if self.mode == "LSTM" else after[0]
 

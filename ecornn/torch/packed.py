@@ -1,99 +1,140 @@
-"""Packed sequences on a GPU: laid end to end in fewer columns than there are sequences.
+"""Packed sequences: padded by one gather, or on a GPU laid end to end in fewer columns than there are sequences.
 
 A module for the whole batch steps through the longest row, and rows that have ended keep their places in every
 product. Laid end to end the same steps take about as many columns as the rows have valid steps for each step of the
-longest; x and y stay packed, without padding.
+longest. Where that gains nothing each sequence is a row of x, and the module has their lengths. Either way x is one
+gather of packed data, packed y one of y, and what these need is kept for the next call with the same lengths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.utils.rnn import PackedSequence
 
 from ecornn.errors import ScheduleError
 from ecornn.runtime.columns import Columns, steps_of
 from ecornn.runtime.layer import Layer
-from ecornn.runtime.torch_arrays import on_device
+from ecornn.runtime.torch_arrays import TorchArrays
 from ecornn.torch.engine import called, engine_of
 
 LEAST = 16  # columns; fewer do not make steps shorter
 FIXED = 32  # a step of C columns takes about as long as C + 32 do: the way of the state between blocks
 
 
-@dataclass(frozen=True)
+Ints = NDArray[np.int32]
+Call = Callable[[torch.Tensor, dict[str, Any]], Sequence[torch.Tensor]]
+_arrays = TorchArrays()
+
+
+@dataclass(frozen=True, eq=False)
 class Layout:
-    """Packed sequences in columns: for each place of x (T, C) the row of the packed data, then for each of those its
-    place."""
+    """Where packed sequences (N rows) lie in x (T, C, I).
 
-    columns: Columns
-    index: torch.Tensor
+    Attributes
+    ----------
+    shape : T and C
+    index : for each place of x the row of packed data, or 0 where there is none; for each of the N rows its place; and,
+        without columns, the C lengths
+    columns : what the module is told of sequences that lie end to end; None: each is a row of x
+    """
 
-    def call(self, data: torch.Tensor, call: Callable[[torch.Tensor], Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        """What ``call`` makes of x (T, C, I), with y as packed as ``data`` (N, I) is."""
-        shape = self.columns.table.shape
-        there, back = on_device(self.index, data).split((shape[0] * shape[1], len(data)))
-        y, *after = call(data.index_select(0, there).reshape(*shape, -1))
-        return [y.reshape(len(there), -1).index_select(0, back), *after]
+    shape: tuple[int, int]
+    index: Ints
+    columns: Columns | None = None
+    _copies: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def call(self, data: torch.Tensor, call: Call) -> list[torch.Tensor]:
+        """What ``call`` makes of x and the module's masks, with y as packed as ``data`` (N, I) is."""
+        steps, width = self.shape
+        # a graph would read copies that may be gone when it is replayed
+        copy = _arrays.rows if data.is_cuda and not _arrays.keeps_workspace() else partial(_arrays.kept, self._copies)
+        index, _ = copy(self.index, "int32", data, None)
+        there, back, lengths = index.split((steps * width, len(data), len(index) - steps * width - len(data)))
+        masks = {"lengths": lengths} if self.columns is None else {"sequences": self.columns}
+        y, *after = call(data.index_select(0, there).view(steps, width, -1), masks)
+        return [y.view(steps * width, -1).index_select(0, back), *after]
+
+
+def sizes_of(batch_sizes: bytes) -> tuple[NDArray[Any], NDArray[Any]]:
+    """int64 ``batch_sizes`` as an array, and the lengths, the longest first."""
+    sizes = np.frombuffer(batch_sizes, np.int64)
+    return sizes, np.searchsorted(-sizes, -np.arange(sizes[0]), side="left")
 
 
 @lru_cache(maxsize=16)  # the layers of a model have the same lengths, one after the other
-def layout(batch_sizes: bytes, width: int | None = None) -> Layout | None:
-    """Where the sequences of int64 ``batch_sizes`` lie in ``width`` columns, or in as few as gain; None: none do."""
-    sizes = np.frombuffer(batch_sizes, np.int64)
-    lengths = np.searchsorted(-sizes, -np.arange(sizes[0]), side="left")  # the longest first
-    width = width or columns_for(lengths)
-    if width is None:
-        return None
-    columns = Columns.of(lengths, width)
-    (steps, width), first = columns.table.shape, np.arange(len(sizes), dtype=np.int32)
-    places = (first[:, None] + columns.start) * width + columns.column
-    back = places[np.arange(columns.count) < sizes[:, None]]
-    there = np.zeros(steps * width, np.int32)
+def padded(batch_sizes: bytes) -> Layout:
+    """Each sequence of int64 ``batch_sizes`` as a row of x. What x has beyond its length is not used: the first row of
+    packed data will do."""
+    sizes, lengths = sizes_of(batch_sizes)
+    shape = len(sizes), len(lengths)
+    return Layout(shape, _index(shape, np.flatnonzero(np.arange(shape[1]) < sizes[:, None]), lengths))
+
+
+@lru_cache(maxsize=16)
+def laid(batch_sizes: bytes, width: int, together: int) -> Layout:
+    """The sequences of int64 ``batch_sizes`` in ``width`` columns, of which ``together`` neighbours may share one."""
+    sizes, lengths = sizes_of(batch_sizes)
+    columns = Columns.of(lengths, width, together)
+    steps, numbers = np.nonzero(np.arange(columns.count) < sizes[:, None])  # of packed rows
+    back = columns.places[columns.first[numbers] + steps]
+    return Layout(columns.table.shape, _index(columns.table.shape, back), columns)
+
+
+def _index(shape: tuple[int, ...], back: NDArray[Any], *more: NDArray[Any]) -> Ints:
+    """As :class:`Layout` has it, from the places of packed rows."""
+    there = np.zeros(shape[0] * shape[1], np.int32)
     there[back] = np.arange(len(back))
-    return Layout(columns, torch.from_numpy(np.concatenate((there, back))))
+    return np.concatenate((there, back, *more), dtype=np.int32)
+
+
+@lru_cache(maxsize=16)
+def width_of(batch_sizes: bytes) -> int | None:
+    """:func:`columns_for` their lengths."""
+    return columns_for(sizes_of(batch_sizes)[1])
 
 
 def columns_for(lengths: np.ndarray[Any, Any]) -> int | None:
     """How many columns to lay them in, a power of two, so that few modules are compiled and records are at hand; None
-    where as many as there are sequences are best."""
+    where as many as there are sequences are best. All columns may share sequences, it is hoped."""
     longest, count, valid = int(lengths.max()), len(lengths), int(lengths.sum())
     least = max(LEAST, 1 << (valid // longest).bit_length() - 1)
-    costs = {width: steps_of(lengths, width) * (width + FIXED) for width in (least, 2 * least) if width < count}
+    costs = {width: steps_of(lengths, width, width) * (width + FIXED) for width in (least, 2 * least) if width < count}
     best = min(costs, key=lambda width: costs[width], default=None)
     return best if best is not None and costs[best] < longest * (count + FIXED) else None
 
 
-def run(module: Any, packed: PackedSequence, state: list[torch.Tensor]) -> list[torch.Tensor] | None:
-    """Packed y and the states (L*D, S, H) from ``state`` or zeros, rows in packed order; None where columns gain
-    nothing."""
-    if not packed.data.is_cuda or (module.num_layers > 1 and not module.bidirectional):
-        return None  # layers of one direction may work at the same time instead, which columns do not allow
-    found = layout(packed.batch_sizes.numpy().tobytes())
-    engine, data = engine_of(module), packed.data
-    if found is None or (data.dtype, found.columns.table.shape[1]) in engine.refused:
-        return None
-    width = found.columns.table.shape[1]
-    try:
-        layer = engine.layer(module, data, width, len(packed.batch_sizes), "sequences")
-    except ScheduleError:  # weights that do not fit on the chip
-        engine.refused.add((data.dtype, width))
-        return None
-    return found.call(data, lambda x: called(module, layer, x, state, sequences=found.columns))
+def run(module: Any, packed: PackedSequence, state: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Packed y and the states (L*D, S, H) from ``state`` or zeros, rows in packed order."""
+    sizes, engine, data = packed.batch_sizes.numpy().tobytes(), engine_of(module), packed.data
+    layer = None
+    # layers of one direction may work at the same time instead, which columns do not allow
+    if data.is_cuda and (module.num_layers == 1 or module.bidirectional):
+        width = width_of(sizes)
+        if width is not None and (data.dtype, width) not in engine.refused:
+            try:
+                layer = engine.layer(module, data, width, len(packed.batch_sizes), "sequences")
+                found = laid(sizes, width, layer.together)
+            except ScheduleError:  # weights that do not fit on the chip
+                engine.refused.add((data.dtype, width))
+    if layer is None:
+        found = padded(sizes)
+        layer = engine.layer(module, data, found.shape[1], found.shape[0], "lengths")
+    return found.call(data, lambda x, masks: called(module, layer, x, state, **masks))
 
 
 def call_layer(layer: Layer, packed: PackedSequence, state: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
     """A layer compiled with ``sequences=True`` on packed sequences: packed y, and the states."""
-    found = layout(packed.batch_sizes.numpy().tobytes(), layer.manifest.workload.batch)
-    assert found is not None, "a width was given"
+    found = laid(packed.batch_sizes.numpy().tobytes(), layer.manifest.workload.batch, layer.together)
 
-    def call(x: torch.Tensor) -> list[torch.Tensor]:
-        y, after = layer(x, state, sequences=found.columns)
+    def call(x: torch.Tensor, masks: dict[str, Any]) -> list[torch.Tensor]:
+        y, after = layer(x, state, **masks)
         return [y, *after]
 
     return found.call(packed.data, call)

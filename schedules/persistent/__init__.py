@@ -30,7 +30,7 @@ from ecornn.schedules.persistent.start import start_kernel
 from ecornn.schedules.pointwise import MATH_FOR, MATH_TRADES, late_operand
 from ecornn.schedules.projection import project, shape_of
 from ecornn.schedules.tensor_core import words
-from ecornn.schedules.timeline import row_buffers
+from ecornn.schedules.timeline import piece_buffers, row_buffers, together
 from ecornn.workload import Place, Workload
 
 START_BLOCKS = 128
@@ -274,7 +274,8 @@ class Persistent(Schedule):
         buffers = [Buffer("x", "x", w.dtype), Buffer("y", "y", w.dtype)]
         for name in graph.states:
             buffers += [Buffer(f"{name}_in", "state_in", w.dtype), Buffer(f"{name}_out", "state_out", w.dtype)]
-        buffers += [*row_buffers(task.place), *hoisted.buffers]
+        buffers += [*row_buffers(task.place), *hoisted.buffers,
+                    *piece_buffers(task.place, w, len(graph.states))]
         for i, phase in enumerate(plan.phases):
             packing = packing_of(task, plan, i)
             buffers.append(Buffer(f"recurrent_{i}", "packed", w.dtype,
@@ -295,4 +296,5 @@ class Persistent(Schedule):
         last = Launch("persistent", plan.groups * plan.blocks + plan.workers, plan.block_threads,
                       block_shared(task, plan), cooperative=not plan.cluster,
                       cluster=plan.blocks if plan.cluster else 1)
-        return Program(functions, tuple(buffers), (*calls, last))
+        return Program(functions, tuple(buffers), (*calls, last),
+                       together=together(task.place, plan.groups, plan.rows))

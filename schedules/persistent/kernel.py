@@ -32,7 +32,7 @@ from ecornn.schedules.persistent.gates import Gates
 from ecornn.schedules.persistent.plan import Plan, block_shared
 from ecornn.schedules.persistent.products import products
 from ecornn.schedules.projection import THREADS
-from ecornn.schedules.timeline import row_arguments
+from ecornn.schedules.timeline import piece_arguments, row_arguments
 
 
 def persistent_kernel(task: Task, plan: Plan, hoisted: Hoisted, math: str) -> Any:
@@ -60,7 +60,7 @@ def persistent_kernel(task: Task, plan: Plan, hoisted: Hoisted, math: str) -> An
         for e in range(0 if plan.cluster else len(plan.sums)):
             arguments[f"sums_{e}"] = T.arg(f"sums_{e}", T.buffer((big,), "uint32"))
         arguments["y"] = T.arg("y", T.buffer((big,), dtype))
-        arguments |= row_arguments(T, task.place)
+        arguments |= row_arguments(T, task.place) | piece_arguments(T, task.place)
         T.device_entry()
         recurrent = plan.groups * plan.blocks
         block, thread = T.cta_id([recurrent + plan.workers]), T.thread_id([plan.block_threads])

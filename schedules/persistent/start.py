@@ -93,7 +93,7 @@ def initial_operand(T: Any, task: Task, states: dict[str, Any], vectors: Any, ti
     from_row, inside = b, T.And(unit < H, row < batch)
     if task.place.sequences:
         number = T.Bind(timeline.number(0, b))
-        from_row, inside = T.cast(T.max(number, 0), "int64"), T.And(inside, number >= 0)
+        from_row, inside = T.cast(timeline.sequence(T.max(number, 0)), "int64"), T.And(inside, number >= 0)
     given = [T.Bind(T.cast(states[name][from_row * H + at], "float32")) for name in graph.states]
     env |= zip(graph.states.values(), timeline.started(timeline.fresh(0, b, timeline.limit(b)), given),
                strict=True)

@@ -27,7 +27,7 @@ from ecornn.schedules.persistent_wide.plan import (
 from ecornn.schedules.persistent_wide.start import start_kernel
 from ecornn.schedules.pointwise import MATH_FOR, MATH_TRADES, late_operand
 from ecornn.schedules.projection import project, shape_of
-from ecornn.schedules.timeline import row_buffers
+from ecornn.schedules.timeline import piece_buffers, row_buffers, together
 
 START_BLOCKS = 128
 ITEMS = 8  # (unit, batch row) pairs of a thread, at most
@@ -155,14 +155,15 @@ class PersistentWide(Schedule):
         buffers = [Buffer("x", "x", w.dtype), Buffer("y", "y", w.dtype)]
         for name in graph.states:
             buffers += [Buffer(f"{name}_in", "state_in", w.dtype), Buffer(f"{name}_out", "state_out", w.dtype)]
-        buffers += [*row_buffers(task.place), *hoisted.buffers, *_own_buffers(task, plan)]
+        buffers += [*row_buffers(task.place), *hoisted.buffers, *_own_buffers(task, plan),
+                    *piece_buffers(task.place, w, len(graph.states))]
         functions = {**hoisted.functions, "start": start_kernel(task, plan, START_BLOCKS, math),
                      "persistent_wide": wide_kernel(task, plan, layout, math)}
         calls: tuple[Call, ...] = (
             *hoisted.calls, *(Fill(b.name, UNWRITTEN, b.extent) for b in buffers if b.name == "handed"),
             Launch("start", START_BLOCKS, 256),
             Launch("persistent_wide", plan.groups * plan.blocks, plan.threads, plan.shared, cooperative=True))
-        return Program(functions, tuple(buffers), calls)
+        return Program(functions, tuple(buffers), calls, together=together(task.place, plan.groups, plan.rows))
 
 
 def _own_buffers(task: Task, plan: Plan) -> list[Buffer]:

@@ -24,7 +24,7 @@ from ecornn.schedules.persistent_wide.gates import Gates
 from ecornn.schedules.persistent_wide.place import Place
 from ecornn.schedules.persistent_wide.plan import REGISTERS, TEAM, Plan
 from ecornn.schedules.persistent_wide.products import Products
-from ecornn.schedules.timeline import row_arguments
+from ecornn.schedules.timeline import piece_arguments, row_arguments
 
 
 def wide_kernel(task: Task, plan: Plan, hoisted: Hoisted, math: str) -> Any:
@@ -46,7 +46,7 @@ def wide_kernel(task: Task, plan: Plan, hoisted: Hoisted, math: str) -> Any:
         for name in ("recurrent", "exchange", "counters", *(["handed"] if plan.parts > 1 else [])):
             a[name] = T.arg(name, T.buffer((big,), "uint32"))
         a["y"] = T.arg("y", T.buffer((big,), dtype))
-        a |= row_arguments(T, task.place)
+        a |= row_arguments(T, task.place) | piece_arguments(T, task.place)
         T.device_entry()
         block, thread = T.cta_id([plan.groups * plan.blocks]), T.thread_id([plan.threads])
         words = T.alloc_buffer((plan.shared // 4,), "float32", scope="shared.dyn", align=1024)

@@ -1,0 +1,63 @@
+"""Benchmarks of packed sequences and of columns: what of them needs no GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+
+
+def test_the_model_of_the_issue(monkeypatch: pytest.MonkeyPatch):
+    """pytorch#149194 at a small size on this CPU, and its row; times are made up, since events are a GPU's."""
+    import compare_stacks
+
+    calls: list[str] = []
+
+    def timed(sides: dict[str, Any], repeats: int, fresh: Any, scale: float) -> dict[str, float]:
+        for name, call in sides.items():
+            y = call()
+            assert y.shape == (9, 4, 6) and not y[-1, :3].any() and y[-1, 3].any()
+            calls.append(name)
+        assert repeats == 20 and scale == 1 / 18
+        made = {"ecornn": 2.0, "cudnn": 8.0}
+        return {f"{name}_{end}": value for name, value in made.items() for end in ("us", "p20", "p80")}
+
+    monkeypatch.setattr(compare_stacks, "timed", timed)
+    row = compare_stacks.compare_issue(("lstm", 9, 4, 5, 6, 2, False), 20, "cpu")
+    assert calls == ["ecornn", "cudnn"]
+    assert (row["case"], row["T"], row["layers"], row["ratio"]) == ("pytorch#149194", 9, 2, 4.0)
+    assert row["dtype"] == "float32"
+    assert row["valid"] == 5 / 9 and 0 < row["error"] < 1e-6 and 0 < row["cudnn_error"] < 1e-6
+    assert "pytorch#149194, 0.56 valid" in compare_stacks.told(row) and "4.00x" in compare_stacks.told(row)
+
+
+def test_lengths_of_the_issue():
+    import compare_stacks
+
+    assert compare_stacks.triangular(9, 4).tolist() == [1, 4, 6, 9]
+    lengths = compare_stacks.triangular(4000, 32)
+    assert (int(lengths[0]), int(lengths[-1])) == (1, 4000) and lengths.dtype == torch.int64
+    assert not set(compare_stacks.ISSUE) & set(compare_stacks.PACKED)
+
+
+def test_cases_of_columns():
+    import compare_columns
+
+    draws = []
+    for seed in range(3):
+        lengths = np.random.default_rng(seed).integers(1, 301, 32)
+        found = compare_columns.laid(lengths, 16, 8)
+        least = max(int(lengths.max()), -(-int(lengths.sum()) // 16))
+        steps = {name: len(columns.table) / least for name, columns in found.items()}
+        assert 1 <= steps["columns"] < 1.01 < steps["whole"]
+        draws.append({f"{side}_us": seed + 1.0 for side in compare_columns.SIDES} | {
+            "share": 0.9 + seed / 100, "whole_share": 0.8, "steps": steps, "together": 8})
+    shape, width = compare_columns.CASES[0]
+    row = compare_columns.described(shape, width, draws)
+    assert row["share"] == pytest.approx([0.91, 0.904, 0.916]) and row["columns_us"][0] == 2.0
+    assert (row["cell"], row["H"], row["columns"]) == ("lstm", 512, 16)
+    assert "32 in 16" in compare_columns.told(row) and "share 0.91 [0.90, 0.92]" in compare_columns.told(row)
