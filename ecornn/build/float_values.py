@@ -2,7 +2,8 @@
 
 TVM simplifies whatever a variable is bound to, with what earlier variables are bound to put in, and so goes through
 the arithmetic of a whole step again with each of its values. It has no use for that where they are floating-point
-numbers. A local array between hides them: LLVM makes it a register, and the instructions stay the same.
+numbers. A local array between hides them: LLVM makes it a register, and the instructions stay the same,
+or are fewer: what was bound to a name is no longer put in wherever the name is used.
 """
 
 from __future__ import annotations
