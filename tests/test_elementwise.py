@@ -127,8 +127,10 @@ def test_configurations_that_cannot_run(knobs: dict[str, Any], reason: str):
 
 
 @pytest.mark.skipif(find_nvcc() is None, reason="nvcc is not installed")
-@pytest.mark.parametrize("place", [ALONE, Place(True, 2, True, True)], ids=str)
-@pytest.mark.parametrize(("cell", "dtype"), [("indrnn", "bfloat16"), ("highway", "float32")])
+@pytest.mark.parametrize(("cell", "dtype", "place"), [
+    ("indrnn", "bfloat16", Place(True, 2, True, True)), ("highway", "float32", ALONE),
+    pytest.param("indrnn", "bfloat16", ALONE, marks=pytest.mark.exhaustive),
+    pytest.param("highway", "float32", Place(True, 2, True, True), marks=pytest.mark.exhaustive)], ids=str)
 def test_registers_suffice(cell: str, dtype: str, place: Place):
     """None spills, in the largest unrolled codes too, and a block can start."""
     task = task_of(cell, (300, 20, 800, 800), dtype, KNOWN["sm_90a"], place)

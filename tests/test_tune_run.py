@@ -128,6 +128,22 @@ def test_equal_code_is_measured_once():
     assert runs == ["ok"]
 
 
+def test_where_a_batch_is_built_before_it_is_measured_the_default_comes_first_alone(tmp_path):
+    sizes: list[int] = []
+
+    class Batches(Instant):
+        def submit(self, batch, bound):
+            sizes.append(len(batch))
+            super().submit(batch, bound)
+
+    fake, path, stopped = Fake(("ok",), "ab"), tmp_path / "log.jsonl", Batches(stop=3)
+    with pytest.raises(KeyboardInterrupt):
+        start(path, fake, stopped, Settings(12, 0))
+    assert sizes == [1, 8] and stopped.seen[0].config == fake.default(TASK)
+    start(path, fake, Batches(), Settings(12, 0))
+    assert sizes == [1, 8, 8, 1], "a run that goes on has the default's time"
+
+
 def test_a_whole_run_in_processes_finds_a_good_candidate(tmp_path):
     path = tmp_path / "log.jsonl"
     with evaluator() as measure:

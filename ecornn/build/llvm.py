@@ -8,6 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ecornn.build.float_values import hide
 from ecornn.build.generated import Generated, Texts
 from ecornn.device import Device
 from ecornn.errors import BuildError
@@ -85,5 +86,5 @@ def _module(functions: Mapping[str, Any], device: Device) -> Any:
         passes.BindTarget(target.with_host(target)), passes.FlattenBuffer(), passes.StmtSimplify(),
         passes.SplitHostDevice(), passes.MakePackedAPI(), passes.LowerIntrin()])
     with tvm.transform.PassContext(opt_level=3):
-        lowered = lower(tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in functions.items()}))
+        lowered = lower(tvm.IRModule({n: hide(f).with_attr("global_symbol", n) for n, f in functions.items()}))
     return tvm.get_global_func("target.build.llvm")(lowered, target)

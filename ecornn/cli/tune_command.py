@@ -171,7 +171,9 @@ def show(console: Console, result: Result, cell: str, target: str | None) -> Non
     console.print(f"best: {finish.best.schedule} {knobs}", markup=False)
     text = (f"time: {finish.best_us:.4g} µs per step, "
             f"{finish.best_us * work.seq / 1e3:.4g} ms for T={work.seq}")
-    if finish.default_us is not None:
+    if finish.best == finish.default:
+        text += "; nothing that was tried is faster than the untuned default, which is best here"
+    elif finish.default_us is not None:
         text += (f"; {finish.default_us / finish.best_us:.2f} times as fast as the untuned default "
                  f"({finish.default_us:.4g} µs)")
     console.print(text)

@@ -177,9 +177,10 @@ class Session:
                 known = [Candidate.of(c.schedule, c.config) for c in only if c.schedule in space.schedules]
                 search = Search(space, model, self.seed, known=known, defaults=False)
                 wanted = len(search.first)
-            # Where builds go on meanwhile, a small batch is proposed with the latest results in sight.
-            settings = tuner.Settings(wanted, self.seed, time_limit,
-                                      max(4, min(16 if pool.quiet else 8, wanted // 6)), early_stop)
+            # Where builds go on meanwhile, a small batch is proposed with the latest results in sight. Elsewhere it
+            # keeps the builders busy, and no longer than a user would wait for its first time.
+            most = min(16, 4 * len(pool.builders)) if pool.quiet else 8
+            settings = tuner.Settings(wanted, self.seed, time_limit, max(4, min(most, wanted // 6)), early_stop)
             tuner.Tuner(search, evaluator, run, settings, self.environment, report).run()
         return result(run, workload, device, before)
 

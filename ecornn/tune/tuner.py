@@ -100,8 +100,7 @@ class Tuner:
                 return "converged"
             left = self.settings.trials - len(self.search.tried) - self.evaluator.pending
             while left > 0 and self.evaluator.pending <= ahead:
-                # What is known beforehand is built first, alone: drawing takes a scan of the space.
-                batch = self.search.ask(min((ahead and self.search.waiting()) or self.settings.batch, left))
+                batch = self.search.ask(min(self.batch(ahead), left))
                 if not batch:
                     break
                 self.evaluator.submit(batch, self.best_us)
@@ -116,6 +115,14 @@ class Tuner:
             trial = self.record(candidate, outcome, "search")
             self.report(Progress(len(self.search.tried), self.settings.trials, trial,
                                  choice(self.best), self.best_us))
+
+    def batch(self, ahead: int) -> int:
+        """How many candidates to propose next. Where builds go on beside measurements, what is known beforehand is
+        built first, alone: drawing takes a scan of the space. Where a batch is built before any of it is measured,
+        the default is, so that its time is seen soon."""
+        if ahead:
+            return self.search.waiting() or self.settings.batch
+        return self.settings.batch if self.search.tried else 1
 
     def converged(self) -> bool:
         """Whether the latest trials say that further ones are unlikely to help.
