@@ -88,20 +88,18 @@ class Columns:
         """With the step and the column at which each begins; where it is longer than the rest of the column, what is
         left over begins the next one, and comes first in time."""
         step, column, shape = begin[:, 0], begin[:, 1], (steps, width)
-        number, at = np.arange(len(lengths), dtype=np.int32), step * width + column
-        mark = np.zeros_like(number)
         first, over = np.append(0, np.cumsum(lengths)), np.maximum(step + lengths - steps, 0)
-        split = np.flatnonzero(over)
+        number, at, split = np.arange(len(lengths)), step * width + column, np.flatnonzero(over)
         if split.size:
-            mark[split] = LATER
-            number, mark = np.insert(number, split, split), np.insert(mark, split, EARLIER)
-            lengths, at = np.insert(lengths - over, split, over[split]), np.insert(at, split, column[split] + 1)
+            beside = np.stack((split | EARLIER, over[split], column[split] + 1))
+            number[split] |= LATER
+            number, lengths, at = np.insert(np.stack((number, lengths - over, at)), split, beside, axis=1)
         places = np.arange(first[-1])
         places -= np.repeat(np.cumsum(lengths) - lengths, lengths)  # steps of a piece
         places *= width
         places += np.repeat(at, lengths)
         marked = np.full(steps * width, -1, np.int32)
-        marked[places] = np.repeat(number | mark, lengths)
+        marked[places] = np.repeat(number.astype(np.int32), lengths)
         table = np.where(marked < 0, marked, marked & (LATER - 1)) if split.size else marked
         return cls(table.reshape(shape), places, first, column[split], marked.reshape(shape))
 
