@@ -245,7 +245,7 @@ def measure(texts: list[str], target: str, path: Path, trials: int, seconds: flo
 
 def prebuild(texts: list[str], trials: int, seconds: float, turn: int, processes: int, known: Sequence[Path] = (),
              part: tuple[int, int] = (0, 1)) -> None:
-    """Fills the build cache for tables of the GPU of ``known`` or of an H100, in the order in which ``measure`` asks."""
+    """Fills the build cache, in the order in which ``measure`` asks, for the GPU of ``known`` or an H100."""
     began = time.monotonic()
     elsewhere = [trial for each in known for trial in trials_of(each)]
     device = elsewhere[0].device if elsewhere else resolve(H100)
