@@ -11,7 +11,7 @@ from ecornn.schedules.cpu.tiling import Shape, Tile, lanes_of, registers_of, reg
 FMA_LATENCY = 4  # cycles; with fewer sums than this in flight the unit idles
 FROM_L2 = 2.5  # cycles for a vector of weights
 FLOAT = 4  # bytes
-# Where multiply-adds outrun the caches, cycles of a tile for each vector of weights, and for each row, that nothing hides
+# Where multiply-adds outrun the caches, cycles of a tile for each vector of weights, and each row, that nothing hides
 FROM_CACHE, NEW_LINES = 0.6, 0.3
 FROM_L3 = 1.5  # the same of weights that L2 gets from L3 meanwhile
 BARRIER = 600  # cycles, with what it costs to get the new state from another core

@@ -56,7 +56,8 @@ def multiply(e: Emitter, into: list[list[Any]], operand: Any, starts: Sequence[E
     """Adds products over ``k`` values to the registers ``into``.
 
     ``starts``: where each row of ``operand`` starts; ``weight_start``: where the tile's weights start. The
-    elements of both are those of :data:`ELEMENT`; an operand for bfloat16 weights is float32.
+    elements of both are those of :data:`ELEMENT`; an operand for bfloat16 weights is float32. ``ahead`` is asked for
+    line by line, spread over the loop.
     """
     columns, group = len(into[0]), GROUP[kind]
     width = columns * e.lanes
