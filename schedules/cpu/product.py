@@ -79,13 +79,14 @@ def multiply(e: Emitter, into: list[list[Any]], operand: Any, starts: Sequence[E
     whole = groups if kind == "int8" else k // group  # integer operands are padded with zeros
     unroll = max(1, min(unroll, whole))
     blocks = whole // unroll
-    lines = -(-ahead.share // (LINE * blocks)) if ahead else 0  # in each block
+    asked = ahead or Ahead(e.index(0), 0)
+    lines = -(-asked.share // (LINE * max(1, blocks)))  # in each block
     with e.loop("k", blocks) as block:
         base = e.let("k_first", block * e.index(unroll))
         for u in range(unroll):
             one(base + e.index(u))
             for line in range(u * lines // unroll, (u + 1) * lines // unroll):
-                e.prefetch(weights, ahead.start + (block * e.index(lines) + e.index(line)) * e.index(LINE))
+                e.prefetch(weights, asked.start + (block * e.index(lines) + e.index(line)) * e.index(LINE))
     for rest in range(whole - whole % unroll, whole):
         one(e.index(rest))
     if whole < groups:
