@@ -83,6 +83,39 @@ def test_result_does_not_depend_on_threads(tmp_path):
     assert np.array_equal(one, many)
 
 
+def test_asking_ahead_changes_no_value(tmp_path):
+    found = []
+    for ahead in (0, 1):
+        (tmp_path / str(ahead)).mkdir()
+        sample = Sample(tmp_path / str(ahead), "gru", 12, 100, 7, 6, rows=3, columns=3, pairs=0, ahead=ahead)
+        assert bool(ahead) == ("prefetch" in sample.generated.emitted["asm"] or "prfm" in
+                               sample.generated.emitted["asm"])
+        compare(sample, 6, 7, threads=2)
+        x, states = sample.inputs(6, 7)
+        found += [sample(x, states, threads=threads)[0] for threads in (1, 3)]
+    assert all(np.array_equal(found[0], other) for other in found[1:])
+
+
+def test_asks_ahead_where_l3_is_slow_and_weights_come_from_there():
+    def ahead(arch: str, hidden: int, batch: int) -> int:
+        device = msgspec.structs.replace(detect(), arch=arch, cores=2, l2=1 << 20, features=("avx2", "avx512f", "fma"))
+        return CPUSequence().default(make_task(get("gru"), Workload("gru", hidden, hidden, batch), device))["ahead"]
+
+    assert ahead("skylake-avx512", 800, 20) == 1
+    assert ahead("skylake-avx512", 800, 1) == 0  # L3 is all that a batch row waits for
+    assert ahead("skylake-avx512", 256, 20) == 0
+    assert ahead("znver4", 800, 20) == 0
+
+
+def test_last_row_tile_is_no_higher_than_the_batch():
+    schedule = CPUSequence()
+    device = msgspec.structs.replace(detect(), features=("avx2", "avx512f", "fma"))
+    task = make_task(get("gru"), Workload("gru", 800, 800, 20), device)
+    config = {**schedule.default(task), "rows": 7, "columns": 3, "pairs": 0}
+    values = schedule.features(task, config)
+    assert values["step_padded_flops"] == values["step_flops"]
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_random_configurations(seed, tmp_path):
     schedule, generator = CPUSequence(), np.random.default_rng(seed)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ecornn.program import Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
-from ecornn.schedules.cpu.cost import best_team, best_tile, features, shape_of, tiles
-from ecornn.schedules.cpu.tiling import lanes_of, registers_of, registers_used, separate_adders
+from ecornn.schedules.cpu.cost import best_team, best_tile, beyond_l2, features, shape_of, tiles
+from ecornn.schedules.cpu.tiling import lanes_of, registers_of, registers_used, separate_adders, slow_l3
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28)
 VECTORS = (1, 2, 3, 4, 5, 6, 8, 10)
@@ -74,6 +74,8 @@ class CPUSequence(Schedule):
             Knob("pairs", PAIRS, "of how many values of k two are multiplied as a pair, which takes work from the "
                                  "units that multiply to those that add (0: none)", before=0),
             Knob("project_pairs", PAIRS, "the same of the hoisted product", before=0),
+            Knob("ahead", (0, 1), "whether tiles of rows ask for the weights of the next units while they multiply: "
+                                  "L3 works at that time, too, against more instructions", before=0),
             Knob("chunk", steps, "steps projected at once: reuse of input weights against cached results"),
         )
 
@@ -81,6 +83,8 @@ class CPUSequence(Schedule):
         """None, or that a tile needs more vector registers than the CPU has."""
         available = registers_of(task.device)
         for name, tile, gates in tiles(task, config):
+            if tile.pairs and tile.ahead:
+                return f"{name}: weights are asked for ahead in plain products, not in those of pairs"
             if tile.pairs and (task.workload.weights or task.workload.dtype) != "float32":
                 return f"{name}: products of pairs are of float32 weights, not of {task.workload.weights}"
             need = registers_used(tile, gates, task.workload.weights or "")
@@ -100,18 +104,20 @@ class CPUSequence(Schedule):
 
         def best(rows: int, gates: list[int], prefix: str) -> tuple[int, int, int]:
             return best_tile(task, rows, gates, values[f"{prefix}rows"], values[f"{prefix}columns"],
-                             PAIRS if pay and any(gates) else (0,))
+                             PAIRS if pay and any(gates) else (0,), bool(prefix))
 
         rows, columns, pairs = best(workload.batch, [len(p.rows) for p in graph.phases if p.rows] or [0], "")
         project_rows, project_columns, project_pairs = best(
             workload.batch * workload.seq, [len(graph.hoisted_rows)], "project_")
+        # L3 should work while tiles multiply; with one tile of rows it does so of itself
+        ahead = slow_l3(task.device) and beyond_l2(task) and not pairs and workload.batch > rows
         # hoisted values of a chunk should stay in the caches between their making and their use
         step_bytes = 4 * workload.batch * workload.hidden * max(1, len(graph.hoisted_outputs))
         target = 2 * max(task.device.l2, 1 << 19) * max(1, task.device.cores)
         chunk = max((c for c in values["chunk"] if c * step_bytes <= target), default=1)
         return {"rows": rows, "columns": columns, "unroll": 4 if rows * columns <= 12 else 2,
                 "project_rows": project_rows, "project_columns": project_columns, "pairs": pairs,
-                "project_pairs": project_pairs, "team": best_team(task), "chunk": chunk}
+                "project_pairs": project_pairs, "team": best_team(task), "ahead": int(ahead), "chunk": chunk}
 
     def features(self, task: Task, config: Config) -> dict[str, float]:
         """Bytes of weights a thread reads, register use, products a step, padding, imbalance."""

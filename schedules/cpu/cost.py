@@ -6,11 +6,14 @@ from itertools import product
 
 from ecornn.schedules.base import Config, Task
 from ecornn.schedules.cpu.product import GROUP
-from ecornn.schedules.cpu.tiling import Shape, Tile, lanes_of, registers_of, registers_used, vectors_of
+from ecornn.schedules.cpu.tiling import Shape, Tile, lanes_of, registers_of, registers_used, slow_l3, vectors_of
 
 FMA_LATENCY = 4  # cycles; with fewer sums than this in flight the unit idles
 FROM_L2 = 2.5  # cycles for a vector of weights
 FLOAT = 4  # bytes
+# Where multiply-adds outrun the caches, cycles of a tile for each vector of weights, and each row, that nothing hides
+FROM_CACHE, NEW_LINES = 0.6, 0.3
+FROM_L3 = 1.5  # the same of weights that L2 gets from L3 meanwhile
 BARRIER = 600  # cycles, with what it costs to get the new state from another core
 
 
@@ -20,7 +23,7 @@ def tiles(task: Task, config: Config) -> list[tuple[str, Tile, int]]:
 
     def tile(prefix: str, gates: int) -> Tile:
         return Tile(int(config[f"{prefix}rows"]), vectors_of(int(config[f"{prefix}columns"]), gates), unroll,
-                    int(config[f"{prefix}pairs"]) if gates else 0)
+                    int(config[f"{prefix}pairs"]) if gates else 0, bool(gates and not prefix and config["ahead"]))
 
     project = len(graph.hoisted_rows)
     found = [("hoisted", tile("project_", project), project)]
@@ -38,23 +41,47 @@ def shape_of(task: Task, config: Config) -> Shape:
                  workload.weights or workload.dtype, int(config["team"]))
 
 
-def cycles(rows: int, hidden: int, tile: Tile, gates: int, lanes: int, threads: int) -> float:
-    """Estimated cycles for one k of a product, of the thread with the most tasks."""
+def cycles(heights: list[int], hidden: int, tile: Tile, gates: int, lanes: int, threads: int,
+           stalls: tuple[float, float] = (0.0, 0.0)) -> float:
+    """Estimated cycles for one k of a product, of the thread with the most tasks.
+
+    ``heights``: rows of each row tile; ``stalls``: cycles of a tile for each column, and for each row, on top.
+    """
     columns = max(1, gates) * tile.vectors
-    tasks = -(-rows // tile.rows) * -(-hidden // (tile.vectors * lanes))
-    # one fma, one weight or two broadcasts a cycle; weights come from L2 more slowly
-    sums = tile.rows * columns
-    each = max(sums, FMA_LATENCY, columns + tile.rows / 2, FROM_L2 * columns)
-    if tile.pairs:  # every factor of the operand is a broadcast; layers of pairs reach some three quarters of this
-        each = max(sums * (1 - 1 / tile.pairs), FMA_LATENCY, columns + sums / 2, FROM_L2 * columns) / 0.75
-    return -(-tasks // threads) * (each + 1.0)
+    tasks = len(heights) * -(-hidden // (tile.vectors * lanes))
+
+    def of(rows: int) -> float:
+        # one fma, one weight or two broadcasts a cycle; weights come from L2 more slowly
+        sums = rows * columns
+        each = max(sums, FMA_LATENCY, columns + rows / 2, FROM_L2 * columns)
+        if tile.pairs:  # every factor of the operand is a broadcast; layers of pairs reach some three quarters of this
+            each = max(sums * (1 - 1 / tile.pairs), FMA_LATENCY, columns + sums / 2, FROM_L2 * columns) / 0.75
+        return each + 1.0 + stalls[0] * columns + stalls[1] * rows
+
+    mean = sum(map(of, heights)) / len(heights)
+    return -(-tasks // threads) * mean
+
+
+def heights_of(rows: int, tile: Tile, hoisted: bool) -> list[int]:
+    """Rows of each row tile of a stage."""
+    full, short = divmod(rows, tile.rows)
+    last = 0 if hoisted else tile.short(rows)
+    return [tile.rows] * (full + bool(short and not last)) + [last] * bool(last)
+
+
+def beyond_l2(task: Task) -> bool:
+    """Whether a thread has more recurrent weights than its L2 holds."""
+    size = task.workload.hidden ** 2 * sum(len(p.rows) for p in task.graph.phases) * FLOAT
+    return size // GROUP[task.workload.weights or "float32"] > task.device.l2 * max(1, task.device.cores)
 
 
 def best_tile(task: Task, rows: int, gates: list[int], row_choices: tuple[int, ...], column_choices: tuple[int, ...],
-              pair_choices: tuple[int, ...]) -> tuple[int, int, int]:
+              pair_choices: tuple[int, ...], hoisted: bool) -> tuple[int, int, int]:
     """(rows, columns, pairs) with the smallest estimate, for products of ``gates`` over ``rows`` batch rows."""
     lanes, registers, threads = lanes_of(task.device), registers_of(task.device), max(1, task.device.cores)
-    hidden = task.workload.hidden
+    hidden, stalls = task.workload.hidden, (0.0, 0.0)
+    if slow_l3(task.device) and task.workload.batch > 1:
+        stalls = (FROM_L3 if not hoisted and beyond_l2(task) else FROM_CACHE), NEW_LINES
 
     def estimate(choice: tuple[int, int, int]) -> tuple[float, int]:
         total = 0.0
@@ -62,7 +89,7 @@ def best_tile(task: Task, rows: int, gates: list[int], row_choices: tuple[int, .
             tile = Tile(choice[0], vectors_of(choice[1], g), 1, choice[2] if g else 0)
             if registers_used(tile, g, task.workload.weights or "") > registers and (tile.rows, tile.vectors) != (1, 1):
                 return float("inf"), 0
-            total += cycles(rows, hidden, tile, g, lanes, threads)
+            total += cycles(heights_of(rows, tile, hoisted), hidden, tile, g, lanes, threads, stalls)
             if tile.pairs:  # the copy of the operand, and a barrier
                 total += (rows / threads * (8 * hidden / lanes + 200) + 2000) / hidden
         return total, -choice[0] * choice[1]
@@ -88,22 +115,23 @@ def features(task: Task, config: Config) -> dict[str, float]:
             continue
         hoisted = name == "hoisted"
         rows = shape.chunk * workload.batch if hoisted else workload.batch
-        row_tiles, units = -(-rows // tile.rows), shape.units(tile)
+        heights, units = heights_of(rows, tile, hoisted), shape.units(tile)
+        row_tiles, multiplied = len(heights), sum(heights)
         prefix = "project" if hoisted else name
         found[f"{prefix}_registers"] = float(registers_used(tile, gates, shape.weights))
         found[f"{prefix}_sums"] = float(tile.rows * gates * tile.vectors)
         found[f"{prefix}_tasks"] = float(row_tiles * units)
         found[f"{prefix}_imbalance"] = -(-row_tiles * units // threads) * threads / (row_tiles * units)
-        found[f"{prefix}_waste"] = (row_tiles * tile.rows * units * tile.vectors * shape.lanes
+        found[f"{prefix}_waste"] = (multiplied * units * tile.vectors * shape.lanes
                                     / (rows * workload.hidden))
-        found[f"{prefix}_cycles"] = cycles(rows, workload.hidden, tile, gates, shape.lanes, threads)
+        found[f"{prefix}_cycles"] = cycles(heights, workload.hidden, tile, gates, shape.lanes, threads)
         found[f"{prefix}_tile_bytes"] = float(
             FLOAT / GROUP[shape.weights] * gates * tile.vectors * shape.lanes
             * (workload.input if hoisted else workload.hidden))
         if not hoisted:
             weights += FLOAT / GROUP[shape.weights] * gates * shape.width * workload.hidden
             useful += 2.0 * gates * workload.batch * workload.hidden ** 2
-            padded += 2.0 * gates * row_tiles * tile.rows * shape.width * workload.hidden
+            padded += 2.0 * gates * multiplied * shape.width * workload.hidden
             busiest += found[f"{prefix}_cycles"] * workload.hidden
     found["threads"] = float(threads)
     found["thread_weight_bytes"] = weights / threads

@@ -146,6 +146,12 @@ class Emitter:
         """``lanes`` elements from ``index`` on."""
         self.add(self.tirx.BufferStore(buffer, value, [self.ramp(index)]))
 
+    def prefetch(self, buffer: Any, index: Expr | int) -> None:
+        """Asks for the cache line of an element, which need not exist."""
+        place = self.tirx.address_of(self.load(buffer, index))
+        flags = (self.tirx.const(value, "int32") for value in (0, 3, 1))  # to read, for all caches, data
+        self.add(self.tirx.Evaluate(self.tirx.call_llvm_intrin("void", "llvm.prefetch", place, *flags)))
+
     def ramp(self, index: Expr | int) -> Expr:
         return self.tirx.Ramp(self.index(index), self.index(1), self.lanes)
 

@@ -11,6 +11,7 @@ is widened to two vectors, or four 8-bit integers that one instruction multiplie
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ecornn.analysis import Row
@@ -19,7 +20,16 @@ from ecornn.schedules.cpu.emit import Emitter
 
 Expr = Any  # tvm.ir.PrimExpr
 GROUP = {"float32": 1, "bfloat16": 2, "int8": 4}  # weights of a lane, neighbours in k
+LINE = 16  # lanes in a cache line
 ELEMENT = {"float32": "float32", "bfloat16": "uint32", "int8": "int32"}  # how code sees a lane
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """Weights to ask for while others are multiplied: ``share`` lanes from the lane ``start`` on."""
+
+    start: Expr
+    share: int
 
 
 def packing(rows: Sequence[Row], hidden: int, k: int, vectors: int, lanes: int, kind: str) -> Packing:
@@ -42,11 +52,12 @@ def accumulators(e: Emitter, rows: int, columns: int, name: str, kind: str) -> l
 
 
 def multiply(e: Emitter, into: list[list[Any]], operand: Any, starts: Sequence[Expr], weights: Any,
-             weight_start: Expr, k: int, unroll: int, kind: str) -> None:
+             weight_start: Expr, k: int, unroll: int, kind: str, ahead: Ahead | None = None) -> None:
     """Adds products over ``k`` values to the registers ``into``.
 
     ``starts``: where each row of ``operand`` starts; ``weight_start``: where the tile's weights start. The
-    elements of both are those of :data:`ELEMENT`; an operand for bfloat16 weights is float32.
+    elements of both are those of :data:`ELEMENT`; an operand for bfloat16 weights is float32. ``ahead`` is asked for
+    line by line, spread over the loop.
     """
     columns, group = len(into[0]), GROUP[kind]
     width = columns * e.lanes
@@ -67,10 +78,15 @@ def multiply(e: Emitter, into: list[list[Any]], operand: Any, starts: Sequence[E
     groups = -(-k // group)
     whole = groups if kind == "int8" else k // group  # integer operands are padded with zeros
     unroll = max(1, min(unroll, whole))
-    with e.loop("k", whole // unroll) as block:
+    blocks = whole // unroll
+    asked = ahead or Ahead(e.index(0), 0)
+    lines = -(-asked.share // (LINE * max(1, blocks)))  # in each block
+    with e.loop("k", blocks) as block:
         base = e.let("k_first", block * e.index(unroll))
         for u in range(unroll):
             one(base + e.index(u))
+            for line in range(u * lines // unroll, (u + 1) * lines // unroll):
+                e.prefetch(weights, asked.start + (block * e.index(lines) + e.index(line)) * e.index(LINE))
     for rest in range(whole - whole % unroll, whole):
         one(e.index(rest))
     if whole < groups:

@@ -7,7 +7,9 @@
     copy states to the caller
 
 Work is divided into (unit tile, row tile) tasks, tile by tile, and each thread always takes the
-same part, so that its weights stay in its cache; what is larger than the cache is gone through to and fro.
+same part, so that its weights stay in its cache; what is larger than the cache is gone through to and fro. With
+``ahead`` the row tiles of a unit tile ask for the weights of the next one, a share each, while they multiply: else L3
+idles while all but the first of them read L2, and then the first one waits for it.
 """
 
 from __future__ import annotations
@@ -180,12 +182,17 @@ class Sequence:
         call = Parallel("worker", self.aliases, self.shape.team)
         return Program({"worker": e.function("worker")}, tuple(self.buffers), (call,))
 
+    def share(self, name: str, total: Expr) -> tuple[Expr, Expr]:
+        """First of this thread's tasks among 0 .. total - 1, and one past the last."""
+        e = self.e
+        begin = e.let(f"{name}_begin", e.div(total * self.thread, self.threads))
+        return begin, e.let(f"{name}_end", e.div(total * (self.thread + e.index(1)), self.threads))
+
     @contextmanager
     def tasks(self, name: str, total: Expr, back: Expr | None = None) -> Iterator[Any]:
         """This thread's part of tasks 0 .. total - 1, a contiguous one; from its end to its begin where ``back``."""
         e = self.e
-        begin = e.let(f"{name}_begin", e.div(total * self.thread, self.threads))
-        end = e.let(f"{name}_end", e.div(total * (self.thread + e.index(1)), self.threads))
+        begin, end = self.share(name, total)
         with e.loop(name, end - begin) as offset:
             task = begin + offset
             if back is not None:
@@ -263,10 +270,30 @@ class Sequence:
         # Every other step goes from the last tile to the first, so that it begins with the weights that the step before
         # has left in the caches. In one direction, weights of more than a cache push out just what is needed next.
         back = None if stage.name == "hoisted" else e.tirx.EQ(e.mod(t, 2), e.index(1))
-        with self.tasks(stage.name, row_tiles * e.index(self.shape.units(tile)), back) as task:
-            units = e.let("tile", e.div(task, row_tiles))
-            top = e.let("top", e.mod(task, row_tiles) * e.index(tile.rows))
-            TileTask(self, stage, tile, first, t, rows, units, top).run()
+        total = row_tiles * e.index(self.shape.units(tile))
+        with self.tasks(stage.name, total, back) as task:
+            units, number = e.let("tile", e.div(task, row_tiles)), e.let("row_tile", e.mod(task, row_tiles))
+            top = e.let("top", number * e.index(tile.rows))
+            ahead = None
+            if tile.ahead and back is not None:
+                begin, end = self.share(stage.name, total)
+                nearest = e.div(begin, row_tiles), e.div(end - e.index(1), row_tiles)
+                following = e.tirx.Select(back, e.tirx.Max(units - e.index(1), nearest[0]),
+                                          e.tirx.Min(units + e.index(1), nearest[1]))
+                ahead = e.let("next", following), number, -(-self.shape.batch // tile.rows)
+
+            def run(rows_of_tile: int) -> None:
+                TileTask(self, stage, replace(tile, rows=rows_of_tile), first, t, rows, units, top, ahead).run()
+
+            short = tile.short(self.shape.batch) if stage.name != "hoisted" else 0
+            if not short:
+                return run(tile.rows)
+            # the last rows of the batch are a tile of their own
+            left = e.let("left", rows - top)
+            with e.when(left > e.index(short)):
+                run(tile.rows)
+            with e.when(left <= e.index(short)):
+                run(short)
 
     def quantize(self, stage: Stage, first: Expr, t: Expr, rows: Expr) -> None:
         """The operands of a stage as integers."""

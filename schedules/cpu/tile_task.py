@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ecornn.schedules.cpu.math import vector
 from ecornn.schedules.cpu.paired import multiply as multiply_pairs
-from ecornn.schedules.cpu.product import GROUP, accumulators, multiply
+from ecornn.schedules.cpu.product import GROUP, Ahead, accumulators, multiply
 from ecornn.schedules.cpu.quantize import restore
 from ecornn.schedules.cpu.stages import Stage, groups
 from ecornn.schedules.cpu.tiling import Tile
@@ -24,10 +24,11 @@ class TileTask:
     """One (unit tile, row tile): products into registers, then the pointwise values of each vector."""
 
     def __init__(self, owner: Sequence, stage: Stage, tile: Tile, first: Expr, t: Expr, rows: Expr,
-                 units: Expr, top: Expr) -> None:
+                 units: Expr, top: Expr, ahead: tuple[Expr, Expr, int] | None = None) -> None:
+        """``ahead``: of which unit tile to ask for weights meanwhile, which part of them, of how many."""
         self.o, self.e, self.s, self.plan = owner, owner.e, owner.shape, owner.plan
         self.stage, self.tile, self.first, self.t = stage, tile, first, t
-        self.rows, self.units, self.top = rows, units, top
+        self.rows, self.units, self.top, self.ahead = rows, units, top, ahead
         self.products: dict[Var, list[list[Any]]] = {}  # row variable -> registers [row][vector]
         self.source: dict[Var, tuple[int, int]] = {}  # row variable -> (group, gate)
         self.values: dict[Var, Expr] = {}
@@ -59,9 +60,17 @@ class TileTask:
 
         def add(into: list[list[Any]]) -> None:
             multiply(e, into, data, starts, weights, e.let("weight_start", self.units * e.index(size)), k,
-                     self.tile.unroll, s.weights)
+                     self.tile.unroll, s.weights, self.asked(size))
 
         return add
+
+    def asked(self, size: int) -> Ahead | None:
+        """What to ask for during a product whose unit tiles have ``size`` lanes of weights."""
+        if self.ahead is None:
+            return None
+        e, (units, part, parts) = self.e, self.ahead
+        share = -(-size // parts)
+        return Ahead(e.let("ahead", units * e.index(size) + part * e.index(share)), share)
 
     def pairs(self, number: int, operand: Var | None, columns: int) -> Callable[[list[list[Any]]], None]:
         """The same by pairs, of the copies that were made of the operand's rows."""

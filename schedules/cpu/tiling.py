@@ -9,13 +9,19 @@ from ecornn.device import Device
 
 @dataclass(frozen=True)
 class Tile:
-    """Batch rows and vectors of units that one task computes, how far k is unrolled, and of how many values of k
-    two are multiplied as a pair (0: none, see :mod:`ecornn.schedules.cpu.paired`)."""
+    """Batch rows and vectors of units that one task computes, how far k is unrolled, of how many values of k
+    two are multiplied as a pair (0: none, see :mod:`ecornn.schedules.cpu.paired`), and whether the next tile's weights
+    are asked for meanwhile."""
 
     rows: int
     vectors: int
     unroll: int
     pairs: int = 0
+    ahead: bool = False
+
+    def short(self, batch: int) -> int:
+        """Rows of the last row tile of a step where it is lower than the others, else 0."""
+        return 0 if self.pairs else batch % self.rows
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,11 @@ def registers_of(device: Device) -> int:
 def separate_adders(device: Device) -> bool:
     """Whether additions run beside multiply-adds, in units of their own: AMD's CPUs since Zen."""
     return device.arch.startswith("znver")
+
+
+def slow_l3(device: Device) -> bool:
+    """Whether L3 gives a core far less than its L2 does: AMD's since Zen, one for a few cores, are nearly as fast."""
+    return not separate_adders(device)
 
 
 def registers_used(tile: Tile, gates: int, weights: str = "float32") -> int:
