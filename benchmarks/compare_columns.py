@@ -55,11 +55,11 @@ def compare(shape: Shape, width: int, lengths: Any, library: Any, layers: dict[s
     longest, least, kind = int(lengths.max()), -(-int(lengths.sum()) // width), getattr(torch, DTYPE)
     rows = torch.randn(longest, len(lengths), I, device="cuda").to(kind)
     sequences = [rows[:n, s] for s, n in enumerate(lengths)]
-    found, sides, outs = laid(lengths, width, layers["columns"].together), {}, {}
+    found, sides = laid(lengths, width, layers["columns"].together), {}
+    xs = {name: rows[columns.inside, columns.table] for name, columns in found.items()}  # graphs read and write these
+    outs = {name: torch.empty((*x.shape[:2], H * (1 + both)), device="cuda", dtype=kind) for name, x in xs.items()}
     for name, columns in found.items():
-        x = rows[columns.inside, columns.table]
-        outs[name] = torch.full((*x.shape[:2], H * (1 + both)), float("nan"), device="cuda", dtype=kind)
-        sides[name] = graph_of(lambda x=x, c=columns, out=outs[name]: layers["columns"](x, sequences=c, out=out))
+        sides[name] = graph_of(lambda n=name, c=columns: layers["columns"](xs[n], sequences=c, out=outs[n]))
     full, counts = torch.randn(least, width, I, device="cuda").to(kind), torch.as_tensor(lengths).int().cuda()
     sides["alone"] = graph_of(lambda: layers["alone"](full))
     sides["lengths"] = graph_of(lambda: layers["lengths"](rows, lengths=counts))

@@ -92,6 +92,18 @@ def test_sequence_lengths_within_a_factor_of_two_compete_and_others_are_said():
     assert "T=999" in found(trial(1.0, seq=999)).provenance
 
 
+def test_the_nearest_input_size_counts_after_the_batch_and_is_said():
+    def of(us: float, a: int, input: int, batch: int = 4) -> Trial:
+        one = trial(us, a=a, batch=batch)
+        return msgspec.structs.replace(one, workload=msgspec.structs.replace(one.workload, input=input))
+
+    own = TASK.workload.input
+    assert found(of(1.0, 1, 2 * own), of(9.0, 2, own)).config["a"] == 2
+    assert found(of(1.0, 1, 4 * own), of(9.0, 2, 2 * own)).config["a"] == 2
+    assert found(of(1.0, 1, own, batch=8), of(9.0, 2, 64 * own)).config["a"] == 2
+    assert f"input {2 * own}" in found(of(1.0, 1, 2 * own)).provenance
+
+
 def test_this_device_then_a_smaller_one_then_another_as_a_seed():
     smaller = trial(1.0, a=1, name="Other CPU", cores=2)
     seed = trial(0.5, a=3, device=msgspec.structs.replace(DEVICE, arch="skylake", name="Third CPU"))
@@ -204,7 +216,7 @@ def test_the_default_is_computed_only_where_no_record_applies(monkeypatch: pytes
     of = {"hidden": 768, "batch": 16, "dtype": "bfloat16", "target": "sm_90a"}
     assert plan("lstm", seq=1024, **of).found.line is not None
     assert not searched
-    assert plan("rnn_relu", input=17, **of).found.line is None
+    assert plan("rnn_relu", **of | {"hidden": 769}).found.line is None
     assert searched
 
 
@@ -287,7 +299,7 @@ def test_one_more_record_never_makes_the_expected_time_worse(known, more):
 
 
 def test_a_task_of_another_size_or_dtype_finds_nothing():
-    for change in ({"hidden": 16}, {"input": 16}, {"dtype": "float16"}, {"cell": "gru"}):
+    for change in ({"hidden": 16}, {"dtype": "float16"}, {"cell": "gru"}):
         work = msgspec.structs.replace(TASK.workload, **change)
         assert found(trial(), task=replace(TASK, workload=work)).line is None
 

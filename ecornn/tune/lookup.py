@@ -1,8 +1,9 @@
 """Which record applies to a task, and why.
 
-A record is near or far by the device that it was measured on, then by its batch, then by its
-sequence length (within a factor of two all are near: a module serves every T). Among the nearest
-ones the configuration that is expected to be fastest is used:
+A record is near or far by the device that it was measured on, then by its batch, then by its input size (which the
+recurrence does not see: only the product that is hoisted out of it does), then by its sequence length (within a factor
+of two all are near: a module serves every T). Among the nearest ones the configuration that is expected to be fastest
+is used:
 
 1. measured on this device (same name and number of cores);
 2. on another device of the same architecture, with no more cores, shared memory or registers;
@@ -40,7 +41,7 @@ MISSED = 1.25
 REACH = 4.0
 HERE, SMALLER, ELSEWHERE = range(3)  # tiers of devices
 
-Distance = tuple[int, float, int]  # tier, octaves of batch (a smaller one counts a little more), octaves of T
+Distance = tuple[int, float, float, int]  # tier, octaves of batch (a smaller one counts a little more), of I, of T
 
 
 @dataclass(frozen=True)
@@ -134,12 +135,13 @@ def how_far(trial: Trial, workload: Workload, device: Device) -> Distance | None
     else:
         tier = SMALLER if within(on, device) else ELSEWHERE
     # Of two that are equally near the larger one is better: its configuration has room for the rows.
-    return tier, octaves if octaves >= 0 else -octaves + 1e-6, int(abs(math.log2(of.seq / workload.seq)))
+    batch = octaves if octaves >= 0 else -octaves + 1e-6
+    return tier, batch, abs(math.log2(of.input / workload.input)), int(abs(math.log2(of.seq / workload.seq)))
 
 
 def sizes(work: Workload) -> Workload:
-    """A workload without what may differ between a record and a task: B and T."""
-    return msgspec.structs.replace(work, batch=1, seq=1)
+    """A workload without what may differ between a record and a task: B, I and T."""
+    return msgspec.structs.replace(work, batch=1, input=1, seq=1)
 
 
 def within(on: Device, device: Device) -> bool:
@@ -254,8 +256,9 @@ def describe(one: Evidence, fresh: Evidence | None, distance: Distance, task: Ta
     device = ("this device", f"{trial.device.name} (same architecture)",
               f"a seed from {trial.device.name}, to be re-checked here by `ecornn tune`")[distance[0]]
     batch = "same batch" if trial.workload.batch == task.workload.batch else f"batch {trial.workload.batch}"
-    length = "" if distance[2] == 0 else f", T={trial.workload.seq}"
-    text = (f"record {one.line.place} of {trial.time}: {device}, {batch}{length}, "
+    width = "" if distance[2] == 0 else f", input {trial.workload.input}"
+    length = "" if distance[3] == 0 else f", T={trial.workload.seq}"
+    text = (f"record {one.line.place} of {trial.time}: {device}, {batch}{width}{length}, "
             f"{trial.times.median:g} µs per step")
     if one.stale:
         text += (f" with revision {trial.revision} of {trial.schedule}, now {by_name[trial.schedule].revision}: its "

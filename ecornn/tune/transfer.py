@@ -95,14 +95,14 @@ def seeds(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candidate
     """
     by_name = {s.name: s for s in schedules}
     knobs = {s.name: {k.name for k in s.knobs(task)} for s in schedules}
-    best: dict[Candidate, tuple[float, float]] = {}
+    best: dict[Candidate, tuple[float, float, float]] = {}
     for trial in log.trials():
         far = how_far(trial, task.workload, task.device)
         if far is None or trial.times is None or trial.schedule not in knobs:
             continue
         config = carried(up_to_date(trial, by_name[trial.schedule], task), by_name, task).config
         if set(config) == knobs[trial.schedule]:
-            candidate, rank = Candidate.of(trial.schedule, config), (far[1], trial.times.median)
+            candidate, rank = Candidate.of(trial.schedule, config), (*far[1:3], trial.times.median)
             best[candidate] = min(best.get(candidate, rank), rank)
     found = sorted(best, key=lambda c: best[c])[:SEEDS]
     if len(found) < SEEDS:
