@@ -12,7 +12,8 @@ by them and with all rows at full length, on padded rows. ``columns`` are those 
 Its rows with ``case`` "pytorch#149194" are that issue's: a model that packs padded x, calls the layer and pads y, all
 of it timed, in float32 (cuDNN may round to TF32 there, as PyTorch sets it; ours does not), with lengths from 1 to T in
 even steps. B, I and H are ours: those of the issue are not known to us. ``packing`` is PyTorch's packing and padding of
-as much data without a layer, which both sides have.
+as much data without a layer, which both sides have; ``cudnn_padded`` is PyTorch's layer on padded x, all rows to the
+end, which the issue compares with.
 """
 
 from __future__ import annotations
@@ -186,6 +187,7 @@ def compare_issue(shape: Shape, repeats: int, device: str = "cuda") -> dict[str,
         error = check(str(shape), packed_and_padded(ours, x, lengths), packed_and_padded(library, x, lengths), exact)
         row = timed({"ecornn": lambda: packed_and_padded(ours, x, lengths),
                      "cudnn": lambda: packed_and_padded(library, x, lengths),
+                     "cudnn_padded": lambda: library(x),
                      "packing": lambda: packed_and_padded(lambda packed: (packed,), x, lengths)},
                     max(3, min(repeats, repeats * 1000 // T)), lambda: None, 1 / (T * layers))
     return describe(shape, "float32", error) | row | {
@@ -199,7 +201,7 @@ def told(row: dict[str, Any]) -> str:
     if "padded_us" in row:
         extra += f", padded {row['padded_us']:.2f}, full {row['full_us']:.2f}"
     if "packing_us" in row:
-        extra += f", {row['packing_us']:.2f} of it packing"
+        extra += f", {row['packing_us']:.2f} of it packing, cuDNN on padded rows {row['cudnn_padded_us']:.2f}"
     if "gain" in row:
         both = (f"{name} {row[f'{name}_us']:.2f} [{row[f'{name}_p20']:.2f}, {row[f'{name}_p80']:.2f}]"
                 for name in ("serial", "overlapped"))
