@@ -299,7 +299,7 @@ def test_one_more_record_never_makes_the_expected_time_worse(known, more):
 
 
 def test_a_task_of_another_size_or_dtype_finds_nothing():
-    for change in ({"hidden": 16}, {"dtype": "float16"}, {"cell": "gru"}):
+    for change in ({"hidden": 16}, {"input": 16}, {"dtype": "float16"}, {"cell": "gru"}):
         work = msgspec.structs.replace(TASK.workload, **change)
         assert found(trial(), task=replace(TASK, workload=work)).line is None
 

@@ -1,9 +1,9 @@
 """Which record applies to a task, and why.
 
-A record is near or far by the device that it was measured on, then by its batch, then by its input size (which the
-recurrence does not see: only the product that is hoisted out of it does), then by its sequence length (within a factor
-of two all are near: a module serves every T). Among the nearest ones the configuration that is expected to be fastest
-is used:
+A record is near or far by the device that it was measured on, then by its batch, then by its input size, then by its
+sequence length (within a factor of two all are near: a module serves every T). The recurrence does not see the input:
+only the product that is hoisted out of it does. Where that is made beside the recurrence it must keep up, so a record
+of a smaller input says nothing. Among the nearest ones the configuration that is expected to be fastest is used:
 
 1. measured on this device (same name and number of cores);
 2. on another device of the same architecture, with no more cores, shared memory or registers;
@@ -125,7 +125,7 @@ def carried(trial: Trial, by_name: Mapping[str, Schedule], task: Task) -> Trial:
 def how_far(trial: Trial, workload: Workload, device: Device) -> Distance | None:
     """How far a trial is from a task, small is near; None: it has nothing to say about it."""
     of, on = trial.workload, trial.device
-    if on.kind != device.kind or sizes(of) != sizes(workload):
+    if on.kind != device.kind or sizes(of) != sizes(workload) or of.input < workload.input:
         return None
     octaves = math.log2(of.batch / workload.batch)
     if abs(octaves) > math.log2(REACH):
@@ -136,7 +136,7 @@ def how_far(trial: Trial, workload: Workload, device: Device) -> Distance | None
         tier = SMALLER if within(on, device) else ELSEWHERE
     # Of two that are equally near the larger one is better: its configuration has room for the rows.
     batch = octaves if octaves >= 0 else -octaves + 1e-6
-    return tier, batch, abs(math.log2(of.input / workload.input)), int(abs(math.log2(of.seq / workload.seq)))
+    return tier, batch, math.log2(of.input / workload.input), int(abs(math.log2(of.seq / workload.seq)))
 
 
 def sizes(work: Workload) -> Workload:
