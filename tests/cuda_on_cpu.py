@@ -5,10 +5,13 @@ Inline PTX becomes calls of ``cuda_on_cpu.h``; an instruction that it does not k
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import re
 import subprocess
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
@@ -168,7 +171,21 @@ def translate(source: str) -> str:
     text = re.sub(r'\basm(?: volatile)?\("([^"]*)"((?:[^;"]|"[^"]*")*)\);', _replace, text)
     assert "asm" not in text, "inline assembly that was not translated"
     text = re.sub(r"extern __shared__ \S+ (\w+) (\w+)\[\];", r"\1* \2 = (\1*)emu::shared;", text)
-    return f'#include "{HEADER}"\n{text}'
+    return f'#include "{header()}"\n{text}'
+
+
+COMPILE = ("-std=c++17", "-O0", "-w", "-fPIC")  # most of a test's time is the compiler's
+
+
+@lru_cache(maxsize=1)
+def header() -> Path:
+    """``HEADER`` with what the compiler makes of it beside it, since every kernel includes it."""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    there = Path(folder.name, HEADER.name)
+    there.write_bytes(HEADER.read_bytes())
+    subprocess.run([*find_compiler(), *COMPILE, "-x", "c++-header", str(there), "-o", f"{there}.gch"], check=True)
+    return there
 
 
 class Emulated:
@@ -193,8 +210,7 @@ class Emulated:
                      "grid, threads, given, lazy, together, cluster); }\n")
         path = folder / "kernels.cc"
         path.write_text(text)
-        command = [*find_compiler(), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", str(path), "-o",
-                   str(folder / "kernels.so")]
+        command = [*find_compiler(), *COMPILE, "-shared", str(path), "-o", str(folder / "kernels.so")]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[:4000]
         self.library = ctypes.CDLL(str(folder / "kernels.so"))
