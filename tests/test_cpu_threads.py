@@ -64,7 +64,8 @@ def test_product_loops_keep_everything_in_registers(cell, tmp_path):
     blocks = re.split(r"^\.LBB\w+:.*$", made.generated.emitted["asm"], flags=re.M)
     loops = [b for b in blocks if b.count("vbroadcastss\t") >= 2 and len(re.findall("vfmadd.*zmm", b)) >= 8
              and re.search(r"^\tj\w+\t\.LBB", b, flags=re.M)]
-    assert len(loops) == 2  # the hoisted product, and that of a step
+    # the hoisted product, that of a step, and its last rows where there are fewer
+    assert len(loops) == 2 + bool(20 % made.config["rows"])
     for text in loops:
         body = re.split(r"^\tj\w+\t\.LBB\w+", text, maxsplit=1, flags=re.M)[0]
         assert "rsp" not in body, "spilled"

@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ecornn.build.float_values import hide
+from ecornn.build.opaque_values import hide
 from ecornn.build.generated import Generated, Texts
 from ecornn.device import Device
 from ecornn.errors import BuildError
