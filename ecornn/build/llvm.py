@@ -8,8 +8,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ecornn.build.opaque_values import hide
 from ecornn.build.generated import Generated, Texts
+from ecornn.build.opaque_values import hide
 from ecornn.device import Device
 from ecornn.errors import BuildError
 from ecornn.host_cpu import machine_of, promised
