@@ -104,6 +104,7 @@ def test_tables_go_on_where_they_were_stopped_and_searches_are_replayed_on_them(
     assert all(1 <= r["best"] <= r["median"] <= r["worst"] for r in at.values())
 
 
+@pytest.mark.exhaustive
 def test_parts_of_a_table_are_the_table_and_its_fastest_are_measured_again(pretended: None, tmp_path: Path):
     parts, again = [tmp_path / f"{part}.jsonl" for part in range(3)], tmp_path / "again.jsonl"
     for part, path in enumerate(parts):
@@ -151,6 +152,7 @@ def test_how_many_trials_it_takes():
     assert search_quality.needed([3.0, None, 2.0], 2.0) == 3 and search_quality.needed([], 2.0) == float("inf")
 
 
+@pytest.mark.exhaustive
 def test_tables_of_before_a_knob_are_of_what_was_done_then():
     """The table of random configurations is older than the knobs `hoisted` and `carrier`."""
     path = ROOT / "benchmarks" / "results" / "search_quality_h100.jsonl.xz"

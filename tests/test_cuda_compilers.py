@@ -26,7 +26,7 @@ def test_nvcc_and_its_errors(monkeypatch: pytest.MonkeyPatch):
     assert ".target sm_90a" in nvcc.ptx('extern "C" __global__ void empty() {}', "sm_90a")
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.exhaustive), "sm_90a"])
 def test_short_headers_make_the_same_code(monkeypatch: pytest.MonkeyPatch, arch: str):
     """In every data type: products, exchanges and functions that the compiler replaces."""
     if nvcc.find_nvcc() is None:

@@ -176,7 +176,7 @@ STREAMED: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], int, l
 ]
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_80", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "kilobytes", "expected"), STREAMED,
                          ids=lambda v: str(v).replace(" ", ""))
 def test_reads_weights_from_l2_where_they_do_not_fit(tmp_path, monkeypatch, cell, sizes, dtype, change, kilobytes,

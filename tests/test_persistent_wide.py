@@ -57,9 +57,11 @@ SHARED: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
     ("rnn_tanh", (9, 9, 5, 300), "float16", {"units": 128, "row_teams": 2}),  # one tile each, K of five chunks
     ("lstm", (6, 11, 7, 96), "bfloat16", {"units": 48, "row_teams": 3, "registers": 50}),
     ("gru", (7, 9, 5, 128), "float16", {"units": 64, "row_teams": 3, "registers": 50, "parts": 3}),  # 22, 22, 20 units
-    ("gru", (9, 20, 16, 200), "bfloat16", {"units": 72, "row_teams": 2, "parts": 2, "registers": 50}),  # 4 chunks
+    pytest.param(*("gru", (9, 20, 16, 200), "bfloat16", {"units": 72, "row_teams": 2, "parts": 2, "registers": 50}),
+                 marks=pytest.mark.exhaustive),  # 4 chunks
     ("gru", (7, 7, 9, 330), "float16", {"units": 112, "row_teams": 2, "parts": 2, "registers": 0}),  # three chunks each
-    ("lstm", (7, 23, 6, 90), "float16", {"units": 46, "row_teams": 3, "parts": 3, "registers": 0}),  # 16, 16, 14
+    pytest.param(*("lstm", (7, 23, 6, 90), "float16", {"units": 46, "row_teams": 3, "parts": 3, "registers": 0}),
+                 marks=pytest.mark.exhaustive),  # 16, 16, 14
     ("lstm", (8, 8, 64, 70), "bfloat16", {"units": 70, "row_teams": 2, "parts": 4}),  # a part of padding only
     ("rnn_relu", (6, 5, 3, 250), "bfloat16", {"units": 128, "row_teams": 2, "parts": 2, "groups": 1}),
     ("echo", (9, 3, 0, 150), "float16", {"units": 128, "row_teams": 2, "parts": 3, "registers": 0}),
@@ -96,7 +98,7 @@ def test_directions_lengths_and_resets(tmp_path, cell, sizes, dtype, change, pla
 
 
 @pytest.mark.parametrize("lazy", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("registers", [0, 50])
+@pytest.mark.parametrize("registers", [0, pytest.param(50, marks=pytest.mark.exhaustive)])
 def test_more_chunks_than_stages_over_many_steps(tmp_path, registers, lazy):
     """Stages are given back and used again within a step, an odd number of times in one step for some."""
     task, config = task_of("rnn_tanh", (9, 9, 8, 600), "float16", SMALL), config_of(units=104, registers=registers)

@@ -29,7 +29,8 @@ CASES = [
     ("lstm", (5, 3, 24, 40), "bfloat16", 6),  # one tile, part of a stage
     ("lstm", (1, 1, 8, 1), "float16", 2),  # the smallest of everything
     ("lstm", (13, 10, 200, 72), "float16", 3),  # a second group of rows with two in it, two columns of tiles
-    ("gru", (6, 22, 136, 88), "bfloat16", 2),  # 80 units, then 8; more tiles than multiprocessors
+    pytest.param(*("gru", (6, 22, 136, 88), "bfloat16", 2),
+                 marks=pytest.mark.exhaustive),  # 80 units, then 8; more tiles than multiprocessors
     ("gru", (3, 7, 64, 40), "float16", 4),  # a whole stage
     ("rnn_tanh", (7, 19, 72, 264), "bfloat16", 2),  # 17 octets a tile, odd number of them in all
     ("rnn_tanh", (40, 14, 328, 17), "float16", 2),  # more stages than the ring has, odd H, five groups of rows
@@ -40,7 +41,8 @@ CASES = [
     ("lstm", (5, 3, 24, 40), "tf32", 6),  # stages of 32 values
     ("gru", (6, 23, 137, 24), "tf32", 2),  # rows of x 4-byte aligned
     ("rnn_tanh", (7, 19, 166, 264), "tf32", 2),  # 8-byte aligned, two columns of tiles
-    ("lstm", (13, 10, 260, 72), "tf32", 3),  # more stages than the ring has
+    pytest.param(*("lstm", (13, 10, 260, 72), "tf32", 3),
+                 marks=pytest.mark.exhaustive),  # more stages than the ring has
 ]
 
 

@@ -76,8 +76,9 @@ def test_directions_side_by_side(tmp_path: Path, schedule: str, cell: str, stack
 
 WAVES = [("fused_step", "gru_reset_before", Stack(3, False, True, True), "float32", 3, {}),
          ("layout_transform", "rnn_tanh", Stack(5, False, True), "float16", 2, {}),
-         ("persistent", "lstm", Stack(3), "bfloat16", 3, {}),
-         ("persistent", "gru", Stack(4, False, False, True), "float32", 3, {"cores": 7, "ahead": 0}),
+         pytest.param(*("persistent", "lstm", Stack(3), "bfloat16", 3, {}), marks=pytest.mark.exhaustive),
+         pytest.param(*("persistent", "gru", Stack(4, False, False, True), "float32", 3, {"cores": 7, "ahead": 0}),
+                      marks=pytest.mark.exhaustive),
          ("persistent", "lstm", Stack(2, False, True, True), "float16", 2, {}),
          ("persistent_wide", "lstm", Stack(2, False, True, True), "float16", 2, {}),
          ("persistent", "gru(layer_norm)", Stack(2, False, True, True), "float32", 2, {})]
@@ -134,7 +135,7 @@ def check_results(emulated: Emulated, cell: str, stack: Stack, dtype: str, T: in
 
 @pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
 @pytest.mark.parametrize(("cell", "dtype"), [
-    ("lstm", "bfloat16"), ("gru_reset_before", "float32"),
+    pytest.param("lstm", "bfloat16", marks=pytest.mark.exhaustive), ("gru_reset_before", "float32"),
     pytest.param("lstm", "float32", marks=pytest.mark.exhaustive),
     pytest.param("gru_reset_before", "bfloat16", marks=pytest.mark.exhaustive)])
 def test_persistent_stacks_compile(cell: str, dtype: str, monkeypatch: pytest.MonkeyPatch):
