@@ -38,12 +38,14 @@ def cpu_table(path: Path, data: dict) -> list[str]:
     for row in data["rows"]:
         suites[row["suite"]].append(row)
     sides = ("ecornn", "torch", "onnxruntime")
-    lines = ["| layer, T x B x I x H | ecornn ms [p20, p80] | torch.nn | ONNX Runtime | ratio to the faster |",
-             "|---|---|---|---|---|"]
+    lines = ["| layer, T x B x I x H | ecornn ms [p20, p80] | torch.nn | ONNX Runtime | ratio to the faster | "
+             "with `int21` |", "|---|---|---|---|---|---|"]
     for r in suites.get("layers", []) + suites.get("stacks", []) + suites.get("latency", []):
         times = " | ".join(f"{r[f'{s}_ms']:.3g} [{r[f'{s}_p20']:.3g}, {r[f'{s}_p80']:.3g}]" for s in sides)
         stack = ", 5 layers, both directions" if r["suite"] == "stacks" else ""
-        lines.append(f"| {NAMES[r['cell']]} {r['T']}x{r['B']}x{r['I']}x{r['H']}{stack} | {times} | {r['ratio']:.2f}x |")
+        int21 = f"{r['ratio_int21']:.2f}x" if "ratio_int21" in r else ""
+        lines.append(f"| {NAMES[r['cell']]} {r['T']}x{r['B']}x{r['I']}x{r['H']}{stack} | {times} | {r['ratio']:.2f}x | "
+                     f"{int21} |")
     lines.append("")
     if grid := [r["ratio"] for r in suites.get("grid", [])]:
         mean = np.exp(np.mean(np.log(grid)))
@@ -58,7 +60,8 @@ def cpu_table(path: Path, data: dict) -> list[str]:
         lines.append("Rounded weights at 100x1x1024x1024, against float32 ones: " + "; ".join(
             f"{NAMES[r['cell']]} " + ", ".join(
                 f"{kind} {r[f'ratio_ecornn_{kind}']:.2f}x (error {r[f'ecornn_{kind}_error']:.1e})"
-                for kind in ("bfloat16", "int8")) for r in suites["weights"]) + ".")
+                for kind in ("int21", "int16", "bfloat16", "int8") if f"ratio_ecornn_{kind}" in r)
+            for r in suites["weights"]) + ".")
     if "threads" in suites:
         lines.append("Two threads against one at 300x20x800x800: " + ", ".join(
             f"{r['ratio_ecornn_1_thread']:.2f}x ({NAMES[r['cell']]})" for r in suites["threads"]) + ".")

@@ -43,7 +43,8 @@ class Packing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``pad``, reshaped to ``split``, transposed by ``order`` and stored as ``dtype``: a floating-point type;
     ``tf32``, float32 rounded to 10 bits of mantissa; ``int8``, each row (the last axis of ``pad``) divided by its
     scale, rounded to nearest even, with 128 added; ``scale``, float32, those scales: a row's largest magnitude /
-    127, without the last axis; ``balanced``, float32, each row divided by the power of two at or below the mean
+    127, without the last axis; ``int16`` and ``int21`` with ``int16_scale`` and ``int21_scale``, see
+    ``ecornn/runtime/fixed_point.py``; ``balanced``, float32, each row divided by the power of two at or below the mean
     magnitude of what is not zero in it; ``balance``, those powers; or ``pairs``, float32, of such rows as ``split`` has
     them, (..., sections, k): minus the sum over k of the products of sections 0 and 1, every other one with the
     opposite sign.

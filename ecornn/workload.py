@@ -7,7 +7,7 @@ import msgspec
 from ecornn.errors import ArgumentError, DTypeError
 
 DTYPES = ("float32", "float16", "bfloat16")
-WEIGHTS = ("float32", "float16", "bfloat16", "int8")
+WEIGHTS = ("float32", "float16", "bfloat16", "int21", "int16", "int8")
 PRECISIONS = ("exact", "tf32")
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 
@@ -22,8 +22,8 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seq : the T to tune for; compiled modules serve any T >= 1
     dtype : ``float32``, ``float16`` or ``bfloat16``; of x, y, the states and, unless ``weights`` says
         otherwise, the weights
-    weights : None, or what matrices of weights are rounded to: ``bfloat16``, or ``int8`` by the largest
-        magnitude of each row, with products of integers (CPU)
+    weights : None, or what matrices of weights are rounded to (CPU): ``bfloat16``; ``int21`` or ``int16``, by the
+        largest magnitude of each row; or ``int8`` alike, with products of integers
     precision : None, or ``tf32``: the factors of float32 products are rounded to TF32 (10 bits of
         mantissa), sums stay float32 (CUDA)
     """

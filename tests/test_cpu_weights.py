@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from cpu_cells import Chain, Peephole, run
 from cpu_cells import sigmoid as logistic
+from hypothesis import given
+from hypothesis import strategies as st
 
 import ecornn
 from ecornn.cells import get
@@ -62,6 +64,67 @@ def test_bfloat16_weights_round_nothing_else(cell, size):
     assert error(y, reference(cell, x, weights)[0]) < 1e-2
 
 
+FIXED = {"int21": 2e-6, "int16": 6e-5}  # and the error of a layer, of which float32 has a part
+
+
+@pytest.mark.parametrize("kind", FIXED)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("cell", CELLS)
+def test_fixed_point_weights_are_what_was_packed(cell, size, kind):
+    weights = random_layer(cell, *size[:2])
+    x, (y, last) = called(cell, size, weights, kind)
+    y_ref, last_ref = reference(cell, x, {n: unpacked(w, kind) if w.ndim == 2 else w for n, w in weights.items()})
+    assert error(y, y_ref) < 1e-6
+    assert all(error(a, b) < 1e-6 for a, b in zip(last, last_ref, strict=True))
+    assert error(y, reference(cell, x, weights)[0]) < FIXED[kind]
+
+
+def unpacked(weights: np.ndarray, kind: str) -> np.ndarray:
+    """What the words of packed rows (R, K) stand for, by their definition: the bits of int32 values, times a scale."""
+    (rows, k), group = weights.shape, {"int16": 2, "int21": 3}[kind]
+    width = -(-k // group) * group
+    packing = Packing((("w", 0),), (1, rows, width), (1, rows, 1, width // group, group), (0, 1, 3, 2, 4), kind)
+    parameters = {"w": weights[None]}
+    words = pack(packing, parameters)[0, ..., 0].astype(np.uint64)  # (R, groups, words)
+    scales = pack(Packing((("w", 0),), (1, rows, width), (1, rows, width), (0, 1, 2), f"{kind}_scale"), parameters)[0]
+    if kind == "int16":
+        found = [words[..., 0] << 16, words[..., 0]]
+    else:
+        found = [words[..., 0], words[..., 1], words[..., 0] << 21 | (words[..., 1] & 0x7FF) << 10]
+    values = (np.stack(found, -1) & 0xFFFFFFFF).astype(np.uint32).view(np.int32).reshape(rows, width)[:, :k]
+    return values * scales.astype(np.float64)[:, None]
+
+
+@pytest.mark.parametrize("kind", FIXED)
+@given(k=st.integers(1, 9), seed=st.integers(0, 2 ** 32 - 1), spread=st.booleans())
+def test_fixed_point_is_off_by_half_a_step_at_most(kind, k, seed, spread):
+    generator = np.random.default_rng(seed)
+    weights = generator.uniform(-1, 1, (3, k)) * 10.0 ** (generator.uniform(-9, 0, (3, k)) if spread else 0)
+    weights = (weights * 10 ** generator.uniform(-1, 1)).astype(np.float32) if seed % 5 else np.sign(weights)
+    step = np.abs(weights).max(-1, keepdims=True) / (2.0 ** {"int16": 15, "int21": 20}[kind] - 1)
+    # the largest value itself may be off by what the lower bits of a word add to it, a step
+    off = np.abs(unpacked(weights.astype(np.float32), kind) - weights) / step
+    assert (off <= 1).all() and (off[np.abs(weights) < np.abs(weights).max(-1, keepdims=True) - step] <= 0.501).all()
+
+
+@pytest.mark.parametrize("kind", FIXED)
+def test_fixed_point_of_zeros_and_of_nan(kind):
+    weights = {n: np.zeros_like(w) for n, w in random_layer("rnn_tanh", 8, 20).items()}
+    assert not called("rnn_tanh", (8, 20, 2, 3), weights, kind)[1][0].any()
+    weights = random_layer("rnn_tanh", 8, 20)
+    weights["weight_ih_l0"][3, 2] = np.nan
+    y = called("rnn_tanh", (8, 20, 2, 1), weights, kind)[1][0]
+    assert np.isnan(y[0, :, 3]).all() and np.isfinite(np.delete(y[0], 3, 1)).all()
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", *FIXED])
+@pytest.mark.parametrize("target", ["haswell", "neoverse-v1"])
+def test_other_vectors(kind, target):
+    """Of 256 bits, and of 128 on arm64: code that can be looked at anywhere."""
+    text = generate(plan("gru", hidden=48, batch=4, target=target, weights=kind)).emitted["asm"]
+    assert "zmm" not in text and (kind == "bfloat16" or ("scvtf" if target == "neoverse-v1" else "vcvtdq2ps") in text)
+
+
 @pytest.mark.parametrize("rows, columns", [(1, 4), (2, 4), (4, 4), (5, 4)])
 def test_bfloat16_weights_in_tiles(rows, columns):
     weights = random_layer("lstm", 20, 70)
@@ -71,7 +134,7 @@ def test_bfloat16_weights_in_tiles(rows, columns):
     assert error(y, reference("lstm", x, rounded)[0]) < 1e-6
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", pytest.param("int8", marks=needs_vnni)])
+@pytest.mark.parametrize("kind", ["bfloat16", *FIXED, pytest.param("int8", marks=needs_vnni)])
 @pytest.mark.parametrize("cell", ["lstm", "gru_reset_before"])
 def test_rounded_weights_of_a_stack(cell, kind):
     T, B, I, H = 6, 5, 9, 21
@@ -88,7 +151,7 @@ def test_rounded_weights_of_a_stack(cell, kind):
     if kind == "bfloat16":
         weights = {n: w.astype(ml_dtypes.bfloat16).astype(np.float32) if w.ndim == 2 else w for n, w in weights.items()}
     y_ref, last_ref = reference(cell, x, weights, **masks)
-    limit = 1e-6 if kind == "bfloat16" else 3e-2  # each of two layers about 1e-2
+    limit = {"bfloat16": 1e-6, "int8": 3e-2, **FIXED}[kind]  # of int8 each of two layers about 1e-2
     assert error(y, y_ref) < limit
     assert all(error(a, b) < limit for a, b in zip(last, last_ref, strict=True))
 
@@ -145,7 +208,7 @@ def test_int8_on_vectors_of_256_bits():
     assert re.search(r"vpdpbusd\t.*%ymm", text) and "zmm" not in text
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", pytest.param("int8", marks=needs_vnni)])
+@pytest.mark.parametrize("kind", ["bfloat16", *FIXED, pytest.param("int8", marks=needs_vnni)])
 @pytest.mark.parametrize("cell", [Peephole(), Chain()], ids=lambda c: c.name)
 def test_cells_of_a_user(cell, kind):
     generator = np.random.default_rng(5)
@@ -153,10 +216,10 @@ def test_cells_of_a_user(cell, kind):
     flat = {cell.parameter_name(n): p.reshape(-1, *p.shape[2:]) for n, p in shaped.items()}
     x, (y, _) = called(cell, (19, 37, 3, 6), flat, kind)
     zeros = [np.zeros((3, 37))] * len(cell.states)
-    assert error(y, run(cell, x, zeros, shaped)[0]) < {"bfloat16": 1e-2, "int8": 5e-2}[kind]
+    assert error(y, run(cell, x, zeros, shaped)[0]) < {"bfloat16": 1e-2, "int8": 5e-2, **FIXED}[kind]
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", pytest.param("int8", marks=needs_vnni)])
+@pytest.mark.parametrize("kind", ["bfloat16", *FIXED, pytest.param("int8", marks=needs_vnni)])
 def test_smaller_batches_threads_and_pieces_give_the_same(kind):
     weights = random_layer("gru", 24, 70)
     module = ecornn.compile("gru", hidden=70, input=24, batch=6, seq=8, target="cpu", weights=kind)

@@ -55,8 +55,8 @@ def layer_options(batch: int, seq: int, dtype_help: str, required: bool = True,
                help="Sequence length T to expect; every T is served."),
         option("--dtype", type=click.Choice(DTYPES), help=dtype_help),
         option("--weights", type=click.Choice(WEIGHTS),
-               help="Round matrices of weights (CPU): bfloat16, relative error about 2e-3, or int8, about 1e-2, "
-                    "which needs VNNI.  [default: as --dtype]"),
+               help="Round matrices of weights (CPU): int21, relative error about 1e-6, int16, 2e-5, bfloat16, 2e-3, "
+                    "or int8, 1e-2, which needs VNNI.  [default: as --dtype]"),
         option("--precision", type=click.Choice(PRECISIONS),
                help="Of float32 products on a GPU: exact, or tf32, which rounds their factors to 10 bits of mantissa "
                     "(relative error 3e-4 to 5e-4).  [default: exact]"),

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ecornn.errors import ModuleError
 from ecornn.program import Packing
+from ecornn.runtime import fixed_point
 
 Array = NDArray[Any]
 TINY = 1e-30  # magnitudes below it, or above its inverse, are not scaled
@@ -22,13 +23,17 @@ def pack(packing: Packing, parameters: Mapping[str, Array]) -> Array:
 
     ``parameters`` are by the cell's name, (G, H, K) or (G, H), float16, float32 or float64. Returns a
     contiguous array of shape ``split[order]``: float32, float16, uint16 with the bits of bfloat16, or uint8
-    with int8 in offset binary.
+    with int8 in offset binary; for int16 and int21 uint32, with words and lanes as the last two axes.
     Raises :class:`ModuleError` where the packing does not fit the parameters.
     """
     consistent(packing)
     padded = _stack(packing, parameters)
     if packing.dtype == "scale":
         return scales(padded)
+    if packing.dtype in ("int16_scale", "int21_scale"):
+        return fixed_point.scales(padded, packing.dtype.removesuffix("_scale"))
+    if packing.dtype in fixed_point.BITS:
+        return fixed_point.words(padded, packing.dtype, packing.split, packing.order)
     if packing.dtype == "balance":
         return powers(padded.astype(np.float32, copy=False))
     if packing.dtype in ("balanced", "pairs"):

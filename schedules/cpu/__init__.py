@@ -22,14 +22,14 @@ class CPUSequence(Schedule):
     Hoisted products are computed for a chunk of time steps at once; then each step multiplies the
     state with packed weights in register tiles, and computes the cell's pointwise part on the sums
     while they are still in registers. Where the CPU adds in units of their own, pairs of products may share a
-    multiplication. Serves float32, any cell, any size; weights may be bfloat16, or int8
+    multiplication. Serves float32, any cell, any size; weights may be bfloat16, int21 or int16, or int8
     where the CPU has VNNI.
     """
 
     name = "cpu_sequence"
     revision = 2
     kind = "llvm"
-    weights = ("bfloat16", "int8")
+    weights = ("bfloat16", "int21", "int16", "int8")
 
     def serves(self, task: Task) -> str | None:
         """None, or the reason: another target or data type than a CPU's, or instructions that it lacks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 from ecornn.schedules.base import Config, Task
-from ecornn.schedules.cpu.product import GROUP
+from ecornn.schedules.cpu.stored import STORED
 from ecornn.schedules.cpu.tiling import Shape, Tile, lanes_of, registers_of, registers_used, slow_l3, vectors_of
 
 FMA_LATENCY = 4  # cycles; with fewer sums than this in flight the unit idles
@@ -71,8 +71,8 @@ def heights_of(rows: int, tile: Tile, hoisted: bool) -> list[int]:
 
 def beyond_l2(task: Task) -> bool:
     """Whether a thread has more recurrent weights than its L2 holds."""
-    size = task.workload.hidden ** 2 * sum(len(p.rows) for p in task.graph.phases) * FLOAT
-    return size // GROUP[task.workload.weights or "float32"] > task.device.l2 * max(1, task.device.cores)
+    weights = task.workload.hidden ** 2 * sum(len(p.rows) for p in task.graph.phases)
+    return weights * STORED[task.workload.weights or "float32"].bytes > task.device.l2 * max(1, task.device.cores)
 
 
 def best_tile(task: Task, rows: int, gates: list[int], row_choices: tuple[int, ...], column_choices: tuple[int, ...],
@@ -126,10 +126,10 @@ def features(task: Task, config: Config) -> dict[str, float]:
                                     / (rows * workload.hidden))
         found[f"{prefix}_cycles"] = cycles(heights, workload.hidden, tile, gates, shape.lanes, threads)
         found[f"{prefix}_tile_bytes"] = float(
-            FLOAT / GROUP[shape.weights] * gates * tile.vectors * shape.lanes
+            STORED[shape.weights].bytes * gates * tile.vectors * shape.lanes
             * (workload.input if hoisted else workload.hidden))
         if not hoisted:
-            weights += FLOAT / GROUP[shape.weights] * gates * shape.width * workload.hidden
+            weights += STORED[shape.weights].bytes * gates * shape.width * workload.hidden
             useful += 2.0 * gates * workload.batch * workload.hidden ** 2
             padded += 2.0 * gates * multiplied * shape.width * workload.hidden
             busiest += found[f"{prefix}_cycles"] * workload.hidden

@@ -4,8 +4,7 @@
            for each row: broadcast operand[row, k], one fma for each vector
 
 Accumulators and weights stay in registers; weights are packed in the order in which the loop
-reads them, (tile, k, gate, vector, lane). A lane is 32 bits wide: one float32 weight, or a pair of bfloat16 that
-is widened to two vectors, or four 8-bit integers that one instruction multiplies with four of the operand.
+reads them, (tile, k, gate, vector, lane). Some kinds of weights have more than one in a lane, see stored.py.
 """
 
 from __future__ import annotations
@@ -17,24 +16,24 @@ from typing import Any
 from ecornn.analysis import Row
 from ecornn.program import Packing
 from ecornn.schedules.cpu.emit import Emitter
+from ecornn.schedules.cpu.stored import STORED, widen
 
 Expr = Any  # tvm.ir.PrimExpr
-GROUP = {"float32": 1, "bfloat16": 2, "int8": 4}  # weights of a lane, neighbours in k
-LINE = 16  # lanes in a cache line
-ELEMENT = {"float32": "float32", "bfloat16": "uint32", "int8": "int32"}  # how code sees a lane
+LINE = 16  # words in a cache line
 
 
 @dataclass(frozen=True)
 class Ahead:
-    """Weights to ask for while others are multiplied: ``share`` lanes from the lane ``start`` on."""
+    """Weights to ask for while others are multiplied: ``share`` words from the word ``start`` on."""
 
     start: Expr
     share: int
 
 
 def packing(rows: Sequence[Row], hidden: int, k: int, vectors: int, lanes: int, kind: str) -> Packing:
-    """Weights of ``rows``, each (H, K), as (tile, K / group, gate, vector, lane, group)."""
-    tiles, gates, group = -(-hidden // (vectors * lanes)), len(rows), GROUP[kind]
+    """Weights of ``rows``, each (H, K), as (tile, K / group, gate, vector, lane, group); of int16 and int21
+    as (..., vector, word, lane)."""
+    tiles, gates, group = -(-hidden // (vectors * lanes)), len(rows), STORED[kind].group
     groups = -(-k // group)
     return Packing(sources=tuple((r.weight, r.gate) for r in rows),
                    pad=(gates, tiles * vectors * lanes, groups * group),
@@ -56,17 +55,18 @@ def multiply(e: Emitter, into: list[list[Any]], operand: Any, starts: Sequence[E
     """Adds products over ``k`` values to the registers ``into``.
 
     ``starts``: where each row of ``operand`` starts; ``weight_start``: where the tile's weights start. The
-    elements of both are those of :data:`ELEMENT`; an operand for bfloat16 weights is float32. ``ahead`` is asked for
-    line by line, spread over the loop.
+    operand is float32, for int8 weights int32 of four values each. ``ahead`` is asked for line by line, spread over the
+    loop.
     """
-    columns, group = len(into[0]), GROUP[kind]
-    width = columns * e.lanes
+    columns, stored = len(into[0]), STORED[kind]
+    group = stored.group
 
     def one(at: Expr, values: int = group) -> None:
-        loaded = [e.let(f"w{n}", e.vload(weights, weight_start + at * e.index(width) + e.index(n * e.lanes)))
-                  for n in range(columns)]
+        first = e.let("group", weight_start + at * e.index(columns * stored.words * e.lanes))
+        loaded = [[e.let("words", e.vload(weights, first + e.index((n * stored.words + word) * e.lanes)))
+                   for word in range(stored.words)] for n in range(columns)]
         for place in range(1 if kind == "int8" else values):
-            vectors = [half(e, v, place) for v in loaded] if kind == "bfloat16" else loaded
+            vectors = [widen(e, words, place, kind) for words in loaded]
             index = at if kind == "int8" else at * e.index(group) + e.index(place)
             for start, row in zip(starts, into, strict=True):
                 value = e.let("value", e.splat(e.load(operand, start + index)))
@@ -91,12 +91,6 @@ def multiply(e: Emitter, into: list[list[Any]], operand: Any, starts: Sequence[E
         one(e.index(rest))
     if whole < groups:
         one(e.index(whole), k % group)
-
-
-def half(e: Emitter, pair: Expr, place: int) -> Expr:
-    """The first or second bfloat16 of each lane, as float32: it is the upper half of a float32."""
-    bits = pair << e.splat(16, "uint32") if place == 0 else pair & e.splat(0xFFFF0000, "uint32")
-    return e.let("half", e.tirx.reinterpret(e.vector_type, bits))
 
 
 def dot(e: Emitter, total: Expr, unsigned: Expr, signed: Expr) -> Expr:

@@ -25,10 +25,11 @@ from ecornn.program import Buffer, Extent, Packing, Parallel, Program
 from ecornn.schedules.cpu import paired
 from ecornn.schedules.cpu.emit import Emitter
 from ecornn.schedules.cpu.math import vector
-from ecornn.schedules.cpu.product import ELEMENT, packing
+from ecornn.schedules.cpu.product import packing
 from ecornn.schedules.cpu.quantize import Integers, quantize_row
 from ecornn.schedules.cpu.row_task import RowTask
 from ecornn.schedules.cpu.stages import Plan, Stage, groups
+from ecornn.schedules.cpu.stored import STORED
 from ecornn.schedules.cpu.tile_task import TileTask
 from ecornn.schedules.cpu.tiling import Shape
 from ecornn.schedules.cpu.timeline import Timeline
@@ -93,9 +94,13 @@ class Sequence:
                     self.declare_paired(stage, number, rows, k)
                     continue
                 pack = packing(rows, s.hidden, k, s.tiles[stage.name].vectors, s.lanes, s.weights)
-                self.buffer(name, "packed", Extent(prod(pack.split)), pack, s.weights, ELEMENT[s.weights])
+                stored = STORED[s.weights]
+                words = prod(pack.split) // stored.group * stored.words
+                self.buffer(name, "packed", Extent(words), pack, stored.element)
+                if stored.scaled:
+                    self.declare_scales(stage, number, pack)
                 if s.weights == "int8":
-                    self.declare_integers(stage, number, pack, k)
+                    self.declare_integers(stage, number, k)
         if graph.vectors:
             pack = Packing(tuple((v.parameter, v.gate) for v in graph.vectors),
                            (len(graph.vectors), s.width), (len(graph.vectors), s.width), (0, 1), "float32")
@@ -118,11 +123,15 @@ class Sequence:
         if self.totals:
             self.buffer("statistics", "workspace", Extent(s.padded_batch * len(self.totals)))
 
-    def declare_integers(self, stage: Stage, number: int, pack: Packing, k: int) -> None:
-        """Scales of the weights, and workspace for the rows of an operand as integers."""
-        s, (gates, units, _) = self.shape, pack.pad
-        scales = Packing(pack.sources, pack.pad, pack.pad, (0, 1, 2), "scale")
-        self.buffer(f"{stage.name}_scales_{number}", "packed", Extent(gates * units), scales)
+    def declare_scales(self, stage: Stage, number: int, pack: Packing) -> None:
+        """What the products with weights that are integers are multiplied with, unit by unit."""
+        kind = "scale" if pack.dtype == "int8" else f"{pack.dtype}_scale"
+        scales = Packing(pack.sources, pack.pad, pack.pad, (0, 1, 2), kind)
+        self.buffer(f"{stage.name}_scales_{number}", "packed", Extent(prod(pack.pad[:2])), scales)
+
+    def declare_integers(self, stage: Stage, number: int, k: int) -> None:
+        """Workspace for the rows of an operand as integers."""
+        s = self.shape
         rows = s.padded_batch if stage.name != "hoisted" else s.chunk * s.batch + s.tiles["hoisted"].rows
         width = -(-k // s.lanes) * s.lanes
         names = [f"{stage.name}_{part}_{number}" for part in ("integers", "factors", "sums")]

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from ecornn.schedules.cpu.math import vector
 from ecornn.schedules.cpu.paired import multiply as multiply_pairs
-from ecornn.schedules.cpu.product import GROUP, Ahead, accumulators, multiply
+from ecornn.schedules.cpu.product import Ahead, accumulators, multiply
 from ecornn.schedules.cpu.quantize import restore
 from ecornn.schedules.cpu.stages import Stage, groups
+from ecornn.schedules.cpu.stored import STORED
 from ecornn.schedules.cpu.tiling import Tile
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class TileTask:
         k = s.input if operand is None else s.hidden
         data, starts = self.operand(number, operand)
         weights = self.o.data[f"{self.stage.name}_weights_{number}"]
-        size = -(-k // GROUP[s.weights]) * columns * s.lanes
+        size = STORED[s.weights].size(k, columns * s.lanes)
 
         def add(into: list[list[Any]]) -> None:
             multiply(e, into, data, starts, weights, e.let("weight_start", self.units * e.index(size)), k,
@@ -65,7 +66,7 @@ class TileTask:
         return add
 
     def asked(self, size: int) -> Ahead | None:
-        """What to ask for during a product whose unit tiles have ``size`` lanes of weights."""
+        """What to ask for during a product whose unit tiles have ``size`` words of weights."""
         if self.ahead is None:
             return None
         e, (units, part, parts) = self.e, self.ahead
@@ -94,7 +95,7 @@ class TileTask:
         e, rows = self.e, range(self.tile.rows)
         if self.s.weights == "int8":
             integers = self.o.integers[self.stage.name, number]
-            words = integers.width // GROUP["int8"]
+            words = integers.width // STORED["int8"].group
             return integers.words, [e.let("operand", (self.top + e.index(m)) * e.index(words)) for m in rows]
         data, start, stride = self.o.operand(operand, self.first, self.t)
         if operand is not None:
@@ -193,10 +194,12 @@ class TileTask:
         if self.tile.pairs:
             factor = e.splat(e.load(self.o.paired[stage, number].factors, self.at_row))
             return product * (factor * e.vload(self.o.data[f"{stage}_units_{number}"], at))
-        if self.s.weights != "int8":
+        if not STORED[self.s.weights].scaled:
             return product
-        return restore(e, product, self.o.integers[stage, number], self.at_row,
-                       e.vload(self.o.data[f"{stage}_scales_{number}"], at))
+        scales = e.vload(self.o.data[f"{stage}_scales_{number}"], at)
+        if self.s.weights != "int8":
+            return product * scales
+        return restore(e, product, self.o.integers[stage, number], self.at_row, scales)
 
     def x_leaf(self) -> Expr:
         e, s = self.e, self.s

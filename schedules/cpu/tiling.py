@@ -81,7 +81,9 @@ def registers_used(tile: Tile, gates: int, weights: str = "float32") -> int:
     columns = gates * tile.vectors
     if tile.pairs:  # the weights of both values of k, and room for sums on their way: LLVM has many under way
         return tile.rows * columns + 2 * columns + 6
-    if weights == "bfloat16" and tile.rows > 1:  # the pair, one of it widened, and a mask
+    if weights == "int21":  # both words, a weight of them, and two masks
+        return tile.rows * columns + 3 * columns + 2
+    if weights in ("bfloat16", "int16") and tile.rows > 1:  # the pair, one of it widened, and a mask
         return tile.rows * columns + 2 * columns + 2
     # with one row a weight is used once, straight from memory
     return tile.rows * columns + (columns if tile.rows > 1 else 0) + 1
