@@ -128,9 +128,10 @@ def shape_within(task: Task, registers: int) -> Shape | None:
     """The largest tiles for which a thread has ``registers``; None where even the smallest need more."""
     whole = shape_of(task)
     for tiles in (4, 2, 1):
-        shape = replace(whole, tiles=tiles)
-        if tiles <= whole.tiles and shape.registers(task.workload.arithmetic) <= registers:
-            return shape
+        if tiles <= whole.tiles:
+            shape = whole if tiles == whole.tiles else replace(whole, tiles=tiles)
+            if shape.registers(task.workload.arithmetic) <= registers:
+                return shape
     return None
 
 
@@ -142,7 +143,7 @@ def on_wgmma(task: Task, ahead: int) -> bool:
 def projection_time(task: Task, ahead: int = 100) -> float:
     """Nanoseconds that one multiprocessor needs for a step's projection, by the kernel that ``ahead`` leads to."""
     w = task.workload
-    work = 2.0 * w.batch * w.input * w.hidden * shape_of(task).rows
+    work = 2.0 * w.batch * w.input * w.hidden * len(task.graph.hoisted_rows)
     slower = {"float32": 5, "tf32": 2}.get(w.arithmetic, 1)
     return work / (WGMMA_RATE if on_wgmma(task, ahead) else MMA_RATE) * slower
 

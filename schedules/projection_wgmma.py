@@ -85,9 +85,14 @@ class Shape:
         return self.vectors * self.units
 
     @property
+    def ring(self) -> int:
+        """Bytes of the stages, and of their barriers."""
+        return self.stages * (self.stage_bytes + 16)
+
+    @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory."""
-        return self.stages * (self.stage_bytes + 16) + 4 * 4 * self.vector_floats
+        return self.ring + 4 * 4 * self.vector_floats
 
 
 def shape_of(task: Task) -> Shape | None:
@@ -100,12 +105,10 @@ def shape_of(task: Task) -> Shape | None:
     pairs = -(-w.hidden // 16)  # of octets
     columns = -(-pairs // (COLUMNS // (16 * rows)))
     slabs = -(-w.input * size // (LINE * 4))
-    shape = Shape(rows, -(-pairs // columns) * 2, columns, slabs, len(task.graph.vectors), size)
-    for stages in range(STAGES, 1, -1):
-        found = replace(shape, stages=stages)
-        if found.shared <= task.device.shared:
-            return found
-    return None
+    whole = Shape(rows, -(-pairs // columns) * 2, columns, slabs, len(task.graph.vectors), size)
+    room = task.device.shared - (whole.shared - whole.ring)
+    stages = min(STAGES, room // (whole.ring // STAGES))
+    return None if stages < 2 else replace(whole, stages=stages)
 
 
 def packing_of(task: Task, s: Shape, span: int) -> Packing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,7 @@ from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Knob
 from ecornn.task import make_task
 from ecornn.tune import space as module
-from ecornn.tune.space import ConfigSpace, Watched
+from ecornn.tune.space import Candidate, ConfigSpace, Watched
 from ecornn.workload import Workload
 
 TASK = make()
@@ -63,6 +64,20 @@ def test_a_schedule_that_copies_the_configuration_has_read_all_of_it():
     config = Watched({"a": 1, "b": 2})
     assert {**config} == {"a": 1, "b": 2} and set(config.read) == {"a", "b"}
     assert Watched({"a": 1}).get("b", 3) == 3
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("start", [{"k0": 1, "k1": 2, "k2": 0}, {"k0": 1, "k1": 7, "k2": 0}], ids=["inside", "outside"])
+def test_neighbours_are_all_single_changes_that_fit_each_as_often(start, whole):
+    schedule = Rules([3, 4, 2], [([0, 1], 0)])
+    space, rng = ConfigSpace(TASK, [schedule]), random.Random(1)
+    assert len(space) and space.whole
+    space.whole = space.whole if whole else {}
+    changed = [{**start, knob.name: value} for knob in schedule.knobs(TASK) for value in knob.values]
+    expected = {Candidate.of("fake", c) for c in changed if c != start and schedule.check(TASK, c) is None}
+    seen = Counter(space.neighbour(Candidate.of("fake", start), rng) for _ in range(200 * len(expected)))
+    assert set(seen) == expected and len(expected) > 2
+    assert all(140 < times < 260 for times in seen.values())
 
 
 def test_too_many_combinations_are_sampled(monkeypatch):

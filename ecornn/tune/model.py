@@ -30,6 +30,7 @@ class CostModel:
         self.rows: dict[str, list[dict[str, float]]] = {}
         self.times: dict[str, list[float | None]] = {}
         self._booster: Any = None
+        self._learnt: dict[str, Any] = {}  # of each group, the matrix of the rows that columns were learnt from
 
     def add(self, group: str, row: dict[str, float], time: float | None) -> None:
         """A sample; ``time`` in µs per step, None where the candidate failed."""
@@ -53,18 +54,32 @@ class CostModel:
         import numpy as np
         import xgboost
 
-        rows = [row for g in groups for row in self.rows[g]]
-        self.columns.learn(rows)
-        data = xgboost.DMatrix(self.columns.matrix(rows),
+        for g in groups:
+            self.columns.learn(self.rows[g][len(self._learnt.get(g, ())):])
+        data = xgboost.DMatrix(np.concatenate([self._matrix(g) for g in groups]),
                                label=np.array([v for g in groups for v in self.labels(g)]),
                                missing=float("nan"), nthread=1)
         data.set_group([len(self.rows[g]) for g in groups])
         self._booster = xgboost.train({**PARAMETERS, "seed": self.seed}, data, ROUNDS)
         return True
 
+    def _matrix(self, group: str) -> Any:
+        """The rows of a group; those that were there the last time are kept for as long as :attr:`width` stays."""
+        import numpy as np
+
+        kept, rows = self._learnt.get(group), self.rows[group]
+        if kept is None or kept.shape[1] != self.width:
+            kept = self.columns.matrix(rows)
+        elif len(kept) < len(rows):
+            kept = np.concatenate([kept, self.columns.matrix(rows[len(kept):])])
+        self._learnt[group] = kept
+        return kept
+
     def table(self, rows: Sequence[dict[str, float]]) -> Any:
         """The rows as :meth:`score` takes them; good for as long as :attr:`width` stays."""
-        return self.columns.matrix(list(rows))
+        import xgboost
+
+        return xgboost.DMatrix(self.columns.matrix(list(rows)), missing=float("nan"), nthread=1)
 
     @property
     def width(self) -> int:
@@ -74,6 +89,4 @@ class CostModel:
     def score(self, table: Any) -> list[float]:
         """Predicted order of the rows of a table, higher is faster. :meth:`fit` must have returned
         True."""
-        import xgboost
-
-        return [float(v) for v in self._booster.predict(xgboost.DMatrix(table, missing=float("nan"), nthread=1))]
+        return self._booster.predict(table).tolist()

@@ -7,10 +7,13 @@ the space is scored whole, with features that are computed once, and climbed fro
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 from ecornn.tune.features import features
@@ -25,6 +28,7 @@ SCORED = 4096  # spaces with no more candidates are ranked whole; of others a ra
 CLIMBERS, SWEEPS, TURNS = 32, 6, 8  # from the best of the sample: points, moves of all, neighbours seen of each
 LOCAL = 0.75  # share of what is ranked that is near the fastest: far from what was tried the model errs most
 LEADERS, RADIUS, WALKS = 5, 2, 100  # the fastest: so many, knobs away at most, candidates looked at near each
+SCORE = itemgetter(1)  # of a candidate and its score
 
 
 class Search:
@@ -122,10 +126,10 @@ class Search:
         if len(self.space) > SCORED:
             self.climb(rng, seen)
             self.look([self.walk(rng, one, RADIUS) for one in leaders for _ in range(WALKS)], seen)
-        new = [(c, score) for c, score in seen.items() if self.fresh(c, batch)]
-        close = self.top(((c, s) for c, s in new if any(apart(c, one) <= RADIUS for one in leaders)),
-                         round(LOCAL * count))
-        return close + self.top(((c, s) for c, s in new if c not in close), count - len(close))
+        order = [c for c, _ in sorted(seen.items(), key=SCORE, reverse=True)]
+        near = (c for c in order if any(apart(c, one) <= RADIUS for one in leaders) and self.fresh(c, batch))
+        close = list(islice(near, round(LOCAL * count)))
+        return close + list(islice((c for c in order if self.fresh(c, [*batch, *close])), count - len(close)))
 
     def look(self, candidates: Iterable[Candidate | None], seen: dict[Candidate, float]) -> list[Candidate]:
         """Scores those that were not ``seen``, adds and returns them."""
@@ -136,8 +140,8 @@ class Search:
 
     def fastest(self, count: int) -> list[Candidate]:
         """Of what was tried."""
-        good = [(c, time) for c, time in self.tried.items() if time is not None and self.space.fits(c)]
-        return [c for c, _ in sorted(good, key=lambda pair: pair[1])[:count]]
+        good = sorted(((c, time) for c, time in self.tried.items() if time is not None), key=SCORE)
+        return list(islice((c for c, _ in good if self.space.fits(c)), count))
 
     def climb(self, rng: random.Random, seen: dict[Candidate, float]) -> None:
         """Beam search from the best of the sample, the fastest so far and random points, by single knobs; adds what
@@ -171,7 +175,7 @@ class Search:
     @staticmethod
     def top(pool: Iterable[tuple[Candidate, float]], count: int) -> list[Candidate]:
         """The ``count`` candidates of the highest scores; equal scores in the order of the pool."""
-        return [c for c, _ in sorted(pool, key=lambda p: -p[1])[:count]]
+        return [c for c, _ in heapq.nlargest(count, pool, key=SCORE)]
 
 
 def apart(a: Candidate, b: Candidate) -> float:

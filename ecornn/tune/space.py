@@ -6,8 +6,8 @@ import math
 import random
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from ecornn.errors import ScheduleError
 from ecornn.schedules.base import Config, Knob, Schedule, Task, Value
@@ -22,8 +22,7 @@ SAMPLED = 50_000  # combinations of a schedule that has more
 Scan = tuple[bool, array]  # whether these are all that fit, and the numbers of these, in order
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A point of the space; hashable."""
 
     schedule: str
@@ -90,6 +89,7 @@ class ConfigSpace:
         self.scans: Callable[[], Mapping[str, Scan]] = self.scan
         self.knobs: dict[str, tuple[Knob, ...]] = {s.name: s.knobs(task) for s in schedules}
         self._orders: dict[str, list[str]] = {}
+        self._lines: dict[str, Line] = {}
         self.whole: dict[str, frozenset[int]] = {}  # of the schedules all of whose combinations are known
 
     @cached_property
@@ -203,9 +203,13 @@ class ConfigSpace:
 
     def defaults(self) -> list[Candidate]:
         """Each schedule's heuristic, preferred schedules first."""
+        return list(self._defaults)
+
+    @cached_property
+    def _defaults(self) -> tuple[Candidate, ...]:
         if self.given is not None:
-            return [Candidate.of(one.schedule, one.config) for one in self.given]
-        return [Candidate.of(s.name, s.default(self.task)) for s in self.schedules.values()]
+            return tuple(Candidate.of(one.schedule, one.config) for one in self.given)
+        return tuple(Candidate.of(s.name, s.default(self.task)) for s in self.schedules.values())
 
     def sample(self, rng: random.Random, count: int) -> list[Candidate]:
         """``count`` different candidates, each schedule's share that of its candidates; all where there are no more."""
@@ -232,31 +236,58 @@ class ConfigSpace:
 
     def neighbour(self, candidate: Candidate, rng: random.Random) -> Candidate | None:
         """One knob changed, to a candidate that fits; None where there is none."""
-        name, config = candidate.schedule, candidate.config
-        changes, weight = [], 1
-        for knob in self.knobs[name]:
-            changes += [(knob, weight, place) for place, value in enumerate(knob.values) if value != config[knob.name]]
-            weight *= len(knob.values)
-        whole, number = self.whole.get(name), self.number(candidate)
-        while changes:
-            at = rng.randrange(len(changes))
-            changes[at], (knob, weight, place) = changes[-1], changes[at]
-            changes.pop()
-            if whole is not None and number is not None:
-                now = knob.values.index(config[knob.name])
-                if number + (place - now) * weight not in whole:
-                    continue
-            elif not self.fits(Candidate.of(name, {**config, knob.name: knob.values[place]})):
-                continue
-            return Candidate.of(name, {**config, knob.name: knob.values[place]})
+        name, line = candidate.schedule, self._line(candidate.schedule)
+        here, whole = line.here(candidate), self.whole.get(name)
+        number = line.number(here) if whole is not None else None
+        left, moved = len(line.values) - len(here), dict[int, int]()
+        while left:  # a shuffle of all changes, as far as it is needed
+            at = rng.randrange(left)
+            left -= 1
+            place, moved[at] = moved.get(at, at), moved.get(left, left)
+            for value in here:
+                place += value <= place
+            new = line.values[place]
+            changed = Candidate(name, tuple([new if knob[0] == new[0] else knob for knob in candidate.knobs]))
+            if whole is None or number is None:
+                fits = self.fits(changed)
+            else:
+                fits = number + line.weights[place] - line.weights[here[line.knobs[place]]] in whole
+            if fits:
+                return changed
         return None
 
-    def number(self, candidate: Candidate) -> int | None:
-        """The number of a candidate; None where a knob has a value outside the space, as a default may."""
-        number, weight, config = 0, 1, candidate.config
-        for knob in self.knobs[candidate.schedule]:
-            value = config[knob.name]
-            if value not in knob.values:
-                return None
-            number, weight = number + knob.values.index(value) * weight, weight * len(knob.values)
-        return number
+    def _line(self, schedule: str) -> Line:
+        if schedule not in self._lines:
+            self._lines[schedule] = Line(self.knobs[schedule])
+        return self._lines[schedule]
+
+
+class Line:
+    """The values of all knobs of a schedule, one behind the other.
+
+    Attributes
+    ----------
+    values : with the name of their knob
+    knobs : the number of that knob
+    weights : what a value adds to the number of a combination
+    """
+
+    def __init__(self, knobs: Sequence[Knob]) -> None:
+        self.values = [(knob.name, value) for knob in knobs for value in knob.values]
+        self.knobs = [number for number, knob in enumerate(knobs) for _ in knob.values]
+        self.weights: list[int] = []
+        weight = 1
+        for knob in knobs:
+            self.weights += range(0, weight * len(knob.values), weight)
+            weight *= len(knob.values)
+        self.count = len(knobs)
+        self.places = {value: place for place, value in enumerate(self.values)}
+
+    def here(self, candidate: Candidate) -> list[int]:
+        """The places of a candidate's values, in order; without those outside the space, as a default may have."""
+        places = map(self.places.get, candidate.knobs)
+        return sorted(place for place in places if place is not None)
+
+    def number(self, here: Sequence[int]) -> int | None:
+        """The number of the combination of these values; None unless it is one."""
+        return sum(self.weights[place] for place in here) if len(here) == self.count else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.persistent.plan import LINE, OCTET, PhasePlan, Plan, worker_shape
@@ -104,5 +103,5 @@ def best_ahead(task: Task, plan: Plan) -> Iterator[int]:
     yield 100
     spare = task.device.cores - plan.groups * plan.blocks
     if spare > 0 and projection_time(task, 0) > 0:
-        least = 1 - recurrence(plan) / workers_time(task, replace(plan, ahead=0, workers=spare))  # what would be late
+        least = 1 - recurrence(plan) / workers_time(task, plan._replace(ahead=0, workers=spare))  # what would be late
         yield max(0, -(-int(100 * least) // 25) * 25)
