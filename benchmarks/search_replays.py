@@ -75,6 +75,7 @@ class Looked:
     def __init__(self, table: Times, quiet: bool) -> None:
         self.table, self.waiting = table, deque[Candidate]()
         self.spare = 0 if quiet else round(SPARE * BUILDERS)
+        self.idle = 0
 
     @property
     def pending(self) -> int:

@@ -55,6 +55,9 @@ ALL = {"layers": 2, "bidirectional": True, "lengths": True, "resets": True}
 CASES = {
     # projection before (mma, wgmma), half beside, all beside; registers, shared memory; two exchanges a step; float32.
     "plain": persistent("lstm", "float16", (10, 9, 17, 48), (2, 10, 1, 2), 2, 25, 0, 100, "exact", "every"),
+    # four states, of which two are computed after the operands are sent
+    "slstm": persistent("slstm", "float16", (10, 9, 17, 48), (2, 10, 1, 2), 1, 25, 0, 100, "fast", "every"),
+    "slstm_cluster": case("persistent", "slstm", "bfloat16", (12, 16, 64, 64), {"carrier": "cluster"}),
     "default": persistent("lstm", "bfloat16", (12, 16, 64, 64), (2, 16, 2, 4), 1, 100, 0, 100, "fast"),
     "wgmma": persistent("gru", "bfloat16", (9, 20, 64, 48), (2, 16, 2, 5), 1, 100, 4, 100, "approx"),
     "half": persistent("lstm", "float16", (20, 9, 24, 64), (2, 14, 1, 3), 1, 25, 0, 50, "exact"),

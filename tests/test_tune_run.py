@@ -63,7 +63,7 @@ class Instant:
         self.stop = stop
 
         self.waiting: list[Candidate] = []
-        self.spare = 0
+        self.spare = self.idle = 0
 
     @property
     def pending(self) -> int:
@@ -372,6 +372,24 @@ def test_every_process_gets_something_before_the_first_is_done(tmp_path):
     assert ahead.batches[0] == (0, 0, 1)  # the default alone: it needs no scan of the space
     at_first = sum(count for told, _, count in ahead.batches if told == 0)
     assert at_first > 20 and max(pending for _, pending, _ in ahead.batches) <= 20
+
+
+def test_no_search_waits_for_the_slowest_build(tmp_path):
+    """Of four processes two never come to an end; the other two make all trials, and nothing is asked for that they
+    have no time for."""
+
+    class Slow(Ahead):
+        idle = property(lambda self: max(0, 4 - self.pending), lambda self, _: None)
+
+        def next(self):
+            one = self.waiting.pop(2 if len(self.seen) else 0)  # after the default two stay at the front
+            self.seen.append(one)
+            return one, Outcome(Times.of([cost(one.config)]), 1e-7, "digest")
+
+    slow = Slow(4)
+    _, finish = start(tmp_path / "log.jsonl", Fake(("ok",), "abc"), slow, Settings(40, 0))
+    assert finish.trials == 40 == len(slow.seen) and finish.reason == "trials"
+    assert sum(count for _, _, count in slow.batches) - 40 <= 4 and not slow.waiting
 
 
 def test_a_small_search_learns_before_it_proposes_more_than_a_quarter(tmp_path):

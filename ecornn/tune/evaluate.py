@@ -50,10 +50,14 @@ class Evaluator(Protocol):
     ----------
     pending : candidates that were submitted and whose outcome was not yet asked for
     spare : with no more than this many pending, processes may soon have nothing to do
+    idle : processes that have nothing to build now; 0 where builds would disturb measurements
     """
 
     pending: int
     spare: int
+
+    @property
+    def idle(self) -> int: ...
 
     def submit(self, batch: Sequence[Candidate], bound: float | None) -> None:
         """Starts to build and measure candidates. ``bound``: the best so far, µs per step; slower
@@ -130,6 +134,11 @@ class ProcessEvaluator:
             self.pool.kill(builders=self.pool.quiet)  # others build for other workloads
             wait(running)
         self.done, self.pending = queue.SimpleQueue(), 0
+
+    @property
+    def idle(self) -> int:
+        """See :class:`Evaluator`."""
+        return 0 if self.pool.quiet else self.pool.idle_builders.qsize()
 
     def submit(self, batch: Sequence[Candidate], bound: float | None) -> None:
         """See :class:`Evaluator`. Where builds disturb measurements the batch is built first."""

@@ -90,23 +90,27 @@ class Tuner:
     def loop(self) -> str:
         """Searches; returns why it ended. New candidates are proposed before the last are done, so
         that no process waits for another; no more than ``AHEAD`` of all, so that most are proposed with
-        something learnt."""
-        prepared = self.settings.trials <= len(self.search.first)  # nothing will be ranked
-        ahead = self.evaluator.spare if prepared else min(self.evaluator.spare, int(AHEAD * self.settings.trials))
+        something learnt. What is pending at the end is given up."""
+        given = prepared = self.settings.trials <= len(self.search.first)  # nothing will be ranked
+        ahead = self.evaluator.spare if given else min(self.evaluator.spare, int(AHEAD * self.settings.trials))
         while True:
             if self.out_of_time():
                 return "time"
             if self.settings.early_stop and self.converged():
                 return "converged"
-            left = self.settings.trials - len(self.search.tried) - self.evaluator.pending
-            while left > 0 and self.evaluator.pending <= ahead:
-                batch = self.search.ask(min(self.batch(ahead), left))
+            left = self.settings.trials - len(self.search.tried)
+            if left <= 0:
+                return "trials"
+            while self.evaluator.pending <= ahead:
+                # Idle processes build more than what is left, and the last trials are those that are done first: one
+                # build may take as long as ten others, for which no search should wait.
+                most = max(left - self.evaluator.pending, 0 if given else self.evaluator.idle)
+                batch = self.search.ask(min(self.batch(ahead), most)) if most > 0 else []
                 if not batch:
                     break
                 self.evaluator.submit(batch, self.best_us)
-                left -= len(batch)
             if not self.evaluator.pending:
-                return "trials" if left <= 0 else "space"
+                return "space"
             if not prepared:  # the first candidates are being built
                 self.search.prepare()
                 prepared = True
