@@ -4,7 +4,7 @@
     python benchmarks/readme_table.py benchmarks/results/h100_grid.jsonl
     python benchmarks/readme_table.py benchmarks/results/h100_flashrnn.json
     python benchmarks/readme_table.py benchmarks/results/h100_stacks.json
-    python benchmarks/readme_table.py benchmarks/results/cpu.json
+    python benchmarks/readme_table.py benchmarks/results/cpu_skylake.json
 """
 
 from __future__ import annotations
