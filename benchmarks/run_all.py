@@ -4,11 +4,11 @@
 
 On a GPU: the layers of the README and the whole grid against cuDNN (compare_cudnn.py, compare_grid.py), LSTM and
 vanilla against FlashRNN where it is installed (compare_flashrnn.py), the hoisted projection against cuBLAS
-(compare_projection.py), what fusion, layout and persistence gain (compare_ablation.py), what variants cost
-(compare_variants.py), why rows are above their floors (why_above_floor.py), how long modules take to compile
-(compile_times.py); with CSV, Markdown and plots of the grid (grid_report.py) and the
-README's tables (readme_table.py), all in benchmarks/results, named after the GPU. What was interrupted goes on where it
-stopped.
+(compare_projection.py), stacks and rows of different lengths (compare_stacks.py, compare_columns.py), what fusion,
+layout and persistence gain (compare_ablation.py), what variants cost (compare_variants.py), why rows are above their
+floors (why_above_floor.py), how long modules take to compile (compile_times.py); with CSV, Markdown and plots of the
+grid (grid_report.py) and the README's tables (readme_table.py), all in benchmarks/results, named after the GPU. What
+was interrupted goes on where it stopped.
 
 Without a GPU: layers and latencies on the CPU against PyTorch and ONNX Runtime (compare_cpu.py), into build/cpu.json.
 """
@@ -66,6 +66,7 @@ def on_gpu(device: Device) -> bool:
     stacks = RESULTS / f"{name}_stacks.json"
     good &= run("compare_stacks.py", "--output", stacks) and run("readme_table.py", stacks)
     good &= run("compare_stacks.py", "--packed", "--output", RESULTS / f"{name}_packed.json")
+    good &= run("compare_columns.py", "--output", RESULTS / f"{name}_columns.json")
     good &= anew(RESULTS / f"{name}_projection.jsonl", "compare_projection.py")
     good &= anew(RESULTS / f"{name}_ablation.jsonl", "compare_ablation.py")
     good &= anew(RESULTS / f"{name}_variants.jsonl", "compare_variants.py")
