@@ -19,13 +19,14 @@ BITS = {"int16": 16, "int21": 21}
 
 
 def scales(values: Array, kind: str) -> NDArray[np.float32]:
-    """What the lowest bit of a word stands for, in each row; 0 for a row of zeros, NaN where one is in it."""
+    """What the lowest bit of a word stands for, (..., K) -> (...): 0 for a row of zeros, NaN where one is in it."""
     bits = BITS[kind]
     return (np.abs(values).max(-1) / ((2 ** (bits - 1) - 1) * 2.0 ** (32 - bits))).astype(np.float32)
 
 
 def words(values: Array, kind: str, split: tuple[int, ...], order: tuple[int, ...]) -> NDArray[np.uint32]:
-    """Packed rows. ``split`` in its ``order`` ends in (lane, k of a group); the result ends in (word, lane)."""
+    """Packed rows (G, H, K). ``split`` in its ``order`` ends in (lane, k of a group); the result ends in (word, lane).
+    What is not finite becomes 0, and its row's scale is not finite."""
     scale = scales(values, kind)[..., None].astype(np.float64)
     with np.errstate(invalid="ignore"):
         wanted = np.nan_to_num(values / np.where(scale > 0, scale, 1), posinf=0, neginf=0)
