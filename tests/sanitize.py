@@ -158,19 +158,13 @@ def file_of(name: str, folder: str) -> str:
 
 def once(name: str, folder: str) -> float:
     """Runs a compiled case; the relative error of y."""
-    import step_cells
     import torch
 
     import ecornn
-    from ecornn.numpy_reference import NORMALIZED, STEPS, random_weights, reference
 
     of, rng = CASES[name], np.random.default_rng(0)
-    (T, B, I, H), stack, kind = of["sizes"], of["stack"], getattr(torch, of["dtype"])
-    known = of["cell"] in STEPS or of["cell"] in NORMALIZED
-    parts = stack.get("layers", 1), 1 + stack.get("bidirectional", False)
-    drawn = random_weights(of["cell"], I, H, 1, *parts) if known else {
-        f"{n}_l0": rng.uniform(-1, 1, (s[0] * s[1], *s[2:])) * H ** -0.5
-        for n, s in step_cells.CELLS[of["cell"]].parameters(I, H).items()}
+    (T, B, I, _), stack, kind = of["sizes"], of["stack"], getattr(torch, of["dtype"])
+    drawn = weights_of(of, rng)
     weights = {k: torch.tensor(v).to(kind).float().numpy() for k, v in drawn.items()}
     layer = ecornn.load(file_of(name, folder)).bind(weights)
     if stack.get("sequences"):
@@ -182,9 +176,42 @@ def once(name: str, folder: str) -> float:
     if stack.get("resets"):
         call["resets"] = rng.random((T, B)) < 0.2
     y, _ = layer(x.cuda(), **{k: torch.tensor(v).cuda() for k, v in call.items()})
-    expected, _ = reference(of["cell"], x.double().numpy(), weights, **call) if known else step_cells.layer(
-        of["cell"], H, x.double().numpy(), weights, **call)
+    expected = expected_of(of, x.double().numpy(), weights, **call)
     return float(np.linalg.norm(y.double().cpu().numpy() - expected) / np.linalg.norm(expected))
+
+
+def weights_of(of: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    """Random weights of a case, by the names that ``bind`` takes."""
+    import step_cells
+
+    from ecornn.cells import get
+    from ecornn.numpy_reference import NORMALIZED, STEPS, random_weights
+
+    (_, _, I, H), stack = of["sizes"], of["stack"]
+    if of["cell"] in STEPS or of["cell"] in NORMALIZED:
+        return random_weights(of["cell"], I, H, 1, stack.get("layers", 1), 1 + stack.get("bidirectional", False))
+    cell = step_cells.CELLS.get(of["cell"]) or get(of["cell"])
+    return {f"{n}_l0": rng.uniform(-1, 1, (s[0] * s[1], *s[2:])) * H ** -0.5
+            for n, s in cell.parameters(I, H).items()}
+
+
+def expected_of(of: dict[str, Any], x: Any, weights: dict[str, Any], **masks: Any) -> Any:
+    """y of a case in float64."""
+    import step_cells
+    from emulated import forward
+
+    from ecornn.cells import get
+    from ecornn.numpy_reference import NORMALIZED, STEPS, reference
+
+    (_, batch, I, H), name = of["sizes"], of["cell"]
+    if name in STEPS or name in NORMALIZED:
+        return reference(name, x, weights, **masks)[0]
+    if name in step_cells.CELLS:
+        return step_cells.layer(name, H, x, weights, **masks)[0]
+    assert not masks
+    cell = get(name)
+    parameters = {n: weights[f"{n}_l0"].astype(np.float64).reshape(s) for n, s in cell.parameters(I, H).items()}
+    return forward(name, x, {n: np.zeros((batch, H)) for n in cell.states}, parameters)[0]
 
 
 def laid(layer: Any, rng: np.random.Generator, kind: Any, weights: Any) -> float:
@@ -218,7 +245,7 @@ def checked(name: str, tool: str, folder: str) -> tuple[bool, str]:
     lines = [line for line in text if line.startswith(("error ", "=========", "Trace"))]
     good = done.returncode == 0 and any(CLEAN[tool] in line for line in lines)
     said = [line.removeprefix("========= ") for line in lines if "SUMMARY" in line or line.startswith("error ")]
-    return good, "; ".join(said) if good else "\n".join(lines[:20] or [done.stderr[-1500:]])
+    return good, "; ".join(said) if good else "\n".join([*lines[:20], done.stderr[-1500:]])
 
 
 def main() -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
+import itertools
+import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +15,7 @@ from ecornn.program import Buffer, Extent, Fill, Launch, Program
 from ecornn.tune import building
 from ecornn.tune.building import Build, Built
 
+FOLDER = "ECORNN_PLANTED"  # to the build processes: where they agree on who has which fault
 FAR = 1 << 36  # elements: beyond the memory of a GPU
 
 
@@ -72,9 +76,16 @@ FAULTS: dict[str, Callable[[Program], Program]] = {"endless": endless, "astray":
 
 
 def planted(config: Mapping[str, Any]) -> str | None:
-    """The fault of a configuration: each kind in about one of eight."""
-    place = hashlib.sha256(repr(sorted(config.items())).encode()).digest()[0] % (2 * len(FAULTS))
-    return [*FAULTS, *[None] * len(FAULTS)][place]
+    """The fault of a configuration: every second one that is built has one, the four kinds in turn, whichever the
+    search proposes. ``FOLDER`` has a file for each, whose name is its number."""
+    known, text = Path(os.environ[FOLDER]), json.dumps(config, sort_keys=True)
+    for number in itertools.count():
+        with contextlib.suppress(FileExistsError), (known / str(number)).open("x") as file:
+            file.write(text)
+            break
+        if (known / str(number)).read_text() == text:
+            break
+    return [*FAULTS][number // 2 % len(FAULTS)] if number % 2 else None
 
 
 def build(request: Build) -> Built:
