@@ -1,7 +1,9 @@
-"""A kernel that never ends, a wild store, a wrong output, too little memory: each costs one trial, on a real GPU."""
+"""A kernel that never ends, a wild store, a wrong output, too little memory: each costs one trial, on
+this CPU and on a real GPU."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import pytest
@@ -17,8 +19,11 @@ from ecornn.tune.log import read
 from ecornn.tune.pool import Entries
 from ecornn.workload import Workload
 
-SAID = {"endless": "run: took longer than 8 s and was stopped", "astray": "illegal memory access|ILLEGAL_ADDRESS",
-        "wrong": "wrong output: relative error", "vast": "out of memory|OUT_OF_MEMORY"}
+HUNG, WRONG = "run: took longer than 8 s and was stopped", "wrong output: relative error"
+SAID = {"cuda": {"endless": HUNG, "astray": "illegal memory access|ILLEGAL_ADDRESS", "wrong": WRONG,
+                 "vast": "out of memory|OUT_OF_MEMORY"},
+        "cpu": {"endless": HUNG, "astray": "run: the process crashed with signal SIGSEGV", "wrong": WRONG,
+                "vast": "run: MemoryError"}}
 
 
 def program():
@@ -44,20 +49,20 @@ def test_every_kind_is_planted_whatever_is_proposed(tmp_path, monkeypatch):
     assert [planted({"units": n}) for n in reversed(range(16))] == faults[::-1]
 
 
-@pytest.mark.gpu
-def test_every_fault_costs_one_trial(tmp_path, monkeypatch):
-    import re
-
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_every_fault_costs_one_trial(target: str, tmp_path, monkeypatch):
     monkeypatch.setenv(FOLDER, str(tmp_path / "planted"))
     (tmp_path / "planted").mkdir()
-    result = tune("lstm", hidden=64, batch=4, seq=20, dtype="bfloat16", target="cuda", schedule="fused_step",
-                  trials=32, timeout=8, early_stop=False, output=tmp_path / "log.jsonl",
-                  entries=Entries(build="tune_planted:build"))
+    layer = {"dtype": "bfloat16", "schedule": "fused_step", "trials": 32} if target == "cuda" else {"trials": 16}
+    result = tune("lstm", hidden=64, batch=4, seq=20, target=target, timeout=8, early_stop=False,
+                  output=tmp_path / "log.jsonl", entries=Entries(build="tune_planted:build"), **layer)
     trials = [t for t in read(tmp_path / "log.jsonl").trials() if t.stage == "search"]
     seen = Counter(planted(t.config) for t in trials)
-    assert len(trials) == 32 and all(seen[fault] >= 2 for fault in FAULTS)  # of four; what is built last may be cut off
+    # An eighth of all for each fault; what is built last may be cut off.
+    assert len(trials) == layer["trials"] and all(seen[fault] > len(trials) // 16 for fault in FAULTS), seen
     for trial in trials:
         fault = planted(trial.config)
         assert (trial.times is None) == (trial.error is not None) == (fault is not None)
-        assert fault is None or re.search(SAID[fault], trial.error or ""), (fault, trial.error)
+        assert fault is None or re.search(SAID[target][fault], trial.error or ""), (fault, trial.error)
     assert result.best is not None and planted(result.best.config) is None

@@ -1,4 +1,4 @@
-"""Plants faults in some candidates of a real tuning run on a GPU."""
+"""Plants faults in some candidates of a real tuning run, on a GPU or this CPU."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ecornn.program import Buffer, Extent, Fill, Launch, Program
+from ecornn.program import Buffer, Extent, Fill, Launch, Parallel, Program
 from ecornn.tune import building
 from ecornn.tune.building import Build, Built
 
 FOLDER = "ECORNN_PLANTED"  # to the build processes: where they agree on who has which fault
-FAR = 1 << 36  # elements: beyond the memory of a GPU
+FAR = 1 << 36  # elements: beyond the memory of a GPU,
+CPU_FAR = 1 << 46  # and beyond what a CPU can address
 
 
 def followed_by(program: Program, body: Callable[[Any, Any], None], buffer: Buffer, size: int,
@@ -72,7 +73,31 @@ def vast(program: Program) -> Program:
     return replace(program, buffers=(*program.buffers, Buffer("vast", "workspace", "uint32", Extent(FAR))))
 
 
-FAULTS: dict[str, Callable[[Program], Program]] = {"endless": endless, "astray": astray, "wrong": wrong, "vast": vast}
+Fault = Callable[[Program], Program]
+FAULTS: dict[str, Fault] = {"endless": endless, "astray": astray, "wrong": wrong, "vast": vast}
+
+
+def on_cpu(write: Callable[[Any, Any], None]) -> Fault:
+    """The program, and then a function on each thread: ``write`` of an emitter and y."""
+    def fault(program: Program) -> Program:
+        from ecornn.schedules.cpu.emit import Emitter
+
+        e = Emitter(8)
+        for scalar in ("thread", "threads", "T", "B"):
+            e.scalar(scalar)
+        write(e, e.pointer("y"))
+        return replace(program, functions={**program.functions, "planted": e.function("planted")},
+                       calls=(*program.calls, Parallel("planted")))
+
+    return fault
+
+
+CPU_FAULTS: dict[str, Fault] = {
+    "endless": on_cpu(lambda e, y: e.call("pause")),  # until a signal comes
+    "astray": on_cpu(lambda e, y: e.store(y, FAR, e.tirx.const(1.0, "float32"))),
+    "wrong": on_cpu(lambda e, y: e.vstore(y, 0, e.splat(3.0))),
+    "vast": lambda program: replace(program, buffers=(*program.buffers, Buffer("vast", "workspace", "float32",
+                                                                               Extent(CPU_FAR))))}
 
 
 def planted(config: Mapping[str, Any]) -> str | None:
@@ -93,10 +118,11 @@ def build(request: Build) -> Built:
     from ecornn.schedules import all_schedules
 
     schedule, fault = all_schedules()[request.schedule], planted(request.config)
+    faults = FAULTS if request.device.kind == "cuda" else CPU_FAULTS
     if fault is None:
         return building.build(request)
     original = schedule.program
-    schedule.program = lambda task, config: FAULTS[fault](original(task, config))  # type: ignore[method-assign]
+    schedule.program = lambda task, config: faults[fault](original(task, config))  # type: ignore[method-assign]
     try:
         digest, module = building.generate(request)  # the cache has modules by their configuration, not by the fault
     finally:
