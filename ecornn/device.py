@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 import msgspec
 
 from ecornn.errors import DeviceError
+
+# What is decoded, from a record or a manifest, has these limits.
+Text = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
 
 
 class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -23,15 +29,15 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     features : LLVM attributes such as ``avx512f``: all those that the code is built for (CPU)
     """
 
-    kind: str
-    arch: str
-    name: str
-    cores: int
-    shared: int = 0
-    registers: int = 0
-    l2: int = 0
-    memory: int = 0
-    features: tuple[str, ...] = ()
+    kind: Literal["cuda", "llvm"]
+    arch: Text
+    name: Text
+    cores: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+    shared: Size = 0
+    registers: Size = 0
+    l2: Size = 0
+    memory: Size = 0
+    features: Annotated[tuple[Text, ...], msgspec.Meta(max_length=256)] = ()
 
     @property
     def capability(self) -> int:

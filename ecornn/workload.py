@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from ecornn.errors import ArgumentError, DTypeError
@@ -28,7 +30,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         mantissa), sums stay float32 (CUDA)
     """
 
-    cell: str
+    cell: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
     hidden: int
     input: int
     batch: int = 1

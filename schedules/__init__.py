@@ -21,4 +21,9 @@ def all_schedules() -> dict[str, Schedule]:
         Persistent(), PersistentWide(), Elementwise(), LayoutTransform(), FusedStep(), CPUSequence())}
 
 
-__all__ = ["Config", "Knob", "Schedule", "Task", "all_schedules", "config_text"]
+def revisions() -> dict[str, int]:
+    """The present revision of every schedule, by name."""
+    return {name: schedule.revision for name, schedule in all_schedules().items()}
+
+
+__all__ = ["Config", "Knob", "Schedule", "Task", "all_schedules", "config_text", "revisions"]

@@ -100,12 +100,50 @@ def test_any_value_in_any_field_is_accepted_whole_or_refused(value, field):
     ({"check": -1.0}, ">= 0"),
     ({"times": {"median": 0.0, "p20": 0.0, "p80": 1.0, "runs": [1.0]}}, "> 0"),
     ({"times": {"median": 3.0, "p20": 4.0, "p80": 5.0, "runs": [1.0]}}, "p20"),
+    ({"times": {"median": 3.0, "p20": 3.0, "p80": 3.0, "runs": [1.0]}}, "within the runs"),
     ({"schedule": "x" * 129}, "length <= 128"),
+    ({"config": {"k": 1 << 70}}, "config"),
+    ({"time": "yesterday"}, "time"),
+    ({"time": "2026-01-31T12:00:00Z\n"}, "time"),
+    *(({"device": {**msgspec.to_builtins(H100), **change}}, word) for change, word in (
+        ({"cores": 0}, "cores"), ({"cores": 1 << 70}, "cores"), ({"l2": -1}, "l2"), ({"kind": "quantum"}, "kind"),
+        ({"name": "x" * 129}, "name"), ({"arch": ""}, "arch"), ({"features": ["x"] * 257}, "features"))),
+    ({"workload": {**msgspec.to_builtins(WORK), "cell": ""}}, "cell"),
 ])
 def test_what_the_format_refuses(change, word):
     data = {**msgspec.to_builtins(trial()), "kind": "trial", **change}
     with pytest.raises(RecordError, match=word):
         decode(json.dumps(data).encode())
+
+
+def test_a_line_that_would_not_fit_when_it_is_written_again_is_refused_at_once():
+    long = Times(1e11, 1e11, 1e11, (1e11,) * 256)
+    data = {**msgspec.to_builtins(trial(times=long, config={f"{n:02}": "x" * 128 for n in range(64)},
+                                        versions={f"{n:02}": "x" * 128 for n in range(32)})), "kind": "trial"}
+    line = json.dumps(data, separators=(",", ":")).replace("100000000000.0", "1e11").encode()
+    assert MAX_LINE - 3000 < len(line) < MAX_LINE
+    with pytest.raises(RecordError, match="when it is written again"):
+        decode(line)
+
+
+def test_a_mark_of_utf_8_is_no_damage():
+    log = parse(b"\xef\xbb\xbf" + encode(trial()), Path("x.jsonl"))
+    assert len(log.lines) == 1 and not log.problems
+
+
+def test_a_link_stays_a_link_and_a_file_keeps_its_mode(tmp_path):
+    real, link = tmp_path / "real.jsonl", tmp_path / "link.jsonl"
+    append(real, trial())
+    real.chmod(0o600)
+    link.symlink_to(real.name)
+    rewrite(link, lambda there: [*(line.record for line in there.lines), trial(index=1)])
+    assert link.is_symlink() and len(read(real).lines) == 2 and real.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_place_that_takes_no_files_is_an_error_and_not_waited_for():
+    for write in (lambda path: append(path, trial()), lambda path: rewrite(path, lambda _: [])):
+        with pytest.raises(RecordError, match=r"/proc/x\.jsonl"):
+            write(Path("/proc/x.jsonl"))
 
 
 def test_lines_of_format_1_0_are_read():

@@ -58,6 +58,8 @@ def test_its_own_records_go_before_and_other_sizes_say_nothing():
     assert lent(task, log_of(of("lstm", a=1), of("lstm(peepholes)", 9.0, a=2))) is None
     assert lent(task_of("lstm(peepholes)", hidden=16), log_of(of("lstm", a=1))) is None
     assert lent(task, Log()) is None
+    failed = of("lstm(peepholes)", a=2, times=None, error="build: no")
+    assert lent(task, log_of(of("lstm", a=1), failed)) is not None, "a failure is nothing to use"
 
 
 def test_the_line_says_whose_it_is(monkeypatch: pytest.MonkeyPatch):

@@ -16,7 +16,7 @@ from ecornn.cli import main
 from ecornn.tune.log import Line, append, append_all, read, rewrite
 from ecornn.tune.merge import merge
 from ecornn.tune.record import Choice, Finish, Start, Times
-from ecornn.tune.selection import worth_keeping
+from ecornn.tune.selection import best_lines, worth_keeping
 
 DAY = "2026-01-31T12:00:00Z"
 
@@ -104,6 +104,50 @@ def test_import_adds_what_is_new_to_the_users_folder(folder, tmp_path):  # noqa:
     assert "1 records added" in run("log", "import", theirs)
     assert len(read(folder / "imported.jsonl").lines) == 4
     assert "persistent" in run("log", "best")
+
+
+def test_two_processes_that_went_on_with_one_run_both_count(tmp_path):
+    path, out = tmp_path / "log.jsonl", tmp_path / "out.jsonl"
+    append_all(path, [start(), *(trial(time=DAY, seconds=s, times=Times.of([s])) for s in (1.25, 1.5)), finish()])
+    assert "kept out" not in run("log", "merge", path, "-o", out) and len(read(out).trials()) == 2
+
+
+def test_what_a_newer_program_wrote_is_not_lost(folder, tmp_path):  # noqa: F811
+    theirs, target = tmp_path / "theirs.jsonl", folder / "imported.jsonl"
+    append_all(theirs, [start(), trial(time=DAY), finish()])
+    run("log", "import", theirs)
+    newer = b'{"kind":"trial","v":1,"minor":7,"of":"the future"}\n'
+    with target.open("ab") as file:
+        file.write(newer + b"not json\n")
+    output = run("log", "import", theirs)
+    assert "imported.jsonl:4: version 1.7" in output and "imported.jsonl:5: " in output
+    assert "1 damaged lines are dropped, 1 of a newer ecornn stay" in output
+    run("log", "prune", target)
+    assert target.read_bytes().endswith(newer) and len(read(target).lines) == 3
+
+
+def test_a_stale_configuration_that_fails_now_is_not_brought_back(tmp_path):
+    from ecornn.schedules import revisions
+
+    now, path = revisions()["persistent"], tmp_path / "log.jsonl"
+    fast, good = {"k": 1}, {"k": 2}
+    append_all(path, [start(), trial(revision=now - 1, config=fast, times=Times.of([0.5]), time=DAY), finish(),
+                      start("cd-1"), trial(run="cd-1", revision=now, config=good, times=Times.of([2.0]), time=DAY),
+                      trial(run="cd-1", index=1, revision=now, config=fast, times=None, check=None,
+                            error="run: wrong output", time=DAY), finish("cd-1")])
+    assert [line.record.config for line in best_lines(read(path), revisions())] == [good]
+    run("log", "prune", path)
+    assert [(t.config, t.revision, t.error) for t in read(path).trials()] == [
+        (fast, now - 1, None), (good, now, None), (fast, now, "run: wrong output")]
+
+
+def test_the_best_is_a_current_one_where_there_is_one(tmp_path):
+    path = tmp_path / "log.jsonl"
+    append_all(path, [trial(revision=1, times=Times.of([1.0])), trial(index=1, revision=2, times=Times.of([3.0])),
+                      trial(index=2, revision=2, times=Times.of([2.0]))])
+    for revision, us in ((2, 2.0), (1, 1.0), (3, 1.0)):
+        (best,) = best_lines(read(path), {"persistent": revision})
+        assert best.record.times.median == us
 
 
 def test_prune_keeps_the_fastest_and_runs_under_way(tmp_path):

@@ -48,6 +48,24 @@ def test_the_model_learns_from_neighbours_stale_runs_and_other_devices_but_not_t
     assert len(model.rows) == 3  # times are compared within a run
 
 
+def test_a_default_is_searched_once_and_none_for_what_a_schedule_does_not_serve():
+    asked = []
+
+    class Counting(Fake):
+        def serves(self, task):
+            return "too large" if task.workload.hidden > 100 else None
+
+        def default(self, task):
+            asked.append(task.workload.hidden)
+            assert self.serves(task) is None
+            return super().default(task)
+
+    large = Workload("lstm", 1000, 1000, 4, 10)
+    log = log_of(*(trial(1.0 + n, a=99 + n, run=f"{work.hidden}-1", workload=work)
+                   for n in range(20) for work in (large, Workload("lstm", 16, 16, 4, 10))))
+    assert warm(CostModel(), get("lstm"), TASK, [Counting()], log) == 0 and asked == [16]
+
+
 def test_a_workload_with_a_known_neighbour_needs_a_quarter_of_the_trials():
     """Best of 24 trials with a neighbour's records against 96 without; five seeds."""
     space = ConfigSpace(make(), [LARGE])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import io
 import shlex
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -17,13 +19,21 @@ SIZE = click.IntRange(min=1, max=1 << 20)
 
 
 def plain_errors(function: F) -> F:
-    """An :class:`EcornnError` becomes one message and exit code 2."""
+    """An :class:`EcornnError`, and what the system says of a file, become one message and exit code 2."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        for stream in (sys.stdout, sys.stderr):  # an old locale may lack µ
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")
         try:
             return function(*args, **kwargs)
         except EcornnError as error:
+            click.echo(f"error: {error}", err=True)
+            raise SystemExit(2) from None
+        except OSError as error:
+            if error.filename is None:
+                raise
             click.echo(f"error: {error}", err=True)
             raise SystemExit(2) from None
 

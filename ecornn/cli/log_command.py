@@ -77,9 +77,10 @@ def ls(files: tuple[Path, ...]) -> None:
 @plain_errors
 def best(files: tuple[Path, ...]) -> None:
     """Prints the fastest trial of each workload and device."""
+    from ecornn.schedules import revisions
     from ecornn.tune.selection import best_lines
 
-    for line in best_lines(collect(files)):
+    for line in best_lines(collect(files), revisions()):
         click.echo(f"{text_of(line)}  ({line.place})")
 
 
@@ -102,18 +103,17 @@ def stats(files: tuple[Path, ...]) -> None:
 
     And how much faster than the untuned default the best of each workload is.
     """
-    from ecornn.schedules import all_schedules
+    from ecornn.schedules import revisions
     from ecornn.tune.record import Finish, Trial
 
-    found = collect(files)
-    revisions = {s.name: s.revision for s in all_schedules().values()}
+    found, now = collect(files), revisions()
     trials = [line.record for line in found.lines if isinstance(line.record, Trial)]
     finishes = [line.record for line in found.lines if isinstance(line.record, Finish)]
     devices = {t.run: f"{t.device.name} ({t.device.arch})" for t in trials}
     for name in sorted(set(devices.values())):
         mine = [t for t in trials if devices[t.run] == name]
         search = [t for t in mine if t.stage == "search"]
-        stale = sum(t.revision != revisions.get(t.schedule) for t in mine)
+        stale = sum(t.revision != now.get(t.schedule) for t in mine)
         click.echo(f"{name}: {len({t.workload for t in mine})} workloads, {len(search)} trials in the search, "
                    f"{sum(t.error is not None for t in search)} failed, {stale} stale, "
                    f"{sum(t.noisy for t in mine)} noisy")

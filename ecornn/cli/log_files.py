@@ -12,7 +12,7 @@ from ecornn.cli.common import plain_errors
 from ecornn.cli.log_command import FILES, collect
 
 if TYPE_CHECKING:
-    from ecornn.tune.log import Line
+    from ecornn.tune.log import Line, Log
     from ecornn.tune.merge import Merged
 
 GIVEN = click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
@@ -41,6 +41,15 @@ def write(output: Path, found: Merged) -> None:
     click.echo(f"wrote {len(found.lines)} records to {output}")
 
 
+def tell(there: Log) -> None:
+    """Says what of a file that is written again cannot be read."""
+    for problem in there.problems:
+        click.echo(f"not read {problem}", err=True)
+    lost = len(there.problems) - len(there.newer)
+    if there.problems:
+        click.echo(f"{lost} damaged lines are dropped, {len(there.newer)} of a newer ecornn stay", err=True)
+
+
 @click.command(name="merge")
 @GIVEN
 @NEW
@@ -62,10 +71,11 @@ def merge_files(files: tuple[Path, ...], output: Path) -> None:
 @plain_errors
 def export(files: tuple[Path, ...], output: Path, only_best: bool) -> None:
     """Writes one log to share, without the lines that are damaged. Without FILES: all there is."""
+    from ecornn.schedules import revisions
     from ecornn.tune.selection import best_lines
 
     found = collect(files)
-    write(output, merged(best_lines(found) if only_best else found.lines))
+    write(output, merged(best_lines(found, revisions()) if only_best else found.lines))
 
 
 @click.command(name="import")
@@ -77,12 +87,13 @@ def import_files(files: tuple[Path, ...]) -> None:
     Records that are there already are not added again.
     """
     from ecornn.tune.folders import user_folder
-    from ecornn.tune.log import Log, rewrite
+    from ecornn.tune.log import rewrite
     from ecornn.tune.record import AnyRecord
 
     target, lines = user_folder() / "imported.jsonl", collect(files).lines
 
     def union(there: Log) -> list[AnyRecord]:
+        tell(there)
         found = merged([*there.lines, *lines])
         click.echo(f"{len(found.lines) - len(there.lines)} records added to {target}, {len(found.lines)} in all")
         return found.records
@@ -100,26 +111,25 @@ def import_files(files: tuple[Path, ...]) -> None:
 def prune(files: tuple[Path, ...], keep: int, output: Path | None) -> None:
     """Drops what look-up has no use for: failures, slow configurations, stale ones that are known again.
 
-    Runs that are not finished stay whole, so that they can go on. Damaged lines are dropped.
+    Runs that are not finished stay whole, so that they can go on. Damaged lines are dropped; those of a newer ecornn
+    stay.
     """
     from ecornn.errors import ArgumentError
-    from ecornn.schedules import all_schedules
-    from ecornn.tune.log import Log, rewrite
+    from ecornn.schedules import revisions
+    from ecornn.tune.log import rewrite
     from ecornn.tune.record import AnyRecord
     from ecornn.tune.selection import worth_keeping
 
-    revisions = {s.name: s.revision for s in all_schedules().values()}
     if output is not None:
-        write(output, merged(worth_keeping(collect(files).lines, revisions, keep)))
+        write(output, merged(worth_keeping(collect(files).lines, revisions(), keep)))
         return
     for path in files:
         if not path.exists():
             raise ArgumentError("FILES", str(path), "a log that exists")
 
         def selected(there: Log, path: Path = path) -> list[AnyRecord]:
-            for problem in there.problems:
-                click.echo(f"dropped {problem}", err=True)
-            kept = worth_keeping(there.lines, revisions, keep)
+            tell(there)
+            kept = worth_keeping(there.lines, revisions(), keep)
             click.echo(f"{path}: {len(kept)} of {len(there.lines)} records kept")
             return [line.record for line in kept]
 

@@ -25,6 +25,7 @@ def verify(files: tuple[Path, ...], count: int, tolerance: float, target: str | 
     Exit code 1 where one failed or drifted beyond the tolerance. Records of other devices, of other
     revisions of their schedule and of cells that are not built in are left out, and counted.
     """
+    from ecornn.schedules import revisions
     from ecornn.tune.selection import best_lines
     from ecornn.tune.session import Session
     from ecornn.tune.verify import sample
@@ -32,7 +33,7 @@ def verify(files: tuple[Path, ...], count: int, tolerance: float, target: str | 
 
     found = collect(files)
     with Session(target, seed=seed) as session:
-        drawn, left = sample(best_lines(found), session.device, count, seed)
+        drawn, left = sample(best_lines(found, revisions()), session.device, count, seed)
         for reason, number in left.items():
             click.echo(f"{number} left out, {reason}")
         drifts, bad = [], 0

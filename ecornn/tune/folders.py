@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ecornn.device import Device
-from ecornn.errors import RecordError
+from ecornn.errors import ArgumentError, RecordError
 from ecornn.tune.log import Log, read
 from ecornn.workload import Workload
 
@@ -16,10 +16,14 @@ VARIABLE = "ECORNN_TUNING_LOGS"
 
 
 def user_folder() -> Path:
-    """The folder that tuning writes to: ``$ECORNN_TUNING_LOGS``, or the user's data folder."""
+    """The folder that tuning writes to: ``$ECORNN_TUNING_LOGS``, or the user's data folder; :class:`ArgumentError`
+    where that names no folder."""
     chosen = os.environ.get(VARIABLE)
     if chosen:
-        return Path(chosen).expanduser()
+        try:
+            return Path(chosen).expanduser()
+        except RuntimeError as error:  # ~ of nobody
+            raise ArgumentError(VARIABLE, chosen, "a folder") from error
     from platformdirs import user_data_dir
 
     return Path(user_data_dir("ecornn", appauthor=False)) / "tuning_logs"

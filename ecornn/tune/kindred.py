@@ -17,7 +17,7 @@ from ecornn.tune.record import Trial
 
 def lent(task: Task, log: Log) -> tuple[str, Log] | None:
     """The built-in cell that has as many states and the same recurrent products, and its trials as trials of the task's
-    cell. None where the log has some of that itself, and for cells with statistics, which wait at other places.
+    cell. None where the log has times of that itself, and for cells with statistics, which wait at other places.
 
     Of several such cells the one of which this is a variant, else the first in the order of ``ecornn.cells.BUILTIN``.
     """
@@ -31,7 +31,7 @@ def lent(task: Task, log: Log) -> tuple[str, Log] | None:
         return (line for line in trials if line.record.workload.cell == name  # type: ignore[union-attr]
                 and how_far(line.record, named, task.device))  # type: ignore[arg-type]
 
-    if task.graph.statistics or task.graph.hoisted_statistics or any(of(work.cell)):
+    if task.graph.statistics or task.graph.hoisted_statistics or any(line.record.times for line in of(work.cell)):  # type: ignore[union-attr]
         return None
     for name in sorted(BUILTIN, key=lambda name: name != work.cell.partition("(")[0]):
         lines = list(of(name))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ecornn.errors import RecordError
-from ecornn.tune.record import AnyRecord, Trial, decode, encode
+from ecornn.tune.record import AnyRecord, NewerRecord, Trial, decode, encode
 
 MAX_FILE = 64 << 20  # bytes
 
@@ -34,10 +36,12 @@ class Line:
 
 @dataclass
 class Log:
-    """What was read: lines that follow the format, and what is wrong with the others."""
+    """What was read: lines that follow the format, what is wrong with the others, and those of the others that a newer
+    program wrote, as they are."""
 
     lines: list[Line] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    newer: list[bytes] = field(default_factory=list)
 
     def trials(self) -> list[Trial]:
         """The trials, in order."""
@@ -47,6 +51,7 @@ class Log:
         """Takes over the lines and problems of another file."""
         self.lines += other.lines
         self.problems += other.problems
+        self.newer += other.newer
 
 
 def append(path: Path, record: AnyRecord) -> None:
@@ -65,6 +70,7 @@ def append_all(path: Path, records: Sequence[AnyRecord]) -> None:
     data = b"".join(encode(record) for record in records)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()  # or say why not: a lock that cannot be made is waited for
         with FileLock(f"{path}.lock"):
             file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
@@ -85,27 +91,33 @@ def append_all(path: Path, records: Sequence[AnyRecord]) -> None:
 def rewrite(path: Path, change: Callable[[Log], Sequence[AnyRecord]]) -> None:
     """Makes a log hold what ``change`` makes of what it holds, in one step: complete or not at all.
 
-    Appends of other processes wait meanwhile. A file that does not exist is an empty log. Raises
-    :class:`RecordError` where the file cannot be read or written or would exceed 64 MiB.
+    Appends of other processes wait meanwhile. A file that does not exist is an empty log; lines that a newer program
+    wrote stay. Raises :class:`RecordError` where the file cannot be read or written or would exceed 64 MiB.
     """
     from filelock import FileLock
 
-    made = path.with_name(f".{path.name}.{os.getpid()}")
+    real = path.resolve()  # of a link, what it points at
+    made = real.with_name(f".{real.name[:200]}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        made.touch()  # or say why not: a lock that cannot be made is waited for
         with FileLock(f"{path}.lock"):
-            data = b"".join(encode(r) for r in change(read(path) if path.exists() else Log()))
+            there = read(path) if path.exists() else Log()
+            data = b"".join([*(encode(r) for r in change(there)), *(line + b"\n" for line in there.newer)])
             if len(data) > MAX_FILE:
                 raise RecordError(f"{path} would have {len(data) >> 20} MiB; at most {MAX_FILE >> 20} are allowed")
             with made.open("wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            made.replace(path)
+            if real.exists():
+                shutil.copymode(real, made)
+            made.replace(real)
     except OSError as error:
         raise RecordError(f"cannot write the tuning log {path}: {error}") from error
     finally:
-        made.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            made.unlink(missing_ok=True)
 
 
 def read(path: Path) -> Log:
@@ -126,13 +138,15 @@ def read(path: Path) -> Log:
 def parse(data: bytes, path: Path) -> Log:
     """As :func:`read`, from bytes; ``path`` is what problems name."""
     log = Log()
-    rows = data.split(b"\n")
+    rows = data[3 * data.startswith(b"\xef\xbb\xbf{"):].split(b"\n")  # some editors mark UTF-8
     for number, row in enumerate(rows, 1):
         if not row.strip():
             continue
         try:
             log.lines.append(Line(path, number, decode(row)))
         except RecordError as error:
-            torn = number == len(rows)  # no newline after it: the writer was stopped
+            if isinstance(error, NewerRecord):
+                log.newer.append(row)
+            torn = number == len(rows) and "truncated" in str(error)  # no newline: the writer was stopped
             log.problems.append(f"{path}:{number}: " + ("torn last line" if torn else str(error)))
     return log

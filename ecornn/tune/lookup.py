@@ -41,6 +41,9 @@ MISSED = 1.25
 REACH = 4.0
 HERE, SMALLER, ELSEWHERE = range(3)  # tiers of devices
 
+DEFAULTS = 64  # of tasks and schedules that are kept
+_defaults: dict[tuple[str, int], tuple[Task, Config]] = {}
+
 Distance = tuple[int, float, float, int]  # tier, octaves of batch (a smaller one counts a little more), of I, of T
 
 
@@ -233,9 +236,20 @@ def unfit(schedule: Schedule | None, task: Task, config: Config) -> str | None:
     values = {knob.name: knob.values for knob in schedule.knobs(task)}
     known = set(config) == set(values)
     listed = known and all(any(same_value(value, v) for v in values[name]) for name, value in config.items())
-    if not known or (not listed and not same_config(config, schedule.default(task))):
+    if not known or (not listed and not same_config(config, default_of(schedule, task))):
         return "with knobs or values that the schedule no longer has here"
     return "of configurations that do not fit here" if schedule.check(task, config) else None
+
+
+def default_of(schedule: Schedule, task: Task) -> Config:
+    """The default for a task; those of the latest tasks are kept, since a default may be a search of its own."""
+    key = schedule.name, id(task)
+    known = _defaults.get(key)
+    if known is None:
+        if len(_defaults) >= DEFAULTS:
+            _defaults.clear()
+        known = _defaults[key] = task, schedule.default(task)  # with the task: after its end another has its number
+    return known[1]
 
 
 def same_value(a: Value, b: Value) -> bool:

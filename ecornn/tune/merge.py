@@ -40,7 +40,10 @@ def merge(lines: Iterable[Line]) -> Merged:
     for line in lines:
         key = event(line.record)
         rival = kept.setdefault(key, line)
-        if rival is line or rival.record == line.record:
+        if rival is line:
+            continue
+        if rival.record == line.record:  # though 0.0 == -0.0, which are not written alike
+            kept[key] = min((rival, line), key=lambda one: promise(one.record))
             continue
         winner, loser = sorted((rival, line), key=lambda one: promise(one.record))
         kept[key] = winner
@@ -50,8 +53,11 @@ def merge(lines: Iterable[Line]) -> Merged:
 
 
 def event(record: AnyRecord) -> bytes:
-    """What a record is about, without what came of it."""
+    """What a record is about, without what came of it; by ``seconds`` also which of several processes that go on with
+    one run wrote it."""
     fields: tuple[Any, ...] = (KINDS[type(record)], record.run, record.time)
+    if not isinstance(record, Start):
+        fields += (record.seconds,)
     if isinstance(record, Trial):
         fields += (record.index, record.stage, record.workload, record.device, record.schedule, record.revision,
                    sorted(record.config.items()), record.seed)

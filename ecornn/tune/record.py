@@ -25,8 +25,10 @@ Message = Annotated[str, msgspec.Meta(max_length=2000)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 Micro = Annotated[float, msgspec.Meta(gt=0, lt=1e12)]  # µs
 Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
-Knobs = Annotated[dict[Name, int | bool | Name], msgspec.Meta(max_length=64)]
+Knob = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Knobs = Annotated[dict[Name, Knob | bool | Name], msgspec.Meta(max_length=64)]
 Names = Annotated[dict[Name, Name], msgspec.Meta(max_length=32)]
+UTC = Annotated[str, msgspec.Meta(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ\Z")]
 Megahertz = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 
 
@@ -41,6 +43,8 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if not self.p20 <= self.median <= self.p80:
             raise ValueError("times must satisfy p20 <= median <= p80")
+        if self.p20 < min(self.runs) or max(self.runs) < self.p80:
+            raise ValueError("p20 and p80 must lie within the runs")
 
     @classmethod
     def of(cls, runs: list[float]) -> Times:
@@ -82,7 +86,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     v: int = VERSION
     minor: int = MINOR  # of a line: absent means 0; a record in memory has every field of MINOR
     run: Name
-    time: Name = msgspec.field(default_factory=lambda: now())
+    time: UTC = msgspec.field(default_factory=lambda: now())
 
 
 class Start(Record, frozen=True, kw_only=True, tag="start"):
@@ -148,6 +152,10 @@ class Finish(Record, frozen=True, kw_only=True, tag="finish"):
     default_us: Micro | None
 
 
+class NewerRecord(RecordError):
+    """A line that a newer program wrote: this one cannot read it, and must not lose it."""
+
+
 AnyRecord = Start | Trial | Finish
 _decoder = msgspec.json.Decoder(AnyRecord)
 
@@ -172,9 +180,13 @@ def decode(line: bytes) -> AnyRecord:
         record = _decoder.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         newer = _newer(line)
-        raise RecordError(f"version {newer} of the format; {READS}" if newer else str(error)) from error
+        raise (NewerRecord(f"version {newer} of the format; {READS}") if newer else RecordError(str(error))) from error
     if record.v != VERSION or not 0 <= record.minor <= MINOR:
-        raise RecordError(f"version {record.v}.{record.minor} of the format; {READS}")
+        kind = NewerRecord if (record.v, record.minor) > (VERSION, MINOR) else RecordError
+        raise kind(f"version {record.v}.{record.minor} of the format; {READS}")
+    # Written again, by `ecornn log merge` say, it has every field, and numbers in full.
+    if len(line) > MAX_LINE // 4 and (size := len(msgspec.json.encode(record)) + 1) > MAX_LINE:
+        raise RecordError(f"line that has {size} bytes when it is written again; at most {MAX_LINE} are allowed")
     return record
 
 

@@ -44,7 +44,6 @@ def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[Schedule]
     ``run`` is left out: the search is told of its own trials. The model compares times within a run
     only, so runs of other sizes, of other products and of older revisions teach as well.
     """
-    by_name = {s.name: s for s in schedules}
     runs: dict[Run, list[Trial]] = {}
     for trial in log.trials():
         if trial.run != run and trial.device.arch == task.device.arch and trial.stage == "search":
@@ -64,8 +63,9 @@ def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[Schedule]
         if known is None:
             continue
         other, trials = make_task(known, of, on), runs[one][-SAMPLES:]
+        serving = {s.name: s for s in schedules if s.serves(other) is None}
         for trial in trials if one in near else trials[::math.ceil(len(trials) / BROAD)]:
-            schedule = by_name.get(trial.schedule)
+            schedule = serving.get(trial.schedule)
             config = up_to_date(trial, schedule, other).config
             if schedule is None or unfit(schedule, other, config):
                 continue
