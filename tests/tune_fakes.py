@@ -71,6 +71,11 @@ def ready(_: None) -> bool:
     return True
 
 
+def nap(seconds: float) -> bool:
+    time.sleep(seconds)
+    return True
+
+
 def build(request: Build) -> Built:
     behaviour = request.config["behaviour"]
     if behaviour == "slow_build":

@@ -8,6 +8,7 @@ the cell's.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from ecornn.analysis.lines import Lines
@@ -18,6 +19,7 @@ from ecornn.cells.base import Cell
 from ecornn.errors import CellError
 
 BATCH = 3  # any size unlike the others: te needs numbers, the graph does not keep it
+NAME = r"[A-Za-z][A-Za-z0-9_]{0,63}"  # of a cell: also part of file names
 INVARIANT, INPUT, NORMALIZED, STATE = -3, -2, -1, 0
 
 
@@ -36,7 +38,14 @@ class _Walk:
         self.cell, self.hidden, self.tirx = cell, hidden, tirx
         self.x_tensor = te.placeholder((BATCH, input), "float32", name="x")
         self.state_tensors = [te.placeholder((BATCH, hidden), "float32", name=n) for n in cell.states]
-        shapes = {n: tuple(s) for n, s in cell.parameters(input, hidden).items()}
+        if not re.fullmatch(NAME, cell.name):
+            raise CellError(f"cell {cell.name!r}: a name has letters, digits and underscores, 64 at most, and starts "
+                            "with a letter")
+        try:
+            shapes = {n: tuple(s) for n, s in cell.parameters(input, hidden).items()}
+        except (AttributeError, TypeError) as error:
+            raise CellError(f"cell {cell.name!r}: parameters() must return names with shapes, such as "
+                            f"{{'weight_hh': (1, H, H)}}: {error}") from error
         for name, shape in shapes.items():
             if len(shape) not in (2, 3) or shape[1] != hidden or (
                     len(shape) == 3 and shape[2] not in (input, hidden)):

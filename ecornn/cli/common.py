@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import shlex
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import click
@@ -38,6 +41,26 @@ def plain_errors(function: F) -> F:
             raise SystemExit(2) from None
 
     return wrapper  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def ended_like_ctrl_c() -> Iterator[None]:
+    """SIGTERM, and SIGHUP unless it is ignored, as a KeyboardInterrupt: what is under way is ended, files are removed.
+
+    Nothing in another thread than the main one, which gets no signals.
+    """
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {s: signal.signal(s, interrupt) for s in (signal.SIGTERM, signal.SIGHUP)
+                  if signal.getsignal(s) == signal.SIG_DFL}
+    try:
+        yield
+    finally:
+        for which, handler in before.items():
+            signal.signal(which, handler)
 
 
 def layer_options(batch: int, seq: int, dtype_help: str, required: bool = True,

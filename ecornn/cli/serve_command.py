@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 import time
 
 import click
 
-from ecornn.cli.common import plain_errors
+from ecornn.cli.common import ended_like_ctrl_c, plain_errors
 
 EPILOG = """\b
 One tracker, a server on each GPU or CPU, and any number of tuners:
@@ -52,12 +51,12 @@ def serve(tracker: str, key: str, target: str | None, host: str, port: int, addr
     chosen = target or default_target()
     device = present(chosen)
     found.servers()  # or say at once that there is no tracker
-    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     server = start(chosen, (found.host, found.port), key, host, port, address)
-    click.echo(f"{device.name} ({device.arch}) at {host}:{server.port}, key {key}, tracker {found}")
     try:
-        while server.proc.is_alive():
-            time.sleep(0.5)
+        with ended_like_ctrl_c():
+            click.echo(f"{device.name} ({device.arch}) at {host}:{server.port}, key {key}, tracker {found}")
+            while server.proc.is_alive():
+                time.sleep(0.5)
         click.echo("error: the server ended by itself", err=True)
         raise SystemExit(1)
     except KeyboardInterrupt:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ecornn.cli.common import command_line, layer_options, plain_errors
+from ecornn.cli.common import command_line, ended_like_ctrl_c, layer_options, plain_errors
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,23 +69,24 @@ def tune(cell: tuple[str, ...], hidden: tuple[int, ...], input_: tuple[int, ...]
     Builds run in processes that see no GPU; measurements run in one that is killed when a
     candidate hangs. A candidate counts only if its output matches a float64 reference.
     """
-    from rich.console import Console
-
-    from ecornn.tune.quick_tvm import import_tvm
-    from ecornn.tune.session import Session
-
-    import_tvm()
-    console = Console(soft_wrap=True, highlight=False)
     names = ("cell", "hidden", "input", "batch", "seq", "dtype", "weights", "precision")
     layers = [dict(zip(names, values, strict=True)) for values in itertools.product(
         cell, hidden, input_ or (None,), batch, seq, dtype or (None,), weights or (None,), precision or (None,))]
     try:
-        with Session(target, timeout=timeout, seed=seed,
-                     tracker=found_tracker(tracker, key, allow_remote)) as session:
-            good = all(run(console, session, layers, target, options))
+        with ended_like_ctrl_c():
+            from rich.console import Console
+
+            from ecornn.tune.quick_tvm import import_tvm
+            from ecornn.tune.session import Session
+
+            import_tvm()
+            console = Console(soft_wrap=True, highlight=False)
+            with Session(target, timeout=timeout, seed=seed,
+                         tracker=found_tracker(tracker, key, allow_remote)) as session:
+                good = all(run(console, session, layers, target, options))
     except KeyboardInterrupt:
-        console.print("\nStopped. Every trial that was done is in the log; the same command goes on"
-                      + ("" if options["resume"] else ", without --no-resume") + ".")
+        click.echo("\nStopped. Every trial that was done is in the log; the same command goes on"
+                   + ("" if options["resume"] else ", without --no-resume") + ".")
         raise SystemExit(130) from None
     if not good:
         raise SystemExit(1)
@@ -112,6 +113,8 @@ def run(console: Console, session: Session, layers: Sequence[dict[str, Any]], ta
     from ecornn.errors import CellError, ScheduleError
 
     good = []
+    for layer in layers:  # what is wrong with the last one is said before the first is tuned
+        session.layer(**layer)
     for number, layer in enumerate(layers, 1):
         count = f"[{number}/{len(layers)}] " if len(layers) > 1 else ""
 
@@ -158,11 +161,13 @@ def show(console: Console, result: Result, cell: str, target: str | None) -> Non
     if finish.reason == "converged":
         console.print(f"Stopped early after {finish.trials} trials: at 95% confidence fewer than one in twenty more "
                       "would be faster by 1%; --no-early-stop goes on.")
+    if finish.reason == "time":
+        console.print(f"Stopped by --time-limit after {finish.trials} trials; a longer one goes on.")
     for reason, count in result.failures.items():
         console.print(f"{count} failed: {reason}", markup=False)
     if result.noisy:
-        console.print(f"{result.noisy} of {finish.trials} times did not settle: the device is busy or its clock "
-                      "moves, and the order of close candidates is not certain.")
+        console.print(f"{result.noisy} times did not settle: the device is busy or its clock moves, and the order of "
+                      "close candidates is not certain.")
     console.print(f"log: {result.log}", markup=False)
     if finish.best is None or finish.best_us is None:
         console.print("No candidate ran with the right output; the log has each one's error.")

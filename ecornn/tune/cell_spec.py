@@ -6,11 +6,14 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 from ecornn.cells import BUILTIN, Cell, get
-from ecornn.errors import ArgumentError, CellError
+from ecornn.errors import ArgumentError, CellError, ScheduleError
+
+_here = threading.local()  # whether this thread imports a user's file
 
 ALLOWED = (f"one of {', '.join(BUILTIN)}, one of these with options, such as 'lstm(peepholes)', or FILE.py:NAME "
            "or MODULE:NAME of an ecornn.Cell")
@@ -35,8 +38,9 @@ def load_cell(spec: str) -> Cell:
     if inspect.isclass(found) and issubclass(found, Cell):
         try:
             found = found()
-        except TypeError as error:
-            raise CellError(f"{spec}: the class must need no arguments: {error}") from error
+        except Exception as error:
+            need = "the class must need no arguments: " if isinstance(error, TypeError) else f"{type(error).__name__}: "
+            raise CellError(f"{spec}: {need}{error}") from error
     if not isinstance(found, Cell):
         raise ArgumentError("cell", spec, "an ecornn.Cell, its class or an object of it")
     return found
@@ -44,6 +48,7 @@ def load_cell(spec: str) -> Cell:
 
 def load_module(where: str, spec: str) -> Any:
     """Imports a file or a module."""
+    before, _here.importing = importing(), True
     try:
         if not where.endswith(".py"):
             return importlib.import_module(where)
@@ -57,10 +62,17 @@ def load_module(where: str, spec: str) -> Any:
         sys.modules[name] = module
         loader.loader.exec_module(module)
         return module
-    except ArgumentError:
+    except (ArgumentError, ScheduleError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise CellError(f"cannot load the cell {spec!r}: {type(error).__name__}: {error}") from error
+    finally:
+        _here.importing = before
+
+
+def importing() -> bool:
+    """Whether this thread imports a file or module with a cell now: a script there must not tune."""
+    return getattr(_here, "importing", False)
 
 
 def spec_of(cell: Cell) -> str:
@@ -75,7 +87,8 @@ def spec_of(cell: Cell) -> str:
     file = getattr(module, "__file__", None)
     help_text = ("define its class at the top level of a file or module, constructible without "
                  "arguments, so that the tuner's processes can import it")
-    if "<locals>" in kind.__qualname__ or (kind.__module__ == "__main__" and not file):
+    if "<locals>" in kind.__qualname__ or (
+            kind.__module__ == "__main__" and not (file or "").endswith(".py")):
         raise CellError(f"cell {cell.name!r}: {help_text}")
     where = str(Path(file).resolve()) if file and file.endswith(".py") else kind.__module__
     spec = f"{where}:{kind.__qualname__}"

@@ -111,7 +111,9 @@ class ProcessEvaluator:
     def __enter__(self) -> ProcessEvaluator:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is KeyboardInterrupt:  # not even for what a process does before a candidate is built
+            self.pool.close()
         self.close()
 
     def close(self) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from ecornn.device import Device
+from ecornn.errors import RecordError
 from ecornn.schedules.base import Schedule
 from ecornn.tune.log import append, read
 from ecornn.tune.record import AnyRecord, Finish, Start, Trial
@@ -37,22 +39,50 @@ class Journal:
 
     @classmethod
     def open(cls, path: Path, digest: str, resume: bool) -> Journal:
-        """The latest run of that digest; a new one without ``resume`` or where there is none.
+        """The latest run of that digest; a new one without ``resume``, where there is none, and where nothing ran in
+        the one that there is: a compiler that was missing then may be there now.
 
-        Raises :class:`~ecornn.errors.RecordError` where the file exists and cannot be read.
+        Raises :class:`~ecornn.errors.RecordError` where the file exists and cannot be read, or has text but no record.
         """
         log = read(path) if path.exists() else None
+        if log and log.problems and not log.lines and not log.newer:
+            raise RecordError(f"{path} is no tuning log: {log.problems[0]}")
         records = [line.record for line in log.lines] if log else []
         runs = {r.run for r in records if isinstance(r, Start) and r.run.startswith(digest + "-")}
         number = max((int(r.rpartition("-")[2]) for r in runs if r.rpartition("-")[2].isdecimal()),
                      default=0)
-        if not resume or not number:
+        failed = any(isinstance(r, Finish) and r.run == f"{digest}-{number}" and r.best is None for r in records)
+        if not resume or not number or failed:
             number += 1
         journal = cls(path, f"{digest}-{number}", problems=log.problems if log else [])
         for record in records:
             if record.run == journal.run:
                 journal.take(record)
         return journal
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """While this process, or thread, works on the run: another would try the same and disturb its times.
+
+        Raises :class:`~ecornn.errors.RecordError` where another one does, or where the folder cannot be written.
+        """
+        from filelock import FileLock, Timeout
+
+        held = self.path.with_name(f".{self.path.name[:150]}.{self.run.rpartition('-')[0]}.lock")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            held.touch()  # or say why not
+            lock = FileLock(held, timeout=0)
+            lock.acquire()
+        except Timeout:
+            raise RecordError(f"another process tunes this layer into {self.path}; wait for it or stop it") from None
+        except OSError as error:
+            raise RecordError(f"cannot write to the folder of the tuning log {self.path}: {error}") from error
+        try:
+            yield
+        finally:
+            held.unlink(missing_ok=True)
+            lock.release()
 
     def take(self, record: AnyRecord) -> None:
         """Keeps a record in memory."""

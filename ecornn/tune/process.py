@@ -78,9 +78,9 @@ class Worker:
         lifeline, self.lifeline = os.pipe()
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "ecornn.tune.worker", str(lifeline)], stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=self.errors, env=environment, start_new_session=True,
-                pass_fds=[lifeline])
+                [sys.executable, "-c", "from ecornn.tune.worker import run; run()", str(lifeline)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, env=environment,
+                start_new_session=True, pass_fds=[lifeline])
         finally:
             os.close(lifeline)
         if self.stopped:  # by another thread, in the meantime

@@ -51,6 +51,7 @@ class Tracker:
         host, colon, port = address.rpartition(":")
         if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise ArgumentError("tracker", address, "HOST:PORT of a TVM RPC tracker")
+        host = host.removeprefix("[").removesuffix("]")  # as IPv6 is written
         require_loopback("tracker", host, allow_remote)
         return cls(host, int(port), key)
 

@@ -6,7 +6,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from msgspec import structs
 
 from ecornn.cells import Cell
 from ecornn.device import Device
-from ecornn.errors import DeviceError, ScheduleError
+from ecornn.errors import ArgumentError, DeviceError, ScheduleError
 from ecornn.tune.pool import Entries, Pool
 from ecornn.workload import Workload, declared, rounded
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ecornn.tune.record import Choice, Finish
     from ecornn.tune.remote import Tracker
     from ecornn.tune.space import ConfigSpace
-    from ecornn.tune.tuner import Progress
+    from ecornn.tune.tuner import Progress, Settings
 
 TRIALS = {"llvm": 48, "cuda": 128}
 TIMEOUT = 60.0  # seconds
@@ -41,7 +41,7 @@ class Result:
     resumed : trials that the log already had
     fresh : trials made now; 0 where the run was finished before
     failures : reason -> number of trials that failed for it, its first 60 characters
-    noisy : trials whose time did not settle
+    noisy : times that did not settle, those of the final comparison among them
     """
 
     workload: Workload
@@ -78,11 +78,17 @@ class Session:
 
     def __init__(self, target: str | Device | None = None, *, timeout: float = TIMEOUT, seed: int = 0,
                  tracker: Tracker | None = None, entries: Entries | None = None) -> None:
+        from ecornn.tune.cell_spec import importing
+        from ecornn.tune.checks import one_of, seconds, whole
         from ecornn.tune.process import MARK
+        from ecornn.tune.remote import Tracker
 
-        if os.environ.get(MARK):
-            raise ScheduleError("tune() was called while a worker process imported the script with the "
-                                "cell; put the call under `if __name__ == \"__main__\":`")
+        if os.environ.get(MARK) or importing():
+            raise ScheduleError("tune() was called while the script with the cell was imported again; put the call "
+                                "under `if __name__ == \"__main__\":`")
+        one_of("target", target, str, Device)
+        one_of("tracker", tracker, Tracker)
+        timeout, seed = seconds("timeout", timeout), whole("seed", seed, 0, 1 << 30)
         self.timeout, self.seed, self.tracker, self.entries = timeout, seed, tracker, entries or Entries()
         self._pool: Pool | None = None
         self._environment: Environment | None = None
@@ -103,7 +109,7 @@ class Session:
     def pool(self) -> Pool:
         """The worker processes, started at the first use."""
         with self._lock:
-            if self._pool is None:
+            if self._pool is None or self._pool.closed:  # by Ctrl-C
                 quiet = self.device.kind == "llvm"
                 self._pool = (self.tracker.pool(self.entries, quiet, self.device) if self.tracker is not None
                               else Pool(self.entries, quiet=quiet, poisoned=not quiet))
@@ -128,27 +134,61 @@ class Session:
              begin: Callable[[ConfigSpace, int], None] = lambda *_: None) -> Result:
         """Searches schedules and knobs for one layer; see :func:`ecornn.tune.tune`. With ``only`` it tries these
         and no others."""
-        from ecornn.tune import evaluate, folders, journal, preparing, tuner
-        from ecornn.tune.cell_spec import load_cell, spec_of
-        from ecornn.tune.choose import candidates, serving_or_raise
+        from ecornn.tune import folders
+        from ecornn.tune.checks import called, one_of, seconds, whole
+        from ecornn.tune.choose import candidates
+        from ecornn.tune.journal import Journal, digest_of
+        from ecornn.tune.tuner import Settings
 
+        found, spec, workload = self.layer(cell, hidden=hidden, input=input, batch=batch, seq=seq, dtype=dtype,
+                                           weights=weights, precision=precision)
+        wanted = TRIALS[self.device.kind] if trials is None else whole("trials", trials, 1, 100_000)
+        wanted = wanted if only is None else len(only)
+        limit = None if time_limit is None else seconds("time_limit", time_limit)
+        one_of("output", output, str, Path)
+        called("report", report)
+        called("begin", begin)
+        path = Path(output or folders.log_path(workload, self.device))
+        digest = digest_of(workload, self.device, candidates(self.device, schedule), self.seed)
+        run = Journal.open(path, digest, resume)
+        if not run.finished(wanted, limit, early_stop):
+            with run.alone():
+                run = Journal.open(path, digest, resume)  # another process may have gone on until now
+                before = len(run.search)
+                if not run.finished(wanted, limit, early_stop):
+                    settings = Settings(wanted, self.seed, limit, early_stop=early_stop)
+                    self._search(found, spec, workload, run, settings, schedule, only, report, begin)
+                return result(run, workload, self.device, before)
+        return result(run, workload, self.device, len(run.search))
+
+    def layer(self, cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = 20, seq: int = 300,
+              dtype: str | None = None, weights: str | None = None,
+              precision: str | None = None) -> tuple[Cell, str, Workload]:
+        """The cell, its spec for ``load_cell``, and the workload that :meth:`tune` would tune.
+
+        Raises as :meth:`tune` does for these arguments."""
+        from ecornn.tune.cell_spec import ALLOWED, load_cell, spec_of
+
+        if not isinstance(cell, (str, Cell)):
+            raise ArgumentError("cell", cell, ALLOWED)
         found = load_cell(cell) if isinstance(cell, str) else cell
         spec = cell if isinstance(cell, str) else spec_of(cell)
-        device = self.device
-        kind = dtype or ("float32" if device.kind == "llvm" or precision else "bfloat16")
-        workload = Workload(found.identity(), hidden, hidden if input is None else input, batch, seq,
-                            kind, rounded(weights, kind), declared(precision))
-        wanted = len(only) if only is not None else trials or TRIALS[device.kind]
-        path = output or folders.log_path(workload, device)
-        run = journal.Journal.open(
-            path, journal.digest_of(workload, device, candidates(device, schedule), self.seed), resume)
-        before = len(run.search)
-        if run.finish is not None and run.finished(wanted, time_limit, early_stop):
-            return result(run, workload, device, before)
-        pool = self.pool  # its processes start while this one looks at the cell
+        kind = dtype or ("float32" if self.device.kind == "llvm" or precision else "bfloat16")
+        return found, spec, Workload(found.identity(), hidden, hidden if input is None else input, batch, seq,
+                                     kind, rounded(weights, kind), declared(precision))
+
+    def _search(self, found: Cell, spec: str, workload: Workload, run: Journal, settings: Settings,
+                schedule: str | None, only: Sequence[Choice] | None, report: Callable[[Progress], None],
+                begin: Callable[[ConfigSpace, int], None]) -> None:
+        """What of a run is left to do."""
+        if self.entries == Entries():
+            require_compilers(self.device)
+        device, pool = self.device, self.pool  # its processes start while this one looks at the cell
 
         from ecornn.schedules import all_schedules
         from ecornn.task import make_task
+        from ecornn.tune import evaluate, folders, preparing, tuner
+        from ecornn.tune.choose import serving_or_raise
         from ecornn.tune.kindred import lent
         from ecornn.tune.model import CostModel
         from ecornn.tune.search import Search
@@ -166,7 +206,7 @@ class Session:
         with evaluate.ProcessEvaluator(task, spec, preparing.answers(pool, asked), pool, limit=self.timeout,
                                        seed=self.seed) as evaluator:
             model = CostModel(self.seed)
-            begin(space, before)
+            begin(space, len(run.search))
             if only is None:
                 records = folders.read_all()
                 if others := lent(task, records):
@@ -176,13 +216,22 @@ class Session:
             else:
                 known = [Candidate.of(c.schedule, c.config) for c in only if c.schedule in space.schedules]
                 search = Search(space, model, self.seed, known=known, defaults=False)
-                wanted = len(search.first)
+                settings = replace(settings, trials=len(search.first))
             # Where builds go on meanwhile, a small batch is proposed with the latest results in sight. Elsewhere it
             # keeps the builders busy, and no longer than a user would wait for its first time.
             most = min(16, 4 * len(pool.builders)) if pool.quiet else 8
-            settings = tuner.Settings(wanted, self.seed, time_limit, max(4, min(most, wanted // 6)), early_stop)
+            settings = replace(settings, batch=max(4, min(most, settings.trials // 6)))
             tuner.Tuner(search, evaluator, run, settings, self.environment, report).run()
-        return result(run, workload, device, before)
+
+
+def require_compilers(device: Device) -> None:
+    """Raises :class:`~ecornn.errors.BuildError` where nothing could be built here."""
+    from ecornn.build.link import find_compiler
+    from ecornn.build.nvcc import chosen_nvcc
+
+    find_compiler()
+    if device.kind == "cuda":
+        chosen_nvcc()
 
 
 def result(run: Journal, workload: Workload, device: Device, before: int) -> Result:
@@ -190,7 +239,7 @@ def result(run: Journal, workload: Workload, device: Device, before: int) -> Res
     assert run.finish is not None
     failures = Counter(t.error.splitlines()[0][:60] for t in run.search if t.error)
     return Result(workload, device, run.finish, run.path, before, len(run.search) - before, dict(failures),
-                  sum(t.noisy for t in run.search))
+                  sum(t.noisy for t in run.trials))
 
 
 def present(target: str | Device | None) -> Device:
@@ -203,6 +252,12 @@ def present(target: str | Device | None) -> Device:
     from ecornn.tune.choose import default_target
 
     device = resolve(target if target is not None else default_target())
+    if device.kind == "llvm" and isinstance(target, str):
+        here = resolve("cpu")
+        if here.arch != device.arch:
+            raise DeviceError("target", target, f"'cpu' ({here.arch}): tuning measures, so the device must be in this "
+                              "machine, or behind a tracker")
+        return here
     if device.kind == "llvm":
         return device
     here = resolve("cuda")

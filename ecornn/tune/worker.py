@@ -1,4 +1,4 @@
-"""The program of a worker process: ``python -m ecornn.tune.worker``.
+"""The program of a worker process.
 
 Reads calls from stdin and answers on stdout, each message a length (4 bytes, little endian) and
 JSON. Native code that prints, loops or crashes harms this process only.
@@ -61,7 +61,7 @@ def answer(call: Call) -> Reply:
         kind = next(iter(typing.get_type_hints(function).values()))
         result = function(msgspec.json.decode(call.argument, type=kind))
         return Reply(value=msgspec.Raw(msgspec.json.encode(result)))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return Reply(error=f"{type(error).__name__}: {error}"[:2000])
 
 
@@ -95,7 +95,8 @@ def main() -> None:
         send(replies, answer(decoder.decode(data)))
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """The whole program."""
     main()
     sys.stdout.flush()
     os._exit(0)  # static destructors of a broken module must not hang the exit
