@@ -26,6 +26,7 @@ from ecornn.tune.cell_spec import load_cell
 from ecornn.tune.evaluate import ProcessEvaluator
 from ecornn.tune.journal import Journal
 from ecornn.tune.log import append_all, read
+from ecornn.tune.record import encode
 from ecornn.tune.remote import Tracker
 
 LAYER = {"hidden": 8, "batch": 2, "seq": 5, "target": "cpu"}
@@ -97,6 +98,13 @@ def test_a_file_that_is_no_log_is_not_written_to(tmp_path):
     with pytest.raises(RecordError, match="is no tuning log"):
         tune("lstm", **LAYER, output=path)
     assert path.read_bytes() == b"\x7fELF\n\x00\x01"
+
+
+def test_a_run_that_was_killed_while_it_wrote_its_first_line_goes_on(tmp_path):
+    path, whole = tmp_path / "log.jsonl", encode(start("ab-1"))
+    for length in (1, 10, len(whole) // 2, len(whole) - 2):
+        path.write_bytes(whole[:length])
+        assert Journal.open(path, "ab", True).run == "ab-1"
 
 
 def test_a_script_without_a_guard_is_told_what_to_do(tmp_path):

@@ -13,7 +13,7 @@ import msgspec
 from ecornn.device import Device
 from ecornn.errors import RecordError
 from ecornn.schedules.base import Schedule
-from ecornn.tune.log import append, read
+from ecornn.tune.log import TORN, append, read
 from ecornn.tune.record import AnyRecord, Finish, Start, Trial
 from ecornn.workload import Workload
 
@@ -45,8 +45,9 @@ class Journal:
         Raises :class:`~ecornn.errors.RecordError` where the file exists and cannot be read, or has text but no record.
         """
         log = read(path) if path.exists() else None
-        if log and log.problems and not log.lines and not log.newer:
-            raise RecordError(f"{path} is no tuning log: {log.problems[0]}")
+        strange = [problem for problem in log.problems if not problem.endswith(TORN)] if log else []
+        if log and strange and not log.lines and not log.newer:
+            raise RecordError(f"{path} is no tuning log: {strange[0]}")
         records = [line.record for line in log.lines] if log else []
         runs = {r.run for r in records if isinstance(r, Start) and r.run.startswith(digest + "-")}
         number = max((int(r.rpartition("-")[2]) for r in runs if r.rpartition("-")[2].isdecimal()),

@@ -13,6 +13,7 @@ from ecornn.errors import RecordError
 from ecornn.tune.record import AnyRecord, NewerRecord, Trial, decode, encode
 
 MAX_FILE = 64 << 20  # bytes
+TORN = "torn last line"
 
 
 @dataclass(frozen=True)
@@ -148,5 +149,5 @@ def parse(data: bytes, path: Path) -> Log:
             if isinstance(error, NewerRecord):
                 log.newer.append(row)
             torn = number == len(rows) and "truncated" in str(error)  # no newline: the writer was stopped
-            log.problems.append(f"{path}:{number}: " + ("torn last line" if torn else str(error)))
+            log.problems.append(f"{path}:{number}: " + (TORN if torn else str(error)))
     return log
