@@ -126,6 +126,13 @@ def test_a_line_that_would_not_fit_when_it_is_written_again_is_refused_at_once()
         decode(line)
 
 
+def test_what_is_wrong_with_a_whole_last_line_is_said():
+    for line, said in ((b'{"kind":"trial","v":9}', "version 9.0"), (b'{"kind":"code"}', "code"),
+                       (b"\x7fELF", "malformed")):
+        (problem,) = parse(line, Path("x.jsonl")).problems
+        assert said in problem and "torn" not in problem
+
+
 def test_a_mark_of_utf_8_is_no_damage():
     log = parse(b"\xef\xbb\xbf" + encode(trial()), Path("x.jsonl"))
     assert len(log.lines) == 1 and not log.problems

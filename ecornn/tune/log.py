@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from ecornn.errors import RecordError
 from ecornn.tune.record import AnyRecord, NewerRecord, Trial, decode, encode
 
@@ -136,6 +138,15 @@ def read(path: Path) -> Log:
     return parse(data, path)
 
 
+def cut_off(row: bytes) -> bool:
+    """Whether a line without a newline is the beginning of one: its writer was stopped."""
+    try:
+        msgspec.json.decode(row)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return row.startswith(b"{")
+    return False
+
+
 def parse(data: bytes, path: Path) -> Log:
     """As :func:`read`, from bytes; ``path`` is what problems name."""
     log = Log()
@@ -148,6 +159,6 @@ def parse(data: bytes, path: Path) -> Log:
         except RecordError as error:
             if isinstance(error, NewerRecord):
                 log.newer.append(row)
-            torn = number == len(rows) and "truncated" in str(error)  # no newline: the writer was stopped
+            torn = number == len(rows) and cut_off(row)
             log.problems.append(f"{path}:{number}: " + (TORN if torn else str(error)))
     return log
