@@ -58,9 +58,9 @@ def test_matches_float64(schedule: str, cell: str, dtype: str, stack: Stack, sha
     layer = ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, dtype=dtype, target="cuda", schedule=schedule,
                            layers=stack.layers, bidirectional=stack.bidirectional, lengths=stack.lengths,
                            resets=stack.resets, reverse=stack.reverse).bind(weights)
-    x = torch.randn(T, B, I, device="cuda").to(kind)
+    x = torch.tensor(rng.standard_normal((T, B, I)), device="cuda").to(kind)
     size = (B, H) if stack.count == 1 else (stack.count, B, H)
-    state = tuple((torch.rand(size, device="cuda") - 0.5).to(kind) for _ in range(STEPS[cell][1]))
+    state = tuple(torch.tensor(rng.uniform(-0.5, 0.5, size), device="cuda").to(kind) for _ in range(STEPS[cell][1]))
     call: dict[str, Any] = {"lengths": rng.integers(0, T + 1, B)} if stack.lengths else {}
     call |= {"resets": rng.random((T, B)) < 0.4} if stack.resets else {}
     exact = [v.double().cpu().numpy() for v in (x, *state)]
