@@ -68,8 +68,23 @@ __device__ __forceinline__ float ecornn_tanh_approx(float x) {
   return y;
 }"""),
 }
-# to 2 ulp, which is as exact as CUDA's rsqrtf
+
+
+def _extremum(name: str) -> tuple[str, str]:
+    """Name and source of a maximum or minimum that is NaN where either operand is, as NumPy's and PyTorch's are and
+    CUDA's not."""
+    return f"ecornn_{name}", f"""
+__device__ __forceinline__ float ecornn_{name}(float x, float y) {{
+  float z;
+  asm("{name}.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}}"""
+
+
 _EXACT = {
+    "Max": _extremum("max"),
+    "Min": _extremum("min"),
+    # to 2 ulp, which is as exact as CUDA's rsqrtf
     "tirx.rsqrt": ("ecornn_rsqrt", """
 __device__ __forceinline__ float ecornn_rsqrt(float x) {
   float y;

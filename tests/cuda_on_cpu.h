@@ -451,6 +451,9 @@ template <typename E> uint32_t pack2(float high, float low) {
   return word;
 }
 inline float finite_half(float value) { return value > 65504 ? 65504 : value < -65504 ? -65504 : value; }
+template <bool larger> float extremum(float x, float y) {
+  return (larger ? x > y : x < y) || x != x ? x : y;
+}
 inline float half_of(uint32_t word, int shift) {
   uint16_t bits = word >> shift;
   half value;

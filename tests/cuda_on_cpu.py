@@ -145,6 +145,8 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
               "rcp.approx.ftz.f32": f"{outs and outs[0]} = 1.0f / ({ins and ins[0]})",
               "div.approx.ftz.f32": f"{outs and outs[0]} = ({ins and ins[0]}) / ({ins and ins[-1]})",
               "rsqrt.approx.f32": f"{outs and outs[0]} = 1.0f / sqrtf({ins and ins[0]})",
+              "max.NaN.f32": f"{outs and outs[0]} = emu::extremum<true>({', '.join(ins)})",
+              "min.NaN.f32": f"{outs and outs[0]} = emu::extremum<false>({', '.join(ins)})",
               "tanh.approx.f32": f"{outs and outs[0]} = tanhf({ins and ins[0]})"}
     if name in simple:
         return simple[name]

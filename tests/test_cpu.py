@@ -59,6 +59,15 @@ def test_cells_of_a_user(cell, size, tmp_path):
     compare(Sample(tmp_path, cell, *size), size[3], size[2])
 
 
+@pytest.mark.parametrize("cell", ["rnn_relu", "lstm", "gru"])
+def test_not_a_number_comes_out_where_it_went_in(cell, tmp_path):
+    sample = Sample(tmp_path, cell, 5, 40, 3, 6)
+    x, states = sample.inputs(6, 3)
+    x[2, 1, 3] = np.nan
+    (y, _), (wanted, _) = sample(x, states), expected(sample, x, states)
+    assert np.isnan(wanted[2:, 1]).all() and np.array_equal(np.isnan(y), np.isnan(wanted))
+
+
 def test_chain_has_every_kind_of_stage(tmp_path):
     from ecornn.schedules.cpu.stages import plan
 

@@ -19,32 +19,38 @@ COUNT = 1 << 20
 
 @pytest.fixture(scope="module")
 def functions(tmp_path_factory):
-    """name -> float32 function of COUNT values."""
+    """name -> float32 function of COUNT values, or of two."""
     import tvm_ffi
+    from tvm import tirx
 
-    device = detect()
+    device, (a, b), bound = detect(), (tirx.Var(n, "float32") for n in "ab"), tirx.const(0.25, "float32")
+    of_scalars = {"relu": tirx.Max(a, tirx.const(0.0, "float32")), "above": tirx.Max(bound, a),
+                  "below": tirx.Min(a, bound), "larger": tirx.Max(a, b), "smaller": tirx.Min(a, b)}
     e = Emitter(lanes_of(device))
     for name in ("thread", "threads", "T", "B"):
         e.scalar(name)
-    source = e.pointer("x")
-    names = ("tanh", "sigmoid", "exp")
+    source, second = e.pointer("x"), e.pointer("other")
+    names = ("tanh", "sigmoid", "exp", *of_scalars)
     outputs = [e.pointer(name) for name in names]
     with e.loop("i", COUNT // e.lanes) as i:
         at = e.let("at", i * e.index(e.lanes))
-        value = e.let("value", e.vload(source, at))
+        value = {a: e.let("value", e.vload(source, at)), b: e.let("value", e.vload(second, at))}
         for name, output in zip(names, outputs, strict=True):
-            e.vstore(output, at, getattr(math, name)(e, value))
-    buffers = tuple(Buffer(n, "workspace", "float32") for n in ("x", *names))
+            found = (math.vector(e, of_scalars[name], value.__getitem__) if name in of_scalars
+                     else getattr(math, name)(e, value[a]))
+            e.vstore(output, at, found)
+    buffers = tuple(Buffer(n, "workspace", "float32") for n in ("x", "other", *names))
     program = Program({"worker": e.function("worker")}, buffers, (Parallel("worker"),))
     manifest = Manifest(Workload("lstm", 1, 1), device, "test", {}, "", (), "", (), buffers, {})
     file = tmp_path_factory.mktemp("math") / "math.so"
     build_module(program, manifest, file)
     module = tvm_ffi.load_module(str(file))
 
-    def call(x):
-        arrays = [np.resize(x, COUNT).astype(np.float32), *(np.empty(COUNT, np.float32) for _ in names)]
+    def call(x, other=0.0):
+        arrays = [*(np.resize(v, COUNT).astype(np.float32) for v in (x, other)),
+                  *(np.full(COUNT, -7, np.float32) for _ in names)]
         module.run(1, 1, 0, 1, *[a.ctypes.data for a in arrays])
-        return dict(zip(("x", *names), (a[:len(x)] for a in arrays), strict=True))
+        return dict(zip(("x", "other", *names), (a[:len(x)] for a in arrays), strict=True))
 
     return call
 
@@ -78,3 +84,13 @@ def test_special_values(functions):
     assert np.array_equal(got["tanh"], [1, -1, np.nan, 0, 0], equal_nan=True)
     assert np.array_equal(got["sigmoid"], [1, 0, np.nan, 0.5, 0.5], equal_nan=True)
     assert np.array_equal(got["exp"], [np.inf, 0, np.nan, 1, 1], equal_nan=True)
+
+
+def test_extremes_are_those_of_numpy_for_nan_too(functions):
+    values = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 0.5, -0.5, 1e-45, -1e-45, 3e38], np.float32)
+    x, other = (v.ravel() for v in np.meshgrid(values, values))
+    got = functions(x, other)
+    for name, wanted in {"relu": np.maximum(x, 0), "above": np.maximum(x, np.float32(0.25)),
+                         "below": np.minimum(x, np.float32(0.25)), "larger": np.maximum(x, other),
+                         "smaller": np.minimum(x, other)}.items():
+        assert np.array_equal(got[name], wanted, equal_nan=True), name

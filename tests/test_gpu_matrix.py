@@ -241,3 +241,18 @@ def test_not_a_number_does_not_stop_the_exchange():
         y, _ = layer(x)
         expected, _ = reference("rnn_relu", x.double().cpu().numpy(), weights)
         assert relative(y.double().cpu().numpy(), expected) <= (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize(("schedule", "dtype"), [
+    (schedule, dtype) for schedule in ("persistent", "persistent_wide", "layout_transform", "fused_step")
+    for dtype in ("float32", "bfloat16") if (schedule, dtype) != ("persistent_wide", "float32")])
+@pytest.mark.parametrize("cell", ["rnn_relu", "lstm"])
+def test_not_a_number_comes_out_where_it_went_in(cell: str, schedule: str, dtype: str):
+    weights = random_weights(cell, 16, 64, seed=5)
+    layer = ecornn.compile(cell, hidden=64, input=16, batch=9, dtype=dtype, target="cuda",
+                           schedule=schedule).bind(weights)
+    x = torch.randn(6, 9, 16, device="cuda").to(getattr(torch, dtype))
+    x[2, 4, 3] = float("nan")
+    y, _ = layer(x)
+    expected, _ = reference(cell, x.double().cpu().numpy(), weights)
+    assert np.isnan(expected[2:, 4]).all() and np.array_equal(np.isnan(y.float().cpu().numpy()), np.isnan(expected))

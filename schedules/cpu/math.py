@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ecornn.analysis.scalar import children
+from ecornn.analysis.scalar import children, is_constant
 from ecornn.schedules.cpu.emit import Emitter
 
 Expr = Any  # tvm.ir.PrimExpr
@@ -96,11 +96,27 @@ def vector(e: Emitter, value: Expr, lookup: Callable[[Expr], Expr]) -> Expr:
         if name in WHOLE_VECTOR:
             return e.intrinsic(name, *parts)
         return by_lane(e, value, parts)
+    if kind in ("Max", "Min"):
+        constant = [is_constant(c) for c in children(value)]
+        return extremum(e, type(value), *(parts[::-1] if constant[1] else parts), both=not any(constant))
     if kind == "Select":
         return e.tirx.Select(*parts)
     if kind == "Cast":
         return e.tirx.Cast(f"{value.ty}x{e.lanes}", parts[0])
     return type(value)(*parts)
+
+
+def extremum(e: Emitter, kind: Callable[..., Expr], a: Expr, b: Expr, both: bool) -> Expr:
+    """Vector maximum or minimum, NaN where ``b`` is, and with ``both`` also where ``a`` is.
+
+    ``kind``, tirx.Max or tirx.Min, returns its second operand where the comparison is unordered. Its two orders are
+    the same bits but for NaN, where one of them is NaN; these or any others are NaN, too.
+    """
+    if not both:
+        return kind(a, b)
+    a, b = e.let("a", a), e.let("b", b)
+    bits = [e.tirx.reinterpret(f"int32x{e.lanes}", kind(*order)) for order in ((a, b), (b, a))]
+    return e.let("extremum", e.tirx.reinterpret(e.vector_type, e.tirx.bitwise_or(*bits)))
 
 
 def by_lane(e: Emitter, call: Expr, operands: Sequence[Expr]) -> Expr:
