@@ -84,7 +84,7 @@ class Looked:
     def submit(self, batch: Sequence[Candidate], bound: float | None) -> None:
         self.waiting.extend(batch)
 
-    def next(self) -> tuple[Candidate, Outcome]:
+    def next(self, seconds: float | None = None) -> tuple[Candidate, Outcome]:
         candidate = self.waiting.popleft()
         trial = self.table[candidate]
         return candidate, Outcome(trial.times, trial.check, trial.source, trial.error, trial.noisy)

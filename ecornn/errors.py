@@ -63,6 +63,10 @@ class BuildError(EcornnError):
     """Code generation, the CUDA compiler or the linker failed."""
 
 
+class ServerError(EcornnError):
+    """No server measures any more."""
+
+
 class ModuleError(EcornnError):
     """A module file is missing, damaged, or was built for another device or version."""
 

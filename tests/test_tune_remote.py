@@ -16,10 +16,11 @@ from click.testing import CliRunner
 from test_cli import folder  # noqa: F401  (a user's folder of its own for each test)
 
 from ecornn.cli import main
-from ecornn.errors import ArgumentError, DeviceError
-from ecornn.tune import Session
+from ecornn.errors import ArgumentError, DeviceError, ServerError
+from ecornn.tune import Session, pool
 from ecornn.tune.log import read
-from ecornn.tune.remote import Tracker
+from ecornn.tune.pool import Entries, Pool
+from ecornn.tune.remote import NoServer, Tracker
 from ecornn.tune.serving import require_loopback
 
 LIMIT = 60.0  # seconds for a server to start, on a busy machine
@@ -121,6 +122,21 @@ def test_without_a_server_or_a_tracker_it_says_what_to_start(tracker):
     result = CliRunner().invoke(main, ["tune", "--cell", "lstm", "--hidden", "8", "--tracker",
                                        f"127.0.0.1:{free_port()}"])
     assert result.exit_code == 2 and "tvm.exec.rpc_tracker" in result.output
+
+
+def nobody(_: object) -> bool:
+    raise NoServer("no free server with the key h100 at 127.0.0.1:9")
+
+
+def test_a_run_whose_servers_are_gone_for_good_says_so(monkeypatch):
+    monkeypatch.setattr(pool, "ABSENCE", 1.5)
+    monkeypatch.setattr(pool, "REST", 0.2)
+    entries = Entries("tune_fakes:ready", "tune_fakes:build", "tune_fakes:ready", "test_tune_remote:nobody")
+    began = time.monotonic()
+    with Pool(entries, 1, local=False) as workers:
+        with pytest.raises(ServerError, match=r"^no free server with the key h100 at 127\.0\.0\.1:9, for 1\.5 s; "):
+            workers.measure(None, bool, 30.0)
+        assert time.monotonic() - began >= 1.5
 
 
 def test_other_machines_need_an_explicit_flag(tracker):

@@ -75,7 +75,7 @@ class Instant:
     def drop(self):
         self.waiting.clear()
 
-    def next(self):
+    def next(self, seconds=None):
         if self.stop is not None and len(self.seen) >= self.stop:
             raise KeyboardInterrupt
         one = self.waiting.pop(0)
@@ -187,8 +187,8 @@ def test_a_search_that_finds_nothing_better_stops_early_and_says_so(tmp_path):
     path, schedule = tmp_path / "log.jsonl", Fake(("ok",), "abc")
 
     class Flat(Instant):
-        def next(self):
-            one, outcome = super().next()
+        def next(self, seconds=None):
+            one, outcome = super().next(seconds)
             return one, replace(outcome, times=Times.of([7.0 if len(self.seen) > 3 else 9.0]))
 
     flat = Flat()
@@ -218,10 +218,10 @@ def test_builds_go_on_while_something_is_measured(tmp_path):
             super().__init__()
             self.spare = 4
 
-        def next(self):
+        def next(self, seconds=None):
             if len(self.seen) + self.pending < 40:
                 self.lowest = min(self.lowest, self.pending)
-            return super().next()
+            return super().next(seconds)
 
     busy = Busy()
     _, finish = start(tmp_path / "log.jsonl", Fake(("ok",), "abc"), busy, Settings(40, 0))
@@ -234,6 +234,9 @@ def test_the_end_of_the_time_does_not_wait_for_what_is_under_way(tmp_path):
         measure.submit([candidate("ok"), candidate("slow_build"), candidate("hang")], None)
         assert measure.next()[0] == candidate("ok")
         began = time.monotonic()
+        with pytest.raises(TimeoutError, match="no candidate was done within"):
+            measure.next(0.3)
+        assert measure.pending == 2
         measure.drop()
         assert time.monotonic() - began < 15 and measure.pending == 0
         measure.submit([candidate("ok", 3)], None)  # and the processes serve on
@@ -307,9 +310,9 @@ def test_the_time_limit_counts_earlier_sessions(tmp_path):
     path, schedule = tmp_path / "log.jsonl", Fake(("ok",), "ab")
 
     class Slow(Instant):
-        def next(self):
+        def next(self, seconds=None):
             time.sleep(0.3)
-            return super().next()
+            return super().next(seconds)
 
     tuner, finish = start(path, schedule, Slow(), Settings(40, 0, time_limit=1.0))
     assert finish.reason == "time" and 3 <= finish.trials <= 5
@@ -317,6 +320,26 @@ def test_the_time_limit_counts_earlier_sessions(tmp_path):
     more = Slow()
     _, finish = start(path, schedule, more, Settings(40, 0, time_limit=2.0))
     assert finish.reason == "time" and len(more.seen) <= 5
+
+
+def test_the_time_limit_ends_a_wait_but_not_that_for_the_first_result(tmp_path):
+    waited = []
+
+    class Stuck(Instant):
+        def next(self, seconds=None):
+            waited.append(seconds)
+            if seconds is not None:
+                time.sleep(seconds)
+                raise TimeoutError
+            time.sleep(1.2)
+            return super().next()
+
+    began = time.monotonic()
+    _, finish = start(tmp_path / "a.jsonl", Fake(("ok",), "ab"), Stuck(), Settings(40, 0, time_limit=2.0))
+    assert finish.reason == "time" and finish.trials == 1 and finish.best and time.monotonic() - began < 5
+    assert waited[0] is None and 0.5 < waited[1] < 0.9
+    _, finish = start(tmp_path / "b.jsonl", Fake(("ok",), "ab"), Stuck(), Settings(40, 0, time_limit=1.0))
+    assert finish.reason == "time" and finish.trials == 1 and finish.best
 
 
 def test_the_gain_is_taken_from_the_final_comparison(tmp_path):
@@ -381,7 +404,7 @@ def test_no_search_waits_for_the_slowest_build(tmp_path):
     class Slow(Ahead):
         idle = property(lambda self: max(0, 4 - self.pending), lambda self, _: None)
 
-        def next(self):
+        def next(self, seconds=None):
             one = self.waiting.pop(2 if len(self.seen) else 0)  # after the default two stay at the front
             self.seen.append(one)
             return one, Outcome(Times.of([cost(one.config)]), 1e-7, "digest")

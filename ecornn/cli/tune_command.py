@@ -162,7 +162,8 @@ def show(console: Console, result: Result, cell: str, target: str | None) -> Non
         console.print(f"Stopped early after {finish.trials} trials: at 95% confidence fewer than one in twenty more "
                       "would be faster by 1%; --no-early-stop goes on.")
     if finish.reason == "time":
-        console.print(f"Stopped by --time-limit after {finish.trials} trials; a longer one goes on.")
+        console.print(f"Stopped by --time-limit after {finish.trials} trial{'s' * (finish.trials != 1)}; "
+                      "a longer one goes on.")
     for reason, count in result.failures.items():
         console.print(f"{count} failed: {reason}", markup=False)
     if result.noisy:

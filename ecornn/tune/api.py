@@ -50,7 +50,8 @@ def tune(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int 
 
     Raises :class:`~ecornn.errors.EcornnError` subclasses: ``ArgumentError`` for bad arguments,
     ``DeviceError`` without the device, ``ScheduleError`` where no schedule serves the workload,
-    ``RecordError`` where the log cannot be read or written.
+    ``RecordError`` where the log cannot be read or written, ``ServerError`` where no server behind the
+    tracker measures any more.
 
     For many layers, a :class:`ecornn.tune.Session` keeps the worker processes between them.
     """

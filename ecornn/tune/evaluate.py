@@ -63,8 +63,9 @@ class Evaluator(Protocol):
         """Starts to build and measure candidates. ``bound``: the best so far, µs per step; slower
         candidates need no exact time."""
 
-    def next(self) -> tuple[Candidate, Outcome]:
-        """Waits for the next candidate that is done; one must be pending."""
+    def next(self, seconds: float | None = None) -> tuple[Candidate, Outcome]:
+        """Waits for the next candidate that is done; one must be pending. Raises ``TimeoutError`` where
+        that takes longer than ``seconds``."""
 
     def drop(self) -> None:
         """Forgets the pending candidates."""
@@ -180,9 +181,12 @@ class ProcessEvaluator:
         except BaseException as error:
             self.done.put((candidate, error))
 
-    def next(self) -> tuple[Candidate, Outcome]:
+    def next(self, seconds: float | None = None) -> tuple[Candidate, Outcome]:
         """See :class:`Evaluator`."""
-        candidate, outcome = self.done.get()
+        try:
+            candidate, outcome = self.done.get(timeout=seconds)
+        except queue.Empty:
+            raise TimeoutError(f"no candidate was done within {seconds:g} s") from None
         self.pending -= 1
         if isinstance(outcome, BaseException):
             raise outcome

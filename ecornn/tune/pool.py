@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ecornn.errors import DeviceError, EcornnError
+from ecornn.errors import EcornnError, ServerError
 from ecornn.tune.process import Worker, WorkerError
 
 T = TypeVar("T")
@@ -100,7 +100,7 @@ class Pool:
 
         A server elsewhere that goes away costs another try, up to ``LOSSES`` of them; while none is
         free, those that are measure the rest. Raises :class:`WorkerError` as ``Worker.call``, and
-        :class:`DeviceError` where there was no server for ``ABSENCE`` seconds.
+        :class:`ServerError` where there was no server for ``ABSENCE`` seconds.
         """
         losses = 0
         while True:
@@ -119,8 +119,8 @@ class Pool:
                 if reason.startswith("NoServer: "):
                     rest = REST
                     if time.monotonic() - self.measured > ABSENCE:
-                        raise DeviceError("tracker", reason.removeprefix("NoServer: "),
-                                          f"a free server within {ABSENCE:g} s; the same command goes on") from None
+                        raise ServerError(f"{reason.removeprefix('NoServer: ')}, for {ABSENCE:g} s; the same command "
+                                          "goes on once there is one") from None
                 else:
                     losses += 1
                     if losses == LOSSES:

@@ -82,10 +82,10 @@ class Tuner:
         """Seconds of this run, earlier sessions included."""
         return time.monotonic() - self.begin
 
-    def out_of_time(self) -> bool:
-        """Whether the time limit has passed."""
+    def left(self) -> float | None:
+        """Seconds until the time limit; None without one."""
         limit = self.settings.time_limit
-        return limit is not None and self.elapsed() >= limit
+        return None if limit is None else max(0.0, limit - self.elapsed())
 
     def loop(self) -> str:
         """Searches; returns why it ended. New candidates are proposed before the last are done, so
@@ -94,7 +94,7 @@ class Tuner:
         given = prepared = self.settings.trials <= len(self.search.first)  # nothing will be ranked
         ahead = self.evaluator.spare if given else min(self.evaluator.spare, int(AHEAD * self.settings.trials))
         while True:
-            if self.out_of_time():
+            if self.left() == 0:
                 return "time"
             if self.settings.early_stop and self.converged():
                 return "converged"
@@ -114,7 +114,10 @@ class Tuner:
             if not prepared:  # the first candidates are being built
                 self.search.prepare()
                 prepared = True
-            candidate, outcome = self.evaluator.next()
+            try:  # the first result is worth waiting for, whatever the limit
+                candidate, outcome = self.evaluator.next(self.left() if self.best else None)
+            except TimeoutError:
+                return "time"
             self.learn(candidate, outcome.times.median if outcome.times else None)
             trial = self.record(candidate, outcome, "search")
             self.report(Progress(len(self.search.tried), self.settings.trials, trial,

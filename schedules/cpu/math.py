@@ -97,8 +97,8 @@ def vector(e: Emitter, value: Expr, lookup: Callable[[Expr], Expr]) -> Expr:
             return e.intrinsic(name, *parts)
         return by_lane(e, value, parts)
     if kind in ("Max", "Min"):
-        constant = [is_constant(c) for c in children(value)]
-        return extremum(e, type(value), *(parts[::-1] if constant[1] else parts), both=not any(constant))
+        a, b = parts[::-1] if is_constant(value.b) else parts
+        return extremum(e, type(value), a, b, both=not any(map(is_constant, children(value))))
     if kind == "Select":
         return e.tirx.Select(*parts)
     if kind == "Cast":
