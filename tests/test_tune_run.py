@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from ecornn.tune.log import read
 from ecornn.tune.model import CostModel
 from ecornn.tune.pool import Closed, Pool
 from ecornn.tune.process import Worker, WorkerError
-from ecornn.tune.record import Finish, Start, Times
+from ecornn.tune.record import Finish, Start, Times, Trial
 from ecornn.tune.search import Search
 from ecornn.tune.space import Candidate, ConfigSpace
 from ecornn.tune.tuner import CONFIDENCE, RATE, Settings, Tuner, stop_after
@@ -36,9 +36,10 @@ def candidate(behaviour: str, a: int = 1) -> Candidate:
 
 
 @contextmanager
-def evaluator(limit: float = 2.0, builders: int = 2, quiet: bool = True) -> Iterator[ProcessEvaluator]:
+def evaluator(limit: float = 2.0, builders: int = 2, quiet: bool = True,
+              earlier: Sequence[Trial] = ()) -> Iterator[ProcessEvaluator]:
     with Pool(ENTRIES, builders, quiet=quiet) as pool, ProcessEvaluator(
-            TASK, "lstm", lambda path: path.write_bytes(b""), pool, limit=limit, seed=0) as made:
+            TASK, "lstm", lambda path: path.write_bytes(b""), pool, limit=limit, seed=0, earlier=earlier) as made:
         yield made
 
 
@@ -126,6 +127,20 @@ def test_equal_code_is_measured_once():
         runs = measure.answers.with_name("measured").read_text().split()
     assert first == again and first[twin].times is not None
     assert runs == ["ok"]
+
+
+def test_code_that_the_log_has_is_not_measured_again(tmp_path):
+    path, batch = tmp_path / "log.jsonl", [candidate("ok", 3), candidate("wrong", 1)]
+    with evaluator() as measure:
+        tuner = Tuner(Search(ConfigSpace(TASK, [Fake(("ok", "wrong"), "ab")]), CostModel(), 0), measure,
+                      Journal.open(path, "x", True), Settings(2, 0), HERE)
+        tuner.begin = time.monotonic()
+        first = outcomes(measure, batch)
+        for one, outcome in first.items():
+            tuner.record(one, outcome, "search")
+    with evaluator(earlier=Journal.open(path, "x", True).search) as measure:
+        assert outcomes(measure, batch) == first
+        assert not measure.answers.with_name("measured").exists()
 
 
 def test_where_a_batch_is_built_before_it_is_measured_the_default_comes_first_alone(tmp_path):

@@ -20,7 +20,7 @@ from ecornn.tune.measuring import Measure, Measured
 from ecornn.tune.oracle import tolerance
 from ecornn.tune.pool import Pool
 from ecornn.tune.process import WorkerError
-from ecornn.tune.record import Times
+from ecornn.tune.record import Times, Trial
 from ecornn.tune.space import Candidate
 from ecornn.tune.timing import FEWEST
 
@@ -88,10 +88,11 @@ class ProcessEvaluator:
     pool : the processes; they outlive the evaluator
     limit : seconds that a build, and a measurement, may take
     seed : of the timed inputs
+    earlier : trials of this run that the log has; code that they ran is not measured again
     """
 
     def __init__(self, task: Task, cell: str, answer: Callable[[Path], None], pool: Pool, *, limit: float,
-                 seed: int) -> None:
+                 seed: int, earlier: Sequence[Trial] = ()) -> None:
         self.task, self.cell, self.pool, self.limit, self.seed = task, cell, pool, limit, seed
         self.folder = tempfile.TemporaryDirectory(prefix="ecornn-tune-", ignore_cleanup_errors=True)
         self.answers = Path(self.folder.name, "answers.npz")
@@ -101,7 +102,8 @@ class ProcessEvaluator:
         self.bound: float | None = None
         self.modules: dict[Candidate, Module] = {}
         self.numbers = itertools.count()
-        self.known: dict[str, Outcome] = {}  # digest of the code -> what it cost
+        self.known = {t.source: Outcome(t.times, t.check, t.source, t.error, t.noisy)  # by the digest of the code
+                      for t in earlier if t.source}
         self.lock = threading.Lock()
         self.builds: set[Future[Module]] = set()  # under way
         self.measures: set[Future[None]] = set()

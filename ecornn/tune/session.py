@@ -204,7 +204,7 @@ class Session:
         if only is None:  # before anything is built: all but the first candidates are drawn from it
             space.scans = preparing.scans(pool, asked, space)
         with evaluate.ProcessEvaluator(task, spec, preparing.answers(pool, asked), pool, limit=self.timeout,
-                                       seed=self.seed) as evaluator:
+                                       seed=self.seed, earlier=run.search) as evaluator:
             model = CostModel(self.seed)
             begin(space, len(run.search))
             if only is None:
