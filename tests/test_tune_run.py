@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -272,6 +274,20 @@ def test_threads_share_the_processes_and_no_measurement_waits_for_another_oracle
         assert outcomes(other, [candidate("ok")])[candidate("ok")].times and not ready.is_set()
         ready.set()
         assert late.next()[1].times
+
+
+def test_a_process_that_is_stopped_leaves_no_files_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with Pool(ENTRIES, 2) as pool:
+        with pytest.raises(WorkerError, match="took longer than 2 s"):
+            pool.builders[0].call("tune_fakes:litter", 60.0, bool, 2.0)
+        call = partial(pool.builders[1].call, "tune_fakes:litter", 60.0, bool, 90.0)
+        threading.Thread(target=pytest.raises, args=(WorkerError, call)).start()
+        deadline = time.monotonic() + 20
+        while len(list(tmp_path.glob("ecornn-tune-*/ecornn-*/x"))) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_a_closed_pool_fails_at_is_no_trial(tmp_path):

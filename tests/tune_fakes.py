@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import json
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -68,6 +71,14 @@ def make(hidden: int = 8, batch: int = 4, device: Device = DEVICE) -> Task:
 
 
 def ready(_: None) -> bool:
+    return True
+
+
+def litter(seconds: float) -> bool:
+    """As a build that is stopped while a compiler writes."""
+    folder = tempfile.mkdtemp(prefix="ecornn-")
+    subprocess.run([sys.executable, "-c", f"import pathlib, time; pathlib.Path({folder!r}, 'x').write_text('x'); "
+                    f"time.sleep({seconds})"], check=True)
     return True
 
 

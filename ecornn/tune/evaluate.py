@@ -94,7 +94,7 @@ class ProcessEvaluator:
     def __init__(self, task: Task, cell: str, answer: Callable[[Path], None], pool: Pool, *, limit: float,
                  seed: int, earlier: Sequence[Trial] = ()) -> None:
         self.task, self.cell, self.pool, self.limit, self.seed = task, cell, pool, limit, seed
-        self.folder = tempfile.TemporaryDirectory(prefix="ecornn-tune-", ignore_cleanup_errors=True)
+        self.folder = tempfile.TemporaryDirectory(dir=pool.folder.name, ignore_cleanup_errors=True)
         self.answers = Path(self.folder.name, "answers.npz")
         self.oracle = ThreadPoolExecutor(1, thread_name_prefix="oracle")
         self.answered = self.oracle.submit(answer, self.answers)

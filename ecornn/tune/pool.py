@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -59,10 +60,12 @@ class Pool:
         self.entries, self.local, self.quiet = entries, local, quiet
         self.grace, self.poisoned, self.measured = grace, poisoned, time.monotonic()
         self.closed = False
-        count = builders or min(BUILDERS * measurers, len(os.sched_getaffinity(0)))
-        self.measurers = [Worker(entries.measure_ready, gpu=True, environment=environment)
+        # Whatever a process that is killed leaves behind is in here.
+        self.folder = tempfile.TemporaryDirectory(prefix="ecornn-tune-", ignore_cleanup_errors=True)
+        count, here = builders or min(BUILDERS * measurers, len(os.sched_getaffinity(0))), {"TMPDIR": self.folder.name}
+        self.measurers = [Worker(entries.measure_ready, gpu=True, environment={**here, **(environment or {})})
                           for _ in range(measurers)]
-        self.builders = [Worker(entries.build_ready, gpu=False, environment=SINGLE) for _ in range(count)]
+        self.builders = [Worker(entries.build_ready, gpu=False, environment={**here, **SINGLE}) for _ in range(count)]
         self.idle_builders: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         self.idle_measurers: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         for worker in self.builders:
@@ -144,13 +147,14 @@ class Pool:
             raise Closed("the worker processes were stopped")
 
     def close(self) -> None:
-        """Stops every process, at once and for good."""
+        """Stops every process, at once and for good, and removes their temporary files."""
         self.closed = True
         every: list[Callable[[], None]] = [worker.stop for worker in self.workers]
         with ThreadPoolExecutor(len(every)) as threads:
             list(threads.map(lambda stop: stop(), every))
         for executor in (self.building, self.measuring):
             executor.shutdown(cancel_futures=True)
+        self.folder.cleanup()
 
     def __enter__(self) -> Pool:
         return self
