@@ -1,12 +1,14 @@
 """What one GPU's tuning log is worth on another: measured, both ways, from the logs of both.
 
-    python benchmarks/compare_logs.py h100.jsonl h200.jsonl --output benchmarks/results/transfer_h100_h200.json
+    python benchmarks/compare_logs.py tuning_logs/h100.jsonl tuning_logs/h200.jsonl \
+        --times benchmarks/results/transfer_h200_on_h100.jsonl.xz --output benchmarks/results/transfer_h100_h200.json
 
 Of every workload that both logs have: the configuration that one log calls the fastest, as the other GPU timed it,
 against the fastest of all that the other GPU timed (1.00: nothing is lost by never tuning there); and for comparison
 what the untuned default would lose. Only times of the other GPU itself enter, each the best known of a configuration:
 of the final comparison if it was in one. A workload whose best configuration the other GPU never timed is left out
-and counted.
+and counted. `--times` are records in which either GPU timed what the other's log had found: they say how fast that
+is, and nothing is chosen by them.
 """
 
 from __future__ import annotations
@@ -14,31 +16,31 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
-from ecornn.tune.log import read
-from ecornn.tune.record import Trial
+from search_tables import trials_of
+
 from ecornn.tune.space import Candidate
 from ecornn.workload import Workload
 
 Times = dict[Workload, dict[Candidate, float]]
 
 
-def times_of(path: Path) -> tuple[str, Times]:
-    """A log's device, and µs a step of each workload's configurations; a log of several devices is refused."""
+def times_of(*paths: Path) -> tuple[str, Times]:
+    """The device of logs, and µs a step of each workload's configurations; several devices are refused."""
     names: set[str] = set()
     found: dict[Workload, dict[Candidate, tuple[bool, float]]] = {}
-    for line in read(path).lines:
-        trial = line.record
-        if not isinstance(trial, Trial) or trial.times is None or trial.device.kind != "cuda":
+    for trial in (trial for path in paths for trial in trials_of(path)):
+        if trial.times is None or trial.device.kind != "cuda":
             continue
         names.add(trial.device.name)
         of, one = found.setdefault(trial.workload, {}), Candidate.of(trial.schedule, trial.config)
         rank = trial.stage != "final", trial.times.median
         of[one] = min(of.get(one, rank), rank)
     if len(names) != 1:
-        raise SystemExit(f"{path}: records of {', '.join(sorted(names)) or 'no GPU'}; expected those of one")
+        raise SystemExit(f"{' and '.join(map(str, paths))}: records of {', '.join(sorted(names)) or 'no GPU'}; expected those of one")
     return names.pop(), {w: {c: us for c, (_, us) in of.items()} for w, of in found.items()}
 
 
@@ -84,11 +86,16 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("logs", type=Path, nargs=2, help="the logs of two GPUs")
+    parser.add_argument("--times", type=Path, nargs="*", default=[], help="logs of either GPU that only say how fast "
+                        "configurations are")
     parser.add_argument("--output", type=Path, help="where the rows are written, as JSON")
     args = parser.parse_args()
     (a, of_a), (b, of_b) = (times_of(path) for path in args.logs)
-    result = {}
-    for source, here, target, there in ((a, of_a, b, of_b), (b, of_b, a, of_a)):
+    more = [(path, times_of(path)[0]) for path in args.times]
+    _, on_a = times_of(args.logs[0], *(path for path, name in more if name == a))
+    _, on_b = times_of(args.logs[1], *(path for path, name in more if name == b))
+    result: dict[str, Any] = {"command": " ".join(["python benchmarks/compare_logs.py", *sys.argv[1:]])}
+    for source, here, target, there in ((a, of_a, b, on_b), (b, of_b, a, on_a)):
         rows, unknown = worth(here, there)
         if not rows:
             raise SystemExit(f"no workload of {source}'s log was measured on {target}")
