@@ -25,10 +25,12 @@ Examples:
   ecornn-tune --cell my_cell.py:MinimalGatedUnit --hidden 512 --time-limit 300
 
 Many layers, every combination, with processes that stay warm; each has its own trials and time limit:
+
 \b
   ecornn-tune --cell lstm --cell gru --hidden 256 --hidden 512 --batch 1 --batch 16 --time-limit 60
 
 On other GPUs, each with a server (`ecornn serve --help`):
+
 \b
   ecornn-tune --cell lstm --hidden 800 --tracker 127.0.0.1:9190 --key h100
 
