@@ -35,7 +35,7 @@ class _Walk:
     def __init__(self, cell: Cell, input: int, hidden: int) -> None:
         from tvm import te, tirx
 
-        self.cell, self.hidden, self.tirx = cell, hidden, tirx
+        self.cell, self.input, self.hidden, self.tirx = cell, input, hidden, tirx
         self.x_tensor = te.placeholder((BATCH, input), "float32", name="x")
         self.state_tensors = [te.placeholder((BATCH, hidden), "float32", name=n) for n in cell.states]
         if not re.fullmatch(NAME, cell.name):
@@ -79,6 +79,9 @@ class _Walk:
                 return self.leaf(("state", name), name, STATE)
         if tensor == self.x_tensor:
             self.at_own_unit(tensor, indices)
+            if self.input != self.hidden:  # also of a layer whose x is y of two directions
+                raise CellError(f"cell {self.cell.name!r}: x{indices} outside a product needs an input size of H; here "
+                                f"I = {self.input} and H = {self.hidden}")
             self.x = self.leaf(("x",), "x", INPUT)
             return self.x
         for name, parameter in self.parameter_tensors.items():
@@ -171,6 +174,10 @@ class _Walk:
         if not (len(at) == 2 and self.same(place[0], self.b) and self.same(place[1], k)
                 and self.same(place[3], self.j) and self.same(place[4], k)):
             raise fault
+        extent, here = extent_of(body.axis[0]), (int(operand.shape[1]), self.shapes[weight][2])
+        if (extent, extent) != here:
+            raise CellError(f"cell {self.cell.name!r}: product {name!r} sums {extent} terms of {operand.op.name}, which "
+                            f"has {here[0]} values a row, and {weight}, whose rows have {here[1]}")
         gate = self.constant(place[2], weight)
         if operand == self.x_tensor:
             source_var, level = None, INPUT
