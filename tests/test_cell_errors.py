@@ -114,7 +114,18 @@ def part_of_a_row(x: Any, h: Any, p: Any) -> Any:
     return [te.compute(h.shape, lambda b, j: te.sum(h[b, k] * p["R"][0, j, k], axis=k))]  # here
 
 
+def no_such_gate(x: Any, h: Any, p: Any) -> Any:
+    return [product(h, p["R"], 3)]  # here
+
+
+def no_such_vector(x: Any, h: Any, p: Any) -> Any:
+    from tvm import te
+
+    return [te.compute(h.shape, lambda b, j: h[b, j] + p["b"][1, j])]  # here
+
+
 @pytest.mark.parametrize(("step", "words"), [
+    (no_such_gate, "there is no gate 3 of R, which has 1"), (no_such_vector, "there is no gate 1 of b, which has 1"),
     (residual, "needs an input size of H; here I = 4 and H = 6"),
     (wrong_weight, "sums 6 terms of h, which has 6 values a row, and W, whose rows have 4"),
     (part_of_a_row, "sums 3 terms of h, which has 6 values a row, and R, whose rows have 6"),
@@ -140,6 +151,17 @@ def test_a_cell_that_reads_x_needs_an_input_of_its_own_size():
         ecornn.compile(cell, hidden=6, input=4, target="cpu")
     with pytest.raises(CellError, match="I = 12 and H = 6"):  # the second layer's
         ecornn.compile(cell, hidden=6, layers=2, bidirectional=True, target="cpu")
+
+
+def test_parameters_have_a_gate_and_states_names_of_their_own():
+    cell = Faulty(lambda x, h, p: [h])
+    cell.parameters = lambda input, hidden: {"W": (0, hidden, input)}
+    with pytest.raises(CellError, match="with G >= 1"):
+        analyse(cell, 4, 6)
+    cell = Faulty(lambda x, h, p: [h, h])
+    cell.states = ("h", "h")
+    with pytest.raises(CellError, match="not all different"):
+        analyse(cell, 4, 6)
 
 
 def test_a_state_that_is_no_tensor():
