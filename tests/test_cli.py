@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import runtime_sample
 from click.testing import CliRunner
 from test_records import trial
 
@@ -73,6 +74,13 @@ def test_tuning_for_a_device_that_is_not_here_is_refused(monkeypatch):
     monkeypatch.setattr("ecornn.host_gpu.detect", lambda: None)
     output = run("tune", "--cell", "lstm", "--hidden", "8", "--target", "sm_90a", code=2)
     assert "GPU" in output
+
+
+def test_a_module_for_a_gpu_that_is_not_here_is_not_timed(monkeypatch):
+    monkeypatch.setattr("ecornn.host_gpu.detect", lambda index=0: None)
+    monkeypatch.setattr("ecornn.tune.arrays.arrays_for", lambda module: pytest.fail("asked for its memory"))
+    module = runtime_sample.build(runtime_sample.manifest(runtime_sample.GPU))
+    assert "error: device=0" in run("bench", str(module), code=2)
 
 
 @pytest.mark.parametrize("text, value", [("a=1", ("a", 1)), ("a=-2", ("a", -2)), ("b=true", ("b", True)),
