@@ -185,8 +185,8 @@ class _Walk:
             raise fault
         extent, here = extent_of(body.axis[0]), (int(operand.shape[1]), self.shapes[weight][2])
         if (extent, extent) != here:
-            raise CellError(f"cell {self.cell.name!r}: product {name!r} sums {extent} terms of {operand.op.name}, which "
-                            f"has {here[0]} values a row, and {weight}, whose rows have {here[1]}")
+            raise CellError(f"cell {self.cell.name!r}: product {name!r} sums {extent} terms of {operand.op.name}, "
+                            f"which has {here[0]} values a row, and {weight}, whose rows have {here[1]}")
         gate = self.gate(place[2], weight)
         if operand == self.x_tensor:
             source_var, level = None, INPUT
