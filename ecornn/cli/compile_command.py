@@ -79,6 +79,7 @@ def compile(model: Path | None, node: str | None, cell: str | None, hidden: int 
         raise ArgumentError("--emit-to", str(emit_to), f"--emit {'|'.join(EMIT)} beside it")
     if emit == "object" and emit_to is None:
         raise ArgumentError("--emit-to", None, "a file name: an object file is not text")
+    check_files(model, weights_from, output)
     given = {"cell": cell, "hidden": hidden, "input": input_, "layers": layers,
              "bidirectional": bidirectional or None, "reverse": reverse or None, "lengths": lengths or None}
     found, bound = layer_of(model, node, weights_from, prefix)
@@ -119,6 +120,19 @@ def compile(model: Path | None, node: str | None, cell: str | None, hidden: int 
             click.echo(text)
         else:
             emit_to.write_text(text)
+
+
+def check_files(model: Path | None, weights: Path | None, output: Path | None) -> None:
+    """Raises :class:`ArgumentError` where what is written would replace a file that is no module of before."""
+    if output is None:
+        return
+    if output.suffix.lower() == ".safetensors" or (output.exists() and any(
+            given is not None and given.exists() and output.samefile(given) for given in (model, weights))):
+        raise ArgumentError("--output", str(output), "a file name of its own, such as FILE.so")
+    if model is not None:
+        from ecornn.weight_files import check_place
+
+        check_place(output.with_suffix(".safetensors"))
 
 
 def layer_of(model: Path | None, node: str | None, weights: Path | None,
