@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ecornn.errors import ArgumentError, WeightsError
+from ecornn.errors import ArgumentError, ShapeError, WeightsError
 
 _NAME = re.compile(r"(.+)_l(\d+)(_reverse)?")
 CHECKPOINTS = (".pt", ".pth", ".bin", ".ckpt")
@@ -116,6 +116,15 @@ def sizes_of(weights: Mapping[str, Any]) -> dict[str, Any]:
     hidden = weights["weight_hh_l0"].shape
     return {"hidden": int(hidden[-1]), "input": int(weights["weight_ih_l0"].shape[-1]),
             "layers": 1 + max(int(found[2]) for found in ends), "bidirectional": any(found[3] for found in ends)}
+
+
+def check_shapes(weights: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises :class:`WeightsError` for a name of ``wanted`` that is missing, :class:`ShapeError` for another shape."""
+    for name, shape in wanted.items():
+        if name not in weights:
+            raise WeightsError(f"there is no {name} among the weights, which the cell has", [name])
+        if tuple(weights[name].shape) != shape:
+            raise ShapeError(f"weights[{name!r}].shape", tuple(weights[name].shape), f"{shape}, as the cell has it")
 
 
 def check_place(path: Path) -> None:

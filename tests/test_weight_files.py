@@ -97,6 +97,16 @@ def test_sizes_must_agree_with_the_file(tmp_path: Path):
         WeightFile(file)
 
 
+def test_weights_of_another_cell_are_refused(tmp_path: Path):
+    file, out = tmp_path / "gru.safetensors", tmp_path / "lstm.so"
+    save(file, random_weights("gru", I, H))
+    refused(f"weights['weight_ih_l0'].shape=({3 * H}, {I}) is not allowed; expected ({4 * H}, {I})", "--cell", "lstm",
+            "--weights-from", file, "--target", "cpu", "-o", out)
+    refused("there is no weight_ln_ih_l0", "--cell", "gru(layer_norm)", "--weights-from", file, "--target", "cpu",
+            "-o", out)
+    assert not out.exists()
+
+
 def test_a_file_that_ecornn_did_not_write_is_not_replaced(tmp_path: Path):
     from safetensors.numpy import save_file
 

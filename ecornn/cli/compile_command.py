@@ -95,6 +95,12 @@ def compile(model: Path | None, node: str | None, cell: str | None, hidden: int 
     planned = plan(layer.pop("cell"), **layer, batch=batch, seq=seq, dtype=dtype, weights=weights,
                    precision=precision, target=target, resets=resets, sequences=sequences,
                    schedule=schedule, config=dict(knob(c) for c in config), overlap=overlap)
+    if weights_from is not None:
+        from ecornn.weight_files import check_shapes
+
+        parameters = planned.cell.parameters(planned.workload.input, planned.workload.hidden)
+        check_shapes(bound, {planned.cell.parameter_name(name): (shape[0] * shape[1], *shape[2:])
+                             for name, shape in parameters.items()})
     words = [str(planned.workload), str(planned.stack), str(planned.overlap) if planned.overlap != SERIAL else ""]
     click.echo(", ".join(filter(None, words)) + f" on {planned.device.name}", err=True)
     for labels, chosen, why in planned.why():
@@ -137,7 +143,7 @@ def check_files(model: Path | None, weights: Path | None, output: Path | None) -
 
 def layer_of(model: Path | None, node: str | None, weights: Path | None,
              prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a model or a file of weights says of the layer, and the weights that are to be written."""
+    """What a model or a file of weights says of the layer, and its weights."""
     if model is not None and weights is not None:
         raise ArgumentError("--weights-from", str(weights), "none with MODEL.onnx, which has its own")
     if model is not None:
@@ -155,7 +161,8 @@ def layer_of(model: Path | None, node: str | None, weights: Path | None,
         return {}, {}
     from ecornn.weight_files import WeightFile, sizes_of
 
-    return sizes_of(WeightFile(weights, prefix).layer()), {}
+    layer = WeightFile(weights, prefix).layer()
+    return sizes_of(layer), layer
 
 
 def knob(text: str) -> tuple[str, int | str | bool]:
