@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,16 @@ def test_sizes_must_agree_with_the_file(tmp_path: Path):
     file.write_bytes(b"\0" * 20)
     with pytest.raises(ArgumentError, match="a safetensors file"):
         WeightFile(file)
+
+
+@pytest.mark.parametrize("package", ["onnx", "safetensors"])
+def test_a_package_that_is_missing_is_named_before_anything_is_built(package: str, tmp_path: Path,
+                                                                    monkeypatch: pytest.MonkeyPatch):
+    model = tmp_path / "model.onnx"
+    model.write_bytes(b"no model")
+    monkeypatch.setitem(sys.modules, package, None)
+    refused(f"pip install {package}", model, "-o", tmp_path / "model.so")
+    assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
 
 
 def test_weights_of_another_cell_are_refused(tmp_path: Path):
