@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ecornn.cli.common import default_dtype, layer_options, plain_errors
+from ecornn.cli.common import default_dtype, ended_like_ctrl_c, layer_options, plain_errors
 from ecornn.errors import ArgumentError
 from ecornn.workload import OVERLAPS, SERIAL
 
@@ -59,6 +59,7 @@ EMIT = ("cuda", "tir", "ptx", "asm", "object")
 @click.option("--emit-to", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="Write it to this file instead.")
 @plain_errors
+@ended_like_ctrl_c()
 def compile(model: Path | None, node: str | None, cell: str | None, hidden: int | None, input_: int | None,
             batch: int, seq: int, dtype: str | None, weights: str | None, precision: str | None, target: str | None,
             weights_from: Path | None, prefix: str, layers: int | None, bidirectional: bool, reverse: bool,
