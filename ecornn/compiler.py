@@ -8,12 +8,14 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING
 
 from msgspec import structs
 
 from ecornn.cells import Cell
 from ecornn.device import Device, resolve
+from ecornn.errors import ArgumentError
 from ecornn.workload import Overlap, Stack, Workload, declared, rounded
 
 if TYPE_CHECKING:
@@ -77,6 +79,15 @@ def plan(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int 
     from ecornn.tune.log import Log
     from ecornn.tune.record import Trial
 
+    if isinstance(cell, type) and issubclass(cell, Cell):
+        raise ArgumentError("cell", cell, f"an instance of the class, as {cell.__name__}()")
+    for name, value, kinds, allowed in (
+            ("cell", cell, (str, Cell), "a cell's name, FILE.py:NAME or a Cell"),
+            ("target", target, (str, Device, NoneType), "cuda, cpu, an architecture or a Device"),
+            ("schedule", schedule, (str, NoneType), "a schedule's name"),
+            ("config", config, (Mapping, NoneType), "a dict of knobs and their values")):
+        if not isinstance(value, kinds):
+            raise ArgumentError(name, value, allowed)
     stack = Stack(layers, bidirectional, lengths, resets, reverse, sequences)
     device = resolve(target if target is not None else default_target())
     found = load_cell(cell) if isinstance(cell, str) else cell

@@ -135,7 +135,7 @@ def reference(cell: str, x: Any, weights: Mapping[str, Any], state: Sequence[Any
 
     Raises
     ------
-    ArgumentError : a cell that is not one of these
+    ArgumentError : a cell that is not one of these, or a length that is not from 0 to T
     WeightsError : a weight is missing, or one is too many
     ShapeError : a shape does not fit the others
     """
@@ -156,6 +156,8 @@ def reference(cell: str, x: Any, weights: Mapping[str, Any], state: Sequence[Any
     starts = np.zeros((steps, batch), bool) if resets is None else np.asarray(resets, bool)
     _shaped("lengths", ends, (batch,))
     _shaped("resets", starts, (steps, batch))
+    if not ((ends >= 0) & (ends <= steps)).all():
+        raise ArgumentError("lengths", ends.tolist(), f"integers from 0 to T={steps}")
     whole = lengths is None and resets is None
     after = [np.empty((parts, batch, hidden)) for _ in range(count)]
     for layer in range(layers):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ecornn.errors import ArgumentError, WeightsError
+from ecornn.errors import ArgumentError, ShapeError, WeightsError
 
 _NAME = re.compile(r"(.+)_l(\d+)(_reverse)?")
 CHECKPOINTS = (".pt", ".pth", ".bin", ".ckpt")
+MARK = {"written_by": "ecornn"}  # metadata of the files that may be replaced
 
 
 class WeightFile(Mapping[str, Any]):
@@ -55,16 +57,21 @@ class WeightFile(Mapping[str, Any]):
 def _safetensors(path: Path) -> dict[str, Any]:
     from functools import partial
 
+    package = _package(path)
     try:
-        from safetensors import SafetensorError, safe_open
+        file = package.safe_open(path, framework="numpy")
+        return {name: partial(_tensor, path, file, name) for name in file.keys()}  # noqa: SIM118
+    except (package.SafetensorError, OSError) as error:
+        raise ArgumentError("weights", str(path), f"a safetensors file ({error})") from error
+
+
+def _package(path: Path) -> Any:
+    try:
+        import safetensors
     except ImportError as error:
         raise ArgumentError("weights", str(path), "the package safetensors installed: pip install safetensors"
                             ) from error
-    try:
-        file = safe_open(path, framework="numpy")
-        return {name: partial(_tensor, path, file, name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise ArgumentError("weights", str(path), f"a safetensors file ({error})") from error
+    return safetensors
 
 
 def _tensor(path: Path, file: Any, name: str) -> Any:
@@ -111,15 +118,40 @@ def sizes_of(weights: Mapping[str, Any]) -> dict[str, Any]:
             "layers": 1 + max(int(found[2]) for found in ends), "bidirectional": any(found[3] for found in ends)}
 
 
+def check_shapes(weights: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises :class:`WeightsError` for a name of ``wanted`` that is missing, :class:`ShapeError` for another shape."""
+    for name, shape in wanted.items():
+        if name not in weights:
+            raise WeightsError(f"there is no {name} among the weights, which the cell has", [name])
+        if tuple(weights[name].shape) != shape:
+            raise ShapeError(f"weights[{name!r}].shape", tuple(weights[name].shape), f"{shape}, as the cell has it")
+
+
+def check_place(path: Path) -> None:
+    """What :func:`save` needs, to be asked before the work is done.
+
+    Raises :class:`ArgumentError` where ``path`` is there and :func:`save` did not write it, or safetensors is not
+    installed.
+    """
+    package = _package(path)
+    said: Mapping[str, str] = {}
+    if path.is_file():
+        with contextlib.suppress(package.SafetensorError, OSError), package.safe_open(path, framework="numpy") as file:
+            said = file.metadata() or {}
+    if path.exists() and not MARK.items() <= said.items():
+        raise ArgumentError("weights", str(path), "a name that is free, or of a file that ecornn wrote: move this one "
+                            "away, or choose another --output")
+
+
 def save(path: Path, weights: Mapping[str, Any]) -> None:
-    """Writes NumPy arrays as a safetensors file, complete or not at all."""
+    """Writes NumPy arrays as a safetensors file, complete or not at all; an older file there is replaced."""
     import secrets
 
     from safetensors.numpy import save_file
 
     made = path.parent / f".{path.name}.{secrets.token_hex(8)}"
     try:
-        save_file(dict(weights), made)
+        save_file(dict(weights), made, MARK)
         made.replace(path)
     finally:
         made.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import ecornn
 from ecornn.analysis import analyse
 from ecornn.cells import Cell, get, pointwise, product
 from ecornn.errors import CellError
@@ -96,7 +97,38 @@ def remainder(x: Any, h: Any, p: Any) -> Any:
     return [pointwise(lambda b, j: tirx.Cast("float32", tirx.truncmod(tirx.Cast("int32", h[b, j]), 3)), h)]  # here
 
 
+def residual(x: Any, h: Any, p: Any) -> Any:
+    from tvm import te
+
+    return [te.compute(h.shape, lambda b, j: h[b, j] + x[b, j])]  # here
+
+
+def wrong_weight(x: Any, h: Any, p: Any) -> Any:
+    return [product(h, p["W"], 0)]  # here
+
+
+def part_of_a_row(x: Any, h: Any, p: Any) -> Any:
+    from tvm import te
+
+    k = te.reduce_axis((0, 3), "k")
+    return [te.compute(h.shape, lambda b, j: te.sum(h[b, k] * p["R"][0, j, k], axis=k))]  # here
+
+
+def no_such_gate(x: Any, h: Any, p: Any) -> Any:
+    return [product(h, p["R"], 3)]  # here
+
+
+def no_such_vector(x: Any, h: Any, p: Any) -> Any:
+    from tvm import te
+
+    return [te.compute(h.shape, lambda b, j: h[b, j] + p["b"][1, j])]  # here
+
+
 @pytest.mark.parametrize(("step", "words"), [
+    (no_such_gate, "there is no gate 3 of R, which has 1"), (no_such_vector, "there is no gate 1 of b, which has 1"),
+    (residual, "needs an input size of H; here I = 4 and H = 6"),
+    (wrong_weight, "sums 6 terms of h, which has 6 values a row, and W, whose rows have 4"),
+    (part_of_a_row, "sums 3 terms of h, which has 6 values a row, and R, whose rows have 6"),
     (neighbour, "must be read at [b, j]"), (softmax, "is not a sum"), (largest_product, "is not a product"),
     (half, "is not a sum"), (other_row, "is not a sum"), (of_parameters, "neither x nor a state"),
     (transposed, "is not a product"),
@@ -110,6 +142,26 @@ def test_errors_point_at_the_line(step: Any, words: str):
     source = Path(__file__).read_text().splitlines()
     assert Path(file) == Path(__file__) and source[line - 1].endswith("# here")
     assert f"{file}:{line}: {source[line - 1].strip()}" in str(caught.value)
+
+
+def test_a_cell_that_reads_x_needs_an_input_of_its_own_size():
+    cell = Faulty(residual)
+    ecornn.compile(cell, hidden=6, layers=2, target="cpu")
+    with pytest.raises(CellError, match="I = 4 and H = 6"):
+        ecornn.compile(cell, hidden=6, input=4, target="cpu")
+    with pytest.raises(CellError, match="I = 12 and H = 6"):  # the second layer's
+        ecornn.compile(cell, hidden=6, layers=2, bidirectional=True, target="cpu")
+
+
+def test_parameters_have_a_gate_and_states_names_of_their_own():
+    cell = Faulty(lambda x, h, p: [h])
+    cell.parameters = lambda input, hidden: {"W": (0, hidden, input)}
+    with pytest.raises(CellError, match="with G >= 1"):
+        analyse(cell, 4, 6)
+    cell = Faulty(lambda x, h, p: [h, h])
+    cell.states = ("h", "h")
+    with pytest.raises(CellError, match="not all different"):
+        analyse(cell, 4, 6)
 
 
 def test_a_state_that_is_no_tensor():

@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
+import runtime_sample
 from click.testing import CliRunner
 from test_records import trial
 
@@ -73,6 +75,13 @@ def test_tuning_for_a_device_that_is_not_here_is_refused(monkeypatch):
     monkeypatch.setattr("ecornn.host_gpu.detect", lambda: None)
     output = run("tune", "--cell", "lstm", "--hidden", "8", "--target", "sm_90a", code=2)
     assert "GPU" in output
+
+
+def test_a_module_for_a_gpu_that_is_not_here_is_not_timed(monkeypatch):
+    monkeypatch.setattr("ecornn.host_gpu.detect", lambda index=0: None)
+    monkeypatch.setattr("ecornn.tune.arrays.arrays_for", lambda module: pytest.fail("asked for its memory"))
+    module = runtime_sample.build(runtime_sample.manifest(runtime_sample.GPU))
+    assert "error: device=0" in run("bench", str(module), code=2)
 
 
 @pytest.mark.parametrize("text, value", [("a=1", ("a", 1)), ("a=-2", ("a", -2)), ("b=true", ("b", True)),
@@ -212,6 +221,26 @@ def test_interrupting_keeps_the_trials_and_exits_with_130(folder):
     log = read(path)
     assert log.trials() and not log.problems
     assert not any(isinstance(line.record, Finish) for line in log.lines)
+
+
+def test_a_compilation_that_is_terminated_leaves_nothing_behind(tmp_path):
+    temporary, compiler = tmp_path / "temporary", tmp_path / "c++"
+    temporary.mkdir()
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] || exec sleep 60\n')
+    compiler.chmod(0o755)
+    command = [sys.executable, "-m", "ecornn.cli", "compile", *LAYER, "-o", str(tmp_path / "m.so")]
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={
+        **os.environ, "TMPDIR": str(temporary), "CXX": str(compiler), "ECORNN_CACHE": "off"})
+    below = []
+    while not any(process.name() == "sleep" for process in below):
+        assert running.poll() is None
+        time.sleep(0.1)
+        below = psutil.Process(running.pid).children(recursive=True)
+    running.terminate()
+    said = running.communicate(timeout=60)[1]
+    _, alive = psutil.wait_procs(below, timeout=10)
+    assert running.returncode == 1 and "Traceback" not in said
+    assert not alive and not list(temporary.iterdir()) and not (tmp_path / "m.so").exists()
 
 
 def test_tuning_a_cell_of_a_file(folder, tmp_path):

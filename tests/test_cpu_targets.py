@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+from types import SimpleNamespace
 
 import msgspec.structs
 import numpy as np
@@ -87,3 +88,9 @@ def test_names_that_llvm_does_not_know():
     arguments = ["compile", "--cell", "gru", "--hidden", "8", "--target", "cpu", "--emit", "object"]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 2 and "not text" in result.output
+
+
+def test_a_full_temporary_folder_is_an_error_that_can_be_caught(monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1 << 20))
+    with pytest.raises(BuildError, match="less than 16 MiB left"):
+        generate(plan("rnn_tanh", hidden=8, target="cpu"))

@@ -173,6 +173,9 @@ def test_errors_name_what_is_wrong():
         reference("gru", x, weights)
     with pytest.raises(ShapeError, match=r"x.shape=\(3, 5\)"):
         reference("lstm", x[0], weights)
+    for length in (4, -1):
+        with pytest.raises(ArgumentError, match=rf"lengths=\[{length}, 1\].*from 0 to T=3"):
+            reference("lstm", np.zeros((3, 2, 5)), random_weights("lstm", 5, 4), lengths=[length, 1])
     with pytest.raises(ShapeError, match=r"len\(state\)=1"):
         reference("lstm", x, weights, state[:1])
     with pytest.raises(ShapeError, match=r"state\[1\].shape=\(2, 4\)"):

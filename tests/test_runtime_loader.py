@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +51,13 @@ def test_save_replaces_a_file_that_is_in_use(module: Module, tmp_path: Path):
 
 
 def test_save_that_fails_leaves_nothing(module: Module, tmp_path: Path):
-    with pytest.raises(OSError):
-        module.save(tmp_path / "nowhere" / "copy.so")
     (tmp_path / "folder").mkdir()
-    with pytest.raises(OSError):
-        module.save(tmp_path / "folder")
-    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("nowhere/copy.so", "folder", "pipe"):
+        with pytest.raises(OSError) as caught:
+            module.save(tmp_path / name)
+        assert caught.value.filename == str(tmp_path / name) and ".copy" not in str(caught.value)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "pipe"] and (tmp_path / "pipe").is_fifo()
 
 
 def test_save_after_the_file_is_gone(module: Module, tmp_path: Path):

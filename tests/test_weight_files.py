@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,12 @@ def run(*words: str | Path) -> str:
     done = CliRunner().invoke(command, [str(w) for w in words])
     assert done.exit_code == 0, done.output
     return done.output
+
+
+def refused(message: str, *words: str | Path | int) -> None:
+    """The command ends with this message."""
+    done = CliRunner().invoke(command, [str(w) for w in words])
+    assert done.exit_code == 2 and message in done.output, done.output
 
 
 def agrees(layer: ecornn.Layer, cell: str, weights: dict[str, np.ndarray]) -> None:
@@ -88,6 +96,57 @@ def test_sizes_must_agree_with_the_file(tmp_path: Path):
     file.write_bytes(b"\0" * 20)
     with pytest.raises(ArgumentError, match="a safetensors file"):
         WeightFile(file)
+
+
+@pytest.mark.parametrize("package", ["onnx", "safetensors"])
+def test_a_package_that_is_missing_is_named_before_anything_is_built(package: str, tmp_path: Path,
+                                                                    monkeypatch: pytest.MonkeyPatch):
+    model = tmp_path / "model.onnx"
+    model.write_bytes(b"no model")
+    monkeypatch.setitem(sys.modules, package, None)
+    refused(f"pip install {package}", model, "-o", tmp_path / "model.so")
+    assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
+
+
+def test_weights_of_another_cell_are_refused(tmp_path: Path):
+    file, out = tmp_path / "gru.safetensors", tmp_path / "lstm.so"
+    save(file, random_weights("gru", I, H))
+    refused(f"weights['weight_ih_l0'].shape=({3 * H}, {I}) is not allowed; expected ({4 * H}, {I})", "--cell", "lstm",
+            "--weights-from", file, "--target", "cpu", "-o", out)
+    refused("there is no weight_ln_ih_l0", "--cell", "gru(layer_norm)", "--weights-from", file, "--target", "cpu",
+            "-o", out)
+    assert not out.exists()
+
+
+def test_a_file_that_ecornn_did_not_write_is_not_replaced(tmp_path: Path):
+    from safetensors.numpy import save_file
+
+    model, file = tmp_path / "model.onnx", tmp_path / "model.safetensors"
+    model.write_bytes(b"no model")
+    save_file(random_weights("gru", I, H), file)
+    for other in (file.read_bytes(), b"something else"):
+        file.write_bytes(other)
+        refused(f"weights='{file}' is not allowed; expected a name that is free", model, "-o", tmp_path / "model.so")
+        assert file.read_bytes() == other and not (tmp_path / "model.so").exists()
+    save(file, random_weights("gru", I, H))  # this one may be replaced
+    refused("cannot be read as an ONNX model", model, "-o", tmp_path / "model.so")
+
+
+def test_a_module_takes_no_other_files_name(tmp_path: Path):
+    file, checkpoint, model = tmp_path / "w.safetensors", tmp_path / "w.pt", tmp_path / "w.onnx"
+    for path in (checkpoint, model):
+        path.write_bytes(b"kept")
+    refused("--output", "--cell", "gru", "--hidden", 8, "-o", file)
+    refused("--output", "--cell", "gru", "--weights-from", checkpoint, "-o", tmp_path / "." / "w.pt")
+    refused("--output", model, "-o", model)
+    assert not file.exists() and checkpoint.read_bytes() == model.read_bytes() == b"kept"
+
+
+def test_a_module_takes_the_place_of_a_file_only(tmp_path: Path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    refused("no regular file", "--cell", "rnn_tanh", "--hidden", 8, "--target", "cpu", "-o", pipe)
+    assert pipe.is_fifo() and [p.name for p in tmp_path.iterdir()] == ["pipe"]
 
 
 def test_a_node_of_an_onnx_model(tmp_path: Path):

@@ -35,22 +35,24 @@ class _Walk:
     def __init__(self, cell: Cell, input: int, hidden: int) -> None:
         from tvm import te, tirx
 
-        self.cell, self.hidden, self.tirx = cell, hidden, tirx
+        self.cell, self.input, self.hidden, self.tirx = cell, input, hidden, tirx
         self.x_tensor = te.placeholder((BATCH, input), "float32", name="x")
         self.state_tensors = [te.placeholder((BATCH, hidden), "float32", name=n) for n in cell.states]
         if not re.fullmatch(NAME, cell.name):
             raise CellError(f"cell {cell.name!r}: a name has letters, digits and underscores, 64 at most, and starts "
                             "with a letter")
+        if len(set(cell.states)) != len(cell.states):
+            raise CellError(f"cell {cell.name!r}: states {cell.states} are not all different")
         try:
             shapes = {n: tuple(s) for n, s in cell.parameters(input, hidden).items()}
         except (AttributeError, TypeError) as error:
             raise CellError(f"cell {cell.name!r}: parameters() must return names with shapes, such as "
                             f"{{'weight_hh': (1, H, H)}}: {error}") from error
         for name, shape in shapes.items():
-            if len(shape) not in (2, 3) or shape[1] != hidden or (
+            if len(shape) not in (2, 3) or shape[0] < 1 or shape[1] != hidden or (
                     len(shape) == 3 and shape[2] not in (input, hidden)):
                 raise CellError(f"cell {cell.name!r}: parameter {name!r} has shape {shape}; expected "
-                                f"(G, H={hidden}) or (G, H={hidden}, K) with K = I or H")
+                                f"(G, H={hidden}) or (G, H={hidden}, K) with G >= 1 and K = I or H")
         self.shapes = shapes
         self.parameter_tensors = {n: te.placeholder(s, "float32", name=n) for n, s in shapes.items()}
         self.b, self.j = tirx.Var("b", "int32"), tirx.Var("j", "int32")
@@ -79,11 +81,14 @@ class _Walk:
                 return self.leaf(("state", name), name, STATE)
         if tensor == self.x_tensor:
             self.at_own_unit(tensor, indices)
+            if self.input != self.hidden:  # also of a layer whose x is y of two directions
+                raise CellError(f"cell {self.cell.name!r}: x{indices} outside a product needs an input size of H; here "
+                                f"I = {self.input} and H = {self.hidden}")
             self.x = self.leaf(("x",), "x", INPUT)
             return self.x
         for name, parameter in self.parameter_tensors.items():
             if tensor == parameter:
-                gate = self.constant(indices[0], name)
+                gate = self.gate(indices[0], name)
                 if len(indices) != 2 or not self.same(indices[1], self.j):
                     raise CellError(f"cell {self.cell.name!r}: {name}{indices} is neither part of a "
                                     "product nor a vector over the hidden axis")
@@ -102,6 +107,13 @@ class _Walk:
 
     def same(self, e: Any, var: Any) -> bool:
         return hasattr(e, "same_as") and e.same_as(var)
+
+    def gate(self, e: Any, parameter: str) -> int:
+        """Which of the parameter's gates ``e`` is; negative ones count from the end, as in Python."""
+        gate, count = self.constant(e, parameter), self.shapes[parameter][0]
+        if not -count <= gate < count:
+            raise CellError(f"cell {self.cell.name!r}: there is no gate {gate} of {parameter}, which has {count}")
+        return gate
 
     def constant(self, e: Any, where: str) -> int:
         if isinstance(e, int):
@@ -171,7 +183,11 @@ class _Walk:
         if not (len(at) == 2 and self.same(place[0], self.b) and self.same(place[1], k)
                 and self.same(place[3], self.j) and self.same(place[4], k)):
             raise fault
-        gate = self.constant(place[2], weight)
+        extent, here = extent_of(body.axis[0]), (int(operand.shape[1]), self.shapes[weight][2])
+        if (extent, extent) != here:
+            raise CellError(f"cell {self.cell.name!r}: product {name!r} sums {extent} terms of {operand.op.name}, "
+                            f"which has {here[0]} values a row, and {weight}, whose rows have {here[1]}")
+        gate = self.gate(place[2], weight)
         if operand == self.x_tensor:
             source_var, level = None, INPUT
         else:

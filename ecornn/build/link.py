@@ -26,12 +26,14 @@ def link(generated: Generated, out: Path) -> None:
     """Writes the shared library ``out``, complete or not at all.
 
     It depends on ``libtvm_ffi.so`` and the C and C++ libraries. Raises :class:`BuildError` with the
-    compiler's message, or with what to install where there is no C++ compiler.
+    compiler's message, with what to install where there is no C++ compiler, or where ``out`` is there and no file.
     """
     from tvm_ffi import libinfo
 
     compiler = find_compiler()
     out = Path(out).absolute()  # the compiler runs in a folder of its own
+    if out.exists() and not out.is_file():
+        raise BuildError(f"{out} is no regular file: it would be lost if a module took its place")
     out.parent.mkdir(parents=True, exist_ok=True)
     # In the folder of `out`, so that it can take its place in one step.
     made = out.parent / f".{out.name}.{secrets.token_hex(8)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Mapping
 from importlib import resources
@@ -16,6 +17,7 @@ from ecornn.host_cpu import machine_of, promised
 from ecornn.program import Parallel, Program
 
 SCALARS = 4  # thread, threads, T, B come before the pointers
+ROOM = 16 << 20  # bytes for an object file, many times as many as one has
 
 
 def generate(program: Program, device: Device) -> Generated:
@@ -39,6 +41,8 @@ def generate(program: Program, device: Device) -> Generated:
 
 def _object(module: Any) -> bytes:
     with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
+        if shutil.disk_usage(folder).free < ROOM:  # LLVM would end the process
+            raise BuildError(f"{tempfile.gettempdir()} has less than {ROOM >> 20} MiB left: make room, or set TMPDIR")
         path = Path(folder, "worker.o")
         module.write_to_file(str(path), "o")
         code = path.read_bytes()

@@ -35,11 +35,13 @@ def bench(module: Path, seq: int | None, batch: int | None, seconds: float, seed
     import numpy as np
 
     from ecornn.errors import ArgumentError
+    from ecornn.runtime.host_check import check_host
     from ecornn.runtime.loader import load
     from ecornn.tune.arrays import arrays_for
     from ecornn.tune.timing import Contestant, race
 
     loaded = load(module)
+    check_host(loaded.manifest.device, 0)
     manifest, work = loaded.manifest, loaded.manifest.workload
     steps, rows = seq or work.seq, batch or work.batch
     if rows > work.batch:

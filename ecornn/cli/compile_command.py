@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ecornn.cli.common import default_dtype, layer_options, plain_errors
+from ecornn.cli.common import default_dtype, ended_like_ctrl_c, layer_options, plain_errors
 from ecornn.errors import ArgumentError
 from ecornn.workload import OVERLAPS, SERIAL
 
@@ -59,6 +59,7 @@ EMIT = ("cuda", "tir", "ptx", "asm", "object")
 @click.option("--emit-to", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="Write it to this file instead.")
 @plain_errors
+@ended_like_ctrl_c()
 def compile(model: Path | None, node: str | None, cell: str | None, hidden: int | None, input_: int | None,
             batch: int, seq: int, dtype: str | None, weights: str | None, precision: str | None, target: str | None,
             weights_from: Path | None, prefix: str, layers: int | None, bidirectional: bool, reverse: bool,
@@ -79,6 +80,7 @@ def compile(model: Path | None, node: str | None, cell: str | None, hidden: int 
         raise ArgumentError("--emit-to", str(emit_to), f"--emit {'|'.join(EMIT)} beside it")
     if emit == "object" and emit_to is None:
         raise ArgumentError("--emit-to", None, "a file name: an object file is not text")
+    check_files(model, weights_from, output)
     given = {"cell": cell, "hidden": hidden, "input": input_, "layers": layers,
              "bidirectional": bidirectional or None, "reverse": reverse or None, "lengths": lengths or None}
     found, bound = layer_of(model, node, weights_from, prefix)
@@ -94,6 +96,12 @@ def compile(model: Path | None, node: str | None, cell: str | None, hidden: int 
     planned = plan(layer.pop("cell"), **layer, batch=batch, seq=seq, dtype=dtype, weights=weights,
                    precision=precision, target=target, resets=resets, sequences=sequences,
                    schedule=schedule, config=dict(knob(c) for c in config), overlap=overlap)
+    if weights_from is not None:
+        from ecornn.weight_files import check_shapes
+
+        parameters = planned.cell.parameters(planned.workload.input, planned.workload.hidden)
+        check_shapes(bound, {planned.cell.parameter_name(name): (shape[0] * shape[1], *shape[2:])
+                             for name, shape in parameters.items()})
     words = [str(planned.workload), str(planned.stack), str(planned.overlap) if planned.overlap != SERIAL else ""]
     click.echo(", ".join(filter(None, words)) + f" on {planned.device.name}", err=True)
     for labels, chosen, why in planned.why():
@@ -121,9 +129,22 @@ def compile(model: Path | None, node: str | None, cell: str | None, hidden: int 
             emit_to.write_text(text)
 
 
+def check_files(model: Path | None, weights: Path | None, output: Path | None) -> None:
+    """Raises :class:`ArgumentError` where what is written would replace a file that is no module of before."""
+    if output is None:
+        return
+    if output.suffix.lower() == ".safetensors" or (output.exists() and any(
+            given is not None and given.exists() and output.samefile(given) for given in (model, weights))):
+        raise ArgumentError("--output", str(output), "a file name of its own, such as FILE.so")
+    if model is not None:
+        from ecornn.weight_files import check_place
+
+        check_place(output.with_suffix(".safetensors"))
+
+
 def layer_of(model: Path | None, node: str | None, weights: Path | None,
              prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a model or a file of weights says of the layer, and the weights that are to be written."""
+    """What a model or a file of weights says of the layer, and its weights."""
     if model is not None and weights is not None:
         raise ArgumentError("--weights-from", str(weights), "none with MODEL.onnx, which has its own")
     if model is not None:
@@ -141,7 +162,8 @@ def layer_of(model: Path | None, node: str | None, weights: Path | None,
         return {}, {}
     from ecornn.weight_files import WeightFile, sizes_of
 
-    return sizes_of(WeightFile(weights, prefix).layer()), {}
+    layer = WeightFile(weights, prefix).layer()
+    return sizes_of(layer), layer
 
 
 def knob(text: str) -> tuple[str, int | str | bool]:

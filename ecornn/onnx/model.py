@@ -15,11 +15,13 @@ def read(model: Any, node: str | None = None) -> Node:
     ``model`` is a file's name or an ``onnx.ModelProto``; ``node`` the node's name, or the name of one of its
     outputs; it may be left out where the model has but one. W, R, B and P must be constants of the model.
 
-    Raises :class:`ModuleError` where the file cannot be read, and what
-    :func:`ecornn.onnx.node.interpret` raises.
+    Raises :class:`ModuleError` where the file cannot be read, :class:`ArgumentError` where onnx is not installed, and
+    what :func:`ecornn.onnx.node.interpret` raises.
     """
-    import onnx
-
+    try:
+        import onnx
+    except ImportError as error:
+        raise ArgumentError("model", str(model), "the package onnx installed: pip install onnx") from error
     if isinstance(model, (str, os.PathLike)):
         try:
             model = onnx.load(model)

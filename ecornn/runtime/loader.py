@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
@@ -42,17 +43,21 @@ class Module:
         """Copies the module file to ``path``, complete or not at all; an older file there is replaced.
 
         Raises :class:`ModuleError` where the file has been removed since it was loaded, and OSError
-        where ``path`` cannot be written.
+        where ``path`` cannot be written or is no regular file.
         """
         to = Path(path)
         if not self.path.is_file():
             raise ModuleError(f"the module's file {self.path} is gone")
+        if to.exists() and not to.is_file():
+            raise OSError(errno.EISDIR if to.is_dir() else errno.EINVAL, "not a regular file", str(to))
         # Beside its place, so that it gets there in one step: whoever has the old file loaded keeps it.
         made = to.parent / f".{to.name}.{secrets.token_hex(8)}"
         try:
             shutil.copyfile(self.path, made)
             made.chmod(0o755)
             made.replace(to)
+        except OSError as error:  # of the name beside it, which the caller does not know
+            raise OSError(error.errno, error.strerror, str(to)) from error
         finally:
             made.unlink(missing_ok=True)
 
