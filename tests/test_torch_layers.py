@@ -155,6 +155,34 @@ def test_changed_weights_are_seen():
         agree(ours(x), theirs(double(x)))
 
 
+@pytest.mark.parametrize("called_before", [False, True])
+def test_functional_call_uses_its_own_weights(called_before: bool):
+    theirs, ours = pair("LSTM")
+    x, halved = torch.randn(T, B, I), {name: 0.5 * w for name, w in ours.state_dict().items()}
+    with torch.no_grad():
+        if called_before:
+            ours(x)
+        agree(torch.func.functional_call(ours, halved, (x,)),
+              torch.func.functional_call(theirs, {name: w.double() for name, w in halved.items()}, (x.double(),)))
+        agree(ours(x), theirs(double(x)))
+    halved["weight_hh_l0"].requires_grad_()
+    ours.train().requires_grad_(False)
+    assert torch.func.functional_call(ours, halved, (x,))[0].requires_grad
+
+
+@pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm"])
+def test_parametrized_weights(kind: str):
+    theirs, ours = pair("GRU")
+    x = torch.randn(T, B, I)
+    made = [getattr(torch.nn.utils.parametrizations, kind)(layer, "weight_hh_l0") for layer in (theirs, ours)]
+    made[0].load_state_dict({k: v.double() for k, v in ours.state_dict().items()})
+    with torch.no_grad():
+        for scale in (1, 0.3, 0.3, 0.3):
+            for layer in made:
+                next(layer.parametrizations.weight_hh_l0.parameters())[:H].mul_(scale)
+            agree(ours(x), theirs(double(x)))
+
+
 def test_weights_that_went_through_another_type_are_seen():
     """float32 again, perhaps where they were, but no longer what they were."""
     theirs, ours = pair("GRU")

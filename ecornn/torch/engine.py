@@ -71,12 +71,13 @@ class Engine:
             # the batch of the first call; where calls differ, some room for the next ones
             room = rooms[0] if rooms else 1 << (batch - 1).bit_length() if bound else batch
             known = bound.get(room)
-            if known is None or not known[0].holds(module):
+            weights = weights_of(module)
+            if known is None or not known[0].holds(weights):
                 made = compiled(cell_of(module), module.hidden_size, module.input_size, room, steps,
                                 _DTYPES[x.dtype], "cpu" if x.is_cpu else "cuda", module.num_layers,
                                 module.bidirectional, masks) if known is None else known[1].module
-                layer = made.bind(_parameters(module), 0 if x.is_cpu else x.device.index, threads=threads)
-                bound[room] = known = Snapshot(module), layer
+                layer = made.bind(_parameters(module, weights), 0 if x.is_cpu else x.device.index, threads=threads)
+                bound[room] = known = Snapshot(weights), layer
             return known[1]
 
 
@@ -87,28 +88,34 @@ def engine_of(module: torch.nn.RNNBase) -> Engine:
     return _engines[module]
 
 
+def weights_of(module: torch.nn.RNNBase) -> list[torch.Tensor]:
+    """The weights as they are at this moment. ``_flat_weights`` may have others: torch.func.functional_call puts its
+    own into ``_parameters``, and a parametrization makes new ones at each access."""
+    own = module._parameters
+    return [own[name] if name in own else getattr(module, name) for name in module._flat_weights_names]
+
+
 class Snapshot:
-    """Tells whether a module's weights have changed since. It keeps the tensors and their memory, whose
-    addresses could otherwise be those of other weights one day."""
+    """Tells whether weights have changed since. It keeps the tensors and their memory, whose ids and addresses could
+    otherwise be those of other weights one day."""
 
-    def __init__(self, module: torch.nn.RNNBase) -> None:
-        self._kept = [(w, w.detach()) for w in module._flat_weights if w is not None]
-        self._state = self._of(module)
+    def __init__(self, weights: list[torch.Tensor]) -> None:
+        self._kept = [(w, w.detach()) for w in weights]
+        self._state = self._of(weights)
 
-    def holds(self, module: torch.nn.RNNBase) -> bool:
+    def holds(self, weights: list[torch.Tensor]) -> bool:
         """Whether every weight is the one that it was."""
-        return self._of(module) == self._state
+        return self._of(weights) == self._state
 
     @staticmethod
-    def _of(module: torch.nn.RNNBase) -> list[tuple[int, int, int]]:
+    def _of(weights: list[torch.Tensor]) -> list[tuple[int, int, int]]:
         """Tensors made in inference mode count no versions."""
-        return [(id(w), w.data_ptr(), 0 if w.is_inference() else w._version)
-                for w in module._flat_weights if w is not None]
+        return [(id(w), w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
 
 
-def _parameters(module: torch.nn.RNNBase) -> dict[str, Any]:
+def _parameters(module: torch.nn.RNNBase, weights: list[torch.Tensor]) -> dict[str, Any]:
     """Weights by name; without biases, zeros in their place, and around those of a projection."""
-    found = {name: getattr(module, name).detach() for name in module._flat_weights_names}
+    found = {name: w.detach() for name, w in zip(module._flat_weights_names, weights, strict=True)}
     if not module.bias:
         for name in [n for n in found if n.startswith("weight_hh")]:
             zeros = torch.zeros(found[name].shape[0], dtype=found[name].dtype)

@@ -79,7 +79,7 @@ def wants_torch(module: Any, input: Any, hx: Any) -> bool:
     if not torch.is_grad_enabled():
         return False
     data = input.data if isinstance(input, PackedSequence) else input
-    tensors = [data, *(hx if isinstance(hx, tuple) else () if hx is None else (hx,)), *module._flat_weights]
+    tensors = [data, *(hx if isinstance(hx, tuple) else () if hx is None else (hx,)), *engine.weights_of(module)]
     if not any(t.requires_grad for t in tensors):
         return False
     if not module.training and not torch.compiler.is_compiling():
