@@ -183,6 +183,54 @@ def test_parametrized_weights(kind: str):
             agree(ours(x), theirs(double(x)))
 
 
+@pytest.mark.parametrize(("kind", "options"), [
+    ("Adam", {"fused": True}), ("SGD", {"fused": True}), ("Adam", {"foreach": True}), ("SGD", {})])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_training_steps_are_seen(kind: str, options: dict[str, Any], compiled: bool):
+    theirs, ours = pair("GRU")
+    call = torch.compile(ours, backend="eager") if compiled else ours
+    x = torch.randn(T, B, I)
+    with torch.no_grad():
+        call(x)
+    optimizer = getattr(torch.optim, kind)(ours.parameters(), lr=0.1, **options)
+    call.train()
+    call(x)[0].sum().backward()
+    optimizer.step()
+    call.eval()
+    theirs.load_state_dict({k: v.double() for k, v in ours.state_dict().items()})
+    with torch.no_grad():
+        agree(call(x), theirs(double(x)))
+
+
+def test_rebind_reads_what_left_no_trace():
+    theirs, ours = pair("GRU")
+    model, x = torch.nn.Sequential(ours), torch.randn(T, B, I)
+    ecornn.torch.rebind(model)
+    with torch.no_grad():
+        ours(x)
+        ours.weight_hh_l0.data.mul_(0.5)
+        theirs.weight_hh_l0.mul_(0.5)
+        ecornn.torch.rebind(model)
+        agree(ours(x), theirs(double(x)))
+    with torch.inference_mode():
+        ours.bias_hh_l0.mul_(2)
+        theirs.bias_hh_l0.mul_(2)
+        ecornn.torch.rebind(ours)
+        agree(ours(x), theirs(double(x)))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_load_state_dict_is_seen_in_inference_mode(assign: bool):
+    with torch.inference_mode():
+        theirs, ours = pair("GRU")
+        x = torch.randn(T, B, I)
+        ours(x)
+        halved = {name: 0.5 * w for name, w in ours.state_dict().items()}
+        torch.nn.Sequential(ours).load_state_dict({f"0.{name}": w for name, w in halved.items()}, assign=assign)
+        theirs.load_state_dict({name: w.double() for name, w in halved.items()})
+        agree(ours(x), theirs(double(x)))
+
+
 def test_weights_that_went_through_another_type_are_seen():
     """float32 again, perhaps where they were, but no longer what they were."""
     theirs, ours = pair("GRU")
@@ -245,6 +293,18 @@ def test_under_torch_compile():
         agree(fast(again), Model(theirs)(double(again)))
         torch.library.opcheck(torch.ops.ecornn.recurrent, (x, [], None, ours._ecornn),
                               test_utils=("test_schema", "test_faketensor"))
+
+
+def test_gradients_under_torch_compile():
+    """Of an LSTM on a CPU: torch cannot trace them."""
+    _, ours = pair("LSTM")
+    ours.train()
+    x = torch.randn(T, B, I)
+    torch.compile(ours, backend="aot_eager")(x)[0].sum().backward()
+    found = ours.weight_hh_l0.grad.clone()
+    ours.zero_grad()
+    torch.nn.LSTM.forward(ours, x)[0].sum().backward()
+    agree(found, ours.weight_hh_l0.grad.double())
 
 
 def test_packed_sequences_under_torch_compile():

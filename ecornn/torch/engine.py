@@ -54,6 +54,7 @@ class Engine:
     def __init__(self) -> None:
         # what a call is like -> the batch it was compiled for -> the weights when it was bound, and the layer
         self._bound: dict[tuple[Any, ...], dict[int, tuple[Snapshot, Layer]]] = {}
+        self._captured: set[Layer] = set()  # CUDA graphs read their weights, nobody tells for how long
         self._lock = threading.Lock()
         self.refused: set[tuple[torch.dtype, int]] = set()  # columns that no schedule serves, see packed.py
 
@@ -78,7 +79,17 @@ class Engine:
                                 module.bidirectional, masks) if known is None else known[1].module
                 layer = made.bind(_parameters(module, weights), 0 if x.is_cpu else x.device.index, threads=threads)
                 bound[room] = known = Snapshot(weights), layer
+            if x.is_cuda and torch.cuda.is_current_stream_capturing():
+                self._captured.add(known[1])
             return known[1]
+
+    def rebind(self) -> None:
+        """Has the next call of every kind read the weights again. Until then the layers keep what they have, also for
+        calls that run now."""
+        with self._lock:
+            for bound in self._bound.values():
+                for snapshot, _ in bound.values():
+                    snapshot.outdate()
 
 
 def engine_of(module: torch.nn.RNNBase) -> Engine:
@@ -86,6 +97,13 @@ def engine_of(module: torch.nn.RNNBase) -> Engine:
     if module not in _engines:
         _engines[module] = Engine()
     return _engines[module]
+
+
+def rebind(module: torch.nn.RNNBase) -> None:
+    """:meth:`Engine.rebind` of the module's engine, if it has been called."""
+    known = _engines.get(module)
+    if known is not None:
+        known.rebind()
 
 
 def weights_of(module: torch.nn.RNNBase) -> list[torch.Tensor]:
@@ -106,6 +124,10 @@ class Snapshot:
     def holds(self, weights: list[torch.Tensor]) -> bool:
         """Whether every weight is the one that it was."""
         return self._of(weights) == self._state
+
+    def outdate(self) -> None:
+        """From now on they are taken for changed."""
+        self._kept, self._state = [], []
 
     @staticmethod
     def _of(weights: list[torch.Tensor]) -> list[tuple[int, int, int]]:

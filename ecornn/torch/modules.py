@@ -17,6 +17,10 @@ class Compiled(torch.nn.RNNBase):
 
     With gradients, and in training with dropout between layers, PyTorch's own forward runs, on the same
     parameters. The base is RNNBase, since torch.compile refuses to look into a ``torch.nn.LSTM``.
+
+    Weights are packed at the first call, and again once they have changed: a training step, ``load_state_dict``
+    and whatever raises a tensor's version are seen. Writes through ``.data`` or NumPy, and any in inference mode,
+    are not: call :func:`ecornn.torch.rebind` after them.
     """
 
     TORCH: type[torch.nn.RNNBase]
@@ -36,7 +40,7 @@ class Compiled(torch.nn.RNNBase):
         ``DeviceError`` where an argument does not fit, ``ScheduleError`` where the device cannot run the type.
         """
         if wants_torch(self, input, hx):
-            return self.TORCH.forward(self, input, hx)
+            return by_torch(self, input, hx)
         if isinstance(input, PackedSequence):
             return self._forward_packed(input, hx)
         x = input.transpose(0, 1) if self.batch_first and input.dim() == 3 else input
@@ -51,6 +55,10 @@ class Compiled(torch.nn.RNNBase):
         else:
             output = y.transpose(0, 1) if self.batch_first else y
         return output, (tuple(after) if self.mode == "LSTM" else after[0])
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        engine.rebind(self)  # in inference mode copies leave no other trace
 
     def _run(self: Any, x: Any, state: list[torch.Tensor], lengths: Any) -> list[torch.Tensor]:
         if torch.compiler.is_compiling():
@@ -70,6 +78,14 @@ class Compiled(torch.nn.RNNBase):
             rows, *after = packed.run(self, input, states_of(self, hx, data, int(sizes[0]), False, order))
         after = after if back is None else [s.index_select(1, back) for s in after]
         return PackedSequence(rows, sizes, order, back), tuple(after) if self.mode == "LSTM" else after[0]
+
+
+@torch._disable_dynamo  # torch.compiler.disable() would import the whole of torch._dynamo here
+def by_torch(module: Any, input: Any, hx: Any) -> Any:
+    """PyTorch's own forward; torch.compile does not look into it, as it does not into ``torch.nn``'s."""
+    if torch.is_grad_enabled():
+        engine.rebind(module)  # fused optimizers change weights and not their versions
+    return module.TORCH.forward(module, input, hx)
 
 
 def wants_torch(module: Any, input: Any, hx: Any) -> bool:
