@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -313,6 +315,25 @@ def test_packed_sequences_under_torch_compile():
     fast = torch.compile(lambda given: ours(given)[0].data + 1, backend="aot_eager")
     with torch.no_grad():
         agree(fast(packed), theirs(double(packed))[0].data + 1)
+
+
+def test_an_exported_program_runs_its_own_layer_only():
+    """One that is gone, and in another process one that never was, whatever layers there are there."""
+    theirs, ours = pair("GRU")
+    x, file = torch.randn(T, B, I), io.BytesIO()
+    with torch.no_grad():
+        program = torch.export.export(ours, (x,))
+        agree(program.module()(x), theirs(double(x)))
+        torch.export.save(program, file)
+        code = ("import io, sys, torch, ecornn.torch\n"
+                f"layer = ecornn.torch.GRU({I}, {H})\n"
+                "program = torch.export.load(io.BytesIO(sys.stdin.buffer.read())).module()\n"
+                "try:\n"
+                f"    print(program(torch.zeros{T, B, I}))\n"
+                "except ecornn.errors.ArgumentError as error:\n"
+                "    print('refused:', error)\n")
+        there = subprocess.run([sys.executable, "-c", code], input=file.getvalue(), capture_output=True, check=True)
+        assert b"refused: handle=" in there.stdout and b"lives in this process" in there.stdout
 
 
 class Classifier(torch.nn.Module):

@@ -5,29 +5,39 @@ from __future__ import annotations
 import threading
 import weakref
 from functools import lru_cache
-from itertools import count
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch.nn.functional import pad
 
-from ecornn.errors import DTypeError
+from ecornn.errors import ArgumentError, DTypeError
 from ecornn.runtime.layer import Layer
 from ecornn.runtime.loader import Module
 from ecornn.workload import DTYPES
 
 _DTYPES = {getattr(torch, name): name for name in DTYPES}
-_numbers = count()
 _modules: weakref.WeakValueDictionary[str, torch.nn.RNNBase] = weakref.WeakValueDictionary()
 _engines: weakref.WeakKeyDictionary[torch.nn.RNNBase, Engine] = weakref.WeakKeyDictionary()
 
 
 def register(module: torch.nn.RNNBase) -> str:
     """A name by which :func:`torch.ops.ecornn.recurrent` finds the module; a string, since a graph that
-    torch.compile makes keeps it as a constant."""
-    handle = f"layer{next(_numbers)}"
+    torch.compile makes keeps it as a constant, and one that no layer of another process has, since a program of
+    torch.export can be saved."""
+    handle = uuid4().hex
     _modules[handle] = module
     return handle
+
+
+def registered(handle: str) -> torch.nn.RNNBase:
+    """The module of that name; :class:`ArgumentError` where this process has none."""
+    found = _modules.get(handle)
+    if found is None:
+        raise ArgumentError("handle", handle, "a layer that lives in this process: exported programs do not hold the "
+                            "layers of ecornn.torch. Keep the layer and export again here, or export the model with "
+                            "torch.nn's layers")
+    return found
 
 
 def cell_of(module: torch.nn.RNNBase) -> str:
@@ -160,13 +170,13 @@ def recurrent(x: torch.Tensor, state: list[torch.Tensor], lengths: torch.Tensor 
               handle: str) -> list[torch.Tensor]:
     """y (T, B, D*H) and the states (L*D, B, H) of the layer ``handle`` on x (T, B, I), from ``state``, or
     from zeros if that is empty."""
-    return run(_modules[handle], x, state, lengths)
+    return run(registered(handle), x, state, lengths)
 
 
 @recurrent.register_fake
 def _(x: torch.Tensor, state: list[torch.Tensor], lengths: torch.Tensor | None,
       handle: str) -> list[torch.Tensor]:
-    module = _modules[handle]
+    module = registered(handle)
     directions, width = 1 + module.bidirectional, module.proj_size or module.hidden_size
     states = (directions * module.num_layers, x.shape[1])
     return [x.new_empty((*x.shape[:2], directions * width)), x.new_empty((*states, width)),
