@@ -7,6 +7,7 @@ import io
 import itertools
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import ecornn.torch  # noqa: E402
-from ecornn.errors import ArgumentError, DTypeError, ScheduleError, ShapeError  # noqa: E402
+from ecornn.errors import ArgumentError, DTypeError, ShapeError  # noqa: E402
 from ecornn.torch import engine  # noqa: E402
 
 I, H, T, B = 7, 11, 6, 4
@@ -370,6 +371,53 @@ def test_replace_swaps_what_it_can_and_says_what_it_could_not():
     assert "float64" in ecornn.torch.replace(torch.nn.GRU(I, H).double()).kept["GRU"]
 
 
+def same(found: Any, wanted: Any) -> None:
+    """Bit for bit, and of one type."""
+    for one, other in zip(flat(found), flat(wanted), strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_types_on_a_cpu_are_pytorchs(dtype: Any):
+    layer, x = ecornn.torch.LSTM(I, H).eval().to(dtype), torch.randn(T, B, I, dtype=dtype)
+    with torch.no_grad():
+        wanted = torch.nn.LSTM.forward(layer, x)
+        with pytest.warns(UserWarning, match="own layer runs for"):
+            same(layer(x), wanted)
+        with pytest.raises(DTypeError, match="float32"):
+            layer(x.float())
+
+
+def test_autocast_on_a_cpu_is_pytorchs():
+    layer, x = ecornn.torch.LSTM(I, H).eval(), torch.randn(T, B, I)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for given in (x, x.bfloat16()):
+            with pytest.warns(UserWarning, match="own layer runs for"):
+                same(layer(given), torch.nn.LSTM.forward(layer, given))
+
+
+@pytest.mark.parametrize("name", ["LSTM", "GRU", "RNN"])
+def test_no_sequences_and_one_that_is_traced(name: str):
+    layer, theirs = getattr(ecornn.torch, name)(I, H, batch_first=True).eval(), getattr(torch.nn, name)
+    with torch.no_grad():
+        empty, x = torch.zeros(0, T, I), torch.randn(B, T, I)
+        same(layer(empty), theirs.forward(layer, empty))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch.jit is deprecated
+            traced = torch.jit.trace(layer, (x,))
+        same(traced(2 * x[:2, :3]), theirs.forward(layer, 2 * x[:2, :3]))
+
+
+def test_states_in_a_list():
+    theirs, ours = pair("LSTM")
+    x, states = torch.randn(T, B, I), [torch.rand(1, B, H), torch.rand(1, B, H)]
+    wanted = [t.detach() for t in flat(theirs(x.double(), [s.double() for s in states]))]
+    for trained in (False, True):
+        found = flat(ours.train(trained).requires_grad_(trained)(x, states))
+        agree([t.detach() for t in found], wanted)
+        assert found[0].requires_grad == trained
+
+
 def test_what_cannot_run_is_refused():
     with pytest.raises(ValueError, match="proj_size"):
         ecornn.torch.LSTM(I, H, proj_size=H)
@@ -378,10 +426,10 @@ def test_what_cannot_run_is_refused():
     with torch.no_grad():
         for call, kind, words in [((x[..., 1:],), ShapeError, "input.shape"), ((x.double(),), DTypeError, "float64"),
                                   ((x, (state, state[..., 1:])), ShapeError, "c_0.shape"),
+                                  ((x.bfloat16(),), DTypeError, "float32, as the weights'"),
                                   ((x, state), ArgumentError, "(h_0, c_0)"),
+                                  ((x, (state, None)), ArgumentError, "c_0"),
                                   ((x, (state.double(), state)), DTypeError, "h_0.dtype")]:
             with pytest.raises(kind) as caught:
                 layer(*call)
             assert words in str(caught.value)
-        with pytest.raises(ScheduleError, match="bfloat16"):
-            layer.bfloat16()(x.bfloat16())

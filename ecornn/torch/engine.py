@@ -16,7 +16,7 @@ from ecornn.runtime.layer import Layer
 from ecornn.runtime.loader import Module
 from ecornn.workload import DTYPES
 
-_DTYPES = {getattr(torch, name): name for name in DTYPES}
+NAMES = {getattr(torch, name): name for name in DTYPES}
 _modules: weakref.WeakValueDictionary[str, torch.nn.RNNBase] = weakref.WeakValueDictionary()
 _engines: weakref.WeakKeyDictionary[torch.nn.RNNBase, Engine] = weakref.WeakKeyDictionary()
 
@@ -71,8 +71,6 @@ class Engine:
     def layer(self, module: torch.nn.RNNBase, x: Any, batch: int, steps: int, masks: str = "") -> Layer:
         """The layer for x, of this B and about this T, with the module's weights as they are now; it takes
         ``masks``: nothing, ``lengths`` or ``sequences``."""
-        if x.dtype not in _DTYPES:
-            raise DTypeError("input.dtype", str(x.dtype).removeprefix("torch."), f"one of {', '.join(DTYPES)}")
         threads = torch.get_num_threads() if x.is_cpu else None
         key = (x.device, x.dtype, masks, threads)
         with self._lock:
@@ -84,8 +82,9 @@ class Engine:
             known = bound.get(room)
             weights = weights_of(module)
             if known is None or not known[0].holds(weights):
+                check_type(x, weights[0])
                 made = compiled(cell_of(module), module.hidden_size, module.input_size, room, steps,
-                                _DTYPES[x.dtype], "cpu" if x.is_cpu else "cuda", module.num_layers,
+                                NAMES[x.dtype], "cpu" if x.is_cpu else "cuda", module.num_layers,
                                 module.bidirectional, masks) if known is None else known[1].module
                 layer = made.bind(_parameters(module, weights), 0 if x.is_cpu else x.device.index, threads=threads)
                 bound[room] = known = Snapshot(weights), layer
@@ -109,6 +108,13 @@ def engine_of(module: torch.nn.RNNBase) -> Engine:
     return _engines[module]
 
 
+def check_type(x: torch.Tensor, weight: torch.Tensor) -> None:
+    """Raises :class:`DTypeError` where x is not of the weights' type, unless autocast sees to that."""
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        found, wanted = (str(t.dtype).removeprefix("torch.") for t in (x, weight))
+        raise DTypeError("input.dtype", found, f"{wanted}, as the weights'")
+
+
 def rebind(module: torch.nn.RNNBase) -> None:
     """:meth:`Engine.rebind` of the module's engine, if it has been called."""
     known = _engines.get(module)
@@ -119,8 +125,11 @@ def rebind(module: torch.nn.RNNBase) -> None:
 def weights_of(module: torch.nn.RNNBase) -> list[torch.Tensor]:
     """The weights as they are at this moment. ``_flat_weights`` may have others: torch.func.functional_call puts its
     own into ``_parameters``, and a parametrization makes new ones at each access."""
-    own = module._parameters
-    return [own[name] if name in own else getattr(module, name) for name in module._flat_weights_names]
+    own: dict[str, Any] = module._parameters
+    try:
+        return [*map(own.__getitem__, module._flat_weights_names)]  # a module's getattr() takes its time
+    except KeyError:
+        return [getattr(module, name) for name in module._flat_weights_names]
 
 
 class Snapshot:

@@ -15,8 +15,10 @@ from ecornn.torch import engine, packed
 class Compiled(torch.nn.RNNBase):
     """What the three have in common: where torch would compute without gradients, a compiled module does.
 
-    With gradients, and in training with dropout between layers, PyTorch's own forward runs, on the same
-    parameters. The base is RNNBase, since torch.compile refuses to look into a ``torch.nn.LSTM``.
+    With gradients, in training with dropout between layers, in torch.jit.trace, for a batch of no sequences, and
+    where the device or the data type is not compiled for (on a CPU all but float32, and autocast), PyTorch's own
+    forward runs, on the same parameters. The base is RNNBase, since torch.compile refuses to look into a
+    ``torch.nn.LSTM``.
 
     Weights are packed at the first call, and again once they have changed: a training step, ``load_state_dict``
     and whatever raises a tensor's version are seen. Writes through ``.data`` or NumPy, and any in inference mode,
@@ -37,7 +39,7 @@ class Compiled(torch.nn.RNNBase):
         """As ``torch.nn``'s: a tensor or PackedSequence to y and the last states.
 
         Raises :class:`~ecornn.errors.EcornnError` subclasses: ``ShapeError``, ``DTypeError`` and
-        ``DeviceError`` where an argument does not fit, ``ScheduleError`` where the device cannot run the type.
+        ``DeviceError`` where an argument does not fit.
         """
         if wants_torch(self, input, hx):
             return by_torch(self, input, hx)
@@ -49,7 +51,10 @@ class Compiled(torch.nn.RNNBase):
         if x.dim() != 3 or x.shape[2] != self.input_size:
             raise ShapeError("input.shape", tuple(input.data.shape), f"2 or 3 axes, the last of input_size="
                              f"{self.input_size}")
-        y, *after = self._run(x, states_of(self, hx, x, x.shape[1], single, None), None)
+        batch = x.shape[1]
+        if batch == 0:
+            return by_torch(self, input, hx)
+        y, *after = self._run(x, states_of(self, hx, x, batch, single, None), None)
         if single:
             output, after = y.squeeze(1), [s.squeeze(1) for s in after]
         else:
@@ -90,13 +95,22 @@ def by_torch(module: Any, input: Any, hx: Any) -> Any:
 
 def wants_torch(module: Any, input: Any, hx: Any) -> bool:
     """Whether PyTorch's own layer has to run."""
-    if torch.jit.is_scripting() or (module.training and module.dropout > 0 and module.num_layers > 1):
+    if torch.jit.is_tracing() or (module.training and module.dropout > 0 and module.num_layers > 1):
+        return True
+    data = input.data if isinstance(input, PackedSequence) else input
+    compiled = (data.dtype == torch.float32 and not torch.is_autocast_enabled("cpu") if data.is_cpu else
+                data.is_cuda and data.dtype in engine.NAMES)
+    if not compiled:
+        engine.check_type(data, module._flat_weights[0])
+        if not module.training and not torch.compiler.is_compiling():
+            warnings.warn(f"PyTorch's own layer runs for {data.dtype} on {data.device.type}: compiled ones are for "
+                          "float32 on a CPU, without autocast, and for float32, float16 and bfloat16 on a GPU",
+                          stacklevel=3)
         return True
     if not torch.is_grad_enabled():
         return False
-    data = input.data if isinstance(input, PackedSequence) else input
-    tensors = [data, *(hx if isinstance(hx, tuple) else () if hx is None else (hx,)), *engine.weights_of(module)]
-    if not any(t.requires_grad for t in tensors):
+    tensors = [data, *(hx if isinstance(hx, (tuple, list)) else (hx,)), *engine.weights_of(module)]
+    if not any(getattr(t, "requires_grad", False) for t in tensors):
         return False
     if not module.training and not torch.compiler.is_compiling():
         warnings.warn("gradients are asked for, so PyTorch's own layer runs; under torch.no_grad() or "
@@ -116,6 +130,8 @@ def states_of(module: Any, hx: Any, x: torch.Tensor, batch: int, single: bool,
     parts = module.num_layers * (1 + module.bidirectional)
     found = []
     for name, value in zip(names, given, strict=True):
+        if not isinstance(value, torch.Tensor):
+            raise ArgumentError(name, type(value), "a tensor")
         width = module.proj_size or module.hidden_size if name == "h_0" else module.hidden_size
         wanted = (parts, width) if single else (parts, batch, width)
         if tuple(value.shape) != wanted:

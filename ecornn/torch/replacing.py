@@ -71,7 +71,7 @@ def obstacle(module: torch.nn.Module) -> str | None:
     if type(module) not in OURS:
         return f"{type(module).__name__} is a class of its own, whose forward() may do more"
     weight = module.weight_hh_l0
-    if weight.dtype not in engine._DTYPES:
+    if weight.dtype not in engine.NAMES:
         return f"its weights are {weight.dtype}"
     if weight.device.type not in ("cpu", "cuda"):
         return f"it is on {weight.device}"
