@@ -77,6 +77,17 @@ def test_strided_and_misaligned(layer: Layer):
         check(layer(tensor), sample.expected(x, WEIGHTS))
 
 
+def test_negated_views():
+    """Memory that torch reads with the other sign, as the imaginary part of a conjugate."""
+    x, weights = torch.from_numpy(sample.inputs()), {n: torch.from_numpy(v) for n, v in WEIGHTS.items()}
+    state = torch.rand(BATCH, H), torch.rand(BATCH, H)
+    layer = ecornn.load(sample.build(sample.manifest())).bind({n: torch._neg_view(-v) for n, v in weights.items()})
+    result = layer(torch._neg_view(-x), tuple(torch._neg_view(-s) for s in state))
+    check(result, sample.expected(sample.inputs(), WEIGHTS, [s.numpy() for s in state]))
+    with pytest.raises(ArgumentError, match="out="):
+        layer(x, out=torch._neg_view(torch.zeros(len(x), BATCH, H)))
+
+
 def test_refused(layer: Layer):
     x = torch.from_numpy(sample.inputs())
     with pytest.raises(ArgumentError, match=r"x.requires_grad=True"):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import subprocess
+import sys
+import warnings
 from typing import Any
 
 import numpy as np
@@ -13,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import ecornn.torch  # noqa: E402
-from ecornn.errors import ArgumentError, DTypeError, ScheduleError, ShapeError  # noqa: E402
+from ecornn.errors import ArgumentError, DTypeError, ShapeError  # noqa: E402
 from ecornn.torch import engine  # noqa: E402
 
 I, H, T, B = 7, 11, 6, 4
@@ -155,6 +158,82 @@ def test_changed_weights_are_seen():
         agree(ours(x), theirs(double(x)))
 
 
+@pytest.mark.parametrize("called_before", [False, True])
+def test_functional_call_uses_its_own_weights(called_before: bool):
+    theirs, ours = pair("LSTM")
+    x, halved = torch.randn(T, B, I), {name: 0.5 * w for name, w in ours.state_dict().items()}
+    with torch.no_grad():
+        if called_before:
+            ours(x)
+        agree(torch.func.functional_call(ours, halved, (x,)),
+              torch.func.functional_call(theirs, {name: w.double() for name, w in halved.items()}, (x.double(),)))
+        agree(ours(x), theirs(double(x)))
+    halved["weight_hh_l0"].requires_grad_()
+    ours.train().requires_grad_(False)
+    assert torch.func.functional_call(ours, halved, (x,))[0].requires_grad
+
+
+@pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm"])
+def test_parametrized_weights(kind: str):
+    theirs, ours = pair("GRU")
+    x = torch.randn(T, B, I)
+    made = [getattr(torch.nn.utils.parametrizations, kind)(layer, "weight_hh_l0") for layer in (theirs, ours)]
+    made[0].load_state_dict({k: v.double() for k, v in ours.state_dict().items()})
+    with torch.no_grad():
+        for scale in (1, 0.3, 0.3, 0.3):
+            for layer in made:
+                next(layer.parametrizations.weight_hh_l0.parameters())[:H].mul_(scale)
+            agree(ours(x), theirs(double(x)))
+
+
+@pytest.mark.parametrize(("kind", "options"), [
+    ("Adam", {"fused": True}), ("SGD", {"fused": True}), ("Adam", {"foreach": True}), ("SGD", {})])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_training_steps_are_seen(kind: str, options: dict[str, Any], compiled: bool):
+    theirs, ours = pair("GRU")
+    call = torch.compile(ours, backend="eager") if compiled else ours
+    x = torch.randn(T, B, I)
+    with torch.no_grad():
+        call(x)
+    optimizer = getattr(torch.optim, kind)(ours.parameters(), lr=0.1, **options)
+    call.train()
+    call(x)[0].sum().backward()
+    optimizer.step()
+    call.eval()
+    theirs.load_state_dict({k: v.double() for k, v in ours.state_dict().items()})
+    with torch.no_grad():
+        agree(call(x), theirs(double(x)))
+
+
+def test_rebind_reads_what_left_no_trace():
+    theirs, ours = pair("GRU")
+    model, x = torch.nn.Sequential(ours), torch.randn(T, B, I)
+    ecornn.torch.rebind(model)
+    with torch.no_grad():
+        ours(x)
+        ours.weight_hh_l0.data.mul_(0.5)
+        theirs.weight_hh_l0.mul_(0.5)
+        ecornn.torch.rebind(model)
+        agree(ours(x), theirs(double(x)))
+    with torch.inference_mode():
+        ours.bias_hh_l0.mul_(2)
+        theirs.bias_hh_l0.mul_(2)
+        ecornn.torch.rebind(ours)
+        agree(ours(x), theirs(double(x)))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_load_state_dict_is_seen_in_inference_mode(assign: bool):
+    with torch.inference_mode():
+        theirs, ours = pair("GRU")
+        x = torch.randn(T, B, I)
+        ours(x)
+        halved = {name: 0.5 * w for name, w in ours.state_dict().items()}
+        torch.nn.Sequential(ours).load_state_dict({f"0.{name}": w for name, w in halved.items()}, assign=assign)
+        theirs.load_state_dict({name: w.double() for name, w in halved.items()})
+        agree(ours(x), theirs(double(x)))
+
+
 def test_weights_that_went_through_another_type_are_seen():
     """float32 again, perhaps where they were, but no longer what they were."""
     theirs, ours = pair("GRU")
@@ -219,12 +298,43 @@ def test_under_torch_compile():
                               test_utils=("test_schema", "test_faketensor"))
 
 
+def test_gradients_under_torch_compile():
+    """Of an LSTM on a CPU: torch cannot trace them."""
+    _, ours = pair("LSTM")
+    ours.train()
+    x = torch.randn(T, B, I)
+    torch.compile(ours, backend="aot_eager")(x)[0].sum().backward()
+    found = ours.weight_hh_l0.grad.clone()
+    ours.zero_grad()
+    torch.nn.LSTM.forward(ours, x)[0].sum().backward()
+    agree(found, ours.weight_hh_l0.grad.double())
+
+
 def test_packed_sequences_under_torch_compile():
     theirs, ours = pair("GRU", bidirectional=True)
     packed = torch.nn.utils.rnn.pack_padded_sequence(torch.randn(T, B, I), LENGTHS, enforce_sorted=False)
     fast = torch.compile(lambda given: ours(given)[0].data + 1, backend="aot_eager")
     with torch.no_grad():
         agree(fast(packed), theirs(double(packed))[0].data + 1)
+
+
+def test_an_exported_program_runs_its_own_layer_only():
+    """One that is gone, and in another process one that never was, whatever layers there are there."""
+    theirs, ours = pair("GRU")
+    x, file = torch.randn(T, B, I), io.BytesIO()
+    with torch.no_grad():
+        program = torch.export.export(ours, (x,))
+        agree(program.module()(x), theirs(double(x)))
+        torch.export.save(program, file)
+        code = ("import io, sys, torch, ecornn.torch\n"
+                f"layer = ecornn.torch.GRU({I}, {H})\n"
+                "program = torch.export.load(io.BytesIO(sys.stdin.buffer.read())).module()\n"
+                "try:\n"
+                f"    print(program(torch.zeros{T, B, I}))\n"
+                "except ecornn.errors.ArgumentError as error:\n"
+                "    print('refused:', error)\n")
+        there = subprocess.run([sys.executable, "-c", code], input=file.getvalue(), capture_output=True, check=True)
+        assert b"refused: handle=" in there.stdout and b"lives in this process" in there.stdout
 
 
 class Classifier(torch.nn.Module):
@@ -261,6 +371,53 @@ def test_replace_swaps_what_it_can_and_says_what_it_could_not():
     assert "float64" in ecornn.torch.replace(torch.nn.GRU(I, H).double()).kept["GRU"]
 
 
+def same(found: Any, wanted: Any) -> None:
+    """Bit for bit, and of one type."""
+    for one, other in zip(flat(found), flat(wanted), strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_types_on_a_cpu_are_pytorchs(dtype: Any):
+    layer, x = ecornn.torch.LSTM(I, H).eval().to(dtype), torch.randn(T, B, I, dtype=dtype)
+    with torch.no_grad():
+        wanted = torch.nn.LSTM.forward(layer, x)
+        with pytest.warns(UserWarning, match="own layer runs for"):
+            same(layer(x), wanted)
+        with pytest.raises(DTypeError, match="float32"):
+            layer(x.float())
+
+
+def test_autocast_on_a_cpu_is_pytorchs():
+    layer, x = ecornn.torch.LSTM(I, H).eval(), torch.randn(T, B, I)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for given in (x, x.bfloat16()):
+            with pytest.warns(UserWarning, match="own layer runs for"):
+                same(layer(given), torch.nn.LSTM.forward(layer, given))
+
+
+@pytest.mark.parametrize("name", ["LSTM", "GRU", "RNN"])
+def test_no_sequences_and_one_that_is_traced(name: str):
+    layer, theirs = getattr(ecornn.torch, name)(I, H, batch_first=True).eval(), getattr(torch.nn, name)
+    with torch.no_grad():
+        empty, x = torch.zeros(0, T, I), torch.randn(B, T, I)
+        same(layer(empty), theirs.forward(layer, empty))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch.jit is deprecated
+            traced = torch.jit.trace(layer, (x,))
+        same(traced(2 * x[:2, :3]), theirs.forward(layer, 2 * x[:2, :3]))
+
+
+def test_states_in_a_list():
+    theirs, ours = pair("LSTM")
+    x, states = torch.randn(T, B, I), [torch.rand(1, B, H), torch.rand(1, B, H)]
+    wanted = [t.detach() for t in flat(theirs(x.double(), [s.double() for s in states]))]
+    for trained in (False, True):
+        found = flat(ours.train(trained).requires_grad_(trained)(x, states))
+        agree([t.detach() for t in found], wanted)
+        assert found[0].requires_grad == trained
+
+
 def test_what_cannot_run_is_refused():
     with pytest.raises(ValueError, match="proj_size"):
         ecornn.torch.LSTM(I, H, proj_size=H)
@@ -269,10 +426,10 @@ def test_what_cannot_run_is_refused():
     with torch.no_grad():
         for call, kind, words in [((x[..., 1:],), ShapeError, "input.shape"), ((x.double(),), DTypeError, "float64"),
                                   ((x, (state, state[..., 1:])), ShapeError, "c_0.shape"),
+                                  ((x.bfloat16(),), DTypeError, "float32, as the weights'"),
                                   ((x, state), ArgumentError, "(h_0, c_0)"),
+                                  ((x, (state, None)), ArgumentError, "c_0"),
                                   ((x, (state.double(), state)), DTypeError, "h_0.dtype")]:
             with pytest.raises(kind) as caught:
                 layer(*call)
             assert words in str(caught.value)
-        with pytest.raises(ScheduleError, match="bfloat16"):
-            layer.bfloat16()(x.bfloat16())

@@ -63,14 +63,14 @@ class TorchArrays(Arrays):
 
     def ready(self, array: Any, name: str) -> Placed:
         pointer = array.data_ptr()
-        if not pointer % ALIGNMENT and array.is_contiguous():
+        if not pointer % ALIGNMENT and array.is_contiguous() and not array.is_neg():
             return array, pointer
         copy = array.detach().clone(memory_format=self._torch.contiguous_format)
         return copy, copy.data_ptr()
 
     def in_place(self, array: Any) -> Placed | None:
         pointer = array.data_ptr()
-        return None if pointer % ALIGNMENT or not array.is_contiguous() else (array, pointer)
+        return None if pointer % ALIGNMENT or not array.is_contiguous() or array.is_neg() else (array, pointer)
 
     def empty(self, shape: Shape, like: Any, library: Library) -> Placed:
         made = self._torch.empty(shape, dtype=like.dtype, device=like.device)
@@ -85,7 +85,7 @@ class TorchArrays(Arrays):
 
     def rows(self, value: Any, dtype: str, like: Any, library: Any) -> Placed:
         tensor = self._torch.from_numpy(value.astype(dtype)) if isinstance(value, np.ndarray) else value
-        made = on_device(tensor, like).to(dtype=getattr(self._torch, dtype)).contiguous()
+        made = on_device(tensor.resolve_neg(), like).to(dtype=getattr(self._torch, dtype)).contiguous()
         return made, made.data_ptr()
 
     def kept(self, copies: dict[Any, Placed], value: Any, dtype: str, like: Any, library: Any) -> Placed:
@@ -102,7 +102,7 @@ class TorchArrays(Arrays):
         return found
 
     def to_host(self, value: Any, name: str, library: Library) -> np.ndarray[Any, Any]:
-        torch, value = self._torch, value.detach()
+        torch, value = self._torch, value.detach().resolve_neg()
         if value.dtype in (torch.bfloat16, torch.float16):
             value = value.to(torch.float32)
         return value.cpu().numpy()

@@ -3,7 +3,10 @@
     layer = ecornn.torch.LSTM(800, 800, num_layers=2, bidirectional=True)   # as torch.nn.LSTM
     report = ecornn.torch.replace(model)                                    # every layer of a model
 
-A layer is compiled at its first call of a shape, for the device and data type that it is on.
+A layer is compiled at its first call of a shape, for the device and data type that it is on. It sees its weights
+change, also by training; only after writes through ``.data`` and the like it has to be told:
+
+    ecornn.torch.rebind(model)
 
 On a CPU, threads of ours run between PyTorch's own operations. PyTorch's OpenMP threads (GNU's) spin for milliseconds
 after each of those and take processors from ours: start Python with ``GOMP_SPINCOUNT=1000`` in the environment, or
@@ -13,6 +16,6 @@ with ``OMP_WAIT_POLICY=passive``, which costs PyTorch's operations more. Ours sl
 from __future__ import annotations
 
 from ecornn.torch.modules import GRU, LSTM, RNN
-from ecornn.torch.replacing import Report, replace
+from ecornn.torch.replacing import Report, rebind, replace
 
-__all__ = ["GRU", "LSTM", "RNN", "Report", "replace"]
+__all__ = ["GRU", "LSTM", "RNN", "Report", "rebind", "replace"]

@@ -15,8 +15,14 @@ from ecornn.torch import engine, packed
 class Compiled(torch.nn.RNNBase):
     """What the three have in common: where torch would compute without gradients, a compiled module does.
 
-    With gradients, and in training with dropout between layers, PyTorch's own forward runs, on the same
-    parameters. The base is RNNBase, since torch.compile refuses to look into a ``torch.nn.LSTM``.
+    With gradients, in training with dropout between layers, in torch.jit.trace, for a batch of no sequences, and
+    where the device or the data type is not compiled for (on a CPU all but float32, and autocast), PyTorch's own
+    forward runs, on the same parameters. The base is RNNBase, since torch.compile refuses to look into a
+    ``torch.nn.LSTM``.
+
+    Weights are packed at the first call, and again once they have changed: a training step, ``load_state_dict``
+    and whatever raises a tensor's version are seen. Writes through ``.data`` or NumPy, and any in inference mode,
+    are not: call :func:`ecornn.torch.rebind` after them.
     """
 
     TORCH: type[torch.nn.RNNBase]
@@ -33,10 +39,10 @@ class Compiled(torch.nn.RNNBase):
         """As ``torch.nn``'s: a tensor or PackedSequence to y and the last states.
 
         Raises :class:`~ecornn.errors.EcornnError` subclasses: ``ShapeError``, ``DTypeError`` and
-        ``DeviceError`` where an argument does not fit, ``ScheduleError`` where the device cannot run the type.
+        ``DeviceError`` where an argument does not fit.
         """
         if wants_torch(self, input, hx):
-            return self.TORCH.forward(self, input, hx)
+            return by_torch(self, input, hx)
         if isinstance(input, PackedSequence):
             return self._forward_packed(input, hx)
         x = input.transpose(0, 1) if self.batch_first and input.dim() == 3 else input
@@ -45,12 +51,19 @@ class Compiled(torch.nn.RNNBase):
         if x.dim() != 3 or x.shape[2] != self.input_size:
             raise ShapeError("input.shape", tuple(input.data.shape), f"2 or 3 axes, the last of input_size="
                              f"{self.input_size}")
-        y, *after = self._run(x, states_of(self, hx, x, x.shape[1], single, None), None)
+        batch = x.shape[1]
+        if batch == 0:
+            return by_torch(self, input, hx)
+        y, *after = self._run(x, states_of(self, hx, x, batch, single, None), None)
         if single:
             output, after = y.squeeze(1), [s.squeeze(1) for s in after]
         else:
             output = y.transpose(0, 1) if self.batch_first else y
         return output, (tuple(after) if self.mode == "LSTM" else after[0])
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        engine.rebind(self)  # in inference mode copies leave no other trace
 
     def _run(self: Any, x: Any, state: list[torch.Tensor], lengths: Any) -> list[torch.Tensor]:
         if torch.compiler.is_compiling():
@@ -72,15 +85,32 @@ class Compiled(torch.nn.RNNBase):
         return PackedSequence(rows, sizes, order, back), tuple(after) if self.mode == "LSTM" else after[0]
 
 
+@torch._disable_dynamo  # torch.compiler.disable() would import the whole of torch._dynamo here
+def by_torch(module: Any, input: Any, hx: Any) -> Any:
+    """PyTorch's own forward; torch.compile does not look into it, as it does not into ``torch.nn``'s."""
+    if torch.is_grad_enabled():
+        engine.rebind(module)  # fused optimizers change weights and not their versions
+    return module.TORCH.forward(module, input, hx)
+
+
 def wants_torch(module: Any, input: Any, hx: Any) -> bool:
     """Whether PyTorch's own layer has to run."""
-    if torch.jit.is_scripting() or (module.training and module.dropout > 0 and module.num_layers > 1):
+    if torch.jit.is_tracing() or (module.training and module.dropout > 0 and module.num_layers > 1):
+        return True
+    data = input.data if isinstance(input, PackedSequence) else input
+    compiled = (data.dtype == torch.float32 and not torch.is_autocast_enabled("cpu") if data.is_cpu else
+                data.is_cuda and data.dtype in engine.NAMES)
+    if not compiled:
+        engine.check_type(data, module._flat_weights[0])
+        if not module.training and not torch.compiler.is_compiling():
+            warnings.warn(f"PyTorch's own layer runs for {data.dtype} on {data.device.type}: compiled ones are for "
+                          "float32 on a CPU, without autocast, and for float32, float16 and bfloat16 on a GPU",
+                          stacklevel=3)
         return True
     if not torch.is_grad_enabled():
         return False
-    data = input.data if isinstance(input, PackedSequence) else input
-    tensors = [data, *(hx if isinstance(hx, tuple) else () if hx is None else (hx,)), *module._flat_weights]
-    if not any(t.requires_grad for t in tensors):
+    tensors = [data, *(hx if isinstance(hx, (tuple, list)) else (hx,)), *engine.weights_of(module)]
+    if not any(getattr(t, "requires_grad", False) for t in tensors):
         return False
     if not module.training and not torch.compiler.is_compiling():
         warnings.warn("gradients are asked for, so PyTorch's own layer runs; under torch.no_grad() or "
@@ -100,6 +130,8 @@ def states_of(module: Any, hx: Any, x: torch.Tensor, batch: int, single: bool,
     parts = module.num_layers * (1 + module.bidirectional)
     found = []
     for name, value in zip(names, given, strict=True):
+        if not isinstance(value, torch.Tensor):
+            raise ArgumentError(name, type(value), "a tensor")
         width = module.proj_size or module.hidden_size if name == "h_0" else module.hidden_size
         wanted = (parts, width) if single else (parts, batch, width)
         if tuple(value.shape) != wanted:

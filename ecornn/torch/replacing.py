@@ -53,6 +53,17 @@ def replace(model: torch.nn.Module) -> Report:
     return Report(tuple(swapped), kept)
 
 
+def rebind(model: torch.nn.Module) -> None:
+    """Has the compiled layers of a model, which may be one itself, read their weights again at their next call.
+
+    Needed after writes that leave no trace on a tensor: through ``.data``, as many do that swap averaged weights in,
+    through NumPy, and in inference mode.
+    """
+    for module in model.modules():
+        if isinstance(module, (LSTM, GRU, RNN)):
+            engine.rebind(module)
+
+
 def obstacle(module: torch.nn.Module) -> str | None:
     """Why a layer cannot be swapped; None: it can."""
     if isinstance(module, torch.nn.RNNCellBase):
@@ -60,7 +71,7 @@ def obstacle(module: torch.nn.Module) -> str | None:
     if type(module) not in OURS:
         return f"{type(module).__name__} is a class of its own, whose forward() may do more"
     weight = module.weight_hh_l0
-    if weight.dtype not in engine._DTYPES:
+    if weight.dtype not in engine.NAMES:
         return f"its weights are {weight.dtype}"
     if weight.device.type not in ("cpu", "cuda"):
         return f"it is on {weight.device}"
