@@ -8,21 +8,24 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tune_fakes import DEVICE, Fake, make
 
 from ecornn.cells import get
 from ecornn.compiler import plan
 from ecornn.device import KNOWN
+from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Knob, Task
 from ecornn.schedules.persistent import Persistent
 from ecornn.task import make_task
+from ecornn.tune.choose import choose
 from ecornn.tune.log import Line, Log
 from ecornn.tune.lookup import find, unfit
-from ecornn.tune.record import Times, Trial
+from ecornn.tune.model import CostModel
+from ecornn.tune.record import Times, Trial, decode, encode
 from ecornn.tune.space import Candidate
-from ecornn.tune.transfer import seeds
+from ecornn.tune.transfer import seeds, warm
 from ecornn.workload import Workload
 
 TASK = make(hidden=8, batch=4)
@@ -317,6 +320,33 @@ def test_a_configuration_of_another_batch_keeps_the_rows_of_a_group(batch, known
     result = find(task, [Persistent()], log)
     assert result.config == {**config, "groups": becomes}
     assert seeds(task, [Persistent()], log)[0].config == result.config
+
+
+accepted = st.one_of(st.integers(-(1 << 63), (1 << 63) - 1), st.integers(-2, 64), st.booleans(),
+                     st.sampled_from(["l2", "cluster", "rare", "exact"]), st.text(min_size=1, max_size=4))
+SHIPPED = {"persistent": {"groups": 4, "units": 16, "warps": 4, "gate_warps": 4, "chains": 1, "registers": 100,
+                          "interleave": 0, "ahead": 100, "fences": "rare", "hoisted": "same", "carrier": "l2",
+                          "math": "fast"},
+           "persistent_wide": {"groups": 1, "units": 16, "parts": 1, "row_teams": 1, "registers": 100,
+                               "hoisted": "same", "math": "fast"}}
+
+
+@settings(max_examples=200)
+@given(st.sampled_from(sorted(SHIPPED)), st.data())
+def test_no_value_that_the_format_accepts_stops_a_look_up_or_a_search(name, data):
+    """In any knob of a record of another batch, or of another hidden size."""
+    knob, schedule = data.draw(st.sampled_from(sorted(SHIPPED[name]))), all_schedules()[name]
+    config = SHIPPED[name] | {knob: data.draw(accepted)}
+    device, hidden = KNOWN["sm_90a"], data.draw(st.sampled_from([256, 264]))
+    work = Workload("lstm", hidden, hidden, data.draw(st.sampled_from([20, 32])), 100, "float16")
+    record = decode(encode(trial(1.0, schedule=name, revision=schedule.revision, config=config, workload=work,
+                                 device=device)))
+    task = make_task(get("lstm"), Workload("lstm", 256, 256, 20, 100, "float16"), device)
+    result = choose(task, name, None, log_of(record))
+    assert unfit(schedule, task, result.config) is None
+    for one in seeds(task, [schedule], log_of(record)):
+        schedule.check(task, one.config)
+    warm(CostModel(), get("lstm"), task, [schedule], log_of(record))
 
 
 def test_a_configuration_that_does_not_fit_with_as_many_rows_stays_as_it_is():

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from ecornn.device import Device
-from ecornn.schedules.base import Config, Schedule, Task, Value
+from ecornn.schedules.base import Config, Knob, Schedule, Task, Value
 from ecornn.tune.log import Line, Log
 from ecornn.tune.record import Trial
 from ecornn.tune.space import Candidate
@@ -118,11 +118,18 @@ def up_to_date(trial: Trial, schedule: Schedule | None, task: Task) -> Trial:
 def carried(trial: Trial, by_name: Mapping[str, Schedule], task: Task) -> Trial:
     """A trial of another batch with its configuration as it is for the task's, where that fits."""
     schedule = by_name.get(trial.schedule)
-    if schedule is None or trial.workload.batch == task.workload.batch or set(trial.config) != {
-            knob.name for knob in schedule.knobs(task)}:
+    if schedule is None or trial.workload.batch == task.workload.batch:
         return trial
-    config = schedule.carried(trial.config, trial.workload.batch, task)
+    config = moved(trial.config, schedule, trial.workload, task)
     return trial if unfit(schedule, task, config) else msgspec.structs.replace(trial, config=config)
+
+
+def moved(config: Config, schedule: Schedule, of: Workload, task: Task) -> Config:
+    """What a configuration of another workload becomes for the task's batch; as it is where it has a value that the
+    schedule does not have there: a record may hold any."""
+    if of.batch == task.workload.batch or not listed(config, schedule.knobs(replace(task, workload=of))):
+        return config
+    return schedule.carried(config, of.batch, task)
 
 
 def how_far(trial: Trial, workload: Workload, device: Device) -> Distance | None:
@@ -233,12 +240,18 @@ def unfit(schedule: Schedule | None, task: Task, config: Config) -> str | None:
     """Why a configuration cannot be used for the task; None: it can."""
     if schedule is None:
         return "of schedules that do not serve this"
-    values = {knob.name: knob.values for knob in schedule.knobs(task)}
-    known = set(config) == set(values)
-    listed = known and all(any(same_value(value, v) for v in values[name]) for name, value in config.items())
-    if not known or (not listed and not same_config(config, default_of(schedule, task))):
+    knobs = schedule.knobs(task)
+    known = set(config) == {knob.name for knob in knobs}
+    if not known or (not listed(config, knobs) and not same_config(config, default_of(schedule, task))):
         return "with knobs or values that the schedule no longer has here"
     return "of configurations that do not fit here" if schedule.check(task, config) else None
+
+
+def listed(config: Config, knobs: Sequence[Knob]) -> bool:
+    """Whether a configuration has these knobs and no other, each with one of its values. A schedule may be asked about
+    no other, but its default."""
+    return len(config) == len(knobs) and all(
+        knob.name in config and any(same_value(config[knob.name], v) for v in knob.values) for knob in knobs)
 
 
 def default_of(schedule: Schedule, task: Task) -> Config:

@@ -12,7 +12,7 @@ from ecornn.schedules.base import Schedule, Task
 from ecornn.task import make_task
 from ecornn.tune.features import features
 from ecornn.tune.log import Log
-from ecornn.tune.lookup import carried, how_far, unfit, up_to_date
+from ecornn.tune.lookup import carried, how_far, listed, moved, unfit, up_to_date
 from ecornn.tune.model import CostModel
 from ecornn.tune.record import Trial
 from ecornn.tune.space import Candidate
@@ -94,14 +94,14 @@ def seeds(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candidate
     configuration fits is for the config space to say.
     """
     by_name = {s.name: s for s in schedules}
-    knobs = {s.name: {k.name for k in s.knobs(task)} for s in schedules}
+    knobs = {s.name: s.knobs(task) for s in schedules}
     best: dict[Candidate, tuple[float, float, float]] = {}
     for trial in log.trials():
         far = how_far(trial, task.workload, task.device)
         if far is None or trial.times is None or trial.schedule not in knobs:
             continue
         config = carried(up_to_date(trial, by_name[trial.schedule], task), by_name, task).config
-        if set(config) == knobs[trial.schedule]:
+        if listed(config, knobs[trial.schedule]):
             candidate, rank = Candidate.of(trial.schedule, config), (*far[1:3], trial.times.median)
             best[candidate] = min(best.get(candidate, rank), rank)
     found = sorted(best, key=lambda c: best[c])[:SEEDS]
@@ -128,8 +128,7 @@ def borrowed(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candid
             for one in best[place:place + 1]:
                 schedule = by_name[one.schedule]
                 config = {k.name: k.before for k in schedule.knobs(task) if k.before is not None} | one.config
-                if set(config) == {k.name for k in schedule.knobs(task)} and work.batch != task.workload.batch:
-                    config = dict(schedule.carried(config, work.batch, task))
+                config = dict(moved(config, schedule, work, task))
                 if unfit(schedule, task, config) is None:
                     found[Candidate.of(one.schedule, config)] = None
     return list(found)
