@@ -24,6 +24,7 @@ from ecornn.tune.log import Line, Log
 from ecornn.tune.lookup import find, unfit
 from ecornn.tune.model import CostModel
 from ecornn.tune.record import Times, Trial, decode, encode
+from ecornn.tune.selection import best_lines
 from ecornn.tune.space import Candidate
 from ecornn.tune.transfer import seeds, warm
 from ecornn.workload import Workload
@@ -38,7 +39,7 @@ def trial(us: float = 10.0, *, a: int = 1, batch: int = 4, seq: int = 10, cores:
               "workload": Workload("lstm", 8, 8, batch, seq),
               "device": msgspec.structs.replace(DEVICE, cores=cores, name=name), "schedule": "fake",
               "revision": 3, "config": {"a": a, "b": 0, "behaviour": "ok"}, "versions": {}, "seed": 0,
-              "seconds": 1.0, "times": Times.of([us]), "time": "2026-01-31T12:00:00Z"}
+              "seconds": 1.0, "times": Times.of([us]), "check": 1e-7, "time": "2026-01-31T12:00:00Z"}
     return Trial(**{**fields, **changes})
 
 
@@ -234,6 +235,16 @@ def test_what_cannot_be_used_is_counted():
     assert "do not fit here" in found(trial(config={"a": 7, "b": 7, "behaviour": "ok"})).provenance
     assert "2 ignored, of schedules that do not serve" in found(
         trial(schedule="gone"), trial(schedule="gone", index=1), trial(batch=2)).provenance
+
+
+@pytest.mark.parametrize("check", [1e6, 2e-5, None])
+def test_a_time_without_a_right_output_counts_nowhere(check):
+    wrong, right = trial(1.0, a=1, check=check), trial(9.0, a=2)
+    result = found(wrong, right)
+    assert result.config["a"] == 2 and "1 ignored, without a right output" in result.provenance
+    assert found(wrong).line is None
+    assert [c.config["a"] for c in seeds(TASK, [SCHEDULE], log_of(wrong, right))] == [2]
+    assert [line.record.config["a"] for line in best_lines(log_of(wrong, right), {"fake": 3})] == [2]
 
 
 def test_failed_trials_never_apply():

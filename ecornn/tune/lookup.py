@@ -10,14 +10,14 @@ of a smaller input says nothing. Among the nearest ones the configuration that i
 3. on any other device: a seed, whose time says nothing here;
 4. else the default that is expected to be fastest.
 
-A record of another revision of its schedule is stale: its time is, not its configuration. So it
-competes, with its time taken as ``STALE`` slower; a time measured once, without the final comparison,
-is taken as ``ONCE`` slower, and as much slower as all finalists of its run had become by the end; and never as faster
-than those, whom the run compared because they were. A
-configuration that failed since then is not used. What is slower by ``MISSED`` than a configuration of the same
-records that does not fit the task is no guide to it: farther ones are asked. The batch of a record is at most a
-factor ``REACH`` away, and the schedule says what its configuration becomes at the task's. Of records equally near, the
-user's folder goes before the one that ships, unless all it has is stale.
+A record of another revision of its schedule is stale: its time is, not its configuration. So it competes, with its
+time taken as ``STALE`` slower; a time measured once, without the final comparison, is taken as ``ONCE`` slower, and as
+much slower as all finalists of its run had become by the end; and never as faster than those, whom the run compared
+because they were. A configuration that failed since then is not used, and no time of a trial whose output was wrong.
+What is slower by ``MISSED`` than a configuration of the same records that does not fit the task is no guide to it:
+farther ones are asked. The batch of a record is at most a factor ``REACH`` away, and the schedule says what its
+configuration becomes at the task's. Of records equally near, the user's folder goes before the one that ships, unless
+all it has is stale.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from ecornn.schedules.base import Config, Knob, Schedule, Task, Value
 from ecornn.tune.log import Line, Log
 from ecornn.tune.record import Trial
 from ecornn.tune.space import Candidate
+from ecornn.tune.tolerance import proven
 from ecornn.workload import Workload
 
 STALE = 1.1  # of the persistent schedule's first two revisions: between 0.97 and 1.09
@@ -174,7 +175,9 @@ def collect(lines: Sequence[Line], by_name: dict[str, Schedule], task: Task,
         tried.setdefault(Candidate.of(trial.schedule, trial.config), []).append(line)
     found, drifts, missed = [], drift(lines), math.inf
     for candidate, of in tried.items():
-        timed = [line for line in of if line.record.times is not None]  # type: ignore[union-attr]
+        timed = [line for line in of if proven(line.record)]  # type: ignore[arg-type]
+        if wrong := sum(line.record.times is not None for line in of) - len(timed):  # type: ignore[union-attr]
+            ignored["without a right output"] = ignored.get("without a right output", 0) + wrong
         if not timed:
             continue
         schedule = by_name.get(candidate.schedule)
@@ -201,7 +204,8 @@ def drift(lines: Sequence[Line]) -> dict[str, tuple[float, float]]:
     times: dict[str, dict[Candidate, dict[str, float]]] = {}
     for line in lines:
         trial = line.record
-        if isinstance(trial, Trial) and trial.times is not None:
+        if isinstance(trial, Trial) and proven(trial):
+            assert trial.times is not None
             candidate = Candidate.of(trial.schedule, trial.config)
             times.setdefault(trial.run, {}).setdefault(candidate, {})[trial.stage] = trial.times.median
     found = {}

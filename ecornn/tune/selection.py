@@ -8,6 +8,7 @@ from ecornn.device import Device
 from ecornn.tune.log import Line, Log
 from ecornn.tune.record import Finish, Trial
 from ecornn.tune.space import Candidate
+from ecornn.tune.tolerance import proven
 from ecornn.workload import Workload
 
 Subject = tuple[Workload, Device]
@@ -20,7 +21,8 @@ def best_lines(log: Log, revisions: Mapping[str, int]) -> list[Line]:
     gone = failing(log.lines, revisions)
     for line in log.lines:
         trial = line.record
-        if isinstance(trial, Trial) and trial.times is not None:
+        if isinstance(trial, Trial) and proven(trial):
+            assert trial.times is not None
             key, stale = (trial.workload, trial.device), trial.revision != revisions.get(trial.schedule)
             rank = stale, trial.stage != "final", trial.times.median
             if stale and Candidate.of(trial.schedule, trial.config) in gone.get(key, {}):
@@ -53,7 +55,7 @@ def worth_keeping(lines: Sequence[Line], revisions: Mapping[str, int], keep: int
     of: dict[Subject, dict[Candidate, list[Line]]] = {}
     for line in lines:
         trial = line.record
-        if isinstance(trial, Trial) and trial.times is not None:
+        if isinstance(trial, Trial) and proven(trial):
             candidate = Candidate.of(trial.schedule, trial.config)
             of.setdefault((trial.workload, trial.device), {}).setdefault(candidate, []).append(line)
     kept: set[int] = set()

@@ -16,6 +16,7 @@ from ecornn.tune.lookup import carried, how_far, listed, moved, unfit, up_to_dat
 from ecornn.tune.model import CostModel
 from ecornn.tune.record import Trial
 from ecornn.tune.space import Candidate
+from ecornn.tune.tolerance import proven
 from ecornn.workload import Workload
 
 NEIGHBOURS = 6  # runs
@@ -70,7 +71,7 @@ def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[Schedule]
             if schedule is None or unfit(schedule, other, config):
                 continue
             row = features(schedule, other, Candidate.of(trial.schedule, config))
-            model.add(f"{name} {of} {on.name}", row, trial.times.median if trial.times else None)
+            model.add(f"{name} {of} {on.name}", row, trial.times.median if proven(trial) and trial.times else None)
             added += 1
     return added
 
@@ -98,8 +99,9 @@ def seeds(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candidate
     best: dict[Candidate, tuple[float, float, float]] = {}
     for trial in log.trials():
         far = how_far(trial, task.workload, task.device)
-        if far is None or trial.times is None or trial.schedule not in knobs:
+        if far is None or not proven(trial) or trial.schedule not in knobs:
             continue
+        assert trial.times is not None
         config = carried(up_to_date(trial, by_name[trial.schedule], task), by_name, task).config
         if listed(config, knobs[trial.schedule]):
             candidate, rank = Candidate.of(trial.schedule, config), (*far[1:3], trial.times.median)
@@ -117,7 +119,8 @@ def borrowed(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candid
     times: dict[Workload, dict[Candidate, float]] = {}
     for trial in log.trials():
         if (alike(trial.workload) == alike(task.workload) and trial.device.arch == task.device.arch
-                and trial.times is not None and trial.schedule in by_name and trial.workload != task.workload):
+                and proven(trial) and trial.schedule in by_name and trial.workload != task.workload):
+            assert trial.times is not None
             one, of = Candidate.of(trial.schedule, trial.config), times.setdefault(trial.workload, {})
             of[one] = min(of.get(one, math.inf), trial.times.median)
     near = sorted(times, key=lambda work: (distance(work, task.workload), str(work)))[:NEIGHBOURS]
