@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from ecornn.device import KNOWN
 from ecornn.errors import RecordError
+from ecornn.tune.journal import Journal
 from ecornn.tune.log import MAX_FILE, append, parse, read, rewrite
 from ecornn.tune.record import MAX_LINE, Choice, Finish, Start, Times, Trial, decode, encode
 from ecornn.workload import Workload
@@ -232,6 +233,32 @@ def test_eight_processes_append_and_one_rewrites_and_nothing_is_lost(tmp_path):
     assert not log.problems
     for run in names:
         assert [line.record.index for line in log.lines if line.record.run == run] == list(range(25))
+
+
+def test_writers_through_a_link_and_beside_it_lose_nothing(tmp_path):
+    folder = tmp_path / "there"
+    folder.mkdir()
+    real, link = folder / "real.jsonl", tmp_path / "link.jsonl"
+    real.touch()
+    link.symlink_to(real)
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=_append_many, args=(path, path.stem)) for path in (real, link)]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        rewrite(link, lambda log: [line.record for line in log.lines])
+    assert all(writer.exitcode == 0 for writer in writers)
+    for run in ("real", "link"):
+        assert [t.index for t in read(real).trials() if t.run == run] == list(range(25))
+    assert not list(tmp_path.glob("*.lock"))  # a lock beside the link would say nothing to who knows no link
+
+
+def test_a_run_is_for_one_process_whatever_link_leads_to_its_log(tmp_path):
+    real, link = tmp_path / "real.jsonl", tmp_path / "link.jsonl"
+    link.symlink_to(real)
+    with (Journal(real, "ab-1").alone(), pytest.raises(RecordError, match="another process tunes"),
+          Journal(link, "ab-1").alone()):
+        pass
 
 
 def test_a_missing_file_is_a_record_error(tmp_path):
