@@ -12,11 +12,17 @@ from hypothesis import strategies as st
 from test_cli import folder  # noqa: F401  (a user's folder of its own for each test)
 from test_records import H100, WORK, trial
 
+from ecornn.cells import get
 from ecornn.cli import main
-from ecornn.tune.log import Line, append, append_all, read, rewrite
+from ecornn.device import KNOWN
+from ecornn.schedules import all_schedules, revisions
+from ecornn.task import make_task
+from ecornn.tune.log import Line, Log, append, append_all, read, rewrite
+from ecornn.tune.lookup import find
 from ecornn.tune.merge import merge
-from ecornn.tune.record import Choice, Finish, Start, Times
+from ecornn.tune.record import Choice, Finish, Start, Times, Trial
 from ecornn.tune.selection import best_lines, worth_keeping
+from ecornn.workload import Workload
 
 DAY = "2026-01-31T12:00:00Z"
 
@@ -127,8 +133,6 @@ def test_what_a_newer_program_wrote_is_not_lost(folder, tmp_path):  # noqa: F811
 
 
 def test_a_stale_configuration_that_fails_now_is_not_brought_back(tmp_path):
-    from ecornn.schedules import revisions
-
     now, path = revisions()["persistent"], tmp_path / "log.jsonl"
     fast, good = {"k": 1}, {"k": 2}
     append_all(path, [start(), trial(revision=now - 1, config=fast, times=Times.of([0.5]), time=DAY), finish(),
@@ -150,9 +154,30 @@ def test_the_best_is_a_current_one_where_there_is_one(tmp_path):
         assert best.record.times.median == us
 
 
-def test_prune_keeps_the_fastest_and_runs_under_way(tmp_path):
-    from ecornn.schedules import all_schedules
+def test_the_best_is_what_look_up_chooses(tmp_path):
+    """Of one configuration the latest final time counts, with a knob that came later or without, and not the least."""
+    device = KNOWN["sm_90a"]
+    task = make_task(get("lstm"), Workload("lstm", 256, 256, 16, 100, "float16"), device)
+    persistent = all_schedules()["persistent"]
+    default = dict(persistent.default(task))
+    other = next({**default, "warps": warps} for warps in (2, 3, 4, 5, 6) if warps != default["warps"]
+                 and persistent.check(task, {**default, "warps": warps}) is None)
+    lacking = {k: v for k, v in default.items() if k != "hoisted"}
+    default["hoisted"] = "float32"
 
+    def final(index: int, config: dict, us: float, hour: int) -> Trial:
+        return trial(index=index, stage="final", revision=persistent.revision, config=config, times=Times.of([us]),
+                     check=1e-4, time=f"2026-01-31T{hour}:00:00Z", workload=task.workload)
+
+    for first in (default, lacking):
+        log = Log(lines([final(0, first, 1.0, 10), final(1, default, 3.0, 12), final(2, other, 2.0, 11)]))
+        (best,) = best_lines(log, revisions())
+        assert best.record.config == other == find(task, [persistent], log).config
+        kept = worth_keeping([*log.lines, *lines([finish()])], revisions(), 1)
+        assert [line.record.config for line in kept if isinstance(line.record, Trial)] == [other]
+
+
+def test_prune_keeps_the_fastest_and_runs_under_way(tmp_path):
     now = all_schedules()["persistent"].revision
     path = tmp_path / "log.jsonl"
     append_all(path, [start(), *(trial(index=i, revision=now, times=Times.of([1.0 + i]), config={"k": i}, time=DAY)

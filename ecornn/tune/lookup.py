@@ -183,14 +183,14 @@ def collect(lines: Sequence[Line], by_name: dict[str, Schedule], task: Task,
         schedule = by_name.get(candidate.schedule)
         reason = unfit(schedule, task, candidate.config)
         if reason is None and schedule is not None:
-            one = best_evidence(timed, schedule, drifts)
+            one = best_evidence(timed, schedule.revision, drifts)
             if not one.stale or not any(line.record.revision == schedule.revision  # type: ignore[union-attr]
                                         for line in of if line not in timed):
                 found.append(one)
                 continue
             reason = "stale, and failing since"
         elif schedule is not None:
-            missed = min(missed, best_evidence(timed, schedule, drifts).expected)
+            missed = min(missed, best_evidence(timed, schedule.revision, drifts).expected)
         ignored[str(reason)] = ignored.get(str(reason), 0) + len(timed)
     return found, missed
 
@@ -216,14 +216,14 @@ def drift(lines: Sequence[Line]) -> dict[str, tuple[float, float]]:
     return found
 
 
-def best_evidence(lines: Sequence[Line], schedule: Schedule, drifts: Mapping[str, tuple[float, float]]) -> Evidence:
-    """Of several times of one configuration: a current one before a stale one, one of a final
-    comparison before one measured once, then the latest."""
+def best_evidence(lines: Sequence[Line], revision: int | None, drifts: Mapping[str, tuple[float, float]]) -> Evidence:
+    """Of several times of one configuration, whose schedule is at ``revision`` now: a current one before a stale one,
+    one of a final comparison before one measured once, then the latest."""
     ranked = []
     for line in lines:
         trial = line.record
         assert isinstance(trial, Trial) and trial.times is not None
-        stale, once = trial.revision != schedule.revision, trial.stage != "final"
+        stale, once = trial.revision != revision, trial.stage != "final"
         expected = trial.times.median
         if once:
             slower, finalist = drifts.get(trial.run, (1.0, 0.0))
