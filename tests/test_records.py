@@ -31,7 +31,8 @@ def trial(**changes: object) -> Trial:
     return Trial(**{**fields, **changes})
 
 
-names = st.text(min_size=1, max_size=20)
+shown = st.characters(exclude_categories=("Cc", "Cf", "Cs", "Zl", "Zp"))
+names = st.text(shown, min_size=1, max_size=20)
 values = st.one_of(st.integers(-2**40, 2**40), st.booleans(), names)
 micros = st.floats(1e-3, 1e6)
 times = st.lists(micros, min_size=1, max_size=20).map(Times.of)
@@ -106,15 +107,42 @@ def test_any_value_in_any_field_is_accepted_whole_or_refused(value, field):
     ({"config": {"k": 1 << 70}}, "config"),
     ({"time": "yesterday"}, "time"),
     ({"time": "2026-01-31T12:00:00Z\n"}, "time"),
+    ({"time": "9999-99-99T99:99:99Z"}, "time"),
+    ({"time": "2026-13-30T12:00:00Z"}, "time"),
+    ({"time": "2026-12-30T24:00:00Z"}, "time"),
+    ({"workload": {**msgspec.to_builtins(WORK), "cell": "a\u202eb"}}, "control"),
+    *(({field: f"a{mark}b"}, "control") for field in ("run", "schedule", "source")
+      for mark in ("\n", "\x1b]0;title\x07", "\x7f", "\x9b", "\u2028")),
+    ({"config": {"k\n": 1}}, "control"),
+    ({"config": {"k": "\x1b[2J"}}, "control"),
+    ({"versions": {"tvm": "\r"}}, "control"),
     *(({"device": {**msgspec.to_builtins(H100), **change}}, word) for change, word in (
         ({"cores": 0}, "cores"), ({"cores": 1 << 70}, "cores"), ({"l2": -1}, "l2"), ({"kind": "quantum"}, "kind"),
-        ({"name": "x" * 129}, "name"), ({"arch": ""}, "arch"), ({"features": ["x"] * 257}, "features"))),
+        ({"name": "x" * 129}, "name"), ({"name": "a\nb"}, "control"), ({"features": ["\x1b[m"]}, "control"),
+        ({"arch": ""}, "arch"), ({"features": ["x"] * 257}, "features"))),
     ({"workload": {**msgspec.to_builtins(WORK), "cell": ""}}, "cell"),
 ])
 def test_what_the_format_refuses(change, word):
     data = {**msgspec.to_builtins(trial()), "kind": "trial", **change}
     with pytest.raises(RecordError, match=word):
         decode(json.dumps(data).encode())
+
+
+@pytest.mark.parametrize("change, word", [
+    ({"reason": "because"}, "because"),
+    ({"best": None}, "best_us"), ({"best_us": None}, "best_us"), ({"default": None}, "default_us")])
+def test_what_the_format_refuses_of_a_finish(change, word):
+    choice = {"schedule": "persistent", "config": {}}
+    data = {"kind": "finish", "v": 1, "run": "ab-1", "time": "2026-01-31T12:00:00Z", "reason": "trials", "trials": 2,
+            "seconds": 3.0, "best": choice, "best_us": 1.0, "default": choice, "default_us": 2.0}
+    assert decode(json.dumps(data).encode()).best_us == 1.0
+    with pytest.raises(RecordError, match=word):
+        decode(json.dumps({**data, **change}).encode())
+
+
+def test_a_message_may_have_many_lines():
+    record = trial(times=None, check=None, error="run: first\n\tsecond \x1b[31mred\x1b[m")
+    assert decode(encode(record)) == record
 
 
 def test_a_line_that_would_not_fit_when_it_is_written_again_is_refused_at_once():

@@ -210,6 +210,8 @@ def test_stats_say_what_there_is(tmp_path):
                       finish()])
     output = run("log", "stats", path)
     assert f"{H100.name} (sm_90a): 1 workloads, 2 trials in the search, 1 failed, 2 stale, 1 noisy" in output
+    append(path, trial(index=2, times=None, check=None, error="build: \x1b]0;title\x07 of 3\nmore"))
+    assert "1 failed: build: ?]0;title? of 3\n" in run("log", "stats", path)
     assert "1 failed: run: wrong output: 3" in output and "2.00x in the median of 1 runs" in output
 
 

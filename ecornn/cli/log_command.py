@@ -104,7 +104,7 @@ def stats(files: tuple[Path, ...]) -> None:
     And how much faster than the untuned default the best of each workload is.
     """
     from ecornn.schedules import revisions
-    from ecornn.tune.record import Finish, Trial
+    from ecornn.tune.record import Finish, Trial, first_line
 
     found, now = collect(files), revisions()
     trials = [line.record for line in found.lines if isinstance(line.record, Trial)]
@@ -119,7 +119,7 @@ def stats(files: tuple[Path, ...]) -> None:
                    f"{sum(t.noisy for t in mine)} noisy")
         for schedule, count in Counter(t.schedule for t in search).most_common():
             click.echo(f"  {schedule}: {count} trials")
-        for reason, count in Counter(t.error.splitlines()[0][:80] for t in search if t.error).most_common(5):
+        for reason, count in Counter(first_line(t.error, 80) for t in search if t.error).most_common(5):
             click.echo(f"  {count} failed: {reason}")
         gains = sorted(f.default_us / f.best_us for f in finishes
                        if devices.get(f.run) == name and f.best_us and f.default_us)
