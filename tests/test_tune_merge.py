@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -17,11 +19,13 @@ from ecornn.cli import main
 from ecornn.device import KNOWN
 from ecornn.schedules import all_schedules, revisions
 from ecornn.task import make_task
+from ecornn.tune.evaluate import Outcome
 from ecornn.tune.log import Line, Log, append, append_all, read, rewrite
 from ecornn.tune.lookup import find
 from ecornn.tune.merge import merge
 from ecornn.tune.record import Choice, Finish, Start, Times, Trial
 from ecornn.tune.selection import best_lines, worth_keeping
+from ecornn.tune.verify import Check
 from ecornn.workload import Workload
 
 DAY = "2026-01-31T12:00:00Z"
@@ -110,6 +114,39 @@ def test_import_adds_what_is_new_to_the_users_folder(folder, tmp_path):  # noqa:
     assert "1 records added" in run("log", "import", theirs)
     assert len(read(folder / "imported.jsonl").lines) == 4
     assert "persistent" in run("log", "best")
+
+
+def test_import_counts_what_is_new_and_not_what_was_there_twice(folder, tmp_path):  # noqa: F811
+    theirs = tmp_path / "theirs.jsonl"
+    append_all(folder / "imported.jsonl", [trial(time=DAY)] * 3)
+    append_all(theirs, [trial(time=DAY), trial(index=1, time=DAY)])
+    assert run("log", "import", theirs).startswith("1 records added")
+
+
+def test_what_is_no_log_is_not_merged(folder, tmp_path):  # noqa: F811
+    text = tmp_path / "readme.md"
+    text.write_text("# no log\n")
+    for command in (("import", text), ("merge", text, "-o", tmp_path / "out.jsonl")):
+        assert "is no tuning log" in run("log", *command, code=2)
+    assert not (tmp_path / "out.jsonl").exists() and not (folder / "imported.jsonl").exists()
+
+
+def test_verify_says_the_median_of_an_even_number(tmp_path, monkeypatch):
+    path = tmp_path / "log.jsonl"
+    append_all(path, [trial(run=f"r-{n}", times=Times.of([1.0]), check=1e-7, workload=Workload("lstm", n, n))
+                      for n in (8, 16)])
+    now = {8: 1.0, 16: 1.05}
+    monkeypatch.setattr("ecornn.tune.session.Session", lambda *_, **__: nullcontext(SimpleNamespace(device=H100)))
+    monkeypatch.setattr("ecornn.tune.verify.sample", lambda lines, *_: (lines, {}))
+    monkeypatch.setattr("ecornn.tune.verify.verify", lambda lines, _: [
+        Check(line, Outcome(Times.of([now[line.record.workload.hidden]]))) for line in lines])
+    assert "2 of 2 hold within 10%, median drift +2.5%" in run("log", "verify", path)
+
+
+def test_trials_of_export_best_can_be_pruned(tmp_path):
+    path = tmp_path / "best.jsonl"
+    append_all(path, [trial(run=f"r-{n}", config={"k": n}, times=Times.of([1.0 + n]), time=DAY) for n in range(4)])
+    assert "1 of 4 records kept" in run("log", "prune", path, "--keep", "1")
 
 
 def test_two_processes_that_went_on_with_one_run_both_count(tmp_path):

@@ -33,15 +33,22 @@ def log() -> None:
 FILES = click.argument("files", nargs=-1, type=click.Path(path_type=Path))
 
 
-def collect(files: tuple[Path, ...]) -> Log:
-    """The given files, or every log there is; problems go to stderr."""
+def collect(files: tuple[Path, ...], strict: bool = False) -> Log:
+    """The given files, or every log there is; problems go to stderr.
+
+    ``strict``: raises :class:`~ecornn.errors.RecordError` for a file that has text, but no record.
+    """
+    from ecornn.errors import RecordError
     from ecornn.tune.folders import read_all
     from ecornn.tune.log import Log, read
 
     if files:
         found = Log()
         for path in files:
-            found.extend(read(path))
+            one = read(path)
+            if strict and one.problems and not one.lines and not one.newer:
+                raise RecordError(f"{path} is no tuning log: {one.problems[0]}")
+            found.extend(one)
     else:
         found = read_all()
     for problem in found.problems:

@@ -9,7 +9,7 @@ from ecornn.device import KNOWN, Device
 from ecornn.schedules.base import Value
 from ecornn.tune.log import Line, Log
 from ecornn.tune.lookup import best_evidence, drift
-from ecornn.tune.record import Finish, Trial
+from ecornn.tune.record import Finish, Start, Trial
 from ecornn.tune.space import Candidate
 from ecornn.tune.tolerance import proven
 from ecornn.workload import Workload
@@ -79,10 +79,12 @@ def worth_keeping(lines: Sequence[Line], revisions: Mapping[str, int], keep: int
 
     Of each workload and device every record of the ``keep`` fastest configurations; a stale one only
     where the configuration is not known at its schedule's present revision (``revisions``), with the failures that say
-    that it works no more. Of runs that are not finished, everything; of finished ones, their start and finish where a
-    trial stays.
+    that it works no more. Of runs that were started and are not finished, everything; of finished ones, their start
+    and finish where a trial stays.
     """
     finished = {line.record.run for line in lines if isinstance(line.record, Finish)}
+    started = {line.record.run for line in lines if isinstance(line.record, Start)}
+    under_way = started - finished  # trials without a start are what `export --best` took of their run
     kept: set[int] = set()
     runs: set[str] = set()
     gone = failing(lines, revisions)
@@ -98,5 +100,5 @@ def worth_keeping(lines: Sequence[Line], revisions: Mapping[str, int], keep: int
                 stay = [*stay, *gone.get(subject, {}).get(candidate, [])]
             kept.update(id(line) for line in stay)
             runs.update(line.record.run for line in stay)
-    return [line for line in lines if id(line) in kept or line.record.run not in finished
+    return [line for line in lines if id(line) in kept or line.record.run in under_way
             or (line.record.run in runs and not isinstance(line.record, Trial))]
