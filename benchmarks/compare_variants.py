@@ -91,8 +91,9 @@ def compare(case: Case, files: Files, limits: Limits) -> dict:
     from ecornn.analysis import analyse
     from ecornn.cells import get
     from ecornn.tune.interpreter import interpret
-    from ecornn.tune.oracle import STEPS, TOLERANCE
+    from ecornn.tune.oracle import STEPS
     from ecornn.tune.quick_tvm import import_tvm
+    from ecornn.tune.tolerance import TOLERANCE
 
     import_tvm()
     for side in ("plain", "variant"):

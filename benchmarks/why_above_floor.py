@@ -106,7 +106,7 @@ def compare(case: Case, files: Files, limits: Limits) -> dict:
     from side_by_side import CELLS, DEVICE, float64_forward, relative
     from stage_cells import bare_forward
 
-    from ecornn.tune.oracle import TOLERANCE
+    from ecornn.tune.tolerance import TOLERANCE
 
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = case.row.arithmetic == "tf32"

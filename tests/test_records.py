@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from ecornn.device import KNOWN
 from ecornn.errors import RecordError
+from ecornn.tune.journal import Journal
 from ecornn.tune.log import MAX_FILE, append, parse, read, rewrite
 from ecornn.tune.record import MAX_LINE, Choice, Finish, Start, Times, Trial, decode, encode
 from ecornn.workload import Workload
@@ -30,7 +31,8 @@ def trial(**changes: object) -> Trial:
     return Trial(**{**fields, **changes})
 
 
-names = st.text(min_size=1, max_size=20)
+shown = st.characters(exclude_categories=("Cc", "Cf", "Cs", "Zl", "Zp"))
+names = st.text(shown, min_size=1, max_size=20)
 values = st.one_of(st.integers(-2**40, 2**40), st.booleans(), names)
 micros = st.floats(1e-3, 1e6)
 times = st.lists(micros, min_size=1, max_size=20).map(Times.of)
@@ -105,15 +107,42 @@ def test_any_value_in_any_field_is_accepted_whole_or_refused(value, field):
     ({"config": {"k": 1 << 70}}, "config"),
     ({"time": "yesterday"}, "time"),
     ({"time": "2026-01-31T12:00:00Z\n"}, "time"),
+    ({"time": "9999-99-99T99:99:99Z"}, "time"),
+    ({"time": "2026-13-30T12:00:00Z"}, "time"),
+    ({"time": "2026-12-30T24:00:00Z"}, "time"),
+    ({"workload": {**msgspec.to_builtins(WORK), "cell": "a\u202eb"}}, "control"),
+    *(({field: f"a{mark}b"}, "control") for field in ("run", "schedule", "source")
+      for mark in ("\n", "\x1b]0;title\x07", "\x7f", "\x9b", "\u2028")),
+    ({"config": {"k\n": 1}}, "control"),
+    ({"config": {"k": "\x1b[2J"}}, "control"),
+    ({"versions": {"tvm": "\r"}}, "control"),
     *(({"device": {**msgspec.to_builtins(H100), **change}}, word) for change, word in (
         ({"cores": 0}, "cores"), ({"cores": 1 << 70}, "cores"), ({"l2": -1}, "l2"), ({"kind": "quantum"}, "kind"),
-        ({"name": "x" * 129}, "name"), ({"arch": ""}, "arch"), ({"features": ["x"] * 257}, "features"))),
+        ({"name": "x" * 129}, "name"), ({"name": "a\nb"}, "control"), ({"features": ["\x1b[m"]}, "control"),
+        ({"arch": ""}, "arch"), ({"features": ["x"] * 257}, "features"))),
     ({"workload": {**msgspec.to_builtins(WORK), "cell": ""}}, "cell"),
 ])
 def test_what_the_format_refuses(change, word):
     data = {**msgspec.to_builtins(trial()), "kind": "trial", **change}
     with pytest.raises(RecordError, match=word):
         decode(json.dumps(data).encode())
+
+
+@pytest.mark.parametrize("change, word", [
+    ({"reason": "because"}, "because"),
+    ({"best": None}, "best_us"), ({"best_us": None}, "best_us"), ({"default": None}, "default_us")])
+def test_what_the_format_refuses_of_a_finish(change, word):
+    choice = {"schedule": "persistent", "config": {}}
+    data = {"kind": "finish", "v": 1, "run": "ab-1", "time": "2026-01-31T12:00:00Z", "reason": "trials", "trials": 2,
+            "seconds": 3.0, "best": choice, "best_us": 1.0, "default": choice, "default_us": 2.0}
+    assert decode(json.dumps(data).encode()).best_us == 1.0
+    with pytest.raises(RecordError, match=word):
+        decode(json.dumps({**data, **change}).encode())
+
+
+def test_a_message_may_have_many_lines():
+    record = trial(times=None, check=None, error="run: first\n\tsecond \x1b[31mred\x1b[m")
+    assert decode(encode(record)) == record
 
 
 def test_a_line_that_would_not_fit_when_it_is_written_again_is_refused_at_once():
@@ -232,6 +261,32 @@ def test_eight_processes_append_and_one_rewrites_and_nothing_is_lost(tmp_path):
     assert not log.problems
     for run in names:
         assert [line.record.index for line in log.lines if line.record.run == run] == list(range(25))
+
+
+def test_writers_through_a_link_and_beside_it_lose_nothing(tmp_path):
+    folder = tmp_path / "there"
+    folder.mkdir()
+    real, link = folder / "real.jsonl", tmp_path / "link.jsonl"
+    real.touch()
+    link.symlink_to(real)
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=_append_many, args=(path, path.stem)) for path in (real, link)]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        rewrite(link, lambda log: [line.record for line in log.lines])
+    assert all(writer.exitcode == 0 for writer in writers)
+    for run in ("real", "link"):
+        assert [t.index for t in read(real).trials() if t.run == run] == list(range(25))
+    assert not list(tmp_path.glob("*.lock"))  # a lock beside the link would say nothing to who knows no link
+
+
+def test_a_run_is_for_one_process_whatever_link_leads_to_its_log(tmp_path):
+    real, link = tmp_path / "real.jsonl", tmp_path / "link.jsonl"
+    link.symlink_to(real)
+    with (Journal(real, "ab-1").alone(), pytest.raises(RecordError, match="another process tunes"),
+          Journal(link, "ab-1").alone()):
+        pass
 
 
 def test_a_missing_file_is_a_record_error(tmp_path):

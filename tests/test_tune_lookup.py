@@ -8,21 +8,25 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tune_fakes import DEVICE, Fake, make
 
 from ecornn.cells import get
 from ecornn.compiler import plan
 from ecornn.device import KNOWN
+from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Knob, Task
 from ecornn.schedules.persistent import Persistent
 from ecornn.task import make_task
+from ecornn.tune.choose import choose
 from ecornn.tune.log import Line, Log
 from ecornn.tune.lookup import find, unfit
-from ecornn.tune.record import Times, Trial
+from ecornn.tune.model import CostModel
+from ecornn.tune.record import Times, Trial, decode, encode
+from ecornn.tune.selection import best_lines
 from ecornn.tune.space import Candidate
-from ecornn.tune.transfer import seeds
+from ecornn.tune.transfer import seeds, warm
 from ecornn.workload import Workload
 
 TASK = make(hidden=8, batch=4)
@@ -35,7 +39,7 @@ def trial(us: float = 10.0, *, a: int = 1, batch: int = 4, seq: int = 10, cores:
               "workload": Workload("lstm", 8, 8, batch, seq),
               "device": msgspec.structs.replace(DEVICE, cores=cores, name=name), "schedule": "fake",
               "revision": 3, "config": {"a": a, "b": 0, "behaviour": "ok"}, "versions": {}, "seed": 0,
-              "seconds": 1.0, "times": Times.of([us]), "time": "2026-01-31T12:00:00Z"}
+              "seconds": 1.0, "times": Times.of([us]), "check": 1e-7, "time": "2026-01-31T12:00:00Z"}
     return Trial(**{**fields, **changes})
 
 
@@ -233,6 +237,16 @@ def test_what_cannot_be_used_is_counted():
         trial(schedule="gone"), trial(schedule="gone", index=1), trial(batch=2)).provenance
 
 
+@pytest.mark.parametrize("check", [1e6, 2e-5, None])
+def test_a_time_without_a_right_output_counts_nowhere(check):
+    wrong, right = trial(1.0, a=1, check=check), trial(9.0, a=2)
+    result = found(wrong, right)
+    assert result.config["a"] == 2 and "1 ignored, without a right output" in result.provenance
+    assert found(wrong).line is None
+    assert [c.config["a"] for c in seeds(TASK, [SCHEDULE], log_of(wrong, right))] == [2]
+    assert [line.record.config["a"] for line in best_lines(log_of(wrong, right), {"fake": 3})] == [2]
+
+
 def test_failed_trials_never_apply():
     assert found(trial(times=None, error="run: wrong output")).line is None
 
@@ -317,6 +331,33 @@ def test_a_configuration_of_another_batch_keeps_the_rows_of_a_group(batch, known
     result = find(task, [Persistent()], log)
     assert result.config == {**config, "groups": becomes}
     assert seeds(task, [Persistent()], log)[0].config == result.config
+
+
+accepted = st.one_of(st.integers(-(1 << 63), (1 << 63) - 1), st.integers(-2, 64), st.booleans(),
+                     st.sampled_from(["l2", "cluster", "rare", "exact"]), st.text("ab8é", min_size=1, max_size=4))
+SHIPPED = {"persistent": {"groups": 4, "units": 16, "warps": 4, "gate_warps": 4, "chains": 1, "registers": 100,
+                          "interleave": 0, "ahead": 100, "fences": "rare", "hoisted": "same", "carrier": "l2",
+                          "math": "fast"},
+           "persistent_wide": {"groups": 1, "units": 16, "parts": 1, "row_teams": 1, "registers": 100,
+                               "hoisted": "same", "math": "fast"}}
+
+
+@settings(max_examples=50)
+@given(st.sampled_from(sorted(SHIPPED)), st.data())
+def test_no_value_that_the_format_accepts_stops_a_look_up_or_a_search(name, data):
+    """In any knob of a record of another batch, or of another hidden size."""
+    knob, schedule = data.draw(st.sampled_from(sorted(SHIPPED[name]))), all_schedules()[name]
+    config = SHIPPED[name] | {knob: data.draw(accepted)}
+    device, hidden = KNOWN["sm_90a"], data.draw(st.sampled_from([256, 264]))
+    work = Workload("lstm", hidden, hidden, data.draw(st.sampled_from([20, 32])), 100, "float16")
+    record = decode(encode(trial(1.0, schedule=name, revision=schedule.revision, config=config, workload=work,
+                                 device=device)))
+    task = make_task(get("lstm"), Workload("lstm", 256, 256, 20, 100, "float16"), device)
+    result = choose(task, name, None, log_of(record))
+    assert unfit(schedule, task, result.config) is None
+    for one in seeds(task, [schedule], log_of(record)):
+        schedule.check(task, one.config)
+    warm(CostModel(), get("lstm"), task, [schedule], log_of(record))
 
 
 def test_a_configuration_that_does_not_fit_with_as_many_rows_stays_as_it_is():

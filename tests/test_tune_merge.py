@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -12,11 +14,19 @@ from hypothesis import strategies as st
 from test_cli import folder  # noqa: F401  (a user's folder of its own for each test)
 from test_records import H100, WORK, trial
 
+from ecornn.cells import get
 from ecornn.cli import main
-from ecornn.tune.log import Line, append, append_all, read, rewrite
+from ecornn.device import KNOWN
+from ecornn.schedules import all_schedules, revisions
+from ecornn.task import make_task
+from ecornn.tune.evaluate import Outcome
+from ecornn.tune.log import Line, Log, append, append_all, read, rewrite
+from ecornn.tune.lookup import find
 from ecornn.tune.merge import merge
-from ecornn.tune.record import Choice, Finish, Start, Times
+from ecornn.tune.record import Choice, Finish, Start, Times, Trial
 from ecornn.tune.selection import best_lines, worth_keeping
+from ecornn.tune.verify import Check
+from ecornn.workload import Workload
 
 DAY = "2026-01-31T12:00:00Z"
 
@@ -106,6 +116,39 @@ def test_import_adds_what_is_new_to_the_users_folder(folder, tmp_path):  # noqa:
     assert "persistent" in run("log", "best")
 
 
+def test_import_counts_what_is_new_and_not_what_was_there_twice(folder, tmp_path):  # noqa: F811
+    theirs = tmp_path / "theirs.jsonl"
+    append_all(folder / "imported.jsonl", [trial(time=DAY)] * 3)
+    append_all(theirs, [trial(time=DAY), trial(index=1, time=DAY)])
+    assert run("log", "import", theirs).startswith("1 records added")
+
+
+def test_what_is_no_log_is_not_merged(folder, tmp_path):  # noqa: F811
+    text = tmp_path / "readme.md"
+    text.write_text("# no log\n")
+    for command in (("import", text), ("merge", text, "-o", tmp_path / "out.jsonl")):
+        assert "is no tuning log" in run("log", *command, code=2)
+    assert not (tmp_path / "out.jsonl").exists() and not (folder / "imported.jsonl").exists()
+
+
+def test_verify_says_the_median_of_an_even_number(tmp_path, monkeypatch):
+    path = tmp_path / "log.jsonl"
+    append_all(path, [trial(run=f"r-{n}", times=Times.of([1.0]), check=1e-7, workload=Workload("lstm", n, n))
+                      for n in (8, 16)])
+    now = {8: 1.0, 16: 1.05}
+    monkeypatch.setattr("ecornn.tune.session.Session", lambda *_, **__: nullcontext(SimpleNamespace(device=H100)))
+    monkeypatch.setattr("ecornn.tune.verify.sample", lambda lines, *_: (lines, {}))
+    monkeypatch.setattr("ecornn.tune.verify.verify", lambda lines, _: [
+        Check(line, Outcome(Times.of([now[line.record.workload.hidden]]))) for line in lines])
+    assert "2 of 2 hold within 10%, median drift +2.5%" in run("log", "verify", path)
+
+
+def test_trials_of_export_best_can_be_pruned(tmp_path):
+    path = tmp_path / "best.jsonl"
+    append_all(path, [trial(run=f"r-{n}", config={"k": n}, times=Times.of([1.0 + n]), time=DAY) for n in range(4)])
+    assert "1 of 4 records kept" in run("log", "prune", path, "--keep", "1")
+
+
 def test_two_processes_that_went_on_with_one_run_both_count(tmp_path):
     path, out = tmp_path / "log.jsonl", tmp_path / "out.jsonl"
     append_all(path, [start(), *(trial(time=DAY, seconds=s, times=Times.of([s])) for s in (1.25, 1.5)), finish()])
@@ -127,8 +170,6 @@ def test_what_a_newer_program_wrote_is_not_lost(folder, tmp_path):  # noqa: F811
 
 
 def test_a_stale_configuration_that_fails_now_is_not_brought_back(tmp_path):
-    from ecornn.schedules import revisions
-
     now, path = revisions()["persistent"], tmp_path / "log.jsonl"
     fast, good = {"k": 1}, {"k": 2}
     append_all(path, [start(), trial(revision=now - 1, config=fast, times=Times.of([0.5]), time=DAY), finish(),
@@ -150,9 +191,30 @@ def test_the_best_is_a_current_one_where_there_is_one(tmp_path):
         assert best.record.times.median == us
 
 
-def test_prune_keeps_the_fastest_and_runs_under_way(tmp_path):
-    from ecornn.schedules import all_schedules
+def test_the_best_is_what_look_up_chooses(tmp_path):
+    """Of one configuration the latest final time counts, with a knob that came later or without, and not the least."""
+    device = KNOWN["sm_90a"]
+    task = make_task(get("lstm"), Workload("lstm", 256, 256, 16, 100, "float16"), device)
+    persistent = all_schedules()["persistent"]
+    default = dict(persistent.default(task))
+    other = next({**default, "warps": warps} for warps in (2, 3, 4, 5, 6) if warps != default["warps"]
+                 and persistent.check(task, {**default, "warps": warps}) is None)
+    lacking = {k: v for k, v in default.items() if k != "hoisted"}
+    default["hoisted"] = "float32"
 
+    def final(index: int, config: dict, us: float, hour: int) -> Trial:
+        return trial(index=index, stage="final", revision=persistent.revision, config=config, times=Times.of([us]),
+                     check=1e-4, time=f"2026-01-31T{hour}:00:00Z", workload=task.workload)
+
+    for first in (default, lacking):
+        log = Log(lines([final(0, first, 1.0, 10), final(1, default, 3.0, 12), final(2, other, 2.0, 11)]))
+        (best,) = best_lines(log, revisions())
+        assert best.record.config == other == find(task, [persistent], log).config
+        kept = worth_keeping([*log.lines, *lines([finish()])], revisions(), 1)
+        assert [line.record.config for line in kept if isinstance(line.record, Trial)] == [other]
+
+
+def test_prune_keeps_the_fastest_and_runs_under_way(tmp_path):
     now = all_schedules()["persistent"].revision
     path = tmp_path / "log.jsonl"
     append_all(path, [start(), *(trial(index=i, revision=now, times=Times.of([1.0 + i]), config={"k": i}, time=DAY)
@@ -185,6 +247,8 @@ def test_stats_say_what_there_is(tmp_path):
                       finish()])
     output = run("log", "stats", path)
     assert f"{H100.name} (sm_90a): 1 workloads, 2 trials in the search, 1 failed, 2 stale, 1 noisy" in output
+    append(path, trial(index=2, times=None, check=None, error="build: \x1b]0;title\x07 of 3\nmore"))
+    assert "1 failed: build: ?]0;title? of 3\n" in run("log", "stats", path)
     assert "1 failed: run: wrong output: 3" in output and "2.00x in the median of 1 runs" in output
 
 

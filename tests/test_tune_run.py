@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,17 +18,24 @@ from pathlib import Path
 import pytest
 from tune_fakes import ENTRIES, Fake, cost, make
 
+from ecornn.cells import get
+from ecornn.schedules import all_schedules
+from ecornn.task import make_task
+from ecornn.tune.building import Build, Built
 from ecornn.tune.environment import Environment
 from ecornn.tune.evaluate import Outcome, ProcessEvaluator
 from ecornn.tune.journal import Journal, digest_of
-from ecornn.tune.log import read
+from ecornn.tune.log import Line, read
 from ecornn.tune.model import CostModel
 from ecornn.tune.pool import Closed, Pool
 from ecornn.tune.process import Worker, WorkerError
 from ecornn.tune.record import Finish, Start, Times, Trial
 from ecornn.tune.search import Search
+from ecornn.tune.session import Session
 from ecornn.tune.space import Candidate, ConfigSpace
 from ecornn.tune.tuner import CONFIDENCE, RATE, Settings, Tuner, stop_after
+from ecornn.tune.verify import verify
+from ecornn.workload import Workload
 
 TASK = make()
 HERE = Environment({"ecornn": "test"})
@@ -297,6 +305,39 @@ def test_what_a_closed_pool_fails_at_is_no_trial(tmp_path):
         threading.Timer(2.0, pool.close).start()
         with pytest.raises(Closed):
             measure.next()
+
+
+def test_who_waits_for_what_a_closed_pool_will_never_do_is_told():
+    with Pool(ENTRIES, 1) as pool, ProcessEvaluator(
+            TASK, "lstm", lambda path: path.write_bytes(b""), pool, limit=60, seed=0) as measure:
+        measure.pending = 1  # a build that was given up before it began
+        threading.Timer(0.5, pool.close).start()
+        with ThreadPoolExecutor(1) as thread, pytest.raises(Closed):
+            asked = thread.submit(measure.next)
+            try:
+                asked.result(timeout=30)
+            finally:
+                measure.done.put((candidate("ok"), Outcome()))  # or the thread would wait for ever
+
+
+def built_blank(request: Build) -> Built:
+    Path(request.out).write_text('{"behaviour": "raise"}')
+    return Built("blank")
+
+
+def test_a_record_that_needs_too_much_memory_fails_alone():
+    """In `ecornn log verify`: the arrays of its answers do not fit anywhere."""
+    def line(hidden: int) -> Line:
+        work = Workload("lstm", hidden, hidden, 1, 8)
+        config = dict(all_schedules()["cpu_sequence"].default(make_task(get("lstm"), work, session.device)))
+        return Line(Path("x.jsonl"), hidden, Trial(
+            run="a-1", index=0, stage="search", workload=work, device=session.device, schedule="cpu_sequence",
+            revision=1, config=config, versions={}, seed=0, seconds=1.0, times=Times.of([1.0]), check=1e-7))
+
+    with Session("cpu", entries=replace(ENTRIES, build="test_tune_run:built_blank")) as session:
+        found = list(verify([line(1 << 20), line(8)], session))
+    assert ["MemoryError" in check.outcome.error for check in found] == [True, False]
+    assert "ILLEGAL_ADDRESS" in found[1].outcome.error  # it came as far as the measurement
 
 
 def test_given_configurations_are_tried_and_no_others(tmp_path):

@@ -33,15 +33,22 @@ def log() -> None:
 FILES = click.argument("files", nargs=-1, type=click.Path(path_type=Path))
 
 
-def collect(files: tuple[Path, ...]) -> Log:
-    """The given files, or every log there is; problems go to stderr."""
+def collect(files: tuple[Path, ...], strict: bool = False) -> Log:
+    """The given files, or every log there is; problems go to stderr.
+
+    ``strict``: raises :class:`~ecornn.errors.RecordError` for a file that has text, but no record.
+    """
+    from ecornn.errors import RecordError
     from ecornn.tune.folders import read_all
     from ecornn.tune.log import Log, read
 
     if files:
         found = Log()
         for path in files:
-            found.extend(read(path))
+            one = read(path)
+            if strict and one.problems and not one.lines and not one.newer:
+                raise RecordError(f"{path} is no tuning log: {one.problems[0]}")
+            found.extend(one)
     else:
         found = read_all()
     for problem in found.problems:
@@ -104,7 +111,7 @@ def stats(files: tuple[Path, ...]) -> None:
     And how much faster than the untuned default the best of each workload is.
     """
     from ecornn.schedules import revisions
-    from ecornn.tune.record import Finish, Trial
+    from ecornn.tune.record import Finish, Trial, first_line
 
     found, now = collect(files), revisions()
     trials = [line.record for line in found.lines if isinstance(line.record, Trial)]
@@ -119,7 +126,7 @@ def stats(files: tuple[Path, ...]) -> None:
                    f"{sum(t.noisy for t in mine)} noisy")
         for schedule, count in Counter(t.schedule for t in search).most_common():
             click.echo(f"  {schedule}: {count} trials")
-        for reason, count in Counter(t.error.splitlines()[0][:80] for t in search if t.error).most_common(5):
+        for reason, count in Counter(first_line(t.error, 80) for t in search if t.error).most_common(5):
             click.echo(f"  {count} failed: {reason}")
         gains = sorted(f.default_us / f.best_us for f in finishes
                        if devices.get(f.run) == name and f.best_us and f.default_us)

@@ -60,7 +60,7 @@ def merge_files(files: tuple[Path, ...], output: Path) -> None:
     Equal records count once. Of records that contradict each other the one that promises less is
     kept; those, and damaged lines, are reported with file and line and kept out.
     """
-    write(output, merged(collect(files).lines))
+    write(output, merged(collect(files, strict=True).lines))
 
 
 @click.command()
@@ -88,14 +88,17 @@ def import_files(files: tuple[Path, ...]) -> None:
     """
     from ecornn.tune.folders import user_folder
     from ecornn.tune.log import rewrite
+    from ecornn.tune.merge import event
     from ecornn.tune.record import AnyRecord
 
-    target, lines = user_folder() / "imported.jsonl", collect(files).lines
+    target, lines = user_folder() / "imported.jsonl", collect(files, strict=True).lines
 
     def union(there: Log) -> list[AnyRecord]:
         tell(there)
         found = merged([*there.lines, *lines])
-        click.echo(f"{len(found.lines) - len(there.lines)} records added to {target}, {len(found.lines)} in all")
+        known = {event(line.record) for line in there.lines}
+        added = sum(event(line.record) not in known for line in found.lines)
+        click.echo(f"{added} records added to {target}, {len(found.lines)} in all")
         return found.records
 
     rewrite(target, union)

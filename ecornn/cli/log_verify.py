@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 
 import click
 
@@ -51,8 +52,7 @@ def verify(files: tuple[Path, ...], count: int, tolerance: float, target: str | 
     if not drawn:
         click.echo(f"nothing to measure again on {session.device.name}")
         return
-    drifts.sort()
-    middle = f", median drift {100 * (drifts[len(drifts) // 2] - 1):+.1f}%" if drifts else ""
+    middle = f", median drift {100 * (median(drifts) - 1):+.1f}%" if drifts else ""
     click.echo(f"{len(drawn) - bad} of {len(drawn)} hold within {tolerance:g}%{middle}")
     if bad:
         raise SystemExit(1)

@@ -7,6 +7,7 @@ import math
 import queue
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -17,15 +18,16 @@ from typing import Any, Protocol
 from ecornn.schedules.base import Task
 from ecornn.tune.building import Build, Built
 from ecornn.tune.measuring import Measure, Measured
-from ecornn.tune.oracle import tolerance
 from ecornn.tune.pool import Pool
 from ecornn.tune.process import WorkerError
 from ecornn.tune.record import Times, Trial
 from ecornn.tune.space import Candidate
 from ecornn.tune.timing import FEWEST
+from ecornn.tune.tolerance import tolerance
 
 COMPARED = 7  # samples of each finalist, at least
 SPARE = 1.25  # candidates for each builder, so that none waits while the next are chosen
+OFTEN = 1.0  # seconds between two looks at whether the pool is still open
 PATIENCE = 5.0  # seconds that work under way may take once nobody waits for it
 
 
@@ -168,7 +170,7 @@ class ProcessEvaluator:
         """Has measured what is built, once there is something to compare it with. Until then the measuring
         processes are free for other workloads."""
         with self.lock:
-            if not self.answered.done() or (self.pool.quiet and self.builds):
+            if self.pool.closed or not self.answered.done() or (self.pool.quiet and self.builds):
                 return
             built, self.built = self.built, []
             self.measures.update(self.pool.measuring.submit(self.finish, *one) for one in built)
@@ -184,11 +186,16 @@ class ProcessEvaluator:
             self.done.put((candidate, error))
 
     def next(self, seconds: float | None = None) -> tuple[Candidate, Outcome]:
-        """See :class:`Evaluator`."""
-        try:
-            candidate, outcome = self.done.get(timeout=seconds)
-        except queue.Empty:
-            raise TimeoutError(f"no candidate was done within {seconds:g} s") from None
+        """See :class:`Evaluator`. Raises :class:`~ecornn.tune.pool.Closed` where the pool was closed meanwhile."""
+        end = math.inf if seconds is None else time.monotonic() + seconds
+        while True:
+            try:
+                candidate, outcome = self.done.get(timeout=min(OFTEN, max(end - time.monotonic(), 0)))
+                break
+            except queue.Empty:
+                self.pool.must_be_open()  # or nothing will ever be done
+                if time.monotonic() >= end:
+                    raise TimeoutError(f"no candidate was done within {seconds:g} s") from None
         self.pending -= 1
         if isinstance(outcome, BaseException):
             raise outcome

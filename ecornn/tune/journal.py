@@ -69,9 +69,10 @@ class Journal:
         """
         from filelock import FileLock, Timeout
 
-        held = self.path.with_name(f".{self.path.name[:150]}.{self.run.rpartition('-')[0]}.lock")
+        real = self.path.resolve()  # of a link, what it points at
+        held = real.with_name(f".{real.name[:150]}.{self.run.rpartition('-')[0]}.lock")
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            held.parent.mkdir(parents=True, exist_ok=True)
             held.touch()  # or say why not
             lock = FileLock(held, timeout=0)
             lock.acquire()

@@ -13,6 +13,7 @@ from ecornn.schedules.base import Task
 from ecornn.tune.log import Line, Log
 from ecornn.tune.lookup import how_far
 from ecornn.tune.record import Trial
+from ecornn.tune.tolerance import proven
 
 
 def lent(task: Task, log: Log) -> tuple[str, Log] | None:
@@ -31,7 +32,8 @@ def lent(task: Task, log: Log) -> tuple[str, Log] | None:
         return (line for line in trials if line.record.workload.cell == name  # type: ignore[union-attr]
                 and how_far(line.record, named, task.device))  # type: ignore[arg-type]
 
-    if task.graph.statistics or task.graph.hoisted_statistics or any(line.record.times for line in of(work.cell)):  # type: ignore[union-attr]
+    if task.graph.statistics or task.graph.hoisted_statistics or any(
+            proven(line.record) for line in of(work.cell)):  # type: ignore[arg-type]
         return None
     for name in sorted(BUILTIN, key=lambda name: name != work.cell.partition("(")[0]):
         lines = list(of(name))

@@ -57,6 +57,11 @@ class Log:
         self.newer += other.newer
 
 
+def lock_of(path: Path) -> str:
+    """The file whose lock a writer holds; one for a log, whatever link leads to it."""
+    return f"{path.resolve()}.lock"
+
+
 def append(path: Path, record: AnyRecord) -> None:
     """Appends one record; as :func:`append_all`."""
     append_all(path, [record])
@@ -74,7 +79,7 @@ def append_all(path: Path, records: Sequence[AnyRecord]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()  # or say why not: a lock that cannot be made is waited for
-        with FileLock(f"{path}.lock"):
+        with FileLock(lock_of(path)):
             file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 size = os.fstat(file).st_size
@@ -104,7 +109,7 @@ def rewrite(path: Path, change: Callable[[Log], Sequence[AnyRecord]]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         made.touch()  # or say why not: a lock that cannot be made is waited for
-        with FileLock(f"{path}.lock"):
+        with FileLock(lock_of(path)):
             there = read(path) if path.exists() else Log()
             data = b"".join([*(encode(r) for r in change(there)), *(line + b"\n" for line in there.newer)])
             if len(data) > MAX_FILE:

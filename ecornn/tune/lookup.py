@@ -10,14 +10,14 @@ of a smaller input says nothing. Among the nearest ones the configuration that i
 3. on any other device: a seed, whose time says nothing here;
 4. else the default that is expected to be fastest.
 
-A record of another revision of its schedule is stale: its time is, not its configuration. So it
-competes, with its time taken as ``STALE`` slower; a time measured once, without the final comparison,
-is taken as ``ONCE`` slower, and as much slower as all finalists of its run had become by the end; and never as faster
-than those, whom the run compared because they were. A
-configuration that failed since then is not used. What is slower by ``MISSED`` than a configuration of the same
-records that does not fit the task is no guide to it: farther ones are asked. The batch of a record is at most a
-factor ``REACH`` away, and the schedule says what its configuration becomes at the task's. Of records equally near, the
-user's folder goes before the one that ships, unless all it has is stale.
+A record of another revision of its schedule is stale: its time is, not its configuration. So it competes, with its
+time taken as ``STALE`` slower; a time measured once, without the final comparison, is taken as ``ONCE`` slower, and as
+much slower as all finalists of its run had become by the end; and never as faster than those, whom the run compared
+because they were. A configuration that failed since then is not used, and no time of a trial whose output was wrong.
+What is slower by ``MISSED`` than a configuration of the same records that does not fit the task is no guide to it:
+farther ones are asked. The batch of a record is at most a factor ``REACH`` away, and the schedule says what its
+configuration becomes at the task's. Of records equally near, the user's folder goes before the one that ships, unless
+all it has is stale.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from ecornn.device import Device
-from ecornn.schedules.base import Config, Schedule, Task, Value
+from ecornn.schedules.base import Config, Knob, Schedule, Task, Value
 from ecornn.tune.log import Line, Log
 from ecornn.tune.record import Trial
 from ecornn.tune.space import Candidate
+from ecornn.tune.tolerance import proven
 from ecornn.workload import Workload
 
 STALE = 1.1  # of the persistent schedule's first two revisions: between 0.97 and 1.09
@@ -118,11 +119,18 @@ def up_to_date(trial: Trial, schedule: Schedule | None, task: Task) -> Trial:
 def carried(trial: Trial, by_name: Mapping[str, Schedule], task: Task) -> Trial:
     """A trial of another batch with its configuration as it is for the task's, where that fits."""
     schedule = by_name.get(trial.schedule)
-    if schedule is None or trial.workload.batch == task.workload.batch or set(trial.config) != {
-            knob.name for knob in schedule.knobs(task)}:
+    if schedule is None or trial.workload.batch == task.workload.batch:
         return trial
-    config = schedule.carried(trial.config, trial.workload.batch, task)
+    config = moved(trial.config, schedule, trial.workload, task)
     return trial if unfit(schedule, task, config) else msgspec.structs.replace(trial, config=config)
+
+
+def moved(config: Config, schedule: Schedule, of: Workload, task: Task) -> Config:
+    """What a configuration of another workload becomes for the task's batch; as it is where it has a value that the
+    schedule does not have there: a record may hold any."""
+    if of.batch == task.workload.batch or not listed(config, schedule.knobs(replace(task, workload=of))):
+        return config
+    return schedule.carried(config, of.batch, task)
 
 
 def how_far(trial: Trial, workload: Workload, device: Device) -> Distance | None:
@@ -167,20 +175,22 @@ def collect(lines: Sequence[Line], by_name: dict[str, Schedule], task: Task,
         tried.setdefault(Candidate.of(trial.schedule, trial.config), []).append(line)
     found, drifts, missed = [], drift(lines), math.inf
     for candidate, of in tried.items():
-        timed = [line for line in of if line.record.times is not None]  # type: ignore[union-attr]
+        timed = [line for line in of if proven(line.record)]  # type: ignore[arg-type]
+        if wrong := sum(line.record.times is not None for line in of) - len(timed):  # type: ignore[union-attr]
+            ignored["without a right output"] = ignored.get("without a right output", 0) + wrong
         if not timed:
             continue
         schedule = by_name.get(candidate.schedule)
         reason = unfit(schedule, task, candidate.config)
         if reason is None and schedule is not None:
-            one = best_evidence(timed, schedule, drifts)
+            one = best_evidence(timed, schedule.revision, drifts)
             if not one.stale or not any(line.record.revision == schedule.revision  # type: ignore[union-attr]
                                         for line in of if line not in timed):
                 found.append(one)
                 continue
             reason = "stale, and failing since"
         elif schedule is not None:
-            missed = min(missed, best_evidence(timed, schedule, drifts).expected)
+            missed = min(missed, best_evidence(timed, schedule.revision, drifts).expected)
         ignored[str(reason)] = ignored.get(str(reason), 0) + len(timed)
     return found, missed
 
@@ -194,7 +204,8 @@ def drift(lines: Sequence[Line]) -> dict[str, tuple[float, float]]:
     times: dict[str, dict[Candidate, dict[str, float]]] = {}
     for line in lines:
         trial = line.record
-        if isinstance(trial, Trial) and trial.times is not None:
+        if isinstance(trial, Trial) and proven(trial):
+            assert trial.times is not None
             candidate = Candidate.of(trial.schedule, trial.config)
             times.setdefault(trial.run, {}).setdefault(candidate, {})[trial.stage] = trial.times.median
     found = {}
@@ -205,14 +216,14 @@ def drift(lines: Sequence[Line]) -> dict[str, tuple[float, float]]:
     return found
 
 
-def best_evidence(lines: Sequence[Line], schedule: Schedule, drifts: Mapping[str, tuple[float, float]]) -> Evidence:
-    """Of several times of one configuration: a current one before a stale one, one of a final
-    comparison before one measured once, then the latest."""
+def best_evidence(lines: Sequence[Line], revision: int | None, drifts: Mapping[str, tuple[float, float]]) -> Evidence:
+    """Of several times of one configuration, whose schedule is at ``revision`` now: a current one before a stale one,
+    one of a final comparison before one measured once, then the latest."""
     ranked = []
     for line in lines:
         trial = line.record
         assert isinstance(trial, Trial) and trial.times is not None
-        stale, once = trial.revision != schedule.revision, trial.stage != "final"
+        stale, once = trial.revision != revision, trial.stage != "final"
         expected = trial.times.median
         if once:
             slower, finalist = drifts.get(trial.run, (1.0, 0.0))
@@ -233,12 +244,18 @@ def unfit(schedule: Schedule | None, task: Task, config: Config) -> str | None:
     """Why a configuration cannot be used for the task; None: it can."""
     if schedule is None:
         return "of schedules that do not serve this"
-    values = {knob.name: knob.values for knob in schedule.knobs(task)}
-    known = set(config) == set(values)
-    listed = known and all(any(same_value(value, v) for v in values[name]) for name, value in config.items())
-    if not known or (not listed and not same_config(config, default_of(schedule, task))):
+    knobs = schedule.knobs(task)
+    known = set(config) == {knob.name for knob in knobs}
+    if not known or (not listed(config, knobs) and not same_config(config, default_of(schedule, task))):
         return "with knobs or values that the schedule no longer has here"
     return "of configurations that do not fit here" if schedule.check(task, config) else None
+
+
+def listed(config: Config, knobs: Sequence[Knob]) -> bool:
+    """Whether a configuration has these knobs and no other, each with one of its values. A schedule may be asked about
+    no other, but its default."""
+    return len(config) == len(knobs) and all(
+        knob.name in config and any(same_value(config[knob.name], v) for v in knob.values) for knob in knobs)
 
 
 def default_of(schedule: Schedule, task: Task) -> Config:

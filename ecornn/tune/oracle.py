@@ -11,24 +11,9 @@ from ecornn.cells import Cell
 from ecornn.numpy_reference import NORMALIZED
 from ecornn.numpy_reference import STEPS as REFERENCES
 from ecornn.schedules.base import Task
-from ecornn.workload import Workload
+from ecornn.tune.tolerance import INTEGERS
 
 STEPS = 8  # enough to pass through every state buffer and barrier several times
-
-# Relative error ||out - ref|| / ||ref|| that a candidate may have. float32: a few roundings of a
-# long sum. float16 and bfloat16 (unit roundoff 5e-4 and 4e-3): about twice the error of cuDNN on an
-# LSTM of these types, 2.9e-4 and 2.3e-3.
-TOLERANCE = {"float32": 1e-5, "tf32": 6e-4, "float16": 6e-4, "bfloat16": 5e-3}
-
-
-# Rounding to bfloat16 is done before the reference here; that to integers is not. int21 is as exact as float32 has to
-# be; int8 costs both sides of a product.
-INTEGERS = {"int21": 1e-5, "int16": 1e-4, "int8": 3e-2}
-
-
-def tolerance(work: Workload) -> float:
-    """The relative error that a candidate may have."""
-    return INTEGERS.get(work.weights or "", TOLERANCE[work.arithmetic])
 
 
 def numpy_dtype(dtype: str) -> Any:

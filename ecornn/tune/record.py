@@ -6,8 +6,10 @@ The format is specified in docs/TUNING_LOG_FORMAT.md. Lines are data: they are d
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from datetime import datetime, timezone
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -28,7 +30,9 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
 Knob = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Knobs = Annotated[dict[Name, Knob | bool | Name], msgspec.Meta(max_length=64)]
 Names = Annotated[dict[Name, Name], msgspec.Meta(max_length=32)]
-UTC = Annotated[str, msgspec.Meta(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ\Z")]
+UTC = Annotated[str, msgspec.Meta(
+    pattern=r"^\d{4}-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12]\d|3[01])T(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\dZ\Z")]
+Reason = Literal["trials", "space", "time", "converged"]
 Megahertz = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 
 
@@ -143,7 +147,7 @@ class Finish(Record, frozen=True, kw_only=True, tag="finish"):
     """A run ended: ``reason`` is ``trials`` (all made), ``space`` (all tried), ``time`` (limit) or
     ``converged`` (more trials were unlikely to help)."""
 
-    reason: Name
+    reason: Reason
     trials: Count
     seconds: Seconds
     best: Choice | None
@@ -151,12 +155,19 @@ class Finish(Record, frozen=True, kw_only=True, tag="finish"):
     default: Choice | None
     default_us: Micro | None
 
+    def __post_init__(self) -> None:
+        if (self.best is None) != (self.best_us is None) or (self.default is None and self.default_us is not None):
+            raise ValueError("best and best_us come together, and default_us not without default")
+
 
 class NewerRecord(RecordError):
     """A line that a newer program wrote: this one cannot read it, and must not lose it."""
 
 
 AnyRecord = Start | Trial | Finish
+# Of terminals, of lines, and of the direction of writing: shown as it is, such a name may look like anything.
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+BACKSLASH, DELETE = b"\\\x7f"  # as numbers, which are found in a fifth of the time
 _decoder = msgspec.json.Decoder(AnyRecord)
 
 
@@ -184,10 +195,33 @@ def decode(line: bytes) -> AnyRecord:
     if record.v != VERSION or not 0 <= record.minor <= MINOR:
         kind = NewerRecord if (record.v, record.minor) > (VERSION, MINOR) else RecordError
         raise kind(f"version {record.v}.{record.minor} of the format; {READS}")
+    if BACKSLASH in line or DELETE in line or not line.isascii():  # no other line can have one
+        for text in names(msgspec.to_builtins(record)):
+            if CONTROL.search(text):
+                raise RecordError(f"control character in {text!r}")
     # Written again, by `ecornn log merge` say, it has every field, and numbers in full.
     if len(line) > MAX_LINE // 4 and (size := len(msgspec.json.encode(record)) + 1) > MAX_LINE:
         raise RecordError(f"line that has {size} bytes when it is written again; at most {MAX_LINE} are allowed")
     return record
+
+
+def names(value: Any) -> Iterator[str]:
+    """Every text of a decoded line that may be shown, but messages: these have many lines."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            if key != "error":
+                yield key
+                yield from names(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from names(inner)
+
+
+def first_line(message: str, most: int) -> str:
+    """The beginning of an error, to be shown: without what a terminal would obey."""
+    return CONTROL.sub("?", message.splitlines()[0][:most])
 
 
 class _Head(msgspec.Struct):

@@ -236,8 +236,10 @@ def require_compilers(device: Device) -> None:
 
 def result(run: Journal, workload: Workload, device: Device, before: int) -> Result:
     """Of a run that is finished, and had ``before`` trials when it began."""
+    from ecornn.tune.record import first_line
+
     assert run.finish is not None
-    failures = Counter(t.error.splitlines()[0][:60] for t in run.search if t.error)
+    failures = Counter(first_line(t.error, 60) for t in run.search if t.error)
     return Result(workload, device, run.finish, run.path, before, len(run.search) - before, dict(failures),
                   sum(t.noisy for t in run.trials))
 

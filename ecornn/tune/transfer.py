@@ -12,10 +12,11 @@ from ecornn.schedules.base import Schedule, Task
 from ecornn.task import make_task
 from ecornn.tune.features import features
 from ecornn.tune.log import Log
-from ecornn.tune.lookup import carried, how_far, unfit, up_to_date
+from ecornn.tune.lookup import carried, how_far, listed, moved, unfit, up_to_date
 from ecornn.tune.model import CostModel
 from ecornn.tune.record import Trial
 from ecornn.tune.space import Candidate
+from ecornn.tune.tolerance import proven
 from ecornn.workload import Workload
 
 NEIGHBOURS = 6  # runs
@@ -70,7 +71,7 @@ def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[Schedule]
             if schedule is None or unfit(schedule, other, config):
                 continue
             row = features(schedule, other, Candidate.of(trial.schedule, config))
-            model.add(f"{name} {of} {on.name}", row, trial.times.median if trial.times else None)
+            model.add(f"{name} {of} {on.name}", row, trial.times.median if proven(trial) and trial.times else None)
             added += 1
     return added
 
@@ -94,14 +95,15 @@ def seeds(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candidate
     configuration fits is for the config space to say.
     """
     by_name = {s.name: s for s in schedules}
-    knobs = {s.name: {k.name for k in s.knobs(task)} for s in schedules}
+    knobs = {s.name: s.knobs(task) for s in schedules}
     best: dict[Candidate, tuple[float, float, float]] = {}
     for trial in log.trials():
         far = how_far(trial, task.workload, task.device)
-        if far is None or trial.times is None or trial.schedule not in knobs:
+        if far is None or not proven(trial) or trial.schedule not in knobs:
             continue
+        assert trial.times is not None
         config = carried(up_to_date(trial, by_name[trial.schedule], task), by_name, task).config
-        if set(config) == knobs[trial.schedule]:
+        if listed(config, knobs[trial.schedule]):
             candidate, rank = Candidate.of(trial.schedule, config), (*far[1:3], trial.times.median)
             best[candidate] = min(best.get(candidate, rank), rank)
     found = sorted(best, key=lambda c: best[c])[:SEEDS]
@@ -117,7 +119,8 @@ def borrowed(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candid
     times: dict[Workload, dict[Candidate, float]] = {}
     for trial in log.trials():
         if (alike(trial.workload) == alike(task.workload) and trial.device.arch == task.device.arch
-                and trial.times is not None and trial.schedule in by_name and trial.workload != task.workload):
+                and proven(trial) and trial.schedule in by_name and trial.workload != task.workload):
+            assert trial.times is not None
             one, of = Candidate.of(trial.schedule, trial.config), times.setdefault(trial.workload, {})
             of[one] = min(of.get(one, math.inf), trial.times.median)
     near = sorted(times, key=lambda work: (distance(work, task.workload), str(work)))[:NEIGHBOURS]
@@ -128,8 +131,7 @@ def borrowed(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candid
             for one in best[place:place + 1]:
                 schedule = by_name[one.schedule]
                 config = {k.name: k.before for k in schedule.knobs(task) if k.before is not None} | one.config
-                if set(config) == {k.name for k in schedule.knobs(task)} and work.batch != task.workload.batch:
-                    config = dict(schedule.carried(config, work.batch, task))
+                config = dict(moved(config, schedule, work, task))
                 if unfit(schedule, task, config) is None:
                     found[Candidate.of(one.schedule, config)] = None
     return list(found)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ecornn.tune.environment import Environment
 from ecornn.tune.evaluate import Evaluator, Outcome
 from ecornn.tune.journal import Journal
-from ecornn.tune.record import Choice, Finish, Start, Trial
+from ecornn.tune.record import Choice, Finish, Reason, Start, Trial
 from ecornn.tune.search import Search
 from ecornn.tune.space import Candidate
 
@@ -87,7 +87,7 @@ class Tuner:
         limit = self.settings.time_limit
         return None if limit is None else max(0.0, limit - self.elapsed())
 
-    def loop(self) -> str:
+    def loop(self) -> Reason:
         """Searches; returns why it ended. New candidates are proposed before the last are done, so
         that no process waits for another; no more than ``AHEAD`` of all, so that most are proposed with
         something learnt. What is pending at the end is given up."""
@@ -160,7 +160,7 @@ class Tuner:
         self.journal.add(trial)
         return trial
 
-    def conclude(self, reason: str) -> Finish:
+    def conclude(self, reason: Reason) -> Finish:
         """Measures the fastest and the default once more, taking turns, and finishes the run.
 
         The fastest of many noisy times is faster than it really is; only a fresh measurement

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ecornn.cells import BUILTIN
 from ecornn.device import Device
+from ecornn.errors import EcornnError
 from ecornn.tune.evaluate import Outcome, ProcessEvaluator
 from ecornn.tune.log import Line
 from ecornn.tune.lookup import HERE, how_far, unusable, up_to_date
@@ -87,7 +88,7 @@ def verify(lines: Sequence[Line], session: Session) -> Iterator[Check]:
 
 
 def measured(line: Line, session: Session) -> Check:
-    """What comes of one record now."""
+    """What comes of one record now; whatever goes wrong with it says nothing of the others."""
     from ecornn.schedules import all_schedules
     from ecornn.task import make_task
 
@@ -100,4 +101,8 @@ def measured(line: Line, session: Session) -> Check:
     with ProcessEvaluator(task, cell.name, answers(session.pool, asked), session.pool, limit=session.timeout,
                           seed=session.seed) as evaluator:
         evaluator.submit([Candidate.of(trial.schedule, config)], None)
-        return Check(line, evaluator.next()[1])
+        try:
+            return Check(line, evaluator.next()[1])
+        except EcornnError as error:  # its answers need more memory than there is, say
+            session.pool.must_be_open()
+            return Check(line, Outcome(error=str(error)[:2000]))
