@@ -40,7 +40,8 @@ def times_of(*paths: Path) -> tuple[str, Times]:
         rank = trial.stage != "final", trial.times.median
         of[one] = min(of.get(one, rank), rank)
     if len(names) != 1:
-        raise SystemExit(f"{' and '.join(map(str, paths))}: records of {', '.join(sorted(names)) or 'no GPU'}; expected those of one")
+        raise SystemExit(f"{' and '.join(map(str, paths))}: records of {', '.join(sorted(names)) or 'no GPU'}; "
+                         "expected those of one")
     return names.pop(), {w: {c: us for c, (_, us) in of.items()} for w, of in found.items()}
 
 
