@@ -138,7 +138,7 @@ def test_compile_uses_the_record_and_removes_its_file(tmp_path, monkeypatch):
     other = next({**default, k.name: v} for k in schedule.knobs(task) for v in k.values
                  if v != default[k.name] and not schedule.check(task, {**default, k.name: v}))
     append(tmp_path / "log.jsonl", trial(workload=work, device=device, schedule=schedule.name,
-                                         revision=schedule.revision, config=other))
+                                         revision=schedule.revision, config=other, check=1e-7))
     tuned = ecornn.compile("rnn_relu", hidden=16, batch=2, target="cpu", out=tmp_path / "kept.so")
     assert tuned.manifest.config == other and "record log.jsonl:1" in tuned.manifest.provenance
     chosen = ecornn.compile("rnn_relu", hidden=16, batch=2, target="cpu", schedule="cpu_sequence",
