@@ -1,17 +1,10 @@
-// Runs generated CUDA kernels on a CPU, each thread a fiber: for tests without a GPU. Blocks run one after
-// the other, those of a cooperative launch side by side.
-// What it checks: indices, barriers, warp-wide instructions, fragments, asynchronous copies that nobody
-// waited for (lazy) or that come too early (eager). What it cannot check: races, and the order of memory.
+// What generated CUDA kernels see of CUDA where cuda_on_cpu.cc runs them: types, and functions for what Python made of
+// inline PTX. It has little in it, since the compiler reads it with every kernel.
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
 #include <initializer_list>
-#include <map>
-#include <ucontext.h>
-#include <vector>
 
 #define __device__
 #define __global__
@@ -39,7 +32,7 @@ struct nv_bfloat16 {
   }
 };
 struct uint3 { unsigned x, y, z; };
-static uint3 threadIdx, blockIdx;
+extern uint3 threadIdx, blockIdx;
 inline half __float2half_rn(float value) { return (half)value; }
 inline float __uint_as_float(uint32_t word) { float f; memcpy(&f, &word, 4); return f; }
 inline uint32_t __float_as_uint(float f) { uint32_t word; memcpy(&word, &f, 4); return word; }
@@ -48,380 +41,44 @@ template <typename T> T min(T a, T b) { return a < b ? a : b; }
 
 namespace emu {
 enum State { kReady, kWarp, kBlock, kCluster, kNamed, kPhase, kDone };
-struct Copy { void* to; const void* from; unsigned size, valid; };
-struct Product {                        // of a warpgroup (wgmma): one thread's part
-  int kind;
-  uint64_t a, b;
-  bool keep;
-  bool held;                            // whether operand A is in registers: these
-  uint32_t rows[4];
-  std::vector<float*> d;
-};
-struct Fiber {
-  ucontext_t context;
-  State state;
-  unsigned turn;                        // of warp-wide instructions
-  unsigned barrier;                     // the named one, or the mbarrier's address, that it waits for
-  std::deque<std::vector<Product>> products; // groups; the last one is open
-  std::deque<std::vector<Copy>> groups; // asynchronous copies; the last group is open
-};
 struct Slot { uint32_t words[12]; };
-struct Later { std::vector<Copy> copies; unsigned arrivals; int64_t bytes; };
-struct Mbarrier {
-  unsigned count, pending, phase;
-  int64_t bytes;                        // announced and not yet arrived
-  std::vector<Later> later;             // asynchronous work that will arrive here
-};
-struct Block {
-  alignas(1024) char memory[232448];
-  std::map<unsigned, Mbarrier> mbarriers; // by address
-  unsigned arrived[16];                 // threads, at each named barrier
-};
-constexpr size_t kStack = 1 << 16;
-constexpr unsigned kPatience = 1 << 20; // rounds of polling
-constexpr unsigned kQuiet = 8;          // rounds in which somebody polls and nothing else happens
-static std::vector<Block> blocks;
-static char* shared;                    // of the current block
-static unsigned width;                  // threads of a block
-static unsigned cluster;                // blocks of a cluster
-static unsigned ticks;                  // of a clock
-static std::deque<uint32_t> sent;       // words on their way through a cluster
-static std::vector<Fiber> fibers;
-static std::vector<Slot> slots[2];
-static std::vector<char> stacks;
-static ucontext_t scheduler;
-static unsigned current;
-static bool polled;                     // since the last event
-static unsigned long events;            // barriers and phases completed
-static bool lazy;
-static void (*body)(void**);
-static void** arguments;
+extern char* shared;                    // of the current block
+extern unsigned current;                // thread of the blocks that run side by side
+extern unsigned ticks;                  // of a clock
 
-inline void wait(State state) {
-  fibers[current].state = state;
-  swapcontext(&fibers[current].context, &scheduler);
-}
-inline void entry() {
-  body(arguments);
-  if (fibers[current].products.size() > 1 || !fibers[current].products[0].empty()) {
-    fprintf(stderr, "products that nobody waited for\n");
-    abort();
-  }
-  fibers[current].state = kDone;
-  swapcontext(&fibers[current].context, &scheduler);
-}
-// Everyone in the warp has written its slot when this returns.
-inline const Slot* exchange(const Slot& mine) {
-  unsigned turn = fibers[current].turn++ % 2, me = current;
-  slots[turn][me] = mine;
-  wait(kWarp);
-  return &slots[turn][me / 32 * 32];
-}
-[[noreturn]] inline void fail(const char* what) {
-  fprintf(stderr, "%s\n", what);
-  abort();
-}
-// A named barrier, once for each thread; `count` threads complete it.
-inline void arrive(unsigned id, unsigned count, bool stays) {
-  unsigned block = current / width;
-  if (id > 15 || count % 32) fail("a named barrier that does not exist");
-  if (++blocks[block].arrived[id] == count) {
-    blocks[block].arrived[id] = 0, ++events;
-    for (unsigned i = block * width; i < (block + 1) * width; ++i)
-      if (fibers[i].state == kNamed && fibers[i].barrier == id) fibers[i].state = kReady;
-  } else if (stays) {
-    fibers[current].barrier = id;
-    wait(kNamed);
-  }
-}
-inline void yield() {                   // of a poll
-  polled = true;
-  wait(kReady);
-}
-inline void enter(unsigned i, unsigned first) {
-  current = i;
-  threadIdx = {i % width, 0, 0};
-  blockIdx = {first + i / width, 0, 0};
-  shared = blocks[i / width].memory;
-}
-inline void carry_out(const Copy& c) {
-  memset(c.to, 0, c.size);
-  memcpy(c.to, c.from, c.valid);
-}
-// Arrivals and bytes at an mbarrier; the phase ends when none is missing.
-inline void arrived(Block& block, unsigned address, unsigned arrivals, int64_t bytes) {
-  Mbarrier& m = block.mbarriers.at(address);
-  if (arrivals > m.pending) fail("more arrivals at an mbarrier than it counts");
-  m.pending -= arrivals;
-  m.bytes -= bytes;
-  if (m.pending || m.bytes) return;
-  m.pending = m.count;
-  ++m.phase, ++events;
-  unsigned first = (&block - &blocks[0]) * width;
-  for (unsigned i = first; i < first + width; ++i)
-    if (fibers[i].state == kPhase && fibers[i].barrier == address) fibers[i].state = kReady;
-}
-inline void deliver(Block& block, unsigned address, const Later& work) {
-  for (const Copy& c : work.copies) carry_out(c);
-  arrived(block, address, work.arrivals, work.bytes);
-}
-// Nobody can go on: asynchronous work comes as late as it can, for one mbarrier that threads wait for.
-inline bool deliver_one() {
-  for (unsigned i = 0; i < fibers.size(); ++i) {
-    if (fibers[i].state != kPhase) continue;
-    Block& block = blocks[i / width];
-    unsigned address = fibers[i].barrier;
-    std::vector<Later> work;
-    work.swap(block.mbarriers.at(address).later);
-    for (const Later& one : work) deliver(block, address, one);
-    if (!work.empty()) return true;
-  }
-  return false;
-}
-// Blocks `first` and following, side by side.
-inline void run_blocks(unsigned first) {
-  unsigned threads = fibers.size();
-  for (Block& b : blocks) {
-    memset(b.memory, 0xff, sizeof b.memory);  // NaN in every type
-    memset(b.arrived, 0, sizeof b.arrived);
-    b.mbarriers.clear();
-  }
-  sent.clear();
-  for (unsigned i = 0; i < threads; ++i) {
-    Fiber& f = fibers[i];
-    f.state = kReady;
-    f.turn = 0;
-    f.groups.assign(1, {});
-    f.products.assign(1, {});
-    getcontext(&f.context);
-    f.context.uc_stack.ss_sp = &stacks[i * kStack];
-    f.context.uc_stack.ss_size = kStack;
-    f.context.uc_link = nullptr;
-    makecontext(&f.context, entry, 0);
-  }
-  unsigned rounds = 0, quiet = 0;
-  unsigned long before = events;
-  for (unsigned done = 0; done < threads;) {
-    bool moved = false;
-    if (++rounds > kPatience) fail("a poll for what nobody writes");
-    for (unsigned i = 0; i < threads; ++i) {
-      if (fibers[i].state != kReady) continue;
-      enter(i, first);
-      moved = true;
-      swapcontext(&scheduler, &fibers[i].context);
-      done += fibers[i].state == kDone;
-    }
-    for (unsigned w = 0; w < threads; w += 32) {
-      bool all = true;
-      for (unsigned i = w; i < w + 32; ++i) all &= fibers[i].state == kWarp;
-      for (unsigned i = w; all && i < w + 32; ++i) fibers[i].state = kReady, moved = true;
-    }
-    for (unsigned b = 0; b < threads; b += width) {
-      bool all = true;
-      for (unsigned i = b; i < b + width; ++i) all &= fibers[i].state == kBlock;
-      for (unsigned i = b; all && i < b + width; ++i) fibers[i].state = kReady, moved = true, ++events;
-    }
-    for (unsigned c = 0; c < threads; c += width * cluster) {
-      bool all = true;
-      for (unsigned i = c; i < c + width * cluster; ++i) all &= fibers[i].state == kCluster;
-      for (unsigned i = c; all && i < c + width * cluster; ++i) fibers[i].state = kReady, moved = true, ++events;
-    }
-    // Who polls goes on for ever; asynchronous work that others wait for comes when nothing else happens.
-    if (events != before) before = events, quiet = 0, polled = false;
-    else if (polled && ++quiet == kQuiet) deliver_one(), quiet = 0;
-    if (!moved && done < threads && !deliver_one()) fail("deadlock: a barrier that not every thread reaches");
-  }
-  for (const Block& b : blocks)
-    for (const auto& [address, m] : b.mbarriers)
-      if (m.pending != m.count || m.bytes || !m.later.empty()) fail("an mbarrier in the middle of a phase at the end");
-}
-inline void launch(void (*kernel)(void**), unsigned grid, unsigned threads, void** given, bool delay,
-                   bool together, unsigned in_cluster) {
-  if (threads % 32) fail("threads are no whole number of warps");
-  unsigned beside = together ? grid : in_cluster;
-  cluster = in_cluster;
-  width = threads;
-  blocks.resize(beside);
-  fibers.resize(beside * threads);
-  slots[0].resize(fibers.size()), slots[1].resize(fibers.size());
-  stacks.resize(fibers.size() * kStack);
-  body = kernel, arguments = given, lazy = delay;
-  for (unsigned b = 0; b < grid; b += beside) run_blocks(b);
-}
-inline void* at(unsigned address) {
-  if (address >= sizeof(Block::memory)) fail("an address beyond shared memory");
-  return shared + address;
-}
-inline void cp_async(unsigned to, const void* from, unsigned size, unsigned valid) {
-  if (to % size || uintptr_t(from) % size) fail("a misaligned asynchronous copy");
-  Copy c{at(to), from, size, valid};
-  if (lazy) fibers[current].groups.back().push_back(c);
-  else carry_out(c);
-}
-inline void commit() { fibers[current].groups.emplace_back(); }
-template <typename Groups> void drain(Groups& groups, size_t pending) {
-  while (groups.size() > pending + 1) {
-    for (const auto& one : groups.front()) carry_out(one);
-    groups.pop_front();
-  }
-}
-inline void wait_group(size_t pending) { drain(fibers[current].groups, pending); }
-inline Block& mine() { return blocks[current / width]; }
-inline Mbarrier& mbarrier(unsigned address) {
-  auto found = mine().mbarriers.find(address);
-  if (found == mine().mbarriers.end()) fail("an mbarrier that was not initialized");
-  return found->second;
-}
-inline void mbarrier_init(unsigned address, unsigned count) {
-  if (address % 8 || !count) fail("a misaligned mbarrier, or one without arrivals");
-  mine().mbarriers[address] = {count, count, 0, 0, {}};
-}
-inline void mbarrier_arrive(unsigned address, int64_t announced = 0) {
-  mbarrier(address).bytes += announced;
-  arrived(mine(), address, 1, 0);
-}
-// Until the phase of this parity is complete: of the current and the one before, the one that has it.
-inline void mbarrier_wait(unsigned address, unsigned parity) {
-  while (mbarrier(address).phase % 2 == parity) {
-    fibers[current].barrier = address;
-    wait(kPhase);
-  }
-}
-inline unsigned mbarrier_test(unsigned address, unsigned parity) {
-  yield();
-  return mbarrier(address).phase % 2 != parity;
-}
-// Addresses of shared memory in a cluster: above bit 24 the block's rank + 1.
+void launch(void (*kernel)(void**), unsigned grid, unsigned threads, void** given, bool delay, bool together,
+            unsigned in_cluster);
+[[noreturn]] void fail(const char* what);
+void wait(State state);
+void yield();                           // of a poll
+void* at(unsigned address);
+const Slot* exchange(const Slot& mine); // everyone in the warp has written its slot when this returns
+void arrive(unsigned id, unsigned count, bool stays);  // at a named barrier, which `count` threads complete
+// Asynchronous copies.
+void cp_async(unsigned to, const void* from, unsigned size, unsigned valid);
+void cp_async_arrive(unsigned address);
+void commit();
+void wait_group(size_t pending);
+void bulk_copy(unsigned to, const void* from, unsigned size, unsigned address);
+// Mbarriers, by address; above bit 24 of an address in a cluster is the block's rank + 1.
+void mbarrier_init(unsigned address, unsigned count);
+void mbarrier_arrive(unsigned address, int64_t announced = 0);
+void mbarrier_wait(unsigned address, unsigned parity);
+unsigned mbarrier_test(unsigned address, unsigned parity);
 inline unsigned mapa(unsigned address, unsigned rank) { return address | (rank + 1) << 24; }
-inline Block& block_at(unsigned address) {
-  unsigned rank = (address >> 24) - 1, first = current / width / cluster * cluster;
-  if (rank >= cluster) fail("a block that the cluster does not have");
-  bool ended = true;  // with its last thread
-  for (unsigned i = 0; i < width; ++i) ended &= fibers[(first + rank) * width + i].state == kDone;
-  if (ended) fail("a block that has ended");
-  return blocks[first + rank];
-}
-inline void later(Block& block, unsigned address, Later work) {
-  if (!block.mbarriers.count(address)) fail("an mbarrier that was not initialized");
-  if (lazy) block.mbarriers.at(address).later.push_back(std::move(work));
-  else deliver(block, address, work);
-}
-inline void later(unsigned address, Later work) { later(mine(), address, std::move(work)); }
-inline void send(unsigned to, uint32_t word, unsigned barrier) {
-  constexpr unsigned kOffset = (1 << 24) - 1;
-  if (to % 4 || to >> 24 != barrier >> 24) fail("a word that is misaligned or counted in another block");
-  Block& block = block_at(to);
-  if ((to & kOffset) >= sizeof block.memory) fail("an address beyond shared memory");
-  sent.push_back(word);
-  later(block, barrier & kOffset, {{{block.memory + (to & kOffset), &sent.back(), 4, 4}}, 0, 4});
-}
-inline void cp_async_arrive(unsigned address) {
-  Later work{{}, 1, 0};
-  for (auto& group : fibers[current].groups) {
-    work.copies.insert(work.copies.end(), group.begin(), group.end());
-    group.clear();
-  }
-  later(address, std::move(work));
-}
-inline void bulk_copy(unsigned to, const void* from, unsigned size, unsigned address) {
-  if (to % 16 || uintptr_t(from) % 16 || size % 16) fail("a misaligned bulk copy");
-  at(to + size - 1);
-  later(address, {{{at(to), from, size, size}}, 0, size});
-}
+void send(unsigned to, uint32_t word, unsigned barrier);
+// Products; kind 0: float16, 1: bfloat16, 2: tf32.
+void mma(int kind, float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+         uint32_t b0, uint32_t b1, float c0, float c1, float c2, float c3);
+void wgmma(int kind, unsigned columns, uint64_t a, uint64_t b, bool keep, std::initializer_list<float*> d);
+void wgmma_registers(int kind, unsigned columns, std::initializer_list<uint32_t> a, uint64_t b, bool keep,
+                     std::initializer_list<float*> d);
+void wgmma_commit();
+void wgmma_wait(size_t pending);
+void ldmatrix(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, unsigned address);
+
 inline float as_float(uint32_t word) { float f; memcpy(&f, &word, 4); return f; }
 inline uint32_t as_word(float f) { uint32_t word; memcpy(&word, &f, 4); return word; }
-template <typename E> float element(uint32_t word, int half_index) {
-  E value;
-  uint16_t bits = word >> (16 * half_index);
-  memcpy(&value, &bits, 2);
-  return (float)value;
-}
-// kind 0: float16, 1: bfloat16, 2: tf32. A: 16 rows x 8 words, B: 8 words x 8 columns.
-inline void mma(int kind, float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_t a1, uint32_t a2,
-                uint32_t a3, uint32_t b0, uint32_t b1, float c0, float c1, float c2, float c3) {
-  unsigned lane = current % 32;
-  const Slot* s = exchange({{a0, a1, a2, a3, b0, b1}});
-  float c[4] = {c0, c1, c2, c3};
-  for (int i = 0; i < 4; ++i) {
-    unsigned row = lane / 4, column = lane % 4 * 2 + i % 2, upper = i / 2;
-    double sum = c[i];
-    for (unsigned word = 0; word < 8; ++word) {
-      uint32_t a = s[row * 4 + word % 4].words[word / 4 * 2 + upper];
-      uint32_t b = s[column * 4 + word % 4].words[4 + word / 4];
-      if (kind == 2) {
-        sum += double(as_float(a & 0xffffe000)) * as_float(b & 0xffffe000);
-      } else {
-        for (int h = 0; h < 2; ++h)
-          sum += kind ? double(element<nv_bfloat16>(a, h)) * element<nv_bfloat16>(b, h)
-                      : double(element<half>(a, h)) * element<half>(b, h);
-      }
-    }
-    c[i] = (float)sum;
-  }
-  d0 = c[0], d1 = c[1], d2 = c[2], d3 = c[3];
-}
-struct Tf32 {                           // float32, of which products see 10 bits of mantissa
-  uint32_t bits;
-  operator float() const { return as_float(bits & 0xffffe000); }
-};
-// Value k of row r of a K-major operand.
-template <typename E> float operand(uint64_t descriptor, unsigned r, unsigned k) {
-  constexpr unsigned size = sizeof(E), each = 16 / size;
-  auto field = [&](int bit) { return unsigned(descriptor >> bit & 0x3fff) << 4; };
-  unsigned mode = descriptor >> 62, address = field(0) + r / 8 * field(32);
-  if (descriptor >> 49 & 7 || mode > 1) fail("a descriptor that the emulation does not know");
-  if (mode == 0) address += r % 8 * 16 + k / each * field(16) + k % each * size;
-  else address += r % 8 * 128 + k * size, address ^= (address >> 7 & 7) << 4;
-  E value;
-  memcpy(&value, at(address), size);
-  return (float)value;
-}
-template <typename E> void multiply(const Product& p) {
-  unsigned lane = current % 32, warp = current % width % 128 / 32;
-  constexpr unsigned depth = 32 / sizeof(E);
-  if (p.held && sizeof(E) != 2) fail("wgmma: TF32 in registers is not known");
-  float a[2][16], b[2][16];
-  const Slot* s = p.held ? exchange({{p.rows[0], p.rows[1], p.rows[2], p.rows[3]}}) : nullptr;
-  for (unsigned k = 0; k < depth; ++k)
-    for (unsigned u = 0; u < 2; ++u)
-      if constexpr (sizeof(E) == 2) {
-        a[u][k] = s ? element<E>(s[lane / 4 * 4 + k % 8 / 2].words[k / 8 * 2 + u], k % 2)
-                    : operand<E>(p.a, warp * 16 + u * 8 + lane / 4, k);
-      } else {
-        a[u][k] = operand<E>(p.a, warp * 16 + u * 8 + lane / 4, k);
-      }
-  for (unsigned n = 0; n < p.d.size() / 4; ++n) {
-    for (unsigned k = 0; k < depth; ++k)
-      for (unsigned c = 0; c < 2; ++c) b[c][k] = operand<E>(p.b, n * 8 + lane % 4 * 2 + c, k);
-    for (unsigned i = 0; i < 4; ++i) {
-      float& d = *p.d[n * 4 + i];
-      double sum = p.keep ? d : 0;
-      for (unsigned k = 0; k < depth; ++k) sum += double(a[i / 2][k]) * b[i % 2][k];
-      d = (float)sum;
-    }
-  }
-}
-inline void carry_out(const Product& p) {
-  p.kind == 2 ? multiply<Tf32>(p) : p.kind ? multiply<nv_bfloat16>(p) : multiply<half>(p);
-}
-// Reads its operands at once where copies come late, and when it is waited for where they come at once.
-inline void issue(Product p) {
-  if (lazy) carry_out(p);
-  else fibers[current].products.back().push_back(std::move(p));
-}
-inline void wgmma(int kind, unsigned columns, uint64_t a, uint64_t b, bool keep, std::initializer_list<float*> d) {
-  if (d.size() != columns / 2) fail("wgmma: accumulators");
-  issue({kind, a, b, keep, false, {}, d});
-}
-inline void wgmma_registers(int kind, unsigned columns, std::initializer_list<uint32_t> a, uint64_t b, bool keep,
-                            std::initializer_list<float*> d) {
-  if (d.size() != columns / 2) fail("wgmma: accumulators");
-  Product p{kind, 0, b, keep, true, {}, d};
-  std::copy(a.begin(), a.end(), p.rows);
-  issue(std::move(p));
-}
-inline void wgmma_commit() { fibers[current].products.emplace_back(); }
-inline void wgmma_wait(size_t pending) { drain(fibers[current].products, pending); }
 template <typename W> void load4(W& a, W& b, W& c, W& d, const void* from) {
   if (uintptr_t(from) % 16) fail("a misaligned load of 16 bytes");
   W w[4];
@@ -465,12 +122,6 @@ inline uint32_t tf32(float value) {  // to nearest, ties away from zero
   memcpy(&word, &value, 4);
   return (word & 0x7F800000u) == 0x7F800000u ? word : (word + 0x1000u) & 0xFFFFE000u;
 }
-inline void ldmatrix(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, unsigned address) {
-  unsigned lane = current % 32;
-  const Slot* s = exchange({{address}});
-  uint32_t* r[4] = {&a, &b, &c, &d};
-  for (int i = 0; i < 4; ++i) memcpy(r[i], (char*)at(s[i * 8 + lane / 4].words[0]) + lane % 4 * 4, 4);
-}
 }  // namespace emu
 
 inline void __syncthreads() { emu::wait(emu::kBlock); }
@@ -479,16 +130,6 @@ inline void __syncwarp() { emu::wait(emu::kWarp); }
 inline unsigned __activemask() { return 1u << emu::current % 32; }
 inline void __syncwarp(unsigned) {}
 inline unsigned __cvta_generic_to_shared(const void* p) { return (const char*)p - emu::shared; }
-inline int __shfl_sync(uint, int value, int source, int) {
-  return (int)emu::exchange({{(uint32_t)value}})[source].words[0];
-}
-inline unsigned __ballot_sync(uint, int value) {
-  const emu::Slot* s = emu::exchange({{value != 0}});
-  unsigned all = 0;
-  for (unsigned lane = 0; lane < 32; ++lane) all |= s[lane].words[0] << lane;
-  return all;
-}
-inline float __shfl_xor_sync(uint, float value, int mask) {
-  unsigned lane = emu::current % 32;
-  return emu::as_float(emu::exchange({{emu::as_word(value)}})[lane ^ mask].words[0]);
-}
+int __shfl_sync(uint, int value, int source, int);
+unsigned __ballot_sync(uint, int value);
+float __shfl_xor_sync(uint, float value, int mask);

@@ -1,6 +1,7 @@
 """Runs CUDA programs on the CPU, for tests without a GPU: generated source, compiled for the host.
 
-Inline PTX becomes calls of ``cuda_on_cpu.h``; an instruction that it does not know fails the test.
+Inline PTX becomes calls of what ``cuda_on_cpu.h`` declares and ``cuda_on_cpu.cc`` does; an instruction that they do
+not know fails the test.
 """
 
 from __future__ import annotations
@@ -173,21 +174,25 @@ def translate(source: str) -> str:
     text = re.sub(r'\basm(?: volatile)?\("([^"]*)"((?:[^;"]|"[^"]*")*)\);', _replace, text)
     assert "asm" not in text, "inline assembly that was not translated"
     text = re.sub(r"extern __shared__ \S+ (\w+) (\w+)\[\];", r"\1* \2 = (\1*)emu::shared;", text)
-    return f'#include "{header()}"\n{text}'
+    return f'#include "{emulation() / HEADER.name}"\n{text}'
 
 
-COMPILE = ("-std=c++17", "-O0", "-w", "-fPIC")  # most of a test's time is the compiler's
+COMPILE = ("-std=c++17", "-w", "-fPIC")
+KERNELS = (*COMPILE, "-O0")  # most of a test's time is the compiler's
 
 
 @lru_cache(maxsize=1)
-def header() -> Path:
-    """``HEADER`` with what the compiler makes of it beside it, since every kernel includes it."""
+def emulation() -> Path:
+    """A folder with the header, what the compiler makes of it, since every kernel includes it, and ``emulation.so``,
+    which carries out what it declares."""
     folder = tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)
-    there = Path(folder.name, HEADER.name)
-    there.write_bytes(HEADER.read_bytes())
-    subprocess.run([*find_compiler(), *COMPILE, "-x", "c++-header", str(there), "-o", f"{there}.gch"], check=True)
-    return there
+    header = Path(folder.name, HEADER.name)
+    header.write_bytes(HEADER.read_bytes())
+    for what in ([*KERNELS, "-x", "c++-header", str(header), "-o", f"{header}.gch"],
+                 [*COMPILE, "-O1", "-shared", str(HEADER.with_suffix(".cc")), "-o", f"{folder.name}/emulation.so"]):
+        subprocess.run([*find_compiler(), *what], check=True)
+    return Path(folder.name)
 
 
 class Emulated:
@@ -212,7 +217,8 @@ class Emulated:
                      "grid, threads, given, lazy, together, cluster); }\n")
         path = folder / "kernels.cc"
         path.write_text(text)
-        command = [*find_compiler(), *COMPILE, "-shared", str(path), "-o", str(folder / "kernels.so")]
+        command = [*find_compiler(), *KERNELS, "-shared", str(path), str(emulation() / "emulation.so"), "-o",
+                   str(folder / "kernels.so")]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[:4000]
         self.library = ctypes.CDLL(str(folder / "kernels.so"))
