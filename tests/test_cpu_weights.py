@@ -134,8 +134,11 @@ def test_bfloat16_weights_in_tiles(rows, columns):
     assert error(y, reference("lstm", x, rounded)[0]) < 1e-6
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", *FIXED, pytest.param("int8", marks=needs_vnni)])
-@pytest.mark.parametrize("cell", ["lstm", "gru_reset_before"])
+@pytest.mark.parametrize(("cell", "kind"), [
+    ("lstm", "bfloat16"), ("lstm", "int16"), ("gru_reset_before", "int21"),
+    *(pytest.param(*one, marks=pytest.mark.exhaustive) for one in (
+        ("gru_reset_before", "bfloat16"), ("gru_reset_before", "int16"), ("lstm", "int21"))),
+    *(pytest.param(cell, "int8", marks=needs_vnni) for cell in ("lstm", "gru_reset_before"))])
 def test_rounded_weights_of_a_stack(cell, kind):
     T, B, I, H = 6, 5, 9, 21
     weights = random_weights(cell, I, H, 3, 2, 2)
