@@ -110,6 +110,9 @@ def test_any_value_in_any_field_is_accepted_whole_or_refused(value, field):
     ({"time": "9999-99-99T99:99:99Z"}, "time"),
     ({"time": "2026-13-30T12:00:00Z"}, "time"),
     ({"time": "2026-12-30T24:00:00Z"}, "time"),
+    ({"time": "2026-02-29T12:00:00Z"}, "time"),
+    ({"time": "0000-01-01T00:00:00Z"}, "time"),
+    ({"time": "\u0662026-01-01T00:00:00Z"}, "time"),
     ({"workload": {**msgspec.to_builtins(WORK), "cell": "a\u202eb"}}, "control"),
     *(({field: f"a{mark}b"}, "control") for field in ("run", "schedule", "source")
       for mark in ("\n", "\x1b]0;title\x07", "\x7f", "\x9b", "\u2028")),

@@ -30,8 +30,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
 Knob = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Knobs = Annotated[dict[Name, Knob | bool | Name], msgspec.Meta(max_length=64)]
 Names = Annotated[dict[Name, Name], msgspec.Meta(max_length=32)]
-UTC = Annotated[str, msgspec.Meta(
-    pattern=r"^\d{4}-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12]\d|3[01])T(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\dZ\Z")]
+UTC = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z\Z")]
 Reason = Literal["trials", "space", "time", "converged"]
 Megahertz = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 
@@ -195,6 +194,10 @@ def decode(line: bytes) -> AnyRecord:
     if record.v != VERSION or not 0 <= record.minor <= MINOR:
         kind = NewerRecord if (record.v, record.minor) > (VERSION, MINOR) else RecordError
         raise kind(f"version {record.v}.{record.minor} of the format; {READS}")
+    try:
+        datetime.fromisoformat(record.time[:-1])
+    except ValueError as error:
+        raise RecordError(f"time {record.time!r}: {error}") from error
     if BACKSLASH in line or DELETE in line or not line.isascii():  # no other line can have one
         for text in names(msgspec.to_builtins(record)):
             if CONTROL.search(text):
