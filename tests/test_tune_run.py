@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -30,6 +32,7 @@ from ecornn.tune.model import CostModel
 from ecornn.tune.pool import Closed, Pool
 from ecornn.tune.process import Worker, WorkerError
 from ecornn.tune.record import Finish, Start, Times, Trial
+from ecornn.tune.scratch import YOUNG, Scratch
 from ecornn.tune.search import Search
 from ecornn.tune.session import Session
 from ecornn.tune.space import Candidate, ConfigSpace
@@ -296,6 +299,29 @@ def test_a_process_that_is_stopped_leaves_no_files_behind(tmp_path, monkeypatch)
             assert time.monotonic() < deadline
             time.sleep(0.05)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_files_of_a_run_that_was_killed_are_removed_by_a_later_one(tmp_path, monkeypatch):
+    def old(folder: Path) -> None:
+        os.utime(folder, (time.time() - 2 * YOUNG,) * 2)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed = subprocess.run([sys.executable, "-c", "import os; from ecornn.tune.scratch import Scratch; "
+                             "s = Scratch(); print(s.name, flush=True); os.kill(os.getpid(), 9)"],
+                            env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, text=True)
+    left = Path(killed.stdout.strip())
+    (left / "module.so").write_bytes(b"x")
+    foreign = tmp_path / "ecornn-tune-of-mine"  # no run's
+    foreign.mkdir()
+    alive = Scratch()
+    assert killed.returncode == -9 and left.is_dir()  # just written to
+    for folder in (left, foreign, Path(alive.name)):
+        old(folder)
+    last = Scratch()
+    assert sorted(tmp_path.iterdir()) == sorted([foreign, Path(alive.name), Path(last.name)])
+    for scratch in (alive, last):
+        scratch.cleanup()
+    assert list(tmp_path.iterdir()) == [foreign]
 
 
 def test_what_a_closed_pool_fails_at_is_no_trial(tmp_path):

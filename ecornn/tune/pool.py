@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 
 from ecornn.errors import EcornnError, ServerError
 from ecornn.tune.process import Worker, WorkerError
+from ecornn.tune.scratch import Scratch
 
 T = TypeVar("T")
 LOSSES, REST, ABSENCE = 3, 2.0, 90.0  # of servers; seconds
@@ -60,8 +60,7 @@ class Pool:
         self.entries, self.local, self.quiet = entries, local, quiet
         self.grace, self.poisoned, self.measured = grace, poisoned, time.monotonic()
         self.closed = False
-        # Whatever a process that is killed leaves behind is in here.
-        self.folder = tempfile.TemporaryDirectory(prefix="ecornn-tune-", ignore_cleanup_errors=True)
+        self.folder = Scratch()  # whatever a process that is killed leaves behind is in here
         count, here = builders or min(BUILDERS * measurers, len(os.sched_getaffinity(0))), {"TMPDIR": self.folder.name}
         self.measurers = [Worker(entries.measure_ready, gpu=True, environment={**here, **(environment or {})})
                           for _ in range(measurers)]
