@@ -22,7 +22,7 @@ class Scratch:
         self.folder = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
         self.name = self.folder.name
         self.lock = FileLock(Path(self.name, LOCK), thread_local=False)  # whichever thread closes the pool
-        with contextlib.suppress(OSError, NotImplementedError):  # a file system without locks: nobody sweeps there
+        with contextlib.suppress(OSError, NotImplementedError):  # filelock's, without locks: nobody sweeps there
             self.lock.acquire(timeout=0)
 
     def cleanup(self) -> None:
@@ -33,11 +33,12 @@ class Scratch:
 
 def sweep() -> None:
     """Removes the folders of runs that were killed."""
-    from filelock import FileLock, Timeout
+    from filelock import FileLock
 
     for folder in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
-        # OSError: another user's, or removed by another process.
-        with contextlib.suppress(OSError, NotImplementedError, Timeout):
+        # OSError: of a run that lives (filelock's Timeout), another user's, or removed by another process.
+        # NotImplementedError: filelock's, where the file system has no locks.
+        with contextlib.suppress(OSError, NotImplementedError):
             if (folder / LOCK).is_file() and time.time() - folder.stat().st_mtime > YOUNG:
                 with FileLock(folder / LOCK, timeout=0):
                     shutil.rmtree(folder, ignore_errors=True)
