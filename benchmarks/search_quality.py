@@ -24,23 +24,20 @@ table does not count, so a table should be much larger than the budget.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import statistics
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from search_live import NEAR, lives, needed
 from search_replays import Table, replay, tables_of
 
 Curves = dict[str, list[list[float]]]  # kind of search -> best so far of each seed
 KINDS = ("random", "model", "warmed")
 BUDGETS = (8, 16, 32, 64, 128, 256)
-NEAR = 1.05  # of the best: good enough
 
 
 def curves(table: Table, seeds: int, budget: int, pool: ProcessPoolExecutor) -> Curves:
@@ -61,11 +58,6 @@ def rows_of(work: str, found: Curves) -> list[dict[str, object]]:
     return rows
 
 
-def needed(run: Sequence[float | None], goal: float) -> float:
-    """Trials until one is as good as ``goal``; infinite where none is."""
-    return next((n for n, value in enumerate(run, 1) if value is not None and value <= goal), math.inf)
-
-
 def reached(work: str, found: Curves) -> dict[str, object]:
     """Trials to come within `NEAR` of the best, the median over the seeds; and of the warmed search to be as good as
     the one from nothing after all its trials, in the median. None: not within the budget."""
@@ -79,51 +71,6 @@ def reached(work: str, found: Curves) -> dict[str, object]:
             "model_as_good": trials("model", end), "warmed_as_good": trials("warmed", end)}
 
 
-@dataclass(frozen=True)
-class Live:
-    """A search of the whole space: its device, the records it knew and what it found (`search_rate.py`)."""
-
-    workload: str
-    device: str
-    records: str
-    seed: int
-    found: dict[str, Any]
-    best: float  # of the table, µs per step
-
-    @property
-    def kind(self) -> str:
-        """As the plot has it."""
-        return f"{self.records}, {self.found['trials']} trials, {self.device}"
-
-    @property
-    def curve(self) -> list[float]:
-        """Best so far after each trial, relative to the best of the table."""
-        so_far = itertools.accumulate((us or math.inf for us in self.found["trials_us"]), min)
-        return [us / self.best for us in so_far]
-
-    @property
-    def row(self) -> dict[str, object]:
-        """``ratio``: the best after a last measurement; ``near``: trials to within `NEAR` of the table's best."""
-        return {"workload": self.workload, "device": self.device, "records": self.records, "seed": self.seed,
-                "trials": self.found["trials"], "best_us": self.found["best_us"],
-                "ratio": self.found["best_us"] / self.best, "table_us": self.best,
-                "near": finite(needed(self.found["trials_us"], NEAR * self.best))}
-
-
-def lives(paths: Sequence[Path], tables: Sequence[Table], again: Sequence[Sequence[Table]] = ()) -> list[Live]:
-    """The searches of reports, of layers and on devices that the tables have, or ``again`` up to a report's place."""
-    found = []
-    for number, path in enumerate(paths):
-        best = {(str(t.work), t.device.name): t.best for t in itertools.chain(tables, *again[:number + 1])}
-        report = json.loads(path.read_text())
-        for row in report["rows"]:
-            for work, one in row["found"].items():
-                if (work, report["device"]) in best and one["best_us"]:
-                    found.append(Live(work, report["device"], report["records"], row.get("seed", 0), one,
-                                      best[work, report["device"]]))
-    return found
-
-
 def behind(found: Curves) -> dict[str, list[int]]:
     """Of each kind of search, at how many budgets from 32 trials on random search is ahead by more than 1% in the
     median, of how many."""
@@ -135,11 +82,6 @@ def behind(found: Curves) -> dict[str, list[int]]:
                         for each in (runs, found["random"]))
         counts[kind] = [sum(a > 1.01 * b for a, b in zip(mine, drawn, strict=True)), len(budgets)]
     return counts
-
-
-def finite(trials: float) -> float | None:
-    """For JSON."""
-    return trials if trials < math.inf else None
 
 
 def summary(rows: Sequence[dict[str, object]]) -> list[str]:
@@ -199,7 +141,8 @@ def main() -> None:
     if len(arguments.again) not in (0, len(arguments.live)):
         parser.error("--again: as many files as --live, or none")
     tables, data, rows = tables_of(arguments.table), {}, []
-    live = lives(arguments.live, tables, [tables_of([path]) for path in arguments.again])
+    again = [tables_of([path]) for path in arguments.again] or [[]] * len(arguments.live)
+    live = lives([(tables, []), *((own, [report]) for own, report in zip(again, arguments.live, strict=True))])
     with ProcessPoolExecutor(arguments.processes) as pool:
         for table in tables:
             work = str(table.work)

@@ -18,8 +18,8 @@ Reported are for each run of `--at-once` layers
     starved              the share in which the measuring process had nothing to do
     build, measure       seconds of one: median, mean, most
     first                seconds from the start to the first trial
-    found                of each layer, µs per step of the best and the default, measured again in turns, and of every
-                         trial in its order (null: it failed)
+    found                of each layer, µs per step of the best and the default, measured again in turns, which the best
+                         is, and µs per step of every trial in its order (null: it failed)
 
 `--pretend` replaces measurements by sleeps, for an H100 that is not there; with `--pretend-builds` also builds, by a
 long-tailed distribution of that mean: what is left is the search itself and the traffic between processes.
@@ -160,7 +160,8 @@ def run(session: Any, layers: list[str], trials: int, folder: Path, spans: Spans
         "build": summary(spans.of["build"]), "measure": summary(spans.of["measure"]),
         "propose": summary(spans.of["propose"]),
         "found": {str(r.workload): {"best_us": r.finish.best_us, "default_us": r.finish.default_us,
-                                    "schedule": r.best and r.best.schedule, "trials": r.finish.trials,
+                                    "schedule": r.best and r.best.schedule,
+                                    "config": r.best and r.best.config, "trials": r.finish.trials,
                                     "trials_us": each_us[str(r.workload)]}
                   for r in results},
     }

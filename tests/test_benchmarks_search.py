@@ -8,8 +8,11 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import search_live
 import search_quality
 import search_rate
 import search_replays
@@ -149,7 +152,7 @@ def test_how_many_trials_it_takes():
     found = search_quality.reached("work", runs)
     assert (found["random"], found["model"], found["warmed"]) == (None, 4, 2)
     assert found["end"] == 1.03 and (found["model_as_good"], found["warmed_as_good"]) == (4, 2)
-    assert search_quality.needed([3.0, None, 2.0], 2.0) == 3 and search_quality.needed([], 2.0) == float("inf")
+    assert search_live.needed([3.0, None, 2.0], 2.0) == 3 and search_live.needed([], 2.0) == float("inf")
 
 
 @pytest.mark.exhaustive
@@ -205,3 +208,42 @@ def test_the_rate_of_a_search(tmp_path: Path):
     assert 0 < row["builders"] <= 1 and 0 < row["measurer"] <= 1 and 0 <= row["proposing"] <= 1
     assert row["measurer"] + row["starved"] == pytest.approx(1)
     assert row["measure"]["median"] >= 0.01 and row["first"] < row["seconds"]
+
+
+def test_live_searches_are_set_against_what_a_gpu_like_theirs_measured(tmp_path: Path):
+    first, second = "first", "second"
+
+    def table(work: str, best: float) -> Any:
+        return SimpleNamespace(work=work, device=H100, best=best)
+
+    def report(name: str, device: str, us: list[float | None], works: tuple[str, ...] = (first, second)) -> Path:
+        found = {work: {"best_us": 3.0, "default_us": 4.0, "trials": len(us), "trials_us": us} for work in works}
+        (path := tmp_path / name).write_text(json.dumps({"device": device, "records": "none",
+                                                         "rows": [{"found": found}]}))
+        return path
+
+    on = [([table(first, 2.0), table(second, 4.0)],
+            [report("a", H100.name, [4.0, None, 3.0]), report("x", "it", [1.0])]),
+          ([table(second, 2.0)], [report("b", H100.name, [6.0, 3.0]), report("c", H100.name, [9.0], ("third",))])]
+    found = search_live.lives(on)
+    assert [(one.report, one.workload, one.best) for one in found] == [
+        ("a", first, 2.0), ("a", second, 4.0), ("b", first, 2.0), ("b", second, 2.0)]
+    assert [one.curve for one in found] == [[2.0, 2.0, 1.5], [1.0, 1.0, 0.75], [3.0, 1.5], [3.0, 1.5]]
+    at = search_live.medians(found, 2)
+    assert at == {first: (1.75, [2.0, 1.5]), second: (1.25, [1.0, 1.5])}
+    assert (late := search_live.medians(found, 3)) == {first: (1.5, [1.5]), second: (0.75, [0.75])}
+    assert search_live.line("none", 3, late) == "| none | 3 | 1.061 | 1.500 | 1 of 2 | 1 of 2 |"
+
+
+@pytest.mark.exhaustive
+def test_the_notes_have_what_the_reports_of_live_searches_say(capsys: pytest.CaptureFixture[str],
+                                                              monkeypatch: pytest.MonkeyPatch):
+    results = ROOT / "benchmarks" / "results"
+    reports = [str(results / f"search_live_{name}_h100.json") for name in ("others", "quarter", "none")]
+    again = [str(results / f"search_live_{name}_h100_again.json") for name in ("quarter", "none")]
+    monkeypatch.setattr(sys, "argv", ["search_live.py", "--on", str(results / "search_fastest_h100.jsonl.xz"), *reports,
+                                      *again, "--on", str(results / "search_fastest_h100_more.jsonl.xz"),
+                                      str(results / "search_live_others_h100_more.json")])
+    search_live.main()
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert len(printed) == 11 and set(printed) <= set((ROOT / "benchmarks/notes/search.md").read_text().splitlines())

@@ -1,0 +1,135 @@
+"""Searches of whole spaces, of several runs and GPUs: what few trials with records are worth beside many without.
+
+    cd benchmarks; python search_live.py \\
+        --on results/search_fastest_h100.jsonl.xz results/search_live_{others,quarter,none}_h100.json \\
+             results/search_live_{quarter,none}_h100_again.json \\
+        --on results/search_fastest_h100_more.jsonl.xz results/search_live_others_h100_more.json
+
+Reads reports of `search_rate.py`: `--records others` knew the records of other layers, `none` nothing. They are set
+against the best of random configurations of a layer, which the first file of `--on` has: a table of `search_tables.py`,
+or what was fastest in it, measured again on a GPU like that of the reports; what it lacks the `--on` before it have.
+Printed are, after some numbers of trials, for those with records and those without, the median of the runs of each
+layer: the geometric mean of the layers, the worst of them, and how many are within 5%; and how many of all single runs
+are. Then the layers one by one, and last the defaults of each run over those of the first, in the median of the layers:
+whether the GPUs are alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from search_replays import Table, tables_of
+
+NEAR = 1.05  # of the best: good enough
+BUDGETS = (8, 16, 32, 64, 128)
+
+
+def needed(run: Sequence[float | None], goal: float) -> float:
+    """Trials until one is as good as ``goal``; infinite where none is."""
+    return next((n for n, value in enumerate(run, 1) if value is not None and value <= goal), math.inf)
+
+
+def finite(trials: float) -> float | None:
+    """For JSON."""
+    return trials if trials < math.inf else None
+
+
+@dataclass(frozen=True)
+class Live:
+    """A search of the whole space: its device, the records it knew and what it found (`search_rate.py`)."""
+
+    workload: str
+    device: str
+    records: str
+    seed: int
+    found: dict[str, Any]
+    best: float  # of the table, µs per step
+    report: str = ""  # where it is
+
+    @property
+    def kind(self) -> str:
+        """As the plot has it."""
+        return f"{self.records}, {self.found['trials']} trials, {self.device}"
+
+    @property
+    def curve(self) -> list[float]:
+        """Best so far after each trial, relative to the best of the table."""
+        so_far = itertools.accumulate((us or math.inf for us in self.found["trials_us"]), min)
+        return [us / self.best for us in so_far]
+
+    @property
+    def row(self) -> dict[str, object]:
+        """``ratio``: the best after a last measurement; ``near``: trials to within `NEAR` of the table's best."""
+        return {"workload": self.workload, "device": self.device, "records": self.records, "seed": self.seed,
+                "trials": self.found["trials"], "best_us": self.found["best_us"],
+                "ratio": self.found["best_us"] / self.best, "table_us": self.best,
+                "near": finite(needed(self.found["trials_us"], NEAR * self.best))}
+
+
+def lives(groups: Iterable[tuple[Sequence[Table], Sequence[Path]]]) -> list[Live]:
+    """The searches of reports, of layers and on devices of which there is a table, with the report or before it."""
+    best: dict[tuple[str, str], float] = {}
+    found = []
+    for tables, paths in groups:
+        best |= {(str(t.work), t.device.name): t.best for t in tables}
+        for path in paths:
+            report = json.loads(path.read_text())
+            for row in report["rows"]:
+                for work, one in row["found"].items():
+                    if (work, report["device"]) in best and one["best_us"]:
+                        found.append(Live(work, report["device"], report["records"], row.get("seed", 0), one,
+                                          best[work, report["device"]], path.stem))
+    return found
+
+
+def medians(found: Sequence[Live], budget: int) -> dict[str, tuple[float, list[float]]]:
+    """Of each layer the median of the runs, and each of them: the best after so many trials over the table's."""
+    at: dict[str, list[float]] = {}
+    for one in found:
+        if len(one.curve) >= budget:
+            at.setdefault(one.workload, []).append(one.curve[budget - 1])
+    return {work: (statistics.median(values), values) for work, values in at.items()}
+
+
+def line(records: str, budget: int, of: dict[str, tuple[float, list[float]]]) -> str:
+    """Of the table that is printed."""
+    middle, single = [m for m, _ in of.values()], [v for _, values in of.values() for v in values]
+    return (f"| {records} | {budget} | {statistics.geometric_mean(middle):.3f} | {max(middle):.3f} | "
+            f"{sum(m <= NEAR for m in middle)} of {len(middle)} | {sum(v <= NEAR for v in single)} of {len(single)} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--on", type=Path, nargs="+", action="append", required=True, metavar=("TABLE", "REPORT"))
+    arguments = parser.parse_args()
+    found = lives((tables_of(group[:1]), group[1:]) for group in arguments.on)
+    kinds = {records: [one for one in found if one.records == records] for records in ("others", "none")}
+    print("| records | trials | mean | worst | layers within 5% | runs within 5% |\n|---|---|---|---|---|---|")
+    for records, budget in itertools.product(kinds, BUDGETS):
+        if of := medians(kinds[records], budget):
+            print(line(records, budget, of))
+    print("\nlayer: runs with records after 32 trials, with none after 32, after 128")
+    columns = [medians(kinds["others"], 32), medians(kinds["none"], 32), medians(kinds["none"], 128)]
+    for work in dict.fromkeys(one.workload for one in found):
+        print(f"{work}: " + "; ".join(" ".join(f"{v:.3f}" for v in of[work][1]) for of in columns if work in of))
+
+    print("\ndefaults over those of the first run, in the median")
+    runs: dict[tuple[str, int], dict[str, float]] = {}
+    for one in found:
+        runs.setdefault((one.report, one.seed), {})[one.workload] = one.found["default_us"]
+    first = next(iter(runs.values()))
+    for (report, seed), defaults in runs.items():
+        ratio = statistics.median(us / first[work] for work, us in defaults.items() if work in first)
+        print(f"{report}, seed {seed}: {ratio:.3f} of {len(defaults)} layers")
+
+
+if __name__ == "__main__":
+    main()
