@@ -102,7 +102,7 @@ def _alone(root: Path, lock_name: str) -> Iterator[None]:
     try:
         (root / "locks").mkdir(parents=True, exist_ok=True)
         lock.acquire()
-    except (OSError, NotImplementedError):  # filelock's, where the file system has no locks: made twice, then
+    except OSError:  # nothing can be kept there
         yield
         return
     try:

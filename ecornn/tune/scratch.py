@@ -22,7 +22,7 @@ class Scratch:
         self.folder = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
         self.name = self.folder.name
         self.lock = FileLock(Path(self.name, LOCK), thread_local=False)  # whichever thread closes the pool
-        with contextlib.suppress(OSError, NotImplementedError):  # filelock's, without locks: nobody sweeps there
+        with contextlib.suppress(OSError):  # without a lock nobody sweeps it
             self.lock.acquire(timeout=0)
 
     def cleanup(self) -> None:
@@ -37,8 +37,7 @@ def sweep() -> None:
 
     for folder in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
         # OSError: of a run that lives (filelock's Timeout), another user's, or removed by another process.
-        # NotImplementedError: filelock's, where the file system has no locks.
-        with contextlib.suppress(OSError, NotImplementedError):
+        with contextlib.suppress(OSError):
             if (folder / LOCK).is_file() and time.time() - folder.stat().st_mtime > YOUNG:
                 with FileLock(folder / LOCK, timeout=0):
                     shutil.rmtree(folder, ignore_errors=True)
