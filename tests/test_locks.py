@@ -40,8 +40,8 @@ def test_the_build_cache_keeps_what_was_made(tmp_path: Path, monkeypatch: pytest
 
 def test_logs_are_written(tmp_path: Path):
     for run in ("a-1", "b-1"):
-        append(tmp_path / "log.jsonl", Finish(run=run, time="2026-11-21T20:00:00Z", reason="trials", trials=0, seconds=1.0,
-                                              best=None, best_us=None, default=None, default_us=None))
+        append(tmp_path / "log.jsonl", Finish(run=run, time="2026-11-21T20:00:00Z", reason="trials", trials=0,
+                                              seconds=1.0, best=None, best_us=None, default=None, default_us=None))
     assert len(read(tmp_path / "log.jsonl").lines) == 2
 
 

@@ -63,6 +63,7 @@ def test_fragments_multiply_to_the_product(cell, dtype, hidden, batch):
                 block, local = divmod(unit, plan.units)
                 row = (g // e * plan.units * e + local // (8 // e) * 8 + local % (8 // e) * e + g % e)
                 found = product[:, block, row // 8, row % 8]
+                # the same float64 terms in another order: a word in the wrong place is off by whole terms
                 np.testing.assert_allclose(found, expected[:, g, unit], rtol=1e-12, atol=1e-12)
 
 

@@ -110,7 +110,7 @@ def test_compiles_without_spills(cell, hidden, input, dtype, wide):
     """ptxas says where it serializes wgmma or ignores setmaxnreg, both of which cost most of the speed."""
     nvcc = find_nvcc()
     if nvcc is None:
-        pytest.skip("nvcc is not installed")
+        pytest.skip("nvcc is optional, and this reads what its ptxas says")
     made = task(cell, (64, 16, input, hidden), dtype, 132)
     part = project(made)
     assert part.calls[0].threads == THREADS
