@@ -1,17 +1,15 @@
 """Searches of whole spaces, of several runs and GPUs: what few trials with records are worth beside many without.
 
-    cd benchmarks; python search_live.py \\
-        --on results/search_fastest_h100.jsonl.xz results/search_live_{others,quarter,none}_h100.json \\
-             results/search_live_{quarter,none}_h100_again.json \\
-        --on results/search_fastest_h100_more.jsonl.xz results/search_live_others_h100_more.json
+    cd benchmarks; python search_live.py --on results/search_fastest_h100.jsonl.xz \\
+        results/search_live_quarter_h100_again.json results/search_live_none_h100_again.json
 
 Reads reports of `search_rate.py`: `--records others` knew the records of other layers, `none` nothing. They are set
 against the best of random configurations of a layer, which the first file of `--on` has: a table of `search_tables.py`,
 or what was fastest in it, measured again on a GPU like that of the reports; what it lacks the `--on` before it have.
 Printed are, after some numbers of trials, for those with records and those without, the median of the runs of each
 layer: the geometric mean of the layers, the worst of them, and how many are within 5%; and how many of all single runs
-are. Then the layers one by one, and last the defaults of each run over those of the first, in the median of the layers:
-whether the GPUs are alike.
+are. Then how many trials it took to come within 5%, the layers one by one, and last the defaults of each run over those
+of the first, in the median of the layers: whether the GPUs are alike.
 """
 
 from __future__ import annotations
@@ -99,6 +97,18 @@ def medians(found: Sequence[Live], budget: int) -> dict[str, tuple[float, list[f
     return {work: (statistics.median(values), values) for work, values in at.items()}
 
 
+def until(found: Sequence[Live], goal: float) -> tuple[float, int]:
+    """Trials until the best is ``goal`` times the table's, medians of the runs of a layer, summed over the layers; and
+    how many runs never were, each of which counts with all its trials."""
+    took: dict[str, list[float]] = {}
+    never = 0
+    for one in found:
+        trials = needed(one.curve, goal)
+        never += trials == math.inf
+        took.setdefault(one.workload, []).append(min(trials, len(one.curve)))
+    return sum(statistics.median(each) for each in took.values()), never
+
+
 def line(records: str, budget: int, of: dict[str, tuple[float, list[float]]]) -> str:
     """Of the table that is printed."""
     middle, single = [m for m, _ in of.values()], [v for _, values in of.values() for v in values]
@@ -116,6 +126,9 @@ def main() -> None:
     for records, budget in itertools.product(kinds, BUDGETS):
         if of := medians(kinds[records], budget):
             print(line(records, budget, of))
+    print("\ntrials until within 5%, summed over the layers, and runs that never were")
+    for records, of_kind in kinds.items():
+        print("{}: {:g}, {}".format(records, *until(of_kind, NEAR)))
     print("\nlayer: runs with records after 32 trials, with none after 32, after 128")
     columns = [medians(kinds["others"], 32), medians(kinds["none"], 32), medians(kinds["none"], 128)]
     for work in dict.fromkeys(one.workload for one in found):
