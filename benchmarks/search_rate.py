@@ -109,7 +109,7 @@ def know(records: str) -> None:
     from ecornn.tune import transfer
     from ecornn.tune.log import Log
 
-    warm, seeds = transfer.warm, transfer.seeds
+    warm, seeds, borrowed = transfer.warm, transfer.seeds, transfer.borrowed
 
     def log(task: Any) -> Any:
         if records == "none":
@@ -122,7 +122,9 @@ def know(records: str) -> None:
         return warm(model, cell, task, schedules, log(task), run)
 
     if records != "all":
-        transfer.warm, transfer.seeds = warm_others, lambda task, schedules, _: seeds(task, schedules, log(task))
+        transfer.warm = warm_others
+        transfer.seeds = lambda task, schedules, _: seeds(task, schedules, log(task))
+        transfer.borrowed = lambda task, schedules, _: borrowed(task, schedules, log(task))
 
 
 def run(session: Any, layers: list[str], trials: int, folder: Path, spans: Spans) -> dict[str, object]:

@@ -28,7 +28,7 @@ from ecornn.tune.model import CostModel
 from ecornn.tune.record import AnyRecord, Trial
 from ecornn.tune.search import Search
 from ecornn.tune.space import Candidate, ConfigSpace, halving
-from ecornn.tune.transfer import warm
+from ecornn.tune.transfer import borrowed, warm
 from ecornn.tune.tuner import Settings, Tuner
 from ecornn.workload import Workload
 
@@ -165,7 +165,7 @@ def replay(table: Table, kind: str, seed: int, budget: int) -> list[float]:
     """Best so far after each trial, relative to the best of the table."""
     task, schedules = asked(table.work, table.device)
     times, model = table.times, CostModel(seed)
-    space = TableSpace(task, schedules, times)
+    space, lent = TableSpace(task, schedules, times), list[Candidate]()
     if kind == "random":
         order = [c for c in space.defaults() if c in times]
         rest = [c for c in times if c not in order]
@@ -175,12 +175,14 @@ def replay(table: Table, kind: str, seed: int, budget: int) -> list[float]:
         if kind == "warmed":
             from ecornn.cells import get
 
-            warm(model, get(table.work.cell), task, schedules, others(table.work))
+            records = others(table.work)
+            warm(model, get(table.work.cell), task, schedules, records)
+            lent = borrowed(task, schedules, records)
         quiet, first = table.device.kind == "llvm", table.trials[0]
         budget = min(budget, len(times))
         settings = Settings(budget, seed, None, max(4, min(16 if quiet else 8, budget // 6)))
         journal = Unwritten(Path("replay"), "replay-1")
-        Tuner(Search(space, model, seed), Looked(times, quiet), journal, settings,
+        Tuner(Search(space, model, seed, lent=lent), Looked(times, quiet), journal, settings,
               Environment(first.versions, first.clocks)).run()
         tried = journal.search
     found, best = [], float("inf")

@@ -81,7 +81,7 @@ def proposed(cell: str, hidden: int, batch: int, dtype: str, count: int) -> tupl
     from ecornn.tune.model import CostModel
     from ecornn.tune.search import Search
     from ecornn.tune.space import Candidate, ConfigSpace
-    from ecornn.tune.transfer import seeds, warm
+    from ecornn.tune.transfer import borrowed, seeds, warm
 
     found, device = get(cell), resolve(TARGET)
     task = make_task(found, Workload(found.identity(), hidden, hidden, batch, SEQ, dtype), device)
@@ -95,7 +95,8 @@ def proposed(cell: str, hidden: int, batch: int, dtype: str, count: int) -> tupl
         if warm(model, found, task, schedules[:1], Log(taken)):
             break
     others = [Candidate.of(s.name, s.default(task)) for s in schedules[1:2]]
-    default, known, rng = space.defaults()[0], seeds(task, schedules[:1], log)[:(count - 1) // 2], random.Random(0)
+    default, rng = space.defaults()[0], random.Random(0)
+    known = [*seeds(task, schedules[:1], log), *borrowed(task, schedules[:1], log)][:(count - 1) // 2]
     search = Search(space, model, 0, known=[default, *known], defaults=False)
     picked = search.first[:count - len(others)]
     room = count - len(others) - len(picked)

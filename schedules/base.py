@@ -88,7 +88,8 @@ class Schedule(ABC):
 
     @abstractmethod
     def features(self, task: Task, config: Config) -> dict[str, float]:
-        """What the cost model sees besides the knobs: bytes, products, occupancy, exchanges."""
+        """What the cost model sees besides the knobs: bytes, products, occupancy, exchanges; and as ``estimate``, where
+        somebody can say, nanoseconds of a step, which it starts from."""
 
     @abstractmethod
     def program(self, task: Task, config: Config) -> Program:

@@ -113,7 +113,7 @@ class FusedStep(Schedule):
             "flops": 2.0 * gates * w.hidden * w.hidden * w.batch,
             "waste": columns * tile.units * rows * tile.rows / (w.hidden * w.batch),
             "barriers": 2.0 * -(-w.hidden // tile.depth) * phase_count(task.graph), "shared": shared,
-            "chain": w.hidden / tile.split}
+            "chain": w.hidden / tile.split, "estimate": estimate(task, tile)}
 
     def program(self, task: Task, config: Config) -> Program:
         tile, math = tile_of(config), str(config["math"])
@@ -156,6 +156,21 @@ def _shape(task: Task, p: int) -> tuple[int, int]:
     if not task.graph.phases:
         return 0, 0
     return len(task.graph.phases[p].rows), len(task.graph.phases[p].operands)
+
+
+def estimate(task: Task, tile: Tile) -> float:
+    """Nanoseconds of a step, roughly: a model for ordering configurations, not for reporting.
+
+    Launches; then of the multiprocessor with most blocks the barriers, the weights that its blocks read and what its
+    threads multiply, one of which is the longest chain. Fitted to 469 trials of 68 layers on an H100 and an H200: half
+    of them within 20%, nine in ten within a factor of 1.8.
+    """
+    w, phases = task.workload, phase_count(task.graph)
+    most = -(-_grid(task, tile) // task.device.cores)
+    weights = sum(len(p.rows) for p in task.graph.phases) * w.hidden * tile.units  # of a block
+    chain = weights * tile.rows / tile.threads
+    barriers = 2.0 * -(-w.hidden // tile.depth) * phases
+    return 2700.0 * phases + 2.1 * chain + most * (89.0 * barriers + 0.2 * weights + 0.01 * chain * tile.threads)
 
 
 def _products(task: Task) -> list[tuple[int, int]]:

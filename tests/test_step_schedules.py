@@ -206,3 +206,28 @@ def test_a_product_of_x_and_a_state_is_refused():
     for name, schedule in all_schedules().items():
         if schedule.kind == "cuda" and name != "elementwise":
             assert "depends on x and a state" in str(schedule.serves(task)), name
+
+
+@pytest.mark.parametrize("name", [name for name, schedule in all_schedules().items() if schedule.kind == "cuda"])
+def test_every_schedule_of_a_gpu_estimates_times(name):
+    """The cost model starts from these, so none may be missing; of a larger layer it is not shorter."""
+    schedule, times = all_schedules()[name], []
+    for hidden, batch in ((64, 1), (256, 16), (800, 20)):
+        task = task_of("indrnn" if name == "elementwise" else "lstm", (10, batch, hidden, hidden), "float16",
+                       KNOWN["sm_90a"])
+        assert schedule.serves(task) is None
+        times.append(schedule.features(task, schedule.default(task))["estimate"])
+    assert all(10 < ns < 1e6 for ns in times) and times == sorted(times)
+
+
+def test_the_estimate_of_the_fallback_knows_what_is_slow():
+    """Fewer threads than there could be, and more barriers."""
+    task, schedule = task_of("lstm", (100, 16, 1024, 1024), "float32", KNOWN["sm_90a"]), FusedStep()
+    default = schedule.default(task)
+
+    def estimate(**change: object) -> float:
+        config = {**default, **change}
+        assert schedule.check(task, config) is None
+        return schedule.features(task, config)["estimate"]
+
+    assert estimate() < min(estimate(depth=16), estimate(split=1), estimate(groups=1, thread_rows=1))

@@ -26,7 +26,7 @@ from ecornn.tune.model import CostModel
 from ecornn.tune.record import Times, Trial, decode, encode
 from ecornn.tune.selection import best_lines
 from ecornn.tune.space import Candidate
-from ecornn.tune.transfer import seeds, warm
+from ecornn.tune.transfer import borrowed, seeds, warm
 from ecornn.workload import Workload
 
 TASK = make(hidden=8, batch=4)
@@ -330,7 +330,7 @@ def test_a_configuration_of_another_batch_keeps_the_rows_of_a_group(batch, known
     task = make_task(get("lstm"), msgspec.structs.replace(work, batch=batch), device)
     result = find(task, [Persistent()], log)
     assert result.config == {**config, "groups": becomes}
-    assert seeds(task, [Persistent()], log)[0].config == result.config
+    assert [c.config for c in borrowed(task, [Persistent()], log)] == [result.config]
 
 
 accepted = st.one_of(st.integers(-(1 << 63), (1 << 63) - 1), st.integers(-2, 64), st.booleans(),
@@ -355,7 +355,7 @@ def test_no_value_that_the_format_accepts_stops_a_look_up_or_a_search(name, data
     task = make_task(get("lstm"), Workload("lstm", 256, 256, 20, 100, "float16"), device)
     result = choose(task, name, None, log_of(record))
     assert unfit(schedule, task, result.config) is None
-    for one in seeds(task, [schedule], log_of(record)):
+    for one in (*seeds(task, [schedule], log_of(record)), *borrowed(task, [schedule], log_of(record))):
         schedule.check(task, one.config)
     warm(CostModel(), get("lstm"), task, [schedule], log_of(record))
 

@@ -13,8 +13,8 @@ from tune_fakes import Fake, cost, make
 from ecornn.errors import ScheduleError
 from ecornn.schedules.base import Knob
 from ecornn.tune.features import Columns, features
-from ecornn.tune.model import CostModel
-from ecornn.tune.search import Search
+from ecornn.tune.model import TRUST, CostModel
+from ecornn.tune.search import OPENING, Search
 from ecornn.tune.space import Candidate, ConfigSpace
 
 TASK = make()
@@ -149,6 +149,55 @@ def test_too_few_samples_teach_nothing():
     model.add("", {"k": 1.0}, 1.0)
     model.add("", {"k": 2.0}, 2.0)
     assert not model.fit()
+
+
+class Estimated(Fake):
+    """Says of its candidates how long they take, of the knob ``f`` nothing."""
+
+    def features(self, task, config):
+        return {"estimate": 1000 * cost({**config, "f": 0})}
+
+
+def test_estimates_lead_a_search_until_times_correct_them():
+    """From the first batch on, without a sample; what they are wrong about is learnt."""
+    schedule = Estimated(("ok",), "abcdef")
+    space, slow = ConfigSpace(TASK, [schedule]), statistics.median
+    first = Search(space, CostModel(), 0).ask(12)
+    blind = Search(ConfigSpace(TASK, [LARGE]), CostModel(), 0).ask(12)
+    assert first[0] == space.defaults()[0] and len(set(first)) == 12
+    assert slow(cost(c.config) for c in first[1:]) < slow(cost(c.config) for c in blind[1:]) / 1.3
+
+    def best(schedule: Fake, trials: int) -> float:
+        return slow(min(filter(None, spend(ConfigSpace(TASK, [schedule]), seed, trials).tried.values()))
+                    for seed in range(5))
+
+    assert best(schedule, 48) < best(LARGE, 48)
+
+
+def test_what_has_no_estimate_ranks_as_the_slowest_until_it_is_measured():
+    model, rows = CostModel(), [{"estimate": 1.0}, {"estimate": 3.0, "slow": 1.0}, {"other": 1.0}]
+    scores = model.score(model.table(rows))
+    assert scores[0] > scores[1] == scores[2]
+    for _ in range(8):
+        for row, time in zip(rows, (2.0, 9.0, 1.0), strict=True):
+            model.add("", row, time)
+    assert model.fit()
+    scores = model.score(model.table(rows))
+    assert scores[2] - scores[0] > -TRUST * 2 + 1 and scores[2] > scores[1]
+
+
+def test_only_the_preferred_default_is_tried_whatever_it_seems_where_there_are_estimates():
+    class Slow(Estimated):
+        def features(self, task, config):
+            return {"estimate": 1e9}
+
+    known = Candidate.of("fake", {**dict.fromkeys("abcdef", 1), "behaviour": "ok"})
+    lent = Candidate.of("fake", {**dict.fromkeys("abcde", 2), "f": 3, "behaviour": "ok"})
+    space = ConfigSpace(TASK, [Estimated(("ok",), "abcdef"), Slow(("ok",), "abcdef", "second")])
+    search = Search(space, CostModel(), 0, known=[known], lent=[lent, lent])
+    asked = search.ask(OPENING)
+    assert asked[:2] == [space.defaults()[0], known] and space.defaults()[1] not in asked
+    assert search.waiting() == 0 and "fitting" not in vars(space)  # nothing of this took a scan
 
 
 def test_a_word_that_is_absent_is_zero_and_a_number_missing():

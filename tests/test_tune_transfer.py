@@ -12,12 +12,13 @@ from test_tune_search import LARGE, spend
 from tune_fakes import DEVICE, Fake, cost, make
 
 from ecornn.cells import get
+from ecornn.task import make_task
 from ecornn.tune.log import Line, Log
 from ecornn.tune.model import CostModel
 from ecornn.tune.record import Times
 from ecornn.tune.search import Search
 from ecornn.tune.space import ConfigSpace
-from ecornn.tune.transfer import BROAD, SEEDS, borrowed, seeds, warm
+from ecornn.tune.transfer import BROAD, SEEDS, borrowed, distance, seeds, warm
 from ecornn.workload import Workload
 
 TASK = make(hidden=8, batch=4)
@@ -28,11 +29,10 @@ def test_seeds_are_the_fastest_of_this_workload_wherever_they_were_measured():
     other = msgspec.structs.replace(DEVICE, name="Third CPU", arch="skylake", cores=64)
     found = seeds(TASK, SCHEDULES, log_of(
         trial(3.0, a=1), trial(1.0, a=2, device=other), trial(2.0, a=3, revision=1), trial(0.1, a=4, batch=8),
-        trial(0.1, a=5, schedule="gone"), trial(a=6, times=None, error="run: wrong output"), trial(0.1, a=7, batch=64)))
-    assert [c.config["a"] for c in found] == [2, 3, 1, 4, 7]  # the neighbouring batch late, a distant one last
-    many = log_of(*(trial(1.0 + b, config={"a": 0, "b": b, "behaviour": "ok"}, batch=4 + b % 2) for b in range(8)),
-                  *(trial(9.0, config={"a": 1, "b": b, "behaviour": "ok"}) for b in range(8)))
-    assert len(seeds(TASK, SCHEDULES, many)) == SEEDS
+        trial(0.1, a=5, schedule="gone"), trial(a=6, times=None, error="run: wrong output")))
+    assert [c.config["a"] for c in found] == [2, 3, 1]  # another batch lends its own, see below
+    many = log_of(*(trial(9.0 - b, config={"a": 1, "b": b, "behaviour": "ok"}) for b in range(8)))
+    assert [c.config["b"] for c in seeds(TASK, SCHEDULES, many)] == [7, 6, 5, 4] and SEEDS == 4
 
 
 def test_the_model_learns_from_neighbours_stale_runs_and_other_devices_but_not_twice():
@@ -105,15 +105,33 @@ def test_other_cells_teach_where_slow_configurations_were_measured_too():
     assert max(times) > 1.2 * statistics.median(times)  # of the whole run, not of its end
 
 
-def test_where_seeds_are_few_the_nearest_workloads_lend_theirs():
-    """Another hidden size's best, the nearest first; what does not fit here is left out; its own records go first."""
+def test_the_nearest_workloads_lend_their_fastest():
+    """Of other batches and hidden sizes, the nearest first; not what does not fit here or was slow there."""
     near, far = Workload("lstm", 16, 16, 4, 10), Workload("lstm", 64, 64, 4, 10)
     log = log_of(trial(9.0, a=1, run="mine-1"), trial(3.0, a=2, run="far-1", workload=far),
-                 trial(5.0, a=3, run="near-1", workload=near), trial(4.0, a=4, run="near-1", workload=near),
-                 trial(6.0, a=5, run="near-1", workload=near), trial(1.0, a=99, run="near-1", workload=near),
-                 trial(2.0, a=7, run="cell-1", workload=Workload("gru", 8, 8, 4, 10)))
-    assert [dict(c.knobs)["a"] for c in borrowed(TASK, SCHEDULES, log)] == [2, 4]  # 99 was the best there
-    assert [dict(c.knobs)["a"] for c in seeds(TASK, SCHEDULES, log)] == [1, 2, 4]
+                 trial(5.0, a=3, run="near-1", workload=near), trial(4.9, a=4, run="near-1", workload=near),
+                 trial(5.7, a=5, run="near-1", workload=near), trial(4.8, a=99, run="near-1", workload=near),
+                 trial(2.0, a=7, run="cell-1", workload=Workload("gru", 8, 8, 4, 10)), trial(0.1, a=0, batch=8))
+
+    def values(log: Log) -> list[int]:
+        return [dict(c.knobs)["a"] for c in borrowed(TASK, SCHEDULES, log)]
+
+    assert values(log) == [1, 0, 2, 4, 3]  # 99, which does not fit, was the best of its layer; 5 was slower by 1.19
     without = Log([line for line in log.lines if line.record.config["a"] != 99])
-    assert [dict(c.knobs)["a"] for c in borrowed(TASK, SCHEDULES, without)] == [4, 2, 3]
-    assert not borrowed(TASK, SCHEDULES, log_of(trial(9.0, a=1, run="mine-1")))
+    assert values(without) == [1, 0, 4, 2, 3]
+
+
+def test_twins_are_near_and_other_layers_are_not():
+    """Another 16-bit type, and a cell that multiplies alike; not another width, other cells, or rounded weights."""
+    here = Workload("rnn_tanh", 64, 64, 8, 10, "float16")
+
+    def far(**change: object) -> float:
+        return distance(msgspec.structs.replace(here, **change), here)
+
+    assert 0 == far() == far(seq=99) < far(dtype="bfloat16") == far(cell="rnn_relu") < far(batch=16)
+    assert far(batch=16) < far(hidden=128, input=128)
+    assert all(far(**change) == float("inf") for change in (
+        {"dtype": "float32"}, {"cell": "gru"}, {"cell": "mine@0123456789ab"}, {"weights": "int8"}))
+    log = log_of(trial(1.0, a=3, workload=msgspec.structs.replace(TASK.workload, dtype="bfloat16")))
+    half = make_task(get("lstm"), msgspec.structs.replace(TASK.workload, dtype="float16"), DEVICE)
+    assert [c.config["a"] for c in borrowed(half, SCHEDULES, log)] == [3] and not borrowed(TASK, SCHEDULES, log)

@@ -8,11 +8,14 @@ from typing import Any
 from ecornn.schedules.base import Schedule, Task
 from ecornn.tune.space import Candidate
 
+ESTIMATE = "estimate"  # the column that all schedules share: log of nanoseconds a step
+
 
 def features(schedule: Schedule, task: Task, candidate: Candidate) -> dict[str, float]:
     """Named features. Numbers are themselves (sizes on a log scale), words one-hot.
 
-    Knobs carry their schedule's name: equal names of two schedules mean different things.
+    Knobs carry their schedule's name: equal names of two schedules mean different things. An ``estimate`` of the time
+    means the same in all.
     """
     name = schedule.name
     row = {f"schedule={name}": 1.0}
@@ -22,6 +25,9 @@ def features(schedule: Schedule, task: Task, candidate: Candidate) -> dict[str, 
         else:
             row[f"{name}.{knob}"] = float(value)
     for key, number in schedule.features(task, candidate.config).items():
+        if key == ESTIMATE:
+            row[ESTIMATE] = math.log(max(1.0, number))
+            continue
         row[f"{name}:{key}"] = math.log2(number) if number > 64 else float(number)
     return row
 

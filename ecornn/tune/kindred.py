@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 
 from msgspec import structs
 
 from ecornn.analysis.step import StepGraph
+from ecornn.cells import Cell
+from ecornn.errors import ArgumentError
 from ecornn.schedules.base import Task
 from ecornn.tune.log import Line, Log
 from ecornn.tune.lookup import how_far
@@ -46,3 +49,28 @@ def lent(task: Task, log: Log) -> tuple[str, Log] | None:
 def products(graph: StepGraph) -> tuple[object, ...]:
     """What a schedule's choices depend on most: the states, and each product's rows and operands."""
     return len(graph.states), *((len(p.rows), len(p.operands)) for p in graph.products)
+
+
+def akin(one: str, other: str) -> bool:
+    """Whether two cells, both of them built in, multiply alike."""
+    first, second = products_of(one), products_of(other)
+    return first is not None and first == second
+
+
+@cache
+def products_of(name: str) -> tuple[object, ...] | None:
+    """The :func:`products` of a built-in cell."""
+    from ecornn.analysis import analyse
+
+    cell = built_in(name)
+    return None if cell is None else products(analyse(cell, 8, 8))
+
+
+def built_in(name: str) -> Cell | None:
+    """The cell of that name, where it is one of ours."""
+    from ecornn.cells import get
+
+    try:
+        return get(name)
+    except ArgumentError:
+        return None

@@ -1,23 +1,30 @@
-"""The cost model: gradient-boosted trees that rank candidates by throughput."""
+"""The cost model: gradient-boosted trees that rank candidates by throughput.
+
+Where schedules estimate how long a candidate takes, the trees start from that order and learn where it is wrong, which
+is the same for many workloads; from nothing they would have to learn anew in each what is fast.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from ecornn.tune.features import Columns
+from ecornn.tune.features import ESTIMATE, Columns
 
 PARAMETERS = {
     "objective": "rank:pairwise",  # only the order matters, so times of other workloads teach too
     "lambdarank_pair_method": "mean",
     "lambdarank_num_pair_per_sample": 8,
-    "max_depth": 4, "eta": 0.2, "min_child_weight": 0.1, "gamma": 1e-4, "subsample": 0.9,
+    "max_depth": 4, "eta": 0.1, "min_child_weight": 0.1, "gamma": 1e-4, "subsample": 0.9,
     "tree_method": "hist",
     "nthread": 1,  # the data is small, and one thread gives the same model every time
     "verbosity": 0,
 }
 ROUNDS = 80
+TRUST = 8.0  # in an estimate: what a score falls by where it is e times as long
 FEWEST = 4  # samples of this workload, or of others, before the model says anything
+
+Table = tuple[Any, Any]  # features of candidates, a row each, and their scores by estimates
 
 
 class CostModel:
@@ -30,6 +37,7 @@ class CostModel:
         self.rows: dict[str, list[dict[str, float]]] = {}
         self.times: dict[str, list[float | None]] = {}
         self._booster: Any = None
+        self._slowest = 0.0  # of all estimates
         self._learnt: dict[str, Any] = {}  # of each group, the matrix of the rows that columns were learnt from
 
     def add(self, group: str, row: dict[str, float], time: float | None) -> None:
@@ -56,7 +64,9 @@ class CostModel:
 
         for g in groups:
             self.columns.learn(self.rows[g][len(self._learnt.get(g, ())):])
-        data = xgboost.DMatrix(np.concatenate([self._matrix(g) for g in groups]),
+        rows = [row for g in groups for row in self.rows[g]]
+        self._slowest = max(row.get(ESTIMATE, 0.0) for row in rows)
+        data = xgboost.DMatrix(np.concatenate([self._matrix(g) for g in groups]), base_margin=self._margins(rows),
                                label=np.array([v for g in groups for v in self.labels(g)]),
                                missing=float("nan"), nthread=1)
         data.set_group([len(self.rows[g]) for g in groups])
@@ -75,18 +85,28 @@ class CostModel:
         self._learnt[group] = kept
         return kept
 
-    def table(self, rows: Sequence[dict[str, float]]) -> Any:
+    def table(self, rows: Sequence[dict[str, float]]) -> Table:
         """The rows as :meth:`score` takes them; good for as long as :attr:`width` stays."""
-        import xgboost
+        return self.columns.matrix(list(rows)), self._margins(rows)
 
-        return xgboost.DMatrix(self.columns.matrix(list(rows)), missing=float("nan"), nthread=1)
+    def _margins(self, rows: Sequence[dict[str, float]]) -> Any:
+        """The scores that the trees correct; without an estimate that of the slowest."""
+        import numpy as np
+
+        slowest = max((row[ESTIMATE] for row in rows if ESTIMATE in row), default=0.0)
+        return np.array([-TRUST * row.get(ESTIMATE, max(slowest, self._slowest)) for row in rows])
 
     @property
     def width(self) -> int:
         """Number of features that the model knows of."""
         return len(self.columns.place)
 
-    def score(self, table: Any) -> list[float]:
-        """Predicted order of the rows of a table, higher is faster. :meth:`fit` must have returned
-        True."""
-        return self._booster.predict(table).tolist()
+    def score(self, table: Table) -> list[float]:
+        """Predicted order of the rows of a table, higher is faster: the estimates' until :meth:`fit` has trained."""
+        matrix, margins = table
+        if self._booster is None:
+            return margins.tolist()
+        import xgboost
+
+        data = xgboost.DMatrix(matrix, base_margin=margins, missing=float("nan"), nthread=1)
+        return self._booster.predict(data).tolist()

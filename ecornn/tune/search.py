@@ -16,7 +16,7 @@ from itertools import islice
 from operator import itemgetter
 from typing import Any
 
-from ecornn.tune.features import features
+from ecornn.tune.features import ESTIMATE, features
 from ecornn.tune.model import CostModel
 from ecornn.tune.space import Candidate, ConfigSpace
 
@@ -28,6 +28,7 @@ SCORED = 4096  # spaces with no more candidates are ranked whole; of others a ra
 CLIMBERS, SWEEPS, TURNS = 32, 6, 8  # from the best of the sample: points, moves of all, neighbours seen of each
 LOCAL = 0.75  # share of what is ranked that is near the fastest: far from what was tried the model errs most
 LEADERS, RADIUS, WALKS = 5, 2, 100  # the fastest: so many, knobs away at most, candidates looked at near each
+OPENING, STROLLS = 12, 600  # candidates that are built while the space is scanned, and looked at for them
 SCORE = itemgetter(1)  # of a candidate and its score
 
 
@@ -36,18 +37,24 @@ class Search:
 
     ``seed`` makes the proposals repeatable: they depend on it and on the samples told so far.
     ``known`` are candidates worth a trial at once, such as the best of another GPU; with ``defaults`` those of
-    the schedules come before them.
+    the schedules come before them, or where candidates have estimates only the preferred one, and what seems fastest
+    near all of these. ``lent`` are worth a look: the model ranks them beside those of the space.
     """
 
     def __init__(self, space: ConfigSpace, model: CostModel, seed: int, group: str = "",
-                 known: Sequence[Candidate] = (), defaults: bool = True) -> None:
+                 known: Sequence[Candidate] = (), lent: Sequence[Candidate] = (), defaults: bool = True) -> None:
         self.space, self.model, self.seed, self.group = space, model, seed, group
-        first = (*space.defaults(), *known) if defaults else known
-        self.first = [c for c in dict.fromkeys(first) if space.fits(c)]
         self.tried: dict[Candidate, float | None] = {}
         self.proposed: set[Candidate] = set()  # and not told of yet
         self._rows: dict[Candidate, dict[str, float]] = {}
         self._table: tuple[int, Any] | None = None  # and the model's width when it was made
+        guesses = [c for c in space.defaults() if space.fits(c)]
+        self.lent = [c for c in lent if space.fits(c)]
+        self.estimated = defaults and any(ESTIMATE in self.row(c) for c in guesses)
+        first = (*guesses[:1 if self.estimated else None], *known) if defaults else known
+        self.first = [c for c in dict.fromkeys(first) if space.fits(c)]
+        if self.estimated:
+            self.first += self.opening([*self.first, *guesses[1:], *self.lent])
 
     def tell(self, candidate: Candidate, time: float | None) -> None:
         """``candidate`` took ``time`` µs per step, or failed (None)."""
@@ -71,13 +78,22 @@ class Search:
         rng = random.Random(f"{self.seed}/{len(self.tried) + len(self.proposed)}")
         batch = [c for c in self.first if self.fresh(c, ())][:count]
         room = count - len(batch)
-        if room and self.model.fit():
+        if room and (self.model.fit() or self.estimated):
             batch += self.ranked(rng, math.ceil(room * (1 - EPSILON)), batch)
         if len(self.tried) + len(self.proposed) + len(batch) < BLIND:
             batch += self.near_defaults(rng, math.ceil(NEARBY * (count - len(batch))), batch)
         batch += self.draw(rng, count - len(batch), batch)
         self.proposed.update(batch)
         return batch
+
+    def opening(self, known: Sequence[Candidate]) -> list[Candidate]:
+        """The most promising candidates near ``known``, besides the first. To find them takes no scan of the space,
+        which takes seconds."""
+        rng, seen = random.Random(f"{self.seed}/opening"), dict[Candidate, float]()
+        self.model.fit()
+        self.look((*known, *(self.walk(rng, rng.choice(known), STEPS) for _ in range(STROLLS))), seen)
+        new = ((c, score) for c, score in seen.items() if c not in self.first)
+        return self.top(new, OPENING - len(self.first))
 
     def waiting(self) -> int:
         """Candidates that will be proposed whatever the model says."""
@@ -124,6 +140,7 @@ class Search:
         seen = dict(zip(self.listed, scores, strict=True))
         leaders = self.fastest(LEADERS)
         if len(self.space) > SCORED:
+            self.look((*self.lent, *self.space.defaults()), seen)
             self.climb(rng, seen)
             self.look([self.walk(rng, one, RADIUS) for one in leaders for _ in range(WALKS)], seen)
         order = [c for c, _ in sorted(seen.items(), key=SCORE, reverse=True)]

@@ -193,7 +193,7 @@ class Session:
         from ecornn.tune.model import CostModel
         from ecornn.tune.search import Search
         from ecornn.tune.space import Candidate, ConfigSpace
-        from ecornn.tune.transfer import seeds, warm
+        from ecornn.tune.transfer import borrowed, seeds, warm
 
         task = make_task(found, workload, device)
         asked = preparing.Question(spec, workload, device, schedule, self.seed)
@@ -212,7 +212,8 @@ class Session:
                 if others := lent(task, records):
                     records.extend(others[1])
                 warm(model, found, task, schedules, records, run.run)
-                search = Search(space, model, self.seed, known=seeds(task, schedules, records))
+                search = Search(space, model, self.seed, known=seeds(task, schedules, records),
+                                lent=borrowed(task, schedules, records))
             else:
                 known = [Candidate.of(c.schedule, c.config) for c in only if c.schedule in space.schedules]
                 search = Search(space, model, self.seed, known=known, defaults=False)

@@ -4,43 +4,53 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import product
 
 from ecornn.cells import Cell
 from ecornn.device import Device
-from ecornn.errors import ArgumentError
 from ecornn.schedules.base import Schedule, Task
 from ecornn.task import make_task
 from ecornn.tune.features import features
+from ecornn.tune.kindred import akin, built_in
 from ecornn.tune.log import Log
-from ecornn.tune.lookup import carried, how_far, listed, moved, unfit, up_to_date
+from ecornn.tune.lookup import how_far, listed, moved, unfit, up_to_date
 from ecornn.tune.model import CostModel
 from ecornn.tune.record import Trial
 from ecornn.tune.space import Candidate
 from ecornn.tune.tolerance import proven
 from ecornn.workload import Workload
 
-NEIGHBOURS = 6  # runs
+NEIGHBOURS = 16  # runs
 SURVEYS, BROAD = 12, 60  # runs that have so many trials, of which so many teach
-SEEDS = 12  # configurations to re-check
-LENT = 2  # configurations of each workload that is near
+SEEDS = 4  # configurations to re-check
+LENDERS, LENT, WORTH = 8, 3, 1.15  # workloads that are near; configurations of each, which are that near its fastest
 SAMPLES = 256  # records of each run
+TWIN = 0.25  # octaves that another 16-bit data type counts as, or a cell of the same products
 
 Run = tuple[str, Workload, Device]
 
 
-def distance(a: Workload, b: Workload) -> float:
-    """How unlike two workloads are, in octaves of their sizes."""
+def octaves(a: Workload, b: Workload) -> float:
+    """How unlike the sizes of two workloads are."""
     return sum(abs(math.log2(getattr(a, n) / getattr(b, n))) for n in ("hidden", "input", "batch"))
 
 
-def alike(work: Workload) -> tuple[str, str, str | None, str | None]:
-    """What runs must have in common to teach one another."""
-    return work.cell, work.dtype, work.weights, work.precision
+def distance(a: Workload, b: Workload) -> float:
+    """How unlike two workloads are, in octaves; infinite where what is fast for one says little of the other."""
+    alike = (a.weights, a.precision) == (b.weights, b.precision)
+    if not alike or a.itemsize != b.itemsize or not (a.cell == b.cell or akin(a.cell, b.cell)):
+        return math.inf
+    return octaves(a, b) + TWIN * ((a.dtype != b.dtype) + (a.cell != b.cell))
+
+
+def unlike(a: Workload, b: Workload) -> int:
+    """In how much two workloads differ besides their sizes."""
+    return sum(getattr(a, n) != getattr(b, n) for n in ("cell", "dtype", "weights", "precision"))
 
 
 def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[Schedule], log: Log, run: str = "") -> int:
-    """Adds the nearest runs of the same cell, data type and architecture, and of whatever cell and data type those that
-    have seen a good part of a space, slow configurations too; returns how many trials.
+    """Adds the nearest runs of the same architecture, and of whatever cell and data type those that have seen a good
+    part of a space, slow configurations too; returns how many trials.
 
     ``run`` is left out: the search is told of its own trials. The model compares times within a run
     only, so runs of other sizes, of other products and of older revisions teach as well.
@@ -50,17 +60,18 @@ def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[Schedule]
         if trial.run != run and trial.device.arch == task.device.arch and trial.stage == "search":
             runs.setdefault((trial.run, trial.workload, trial.device), []).append(trial)
 
+    work = task.workload
+
     def order(one: Run) -> tuple[object, ...]:
-        unlike = sum(a != b for a, b in zip(alike(one[1]), alike(task.workload), strict=True))
-        return unlike, distance(one[1], task.workload), one[0], one[2].name
+        return distance(one[1], work), unlike(one[1], work), octaves(one[1], work), one[0], one[2].name
 
     ordered = sorted(runs, key=order)
-    near = [one for one in ordered if alike(one[1]) == alike(task.workload)][:NEIGHBOURS]
+    near = [one for one in ordered if distance(one[1], work) < math.inf][:NEIGHBOURS]
     broad = [one for one in ordered if one not in near and len(runs[one]) >= BROAD][:SURVEYS]
     added = 0
     for one in (*near, *broad):
         name, of, on = one
-        known = cell if of.cell == task.workload.cell else built_in(of)
+        known = cell if of.cell == task.workload.cell else built_in(of.cell)
         if known is None:
             continue
         other, trials = make_task(known, of, on), runs[one][-SAMPLES:]
@@ -76,19 +87,9 @@ def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[Schedule]
     return added
 
 
-def built_in(work: Workload) -> Cell | None:
-    """The cell of a workload, where it is one of ours."""
-    from ecornn.cells import get
-
-    try:
-        return get(work.cell)
-    except ArgumentError:
-        return None
-
-
 def seeds(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candidate]:
-    """The fastest configurations that any record of this workload has, best first; where these are
-    few, those of the nearest batches too.
+    """The fastest configurations that any record of this workload has, whatever the length of its sequences, best
+    first.
 
     Records of another GPU, or of another revision of the schedule, prove nothing here; what they
     found is worth a trial each, with knobs that they did not have as things were before. Whether a
@@ -96,42 +97,38 @@ def seeds(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candidate
     """
     by_name = {s.name: s for s in schedules}
     knobs = {s.name: s.knobs(task) for s in schedules}
-    best: dict[Candidate, tuple[float, float, float]] = {}
+    best: dict[Candidate, tuple[float, float]] = {}
     for trial in log.trials():
         far = how_far(trial, task.workload, task.device)
-        if far is None or not proven(trial) or trial.schedule not in knobs:
+        if far is None or far[1] or not proven(trial) or trial.schedule not in knobs:
             continue
         assert trial.times is not None
-        config = carried(up_to_date(trial, by_name[trial.schedule], task), by_name, task).config
+        config = up_to_date(trial, by_name[trial.schedule], task).config
         if listed(config, knobs[trial.schedule]):
-            candidate, rank = Candidate.of(trial.schedule, config), (*far[1:3], trial.times.median)
+            candidate, rank = Candidate.of(trial.schedule, config), (far[2], trial.times.median)
             best[candidate] = min(best.get(candidate, rank), rank)
-    found = sorted(best, key=lambda c: best[c])[:SEEDS]
-    if len(found) < SEEDS:
-        found += [c for c in borrowed(task, schedules, log) if c not in best]
-    return found[:SEEDS]
+    return sorted(best, key=lambda c: best[c])[:SEEDS]
 
 
 def borrowed(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candidate]:
-    """The fastest configurations of the nearest workloads of the same cell, data type and architecture, as they are for
-    this task, where they fit; the fastest of each first."""
+    """The fastest configurations of the nearest workloads, this one among them, as they are for this task, where they
+    fit; the fastest of each first."""
     by_name = {s.name: s for s in schedules}
     times: dict[Workload, dict[Candidate, float]] = {}
     for trial in log.trials():
-        if (alike(trial.workload) == alike(task.workload) and trial.device.arch == task.device.arch
-                and proven(trial) and trial.schedule in by_name and trial.workload != task.workload):
+        if trial.device.arch == task.device.arch and proven(trial) and trial.schedule in by_name:
             assert trial.times is not None
             one, of = Candidate.of(trial.schedule, trial.config), times.setdefault(trial.workload, {})
             of[one] = min(of.get(one, math.inf), trial.times.median)
-    near = sorted(times, key=lambda work: (distance(work, task.workload), str(work)))[:NEIGHBOURS]
-    ranked = [sorted(times[work], key=lambda c: times[work][c])[:LENT] for work in near]
+    far = {work: distance(work, task.workload) for work in times}
+    near = sorted((work for work in times if far[work] < math.inf), key=lambda work: (far[work], str(work)))[:LENDERS]
     found: dict[Candidate, None] = {}
-    for place in range(LENT):
-        for work, best in zip(near, ranked, strict=True):
-            for one in best[place:place + 1]:
-                schedule = by_name[one.schedule]
-                config = {k.name: k.before for k in schedule.knobs(task) if k.before is not None} | one.config
-                config = dict(moved(config, schedule, work, task))
-                if unfit(schedule, task, config) is None:
-                    found[Candidate.of(one.schedule, config)] = None
+    for place, work in product(range(LENT), near):
+        of, ranked = times[work], sorted(times[work], key=lambda c: times[work][c])
+        for one in (c for c in ranked[place:place + 1] if of[c] <= WORTH * of[ranked[0]]):
+            schedule = by_name[one.schedule]
+            config = {k.name: k.before for k in schedule.knobs(task) if k.before is not None} | one.config
+            config = dict(moved(config, schedule, work, task))
+            if unfit(schedule, task, config) is None:
+                found[Candidate.of(one.schedule, config)] = None
     return list(found)
