@@ -186,6 +186,20 @@ def test_what_has_no_estimate_ranks_as_the_slowest_until_it_is_measured():
     assert scores[2] - scores[0] > -TRUST * 2 + 1 and scores[2] > scores[1]
 
 
+def test_estimates_are_doubted_until_something_is_measured():
+    """The highest are alike, as many as the knobs that they do not know; once trained, scores are as the model says."""
+    search = Search(ConfigSpace(TASK, [Estimated(("ok",), "abcdef")]), CostModel(), 0)
+    seen = {c: -3.0 for c in search.space.sample(random.Random(0), 50)}
+    search.doubt(random.Random(0), seen)
+    assert 0.05 < statistics.stdev(seen.values()) / TRUST < 0.2
+    for candidate in search.ask(8):
+        search.tell(candidate, cost(candidate.config))
+    assert search.model.fit()
+    kept = dict(seen)
+    search.doubt(random.Random(0), seen)
+    assert seen == kept
+
+
 def test_only_the_preferred_default_is_tried_whatever_it_seems_where_there_are_estimates():
     class Slow(Estimated):
         def features(self, task, config):

@@ -85,6 +85,11 @@ class CostModel:
         self._learnt[group] = kept
         return kept
 
+    @property
+    def trained(self) -> bool:
+        """Whether scores are more than estimates."""
+        return self._booster is not None
+
     def table(self, rows: Sequence[dict[str, float]]) -> Table:
         """The rows as :meth:`score` takes them; good for as long as :attr:`width` stays."""
         return self.columns.matrix(list(rows)), self._margins(rows)
