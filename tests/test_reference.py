@@ -218,4 +218,5 @@ def test_layer_normalization(cell):
                     outputs[t, b, H * reverse:H * (1 + reverse)] = h
         given = outputs
     y, _ = reference(cell, x, weights, lengths=lengths)
+    # both are float64, in other orders of summation; 1e-12 is 4500 of its roundings, and |h| <= 1
     np.testing.assert_allclose(y, given.numpy(), rtol=1e-12, atol=1e-12)

@@ -28,7 +28,7 @@ SCORED = 4096  # spaces with no more candidates are ranked whole; of others a ra
 CLIMBERS, SWEEPS, TURNS = 32, 6, 8  # from the best of the sample: points, moves of all, neighbours seen of each
 LOCAL = 0.75  # share of what is ranked that is near the fastest: far from what was tried the model errs most
 LEADERS, RADIUS, WALKS = 5, 2, 100  # the fastest: so many, knobs away at most, candidates looked at near each
-DOUBT = 0.1  # estimates: half of them are within 7%, nine in ten within 18%
+DOUBT = 0.1  # of estimates: of those of persistent half are within 7%, nine in ten within 18%
 OPENING, STROLLS = 12, 600  # candidates that are built while the space is scanned, and looked at for them
 SCORE = itemgetter(1)  # of a candidate and its score
 

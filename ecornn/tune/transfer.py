@@ -122,10 +122,11 @@ def borrowed(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candid
             of[one] = min(of.get(one, math.inf), trial.times.median)
     far = {work: distance(work, task.workload) for work in times}
     near = sorted((work for work in times if far[work] < math.inf), key=lambda work: (far[work], str(work)))[:LENDERS]
+    ranked = {work: sorted(times[work], key=lambda c: times[work][c])[:LENT] for work in near}
     found: dict[Candidate, None] = {}
     for place, work in product(range(LENT), near):
-        of, ranked = times[work], sorted(times[work], key=lambda c: times[work][c])
-        for one in (c for c in ranked[place:place + 1] if of[c] <= WORTH * of[ranked[0]]):
+        most = WORTH * times[work][ranked[work][0]]
+        for one in (c for c in ranked[work][place:place + 1] if times[work][c] <= most):
             schedule = by_name[one.schedule]
             config = {k.name: k.before for k in schedule.knobs(task) if k.before is not None} | one.config
             config = dict(moved(config, schedule, work, task))
