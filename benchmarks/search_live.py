@@ -1,7 +1,7 @@
 """Searches of whole spaces, of several runs and GPUs: what few trials with records are worth beside many without.
 
     cd benchmarks; python search_live.py --on results/search_fastest_h100.jsonl.xz \\
-        results/search_live_quarter_h100_again.json results/search_live_none_h100_again.json
+        results/search_live_quarter_h100.json results/search_live_none_h100.json
 
 Reads reports of `search_rate.py`: `--records others` knew the records of other layers, `none` nothing. They are set
 against the best of random configurations of a layer, which the first file of `--on` has: a table of `search_tables.py`,

@@ -240,7 +240,7 @@ def test_live_searches_are_set_against_what_a_gpu_like_theirs_measured(tmp_path:
 def test_the_notes_have_what_the_reports_of_live_searches_say(capsys: pytest.CaptureFixture[str],
                                                               monkeypatch: pytest.MonkeyPatch):
     results = ROOT / "benchmarks" / "results"
-    reports = [str(results / f"search_live_{name}_h100_again.json") for name in ("quarter", "none")]
+    reports = [str(results / f"search_live_{name}_h100.json") for name in ("quarter", "none")]
     fastest = str(results / "search_fastest_h100.jsonl.xz")
     monkeypatch.setattr(sys, "argv", ["search_live.py", "--on", fastest, *reports])
     search_live.main()
