@@ -71,9 +71,10 @@ def test_product_loops_keep_everything_in_registers(cell, tmp_path):
         assert "rsp" not in body, "spilled"
         assert "gather" not in body
         fmas = len(re.findall(r"vfmadd", body))
-        loads = len(re.findall(r"vbroadcastss|vmovups", body))
+        states, weights = body.count("vbroadcastss\t"), body.count("vmovups\t")
         assert fmas % (gates * made.config["unroll"]) == 0
-        assert fmas > 1.5 * loads  # registers are reused
+        # in each step every state meets all weights: none is loaded twice
+        assert fmas * made.config["unroll"] >= states * weights > 0
 
 
 def test_calls_from_several_threads_at_once(sample):
