@@ -118,7 +118,7 @@ def know(records: str) -> None:
 
         return others(task.workload)
 
-    def warm_others(model: Any, cell: Any, task: Any, schedules: Any, _: Any, run: str = "") -> int:
+    def warm_others(model: Any, cell: Any, task: Any, schedules: Any, _: Any, run: Any = None) -> int:
         return warm(model, cell, task, schedules, log(task), run)
 
     if records != "all":

@@ -13,6 +13,7 @@ from tune_fakes import DEVICE, Fake, cost, make
 
 from ecornn.cells import get
 from ecornn.task import make_task
+from ecornn.tune.journal import Journal
 from ecornn.tune.log import Line, Log
 from ecornn.tune.model import CostModel
 from ecornn.tune.record import Times
@@ -30,7 +31,7 @@ def test_seeds_are_the_fastest_of_this_workload_wherever_they_were_measured():
     found = seeds(TASK, SCHEDULES, log_of(
         trial(3.0, a=1), trial(1.0, a=2, device=other), trial(2.0, a=3, revision=1), trial(0.1, a=4, batch=8),
         trial(0.1, a=5, schedule="gone"), trial(a=6, times=None, error="run: wrong output")))
-    assert [c.config["a"] for c in found] == [2, 3, 1]  # another batch lends its own, see below
+    assert [c.config["a"] for c in found] == [3, 1, 2]  # another GPU's last; another batch lends its own, see below
     many = log_of(*(trial(9.0 - b, config={"a": 1, "b": b, "behaviour": "ok"}) for b in range(8)))
     assert [c.config["b"] for c in seeds(TASK, SCHEDULES, many)] == [7, 6, 5, 4] and SEEDS == 4
 
@@ -43,9 +44,12 @@ def test_the_model_learns_from_neighbours_stale_runs_and_other_devices_but_not_t
                  trial(5.0, a=5, run="arch-1", device=msgspec.structs.replace(DEVICE, arch="skylake")),
                  trial(6.0, a=99, run="old-1"), trial(7.0, a=6, run="cell-1", workload=Workload("gru", 8, 8, 4, 10)))
     model = CostModel()
-    assert warm(model, get("lstm"), TASK, SCHEDULES, log, "mine-1") == len(model) == 3
+    mine = Journal(log.lines[0].path, "mine-1")
+    assert warm(model, get("lstm"), TASK, SCHEDULES, log, mine) == len(model) == 3
     assert sorted(us for times in model.times.values() for us in times) == [1.0, 2.0, 3.0]
     assert len(model.rows) == 3  # times are compared within a run
+    # someone else's log may have a run of that name: it searched the same
+    assert warm(CostModel(), get("lstm"), TASK, SCHEDULES, log, Journal(Path("elsewhere.jsonl"), "mine-1")) == 4
 
 
 def test_a_default_is_searched_once_and_none_for_what_a_schedule_does_not_serve():

@@ -1,7 +1,8 @@
 """A schedule and worker functions that need no compiler, for tests of the tuner.
 
 The worker functions run in real worker processes; the configuration's ``behaviour`` says what they
-do: ``ok``, ``wrong``, ``raise``, ``crash`` and ``hang`` (when run), ``slow_build`` and ``bad_build``.
+do: ``ok``, ``wrong``, ``fickle`` (wrong from the second run on), ``raise``, ``crash`` and ``hang`` (when run),
+``slow_build`` and ``bad_build``.
 """
 
 from __future__ import annotations
@@ -101,13 +102,15 @@ def measure(request: Measure) -> list[Measured]:
     found = []
     for path in request.paths:
         config = json.loads(Path(path).read_text())
-        with Path(request.answers).with_name("measured").open("a") as file:
+        measured = Path(request.answers).with_name("measured")
+        earlier = measured.read_text().split() if measured.exists() else []
+        with measured.open("a") as file:
             file.write(config["behaviour"] + "\n")
         if config["behaviour"] == "crash":
             ctypes.string_at(0)  # a real segmentation fault
         if config["behaviour"] == "hang":
             ctypes.PyDLL(None).pause()  # in native code that holds the interpreter lock
-        if config["behaviour"] == "wrong":
+        if config["behaviour"] == "wrong" or (config["behaviour"] == "fickle" and "fickle" in earlier):
             raise ScheduleError("wrong output: relative error 0.5")
         if config["behaviour"] == "raise":
             raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")

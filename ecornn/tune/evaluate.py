@@ -73,7 +73,8 @@ class Evaluator(Protocol):
         """Forgets the pending candidates."""
 
     def compare(self, finalists: Sequence[Candidate]) -> list[Outcome]:
-        """Measures the finalists taking turns; [] where that fails."""
+        """Measures the finalists taking turns; where one of them fails then, each alone. [] where nothing can be
+        said of any."""
 
 
 Module = tuple[Path, Built]
@@ -137,9 +138,8 @@ class ProcessEvaluator:
         building = [future for future in builds if not future.cancel()]
         if self.pool.quiet:
             running += building
-        if wait(running, PATIENCE).not_done:
-            self.pool.kill(builders=self.pool.quiet)  # others build for other workloads
-            wait(running)
+        while wait(running, PATIENCE).not_done:  # again for what waited until now for a process
+            self.pool.kill(self, builders=self.pool.quiet)
         self.done, self.pending = queue.SimpleQueue(), 0
 
     @property
@@ -207,7 +207,7 @@ class ProcessEvaluator:
             path = Path(self.folder.name, f"{next(self.numbers)}.so")
             request = Build(self.cell, self.task.workload, self.task.device, candidate.schedule,
                             candidate.config, str(path))
-            with self.pool.one_of(self.pool.idle_builders) as worker:
+            with self.pool.one_of(self.pool.idle_builders, self) as worker:
                 built = worker.call(self.pool.entries.build, request, Built, self.limit)
             self.modules[candidate] = path, built
         return self.modules[candidate]
@@ -224,9 +224,13 @@ class ProcessEvaluator:
                 (one,) = self.measure([path], self.bound)
                 self.known[built.digest] = self.of(one, built)
             except WorkerError as error:
-                self.pool.must_be_open()
-                self.known[built.digest] = Outcome(source=built.digest, error=f"run: {error}"[:2000])
+                self.known[built.digest] = self.failed(built.digest, error)
         return self.known[built.digest]
+
+    def failed(self, source: str, error: WorkerError) -> Outcome:
+        """A measurement that failed."""
+        self.pool.must_be_open()
+        return Outcome(source=source, error=f"run: {error}"[:2000])
 
     @staticmethod
     def of(one: Measured, built: Built) -> Outcome:
@@ -239,7 +243,7 @@ class ProcessEvaluator:
         work, limit = self.task.workload, self.limit * len(paths)
         request = Measure(tuple(map(str, paths)), str(self.answers), tolerance(work), work.seq,
                           self.seed, bound, fewest, limit)
-        return self.pool.measure(request, list[Measured], limit)
+        return self.pool.measure(request, list[Measured], limit, self)
 
     def compare(self, finalists: Sequence[Candidate]) -> list[Outcome]:
         """See :class:`Evaluator`."""
@@ -247,9 +251,22 @@ class ProcessEvaluator:
             # Those of an earlier session are built again; the others must not wait for builds that go on.
             missing = [c for c in finalists if c not in self.modules]
             list(self.pool.building.map(self.build, missing))
-            built = [self.modules[c] for c in finalists]
-            measured = self.measure([path for path, _ in built], None, COMPARED)
         except WorkerError:
             self.pool.must_be_open()
             return []
+        built = [self.modules[c] for c in finalists]
+        try:
+            measured = self.measure([path for path, _ in built], None, COMPARED)
+        except WorkerError:
+            self.pool.must_be_open()
+            alone = [self.alone(*one) for one in built]
+            return alone if any(one.times for one in alone) else []
         return [self.of(one, b) for (_, b), one in zip(built, measured, strict=True)]
+
+    def alone(self, path: Path, built: Built) -> Outcome:
+        """Measures one finalist."""
+        try:
+            (one,) = self.measure([path], None, COMPARED)
+            return self.of(one, built)
+        except WorkerError as error:
+            return self.failed(built.digest, error)

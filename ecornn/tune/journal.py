@@ -13,15 +13,16 @@ import msgspec
 from ecornn.device import Device
 from ecornn.errors import RecordError
 from ecornn.schedules.base import Schedule
-from ecornn.tune.log import TORN, append, read
-from ecornn.tune.record import AnyRecord, Finish, Start, Trial
+from ecornn.tune.log import TORN, Line, append, read
+from ecornn.tune.record import AnyRecord, Choice, Finish, Start, Trial
 from ecornn.workload import Workload
 
 
-def digest_of(workload: Workload, device: Device, schedules: Sequence[Schedule], seed: int) -> str:
-    """Equal for runs that search the same: trials of one serve the other."""
+def digest_of(workload: Workload, device: Device, schedules: Sequence[Schedule], seed: int,
+              only: Sequence[Choice] | None = None) -> str:
+    """Equal for runs that search the same: trials of one serve the other. ``only``: a list that is tried instead."""
     revisions = sorted((s.name, s.revision) for s in schedules)
-    return hashlib.sha256(msgspec.json.encode((workload, device, revisions, seed))).hexdigest()[:12]
+    return hashlib.sha256(msgspec.json.encode((workload, device, revisions, seed, *(only or ())))).hexdigest()[:12]
 
 
 @dataclass
@@ -97,6 +98,11 @@ class Journal:
         """Appends a record to the file, and keeps it."""
         append(self.path, record)
         self.take(record)
+
+    def has(self, line: Line) -> bool:
+        """Whether a record is of this run. Another file may have a run of the same name: of the same search, by
+        someone else."""
+        return line.record.run == self.run and line.path.resolve() == self.path.resolve()
 
     @property
     def search(self) -> list[Trial]:

@@ -60,6 +60,8 @@ class Pool:
         self.entries, self.local, self.quiet = entries, local, quiet
         self.grace, self.poisoned, self.measured = grace, poisoned, time.monotonic()
         self.closed = False
+        self.at_work: dict[Worker, object] = {}  # and for whom
+        self.lock = threading.Lock()
         self.folder = Scratch()  # whatever a process that is killed leaves behind is in here
         count, here = builders or min(BUILDERS * measurers, len(os.sched_getaffinity(0))), {"TMPDIR": self.folder.name}
         self.measurers = [Worker(entries.measure_ready, gpu=True, environment={**here, **(environment or {})})
@@ -87,17 +89,28 @@ class Pool:
         with contextlib.suppress(WorkerError):
             worker.wake()
 
-    @staticmethod
     @contextlib.contextmanager
-    def one_of(idle: queue.SimpleQueue[Worker]) -> Iterator[Worker]:
-        """An idle worker, for as long as the context lasts."""
+    def one_of(self, idle: queue.SimpleQueue[Worker], owner: object = None) -> Iterator[Worker]:
+        """An idle worker, for as long as the context lasts; ``owner``: whom it works for, see :meth:`kill`."""
         worker = idle.get()
         try:
-            yield worker
+            with self.using(worker, owner):
+                yield worker
         finally:
             idle.put(worker)
 
-    def measure(self, request: Any, kind: type[T], limit: float) -> T:
+    @contextlib.contextmanager
+    def using(self, worker: Worker, owner: object) -> Iterator[None]:
+        """While ``worker`` works for ``owner``."""
+        with self.lock:
+            self.at_work[worker] = owner
+        try:
+            yield
+        finally:
+            with self.lock:
+                del self.at_work[worker]
+
+    def measure(self, request: Any, kind: type[T], limit: float, owner: object = None) -> T:
         """Calls ``entries.measure`` in an idle measuring process, decoded as ``kind``.
 
         A server elsewhere that goes away costs another try, up to ``LOSSES`` of them; while none is
@@ -109,7 +122,8 @@ class Pool:
             worker = self.idle_measurers.get()
             rest = 0.0
             try:
-                found = worker.call(self.entries.measure, request, kind, limit + self.grace)
+                with self.using(worker, owner):
+                    found = worker.call(self.entries.measure, request, kind, limit + self.grace)
                 self.measured = time.monotonic()
                 return found
             except WorkerError as error:
@@ -135,10 +149,12 @@ class Pool:
                 else:
                     self.idle_measurers.put(worker)
 
-    def kill(self, builders: bool = True) -> None:
-        """Kills every process, or those that measure; the next call of each starts it again."""
-        for worker in self.workers if builders else self.measurers:
-            worker.kill()
+    def kill(self, owner: object, builders: bool) -> None:
+        """Kills the processes that measure for ``owner``, and that build; the next call of each starts it again."""
+        with self.lock:  # none of them begins something else meanwhile
+            for worker in self.workers if builders else self.measurers:
+                if self.at_work.get(worker) is owner:
+                    worker.kill()
 
     def must_be_open(self) -> None:
         """Raises :class:`Closed` after :meth:`close`: what failed then says nothing of a candidate."""

@@ -91,7 +91,8 @@ def defaults(pool: Pool, question: Question) -> tuple[Choice, ...]:
 def scans(pool: Pool, question: Question, space: ConfigSpace) -> Callable[[], dict[str, Scan]]:
     """Has the space scanned, from now on, and returns what waits for it: what ``space.scan`` returns."""
     def scan(default: Choice, part: int) -> Scan:
-        with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
+        pool.must_be_open()
+        with tempfile.TemporaryDirectory(dir=pool.folder.name, ignore_cleanup_errors=True) as folder:
             out = Path(folder, "space")
             one = msgspec.structs.replace(question, default=default, part=part, out=str(out))
             ask(pool, f"{__name__}:write_space", one, bool)

@@ -103,6 +103,9 @@ class Worker:
             raise WorkerError(f"took longer than {limit:g} s and was stopped", lost=True) from None
         except (EOFError, OSError):
             raise WorkerError(self.obituary(), lost=True) from None
+        except BaseException:  # Ctrl-C: the next call must not read this one's reply
+            self.kill()
+            raise
         if reply.error is not None:
             raise WorkerError(reply.error, lost=False)
         return bytes(reply.value)

@@ -15,7 +15,7 @@ from msgspec import structs
 from ecornn.cells import Cell
 from ecornn.device import Device
 from ecornn.errors import ArgumentError, DeviceError, ScheduleError
-from ecornn.tune.pool import Entries, Pool
+from ecornn.tune.pool import Closed, Entries, Pool
 from ecornn.workload import Workload, declared, rounded
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ class Session:
         timeout, seed = seconds("timeout", timeout), whole("seed", seed, 0, 1 << 30)
         self.timeout, self.seed, self.tracker, self.entries = timeout, seed, tracker, entries or Entries()
         self._pool: Pool | None = None
+        self._ended = False
         self._environment: Environment | None = None
         self._lock = threading.RLock()
         if tracker is None:
@@ -102,6 +103,8 @@ class Session:
         return self
 
     def __exit__(self, *_: object) -> None:
+        with self._lock:  # no thread starts another pool
+            self._ended = True
         if self._pool is not None:
             self._pool.close()
 
@@ -109,6 +112,8 @@ class Session:
     def pool(self) -> Pool:
         """The worker processes, started at the first use."""
         with self._lock:
+            if self._ended:
+                raise Closed("the session has ended")
             if self._pool is None or self._pool.closed:  # by Ctrl-C
                 quiet = self.device.kind == "llvm"
                 self._pool = (self.tracker.pool(self.entries, quiet, self.device) if self.tracker is not None
@@ -143,13 +148,13 @@ class Session:
         found, spec, workload = self.layer(cell, hidden=hidden, input=input, batch=batch, seq=seq, dtype=dtype,
                                            weights=weights, precision=precision)
         wanted = TRIALS[self.device.kind] if trials is None else whole("trials", trials, 1, 100_000)
-        wanted = wanted if only is None else len(only)
+        wanted = wanted if only is None else 0  # a list is done once its run is: what does not fit is no trial
         limit = None if time_limit is None else seconds("time_limit", time_limit)
         one_of("output", output, str, Path)
         called("report", report)
         called("begin", begin)
         path = Path(output or folders.log_path(workload, self.device))
-        digest = digest_of(workload, self.device, candidates(self.device, schedule), self.seed)
+        digest = digest_of(workload, self.device, candidates(self.device, schedule), self.seed, only)
         run = Journal.open(path, digest, resume)
         if not run.finished(wanted, limit, early_stop):
             with run.alone():
@@ -211,7 +216,7 @@ class Session:
                 records = folders.read_all()
                 if others := lent(task, records):
                     records.extend(others[1])
-                warm(model, found, task, schedules, records, run.run)
+                warm(model, found, task, schedules, records, run)
                 search = Search(space, model, self.seed, known=seeds(task, schedules, records),
                                 lent=borrowed(task, schedules, records))
             else:

@@ -11,6 +11,7 @@ from ecornn.device import Device
 from ecornn.schedules.base import Schedule, Task
 from ecornn.task import make_task
 from ecornn.tune.features import features
+from ecornn.tune.journal import Journal
 from ecornn.tune.kindred import akin, built_in
 from ecornn.tune.log import Log
 from ecornn.tune.lookup import how_far, listed, moved, unfit, up_to_date
@@ -48,7 +49,8 @@ def unlike(a: Workload, b: Workload) -> int:
     return sum(getattr(a, n) != getattr(b, n) for n in ("cell", "dtype", "weights", "precision"))
 
 
-def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[Schedule], log: Log, run: str = "") -> int:
+def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[Schedule], log: Log,
+         run: Journal | None = None) -> int:
     """Adds the nearest runs of the same architecture, and of whatever cell and data type those that have seen a good
     part of a space, slow configurations too; returns how many trials.
 
@@ -56,8 +58,10 @@ def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[Schedule]
     only, so runs of other sizes, of other products and of older revisions teach as well.
     """
     runs: dict[Run, list[Trial]] = {}
-    for trial in log.trials():
-        if trial.run != run and trial.device.arch == task.device.arch and trial.stage == "search":
+    for line in log.lines:
+        trial = line.record
+        if (isinstance(trial, Trial) and trial.device.arch == task.device.arch and trial.stage == "search"
+                and not (run and run.has(line))):
             runs.setdefault((trial.run, trial.workload, trial.device), []).append(trial)
 
     work = task.workload
@@ -88,8 +92,8 @@ def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[Schedule]
 
 
 def seeds(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candidate]:
-    """The fastest configurations that any record of this workload has, whatever the length of its sequences, best
-    first.
+    """The fastest configurations that any record of this workload has, whatever the length of its sequences, those of
+    this GPU first, then of one like it; those of larger inputs last.
 
     Records of another GPU, or of another revision of the schedule, prove nothing here; what they
     found is worth a trial each, with knobs that they did not have as things were before. Whether a
@@ -97,7 +101,7 @@ def seeds(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candidate
     """
     by_name = {s.name: s for s in schedules}
     knobs = {s.name: s.knobs(task) for s in schedules}
-    best: dict[Candidate, tuple[float, float]] = {}
+    best: dict[Candidate, tuple[float, float, float]] = {}
     for trial in log.trials():
         far = how_far(trial, task.workload, task.device)
         if far is None or far[1] or not proven(trial) or trial.schedule not in knobs:
@@ -105,7 +109,7 @@ def seeds(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candidate
         assert trial.times is not None
         config = up_to_date(trial, by_name[trial.schedule], task).config
         if listed(config, knobs[trial.schedule]):
-            candidate, rank = Candidate.of(trial.schedule, config), (far[2], trial.times.median)
+            candidate, rank = Candidate.of(trial.schedule, config), (far[2], far[0], trial.times.median)
             best[candidate] = min(best.get(candidate, rank), rank)
     return sorted(best, key=lambda c: best[c])[:SEEDS]
 
