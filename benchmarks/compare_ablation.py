@@ -1,6 +1,6 @@
 """What fusion, layout and persistence each gain, on the layers of EcoRNN, Deep Speech 2 and Persistent RNNs; on a GPU.
 
-    python benchmarks/compare_ablation.py --output benchmarks/results/h100_ablation.json
+    python benchmarks/compare_ablation.py --output benchmarks/results/h100_ablation.jsonl
     python benchmarks/compare_ablation.py --target sm_90a --compile-only     # no GPU needed
 
 Columns, each with its gain over the one before and its time against cuDNN's:

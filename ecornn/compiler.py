@@ -140,8 +140,8 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
 
     Parameters
     ----------
-    cell : a built-in cell's name (``lstm``, ``gru``, ``gru_reset_before``, ``rnn_tanh``,
-        ``rnn_relu``), ``FILE.py:NAME`` of a cell, or a Cell
+    cell : a built-in cell's name (``lstm``, ``gru``, ``gru_reset_before``, ``rnn_tanh``, ``rnn_relu``, ``indrnn``,
+        ``slstm``), also with options, as ``lstm(clip=3)``; ``FILE.py:NAME`` of a cell, or a Cell
     hidden, input : H and I (default: H)
     batch : the largest B that the module must serve
     seq : the T to expect; the module serves every T >= 1

@@ -24,7 +24,7 @@ TORCH = {"lstm": ("LSTM", {}), "gru": ("GRU", {}), "rnn_tanh": ("RNN", {"nonline
 @click.option("--seq", type=SIZE, help="T.  [default: the module's]")
 @click.option("--batch", type=SIZE, help="B.  [default: the module's]")
 @click.option("--seconds", type=click.FloatRange(min=0.01), default=2.0, show_default=True,
-              help="How long to time each contestant.")
+              help="About so long at most for each contestant: 3 to 20 samples, up to 80 where they do not settle.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the data.")
 @plain_errors
 def bench(module: Path, seq: int | None, batch: int | None, seconds: float, seed: int) -> None:

@@ -95,7 +95,7 @@ def layer_options(batch: int, seq: int, dtype_help: str, required: bool = True,
                     "(relative error 3e-4 to 5e-4).  [default: exact]"),
         click.option("--target", metavar="cuda|cpu|ARCH",
                      help="The GPU at hand, this CPU, a GPU's architecture such as sm_90a, or LLVM's name of a "
-                          "CPU such as neoverse-v1.  "
+                          "CPU such as neoverse-v1; to tune, one that is in this machine or behind --tracker.  "
                           "[default: cuda if there is a GPU, else cpu]"),
     ]
 

@@ -34,7 +34,8 @@ EMIT = ("cuda", "tir", "ptx", "asm", "object")
 @click.argument("model", required=False, metavar="[MODEL.onnx]", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--node", metavar="NAME", help="With MODEL.onnx: the LSTM, GRU or RNN node, if it has several. It is "
               "compiled in float32 unless --dtype says otherwise.")
-@layer_options(batch=20, seq=300, dtype_help="[default: float32 on a CPU, bfloat16 on a GPU]", required=False)
+@layer_options(batch=20, seq=300, dtype_help="[default: bfloat16 on a GPU, float32 with --precision or on a CPU]",
+               required=False)
 @click.option("--weights-from", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="A safetensors file or PyTorch checkpoint: sizes, layers and directions are taken from it.")
 @click.option("--prefix", default="", help="With --weights-from: what stands before the layer's names, as encoder.rnn.")

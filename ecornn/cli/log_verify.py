@@ -24,7 +24,7 @@ def verify(files: tuple[Path, ...], count: int, tolerance: float, target: str | 
     """Builds and measures a sample of records again, on this device, and reports drift.
 
     Exit code 1 where one failed or drifted beyond the tolerance. Records of other devices, of other
-    revisions of their schedule and of cells that are not built in are left out, and counted.
+    revisions of their schedule and of cells that are not built in or have options are left out, and counted.
     """
     from ecornn.schedules import revisions
     from ecornn.tune.selection import best_lines

@@ -40,7 +40,8 @@ that was stopped, and returns at once if it was finished; with more --trials it 
 
 
 @click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
-@layer_options(batch=20, seq=300, dtype_help="[default: float32 on a CPU, bfloat16 on a GPU]", many=True)
+@layer_options(batch=20, seq=300, dtype_help="[default: bfloat16 on a GPU, float32 with --precision or on a CPU]",
+               many=True)
 @click.option("--trials", type=click.IntRange(min=1, max=100_000),
               help="Configurations to try.  [default: 48 on a CPU, 128 on a GPU]")
 @click.option("--timeout", type=click.FloatRange(min=0.1), default=60.0, show_default=True,

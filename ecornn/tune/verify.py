@@ -61,7 +61,7 @@ def strange(line: Line, device: Device) -> str | None:
     distance = how_far(trial, trial.workload, device)
     if distance is None or distance[0] != HERE:
         return "of another device"
-    return None if trial.workload.cell in BUILTIN else "of a cell that is not built in"
+    return None if trial.workload.cell in BUILTIN else "of a cell that is not built in or has options"
 
 
 def unfit(line: Line, device: Device) -> str | None:
