@@ -168,6 +168,8 @@ def test_what_a_newer_program_wrote_is_not_lost(folder, tmp_path):  # noqa: F811
     assert "1 damaged lines are dropped, 1 of a newer ecornn stay" in output
     run("log", "prune", target)
     assert target.read_bytes().endswith(newer) and len(read(target).lines) == 3
+    run("log", "prune", target, target, "-o", tmp_path / "pruned.jsonl")
+    assert (tmp_path / "pruned.jsonl").read_bytes() == target.read_bytes()
 
 
 def test_a_stale_configuration_that_fails_now_is_not_brought_back(tmp_path):
