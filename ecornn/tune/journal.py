@@ -21,7 +21,7 @@ from ecornn.workload import Workload
 def digest_of(workload: Workload, device: Device, schedules: Sequence[Schedule], seed: int) -> str:
     """Equal for runs that search the same: trials of one serve the other."""
     revisions = sorted((s.name, s.revision) for s in schedules)
-    return hashlib.sha256(msgspec.json.encode((workload, device, revisions, seed))).hexdigest()[:12]
+    return hashlib.sha256(msgspec.json.encode((workload, device.identity, revisions, seed))).hexdigest()[:12]
 
 
 @dataclass

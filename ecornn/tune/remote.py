@@ -119,7 +119,7 @@ class Connection:
     def __init__(self, tracker: Tracker, device: Device) -> None:
         self.session = _request(tracker)
         found = _describe(self.session)
-        if found.device != device:
+        if found.device.identity != device.identity:
             raise NoServer(f"a server with the key {tracker.key} measures on {found.device.name} and not "
                            f"{device.name}; give it another key")
         self.run = self.session.get_function(MEASURE)

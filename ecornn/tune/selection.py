@@ -14,7 +14,7 @@ from ecornn.tune.space import Candidate
 from ecornn.tune.tolerance import proven
 from ecornn.workload import Workload
 
-Subject = tuple[Workload, Device]
+Subject = tuple[Workload, Device]  # the device as its identity
 
 
 def best_lines(log: Log, revisions: Mapping[str, int]) -> list[Line]:
@@ -38,7 +38,7 @@ def by_subject(lines: Sequence[Line]) -> dict[Subject, dict[Candidate, list[Line
     for line in lines:
         trial = line.record
         if isinstance(trial, Trial) and proven(trial):
-            found.setdefault((trial.workload, trial.device), {}).setdefault(now(trial), []).append(line)
+            found.setdefault((trial.workload, trial.device.identity), {}).setdefault(now(trial), []).append(line)
     return found
 
 
@@ -70,7 +70,7 @@ def failing(lines: Sequence[Line], revisions: Mapping[str, int]) -> dict[Subject
     for line in lines:
         trial = line.record
         if isinstance(trial, Trial) and trial.error is not None and trial.revision == revisions.get(trial.schedule):
-            found.setdefault((trial.workload, trial.device), {}).setdefault(now(trial), []).append(line)
+            found.setdefault((trial.workload, trial.device.identity), {}).setdefault(now(trial), []).append(line)
     return found
 
 

@@ -58,7 +58,7 @@ def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[Schedule]
     runs: dict[Run, list[Trial]] = {}
     for trial in log.trials():
         if trial.run != run and trial.device.arch == task.device.arch and trial.stage == "search":
-            runs.setdefault((trial.run, trial.workload, trial.device), []).append(trial)
+            runs.setdefault((trial.run, trial.workload, trial.device.identity), []).append(trial)
 
     work = task.workload
 
