@@ -144,7 +144,8 @@ class Table:
         self.session, self.path = session, path
         self.revisions = {s.name: s.revision for s in candidates(session.device)}
         known = {Candidate.of(t.schedule, t.config): t for t in made
-                 if (t.workload, t.device) == (work, session.device) and t.revision == self.revisions.get(t.schedule)}
+                 if (t.workload, t.device.identity) == (work, session.device.identity)
+                 and t.revision == self.revisions.get(t.schedule)}
         self.places = {c: place for place, c in enumerate(wanted)}
         self.missing = [c for c in lacking if c not in known]
         self.done, self.wanted = len(lacking) - len(self.missing), len(lacking)

@@ -44,6 +44,16 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Compute capability as a number, 90 for sm_90a; 0 for a CPU."""
         return int(self.arch[3:].rstrip("af")) if self.kind == "cuda" else 0
 
+    @property
+    def identity(self) -> Device:
+        """This device without ``memory``, by which runs, records and servers tell devices apart.
+
+        Of equal machines memory differs by some kilobytes, of one machine from boot to boot, and of GPUs by some
+        megabytes; no schedule looks at it. Rounded, it would still differ where it lies at a boundary. The name tells
+        products of other memory apart, slices of a GPU (MIG) too.
+        """
+        return msgspec.structs.replace(self, memory=0)
+
     def clusters(self, blocks: int) -> int:
         """Clusters of ``blocks`` blocks, each with a multiprocessor to itself, that run at once; 0: there are none.
 

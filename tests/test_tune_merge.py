@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from test_cli import folder  # noqa: F401  (a user's folder of its own for each test)
 from test_records import H100, WORK, trial
 
@@ -167,6 +168,8 @@ def test_what_a_newer_program_wrote_is_not_lost(folder, tmp_path):  # noqa: F811
     assert "1 damaged lines are dropped, 1 of a newer ecornn stay" in output
     run("log", "prune", target)
     assert target.read_bytes().endswith(newer) and len(read(target).lines) == 3
+    run("log", "prune", target, target, "-o", tmp_path / "pruned.jsonl")
+    assert (tmp_path / "pruned.jsonl").read_bytes() == target.read_bytes()
 
 
 def test_a_stale_configuration_that_fails_now_is_not_brought_back(tmp_path):
@@ -220,7 +223,8 @@ def test_prune_keeps_the_fastest_and_runs_under_way(tmp_path):
     append_all(path, [start(), *(trial(index=i, revision=now, times=Times.of([1.0 + i]), config={"k": i}, time=DAY)
                                  for i in range(9)),
                       trial(index=9, revision=now - 1, times=Times.of([0.5]), config={"k": 0}, time=DAY),
-                      trial(index=10, times=None, check=None, error="run: wrong output", time=DAY), finish()])
+                      trial(index=10, times=None, check=None, error="run: wrong output", time=DAY),
+                      structs.replace(finish(), trials=11)])
     append_all(path, [start("cd-1"), trial(run="cd-1", times=None, check=None, error="build: no", time=DAY)])
     assert "7 of 15 records kept" in run("log", "prune", path, "--keep", "3")
     log = read(path)
@@ -229,6 +233,27 @@ def test_prune_keeps_the_fastest_and_runs_under_way(tmp_path):
     assert [t.error for t in log.trials() if t.run == "cd-1"] == ["build: no"]
     assert "7 of 7 records kept" in run("log", "prune", path, "--keep", "3")
     assert not list(tmp_path.glob(".*"))
+
+
+def test_prune_keeps_a_finished_run_that_goes_on(tmp_path):
+    path, late = tmp_path / "log.jsonl", "2026-01-31T13:00:00Z"
+
+    def trials(first: int, last: int, time: str = DAY) -> list[Trial]:
+        return [trial(index=i, times=Times.of([1.0 + i]), config={"k": i}, time=time) for i in range(first, last)]
+
+    append_all(path, [start(), *trials(0, 4), structs.replace(finish(), trials=4)])
+    whole = path.read_bytes()
+    append_all(path, trials(4, 7))  # in the same second
+    assert "1 runs (0 finished)" in run("log", "ls", path)
+    assert "9 of 9 records kept" in run("log", "prune", path, "--keep", "1")
+    append(path, structs.replace(finish(), trials=7))
+    assert "1 runs (1 finished)" in run("log", "ls", path)
+    assert "4 of 10 records kept" in run("log", "prune", path, "--keep", "1")
+
+    path.write_bytes(whole)  # pruned before it goes on, it has fewer trials than its finish counts
+    assert "3 of 6 records kept" in run("log", "prune", path, "--keep", "1")
+    append_all(path, trials(4, 6, late))
+    assert "5 of 5 records kept" in run("log", "prune", path, "--keep", "1")
 
 
 @given(logs, st.integers(1, 4))

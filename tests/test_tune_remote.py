@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from test_cli import folder  # noqa: F401  (a user's folder of its own for each test)
 
 from ecornn.cli import main
+from ecornn.device import resolve
 from ecornn.errors import ArgumentError, DeviceError, ServerError
 from ecornn.tune import Session, pool
 from ecornn.tune.log import read
@@ -106,6 +107,7 @@ def test_the_command_line_and_a_server_without_its_parent(tracker, tmp_path):
             "tune", "--cell", "rnn_tanh", "--hidden", "16", "--batch", "2", "--seq", "8", "--trials", "3",
             "--tracker", str(tracker), "--key", tracker.key, "--output", str(output)])
         assert found.exit_code == 0, found.output
+        assert f"--target {resolve('cpu').arch} -o" in found.output
         assert "best: cpu_sequence" in found.output and len(read(output).trials()) >= 3
         below = psutil.Process(server.pid).children(recursive=True)
         assert below

@@ -62,18 +62,19 @@ def collect(files: tuple[Path, ...], strict: bool = False) -> Log:
 def ls(files: tuple[Path, ...]) -> None:
     """Lists log files: runs, trials, failures."""
     from ecornn.tune.folders import shipped_folder, user_folder
-    from ecornn.tune.record import Finish, Start, Trial
+    from ecornn.tune.record import Start, Trial
+    from ecornn.tune.selection import under_way
 
     found = collect(files)
     if not files:
         click.echo(f"yours: {user_folder()}\nshipped: {shipped_folder()}")
     for path in dict.fromkeys(line.path for line in found.lines):
-        records = [line.record for line in found.lines if line.path == path]
+        lines = [line for line in found.lines if line.path == path]
+        records = [line.record for line in lines]
         trials = [r for r in records if isinstance(r, Trial) and r.stage == "search"]
         runs = {r.run for r in records if isinstance(r, Start)}
-        done = {r.run for r in records if isinstance(r, Finish)}
         failed = sum(1 for t in trials if t.error)
-        click.echo(f"{path}: {len(runs)} runs ({len(runs & done)} finished), {len(trials)} trials, "
+        click.echo(f"{path}: {len(runs)} runs ({len(runs - under_way(lines))} finished), {len(trials)} trials, "
                    f"{failed} failed")
     if not found.lines:
         click.echo("no records; make some with: ecornn tune --cell lstm --hidden 800")

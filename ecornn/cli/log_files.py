@@ -14,6 +14,7 @@ from ecornn.cli.log_command import FILES, collect
 if TYPE_CHECKING:
     from ecornn.tune.log import Line, Log
     from ecornn.tune.merge import Merged
+    from ecornn.tune.record import AnyRecord
 
 GIVEN = click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
 NEW = click.option("-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path),
@@ -30,15 +31,22 @@ def merged(lines: Iterable[Line]) -> Merged:
     return found
 
 
-def write(output: Path, found: Merged) -> None:
-    """A new log; :class:`ArgumentError` where the file is there."""
+def write(output: Path, found: Merged, newer: Iterable[bytes] = ()) -> None:
+    """A new log, with these lines of a newer ecornn as they are; :class:`ArgumentError` where the file is there."""
     from ecornn.errors import ArgumentError
     from ecornn.tune.log import rewrite
 
     if output.exists():
         raise ArgumentError("--output", str(output), "a file that does not exist yet")
-    rewrite(output, lambda _: found.records)
-    click.echo(f"wrote {len(found.lines)} records to {output}")
+    unread = sorted(set(newer))
+
+    def filled(there: Log) -> list[AnyRecord]:
+        there.newer += unread
+        return found.records
+
+    rewrite(output, filled)
+    click.echo(f"wrote {len(found.lines)} records to {output}"
+               + f", and {len(unread)} lines of a newer ecornn as they are" * bool(unread))
 
 
 def tell(there: Log) -> None:
@@ -89,7 +97,6 @@ def import_files(files: tuple[Path, ...]) -> None:
     from ecornn.tune.folders import user_folder
     from ecornn.tune.log import rewrite
     from ecornn.tune.merge import event
-    from ecornn.tune.record import AnyRecord
 
     target, lines = user_folder() / "imported.jsonl", collect(files, strict=True).lines
 
@@ -120,11 +127,11 @@ def prune(files: tuple[Path, ...], keep: int, output: Path | None) -> None:
     from ecornn.errors import ArgumentError
     from ecornn.schedules import revisions
     from ecornn.tune.log import rewrite
-    from ecornn.tune.record import AnyRecord
     from ecornn.tune.selection import worth_keeping
 
     if output is not None:
-        write(output, merged(worth_keeping(collect(files).lines, revisions(), keep)))
+        log = collect(files)
+        write(output, merged(worth_keeping(log.lines, revisions(), keep)), log.newer)
         return
     for path in files:
         if not path.exists():

@@ -36,10 +36,10 @@ run any program on these machines, --host and --allow-remote.
 def serve(tracker: str, key: str, target: str | None, host: str, port: int, address: str | None,
           allow_remote: bool) -> None:
     """Measures candidates for tuners elsewhere, through TVM's RPC. Ctrl-C ends it."""
+    from ecornn.tune.at_hand import present
     from ecornn.tune.choose import default_target
     from ecornn.tune.remote import Tracker
     from ecornn.tune.serving import is_loopback, require_loopback, start
-    from ecornn.tune.session import present
 
     found = Tracker.parse(tracker, key, allow_remote)
     for name, value in (("host", host), ("address", address)):

@@ -116,6 +116,8 @@ def run(console: Console, session: Session, layers: Sequence[dict[str, Any]], ta
     from ecornn.errors import CellError, ScheduleError
 
     good = []
+    if session.tracker is not None:  # a compilation, which has no tracker, is for this machine unless it is told
+        target = session.device.arch
     for layer in layers:  # what is wrong with the last one is said before the first is tuned
         session.layer(**layer)
     for number, layer in enumerate(layers, 1):
@@ -141,7 +143,8 @@ def run(console: Console, session: Session, layers: Sequence[dict[str, Any]], ta
             console.print(f"{count}{line(result)}", markup=False)
         good.append(result.best is not None)
     if len(layers) > 1:
-        console.print(f"{sum(good)} of {len(layers)} layers have a schedule; `ecornn compile` uses it")
+        use = "ecornn compile" + (f" --target {target}" if target else "")
+        console.print(f"{sum(good)} of {len(layers)} layers have a schedule; `{use}` uses it", markup=False)
     return good
 
 

@@ -64,9 +64,7 @@ def build(request: Build) -> Built:
     from ecornn.build import cache
     from ecornn.build.nvcc import identity
 
-    # GPUs of one name differ by some megabytes, which no schedule looks at.
-    device = msgspec.structs.replace(request.device, memory=request.device.memory >> 30)
-    what = msgspec.json.encode(msgspec.structs.replace(request, out="", device=device))
+    what = msgspec.json.encode(msgspec.structs.replace(request, out="", device=request.device.identity))
     compiler = identity() if request.device.kind == "cuda" else ""
     made = cache.entry("module", (what, own_code(), compiler), lambda: msgspec.msgpack.encode(generate(request)))
     digest, module = msgspec.msgpack.decode(made, type=tuple[str, bytes])

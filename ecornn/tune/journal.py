@@ -22,7 +22,8 @@ def digest_of(workload: Workload, device: Device, schedules: Sequence[Schedule],
               only: Sequence[Choice] | None = None) -> str:
     """Equal for runs that search the same: trials of one serve the other. ``only``: a list that is tried instead."""
     revisions = sorted((s.name, s.revision) for s in schedules)
-    return hashlib.sha256(msgspec.json.encode((workload, device, revisions, seed, *(only or ())))).hexdigest()[:12]
+    known = (workload, device.identity, revisions, seed, *(only or ()))
+    return hashlib.sha256(msgspec.json.encode(known)).hexdigest()[:12]
 
 
 @dataclass

@@ -100,7 +100,8 @@ def rewrite(path: Path, change: Callable[[Log], Sequence[AnyRecord]]) -> None:
     """Makes a log hold what ``change`` makes of what it holds, in one step: complete or not at all.
 
     Appends of other processes wait meanwhile. A file that does not exist is an empty log; lines that a newer program
-    wrote stay. Raises :class:`RecordError` where the file cannot be read or written or would exceed 64 MiB.
+    wrote (``newer`` of what ``change`` was given) stay. Raises :class:`RecordError` where the file cannot be read or
+    written or would exceed 64 MiB.
     """
     from filelock import FileLock
 

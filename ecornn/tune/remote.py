@@ -16,6 +16,7 @@ import msgspec
 
 from ecornn.device import Device
 from ecornn.errors import ArgumentError, DeviceError, ScheduleError
+from ecornn.tune.at_hand import matched, told
 from ecornn.tune.environment import Environment
 from ecornn.tune.measuring import Measure, Measured
 from ecornn.tune.serving import DESCRIBE, MEASURE, Answer, Description, require_loopback
@@ -63,10 +64,9 @@ class Tracker:
         return sum(info.get("key") == f"server:{self.key}" for info in self._summary()["server_info"])
 
     def describe(self, target: str | Device | None = None) -> tuple[Device, Environment]:
-        """The device of one of the servers, and what records say of its machine.
+        """The device of one of the servers, as ``matched`` with ``target``, and what records say of its machine.
 
-        Raises :class:`DeviceError` without a tracker or server, or where it measures on another kind
-        of device than ``target``.
+        Raises :class:`DeviceError` without a tracker or server, or where it measures on another device than ``target``.
         """
         if not self.servers():
             raise DeviceError("key", self.key, f"the key of a server at the tracker {self}; start one with: "
@@ -79,11 +79,7 @@ class Tracker:
             except (NoServer, LostServer) as error:
                 if time.monotonic() > deadline:
                     raise DeviceError("key", self.key, f"a server that is not busy ({error})") from None
-        wanted = target.kind if isinstance(target, Device) else {"cpu": "llvm", None: found.device.kind}.get(
-            target, "cuda")
-        if wanted != found.device.kind:
-            raise DeviceError("target", target, f"{found.device.name}, which the servers measure on, or nothing")
-        return found.device, found.environment
+        return found.device if target is None else matched(target, found.device), found.environment
 
     def pool(self, entries: Entries, quiet: bool, device: Device) -> Pool:
         """Processes that build here and measure on the servers, one for each that there is now.
@@ -114,14 +110,19 @@ class Tracker:
 
 
 class Connection:
-    """A session with one server, that has measured on ``device``; files are uploaded once."""
+    """A session with one server that measures on ``device``, or on one that this is a part of; files are uploaded once.
+    """
 
     def __init__(self, tracker: Tracker, device: Device) -> None:
         self.session = _request(tracker)
         found = _describe(self.session)
-        if found.device != device:
-            raise NoServer(f"a server with the key {tracker.key} measures on {found.device.name} and not "
-                           f"{device.name}; give it another key")
+        try:
+            same = matched(device, found.device).identity == device.identity
+        except DeviceError:
+            same = False
+        if not same:
+            raise NoServer(f"a server with the key {tracker.key} measures on {told(found.device)} and not "
+                           f"{told(device)}; give it another key")
         self.run = self.session.get_function(MEASURE)
         self.uploaded: set[tuple[str, int]] = set()
 

@@ -14,7 +14,7 @@ from ecornn.tune.space import Candidate
 from ecornn.tune.tolerance import proven
 from ecornn.workload import Workload
 
-Subject = tuple[Workload, Device]
+Subject = tuple[Workload, Device]  # the device as its identity
 
 
 def best_lines(log: Log, revisions: Mapping[str, int]) -> list[Line]:
@@ -38,7 +38,7 @@ def by_subject(lines: Sequence[Line]) -> dict[Subject, dict[Candidate, list[Line
     for line in lines:
         trial = line.record
         if isinstance(trial, Trial) and proven(trial):
-            found.setdefault((trial.workload, trial.device), {}).setdefault(now(trial), []).append(line)
+            found.setdefault((trial.workload, trial.device.identity), {}).setdefault(now(trial), []).append(line)
     return found
 
 
@@ -70,8 +70,31 @@ def failing(lines: Sequence[Line], revisions: Mapping[str, int]) -> dict[Subject
     for line in lines:
         trial = line.record
         if isinstance(trial, Trial) and trial.error is not None and trial.revision == revisions.get(trial.schedule):
-            found.setdefault((trial.workload, trial.device), {}).setdefault(now(trial), []).append(line)
+            found.setdefault((trial.workload, trial.device.identity), {}).setdefault(now(trial), []).append(line)
     return found
+
+
+def under_way(lines: Sequence[Line]) -> set[str]:
+    """The runs with a start and no finish that knows all their trials: a finished run goes on where it gets more trials
+    or time. Trials without a start are what `export --best` took of their run."""
+    started: set[str] = set()
+    finishes: dict[str, list[Finish]] = {}
+    trials: dict[str, list[Trial]] = {}
+    for line in lines:
+        record = line.record
+        if isinstance(record, Start):
+            started.add(record.run)
+        elif isinstance(record, Finish):
+            finishes.setdefault(record.run, []).append(record)
+        elif record.stage == "search":
+            trials.setdefault(record.run, []).append(record)
+    return {run for run in started if not any(ends(one, trials.get(run, ())) for one in finishes.get(run, ()))}
+
+
+def ends(finish: Finish, trials: Sequence[Trial]) -> bool:
+    """Whether a run's finish came after these trials, which may be fewer than it counts: a pruned run goes on, too."""
+    tried = {Candidate.of(trial.schedule, trial.config) for trial in trials}
+    return len(tried) <= finish.trials and all(trial.time <= finish.time for trial in trials)
 
 
 def worth_keeping(lines: Sequence[Line], revisions: Mapping[str, int], keep: int) -> list[Line]:
@@ -82,9 +105,7 @@ def worth_keeping(lines: Sequence[Line], revisions: Mapping[str, int], keep: int
     that it works no more. Of runs that were started and are not finished, everything; of finished ones, their start
     and finish where a trial stays.
     """
-    finished = {line.record.run for line in lines if isinstance(line.record, Finish)}
-    started = {line.record.run for line in lines if isinstance(line.record, Start)}
-    under_way = started - finished  # trials without a start are what `export --best` took of their run
+    going = under_way(lines)
     kept: set[int] = set()
     runs: set[str] = set()
     gone = failing(lines, revisions)
@@ -100,5 +121,5 @@ def worth_keeping(lines: Sequence[Line], revisions: Mapping[str, int], keep: int
                 stay = [*stay, *gone.get(subject, {}).get(candidate, [])]
             kept.update(id(line) for line in stay)
             runs.update(line.record.run for line in stay)
-    return [line for line in lines if id(line) in kept or line.record.run in under_way
+    return [line for line in lines if id(line) in kept or line.record.run in going
             or (line.record.run in runs and not isinstance(line.record, Trial))]

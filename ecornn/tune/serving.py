@@ -64,7 +64,7 @@ def start(target: str, tracker: tuple[str, int], key: str, host: str = "127.0.0.
     """
     from tvm.rpc import Server
 
-    from ecornn.tune.session import present
+    from ecornn.tune.at_hand import present
 
     device = present(target)
     # A session's process is forked from one that may have looked at the GPU, and must not touch it.

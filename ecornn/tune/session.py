@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from msgspec import structs
-
 from ecornn.cells import Cell
 from ecornn.device import Device
-from ecornn.errors import ArgumentError, DeviceError, ScheduleError
+from ecornn.errors import ArgumentError, ScheduleError
+from ecornn.tune.at_hand import present
 from ecornn.tune.pool import Closed, Entries, Pool
 from ecornn.workload import Workload, declared, rounded
 
@@ -66,8 +65,9 @@ class Session:
 
     Parameters
     ----------
-    target : ``cuda`` or ``cpu``; default: the GPU if there is one. A :class:`~ecornn.device.Device` with fewer
-        multiprocessors than the GPU: for layers that share it with others, see ``overlap`` of ``ecornn.compile``
+    target : ``cuda`` or ``cpu``; default: the GPU if there is one, or what the servers have. A
+        :class:`~ecornn.device.Device` with fewer multiprocessors than the GPU: for layers that share it with others,
+        see ``overlap`` of ``ecornn.compile``
     timeout : seconds that one build, and one measurement, may take
     seed : of the searches and of the data
     tracker : measure on the servers that are registered there, not on this machine
@@ -248,28 +248,3 @@ def result(run: Journal, workload: Workload, device: Device, before: int) -> Res
     failures = Counter(first_line(t.error, 60) for t in run.search if t.error)
     return Result(workload, device, run.finish, run.path, before, len(run.search) - before, dict(failures),
                   sum(t.noisy for t in run.trials))
-
-
-def present(target: str | Device | None) -> Device:
-    """The device to measure on, as it is and not as the largest product of its architecture; with fewer multiprocessors
-    where ``target`` is a device that has fewer: a share of a GPU, as sequences that run at the same time have.
-
-    Raises :class:`~ecornn.errors.DeviceError` where it is not in this machine.
-    """
-    from ecornn.device import resolve
-    from ecornn.tune.choose import default_target
-
-    device = resolve(target if target is not None else default_target())
-    if device.kind == "llvm" and isinstance(target, str):
-        here = resolve("cpu")
-        if here.arch != device.arch:
-            raise DeviceError("target", target, f"'cpu' ({here.arch}): tuning measures, so the device must be in this "
-                              "machine, or behind a tracker")
-        return here
-    if device.kind == "llvm":
-        return device
-    here = resolve("cuda")
-    if here.arch != device.arch:
-        raise DeviceError("target", target, f"'cpu' or 'cuda' ({here.arch}): tuning measures, so the "
-                          "device must be in this machine, or behind a tracker")
-    return structs.replace(here, cores=min(here.cores, target.cores)) if isinstance(target, Device) else here

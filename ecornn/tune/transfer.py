@@ -62,7 +62,7 @@ def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[Schedule]
         trial = line.record
         if (isinstance(trial, Trial) and trial.device.arch == task.device.arch and trial.stage == "search"
                 and not (run and run.has(line))):
-            runs.setdefault((trial.run, trial.workload, trial.device), []).append(trial)
+            runs.setdefault((trial.run, trial.workload, trial.device.identity), []).append(trial)
 
     work = task.workload
 
