@@ -16,13 +16,15 @@ from click.testing import CliRunner
 from test_cli import folder  # noqa: F401  (a user's folder of its own for each test)
 
 from ecornn.cli import main
-from ecornn.errors import ArgumentError, DeviceError, ServerError
+from ecornn.errors import ArgumentError, DeviceError, ScheduleError, ServerError
 from ecornn.tune import Session, pool
 from ecornn.tune.log import read
 from ecornn.tune.pool import Entries, Pool
+from ecornn.tune.process import WorkerError
 from ecornn.tune.remote import NoServer, Tracker
 from ecornn.tune.serving import require_loopback
 
+asked: list[str] = []  # in a worker process
 LIMIT = 60.0  # seconds for a server to start, on a busy machine
 
 
@@ -137,6 +139,27 @@ def test_a_run_whose_servers_are_gone_for_good_says_so(monkeypatch):
         with pytest.raises(ServerError, match=r"^no free server with the key h100 at 127\.0\.0\.1:9, for 1\.5 s; "):
             workers.measure(None, bool, 30.0)
         assert time.monotonic() - began >= 1.5
+
+
+def fails_then_is_busy_once(request: str) -> bool:
+    if request == "hangs":
+        time.sleep(1.0)
+        raise ScheduleError("took longer than 1 s and was stopped")  # as a server says
+    if not asked:
+        asked.append(request)
+        raise NoServer("no free server")
+    return True
+
+
+def test_a_server_that_answered_with_errors_alone_was_there(monkeypatch):
+    monkeypatch.setattr(pool, "ABSENCE", 0.8)
+    monkeypatch.setattr(pool, "REST", 0.1)
+    entries = Entries("tune_fakes:ready", "tune_fakes:build", "tune_fakes:ready",
+                      "test_tune_remote:fails_then_is_busy_once")
+    with Pool(entries, 1, local=False) as workers:
+        with pytest.raises(WorkerError, match="took longer"):
+            workers.measure("hangs", bool, 30.0)
+        assert workers.measure("is busy", bool, 30.0)
 
 
 def test_other_machines_need_an_explicit_flag(tracker):
