@@ -176,7 +176,7 @@ def knob(text: str) -> tuple[str, int | str | bool]:
         raise ArgumentError("--config", text, "KNOB=VALUE")
     if value.lower() in ("true", "false"):
         return name, value.lower() == "true"
-    return name, int(value) if value.lstrip("-").isdecimal() else value
+    return name, int(value) if value.removeprefix("-").isdecimal() else value
 
 
 def machine_code(planned: Plan, generated: Generated) -> bytes:
