@@ -150,6 +150,12 @@ def test_a_module_takes_no_other_files_name(tmp_path: Path):
     assert checkpoint.read_bytes() == model.read_bytes() == b"kept"
 
 
+def test_the_weights_of_a_model_have_no_prefix(tmp_path: Path):
+    (model := tmp_path / "model.onnx").write_bytes(b"no model")
+    refused("--prefix='encoder.' is not allowed; expected none without --weights-from", model, "--prefix", "encoder.",
+            "-o", tmp_path / "a.so")
+
+
 def test_a_module_takes_the_place_of_a_file_only(tmp_path: Path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

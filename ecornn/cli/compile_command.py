@@ -157,6 +157,8 @@ def layer_of(model: Path | None, node: str | None, weights: Path | None,
     """What a model or a file of weights says of the layer, and its weights."""
     if model is not None and weights is not None:
         raise ArgumentError("--weights-from", str(weights), "none with MODEL.onnx, which has its own")
+    if prefix and weights is None:
+        raise ArgumentError("--prefix", prefix, "none without --weights-from")
     if model is not None:
         from ecornn.onnx import read
 
@@ -167,8 +169,6 @@ def layer_of(model: Path | None, node: str | None, weights: Path | None,
     if node is not None:
         raise ArgumentError("--node", node, "none without MODEL.onnx")
     if weights is None:
-        if prefix:
-            raise ArgumentError("--prefix", prefix, "none without --weights-from")
         return {}, {}
     from ecornn.weight_files import WeightFile, sizes_of
 
