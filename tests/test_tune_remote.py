@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from test_cli import folder  # noqa: F401  (a user's folder of its own for each 
 
 from ecornn.cli import main
 from ecornn.errors import ArgumentError, DeviceError, ScheduleError, ServerError
-from ecornn.tune import Session, pool
+from ecornn.tune import Session, pool, remote
 from ecornn.tune.log import read
 from ecornn.tune.pool import Entries, Pool
 from ecornn.tune.process import WorkerError
@@ -116,6 +117,30 @@ def test_the_command_line_and_a_server_without_its_parent(tracker, tmp_path):
         _, alive = psutil.wait_procs(below, timeout=10)
         assert not alive
         wait_for(lambda: tracker.servers() == 0)
+
+
+@pytest.mark.slow
+def test_a_server_outlives_its_sessions_and_says_where_it_cannot_go_on(tracker):
+    with servers(tracker, 1) as (server,):
+        (listening,) = psutil.Process(server.pid).children()
+        session = remote._request(tracker)
+        (serving,) = listening.children()
+        folder = Path(serving.cwd())
+        serving.kill()  # as the system does where memory ends
+        serving.wait()
+        deadline = time.monotonic() + LIMIT
+        while True:
+            with contextlib.suppress(remote.NoServer, remote.LostServer):
+                assert remote._describe(remote._request(tracker)).device.kind == "llvm"
+                break
+            assert time.monotonic() < deadline, "serves no more"
+        del session
+        assert not folder.exists()
+        wait_for(lambda: not listening.children())
+        with socket.create_connection(("127.0.0.1", int(server.args[-1]))) as stranger:
+            stranger.sendall(struct.pack("<ii", 0xFF271, 1) + b"\xff")  # no UTF-8: TVM's thread that listens fails
+            assert server.wait(LIMIT) == 1
+    assert tracker.servers() == 0
 
 
 def test_without_a_server_or_a_tracker_it_says_what_to_start(tracker):

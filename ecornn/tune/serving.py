@@ -7,8 +7,11 @@ So it listens on this machine alone unless told otherwise.
 from __future__ import annotations
 
 import os
+import socket
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,10 +80,37 @@ def register() -> None:
     """Makes the functions known that a session may call; each session has a process of its own."""
     import tvm_ffi
 
+    from tvm.rpc import server
+
+    server._serving = outliving(server._serving)
+    threading.excepthook = end_at_once
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     worker = Worker(Entries().measure_ready, gpu=True)
     tvm_ffi.register_global_func(DESCRIBE, describe, override=True)
     tvm_ffi.register_global_func(MEASURE, lambda request, limit: measure(worker, request, limit), override=True)
+
+
+def outliving(serving: Callable[..., None]) -> Callable[..., None]:
+    """TVM's function that serves one session, which raises where the session's process was killed, as by a lack of
+    memory: the thread that listens would end, and its port go on accepting."""
+
+    def serve(connection: socket.socket, *rest: Any) -> None:
+        folder = Path.cwd()
+        try:
+            serving(connection, *rest)
+        except RuntimeError as error:
+            print(f"warning: a session was lost: {error}", file=sys.stderr, flush=True)
+            os.chdir(folder)
+            connection.close()
+
+    return serve
+
+
+def end_at_once(failed: threading.ExceptHookArgs) -> None:
+    """Ends a server whose thread that listens has failed: nobody would be served, and nobody told."""
+    threading.__excepthook__(failed)
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def end_with(parent: int) -> None:
