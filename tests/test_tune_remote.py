@@ -23,7 +23,7 @@ from ecornn.tune.log import read
 from ecornn.tune.pool import Entries, Pool
 from ecornn.tune.process import WorkerError
 from ecornn.tune.remote import NoServer, Tracker
-from ecornn.tune.serving import require_loopback
+from ecornn.tune.serving import require_loopback, start
 
 asked: list[str] = []  # in a worker process
 LIMIT = 60.0  # seconds for a server to start, on a busy machine
@@ -197,6 +197,32 @@ def test_other_machines_need_an_explicit_flag(tracker):
     require_loopback("host", "127.0.0.1", False)
     result = CliRunner().invoke(main, ["serve", "--tracker", str(tracker), "--host", "0.0.0.0", "--target", "cpu"])
     assert result.exit_code == 2 and "--allow-remote" in result.output and "run any code" in result.output
+
+
+def test_an_address_or_port_where_nothing_can_listen_is_named(tracker):
+    serve = ("serve", "--tracker", str(tracker), "--target", "cpu", "--allow-remote")
+    for host in ("192.0.2.1", "no.such.host.invalid"):  # RFC 5737 and 2606: nobody's
+        result = CliRunner().invoke(main, [*serve, "--host", host])
+        assert result.exit_code == 2 and f"error: host='{host}' is not allowed" in result.output
+    with contextlib.ExitStack() as stack:
+        first = free_port() // 2
+        for port in range(first, first + 100):
+            taken = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                taken.bind(("127.0.0.1", port))
+        result = CliRunner().invoke(main, [*serve, "--port", str(first)])
+    assert result.exit_code == 2 and f"error: port={first} is not allowed" in result.output
+
+
+def test_a_port_of_the_system_is_named(monkeypatch):
+    rpc = pytest.importorskip("tvm.rpc")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError("Traceback ...")  # as TVM passes it on from the server's process
+
+    monkeypatch.setattr(rpc, "Server", refuse)
+    with pytest.raises(ArgumentError, match=r"^port=80 is not allowed; expected .* one of 80 to 179 free"):
+        start("cpu", ("127.0.0.1", 9190), "k", port=80)
 
 
 def test_files_outside_the_sessions_folder_are_refused(tmp_path):

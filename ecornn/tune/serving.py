@@ -63,23 +63,37 @@ def start(target: str, tracker: tuple[str, int], key: str, host: str = "127.0.0.
 
     ``address`` is what the tracker tells tuners to connect to, where that is not ``host``. The first
     free port of 100 from ``port`` on is used. Raises :class:`~ecornn.errors.DeviceError` without the
-    device.
+    device, :class:`ArgumentError` where it cannot listen there.
     """
     from tvm.rpc import Server
 
     from ecornn.tune.session import present
 
+    require_own(host)
     device = present(target)
     # A session's process is forked from one that may have looked at the GPU, and must not touch it.
     os.environ[SERVED] = msgspec.json.encode(Description(device, environment(device))).decode()
-    return Server(host, port, port + 100, tracker_addr=tracker, key=key, custom_addr=address, silent=True,
-                  server_init_callback=register)
+    try:
+        return Server(host, port, port + 100, tracker_addr=tracker, key=key, custom_addr=address, silent=True,
+                      server_init_callback=register)
+    except (PermissionError, ValueError):  # of its process: a port is the system's, or all are taken
+        raise ArgumentError("port", port, f"a port that this user may listen at, and one of {port} to {port + 99} "
+                            "free") from None
+
+
+def require_own(host: str) -> None:
+    """Raises :class:`ArgumentError` for an address at which nothing on this machine can listen."""
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(place)
+    except OSError as error:
+        raise ArgumentError("host", host, f"an address of this machine ({error.strerror or error})") from None
 
 
 def register() -> None:
     """Makes the functions known that a session may call; each session has a process of its own."""
     import tvm_ffi
-
     from tvm.rpc import server
 
     server._serving = outliving(server._serving)
