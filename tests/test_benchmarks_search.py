@@ -138,10 +138,14 @@ def test_no_lane_waits_for_ever(pretended: None, tmp_path: Path, monkeypatch: py
     search_tables.measure(SMALL, "cuda", tmp_path / "none.jsonl", 20, 0.0, 8)  # over before there is a table
     assert not (tmp_path / "none.jsonl").exists() and capsys.readouterr().out.startswith("0 trials in ")
 
-    def full(*_: object) -> None:
-        raise OSError("no space left")
+    keep = search_tables.Table.keep
 
-    monkeypatch.setattr(search_tables.Table, "keep", full)
+    def full(table: search_tables.Table, *trial: Any) -> None:
+        if table.task.workload == search_tables.workload_of(SMALL[1]):
+            raise OSError("no space left")
+        keep(table, *trial)
+
+    monkeypatch.setattr(search_tables.Table, "keep", full)  # while the lane of the other table waits
     with pytest.raises(OSError, match="no space left"):
         search_tables.measure(SMALL, "cuda", tmp_path / "full.jsonl", 20, 60.0, 8)
 
