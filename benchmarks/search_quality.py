@@ -13,12 +13,13 @@ end.
     model    the tuner, from nothing
     warmed   the tuner, whose model has seen the shipped records of other workloads, as in `ecornn tune`
 
-All begin with the schedules' defaults. `--live` are reports of `search_rate.py`, of searches that may propose
-anything: `--records none` is from nothing, `others` is warmed; they are set against the best of the table as their own
-GPU measured it, which the `--again` in the same place, and what that lacks those before it, tell of another GPU than
-the table's (`search_tables.py run --fastest`; two GPUs of one name may differ by 7%). The tuner is the real one, with
-as many candidates under way at a time as on a machine with 16 processors; what a replayed search may find outside the
-table does not count, so a table should be much larger than the budget.
+Random searches begin with the defaults of all schedules; where schedules have estimates the others begin with the
+preferred one's alone, and rank the rest with everything else. `--live` are reports of `search_rate.py`, of searches
+that may propose anything: `--records none` is from nothing, `others` is warmed; they are set against the best of the
+table as their own GPU measured it, which the `--again` in the same place, and what that lacks those before it, tell
+of another GPU than the table's (`search_tables.py run --fastest`; two GPUs of one name may differ by 7%). The tuner
+is the real one, with as many candidates under way at a time as on a machine with 16 processors; what a replayed
+search may find outside the table does not count, so a table should be much larger than the budget.
 """
 
 from __future__ import annotations

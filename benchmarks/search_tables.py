@@ -199,22 +199,26 @@ def measure(texts: list[str], target: str, path: Path, trials: int, seconds: flo
 
     def lane() -> None:
         nonlocal made, left
-        while (table := waiting.get()) is not None:
-            try:
+        try:
+            while (table := waiting.get()) is not None:
                 now = table.turn(turn, out_of_time)
-            except Closed:
-                return
-            made += now  # read after the turn: other lanes add to it meanwhile
-            taken = time.monotonic() - began
-            best = f"best {table.best:.4g} µs/step" if table.best else "none ran"
-            print(f"{taken:6.0f} s {made / taken:5.1f} trials/s  {table.task.workload}: {table.done} of "
-                  f"{table.wanted}, {best}", flush=True)
-            left -= not table.missing
-            if out_of_time.is_set() or not left:
-                break
-            if table.missing:
-                waiting.put(table)
-        waiting.put(None)  # the other lanes end, too
+                made += now  # read after the turn: other lanes add to it meanwhile
+                taken = time.monotonic() - began
+                best = f"best {table.best:.4g} µs/step" if table.best else "none ran"
+                print(f"{taken:6.0f} s {made / taken:5.1f} trials/s  {table.task.workload}: {table.done} of "
+                      f"{table.wanted}, {best}", flush=True)
+                left -= not table.missing
+                if out_of_time.is_set() or not left:
+                    break
+                if table.missing:
+                    waiting.put(table)
+        except Closed:
+            return
+        except BaseException:
+            out_of_time.set()  # the main thread raises it once the other lanes are done
+            raise
+        finally:
+            waiting.put(None)  # the other lanes end, too
 
     with Session(target) as session, ExitStack() as stack:
         session.environment  # noqa: B018  before threads ask for it
@@ -231,7 +235,7 @@ def measure(texts: list[str], target: str, path: Path, trials: int, seconds: flo
                     left -= not table.missing
                     if table.missing:
                         waiting.put(table)
-                if not left:
+                if not left or out_of_time.is_set():  # perhaps before any table was queued
                     waiting.put(None)
                 for future in futures:
                     future.result()

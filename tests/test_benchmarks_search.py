@@ -132,6 +132,24 @@ def test_what_time_is_left_is_shared(pretended: None, tmp_path: Path, monkeypatc
     assert min(counts) * 2 > max(counts) > 0
 
 
+@pytest.mark.timeout(60)
+def test_no_lane_waits_for_ever(pretended: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                capsys: pytest.CaptureFixture[str]):
+    search_tables.measure(SMALL, "cuda", tmp_path / "none.jsonl", 20, 0.0, 8)  # over before there is a table
+    assert not (tmp_path / "none.jsonl").exists() and capsys.readouterr().out.startswith("0 trials in ")
+
+    keep = search_tables.Table.keep
+
+    def full(table: search_tables.Table, *trial: Any) -> None:
+        if table.task.workload == search_tables.workload_of(SMALL[1]):
+            raise OSError("no space left")
+        keep(table, *trial)
+
+    monkeypatch.setattr(search_tables.Table, "keep", full)  # while the lane of the other table waits
+    with pytest.raises(OSError, match="no space left"):
+        search_tables.measure(SMALL, "cuda", tmp_path / "full.jsonl", 20, 60.0, 8)
+
+
 def test_a_replay_is_the_tuner_on_the_table(monkeypatch: pytest.MonkeyPatch):
     (table,) = search_replays.tables_of([ROOT / "benchmarks" / "results" / "search_quality_cpu.jsonl.xz"])
     assert len(table.times) == 384

@@ -85,7 +85,8 @@ def test_a_module_for_a_gpu_that_is_not_here_is_not_timed(monkeypatch):
 
 
 @pytest.mark.parametrize("text, value", [("a=1", ("a", 1)), ("a=-2", ("a", -2)), ("b=true", ("b", True)),
-                                         ("b=False", ("b", False)), ("c=batch", ("c", "batch"))])
+                                         ("b=False", ("b", False)), ("c=batch", ("c", "batch")),
+                                         ("a=--2", ("a", "--2")), ("a=-", ("a", "-"))])
 def test_knobs_of_the_command_line(text, value):
     assert knob(text) == value and type(knob(text)[1]) is type(value[1])
 

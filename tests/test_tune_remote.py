@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -17,13 +18,15 @@ from test_cli import folder  # noqa: F401  (a user's folder of its own for each 
 
 from ecornn.cli import main
 from ecornn.device import resolve
-from ecornn.errors import ArgumentError, DeviceError, ServerError
-from ecornn.tune import Session, pool
+from ecornn.errors import ArgumentError, DeviceError, ScheduleError, ServerError
+from ecornn.tune import Session, pool, remote
 from ecornn.tune.log import read
 from ecornn.tune.pool import Entries, Pool
+from ecornn.tune.process import WorkerError
 from ecornn.tune.remote import NoServer, Tracker
-from ecornn.tune.serving import require_loopback
+from ecornn.tune.serving import require_loopback, start
 
+asked: list[str] = []  # in a worker process
 LIMIT = 60.0  # seconds for a server to start, on a busy machine
 
 
@@ -118,6 +121,30 @@ def test_the_command_line_and_a_server_without_its_parent(tracker, tmp_path):
         wait_for(lambda: tracker.servers() == 0)
 
 
+@pytest.mark.slow
+def test_a_server_outlives_its_sessions_and_says_where_it_cannot_go_on(tracker):
+    with servers(tracker, 1) as (server,):
+        (listening,) = psutil.Process(server.pid).children()
+        session = remote._request(tracker)
+        (serving,) = listening.children()
+        folder = Path(serving.cwd())
+        serving.kill()  # as the system does where memory ends
+        serving.wait()
+        deadline = time.monotonic() + LIMIT
+        while True:
+            with contextlib.suppress(remote.NoServer, remote.LostServer):
+                assert remote._describe(remote._request(tracker)).device.kind == "llvm"
+                break
+            assert time.monotonic() < deadline, "serves no more"
+        del session
+        assert not folder.exists()
+        wait_for(lambda: not listening.children())
+        with socket.create_connection(("127.0.0.1", int(server.args[-1]))) as stranger:
+            stranger.sendall(struct.pack("<ii", 0xFF271, 1) + b"\xff")  # no UTF-8: TVM's thread that listens fails
+            assert server.wait(LIMIT) == 1
+    assert tracker.servers() == 0
+
+
 def test_without_a_server_or_a_tracker_it_says_what_to_start(tracker):
     with pytest.raises(DeviceError, match="ecornn serve --tracker"):
         Session("cpu", tracker=Tracker(tracker.host, tracker.port, "nobody"))
@@ -141,6 +168,27 @@ def test_a_run_whose_servers_are_gone_for_good_says_so(monkeypatch):
         assert time.monotonic() - began >= 1.5
 
 
+def fails_then_is_busy_once(request: str) -> bool:
+    if request == "hangs":
+        time.sleep(1.0)
+        raise ScheduleError("took longer than 1 s and was stopped")  # as a server says
+    if not asked:
+        asked.append(request)
+        raise NoServer("no free server")
+    return True
+
+
+def test_a_server_that_answered_with_errors_alone_was_there(monkeypatch):
+    monkeypatch.setattr(pool, "ABSENCE", 0.8)
+    monkeypatch.setattr(pool, "REST", 0.1)
+    entries = Entries("tune_fakes:ready", "tune_fakes:build", "tune_fakes:ready",
+                      "test_tune_remote:fails_then_is_busy_once")
+    with Pool(entries, 1, local=False) as workers:
+        with pytest.raises(WorkerError, match="took longer"):
+            workers.measure("hangs", bool, 30.0)
+        assert workers.measure("is busy", bool, 30.0)
+
+
 def test_other_machines_need_an_explicit_flag(tracker):
     with pytest.raises(ArgumentError, match="allow-remote"):
         Tracker.parse("10.1.2.3:9190", "k")
@@ -151,6 +199,32 @@ def test_other_machines_need_an_explicit_flag(tracker):
     require_loopback("host", "127.0.0.1", False)
     result = CliRunner().invoke(main, ["serve", "--tracker", str(tracker), "--host", "0.0.0.0", "--target", "cpu"])
     assert result.exit_code == 2 and "--allow-remote" in result.output and "run any code" in result.output
+
+
+def test_an_address_or_port_where_nothing_can_listen_is_named(tracker):
+    serve = ("serve", "--tracker", str(tracker), "--target", "cpu", "--allow-remote")
+    for host in ("192.0.2.1", "no.such.host.invalid"):  # RFC 5737 and 2606: nobody's
+        result = CliRunner().invoke(main, [*serve, "--host", host])
+        assert result.exit_code == 2 and f"error: host='{host}' is not allowed" in result.output
+    with contextlib.ExitStack() as stack:
+        first = free_port() // 2
+        for port in range(first, first + 100):
+            taken = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                taken.bind(("127.0.0.1", port))
+        result = CliRunner().invoke(main, [*serve, "--port", str(first)])
+    assert result.exit_code == 2 and f"error: port={first} is not allowed" in result.output
+
+
+def test_a_port_of_the_system_is_named(monkeypatch):
+    rpc = pytest.importorskip("tvm.rpc")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError("Traceback ...")  # as TVM passes it on from the server's process
+
+    monkeypatch.setattr(rpc, "Server", refuse)
+    with pytest.raises(ArgumentError, match=r"^port=80 is not allowed; expected .* one of 80 to 179 free"):
+        start("cpu", ("127.0.0.1", 9190), "k", port=80)
 
 
 def test_files_outside_the_sessions_folder_are_refused(tmp_path):

@@ -140,7 +140,20 @@ def test_a_module_takes_no_other_files_name(tmp_path: Path):
     refused("--output", "--cell", "gru", "--hidden", 8, "-o", file)
     refused("--output", "--cell", "gru", "--weights-from", checkpoint, "-o", tmp_path / "." / "w.pt")
     refused("--output", model, "-o", model)
-    assert not file.exists() and checkpoint.read_bytes() == model.read_bytes() == b"kept"
+    emit = ("--target", "cpu", "--emit", "tir", "--emit-to")
+    refused("--emit-to", "--cell", "gru", "--weights-from", checkpoint, *emit, tmp_path / "." / "w.pt")
+    for taken in (model, tmp_path / "a.so", tmp_path / "a.safetensors"):
+        refused("--emit-to", model, "-o", tmp_path / "a.so", *emit, taken)
+    (link := tmp_path / "link").symlink_to(model)
+    refused("--emit-to", model, *emit, link)
+    assert {p.name for p in tmp_path.iterdir()} == {"w.pt", "w.onnx", "link"}
+    assert checkpoint.read_bytes() == model.read_bytes() == b"kept"
+
+
+def test_the_weights_of_a_model_have_no_prefix(tmp_path: Path):
+    (model := tmp_path / "model.onnx").write_bytes(b"no model")
+    refused("--prefix='encoder.' is not allowed; expected none without --weights-from", model, "--prefix", "encoder.",
+            "-o", tmp_path / "a.so")
 
 
 def test_a_module_takes_the_place_of_a_file_only(tmp_path: Path):

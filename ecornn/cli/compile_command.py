@@ -81,7 +81,7 @@ def compile(model: Path | None, node: str | None, cell: str | None, hidden: int 
         raise ArgumentError("--emit-to", str(emit_to), f"--emit {'|'.join(EMIT)} beside it")
     if emit == "object" and emit_to is None:
         raise ArgumentError("--emit-to", None, "a file name: an object file is not text")
-    check_files(model, weights_from, output)
+    check_files(model, weights_from, output, emit_to)
     given = {"cell": cell, "hidden": hidden, "input": input_, "layers": layers,
              "bidirectional": bidirectional or None, "reverse": reverse or None, "lengths": lengths or None}
     found, bound = layer_of(model, node, weights_from, prefix)
@@ -130,17 +130,27 @@ def compile(model: Path | None, node: str | None, cell: str | None, hidden: int 
             emit_to.write_text(text)
 
 
-def check_files(model: Path | None, weights: Path | None, output: Path | None) -> None:
-    """Raises :class:`ArgumentError` where what is written would replace a file that is no module of before."""
+def check_files(model: Path | None, weights: Path | None, output: Path | None, code: Path | None) -> None:
+    """Raises :class:`ArgumentError` where what is written would replace a file that is read, written beside it, or no
+    module of before."""
+    beside = output.with_suffix(".safetensors") if output is not None and model is not None else None
+    if code is not None and any(same(code, other) for other in (model, weights, output, beside)):
+        raise ArgumentError("--emit-to", str(code), "a file name of its own")
     if output is None:
         return
-    if output.suffix.lower() == ".safetensors" or (output.exists() and any(
-            given is not None and given.exists() and output.samefile(given) for given in (model, weights))):
+    if output.suffix.lower() == ".safetensors" or any(same(output, given) for given in (model, weights)):
         raise ArgumentError("--output", str(output), "a file name of its own, such as FILE.so")
-    if model is not None:
+    if beside is not None:
         from ecornn.weight_files import check_place
 
-        check_place(output.with_suffix(".safetensors"))
+        check_place(beside)
+
+
+def same(path: Path, other: Path | None) -> bool:
+    """Whether both name one file, which need not be there yet."""
+    if other is None:
+        return False
+    return path.resolve() == other.resolve() or (path.exists() and other.exists() and path.samefile(other))
 
 
 def layer_of(model: Path | None, node: str | None, weights: Path | None,
@@ -148,6 +158,8 @@ def layer_of(model: Path | None, node: str | None, weights: Path | None,
     """What a model or a file of weights says of the layer, and its weights."""
     if model is not None and weights is not None:
         raise ArgumentError("--weights-from", str(weights), "none with MODEL.onnx, which has its own")
+    if prefix and weights is None:
+        raise ArgumentError("--prefix", prefix, "none without --weights-from")
     if model is not None:
         from ecornn.onnx import read
 
@@ -158,8 +170,6 @@ def layer_of(model: Path | None, node: str | None, weights: Path | None,
     if node is not None:
         raise ArgumentError("--node", node, "none without MODEL.onnx")
     if weights is None:
-        if prefix:
-            raise ArgumentError("--prefix", prefix, "none without --weights-from")
         return {}, {}
     from ecornn.weight_files import WeightFile, sizes_of
 
@@ -177,7 +187,7 @@ def knob(text: str) -> tuple[str, int | str | bool]:
         raise ArgumentError("--config", text, "KNOB=VALUE")
     if value.lower() in ("true", "false"):
         return name, value.lower() == "true"
-    return name, int(value) if value.lstrip("-").isdecimal() else value
+    return name, int(value) if value.removeprefix("-").isdecimal() else value
 
 
 def machine_code(planned: Plan, generated: Generated) -> bytes:

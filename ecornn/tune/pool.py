@@ -58,7 +58,8 @@ class Pool:
                  local: bool = True, quiet: bool = False, grace: float = 0.0, poisoned: bool = False,
                  environment: Mapping[str, str] | None = None) -> None:
         self.entries, self.local, self.quiet = entries, local, quiet
-        self.grace, self.poisoned, self.measured = grace, poisoned, time.monotonic()
+        self.grace, self.poisoned = grace, poisoned
+        self.absent: float | None = None  # since when none of the servers was free, if nothing was heard of any since
         self.closed = False
         self.at_work: dict[Worker, object] = {}  # and for whom
         self.lock = threading.Lock()
@@ -124,17 +125,20 @@ class Pool:
             try:
                 with self.using(worker, owner):
                     found = worker.call(self.entries.measure, request, kind, limit + self.grace)
-                self.measured = time.monotonic()
+                self.absent = None
                 return found
             except WorkerError as error:
                 reason = str(error)
+                if not reason.startswith("NoServer: "):
+                    self.absent = None  # there was a server, whatever came of it
                 if self.local or not (error.lost or reason.startswith(("NoServer: ", "LostServer: "))):
                     if not error.lost and self.poisoned:
                         worker.kill()  # an illegal access poisons the process's CUDA context
                     raise
                 if reason.startswith("NoServer: "):
-                    rest = REST
-                    if time.monotonic() - self.measured > ABSENCE:
+                    rest, now = REST, time.monotonic()
+                    self.absent = since = self.absent or now
+                    if now - since > ABSENCE:
                         raise ServerError(f"{reason.removeprefix('NoServer: ')}, for {ABSENCE:g} s; the same command "
                                           "goes on once there is one") from None
                 else:

@@ -73,8 +73,8 @@ class Search:
     def ask(self, count: int) -> list[Candidate]:
         """Up to ``count`` new candidates; fewer where the space has no more, [] where it has none.
 
-        The schedules' defaults come first and then the ``known`` candidates; after them what the
-        model ranks highest, mixed with random picks.
+        First those that were chosen when the search began: see the class. After them what the model ranks
+        highest, mixed with random picks.
         """
         rng = random.Random(f"{self.seed}/{len(self.tried) + len(self.proposed)}")
         batch = [c for c in self.first if self.fresh(c, ())][:count]

@@ -7,8 +7,11 @@ So it listens on this machine alone unless told otherwise.
 from __future__ import annotations
 
 import os
+import socket
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,27 +63,68 @@ def start(target: str, tracker: tuple[str, int], key: str, host: str = "127.0.0.
 
     ``address`` is what the tracker tells tuners to connect to, where that is not ``host``. The first
     free port of 100 from ``port`` on is used. Raises :class:`~ecornn.errors.DeviceError` without the
-    device.
+    device, :class:`ArgumentError` where it cannot listen there.
     """
     from tvm.rpc import Server
 
     from ecornn.tune.at_hand import present
 
+    require_own(host)
     device = present(target)
     # A session's process is forked from one that may have looked at the GPU, and must not touch it.
     os.environ[SERVED] = msgspec.json.encode(Description(device, environment(device))).decode()
-    return Server(host, port, port + 100, tracker_addr=tracker, key=key, custom_addr=address, silent=True,
-                  server_init_callback=register)
+    try:
+        return Server(host, port, port + 100, tracker_addr=tracker, key=key, custom_addr=address, silent=True,
+                      server_init_callback=register)
+    except (PermissionError, ValueError):  # of its process: a port is the system's, or all are taken
+        raise ArgumentError("port", port, f"a port that this user may listen at, and one of {port} to {port + 99} "
+                            "free") from None
+
+
+def require_own(host: str) -> None:
+    """Raises :class:`ArgumentError` for an address at which nothing on this machine can listen."""
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(place)
+    except OSError as error:
+        raise ArgumentError("host", host, f"an address of this machine ({error.strerror or error})") from None
 
 
 def register() -> None:
     """Makes the functions known that a session may call; each session has a process of its own."""
     import tvm_ffi
+    from tvm.rpc import server
 
+    server._serving = outliving(server._serving)
+    threading.excepthook = end_at_once
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     worker = Worker(Entries().measure_ready, gpu=True)
     tvm_ffi.register_global_func(DESCRIBE, describe, override=True)
     tvm_ffi.register_global_func(MEASURE, lambda request, limit: measure(worker, request, limit), override=True)
+
+
+def outliving(serving: Callable[..., None]) -> Callable[..., None]:
+    """TVM's function that serves one session, which raises where the session's process was killed, as by a lack of
+    memory: the thread that listens would end, and its port go on accepting."""
+
+    def serve(connection: socket.socket, *rest: Any) -> None:
+        folder = Path.cwd()
+        try:
+            serving(connection, *rest)
+        except RuntimeError as error:
+            print(f"warning: a session was lost: {error}", file=sys.stderr, flush=True)
+            os.chdir(folder)
+            connection.close()
+
+    return serve
+
+
+def end_at_once(failed: threading.ExceptHookArgs) -> None:
+    """Ends a server whose thread that listens has failed: nobody would be served, and nobody told."""
+    threading.__excepthook__(failed)
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def end_with(parent: int) -> None:
