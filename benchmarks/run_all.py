@@ -10,7 +10,8 @@ floors (why_above_floor.py), how long modules take to compile (compile_times.py)
 grid (grid_report.py) and the README's tables (readme_table.py), all in benchmarks/results, named after the GPU. What
 was interrupted goes on where it stopped.
 
-Without a GPU: layers and latencies on the CPU against PyTorch and ONNX Runtime (compare_cpu.py), into build/cpu.json.
+Without a GPU: layers, latencies and the grid on the CPU against PyTorch and ONNX Runtime (compare_cpu.py), into
+build/cpu.json.
 """
 
 from __future__ import annotations
