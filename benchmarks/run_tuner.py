@@ -13,8 +13,9 @@
     servers   trials a second with several servers on this device (rpc_servers.py)
     tests     the tuner's tests in real processes: faults, kills, servers
 
-Each part has an empty build cache and an empty folder of its own for logs. Written is `--output` (.json): of each command how long it took, how it ended and the end of what it printed; and beside
-it what the benchmarks write, NAME_live_others.json and so on. Exit code 1 where something fails or does not hold.
+Each part has an empty build cache and an empty folder of its own for logs. Written is `--output` (.json): of each
+command how long it took, how it ended and the end of what it printed; and beside it what the benchmarks write,
+NAME_live_others.json and so on. Exit code 1 where something fails or does not hold.
 """
 
 from __future__ import annotations
@@ -62,12 +63,12 @@ def steps(target: str, output: Path) -> dict[str, list[Step]]:
     gpu = target == "cuda"
     known, none = beside("live_others"), beside("live_none")
     suite = ("--suite", "--at-once", 3, "--records")
-    rates = [beside(f"rate_{n}") for n in (1, 2)]
+    rates, layer = [beside(f"rate_{n}") for n in (1, 2)], () if gpu else ("--layers", "lstm:128:4:50:float32")
     return {
         "live": [Step("with records", script("search_rate.py", *suite, "others", "--trials", 32, "--output", known)),
                  Step("with none", script("search_rate.py", *suite, "none", "--trials", 128, "--output", none)),
                  Step("both", script("search_live.py", "--on", FASTEST, known, none))] if gpu else [],
-        "rate": [Step("rate", script("search_rate.py", "--target", target, "--output", rate), report=rate,
+        "rate": [Step("rate", script("search_rate.py", "--target", target, *layer, "--output", rate), report=rate,
                       holds=lambda found: not gpu or found["rows"][0]["per_second"] >= 8) for rate in rates],
         "tune": [Step("tune", (*COMMAND, "tune", *LAYER, "--target", target), 300),
                  Step("again", (*COMMAND, "tune", *LAYER, "--target", target), 15)],
