@@ -50,7 +50,9 @@ class Schedule(ABC):
     Class attributes
     ----------------
     name : the schedule's name in records and on the command line
-    revision : raised whenever the generated code changes; records of another revision are stale
+    revision : raised when records no longer say how a configuration does: it has come to mean something else, or its
+        code has become slower. Records of another revision are stale. Code that has only become faster keeps it;
+        `ecornn log verify` tells by how much
     kind : ``cuda`` or ``llvm``
     weights : data types that weights may be rounded to, besides that of the layer
     sequences : whether a column of the batch may work on one sequence after the other
