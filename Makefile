@@ -1,7 +1,8 @@
-# make setup | run | test | lint | bench | sanitize | clean
+# make setup | run | test | test-cpus | lint | bench | sanitize | clean
 #   PYTHON=python3.12 make setup     another interpreter (3.10 to 3.12)
 #   VENV=/somewhere make test        another place for the virtual environment
 #   make test PYTEST="-m exhaustive" what this leaves out: most of the matrix of the emulated schedules, 5 minutes
+#   make test-cpus CPUS="haswell" PYTEST="tests/test_cpu*.py"    the same where tests take this CPU for others, too
 #   make run HIDDEN=1024 TUNE="--trials 200"     by default the search stops after 90 seconds
 
 PYTHON ?= python3
@@ -9,6 +10,7 @@ VENV ?= .venv
 HIDDEN ?= 800
 TUNE ?= --time-limit 90
 PYTEST ?=
+CPUS ?= znver3 skylake-avx512
 
 BIN := $(VENV)/bin
 MODULE := build/lstm$(HIDDEN).so
@@ -16,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Without nvcc, a machine with an NVIDIA driver compiles CUDA through NVRTC, from the [cuda] extra.
 EXTRA := $(if $(shell command -v nvidia-smi),$(if $(shell command -v nvcc),,[cuda]))
 
-.PHONY: setup run test lint bench sanitize clean
+.PHONY: setup run test test-cpus lint bench sanitize clean
 
 # Each stamp stands for an installation, so that it is done again only when pyproject.toml changes.
 $(VENV)/installed: pyproject.toml
@@ -49,6 +51,10 @@ run: $(VENV)/installed
 
 test: $(VENV)/installed-test
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m "not gpu and not exhaustive" $(PYTEST)
+
+# An older CPU's code runs on a newer one: tests with this CPU, then with each of CPUS in its place.
+test-cpus:
+	for cpu in "" $(CPUS); do ECORNN_TEST_CPU=$$cpu $(MAKE) test || exit; done
 
 # mypy sees the layout that is installed: schedules/ as ecornn.schedules.
 lint: $(VENV)/installed-lint

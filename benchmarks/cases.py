@@ -20,12 +20,12 @@ from typing import Any, Protocol
 
 from compare_grid import holding
 from compile_rows import compiling, file_of
+from compiled_case import Made
 from grid_log import GridLog
-from made import Made
 from measuring_process import Limits, MeasuringProcess, serve_gpu
 
-from ecornn.device import resolve
 from ecornn.errors import EcornnError
+from ecornn.targets import resolve
 
 Files = dict[str, Path | str]  # side -> its module's file, or why there is none
 Report = Callable[[Path, GridLog], Sequence[str]]  # the lines of a file's table

@@ -27,9 +27,9 @@ from pathlib import Path
 
 import numpy as np
 from cases import Files, parser_of, run
+from compiled_case import Made
 from grid_log import GridLog
 from grid_tables import NAMES, table, times
-from made import Made
 from measuring_process import Limits
 
 SCHEDULES = {"fused_step": ("fused_step", ()), "layout_plain": ("layout_transform", (("layout", "hidden"),)),

@@ -34,8 +34,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import ecornn
-from ecornn.device import resolve
 from ecornn.errors import ScheduleError
+from ecornn.targets import resolve
 from ecornn.tune.choose import default_target
 
 LAYERS = [(cell, H) for cell in ("lstm", "rnn_tanh") for H in (768, 1024)]

@@ -35,8 +35,9 @@ from grid import Row, select
 from grid_log import GridLog
 from measuring_process import Limits, MeasuringProcess
 
-from ecornn.device import Device, resolve
+from ecornn.device import Device
 from ecornn.errors import EcornnError
+from ecornn.targets import resolve
 
 
 @contextlib.contextmanager

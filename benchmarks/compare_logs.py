@@ -64,7 +64,7 @@ def worth(source: Times, there: Times) -> tuple[list[dict[str, Any]], int]:
 
 def _default_us(work: Workload, there: dict[Candidate, float]) -> float | None:
     from ecornn.cells import BUILTIN
-    from ecornn.device import KNOWN
+    from ecornn.targets import KNOWN
     from ecornn.task import make_task
     from ecornn.tune.choose import serving_or_raise
 

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cases import Files, parser_of, run
+from compiled_case import Made, knobs
 from grid import GRID, Row
 from grid_log import GridLog
 from grid_tables import layer, table, times
-from made import Made, knobs
 from measuring_process import Limits
 
 if TYPE_CHECKING:
-    from ecornn.compiler import Plan
+    from ecornn.compiler import LayerPlan
     from ecornn.device import Device
 
 ASKED = 0.7  # of cuBLAS's rate, at least
@@ -35,7 +35,7 @@ ASKED = 0.7  # of cuBLAS's rate, at least
 class Hoisted(Made):
     """The best known configuration, but with all of the projection before the recurrence."""
 
-    def _plan(self, device: Device) -> Plan:
+    def _plan(self, device: Device) -> LayerPlan:
         planned = super()._plan(device)
         found = planned.found
         if found.config.get("ahead", 100) == 100:

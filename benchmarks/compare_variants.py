@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from cases import Files, parser_of, run
+from compiled_case import Made
 from floor import Machine, floor, machine_of
 from grid_log import GridLog
 from grid_tables import knobs, table, times
-from made import Made
 from measuring_process import Limits
 
 T, B, DTYPE = 256, 16, "float16"
@@ -88,7 +88,6 @@ def compare(case: Case, files: Files, limits: Limits) -> dict:
     from many_sides import Sides
     from side_by_side import DEVICE
 
-    from ecornn.analysis import analyse
     from ecornn.cells import get
     from ecornn.tune.interpreter import interpret
     from ecornn.tune.oracle import STEPS
@@ -109,8 +108,7 @@ def compare(case: Case, files: Files, limits: Limits) -> dict:
                 cell, case.H, heads, np.random.default_rng(0)).items()}
             weights = {cell.parameter_name(n): w.reshape(-1, *w.shape[2:]) for n, w in shaped.items()}
             zero = [np.zeros((B, case.H))] * len(cell.states)
-            y, _ = interpret(analyse(cell, case.H, case.H), first,
-                             {n: w.double().cpu().numpy() for n, w in shaped.items()}, zero)
+            y, _ = interpret(cell, first, {n: w.double().cpu().numpy() for n, w in shaped.items()}, zero)
             for side in ("plain",) if name == "plain" else ("variant", "alike"):
                 sides.add_module(side, files[side], weights)
                 references[side] = torch.from_numpy(y).to(DEVICE)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from ecornn.device import Device
 
 if TYPE_CHECKING:
-    from ecornn.compiler import Plan
+    from ecornn.compiler import LayerPlan
 
 
 class Planned(Protocol):
@@ -25,7 +25,7 @@ class Planned(Protocol):
     def file(self) -> str:
         """The name of the module's file."""
 
-    def plan(self, device: Device) -> Plan:
+    def plan(self, device: Device) -> LayerPlan:
         """What is built for a device."""
 
 

@@ -27,8 +27,9 @@ from grid_log import GridLog
 from grid_tables import layer, table
 
 from ecornn import __version__
-from ecornn.device import Device, resolve
+from ecornn.device import Device
 from ecornn.errors import EcornnError
+from ecornn.targets import resolve
 
 MOST = 5.0  # seconds to build a persistent module
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ecornn.compiler import Plan
+    from ecornn.compiler import LayerPlan
     from ecornn.device import Device
 
 
@@ -38,7 +38,7 @@ class Row:
         kind = self.dtype if self.dtype == "tf32-both" else self.kind
         return f"{self.cell}_{self.T}x{self.B}x{self.I}x{self.H}_{kind}.so"
 
-    def plan(self, device: Device) -> Plan:
+    def plan(self, device: Device) -> LayerPlan:
         """The best known configuration."""
         from ecornn.compiler import plan
 

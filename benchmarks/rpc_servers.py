@@ -27,8 +27,8 @@ from pathlib import Path
 
 import psutil
 
-from ecornn.device import resolve
 from ecornn.errors import DeviceError
+from ecornn.targets import resolve
 from ecornn.tune import Session
 from ecornn.tune.remote import Tracker
 

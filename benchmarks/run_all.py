@@ -24,7 +24,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ecornn.device import Device, resolve
+from ecornn.device import Device
+from ecornn.targets import resolve
 from ecornn.tune.choose import default_target
 
 HERE = Path(__file__).resolve().parent

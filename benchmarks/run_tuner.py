@@ -1,4 +1,4 @@
-"""Measures what is said of the tuner, on the GPU at hand or else on this CPU, and whether it holds.
+"""Measures the claims about the tuner, on the GPU at hand or else on this CPU, and whether they hold.
 
     python benchmarks/run_tuner.py                     # all of it: eleven minutes on an H100 with 16 cores
     python benchmarks/run_tuner.py rate tune compile   # parts of it

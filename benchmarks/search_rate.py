@@ -201,7 +201,7 @@ def main() -> None:
         return kinds.get(function, call)(self, function, *rest)
 
     if arguments.pretend:
-        from ecornn.device import resolve
+        from ecornn.targets import resolve
 
         os.environ[PRETEND] = json.dumps([arguments.pretend_builds, arguments.pretend])
         here = Path(__file__).stem

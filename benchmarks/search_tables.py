@@ -37,8 +37,9 @@ from prebuilding import builders, request
 from prebuilding import prebuild as fill
 
 from ecornn.cells import get
-from ecornn.device import Device, resolve
+from ecornn.device import Device
 from ecornn.schedules.base import Schedule, Task
+from ecornn.targets import resolve
 from ecornn.task import make_task
 from ecornn.tune import Session
 from ecornn.tune.choose import candidates, serving_or_raise
@@ -96,6 +97,9 @@ class Wanted(Question, frozen=True):
 
 def choose(wanted: Wanted) -> tuple[Choice, ...]:
     """In a worker: to scan a space takes seconds."""
+    from ecornn.tune.quick_tvm import import_tvm
+
+    import_tvm()  # without PyTorch, also where the worker is one that pretends and has imported nothing
     space = ConfigSpace(*task_of(wanted.workload, wanted.device))
     return tuple(Choice(c.schedule, c.config) for c in first(space, wanted.count))
 

@@ -28,7 +28,7 @@ import msgspec
 from msgspec import structs
 
 from ecornn.tune.record import Choice, Trial
-from ecornn.workload import Workload, declared
+from ecornn.workload import Workload
 
 SEQ = 100
 TARGET = "sm_90a"
@@ -73,7 +73,7 @@ def proposed(cell: str, hidden: int, batch: int, dtype: str, count: int) -> tupl
     """The preferred schedule's default, the fastest configurations known, what the model ranks highest, and last the
     next schedule's default, up to ``count``."""
     from ecornn.cells import get
-    from ecornn.device import resolve
+    from ecornn.targets import resolve
     from ecornn.task import make_task
     from ecornn.tune.choose import serving_or_raise
     from ecornn.tune.folders import read_all
@@ -141,14 +141,14 @@ def prebuild(path: Path, processes: int, limit: float) -> None:
     from prebuilding import builders, request
     from prebuilding import prebuild as fill
 
-    from ecornn.cells import get
-    from ecornn.device import resolve
+    from ecornn.layer_spec import LayerSpec
+    from ecornn.targets import resolve
     from ecornn.tune.space import Candidate
 
     device, every = resolve(TARGET), []
     for item in read(path):
-        work = Workload(get(item.cell).identity(), item.hidden, item.input or item.hidden, item.batch, item.seq,
-                        item.dtype, precision=declared(item.precision))
+        work = LayerSpec(item.cell, item.hidden, item.input or item.hidden, item.batch, item.seq, item.dtype,
+                         precision=item.precision).workload
         every += [request(item.cell, work, device, Candidate.of(c.schedule, c.config)) for c in item.candidates]
     with builders(processes) as pool:
         fill(pool, every, limit)

@@ -13,17 +13,17 @@ from dataclasses import fields
 from typing import Any
 from unittest.mock import patch
 
-from ecornn.compiler import Plan
+from ecornn.compiler import LayerPlan
 from ecornn.program import Program
 
 SERVED = ("persistent", "persistent_wide")
 
 
-class Unmultiplied(Plan):
+class Unmultiplied(LayerPlan):
     """A plan whose programs have no recurrent products; of schedules that are ``SERVED``."""
 
     @classmethod
-    def of(cls, planned: Plan) -> Unmultiplied:
+    def of(cls, planned: LayerPlan) -> Unmultiplied:
         return cls(**{field.name: getattr(planned, field.name) for field in fields(planned)})
 
     def programs(self) -> tuple[Program, ...]:

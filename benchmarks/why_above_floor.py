@@ -32,12 +32,12 @@ from functools import partial
 from pathlib import Path
 
 from cases import Files, parser_of, run
+from compiled_case import Knobs, Made, knobs
 from floor import GATES, Machine, floor, machine_of, polled
 from grid import Row
 from grid_log import GridLog
 from grid_summary import HIGH, Summary
 from grid_tables import layer, table, times
-from made import Knobs, Made, knobs
 from measuring_process import Limits
 from stage_cells import Bare
 from unmultiplied import SERVED
@@ -145,8 +145,8 @@ def waits(case: Case) -> int:
     if case.schedule != "persistent":
         return 1
     from ecornn.cells import get
-    from ecornn.device import KNOWN
     from ecornn.schedules.persistent.plan import plan_of
+    from ecornn.targets import KNOWN
     from ecornn.task import make_task
     from ecornn.workload import Workload
 

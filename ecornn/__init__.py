@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from ecornn import errors, tune
     from ecornn.cells import Cell, mean, normalized, pointwise, product
     from ecornn.compiler import compile
+    from ecornn.numpy_gradients import reference_gradients
     from ecornn.numpy_reference import reference
     from ecornn.runtime import Columns, Layer, Module, load
 
     __version__: str
 
 __all__ = ["Cell", "Columns", "Layer", "Module", "__version__", "compile", "errors", "load", "mean", "normalized",
-           "pointwise", "product", "reference", "tune"]
+           "pointwise", "product", "reference", "reference_gradients", "tune"]
 
 # Public name -> (module, name in it); an empty name is the module itself.
 _PLACES = {
@@ -41,6 +42,7 @@ _PLACES = {
     "pointwise": ("ecornn.cells", "pointwise"),
     "product": ("ecornn.cells", "product"),
     "reference": ("ecornn.numpy_reference", "reference"),
+    "reference_gradients": ("ecornn.numpy_gradients", "reference_gradients"),
     "tune": ("ecornn.tune", ""),
 }
 

@@ -9,14 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
 from ecornn.cells import Cell
-from ecornn.device import Device, resolve
+from ecornn.device import Device
 from ecornn.errors import ArgumentError
-from ecornn.workload import Overlap, Stack, Workload, declared, rounded
+from ecornn.layer_spec import LayerSpec
+from ecornn.targets import resolve
+from ecornn.workload import Overlap, Stack, Workload
 
 if TYPE_CHECKING:
     from ecornn.build.generated import Generated
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LayerPlan:
     """What will be built: the sequences of the stack, each with the schedule chosen for it."""
 
     cell: Cell
@@ -60,39 +62,34 @@ class Plan:
         """The sequences' programs; one object for sequences that are alike."""
         made: dict[object, Program] = {}
         for task, found in zip(self.tasks, self.chosen, strict=True):
-            key = task.workload, task.place
+            key = task.workload, task.traversal
             if key not in made:
                 made[key] = found.schedule.program(task, found.config)
-        return tuple(made[task.workload, task.place] for task in self.tasks)
+        return tuple(made[task.workload, task.traversal] for task in self.tasks)
 
 
-def plan(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = 1, seq: int = 100,
-         dtype: str = "float32", weights: str | None = None, precision: str | None = None, layers: int = 1,
-         bidirectional: bool = False, lengths: bool = False, resets: bool = False, reverse: bool = False,
-         sequences: bool = False, target: str | Device | None = None, schedule: str | None = None,
-         config: Mapping[str, Value] | None = None, overlap: str = "auto") -> Plan:
+def plan(cell: str | Cell, *, target: str | Device | None = None, schedule: str | None = None,
+         config: Mapping[str, Value] | None = None, overlap: str = "auto", **properties: Any) -> LayerPlan:
+    """:func:`plan_layer` of ``LayerSpec(cell, **properties)``."""
+    return plan_layer(LayerSpec(cell, **properties), target=target, schedule=schedule, config=config, overlap=overlap)
+
+
+def plan_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule: str | None = None,
+               config: Mapping[str, Value] | None = None, overlap: str = "auto") -> LayerPlan:
     """Analyses the cell and chooses schedules and configurations; arguments as :func:`compile`."""
     from ecornn.overlap import arrange
-    from ecornn.tune.cell_spec import load_cell
     from ecornn.tune.choose import choose, default_target, serving_or_raise
     from ecornn.tune.folders import read_all
     from ecornn.tune.log import Log
     from ecornn.tune.record import Trial
 
-    if isinstance(cell, type) and issubclass(cell, Cell):
-        raise ArgumentError("cell", cell, f"an instance of the class, as {cell.__name__}()")
     for name, value, kinds, allowed in (
-            ("cell", cell, (str, Cell), "a cell's name, FILE.py:NAME or a Cell"),
             ("target", target, (str, Device, NoneType), "cuda, cpu, an architecture or a Device"),
             ("schedule", schedule, (str, NoneType), "a schedule's name"),
             ("config", config, (Mapping, NoneType), "a dict of knobs and their values")):
         if not isinstance(value, kinds):
             raise ArgumentError(name, value, allowed)
-    stack = Stack(layers, bidirectional, lengths, resets, reverse, sequences)
     device = resolve(target if target is not None else default_target())
-    found = load_cell(cell) if isinstance(cell, str) else cell
-    work = Workload(found.identity(), hidden, hidden if input is None else input, batch, seq, dtype,
-                    rounded(weights, dtype), declared(precision))
     log = read_all()
 
     def chosen(task: Task) -> Found:
@@ -102,12 +99,12 @@ def plan(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int 
         return choose(task, schedule, config, fits)
 
     # the directions of a layer share their records, but not every configuration serves both
-    made = arrange(found, stack, work, device, overlap, chosen,
+    made = arrange(layer.loaded, layer.stack, layer.workload, device, overlap, chosen,
                    lambda task: serving_or_raise(task, schedule)[0].expected(task))
-    return Plan(found, work, stack, device, made.overlap, made.tasks, made.chosen)
+    return LayerPlan(layer.loaded, layer.workload, layer.stack, device, made.overlap, made.tasks, made.chosen)
 
 
-def build(planned: Plan, out: Path) -> Generated:
+def build(planned: LayerPlan, out: Path) -> Generated:
     """Writes the module file ``out``, complete or not at all; returns what was generated."""
     from ecornn.build.module import build_module
     from ecornn.compose import compose
@@ -121,7 +118,7 @@ def build(planned: Plan, out: Path) -> Generated:
     return build_module(program, structs.replace(manifest, schedule="+".join(names)), out)
 
 
-def generate(planned: Plan) -> Generated:
+def generate(planned: LayerPlan) -> Generated:
     """The code alone, for whatever machine it is; nothing is linked."""
     from ecornn.build.module import generate as generate_code
     from ecornn.compose import compose
@@ -171,12 +168,18 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
     analysed, ``ScheduleError`` where no schedule serves the layer or the configuration cannot run,
     ``BuildError`` where a compiler is missing or fails.
     """
+    layer = LayerSpec(cell, hidden, input, batch, seq, dtype, weights, precision,
+                      layers, bidirectional, lengths, resets, reverse, sequences)
+    return compile_layer(layer, target=target, schedule=schedule, config=config, overlap=overlap, out=out)
+
+
+def compile_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule: str | None = None,
+                  config: Mapping[str, Value] | None = None, overlap: str = "auto",
+                  out: str | Path | None = None) -> Module:
+    """As :func:`compile`."""
     from ecornn.runtime.loader import load
 
-    planned = plan(cell, hidden=hidden, input=input, batch=batch, seq=seq, dtype=dtype, weights=weights,
-                   precision=precision, target=target, layers=layers, bidirectional=bidirectional,
-                   lengths=lengths, resets=resets, reverse=reverse, sequences=sequences,
-                   schedule=schedule, config=config, overlap=overlap)
+    planned = plan_layer(layer, target=target, schedule=schedule, config=config, overlap=overlap)
     if out is not None:
         build(planned, Path(out))
         return load(Path(out))

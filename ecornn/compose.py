@@ -15,9 +15,12 @@ from typing import Any
 from msgspec import structs
 
 from ecornn.program import (
-    Beside,
+    RUN,
+    TENSORS,
+    WORKSPACE,
     Buffer,
     Call,
+    Concurrent,
     Extent,
     Fill,
     Launch,
@@ -30,12 +33,16 @@ from ecornn.program import (
 )
 from ecornn.workload import SERIAL, Overlap, Part, Stack, Workload
 
+REMAINING = "remaining"  # lengths of what is left from each step on, which a chunk reads in place of lengths
+
 
 def compose(stack: Stack, whole: Workload, programs: Sequence[Program], overlap: Overlap = SERIAL) -> Program:
-    """One program of all, the ``programs`` of ``stack.parts(whole)`` in order, which run as ``overlap`` says.
+    """One program of all, with the entry ``run`` of the ``programs``, which are of ``stack.parts(whole)`` in order and
+    run as ``overlap`` says.
 
-    Its buffers are the call's ``x``, ``y``, ``lengths``, ``resets`` and ``sequences``, and by the part's label its
-    states and packed weights: ``l1_reverse_h_in``. Weights are packed from parameters of such a prefix.
+    Its buffers are those that all parts share, such as the call's ``x`` and ``lengths``, and each part's states and
+    packed weights, named with the part's label: ``l1_reverse_h_in``. Weights are packed from parameters of such a
+    prefix.
     """
     if stack.count == 1:
         return programs[0]
@@ -52,13 +59,10 @@ def compose(stack: Stack, whole: Workload, programs: Sequence[Program], overlap:
             new = _placed(old, part, stack, owner, overlap)
             names[old.name], buffers[new.name] = new.name, new
         if "lengths" in names and overlap.depth > 1:
-            names["lengths"] = "remaining"
+            names["lengths"] = REMAINING
         known = {name: _keep(functions, name, f) for name, f in program.functions.items()}
-        calls = tuple(_renamed(call, names, known) for call in program.calls)
-        widths = {"x": part.workload.input, "y": part.place.y_width(part.workload.hidden), "resets": 1, "lengths": 1}
-        ends = [[names[b.name] for b in program.buffers if b.role == role] for role in ("state_in", "state_out")]
-        rows = {names[b.name]: widths[b.role] for b in program.buffers if b.role in widths}
-        sequences.append(WaveLayer(calls, rows, tuple(zip(*ends, strict=True))))
+        calls = tuple(_renamed(call, names, known) for call in program.entries[RUN].calls)
+        sequences.append(WaveLayer(calls, _rows(part, program, names), _handed(program, names)))
     notes = {f"{p.label} {k}": v for p, program in zip(parts, programs, strict=True)
              for k, v in program.notes.items()}
     calls = _arranged(sequences, overlap)
@@ -66,15 +70,32 @@ def compose(stack: Stack, whole: Workload, programs: Sequence[Program], overlap:
         from ecornn.schedules.timeline import remaining_lengths
 
         function, buffer, launch = remaining_lengths(whole.batch)
-        functions["remaining"], buffers["remaining"] = function, buffer
+        functions[REMAINING], buffers[REMAINING] = function, buffer
         calls = launch, *calls
     # groups of as many columns lie within the groups of every part
-    return Program(functions, tuple(buffers.values()), calls, notes, gcd(*(p.together for p in programs)))
+    return Program.running(functions, buffers.values(), calls, notes, gcd(*(p.together for p in programs)))
+
+
+def _rows(part: Part, program: Program, names: dict[str, str]) -> dict[str, int]:
+    """What of a part has rows of time, and the elements of one for each row of the batch."""
+    work = part.workload
+    sizes = {"I": work.input, "H": work.hidden, "W": part.traversal.y_width(work.hidden)}
+    found = {names[b.name]: TENSORS[b.tensor].row(sizes) for b in program.buffers if b.tensor is not None}
+    if names.get("lengths") == REMAINING:
+        found[REMAINING] = 1
+    return {name: size for name, size in found.items() if size is not None}
+
+
+def _handed(program: Program, names: dict[str, str]) -> tuple[tuple[str, str], ...]:
+    """Where each state of a part comes from, and where it is left."""
+    ends = [{b.state: names[b.name] for b in program.buffers if b.tensor == tensor}
+            for tensor in ("state_in", "state_out")]
+    return tuple((name, ends[1][state]) for state, name in ends[0].items())
 
 
 def _arranged(sequences: list[WaveLayer], overlap: Overlap) -> tuple[Call, ...]:
     if overlap.kind == "directions":
-        return tuple(Beside((one.calls, other.calls))
+        return tuple(Concurrent((one.calls, other.calls))
                      for one, other in zip(sequences[::2], sequences[1::2], strict=True))
     calls: list[Call] = []
     for first in range(0, len(sequences), overlap.depth):
@@ -91,22 +112,22 @@ def parameter_prefix(stack: Stack, part: Part) -> str:
 def _placed(b: Buffer, part: Part, stack: Stack, owner: str, overlap: Overlap) -> Buffer:
     """A buffer of a part as one of the stack."""
     work = part.workload
-    if (b.role == "x" and part.layer > 0) or (b.role == "y" and part.layer < stack.layers - 1):
-        between = part.layer - (b.role == "x")  # all layers at a time write one each, and the first reads another
-        extent = Extent(0, work.batch * part.place.y_width(work.hidden))
-        return Buffer(f"between_{between % (overlap.depth + 1)}", "workspace", b.dtype, extent)
-    if b.role == "workspace":
+    if (b.tensor == "x" and part.layer > 0) or (b.tensor == "y" and part.layer < stack.layers - 1):
+        between = part.layer - (b.tensor == "x")  # all layers at a time write one each, and the first reads another
+        extent = Extent(0, work.batch * part.traversal.y_width(work.hidden))
+        return Buffer(f"between_{between % (overlap.depth + 1)}", WORKSPACE, b.dtype, extent)
+    if b.role == WORKSPACE:
         in_chunks = overlap.depth > 1 and stack.layers % overlap.depth != 1  # a layer alone runs whole
         extent = chunk_extent(b.extent, overlap.chunks, overlap.least) if in_chunks else b.extent
         return structs.replace(b, name=owner + b.name, extent=extent)
-    if b.role in ("x", "y", "lengths", "resets", "sequences"):
+    if b.tensor is not None and not TENSORS[b.tensor].by_state:
         return b
     packing = b.packing
     if packing is not None:
         prefix = parameter_prefix(stack, part)
         sources = tuple((prefix + n if n else n, gate) for n, gate in packing.sources)
         packing = structs.replace(packing, sources=sources)
-    return structs.replace(b, name=f"{part.label}_{b.name}", packing=packing)
+    return structs.replace(b, name=f"{part.label}_{b.name}", packing=packing, part=part.number)
 
 
 def _keep(functions: dict[str, Any], name: str, function: Any) -> str:

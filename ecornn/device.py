@@ -6,8 +6,6 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ecornn.errors import DeviceError
-
 # What is decoded, from a record or a manifest, has these limits.
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
@@ -64,45 +62,3 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.capability < 90 or not 1 <= blocks <= 16:
             return 0
         return (7 * (16 // blocks) + 8 // blocks) * self.cores // 132
-
-
-# The largest common product of each architecture: what "--target sm_90a" means with no GPU here.
-KNOWN = {
-    "sm_80": Device("cuda", "sm_80", "NVIDIA A100", 108, 163 << 10, 65536, 40 << 20, 80 << 30),
-    "sm_86": Device("cuda", "sm_86", "NVIDIA A10", 72, 99 << 10, 65536, 6 << 20, 24 << 30),
-    "sm_89": Device("cuda", "sm_89", "NVIDIA L40S", 142, 99 << 10, 65536, 96 << 20, 48 << 30),
-    "sm_90a": Device("cuda", "sm_90a", "NVIDIA H100 80GB HBM3", 132, 227 << 10, 65536, 50 << 20,
-                     85_017_493_504),  # as its driver says, so that modules built elsewhere are those built there
-}
-
-
-def resolve(target: str | Device) -> Device:
-    """The device for ``cpu``, ``cuda`` (the GPU at hand), an architecture such as ``sm_90a``, or a CPU's LLVM
-    name such as ``neoverse-v1``.
-
-    Raises :class:`DeviceError` where there is no GPU, or for an architecture no schedule serves.
-    """
-    if isinstance(target, Device):
-        return target
-    if target == "cpu":
-        from ecornn.host_cpu import detect
-
-        return detect()
-    if target == "cuda":
-        from ecornn.host_gpu import detect as detect_gpu
-
-        found = detect_gpu()
-        if found is None:
-            raise DeviceError("target", target, "a machine with a CUDA GPU and its driver; without "
-                              f"one name the architecture, one of {', '.join(KNOWN)}, or 'cpu'")
-        return found
-    name = "sm_90a" if target == "sm_90" else target
-    if name in KNOWN:
-        return KNOWN[name]
-    from ecornn.host_cpu import named
-
-    found = None if name.startswith("sm_") else named(name)
-    if found is None:
-        raise DeviceError("target", target, f"'cpu', 'cuda', one of {', '.join(KNOWN)}, or LLVM's name of a CPU "
-                          "such as znver4, skylake-avx512 or neoverse-v1")
-    return found

@@ -31,6 +31,10 @@ class DTypeError(ArgumentError):
     """A tensor or an option has the wrong data type."""
 
 
+class NotFiniteError(ArgumentError):
+    """A weight is infinite, and the module's products need finite ones."""
+
+
 class DeviceError(ArgumentError):
     """A tensor lives on the wrong device, or a target cannot be served."""
 

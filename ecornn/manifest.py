@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
+from ecornn import manifest_format1
 from ecornn.device import Device
 from ecornn.errors import ModuleError
 from ecornn.program import Buffer
 from ecornn.workload import SERIAL, SINGLE, Overlap, Stack, Workload
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -26,6 +27,7 @@ class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything the loader needs besides machine code.
 
+    ``entries`` has for each function of the module the names of the buffers whose pointers it takes, in order.
     ``workload`` has the input size of the first layer. Where the parts of a stack have schedules or
     knobs of their own, ``schedule`` names each once, and ``config`` is of the first part. ``together`` is the
     program's; modules from before it have 1.
@@ -40,6 +42,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     output: str
     parameters: tuple[Parameter, ...]
     buffers: tuple[Buffer, ...]
+    entries: dict[str, tuple[str, ...]]
     versions: dict[str, str]
     format: int = FORMAT
     stack: Stack = SINGLE
@@ -47,9 +50,24 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     together: int = 1
 
 
+class _Said(msgspec.Struct):
+    """Of a manifest in any format."""
+
+    format: int
+
+
 def decode(text: str) -> Manifest:
-    """The manifest from its JSON; :class:`ModuleError` where it is of another format."""
+    """The manifest from its JSON, in this format or an earlier one that is still read.
+
+    Raises :class:`ModuleError` where it is of another format, or not as its format says.
+    """
     try:
-        return msgspec.json.decode(text, type=Manifest)
+        found = msgspec.json.decode(text, type=_Said).format
+        if found == FORMAT:
+            return msgspec.json.decode(text, type=Manifest)
+        if found == manifest_format1.FORMAT:
+            return msgspec.convert(manifest_format1.converted(text) | {"format": FORMAT}, Manifest)
     except msgspec.MsgspecError as error:
         raise ModuleError(f"not a module of this version of ecornn: {error}") from error
+    raise ModuleError(f"not a module of this version of ecornn: its manifest is of format {found}; formats "
+                      f"{manifest_format1.FORMAT} and {FORMAT} are read")

@@ -7,6 +7,7 @@ cannot hide in the other. Gates are stacked in PyTorch's order.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -139,10 +140,33 @@ def reference(cell: str, x: Any, weights: Mapping[str, Any], state: Sequence[Any
     WeightsError : a weight is missing, or one is too many
     ShapeError : a shape does not fit the others
     """
-    gates, count, step = _lookup(cell)
+    return run(checked(cell, x, weights, state, lengths, resets))
+
+
+@dataclass(frozen=True)
+class Call:
+    """What :func:`run` takes: x (T, B, I), weights by name, first states (L*D, B, H) of each kind, lengths (B,), resets
+    (T, B); ``whole`` where all rows go through all steps; ``outer`` is (L*D,) where states have that axis, else ()."""
+
+    cell: str
+    x: Any
+    weights: Mapping[str, Any]
+    before: Sequence[Any]
+    ends: Any
+    starts: Any
+    whole: bool
+    layers: int
+    directions: int
+    outer: tuple[int, ...]
+
+
+def checked(cell: str, x: Any, weights: Mapping[str, Any], state: Sequence[Any] | None, lengths: Any,
+            resets: Any) -> Call:
+    """The arguments of :func:`reference` in float64; raises what it raises."""
+    gates, count, _ = _lookup(cell)
     layers, directions = _extent(cell, weights)
-    y = _shaped("x", np.asarray(x, dtype=np.float64), (None, None, None))
-    steps, batch, parts = y.shape[0], y.shape[1], layers * directions
+    x = _shaped("x", np.asarray(x, dtype=np.float64), (None, None, None))
+    steps, batch, parts = x.shape[0], x.shape[1], layers * directions
     hidden = np.shape(weights["weight_hh_l0"])[-1] if np.ndim(weights["weight_hh_l0"]) else 0
     _weight(weights, "weight_hh_l0", (gates * hidden, hidden))
     outer: tuple[int, ...] = () if parts == 1 else (parts,)
@@ -158,33 +182,46 @@ def reference(cell: str, x: Any, weights: Mapping[str, Any], state: Sequence[Any
     _shaped("resets", starts, (steps, batch))
     if not ((ends >= 0) & (ends <= steps)).all():
         raise ArgumentError("lengths", ends.tolist(), f"integers from 0 to T={steps}")
-    whole = lengths is None and resets is None
-    after = [np.empty((parts, batch, hidden)) for _ in range(count)]
+    found: dict[str, Array] = {}
     for layer in range(layers):
+        shapes = _shapes(cell, directions * hidden if layer else x.shape[2], hidden)
+        for end in ("", "_reverse")[:directions]:
+            found |= {f"{kind}_l{layer}{end}": _weight(weights, f"{kind}_l{layer}{end}", shape)
+                      for kind, shape in zip(_kinds(cell), shapes, strict=True)}
+    return Call(cell, x, found, before, ends, starts, lengths is None and resets is None, layers, directions, outer)
+
+
+def run(call: Call) -> tuple[Any, tuple[Any, ...]]:
+    """y (T, B, D*H) and the states after the last step; of arrays, or of arrays with a tape."""
+    gates, count, step = _lookup(call.cell)
+    y, after = call.x, [list[Any]() for _ in range(count)]
+    for layer in range(call.layers):
         outputs = []
-        for reverse in (False, True)[:directions]:
-            n = layer * directions + reverse
+        for reverse in (False, True)[:call.directions]:
             suffix = f"_l{layer}" + ("_reverse" if reverse else "")
-            w, r, b_ih, b_hh, *gains = (_weight(weights, f"{kind}{suffix}", shape) for kind, shape in zip(
-                _kinds(cell), _shapes(cell, y.shape[2], hidden), strict=True))
-            run: Step = partial(step, gains=gains[1:]) if gains else step
-            first = tuple(s[n] for s in before)
-            out = np.zeros((steps, batch, hidden))
-            groups = [slice(None)] if whole else [slice(b, b + 1) for b in range(batch)]
+            w, r, b_ih, b_hh, *gains = (call.weights[f"{kind}{suffix}"] for kind in _kinds(call.cell))
+            one: Step = partial(step, gains=gains[1:]) if gains else step
+            first = tuple(s[layer * call.directions + reverse] for s in call.before)
+            columns, last = [], []
+            groups = [slice(None)] if call.whole else [slice(b, b + 1) for b in range(y.shape[1])]
             for rows in groups:  # one row at a time, cut into its sequences
                 now = tuple(s[rows] for s in first)
-                for low, high, fresh in _sequences(starts[:, rows], int(ends[rows].max()), reverse, whole):
+                out = [np.zeros(now[0].shape)] * len(y)
+                for low, high, fresh in _sequences(call.starts[:, rows], int(call.ends[rows].max(initial=0)), reverse,
+                                                   call.whole):
                     now = tuple(np.zeros_like(s) for s in now) if fresh else now
                     for t in range(high - 1, low - 1, -1) if reverse else range(low, high):
                         wx = y[t, rows] @ w.T
                         wx = _normal_in_parts(wx, gains[0], gates) if gains else wx
-                        now = run(wx + b_ih, now, r, b_hh)
-                        out[t, rows] = now[0]
-                for kept, value in zip(after, now, strict=True):
-                    kept[n, rows] = value
-            outputs.append(out)
+                        now = one(wx + b_ih, now, r, b_hh)
+                        out[t] = now[0]
+                columns.append(np.stack(out) if out else np.zeros((0, *now[0].shape)))
+                last.append(now)
+            outputs.append(np.concatenate(columns, axis=1) if columns else np.zeros((len(y), 0, first[0].shape[1])))
+            for n, kept in enumerate(after):
+                kept.append(np.concatenate([now[n] for now in last]) if last else first[n])
         y = np.concatenate(outputs, axis=2)
-    return y, tuple(s.reshape(*outer, batch, hidden) for s in after)
+    return y, tuple(np.stack(parts).reshape(*call.outer, *parts[0].shape) for parts in after)
 
 
 def _sequences(starts: NDArray[np.bool_], end: int, reverse: bool, whole: bool) -> list[tuple[int, int, bool]]:

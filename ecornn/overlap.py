@@ -22,6 +22,7 @@ from ecornn.cells import Cell
 from ecornn.device import Device
 from ecornn.errors import ArgumentError, ScheduleError
 from ecornn.program import chunk_steps
+from ecornn.schedules.rates import GPURates, gpu_rates
 from ecornn.workload import OVERLAPS, Overlap, Part, Stack, Workload
 
 if TYPE_CHECKING:
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 WISHES = ("auto", "none", *OVERLAPS)
 WIDEST = 8  # layers at the same time
 CHUNKS = 32  # of a wavefront, at most
-STEP = 2_000.0  # nanoseconds of a step that nobody knows better
-LAUNCHES = 12_000.0  # nanoseconds of a sequence beside its steps: its launches, and kernels too short to be fast
 GAIN = 0.9  # of the time one after the other: more is within the error of expectations, and records are for that
 
 
@@ -94,19 +93,19 @@ def impossible(kind: str, stack: Stack, device: Device) -> str | None:
     return "auto or none with reverse=True" if stack.reverse else None
 
 
-def wave_time(seq: int, chunks: int, layers: int, step: float) -> float:
+def wave_time(seq: int, chunks: int, layers: int, step: float, rates: GPURates) -> float:
     """Nanoseconds of ``layers`` layers as a wavefront, or of one alone; ``step``: of the slowest of them."""
     if layers == 1:
-        return LAUNCHES + seq * step
+        return rates.sequence + seq * step
     steps = min(chunk_steps(seq, chunks, 1), seq)
-    return (ceil(seq / steps) + layers - 1) * (LAUNCHES + steps * step)
+    return (ceil(seq / steps) + layers - 1) * (rates.sequence + steps * step)
 
 
 class _Arranger:
     def __init__(self, cell: Cell, stack: Stack, whole: Workload, device: Device, choose: Callable[[Task], Found],
                  expect: Callable[[Task], float]) -> None:
         self.cell, self.stack, self.whole, self.device = cell, stack, whole, device
-        self.choose, self.expect = choose, expect
+        self.choose, self.expect, self.rates = choose, expect, gpu_rates(device)
         self.known: dict[object, tuple[Task, Found, float]] = {}
 
     def overlaps(self, kinds: list[str] | tuple[str, ...]) -> Iterator[Overlap]:
@@ -133,27 +132,28 @@ class _Arranger:
     def _sequence(self, part: Part, device: Device, timed: bool) -> tuple[Task, Found, float]:
         from ecornn.task import make_task
 
-        key = part.workload, part.place, device.cores
+        key = part.workload, part.traversal, device.cores
         if key not in self.known:
-            task = make_task(self.cell, part.workload, device, part.place)
+            task = make_task(self.cell, part.workload, device, part.traversal)
             self.known[key] = task, self.choose(task), self.expect(task) if timed else inf
         return self.known[key]
 
     def _time(self, overlap: Overlap, steps: list[float]) -> float:
         """Nanoseconds of a call, from those of a step of each sequence."""
-        each = [LAUNCHES + self.whole.seq * step for step in steps]
+        each = [self.rates.sequence + self.whole.seq * step for step in steps]
         if overlap.kind == "directions":
             return sum(map(max, each[::2], each[1::2]))
         if overlap.kind == "wavefront":
             groups = [steps[n:n + overlap.width] for n in range(0, len(steps), overlap.width)]
-            return sum(wave_time(self.whole.seq, overlap.chunks, len(group), max(group)) for group in groups)
+            return sum(wave_time(self.whole.seq, overlap.chunks, len(group), max(group), self.rates)
+                       for group in groups)
         return sum(each)
 
     def _in_chunks(self, overlap: Overlap, step: float) -> Overlap:
         """With the number of chunks that is best for the T to expect, and no chunk shorter than its launches."""
-        seq, step = self.whole.seq, step if isfinite(step) else STEP
-        chunks = min(range(1, CHUNKS + 1), key=lambda n: wave_time(seq, n, overlap.width, step))
-        least = min(ceil(LAUNCHES / step), chunk_steps(seq, chunks, 1))
+        seq, step = self.whole.seq, step if isfinite(step) else self.rates.step
+        chunks = min(range(1, CHUNKS + 1), key=lambda n: wave_time(seq, n, overlap.width, step, self.rates))
+        least = min(ceil(self.rates.sequence / step), chunk_steps(seq, chunks, 1))
         return structs.replace(overlap, chunks=ceil(seq / chunk_steps(seq, chunks, least)), least=least)
 
     def explained(self, made: Arrangement, serial: Arrangement | None) -> Arrangement:

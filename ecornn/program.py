@@ -1,4 +1,4 @@
-"""What a schedule makes: functions in TIR, the buffers they share, and the order of calls.
+"""What a schedule makes: functions in TIR, the buffers they share, and entries that call them in order.
 
 A program is everything that is needed to build a module file: the host code that carries it out
 is generated from it (``ecornn/build/host_cuda.py``), and its manifest tells the loader how to pack
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import msgspec
@@ -22,6 +23,49 @@ Source = tuple[str, int]  # (parameter, gate)
 # ``PIECES_APART`` before the other begins, and leaves its state for it.
 EARLIER, LATER = 1 << 30, 1 << 29
 PIECES_APART = 2
+
+
+# Roles of buffers: what a caller passes in, what a call writes for the caller, what one entry writes for another one to
+# read, weights as kernels read them, and memory whose contents are undefined before a call.
+ROLES = GIVEN, MADE, KEPT, PACKED, WORKSPACE = "given", "made", "kept", "packed", "workspace"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """What a module exchanges with its caller, contiguous.
+
+    Attributes
+    ----------
+    role : given or made
+    axes : the sizes of its axes: T, B, I and H as of a :class:`~ecornn.workload.Workload`, W of a row of y (D H)
+    dtype : data type; None: the layer's
+    by_state : there is one for each state of each sequence of a stack
+    optional : only where the field of its name of a :class:`~ecornn.workload.Traversal` is set
+    """
+
+    role: str
+    axes: tuple[str, ...]
+    dtype: str | None = None
+    by_state: bool = False
+    optional: bool = False
+
+    def row(self, sizes: Mapping[str, int]) -> int | None:
+        """Elements of one step and batch row, for sizes by axis; None where the tensor has no axis of time."""
+        return prod(sizes[axis] for axis in self.axes[2:]) if self.axes[0] == "T" else None
+
+
+# With ``sequences``, which has the number of each step's sequence, B of states is S, the number of sequences.
+TENSORS = {
+    "x": Tensor(GIVEN, ("T", "B", "I")),
+    "y": Tensor(MADE, ("T", "B", "W")),
+    "state_in": Tensor(GIVEN, ("B", "H"), by_state=True),
+    "state_out": Tensor(MADE, ("B", "H"), by_state=True),
+    "lengths": Tensor(GIVEN, ("B",), "int32", optional=True),
+    "resets": Tensor(GIVEN, ("T", "B"), "uint8", optional=True),
+    "sequences": Tensor(GIVEN, ("T", "B"), "int32", optional=True),
+}
+RUN = "run"
+ENTRIES = {RUN: tuple(TENSORS)}  # entry -> the tensors that it exchanges with its caller
 
 
 class Extent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,10 +104,14 @@ class Packing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A buffer of the program, named in the calls.
 
-    ``role``: ``x`` (T, B, I), ``y`` (T, B, D H), ``state_in`` or ``state_out`` (B, H; ``name`` is, or
-    in a stack ends in, ``<state>_in`` or ``<state>_out``), ``lengths`` (B,) int32, ``resets`` (T, B)
-    uint8, ``sequences`` (T, B) int32 (numbers, with marks where a sequence lies in two pieces), ``packed`` (made by
-    ``packing``) or ``workspace`` (``extent`` elements, 256-byte aligned, contents undefined before a call).
+    Attributes
+    ----------
+    role : one of :data:`ROLES`
+    extent : elements; none for what is given or made, whose size the caller knows. A workspace is 256-byte aligned
+    packing : how a packed one is made
+    tensor : what a given or made one is, of :data:`TENSORS`
+    state : the state's name, for a tensor that is one of each state
+    part : the number of the sequence of a stack that it belongs to; 0 for what all share
     """
 
     name: str
@@ -71,6 +119,16 @@ class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     extent: Extent = Extent()
     packing: Packing | None = None
+    tensor: str | None = None
+    state: str | None = None
+    part: int = 0
+
+    @classmethod
+    def of(cls, tensor: str, dtype: str, state: str | None = None) -> Buffer:
+        """The buffer of a tensor, of a layer of ``dtype``; ``h_in`` is the name of the state h's ``state_in``."""
+        kind = TENSORS[tensor]
+        name = tensor if state is None else tensor.replace("state", state)
+        return cls(name, kind.role, kind.dtype or dtype, tensor=tensor, state=state)
 
     @property
     def itemsize(self) -> int:
@@ -126,7 +184,7 @@ class Parallel:
 
 
 @dataclass(frozen=True)
-class Beside:
+class Concurrent:
     """CUDA: ``branches``, each some calls in order, at the same time: each on a share of the GPU and in a stream of
     its own. They must not write what another one uses."""
 
@@ -174,21 +232,42 @@ def chunk_extent(extent: Extent, chunks: int, least: int) -> Extent:
     return Extent(extent.fixed + extent.per_step * (least + 8), -(-extent.per_step // chunks))
 
 
-Call = Fill | Launch | Loop | Parallel | Beside | Wave
+Call = Fill | Launch | Loop | Parallel | Concurrent | Wave
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A function of the module: its calls in order, and the names of the buffers whose pointers it takes, in order."""
+
+    calls: tuple[Call, ...]
+    takes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Program:
-    """Functions (tirx PrimFuncs by name, parameters named after buffers and scalars) and calls.
+    """Functions (tirx PrimFuncs by name, parameters named after buffers and scalars), buffers, and entries by name.
 
     ``together``: neighbouring columns of ``sequences`` that may share one; 1 where none may, 0 where all may.
     """
 
     functions: dict[str, Any]
     buffers: tuple[Buffer, ...]
-    calls: tuple[Call, ...]
+    entries: Mapping[str, Entry]
     notes: dict[str, str] = field(default_factory=dict)  # shown by --emit and in the manifest
     together: int = 1
+
+    @classmethod
+    def running(cls, functions: dict[str, Any], buffers: Iterable[Buffer], calls: Iterable[Call],
+                notes: dict[str, str] | None = None, together: int = 1) -> Program:
+        """A program with the entry ``run`` alone, which takes all buffers."""
+        buffers = tuple(buffers)
+        run = Entry(tuple(calls), tuple(b.name for b in buffers))
+        return cls(functions, buffers, {RUN: run}, notes or {}, together)
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """Those of all entries."""
+        return tuple(call for entry in self.entries.values() for call in entry.calls)
 
 
 def launches(calls: Iterable[Call]) -> Iterator[Launch]:
@@ -198,7 +277,7 @@ def launches(calls: Iterable[Call]) -> Iterator[Launch]:
             yield call
         elif isinstance(call, Loop):
             yield from call.calls
-        elif isinstance(call, Beside):
+        elif isinstance(call, Concurrent):
             for branch in call.branches:
                 yield from launches(branch)
         elif isinstance(call, Wave):

@@ -10,19 +10,19 @@ from ecornn.device import Device
 from ecornn.manifest import Manifest, Parameter
 from ecornn.program import Program
 from ecornn.schedules.base import Config, Schedule, Task
-from ecornn.workload import ALONE, SERIAL, SINGLE, Overlap, Place, Stack, Workload
+from ecornn.workload import ALONE, SERIAL, SINGLE, Overlap, Stack, Traversal, Workload
 
 PACKAGES = {"ecornn": "ecornn", "tvm": "apache-tvm", "tvm_ffi": "apache-tvm-ffi"}
 
 
-def make_task(cell: Cell, workload: Workload, device: Device, place: Place = ALONE) -> Task:
+def make_task(cell: Cell, workload: Workload, device: Device, traversal: Traversal = ALONE) -> Task:
     """Analyses ``cell`` at the workload's sizes.
 
     Raises :class:`~ecornn.errors.CellError` where the cell's step cannot be analysed.
     """
     from ecornn.analysis import analyse
 
-    return Task(workload, analyse(cell, workload.input, workload.hidden), device, place)
+    return Task(workload, analyse(cell, workload.input, workload.hidden), device, traversal)
 
 
 def make_manifest(cell: Cell, task: Task, schedule: Schedule, config: Config, program: Program,
@@ -38,7 +38,8 @@ def make_manifest(cell: Cell, task: Task, schedule: Schedule, config: Config, pr
     return Manifest(
         workload=task.workload, device=task.device, schedule=schedule.name, config=dict(config),
         provenance=provenance, states=tuple(cell.states), output=cell.output_state(),
-        parameters=tuple(parameters), buffers=program.buffers, versions=versions(), stack=stack,
+        parameters=tuple(parameters), buffers=program.buffers,
+        entries={name: entry.takes for name, entry in program.entries.items()}, versions=versions(), stack=stack,
         overlap=overlap, together=program.together or task.workload.batch)
 
 

@@ -68,18 +68,8 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 + (f", {self.precision} products" if self.precision else ""))
 
 
-def rounded(weights: str | None, dtype: str) -> str | None:
-    """The field ``weights`` of a workload, from a user's wish: None where it names the layer's own type."""
-    return None if weights == dtype else weights
-
-
-def declared(precision: str | None) -> str | None:
-    """The field ``precision`` of a workload, from a user's wish: None for ``exact``, the default."""
-    return None if precision == "exact" else precision
-
-
-class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How one sequence sits in the layer around it.
+class Traversal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How one sequence of a layer goes through time, and where its y lies.
 
     Attributes
     ----------
@@ -107,7 +97,7 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return hidden if self.reverse and self.directions > 1 else 0
 
 
-ALONE = Place()
+ALONE = Traversal()
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -115,7 +105,7 @@ class Part(msgspec.Struct, frozen=True):
 
     number: int
     layer: int
-    place: Place
+    traversal: Traversal
     workload: Workload
 
     @property
@@ -126,7 +116,7 @@ class Part(msgspec.Struct, frozen=True):
     @property
     def second(self) -> bool:
         """Whether it is the second direction of its layer."""
-        return self.place.reverse and self.place.directions > 1
+        return self.traversal.reverse and self.traversal.directions > 1
 
 
 class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -137,7 +127,7 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layers : L; y of one is x of the next
     bidirectional : every layer goes both ways; y is (T, B, 2 H)
     reverse : every layer goes from the end to the start only
-    lengths, resets, sequences : whether a call takes them, see :class:`Place`
+    lengths, resets, sequences : whether a call takes them, see :class:`Traversal`
     """
 
     layers: int = 1
@@ -176,8 +166,8 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             inputs = whole.input if layer == 0 else self.directions * whole.hidden
             work = msgspec.structs.replace(whole, input=inputs)
             for reverse in (False, True) if self.bidirectional else (self.reverse,):
-                place = Place(reverse, self.directions, self.lengths, self.resets, self.sequences)
-                found.append(Part(len(found), layer, place, work))
+                traversal = Traversal(reverse, self.directions, self.lengths, self.resets, self.sequences)
+                found.append(Part(len(found), layer, traversal, work))
         return tuple(found)
 
     def __str__(self) -> str:

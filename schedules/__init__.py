@@ -12,10 +12,10 @@ def all_schedules() -> dict[str, Schedule]:
     """Every schedule, by name."""
     from ecornn.schedules.cpu import CPUSequence
     from ecornn.schedules.elementwise import Elementwise
-    from ecornn.schedules.fused_step import FusedStep
-    from ecornn.schedules.layout_transform import LayoutTransform
     from ecornn.schedules.persistent import Persistent
     from ecornn.schedules.persistent_wide import PersistentWide
+    from ecornn.schedules.step.fused_step import FusedStep
+    from ecornn.schedules.step.layout_transform import LayoutTransform
 
     return {s.name: s for s in (
         Persistent(), PersistentWide(), Elementwise(), LayoutTransform(), FusedStep(), CPUSequence())}

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from ecornn.analysis import StepGraph
 from ecornn.device import Device
-from ecornn.program import Program
-from ecornn.workload import ALONE, Place, Workload
+from ecornn.program import Buffer, Call, Program
+from ecornn.workload import ALONE, Traversal, Workload
 
 Value = int | str | bool
 Config = Mapping[str, Value]  # knob -> value
@@ -41,7 +42,23 @@ class Task:
     workload: Workload
     graph: StepGraph
     device: Device
-    place: Place = ALONE
+    traversal: Traversal = ALONE
+
+
+@dataclass(frozen=True)
+class Component:
+    """A piece of a program: functions, the buffers that it needs beside those around it, and its calls in order."""
+
+    functions: Mapping[str, Any] = field(default_factory=dict)
+    buffers: tuple[Buffer, ...] = ()
+    calls: tuple[Call, ...] = ()
+
+
+def joined(*components: Component) -> Component:
+    """One after the other."""
+    return Component({name: function for one in components for name, function in one.functions.items()},
+                     tuple(b for one in components for b in one.buffers),
+                     tuple(call for one in components for call in one.calls))
 
 
 class Schedule(ABC):
@@ -64,9 +81,13 @@ class Schedule(ABC):
     weights: tuple[str, ...] = ()
     sequences: bool = False
 
-    @abstractmethod
     def serves(self, task: Task) -> str | None:
         """None, or the reason why this schedule cannot serve the task."""
+        return beyond_forward(task.graph) or self.refuses(task)
+
+    @abstractmethod
+    def refuses(self, task: Task) -> str | None:
+        """None, or the reason why this schedule cannot serve the task, whose graph is one of a cell."""
 
     @abstractmethod
     def knobs(self, task: Task) -> tuple[Knob, ...]:
@@ -80,7 +101,7 @@ class Schedule(ABC):
     def default(self, task: Task) -> Config:
         """The configuration of the declared heuristic, used where no record applies."""
 
-    def carried(self, config: Config, batch: int, task: Task) -> Config:
+    def rebatched(self, config: Config, batch: int, task: Task) -> Config:
         """What a configuration that was found for another ``batch`` becomes for the task; it need not fit."""
         return config
 
@@ -96,6 +117,18 @@ class Schedule(ABC):
     @abstractmethod
     def program(self, task: Task, config: Config) -> Program:
         """Generates the code."""
+
+
+def beyond_forward(graph: StepGraph) -> str | None:
+    """None, or what the graph has that no schedule carries out yet: cells have none of it, adjoints do."""
+    products = (product for phase in graph.phases for product in phase.products)
+    found = {"inputs that are not multiplied": graph.given, "outputs beside y": graph.outputs,
+             "values summed over steps": graph.sums, "weight gradients": graph.outer_products,
+             "products of several terms or transposed weights": [
+                 p for p in products if len(p.terms) > 1 or p.terms[0].transposed],
+             "no state": not graph.states}
+    return next((f"step {graph.cell!r} has {what}, which no schedule carries out" for what, has in found.items()
+                 if has), None)
 
 
 def config_text(config: Config) -> str:

@@ -12,17 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from ecornn.program import Buffer, Extent
+from ecornn.program import WORKSPACE, Buffer, Extent
 from ecornn.schedules.base import Config, Knob, Task
-from ecornn.schedules.tensor_core import pack_pair, unpack_half
+from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.isa.tensor_core import pack_pair, unpack_half
+from ecornn.schedules.rates import gpu_rates
 
 SECTOR = 16  # 16-bit values of 32 bytes
 WIDEST = 4  # values of a unit in a plane, at most
 WORTH = 0.01  # of a step: what the default must expect to gain from 16 bits
 WORTH_NORMALIZED = 0.02
-BYTES = 1800.0  # fewer to a nanosecond that a step is shorter by: 18 layers on an H100 had 670 to 6400
 
 
 @dataclass(frozen=True)
@@ -88,21 +88,20 @@ class Hoisted:
         """Registers for the values of so many units."""
         return sum(p.words for p in self.pieces(units))
 
-    def registers(self, T: Any, *shape: int, units: int = 1) -> Any:
+    def registers(self, *shape: int, units: int = 1, name: str = "inputs") -> TirBuffer:
         """An array of ``shape`` for what is loaded of so many units."""
-        return T.alloc_buffer((*shape, max(1, self.words(units))), "uint32" if self.packed else "float32",
-                              scope="local")
+        return T.local(name, (*shape, max(1, self.words(units))), "uint32" if self.packed else "float32")
 
     def buffer(self, batch: int) -> Buffer:
         """The workspace."""
-        return Buffer("hoisted", "workspace", self.dtype, Extent(0, batch * self.row))
+        return Buffer("hoisted", WORKSPACE, self.dtype, Extent(0, batch * self.row))
 
-    def load(self, T: Any, buffer: Any, row: Any, unit: Any) -> list[Any]:
+    def load(self, buffer: TirBuffer, row: Expr, unit: Expr) -> list[Expr]:
         """Loads the values of a unit of ``row`` (int64), as they are in memory."""
         if not self.packed:
-            first = T.Bind(row * self.row + unit)
+            first = T.let("first", row * self.row + unit)
             return [buffer[first + p.base] for p in self.pieces()]
-        first, into, done = T.Bind(row * self.row), self.registers(T), 0
+        first, into, done = T.let("first", row * self.row), self.registers(), 0
         for p in self.pieces():
             kind = "u16" if p.apart == 1 else "b32" if p.words == 1 else f"v{p.words}.b32"
             T.evaluate(T.ptx[f"ld.global.{kind}"](*(into[done + k] for k in range(p.words)),
@@ -120,17 +119,17 @@ class Hoisted:
             first += -(-n * units // per)
         return found
 
-    def values(self, loaded: Sequence[Any], units: int = 1) -> list[list[Any]]:
+    def values(self, loaded: Sequence[Expr], units: int = 1) -> list[list[Expr]]:
         """For each unit its values, in float32."""
         return [[unpack_half(loaded[k], upper, self.dtype) if self.packed else loaded[k] for k, upper in own]
                 for own in self.order(units)]
 
-    def store(self, T: Any, buffer: Any, row: Any, unit: Any, values: Sequence[Sequence[Any]]) -> None:
+    def store(self, buffer: TirBuffer, row: Expr, unit: Expr, values: Sequence[Sequence[Expr]]) -> None:
         """Stores ``values[e][q]`` of 2 or 4 units from ``unit`` on, a multiple of as many; of 16 bits.
 
         Units between ``hidden`` and ``units`` may be written.
         """
-        first, units = T.Bind(row * self.row), len(values)
+        first, units = T.let("first", row * self.row), len(values)
         halves = {place: value for own, those in zip(self.order(units), values, strict=True)
                   for place, value in zip(own, those, strict=True)}
         words = [pack_pair(halves[k, False], halves[k, True], self.dtype, finite=True)
@@ -162,11 +161,14 @@ def hoisted_knob(task: Task) -> Knob:
 
 
 def saved(task: Task) -> float:
-    """Nanoseconds of a step that 16 bits are expected to save; none in a vanilla layer, which may lose as much."""
+    """Nanoseconds of a step that 16 bits are expected to save; none in a vanilla layer, which may lose as much.
+
+    18 layers on an H100 had 670 to 6400 bytes fewer for each nanosecond that a step was shorter by.
+    """
     w, outputs = task.workload, len(task.graph.hoisted_outputs)
     if w.dtype == "float32" or (outputs == 1 and task.graph.phases):
         return 0.0
-    return w.batch * outputs * w.hidden * 2 / BYTES
+    return w.batch * outputs * w.hidden * 2 / gpu_rates(task.device).memory_beside
 
 
 def gained(task: Task, config: Config) -> float:

@@ -4,7 +4,7 @@ The loop counts t = 0 .. T-1; a reverse sequence is at step T-1-t of x and y the
 no part in a step keeps its state, and its y is zero. What a row computes there is thrown away by a
 select, never multiplied by zero: x beyond a row's length may hold anything.
 
-Where a place has ``sequences``, a row is a column in which sequences of the caller lie end to end: a table says
+Where a traversal has ``sequences``, a row is a column in which sequences of the caller lie end to end: a table says
 which one a step belongs to. Each begins with its own state, and leaves its last state where it belongs. One that lies
 in two pieces, in neighbouring columns of a group, hands its state from one to the other through ``pieces``: float32, in
 global memory, since few steps need it and shared memory is scarce. The block that stores a value also loads it, and the
@@ -15,143 +15,131 @@ with ``PIECES_APART`` steps between.
 
 from __future__ import annotations
 
-from typing import Any
-
-from ecornn.program import EARLIER, LATER, Buffer, Extent, Launch
-from ecornn.workload import Place, Workload
-
-Expr = Any  # tvm.ir.PrimExpr
+from ecornn.program import EARLIER, LATER, TENSORS, WORKSPACE, Buffer, Extent, Launch
+from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, name_of
+from ecornn.workload import Traversal, Workload
 
 
-def row_arguments(T: Any, place: Place) -> dict[str, Any]:
+def row_arguments(traversal: Traversal) -> dict[str, TirBuffer]:
     """Kernel parameters for them."""
-    return {b.name: T.arg(b.name, T.buffer((T.int64(1 << 40),), b.dtype)) for b in row_buffers(place)}
+    return {name: T.arg(name, T.buffer((T.int64(1 << 40),), kind.dtype)) for name, kind in TENSORS.items()
+            if kind.optional and getattr(traversal, name)}
 
 
-def row_buffers(place: Place) -> list[Buffer]:
-    """The buffers that a place adds to a program."""
-    found = [Buffer("lengths", "lengths", "int32")] if place.lengths else []
-    found += [Buffer("resets", "resets", "uint8")] if place.resets else []
-    return found + ([Buffer("sequences", "sequences", "int32")] if place.sequences else [])
-
-
-def piece_arguments(T: Any, place: Place) -> dict[str, Any]:
+def piece_arguments(traversal: Traversal) -> dict[str, TirBuffer]:
     """The parameter of a kernel that works on sequences besides: what :func:`piece_buffers` says."""
-    return {"pieces": T.arg("pieces", T.buffer((T.int64(1 << 40),), "float32"))} if place.sequences else {}
+    return {"pieces": T.arg("pieces", T.buffer((T.int64(1 << 40),), "float32"))} if traversal.sequences else {}
 
 
-def piece_buffers(place: Place, work: Workload, states: int) -> list[Buffer]:
+def piece_buffers(traversal: Traversal, work: Workload, states: int) -> list[Buffer]:
     """The states that pieces of sequences hand over, (states, B, H)."""
-    return [Buffer("pieces", "workspace", "float32", Extent(states * work.batch * work.hidden))
-            ] if place.sequences else []
+    return [Buffer("pieces", WORKSPACE, "float32", Extent(states * work.batch * work.hidden))
+            ] if traversal.sequences else []
 
 
-def together(place: Place, groups: int, rows: int) -> int:
+def together(traversal: Traversal, groups: int, rows: int) -> int:
     """:attr:`Program.together` of a kernel with groups of ``rows``; one group bounds nothing."""
-    return 1 if not place.sequences else 0 if groups == 1 else rows
+    return 1 if not traversal.sequences else 0 if groups == 1 else rows
 
 
 _BLOCKS, _THREADS = 64, 256
 
 
-def remaining_lengths(batch: int) -> tuple[Any, Buffer, Launch]:
+def remaining_lengths(batch: int) -> tuple[PrimFunc, Buffer, Launch]:
     """``remaining``: a kernel, the workspace (T, B) that it fills, and its launch.
 
     ``remaining[t, b]`` is ``lengths[b] - t``: the lengths, below zero where a row has ended, for a chunk of a sequence
     that starts at step t.
     """
     from tvm.script.ir_builder import IRBuilder
-    from tvm.tirx.script.builder import ir as T
 
     with IRBuilder() as builder, T.prim_func():
         T.func_name("remaining")
         steps, rows = T.arg("T", T.int32()), T.arg("B", T.int32())
         lengths, remaining = (T.arg(name, T.buffer((T.int64(1 << 40),), "int32")) for name in ("lengths", "remaining"))
         T.device_entry()
-        first = T.Bind(T.cta_id([_BLOCKS]) * _THREADS + T.thread_id([_THREADS]))
-        total = T.Bind(steps * rows)
-        with T.serial(0, T.Bind((total + (_BLOCKS * _THREADS - 1)) // (_BLOCKS * _THREADS))) as turn:
-            place = T.Bind(turn * (_BLOCKS * _THREADS) + first)
+        first = T.let("first", T.block(_BLOCKS) * _THREADS + T.thread(_THREADS))
+        total = T.let("total", steps * rows)
+        with T.serial("turn", 0, T.let("turns", (total + (_BLOCKS * _THREADS - 1)) // (_BLOCKS * _THREADS))) as turn:
+            place = T.let("place", turn * (_BLOCKS * _THREADS) + first)
             with T.If(place < total), T.Then():
                 T.buffer_store(remaining, lengths[place % rows] - place // rows, [place])
-    buffer = Buffer("remaining", "workspace", "int32", Extent(0, batch))
+    buffer = Buffer("remaining", WORKSPACE, "int32", Extent(0, batch))
     return builder.get(), buffer, Launch("remaining", _BLOCKS, _THREADS)
 
 
 class Timeline:
-    """Emits the predicates of a place; where the place has none, nothing is emitted.
+    """Emits the predicates of a traversal; where the traversal has none, nothing is emitted.
 
-    ``arguments`` has ``lengths``, ``resets`` and ``sequences`` where the place asks for them; rows must be below B.
+    ``arguments`` has ``lengths``, ``resets`` and ``sequences`` where the traversal asks for them; rows must be below B.
     """
 
-    def __init__(self, T: Any, place: Place, arguments: dict[str, Any], steps: Expr, batch: Expr) -> None:
-        self.T, self.place, self.arguments, self.steps, self.batch = T, place, arguments, steps, batch
+    def __init__(self, traversal: Traversal, arguments: dict[str, TirBuffer], steps: Expr, batch: Expr) -> None:
+        self.traversal, self.arguments, self.steps, self.batch = traversal, arguments, steps, batch
 
     def at(self, t: Expr) -> Expr:
         """The step of x and y that the loop is at."""
-        return self.steps - 1 - t if self.place.reverse else t
+        return self.steps - 1 - t if self.traversal.reverse else t
 
     def limit(self, row: Expr) -> Expr:
         """Steps that a row takes part in."""
-        return self.T.min(self.arguments["lengths"][row], self.steps) if self.place.lengths else self.steps
+        return T.min(self.arguments["lengths"][row], self.steps) if self.traversal.lengths else self.steps
 
     def live(self, t: Expr, limit: Expr) -> Expr | None:
         """Whether a row takes part in step ``t``; None: always."""
-        return self.T.Bind(self.at(t) < limit) if self.place.lengths else None
+        return T.let("live", self.at(t) < limit) if self.traversal.lengths else None
 
     def number(self, t: Expr, row: Expr) -> Expr:
         """The sequence that a column works on in step ``t``; -1 where there is none. ``sequences`` only."""
-        T = self.T
-        step = T.Bind(self.at(T.min(t, self.steps - 1)))
+        step = T.let("step", self.at(T.min(t, self.steps - 1)))
         return T.Select(t < self.steps, self.arguments["sequences"][step * self.batch + row], -1)
 
     def sequence(self, number: Expr) -> Expr:
         """The sequence of a number that is not below 0: without what marks a piece."""
-        return self.T.bitwise_and(number, LATER - 1)
+        return T.bitwise_and(number, LATER - 1)
 
     def continues(self, number: Expr) -> Expr:
         """Whether a number that is not below 0 is of a piece that goes on from the other one's state."""
-        return self.T.bitwise_and(number, EARLIER if self.place.reverse else LATER) != 0
+        return T.bitwise_and(number, EARLIER if self.traversal.reverse else LATER) != 0
 
     def hands_over(self, number: Expr) -> Expr:
         """Whether it is of a piece that the other one goes on from."""
-        return self.T.bitwise_and(number, LATER if self.place.reverse else EARLIER) != 0
+        return T.bitwise_and(number, LATER if self.traversal.reverse else EARLIER) != 0
 
     @property
     def other(self) -> int:
         """From the column of such a piece that goes on to the other one's: in x's time the first piece lies behind."""
-        return -1 if self.place.reverse else 1
+        return -1 if self.traversal.reverse else 1
 
     def masked(self, live: Expr | None, value: Expr, otherwise: Expr) -> Expr:
         """``value`` where ``live`` holds."""
-        return value if live is None else self.T.Bind(self.T.Select(live, value, otherwise))
+        return value if live is None else T.let(name_of(value), T.Select(live, value, otherwise))
 
     def fresh(self, t: Expr, row: Expr, limit: Expr) -> Expr | None:
         """Whether a row's new sequence starts before step ``t``, which may be T; None: never."""
-        if not self.place.resets:
+        if not self.traversal.resets:
             return None
         step, inside = self._start(t, limit)
-        mark = self._mark(self.T.Select(inside, step, 0), row)
-        return self.T.Bind(self.T.And(inside, mark != self.T.uint8(0)))
+        mark = self._mark(T.Select(inside, step, 0), row)
+        return T.let("fresh", T.And(inside, mark != T.uint8(0)))
 
     def mark(self, t: Expr, row: Expr) -> Expr:
         """What :meth:`starts` needs for step ``t`` < T: loaded, not looked at. ``resets`` only."""
-        return self._mark(self.T.min(self.steps - t, self.steps - 1) if self.place.reverse else t, row)
+        return self._mark(T.min(self.steps - t, self.steps - 1) if self.traversal.reverse else t, row)
 
     def starts(self, t: Expr, limit: Expr, mark: Expr) -> Expr:
         """As :meth:`fresh`, with the mark loaded before."""
-        return self.T.Bind(self.T.And(self._start(t, limit)[1], mark != 0))
+        return T.let("starts", T.And(self._start(t, limit)[1], mark != 0))
 
     def _start(self, t: Expr, limit: Expr) -> tuple[Expr, Expr]:
         """The step of ``resets`` that counts before step ``t``, and whether there is one."""
-        T = self.T
-        step = T.Bind(self.at(t) + 1 if self.place.reverse else t)
-        return step, T.Bind(T.And(step >= int(self.place.reverse), step < limit))
+        step = T.let("step", self.at(t) + 1 if self.traversal.reverse else t)
+        return step, T.let("start", T.And(step >= int(self.traversal.reverse), step < limit))
 
     def _mark(self, step: Expr, row: Expr) -> Expr:
-        return self.arguments["resets"][self.T.cast(step * self.batch + row, "int64")]
+        return self.arguments["resets"][T.cast(step * self.batch + row, "int64")]
 
     def started(self, fresh: Expr | None, values: list[Expr]) -> list[Expr]:
         """States before a step, zero where a new sequence starts there."""
-        T = self.T
-        return values if fresh is None else [T.Bind(T.Select(fresh, T.float32(0), value)) for value in values]
+        return values if fresh is None else [T.let(name_of(value), T.Select(fresh, T.float32(0), value))
+                                             for value in values]

@@ -1,5 +1,5 @@
-"""What all tests share: tests marked ``gpu`` are skipped, with the reason, where there is no GPU; and a build cache
-that is empty at first."""
+"""What all tests share: tests marked ``gpu`` are skipped, with the reason, where there is no GPU; a build cache
+that is empty at first; and another CPU to take this one for, where ECORNN_TEST_CPU names it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,32 @@ settings.register_profile("any machine", deadline=None)  # a busy one is no fail
 settings.load_profile("any machine")
 
 
+ANOTHER_CPU = os.environ.get("ECORNN_TEST_CPU", "")
+
+
+def take_this_cpu_for(name: str) -> None:
+    """Makes this process find a CPU by LLVM's name such as ``znver3``, with the instruction sets that LLVM uses for it
+    and the cores and caches that are here; before any test is imported. Processes that tests start find the true CPU,
+    which runs all that is compiled for the other one."""
+    from ecornn import host_cpu
+
+    here, info = host_cpu.detect(), host_cpu.cpuinfo()
+    found = host_cpu.named(name)
+    if found is None or (lacking := set(found.features) - set(here.features)):
+        why = "LLVM knows none of this name" if found is None else f"{here.arch} lacks {', '.join(sorted(lacking))}"
+        raise pytest.UsageError(f"ECORNN_TEST_CPU={name!r} is not a CPU whose code runs here: {why}")
+    flags = " ".join(flag for flag, feature in host_cpu.FLAGS.items() if feature in found.features)
+    host_cpu.cpuinfo = lambda: info | {"flags": flags, "model name": name}
+    host_cpu.llvm_name = lambda features: name
+
+
+def pytest_report_header() -> str | None:
+    return f"CPU: taken for {ANOTHER_CPU}, as ECORNN_TEST_CPU says" if ANOTHER_CPU else None
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if ANOTHER_CPU:
+        take_this_cpu_for(ANOTHER_CPU)
     if not hasattr(config, "workerinput"):  # worker processes of a parallel run share its cache
         folder = tempfile.TemporaryDirectory(prefix="ecornn-test-cache-", ignore_cleanup_errors=True)
         os.environ["ECORNN_CACHE"] = folder.name

@@ -13,10 +13,18 @@ from ecornn.cells import get
 from ecornn.host_cpu import detect
 from ecornn.runtime.packing import pack as runtime_pack
 from ecornn.schedules.cpu import CPUSequence
+from ecornn.schedules.cpu.tiling import Tile, registers_of, registers_used
 from ecornn.task import make_manifest, make_task
 from ecornn.workload import Workload
 
 GUARD = 96  # elements on either side of an array that nobody may touch
+
+
+def rows_that_fit(most: int, columns: int, weights: str = "float32", pairs: int = 0) -> int:
+    """Batch rows of a tile of ``columns`` vectors: as many as this CPU's registers hold, ``most`` or fewer; one where
+    there is room for none, which a tile of one vector a gate may always have."""
+    return max((rows for rows in range(1, most + 1)
+                if registers_used(Tile(rows, 1, 1, pairs), columns, weights) <= registers_of(detect())), default=1)
 
 
 class Array:
@@ -86,13 +94,13 @@ class Sample:
                 assert packed.size == b.extent.at(steps)
                 arrays[b.name] = Array(packed.shape)
                 arrays[b.name].view[...] = packed
-            elif b.role == "x":
+            elif b.tensor == "x":
                 arrays[b.name] = Array(x.shape, offset)
                 arrays[b.name].view[...] = x
-            elif b.role == "y":
+            elif b.tensor == "y":
                 arrays[b.name] = Array((steps, batch, self.task.workload.hidden), offset)
-            elif in_place and b.role == "state_out":
-                arrays[b.name] = arrays[b.name.removesuffix("_out") + "_in"]
+            elif in_place and b.tensor == "state_out":
+                arrays[b.name] = arrays[f"{b.state}_in"]
             else:
                 arrays[b.name] = Array(states[0].shape, offset)
         for name, state in zip(self.cell.states, states, strict=True):

@@ -1,8 +1,11 @@
 // Runs generated CUDA kernels on a CPU, each thread a fiber: for tests without a GPU. Blocks run one after
 // the other, those of a cooperative launch side by side.
 // What it checks: indices, barriers, warp-wide instructions, fragments, asynchronous copies that nobody
-// waited for (lazy) or that come too early (eager). What it cannot check: races, and the order of memory.
+// waited for (lazy) or that come too early (eager), and, where it is asked for, the order of memory
+// (memory_order.cc). What it cannot check: races in shared memory, and the order of wgmma's registers.
 #include "cuda_on_cpu.h"
+
+#include "memory_order.h"
 
 #include <cstdio>
 #include <deque>
@@ -14,7 +17,7 @@
 uint3 threadIdx, blockIdx;
 
 namespace emu {
-struct Copy { void* to; const void* from; unsigned size, valid; };
+struct Copy { void* to; const void* from; unsigned size, valid; bool bulk; };
 struct Product {                        // of a warpgroup (wgmma): one thread's part
   int kind;
   uint64_t a, b;
@@ -29,6 +32,8 @@ struct Fiber {
   bool begun;
   State state;
   unsigned turn;                        // of warp-wide instructions
+  bool meets;                           // all lanes of its warp
+  std::vector<unsigned> initialized;    // mbarriers, since its last fence
   unsigned barrier;                     // the named one, or the mbarrier's address, that it waits for
   std::deque<std::vector<Product>> products; // groups; the last one is open
   std::deque<std::vector<Copy>> groups; // asynchronous copies; the last group is open
@@ -38,11 +43,14 @@ struct Mbarrier {
   unsigned count, pending, phase;
   int64_t bytes;                        // announced and not yet arrived
   std::vector<Later> later;             // asynchronous work that will arrive here
+  bool fenced;                          // since it was initialized
+  order::Knowledge knowledge;           // of who arrived
 };
 struct Block {
-  alignas(1024) char memory[232448];
+  alignas(1024) char memory[kShared];
   std::map<unsigned, Mbarrier> mbarriers; // by address
   unsigned arrived[16];                 // threads, at each named barrier
+  order::Knowledge knowledge[16];
 };
 constexpr size_t kStack = 1 << 16;
 constexpr unsigned kPatience = 1 << 20; // rounds of polling
@@ -51,7 +59,7 @@ static std::vector<Block> blocks;
 char* shared;
 static unsigned width;                  // threads of a block
 static unsigned cluster;                // blocks of a cluster
-unsigned ticks;
+static unsigned ticks;                  // of a clock
 static std::deque<uint32_t> sent;       // words on their way through a cluster
 static std::vector<Fiber> fibers;
 static std::vector<Slot> slots[2];
@@ -65,11 +73,13 @@ static void (*body)(void**);
 static void** arguments;
 
 void wait(State state) {
+  order::settle();
   fibers[current].state = state;
   if (!_setjmp(fibers[current].place)) _longjmp(scheduler, 1);
 }
 static void entry() {
   body(arguments);
+  order::settle();
   if (fibers[current].products.size() > 1 || !fibers[current].products[0].empty()) {
     fprintf(stderr, "products that nobody waited for\n");
     abort();
@@ -83,7 +93,10 @@ const Slot* exchange(const Slot& mine) {
   wait(kWarp);
   return &slots[turn][me / 32 * 32];
 }
+static jmp_buf failed;
+static const char* fault;
 [[noreturn]] void fail(const char* what) {
+  if (order::on) fault = what, _longjmp(failed, 1);
   fprintf(stderr, "%s\n", what);
   abort();
 }
@@ -91,15 +104,26 @@ const Slot* exchange(const Slot& mine) {
 void arrive(unsigned id, unsigned count, bool stays) {
   unsigned block = current / width;
   if (id > 15 || count % 32) fail("a named barrier that does not exist");
+  order::Knowledge& all = blocks[block].knowledge[id];
+  order::settle();
+  if (order::on) order::give(current, all);
   if (++blocks[block].arrived[id] == count) {
     blocks[block].arrived[id] = 0, ++events;
+    if (stays) order::take(current, all);
     for (unsigned i = block * width; i < (block + 1) * width; ++i)
-      if (fibers[i].state == kNamed && fibers[i].barrier == id) fibers[i].state = kReady;
+      if (fibers[i].state == kNamed && fibers[i].barrier == id) fibers[i].state = kReady, order::take(i, all);
+    all = {};
   } else if (stays) {
     fibers[current].barrier = id;
     wait(kNamed);
   }
 }
+void meet() {
+  fibers[current].meets = true;
+  wait(kWarp);
+}
+unsigned clock() { return ticks += 64; }
+bool on_stack(const void* place) { return place >= &stacks.front() && place <= &stacks.back(); }
 void yield() {                   // of a poll
   polled = true;
   wait(kReady);
@@ -113,6 +137,7 @@ static void enter(unsigned i, unsigned first) {
 static void carry_out(const Copy& c) {
   memset(c.to, 0, c.size);
   memcpy(c.to, c.from, c.valid);
+  if (order::on && !c.bulk) order::copied(c.to, c.size);
 }
 // Arrivals and bytes at an mbarrier; the phase ends when none is missing.
 static void arrived(Block& block, unsigned address, unsigned arrivals, int64_t bytes) {
@@ -154,16 +179,19 @@ static void go_on(Fiber& f) {
 // Blocks `first` and following, side by side.
 static void run_blocks(unsigned first) {
   unsigned threads = fibers.size();
+  if (order::on) order::begin(threads);
   for (Block& b : blocks) {
     memset(b.memory, 0xff, sizeof b.memory);  // NaN in every type
     memset(b.arrived, 0, sizeof b.arrived);
+    for (order::Knowledge& k : b.knowledge) k = {};
     b.mbarriers.clear();
   }
   sent.clear();
   for (unsigned i = 0; i < threads; ++i) {
     Fiber& f = fibers[i];
     f.state = kReady;
-    f.begun = false;
+    f.begun = f.meets = false;
+    f.initialized.clear();
     f.turn = 0;
     f.groups.assign(1, {});
     f.products.assign(1, {});
@@ -188,16 +216,19 @@ static void run_blocks(unsigned first) {
     for (unsigned w = 0; w < threads; w += 32) {
       bool all = true;
       for (unsigned i = w; i < w + 32; ++i) all &= fibers[i].state == kWarp;
-      for (unsigned i = w; all && i < w + 32; ++i) fibers[i].state = kReady, moved = true;
+      if (all && order::on && fibers[w].meets) order::meet(w, w + 32);
+      for (unsigned i = w; all && i < w + 32; ++i) fibers[i].state = kReady, fibers[i].meets = false, moved = true;
     }
     for (unsigned b = 0; b < threads; b += width) {
       bool all = true;
       for (unsigned i = b; i < b + width; ++i) all &= fibers[i].state == kBlock;
+      if (all && order::on) order::meet(b, b + width);
       for (unsigned i = b; all && i < b + width; ++i) fibers[i].state = kReady, moved = true, ++events;
     }
     for (unsigned c = 0; c < threads; c += width * cluster) {
       bool all = true;
       for (unsigned i = c; i < c + width * cluster; ++i) all &= fibers[i].state == kCluster;
+      if (all && order::on) order::meet(c, c + width * cluster);
       for (unsigned i = c; all && i < c + width * cluster; ++i) fibers[i].state = kReady, moved = true, ++events;
     }
     // Who polls goes on for ever; asynchronous work that others wait for comes when nothing else happens.
@@ -209,8 +240,8 @@ static void run_blocks(unsigned first) {
     for (const auto& [address, m] : b.mbarriers)
       if (m.pending != m.count || m.bytes || !m.later.empty()) fail("an mbarrier in the middle of a phase at the end");
 }
-void launch(void (*kernel)(void**), unsigned grid, unsigned threads, void** given, bool delay,
-                   bool together, unsigned in_cluster) {
+const char* launch(void (*kernel)(void**), unsigned grid, unsigned threads, void** given, bool delay,
+                   bool together, unsigned in_cluster, bool ordered) {
   if (threads % 32) fail("threads are no whole number of warps");
   unsigned beside = together ? grid : in_cluster;
   cluster = in_cluster;
@@ -219,8 +250,10 @@ void launch(void (*kernel)(void**), unsigned grid, unsigned threads, void** give
   fibers.resize(beside * threads);
   slots[0].resize(fibers.size()), slots[1].resize(fibers.size());
   stacks.resize(fibers.size() * kStack);
-  body = kernel, arguments = given, lazy = delay;
+  body = kernel, arguments = given, lazy = delay, order::on = ordered;
+  if (_setjmp(failed)) return fault;
   for (unsigned b = 0; b < grid; b += beside) run_blocks(b);
+  return nullptr;
 }
 void* at(unsigned address) {
   if (address >= sizeof(Block::memory)) fail("an address beyond shared memory");
@@ -228,7 +261,8 @@ void* at(unsigned address) {
 }
 void cp_async(unsigned to, const void* from, unsigned size, unsigned valid) {
   if (to % size || uintptr_t(from) % size) fail("a misaligned asynchronous copy");
-  Copy c{at(to), from, size, valid};
+  order::settle();
+  Copy c{at(to), order::on ? order::seen(from, valid, false) : from, size, valid, false};
   if (lazy) fibers[current].groups.back().push_back(c);
   else carry_out(c);
 }
@@ -248,9 +282,28 @@ static Mbarrier& mbarrier(unsigned address) {
 }
 void mbarrier_init(unsigned address, unsigned count) {
   if (address % 8 || !count) fail("a misaligned mbarrier, or one without arrivals");
-  mine().mbarriers[address] = {count, count, 0, 0, {}};
+  mine().mbarriers[address] = {count, count, 0, 0, {}, false, {}};
+  fibers[current].initialized.push_back(address);
+}
+void mbarrier_fence() {
+  for (unsigned address : fibers[current].initialized) mbarrier(address).fenced = true;
+  fibers[current].initialized.clear();
+}
+void fence() {
+  order::settle();
+  if (order::on) order::fence();
+}
+void proxy_fence() {
+  order::settle();
+  if (order::on) order::proxy_fence();
+}
+void proxy_fence_shared() {
+  mbarrier_fence();
+  if (order::on) order::proxy_fence_shared();
 }
 void mbarrier_arrive(unsigned address, int64_t announced) {
+  order::settle();
+  if (order::on) order::give(current, mbarrier(address).knowledge);
   mbarrier(address).bytes += announced;
   arrived(mine(), address, 1, 0);
 }
@@ -260,10 +313,13 @@ void mbarrier_wait(unsigned address, unsigned parity) {
     fibers[current].barrier = address;
     wait(kPhase);
   }
+  order::take(current, mbarrier(address).knowledge);
 }
 unsigned mbarrier_test(unsigned address, unsigned parity) {
   yield();
-  return mbarrier(address).phase % 2 != parity;
+  if (mbarrier(address).phase % 2 == parity) return 0;
+  order::take(current, mbarrier(address).knowledge);
+  return 1;
 }
 static Block& block_at(unsigned address) {
   unsigned rank = (address >> 24) - 1, first = current / width / cluster * cluster;
@@ -275,6 +331,7 @@ static Block& block_at(unsigned address) {
 }
 static void later(Block& block, unsigned address, Later work) {
   if (!block.mbarriers.count(address)) fail("an mbarrier that was not initialized");
+  if (work.bytes && !block.mbarriers.at(address).fenced) fail("bytes at an mbarrier with no fence behind its beginning");
   if (lazy) block.mbarriers.at(address).later.push_back(std::move(work));
   else deliver(block, address, work);
 }
@@ -285,7 +342,7 @@ void send(unsigned to, uint32_t word, unsigned barrier) {
   Block& block = block_at(to);
   if ((to & kOffset) >= sizeof block.memory) fail("an address beyond shared memory");
   sent.push_back(word);
-  later(block, barrier & kOffset, {{{block.memory + (to & kOffset), &sent.back(), 4, 4}}, 0, 4});
+  later(block, barrier & kOffset, {{{block.memory + (to & kOffset), &sent.back(), 4, 4, true}}, 0, 4});
 }
 void cp_async_arrive(unsigned address) {
   Later work{{}, 1, 0};
@@ -298,7 +355,9 @@ void cp_async_arrive(unsigned address) {
 void bulk_copy(unsigned to, const void* from, unsigned size, unsigned address) {
   if (to % 16 || uintptr_t(from) % 16 || size % 16) fail("a misaligned bulk copy");
   at(to + size - 1);
-  later(address, {{{at(to), from, size, size}}, 0, size});
+  order::settle();
+  if (order::on) order::overwritten(at(to), size), from = order::seen(from, size, true);
+  later(address, {{{at(to), from, size, size, true}}, 0, size});
 }
 template <typename E> float element(uint32_t word, int half_index) {
   E value;
@@ -342,6 +401,7 @@ template <typename E> float operand(uint64_t descriptor, unsigned r, unsigned k)
   if (descriptor >> 49 & 7 || mode > 1) fail("a descriptor that the emulation does not know");
   if (mode == 0) address += r % 8 * 16 + k / each * field(16) + k % each * size;
   else address += r % 8 * 128 + k * size, address ^= (address >> 7 & 7) << 4;
+  if (order::on && order::unfenced(at(address))) return NAN;
   E value;
   memcpy(&value, at(address), size);
   return (float)value;

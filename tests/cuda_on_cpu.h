@@ -44,13 +44,24 @@ enum State { kReady, kWarp, kBlock, kCluster, kNamed, kPhase, kDone };
 struct Slot { uint32_t words[12]; };
 extern char* shared;                    // of the current block
 extern unsigned current;                // thread of the blocks that run side by side
-extern unsigned ticks;                  // of a clock
+constexpr unsigned kShared = 232448;    // bytes of shared memory
 
-void launch(void (*kernel)(void**), unsigned grid, unsigned threads, void** given, bool delay, bool together,
-            unsigned in_cluster);
+// Where the order of memory is emulated, what went wrong, or null; else nobody returns from what went wrong.
+const char* launch(void (*kernel)(void**), unsigned grid, unsigned threads, void** given, bool delay, bool together,
+                   unsigned in_cluster, bool ordered);
+unsigned clock();
+bool on_stack(const void* place);       // of a thread
 [[noreturn]] void fail(const char* what);
 void wait(State state);
 void yield();                           // of a poll
+void meet();                            // all lanes of a warp, which know afterwards what each has stored
+// The order of memory: of stores to global memory, of other proxies, of the beginning of mbarriers.
+void fence();
+void proxy_fence();
+void proxy_fence_shared();
+void mbarrier_fence();
+void add(unsigned* to, unsigned value, bool release);
+unsigned acquire(const unsigned* from);
 void* at(unsigned address);
 const Slot* exchange(const Slot& mine); // everyone in the warp has written its slot when this returns
 void arrive(unsigned id, unsigned count, bool stays);  // at a named barrier, which `count` threads complete
@@ -81,25 +92,23 @@ inline float as_float(uint32_t word) { float f; memcpy(&f, &word, 4); return f; 
 inline uint32_t as_word(float f) { uint32_t word; memcpy(&word, &f, 4); return word; }
 template <typename W> void load4(W& a, W& b, W& c, W& d, const void* from) {
   if (uintptr_t(from) % 16) fail("a misaligned load of 16 bytes");
-  W w[4];
-  memcpy(w, from, 16);
+  const W* w = (const W*)from;
   a = w[0], b = w[1], c = w[2], d = w[3];
 }
 template <typename W> void load2(W& a, W& b, const void* from) {
   if (uintptr_t(from) % 8) fail("a misaligned load of 8 bytes");
-  W w[2];
-  memcpy(w, from, 8);
+  const W* w = (const W*)from;
   a = w[0], b = w[1];
 }
 inline void store2(void* to, uint32_t a, uint32_t b) {
   if (uintptr_t(to) % 8) fail("a misaligned store of 8 bytes");
-  uint32_t w[2] = {a, b};
-  memcpy(to, w, 8);
+  uint32_t* w = (uint32_t*)to;
+  w[0] = a, w[1] = b;
 }
 inline void store4(void* to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   if (uintptr_t(to) % 16) fail("a misaligned store of 16 bytes");
-  uint32_t w[4] = {a, b, c, d};
-  memcpy(to, w, 16);
+  uint32_t* w = (uint32_t*)to;
+  w[0] = a, w[1] = b, w[2] = c, w[3] = d;
 }
 template <typename E> uint32_t pack2(float high, float low) {
   E both[2] = {(E)low, (E)high};
@@ -111,6 +120,7 @@ inline float finite_half(float value) { return value > 65504 ? 65504 : value < -
 template <bool larger> float extremum(float x, float y) {
   return (larger ? x > y : x < y) || x != x ? x : y;
 }
+inline float tanh_approx(float x) { return (half)tanhf(x); }  // a relative error of 2^-11, as PTX says of it
 inline float half_of(uint32_t word, int shift) {
   uint16_t bits = word >> shift;
   half value;
@@ -125,7 +135,7 @@ inline uint32_t tf32(float value) {  // to nearest, ties away from zero
 }  // namespace emu
 
 inline void __syncthreads() { emu::wait(emu::kBlock); }
-inline void __syncwarp() { emu::wait(emu::kWarp); }
+inline void __syncwarp() { emu::meet(); }
 // Lanes here run one by one: those at the same place of a branch need not meet.
 inline unsigned __activemask() { return 1u << emu::current % 32; }
 inline void __syncwarp(unsigned) {}

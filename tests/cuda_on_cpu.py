@@ -10,7 +10,7 @@ import ctypes
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -22,7 +22,23 @@ from cuda_as_cpp import translate
 
 from ecornn.build.cuda import lower
 from ecornn.build.link import find_compiler
-from ecornn.program import Beside, Buffer, Call, Fill, Launch, Loop, Packing, Program, Wave, WaveLayer
+from ecornn.program import (
+    MADE,
+    PACKED,
+    RUN,
+    TENSORS,
+    WORKSPACE,
+    Buffer,
+    Call,
+    Concurrent,
+    Fill,
+    Launch,
+    Loop,
+    Packing,
+    Program,
+    Wave,
+    WaveLayer,
+)
 
 Memory = dict[str, np.ndarray]
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
@@ -43,30 +59,40 @@ def emulation() -> Path:
     header = Path(folder.name, HEADER.name)
     header.write_bytes(HEADER.read_bytes())
     for what in ([*KERNELS, "-x", "c++-header", str(header), "-o", f"{header}.gch"],
-                 [*COMPILE, "-O1", "-shared", str(HEADER.with_suffix(".cc")), "-o", f"{folder.name}/emulation.so"]):
+                 [*COMPILE, "-O1", "-shared", str(HEADER.with_suffix(".cc")), str(HEADER.with_name("memory_order.cc")),
+                  "-o", f"{folder.name}/emulation.so"]):
         subprocess.run([*find_compiler(), *what], check=True)
     return Path(folder.name)
 
 
-def compiled(source: str, kernels: Iterable[str], folder: Path) -> ctypes.CDLL:
+def compiled(source: str, kernels: Iterable[str], folder: Path, ordered: bool = False) -> ctypes.CDLL:
     """C++ with these kernels as a library, ``kernels.so`` in the folder: ``emu_<kernel>`` of each takes the number of
-    blocks and threads, pointers to the arguments, ``lazy``, whether all blocks run side by side, and how many do."""
+    blocks and threads, pointers to the arguments, ``lazy``, whether all blocks run side by side, and how many do.
+    ``ordered``: memory has no more order than CUDA promises (``memory_order.cc``), which takes some times as long."""
     text = f'#include "{emulation() / HEADER.name}"\n{source}'
     for symbol in kernels:
         declared = re.search(rf"{symbol}\(([^)]*)\)", text)
         assert declared is not None
         types = [a.rsplit(" ", 1)[0].replace("__restrict__", "") for a in declared[1].split(", ")]
         given = ", ".join(f"*({t}*)a[{i}]" for i, t in enumerate(types))
-        text += (f'\nextern "C" void emu_{symbol}(unsigned grid, unsigned threads, void** given, bool lazy, '
-                 f"bool together, unsigned cluster) {{ emu::launch([](void** a) {{ {symbol}({given}); }}, "
-                 "grid, threads, given, lazy, together, cluster); }\n")
+        text += (f'\nextern "C" const char* emu_{symbol}(unsigned grid, unsigned threads, void** given, bool lazy, '
+                 f"bool together, unsigned cluster) {{ return emu::launch([](void** a) {{ {symbol}({given}); }}, "
+                 f"grid, threads, given, lazy, together, cluster, {str(ordered).lower()}); }}\n")
     path = folder / "kernels.cc"
     path.write_text(text)
-    command = [*find_compiler(), *KERNELS, "-shared", str(path), str(emulation() / "emulation.so"), "-o",
-               str(folder / "kernels.so")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    library = ["-shared", str(path), str(emulation() / "emulation.so"), "-o", str(folder / "kernels.so")]
+    if ordered:  # the library of that sanitizer is not wanted: memory_order.cc has what it would have
+        done = subprocess.run([*find_compiler(), *KERNELS, "-fsanitize=thread", "-c", str(path), "-o",
+                               str(path.with_suffix(".o"))], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[:4000]
+        library[1] = str(path.with_suffix(".o"))
+    done = subprocess.run([*find_compiler(), *KERNELS, *library], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:4000]
     return ctypes.CDLL(str(folder / "kernels.so"))
+
+
+class Fault(Exception):
+    """What a kernel did wrong, where the order of memory is emulated."""
 
 
 class Emulated:
@@ -75,12 +101,15 @@ class Emulated:
     Parameters
     ----------
     lazy : asynchronous copies arrive only when they are waited for; otherwise at once
+    ordered : as of :func:`compiled`
+    change : makes another text of the CUDA source
     """
 
-    def __init__(self, program: Program, folder: Path, arch: str = "sm_90a", lazy: bool = True) -> None:
+    def __init__(self, program: Program, folder: Path, arch: str = "sm_90a", lazy: bool = True, ordered: bool = False,
+                 change: Callable[[str], str] = str) -> None:
         kernels, source = lower(program, arch)
         self.program, self.kernels, self.lazy = program, kernels, lazy
-        self.library = compiled(translate(source), [k.symbol for k in kernels.values()], folder)
+        self.library = compiled(translate(change(source)), [k.symbol for k in kernels.values()], folder, ordered)
 
     def run(self, x: np.ndarray, states: Mapping[str, np.ndarray],
             parameters: Mapping[str, np.ndarray], masks: Mapping[str, np.ndarray] | None = None,
@@ -95,38 +124,38 @@ class Emulated:
         width = directions * hidden
         memory: dict[str, np.ndarray] = {}
         for b in self.program.buffers:
-            if b.role in ("lengths", "resets", "sequences"):
-                memory[b.name] = np.ascontiguousarray(given[b.role], DTYPES[b.dtype]).reshape(-1)
+            if b.tensor is not None and TENSORS[b.tensor].optional:
+                memory[b.name] = np.ascontiguousarray(given[b.tensor], DTYPES[b.dtype]).reshape(-1)
             else:
                 memory[b.name] = self._allocate(b, x, states, parameters, (steps, batch, rows * hidden, width))
         self.carry_out(memory, steps, batch)
         for b in self.program.buffers:
-            if b.role in ("workspace", "y", "state_out"):
+            if b.role in (WORKSPACE, MADE):
                 tail = memory[b.name].view(np.uint8)[-GUARD:]
                 assert (tail == 0xA5).all(), f"{b.name} was written beyond its end"
         y = memory["y"][:steps * batch * width].reshape(steps, batch, width)
         out = {b.name.removesuffix("_out"): memory[b.name][:rows * hidden].reshape(rows, hidden)
-               for b in self.program.buffers if b.role == "state_out"}
+               for b in self.program.buffers if b.tensor == "state_out"}
         return y, out
 
     def carry_out(self, memory: Memory, steps: int, batch: int) -> None:
         """The program's calls on the buffers."""
-        for call, values, own in _in_turn(self.program.calls, {"T": steps, "B": batch}, memory):
+        for call, values, own in _in_turn(self.program.entries[RUN].calls, {"T": steps, "B": batch}, memory):
             self._call(call, own, {name: ctypes.c_int32(value) for name, value in values.items()}, values["T"])
 
     def _allocate(self, b: Buffer, x: np.ndarray, states: Mapping[str, np.ndarray],
                   parameters: Mapping[str, np.ndarray], sizes: tuple[int, int, int, int]) -> np.ndarray:
         steps, batch, state, width = sizes
-        if b.role == "x":
+        if b.tensor == "x":
             return x.copy().reshape(-1)
-        if b.role == "state_in":
+        if b.tensor == "state_in":
             return states[b.name.removesuffix("_in")].copy().reshape(-1)
-        if b.role == "packed":
+        if b.role == PACKED:
             assert b.packing is not None
             made = pack(b.packing, parameters).reshape(-1)
             assert made.size == b.extent.at(0), b.name
             return made
-        count = {"y": steps * batch * width, "state_out": state}.get(b.role, b.extent.at(steps))
+        count = {"y": steps * batch * width, "state_out": state}.get(b.tensor or "", b.extent.at(steps))
         raw = np.full(count * DTYPES[b.dtype].itemsize + GUARD, 0xFF, np.uint8)
         raw[-GUARD:] = 0xA5
         return raw.view(DTYPES[b.dtype])
@@ -141,8 +170,12 @@ class Emulated:
         given = [ctypes.c_void_p(memory[n].ctypes.data) if n in memory else values[n] for n in names]
         array = (ctypes.c_void_p * max(1, len(given)))(*(ctypes.addressof(v) for v in given))
         assert kernel.extents["blockIdx.x"] == call.grid and kernel.extents["threadIdx.x"] == call.threads
-        getattr(self.library, f"emu_{kernel.symbol}")(call.grid, call.threads, array, ctypes.c_bool(self.lazy),
-                                                          ctypes.c_bool(call.cooperative), call.cluster)
+        run = getattr(self.library, f"emu_{kernel.symbol}")
+        run.restype = ctypes.c_char_p
+        fault = run(call.grid, call.threads, array, ctypes.c_bool(self.lazy), ctypes.c_bool(call.cooperative),
+                    call.cluster)
+        if fault is not None:
+            raise Fault(fault.decode())
 
 
 GUARD = 256  # bytes behind each buffer
@@ -152,7 +185,7 @@ Single = tuple[Any, dict[str, int], Memory]  # a Fill or Launch, with the scalar
 def _in_turn(calls: Iterable[Call], values: dict[str, int], memory: Memory) -> Iterator[Single]:
     """One launch after the other; of branches that run at the same time, one of each in turn."""
     for call in calls:
-        if isinstance(call, Beside):
+        if isinstance(call, Concurrent):
             yield from _mixed([_in_turn(branch, values, memory) for branch in call.branches])
         elif isinstance(call, Wave):
             steps = call.steps(values["T"])

@@ -6,16 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from ecornn.device import KNOWN, Device
+from ecornn.device import Device
 from ecornn.manifest import Manifest
 from ecornn.program import Buffer, Extent, Fill, Launch, Loop, Program
+from ecornn.targets import KNOWN
 from ecornn.workload import Workload
 
 N = 128
 HALF = "__device__ __forceinline__ float half_of(float v) { return 0.5f * v; }"
 BUFFERS = (
-    Buffer("x", "x", "float32"), Buffer("y", "y", "float32"),
-    Buffer("h_in", "state_in", "float16"), Buffer("h_out", "state_out", "float16"),
+    Buffer.of("x", "float32"), Buffer.of("y", "float32"),
+    Buffer.of("state_in", "float16", "h"), Buffer.of("state_out", "float16", "h"),
     Buffer("w", "packed", "bfloat16", Extent(N)), Buffer("sums", "workspace", "float32", Extent(8)),
     Buffer("counter", "workspace", "uint32", Extent(1)),
     Buffer("mask", "workspace", "uint32", Extent(2, 3)),
@@ -93,13 +94,13 @@ def functions() -> dict[str, Any]:
 
 def program() -> Program:
     """The program; its only batch size is 1."""
-    return Program(functions(), BUFFERS, CALLS)
+    return Program.running(functions(), BUFFERS, CALLS)
 
 
 def manifest(device: Device = KNOWN["sm_90a"]) -> Manifest:
     """A manifest for it."""
     return Manifest(Workload("sample", N, N), device, "sample", {"tile": 2}, "made by a test", ("h",), "h",
-                    (), BUFFERS, {"ecornn": "test"})
+                    (), BUFFERS, {"run": tuple(b.name for b in BUFFERS)}, {"ecornn": "test"})
 
 
 def expected(x: np.ndarray, h: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

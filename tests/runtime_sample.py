@@ -13,9 +13,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ecornn.device import KNOWN, Device
+from ecornn.device import Device
 from ecornn.manifest import Manifest, Parameter
 from ecornn.program import Buffer, Extent, Packing
+from ecornn.targets import KNOWN
 from ecornn.workload import Stack, Workload
 
 H, I, BATCH = 5, 3, 4
@@ -25,28 +26,33 @@ HOST = Device("llvm", platform.machine(), "the CPU of this test", 1)
 GPU = KNOWN["sm_90a"]
 
 
+def taken(buffers: tuple[Buffer, ...]) -> dict[str, tuple[str, ...]]:
+    """The entries of a module whose ``run`` takes all of its buffers."""
+    return {"run": tuple(b.name for b in buffers)}
+
+
 def manifest(device: Device = HOST, dtype: str = "float32", **changes: Any) -> Manifest:
-    """What the sample says about itself."""
+    """What the sample says about itself. Its ``run`` takes all buffers."""
     matrix = Packing((("W", 1), ("", 0)), (2, 8, I), (2, 2, 4, I), (0, 3, 1, 2), "float32")
     bias = Packing((("b", 0),), (1, 8), (8,), (0,), "float32")
     buffers = (
-        Buffer("scratch", "workspace", "uint32", Extent(FIXED, PER_STEP)), Buffer("x", "x", dtype),
-        Buffer("h_in", "state_in", dtype), Buffer("c_in", "state_in", dtype),
-        Buffer("matrix", "packed", "float32", Extent(2 * 8 * I), matrix), Buffer("y", "y", dtype),
-        Buffer("h_out", "state_out", dtype), Buffer("c_out", "state_out", dtype),
+        Buffer("scratch", "workspace", "uint32", Extent(FIXED, PER_STEP)), Buffer.of("x", dtype),
+        Buffer.of("state_in", dtype, "h"), Buffer.of("state_in", dtype, "c"),
+        Buffer("matrix", "packed", "float32", Extent(2 * 8 * I), matrix), Buffer.of("y", dtype),
+        Buffer.of("state_out", dtype, "h"), Buffer.of("state_out", dtype, "c"),
         Buffer("bias", "packed", "float32", Extent(8), bias), Buffer("words", "workspace", "uint32", Extent(0, 1)))
+    buffers = changes.setdefault("buffers", buffers)
     made = Manifest(
         Workload("sample", H, I, BATCH, 6, dtype), device, "by_hand", {"knob": 1}, "written for a test",
         ("h", "c"), "h", (Parameter("weight_l0", "W", (2 * H, I), 2), Parameter("bias_l0", "b", (H,), 1)), buffers,
-        {"ecornn": "0"})
+        taken(buffers), {"ecornn": "0"})
     return msgspec.structs.replace(made, **changes)
 
 
 def with_sequences(device: Device = HOST) -> Manifest:
     """The same of a module that takes them."""
-    plain = manifest(device)
-    return msgspec.structs.replace(plain, stack=Stack(sequences=True),
-                                   buffers=(*plain.buffers, Buffer("sequences", "sequences", "int32")))
+    buffers = *manifest(device).buffers, Buffer.of("sequences", "float32")
+    return manifest(device, stack=Stack(sequences=True), buffers=buffers)
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import statistics
 import subprocess
 import sys
@@ -15,36 +16,63 @@ ROOT = Path(__file__).resolve().parent.parent
 PLACES = {"ecornn": ROOT / "ecornn", "ecornn.schedules": ROOT / "schedules",
           "ecornn.tuning_logs": ROOT / "tuning_logs"}
 
-# Layer -> the layers it may import. A layer is a file or folder of ecornn/, or schedules/.
+# Room -> the rooms it may import, besides itself. A room is a file or folder of ecornn/, or of schedules/.
 BASE = {"errors", "workload", "device", "program", "manifest"}
-CELLS = {"cells", "analysis", "errors"}
-PLAN = BASE | CELLS | {"schedules"}
+HOSTS = {"host_cpu", "host_gpu"}
+TEMPLATE = {"analysis", "device", "program", "workload", "schedules.base", "schedules.builder", "schedules.timeline"}
+KERNEL = TEMPLATE | {"schedules.hoisted", "schedules.isa", "schedules.rates", "schedules.scalars",
+                     "schedules.sequence_kernel"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "workload": {"errors"},
-    "device": {"errors", "host_cpu", "host_gpu"},
+    "device": set(),
     "host_cpu": {"device", "errors"},
     "host_gpu": {"device", "errors"},
+    "targets": {"device", "errors"} | HOSTS,
     "program": {"workload"},
-    "manifest": {"device", "errors", "program", "workload"},
-    "cells": CELLS,
-    "analysis": CELLS,
+    "manifest": {"device", "errors", "manifest_format1", "program", "workload"},
+    "manifest_format1": {"program", "workload"},
+    # A cell's identity is a digest of what the analysis finds; what is analysed need be no Cell.
+    "analysis": {"errors"},
+    "cells": {"analysis", "errors"},
+    "layer_spec": {"cells", "errors", "workload"},
     "numpy_reference": {"errors"},
-    "schedules": PLAN,
-    "compose": {"program", "schedules", "workload"},
-    "task": PLAN | {"compose", "task"},
-    "overlap": PLAN | {"task", "tune"},
-    "build": BASE | {"build", "host_cpu", "host_gpu"},
+    "numpy_tape": set(),
+    "numpy_gradients": {"errors", "numpy_reference", "numpy_tape"},
+    "schedules.base": {"analysis", "device", "program", "workload"},
+    "schedules.builder": set(),
+    "schedules.timeline": {"program", "workload", "schedules.builder"},
+    "schedules.rates": {"device"},
+    "schedules.isa": {"schedules.builder"},
+    "schedules.hoisted": {"program", "schedules.base", "schedules.builder", "schedules.isa", "schedules.rates"},
+    "schedules.assemble": {"program", "workload", "schedules.base", "schedules.gemm", "schedules.hoisted",
+                           "schedules.scalars", "schedules.timeline"},
+    "schedules.sequence_kernel": {"schedules.base", "schedules.builder", "schedules.hoisted", "schedules.timeline"},
+    "schedules.scalars": KERNEL - {"schedules.scalars"},
+    "schedules.gemm": KERNEL,
+    "schedules.step": KERNEL | {"schedules.assemble", "schedules.gemm"},
+    "schedules.elementwise": KERNEL | {"schedules.assemble", "schedules.gemm"},
+    "schedules.persistent": KERNEL | {"schedules.assemble", "schedules.gemm"},
+    "schedules.persistent_wide": KERNEL | {"schedules.assemble", "schedules.gemm", "schedules.persistent"},
+    "schedules.cpu": TEMPLATE | {"schedules.assemble", "schedules.rates", "schedules.scalars"},
+    "compose": {"program", "schedules.timeline", "workload"},
+    "task": BASE | {"analysis", "cells", "compose", "schedules.base"},
+    "build": BASE | HOSTS,
     # A machine that only runs modules has no TVM: nothing of the compiler may be needed there.
-    "runtime": BASE | {"runtime", "host_cpu", "host_gpu", "weight_files"},
+    "runtime": BASE | HOSTS | {"weight_files"},
     "weight_files": {"errors"},
     "tuning_logs": set(),
 }
-EVERYTHING = {*MAY_IMPORT, "tune", "compiler"}
-MAY_IMPORT |= {"torch": {"compiler", "errors", "runtime", "workload"}}
-MAY_IMPORT |= {"onnx": {"cells", "compiler", "device", "errors", "runtime"}}
-MAY_IMPORT |= {"tune": EVERYTHING, "compiler": EVERYTHING, "": EVERYTHING,
-               "cli": EVERYTHING | {"cli", "onnx", ""}}
+MAY_IMPORT["schedules"] = {room for room in MAY_IMPORT if room.startswith("schedules.")}
+MAY_IMPORT["tune"] = BASE | HOSTS | {"analysis", "build", "cells", "layer_spec", "numpy_reference", "runtime",
+                                     "schedules", "schedules.base", "targets", "task", "tuning_logs"}
+MAY_IMPORT["overlap"] = BASE | {"analysis", "cells", "schedules.base", "schedules.rates", "task", "tune"}
+MAY_IMPORT["compiler"] = BASE | {"build", "cells", "compose", "layer_spec", "overlap", "runtime", "schedules.base",
+                                 "targets", "task", "tune"}
+MAY_IMPORT["torch"] = {"compiler", "errors", "layer_spec", "runtime", "workload"}
+MAY_IMPORT["onnx"] = {"cells", "compiler", "device", "errors", "layer_spec", "runtime"}
+MAY_IMPORT[""] = {"cells", "compiler", "errors", "numpy_gradients", "numpy_reference", "runtime", "tune"}
+MAY_IMPORT["cli"] = {*MAY_IMPORT} - {"torch"}
 
 
 def sources() -> dict[str, Path]:
@@ -60,6 +88,11 @@ def sources() -> dict[str, Path]:
 def layer(module: str) -> str:
     """``cells`` for ecornn.cells.lstm, the empty string for ecornn itself."""
     return module.split(".")[1] if "." in module else ""
+
+
+def room(module: str) -> str:
+    """As :func:`layer`, and ``schedules.gemm`` for ecornn.schedules.gemm.mma."""
+    return ".".join(module.split(".")[1:3]) if layer(module) == "schedules" else layer(module)
 
 
 def imports(tree: ast.Module, modules: dict[str, Path]) -> Iterator[str]:
@@ -87,16 +120,44 @@ def at_import(tree: ast.Module) -> Iterator[ast.stmt]:
         waiting.extend(ast.iter_child_nodes(node))
 
 
+def refuse_circles(of: dict[str, set[str]]) -> None:
+    """Fails, and names the circle, where a graph of imports has one."""
+    try:
+        graphlib.TopologicalSorter(of).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail("a circle of imports: " + " <- ".join(error.args[1]))
+
+
 def test_imports_go_down_the_layers():
     modules, wrong = sources(), []
     assert len(modules) > 20, "the layout changed; this test finds nothing"
     for name, path in modules.items():
-        own = layer(name)
-        assert own in MAY_IMPORT, f"{path} belongs to no layer; say here what {own!r} may import"
+        own = room(name)
+        assert own in MAY_IMPORT, f"{path} belongs to no room; say here what {own!r} may import"
         for target in imports(ast.parse(path.read_text()), modules):
-            if target.split(".")[0] == "ecornn" and layer(target) not in MAY_IMPORT[own] | {own}:
+            if target.split(".")[0] == "ecornn" and room(target) not in MAY_IMPORT[own] | {own}:
                 wrong.append(f"{name} imports {target}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_what_outputs_are_checked_against_is_apart_from_what_makes_kernels():
+    modules = sources()
+    for name in ("ecornn.tune.oracle", "ecornn.tune.interpreter", "ecornn.numpy_reference"):
+        for target in imports(ast.parse(modules[name].read_text()), modules):
+            assert layer(target) not in ("analysis", "schedules", "task", "build", "compiler"), f"{name}: {target}"
+
+
+def test_no_circle_of_imports():
+    """Neither of files nor of rooms. Imports inside functions count, and those for type checkers."""
+    modules = sources()
+    refuse_circles(MAY_IMPORT)
+    refuse_circles({name: {target for target in imports(ast.parse(path.read_text()), modules)
+                           if target in modules and target != name} for name, path in modules.items()})
+
+
+def test_a_circle_of_imports_is_named():
+    with pytest.raises(pytest.fail.Exception, match=r"b <- c <- b|c <- b <- c"):
+        refuse_circles({"a": {"b"}, "b": {"c"}, "c": {"b"}})
 
 
 def test_tvm_and_torch_are_imported_inside_functions_only():

@@ -20,7 +20,7 @@ import pytest
 from grid_log import GridLog
 from grid_summary import Summary
 
-from ecornn.device import KNOWN
+from ecornn.targets import KNOWN
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {"gpu": "NVIDIA H100 80GB HBM3", "cuda": "13.0", "cudnn": 91900, "torch": "2.11.0"}
@@ -208,7 +208,6 @@ def test_tables(log: GridLog, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_plots(log: GridLog):
-    pytest.importorskip("matplotlib")
     from grid_plots import plot_rows, plot_scaling
 
     for plot, name in ((plot_rows, "rows.png"), (plot_scaling, "scaling.png")):
@@ -233,7 +232,7 @@ def test_readme_sections():
 
 def test_float64_forward_is_the_reference():
     """The check of the GPU benchmark against `ecornn.reference`, which was written apart from it."""
-    torch = pytest.importorskip("torch")
+    import torch
     from side_by_side import CELLS, float64_forward
 
     import ecornn

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-torch = pytest.importorskip("torch")
+import torch
 
 
 def test_the_model_of_the_issue(monkeypatch: pytest.MonkeyPatch):

@@ -15,7 +15,7 @@ import tune_h100_set
 from search_rate import PRETEND
 
 from ecornn.build import cache
-from ecornn.device import resolve
+from ecornn.targets import resolve
 from ecornn.tune import session as sessions
 from ecornn.tune.building import Build, Built
 from ecornn.tune.pool import Entries, Pool

@@ -19,7 +19,7 @@ from grid_log import GridLog
 from measuring_process import Limits, MeasuringProcess
 
 import ecornn
-from ecornn.device import KNOWN, resolve
+from ecornn.targets import KNOWN, resolve
 
 LSTM, GRU, VANILLA = (Row(cell, 3, 2, 8, 8, "float32") for cell in ("lstm", "gru", "rnn_tanh"))
 LIMITS = Limits(repeats=5, seconds=1.0, longest=1.0)
@@ -84,8 +84,8 @@ def test_the_grid_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.M
 
 def test_both_sides_are_checked(monkeypatch: pytest.MonkeyPatch):
     """On the CPU, with wall-clock times."""
-    torch = pytest.importorskip("torch")
     import side_by_side
+    import torch
 
     def graph(function: Callable[[], object]) -> SimpleNamespace:
         function()
@@ -110,7 +110,6 @@ def test_both_sides_are_checked(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_seconds_end_a_row(monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("torch")
     import side_by_side
 
     now = [0.0]

@@ -17,11 +17,11 @@ import floor as floors
 import numpy as np
 import pytest
 import why_above_floor
+from compiled_case import Made, knobs
 from cuda_on_cpu import Emulated, inputs
-from emulated import LIMITS, relative
 from grid import Row
 from grid_log import GridLog
-from made import Made, knobs
+from limits import limit, relative
 from msgspec import structs
 from stage_cells import Bare, bare_forward
 from unmultiplied import Unmultiplied
@@ -29,8 +29,8 @@ from unmultiplied import Unmultiplied
 import ecornn
 from ecornn.build.cuda import lower
 from ecornn.compiler import plan
-from ecornn.device import KNOWN, resolve
 from ecornn.schedules import all_schedules
+from ecornn.targets import KNOWN, resolve
 
 H100 = KNOWN["sm_90a"]
 
@@ -38,7 +38,6 @@ H100 = KNOWN["sm_90a"]
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiles for the CPU, in real processes; measures there, in another."""
-    pytest.importorskip("torch")
     monkeypatch.setattr(cases, "resolve", lambda target: resolve("cpu"))
     monkeypatch.setattr(cases, "serve_gpu", fake_measuring.serve_cpu)
 
@@ -262,8 +261,8 @@ def test_stages_are_left_out_in_the_same_configuration(cell: str, dtype: str, sc
         assert dict(found.found.config) == config | none, name
         assert found.workload.arithmetic == row.arithmetic
         graph, gates = found.task.graph, why_above_floor.GATES[cell]
-        assert [len(p.rows) for p in graph.phases] == [gates]
-        assert len(graph.hoisted_rows) == (0 if alone else gates)
+        assert [len(p.products) for p in graph.phases] == [gates]
+        assert len(graph.hoisted_products) == (0 if alone else gates)
 
 
 def test_parts_of_h_that_are_waited_for():
@@ -293,11 +292,11 @@ def test_without_products(tmp_path: Path, schedule: str, dtype: str, change: dic
     x, states, parameters = inputs(cell.name, (6, 9, 24, 128), dtype, made.task.graph.parameters, ("h", "c"))
     states = {name: np.zeros_like(value) for name, value in states.items()}
     y, _ = Emulated(made.programs()[0], tmp_path).run(x, states, parameters)
-    torch = pytest.importorskip("torch")
+    import torch
     weights = {f"{k}_l0": torch.from_numpy(v.astype(np.float64).reshape(-1, *v.shape[2:]))
                for k, v in parameters.items()}
     expected = bare_forward(cell, torch.from_numpy(x.astype(np.float64)), weights, multiplied=False).numpy()
-    assert relative(y, expected) <= LIMITS[dtype]
+    assert relative(y, expected) <= limit(dtype, expected)
     assert relative(y, bare_forward(cell, torch.from_numpy(x.astype(np.float64)), weights).numpy()) > 0.01
 
 
@@ -305,7 +304,7 @@ def test_without_products(tmp_path: Path, schedule: str, dtype: str, change: dic
 @pytest.mark.parametrize("second", [True, False])
 def test_bare_cells(given: bool, second: bool):
     """The cell's graph against the same formula in PyTorch, over enough steps for the state to settle."""
-    torch = pytest.importorskip("torch")
+    import torch
     cell = Bare(3, second, given)
     weights = {k: v.astype(np.float32) for k, v in cell.random(6, 10, np.random.default_rng(0)).items()}
     x = np.random.default_rng(1).standard_normal((30, 2, 6)).astype(np.float32)

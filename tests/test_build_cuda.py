@@ -17,11 +17,11 @@ from driver_notes import child, raised
 from ecornn.build import Generated, build_module, local_arrays
 from ecornn.build.cuda import lower
 from ecornn.build.host_cuda import Kernel, host_sources
-from ecornn.device import KNOWN
 from ecornn.errors import BuildError
 from ecornn.host_gpu import detect, driver_version
 from ecornn.manifest import decode
 from ecornn.program import Extent, Fill, Launch, Loop, Parallel, Program
+from ecornn.targets import KNOWN
 
 POINTERS = tuple(range(1000, 9000, 1000))  # of x, y, h_in, h_out, w, sums, counter, mask
 
@@ -54,7 +54,7 @@ def restricted(calls: tuple, **attributes: bool) -> set[str]:
     """The kernels whose parameters are ``__restrict__``."""
     functions = {name: f.with_attr({f"tirx.{k}": v for k, v in attributes.items()}) if attributes else f
                  for name, f in cuda_sample.functions().items()}
-    source = lower(Program(functions, cuda_sample.BUFFERS, calls), "sm_90a")[1]
+    source = lower(Program.running(functions, cuda_sample.BUFFERS, calls), "sm_90a")[1]
     return {name for name in functions if "restrict" in source.split(f" {name}_kernel(")[1].split(")")[0]}
 
 
@@ -92,7 +92,7 @@ def test_tvm_keeps_its_own_compile_hook():
 ])
 def test_calls_that_do_not_fit_are_refused(kernels: dict[str, Kernel], calls: tuple, message: str):
     with pytest.raises(BuildError, match=message):
-        host_sources(Program({}, cuda_sample.BUFFERS, calls), kernels, "sm_90a")
+        host_sources(Program.running({}, cuda_sample.BUFFERS, calls), kernels, "sm_90a")
 
 
 def test_functions_that_do_not_fit_are_refused():
@@ -114,9 +114,9 @@ def test_functions_that_do_not_fit_are_refused():
 
     for function, message in ((unknown, "no buffer 'z'"), (scalar, "'steps'"), (host, "one kernel|lowered")):
         with pytest.raises(BuildError, match=message):
-            lower(Program({"f": function}, cuda_sample.BUFFERS, ()), "sm_90a")
+            lower(Program.running({"f": function}, cuda_sample.BUFFERS, ()), "sm_90a")
     with pytest.raises(BuildError, match="no functions"):
-        lower(Program({}, cuda_sample.BUFFERS, ()), "sm_90a")
+        lower(Program.running({}, cuda_sample.BUFFERS, ()), "sm_90a")
 
 
 def test_file_holds_machine_code_and_no_source(built: tuple[Path, Generated]):
@@ -212,25 +212,25 @@ def test_a_large_projection_is_a_cubin_of_its_own_that_is_compiled_once(
 
 
 def test_large_arrays_become_variables(monkeypatch: pytest.MonkeyPatch):
-    source = """  alignas(64) float _ptr_1[2];
-    alignas(64) uint _ptr_2[2];
-    alignas(64) uint _ptr_3[2];
-    alignas(64) float _ptr_10[2];
-    product(_ptr_1[0], _ptr_1[1], _ptr_10[1], _ptr_2[i], &(_ptr_3[0]), _ptr_1[0]);
+    source = """  alignas(64) float acc_ptr[2];
+    alignas(64) uint words_ptr[2];
+    alignas(64) uint words_ptr_1[2];
+    alignas(64) float acc_ptr_1[2];
+    product(acc_ptr[0], acc_ptr[1], acc_ptr_1[1], words_ptr[i], &(words_ptr_1[0]), acc_ptr[0]);
 """
     assert local_arrays.as_variables(source) == source, "cheap as it is"
     monkeypatch.setattr(local_arrays, "WORK", 10)
     monkeypatch.setattr(local_arrays, "EACH", 2)
-    expected = source.replace("alignas(64) float _ptr_1[2]", "float _ptr_1_0, _ptr_1_1").replace(
-        "alignas(64) float _ptr_10[2]", "float _ptr_10_0, _ptr_10_1").replace(
-        "_ptr_1[0]", "_ptr_1_0").replace("_ptr_1[1]", "_ptr_1_1").replace("_ptr_10[1]", "_ptr_10_1")
+    expected = source.replace("alignas(64) float acc_ptr[2]", "float acc_ptr_e0, acc_ptr_e1").replace(
+        "alignas(64) float acc_ptr_1[2]", "float acc_ptr_1_e0, acc_ptr_1_e1").replace(
+        "acc_ptr[0]", "acc_ptr_e0").replace("acc_ptr[1]", "acc_ptr_e1").replace("acc_ptr_1[1]", "acc_ptr_1_e1")
     assert local_arrays.as_variables(source) == expected
     monkeypatch.setattr(local_arrays, "EACH", 5)
-    assert "_ptr_1_0" in local_arrays.as_variables(source) and "_ptr_10[1]" in local_arrays.as_variables(source)
+    assert "acc_ptr_e0" in local_arrays.as_variables(source) and "acc_ptr_1[1]" in local_arrays.as_variables(source)
     monkeypatch.setattr(local_arrays, "WORK", 1000)
     assert local_arrays.as_variables(source) == source
     monkeypatch.setattr(local_arrays, "MANY", 4)  # declared, and used three times
-    assert "_ptr_1_0" in local_arrays.as_variables(source) and "_ptr_10[1]" in local_arrays.as_variables(source)
+    assert "acc_ptr_e0" in local_arrays.as_variables(source) and "acc_ptr_1[1]" in local_arrays.as_variables(source)
 
 
 def test_each_device_loads_once(built: tuple[Path, Generated], fake: Path):
@@ -347,7 +347,7 @@ def test_gpu_computes_the_sample(built: tuple[Path, Generated], steps: int):
 @pytest.mark.gpu
 def test_gpu_graph_captures_the_first_run(built: tuple[Path, Generated], tmp_path: Path):
     """Of a copy of the file, so that capturing also has to load the module."""
-    torch = pytest.importorskip("torch")
+    import torch
     import tvm_ffi
 
     steps = 4

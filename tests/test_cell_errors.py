@@ -35,6 +35,15 @@ def neighbour(x: Any, h: Any, p: Any) -> Any:
     return [pointwise(lambda b, j: good[b, j] + bad[b, j], h)]
 
 
+def started(x: Any, h: Any, p: Any) -> Any:
+    from tvm import te
+
+    k = te.reduce_axis((0, h.shape[1]), "k")
+    good = te.compute(h.shape, lambda b, j: te.sum(  # here
+        h[b, k] * p["R"][0, j, k], axis=k, init=te.const(1.0, "float32")), name="started")
+    return [good]
+
+
 def softmax(x: Any, h: Any, p: Any) -> Any:
     from tvm import te
 
@@ -130,6 +139,7 @@ def no_such_vector(x: Any, h: Any, p: Any) -> Any:
     (wrong_weight, "sums 6 terms of h, which has 6 values a row, and W, whose rows have 4"),
     (part_of_a_row, "sums 3 terms of h, which has 6 values a row, and R, whose rows have 6"),
     (neighbour, "must be read at [b, j]"), (softmax, "is not a sum"), (largest_product, "is not a product"),
+    (started, "is not a product"),
     (half, "is not a sum"), (other_row, "is not a sum"), (of_parameters, "neither x nor a state"),
     (transposed, "is not a product"),
     (unknown, "KeyError: 'weights'"), (wide, "expected (B, H)"), (remainder, "Mod, which cannot be scheduled")],

@@ -128,7 +128,6 @@ def test_doctor_says_what_there_is():
 
 
 def test_from_tuning_to_a_timed_module(folder, tmp_path):
-    pytest.importorskip("xgboost")
     command = ["tune", *LAYER, "--trials", "5", "--timeout", "60"]
     output = run(*command)
     found = re.search(r"^  ecornn-compile (.*)$", output, re.MULTILINE)
@@ -205,18 +204,17 @@ def test_overlaps_are_chosen_said_and_explained():
 
 
 def test_interrupting_keeps_the_trials_and_exits_with_130(folder):
-    pytest.importorskip("xgboost")
     program = [sys.executable, "-c", "from ecornn.cli import tune; tune()"]
     command = [*program, *LAYER, "--hidden", "32", "--trials", "400"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
-    try:
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline and not any(read(p).trials() for p in folder.glob("*.jsonl")):
-            time.sleep(0.2)
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=30)
-    finally:
-        process.kill()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
+        try:
+            deadline = time.monotonic() + 120
+            while time.monotonic() < deadline and not any(read(p).trials() for p in folder.glob("*.jsonl")):
+                time.sleep(0.2)
+            process.send_signal(signal.SIGINT)
+            output, _ = process.communicate(timeout=30)
+        finally:
+            process.kill()
     assert process.returncode == 130 and "the same command goes on" in output
     (path,) = folder.glob("*.jsonl")
     log = read(path)
@@ -245,7 +243,6 @@ def test_a_compilation_that_is_terminated_leaves_nothing_behind(tmp_path):
 
 
 def test_tuning_a_cell_of_a_file(folder, tmp_path):
-    pytest.importorskip("xgboost")
     cell = Path(tmp_path, "own.py")
     cell.write_text("""
 from ecornn.cells import Cell, pointwise, product

@@ -217,7 +217,8 @@ def test_what_is_refused_to_compile():
 
 @pytest.mark.parametrize("with_state", [False, True])
 def test_packed_sequences_of_pytorch(with_state: bool):
-    torch = pytest.importorskip("torch")
+    import torch
+
     from ecornn.torch import packed
 
     layer = ecornn.load(sample.build(sample.with_sequences())).bind(WEIGHTS, threads=1)
@@ -237,7 +238,8 @@ def test_packed_sequences_of_pytorch(with_state: bool):
 
 def test_padding_by_one_gather():
     """As PyTorch pads and packs; what it needs on the device is made with the first call."""
-    torch = pytest.importorskip("torch")
+    import torch
+
     from ecornn.torch import packed
 
     rows = [torch.randn(n, I) for n in LENGTHS]
@@ -260,7 +262,8 @@ def test_padding_by_one_gather():
 
 
 def test_a_table_is_copied_once(monkeypatch: Any):
-    torch = pytest.importorskip("torch")
+    import torch
+
     from ecornn.runtime.torch_arrays import TorchArrays
 
     layer = ecornn.load(sample.build(sample.with_sequences())).bind(WEIGHTS, threads=1)
@@ -277,7 +280,6 @@ def test_a_table_is_copied_once(monkeypatch: Any):
     ([90] * 56 + [10] * 8, None)],
     ids=str)
 def test_how_many_columns_packed_sequences_take(lengths: list[int], width: int | None):
-    pytest.importorskip("torch")
     from ecornn.torch import packed
 
     assert packed.columns_for(np.array(lengths)) == width

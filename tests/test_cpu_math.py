@@ -40,8 +40,8 @@ def functions(tmp_path_factory):
                      else getattr(math, name)(e, value[a]))
             e.vstore(output, at, found)
     buffers = tuple(Buffer(n, "workspace", "float32") for n in ("x", "other", *names))
-    program = Program({"worker": e.function("worker")}, buffers, (Parallel("worker"),))
-    manifest = Manifest(Workload("lstm", 1, 1), device, "test", {}, "", (), "", (), buffers, {})
+    program = Program.running({"worker": e.function("worker")}, buffers, (Parallel("worker"),))
+    manifest = Manifest(Workload("lstm", 1, 1), device, "test", {}, "", (), "", (), buffers, {}, {})
     file = tmp_path_factory.mktemp("math") / "math.so"
     build_module(program, manifest, file)
     module = tvm_ffi.load_module(str(file))

@@ -8,15 +8,16 @@ import msgspec.structs
 import numpy as np
 import pytest
 from cpu_cells import Chain, Residual
-from cpu_sample import Sample, error
+from cpu_sample import Sample, error, rows_that_fit
 from test_cpu import LIMIT, SIZES, compare
 
 import ecornn
-from ecornn.host_cpu import detect
+from ecornn.errors import NotFiniteError, ScheduleError
 from ecornn.numpy_reference import STEPS
 from ecornn.program import Packing
 from ecornn.runtime.packing import pack
 from ecornn.schedules.cpu import CPUSequence
+from ecornn.targets import resolve
 from ecornn.task import make_task
 from ecornn.tune.choose import choose
 from ecornn.tune.log import read
@@ -25,9 +26,10 @@ from ecornn.workload import Workload
 BOTH = [(3, 3), (4, 4), (0, 3), (3, 0)]
 
 
-def small(gates: int, **more: int) -> dict[str, int]:
-    """Tiles that leave registers for pairs on any CPU of 16 registers."""
-    return {"rows": 2, "columns": gates, "project_rows": 2, "project_columns": gates, **more}
+def small(gates: int, rows: int = 2, **more: int) -> dict[str, int]:
+    """Tiles of so many rows, or as many as leave registers for pairs on this CPU: one with three gates and 16."""
+    return {"rows": rows_that_fit(rows, gates, pairs=3), "columns": gates,
+            "project_rows": rows_that_fit(2, gates, pairs=3), "project_columns": gates, **more}
 
 
 def gates(cell: str) -> int:
@@ -40,15 +42,25 @@ def test_cells(cell, size, tmp_path):
     if cell == "indrnn":
         sample = Sample(tmp_path, cell, *size, project_rows=2, project_columns=1, project_pairs=3)
     else:
-        sample = Sample(tmp_path, cell, *size, **small(gates(cell), pairs=3, project_pairs=4, rows=1 + size[2] // 2))
+        sample = Sample(tmp_path, cell, *size, **small(gates(cell), 1 + size[2] // 2, pairs=3, project_pairs=4))
     compare(sample, size[3], size[2])
 
 
 @pytest.mark.parametrize(("pairs", "project_pairs"), BOTH)
-def test_either_product(pairs, project_pairs, tmp_path):
-    sample = Sample(tmp_path, "gru", 70, 130, 5, 9, **small(3, pairs=pairs, project_pairs=project_pairs, chunk=4))
+@pytest.mark.parametrize("cell", ["gru", "rnn_tanh"])
+def test_either_product(cell, pairs, project_pairs, tmp_path):
+    sample = Sample(tmp_path, cell, 70, 130, 5, 9,
+                    **small(gates(cell), pairs=pairs, project_pairs=project_pairs, chunk=4))
     for steps, batch, threads in ((9, 5, 2), (1, 1, 1), (6, 3, 3)):
         compare(sample, steps, batch, threads=threads)
+
+
+@pytest.mark.parametrize(("cell", "rows", "columns"), [("lstm", 1, 4), ("gru", 1, 3), ("rnn_tanh", 3, 2)])
+def test_vectors_of_256_bits(cell, rows, columns, tmp_path):
+    """What a CPU of 16 registers runs, on those of 32 as well."""
+    sample = Sample(tmp_path, cell, 33, 101, 4, 6, features=("avx", "avx2", "fma"), pairs=3, project_pairs=4,
+                    rows=rows, columns=columns, project_rows=rows, project_columns=columns)
+    compare(sample, 6, 4)
 
 
 @pytest.mark.parametrize("cell", [Chain(), Residual()], ids=lambda c: c.name)
@@ -57,7 +69,8 @@ def test_cells_of_a_user(cell, tmp_path):
                    project_columns=1), 4, 3)
 
 
-def product_of(folder, x: np.ndarray, hidden: int, **config: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def product_of(folder, x: np.ndarray, hidden: int, scale: float = 1.0,
+               **config: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """W x as computed, for rows x (B, I), and in float64, and W: a relu layer on one step, twice, for either sign."""
     folder = folder / "-".join(map(str, config.values()))  # two files of one name would be one module
     folder.mkdir()
@@ -67,6 +80,7 @@ def product_of(folder, x: np.ndarray, hidden: int, **config: int) -> tuple[np.nd
         if value.ndim == 2:
             value[...] = 0  # biases
     weights = next(v[0] for v in sample.parameters.values() if v.ndim == 3)
+    weights *= np.float32(scale)
     zeros = [np.zeros((x.shape[0], hidden), np.float32)]
     found = sample(x[None], zeros)[0][0] - sample(-x[None], zeros)[0][0]
     return found, x.astype(np.float64) @ weights.astype(np.float64).T, weights
@@ -112,6 +126,37 @@ def test_a_row_that_is_not_finite_spoils_no_other(bad, tmp_path):
     assert error(found[fine], expected[fine]) < LIMIT
 
 
+@pytest.mark.parametrize("scale", [1e-40, 1e-37, 1e-33, 1e-20, 1e20, 1e33, 1e36])
+def test_weights_of_all_sizes(scale, tmp_path):
+    """Their pairs' products leave the range of floats, unless they are scaled. Of what is not normal some bits are
+    gone, relative to the least normal number."""
+    x = rows_of("normal")
+    found, expected, weights = product_of(tmp_path, x, 40, scale, project_pairs=3)
+    size = norm(x) * np.linalg.norm(weights.astype(np.float64)) / np.sqrt(K)
+    assert (norm(found - expected) <= LIMIT * size + 1e-43 * np.sqrt(K)).all()
+
+
+@pytest.mark.parametrize("weights", [None, "int8", "int16", "int21"])
+@pytest.mark.parametrize("value", [np.inf, -np.inf, 1e39])
+def test_infinite_weights_are_refused_where_they_would_make_nan(weights, value):
+    """An input gate that an infinite weight closes is 0; NaN remains NaN, of its own unit."""
+    try:
+        module = ecornn.compile("gru", hidden=24, input=10, weights=weights, batch=2, seq=3, target="cpu",
+                                config=None if weights else small(3, pairs=3, project_pairs=3))
+    except ScheduleError as error:
+        pytest.skip(f"this CPU: {error}")  # int8 needs VNNI
+    given = {p.name: np.full(p.shape, 0.1) for p in module.manifest.parameters}
+    given["bias_ih_l0"][0] = value
+    module.bind(given)  # biases are not multiplied
+    for name in ("weight_ih_l0", "weight_hh_l0"):
+        given[name][5, 3] = value
+        with pytest.raises(NotFiniteError, match=rf"weights\['{name}'\]"):
+            module.bind(given)
+        given[name][5, 3] = np.nan
+    y = module.bind(given)(np.ones((1, 2, 10), np.float32))[0]
+    assert np.isnan(y[..., 5]).all() and np.isfinite(np.delete(y, 5, 2))[..., 1:].all()
+
+
 def test_result_does_not_depend_on_threads(tmp_path):
     sample = Sample(tmp_path, "lstm", 30, 70, 4, 6, **small(4, pairs=3, project_pairs=3))
     x, states = sample.inputs(6, 4)
@@ -142,8 +187,7 @@ def test_packed_sums_and_powers():
 
 def test_what_pairs_are_for():
     work = Workload("gru", 800, 800, 20, 30)
-    zen = msgspec.structs.replace(detect(), arch="znver4")
-    other = msgspec.structs.replace(detect(), arch="sapphirerapids")
+    zen, other = resolve("znver4"), resolve("sapphirerapids")
     schedule = CPUSequence()
     cell = ecornn.cells.get("gru")
     assert schedule.default(make_task(cell, work, zen))["pairs"]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import struct
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec.structs
@@ -14,11 +18,11 @@ from click.testing import CliRunner
 import ecornn
 from ecornn.cli import main
 from ecornn.compiler import generate, plan
-from ecornn.device import Device, resolve
+from ecornn.device import Device
 from ecornn.errors import BuildError, DeviceError
 from ecornn.host_cpu import FLAGS, detect, machine_of, promised
+from ecornn.targets import resolve
 
-AVX512 = {"avx512f", "avx512vl", "avx512bw", "avx512dq"} <= set(detect().features)
 X86 = machine_of(detect()) == "x86_64"
 
 
@@ -43,9 +47,12 @@ def test_features_are_those_that_llvm_uses():
     assert set(skylake.features) <= set(FLAGS.values())
 
 
-@pytest.mark.skipif(not AVX512, reason="this CPU has no AVX-512")
-def test_a_module_for_an_older_cpu_runs_here():
-    module = ecornn.compile("lstm", hidden=40, input=9, batch=3, target="skylake-avx512")
+@pytest.mark.skipif(not X86, reason="names of x86-64 CPUs")
+@pytest.mark.parametrize("target", ["x86-64", "haswell", "skylake-avx512"])
+def test_a_module_for_an_older_cpu_runs_here(target):
+    if missing := set(resolve(target).features) - set(detect().features):
+        pytest.skip(f"this CPU is older than {target}: it lacks {', '.join(sorted(missing))}")
+    module = ecornn.compile("lstm", hidden=40, input=9, batch=3, target=target)
     generator = np.random.default_rng(0)
     weights = {p.name: generator.uniform(-0.3, 0.3, p.shape).astype(np.float32) for p in module.manifest.parameters}
     x = generator.standard_normal((5, 3, 9), np.float32)
@@ -80,6 +87,20 @@ def test_an_object_of_a_stack(tmp_path):
     assert "bfloat16 weights, 2 layers, bidirectional" in result.output
     for end in ("", "_v1", "_v2", "_v3"):
         assert b"__tvm_ffi_worker" + end.encode() + b"\0" in file.read_bytes()
+
+
+@pytest.mark.skipif(not X86, reason="names of x86-64 CPUs")
+def test_tests_can_take_this_cpu_for_another():
+    def asked(name: str) -> tuple[int, str]:
+        test = f"{Path(__file__).with_name('test_cpu_threads.py')}::test_detect"
+        found = subprocess.run([sys.executable, "-m", "pytest", test],
+                               env=os.environ | {"ECORNN_TEST_CPU": name}, capture_output=True, text=True, check=False)
+        return found.returncode, found.stdout + found.stderr
+
+    status, told = asked("x86-64")
+    assert status == 0 and "CPU: taken for x86-64" in told
+    status, told = asked("neoverse-v1")
+    assert status == pytest.ExitCode.USAGE_ERROR and "lacks" in told and "neon" in told
 
 
 def test_names_that_llvm_does_not_know():

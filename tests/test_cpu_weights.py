@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from cpu_cells import Chain, Peephole, run
 from cpu_cells import sigmoid as logistic
+from cpu_sample import rows_that_fit
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -125,13 +126,15 @@ def test_other_vectors(kind, target):
     assert "zmm" not in text and (kind == "bfloat16" or ("scvtf" if target == "neoverse-v1" else "vcvtdq2ps") in text)
 
 
-@pytest.mark.parametrize("rows, columns", [(1, 4), (2, 4), (4, 4), (5, 4)])
-def test_bfloat16_weights_in_tiles(rows, columns):
-    weights = random_layer("lstm", 20, 70)
+@pytest.mark.parametrize(("cell", "columns", "most"), [
+    ("lstm", 4, 1), ("lstm", 4, 2), ("lstm", 4, 4), ("lstm", 4, 5),  # more than one row: with 32 registers
+    ("gru", 3, 2), ("rnn_tanh", 2, 4), ("rnn_tanh", 2, 5)])  # on every CPU
+def test_bfloat16_weights_in_tiles(cell, columns, most):
+    weights, rows = random_layer(cell, 20, 70), rows_that_fit(most, columns, "bfloat16")
     options = {"rows": rows, "columns": columns, "project_rows": rows, "project_columns": columns}
-    x, (y, _) = called("lstm", (20, 70, 5, 4), weights, "bfloat16", schedule="cpu_sequence", config=options)
+    x, (y, _) = called(cell, (20, 70, 5, 4), weights, "bfloat16", schedule="cpu_sequence", config=options)
     rounded = {n: w.astype(ml_dtypes.bfloat16).astype(np.float32) if w.ndim == 2 else w for n, w in weights.items()}
-    assert error(y, reference("lstm", x, rounded)[0]) < 1e-6
+    assert error(y, reference(cell, x, rounded)[0]) < 1e-6
 
 
 @pytest.mark.parametrize(("cell", "kind"), [

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import step_cells
+import torch
+from exact import expected
+from limits import Wanted
 
 import ecornn
 from ecornn.cells import BUILTIN
-from ecornn.numpy_reference import STEPS, reference
+from ecornn.numpy_reference import STEPS
+from ecornn.workload import ALONE, DTYPES
 
 pytestmark = pytest.mark.gpu
-torch = pytest.importorskip("torch")
-
-LIMITS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}  # relative norm of the error
 CELLS = {n: BUILTIN[n] for n in STEPS} | step_cells.CELLS
 SERVED = [(schedule, cell) for schedule in ("layout_transform", "elementwise", "fused_step") for cell in CELLS
           if schedule == "fused_step" or (cell not in step_cells.ROW_BY_ROW
@@ -27,10 +27,6 @@ SHAPES = [  # T, B, I, H
     (4, 33, 31, 129),  # one more than a tile in B and H
     (7, 3, 64, 128),  # whole tiles
 ]
-
-
-def relative(value: Any, expected: Any) -> float:
-    return float(np.linalg.norm(value.double().cpu().numpy() - expected) / max(np.linalg.norm(expected), 1e-30))
 
 
 def check(schedule: str, cell: str, shape: tuple[int, int, int, int], dtype: str,
@@ -59,21 +55,14 @@ def check(schedule: str, cell: str, shape: tuple[int, int, int, int], dtype: str
         runs.append([y.clone(), *(s.clone() for s in after)])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True)), "two runs differ"
 
-    exact = {n: s.double().numpy() for n, s in states.items()}
-    if cell in STEPS:
-        want, last = reference(cell, x.double().numpy(), {n: w.double().numpy() for n, w in weights.items()},
-                               list(exact.values()))
-    else:
-        want, by_name = step_cells.run(found, x.double().numpy(), exact,
-                                       {n: p.double().numpy() for n, p in parameters.items()})
-        last = tuple(by_name[n] for n in found.states)
-    assert relative(runs[0][0], want) <= LIMITS[dtype]
-    for value, wanted in zip(runs[0][1:], last, strict=True):
-        assert relative(value, wanted) <= LIMITS[dtype]
+    exact, given = ({n: v.double().numpy() for n, v in tensors.items()} for tensors in (states, parameters))
+    y, *last = (v.double().cpu().numpy() for v in runs[0])
+    Wanted(dtype, lambda forward: expected(cell, ALONE, x.double().numpy(), exact, given, {}, forward)).check(
+        y, dict(zip(states, last, strict=True)))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", list(LIMITS))
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("schedule", "cell"), SERVED)
 def test_matches_float64(schedule: str, cell: str, dtype: str, shape: tuple[int, int, int, int]):
     check(schedule, cell, shape, dtype)
@@ -83,7 +72,7 @@ CUT = {"units": 16, "rows": 16, "row_warps": 1, "batch_warps": 1, "split": 1, "d
        "layout": "hidden"}
 
 
-@pytest.mark.parametrize("dtype", list(LIMITS))
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("knobs", [
     {},
     {"layout": "batch"},
@@ -97,7 +86,7 @@ def test_layout_transform_configurations(cell: str, knobs: dict[str, Any], dtype
     check("layout_transform", cell, (6, 33, 40, 300), dtype, {**CUT, **knobs, "math": math}, compiled=70)
 
 
-@pytest.mark.parametrize("dtype", list(LIMITS))
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cut", [(1, 32, 128, 16), (2, 256, 16, 4), (4, 64, 8, 8)], ids=str)
 @pytest.mark.parametrize("cell", ["indrnn", "highway", "decay"])
 def test_elementwise_configurations(cell: str, cut: tuple[int, ...], dtype: str):
@@ -108,7 +97,7 @@ def test_elementwise_configurations(cell: str, cut: tuple[int, ...], dtype: str)
     check("elementwise", cell, (150, 21, 40, 300), dtype, config, compiled=40)
 
 
-@pytest.mark.parametrize("dtype", list(LIMITS))
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cut", [(8, 1, 4, 1, 16), (16, 4, 2, 16, 16), (32, 8, 2, 4, 64), (32, 2, 1, 1, 32)], ids=str)
 @pytest.mark.parametrize("cell", ["lstm", "gru_reset_before"])
 def test_fused_step_configurations(cell: str, cut: tuple[int, ...], dtype: str):

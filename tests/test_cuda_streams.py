@@ -11,15 +11,15 @@ from cuda_sample import N
 from driver_notes import child, raised
 
 from ecornn.build import build_module
-from ecornn.device import KNOWN
 from ecornn.errors import BuildError
 from ecornn.host_gpu import detect
-from ecornn.program import Beside, Call, Extent, Fill, Launch, Loop, Program, Wave, WaveLayer, chunk_steps, launches
+from ecornn.program import Call, Concurrent, Extent, Fill, Launch, Loop, Program, Wave, WaveLayer, chunk_steps, launches
+from ecornn.targets import KNOWN
 
 pytestmark = pytest.mark.skipif(detect() is not None, reason="the notes are of a driver without a GPU")
 TOTAL, STEP = Launch("total", 4, 32, cooperative=True), Launch("step", 2, 64)
 LAST = Launch("last", 2, 64, 256, cluster=2)
-BOTH = (Fill("counter", 0, Extent(1)), Beside(((TOTAL, LAST), (Loop((STEP,)),))), LAST)
+BOTH = (Fill("counter", 0, Extent(1)), Concurrent(((TOTAL, LAST), (Loop((STEP,)),))), LAST)
 STATES = (("h_in", "h_out"),)
 WAVE = (Fill("counter", 0, Extent(1)), Wave((
     WaveLayer((TOTAL,), {"x": N}, ()), WaveLayer((Loop((STEP,)),), {"y": N}, STATES),
@@ -32,7 +32,7 @@ def build(calls: tuple[Call, ...], folder: Path) -> Path:
     names = {launch.function for launch in launches(calls)}
     functions = {name: f for name, f in cuda_sample.functions().items() if name in names}
     out = folder / "sample.so"
-    build_module(Program(functions, cuda_sample.BUFFERS, calls), cuda_sample.manifest(KNOWN["sm_90a"]), out)
+    build_module(Program.running(functions, cuda_sample.BUFFERS, calls), cuda_sample.manifest(KNOWN["sm_90a"]), out)
     return out
 
 
@@ -201,7 +201,7 @@ def test_a_wave_is_joined_after_an_error(wave: Path, fake: Path, launch: int):
 def test_branches_that_cannot_be(tmp_path: Path):
     for branches in (((TOTAL,),), ((STEP,),) * 33):
         with pytest.raises(BuildError, match="from 2 to 32"):
-            build((Beside(branches),), tmp_path)
+            build((Concurrent(branches),), tmp_path)
 
 
 def test_the_longest_call_is_one_that_can_be_counted(tmp_path: Path, fake: Path):

@@ -35,9 +35,10 @@ FAULTS = [
     ("emu::mbarrier_wait(8, 0);", 32, "an mbarrier that was not initialized"),
     ("if (!threadIdx.x) emu::mbarrier_init(8, 2), emu::mbarrier_arrive(8);", 32, "in the middle of a phase at the end"),
     ("if (!threadIdx.x) emu::mbarrier_init(8, 1), emu::mbarrier_wait(8, 0);", 32, "deadlock"),
+    ("if (!threadIdx.x) emu::mbarrier_init(8, 1), emu::bulk_copy(16, emu::at(32), 16, 8);", 32, "with no fence behind"),
     ("emu::send(emu::mapa(0, 2), 1, emu::mapa(8, 2));", 32, "a block that the cluster does not have"),
     ("float d[4]; emu::wgmma(0, 8, 0, 0, false, {d, d + 1, d + 2, d + 3});", 128, "products that nobody waited for"),
-    ("emu::launch(nullptr, 1, 33, nullptr, false, false, 1);", 32, "threads are no whole number of warps"),
+    ("emu::launch(nullptr, 1, 33, nullptr, false, false, 1, false);", 32, "threads are no whole number of warps"),
 ]
 LAUNCH = """
 import ctypes, sys
@@ -49,10 +50,11 @@ print("ended")
 """
 
 
-def launch(library: ctypes.CDLL, name: str, grid: int, threads: int, *arguments: object, lazy: bool = True) -> None:
+def launch(library: ctypes.CDLL, name: str, grid: int, threads: int, *arguments: object, lazy: bool = True,
+           together: bool = False) -> None:
     given = [ctypes.c_void_p(a.ctypes.data) if isinstance(a, np.ndarray) else ctypes.c_int(a) for a in arguments]
     array = (ctypes.c_void_p * len(given))(*(ctypes.addressof(g) for g in given))
-    getattr(library, f"emu_{name}")(grid, threads, array, ctypes.c_bool(lazy), ctypes.c_bool(False), 1)
+    getattr(library, f"emu_{name}")(grid, threads, array, ctypes.c_bool(lazy), ctypes.c_bool(together), 1)
 
 
 @pytest.mark.parametrize(("lazy", "waits", "comes"), [

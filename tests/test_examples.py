@@ -49,9 +49,7 @@ def test_first_run_notices_a_wrong_result(module: Path, tmp_path: Path):
 
 
 def test_digits(tmp_path: Path):
-    """With PyTorch where it is installed; then again as if it were not, and without a new search."""
-    pytest.importorskip("safetensors")
-    pytest.importorskip("sklearn")
+    """With PyTorch; then again as if it were not installed, and without a new search."""
     text = run("01_digits.py", cwd=tmp_path)
     assert float(re.search(r"accuracy (\S+)% of 449", text)[1]) >= 95
     assert re.search(r"^0 predictions differ from PyTorch", text, re.MULTILINE)
@@ -73,7 +71,6 @@ def test_more_cells(tmp_path: Path):
 
 
 def test_replace(tmp_path: Path):
-    pytest.importorskip("torch")
     text = run("04_replace.py", "--seconds", "0.1", cwd=tmp_path)
     assert "Acoustic: recurrent compiled" in text and "Translator: encoder, decoder compiled" in text
 

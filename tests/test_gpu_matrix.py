@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
+from exact import of_stack
+from limits import Wanted, limit, relative
 
 import ecornn
 from ecornn.compiler import plan
 from ecornn.numpy_reference import random_weights, reference
 from ecornn.schedules.persistent.plan import plan_of
+from ecornn.workload import SINGLE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:RNN module weights")]
-torch = pytest.importorskip("torch")
-
 SHAPES = [  # T, B, I, H
     (1, 1, 1, 1),  # the smallest of everything
     (5, 3, 7, 13),  # primes, odd rows of x
@@ -26,10 +28,6 @@ SERVED = [(schedule, cell, dtype) for schedule in ("persistent", "persistent_wid
           for cell in CELLS for dtype in ("float32", "float16", "bfloat16")  # wide: 16 bits, one product a step
           if schedule != "persistent_wide" or (dtype != "float32" and cell != "gru_reset_before")]
 LIBRARY = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn_tanh": torch.nn.RNN, "rnn_relu": torch.nn.RNN}
-
-
-def relative(value, expected):
-    return float(np.linalg.norm(value - expected) / max(np.linalg.norm(expected), 1e-30))
 
 
 def library_error(cell, x, weights, state, expected, kind):
@@ -72,7 +70,7 @@ def test_matches_float64(schedule, cell, dtype, shape):
     x = torch.randn(T, B, I, device="cuda").to(kind)
     state = tuple((torch.rand(B, H, device="cuda") - 0.5).to(kind) for _ in layer.manifest.states)
     exact = [v.double().cpu().numpy() for v in (x, *state)]
-    expected, expected_state = reference(cell, exact[0], weights, tuple(exact[1:]))
+    wanted = Wanted(dtype, lambda forward: of_stack(cell, SINGLE, exact[0], exact[1:], weights, {}, forward))
     runs = []
     for _ in range(2):
         out = torch.full((T, B, H), float("nan"), device="cuda", dtype=kind)
@@ -80,12 +78,9 @@ def test_matches_float64(schedule, cell, dtype, shape):
         torch.cuda.synchronize()
         runs.append((y.clone(), *(s.clone() for s in new)))
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True)), "two runs differ"
-    limit = 1e-5 if dtype == "float32" else 2 * library_error(cell, x, weights, state, expected, kind) + 1e-6
-    if dtype != "float32":  # the library may be exact where everything rounds away (B = H = 1)
-        limit = max(limit, float(torch.finfo(kind).eps))
-    assert relative(runs[0][0].double().cpu().numpy(), expected) <= limit
-    for found, wanted in zip(runs[0][1:], expected_state, strict=True):
-        assert relative(found.double().cpu().numpy(), wanted) <= max(limit, 2 * float(torch.finfo(kind).eps))
+    y, *after = (v.double().cpu().numpy() for v in runs[0])
+    wanted.check(y, after)
+    assert relative(y, wanted.y) <= limit(dtype, wanted.y, library_error(cell, x, weights, state, wanted.y, kind))
 
 
 LONG = [("persistent", cell, dtype, B, {  # many times around the ring of an exchange
@@ -117,8 +112,8 @@ def test_long_sequences(schedule, cell, dtype, B, config):
         out = torch.full((T, B, H), float("nan"), device="cuda", dtype=kind)
         runs.append(layer(x, state, out=out)[0].clone())
     assert all(torch.equal(runs[0], run) for run in runs), "two runs differ"
-    limit = 1e-5 if dtype == "float32" else 2 * library_error(cell, x, weights, state, expected, kind) + 1e-6
-    assert relative(runs[0].double().cpu().numpy(), expected) <= limit
+    most = limit(dtype, expected, library_error(cell, x, weights, state, expected, kind))
+    assert relative(runs[0].double().cpu().numpy(), expected) <= most
 
 
 STREAMED = [("gru", "float16", 60, 1, 2816), ("lstm", "bfloat16", 20, 3, 2816), ("lstm", "float16", 20, 16, 2304),
@@ -145,8 +140,8 @@ def test_weights_past_the_chip(cell, dtype, T, B, H):
         out = torch.full((T, B, H), float("nan"), device="cuda", dtype=kind)
         runs.append(layer(x, state, out=out)[0].clone())
     assert all(torch.equal(runs[0], run) for run in runs), "two runs differ"
-    limit = 1e-5 if dtype == "float32" else 2 * library_error(cell, x, weights, state, expected, kind) + 1e-6
-    assert relative(runs[0].double().cpu().numpy(), expected) <= limit
+    most = limit(dtype, expected, library_error(cell, x, weights, state, expected, kind))
+    assert relative(runs[0].double().cpu().numpy(), expected) <= most
 
 
 HOISTED = [(schedule, cell, dtype, sizes)
@@ -173,8 +168,8 @@ def test_hoisted_values_in_16_bits(schedule, cell, dtype, sizes, choice):
     y = layer(x, state, out=out)[0].clone()
     again = layer(x, state, out=out.fill_(float("nan")))[0]
     assert torch.equal(y, again), "two runs differ"
-    limit = max(2 * library_error(cell, x, weights, state, expected, kind) + 1e-6, float(torch.finfo(kind).eps))
-    assert relative(y.double().cpu().numpy(), expected) <= limit
+    most = limit(dtype, expected, library_error(cell, x, weights, state, expected, kind))
+    assert relative(y.double().cpu().numpy(), expected) <= most
 
 
 @pytest.mark.parametrize("schedule", ["persistent", "layout_transform"])
@@ -229,8 +224,9 @@ def test_captures_into_a_cuda_graph():
 
 
 def test_not_a_number_does_not_stop_the_exchange():
-    weights = random_weights("rnn_relu", 16, 40, seed=4)
     for dtype in (torch.float32, torch.bfloat16):
+        weights = {k: torch.tensor(v).to(dtype).float().numpy()
+                   for k, v in random_weights("rnn_relu", 16, 40, seed=4).items()}
         layer = ecornn.compile("rnn_relu", hidden=40, input=16, batch=9, dtype=str(dtype)[6:], target="cuda",
                                schedule="persistent").bind(weights)
         x = torch.randn(6, 9, 16, device="cuda").to(dtype)
@@ -239,8 +235,9 @@ def test_not_a_number_does_not_stop_the_exchange():
         layer(x, (h,))
         torch.cuda.synchronize()  # a reader that waits for such a word would never come back
         y, _ = layer(x)
-        expected, _ = reference("rnn_relu", x.double().cpu().numpy(), weights)
-        assert relative(y.double().cpu().numpy(), expected) <= (1e-5 if dtype == torch.float32 else 2e-2)
+        given, start = x.double().cpu().numpy(), [np.zeros((9, 40))]
+        Wanted(str(dtype)[6:], lambda forward, given=given, start=start, weights=weights: of_stack(
+            "rnn_relu", SINGLE, given, start, weights, {}, forward)).check(y.double().cpu().numpy())
 
 
 @pytest.mark.parametrize(("schedule", "dtype"), [

@@ -8,43 +8,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from exact import of_stack
+from limits import Wanted, relative
 
 import ecornn
-from ecornn.numpy_reference import STEPS, random_weights, reference
+from ecornn.numpy_reference import STEPS, random_weights
 from ecornn.workload import Stack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:RNN module weights")]
-torch = pytest.importorskip("torch")
-
-LIMITS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
 STACKS = [Stack(1, True, True, True), Stack(3, False, True), Stack(2, True), Stack(2, False, False, True),
           Stack(2, False, True, True, True)]
 KINDS = [("lstm", "bfloat16"), ("gru", "float16"), ("gru_reset_before", "float32"), ("lstm", "float32")]
 SERVED = [(schedule, *kind) for schedule in ("persistent", "persistent_wide", "layout_transform", "fused_step")
           for kind in KINDS if schedule != "persistent_wide" or kind[1] != "float32"]
 SHAPES = [(1, 1, 1, 1), (5, 3, 7, 13), (9, 20, 33, 65), (6, 17, 64, 128)]  # T, B, I, H
-
-
-def relative(value: Any, expected: Any) -> float:
-    return float(np.linalg.norm(np.asarray(value, np.float64) - expected) / max(np.linalg.norm(expected), 1e-30))
-
-
-def wanted_of(cell: str, stack: Stack, x: Any, weights: Any, state: Any, call: dict[str, Any]) -> Any:
-    """The reference; a stack that goes backwards only is one of the rows turned round."""
-    if not stack.reverse:
-        return reference(cell, x, weights, state, **call)
-    y = np.zeros((*x.shape[:2], state[0].shape[-1]))
-    last = [np.zeros_like(s) for s in state]
-    lengths = call.get("lengths", np.full(x.shape[1], x.shape[0]))
-    for b, n in enumerate(lengths):
-        mask = np.zeros((n, 1), bool)
-        if "resets" in call and n > 1:  # a start at step t is the end of what runs before it, backwards
-            mask[1:, 0] = call["resets"][1:n, b][::-1]
-        found, after = reference(cell, x[:n, b:b + 1][::-1], weights, [s[..., b:b + 1, :] for s in state], resets=mask)
-        y[:n, b] = found[::-1, 0]
-        for one, other in zip(last, after, strict=True):
-            one[..., b, :] = other[..., 0, :]
-    return y, last
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -64,7 +42,7 @@ def test_matches_float64(schedule: str, cell: str, dtype: str, stack: Stack, sha
     call: dict[str, Any] = {"lengths": rng.integers(0, T + 1, B)} if stack.lengths else {}
     call |= {"resets": rng.random((T, B)) < 0.4} if stack.resets else {}
     exact = [v.double().cpu().numpy() for v in (x, *state)]
-    expected, last = wanted_of(cell, stack, exact[0], weights, exact[1:], call)
+    wanted = Wanted(dtype, lambda forward: of_stack(cell, stack, exact[0], exact[1:], weights, call, forward))
     for b, n in enumerate(call.get("lengths", ())):
         x[n:, b] = float("nan")
     for on_gpu in (False, True):  # lengths of the host end the loop early; those of the GPU do not
@@ -72,12 +50,9 @@ def test_matches_float64(schedule: str, cell: str, dtype: str, stack: Stack, sha
         out = torch.full((T, B, stack.directions * H), float("nan"), device="cuda", dtype=kind)
         y, after = layer(x, state, out=out, **given)
         y = y.double().cpu().numpy()
-        limit = LIMITS[dtype] * (1 if dtype == "float32" else stack.layers)
-        assert relative(y, expected) <= limit
+        wanted.check(y, [s.double().cpu().numpy() for s in after])
         for b, n in enumerate(call.get("lengths", ())):
             assert not y[n:, b].any()
-        for found, wanted in zip(after, last, strict=True):
-            assert relative(found.double().cpu().numpy(), wanted) <= 2 * limit
 
 
 TWO_GROUPS = {"groups": 2, "units": 16, "warps": 3, "gate_warps": 3, "chains": 1, "registers": 100, "interleave": 0,
@@ -111,20 +86,18 @@ def test_sequences_in_columns(schedule: str, cell: str, dtype: str, config: dict
         for given in (state, None):  # without states, more zeros than for the compiled batch
             start = state if given else [torch.zeros_like(s) for s in state]
             exact = [v.double().cpu().numpy() for v in (rows, *start)]
-            expected, last = wanted_of(cell, stack, exact[0], weights, exact[1:], {"lengths": lengths})
+            wanted = Wanted(dtype, lambda forward, exact=exact, lengths=lengths: of_stack(
+                cell, stack, exact[0], exact[1:], weights, {"lengths": lengths}, forward))
             out = torch.full((*columns.table.shape, stack.directions * H), float("nan"), device="cuda", dtype=kind)
             y, after = layer(x, given, sequences=columns, out=out)
             again, after_again = layer(x, given, sequences=columns)
             assert all(torch.equal(a, b) for a, b in zip((y, *after), (again, *after_again), strict=True))
             y = y.double().cpu().numpy()
             assert not y[columns.table < 0].any()
-            found = np.zeros_like(expected)
+            found = np.zeros_like(wanted.y)
             for s, n in enumerate(lengths):
                 found[:n, s] = y.reshape(-1, y.shape[2])[columns.of_sequence(s)]
-            limit = LIMITS[dtype] * (1 if dtype == "float32" else stack.layers)
-            assert relative(found, expected) <= limit
-            for one, other in zip(after, last, strict=True):
-                assert relative(one.double().cpu().numpy(), other) <= 2 * limit
+            wanted.check(found, [s.double().cpu().numpy() for s in after])
 
 
 @pytest.mark.parametrize("options", [{}, {"bidirectional": True, "num_layers": 2}, {"num_layers": 2},
@@ -185,21 +158,24 @@ def test_what_overlaps_computes_the_same(schedule: str | None, cell: str, dtype:
     kind = "directions" if stack.bidirectional else "wavefront"
     plain, x, state = overlapped(cell, dtype, stack, "none", 70, B, I, H, schedule=schedule)
     layer, _, _ = overlapped(cell, dtype, stack, kind, 70, B, I, H, schedule=schedule)
-    rng = np.random.default_rng(3)
+    weights = {k: torch.tensor(v).to(x.dtype).float().numpy()
+               for k, v in random_weights(cell, I, H, 1, stack.layers, stack.directions).items()}
+    rng, start = np.random.default_rng(3), [s.double().cpu().numpy() for s in state]
     for T in (1, 2, 5, 23, 70, 131):
         given = torch.randn(T, B, I, device="cuda").to(x.dtype)
         call: dict[str, Any] = {"lengths": rng.integers(0, T + 1, B)} if stack.lengths else {}
         call |= {"resets": rng.random((T, B)) < 0.2} if stack.resets else {}
+        exact = given.double().cpu().numpy()
+        wanted = Wanted(dtype, lambda forward, exact=exact, call=call: of_stack(
+            cell, stack, exact, start, weights, call, forward))
         call = {k: torch.as_tensor(v).cuda() for k, v in call.items()}
-        wanted, last = plain(given, state, **call)
-        out = torch.full_like(wanted, float("nan"))
+        first, last = plain(given, state, **call)
+        wanted.check(first.double().cpu().numpy(), [s.double().cpu().numpy() for s in last])
+        out = torch.full_like(first, float("nan"))
         y, after = layer(given, state, out=out, **call)
         again, _ = layer(given, state, **call)
-        limit = 2 * LIMITS[dtype] * stack.layers
-        assert relative(y.double().cpu(), wanted.double().cpu().numpy()) <= limit
+        wanted.check(y.double().cpu().numpy(), [s.double().cpu().numpy() for s in after])
         assert torch.equal(y, again)
-        for one, other in zip(after, last, strict=True):
-            assert relative(one.double().cpu(), other.double().cpu().numpy()) <= 2 * limit
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
@@ -263,7 +239,6 @@ def test_torch_modules(name: str, options: dict[str, Any]):
 
 
 def test_onnx_node_tests():
-    pytest.importorskip("onnx")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from test_onnx import NODES, RecurrentBackend

@@ -12,13 +12,13 @@ from msgspec.structs import replace
 from test_persistent_emulated import SMALL, cut
 from test_persistent_wide import config_of
 
-from ecornn.device import KNOWN
 from ecornn.schedules.elementwise import Elementwise
 from ecornn.schedules.hoisted import Hoisted
-from ecornn.schedules.layout_transform import LayoutTransform
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.persistent_wide import PersistentWide
-from ecornn.workload import ALONE, Place
+from ecornn.schedules.step.layout_transform import LayoutTransform
+from ecornn.targets import KNOWN
+from ecornn.workload import ALONE, Traversal
 
 HOPPER = KNOWN["sm_90a"]
 
@@ -55,41 +55,41 @@ def test_a_quad_of_the_projection_fills_sectors(outputs, bytes):
         assert p.words * 4 * 4 >= bytes and p.words * 4 == layout.span * p.apart * 2
 
 
-PERSISTENT: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Place]] = [
+PERSISTENT: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Traversal]] = [
     ("lstm", (5, 3, 24, 40), "float16", {}, ALONE),
-    ("lstm", (6, 23, 31, 33), "bfloat16", {"groups": 2}, Place(True, 2, True, True)),  # odd H, odd B, items
+    ("lstm", (6, 23, 31, 33), "bfloat16", {"groups": 2}, Traversal(True, 2, True, True)),  # odd H, odd B, items
     ("gru", (3, 7, 20, 41), "bfloat16", {"interleave": 4, "units": 8}, ALONE),
     ("gru", (7, 20, 17, 41), "float16", {"ahead": 0, "units": 24}, ALONE),  # odd rows of x
-    ("lstm", (40, 7, 24, 40), "float16", {"ahead": 50}, Place(False, 2, True, True)),
-    ("rnn_tanh", (70, 5, 16, 23), "bfloat16", {"ahead": 25, "units": 8, "warps": 1}, Place(resets=True)),
+    ("lstm", (40, 7, 24, 40), "float16", {"ahead": 50}, Traversal(False, 2, True, True)),
+    ("rnn_tanh", (70, 5, 16, 23), "bfloat16", {"ahead": 25, "units": 8, "warps": 1}, Traversal(resets=True)),
     ("rnn_relu", (1, 1, 1, 1), "float16", {"units": 8, "warps": 1}, ALONE),
     ("rnn_tanh", (26, 5, 72, 29), "float16", {"units": 8, "warps": 1}, ALONE),  # the projection by warpgroups
     ("gru", (26, 5, 72, 45), "bfloat16", {"units": 8}, ALONE),
-    ("gru_reset_before", (5, 4, 8, 23), "float16", {"units": 8, "warps": 1}, Place(True)),  # two exchanges a step
+    ("gru_reset_before", (5, 4, 8, 23), "float16", {"units": 8, "warps": 1}, Traversal(True)),  # two exchanges a step
     ("gated", (4, 3, 24, 39), "bfloat16", {"units": 8}, ALONE),
-    ("pair", (6, 5, 24, 39), "float16", {"units": 8}, Place(True, 2, True, True)),
+    ("pair", (6, 5, 24, 39), "float16", {"units": 8}, Traversal(True, 2, True, True)),
 ]
 
 
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "place"), PERSISTENT, ids=str)
-def test_persistent(tmp_path, cell, sizes, dtype, change, place):
-    task = task_of(cell, sizes, dtype, SMALL, place)
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), PERSISTENT, ids=str)
+def test_persistent(tmp_path, cell, sizes, dtype, change, traversal):
+    task = task_of(cell, sizes, dtype, SMALL, traversal)
     check_numbers(tmp_path, Persistent(), task, cut(task, hoisted="same", **change))
 
 
-WIDE: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Place]] = [
+WIDE: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Traversal]] = [
     ("lstm", (5, 9, 7, 129), "float16", {"units": 26}, ALONE),
     ("gru", (5, 20, 16, 135), "bfloat16", {"units": 24, "registers": 0}, ALONE),
     ("rnn_relu", (1, 1, 1, 1), "bfloat16", {"units": 8}, ALONE),
-    ("rnn_tanh", (6, 23, 31, 139), "float16", {"groups": 2, "units": 64}, Place(False, 2, True, True)),
-    ("gru", (9, 7, 9, 79), "float16", {"units": 48, "row_teams": 2, "parts": 2}, Place(True, 1, True, True)),
+    ("rnn_tanh", (6, 23, 31, 139), "float16", {"groups": 2, "units": 64}, Traversal(False, 2, True, True)),
+    ("gru", (9, 7, 9, 79), "float16", {"units": 48, "row_teams": 2, "parts": 2}, Traversal(True, 1, True, True)),
     ("lstm", (7, 23, 6, 90), "bfloat16", {"units": 46, "row_teams": 3, "parts": 3, "registers": 0}, ALONE),
 ]
 
 
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "place"), WIDE, ids=str)
-def test_persistent_wide(tmp_path, cell, sizes, dtype, change, place):
-    check_numbers(tmp_path, PersistentWide(), task_of(cell, sizes, dtype, SMALL, place),
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), WIDE, ids=str)
+def test_persistent_wide(tmp_path, cell, sizes, dtype, change, traversal):
+    check_numbers(tmp_path, PersistentWide(), task_of(cell, sizes, dtype, SMALL, traversal),
                   config_of(hoisted="same", **change))
 
 
@@ -109,16 +109,16 @@ def test_layout_transform(tmp_path, cell, sizes, dtype, knobs):
 
 
 @pytest.mark.parametrize("lazy", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "knobs", "place"), [
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "knobs", "traversal"), [
     ("indrnn", (37, 3, 5, 12), "bfloat16", {"units": 4, "prefetch": 16, "group": 4}, ALONE),
     ("indrnn", (32, 3, 5, 34), "float16", {"units": 2, "prefetch": 8, "group": 8}, ALONE),
     ("seven", (19, 3, 5, 34), "float16", {"units": 2, "prefetch": 8, "group": 4}, ALONE),
-    ("seven", (11, 3, 24, 20), "bfloat16", {"units": 4, "group": 4}, Place(True, 1, True, True)),
-    ("highway", (21, 3, 5, 12), "float16", {"units": 4, "group": 4, "threads": 32}, Place(False, 2, True, True)),
-    ("leaky", (5, 3, 14, 14), "float16", {"units": 2}, Place(True)),
+    ("seven", (11, 3, 24, 20), "bfloat16", {"units": 4, "group": 4}, Traversal(True, 1, True, True)),
+    ("highway", (21, 3, 5, 12), "float16", {"units": 4, "group": 4, "threads": 32}, Traversal(False, 2, True, True)),
+    ("leaky", (5, 3, 14, 14), "float16", {"units": 2}, Traversal(True)),
 ], ids=str)
-def test_elementwise(tmp_path, cell, sizes, dtype, knobs, place, lazy):
-    schedule, task = Elementwise(), task_of(cell, sizes, dtype, TINY, place)
+def test_elementwise(tmp_path, cell, sizes, dtype, knobs, traversal, lazy):
+    schedule, task = Elementwise(), task_of(cell, sizes, dtype, TINY, traversal)
     check_numbers(tmp_path, schedule, task, {**schedule.default(task), **knobs, "hoisted": "same"}, lazy=lazy)
 
 

@@ -10,10 +10,10 @@ from msgspec.structs import replace
 
 from ecornn.compiler import plan
 from ecornn.compose import compose
-from ecornn.device import KNOWN
 from ecornn.errors import ArgumentError, ScheduleError
 from ecornn.manifest import decode
-from ecornn.program import Beside, Extent, Wave, chunk_extent, chunk_steps
+from ecornn.program import Concurrent, Extent, Wave, chunk_extent, chunk_steps
+from ecornn.targets import KNOWN
 from ecornn.task import make_manifest
 from ecornn.workload import SERIAL, Overlap
 
@@ -141,7 +141,7 @@ def test_a_gpu_with_one_multiprocessor_is_not_shared():
 def test_the_manifest_says_it_and_old_ones_are_read():
     found = planned(bidirectional=True, overlap="directions")
     program = compose(found.stack, found.workload, found.programs(), found.overlap)
-    assert [type(call) for call in program.calls] == [Beside]
+    assert [type(call) for call in program.calls] == [Concurrent]
     manifest = make_manifest(found.cell, found.task, found.found.schedule, found.found.config, program, "",
                              found.stack, found.overlap)
     text = msgspec.json.encode(manifest)

@@ -12,13 +12,13 @@ from msgspec.structs import replace
 
 from ecornn.build import local_arrays
 from ecornn.build.cuda import lower
-from ecornn.device import KNOWN
 from ecornn.runtime import Columns
 from ecornn.schedules.base import Task
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.persistent import plan as persistent_plan
 from ecornn.schedules.persistent.plan import plan_of
-from ecornn.workload import Place
+from ecornn.targets import KNOWN
+from ecornn.workload import Traversal
 
 SMALL = replace(KNOWN["sm_90a"], cores=6)
 CUT = {"groups": 1, "units": 16, "warps": 2, "chains": 1, "registers": 100, "interleave": 0,
@@ -54,36 +54,37 @@ CASES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
 ]
 
 
-# (cell, sizes, dtype, change, place)
-PLACES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Place]] = [
-    ("lstm", (5, 3, 24, 40), "bfloat16", {}, Place(reverse=True)),
-    ("gru", (5, 3, 7, 40), "float16", {}, Place(directions=2)),  # the first half of y's rows
-    ("rnn_tanh", (6, 9, 16, 24), "float32", {"units": 24, "warps": 1}, Place(True, 2)),  # and the second
-    ("lstm", (7, 5, 24, 40), "float16", {}, Place(lengths=True)),
-    ("lstm", (7, 5, 24, 40), "bfloat16", {}, Place(resets=True)),
-    ("gru", (7, 5, 17, 40), "float16", {"units": 24}, Place(True, lengths=True)),
-    ("gru", (6, 7, 9, 40), "bfloat16", {"interleave": 4, "units": 8}, Place(True, resets=True)),
-    ("gru_reset_before", (6, 10, 9, 20), "float32", {"units": 8}, Place(True, 2, True, True)),  # two exchanges a step
-    ("gru_reset_before", (6, 10, 9, 20), "float32", {"units": 8}, Place(False, 2, True, True)),
-    ("lstm", (6, 23, 31, 33), "bfloat16", {"groups": 2}, Place(True, 2, True, True)),  # several items a thread
-    ("lstm", (6, 23, 31, 33), "float16", {"groups": 2, "units": 24}, Place(False, 1, True, True)),
-    ("pair", (6, 5, 24, 40), "bfloat16", {"units": 8}, Place(True, 2, True, True)),  # products of two operands
-    ("slstm", (7, 5, 24, 40), "bfloat16", {"math": "approx"}, Place(True, 1, True, True)),
+# (cell, sizes, dtype, change, traversal)
+TRAVERSALS: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Traversal]] = [
+    ("lstm", (5, 3, 24, 40), "bfloat16", {}, Traversal(reverse=True)),
+    ("gru", (5, 3, 7, 40), "float16", {}, Traversal(directions=2)),  # the first half of y's rows
+    ("rnn_tanh", (6, 9, 16, 24), "float32", {"units": 24, "warps": 1}, Traversal(True, 2)),  # and the second
+    ("lstm", (7, 5, 24, 40), "float16", {}, Traversal(lengths=True)),
+    ("lstm", (7, 5, 24, 40), "bfloat16", {}, Traversal(resets=True)),
+    ("gru", (7, 5, 17, 40), "float16", {"units": 24}, Traversal(True, lengths=True)),
+    ("gru", (6, 7, 9, 40), "bfloat16", {"interleave": 4, "units": 8}, Traversal(True, resets=True)),
+    ("gru_reset_before", (6, 10, 9, 20), "float32", {"units": 8}, Traversal(True, 2, True, True)),  # two exchanges
+    ("gru_reset_before", (6, 10, 9, 20), "float32", {"units": 8}, Traversal(False, 2, True, True)),
+    ("lstm", (6, 23, 31, 33), "bfloat16", {"groups": 2}, Traversal(True, 2, True, True)),  # several items a thread
+    ("lstm", (6, 23, 31, 33), "float16", {"groups": 2, "units": 24}, Traversal(False, 1, True, True)),
+    ("pair", (6, 5, 24, 40), "bfloat16", {"units": 8}, Traversal(True, 2, True, True)),  # products of two operands
+    ("slstm", (7, 5, 24, 40), "bfloat16", {"math": "approx"}, Traversal(True, 1, True, True)),
     # the projection beside the recurrence
-    ("lstm", (9, 3, 24, 40), "bfloat16", {"ahead": 0}, Place(directions=2)),
-    ("lstm", (40, 7, 24, 40), "float16", {"ahead": 50}, Place(False, 2, True, True)),
-    ("gru", (9, 20, 17, 40), "float16", {"ahead": 0, "units": 24}, Place(lengths=True)),
-    ("rnn_tanh", (70, 5, 16, 24), "bfloat16", {"ahead": 25, "units": 8, "warps": 1}, Place(resets=True)),
-    ("gru_reset_before", (9, 4, 8, 24), "float32", {"ahead": 0, "units": 8}, Place(False, 2, True, True)),
+    ("lstm", (9, 3, 24, 40), "bfloat16", {"ahead": 0}, Traversal(directions=2)),
+    ("lstm", (40, 7, 24, 40), "float16", {"ahead": 50}, Traversal(False, 2, True, True)),
+    ("gru", (9, 20, 17, 40), "float16", {"ahead": 0, "units": 24}, Traversal(lengths=True)),
+    ("rnn_tanh", (70, 5, 16, 24), "bfloat16", {"ahead": 25, "units": 8, "warps": 1}, Traversal(resets=True)),
+    ("gru_reset_before", (9, 4, 8, 24), "float32", {"ahead": 0, "units": 8}, Traversal(False, 2, True, True)),
     # sequences end to end in columns
-    ("lstm", (9, 5, 24, 40), "float16", {}, Place(sequences=True)),
-    ("lstm", (1, 3, 24, 40), "bfloat16", {}, Place(sequences=True)),
-    ("gru", (12, 9, 17, 40), "bfloat16", {"units": 24}, Place(True, sequences=True)),
-    ("lstm", (9, 23, 31, 33), "float16", {"groups": 2}, Place(True, 2, sequences=True)),  # several items a thread
-    ("gru_reset_before", (40, 7, 9, 20), "float32", {"units": 8, "fences": "rare"}, Place(False, 2, sequences=True)),
-    ("slstm", (9, 5, 24, 40), "float16", {"math": "fast"}, Place(sequences=True)),
-    ("pair", (12, 5, 24, 40), "bfloat16", {"units": 8}, Place(sequences=True)),
-    ("lstm", (40, 7, 24, 40), "float16", {"ahead": 50}, Place(sequences=True)),
+    ("lstm", (9, 5, 24, 40), "float16", {}, Traversal(sequences=True)),
+    ("lstm", (1, 3, 24, 40), "bfloat16", {}, Traversal(sequences=True)),
+    ("gru", (12, 9, 17, 40), "bfloat16", {"units": 24}, Traversal(True, sequences=True)),
+    ("lstm", (9, 23, 31, 33), "float16", {"groups": 2}, Traversal(True, 2, sequences=True)),  # several items a thread
+    ("gru_reset_before", (40, 7, 9, 20), "float32", {"units": 8, "fences": "rare"},
+     Traversal(False, 2, sequences=True)),
+    ("slstm", (9, 5, 24, 40), "float16", {"math": "fast"}, Traversal(sequences=True)),
+    ("pair", (12, 5, 24, 40), "bfloat16", {"units": 8}, Traversal(sequences=True)),
+    ("lstm", (40, 7, 24, 40), "float16", {"ahead": 50}, Traversal(sequences=True)),
 ]
 
 
@@ -109,13 +110,14 @@ def test_with_variables_for_arrays(tmp_path, monkeypatch, dtype):
     task = task_of("lstm", (5, 9, 24, 40), dtype, SMALL)
     config = cut(task, registers=50)
     source = lower(Persistent().program(task, config), SMALL.arch)[1]
-    assert "_ptr_1_0" in source and not re.search(r"alignas\(64\) float _ptr_\d+\[", source)
+    assert "acc_ptr_e0" in source and not re.search(r"alignas\(64\) float \w+\[", source)
     check_numbers(tmp_path, Persistent(), task, config)
 
 
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "place"), PLACES, ids=lambda v: str(v).replace(" ", ""))
-def test_directions_lengths_and_resets(tmp_path, cell, sizes, dtype, change, place):
-    task = task_of(cell, sizes, dtype, SMALL, place)
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), TRAVERSALS,
+                         ids=lambda v: str(v).replace(" ", ""))
+def test_directions_lengths_and_resets(tmp_path, cell, sizes, dtype, change, traversal):
+    task = task_of(cell, sizes, dtype, SMALL, traversal)
     check_numbers(tmp_path, Persistent(), task, cut(task, **change))
 
 
@@ -125,7 +127,7 @@ def test_columns_of_random_lengths(tmp_path, reverse, seed):
     lengths = np.random.default_rng(seed).integers(1, 12, 31)
     columns = Columns.of(lengths, 11, 6)
     assert columns.wrapped.size and len(columns.table) < len(Columns.of(lengths, 11).table)
-    task = task_of("lstm", (len(columns.table), 11, 9, 34), "float16", SMALL, Place(reverse, 2, sequences=True))
+    task = task_of("lstm", (len(columns.table), 11, 9, 34), "float16", SMALL, Traversal(reverse, 2, sequences=True))
     config = cut(task, groups=2, units=24)
     assert Persistent().program(task, config).together == 6
     check_numbers(tmp_path, Persistent(), task, config, masks={"sequences": columns.marked})
@@ -133,7 +135,7 @@ def test_columns_of_random_lengths(tmp_path, reverse, seed):
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_fewer_masked_rows_than_compiled(tmp_path, reverse):
-    task = task_of("lstm", (5, 9, 16, 34), "float16", SMALL, Place(reverse, 2, True, True))
+    task = task_of("lstm", (5, 9, 16, 34), "float16", SMALL, Traversal(reverse, 2, True, True))
     check_numbers(tmp_path, Persistent(), task, cut(task, groups=2, units=24, ahead=100 if reverse else 0), batch=2)
 
 
@@ -141,7 +143,7 @@ def test_no_projection_beside_a_recurrence_that_goes_backwards():
     """Workers would begin with the rows that are needed last."""
     schedule, ahead = Persistent(), (0, 25, 50, 75)
     for reverse in (False, True):
-        task = task_of("lstm", (40, 7, 24, 40), "float16", SMALL, Place(reverse))
+        task = task_of("lstm", (40, 7, 24, 40), "float16", SMALL, Traversal(reverse))
         reasons = [schedule.check(task, cut(task, ahead=percent)) for percent in ahead]
         assert all("last" in (r or "") for r in reasons) if reverse else reasons == [None] * len(ahead)
         assert schedule.check(task, cut(task)) is None
@@ -151,7 +153,7 @@ def test_each_direction_has_a_default_of_its_own():
     """The same schedule object answers for both, whichever is asked first."""
     schedule = Persistent()
     for reverse in (False, True, False):
-        task = task_of("rnn_tanh", (300, 20, 2048, 640), "float32", KNOWN["sm_90a"], Place(reverse, 2))
+        task = task_of("rnn_tanh", (300, 20, 2048, 640), "float32", KNOWN["sm_90a"], Traversal(reverse, 2))
         config = schedule.default(task)
         assert schedule.check(task, config) is None
         assert (config["ahead"] == 100) == reverse
@@ -201,30 +203,31 @@ def test_fewer_rows_than_compiled(tmp_path):
     check_numbers(tmp_path, Persistent(), task, cut(task, groups=2, units=24, ahead=0), batch=2)
 
 
-# (cell, sizes, dtype, change, place) of groups that are clusters
-CLUSTERS: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Place]] = [
-    ("lstm", (7, 1, 24, 40), "float16", {}, Place()),
-    ("lstm", (6, 5, 24, 33), "bfloat16", {"units": 8}, Place()),  # the last block has one unit
-    ("lstm", (2, 23, 7, 65), "float16", {"groups": 2, "units": 24, "registers": 0}, Place()),  # two tiles, two items
-    ("lstm", (5, 9, 9, 40), "float32", {"registers": 50}, Place(True, 2, True, True)),
-    ("lstm", (5, 4, 8, 24), "tf32", {"warps": 1}, Place(lengths=True)),
-    ("rnn_tanh", (4, 3, 8, 40), "float32", {"units": 24, "warps": 2, "gate_warps": 2}, Place()),  # words of no unit
-    ("gru", (7, 7, 17, 40), "bfloat16", {"interleave": 4, "units": 8}, Place(resets=True)),
-    ("gru_reset_before", (1, 3, 9, 20), "float32", {"units": 8}, Place()),  # no step after the first
-    ("gru_reset_before", (6, 10, 9, 20), "float16", {"units": 8, "warps": 1}, Place(False, 2, True, True)),
-    ("rnn_relu", (1, 1, 1, 9), "float16", {"units": 8, "warps": 1}, Place()),
-    ("pair", (6, 5, 24, 40), "bfloat16", {"units": 8}, Place(True)),  # products of two operands
-    ("lstm", (9, 5, 24, 40), "float16", {"hoisted": "same"}, Place(sequences=True)),  # sequences end to end
+# (cell, sizes, dtype, change, traversal) of groups that are clusters
+CLUSTERS: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Traversal]] = [
+    ("lstm", (7, 1, 24, 40), "float16", {}, Traversal()),
+    ("lstm", (6, 5, 24, 33), "bfloat16", {"units": 8}, Traversal()),  # the last block has one unit
+    ("lstm", (2, 23, 7, 65), "float16", {"groups": 2, "units": 24, "registers": 0}, Traversal()),  # two tiles and items
+    ("lstm", (5, 9, 9, 40), "float32", {"registers": 50}, Traversal(True, 2, True, True)),
+    ("lstm", (5, 4, 8, 24), "tf32", {"warps": 1}, Traversal(lengths=True)),
+    ("rnn_tanh", (4, 3, 8, 40), "float32", {"units": 24, "warps": 2, "gate_warps": 2}, Traversal()),  # words of no unit
+    ("gru", (7, 7, 17, 40), "bfloat16", {"interleave": 4, "units": 8}, Traversal(resets=True)),
+    ("gru_reset_before", (1, 3, 9, 20), "float32", {"units": 8}, Traversal()),  # no step after the first
+    ("gru_reset_before", (6, 10, 9, 20), "float16", {"units": 8, "warps": 1}, Traversal(False, 2, True, True)),
+    ("rnn_relu", (1, 1, 1, 9), "float16", {"units": 8, "warps": 1}, Traversal()),
+    ("pair", (6, 5, 24, 40), "bfloat16", {"units": 8}, Traversal(True)),  # products of two operands
+    ("lstm", (9, 5, 24, 40), "float16", {"hoisted": "same"}, Traversal(sequences=True)),  # sequences end to end
     ("gru_reset_before", (12, 7, 9, 20), "bfloat16", {"units": 8, "warps": 1, "hoisted": "same"},
-     Place(True, sequences=True)),
+     Traversal(True, sequences=True)),
 ]
 
 
 @pytest.mark.parametrize("lazy", [pytest.param(False, marks=pytest.mark.exhaustive), True])
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "place"), CLUSTERS, ids=lambda v: str(v).replace(" ", ""))
-def test_state_travels_inside_clusters(tmp_path, cell, sizes, dtype, change, place, lazy):
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), CLUSTERS,
+                         ids=lambda v: str(v).replace(" ", ""))
+def test_state_travels_inside_clusters(tmp_path, cell, sizes, dtype, change, traversal, lazy):
     """Words arrive as early as they can, and as late."""
-    task = task_of(cell, sizes, dtype, replace(SMALL, cores=15), place)
+    task = task_of(cell, sizes, dtype, replace(SMALL, cores=15), traversal)
     config = cut(task, carrier="cluster", fences="rare", **change)
     program = Persistent().program(task, config)
     last, plan = program.calls[-1], plan_of(task, config)
@@ -234,7 +237,7 @@ def test_state_travels_inside_clusters(tmp_path, cell, sizes, dtype, change, pla
 
 
 def test_fewer_rows_than_a_cluster_is_compiled_for(tmp_path):
-    task = task_of("lstm", (5, 9, 16, 34), "float16", replace(SMALL, cores=12), Place(True, 2, True, True))
+    task = task_of("lstm", (5, 9, 16, 34), "float16", replace(SMALL, cores=12), Traversal(True, 2, True, True))
     config = cut(task, groups=2, units=24, carrier="cluster", fences="rare")
     check_numbers(tmp_path, Persistent(), task, config, batch=2)
 

@@ -7,12 +7,12 @@ import pytest
 
 from ecornn.analysis import analyse
 from ecornn.cells import BUILTIN
-from ecornn.device import resolve
 from ecornn.schedules.base import Task
+from ecornn.schedules.isa.tensor_core import per_word
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.persistent.exchange import word_of
 from ecornn.schedules.persistent.plan import packing_of, plan_of
-from ecornn.schedules.tensor_core import per_word
+from ecornn.targets import resolve
 from ecornn.workload import Workload
 
 
@@ -41,9 +41,9 @@ def test_fragments_multiply_to_the_product(cell, dtype, hidden, batch):
     parameters = {n: rng.standard_normal(s) for n, s in task.graph.parameters.items()}
     n = per_word(dtype)
     for index, phase in enumerate(plan.phases):
-        rows = task.graph.phases[index].rows
+        rows = task.graph.phases[index].products
         h = rng.standard_normal((plan.groups * plan.columns, hidden))
-        expected = np.einsum("bk,gjk->bgj", h, np.stack([parameters[r.weight][r.gate] for r in rows]))
+        expected = np.einsum("bk,gjk->bgj", h, np.stack([parameters[r.term.parameter][r.term.gate] for r in rows]))
         exchange = np.zeros((plan.groups, plan.slot_words(phase), n))
         for group in range(plan.groups):
             for column in range(plan.columns):

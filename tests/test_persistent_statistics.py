@@ -4,45 +4,48 @@ from __future__ import annotations
 
 from typing import Any
 
-import emulated
+import exact
 import numpy as np
 import pytest
 import step_cells
 from cuda_on_cpu import Emulated, inputs
-from emulated import check_numbers, relative, task_of
+from emulated import check_numbers, task_of
+from limits import relative
 from msgspec.structs import replace
 from statistic_cells import Thrice
 from test_persistent_emulated import SMALL, cut
 
 from ecornn.build.cuda import lower
-from ecornn.device import KNOWN
+from ecornn.cells import get
 from ecornn.schedules import all_schedules
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.persistent.plan import LINE, lanes_of, plan_of
+from ecornn.targets import KNOWN
 from ecornn.tune.interpreter import interpret
-from ecornn.workload import Place
+from ecornn.workload import Traversal
 
 LSTM, GRU = "lstm(layer_norm)", "gru(layer_norm)"
-CASES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Place]] = [
-    (LSTM, (5, 3, 24, 40), "bfloat16", {}, Place()),
-    (GRU, (40, 5, 24, 40), "float32", {"fences": "rare", "units": 8}, Place()),  # more than once around the ring
+CASES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Traversal]] = [
+    (LSTM, (5, 3, 24, 40), "bfloat16", {}, Traversal()),
+    (GRU, (40, 5, 24, 40), "float32", {"fences": "rare", "units": 8}, Traversal()),  # more than once around the ring
     # rows of two warps, in turns; lanes without a unit, and without a row
-    (LSTM, (5, 9, 24, 80), "float16", {"units": 40, "warps": 2, "gate_warps": 6, "registers": 0}, Place()),
-    (GRU, (5, 7, 9, 33), "bfloat16", {"units": 24, "gate_warps": 2}, Place()),
-    (LSTM, (5, 23, 31, 33), "float16", {"groups": 2, "fences": "products"}, Place(True, 2, True, True)),
-    (LSTM, (4, 4, 24, 24), "tf32", {"units": 8, "warps": 1, "hoisted": "float32"}, Place(lengths=True)),
-    ("gru_reset_before(layer_norm)", (5, 4, 8, 20), "float32", {"units": 8}, Place(False, 2, True, True)),
-    ("lstm(layer_norm,projection)", (5, 4, 8, 20), "bfloat16", {"units": 8, "warps": 1, "hoisted": "same"}, Place()),
-    ("blend", (5, 6, 9, 40), "float16", {}, Place(resets=True)),  # statistics beside a product
-    (LSTM, (9, 5, 24, 40), "float16", {}, Place(sequences=True))]
-CLUSTERS: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Place]] = [
-    (LSTM, (7, 1, 24, 40), "float16", {}, Place()),
-    (LSTM, (6, 5, 24, 33), "bfloat16", {"units": 8, "hoisted": "same"}, Place()),
-    (GRU, (2, 23, 7, 65), "float16", {"groups": 2, "units": 24, "registers": 0}, Place()),
-    (LSTM, (5, 9, 9, 40), "float32", {"registers": 50}, Place(True, 2, True, True)),
-    ("gru_reset_before(layer_norm)", (1, 3, 9, 20), "float32", {"units": 8}, Place()),  # no step after the first
-    ("blend", (6, 10, 9, 20), "float16", {"units": 8, "warps": 1}, Place(False, 2, True, True)),
-    (GRU, (9, 5, 24, 40), "float16", {}, Place(sequences=True))]
+    (LSTM, (5, 9, 24, 80), "float16", {"units": 40, "warps": 2, "gate_warps": 6, "registers": 0}, Traversal()),
+    (GRU, (5, 7, 9, 33), "bfloat16", {"units": 24, "gate_warps": 2}, Traversal()),
+    (LSTM, (5, 23, 31, 33), "float16", {"groups": 2, "fences": "products"}, Traversal(True, 2, True, True)),
+    (LSTM, (4, 4, 24, 24), "tf32", {"units": 8, "warps": 1, "hoisted": "float32"}, Traversal(lengths=True)),
+    ("gru_reset_before(layer_norm)", (5, 4, 8, 20), "float32", {"units": 8}, Traversal(False, 2, True, True)),
+    ("lstm(layer_norm,projection)", (5, 4, 8, 20), "bfloat16", {"units": 8, "warps": 1, "hoisted": "same"},
+     Traversal()),
+    ("blend", (5, 6, 9, 40), "float16", {}, Traversal(resets=True)),  # statistics beside a product
+    (LSTM, (9, 5, 24, 40), "float16", {}, Traversal(sequences=True))]
+CLUSTERS: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Traversal]] = [
+    (LSTM, (7, 1, 24, 40), "float16", {}, Traversal()),
+    (LSTM, (6, 5, 24, 33), "bfloat16", {"units": 8, "hoisted": "same"}, Traversal()),
+    (GRU, (2, 23, 7, 65), "float16", {"groups": 2, "units": 24, "registers": 0}, Traversal()),
+    (LSTM, (5, 9, 9, 40), "float32", {"registers": 50}, Traversal(True, 2, True, True)),
+    ("gru_reset_before(layer_norm)", (1, 3, 9, 20), "float32", {"units": 8}, Traversal()),  # no step after the first
+    ("blend", (6, 10, 9, 20), "float16", {"units": 8, "warps": 1}, Traversal(False, 2, True, True)),
+    (GRU, (9, 5, 24, 40), "float16", {}, Traversal(sequences=True))]
 
 
 def some(cases: list[Any], quick: tuple[int, ...]) -> list[Any]:
@@ -50,19 +53,19 @@ def some(cases: list[Any], quick: tuple[int, ...]) -> list[Any]:
     return [case if n in quick else pytest.param(*case, marks=pytest.mark.slow) for n, case in enumerate(cases)]
 
 
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "place"), some(CASES, (0, 3, 4, 8)),
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), some(CASES, (0, 3, 4, 8)),
                          ids=lambda v: str(v).replace(" ", ""))
-def test_through_l2(tmp_path, cell, sizes, dtype, change, place):
-    task = task_of(cell, sizes, dtype, SMALL, place)
+def test_through_l2(tmp_path, cell, sizes, dtype, change, traversal):
+    task = task_of(cell, sizes, dtype, SMALL, traversal)
     check_numbers(tmp_path, Persistent(), task, cut(task, **change))
 
 
 @pytest.mark.parametrize("lazy", [pytest.param(False, marks=pytest.mark.exhaustive), True])
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "place"), some(CLUSTERS, (0, 3, 5)),
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), some(CLUSTERS, (0, 3, 5)),
                          ids=lambda v: str(v).replace(" ", ""))
-def test_in_clusters(tmp_path, cell, sizes, dtype, change, place, lazy):
+def test_in_clusters(tmp_path, cell, sizes, dtype, change, traversal, lazy):
     """Words arrive as early as they can, and as late."""
-    task = task_of(cell, sizes, dtype, replace(SMALL, cores=15), place)
+    task = task_of(cell, sizes, dtype, replace(SMALL, cores=15), traversal)
     config = cut(task, carrier="cluster", fences="rare", **change)
     assert not any(b.name.startswith("sums") for b in Persistent().program(task, config).buffers)
     check_numbers(tmp_path, Persistent(), task, config, lazy=lazy)
@@ -70,7 +73,7 @@ def test_in_clusters(tmp_path, cell, sizes, dtype, change, place, lazy):
 
 @pytest.mark.parametrize("carrier", ["l2", "cluster"])
 def test_fewer_rows_than_compiled(tmp_path, carrier):
-    task = task_of(LSTM, (5, 9, 16, 34), "float16", replace(SMALL, cores=12), Place(True, 2, True, True))
+    task = task_of(LSTM, (5, 9, 16, 34), "float16", replace(SMALL, cores=12), Traversal(True, 2, True, True))
     check_numbers(tmp_path, Persistent(), task, cut(task, groups=2, units=24, carrier=carrier, fences="rare"), batch=2)
 
 
@@ -81,13 +84,13 @@ def test_a_mean_that_is_large_beside_the_deviations(tmp_path):
     parameters["bias_hh"][1] += 9  # forget gates stay open
     states["c"] += np.float32(20)
     y, _ = Emulated(Persistent().program(task, cut(task)), tmp_path).run(x, states, parameters)
-    wanted, _ = interpret(task.graph, x, parameters, list(states.values()))
+    wanted, _ = interpret(get(LSTM), x, parameters, list(states.values()))
     assert relative(y[1:], wanted[1:]) < 2e-5
 
 
 def test_a_row_that_is_no_number_harms_no_sequence_after_it(tmp_path):
     """The mean of the step before is not used where it is none."""
-    task = task_of(LSTM, (6, 3, 8, 40), "float32", SMALL, Place(resets=True))
+    task = task_of(LSTM, (6, 3, 8, 40), "float32", SMALL, Traversal(resets=True))
     x, states, parameters = inputs(LSTM, (6, 3, 8, 40), "float32", task.graph.parameters, tuple(task.graph.states))
     clean, resets = x.copy(), np.zeros((6, 3), bool)
     x[1, 1], resets[3, 1] = np.nan, True
@@ -100,7 +103,7 @@ def test_a_row_that_is_no_number_harms_no_sequence_after_it(tmp_path):
 @pytest.mark.parametrize(("carrier", "change"), [
     ("l2", {"units": 8}), ("l2", {"units": 32}), ("cluster", {"units": 16})])
 def test_an_odd_number_of_statistics_in_one_exchange(tmp_path, monkeypatch, carrier, change):
-    for known in (step_cells.CELLS, emulated.ALL_CELLS):
+    for known in (step_cells.CELLS, exact.ALL_CELLS):
         monkeypatch.setitem(known, "thrice", Thrice())
     task = task_of("thrice", (6, 3, 9, 40), "float16", replace(SMALL, cores=12))
     config = cut(task, carrier=carrier, fences="rare", warps=2, gate_warps=2 if change["units"] > 8 else 1, **change)

@@ -14,11 +14,11 @@ from test_projection_wgmma import compile_loud
 
 from ecornn.build.cuda import lower
 from ecornn.build.nvcc import find_nvcc, parse_resources
-from ecornn.device import KNOWN
 from ecornn.schedules.persistent_wide import PersistentWide
 from ecornn.schedules.persistent_wide.plan import packing_of, plan_of
+from ecornn.targets import KNOWN
 from ecornn.tune.choose import serving_or_raise
-from ecornn.workload import Place
+from ecornn.workload import Traversal
 
 HOPPER = KNOWN["sm_90a"]
 SMALL = replace(HOPPER, cores=6)
@@ -75,26 +75,27 @@ def test_rows_and_k_are_shared(tmp_path, cell, sizes, dtype, change, lazy):
     check_numbers(tmp_path, PersistentWide(), task_of(cell, sizes, dtype, SMALL), config_of(**change), lazy=lazy)
 
 
-PLACES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Place]] = [
-    ("lstm", (5, 3, 24, 40), "bfloat16", {}, Place(reverse=True)),
-    ("gru", (5, 3, 7, 40), "float16", {"units": 8}, Place(directions=2)),
-    ("lstm", (7, 5, 24, 40), "float16", {}, Place(lengths=True)),
-    ("lstm", (7, 5, 24, 40), "bfloat16", {}, Place(resets=True)),
-    ("gru", (6, 10, 9, 80), "bfloat16", {"units": 16}, Place(True, 2, True, True)),
-    ("rnn_tanh", (6, 23, 31, 140), "float16", {"groups": 2, "units": 64}, Place(False, 2, True, True)),
-    ("lstm", (9, 10, 9, 80), "float16", {"units": 40, "row_teams": 2, "parts": 3}, Place(True, 2, True, True)),
-    ("gru", (9, 7, 9, 80), "bfloat16", {"units": 48, "row_teams": 2, "parts": 2}, Place(False, 1, True, True)),
+TRAVERSALS: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Traversal]] = [
+    ("lstm", (5, 3, 24, 40), "bfloat16", {}, Traversal(reverse=True)),
+    ("gru", (5, 3, 7, 40), "float16", {"units": 8}, Traversal(directions=2)),
+    ("lstm", (7, 5, 24, 40), "float16", {}, Traversal(lengths=True)),
+    ("lstm", (7, 5, 24, 40), "bfloat16", {}, Traversal(resets=True)),
+    ("gru", (6, 10, 9, 80), "bfloat16", {"units": 16}, Traversal(True, 2, True, True)),
+    ("rnn_tanh", (6, 23, 31, 140), "float16", {"groups": 2, "units": 64}, Traversal(False, 2, True, True)),
+    ("lstm", (9, 10, 9, 80), "float16", {"units": 40, "row_teams": 2, "parts": 3}, Traversal(True, 2, True, True)),
+    ("gru", (9, 7, 9, 80), "bfloat16", {"units": 48, "row_teams": 2, "parts": 2}, Traversal(False, 1, True, True)),
     # sequences end to end in columns
-    ("lstm", (9, 10, 24, 80), "float16", {}, Place(sequences=True)),
-    ("gru", (12, 23, 9, 80), "bfloat16", {"units": 40, "groups": 2}, Place(True, 2, sequences=True)),
-    ("lstm", (9, 10, 9, 80), "float16", {"units": 40, "row_teams": 2, "parts": 3}, Place(True, 2, sequences=True)),
-    ("gru", (1, 7, 9, 80), "bfloat16", {"units": 48, "row_teams": 2, "parts": 2}, Place(sequences=True)),
+    ("lstm", (9, 10, 24, 80), "float16", {}, Traversal(sequences=True)),
+    ("gru", (12, 23, 9, 80), "bfloat16", {"units": 40, "groups": 2}, Traversal(True, 2, sequences=True)),
+    ("lstm", (9, 10, 9, 80), "float16", {"units": 40, "row_teams": 2, "parts": 3}, Traversal(True, 2, sequences=True)),
+    ("gru", (1, 7, 9, 80), "bfloat16", {"units": 48, "row_teams": 2, "parts": 2}, Traversal(sequences=True)),
 ]
 
 
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "place"), PLACES, ids=lambda v: str(v).replace(" ", ""))
-def test_directions_lengths_and_resets(tmp_path, cell, sizes, dtype, change, place):
-    check_numbers(tmp_path, PersistentWide(), task_of(cell, sizes, dtype, SMALL, place), config_of(**change))
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), TRAVERSALS,
+                         ids=lambda v: str(v).replace(" ", ""))
+def test_directions_lengths_and_resets(tmp_path, cell, sizes, dtype, change, traversal):
+    check_numbers(tmp_path, PersistentWide(), task_of(cell, sizes, dtype, SMALL, traversal), config_of(**change))
 
 
 @pytest.mark.parametrize("lazy", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
@@ -111,7 +112,7 @@ def test_more_chunks_than_stages_over_many_steps(tmp_path, registers, lazy):
 
 
 def test_fewer_rows_than_compiled(tmp_path):
-    task = task_of("lstm", (5, 9, 16, 34), "float16", SMALL, Place(True, 2, True, True))
+    task = task_of("lstm", (5, 9, 16, 34), "float16", SMALL, Traversal(True, 2, True, True))
     check_numbers(tmp_path, PersistentWide(), task, config_of(groups=2), batch=2)
 
 
@@ -128,14 +129,14 @@ def test_weights_lie_as_wgmma_reads_them(cell, units):
     plan = plan_of(task, config_of(units=units))
     parameters = {n: np.arange(np.prod(s)).reshape(s) % 2039 for n, s in task.graph.parameters.items()}
     made = pack(packing_of(task, plan), parameters).reshape(plan.blocks, 2 * plan.chunks, 8, plan.octets, 8, 8)
-    rows, e = task.graph.phases[0].rows, plan.interleave
+    rows, e = task.graph.phases[0].products, plan.interleave
     rng = np.random.default_rng(0)
     for gate, unit, k in zip(rng.integers(len(rows), size=500), rng.integers(H, size=500), rng.integers(H, size=500),
                              strict=True):
         block, local = divmod(int(unit), units)
         row = int(gate) // e * units * e + local * e + int(gate) % e
         value = made[block, k // 64, k % 64 // 8, row // 8, row % 8, k % 8]
-        assert float(value) == parameters[rows[gate].weight][rows[gate].gate, unit, k]
+        assert float(value) == parameters[rows[gate].term.parameter][rows[gate].term.gate, unit, k]
 
 
 def test_what_does_not_fit_is_refused():

@@ -12,10 +12,10 @@ import ecornn
 from ecornn.build.cuda import lower
 from ecornn.cli import main
 from ecornn.compiler import plan
-from ecornn.device import KNOWN
 from ecornn.errors import ArgumentError, EcornnError
-from ecornn.schedules.layout_transform import LayoutTransform
 from ecornn.schedules.persistent import Persistent
+from ecornn.schedules.step.layout_transform import LayoutTransform
+from ecornn.targets import KNOWN
 from ecornn.workload import Workload
 
 
@@ -62,7 +62,7 @@ def test_the_command_line_means_float32():
 @pytest.mark.parametrize("cell", ["lstm", "gru", "rnn_tanh"])
 @pytest.mark.parametrize("schedule", ["persistent", "layout_transform"])
 def test_no_worse_than_twice_the_library(cell, schedule):
-    torch = pytest.importorskip("torch")
+    import torch
     torch.manual_seed(0)
     T, B, I, H = 30, 9, 200, 256
     library = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn_tanh": torch.nn.RNN}[cell](I, H).cuda()

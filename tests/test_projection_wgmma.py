@@ -12,15 +12,17 @@ from emulated import check_numbers, task_of
 from msgspec.structs import replace
 from test_persistent_emulated import cut
 
-import ecornn.schedules.projection_wgmma_kernel as kernel
+import ecornn.schedules.gemm.wgmma_kernel as kernel
 from ecornn.build.cuda import lower
 from ecornn.build.nvcc import find_nvcc, parse_resources
-from ecornn.device import KNOWN
-from ecornn.program import Buffer, Program
-from ecornn.schedules.layout_transform import LayoutTransform
+from ecornn.program import Program
+from ecornn.schedules.assemble import shared_buffers
+from ecornn.schedules.gemm.projection import project
+from ecornn.schedules.gemm.wgmma import THREADS, shape_of
+from ecornn.schedules.hoisted import in_float32
 from ecornn.schedules.persistent import Persistent
-from ecornn.schedules.projection import project
-from ecornn.schedules.projection_wgmma import THREADS, shape_of
+from ecornn.schedules.step.layout_transform import LayoutTransform
+from ecornn.targets import KNOWN
 
 HOPPER = KNOWN["sm_90a"]
 
@@ -81,7 +83,7 @@ def test_fewer_rows_than_compiled(tmp_path):
 
 
 def test_what_it_does_not_serve():
-    """These keep the kernel of ``projection_kernel.py``."""
+    """These keep the kernel of ``schedules/gemm/mma_kernel.py``."""
     def serves(cell="lstm", sizes=(4, 3, 64, 40), dtype="bfloat16", device=HOPPER):
         return shape_of(task_of(cell, sizes, dtype, device)) is not None
 
@@ -114,8 +116,8 @@ def test_compiles_without_spills(cell, hidden, input, dtype, wide):
     made = task(cell, (64, 16, input, hidden), dtype, 132)
     part = project(made)
     assert part.calls[0].threads == THREADS
-    buffers = (Buffer("x", "x", made.workload.dtype), *part.buffers)
-    source = lower(Program(part.functions, buffers, part.calls), "sm_90a")[1]
+    buffers = (*shared_buffers(made, in_float32(made)), *part.buffers)
+    source = lower(Program.running(dict(part.functions), buffers, part.calls), "sm_90a")[1]
     # not compile_cubin: warnings are what this looks for
     code, log = compile_loud(nvcc, source)
     assert code[:4] == b"\x7fELF"

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ecornn.device import KNOWN
 from ecornn.errors import RecordError
+from ecornn.targets import KNOWN
 from ecornn.tune.journal import Journal
 from ecornn.tune.log import MAX_FILE, append, parse, read, rewrite
 from ecornn.tune.record import MAX_LINE, Choice, Finish, Start, Times, Trial, decode, encode

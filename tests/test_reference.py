@@ -73,7 +73,7 @@ def test_scalar_loop(cell):
 
 @pytest.mark.parametrize("cell", ["lstm", "gru", "rnn_tanh", "rnn_relu"])
 def test_pytorch(cell):
-    torch = pytest.importorskip("torch")
+    import torch
     x, weights, state = problem(cell, seed=1)
     layer = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}.get(cell, torch.nn.RNN)
     options = {"nonlinearity": cell[4:]} if cell.startswith("rnn") else {}
@@ -185,7 +185,7 @@ def test_errors_name_what_is_wrong():
 @pytest.mark.parametrize("cell", NORMALIZED)
 def test_layer_normalization(cell):
     """Two layers in both directions, each step by PyTorch's ``layer_norm`` and ``LSTMCell``'s formulas."""
-    torch = pytest.importorskip("torch")
+    import torch
     from torch.nn.functional import layer_norm
 
     x, lengths = np.random.default_rng(4).standard_normal((T, B, I)), [T, 2, 0]

@@ -153,6 +153,6 @@ def test_wrong_places(module: Module):
 
 
 def test_torch_tensors_must_be_on_the_gpu(module: Module):
-    torch = pytest.importorskip("torch")
+    import torch
     with pytest.raises(DeviceError, match=r"x.device='cpu' .* cuda:0"):
         module.bind(WEIGHTS)(torch.from_numpy(sample.inputs()))

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import ecornn
 from ecornn.errors import DeviceError
 from ecornn.numpy_reference import random_weights
 from ecornn.runtime import Module
 
-torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu
 T, B, I, H = 12, 4, 48, 64
 WEIGHTS = random_weights("lstm", I, H)

@@ -161,7 +161,7 @@ def test_out_must_not_be_memory_of_an_input(layer: Layer):
 
 
 def test_bfloat16_numpy():
-    ml_dtypes = pytest.importorskip("ml_dtypes")
+    import ml_dtypes
     module = ecornn.load(sample.build(sample.manifest(dtype="bfloat16")))
     x = sample.inputs().astype(ml_dtypes.bfloat16)
     y, state = module.bind(WEIGHTS)(x)
@@ -174,7 +174,7 @@ def test_bfloat16_numpy():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_other_frameworks_through_dlpack(dtype: str):
     """tvm_ffi.Tensor has __dlpack__ and from_dlpack, and bfloat16 on a CPU, which NumPy has not."""
-    torch = pytest.importorskip("torch")
+    import torch
 
     def foreign(array: np.ndarray) -> Any:
         return tvm_ffi.from_dlpack(torch.from_numpy(array).to(getattr(torch, dtype)))
@@ -215,7 +215,8 @@ print(y.numpy()[0, 0, 0])
 
 
 def test_memory_handed_to_another_framework_outlives_everything():
-    torch = pytest.importorskip("torch")
+    import torch
+
     from ecornn.runtime import dlpack
 
     layer = ecornn.load(sample.build(sample.manifest())).bind(WEIGHTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,17 @@ def test_truncated_at_any_length(module: Module, tmp_path: Path):
         path.write_bytes(content[:size])
         with pytest.raises(ModuleError):
             ecornn.load(path)
+
+
+def test_a_segment_beyond_the_end(module: Module, tmp_path: Path):
+    """The header and both tables are whole, and what they say is not there."""
+    content, path = bytearray(module.path.read_bytes()), tmp_path / "cut.so"
+    (table,), (size, count) = struct.unpack_from("<Q", content, 32), struct.unpack_from("<2H", content, 54)
+    at = max((struct.unpack_from("<Q", content, table + n * size + 8)[0], table + n * size) for n in range(count))[1]
+    struct.pack_into("<Q", content, at + 32, len(content))  # p_filesz of the last one
+    path.write_bytes(content)
+    with pytest.raises(ModuleError, match="shorter than its header says"):
+        ecornn.load(path)
 
 
 def test_other_files(tmp_path: Path):
@@ -179,8 +191,12 @@ BUFFERS = sample.manifest().buffers
 
 
 @pytest.mark.parametrize("buffers", [
-    BUFFERS[1:2], BUFFERS[:-3], (*BUFFERS, Buffer("x2", "x", "float32")), (*BUFFERS, Buffer("z", "other", "float32")),
-    (*BUFFERS, Buffer("b_in", "state_in", "float32"))], ids=["x alone", "cut", "two x", "role", "state"])
+    BUFFERS[1:2], BUFFERS[:-3], (*BUFFERS, Buffer("x2", "given", "float32", tensor="x")),
+    (*BUFFERS, Buffer("z", "other", "float32")), (*BUFFERS, Buffer("z", "given", "float32", tensor="other")),
+    (*BUFFERS, Buffer.of("state_in", "float32", "b")), (*BUFFERS, Buffer("k", "kept", "float32", Extent(1))),
+    tuple(msgspec.structs.replace(b, role="made") if b.tensor == "x" else b for b in BUFFERS),
+    tuple(msgspec.structs.replace(b, part=1) if b.tensor == "y" else b for b in BUFFERS)],
+    ids=["x alone", "cut", "two x", "role", "tensor", "state", "kept", "x made", "part"])
 def test_programs_with_other_buffers(buffers: tuple[Buffer, ...]):
     with pytest.raises(ModuleError, match="do not fit states"):
         make_plan(sample.manifest(buffers=buffers))

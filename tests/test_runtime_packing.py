@@ -111,7 +111,8 @@ def test_tf32_is_the_nearest_and_away_from_zero_in_ties(bits: list[int]):
 
 
 def test_tf32_is_the_same_on_a_gpu():
-    torch = pytest.importorskip("torch")
+    import torch
+
     from ecornn.runtime.torch_packing import tf32
 
     values = np.random.default_rng(0).integers(0, 2**32, 4096, dtype=np.uint32).view(np.float32)
@@ -134,7 +135,7 @@ def test_bfloat16_is_the_nearest_and_even_in_ties(bits: list[int]):
 @settings(deadline=None)  # the first example imports torch
 @given(FLOATS)
 def test_bfloat16_as_torch_rounds(bits: list[int]):
-    torch = pytest.importorskip("torch")
+    import torch
     values = np.array(bits, np.uint32).view(np.float32)
     got = torch.from_numpy(bfloat16_bits(values).view(np.int16)).view(torch.bfloat16)
     wanted = torch.from_numpy(values).bfloat16()
@@ -154,7 +155,8 @@ def test_every_float16_and_the_ends_of_ranges():
 @settings(deadline=None)
 @given(packings(), st.sampled_from(["float32", "float16", "bfloat16"]), st.integers(0, 1 << 30))
 def test_tensors_are_packed_to_the_same_bits(case: tuple[Packing, dict[str, np.ndarray]], dtype: str, seed: int):
-    torch = pytest.importorskip("torch")
+    import torch
+
     from ecornn.runtime.torch_packing import pack_tensors
 
     shaped, rng = case[1], np.random.default_rng(seed)
@@ -169,7 +171,8 @@ def test_tensors_are_packed_to_the_same_bits(case: tuple[Packing, dict[str, np.n
 
 
 def test_tensors_that_do_not_fit_are_refused():
-    torch = pytest.importorskip("torch")
+    import torch
+
     from ecornn.runtime.torch_packing import pack_tensors
 
     weights = {"w": torch.zeros(2, 3, 2)}
@@ -182,17 +185,17 @@ def test_tensors_that_do_not_fit_are_refused():
 
 def test_weights_on_the_gpu_are_bound_as_those_of_the_host(monkeypatch: pytest.MonkeyPatch):
     """The memory and the copies of a GPU, with host memory in its place."""
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("tvm")
     import ctypes
 
+    import torch
+
     from ecornn.cells import get
-    from ecornn.device import resolve
     from ecornn.runtime import torch_arrays, weights
     from ecornn.runtime.binding import Bound
     from ecornn.runtime.library import Library
     from ecornn.runtime.plan import make_plan
     from ecornn.schedules import all_schedules
+    from ecornn.targets import resolve
     from ecornn.task import make_manifest, make_task
     from ecornn.workload import Workload
 

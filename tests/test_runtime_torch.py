@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import runtime_sample as sample
+import torch
 
 import ecornn
 from ecornn.errors import ArgumentError, DeviceError, DTypeError
 from ecornn.runtime import Layer
 
-torch = pytest.importorskip("torch")
 H, I, BATCH = sample.H, sample.I, sample.BATCH
 WEIGHTS = sample.weights()
 

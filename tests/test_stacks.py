@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cpu_sample import rows_that_fit
 
 import ecornn
 from ecornn.errors import ArgumentError, DTypeError, ShapeError
@@ -48,7 +49,7 @@ def module(cell: str, stack: Stack) -> Module:
 @pytest.mark.parametrize(("layers", "bidirectional"), [(1, False), (1, True), (3, False), (2, True)])
 @pytest.mark.parametrize("cell", list(CLASSES))
 def test_the_reference_is_pytorchs(cell: str, layers: int, bidirectional: bool):
-    torch = pytest.importorskip("torch")
+    import torch
     stack = Stack(layers, bidirectional)
     x, weights, state = problem(cell, stack)
     options = {"nonlinearity": cell[4:]} if cell.startswith("rnn") else {}
@@ -115,7 +116,8 @@ def test_smaller_batches_other_lengths_and_thread_counts():
     stack = Stack(2, True, True)
     _, weights, _ = problem("lstm", stack)
     loaded = ecornn.compile("lstm", hidden=H, input=I, batch=9, seq=4, target="cpu", schedule="cpu_sequence",
-                            config={"rows": 4, "chunk": 2}, layers=2, bidirectional=True, lengths=True)
+                            config={"rows": rows_that_fit(4, 4), "columns": 4, "pairs": 0, "chunk": 2}, layers=2,
+                            bidirectional=True, lengths=True)
     generator = np.random.default_rng(5)
     for steps, batch, threads in ((1, 1, 1), (5, 9, 3), (13, 4, 2)):
         x = generator.standard_normal((steps, batch, I)).astype(np.float32)
@@ -140,7 +142,7 @@ def test_batch_first_and_what_lies_anyhow():
 
 
 def test_torch_tensors():
-    torch = pytest.importorskip("torch")
+    import torch
     stack = Stack(2, True, True, True)
     x, weights, state = problem("lstm", stack)
     layer = module("lstm", stack).bind(weights)

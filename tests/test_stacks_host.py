@@ -12,10 +12,10 @@ from driver_notes import child
 from test_stacks_cuda import SIDES, H, I, check_results, program_of
 
 from ecornn.build import build_module
-from ecornn.device import KNOWN
 from ecornn.host_gpu import detect
 from ecornn.manifest import Manifest
 from ecornn.program import Program
+from ecornn.targets import KNOWN
 from ecornn.workload import Overlap, Stack, Workload
 
 pytestmark = pytest.mark.skipif(detect() is not None, reason="the driver without a GPU serves modules for sm_90a")
@@ -36,7 +36,7 @@ class Hosted(Emulated):
         self.folder, self.driver = folder, driver
         self.notes: list[str] = []
         manifest = Manifest(Workload("test", H, I), KNOWN["sm_90a"], "test", {}, "made by a test", ("h",), "h", (),
-                            program.buffers, {"ecornn": "test"})
+                            program.buffers, {"run": program.entries["run"].takes}, {"ecornn": "test"})
         build_module(program, manifest, folder / "module.so")
 
     def carry_out(self, memory: Memory, steps: int, batch: int) -> None:

@@ -19,10 +19,11 @@ from tune_fakes import DEVICE, ENTRIES, make
 
 import ecornn
 from ecornn.cells import get
+from ecornn.cells.naming import load_cell
 from ecornn.cli import main
 from ecornn.errors import ArgumentError, BuildError, CellError, DeviceError, RecordError
+from ecornn.targets import resolve
 from ecornn.tune import Session, tune
-from ecornn.tune.cell_spec import load_cell
 from ecornn.tune.evaluate import ProcessEvaluator
 from ecornn.tune.journal import Journal
 from ecornn.tune.log import append_all, read
@@ -56,10 +57,10 @@ def test_a_bad_argument_is_named_and_nothing_is_written(argument, value, tmp_pat
 
 
 def test_another_cpu_is_refused_at_once():
-    other = "neoverse-v1" if ecornn.device.resolve("cpu").arch != "neoverse-v1" else "znver4"
+    other = "neoverse-v1" if resolve("cpu").arch != "neoverse-v1" else "znver4"
     with pytest.raises(DeviceError, match="must be in this machine"):
         Session(other)
-    assert Session(ecornn.device.resolve("cpu").arch).device == ecornn.device.resolve("cpu")
+    assert Session(resolve("cpu").arch).device == ecornn.targets.resolve("cpu")
 
 
 def test_without_a_compiler_it_says_so_and_tries_nothing(tmp_path, monkeypatch):

@@ -14,8 +14,9 @@ from tune_fakes import DEVICE
 
 from ecornn import host_gpu
 from ecornn.cli.tune_command import run
-from ecornn.device import KNOWN, Device, resolve
+from ecornn.device import Device
 from ecornn.errors import DeviceError
+from ecornn.targets import KNOWN, resolve
 from ecornn.tune import Session, building, remote
 from ecornn.tune.at_hand import matched, present
 from ecornn.tune.building import Build
@@ -155,8 +156,9 @@ def test_what_was_measured_elsewhere_is_compiled_for_elsewhere(tracker, target, 
     best = Choice("persistent", {"blocks": 100})
     finish = Finish(run="ab-1", reason="trials", trials=2, seconds=3.0, best=best, best_us=1.0, default=best,
                     default_us=2.0)
-    session = SimpleNamespace(tracker=tracker, device=H100, layer=lambda **_: None, tune=lambda **_: Result(
-        WORK, H100, finish, Path("log.jsonl"), 0, 2, {}))
+    result = Result(WORK, H100, finish, Path("log.jsonl"), 0, 2, {})
+    session = SimpleNamespace(tracker=tracker, device=H100, layer=lambda **asked: SimpleNamespace(**asked),
+                              tune_layer=lambda layer, **_: result)
     for count, expected in ((1, f"--dtype bfloat16{said} -o lstm800.so"), (2, f"`ecornn compile{said}` uses it")):
         console = Console(soft_wrap=True, file=io.StringIO())
         run(console, session, [{"cell": "lstm"}] * count, target, {})

@@ -14,14 +14,14 @@ from tune_fakes import DEVICE, Fake, make
 
 from ecornn.cells import get
 from ecornn.compiler import plan
-from ecornn.device import KNOWN
 from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Knob, Task
 from ecornn.schedules.persistent import Persistent
+from ecornn.targets import KNOWN
 from ecornn.task import make_task
 from ecornn.tune.choose import choose
 from ecornn.tune.log import Line, Log
-from ecornn.tune.lookup import find, unfit
+from ecornn.tune.lookup import find, unfit, within
 from ecornn.tune.model import CostModel
 from ecornn.tune.record import Times, Trial, decode, encode
 from ecornn.tune.selection import best_lines
@@ -158,6 +158,21 @@ def test_what_a_run_did_not_compare_at_its_end_does_not_beat_what_it_did():
     finals = [trial(us, a=a, index=a + 3, stage="final") for us, a in ((11.9, 1), (10.8, 2))]
     assert found(*searched, *finals).config["a"] == 2
     assert found(*searched).config["a"] == 1
+
+
+def test_one_finalist_does_not_tell_how_much_slower_a_run_became():
+    """It may have been lucky in the search: others of the run count with what they took there."""
+    lucky = {"a": 7, "b": 7, "behaviour": "ok"}  # which does not fit here
+    run = [trial(10.0, config=lucky), trial(10.5, a=2, index=1), trial(13.0, config=lucky, index=2, stage="final")]
+    assert found(*run, trial(13.3, a=3, run="r-2")).config["a"] == 2
+
+
+def test_a_device_of_more_of_anything_on_chip_is_not_one_that_fits():
+    large = msgspec.structs.replace(DEVICE, cores=8, shared=1 << 16, registers=1 << 16)
+    assert within(large, large)
+    for name in ("cores", "shared", "registers"):
+        more = msgspec.structs.replace(large, **{name: getattr(large, name) + 1})
+        assert within(large, more) and not within(more, large), name
 
 
 class Grown(Fake):

@@ -17,8 +17,8 @@ from test_records import H100, WORK, trial
 
 from ecornn.cells import get
 from ecornn.cli import main
-from ecornn.device import KNOWN
 from ecornn.schedules import all_schedules, revisions
+from ecornn.targets import KNOWN
 from ecornn.task import make_task
 from ecornn.tune.evaluate import Outcome
 from ecornn.tune.log import Line, Log, append, append_all, read, rewrite

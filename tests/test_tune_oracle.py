@@ -8,16 +8,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tune_fakes import DEVICE
+import step_cells
 
 import ecornn
-from ecornn.cells import BUILTIN, Cell, pointwise, product
+from ecornn.analysis import graph
+from ecornn.analysis.graph import _Walk
+from ecornn.analysis.scalar import terms
+from ecornn.cells import BUILTIN, Cell, get, pointwise, product
+from ecornn.cells.naming import load_cell, spec_of
 from ecornn.errors import ArgumentError, CellError, ScheduleError
 from ecornn.numpy_reference import STEPS, reference
 from ecornn.task import make_task
-from ecornn.tune.cell_spec import load_cell, spec_of
+from ecornn.tune.arrays import arrays_for
 from ecornn.tune.interpreter import interpret
+from ecornn.tune.measuring import answers_of, check
 from ecornn.tune.oracle import relative_error, write
+from ecornn.tune.tolerance import tolerance
 from ecornn.workload import DTYPES, Workload
 
 
@@ -43,12 +49,11 @@ class Scaled(Cell):
 def test_the_interpreter_agrees_with_the_reference(name):
     cell, rng = BUILTIN[name], np.random.default_rng(3)
     steps, batch, inputs, hidden = 5, 3, 4, 6
-    task = make_task(cell, Workload(name, hidden, inputs, batch), DEVICE)
     shaped = {n: rng.normal(size=s) for n, s in cell.parameters(inputs, hidden).items()}
     flat = {cell.parameter_name(n): w.reshape(-1, *w.shape[2:]) for n, w in shaped.items()}
     x = rng.normal(size=(steps, batch, inputs))
     states = [rng.normal(size=(batch, hidden)) for _ in cell.states]
-    y, last = interpret(task.graph, x, shaped, states)
+    y, last = interpret(cell, x, shaped, states)
     expected, expected_last = reference(name, x, flat, states)
     # both are float64, in other orders of summation; 1e-12 is 4500 of its roundings
     for got, want in zip((y, *last), (expected, *expected_last), strict=True):
@@ -57,10 +62,9 @@ def test_the_interpreter_agrees_with_the_reference(name):
 
 def test_the_interpreter_agrees_with_a_loop_for_a_users_cell():
     rng = np.random.default_rng(4)
-    task = make_task(Scaled(), Workload("scaled", 5, 5, 2), DEVICE)
     weights = {"weight_ih": rng.normal(size=(1, 5, 5)), "weight_hh": rng.normal(size=(1, 5, 5))}
     x, h = rng.normal(size=(4, 2, 5)), rng.normal(size=(2, 5))
-    y, last = interpret(task.graph, x, weights, [h])
+    y, last = interpret(Scaled(), x, weights, [h])
     for step in range(4):
         h = np.maximum(h / 2, x[step] @ weights["weight_ih"][0].T) * np.exp(
             -np.abs(h @ weights["weight_hh"][0].T))
@@ -68,13 +72,94 @@ def test_the_interpreter_agrees_with_a_loop_for_a_users_cell():
     np.testing.assert_allclose(last[0], h, rtol=1e-12)
 
 
+def test_the_interpreter_knows_sums_of_anything_and_refuses_what_it_does_not():
+    """Batch, input and hidden sizes that are alike, sums that start elsewhere, indices that are computed."""
+    from tvm import te, tirx
+
+    class Odd(Scaled):
+        def step(self, x, states, parameters):
+            (h,), W = states, parameters["weight_ih"]
+            k, n, m = (te.reduce_axis(range, "k") for range in ((0, 3), (1, 3), (0, 2)))
+            total = te.compute((3,), lambda b: te.sum(h[b, k], axis=k, init=tirx.const(2.0, "float32")))
+            late = te.compute((3, 3), lambda b, j: te.sum(x[b, n] * W[0, n, j] * h[n, b], axis=[n, m]))
+            return [pointwise(lambda b, j: tirx.Cast("float32", tirx.Cast("int32", total[b] * 2.0)) + late[b, j]
+                              + te.if_then_else(j % 2 == 0, h[b, (j + 1) // 2], x[b, 2 - j]), h)]
+
+    class Highest(Scaled):
+        def step(self, x, states, parameters):
+            (h,), k = states, te.reduce_axis((0, 3), "k")
+            top = te.compute((3,), lambda b: te.max(h[b, k], axis=k), name="top")
+            return [pointwise(lambda b, j: h[b, j] - top[b], h)]
+
+    rng = np.random.default_rng(5)
+    x, h, W = rng.normal(size=(1, 3, 3)), rng.normal(size=(3, 3)), rng.normal(size=(1, 3, 3))
+    weights = {"weight_ih": W, "weight_hh": W}
+    y, _ = interpret(Odd(), x, weights, [h])
+    wanted = np.array([[np.trunc(2 * (2 + h[b].sum())) + sum(2 * x[0, b, n] * W[0, n, j] * h[n, b] for n in (1, 2))
+                        + (h[b, (j + 1) // 2] if j % 2 == 0 else x[0, b, 2 - j]) for j in range(3)] for b in range(3)])
+    np.testing.assert_allclose(y[0], wanted, rtol=1e-12)
+    with pytest.raises(CellError, match="reduction 'top', which is no sum"):
+        interpret(Highest(), x, weights, [h])
+
+
+class OneMore(_Walk):
+    """Takes each gate for the next one."""
+
+    def gate(self, e, parameter):
+        return (super().gate(e, parameter) + 1) % self.shapes[parameter][0]
+
+
+class OneLess(_Walk):
+    """Forgets the last term of a sum that spans levels."""
+
+    def level_by_level(self, e, name):
+        parts = terms(e)
+        if len({self.level_of(t) for _, t in parts}) > 1:
+            e = parts[0][1] if not parts[0][0] else e
+            for negated, term in parts[1:-1]:
+                e = e - term if negated else e + term
+        return super().level_by_level(e, name)
+
+
+class Plus(_Walk):
+    """Subtracts nothing."""
+
+    def level_by_level(self, e, name):
+        if type(e).__name__ == "Sub":
+            e = e.a + e.b
+        return super().level_by_level(e, name)
+
+
+@pytest.mark.parametrize(("cell", "walk"), [
+    ("lstm", OneMore), ("lstm", OneLess), ("lstm(peepholes)", OneMore), ("lstm(peepholes,coupled)", Plus),
+    ("gated", OneMore), ("gated", OneLess), ("gated", Plus), ("lstm(layer_norm)", Plus)],
+    ids=lambda v: getattr(v, "__name__", v))
+def test_the_check_of_candidates_sees_an_error_of_the_analysis(tmp_path, monkeypatch, cell, walk):
+    """The tuner's own check, of modules made by the analysis as it is, and by one with an error."""
+    found, work = step_cells.CELLS.get(cell) or get(cell), Workload(cell, 12, 10, 2, 5)
+    write(tmp_path / "answers.npz", found, work, seed=1)
+    answers = answers_of(str(tmp_path / "answers.npz"))
+
+    def error() -> float:
+        module = ecornn.compile(found, hidden=12, input=10, batch=2, seq=5, target="cpu")
+        memory = arrays_for(module)
+        weights = {n[2:]: memory.weight(values) for n, values in answers.items() if n.startswith("w:")}
+        return check(module.bind(weights), memory, answers)
+
+    assert error() <= tolerance(work)
+    monkeypatch.setattr(graph, "_Walk", walk)
+    write(tmp_path / "again.npz", found, work, seed=1)
+    again = answers_of(str(tmp_path / "again.npz"))
+    assert all(np.array_equal(values, again[name]) for name, values in answers.items())
+    assert error() > 10 * tolerance(work)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_answers_are_of_inputs_that_the_dtype_can_hold(dtype, tmp_path):
     from ecornn.tune.oracle import rounded
 
     path = tmp_path / "answers.npz"
-    task = make_task(BUILTIN["lstm"], Workload("lstm", 6, 5, 3, 9, dtype), DEVICE)
-    write(path, BUILTIN["lstm"], task, seed=0)
+    write(path, BUILTIN["lstm"], Workload("lstm", 6, 5, 3, 9, dtype), seed=0)
     with np.load(path, allow_pickle=False) as found:
         assert found["x"].shape == (8, 3, 5) and found["y"].shape == (8, 3, 6)
         assert {"first_0", "first_1", "last_0", "last_1", "w:weight_ih_l0"} <= set(found.files)
@@ -111,7 +196,7 @@ def test_a_cell_is_named_so_that_another_process_finds_it(tmp_path):
     with pytest.raises(ArgumentError, match="has no 'Nope'"):
         load_cell(f"{Path(__file__)}:Nope")
     with pytest.raises(ArgumentError, match=r"an ecornn\.Cell"):
-        load_cell(f"{Path(__file__)}:DEVICE")
+        load_cell(f"{Path(__file__)}:DTYPES")
 
 
 def test_a_worker_that_imports_a_script_does_not_tune(monkeypatch):
@@ -123,8 +208,8 @@ def test_a_worker_that_imports_a_script_does_not_tune(monkeypatch):
 def test_compile_uses_the_record_and_removes_its_file(tmp_path, monkeypatch):
     from test_records import trial
 
-    from ecornn.device import resolve
     from ecornn.schedules import all_schedules
+    from ecornn.targets import resolve
     from ecornn.tune.log import append
 
     monkeypatch.setenv("ECORNN_TUNING_LOGS", str(tmp_path))

@@ -11,8 +11,8 @@ from tune_planted import FAULTS, FOLDER, planted
 
 from ecornn.build.cuda import lower
 from ecornn.cells import get
-from ecornn.device import resolve
-from ecornn.schedules.fused_step import FusedStep
+from ecornn.schedules.step.fused_step import FusedStep
+from ecornn.targets import resolve
 from ecornn.task import make_task
 from ecornn.tune.api import tune
 from ecornn.tune.log import read

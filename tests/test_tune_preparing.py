@@ -13,8 +13,8 @@ import tune_h100_set
 from search_rate import PRETEND
 
 from ecornn.cells import get
-from ecornn.device import resolve
 from ecornn.errors import ScheduleError
+from ecornn.targets import resolve
 from ecornn.task import make_task
 from ecornn.tune import oracle
 from ecornn.tune import session as sessions
@@ -38,7 +38,7 @@ def test_workers_say_what_this_process_would(tmp_path: Path):
     task = make_task(get("lstm"), WORK, H100)
     expected = tuple(Choice(s.name, dict(s.default(task))) for s in serving_or_raise(task))
     here, there = tmp_path / "here.npz", tmp_path / "there.npz"
-    oracle.write(here, get("lstm"), task, 3)
+    oracle.write(here, get("lstm"), WORK, 3)
     with Pool(ENTRIES, 1) as pool:
         assert defaults(pool, Question("lstm", WORK, H100)) == expected
         assert [c.schedule for c in defaults(pool, Question("lstm", WORK, H100, "fused_step"))] == ["fused_step"]

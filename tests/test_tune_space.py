@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tune_fakes import Fake, make
 
 from ecornn.cells import get
-from ecornn.device import KNOWN
 from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Knob
+from ecornn.targets import KNOWN
 from ecornn.task import make_task
 from ecornn.tune import space as module
 from ecornn.tune.space import Candidate, ConfigSpace, Watched

@@ -56,7 +56,7 @@ def test_a_default_is_searched_once_and_none_for_what_a_schedule_does_not_serve(
     asked = []
 
     class Counting(Fake):
-        def serves(self, task):
+        def refuses(self, task):
             return "too large" if task.workload.hidden > 100 else None
 
         def default(self, task):

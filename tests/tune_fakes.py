@@ -37,7 +37,7 @@ class Fake(Schedule):
                  name: str = "fake") -> None:
         self.behaviours, self.letters, self.name = behaviours, knobs, name
 
-    def serves(self, task: Task) -> str | None:
+    def refuses(self, task: Task) -> str | None:
         return None
 
     def knobs(self, task: Task) -> tuple[Knob, ...]:

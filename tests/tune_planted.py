@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,9 @@ def followed_by(program: Program, body: Callable[[Any, Any], None], buffer: Buff
         T.cta_id([1])
         body(T, (given, T.thread_id([32])))
     known = buffer.name in {b.name for b in program.buffers}
-    return replace(program, functions={**program.functions, "planted": builder.get()},
-                   buffers=program.buffers if known else (*program.buffers, buffer),
-                   calls=(*program.calls, *first, Launch("planted", 1, 32)))
+    return Program.running({**program.functions, "planted": builder.get()},
+                           program.buffers if known else (*program.buffers, buffer),
+                           (*program.calls, *first, Launch("planted", 1, 32)))
 
 
 def endless(program: Program) -> Program:
@@ -60,7 +59,7 @@ def astray(program: Program) -> Program:
 
 def wrong(program: Program) -> Program:
     """Overwrites the beginning of y."""
-    y = next(b for b in program.buffers if b.role == "y")
+    y = next(b for b in program.buffers if b.tensor == "y")
 
     def body(T: Any, given: Any) -> None:
         T.buffer_store(given[0], T.cast(T.float32(3.0), y.dtype), [given[1]])
@@ -70,7 +69,12 @@ def wrong(program: Program) -> Program:
 
 def vast(program: Program) -> Program:
     """Needs more memory than a GPU has."""
-    return replace(program, buffers=(*program.buffers, Buffer("vast", "workspace", "uint32", Extent(FAR))))
+    return needing(program, Buffer("vast", "workspace", "uint32", Extent(FAR)))
+
+
+def needing(program: Program, buffer: Buffer) -> Program:
+    """The program with one more buffer."""
+    return Program.running(program.functions, (*program.buffers, buffer), program.calls)
 
 
 Fault = Callable[[Program], Program]
@@ -86,8 +90,8 @@ def on_cpu(write: Callable[[Any, Any], None]) -> Fault:
         for scalar in ("thread", "threads", "T", "B"):
             e.scalar(scalar)
         write(e, e.pointer("y"))
-        return replace(program, functions={**program.functions, "planted": e.function("planted")},
-                       calls=(*program.calls, Parallel("planted")))
+        return Program.running({**program.functions, "planted": e.function("planted")}, program.buffers,
+                               (*program.calls, Parallel("planted")))
 
     return fault
 
@@ -96,8 +100,7 @@ CPU_FAULTS: dict[str, Fault] = {
     "endless": on_cpu(lambda e, y: e.call("pause")),  # until a signal comes
     "astray": on_cpu(lambda e, y: e.store(y, FAR, e.tirx.const(1.0, "float32"))),
     "wrong": on_cpu(lambda e, y: e.vstore(y, 0, e.splat(3.0))),
-    "vast": lambda program: replace(program, buffers=(*program.buffers, Buffer("vast", "workspace", "float32",
-                                                                               Extent(CPU_FAR))))}
+    "vast": lambda program: needing(program, Buffer("vast", "workspace", "float32", Extent(CPU_FAR)))}
 
 
 def planted(config: Mapping[str, Any]) -> str | None:

@@ -12,10 +12,10 @@ import re
 from typing import Any
 
 from ecornn.analysis.lines import Lines
-from ecornn.analysis.scalar import children, is_constant, rebuild, terms, transform
+from ecornn.analysis.scalar import children, is_constant, rebuild, terms, transform, variables
+from ecornn.analysis.source import Source
 from ecornn.analysis.statistics import Statistics
-from ecornn.analysis.step import Assign, Phase, Row, StepGraph, Vector
-from ecornn.cells.base import Cell
+from ecornn.analysis.step import Assign, Phase, Product, StepGraph, Term, Vector
 from ecornn.errors import CellError
 
 BATCH = 3  # any size unlike the others: te needs numbers, the graph does not keep it
@@ -23,7 +23,7 @@ NAME = r"[A-Za-z][A-Za-z0-9_]{0,63}"  # of a cell: also part of file names
 INVARIANT, INPUT, NORMALIZED, STATE = -3, -2, -1, 0
 
 
-def analyse(cell: Cell, input: int, hidden: int) -> StepGraph:
+def analyse(cell: Source, input: int, hidden: int) -> StepGraph:
     """The step graph of ``cell`` for I = ``input`` and H = ``hidden``.
 
     Raises :class:`CellError`, naming the tensor, where an operation cannot be scheduled.
@@ -32,7 +32,7 @@ def analyse(cell: Cell, input: int, hidden: int) -> StepGraph:
 
 
 class _Walk:
-    def __init__(self, cell: Cell, input: int, hidden: int) -> None:
+    def __init__(self, cell: Source, input: int, hidden: int) -> None:
         from tvm import te, tirx
 
         self.cell, self.input, self.hidden, self.tirx = cell, input, hidden, tirx
@@ -58,7 +58,7 @@ class _Walk:
         self.b, self.j = tirx.Var("b", "int32"), tirx.Var("j", "int32")
         self.level: dict[Any, int] = {}
         self.leaves: dict[tuple, Any] = {}  # what a leaf stands for -> its variable
-        self.rows: list[tuple[int, Row]] = []
+        self.products: list[tuple[int, Product]] = []
         self.statistics = Statistics(cell.name, hidden)
         self.assigns: list[tuple[int, Assign]] = []
         self.known: dict[str, Any] = {}  # text of a value -> the variable that has it
@@ -201,7 +201,7 @@ class _Walk:
         origin = "x" if source_var is None else source_var.name
         var = self.leaf(key, f"{origin}_{weight}_{gate}", level)
         if fresh:
-            self.rows.append((level, Row(var, source_var, weight, gate)))
+            self.products.append((level, Product(var, (Term(source_var, weight, gate),))))
         return var
 
     def statistic(self, name: str, body: Any, where: dict[Any, Any]) -> Any:
@@ -317,12 +317,12 @@ class _Walk:
         states = {n: self.leaf(("state", n), n, STATE) for n in self.cell.states}
         at = lambda level: tuple(a for lv, a in self.assigns if lv == level)  # noqa: E731
         last = max((lv for lv in self.level.values()), default=0)
-        self.rows.sort(key=lambda r: (list(self.shapes).index(r[1].weight), r[1].gate))
+        self.products.sort(key=lambda p: (list(self.shapes).index(p[1].term.parameter), p[1].term.gate))
         phases = []
         for p in range(1, last + 1):
-            rows = tuple(r for lv, r in self.rows if lv == p)
-            operands = tuple(dict.fromkeys(r.operand for r in rows))
-            phases.append(Phase(operands, rows, at(p), self.statistics.at(p, self.leaves)))
+            products = tuple(product for lv, product in self.products if lv == p)
+            operands = tuple(dict.fromkeys(product.term.operand for product in products))
+            phases.append(Phase(operands, products, at(p), self.statistics.at(p, self.leaves)))
         read = self.read_since(STATE) | dict.fromkeys(results.values())
         hoisted = [v for v in read if self.level[v] in (INPUT, NORMALIZED)]
         projected = [v for v in self.read_since(NORMALIZED) | read if self.level[v] == INPUT]
@@ -332,7 +332,7 @@ class _Walk:
         return StepGraph(
             cell=self.cell.name, parameters=self.shapes, states=states, results=results,
             output=self.cell.output_state(), x=self.x, vectors=tuple(self.vectors),
-            invariants=at(INVARIANT), hoisted_rows=tuple(r for lv, r in self.rows if lv == INPUT),
+            invariants=at(INVARIANT), hoisted_products=tuple(p for lv, p in self.products if lv == INPUT),
             hoisted=at(INPUT), prologue=at(STATE), phases=tuple(phases),
             hoisted_outputs=repeated(hoisted, most), projected=repeated(projected, most),
             hoisted_statistics=self.statistics.at(NORMALIZED, self.leaves), normalized=at(NORMALIZED),
@@ -367,16 +367,11 @@ def every(axes: list[Any]) -> list[dict[Any, Any]]:
 
 
 def is_sum(body: Any) -> bool:
-    """True for a reduction by addition, over all of its axes."""
+    """True for a reduction by addition that starts at 0, over all of its axes."""
     (result, *others), always = body.combiner.result, body.condition
-    return not others and type(result).__name__ == "Add" and type(always).__name__ == "IntImm" and bool(int(always))
-
-
-def variables(e: Any) -> list[Any]:
-    """Variables that an expression reads, in order, with repetitions."""
-    if type(e).__name__ == "Var":
-        return [e]
-    return [v for c in children(e) for v in variables(c)]
+    if others or body.init or type(result).__name__ != "Add":
+        return False
+    return type(always).__name__ == "IntImm" and bool(int(always))
 
 
 def is_load(e: Any) -> bool:

@@ -1,13 +1,11 @@
-"""Taking scalar expressions apart: children, rebuilding, sums."""
+"""Taking scalar expressions apart: operands, rebuilding, variables, sums. Operators are those of ``operators.py``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from ecornn.errors import CellError
-
-BINARY = ("Add", "Sub", "Mul", "Div", "Max", "Min", "LT", "LE", "GT", "GE", "EQ", "NE", "And", "Or")
+from ecornn.analysis.operators import operator_of
 
 
 def is_leaf(e: Any) -> bool:
@@ -21,37 +19,30 @@ def is_constant(e: Any) -> bool:
 
 
 def children(e: Any) -> list[Any]:
-    """Operands of an expression, in order."""
-    kind = type(e).__name__
+    """Operands of an expression, in order. Raises :class:`~ecornn.errors.CellError` for an unknown operator."""
     if is_leaf(e):
         return []
-    if kind in BINARY:
-        return [e.a, e.b]
-    if kind == "Select":
-        return [e.condition, e.true_value, e.false_value]
-    if kind in ("Cast", "Not"):
-        return [e.value if kind == "Cast" else e.a]
-    if kind == "Call":
-        return list(e.args)
-    raise CellError(f"the cell uses {kind}, which cannot be scheduled: {e}")
+    fields = operator_of(e).fields
+    return [getattr(e, field) for field in fields] if fields else list(e.args)
+
+
+def variables(e: Any) -> list[Any]:
+    """Variables that an expression reads, in order, with repetitions."""
+    if type(e).__name__ == "Var":
+        return [e]
+    return [v for c in children(e) for v in variables(c)]
 
 
 def rebuild(e: Any, new: list[Any]) -> Any:
     """The same operation on other operands."""
-    from tvm import tirx
-
     kind = type(e).__name__
     if is_leaf(e):
         return e
-    if kind in BINARY:
-        return type(e)(*new)
-    if kind == "Select":
-        return tirx.Select(*new)
+    if kind == "Call":
+        return type(e)(e.op, new, e.attrs, e.ty_args, ret_ty=e.ty)
     if kind == "Cast":
-        return tirx.Cast(e.dtype if hasattr(e, "dtype") else e.ty, new[0])
-    if kind == "Not":
-        return tirx.Not(new[0])
-    return type(e)(e.op, new, e.attrs, e.ty_args, ret_ty=e.ty)
+        return type(e)(e.dtype if hasattr(e, "dtype") else e.ty, new[0])
+    return type(e)(*new)
 
 
 def terms(e: Any) -> list[tuple[bool, Any]]:

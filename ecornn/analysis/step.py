@@ -8,8 +8,8 @@ Every scalar of the step has a level, the number of exchanges between hidden uni
      0  states                     at the start of the step           ``prologue``
      p  after the p-th exchange    phase p of the step                ``phases[p - 1]``
 
-All scalars are float32 tirx variables of one (batch row b, hidden unit j). What units exchange are products,
-``var[b, j] = sum_k operand[b, k] * weight[gate, j, k]``, and statistics, which are one value a batch row.
+All scalars are float32 tirx variables of one (batch row b, hidden unit j). What units exchange are the operands of
+products and of statistics, which are one value a batch row.
 """
 
 from __future__ import annotations
@@ -30,13 +30,43 @@ class Assign:
 
 
 @dataclass(frozen=True)
-class Row:
-    """``var[b, j] = sum_k operand[b, k] * weight[gate, j, k]``; operand None is the input x."""
+class Term:
+    """``sum_k operand[b, k] * parameter[gate, j, k]``, or ``parameter[gate, k, j]`` if ``transposed``; operand None is
+    the input x."""
+
+    operand: Var | None
+    parameter: str
+    gate: int
+    transposed: bool = False
+
+    @property
+    def source(self) -> tuple[str, int]:
+        """Parameter and gate."""
+        return self.parameter, self.gate
+
+    def text(self) -> str:
+        """As the cell's text has it."""
+        source = "x" if self.operand is None else self.operand.name
+        return f"{source}[b, k] * {self.parameter}[{self.gate}, {'k, j' if self.transposed else 'j, k'}]"
+
+
+@dataclass(frozen=True)
+class Product:
+    """``var[b, j]`` = the sum of the ``terms``. Those of a cell have one; the adjoint of several products of one
+    operand has one for each of them."""
 
     var: Var
-    operand: Var | None
-    weight: str
-    gate: int
+    terms: tuple[Term, ...]
+
+    @property
+    def term(self) -> Term:
+        """The only one."""
+        (term,) = self.terms
+        return term
+
+    def source(self, operand: Var) -> tuple[str, int]:
+        """Parameter and gate that multiply ``operand``; ``("", 0)``, zeros in a packing, if none do."""
+        return next((t.source for t in self.terms if operand.same_as(t.operand)), ("", 0))
 
 
 @dataclass(frozen=True)
@@ -67,12 +97,31 @@ class Statistic:
 
 
 @dataclass(frozen=True)
+class Sum:
+    """A value added up over all steps and batch rows: ``var[j] = sum_t sum_b value[t, b, j]``."""
+
+    var: Var
+    value: Var
+
+
+@dataclass(frozen=True)
+class OuterProduct:
+    """Outer products added up over all steps and batch rows, one matrix product once the steps are done:
+    ``parameter[gate, j, k]`` gets ``sum_t sum_b value[t, b, j] * operand[t, b, k]``; None is the input x."""
+
+    parameter: str
+    gate: int
+    value: Var | None
+    operand: Var | None
+
+
+@dataclass(frozen=True)
 class Phase:
-    """One exchange: all blocks must see ``operands`` before ``rows``, and those of ``statistics`` before these, can be
-    computed."""
+    """One exchange: all blocks must see ``operands`` before ``products``, and those of ``statistics`` before these, can
+    be computed."""
 
     operands: tuple[Var, ...]
-    rows: tuple[Row, ...]
+    products: tuple[Product, ...]
     assigns: tuple[Assign, ...]
     statistics: tuple[Statistic, ...] = ()
 
@@ -90,7 +139,7 @@ class StepGraph:
     x : leaf of x[b, j] used outside products (then I == H), or None
     vectors : parameter vectors that the step reads
     invariants : assignments of level -2
-    hoisted_rows, hoisted : products with x, and assignments of level -2
+    hoisted_products, hoisted : products with x, and assignments of level -2
     hoisted_statistics, normalized : statistics of these, and assignments of level -1
     projected : variables of level -2 that level -1 or the recurrence reads: what the hoisted product writes
     hoisted_outputs : variables of level -2 and -1 that the recurrence reads (the hoisted tensor's rows). As many as
@@ -98,9 +147,15 @@ class StepGraph:
         be repeated
     invariant_outputs : variables and vectors of level -3 that the recurrence reads
     row_inputs : variables of a batch row that the recurrence reads from memory, beside the hoisted tensor; none, but
-        where a schedule has it (``normalization.py``)
+        where a schedule has it (``schedules/scalars/normalization.py``)
     prologue : assignments of level 0
     phases : the recurrent products and statistics in order, each with the assignments that follow it
+    given : leaves of level -2 that are inputs of each step as they are, not multiplied: gradients of y, what the
+        forward pass kept. Of a cell none
+    outputs : values that each step writes, beside y
+    sums, outer_products : what is accumulated over all steps
+
+    A graph without states is a pass over all steps at once.
     """
 
     cell: str
@@ -111,7 +166,7 @@ class StepGraph:
     x: Var | None
     vectors: tuple[Vector, ...]
     invariants: tuple[Assign, ...]
-    hoisted_rows: tuple[Row, ...]
+    hoisted_products: tuple[Product, ...]
     hoisted: tuple[Assign, ...]
     hoisted_outputs: tuple[Var, ...]
     invariant_outputs: tuple[Var, ...]
@@ -121,11 +176,15 @@ class StepGraph:
     normalized: tuple[Assign, ...] = ()
     projected: tuple[Var, ...] = ()
     row_inputs: tuple[Var, ...] = ()
+    given: tuple[Var, ...] = ()
+    outputs: tuple[Var, ...] = ()
+    sums: tuple[Sum, ...] = ()
+    outer_products: tuple[OuterProduct, ...] = ()
 
     @property
-    def products(self) -> tuple[Phase, ...]:
+    def product_phases(self) -> tuple[Phase, ...]:
         """The phases with a product."""
-        return tuple(phase for phase in self.phases if phase.rows)
+        return tuple(phase for phase in self.phases if phase.products)
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
@@ -138,13 +197,12 @@ class StepGraph:
         lines += [f"parameter {n}{s}" for n, s in self.parameters.items()]
         lines += [f"  {v.var.name} = {v.parameter}[{v.gate}, j]" for v in self.vectors]
 
-        def block(title: str, rows: tuple[Row, ...], assigns: tuple[Assign, ...],
+        def block(title: str, products: tuple[Product, ...], assigns: tuple[Assign, ...],
                   statistics: tuple[Statistic, ...] = ()) -> None:
-            if rows or assigns or statistics:
+            if products or assigns or statistics:
                 lines.append(title)
-            for r in rows:
-                source = "x" if r.operand is None else r.operand.name
-                lines.append(f"  {r.var.name} = sum_k {source}[b, k] * {r.weight}[{r.gate}, j, k]")
+            for p in products:
+                lines.append(f"  {p.var.name} = sum_k {' + '.join(t.text() for t in p.terms)}")
             for s in statistics:
                 names = ", ".join(v.name for v in s.operands)
                 lines.append(f"  {s.total.name} = sum of {names} over all units")
@@ -153,14 +211,20 @@ class StepGraph:
             lines.extend(f"  {a.var.name} = {text(a.value)}" for a in assigns)
 
         block("once:", (), self.invariants)
-        block("hoisted out of time:", self.hoisted_rows, self.hoisted)
+        block("hoisted out of time:", self.hoisted_products, self.hoisted)
         block("hoisted, statistics:", (), self.normalized, self.hoisted_statistics)
         block("step:", (), self.prologue)
         for number, phase in enumerate(self.phases, 1):
             names = ", ".join(dict.fromkeys(v.name for v in (
                 *phase.operands, *(o for s in phase.statistics for o in s.operands))))
-            block(f"phase {number}, exchange of {names or 'nothing'}:", phase.rows, phase.assigns, phase.statistics)
+            block(f"phase {number}, exchange of {names or 'nothing'}:", phase.products, phase.assigns, phase.statistics)
         lines.append("states: " + ", ".join(f"{n} = {v.name}" for n, v in self.results.items()))
+        lines += ["given: " + ", ".join(v.name for v in self.given)] if self.given else []
+        lines += ["written: " + ", ".join(v.name for v in self.outputs)] if self.outputs else []
+        lines += [f"  {s.var.name}[j] += sum_b {s.value.name}" for s in self.sums]
+        for o in self.outer_products:
+            value, operand = ("x" if v is None else v.name for v in (o.value, o.operand))
+            lines.append(f"  {o.parameter}[{o.gate}, j, k] += sum_b {value}[b, j] * {operand}[b, k]")
         return "\n".join(lines)
 
 

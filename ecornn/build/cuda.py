@@ -9,14 +9,13 @@ from functools import partial
 from typing import Any, cast
 
 from ecornn.build.generated import Generated, Texts
-from ecornn.build.host_cuda import COOPERATIVE, Kernel, host_sources, image
+from ecornn.build.host_cuda import COOPERATIVE, SCALARS, Kernel, host_sources, image
 from ecornn.build.local_arrays import as_variables
 from ecornn.build.nvcc import compile_cubin
 from ecornn.device import Device
 from ecornn.errors import BuildError
 from ecornn.program import Launch, Program, launches
 
-SCALARS = ("T", "B", "t")
 PROJECTION = "project"  # in the names of functions that project a sequence's input
 LARGE = 64_000  # characters of a kernel's source
 _COMPILE_HOOK = "tvm_callback_cuda_compile"
@@ -181,8 +180,8 @@ def _may_restrict(program: Program, name: str, kernel: Kernel) -> bool:
     if COOPERATIVE in kernel.tags or any(call.cooperative or call.cluster > 1 for call in mine):
         return False
     given = {names.get(a, a) for names in [c.names for c in mine] or [{}] for a in kernel.arguments}
-    ends = [{b.name.removesuffix(end) for b in program.buffers if b.role == f"state{end}" and b.name in given}
-            for end in ("_in", "_out")]
+    ends = [{(b.part, b.state) for b in program.buffers if b.tensor == tensor and b.name in given}
+            for tensor in ("state_in", "state_out")]
     return not ends[0] & ends[1]
 
 

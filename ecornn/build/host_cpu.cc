@@ -1,5 +1,5 @@
-// Runs sequences on a team of threads, one after the other. program.h, generated beside this file, lists
-// the workers (packed functions by TVM's LLVM code generator) and the buffers that each is given.
+// Runs sequences on a team of threads, one after the other. program.h, generated beside this file, lists for each entry
+// the workers (packed functions by TVM's LLVM code generator) and the pointers that each is given.
 //
 // Threads of a team are created on first use. They spin for a moment and then sleep, both between
 // calls and at barriers, so that nothing is busy after a call. Calls from several threads at once get
@@ -12,6 +12,8 @@
 
 #include <atomic>
 #include <cstdint>
+#include <cstdio>
+#include <iterator>
 #include <memory>
 #include <new>
 #include <condition_variable>
@@ -26,7 +28,7 @@
 
 struct Call {
   int (*worker)(void*, const TVMFFIAny*, int32_t, TVMFFIAny*);
-  const int* buffers;  // numbers among the pointers of run()
+  const int* pointers;  // numbers among those of the entry
   int count;
   int most;  // threads; 0: any number
 };
@@ -287,31 +289,36 @@ ECORNN_EXPORT int __tvm_ffi_manifest(void*, const TVMFFIAny*, int32_t count, TVM
   return TVMFFIStringFromByteArray(&text, result);
 }
 
-// run(T, B, device, threads, *pointers) -> None
-ECORNN_EXPORT int __tvm_ffi_run(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {
-  if (count != 4 + kBufferCount) {
-    return Fail("TypeError", "run(T, B, device, threads, *pointers) got another number of arguments");
-  }
+// name(T, B, device, threads, *pointers) -> None, of an entry that takes so many pointers.
+static int Enter(const char* name, const Call* calls, size_t length, int pointers, const TVMFFIAny* args,
+                 int32_t count, TVMFFIAny* result) {
+  auto refuse = [name](const char* kind, const char* reason) {
+    char message[160];
+    snprintf(message, sizeof message, "%s(T, B, device, threads, *pointers) %s", name, reason);
+    return Fail(kind, message);
+  };
+  if (count != 4 + pointers) return refuse("TypeError", "got another number of arguments");
   for (int i = 0; i < count; ++i) {
     bool pointer = i >= 4 && args[i].type_index == kTVMFFIOpaquePtr;
-    if (args[i].type_index != kTVMFFIInt && !pointer) return Fail("TypeError", "run() takes integers");
+    if (args[i].type_index != kTVMFFIInt && !pointer) return refuse("TypeError", "takes integers");
   }
   int64_t steps = args[0].v_int64, batch = args[1].v_int64, threads = args[3].v_int64;
   if (steps < 1 || steps > INT32_MAX || batch < 1 || batch > INT32_MAX) {
-    return Fail("ValueError", "run(): T and B must be positive");
+    return refuse("ValueError", "got a T or B that is not positive");
   }
-  if (threads < 1 || threads > kMaxThreads) return Fail("ValueError", "run(): threads must be 1 to 1024");
-  TVMFFIAny shared[kScalars + kMostBuffers] = {Integer(0), Integer(0), Integer(steps), Integer(batch)};
+  if (threads < 1 || threads > kMaxThreads) return refuse("ValueError", "takes 1 to 1024 threads");
+  TVMFFIAny shared[kScalars + kMostPointers] = {Integer(0), Integer(0), Integer(steps), Integer(batch)};
   result->type_index = kTVMFFINone;
   result->v_int64 = 0;
   try {
     auto team = PoolHolder::get().Take();
     int code = 0;
-    for (const Call& call : kCalls) {
+    for (const Call* each = calls; each != calls + length; ++each) {
+      const Call& call = *each;
       for (int i = 0; i < call.count; ++i) {
         TVMFFIAny pointer{};
         pointer.type_index = kTVMFFIOpaquePtr;
-        pointer.v_ptr = args[4 + call.buffers[i]].v_ptr;
+        pointer.v_ptr = args[4 + call.pointers[i]].v_ptr;
         shared[kScalars + i] = pointer;
       }
       int size = static_cast<int>(call.most > 0 && call.most < threads ? call.most : threads);
@@ -324,3 +331,9 @@ ECORNN_EXPORT int __tvm_ffi_run(void*, const TVMFFIAny* args, int32_t count, TVM
     return Fail("RuntimeError", error.what());
   }
 }
+
+#define ECORNN_ENTRY(name, pointers)                                                                             \
+  ECORNN_EXPORT int __tvm_ffi_##name(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {           \
+    return Enter(#name, name##_calls, std::size(name##_calls), pointers, args, count, result);                   \
+  }
+ECORNN_ENTRIES(ECORNN_ENTRY)

@@ -1,5 +1,5 @@
-// Host code of a CUDA module, the same for all: loads the embedded cubins once per device and exports the module's
-// functions. What differs from module to module is program.cc, written by host_cuda.py.
+// Host code of a CUDA module, the same for all: loads the embedded cubins once per device and exports functions
+// for device memory. What differs from module to module is program.cc, written by host_cuda.py, with the entries.
 #include "host_cuda.h"
 
 #include <alloca.h>
@@ -143,8 +143,8 @@ int beside(const State& state, int count, const Section* sections, int32_t T, in
 // The calls of a layer for `steps` steps from `first` on.
 static int run_chunk(const State& state, const WaveLayer& layer, int32_t first, int32_t steps, int32_t B, Stream stream,
                      const Pointer* p) {
-  Pointer* own = static_cast<Pointer*>(alloca(sizeof(Pointer) * kBufferCount));
-  memcpy(own, p, sizeof(Pointer) * kBufferCount);
+  Pointer* own = static_cast<Pointer*>(alloca(sizeof(Pointer) * kMostPointers));
+  memcpy(own, p, sizeof(Pointer) * kMostPointers);
   for (const Moving* m = layer.moving; m->buffer >= 0; ++m) own[m->buffer] += m->bytes * B * first;
   if (first > 0)
     for (const Handed* h = layer.handed; h->first >= 0; ++h) own[h->first] = own[h->then];
@@ -206,18 +206,38 @@ static Stream stream_of(int64_t queue) { return reinterpret_cast<Stream>(queue);
 
 }  // namespace ecornn
 
-// The integers `a` of a call, the device's state, and its context made current.
-#define ECORNN_ENTER(signature, count, device)                         \
-  int64_t* a = static_cast<int64_t*>(alloca(sizeof(int64_t) * (count))); \
-  ECORNN_TRY(integers(signature, args, num_args, count, a));           \
-  State* state;                                                        \
-  ECORNN_TRY(get_state(device, &state));                               \
-  Current current;                                                     \
+// The device's state, and its context made current.
+#define ECORNN_USE(device)               \
+  State* state;                          \
+  ECORNN_TRY(get_state(device, &state)); \
+  Current current;                       \
   ECORNN_TRY(current.enter(state->context))
+
+// The integers `a` of a call besides.
+#define ECORNN_ENTER(signature, count, device)               \
+  int64_t a[count];                                          \
+  ECORNN_TRY(integers(signature, args, num_args, count, a)); \
+  ECORNN_USE(device)
 
 #define ECORNN_EXPORT(name)                                                                       \
   extern "C" TVM_FFI_DLL_EXPORT int __tvm_ffi_##name(void*, const TVMFFIAny* args, int32_t num_args, \
                                                      TVMFFIAny* result)
+
+namespace ecornn {
+
+int enter(const char* signature, Section calls, int pointers, const void* arguments, int32_t num_args) {
+  const TVMFFIAny* args = static_cast<const TVMFFIAny*>(arguments);
+  int64_t* a = static_cast<int64_t*>(alloca(sizeof(int64_t) * (4 + kMostPointers)));  // a wave copies as many
+  memset(a, 0, sizeof(int64_t) * (4 + kMostPointers));
+  ECORNN_TRY(integers(signature, args, num_args, 4 + pointers, a));
+  ECORNN_USE(a[2]);
+  ECORNN_TRY(check_size("T", a[0]));
+  ECORNN_TRY(check_size("B", a[1]));
+  return calls(*state, static_cast<int32_t>(a[0]), static_cast<int32_t>(a[1]), stream_of(a[3]),
+               reinterpret_cast<Pointer*>(a + 4));
+}
+
+}  // namespace ecornn
 
 using namespace ecornn;
 
@@ -226,15 +246,6 @@ ECORNN_EXPORT(manifest) {
   TVMFFIByteArray text{reinterpret_cast<const char*>(ecornn_manifest),
                        static_cast<size_t>(ecornn_manifest_size)};
   return TVMFFIStringFromByteArray(&text, result);
-}
-
-ECORNN_EXPORT(run) {
-  (void)result;
-  ECORNN_ENTER("run(T, B, device, queue, *pointers)", 4 + kBufferCount, a[2]);
-  ECORNN_TRY(check_size("T", a[0]));
-  ECORNN_TRY(check_size("B", a[1]));
-  return calls(*state, static_cast<int32_t>(a[0]), static_cast<int32_t>(a[1]), stream_of(a[3]),
-               reinterpret_cast<Pointer*>(a + 4));
 }
 
 ECORNN_EXPORT(alloc) {

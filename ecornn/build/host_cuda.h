@@ -38,12 +38,11 @@ struct Shape {
 
 // Of program.cc.
 extern const char kArch[];
-extern const int kBufferCount, kKernelCount, kImageCount;
+extern const int kMostPointers, kKernelCount, kImageCount;  // kMostPointers: that an entry takes
 extern const unsigned char* const kImages[];
 extern const Kernel kKernels[];
-// Calls in order; p[i] is the memory of buffer i.
+// Calls in order; p[i] is the memory of the buffer that the entry takes as its pointer i.
 using Section = int (*)(const State& state, int32_t T, int32_t B, Stream stream, Pointer* p);
-int calls(const State& state, int32_t T, int32_t B, Stream stream, Pointer* p);  // the whole program
 
 // A layer of a wave: the calls of a chunk, and which of their pointers change with it. Both lists end with buffer -1.
 struct Moving {
@@ -60,6 +59,8 @@ struct WaveLayer {
 };
 
 // Of host_cuda.cc; 0, or -1 with the error set for tvm-ffi.
+// An entry of the module, called with its arguments (TVMFFIAny).
+int enter(const char* signature, Section calls, int pointers, const void* arguments, int32_t count);
 int launch(const State& state, int kernel, const Shape& shape, Stream stream, void** arguments);
 int fill(Pointer pointer, unsigned char byte, int64_t bytes, Stream stream, const char* name);
 // At the same time: after what the stream has been given before, and before what it is given next.
@@ -71,5 +72,12 @@ int wave(const State& state, int count, const WaveLayer* layers, int chunks, int
   do {                             \
     if ((expression)) return -1;   \
   } while (0)
+
+// Exports name(T, B, device, queue, *pointers), which makes the calls of the section name_calls.
+#define ECORNN_ENTRY(name, pointers)                                                                        \
+  extern "C" __attribute__((visibility("default"))) int __tvm_ffi_##name(void*, const void* arguments,      \
+                                                                         int32_t count, void*) {            \
+    return enter(#name "(T, B, device, queue, *pointers)", name##_calls, pointers, arguments, count);       \
+  }
 
 }  // namespace ecornn

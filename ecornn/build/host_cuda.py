@@ -1,5 +1,5 @@
-"""Generates the host code of a CUDA module: tables of kernels and launches, and the calls in order. The rest of it,
-host_cuda.cc, is the same for all modules, so that it is compiled once."""
+"""Generates the host code of a CUDA module: tables of kernels and launches, and of each entry the calls in order. The
+rest of it, host_cuda.cc, is the same for all modules, so that it is compiled once."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from importlib import resources
 
 from ecornn.errors import BuildError
-from ecornn.program import Beside, Fill, Launch, Loop, Program, Wave
+from ecornn.program import Concurrent, Entry, Fill, Launch, Loop, Program, Wave
 
 FILES = ("host_cuda.cc", "host_cuda.h", "cuda_driver.h", "cuda_streams.h")  # the same for all programs
 LANES = 32  # kMaxLanes of cuda_streams.h
+SCALARS = ("T", "B", "t")  # that kernels may take
 COOPERATIVE = "tirx.use_cooperative_launch"
 # Launch tags of TVM, and the field of Launch that must agree.
 _TAGS = {COOPERATIVE: "cooperative", "tirx.use_dyn_shared_memory": "shared"}
@@ -41,11 +42,12 @@ class Kernel:
 def host_sources(program: Program, kernels: Mapping[str, Kernel], arch: str) -> dict[str, str]:
     """File name -> text of the host code, for :func:`ecornn.build.link.link`.
 
-    Raises :class:`BuildError` where a call names an unknown function or buffer, reads ``t`` outside a
-    loop, or is launched in another shape than the kernel was compiled for.
+    Raises :class:`BuildError` where a call names an unknown function or a buffer that its entry does not take, reads
+    ``t`` outside a loop, or is launched in another shape than the kernel was compiled for.
     """
     writer = _Writer(program, kernels)
-    writer.function("calls", program.calls)
+    for name, entry in program.entries.items():
+        writer.entry(name, entry)
     files = resources.files("ecornn.build")
     return {"program.cc": writer.text(arch)} | {name: files.joinpath(name).read_text() for name in FILES}
 
@@ -61,20 +63,35 @@ class _Writer:
     def __init__(self, program: Program, kernels: Mapping[str, Kernel]) -> None:
         self.kernels = kernels
         self.index = {name: i for i, name in enumerate(kernels)}
-        self.buffers = {buffer.name: i for i, buffer in enumerate(program.buffers)}
         self.itemsize = {buffer.name: buffer.itemsize for buffer in program.buffers}
+        self.places: dict[str, int] = {}  # buffer -> its pointer's number, in the entry that is being written
+        self.most = max((len(entry.takes) for entry in program.entries.values()), default=0)
         self.launches: list[Launch] = []
         self.lines: list[str] = []  # of the function that is being written
         self.functions: list[str] = []  # lines of those that are complete
         self.sections = 0
 
-    def function(self, name: str, calls: Iterable[object], linkage: str = "") -> None:
+    def entry(self, name: str, entry: Entry) -> None:
+        """Writes an exported function, and before it those that it needs."""
+        if strangers := [b for b in entry.takes if b not in self.itemsize]:
+            raise BuildError(f"entry {name!r}: the program has no buffer {', '.join(strangers)}")
+        self.places = {buffer: i for i, buffer in enumerate(entry.takes)}
+        self.function(f"{name}_calls", entry.calls)
+        self.functions += [f"ECORNN_ENTRY({name}, {len(entry.takes)})", ""]
+
+    def place(self, buffer: str, user: str) -> int:
+        """The number of a buffer's pointer; ``user`` is for messages."""
+        if buffer not in self.places:
+            raise BuildError(f"{user} {buffer!r}, which is no buffer that the entry takes")
+        return self.places[buffer]
+
+    def function(self, name: str, calls: Iterable[object]) -> None:
         """Writes the function that makes ``calls``, and before it those that it needs."""
         outer, self.lines = self.lines, []
         for call in calls:
             self.call(call)
         self.functions += [
-            f"{linkage}int {name}(const State& state, int32_t T, int32_t B, Stream stream, Pointer* p) {{",
+            f"static int {name}(const State& state, int32_t T, int32_t B, Stream stream, Pointer* p) {{",
             "  (void)state, (void)T, (void)B, (void)stream, (void)p;", *self.lines, "  return 0;", "}", ""]
         self.lines = outer
 
@@ -82,7 +99,7 @@ class _Writer:
         """The name of a new function that makes ``calls``."""
         self.sections += 1
         name = f"section{self.sections}"
-        self.function(name, calls, "static ")
+        self.function(name, calls)
         return name
 
     def together(self, branches: Sequence[Iterable[object]]) -> list[str]:
@@ -107,7 +124,7 @@ class _Writer:
             self.lines.append("    for (; t < T; ++t) {")
             self.lines += [f"      {self.launch(i)}" for i in range(first, len(self.launches))]
             self.lines += ["    }", "  }"]
-        elif isinstance(call, Beside):
+        elif isinstance(call, Concurrent):
             names = self.together(call.branches)
             self.lines += ["  {", f"    const Section sections[] = {{{', '.join(names)}}};",
                            f"    ECORNN_TRY(beside(state, {len(names)}, sections, T, B, stream, p));", "  }"]
@@ -124,8 +141,8 @@ class _Writer:
         self.lines.append("  {")
         rows = []
         for i, (name, layer) in enumerate(zip(names, call.layers, strict=True)):
-            moving = [f"{{{self.buffers[n]}, {size * self.itemsize[n]}}}" for n, size in layer.rows.items()]
-            states = [f"{{{self.buffers[first]}, {self.buffers[then]}}}" for first, then in layer.states]
+            moving = [f"{{{self.place(n, 'rows of')}, {size * self.itemsize[n]}}}" for n, size in layer.rows.items()]
+            states = [f"{{{self.place(first, 'state')}, {self.place(then, 'state')}}}" for first, then in layer.states]
             self.lines += [f"    static const Moving moving{i}[] = {{{', '.join([*moving, '{-1, 0}'])}}};",
                            f"    static const Handed handed{i}[] = {{{', '.join([*states, '{-1, 0}'])}}};"]
             rows.append(f"{{{name}, moving{i}, handed{i}}}")
@@ -135,13 +152,12 @@ class _Writer:
 
     def fill(self, call: Fill) -> None:
         """Writes a memset, whose size is known only with T."""
-        if call.buffer not in self.buffers:
-            raise BuildError(f"Fill of {call.buffer!r}, which is no buffer of the program")
+        place = self.place(call.buffer, "Fill of")
         if not 0 <= call.byte <= 255:
             raise BuildError(f"Fill of {call.buffer!r}: {call.byte} is no byte")
         size = self.itemsize[call.buffer]
         bytes_ = f"INT64_C({call.extent.fixed * size}) + INT64_C({call.extent.per_step * size}) * T"
-        self.lines.append(f"  ECORNN_TRY(fill(p[{self.buffers[call.buffer]}], {call.byte}, {bytes_}, "
+        self.lines.append(f"  ECORNN_TRY(fill(p[{place}], {call.byte}, {bytes_}, "
                           f'stream, "{call.buffer}"));')
 
     def prepare(self, launch: Launch, indent: str, in_loop: bool) -> None:
@@ -153,7 +169,8 @@ class _Writer:
         if "t" in kernel.arguments and not in_loop:
             raise BuildError(f"function {launch.function!r} reads t, but is launched outside a loop")
         names = [launch.names.get(a, a) for a in kernel.arguments]
-        values = [f"&p[{self.buffers[n]}]" if n in self.buffers else f"&{n}" for n in names]
+        user = f"a launch of {launch.function!r} that reads"
+        values = [f"&{n}" if n in SCALARS else f"&p[{self.place(n, user)}]" for n in names]
         number = len(self.launches)
         self.launches.append(launch)
         self.lines.append(f"{indent}void* arguments{number}[] = {{{', '.join([*values, 'nullptr'])}}};")
@@ -164,7 +181,7 @@ class _Writer:
         return f"ECORNN_TRY(launch(state, {index}, kShape{number}, stream, arguments{number}));"
 
     def text(self, arch: str) -> str:
-        """``program.cc``: the kernels, the shapes of all launches, and the calls."""
+        """``program.cc``: the kernels, the shapes of all launches, and the entries."""
         rows, images = [], [image(n) for n in range(1 + max((k.image for k in self.kernels.values()), default=0))]
         for name, kernel in self.kernels.items():
             mine = [launch for launch in self.launches if launch.function == name]
@@ -174,7 +191,7 @@ class _Writer:
         lines = [
             '#include "host_cuda.h"', "", *(f'extern "C" const unsigned char {name}[];' for name in images), "",
             "namespace ecornn {", "", f'const char kArch[] = "{arch}";',
-            f"const int kBufferCount = {len(self.buffers)};", f"const int kKernelCount = {len(self.kernels)};",
+            f"const int kMostPointers = {self.most};", f"const int kKernelCount = {len(self.kernels)};",
             f"const int kImageCount = {len(images)};",
             f"const unsigned char* const kImages[] = {{{', '.join(images)}}};",
             "const Kernel kKernels[] = {", *rows, "};",

@@ -78,3 +78,7 @@ struct __attribute__((aligned(2))) nv_bfloat16 {
     return value;
   }
 };
+
+// constants
+__device__ __forceinline__ half __float2half_rn(float value) { return half(value); }
+__device__ __forceinline__ nv_bfloat16 __float2bfloat16_rn(float value) { return nv_bfloat16(value); }

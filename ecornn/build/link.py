@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ecornn.build import cache
 from ecornn.build.generated import Generated
-from ecornn.build.nvcc import first_lines
+from ecornn.build.messages import first_lines
 from ecornn.errors import BuildError
 
 COMPILERS = ("c++", "g++", "clang++")

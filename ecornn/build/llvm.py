@@ -27,14 +27,14 @@ def generate(program: Program, device: Device) -> Generated:
     Raises :class:`BuildError` where the program is of another form, LLVM does not know the CPU, or
     the code would need TVM's runtime library.
     """
-    calls = [call for call in program.calls if isinstance(call, Parallel)]
-    if len(calls) != len(program.calls) or not calls:
-        raise BuildError("a CPU program is made of Parallel calls; the schedule made "
-                         f"{[type(c).__name__ for c in program.calls]}")
+    for name, entry in program.entries.items():
+        if not entry.calls or not all(isinstance(call, Parallel) for call in entry.calls):
+            raise BuildError(f"a CPU program is made of Parallel calls; the schedule made for {name!r} "
+                             f"{[type(c).__name__ for c in entry.calls]}")
     module = _module(program.functions, device)
     host = (resources.files("ecornn.build") / "host_cpu.cc").read_text()
     return Generated(
-        sources={"program.h": _tables(program, calls), "host.cc": host}, objects={"worker.o": _object(module)},
+        sources={"program.h": tables(program), "host.cc": host}, objects={"worker.o": _object(module)},
         emitted=Texts(tir=lambda: "\n".join(f.script() for f in program.functions.values()),
                       asm=lambda: str(module.inspect_source("asm"))))
 
@@ -51,24 +51,33 @@ def _object(module: Any) -> bytes:
     return code
 
 
-def _tables(program: Program, calls: list[Parallel]) -> str:
-    """``program.h``: the workers in the order of their calls, and which buffers each is given."""
-    place = {buffer.name: i for i, buffer in enumerate(program.buffers)}
+def tables(program: Program) -> str:
+    """``program.h``: for each entry the workers in the order of its calls, and which of its pointers each is given.
+
+    Raises :class:`BuildError` where a call names an unknown function, or a buffer that its entry does not take.
+    """
     lines = [f"ECORNN_DECLARE(__tvm_ffi_{name})" for name in program.functions]
-    rows, most = [], 0
-    for number, call in enumerate(calls):
-        if call.function not in program.functions:
-            raise BuildError(f"a call of {call.function!r}, which is no function of the program")
-        names = [p.name for p in program.functions[call.function].params][SCALARS:]
-        given = [call.names.get(n, n) for n in names]
-        if strangers := [n for n in given if n not in place]:
-            raise BuildError(f"function {call.function!r}: the program has no buffer {', '.join(strangers)}")
-        most = max(most, len(given))
-        lines.append(f"static const int kBuffers{number}[] = {{{', '.join(str(place[n]) for n in given)}}};")
-        rows.append(f"    {{__tvm_ffi_{call.function}, kBuffers{number}, {len(given)}, {call.most}}},")
-    return "\n".join([*lines, f"constexpr int kBufferCount = {len(program.buffers)};",
-                      f"constexpr int kMostBuffers = {most};  // that a worker is given; some of them may be the same",
-                      "static const Call kCalls[] = {", *rows, "};", ""])
+    entries, most = [], 0
+    for name, entry in program.entries.items():
+        place, rows = {buffer: i for i, buffer in enumerate(entry.takes)}, []
+        for number, call in enumerate(entry.calls):
+            assert isinstance(call, Parallel)
+            if call.function not in program.functions:
+                raise BuildError(f"a call of {call.function!r}, which is no function of the program")
+            names = [p.name for p in program.functions[call.function].params][SCALARS:]
+            given = [call.names.get(n, n) for n in names]
+            if strangers := [n for n in given if n not in place]:
+                raise BuildError(f"function {call.function!r}: the program has no buffer {', '.join(strangers)} that "
+                                 f"entry {name!r} takes")
+            most = max(most, len(given))
+            numbers = ", ".join(str(place[n]) for n in given)
+            lines.append(f"static const int {name}_pointers{number}[] = {{{numbers}}};")
+            rows.append(f"    {{__tvm_ffi_{call.function}, {name}_pointers{number}, {len(given)}, {call.most}}},")
+        lines += [f"static const Call {name}_calls[] = {{", *rows, "};"]
+        entries.append(f"entry({name}, {len(entry.takes)})")
+    return "\n".join([*lines,
+                      f"constexpr int kMostPointers = {most};  // that a worker is given; some of them may be the same",
+                      f"#define ECORNN_ENTRIES(entry) {' '.join(entries)}", ""])
 
 
 def _module(functions: Mapping[str, Any], device: Device) -> Any:

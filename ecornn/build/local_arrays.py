@@ -14,9 +14,10 @@ from collections import Counter
 WORK = 500_000  # sizes times uses, of all arrays of a source: a second of nvcc's time
 EACH = 100_000  # of an array that counts
 MANY = 4_500  # uses of one array: more than a second of it, too
-_DECLARED = re.compile(r"^( *)alignas\(64\) (\w+) (_ptr_\d+)\[(\d+)\];$", re.MULTILINE)
-_USED = re.compile(r"(_ptr_\d+)\[(\d+)\]")
-_ELSE = re.compile(r"&\(*(_ptr_\d+)|(_ptr_\d+)\b(?!\[\d+\])")  # an address, or another index than a constant
+_ARRAY = r"\w*_ptr(?:_\d+)?"
+_DECLARED = re.compile(rf"^( *)alignas\(64\) (\w+) ({_ARRAY})\[(\d+)\];$", re.MULTILINE)
+_USED = re.compile(rf"\b({_ARRAY})\[(\d+)\]")
+_ELSE = re.compile(rf"&\(*({_ARRAY})\b|\b({_ARRAY})\b(?!\[\d+\])")  # an address, or another index than a constant
 
 
 def as_variables(source: str) -> str:
@@ -31,7 +32,7 @@ def as_variables(source: str) -> str:
 
     def declare(match: re.Match[str]) -> str:
         indent, kind, name, size = match.groups()
-        return f"{indent}{kind} {', '.join(f'{name}_{i}' for i in range(int(size)))};" if name in chosen else match[0]
+        return f"{indent}{kind} {', '.join(f'{name}_e{i}' for i in range(int(size)))};" if name in chosen else match[0]
 
     source = _DECLARED.sub(declare, source)
-    return _USED.sub(lambda match: f"{match[1]}_{match[2]}" if match[1] in chosen else match[0], source)
+    return _USED.sub(lambda match: f"{match[1]}_e{match[2]}" if match[1] in chosen else match[0], source)

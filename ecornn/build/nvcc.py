@@ -6,7 +6,6 @@ ever given ``--use_fast_math``: a schedule that wants a fast approximation says 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import re
@@ -18,7 +17,8 @@ from pathlib import Path
 
 import msgspec
 
-from ecornn.build import cache, kernel_headers
+from ecornn.build import cache, kernel_headers, nvrtc
+from ecornn.build.messages import first_lines
 from ecornn.errors import ArgumentError, BuildError
 
 Resources = dict[str, dict[str, int]]
@@ -27,6 +27,8 @@ ENVIRONMENT = "ECORNN_CUDA_COMPILER"
 FLAGS = ("-O3", "-std=c++17", "-w", "-Xptxas=-v")  # of nvcc
 INSTALL = ("install the CUDA toolkit so that nvcc is on the PATH or below $CUDA_HOME, "
            "or NVRTC with: pip install 'ecornn[cuda]'")
+# How nvcc's front end begins an error: `kernels.cu(3): error: ...`, or the preprocessor's `fatal error: ...`.
+_NOT_UNDERSTOOD = re.compile(r"\(\d+\): (?:catastrophic )?error|:\d+: fatal error:")
 
 
 def compile_cubin(source: str, arch: str) -> tuple[bytes, Resources]:
@@ -67,8 +69,6 @@ def identity() -> str:
     """What the machine code depends on besides source and architecture: the compiler, how it is called, and headers."""
     if nvcc := chosen_nvcc():
         return " ".join((_said(nvcc), *FLAGS, *kernel_headers.DEFINES, kernel_headers.text()))
-    from ecornn.build import nvrtc
-
     return nvrtc.identity()
 
 
@@ -97,13 +97,6 @@ def parse_resources(log: str) -> Resources:
     return found
 
 
-def first_lines(text: str, lines: int = 12) -> str:
-    """The start of a compiler's message: what follows the first errors seldom helps."""
-    every = [line.rstrip("\0") for line in text.strip().splitlines()]
-    rest = len(every) - lines
-    return "\n".join([*every[:lines], f"... {rest} more lines"] if rest > 0 else every)
-
-
 def chosen_nvcc() -> str | None:
     """Path of the nvcc that compiles; None: NVRTC does. :class:`BuildError` where there is neither."""
     choice = os.environ.get(ENVIRONMENT, "")
@@ -114,8 +107,6 @@ def chosen_nvcc() -> str | None:
         return nvcc
     if choice == "nvcc":
         raise BuildError(f"{ENVIRONMENT}=nvcc, but there is no nvcc; {INSTALL}")
-    from ecornn.build import nvrtc
-
     if not nvrtc.available():
         raise BuildError(f"no CUDA compiler; {INSTALL}")
     return None
@@ -126,11 +117,14 @@ def _compile(source: str, arch: str, kind: str) -> tuple[bytes, str]:
     nvcc = chosen_nvcc()
     if nvcc:
         if (short := kernel_headers.short(source)) is not None:
-            with contextlib.suppress(BuildError):  # it needs CUDA's headers, or is wrong and fails with them too
+            try:
                 return _nvcc(nvcc, short, arch, kind, kernel_headers.DEFINES)
+            except BuildError as error:
+                # What is not understood needs CUDA's headers, or is wrong and fails with them too. They mend nothing
+                # of what fails later: ptxas finds too much shared memory, or the compiler is killed.
+                if not _NOT_UNDERSTOOD.search(str(error)):
+                    raise
         return _nvcc(nvcc, source, arch, kind)
-    from ecornn.build import nvrtc
-
     return nvrtc.compile(source, arch, kind)
 
 
@@ -145,5 +139,5 @@ def _nvcc(nvcc: str, source: str, arch: str, kind: str, defines: Sequence[str] =
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         log = done.stderr + done.stdout
         if done.returncode != 0:
-            raise BuildError(f"nvcc failed for {arch}:\n{first_lines(log)}")
+            raise BuildError(f"nvcc failed for {arch} with status {done.returncode}:\n{first_lines(log)}")
         return made.read_bytes(), log

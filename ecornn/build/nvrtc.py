@@ -8,6 +8,7 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
+from ecornn.build.messages import first_lines
 from ecornn.errors import BuildError
 
 # TVM's source includes these of libcu++, which the extra's wheels lack, for little or nothing.
@@ -42,8 +43,6 @@ def _version(wheel: str) -> str | None:
 def compile(source: str, arch: str, kind: str) -> tuple[bytes, str]:
     """The output (``kind`` is ``cubin`` or ``ptx``) and the log; :class:`BuildError` on failure."""
     from cuda.bindings import nvrtc
-
-    from ecornn.build.nvcc import first_lines
 
     folder = include_folder()
     cccl = (folder / "cccl" / "cuda" / "std" / "cstdint").is_file()

@@ -24,7 +24,6 @@ gets everything that the built-in ones get::
 
 from __future__ import annotations
 
-import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -77,18 +76,10 @@ class Cell(ABC):
         return name
 
     def identity(self) -> str:
-        """Key of this cell in records: the name and options of a built-in one, else a name and a digest."""
-        from ecornn.cells.options import Optioned
+        """Key of this cell in records: a name and a digest; of a built-in one the name and options."""
+        from ecornn.analysis.digest import digest
 
-        if isinstance(self, Optioned) and type(self).__module__.startswith("ecornn.cells."):
-            return self.spec()
-        from ecornn.analysis import analyse
-
-        try:
-            text = analyse(self, input=2, hidden=3).describe()
-        except CellError:  # perhaps it needs I = H, as one that reads x at [b, j] does
-            text = analyse(self, input=3, hidden=3).describe()
-        return f"{self.name}@{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+        return f"{self.name}@{digest(self)}"
 
 
 def product(source: Any, weight: Any, gates: Sequence[int] | int | None = None, name: str = "") -> Any:

@@ -33,13 +33,23 @@ class Optioned(Cell):
 
     def spec(self) -> str:
         """The cell's name with the options that are not the defaults."""
-        parts = [name if value is True else f"{name}={value:g}" if isinstance(value, (int, float)) else
+        parts = [name if value is True else f"{name}={number(value)}" if isinstance(value, (int, float)) else
                  f"{name}={value}" for name, value in self.options.items() if value != self.OPTIONS[name]]
         return f"{self.name}({','.join(parts)})" if parts else self.name
+
+    def identity(self) -> str:
+        """As :meth:`Cell.identity`; a class of a user's own that has options is not told by these alone."""
+        return self.spec() if type(self).__module__.startswith("ecornn.cells.") else super().identity()
 
     def clipped(self, value: Any) -> Any:
         """``value`` within the bounds that ``clip`` gives the inputs of activations."""
         return within(value, self.options["clip"])
+
+
+def number(value: float) -> str:
+    """``value`` in as few digits as read back as the same number: six where these do."""
+    text = f"{value:g}"
+    return text if float(text) == value else repr(float(value))
 
 
 def within(value: Any, bound: float) -> Any:

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import click
 
 from ecornn.errors import EcornnError
-from ecornn.workload import DTYPES, PRECISIONS, WEIGHTS
+from ecornn.layer_spec import usual_dtype
+from ecornn.workload import DTYPES, PRECISIONS, WEIGHTS, Stack, Workload
 
 F = TypeVar("F", bound=Callable[..., Any])
 SIZE = click.IntRange(min=1, max=1 << 20)
@@ -63,42 +64,62 @@ def ended_like_ctrl_c() -> Iterator[None]:
             signal.signal(which, handler)
 
 
-def layer_options(batch: int, seq: int, dtype_help: str, required: bool = True,
-                  many: bool = False) -> Callable[[F], F]:
-    """--cell, --hidden, --input, --batch, --seq, --dtype, --weights and --target, with these defaults.
+# The properties of a layer as options, by the names that LayerSpec has for them, in the order of the help texts.
+PROPERTIES: dict[str, dict[str, Any]] = {
+    "cell": {"metavar": "NAME|FILE.py:NAME",
+             "help": "lstm, gru, gru_reset_before, rnn_tanh, rnn_relu, indrnn, slstm; with options, as in "
+                     "'lstm(peepholes,clip=3)'; or your own cell."},
+    "hidden": {"type": SIZE, "help": "Hidden size H."},
+    "input": {"type": SIZE, "help": "Input size I.  [default: H]"},
+    "batch": {"type": SIZE, "default": 20, "show_default": True, "help": "Largest batch B to serve."},
+    "seq": {"type": SIZE, "default": 300, "show_default": True,
+            "help": "Sequence length T to expect; every T is served."},
+    "dtype": {"type": click.Choice(DTYPES),
+              "help": "[default: bfloat16 on a GPU, float32 with --precision or on a CPU]"},
+    "weights": {"type": click.Choice(WEIGHTS),
+                "help": "Round matrices of weights (CPU): int21, relative error about 1e-6, int16, 2e-5, bfloat16, "
+                        "2e-3, or int8, 1e-2, which needs VNNI.  [default: as --dtype]"},
+    "precision": {"type": click.Choice(PRECISIONS),
+                  "help": "Of float32 products on a GPU: exact, or tf32, which rounds their factors to 10 bits of "
+                          "mantissa (relative error 3e-4 to 5e-4).  [default: exact]"},
+    "layers": {"type": click.IntRange(1, 1024),
+               "help": "Layers L of the stack; y of one is x of the next.  [default: 1]"},
+    "bidirectional": {"is_flag": True, "help": "Every layer goes both ways; y is (T, B, 2 H)."},
+    "reverse": {"is_flag": True, "help": "Goes from the end of each row to its start only."},
+    "lengths": {"is_flag": True, "help": "Calls may give each row's length."},
+    "resets": {"is_flag": True, "help": "Calls may give a mask of the steps where a row starts anew."},
+    "sequences": {"is_flag": True, "help": "Calls may lay many sequences end to end in columns (GPU)."},
+}
 
-    ``required``: --cell and --hidden must be given; ``many``: each but the last may be given several times,
+
+def layer_options(required: bool = True, many: bool = False) -> Callable[[F], F]:
+    """The properties of a workload, and --target.
+
+    ``required``: --cell and --hidden must be given; ``many``: each but the target may be given several times,
     and the function gets tuples.
     """
-    def option(*names: str, help: str, **settings: Any) -> Callable[[F], F]:
-        if many:
-            settings["multiple"] = True
-            if "default" in settings:
-                settings["default"] = (settings["default"],)
-        return click.option(*names, help=help + ("  May be repeated." if many else ""), **settings)
+    options = []
+    for name, settings in PROPERTIES.items():
+        if name in Workload.__struct_fields__:
+            more: dict[str, Any] = {"required": required and name in ("cell", "hidden")}
+            if many:
+                more |= {"multiple": True, "help": settings["help"] + "  May be repeated."}
+                more |= {"default": (settings["default"],)} if "default" in settings else {}
+            options.append(click.option(f"--{name}", **settings | more))
+    options.append(click.option("--target", metavar="cuda|cpu|ARCH", help=(
+        "The GPU at hand, this CPU, a GPU's architecture such as sm_90a, or LLVM's name of a CPU such as neoverse-v1; "
+        "to tune, one that is in this machine or behind --tracker.  [default: cuda if there is a GPU, else cpu]")))
+    return every(options)
 
-    options = [
-        option("--cell", required=required, metavar="NAME|FILE.py:NAME",
-               help="lstm, gru, gru_reset_before, rnn_tanh, rnn_relu, indrnn, slstm; with options, as in "
-                    "'lstm(peepholes,clip=3)'; or your own cell."),
-        option("--hidden", required=required, type=SIZE, help="Hidden size H."),
-        option("--input", "input_", type=SIZE, help="Input size I.  [default: H]"),
-        option("--batch", default=batch, show_default=True, type=SIZE, help="Largest batch B to serve."),
-        option("--seq", default=seq, show_default=True, type=SIZE,
-               help="Sequence length T to expect; every T is served."),
-        option("--dtype", type=click.Choice(DTYPES), help=dtype_help),
-        option("--weights", type=click.Choice(WEIGHTS),
-               help="Round matrices of weights (CPU): int21, relative error about 1e-6, int16, 2e-5, bfloat16, 2e-3, "
-                    "or int8, 1e-2, which needs VNNI.  [default: as --dtype]"),
-        option("--precision", type=click.Choice(PRECISIONS),
-               help="Of float32 products on a GPU: exact, or tf32, which rounds their factors to 10 bits of mantissa "
-                    "(relative error 3e-4 to 5e-4).  [default: exact]"),
-        click.option("--target", metavar="cuda|cpu|ARCH",
-                     help="The GPU at hand, this CPU, a GPU's architecture such as sm_90a, or LLVM's name of a "
-                          "CPU such as neoverse-v1; to tune, one that is in this machine or behind --tracker.  "
-                          "[default: cuda if there is a GPU, else cpu]"),
-    ]
 
+def stack_options() -> Callable[[F], F]:
+    """The properties of a stack."""
+    return every([click.option(f"--{name}", **settings) for name, settings in PROPERTIES.items()
+                  if name in Stack.__struct_fields__])
+
+
+def every(options: list[Callable[[F], F]]) -> Callable[[F], F]:
+    """All of them, which the help text lists in this order."""
     def decorate(function: F) -> F:
         for option in reversed(options):
             function = option(function)
@@ -116,10 +137,10 @@ def command_line(program: str, options: dict[str, object]) -> str:
     return shlex.join(words)
 
 
-def default_dtype(dtype: str | None, target: str | None) -> tuple[str, str]:
-    """Data type and target with the defaults filled in: float32 on a CPU, bfloat16 on a GPU."""
+def default_dtype(dtype: str | None, precision: str | None, target: str | None) -> tuple[str, str]:
+    """Data type and target with the defaults filled in."""
     from ecornn.tune.choose import default_target
 
     chosen = target or default_target()
     gpu = chosen == "cuda" or chosen.startswith("sm_")
-    return dtype or ("bfloat16" if gpu else "float32"), chosen
+    return dtype or usual_dtype("cuda" if gpu else "llvm", precision), chosen

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ecornn.cli.common import default_dtype, ended_like_ctrl_c, layer_options, plain_errors
+from ecornn.cli.common import default_dtype, ended_like_ctrl_c, layer_options, plain_errors, stack_options
 from ecornn.errors import ArgumentError
 from ecornn.workload import OVERLAPS, SERIAL
 
 if TYPE_CHECKING:
     from ecornn.build.generated import Generated
-    from ecornn.compiler import Plan
+    from ecornn.compiler import LayerPlan
 
 EPILOG = """\b
 Examples:
@@ -34,18 +34,11 @@ EMIT = ("cuda", "tir", "ptx", "asm", "object")
 @click.argument("model", required=False, metavar="[MODEL.onnx]", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--node", metavar="NAME", help="With MODEL.onnx: the LSTM, GRU or RNN node, if it has several. It is "
               "compiled in float32 unless --dtype says otherwise.")
-@layer_options(batch=20, seq=300, dtype_help="[default: bfloat16 on a GPU, float32 with --precision or on a CPU]",
-               required=False)
+@layer_options(required=False)
 @click.option("--weights-from", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="A safetensors file or PyTorch checkpoint: sizes, layers and directions are taken from it.")
 @click.option("--prefix", default="", help="With --weights-from: what stands before the layer's names, as encoder.rnn.")
-@click.option("--layers", type=click.IntRange(1, 1024), help="Layers L of the stack; y of one is x of the next.  "
-              "[default: 1]")
-@click.option("--bidirectional", is_flag=True, help="Every layer goes both ways; y is (T, B, 2 H).")
-@click.option("--reverse", is_flag=True, help="Goes from the end of each row to its start only.")
-@click.option("--lengths", is_flag=True, help="Calls may give each row's length.")
-@click.option("--resets", is_flag=True, help="Calls may give a mask of the steps where a row starts anew.")
-@click.option("--sequences", is_flag=True, help="Calls may lay many sequences end to end in columns (GPU).")
+@stack_options()
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.so",
               help="The module file. May be left out with --emit.")
 @click.option("--schedule", help="This schedule instead of the best record's.")
@@ -61,17 +54,16 @@ EMIT = ("cuda", "tir", "ptx", "asm", "object")
               help="Write it to this file instead.")
 @plain_errors
 @ended_like_ctrl_c()
-def compile(model: Path | None, node: str | None, cell: str | None, hidden: int | None, input_: int | None,
-            batch: int, seq: int, dtype: str | None, weights: str | None, precision: str | None, target: str | None,
-            weights_from: Path | None, prefix: str, layers: int | None, bidirectional: bool, reverse: bool,
-            lengths: bool, resets: bool, sequences: bool, output: Path | None, schedule: str | None,
-            config: tuple[str, ...], overlap: str, emit: str | None, emit_to: Path | None) -> None:
+def compile(model: Path | None, node: str | None, target: str | None, weights_from: Path | None, prefix: str,
+            output: Path | None, schedule: str | None, config: tuple[str, ...], overlap: str, emit: str | None,
+            emit_to: Path | None, **properties: Any) -> None:
     """Compiles a layer, or a stack of them, to one .so file, with the best tuning records that apply.
 
     The file runs with `ecornn.load("FILE.so").bind(weights)(x)`, on machines without a compiler too. The
     weights of an ONNX node are written beside it, as FILE.safetensors.
     """
-    from ecornn.compiler import build, generate, plan
+    from ecornn.compiler import build, generate, plan_layer
+    from ecornn.layer_spec import LayerSpec
     from ecornn.tune.quick_tvm import import_tvm
 
     import_tvm()
@@ -82,21 +74,20 @@ def compile(model: Path | None, node: str | None, cell: str | None, hidden: int 
     if emit == "object" and emit_to is None:
         raise ArgumentError("--emit-to", None, "a file name: an object file is not text")
     check_files(model, weights_from, output, emit_to)
-    given = {"cell": cell, "hidden": hidden, "input": input_, "layers": layers,
-             "bidirectional": bidirectional or None, "reverse": reverse or None, "lengths": lengths or None}
+    given = {name: value for name, value in properties.items() if value not in (None, False)}
     found, bound = layer_of(model, node, weights_from, prefix)
     for name, value in found.items():
-        if given.get(name) not in (None, value):
+        if given.get(name, value) != value:
             raise ArgumentError(f"--{name}", given[name], f"{value}, as {model or weights_from} says")
-    layer = {"layers": 1} | {n: v for n, v in (given | found).items() if v is not None}
+    layer = given | found
     for name in ("cell", "hidden"):
         if name not in layer:
             raise ArgumentError(f"--{name}", None, "a value" + (", or MODEL.onnx" if name == "cell" else
                                                                ", or --weights-from FILE, or MODEL.onnx"))
-    dtype, target = default_dtype(dtype or ("float32" if model is not None or precision else None), target)
-    planned = plan(layer.pop("cell"), **layer, batch=batch, seq=seq, dtype=dtype, weights=weights,
-                   precision=precision, target=target, resets=resets, sequences=sequences,
-                   schedule=schedule, config=dict(knob(c) for c in config), overlap=overlap)
+    dtype = "float32" if model is not None else None
+    layer["dtype"], target = default_dtype(layer.get("dtype", dtype), layer.get("precision"), target)
+    planned = plan_layer(LayerSpec(**layer), target=target, schedule=schedule, config=dict(knob(c) for c in config),
+                         overlap=overlap)
     if weights_from is not None:
         from ecornn.weight_files import check_shapes
 
@@ -165,6 +156,9 @@ def layer_of(model: Path | None, node: str | None, weights: Path | None,
 
         found = read(model, node)
         both = found.direction == "bidirectional"
+        own = [name for name, value in found.inputs.items() if value is not None]
+        if own:
+            click.echo(f"the files do not hold the node's constant {', '.join(own)}: give them at each call", err=True)
         return {"cell": found.cell.identity(), "hidden": found.hidden, "input": found.input, "layers": 1,
                 "bidirectional": both, "reverse": found.direction == "reverse", "lengths": True}, found.weights
     if node is not None:
@@ -190,7 +184,7 @@ def knob(text: str) -> tuple[str, int | str | bool]:
     return name, int(value) if value.removeprefix("-").isdecimal() else value
 
 
-def machine_code(planned: Plan, generated: Generated) -> bytes:
+def machine_code(planned: LayerPlan, generated: Generated) -> bytes:
     """The object file; :class:`ArgumentError` for a GPU."""
     if planned.task.device.kind != "llvm":
         raise ArgumentError("--emit", "object", f"one of {', '.join(generated.emitted)} for a GPU")
@@ -198,7 +192,7 @@ def machine_code(planned: Plan, generated: Generated) -> bytes:
     return code
 
 
-def emitted(planned: Plan, generated: Generated, kind: str) -> str:
+def emitted(planned: LayerPlan, generated: Generated, kind: str) -> str:
     """The code of that kind; :class:`ArgumentError` where the target has none."""
     if kind in generated.emitted:
         return generated.emitted[kind]

@@ -51,8 +51,8 @@ def cached() -> str:
 
 def devices() -> list[Device]:
     """This machine's devices."""
-    from ecornn.device import resolve
     from ecornn.host_gpu import detect
+    from ecornn.targets import resolve
 
     found = [resolve("cpu")]
     try:
@@ -67,7 +67,7 @@ Finding = tuple[str, str | None]  # what there is, and what to do about it
 
 def examine_cpu() -> Finding:
     """The CPU as schedules see it."""
-    from ecornn.device import resolve
+    from ecornn.targets import resolve
 
     cpu = resolve("cpu")
     return f"{cpu.name} ({cpu.arch}), {cpu.cores} cores", None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ecornn.cli.common import command_line, ended_like_ctrl_c, layer_options, plain_errors
+from ecornn.workload import Workload
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,8 +41,7 @@ that was stopped, and returns at once if it was finished; with more --trials it 
 
 
 @click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
-@layer_options(batch=20, seq=300, dtype_help="[default: bfloat16 on a GPU, float32 with --precision or on a CPU]",
-               many=True)
+@layer_options(many=True)
 @click.option("--trials", type=click.IntRange(min=1, max=100_000),
               help="Configurations to try.  [default: 48 on a CPU, 128 on a GPU]")
 @click.option("--timeout", type=click.FloatRange(min=0.1), default=60.0, show_default=True,
@@ -63,18 +63,16 @@ that was stopped, and returns at once if it was finished; with more --trials it 
 @click.option("--allow-remote", is_flag=True,
               help="A tracker on another machine. RPC is remote execution: trusted networks only.")
 @plain_errors
-def tune(cell: tuple[str, ...], hidden: tuple[int, ...], input_: tuple[int, ...], batch: tuple[int, ...],
-         seq: tuple[int, ...], dtype: tuple[str, ...], weights: tuple[str, ...], precision: tuple[str, ...],
-         target: str | None, timeout: float, seed: int, tracker: str | None, key: str, allow_remote: bool,
+def tune(target: str | None, timeout: float, seed: int, tracker: str | None, key: str, allow_remote: bool,
          **options: Any) -> None:
     """Searches the fastest schedule and knobs of a layer, or of many.
 
     Builds run in processes that see no GPU; measurements run in one that is killed when a
     candidate hangs. A candidate counts only if its output matches a float64 reference.
     """
-    names = ("cell", "hidden", "input", "batch", "seq", "dtype", "weights", "precision")
-    layers = [dict(zip(names, values, strict=True)) for values in itertools.product(
-        cell, hidden, input_ or (None,), batch, seq, dtype or (None,), weights or (None,), precision or (None,))]
+    names = Workload.__struct_fields__
+    layers = [dict(zip(names, values, strict=True))
+              for values in itertools.product(*(options.pop(name) or (None,) for name in names))]
     try:
         with ended_like_ctrl_c():
             from rich.console import Console
@@ -109,17 +107,18 @@ def found_tracker(address: str | None, key: str, allow_remote: bool) -> Tracker 
     return tracker
 
 
-def run(console: Console, session: Session, layers: Sequence[dict[str, Any]], target: str | None,
+def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], target: str | None,
         options: dict[str, Any]) -> list[bool]:
-    """Tunes the layers in turn; whether each has a best. One that no schedule serves does not end the rest."""
+    """Tunes layers of the properties ``asked`` in turn; whether each has a best. One that no schedule serves does not
+    end the rest."""
     from ecornn.cli.progress import Meter
     from ecornn.errors import CellError, ScheduleError
 
     good = []
     if session.tracker is not None:  # a compilation, which has no tracker, is for this machine unless it is told
         target = session.device.arch
-    for layer in layers:  # what is wrong with the last one is said before the first is tuned
-        session.layer(**layer)
+    # what is wrong with the last one is said before the first is tuned
+    layers = [session.layer(**properties) for properties in asked]
     for number, layer in enumerate(layers, 1):
         count = f"[{number}/{len(layers)}] " if len(layers) > 1 else ""
 
@@ -130,7 +129,7 @@ def run(console: Console, session: Session, layers: Sequence[dict[str, Any]], ta
 
         try:
             with Meter(console) as meter:
-                result = session.tune(**layer, **options, report=meter.report, begin=begin)
+                result = session.tune_layer(layer, **options, report=meter.report, begin=begin)
         except (CellError, ScheduleError) as error:
             if len(layers) == 1:
                 raise
@@ -138,7 +137,7 @@ def run(console: Console, session: Session, layers: Sequence[dict[str, Any]], ta
             good.append(False)
             continue
         if len(layers) == 1:
-            show(console, result, layer["cell"], target)
+            show(console, result, str(layer.cell), target)
         else:
             console.print(f"{count}{line(result)}", markup=False)
         good.append(result.best is not None)
@@ -190,7 +189,6 @@ def show(console: Console, result: Result, cell: str, target: str | None) -> Non
                  f"({finish.default_us:.4g} µs)")
     console.print(text)
     name = work.cell.split("@")[0]
+    layer = {f"--{key}": getattr(work, key) for key in Workload.__struct_fields__} | {"--cell": cell}
     console.print("use it:\n  " + command_line("ecornn-compile", {
-        "--cell": cell, "--hidden": work.hidden, "--input": work.input, "--batch": work.batch,
-        "--seq": work.seq, "--dtype": work.dtype, "--weights": work.weights, "--precision": work.precision,
-        "--target": target, "-o": f"{name}{work.hidden}.so"}), markup=False)
+        **layer, "--target": target, "-o": f"{name}{work.hidden}.so"}), markup=False)

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from ecornn.device import Device
-from ecornn.errors import ShapeError
+from ecornn.errors import ArgumentError, ShapeError
+from ecornn.layer_spec import LayerSpec
 from ecornn.onnx.node import Node
-from ecornn.runtime.layer import Layer
+from ecornn.runtime.loader import Layer
 
 
 class OnnxLayer:
@@ -30,8 +31,13 @@ class OnnxLayer:
 
         X is (T, B, I), states (D, B, H); with layout 1 they are (B, T, I) and (B, D, H). Returns Y
         (T, D, B, H), or (B, T, D, H), then Y_h and, for an LSTM, Y_c of the states' shape.
+
+        What is not given is the node's constant; where it has none, all of T and states of zeros. Raises
+        :class:`ArgumentError` where the node takes it from elsewhere in the model.
         """
         node = self.node
+        sequence_lens, initial_h, initial_c = map(self._input, ("sequence_lens", "initial_h", "initial_c"),
+                                                  (sequence_lens, initial_h, initial_c))
         directions = 1 + (node.direction == "bidirectional")
         x = np.asarray(x)
         if x.ndim != 3:
@@ -56,15 +62,24 @@ class OnnxLayer:
             return y.swapaxes(0, 1), *(s.swapaxes(0, 1) for s in states)
         return y.swapaxes(1, 2), *states
 
+    def _input(self, name: str, value: Any) -> Any:
+        """``value``, or the node's own."""
+        if value is None and name in self.node.inputs:
+            value = self.node.inputs[name]
+            if value is None:
+                raise ArgumentError(name, None, f"an array: the node {self.node.name} takes it from the model, where "
+                                    "it is no constant")
+        return value
+
 
 def compile(node: Node, *, batch: int = 1, seq: int = 100, target: str | Device | None = None) -> OnnxLayer:
     """Compiles a node, for calls of up to ``batch`` rows and lengths of about ``seq``.
 
     Raises what :func:`ecornn.compile` raises.
     """
-    from ecornn.compiler import compile as compile_cell
+    from ecornn.compiler import compile_layer
 
-    module = compile_cell(node.cell, hidden=node.hidden, input=node.input, batch=batch, seq=seq, target=target,
-                          bidirectional=node.direction == "bidirectional", reverse=node.direction == "reverse",
-                          lengths=True)
+    module = compile_layer(LayerSpec(
+        node.cell, node.hidden, node.input, batch, seq, bidirectional=node.direction == "bidirectional",
+        reverse=node.direction == "reverse", lengths=True), target=target)
     return OnnxLayer(node, module.bind(node.weights))

@@ -6,7 +6,7 @@ After https://onnx.ai/onnx/operators/onnx__LSTM.html, onnx__GRU.html and onnx__R
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from ecornn.cells import BUILTIN
 from ecornn.cells.activations import DEFAULTS
-from ecornn.cells.options import Optioned
-from ecornn.errors import ArgumentError, ShapeError, WeightsError
+from ecornn.cells.options import Optioned, number
+from ecornn.errors import ArgumentError, DTypeError, ShapeError, WeightsError
 
 Array = NDArray[Any]
 
@@ -28,6 +28,9 @@ ROLES = {"LSTM": ("gate", "new", "out"), "GRU": ("gate", "new"), "RNN": ("new",)
 DIRECTIONS = ("forward", "reverse", "bidirectional")
 ATTRIBUTES = {"activation_alpha", "activation_beta", "activations", "clip", "direction", "hidden_size", "layout"}
 OWN = {"LSTM": {"input_forget"}, "GRU": {"linear_before_reset"}, "RNN": set()}
+SWITCHES = ("input_forget", "linear_before_reset", "layout")
+FLOATS = ("float16", "bfloat16", "float32", "float64")  # the operators' types
+LENGTHS = "sequence_lens"
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class Node:
     batch_first : ONNX's layout 1
     weights : by PyTorch's names, float32
     outputs : which of Y, Y_h and Y_c the node has
+    inputs : those of ``sequence_lens``, ``initial_h`` and ``initial_c`` that the node has: its constant, or None
+        where each call must bring it. In ONNX's shapes; states float32, lengths int32
     """
 
     name: str
@@ -54,20 +59,27 @@ class Node:
     batch_first: bool
     weights: dict[str, Array]
     outputs: tuple[bool, ...]
+    inputs: dict[str, Array | None] = field(default_factory=dict)
 
 
 def interpret(name: str, op: str, attributes: Mapping[str, Any], tensors: Sequence[Array | None],
-              outputs: tuple[bool, ...]) -> Node:
+              outputs: tuple[bool, ...], inputs: Mapping[str, Array | None] | None = None) -> Node:
     """The meaning of a node with these attributes and the tensors W, R, B and, for an LSTM, P.
 
+    ``inputs``: as :class:`Node` has them, of any type that ONNX has for them.
+
     Raises :class:`ArgumentError` for an operator or attribute that is none of ONNX's or is not supported,
-    :class:`WeightsError` where W or R is missing, :class:`ShapeError` where a shape does not fit.
+    :class:`WeightsError` where W or R is missing, :class:`ShapeError` where a shape does not fit,
+    :class:`DTypeError` where a tensor is of a type that the operator does not take.
     """
     if op not in GATES:
         raise ArgumentError("node", f"{name} ({op})", f"a node of {', '.join(GATES)}")
     for key in attributes:
         if key not in ATTRIBUTES | OWN[op]:
             raise ArgumentError(f"{name}.{key}", attributes[key], f"an attribute of {op}")
+    for key in SWITCHES:
+        if attributes.get(key, 0) not in (0, 1):
+            raise ArgumentError(f"{name}.{key}", attributes[key], "0 or 1")
     direction = attributes.get("direction", "forward")
     if direction not in DIRECTIONS:
         raise ArgumentError(f"{name}.direction", direction, f"one of {', '.join(DIRECTIONS)}")
@@ -75,6 +87,12 @@ def interpret(name: str, op: str, attributes: Mapping[str, Any], tensors: Sequen
     w, r, b, p = (*tensors, None, None, None, None)[:4]
     if w is None or r is None:
         raise WeightsError(f"node {name}: W and R must be constants of the model", ["W", "R"])
+    for key, value in (("W", w), ("R", r), ("B", b), ("P", p)):
+        if value is not None and str(value.dtype) not in FLOATS:
+            raise DTypeError(f"{name}.{key}.dtype", str(value.dtype), f"one of {', '.join(FLOATS)}")
+    for key, value in (("W", w), ("R", r)):
+        if value.ndim != 3:
+            raise ShapeError(f"{name}.{key}.shape", value.shape, "3 axes: directions, gates * units, and what they see")
     gates, hidden = len(GATES[op]), int(r.shape[-1])
     wanted = {"W": (count, gates * hidden, int(w.shape[-1])), "R": (count, gates * hidden, hidden),
               "B": (count, 2 * gates * hidden), "P": (count, 3 * hidden)}
@@ -103,7 +121,32 @@ def interpret(name: str, op: str, attributes: Mapping[str, Any], tensors: Sequen
         if options.get("peepholes") and p is not None:
             weights[f"weight_peephole{end}"] = ordered(p[d], PEEPHOLES)
     layout = bool(attributes.get("layout", 0))
-    return Node(name, op, cell, int(w.shape[-1]), hidden, direction, layout, weights, outputs)
+    known = {key: value if value is None else _constant(f"{name}.{key}", key, value, (count, hidden), layout)
+             for key, value in (inputs or {}).items()}
+    return Node(name, op, cell, int(w.shape[-1]), hidden, direction, layout, weights, outputs, known)
+
+
+def _constant(where: str, key: str, value: Array, sizes: tuple[int, int], batch_first: bool) -> Array:
+    """A constant of lengths, or of states of ``sizes`` D and H, checked."""
+    if key == LENGTHS:
+        if value.dtype.kind not in "iu":
+            raise DTypeError(f"{where}.dtype", str(value.dtype), "an integer type")
+        if value.ndim != 1:
+            raise ShapeError(f"{where}.shape", value.shape, "(B,)")
+        return value.astype(np.int32)
+    if str(value.dtype) not in FLOATS:
+        raise DTypeError(f"{where}.dtype", str(value.dtype), f"one of {', '.join(FLOATS)}")
+    directions = value.shape[int(batch_first)] if value.ndim == 3 else 0
+    if value.ndim != 3 or (directions, value.shape[2]) != sizes:
+        shape = "(B, D, H)" if batch_first else "(D, B, H)"
+        raise ShapeError(f"{where}.shape", value.shape, f"{shape} with D={sizes[0]} H={sizes[1]}")
+    return value.astype(np.float32)
+
+
+def shortest(value: float) -> float:
+    """The number of fewest digits that is ``value`` in float32, which an attribute of ONNX is."""
+    with np.errstate(over="ignore"):
+        return float(str(np.float32(value)))
 
 
 def _options(name: str, op: str, attributes: Mapping[str, Any], count: int) -> dict[str, Any]:
@@ -111,7 +154,11 @@ def _options(name: str, op: str, attributes: Mapping[str, Any], count: int) -> d
     roles = ROLES[op]
     defaults = ["sigmoid", "tanh", "tanh"] if len(roles) > 1 else ["tanh"]
     chosen = list(attributes.get("activations") or ())
-    options: dict[str, Any] = {"clip": float(attributes["clip"])} if attributes.get("clip") else {}
+    options: dict[str, Any] = {}
+    if "clip" in attributes:
+        options["clip"] = shortest(attributes["clip"])
+        if not options["clip"] > 0:  # our cells have 0 for no bound; ONNX's text would have it make all zero
+            raise ArgumentError(f"{name}.clip", attributes["clip"], "a number > 0, or no such attribute")
     if attributes.get("input_forget"):
         options["coupled"] = True
     if not chosen:
@@ -127,8 +174,8 @@ def _options(name: str, op: str, attributes: Mapping[str, Any], count: int) -> d
         numbers = list(DEFAULTS[found])
         for at, left in enumerate((alpha, beta)[:len(numbers)]):
             if left:
-                numbers[at] = left.pop(0)
-        texts.append(":".join((found, *(f"{n:g}" for n in numbers))) if tuple(numbers) != DEFAULTS[found] else found)
+                numbers[at] = shortest(left.pop(0))
+        texts.append(":".join((found, *map(number, numbers))) if tuple(numbers) != DEFAULTS[found] else found)
     if count == 2 and texts[:len(roles)] != texts[len(roles):]:
         raise ArgumentError(f"{name}.activations", chosen, "the same for both directions")
     return options | {role: text for role, text, usual in zip(roles, texts, defaults, strict=False) if text != usual}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ecornn.runtime.columns import Columns
-from ecornn.runtime.layer import Layer
-from ecornn.runtime.loader import Module, load
+from ecornn.runtime.loader import Layer, Module, load
 
 __all__ = ["Columns", "Layer", "Module", "load"]

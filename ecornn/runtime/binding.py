@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from ecornn.errors import ModuleError
 from ecornn.manifest import Manifest
-from ecornn.runtime.arrays import arrays_of
+from ecornn.runtime.frameworks import arrays_of
 from ecornn.runtime.library import Library
 from ecornn.runtime.memory import DeviceMemory, HostMemory, Memory
 from ecornn.runtime.packing import pack
-from ecornn.runtime.plan import Plan
+from ecornn.runtime.plan import CallPlan
 
 
 class Bound:
@@ -26,7 +26,7 @@ class Bound:
     arguments : arguments of ``run`` with the packed weights' pointers, all others 0
     """
 
-    def __init__(self, manifest: Manifest, plan: Plan, parameters: Mapping[str, Any],
+    def __init__(self, manifest: Manifest, plan: CallPlan, parameters: Mapping[str, Any],
                  library: Library, device: int) -> None:
         work = manifest.workload
         self._library, self._device = (library if manifest.device.kind == "cuda" else None), device

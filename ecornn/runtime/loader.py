@@ -1,4 +1,4 @@
-"""Module files: load, save, bind."""
+"""Module files: load, save, bind. What is bound keeps its module."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ecornn.errors import ArgumentError, ModuleError
 from ecornn.manifest import Manifest, decode
+from ecornn.runtime.caller import Caller
 from ecornn.runtime.host_check import check_host
-from ecornn.runtime.layer import Layer
 from ecornn.runtime.library import Library, open_library
 from ecornn.runtime.weights import read_weights
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _MOST_THREADS = 1024
 
@@ -79,6 +82,7 @@ class Module:
         ------
         WeightsError : a name is missing or unexpected
         ShapeError, DTypeError : a weight does not fit
+        NotFiniteError : a weight is infinite, and the module multiplies pairs (CPU) or weights of integers
         ModuleError : this machine cannot run the module
         DeviceError : there is no such device
         ArgumentError : ``threads`` is not 1 to 1024, or was given for a GPU
@@ -101,6 +105,33 @@ class Module:
         elif prefix:
             raise ArgumentError("prefix", prefix, "none, unless weights is the name of a file")
         return Layer(self, read_weights(self.manifest, weights, self.library, device), device, threads)
+
+
+class Layer(Caller):
+    """One recurrent layer, ready to run; made by :meth:`Module.bind`.
+
+    Attributes
+    ----------
+    module : the module that it was bound from
+    manifest : what the module says about itself
+    device : number of the GPU; 0 for a CPU
+    threads : CPU threads of a call; None on a GPU
+    together : neighbouring columns that may share a sequence, for :meth:`Columns.of`; 1: none may
+
+    Several Python threads may call one layer at the same time. A CUDA graph that has captured a call
+    reads the layer's weights: keep the layer as long as the graph.
+    """
+
+    def __init__(self, module: Module, parameters: dict[str, NDArray[Any]], device: int,
+                 threads: int | None) -> None:
+        super().__init__(module.manifest, module.library, parameters, device, threads)
+        self.module = module
+
+    def __repr__(self) -> str:
+        where = f"GPU {self.device}" if self.threads is None else f"{self.threads} threads"
+        m = self.manifest
+        what = ", ".join(filter(None, (str(m.workload), str(m.stack), m.schedule)))
+        return f"<ecornn.Layer {what} on {where}>"
 
 
 def load(path: str | os.PathLike[str]) -> Module:

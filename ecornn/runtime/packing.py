@@ -14,7 +14,8 @@ from ecornn.program import Packing
 from ecornn.runtime import fixed_point
 
 Array = NDArray[Any]
-TINY = 1e-30  # magnitudes below it, or above its inverse, are not scaled
+EXPONENTS = -126, 127  # of float32's normal numbers
+FINITE = {"pairs", "scale", "int16_scale", "int21_scale"}  # an infinite weight would make NaN of what floats make of it
 PIECE = 1 << 15  # elements that are rounded at a time
 
 
@@ -116,12 +117,12 @@ def integers(values: Array) -> NDArray[np.uint8]:
 
 
 def powers(values: Array) -> NDArray[np.float32]:
-    """The power of two at or below the mean magnitude of what is not zero in each row; 1 where that is 0 or not
-    finite."""
+    """The power of two at or below the mean magnitude of what is not zero in each row, among normal numbers; 1 where
+    that is 0 or not finite."""
     with np.errstate(invalid="ignore", over="ignore"):
         mean = np.abs(values).sum(-1, dtype=np.float64) / np.maximum(np.count_nonzero(values, -1), 1)
-    usable = (mean > TINY) & (mean < 1 / TINY)
-    return np.exp2(np.floor(np.log2(np.where(usable, mean, 1)))).astype(np.float32)
+    usable = (mean > 0) & np.isfinite(mean)
+    return np.exp2(np.clip(np.floor(np.log2(np.where(usable, mean, 1))), *EXPONENTS)).astype(np.float32)
 
 
 def balanced(values: Array) -> NDArray[np.float32]:

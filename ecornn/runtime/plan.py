@@ -1,4 +1,4 @@
-"""Where the arguments of ``run`` come from: the buffers of a module, sorted by role."""
+"""Where the arguments of an entry come from: the buffers of a module, sorted by role and tensor."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 from ecornn.errors import ModuleError
 from ecornn.manifest import Manifest
-from ecornn.program import Buffer
+from ecornn.program import ENTRIES, PACKED, RUN, TENSORS, WORKSPACE, Buffer
 from ecornn.runtime.memory import layout
 
 SCALARS = 4  # T, B, device, queue come before the pointers
-MASKS = ("lengths", "resets", "sequences")
+MASKS = tuple(name for name, kind in TENSORS.items() if kind.optional)
 _INDEX_LIMIT = 2**31 - 1  # kernels count elements in int32
 
 
 @dataclass(frozen=True)
-class Plan:
+class CallPlan:
     """Positions in the argument list of ``run``.
 
     Attributes
@@ -46,27 +46,49 @@ class Plan:
         return layout([buffer.nbytes(steps) for buffer in self.scratch])
 
 
-def make_plan(manifest: Manifest) -> Plan:
-    """Sorts the buffers; :class:`ModuleError` where one is missing, doubled or of an unknown role."""
-    stack, states = manifest.stack, manifest.states
-    prefixes = [f"{p.label}_" for p in stack.parts(manifest.workload)] if stack.count > 1 else [""]
-    places = {(b.role, b.name if b.role.startswith("state") else ""): i + SCALARS
-              for i, b in enumerate(manifest.buffers) if b.role not in ("packed", "workspace")}
-    masks = [role for role in MASKS if getattr(stack, role)]
-    names = {way: [[(f"state_{way}", f"{prefix}{state}_{way}") for prefix in prefixes] for state in states]
-             for way in ("in", "out")}
-    wanted = [("x", ""), ("y", ""), *((role, "") for role in masks),
-              *(name for way in names.values() for each in way for name in each)]
-    packed = tuple((i + SCALARS, b) for i, b in enumerate(manifest.buffers) if b.role == "packed")
-    scratch = tuple((i + SCALARS, b) for i, b in enumerate(manifest.buffers) if b.role == "workspace")
-    if set(places) != set(wanted) or len(wanted) + len(packed) + len(scratch) != len(manifest.buffers):
-        listed = ", ".join(f"{b.name} ({b.role})" for b in manifest.buffers)
-        raise ModuleError(f"the module's buffers do not fit states {states}: {listed}")
-    state_in, state_out = (tuple(tuple(places[name] for name in each) for each in names[way])
-                           for way in ("in", "out"))
-    lengths, resets, sequences = (tuple(places[role, ""] for role in masks if role == one) for one in MASKS)
-    return Plan(len(manifest.buffers) + SCALARS, places["x", ""], places["y", ""], state_in, state_out,
-                lengths, resets, sequences, packed, tuple(i for i, _ in scratch), tuple(b for _, b in scratch))
+_Key = tuple[str, str | None, int]  # tensor, state, part
+
+
+def make_plan(manifest: Manifest) -> CallPlan:
+    """Sorts the buffers that ``run`` takes; :class:`ModuleError` where one is missing, doubled or unknown."""
+    taken = _taken(manifest, RUN)
+    places = {(b.tensor, b.state, b.part): i for i, b in taken if b.tensor is not None}
+    packed, scratch = (tuple((i, b) for i, b in taken if b.role == role and b.tensor is None)
+                       for role in (PACKED, WORKSPACE))
+    wanted = {name: _keys(manifest, name) for name in ENTRIES[RUN]}
+    fits = (set(places) == {key for keys in wanted.values() for key in keys}
+            and len(places) + len(packed) + len(scratch) == len(taken)
+            and all(TENSORS[b.tensor].role == b.role for _, b in taken if b.tensor is not None))
+    if not fits:
+        listed = ", ".join(f"{b.name} ({' '.join(filter(None, (b.role, b.tensor, b.state)))})" for _, b in taken)
+        raise ModuleError(f"the module's buffers do not fit states {manifest.states}: {listed}")
+    at = {name: tuple(places[key] for key in keys) for name, keys in wanted.items()}
+    count, (x,), (y,) = manifest.stack.count, at["x"], at["y"]
+    state_in, state_out = (tuple(at[name][i * count:(i + 1) * count] for i in range(len(manifest.states)))
+                           for name in ("state_in", "state_out"))
+    return CallPlan(len(taken) + SCALARS, x, y, state_in, state_out, at["lengths"], at["resets"], at["sequences"],
+                    packed, tuple(i for i, _ in scratch), tuple(b for _, b in scratch))
+
+
+def _taken(manifest: Manifest, entry: str) -> list[tuple[int, Buffer]]:
+    """(position, buffer) of the pointers of an entry."""
+    buffers = {b.name: b for b in manifest.buffers}
+    names = manifest.entries.get(entry)
+    if names is None:
+        raise ModuleError(f"the module has no entry {entry!r}; it has {', '.join(manifest.entries) or 'none'}")
+    if strangers := [name for name in names if name not in buffers]:
+        raise ModuleError(f"the module has no buffer {', '.join(strangers)} for its entry {entry!r}")
+    return [(i, buffers[name]) for i, name in enumerate(names, SCALARS)]
+
+
+def _keys(manifest: Manifest, tensor: str) -> list[_Key]:
+    """What there must be of a tensor, by state and then by part."""
+    kind, stack = TENSORS[tensor], manifest.stack
+    if kind.optional and not getattr(stack, tensor):
+        return []
+    if not kind.by_state:
+        return [(tensor, None, 0)]
+    return [(tensor, state, part) for state in manifest.states for part in range(stack.count)]
 
 
 def longest(manifest: Manifest) -> int:

@@ -13,6 +13,8 @@ from ecornn.runtime.library import Library
 from ecornn.runtime.memory import ALIGNMENT as WORKSPACE_ALIGNMENT
 from ecornn.runtime.memory import HostMemory, Memory
 
+OPERATOR = "the layers of ecornn.torch are operators that PyTorch knows"
+
 
 def on_device(tensor: Any, like: Any) -> Any:
     """``tensor`` where ``like`` is. From the host by way of pinned memory, which is not waited for, except in a graph:
@@ -40,6 +42,9 @@ class TorchArrays(Arrays):
         self._torch = torch = sys.modules["torch"]
         self._names = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
         self._places = {torch.device("cpu"): "cpu"}
+        c, self._forward = torch._C, torch.autograd.forward_ad
+        self._modes, self._function_modes = c._len_torch_dispatch_stack, c._len_torch_function_stack
+        self._transform = c._functorch.maybe_current_level
         # The public call makes a Stream object, which takes longer than all the rest of a call.
         self._raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
@@ -51,7 +56,23 @@ class TorchArrays(Arrays):
         if value.requires_grad and self._torch.is_grad_enabled():
             raise ArgumentError(f"{name}.requires_grad", True, "False, or a call under torch.no_grad(): "
                                 "compiled layers have no backward pass")
+        if name == "x" and (self._modes() or self._transform() is not None or self._function_modes()
+                            or self._forward._current_level >= 0):
+            self._check_unwatched(value)
         return value
+
+    def _check_unwatched(self, x: Any) -> None:
+        """Raises :class:`ArgumentError` for a call that somebody traces, transforms or differentiates: what runs past
+        PyTorch's dispatcher would be lost."""
+        torch, forward = self._torch, self._forward
+        kinds = torch._C._TorchDispatchModeKey
+        if torch._ops._len_torch_dispatch_stack_pre_dispatch() or any(
+                map(torch._C._get_dispatch_mode, (kinds.FAKE, kinds.PROXY, kinds.FUNCTIONAL))):
+            raise ArgumentError("x", "a tensor that is traced", f"a call that nothing traces; {OPERATOR}")
+        if self._transform() is not None:
+            raise ArgumentError("x", "a tensor in a transform of torch.func", f"a call outside of it; {OPERATOR}")
+        if forward._current_level >= 0 and forward.unpack_dual(x).tangent is not None:
+            raise ArgumentError("x", "a dual tensor", "a tensor without a tangent: compiled layers have no derivatives")
 
     def facts(self, array: Any) -> Facts:
         dtype, device = array.dtype, array.device
@@ -63,6 +84,8 @@ class TorchArrays(Arrays):
 
     def ready(self, array: Any, name: str) -> Placed:
         pointer = array.data_ptr()
+        if not pointer:
+            raise ArgumentError(name, f"a {type(array).__name__} without memory of its own", "a tensor with memory")
         if not pointer % ALIGNMENT and array.is_contiguous() and not array.is_neg():
             return array, pointer
         copy = array.detach().clone(memory_format=self._torch.contiguous_format)

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ecornn.errors import ArgumentError, DTypeError, ShapeError, WeightsError
+from ecornn.errors import ArgumentError, DTypeError, NotFiniteError, ShapeError, WeightsError
 from ecornn.manifest import Manifest, Parameter
-from ecornn.runtime.arrays import arrays_of
+from ecornn.runtime.frameworks import arrays_of
 from ecornn.runtime.library import Library
+from ecornn.runtime.packing import FINITE
 
 
 def read_weights(manifest: Manifest, weights: Mapping[str, Any], library: Library, device: int) -> dict[str, Any]:
@@ -18,7 +20,8 @@ def read_weights(manifest: Manifest, weights: Mapping[str, Any], library: Librar
     tensors, where all are on the GPU that the module is bound for.
 
     Raises :class:`WeightsError` for missing or unexpected names, :class:`ShapeError`,
-    :class:`DTypeError` for what is not floating point, :class:`ArgumentError` for what is no array.
+    :class:`DTypeError` for what is not floating point, :class:`NotFiniteError` for infinite ones of products that need
+    others, :class:`ArgumentError` for what is no array.
     """
     if not isinstance(weights, Mapping):
         raise ArgumentError("weights", type(weights), "a dict of arrays by PyTorch's names")
@@ -32,7 +35,20 @@ def read_weights(manifest: Manifest, weights: Mapping[str, Any], library: Librar
                            f"{', '.join(expected)}", [*missing, *extra])
     there = manifest.device.kind == "cuda" and all(
         arrays_of(value, f"weights[{name!r}]").packs(value, f"cuda:{device}") for name, value in weights.items())
-    return {p.key: _read(p, weights[p.name], library, there) for p in manifest.parameters}
+    found = {p.key: _read(p, weights[p.name], library, there) for p in manifest.parameters}
+    packings = [b.packing for b in manifest.buffers if b.packing is not None and b.packing.dtype in FINITE]
+    finite = {key for packing in packings for key, _ in packing.sources}
+    for parameter in manifest.parameters:
+        if parameter.key in finite and _infinite(found[parameter.key]):
+            raise NotFiniteError(f"weights[{parameter.name!r}]", "an array with an infinite number", "finite numbers, "
+                                 "or a module without products of pairs and weights of integers")
+    return found
+
+
+def _infinite(array: NDArray[Any]) -> bool:
+    """Whether a value is infinite in float32."""
+    with np.errstate(over="ignore"):
+        return bool(np.isinf(array.astype(np.float32, copy=False)).any())
 
 
 def _read(parameter: Parameter, value: Any, library: Library, there: bool) -> Any:

@@ -8,6 +8,10 @@ change, also by training; only after writes through ``.data`` and the like it ha
 
     ecornn.torch.rebind(model)
 
+Under torch.compile, torch.export, the modes and transforms of torch.func and others, a layer is one operator,
+``torch.ops.ecornn.recurrent``. It has the weights among its arguments: a program of torch.export runs in any process
+that has imported ``ecornn.torch``. Derivatives are PyTorch's own.
+
 On a CPU, threads of ours run between PyTorch's own operations. PyTorch's OpenMP threads (GNU's) spin for milliseconds
 after each of those and take processors from ours: start Python with ``GOMP_SPINCOUNT=1000`` in the environment, or
 with ``OMP_WAIT_POLICY=passive``, which costs PyTorch's operations more. Ours sleep after some microseconds.

@@ -10,6 +10,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from ecornn.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from ecornn.torch import engine, packed
+from ecornn.torch.dispatching import derivatives, watched
+from ecornn.torch.kind import text_of
+from ecornn.torch.operator import recurrent
 
 
 class Compiled(torch.nn.RNNBase):
@@ -29,11 +32,6 @@ class Compiled(torch.nn.RNNBase):
 
     def __init__(self, mode: str, *args: Any, **kwargs: Any) -> None:
         super().__init__(mode, *args, **kwargs)
-        self._ecornn = engine.register(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._ecornn = engine.register(self)  # a copy is another layer
 
     def forward(self: Any, input: Any, hx: Any = None) -> Any:
         """As ``torch.nn``'s: a tensor or PackedSequence to y and the last states.
@@ -66,16 +64,17 @@ class Compiled(torch.nn.RNNBase):
         engine.rebind(self)  # in inference mode copies leave no other trace
 
     def _run(self: Any, x: Any, state: list[torch.Tensor], lengths: Any) -> list[torch.Tensor]:
-        if torch.compiler.is_compiling():
-            return torch.ops.ecornn.recurrent(x, state, lengths, self._ecornn)
-        return engine.run(self, x, state, lengths)
+        weights = engine.weights_of(self)
+        if torch.compiler.is_compiling() or watched((x, *state, *weights)):
+            return recurrent(x, state, lengths, weights, text_of(self))
+        return engine.engine_of(self).run(weights, x, state, lengths)
 
     def _forward_packed(self: Any, input: PackedSequence, hx: Any) -> Any:
         """Rows in packed order, the longest first; the module needs no order, the states have one."""
         data, sizes, order, back = input
         if data.dim() != 2 or data.shape[1] != self.input_size:
             raise ShapeError("input.shape", tuple(data.shape), f"2 axes, the last of input_size={self.input_size}")
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or watched((data, *tensors_of(hx), *engine.weights_of(self))):
             x, lengths = pad_packed_sequence(PackedSequence(data, sizes))
             y, *after = self._run(x, states_of(self, hx, x, x.shape[1], False, order), lengths)
             rows = pack_padded_sequence(y, lengths).data
@@ -107,15 +106,18 @@ def wants_torch(module: Any, input: Any, hx: Any) -> bool:
                           "float32 on a CPU, without autocast, and for float32, float16 and bfloat16 on a GPU",
                           stacklevel=3)
         return True
-    if not torch.is_grad_enabled():
-        return False
-    tensors = [data, *(hx if isinstance(hx, (tuple, list)) else (hx,)), *engine.weights_of(module)]
-    if not any(getattr(t, "requires_grad", False) for t in tensors):
+    asked = derivatives(lambda: (data, *tensors_of(hx), *engine.weights_of(module)))
+    if not asked:
         return False
     if not module.training and not torch.compiler.is_compiling():
-        warnings.warn("gradients are asked for, so PyTorch's own layer runs; under torch.no_grad() or "
-                      "torch.inference_mode() the compiled one does", stacklevel=3)
+        more = "; under torch.no_grad() or torch.inference_mode() the compiled one does" * (asked == "gradients")
+        warnings.warn(f"{asked} are asked for, so PyTorch's own layer runs{more}", stacklevel=3)
     return True
+
+
+def tensors_of(hx: Any) -> tuple[Any, ...]:
+    """The tensors of initial states, not checked."""
+    return () if hx is None else tuple(hx) if isinstance(hx, (tuple, list)) else (hx,)
 
 
 def states_of(module: Any, hx: Any, x: torch.Tensor, batch: int, single: bool,

@@ -20,9 +20,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ecornn.errors import ScheduleError
 from ecornn.runtime.columns import Columns, steps_of
-from ecornn.runtime.layer import Layer
+from ecornn.runtime.loader import Layer
 from ecornn.runtime.torch_arrays import TorchArrays
-from ecornn.torch.engine import called, engine_of
+from ecornn.torch.engine import engine_of, weights_of
 
 LEAST = 16  # columns; fewer do not make steps shorter
 FIXED = 32  # a step of C columns takes about as long as C + 32 do: the way of the state between blocks
@@ -113,20 +113,20 @@ def columns_for(lengths: np.ndarray[Any, Any]) -> int | None:
 def run(module: Any, packed: PackedSequence, state: list[torch.Tensor]) -> list[torch.Tensor]:
     """Packed y and the states (L*D, S, H) from ``state`` or zeros, rows in packed order."""
     sizes, engine, data = packed.batch_sizes.numpy().tobytes(), engine_of(module), packed.data
-    layer = None
+    weights, layer = weights_of(module), None
     # layers of one direction may work at the same time instead, which columns do not allow
     if data.is_cuda and (module.num_layers == 1 or module.bidirectional):
         width = width_of(sizes)
         if width is not None and (data.dtype, width) not in engine.refused:
             try:
-                layer = engine.layer(module, data, width, len(packed.batch_sizes), "sequences")
+                layer = engine.layer(weights, data, width, len(packed.batch_sizes), "sequences")
                 found = laid(sizes, width, layer.together)
             except ScheduleError:  # weights that do not fit on the chip
                 engine.refused.add((data.dtype, width))
     if layer is None:
         found = padded(sizes)
-        layer = engine.layer(module, data, found.shape[1], found.shape[0], "lengths")
-    return found.call(data, lambda x, masks: called(module, layer, x, state, **masks))
+        layer = engine.layer(weights, data, found.shape[1], found.shape[0], "lengths")
+    return found.call(data, lambda x, masks: engine.called(layer, x, state, **masks))
 
 
 def call_layer(layer: Layer, packed: PackedSequence, state: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:

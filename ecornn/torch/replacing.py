@@ -46,7 +46,6 @@ def replace(model: torch.nn.Module) -> Report:
             why = obstacle(module)
             if why is None and isinstance(module, torch.nn.RNNBase):
                 module.__class__ = OURS[type(module)]
-                module._ecornn = engine.register(module)
                 swapped.append(name)
             else:
                 kept[name] = str(why)
@@ -57,11 +56,10 @@ def rebind(model: torch.nn.Module) -> None:
     """Has the compiled layers of a model, which may be one itself, read their weights again at their next call.
 
     Needed after writes that leave no trace on a tensor: through ``.data``, as many do that swap averaged weights in,
-    through NumPy, and in inference mode.
+    through NumPy, and in inference mode. The model may also be one of ``torch.export``.
     """
     for module in model.modules():
-        if isinstance(module, (LSTM, GRU, RNN)):
-            engine.rebind(module)
+        engine.rebind(module)
 
 
 def obstacle(module: torch.nn.Module) -> str | None:

@@ -56,6 +56,7 @@ def tune(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int 
     For many layers, a :class:`ecornn.tune.Session` keeps the worker processes between them.
     """
     with Session(target, timeout=timeout, seed=seed, tracker=tracker, entries=entries) as session:
-        return session.tune(cell, hidden=hidden, input=input, batch=batch, seq=seq, dtype=dtype, weights=weights,
-                            precision=precision, trials=trials, time_limit=time_limit, resume=resume,
-                            early_stop=early_stop, output=output, schedule=schedule, report=report, begin=begin)
+        layer = session.layer(cell, hidden=hidden, input=input, batch=batch, seq=seq, dtype=dtype, weights=weights,
+                              precision=precision)
+        return session.tune_layer(layer, trials=trials, time_limit=time_limit, resume=resume, early_stop=early_stop,
+                                  output=output, schedule=schedule, report=report, begin=begin)

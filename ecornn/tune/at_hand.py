@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from ecornn.device import Device, resolve
+from ecornn.device import Device
 from ecornn.errors import DeviceError
+from ecornn.targets import resolve
 
 GENERAL = {"llvm": "cpu", "cuda": "cuda"}  # kind -> the target that means whatever device of it is there
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 
 from ecornn.build.module import MANIFEST
+from ecornn.cells.naming import load_cell
 from ecornn.device import Device
 from ecornn.errors import ScheduleError
 from ecornn.schedules.base import Task
 from ecornn.task import make_manifest, make_task, versions
-from ecornn.tune.cell_spec import load_cell
 from ecornn.workload import Workload
 
 

@@ -60,7 +60,7 @@ def serving(task: Task, name: str | None = None) -> list[Schedule]:
             reasons[schedule.name] = f"does not round weights to {task.workload.weights}"
         elif task.workload.precision and schedule.kind != "cuda":
             reasons[schedule.name] = f"has no {task.workload.precision} products"
-        elif task.place.sequences and not schedule.sequences:
+        elif task.traversal.sequences and not schedule.sequences:
             reasons[schedule.name] = "does not work on one sequence after the other in a column"
         else:
             reasons[schedule.name] = schedule.serves(task) or ""
@@ -101,8 +101,8 @@ def choose(task: Task, schedule: str | None, config: Mapping[str, Value] | None,
     ``log``: the records to look in; default: the user's folder and the shipped ones.
     """
     from ecornn.tune.folders import read_all
-    from ecornn.tune.kindred import lent
     from ecornn.tune.lookup import Found, find
+    from ecornn.tune.similar_cells import lent
 
     schedules = serving(task, schedule)
     if config:

@@ -1,31 +1,33 @@
-"""A cell's step graph carried out in NumPy float64: the reference of cells written by users."""
+"""A cell's te graph carried out in NumPy float64: the reference of cells that have no formula in NumPy.
+
+It knows nothing of ``ecornn.analysis``, from which kernels are made: an error there must not be in both.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ecornn.analysis import Statistic, StepGraph
-from ecornn.analysis.scalar import children
+from ecornn.cells import Cell
 from ecornn.errors import CellError
 
-Array = NDArray[np.float64]
-
-OPERATORS: dict[str, Callable[..., Any]] = {
-    "Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": np.divide, "Max": np.maximum,
-    "Min": np.minimum, "LT": np.less, "LE": np.less_equal, "GT": np.greater, "GE": np.greater_equal,
-    "EQ": np.equal, "NE": np.not_equal, "And": np.logical_and, "Or": np.logical_or,
-    "Not": np.logical_not, "Select": np.where, "Cast": np.asarray}
+Array = NDArray[Any]
+Node = Any  # tvm.ir.PrimExpr
+Tensor = Any  # tvm.te.Tensor
 
 
 def _erf(z: Any) -> Any:
-    import math
-
     return np.vectorize(math.erf, otypes=[np.float64])(z)
 
+
+BINARY: dict[str, Callable[..., Any]] = {
+    "Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": np.divide, "FloorDiv": np.floor_divide,
+    "FloorMod": np.mod, "Max": np.maximum, "Min": np.minimum, "LT": np.less, "LE": np.less_equal, "GT": np.greater,
+    "GE": np.greater_equal, "EQ": np.equal, "NE": np.not_equal, "And": np.logical_and, "Or": np.logical_or}
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "exp": np.exp, "tanh": np.tanh, "sigmoid": lambda z: 0.5 * (1.0 + np.tanh(0.5 * z)),
@@ -36,62 +38,147 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "if_then_else": np.where}
 
 
-def evaluate(e: Any, values: Mapping[Any, Array]) -> Any:
-    """A scalar expression over arrays (B, H) or (H,) of its variables."""
-    kind = type(e).__name__
-    if kind == "Var":
-        return values[e]
-    if kind in ("FloatImm", "IntImm"):
-        return float(e.value)
-    operands = [evaluate(c, values) for c in children(e)]
-    if kind == "Call":
-        name = e.op.name.rsplit(".", 1)[-1]
-        if name in FUNCTIONS:
-            return FUNCTIONS[name](*operands)
-        raise CellError(f"the cell uses {e.op.name}, which the tuner has no reference for; name the "
-                        "schedule and configuration instead of tuning")
-    return OPERATORS[kind](*operands)
-
-
-def interpret(graph: StepGraph, x: Any, parameters: Mapping[str, Any],
+def interpret(cell: Cell, x: Any, parameters: Mapping[str, Any],
               states: Sequence[Any]) -> tuple[Array, tuple[Array, ...]]:
     """One layer: x (T, B, I), ``parameters`` by the cell's names in te shape, states (B, H) each,
-    to y (T, B, H) and the final states; float64."""
-    weights = {n: np.asarray(p, np.float64) for n, p in parameters.items()}
-    values: dict[Any, Array] = {v.var: weights[v.parameter][v.gate] for v in graph.vectors}
-    for assign in graph.invariants:
-        values[assign.var] = evaluate(assign.value, values)
-    current = [np.asarray(s, np.float64) for s in states]
-    steps = []
-    for row in np.asarray(x, np.float64):
-        now = dict(values)
-        now.update(zip(graph.states.values(), current, strict=True))
-        if graph.x is not None:
-            now[graph.x] = row
-        for r in graph.hoisted_rows:
-            now[r.var] = row @ weights[r.weight][r.gate].T
-        shape = current[0].shape
-        for assign in graph.hoisted:
-            now[assign.var] = evaluate(assign.value, now)
-        summarize(graph.hoisted_statistics, now, shape)
-        for assign in (*graph.normalized, *graph.prologue):
-            now[assign.var] = evaluate(assign.value, now)
-        for phase in graph.phases:
-            summarize(phase.statistics, now, shape)
-            for r in phase.rows:
-                now[r.var] = now[r.operand] @ weights[r.weight][r.gate].T
-            for assign in phase.assigns:
-                now[assign.var] = evaluate(assign.value, now)
-        current = [np.broadcast_to(now[v], shape) for v in graph.results.values()]
-        steps.append(current[list(graph.states).index(graph.output)])
-    return np.stack(steps), tuple(current)
+    to y (T, B, H) and the final states; float64. :class:`CellError` for an operation that is not known here."""
+    now = tuple(np.asarray(s, np.float64) for s in states)
+    rows = np.asarray(x, np.float64)
+    given = {n: np.asarray(p, np.float64) for n, p in parameters.items()}
+    step, y = Step(cell, rows.shape[1:], now[0].shape), []
+    for row in rows:
+        now = step(row, now, given)
+        y.append(now[cell.states.index(cell.output_state())])
+    return np.stack(y), now
 
 
-def summarize(statistics: Sequence[Statistic], values: dict[Any, Array], shape: tuple[int, ...]) -> None:
-    """Adds the variables of ``statistics``, (B, 1) each, to ``values``, from operands that broadcast to ``shape``."""
-    for one in statistics:
-        operands = np.stack([np.broadcast_to(values[o], shape) for o in one.operands])
-        values[one.total] = operands.sum(axis=(0, 2))[:, None]
-        if one.squares is not None:
-            mean = operands.mean(axis=(0, 2))[:, None]
-            values[one.squares] = np.square(operands - mean).sum(axis=(0, 2))[:, None]
+class Step:
+    """One step of a cell, for x (B, I) and states (B, H) of these shapes."""
+
+    def __init__(self, cell: Cell, x: tuple[int, ...], state: tuple[int, ...]) -> None:
+        from tvm import te
+
+        self.x = te.placeholder(x, "float32", name="x")
+        self.states = [te.placeholder(state, "float32", name=name) for name in cell.states]
+        self.parameters = {n: te.placeholder(s, "float32", name=n) for n, s in cell.parameters(x[1], state[1]).items()}
+        found = cell.step(self.x, self.states, self.parameters)
+        self.results = list(found) if isinstance(found, (list, tuple)) else [found]
+        self.known: dict[tuple[Any, int], Array] = {}  # (operation, output) -> its values in this step
+
+    def __call__(self, x: Array, states: Sequence[Array], parameters: Mapping[str, Array]) -> tuple[Array, ...]:
+        """The new states; parameters by the cell's names, in te shape."""
+        self.known = {(tensor.op, 0): parameters[name] for name, tensor in self.parameters.items()}
+        for tensor, value in zip((self.x, *self.states), (x, *states), strict=True):
+            self.known[tensor.op, 0] = value
+        return tuple(self.tensor(result) for result in self.results)
+
+    def tensor(self, tensor: Tensor) -> Array:
+        """All values of a tensor."""
+        key = tensor.op, tensor.value_index
+        if key not in self.known:
+            if type(tensor.op).__name__ != "ComputeOp":
+                raise CellError(f"the tuner has no reference for {tensor.op.name}, a {type(tensor.op).__name__}")
+            self.known[key] = self.compute(tensor.op, tensor.op.body[tensor.value_index])
+        return self.known[key]
+
+    def compute(self, op: Any, body: Node) -> Array:
+        """``body`` at all places of the operation's axes: in arrays with a dimension for each axis, of which those that
+        a value does not depend on have one entry."""
+        reduction = type(body).__name__ == "Reduce"
+        axes = [*op.axis, *(body.axis if reduction else ())]
+        extents = tuple(int(axis.dom.extent) for axis in axes)
+        places = {}
+        for n, axis in enumerate(axes):
+            along = [extents[n] if m == n else 1 for m in range(len(axes))]
+            places[axis.var] = int(axis.dom.min) + np.arange(extents[n]).reshape(along)
+        shape = extents[:len(op.axis)]
+        if not reduction:
+            return np.array(np.broadcast_to(self.value(body, places), shape))
+        start, combined = self.parts(op.name, body)
+        values = self.multiplied(factors(combined), places)
+        return np.asarray(self.product(values, extents, len(shape))) + (
+            0.0 if start is None else self.value(start, places).item())
+
+    def multiplied(self, parts: Sequence[Node], places: Mapping[Any, Array]) -> list[Array]:
+        """The values of what a sum is a sum of products of."""
+        return [self.value(part, places) for part in parts]
+
+    def parts(self, name: str, body: Node) -> tuple[Node | None, Node]:
+        """Where a sum starts, if not at 0, and what it is of."""
+        n, combiner = body.value_index, body.combiner
+        result = combiner.result[n]
+        sides = (combiner.lhs[n], combiner.rhs[n])
+        if type(result).__name__ != "Add" or not all(a.same_as(b) for a, b in zip((result.a, result.b), sides,
+                                                                               strict=True)):
+            raise CellError(f"the tuner has no reference for the reduction {name!r}, which is no sum")
+        if type(body.condition).__name__ != "IntImm" or not int(body.condition):
+            raise CellError(f"the tuner has no reference for the sum {name!r}, which has a condition")
+        return (body.init[n] if len(body.init) else None), body.source[n]
+
+    def product(self, values: Sequence[Array], extents: tuple[int, ...], kept: int) -> Array:
+        """The product of ``values`` at all places, of shape ``extents``, summed over the axes behind ``kept``."""
+        shared = [any(v.shape[n] > 1 for v in values) for n in range(len(extents))]
+        operands: list[Any] = []
+        for v in values:
+            own = [n for n, size in enumerate(v.shape) if size > 1]
+            operands += [v.reshape([v.shape[n] for n in own]), own]
+        out = [n for n in range(kept) if shared[n]]
+        found = np.einsum(*operands, out, optimize=len(values) > 1)
+        found = found.reshape([extents[n] if shared[n] else 1 for n in range(kept)])
+        alike = math.prod(size for n, size in enumerate(extents) if n >= kept and not shared[n])
+        return np.broadcast_to(found * alike, extents[:kept])
+
+    def value(self, e: Node, places: Mapping[Any, Array]) -> Array:
+        """An expression at all ``places`` of its axes."""
+        kind = type(e).__name__
+        if kind == "Var":
+            return places[e]
+        if kind in ("FloatImm", "IntImm"):
+            return np.full((1,) * len(places), e.value)
+        if kind == "Call" and e.op.name == "te.tensor_load":
+            return self.load(self.tensor(e.args[0]), [self.value(i, places) for i in e.args[1:]], len(places))
+        if kind == "Cast":
+            return cast(self.value(e.value, places), str(e.ty))
+        if kind == "Not":
+            return np.logical_not(self.value(e.a, places))
+        if kind == "Select":
+            return np.where(*(self.value(c, places) for c in (e.condition, e.true_value, e.false_value)))
+        if kind in BINARY:
+            return np.asarray(BINARY[kind](self.value(e.a, places), self.value(e.b, places)))
+        name = e.op.name if kind == "Call" else kind
+        if kind != "Call" or name.rsplit(".", 1)[-1] not in FUNCTIONS:
+            raise CellError(f"the cell uses {name}, which the tuner has no reference for; name the "
+                            "schedule and configuration instead of tuning")
+        return np.asarray(FUNCTIONS[name.rsplit(".", 1)[-1]](*(self.value(a, places) for a in e.args)))
+
+    def load(self, source: Array, indices: Sequence[Array], axes: int) -> Array:
+        """``source`` at the places that ``indices`` are, one for each of its dimensions."""
+        along = [[n for n, size in enumerate(i.shape) if size > 1] for i in indices]
+        moving = [own[0] for own in along if own]
+        if any(len(own) > 1 for own in along) or len(set(moving)) < len(moving):
+            return np.asarray(source[tuple(indices)])
+        for dimension, i in enumerate(indices):  # each axis has a dimension of its own: mostly nothing is copied
+            line = i.reshape(-1)
+            low = int(line[0])
+            if low >= 0 and int(line[-1]) < source.shape[dimension] and (np.diff(line) == 1).all():
+                source = source[(slice(None),) * dimension + (slice(low, low + len(line)),)]
+            else:
+                source = np.take(source, line, axis=dimension)
+        order = sorted(range(len(indices)), key=lambda d: along[d][0] if along[d] else -1)
+        shape = [1] * axes
+        for dimension, own in enumerate(along):
+            if own:
+                shape[own[0]] = source.shape[dimension]
+        return source.transpose(order).reshape(shape)
+
+
+def factors(e: Node) -> list[Node]:
+    """What is multiplied."""
+    return factors(e.a) + factors(e.b) if type(e).__name__ == "Mul" else [e]
+
+
+def cast(value: Array, kind: str) -> Array:
+    """``value`` as ``kind`` has it; float32 and float64 stay as exact as they are."""
+    if kind in ("float32", "float64"):
+        return value.astype(np.float64)
+    return value.astype(np.float16).astype(np.float64) if kind == "float16" else value.astype(kind)

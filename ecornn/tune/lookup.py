@@ -89,7 +89,7 @@ def find(task: Task, schedules: Sequence[Schedule], log: Log) -> Found:
                 groups.setdefault(distance, []).append(replace(line, record=now))
     ignored: dict[str, int] = {}
     for distance in sorted(groups):
-        lines = [replace(line, record=carried(line.record, by_name, task))  # type: ignore[arg-type]  # trials, all
+        lines = [replace(line, record=rebatched(line.record, by_name, task))  # type: ignore[arg-type]  # trials, all
                  for line in groups[distance]]
         evidence, missed = collect(lines, by_name, task, ignored)
         if evidence and min(one.expected for one in evidence) > MISSED * missed:
@@ -116,7 +116,7 @@ def up_to_date(trial: Trial, schedule: Schedule | None, task: Task) -> Trial:
     return msgspec.structs.replace(trial, config={**trial.config, **new}) if new else trial
 
 
-def carried(trial: Trial, by_name: Mapping[str, Schedule], task: Task) -> Trial:
+def rebatched(trial: Trial, by_name: Mapping[str, Schedule], task: Task) -> Trial:
     """A trial of another batch with its configuration as it is for the task's, where that fits."""
     schedule = by_name.get(trial.schedule)
     if schedule is None or trial.workload.batch == task.workload.batch:
@@ -130,7 +130,7 @@ def moved(config: Config, schedule: Schedule, of: Workload, task: Task) -> Confi
     schedule does not have there: a record may hold any."""
     if of.batch == task.workload.batch or not listed(config, schedule.knobs(replace(task, workload=of))):
         return config
-    return schedule.carried(config, of.batch, task)
+    return schedule.rebatched(config, of.batch, task)
 
 
 def how_far(trial: Trial, workload: Workload, device: Device) -> Distance | None:

@@ -10,8 +10,8 @@ import numpy as np
 from ecornn.cells import Cell
 from ecornn.numpy_reference import NORMALIZED
 from ecornn.numpy_reference import STEPS as REFERENCES
-from ecornn.schedules.base import Task
 from ecornn.tune.tolerance import INTEGERS
+from ecornn.workload import Workload
 
 STEPS = 8  # enough to pass through every state buffer and barrier several times
 
@@ -30,14 +30,15 @@ def rounded(values: Any, dtype: str) -> Any:
     return np.asarray(values, np.float32).astype(numpy_dtype(dtype)).astype(np.float32)
 
 
-def write(path: Path, cell: Cell, task: Task, seed: int) -> None:
-    """Writes inputs and expected outputs as .npz.
+def write(path: Path, cell: Cell, work: Workload, seed: int) -> None:
+    """Writes inputs and expected outputs as .npz. No line of what makes kernels is asked: a formula in NumPy where
+    there is one, else the cell's te graph as the cell wrote it.
 
     Arrays: ``x`` (T, B, I), ``y`` (T, B, H), ``first_<n>`` and ``last_<n>`` (B, H) for the n-th
     state, and ``w:<name>`` for each parameter as a user passes it. Inputs are representable in the
     workload's dtype; expected outputs are float64.
     """
-    work, rng = task.workload, np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     bound, kind = 1.0 / np.sqrt(work.hidden), work.weights or work.dtype
     kind = work.dtype if kind in INTEGERS else kind
     x = rounded(rng.uniform(-1, 1, (STEPS, work.batch, work.input)), work.dtype)
@@ -55,7 +56,7 @@ def write(path: Path, cell: Cell, task: Task, seed: int) -> None:
     else:
         from ecornn.tune.interpreter import interpret
 
-        y, last = interpret(task.graph, x, shaped, states)
+        y, last = interpret(cell, x, shaped, states)
     arrays = {"x": x, "y": y}
     arrays.update({f"first_{n}": s for n, s in enumerate(states)})
     arrays.update({f"last_{n}": s for n, s in enumerate(last)})

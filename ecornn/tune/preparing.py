@@ -41,19 +41,17 @@ class Question(msgspec.Struct, frozen=True):
 
 def write_answers(question: Question) -> bool:
     """In a worker: ``oracle.write``."""
-    from ecornn.task import make_task
+    from ecornn.cells.naming import load_cell
     from ecornn.tune import oracle
-    from ecornn.tune.cell_spec import load_cell
 
-    cell = load_cell(question.cell)
-    oracle.write(Path(question.out), cell, make_task(cell, question.workload, question.device), question.seed)
+    oracle.write(Path(question.out), load_cell(question.cell), question.workload, question.seed)
     return True
 
 
 def choose_defaults(question: Question) -> tuple[Choice, ...]:
     """In a worker: the default of each schedule that serves, what is expected to be fastest first."""
+    from ecornn.cells.naming import load_cell
     from ecornn.task import make_task
-    from ecornn.tune.cell_spec import load_cell
     from ecornn.tune.choose import serving_or_raise
 
     task = make_task(load_cell(question.cell), question.workload, question.device)

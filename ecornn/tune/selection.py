@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 
-from ecornn.device import KNOWN, Device
+from ecornn.device import Device
 from ecornn.schedules.base import Value
+from ecornn.targets import KNOWN
 from ecornn.tune.log import Line, Log
 from ecornn.tune.lookup import best_evidence, drift
 from ecornn.tune.record import Finish, Start, Trial

@@ -8,14 +8,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ecornn.cells import Cell
 from ecornn.device import Device
-from ecornn.errors import ArgumentError, ScheduleError
+from ecornn.errors import ScheduleError
+from ecornn.layer_spec import LayerSpec, usual_dtype
 from ecornn.tune.at_hand import present
 from ecornn.tune.pool import Closed, Entries, Pool
-from ecornn.workload import Workload, declared, rounded
+from ecornn.workload import Workload
 
 if TYPE_CHECKING:
     from ecornn.tune.environment import Environment
@@ -78,7 +79,7 @@ class Session:
 
     def __init__(self, target: str | Device | None = None, *, timeout: float = TIMEOUT, seed: int = 0,
                  tracker: Tracker | None = None, entries: Entries | None = None) -> None:
-        from ecornn.tune.cell_spec import importing
+        from ecornn.cells.naming import importing
         from ecornn.tune.checks import one_of, seconds, whole
         from ecornn.tune.process import MARK
         from ecornn.tune.remote import Tracker
@@ -139,14 +140,31 @@ class Session:
              begin: Callable[[ConfigSpace, int], None] = lambda *_: None) -> Result:
         """Searches schedules and knobs for one layer; see :func:`ecornn.tune.tune`. With ``only`` it tries these
         and no others."""
+        layer = self.layer(cell, hidden=hidden, input=input, batch=batch, seq=seq, dtype=dtype, weights=weights,
+                           precision=precision)
+        return self.tune_layer(layer, trials=trials, time_limit=time_limit, resume=resume, early_stop=early_stop,
+                               output=output, schedule=schedule, only=only, report=report, begin=begin)
+
+    def layer(self, cell: str | Cell, *, dtype: str | None = None, precision: str | None = None,
+              **properties: Any) -> LayerSpec:
+        """What :meth:`tune` would tune, in the usual data type of the device where none is given."""
+        return LayerSpec(cell, dtype=dtype or usual_dtype(self.device.kind, precision), precision=precision,
+                         **properties)
+
+    def tune_layer(self, layer: LayerSpec, *, trials: int | None = None, time_limit: float | None = None,
+                   resume: bool = True, early_stop: bool = True, output: Path | None = None,
+                   schedule: str | None = None, only: Sequence[Choice] | None = None,
+                   report: Callable[[Progress], None] = lambda _: None,
+                   begin: Callable[[ConfigSpace, int], None] = lambda *_: None) -> Result:
+        """As :meth:`tune`."""
+        from ecornn.cells.naming import spec_of
         from ecornn.tune import folders
         from ecornn.tune.checks import called, one_of, seconds, whole
         from ecornn.tune.choose import candidates
         from ecornn.tune.journal import Journal, digest_of
         from ecornn.tune.tuner import Settings
 
-        found, spec, workload = self.layer(cell, hidden=hidden, input=input, batch=batch, seq=seq, dtype=dtype,
-                                           weights=weights, precision=precision)
+        spec, workload = layer.cell if isinstance(layer.cell, str) else spec_of(layer.cell), layer.workload
         wanted = TRIALS[self.device.kind] if trials is None else whole("trials", trials, 1, 100_000)
         wanted = wanted if only is None else 0  # a list is done once its run is: what does not fit is no trial
         limit = None if time_limit is None else seconds("time_limit", time_limit)
@@ -162,25 +180,9 @@ class Session:
                 before = len(run.search)
                 if not run.finished(wanted, limit, early_stop):
                     settings = Settings(wanted, self.seed, limit, early_stop=early_stop)
-                    self._search(found, spec, workload, run, settings, schedule, only, report, begin)
+                    self._search(layer.loaded, spec, workload, run, settings, schedule, only, report, begin)
                 return result(run, workload, self.device, before)
         return result(run, workload, self.device, len(run.search))
-
-    def layer(self, cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = 20, seq: int = 300,
-              dtype: str | None = None, weights: str | None = None,
-              precision: str | None = None) -> tuple[Cell, str, Workload]:
-        """The cell, its spec for ``load_cell``, and the workload that :meth:`tune` would tune.
-
-        Raises as :meth:`tune` does for these arguments."""
-        from ecornn.tune.cell_spec import ALLOWED, load_cell, spec_of
-
-        if not isinstance(cell, (str, Cell)):
-            raise ArgumentError("cell", cell, ALLOWED)
-        found = load_cell(cell) if isinstance(cell, str) else cell
-        spec = cell if isinstance(cell, str) else spec_of(cell)
-        kind = dtype or ("float32" if self.device.kind == "llvm" or precision else "bfloat16")
-        return found, spec, Workload(found.identity(), hidden, hidden if input is None else input, batch, seq,
-                                     kind, rounded(weights, kind), declared(precision))
 
     def _search(self, found: Cell, spec: str, workload: Workload, run: Journal, settings: Settings,
                 schedule: str | None, only: Sequence[Choice] | None, report: Callable[[Progress], None],
@@ -194,9 +196,9 @@ class Session:
         from ecornn.task import make_task
         from ecornn.tune import evaluate, folders, preparing, tuner
         from ecornn.tune.choose import serving_or_raise
-        from ecornn.tune.kindred import lent
         from ecornn.tune.model import CostModel
         from ecornn.tune.search import Search
+        from ecornn.tune.similar_cells import lent
         from ecornn.tune.space import Candidate, ConfigSpace
         from ecornn.tune.transfer import borrowed, seeds, warm
 

@@ -12,11 +12,11 @@ from ecornn.schedules.base import Schedule, Task
 from ecornn.task import make_task
 from ecornn.tune.features import features
 from ecornn.tune.journal import Journal
-from ecornn.tune.kindred import akin, built_in
 from ecornn.tune.log import Log
 from ecornn.tune.lookup import how_far, listed, moved, unfit, up_to_date
 from ecornn.tune.model import CostModel
 from ecornn.tune.record import Trial
+from ecornn.tune.similar_cells import akin, built_in
 from ecornn.tune.space import Candidate
 from ecornn.tune.tolerance import proven
 from ecornn.workload import Workload

@@ -5,7 +5,8 @@ from __future__ import annotations
 from ecornn.program import Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
 from ecornn.schedules.cpu.cost import best_team, best_tile, beyond_l2, features, shape_of, tiles
-from ecornn.schedules.cpu.tiling import lanes_of, registers_of, registers_used, separate_adders, slow_l3
+from ecornn.schedules.cpu.tiling import lanes_of, registers_of, registers_used
+from ecornn.schedules.rates import cpu_rates
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28)
 VECTORS = (1, 2, 3, 4, 5, 6, 8, 10)
@@ -31,7 +32,7 @@ class CPUSequence(Schedule):
     kind = "llvm"
     weights = ("bfloat16", "int21", "int16", "int8")
 
-    def serves(self, task: Task) -> str | None:
+    def refuses(self, task: Task) -> str | None:
         """None, or the reason: another target or data type than a CPU's, or instructions that it lacks."""
         if task.device.kind != "llvm":
             return f"runs on CPUs, not on {task.device.kind}"
@@ -56,7 +57,7 @@ class CPUSequence(Schedule):
             return tuple(gates * v for v in VECTORS
                          if v == 1 or (gates * v <= registers // 2 and v <= hidden))
 
-        widest = max((len(p.rows) for p in task.graph.phases), default=1)
+        widest = max((len(p.products) for p in task.graph.phases), default=1)
         steps = tuple(c for c in CHUNK if c < 2 * task.workload.seq)
         return (
             Knob("rows", rows(task.workload.batch),
@@ -66,7 +67,7 @@ class CPUSequence(Schedule):
             Knob("unroll", UNROLL, "products in a row without a jump: fewer jumps against larger code"),
             Knob("project_rows", rows(task.workload.batch * task.workload.seq),
                  "rows of x in a register tile of the hoisted product"),
-            Knob("project_columns", columns(max(1, len(task.graph.hoisted_rows))),
+            Knob("project_columns", columns(max(1, len(task.graph.hoisted_products))),
                  "vectors of gates and units in a tile of the hoisted product"),
             Knob("team", tuple(t for t in TEAM if t < max(2, task.device.cores)),
                  "the most threads of a call (0: as many as it is given): no barriers against less work for each",
@@ -96,21 +97,21 @@ class CPUSequence(Schedule):
 
     def default(self, task: Task) -> Config:
         """The largest tile that fits the registers and wastes the fewest rows and vectors."""
-        workload, graph = task.workload, task.graph
+        workload, graph, rates = task.workload, task.graph, cpu_rates(task.device)
         values = {k.name: tuple(int(v) for v in k.values) for k in self.knobs(task)}
 
         # with one batch row it is bytes that take the time
-        pay = workload.weights is None and workload.batch > 1 and separate_adders(task.device)
+        pay = workload.weights is None and workload.batch > 1 and rates.adds_apart
 
         def best(rows: int, gates: list[int], prefix: str) -> tuple[int, int, int]:
             return best_tile(task, rows, gates, values[f"{prefix}rows"], values[f"{prefix}columns"],
                              PAIRS if pay and any(gates) else (0,), bool(prefix))
 
-        rows, columns, pairs = best(workload.batch, [len(p.rows) for p in graph.phases if p.rows] or [0], "")
+        rows, columns, pairs = best(workload.batch, [len(p.products) for p in graph.phases if p.products] or [0], "")
         project_rows, project_columns, project_pairs = best(
-            workload.batch * workload.seq, [len(graph.hoisted_rows)], "project_")
+            workload.batch * workload.seq, [len(graph.hoisted_products)], "project_")
         # L3 should work while tiles multiply; with one tile of rows it does so of itself
-        ahead = slow_l3(task.device) and beyond_l2(task) and not pairs and workload.batch > rows
+        ahead = rates.slow_l3 and beyond_l2(task) and not pairs and workload.batch > rows
         # hoisted values of a chunk should stay in the caches between their making and their use
         step_bytes = 4 * workload.batch * workload.hidden * max(1, len(graph.hoisted_outputs))
         target = 2 * max(task.device.l2, 1 << 19) * max(1, task.device.cores)
@@ -128,4 +129,4 @@ class CPUSequence(Schedule):
         from ecornn.schedules.cpu.sequence import sequence
         from ecornn.schedules.cpu.stages import plan
 
-        return sequence(plan(task.graph), shape_of(task, config), task.place)
+        return sequence(plan(task.graph), shape_of(task, config), task.traversal)

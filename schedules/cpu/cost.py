@@ -6,15 +6,14 @@ from itertools import product
 
 from ecornn.schedules.base import Config, Task
 from ecornn.schedules.cpu.stored import STORED
-from ecornn.schedules.cpu.tiling import Shape, Tile, lanes_of, registers_of, registers_used, slow_l3, vectors_of
+from ecornn.schedules.cpu.tiling import Shape, Tile, lanes_of, registers_of, registers_used, vectors_of
+from ecornn.schedules.rates import CPURates, cpu_rates
 
-FMA_LATENCY = 4  # cycles; with fewer sums than this in flight the unit idles
-FROM_L2 = 2.5  # cycles for a vector of weights
 FLOAT = 4  # bytes
-# Where multiply-adds outrun the caches, cycles of a tile for each vector of weights, and each row, that nothing hides
-FROM_CACHE, NEW_LINES = 0.6, 0.3
-FROM_L3 = 1.5  # the same of weights that L2 gets from L3 meanwhile
-BARRIER = 600  # cycles, with what it costs to get the new state from another core
+TURN = 1.0  # cycles of a turn of the loop over k, beside its products
+PAIRS_REACH = 0.75  # of the rate that the units would allow: layers of pairs
+# cycles to copy the operand for pairs: of a vector, of a row, and of the barrier behind it
+COPY_VECTOR, COPY_ROW, COPY_BARRIER = 8, 200, 2000
 
 
 def tiles(task: Task, config: Config) -> list[tuple[str, Tile, int]]:
@@ -25,11 +24,11 @@ def tiles(task: Task, config: Config) -> list[tuple[str, Tile, int]]:
         return Tile(int(config[f"{prefix}rows"]), vectors_of(int(config[f"{prefix}columns"]), gates), unroll,
                     int(config[f"{prefix}pairs"]) if gates else 0, bool(gates and not prefix and config["ahead"]))
 
-    project = len(graph.hoisted_rows)
+    project = len(graph.hoisted_products)
     found = [("hoisted", tile("project_", project), project)]
     found.append(("prologue", Tile(int(config["rows"]), 1, unroll), 0))  # pointwise, where there is one
-    found += [(f"phase{p}", tile("", len(phase.rows)), len(phase.rows))
-              for p, phase in enumerate(task.graph.phases, 1) if phase.rows]
+    found += [(f"phase{p}", tile("", len(phase.products)), len(phase.products))
+              for p, phase in enumerate(task.graph.phases, 1) if phase.products]
     return found
 
 
@@ -41,7 +40,7 @@ def shape_of(task: Task, config: Config) -> Shape:
                  workload.weights or workload.dtype, int(config["team"]))
 
 
-def cycles(heights: list[int], hidden: int, tile: Tile, gates: int, lanes: int, threads: int,
+def cycles(heights: list[int], hidden: int, tile: Tile, gates: int, lanes: int, threads: int, rates: CPURates,
            stalls: tuple[float, float] = (0.0, 0.0)) -> float:
     """Estimated cycles for one k of a product, of the thread with the most tasks.
 
@@ -53,10 +52,11 @@ def cycles(heights: list[int], hidden: int, tile: Tile, gates: int, lanes: int, 
     def of(rows: int) -> float:
         # one fma, one weight or two broadcasts a cycle; weights come from L2 more slowly
         sums = rows * columns
-        each = max(sums, FMA_LATENCY, columns + rows / 2, FROM_L2 * columns)
-        if tile.pairs:  # every factor of the operand is a broadcast; layers of pairs reach some three quarters of this
-            each = max(sums * (1 - 1 / tile.pairs), FMA_LATENCY, columns + sums / 2, FROM_L2 * columns) / 0.75
-        return each + 1.0 + stalls[0] * columns + stalls[1] * rows
+        each = max(sums, rates.fma_latency, columns + rows / 2, rates.l2_vector * columns)
+        if tile.pairs:  # every factor of the operand is a broadcast
+            each = max(sums * (1 - 1 / tile.pairs), rates.fma_latency, columns + sums / 2,
+                       rates.l2_vector * columns) / PAIRS_REACH
+        return each + TURN + stalls[0] * columns + stalls[1] * rows
 
     mean = sum(map(of, heights)) / len(heights)
     return -(-tasks // threads) * mean
@@ -71,7 +71,7 @@ def heights_of(rows: int, tile: Tile, hoisted: bool) -> list[int]:
 
 def beyond_l2(task: Task) -> bool:
     """Whether a thread has more recurrent weights than its L2 holds."""
-    weights = task.workload.hidden ** 2 * sum(len(p.rows) for p in task.graph.phases)
+    weights = task.workload.hidden ** 2 * sum(len(p.products) for p in task.graph.phases)
     return weights * STORED[task.workload.weights or "float32"].bytes > task.device.l2 * max(1, task.device.cores)
 
 
@@ -79,9 +79,10 @@ def best_tile(task: Task, rows: int, gates: list[int], row_choices: tuple[int, .
               pair_choices: tuple[int, ...], hoisted: bool) -> tuple[int, int, int]:
     """(rows, columns, pairs) with the smallest estimate, for products of ``gates`` over ``rows`` batch rows."""
     lanes, registers, threads = lanes_of(task.device), registers_of(task.device), max(1, task.device.cores)
-    hidden, stalls = task.workload.hidden, (0.0, 0.0)
-    if slow_l3(task.device) and task.workload.batch > 1:
-        stalls = (FROM_L3 if not hoisted and beyond_l2(task) else FROM_CACHE), NEW_LINES
+    hidden, rates, stalls = task.workload.hidden, cpu_rates(task.device), (0.0, 0.0)
+    if task.workload.batch > 1:
+        from_l3 = not hoisted and beyond_l2(task)
+        stalls = rates.unhidden_l3_vector if from_l3 else rates.unhidden_vector, rates.unhidden_row
 
     def estimate(choice: tuple[int, int, int]) -> tuple[float, int]:
         total = 0.0
@@ -89,9 +90,9 @@ def best_tile(task: Task, rows: int, gates: list[int], row_choices: tuple[int, .
             tile = Tile(choice[0], vectors_of(choice[1], g), 1, choice[2] if g else 0)
             if registers_used(tile, g, task.workload.weights or "") > registers and (tile.rows, tile.vectors) != (1, 1):
                 return float("inf"), 0
-            total += cycles(heights_of(rows, tile, hoisted), hidden, tile, g, lanes, threads, stalls)
+            total += cycles(heights_of(rows, tile, hoisted), hidden, tile, g, lanes, threads, rates, stalls)
             if tile.pairs:  # the copy of the operand, and a barrier
-                total += (rows / threads * (8 * hidden / lanes + 200) + 2000) / hidden
+                total += (rows / threads * (COPY_VECTOR * hidden / lanes + COPY_ROW) + COPY_BARRIER) / hidden
         return total, -choice[0] * choice[1]
 
     return min(product(row_choices, column_choices, pair_choices), key=estimate)
@@ -100,8 +101,9 @@ def best_tile(task: Task, rows: int, gates: list[int], row_choices: tuple[int, .
 def best_team(task: Task) -> int:
     """1 where a step is so short that waiting for other threads takes longer than what they would do; else 0."""
     graph, workload = task.graph, task.workload
-    values = sum(len(phase.rows) for phase in graph.phases) * workload.batch * workload.hidden ** 2
-    return int(bool(graph.phases) and values <= BARRIER * lanes_of(task.device) * len(graph.phases))
+    values = sum(len(phase.products) for phase in graph.phases) * workload.batch * workload.hidden ** 2
+    barriers = cpu_rates(task.device).barrier * len(graph.phases)
+    return int(bool(graph.phases) and values <= barriers * lanes_of(task.device))
 
 
 def features(task: Task, config: Config) -> dict[str, float]:
@@ -124,7 +126,8 @@ def features(task: Task, config: Config) -> dict[str, float]:
         found[f"{prefix}_imbalance"] = -(-row_tiles * units // threads) * threads / (row_tiles * units)
         found[f"{prefix}_waste"] = (multiplied * units * tile.vectors * shape.lanes
                                     / (rows * workload.hidden))
-        found[f"{prefix}_cycles"] = cycles(heights, workload.hidden, tile, gates, shape.lanes, threads)
+        found[f"{prefix}_cycles"] = cycles(heights, workload.hidden, tile, gates, shape.lanes, threads,
+                                           cpu_rates(task.device))
         found[f"{prefix}_tile_bytes"] = float(
             STORED[shape.weights].bytes * gates * tile.vectors * shape.lanes
             * (workload.input if hoisted else workload.hidden))

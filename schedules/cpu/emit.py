@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-Expr = Any  # tvm.ir.PrimExpr
+from ecornn.schedules.builder import Expr
 
 
 class Emitter:

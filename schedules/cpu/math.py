@@ -10,12 +10,11 @@ Largest errors over all of float32 (NaN stays NaN):
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
+from ecornn.analysis.operators import OPERATORS, key_of
 from ecornn.analysis.scalar import children, is_constant
+from ecornn.schedules.builder import Expr
 from ecornn.schedules.cpu.emit import Emitter
-
-Expr = Any  # tvm.ir.PrimExpr
 
 # Rational approximation of tanh: odd polynomial over even polynomial (Eigen, generic_fast_tanh_float),
 # highest power first. At the bound it is exactly 1, computed with fma.
@@ -29,8 +28,6 @@ EXP_TAIL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 
             5.0000001201e-1)
 LOG2_E, LN2_HIGH, LN2_LOW = 1.44269504088896341, 0.693359375, -2.12194440e-4
 EXP_LOW, EXP_HIGH = -105.0, 89.0  # beyond: 0 and infinity
-
-WHOLE_VECTOR = ("sqrt", "fabs", "floor", "ceil", "trunc", "round")  # LLVM has an instruction
 
 
 def horner(e: Emitter, x: Expr, coefficients: Sequence[float]) -> Expr:
@@ -77,30 +74,36 @@ def power_of_two(e: Emitter, n: Expr) -> Expr:
     return e.tirx.reinterpret(e.vector_type, (n + splat_int(e, 127)) << splat_int(e, 23))
 
 
+def rsqrt(e: Emitter, x: Expr) -> Expr:
+    """Vector reciprocal square root."""
+    return e.let("rsqrt", e.splat(1.0) / e.intrinsic("sqrt", x))
+
+
+def select(e: Emitter, condition: Expr, yes: Expr, no: Expr) -> Expr:
+    """Vector choice between two values."""
+    return e.tirx.Select(condition, yes, no)
+
+
+FUNCTIONS: dict[str, Callable[..., Expr]] = {  # key of the operator -> its vector code
+    "tanh": tanh, "sigmoid": sigmoid, "exp": exp, "rsqrt": rsqrt, "Select": select, "if_then_else": select}
+
+
 def vector(e: Emitter, value: Expr, lookup: Callable[[Expr], Expr]) -> Expr:
     """``value``, an expression over float32 scalars, on vectors; ``lookup`` maps its variables."""
     kind = type(value).__name__
     if kind == "Var":
         return lookup(value)
-    if kind in ("FloatImm", "IntImm"):
+    if is_constant(value):
         return e.tirx.Broadcast(value, e.lanes)
-    parts = [vector(e, c, lookup) for c in children(value)]
+    key, parts = key_of(value), [vector(e, c, lookup) for c in children(value)]
+    if key in FUNCTIONS:
+        return FUNCTIONS[key](e, *parts)
     if kind == "Call":
-        name = value.op.name.removeprefix("tirx.")
-        if name in ("tanh", "sigmoid", "exp"):
-            return {"tanh": tanh, "sigmoid": sigmoid, "exp": exp}[name](e, *parts)
-        if name == "rsqrt":
-            return e.let("rsqrt", e.splat(1.0) / e.intrinsic("sqrt", *parts))
-        if name == "if_then_else":
-            return e.tirx.Select(*parts)
-        if name in WHOLE_VECTOR:
-            return e.intrinsic(name, *parts)
-        return by_lane(e, value, parts)
+        whole = OPERATORS[key].instruction
+        return e.ir.Call(value.op, parts, ret_ty=parts[0].ty) if whole else by_lane(e, value, parts)
     if kind in ("Max", "Min"):
         a, b = parts[::-1] if is_constant(value.b) else parts
         return extremum(e, type(value), a, b, both=not any(map(is_constant, children(value))))
-    if kind == "Select":
-        return e.tirx.Select(*parts)
     if kind == "Cast":
         return e.tirx.Cast(f"{value.ty}x{e.lanes}", parts[0])
     return type(value)(*parts)

@@ -22,12 +22,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ecornn.analysis import Row
+from ecornn.analysis import Product
 from ecornn.program import Packing
+from ecornn.schedules.builder import Expr
 from ecornn.schedules.cpu.emit import Emitter
 from ecornn.schedules.cpu.quantize import across
 
-Expr = Any  # tvm.ir.PrimExpr
 SPREAD = 32.0
 PLAIN = 1e38  # not NaN: TVM takes "not a < b" for "b <= a"
 EXPONENT, ONE_OVER = 0x7F800000, 0x7F000000  # bits of a float32's power of two; minus those of 2**n: those of 2**-n
@@ -65,11 +65,11 @@ class Paired:
         return self.pairs * self.stride
 
 
-def packings(rows: Sequence[Row], hidden: int, k: int, vectors: int, lanes: int, pairs: int) -> dict[str, Packing]:
+def packings(rows: Sequence[Product], hidden: int, k: int, vectors: int, lanes: int, pairs: int) -> dict[str, Packing]:
     """Weights of ``rows``, each (H, K), as (tile, k, section, gate, vector, lane); factors and sums of pairs of
     their rows."""
     tiles, gates, length = -(-hidden // (vectors * lanes)), len(rows), section(k, pairs)
-    sources, units = tuple((r.weight, r.gate) for r in rows), tiles * vectors * lanes
+    sources, units = tuple(p.term.source for p in rows), tiles * vectors * lanes
     pad = (gates, units, pairs * length)
     split = (gates, tiles, vectors, lanes, pairs, length)
     return {"weights": Packing(sources, pad, split, (1, 5, 4, 0, 2, 3), "balanced"),

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ecornn.analysis import Row
+from ecornn.analysis import Product
 from ecornn.program import Packing
+from ecornn.schedules.builder import Expr
 from ecornn.schedules.cpu.emit import Emitter
 from ecornn.schedules.cpu.stored import STORED, widen
 
-Expr = Any  # tvm.ir.PrimExpr
 LINE = 16  # words in a cache line
 
 
@@ -30,12 +30,12 @@ class Ahead:
     share: int
 
 
-def packing(rows: Sequence[Row], hidden: int, k: int, vectors: int, lanes: int, kind: str) -> Packing:
+def packing(rows: Sequence[Product], hidden: int, k: int, vectors: int, lanes: int, kind: str) -> Packing:
     """Weights of ``rows``, each (H, K), as (tile, K / group, gate, vector, lane, group); of int16 and int21
     as (..., vector, word, lane)."""
     tiles, gates, group = -(-hidden // (vectors * lanes)), len(rows), STORED[kind].group
     groups = -(-k // group)
-    return Packing(sources=tuple((r.weight, r.gate) for r in rows),
+    return Packing(sources=tuple(p.term.source for p in rows),
                    pad=(gates, tiles * vectors * lanes, groups * group),
                    split=(gates, tiles, vectors, lanes, groups, group), order=(1, 4, 0, 2, 3, 5), dtype=kind)
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ecornn.schedules.builder import Expr
 from ecornn.schedules.cpu.emit import Emitter
 
-Expr = Any  # tvm.ir.PrimExpr
 LARGEST, OFFSET = 127.0, 128
 TINY = 1e-30  # instead of dividing by zero in a row of zeros
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ecornn.analysis import Statistic
+from ecornn.schedules.cpu.memory import Memory, Span
 from ecornn.schedules.cpu.stages import Stage
 from ecornn.schedules.cpu.tile_task import TileTask
 from ecornn.schedules.cpu.tiling import Tile
-
-if TYPE_CHECKING:
-    from ecornn.schedules.cpu.sequence import Sequence
 
 Expr = Any  # tvm.ir.PrimExpr
 ONE = Tile(1, 1, 1)  # a vector of units of the row
@@ -20,9 +18,9 @@ ONE = Tile(1, 1, 1)  # a vector of units of the row
 class RowTask:
     """One row of the batch, or of the chunk where the stage is of the hoisted projection."""
 
-    def __init__(self, owner: Sequence, stage: Stage, first: Expr, t: Expr, rows: Expr, row: Expr) -> None:
-        self.o, self.e, self.stage, self.first = owner, owner.e, stage, first
-        self.t, self.rows, self.row, self.lanes = t, rows, row, owner.shape.lanes
+    def __init__(self, owner: Memory, stage: Stage, span: Span, row: Expr) -> None:
+        self.o, self.e, self.stage, self.span = owner, owner.e, stage, span
+        self.row, self.lanes = row, owner.shape.lanes
         self.hidden = owner.shape.hidden
 
     def run(self) -> None:
@@ -34,7 +32,7 @@ class RowTask:
 
     def task(self, vector: Expr) -> TileTask:
         """What has the values of a vector of units."""
-        return TileTask(self.o, self.stage, ONE, self.first, self.t, self.rows, vector, self.row)
+        return TileTask(self.o, self.stage, ONE, self.span, vector, self.row)
 
     def summarize(self, s: Statistic) -> None:
         """The total, and in a second pass the squares."""

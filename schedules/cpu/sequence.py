@@ -20,72 +20,52 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from ecornn.analysis import Row
-from ecornn.program import Buffer, Extent, Packing, Parallel, Program
+from ecornn.analysis import Product
+from ecornn.program import PACKED, WORKSPACE, Buffer, Extent, Packing, Parallel, Program
+from ecornn.schedules.assemble import call_buffers
 from ecornn.schedules.cpu import paired
-from ecornn.schedules.cpu.emit import Emitter
 from ecornn.schedules.cpu.math import vector
+from ecornn.schedules.cpu.memory import Memory, Span
 from ecornn.schedules.cpu.product import packing
 from ecornn.schedules.cpu.quantize import Integers, quantize_row
 from ecornn.schedules.cpu.row_task import RowTask
-from ecornn.schedules.cpu.stages import Plan, Stage, groups
+from ecornn.schedules.cpu.stages import Stage, StepPlan, groups
 from ecornn.schedules.cpu.stored import STORED
 from ecornn.schedules.cpu.tile_task import TileTask
 from ecornn.schedules.cpu.tiling import Shape
 from ecornn.schedules.cpu.timeline import Timeline
-from ecornn.schedules.timeline import row_buffers
-from ecornn.workload import Place
+from ecornn.workload import Traversal
 
 Expr = Any  # tvm.ir.PrimExpr
 Var = Any  # tvm.tirx.Var
 
 
-def sequence(plan: Plan, shape: Shape, place: Place) -> Program:
+def sequence(plan: StepPlan, shape: Shape, traversal: Traversal) -> Program:
     """The program of a plan."""
-    return Sequence(plan, shape, place).program()
+    return Sequence(plan, shape, traversal).program()
 
 
-class Sequence:
+class Sequence(Memory):
     """Writes the worker function: its buffers, loops and barriers."""
 
-    def __init__(self, plan: Plan, shape: Shape, where: Place) -> None:
-        self.plan, self.shape, self.graph, self.where = plan, shape, plan.graph, where
-        self.e = Emitter(shape.lanes)
-        self.buffers: list[Buffer] = []
-        self.data: dict[str, Any] = {}  # buffer name -> its elements
-        self.integers: dict[tuple[str, int], Integers] = {}  # (stage, group of rows) -> its operand as integers
-        self.paired: dict[tuple[str, int], paired.Paired] = {}  # ... as copies for products of pairs
-        self.aliases: dict[str, str] = {}  # further pointer parameters -> their buffer
-        self.kept: dict[Var, Any] = {}  # value carried between stages -> its buffer
-        self.place = {v: i for i, v in enumerate(self.graph.hoisted_outputs)}
-        self.projected = {v: i for i, v in enumerate(self.graph.projected)}  # where statistics of them are due
-        self.totals = {v: i for i, v in enumerate(v for s in self.graph.statistics for v in s.made)}
-        self.hoisted_totals = {v: i for i, v in enumerate(v for s in self.graph.hoisted_statistics for v in s.made)}
-        self.row = {v.var: i for i, v in enumerate(self.graph.vectors)}
-        self.row.update((a.var, i) for i, a in enumerate(self.graph.invariants))
-        self.vectors = {v.var for v in self.graph.vectors}
-
     # -- buffers --------------------------------------------------------------------------------
-    def buffer(self, name: str, role: str, extent: Extent | None = None, pack: Packing | None = None,
+    def buffer(self, name: str, role: str, extent: Extent, pack: Packing | None = None,
                dtype: str = "float32", element: str | None = None) -> None:
         """``element``: what the code takes the memory for, where that is not ``dtype``."""
-        self.buffers.append(Buffer(name, role, dtype, extent or Extent(), pack))
-        self.data[name] = self.e.pointer(name, element or dtype)
+        self.add(Buffer(name, role, dtype, extent, pack), element or dtype)
+
+    def add(self, buffer: Buffer, element: str) -> None:
+        """A buffer that the code takes for elements of that type."""
+        self.buffers.append(buffer)
+        self.data[buffer.name] = self.e.pointer(buffer.name, element)
 
     def declare(self) -> None:
         e, s, graph = self.e, self.shape, self.graph
         self.thread, self.threads = e.scalar("thread"), e.scalar("threads")
         self.steps, self.batch = e.scalar("T"), e.scalar("B")
-        self.buffer("x", "x")
-        self.buffer("y", "y")
-        for name in graph.states:
-            self.buffer(f"{name}_in", "state_in")
-        for name in graph.states:
-            self.buffer(f"{name}_out", "state_out")
-        for b in row_buffers(self.where):
-            self.buffers.append(b)
-            self.data[b.name] = e.pointer(b.name, b.dtype)
-        self.timeline = Timeline(e, self.where, self.data, self.steps, self.batch)
+        for b in call_buffers(graph.states, self.traversal, "float32"):
+            self.add(b, b.dtype)
+        self.timeline = Timeline(e, self.traversal, self.data, self.steps, self.batch)
         for stage in (*self.plan.hoisted, *self.plan.steps):
             k = s.input if stage.name == "hoisted" else s.hidden
             for number, (_, rows) in enumerate(groups(stage.rows)):
@@ -96,7 +76,7 @@ class Sequence:
                 pack = packing(rows, s.hidden, k, s.tiles[stage.name].vectors, s.lanes, s.weights)
                 stored = STORED[s.weights]
                 words = prod(pack.split) // stored.group * stored.words
-                self.buffer(name, "packed", Extent(words), pack, stored.element)
+                self.buffer(name, PACKED, Extent(words), pack, stored.element)
                 if stored.scaled:
                     self.declare_scales(stage, number, pack)
                 if s.weights == "int8":
@@ -104,30 +84,30 @@ class Sequence:
         if graph.vectors:
             pack = Packing(tuple((v.parameter, v.gate) for v in graph.vectors),
                            (len(graph.vectors), s.width), (len(graph.vectors), s.width), (0, 1), "float32")
-            self.buffer("vectors", "packed", Extent(len(graph.vectors) * s.width), pack)
+            self.buffer("vectors", PACKED, Extent(len(graph.vectors) * s.width), pack)
         if graph.invariants:
-            self.buffer("invariants", "workspace", Extent(len(graph.invariants) * s.width))
+            self.buffer("invariants", WORKSPACE, Extent(len(graph.invariants) * s.width))
         plane = s.padded_batch * s.width
         for name in graph.states:
-            self.buffer(f"{name}_state", "workspace", Extent(plane * (1 + (name in self.plan.doubled))))
+            self.buffer(f"{name}_state", WORKSPACE, Extent(plane * (1 + (name in self.plan.doubled))))
         for stage in self.plan.steps:
             for number, var in enumerate(stage.keep):
-                self.buffer(f"{stage.name}_kept_{number}", "workspace", Extent(plane))
+                self.buffer(f"{stage.name}_kept_{number}", WORKSPACE, Extent(plane))
                 self.kept[var] = self.data[f"{stage.name}_kept_{number}"]
         if self.place:
             # a tile of rows may reach past the chunk's last row, in either direction of use
             room = s.chunk * s.batch + max(t.rows for t in s.tiles.values())
-            self.buffer("hoisted", "workspace", Extent(room * len(graph.hoisted_outputs) * s.width))
+            self.buffer("hoisted", WORKSPACE, Extent(room * len(graph.hoisted_outputs) * s.width))
             if self.hoisted_totals:
-                self.buffer("hoisted_statistics", "workspace", Extent(room * len(self.hoisted_totals)))
+                self.buffer("hoisted_statistics", WORKSPACE, Extent(room * len(self.hoisted_totals)))
         if self.totals:
-            self.buffer("statistics", "workspace", Extent(s.padded_batch * len(self.totals)))
+            self.buffer("statistics", WORKSPACE, Extent(s.padded_batch * len(self.totals)))
 
     def declare_scales(self, stage: Stage, number: int, pack: Packing) -> None:
         """What the products with weights that are integers are multiplied with, unit by unit."""
         kind = "scale" if pack.dtype == "int8" else f"{pack.dtype}_scale"
         scales = Packing(pack.sources, pack.pad, pack.pad, (0, 1, 2), kind)
-        self.buffer(f"{stage.name}_scales_{number}", "packed", Extent(prod(pack.pad[:2])), scales)
+        self.buffer(f"{stage.name}_scales_{number}", PACKED, Extent(prod(pack.pad[:2])), scales)
 
     def declare_integers(self, stage: Stage, number: int, k: int) -> None:
         """Workspace for the rows of an operand as integers."""
@@ -135,25 +115,25 @@ class Sequence:
         rows = s.padded_batch if stage.name != "hoisted" else s.chunk * s.batch + s.tiles["hoisted"].rows
         width = -(-k // s.lanes) * s.lanes
         names = [f"{stage.name}_{part}_{number}" for part in ("integers", "factors", "sums")]
-        self.buffer(names[0], "workspace", Extent(rows * width), dtype="int8", element="int32")
-        self.buffer(names[1], "workspace", Extent(rows))
-        self.buffer(names[2], "workspace", Extent(rows), dtype="int32")
+        self.buffer(names[0], WORKSPACE, Extent(rows * width), dtype="int8", element="int32")
+        self.buffer(names[1], WORKSPACE, Extent(rows))
+        self.buffer(names[2], WORKSPACE, Extent(rows), dtype="int32")
         words, factors, sums = (self.data[n] for n in names)
         self.integers[stage.name, number] = Integers(words, factors, sums, width)
 
-    def declare_paired(self, stage: Stage, number: int, rows: list[Row], k: int) -> None:
+    def declare_paired(self, stage: Stage, number: int, rows: list[Product], k: int) -> None:
         """Weights for products of pairs, what belongs to them, and workspace for the operand's rows."""
         e, s, tile = self.e, self.shape, self.shape.tiles[stage.name]
         packs = paired.packings(rows, s.hidden, k, tile.vectors, s.lanes, tile.pairs)
         for part, pack in packs.items():
             size = prod(pack.split) if part == "weights" else prod(pack.pad[:-1])
-            self.buffer(f"{stage.name}_{part}_{number}", "packed", Extent(size), pack)
+            self.buffer(f"{stage.name}_{part}_{number}", PACKED, Extent(size), pack)
         room = s.padded_batch if stage.name != "hoisted" else s.chunk * s.batch + tile.rows
         names = [f"{stage.name}_{part}_{number}" for part in ("copy", "factors", "sums")]
         made = paired.Paired((), None, None, k, tile.pairs, s.lanes)
-        self.buffer(names[0], "workspace", Extent(room * made.width))
-        self.buffer(names[1], "workspace", Extent(room))
-        self.buffer(names[2], "workspace", Extent(room))
+        self.buffer(names[0], WORKSPACE, Extent(room * made.width))
+        self.buffer(names[1], WORKSPACE, Extent(room))
+        self.buffer(names[2], WORKSPACE, Extent(room))
         copies = [self.data[names[0]]]
         for column in range(1, len(rows) * tile.vectors):
             alias = f"{names[0]}_{column}"
@@ -173,7 +153,7 @@ class Sequence:
             first = e.let("first", number * chunk)
             count = e.let("count", e.tirx.Min(chunk, self.steps - first))
             # the chunk's first row of x; in reverse, its last step comes first
-            low = e.let("low", self.steps - first - count) if self.where.reverse else first
+            low = e.let("low", self.steps - first - count) if self.traversal.reverse else first
             if self.place:
                 rows = e.let("rows", count * self.batch)
                 for stage in self.plan.hoisted:
@@ -189,7 +169,7 @@ class Sequence:
                 e.call("ecornn_barrier")
         self.epilogue()
         call = Parallel("worker", self.aliases, self.shape.team)
-        return Program({"worker": e.function("worker")}, tuple(self.buffers), (call,))
+        return Program.running({"worker": e.function("worker")}, self.buffers, (call,))
 
     def share(self, name: str, total: Expr) -> tuple[Expr, Expr]:
         """First of this thread's tasks among 0 .. total - 1, and one past the last."""
@@ -250,12 +230,6 @@ class Sequence:
                 e.vstore_part(f"{name}_last", self.data[f"{name}_out"], b * e.index(s.hidden) + unit,
                               value, valid)
 
-    def slot(self, state: str, t: Expr) -> Expr:
-        """Where a state before step ``t`` starts in its workspace."""
-        if state not in self.plan.doubled:
-            return self.e.index(0)
-        return self.e.mod(t, 2) * self.e.index(self.shape.padded_batch * self.shape.width)
-
     # -- a stage --------------------------------------------------------------------------------
     def part(self, stages: tuple[Stage, ...], first: Expr, t: Expr, rows: Expr) -> None:
         """What is between two barriers: a stage, or stages that go row by row."""
@@ -263,7 +237,7 @@ class Sequence:
             return self.stage(stages[0], first, t, rows)
         with self.tasks(stages[0].name, rows) as row:
             for stage in stages:
-                RowTask(self, stage, first, t, rows, row).run()
+                RowTask(self, stage, Span(first, t, rows), row).run()
 
     def stage(self, stage: Stage, first: Expr, t: Expr, rows: Expr) -> None:
         """All tasks of a stage; ``first``: the chunk's first step of x; ``rows``: how many of x (hoisted)
@@ -292,7 +266,7 @@ class Sequence:
                 ahead = e.let("next", following), number, -(-self.shape.batch // tile.rows)
 
             def run(rows_of_tile: int) -> None:
-                TileTask(self, stage, replace(tile, rows=rows_of_tile), first, t, rows, units, top, ahead).run()
+                TileTask(self, stage, replace(tile, rows=rows_of_tile), Span(first, t, rows), units, top, ahead).run()
 
             short = tile.short(self.shape.batch) if stage.name != "hoisted" else 0
             if not short:
@@ -331,13 +305,3 @@ class Sequence:
                     return e.vload_part("operand", data, base + at, count)
 
                 paired.prepare_row(e, into, row, load)
-
-    def operand(self, operand: Var | None, first: Expr, t: Expr) -> tuple[Any, Expr, int]:
-        """Elements of an operand, where its first row starts, and how far its rows are apart."""
-        e, s = self.e, self.shape
-        if operand is None:
-            return self.data["x"], e.let("x_first", first * self.batch * e.index(s.input)), s.input
-        name = next((n for n, v in self.graph.states.items() if v.same_as(operand)), None)
-        if name is None:
-            return self.kept[operand], e.index(0), s.width
-        return self.data[f"{name}_state"], self.slot(name, t), s.width

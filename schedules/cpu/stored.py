@@ -18,11 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from ecornn.schedules.builder import Expr
 from ecornn.schedules.cpu.emit import Emitter
 
-Expr = Any  # tvm.ir.PrimExpr
 UPPER = 0xFFFF0000  # of a pair
 THIRD = 0x001FFC00  # bits 10 to 20 of a third weight
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ecornn.schedules.cpu.math import vector
+from ecornn.schedules.cpu.memory import Memory, Span
 from ecornn.schedules.cpu.paired import multiply as multiply_pairs
 from ecornn.schedules.cpu.product import Ahead, accumulators, multiply
 from ecornn.schedules.cpu.quantize import restore
 from ecornn.schedules.cpu.stages import Stage, groups
 from ecornn.schedules.cpu.stored import STORED
 from ecornn.schedules.cpu.tiling import Tile
-
-if TYPE_CHECKING:
-    from ecornn.schedules.cpu.sequence import Sequence
 
 Expr = Any  # tvm.ir.PrimExpr
 Var = Any  # tvm.tirx.Var
@@ -24,12 +22,13 @@ Var = Any  # tvm.tirx.Var
 class TileTask:
     """One (unit tile, row tile): products into registers, then the pointwise values of each vector."""
 
-    def __init__(self, owner: Sequence, stage: Stage, tile: Tile, first: Expr, t: Expr, rows: Expr,
-                 units: Expr, top: Expr, ahead: tuple[Expr, Expr, int] | None = None) -> None:
-        """``ahead``: of which unit tile to ask for weights meanwhile, which part of them, of how many."""
+    def __init__(self, owner: Memory, stage: Stage, tile: Tile, span: Span, units: Expr, top: Expr,
+                 ahead: tuple[Expr, Expr, int] | None = None) -> None:
+        """``units``: the number of the unit tile; ``top``: its first row; ``ahead``: of which unit tile to ask for
+        weights meanwhile, which part of them, of how many."""
         self.o, self.e, self.s, self.plan = owner, owner.e, owner.shape, owner.plan
-        self.stage, self.tile, self.first, self.t = stage, tile, first, t
-        self.rows, self.units, self.top, self.ahead = rows, units, top, ahead
+        self.stage, self.tile, self.first, self.t, self.rows = stage, tile, span.first, span.t, span.rows
+        self.units, self.top, self.ahead = units, top, ahead
         self.products: dict[Var, list[list[Any]]] = {}  # row variable -> registers [row][vector]
         self.source: dict[Var, tuple[int, int]] = {}  # row variable -> (group, gate)
         self.values: dict[Var, Expr] = {}
@@ -130,7 +129,7 @@ class TileTask:
 
     def finish(self, results: dict[str, Expr]) -> None:
         """Stores the states before the next step, and y."""
-        e, s, o, timeline, place = self.e, self.s, self.o, self.o.timeline, self.o.where
+        e, s, o, timeline, traversal = self.e, self.s, self.o, self.o.timeline, self.o.traversal
         live = timeline.live(self.t, self.at_row)
         if live is not None:
             states = o.graph.states
@@ -139,9 +138,9 @@ class TileTask:
         for name, value in timeline.started(after, self.at_row, results).items():
             e.vstore(o.data[f"{name}_state"], o.slot(name, after) + self.at, value)
         y_row = timeline.at(self.t) * o.batch + self.at_row
-        start = y_row * e.index(place.y_width(s.hidden)) + self.unit
-        if place.y_offset(s.hidden):
-            start = start + e.index(place.y_offset(s.hidden))
+        start = y_row * e.index(traversal.y_width(s.hidden)) + self.unit
+        if traversal.y_offset(s.hidden):
+            start = start + e.index(traversal.y_offset(s.hidden))
         valid = e.tirx.Select(self.at_row < o.batch, e.index(s.hidden) - self.unit, e.index(0))
         output = timeline.masked(live, results[o.graph.output], e.splat(0.0))
         e.vstore_part("y_part", o.data["y"], e.let("y_at", start), output, e.let("valid", valid))

@@ -66,16 +66,6 @@ def registers_of(device: Device) -> int:
     return 32 if "avx512f" in device.features or "neon" in device.features else 16
 
 
-def separate_adders(device: Device) -> bool:
-    """Whether additions run beside multiply-adds, in units of their own: AMD's CPUs since Zen."""
-    return device.arch.startswith("znver")
-
-
-def slow_l3(device: Device) -> bool:
-    """Whether L3 gives a core far less than its L2 does: AMD's since Zen, one for a few cores, are nearly as fast."""
-    return not separate_adders(device)
-
-
 def registers_used(tile: Tile, gates: int, weights: str = "float32") -> int:
     """Vector registers of the product loop: sums, weights of one k, and a broadcast state."""
     columns = gates * tile.vectors

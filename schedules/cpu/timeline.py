@@ -7,40 +7,39 @@ from __future__ import annotations
 
 from typing import Any
 
+from ecornn.schedules.builder import Expr
 from ecornn.schedules.cpu.emit import Emitter
-from ecornn.workload import Place
-
-Expr = Any  # tvm.ir.PrimExpr
+from ecornn.workload import Traversal
 
 
 class Timeline:
-    """Writes the predicates of a place; where the place has none, nothing is written.
+    """Writes the predicates of a traversal; where the traversal has none, nothing is written.
 
-    ``data`` has the elements of ``lengths`` and ``resets`` where the place asks for them.
+    ``data`` has the elements of ``lengths`` and ``resets`` where the traversal asks for them.
     """
 
-    def __init__(self, e: Emitter, place: Place, data: dict[str, Any], steps: Expr, batch: Expr) -> None:
-        self.e, self.place, self.data, self.steps, self.batch = e, place, data, steps, batch
+    def __init__(self, e: Emitter, traversal: Traversal, data: dict[str, Any], steps: Expr, batch: Expr) -> None:
+        self.e, self.traversal, self.data, self.steps, self.batch = e, traversal, data, steps, batch
 
     def at(self, t: Expr) -> Expr:
         """The step of x and y that the loop is at."""
-        return self.steps - self.e.index(1) - t if self.place.reverse else t
+        return self.steps - self.e.index(1) - t if self.traversal.reverse else t
 
     def limit(self, row: Expr) -> Expr:
         """Steps that a row takes part in; ``row`` may be padding."""
         e = self.e
-        if not self.place.lengths:
+        if not self.traversal.lengths:
             return self.steps
         last = e.tirx.Min(row, self.batch - e.index(1))
         return e.let("limit", e.tirx.Min(e.tirx.Cast("int64", e.load(self.data["lengths"], last)), self.steps))
 
     def live(self, t: Expr, row: Expr) -> Expr | None:
         """Whether a row takes part in step ``t``; None: always."""
-        return self.e.let("live", self.at(t) < self.limit(row)) if self.place.lengths else None
+        return self.e.let("live", self.at(t) < self.limit(row)) if self.traversal.lengths else None
 
     def any_live(self, t: Expr, first: Expr, rows: int) -> Expr | None:
         """Whether one of ``rows`` rows does; None: always."""
-        if not self.place.lengths:
+        if not self.traversal.lengths:
             return None
         most = self.limit(first)
         for m in range(1, rows):
@@ -54,11 +53,11 @@ class Timeline:
 
     def started(self, t: Expr, row: Expr, values: dict[str, Expr]) -> dict[str, Expr]:
         """States before step ``t``, zero where a new sequence starts there; ``t`` may be T."""
-        if not self.place.resets:
+        if not self.traversal.resets:
             return values
         e = self.e
-        step = e.let("start", self.at(t) + e.index(1) if self.place.reverse else t)
-        inside = e.let("inside", e.tirx.And(step >= e.index(int(self.place.reverse)), step < self.limit(row)))
+        step = e.let("start", self.at(t) + e.index(1) if self.traversal.reverse else t)
+        inside = e.let("inside", e.tirx.And(step >= e.index(int(self.traversal.reverse)), step < self.limit(row)))
         last = e.tirx.Min(row, self.batch - e.index(1))
         mark = e.let("mark", e.tirx.Select(inside, step, e.index(0)) * self.batch + last)
         reset = e.load(self.data["resets"], mark) != e.tirx.const(0, "uint8")

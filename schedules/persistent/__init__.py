@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from math import prod
 from typing import Any
 
+from ecornn.analysis.liveness import late_operand
 from ecornn.device import Device
-from ecornn.program import Buffer, Extent, Fill, Launch, Program
-from ecornn.schedules.base import Config, Knob, Schedule, Task
-from ecornn.schedules.hoisted import gained, hoisted_knob, hoisted_of, preferred
-from ecornn.schedules.normalization import deferred
+from ecornn.program import PACKED, WORKSPACE, Buffer, Call, Extent, Fill, Launch, Program
+from ecornn.schedules.assemble import assemble
+from ecornn.schedules.base import Component, Config, Knob, Schedule, Task
+from ecornn.schedules.gemm.mma import shape_of
+from ecornn.schedules.gemm.projection import project
+from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred
+from ecornn.schedules.isa.tensor_core import words
 from ecornn.schedules.persistent.cluster import LARGEST
 from ecornn.schedules.persistent.estimate import best_ahead, estimate, recurrence, workers_time
 from ecornn.schedules.persistent.kernel import persistent_kernel
 from ecornn.schedules.persistent.plan import (
     PAIR,
-    Plan,
+    PersistentPlan,
     block_shared,
     lanes_of,
     packing_of,
@@ -27,11 +32,11 @@ from ecornn.schedules.persistent.plan import (
     worker_shape,
 )
 from ecornn.schedules.persistent.start import start_kernel
-from ecornn.schedules.pointwise import MATH_FOR, MATH_TRADES, late_operand
-from ecornn.schedules.projection import project, shape_of
-from ecornn.schedules.tensor_core import words
-from ecornn.schedules.timeline import piece_buffers, row_buffers, together
-from ecornn.workload import Place, Workload
+from ecornn.schedules.rates import gpu_rates
+from ecornn.schedules.scalars.normalization import deferred
+from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
+from ecornn.schedules.timeline import together
+from ecornn.workload import Traversal, Workload
 
 START_BLOCKS = 128
 STREAMED_ROWS = 8  # with more, code with weights straight into registers takes half a minute to compile
@@ -55,12 +60,12 @@ class Persistent(Schedule):
     sequences = True
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Workload, Device, Place], Config | None] = {}
+        self._known: dict[tuple[Workload, Device, Traversal], Config | None] = {}
 
-    def serves(self, task: Task) -> str | None:
-        if not task.graph.products:
+    def refuses(self, task: Task) -> str | None:
+        if not task.graph.product_phases:
             return f"cell {task.graph.cell!r} has no recurrent product"
-        if not task.graph.phases[0].rows:
+        if not task.graph.phases[0].products:
             return f"cell {task.graph.cell!r} has statistics before its first product"
         if task.device.capability < 80:
             return "needs tensor cores of compute capability 8.0"
@@ -72,7 +77,7 @@ class Persistent(Schedule):
     def knobs(self, task: Task) -> tuple[Knob, ...]:
         w = task.workload
         step = unit_step(task, 0)
-        wide = any(len(p.rows) == 3 for p in task.graph.products)
+        wide = any(len(p.products) == 3 for p in task.graph.product_phases)
         small = unit_step(task, 4) if wide else step
         # of those that make the same number of blocks, the fewest
         units = tuple({-(-w.hidden // u): u for u in range(128 // small * small, 0, -small)
@@ -119,7 +124,7 @@ class Persistent(Schedule):
     def _weights(task: Task) -> int:
         """Bytes of the recurrent weights."""
         w = task.workload
-        return sum(len(p.rows) for p in task.graph.products) * w.hidden * words(w.hidden, w.dtype) * 4
+        return sum(len(p.products) for p in task.graph.product_phases) * w.hidden * words(w.hidden, w.dtype) * 4
 
     def check(self, task: Task, config: Config) -> str | None:
         # What needs few knobs comes first: a search learns from the knobs that were read which others
@@ -171,17 +176,17 @@ class Persistent(Schedule):
         if reason is None and config["ahead"] != 100:
             if config["carrier"] == "cluster":
                 return "the projection beside the recurrence needs blocks outside of clusters"
-            if task.place.reverse:
+            if task.traversal.reverse:
                 return "the projection beside the recurrence goes from the first step on, the recurrence from the last"
             if blocks == device.cores:
                 return "no multiprocessor is left for the projection beside the recurrence"
             plan = plan_of(task, config)
-            if workers_time(task, plan) > LATE * recurrence(plan):
+            if workers_time(task, plan) > LATE * recurrence(plan, gpu_rates(device)):
                 return f"{plan.workers} blocks are too few for the projection beside the recurrence"
             reason = self._crowded(task, plan)
         return reason
 
-    def _crowded(self, task: Task, plan: Plan) -> str | None:
+    def _crowded(self, task: Task, plan: PersistentPlan) -> str | None:
         """What a plan needs more of than there is."""
         device = task.device
         if any(p.streamed_pairs and not p.slots for p in plan.phases) and plan.rows > STREAMED_ROWS:
@@ -203,7 +208,7 @@ class Persistent(Schedule):
         assert best is not None, "default() is for tasks that serves() accepts"
         return best
 
-    def carried(self, config: Config, batch: int, task: Task) -> Config:
+    def rebatched(self, config: Config, batch: int, task: Task) -> Config:
         """Groups of as many batch rows, or in L2, where eight are polled and multiplied together, of as many eights."""
         rows = -(-batch // int(config["groups"]))
         size = rows if config["carrier"] == "cluster" else -(-rows // 8) * 8
@@ -215,7 +220,7 @@ class Persistent(Schedule):
 
     def _best(self, task: Task) -> Config | None:
         """The valid configuration of least estimated time, kept for the next question."""
-        key = task.workload, task.device, task.place
+        key = task.workload, task.device, task.traversal
         if key not in self._known:
             self._known[key] = self._search(task)
         return self._known[key]
@@ -266,35 +271,30 @@ class Persistent(Schedule):
             "shared_weights": sum(plan.shared_weight_words(p) for p in plan.phases), "streamed": plan.streamed}
 
     def program(self, task: Task, config: Config) -> Program:
-        plan, math = plan_of(task, config), str(config["math"])
-        w, graph = task.workload, task.graph
-        layout = hoisted_of(task, config)
-        hoisted = project(task, layout, plan.ahead, deferred=True)
-        task = replace(task, graph=deferred(graph))  # what follows is the recurrence's
-        buffers = [Buffer("x", "x", w.dtype), Buffer("y", "y", w.dtype)]
-        for name in graph.states:
-            buffers += [Buffer(f"{name}_in", "state_in", w.dtype), Buffer(f"{name}_out", "state_out", w.dtype)]
-        buffers += [*row_buffers(task.place), *hoisted.buffers,
-                    *piece_buffers(task.place, w, len(graph.states))]
-        for i, phase in enumerate(plan.phases):
-            packing = packing_of(task, plan, i)
-            buffers.append(Buffer(f"recurrent_{i}", "packed", w.dtype,
-                                  Extent(packing.pad[0] * packing.pad[1] * packing.pad[2]), packing))
-            if not plan.cluster:
-                buffers.append(Buffer(f"exchange_{i}", "workspace", "uint32",
-                                      Extent(plan.groups * plan.ring * plan.slot_words(phase))))
+        plan, layout = plan_of(task, config), hoisted_of(task, config)
+        recurrence = _recurrence(replace(task, graph=deferred(task.graph)), plan, layout, str(config["math"]))
+        return assemble(task, recurrence, layout, project(task, layout, plan.ahead), deferred=True,
+                        together=together(task.traversal, plan.groups, plan.rows))
+
+
+def _recurrence(task: Task, plan: PersistentPlan, layout: Hoisted, math: str) -> Component:
+    functions: dict[str, Any] = {}
+    buffers: list[Buffer] = []
+    calls: list[Call] = []
+    for i, phase in enumerate(plan.phases):
+        packing = packing_of(task, plan, i)
+        buffers.append(Buffer(f"recurrent_{i}", PACKED, plan.dtype, Extent(prod(packing.pad)), packing))
         if not plan.cluster:
-            buffers += [Buffer(f"sums_{e}", "workspace", "uint32", Extent(plan.groups * plan.ring * plan.sum_words(e)))
-                        for e in range(len(plan.sums))]
-        functions: dict[str, Any] = dict(hoisted.functions)
-        calls: tuple[Fill | Launch, ...] = (
-            *hoisted.calls, *(Fill(b.name, UNWRITTEN, b.extent) for b in buffers if b.name.startswith("sums_")))
-        if not plan.cluster:
-            functions["start"] = start_kernel(task, plan, START_BLOCKS, math)
-            calls = (*calls, Launch("start", START_BLOCKS, 256))
-        functions["persistent"] = persistent_kernel(task, plan, layout, math)
-        last = Launch("persistent", plan.groups * plan.blocks + plan.workers, plan.block_threads,
-                      block_shared(task, plan), cooperative=not plan.cluster,
-                      cluster=plan.blocks if plan.cluster else 1)
-        return Program(functions, tuple(buffers), (*calls, last),
-                       together=together(task.place, plan.groups, plan.rows))
+            buffers.append(Buffer(f"exchange_{i}", WORKSPACE, "uint32",
+                                  Extent(plan.groups * plan.ring * plan.slot_words(phase))))
+    if not plan.cluster:
+        sums = [Buffer(f"sums_{e}", WORKSPACE, "uint32", Extent(plan.groups * plan.ring * plan.sum_words(e)))
+                for e in range(len(plan.sums))]
+        buffers += sums
+        functions["start"] = start_kernel(task, plan, START_BLOCKS, math)
+        calls += [*(Fill(b.name, UNWRITTEN, b.extent) for b in sums), Launch("start", START_BLOCKS, 256)]
+    functions["persistent"] = persistent_kernel(task, plan, layout, math)
+    calls.append(Launch("persistent", plan.groups * plan.blocks + plan.workers, plan.block_threads,
+                        block_shared(task, plan), cooperative=not plan.cluster,
+                        cluster=plan.blocks if plan.cluster else 1))
+    return Component(functions, tuple(buffers), tuple(calls))

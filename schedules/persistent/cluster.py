@@ -18,15 +18,13 @@ bytes, in whatever order: each phase is for one step.
 
 from __future__ import annotations
 
-from typing import Any
-
-from ecornn.schedules.base import Task
-from ecornn.schedules.mbarrier import mbarrier_init, mbarrier_wait
+from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.isa.mbarrier import mbarrier_init, mbarrier_wait
+from ecornn.schedules.isa.tensor_core import pack_pair, words
 from ecornn.schedules.persistent.exchange import pair_place, within
-from ecornn.schedules.persistent.plan import PhasePlan, Plan
+from ecornn.schedules.persistent.plan import PersistentPlan, PhasePlan
 from ecornn.schedules.persistent.start import initial_values, located
-from ecornn.schedules.tensor_core import pack_pair, words
-from ecornn.schedules.timeline import Timeline
+from ecornn.schedules.sequence_kernel import SequenceKernel
 
 LARGEST = 16  # blocks of a cluster; more than 8 are not portable, but every GPU of compute capability 9.0 has them
 AT_ONCE = 4  # words of the initial state that a thread has under way
@@ -48,20 +46,20 @@ __device__ __forceinline__ void ecornn_send(unsigned to, unsigned barrier, unsig
 class Cluster:
     """Emits both ends, as :class:`~ecornn.schedules.persistent.exchange.Ring` does for the way through L2."""
 
-    def __init__(self, T: Any, plan: Plan, steps: Any, shared: Any) -> None:
-        self.T, self.plan, self.steps, self.words = T, plan, steps, shared.view("uint32")
-        self.first, place = [], plan.carried  # of each phase's slots
+    def __init__(self, plan: PersistentPlan, steps: Expr, shared: TirBuffer) -> None:
+        self.plan, self.steps, self.words = plan, steps, shared.view("uint32")
+        self.first, place = [], plan.exchange_words  # of each phase's slots
         for phase in plan.phases:
             self.first.append(place)
-            place += plan.carried_words(phase)
+            place += plan.phase_exchange_words(phase)
         self.sums = []  # of each exchange of statistics
         for e in range(len(plan.sums)):
             self.sums.append(place)
             place += plan.ring * (plan.sum_words(e) + 2)
 
-    def begin(self, task: Task, arguments: dict[str, Any], batch: Any, group: Any, thread: Any, math: str) -> None:
+    def begin(self, kernel: SequenceKernel, group: Expr, thread: Expr) -> None:
         """The barriers; the initial state, and zeros where no word will come. For all threads of the cluster."""
-        T, plan = self.T, self.plan
+        plan = self.plan
         with T.If(thread == 0), T.Then():
             for p in range(len(plan.phases)):
                 for slot in range(2):
@@ -81,16 +79,17 @@ class Cluster:
                 self.expect_sums(e, 0)
                 with T.If(self.steps > 1), T.Then():
                     self.expect_sums(e, 1)
-        timeline = Timeline(T, task.place, arguments, self.steps, batch)
+        task, arguments, timeline = kernel.task, kernel.arguments, kernel.timeline
         states = {s: arguments[f"{s}_in"] for s in task.graph.states}
         for p, phase in enumerate(plan.phases):
             total, first = plan.slot_words(phase), self.first[p]
-            with T.serial(0, -(-total // (plan.threads * AT_ONCE))) as turn:
-                places = [T.Bind((turn * AT_ONCE + i) * plan.threads + thread) for i in range(AT_ONCE)]
+            with T.serial("turn", 0, -(-total // (plan.threads * AT_ONCE))) as turn:
+                places = [T.let("place", (turn * AT_ONCE + i) * plan.threads + thread) for i in range(AT_ONCE)]
                 found = [T.uint32(0)] * AT_ONCE
                 if p == 0:
-                    at = [located(T, plan, phase, group, place) for place in places]
-                    found = [self._given(*initial_values(T, task, states, arguments["vectors"], timeline, one, math))
+                    at = [located(plan, phase, group, place) for place in places]
+                    vectors = arguments["vectors"]
+                    found = [self._given(*initial_values(task, states, vectors, timeline, one, kernel.math))
                              for one in at]
                 for place, word in zip(places, found, strict=True):
                     with T.If(place < total), T.Then():
@@ -99,79 +98,75 @@ class Cluster:
         T.evaluate(T.ptx["barrier.cluster.arrive.release.aligned"]())
         T.evaluate(T.ptx["barrier.cluster.wait.acquire.aligned"]())
 
-    def slot(self, phase: int, step: Any) -> Any:
+    def slot(self, phase: int, step: Expr) -> Expr:
         """First word of the slot of a step."""
         return self.first[phase] + step % 2 * self.plan.slot_words(self.plan.phases[phase])
 
-    def wait(self, phase: int, t: Any) -> None:
+    def wait(self, phase: int, t: Expr) -> None:
         """Until all words of step t have arrived."""
-        mbarrier_wait(self._barrier(phase, t % 2), self.T.cast(t // 2 % 2, "uint32"), cluster=True)
+        mbarrier_wait(self._barrier(phase, t % 2), T.cast(t // 2 % 2, "uint32"), cluster=True)
 
-    def read(self, phase: int, state: Any, start: Any, pairs: range, lane: Any) -> None:
+    def read(self, phase: int, state: TirBuffer, start: Expr, pairs: range, lane: Expr) -> None:
         """Reads these pairs of a slot into ``state``."""
-        T, plan = self.T, self.plan
+        plan = self.plan
         for place, q in enumerate(pairs):
             for n in range(plan.tiles):
-                with within(T, plan, n, lane // 4):
+                with within(plan, n, lane // 4):
                     at = self.words.ptr_to([start + pair_place(plan, plan.phases[phase], q, n)])
                     T.evaluate(T.ptx["ld.shared.v4.b32"](*(state[place, n, i] for i in range(4)), at))
         T.evaluate(T.cuda.warp_sync())
 
-    def done(self, phase: int, t: Any, warp: Any, lane: Any) -> None:
+    def done(self, phase: int, t: Expr, warp: Expr, lane: Expr) -> None:
         """Behind a product warp's last read of a slot, and the barrier that hands its sums over."""
-        T = self.T
         with T.If(T.And(T.And(warp == 0, lane == 0), t + 2 < self.steps)), T.Then():
             self._expect(phase, t % 2)
 
-    def word(self, value: Any, neighbour: Any = None) -> Any:
+    def word(self, value: Expr, neighbour: Expr | None = None) -> Expr:
         """What travels of one value, or of two neighbours."""
-        T = self.T
-        return T.Bind(T.reinterpret("uint32", value) if neighbour is None
-                      else pack_pair(value, neighbour, self.plan.dtype))
+        return T.let("word", T.reinterpret("uint32", value) if neighbour is None
+                     else pack_pair(value, neighbour, self.plan.dtype))
 
-    def _given(self, value: Any, neighbour: Any = None) -> Any:
+    def _given(self, value: Expr, neighbour: Expr | None = None) -> Expr:
         """As :meth:`word`, of what may turn out to be 0 everywhere, beyond the layer's units: TVM prints the address of
         a constant where that is reinterpreted."""
-        return self.word(value, neighbour) if neighbour is not None else self.T.Bind(
-            self.T.cuda.func_call("ecornn_bits", value, source_code=_BITS, return_type="uint32"))
+        return self.word(value, neighbour) if neighbour is not None else T.let(
+            "word", T.cuda.func_call("ecornn_bits", value, source_code=_BITS, return_type="uint32"))
 
-    def write(self, phase: int, step: Any, slot: Any, place: Any, word: Any, mine: Any) -> None:
+    def write(self, phase: int, step: Expr, slot: Expr, place: Expr, word: Expr, mine: Expr) -> None:
         """Sends a word to all blocks, from threads that it is a word of."""
-        T = self.T
         with T.If(T.And(mine, step < self.steps)), T.Then():
-            to = T.Bind(T.cuda.cvta_generic_to_shared(self.words.ptr_to([slot + place])))
-            barrier = T.Bind(T.cuda.cvta_generic_to_shared(self._barrier(phase, step % 2)))
+            to = T.let("to", T.cuda.cvta_generic_to_shared(self.words.ptr_to([slot + place])))
+            barrier = T.let("barrier", T.cuda.cvta_generic_to_shared(self._barrier(phase, step % 2)))
             for rank in range(self.plan.blocks):
                 T.evaluate(T.cuda.func_call("ecornn_send", to, barrier, T.uint32(rank), word, source_code=_SEND))
 
-    def wipe(self, phase: int, t: Any, places: list[tuple[Any, Any]]) -> None:
+    def wipe(self, phase: int, t: Expr, places: list[tuple[Expr, Expr]]) -> None:
         """Nothing needs to be taken back."""
 
-    def ended(self, t: Any) -> None:
+    def ended(self, t: Expr) -> None:
         """Nothing needs a fence."""
 
-    def acquired(self, t: Any) -> None:
+    def acquired(self, t: Expr) -> None:
         """Nor here."""
 
-    def _barrier(self, phase: int, slot: Any) -> Any:
+    def _barrier(self, phase: int, slot: Expr) -> Expr:
         words = self.plan.ring * self.plan.slot_words(self.plan.phases[phase])
         return self.words.ptr_to([self.first[phase] + words + slot * 2])
 
-    def sum_barrier(self, e: int, slot: Any) -> Any:
+    def sum_barrier(self, e: int, slot: Expr) -> Expr:
         """The mbarrier of a slot of an exchange of statistics."""
         return self.words.ptr_to([self.sums[e] + self.plan.ring * self.plan.sum_words(e) + slot * 2])
 
-    def expect_sums(self, e: int, slot: Any) -> None:
+    def expect_sums(self, e: int, slot: Expr) -> None:
         """The arrival of the slot's next phase."""
-        T = self.T
         T.evaluate(T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"](
             self.sum_barrier(e, slot), T.uint32(self.plan.sums[e] * self.plan.rows * self.plan.sum_parts * 8)))
 
-    def _expect(self, phase: int, slot: Any) -> None:
-        T, count = self.T, expected_bytes(self.plan, self.plan.phases[phase])
+    def _expect(self, phase: int, slot: Expr) -> None:
+        count = expected_bytes(self.plan, self.plan.phases[phase])
         T.evaluate(T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"](self._barrier(phase, slot), T.uint32(count)))
 
 
-def expected_bytes(plan: Plan, phase: PhasePlan) -> int:
+def expected_bytes(plan: PersistentPlan, phase: PhasePlan) -> int:
     """Bytes that a block gets in every step."""
     return phase.operands * plan.rows * words(plan.hidden, plan.dtype) * 4

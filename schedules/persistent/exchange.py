@@ -18,11 +18,11 @@ completely, the owner of a word wipes it in slot (t - 1) % R, to be written agai
   model, so the wipe happens before the poll.
 
 A fence waits for all that its thread has under way, a fifth of a step. Owners have one at the end of step t where
-``Plan.released`` says so: in every step, or in one of R - 4. Behind the wipe of step t comes one at the end of
-step f <= t + R - 5, behind that the write of step f + 1. Readers have theirs in every step, or where
-``Plan.acquired`` says so: two steps after each of the owners'. So the one of step f + 2 <= t + R - 3 is behind
-the read of what step f + 1 wrote, and before the poll of step t + R - 1. With fences in every step f = t, and R = 4
-leaves room for the readers'. Three slots would not.
+``PersistentPlan.released`` says so: in every step, or in one of R - 4. Behind the wipe of step t comes one at the end
+of step f <= t + R - 5, behind that the write of step f + 1. Readers have theirs in every step, or where
+``PersistentPlan.acquired`` says so: two steps after each of the owners'. So the one of step f + 2 <= t + R - 3 is
+behind the read of what step f + 1 wrote, and before the poll of step t + R - 1. With fences in every step f = t, and
+R = 4 leaves room for the readers'. Three slots would not.
 
 A reader's fence also keeps it from polling at once, which disturbs what it waits for in some layers and is a
 loss of time in others: hence a knob.
@@ -31,26 +31,24 @@ loss of time in others: hence a knob.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any
 
-from ecornn.schedules.persistent.plan import PAIR, PhasePlan, Plan
-from ecornn.schedules.tensor_core import pack_pair, per_word
+from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.isa.tensor_core import pack_pair, per_word
+from ecornn.schedules.persistent.plan import PAIR, PersistentPlan, PhasePlan
 
 SENTINEL = 0xFFFFFFFF
 
 
-def pack(values: list[Any], dtype: str) -> Any:
+def pack(values: list[Expr], dtype: str) -> Expr:
     """One or two float32 values as a word that is never the sentinel."""
-    from tvm.tirx.script.builder import ir as T
-
     if dtype == "float32":
-        word, nan = T.Bind(T.reinterpret("uint32", values[0])), 0x7FFFFFFF
+        word, nan = T.let("word", T.reinterpret("uint32", values[0])), 0x7FFFFFFF
     else:
         word, nan = pack_pair(values[0], values[1], dtype), 0x7FFF7FFF
     return T.Select(word == T.uint32(SENTINEL), T.uint32(nan), word)
 
 
-def word_of(plan: Plan, phase: PhasePlan, operand: int, unit: Any, column: Any) -> Any:
+def word_of(plan: PersistentPlan, phase: PhasePlan, operand: int, unit: Expr, column: Expr) -> Expr:
     """Place in a slot of the word that holds ``unit`` (of H) in batch row ``column`` of the group."""
     k = unit // per_word(plan.dtype)
     pair, quarter, part = k // PAIR, k // 4 % 4, k % 4
@@ -58,13 +56,13 @@ def word_of(plan: Plan, phase: PhasePlan, operand: int, unit: Any, column: Any) 
     return (tiles * 32 + column % 8 * 4 + quarter) * 4 + part
 
 
-def pair_place(plan: Plan, phase: PhasePlan, q: int, tile: int) -> int:
+def pair_place(plan: PersistentPlan, phase: PhasePlan, q: int, tile: int) -> int:
     """Place, from a lane's first word in a slot, of its four words of pair ``q`` of its warp."""
     operand, pair = divmod(q, phase.warp_pairs)
     return ((operand * plan.warps * phase.warp_pairs + pair) * plan.tiles + tile) * 128
 
 
-def within(T: Any, plan: Plan, tile: int, column: Any) -> Any:
+def within(plan: PersistentPlan, tile: int, column: Expr) -> ExitStack:
     """A context for code that only columns with a batch row need; the padding of a tile has none."""
     stack = ExitStack()
     if (tile + 1) * 8 > plan.rows:
@@ -76,70 +74,68 @@ def within(T: Any, plan: Plan, tile: int, column: Any) -> Any:
 class Ring:
     """Emits both ends of the way through L2; ``phase`` is the number of one, ``slot`` a place from :meth:`slot`."""
 
-    def __init__(self, T: Any, plan: Plan, rings: list[Any], group: Any) -> None:
-        self.T, self.plan, self.rings, self.group = T, plan, rings, group
+    def __init__(self, plan: PersistentPlan, rings: list[TirBuffer], group: Expr) -> None:
+        self.plan, self.rings, self.group = plan, rings, group
 
-    def slot(self, phase: int, step: Any) -> Any:
+    def slot(self, phase: int, step: Expr) -> Expr:
         """First word of the slot of a step."""
         return (self.group * self.plan.ring + step % self.plan.ring) * self.plan.slot_words(self.plan.phases[phase])
 
-    def wait(self, phase: int, t: Any) -> None:
+    def wait(self, phase: int, t: Expr) -> None:
         """Before the first :meth:`read` in step t: words are waited for one by one."""
 
-    def read(self, phase: int, state: Any, start: Any, pairs: range, lane: Any) -> None:
+    def read(self, phase: int, state: TirBuffer, start: Expr, pairs: range, lane: Expr) -> None:
         """Reads these pairs of a slot into ``state`` until every word has been written."""
-        T, plan, p, ring = self.T, self.plan, self.plan.phases[phase], self.rings[phase]
-        missing = T.alloc_buffer((1,), "int32", scope="local")
+        plan, p, ring = self.plan, self.plan.phases[phase], self.rings[phase]
+        missing = T.local("missing", (1,), "int32")
         T.buffer_store(missing, T.int32(1), [0])
         with T.While(missing[0] != 0):
             T.buffer_store(missing, T.int32(0), [0])
             for place, q in enumerate(pairs):
                 for n in range(plan.tiles):
-                    with within(T, plan, n, lane // 4):
+                    with within(plan, n, lane // 4):
                         T.evaluate(T.ptx["ld.relaxed.gpu.global.v4.b32"](
                             *(state[place, n, i] for i in range(4)), ring.ptr_to([start + pair_place(plan, p, q, n)])))
             # the sentinel is the largest word: a tree of maxima is short, a chain of comparisons is not
             highest = [state[p, n, i] for p in range(len(pairs)) for n in range(plan.tiles) for i in range(4)]
             while len(highest) > 1:
-                maxima = [T.Bind(T.max(a, b)) for a, b in zip(highest[::2], highest[1::2], strict=False)]
+                maxima = [T.let("highest", T.max(a, b)) for a, b in zip(highest[::2], highest[1::2], strict=False)]
                 highest = maxima + highest[len(maxima) * 2:]
             T.buffer_store(missing, T.cast(highest[0] == T.uint32(SENTINEL), "int32"), [0])
         T.evaluate(T.cuda.warp_sync())
 
-    def done(self, phase: int, t: Any, warp: Any, lane: Any) -> None:
+    def done(self, phase: int, t: Expr, warp: Expr, lane: Expr) -> None:
         """Behind a product warp's last read of a slot, and the barrier that hands its sums over."""
         self._fence(self.plan.acquired(t))
 
-    def word(self, value: Any, neighbour: Any) -> Any:
+    def word(self, value: Expr, neighbour: Expr) -> Expr:
         """What travels of one value, or of two neighbours."""
-        return self.T.Bind(pack([value] if neighbour is None else [value, neighbour], self.plan.dtype))
+        return T.let("word", pack([value] if neighbour is None else [value, neighbour], self.plan.dtype))
 
-    def write(self, phase: int, step: Any, slot: Any, place: Any, word: Any, mine: Any) -> None:
+    def write(self, phase: int, step: Expr, slot: Expr, place: Expr, word: Expr, mine: Expr) -> None:
         """Sends a word to all blocks of the group, from threads that it is a word of."""
         self._store(phase, slot + place, word, mine)
 
-    def wipe(self, phase: int, t: Any, places: list[tuple[Any, Any]]) -> None:
+    def wipe(self, phase: int, t: Expr, places: list[tuple[Expr, Expr]]) -> None:
         """Takes back what was sent: (place, whether it is this thread's word)."""
-        slot = self.T.Bind(self.slot(phase, t + (self.plan.ring - 1)))
+        slot = T.let("slot", self.slot(phase, t + (self.plan.ring - 1)))
         for place, mine in places:
-            self._store(phase, slot + place, self.T.uint32(SENTINEL), mine)
+            self._store(phase, slot + place, T.uint32(SENTINEL), mine)
 
-    def ended(self, t: Any) -> None:
+    def ended(self, t: Expr) -> None:
         """Behind a gate warp's last write and wipe of a step."""
         self._fence(self.plan.released(t))
 
-    def _store(self, phase: int, place: Any, word: Any, mine: Any) -> None:
-        T = self.T
+    def _store(self, phase: int, place: Expr, word: Expr, mine: Expr) -> None:
         with T.If(mine), T.Then():
             T.evaluate(T.ptx["st.relaxed.gpu.global.b32"](self.rings[phase].ptr_to([place]), word))
 
-    def acquired(self, t: Any) -> None:
+    def acquired(self, t: Expr) -> None:
         """Behind a gate warp's reads of statistics in a step."""
         self._fence(self.plan.acquired(t))
 
-    def _fence(self, where: Any) -> None:
+    def _fence(self, where: Expr | bool) -> None:
         """Release and acquire, in steps ``where`` (an expression; or True: in all)."""
-        T = self.T
         with ExitStack() as stack:
             if where is not True:
                 stack.enter_context(T.If(where))

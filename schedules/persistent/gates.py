@@ -2,98 +2,95 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from ecornn.schedules.base import Task
-from ecornn.schedules.hoisted import Hoisted
-from ecornn.schedules.items import Ended, Items, Share
-from ecornn.schedules.persistent.beside import Beside
+from ecornn.schedules.builder import Expr, T, TirBuffer, Var
 from ecornn.schedules.persistent.cluster import Cluster
 from ecornn.schedules.persistent.exchange import Ring, word_of
-from ecornn.schedules.persistent.plan import PhasePlan, Plan
+from ecornn.schedules.persistent.plan import PersistentPlan, PhasePlan
+from ecornn.schedules.persistent.projection_workers import ProjectionWorkers
 from ecornn.schedules.persistent.sums import Sums
 from ecornn.schedules.persistent.sums_cluster import ClusterSums
 from ecornn.schedules.persistent.sums_ring import RingSums
-from ecornn.schedules.pointwise import emit
+from ecornn.schedules.scalars.gate_threads import Ended, GateThreads, Share
+from ecornn.schedules.scalars.pointwise import emit
+from ecornn.schedules.sequence_kernel import SequenceKernel
 
 FULL = 1  # named barriers of the two buffers of partial sums, FULL and FULL + 1
 SENT = 4  # of a block's operands that are on their way; sums_ring.py has 3
 
 
-class Gates(Items):
+class Gates(GateThreads):
     """Emits the gate warps' code."""
 
-    def __init__(self, T: Any, task: Task, plan: Plan, math: str, arguments: dict[str, Any],
-                 carrier: Ring | Cluster, shared: Any, group: Any, member: Any, thread: Any, steps: Any,
-                 batch: Any, hoisted: Hoisted, beside: Beside | None) -> None:
+    def __init__(self, kernel: SequenceKernel, plan: PersistentPlan, carrier: Ring | Cluster, shared: TirBuffer,
+                 group: Expr, member: Expr, thread: Expr, beside: ProjectionWorkers | None) -> None:
+        """``shared``: the block's memory, float32; ``member``: the block in its group; ``thread``: of gate threads."""
         share = Share(plan.lanes, plan.rows, plan.gate_warps * 32)
-        super().__init__(T, task, math, arguments, share, group, member * plan.units, thread, steps, batch, hoisted,
+        super().__init__(kernel, share, group, member * plan.units, thread,
                          None if plan.lanes == plan.units else plan.units)
         self.plan, self.carrier, self.shared, self.beside = plan, carrier, shared, beside
         if plan.lanes != plan.units:  # the others read the partial sums of a unit that there is
-            self.local = [T.Bind(T.Select(mine, unit, 0)) for mine, unit in zip(self.owner, self.local, strict=True)]
+            self.local = [T.let("local", T.Select(mine, unit, 0))
+                          for mine, unit in zip(self.owner, self.local, strict=True)]
         self.sums: Sums | None = None
         if plan.sums:
-            statistics = [p.statistics for p in task.graph.phases if p.statistics]
+            statistics = [p.statistics for p in self.graph.phases if p.statistics]
             if isinstance(carrier, Cluster):
-                self.sums = ClusterSums(T, plan, statistics, carrier, group, member, thread, steps)
+                self.sums = ClusterSums(plan, statistics, carrier, group, member, thread, self.steps)
             else:
-                rings = [arguments[f"sums_{e}"] for e in range(len(plan.sums))]
-                self.sums = RingSums(T, plan, statistics, rings, shared, group, member, thread)
+                rings = [self.arguments[f"sums_{e}"] for e in range(len(plan.sums))]
+                self.sums = RingSums(plan, statistics, rings, shared, group, member, thread)
 
     def run(self) -> None:
         """The whole sequence."""
-        T = self.T
         self.begin()
         self._fetch(T.int32(0))
         self._advance()
         self._fetch(T.int32(1))
-        with T.serial(0, self.steps) as t:
+        with T.serial("t", 0, self.steps) as t:
             self._step(t)
 
-    def _prepare(self, t: Any) -> None:
+    def _prepare(self, t: Expr) -> None:
         if self.beside is not None:
             self.beside.wait(t)
 
-    def _step(self, t: Any) -> None:
-        T, plan, graph = self.T, self.plan, self.graph
+    def _step(self, t: Expr) -> None:
+        plan, graph = self.plan, self.graph
         envs = [self._before(i) for i in range(plan.items)]
         p = e = 0  # products and exchanges of statistics so far
         for number, phase in enumerate(graph.phases):
             following = graph.phases[number + 1] if number + 1 < len(graph.phases) else None
-            sums: list[dict[Any, Any]] = [{} for _ in envs]
+            sums: list[dict[Var, Expr]] = [{} for _ in envs]
             if phase.statistics and self.sums is not None:
                 sums, e = self.sums.exchange(e, t, envs, self._units()), e + 1
-            if phase.rows:
-                use = T.Bind(t * len(plan.phases) + p)
-                side = T.Bind(use % 2)
+            if phase.products:
+                use = T.let("use", t * len(plan.phases) + p)
+                side = T.let("side", use % 2)
                 T.evaluate(T.ptx["bar.sync"](T.cast(side + FULL, "uint32"), T.uint32(plan.threads)))
                 sums, p = [sums[i] | self._sums(i, p, side) for i in range(plan.items)], p + 1
             for i in range(plan.items):
-                envs[i] = emit(phase.assigns if following else self.first_assigns, envs[i] | sums[i], self.math)
-                if following is not None and following.rows:
+                envs[i] = emit(phase.assigns if following else self.urgent.first, envs[i] | sums[i], self.math)
+                if following is not None and following.products:
                     self._announce(i, p, t, envs[i])
             ended = [] if following is not None else [self._finish(i, envs[i], t) for i in range(plan.items)]
-            if plan.held and (following is None or following.rows):
+            if plan.held and (following is None or following.products):
                 T.evaluate(T.ptx["bar.sync"](T.uint32(SENT), T.uint32(plan.threads)))
-            if phase.rows and self.sums is None:
+            if phase.products and self.sums is None:
                 self.carrier.wipe(p - 1, t, self._places(p - 1))
             if following is None:
                 self._after(t, ended)
 
-    def _units(self) -> list[Any]:
+    def _units(self) -> list[Expr]:
         """Whether items are of the layer's units, padding rows included."""
-        T, hidden = self.T, self.plan.hidden
-        return [T.Bind(T.And(own, unit < hidden)) for own, unit in zip(self.owner, self.unit, strict=True)]
+        hidden = self.plan.hidden
+        return [T.let("counts", T.And(own, unit < hidden)) for own, unit in zip(self.owner, self.unit, strict=True)]
 
-    def _after(self, t: Any, ended: list[Ended]) -> None:
+    def _after(self, t: Expr, ended: list[Ended]) -> None:
         """What nobody waits for.
 
         The release of exchange.py comes first, before the next write. It waits for what came before
         it, so y is stored and inputs are fetched after it, two steps ahead: memory is further away
         than L2.
         """
-        T = self.T
         if self.sums is not None:
             for p in range(len(self.plan.phases)):
                 self.carrier.wipe(p, t, self._places(p))
@@ -103,16 +100,16 @@ class Gates(Items):
         for i in range(self.plan.items):
             self._store(i, t, ended[i])
         self._advance()
-        self._fetch(T.Bind(t + 2))
+        self._fetch(T.let("after_next", t + 2))
 
-    def _sums(self, i: int, p: int, side: Any) -> dict[Any, Any]:
+    def _sums(self, i: int, p: int, side: Expr) -> dict[Var, Expr]:
         """The products of phase p: partial sums of all warps, added in a tree."""
-        T, plan, phase = self.T, self.plan, self.plan.phases[p]
+        plan, phase = self.plan, self.plan.phases[p]
         stride, e = plan.stride(phase), phase.interleave
         unit = self.local[i]
-        base = T.Bind(side * plan.sum_floats + self.column[i] * stride
-                      + unit // (8 // e) * 8 + unit % (8 // e) * e)
-        rows: list[list[Any]] = [[] for _ in self.graph.products[p].rows]
+        base = T.let("base", side * plan.sum_floats + self.column[i] * stride
+                     + unit // (8 // e) * 8 + unit % (8 // e) * e)
+        rows: list[list[Expr]] = [[] for _ in self.graph.product_phases[p].products]
         for w in range(plan.warps):
             for outer in range(phase.gates // e):
                 place = base + w * plan.columns * stride + outer * plan.units * e
@@ -120,47 +117,45 @@ class Gates(Items):
                 for inner in range(e):
                     if outer * e + inner < len(rows):
                         rows[outer * e + inner].append(wide[inner])
-        return {row.var: _tree(T, parts)
-                for row, parts in zip(self.graph.products[p].rows, rows, strict=True)}
+        return {row.var: _tree(parts)
+                for row, parts in zip(self.graph.product_phases[p].products, rows, strict=True)}
 
-    def _load(self, place: Any, count: int) -> list[Any]:
-        T = self.T
+    def _load(self, place: Expr, count: int) -> list[Expr]:
         if count in (2, 4):
-            into = T.alloc_buffer((count,), "float32", scope="local")
+            into = T.local("sums", (count,), "float32")
             T.evaluate(T.ptx[f"ld.shared.v{count}.f32"](*(into[k] for k in range(count)),
                                                         self.shared.ptr_to([place])))
             return [into[k] for k in range(count)]
-        return [T.Bind(self.shared[place + k]) for k in range(count)]
+        return [T.let("sum", self.shared[place + k]) for k in range(count)]
 
-    def _announce(self, i: int, p: int, step: Any, env: dict[Any, Any]) -> None:
+    def _announce(self, i: int, p: int, step: Expr, env: dict[Var, Expr]) -> None:
         """Sends this thread's operands of phase p; units beyond H are zero."""
-        T, plan, carrier = self.T, self.plan, self.carrier
-        slot = T.Bind(carrier.slot(p, step))
-        for o, operand in enumerate(self.graph.products[p].operands):
-            value = T.Bind(T.Select(self.unit[i] < plan.hidden, env[operand], T.float32(0)))
+        plan, carrier = self.plan, self.carrier
+        slot = T.let("slot", carrier.slot(p, step))
+        for o, operand in enumerate(self.graph.product_phases[p].operands):
+            value = T.let(f"{operand.name}_sent", T.Select(self.unit[i] < plan.hidden, env[operand], T.float32(0)))
             word = carrier.word(value, None if plan.dtype == "float32" else self._neighbour(value))
             carrier.write(p, step, slot, self._place(i, plan.phases[p], o), word, self._mine(i))
 
-    def _place(self, i: int, phase: PhasePlan, operand: int) -> Any:
+    def _place(self, i: int, phase: PhasePlan, operand: int) -> Expr:
         return word_of(self.plan, phase, operand, self.unit[i], self.column[i])
 
-    def _mine(self, i: int) -> Any:
+    def _mine(self, i: int) -> Expr:
         """Whether this thread sends a word of item i: there is none for units beyond H."""
-        T = self.T
         mine = T.And(self.owner[i], self.unit[i] < self.plan.hidden)
         if self.plan.dtype != "float32":  # the thread of the even unit sends for both
             mine = T.And(mine, self.local[i] % 2 == 0)
         return mine
 
-    def _places(self, p: int) -> list[tuple[Any, Any]]:
+    def _places(self, p: int) -> list[tuple[Expr, Expr]]:
         """The words that this thread sends."""
         phase = self.plan.phases[p]
         return [(self._place(i, phase, o), self._mine(i))
                 for i in range(self.plan.items) for o in range(phase.operands)]
 
 
-def _tree(T: Any, parts: list[Any]) -> Any:
+def _tree(parts: list[Expr]) -> Expr:
     while len(parts) > 1:
-        pairs = [T.Bind(parts[k] + parts[k + 1]) for k in range(0, len(parts) - 1, 2)]
+        pairs = [T.let("sum", parts[k] + parts[k + 1]) for k in range(0, len(parts) - 1, 2)]
         parts = pairs + (parts[-1:] if len(parts) % 2 else [])
     return parts[0]

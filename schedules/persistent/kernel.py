@@ -12,7 +12,7 @@ rows of ``units`` hidden units. In every block
 State travels through L2 (``exchange.py``), or, where a group is a cluster, inside it (``cluster.py``); statistics,
 which gate warps exchange among themselves, likewise (``sums.py``).
 
-Blocks that are left over may work on the input projection meanwhile (``beside.py``).
+Blocks that are left over may work on the input projection meanwhile (``projection_workers.py``).
 
 Two buffers of partial sums, each with a named barrier that all warps of the recurrence wait at: gate warps for
 the sums, product warps for the gate warps, which have by then read the other buffer. That makes product warps poll at
@@ -21,32 +21,32 @@ the same time, too, and costs nothing: gate warps wait for longer.
 
 from __future__ import annotations
 
-from typing import Any
-
 from ecornn.schedules.base import Task
+from ecornn.schedules.builder import PrimFunc, T
+from ecornn.schedules.gemm.mma import THREADS
 from ecornn.schedules.hoisted import Hoisted
-from ecornn.schedules.persistent.beside import Beside
 from ecornn.schedules.persistent.cluster import Cluster
 from ecornn.schedules.persistent.exchange import Ring
 from ecornn.schedules.persistent.gates import Gates
-from ecornn.schedules.persistent.plan import Plan, block_shared
+from ecornn.schedules.persistent.plan import PersistentPlan, block_shared
 from ecornn.schedules.persistent.products import products
-from ecornn.schedules.projection import THREADS
+from ecornn.schedules.persistent.projection_workers import ProjectionWorkers
+from ecornn.schedules.persistent.stream import Position
+from ecornn.schedules.sequence_kernel import SequenceKernel
 from ecornn.schedules.timeline import piece_arguments, row_arguments
 
 
-def persistent_kernel(task: Task, plan: Plan, hoisted: Hoisted, math: str) -> Any:
+def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, math: str) -> PrimFunc:
     """``persistent(T, B, [x, input_weights, ready,] hoisted, vectors, <state>_in, <state>_out,
     recurrent_<p>, [exchange_<p>,] y)``."""
     from tvm.script.ir_builder import IRBuilder
-    from tvm.tirx.script.builder import ir as T
 
     graph, dtype = task.graph, plan.dtype
     big = T.int64(1 << 40)
     with IRBuilder() as builder, T.prim_func():
         T.func_name("persistent")
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
-        arguments = Beside.declare(T, task) if plan.workers else {}
+        arguments = ProjectionWorkers.declare(task) if plan.workers else {}
         if graph.hoisted_outputs:
             arguments["hoisted"] = T.arg("hoisted", T.buffer((big,), hoisted.dtype))
         if graph.row_inputs:
@@ -60,27 +60,28 @@ def persistent_kernel(task: Task, plan: Plan, hoisted: Hoisted, math: str) -> An
         for e in range(0 if plan.cluster else len(plan.sums)):
             arguments[f"sums_{e}"] = T.arg(f"sums_{e}", T.buffer((big,), "uint32"))
         arguments["y"] = T.arg("y", T.buffer((big,), dtype))
-        arguments |= row_arguments(T, task.place) | piece_arguments(T, task.place)
+        arguments |= row_arguments(task.traversal) | piece_arguments(task.traversal)
         T.device_entry()
         recurrent = plan.groups * plan.blocks
-        block, thread = T.cta_id([recurrent + plan.workers]), T.thread_id([plan.block_threads])
+        block, thread = T.block(recurrent + plan.workers), T.thread(plan.block_threads)
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
-        shared = T.alloc_buffer((block_shared(task, plan) // 4,), "float32", scope="shared.dyn", align=16)
-        beside = Beside(T, task, plan, arguments, steps, batch, hoisted) if plan.workers else None
+        shared = T.shared(block_shared(task, plan) // 4)
+        kernel = SequenceKernel(task, hoisted, math, arguments, steps, batch)
+        beside = ProjectionWorkers(kernel, plan) if plan.workers else None
 
         def recurrence() -> None:
-            group, member = T.Bind(block // plan.blocks), T.Bind(block % plan.blocks)
-            warp, lane = T.Bind(thread // 32), T.Bind(thread % 32)
-            carrier: Ring | Cluster = Ring(T, plan, rings, group)
+            group, member = T.let("group", block // plan.blocks), T.let("member", block % plan.blocks)
+            warp, lane = T.let("warp", thread // 32), T.let("lane", thread % 32)
+            carrier: Ring | Cluster = Ring(plan, rings, group)
             if plan.cluster:
-                carrier = Cluster(T, plan, steps, shared)
-                carrier.begin(task, arguments, batch, group, thread, math)
+                carrier = Cluster(plan, steps, shared)
+                carrier.begin(kernel, group, thread)
             with T.If(warp < plan.warps):
                 with T.Then():
-                    products(T, plan, steps, member, warp, lane, weights, carrier, shared)
+                    products(plan, steps, Position(member, warp, lane), weights, carrier, shared)
                 with T.Else(), T.If(warp < plan.warps + plan.gate_warps), T.Then():
-                    Gates(T, task, plan, math, arguments, carrier, shared, group, member,
-                          T.Bind(thread - plan.warps * 32), steps, batch, hoisted, beside).run()
+                    Gates(kernel, plan, carrier, shared, group, member,
+                          T.let("gate_thread", thread - plan.warps * 32), beside).run()
 
         if beside is None:
             recurrence()
@@ -89,5 +90,5 @@ def persistent_kernel(task: Task, plan: Plan, hoisted: Hoisted, math: str) -> An
                 with T.Then():
                     recurrence()
                 with T.Else(), T.If(thread < THREADS), T.Then():
-                    beside.work(T.Bind(block - recurrent), thread, shared)
+                    beside.work(T.let("worker", block - recurrent), thread, shared)
     return builder.get()

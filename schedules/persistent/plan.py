@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from math import gcd, lcm
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ecornn.program import Packing
 from ecornn.schedules.base import Config, Task
-from ecornn.schedules.projection import THREADS, Shape, shape_within
-from ecornn.schedules.tensor_core import per_word, words
+from ecornn.schedules.builder import Expr
+from ecornn.schedules.gemm.mma import THREADS, Shape, shape_within
+from ecornn.schedules.isa.tensor_core import per_word, words
 
 RINGS = ((1 << 12, 32), (1 << 14, 16), (1 << 62, 8))  # words of a step's exchange, at most; slots with fewer fences
 PAIR = 16  # words of a pair of k-tiles
@@ -58,7 +59,7 @@ class PhasePlan(NamedTuple):  # which a search makes by the ten thousand, in a s
         return self.gates * units // 8
 
 
-class Plan(NamedTuple):
+class PersistentPlan(NamedTuple):
     """The cut: ``groups`` of ``blocks`` blocks, each group with all weights and its own batch rows."""
 
     hidden: int
@@ -177,11 +178,11 @@ class Plan(NamedTuple):
         words = self.groups * sum(self.slot_words(p) for p in self.phases)
         return 4 if self.fences == "every" else next(slots for most, slots in RINGS if words <= most)
 
-    def released(self, t: Any) -> Any:
+    def released(self, t: Expr) -> Expr | bool:
         """Whether owners of words have a fence at the end of step t: True, or an expression."""
         return True if self.fences == "every" else t % (self.ring - 4) == self.ring - 5
 
-    def acquired(self, t: Any) -> Any:
+    def acquired(self, t: Expr) -> Expr | bool:
         """Whether readers have a fence in step t."""
         return t % (self.ring - 4) == 1 if self.fences == "rare" else True
 
@@ -189,16 +190,16 @@ class Plan(NamedTuple):
     def shared(self) -> int:
         """Bytes of shared memory that the recurrence needs."""
         if not self.cluster:
-            return 4 * (self.carried + 2 * self.gate_warps * self.between_words)
-        return 4 * (self.carried + sum(map(self.carried_words, self.phases)) + self.ring * sum(
+            return 4 * (self.exchange_words + 2 * self.gate_warps * self.between_words)
+        return 4 * (self.exchange_words + sum(map(self.phase_exchange_words, self.phases)) + self.ring * sum(
             self.sum_words(e) + 2 for e in range(len(self.sums))))
 
     @property
-    def carried(self) -> int:
+    def exchange_words(self) -> int:
         """Words of shared memory before what a cluster exchanges: partial sums and weights."""
         return 2 * self.sum_floats + sum(self.shared_weight_words(p) + self.stream_words(p) for p in self.phases)
 
-    def carried_words(self, phase: PhasePlan) -> int:
+    def phase_exchange_words(self, phase: PhasePlan) -> int:
         """Words of shared memory of a phase in a cluster: its slots, and an mbarrier for each."""
         return self.ring * (self.slot_words(phase) + 2)
 
@@ -224,7 +225,7 @@ def natural_interleave(gates: int) -> int:
 
 def unit_step(task: Task, interleave: int) -> int:
     """Units of a block come in multiples of this, so that weight rows fill octets."""
-    steps = [8 // _interleave(len(p.rows), interleave) for p in task.graph.products]
+    steps = [8 // _interleave(len(p.products), interleave) for p in task.graph.product_phases]
     return lcm(*steps, 2)
 
 
@@ -237,7 +238,7 @@ def _interleave(gates: int, wanted: int) -> int:
     return wanted if wanted and gates > 2 else natural_interleave(gates)
 
 
-def plan_of(task: Task, config: Config, chains: int | None = None, ahead: int | None = None) -> Plan:
+def plan_of(task: Task, config: Config, chains: int | None = None, ahead: int | None = None) -> PersistentPlan:
     """The plan of a configuration, or of that with other ``chains`` or ``ahead``; it need not fit,
     ``check`` says that."""
     w = task.workload
@@ -245,25 +246,26 @@ def plan_of(task: Task, config: Config, chains: int | None = None, ahead: int | 
     groups, units = int(config["groups"]), int(config["units"])
     warps = int(config["warps"])
     phases = []
-    for phase in task.graph.products:
-        interleave = _interleave(len(phase.rows), int(config["interleave"]))
-        gates = -(-len(phase.rows) // interleave) * interleave
+    for phase in task.graph.product_phases:
+        interleave = _interleave(len(phase.products), int(config["interleave"]))
+        gates = -(-len(phase.products) // interleave) * interleave
         pairs_of_state = -(-words(w.hidden, w.dtype) // PAIR)
         warp_pairs = -(-pairs_of_state // warps)
         pairs = len(phase.operands) * warp_pairs
         registers = -(-pairs * int(config["registers"]) // 100)
         phases.append(PhasePlan(gates, interleave, len(phase.operands), warp_pairs, registers, 0, pairs))
     rows, blocks = -(-w.batch // groups), -(-w.hidden // units)
-    masks = task.place.lengths + task.place.resets + task.place.sequences * (3 + len(task.graph.states))
+    masks = task.traversal.lengths + task.traversal.resets + task.traversal.sequences * (3 + len(task.graph.states))
     cluster, statistics = config["carrier"] == "cluster", len(task.graph.statistics)
-    plan = Plan(hidden=w.hidden, dtype=w.dtype, arithmetic=w.arithmetic, groups=groups, blocks=blocks, units=units,
-                rows=rows, warps=warps, gate_warps=int(config["gate_warps"]), chains=chains, ahead=ahead,
-                workers=0 if ahead == 100 else task.device.cores - groups * blocks,
-                fences="rare" if cluster else str(config["fences"]), cluster=cluster,
-                sums=tuple(len(p.statistics) for p in task.graph.phases if p.statistics),
-                kept=len(task.graph.states) + 2 * len(task.graph.hoisted_outputs) + masks + 4 * statistics
-                + 4 * len(task.graph.hoisted_statistics),
-                phases=tuple(phases))
+    plan = PersistentPlan(
+        hidden=w.hidden, dtype=w.dtype, arithmetic=w.arithmetic, groups=groups, blocks=blocks, units=units, rows=rows,
+        warps=warps, gate_warps=int(config["gate_warps"]), chains=chains, ahead=ahead,
+        workers=0 if ahead == 100 else task.device.cores - groups * blocks,
+        fences="rare" if cluster else str(config["fences"]), cluster=cluster,
+        sums=tuple(len(p.statistics) for p in task.graph.phases if p.statistics),
+        kept=len(task.graph.states) + 2 * len(task.graph.hoisted_outputs) + masks + 4 * statistics
+        + 4 * len(task.graph.hoisted_statistics),
+        phases=tuple(phases))
     pair_bytes = [4 * plan.warps * p.octets(units) * OCTET for p in phases]
     needed = [(p.pairs - p.register_pairs) * size for p, size in zip(phases, pair_bytes, strict=True)]
     room = max(0, task.device.shared - plan.shared)
@@ -282,7 +284,7 @@ def plan_of(task: Task, config: Config, chains: int | None = None, ahead: int | 
     return plan
 
 
-def _kept(task: Task, plan: Plan, p: PhasePlan, size: int, room: int) -> PhasePlan:
+def _kept(task: Task, plan: PersistentPlan, p: PhasePlan, size: int, room: int) -> PhasePlan:
     """A phase of which not all fits in ``room`` bytes of shared memory, where a pair of all warps takes ``size``.
 
     Some of the room is for rings, if there are bulk copies to fill them.
@@ -294,32 +296,32 @@ def _kept(task: Task, plan: Plan, p: PhasePlan, size: int, room: int) -> PhasePl
     return p._replace(shared_pairs=min((room - slots * ring) // size, left - slots), slots=slots)
 
 
-def worker_shape(task: Task, plan: Plan) -> Shape | None:
+def worker_shape(task: Task, plan: PersistentPlan) -> Shape | None:
     """The tiles of the projection beside the recurrence; None where its threads have too few registers."""
     return shape_within(task, register_limit(task, plan))
 
 
-def block_shared(task: Task, plan: Plan) -> int:
+def block_shared(task: Task, plan: PersistentPlan) -> int:
     """Bytes of dynamic shared memory of every block."""
     shape = worker_shape(task, plan) if plan.workers else None
     return max(plan.shared, shape.shared if shape else 0)
 
 
-def register_limit(task: Task, plan: Plan) -> int:
+def register_limit(task: Task, plan: PersistentPlan) -> int:
     """Registers that a thread can have."""
     threads = -(-plan.block_threads // 128) * 128  # they are given out to four warps at a time
     return min(255, task.device.registers // threads // 8 * 8)
 
 
-def packing_of(task: Task, plan: Plan, index: int) -> Packing:
+def packing_of(task: Task, plan: PersistentPlan, index: int) -> Packing:
     """Recurrent weights of a phase as the fragments that each lane of each warp holds.
 
     (block, warp, operand, pair, octet, lane, tile, half) words: 16 bytes a lane, pair and octet.
     """
-    phase, p = task.graph.products[index], plan.phases[index]
+    phase, p = task.graph.product_phases[index], plan.phases[index]
     sources: list[tuple[str, int]] = []
     for operand in phase.operands:
-        rows = [(r.weight, r.gate) if operand.same_as(r.operand) else ("", 0) for r in phase.rows]
+        rows = [product.source(operand) for product in phase.products]
         sources += rows + [("", 0)] * (p.gates - len(rows))
     e, n = p.interleave, per_word(plan.dtype)
     pad = (len(sources), plan.blocks * plan.units, plan.warps * p.warp_pairs * PAIR * n)

@@ -2,57 +2,77 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
+from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.isa.tensor_core import mma, per_word, split
 from ecornn.schedules.persistent.cluster import Cluster
 from ecornn.schedules.persistent.exchange import Ring, within
 from ecornn.schedules.persistent.gates import FULL, SENT
-from ecornn.schedules.persistent.plan import Plan
-from ecornn.schedules.persistent.stream import Stream
-from ecornn.schedules.tensor_core import mma, per_word, split
+from ecornn.schedules.persistent.plan import PersistentPlan, PhasePlan
+from ecornn.schedules.persistent.stream import Position, Stream
 
 
-def products(T: Any, plan: Plan, steps: Any, member: Any, warp: Any, lane: Any, weights: list[Any],
-             carrier: Ring | Cluster, shared: Any) -> None:
-    """A product warp's whole life."""
-    words = shared.view("uint32")
-    held, places, streams, place = [], [], [], 2 * plan.sum_floats
+@dataclass(frozen=True)
+class _Kept:
+    """Where the weights of a phase are.
+
+    Attributes
+    ----------
+    held : of a lane, in registers: (pairs * octets, 4) words
+    words, place : the block's shared memory, uint32, and where those of the phase begin
+    source : in memory, packed
+    stream : the ring through which the others come, if they do not come straight into registers
+    """
+
+    held: TirBuffer
+    words: TirBuffer
+    place: int
+    source: TirBuffer
+    stream: Stream | None
+
+
+def products(plan: PersistentPlan, steps: Expr, at: Position, weights: list[TirBuffer], carrier: Ring | Cluster,
+             shared: TirBuffer) -> None:
+    """A product warp's whole life. ``weights``: of each phase, packed; ``shared``: the block's memory, float32."""
+    words, warp, lane = shared.view("uint32"), at.warp, at.lane
+    kept_of, place = [], 2 * plan.sum_floats
     for index, (phase, source) in enumerate(zip(plan.phases, weights, strict=True)):
         octets, kept, streamed = phase.octets(plan.units), phase.register_pairs, phase.streamed_pairs
-        registers = T.alloc_buffer((max(1, kept * octets), 4), "uint32", scope="local")
-        held.append(registers)
-        places.append(place)
+        registers = T.local("weights", (max(1, kept * octets), 4), "uint32")
+        first = place
         for q in range(streamed, phase.pairs):
             for v in range(octets):
-                address = _weights(T, plan, phase, source, member, warp, q, v, lane)
+                address = _weights(plan, phase, source, at, q, v)
                 if q < streamed + kept:
                     r = [registers[(q - streamed) * octets + v, i] for i in range(4)]
                     T.evaluate(T.ptx["ld.global.v4.b32"](*r, address))
                 else:
-                    r = [T.alloc_buffer((1,), "uint32", scope="local")[0] for _ in range(4)]
+                    r = [T.local("word", (1,), "uint32")[0] for _ in range(4)]
                     T.evaluate(T.ptx["ld.global.v4.b32"](*r, address))
                     T.evaluate(T.ptx["st.shared.v4.b32"](
-                        words.ptr_to([_shared_place(plan, phase, place, warp, q, v, lane)]), *r))
+                        words.ptr_to([_shared_place(plan, phase, first, at, q, v)]), *r))
         place += plan.shared_weight_words(phase)
-        streams.append(Stream(T, plan, index, words, place, source, member, warp, lane, steps) if phase.slots else None)
-        if streams[-1] is not None:
-            streams[-1].begin()
+        stream = Stream(plan, index, words, place, source, at, steps) if phase.slots else None
+        if stream is not None:
+            stream.begin()
+        kept_of.append(_Kept(registers, words, first, source, stream))
         place += plan.stream_words(phase)
-    with T.serial(0, steps) as t:
+    with T.serial("t", 0, steps) as t:
         for index, phase in enumerate(plan.phases):
-            use = T.Bind(t * len(plan.phases) + index)
-            side = T.Bind(use % 2)
-            stored = _Stored(T, plan, phase, held[index], words, places[index], weights[index], streams[index], member,
-                             warp, lane, t)
-            start = T.Bind(carrier.slot(index, t) + warp * phase.warp_pairs * plan.tiles * 128 + lane * 4)
+            use = T.let("use", t * len(plan.phases) + index)
+            side = T.let("side", use % 2)
+            stored = _Stored(plan, phase, kept_of[index], at, t)
+            start = T.let("start", carrier.slot(index, t) + warp * phase.warp_pairs * plan.tiles * 128 + lane * 4)
             carrier.wait(index, t)
-            acc = _multiply(T, plan, index, stored, carrier, start, lane)
+            acc = _multiply(plan, index, stored, carrier, start, lane)
             stride = plan.stride(phase)
-            base = T.Bind(side * plan.sum_floats + (warp * plan.columns + lane % 4 * 2) * stride + lane // 4)
+            base = T.let("base", side * plan.sum_floats + (warp * plan.columns + lane % 4 * 2) * stride + lane // 4)
             for m in range(-(-phase.octets(plan.units) // 2)):
                 for n in range(plan.tiles):
                     for i in range(4):
-                        with within(T, plan, n, lane % 4 * 2 + i % 2):
+                        with within(plan, n, lane % 4 * 2 + i % 2):
                             T.buffer_store(shared, acc(m, n, i),
                                            [base + (n * 8 + i % 2) * stride + m * 16 + i // 2 * 8])
             T.evaluate(T.ptx["bar.sync"](T.cast(side + FULL, "uint32"), T.uint32(plan.threads)))
@@ -61,30 +81,29 @@ def products(T: Any, plan: Plan, steps: Any, member: Any, warp: Any, lane: Any, 
                 T.evaluate(T.ptx["bar.sync"](T.uint32(SENT), T.uint32(plan.threads)))
 
 
-def _weights(T: Any, plan: Plan, phase: Any, source: Any, member: Any, warp: Any, q: int, v: int,
-             lane: Any) -> Any:
+def _weights(plan: PersistentPlan, phase: PhasePlan, source: TirBuffer, at: Position, q: int, v: int) -> Expr:
     """Where the four words of a lane lie in the packed weights."""
-    index = T.Bind((((member * plan.warps + warp) * phase.pairs + q) * phase.octets(plan.units) + v) * 32 + lane)
+    octet = ((at.member * plan.warps + at.warp) * phase.pairs + q) * phase.octets(plan.units) + v
+    index = T.let("weight_at", octet * 32 + at.lane)
     return source.ptr_to([T.cast(index, "int64") * 4 * per_word(plan.dtype)])
 
 
-def _shared_place(plan: Plan, phase: Any, place: int, warp: Any, q: int, v: int, lane: Any) -> Any:
+def _shared_place(plan: PersistentPlan, phase: PhasePlan, place: int, at: Position, q: int, v: int) -> Expr:
     octets = phase.octets(plan.units)
     shared = q - phase.streamed_pairs - phase.register_pairs
-    return place + (((warp * phase.shared_pairs + shared) * octets + v) * 32 + lane) * 4
+    return place + (((at.warp * phase.shared_pairs + shared) * octets + v) * 32 + at.lane) * 4
 
 
 class _Stored:
     """The weights of a phase that a warp multiplies with, wherever they are kept."""
 
-    def __init__(self, T: Any, plan: Plan, phase: Any, held: Any, words: Any, place: int, source: Any,
-                 stream: Stream | None, member: Any, warp: Any, lane: Any, t: Any) -> None:
-        self.T, self.plan, self.phase, self.held, self.words, self.place = T, plan, phase, held, words, place
-        self.source, self.stream, self.member, self.warp, self.lane, self.t = source, stream, member, warp, lane, t
+    def __init__(self, plan: PersistentPlan, phase: PhasePlan, kept: _Kept, at: Position, t: Expr) -> None:
+        self.plan, self.phase, self.kept, self.at, self.t = plan, phase, kept, at, t
         self.octets = phase.octets(plan.units)
-        self.ahead = phase.streamed_pairs > 0 and stream is None  # whether a pair is loaded while another is multiplied
+        # whether a pair is loaded while another is multiplied
+        self.ahead = phase.streamed_pairs > 0 and kept.stream is None
         if phase.register_pairs < phase.pairs:
-            self.loaded = T.alloc_buffer((3 if self.ahead else 1, self.octets, 4), "uint32", scope="local")
+            self.loaded = T.local("loaded", (3 if self.ahead else 1, self.octets, 4), "uint32")
         if self.ahead:
             self._from_l2(0)
 
@@ -93,47 +112,47 @@ class _Stored:
         streamed = self.phase.streamed_pairs
         if q >= streamed + self.phase.register_pairs:
             for v in range(self.octets):
-                at = _shared_place(self.plan, self.phase, self.place, self.warp, q, v, self.lane)
-                self._into(0, v, "ld.shared.v4.b32", self.words.ptr_to([at]))
-        elif q < streamed and self.stream is not None:
-            self.stream.read(q, self.t, self.loaded)
+                place = _shared_place(self.plan, self.phase, self.kept.place, self.at, q, v)
+                self._into(0, v, "ld.shared.v4.b32", self.kept.words.ptr_to([place]))
+        elif q < streamed and self.kept.stream is not None:
+            self.kept.stream.read(q, self.t, self.loaded)
         elif q + 1 < streamed:
             self._from_l2(q + 1)
 
     def _from_l2(self, q: int) -> None:
         for v in range(self.octets):
-            address = _weights(self.T, self.plan, self.phase, self.source, self.member, self.warp, q, v, self.lane)
+            address = _weights(self.plan, self.phase, self.kept.source, self.at, q, v)
             self._into(self._turn(q), v, "ld.global.v4.b32", address)
 
     def _turn(self, q: int) -> int:
         """Which of the loaded pairs q is: of what is loaded ahead, the second and third in turns."""
         return 1 + q % 2 if self.ahead and q < self.phase.streamed_pairs else 0
 
-    def _into(self, turn: int, v: int, instruction: str, address: Any) -> None:
-        self.T.evaluate(self.T.ptx[instruction](*(self.loaded[turn, v, i] for i in range(4)), address))
+    def _into(self, turn: int, v: int, instruction: str, address: Expr) -> None:
+        T.evaluate(T.ptx[instruction](*(self.loaded[turn, v, i] for i in range(4)), address))
 
-    def word(self, q: int, v: int, i: int) -> Any:
+    def word(self, q: int, v: int, i: int) -> Expr:
         """Word i of octet v of pair q, after ``load(q)``."""
         held = q - self.phase.streamed_pairs
         if 0 <= held < self.phase.register_pairs:
-            return self.held[held * self.octets + v, i]
+            return self.kept.held[held * self.octets + v, i]
         return self.loaded[self._turn(q), v, i]
 
 
-def _multiply(T: Any, plan: Plan, index: int, stored: _Stored, carrier: Ring | Cluster, start: Any,
-              lane: Any) -> Any:
+def _multiply(plan: PersistentPlan, index: int, stored: _Stored, carrier: Ring | Cluster, start: Expr,
+              lane: Expr) -> Callable[[int, int, int], Expr]:
     """This warp's part of the products of a phase, as its words of a slot, from ``start``, arrive."""
     phase = plan.phases[index]
     octets = phase.octets(plan.units)
     tiles = -(-octets // 2)
     chains = min(plan.chains, phase.pairs * 2)
-    acc = T.alloc_buffer((chains, tiles, plan.tiles, 4), "float32", scope="local")
+    acc = T.local("acc", (chains, tiles, plan.tiles, 4), "float32")
     for c in range(chains):
         for m in range(tiles):
             for n in range(plan.tiles):
                 for i in range(4):
                     T.buffer_store(acc, T.float32(0), [c, m, n, i])
-    state = T.alloc_buffer((phase.polled_pairs, plan.tiles, 4), "uint32", scope="local")
+    state = T.local("state", (phase.polled_pairs, plan.tiles, 4), "uint32")
     if plan.rows % 8:
         for p in range(phase.polled_pairs):
             for i in range(4):  # lanes of the last tile that have no batch row never load
@@ -157,7 +176,7 @@ def _multiply(T: Any, plan: Plan, index: int, stored: _Stored, carrier: Ring | C
                     mma([acc[chain, m, n, i] for i in range(4)], rows, columns[n], plan.arithmetic,
                         apart=False)  # the sums of a warp are short
 
-    def total(m: int, n: int, i: int) -> Any:
+    def total(m: int, n: int, i: int) -> Expr:
         value = acc[0, m, n, i]
         for c in range(1, chains):
             value = value + acc[c, m, n, i]

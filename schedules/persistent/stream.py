@@ -13,31 +13,40 @@ number; how often a slot has been filled says which parity to wait for.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
-from ecornn.schedules.mbarrier import mbarrier_init, mbarrier_wait
-from ecornn.schedules.persistent.plan import OCTET, Plan
-from ecornn.schedules.tensor_core import per_word
+from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.isa.mbarrier import mbarrier_init, mbarrier_wait
+from ecornn.schedules.isa.tensor_core import per_word
+from ecornn.schedules.persistent.plan import OCTET, PersistentPlan
 
 _BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+
+
+@dataclass(frozen=True)
+class Position:
+    """Of a lane: the block in its group, the warp among those that multiply, and the lane in it."""
+
+    member: Expr
+    warp: Expr
+    lane: Expr
 
 
 class Stream:
     """Emits the ring of one phase; ``first`` is its place in shared memory, in words."""
 
-    def __init__(self, T: Any, plan: Plan, index: int, words: Any, first: int, source: Any, member: Any, warp: Any,
-                 lane: Any, steps: Any) -> None:
-        self.T, self.plan, self.phase = T, plan, plan.phases[index]
-        self.words, self.source, self.lane, self.steps = words, source, lane, steps
+    def __init__(self, plan: PersistentPlan, index: int, words: TirBuffer, first: int, source: TirBuffer, at: Position,
+                 steps: Expr) -> None:
+        self.plan, self.phase = plan, plan.phases[index]
+        self.words, self.source, self.lane, self.steps = words, source, at.lane, steps
         octets, slots = self.phase.octets(plan.units), self.phase.slots
         self.size = octets * OCTET  # words of a pair
-        self.ring = T.Bind(first + warp * (slots * self.size))
-        self.barriers = T.Bind(first + plan.warps * slots * self.size + warp * (slots * 2))
-        self.pairs = T.Bind((member * plan.warps + warp) * self.phase.pairs)
+        self.ring = T.let("ring", first + at.warp * (slots * self.size))
+        self.barriers = T.let("barriers", first + plan.warps * slots * self.size + at.warp * (slots * 2))
+        self.pairs = T.let("pairs", (at.member * plan.warps + at.warp) * self.phase.pairs)
 
     def begin(self) -> None:
         """Barriers, and the first pairs."""
-        T = self.T
         with T.If(self.lane == 0), T.Then():
             for slot in range(self.phase.slots):
                 mbarrier_init(self._barrier(slot), 1)
@@ -46,9 +55,9 @@ class Stream:
                 self._copy(slot)
         T.evaluate(T.cuda.warp_sync())
 
-    def read(self, q: int, t: Any, into: Any) -> None:
+    def read(self, q: int, t: Expr, into: TirBuffer) -> None:
         """Waits for streamed pair ``q`` in step t, reads this lane's words, and asks for what the slot holds next."""
-        T, slots, count = self.T, self.phase.slots, self.phase.streamed_pairs
+        slots, count = self.phase.slots, self.phase.streamed_pairs
         slot, turn = q % slots, q // slots
         every = len(range(slot, count, slots))  # pairs of the slot in a step
         mbarrier_wait(self._barrier(slot), T.cast(T.bitwise_and(t * every + turn, 1), "uint32"))
@@ -62,11 +71,11 @@ class Stream:
         with T.If(wanted), T.Then():
             self._copy(q + slots if follows else slot)
 
-    def _barrier(self, slot: int) -> Any:
+    def _barrier(self, slot: int) -> Expr:
         return self.words.ptr_to([self.barriers + slot * 2])
 
     def _copy(self, q: int) -> None:
-        T, slot = self.T, q % self.phase.slots
+        slot = q % self.phase.slots
         place = T.cast((self.pairs + q) * self.size, "int64") * per_word(self.plan.dtype)
         T.evaluate(T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"](self._barrier(slot), T.uint32(self.size * 4)))
         T.evaluate(T.ptx[_BULK](self.words.ptr_to([self.ring + slot * self.size]), self.source.ptr_to([place]),

@@ -11,11 +11,11 @@ one), which all blocks know: so a mean that is large beside the deviations from 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
 
 from ecornn.analysis import Statistic
-from ecornn.schedules.persistent.plan import Plan
-from ecornn.schedules.row_sums import across_warp
+from ecornn.schedules.builder import Expr, T, Var
+from ecornn.schedules.persistent.plan import PersistentPlan
+from ecornn.schedules.scalars.row_sums import across_warp
 
 FINITE = 1e30  # a mean beyond is no good as the next step's s, nor is one that is no number
 
@@ -23,71 +23,71 @@ FINITE = 1e30  # a mean beyond is no good as the next step's s, nor is one that 
 class Sums(ABC):
     """Emits the gate warps' part. ``statistics``: of each exchange."""
 
-    def __init__(self, T: Any, plan: Plan, statistics: list[tuple[Statistic, ...]], group: Any, member: Any,
-                 thread: Any) -> None:
-        self.T, self.plan, self.all, self.group, self.thread = T, plan, statistics, group, thread
+    def __init__(self, plan: PersistentPlan, statistics: list[tuple[Statistic, ...]], group: Expr, member: Expr,
+                 thread: Expr) -> None:
+        self.plan, self.all, self.group, self.thread = plan, statistics, group, thread
         self.lanes = min(32, plan.lanes)
-        self.lane = T.Bind(thread % self.lanes)
+        self.lane = T.let("lane", thread % self.lanes)
         warps = plan.lanes // self.lanes  # of a row
-        self.part = T.Bind(member * warps + thread // 32 % warps)  # of the row's sums, which this warp makes
-        rows = [T.Bind((thread + i * plan.gate_warps * 32) // plan.lanes) for i in range(plan.items)]
-        self.mine = [T.Bind(r < plan.rows) for r in rows]
-        self.rows = [T.Bind(T.min(r, plan.rows - 1)) for r in rows]
+        self.part = T.let("part", member * warps + thread // 32 % warps)  # of the row's sums, which this warp makes
+        rows = [T.let("row", (thread + i * plan.gate_warps * 32) // plan.lanes) for i in range(plan.items)]
+        self.mine = [T.let("mine", r < plan.rows) for r in rows]
+        self.rows = [T.let("row", T.min(r, plan.rows - 1)) for r in rows]
         count = sum(len(s) for s in statistics)
-        self.means = T.alloc_buffer((plan.items, max(1, count)), "float32", scope="local")  # of the step before
+        self.means = T.local("means", (plan.items, max(1, count)), "float32")  # of the step before
         for i in range(plan.items):
             for n in range(count):
                 T.buffer_store(self.means, T.float32(0), [i, n])
 
-    def exchange(self, e: int, t: Any, envs: list[dict[Any, Any]], owners: list[Any]) -> list[dict[Any, Any]]:
+    def exchange(self, e: int, t: Expr, envs: list[dict[Var, Expr]], owners: list[Expr]) -> list[dict[Var, Expr]]:
         """The variables of exchange ``e`` for each item, from the operands in ``envs``; ``owners``: whether an item is
         one of the layer's units."""
-        T, plan, statistics = self.T, self.plan, self.all[e]
+        plan, statistics = self.plan, self.all[e]
         first = sum(len(s) for s in self.all[:e])
         each = [(i, n, s) for i in range(plan.items) for n, s in enumerate(statistics)]
         sums = []
         for i, n, s in each:
-            parts = [T.Bind(envs[i][o] - self.means[i, first + n]) for o in s.operands]
-            for value in (added(T, parts), added(T, [T.Bind(p * p) for p in parts])):
-                sums.append(T.Bind(T.Select(owners[i], value, T.float32(0))))
-        sums = across_warp(T, sums, self.lanes)
-        size, slot = 2 * len(statistics), T.Bind(self.slot(e, t))
+            parts = [T.let("part", envs[i][o] - self.means[i, first + n]) for o in s.operands]
+            for value in (added(parts), added([T.let("square", p * p) for p in parts])):
+                sums.append(T.let("sum", T.Select(owners[i], value, T.float32(0))))
+        sums = across_warp(sums, self.lanes)
+        size, slot = 2 * len(statistics), T.let("slot", self.slot(e, t))
         for i in range(plan.items):
             self.send(e, t, slot, i, sums[i * size:(i + 1) * size])
-        found: list[dict[Any, Any]] = [{} for _ in envs]
+        found: list[dict[Var, Expr]] = [{} for _ in envs]
         totals = self.receive(e, t, slot)
         for k, (i, n, s) in enumerate(each):
             total, squares = totals[2 * k:2 * k + 2]
             count, before = len(s.operands) * plan.hidden, self.means[i, first + n]
-            found[i][s.total] = T.Bind(total + T.float32(count) * before)
+            found[i][s.total] = T.let(s.total.name, total + T.float32(count) * before)
             if s.squares is not None:
-                off = T.Bind(total * T.float32(1.0 / count))
-                found[i][s.squares] = T.Bind(T.max(squares - total * off, T.float32(0)))
-            mean = T.Bind(found[i][s.total] * T.float32(1.0 / count))
+                off = T.let("off", total * T.float32(1.0 / count))
+                found[i][s.squares] = T.let(s.squares.name, T.max(squares - total * off, T.float32(0)))
+            mean = T.let("mean", found[i][s.total] * T.float32(1.0 / count))
             usable = T.And(mean < T.float32(FINITE), mean > T.float32(-FINITE))
             T.buffer_store(self.means, T.Select(usable, mean, T.float32(0)), [i, first + n])
         return found
 
     @abstractmethod
-    def slot(self, e: int, t: Any) -> Any:
+    def slot(self, e: int, t: Expr) -> Expr:
         """First word of what exchange ``e`` of a step sends."""
 
     @abstractmethod
-    def send(self, e: int, t: Any, slot: Any, i: int, sums: list[Any]) -> None:
+    def send(self, e: int, t: Expr, slot: Expr, i: int, sums: list[Expr]) -> None:
         """Hands on the sums of item i's row, both of each statistic in turn, which all lanes of the row have."""
 
     @abstractmethod
-    def receive(self, e: int, t: Any, slot: Any) -> list[Any]:
+    def receive(self, e: int, t: Expr, slot: Expr) -> list[Expr]:
         """For each item and statistic both totals."""
 
     @abstractmethod
-    def wipe(self, t: Any) -> None:
+    def wipe(self, t: Expr) -> None:
         """Takes back what was sent in the step before."""
 
 
-def added(T: Any, values: list[Any]) -> Any:
+def added(values: list[Expr]) -> Expr:
     """The sum, as a tree."""
     while len(values) > 1:
-        pairs = [T.Bind(a + b) for a, b in zip(values[::2], values[1::2], strict=False)]
+        pairs = [T.let("pair", a + b) for a, b in zip(values[::2], values[1::2], strict=False)]
         values = pairs + values[len(pairs) * 2:]
     return values[0]

@@ -12,14 +12,13 @@ Two statistics travel as 16 bytes, so a slot has first the pairs of statistics a
 
 from __future__ import annotations
 
-from typing import Any
-
 from ecornn.analysis import Statistic
-from ecornn.schedules.mbarrier import mbarrier_wait
+from ecornn.schedules.builder import Expr, T
+from ecornn.schedules.isa.mbarrier import mbarrier_wait
 from ecornn.schedules.persistent.cluster import Cluster
-from ecornn.schedules.persistent.plan import Plan
+from ecornn.schedules.persistent.plan import PersistentPlan
 from ecornn.schedules.persistent.sums import Sums, added
-from ecornn.schedules.row_sums import across_warp
+from ecornn.schedules.scalars.row_sums import across_warp
 
 LOADS = 16  # of 16 bytes a lane and row, at most; beyond, lanes share the parts and shuffle
 
@@ -35,30 +34,30 @@ __device__ __forceinline__ void ecornn_send_sums{count}(unsigned to, unsigned ba
 class ClusterSums(Sums):
     """Emits both ends."""
 
-    def __init__(self, T: Any, plan: Plan, statistics: list[tuple[Statistic, ...]], carrier: Cluster, group: Any,
-                 member: Any, thread: Any, steps: Any) -> None:
-        super().__init__(T, plan, statistics, group, member, thread)
+    def __init__(self, plan: PersistentPlan, statistics: list[tuple[Statistic, ...]], carrier: Cluster,
+                 group: Expr, member: Expr, thread: Expr, steps: Expr) -> None:
+        super().__init__(plan, statistics, group, member, thread)
         self.carrier, self.steps = carrier, steps
 
-    def slot(self, e: int, t: Any) -> Any:
+    def slot(self, e: int, t: Expr) -> Expr:
         return self.carrier.sums[e] + t % 2 * self.plan.sum_words(e)
 
-    def send(self, e: int, t: Any, slot: Any, i: int, sums: list[Any]) -> None:
-        T, plan = self.T, self.plan
-        words = [T.Bind(T.reinterpret("uint32", v)) for v in sums]
-        barrier = T.Bind(T.cuda.cvta_generic_to_shared(self.carrier.sum_barrier(e, t % 2)))
+    def send(self, e: int, t: Expr, slot: Expr, i: int, sums: list[Expr]) -> None:
+        plan = self.plan
+        words = [T.let("word", T.reinterpret("uint32", v)) for v in sums]
+        barrier = T.let("barrier", T.cuda.cvta_generic_to_shared(self.carrier.sum_barrier(e, t % 2)))
         for n in range(0, len(self.all[e]), 2):
             own = words[2 * n:2 * n + 4]
-            to = T.Bind(T.cuda.cvta_generic_to_shared(self.carrier.words.ptr_to(
+            to = T.let("to", T.cuda.cvta_generic_to_shared(self.carrier.words.ptr_to(
                 [slot + self._row(e, n, self.rows[i]) + self.part * len(own)])))
             for turn in range(-(-plan.blocks // self.lanes)):  # each lane to a block of its own
-                rank = T.Bind(self.lane + turn * self.lanes)
+                rank = T.let("rank", self.lane + turn * self.lanes)
                 with T.If(T.And(self.mine[i], rank < plan.blocks)), T.Then():
                     T.evaluate(T.cuda.func_call(f"ecornn_send_sums{len(own)}", to, barrier, T.cast(rank, "uint32"),
                                                 *own, source_code=_send(len(own))))
 
-    def receive(self, e: int, t: Any, slot: Any) -> list[Any]:
-        T, plan = self.T, self.plan
+    def receive(self, e: int, t: Expr, slot: Expr) -> list[Expr]:
+        plan = self.plan
         mbarrier_wait(self.carrier.sum_barrier(e, t % 2), T.cast(t // 2 % 2, "uint32"), cluster=True)
         lanes = 1  # that share the parts of a row
         while plan.sum_parts > LOADS * lanes and lanes < self.lanes:
@@ -67,11 +66,10 @@ class ClusterSums(Sums):
         for i in range(plan.items):
             for n in range(0, len(self.all[e]), 2):
                 totals += self._read(slot + self._row(e, n, self.rows[i]), self._width(e, n), lanes)
-        return across_warp(T, totals, lanes)
+        return across_warp(totals, lanes)
 
-    def wipe(self, t: Any) -> None:
+    def wipe(self, t: Expr) -> None:
         """Nothing needs to be taken back; the slots' next phases begin."""
-        T = self.T
         with T.If(T.And(self.thread == 0, t + 2 < self.steps)), T.Then():
             for e in range(len(self.all)):
                 self.carrier.expect_sums(e, t % 2)
@@ -80,17 +78,17 @@ class ClusterSums(Sums):
         """Words of a part of statistic n and the next one, if there is another."""
         return 2 * min(2, len(self.all[e]) - n)
 
-    def _row(self, e: int, n: int, row: Any) -> Any:
+    def _row(self, e: int, n: int, row: Expr) -> Expr:
         """Place in a slot of a row's parts of statistic n, an even number."""
         plan = self.plan
         return n * 2 * plan.rows * plan.sum_padded + row * plan.sum_padded * self._width(e, n)
 
-    def _read(self, first: Any, width: int, lanes: int) -> list[Any]:
+    def _read(self, first: Expr, width: int, lanes: int) -> list[Expr]:
         """Sums of the parts that this lane reads, of ``lanes`` that share them: one, or two neighbours, in 16 bytes."""
-        T, plan, per = self.T, self.plan, 4 // width
+        plan, per = self.plan, 4 // width
         turns = -(-plan.sum_parts // (per * lanes))
-        words = T.alloc_buffer((turns, 4), "uint32", scope="local")
-        at = T.Bind(first + self.lane % lanes * 4)
+        words = T.local("words", (turns, 4), "uint32")
+        at = T.let("at", first + self.lane % lanes * 4)
         for j in range(turns):
             left = plan.sum_parts - j * lanes * per  # parts from the first lane's on
             place = [words[j, k] for k in range(4)]
@@ -105,11 +103,11 @@ class ClusterSums(Sums):
                 with T.If(self.lane % lanes * per == left - 1), T.Then():
                     for k in range(2, 4):
                         T.buffer_store(words, T.uint32(0), [j, k])
-        values = [[T.Bind(T.reinterpret("float32", words[j, k])) for k in range(4)] for j in range(turns)]
-        return [added(T, [v[k] for v in values for k in range(f, 4, width)]) for f in range(width)]
+        values = [[T.let("value", T.reinterpret("float32", words[j, k])) for k in range(4)] for j in range(turns)]
+        return [added([v[k] for v in values for k in range(f, 4, width)]) for f in range(width)]
 
-    def _load(self, into: list[Any], place: Any) -> None:
-        self.T.evaluate(self.T.ptx["ld.shared.v4.b32"](*into, self.carrier.words.ptr_to([place])))
+    def _load(self, into: list[Expr], place: Expr) -> None:
+        T.evaluate(T.ptx["ld.shared.v4.b32"](*into, self.carrier.words.ptr_to([place])))
 
 
 def _send(count: int) -> str:

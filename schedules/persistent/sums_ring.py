@@ -9,8 +9,9 @@ is added through shared memory, with a barrier of theirs. What is said in ``exch
 * Nobody still needs what is wiped. In step t a warp wipes what its block sent in step t - 1 after that barrier, so
   the block has a word of step t of every other block, which sent it behind the barrier of step t - 1, when all of its
   warps had read their parts.
-* Nobody takes old data for new: a thread polls the same words in every step, has the fences of ``Plan.acquired``, and
-  a word's owner wipes it, and has those of ``Plan.released`` before it writes again.
+* Nobody takes old data for new: a thread polls the same words in every step, has the fences of
+  ``PersistentPlan.acquired``, and
+  a word's owner wipes it, and has those of ``PersistentPlan.released`` before it writes again.
 
 The memory between the warps is used in turns of two: who writes it again is behind the barrier of the exchange
 between, which its readers came to after they had read.
@@ -18,13 +19,12 @@ between, which its readers came to after they had read.
 
 from __future__ import annotations
 
-from typing import Any
-
 from ecornn.analysis import Statistic
+from ecornn.schedules.builder import Expr, T, TirBuffer
 from ecornn.schedules.persistent.exchange import SENTINEL, pack
-from ecornn.schedules.persistent.plan import Plan
+from ecornn.schedules.persistent.plan import PersistentPlan
 from ecornn.schedules.persistent.sums import Sums, added
-from ecornn.schedules.row_sums import across_lanes
+from ecornn.schedules.scalars.row_sums import across_lanes
 
 SUMMED = 3  # named barrier of gate warps
 PAUSE = 300  # cycles before the first poll, which disturbs what is on its way and finds nothing yet
@@ -40,61 +40,59 @@ __device__ __forceinline__ void ecornn_pause(unsigned cycles) {
 class RingSums(Sums):
     """Emits both ends. ``rings``: workspaces of the exchanges; ``shared``: the block's memory, float32."""
 
-    def __init__(self, T: Any, plan: Plan, statistics: list[tuple[Statistic, ...]], rings: list[Any], shared: Any,
-                 group: Any, member: Any, thread: Any) -> None:
-        super().__init__(T, plan, statistics, group, member, thread)
+    def __init__(self, plan: PersistentPlan, statistics: list[tuple[Statistic, ...]], rings: list[TirBuffer],
+                 shared: TirBuffer, group: Expr, member: Expr, thread: Expr) -> None:
+        super().__init__(plan, statistics, group, member, thread)
         self.rings, self.words = rings, shared.view("uint32")
 
-    def slot(self, e: int, t: Any) -> Any:
+    def slot(self, e: int, t: Expr) -> Expr:
         return (self.group * self.plan.ring + t % self.plan.ring) * self.plan.sum_words(e)
 
-    def send(self, e: int, t: Any, slot: Any, i: int, sums: list[Any]) -> None:
-        T = self.T
-        words = [T.Bind(pack([v], "float32")) for v in sums]
+    def send(self, e: int, t: Expr, slot: Expr, i: int, sums: list[Expr]) -> None:
+        words = [T.let("word", pack([v], "float32")) for v in sums]
         words += [T.uint32(0)] * (4 * self.plan.row_quads(e) - len(words))
         own = words[:4]
         for quad in range(1, self.plan.row_quads(e)):  # a lane for each
             own = [T.Select(self.lane == quad, a, b) for a, b in zip(words[4 * quad:4 * quad + 4], own, strict=True)]
-        self._store(e, slot, i, [T.Bind(w) for w in own])
+        self._store(e, slot, i, [T.let("word", w) for w in own])
 
-    def wipe(self, t: Any) -> None:
-        T = self.T
+    def wipe(self, t: Expr) -> None:
         for e in range(len(self.all)):
-            slot = T.Bind(self.slot(e, t + (self.plan.ring - 1)))
+            slot = T.let("slot", self.slot(e, t + (self.plan.ring - 1)))
             for i in range(self.plan.items):
                 self._store(e, slot, i, [T.uint32(SENTINEL)] * 4)
 
-    def _store(self, e: int, slot: Any, i: int, words: list[Any]) -> None:
-        T, plan = self.T, self.plan
+    def _store(self, e: int, slot: Expr, i: int, words: list[Expr]) -> None:
+        plan = self.plan
         with T.If(T.And(self.mine[i], self.lane < plan.row_quads(e))), T.Then():
             place = slot + self.part * plan.sum_stride(e) + (self.rows[i] * plan.row_quads(e) + self.lane) * 4
             T.evaluate(T.ptx["st.relaxed.gpu.global.v4.b32"](self.rings[e].ptr_to([place]), *words))
 
-    def receive(self, e: int, t: Any, slot: Any) -> list[Any]:
-        T, plan, count = self.T, self.plan, len(self.all[e])
+    def receive(self, e: int, t: Expr, slot: Expr) -> list[Expr]:
+        plan, count = self.plan, len(self.all[e])
         quads, entries = plan.sum_quads(e), plan.rows * plan.row_quads(e)
         across = min(32, quads)
         beside = plan.gate_warps * 32 // across  # threads that read the same quad, of other parts
         turns = -(-plan.sum_parts // beside)
-        words = T.alloc_buffer((quads // across * turns, 4), "uint32", scope="local")
-        loads: list[tuple[Any, Any]] = []
+        words = T.local("words", (quads // across * turns, 4), "uint32")
+        loads: list[tuple[Expr, Expr]] = []
         for outer in range(quads // across):
-            quad = T.Bind(self.thread % across + outer * across)
+            quad = T.let("quad", self.thread % across + outer * across)
             for j in range(turns):
-                part = T.Bind(self.thread // across + j * beside)
-                inside = T.Bind(T.And(quad < entries, part < plan.sum_parts))
+                part = T.let("part", self.thread // across + j * beside)
+                inside = T.let("inside", T.And(quad < entries, part < plan.sum_parts))
                 for k in range(4):
                     T.buffer_store(words, T.uint32(0), [len(loads), k])
-                loads.append((T.Bind(slot + part * plan.sum_stride(e) + quad * 4), inside))
+                loads.append((T.let("at", slot + part * plan.sum_stride(e) + quad * 4), inside))
         self._poll(e, words, loads)
-        side, used = T.Bind((t * len(self.all) + e) % 2), min(4, 2 * count)
+        side, used = T.let("side", (t * len(self.all) + e) % 2), min(4, 2 * count)
         for outer in range(quads // across):
-            sums = [added(T, [T.Bind(T.reinterpret("float32", words[n, k]))
-                              for n in range(outer * turns, (outer + 1) * turns)]) for k in range(used)]
+            sums = [added([T.let("sum", T.reinterpret("float32", words[n, k]))
+                           for n in range(outer * turns, (outer + 1) * turns)]) for k in range(used)]
             lanes = 32
             while lanes > across:
                 lanes //= 2
-                sums = across_lanes(T, sums, lanes)
+                sums = across_lanes(sums, lanes)
             own = [T.reinterpret("uint32", v) for v in sums] + [T.uint32(0)] * (4 - used)
             with T.If(self.thread % 32 < across), T.Then():
                 at = self._between(side, self.thread // 32) + (self.thread % 32 + outer * across) * 4
@@ -105,12 +103,11 @@ class RingSums(Sums):
             for n in range(count):
                 pairs = [self._pair(side, w, (self.rows[i] * plan.row_quads(e) + n // 2) * 4 + n % 2 * 2)
                          for w in range(plan.gate_warps)]
-                totals += [added(T, [p[k] for p in pairs]) for k in range(2)]
+                totals += [added([p[k] for p in pairs]) for k in range(2)]
         return totals
 
-    def _poll(self, e: int, words: Any, loads: list[tuple[Any, Any]]) -> None:
-        T = self.T
-        missing = T.alloc_buffer((1,), "int32", scope="local")
+    def _poll(self, e: int, words: TirBuffer, loads: list[tuple[Expr, Expr]]) -> None:
+        missing = T.local("missing", (1,), "int32")
         T.buffer_store(missing, T.int32(1), [0])
         T.evaluate(T.cuda.func_call("ecornn_pause", T.uint32(PAUSE), source_code=_PAUSE))
         with T.While(missing[0] != 0):
@@ -120,19 +117,18 @@ class RingSums(Sums):
                                                                      self.rings[e].ptr_to([at])))
             highest = [words[n, k] for n in range(len(loads)) for k in range(4)]
             while len(highest) > 1:
-                maxima = [T.Bind(T.max(a, b)) for a, b in zip(highest[::2], highest[1::2], strict=False)]
+                maxima = [T.let("highest", T.max(a, b)) for a, b in zip(highest[::2], highest[1::2], strict=False)]
                 highest = maxima + highest[len(maxima) * 2:]
             T.buffer_store(missing, T.cast(highest[0] == T.uint32(SENTINEL), "int32"), [0])
         T.evaluate(T.cuda.warp_sync())
 
-    def _between(self, side: Any, warp: Any) -> Any:
+    def _between(self, side: Expr, warp: Expr) -> Expr:
         """Place in shared memory of what a gate warp has read."""
         plan = self.plan
-        return plan.carried + (side * plan.gate_warps + warp) * plan.between_words
+        return plan.exchange_words + (side * plan.gate_warps + warp) * plan.between_words
 
-    def _pair(self, side: Any, warp: int, place: Any) -> list[Any]:
-        T = self.T
-        found = T.alloc_buffer((2,), "uint32", scope="local")
+    def _pair(self, side: Expr, warp: int, place: Expr) -> list[Expr]:
+        found = T.local("found", (2,), "uint32")
         T.evaluate(T.ptx["ld.shared.v2.b32"](found[0], found[1],
                                              self.words.ptr_to([self._between(side, warp) + place])))
-        return [T.Bind(T.reinterpret("float32", found[k])) for k in range(2)]
+        return [T.let("sum", T.reinterpret("float32", found[k])) for k in range(2)]

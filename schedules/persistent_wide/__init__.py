@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from math import prod
 
-from ecornn.program import Buffer, Call, Extent, Fill, Launch, Program
-from ecornn.schedules.base import Config, Knob, Schedule, Task
+from ecornn.analysis.liveness import late_operand
+from ecornn.program import PACKED, WORKSPACE, Buffer, Extent, Fill, Launch, Program
+from ecornn.schedules.assemble import assemble
+from ecornn.schedules.base import Component, Config, Knob, Schedule, Task
+from ecornn.schedules.gemm.mma import shape_of
 from ecornn.schedules.hoisted import gained, hoisted_knob, hoisted_of, preferred
 from ecornn.schedules.persistent_wide.estimate import estimate, product_cycles, recurrence
 from ecornn.schedules.persistent_wide.handover import UNWRITTEN
@@ -19,15 +23,14 @@ from ecornn.schedules.persistent_wide.plan import (
     REGISTERS,
     SLOTS,
     SPACING,
-    Plan,
     packing_of,
     plan_of,
     unit_step,
 )
 from ecornn.schedules.persistent_wide.start import start_kernel
-from ecornn.schedules.pointwise import MATH_FOR, MATH_TRADES, late_operand
-from ecornn.schedules.projection import project, shape_of
-from ecornn.schedules.timeline import piece_buffers, row_buffers, together
+from ecornn.schedules.rates import gpu_rates
+from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
+from ecornn.schedules.timeline import together
 
 START_BLOCKS = 128
 ITEMS = 8  # (unit, batch row) pairs of a thread, at most
@@ -43,7 +46,7 @@ class PersistentWide(Schedule):
     kind = "cuda"
     sequences = True
 
-    def serves(self, task: Task) -> str | None:
+    def refuses(self, task: Task) -> str | None:
         w, phases = task.workload, task.graph.phases
         if task.device.arch != "sm_90a":
             return "needs the warpgroup products of sm_90a"
@@ -53,7 +56,7 @@ class PersistentWide(Schedule):
             return f"cell {task.graph.cell!r} has not just one recurrent product of one vector"
         if w.hidden > PARTS * LANES * DEPTH:
             return f"hidden={w.hidden} is more than {PARTS * LANES * DEPTH}"
-        if task.graph.hoisted_rows and shape_of(task).shared > task.device.shared:
+        if task.graph.hoisted_products and shape_of(task).shared > task.device.shared:
             return (f"the projection needs {shape_of(task).shared} bytes of shared memory, "
                     f"{task.device.shared} available")
         if next(self._candidates(task), None) is None:
@@ -117,7 +120,7 @@ class PersistentWide(Schedule):
         assert best is not None, "default() is for tasks that serves() accepts"
         return {**best, "hoisted": preferred(task, estimate(task, plan_of(task, best)))}
 
-    def carried(self, config: Config, batch: int, task: Task) -> Config:
+    def rebatched(self, config: Config, batch: int, task: Task) -> Config:
         """Groups of as many eights of batch rows."""
         return {**config, "groups": -(-task.workload.batch // (-(-batch // int(config["groups"]) // 8) * 8))}
 
@@ -139,38 +142,26 @@ class PersistentWide(Schedule):
                     break  # fewer in registers only help where these are what is missing
 
     def features(self, task: Task, config: Config) -> dict[str, float]:
-        plan = plan_of(task, config)
+        plan, rates = plan_of(task, config), gpu_rates(task.device)
         return {"blocks": plan.groups * plan.blocks, "columns": plan.columns, "tiles": plan.tiles,
                 "waste": plan.own_tiles * plan.sharers * 64 / (plan.gates * plan.units), "copied": plan.copied_bytes,
                 "handed": plan.handed_bytes,
-                "products": product_cycles(plan), "items": plan.share.items, "stages": plan.stages,
+                "products": product_cycles(plan, rates), "items": plan.share.items, "stages": plan.stages,
                 "resident": plan.stages / plan.chunks, "registers": plan.registers, "shared": plan.shared,
-                "recurrence": recurrence(plan), "estimate": estimate(task, plan) - gained(task, config)}
+                "recurrence": recurrence(plan, rates), "estimate": estimate(task, plan) - gained(task, config)}
 
     def program(self, task: Task, config: Config) -> Program:
-        plan, math = plan_of(task, config), str(config["math"])
-        w, graph = task.workload, task.graph
-        layout = hoisted_of(task, config)
-        hoisted = project(task, layout)
-        buffers = [Buffer("x", "x", w.dtype), Buffer("y", "y", w.dtype)]
-        for name in graph.states:
-            buffers += [Buffer(f"{name}_in", "state_in", w.dtype), Buffer(f"{name}_out", "state_out", w.dtype)]
-        buffers += [*row_buffers(task.place), *hoisted.buffers, *_own_buffers(task, plan),
-                    *piece_buffers(task.place, w, len(graph.states))]
-        functions = {**hoisted.functions, "start": start_kernel(task, plan, START_BLOCKS, math),
+        plan, layout, math = plan_of(task, config), hoisted_of(task, config), str(config["math"])
+        packing, handed = packing_of(task, plan), Extent(plan.groups * plan.sets * HANDED * plan.handed_words)
+        buffers = [Buffer("recurrent", PACKED, plan.dtype, Extent(prod(packing.pad)), packing),
+                   Buffer("exchange", WORKSPACE, "uint32", Extent(plan.groups * SLOTS * plan.slot_words)),
+                   Buffer("counters", WORKSPACE, "uint32", Extent(plan.groups * plan.counters * SPACING))]
+        calls = [Launch("start", START_BLOCKS, 256),
+                 Launch("persistent_wide", plan.groups * plan.blocks, plan.threads, plan.shared, cooperative=True)]
+        if handed.fixed:
+            buffers.append(Buffer("handed", WORKSPACE, "uint32", handed))
+        fills = [Fill("handed", UNWRITTEN, handed)] if handed.fixed else []
+        functions = {"start": start_kernel(task, plan, START_BLOCKS, math),
                      "persistent_wide": wide_kernel(task, plan, layout, math)}
-        calls: tuple[Call, ...] = (
-            *hoisted.calls, *(Fill(b.name, UNWRITTEN, b.extent) for b in buffers if b.name == "handed"),
-            Launch("start", START_BLOCKS, 256),
-            Launch("persistent_wide", plan.groups * plan.blocks, plan.threads, plan.shared, cooperative=True))
-        return Program(functions, tuple(buffers), calls, together=together(task.place, plan.groups, plan.rows))
-
-
-def _own_buffers(task: Task, plan: Plan) -> list[Buffer]:
-    packing = packing_of(task, plan)
-    rows, units, values = packing.pad
-    handed = plan.groups * plan.sets * HANDED * plan.handed_words
-    return [Buffer("recurrent", "packed", plan.dtype, Extent(rows * units * values), packing),
-            Buffer("exchange", "workspace", "uint32", Extent(plan.groups * SLOTS * plan.slot_words)),
-            Buffer("counters", "workspace", "uint32", Extent(plan.groups * plan.counters * SPACING)),
-            *([Buffer("handed", "workspace", "uint32", Extent(handed))] if handed else [])]
+        return assemble(task, Component(functions, tuple(buffers), (*fills, *calls)), layout,
+                        together=together(task.traversal, plan.groups, plan.rows))

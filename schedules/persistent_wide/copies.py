@@ -8,13 +8,12 @@ not all read the same part of L2 at once.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
-from ecornn.schedules.mbarrier import mbarrier_test
+from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.isa.mbarrier import mbarrier_test
+from ecornn.schedules.persistent_wide.block_role import BlockRole, opaque
 from ecornn.schedules.persistent_wide.exchange import counter_of, slot_base, writers
-from ecornn.schedules.persistent_wide.place import Place, named
-from ecornn.schedules.persistent_wide.plan import DEPTH, SLOTS, Plan
+from ecornn.schedules.persistent_wide.plan import DEPTH, SLOTS, WidePlan
+from ecornn.schedules.sequence_kernel import SequenceKernel
 
 _BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
 
@@ -22,70 +21,71 @@ _BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
 class Memory:
     """Where things lie in shared memory; ``ring`` is an expression (int32), or 0."""
 
-    def __init__(self, T: Any, plan: Plan, words: Any) -> None:
-        self.T, self.plan, self.words = T, plan, words
+    def __init__(self, plan: WidePlan, words: TirBuffer) -> None:
+        self.plan, self.words = plan, words
 
-    def stage(self, ring: Any, stage: Any) -> Any:
+    def stage(self, ring: Expr, stage: Expr) -> Expr:
         """Index of the first word of a stage."""
         return (ring * self.plan.stages + stage) * (self.plan.stage_bytes // 4)
 
-    def weights(self, ring: Any, position: Any) -> Any:
+    def weights(self, ring: Expr, position: Expr) -> Expr:
         """Of the weights of the chunk at a position from ``kept`` on."""
         within = ring * (self.plan.chunks - self.plan.kept) + position - self.plan.kept
         return self.plan.first_weight // 4 + within * (self.plan.weight_bytes // 4)
 
-    def sums(self, ring: Any) -> Any:
+    def sums(self, ring: Expr) -> Expr:
         return self.plan.first_sum // 4 + ring * (self.plan.columns * self.plan.stride)
 
-    def full(self, ring: Any, stage: Any) -> Any:
+    def full(self, ring: Expr, stage: Expr) -> Expr:
         """A pointer: this stage has its chunk."""
         return self._barrier(ring, stage)
 
-    def empty(self, ring: Any, stage: Any) -> Any:
+    def empty(self, ring: Expr, stage: Expr) -> Expr:
         """A pointer: this stage has been multiplied."""
         return self._barrier(ring, self.plan.stages + stage)
 
-    def stored(self, ring: Any) -> Any:
+    def stored(self, ring: Expr) -> Expr:
         """A pointer: weights are in shared memory."""
         return self._barrier(ring, 2 * self.plan.stages)
 
-    def _barrier(self, ring: Any, index: Any) -> Any:
+    def _barrier(self, ring: Expr, index: Expr) -> Expr:
         place = self.plan.first_barrier // 4 + (ring * (2 * self.plan.stages + 1) + index) * 2
         return self.words.ptr_to([place])
 
 
-def chunk_at(plan: Plan, place: Place, ring: Any, position: Any) -> Any:
+def chunk_at(plan: WidePlan, role: BlockRole, ring: Expr, position: Expr) -> Expr:
     """The chunk that is multiplied at a position of a ring."""
-    return (place.part if plan.parts > 1 else ring) * plan.chunks + (position + place.member) % plan.chunks
+    return (role.part if plan.parts > 1 else ring) * plan.chunks + (position + role.member) % plan.chunks
 
 
-def copy(T: Any, plan: Plan, memory: Memory, steps: Any, place: Place, warp: Any, lane: Any,
-         weights: Any, exchange: Any, counters: Any) -> None:
+def copy(kernel: SequenceKernel, plan: WidePlan, memory: Memory, role: BlockRole, warp: Expr, lane: Expr) -> None:
     """A copying warp's whole life."""
     C, S, each = plan.chunks, plan.stages, plan.copier_stages
+    weights, exchange, counters = (kernel.arguments[name] for name in ("recurrent", "exchange", "counters"))
     if plan.copiers == 1:
-        ring, keep, chunk = warp, T.Bind, T.Bind(chunk_at(plan, place, warp, lane))
-        _weights(T, plan, memory, place.member, ring, lane, chunk, weights)
-        stage, turn = T.Bind(lane % S), T.Bind(lane // S)
+        ring, keep, chunk = warp, T.let, T.let("chunk", chunk_at(plan, role, warp, lane))
+        _weights(plan, memory, role.member, ring, lane, chunk, weights)
+        stage, turn = T.let("stage", lane % S), T.let("turn", lane // S)
         mine, every = lane < C, (1 << C) - 1
     else:
-        ring, keep = 0, partial(named, T)
+        ring, keep = 0, opaque
         with T.If(warp == 0), T.Then():
-            _weights(T, plan, memory, place.member, ring, lane, T.Bind(chunk_at(plan, place, ring, lane)), weights)
-        stage, turn = keep(warp + lane % each * plan.copiers), keep(lane // each)
-        position = keep(turn * S + stage)
+            _weights(plan, memory, role.member, ring, lane, T.let("chunk", chunk_at(plan, role, ring, lane)),
+                     weights)
+        stage, turn = keep("stage", warp + lane % each * plan.copiers), keep("turn", lane // each)
+        position = keep("position", turn * S + stage)
         mine, every = T.And(stage < S, position < C), (1 << 32) - 1  # a lane without a chunk never waits
-        chunk = keep(chunk_at(plan, place, ring, position))
-    uses = T.Bind((C - 1 - stage) // S + 1)  # of the stage, in a step
-    counter = counters.ptr_to([keep(counter_of(plan, place.group, chunk))])
-    needed = keep(writers(T, plan, chunk))
-    count, waiting, issued = (T.alloc_buffer((1,), "uint32", scope="local") for _ in range(3))
+        chunk = keep("chunk", chunk_at(plan, role, ring, position))
+    uses = T.let("uses", (C - 1 - stage) // S + 1)  # of the stage, in a step
+    counter = counters.ptr_to([keep("counter", counter_of(plan, role.group, chunk))])
+    needed = keep("needed", writers(plan, chunk))
+    count, waiting, issued = (T.local(name, (1,), "uint32") for name in ("count", "waiting", "issued"))
     T.buffer_store(count, T.uint32(0), [0])
-    with T.serial(0, steps) as t:
+    with T.serial("t", 0, kernel.steps) as t:
         T.buffer_store(waiting, T.cast(mine, "uint32"), [0])
         T.buffer_store(issued, T.uint32(0), [0])
-        parity = T.Bind(T.cast(T.bitwise_and(t * uses + turn, 1), "uint32"))
-        source = keep(slot_base(plan, place.group, t % SLOTS) + chunk * (plan.columns * DEPTH // 2))
+        parity = T.let("parity", T.cast(T.bitwise_and(t * uses + turn, 1), "uint32"))
+        source = keep("source", slot_base(plan, role.group, t % SLOTS) + chunk * (plan.columns * DEPTH // 2))
         with T.While(issued[0] != T.uint32(every)):
             with T.If(waiting[0] != T.uint32(0)), T.Then():
                 with T.If(T.cast(count[0], "int32") < t * needed), T.Then():
@@ -94,14 +94,15 @@ def copy(T: Any, plan: Plan, memory: Memory, steps: Any, place: Place, warp: Any
                 before = T.bitwise_and(issued[0] >> T.cast(T.max(lane - each, 0), "uint32"), T.uint32(1))
                 follows = T.Or(turn == 0, before != T.uint32(0))
                 with T.If(T.And(follows, T.cast(count[0], "int32") >= t * needed)), T.Then():
-                    free = T.Bind(mbarrier_test(memory.empty(ring, stage), T.bitwise_xor(parity, T.uint32(1))))
-                    with T.If(free != T.uint32(0)), T.Then():
+                    before = T.bitwise_xor(parity, T.uint32(1))
+                    empty = T.let("empty", mbarrier_test(memory.empty(ring, stage), before))
+                    with T.If(empty != T.uint32(0)), T.Then():
                         # The copies of several lanes issue as one instruction, which a race checker takes for the
                         # first lane's: that one must have seen what the others have waited for.
                         T.evaluate(T.cuda.func_call("ecornn_meet", source_code=_MEET))
-                        _announce(T, memory.full(ring, stage), plan.stage_bytes)
+                        _announce(memory.full(ring, stage), plan.stage_bytes)
                         T.evaluate(T.ptx["fence.proxy.async.global"]())
-                        _bulk(T, memory.words.ptr_to([memory.stage(ring, stage)]), exchange.ptr_to([source]),
+                        _bulk(memory.words.ptr_to([memory.stage(ring, stage)]), exchange.ptr_to([source]),
                               plan.stage_bytes, memory.full(ring, stage))
                         T.buffer_store(waiting, T.uint32(0), [0])
             done = waiting[0] == T.uint32(0)
@@ -110,24 +111,25 @@ def copy(T: Any, plan: Plan, memory: Memory, steps: Any, place: Place, warp: Any
                                                     return_type="uint32"), [0])
 
 
-def _weights(T: Any, plan: Plan, memory: Memory, member: Any, ring: Any, lane: Any, chunk: Any, weights: Any) -> None:
+def _weights(plan: WidePlan, memory: Memory, member: Expr, ring: Expr, lane: Expr, chunk: Expr,
+             weights: TirBuffer) -> None:
     """Weights that are kept in shared memory."""
     if plan.kept == plan.chunks:
         return
     with T.If(T.And(lane >= plan.kept, lane < plan.chunks)), T.Then():
-        _announce(T, memory.stored(ring), plan.weight_bytes)
+        _announce(memory.stored(ring), plan.weight_bytes)
         piece = T.cast(member * plan.counters + chunk, "int64")
-        _bulk(T, memory.words.ptr_to([memory.weights(ring, lane)]),
+        _bulk(memory.words.ptr_to([memory.weights(ring, lane)]),
               weights.ptr_to([piece * (plan.weight_bytes // 4)]), plan.weight_bytes, memory.stored(ring))
     T.evaluate(T.cuda.warp_sync())
 
 
-def _announce(T: Any, barrier: Any, count: int) -> None:
+def _announce(barrier: Expr, count: int) -> None:
     """Arrives at a barrier whose phase ends when ``count`` bytes have come, too."""
     T.evaluate(T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"](barrier, T.uint32(count)))
 
 
-def _bulk(T: Any, to: Any, source: Any, count: int, barrier: Any) -> None:
+def _bulk(to: Expr, source: Expr, count: int, barrier: Expr) -> None:
     """Copies ``count`` bytes, and counts them at the barrier."""
     T.evaluate(T.ptx[_BULK](to, source, T.uint32(count), barrier))
 

@@ -26,37 +26,36 @@ when its counter is at least W t. Who copies it: load (acquire) of the counter, 
 
 from __future__ import annotations
 
-from typing import Any
+from ecornn.schedules.builder import Expr, T
+from ecornn.schedules.persistent_wide.plan import DEPTH, SLOTS, SPACING, WidePlan
 
-from ecornn.schedules.persistent_wide.plan import DEPTH, SLOTS, SPACING, Plan
 
-
-def slot_base(plan: Plan, group: Any, slot: Any) -> Any:
+def slot_base(plan: WidePlan, group: Expr, slot: Expr) -> Expr:
     """First word of a group's slot."""
     return (group * SLOTS + slot) * plan.slot_words
 
 
-def word_of(plan: Plan, unit: Any, column: Any) -> Any:
+def word_of(plan: WidePlan, unit: Expr, column: Expr) -> Expr:
     """Place in a slot of the word that holds ``unit`` (of H, even) and the next one in batch row ``column``."""
     chunk, within = unit // DEPTH, unit % DEPTH
     return (chunk * plan.columns + column) * (DEPTH // 2) + (within // 8 ^ column % 8) * 4 + within % 8 // 2
 
 
-def place_of(plan: Plan, word: Any) -> tuple[Any, Any]:
+def place_of(plan: WidePlan, word: Expr) -> tuple[Expr, Expr]:
     """The other way round: unit and column of a slot's word."""
     row, within = word // (DEPTH // 2), word % (DEPTH // 2)
     column = row % plan.columns
     return row // plan.columns * DEPTH + (within // 4 ^ column % 8) * 8 + within % 4 * 2, column
 
 
-def counter_of(plan: Plan, group: Any, chunk: Any) -> Any:
+def counter_of(plan: WidePlan, group: Expr, chunk: Expr) -> Expr:
     """Place of a chunk's counter."""
     return (group * plan.counters + chunk) * SPACING
 
 
-def writers(T: Any, plan: Plan, chunk: Any) -> Any:
+def writers(plan: WidePlan, chunk: Expr) -> Expr:
     """Blocks of a group that finish units of a chunk; none where it only pads K."""
-    def finisher(unit: Any) -> Any:
+    def finisher(unit: Expr) -> Expr:
         if plan.parts == 1:
             return unit // plan.units
         return unit // plan.units * plan.finishers + unit % plan.units // plan.finished

@@ -2,87 +2,82 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from ecornn.schedules.base import Task
-from ecornn.schedules.hoisted import Hoisted
-from ecornn.schedules.items import Ended, Items
+from ecornn.schedules.builder import Expr, T, Var
 from ecornn.schedules.persistent.exchange import pack
+from ecornn.schedules.persistent_wide.block_role import BlockRole, multiplier, opaque, pinned
 from ecornn.schedules.persistent_wide.copies import Memory
 from ecornn.schedules.persistent_wide.exchange import counter_of, slot_base, word_of
 from ecornn.schedules.persistent_wide.handover import Parcels
 from ecornn.schedules.persistent_wide.handover import word_of as handed_word
-from ecornn.schedules.persistent_wide.place import Place, multiplier, named, pinned
-from ecornn.schedules.persistent_wide.plan import DEPTH, SLOTS, TEAM, Plan
-from ecornn.schedules.pointwise import emit
+from ecornn.schedules.persistent_wide.plan import DEPTH, SLOTS, TEAM, WidePlan
+from ecornn.schedules.scalars.gate_threads import Ended, GateThreads
+from ecornn.schedules.scalars.pointwise import emit
+from ecornn.schedules.sequence_kernel import SequenceKernel
 
 SUMS, STATE, PUBLISHED = 1, 2, 3  # named barriers: partial sums are there; the block's state is; all know of it
 
 
-class Gates(Items):
+class Gates(GateThreads):
     """Emits the gates of a step; ``thread`` counts the multiplying threads."""
 
-    def __init__(self, T: Any, task: Task, plan: Plan, math: str, arguments: dict[str, Any], memory: Memory,
-                 place: Place, thread: Any, steps: Any, batch: Any, hoisted: Hoisted) -> None:
-        self.plan, self.place, self.memory = plan, place, memory
-        super().__init__(T, task, math, arguments, plan.share, place.group, place.first, thread, steps, batch,
-                         hoisted, place.count)
+    def __init__(self, kernel: SequenceKernel, plan: WidePlan, memory: Memory, role: BlockRole, thread: Expr) -> None:
+        self.plan, self.role, self.memory = plan, role, memory
+        super().__init__(kernel, plan.share, role.group, role.first, thread, role.count)
         self.sums = memory.words
-        self.parcels = Parcels(T, plan, arguments["handed"], self.items) if plan.parts > 1 else None
+        self.parcels = Parcels(plan, self.arguments["handed"], self.items) if plan.parts > 1 else None
         self._address()
 
-    def _bind(self, value: Any) -> Any:
-        return self.T.Bind(value) if self.plan.rings > 1 else named(self.T, value)
+    def _bind(self, name: str, value: Expr) -> Expr:
+        return T.let(name, value) if self.plan.rings > 1 else opaque(name, value)
 
     def _address(self) -> None:
         """Where the items' values lie."""
-        T, plan, place = self.T, self.plan, self.place
-        self.bases = [self._bind(self.memory.sums(0) + column * plan.stride + self._row(local))
+        plan, role = self.plan, self.role
+        self.bases = [self._bind("sums_at", self.memory.sums(0) + column * plan.stride + self._row(local))
                       for local, column in zip(self.local, self.column, strict=True)]
-        self.words = [self._bind(slot_base(plan, place.group, 0) + word_of(plan, unit, column))
+        self.words = [self._bind("word_at", slot_base(plan, role.group, 0) + word_of(plan, unit, column))
                       for unit, column in zip(self.unit, self.column, strict=True)]
-        self.writes = [T.Bind(T.And(T.And(owner, unit < plan.hidden), local % 2 == 0))
+        self.writes = [T.let("write", T.And(T.And(owner, unit < plan.hidden), local % 2 == 0))
                        for owner, unit, local in zip(self.owner, self.unit, self.local, strict=True)]
         if self.parcels is not None:
-            places = [handed_word(plan, place.part, 0, column, self._row(local))
+            places = [handed_word(plan, role.part, 0, column, self._row(local))
                       for local, column in zip(self.local[::2], self.column[::2], strict=True)]
-            self.parcels.locate(place, places, self.owner[::2])
+            self.parcels.locate(role, places, self.owner[::2])
 
     def begin(self) -> None:
         super().begin()
-        self._load_inputs(self.T.int32(0), self.inputs)
+        self._load_inputs(T.int32(0), self.inputs)
         for t in range(0 if self.numbers is not None else 1, 2):
-            self._start_at(self.T.int32(t))
+            self._start_at(T.int32(t))
 
-    def meanwhile(self, t: Any) -> None:
+    def meanwhile(self, t: Expr) -> None:
         """While the last products of step t are under way."""
         if self.parcels is None:
             self._prepare_addresses(t)
 
-    def _prepare_addresses(self, t: Any) -> None:
+    def _prepare_addresses(self, t: Expr) -> None:
         """Where the state that step t computes goes; worked out before anybody waits for it."""
-        T, plan = self.T, self.plan
+        plan = self.plan
         if plan.rings == 1:  # all addresses anew: kept from step to step they would take too many registers
-            self.place = self.place.anew()
-            self.first, self.count, self.group = self.place.first, self.place.count, self.place.group
-            self._locate(multiplier(T))
+            self.role = self.role.anew()
+            self.first, self.count, self.group = self.role.first, self.role.count, self.role.group
+            self._locate(multiplier())
             self._address()
         slot = (t + 1) % SLOTS * plan.slot_words
-        self.places = [pinned(T, T.Select(writes, word + slot, -1))
+        self.places = [pinned("word_at", T.Select(writes, word + slot, -1))
                        for writes, word in zip(self.writes, self.words, strict=True)]
-        self.counter = pinned(T, self._counter())
+        self.counter = pinned("counter", self._counter())
 
-    def step(self, t: Any) -> None:
+    def step(self, t: Expr) -> None:
         """From partial sums, stored by all, to the state of step t + 1; then what nobody waits for."""
-        T = self.T
         if self.parcels is not None:
             self._prepare_addresses(t)  # while sums travel
             self.parcels.poll(t)
         self._barrier(SUMS)
         ended: list[Ended] = []
-        self.announced: list[Any] = []
+        self.announced: list[Expr] = []
         for i in range(self.items):
-            env = emit(self.first_assigns, self._before(i) | self._products(i), self.math)
+            env = emit(self.urgent.first, self._before(i) | self._products(i), self.math)
             ended.append(self._finish(i, env, t))
         self._exchange()
         T.evaluate(T.ptx["fence.proxy.async.global"]())
@@ -91,63 +86,60 @@ class Gates(Items):
         self._barrier(PUBLISHED)  # what follows would make the release wait longer
         for i in range(self.items):
             self._store(i, t, ended[i])
-        self._load_inputs(T.Bind(t + 1), self.inputs)  # used a step later
-        self._start_at(T.Bind(t + 2))
+        self._load_inputs(T.let("t_next", t + 1), self.inputs)  # used a step later
+        self._start_at(T.let("after_next", t + 2))
 
     def _barrier(self, name: int) -> None:
-        self.T.evaluate(self.T.ptx["bar.sync"](self.T.uint32(name), self.T.uint32(self.plan.teams * TEAM)))
+        T.evaluate(T.ptx["bar.sync"](T.uint32(name), T.uint32(self.plan.teams * TEAM)))
 
-    def _row(self, unit: Any) -> Any:
-        """Row of partial sums where a unit's interleaved gates begin."""
+    def _row(self, unit: Expr) -> Expr:
+        """Product of partial sums where a unit's interleaved gates begin."""
         return unit * self.plan.interleave
 
-    def _products(self, i: int) -> dict[Any, Any]:
+    def _products(self, i: int) -> dict[Var, Expr]:
         """An item's products: the sums of all rings, or of all blocks that share K."""
-        T, plan, e = self.T, self.plan, self.plan.interleave
-        found: dict[Any, Any] = {}
-        rows = self.graph.phases[0].rows
+        plan, e = self.plan, self.plan.interleave
+        found: dict[Var, Expr] = {}
+        rows = self.graph.phases[0].products
         for outer in range(plan.gates // e):
             parts = [self._load(self.bases[i] + ring * plan.columns * plan.stride + outer * plan.finished * e, e)
                      for ring in range(plan.rings)]
             for inner in range(e):
                 gate, value = outer * e + inner, parts[0][inner]
-                value = T.Bind(value + parts[1][inner]) if plan.rings > 1 else value
+                value = T.let("sum", value + parts[1][inner]) if plan.rings > 1 else value
                 found[rows[gate].var] = value if self.parcels is None else self.parcels.sum(i, gate, value)
         return found
 
-    def _load(self, place: Any, count: int) -> list[Any]:
-        T = self.T
+    def _load(self, place: Expr, count: int) -> list[Expr]:
         if count in (2, 4):
-            into = T.alloc_buffer((count,), "float32", scope="local")
+            into = T.local("sums", (count,), "float32")
             T.evaluate(T.ptx[f"ld.shared.v{count}.f32"](*(into[k] for k in range(count)), self.sums.ptr_to([place])))
             return [into[k] for k in range(count)]
-        return [T.Bind(self.sums[place + k]) for k in range(count)]
+        return [T.let("sum", self.sums[place + k]) for k in range(count)]
 
-    def _announce(self, i: int, p: int, step: Any, env: dict[Any, Any]) -> None:
+    def _announce(self, i: int, p: int, step: Expr, env: dict[Var, Expr]) -> None:
         """Keeps this item's part of the exchange; units beyond H are zero."""
-        T, H, value = self.T, self.plan.hidden, env[self.graph.phases[0].operands[0]]
-        self.announced.append(T.Bind(T.Select(self.unit[i] < H, value, T.float32(0)) if H % 2 else value))
+        H, value = self.plan.hidden, env[self.graph.phases[0].operands[0]]
+        self.announced.append(T.let("announced", T.Select(self.unit[i] < H, value, T.float32(0)) if H % 2 else value))
 
     def _exchange(self) -> None:
         """Writes what was kept: the thread of an even unit for both of a word."""
-        T = self.T
-        words = [T.Bind(pack([value, self._neighbour(value)], self.plan.dtype)) for value in self.announced]
+        words = [T.let("word", pack([value, self._neighbour(value)], self.plan.dtype)) for value in self.announced]
         for place, word in zip(self.places, words, strict=True):
             with T.If(place >= 0), T.Then():
                 T.evaluate(T.ptx["st.relaxed.gpu.global.b32"](self.arguments["exchange"].ptr_to([place]), word))
 
-    def _counter(self) -> Any:
+    def _counter(self) -> Expr:
         """Place of the counter of a chunk that the block writes, another one for each thread; -1 for the others."""
-        T, first, count = self.T, self.place.first, self.place.count
+        first, count = self.role.first, self.role.count
         end = T.min(first + (self.plan.finished if count is None else count), self.plan.hidden)
-        chunk = T.Bind(first // DEPTH + self.thread)
+        chunk = T.let("chunk", first // DEPTH + self.thread)
         inside = chunk <= (end - 1) // DEPTH
         inside = inside if self.plan.parts == 1 else T.And(first < end, inside)
         return T.Select(inside, counter_of(self.plan, self.group, chunk), -1)
 
     def _publish(self) -> None:
         """Counts this block's part of the chunks that it has written."""
-        T = self.T
         with T.If(self.counter >= 0), T.Then():
             counter = self.arguments["counters"].ptr_to([self.counter])
             T.evaluate(T.ptx["red.release.gpu.global.add.u32"](counter, T.uint32(1)))

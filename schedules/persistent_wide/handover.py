@@ -22,32 +22,32 @@ Every block of a set finishes units, and polls words of every other one.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
-from ecornn.schedules.persistent_wide.place import Place, named
-from ecornn.schedules.persistent_wide.plan import HANDED, Plan
+from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.persistent_wide.block_role import BlockRole, opaque
+from ecornn.schedules.persistent_wide.plan import HANDED, WidePlan
 
 UNWRITTEN = 0xFF  # a byte of what words begin with
 
 
-def slot_of(plan: Plan, place: Place, step: Any) -> Any:
+def slot_of(plan: WidePlan, role: BlockRole, step: Expr) -> Expr:
     """First word of the sums of a set in a step."""
-    return ((place.group * plan.sets + place.member) * HANDED + step % HANDED) * plan.handed_words
+    return ((role.group * plan.sets + role.member) * HANDED + step % HANDED) * plan.handed_words
 
 
-def word_of(plan: Plan, finisher: Any, other: Any, column: Any, row: Any) -> Any:
+def word_of(plan: WidePlan, finisher: Expr, other: Expr, column: Expr, row: Expr) -> Expr:
     """Where in it two words begin: of one of the finisher's own rows of sums, from the block ``other`` + 1 behind it in
     the set, and two batch rows of the group, the first of which is ``column`` (even)."""
     pair = (finisher * (plan.parts - 1) + other) * (plan.columns // 2) + column // 2
     return (pair * plan.handed_rows + row) * 2
 
 
-def tag_of(T: Any, step: Any) -> Any:
+def tag_of(step: Expr) -> Expr:
     """Of the words of a step, uint32."""
-    return T.Bind(T.cast(T.bitwise_and(step >> 1, 1), "uint32"))
+    return T.let("tag", T.cast(T.bitwise_and(step >> 1, 1), "uint32"))
 
 
-def store(T: Any, handed: Any, place: Any, values: list[Any], tag: Any) -> None:
+def store(handed: TirBuffer, place: Expr, values: list[Expr], tag: Expr) -> None:
     """Writes the sums of two batch rows for another block."""
     words = [T.bitwise_or(T.bitwise_and(T.reinterpret("uint32", value), T.uint32(0xFFFFFFFE)), tag) for value in values]
     T.evaluate(T.ptx["st.relaxed.gpu.global.v2.b32"](handed.ptr_to([place]), *words))
@@ -56,24 +56,24 @@ def store(T: Any, handed: Any, place: Any, values: list[Any], tag: Any) -> None:
 class Parcels:
     """Emits what a thread does to get its items' sums of the other parts; items are in pairs of batch rows."""
 
-    def __init__(self, T: Any, plan: Plan, handed: Any, items: int) -> None:
-        self.T, self.plan, self.handed = T, plan, handed
+    def __init__(self, plan: WidePlan, handed: TirBuffer, items: int) -> None:
+        self.plan, self.handed = plan, handed
         self.pairs, self.pieces, self.width = items // 2, plan.gates // plan.interleave, 2 * plan.interleave
-        self.words = T.alloc_buffer((self.pairs, plan.parts - 1, 2 * plan.gates), "uint32", scope="local")
+        self.words = T.local("words", (self.pairs, plan.parts - 1, 2 * plan.gates), "uint32")
 
-    def locate(self, place: Place, places: list[Any], owners: list[Any]) -> None:
+    def locate(self, role: BlockRole, places: list[Expr], owners: list[Expr]) -> None:
         """The pairs' words in a slot of the set, and which pairs there are."""
-        self.place, self.places, self.owners = place, places, owners
+        self.role, self.places, self.owners = role, places, owners
 
-    def poll(self, t: Any) -> None:
+    def poll(self, t: Expr) -> None:
         """Loads all words, again and again until all have the step's tag."""
-        T, tag = self.T, tag_of(self.T, t)
-        firsts = [named(T, slot_of(self.plan, self.place, t) + place) for place in self.places]
+        tag = tag_of(t)
+        firsts = [opaque("sums_at", slot_of(self.plan, self.role, t) + place) for place in self.places]
         every = [(i, other, k) for i in range(self.pairs) for other in range(self.plan.parts - 1)
                  for k in range(2 * self.plan.gates)]
         for word in every:
             T.buffer_store(self.words, tag, list(word))
-        missing = T.alloc_buffer((1,), "uint32", scope="local")
+        missing = T.local("missing", (1,), "uint32")
         T.buffer_store(missing, T.uint32(1), [0])
         with T.While(missing[0] != T.uint32(0)):
             for i, other, k, count, at in self._each(firsts):
@@ -85,15 +85,14 @@ class Parcels:
                 others = T.bitwise_or(others, T.bitwise_xor(self.words[word], tag))
             T.buffer_store(missing, T.bitwise_and(others, T.uint32(1)), [0])
 
-    def sum(self, i: int, gate: int, own: Any) -> Any:
+    def sum(self, i: int, gate: int, own: Expr) -> Expr:
         """This block's own sum of an item and those of the others, float32."""
-        T = self.T
         for other in range(self.plan.parts - 1):
             word = self.words[i // 2, other, gate * 2 + i % 2]
             own = own + T.reinterpret("float32", T.bitwise_and(word, T.uint32(0xFFFFFFFE)))  # infinite, if it was that
-        return T.Bind(own)
+        return T.let("sum", own)
 
-    def _each(self, firsts: list[Any]) -> Iterable[tuple[int, int, int, int, Any]]:
+    def _each(self, firsts: list[Expr]) -> Iterable[tuple[int, int, int, int, Expr]]:
         """(pair, other part, first word of the pair's, words, place) of what one instruction loads."""
         plan, count = self.plan, min(self.width, 4)
         for i, first in enumerate(firsts):

@@ -15,29 +15,28 @@ What registers the copying warpgroup does not need, the multiplying ones get.
 
 from __future__ import annotations
 
-from typing import Any
-
 from ecornn.schedules.base import Task
+from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
 from ecornn.schedules.hoisted import Hoisted
+from ecornn.schedules.persistent_wide.block_role import BlockRole
 from ecornn.schedules.persistent_wide.copies import Memory, copy
 from ecornn.schedules.persistent_wide.gates import Gates
-from ecornn.schedules.persistent_wide.place import Place
-from ecornn.schedules.persistent_wide.plan import REGISTERS, TEAM, Plan
+from ecornn.schedules.persistent_wide.plan import REGISTERS, TEAM, WidePlan
 from ecornn.schedules.persistent_wide.products import Products
+from ecornn.schedules.sequence_kernel import SequenceKernel
 from ecornn.schedules.timeline import piece_arguments, row_arguments
 
 
-def wide_kernel(task: Task, plan: Plan, hoisted: Hoisted, math: str) -> Any:
+def wide_kernel(task: Task, plan: WidePlan, hoisted: Hoisted, math: str) -> PrimFunc:
     """``persistent_wide(T, B, hoisted, vectors, <state>_in, <state>_out, recurrent, exchange, counters, y)``, and
     ``handed`` where blocks share K."""
     from tvm.script.ir_builder import IRBuilder
-    from tvm.tirx.script.builder import ir as T
 
     graph, dtype, big = task.graph, plan.dtype, T.int64(1 << 40)
     with IRBuilder() as builder, T.prim_func():
         T.func_name("persistent_wide")
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
-        a: dict[str, Any] = {}
+        a: dict[str, TirBuffer] = {}
         if graph.hoisted_outputs:
             a["hoisted"] = T.arg("hoisted", T.buffer((big,), hoisted.dtype))
         a["vectors"] = T.arg("vectors", T.buffer((big,), "float32"))
@@ -46,35 +45,35 @@ def wide_kernel(task: Task, plan: Plan, hoisted: Hoisted, math: str) -> Any:
         for name in ("recurrent", "exchange", "counters", *(["handed"] if plan.parts > 1 else [])):
             a[name] = T.arg(name, T.buffer((big,), "uint32"))
         a["y"] = T.arg("y", T.buffer((big,), dtype))
-        a |= row_arguments(T, task.place) | piece_arguments(T, task.place)
+        a |= row_arguments(task.traversal) | piece_arguments(task.traversal)
         T.device_entry()
-        block, thread = T.cta_id([plan.groups * plan.blocks]), T.thread_id([plan.threads])
-        words = T.alloc_buffer((plan.shared // 4,), "float32", scope="shared.dyn", align=1024)
-        memory = Memory(T, plan, words)
-        place, (copying, multiplying) = Place.of(T, plan, block), REGISTERS[plan.teams]
-        _prepare(T, plan, memory, thread)
+        block, thread = T.block(plan.groups * plan.blocks), T.thread(plan.threads)
+        kernel = SequenceKernel(task, hoisted, math, a, steps, batch)
+        words = T.shared(plan.shared // 4, 1024)
+        memory = Memory(plan, words)
+        role, (copying, multiplying) = BlockRole.of(plan, block), REGISTERS[plan.teams]
+        _prepare(plan, memory, thread)
         # without this bound ptxas ignores setmaxnreg
         with T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1}), T.If(thread < TEAM):
             with T.Then():
                 T.evaluate(T.ptx["setmaxnreg.dec.sync.aligned.u32"](copying))
                 with T.If(thread < plan.rings * plan.copiers * 32), T.Then():
-                    copy(T, plan, memory, steps, place, T.Bind(thread // 32), T.Bind(thread % 32),
-                         a["recurrent"], a["exchange"], a["counters"])
+                    copy(kernel, plan, memory, role, T.let("warp", thread // 32), T.let("lane", thread % 32))
             with T.Else():
                 T.evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](multiplying))
-                worker = T.Bind(thread - TEAM)
-                products = Products(T, plan, memory, place, T.Bind(worker // TEAM), T.Bind(worker % TEAM),
-                                    a["recurrent"])
-                gates = Gates(T, task, plan, math, a, memory, place, worker, steps, batch, hoisted)
+                worker = T.let("worker", thread - TEAM)
+                products = Products(plan, memory, role, T.let("team", worker // TEAM),
+                                    T.let("team_thread", worker % TEAM), a["recurrent"])
+                gates = Gates(kernel, plan, memory, role, worker)
                 gates.begin()
-                with T.serial(0, steps) as t:
+                with T.serial("t", 0, steps) as t:
                     products.run(t, gates.meanwhile)
                     products.store(a.get("handed"))
                     gates.step(t)
     return builder.get()
 
 
-def _prepare(T: Any, plan: Plan, memory: Memory, thread: Any) -> None:
+def _prepare(plan: WidePlan, memory: Memory, thread: Expr) -> None:
     """The barriers, by the first thread, for all."""
     arrivals = T.uint32(plan.sharers * TEAM // 32)
     with T.If(thread == 0), T.Then():

@@ -7,7 +7,7 @@ from math import gcd
 
 from ecornn.program import Packing
 from ecornn.schedules.base import Config, Task
-from ecornn.schedules.items import Share
+from ecornn.schedules.scalars.gate_threads import Share
 
 TEAM = 128  # threads of a warpgroup
 DEPTH = 64  # values of K of a chunk: 128 bytes
@@ -21,7 +21,7 @@ REGISTERS = {2: (40, 232), 3: (24, 160)}  # of a copying and a multiplying threa
 
 
 @dataclass(frozen=True)
-class Plan:
+class WidePlan:
     """The cut: ``groups`` of ``sets`` of ``parts`` blocks, each group with all weights and its own batch rows.
 
     Attributes
@@ -189,19 +189,19 @@ class Plan:
 
 def unit_step(task: Task) -> int:
     """Units of a set come in multiples of this, so that rows of weights fill octets."""
-    return max(2, 8 // gcd(len(task.graph.phases[0].rows), 8))
+    return max(2, 8 // gcd(len(task.graph.phases[0].products), 8))
 
 
-def plan_of(task: Task, config: Config) -> Plan:
+def plan_of(task: Task, config: Config) -> WidePlan:
     """The plan of a configuration; it need not fit, ``check`` says that."""
     w, graph = task.workload, task.graph
-    gates, groups, units = len(graph.phases[0].rows), int(config["groups"]), int(config["units"])
+    gates, groups, units = len(graph.phases[0].products), int(config["groups"]), int(config["units"])
     parts, row_teams = int(config["parts"]), int(config["row_teams"])
     teams, rings = (2, 2) if row_teams == 1 else (row_teams, 1)
     chunks = -(-w.hidden // (DEPTH * rings * parts))
-    masks = task.place.lengths + task.place.resets + task.place.sequences * (3 + len(graph.states))
+    masks = task.traversal.lengths + task.traversal.resets + task.traversal.sequences * (3 + len(graph.states))
     values = len(graph.states) + len(graph.hoisted_outputs) + masks + 2
-    plan = Plan(hidden=w.hidden, dtype=w.dtype, groups=groups, sets=-(-w.hidden // units), parts=parts,
+    plan = WidePlan(hidden=w.hidden, dtype=w.dtype, groups=groups, sets=-(-w.hidden // units), parts=parts,
                 units=units, rows=-(-w.batch // groups), gates=gates, interleave=gcd(gates, 8),
                 teams=teams, rings=rings, chunks=chunks, kept=-(-chunks * int(config["registers"]) // 100),
                 stages=1, values=values)
@@ -209,14 +209,14 @@ def plan_of(task: Task, config: Config) -> Plan:
     return replace(plan, stages=max(1, min(chunks, 1 + (task.device.shared - plan.shared) // stage)))
 
 
-def packing_of(task: Task, plan: Plan) -> Packing:
+def packing_of(task: Task, plan: WidePlan) -> Packing:
     """Recurrent weights: (set, chunk) pieces of 8-value chunks of K, octets, 8 rows, 8 values.
 
-    These are the core matrices of wgmma without a swizzle. Row ``interleave`` u + g of the rows of gates
+    These are the core matrices of wgmma without a swizzle. Product ``interleave`` u + g of the rows of gates
     that are interleaved is gate g of unit u.
     """
     (phase,), e = task.graph.phases, plan.interleave
-    sources = tuple((r.weight, r.gate) for r in phase.rows)
+    sources = tuple(p.term.source for p in phase.products)
     return Packing(sources, (plan.gates, plan.sets * plan.units, plan.counters * DEPTH),
                    (plan.gates // e, e, plan.sets, plan.units * e // 8, 8 // e, plan.counters, DEPTH // 8, 8),
                    (2, 5, 6, 0, 3, 4, 1, 7), plan.dtype)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from ecornn.schedules.mbarrier import mbarrier_wait
+from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.isa.mbarrier import mbarrier_wait
+from ecornn.schedules.isa.wgmma import descriptor, wgmma, wgmma_registers, wgmma_wait
 from ecornn.schedules.persistent_wide import handover
+from ecornn.schedules.persistent_wide.block_role import BlockRole, multiplier, opaque, pinned
 from ecornn.schedules.persistent_wide.copies import Memory, chunk_at
-from ecornn.schedules.persistent_wide.place import Place, multiplier, named, pinned
-from ecornn.schedules.persistent_wide.plan import DEPTH, TEAM, Plan
-from ecornn.schedules.wgmma import descriptor, wgmma, wgmma_registers, wgmma_wait
+from ecornn.schedules.persistent_wide.plan import DEPTH, TEAM, WidePlan
 
 STEPS = DEPTH // 16  # products of a chunk and tile
 
@@ -18,15 +18,15 @@ STEPS = DEPTH // 16  # products of a chunk and tile
 class Products:
     """Emits the products of one warpgroup (``team``), whose threads are ``team_thread`` 0 to 127."""
 
-    def __init__(self, T: Any, plan: Plan, memory: Memory, place: Place, team: Any, team_thread: Any,
-                 weights: Any) -> None:
-        self.T, self.plan, self.memory, self.place, self.home, self.team = T, plan, memory, place, team, team
-        self.warp, self.lane = T.Bind(team_thread // 32), T.Bind(team_thread % 32)
-        self.base = T.Bind(T.cuda.cvta_generic_to_shared(memory.words.ptr_to([0])))
-        self.acc = T.alloc_buffer((plan.own_tiles, plan.columns // 8, 4), "float32", scope="local")
-        self.held = T.alloc_buffer((max(1, plan.kept * plan.own_tiles * STEPS), 4), "uint32", scope="local")
+    def __init__(self, plan: WidePlan, memory: Memory, role: BlockRole, team: Expr, team_thread: Expr,
+                 weights: TirBuffer) -> None:
+        self.plan, self.memory, self.role, self.home, self.team = plan, memory, role, team, team
+        self.warp, self.lane = T.let("warp", team_thread // 32), T.let("lane", team_thread % 32)
+        self.base = T.let("base", T.cuda.cvta_generic_to_shared(memory.words.ptr_to([0])))
+        self.acc = T.local("acc", (plan.own_tiles, plan.columns // 8, 4), "float32")
+        self.held = T.local("held", (max(1, plan.kept * plan.own_tiles * STEPS), 4), "uint32")
         for p in range(plan.kept):
-            chunk = T.Bind(place.member * plan.counters + chunk_at(plan, place, self.ring, p))
+            chunk = T.let("chunk", role.member * plan.counters + chunk_at(plan, role, self.ring, p))
             for k in range(STEPS):
                 for m in range(plan.own_tiles):
                     for i in range(4):  # words of operand A: rows l/4 and l/4 + 8 of its first eight values of K
@@ -39,19 +39,19 @@ class Products:
             mbarrier_wait(memory.stored(self.ring), T.uint32(0))
 
     @property
-    def ring(self) -> Any:
+    def ring(self) -> Expr:
         """The ring of this team."""
         return self.team if self.plan.rings > 1 else 0
 
-    def _tile(self, m: int) -> Any:
+    def _tile(self, m: int) -> Expr:
         """This team's m-th tile of rows; beyond the last one of the block where teams have not as many."""
         return m if self.plan.rings > 1 else self.team * self.plan.own_tiles + m
 
-    def run(self, t: Any, meanwhile: Callable[[Any], None]) -> None:
+    def run(self, t: Expr, meanwhile: Callable[[Expr], None]) -> None:
         """All products of step t, left in ``acc``; ``meanwhile`` emits what is done while the last are under way."""
-        T, plan = self.T, self.plan
-        home = self.home if plan.rings > 1 else multiplier(T) // TEAM
-        self.team = uniform(T, home)  # anew: addresses computed before the loop would take too many registers
+        plan = self.plan
+        home = self.home if plan.rings > 1 else multiplier() // TEAM
+        self.team = uniform("team", home)  # anew: addresses computed before the loop would take too many registers
         every = [[self.acc[m, n, i] for n in range(plan.columns // 8) for i in range(4)] for m in range(plan.own_tiles)]
         for p in range(plan.chunks):
             stage = p % plan.stages
@@ -59,7 +59,8 @@ class Products:
             parity = T.cast(T.bitwise_and(t * uses + p // plan.stages, 1), "uint32")
             mbarrier_wait(self.memory.full(self.ring, stage), parity)
             T.evaluate(T.ptx["wgmma.fence.sync.aligned"]())
-            b = T.Bind(descriptor(self._address(self.memory.stage(self.ring, stage)), 16, 8 * DEPTH * 2, swizzled=True))
+            state = self._address(self.memory.stage(self.ring, stage))
+            b = T.let("b", descriptor(state, 16, 8 * DEPTH * 2, swizzled=True))
             for k in range(STEPS):
                 for m in range(plan.own_tiles):
                     self._multiply(every[m], p, k, m, b + T.uint64(2 * k))
@@ -73,9 +74,9 @@ class Products:
         wgmma_wait([value for tile in every for value in tile])
         self._release(plan.chunks - 1)
 
-    def _multiply(self, acc: list[Any], p: int, k: int, m: int, b: Any) -> None:
+    def _multiply(self, acc: list[Expr], p: int, k: int, m: int, b: Expr) -> None:
         """Step k of the products of the chunk at position p."""
-        T, plan = self.T, self.plan
+        plan = self.plan
         keep = T.uint32(1 if p or k else 0)
         if p < plan.kept:
             row = (p * STEPS + k) * plan.own_tiles + m
@@ -88,23 +89,24 @@ class Products:
             a = descriptor(self._address(place), plan.octets * 128, 128, swizzled=False)
             wgmma(acc, a + T.uint64((2 * k * plan.octets + within * 8) * 8), b, keep, plan.dtype)
 
-    def _address(self, word: Any) -> Any:
-        return self.base + self.T.cast(word * 4, "uint32")
+    def _address(self, word: Expr) -> Expr:
+        return self.base + T.cast(word * 4, "uint32")
 
     def _release(self, p: int) -> None:
         """This warp has multiplied the chunk at position p: its stage may be written again."""
-        T, empty = self.T, self.memory.empty(self.ring, p % self.plan.stages)
+        empty = self.memory.empty(self.ring, p % self.plan.stages)
         with T.If(self.lane == 0), T.Then():
             T.evaluate(T.ptx["mbarrier.arrive.shared::cta.b64"](empty))
 
-    def store(self, handed: Any) -> None:
+    def store(self, handed: TirBuffer | None) -> None:
         """Leaves the partial sums in shared memory, and hands over those that other blocks finish: a column of
         weight rows for each batch row."""
-        T, plan = self.T, self.plan
+        plan = self.plan
         if plan.rings == 1:
             self._store_rows(handed)
             return
-        base = T.Bind(self.memory.sums(self.team) + self.lane % 4 * 2 * plan.stride + self.warp * 16 + self.lane // 4)
+        base = T.let("base", self.memory.sums(self.team) + self.lane % 4 * 2 * plan.stride + self.warp * 16
+                     + self.lane // 4)
         for m in range(plan.tiles):
             with T.If(m * 4 + self.warp < -(-plan.octets // 2)), T.Then():
                 for n in range(plan.columns // 8):
@@ -112,29 +114,29 @@ class Products:
                         T.buffer_store(self.memory.words, self.acc[m, n, i],
                                        [base + (n * 8 + i % 2) * plan.stride + m * 64 + i // 2 * 8])
 
-    def _find_rows(self, t: Any) -> list[tuple[Any, Any, Any]]:
+    def _find_rows(self, t: Expr) -> list[tuple[Expr, Expr, Expr]]:
         """For each tile's two rows of this thread: whether they are its block's own (1), another's (-1) or padding (0),
         and where sums of batch rows begin, in what is handed over and in shared memory."""
-        T, plan, place, thread = self.T, self.plan, self.place, multiplier(self.T)
-        warp, lane, found = T.Bind(thread % TEAM // 32), T.Bind(thread % 32), []
-        column = T.Bind(lane % 4 * 2)
-        slot = named(T, handover.slot_of(plan, place, t)) if plan.parts > 1 else None
-        self.tag = handover.tag_of(T, t)
+        plan, role, thread = self.plan, self.role, multiplier()
+        warp, lane, found = T.let("warp", thread % TEAM // 32), T.let("lane", thread % 32), []
+        column = T.let("column", lane % 4 * 2)
+        slot = opaque("slot", handover.slot_of(plan, role, t)) if plan.parts > 1 else None
+        self.tag = handover.tag_of(t)
         for m in range(plan.own_tiles):
             for half in range(2):
-                row = named(T, self._tile(m) * 64 + warp * 16 + half * 8 + lane // 4)
+                row = opaque("row", self._tile(m) * 64 + warp * 16 + half * 8 + lane // 4)
                 (finisher, own), there, whose = self._finisher(row), None, 1
                 if slot is not None:
-                    other = T.truncmod(place.part + (plan.parts - 1) - finisher, plan.parts)
-                    there = pinned(T, slot + handover.word_of(plan, finisher, other, column, own))
-                    whose = T.Select(finisher == place.part, 1, -1)
-                here = pinned(T, self.memory.sums(0) + column * plan.stride + own)
-                found.append((pinned(T, T.Select(row < plan.gates * plan.units, whose, 0)), there, here))
+                    other = T.truncmod(role.part + (plan.parts - 1) - finisher, plan.parts)
+                    there = pinned("there", slot + handover.word_of(plan, finisher, other, column, own))
+                    whose = T.Select(finisher == role.part, 1, -1)
+                here = pinned("here", self.memory.sums(0) + column * plan.stride + own)
+                found.append((pinned("whose", T.Select(row < plan.gates * plan.units, whose, 0)), there, here))
         return found
 
-    def _store_rows(self, handed: Any) -> None:
+    def _store_rows(self, handed: TirBuffer) -> None:
         """As ``store``, where each team has rows of its own; others wait longer, so theirs go first."""
-        T, plan = self.T, self.plan
+        plan = self.plan
         values = [[(n * 8 + i, self.acc[m, n, half * 2 + i]) for n in range(plan.columns // 8) for i in range(2)]
                   for m in range(plan.own_tiles) for half in range(2)]
         for (whose, there, _), every in zip(self.rows, values, strict=True):
@@ -142,24 +144,24 @@ class Products:
                 with T.If(whose < 0), T.Then():
                     for (c, first), (_, second) in zip(every[::2], every[1::2], strict=True):
                         to = there + handover.word_of(plan, 0, 0, c, 0)
-                        handover.store(T, handed, to, [first, second], self.tag)
+                        handover.store(handed, to, [first, second], self.tag)
         for (whose, _, here), every in zip(self.rows, values, strict=True):
             with T.If(whose > 0), T.Then():
                 for c, value in every:
                     T.buffer_store(self.memory.words, value, [here + c * plan.stride])
 
-    def _finisher(self, row: Any) -> tuple[Any, Any]:
+    def _finisher(self, row: Expr) -> tuple[Expr, Expr]:
         """Which block of the set finishes the unit of a row, and which of its own rows of sums this is."""
-        T, plan = self.T, self.plan
+        plan = self.plan
         units, finished = (T.uint32(n * plan.interleave) for n in (plan.units, plan.finished))
         outer, within = (v(T.cast(row, "uint32"), units) for v in (T.floordiv, T.floormod))
-        return (named(T, T.cast(T.floordiv(within, finished), "int32")),
-                named(T, T.cast(outer * finished + T.floormod(within, finished), "int32")))
+        return (opaque("finisher", T.cast(T.floordiv(within, finished), "int32")),
+                opaque("own", T.cast(outer * finished + T.floormod(within, finished), "int32")))
 
 
-def uniform(T: Any, value: Any) -> Any:
+def uniform(name: str, value: Expr) -> Expr:
     """A value that all threads of a warp have, as what the compiler can see to be that."""
-    return T.Bind(T.cuda.func_call("ecornn_uniform", value, source_code=_UNIFORM, return_type="int32"))
+    return T.let(name, T.cuda.func_call("ecornn_uniform", value, source_code=_UNIFORM, return_type="int32"))
 
 
 _UNIFORM = """

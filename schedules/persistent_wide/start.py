@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ecornn.schedules.base import Task
+from ecornn.schedules.builder import PrimFunc, T
 from ecornn.schedules.persistent.exchange import pack
 from ecornn.schedules.persistent.start import initial_operand
 from ecornn.schedules.persistent_wide.exchange import place_of
-from ecornn.schedules.persistent_wide.plan import SLOTS, SPACING, Plan
+from ecornn.schedules.persistent_wide.plan import SLOTS, SPACING, WidePlan
 from ecornn.schedules.timeline import Timeline, row_arguments
 
 THREADS = 256
 
 
-def start_kernel(task: Task, plan: Plan, blocks: int, math: str) -> Any:
+def start_kernel(task: Task, plan: WidePlan, blocks: int, math: str) -> PrimFunc:
     """``start(T, B, <state>_in ..., vectors, exchange, counters)``.
 
     Words beyond H, which pad the last chunks, are zero in both slots, and stay so.
     """
     from tvm.script.ir_builder import IRBuilder
-    from tvm.tirx.script.builder import ir as T
 
     graph, big = task.graph, T.int64(1 << 40)
     with IRBuilder() as builder, T.prim_func():
@@ -28,26 +26,27 @@ def start_kernel(task: Task, plan: Plan, blocks: int, math: str) -> Any:
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
         states = {s: T.arg(f"{s}_in", T.buffer((big,), plan.dtype)) for s in graph.states}
         vectors = T.arg("vectors", T.buffer((big,), "float32"))
-        rows = row_arguments(T, task.place)
-        timeline = Timeline(T, task.place, rows, steps, batch)
+        rows = row_arguments(task.traversal)
+        timeline = Timeline(task.traversal, rows, steps, batch)
         exchange = T.arg("exchange", T.buffer((big,), "uint32"))
         counters = T.arg("counters", T.buffer((big,), "uint32"))
         T.device_entry()
-        first = T.Bind(T.cta_id([blocks]) * THREADS + T.thread_id([THREADS]))
+        first = T.let("first", T.block(blocks) * THREADS + T.thread(THREADS))
         with T.If(first < plan.groups * plan.counters), T.Then():
             T.buffer_store(counters, T.uint32(0), [first * SPACING])
         total = plan.groups * SLOTS * plan.slot_words
-        with T.serial(0, -(-total // (blocks * THREADS))) as turn:
-            place = T.Bind(turn * (blocks * THREADS) + first)
+        with T.serial("turn", 0, -(-total // (blocks * THREADS))) as turn:
+            place = T.let("place", turn * (blocks * THREADS) + first)
             with T.If(place < total), T.Then():
-                group = T.Bind(place // (SLOTS * plan.slot_words))
-                unit, column = (T.Bind(v) for v in place_of(plan, T.Bind(place % plan.slot_words)))
-                row = T.Bind(group * plan.rows + column)
+                group = T.let("group", place // (SLOTS * plan.slot_words))
+                unit, column = place_of(plan, T.let("word", place % plan.slot_words))
+                unit, column = T.let("unit", unit), T.let("column", column)
+                row = T.let("row", group * plan.rows + column)
                 slot = place // plan.slot_words % SLOTS
                 with T.If(T.And(slot == 0, T.And(unit < plan.hidden, column < plan.rows))):
                     with T.Then():
-                        values = [initial_operand(T, task, states, vectors, timeline, row, T.Bind(unit + e), 0, math)
-                                  for e in range(2)]
+                        values = [initial_operand(task, states, vectors, timeline, row,
+                                                  T.let("own_unit", unit + e), 0, math) for e in range(2)]
                         T.buffer_store(exchange, pack(values, plan.dtype), [place])
                     with T.Else():
                         T.buffer_store(exchange, T.uint32(0), [place])

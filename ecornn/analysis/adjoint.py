@@ -1,0 +1,260 @@
+"""The adjoint of a cell's step, a step like any other: products with transposed weights, statistics, scalars.
+
+Reverse-mode derivatives of the scalars become factors that depend on the forward pass alone, so they are hoisted out of
+the adjoint's recurrence, in which gradients are only multiplied by factors and added. A product becomes a term of the
+product that gives its operand's gradient, with transposed weights; a statistic becomes sums again.
+
+Where the forward step exchanges what states alone determine, the adjoint is rotated: what it exchanges are its states,
+gradients of the first products of the step that follows in time, so that it begins with an exchange and has as many as
+the forward step. Its first values are zeros, and ``finish`` is what remains after its last step. Gradients of states
+that go around the exchange are states of their own; they begin with the gradients of the final states. Other steps
+are not rotated: the adjoint computes what it exchanges.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ecornn.analysis.assemble import INPUT, STATE, Exchange, Parts, constants
+from ecornn.analysis.liveness import levels, opening
+from ecornn.analysis.partials import Factor, Partials
+from ecornn.analysis.step import Assign, OuterProduct, Phase, Product, StepGraph, Sum, Term, Vector
+from ecornn.analysis.sweep import Sweep, unique
+
+Var = Any  # tvm.tirx.Var
+
+
+@dataclass(frozen=True)
+class Adjoint:
+    """The gradients of a layer, in four graphs.
+
+    Attributes
+    ----------
+    recurrence : the adjoint step, from the last step of time to the first. ``given``: ``dy`` and values of the forward
+        step, by their forward variables; ``outputs``: gradients of what the forward step read of its hoisted part, and
+        of its products
+    rotated : whether it begins with the exchange
+    first : state of the forward step -> state of the recurrence that begins with the gradient of its final value;
+        all others begin with zeros
+    finish : after the last step, from the recurrence's states: ``gradients`` and what remains of the sums
+    gradients : state -> its gradient before the first step, a variable of ``finish``
+    inputs : of all steps at once, from ``outputs`` of the recurrence: gradients of the products of x
+    dx : the gradient of x, an output of ``inputs``, (T, B, I); None where x is not read
+    once : of parameters alone, from the sums of the other graphs (H,)
+    vectors : gradients of parameter vectors, outputs of ``once``; one that is listed twice has the sum
+    dy : the leaf of the gradient of y
+    """
+
+    forward: StepGraph
+    recurrence: StepGraph
+    rotated: bool
+    first: dict[str, str]
+    finish: StepGraph
+    gradients: dict[str, Var]
+    inputs: StepGraph
+    dx: Var | None
+    once: StepGraph
+    vectors: tuple[Vector, ...]
+    dy: Var
+
+    @property
+    def needed(self) -> tuple[Var, ...]:
+        """Forward variables, one value for each step, row and unit, that any of the graphs reads."""
+        of_step = levels(self.forward)
+        read = [*self.recurrence.given, *self.inputs.given]
+        read += [v for g in (self.recurrence, self.inputs) for o in g.outer_products for v in (o.value, o.operand)]
+        return unique(v for v in read if v in of_step)
+
+
+def adjoint(forward: StepGraph, hidden: int) -> Adjoint:
+    """The adjoint of the step of a cell with H = ``hidden``."""
+    return _Builder(forward, hidden).run()
+
+
+def rotates(graph: StepGraph) -> bool:
+    """Whether states and parameters determine all that the first exchange of a step is of."""
+    if not graph.phases:
+        return False
+    known = {*graph.states.values(), *(a.var for a in opening(graph))}
+    first = graph.phases[0]
+    return known.issuperset((*first.operands, *(o for s in first.statistics for o in s.operands)))
+
+
+class _Builder:
+    def __init__(self, forward: StepGraph, hidden: int) -> None:
+        self.forward, self.hidden, self.levels = forward, hidden, levels(forward)
+        self.rotated, self.dy = rotates(forward), self.leaf("dy")
+        self.sums: dict[Var, Var] = {}  # variable of parameters alone -> its gradient, (H,)
+
+    def leaf(self, name: str) -> Var:
+        from tvm import tirx
+
+        return tirx.Var(name, "float32")
+
+    def run(self) -> Adjoint:
+        self.recur()
+        self.invert_inputs()
+        once, vectors = self.invert_parameters()
+        return Adjoint(self.forward, self.recurrence, self.rotated, self.first, self.finish, self.gradients,
+                       self.inputs, self.dx, once, vectors, self.dy)
+
+    # -- the recurrence -------------------------------------------------------------------------
+    def recur(self) -> None:
+        forward, phases = self.forward, self.forward.phases
+        self.partials = Partials()
+        self.states: dict[str, Var] = {}
+        self.zeros: list[Assign] = []
+        self.carried: dict[Var, str] = {}  # factor -> the state that has it in the step after
+        self.exchanges: dict[int, Exchange] = {}
+        own = [self.state(f"{'rest' if self.rotated else 'd'}_{name}") for name in forward.states]
+        self.first = dict(zip(forward.states, own, strict=True))
+        tail = Sweep(self.partials, self.hidden, self.carry)
+        for name in self.states:
+            tail.level[self.states[name]] = STATE
+        waiting: dict[Var, str] = {}  # of the first exchange of the forward step, and the states that they are
+        if self.rotated:
+            waiting = {v: self.state(f"d_{v.name}") for v in made_by(phases[0])}
+            exchanged = {v: self.states[name] for v, name in waiting.items()}
+            tail.level.update((v, STATE) for v in exchanged.values())
+            self.exchange(tail, 1, phases[0], exchanged)
+            tail.reverse(opening(forward))
+        for name, var in forward.states.items():
+            tail.add(var, 1.0, self.states[self.first[name]])
+        self.gradients = {name: tail.total(var) for name, var in forward.states.items()}
+        body, outer = self.body(tail, waiting)
+        results = {self.first[name]: body.total(var) for name, var in forward.states.items()}
+        results |= {name: body.total(v) for v, name in waiting.items()}
+        self.finish_recurrence(tail, body, results, outer)
+
+    def body(self, tail: Sweep, waiting: dict[Var, str]) -> tuple[Sweep, list[OuterProduct]]:
+        """From the gradients of a step's results to those of what it read; but for the first exchange, if rotated."""
+        forward, body, outer = self.forward, Sweep(self.partials, self.hidden), list[OuterProduct]()
+        body.level.update(tail.level)
+        body.add(forward.results[forward.output], 1.0, self.dy, INPUT)
+        for name, var in forward.results.items():
+            body.add(var, 1.0, self.gradients[name])
+        for p in range(len(forward.phases) - 1, -1, -1):
+            phase = forward.phases[p]
+            body.reverse(phase.assigns)
+            gradients = {v: d for v in made_by(phase) if (d := body.total(v)) is not None}
+            outer += outer_products(phase.products, gradients)
+            if gradients and not (self.rotated and p == 0):
+                self.exchange(body, 1 + max((0, *self.exchanges)), phase, gradients)
+        body.reverse(forward.prologue)
+        return body, outer
+
+    def finish_recurrence(self, tail: Sweep, body: Sweep, results: dict[str, Var | None],
+                          outer: list[OuterProduct]) -> None:
+        """Builds the graphs of the recurrence and of what follows its last step."""
+        forward = self.forward
+        read = unique((*forward.hoisted_outputs, *((forward.x,) if forward.x is not None else ())))
+        self.hoisted = {q: d for q in read if (d := body.total(q)) is not None}
+        outputs = unique((*self.hoisted.values(), *(v for o in outer for v in (o.value, o.operand)
+                                                    if v not in self.levels)))
+        left, sums = [], []
+        for var, at in self.levels.items():
+            if at == -3:
+                remains, whole = tail.total(var), list(body.parts.get(var, []))
+                if remains is not None:
+                    body.level.update(tail.level)
+                    whole.append((1.0, remains))
+                    left.append(Sum(self.sum_of(var), remains))
+                if whole:
+                    sums.append(Sum(self.sum_of(var), body.named(whole, f"d_{var.name}")))
+        factors, assigns = list(self.partials.assigns), [*tail.assigns, *body.assigns]
+        level = {**body.level, **tail.level, **dict.fromkeys(self.states.values(), STATE), self.dy: INPUT}
+        after = Parts(forward, factors, tail.assigns, level, {1: self.exchanges[1]} if self.rotated else {})
+        finished = {name: self.fill(gradient) for name, gradient in self.gradients.items()}
+        self.finish = after.graph(f"{forward.cell}_finish", {}, {}, finished.values(), left)
+        whole_results = {name: self.fill(results.get(name)) for name in self.states}
+        whole_results |= {name: factor for factor, name in self.carried.items()}
+        if self.zeros:
+            factors += self.zeros
+        parts = Parts(forward, factors, assigns, level, self.exchanges)
+        self.recurrence = parts.graph(f"{forward.cell}_adjoint", self.states, whole_results, outputs, sums, outer)
+
+    def state(self, name: str) -> str:
+        """A new state of the recurrence."""
+        self.states[name] = self.leaf(name)
+        return name
+
+    def carry(self, factor: Factor) -> Factor:
+        """What a factor is in the step after: one of parameters alone is itself, others are states."""
+        if isinstance(factor, float) or factor in constants(self.forward, self.partials.assigns):
+            return factor
+        if factor not in self.carried:
+            self.carried[factor] = self.state(f"{factor.name}_before")
+        return self.states[self.carried[factor]]
+
+    def fill(self, var: Var | None) -> Var:
+        """``var``, or a zero where a result does not depend on anything."""
+        if var is not None:
+            return var
+        if not self.zeros:
+            from ecornn.analysis.derivatives import number
+
+            self.zeros.append(Assign(self.leaf("zero"), number(0.0)))
+        return self.zeros[0].var
+
+    def exchange(self, sweep: Sweep, level: int, phase: Phase, gradients: dict[Var, Var]) -> None:
+        """The adjoint of an exchange of the forward step, at a ``level`` of the recurrence."""
+        self.exchanges[level] = Exchange(sweep.products(phase.products, gradients, level),
+                                         sweep.statistics(phase.statistics, gradients, level))
+
+    def sum_of(self, var: Var) -> Var:
+        """The gradient, over all steps and rows, of what parameters alone determine."""
+        return self.sums.setdefault(var, self.leaf(f"d_{var.name}"))
+
+    # -- around it ------------------------------------------------------------------------------
+    def invert_inputs(self) -> None:
+        """From gradients of hoisted values to those of x, and of weights and vectors that these read."""
+        forward, partials = self.forward, Partials()
+        sweep, exchanges = Sweep(partials, self.hidden), dict[int, Exchange]()
+        for var, gradient in self.hoisted.items():
+            sweep.add(var, 1.0, gradient, INPUT)
+        sweep.reverse(forward.normalized)
+        made = [v for s in forward.hoisted_statistics for v in s.made]
+        gradients = {v: d for v in made if (d := sweep.total(v)) is not None}
+        if gradients:
+            exchanges[-1] = Exchange((), sweep.statistics(forward.hoisted_statistics, gradients, -1))
+        sweep.reverse(forward.hoisted)
+        gradients = {p.var: d for p in forward.hoisted_products if (d := sweep.total(p.var)) is not None}
+        products = sweep.products(forward.hoisted_products, gradients, 1)
+        own = [] if forward.x is None else sweep.parts.get(forward.x, [])
+        parts = [*((1.0, p.var) for p in products), *own]
+        self.dx = sweep.named(parts, "d_x") if parts else None
+        if products:
+            exchanges[1] = Exchange(products)
+        sums = [Sum(self.sum_of(v), d) for v, level in self.levels.items()
+                if level == -3 and (d := sweep.total(v)) is not None]
+        graph = Parts(forward, partials.assigns, sweep.assigns, sweep.level, exchanges)
+        self.inputs = graph.graph(f"{forward.cell}_inputs", {}, {}, () if self.dx is None else (self.dx,), sums,
+                                  outer_products(forward.hoisted_products, gradients))
+
+    def invert_parameters(self) -> tuple[StepGraph, tuple[Vector, ...]]:
+        """From the sums to gradients of parameter vectors."""
+        forward, partials = self.forward, Partials()
+        sweep = Sweep(partials, self.hidden)
+        for var, total in self.sums.items():
+            sweep.add(var, 1.0, total, -3)
+        sweep.reverse(forward.invariants)
+        vectors = tuple(Vector(d, v.parameter, v.gate) for v in forward.vectors
+                        if (d := sweep.total(v.var)) is not None)
+        graph = Parts(forward, partials.assigns, sweep.assigns, sweep.level, {})
+        return graph.graph(f"{forward.cell}_parameters", {}, {}, (v.var for v in vectors)), vectors
+
+
+def made_by(phase: Phase) -> list[Var]:
+    """The variables of a phase's exchange."""
+    return [*(p.var for p in phase.products), *(v for s in phase.statistics for v in s.made)]
+
+
+def outer_products(products: tuple[Product, ...], gradients: dict[Var, Var]) -> list[OuterProduct]:
+    """The gradients of the matrices of ``products`` whose own are known."""
+    def one(gradient: Var, term: Term) -> OuterProduct:
+        sides = (term.operand, gradient) if term.transposed else (gradient, term.operand)
+        return OuterProduct(term.parameter, term.gate, *sides)
+
+    return [one(gradients[p.var], term) for p in products if p.var in gradients for term in p.terms]
+

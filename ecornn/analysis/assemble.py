@@ -1,0 +1,97 @@
+"""Sorts assignments of an adjoint into a step graph: which are constant, which are known before the steps begin, which
+follow which exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ecornn.analysis.liveness import levels, needed
+from ecornn.analysis.scalar import variables
+from ecornn.analysis.step import Assign, OuterProduct, Phase, Product, Statistic, StepGraph, Sum
+from ecornn.analysis.sweep import unique
+
+Var = Any  # tvm.tirx.Var
+INVARIANT, INPUT, NORMALIZED, STATE = -3, -2, -1, 0
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What comes before the assignments of a level."""
+
+    products: tuple[Product, ...] = ()
+    statistics: tuple[Statistic, ...] = ()
+
+
+def constants(forward: StepGraph, factors: Iterable[Assign]) -> set[Var]:
+    """Variables of the forward step, and of ``factors`` of these, that depend on parameters only."""
+    known = {v for v, at in levels(forward).items() if at == INVARIANT}
+    for a in factors:
+        if known.issuperset(variables(a.value)):
+            known.add(a.var)
+    return known
+
+
+class Parts:
+    """A step graph in the making, beside the ``forward`` one whose variables it may read.
+
+    Parameters
+    ----------
+    factors : assignments that gradients are multiplied by, of forward variables alone
+    assigns : those of gradients, with the ``level`` of each
+    exchanges : level -> what is exchanged before its assignments
+    """
+
+    def __init__(self, forward: StepGraph, factors: Iterable[Assign], assigns: Iterable[Assign],
+                 level: Mapping[Var, int], exchanges: Mapping[int, Exchange]) -> None:
+        self.forward, self.exchanges = forward, dict(exchanges)
+        self.level, self.factors = levels(forward), tuple(factors)
+        known = constants(forward, self.factors)
+        self.level.update((a.var, INVARIANT if a.var in known else INPUT) for a in self.factors)
+        self.assigns, self.own = tuple(assigns), dict(level)
+
+    def graph(self, name: str, states: Mapping[str, Var], results: Mapping[str, Var], outputs: Iterable[Var] = (),
+              sums: Iterable[Sum] = (), outer_products: Iterable[OuterProduct] = (), x: Var | None = None) -> StepGraph:
+        """The graph of ``results``, ``outputs`` and ``sums``, and of no more."""
+        outputs, sums = unique(outputs), tuple(sums)
+        exchanged = [v for e in self.exchanges.values() for s in e.statistics for v in s.operands]
+        exchanged += [t.operand for e in self.exchanges.values() for p in e.products for t in p.terms]
+        wanted = {*results.values(), *outputs, *(s.value for s in sums), *exchanged}
+        assigns, wanted = needed((*self.factors, *self.assigns), wanted)
+        invariants, wanted = needed(self.forward.invariants, wanted)
+        made = {a.var for a in assigns} | {v for e in self.exchanges.values() for s in e.statistics for v in s.made}
+        made |= {p.var for e in self.exchanges.values() for p in e.products} | set(states.values())
+        given = unique(v for v in self._in_order(wanted) if v not in made and self._level(v) > INVARIANT)
+        at = {level: tuple(a for a in assigns if self._level(a.var) == level)
+              for level in range(INVARIANT, max((STATE, *self.exchanges)) + 1)}
+        last = max((0, *self.exchanges))
+        late = [v for level, those in at.items() if level >= STATE for a in those for v in variables(a.value)]
+        late += [v for level, e in self.exchanges.items() if level > 0 for s in e.statistics for v in s.operands]
+        late += [*results.values(), *outputs, *(s.value for s in sums)]
+        before = self.exchanges.get(NORMALIZED, Exchange())
+        hoisted = unique(v for v in late if v not in states.values() and self._level(v) in (INPUT, NORMALIZED))
+        vectors = tuple(v for v in self.forward.vectors if v.var in wanted)
+        return StepGraph(
+            cell=name, parameters=self.forward.parameters, states=dict(states), results=dict(results), output="", x=x,
+            vectors=vectors, invariants=(*invariants, *at[INVARIANT]), hoisted_products=(), hoisted=at[INPUT],
+            hoisted_outputs=hoisted, projected=hoisted, hoisted_statistics=before.statistics, normalized=at[NORMALIZED],
+            invariant_outputs=unique(v for v in late if self._level(v) == INVARIANT), prologue=at[STATE],
+            phases=tuple(self._phase(p, at[p]) for p in range(1, last + 1)), given=given, outputs=outputs, sums=sums,
+            outer_products=tuple(outer_products))
+
+    def _phase(self, p: int, assigns: tuple[Assign, ...]) -> Phase:
+        exchange = self.exchanges.get(p, Exchange())
+        operands = unique(t.operand for product in exchange.products for t in product.terms)
+        return Phase(operands, exchange.products, assigns, exchange.statistics)
+
+    def _level(self, var: Var) -> int:
+        """In the graph that is made: forward values are inputs, or constant."""
+        if var in self.own:
+            return self.own[var]
+        return INVARIANT if self.level.get(var, INPUT) == INVARIANT else INPUT
+
+    def _in_order(self, wanted: set[Var]) -> list[Var]:
+        """Forward variables in the order of the forward step, then the others as they were made."""
+        ranks = {v: n for n, v in enumerate((*self.level, *self.own))}
+        return sorted((v for v in wanted if v in ranks), key=ranks.__getitem__)

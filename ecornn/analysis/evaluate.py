@@ -1,0 +1,85 @@
+"""Step graphs carried out in NumPy float64, for one step or for all steps of a sequence at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ecornn.analysis.operators import operator_of
+from ecornn.analysis.scalar import children, is_constant
+from ecornn.analysis.step import Assign, Product, Statistic, StepGraph
+
+Var = Any  # tvm.tirx.Var
+Array = NDArray[np.float64]
+Values = dict[Var, Array]
+Weights = Mapping[str, Array]
+
+
+def evaluate(e: Any, values: Mapping[Var, Array]) -> Any:
+    """A scalar expression over arrays of its variables, (..., B, H), (..., B, 1) or (H,)."""
+    if type(e).__name__ == "Var":
+        return values[e]
+    if is_constant(e):
+        return float(e.value)
+    return operator_of(e).numpy(*(evaluate(c, values) for c in children(e)))
+
+
+def assign(assigns: Iterable[Assign], values: Values) -> None:
+    """Adds the variables of ``assigns`` to ``values``."""
+    for a in assigns:
+        values[a.var] = evaluate(a.value, values)
+
+
+def multiply(products: Iterable[Product], values: Values, weights: Weights, x: Array | None = None) -> None:
+    """Adds the variables of ``products``; those of x where an operand is None."""
+    for product in products:
+        parts = []
+        for term in product.terms:
+            matrix = weights[term.parameter][term.gate]
+            operand = x if term.operand is None else values[term.operand]
+            parts.append(operand @ (matrix if term.transposed else matrix.T))
+        values[product.var] = sum(parts[1:], parts[0])
+
+
+def summarize(statistics: Iterable[Statistic], values: Values, shape: tuple[int, ...]) -> None:
+    """Adds the variables of ``statistics``, (..., B, 1) each; their operands broadcast to ``shape``, (..., B, H)."""
+    for one in statistics:
+        operands = np.stack([np.broadcast_to(values[o], shape) for o in one.operands])
+        values[one.total] = operands.sum(axis=(0, -1))[..., None]
+        if one.squares is not None:
+            mean = operands.mean(axis=(0, -1))[..., None]
+            values[one.squares] = np.square(operands - mean).sum(axis=(0, -1))[..., None]
+
+
+def start(graph: StepGraph, weights: Weights, given: Mapping[Var, Array] | None = None) -> Values:
+    """What depends on parameters only; ``weights`` in te shape, ``given`` what is known besides."""
+    values = dict(given or {}) | {v.var: weights[v.parameter][v.gate] for v in graph.vectors}
+    assign(graph.invariants, values)
+    return values
+
+
+def hoist(graph: StepGraph, weights: Weights, values: Values, x: Array | None, shape: tuple[int, ...]) -> None:
+    """Adds what does not depend on the state, of all steps: x (T, B, I), ``shape`` (T, B, H)."""
+    if graph.x is not None and x is not None:
+        values[graph.x] = x
+    multiply(graph.hoisted_products, values, weights, x)
+    assign(graph.hoisted, values)
+    summarize(graph.hoisted_statistics, values, shape)
+    assign(graph.normalized, values)
+
+
+def step(graph: StepGraph, weights: Weights, values: Values, shape: tuple[int, ...]) -> None:
+    """Adds the rest of a step, ``shape`` (B, H); or of all, (T, B, H), where nothing depends on the step before."""
+    assign(graph.prologue, values)
+    for phase in graph.phases:
+        summarize(phase.statistics, values, shape)
+        multiply(phase.products, values, weights)
+        assign(phase.assigns, values)
+
+
+def at(values: Mapping[Var, Array], t: int, names: Iterable[Var]) -> Values:
+    """Step t of those of ``values`` that have steps, the others as they are."""
+    return {v: values[v][t] if np.ndim(values[v]) == 3 else values[v] for v in names if v in values}

@@ -1,0 +1,110 @@
+"""What the forward pass keeps for the adjoint, and how the rest is computed again: of all steps at once, never in turn.
+
+With the states of all steps every product of a step is one matrix product over time and batch, since what it multiplies
+is known; so ``states`` keeps these alone. ``gates`` keeps values from which scalars give everything else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ecornn.analysis.adjoint import Adjoint
+from ecornn.analysis.liveness import levels, needed
+from ecornn.analysis.scalar import variables
+from ecornn.analysis.step import Phase, StepGraph
+
+Var = Any  # tvm.tirx.Var
+KEEP = ("gates", "states")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is kept of each step.
+
+    Attributes
+    ----------
+    states : states whose values after every step, and before the first, are kept, y among them where it is read
+    values : other variables of the forward step, which it has to write
+    rows : those of ``values`` that are one value a batch row; the others are one for each unit of it
+    replay : from these and x, a pass over all steps: its ``outputs`` are what the adjoint reads besides
+    """
+
+    states: tuple[str, ...]
+    values: tuple[Var, ...]
+    rows: tuple[Var, ...]
+    replay: StepGraph
+
+    @property
+    def units(self) -> int:
+        """Values for each step, batch row and unit."""
+        return len(self.states) + len(self.values) - len(self.rows)
+
+
+def kept(adjoint: Adjoint, keep: str) -> Kept:
+    """What ``keep``, one of :data:`KEEP`, means for a step."""
+    forward, level = adjoint.forward, levels(adjoint.forward)
+    known = {*forward.states.values(), *forward.results.values()} | ({forward.x} if forward.x is not None else set())
+    wanted = sorted((v for v in adjoint.needed if v not in known), key=list(level).index)
+    values = tuple(wanted) if keep == "gates" else ()
+    definition = {a.var: a.value for assigns in _assigns(forward) for a in assigns}
+    for var in reversed(values):
+        read = [v for v in variables(definition[var]) if level[v] > -3] if var in definition else [var]
+        if known.union(values).difference({var}).issuperset(read):
+            values = tuple(v for v in values if v is not var)
+    replay = recompute(forward, tuple(v for v in wanted if v not in values), known.union(values))
+    used = {*adjoint.needed, *replay.given}
+    states = tuple(n for n, leaf in forward.states.items() if leaf in used or forward.results[n] in used)
+    rows = _of_rows(forward)
+    return Kept(states, values, tuple(v for v in values if v in rows), replay)
+
+
+def recompute(forward: StepGraph, wanted: tuple[Var, ...], known: set[Var]) -> StepGraph:
+    """The part of a step that gives ``wanted`` from ``known`` and x, as a pass over all steps at once."""
+    reads: dict[Var, list[Var]] = {a.var: variables(a.value) for assigns in _assigns(forward) for a in assigns}
+    products = (*forward.hoisted_products, *(q for p in forward.phases for q in p.products))
+    reads |= {q.var: [t.operand for t in q.terms if t.operand is not None] for q in products}
+    statistics = (*forward.hoisted_statistics, *forward.statistics)
+    reads |= {v: [s.total, *s.operands] if v is not s.total else list(s.operands) for s in statistics for v in s.made}
+    used, given, waiting = set[Var](), dict[Var, None](), list(wanted)
+    while waiting:
+        var = waiting.pop()
+        if var in known:
+            given[var] = None
+        elif var not in used:
+            used.add(var)
+            waiting += reads.get(var, [])
+    invariants, _ = needed(forward.invariants, used)
+
+    def those(items: Any) -> Any:
+        return tuple(i for i in items if (i.total if hasattr(i, "total") else i.var) in used)
+
+    phases = []
+    for phase in forward.phases:
+        left = those(phase.products)
+        operands = tuple(dict.fromkeys(t.operand for q in left for t in q.terms))
+        phases.append(Phase(operands, left, those(phase.assigns), those(phase.statistics)))
+    return replace(
+        forward, cell=f"{forward.cell}_replay", states={}, results={}, output="",
+        x=forward.x if forward.x in given else None, vectors=those(forward.vectors), invariants=invariants,
+        hoisted_products=those(forward.hoisted_products), hoisted=those(forward.hoisted),
+        hoisted_statistics=those(forward.hoisted_statistics), normalized=those(forward.normalized),
+        hoisted_outputs=tuple(v for v in forward.hoisted_outputs if v in used),
+        projected=tuple(v for v in forward.projected if v in used),
+        invariant_outputs=tuple(v for v in forward.invariant_outputs if v in used), prologue=those(forward.prologue),
+        phases=tuple(phases), given=tuple(v for v in given if v is not forward.x), outputs=wanted)
+
+
+def _assigns(graph: StepGraph) -> list[Any]:
+    return [graph.invariants, graph.hoisted, graph.normalized, graph.prologue, *(p.assigns for p in graph.phases)]
+
+
+def _of_rows(graph: StepGraph) -> set[Var]:
+    """Variables that are equal for all units of a batch row."""
+    found = {v for s in (*graph.hoisted_statistics, *graph.statistics) for v in s.made}
+    for assigns in _assigns(graph):
+        for a in assigns:
+            read = variables(a.value)
+            if read and found.issuperset(read):
+                found.add(a.var)
+    return found

@@ -1,0 +1,131 @@
+"""When each value of a step is made, where it is read, and so what lives across exchanges: the same for all schedules.
+
+Phases are numbered from 0 here, as ``StepGraph.phases`` is; a step without exchanges has one all the same, which makes
+the new states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ecornn.analysis.scalar import variables
+from ecornn.analysis.step import Assign, Product, Statistic, StepGraph
+
+Var = Any  # tvm.tirx.Var
+
+
+def phase_count(graph: StepGraph) -> int:
+    """Phases of a step, one where it has no exchange at all."""
+    return max(1, len(graph.phases))
+
+
+def assigns_of(graph: StepGraph, p: int) -> tuple[Assign, ...]:
+    """What phase ``p`` assigns."""
+    return graph.phases[p].assigns if graph.phases else ()
+
+
+def statistics_of(graph: StepGraph, p: int) -> tuple[Statistic, ...]:
+    """The statistics of phase ``p``."""
+    return graph.phases[p].statistics if graph.phases else ()
+
+
+def levels(graph: StepGraph) -> dict[Var, int]:
+    """Every variable of the step -> its level, as in :mod:`ecornn.analysis.step`."""
+    found: dict[Var, int] = {v.var: -3 for v in graph.vectors}
+    found.update((v, 0) for v in graph.states.values())
+    if graph.x is not None:
+        found[graph.x] = -2
+    found.update((v, -1) for s in graph.hoisted_statistics for v in s.made)
+    parts: list[tuple[int, tuple[Product, ...], tuple[Assign, ...]]] = [
+        (-3, (), graph.invariants), (-2, graph.hoisted_products, graph.hoisted), (-1, (), graph.normalized),
+        (0, (), graph.prologue), *((p, f.products, f.assigns) for p, f in enumerate(graph.phases, 1))]
+    for level, products, assigns in parts:
+        found.update((product.var, level) for product in products)
+        found.update((a.var, level) for a in assigns)
+    found.update((v, p + 1) for v, p in statistics(graph).items())
+    return found
+
+
+def statistics(graph: StepGraph) -> dict[Var, int]:
+    """Variables of statistics -> the phase that they belong to."""
+    return {v: p for p, phase in enumerate(graph.phases) for s in phase.statistics for v in s.made}
+
+
+def reads(graph: StepGraph, p: int) -> list[Var]:
+    """Variables that phase ``p`` reads, in order, each once; the last phase also those that are the new states. What
+    its products multiply is not among them: that is exchanged."""
+    found = [v for a in assigns_of(graph, p) for v in variables(a.value)]
+    found += [v for s in statistics_of(graph, p) for v in s.operands]
+    if p == phase_count(graph) - 1:
+        found += graph.results.values()
+    return list(dict.fromkeys(found))
+
+
+def carried(graph: StepGraph) -> dict[Var, int]:
+    """Scalars that a phase computes and a later one reads -> the phase that computes them. Statistics are not among
+    them: they are one value a batch row."""
+    found: dict[Var, int] = {}
+    for p, phase in enumerate(graph.phases):
+        made = {product.var for product in phase.products} | {a.var for a in phase.assigns}
+        for later in range(p + 1, len(graph.phases)):
+            found.update({v: p for v in reads(graph, later) if v in made})
+    return found
+
+
+def opening(graph: StepGraph) -> tuple[Assign, ...]:
+    """Of the prologue what states and parameters determine, so that it is known before the step's inputs are."""
+    unknown, found = {*graph.hoisted_outputs, *graph.row_inputs}, []
+    for a in graph.prologue:
+        if unknown.isdisjoint(variables(a.value)):
+            found.append(a)
+        else:
+            unknown.add(a.var)
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Urgent:
+    """What the operands of the next step's first product take, and what can wait until these are on their way.
+
+    Attributes
+    ----------
+    opening : of :func:`opening`, what they read
+    states : states that are known after ``first``, the operands' among them
+    first, late : the assignments after this step's last exchange, in two parts
+    """
+
+    opening: tuple[Assign, ...]
+    states: tuple[str, ...]
+    first: tuple[Assign, ...]
+    late: tuple[Assign, ...]
+
+
+def urgent(graph: StepGraph) -> Urgent:
+    """For a step with a product."""
+    wanted = set(graph.product_phases[0].operands)
+    start, wanted = needed(opening(graph), wanted)
+    last = graph.phases[-1].assigns
+    first, _ = needed(last, {graph.results[name] for name, var in graph.states.items() if var in wanted})
+    soon = {a.var for a in first}
+    late = tuple(a for a in last if a.var not in soon)
+    later = {a.var for a in late}
+    return Urgent(start, tuple(n for n, var in graph.results.items() if var not in later), first, late)
+
+
+def needed(assigns: Iterable[Assign], wanted: set[Var]) -> tuple[tuple[Assign, ...], set[Var]]:
+    """Those of ``assigns`` that ``wanted`` depends on, and ``wanted`` with what they read."""
+    found, wanted = [], set(wanted)
+    for a in reversed(tuple(assigns)):
+        if a.var in wanted:
+            found.append(a)
+            wanted.update(variables(a.value))
+    return tuple(reversed(found)), wanted
+
+
+def late_operand(graph: StepGraph) -> str | None:
+    """None, or the reason why the first product of a step cannot be prepared in the step before."""
+    made = {a.var for a in graph.prologue} - {a.var for a in opening(graph)}
+    late = [o for o in (graph.phases[0].operands if graph.phases else ()) if o in made]
+    return f"cell {graph.cell!r} multiplies {late[0].name}, which depends on x and a state" if late else None

@@ -1,0 +1,22 @@
+"""What the analysis asks of a cell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+
+class Source(Protocol):
+    """The part of a cell that is analysed; :class:`ecornn.cells.Cell` says what each means."""
+
+    name: str
+    states: tuple[str, ...]
+
+    def parameters(self, input: int, hidden: int) -> Mapping[str, tuple[int, ...]]:
+        """Shapes by name."""
+
+    def step(self, x: Any, states: Sequence[Any], parameters: Mapping[str, Any]) -> Sequence[Any]:
+        """One step on te tensors."""
+
+    def output_state(self) -> str:
+        """Name of the state that is y."""

@@ -1,0 +1,107 @@
+"""Going backwards through assignments: the gradient of each variable as a weighted sum of gradients of later ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ecornn.analysis.partials import Factor, Partials, weighted
+from ecornn.analysis.step import Assign, Product, Statistic, Term
+
+Var = Any  # tvm.tirx.Var
+
+
+class Sweep:
+    """Gradients, as assignments in order, each with a level as in :mod:`ecornn.analysis.step`.
+
+    ``factor`` is applied to what gradients are multiplied by; a rotated step has some of these from the step before.
+    """
+
+    def __init__(self, partials: Partials, hidden: int, factor: Callable[[Factor], Factor] = lambda f: f) -> None:
+        self.partials, self.hidden, self.factor = partials, hidden, factor
+        self.parts: dict[Var, list[tuple[Factor, Var]]] = {}
+        self.level: dict[Var, int] = {}
+        self.assigns: list[Assign] = []
+        self._totals: dict[Var, Var] = {}
+
+    def add(self, var: Var, factor: Factor, gradient: Var, level: int | None = None) -> None:
+        """A part of the gradient of ``var``; ``level`` is that of ``gradient``, where it is new."""
+        if level is not None:
+            self.level[gradient] = level
+        self.parts.setdefault(var, []).append((factor, gradient))
+
+    def total(self, var: Var) -> Var | None:
+        """The gradient of ``var``, once all parts are known; None where nothing depends on it."""
+        if var in self.parts and var not in self._totals:
+            self._totals[var] = self.named(self.parts[var], f"d_{var.name}")
+        return self._totals.get(var)
+
+    def named(self, parts: list[tuple[Factor, Var]], name: str) -> Var:
+        """A variable for a weighted sum, of which what is known first is added first."""
+        from tvm import tirx
+
+        (factor, gradient), *others = parts = sorted(parts, key=lambda part: self.level[part[1]])
+        if not others and isinstance(factor, float) and factor == 1.0:
+            return gradient
+        var = tirx.Var(name, "float32")
+        self.assigns.append(Assign(var, weighted(parts)))
+        self.level[var] = max(self.level[g] for _, g in parts)
+        return var
+
+    def reverse(self, assigns: Iterable[Assign]) -> None:
+        """From the gradients of what ``assigns`` made to those of what they read."""
+        for a in reversed(tuple(assigns)):
+            gradient = self.total(a.var)
+            if gradient is not None:
+                for var, factor in self.partials.of(a).items():
+                    self.add(var, self.factor(factor), gradient)
+
+    def products(self, products: Iterable[Product], gradients: dict[Var, Var], level: int) -> tuple[Product, ...]:
+        """The products that give gradients of operands; those of x, whose variable is called ``x``, are not added."""
+        from tvm import tirx
+
+        found: list[tuple[Var | None, list[Term]]] = []
+        for product in products:
+            for term in product.terms if product.var in gradients else ():
+                made = Term(gradients[product.var], term.parameter, term.gate, not term.transposed)
+                same = next((terms for o, terms in found if o is term.operand or (
+                    o is not None and o.same_as(term.operand))), None)
+                if same is None:
+                    found.append((term.operand, [made]))
+                else:
+                    same.append(made)
+        result = []
+        for operand, terms in found:
+            var = tirx.Var(f"d_{'x' if operand is None else operand.name}_product", "float32")
+            result.append(Product(var, tuple(terms)))
+            self.level[var] = level
+            if operand is not None:
+                self.add(operand, 1.0, var)
+        return tuple(result)
+
+    def statistics(self, statistics: Iterable[Statistic], gradients: dict[Var, Var],
+                   level: int) -> tuple[Statistic, ...]:
+        """The sums that give gradients of operands: of the gradients, at each unit, of totals and squares."""
+        from tvm import tirx
+
+        found = []
+        for s in statistics:
+            for made in s.made:
+                if made not in gradients:
+                    continue
+                total = tirx.Var(f"d_{made.name}_sum", "float32")
+                self.level[total] = level
+                found.append(Statistic(total, None, (gradients[made],)))
+                for operand in s.operands:
+                    factor: Factor = 1.0
+                    if made is s.squares or made.same_as(s.squares):
+                        count = tirx.const(1.0 / (len(s.operands) * self.hidden), "float32")
+                        two = tirx.const(2.0, "float32")
+                        factor = self.factor(self.partials.named(two * (operand - s.total * count), operand.name))
+                    self.add(operand, factor, total)
+        return tuple(found)
+
+
+def unique(variables: Iterable[Var]) -> tuple[Var, ...]:
+    """Each once, in order."""
+    return tuple(dict.fromkeys(variables))

@@ -1,0 +1,68 @@
+"""What a user may say of a layer, in one place: every way in makes a :class:`LayerSpec` and passes it on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from ecornn.cells import Cell
+from ecornn.cells.naming import load_cell
+from ecornn.errors import ArgumentError
+from ecornn.workload import Stack, Workload
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """A recurrent layer, or a stack of them, at one size. :func:`ecornn.compile` says what each property means, and
+    has the same names and defaults.
+
+    It is checked when it is made: a cell is loaded, and one of the user's own analysed. Raises
+    :class:`~ecornn.errors.ArgumentError` and its subclasses, which name the argument and what is allowed, and
+    :class:`~ecornn.errors.CellError` for a cell that cannot be loaded or analysed.
+    """
+
+    cell: str | Cell
+    hidden: int
+    input: int | None = None
+    batch: int = 1
+    seq: int = 100
+    dtype: str = "float32"
+    weights: str | None = None
+    precision: str | None = None
+    layers: int = 1
+    bidirectional: bool = False
+    lengths: bool = False
+    resets: bool = False
+    reverse: bool = False
+    sequences: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.cell, type) and issubclass(self.cell, Cell):
+            raise ArgumentError("cell", self.cell, f"an instance of the class, as {self.cell.__name__}()")
+        if not isinstance(self.cell, (str, Cell)):
+            raise ArgumentError("cell", self.cell, "a cell's name, FILE.py:NAME or a Cell")
+        self.stack, self.workload  # noqa: B018  (made here, so that what they refuse is said at once)
+
+    @cached_property
+    def loaded(self) -> Cell:
+        """The cell itself."""
+        return load_cell(self.cell) if isinstance(self.cell, str) else self.cell
+
+    @cached_property
+    def workload(self) -> Workload:
+        """One sequence of it; in a stack, of the first layer."""
+        input = self.hidden if self.input is None else self.input
+        weights = None if self.weights == self.dtype else self.weights
+        precision = None if self.precision == "exact" else self.precision
+        return Workload(self.loaded.identity(), self.hidden, input, self.batch, self.seq, self.dtype, weights,
+                        precision)
+
+    @cached_property
+    def stack(self) -> Stack:
+        """How it is put together from sequences."""
+        return Stack(self.layers, self.bidirectional, self.lengths, self.resets, self.reverse, self.sequences)
+
+
+def usual_dtype(kind: str, precision: str | None) -> str:
+    """The data type of who leaves it open on a device of that kind, ``cuda`` or ``llvm``; a precision is of float32."""
+    return "float32" if kind == "llvm" or precision else "bfloat16"

@@ -1,0 +1,265 @@
+"""Calls a module on sequences: arrays of any framework are checked and laid out as the module's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+from ecornn.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from ecornn.manifest import Manifest
+from ecornn.runtime.arrays import Arrays, Placed, Shape
+from ecornn.runtime.binding import Bound
+from ecornn.runtime.frameworks import arrays_of
+from ecornn.runtime.library import Library
+from ecornn.runtime.masks import place_lengths, place_resets, place_sequences
+from ecornn.runtime.memory import DeviceMemory, Pool, layout
+from ecornn.runtime.plan import MASKS, SCALARS, longest, make_plan
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_COPIES = "copies"  # key of the device memory for host arrays
+_place_of = itemgetter(1)
+
+
+class Caller:
+    """Packed weights and what every call needs, made once.
+
+    Parameters
+    ----------
+    manifest, library : of the module
+    parameters : by name, as :func:`~ecornn.runtime.weights.read_weights` reads them
+    device : number of the GPU; 0 for a CPU
+    threads : CPU threads of a call; None on a GPU
+    """
+
+    def __init__(self, manifest: Manifest, library: Library, parameters: dict[str, NDArray[Any]], device: int,
+                 threads: int | None) -> None:
+        self.manifest, self.device, self.threads = manifest, device, threads
+        self._library, self._run = library, library.run
+        self._plan = make_plan(manifest)
+        self._bound = Bound(manifest, self._plan, parameters, library, device)
+        self._pool = Pool()
+        self._longest = longest(manifest)
+        self._offsets = (0, *self._plan.offsets(0))  # of the last T
+        work = manifest.workload
+        self._batch, self._input, self._hidden, self._dtype = work.batch, work.input, work.hidden, work.dtype
+        self._stack, self._width = manifest.stack, manifest.stack.directions * work.hidden
+        self._on_cpu = threads is not None
+        self._place = "cpu" if self._on_cpu else f"cuda:{device}"
+        self._names = manifest.states
+        self.together = manifest.together
+
+    def __call__(self, x: Any, state: Sequence[Any] | None = None, *, lengths: Any = None, resets: Any = None,
+                 sequences: Any = None, batch_first: bool = False, out: Any = None) -> tuple[Any, tuple[Any, ...]]:
+        """Runs the sequence ``x``, from zero states or from ``state``.
+
+        Parameters
+        ----------
+        x : (T, B, I), T >= 1, 1 <= B <= the compiled batch, of the module's data type
+        state : one array for each state of the cell, as an earlier call returned them: (B, H), or
+            (L*D, B, H) in PyTorch's order for L layers in D directions where L*D > 1
+        lengths : (B,) integers from 0 to T; row b is ``x[:lengths[b], b]``, in any order of lengths. y
+            is zero beyond, and the states are those of the row's last step. A list or an array of the
+            host: the layer stops after the longest row. A CUDA tensor is not waited for
+        resets : (T, B) bool or uint8; where it is set a new sequence starts, from states of zeros
+        sequences : (T, B) integers of the host, or :class:`~ecornn.Columns`: column b of x works on sequence
+            ``sequences[t, b]`` at step t, or on none where that is -1. Each of the numbers 0 to S-1 has steps of one
+            column that follow each other; Columns may also wrap sequences around, within ``together`` columns. A CUDA
+            graph reads a copy that Columns keep: call once before it, and keep them as long. The states, before and
+            after, are then (S, H), or (L*D, S, H); y is zero where there is no sequence. Default: each column is one
+        batch_first : x is (B, T, I), and y (B, T, D*H) is a view of time-first memory; the states stay
+        out : memory for y, time first, contiguous, aligned to 16 bytes, apart from x and the states
+
+        All arrays are of one framework and on the module's device; NumPy arrays also serve CUDA modules,
+        by way of copies. Inputs that are not contiguous, or not aligned to 16 bytes, are copied.
+
+        Returns
+        -------
+        y : (T, B, D*H), the output state after each step; ``out`` if it was given
+        state : the states after the last step, of the shape of ``state``
+
+        Torch CUDA tensors run on torch's current stream, without waiting for it; NumPy arrays on CUDA wait.
+
+        Raises
+        ------
+        ShapeError, DTypeError, DeviceError : an array does not fit; nothing has run then
+        ArgumentError : an argument is no array, or of another framework than x; ``lengths``, ``resets`` or
+            ``sequences`` for a module that was compiled without them; or Columns that wrap around elsewhere
+        """
+        arrays = arrays_of(x, "x")
+        x = arrays.take(x, "x")
+        if batch_first:
+            if out is not None:
+                raise ArgumentError("out", type(out), "None with batch_first=True")
+            x = arrays.swapped(x)
+        steps, batch = self._check_x(arrays, x)
+        x, x_at = arrays.ready(x, "x")
+        masks, active, rows = self._masks(arrays, x, steps, batch, lengths, resets, sequences)
+        states = None if state is None else self._check_state(arrays, state, rows)
+        library = self._library
+        if out is None:
+            y, y_at = arrays.empty((steps, batch, self._width), x, library)
+        else:
+            y, y_at = self._check_out(arrays, out, (steps, batch, self._width), [(x, x_at), *(states or ())])
+        if active < steps and not arrays.clear(y, active):
+            active = steps
+        after = [arrays.empty(self._state_shape(rows), x, library) for _ in self._names]
+        inputs, outputs = [(x, x_at), *(states or ()), *masks], [(y, y_at), *after]
+        if arrays.staged and not self._on_cpu:
+            self._by_copies(active, batch, rows, states is not None, inputs, outputs)
+        else:
+            queue: int = self.threads or arrays.queue(self.device)
+            arguments = self._arguments(active, batch, rows, queue, states is not None, map(_place_of, inputs),
+                                        map(_place_of, outputs))
+            self._launch(arrays, x, queue, arguments)
+        result = arrays.give(y) if out is None else out
+        if batch_first:
+            result = arrays.swapped(result)
+        return result, tuple([arrays.give(s) for s, _ in after])
+
+    def _state_shape(self, batch: int) -> Shape:
+        count = self._stack.count
+        return (batch, self._hidden) if count == 1 else (count, batch, self._hidden)
+
+    def _masks(self, arrays: Arrays, x: Any, steps: int, batch: int, lengths: Any,
+               resets: Any, sequences: Any) -> tuple[list[Placed], int, int]:
+        """What the module reads beside x and the states, the steps that are worth running, and the rows of states."""
+        stack, found, active, rows = self._stack, [], steps, batch
+        for name, value in zip(MASKS, (lengths, resets, sequences), strict=True):
+            if value is not None and not getattr(stack, name):
+                raise ArgumentError(name, type(value), f"None: the module was compiled without {name}=True")
+        if stack.lengths:
+            placed, active = place_lengths(lengths, steps, batch, arrays, x, self._library)
+            found.append(placed)
+        if stack.resets:
+            found.append(place_resets(resets, steps, batch, arrays, x, self._library))
+        if stack.sequences:
+            placed, rows = place_sequences(sequences, steps, batch, self.together, arrays, x, self._library)
+            found.append(placed)
+        return found, active, rows
+
+    def _launch(self, arrays: Arrays, like: Any, queue: int, arguments: list[int]) -> None:
+        """Runs with a workspace, which is kept for later calls."""
+        offsets, total = self._scratch(arguments[0])
+        if not total:
+            self._run(*arguments)
+            return
+        key = 0 if self._on_cpu else queue
+        keep = self._on_cpu or arrays.keeps_workspace()
+        memory = self._pool.take(key, total) if keep else None
+        if memory is None:
+            memory = arrays.workspace(total, like, self._library)
+        self._run(*self._with_scratch(arguments, memory.pointer, offsets))
+        if keep:
+            self._pool.give(key, memory)
+
+    def _by_copies(self, steps: int, batch: int, rows: int, with_states: bool, inputs: Sequence[Placed],
+                   outputs: Sequence[Placed]) -> None:
+        """Runs a CUDA module on host arrays: all to the device and back, on the legacy default stream."""
+        library, device = self._library, self.device
+        offsets, scratch = self._scratch(steps)
+        starts, total = layout([array.nbytes for array, _ in (*inputs, *outputs)] + [scratch])
+        memory = self._pool.take(_COPIES, total) or DeviceMemory(library, device, total)
+        places = [memory.pointer + start for start in starts]
+        there, back = places[:len(inputs)], places[len(inputs):-1]
+        for (array, pointer), place in zip(inputs, there, strict=True):
+            library.copy(device, place, pointer, array.nbytes, 0)
+        arguments = self._arguments(steps, batch, rows, 0, with_states, there, back)
+        self._run(*self._with_scratch(arguments, places[-1], offsets))
+        sizes = [steps * batch * self._width * self.manifest.workload.itemsize]  # y, less what was not run
+        sizes += [array.nbytes for array, _ in outputs[1:]]
+        for (_, pointer), place, nbytes in zip(outputs, back, sizes, strict=True):
+            library.copy(device, pointer, place, nbytes, 0)
+        library.synchronize(device, 0)
+        self._pool.give(_COPIES, memory)
+
+    def _arguments(self, steps: int, batch: int, rows: int, queue: int, with_states: bool, inputs: Iterable[int],
+                   outputs: Iterable[int]) -> list[int]:
+        """The arguments of ``run``, all but the workspace. ``inputs``: x, states unless they are zero,
+        lengths, resets, sequences; ``outputs``: y, states, of ``rows`` rows."""
+        plan, given, made = self._plan, iter(inputs), iter(outputs)
+        arguments = self._bound.arguments.copy()
+        arguments[:SCALARS] = steps, batch, self.device, queue
+        arguments[plan.x], arguments[plan.y] = next(given), next(made)
+        size = rows * self._hidden * self.manifest.workload.itemsize
+        zeros = 0 if with_states else self._bound.zeros(size * self._stack.count)
+        for positions in plan.state_in:
+            start = next(given) if with_states else zeros
+            for part, position in enumerate(positions):
+                arguments[position] = start + part * size
+        for positions, start in zip(plan.state_out, made, strict=True):
+            for part, position in enumerate(positions):
+                arguments[position] = start + part * size
+        for position, pointer in zip((*plan.lengths, *plan.resets, *plan.sequences), given, strict=True):
+            arguments[position] = pointer
+        return arguments
+
+    def _scratch(self, steps: int) -> tuple[tuple[int, ...], int]:
+        """Offsets of the workspace buffers and their bytes, kept from the call before if T is the same."""
+        last = self._offsets  # one tuple, so that a thread never sees halves of two
+        if last[0] != steps:
+            last = self._offsets = (steps, *self._plan.offsets(steps))
+        return last[1], last[2]
+
+    def _with_scratch(self, arguments: list[int], base: int, offsets: Sequence[int]) -> list[int]:
+        for position, offset in zip(self._plan.workspace, offsets, strict=True):
+            arguments[position] = base + offset
+        return arguments
+
+    def _check_x(self, arrays: Arrays, x: Any) -> tuple[int, int]:
+        """T and B."""
+        shape, dtype, place = arrays.facts(x)
+        if len(shape) != 3 or shape[2] != self._input or not 1 <= shape[1] <= self._batch or shape[0] < 1:
+            raise ShapeError("x.shape", shape, f"(T, B, {self._input}) with T >= 1 and B from 1 to "
+                             f"{self._batch}, the batch that the module was compiled for")
+        if shape[0] > self._longest:
+            raise ShapeError("x.shape", shape, f"T up to {self._longest} in one call; the next one can go on "
+                             "from the state")
+        self._check_kind(arrays, "x", dtype, place)
+        return shape[0], shape[1]
+
+    def _check_kind(self, arrays: Arrays, name: str, dtype: str, place: str) -> None:
+        """Data type and device."""
+        if dtype != self._dtype:
+            raise DTypeError(f"{name}.dtype", dtype, f"{self._dtype}, as the module was compiled")
+        wanted = "cpu" if arrays.staged else self._place
+        if place != wanted:
+            raise DeviceError(f"{name}.device", place, f"{wanted}, where the layer runs")
+
+    def _check_state(self, arrays: Arrays, state: Sequence[Any], batch: int) -> list[Placed]:
+        names = self._names
+        if not isinstance(state, (tuple, list)):
+            raise ArgumentError("state", type(state), f"a tuple ({', '.join(names)},)")
+        if len(state) != len(names):
+            raise ShapeError("len(state)", len(state), f"{len(names)}: ({', '.join(names)},)")
+        checked = []
+        for number, value in enumerate(state):
+            name = f"state[{number}]"
+            array = arrays.take(value, name)
+            shape, dtype, place = arrays.facts(array)
+            wanted = self._state_shape(batch)
+            if shape != wanted:
+                raise ShapeError(f"{name}.shape", shape, f"{wanted}: {'(B, H)' if len(wanted) == 2 else '(L*D, B, H)'}")
+            self._check_kind(arrays, name, dtype, place)
+            checked.append(arrays.ready(array, name))
+        return checked
+
+    def _check_out(self, arrays: Arrays, out: Any, wanted: Shape, inputs: Sequence[Placed]) -> Placed:
+        y = arrays.take(out, "out")
+        shape, dtype, place = arrays.facts(y)
+        if shape != wanted:
+            raise ShapeError("out.shape", shape, f"{wanted}: (T, B, D*H)")
+        self._check_kind(arrays, "out", dtype, place)
+        placed = arrays.in_place(y)
+        if placed is None:
+            raise ArgumentError("out", "a strided, misaligned or read-only array",
+                                "contiguous, writable memory, aligned to 16 bytes")
+        start, size = placed[1], self.manifest.workload.itemsize
+        end = start + prod(shape) * size
+        for array, pointer in inputs:
+            if start < pointer + prod(array.shape) * size and pointer < end:
+                raise ArgumentError("out", "memory of x or of a state", "memory of its own")
+        return placed

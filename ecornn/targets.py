@@ -1,0 +1,42 @@
+"""What a user calls a target: ``cpu``, ``cuda``, an architecture or a CPU's name; and the devices that these mean."""
+
+from __future__ import annotations
+
+from ecornn import host_cpu, host_gpu
+from ecornn.device import Device
+from ecornn.errors import DeviceError
+
+# The largest common product of each architecture: what "--target sm_90a" means with no GPU here.
+KNOWN = {
+    "sm_80": Device("cuda", "sm_80", "NVIDIA A100", 108, 163 << 10, 65536, 40 << 20, 80 << 30),
+    "sm_86": Device("cuda", "sm_86", "NVIDIA A10", 72, 99 << 10, 65536, 6 << 20, 24 << 30),
+    "sm_89": Device("cuda", "sm_89", "NVIDIA L40S", 142, 99 << 10, 65536, 96 << 20, 48 << 30),
+    "sm_90a": Device("cuda", "sm_90a", "NVIDIA H100 80GB HBM3", 132, 227 << 10, 65536, 50 << 20,
+                     85_017_493_504),  # as its driver says, so that modules built elsewhere are those built there
+}
+
+
+def resolve(target: str | Device) -> Device:
+    """The device for ``cpu``, ``cuda`` (the GPU at hand), an architecture such as ``sm_90a``, or a CPU's LLVM
+    name such as ``neoverse-v1``.
+
+    Raises :class:`DeviceError` where there is no GPU, or for an architecture no schedule serves.
+    """
+    if isinstance(target, Device):
+        return target
+    if target == "cpu":
+        return host_cpu.detect()
+    if target == "cuda":
+        found = host_gpu.detect()
+        if found is None:
+            raise DeviceError("target", target, "a machine with a CUDA GPU and its driver; without "
+                              f"one name the architecture, one of {', '.join(KNOWN)}, or 'cpu'")
+        return found
+    name = "sm_90a" if target == "sm_90" else target
+    if name in KNOWN:
+        return KNOWN[name]
+    found = None if name.startswith("sm_") else host_cpu.named(name)
+    if found is None:
+        raise DeviceError("target", target, f"'cpu', 'cuda', one of {', '.join(KNOWN)}, or LLVM's name of a CPU "
+                          "such as znver4, skylake-avx512 or neoverse-v1")
+    return found

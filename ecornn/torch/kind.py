@@ -1,0 +1,87 @@
+"""What a torch module is beside its weights; as text it is the operator's argument, which graphs and files keep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+from ecornn.errors import ArgumentError
+from ecornn.layer_spec import LayerSpec
+
+CELLS = {"LSTM": "lstm", "GRU": "gru", "RNN_TANH": "rnn_tanh", "RNN_RELU": "rnn_relu"}
+FIELDS = ("input", "hidden", "layers", "bias", "bidirectional", "projection")
+
+
+def text_of(module: Any) -> str:
+    """The :class:`Kind` of a ``torch.nn.RNNBase`` as text, such as
+    ``LSTM(input=7,hidden=11,layers=2,bias=1,bidirectional=0,projection=0)``. torch.compile can trace it."""
+    return (f"{module.mode}(input={module.input_size},hidden={module.hidden_size},layers={module.num_layers},"
+            f"bias={int(module.bias)},bidirectional={int(module.bidirectional)},projection={module.proj_size})")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a ``torch.nn.RNNBase`` is, by torch's words.
+
+    Attributes
+    ----------
+    mode : ``LSTM``, ``GRU``, ``RNN_TANH`` or ``RNN_RELU``
+    input, hidden, layers : I, H and L
+    bias, bidirectional : 0 or 1
+    projection : the width of a projected state; 0: none
+    """
+
+    mode: str
+    input: int
+    hidden: int
+    layers: int
+    bias: int
+    bidirectional: int
+    projection: int
+
+    @cached_property
+    def directions(self) -> int:
+        """D."""
+        return 1 + self.bidirectional
+
+    @cached_property
+    def width(self) -> int:
+        """Values of one direction of y, and of h."""
+        return self.projection or self.hidden
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """Of each state, as a call returns them: (L*D, B, width)."""
+        return (self.width, self.hidden) if self.mode == "LSTM" else (self.width,)
+
+    @cached_property
+    def single(self) -> bool:
+        """Whether there is one layer of one direction, whose states have no axis for these."""
+        return self.layers * self.directions == 1
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of the weights, in the order of torch's ``_flat_weights``."""
+        kinds = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if self.bias else []),
+                 *(["weight_hr"] if self.projection else [])]
+        ends = [f"_l{layer}{end}" for layer in range(self.layers) for end in ("", "_reverse")[:self.directions]]
+        return tuple(kind + end for end in ends for kind in kinds)
+
+    def spec(self, batch: int, seq: int, dtype: str, masks: str) -> LayerSpec:
+        """The layer to compile for calls of this B and about this T, with ``masks``: nothing, ``lengths`` or
+        ``sequences``."""
+        cell = "lstm(projection)" if self.projection else CELLS[self.mode]
+        return LayerSpec(cell, self.hidden, self.input, batch, seq, dtype, layers=self.layers,
+                         bidirectional=bool(self.bidirectional), lengths=masks == "lengths",
+                         sequences=masks == "sequences")
+
+
+@lru_cache(maxsize=1024)
+def kind_of(text: str) -> Kind:
+    """The kind that :func:`text_of` wrote; :class:`ArgumentError` for another text."""
+    mode, _, rest = text.removesuffix(")").partition("(")
+    parts = dict(part.partition("=")[::2] for part in rest.split(","))
+    if mode not in CELLS or tuple(parts) != FIELDS or not all(value.isdecimal() for value in parts.values()):
+        raise ArgumentError("kind", text, f"a text as text_of() makes: MODE({'=N,'.join(FIELDS)}=N)")
+    return Kind(mode, *map(int, parts.values()))

@@ -1,0 +1,76 @@
+"""Records of built-in cells, for cells that multiply as these do: a variant, or a user's cell, that nobody has tuned
+yet runs well as the built-in cell of the same products runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+from msgspec import structs
+
+from ecornn.analysis.step import StepGraph
+from ecornn.cells import Cell
+from ecornn.errors import ArgumentError
+from ecornn.schedules.base import Task
+from ecornn.tune.log import Line, Log
+from ecornn.tune.lookup import how_far
+from ecornn.tune.record import Trial
+from ecornn.tune.tolerance import proven
+
+
+def lent(task: Task, log: Log) -> tuple[str, Log] | None:
+    """The built-in cell that has as many states and the same recurrent products, and its trials as trials of the task's
+    cell. None where the log has times of that itself, and for cells with statistics, which wait at other places.
+
+    Of several such cells the one of which this is a variant, else the first in the order of ``ecornn.cells.BUILTIN``.
+    """
+    from ecornn.analysis import analyse
+    from ecornn.cells import BUILTIN, get
+
+    work, trials = task.workload, [line for line in log.lines if isinstance(line.record, Trial)]
+
+    def of(name: str) -> Iterator[Line]:
+        named = structs.replace(work, cell=name)
+        return (line for line in trials if line.record.workload.cell == name  # type: ignore[union-attr]
+                and how_far(line.record, named, task.device))  # type: ignore[arg-type]
+
+    if task.graph.statistics or task.graph.hoisted_statistics or any(
+            proven(line.record) for line in of(work.cell)):  # type: ignore[arg-type]
+        return None
+    for name in sorted(BUILTIN, key=lambda name: name != work.cell.partition("(")[0]):
+        lines = list(of(name))
+        if lines and products(analyse(get(name), work.input, work.hidden)) == products(task.graph):
+            return name, Log([replace(line, record=structs.replace(line.record, workload=structs.replace(
+                line.record.workload, cell=work.cell))) for line in lines])  # type: ignore[union-attr]
+    return None
+
+
+def products(graph: StepGraph) -> tuple[object, ...]:
+    """What a schedule's choices depend on most: the states, and each product's rows and operands."""
+    return len(graph.states), *((len(p.products), len(p.operands)) for p in graph.product_phases)
+
+
+def akin(one: str, other: str) -> bool:
+    """Whether two cells, both of them built in, multiply alike."""
+    first, second = products_of(one), products_of(other)
+    return first is not None and first == second
+
+
+@cache
+def products_of(name: str) -> tuple[object, ...] | None:
+    """The :func:`products` of a built-in cell."""
+    from ecornn.analysis import analyse
+
+    cell = built_in(name)
+    return None if cell is None else products(analyse(cell, 8, 8))
+
+
+def built_in(name: str) -> Cell | None:
+    """The cell of that name, where it is one of ours."""
+    from ecornn.cells import get
+
+    try:
+        return get(name)
+    except ArgumentError:
+        return None

@@ -1,0 +1,61 @@
+"""The program around a recurrence: what is the same whatever schedule goes through time.
+
+A schedule makes the recurrence alone: its kernels, the buffers that only they use, and their launches. Around it come
+the tensors of the call, the cell's parameter vectors, the projection of x over all steps, where the cell has values
+that do not depend on the state, and the pass over its rows, where these have statistics. Products over all steps that
+follow a recurrence belong here, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ecornn.program import ENTRIES, PACKED, RUN, TENSORS, Buffer, Extent, Packing, Program
+from ecornn.schedules.base import Component, Task, joined
+from ecornn.schedules.gemm.projection import project
+from ecornn.schedules.hoisted import Hoisted
+from ecornn.schedules.scalars.normalization import normalize
+from ecornn.schedules.scalars.pointwise import vector_sources
+from ecornn.schedules.timeline import piece_buffers
+from ecornn.workload import Traversal
+
+
+def assemble(task: Task, recurrence: Component, layout: Hoisted, projection: Component | None = None,
+             deferred: bool = False, together: int = 1) -> Program:
+    """The program that runs ``recurrence``.
+
+    Parameters
+    ----------
+    layout : of the workspace ``hoisted``, which the projection writes and the recurrence reads
+    projection : what fills it, before anything else; default: :func:`~ecornn.schedules.gemm.projection.project` of all
+        rows
+    deferred : the recurrence applies the statistics of hoisted values itself, from the workspace ``row_sums``
+    together : as :class:`~ecornn.program.Program` has it
+    """
+    made = joined(projection or project(task, layout), normalize(task, layout, deferred), recurrence)
+    pieces = piece_buffers(task.traversal, task.workload, len(task.graph.states))
+    return Program.running(dict(made.functions), (*shared_buffers(task, layout), *made.buffers, *pieces), made.calls,
+                           together=together)
+
+
+def shared_buffers(task: Task, layout: Hoisted) -> list[Buffer]:
+    """What any kernel of the program may use: the tensors of the call, ``vectors`` (V, H), float32, the cell's
+    parameter vectors, and ``hoisted``, where there is anything to keep there."""
+    w, graph = task.workload, task.graph
+    found = call_buffers(graph.states, task.traversal, w.dtype)
+    size = max(1, len(graph.vectors)), w.hidden
+    packing = Packing(vector_sources(graph) or (("", 0),), size, size, (0, 1), "float32")
+    found.append(Buffer("vectors", PACKED, "float32", Extent(size[0] * size[1]), packing))
+    return [*found, layout.buffer(w.batch)] if graph.hoisted_outputs else found
+
+
+def call_buffers(states: Iterable[str], traversal: Traversal, dtype: str) -> list[Buffer]:
+    """The tensors that a call exchanges: x, y, each state before and after, and the rows that the traversal reads."""
+    found = []
+    for tensor in ENTRIES[RUN]:
+        kind = TENSORS[tensor]
+        if kind.by_state:
+            found += [Buffer.of(tensor, dtype, state) for state in states]
+        elif not kind.optional or getattr(traversal, tensor):
+            found.append(Buffer.of(tensor, dtype))
+    return found

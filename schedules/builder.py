@@ -1,0 +1,83 @@
+"""``T``: TVM's builder of kernels, with names for what it makes, so that generated code can be read.
+
+What it makes goes to the function that is being built (``with IRBuilder(), T.prim_func()``), so there is one for all.
+Everything that is not here is TVM's (``tvm.tirx.script.builder.ir``), which is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # an Expr may also be a Python number
+    from tvm.ir import Expr
+    from tvm.tirx import Buffer as TirBuffer
+    from tvm.tirx import PrimFunc, Var
+else:
+    Expr = PrimFunc = TirBuffer = Var = Any
+
+
+class Builder:
+    """TVM's builder. A name is a wish: it gets a number where another variable has it.
+
+    TVM keeps clear of C's keywords, and of nothing that CUDA declares. So a name of a cell's state gets an ending here;
+    other names of a cell end in numbers (``analysis``).
+    """
+
+    @cached_property
+    def _tvm(self) -> Any:
+        from tvm.tirx.script.builder import ir
+
+        return ir
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tvm, name)
+
+    def named(self, name: str, made: Any) -> Any:
+        """``made``, a variable or buffer, under that name."""
+        from tvm.script.ir_builder import IRBuilder
+
+        return IRBuilder.name(re.sub(r"^(?=\d)|\W", "_", name), made)
+
+    def block(self, count: int) -> Var:
+        """The number of the block, of ``count``."""
+        return self.named("block", self._tvm.cta_id([count]))
+
+    def thread(self, count: int) -> Var:
+        """The number of the thread in its block, of ``count``."""
+        return self.named("thread", self._tvm.thread_id([count]))
+
+    def let(self, name: str, value: Expr) -> Var:
+        """A variable that is bound to ``value``."""
+        return self.named(name, self._tvm.Bind(value))
+
+    def local(self, name: str, shape: Sequence[int], dtype: str) -> TirBuffer:
+        """An array of a thread's own, in registers where every index is a constant."""
+        return self.named(name, self._tvm.alloc_buffer(shape, dtype, scope="local"))
+
+    def shared(self, words: int, align: int = 16) -> TirBuffer:
+        """The block's dynamic shared memory, (words,) float32; ``align`` in bytes."""
+        return self.named("shared", self._tvm.alloc_buffer((words,), "float32", scope="shared.dyn", align=align))
+
+    @contextmanager
+    def serial(self, name: str, start: Expr | int, stop: Expr | int) -> Iterator[Var]:
+        """A loop over ``start`` to ``stop`` - 1."""
+        with self._tvm.serial(start, stop) as var:
+            yield self.named(name, var)
+
+    @contextmanager
+    def unroll(self, name: str, count: int) -> Iterator[Var]:
+        """An unrolled loop over ``count`` values."""
+        with self._tvm.unroll(count) as var:
+            yield self.named(name, var)
+
+
+def name_of(value: Expr) -> str:
+    """The name of a variable; ``value`` for another expression."""
+    return getattr(value, "name", "value")
+
+
+T = Builder()

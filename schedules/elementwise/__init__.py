@@ -1,0 +1,173 @@
+"""Elementwise: one launch for the sequence of a cell without recurrent products, such as IndRNN and SRU.
+
+Every unit of every batch row is then a recurrence of its own. A thread keeps the states of a few neighbouring units
+in registers from the first step to the last, and copies the inputs of later steps meanwhile. Input products are
+hoisted.
+"""
+
+from __future__ import annotations
+
+from ecornn.program import Launch, Program
+from ecornn.schedules.assemble import assemble
+from ecornn.schedules.base import Component, Config, Knob, Schedule, Task
+from ecornn.schedules.elementwise.kernel import Cut, ring_words, sequence_kernel
+from ecornn.schedules.gemm.mma import shape_of
+from ecornn.schedules.gemm.projection import projection_time
+from ecornn.schedules.hoisted import gained, hoisted_knob, hoisted_of, preferred
+from ecornn.schedules.rates import gpu_rates
+from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
+
+UNITS, THREADS = (1, 2, 4), (32, 64, 128, 256)
+PREFETCH, GROUP = (8, 16, 32, 64, 128), (4, 8, 16)
+REGISTERS = 48  # of a thread, beside states, constants and inputs: addresses and a step's scalars
+CODE = 8192  # scalars of unrolled code, at most
+
+
+class Elementwise(Schedule):
+    """Serves every cell without a recurrent product."""
+
+    name = "elementwise"
+    revision = 1
+    kind = "cuda"
+
+    def refuses(self, task: Task) -> str | None:
+        if task.graph.phases:
+            return f"cell {task.graph.cell!r} has a recurrent product"
+        if task.device.capability < 80:
+            return "needs asynchronous copies of compute capability 8.0"
+        if task.graph.hoisted_products and shape_of(task).shared > task.device.shared:
+            return (f"the projection needs {shape_of(task).shared} bytes of shared memory, "
+                    f"{task.device.shared} available")
+        if self._first_valid(task) is None:
+            return f"cell {task.graph.cell!r} has too many values for the registers of a thread"
+        return None
+
+    def knobs(self, task: Task) -> tuple[Knob, ...]:
+        w = task.workload
+        return (
+            Knob("units", tuple(u for u in UNITS if w.hidden % u == 0),
+                 "more units a thread: fewer and wider loads and stores; fewer: more threads"),
+            Knob("threads", THREADS, "smaller blocks: spread over more multiprocessors; larger: fewer to start"),
+            Knob("prefetch", PREFETCH, "steps that inputs are copied ahead: hides more of memory's latency, for "
+                 "shared memory"),
+            Knob("group", GROUP, "more steps between waits for copies: fewer waits; fewer: less code and registers"),
+            hoisted_knob(task),
+            Knob("math", MATH_FOR[w.dtype], MATH_TRADES),
+        )
+
+    def check(self, task: Task, config: Config) -> str | None:
+        group, threads, scalars = int(config["group"]), int(config["threads"]), _scalars(task, config)
+        if int(config["prefetch"]) < group:
+            return f"groups of {group} steps, but copies only {config['prefetch']} steps ahead"
+        if config["hoisted"] == "same" and int(config["units"]) * len(task.graph.hoisted_outputs) % 2:
+            return "one unit a thread, of an odd number of 16-bit values, which no asynchronous copy serves"
+        if scalars > CODE:
+            return f"{scalars} scalars of unrolled code"
+        if _shared(task, config) > task.device.shared:
+            return f"{_shared(task, config)} bytes of shared memory, {task.device.shared} available"
+        registers, limit = _registers(task, config), min(255, task.device.registers // threads // 8 * 8)
+        if registers > limit:
+            return f"about {registers} registers a thread, {limit} available"
+        return None
+
+    def default(self, task: Task) -> Config:
+        found = self._first_valid(task)
+        assert found is not None, "default() is for tasks that serves() accepts"
+        best = {**found, "hoisted": preferred(task, estimate(task, found))}
+        pair = {**best, "units": max(2, int(best["units"]))}  # of units: what an asynchronous copy serves
+        return next((c for c in (best, pair) if task.workload.hidden % int(c["units"]) == 0
+                     and self.check(task, c) is None), found)
+
+    def _first_valid(self, task: Task) -> Config | None:
+        """Copies as far ahead as all blocks of a multiprocessor have shared memory for; one unit a thread, or two
+        where there are threads enough."""
+        w, cores = task.workload, task.device.cores
+        units = 2 if w.hidden % 2 == 0 and w.batch * w.hidden >= MANY * cores else 1
+        for group in (8, 4):
+            for prefetch in (64, 32, 16, 8):
+                config: Config = {"units": units, "threads": 64, "prefetch": prefetch, "group": group,
+                                  "hoisted": "float32", "math": "exact" if w.dtype == "float32" else "fast"}
+                together = min(-(-_blocks(task, config) // cores), 16)
+                fits = _shared(task, config) * together <= task.device.shared or prefetch == 8
+                if fits and self.check(task, config) is None:
+                    return config
+        return None
+
+    def expected(self, task: Task) -> float:
+        return estimate(task, self.default(task))
+
+    def features(self, task: Task, config: Config) -> dict[str, float]:
+        w, threads, blocks = task.workload, int(config["threads"]), _blocks(task, config)
+        return {
+            "blocks": blocks, "waves": blocks / task.device.cores, "warps": blocks * threads / 32 / task.device.cores,
+            "waste": blocks * threads * int(config["units"]) / (w.batch * w.hidden), "bytes": _step_bytes(task, config),
+            "in_flight": int(config["prefetch"]) * w.batch * w.hidden * len(task.graph.hoisted_outputs)
+            * _input_bytes(task, config),
+            "registers": _registers(task, config), "shared": _shared(task, config), "scalars": _scalars(task, config),
+            "estimate": estimate(task, config)}
+
+    def program(self, task: Task, config: Config) -> Program:
+        layout, blocks, threads = hoisted_of(task, config), _blocks(task, config), int(config["threads"])
+        cut = Cut(int(config["units"]), threads, int(config["prefetch"]), int(config["group"]))
+        kernel = sequence_kernel(task, cut, blocks, str(config["math"]), layout)
+        launch = Launch("sequence", blocks, threads, _shared(task, config))
+        return assemble(task, Component({"sequence": kernel}, calls=(launch,)), layout)
+
+
+MANY = 256  # units of all rows for each multiprocessor
+# instructions that are issued: of a step, an input value, a unit's step, a scalar, and of a group of steps
+STEP, INPUT, UNIT, SCALAR, WAIT = 8, 5, 2, 4, 30
+# cycles of a warp alone: of a dependent scalar, of a step and of a group of steps beside
+CHAINED, BESIDE, WAITED = 12, 8, 60
+
+
+def estimate(task: Task, config: Config) -> float:
+    """Nanoseconds of a step, roughly: a model for ordering configurations, not for reporting.
+
+    The projection; then the longest of one warp's step, of the instructions of all warps, of the copies under way
+    and of what memory moves.
+    """
+    units, threads, prefetch, group = (int(config[name]) for name in ("units", "threads", "prefetch", "group"))
+    graph, cores, rates = task.graph, task.device.cores, gpu_rates(task.device)
+    most = -(-_blocks(task, config) // cores) * -(-threads // 32)  # warps of the busiest multiprocessor
+    issued = STEP + INPUT * len(graph.hoisted_outputs) + units * (UNIT + SCALAR * len(graph.prologue)) + WAIT / group
+    alone = CHAINED * len(graph.prologue) + BESIDE + WAITED / group + issued
+    room = task.device.shared // max(1, _shared(task, config)) * (threads // 32)  # warps at once
+    waves = most / max(1, min(most, room, rates.threads // 32))
+    cycles = max(waves * alone, most / 4 * issued, waves * rates.memory_latency / prefetch)
+    moved = _step_bytes(task, config) / (rates.memory * cores)
+    return projection_time(task) / cores - gained(task, config) + max(cycles / rates.clock, moved)
+
+
+def _step_bytes(task: Task, config: Config) -> int:
+    """Bytes of a step that are read and written."""
+    w = task.workload
+    return w.batch * w.hidden * (len(task.graph.hoisted_outputs) * _input_bytes(task, config) + w.itemsize)
+
+
+def _input_bytes(task: Task, config: Config) -> int:
+    """Of a hoisted value."""
+    return task.workload.itemsize if config["hoisted"] == "same" else 4
+
+
+def _scalars(task: Task, config: Config) -> int:
+    """Scalars that are computed in unrolled code."""
+    return int(config["units"]) * int(config["group"]) * len(task.graph.prologue)
+
+
+def _registers(task: Task, config: Config) -> int:
+    """Estimate of a thread's registers."""
+    graph, units, group = task.graph, int(config["units"]), int(config["group"])
+    kept = len(graph.states) + len(graph.invariant_outputs) + len(graph.hoisted_outputs) * group
+    return units * (kept + 2) + (3 * group if task.traversal.resets else 0) + REGISTERS
+
+
+def _shared(task: Task, config: Config) -> int:
+    """Bytes of a block's shared memory."""
+    return 4 * ring_words(int(config["prefetch"]), hoisted_of(task, config), int(config["threads"]),
+                          int(config["units"]))
+
+
+def _blocks(task: Task, config: Config) -> int:
+    w = task.workload
+    return -(-w.batch * w.hidden // (int(config["units"]) * int(config["threads"])))

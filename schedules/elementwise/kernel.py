@@ -1,0 +1,204 @@
+"""The code of the elementwise schedule: a thread has neighbouring units of one batch row for the whole sequence.
+
+What a thread needs of hoisted inputs it copies itself, asynchronously, to a ring of slots in shared memory that
+nobody else looks at, so that there is no barrier. Steps come in groups: the inputs of a group are waited for and
+taken to registers, its steps are computed, unrolled, and the inputs of the group ``prefetch`` steps later are copied
+to the slots that became free. (Loads to a ring of registers do as well for few steps ahead only: a warp waits for
+several loads at once.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ecornn.schedules.base import Task
+from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
+from ecornn.schedules.hoisted import Hoisted, Piece
+from ecornn.schedules.isa.tensor_core import pack_pair
+from ecornn.schedules.scalars.pointwise import emit, invariants
+from ecornn.schedules.sequence_kernel import SequenceKernel
+from ecornn.schedules.timeline import row_arguments
+
+
+@dataclass(frozen=True)
+class Cut:
+    """``units`` of a thread, ``threads`` of a block, and steps: copied ahead (``prefetch``), and between waits
+    (``group``)."""
+
+    units: int
+    threads: int
+    prefetch: int
+    group: int
+
+
+def sequence_kernel(task: Task, cut: Cut, blocks: int, math: str, hoisted: Hoisted) -> PrimFunc:
+    """``sequence(T, B, hoisted, vectors, <state>_in, <state>_out, y, lengths, resets)``."""
+    from tvm.script.ir_builder import IRBuilder
+
+    graph, w = task.graph, task.workload
+    columns, big = w.hidden // cut.units, T.int64(1 << 40)
+    kinds = {"hoisted": hoisted.dtype} if graph.hoisted_outputs else {}
+    kinds |= {"vectors": "float32", "y": w.dtype}
+    kinds |= {f"{state}_{end}": w.dtype for state in graph.states for end in ("in", "out")}
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("sequence")
+        steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
+        arguments = {name: T.arg(name, T.buffer((big,), kind)) for name, kind in kinds.items()}
+        arguments |= row_arguments(task.traversal)
+        T.device_entry()
+        block, thread = T.block(blocks), T.thread(cut.threads)
+        ring = None
+        if graph.hoisted_outputs:
+            ring = T.shared(ring_words(cut.prefetch, hoisted, cut.threads, cut.units))
+        item = T.let("item", block * cut.threads + thread)
+        row = T.let("row", item // columns)
+        with T.If(row < batch), T.Then():
+            unit = T.let("unit", item % columns * cut.units)
+            kernel = SequenceKernel(task, hoisted, math, arguments, steps, batch)
+            _Units(kernel, cut, ring, thread, row, unit).run()
+    return builder.get()
+
+
+def ring_words(prefetch: int, hoisted: Hoisted, threads: int, units: int) -> int:
+    """Words of a block's ring in shared memory."""
+    return prefetch * threads * hoisted.words(units)
+
+
+class _Units:
+    """Emits the code of a thread: units ``unit`` .. ``unit + count - 1`` of a row, in groups of ``group`` steps."""
+
+    def __init__(self, kernel: SequenceKernel, cut: Cut, ring: TirBuffer | None, thread: Expr, row: Expr,
+                 unit: Expr) -> None:
+        """``ring``: the block's shared memory, where there are hoisted values."""
+        task, hoisted, batch, count, group = kernel.task, kernel.hoisted, kernel.batch, cut.units, cut.group
+        self.task, self.graph, self.math, self.arguments = task, task.graph, kernel.math, kernel.arguments
+        self.count, self.group, self.ring, self.thread = count, group, ring, thread
+        self.threads, self.prefetch, self.hoisted = cut.threads, cut.prefetch, hoisted
+        self.row, self.unit, self.steps, self.timeline = row, unit, kernel.steps, kernel.timeline
+        w, place = task.workload, task.traversal
+        self.states = T.local("states", (len(self.graph.states), count), "float32")
+        self.inputs = hoisted.registers(group, units=count)
+        self.marks = T.local("marks", (group,), "int32") if place.resets else None
+        # where hoisted inputs and y of the first step are, and how far apart steps are
+        first = T.cast(self.timeline.at(T.int32(0)) * batch + row, "int64")
+        apart = T.cast(-batch if place.reverse else batch, "int64")
+        self.input = T.let("inputs_first", first * hoisted.row)
+        self.inputs_apart = T.let("inputs_apart", apart * hoisted.row)
+        width, own = place.y_width(w.hidden), place.y_offset(w.hidden)
+        self.output = T.let("y_first", first * width + (unit + own))
+        self.outputs_apart = T.let("y_apart", apart * width)
+
+    def run(self) -> None:
+        """The whole sequence."""
+        H, group = self.task.workload.hidden, self.group
+        ahead = self.prefetch // group if self.ring is not None else 0  # groups
+        for number in range(ahead):
+            self._copy(T.int32(number), T.int32(number * group))
+        self._mark(T.int32(0))
+        values = [(v.var, [T.let(v.var.name, self.arguments["vectors"][k * H + self.unit + e])
+                           for e in range(self.count)]) for k, v in enumerate(self.graph.vectors)]
+        self.constants = [invariants(self.graph, {var: those[e] for var, those in values}, self.math)
+                          for e in range(self.count)]
+        self.limit = T.let("limit", self.timeline.limit(self.row))
+        first = T.let("first", self.row * H + self.unit)
+        for s, name in enumerate(self.graph.states):
+            for e in range(self.count):
+                T.buffer_store(self.states, T.cast(self.arguments[f"{name}_in"][first + e], "float32"), [s, e])
+        groups = T.let("groups", self.steps // group)
+        with T.serial("number", 0, groups) as number:
+            slot = T.let("slot", number % max(1, ahead) * group)
+            if self.ring is not None:
+                T.evaluate(T.ptx["cp.async.wait_group"](ahead - 1))
+                for i in range(group):
+                    self._take(i, slot)
+            for i in range(group):
+                self._step(i, T.let("t", number * group + i))
+            if self.ring is not None:
+                self._copy(T.let("group_ahead", number + ahead), slot)
+            self._mark(T.let("next_group", number + 1))
+        T.evaluate(T.ptx["cp.async.wait_all"]())  # for the rest; and no thread leaves before its copies have landed
+        slot = T.let("slot", groups % max(1, ahead) * group)
+        for i in range(group - 1):
+            t = T.let("t", groups * group + i)
+            with T.If(t < self.steps), T.Then():
+                if self.ring is not None:
+                    self._take(i, slot)
+                self._step(i, t)
+        for s, name in enumerate(self.graph.states):
+            for e in range(self.count):
+                value = T.cast(self.states[s, e], self.task.workload.dtype)
+                T.buffer_store(self.arguments[f"{name}_out"], value, [first + e])
+
+    def _slot(self, slot: Expr, done: int, piece: Piece) -> Expr:
+        """Where this thread's piece behind ``done`` words of the units is."""
+        assert self.ring is not None, "there are hoisted values"
+        words = self.hoisted.words(self.count)
+        return self.ring.ptr_to([(slot * words + done) * self.threads + self.thread * piece.words])
+
+    def _copy(self, number: Expr, slot: Expr) -> None:
+        """Begins to copy the inputs of a group of steps to the slots from ``slot`` on."""
+        left = T.let("left", self.steps - number * self.group)
+        first = T.let("first", self.input + T.cast(number * self.group, "int64") * self.inputs_apart)
+        with T.If(left >= self.group):
+            with T.Then():
+                for i in range(self.group):
+                    self._copy_step(T.let("step_at", first + i * self.inputs_apart), slot + i)
+            with T.Else():
+                for i in range(self.group - 1):
+                    with T.If(left > i), T.Then():
+                        self._copy_step(T.let("step_at", first + i * self.inputs_apart), slot + i)
+        T.evaluate(T.ptx["cp.async.commit_group"]())
+
+    def _copy_step(self, first: Expr, slot: Expr) -> None:
+        done = 0
+        for p in self.hoisted.pieces(self.count):
+            source = self.arguments["hoisted"].ptr_to([first + (p.base + self.unit * p.apart)])
+            kind = "cg" if p.words == 4 else "ca"
+            T.evaluate(T.ptx[f"cp.async.{kind}.shared.global"](self._slot(slot, done, p), source, 4 * p.words))
+            done += p.words
+
+    def _take(self, i: int, slot: Expr) -> None:
+        """The inputs of a group's step i from the slots of the group."""
+        done, kind = 0, "b32" if self.hoisted.packed else "f32"
+        for p in self.hoisted.pieces(self.count):
+            into = [self.inputs[i, done + k] for k in range(p.words)]
+            width = f"v{p.words}." if p.words > 1 else ""
+            T.evaluate(T.ptx[f"ld.shared.{width}{kind}"](*into, self._slot(slot + i, done, p)))
+            done += p.words
+
+    def _mark(self, number: Expr) -> None:
+        """Loads which of a group's steps begin a sequence; of the last step where there are no more."""
+        for i in range(self.group if self.marks is not None else 0):
+            t = T.let("t", T.min(number * self.group + i, self.steps - 1))
+            T.buffer_store(self.marks, T.cast(self.timeline.mark(t, self.row), "int32"), [i])
+
+    def _step(self, i: int, t: Expr) -> None:
+        """Step t, the i-th of its group."""
+        graph, timeline = self.graph, self.timeline
+        live = timeline.live(t, self.limit)
+        fresh = None if self.marks is None else timeline.starts(t, self.limit, self.marks[i])
+        outputs = []
+        loaded = [self.inputs[i, k] for k in range(self.hoisted.words(self.count))]
+        inputs = self.hoisted.values(loaded, self.count)
+        for e in range(self.count):
+            kept = [T.let(f"{name}_before", self.states[s, e]) for s, name in enumerate(graph.states)]
+            before = timeline.started(fresh, kept)
+            env = self.constants[e] | dict(zip(graph.hoisted_outputs, inputs[e], strict=True))
+            env = emit(graph.prologue, env | dict(zip(graph.states.values(), before, strict=True)), self.math)
+            after = {name: timeline.masked(live, T.let(f"{name}_new", env[var]), old)
+                     for (name, var), old in zip(graph.results.items(), before, strict=True)}
+            for s, value in enumerate(after.values()):
+                T.buffer_store(self.states, value, [s, e])
+            outputs.append(timeline.masked(live, after[graph.output], T.float32(0)))
+        self._store(T.let("y_at", self.output + T.cast(t, "int64") * self.outputs_apart), outputs)
+
+    def _store(self, at: Expr, outputs: list[Expr]) -> None:
+        """y of a step."""
+        y, dtype = self.arguments["y"], self.task.workload.dtype
+        if self.count == 1:
+            T.buffer_store(y, T.cast(outputs[0], dtype), [at])
+        elif dtype == "float32":
+            T.evaluate(T.ptx[f"st.global.v{self.count}.f32"](y.ptr_to([at]), *outputs))
+        else:
+            words = [pack_pair(outputs[e], outputs[e + 1], dtype) for e in range(0, self.count, 2)]
+            T.evaluate(T.ptx[f"st.global{'.v2' if len(words) > 1 else ''}.b32"](y.ptr_to([at]), *words))

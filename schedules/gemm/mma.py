@@ -1,0 +1,113 @@
+"""How 256 threads cut the hoisted projection into tiles for ``mma``, and what a tile needs of the chip.
+
+``mma_kernel.py`` has the code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import gcd
+
+from ecornn.schedules.base import Task
+from ecornn.schedules.builder import Expr
+from ecornn.schedules.isa.tensor_core import words
+
+THREADS = 256
+STAGES = 3  # 2 where shared memory is short
+WIDE = 8  # n8 tiles of a warp, about: wider ones read less shared memory a product
+WARP_COLUMNS = 4  # warps side by side over units; 2 over rows
+SPAN = 2  # pairs of k-tiles (16 words each) of a stage: whole 128-byte lines of x
+ROW = SPAN * 16 + 4  # words of a row of x in a stage; the 4 keep ldmatrix free of bank conflicts
+LEAST_ROWS = 32  # of a tile: 2 warps of one m16 tile
+CHUNK = 128  # the rows done ahead are a multiple of this, and it is one of every block's rows
+SPARE_REGISTERS = 50  # addresses and loop state beside accumulators and fragments
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How 256 threads cut the projection into tiles.
+
+    Attributes
+    ----------
+    rows, outputs : hoisted products and outputs that a unit has
+    octets : groups of 8 units a warp computes
+    tiles : m16 tiles of a warp
+    columns : tiles side by side over the units
+    slabs : stages' worth of K, SPAN * 16 words each
+    stages : of the pipeline, each in shared memory
+    """
+
+    rows: int
+    outputs: int
+    octets: int
+    tiles: int
+    columns: int
+    slabs: int
+    stages: int
+
+    @property
+    def products(self) -> int:
+        """n8 tiles of a warp."""
+        return self.octets * max(self.rows, 1)
+
+    @property
+    def block_octets(self) -> int:
+        return WARP_COLUMNS * self.octets
+
+    @property
+    def block_rows(self) -> int:
+        return LEAST_ROWS * self.tiles
+
+    @property
+    def weight_words(self) -> int:
+        """Words of packed weights a block needs for a slab."""
+        return SPAN * self.block_octets * self.rows * 128
+
+    @property
+    def stage_words(self) -> int:
+        return self.block_rows * ROW + self.weight_words
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory."""
+        return self.stages * self.stage_words * 4 if self.rows else 16
+
+    def registers(self, arithmetic: str) -> int:
+        """Estimate of a thread's registers."""
+        split = 2 if arithmetic == "float32" else 1
+        return (self.tiles * self.products + split * (self.tiles + self.products)) * 4 + SPARE_REGISTERS
+
+
+def shape_of(task: Task) -> Shape:
+    """The tiles of a kernel that has the multiprocessor to itself; its ``shared`` may still be too much."""
+    w, graph = task.workload, task.graph
+    rows = len(graph.hoisted_products)
+    wide = WIDE // 2 if w.arithmetic == "float32" else WIDE  # sums of k-tiles need registers, too
+    octets = max(1, wide // max(rows, 1))
+    accumulators = octets * max(rows, 1)
+    tiles = 4 if accumulators <= 8 else 2 if accumulators <= 16 else 1
+    if w.arithmetic == "float32":
+        tiles = min(tiles, 2)
+    columns = -(-w.hidden // (8 * WARP_COLUMNS * octets))
+    slabs = -(-words(w.input, w.dtype) // (SPAN * 16)) if rows else 0
+    shape = Shape(rows, len(graph.hoisted_outputs), octets, tiles, columns, slabs, STAGES)
+    while shape.shared > task.device.shared and (shape.stages, shape.tiles) != (2, 1):
+        shape = replace(shape, stages=2) if shape.stages > 2 else replace(shape, tiles=shape.tiles // 2)
+    return shape
+
+
+def shape_within(task: Task, registers: int) -> Shape | None:
+    """The largest tiles for which a thread has ``registers``; None where even the smallest need more."""
+    whole = shape_of(task)
+    for tiles in (4, 2, 1):
+        if tiles <= whole.tiles:
+            shape = whole if tiles == whole.tiles else replace(whole, tiles=tiles)
+            if shape.registers(task.workload.arithmetic) <= registers:
+                return shape
+    return None
+
+
+def rows_ahead(rows: Expr, ahead: int) -> Expr:
+    """Of ``rows`` = T*B (an expression, int32), how many are done ahead: a multiple of ``CHUNK``, or all."""
+    common = gcd(ahead, 100)  # TVM's simplifier overflows with 75 / 100
+    return rows if ahead == 100 else rows // CHUNK * (ahead // common) // (100 // common) * CHUNK

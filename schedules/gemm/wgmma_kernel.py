@@ -1,0 +1,237 @@
+"""The code of the hoisted projection on Hopper: one warpgroup copies, two multiply and write.
+
+Two mbarriers a stage hand it over. Use n = 0, 1, ... of a stage is phase n of both:
+
+    full     129 arrivals complete it: of each copying thread when its copies of x have landed
+             (cp.async.mbarrier.arrive.noinc), of the first one when it announces the bytes of the
+             weights; and these bytes. Products of use n wait for the parity of phase n.
+    empty    8 arrivals, of each multiplying warp when its products of the stage are done. Copies of use n
+             wait for the parity of phase n - 1, which a new barrier counts as complete for n = 0.
+
+All warps go through the same tiles and stages in the same order. Phase n of ``full`` needs phase n - 1 of
+``empty``, and that needs every multiplying warp past phase n - 1 of ``full``: nobody who waits for a parity
+can be a whole turn behind, and nobody waits for what waits for him. The first multiplying warpgroup
+starts ``LAG`` stages ahead, which the ring holds without any being given back; it stays so, and one of
+the two multiplies while the other writes. Copies run ahead into the next tile.
+
+cp.async writes through the generic proxy and wgmma reads through the asynchronous one: the multiplying
+threads, which have observed the arrivals, put a proxy fence between the two. Products of the stage
+before are still under way then, so that the fence delays nothing. The other way round, products are
+waited for before ``empty`` is arrived at, and what they have read may be overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import gcd
+
+from ecornn.schedules.base import Task
+from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
+from ecornn.schedules.gemm.outputs import Outputs
+from ecornn.schedules.gemm.wgmma import CHUNK, LINE, ROWS, THREADS, Shape
+from ecornn.schedules.hoisted import Hoisted
+from ecornn.schedules.isa.mbarrier import mbarrier_arrive, mbarrier_init, mbarrier_wait
+from ecornn.schedules.isa.wgmma import descriptor, wgmma, wgmma_wait
+
+GROUP = 128  # threads of a warpgroup
+BAND = 16  # groups of rows that share the weights in L2: tiles go through a band column by column
+LAG = 2  # stages that the second half of the rows is behind, at most
+COPY_REGISTERS, MULTIPLY_REGISTERS = 40, 232  # of a thread; 168 at launch, of which the copying warps give
+LAG_BARRIER = 3  # named barrier; 1 and 2 are those of the multiplying warpgroups
+
+
+def wgmma_kernel(task: Task, shape: Shape, layout: Hoisted) -> PrimFunc:
+    """``project(T, B, x, input_weights, vectors, hoisted)``: all rows, on ``task.device.cores`` blocks."""
+    from tvm.script.ir_builder import IRBuilder
+
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("project")
+        steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
+        big, dtype = T.int64(1 << 40), task.workload.dtype
+        arguments = {name: T.arg(name, T.buffer((big,), kind)) for name, kind in (
+            ("x", dtype), ("input_weights", dtype), ("vectors", "float32"), ("hoisted", layout.dtype))}
+        T.device_entry()
+        block, thread = T.block(task.device.cores), T.thread(THREADS)
+        memory = T.shared(shape.shared // 4, 1024)
+        ring = _Ring(task, shape, arguments, memory, thread, block, T.let("rows", steps * batch))
+        ring.begin()
+        with T.If(thread < GROUP):
+            with T.Then():
+                if shape.moves_registers:
+                    T.evaluate(T.ptx["setmaxnreg.dec.sync.aligned.u32"](COPY_REGISTERS))
+                ring.copy()
+            with T.Else():
+                if shape.moves_registers:
+                    T.evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](MULTIPLY_REGISTERS))
+                ring.multiply(layout)
+    return builder.get()
+
+
+class _Ring:
+    """Emits both sides of the ring of stages."""
+
+    def __init__(self, task: Task, shape: Shape, arguments: Mapping[str, TirBuffer], memory: TirBuffer, thread: Expr,
+                 block: Expr, rows: Expr) -> None:
+        self.task, self.shape, self.arguments, self.memory = task, shape, arguments, memory
+        self.thread, self.block, self.rows = thread, block, rows
+        self.groups = T.let("groups", (rows + (ROWS - 1)) // ROWS)
+        self.first_vector = shape.stages * shape.stage_bytes // 4
+        self.first_barrier = self.first_vector + 4 * shape.vector_floats
+        self.base = T.let("base", T.cuda.cvta_generic_to_shared(memory.ptr_to([0])))
+        self.turn = T.local("turn", (1,), "uint32")  # uses of stages so far
+
+    def begin(self) -> None:
+        """Prepares the barriers, by the first thread, for all."""
+        with T.If(self.thread == 0), T.Then():
+            for stage in range(self.shape.stages):
+                mbarrier_init(self._full(stage), GROUP + 1)
+                mbarrier_init(self._empty(stage), 2 * GROUP // 32)
+            T.evaluate(T.ptx["fence.mbarrier_init.release.cluster"]())
+            T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())  # bulk copies arrive through this proxy
+        T.evaluate(T.cuda.cta_sync())
+
+    def copy(self) -> None:
+        """The copying warpgroup: x and weights of every tile, stage by stage."""
+        s = self.shape
+
+        def tile(group: Expr, column: Expr) -> None:
+            with T.serial("slab", 0, s.slabs) as slab:
+                stage, parity = self._use()
+                mbarrier_wait(self._empty(stage), parity ^ T.uint32(1))
+                with T.If(self.thread == 0), T.Then():
+                    self._copy_weights(stage, T.let("piece", column * s.slabs + slab))
+                self._copy_rows(stage, group, slab)
+                T.evaluate(T.ptx["cp.async.mbarrier.arrive.noinc.shared::cta.b64"](self._full(stage)))
+                T.buffer_store(self.turn, self.turn[0] + T.uint32(1), [0])
+
+        self._tiles(tile)
+        T.evaluate(T.ptx["cp.async.wait_all"]())  # no thread leaves before its copies have landed
+
+    def multiply(self, layout: Hoisted) -> None:
+        """A multiplying warpgroup: products and outputs of its 64 rows of every tile."""
+        task, s = self.task, self.shape
+        acc = T.local("acc", (1, s.width // 8, 4), "float32")
+        lane, member = T.let("lane", self.thread % 32), T.let("member", self.thread % GROUP)
+        half = T.let("tile_half", self.thread // GROUP - 1)  # of the tile's rows
+        flip = T.local("flip", (1,), "int32")  # which of two copies of the vectors
+        T.buffer_store(flip, T.int32(0), [0])
+
+        def tile(group: Expr, column: Expr) -> None:
+            unit0 = T.let("unit0", column * s.units)
+            place = T.let("place", self.first_vector + (half * 2 + flip[0]) * s.vector_floats)
+            self._copy_vectors(place, unit0, member)
+            self._products(acc, half, lane)
+            T.evaluate(T.ptx["cp.async.wait_group"](0))
+            # also: nobody writes the vectors of the tile after next while others still read these
+            T.evaluate(T.ptx["bar.sync"](T.cast(half + 1, "uint32"), T.uint32(GROUP)))
+            row0 = T.let("row0", group * ROWS + half * 64 + member // 32 * 16 + lane // 4)
+            outputs = Outputs(task, acc, s.octets, 1, self.arguments["x"], self.arguments["hoisted"], layout,
+                              lambda i, at: self.memory[place + i * s.units + (at - unit0)], span=layout.span)
+            outputs.write(lambda n: unit0 + (n * 4 + lane % 4) * layout.span,
+                          lambda _, upper: row0 + upper * 8, self.rows)
+            T.buffer_store(flip, 1 - flip[0], [0])
+
+        self._tiles(tile)
+
+    def _tiles(self, emit: Callable[[Expr, Expr], None]) -> None:
+        """``emit(group of rows, column)`` for each of this block's tiles."""
+        columns = self.shape.columns
+        T.buffer_store(self.turn, T.uint32(0), [0])
+        tile, at = T.local("tile", (1,), "uint32"), T.local("at", (2,), "int32")
+        T.buffer_store(tile, T.cast(self.block, "uint32"), [0])
+        with T.While(tile[0] < T.cast(self.groups * columns, "uint32")):
+            band, within = tile[0] // T.uint32(BAND * columns), tile[0] % T.uint32(BAND * columns)
+            first = T.let("first", T.cast(band, "int32") * BAND)
+            height = T.let("height", T.cast(T.min(BAND, self.groups - first), "uint32"))
+            T.buffer_store(at, first + T.cast(within % height, "int32"), [0])
+            T.buffer_store(at, T.cast(within // height, "int32"), [1])
+            emit(at[0], at[1])
+            T.buffer_store(tile, tile[0] + T.uint32(self.task.device.cores), [0])
+
+    def _products(self, acc: TirBuffer, half: Expr, lane: Expr) -> None:
+        """All products of a tile, of 64 rows, left in ``acc``."""
+        s, kind = self.shape, self.task.workload.arithmetic
+        every = [acc[0, n, i] for n in range(s.width // 8) for i in range(4)]
+
+        def release() -> None:
+            with T.If(lane == 0), T.Then():
+                before = T.let("before", T.cast((self.turn[0] - T.uint32(1)) % T.uint32(s.stages), "int32"))
+                mbarrier_arrive(self._empty(before))
+
+        lag = min(LAG, s.stages - 2, s.slabs - 1)
+        with T.serial("slab", 0, s.slabs) as slab:
+            if lag > 0:
+                with T.If(T.And(half == 0, self.turn[0] == T.uint32(lag))), T.Then():
+                    T.evaluate(T.ptx["bar.arrive"](T.uint32(LAG_BARRIER), T.uint32(2 * GROUP)))
+                with T.If(T.And(half == 1, self.turn[0] == T.uint32(0))), T.Then():
+                    T.evaluate(T.ptx["bar.sync"](T.uint32(LAG_BARRIER), T.uint32(2 * GROUP)))
+            stage, parity = self._use()
+            mbarrier_wait(self._full(stage), parity)
+            T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())
+            start = T.let("start", self.base + T.cast(stage * s.stage_bytes, "uint32"))
+            mine = T.let("mine", start + T.cast(half * (64 * LINE * 4), "uint32"))
+            x = T.let("x", descriptor(mine, 16, 8 * LINE * 4, swizzled=True))
+            weights = T.let("weights", descriptor(start + T.uint32(ROWS * LINE * 4), s.width * 16, 128, swizzled=False))
+            T.evaluate(T.ptx["wgmma.fence.sync.aligned"]())
+            for k in range(LINE * 4 // (2 * CHUNK)):
+                keep = T.uint32(1) if k else T.Select(slab > 0, T.uint32(1), T.uint32(0))
+                wgmma(every, x + T.uint64(k * 2), weights + T.uint64(k * 2 * s.width), keep, kind)
+            T.evaluate(T.ptx["wgmma.commit_group.sync.aligned"]())
+            with T.If(slab > 0), T.Then():
+                T.evaluate(T.ptx["wgmma.wait_group.sync.aligned"](1))
+                release()  # the stage before this one
+            T.buffer_store(self.turn, self.turn[0] + T.uint32(1), [0])
+        wgmma_wait(every)
+        release()
+
+    def _copy_weights(self, stage: Expr, tile: Expr) -> None:
+        s = self.shape
+        T.evaluate(T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"](self._full(stage), T.uint32(s.weight_bytes)))
+        T.evaluate(T.ptx["cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"](
+            self._at(stage, ROWS * LINE),
+            self.arguments["input_weights"].ptr_to([T.cast(tile, "int64") * (s.weight_bytes // s.size)]),
+            T.uint32(s.weight_bytes), self._full(stage)))
+
+    def _copy_rows(self, stage: Expr, group: Expr, slab: Expr) -> None:
+        """A thread's eight chunks, one of every 16th row, in as many copies as x's alignment takes; what lies outside x
+        becomes zero."""
+        I, size, chunked = self.task.workload.input, self.shape.size, CHUNK // self.shape.size
+        first, chunk = T.let("first", self.thread // 8), T.let("chunk", self.thread % 8)
+        row, value = T.let("row", group * ROWS + first), T.let("value", slab * self.shape.depth + chunk * chunked)
+        source = T.let("source", T.cast(row, "int64") * I + value)
+        place = T.let("place", first * LINE + T.bitwise_xor(chunk, first % 8) * 4)
+        values = gcd(I, chunked)  # of a copy
+        kind = "cp.async.cg.shared.global" if values == chunked else "cp.async.ca.shared.global"
+        for r in range(0, ROWS, GROUP // 8):
+            for v in range(0, chunked, values):
+                inside = T.And(row + r < self.rows, value + v < I)
+                T.evaluate(T.ptx[kind](
+                    self._at(stage, place + (r * LINE + v * size // 4)),
+                    self.arguments["x"].ptr_to([source + (r * I + v)]), size * values,
+                    T.Select(inside, T.uint32(size * values), T.uint32(0))))
+
+    def _copy_vectors(self, place: Expr, unit0: Expr, member: Expr) -> None:
+        """The parameter vectors of a tile's units."""
+        s, H = self.shape, self.task.workload.hidden
+        for turn in range(-(-s.vector_floats // GROUP)):
+            index = T.let("index", turn * GROUP + member)
+            with T.If(index < s.vector_floats), T.Then():
+                source = index // s.units * H + T.min(unit0 + index % s.units, H - 1)
+                T.evaluate(T.ptx["cp.async.ca.shared.global"](
+                    self.memory.ptr_to([place + index]), self.arguments["vectors"].ptr_to([source]), 4))
+        T.evaluate(T.ptx["cp.async.commit_group"]())
+
+    def _use(self) -> tuple[Expr, Expr]:
+        """Stage (int32) and parity of the phase (uint32) of the current use."""
+        stages = T.uint32(self.shape.stages)
+        return (T.let("stage", T.cast(self.turn[0] % stages, "int32")),
+                T.let("parity", T.bitwise_and(self.turn[0] // stages, T.uint32(1))))
+
+    def _at(self, stage: Expr, word: Expr) -> Expr:
+        return self.memory.ptr_to([stage * (self.shape.stage_bytes // 4) + word])
+
+    def _full(self, stage: Expr) -> Expr:
+        return self.memory.ptr_to([self.first_barrier + stage * 4])
+
+    def _empty(self, stage: Expr) -> Expr:
+        return self.memory.ptr_to([self.first_barrier + stage * 4 + 2])

@@ -1,0 +1,99 @@
+"""Matrix products on tensor cores, in words, so that one kernel text serves every dtype.
+
+A word is 32 bits: two float16 or bfloat16 values, or one float32. A k-tile is 8 words; in words the
+fragments of ``mma.m16n8k16`` (16-bit) and ``mma.m16n8k8`` (tf32) are the same:
+
+    A (16 rows x 8 words), lane l:  a0 = [l/4, l%4]  a1 = [l/4 + 8, l%4]  a2, a3: word + 4
+    B (8 words x 8 columns), lane l: b0 = [l%4, l/4]  b1 = [l%4 + 4, l/4]
+    C (16 rows x 8 columns), lane l: c0, c1 = [l/4, 2 (l%4) + {0, 1}]  c2, c3: row + 8
+
+float32 is exact to about 2e-7: each operand is split in two tf32 numbers, and three of the four
+partial products are added (the "3xTF32" of NVIDIA's CUTLASS). With ``tf32`` arithmetic each operand is rounded to
+one tf32 number.
+"""
+
+from __future__ import annotations
+
+from ecornn.schedules.builder import Expr, T
+
+WORDS = 8  # of a k-tile
+_KIND = {"float16": "m16n8k16.row.col.f32.f16.f16.f32", "bfloat16": "m16n8k16.row.col.f32.bf16.bf16.f32",
+         "float32": "m16n8k8.row.col.f32.tf32.tf32.f32", "tf32": "m16n8k8.row.col.f32.tf32.tf32.f32"}
+_ROUND = """
+__device__ __forceinline__ unsigned ecornn_tf32(unsigned word) {
+  unsigned r;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(__uint_as_float(word)));
+  return r;
+}"""
+_PACK = """
+__device__ __forceinline__ unsigned ecornn_pack_{name}(float low, float high) {{
+  unsigned r;
+  asm("cvt.rn.{kind}x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}}"""
+_UNPACK = """
+__device__ __forceinline__ float ecornn_{name}_f16(unsigned word) {{
+  float r;
+  asm("{{.reg .b16 low, high; mov.b32 {{low, high}}, %1; cvt.f32.f16 %0, {name};}}" : "=f"(r) : "r"(word));
+  return r;
+}}"""
+
+
+def per_word(dtype: str) -> int:
+    """Values in a word."""
+    return 1 if dtype in ("float32", "tf32") else 2
+
+
+def words(count: int, dtype: str) -> int:
+    """Words that hold ``count`` values."""
+    return -(-count // per_word(dtype))
+
+
+def pack_pair(low: Expr, high: Expr, dtype: str, *, finite: bool = False) -> Expr:
+    """Two float32 values as a word of a 16-bit type; with ``finite`` the largest float16 in place of infinity."""
+    kind = "f16" if dtype == "float16" else "bf16"
+    name, kind = (f"finite_{kind}", f"satfinite.{kind}") if finite and kind == "f16" else (kind, kind)
+    source = _PACK.format(name=name, kind=kind)
+    return T.let("word", T.cuda.func_call(f"ecornn_pack_{name}", low, high, source_code=source, return_type="uint32"))
+
+
+def unpack_half(word: Expr, upper: bool, dtype: str) -> Expr:
+    """The lower or upper value of a word of a 16-bit type, in float32."""
+    if dtype == "bfloat16":
+        bits = T.bitwise_and(word, T.uint32(0xFFFF0000)) if upper else T.shift_left(word, T.uint32(16))
+        return T.let("value", T.reinterpret("float32", bits))
+    name = "high" if upper else "low"
+    return T.let("value", T.cuda.func_call(f"ecornn_{name}_f16", word, source_code=_UNPACK.format(name=name),
+                                           return_type="float32"))
+
+
+def split(word: Expr, arithmetic: str) -> tuple[Expr, ...]:
+    """A word as the parts that are multiplied: itself, rounded, or its high and low tf32 halves."""
+    if arithmetic == "tf32":
+        return (T.let("rounded", T.cuda.func_call("ecornn_tf32", word, source_code=_ROUND, return_type="uint32")),)
+    if arithmetic != "float32":
+        return (word,)
+    high = T.let("high", T.bitwise_and(word, T.uint32(0xFFFFE000)))
+    low = T.let("low", T.reinterpret("uint32", T.reinterpret("float32", word) - T.reinterpret("float32", high)))
+    return high, low
+
+
+def mma(acc: list[Expr], a: list[tuple[Expr, ...]], b: list[tuple[Expr, ...]], arithmetic: str, *,
+        apart: bool) -> None:
+    """``acc += a b`` for one k-tile; acc: 4 loads of a local buffer, a: 4 and b: 2 split words.
+
+    Tensor cores cut off the sums that they keep, always towards zero, so that the error of a float32 sum grows with its
+    length: to 1e-5 where K is 2000. With ``apart`` a k-tile has a sum of its own that is added by the other units,
+    which round.
+    """
+    instruction = T.ptx[f"mma.sync.aligned.{_KIND[arithmetic]}"]
+    pairs = ((0, 0),) if arithmetic != "float32" else ((1, 0), (0, 1), (0, 0))  # small terms first
+    apart = apart and arithmetic == "float32"
+    part = T.local("part", (4,), "float32") if apart else None
+    sums = acc if part is None else [part[i] for i in range(4)]
+    for step, (i, j) in enumerate(pairs):
+        before = sums if step or not apart else [T.float32(0)] * 4
+        T.evaluate(instruction(*sums, *(w[i] for w in a), *(w[j] for w in b), *before))
+    if apart:
+        for to, value in zip(acc, sums, strict=True):
+            T.buffer_store(to.source, to + value, list(to.indices))

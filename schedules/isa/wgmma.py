@@ -1,0 +1,48 @@
+"""Warpgroup products of Hopper's tensor cores."""
+
+from __future__ import annotations
+
+from ecornn.schedules.builder import Expr, T
+
+_KIND = {"float16": "f16.f16", "bfloat16": "bf16.bf16"}
+
+
+def wgmma(acc: list[Expr], a: Expr, b: Expr, keep: Expr, dtype: str) -> None:
+    """``acc = a b + (keep ? acc : 0)`` for 32 bytes of K; a: 64 rows, b: ``2 * len(acc)`` columns, by descriptors.
+
+    Accumulators are those of ``mma`` for each n8 tile (``tensor_core.py``), warp w has rows 16 w to 16 w + 15.
+    """
+    if dtype == "tf32":  # cannot be transposed, so nothing says so
+        instruction = T.ptx[f"wgmma.mma_async.sync.aligned.m64n{2 * len(acc)}k8.f32.tf32.tf32"]
+        T.evaluate(instruction(*acc, a, b, T.ptx.pred(keep), 1, 1))
+        return
+    instruction = T.ptx[f"wgmma.mma_async.sync.aligned.m64n{2 * len(acc)}k16.f32.{_KIND[dtype]}"]
+    T.evaluate(instruction(*acc, a, b, T.ptx.pred(keep), 1, 1, 0, 0))
+
+
+def wgmma_registers(acc: list[Expr], a: list[Expr], b: Expr, keep: Expr, dtype: str) -> None:
+    """The same with ``a`` in registers: four words of each thread, warp w's rows as operand A of ``mma``."""
+    instruction = T.ptx[f"wgmma.mma_async.sync.aligned.m64n{2 * len(acc)}k16.f32.{_KIND[dtype]}"]
+    T.evaluate(instruction(*acc, *a, b, T.ptx.pred(keep), 1, 1, 0))
+
+
+def descriptor(address: Expr, leading: int, stride: int, swizzled: bool) -> Expr:
+    """wgmma's description of a K-major operand at ``address`` in shared memory (uint64).
+
+    ``stride`` bytes lie between groups of 8 rows, ``leading`` between the two 16-byte halves of a
+    product's K (which the 128-byte swizzle implies: it is then ignored, and addresses are multiples of
+    1024). Addresses are in units of 16 bytes: those of later values of K are larger by a constant.
+    """
+    fixed = (leading >> 4) << 16 | (stride >> 4) << 32 | (1 << 62 if swizzled else 0)
+    return T.cast(address >> T.uint32(4), "uint64") + T.uint64(fixed)
+
+
+def wgmma_wait(acc: list[Expr]) -> None:
+    """Waits for all products; names the accumulators, so that none is read before."""
+    count = len(acc)
+    arguments = ", ".join(f"float& d{i}" for i in range(count))
+    operands = ", ".join(f'"+f"(d{i})' for i in range(count))
+    T.evaluate(T.cuda.func_call(f"ecornn_wgmma_wait_{count}", *acc, source_code=f"""
+__device__ __forceinline__ void ecornn_wgmma_wait_{count}({arguments}) {{
+  asm volatile("wgmma.wait_group.sync.aligned 0;" : {operands} : : "memory");
+}}"""))

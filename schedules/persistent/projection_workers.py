@@ -1,0 +1,62 @@
+"""The input projection beside the recurrence: left-over blocks do it while the steps run.
+
+Workers take tiles of rows in the order of time and count the finished ones in ``ready``, one
+counter for each group of rows: store, barrier of the team, fence, add; acquire load, load. Gate
+warps wait for the rows that they are about to fetch, two steps ahead of their use, and only when
+these rows are of a group that they have not yet seen finished. Workers wait for nobody.
+"""
+
+from __future__ import annotations
+
+from ecornn.schedules.base import Task
+from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.gemm.mma import THREADS, rows_ahead, shape_of
+from ecornn.schedules.gemm.mma_kernel import Team, projection_arguments
+from ecornn.schedules.persistent.plan import PersistentPlan, worker_shape
+from ecornn.schedules.sequence_kernel import SequenceKernel
+
+BARRIER = 5  # named barrier of a team of workers; the recurrence has others in its own blocks
+
+
+class ProjectionWorkers:
+    """Emits both sides: the workers' code, and the gate warps' wait."""
+
+    def __init__(self, kernel: SequenceKernel, plan: PersistentPlan) -> None:
+        shape = worker_shape(kernel.task, plan)
+        assert shape is not None, "check() refuses what has no room for the projection"
+        self.task, self.plan, self.shape, self.arguments = kernel.task, plan, shape, kernel.arguments
+        self.batch, self.steps, self.hoisted = kernel.batch, kernel.steps, kernel.hoisted
+        self.rows = T.let("rows", self.steps * self.batch)
+        self.first = T.let("first", rows_ahead(self.rows, plan.ahead))
+        self.seen = T.local("seen", (1,), "int32")
+        T.buffer_store(self.seen, T.int32(0), [0])
+
+    @staticmethod
+    def declare(task: Task) -> dict[str, TirBuffer]:
+        """The arguments that only this part has."""
+        return {**projection_arguments(task, shape_of(task)),
+                "ready": T.arg("ready", T.buffer((T.int64(1 << 40),), "uint32"))}
+
+    def work(self, worker: Expr, thread: Expr, shared: TirBuffer) -> None:
+        """A worker block's whole life; for its first ``THREADS`` threads."""
+
+        def barrier() -> Expr:
+            return T.ptx["bar.sync"](T.uint32(BARRIER), T.uint32(THREADS))
+
+        def done(group: Expr) -> None:
+            T.evaluate(T.ptx["fence.acq_rel.gpu"]())
+            T.evaluate(T.ptx["red.release.gpu.global.add.u32"](self.arguments["ready"].ptr_to([group]), T.uint32(1)))
+
+        team = Team(self.task, self.shape, self.hoisted, self.arguments, shared, thread, barrier)
+        team.run(self.first, self.rows, worker, self.plan.workers, done)
+
+    def wait(self, t: Expr) -> None:
+        """Until all rows of step t are there."""
+        columns = self.shape.columns
+        last = T.let("last", T.min(t + 1, self.steps) * self.batch - 1)
+        count = T.local("count", (1,), "uint32")
+        with T.While(self.first + self.seen[0] * self.shape.block_rows <= last):
+            T.buffer_store(count, T.uint32(0), [0])
+            with T.While(count[0] < T.uint32(columns)):
+                T.evaluate(T.ptx["ld.acquire.gpu.global.u32"](count[0], self.arguments["ready"].ptr_to([self.seen[0]])))
+            T.buffer_store(self.seen, self.seen[0] + 1, [0])

@@ -1,0 +1,86 @@
+"""Which block of the wide persistent kernel this is, and which units it finishes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ecornn.schedules.builder import Expr, T
+from ecornn.schedules.persistent_wide.plan import TEAM, WidePlan
+
+
+@dataclass(frozen=True)
+class BlockRole:
+    """Its ``group``, the set in the group (``member``) and the ``part`` of K in the set: expressions, int32."""
+
+    plan: WidePlan
+    group: Expr
+    member: Expr
+    part: Expr  # 0 where blocks do not share K
+
+    @classmethod
+    def of(cls, plan: WidePlan, block: Expr) -> BlockRole:
+        """Of the block with this number."""
+        group, within = T.let("group", block // plan.blocks), T.let("within", block % plan.blocks)
+        if plan.parts == 1:
+            return cls(plan, group, within, 0)
+        return cls(plan, group, opaque("member", within // plan.parts),
+                   opaque("part", within % plan.parts))
+
+    def anew(self) -> BlockRole:
+        """The same, worked out again: no register keeps it, or what follows from it."""
+        return BlockRole.of(self.plan, _special("ctaid"))
+
+    @property
+    def first(self) -> Expr:
+        """The first unit that it finishes."""
+        first = self.member * self.plan.units
+        return first if self.plan.parts == 1 else first + self.part * self.plan.finished
+
+    @property
+    def count(self) -> Expr | None:
+        """Units that it finishes, none or less if it has none; None: all finish as many."""
+        plan = self.plan
+        if plan.finished * plan.parts == plan.units:
+            return None
+        return T.min(plan.units - self.part * plan.finished, plan.finished)
+
+
+def opaque(name: str, value: Expr) -> Expr:
+    """An int32 value as a variable that TVM does not look into. What TVM sees through it puts into every index that
+    uses it, with 64 bits there, and registers are few."""
+    return T.let(name, T.cuda.func_call("ecornn_named", value, source_code=_NAMED, return_type="int32"))
+
+
+def pinned(name: str, value: Expr) -> Expr:
+    """The same, computed here and not later."""
+    return T.let(name, T.cuda.func_call("ecornn_pinned", value, source_code=_PINNED, return_type="int32"))
+
+
+def multiplier() -> Expr:
+    """The number of this thread among those that multiply, read anew: no register keeps it, or what follows from it."""
+    return T.let("multiplier", T.bitwise_and(_special("tid") - TEAM, 511))
+
+
+def _special(name: str) -> Expr:
+    """What a special register holds, which is read here."""
+    source = _SPECIAL.format(name=name)
+    return T.let(name, T.cuda.func_call(f"ecornn_{name}", source_code=source, return_type="int32"))
+
+
+_NAMED = """
+__device__ __forceinline__ int ecornn_named(int value) {
+  return value;
+}"""
+
+_PINNED = """
+__device__ __forceinline__ int ecornn_pinned(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}"""
+
+_SPECIAL = """
+__device__ __forceinline__ int ecornn_{name}() {{
+  int value;
+  asm volatile("mov.u32 %0, %%{name}.x;" : "=r"(value));
+  return value;
+}}"""

@@ -1,0 +1,131 @@
+"""What estimates know of devices: how fast each is, in one table.
+
+A row is what was measured on a GPU or CPU, or fitted to trials on it. What belongs to the code of one kernel (cycles of
+its instructions, an order of its loops) is a constant beside that kernel's estimate. Estimates only order
+configurations and schedules, so a device that nobody has measured is served by the row of another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ecornn.device import Device
+
+
+@dataclass(frozen=True)
+class GPURates:
+    """Rates of a GPU. Bytes a cycle and a nanosecond are of one multiprocessor, where nothing else is said.
+
+    Attributes
+    ----------
+    clock : cycles in a nanosecond; cycles below are of this clock
+    threads : that a multiprocessor holds
+    step : nanoseconds of a recurrent step that nobody knows better
+    sequence : nanoseconds of a sequence beside its steps: its launches, and kernels too short to be fast
+    launch : nanoseconds from a launch's end until threads of the next one multiply
+    tensor_launch : cycles of the same, until a pipeline into shared memory feeds tensor cores
+    barrier : cycles of a barrier of a block
+    l2_exchange : cycles from the store of a state until other blocks that poll for it have it
+    l2_shared_sector : cycles more where two blocks write to a sector
+    l2_counted : cycles from the store of a state until others, that waited for a counter, have copied a chunk of it
+    l2_handover : cycles from the store of a partial sum until another block has it
+    l2_latency : cycles from an asynchronous copy's start until what it copies from L2 is there
+    memory_latency : cycles of the same from memory
+    cluster_exchange : cycles from the sending of a state until other blocks of the cluster have it
+    l2_copied : bytes a cycle of asynchronous copies from L2
+    l2_bulk : bytes a cycle of bulk copies from L2
+    l2_chip : bytes a cycle of bulk copies from L2 to all multiprocessors
+    l2_beside : bytes a nanosecond from L2 and memory, while other multiprocessors copy, too
+    memory : bytes a nanosecond of its share of memory's rate
+    memory_beside : bytes a nanosecond of all multiprocessors: what fewer bytes between two kernels gain
+    shared : bytes a cycle from shared memory
+    fragments : bytes a cycle of operands of tensor cores from shared memory
+    mma : cycles of an m16n8k16 product of a 16-bit type, with all four tensor cores at work
+    wgmma_column : cycles of a column of an m64k16 product of warpgroups, of a 16-bit type
+    mma_gemm, wgmma_gemm : 16-bit multiplications and additions a nanosecond of a large product, by either instruction
+    """
+
+    clock: float
+    threads: int
+    step: float
+    sequence: float
+    launch: float
+    tensor_launch: float
+    barrier: float
+    l2_exchange: float
+    l2_shared_sector: float
+    l2_counted: float
+    l2_handover: float
+    l2_latency: float
+    memory_latency: float
+    cluster_exchange: float
+    l2_copied: float
+    l2_bulk: float
+    l2_chip: float
+    l2_beside: float
+    memory: float
+    memory_beside: float
+    shared: float
+    fragments: float
+    mma: float
+    wgmma_column: float
+    mma_gemm: float
+    wgmma_gemm: float
+
+
+@dataclass(frozen=True)
+class CPURates:
+    """Rates of a core. Vectors are of its widest registers.
+
+    Attributes
+    ----------
+    adds_apart : whether additions run beside multiply-adds, in units of their own
+    fma_latency : cycles; with fewer sums than this in flight the unit idles
+    l2_vector : cycles that a vector of weights takes from L2
+    unhidden_vector : cycles of a tile for each vector of weights that nothing hides, where multiply-adds outrun L2
+    unhidden_l3_vector : the same of weights that L2 gets from L3 meanwhile
+    unhidden_row : the same for each row, which is of other cache lines
+    barrier : cycles of a barrier of threads, with what it costs to get the new state from another core
+    """
+
+    adds_apart: bool
+    fma_latency: float
+    l2_vector: float
+    unhidden_vector: float
+    unhidden_l3_vector: float
+    unhidden_row: float
+    barrier: float
+
+    @property
+    def slow_l3(self) -> bool:
+        """Whether L3 gives a core far less than its L2 does."""
+        return self.unhidden_l3_vector > self.unhidden_vector
+
+
+H100 = GPURates(
+    clock=1.7, threads=2048, step=2_000, sequence=12_000, launch=2_700, tensor_launch=3_500, barrier=60,
+    l2_exchange=1_450, l2_shared_sector=168, l2_counted=2_700, l2_handover=600, l2_latency=1_200,
+    memory_latency=1_000, cluster_exchange=497,
+    l2_copied=32, l2_bulk=48, l2_chip=4_800, l2_beside=36, memory=18, memory_beside=1_800,
+    shared=128, fragments=64, mma=1.6, wgmma_column=0.5, mma_gemm=2_100, wgmma_gemm=3_600)
+
+# By the product's name, else by its architecture. What is in neither is taken for an H100.
+GPUS = {"sm_90a": H100}
+
+PLAIN_CORE = CPURates(adds_apart=False, fma_latency=4, l2_vector=2.5, unhidden_vector=0.6, unhidden_l3_vector=1.5,
+                      unhidden_row=0.3, barrier=600)
+# AMD's since Zen: an L3 for a few cores, nearly as fast as L2
+ZEN = replace(PLAIN_CORE, adds_apart=True, unhidden_vector=0, unhidden_l3_vector=0, unhidden_row=0)
+
+# By the beginning of LLVM's name. What is not here is a plain core.
+CPUS = {"znver": ZEN}
+
+
+def gpu_rates(device: Device) -> GPURates:
+    """The row of a GPU: its own, its architecture's, or an H100's."""
+    return GPUS.get(device.name) or GPUS.get(device.arch, H100)
+
+
+def cpu_rates(device: Device) -> CPURates:
+    """The row of a CPU's cores: that of its family, or a plain core's."""
+    return next((row for family, row in CPUS.items() if device.arch.startswith(family)), PLAIN_CORE)

@@ -1,0 +1,82 @@
+"""CUDA device functions for operators that TVM writes more slowly, or otherwise, than a step needs them."""
+
+from __future__ import annotations
+
+_FAST = {
+    "sigmoid": ("ecornn_sigmoid_fast", """
+__device__ __forceinline__ float ecornn_sigmoid_fast(float x) {
+  float e, r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * -1.4426950408889634f));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.0f + e));
+  return r;
+}"""),
+    # 1 - 2 / (1 + exp(2 x)): absolute error 2e-7, also for small x
+    "tanh": ("ecornn_tanh_fast", """
+__device__ __forceinline__ float ecornn_tanh_fast(float x) {
+  float e, r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * 2.8853900817779268f));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.0f + e));
+  return fmaf(-2.0f, r, 1.0f);
+}"""),
+    # x log2(e) is rounded: relative error 1e-7 and 6e-8 |x| more
+    "exp": ("ecornn_exp_fast", """
+__device__ __forceinline__ float ecornn_exp_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
+  return y;
+}"""),
+    # absolute error 2e-7 where x is between 1/2 and 2, relative error 2e-7 elsewhere
+    "log": ("ecornn_log_fast", """
+__device__ __forceinline__ float ecornn_log_fast(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y * 0.6931471805599453f;
+}"""),
+    # to 2 ulp; zero where y is above 2^126
+    "Div": ("ecornn_divide_fast", """
+__device__ __forceinline__ float ecornn_divide_fast(float x, float y) {
+  float q;
+  asm("div.approx.ftz.f32 %0, %1, %2;" : "=f"(q) : "f"(x), "f"(y));
+  return q;
+}"""),
+}
+_APPROX = {
+    "sigmoid": ("ecornn_sigmoid_approx", """
+__device__ __forceinline__ float ecornn_sigmoid_approx(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(0.5f * x));
+  return fmaf(0.5f, y, 0.5f);
+}"""),
+    "tanh": ("ecornn_tanh_approx", """
+__device__ __forceinline__ float ecornn_tanh_approx(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}"""),
+}
+
+
+def _extremum(name: str) -> tuple[str, str]:
+    """Name and source of a maximum or minimum that is NaN where either operand is, as NumPy's and PyTorch's are and
+    CUDA's not."""
+    return f"ecornn_{name}", f"""
+__device__ __forceinline__ float ecornn_{name}(float x, float y) {{
+  float z;
+  asm("{name}.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}}"""
+
+
+_EXACT = {
+    "Max": _extremum("max"),
+    "Min": _extremum("min"),
+    # to 2 ulp, which is as exact as CUDA's rsqrtf
+    "rsqrt": ("ecornn_rsqrt", """
+__device__ __forceinline__ float ecornn_rsqrt(float x) {
+  float y;
+  asm("rsqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}"""),
+}
+FUNCTIONS: dict[str, dict[str, tuple[str, str]]] = {  # math -> key of the operator -> name and source
+    "exact": _EXACT, "fast": _EXACT | _FAST, "approx": _EXACT | _FAST | _APPROX}

@@ -1,0 +1,302 @@
+"""Threads that compute a cell's scalars, step after step: what the persistent schedules share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ecornn.analysis.liveness import urgent
+from ecornn.schedules.builder import Expr, T, TirBuffer, Var
+from ecornn.schedules.scalars.pointwise import emit, invariants
+from ecornn.schedules.sequence_kernel import SequenceKernel
+
+
+@dataclass(frozen=True)
+class Share:
+    """``units`` of H by ``rows`` of the batch that a block has, for ``threads`` threads; ``paired``: each has
+    neighbouring rows of one unit, in twos."""
+
+    units: int
+    rows: int
+    threads: int
+    paired: bool = False
+
+    @property
+    def items(self) -> int:
+        """(unit, batch row) pairs of a thread, the last ones of some threads without any."""
+        if self.paired:
+            return 2 * -(-self.rows // (self.threads // self.units * 2))
+        return -(-self.units * self.rows // self.threads)
+
+
+@dataclass
+class Ended:
+    """A step of an item after its last exchange: the values that are known, whether its row took part and whether a
+    sequence starts after it (None: always, never), and states by name, after it and before the next step."""
+
+    env: dict[Var, Expr]
+    live: Expr | None
+    fresh: Expr | None = None
+    new: dict[str, Expr] = field(default_factory=dict)
+    following: dict[str, Expr] = field(default_factory=dict)
+
+
+class GateThreads(ABC):
+    """Emits the code of threads that own (unit, batch row) pairs for the whole sequence.
+
+    Neighbouring threads own neighbouring units of one row, so two of them make a 16-bit word. The
+    values of each item are in registers: constants, states, hoisted inputs of this step (``inputs``) and of
+    the next one (``ahead``), how far its row goes (``limits``) and whether it starts anew (``fresh``).
+    Of a column of sequences: their ``numbers`` in this step and the next two, with the marks of pieces, and the state
+    that the next step begins with if it is the first one of a sequence or piece (``given``).
+    """
+
+    def __init__(self, kernel: SequenceKernel, share: Share, group: Expr, first: Expr, thread: Expr,
+                 count: Expr | None = None) -> None:
+        """``first``: unit of the block's share; ``count``: units that it really has, where not all have as many."""
+        self.task, self.math, self.arguments, self.hoisted = kernel.task, kernel.math, kernel.arguments, kernel.hoisted
+        self.steps, self.batch, self.timeline = kernel.steps, kernel.batch, kernel.timeline
+        self.share, self.items, self.group, self.thread = share, share.items, group, thread
+        self.first, self.count, task, hoisted = first, count, kernel.task, kernel.hoisted
+        self.graph = graph = task.graph
+        self.state_index = {name: s for s, name in enumerate(graph.states)}
+        self.urgent = urgent(graph)
+        self._locate(thread)
+
+        def local(name: str, count: int) -> TirBuffer:
+            return T.local(name, (self.items, count), "float32")
+
+        self.constants = local("constants", max(1, len(graph.invariant_outputs)))
+        self.states = local("states", len(graph.states))
+        self.inputs = hoisted.registers(self.items)  # of this step
+        self.ahead = hoisted.registers(self.items, name="inputs_ahead")  # of the next one
+        rows_of = ("row_values", "row_values_ahead") if graph.row_inputs else ()  # of this step, and of the next one
+        self.row_values = [local(name, len(graph.row_inputs)) for name in rows_of]
+        traversal, rows = task.traversal, (self.items,)  # of rows, too: these are on the critical path
+        self.limits = T.local("limits", rows, "int32") if traversal.lengths else None
+        self.fresh = T.local("fresh", rows, "int32") if traversal.resets else None
+        self.numbers: TirBuffer = T.local("numbers", (self.items, 3), "int32") if traversal.sequences else None
+        self.given: TirBuffer = local("given", len(graph.states)) if traversal.sequences else None
+
+    def _locate(self, thread: Expr) -> None:
+        """Which pairs the items of a thread are."""
+        share, H = self.share, self.task.workload.hidden
+        self.local, self.unit, self.column, self.owner = [], [], [], []
+        for i in range(self.items):
+            item = T.let("item", thread if share.paired else thread + i * share.threads)
+            row = item // share.units * self.items + i if share.paired else item // share.units
+            owner = row < share.rows if share.paired else item < share.units * share.rows
+            owner = T.let("owner", owner if self.count is None else T.And(owner, item % share.units < self.count))
+            self.local.append(self._bind("local", item % share.units))
+            self.unit.append(self._bind("unit", self.first + item % share.units))
+            self.column.append(self._bind("column", T.Select(owner, row, 0)))
+            self.owner.append(owner)
+        self.row = [self._bind("row", self.group * share.rows + c) for c in self.column]
+        self.valid = [T.let("valid", T.And(owner, T.And(unit < H, row < self.batch)))
+                      for owner, unit, row in zip(self.owner, self.unit, self.row, strict=True)]
+
+    def _bind(self, name: str, value: Expr) -> Expr:
+        """Names a value, which expressions that use it may take apart again."""
+        return T.let(name, value)
+
+    def begin(self) -> None:
+        """What is known before the first step."""
+        graph, H = self.graph, self.task.workload.hidden
+        for i in range(self.items):
+            self._constants(i)
+            if self.limits is not None:
+                limit = self.timeline.limit(T.min(self.row[i], self.batch - 1))
+                T.buffer_store(self.limits, limit, [i])
+            if self.numbers is not None:
+                T.buffer_store(self.numbers, self._number(T.int32(0), i), [i, 2])
+                self._begin_sequence(i, self.numbers[i, 2], self.states)
+                continue
+            for s, name in enumerate(graph.states):
+                T.buffer_store(self.states, T.float32(0), [i, s])
+                with T.If(self.valid[i]), T.Then():
+                    row = self.row[i]
+                    given = T.cast(self.arguments[f"{name}_in"][row * H + self.unit[i]], "float32")
+                    first = self.timeline.fresh(0, row, self._limit(i))
+                    (value,) = self.timeline.started(first, [given])
+                    T.buffer_store(self.states, value, [i, s])
+
+    def _number(self, t: Expr, i: int) -> Expr:
+        """The sequence of item i's column in step t."""
+        return self.timeline.number(t, T.let("some_row", T.min(self.row[i], self.batch - 1)))
+
+    def _begin_sequence(self, i: int, number: Expr, into: TirBuffer) -> None:
+        """Loads the state that a sequence begins with, or a piece of one goes on from; zero for -1."""
+        H, timeline = self.task.workload.hidden, self.timeline
+        for s in range(len(self.graph.states)):
+            T.buffer_store(into, T.float32(0), [i, s])
+        with T.If(T.And(self.valid[i], number >= 0)), T.Then(), T.If(timeline.continues(number)):
+            with T.Then():
+                for s in range(len(self.graph.states)):
+                    T.buffer_store(into, self.arguments["pieces"][self._piece(i, s, timeline.other)], [i, s])
+            with T.Else():
+                at = T.let("at", T.cast(timeline.sequence(number), "int64") * H + self.unit[i])
+                for s, name in enumerate(self.graph.states):
+                    T.buffer_store(into, T.cast(self.arguments[f"{name}_in"][at], "float32"), [i, s])
+
+    def _piece(self, i: int, s: int, beside: int = 0) -> Expr:
+        """Place of what item i's column hands over of state s, or one beside it."""
+        return (self.batch * s + self.row[i] + beside) * self.task.workload.hidden + self.unit[i]
+
+    def _limit(self, i: int) -> Expr:
+        return self.steps if self.limits is None else self.limits[i]
+
+    def _constants(self, i: int) -> None:
+        graph, H = self.graph, self.task.workload.hidden
+        at = T.let("at", T.min(self.unit[i], H - 1))
+        env = {v.var: T.let(v.var.name, self.arguments["vectors"][k * H + at]) for k, v in enumerate(graph.vectors)}
+        env = invariants(graph, env, self.math)
+        for k, var in enumerate(graph.invariant_outputs):
+            T.buffer_store(self.constants, env[var], [i, k])
+
+    def _fetch(self, t: Expr) -> None:
+        """Loads the hoisted inputs of step t into ``ahead``, and whether a sequence starts there."""
+        self._prepare(t)
+        self._start_at(t)
+        self._load_inputs(t, self.ahead)
+        self._load_row_values(t)
+
+    def _prepare(self, t: Expr) -> None:  # noqa: B027  who has nothing to wait for leaves it as it is
+        """Before the hoisted inputs of step t are read."""
+
+    def _start_at(self, t: Expr) -> None:
+        """Loads whether a sequence starts at step t into ``fresh``, or from which state into ``given``. For steps in
+        order, from the first."""
+        for i in range(self.items if self.numbers is not None else 0):
+            for k in range(2):
+                T.buffer_store(self.numbers, self.numbers[i, k + 1], [i, k])
+            T.buffer_store(self.numbers, self._number(t + 1, i), [i, 2])  # looked at a step later
+            with T.If(self.numbers[i, 1] != self.numbers[i, 0]), T.Then():
+                self._begin_sequence(i, self.numbers[i, 1], self.given)
+        for i in range(self.items if self.fresh is not None else 0):
+            row = T.let("some_row", T.min(self.row[i], self.batch - 1))
+            fresh = self.timeline.fresh(t, row, self._limit(i))
+            T.buffer_store(self.fresh, T.cast(fresh, "int32"), [i])
+
+    def _load_inputs(self, t: Expr, into: TirBuffer) -> None:
+        """Loads the hoisted inputs of step t."""
+        hoisted = self.hoisted
+        nothing = T.uint32(0) if hoisted.packed else T.float32(0)
+        for i in range(self.items if hoisted.outputs else 0):
+            for k in range(hoisted.words()):
+                T.buffer_store(into, nothing, [i, k])
+            with T.If(T.And(self.valid[i], t < self.steps)), T.Then():
+                row = T.cast(self.timeline.at(t) * self.batch + self.row[i], "int64")
+                for k, word in enumerate(hoisted.load(self.arguments["hoisted"], row, self.unit[i])):
+                    T.buffer_store(into, word, [i, k])
+
+    def _load_row_values(self, t: Expr) -> None:
+        """Loads what else the rows have of step t, (T*B, N) in float32."""
+        count = len(self.graph.row_inputs)
+        for i in range(self.items if count else 0):
+            for k in range(count):
+                T.buffer_store(self.row_values[1], T.float32(0), [i, k])
+            with T.If(T.And(self.valid[i], t < self.steps)), T.Then():
+                first = T.let("first", T.cast(self.timeline.at(t) * self.batch + self.row[i], "int64") * count)
+                for k in range(count):
+                    T.buffer_store(self.row_values[1], self.arguments["row_sums"][first + k], [i, k])
+
+    def _advance(self) -> None:
+        for i in range(self.items):
+            for k in range(self.hoisted.words()):
+                T.buffer_store(self.inputs, self.ahead[i, k], [i, k])
+            for k in range(len(self.graph.row_inputs)):
+                T.buffer_store(self.row_values[0], self.row_values[1][i, k], [i, k])
+
+    def _before(self, i: int) -> dict[Var, Expr]:
+        """What is known of an item before the products of its step."""
+        graph, hoisted = self.graph, self.hoisted
+        (inputs,) = hoisted.values([self.inputs[i, k] for k in range(hoisted.words())])
+        env = dict(zip(graph.hoisted_outputs, inputs, strict=True))
+        env |= {v: self.row_values[0][i, k] for k, v in enumerate(graph.row_inputs)}
+        env |= {v: self.constants[i, k] for k, v in enumerate(graph.invariant_outputs)}
+        env |= {v: self.states[i, s] for s, v in enumerate(graph.states.values())}
+        return emit(graph.prologue, env, self.math)
+
+    def _finish(self, i: int, env: dict[Var, Expr], t: Expr) -> Ended:
+        """From ``urgent.first`` to what the next step's products need, which goes out at once; :meth:`_store` does the
+        rest, that nobody waits for."""
+        graph, timeline = self.graph, self.timeline
+        ended = Ended(env, timeline.live(t, self._limit(i)))
+        ended.new = self._new(i, ended, self.urgent.states)
+        if self.numbers is not None:
+            ended.fresh = T.let("fresh", self.numbers[i, 1] != self.numbers[i, 0])
+        elif self.fresh is not None:
+            ended.fresh = T.let("fresh", self.fresh[i] != 0)  # of step t + 1, as ``ahead`` is
+        ended.following = self._following(i, ended, self.urgent.states)
+        if self.numbers is not None:
+            ended.live = T.let("live", self.numbers[i, 0] >= 0)
+        following = {graph.states[name]: value for name, value in ended.following.items()}
+        following |= {v: self.constants[i, k] for k, v in enumerate(graph.invariant_outputs)}
+        self._announce(i, 0, t + 1, emit(self.urgent.opening, following, self.math))
+        return ended
+
+    def _new(self, i: int, ended: Ended, names: Sequence[str]) -> dict[str, Expr]:
+        """Those states after a step; of a row that took no part, as they were."""
+        live = None if self.numbers is not None else ended.live
+        return {name: self.timeline.masked(live, T.let(f"{name}_new", ended.env[self.graph.results[name]]),
+                                           self.states[i, self.state_index[name]]) for name in names}
+
+    def _following(self, i: int, ended: Ended, names: Sequence[str]) -> dict[str, Expr]:
+        """Those states before the next step, in which a sequence may start."""
+        if self.numbers is not None:
+            return {name: self.timeline.masked(ended.fresh, self.given[i, self.state_index[name]], ended.new[name])
+                    for name in names}
+        values = self.timeline.started(ended.fresh, [ended.new[name] for name in names])
+        return dict(zip(names, values, strict=True))
+
+    @abstractmethod
+    def _announce(self, i: int, p: int, step: Expr, env: dict[Var, Expr]) -> None:
+        """Hands item i's operands of phase p in ``step`` to the blocks that multiply."""
+
+    def _store(self, i: int, t: Expr, ended: Ended) -> None:
+        """What else step t makes, and y and states to memory."""
+        graph, w, traversal = self.graph, self.task.workload, self.task.traversal
+        H, dtype = w.hidden, w.dtype
+        late = [name for name in graph.states if name not in ended.new]
+        ended.env = emit(self.urgent.late, ended.env, self.math)
+        ended.new |= self._new(i, ended, late)
+        ended.following |= self._following(i, ended, late)
+        for name, s in self.state_index.items():
+            T.buffer_store(self.states, ended.following[name], [i, s])
+        with T.If(self.valid[i]), T.Then():
+            output = self.timeline.masked(ended.live, ended.new[graph.output], T.float32(0))
+            step = self.timeline.at(t)
+            at = T.cast(step * self.batch + self.row[i], "int64") * traversal.y_width(H) + self.unit[i]
+            at = at + traversal.y_offset(H) if traversal.y_offset(H) else at
+            T.buffer_store(self.arguments["y"], T.cast(output, dtype), [at])
+            if self.numbers is None:
+                with T.If(t == self.steps - 1), T.Then():
+                    self._leave(i, self.row[i], ended)
+                return
+            number = self.numbers[i, 0]
+            ends = T.And(ended.live, self.numbers[i, 1] != number)
+            with T.If(ends), T.Then(), T.If(self.timeline.hands_over(number)):
+                with T.Then():
+                    for name, s in self.state_index.items():
+                        T.buffer_store(self.arguments["pieces"], ended.new[name], [self._piece(i, s)])
+                with T.Else():
+                    self._leave(i, T.cast(self.timeline.sequence(number), "int64"), ended)
+
+    def _leave(self, i: int, row: Expr, ended: Ended) -> None:
+        """Stores the last states of a row or a sequence."""
+        w = self.task.workload
+        for name in self.state_index:
+            T.buffer_store(self.arguments[f"{name}_out"], T.cast(ended.new[name], w.dtype),
+                           [row * w.hidden + self.unit[i]])
+
+    def _neighbour(self, value: Expr) -> Expr:
+        """The value of the neighbouring thread."""
+        return T.let("neighbour", T.cuda.func_call("ecornn_neighbour", value, source_code=_NEIGHBOUR,
+                                                   return_type="float32"))
+
+
+_NEIGHBOUR = """
+__device__ __forceinline__ float ecornn_neighbour(float value) {
+  return __shfl_xor_sync(0xffffffffu, value, 1);
+}"""

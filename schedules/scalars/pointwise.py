@@ -1,0 +1,53 @@
+"""Splices a cell's scalars into a kernel that is being built with TVM's IRBuilder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ecornn.analysis import Assign, StepGraph
+from ecornn.analysis.operators import key_of
+from ecornn.analysis.scalar import children, is_leaf, transform
+from ecornn.schedules.builder import Expr, T, Var
+from ecornn.schedules.scalars.cuda_functions import FUNCTIONS
+
+MATH = ("exact", "fast", "approx")
+MATH_TRADES = ("expf and tanhf to 2 ulp, or ex2, lg2 and rcp of the special function unit (error 2e-7), or "
+               "tanh.approx (error 5e-4): accuracy for the latency of the gates")
+
+# approx would be most of the error that float16 may have
+MATH_FOR = {"float32": MATH[:1], "float16": MATH[:2], "bfloat16": MATH}
+
+
+def emit(assigns: Iterable[Assign], env: dict[Var, Expr], math: str = "exact") -> dict[Var, Expr]:
+    """Emits ``assigns`` in order and returns ``env`` extended by their variables.
+
+    ``env`` gives an expression for every variable that the assignments read; each assigned
+    variable is bound once, so that later uses read a register. ``math`` is one of :data:`MATH`.
+    """
+    env = dict(env)
+    for assign in assigns:
+        env[assign.var] = T.let(assign.var.name, _value(assign.value, env, FUNCTIONS[math]))
+    return env
+
+
+def _value(value: Expr, env: dict[Var, Expr], table: dict[str, tuple[str, str]]) -> Expr:
+    def visit(e: Expr) -> Expr | None:
+        if type(e).__name__ == "Var":
+            return env[e]
+        if not is_leaf(e) and key_of(e) in table:
+            name, source = table[key_of(e)]
+            inner = [T.let("inner", transform(part, visit)) for part in children(e)]
+            return T.cuda.func_call(name, *inner, source_code=source, return_type="float32")
+        return None
+
+    return transform(value, visit)
+
+
+def invariants(graph: StepGraph, vectors: dict[Var, Expr], math: str = "exact") -> dict[Var, Expr]:
+    """Emits what depends on parameters only; ``vectors`` maps each vector's variable to its value."""
+    return emit(graph.invariants, vectors, math)
+
+
+def vector_sources(graph: StepGraph) -> tuple[tuple[str, int], ...]:
+    """Sources of the packed buffer of parameter vectors, (V, H), in the order of ``graph.vectors``."""
+    return tuple((v.parameter, v.gate) for v in graph.vectors)

@@ -1,0 +1,109 @@
+"""Statistics of batch rows: when they are due, and how the threads of a block sum them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ecornn.analysis import Statistic, StepGraph
+from ecornn.schedules.builder import Expr, T, TirBuffer
+
+Env = dict[Any, Any]  # variable -> its value
+Each = Callable[[Callable[[Env], None]], None]
+
+def parts_of(graph: StepGraph) -> list[tuple[int, ...] | int]:
+    """The parts of a step between which all units wait for each other: a phase with a product; or phases whose
+    statistics, and what follows from them alone, can be computed row by row. Of these only the last one may have a
+    product, which is then a part of its own."""
+    found: list[tuple[int, ...] | int] = []
+    together: tuple[int, ...] = ()
+    for p, phase in enumerate(graph.phases):
+        if phase.statistics:
+            together += (p,)
+        if phase.products:
+            found += [together, p] if together else [p]
+            together = ()
+    return [*found, together] if together else found or [0]
+
+
+_ACROSS = """
+__device__ __forceinline__ float ecornn_across(float value, int lanes) {
+  return value + __shfl_xor_sync(0xffffffffu, value, lanes);
+}"""
+
+
+def across_warp(values: list[Expr], lanes: int = 32) -> list[Expr]:
+    """The sums over ``lanes`` neighbouring lanes (a power of two), the same bits for each of them; of several values at
+    a time, since a shuffle takes long and another one can follow at once."""
+    while lanes > 1:
+        lanes //= 2
+        values = across_lanes(values, lanes)
+    return values
+
+
+def across_lanes(values: list[Expr], lanes: int) -> list[Expr]:
+    """The sums of each lane's and another one's that is ``lanes`` (a power of two) away."""
+    return [T.let("sum", T.cuda.func_call("ecornn_across", value, T.int32(lanes), source_code=_ACROSS,
+                                          return_type="float32")) for value in values]
+
+
+class RowSums:
+    """Emits sums over all ``threads`` of a block, in a fixed order.
+
+    ``memory`` is shared memory, float32, from ``first`` on, of :meth:`words` values.
+    """
+
+    def __init__(self, threads: int, thread: Expr, memory: TirBuffer, first: int = 0) -> None:
+        self.warps, self.thread, self.memory, self.first = threads // 32, thread, memory, first
+
+    @staticmethod
+    def words(threads: int, statistics: Sequence[Statistic]) -> int:
+        """Floats of shared memory."""
+        return max(1, len(statistics)) * threads // 32
+
+    def statistics(self, statistics: Sequence[Statistic], hidden: int, each: Each) -> Env:
+        """The variables of ``statistics``. ``each`` calls a function with the operands of each unit of this thread;
+        twice where there are squares."""
+        found = Env()
+        for s, total in zip(statistics, self._over(statistics, each, lambda s, value: value), strict=True):
+            found[s.total] = total
+        about = [s for s in statistics if s.squares is not None]
+        means = {s: T.let("mean", found[s.total] * T.float32(1.0 / (len(s.operands) * hidden))) for s in about}
+
+        def squared(s: Statistic, value: Expr) -> Expr:
+            apart = T.let("apart", value - means[s])
+            return apart * apart
+
+        for s, total in zip(about, self._over(about, each, squared), strict=True):
+            found[s.squares] = total
+        return found
+
+    def _over(self, statistics: Sequence[Statistic], each: Each,
+              function: Callable[[Statistic, Expr], Expr]) -> list[Expr]:
+        count = len(statistics)
+        if not count:
+            return []
+        sums = T.local("sums", (count,), "float32")
+        for n in range(count):
+            T.buffer_store(sums, T.float32(0), [n])
+
+        def add(env: Env) -> None:
+            for n, s in enumerate(statistics):
+                total = sums[n]
+                for operand in s.operands:
+                    total = total + function(s, env[operand])
+                T.buffer_store(sums, total, [n])
+
+        each(add)
+        T.evaluate(T.cuda.cta_sync())  # what was there before has been read
+        for n, total in enumerate(across_warp([sums[n] for n in range(count)])):
+            with T.If(self.thread % 32 == 0), T.Then():
+                T.buffer_store(self.memory, total, [self.first + n * self.warps + self.thread // 32])
+        T.evaluate(T.cuda.cta_sync())
+        found = []
+        for n in range(count):
+            total = self.memory[self.first + n * self.warps]
+            for warp in range(1, self.warps):
+                total = total + self.memory[self.first + n * self.warps + warp]
+            found.append(T.let("sum", total))
+        return found

@@ -1,0 +1,37 @@
+"""What the parts of a kernel of all steps have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ecornn.schedules.base import Task
+from ecornn.schedules.builder import Expr, TirBuffer
+from ecornn.schedules.hoisted import Hoisted
+from ecornn.schedules.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class SequenceKernel:
+    """A kernel of all steps: what it is made for, and what it is called with.
+
+    Attributes
+    ----------
+    task : the sequence
+    hoisted : how the hoisted values lie in memory
+    math : of the scalars, one of ``MATH``
+    arguments : parameters by name, flat: ``hoisted`` as its layout says, ``vectors`` (V*H,), ``<state>_in`` and
+        ``<state>_out`` (B*H,), ``y`` (T*B*D*H,), masks as ``timeline`` says, and the schedule's own
+    steps, batch : T and B of the call
+    """
+
+    task: Task
+    hoisted: Hoisted
+    math: str
+    arguments: dict[str, TirBuffer]
+    steps: Expr
+    batch: Expr
+
+    @property
+    def timeline(self) -> Timeline:
+        """Of its steps."""
+        return Timeline(self.task.traversal, self.arguments, self.steps, self.batch)

@@ -1,0 +1,1 @@
+"""Schedules of one launch a step and phase, and what they share."""

@@ -1,0 +1,224 @@
+"""Layout transform: one launch a step and phase on tensor cores, weights and state laid out for it.
+
+For layers whose weights do not fit on chip, and for large batches. Weights are packed so that a block
+streams one contiguous piece for each stage, with all gates of a unit in one block; the exchanged state has
+the hidden axis innermost, or the batch inside blocks of the hidden axis. Input products are hoisted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product as combinations
+
+from ecornn.analysis.liveness import late_operand
+from ecornn.program import Buffer, Launch, Loop, Program
+from ecornn.schedules.assemble import assemble, shared_buffers
+from ecornn.schedules.base import Component, Config, Knob, Schedule, Task
+from ecornn.schedules.builder import Expr, PrimFunc, T
+from ecornn.schedules.gemm.mma import shape_of
+from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred
+from ecornn.schedules.rates import gpu_rates
+from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
+from ecornn.schedules.scalars.row_sums import parts_of
+from ecornn.schedules.step.mma_product import TensorProduct, TilePlan, plan_of, unit_step, weights_buffer
+from ecornn.schedules.step.scalars import (
+    Layout,
+    StepScalars,
+    begin_calls,
+    begin_kernel,
+    declare,
+    workspaces,
+)
+from ecornn.schedules.step.statistics import rows_kernel
+
+AHEAD = 4  # items of a thread whose hoisted values are read before the product
+MOST_ROWS = 256  # weight rows of a block
+SLOWER = {"float32": 6, "tf32": 2}  # than products of 16-bit types
+ITEM = 60  # cycles of the scalars of an item
+
+
+class LayoutTransform(Schedule):
+    """Serves every cell with a recurrent product."""
+
+    name = "layout_transform"
+    revision = 2
+    kind = "cuda"
+
+    def refuses(self, task: Task) -> str | None:
+        if not any(phase.products for phase in task.graph.phases):
+            return f"cell {task.graph.cell!r} has no recurrent product"
+        if task.device.capability < 80:
+            return "needs tensor cores of compute capability 8.0"
+        if task.graph.hoisted_products and shape_of(task).shared > task.device.shared:
+            return (f"the projection needs {shape_of(task).shared} bytes of shared memory, "
+                    f"{task.device.shared} available")
+        if next(self._candidates(task), None) is None:
+            return f"cell {task.graph.cell!r} has too many gates for a block"
+        return late_operand(task.graph)
+
+    def knobs(self, task: Task) -> tuple[Knob, ...]:
+        w, step = task.workload, unit_step(task)
+        gates = max(len(p.products) for p in task.graph.phases)
+        units = tuple(u for u in (step << n for n in range(7))
+                      if u == step or (u * gates <= MOST_ROWS and u < 2 * w.hidden))
+        rows = {-(-w.batch // (8 * n)) * 8 for n in (1, 2, 3, 4, 6, 8)}
+        rows = {r for r in rows if r <= 256} | {r for r in (64, 128, 256) if r < w.batch}
+        return (
+            Knob("units", units, "fewer units a block: more blocks; more: fewer reads of the state"),
+            Knob("rows", tuple(sorted(rows)), "fewer batch rows a block: more blocks; more: fewer reads of weights"),
+            Knob("row_warps", (1, 2, 4, 8), "more warps over weight rows: fewer registers each, state read by each"),
+            Knob("batch_warps", (1, 2, 4), "more warps over the batch: fewer registers each, weights read by each"),
+            Knob("split", (1, 2, 4, 8), "more warps over K: more loads under way, more partial sums to add"),
+            Knob("depth", (1, 2, 4), "deeper stages: fewer barriers, more shared memory and padding"),
+            Knob("stages", (2, 3, 4, 6), "more stages hide more latency, for shared memory"),
+            Knob("layout", ("hidden", "batch"),
+                 "hidden innermost: writers of new state fill sectors; batch inside blocks: readers do"),
+            hoisted_knob(task),
+            Knob("math", MATH_FOR[w.dtype], MATH_TRADES),
+        )
+
+    def check(self, task: Task, config: Config) -> str | None:
+        step = unit_step(task)
+        if int(config["units"]) % step:
+            return f"units={config['units']} is no multiple of {step}"
+        plan, device = plan_of(task, config), task.device
+        if plan.threads > 1024:
+            return f"{plan.threads} threads a block"
+        if plan.rows % (8 * plan.batch_warps):
+            return f"{plan.rows} batch rows for {plan.batch_warps} warps"
+        for p in range(len(plan.gates)):
+            if plan.weight_rows(p) % (16 * plan.row_warps):
+                return f"{plan.weight_rows(p)} weight rows for {plan.row_warps} warps"
+            if plan.shared(p) > device.shared:
+                return f"{plan.shared(p)} bytes of shared memory, {device.shared} available"
+            limit = min(255, device.registers // plan.threads // 8 * 8)
+            if plan.registers(p) > limit:
+                return f"about {plan.registers(p)} registers a thread, {limit} available"
+        return None
+
+    def default(self, task: Task) -> Config:
+        best = min(self._candidates(task), key=lambda c: estimate(task, plan_of(task, c)), default=None)
+        assert best is not None, "default() is for tasks that serves() accepts"
+        return {**best, "hoisted": preferred(task, estimate(task, plan_of(task, best)))}
+
+    def _candidates(self, task: Task) -> Iterator[Config]:
+        """Valid configurations, thinned out: the heuristic leaves the layout to the tuner, and the deepest stages,
+        for which ptxas may spill a register or two."""
+        knobs = {k.name: k.values for k in self.knobs(task)} | {"layout": ("batch",), "stages": (4, 2), "depth": (1, 2)}
+        knobs["hoisted"] = ("float32",)
+        knobs["math"] = ("exact",) if task.workload.dtype == "float32" else ("fast",)
+        for values in combinations(*knobs.values()):
+            config = dict(zip(knobs, values, strict=True))
+            if self.check(task, config) is None:
+                yield config
+
+    def features(self, task: Task, config: Config) -> dict[str, float]:
+        plan, w = plan_of(task, config), task.workload
+        phases = range(len(plan.gates))
+        rows, width = -(-w.batch // plan.rows), plan.pairs * (32 if w.dtype != "float32" else 16)
+        blocks = plan.columns * rows
+        products = sum(g * o for g, o in zip(plan.gates, plan.operands, strict=True))
+        return {
+            "blocks": blocks, "waves": blocks / task.device.cores, "threads": plan.threads,
+            "weight_bytes": products * w.hidden * width * w.itemsize * rows,
+            "state_bytes": sum(plan.operands) * plan.columns * rows * plan.rows * width * w.itemsize,
+            "flops": 2.0 * products * w.hidden * w.hidden * w.batch,
+            "waste": plan.columns * plan.units * rows * plan.rows * width / (w.hidden * w.batch * w.hidden),
+            "turns": sum(plan.turns(p) for p in phases), "shared": max(plan.shared(p) for p in phases),
+            "registers": max(plan.registers(p) for p in phases),
+            "estimate": estimate(task, plan) - gained(task, config)}
+
+    def program(self, task: Task, config: Config) -> Program:
+        plan, math = plan_of(task, config), str(config["math"])
+        layout = plan.layout(task.workload.batch, str(config["layout"]))
+        inputs = hoisted_of(task, config)
+        own = [*workspaces(task, layout),
+               *(weights_buffer(task, plan, p) for p, gates in enumerate(plan.gates) if gates)]
+        buffers = [*shared_buffers(task, inputs), *own]
+        functions = {"begin": begin_kernel(task, layout, buffers, math)}
+        blocks = plan.columns * -(-task.workload.batch // plan.rows)
+        steps = []
+        for part in parts_of(task.graph):
+            if isinstance(part, tuple):
+                functions[f"rows_{part[0]}"], launch = rows_kernel(task, part, layout, buffers, math, inputs)
+                steps.append(launch)
+                continue
+            p = part
+            functions[f"step_{p}"] = _step_kernel(task, plan, layout, inputs, buffers, p, blocks, math)
+            steps.append(Launch(f"step_{p}", blocks, plan.threads, plan.shared(p)))
+        calls = (*begin_calls(task, layout, own), Loop(tuple(steps)))
+        return assemble(task, Component(functions, tuple(own), calls), inputs)
+
+
+def estimate(task: Task, plan: TilePlan) -> float:
+    """Nanoseconds of a step, roughly: a model for ordering configurations, not for reporting.
+
+    A launch; then for the multiprocessor with most blocks the longest of its copies, its products and its fragments;
+    for every stage a barrier and, where few blocks share a multiprocessor, latency; and the partial sums. Half of 61
+    trials on an H100 (LSTM H=2048 B=64 and GRU H=2816 B=32, float16) are within 11%.
+    """
+    device, rates = task.device, gpu_rates(task.device)
+    blocks = plan.columns * -(-task.workload.batch // plan.rows)
+    most = -(-blocks // device.cores)
+    cost = SLOWER.get(plan.arithmetic, 1)
+    cycles = 0.0
+    for p in range(len(plan.gates)):
+        resident = max(1, min(device.shared // plan.shared(p), rates.threads // plan.threads,
+                              device.registers // (plan.threads * plan.registers(p)), most))
+        tiles, octets = plan.tiles(p), plan.octets
+        pairs = plan.turns(p) * plan.stage_pairs  # of a block
+        warps = plan.row_warps * plan.batch_warps
+        copies = plan.turns(p) * plan.stage_words(p) * 4 / rates.l2_copied
+        products = pairs * warps * 2 * tiles * octets * cost / 2 * rates.mma * 4 / min(4, warps * plan.split)
+        fragments = pairs * warps * (2 * tiles + octets) * 512 / rates.fragments
+        waiting = plan.turns(p) * (rates.barrier + rates.l2_latency / (plan.stages - 1)) / resident
+        sums = (2 * plan.split * plan.rows * plan.stride(p) * 4 / rates.shared
+                + plan.units * plan.rows / plan.threads * ITEM)
+        cycles += rates.tensor_launch + most * (max(copies, products, fragments, waiting) + sums)
+    return cycles / rates.clock
+
+
+def _step_kernel(task: Task, plan: TilePlan, layout: Layout, inputs: Hoisted, buffers: list[Buffer], p: int,
+                 blocks: int, math: str) -> PrimFunc:
+    """``step_<p>``: phase p of step t."""
+    from tvm.script.ir_builder import IRBuilder
+
+    H = task.workload.hidden
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name(f"step_{p}")
+        a = declare(buffers)
+        scalars = StepScalars(task, layout, a, math, inputs)
+        T.device_entry()
+        block, thread = T.block(blocks), T.thread(plan.threads)
+        memory = T.shared(plan.shared(p) // 4)
+        column, row0 = T.let("column", block % plan.columns), T.let("row0", block // plan.columns * plan.rows)
+        with T.If(row0 < a["B"]), T.Then():
+            product = TensorProduct(plan, p, task.graph.phases[p].products, memory, thread)
+
+            def place(turn: Expr) -> tuple[Expr, ...]:
+                """An item's row and unit in the block, and its batch row and unit in the layer."""
+                item = T.let("item", turn * plan.threads + thread)
+                row, unit = T.let("row", item // plan.units), T.let("unit", item % plan.units)
+                return row, unit, T.let("place", row0 + row), T.let("place", column * plan.units + unit)
+
+            items = -(-plan.units * plan.rows // plan.threads)
+            ahead = []
+            for i in range(items if items <= AHEAD else 0):  # on their way while the product is computed
+                *_, b, j = place(i)
+                ahead.append(scalars.hoisted(T.let("ahead", T.min(b, a["B"] - 1)), T.let("ahead", T.min(j, H - 1))))
+            base = T.let("base", scalars.operand_base(p, a["t"] % 2 if p == 0 else 0))
+            product.run(a[f"recurrent_{p}"], column, a[f"operands_{p}"], base, scalars.wide(row0), layout)
+
+            def finish(turn: Expr, hoisted: list[Expr] | None) -> None:
+                row, unit, b, j = place(turn)
+                with T.If(T.And(row < plan.rows, T.And(b < a["B"], j < H))), T.Then():
+                    scalars.finish(p, b, j, product.sums(row, unit),
+                                   scalars.hoisted(b, j) if hoisted is None else hoisted)
+
+            if items <= AHEAD:
+                for i, hoisted in enumerate(ahead):
+                    finish(i, hoisted)
+            else:
+                with T.serial("turn", 0, items) as turn:
+                    finish(turn, None)
+    return builder.get()

@@ -1,0 +1,260 @@
+"""Products of a step on tensor cores, weights streamed through shared memory.
+
+Weights are operand A (gates x units, in rows of 16), the state is operand B (batch rows, in columns of
+8). A block computes all gates of ``units`` hidden units for ``rows`` batch rows; its warps share the
+weight rows, the batch rows and the K axis. Both operands come in pairs of k-tiles, 16 words a row, by
+``cp.async`` in a pipeline of stages. The 16 bytes that a lane reads are four neighbouring words of a row:
+K is permuted alike in both operands, so any order serves, and no read conflicts with another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd, lcm
+
+from ecornn.analysis import Product
+from ecornn.program import PACKED, Buffer, Extent, Packing
+from ecornn.schedules.base import Config, Task
+from ecornn.schedules.builder import Expr, T, TirBuffer, Var
+from ecornn.schedules.isa.tensor_core import mma, per_word, split, words
+from ecornn.schedules.step.scalars import Layout
+
+PAIR = 16  # words of a pair of k-tiles
+SPARE_REGISTERS = 44  # of a thread, beside accumulators and fragments: addresses, loops, gate math
+
+
+@dataclass(frozen=True)
+class TilePlan:
+    """How a configuration cuts the products of a step."""
+
+    hidden: int
+    dtype: str
+    arithmetic: str  # of the products: dtype, or tf32
+    units: int  # of a block
+    rows: int  # batch rows of a block
+    row_warps: int
+    batch_warps: int
+    split: int  # warps that share K
+    depth: int  # pairs of k-tiles a warp takes from a stage
+    stages: int
+    gates: tuple[int, ...]  # of each phase
+    operands: tuple[int, ...]  # of each phase
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.row_warps * self.batch_warps * self.split
+
+    @property
+    def columns(self) -> int:
+        """Blocks over the hidden units."""
+        return -(-self.hidden // self.units)
+
+    @property
+    def stage_pairs(self) -> int:
+        return self.split * self.depth
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of k-tiles of one operand, padded to whole stages."""
+        return -(-words(self.hidden, self.dtype) // (PAIR * self.stage_pairs)) * self.stage_pairs
+
+    def turns(self, p: int) -> int:
+        """Stages that a launch of phase p goes through."""
+        return self.operands[p] * self.pairs // self.stage_pairs
+
+    def weight_rows(self, p: int) -> int:
+        return self.gates[p] * self.units
+
+    def tiles(self, p: int) -> int:
+        """m16 tiles of a warp."""
+        return self.weight_rows(p) // (16 * self.row_warps)
+
+    @property
+    def octets(self) -> int:
+        """n8 tiles of a warp."""
+        return self.rows // (8 * self.batch_warps)
+
+    def stage_words(self, p: int) -> int:
+        return self.stage_pairs * PAIR * (self.weight_rows(p) + self.rows)
+
+    def stride(self, p: int) -> int:
+        """Floats between batch rows of the partial sums: 4 modulo 16, so that no banks conflict."""
+        return self.weight_rows(p) + 4
+
+    def shared(self, p: int) -> int:
+        """Bytes of shared memory: stages while multiplying, partial sums afterwards."""
+        return 4 * max(self.stages * self.stage_words(p), self.split * self.rows * self.stride(p))
+
+    def registers(self, p: int) -> int:
+        """Estimate for a thread."""
+        tiles, octets = self.tiles(p), self.octets
+        parts = 2 if self.arithmetic == "float32" else 1
+        return 4 * tiles * octets + parts * (8 * tiles + 4 * octets) + SPARE_REGISTERS
+
+    def layout(self, batch: int, kind: str) -> Layout:
+        """The operands' layout: ``hidden`` innermost, or the ``batch`` inside blocks of a pair of k-tiles."""
+        width = self.pairs * PAIR * per_word(self.dtype)
+        block = width if kind == "hidden" else PAIR * per_word(self.dtype)
+        return Layout(-(-batch // self.rows) * self.rows, width, block)
+
+
+def unit_step(task: Task) -> int:
+    """Units of a block come in multiples of this, so that every phase fills m16 tiles."""
+    return lcm(*(16 // gcd(len(p.products), 16) for p in task.graph.phases))
+
+
+def plan_of(task: Task, config: Config) -> TilePlan:
+    """The plan of a configuration; it need not fit, ``check`` says that."""
+    phases = task.graph.phases
+    cut = {k: int(config[k]) for k in ("units", "rows", "row_warps", "batch_warps", "split", "depth", "stages")}
+    return TilePlan(hidden=task.workload.hidden, dtype=task.workload.dtype,
+                arithmetic=task.workload.arithmetic, **cut,
+                gates=tuple(len(p.products) for p in phases), operands=tuple(len(p.operands) for p in phases))
+
+
+def weights_buffer(task: Task, plan: TilePlan, p: int) -> Buffer:
+    """Packed weights of a phase: (block, operand, pair of k-tiles, gate, unit, 16 words).
+
+    What a block needs for a stage is contiguous. Gates that do not read an operand have zeros there.
+    """
+    phase, n = task.graph.phases[p], per_word(plan.dtype)
+    sources: list[tuple[str, int]] = []
+    for operand in phase.operands:
+        sources += [product.source(operand) for product in phase.products]
+    pad = (len(sources), plan.columns * plan.units, plan.pairs * PAIR * n)
+    cut = (plan.operands[p], plan.gates[p], plan.columns, plan.units, plan.pairs, PAIR * n)
+    packing = Packing(tuple(sources), pad, cut, (2, 0, 4, 1, 3, 5), plan.dtype)
+    return Buffer(f"recurrent_{p}", PACKED, plan.dtype, Extent(pad[0] * pad[1] * pad[2]), packing)
+
+
+class TensorProduct:
+    """Emits the products of phase ``p`` of one block.
+
+    Parameters
+    ----------
+    memory : the block's shared memory, float32, 16-byte aligned
+    thread : the thread's number
+    """
+
+    def __init__(self, plan: TilePlan, p: int, rows: tuple[Product, ...], memory: TirBuffer, thread: Expr) -> None:
+        self.plan, self.p, self.rows = plan, p, rows
+        self.memory, self.shared, self.thread = memory, memory.view("uint32"), thread
+        warp = T.let("warp", thread // 32)
+        self.lane = T.let("lane", thread % 32)
+        self.row_warp = T.let("row_warp", warp % plan.row_warps)
+        self.batch_warp = T.let("batch_warp", warp // plan.row_warps % plan.batch_warps)
+        self.part = T.let("part", warp // (plan.row_warps * plan.batch_warps))
+
+    def run(self, weights: TirBuffer, column: Expr, operands: TirBuffer, base: Expr, row0: Expr,
+            layout: Layout) -> None:
+        """Leaves the partial sums in shared memory, for :meth:`sums`.
+
+        ``column`` is the block's place among the units, ``row0`` its first batch row, ``base`` where the
+        operands start.
+        """
+        plan, p = self.plan, self.p
+        turns = plan.turns(p)
+        acc = T.local("acc", (plan.tiles(p), plan.octets, 4), "float32")
+        with T.unroll("m", plan.tiles(p)) as m, T.unroll("n", plan.octets) as n, T.unroll("i", 4) as i:
+            T.buffer_store(acc, T.float32(0), [m, n, i])
+
+        def load(turn: Expr) -> None:
+            place = T.let("place", turn % plan.stages * plan.stage_words(p))
+            self._load_weights(weights, column, turn, place)
+            self._load_operand(operands, base, row0, turn, place, layout)
+
+        for turn in range(plan.stages - 1):
+            if turn < turns:
+                load(T.int32(turn))
+            T.evaluate(T.ptx["cp.async.commit_group"]())
+        with T.serial("turn", 0, turns) as turn:
+            T.evaluate(T.ptx["cp.async.wait_group"](plan.stages - 2))
+            T.evaluate(T.cuda.cta_sync())
+            with T.If(turn + (plan.stages - 1) < turns), T.Then():
+                load(T.let("turn_ahead", turn + (plan.stages - 1)))
+            T.evaluate(T.ptx["cp.async.commit_group"]())
+            self._multiply(acc, T.let("stage", turn % plan.stages * plan.stage_words(p)))
+        T.evaluate(T.cuda.cta_sync())  # partial sums overwrite the stages
+        self._store_sums(acc)
+        T.evaluate(T.cuda.cta_sync())
+
+    def _copies(self, count: int) -> Expr:
+        """Numbers of this thread's copies, each in a scope where it is below ``count``."""
+        threads = self.plan.threads
+        for turn in range(-(-count // threads)):
+            index = T.let("index", turn * threads + self.thread)
+            if (turn + 1) * threads <= count:
+                yield index
+            else:
+                with T.If(index < count), T.Then():
+                    yield index
+
+    def _load_weights(self, weights: TirBuffer, column: Expr, turn: Expr, place: Expr) -> None:
+        plan, p = self.plan, self.p
+        size = plan.stage_pairs * plan.weight_rows(p) * PAIR  # words
+        first = T.let("first", T.cast(column * plan.turns(p) + turn, "int64") * (size * per_word(plan.dtype)))
+        for index in self._copies(size // 4):
+            T.evaluate(T.ptx["cp.async.cg.shared.global"](
+                self.shared.ptr_to([place + index * 4]),
+                weights.ptr_to([first + index * (4 * per_word(plan.dtype))]), 16))
+
+    def _load_operand(self, operands: TirBuffer, base: Expr, row0: Expr, turn: Expr, place: Expr,
+                      layout: Layout) -> None:
+        plan, n = self.plan, per_word(self.plan.dtype)
+        stages = plan.pairs // plan.stage_pairs  # of one operand
+        start = T.let("start", place + plan.stage_pairs * plan.weight_rows(self.p) * PAIR)
+        operand = T.let("operand", base + turn // stages * layout.size) if plan.operands[self.p] > 1 else base
+        pair0 = T.let("pair0", turn % stages * plan.stage_pairs)
+        for index in self._copies(plan.stage_pairs * plan.rows * 4):
+            quarter = index % 4
+            if layout.block == layout.width:  # neighbouring threads along the hidden axis, as it lies in memory
+                pair, row = index // 4 % plan.stage_pairs, index // (4 * plan.stage_pairs)
+            else:
+                pair, row = index // (4 * plan.rows), index // 4 % plan.rows
+            source = operand + layout.place(row0 + row, (pair0 + pair) * (PAIR * n) + quarter * (4 * n))
+            T.evaluate(T.ptx["cp.async.cg.shared.global"](
+                self.shared.ptr_to([start + (pair * plan.rows + row) * PAIR + quarter * 4]),
+                operands.ptr_to([source]), 16))
+
+    def _multiply(self, acc: TirBuffer, place: Expr) -> None:
+        plan, p = self.plan, self.p
+        tiles, octets, weight_rows = plan.tiles(p), plan.octets, plan.weight_rows(p)
+        a = T.local("a", (2 * tiles, 4), "uint32")
+        b = T.local("b", (octets, 4), "uint32")
+        lane = self.lane * 4  # a lane's row and quarter of 8 rows of 16 words
+        with T.unroll("j", plan.depth) as j:
+            pair = self.part * plan.depth + j
+            rows = place + (pair * weight_rows + self.row_warp * (tiles * 16)) * PAIR + lane
+            columns = (place + plan.stage_pairs * weight_rows * PAIR + lane
+                       + (pair * plan.rows + self.batch_warp * (octets * 8)) * PAIR)
+            for into, count, first in ((a, 2 * tiles, T.let("rows", rows)), (b, octets, T.let("columns", columns))):
+                for v in range(count):
+                    T.evaluate(T.ptx["ld.shared.v4.b32"](*(into[v, i] for i in range(4)),
+                                                         self.shared.ptr_to([first + v * (8 * PAIR)])))
+            for tile in range(2):
+                right = [[split(b[n, tile * 2 + i], plan.arithmetic) for i in range(2)] for n in range(octets)]
+                for m in range(tiles):
+                    left = [split(a[2 * m + v, tile * 2 + i], plan.arithmetic) for i in range(2) for v in range(2)]
+                    for n in range(octets):
+                        mma([acc[m, n, i] for i in range(4)], left, right[n], plan.arithmetic, apart=True)
+
+    def _store_sums(self, acc: TirBuffer) -> None:
+        plan, p = self.plan, self.p
+        row = self.part * plan.rows + self.batch_warp * (plan.octets * 8) + self.lane % 4 * 2
+        first = T.let("first", row * plan.stride(p) + self.row_warp * (plan.tiles(p) * 16) + self.lane // 4)
+        for m in range(plan.tiles(p)):
+            for n in range(plan.octets):
+                for i in range(4):
+                    place = first + (n * 8 + i % 2) * plan.stride(p) + m * 16 + i // 2 * 8
+                    T.buffer_store(self.memory, acc[m, n, i], [place])
+
+    def sums(self, row: Expr, unit: Expr) -> dict[Var, Expr]:
+        """The finished products of a row and a unit of the block."""
+        found = {}
+        for g, source in enumerate(self.rows):
+            place = row * self.plan.stride(self.p) + g * self.plan.units + unit
+            total = self.memory[place]
+            for part in range(1, self.plan.split):
+                total = total + self.memory[place + part * self.plan.rows * self.plan.stride(self.p)]
+            found[source.var] = T.let(source.var.name, total)
+        return found

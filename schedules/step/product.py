@@ -1,0 +1,139 @@
+"""Products on the plain float32 units: any cell, any size, every CUDA GPU.
+
+A block computes all gates of ``units`` hidden units for ``rows`` batch rows. Tiles of the operands
+and of the weights go through shared memory; a thread holds every gate of one unit for ``thread_rows``
+batch rows. The K axis of a tile may be split among threads, whose partial sums meet in shared
+memory, where they are added in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ecornn.analysis import Product
+from ecornn.program import PACKED, Buffer, Extent, Packing
+from ecornn.schedules.base import Config, Task
+from ecornn.schedules.builder import Expr, T, TirBuffer, Var
+
+UNROLL = 4  # steps along K
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The part of a product that one block computes, and how its threads share it."""
+
+    units: int
+    thread_rows: int  # batch rows of a thread
+    groups: int  # of threads, over batch rows
+    split: int  # of threads, over K
+    depth: int  # K of a tile
+
+    @property
+    def rows(self) -> int:
+        """Batch rows of a block."""
+        return self.thread_rows * self.groups
+
+    @property
+    def threads(self) -> int:
+        return self.units * self.groups * self.split
+
+    def weight_floats(self, gates: int) -> int:
+        return self.depth * gates * self.units
+
+    def shared(self, gates: int, operands: int) -> int:
+        """Bytes of shared memory: tiles while multiplying, partial sums afterwards."""
+        tiles = self.weight_floats(gates) + operands * self.rows * (self.depth + 1)
+        return 4 * max(tiles, self.split * self.rows * gates * self.units, 4)
+
+
+def tile_of(config: Config) -> Tile:
+    """The tile of a configuration of ``fused_step``."""
+    return Tile(*(int(config[k]) for k in ("units", "thread_rows", "groups", "split", "depth")))
+
+
+def weights_buffer(name: str, task: Task, tile: Tile, rows: tuple[Product, ...], inputs: int) -> Buffer:
+    """Packed weights in the order (unit block, K tile, k, gate, unit): a block's tile is contiguous."""
+    blocks, chunks = -(-task.workload.hidden // tile.units), -(-inputs // tile.depth)
+    pad = (len(rows), blocks * tile.units, chunks * tile.depth)
+    split = (len(rows), blocks, tile.units, chunks, tile.depth)
+    packing = Packing(tuple(p.term.source for p in rows), pad, split, (1, 3, 4, 0, 2), task.workload.dtype)
+    return Buffer(name, PACKED, task.workload.dtype, Extent(pad[0] * pad[1] * pad[2]), packing)
+
+
+class BlockProduct:
+    """Emits the products ``rows`` of one block.
+
+    Parameters
+    ----------
+    memory : the block's shared memory, float32
+    thread : the thread's number
+    operand : ``operand(o, row, k)``: operand number o at a row of the block and an index k below the
+        padded K, float32; zero or finite wherever a weight is padding
+    """
+
+    def __init__(self, tile: Tile, rows: tuple[Product, ...], memory: TirBuffer, thread: Expr) -> None:
+        self.tile, self.rows, self.memory, self.thread = tile, rows, memory, thread
+        self.operands = {v: o for o, v in enumerate(dict.fromkeys(r.term.operand for r in rows))}  # as in the phase
+        self.unit = T.let("unit", thread % tile.units)
+        self.group = T.let("group", thread // tile.units % tile.groups)
+        self.part = T.let("part", thread // (tile.units * tile.groups))
+
+    def run(self, weights: TirBuffer, block: Expr, inputs: int, operand: Callable[[int, Expr, Expr], Expr]) -> None:
+        """Leaves the partial sums in shared memory, for :meth:`sums`."""
+        tile, gates = self.tile, len(self.rows)
+        if not gates:
+            return
+        acc = T.local("acc", (gates, tile.thread_rows), "float32")
+        with T.unroll("g", gates) as g, T.unroll("r", tile.thread_rows) as r:
+            T.buffer_store(acc, T.float32(0), [g, r])
+        chunks, size = -(-inputs // tile.depth), tile.weight_floats(gates)
+        with T.serial("chunk", 0, chunks) as chunk:
+            T.evaluate(T.cuda.cta_sync())
+            first = T.let("first", T.cast(block * chunks + chunk, "int64") * size)
+            with T.unroll("turn", -(-size // tile.threads)) as turn:
+                index = T.let("index", turn * tile.threads + self.thread)
+                with T.If(index < size), T.Then():
+                    T.buffer_store(self.memory, T.cast(weights[first + index], "float32"), [index])
+            vectors = len(self.operands) * tile.rows
+            with T.unroll("turn", -(-vectors * tile.depth // tile.threads)) as turn:
+                index = T.let("index", turn * tile.threads + self.thread)
+                with T.If(index < vectors * tile.depth), T.Then():
+                    vector, k = T.let("vector", index // tile.depth), T.let("k", index % tile.depth)
+                    value = operand(vector // tile.rows, vector % tile.rows, chunk * tile.depth + k)
+                    T.buffer_store(self.memory, value, [size + vector * (tile.depth + 1) + k])
+            T.evaluate(T.cuda.cta_sync())
+            steps = tile.depth // tile.split
+            inner = min(steps, UNROLL)  # whole tiles unrolled compile for seconds
+            with T.serial("outer", 0, steps // inner) as outer, T.unroll("turn", inner) as turn:
+                self._multiply(acc, (outer * inner + turn) * tile.split + self.part, size)
+        T.evaluate(T.cuda.cta_sync())  # partial sums overwrite the tiles
+        for g in range(gates):
+            for r in range(tile.thread_rows):
+                row = self.group * tile.thread_rows + r
+                T.buffer_store(self.memory, acc[g, r], [self._place(self.part, row, g, self.unit)])
+        T.evaluate(T.cuda.cta_sync())
+
+    def _multiply(self, acc: TirBuffer, k: Expr, size: int) -> None:
+        tile, gates = self.tile, len(self.rows)
+        row = self.group * tile.thread_rows
+        values = [[T.let("value", self.memory[size + (o * tile.rows + row + r) * (tile.depth + 1) + k])
+                   for r in range(tile.thread_rows)] for o in range(len(self.operands))]
+        for g, source in enumerate(self.rows):
+            weight = T.let("weight", self.memory[(k * gates + g) * tile.units + self.unit])
+            for r in range(tile.thread_rows):
+                value = values[self.operands[source.term.operand]][r]
+                T.buffer_store(acc, acc[g, r] + weight * value, [g, r])
+
+    def _place(self, part: Expr, row: Expr, gate: int, unit: Expr) -> Expr:
+        return ((part * self.tile.rows + row) * len(self.rows) + gate) * self.tile.units + unit
+
+    def sums(self, row: Expr, unit: Expr) -> dict[Var, Expr]:
+        """The finished products of a row and a unit of the block."""
+        found = {}
+        for g, source in enumerate(self.rows):
+            total = self.memory[self._place(0, row, g, unit)]
+            for part in range(1, self.tile.split):
+                total = total + self.memory[self._place(part, row, g, unit)]
+            found[source.var] = T.let(source.var.name, total)
+        return found

@@ -1,0 +1,74 @@
+"""The hoisted product in plain float32 arithmetic, for any cell, size and CUDA GPU.
+
+    hoisted[t, b, q, j] = projected value q of unit j, from x[t, b, :], the input weights and the vectors
+
+:mod:`ecornn.schedules.gemm.projection` does the same on tensor cores.
+"""
+
+from __future__ import annotations
+
+from ecornn.program import Buffer, Launch
+from ecornn.schedules.assemble import shared_buffers
+from ecornn.schedules.base import Component, Task
+from ecornn.schedules.builder import Expr, PrimFunc, T
+from ecornn.schedules.hoisted import Hoisted
+from ecornn.schedules.scalars.pointwise import emit
+from ecornn.schedules.step.product import BlockProduct, Tile, weights_buffer
+from ecornn.schedules.step.scalars import Layout, StepScalars, declare
+
+
+def project_plainly(task: Task, tile: Tile, layout: Layout, hoisted: Hoisted) -> Component:
+    """The projection, where the cell has hoisted values: its kernel, with the packed ``input_weights``."""
+    graph, blocks = task.graph, 2 * task.device.cores
+    if not graph.hoisted_outputs:
+        return Component()
+    own = [weights_buffer("input_weights", task, tile, graph.hoisted_products, task.workload.input)
+           ] if graph.hoisted_products else []
+    kernel = _kernel(task, tile, layout, [*shared_buffers(task, hoisted), *own], blocks)
+    return Component({"project": kernel}, tuple(own),
+                     (Launch("project", blocks, tile.threads, tile.shared(len(graph.hoisted_products), 1)),))
+
+
+def _kernel(task: Task, tile: Tile, layout: Layout, buffers: list[Buffer], blocks: int) -> PrimFunc:
+    """``project``: hoisted[t, b, q, j] for all t, by blocks that take tiles of T*B rows in turn."""
+    from tvm.script.ir_builder import IRBuilder
+
+    w, graph = task.workload, task.graph
+    H, I = w.hidden, w.input
+    columns, gates = -(-H // tile.units), len(graph.hoisted_products)
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("project")
+        a = declare(buffers)
+        # the gates' accuracy is not a knob here: the cost of the hoisted scalars is out of the recurrence
+        scalars = StepScalars(task, layout, a, "exact")
+        T.device_entry()
+        block, thread = T.block(blocks), T.thread(tile.threads)
+        memory = T.shared(tile.shared(gates, 1) // 4)
+        total = T.let("total", a["T"] * a["B"])
+        turn = T.local("turn", (1,), "int32")
+        T.buffer_store(turn, block, [0])
+        product = BlockProduct(tile, graph.hoisted_products, memory, thread)
+
+        def input_at(row0: Expr, row: Expr, k: Expr) -> Expr:
+            inside = T.let("inside", T.And(row0 + row < total, k < I))
+            place = T.Select(inside, T.cast(row0 + row, "int64") * I + k, T.int64(0))
+            return T.Select(inside, T.cast(a["x"][place], "float32"), T.float32(0))
+
+        with T.While(turn[0] < (total + (tile.rows - 1)) // tile.rows * columns):
+            column, row0 = T.let("column", turn[0] % columns), T.let("row0", turn[0] // columns * tile.rows)
+            if gates:
+                product.run(a["input_weights"], column, I, lambda o, row, k: input_at(row0, row, k))
+            with T.serial("again", 0, -(-tile.units * tile.rows // tile.threads)) as again:
+                item = T.let("item", again * tile.threads + thread)
+                row, unit = T.let("row", item // tile.units), T.let("unit", column * tile.units + item % tile.units)
+                inside = T.And(item < tile.units * tile.rows, T.And(row0 + row < total, unit < H))
+                with T.If(inside), T.Then():
+                    env = scalars.constants(unit) | product.sums(row, item % tile.units)
+                    if graph.x is not None:
+                        env[graph.x] = T.let("x", T.cast(a["x"][T.cast(row0 + row, "int64") * H + unit], "float32"))
+                    env = emit(graph.hoisted, env)
+                    first = T.let("first", T.cast(row0 + row, "int64") * (len(graph.projected) * H) + unit)
+                    for q, var in enumerate(graph.projected):
+                        T.buffer_store(a["hoisted"], env[var], [first + q * H])
+            T.buffer_store(turn, turn[0] + blocks, [0])
+    return builder.get()

@@ -1,0 +1,245 @@
+"""What the one-launch-a-step schedules share: vectors between launches, and a phase's scalars.
+
+A step is one launch for each phase. A launch leaves its products in shared memory; then every
+(batch row, hidden unit) is finished by one thread, here: the phase's scalars are spliced in, and
+what later launches read is stored. Between launches live, in workspaces,
+
+* ``states`` (S, B, H) float32: read and overwritten in place, each element by its own thread;
+* ``operands_<p>``: the vectors that phase p multiplies, in the layer's dtype, as :class:`Layout`
+  says. Those of phase 0 exist twice, for even and odd t: in a cell of one phase they are read by
+  some blocks while others write the next ones;
+* ``carried`` (C, B, H) float32: other scalars that a later phase of the same step reads;
+* ``statistics`` (S, B) float32: those of the batch rows, where the cell has some (``statistics.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ecornn.analysis.liveness import assigns_of, carried, opening, phase_count, reads, statistics
+from ecornn.program import WORKSPACE, Buffer, Extent, Fill, Launch
+from ecornn.schedules.base import Task
+from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var
+from ecornn.schedules.hoisted import Hoisted, in_float32
+from ecornn.schedules.scalars.pointwise import emit, invariants
+from ecornn.schedules.timeline import Timeline
+
+BEGIN_THREADS = 256
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How an operand (B, H) lies in memory: blocks of ``block`` units, the batch inside a block.
+
+    ``rows`` and ``width`` are B and H, padded to what the kernels read; ``block == width`` is the
+    plain layout with the hidden axis innermost.
+    """
+
+    rows: int
+    width: int
+    block: int
+
+    @property
+    def size(self) -> int:
+        """Elements of one operand."""
+        return self.rows * self.width
+
+    def place(self, row: Expr, unit: Expr) -> Expr:
+        """Where element (row, unit) is."""
+        if self.block == self.width:
+            return row * self.width + unit
+        return (unit // self.block * self.rows + row) * self.block + unit % self.block
+
+
+def workspaces(task: Task, layout: Layout) -> list[Buffer]:
+    """Those named above."""
+    w, graph = task.workload, task.graph
+    found = [Buffer("states", WORKSPACE, "float32", Extent(len(graph.states) * w.batch * w.hidden))]
+    for p, phase in enumerate(graph.phases):
+        copies = 2 if p == 0 else 1
+        if phase.operands:
+            found.append(Buffer(f"operands_{p}", WORKSPACE, w.dtype,
+                                Extent(copies * len(phase.operands) * layout.size)))
+    if names := carried(graph):
+        found.append(Buffer("carried", WORKSPACE, "float32", Extent(len(names) * w.batch * w.hidden)))
+    if names := statistics(graph):
+        found.append(Buffer("statistics", WORKSPACE, "float32", Extent(len(names) * w.batch)))
+    return found
+
+
+def begin_calls(task: Task, layout: Layout, buffers: list[Buffer]) -> list[Fill | Launch]:
+    """What comes before the loop over t: zeros behind the last unit, then the kernel of begin_kernel."""
+    fills: list[Fill | Launch] = []
+    if layout.width > task.workload.hidden:  # 0 * NaN is not 0
+        fills = [Fill(b.name, 0, b.extent) for b in buffers if b.name.startswith("operands_")]
+    return [*fills, Launch("begin", _begin_blocks(task), BEGIN_THREADS)]
+
+
+def _begin_blocks(task: Task) -> int:
+    return -(-task.workload.batch * task.workload.hidden // BEGIN_THREADS)
+
+
+def declare(buffers: list[Buffer]) -> dict[str, TirBuffer]:
+    """Kernel parameters ``T``, ``B``, ``t`` and all buffers; a kernel keeps those that it reads."""
+    found = {name: T.arg(name, T.int32()) for name in ("T", "B", "t")}
+    for b in buffers:
+        found[b.name] = T.arg(b.name, T.buffer((T.int64(1 << 40),), b.dtype))
+    return found
+
+
+def begin_kernel(task: Task, layout: Layout, buffers: list[Buffer], math: str) -> PrimFunc:
+    """``begin``: the states of the call into the workspaces; afterwards ``<state>_out`` may be written."""
+    from tvm.script.ir_builder import IRBuilder
+
+    w, graph = task.workload, task.graph
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("begin")
+        scalars = StepScalars(task, layout, declare(buffers), math)
+        T.device_entry()
+        item = T.let("item", T.block(_begin_blocks(task)) * BEGIN_THREADS + T.thread(BEGIN_THREADS))
+        row, unit = T.let("row", item // w.hidden), T.let("unit", item % w.hidden)
+        with T.If(row < scalars.arguments["B"]), T.Then():
+            values = []
+            for name in graph.states:
+                given = scalars.arguments[f"{name}_in"][scalars.at(0, row, unit)]
+                values.append(T.let(f"{name}_first", T.cast(given, "float32")))
+            timeline = scalars.timeline
+            values = timeline.started(timeline.fresh(0, row, timeline.limit(row)), values)
+            scalars.store_states(row, unit, values)
+            scalars.store_first_operands(row, unit, values, scalars.constants(unit), 0)
+    return builder.get()
+
+
+class StepScalars:
+    """Emits what one thread does for one (batch row, hidden unit), between products and stores.
+
+    Parameters
+    ----------
+    T : the builder's module, ``tvm.tirx.script.builder.ir``
+    arguments : the kernel's parameters, from :func:`declare`
+    math : one of :data:`ecornn.schedules.scalars.pointwise.MATH`
+    hoisted : how hoisted values lie in memory; default: in float32
+    """
+
+    def __init__(self, task: Task, layout: Layout, arguments: dict[str, TirBuffer], math: str,
+                 hoisted: Hoisted | None = None) -> None:
+        self.task, self.graph, self.layout = task, task.graph, layout
+        self.arguments, self.math, self.inputs = arguments, math, hoisted or in_float32(task)
+        self.carried, self.statistics = carried(task.graph), statistics(task.graph)
+        self.timeline = Timeline(task.traversal, arguments, arguments["T"], arguments["B"])
+        w = task.workload
+        largest = max(len(self.graph.states), len(self.carried)) * w.batch * w.hidden
+        self.far = max(largest, 4 * layout.size) >= 1 << 31  # does int32 not reach every element?
+
+    def wide(self, index: Expr) -> Expr:
+        """``index`` in the integer type that reaches all of the workspaces."""
+        return T.cast(index, "int64") if self.far else index
+
+    def at(self, number: int, row: Expr, unit: Expr) -> Expr:
+        """Place in ``states`` or ``carried`` of the vector ``number``."""
+        w = self.task.workload
+        return (self.wide(row) + number * w.batch) * w.hidden + unit
+
+    def constants(self, unit: Expr) -> dict[Var, Expr]:
+        """Values that depend on parameters only."""
+        H = self.task.workload.hidden
+        if not self.graph.vectors:
+            return {}
+        vectors = {v.var: T.let(v.var.name, self.arguments["vectors"][i * H + unit])
+                   for i, v in enumerate(self.graph.vectors)}
+        return invariants(self.graph, vectors, self.math)
+
+    def hoisted(self, row: Expr, unit: Expr) -> list[Expr]:
+        """This step's values of what does not depend on the state, as they are in memory."""
+        a = self.arguments
+        if not self.inputs.outputs:
+            return []
+        row = T.cast(self.timeline.at(a["t"]) * a["B"] + row, "int64")
+        return [T.let("hoisted", value) for value in self.inputs.load(a["hoisted"], row, unit)]
+
+    def finish(self, p: int, row: Expr, unit: Expr, sums: dict[Var, Expr], loaded: list[Expr]) -> None:
+        """Everything that follows the products ``sums`` of phase ``p``; row < B and unit < H. ``loaded``: by
+        :meth:`hoisted`."""
+        a, graph = self.arguments, self.graph
+        before, constants, env = self._environment(p, row, unit, sums, loaded)
+        env = emit(assigns_of(graph, p), env | sums, self.math)
+        if p < phase_count(graph) - 1:
+            for number, (var, made) in enumerate(self.carried.items()):
+                if made == p:
+                    T.buffer_store(a["carried"], env[var], [self.at(number, row, unit)])
+            self._store_operands(p + 1, row, unit, env, 0)
+            return
+        timeline, limit = self.timeline, self.timeline.limit(row)
+        live = timeline.live(a["t"], limit)
+        after = [timeline.masked(live, T.let(f"{name}_new", env[v]), old)
+                 for (name, v), old in zip(graph.results.items(), before, strict=True)]
+        following = timeline.started(timeline.fresh(a["t"] + 1, row, limit), after)
+        self.store_states(row, unit, following)
+        self.store_first_operands(row, unit, following, constants, (a["t"] + 1) % 2)
+        self._store_results(row, unit, dict(zip(graph.results, after, strict=True)), live)
+
+    def before(self, p: int, row: Expr, unit: Expr, known: dict[Var, Expr]) -> dict[Var, Expr]:
+        """What the statistics of phase ``p`` read; ``known``: those of this row that this kernel has computed."""
+        return self._environment(p, row, unit, known, self.hoisted(row, unit))[2] | known
+
+    def store_statistics(self, p: int, row: Expr, values: dict[Var, Expr]) -> None:
+        """The statistics of phase ``p``, for later kernels."""
+        for number, (var, made) in enumerate(self.statistics.items()):
+            if made == p:
+                T.buffer_store(self.arguments["statistics"], values[var], [self._of_row(number, row)])
+
+    def _environment(self, p: int, row: Expr, unit: Expr, known: dict[Var, Expr],
+                     loaded: list[Expr]) -> tuple[list[Expr], dict[Var, Expr], dict[Var, Expr]]:
+        """The states before the step, what depends on parameters only, and all that phase ``p`` reads that was made
+        before it."""
+        a, graph = self.arguments, self.graph
+        hoisted = dict(zip(graph.hoisted_outputs, self.inputs.values(loaded)[0], strict=True))
+        constants = self.constants(unit)
+        states = [T.let(f"{name}_before", a["states"][self.at(s, row, unit)]) for s, name in enumerate(graph.states)]
+        env = constants | hoisted | dict(zip(graph.states.values(), states, strict=True))
+        env, read = emit(graph.prologue, env, self.math), reads(graph, p)
+        for number, (var, made) in enumerate(self.carried.items()):
+            if made < p and var in read:
+                env[var] = T.let(var.name, a["carried"][self.at(number, row, unit)])
+        for number, (var, made) in enumerate(self.statistics.items()):
+            if made <= p and var in read and var not in known:
+                env[var] = T.let(var.name, a["statistics"][self._of_row(number, row)])
+        return states, constants, env
+
+    def _of_row(self, number: int, row: Expr) -> Expr:
+        return number * self.task.workload.batch + row
+
+    def store_states(self, row: Expr, unit: Expr, values: list[Expr]) -> None:
+        """The states, float32, in the order of ``graph.states``."""
+        for s, value in enumerate(values):
+            T.buffer_store(self.arguments["states"], value, [self.at(s, row, unit)])
+
+    def store_first_operands(self, row: Expr, unit: Expr, states: list[Expr], constants: dict[Var, Expr],
+                             parity: Expr) -> None:
+        """The operands of phase 0, which the states determine, for a step of that parity."""
+        if self.graph.phases:
+            env = constants | dict(zip(self.graph.states.values(), states, strict=True))
+            self._store_operands(0, row, unit, emit(opening(self.graph), env, self.math), parity)
+
+    def operand_base(self, p: int, parity: Expr) -> Expr:
+        """First element of phase p's operands."""
+        return self.wide(parity) * (len(self.graph.phases[p].operands) * self.layout.size)
+
+    def _store_operands(self, p: int, row: Expr, unit: Expr, env: dict[Var, Expr], parity: Expr) -> None:
+        dtype = self.task.workload.dtype
+        if not self.graph.phases[p].operands:
+            return
+        place = T.let("place", self.operand_base(p, parity) + self.layout.place(self.wide(row), unit))
+        for o, operand in enumerate(self.graph.phases[p].operands):
+            T.buffer_store(self.arguments[f"operands_{p}"], T.cast(env[operand], dtype),
+                           [place + o * self.layout.size])
+
+    def _store_results(self, row: Expr, unit: Expr, after: dict[str, Expr], live: Expr | None) -> None:
+        a, w, traversal = self.arguments, self.task.workload, self.task.traversal
+        first = T.cast(self.timeline.at(a["t"]) * a["B"] + row, "int64") * traversal.y_width(w.hidden) + unit
+        at = T.let("at", first + traversal.y_offset(w.hidden) if traversal.y_offset(w.hidden) else first)
+        output = self.timeline.masked(live, after[self.graph.output], T.float32(0))
+        T.buffer_store(a["y"], T.cast(output, w.dtype), [at])
+        with T.If(a["t"] == a["T"] - 1), T.Then():
+            for name, value in after.items():
+                T.buffer_store(a[f"{name}_out"], T.cast(value, w.dtype), [self.at(0, row, unit)])

@@ -1,0 +1,59 @@
+"""Statistics between launches of a step: a kernel with a block for each batch row.
+
+It has all phases that follow one another without a product: a thread owns some units of the row, so what it kept of
+them for a later phase it finds again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from ecornn.program import Buffer, Launch
+from ecornn.schedules.base import Task
+from ecornn.schedules.builder import Expr, PrimFunc, T
+from ecornn.schedules.hoisted import Hoisted
+from ecornn.schedules.scalars.row_sums import Env, RowSums
+from ecornn.schedules.step.scalars import Layout, StepScalars, declare
+
+MOST_THREADS = 1024
+
+
+def rows_kernel(task: Task, phases: tuple[int, ...], layout: Layout, buffers: list[Buffer], math: str,
+                inputs: Hoisted | None = None) -> tuple[PrimFunc, Launch]:
+    """``rows_<p>``, p the first of the phases: their statistics, and all scalars of those without a product."""
+    from tvm.script.ir_builder import IRBuilder
+
+    w, graph, name = task.workload, task.graph, f"rows_{phases[0]}"
+    threads = min(MOST_THREADS, -(-w.hidden // 32) * 32)
+    words = max(RowSums.words(threads, graph.phases[p].statistics) for p in phases)
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name(name)
+        a = declare(buffers)
+        scalars = StepScalars(task, layout, a, math, inputs)
+        T.device_entry()
+        row, thread = T.named("row", T.cta_id([w.batch])), T.thread(threads)
+        memory = T.shared(words)
+        with T.If(row < a["B"]), T.Then():
+            sums, found = RowSums(threads, thread, memory), Env()
+
+            def units(function: Callable[[Expr], None]) -> None:
+                with T.serial("turn", 0, -(-w.hidden // threads)) as turn:
+                    unit = T.let("unit", turn * threads + thread)
+                    with T.If(unit < w.hidden), T.Then():
+                        function(unit)
+
+            def visit(p: int, known: Env, function: Callable[[Env], None]) -> None:
+                units(lambda unit: function(scalars.before(p, row, unit, known)))
+
+            def finish(p: int, known: Env, unit: Expr) -> None:
+                scalars.finish(p, row, unit, known, scalars.hoisted(row, unit))
+
+            for p in phases:
+                each = partial(visit, p, dict(found))
+                found |= sums.statistics(graph.phases[p].statistics, w.hidden, each)
+                with T.If(thread == 0), T.Then():
+                    scalars.store_statistics(p, row, found)
+                if not graph.phases[p].products:
+                    units(partial(finish, p, dict(found)))
+    return builder.get(), Launch(name, w.batch, threads, 4 * words)

@@ -1,0 +1,115 @@
+"""Faults of one line, each of which a test that needs no GPU must find.
+
+    python tests/mutants.py            all of them, one after the other, in a copy of the checkout
+    python tests/mutants.py lengths resets    those whose name has one of these words
+
+Prints what found each; exits with 1 where one survives, or where its line is no longer there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SECONDS = 600  # a fault may make a kernel hang
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``old``, which stands once in ``file``, becomes ``new``; ``tests``: pytest's arguments."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+MUTANTS = (
+    Mutant("analysis: a subtrahend is added", "ecornn/analysis/graph.py",
+           "(total - term if negated else total + term)", "(total + term)",
+           "test_tune_oracle.py test_variants.py"),
+    Mutant("analysis: any mean serves a sum of squares", "ecornn/analysis/statistics.py",
+           "return abs(number - count) <= CLOSE * count", "return True", "test_statistics.py"),
+    Mutant("lengths on GPUs: a row takes part in one step more", "schedules/timeline.py",
+           'T.let("live", self.at(t) < limit)', 'T.let("live", self.at(t) <= limit)',
+           "test_persistent_emulated.py -k lengths"),
+    Mutant("lengths on CPUs: a tile ends with its first row", "schedules/cpu/timeline.py",
+           "most = self.e.tirx.Max(most,", "most = self.e.tirx.Min(most,", "test_stacks.py -k lengths"),
+    Mutant("resets on GPUs: backwards a step too early", "schedules/timeline.py",
+           'T.let("step", self.at(t) + 1 if self.traversal.reverse else t)', 'T.let("step", self.at(t))',
+           "test_stacks_cuda.py"),
+    Mutant("resets on CPUs: of the row above", "schedules/cpu/timeline.py",
+           "e.index(0)) * self.batch + last)", "e.index(0)) * self.batch + e.index(0))",
+           "test_stacks.py -k resets"),
+    Mutant("fences: blocks that poll acquire nothing", "schedules/persistent/exchange.py",
+           "self._fence(self.plan.acquired(t))\n\n    def word", "pass\n\n    def word", "test_memory_order.py"),
+    Mutant("lookup: any number of registers will do", "ecornn/tune/lookup.py",
+           '("cores", "shared", "registers"))', '("cores", "shared"))', "test_tune_lookup.py"),
+    Mutant("lookup: one finalist tells the drift of all", "ecornn/tune/lookup.py",
+           "if len(ratios) > 1 else 1.0", "if len(ratios) > 0 else 1.0", "test_tune_lookup.py"),
+    Mutant("packing: every gate is the first", "ecornn/runtime/packing.py", "parameters[name][gate] if name",
+           "parameters[name][0] if name", "test_runtime_packing.py"),
+    Mutant("loading: a file cut short is complete", "ecornn/runtime/library.py",
+           "return max(ends) <= len(content)", "return True", "test_runtime_loader.py"),
+    Mutant("onnx: peepholes in the order of W", "ecornn/onnx/node.py", "ordered(p[d], PEEPHOLES)",
+           "ordered(p[d], (0, 1, 2))", "test_onnx.py"),
+    Mutant("torch: batch first is not turned back", "ecornn/torch/modules.py",
+           "output = y.transpose(0, 1) if self.batch_first else y", "output = y", "test_torch_layers.py"),
+)
+
+
+def checkout(folder: Path) -> Path:
+    """A copy of the files that git knows, importable from the folder that is returned."""
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    for name in filter(None, names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / name)
+    package = folder / "build" / "package" / "ecornn"  # as it is installed: schedules/ as ecornn.schedules
+    package.mkdir(parents=True)
+    for path in (*(folder / "ecornn").iterdir(), folder / "schedules", folder / "tuning_logs"):
+        (package / path.name).symlink_to(path)
+    return package.parent
+
+
+def found_by(mutant: Mutant, folder: Path, package: Path) -> str | None:
+    """The test that fails with the fault, or None."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not gpu and not exhaustive", *mutant.tests.split()]
+    tests = folder / "tests"  # from there: the checkout's own folder ecornn/ lacks the schedules
+    environment = os.environ | {"PYTHONPATH": str(package)}
+    try:
+        done = subprocess.run(command, cwd=tests, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"no end after {SECONDS} s"
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"{mutant.name}: {' '.join(command)} ended with {done.returncode}\n{done.stdout}{done.stderr}")
+    failed = [line for line in done.stdout.split("\n") if line.startswith(("FAILED", "ERROR"))]
+    return failed[0].split(" - ")[0] if done.returncode else None
+
+
+def main() -> None:
+    survived = []
+    with tempfile.TemporaryDirectory(prefix="ecornn-mutants-") as name:
+        folder = Path(name)
+        package = checkout(folder)
+        for mutant in (m for m in MUTANTS if any(word in m.name for word in sys.argv[1:] or [""])):
+            file = folder / mutant.file
+            right = file.read_text()
+            if right.count(mutant.old) != 1:
+                raise SystemExit(f"{mutant.name}: {mutant.file} has {right.count(mutant.old)} times {mutant.old!r}")
+            file.write_text(right.replace(mutant.old, mutant.new))
+            found = found_by(mutant, folder, package)
+            file.write_text(right)
+            print(f"{mutant.name}: {found or 'SURVIVED'}", flush=True)
+            survived += [] if found else [mutant.name]
+    sys.exit(bool(survived))
+
+
+if __name__ == "__main__":
+    main()

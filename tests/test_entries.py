@@ -1,0 +1,107 @@
+"""Modules with several entries: each is a function of the module, and takes the buffers that it says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import cuda_sample
+import numpy as np
+import pytest
+from driver_notes import child, raised
+
+from ecornn.build import build_module
+from ecornn.build.cuda import lower
+from ecornn.build.host_cuda import host_sources
+from ecornn.build.llvm import tables
+from ecornn.errors import BuildError, ModuleError
+from ecornn.host_cpu import detect
+from ecornn.host_gpu import detect as detect_gpu
+from ecornn.manifest import Manifest
+from ecornn.program import Buffer, Call, Entry, Extent, Fill, Launch, Parallel, Program, Wave, WaveLayer
+from ecornn.runtime.plan import make_plan
+from ecornn.schedules.cpu.emit import Emitter
+from ecornn.targets import KNOWN
+from ecornn.workload import Workload
+
+LAST = Launch("last", grid=2, threads=64, shared=256, cluster=2)
+
+
+def with_entry(*calls: Call, takes: tuple[str, ...]) -> Program:
+    """The CUDA sample with an entry ``end`` beside ``run``."""
+    program = cuda_sample.program()
+    return replace(program, entries={**program.entries, "end": Entry(calls, takes)})
+
+
+@pytest.mark.skipif(detect_gpu() is not None, reason="the driver without a GPU serves modules for sm_90a")
+def test_an_entry_of_a_cuda_module_takes_its_own_buffers_in_its_own_order(tmp_path: Path, fake: Path):
+    chunk = WaveLayer((LAST,), {"y": 1}, (("h_in", "h_out"),))
+    program = with_entry(LAST, Fill("mask", 3, Extent(1)), Wave((chunk, chunk), 2, 8),
+                         takes=("mask", "h_out", "y", "h_in"))
+    out = tmp_path / "two.so"
+    build_module(program, cuda_sample.manifest(KNOWN["sm_90a"]), out)
+    code = "m['end'](16, 1, 0, 7, 1000, 2000, 3000, 4000)\n"
+    done = child(code + raised("m['end'](1, 1, 0, 7)"), out, fake, FAKE_MAJOR="9")
+    notes = [note for note in done.calls if note.startswith(("cuLaunchKernelEx", "cuMemset"))]
+    launched = [note.split("arguments ")[1] for note in notes if "arguments" in note]  # h_in, h_out, y, T
+    assert launched[0] == "4000 2000 3000 16" and notes[1].startswith("cuMemsetD8Async 1000 byte=3 size=4")
+    # the second chunk: of y from step 8 on, and from the state that the first one left
+    assert sorted(launched[1:]) == sorted(2 * ["4000 2000 3000 8", f"2000 2000 {3000 + 8 * 4} 8"])
+    assert done.stdout.startswith("TypeError end(T, B, device, queue, *pointers) takes 8 arguments, not 4")
+    everything = child(f"m['run'](2, 1, 0, 7, *{tuple(range(1000, 9000, 1000))})", out, fake, FAKE_MAJOR="9").calls
+    assert sum(note.startswith("cuLaunchKernelEx") for note in everything) == 4
+
+
+@pytest.mark.parametrize(("calls", "takes", "message"), [
+    ((LAST,), ("h_in", "h_out"), "launch of 'last' that reads 'y', which is no buffer that the entry takes"),
+    ((Fill("mask", 0, Extent(1)),), ("y",), "Fill of 'mask'"),
+    ((Fill("mask", 0, Extent(1)),), ("mask", "other"), "entry 'end': the program has no buffer other")])
+def test_a_call_uses_only_what_its_entry_takes(calls: tuple[Call, ...], takes: tuple[str, ...], message: str):
+    program = with_entry(*calls, takes=takes)
+    with pytest.raises(BuildError, match=message):
+        host_sources(program, lower(program, "sm_90a")[0], "sm_90a")
+
+
+def scaled(name: str, factor: float) -> Program:
+    """A CPU program with the one entry ``name``: y = ``factor`` * x, 8 elements of each."""
+    e = Emitter(8)
+    for scalar in ("thread", "threads", "T", "B"):
+        e.scalar(scalar)
+    x, y = e.pointer("x"), e.pointer("y")
+    e.vstore(y, 0, e.vload(x, 0) * e.splat(factor))
+    buffers = tuple(Buffer(n, "workspace", "float32") for n in ("x", "other", "y"))
+    return Program({name: e.function(name)}, buffers, {name: Entry((Parallel(name, most=1),), ("x", "y"))})
+
+
+def test_entries_of_a_cpu_module(tmp_path: Path):
+    import tvm_ffi
+
+    twice, thrice = scaled("twice", 2.0), scaled("thrice", 3.0)
+    program = replace(twice, functions={**twice.functions, **thrice.functions}, entries={
+        "run": replace(twice.entries["twice"], takes=("y", "other", "x")),
+        "both": Entry((Parallel("twice", most=1), Parallel("thrice", {"x": "y", "y": "other"}, 1)),
+                      ("x", "y", "other"))})
+    manifest = Manifest(Workload("lstm", 1, 1), detect(), "test", {}, "", (), "", (), program.buffers,
+                        {name: entry.takes for name, entry in program.entries.items()}, {})
+    build_module(program, manifest, tmp_path / "two.so")
+    module = tvm_ffi.load_module(str(tmp_path / "two.so"))
+    x = np.arange(8, dtype=np.float32)
+    y, other = np.zeros((2, 8), np.float32)
+    module["run"](1, 1, 0, 2, y.ctypes.data, 0, x.ctypes.data)
+    assert (y == 2 * x).all() and not other.any()
+    module["both"](1, 1, 0, 2, *(a.ctypes.data for a in (x, y, other)))
+    assert (other == 6 * x).all()
+    with pytest.raises(TypeError, match=r"both\(T, B, device, threads, \*pointers\) got another number"):
+        module["both"](1, 1, 0, 2, x.ctypes.data)
+    with pytest.raises(BuildError, match="no buffer y that entry 'run' takes"):
+        tables(replace(twice, entries={"run": Entry((Parallel("twice"),), ("x", "other"))}))
+    with pytest.raises(ModuleError, match="no entry 'run'; it has back"):
+        make_plan(replace_entries(manifest, {"back": ("x",)}))
+    with pytest.raises(ModuleError, match="no buffer z for its entry 'run'"):
+        make_plan(replace_entries(manifest, {"run": ("x", "z")}))
+
+
+def replace_entries(manifest: Manifest, entries: dict[str, tuple[str, ...]]) -> Manifest:
+    from msgspec import structs
+
+    return structs.replace(manifest, entries=entries)

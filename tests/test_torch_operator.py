@@ -1,0 +1,351 @@
+"""ecornn.torch under what watches PyTorch's calls: modes, transforms, subclasses, tracers, exported programs."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_torch_layers import LENGTHS, B, H, I, T, agree, double, error, flat, operands, pair
+from torch.autograd import forward_ad
+from torch.func import functional_call, functionalize, grad, jacfwd, jvp, stack_module_state, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import ecornn
+import ecornn.torch
+from ecornn.errors import ArgumentError, WeightsError
+from ecornn.runtime.loader import Module
+from ecornn.torch import engine
+from ecornn.torch.kind import kind_of, text_of
+
+# PyTorch's own: in forward derivatives, in copies of exported programs, and of gradients in vmap
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated", "ignore:.*LeafSpec",
+                                     "ignore:There is a performance drop")
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def binds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One for each time that weights are packed."""
+    found: list[int] = []
+    plain = Module.bind
+    monkeypatch.setattr(Module, "bind", lambda *a, **k: (found.append(1), plain(*a, **k))[1])
+    return found
+
+
+def packed(seed: int) -> Any:
+    x = torch.randn(T, B, I, generator=torch.Generator().manual_seed(seed))
+    return torch.nn.utils.rnn.pack_padded_sequence(x, LENGTHS, enforce_sorted=False)
+
+
+@pytest.mark.parametrize("how", ["make_fx", "pre-dispatch", "functionalize"])
+@pytest.mark.parametrize("name", ["LSTM", "GRU"])
+def test_a_traced_graph_computes_with_its_inputs(name: str, how: str):
+    theirs, ours = pair(name, bidirectional=True)
+    x, other = torch.randn(T, B, I), torch.randn(T, B, I)
+
+    def call(x: Any) -> Any:
+        return ours(2 * x)
+
+    with torch.no_grad():
+        if how == "functionalize":
+            agree(functionalize(call)(x), theirs(2 * double(x)))
+            call = functionalize(call)
+        graph = make_fx(call, pre_dispatch=how == "pre-dispatch")(x)
+        assert "ecornn.recurrent" in graph.code
+        agree(graph(other), theirs(2 * double(other)))
+
+
+def test_fake_tensors_give_fake_ones():
+    theirs, _ = pair("LSTM", num_layers=2, proj_size=3)
+    with torch.no_grad(), torch._subclasses.FakeTensorMode() as mode:
+        ours = ecornn.torch.LSTM(I, H, 2, proj_size=3)
+        found = flat(ours(mode.from_tensor(torch.empty(T, B, I))))
+        assert all(isinstance(t, torch._subclasses.FakeTensor) for t in found)
+    for one, other in zip(found, flat(theirs(torch.zeros(T, B, I).double())), strict=True):
+        assert one.shape == other.shape
+
+
+class Names(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Logged(torch.Tensor):
+    """A subclass whose operators are seen."""
+
+    seen: list[str] = []  # noqa: RUF012
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(str(func))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("given", ["padded", "packed"])
+def test_modes_subclasses_and_the_profiler_see_the_operator(given: str):
+    theirs, ours = pair("GRU")
+    x = packed(0) if given == "packed" else torch.randn(T, B, I)
+    with torch.no_grad():
+        wanted = theirs(double(x))
+        for mode in (Names(), Functions()):
+            with mode:
+                agree(ours(x), wanted)
+            assert any("ecornn.recurrent" in name for name in mode.seen)
+        with torch.profiler.profile() as profile:
+            agree(ours(x), wanted)
+        assert "ecornn::recurrent" in {event.key for event in profile.key_averages()}
+        with FlopCounterMode(display=False) as counter:
+            ours(x)
+        with FlopCounterMode(display=False) as reference:
+            theirs(torch.randn(T, B, I).double())
+        assert counter.get_total_flops() == reference.get_total_flops() > 0
+        if given == "padded":
+            agree(ours(x.as_subclass(Logged)), wanted)
+            weights = {name: w.detach().as_subclass(Logged) for name, w in ours.named_parameters()}
+            assert type(functional_call(ours, weights, (x,))[0]) is Logged
+            assert sum("ecornn.recurrent" in name for name in Logged.seen) == 2
+
+
+def test_a_device_as_a_context_is_no_mode_that_sees_calls():
+    theirs, ours = pair("GRU", bias=False)
+    x = torch.randn(T, B, I)
+    with torch.no_grad():
+        with torch.device("meta"):
+            found = ours(x)
+        agree(found, theirs(double(x)))
+
+
+@pytest.mark.parametrize("name", ["LSTM", "GRU"])
+def test_vmap(name: str):
+    theirs, ours = pair(name, num_layers=2, bidirectional=True)
+    xs = torch.randn(3, T, B, I)
+    with torch.no_grad():
+        agree(vmap(lambda x: ours(x)[0])(xs), torch.stack([theirs(x)[0] for x in double(xs)]))
+        agree(vmap(lambda x: ours(x)[0], in_dims=2, out_dims=1)(xs.movedim(0, 2)),
+              torch.stack([theirs(x)[0] for x in double(xs)], 1))
+        single = torch.randn(2, 3, T, I)
+        agree(vmap(vmap(lambda x: ours(x)[0]))(single),
+              torch.stack([torch.stack([theirs(x)[0] for x in some]) for some in double(single)]))
+        state = torch.rand(3, 4, B, H) - 0.5
+        hx: Callable[[Any], Any] = (lambda h: (h, 2 * h)) if name == "LSTM" else (lambda h: h)
+        agree(vmap(lambda h: ours(xs[0], hx(h))[0])(state),
+              torch.stack([theirs(double(xs[0]), hx(h))[0] for h in double(state)]))
+
+
+def test_vmap_over_models():
+    """An ensemble: torch.nn's own layers have no batching rule."""
+    many = [pair("LSTM") for _ in range(3)]
+    x = torch.randn(T, B, I)
+    weights, buffers = stack_module_state([ours for _, ours in many])
+    with torch.no_grad():
+        found = vmap(lambda w, b: functional_call(many[0][1], (w, b), (x,))[0])(weights, buffers)
+    agree(found, torch.stack([theirs(double(x))[0] for theirs, _ in many]).detach())
+
+
+@pytest.mark.parametrize("no_grad", [False, True])
+def test_forward_derivatives_are_pytorchs(no_grad: bool):
+    """Of an LSTM on a CPU in float32 PyTorch has none, and says so."""
+    theirs, ours = pair("GRU")
+    ours.train()
+    x, tangent = torch.randn(T, B, I), torch.randn(T, B, I)
+    with torch.set_grad_enabled(not no_grad):
+        wanted = [t.detach() for t in jvp(lambda x: theirs(x)[0], (double(x),), (double(tangent),))]
+        agree([t.detach() for t in jvp(lambda x: ours(x)[0], (x,), (tangent,))], wanted)
+        with forward_ad.dual_level():
+            found = forward_ad.unpack_dual(ours(forward_ad.make_dual(x, tangent))[0])
+            agree([t.detach() for t in found], wanted)
+        agree(jacfwd(lambda x: ours(x)[0])(x).detach(), jacfwd(lambda x: theirs(x)[0])(double(x)).detach())
+        with pytest.warns(UserWarning, match="forward derivatives are asked for, so PyTorch's own layer runs$"):
+            jvp(lambda x: ours.eval()(x)[0], (x,), (tangent,))
+        lstm = ecornn.torch.LSTM(I, H)
+        with pytest.raises(NotImplementedError, match="forward AD"):
+            jvp(lambda x: lstm(x)[0], (x,), (tangent,))
+
+
+def test_gradients_through_transforms_are_pytorchs():
+    theirs, ours = pair("LSTM")
+    ours.train()
+    x = torch.randn(T, B, I)
+    wanted = grad(lambda x: theirs(x)[0].sum())(double(x))
+    agree(grad(lambda x: ours(x)[0].sum())(x).detach(), wanted.detach())
+    agree(vmap(grad(lambda x: ours(x)[0].sum()), in_dims=1, out_dims=1)(x).detach(), wanted.detach())
+    with pytest.raises(RuntimeError, match="Batching rule not implemented"):  # of torch.nn's; no wrong numbers
+        grad(lambda x: vmap(lambda x: ours(x)[0], in_dims=1)(x).sum())(x)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_functional_call_under_torch_compile(backend: str, binds: list[int]):
+    """With other weights than the layer's, then with its own; packed once each."""
+    theirs, ours = pair("LSTM")
+    x, halved = torch.randn(T, B, I), {name: 0.5 * w for name, w in ours.state_dict().items()}
+    fast = torch.compile(lambda x, weights: functional_call(ours, weights, (x,)), backend=backend, fullgraph=True)
+    with torch.no_grad():
+        ours(x)
+        binds.clear()
+        for _ in range(3):
+            agree(fast(x, halved), functional_call(theirs, {n: w.double() for n, w in halved.items()}, (double(x),)))
+        assert len(binds) == 1
+        for _ in range(3):
+            agree(fast(x, dict(ours.named_parameters())), theirs(double(x)))
+        assert len(binds) == 1, "the layer has packed its own before"
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_copies_of_an_exported_program_have_weights_of_their_own(strict: bool, binds: list[int]):
+    theirs, ours = pair("GRU")
+    x, dims = torch.randn(T, B, I), {0: torch.export.Dim("T", min=2, max=99), 1: torch.export.Dim("B", min=2, max=99)}
+    with torch.no_grad():
+        program = torch.export.export(ours, (x,), dynamic_shapes=(dims,), strict=strict)
+        other = copy.deepcopy(program)
+        changed, doubled = other.module(), copy.deepcopy(theirs)
+        for weight in (changed.weight_hh_l0, doubled.weight_hh_l0):
+            weight.mul_(2)
+        for layer, wanted in ((program.module(), theirs), (changed, doubled)):
+            layer(x)
+            binds.clear()
+            agree(layer(x), wanted(double(x)))
+            assert not binds
+            longer = torch.randn(T + 3, B - 1, I)
+            agree(layer(longer), wanted(double(longer)))
+        changed.weight_hh_l0.data.mul_(0.5)
+        ecornn.torch.rebind(changed)
+        agree(changed(x), theirs(double(x)))
+
+
+def test_an_exported_program_runs_in_another_process():
+    theirs, ours = pair("LSTM", num_layers=2, bidirectional=True)
+    x, file = torch.randn(T, B, I), io.BytesIO()
+    with torch.no_grad():
+        torch.export.save(torch.export.export(ours, (x,)), file)
+        code = ("import io, sys, numpy, torch, ecornn.torch\n"
+                "program = torch.export.load(io.BytesIO(sys.stdin.buffer.read())).module()\n"
+                f"x = torch.from_numpy(numpy.random.default_rng(0).random(({T}, {B}, {I}), numpy.float32))\n"
+                "with torch.no_grad():\n"
+                "    numpy.save(sys.stdout.buffer, program(x)[0].numpy())\n")
+        there = subprocess.run([sys.executable, "-c", code], input=file.getvalue(), capture_output=True, check=True)
+        x = torch.from_numpy(np.random.default_rng(0).random((T, B, I), np.float32))
+        agree(torch.from_numpy(np.load(io.BytesIO(there.stdout))), theirs(double(x))[0])
+
+
+def test_what_a_layer_is_as_text():
+    for name, options in (("LSTM", {"proj_size": 3, "num_layers": 2}), ("GRU", {"bias": False, "bidirectional": True}),
+                          ("RNN", {"nonlinearity": "relu"})):
+        layer = getattr(ecornn.torch, name)(I, H, **options)
+        kind = kind_of(text_of(layer))
+        assert list(kind.names) == layer._flat_weights_names
+        assert (kind.mode, kind.width) == (layer.mode, layer.proj_size or H)
+    for text in ("", "LSTM", "GRU(input=7)", text_of(layer) + ",more=1)", text_of(layer).replace("7", "x")):
+        with pytest.raises(ArgumentError, match="kind="):
+            kind_of(text)
+    with pytest.raises(WeightsError, match="3 weights"):
+        torch.ops.ecornn.recurrent(torch.zeros(T, B, I), [], None, engine.weights_of(layer)[:3], text_of(layer))
+
+
+def test_the_operator_as_pytorch_checks_it():
+    layer, x = ecornn.torch.GRU(I, H).eval().requires_grad_(False), torch.randn(T, B, I)
+    torch.library.opcheck(torch.ops.ecornn.recurrent, operands(layer, x, torch.rand(1, B, H)), test_utils=(
+        "test_schema", "test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration"))
+    layer.requires_grad_()
+    found = torch.ops.ecornn.recurrent(*operands(layer, x))
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        found[0].sum().backward()
+
+
+def test_nothing_stays_of_weights_that_are_gone():
+    layer, x = ecornn.torch.GRU(I, H).eval(), torch.randn(T, B, I)
+    with torch.no_grad():
+        layer(x)
+        torch.ops.ecornn.recurrent(*operands(layer, x))
+    found, weight = weakref.ref(engine.engine_of(layer)), weakref.ref(layer.weight_hh_l0)
+    assert engine.engine_for(kind_of(text_of(layer)), engine.weights_of(layer)) is found()
+    del layer
+    gc.collect()
+    assert found() is None and weight() is None
+
+
+def test_weights_that_are_new_at_each_call_share_what_was_compiled():
+    """Of a weight norm, under torch.compile: one engine, however many calls."""
+    theirs, ours = pair("GRU")
+    for layer in (theirs, ours):
+        torch.nn.utils.parametrizations.weight_norm(layer, "weight_hh_l0")
+    x, fast = torch.randn(T, B, I), torch.compile(ours, backend="aot_eager")
+    with torch.no_grad():
+        for _ in range(4):
+            agree(fast(x), theirs(double(x)))
+            ours.parametrizations.weight_hh_l0.original0.mul_(0.5)
+            theirs.parametrizations.weight_hh_l0.original0.mul_(0.5)
+    assert len(engine._weights[ours.weight_ih_l0]) == 1
+
+
+def test_an_assigned_weight_at_an_old_ones_place():
+    """Of the same memory, and perhaps of the same id and version."""
+    theirs, ours = pair("GRU")
+    x = torch.randn(T, B, I)
+    with torch.no_grad():
+        for scale in (1.0, 0.5, 0.25):
+            memory = ours.weight_hh_l0.data
+            del ours.weight_hh_l0
+            ours.weight_hh_l0 = torch.nn.Parameter(memory)
+            ours.weight_hh_l0.mul_(scale)
+            theirs.weight_hh_l0.mul_(scale)
+            agree(ours(x), theirs(double(x)))
+
+
+@pytest.mark.parametrize("kind", ["fake", "make_fx", "pre-dispatch", "vmap", "functionalize", "jvp", "dual", "zero"])
+def test_a_layer_of_modules_refuses_what_it_cannot_see(kind: str):
+    """It is no operator: it read memory that is none, or what it computed was lost."""
+    module = ecornn.compile("gru", hidden=H, input=I, batch=B, seq=T, target="cpu")
+    weights = {p.name: np.ones(p.shape, np.float32) for p in module.manifest.parameters}
+    layer, x = module.bind(weights), torch.randn(T, B, I)
+
+    def call(x: Any) -> Any:
+        return layer(x)[0]
+
+    with pytest.raises(ArgumentError, match=r"^x="), torch.no_grad():
+        if kind == "fake":
+            with torch._subclasses.FakeTensorMode() as mode:
+                call(mode.from_tensor(x))
+        elif kind in ("make_fx", "pre-dispatch"):
+            make_fx(call, pre_dispatch=kind == "pre-dispatch")(x)
+        elif kind == "jvp":
+            jvp(call, (x,), (x,))
+        elif kind == "dual":
+            with forward_ad.dual_level():
+                call(forward_ad.make_dual(x, x))
+        elif kind == "zero":
+            call(torch._efficientzerotensor((T, B, I)))
+        else:
+            {"vmap": vmap, "functionalize": functionalize}[kind](call)(x[None])
+    assert error(call(x), call(x.clone()).double()) == 0
