@@ -26,7 +26,8 @@ class Snapshot:
         if len(weights) != len(state):
             return False
         for w, (tensor, pointer, count) in zip(weights, state, strict=True):
-            if tensor() is not w or w.data_ptr() != pointer or (0 if w.is_inference() else w._version) != count:
+            changed = w.data_ptr() != pointer or (0 if w.is_inference() else w._version) != count
+            if changed or tensor() is not w:
                 return False
         return True
 
