@@ -51,11 +51,17 @@ def shared_buffers(task: Task, layout: Hoisted) -> list[Buffer]:
 
 def call_buffers(states: Iterable[str], traversal: Traversal, dtype: str) -> list[Buffer]:
     """The tensors that a call exchanges: x, y, each state before and after, and the rows that the traversal reads."""
+    return tensor_buffers(ENTRIES[RUN], traversal, dtype, states)
+
+
+def tensor_buffers(tensors: Iterable[str], traversal: Traversal, dtype: str, states: Iterable[str] = (),
+                   parameters: Iterable[str] = ()) -> list[Buffer]:
+    """The buffers of ``tensors``, of those that are optional only what the traversal reads."""
     found = []
-    for tensor in ENTRIES[RUN]:
+    for tensor in tensors:
         kind = TENSORS[tensor]
-        if kind.by_state:
-            found += [Buffer.of(tensor, dtype, state) for state in states]
+        if kind.by_state or kind.by_parameter:
+            found += [Buffer.of(tensor, dtype, name) for name in (states if kind.by_state else parameters)]
         elif not kind.optional or getattr(traversal, tensor):
             found.append(Buffer.of(tensor, dtype))
     return found

@@ -37,12 +37,14 @@ class Knob:
 
 @dataclass(frozen=True)
 class Task:
-    """What a schedule is asked for: one sequence, and how it sits in the layer around it."""
+    """What a schedule is asked for: one sequence, and how it sits in the layer around it; ``keep``: what forward keeps
+    for backward, of :data:`~ecornn.analysis.kept.KEEP`, or None where there is no backward."""
 
     workload: Workload
     graph: StepGraph
     device: Device
     traversal: Traversal = ALONE
+    keep: str | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class Schedule(ABC):
     kind : ``cuda`` or ``llvm``
     weights : data types that weights may be rounded to, besides that of the layer
     sequences : whether a column of the batch may work on one sequence after the other
+    keeps : what forward may keep for backward; nothing where it has no backward
     """
 
     name: str
@@ -80,9 +83,12 @@ class Schedule(ABC):
     kind: str
     weights: tuple[str, ...] = ()
     sequences: bool = False
+    keeps: tuple[str, ...] = ()
 
     def serves(self, task: Task) -> str | None:
         """None, or the reason why this schedule cannot serve the task."""
+        if task.keep is not None and task.keep not in self.keeps:
+            return f"has no backward pass from what keep={task.keep!r} keeps"
         return beyond_forward(task.graph) or self.refuses(task)
 
     @abstractmethod

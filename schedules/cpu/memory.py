@@ -9,7 +9,7 @@ from ecornn.program import Buffer
 from ecornn.schedules.cpu import paired
 from ecornn.schedules.cpu.emit import Emitter
 from ecornn.schedules.cpu.quantize import Integers
-from ecornn.schedules.cpu.stages import StepPlan
+from ecornn.schedules.cpu.stages import Stage, StepPlan
 from ecornn.schedules.cpu.tiling import Shape
 from ecornn.schedules.cpu.timeline import Timeline
 from ecornn.workload import Traversal
@@ -28,20 +28,36 @@ class Span:
     rows: Expr
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a value of each row lies, its units side by side: from ``start`` on, rows ``stride`` elements apart."""
+
+    data: Any
+    stride: int
+    start: Any = 0
+
+    def at(self, e: Emitter, row: Expr) -> Expr:
+        """Where the row's first unit is."""
+        return e.index(self.start) + row * e.index(self.stride)
+
+
 class Memory:
     """Buffers by name, and the place of each value of the step in them."""
 
     timeline: Timeline
     batch: Expr  # B of the call
 
-    def __init__(self, plan: StepPlan, shape: Shape, traversal: Traversal) -> None:
+    def __init__(self, plan: StepPlan, shape: Shape, traversal: Traversal, prefix: str = "",
+                 e: Emitter | None = None) -> None:
+        """``prefix``: of the names of its own buffers, where a function ``e`` has several parts."""
         self.plan, self.shape, self.graph, self.traversal = plan, shape, plan.graph, traversal
-        self.e = Emitter(shape.lanes)
+        self.prefix, self.e = prefix, e or Emitter(shape.lanes)
         self.buffers: list[Buffer] = []
-        self.data: dict[str, Any] = {}  # buffer name -> its elements
+        self.data: dict[str, Any] = {}  # buffer name, without the prefix -> its elements
         self.integers: dict[tuple[str, int], Integers] = {}  # (stage, group of rows) -> its operand as integers
         self.paired: dict[tuple[str, int], paired.Paired] = {}  # ... as copies for products of pairs
         self.aliases: dict[str, str] = {}  # further pointer parameters -> their buffer
+        self.given: dict[Var, Place] = {}  # what other parts of the function, or its caller, made
         self.kept: dict[Var, Any] = {}  # value carried between stages -> its buffer
         self.place = {v: i for i, v in enumerate(self.graph.hoisted_outputs)}
         self.projected = {v: i for i, v in enumerate(self.graph.projected)}  # where statistics of them are due
@@ -50,6 +66,18 @@ class Memory:
         self.row = {v.var: i for i, v in enumerate(self.graph.vectors)}
         self.row.update((a.var, i) for i, a in enumerate(self.graph.invariants))
         self.vectors = {v.var for v in self.graph.vectors}
+
+    def every_step(self, stage: Stage) -> bool:
+        """Whether a stage is of the batch's rows in each step; else it is of all rows of a chunk."""
+        return stage.level >= 0
+
+    def row_of_chunk(self, first: Expr, t: Expr, row: Expr) -> Expr:
+        """The row of the chunk from step ``first`` on that is a batch row at step ``t``."""
+        return (self.timeline.at(t) - first) * self.batch + row
+
+    def length(self, operand: Var | None) -> int:
+        """Values of a row of an operand."""
+        return self.shape.input if operand is None else self.shape.hidden
 
     def slot(self, state: str, t: Expr) -> Expr:
         """Where a state before step ``t`` starts in its workspace."""
@@ -62,6 +90,9 @@ class Memory:
         e, s = self.e, self.shape
         if operand is None:
             return self.data["x"], e.let("x_first", first * self.batch * e.index(s.input)), s.input
+        if operand in self.given:
+            place = self.given[operand]
+            return place.data, place.at(e, e.index(0)), place.stride
         name = next((n for n, v in self.graph.states.items() if v.same_as(operand)), None)
         if name is None:
             return self.kept[operand], e.index(0), s.width

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ecornn.analysis import Product
+from ecornn.analysis.step import Term
 from ecornn.program import Packing
 from ecornn.schedules.builder import Expr
 from ecornn.schedules.cpu.emit import Emitter
@@ -65,11 +65,11 @@ class Paired:
         return self.pairs * self.stride
 
 
-def packings(rows: Sequence[Product], hidden: int, k: int, vectors: int, lanes: int, pairs: int) -> dict[str, Packing]:
-    """Weights of ``rows``, each (H, K), as (tile, k, section, gate, vector, lane); factors and sums of pairs of
+def packings(terms: Sequence[Term], hidden: int, k: int, vectors: int, lanes: int, pairs: int) -> dict[str, Packing]:
+    """Weights of ``terms``, each (H, K), as (tile, k, section, gate, vector, lane); factors and sums of pairs of
     their rows."""
-    tiles, gates, length = -(-hidden // (vectors * lanes)), len(rows), section(k, pairs)
-    sources, units = tuple(p.term.source for p in rows), tiles * vectors * lanes
+    tiles, gates, length = -(-hidden // (vectors * lanes)), len(terms), section(k, pairs)
+    sources, units = tuple(t.source for t in terms), tiles * vectors * lanes
     pad = (gates, units, pairs * length)
     split = (gates, tiles, vectors, lanes, pairs, length)
     return {"weights": Packing(sources, pad, split, (1, 5, 4, 0, 2, 3), "balanced"),

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ecornn.analysis import Product
+from ecornn.analysis.step import Term
 from ecornn.program import Packing
 from ecornn.schedules.builder import Expr
 from ecornn.schedules.cpu.emit import Emitter
@@ -30,13 +30,15 @@ class Ahead:
     share: int
 
 
-def packing(rows: Sequence[Product], hidden: int, k: int, vectors: int, lanes: int, kind: str) -> Packing:
-    """Weights of ``rows``, each (H, K), as (tile, K / group, gate, vector, lane, group); of int16 and int21
-    as (..., vector, word, lane)."""
-    tiles, gates, group = -(-hidden // (vectors * lanes)), len(rows), STORED[kind].group
-    groups = -(-k // group)
-    return Packing(sources=tuple(p.term.source for p in rows),
-                   pad=(gates, tiles * vectors * lanes, groups * group),
+def packing(terms: Sequence[Term], hidden: int, k: int, vectors: int, lanes: int, kind: str) -> Packing:
+    """Weights of ``terms``, each (H, K), or (K, H) where transposed, as (tile, K / group, gate, vector, lane, group); of
+    int16 and int21 as (..., vector, word, lane)."""
+    tiles, gates, group = -(-hidden // (vectors * lanes)), len(terms), STORED[kind].group
+    groups, sources = -(-k // group), tuple(t.source for t in terms)
+    if terms[0].transposed:
+        return Packing(sources, pad=(gates, groups * group, tiles * vectors * lanes),
+                       split=(gates, groups, group, tiles, vectors, lanes), order=(3, 1, 0, 4, 5, 2), dtype=kind)
+    return Packing(sources, pad=(gates, tiles * vectors * lanes, groups * group),
                    split=(gates, tiles, vectors, lanes, groups, group), order=(1, 4, 0, 2, 3, 5), dtype=kind)
 
 

@@ -18,10 +18,10 @@ ONE = Tile(1, 1, 1)  # a vector of units of the row
 class RowTask:
     """One row of the batch, or of the chunk where the stage is of the hoisted projection."""
 
-    def __init__(self, owner: Memory, stage: Stage, span: Span, row: Expr) -> None:
+    def __init__(self, owner: Memory, stage: Stage, span: Span, row: Expr, kind: type[TileTask] = TileTask) -> None:
         self.o, self.e, self.stage, self.span = owner, owner.e, stage, span
         self.row, self.lanes = row, owner.shape.lanes
-        self.hidden = owner.shape.hidden
+        self.hidden, self.kind = owner.shape.hidden, kind
 
     def run(self) -> None:
         for s in self.stage.statistics:
@@ -32,7 +32,7 @@ class RowTask:
 
     def task(self, vector: Expr) -> TileTask:
         """What has the values of a vector of units."""
-        return TileTask(self.o, self.stage, ONE, self.span, vector, self.row)
+        return self.kind(self.o, self.stage, ONE, self.span, vector, self.row)
 
     def summarize(self, s: Statistic) -> None:
         """The total, and in a second pass the squares."""

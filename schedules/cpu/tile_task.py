@@ -35,17 +35,19 @@ class TileTask:
 
     def run(self) -> None:
         e, s, tile = self.e, self.s, self.tile
-        for number, (operand, rows) in enumerate(groups(self.stage.rows)):
-            columns = len(rows) * tile.vectors
-            add = (self.pairs if tile.pairs else self.plain)(number, operand, columns)
-            into = accumulators(e, tile.rows, columns, f"sum{number}", s.weights)
-            some = None if operand is None else self.o.timeline.any_live(self.t, self.top, tile.rows)
-            with nullcontext() if some is None else e.when(some):
-                add(into)
-            for gate, row in enumerate(rows):
+        for group in groups(self.stage.rows):
+            columns = len(group.products) * tile.vectors
+            into: list[list[Any]] = []
+            for number, (operand, _) in enumerate(group.parts, group.first):
+                add = (self.pairs if tile.pairs else self.plain)(number, operand, columns)
+                into = into or accumulators(e, tile.rows, columns, f"sum{number}", s.weights)
+                some = None if operand is None else self.o.timeline.any_live(self.t, self.top, tile.rows)
+                with nullcontext() if some is None else e.when(some):
+                    add(into)
+            for gate, row in enumerate(group.products):
                 first = gate * tile.vectors
                 self.products[row.var] = [r[first:first + tile.vectors] for r in into]
-                self.source[row.var] = number, gate
+                self.source[row.var] = group.first, gate
         for m in range(tile.rows):
             for v in range(tile.vectors):
                 self.pointwise(m, v)
@@ -53,7 +55,7 @@ class TileTask:
     def plain(self, number: int, operand: Var | None, columns: int) -> Callable[[list[list[Any]]], None]:
         """What adds a product to registers."""
         e, s = self.e, self.s
-        k = s.input if operand is None else s.hidden
+        k = self.o.length(operand)
         data, starts = self.operand(number, operand)
         weights = self.o.data[f"{self.stage.name}_weights_{number}"]
         size = STORED[s.weights].size(k, columns * s.lanes)
@@ -114,8 +116,12 @@ class TileTask:
 
     def pointwise(self, m: int, v: int) -> None:
         """All values of a row and vector."""
-        e, stage = self.e, self.stage
         self.locate(m, v)
+        self.compute()
+
+    def compute(self) -> None:
+        """What the stage makes at the place at hand."""
+        e, stage = self.e, self.stage
         kept = [(var, self.value(var)) for var in stage.keep]
         results = {n: self.value(r) for n, r in self.o.graph.results.items()} if stage.last else {}
         for var, value in kept:
@@ -129,7 +135,7 @@ class TileTask:
 
     def finish(self, results: dict[str, Expr]) -> None:
         """Stores the states before the next step, and y."""
-        e, s, o, timeline, traversal = self.e, self.s, self.o, self.o.timeline, self.o.traversal
+        e, o, timeline = self.e, self.o, self.o.timeline
         live = timeline.live(self.t, self.at_row)
         if live is not None:
             states = o.graph.states
@@ -137,6 +143,11 @@ class TileTask:
         after = self.t + e.index(1)
         for name, value in timeline.started(after, self.at_row, results).items():
             e.vstore(o.data[f"{name}_state"], o.slot(name, after) + self.at, value)
+        self.publish(live, results)
+
+    def publish(self, live: Expr | None, results: dict[str, Expr]) -> None:
+        """Stores y; zero where the row takes no part."""
+        e, s, o, timeline, traversal = self.e, self.s, self.o, self.o.timeline, self.o.traversal
         y_row = timeline.at(self.t) * o.batch + self.at_row
         start = y_row * e.index(traversal.y_width(s.hidden)) + self.unit
         if traversal.y_offset(s.hidden):
@@ -157,7 +168,11 @@ class TileTask:
         return self.values[var]
 
     def make(self, var: Var) -> Expr:
-        e, o, level = self.e, self.o, self.plan.level[var]
+        e, o = self.e, self.o
+        if var in o.given:
+            row = o.row_of_chunk(self.first, self.t, self.at_row)
+            return e.vload(o.given[var].data, o.given[var].at(e, row) + self.unit)
+        level = self.plan.level[var]
         if var in self.products:
             product = e.vload(self.products[var][self.m][self.v], 0)
             return self.real(var, product)

@@ -15,11 +15,15 @@ from ecornn.workload import Traversal
 class Timeline:
     """Writes the predicates of a traversal; where the traversal has none, nothing is written.
 
-    ``data`` has the elements of ``lengths`` and ``resets`` where the traversal asks for them.
+    ``data`` has the elements of ``lengths`` and ``resets`` where the traversal asks for them. ``adjoint``: gradients go
+    through time, against the layer's way. It starts anew at its first step where that is in x's time the first one, too,
+    and its gradients have no way past the start, from the last step on in the other direction.
     """
 
-    def __init__(self, e: Emitter, traversal: Traversal, data: dict[str, Any], steps: Expr, batch: Expr) -> None:
+    def __init__(self, e: Emitter, traversal: Traversal, data: dict[str, Any], steps: Expr, batch: Expr,
+                 adjoint: bool = False) -> None:
         self.e, self.traversal, self.data, self.steps, self.batch = e, traversal, data, steps, batch
+        self.first_start = int(traversal.reverse != adjoint)  # the first step at which a sequence may start anew
 
     def at(self, t: Expr) -> Expr:
         """The step of x and y that the loop is at."""
@@ -57,7 +61,7 @@ class Timeline:
             return values
         e = self.e
         step = e.let("start", self.at(t) + e.index(1) if self.traversal.reverse else t)
-        inside = e.let("inside", e.tirx.And(step >= e.index(int(self.traversal.reverse)), step < self.limit(row)))
+        inside = e.let("inside", e.tirx.And(step >= e.index(self.first_start), step < self.limit(row)))
         last = e.tirx.Min(row, self.batch - e.index(1))
         mark = e.let("mark", e.tirx.Select(inside, step, e.index(0)) * self.batch + last)
         reset = e.load(self.data["resets"], mark) != e.tirx.const(0, "uint8")
