@@ -37,14 +37,12 @@ class Knob:
 
 @dataclass(frozen=True)
 class Task:
-    """What a schedule is asked for: one sequence, and how it sits in the layer around it; ``keep``: what forward keeps
-    for backward, of :data:`~ecornn.analysis.kept.KEEP`, or None where there is no backward."""
+    """What a schedule is asked for: one sequence, and how it sits in the layer around it."""
 
     workload: Workload
     graph: StepGraph
     device: Device
     traversal: Traversal = ALONE
-    keep: str | None = None
 
 
 @dataclass(frozen=True)
@@ -87,8 +85,8 @@ class Schedule(ABC):
 
     def serves(self, task: Task) -> str | None:
         """None, or the reason why this schedule cannot serve the task."""
-        if task.keep is not None and task.keep not in self.keeps:
-            return f"has no backward pass from what keep={task.keep!r} keeps"
+        if task.traversal.keep is not None and task.traversal.keep not in self.keeps:
+            return "has no backward pass"
         return beyond_forward(task.graph) or self.refuses(task)
 
     @abstractmethod

@@ -37,7 +37,7 @@ class CPUSequence(Schedule):
             return f"runs on CPUs, not on {task.device.kind}"
         if task.workload.dtype != "float32":
             return f"computes in float32; {task.workload.dtype} is served on GPUs only"
-        if task.keep is not None and task.workload.weights is not None:
+        if task.traversal.keep is not None and task.workload.weights is not None:
             return f"trains with float32 weights, not {task.workload.weights}"
         if task.workload.weights == "int8":
             if not {"avx512vnni", "avxvnni"} & set(task.device.features):
@@ -122,6 +122,6 @@ class CPUSequence(Schedule):
         from ecornn.schedules.cpu.stages import plan
         from ecornn.schedules.cpu.training import training_program
 
-        if task.keep is not None:
+        if task.traversal.keep is not None:
             return training_program(task, config)
         return sequence(plan(task.graph), shape_of(task, config), task.traversal)

@@ -25,11 +25,11 @@ CHUNK_ROWS = 256  # rows of the batch in a chunk of the backward pass, about
 
 def training_program(task: Task, config: Config) -> Program:
     """The program of a layer with the entries ``run``, ``forward`` and ``backward``."""
-    assert task.keep is not None
+    assert task.traversal.keep is not None
     plan, shape = plan_step(task.graph), shape_of(task, config)
     run = sequence(plan, shape, task.traversal)
     made = adjoint(task.graph, task.workload.hidden, starts_anew=task.traversal.resets)
-    plans = backward_plans(made, kept(made, task.keep))
+    plans = backward_plans(made, kept(made, task.traversal.keep))
     keeping = KeepingSequence(plan, shape, task.traversal, plans.kept.states)
     backward = BackwardWorker(task, plans, *backward_shapes(task, plans, shape))
     functions = {**run.functions, "forward_worker": keeping.function("forward_worker"),

@@ -81,12 +81,12 @@ class BackwardWorker:
         # tiles of rows may reach past the last row of a chunk
         tall = max(t.rows for s in (shape, dx_shape) for t in s.tiles.values())
         self.rooms = shape.chunk * shape.batch + tall
-        adds = task.traversal.reverse and task.traversal.directions > 1  # the second one of a layer
-        self.root = Worker(pass_plan("once", plans.adjoint.once, ()), shape, task.traversal, "", e)
+        self.adds = task.traversal.reverse and task.traversal.directions > 1  # the second one of a layer
+        self.root = Worker(pass_plan("once", plans.adjoint.once, ()), shape, task.traversal, "backward_", e)
         self.replay = Pass("replay", plans.replay, shape, e, self.rooms)
         self.recurrence = Recurrence(plans.recurrence, shape, task.traversal, e, plans.written, self.rooms)
         self.inputs = Pass("inputs", plans.inputs, shape, e, self.rooms)
-        self.dx = None if plans.dx is None else DxPass(plans, dx_shape, e, self.rooms, shape.hidden, adds)
+        self.dx = None if plans.dx is None else DxPass(plans, dx_shape, e, self.rooms, shape.hidden, self.adds)
         self.finish = Pass("finish", plans.finish, shape, e, shape.padded_batch)
         self.passes = [p for p in (self.replay, self.inputs, self.dx, self.finish) if p is not None]
         self.forward, self.copies = forward, list[Copy]()
@@ -215,11 +215,21 @@ class BackwardWorker:
         self.inputs.run(low, rows)
         if self.dx is not None:
             self.dx.run(low, rows)
+        elif not self.adds:
+            self.no_dx(low, rows)
         for o in self.outer_products:
             add_outer(self.root, self.outer(o), rows, self.registers)
         self.add(adjoint.recurrence.sums, self.places, rows)
         self.add(adjoint.inputs.sums, self.places, rows)
         e.call("ecornn_barrier")
+
+    def no_dx(self, low: Expr, rows: Expr) -> None:
+        """Zeros, where the cell does not read x."""
+        e, root, length = self.e, self.root, self.shape.input
+        with root.tasks("no_dx", rows) as row:
+            start = e.let("start", (low * root.batch + row) * e.index(length))
+            with e.loop("k", length) as k:
+                e.store(root.data["dx"], start + k, e.tirx.const(0.0, "float32"))
 
     def add(self, sums: tuple[Sum, ...], places: Mapping[Var, Place], rows: Expr) -> None:
         """Adds to the totals."""

@@ -19,7 +19,7 @@ from typing import Any
 from ecornn.analysis import StepGraph
 from ecornn.analysis.adjoint import Adjoint
 from ecornn.analysis.kept import Kept
-from ecornn.analysis.liveness import levels
+from ecornn.analysis.liveness import levels, needed
 from ecornn.analysis.scalar import variables
 from ecornn.analysis.step import Assign, Phase, Product, Statistic
 from ecornn.schedules.cpu.stages import Stage, StepPlan
@@ -77,7 +77,9 @@ def backward_plans(adjoint: Adjoint, kept: Kept) -> Backward:
     made = _made(before)
     dx = None
     if adjoint.dx is not None:
-        graph = replace(inputs, hoisted=(), hoisted_statistics=(), normalized=(), prologue=(), phases=(last,))
+        invariants, read_last = needed(inputs.invariants, {v for a in last.assigns for v in variables(a.value)})
+        graph = replace(inputs, hoisted=(), hoisted_statistics=(), normalized=(), prologue=(), phases=(last,),
+                        invariants=invariants, vectors=tuple(v for v in inputs.vectors if v.var in read_last))
         dx = _last_stage(pass_plan("dx", graph, (adjoint.dx,)))
     finish = adjoint.finish
     ends = _made(finish)
