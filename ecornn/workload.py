@@ -80,6 +80,8 @@ class Traversal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         reverse the state is therefore cleared after step t
     sequences : ``sequences[t, b]`` is the number of the sequence that column b of the batch works on at step t,
         or -1; states are by sequence
+    backward : the sequence is the recurrence of an adjoint, of a layer that goes the other way: it writes ``outputs``
+        in place of y, and its states are cleared wherever the layer's were, also behind its last step
     """
 
     reverse: bool = False
@@ -87,6 +89,7 @@ class Traversal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lengths: bool = False
     resets: bool = False
     sequences: bool = False
+    backward: bool = False
 
     def y_width(self, hidden: int) -> int:
         """Elements of a row of y."""
