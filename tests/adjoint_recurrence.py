@@ -104,7 +104,8 @@ def recur(task: Task, sample: Sample, masks: Mapping[str, Array], kind: str = "f
     return outputs, last
 
 
-def pieces(traversal: Traversal, steps: int, masks: Mapping[str, Array], rows: slice) -> Iterator[tuple[list[int], bool]]:
+def pieces(traversal: Traversal, steps: int, masks: Mapping[str, Array],
+           rows: slice) -> Iterator[tuple[list[int], bool]]:
     """The steps between two resets of a layer, in the order of its adjoint, and whether the layer cleared its states
     before them: so that nothing goes back beyond."""
     n = int(masks["lengths"][rows.start]) if traversal.lengths else steps

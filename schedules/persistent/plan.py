@@ -325,10 +325,10 @@ def packing_of(task: Task, plan: PersistentPlan, index: int) -> Packing:
         rows = [product.source(operand) for product in phase.products]
         sources += rows + [("", 0)] * (p.gates - len(rows))
     e, n = p.interleave, per_word(plan.dtype)
-    rows = (p.operands, p.gates // e, e)
+    first = (p.operands, p.gates // e, e)
     made, multiplied = (plan.blocks, plan.units * e // 8, 8 // e), (plan.warps, p.warp_pairs, 4, 2, 2, n)
     if phase.products[0].terms[0].transposed:
-        return Packing(tuple(sources), (len(sources), prod(multiplied), prod(made)), (*rows, *multiplied, *made),
+        return Packing(tuple(sources), (len(sources), prod(multiplied), prod(made)), (*first, *multiplied, *made),
                        (9, 3, 0, 4, 1, 10, 11, 2, 5, 6, 7, 8), plan.dtype)
-    return Packing(tuple(sources), (len(sources), prod(made), prod(multiplied)), (*rows, *made, *multiplied),
+    return Packing(tuple(sources), (len(sources), prod(made), prod(multiplied)), (*first, *made, *multiplied),
                    (3, 6, 0, 7, 1, 4, 5, 2, 8, 9, 10, 11), plan.dtype)
