@@ -82,6 +82,8 @@ class Traversal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sequences : ``sequences[t, b]`` is the number of the sequence that column b of the batch works on at step t,
         or -1; states are by sequence
     keep : what the forward pass keeps of each step for the backward pass, one of :data:`KEEPS`; None: there is none
+    backward : the sequence is the recurrence of an adjoint, of a layer that goes the other way: it writes ``outputs``
+        in place of y, and its states are cleared wherever the layer's were, also behind its last step
     """
 
     reverse: bool = False
@@ -90,6 +92,7 @@ class Traversal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     resets: bool = False
     sequences: bool = False
     keep: str | None = None
+    backward: bool = False
 
     def y_width(self, hidden: int) -> int:
         """Elements of a row of y."""

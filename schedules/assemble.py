@@ -42,11 +42,15 @@ def shared_buffers(task: Task, layout: Hoisted) -> list[Buffer]:
     """What any kernel of the program may use: the tensors of the call, ``vectors`` (V, H), float32, the cell's
     parameter vectors, and ``hoisted``, where there is anything to keep there."""
     w, graph = task.workload, task.graph
-    found = call_buffers(graph.states, task.traversal, w.dtype)
-    size = max(1, len(graph.vectors)), w.hidden
-    packing = Packing(vector_sources(graph) or (("", 0),), size, size, (0, 1), "float32")
-    found.append(Buffer("vectors", PACKED, "float32", Extent(size[0] * size[1]), packing))
+    found = [*call_buffers(graph.states, task.traversal, w.dtype), vector_buffer(task)]
     return [*found, layout.buffer(w.batch)] if graph.hoisted_outputs else found
+
+
+def vector_buffer(task: Task) -> Buffer:
+    """The buffer ``vectors``."""
+    size = max(1, len(task.graph.vectors)), task.workload.hidden
+    packing = Packing(vector_sources(task.graph) or (("", 0),), size, size, (0, 1), "float32")
+    return Buffer("vectors", PACKED, "float32", Extent(size[0] * size[1]), packing)
 
 
 def call_buffers(states: Iterable[str], traversal: Traversal, dtype: str) -> list[Buffer]:

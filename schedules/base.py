@@ -74,6 +74,7 @@ class Schedule(ABC):
     weights : data types that weights may be rounded to, besides that of the layer
     sequences : whether a column of the batch may work on one sequence after the other
     keeps : what forward may keep for backward; nothing where it has no backward
+    backward : whether it carries out the recurrence of an adjoint, too, a task whose traversal is ``backward``
     """
 
     name: str
@@ -82,16 +83,20 @@ class Schedule(ABC):
     weights: tuple[str, ...] = ()
     sequences: bool = False
     keeps: tuple[str, ...] = ()
+    backward: bool = False
 
     def serves(self, task: Task) -> str | None:
         """None, or the reason why this schedule cannot serve the task."""
+        if task.traversal.backward:
+            return self.refuses(task) if self.backward else f"{self.name} does not carry out adjoints"
         if task.traversal.keep is not None and task.traversal.keep not in self.keeps:
             return "has no backward pass"
         return beyond_forward(task.graph) or self.refuses(task)
 
     @abstractmethod
     def refuses(self, task: Task) -> str | None:
-        """None, or the reason why this schedule cannot serve the task, whose graph is one of a cell."""
+        """None, or the reason why this schedule cannot serve the task, whose graph is one of a cell; or, if it says
+        that it can, of an adjoint."""
 
     @abstractmethod
     def knobs(self, task: Task) -> tuple[Knob, ...]:
@@ -124,7 +129,7 @@ class Schedule(ABC):
 
 
 def beyond_forward(graph: StepGraph) -> str | None:
-    """None, or what the graph has that no schedule carries out yet: cells have none of it, adjoints do."""
+    """None, or what the graph has that no schedule carries out in a layer: cells have none of it, adjoints do."""
     products = (product for phase in graph.phases for product in phase.products)
     found = {"inputs that are not multiplied": graph.given, "outputs beside y": graph.outputs,
              "values summed over steps": graph.sums, "weight gradients": graph.outer_products,

@@ -20,7 +20,8 @@ class SequenceKernel:
     hoisted : how the hoisted values lie in memory
     math : of the scalars, one of ``MATH``
     arguments : parameters by name, flat: ``hoisted`` as its layout says, ``vectors`` (V*H,), ``<state>_in`` and
-        ``<state>_out`` (B*H,), ``y`` (T*B*D*H,), masks as ``timeline`` says, and the schedule's own
+        ``<state>_out`` (B*H,), ``y`` (T*B*D*H,) or, of an adjoint, ``outputs`` (T*B*O*H,), masks as ``timeline`` says,
+        and the schedule's own
     steps, batch : T and B of the call
     """
 

@@ -23,6 +23,7 @@ class Sweep:
         self.level: dict[Var, int] = {}
         self.assigns: list[Assign] = []
         self._totals: dict[Var, Var] = {}
+        self._named: dict[tuple[tuple[Factor, Var], ...], Var] = {}  # weighted sums that have a variable
 
     def add(self, var: Var, factor: Factor, gradient: Var, level: int | None = None) -> None:
         """A part of the gradient of ``var``; ``level`` is that of ``gradient``, where it is new."""
@@ -37,13 +38,15 @@ class Sweep:
         return self._totals.get(var)
 
     def named(self, parts: list[tuple[Factor, Var]], name: str) -> Var:
-        """A variable for a weighted sum, of which what is known first is added first."""
+        """A variable for a weighted sum, of which what is known first is added first; the same one for the same sum."""
         from tvm import tirx
 
         (factor, gradient), *others = parts = sorted(parts, key=lambda part: self.level[part[1]])
         if not others and isinstance(factor, float) and factor == 1.0:
             return gradient
-        var = tirx.Var(name, "float32")
+        if (key := tuple(parts)) in self._named:
+            return self._named[key]
+        var = self._named[key] = tirx.Var(name, "float32")
         self.assigns.append(Assign(var, weighted(parts)))
         self.level[var] = max(self.level[g] for _, g in parts)
         return var

@@ -15,15 +15,13 @@ from ecornn.workload import Traversal
 class Timeline:
     """Writes the predicates of a traversal; where the traversal has none, nothing is written.
 
-    ``data`` has the elements of ``lengths`` and ``resets`` where the traversal asks for them. ``adjoint``: gradients go
-    through time, against the layer's way. It starts anew at its first step where that is in x's time the first one, too,
-    and its gradients have no way past the start, from the last step on in the other direction.
+    ``data`` has the elements of ``lengths`` and ``resets`` where the traversal asks for them.
     """
 
-    def __init__(self, e: Emitter, traversal: Traversal, data: dict[str, Any], steps: Expr, batch: Expr,
-                 adjoint: bool = False) -> None:
+    def __init__(self, e: Emitter, traversal: Traversal, data: dict[str, Any], steps: Expr, batch: Expr) -> None:
         self.e, self.traversal, self.data, self.steps, self.batch = e, traversal, data, steps, batch
-        self.first_start = int(traversal.reverse != adjoint)  # the first step at which a sequence may start anew
+        # The first step of x at which a layer may start anew; an adjoint goes the other way.
+        self.first_start = int(traversal.reverse != traversal.backward)
 
     def at(self, t: Expr) -> Expr:
         """The step of x and y that the loop is at."""

@@ -38,7 +38,7 @@ from ecornn.schedules.timeline import piece_arguments, row_arguments
 
 def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, math: str) -> PrimFunc:
     """``persistent(T, B, [x, input_weights, ready,] hoisted, vectors, <state>_in, <state>_out,
-    recurrent_<p>, [exchange_<p>,] y)``."""
+    recurrent_<p>, [exchange_<p>,] y)``; of an adjoint's recurrence ``outputs`` in place of y."""
     from tvm.script.ir_builder import IRBuilder
 
     graph, dtype = task.graph, plan.dtype
@@ -59,7 +59,8 @@ def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, math: 
         rings = [T.arg(f"exchange_{i}", T.buffer((big,), "uint32")) for i in range(0 if plan.cluster else len(weights))]
         for e in range(0 if plan.cluster else len(plan.sums)):
             arguments[f"sums_{e}"] = T.arg(f"sums_{e}", T.buffer((big,), "uint32"))
-        arguments["y"] = T.arg("y", T.buffer((big,), dtype))
+        made = "outputs" if task.traversal.backward else "y"
+        arguments[made] = T.arg(made, T.buffer((big,), dtype))
         arguments |= row_arguments(task.traversal) | piece_arguments(task.traversal)
         T.device_entry()
         recurrent = plan.groups * plan.blocks

@@ -256,20 +256,15 @@ class GateThreads(ABC):
 
     def _store(self, i: int, t: Expr, ended: Ended) -> None:
         """What else step t makes, and y and states to memory."""
-        graph, w, traversal = self.graph, self.task.workload, self.task.traversal
-        H, dtype = w.hidden, w.dtype
-        late = [name for name in graph.states if name not in ended.new]
+        late = [name for name in self.graph.states if name not in ended.new]
         ended.env = emit(self.urgent.late, ended.env, self.math)
         ended.new |= self._new(i, ended, late)
         ended.following |= self._following(i, ended, late)
+        outputs = [T.let(var.name, ended.env[var]) for var in self.graph.outputs]  # one may be what a state was before
         for name, s in self.state_index.items():
             T.buffer_store(self.states, ended.following[name], [i, s])
         with T.If(self.valid[i]), T.Then():
-            output = self.timeline.masked(ended.live, ended.new[graph.output], T.float32(0))
-            step = self.timeline.at(t)
-            at = T.cast(step * self.batch + self.row[i], "int64") * traversal.y_width(H) + self.unit[i]
-            at = at + traversal.y_offset(H) if traversal.y_offset(H) else at
-            T.buffer_store(self.arguments["y"], T.cast(output, dtype), [at])
+            self._write(i, t, ended, outputs)
             if self.numbers is None:
                 with T.If(t == self.steps - 1), T.Then():
                     self._leave(i, self.row[i], ended)
@@ -283,11 +278,26 @@ class GateThreads(ABC):
                 with T.Else():
                     self._leave(i, T.cast(self.timeline.sequence(number), "int64"), ended)
 
+    def _write(self, i: int, t: Expr, ended: Ended, outputs: list[Expr]) -> None:
+        """Stores y of step t, (T, B, W); or the ``outputs`` of an adjoint's recurrence, (T, B, O, H)."""
+        w, traversal = self.task.workload, self.task.traversal
+        H, name, width, first = w.hidden, "outputs", len(outputs) * w.hidden, 0
+        if not traversal.backward:
+            name, width, first = "y", traversal.y_width(H), traversal.y_offset(H)
+            outputs = [ended.new[self.graph.output]]
+        values = [self.timeline.masked(ended.live, value, T.float32(0)) for value in outputs]
+        at = T.cast(self.timeline.at(t) * self.batch + self.row[i], "int64") * width + self.unit[i]
+        for o, value in enumerate(values):
+            place = first + o * H
+            T.buffer_store(self.arguments[name], T.cast(value, w.dtype), [at + place if place else at])
+
     def _leave(self, i: int, row: Expr, ended: Ended) -> None:
-        """Stores the last states of a row or a sequence."""
+        """Stores the last states of a row or a sequence; of an adjoint's recurrence, where they may have been cleared
+        since."""
         w = self.task.workload
+        last = ended.following if self.task.traversal.backward else ended.new
         for name in self.state_index:
-            T.buffer_store(self.arguments[f"{name}_out"], T.cast(ended.new[name], w.dtype),
+            T.buffer_store(self.arguments[f"{name}_out"], T.cast(last[name], w.dtype),
                            [row * w.hidden + self.unit[i]])
 
     def _neighbour(self, value: Expr) -> Expr:

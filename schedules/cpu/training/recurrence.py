@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec import structs
+
 from ecornn.program import WORKSPACE, Extent
 from ecornn.schedules.builder import Expr
 from ecornn.schedules.cpu.emit import Emitter
@@ -48,7 +50,7 @@ class Recurrence(Worker):
 
     def __init__(self, plan: StepPlan, shape: Shape, traversal: Traversal, e: Emitter, written: dict[str, tuple[Var, ...]],
                  rooms: int) -> None:
-        against = replace_reverse(traversal)
+        against = structs.replace(traversal, reverse=not traversal.reverse, backward=True)
         super().__init__(plan, shape, against, "recurrence_", e)
         self.written, self.rooms = written, rooms
         self.places: dict[Var, Place] = {}
@@ -57,7 +59,7 @@ class Recurrence(Worker):
         """Its buffers; ``other`` has the function's scalars and masks."""
         s = self.shape
         self.share_scalars(other)
-        self.timeline = Timeline(self.e, self.traversal, other.data, self.steps, self.batch, adjoint=True)
+        self.timeline = Timeline(self.e, self.traversal, other.data, self.steps, self.batch)
         self.declare_products(self.plan.steps)
         self.declare_constants()
         plane = s.padded_batch * s.width
@@ -104,10 +106,3 @@ class Recurrence(Worker):
     def last(self, name: str) -> Place:
         """A state after the last step."""
         return Place(self.data[f"{name}_state"], self.shape.width, self.slot(name, self.steps))
-
-
-def replace_reverse(traversal: Traversal) -> Traversal:
-    """The other way through time."""
-    from msgspec import structs
-
-    return structs.replace(traversal, reverse=not traversal.reverse)

@@ -1,0 +1,1 @@
+"""What a layer's gradients take: the recurrence of its adjoint."""
