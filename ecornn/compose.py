@@ -56,7 +56,8 @@ def compose(stack: Stack, whole: Workload, programs: Sequence[Program], overlap:
     functions: dict[str, Any] = {}
     buffers: dict[str, Buffer] = {}
     sequences: list[WaveLayer] = []
-    for part, program in zip(parts, programs, strict=True):
+    running = {id(p): _running(p) for p in programs}
+    for part, program in zip(parts, (running[id(p)] for p in programs), strict=True):
         owner = owners.setdefault((id(program), part.layer % overlap.depth), f"s{len(owners)}_")
         names = {}
         for old in program.buffers:
@@ -127,6 +128,12 @@ class _TrainingStack:
             key = parameter_prefix(self.stack, part) + (b.state or "")
             return structs.replace(b, name=f"{part.label}_{b.name}", state=key, part=part.number)
         return _placed(b, part, self.stack, owner, SERIAL)
+
+
+def _running(program: Program) -> Program:
+    """Of a program what its entry ``run`` takes."""
+    taken = set(program.entries[RUN].takes)
+    return replace(program, buffers=tuple(b for b in program.buffers if b.name in taken))
 
 
 def _rows(part: Part, program: Program, names: dict[str, str]) -> dict[str, int]:

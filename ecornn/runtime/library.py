@@ -21,14 +21,19 @@ def _unavailable(*_: Any) -> Any:
     raise ModuleError("the module was built for a CPU: it has no device memory")
 
 
+def _no_training(*_: Any) -> Any:
+    raise ModuleError("the module was compiled without training=True: it has no backward pass")
+
+
 @dataclass(frozen=True)
 class Library:
-    """Functions of a module file; the last four belong to CUDA modules.
+    """Functions of a module file; the last four belong to CUDA modules, ``forward`` and ``backward`` to modules that
+    train.
 
     Attributes
     ----------
     manifest : () -> JSON
-    run : (T, B, device, queue, *pointers) -> None
+    run, forward, backward : (T, B, device, queue, *pointers) -> None
     alloc : (device, nbytes) -> pointer
     free : (device, pointer) -> None
     copy : (device, to, from, nbytes, queue) -> None
@@ -37,6 +42,8 @@ class Library:
 
     manifest: Callable[..., Any]
     run: Callable[..., Any]
+    forward: Callable[..., Any] = _no_training
+    backward: Callable[..., Any] = _no_training
     alloc: Callable[..., Any] = _unavailable
     free: Callable[..., Any] = _unavailable
     copy: Callable[..., Any] = _unavailable
@@ -58,8 +65,8 @@ def open_library(path: Path) -> Library:
         required = {name: module[name] for name in ("manifest", "run")}
     except (RuntimeError, OSError, AttributeError) as error:
         raise ModuleError(f"{path} cannot be loaded: {error}") from error
-    memory = ("alloc", "free", "copy", "synchronize")
-    return Library(**required, **{name: module[name] for name in memory if module.implements_function(name)})
+    others = ("forward", "backward", "alloc", "free", "copy", "synchronize")
+    return Library(**required, **{name: module[name] for name in others if module.implements_function(name)})
 
 
 def _spelling(path: Path) -> str:
