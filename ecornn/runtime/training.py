@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ecornn.errors import ArgumentError, DTypeError, ShapeError
+from ecornn.errors import ArgumentError, DTypeError, ModuleError, ShapeError
 from ecornn.program import BACKWARD, FORWARD
 from ecornn.runtime.arrays import Arrays, Placed, Shape
 from ecornn.runtime.memory import Memory, Pool, layout
@@ -64,6 +64,8 @@ class Training:
 
     def __init__(self, caller: Caller) -> None:
         self._caller, manifest = caller, caller.manifest
+        if FORWARD not in manifest.entries:
+            raise ModuleError("the module was compiled without training=True: it has no backward pass")
         self._forward, self._backward = entry_plan(manifest, FORWARD), entry_plan(manifest, BACKWARD)
         self._kept = {b.name: b for plan in (self._forward, self._backward) for _, b in plan.kept}
         self._pool = Pool()
@@ -156,13 +158,14 @@ class TrainingCalls:
 
         Raises as a call of the layer, and :class:`~ecornn.errors.ModuleError` for a module that does not train.
         """
+        training = self.training  # a module that does not train says so
         arrays, placed, masks, states, steps, batch = self.prepared(x, state, lengths, resets, None)
         like, shape = placed[0], self.state_shape(batch)
-        states = [arrays.zeros(shape, like, self.manifest.workload.dtype) for _ in self.manifest.states] \
-            if states is None else states
+        if states is None:
+            states = [arrays.zeros(shape, like, self.manifest.workload.dtype) for _ in self.manifest.states]
         y = arrays.empty((steps, batch, self.width), like, self.library)
         after = [arrays.empty(shape, like, self.library) for _ in self.manifest.states]
-        kept = self.training.forward(arrays, placed, states, masks, y, after, steps, batch)
+        kept = training.forward(arrays, placed, states, masks, y, after, steps, batch)
         return arrays.give(y[0]), tuple(arrays.give(a) for a, _ in after), kept
 
     def backward(self: Any, kept: Kept, dy: Any = None, dstate: Sequence[Any] | None = None, *,

@@ -48,8 +48,8 @@ class Recurrence(Worker):
 
     task = RecurrenceTask
 
-    def __init__(self, plan: StepPlan, shape: Shape, traversal: Traversal, e: Emitter, written: dict[str, tuple[Var, ...]],
-                 rooms: int) -> None:
+    def __init__(self, plan: StepPlan, shape: Shape, traversal: Traversal, e: Emitter,
+                 written: dict[str, tuple[Var, ...]], rooms: int) -> None:
         against = structs.replace(traversal, reverse=not traversal.reverse, backward=True)
         super().__init__(plan, shape, against, "recurrence_", e)
         self.written, self.rooms = written, rooms
