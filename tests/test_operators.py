@@ -1,4 +1,4 @@
-"""The table of scalar operators: values, ranges and derivatives, and that every schedule can write each of them."""
+"""The table of scalar operators: values and derivatives, and that every schedule can write each of them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,6 @@ def test_derivatives_are_differences(key: str):
     rng, (low, high) = np.random.default_rng(1), WITHIN.get(key, (-2, 2))
     values = {v: rng.uniform(low, high, 200) for v in variables}
     at, row = evaluate(e, values), OPERATORS[key]
-    assert row.range[0] <= at.min() and at.max() <= row.range[1]
     partial = row.derivative(e, children(e), result)
     assert len(partial) == len(children(e))
     if key in ("Select", "if_then_else"):
