@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd
-from typing import Any
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
@@ -33,6 +33,9 @@ from ecornn.program import (
 )
 from ecornn.workload import SERIAL, Overlap, Part, Stack, Workload
 
+if TYPE_CHECKING:
+    from tvm.tirx import PrimFunc
+
 REMAINING = "remaining"  # lengths of what is left from each step on, which a chunk reads in place of lengths
 
 
@@ -49,7 +52,7 @@ def compose(stack: Stack, whole: Workload, programs: Sequence[Program], overlap:
     parts = stack.parts(whole)
     # a program, and the place of its layer among those at the same time -> the prefix of its workspaces
     owners: dict[tuple[int, int], str] = {}
-    functions: dict[str, Any] = {}
+    functions: dict[str, PrimFunc] = {}
     buffers: dict[str, Buffer] = {}
     sequences: list[WaveLayer] = []
     for part, program in zip(parts, programs, strict=True):
@@ -130,7 +133,7 @@ def _placed(b: Buffer, part: Part, stack: Stack, owner: str, overlap: Overlap) -
     return structs.replace(b, name=f"{part.label}_{b.name}", packing=packing, part=part.number)
 
 
-def _keep(functions: dict[str, Any], name: str, function: Any) -> str:
+def _keep(functions: dict[str, PrimFunc], name: str, function: PrimFunc) -> str:
     """The name of an equal function among ``functions``, to which it is added if there is none."""
     from tvm_ffi import structural_equal
 

@@ -10,12 +10,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ecornn.analysis import StepGraph
 from ecornn.device import Device
 from ecornn.program import Buffer, Call, Program
 from ecornn.workload import ALONE, Traversal, Workload
+
+if TYPE_CHECKING:
+    from tvm.tirx import PrimFunc
 
 Value = int | str | bool
 Config = Mapping[str, Value]  # knob -> value
@@ -49,7 +52,7 @@ class Task:
 class Component:
     """A piece of a program: functions, the buffers that it needs beside those around it, and its calls in order."""
 
-    functions: Mapping[str, Any] = field(default_factory=dict)
+    functions: Mapping[str, PrimFunc] = field(default_factory=dict)
     buffers: tuple[Buffer, ...] = ()
     calls: tuple[Call, ...] = ()
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ecornn.analysis import derivatives as d
 from ecornn.errors import CellError
 
-Expr = Any  # tvm.ir.PrimExpr
+if TYPE_CHECKING:
+    from tvm.ir import Expr
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Operator:
     """
 
     numpy: Callable[..., Any]
-    derivative: Callable[[Expr, Sequence[Expr], Expr], Sequence[Any]]
+    derivative: Callable[[Expr, Sequence[Expr], Expr], Sequence[Expr | float]]
     fields: tuple[str, ...] = ()
     instruction: bool = False
 
