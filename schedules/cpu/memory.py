@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from ecornn.program import Buffer
+from ecornn.schedules.builder import Expr, TirBuffer, Var
 from ecornn.schedules.cpu import paired
 from ecornn.schedules.cpu.emit import Emitter
 from ecornn.schedules.cpu.quantize import Integers
@@ -13,9 +13,6 @@ from ecornn.schedules.cpu.stages import StepPlan
 from ecornn.schedules.cpu.tiling import Shape
 from ecornn.schedules.cpu.timeline import Timeline
 from ecornn.workload import Traversal
-
-Expr = Any  # tvm.ir.PrimExpr
-Var = Any  # tvm.tirx.Var
 
 
 @dataclass(frozen=True)
@@ -38,11 +35,11 @@ class Memory:
         self.plan, self.shape, self.graph, self.traversal = plan, shape, plan.graph, traversal
         self.e = Emitter(shape.lanes)
         self.buffers: list[Buffer] = []
-        self.data: dict[str, Any] = {}  # buffer name -> its elements
+        self.data: dict[str, TirBuffer] = {}  # buffer name -> its elements
         self.integers: dict[tuple[str, int], Integers] = {}  # (stage, group of rows) -> its operand as integers
         self.paired: dict[tuple[str, int], paired.Paired] = {}  # ... as copies for products of pairs
         self.aliases: dict[str, str] = {}  # further pointer parameters -> their buffer
-        self.kept: dict[Var, Any] = {}  # value carried between stages -> its buffer
+        self.kept: dict[Var, TirBuffer] = {}  # value carried between stages -> its buffer
         self.place = {v: i for i, v in enumerate(self.graph.hoisted_outputs)}
         self.projected = {v: i for i, v in enumerate(self.graph.projected)}  # where statistics of them are due
         self.totals = {v: i for i, v in enumerate(v for s in self.graph.statistics for v in s.made)}
@@ -57,7 +54,7 @@ class Memory:
             return self.e.index(0)
         return self.e.mod(t, 2) * self.e.index(self.shape.padded_batch * self.shape.width)
 
-    def operand(self, operand: Var | None, first: Expr, t: Expr) -> tuple[Any, Expr, int]:
+    def operand(self, operand: Var | None, first: Expr, t: Expr) -> tuple[TirBuffer, Expr, int]:
         """Elements of an operand, where its first row starts, and how far its rows are apart."""
         e, s = self.e, self.shape
         if operand is None:

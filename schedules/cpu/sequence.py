@@ -18,11 +18,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 from ecornn.analysis import Product
 from ecornn.program import PACKED, WORKSPACE, Buffer, Extent, Packing, Parallel, Program
 from ecornn.schedules.assemble import call_buffers
+from ecornn.schedules.builder import Expr, TirBuffer, Var
 from ecornn.schedules.cpu import paired
 from ecornn.schedules.cpu.math import vector
 from ecornn.schedules.cpu.memory import Memory, Span
@@ -35,9 +35,6 @@ from ecornn.schedules.cpu.tile_task import TileTask
 from ecornn.schedules.cpu.tiling import Shape
 from ecornn.schedules.cpu.timeline import Timeline
 from ecornn.workload import Traversal
-
-Expr = Any  # tvm.ir.PrimExpr
-Var = Any  # tvm.tirx.Var
 
 
 def sequence(plan: StepPlan, shape: Shape, traversal: Traversal) -> Program:
@@ -178,7 +175,7 @@ class Sequence(Memory):
         return begin, e.let(f"{name}_end", e.div(total * (self.thread + e.index(1)), self.threads))
 
     @contextmanager
-    def tasks(self, name: str, total: Expr, back: Expr | None = None) -> Iterator[Any]:
+    def tasks(self, name: str, total: Expr, back: Expr | None = None) -> Iterator[Expr]:
         """This thread's part of tasks 0 .. total - 1, a contiguous one; from its end to its begin where ``back``."""
         e = self.e
         begin, end = self.share(name, total)
@@ -287,7 +284,7 @@ class Sequence(Memory):
             with self.tasks("quantize", rows) as row:
                 base = e.let("base", start + row * e.index(stride))
 
-                def load(at: Expr, data: Any = data, base: Expr = base, k: int = k) -> Expr:
+                def load(at: Expr, data: TirBuffer = data, base: Expr = base, k: int = k) -> Expr:
                     return e.vload_part("operand", data, base + at, e.index(k) - at)
 
                 quantize_row(e, into, row, load)
@@ -301,7 +298,7 @@ class Sequence(Memory):
             with self.tasks("prepare", rows) as row:
                 base = e.let("base", start + row * e.index(stride))
 
-                def load(at: Expr, count: Expr, data: Any = data, base: Expr = base) -> Expr:
+                def load(at: Expr, count: Expr, data: TirBuffer = data, base: Expr = base) -> Expr:
                     return e.vload_part("operand", data, base + at, count)
 
                 paired.prepare_row(e, into, row, load)

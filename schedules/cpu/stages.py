@@ -17,13 +17,11 @@ levels are carried in workspace.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from ecornn.analysis import Product, Statistic, StepGraph
 from ecornn.analysis.liveness import carried, levels
+from ecornn.schedules.builder import Expr, Var
 from ecornn.schedules.scalars.row_sums import parts_of
-
-Var = Any  # tvm.tirx.Var
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class StepPlan:
     graph: StepGraph
     hoisted: tuple[Stage, ...]
     parts: tuple[tuple[Stage, ...], ...]
-    definition: dict[Var, Any]
+    definition: dict[Var, Expr]
     level: dict[Var, int]
     doubled: tuple[str, ...]
     barriers: bool
