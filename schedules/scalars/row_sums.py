@@ -83,7 +83,7 @@ class RowSums:
         count = len(statistics)
         if not count:
             return []
-        sums = T.local("sums", (count,), "float32")
+        sums = T.local("sums", (count,), "float32")  # a statistic each
         for n in range(count):
             T.buffer_store(sums, T.float32(0), [n])
 

@@ -188,7 +188,7 @@ def _step_kernel(task: Task, tile: Tile, layout: Layout, buffers: list[Buffer], 
         scalars = StepScalars(task, layout, a, math)
         T.device_entry()
         block, thread = T.block(_grid(task, tile)), T.thread(tile.threads)
-        memory = T.shared(tile.shared(*_shape(task, p)) // 4)
+        memory = T.shared(tile.shared(*_shape(task, p)) // 4)  # BlockProduct's
         column, row0 = T.let("column", block % columns), T.let("row0", block // columns * tile.rows)
         with T.If(row0 < a["B"]), T.Then():
             product = BlockProduct(tile, rows, memory, thread)

@@ -190,7 +190,7 @@ def _step_kernel(task: Task, plan: TilePlan, layout: Layout, inputs: Hoisted, bu
         scalars = StepScalars(task, layout, a, math, inputs)
         T.device_entry()
         block, thread = T.block(blocks), T.thread(plan.threads)
-        memory = T.shared(plan.shared(p) // 4)
+        memory = T.shared(plan.shared(p) // 4)  # TensorProduct's
         column, row0 = T.let("column", block % plan.columns), T.let("row0", block // plan.columns * plan.rows)
         with T.If(row0 < a["B"]), T.Then():
             product = TensorProduct(plan, p, task.graph.phases[p].products, memory, thread)
