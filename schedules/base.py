@@ -134,6 +134,15 @@ def beyond_forward(graph: StepGraph) -> str | None:
                  if has), None)
 
 
+def no_room(device: Device, shared: int, threads: int, registers: int) -> str | None:
+    """None, or what a block of ``threads`` has too little of on a GPU: ``shared`` memory, in bytes, or ``registers`` of
+    a thread, which are given out eight at a time and 255 at most."""
+    if shared > device.shared:
+        return f"{shared} bytes of shared memory, {device.shared} available"
+    limit = min(255, device.registers // threads // 8 * 8)
+    return f"about {registers} registers a thread, {limit} available" if registers > limit else None
+
+
 def config_text(config: Config) -> str:
     """A configuration on one line."""
     return " ".join(f"{k}={v}" for k, v in config.items())
