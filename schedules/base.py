@@ -10,12 +10,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ecornn.analysis import StepGraph
 from ecornn.device import Device
 from ecornn.program import Buffer, Call, Program
 from ecornn.workload import ALONE, Traversal, Workload
+
+if TYPE_CHECKING:
+    from tvm.tirx import PrimFunc
 
 Value = int | str | bool
 Config = Mapping[str, Value]  # knob -> value
@@ -49,7 +52,7 @@ class Task:
 class Component:
     """A piece of a program: functions, the buffers that it needs beside those around it, and its calls in order."""
 
-    functions: Mapping[str, Any] = field(default_factory=dict)
+    functions: Mapping[str, PrimFunc] = field(default_factory=dict)
     buffers: tuple[Buffer, ...] = ()
     calls: tuple[Call, ...] = ()
 
@@ -138,6 +141,15 @@ def beyond_forward(graph: StepGraph) -> str | None:
              "no state": not graph.states}
     return next((f"step {graph.cell!r} has {what}, which no schedule carries out" for what, has in found.items()
                  if has), None)
+
+
+def no_room(device: Device, shared: int, threads: int, registers: int) -> str | None:
+    """None, or what a block of ``threads`` has too little of on a GPU: ``shared`` memory, in bytes, or ``registers`` of
+    a thread, which are given out eight at a time and 255 at most."""
+    if shared > device.shared:
+        return f"{shared} bytes of shared memory, {device.shared} available"
+    limit = min(255, device.registers // threads // 8 * 8)
+    return f"about {registers} registers a thread, {limit} available" if registers > limit else None
 
 
 def config_text(config: Config) -> str:

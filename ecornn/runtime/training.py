@@ -225,7 +225,8 @@ class TrainingCalls:
         self.check_kind(arrays, name, dtype, place)
         return arrays.ready(array, name)
 
-    def _sums(self: Any, arrays: Arrays, gradients: Mapping[str, Any] | None, like: Any) -> Iterator[tuple[str, Placed]]:
+    def _sums(self: Any, arrays: Arrays, gradients: Mapping[str, Any] | None,
+              like: Any) -> Iterator[tuple[str, Placed]]:
         parameters = self.manifest.parameters
         if gradients is None:
             yield from ((p.name, arrays.zeros(p.shape, like, "float32")) for p in parameters)

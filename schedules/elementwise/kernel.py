@@ -49,6 +49,7 @@ def sequence_kernel(task: Task, cut: Cut, blocks: int, math: str, hoisted: Hoist
         block, thread = T.block(blocks), T.thread(cut.threads)
         ring = None
         if graph.hoisted_outputs:
+            # (slot, piece, thread, word of the piece)
             ring = T.shared(ring_words(cut.prefetch, hoisted, cut.threads, cut.units))
         item = T.let("item", block * cut.threads + thread)
         row = T.let("row", item // columns)
@@ -76,9 +77,9 @@ class _Units:
         self.threads, self.prefetch, self.hoisted = cut.threads, cut.prefetch, hoisted
         self.row, self.unit, self.steps, self.timeline = row, unit, kernel.steps, kernel.timeline
         w, place = task.workload, task.traversal
-        self.states = T.local("states", (len(self.graph.states), count), "float32")
+        self.states = T.local("states", (len(self.graph.states), count), "float32")  # (state, unit)
         self.inputs = hoisted.registers(group, units=count)
-        self.marks = T.local("marks", (group,), "int32") if place.resets else None
+        self.marks = T.local("marks", (group,), "int32") if place.resets else None  # a step of the group each
         # where hoisted inputs and y of the first step are, and how far apart steps are
         first = T.cast(self.timeline.at(T.int32(0)) * batch + row, "int64")
         apart = T.cast(-batch if place.reverse else batch, "int64")

@@ -96,6 +96,16 @@ def shape_of(task: Task) -> Shape:
     return shape
 
 
+def no_projection(task: Task) -> str | None:
+    """None, or why a GPU cannot compute the task's projection."""
+    if task.device.capability < 80:
+        return "needs tensor cores and asynchronous copies of compute capability 8.0"
+    need = shape_of(task).shared if task.graph.hoisted_products else 0
+    if need > task.device.shared:
+        return f"the projection needs {need} bytes of shared memory, {task.device.shared} available"
+    return None
+
+
 def shape_within(task: Task, registers: int) -> Shape | None:
     """The largest tiles for which a thread has ``registers``; None where even the smallest need more."""
     whole = shape_of(task)

@@ -52,7 +52,7 @@ def wgmma_kernel(task: Task, shape: Shape, layout: Hoisted) -> PrimFunc:
             ("x", dtype), ("input_weights", dtype), ("vectors", "float32"), ("hoisted", layout.dtype))}
         T.device_entry()
         block, thread = T.block(task.device.cores), T.thread(THREADS)
-        memory = T.shared(shape.shared // 4, 1024)
+        memory = T.shared(shape.shared // 4, 1024)  # in order: stages (x, then weights), vectors, barriers
         ring = _Ring(task, shape, arguments, memory, thread, block, T.let("rows", steps * batch))
         ring.begin()
         with T.If(thread < GROUP):
@@ -110,6 +110,7 @@ class _Ring:
     def multiply(self, layout: Hoisted) -> None:
         """A multiplying warpgroup: products and outputs of its 64 rows of every tile."""
         task, s = self.task, self.shape
+        # (m64 tile of rows of x, n8 tile of an octet of units and a product, 4 of fragment C)
         acc = T.local("acc", (1, s.width // 8, 4), "float32")
         lane, member = T.let("lane", self.thread % 32), T.let("member", self.thread % GROUP)
         half = T.let("tile_half", self.thread // GROUP - 1)  # of the tile's rows
@@ -137,7 +138,7 @@ class _Ring:
         """``emit(group of rows, column)`` for each of this block's tiles."""
         columns = self.shape.columns
         T.buffer_store(self.turn, T.uint32(0), [0])
-        tile, at = T.local("tile", (1,), "uint32"), T.local("at", (2,), "int32")
+        tile, at = T.local("tile", (1,), "uint32"), T.local("at", (2,), "int32")  # at: group of rows, column
         T.buffer_store(tile, T.cast(self.block, "uint32"), [0])
         with T.While(tile[0] < T.cast(self.groups * columns, "uint32")):
             band, within = tile[0] // T.uint32(BAND * columns), tile[0] % T.uint32(BAND * columns)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from math import prod
-from typing import Any
 
 from ecornn.analysis.liveness import late_operand
 from ecornn.device import Device
@@ -14,6 +13,7 @@ from ecornn.program import PACKED, WORKSPACE, Buffer, Call, Extent, Fill, Launch
 from ecornn.schedules.assemble import assemble
 from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task
+from ecornn.schedules.builder import PrimFunc
 from ecornn.schedules.gemm.mma import shape_of
 from ecornn.schedules.gemm.projection import project
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred
@@ -293,7 +293,7 @@ class Persistent(Schedule):
 
 
 def _recurrence(task: Task, plan: PersistentPlan, layout: Hoisted, math: str) -> Component:
-    functions: dict[str, Any] = {}
+    functions: dict[str, PrimFunc] = {}
     buffers: list[Buffer] = []
     calls: list[Call] = []
     for i, phase in enumerate(plan.phases):

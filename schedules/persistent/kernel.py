@@ -66,6 +66,7 @@ def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, math: 
         recurrent = plan.groups * plan.blocks
         block, thread = T.block(recurrent + plan.workers), T.thread(plan.block_threads)
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
+        # in order: 2 sides of partial sums, weights, what is exchanged; of a worker: its stages
         shared = T.shared(block_shared(task, plan) // 4)
         kernel = SequenceKernel(task, hoisted, math, arguments, steps, batch)
         beside = ProjectionWorkers(kernel, plan) if plan.workers else None

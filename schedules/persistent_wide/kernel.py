@@ -49,7 +49,7 @@ def wide_kernel(task: Task, plan: WidePlan, hoisted: Hoisted, math: str) -> Prim
         T.device_entry()
         block, thread = T.block(plan.groups * plan.blocks), T.thread(plan.threads)
         kernel = SequenceKernel(task, hoisted, math, a, steps, batch)
-        words = T.shared(plan.shared // 4, 1024)
+        words = T.shared(plan.shared // 4, 1024)  # in order: stages of state, weights, partial sums, barriers
         memory = Memory(plan, words)
         role, (copying, multiplying) = BlockRole.of(plan, block), REGISTERS[plan.teams]
         _prepare(plan, memory, thread)

@@ -64,7 +64,7 @@ class GateThreads(ABC):
         self.urgent = urgent(graph)
         self._locate(thread)
 
-        def local(name: str, count: int) -> TirBuffer:
+        def local(name: str, count: int) -> TirBuffer:  # (item, one of count values)
             return T.local(name, (self.items, count), "float32")
 
         self.constants = local("constants", max(1, len(graph.invariant_outputs)))
@@ -76,6 +76,7 @@ class GateThreads(ABC):
         traversal, rows = task.traversal, (self.items,)  # of rows, too: these are on the critical path
         self.limits = T.local("limits", rows, "int32") if traversal.lengths else None
         self.fresh = T.local("fresh", rows, "int32") if traversal.resets else None
+        # (item, this step and the next two)
         self.numbers: TirBuffer = T.local("numbers", (self.items, 3), "int32") if traversal.sequences else None
         self.given: TirBuffer = local("given", len(graph.states)) if traversal.sequences else None
 

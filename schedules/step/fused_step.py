@@ -9,7 +9,7 @@ from __future__ import annotations
 from ecornn.analysis.liveness import late_operand, phase_count
 from ecornn.program import Buffer, Launch, Loop, Program
 from ecornn.schedules.assemble import assemble, shared_buffers
-from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, joined
+from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, joined, no_room
 from ecornn.schedules.builder import PrimFunc, T
 from ecornn.schedules.hoisted import in_float32
 from ecornn.schedules.rates import gpu_rates
@@ -64,14 +64,9 @@ class FusedStep(Schedule):
             return f"a tile of depth {tile.depth} cannot be split in {tile.split}"
         if tile.groups > 1 and tile.rows >= 2 * task.workload.batch:
             return f"{tile.rows} rows a block for a batch of {task.workload.batch}"
-        need = max(tile.shared(g, o) for g, o in _products(task))
-        if need > task.device.shared:
-            return f"{need} bytes of shared memory, {task.device.shared} available"
+        shared = max(tile.shared(g, o) for g, o in _products(task))
         registers = max(g for g, _ in _products(task)) * tile.thread_rows + REGISTERS
-        limit = min(255, task.device.registers // tile.threads // 8 * 8)
-        if registers > limit:
-            return f"about {registers} registers a thread, {limit} available"
-        return None
+        return no_room(task.device, shared, tile.threads, registers)
 
     def default(self, task: Task) -> Config:
         found = self._first_valid(task)
@@ -188,7 +183,7 @@ def _step_kernel(task: Task, tile: Tile, layout: Layout, buffers: list[Buffer], 
         scalars = StepScalars(task, layout, a, math)
         T.device_entry()
         block, thread = T.block(_grid(task, tile)), T.thread(tile.threads)
-        memory = T.shared(tile.shared(*_shape(task, p)) // 4)
+        memory = T.shared(tile.shared(*_shape(task, p)) // 4)  # BlockProduct's
         column, row0 = T.let("column", block % columns), T.let("row0", block // columns * tile.rows)
         with T.If(row0 < a["B"]), T.Then():
             product = BlockProduct(tile, rows, memory, thread)

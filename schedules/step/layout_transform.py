@@ -13,9 +13,9 @@ from itertools import product as combinations
 from ecornn.analysis.liveness import late_operand
 from ecornn.program import Buffer, Launch, Loop, Program
 from ecornn.schedules.assemble import assemble, shared_buffers
-from ecornn.schedules.base import Component, Config, Knob, Schedule, Task
+from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, no_room
 from ecornn.schedules.builder import Expr, PrimFunc, T
-from ecornn.schedules.gemm.mma import shape_of
+from ecornn.schedules.gemm.mma import no_projection
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
@@ -47,11 +47,8 @@ class LayoutTransform(Schedule):
     def refuses(self, task: Task) -> str | None:
         if not any(phase.products for phase in task.graph.phases):
             return f"cell {task.graph.cell!r} has no recurrent product"
-        if task.device.capability < 80:
-            return "needs tensor cores of compute capability 8.0"
-        if task.graph.hoisted_products and shape_of(task).shared > task.device.shared:
-            return (f"the projection needs {shape_of(task).shared} bytes of shared memory, "
-                    f"{task.device.shared} available")
+        if fault := no_projection(task):
+            return fault
         if next(self._candidates(task), None) is None:
             return f"cell {task.graph.cell!r} has too many gates for a block"
         return late_operand(task.graph)
@@ -89,11 +86,8 @@ class LayoutTransform(Schedule):
         for p in range(len(plan.gates)):
             if plan.weight_rows(p) % (16 * plan.row_warps):
                 return f"{plan.weight_rows(p)} weight rows for {plan.row_warps} warps"
-            if plan.shared(p) > device.shared:
-                return f"{plan.shared(p)} bytes of shared memory, {device.shared} available"
-            limit = min(255, device.registers // plan.threads // 8 * 8)
-            if plan.registers(p) > limit:
-                return f"about {plan.registers(p)} registers a thread, {limit} available"
+            if fault := no_room(device, plan.shared(p), plan.threads, plan.registers(p)):
+                return fault
         return None
 
     def default(self, task: Task) -> Config:
@@ -190,7 +184,7 @@ def _step_kernel(task: Task, plan: TilePlan, layout: Layout, inputs: Hoisted, bu
         scalars = StepScalars(task, layout, a, math, inputs)
         T.device_entry()
         block, thread = T.block(blocks), T.thread(plan.threads)
-        memory = T.shared(plan.shared(p) // 4)
+        memory = T.shared(plan.shared(p) // 4)  # TensorProduct's
         column, row0 = T.let("column", block % plan.columns), T.let("row0", block // plan.columns * plan.rows)
         with T.If(row0 < a["B"]), T.Then():
             product = TensorProduct(plan, p, task.graph.phases[p].products, memory, thread)

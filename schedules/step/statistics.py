@@ -33,7 +33,7 @@ def rows_kernel(task: Task, phases: tuple[int, ...], layout: Layout, buffers: li
         scalars = StepScalars(task, layout, a, math, inputs)
         T.device_entry()
         row, thread = T.named("row", T.cta_id([w.batch])), T.thread(threads)
-        memory = T.shared(words)
+        memory = T.shared(words)  # (statistic, warp)
         with T.If(row < a["B"]), T.Then():
             sums, found = RowSums(threads, thread, memory), Env()
 
