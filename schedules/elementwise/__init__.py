@@ -14,6 +14,7 @@ from ecornn.schedules.elementwise.kernel import Cut, ring_words, sequence_kernel
 from ecornn.schedules.gemm.mma import no_projection
 from ecornn.schedules.gemm.projection import projection_time
 from ecornn.schedules.hoisted import gained, hoisted_knob, hoisted_of, preferred
+from ecornn.schedules.keeping import keeping
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
 
@@ -101,9 +102,13 @@ class Elementwise(Schedule):
     def program(self, task: Task, config: Config) -> Program:
         layout, blocks, threads = hoisted_of(task, config), _blocks(task, config), int(config["threads"])
         cut = Cut(int(config["units"]), threads, int(config["prefetch"]), int(config["group"]))
-        kernel = sequence_kernel(task, cut, blocks, str(config["math"]), layout)
-        launch = Launch("sequence", blocks, threads, _shared(task, config))
-        return assemble(task, Component({"sequence": kernel}, calls=(launch,)), layout)
+
+        def recurrence(kept: tuple[str, ...]) -> Component:
+            kernel = sequence_kernel(task, cut, blocks, str(config["math"]), layout, kept)
+            name = keeping("sequence", kept)
+            return Component({name: kernel}, calls=(Launch(name, blocks, threads, _shared(task, config)),))
+
+        return assemble(task, recurrence, layout)
 
 
 MANY = 256  # units of all rows for each multiprocessor

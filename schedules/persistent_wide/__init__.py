@@ -12,6 +12,7 @@ from ecornn.schedules.assemble import assemble
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task
 from ecornn.schedules.gemm.mma import no_projection
 from ecornn.schedules.hoisted import gained, hoisted_knob, hoisted_of, preferred
+from ecornn.schedules.keeping import keeping
 from ecornn.schedules.persistent_wide.estimate import estimate, product_cycles, recurrence
 from ecornn.schedules.persistent_wide.handover import UNWRITTEN
 from ecornn.schedules.persistent_wide.kernel import wide_kernel
@@ -155,12 +156,16 @@ class PersistentWide(Schedule):
         buffers = [Buffer("recurrent", PACKED, plan.dtype, Extent(prod(packing.pad)), packing),
                    Buffer("exchange", WORKSPACE, "uint32", Extent(plan.groups * SLOTS * plan.slot_words)),
                    Buffer("counters", WORKSPACE, "uint32", Extent(plan.groups * plan.counters * SPACING))]
-        calls = [Launch("start", START_BLOCKS, 256),
-                 Launch("persistent_wide", plan.groups * plan.blocks, plan.threads, plan.shared, cooperative=True)]
         if handed.fixed:
             buffers.append(Buffer("handed", WORKSPACE, "uint32", handed))
         fills = [Fill("handed", UNWRITTEN, handed)] if handed.fixed else []
-        functions = {"start": start_kernel(task, plan, START_BLOCKS, math),
-                     "persistent_wide": wide_kernel(task, plan, layout, math)}
-        return assemble(task, Component(functions, tuple(buffers), (*fills, *calls)), layout,
-                        together=together(task.traversal, plan.groups, plan.rows))
+        start = start_kernel(task, plan, START_BLOCKS, math)
+
+        def recurrence(kept: tuple[str, ...]) -> Component:
+            name = keeping("persistent_wide", kept)
+            functions = {"start": start, name: wide_kernel(task, plan, layout, math, kept)}
+            calls = [Launch("start", START_BLOCKS, 256),
+                     Launch(name, plan.groups * plan.blocks, plan.threads, plan.shared, cooperative=True)]
+            return Component(functions, tuple(buffers), (*fills, *calls))
+
+        return assemble(task, recurrence, layout, together=together(task.traversal, plan.groups, plan.rows))

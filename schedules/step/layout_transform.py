@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from itertools import product as combinations
 
 from ecornn.analysis.liveness import late_operand
-from ecornn.program import Buffer, Launch, Loop, Program
+from ecornn.program import Buffer, Launch, Program
 from ecornn.schedules.assemble import assemble, shared_buffers
-from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, no_room
+from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, joined, no_room
 from ecornn.schedules.builder import Expr, PrimFunc, T
 from ecornn.schedules.gemm.mma import no_projection
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
-from ecornn.schedules.scalars.row_sums import parts_of
+from ecornn.schedules.step.loop import loop
 from ecornn.schedules.step.mma_product import TensorProduct, TilePlan, plan_of, unit_step, weights_buffer
 from ecornn.schedules.step.scalars import (
     Layout,
@@ -29,7 +29,6 @@ from ecornn.schedules.step.scalars import (
     declare,
     workspaces,
 )
-from ecornn.schedules.step.statistics import rows_kernel
 
 AHEAD = 4  # items of a thread whose hoisted values are read before the product
 MOST_ROWS = 256  # weight rows of a block
@@ -129,19 +128,16 @@ class LayoutTransform(Schedule):
         own = [*workspaces(task, layout),
                *(weights_buffer(task, plan, p) for p, gates in enumerate(plan.gates) if gates)]
         buffers = [*shared_buffers(task, inputs), *own]
-        functions = {"begin": begin_kernel(task, layout, buffers, math)}
+        begin = Component({"begin": begin_kernel(task, layout, buffers, math)},
+                          calls=tuple(begin_calls(task, layout, own)))
         blocks = plan.columns * -(-task.workload.batch // plan.rows)
-        steps = []
-        for part in parts_of(task.graph):
-            if isinstance(part, tuple):
-                functions[f"rows_{part[0]}"], launch = rows_kernel(task, part, layout, buffers, math, inputs)
-                steps.append(launch)
-                continue
-            p = part
-            functions[f"step_{p}"] = _step_kernel(task, plan, layout, inputs, buffers, p, blocks, math)
-            steps.append(Launch(f"step_{p}", blocks, plan.threads, plan.shared(p)))
-        calls = (*begin_calls(task, layout, own), Loop(tuple(steps)))
-        return assemble(task, Component(functions, tuple(own), calls), inputs)
+
+        def phase(p: int, known: list[Buffer], name: str) -> tuple[PrimFunc, Launch]:
+            return (_step_kernel(task, plan, layout, inputs, known, p, blocks, math, name),
+                    Launch(name, blocks, plan.threads, plan.shared(p)))
+
+        return assemble(task, lambda kept: joined(
+            begin, loop(task, layout, own, buffers, math, inputs, phase, kept)), inputs)
 
 
 def estimate(task: Task, plan: TilePlan) -> float:
@@ -173,13 +169,13 @@ def estimate(task: Task, plan: TilePlan) -> float:
 
 
 def _step_kernel(task: Task, plan: TilePlan, layout: Layout, inputs: Hoisted, buffers: list[Buffer], p: int,
-                 blocks: int, math: str) -> PrimFunc:
-    """``step_<p>``: phase p of step t."""
+                 blocks: int, math: str, name: str) -> PrimFunc:
+    """The kernel ``name``: phase p of step t."""
     from tvm.script.ir_builder import IRBuilder
 
     H = task.workload.hidden
     with IRBuilder() as builder, T.prim_func():
-        T.func_name(f"step_{p}")
+        T.func_name(name)
         a = declare(buffers)
         scalars = StepScalars(task, layout, a, math, inputs)
         T.device_entry()

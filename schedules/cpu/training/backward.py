@@ -30,6 +30,7 @@ from ecornn.schedules.cpu.training.graphs import Backward, pass_plan
 from ecornn.schedules.cpu.training.passes import SLACK, Pass
 from ecornn.schedules.cpu.training.recurrence import Recurrence
 from ecornn.schedules.cpu.worker import Worker
+from ecornn.schedules.keeping import kept_buffers
 
 
 class DxTask(TileTask):
@@ -115,7 +116,8 @@ class BackwardWorker:
         tensors = [t for t in ENTRIES[BACKWARD] if t != "state_kept"]
         for b in tensor_buffers(tensors, task.traversal, "float32", self.forward.states, self.forward.parameters):
             root.add(b)
-        for b in kept_buffers(self.forward.output, self.plans.kept.states, s):
+        states = [name for name in self.plans.kept.states if name != self.forward.output]
+        for b in kept_buffers(states, s.batch, s.hidden, "float32"):
             root.add(b)
         root.declare_constants()
         self.timeline = Timeline(e, task.traversal, root.data, root.steps, root.batch)
@@ -260,11 +262,3 @@ class BackwardWorker:
         e.call("ecornn_barrier")
         into = [(root.data[f"gradient_{v.parameter}"], v.gate * s.hidden, v.var) for v in adjoint.vectors]
         add_vectors(root, root.data.get("totals"), s.width, self.numbers, into)
-
-
-def kept_buffers(output: str, states: tuple[str, ...], shape: Shape) -> list[Buffer]:
-    """What forward writes for backward to read besides y: states after each step, (T, B, H)."""
-    from msgspec import structs
-
-    return [structs.replace(Buffer.of("state_kept", "float32", name), extent=Extent(0, shape.batch * shape.hidden))
-            for name in states if name != output]
