@@ -12,7 +12,7 @@ from ecornn.schedules.assemble import assemble
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task
 from ecornn.schedules.elementwise.kernel import Cut, ring_words, sequence_kernel
 from ecornn.schedules.gemm.mma import shape_of
-from ecornn.schedules.gemm.projection import projection_time
+from ecornn.schedules.gemm.projection import job_of, projection_time
 from ecornn.schedules.hoisted import gained, hoisted_knob, hoisted_of, preferred
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
@@ -35,8 +35,8 @@ class Elementwise(Schedule):
             return f"cell {task.graph.cell!r} has a recurrent product"
         if task.device.capability < 80:
             return "needs asynchronous copies of compute capability 8.0"
-        if task.graph.hoisted_products and shape_of(task).shared > task.device.shared:
-            return (f"the projection needs {shape_of(task).shared} bytes of shared memory, "
+        if task.graph.hoisted_products and shape_of(job_of(task)).shared > task.device.shared:
+            return (f"the projection needs {shape_of(job_of(task)).shared} bytes of shared memory, "
                     f"{task.device.shared} available")
         if self._first_valid(task) is None:
             return f"cell {task.graph.cell!r} has too many values for the registers of a thread"

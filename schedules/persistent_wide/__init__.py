@@ -11,6 +11,7 @@ from ecornn.program import PACKED, WORKSPACE, Buffer, Extent, Fill, Launch, Prog
 from ecornn.schedules.assemble import assemble
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task
 from ecornn.schedules.gemm.mma import shape_of
+from ecornn.schedules.gemm.projection import job_of
 from ecornn.schedules.hoisted import gained, hoisted_knob, hoisted_of, preferred
 from ecornn.schedules.persistent_wide.estimate import estimate, product_cycles, recurrence
 from ecornn.schedules.persistent_wide.handover import UNWRITTEN
@@ -56,8 +57,8 @@ class PersistentWide(Schedule):
             return f"cell {task.graph.cell!r} has not just one recurrent product of one vector"
         if w.hidden > PARTS * LANES * DEPTH:
             return f"hidden={w.hidden} is more than {PARTS * LANES * DEPTH}"
-        if task.graph.hoisted_products and shape_of(task).shared > task.device.shared:
-            return (f"the projection needs {shape_of(task).shared} bytes of shared memory, "
+        if task.graph.hoisted_products and shape_of(job_of(task)).shared > task.device.shared:
+            return (f"the projection needs {shape_of(job_of(task)).shared} bytes of shared memory, "
                     f"{task.device.shared} available")
         if next(self._candidates(task), None) is None:
             return (f"the recurrent weights of {w} do not fit on the {task.device.cores} "

@@ -16,6 +16,7 @@ from ecornn.schedules.assemble import assemble, shared_buffers
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task
 from ecornn.schedules.builder import Expr, PrimFunc, T
 from ecornn.schedules.gemm.mma import shape_of
+from ecornn.schedules.gemm.projection import job_of
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
@@ -49,8 +50,8 @@ class LayoutTransform(Schedule):
             return f"cell {task.graph.cell!r} has no recurrent product"
         if task.device.capability < 80:
             return "needs tensor cores of compute capability 8.0"
-        if task.graph.hoisted_products and shape_of(task).shared > task.device.shared:
-            return (f"the projection needs {shape_of(task).shared} bytes of shared memory, "
+        if task.graph.hoisted_products and shape_of(job_of(task)).shared > task.device.shared:
+            return (f"the projection needs {shape_of(job_of(task)).shared} bytes of shared memory, "
                     f"{task.device.shared} available")
         if next(self._candidates(task), None) is None:
             return f"cell {task.graph.cell!r} has too many gates for a block"
