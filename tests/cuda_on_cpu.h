@@ -34,6 +34,7 @@ struct nv_bfloat16 {
 struct uint3 { unsigned x, y, z; };
 extern uint3 threadIdx, blockIdx;
 inline half __float2half_rn(float value) { return (half)value; }
+inline nv_bfloat16 __float2bfloat16_rn(float value) { return nv_bfloat16(value); }
 inline float __uint_as_float(uint32_t word) { float f; memcpy(&f, &word, 4); return f; }
 inline uint32_t __float_as_uint(float f) { uint32_t word; memcpy(&word, &f, 4); return word; }
 template <typename T> T max(T a, T b) { return a > b ? a : b; }

@@ -1,0 +1,1 @@
+"""The backward pass apart from its recurrence: kernels that go over all steps at once."""
