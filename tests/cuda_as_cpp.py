@@ -111,6 +111,8 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return f"emu::load4({every})"
     if name.startswith("ld.global.v2."):
         return f"emu::load2({every})"
+    if name.startswith("ldmatrix.sync.aligned.m8n8.x4.trans.shared"):
+        return f"emu::ldmatrix_transposed({every})"
     if name.startswith("ldmatrix.sync.aligned.m8n8.x4.shared"):
         return f"emu::ldmatrix({every})"
     if name == "st.global.v4.f32":

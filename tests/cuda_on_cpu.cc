@@ -458,6 +458,15 @@ void ldmatrix(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, unsigned addre
   uint32_t* r[4] = {&a, &b, &c, &d};
   for (int i = 0; i < 4; ++i) memcpy(r[i], (char*)at(s[i * 8 + lane / 4].words[0]) + lane % 4 * 4, 4);
 }
+void ldmatrix_transposed(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, unsigned address) {
+  if (address % 16) fail("ldmatrix: a misaligned row");
+  unsigned lane = current % 32;
+  const Slot* s = exchange({{address}});
+  uint32_t* r[4] = {&a, &b, &c, &d};
+  for (int i = 0; i < 4; ++i)
+    for (int e = 0; e < 2; ++e)
+      memcpy((char*)r[i] + e * 2, (char*)at(s[i * 8 + lane % 4 * 2 + e].words[0]) + lane / 4 * 2, 2);
+}
 }  // namespace emu
 
 int __shfl_sync(uint, int value, int source, int) {

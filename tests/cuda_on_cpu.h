@@ -88,6 +88,7 @@ void wgmma_registers(int kind, unsigned columns, std::initializer_list<uint32_t>
 void wgmma_commit();
 void wgmma_wait(size_t pending);
 void ldmatrix(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, unsigned address);
+void ldmatrix_transposed(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, unsigned address);
 
 inline float as_float(uint32_t word) { float f; memcpy(&f, &word, 4); return f; }
 inline uint32_t as_word(float f) { uint32_t word; memcpy(&word, &f, 4); return word; }
