@@ -82,6 +82,7 @@ class Job:
     rows : products of a unit
     outputs : values that are made of them
     vectors : parameter vectors that it takes
+    by_step : there are rows of every step, T*B; else of the batch alone
     """
 
     name: str
@@ -93,6 +94,11 @@ class Job:
     units: int
     outputs: int
     vectors: int = 0
+    by_step: bool = True
+
+    def count(self, steps: Expr, batch: Expr) -> Expr:
+        """The rows."""
+        return steps * batch if self.by_step else batch
 
     @property
     def itemsize(self) -> int:

@@ -25,12 +25,12 @@ def mma_kernel(job: Job, shape: Shape, epilogue: Epilogue, blocks: int, ahead: i
     with IRBuilder() as builder, T.prim_func():
         T.func_name(job.name)
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
-        arguments = job.declare(epilogue)
+        arguments = job.declare(epilogue) | {"B": batch}
         T.device_entry()
         block, thread = T.block(blocks), T.thread(THREADS)
         # float32 in every kernel: CUDA wants one type for all dynamic shared memory of a file
         memory = T.shared(shape.shared // 4)
-        rows = T.let("rows", steps * batch)
+        rows = T.let("rows", job.count(steps, batch))
         team = Team(job, shape, epilogue, arguments, memory, thread, T.cuda.cta_sync)
         team.run(T.int32(0), T.let("rows_ahead", rows_ahead(rows, ahead)), block, blocks)
     return builder.get()

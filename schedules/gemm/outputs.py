@@ -87,10 +87,12 @@ class HoistedValues(Epilogue):
         store_hoisted(self.layout, arguments["hoisted"], row, unit, values)
 
 
-def store_hoisted(layout: Hoisted, into: TirBuffer, row: Expr, unit: Expr, values: Sequence[Sequence[Expr]]) -> None:
-    """``values[e][q]`` of 2 or 4 neighbouring units of a row, a multiple of as many; those beyond H are none."""
+def store_hoisted(layout: Hoisted, into: TirBuffer, row: Expr, unit: Expr, values: Sequence[Sequence[Expr]],
+                  finite: bool = True) -> None:
+    """``values[e][q]`` of 2 or 4 neighbouring units of a row, a multiple of as many; those beyond H are none. ``finite``
+    as of :meth:`Hoisted.store`."""
     if layout.packed:
-        layout.store(into, T.cast(row, "int64"), unit, values)
+        layout.store(into, T.cast(row, "int64"), unit, values, finite)
         return
     H, outputs, span = layout.hidden, layout.outputs, len(values)
     step = next(n for n in (span, 2, 1) if H % n == 0)

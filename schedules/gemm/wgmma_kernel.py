@@ -45,11 +45,11 @@ def wgmma_kernel(job: Job, shape: Shape, epilogue: Epilogue) -> PrimFunc:
     with IRBuilder() as builder, T.prim_func():
         T.func_name(job.name)
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
-        arguments = job.declare(epilogue)
+        arguments = job.declare(epilogue) | {"B": batch}
         T.device_entry()
         block, thread = T.block(job.device.cores), T.thread(THREADS)
         memory = T.shared(shape.shared // 4, 1024)
-        ring = _Ring(job, shape, arguments, memory, thread, block, T.let("rows", steps * batch))
+        ring = _Ring(job, shape, arguments, memory, thread, block, T.let("rows", job.count(steps, batch)))
         ring.begin()
         with T.If(thread < GROUP):
             with T.Then():
