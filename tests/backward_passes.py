@@ -30,8 +30,8 @@ class Passes:
     def run(self, steps: int, batch: int, values: Mapping[str, np.ndarray],
             parameters: Mapping[str, np.ndarray] | None = None, made: Mapping[str, tuple[int, ...]] | None = None,
             twice: bool = True) -> Arrays:
-        """All buffers afterwards, those of ``given`` and ``made`` in their shape. What is not among ``values`` holds NaN
-        before, and a guard lies behind each. ``twice``: that a second run leaves the same bits."""
+        """All buffers afterwards, those of ``given`` and ``made`` in their shape. What is not among ``values`` holds
+        NaN before, and a guard lies behind each. ``twice``: that a second run leaves the same bits."""
         found = self._once(steps, batch, values, parameters or {}, made or {})
         if twice:
             again = self._once(steps, batch, values, parameters or {}, made or {})

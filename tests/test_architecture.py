@@ -50,6 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedules.sequence_kernel": {"schedules.base", "schedules.builder", "schedules.hoisted", "schedules.timeline"},
     "schedules.scalars": KERNEL - {"schedules.scalars"},
     "schedules.gemm": KERNEL,
+    "schedules.backward": KERNEL | {"schedules.gemm"},
     "schedules.step": KERNEL | {"schedules.assemble", "schedules.gemm"},
     "schedules.elementwise": KERNEL | {"schedules.assemble", "schedules.gemm"},
     "schedules.persistent": KERNEL | {"schedules.assemble", "schedules.gemm"},

@@ -8,6 +8,7 @@ import step_cells
 from backward_passes import Passes
 from cuda_on_cpu import DTYPES
 from emulated import task_of
+from msgspec.structs import replace
 
 from ecornn.analysis.adjoint import adjoint
 from ecornn.analysis.evaluate import hoist, start, step
@@ -39,7 +40,8 @@ def replayed(task, memory, values, parameters):
     """All values of the replay and of the recurrence's hoisted part, float64."""
     back, w = memory.adjoint, task.workload
     shape = (*values["x"].shape[:2], w.hidden)
-    known = {v: values[p.columns.name][..., p.columns.offset:][..., :p.columns.width] for v, p in memory.leaves().items()}
+    known = {v: values[p.columns.name][..., p.columns.offset:][..., :p.columns.width]
+             for v, p in memory.leaves().items()}
     for graph in (memory.kept.replay, back.recurrence):
         known |= start(graph, parameters, known)
         hoist(graph, parameters, known, values["x"], shape)
@@ -50,7 +52,7 @@ def replayed(task, memory, values, parameters):
 
 def draw(task, memory, seed=0):
     """Leaves, parameters and the shapes of what is given."""
-    w, traversal, generator = task.workload, task.traversal, np.random.default_rng(seed)
+    w, generator = task.workload, np.random.default_rng(seed)
     kind = DTYPES[w.dtype]
     shapes = {p.columns.name: (w.seq, w.batch, p.columns.stride) for p in memory.leaves().values()}
     shapes["x"] = (w.seq, w.batch, w.input)
@@ -82,8 +84,6 @@ def draw(task, memory, seed=0):
     ("lstm(projection)", (3, 2, 6, 9), "float32", ALONE, "sm_90a"),
 ], ids=str)
 def test_matches_float64(tmp_path, cell, sizes, dtype, traversal, arch):
-    from msgspec.structs import replace
-
     task = task_of(cell, sizes, dtype, replace(KNOWN[arch], cores=3), traversal)
     back = adjoint(task.graph, sizes[3])
     memory = Memory(task, back, kept(back, "states"))

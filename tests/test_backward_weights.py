@@ -16,7 +16,7 @@ from ecornn.schedules.backward.weights import weight_gradients
 from ecornn.schedules.gemm.job import Columns
 from ecornn.workload import ALONE, Traversal
 
-# how far from float64, relative to the largest gradient: sums of products of exact 16-bit numbers are rounded to float32
+# how far from float64, relative to the largest gradient: sums of products of exact 16-bit numbers are float32
 LIMITS = {"float32": 1e-6, "bfloat16": 2e-6, "float16": 2e-6, "tf32": 1e-3}
 LENGTHS = Traversal(lengths=True)
 

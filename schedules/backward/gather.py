@@ -1,7 +1,7 @@
 """The states before each step, of all steps at once, from those after each step and the first ones.
 
-    before[t, b] = the state that step t of row b began with: zero where a sequence starts there, and where the row takes
-                   no part in the step
+    before[t, b] = the state that step t of row b began with; zero where a sequence starts there, and where the row
+                   takes no part in the step
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from ecornn.program import WORKSPACE, Buffer, Extent, Launch
 from ecornn.schedules.backward.memory import Memory, read_before
 from ecornn.schedules.base import Component, Task, joined
-from ecornn.schedules.builder import Expr, PrimFunc, T
+from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
 from ecornn.schedules.gemm.job import Columns
 from ecornn.schedules.timeline import row_arguments
 
@@ -18,7 +18,7 @@ BLOCKS = 8  # a multiprocessor
 
 
 def gather(memory: Memory) -> Component:
-    """``before_<state>`` of every state that is read, from ``<state>_kept`` or y, ``<state>_in``, lengths and resets."""
+    """``before_<state>`` of states that are read, from ``<state>_kept`` or y, ``<state>_in``, lengths and resets."""
     return joined(*(_gather(memory, state) for state in read_before(memory.adjoint, memory.kept)))
 
 
@@ -61,20 +61,20 @@ def _kernel(task: Task, name: str, source: Columns, blocks: int) -> PrimFunc:
                 step = T.Select(earliest, t, t + 1) if back else t
                 mark = masks["resets"][T.cast(step * batch + b, "int64")] != T.uint8(0)
                 zero = T.Or(zero, T.And(T.Not(earliest), mark) if back else mark)
-            values = T.local("values", (max(1, span * w.itemsize // 4),), "uint32" if span * w.itemsize >= 4 else w.dtype)
-            words = int(values.shape[0])
-            for k in range(words):
-                T.buffer_store(values, T.cast(T.uint32(0), values.dtype) if values.dtype == "uint32" else
-                               T.cast(T.float32(0), w.dtype), [k])
+            words = span * w.itemsize // 4  # none: a single value of 16 bits
+            values = T.local("values", (max(1, words),), "uint32" if words else w.dtype)
+            for k in range(max(1, words)):
+                T.buffer_store(values, T.uint32(0) if words else T.cast(T.float32(0), w.dtype), [k])
             with T.If(T.Not(zero)), T.Then(), T.If(earliest):
                 with T.Then():
-                    _load(values, first, T.cast(b, "int64") * w.hidden + unit)
+                    _load(values, words, first, T.cast(b, "int64") * w.hidden + unit)
                 with T.Else():
                     beside = row + batch if back else row - batch
-                    _load(values, after, source.place(beside, unit))
+                    _load(values, words, after, source.place(beside, unit))
             place = T.let("place", T.cast(row, "int64") * w.hidden + unit)
-            if values.dtype == "uint32":
-                T.evaluate(T.ptx[f"st.global.{_kind(words)}"](before.ptr_to([place]), *(values[k] for k in range(words))))
+            if words:
+                store = T.ptx[f"st.global.{_kind(words)}"]
+                T.evaluate(store(before.ptr_to([place]), *(values[k] for k in range(words))))
             else:
                 T.buffer_store(before, values[0], [place])
     return builder.get()
@@ -84,9 +84,8 @@ def _kind(words: int) -> str:
     return "b32" if words == 1 else f"v{words}.b32"
 
 
-def _load(values: Expr, buffer: Expr, place: Expr) -> None:
-    words = int(values.shape[0])
-    if values.dtype == "uint32":
+def _load(values: TirBuffer, words: int, buffer: TirBuffer, place: Expr) -> None:
+    if words:
         T.evaluate(T.ptx[f"ld.global.{_kind(words)}"](*(values[k] for k in range(words)), buffer.ptr_to([place])))
     else:
         T.buffer_store(values, buffer[place], [0])

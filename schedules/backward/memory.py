@@ -37,11 +37,14 @@ class Place:
     columns: Columns
     dtype: str
 
-    def load(self, arguments: Mapping[str, TirBuffer], row: Expr, unit: Expr, within: Within, span: int) -> list[Expr]:
-        """``span`` (1, 2 or 4) neighbouring units from ``unit`` on, a multiple of as many, in float32."""
+    def load(self, arguments: Mapping[str, TirBuffer], row: Expr, unit: Expr, within: Within, span: int,
+             aligned: bool = False) -> list[Expr]:
+        """``span`` (1, 2 or 4) neighbouring units from ``unit`` on, a multiple of as many, in float32. ``aligned``: so
+        is their place, whatever the buffer's rows are."""
         buffer, columns = arguments[self.columns.name], self.columns
-        if span == 1 or columns.together(span) < span:
-            return [T.let("value", T.cast(buffer[columns.place(row, within(unit, e))], "float32")) for e in range(span)]
+        if span == 1 or not (aligned or columns.together(span) == span):
+            places = [columns.place(row, within(unit, e)) for e in range(span)]
+            return [T.let("value", T.cast(buffer[place], "float32")) for place in places]
         first = buffer.ptr_to([columns.place(row, unit)])
         if self.dtype == "float32":
             loaded = T.local("loaded", (span,), "float32")

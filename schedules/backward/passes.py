@@ -1,22 +1,22 @@
 """A step graph carried out for all rows at once: products over all rows, and scalars of each row and unit.
 
 What lies between two products is one kernel: scalars that follow a product are computed on its sums, unless they need
-statistics of whole rows. Products of what memory holds at the beginning are one kernel, whatever they multiply. Values that
-a later kernel reads are left in workspaces: in float32, or, where they are multiplied, in the layer's data type.
+statistics of whole rows. Products of what memory holds at the beginning are one kernel, whatever they multiply. Values
+that a later kernel reads are left in workspaces: in float32, or, where they are multiplied, in the layer's data type.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
 
 from ecornn.analysis.liveness import needed
+from ecornn.analysis.merging import merged
 from ecornn.analysis.scalar import variables
 from ecornn.analysis.step import Assign, Product, Statistic, StepGraph
 from ecornn.program import WORKSPACE
 from ecornn.schedules.backward.memory import Memory, Place, Workspaces
-from ecornn.schedules.backward.merging import merged
 from ecornn.schedules.backward.rows import scalar_pass
 from ecornn.schedules.backward.scalars import Pointwise, Scalars
 from ecornn.schedules.base import Component, joined
@@ -80,11 +80,13 @@ class _Stage:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a pass leaves: ``stores``, values and where they go; and ``hoisted``, in ``layout``."""
+    """What a pass leaves: ``stores``, values and where they go; and ``hoisted``, in ``layout``; ``instead``: as of
+    :class:`Scalars`."""
 
     stores: tuple[tuple[Var, Place], ...] = ()
     hoisted: tuple[Var, ...] = ()
     layout: Hoisted | None = None
+    instead: Mapping[Var, Var] = field(default_factory=dict)
 
     @property
     def variables(self) -> set[Var]:
@@ -156,9 +158,10 @@ class RowPass:
             stores = [(v, p) for places in (at, multiplied) for v, p in places.items()
                       if v in stage.made or (n == 0 and v not in made)]
             stores += [(v, p) for v, p in wanted.stores if v in stage.made or (last and v not in made)]
-            own = Wanted(tuple(stores), wanted.hoisted if last else (), wanted.layout)
+            own = Wanted(tuple(stores), wanted.hoisted if last else (), wanted.layout, wanted.instead)
             if own.variables:
-                parts.append(self._kernel(f"{self.name}_{n}", stage, own, self.leaves | at, self.leaves | multiplied))
+                places = [{**self.leaves, **more} for more in (at, multiplied)]
+                parts.append(self._kernel(f"{self.name}_{n}", stage, own, *places))
         return joined(*parts)
 
     def _kernel(self, name: str, stage: _Stage, wanted: Wanted, leaves: Mapping[Var, Place],
@@ -168,28 +171,31 @@ class RowPass:
         made = {*(a.var for a in assigns), *(p.var for p in products)}
         math = MATH_FOR[task.workload.dtype][min(1, len(MATH_FOR[task.workload.dtype]) - 1)]
         scalars = Scalars(forward.vectors, self.invariants, assigns, {v: p for v, p in leaves.items() if v not in made},
-                          wanted.stores, wanted.hoisted, wanted.layout, self.masked, math)
+                          wanted.stores, wanted.hoisted, wanted.layout, self.masked, wanted.instead, math)
         if not products:
             return scalar_pass(name, task.device, scalars, stage.statistics, task.workload.hidden, self.by_step)
         job = self._job(name, products, operands)
-        return over_rows(job, Pointwise(scalars, products, wanted.layout.span if wanted.hoisted and wanted.layout else 2))
+        span = wanted.layout.span if wanted.hoisted and wanted.layout else 2
+        return over_rows(job, Pointwise(scalars, products, span))
 
     def _job(self, name: str, products: Sequence[Product], operands: Mapping[Var, Place]) -> Job:
         w, vectors = self.memory.task.workload, self.memory.adjoint.forward.vectors
         units = self.units or w.hidden
         return Job(name, self.memory.task.device, w.dtype, w.arithmetic,
-                   operands_of(name, products, lambda v: self.memory.x if v is None else operands[v].columns, w.itemsize),
+                   operands_of(name, products, {v: p.columns for v, p in operands.items()} | {None: self.memory.x},
+                               w.itemsize),
                    len(products), units, 0, len(vectors) if units == w.hidden else 0, self.by_step)
 
 
-def operands_of(name: str, products: Sequence[Product], columns: Any, itemsize: int) -> tuple[Operand, ...]:
+def operands_of(name: str, products: Sequence[Product], columns: Mapping[Var | None, Columns],
+                itemsize: int) -> tuple[Operand, ...]:
     """What is multiplied, each once if nothing multiplies it twice; neighbours in memory are one where that is
     possible."""
     slots: list[tuple[Columns, bool, list[tuple[str, int]]]] = []
     for r, product in enumerate(products):
         taken: set[int] = set()
         for term in product.terms:
-            where = columns(term.operand)
+            where = columns[term.operand]
             free = (s for s, slot in enumerate(slots) if slot[:2] == (where, term.transposed) and s not in taken)
             s = next(free, len(slots))
             if s == len(slots):
@@ -200,7 +206,7 @@ def operands_of(name: str, products: Sequence[Product], columns: Any, itemsize: 
         slots.sort(key=lambda slot: (slot[0].name, slot[0].offset))
         first, width = slots[0][0], sum(slot[0].width for slot in slots)
         beside = all(a[0].offset + a[0].width == b[0].offset and a[0].name == b[0].name
-                     for a, b in zip(slots, slots[1:], strict=False))
+                     for a, b in pairwise(slots))
         if beside and all(slot[1] for slot in slots) and width * itemsize % LINE == 0:
             whole = Columns(first.name, width, first.stride, first.offset)
             return (Operand(whole, f"{name}_weights", tuple(s for slot in slots for s in slot[2]), True, len(slots)),)

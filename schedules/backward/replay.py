@@ -27,8 +27,8 @@ def replay(memory: Memory, layout: Hoisted) -> Component:
 
 
 def materialized(memory: Memory) -> tuple[Workspaces, Workspaces]:
-    """Forward values that passes after the recurrence read, and that are not in memory before: those that are factors of
-    outer products, in the layer's data type, and others, in float32."""
+    """Forward values that passes after the recurrence read, and that are not in memory before: those that are factors
+    of outer products, in the layer's data type, and others, in float32."""
     back, H = memory.adjoint, memory.task.workload.hidden
     multiplied = Workspaces("replayed", memory.dtype, H, WORKSPACE)
     read = Workspaces("replayed_values", "float32", H, WORKSPACE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from ecornn.analysis.step import Statistic
 from ecornn.device import Device
@@ -71,10 +72,11 @@ class _Units:
 
     def values(self, row: Expr, unit: Expr, found: Env, wanted: set[object] | None = None) -> list[Env]:
         """What is wanted of each; ``found``: statistics of the row."""
-        vectors = self.arguments["vectors"]
-        known = [self.scalars.constants(lambda i, e=e: vectors[i * self.units + self.within(unit, e)], wanted) | found
-                 for e in range(self.span)]
+        known = [self.scalars.constants(partial(self._vector, unit, e), wanted) | found for e in range(self.span)]
         return self.scalars.values(self.arguments, row, unit, self.within, known, wanted)
+
+    def _vector(self, unit: Expr, e: int, i: int) -> Expr:
+        return self.arguments["vectors"][i * self.units + self.within(unit, e)]
 
     def store(self, row: Expr, unit: Expr, found: Env) -> None:
         """All values."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ecornn.analysis.liveness import needed
@@ -31,7 +31,8 @@ class Scalars:
     leaves : where a value lies that is made elsewhere
     stores : values, and where they go
     hoisted, layout : values that go to the buffer ``hoisted``
-    masked : zeros are stored where a row takes no part in the step
+    masked : where a row takes no part in the step zeros are stored
+    instead : or another one's value, in place of some
     """
 
     vectors: tuple[Vector, ...]
@@ -42,6 +43,7 @@ class Scalars:
     hoisted: tuple[Var, ...] = ()
     layout: Hoisted | None = None
     masked: bool = False
+    instead: Mapping[Var, Var] = field(default_factory=dict)
     math: str = "exact"
 
     @property
@@ -88,7 +90,8 @@ class Scalars:
         for var, place in self.stores:
             values = [env[var] for env in envs]
             if live is not None:
-                values = [T.Select(live, value, T.float32(0)) for value in values]
+                others = [env[self.instead[var]] if var in self.instead else T.float32(0) for env in envs]
+                values = [T.Select(live, value, other) for value, other in zip(values, others, strict=True)]
             place.store(arguments, row, unit, values)
         if self.hoisted:
             assert self.layout is not None

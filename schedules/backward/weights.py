@@ -39,13 +39,14 @@ def weight_gradients(memory: Memory, places: Mapping[Var, Place], add: bool = Fa
     back, forward = memory.adjoint, memory.adjoint.forward
     groups = groups_of(memory, (*back.recurrence.outer_products, *back.inputs.outer_products), places)
     made = [_outer(memory, n, group, add or not group.first) for n, group in enumerate(groups)]
-    workspace = max((part.buffers[0].extent.fixed for part in made), default=0)
-    parts = Component(buffers=(Buffer("outer_parts", WORKSPACE, "float32", Extent(workspace)),)) if made else Component()
+    largest = max((part.buffers[0] for part in made), key=lambda b: b.extent.fixed, default=None)
+    parts = Component() if largest is None else Component(buffers=(largest,))
     whole = joined(*made)
     used = {(g.parameter, gate) for g in groups for gate in g.gates}
     unused = [] if add else [(n, g) for n, s in forward.parameters.items() if len(s) == 3 for g in range(s[0])
                              if (n, g) not in used]
-    return joined(parts, Component(whole.functions, calls=whole.calls), zeros(forward, unused, memory.task.device.cores))
+    return joined(parts, Component(whole.functions, calls=whole.calls),
+                  zeros(forward, unused, memory.task.device.cores))
 
 
 def groups_of(memory: Memory, outers: Iterable[OuterProduct], places: Mapping[Var, Place]) -> list[Group]:
@@ -99,10 +100,10 @@ def _outer(memory: Memory, number: int, group: Group, add: bool) -> Component:
         Launch(adder, blocks, THREADS, names={"parts": "outer_parts", "into": f"d_{group.parameter}"})))
 
 
-def zeros(forward: StepGraph, gates: Sequence[tuple[str, int]], blocks: int) -> Component:
+def zeros(forward: StepGraph, gates: Sequence[tuple[str, int]], blocks: int, prefix: str = "no_matrix") -> Component:
     """Zeros as the gradients of ``gates`` of parameters."""
     def one(number: int, gate: tuple[str, int]) -> Component:
-        name, (parameter, which) = f"no_gradient_{number}", gate
+        name, (parameter, which) = f"{prefix}_{number}", gate
         size = prod(forward.parameters[parameter][1:])
         return Component({name: _zero_kernel(name, which * size, size, blocks)}, (),
                          (Launch(name, blocks, THREADS, names={"into": f"d_{parameter}"}),))

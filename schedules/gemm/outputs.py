@@ -89,8 +89,8 @@ class HoistedValues(Epilogue):
 
 def store_hoisted(layout: Hoisted, into: TirBuffer, row: Expr, unit: Expr, values: Sequence[Sequence[Expr]],
                   finite: bool = True) -> None:
-    """``values[e][q]`` of 2 or 4 neighbouring units of a row, a multiple of as many; those beyond H are none. ``finite``
-    as of :meth:`Hoisted.store`."""
+    """``values[e][q]`` of 2 or 4 neighbouring units of a row, a multiple of as many; those beyond H are none.
+    ``finite``: as of :meth:`Hoisted.store`."""
     if layout.packed:
         layout.store(into, T.cast(row, "int64"), unit, values, finite)
         return

@@ -77,16 +77,12 @@ class _Sums:
         self.found.append(once)
         total = None
         for negated, t in sorted(parts, key=lambda part: part[0]):  # the first one is not negated, if there is such
-            if t in once if self._is_product(t) else False:
-                if t in self.left_out:
-                    continue
-                value = t
-            else:
-                value = self._expression(t)
-            if total is None:
-                total = -value if negated else value
-            else:
-                total = total - value if negated else total + value
+            merges = self._is_product(t) and t in once
+            if merges and t in self.left_out:
+                continue
+            value = t if merges else self._expression(t)
+            first = -value if negated else value
+            total = first if total is None else total - value if negated else total + value
         return total
 
     def _addends(self, e: Expr) -> list[tuple[bool, Expr]]:
