@@ -23,6 +23,9 @@ LENGTHS = Traversal(lengths=True)
 
 @pytest.mark.parametrize(("cell", "sizes", "dtype", "traversal", "parts"), [
     ("lstm", (1, 1, 1, 1), "bfloat16", ALONE, 1),  # the smallest of everything
+    ("lstm", (20, 11, 40, 24), "bfloat16", ALONE, 1),  # on wgmma from here on: more stages than the ring has
+    ("rnn_tanh", (13, 16, 72, 264), "float16", LENGTHS, 3),  # several tiles both ways, the last part without a stage
+    ("gru", (5, 13, 10, 36), "bfloat16", LENGTHS, 1),  # copies of 4 and 8 bytes
     ("lstm", (9, 9, 17, 5), "float16", ALONE, 2),  # nothing aligned, rows that are not of whole stages
     ("lstm", (13, 11, 40, 136), "bfloat16", ALONE, 3),  # several tiles both ways, more rows than one part has stages
     ("lstm", (13, 11, 34, 18), "bfloat16", LENGTHS, 1),  # 4-byte copies; x beyond a length is NaN
@@ -33,9 +36,8 @@ LENGTHS = Traversal(lengths=True)
 ])
 def test_matches_float64(tmp_path, monkeypatch, cell, sizes, dtype, traversal, parts):
     steps, batch, inputs, H = sizes
-    if parts > 1:
-        monkeypatch.setattr("ecornn.schedules.gemm.outer.LEAST_ROWS", 1)
-        monkeypatch.setattr("ecornn.schedules.gemm.outer.MOST_PARTS", parts)
+    for module in ("outer", "outer_wgmma"):
+        monkeypatch.setattr(f"ecornn.schedules.gemm.{module}.best_parts", lambda *_: parts)
     task = task_of(cell, sizes, dtype, replace(TINY, cores=24), traversal)
     back = adjoint(task.graph, H)
     memory = Memory(task, back, kept(back, "states"))

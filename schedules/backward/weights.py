@@ -18,6 +18,11 @@ from ecornn.schedules.builder import Expr, PrimFunc, T, Var
 from ecornn.schedules.gemm.job import Columns
 from ecornn.schedules.gemm.outer import THREADS, OuterJob, outer_shape
 from ecornn.schedules.gemm.outer_kernel import adding_kernel, outer_kernel
+from ecornn.schedules.gemm.outer_wgmma import THREADS as HOPPER_THREADS
+from ecornn.schedules.gemm.outer_wgmma import hopper_shape
+from ecornn.schedules.gemm.outer_wgmma_kernel import outer_wgmma_kernel
+
+WGMMA = True  # off only to compare the two kernels
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,8 @@ def _outer(memory: Memory, number: int, group: Group, add: bool) -> Component:
     w, task = memory.task.workload, memory.task
     job = OuterJob(f"outer_{number}", task.device, w.dtype, w.arithmetic, group.values, group.operand, w.seq * w.batch,
                    task.traversal.lengths)
-    shape, adder, blocks = outer_shape(job), f"add_outer_{number}", 2 * task.device.cores
+    hopper, adder, blocks = hopper_shape(job) if WGMMA else None, f"add_outer_{number}", 2 * task.device.cores
+    shape = hopper or outer_shape(job)
     height, width = job.values.width, job.operand.width
     own = height // len(group.gates)
 
@@ -91,11 +97,13 @@ def _outer(memory: Memory, number: int, group: Group, add: bool) -> Component:
             gate = T.Select(m // own == k, T.int64(group.gates[k]), gate)
         return (gate * own + m % own) * width + n
 
-    functions = {job.name: outer_kernel(job, shape),
+    kernel = outer_wgmma_kernel(job, hopper) if hopper else outer_kernel(job, outer_shape(job))
+    grid, threads = (task.device.cores, HOPPER_THREADS) if hopper else (outer_shape(job).blocks, THREADS)
+    functions = {job.name: kernel,
                  adder: adding_kernel(adder, height, width, shape.parts, blocks, place, add)}
     sums = Buffer("outer_parts", WORKSPACE, "float32", Extent(shape.parts * height * width))
     return Component(functions, (sums,), (
-        Launch(job.name, shape.blocks, THREADS, shape.shared,
+        Launch(job.name, grid, threads, shape.shared,
                names={"values": group.values.name, "operand": group.operand.name, "parts": "outer_parts"}),
         Launch(adder, blocks, THREADS, names={"parts": "outer_parts", "into": f"d_{group.parameter}"})))
 

@@ -6,16 +6,17 @@ Both operands have the rows that are summed over on the outside, so that fragmen
 or 32-bit words one by one). The rows go to ``parts`` of blocks, each of which leaves a sum in the workspace ``parts``;
 a kernel of its own adds these in order, so that every run has the same bits.
 
-``outer_kernel.py`` has the code.
+``outer_kernel.py`` has the code; ``outer_wgmma.py`` and ``outer_wgmma_kernel.py`` are the same on Hopper.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ecornn.device import Device
 from ecornn.schedules.gemm.job import Columns
 from ecornn.schedules.isa.tensor_core import per_word
+from ecornn.schedules.rates import gpu_rates
 from ecornn.workload import ITEMSIZE
 
 THREADS = 256
@@ -24,6 +25,7 @@ STAGES = 4
 PAD = 8  # values behind a row of a stage, which keep reads across it free of bank conflicts
 MOST_PARTS = 16
 LEAST_ROWS = 256  # of a part
+SLOWER = {"float32": 5, "tf32": 2}  # than 16-bit types
 
 
 @dataclass(frozen=True)
@@ -54,13 +56,14 @@ class OuterJob:
 
 @dataclass(frozen=True)
 class OuterShape:
-    """How one is cut.
+    """How one is cut for ``mma``.
 
     Attributes
     ----------
     m_tiles, n_tiles : m16 and n8 tiles of a warp; of n8 tiles an even number
     down, across : blocks over m and over n
     parts : of the rows
+    size : bytes of a value
     """
 
     m_tiles: int
@@ -100,13 +103,23 @@ class OuterShape:
 
 
 def outer_shape(job: OuterJob) -> OuterShape:
-    """The tiles; and as many parts of the rows as fill the chip's last turn best."""
+    """The tiles of 256 threads, of which a multiprocessor holds two."""
     most = 2 if per_word(job.dtype) == 1 else 4
     m_tiles = next(n for n in (1, 2, 4) if n == most or ROW_WARPS * 16 * n >= job.values.width)
     n_tiles = next(n for n in (2, 4) if n == 4 or COLUMN_WARPS * 8 * n >= job.operand.width)
     tile = OuterShape(m_tiles, n_tiles, 1, 1, 1, job.itemsize)
     down, across = -(-job.values.width // tile.height), -(-job.operand.width // tile.width)
-    at_once = 2 * job.device.cores
-    few = max(1, min(MOST_PARTS, job.rows // LEAST_ROWS))
-    parts = min(range(1, few + 1), key=lambda p: (-(-down * across * p // at_once) / p + p / 64, p))
-    return OuterShape(m_tiles, n_tiles, down, across, parts, job.itemsize)
+    rate = gpu_rates(job.device).mma_gemm / SLOWER.get(job.arithmetic, 1) / 2
+    return replace(tile, down=down, across=across,
+                   parts=best_parts(job, down * across, tile.height * tile.width / rate, 2 * job.device.cores))
+
+
+def best_parts(job: OuterJob, tiles: int, row: float, at_once: int) -> int:
+    """Parts of the rows that fill the chip's last turn without too many sums in memory; ``row``: nanoseconds that a tile
+    takes for half a row, ``at_once``: blocks."""
+    stored = 8.0 * job.values.width * job.operand.width / gpu_rates(job.device).memory_beside  # and loaded
+
+    def expected(parts: int) -> float:
+        return -(-tiles * parts // at_once) * (2 * job.rows / parts) * row + parts * stored
+
+    return min(range(1, max(1, min(MOST_PARTS, job.rows // LEAST_ROWS)) + 1), key=expected)
