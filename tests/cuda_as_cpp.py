@@ -8,7 +8,8 @@ import re
 import pytest
 
 _COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global \[%0\], \[%1\], (\d+)(, %2)?;")
-_WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(?:16|8)\.f32\.(\w+)\.\2 .*, ps0, 1, 1(?:, (0, 0|1, 1))?; }")
+_WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(?:16|8)\.f32\.(\w+)\.\2 "
+                    r".*, ps0, 1, 1(?:, (0, 0|1, 1))?; }")
 _WGMMA_A = re.compile(_WGMMA.pattern.replace("1, 1(?:, (0, 0|1, 1))?;", "1, 1, 0;"))  # operand A in registers
 _SPECIAL = re.compile(r"mov\.u32 %0, %%(tid|ctaid)\.x;")
 _HALF = re.compile(r"\{\.reg \.b16 low, high; mov\.b32 \{low, high\}, %1; cvt\.f32\.f16 %0, (low|high); ?\}")

@@ -82,7 +82,8 @@ void send(unsigned to, uint32_t word, unsigned barrier);
 // Products; kind 0: float16, 1: bfloat16, 2: tf32.
 void mma(int kind, float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
          uint32_t b0, uint32_t b1, float c0, float c1, float c2, float c3);
-void wgmma(int kind, unsigned columns, uint64_t a, uint64_t b, bool keep, std::initializer_list<float*> d, bool across);
+void wgmma(int kind, unsigned columns, uint64_t a, uint64_t b, bool keep, std::initializer_list<float*> d,
+           bool across = false);
 void wgmma_registers(int kind, unsigned columns, std::initializer_list<uint32_t> a, uint64_t b, bool keep,
                      std::initializer_list<float*> d);
 void wgmma_commit();

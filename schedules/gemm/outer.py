@@ -115,8 +115,8 @@ def outer_shape(job: OuterJob) -> OuterShape:
 
 
 def best_parts(job: OuterJob, tiles: int, row: float, at_once: int) -> int:
-    """Parts of the rows that fill the chip's last turn without too many sums in memory; ``row``: nanoseconds that a tile
-    takes for half a row, ``at_once``: blocks."""
+    """Parts of the rows that fill the chip's last turn without too many sums in memory; ``row``: nanoseconds that a
+    tile takes for half a row, ``at_once``: blocks."""
     stored = 8.0 * job.values.width * job.operand.width / gpu_rates(job.device).memory_beside  # and loaded
 
     def expected(parts: int) -> float:

@@ -1,7 +1,7 @@
 """The code of outer products over all rows on Hopper: one warpgroup copies, two multiply and write.
 
-Stages are handed over as in ``wgmma_kernel.py``, which says why nobody waits forever and which fences there are; all that
-is copied comes by ``cp.async`` here, so that the 128 arrivals of the copying threads complete a stage.
+Stages are handed over as in ``wgmma_kernel.py``, which says why nobody waits forever and which fences there are; all
+that is copied comes by ``cp.async`` here, so that the 128 arrivals of the copying threads complete a stage.
 """
 
 from __future__ import annotations

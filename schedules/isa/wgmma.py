@@ -32,8 +32,8 @@ def descriptor(address: Expr, leading: int, stride: int, swizzled: bool) -> Expr
 
     ``stride`` bytes lie between groups of 8 rows, ``leading`` between the two 16-byte halves of a
     product's K (which the 128-byte swizzle implies: it is then ignored, and addresses are multiples of
-    1024). Addresses are in units of 16 bytes: those of later values of K are larger by a constant. Of an operand that is
-    read across, swizzled: ``stride`` between groups of 8 values of K, ``leading`` between panels of 128 bytes of columns.
+    1024). Addresses are in units of 16 bytes: those of later values of K are larger by a constant. Of an operand that
+    is read across, swizzled: ``stride`` between groups of 8 values of K, ``leading`` between panels of 128 bytes.
     """
     fixed = (leading >> 4) << 16 | (stride >> 4) << 32 | (1 << 62 if swizzled else 0)
     return T.cast(address >> T.uint32(4), "uint64") + T.uint64(fixed)
