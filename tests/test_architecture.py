@@ -53,7 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedules.gemm": KERNEL,
     "schedules.step": KERNEL | {"schedules.assemble", "schedules.gemm", "schedules.keeping"},
     "schedules.elementwise": KERNEL | {"schedules.assemble", "schedules.gemm", "schedules.keeping"},
-    "schedules.backward": TEMPLATE | {"schedules.assemble", "schedules.hoisted"},
+    "schedules.backward": KERNEL | {"schedules.assemble", "schedules.gemm"},
     "schedules.persistent": KERNEL | {"schedules.assemble", "schedules.backward", "schedules.gemm",
                                       "schedules.keeping"},
     "schedules.persistent_wide": KERNEL | {"schedules.assemble", "schedules.gemm", "schedules.keeping",

@@ -11,8 +11,7 @@ from ecornn.program import Launch, Program
 from ecornn.schedules.assemble import assemble
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, no_room
 from ecornn.schedules.elementwise.kernel import Cut, ring_words, sequence_kernel
-from ecornn.schedules.gemm.mma import no_projection
-from ecornn.schedules.gemm.projection import projection_time
+from ecornn.schedules.gemm.projection import no_projection, projection_time
 from ecornn.schedules.hoisted import gained, hoisted_knob, hoisted_of, preferred
 from ecornn.schedules.keeping import keeping
 from ecornn.schedules.rates import gpu_rates

@@ -16,7 +16,7 @@ from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task
 from ecornn.schedules.builder import PrimFunc
 from ecornn.schedules.gemm.mma import shape_of
-from ecornn.schedules.gemm.projection import project
+from ecornn.schedules.gemm.projection import job_of, project
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred
 from ecornn.schedules.isa.tensor_core import words
 from ecornn.schedules.keeping import keeping
@@ -208,7 +208,7 @@ class Persistent(Schedule):
             return f"about {plan.registers} registers a thread, {limit} available"
         if plan.workers and worker_shape(task, plan) is None:
             return f"the projection needs more than {limit} registers a thread"
-        shared = max(block_shared(task, plan), shape_of(task).shared if plan.ahead else 0)
+        shared = max(block_shared(task, plan), shape_of(job_of(task)).shared if plan.ahead else 0)
         if shared > device.shared:
             return f"{shared} bytes of shared memory, {device.shared} available"
         return None

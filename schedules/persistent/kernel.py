@@ -49,7 +49,7 @@ def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, math: 
     with IRBuilder() as builder, T.prim_func():
         T.func_name(keeping("persistent", kept))
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
-        arguments = ProjectionWorkers.declare(task) if plan.workers else {}
+        arguments = ProjectionWorkers.declare(task, hoisted) if plan.workers else {}
         if graph.hoisted_outputs:
             arguments["hoisted"] = T.arg("hoisted", T.buffer((big,), hoisted.dtype))
         if graph.row_inputs:

@@ -10,7 +10,7 @@ from ecornn.analysis.liveness import late_operand
 from ecornn.program import PACKED, WORKSPACE, Buffer, Extent, Fill, Launch, Program
 from ecornn.schedules.assemble import assemble
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task
-from ecornn.schedules.gemm.mma import no_projection
+from ecornn.schedules.gemm.projection import no_projection
 from ecornn.schedules.hoisted import gained, hoisted_knob, hoisted_of, preferred
 from ecornn.schedules.keeping import keeping
 from ecornn.schedules.persistent_wide.estimate import estimate, product_cycles, recurrence

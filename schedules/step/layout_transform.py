@@ -15,7 +15,7 @@ from ecornn.program import Buffer, Launch, Program
 from ecornn.schedules.assemble import assemble, shared_buffers
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, joined, no_room
 from ecornn.schedules.builder import Expr, PrimFunc, T
-from ecornn.schedules.gemm.mma import no_projection
+from ecornn.schedules.gemm.projection import no_projection
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
