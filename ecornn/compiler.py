@@ -60,11 +60,13 @@ class LayerPlan:
 
     def programs(self) -> tuple[Program, ...]:
         """The sequences' programs; one object for sequences that are alike."""
+        from ecornn.task import make_program
+
         made: dict[object, Program] = {}
         for task, found in zip(self.tasks, self.chosen, strict=True):
             key = task.workload, task.traversal
             if key not in made:
-                made[key] = found.schedule.program(task, found.config)
+                made[key] = make_program(found.schedule, task, found.config)
         return tuple(made[task.workload, task.traversal] for task in self.tasks)
 
 

@@ -76,7 +76,6 @@ class Schedule(ABC):
     kind : ``cuda`` or ``llvm``
     weights : data types that weights may be rounded to, besides that of the layer
     sequences : whether a column of the batch may work on one sequence after the other
-    keeps : what forward may keep for backward; nothing where it has no backward
     backward : whether it carries out the recurrence of an adjoint, too, a task whose traversal is ``backward``
     """
 
@@ -85,15 +84,12 @@ class Schedule(ABC):
     kind: str
     weights: tuple[str, ...] = ()
     sequences: bool = False
-    keeps: tuple[str, ...] = ()
     backward: bool = False
 
     def serves(self, task: Task) -> str | None:
         """None, or the reason why this schedule cannot serve the task."""
         if task.traversal.backward:
             return self.refuses(task) if self.backward else f"{self.name} does not carry out adjoints"
-        if task.traversal.keep is not None and task.traversal.keep not in self.keeps:
-            return "has no backward pass"
         return beyond_forward(task.graph) or self.refuses(task)
 
     @abstractmethod

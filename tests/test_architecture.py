@@ -58,9 +58,11 @@ MAY_IMPORT: dict[str, set[str]] = {
                                       "schedules.keeping"},
     "schedules.persistent_wide": KERNEL | {"schedules.assemble", "schedules.gemm", "schedules.keeping",
                                            "schedules.persistent"},
+    "schedules.training": TEMPLATE | {"errors", "schedules.assemble", "schedules.backward", "schedules.hoisted",
+                                      "schedules.keeping", "schedules.persistent"},
     "schedules.cpu": TEMPLATE | {"schedules.assemble", "schedules.keeping", "schedules.rates", "schedules.scalars"},
     "compose": {"program", "schedules.timeline", "workload"},
-    "task": BASE | {"analysis", "cells", "compose", "schedules.base"},
+    "task": BASE | {"analysis", "cells", "compose", "schedules.base", "schedules.training"},
     "build": BASE | HOSTS,
     # A machine that only runs modules has no TVM: nothing of the compiler may be needed there.
     "runtime": BASE | HOSTS | {"weight_files"},
