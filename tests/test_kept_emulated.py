@@ -83,7 +83,8 @@ def test_elementwise(tmp_path, cell, sizes, dtype, change, traversal, batch):
 def test_every_cell_that_is_served(tmp_path, schedule, cell):
     """With the default's configuration."""
     found = all_schedules()[schedule]
-    for dtype, traversal in (("float32", trains(True, 2, True, True)), ("bfloat16", trains(lengths=True, resets=True))):
+    exact = "tf32" if cell == "slstm" else "float32"  # it divides by states that are drawn near zero
+    for dtype, traversal in ((exact, trains(True, 2, True, True)), ("bfloat16", trains(lengths=True, resets=True))):
         task = task_of(cell, (6, 5, 12, 12), dtype, replace(SMALL, cores=15), traversal)
         if found.refuses(task) is None:
             (tmp_path / dtype).mkdir()
