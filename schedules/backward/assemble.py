@@ -17,7 +17,7 @@ from ecornn.schedules.hoisted import Hoisted
 
 
 def backward(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurrence: Component, add: bool = False,
-             add_dx: bool = False) -> Component:
+             add_dx: bool = False, first: bool = True) -> Component:
     """The calls of a backward pass in order, with all workspaces; what it exchanges is as ``memory.py`` has it.
 
     Parameters
@@ -26,6 +26,7 @@ def backward(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurren
     recurrence : from ``hoisted`` to ``outputs`` and ``last``; without these buffers
     add : to the gradients of parameters that are there
     add_dx : to dx, as a second direction does
+    first : whether there are states before the first step; else these are zeros
     """
     w, memory = task.workload, Memory(task, adjoint, kept)
     step, last = len(written(adjoint)) * w.hidden, len(last_read(adjoint)) * w.hidden
@@ -33,6 +34,6 @@ def backward(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurren
              Buffer("last", WORKSPACE, "float32", Extent(w.batch * last)))
     own = tuple(b for b in sizes if b.extent != Extent())
     multiplied = memory.leaves() | memory.outputs() | replayed(memory) | places_of_inputs(memory)
-    return joined(Component(buffers=own), gather(memory), replay(memory, layout), recurrence,
+    return joined(Component(buffers=own), gather(memory, first), replay(memory, layout), recurrence,
                   input_gradients(memory, add_dx), weight_gradients(memory, multiplied, add), state_gradients(memory),
                   vector_gradients(memory, add))
