@@ -60,11 +60,13 @@ class LayerPlan:
 
     def programs(self) -> tuple[Program, ...]:
         """The sequences' programs; one object for sequences that are alike."""
+        from ecornn.task import make_program
+
         made: dict[object, Program] = {}
         for task, found in zip(self.tasks, self.chosen, strict=True):
             key = task.workload, task.traversal
             if key not in made:
-                made[key] = found.schedule.program(task, found.config)
+                made[key] = make_program(found.schedule, task, found.config)
         return tuple(made[task.workload, task.traversal] for task in self.tasks)
 
 
@@ -130,8 +132,8 @@ def generate(planned: LayerPlan) -> Generated:
 def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = 1, seq: int = 100,
             dtype: str = "float32", weights: str | None = None, precision: str | None = None, layers: int = 1,
             bidirectional: bool = False, lengths: bool = False, resets: bool = False, reverse: bool = False,
-            sequences: bool = False, target: str | Device | None = None, schedule: str | None = None,
-            config: Mapping[str, Value] | None = None, overlap: str = "auto",
+            sequences: bool = False, training: bool = False, target: str | Device | None = None,
+            schedule: str | None = None, config: Mapping[str, Value] | None = None, overlap: str = "auto",
             out: str | Path | None = None) -> Module:
     """Compiles a recurrent layer, or a stack of them.
 
@@ -155,6 +157,8 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
     resets : calls may give a mask of the steps at which a row's state starts anew
     sequences : calls may lay many sequences end to end in the columns of the batch, which then has few that are idle
         (GPU, not with lengths or resets), see :meth:`Layer.__call__` and :class:`Columns`
+    training : the module has :meth:`Layer.forward` and :meth:`Layer.backward` besides, which give gradients (CPU,
+        float32, not with sequences)
     target : ``cuda`` (the GPU at hand), ``cpu``, or an architecture such as ``sm_90a``, which needs
         no GPU; default: the GPU if there is one, else the CPU
     schedule, config : use this schedule, and these knobs, instead of the best tuning record
@@ -169,7 +173,7 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
     ``BuildError`` where a compiler is missing or fails.
     """
     layer = LayerSpec(cell, hidden, input, batch, seq, dtype, weights, precision,
-                      layers, bidirectional, lengths, resets, reverse, sequences)
+                      layers, bidirectional, lengths, resets, reverse, sequences, training)
     return compile_layer(layer, target=target, schedule=schedule, config=config, overlap=overlap, out=out)
 
 

@@ -10,17 +10,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd
-from typing import Any
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
 from ecornn.program import (
+    BACKWARD,
+    FORWARD,
+    KEPT,
     RUN,
     TENSORS,
     WORKSPACE,
     Buffer,
     Call,
     Concurrent,
+    Entry,
     Extent,
     Fill,
     Launch,
@@ -33,12 +37,15 @@ from ecornn.program import (
 )
 from ecornn.workload import SERIAL, Overlap, Part, Stack, Workload
 
+if TYPE_CHECKING:
+    from tvm.tirx import PrimFunc
+
 REMAINING = "remaining"  # lengths of what is left from each step on, which a chunk reads in place of lengths
 
 
 def compose(stack: Stack, whole: Workload, programs: Sequence[Program], overlap: Overlap = SERIAL) -> Program:
-    """One program of all, with the entry ``run`` of the ``programs``, which are of ``stack.parts(whole)`` in order and
-    run as ``overlap`` says.
+    """One program of all, with the entries of the ``programs``, which are of ``stack.parts(whole)`` in order; the entry
+    ``run`` goes as ``overlap`` says.
 
     Its buffers are those that all parts share, such as the call's ``x`` and ``lengths``, and each part's states and
     packed weights, named with the part's label: ``l1_reverse_h_in``. Weights are packed from parameters of such a
@@ -49,10 +56,11 @@ def compose(stack: Stack, whole: Workload, programs: Sequence[Program], overlap:
     parts = stack.parts(whole)
     # a program, and the place of its layer among those at the same time -> the prefix of its workspaces
     owners: dict[tuple[int, int], str] = {}
-    functions: dict[str, Any] = {}
+    functions: dict[str, PrimFunc] = {}
     buffers: dict[str, Buffer] = {}
     sequences: list[WaveLayer] = []
-    for part, program in zip(parts, programs, strict=True):
+    running = {id(p): _running(p) for p in programs}
+    for part, program in zip(parts, (running[id(p)] for p in programs), strict=True):
         owner = owners.setdefault((id(program), part.layer % overlap.depth), f"s{len(owners)}_")
         names = {}
         for old in program.buffers:
@@ -73,7 +81,63 @@ def compose(stack: Stack, whole: Workload, programs: Sequence[Program], overlap:
         functions[REMAINING], buffers[REMAINING] = function, buffer
         calls = launch, *calls
     # groups of as many columns lie within the groups of every part
-    return Program.running(functions, buffers.values(), calls, notes, gcd(*(p.together for p in programs)))
+    run = Program.running(functions, buffers.values(), calls, notes, gcd(*(p.together for p in programs)))
+    if FORWARD not in programs[0].entries:
+        return run
+    placed = _TrainingStack(stack, whole, programs, functions)
+    entries = {**run.entries, FORWARD: placed.entry(FORWARD), BACKWARD: placed.entry(BACKWARD)}
+    return replace(run, buffers=tuple((buffers | placed.buffers).values()), entries=entries)
+
+
+class _TrainingStack:
+    """The entries ``forward`` and ``backward`` of a stack: y of a layer is kept, gradients of it are workspaces. The
+    second direction of a layer adds its gradient of x to the first one's."""
+
+    def __init__(self, stack: Stack, whole: Workload, programs: Sequence[Program],
+                 functions: dict[str, PrimFunc]) -> None:
+        self.stack, self.parts, self.programs = stack, stack.parts(whole), programs
+        self.functions, self.buffers = functions, dict[str, Buffer]()
+        self.owners = {program: f"t{n}_" for n, program in enumerate(dict.fromkeys(map(id, programs)))}
+
+    def entry(self, name: str) -> Entry:
+        """One of the two."""
+        order = list(zip(self.parts, self.programs, strict=True))
+        if name == BACKWARD:
+            order.sort(key=lambda each: -each[0].layer)  # the directions of a layer stay in order
+        calls, taken = list[Call](), dict[str, None]()
+        for part, program in order:
+            known = {n: _keep(self.functions, n, f) for n, f in program.functions.items()}
+            own = {b.name: b for b in program.buffers}
+            names = {}
+            for old in program.entries[name].takes:
+                new = self.placed(own[old], part, self.owners[id(program)])
+                names[old], self.buffers[new.name] = new.name, new
+            calls += [_renamed(call, names, known) for call in program.entries[name].calls]
+            taken.update(dict.fromkeys(names.values()))
+        return Entry(tuple(calls), tuple(taken))
+
+    def placed(self, b: Buffer, part: Part, owner: str) -> Buffer:
+        """A buffer of a part as one of the stack."""
+        row = part.workload.batch * part.traversal.y_width(part.workload.hidden)
+        below, above = part.layer > 0, part.layer < self.stack.layers - 1
+        if (b.tensor == "x" and below) or (b.tensor == "y" and above):
+            layer = part.layer - (b.tensor == "x")
+            size = row if b.tensor == "y" else part.workload.batch * part.workload.input
+            return Buffer(f"l{layer}_y", KEPT, b.dtype, Extent(0, size))
+        if (b.tensor == "dx" and below) or (b.tensor == "dy" and above):
+            layer = part.layer - (b.tensor == "dx")
+            size = row if b.tensor == "dy" else part.workload.batch * part.workload.input
+            return Buffer(f"d_between_{layer % 2}", WORKSPACE, b.dtype, Extent(0, size))
+        if b.tensor is not None and TENSORS[b.tensor].by_parameter:
+            key = parameter_prefix(self.stack, part) + (b.state or "")
+            return structs.replace(b, name=f"{part.label}_{b.name}", state=key, part=part.number)
+        return _placed(b, part, self.stack, owner, SERIAL)
+
+
+def _running(program: Program) -> Program:
+    """Of a program what its entry ``run`` takes."""
+    taken = set(program.entries[RUN].takes)
+    return replace(program, buffers=tuple(b for b in program.buffers if b.name in taken))
 
 
 def _rows(part: Part, program: Program, names: dict[str, str]) -> dict[str, int]:
@@ -130,7 +194,7 @@ def _placed(b: Buffer, part: Part, stack: Stack, owner: str, overlap: Overlap) -
     return structs.replace(b, name=f"{part.label}_{b.name}", packing=packing, part=part.number)
 
 
-def _keep(functions: dict[str, Any], name: str, function: Any) -> str:
+def _keep(functions: dict[str, PrimFunc], name: str, function: PrimFunc) -> str:
     """The name of an equal function among ``functions``, to which it is added if there is none."""
     from tvm_ffi import structural_equal
 

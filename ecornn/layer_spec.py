@@ -35,12 +35,15 @@ class LayerSpec:
     resets: bool = False
     reverse: bool = False
     sequences: bool = False
+    training: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.cell, type) and issubclass(self.cell, Cell):
             raise ArgumentError("cell", self.cell, f"an instance of the class, as {self.cell.__name__}()")
         if not isinstance(self.cell, (str, Cell)):
             raise ArgumentError("cell", self.cell, "a cell's name, FILE.py:NAME or a Cell")
+        if not isinstance(self.training, bool):
+            raise ArgumentError("training", self.training, "True or False")
         self.stack, self.workload  # noqa: B018  (made here, so that what they refuse is said at once)
 
     @cached_property
@@ -60,7 +63,8 @@ class LayerSpec:
     @cached_property
     def stack(self) -> Stack:
         """How it is put together from sequences."""
-        return Stack(self.layers, self.bidirectional, self.lengths, self.resets, self.reverse, self.sequences)
+        return Stack(self.layers, self.bidirectional, self.lengths, self.resets, self.reverse, self.sequences,
+                     "states" if self.training else None)
 
 
 def usual_dtype(kind: str, precision: str | None) -> str:

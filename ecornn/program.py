@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ecornn.workload import ITEMSIZE
+
+if TYPE_CHECKING:
+    from tvm.tirx import PrimFunc
 
 Source = tuple[str, int]  # (parameter, gate)
 
@@ -25,7 +28,7 @@ EARLIER, LATER = 1 << 30, 1 << 29
 PIECES_APART = 2
 
 
-# Roles of buffers: what a caller passes in, what a call writes for the caller, what one entry writes for another one to
+# Roles of buffers: what a caller passes in, what a call writes for the caller, what forward writes for backward to
 # read, weights as kernels read them, and memory whose contents are undefined before a call.
 ROLES = GIVEN, MADE, KEPT, PACKED, WORKSPACE = "given", "made", "kept", "packed", "workspace"
 
@@ -40,6 +43,7 @@ class Tensor:
     axes : the sizes of its axes: T, B, I and H as of a :class:`~ecornn.workload.Workload`, W of a row of y (D H)
     dtype : data type; None: the layer's
     by_state : there is one for each state of each sequence of a stack
+    by_parameter : there is one for each parameter of each sequence of a stack, of the parameter's own shape
     optional : only where the field of its name of a :class:`~ecornn.workload.Traversal` is set
     """
 
@@ -47,6 +51,7 @@ class Tensor:
     axes: tuple[str, ...]
     dtype: str | None = None
     by_state: bool = False
+    by_parameter: bool = False
     optional: bool = False
 
     def row(self, sizes: Mapping[str, int]) -> int | None:
@@ -55,6 +60,8 @@ class Tensor:
 
 
 # With ``sequences``, which has the number of each step's sequence, B of states is S, the number of sequences.
+# ``state_kept`` is a state after each step, zero where a row takes no part; gradients are of the layer's output with
+# respect to what their names say, those of parameters (G, H, K) or (G, H), added to what is there.
 TENSORS = {
     "x": Tensor(GIVEN, ("T", "B", "I")),
     "y": Tensor(MADE, ("T", "B", "W")),
@@ -63,9 +70,22 @@ TENSORS = {
     "lengths": Tensor(GIVEN, ("B",), "int32", optional=True),
     "resets": Tensor(GIVEN, ("T", "B"), "uint8", optional=True),
     "sequences": Tensor(GIVEN, ("T", "B"), "int32", optional=True),
+    "state_kept": Tensor(KEPT, ("T", "B", "H"), by_state=True),
+    "dy": Tensor(GIVEN, ("T", "B", "W")),
+    "dstate_out": Tensor(GIVEN, ("B", "H"), by_state=True),
+    "dx": Tensor(MADE, ("T", "B", "I")),
+    "dstate_in": Tensor(MADE, ("B", "H"), by_state=True),
+    "gradient": Tensor(MADE, ("G", "H", "K"), "float32", by_parameter=True),
 }
-RUN = "run"
-ENTRIES = {RUN: tuple(TENSORS)}  # entry -> the tensors that it exchanges with its caller
+RUN, FORWARD, BACKWARD = "run", "forward", "backward"
+_MASKS = ("lengths", "resets", "sequences")
+_FORWARD = ("x", "y", "state_in", "state_out", *_MASKS)
+# entry -> the tensors that it exchanges with its caller. ``state_kept`` is there for the states that backward reads.
+ENTRIES = {
+    RUN: _FORWARD,
+    FORWARD: (*_FORWARD, "state_kept"),
+    BACKWARD: ("x", "y", "state_in", *_MASKS, "state_kept", "dy", "dstate_out", "dx", "dstate_in", "gradient"),
+}
 
 
 class Extent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -110,7 +130,7 @@ class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     extent : elements; none for what is given or made, whose size the caller knows. A workspace is 256-byte aligned
     packing : how a packed one is made
     tensor : what a given or made one is, of :data:`TENSORS`
-    state : the state's name, for a tensor that is one of each state
+    state : the state's name, for a tensor that is one of each state; the parameter's, for one of each parameter
     part : the number of the sequence of a stack that it belongs to; 0 for what all share
     """
 
@@ -125,9 +145,12 @@ class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, tensor: str, dtype: str, state: str | None = None) -> Buffer:
-        """The buffer of a tensor, of a layer of ``dtype``; ``h_in`` is the name of the state h's ``state_in``."""
+        """The buffer of a tensor, of a layer of ``dtype``; ``h_in`` is the name of the state h's ``state_in``, and
+        ``gradient_bias`` that of the gradient of the parameter ``bias``."""
         kind = TENSORS[tensor]
-        name = tensor if state is None else tensor.replace("state", state)
+        name = tensor
+        if state is not None:
+            name = f"{tensor}_{state}" if kind.by_parameter else tensor.replace("state", state)
         return cls(name, kind.role, kind.dtype or dtype, tensor=tensor, state=state)
 
     @property
@@ -245,19 +268,19 @@ class Entry:
 
 @dataclass(frozen=True)
 class Program:
-    """Functions (tirx PrimFuncs by name, parameters named after buffers and scalars), buffers, and entries by name.
+    """Functions (by name, parameters named after buffers and scalars), buffers, and entries by name.
 
     ``together``: neighbouring columns of ``sequences`` that may share one; 1 where none may, 0 where all may.
     """
 
-    functions: dict[str, Any]
+    functions: dict[str, PrimFunc]
     buffers: tuple[Buffer, ...]
     entries: Mapping[str, Entry]
     notes: dict[str, str] = field(default_factory=dict)  # shown by --emit and in the manifest
     together: int = 1
 
     @classmethod
-    def running(cls, functions: dict[str, Any], buffers: Iterable[Buffer], calls: Iterable[Call],
+    def running(cls, functions: dict[str, PrimFunc], buffers: Iterable[Buffer], calls: Iterable[Call],
                 notes: dict[str, str] | None = None, together: int = 1) -> Program:
         """A program with the entry ``run`` alone, which takes all buffers."""
         buffers = tuple(buffers)

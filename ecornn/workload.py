@@ -11,6 +11,7 @@ from ecornn.errors import ArgumentError, DTypeError
 DTYPES = ("float32", "float16", "bfloat16")
 WEIGHTS = ("float32", "float16", "bfloat16", "int21", "int16", "int8")
 PRECISIONS = ("exact", "tf32")
+KEEPS = ("states",)
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 
 
@@ -80,6 +81,9 @@ class Traversal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         reverse the state is therefore cleared after step t
     sequences : ``sequences[t, b]`` is the number of the sequence that column b of the batch works on at step t,
         or -1; states are by sequence
+    keep : what the forward pass keeps of each step for the backward pass, one of :data:`KEEPS`; None: there is none
+    backward : the sequence is the recurrence of an adjoint, of a layer that goes the other way: it writes ``outputs``
+        in place of y, and its states are cleared wherever the layer's were, also behind its last step
     """
 
     reverse: bool = False
@@ -87,6 +91,8 @@ class Traversal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lengths: bool = False
     resets: bool = False
     sequences: bool = False
+    keep: str | None = None
+    backward: bool = False
 
     def y_width(self, hidden: int) -> int:
         """Elements of a row of y."""
@@ -128,6 +134,7 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bidirectional : every layer goes both ways; y is (T, B, 2 H)
     reverse : every layer goes from the end to the start only
     lengths, resets, sequences : whether a call takes them, see :class:`Traversal`
+    keep : for modules that train, what forward keeps for backward
     """
 
     layers: int = 1
@@ -136,8 +143,11 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     resets: bool = False
     reverse: bool = False
     sequences: bool = False
+    keep: str | None = None
 
     def __post_init__(self) -> None:
+        if self.keep is not None and self.keep not in KEEPS:
+            raise ArgumentError("keep", self.keep, f"None or one of {', '.join(KEEPS)}")
         if isinstance(self.layers, bool) or not isinstance(self.layers, int) or not 1 <= self.layers <= 1024:
             raise ArgumentError("layers", self.layers, "an integer from 1 to 1024")
         for name in ("bidirectional", "lengths", "resets", "reverse", "sequences"):
@@ -166,7 +176,8 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             inputs = whole.input if layer == 0 else self.directions * whole.hidden
             work = msgspec.structs.replace(whole, input=inputs)
             for reverse in (False, True) if self.bidirectional else (self.reverse,):
-                traversal = Traversal(reverse, self.directions, self.lengths, self.resets, self.sequences)
+                traversal = Traversal(reverse, self.directions, self.lengths, self.resets, self.sequences,
+                                      self.keep)
                 found.append(Part(len(found), layer, traversal, work))
         return tuple(found)
 
@@ -174,6 +185,7 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         words = [f"{self.layers} layers"] if self.layers > 1 else []
         flags = ("bidirectional", "reverse", "lengths", "resets", "sequences")
         words += [name for name in flags if getattr(self, name)]
+        words += ["training"] if self.keep else []
         return ", ".join(words)
 
 

@@ -3,59 +3,82 @@
 A schedule makes the recurrence alone: its kernels, the buffers that only they use, and their launches. Around it come
 the tensors of the call, the cell's parameter vectors, the projection of x over all steps, where the cell has values
 that do not depend on the state, and the pass over its rows, where these have statistics. Products over all steps that
-follow a recurrence belong here, too.
+follow a recurrence belong here, too. Of a task that trains there is another recurrence, which keeps states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
-from ecornn.program import ENTRIES, PACKED, RUN, TENSORS, Buffer, Extent, Packing, Program
+from ecornn.program import ENTRIES, FORWARD, PACKED, RUN, TENSORS, Buffer, Entry, Extent, Packing, Program
 from ecornn.schedules.base import Component, Task, joined
 from ecornn.schedules.gemm.projection import project
 from ecornn.schedules.hoisted import Hoisted
+from ecornn.schedules.keeping import kept_buffers, kept_states
 from ecornn.schedules.scalars.normalization import normalize
 from ecornn.schedules.scalars.pointwise import vector_sources
 from ecornn.schedules.timeline import piece_buffers
 from ecornn.workload import Traversal
 
 
-def assemble(task: Task, recurrence: Component, layout: Hoisted, projection: Component | None = None,
-             deferred: bool = False, together: int = 1) -> Program:
-    """The program that runs ``recurrence``.
+def assemble(task: Task, recurrence: Callable[[tuple[str, ...]], Component], layout: Hoisted,
+             projection: Component | None = None, deferred: bool = False, together: int = 1) -> Program:
+    """The program that runs a recurrence; of a task that trains, with the entry ``forward`` besides.
 
     Parameters
     ----------
+    recurrence : makes one that stores the states of these names after each step, as
+        :func:`~ecornn.schedules.keeping.kept_buffers` says, with the buffers of one that stores none
     layout : of the workspace ``hoisted``, which the projection writes and the recurrence reads
     projection : what fills it, before anything else; default: :func:`~ecornn.schedules.gemm.projection.project` of all
         rows
     deferred : the recurrence applies the statistics of hoisted values itself, from the workspace ``row_sums``
     together : as :class:`~ecornn.program.Program` has it
     """
-    made = joined(projection or project(task, layout), normalize(task, layout, deferred), recurrence)
+    before = joined(projection or project(task, layout), normalize(task, layout, deferred))
+    made = joined(before, recurrence(()))
     pieces = piece_buffers(task.traversal, task.workload, len(task.graph.states))
-    return Program.running(dict(made.functions), (*shared_buffers(task, layout), *made.buffers, *pieces), made.calls,
-                           together=together)
+    run = Program.running(dict(made.functions), (*shared_buffers(task, layout), *made.buffers, *pieces), made.calls,
+                          together=together)
+    if task.traversal.keep is None:
+        return run
+    w, states = task.workload, kept_states(task)
+    storing, kept = recurrence(states), kept_buffers(states, w.batch, w.hidden, w.dtype)
+    assert set(storing.buffers) <= set(run.buffers)
+    forward = Entry((*before.calls, *storing.calls), (*run.entries[RUN].takes, *(b.name for b in kept)))
+    return replace(run, functions={**run.functions, **storing.functions}, buffers=(*run.buffers, *kept),
+                   entries={**run.entries, FORWARD: forward})
 
 
 def shared_buffers(task: Task, layout: Hoisted) -> list[Buffer]:
     """What any kernel of the program may use: the tensors of the call, ``vectors`` (V, H), float32, the cell's
     parameter vectors, and ``hoisted``, where there is anything to keep there."""
     w, graph = task.workload, task.graph
-    found = call_buffers(graph.states, task.traversal, w.dtype)
-    size = max(1, len(graph.vectors)), w.hidden
-    packing = Packing(vector_sources(graph) or (("", 0),), size, size, (0, 1), "float32")
-    found.append(Buffer("vectors", PACKED, "float32", Extent(size[0] * size[1]), packing))
+    found = [*call_buffers(graph.states, task.traversal, w.dtype), vector_buffer(task)]
     return [*found, layout.buffer(w.batch)] if graph.hoisted_outputs else found
+
+
+def vector_buffer(task: Task) -> Buffer:
+    """The buffer ``vectors``."""
+    size = max(1, len(task.graph.vectors)), task.workload.hidden
+    packing = Packing(vector_sources(task.graph) or (("", 0),), size, size, (0, 1), "float32")
+    return Buffer("vectors", PACKED, "float32", Extent(size[0] * size[1]), packing)
 
 
 def call_buffers(states: Iterable[str], traversal: Traversal, dtype: str) -> list[Buffer]:
     """The tensors that a call exchanges: x, y, each state before and after, and the rows that the traversal reads."""
+    return tensor_buffers(ENTRIES[RUN], traversal, dtype, states)
+
+
+def tensor_buffers(tensors: Iterable[str], traversal: Traversal, dtype: str, states: Iterable[str] = (),
+                   parameters: Iterable[str] = ()) -> list[Buffer]:
+    """The buffers of ``tensors``, of those that are optional only what the traversal reads."""
     found = []
-    for tensor in ENTRIES[RUN]:
+    for tensor in tensors:
         kind = TENSORS[tensor]
-        if kind.by_state:
-            found += [Buffer.of(tensor, dtype, state) for state in states]
+        if kind.by_state or kind.by_parameter:
+            found += [Buffer.of(tensor, dtype, name) for name in (states if kind.by_state else parameters)]
         elif not kind.optional or getattr(traversal, tensor):
             found.append(Buffer.of(tensor, dtype))
     return found

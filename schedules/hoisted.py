@@ -89,7 +89,7 @@ class Hoisted:
         return sum(p.words for p in self.pieces(units))
 
     def registers(self, *shape: int, units: int = 1, name: str = "inputs") -> TirBuffer:
-        """An array of ``shape`` for what is loaded of so many units."""
+        """An array of ``shape``, and on its last axis :meth:`words`, for what is loaded of so many units."""
         return T.local(name, (*shape, max(1, self.words(units))), "uint32" if self.packed else "float32")
 
     def buffer(self, batch: int) -> Buffer:

@@ -4,6 +4,10 @@ The loop counts t = 0 .. T-1; a reverse sequence is at step T-1-t of x and y the
 no part in a step keeps its state, and its y is zero. What a row computes there is thrown away by a
 select, never multiplied by zero: x beyond a row's length may hold anything.
 
+``resets[t, b]`` clears a layer's state between steps t-1 and t of x: the first one clears what a layer begins with, or
+nothing in one that goes backwards. The recurrence of its adjoint crosses the same borders in the opposite direction, so
+that the first one clears what it ends with, or nothing.
+
 Where a traversal has ``sequences``, a row is a column in which sequences of the caller lie end to end: a table says
 which one a step belongs to. Each begins with its own state, and leaves its last state where it belongs. One that lies
 in two pieces, in neighbouring columns of a group, hands its state from one to the other through ``pieces``: float32, in
@@ -116,7 +120,7 @@ class Timeline:
         return value if live is None else T.let(name_of(value), T.Select(live, value, otherwise))
 
     def fresh(self, t: Expr, row: Expr, limit: Expr) -> Expr | None:
-        """Whether a row's new sequence starts before step ``t``, which may be T; None: never."""
+        """Whether a row's new sequence starts before step ``t``, which may be T, behind the last one; None: never."""
         if not self.traversal.resets:
             return None
         step, inside = self._start(t, limit)
@@ -134,7 +138,8 @@ class Timeline:
     def _start(self, t: Expr, limit: Expr) -> tuple[Expr, Expr]:
         """The step of ``resets`` that counts before step ``t``, and whether there is one."""
         step = T.let("step", self.at(t) + 1 if self.traversal.reverse else t)
-        return step, T.let("start", T.And(step >= int(self.traversal.reverse), step < limit))
+        least = int(self.traversal.reverse != self.traversal.backward)
+        return step, T.let("start", T.And(step >= least, step < limit))
 
     def _mark(self, step: Expr, row: Expr) -> Expr:
         return self.arguments["resets"][T.cast(step * self.batch + row, "int64")]

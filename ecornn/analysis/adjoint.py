@@ -14,7 +14,7 @@ are not rotated: the adjoint computes what it exchanges.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ecornn.analysis.assemble import INPUT, STATE, Exchange, Parts, constants
 from ecornn.analysis.liveness import levels, opening
@@ -22,7 +22,8 @@ from ecornn.analysis.partials import Factor, Partials
 from ecornn.analysis.step import Assign, OuterProduct, Phase, Product, StepGraph, Sum, Term, Vector
 from ecornn.analysis.sweep import Sweep, unique
 
-Var = Any  # tvm.tirx.Var
+if TYPE_CHECKING:
+    from tvm.tirx import Var
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,15 @@ class Adjoint:
         return unique(v for v in read if v in of_step)
 
 
-def adjoint(forward: StepGraph, hidden: int) -> Adjoint:
-    """The adjoint of the step of a cell with H = ``hidden``."""
-    return _Builder(forward, hidden).run()
+def adjoint(forward: StepGraph, hidden: int, starts_anew: bool = False) -> Adjoint:
+    """The adjoint of the step of a cell with H = ``hidden``.
+
+    ``starts_anew``: states may become zeros between steps, and those of the adjoint with them. What a rotated one has
+    left of sums would be lost there; it is not rotated then.
+    """
+    rotated = rotates(forward)
+    made = _Builder(forward, hidden, rotated).run()
+    return _Builder(forward, hidden, False).run() if rotated and starts_anew and made.finish.sums else made
 
 
 def rotates(graph: StepGraph) -> bool:
@@ -82,9 +89,9 @@ def rotates(graph: StepGraph) -> bool:
 
 
 class _Builder:
-    def __init__(self, forward: StepGraph, hidden: int) -> None:
+    def __init__(self, forward: StepGraph, hidden: int, rotated: bool) -> None:
         self.forward, self.hidden, self.levels = forward, hidden, levels(forward)
-        self.rotated, self.dy = rotates(forward), self.leaf("dy")
+        self.rotated, self.dy = rotated, self.leaf("dy")
         self.sums: dict[Var, Var] = {}  # variable of parameters alone -> its gradient, (H,)
 
     def leaf(self, name: str) -> Var:

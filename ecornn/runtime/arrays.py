@@ -48,6 +48,10 @@ class Arrays(ABC):
     def empty(self, shape: Shape, like: Any, library: Library) -> Placed:
         """A new array, contents undefined, of the data type and on the device of ``like``."""
 
+    def zeros(self, shape: Shape, like: Any, dtype: str) -> Placed:
+        """A new array of zeros on the device of ``like``."""
+        raise ArgumentError("x", type(like), "a NumPy array or a torch.Tensor, for training")
+
     @abstractmethod
     def to_host(self, value: Any, name: str, library: Library) -> np.ndarray[Any, Any]:
         """A weight as a NumPy array, bfloat16 widened to float32."""

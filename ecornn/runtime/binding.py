@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ecornn.errors import ModuleError
 from ecornn.manifest import Manifest
+from ecornn.program import PACKED, Packing
 from ecornn.runtime.frameworks import arrays_of
 from ecornn.runtime.library import Library
 from ecornn.runtime.memory import DeviceMemory, HostMemory, Memory
@@ -24,6 +25,7 @@ class Bound:
     Attributes
     ----------
     arguments : arguments of ``run`` with the packed weights' pointers, all others 0
+    packed : name of a buffer -> where its packed weights are; equal ones are kept once
     """
 
     def __init__(self, manifest: Manifest, plan: CallPlan, parameters: Mapping[str, Any],
@@ -35,22 +37,33 @@ class Bound:
 
         tensors = any(not isinstance(value, np.ndarray) for value in parameters.values())
 
-        for position, buffer in plan.packed:
+        self.packed: dict[str, int] = {}
+        made_of: dict[Packing, tuple[int, int]] = {}  # packing -> elements, pointer
+        for buffer in manifest.buffers:
+            if buffer.role != PACKED:
+                continue
             if buffer.packing is None:
                 raise ModuleError(f"the module does not say how to pack {buffer.name}")
-            if tensors:
-                from ecornn.runtime.torch_packing import pack_tensors
-
-                values = pack_tensors(buffer.packing, parameters)
-            else:
-                values = pack(buffer.packing, parameters)
-            made = prod(values.shape)
+            if buffer.packing not in made_of:
+                made_of[buffer.packing] = self._pack(buffer.packing, parameters, tensors)
+            made, self.packed[buffer.name] = made_of[buffer.packing]
             if buffer.extent.at(0) > made:
                 raise ModuleError(f"the packing of {buffer.name} makes {made} of its "
                                   f"{buffer.extent.at(0)} elements")
-            self.arguments[position] = self._place(values)
+        for position, buffer in plan.packed:
+            self.arguments[position] = self.packed[buffer.name]
         self._zeros = (0, 0)
         self.zeros(manifest.stack.count * work.batch * work.hidden * work.itemsize)
+
+    def _pack(self, packing: Packing, parameters: Mapping[str, Any], tensors: bool) -> tuple[int, int]:
+        """Elements, and where they are."""
+        if tensors:
+            from ecornn.runtime.torch_packing import pack_tensors
+
+            values = pack_tensors(packing, parameters)
+        else:
+            values = pack(packing, parameters)
+        return prod(values.shape), self._place(values)
 
     def _place(self, values: Any) -> int:
         library = self._library

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from math import prod
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from ecornn.runtime.library import Library
 from ecornn.runtime.masks import place_lengths, place_resets, place_sequences
 from ecornn.runtime.memory import DeviceMemory, Pool, layout
 from ecornn.runtime.plan import MASKS, SCALARS, longest, make_plan
+from ecornn.runtime.training import Training, TrainingCalls
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -24,7 +26,7 @@ _COPIES = "copies"  # key of the device memory for host arrays
 _place_of = itemgetter(1)
 
 
-class Caller:
+class Caller(TrainingCalls):
     """Packed weights and what every call needs, made once.
 
     Parameters
@@ -38,15 +40,16 @@ class Caller:
     def __init__(self, manifest: Manifest, library: Library, parameters: dict[str, NDArray[Any]], device: int,
                  threads: int | None) -> None:
         self.manifest, self.device, self.threads = manifest, device, threads
-        self._library, self._run = library, library.run
+        self.library, self._run = library, library.run
         self._plan = make_plan(manifest)
         self._bound = Bound(manifest, self._plan, parameters, library, device)
+        self.packed = self._bound.packed
         self._pool = Pool()
         self._longest = longest(manifest)
         self._offsets = (0, *self._plan.offsets(0))  # of the last T
         work = manifest.workload
         self._batch, self._input, self._hidden, self._dtype = work.batch, work.input, work.hidden, work.dtype
-        self._stack, self._width = manifest.stack, manifest.stack.directions * work.hidden
+        self._stack, self.width = manifest.stack, manifest.stack.directions * work.hidden
         self._on_cpu = threads is not None
         self._place = "cpu" if self._on_cpu else f"cuda:{device}"
         self._names = manifest.states
@@ -99,14 +102,14 @@ class Caller:
         x, x_at = arrays.ready(x, "x")
         masks, active, rows = self._masks(arrays, x, steps, batch, lengths, resets, sequences)
         states = None if state is None else self._check_state(arrays, state, rows)
-        library = self._library
+        library = self.library
         if out is None:
-            y, y_at = arrays.empty((steps, batch, self._width), x, library)
+            y, y_at = arrays.empty((steps, batch, self.width), x, library)
         else:
-            y, y_at = self._check_out(arrays, out, (steps, batch, self._width), [(x, x_at), *(states or ())])
+            y, y_at = self._check_out(arrays, out, (steps, batch, self.width), [(x, x_at), *(states or ())])
         if active < steps and not arrays.clear(y, active):
             active = steps
-        after = [arrays.empty(self._state_shape(rows), x, library) for _ in self._names]
+        after = [arrays.empty(self.state_shape(rows), x, library) for _ in self._names]
         inputs, outputs = [(x, x_at), *(states or ()), *masks], [(y, y_at), *after]
         if arrays.staged and not self._on_cpu:
             self._by_copies(active, batch, rows, states is not None, inputs, outputs)
@@ -120,7 +123,8 @@ class Caller:
             result = arrays.swapped(result)
         return result, tuple([arrays.give(s) for s, _ in after])
 
-    def _state_shape(self, batch: int) -> Shape:
+    def state_shape(self, batch: int) -> Shape:
+        """Of each state of a call: (B, H), or (L*D, B, H)."""
         count = self._stack.count
         return (batch, self._hidden) if count == 1 else (count, batch, self._hidden)
 
@@ -132,14 +136,32 @@ class Caller:
             if value is not None and not getattr(stack, name):
                 raise ArgumentError(name, type(value), f"None: the module was compiled without {name}=True")
         if stack.lengths:
-            placed, active = place_lengths(lengths, steps, batch, arrays, x, self._library)
+            placed, active = place_lengths(lengths, steps, batch, arrays, x, self.library)
             found.append(placed)
         if stack.resets:
-            found.append(place_resets(resets, steps, batch, arrays, x, self._library))
+            found.append(place_resets(resets, steps, batch, arrays, x, self.library))
         if stack.sequences:
-            placed, rows = place_sequences(sequences, steps, batch, self.together, arrays, x, self._library)
+            placed, rows = place_sequences(sequences, steps, batch, self.together, arrays, x, self.library)
             found.append(placed)
         return found, active, rows
+
+    @cached_property
+    def training(self) -> Training:
+        """The entries of a training step; :class:`~ecornn.errors.ModuleError` where the module has none."""
+        return Training(self)
+
+    def prepared(self, x: Any, state: Sequence[Any] | None, lengths: Any, resets: Any,
+                 sequences: Any) -> tuple[Arrays, Placed, dict[str, Placed], list[Placed] | None, int, int]:
+        """The arguments of a call, checked: whose arrays they are, x, masks, states (None where there are none), T and
+        B."""
+        arrays = arrays_of(x, "x")
+        x = arrays.take(x, "x")
+        steps, batch = self._check_x(arrays, x)
+        placed = arrays.ready(x, "x")
+        masks, _, rows = self._masks(arrays, placed[0], steps, batch, lengths, resets, sequences)
+        names = [name for name in MASKS if getattr(self._stack, name)]
+        states = None if state is None else self._check_state(arrays, state, rows)
+        return arrays, placed, dict(zip(names, masks, strict=True)), states, steps, batch
 
     def _launch(self, arrays: Arrays, like: Any, queue: int, arguments: list[int]) -> None:
         """Runs with a workspace, which is kept for later calls."""
@@ -151,7 +173,7 @@ class Caller:
         keep = self._on_cpu or arrays.keeps_workspace()
         memory = self._pool.take(key, total) if keep else None
         if memory is None:
-            memory = arrays.workspace(total, like, self._library)
+            memory = arrays.workspace(total, like, self.library)
         self._run(*self._with_scratch(arguments, memory.pointer, offsets))
         if keep:
             self._pool.give(key, memory)
@@ -159,7 +181,7 @@ class Caller:
     def _by_copies(self, steps: int, batch: int, rows: int, with_states: bool, inputs: Sequence[Placed],
                    outputs: Sequence[Placed]) -> None:
         """Runs a CUDA module on host arrays: all to the device and back, on the legacy default stream."""
-        library, device = self._library, self.device
+        library, device = self.library, self.device
         offsets, scratch = self._scratch(steps)
         starts, total = layout([array.nbytes for array, _ in (*inputs, *outputs)] + [scratch])
         memory = self._pool.take(_COPIES, total) or DeviceMemory(library, device, total)
@@ -169,7 +191,7 @@ class Caller:
             library.copy(device, place, pointer, array.nbytes, 0)
         arguments = self._arguments(steps, batch, rows, 0, with_states, there, back)
         self._run(*self._with_scratch(arguments, places[-1], offsets))
-        sizes = [steps * batch * self._width * self.manifest.workload.itemsize]  # y, less what was not run
+        sizes = [steps * batch * self.width * self.manifest.workload.itemsize]  # y, less what was not run
         sizes += [array.nbytes for array, _ in outputs[1:]]
         for (_, pointer), place, nbytes in zip(outputs, back, sizes, strict=True):
             library.copy(device, pointer, place, nbytes, 0)
@@ -218,10 +240,10 @@ class Caller:
         if shape[0] > self._longest:
             raise ShapeError("x.shape", shape, f"T up to {self._longest} in one call; the next one can go on "
                              "from the state")
-        self._check_kind(arrays, "x", dtype, place)
+        self.check_kind(arrays, "x", dtype, place)
         return shape[0], shape[1]
 
-    def _check_kind(self, arrays: Arrays, name: str, dtype: str, place: str) -> None:
+    def check_kind(self, arrays: Arrays, name: str, dtype: str, place: str) -> None:
         """Data type and device."""
         if dtype != self._dtype:
             raise DTypeError(f"{name}.dtype", dtype, f"{self._dtype}, as the module was compiled")
@@ -240,10 +262,10 @@ class Caller:
             name = f"state[{number}]"
             array = arrays.take(value, name)
             shape, dtype, place = arrays.facts(array)
-            wanted = self._state_shape(batch)
+            wanted = self.state_shape(batch)
             if shape != wanted:
                 raise ShapeError(f"{name}.shape", shape, f"{wanted}: {'(B, H)' if len(wanted) == 2 else '(L*D, B, H)'}")
-            self._check_kind(arrays, name, dtype, place)
+            self.check_kind(arrays, name, dtype, place)
             checked.append(arrays.ready(array, name))
         return checked
 
@@ -252,7 +274,7 @@ class Caller:
         shape, dtype, place = arrays.facts(y)
         if shape != wanted:
             raise ShapeError("out.shape", shape, f"{wanted}: (T, B, D*H)")
-        self._check_kind(arrays, "out", dtype, place)
+        self.check_kind(arrays, "out", dtype, place)
         placed = arrays.in_place(y)
         if placed is None:
             raise ArgumentError("out", "a strided, misaligned or read-only array",

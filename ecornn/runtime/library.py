@@ -28,7 +28,7 @@ class Library:
     Attributes
     ----------
     manifest : () -> JSON
-    run : (T, B, device, queue, *pointers) -> None
+    run, forward, backward : (T, B, device, queue, *pointers) -> None; the last two of modules that train
     alloc : (device, nbytes) -> pointer
     free : (device, pointer) -> None
     copy : (device, to, from, nbytes, queue) -> None
@@ -37,6 +37,8 @@ class Library:
 
     manifest: Callable[..., Any]
     run: Callable[..., Any]
+    forward: Callable[..., Any] | None = None
+    backward: Callable[..., Any] | None = None
     alloc: Callable[..., Any] = _unavailable
     free: Callable[..., Any] = _unavailable
     copy: Callable[..., Any] = _unavailable
@@ -58,8 +60,8 @@ def open_library(path: Path) -> Library:
         required = {name: module[name] for name in ("manifest", "run")}
     except (RuntimeError, OSError, AttributeError) as error:
         raise ModuleError(f"{path} cannot be loaded: {error}") from error
-    memory = ("alloc", "free", "copy", "synchronize")
-    return Library(**required, **{name: module[name] for name in memory if module.implements_function(name)})
+    others = ("forward", "backward", "alloc", "free", "copy", "synchronize")
+    return Library(**required, **{name: module[name] for name in others if module.implements_function(name)})
 
 
 def _spelling(path: Path) -> str:

@@ -55,6 +55,11 @@ class NumPyArrays(Arrays):
     def empty(self, shape: Shape, like: np.ndarray[Any, Any], library: Library) -> Placed:
         return _empty(shape, like.dtype)
 
+    def zeros(self, shape: Shape, like: np.ndarray[Any, Any], dtype: str) -> Placed:
+        made, pointer = _empty(shape, np.dtype(dtype))
+        made[...] = 0
+        return made, pointer
+
     def swapped(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         return array.swapaxes(0, 1)
 

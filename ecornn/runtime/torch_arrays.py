@@ -34,7 +34,8 @@ class TorchMemory:
 
 
 class TorchArrays(Arrays):
-    """torch.Tensor on a CPU or a CUDA device. There is no backward pass: gradients are refused."""
+    """torch.Tensor on a CPU or a CUDA device. Autograd does not see a call: tensors that require
+    gradients are refused."""
 
     name = "a torch.Tensor"
 
@@ -55,7 +56,7 @@ class TorchArrays(Arrays):
             raise ArgumentError(f"{name}.layout", value.layout, "torch.strided")
         if value.requires_grad and self._torch.is_grad_enabled():
             raise ArgumentError(f"{name}.requires_grad", True, "False, or a call under torch.no_grad(): "
-                                "compiled layers have no backward pass")
+                                "autograd knows the layers of ecornn.torch")
         if name == "x" and (self._modes() or self._transform() is not None or self._function_modes()
                             or self._forward._current_level >= 0):
             self._check_unwatched(value)
@@ -97,6 +98,10 @@ class TorchArrays(Arrays):
 
     def empty(self, shape: Shape, like: Any, library: Library) -> Placed:
         made = self._torch.empty(shape, dtype=like.dtype, device=like.device)
+        return made, made.data_ptr()
+
+    def zeros(self, shape: Shape, like: Any, dtype: str) -> Placed:
+        made = self._torch.zeros(shape, dtype=getattr(self._torch, dtype), device=like.device)
         return made, made.data_ptr()
 
     def swapped(self, array: Any) -> Any:

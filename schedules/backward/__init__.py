@@ -1,1 +1,1 @@
-"""The backward pass apart from its recurrence: kernels that go over all steps at once."""
+"""The backward pass of a layer on GPUs: the recurrence of its adjoint, and what goes over all steps at once."""

@@ -8,7 +8,7 @@ from ecornn.program import WORKSPACE, Buffer, Extent
 from ecornn.schedules.backward.finish import state_gradients
 from ecornn.schedules.backward.gather import gather
 from ecornn.schedules.backward.inputs import input_gradients, places_of_inputs
-from ecornn.schedules.backward.memory import Memory, last_read, written
+from ecornn.schedules.backward.memory import Memory, written
 from ecornn.schedules.backward.replay import replay, replayed
 from ecornn.schedules.backward.sums import vector_gradients
 from ecornn.schedules.backward.weights import weight_gradients
@@ -23,16 +23,14 @@ def backward(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurren
     Parameters
     ----------
     layout : of ``hoisted``, which the recurrence reads
-    recurrence : from ``hoisted`` to ``outputs`` and ``last``; without these buffers
+    recurrence : from ``hoisted`` to ``outputs`` and ``last_<state>``; without ``outputs``
     add : to the gradients of parameters that are there
     add_dx : to dx, as a second direction does
     first : whether there are states before the first step; else these are zeros
     """
     w, memory = task.workload, Memory(task, adjoint, kept)
-    step, last = len(written(adjoint)) * w.hidden, len(last_read(adjoint)) * w.hidden
-    sizes = (Buffer("outputs", WORKSPACE, w.dtype, Extent(0, w.batch * step)),
-             Buffer("last", WORKSPACE, "float32", Extent(w.batch * last)))
-    own = tuple(b for b in sizes if b.extent != Extent())
+    step = w.batch * len(written(adjoint)) * w.hidden
+    own = (Buffer("outputs", WORKSPACE, w.dtype, Extent(0, step)),) if step else ()
     multiplied = memory.leaves() | memory.outputs() | replayed(memory) | places_of_inputs(memory)
     return joined(Component(buffers=own), gather(memory, first), replay(memory, layout), recurrence,
                   input_gradients(memory, add_dx), weight_gradients(memory, multiplied, add), state_gradients(memory),

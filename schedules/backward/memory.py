@@ -6,7 +6,7 @@
     before_<state>        (T, B, H), a state before each step, by ``gather.py``
     hoisted               what the recurrence reads, as ``Hoisted`` lays it out; by ``replay.py``
     outputs               (T, B, O, H), what the recurrence writes: ``written``; zero where a row takes no part
-    last                  (B, S, H), float32, the states of the recurrence after its last step that ``finish`` reads
+    last_<state>          (B, H), a state of the recurrence after its last step
     d_<parameter>         gradients, float32, in te shape
     d_<state>_in          (B, H), gradients of first states
 
@@ -77,12 +77,6 @@ def written(adjoint: Adjoint) -> tuple[Var, ...]:
     return tuple(dict.fromkeys((*graph.outputs, *(s.value for s in graph.sums))))
 
 
-def last_read(adjoint: Adjoint) -> tuple[Var, ...]:
-    """States of the recurrence that ``last`` holds."""
-    states = set(adjoint.recurrence.states.values())
-    return tuple(v for v in adjoint.finish.given if v in states)
-
-
 def read_before(adjoint: Adjoint, kept: Kept) -> tuple[str, ...]:
     """States whose values before each step are read."""
     used = {*adjoint.needed, *kept.replay.given}
@@ -135,8 +129,8 @@ class Memory:
 
     def last(self) -> dict[Var, Place]:
         """What it leaves after the last step; a row for each of the batch."""
-        H, values = self.task.workload.hidden, last_read(self.adjoint)
-        return {v: Place(Columns("last", H, len(values) * H, o * H), "float32") for o, v in enumerate(values)}
+        H, graph = self.task.workload.hidden, self.adjoint.recurrence
+        return {v: Place(Columns(f"last_{n}", H, H), self.dtype) for n, v in graph.states.items()}
 
 
 @dataclass

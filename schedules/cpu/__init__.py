@@ -5,11 +5,9 @@ from __future__ import annotations
 from ecornn.program import Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
 from ecornn.schedules.cpu.cost import best_team, best_tile, beyond_l2, features, shape_of, tiles
-from ecornn.schedules.cpu.tiling import lanes_of, registers_of, registers_used
+from ecornn.schedules.cpu.tiling import column_choices, registers_of, registers_used, row_choices
 from ecornn.schedules.rates import cpu_rates
 
-ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28)
-VECTORS = (1, 2, 3, 4, 5, 6, 8, 10)
 UNROLL = (1, 2, 4, 8)
 LONGEST_INT8 = 1 << 16  # 2**16 * 255 * 127 < 2**31
 PAIRS = (0, 3, 4)
@@ -38,6 +36,8 @@ class CPUSequence(Schedule):
             return f"runs on CPUs, not on {task.device.kind}"
         if task.workload.dtype != "float32":
             return f"computes in float32; {task.workload.dtype} is served on GPUs only"
+        if task.traversal.keep is not None and task.workload.weights is not None:
+            return f"trains with float32 weights, not {task.workload.weights}"
         if task.workload.weights == "int8":
             if not {"avx512vnni", "avxvnni"} & set(task.device.features):
                 return f"needs VNNI (avx512vnni or avxvnni) for int8 weights, which {task.device.arch} lacks"
@@ -47,27 +47,18 @@ class CPUSequence(Schedule):
 
     def knobs(self, task: Task) -> tuple[Knob, ...]:
         """Tile sizes up to the register file and the batch, unrolling, and the chunk of steps."""
-        lanes, registers = lanes_of(task.device), registers_of(task.device)
-        hidden = -(-task.workload.hidden // lanes)
-
-        def rows(most: int) -> tuple[int, ...]:
-            return tuple(r for r in ROWS if r <= min(most, registers - 2)) or (1,)
-
-        def columns(gates: int) -> tuple[int, ...]:
-            return tuple(gates * v for v in VECTORS
-                         if v == 1 or (gates * v <= registers // 2 and v <= hidden))
-
+        device, hidden = task.device, task.workload.hidden
         widest = max((len(p.products) for p in task.graph.phases), default=1)
         steps = tuple(c for c in CHUNK if c < 2 * task.workload.seq)
         return (
-            Knob("rows", rows(task.workload.batch),
+            Knob("rows", row_choices(device, task.workload.batch),
                  "batch rows of a register tile: reuse of weights against registers"),
-            Knob("columns", columns(widest),
+            Knob("columns", column_choices(device, widest, hidden),
                  "vectors of gates and units in a tile: reuse of the state against even division of work"),
             Knob("unroll", UNROLL, "products in a row without a jump: fewer jumps against larger code"),
-            Knob("project_rows", rows(task.workload.batch * task.workload.seq),
+            Knob("project_rows", row_choices(device, task.workload.batch * task.workload.seq),
                  "rows of x in a register tile of the hoisted product"),
-            Knob("project_columns", columns(max(1, len(task.graph.hoisted_products))),
+            Knob("project_columns", column_choices(device, max(1, len(task.graph.hoisted_products)), hidden),
                  "vectors of gates and units in a tile of the hoisted product"),
             Knob("team", tuple(t for t in TEAM if t < max(2, task.device.cores)),
                  "the most threads of a call (0: as many as it is given): no barriers against less work for each",
@@ -125,8 +116,11 @@ class CPUSequence(Schedule):
         return features(task, config)
 
     def program(self, task: Task, config: Config) -> Program:
-        """Generates the worker function."""
+        """Generates the worker function, and those of training where the task has a backward pass."""
         from ecornn.schedules.cpu.sequence import sequence
         from ecornn.schedules.cpu.stages import plan
+        from ecornn.schedules.cpu.training import training_program
 
+        if task.traversal.keep is not None:
+            return training_program(task, config)
         return sequence(plan(task.graph), shape_of(task, config), task.traversal)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from ecornn.program import Buffer
+from ecornn.schedules.builder import Expr, TirBuffer, Var
 from ecornn.schedules.cpu import paired
 from ecornn.schedules.cpu.emit import Emitter
 from ecornn.schedules.cpu.quantize import Integers
-from ecornn.schedules.cpu.stages import StepPlan
+from ecornn.schedules.cpu.stages import Stage, StepPlan
 from ecornn.schedules.cpu.tiling import Shape
 from ecornn.schedules.cpu.timeline import Timeline
 from ecornn.workload import Traversal
-
-Expr = Any  # tvm.ir.PrimExpr
-Var = Any  # tvm.tirx.Var
 
 
 @dataclass(frozen=True)
@@ -28,21 +25,37 @@ class Span:
     rows: Expr
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a value of each row lies, its units side by side: from ``start`` on, rows ``stride`` elements apart."""
+
+    data: TirBuffer
+    stride: int
+    start: Expr | int = 0
+
+    def at(self, e: Emitter, row: Expr) -> Expr:
+        """Where the row's first unit is."""
+        return e.index(self.start) + row * e.index(self.stride)
+
+
 class Memory:
     """Buffers by name, and the place of each value of the step in them."""
 
     timeline: Timeline
     batch: Expr  # B of the call
 
-    def __init__(self, plan: StepPlan, shape: Shape, traversal: Traversal) -> None:
+    def __init__(self, plan: StepPlan, shape: Shape, traversal: Traversal, prefix: str = "",
+                 e: Emitter | None = None) -> None:
+        """``prefix``: of the names of its own buffers, where a function ``e`` has several parts."""
         self.plan, self.shape, self.graph, self.traversal = plan, shape, plan.graph, traversal
-        self.e = Emitter(shape.lanes)
+        self.prefix, self.e = prefix, e or Emitter(shape.lanes)
         self.buffers: list[Buffer] = []
-        self.data: dict[str, Any] = {}  # buffer name -> its elements
+        self.data: dict[str, TirBuffer] = {}  # buffer name, without the prefix -> its elements
         self.integers: dict[tuple[str, int], Integers] = {}  # (stage, group of rows) -> its operand as integers
         self.paired: dict[tuple[str, int], paired.Paired] = {}  # ... as copies for products of pairs
         self.aliases: dict[str, str] = {}  # further pointer parameters -> their buffer
-        self.kept: dict[Var, Any] = {}  # value carried between stages -> its buffer
+        self.given: dict[Var, Place] = {}  # what other parts of the function, or its caller, made
+        self.kept: dict[Var, TirBuffer] = {}  # value carried between stages -> its buffer
         self.place = {v: i for i, v in enumerate(self.graph.hoisted_outputs)}
         self.projected = {v: i for i, v in enumerate(self.graph.projected)}  # where statistics of them are due
         self.totals = {v: i for i, v in enumerate(v for s in self.graph.statistics for v in s.made)}
@@ -51,17 +64,32 @@ class Memory:
         self.row.update((a.var, i) for i, a in enumerate(self.graph.invariants))
         self.vectors = {v.var for v in self.graph.vectors}
 
+    def every_step(self, stage: Stage) -> bool:
+        """Whether a stage is of the batch's rows in each step; else it is of all rows of a chunk."""
+        return stage.level >= 0
+
+    def row_of_chunk(self, first: Expr, t: Expr, row: Expr) -> Expr:
+        """The row of the chunk from step ``first`` on that is a batch row at step ``t``."""
+        return (self.timeline.at(t) - first) * self.batch + row
+
+    def length(self, operand: Var | None) -> int:
+        """Values of a row of an operand."""
+        return self.shape.input if operand is None else self.shape.hidden
+
     def slot(self, state: str, t: Expr) -> Expr:
         """Where a state before step ``t`` starts in its workspace."""
         if state not in self.plan.doubled:
             return self.e.index(0)
         return self.e.mod(t, 2) * self.e.index(self.shape.padded_batch * self.shape.width)
 
-    def operand(self, operand: Var | None, first: Expr, t: Expr) -> tuple[Any, Expr, int]:
+    def operand(self, operand: Var | None, first: Expr, t: Expr) -> tuple[TirBuffer, Expr, int]:
         """Elements of an operand, where its first row starts, and how far its rows are apart."""
         e, s = self.e, self.shape
         if operand is None:
             return self.data["x"], e.let("x_first", first * self.batch * e.index(s.input)), s.input
+        if operand in self.given:
+            place = self.given[operand]
+            return place.data, place.at(e, e.index(0)), place.stride
         name = next((n for n, v in self.graph.states.items() if v.same_as(operand)), None)
         if name is None:
             return self.kept[operand], e.index(0), s.width

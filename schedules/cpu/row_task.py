@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from ecornn.analysis import Statistic
+from ecornn.schedules.builder import Expr, Var
 from ecornn.schedules.cpu.memory import Memory, Span
 from ecornn.schedules.cpu.stages import Stage
 from ecornn.schedules.cpu.tile_task import TileTask
 from ecornn.schedules.cpu.tiling import Tile
 
-Expr = Any  # tvm.ir.PrimExpr
 ONE = Tile(1, 1, 1)  # a vector of units of the row
 
 
 class RowTask:
     """One row of the batch, or of the chunk where the stage is of the hoisted projection."""
 
-    def __init__(self, owner: Memory, stage: Stage, span: Span, row: Expr) -> None:
+    def __init__(self, owner: Memory, stage: Stage, span: Span, row: Expr, kind: type[TileTask] = TileTask) -> None:
         self.o, self.e, self.stage, self.span = owner, owner.e, stage, span
         self.row, self.lanes = row, owner.shape.lanes
-        self.hidden = owner.shape.hidden
+        self.hidden, self.kind = owner.shape.hidden, kind
 
     def run(self) -> None:
         for s in self.stage.statistics:
@@ -32,7 +31,7 @@ class RowTask:
 
     def task(self, vector: Expr) -> TileTask:
         """What has the values of a vector of units."""
-        return TileTask(self.o, self.stage, ONE, self.span, vector, self.row)
+        return self.kind(self.o, self.stage, ONE, self.span, vector, self.row)
 
     def summarize(self, s: Statistic) -> None:
         """The total, and in a second pass the squares."""
@@ -72,7 +71,7 @@ class RowTask:
             e.store(total, 0, e.load(total, 0) + e.load(sums, lane))
         return e.let("total_value", e.load(total, 0))
 
-    def keep(self, var: Any, value: Expr) -> None:
+    def keep(self, var: Var, value: Expr) -> None:
         """Where other threads, and this one, will find it."""
         place = self.task(self.e.index(0))
         place.locate(0, 0)

@@ -17,13 +17,12 @@ levels are carried in workspace.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from ecornn.analysis import Product, Statistic, StepGraph
 from ecornn.analysis.liveness import carried, levels
+from ecornn.analysis.step import Term
+from ecornn.schedules.builder import Expr, Var
 from ecornn.schedules.scalars.row_sums import parts_of
-
-Var = Any  # tvm.tirx.Var
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class StepPlan:
     graph: StepGraph
     hoisted: tuple[Stage, ...]
     parts: tuple[tuple[Stage, ...], ...]
-    definition: dict[Var, Any]
+    definition: dict[Var, Expr]
     level: dict[Var, int]
     doubled: tuple[str, ...]
     barriers: bool
@@ -101,14 +100,33 @@ def plan(graph: StepGraph) -> StepPlan:
     return StepPlan(graph, tuple(hoisted), tuple(stages), definition, level, doubled, barriers=bool(graph.phases))
 
 
-def groups(rows: tuple[Product, ...]) -> list[tuple[Var | None, list[Product]]]:
-    """Rows by operand, in the order of the first row of each."""
-    found: list[tuple[Var | None, list[Product]]] = []
+@dataclass(frozen=True)
+class Group:
+    """Products of a stage whose terms have the same operands. Each term is a product in the same registers, of weights
+    of its own; ``first`` is the number of the first one in the stage."""
+
+    first: int
+    products: tuple[Product, ...]
+
+    @property
+    def parts(self) -> list[tuple[Var | None, tuple[Term, ...]]]:
+        """Each operand, and the terms that multiply it, one of each product."""
+        return [(terms[0].operand, terms) for terms in zip(*(p.terms for p in self.products), strict=True)]
+
+
+def groups(rows: tuple[Product, ...]) -> list[Group]:
+    """Products by their operands, in the order of the first product of each."""
+    found: dict[tuple, list[Product]] = {}
     for row in rows:
-        for operand, members in found:
-            if operand is row.term.operand or (operand is not None and operand.same_as(row.term.operand)):
-                members.append(row)
-                break
-        else:
-            found.append((row.term.operand, [row]))
-    return found
+        found.setdefault(tuple((t.operand, t.transposed) for t in row.terms), []).append(row)
+    made, first = [], 0
+    for members in found.values():
+        made.append(Group(first, tuple(members)))
+        first += len(members[0].terms)
+    return made
+
+
+def operands(rows: tuple[Product, ...]) -> list[tuple[int, Var | None]]:
+    """The number and the operand of each term."""
+    return [(number, operand) for group in groups(rows)
+            for number, (operand, _) in enumerate(group.parts, group.first)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
+from ecornn.schedules.builder import Expr, TirBuffer, Var
 from ecornn.schedules.cpu.math import vector
 from ecornn.schedules.cpu.memory import Memory, Span
 from ecornn.schedules.cpu.paired import multiply as multiply_pairs
@@ -14,9 +14,6 @@ from ecornn.schedules.cpu.quantize import restore
 from ecornn.schedules.cpu.stages import Stage, groups
 from ecornn.schedules.cpu.stored import STORED
 from ecornn.schedules.cpu.tiling import Tile
-
-Expr = Any  # tvm.ir.PrimExpr
-Var = Any  # tvm.tirx.Var
 
 
 class TileTask:
@@ -29,36 +26,38 @@ class TileTask:
         self.o, self.e, self.s, self.plan = owner, owner.e, owner.shape, owner.plan
         self.stage, self.tile, self.first, self.t, self.rows = stage, tile, span.first, span.t, span.rows
         self.units, self.top, self.ahead = units, top, ahead
-        self.products: dict[Var, list[list[Any]]] = {}  # row variable -> registers [row][vector]
+        self.products: dict[Var, list[list[TirBuffer]]] = {}  # row variable -> registers [row][vector]
         self.source: dict[Var, tuple[int, int]] = {}  # row variable -> (group, gate)
         self.values: dict[Var, Expr] = {}
 
     def run(self) -> None:
         e, s, tile = self.e, self.s, self.tile
-        for number, (operand, rows) in enumerate(groups(self.stage.rows)):
-            columns = len(rows) * tile.vectors
-            add = (self.pairs if tile.pairs else self.plain)(number, operand, columns)
-            into = accumulators(e, tile.rows, columns, f"sum{number}", s.weights)
-            some = None if operand is None else self.o.timeline.any_live(self.t, self.top, tile.rows)
-            with nullcontext() if some is None else e.when(some):
-                add(into)
-            for gate, row in enumerate(rows):
+        for group in groups(self.stage.rows):
+            columns = len(group.products) * tile.vectors
+            into: list[list[TirBuffer]] = []
+            for number, (operand, _) in enumerate(group.parts, group.first):
+                add = (self.pairs if tile.pairs else self.plain)(number, operand, columns)
+                into = into or accumulators(e, tile.rows, columns, f"sum{number}", s.weights)
+                some = None if operand is None else self.o.timeline.any_live(self.t, self.top, tile.rows)
+                with nullcontext() if some is None else e.when(some):
+                    add(into)
+            for gate, row in enumerate(group.products):
                 first = gate * tile.vectors
                 self.products[row.var] = [r[first:first + tile.vectors] for r in into]
-                self.source[row.var] = number, gate
+                self.source[row.var] = group.first, gate
         for m in range(tile.rows):
             for v in range(tile.vectors):
                 self.pointwise(m, v)
 
-    def plain(self, number: int, operand: Var | None, columns: int) -> Callable[[list[list[Any]]], None]:
+    def plain(self, number: int, operand: Var | None, columns: int) -> Callable[[list[list[TirBuffer]]], None]:
         """What adds a product to registers."""
         e, s = self.e, self.s
-        k = s.input if operand is None else s.hidden
+        k = self.o.length(operand)
         data, starts = self.operand(number, operand)
         weights = self.o.data[f"{self.stage.name}_weights_{number}"]
         size = STORED[s.weights].size(k, columns * s.lanes)
 
-        def add(into: list[list[Any]]) -> None:
+        def add(into: list[list[TirBuffer]]) -> None:
             multiply(e, into, data, starts, weights, e.let("weight_start", self.units * e.index(size)), k,
                      self.tile.unroll, s.weights, self.asked(size))
 
@@ -72,13 +71,13 @@ class TileTask:
         share = -(-size // parts)
         return Ahead(e.let("ahead", units * e.index(size) + part * e.index(share)), share)
 
-    def pairs(self, number: int, operand: Var | None, columns: int) -> Callable[[list[list[Any]]], None]:
+    def pairs(self, number: int, operand: Var | None, columns: int) -> Callable[[list[list[TirBuffer]]], None]:
         """The same by pairs, of the copies that were made of the operand's rows."""
         e, s, data = self.e, self.s, self.o.data
         copy, vectors = self.o.paired[self.stage.name, number], self.tile.vectors
         size, units = copy.pairs * copy.length * columns * s.lanes, s.units(self.tile) * vectors * s.lanes
 
-        def add(into: list[list[Any]]) -> None:
+        def add(into: list[list[TirBuffer]]) -> None:
             products = []
             for column in range(columns):
                 unit = (self.units * e.index(vectors) + e.index(column % vectors)) * e.index(s.lanes)
@@ -89,7 +88,7 @@ class TileTask:
 
         return add
 
-    def operand(self, number: int, operand: Var | None) -> tuple[Any, list[Expr]]:
+    def operand(self, number: int, operand: Var | None) -> tuple[TirBuffer, list[Expr]]:
         """Elements of an operand and where each row of the tile starts."""
         e, rows = self.e, range(self.tile.rows)
         if self.s.weights == "int8":
@@ -114,8 +113,12 @@ class TileTask:
 
     def pointwise(self, m: int, v: int) -> None:
         """All values of a row and vector."""
-        e, stage = self.e, self.stage
         self.locate(m, v)
+        self.compute()
+
+    def compute(self) -> None:
+        """What the stage makes at the place at hand."""
+        e, stage = self.e, self.stage
         kept = [(var, self.value(var)) for var in stage.keep]
         results = {n: self.value(r) for n, r in self.o.graph.results.items()} if stage.last else {}
         for var, value in kept:
@@ -129,7 +132,7 @@ class TileTask:
 
     def finish(self, results: dict[str, Expr]) -> None:
         """Stores the states before the next step, and y."""
-        e, s, o, timeline, traversal = self.e, self.s, self.o, self.o.timeline, self.o.traversal
+        e, o, timeline = self.e, self.o, self.o.timeline
         live = timeline.live(self.t, self.at_row)
         if live is not None:
             states = o.graph.states
@@ -137,6 +140,11 @@ class TileTask:
         after = self.t + e.index(1)
         for name, value in timeline.started(after, self.at_row, results).items():
             e.vstore(o.data[f"{name}_state"], o.slot(name, after) + self.at, value)
+        self.publish(live, results)
+
+    def publish(self, live: Expr | None, results: dict[str, Expr]) -> None:
+        """Stores y; zero where the row takes no part."""
+        e, s, o, timeline, traversal = self.e, self.s, self.o, self.o.timeline, self.o.traversal
         y_row = timeline.at(self.t) * o.batch + self.at_row
         start = y_row * e.index(traversal.y_width(s.hidden)) + self.unit
         if traversal.y_offset(s.hidden):
@@ -157,7 +165,11 @@ class TileTask:
         return self.values[var]
 
     def make(self, var: Var) -> Expr:
-        e, o, level = self.e, self.o, self.plan.level[var]
+        e, o = self.e, self.o
+        if var in o.given:
+            row = o.row_of_chunk(self.first, self.t, self.at_row)
+            return e.vload(o.given[var].data, o.given[var].at(e, row) + self.unit)
+        level = self.plan.level[var]
         if var in self.products:
             product = e.vload(self.products[var][self.m][self.v], 0)
             return self.real(var, product)
@@ -180,7 +192,7 @@ class TileTask:
         name = next(n for n, v in o.graph.states.items() if v.same_as(var))
         return e.vload(o.data[f"{name}_state"], o.slot(name, self.t) + self.at)
 
-    def total(self, var: Var) -> tuple[Any, Expr]:
+    def total(self, var: Var) -> tuple[TirBuffer, Expr]:
         """The elements that a statistic is among, and its place."""
         e, o = self.e, self.o
         name, places = ("statistics", o.totals) if var in o.totals else ("hoisted_statistics", o.hoisted_totals)

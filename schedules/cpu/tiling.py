@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from ecornn.device import Device
 
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28)
+VECTORS = (1, 2, 3, 4, 5, 6, 8, 10)
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -82,3 +85,14 @@ def registers_used(tile: Tile, gates: int, weights: str = "float32") -> int:
 def vectors_of(columns: int, gates: int) -> int:
     """Vectors of units in a tile of ``columns`` vectors that all gates of a stage share."""
     return max(1, columns // max(1, gates))
+
+
+def row_choices(device: Device, most: int) -> tuple[int, ...]:
+    """Batch rows that a tile may have where there are ``most``."""
+    return tuple(r for r in ROWS if r <= min(most, registers_of(device) - 2)) or (1,)
+
+
+def column_choices(device: Device, gates: int, hidden: int) -> tuple[int, ...]:
+    """Vectors of all ``gates`` that a tile may have where there are ``hidden`` units."""
+    most = -(-hidden // lanes_of(device))
+    return tuple(gates * v for v in VECTORS if v == 1 or (gates * v <= registers_of(device) // 2 and v <= most))

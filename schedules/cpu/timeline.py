@@ -5,9 +5,7 @@ As :mod:`ecornn.schedules.timeline` says; a vector is of one row, so a predicate
 
 from __future__ import annotations
 
-from typing import Any
-
-from ecornn.schedules.builder import Expr
+from ecornn.schedules.builder import Expr, TirBuffer
 from ecornn.schedules.cpu.emit import Emitter
 from ecornn.workload import Traversal
 
@@ -18,8 +16,10 @@ class Timeline:
     ``data`` has the elements of ``lengths`` and ``resets`` where the traversal asks for them.
     """
 
-    def __init__(self, e: Emitter, traversal: Traversal, data: dict[str, Any], steps: Expr, batch: Expr) -> None:
+    def __init__(self, e: Emitter, traversal: Traversal, data: dict[str, TirBuffer], steps: Expr, batch: Expr) -> None:
         self.e, self.traversal, self.data, self.steps, self.batch = e, traversal, data, steps, batch
+        # The first step of x at which a layer may start anew; an adjoint goes the other way.
+        self.first_start = int(traversal.reverse != traversal.backward)
 
     def at(self, t: Expr) -> Expr:
         """The step of x and y that the loop is at."""
@@ -57,7 +57,7 @@ class Timeline:
             return values
         e = self.e
         step = e.let("start", self.at(t) + e.index(1) if self.traversal.reverse else t)
-        inside = e.let("inside", e.tirx.And(step >= e.index(int(self.traversal.reverse)), step < self.limit(row)))
+        inside = e.let("inside", e.tirx.And(step >= e.index(self.first_start), step < self.limit(row)))
         last = e.tirx.Min(row, self.batch - e.index(1))
         mark = e.let("mark", e.tirx.Select(inside, step, e.index(0)) * self.batch + last)
         reset = e.load(self.data["resets"], mark) != e.tirx.const(0, "uint8")

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from ecornn.program import Launch, Program
 from ecornn.schedules.assemble import assemble
-from ecornn.schedules.base import Component, Config, Knob, Schedule, Task
+from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, no_room
 from ecornn.schedules.elementwise.kernel import Cut, ring_words, sequence_kernel
-from ecornn.schedules.gemm.mma import shape_of
-from ecornn.schedules.gemm.projection import job_of, projection_time
+from ecornn.schedules.gemm.projection import no_projection, projection_time
 from ecornn.schedules.hoisted import gained, hoisted_knob, hoisted_of, preferred
+from ecornn.schedules.keeping import keeping
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
 
@@ -33,11 +33,8 @@ class Elementwise(Schedule):
     def refuses(self, task: Task) -> str | None:
         if task.graph.phases:
             return f"cell {task.graph.cell!r} has a recurrent product"
-        if task.device.capability < 80:
-            return "needs asynchronous copies of compute capability 8.0"
-        if task.graph.hoisted_products and shape_of(job_of(task)).shared > task.device.shared:
-            return (f"the projection needs {shape_of(job_of(task)).shared} bytes of shared memory, "
-                    f"{task.device.shared} available")
+        if fault := no_projection(task):
+            return fault
         if self._first_valid(task) is None:
             return f"cell {task.graph.cell!r} has too many values for the registers of a thread"
         return None
@@ -63,12 +60,7 @@ class Elementwise(Schedule):
             return "one unit a thread, of an odd number of 16-bit values, which no asynchronous copy serves"
         if scalars > CODE:
             return f"{scalars} scalars of unrolled code"
-        if _shared(task, config) > task.device.shared:
-            return f"{_shared(task, config)} bytes of shared memory, {task.device.shared} available"
-        registers, limit = _registers(task, config), min(255, task.device.registers // threads // 8 * 8)
-        if registers > limit:
-            return f"about {registers} registers a thread, {limit} available"
-        return None
+        return no_room(task.device, _shared(task, config), threads, _registers(task, config))
 
     def default(self, task: Task) -> Config:
         found = self._first_valid(task)
@@ -109,9 +101,13 @@ class Elementwise(Schedule):
     def program(self, task: Task, config: Config) -> Program:
         layout, blocks, threads = hoisted_of(task, config), _blocks(task, config), int(config["threads"])
         cut = Cut(int(config["units"]), threads, int(config["prefetch"]), int(config["group"]))
-        kernel = sequence_kernel(task, cut, blocks, str(config["math"]), layout)
-        launch = Launch("sequence", blocks, threads, _shared(task, config))
-        return assemble(task, Component({"sequence": kernel}, calls=(launch,)), layout)
+
+        def recurrence(kept: tuple[str, ...]) -> Component:
+            kernel = sequence_kernel(task, cut, blocks, str(config["math"]), layout, kept)
+            name = keeping("sequence", kept)
+            return Component({name: kernel}, calls=(Launch(name, blocks, threads, _shared(task, config)),))
+
+        return assemble(task, recurrence, layout)
 
 
 MANY = 256  # units of all rows for each multiprocessor

@@ -29,7 +29,7 @@ def mma_kernel(job: Job, shape: Shape, epilogue: Epilogue, blocks: int, ahead: i
         T.device_entry()
         block, thread = T.block(blocks), T.thread(THREADS)
         # float32 in every kernel: CUDA wants one type for all dynamic shared memory of a file
-        memory = T.shared(shape.shared // 4)
+        memory = T.shared(shape.shared // 4)  # (stage, rows of operands and then weights)
         rows = T.let("rows", job.count(steps, batch))
         team = Team(job, shape, epilogue, arguments, memory, thread, T.cuda.cta_sync)
         team.run(T.int32(0), T.let("rows_ahead", rows_ahead(rows, ahead)), block, blocks)
@@ -56,9 +56,9 @@ class Team:
         self.lane, warp = T.let("lane", thread % 32), T.let("warp", thread // 32)
         self.warp_row = T.let("warp_row", warp // WARP_COLUMNS)
         self.warp_column = T.let("warp_column", warp % WARP_COLUMNS)
-        self.acc = T.local("acc", (shape.tiles, shape.products, 4), "float32")
-        self.a = T.local("a", (shape.tiles, 4), "uint32")
-        self.b = T.local("b", (shape.products, 4), "uint32")
+        self.acc = T.local("acc", (shape.tiles, shape.products, 4), "float32")  # (m16 tile, n8 tile, 4 of fragment C)
+        self.a = T.local("a", (shape.tiles, 4), "uint32")  # (m16 tile of rows of x, 4 of fragment A)
+        self.b = T.local("b", (shape.products, 4), "uint32")  # (n8 tile, 2 of fragment B of each k-tile)
 
     def run(self, first: Expr, end: Expr, member: Expr, members: int,
             done: Callable[[Expr], None] | None = None) -> None:
@@ -69,7 +69,7 @@ class Team:
         """
         s = self.shape
         tiles = T.let("tiles", (end - first + (s.block_rows - 1)) // s.block_rows * s.columns)
-        turn = T.local("turn", (1,), "int32")
+        turn = T.local("turn", (1,), "int32")  # number of the tile
         T.buffer_store(turn, member, [0])
         with T.While(turn[0] < tiles):
             group, column = T.let("group", turn[0] // s.columns), T.let("column", turn[0] % s.columns)

@@ -15,13 +15,23 @@ from __future__ import annotations
 from ecornn.program import WORKSPACE, Buffer, Extent
 from ecornn.schedules.base import Component, Task, joined
 from ecornn.schedules.gemm.job import Columns, Job, Operand
-from ecornn.schedules.gemm.mma import LEAST_ROWS
+from ecornn.schedules.gemm.mma import LEAST_ROWS, shape_of
 from ecornn.schedules.gemm.outputs import HoistedValues
 from ecornn.schedules.gemm.over_rows import on_hopper, over_rows, weights_of
 from ecornn.schedules.hoisted import Hoisted, in_float32
 from ecornn.schedules.rates import gpu_rates
 
 SLOWER = {"float32": 5, "tf32": 2}  # than 16-bit types
+
+
+def no_projection(task: Task) -> str | None:
+    """None, or why a GPU cannot compute the task's projection."""
+    if task.device.capability < 80:
+        return "needs tensor cores and asynchronous copies of compute capability 8.0"
+    need = shape_of(job_of(task)).shared if task.graph.hoisted_products else 0
+    if need > task.device.shared:
+        return f"the projection needs {need} bytes of shared memory, {task.device.shared} available"
+    return None
 
 
 def job_of(task: Task) -> Job:

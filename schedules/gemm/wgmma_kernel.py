@@ -48,7 +48,7 @@ def wgmma_kernel(job: Job, shape: Shape, epilogue: Epilogue) -> PrimFunc:
         arguments = job.declare(epilogue) | {"B": batch}
         T.device_entry()
         block, thread = T.block(job.device.cores), T.thread(THREADS)
-        memory = T.shared(shape.shared // 4, 1024)
+        memory = T.shared(shape.shared // 4, 1024)  # in order: stages (operands, then weights), vectors, barriers
         ring = _Ring(job, shape, arguments, memory, thread, block, T.let("rows", job.count(steps, batch)))
         ring.begin()
         with T.If(thread < GROUP):
@@ -108,6 +108,7 @@ class _Ring:
     def multiply(self, epilogue: Epilogue) -> None:
         """A multiplying warpgroup: products and outputs of its 64 rows of every tile."""
         s, span = self.shape, epilogue.span
+        # (m64 tile of rows of x, n8 tile of an octet of units and a product, 4 of fragment C)
         acc = T.local("acc", (1, s.width // 8, 4), "float32")
         lane, member = T.let("lane", self.thread % 32), T.let("member", self.thread % GROUP)
         half = T.let("tile_half", self.thread // GROUP - 1)  # of the tile's rows
@@ -135,7 +136,7 @@ class _Ring:
         """``emit(group of rows, column)`` for each of this block's tiles."""
         columns = self.shape.columns
         T.buffer_store(self.turn, T.uint32(0), [0])
-        tile, at = T.local("tile", (1,), "uint32"), T.local("at", (2,), "int32")
+        tile, at = T.local("tile", (1,), "uint32"), T.local("at", (2,), "int32")  # at: group of rows, column
         T.buffer_store(tile, T.cast(self.block, "uint32"), [0])
         with T.While(tile[0] < T.cast(self.groups * columns, "uint32")):
             band, within = tile[0] // T.uint32(BAND * columns), tile[0] % T.uint32(BAND * columns)

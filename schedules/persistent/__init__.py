@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from math import prod
-from typing import Any
 
 from ecornn.analysis.liveness import late_operand
 from ecornn.device import Device
 from ecornn.program import PACKED, WORKSPACE, Buffer, Call, Extent, Fill, Launch, Program
 from ecornn.schedules.assemble import assemble
+from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task
+from ecornn.schedules.builder import PrimFunc
 from ecornn.schedules.gemm.mma import shape_of
 from ecornn.schedules.gemm.projection import job_of, project
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred
 from ecornn.schedules.isa.tensor_core import words
+from ecornn.schedules.keeping import keeping
 from ecornn.schedules.persistent.cluster import LARGEST
 from ecornn.schedules.persistent.estimate import best_ahead, estimate, recurrence, workers_time
 from ecornn.schedules.persistent.kernel import persistent_kernel
@@ -58,11 +61,14 @@ class Persistent(Schedule):
     revision = 4
     kind = "cuda"
     sequences = True
+    backward = True
 
     def __init__(self) -> None:
         self._known: dict[tuple[Workload, Device, Traversal], Config | None] = {}
 
     def refuses(self, task: Task) -> str | None:
+        if task.traversal.backward and (reason := beyond(task)):
+            return reason
         if not task.graph.product_phases:
             return f"cell {task.graph.cell!r} has no recurrent product"
         if not task.graph.phases[0].products:
@@ -76,6 +82,7 @@ class Persistent(Schedule):
 
     def knobs(self, task: Task) -> tuple[Knob, ...]:
         w = task.workload
+        projected = task.graph.hoisted_outputs and not task.traversal.backward
         step = unit_step(task, 0)
         wide = any(len(p.products) == 3 for p in task.graph.product_phases)
         small = unit_step(task, 4) if wide else step
@@ -98,7 +105,7 @@ class Persistent(Schedule):
                  "percent of weights in registers; the rest in shared memory, and in L2 what does not fit there"),
             Knob("interleave", (0, 4) if wide else (0,),
                  "4: pad three gates to four for smaller unit steps and wider loads; 0: no padding"),
-            Knob("ahead", AHEAD if task.graph.hoisted_outputs and not task.graph.hoisted_statistics else AHEAD[:1],
+            Knob("ahead", AHEAD if projected and not task.graph.hoisted_statistics else AHEAD[:1],
                  "percent of the input projection done before the recurrence; the rest runs beside it, on what "
                  "blocks the recurrence leaves over", before=100),
             Knob("fences", ("every", "products", FEWEST),
@@ -108,7 +115,7 @@ class Persistent(Schedule):
             Knob("carrier", ("l2", "cluster") if clusters else ("l2",),
                  "of state: through L2 to many blocks, or to at most 16 inside a cluster, which takes half the time, "
                  "though fewer clusters fit than groups of blocks", before="l2"),
-            Knob("math", MATH_FOR[w.dtype], MATH_TRADES),
+            Knob("math", MATH_FOR["float32" if task.traversal.backward else w.dtype], MATH_TRADES),
         )
 
     @staticmethod
@@ -124,7 +131,8 @@ class Persistent(Schedule):
     def _weights(task: Task) -> int:
         """Bytes of the recurrent weights."""
         w = task.workload
-        return sum(len(p.products) for p in task.graph.product_phases) * w.hidden * words(w.hidden, w.dtype) * 4
+        rows = sum(len(p.products) * len(p.operands) for p in task.graph.product_phases)
+        return rows * w.hidden * words(w.hidden, w.dtype) * 4
 
     def check(self, task: Task, config: Config) -> str | None:
         # What needs few knobs comes first: a search learns from the knobs that were read which others
@@ -168,6 +176,8 @@ class Persistent(Schedule):
         # neither another chain nor the projection beside makes room for what does not fit without them
         if task.graph.hoisted_statistics and config["ahead"] != 100:
             return "statistics of the projection are computed after all of it"
+        if task.traversal.backward and config["ahead"] != 100:
+            return "an adjoint has no projection"
         reason = self._crowded(task, plan_of(task, config, chains=1, ahead=100))
         if reason is None and config["chains"] != 1:
             reason = self._crowded(task, plan_of(task, config, ahead=100))
@@ -237,7 +247,7 @@ class Persistent(Schedule):
         """Estimate and configuration of all cuts that keep as many weights in registers as possible. Some with the
         projection beside the recurrence may not be valid."""
         knobs = {k.name: k.values for k in self.knobs(task)}
-        math = "exact" if task.workload.dtype == "float32" else "fast"
+        math = "exact" if len(knobs["math"]) == 1 else "fast"
         fences = "rare" if task.workload.batch == 1 or task.graph.statistics else "products"
         for carrier, groups, units, interleave in product(*(knobs[n] for n in ("carrier", "groups", "units",
                                                                                "interleave"))):
@@ -270,15 +280,23 @@ class Persistent(Schedule):
             "polls": max(-(-p.pairs // p.polled_pairs) for p in plan.phases),
             "shared_weights": sum(plan.shared_weight_words(p) for p in plan.phases), "streamed": plan.streamed}
 
+    def recurrence(self, task: Task, config: Config) -> Component:
+        """The recurrence of an adjoint: from ``hoisted``, as :func:`~ecornn.schedules.hoisted.hoisted_of` says, to
+        ``outputs``; around it come :func:`~ecornn.schedules.backward.recurrence.recurrence_buffers`."""
+        return _recurrence(task, plan_of(task, config), hoisted_of(task, config), str(config["math"]))
+
     def program(self, task: Task, config: Config) -> Program:
         plan, layout = plan_of(task, config), hoisted_of(task, config)
-        recurrence = _recurrence(replace(task, graph=deferred(task.graph)), plan, layout, str(config["math"]))
+        if task.traversal.backward:
+            return assemble_recurrence(task, self.recurrence(task, config), layout)
+        inner = replace(task, graph=deferred(task.graph))
+        recurrence = partial(_recurrence, inner, plan, layout, str(config["math"]))
         return assemble(task, recurrence, layout, project(task, layout, plan.ahead), deferred=True,
                         together=together(task.traversal, plan.groups, plan.rows))
 
 
-def _recurrence(task: Task, plan: PersistentPlan, layout: Hoisted, math: str) -> Component:
-    functions: dict[str, Any] = {}
+def _recurrence(task: Task, plan: PersistentPlan, layout: Hoisted, math: str, kept: tuple[str, ...] = ()) -> Component:
+    functions: dict[str, PrimFunc] = {}
     buffers: list[Buffer] = []
     calls: list[Call] = []
     for i, phase in enumerate(plan.phases):
@@ -293,8 +311,8 @@ def _recurrence(task: Task, plan: PersistentPlan, layout: Hoisted, math: str) ->
         buffers += sums
         functions["start"] = start_kernel(task, plan, START_BLOCKS, math)
         calls += [*(Fill(b.name, UNWRITTEN, b.extent) for b in sums), Launch("start", START_BLOCKS, 256)]
-    functions["persistent"] = persistent_kernel(task, plan, layout, math)
-    calls.append(Launch("persistent", plan.groups * plan.blocks + plan.workers, plan.block_threads,
-                        block_shared(task, plan), cooperative=not plan.cluster,
-                        cluster=plan.blocks if plan.cluster else 1))
+    name = keeping("persistent", kept)
+    functions[name] = persistent_kernel(task, plan, layout, math, kept)
+    calls.append(Launch(name, plan.groups * plan.blocks + plan.workers, plan.block_threads, block_shared(task, plan),
+                        cooperative=not plan.cluster, cluster=plan.blocks if plan.cluster else 1))
     return Component(functions, tuple(buffers), tuple(calls))

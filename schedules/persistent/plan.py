@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import gcd, lcm
+from math import gcd, lcm, prod
 from typing import NamedTuple
 
 from ecornn.program import Packing
@@ -317,7 +317,8 @@ def register_limit(task: Task, plan: PersistentPlan) -> int:
 def packing_of(task: Task, plan: PersistentPlan, index: int) -> Packing:
     """Recurrent weights of a phase as the fragments that each lane of each warp holds.
 
-    (block, warp, operand, pair, octet, lane, tile, half) words: 16 bytes a lane, pair and octet.
+    (block, warp, operand, pair, octet, lane, tile, half) words: 16 bytes a lane, pair and octet. Of weights that are
+    transposed the axes of a source have changed places.
     """
     phase, p = task.graph.product_phases[index], plan.phases[index]
     sources: list[tuple[str, int]] = []
@@ -325,7 +326,10 @@ def packing_of(task: Task, plan: PersistentPlan, index: int) -> Packing:
         rows = [product.source(operand) for product in phase.products]
         sources += rows + [("", 0)] * (p.gates - len(rows))
     e, n = p.interleave, per_word(plan.dtype)
-    pad = (len(sources), plan.blocks * plan.units, plan.warps * p.warp_pairs * PAIR * n)
-    split = (p.operands, p.gates // e, e, plan.blocks, plan.units * e // 8, 8 // e, plan.warps, p.warp_pairs,
-             4, 2, 2, n)
-    return Packing(tuple(sources), pad, split, (3, 6, 0, 7, 1, 4, 5, 2, 8, 9, 10, 11), plan.dtype)
+    first = (p.operands, p.gates // e, e)
+    made, multiplied = (plan.blocks, plan.units * e // 8, 8 // e), (plan.warps, p.warp_pairs, 4, 2, 2, n)
+    if phase.products[0].terms[0].transposed:
+        return Packing(tuple(sources), (len(sources), prod(multiplied), prod(made)), (*first, *multiplied, *made),
+                       (9, 3, 0, 4, 1, 10, 11, 2, 5, 6, 7, 8), plan.dtype)
+    return Packing(tuple(sources), (len(sources), prod(made), prod(multiplied)), (*first, *made, *multiplied),
+                   (3, 6, 0, 7, 1, 4, 5, 2, 8, 9, 10, 11), plan.dtype)

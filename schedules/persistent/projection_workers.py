@@ -31,7 +31,7 @@ class ProjectionWorkers:
         self.batch, self.steps, self.hoisted = kernel.batch, kernel.steps, kernel.hoisted
         self.rows = T.let("rows", self.steps * self.batch)
         self.first = T.let("first", rows_ahead(self.rows, plan.ahead))
-        self.seen = T.local("seen", (1,), "int32")
+        self.seen = T.local("seen", (1,), "int32")  # groups of rows
         T.buffer_store(self.seen, T.int32(0), [0])
 
     @staticmethod
@@ -58,7 +58,7 @@ class ProjectionWorkers:
         """Until all rows of step t are there."""
         columns = self.shape.columns
         last = T.let("last", T.min(t + 1, self.steps) * self.batch - 1)
-        count = T.local("count", (1,), "uint32")
+        count = T.local("count", (1,), "uint32")  # finished tiles of a group
         with T.While(self.first + self.seen[0] * self.shape.block_rows <= last):
             T.buffer_store(count, T.uint32(0), [0])
             with T.While(count[0] < T.uint32(columns)):

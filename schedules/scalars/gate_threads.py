@@ -56,7 +56,7 @@ class GateThreads(ABC):
                  count: Expr | None = None) -> None:
         """``first``: unit of the block's share; ``count``: units that it really has, where not all have as many."""
         self.task, self.math, self.arguments, self.hoisted = kernel.task, kernel.math, kernel.arguments, kernel.hoisted
-        self.steps, self.batch, self.timeline = kernel.steps, kernel.batch, kernel.timeline
+        self.steps, self.batch, self.timeline, self.kept = kernel.steps, kernel.batch, kernel.timeline, kernel.kept
         self.share, self.items, self.group, self.thread = share, share.items, group, thread
         self.first, self.count, task, hoisted = first, count, kernel.task, kernel.hoisted
         self.graph = graph = task.graph
@@ -64,7 +64,7 @@ class GateThreads(ABC):
         self.urgent = urgent(graph)
         self._locate(thread)
 
-        def local(name: str, count: int) -> TirBuffer:
+        def local(name: str, count: int) -> TirBuffer:  # (item, one of count values)
             return T.local(name, (self.items, count), "float32")
 
         self.constants = local("constants", max(1, len(graph.invariant_outputs)))
@@ -76,6 +76,7 @@ class GateThreads(ABC):
         traversal, rows = task.traversal, (self.items,)  # of rows, too: these are on the critical path
         self.limits = T.local("limits", rows, "int32") if traversal.lengths else None
         self.fresh = T.local("fresh", rows, "int32") if traversal.resets else None
+        # (item, this step and the next two)
         self.numbers: TirBuffer = T.local("numbers", (self.items, 3), "int32") if traversal.sequences else None
         self.given: TirBuffer = local("given", len(graph.states)) if traversal.sequences else None
 
@@ -256,20 +257,15 @@ class GateThreads(ABC):
 
     def _store(self, i: int, t: Expr, ended: Ended) -> None:
         """What else step t makes, and y and states to memory."""
-        graph, w, traversal = self.graph, self.task.workload, self.task.traversal
-        H, dtype = w.hidden, w.dtype
-        late = [name for name in graph.states if name not in ended.new]
+        late = [name for name in self.graph.states if name not in ended.new]
         ended.env = emit(self.urgent.late, ended.env, self.math)
         ended.new |= self._new(i, ended, late)
         ended.following |= self._following(i, ended, late)
+        outputs = [T.let(var.name, ended.env[var]) for var in self.graph.outputs]  # one may be what a state was before
         for name, s in self.state_index.items():
             T.buffer_store(self.states, ended.following[name], [i, s])
         with T.If(self.valid[i]), T.Then():
-            output = self.timeline.masked(ended.live, ended.new[graph.output], T.float32(0))
-            step = self.timeline.at(t)
-            at = T.cast(step * self.batch + self.row[i], "int64") * traversal.y_width(H) + self.unit[i]
-            at = at + traversal.y_offset(H) if traversal.y_offset(H) else at
-            T.buffer_store(self.arguments["y"], T.cast(output, dtype), [at])
+            self._write(i, t, ended, outputs)
             if self.numbers is None:
                 with T.If(t == self.steps - 1), T.Then():
                     self._leave(i, self.row[i], ended)
@@ -283,11 +279,32 @@ class GateThreads(ABC):
                 with T.Else():
                     self._leave(i, T.cast(self.timeline.sequence(number), "int64"), ended)
 
+    def _write(self, i: int, t: Expr, ended: Ended, outputs: list[Expr]) -> None:
+        """Stores y of step t, (T, B, W), and the states that are kept, (T, B, H); or the ``outputs`` of an adjoint's
+        recurrence, (T, B, O, H)."""
+        w, traversal = self.task.workload, self.task.traversal
+        H, name, width, first = w.hidden, "outputs", len(outputs) * w.hidden, 0
+        if not traversal.backward:
+            name, width, first = "y", traversal.y_width(H), traversal.y_offset(H)
+            outputs = [ended.new[self.graph.output]]
+        values = [self.timeline.masked(ended.live, value, T.float32(0)) for value in outputs]
+        row = T.cast(self.timeline.at(t) * self.batch + self.row[i], "int64")
+        row = T.let("step_row", row) if self.kept else row
+        at = row * width + self.unit[i]
+        for o, value in enumerate(values):
+            place = first + o * H
+            T.buffer_store(self.arguments[name], T.cast(value, w.dtype), [at + place if place else at])
+        for state in self.kept:
+            value = self.timeline.masked(ended.live, ended.new[state], T.float32(0))
+            T.buffer_store(self.arguments[f"{state}_kept"], T.cast(value, w.dtype), [row * H + self.unit[i]])
+
     def _leave(self, i: int, row: Expr, ended: Ended) -> None:
-        """Stores the last states of a row or a sequence."""
+        """Stores the last states of a row or a sequence; of an adjoint's recurrence, where they may have been cleared
+        since."""
         w = self.task.workload
+        last = ended.following if self.task.traversal.backward else ended.new
         for name in self.state_index:
-            T.buffer_store(self.arguments[f"{name}_out"], T.cast(ended.new[name], w.dtype),
+            T.buffer_store(self.arguments[f"{name}_out"], T.cast(last[name], w.dtype),
                            [row * w.hidden + self.unit[i]])
 
     def _neighbour(self, value: Expr) -> Expr:

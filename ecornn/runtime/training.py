@@ -1,0 +1,249 @@
+"""A training step of a module: forward, which keeps what the backward pass reads, and that pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ecornn.errors import ArgumentError, DTypeError, ModuleError, ShapeError
+from ecornn.program import BACKWARD, FORWARD
+from ecornn.runtime.arrays import Arrays, Placed, Shape
+from ecornn.runtime.memory import Memory, Pool, layout
+from ecornn.runtime.plan import SCALARS, EntryPlan, entry_plan
+
+if TYPE_CHECKING:
+    from ecornn.runtime.caller import Caller
+
+
+@dataclass
+class Kept:
+    """What a call of :meth:`Layer.forward` keeps for :meth:`Layer.backward`, which takes it once. x and y belong to it:
+    they must not be written before.
+
+    Attributes
+    ----------
+    steps, batch : T and B of the call
+    nbytes : bytes of ``memory``, what is kept besides x, y and the first states
+    """
+
+    owner: Any
+    arrays: Arrays
+    x: Placed
+    y: Placed
+    states: list[Placed]
+    masks: dict[str, Placed]
+    memory: Memory | None
+    steps: int
+    batch: int
+    taken: bool = field(default=False)
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes if self.memory is not None else 0
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What :meth:`Layer.backward` gives.
+
+    Attributes
+    ----------
+    x : (T, B, I), of the module's data type
+    weights : by name, of the weights' shapes, float32
+    state : of the first states, as they were passed to ``forward``: (B, H), or (L*D, B, H)
+    """
+
+    x: Any
+    weights: dict[str, Any]
+    state: tuple[Any, ...]
+
+
+class Training:
+    """The two entries of a module, for a :class:`~ecornn.runtime.caller.Caller`, whose weights they read."""
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller, manifest = caller, caller.manifest
+        if FORWARD not in manifest.entries:
+            raise ModuleError("the module was compiled without training=True: it has no backward pass")
+        self._forward, self._backward = entry_plan(manifest, FORWARD), entry_plan(manifest, BACKWARD)
+        self._kept = {b.name: b for plan in (self._forward, self._backward) for _, b in plan.kept}
+        self._pool = Pool()
+
+    def kept_bytes(self, steps: int) -> int:
+        """Bytes that forward keeps at T = ``steps`` besides x, y and the first states."""
+        return self._layout(steps)[1]
+
+    def workspace_bytes(self, steps: int) -> int:
+        """The most bytes of workspace that one of the two calls takes."""
+        return max(layout([b.nbytes(steps) for _, b in plan.scratch])[1] for plan in (self._forward, self._backward))
+
+    def _layout(self, steps: int) -> tuple[dict[str, int], int]:
+        offsets, total = layout([b.nbytes(steps) for b in self._kept.values()])
+        return dict(zip(self._kept, offsets, strict=True)), total
+
+    def forward(self, arrays: Arrays, x: Placed, states: Sequence[Placed], masks: Mapping[str, Placed], y: Placed,
+                after: Sequence[Placed], steps: int, batch: int, memory: Memory | None = None) -> Kept:
+        """Runs ``forward``; arguments are checked, ``states`` and ``after`` as a call has them."""
+        offsets, total = self._layout(steps)
+        if memory is None and total:
+            memory = arrays.workspace(total, x[0], self._caller.library)
+        kept = Kept(self._caller, arrays, x, y, list(states), dict(masks), memory, steps, batch)
+        given = {"x": [x[1]], "y": [y[1]], "state_in": self._by_part(states, batch),
+                 "state_out": self._by_part(after, batch), **{name: [at] for name, (_, at) in masks.items()}}
+        self._run(self._caller.library.forward, self._forward, kept, offsets, given)
+        return kept
+
+    def backward(self, kept: Kept, dy: Placed, dstates: Sequence[Placed], dx: Placed, before: Sequence[Placed],
+                 gradients: Iterable[Placed]) -> None:
+        """Runs ``backward``; ``before`` gets the gradients of the first states, to ``gradients``, in the order of the
+        manifest's parameters, theirs are added."""
+        batch = kept.batch
+        given = {"x": [kept.x[1]], "y": [kept.y[1]], "state_in": self._by_part(kept.states, batch), "dy": [dy[1]],
+                 "dstate_out": self._by_part(dstates, batch), "dx": [dx[1]],
+                 "dstate_in": self._by_part(before, batch), "gradient": [at for _, at in gradients],
+                 **{name: [at] for name, (_, at) in kept.masks.items()}}
+        self._run(self._caller.library.backward, self._backward, kept, self._layout(kept.steps)[0], given)
+
+    def _by_part(self, states: Sequence[Placed], batch: int) -> list[int]:
+        """Pointers by state and then by sequence."""
+        work, count = self._caller.manifest.workload, self._caller.manifest.stack.count
+        size = batch * work.hidden * work.itemsize
+        return [at + part * size for _, at in states for part in range(count)]
+
+    def _run(self, function: Any, plan: EntryPlan, kept: Kept, offsets: Mapping[str, int],
+             given: Mapping[str, Sequence[int]]) -> None:
+        caller, arrays, steps = self._caller, kept.arrays, kept.steps
+        queue = caller.threads or arrays.queue(caller.device)
+        arguments = [0] * plan.count
+        arguments[:SCALARS] = steps, kept.batch, caller.device, queue
+        for position, buffer in plan.packed:
+            arguments[position] = caller.packed[buffer.name]
+        for position, buffer in plan.kept:
+            assert kept.memory is not None
+            arguments[position] = kept.memory.pointer + offsets[buffer.name]
+        for tensor, positions in plan.at.items():
+            for position, pointer in zip(positions, given.get(tensor, ()), strict=True):
+                arguments[position] = pointer
+        starts, total = layout([b.nbytes(steps) for _, b in plan.scratch])
+        key = 0 if caller.threads is not None else queue
+        keep = caller.threads is not None or arrays.keeps_workspace()
+        memory = (self._pool.take(key, total) if keep else None) or arrays.workspace(total, kept.x[0], caller.library)
+        for (position, _), start in zip(plan.scratch, starts, strict=True):
+            arguments[position] = memory.pointer + start
+        function(*arguments)
+        if keep:
+            self._pool.give(key, memory)
+
+
+class TrainingCalls:
+    """:meth:`forward` and :meth:`backward` of a layer, on arrays of a caller."""
+
+    def forward(self: Any, x: Any, state: Sequence[Any] | None = None, *, lengths: Any = None,
+                resets: Any = None) -> tuple[Any, tuple[Any, ...], Kept]:
+        """As a call of the layer, and keeps what the gradients need. For modules compiled with ``training=True``.
+
+        Parameters
+        ----------
+        x : (T, B, I), T >= 1, 1 <= B <= the compiled batch, of the module's data type: a NumPy array or a torch.Tensor
+        state : one array for each state, (B, H) or (L*D, B, H); None: zeros
+        lengths, resets : as of a call
+
+        Returns
+        -------
+        y : (T, B, D*H), the output state after each step
+        state : the states after the last step
+        kept : for :meth:`backward`. It holds x and y: do not write them before; ``kept.nbytes`` is what it holds
+            besides, :meth:`kept_bytes` says it before the call
+
+        Raises as a call of the layer, and :class:`~ecornn.errors.ModuleError` for a module that does not train.
+        """
+        training = self.training  # a module that does not train says so
+        arrays, placed, masks, states, steps, batch = self.prepared(x, state, lengths, resets, None)
+        like, shape = placed[0], self.state_shape(batch)
+        if states is None:
+            states = [arrays.zeros(shape, like, self.manifest.workload.dtype) for _ in self.manifest.states]
+        y = arrays.empty((steps, batch, self.width), like, self.library)
+        after = [arrays.empty(shape, like, self.library) for _ in self.manifest.states]
+        kept = training.forward(arrays, placed, states, masks, y, after, steps, batch)
+        return arrays.give(y[0]), tuple(arrays.give(a) for a, _ in after), kept
+
+    def backward(self: Any, kept: Kept, dy: Any = None, dstate: Sequence[Any] | None = None, *,
+                 gradients: Mapping[str, Any] | None = None) -> Gradients:
+        """The gradients of a call of :meth:`forward`.
+
+        Parameters
+        ----------
+        kept : what that call gave, which is used up
+        dy : (T, B, D*H), the gradient of y; None: zeros
+        dstate : the gradients of the final states, shaped as these; None: zeros
+        gradients : arrays by the weights' names to add those of the weights to: float32, of the weights' shapes,
+            contiguous; default: new ones
+
+        Raises :class:`~ecornn.errors.ArgumentError` and its subclasses where an argument does not fit, also for a
+        ``kept`` of another layer, or one that was used before; nothing has run then.
+        """
+        training = self.training  # a module that does not train says so
+        if not isinstance(kept, Kept) or kept.owner is not self:
+            raise ArgumentError("kept", type(kept).__name__, "what forward() of this very layer gave")
+        if kept.taken:
+            raise ArgumentError("kept", "used by an earlier backward()", "what one call of forward() gave: it serves "
+                                "one backward()")
+        arrays, like, shape = kept.arrays, kept.x[0], self.state_shape(kept.batch)
+        wanted = kept.steps, kept.batch, self.width
+        placed = self._gradient(arrays, dy, "dy", wanted, like)
+        states = [None] * len(self.manifest.states) if dstate is None else dstate
+        if not isinstance(states, (tuple, list)) or len(states) != len(self.manifest.states):
+            raise ArgumentError("dstate", type(dstate), f"None, or a tuple of {len(self.manifest.states)} arrays: of "
+                                f"{', '.join(self.manifest.states)}")
+        dstates = [self._gradient(arrays, value, f"dstate[{n}]", shape, like) for n, value in enumerate(states)]
+        sums = dict(self._sums(arrays, gradients, like))
+        dx = arrays.empty((kept.steps, kept.batch, self.manifest.workload.input), like, self.library)
+        before = [arrays.empty(shape, like, self.library) for _ in states]
+        kept.taken = True
+        training.backward(kept, placed, dstates, dx, before, sums.values())
+        kept.memory = None
+        return Gradients(arrays.give(dx[0]), {n: arrays.give(a) for n, (a, _) in sums.items()},
+                         tuple(arrays.give(a) for a, _ in before))
+
+    def kept_bytes(self: Any, steps: int) -> int:
+        """Bytes that :meth:`forward` keeps at T = ``steps`` and the compiled batch, besides x, y and first states."""
+        return self.training.kept_bytes(steps)
+
+    def training_workspace_bytes(self: Any, steps: int) -> int:
+        """Bytes of workspace of the larger one of :meth:`forward` and :meth:`backward` at T = ``steps``; it stays with
+        the layer."""
+        return self.training.workspace_bytes(steps)
+
+    def _gradient(self: Any, arrays: Arrays, value: Any, name: str, wanted: Shape, like: Any) -> Placed:
+        if value is None:
+            return arrays.zeros(wanted, like, self.manifest.workload.dtype)
+        array = arrays.take(value, name)
+        shape, dtype, place = arrays.facts(array)
+        if shape != wanted:
+            raise ShapeError(f"{name}.shape", shape, str(wanted))
+        self.check_kind(arrays, name, dtype, place)
+        return arrays.ready(array, name)
+
+    def _sums(self: Any, arrays: Arrays, gradients: Mapping[str, Any] | None,
+              like: Any) -> Iterator[tuple[str, Placed]]:
+        parameters = self.manifest.parameters
+        if gradients is None:
+            yield from ((p.name, arrays.zeros(p.shape, like, "float32")) for p in parameters)
+            return
+        names = [p.name for p in parameters]
+        if not isinstance(gradients, Mapping) or {*gradients} != {*names}:
+            raise ArgumentError("gradients", sorted(map(str, gradients)), f"arrays by name: {', '.join(names)}")
+        for p in parameters:
+            name = f"gradients[{p.name!r}]"
+            array = arrays.take(gradients[p.name], name)
+            shape, dtype, _ = arrays.facts(array)
+            if shape != p.shape:
+                raise ShapeError(f"{name}.shape", shape, str(p.shape))
+            if dtype != "float32":
+                raise DTypeError(f"{name}.dtype", dtype, "float32")
+            placed = arrays.in_place(array)
+            if placed is None:
+                raise ArgumentError(name, "a strided, misaligned or read-only array",
+                                    "contiguous, writable memory, aligned to 16 bytes")
+            yield p.name, placed

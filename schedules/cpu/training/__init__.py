@@ -1,0 +1,68 @@
+"""Training on a CPU: a forward pass that keeps what the backward pass reads, and that pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from msgspec import structs
+
+from ecornn.analysis.adjoint import adjoint
+from ecornn.analysis.kept import kept
+from ecornn.program import BACKWARD, FORWARD, Buffer, Entry, Parallel, Program
+from ecornn.schedules.base import Config, Task
+from ecornn.schedules.cpu.cost import best_tile, shape_of
+from ecornn.schedules.cpu.sequence import sequence
+from ecornn.schedules.cpu.stages import StepPlan
+from ecornn.schedules.cpu.stages import plan as plan_step
+from ecornn.schedules.cpu.tiling import Shape, Tile, column_choices, row_choices, vectors_of
+from ecornn.schedules.cpu.training.backward import BackwardWorker
+from ecornn.schedules.cpu.training.forward import KeepingSequence
+from ecornn.schedules.cpu.training.graphs import Backward, backward_plans
+
+CHUNK_ROWS = 256  # rows of the batch in a chunk of the backward pass, about
+
+
+def training_program(task: Task, config: Config) -> Program:
+    """The program of a layer with the entries ``run``, ``forward`` and ``backward``."""
+    assert task.traversal.keep is not None
+    plan, shape = plan_step(task.graph), shape_of(task, config)
+    run = sequence(plan, shape, task.traversal)
+    made = adjoint(task.graph, task.workload.hidden, starts_anew=task.traversal.resets)
+    plans = backward_plans(made, kept(made, task.traversal.keep))
+    keeping = KeepingSequence(plan, shape, task.traversal, plans.kept.states)
+    backward = BackwardWorker(task, plans, *backward_shapes(task, plans, shape))
+    functions = {**run.functions, "forward_worker": keeping.function("forward_worker"),
+                 "backward_worker": backward.function("backward_worker")}
+    entries = dict(run.entries)
+    entries[FORWARD] = Entry((keeping.call("forward_worker"),), tuple(b.name for b in keeping.buffers))
+    entries[BACKWARD] = Entry((Parallel("backward_worker"),), tuple(b.name for b in backward.buffers))
+    buffers: dict[str, Buffer] = {}
+    for b in (*run.buffers, *keeping.buffers, *backward.buffers):
+        assert buffers.setdefault(b.name, b) == b, f"two buffers {b.name}"
+    return replace(run, functions=functions, buffers=tuple(buffers.values()), entries=entries)
+
+
+def backward_shapes(task: Task, plans: Backward, forward: Shape) -> tuple[Shape, Shape]:
+    """Tiles of the parts of H units, and of the gradient of x."""
+    work = task.workload
+    chunk = max(1, CHUNK_ROWS // work.batch)
+    lanes = forward.lanes
+
+    def tiles(plan: StepPlan, rows: int, of: Task, every_step: bool) -> dict[str, Tile]:
+        return {stage.name: tile(of, rows, len(stage.rows), every_step) for stage in plan.steps}
+
+    def tile(of: Task, rows: int, gates: int, every_step: bool) -> Tile:
+        if not gates:
+            return Tile(1, 1, 1)
+        heights = row_choices(of.device, rows)
+        columns = column_choices(of.device, gates, of.workload.hidden)
+        height, width, _ = best_tile(of, rows, [gates], heights, columns, (0,), not every_step)
+        return Tile(height, vectors_of(width, gates), 4 if height * width <= 12 else 2)
+
+    whole = chunk * work.batch
+    made = {**tiles(plans.replay, whole, task, False), **tiles(plans.recurrence, work.batch, task, True),
+            **tiles(plans.inputs, whole, task, False), **tiles(plans.finish, work.batch, task, False)}
+    shape = replace(forward, chunk=chunk, tiles=made or {"none": Tile(1, 1, 1)}, weights="float32", team=0)
+    across = replace(task, workload=structs.replace(work, hidden=work.input, input=work.hidden))
+    dx = {} if plans.dx is None else tiles(plans.dx, whole, across, False)
+    return shape, Shape(work.batch, work.hidden, work.input, lanes, chunk, dx or {"none": Tile(1, 1, 1)})

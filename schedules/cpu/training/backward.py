@@ -1,0 +1,264 @@
+"""The backward pass as one function that every thread of the team runs.
+
+    begin with the gradients of the final states; compute invariants; barrier
+    for each chunk of time steps, against the layer's way:
+        gather what forward left; replay what it did not keep
+        the recurrence, step by step
+        gradients of the inputs; products with x and states, and sums, over the chunk's rows, added to gradients
+    gradients of the first states, and of parameter vectors
+
+Gradients of parameters are added to what is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ecornn.analysis.step import OuterProduct, Sum
+from ecornn.program import BACKWARD, ENTRIES, WORKSPACE, Buffer, Extent
+from ecornn.schedules.assemble import tensor_buffers
+from ecornn.schedules.base import Task
+from ecornn.schedules.builder import Expr, PrimFunc, Var
+from ecornn.schedules.cpu.emit import Emitter
+from ecornn.schedules.cpu.memory import Place
+from ecornn.schedules.cpu.tile_task import TileTask
+from ecornn.schedules.cpu.tiling import Shape, registers_of
+from ecornn.schedules.cpu.timeline import Timeline
+from ecornn.schedules.cpu.training.accumulate import Outer, add_outer, add_sums, add_vectors
+from ecornn.schedules.cpu.training.gather import Copy, gather
+from ecornn.schedules.cpu.training.graphs import Backward, pass_plan
+from ecornn.schedules.cpu.training.passes import SLACK, Pass
+from ecornn.schedules.cpu.training.recurrence import Recurrence
+from ecornn.schedules.cpu.worker import Worker
+from ecornn.schedules.keeping import kept_buffers
+
+
+class DxTask(TileTask):
+    """A tile of dx, stored in the caller's rows."""
+
+    o: DxPass
+
+    def compute(self) -> None:
+        e, o, width = self.e, self.o, self.o.shape.hidden
+        value = self.value(o.dx)
+        row = self.first * o.batch + self.at_row
+        valid = e.tirx.Select(self.at_row < self.rows, e.index(width) - self.unit, e.index(0))
+        at, valid = e.let("dx_at", row * e.index(width) + self.unit), e.let("valid", valid)
+        if o.adds:
+            value = value + e.vload_part("dx_before", o.data["dx"], at, valid)
+        e.vstore_part("dx_part", o.data["dx"], at, value, valid)
+
+
+class DxPass(Pass):
+    """The gradient of x: units are those of x. ``adds``: to what is there, of the layer's other direction."""
+
+    task = DxTask
+
+    def __init__(self, plans: Backward, shape: Shape, e: Emitter, rooms: int, inner: int, adds: bool) -> None:
+        assert plans.dx is not None
+        super().__init__("dx", plans.dx, shape, e, rooms)
+        self.dx, self.inner, self.adds = plans.adjoint.dx, inner, adds
+
+    def length(self, operand: Var | None) -> int:
+        return self.inner
+
+
+class BackwardWorker:
+    """Writes the function of the backward pass.
+
+    Parameters
+    ----------
+    shape, dx_shape : of the parts of H units, and of the gradient of x; ``shape.chunk`` steps are a chunk
+    """
+
+    def __init__(self, task: Task, plans: Backward, shape: Shape, dx_shape: Shape) -> None:
+        self.task, self.plans, self.shape = task, plans, shape
+        self.e = e = Emitter(shape.lanes)
+        forward = task.graph
+        self.registers = registers_of(task.device)
+        # tiles of rows may reach past the last row of a chunk
+        tall = max(t.rows for s in (shape, dx_shape) for t in s.tiles.values())
+        self.rooms = shape.chunk * shape.batch + tall
+        self.adds = task.traversal.reverse and task.traversal.directions > 1  # the second one of a layer
+        self.root = Worker(pass_plan("once", plans.adjoint.once, ()), shape, task.traversal, "backward_", e)
+        self.replay = Pass("replay", plans.replay, shape, e, self.rooms)
+        self.recurrence = Recurrence(plans.recurrence, shape, task.traversal, e, plans.written, self.rooms)
+        self.inputs = Pass("inputs", plans.inputs, shape, e, self.rooms)
+        self.dx = None if plans.dx is None else DxPass(plans, dx_shape, e, self.rooms, shape.hidden, self.adds)
+        self.finish = Pass("finish", plans.finish, shape, e, shape.padded_batch)
+        self.passes = [p for p in (self.replay, self.inputs, self.dx, self.finish) if p is not None]
+        self.forward, self.copies = forward, list[Copy]()
+
+    def function(self, name: str) -> PrimFunc:
+        """The function, of that name; ``buffers`` are complete then."""
+        e = self.e
+        self.declare()
+        self.prelude()
+        e.call("ecornn_barrier")
+        chunk = e.index(self.shape.chunk)
+        with e.loop("chunk", e.ceildiv(self.root.steps, self.shape.chunk)) as number:
+            first = e.let("first", number * chunk)
+            count = e.let("count", e.tirx.Min(chunk, self.root.steps - first))
+            low = e.let("low", self.root.steps - first - count) if self.recurrence.traversal.reverse else first
+            self.chunk(first, low, count)
+        self.epilogue()
+        return e.function(name)
+
+    @property
+    def buffers(self) -> list[Buffer]:
+        """What it takes, in order."""
+        return [b for part in (self.root, self.recurrence, *self.passes) for b in part.buffers]
+
+    # -- declarations ---------------------------------------------------------------------------
+    def declare(self) -> None:
+        root, e, s, task = self.root, self.e, self.shape, self.task
+        root.declare_scalars()
+        tensors = [t for t in ENTRIES[BACKWARD] if t != "state_kept"]
+        for b in tensor_buffers(tensors, task.traversal, "float32", self.forward.states, self.forward.parameters):
+            root.add(b)
+        states = [name for name in self.plans.kept.states if name != self.forward.output]
+        for b in kept_buffers(states, s.batch, s.hidden, "float32"):
+            root.add(b)
+        root.declare_constants()
+        self.timeline = Timeline(e, task.traversal, root.data, root.steps, root.batch)
+        self.recurrence.declare(root)
+        for part in self.passes:
+            part.declare(root)
+        if self.dx is not None:
+            self.dx.data["dx"] = root.data["dx"]
+        self.places: dict[Var, Place] = {}
+        self.declare_rows()
+        makers: tuple[Pass | Recurrence, ...] = (self.replay, self.recurrence, self.inputs)
+        for maker in makers:
+            self.places.update(maker.places)
+        for reader in (*makers, self.dx):
+            if reader is not None:
+                own = set(reader.places)
+                reader.given.update({v: p for v, p in self.places.items() if v not in own})
+        self.finish.given.update({v: self.recurrence.last(n) for n, v in self.plans.recurrence.graph.states.items()})
+        self.declare_totals()
+
+    def declare_rows(self) -> None:
+        """Rows of a chunk for what is gathered."""
+        adjoint, task, forward = self.plans.adjoint, self.task, self.forward
+        graphs = (self.plans.kept.replay, adjoint.recurrence, adjoint.inputs)
+        read = {v for g in graphs for v in g.given}
+        pairs = self.outer_products
+        read |= {v for o in pairs for v in (o.value, o.operand) if v is not None}
+        width = self.shape.width
+        y_width, y_offset = task.traversal.y_width(self.shape.hidden), task.traversal.y_offset(self.shape.hidden)
+        for name, leaf in forward.states.items():
+            after = (Place(self.root.data["y"], y_width, y_offset) if name == forward.output
+                     else Place(self.root.data.get(f"{name}_kept"), self.shape.hidden))
+            if leaf in read:
+                first = Place(self.root.data[f"{name}_in"], self.shape.hidden)
+                self.gathered(leaf, f"before_{name}", Copy("before", self.row_place(f"before_{name}", width), after,
+                                                           self.shape.hidden, first))
+            result = forward.results[name]
+            if result in read and result not in self.places:
+                self.gathered(result, f"after_{name}", Copy("at", self.row_place(f"after_{name}", width), after,
+                                                            self.shape.hidden))
+        if adjoint.dy in read:
+            place = Place(self.root.data["dy"], y_width, y_offset)
+            self.gathered(adjoint.dy, "dy", Copy("live", self.row_place("dy_rows", width), place, self.shape.hidden))
+        self.x = None
+        if (forward.x is not None and forward.x in read) or any(None in (o.value, o.operand) for o in pairs):
+            lanes, length = self.shape.lanes, self.shape.input
+            self.x = self.row_place("x_rows", max(-(-length // lanes) * lanes, width if forward.x is not None else 0))
+            self.copies.append(Copy("at", self.x, Place(self.root.data["x"], length), length))
+            if forward.x is not None:
+                self.places[forward.x] = self.x
+
+    def gathered(self, var: Var, name: str, copy: Copy) -> None:
+        """A value that is copied."""
+        self.copies.append(copy)
+        self.places[var] = copy.to
+
+    def row_place(self, name: str, width: int) -> Place:
+        """Memory for rows of a chunk."""
+        self.root.buffer(name, WORKSPACE, Extent(self.rooms * width + SLACK))
+        return Place(self.root.data[name], width)
+
+    @property
+    def outer_products(self) -> tuple[OuterProduct, ...]:
+        """All of them."""
+        adjoint = self.plans.adjoint
+        return (*adjoint.recurrence.outer_products, *adjoint.inputs.outer_products)
+
+    def declare_totals(self) -> None:
+        """Sums over all steps and rows, (number, unit)."""
+        adjoint = self.plans.adjoint
+        sums = (*adjoint.recurrence.sums, *adjoint.inputs.sums, *adjoint.finish.sums)
+        self.numbers = {v: i for i, v in enumerate(dict.fromkeys(s.var for s in sums))}
+        if self.numbers:
+            self.root.buffer("totals", WORKSPACE, Extent(len(self.numbers) * self.shape.width))
+
+    # -- control --------------------------------------------------------------------------------
+    def prelude(self) -> None:
+        e, root = self.e, self.root
+        self.recurrence.begin({self.plans.adjoint.first[name]: root.data[f"d{name}_out"]
+                               for name in self.forward.states})
+        for part in self.passes:
+            part.invariants()
+        if self.numbers:
+            lanes = self.shape.lanes
+            with root.tasks("zero", e.index(len(self.numbers) * self.shape.width // lanes)) as task:
+                e.vstore(root.data["totals"], task * e.index(lanes), e.splat(0.0))
+
+    def chunk(self, first: Expr, low: Expr, count: Expr) -> None:
+        e, adjoint = self.e, self.plans.adjoint
+        rows = e.let("rows", count * self.root.batch)
+        gather(self.root, self.timeline, low, rows, self.copies)
+        e.call("ecornn_barrier")
+        self.replay.run(low, rows)
+        self.recurrence.steps_of(first, low, count)
+        self.inputs.run(low, rows)
+        if self.dx is not None:
+            self.dx.run(low, rows)
+        elif not self.adds:
+            self.no_dx(low, rows)
+        for o in self.outer_products:
+            add_outer(self.root, self.outer(o), rows, self.registers)
+        self.add(adjoint.recurrence.sums, self.places, rows)
+        self.add(adjoint.inputs.sums, self.places, rows)
+        e.call("ecornn_barrier")
+
+    def no_dx(self, low: Expr, rows: Expr) -> None:
+        """Zeros, where the cell does not read x."""
+        e, root, length = self.e, self.root, self.shape.input
+        with root.tasks("no_dx", rows) as row:
+            start = e.let("start", (low * root.batch + row) * e.index(length))
+            with e.loop("k", length) as k:
+                e.store(root.data["dx"], start + k, e.tirx.const(0.0, "float32"))
+
+    def add(self, sums: tuple[Sum, ...], places: Mapping[Var, Place], rows: Expr) -> None:
+        """Adds to the totals."""
+        if sums:
+            those = [(self.numbers[s.var], places[s.value]) for s in sums]
+            add_sums(self.root, self.root.data["totals"], self.shape.width, those, rows)
+
+    def outer(self, o: OuterProduct) -> Outer:
+        """Where an outer product is read and added."""
+        rows, columns = (self.shape.input if v is None else self.shape.hidden for v in (o.value, o.operand))
+        value, operand = (self.x if v is None else self.places[v] for v in (o.value, o.operand))
+        assert value is not None and operand is not None
+        return Outer(self.root.data[f"gradient_{o.parameter}"], o.gate * rows * columns, rows, columns, value,
+                     operand)
+
+    def epilogue(self) -> None:
+        """Gradients of the first states, and of parameter vectors."""
+        e, s, root, adjoint = self.e, self.shape, self.root, self.plans.adjoint
+        self.finish.run(e.index(0), root.batch)
+        places = {**self.finish.given, **self.finish.places}
+        columns = -(-s.hidden // s.lanes)
+        with root.tasks("final", root.batch * e.index(columns)) as task:
+            b = e.let("b", e.div(task, columns))
+            unit = e.let("unit", e.mod(task, columns) * e.index(s.lanes))
+            valid = e.let("valid", e.index(s.hidden) - unit)
+            for name, var in adjoint.gradients.items():
+                value = e.splat(0.0) if var is None else e.vload(places[var].data, places[var].at(e, b) + unit)
+                e.vstore_part(f"d_{name}", root.data[f"d{name}_in"], b * e.index(s.hidden) + unit, value, valid)
+        self.add(adjoint.finish.sums, places, root.batch)
+        e.call("ecornn_barrier")
+        into = [(root.data[f"gradient_{v.parameter}"], v.gate * s.hidden, v.var) for v in adjoint.vectors]
+        add_vectors(root, root.data.get("totals"), s.width, self.numbers, into)

@@ -1,0 +1,239 @@
+"""What a thread of the team does between barriers: a stage's tasks, and the buffers that their products need.
+
+Work is divided into (unit tile, row tile) tasks, tile by tile, and each thread always takes the
+same part, so that its weights stay in its cache; what is larger than the cache is gone through to and fro. With
+``ahead`` the row tiles of a unit tile ask for the weights of the next one, a share each, while they multiply: else L3
+idles while all but the first of them read L2, and then the first one waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from math import prod
+
+from ecornn.analysis.step import Term
+from ecornn.program import PACKED, WORKSPACE, Buffer, Extent, Packing
+from ecornn.schedules.builder import Expr, TirBuffer, Var
+from ecornn.schedules.cpu import paired
+from ecornn.schedules.cpu.math import vector
+from ecornn.schedules.cpu.memory import Memory, Span
+from ecornn.schedules.cpu.product import packing
+from ecornn.schedules.cpu.quantize import Integers, quantize_row
+from ecornn.schedules.cpu.row_task import RowTask
+from ecornn.schedules.cpu.stages import Stage, groups, operands
+from ecornn.schedules.cpu.stored import STORED
+from ecornn.schedules.cpu.tile_task import TileTask
+
+
+class Worker(Memory):
+    """Writes a part of a worker function: its buffers, loops and tasks."""
+
+    task = TileTask
+
+    """Writes the worker function: its buffers, loops and barriers."""
+
+    # -- buffers --------------------------------------------------------------------------------
+    def buffer(self, name: str, role: str, extent: Extent, pack: Packing | None = None,
+               dtype: str = "float32", element: str | None = None) -> None:
+        """``element``: what the code takes the memory for, where that is not ``dtype``."""
+        own = Buffer(self.prefix + name, role, dtype, extent, pack)
+        self.buffers.append(own)
+        self.data[name] = self.e.pointer(own.name, element or dtype)
+
+    def add(self, buffer: Buffer) -> None:
+        """A buffer that the function shares with its caller."""
+        self.buffers.append(buffer)
+        self.data[buffer.name] = self.e.pointer(buffer.name, buffer.dtype)
+
+    def declare_scalars(self) -> None:
+        """The function's own parameters."""
+        e = self.e
+        self.thread, self.threads = e.scalar("thread"), e.scalar("threads")
+        self.steps, self.batch = e.scalar("T"), e.scalar("B")
+
+    def share_scalars(self, other: Worker) -> None:
+        """Those of another part of the same function."""
+        self.thread, self.threads, self.steps, self.batch = other.thread, other.threads, other.steps, other.batch
+
+    def declare_products(self, stages: Iterable[Stage]) -> None:
+        """Packed weights of ``stages``, and the workspace that products of some kinds take."""
+        s = self.shape
+        for stage in stages:
+            for group in groups(stage.rows):
+                for number, (operand, terms) in enumerate(group.parts, group.first):
+                    k = self.length(operand)
+                    if s.tiles[stage.name].pairs:
+                        self.declare_paired(stage, number, terms, k)
+                        continue
+                    pack = packing(terms, s.hidden, k, s.tiles[stage.name].vectors, s.lanes, s.weights)
+                    stored = STORED[s.weights]
+                    words = prod(pack.split) // stored.group * stored.words
+                    self.buffer(f"{stage.name}_weights_{number}", PACKED, Extent(words), pack, stored.element)
+                    if stored.scaled:
+                        self.declare_scales(stage, number, pack)
+                    if s.weights == "int8":
+                        self.declare_integers(stage, number, k)
+
+    def declare_constants(self) -> None:
+        """Parameter vectors, and what follows from parameters alone."""
+        s, graph = self.shape, self.graph
+        if graph.vectors:
+            size = len(graph.vectors), s.width
+            pack = Packing(tuple((v.parameter, v.gate) for v in graph.vectors), size, size, (0, 1), "float32")
+            self.buffer("vectors", PACKED, Extent(prod(size)), pack)
+        if graph.invariants:
+            self.buffer("invariants", WORKSPACE, Extent(len(graph.invariants) * s.width))
+
+    def invariants(self) -> None:
+        """Computes what follows from parameters alone."""
+        e, s = self.e, self.shape
+        if not self.graph.invariants:
+            return
+        with self.tasks("invariant", e.index(s.width // s.lanes)) as task:
+            unit = e.let("unit", task * e.index(s.lanes))
+            values: dict[Var, Expr] = {}
+
+            def value(var: Var) -> Expr:
+                if var not in values:
+                    at = e.index(self.row[var] * s.width) + unit
+                    values[var] = e.let(var.name, e.vload(self.data["vectors"], at))
+                return values[var]
+
+            for a in self.graph.invariants:
+                values[a.var] = e.let(a.var.name, vector(e, a.value, value))
+                e.vstore(self.data["invariants"], e.index(self.row[a.var] * s.width) + unit, values[a.var])
+
+    def declare_scales(self, stage: Stage, number: int, pack: Packing) -> None:
+        """What the products with weights that are integers are multiplied with, unit by unit."""
+        kind = "scale" if pack.dtype == "int8" else f"{pack.dtype}_scale"
+        scales = Packing(pack.sources, pack.pad, pack.pad, (0, 1, 2), kind)
+        self.buffer(f"{stage.name}_scales_{number}", PACKED, Extent(prod(pack.pad[:2])), scales)
+
+    def declare_integers(self, stage: Stage, number: int, k: int) -> None:
+        """Workspace for the rows of an operand as integers."""
+        s = self.shape
+        rows = s.padded_batch if stage.name != "hoisted" else s.chunk * s.batch + s.tiles["hoisted"].rows
+        width = -(-k // s.lanes) * s.lanes
+        names = [f"{stage.name}_{part}_{number}" for part in ("integers", "factors", "sums")]
+        self.buffer(names[0], WORKSPACE, Extent(rows * width), dtype="int8", element="int32")
+        self.buffer(names[1], WORKSPACE, Extent(rows))
+        self.buffer(names[2], WORKSPACE, Extent(rows), dtype="int32")
+        words, factors, sums = (self.data[n] for n in names)
+        self.integers[stage.name, number] = Integers(words, factors, sums, width)
+
+    def declare_paired(self, stage: Stage, number: int, terms: Sequence[Term], k: int) -> None:
+        """Weights for products of pairs, what belongs to them, and workspace for the operand's rows."""
+        e, s, tile = self.e, self.shape, self.shape.tiles[stage.name]
+        packs = paired.packings(terms, s.hidden, k, tile.vectors, s.lanes, tile.pairs)
+        for part, pack in packs.items():
+            size = prod(pack.split) if part == "weights" else prod(pack.pad[:-1])
+            self.buffer(f"{stage.name}_{part}_{number}", PACKED, Extent(size), pack)
+        room = s.padded_batch if stage.name != "hoisted" else s.chunk * s.batch + tile.rows
+        names = [f"{stage.name}_{part}_{number}" for part in ("copy", "factors", "sums")]
+        made = paired.Paired((), None, None, k, tile.pairs, s.lanes)
+        self.buffer(names[0], WORKSPACE, Extent(room * made.width))
+        self.buffer(names[1], WORKSPACE, Extent(room))
+        self.buffer(names[2], WORKSPACE, Extent(room))
+        copies = [self.data[names[0]]]
+        for column in range(1, len(terms) * tile.vectors):
+            alias = f"{names[0]}_{column}"
+            copies.append(e.pointer(alias))
+            self.aliases[alias] = names[0]
+        self.paired[stage.name, number] = replace(made, copies=copies, factors=self.data[names[1]],
+                                                  sums=self.data[names[2]])
+
+    # -- tasks ----------------------------------------------------------------------------------
+    def share(self, name: str, total: Expr) -> tuple[Expr, Expr]:
+        """First of this thread's tasks among 0 .. total - 1, and one past the last."""
+        e = self.e
+        begin = e.let(f"{name}_begin", e.div(total * self.thread, self.threads))
+        return begin, e.let(f"{name}_end", e.div(total * (self.thread + e.index(1)), self.threads))
+
+    @contextmanager
+    def tasks(self, name: str, total: Expr, back: Expr | None = None) -> Iterator[Expr]:
+        """This thread's part of tasks 0 .. total - 1, a contiguous one; from its end to its begin where ``back``."""
+        e = self.e
+        begin, end = self.share(name, total)
+        with e.loop(name, end - begin) as offset:
+            task = begin + offset
+            if back is not None:
+                task = e.tirx.Select(back, end - e.index(1) - offset, task)
+            yield e.let(f"{name}_task", task)
+
+    # -- a stage --------------------------------------------------------------------------------
+    def part(self, stages: tuple[Stage, ...], first: Expr, t: Expr, rows: Expr) -> None:
+        """What is between two barriers: a stage, or stages that go row by row."""
+        if not stages[0].by_row:
+            return self.stage(stages[0], first, t, rows)
+        with self.tasks(stages[0].name, rows) as row:
+            for stage in stages:
+                RowTask(self, stage, Span(first, t, rows), row, self.task).run()
+
+    def stage(self, stage: Stage, first: Expr, t: Expr, rows: Expr) -> None:
+        """All tasks of a stage; ``first``: the chunk's first step of x; ``rows``: how many of x (hoisted)
+        or of the batch there are."""
+        e, tile = self.e, self.shape.tiles[stage.name]
+        if self.shape.weights == "int8" and stage.rows:
+            self.quantize(stage, first, t, rows)
+            e.call("ecornn_barrier")
+        if tile.pairs:
+            self.prepare(stage, first, t, rows)
+            e.call("ecornn_barrier")
+        row_tiles = e.let("row_tiles", e.ceildiv(rows, tile.rows))
+        # Every other step goes from the last tile to the first, so that it begins with the weights that the step before
+        # has left in the caches. In one direction, weights of more than a cache push out just what is needed next.
+        back = e.tirx.EQ(e.mod(t, 2), e.index(1)) if self.every_step(stage) else None
+        total = row_tiles * e.index(self.shape.units(tile))
+        with self.tasks(stage.name, total, back) as task:
+            units, number = e.let("tile", e.div(task, row_tiles)), e.let("row_tile", e.mod(task, row_tiles))
+            top = e.let("top", number * e.index(tile.rows))
+            ahead = None
+            if tile.ahead and back is not None:
+                begin, end = self.share(stage.name, total)
+                nearest = e.div(begin, row_tiles), e.div(end - e.index(1), row_tiles)
+                following = e.tirx.Select(back, e.tirx.Max(units - e.index(1), nearest[0]),
+                                          e.tirx.Min(units + e.index(1), nearest[1]))
+                ahead = e.let("next", following), number, -(-self.shape.batch // tile.rows)
+
+            def run(rows_of_tile: int) -> None:
+                self.task(self, stage, replace(tile, rows=rows_of_tile), Span(first, t, rows), units, top, ahead).run()
+
+            short = tile.short(self.shape.batch) if self.every_step(stage) else 0
+            if not short:
+                return run(tile.rows)
+            # the last rows of the batch are a tile of their own
+            left = e.let("left", rows - top)
+            with e.when(left > e.index(short)):
+                run(tile.rows)
+            with e.when(left <= e.index(short)):
+                run(short)
+
+    def quantize(self, stage: Stage, first: Expr, t: Expr, rows: Expr) -> None:
+        """The operands of a stage as integers."""
+        e = self.e
+        for number, operand in operands(stage.rows):
+            into, k = self.integers[stage.name, number], self.length(operand)
+            data, start, stride = self.operand(operand, first, t)
+            with self.tasks("quantize", rows) as row:
+                base = e.let("base", start + row * e.index(stride))
+
+                def load(at: Expr, data: TirBuffer = data, base: Expr = base, k: int = k) -> Expr:
+                    return e.vload_part("operand", data, base + at, e.index(k) - at)
+
+                quantize_row(e, into, row, load)
+
+    def prepare(self, stage: Stage, first: Expr, t: Expr, rows: Expr) -> None:
+        """The operands of a stage as copies for products of pairs."""
+        e = self.e
+        for number, operand in operands(stage.rows):
+            into = self.paired[stage.name, number]
+            data, start, stride = self.operand(operand, first, t)
+            with self.tasks("prepare", rows) as row:
+                base = e.let("base", start + row * e.index(stride))
+
+                def load(at: Expr, count: Expr, data: TirBuffer = data, base: Expr = base) -> Expr:
+                    return e.vload_part("operand", data, base + at, count)
+
+                paired.prepare_row(e, into, row, load)

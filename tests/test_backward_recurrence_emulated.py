@@ -1,0 +1,238 @@
+"""The recurrence of adjoints in the persistent kernel, emulated on the CPU, against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace as changed
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from adjoint_recurrence import draw, laid, recur
+from cuda_on_cpu import DTYPES, GUARD, Emulated, pack
+from emulated import masks_of, task_of
+from exact import ALL_CELLS
+from limits import limit, relative, stored
+from msgspec.structs import replace
+from test_adjoint import ALL, cell_of
+from test_persistent_emulated import SMALL, cut
+
+from ecornn.analysis.adjoint import adjoint
+from ecornn.program import PACKED, TENSORS, Program
+from ecornn.schedules import all_schedules
+from ecornn.schedules.backward.recurrence import recurrence_task
+from ecornn.schedules.base import Config, Schedule, Task
+from ecornn.schedules.hoisted import hoisted_of
+from ecornn.schedules.persistent import Persistent
+from ecornn.schedules.persistent.plan import plan_of
+from ecornn.targets import KNOWN
+from ecornn.workload import ALONE, Traversal
+
+HOPPER = KNOWN["sm_90a"]
+GRADIENT = 2e-5  # of float32, at least: differences of sums
+Sizes = tuple[int, int, int, int]
+
+
+def check_recurrence(folder: Path, schedule: Schedule, layer: Task, config: Config | None = None,
+                     batch: int | None = None, ordered: bool = False) -> Config:
+    """Runs the recurrence of the adjoint of ``layer`` in the emulation, and compares it with float64. ``config``: of
+    the recurrence, the default's otherwise; ``batch``: the call's B; ``ordered``: as of ``cuda_on_cpu.compiled``."""
+    made = adjoint(layer.graph, layer.workload.hidden)
+    task = recurrence_task(layer, made)
+    assert schedule.serves(task) is None
+    config = config or schedule.default(task)
+    assert schedule.check(task, config) is None
+    w, graph, rows = task.workload, task.graph, batch or layer.workload.batch
+    layout = hoisted_of(task, config)
+    sample = draw(task, made, layout)
+    sample = type(sample)(sample.weights, sample.hoisted.reshape(w.seq, w.batch, -1)[:, :rows].reshape(
+        w.seq * rows, *sample.hoisted.shape[1:]), {n: v[:rows] for n, v in sample.first.items()})
+    masks = masks_of(task.traversal, w.seq, rows)
+    memory_of = sample.hoisted.copy()
+    for b, n in enumerate(masks.get("lengths", ())):
+        memory_of.reshape(w.seq, rows, -1)[n:, b] = np.nan
+    program = schedule.program(task, config)
+    memory = memory_for(program, sample.weights, sample.first, masks, w.seq)
+    if layout.outputs:
+        values = laid(layout, memory_of)
+        memory["hoisted"][:values.size] = values
+    Emulated(program, folder, ordered=ordered).carry_out(memory, w.seq, rows)
+    for name, array in memory.items():
+        assert (array.view(np.uint8)[-GUARD:] == 0xA5).all(), f"{name} was written beyond its end"
+    count = w.seq * rows * len(graph.outputs) * w.hidden
+    outputs = memory["outputs"][:count].reshape(w.seq, rows, -1, w.hidden)
+    exact, exact_last = recur(task, sample, masks)
+    library, library_last = recur(task, sample, masks, w.arithmetic)
+    for o, var in enumerate(graph.outputs):
+        close(outputs[:, :, o], exact[:, :, o], library[:, :, o], w.arithmetic, var.name)
+    for name in graph.states:
+        last = memory[f"{name}_out"][:rows * w.hidden].reshape(rows, w.hidden)
+        close(last, exact_last[name], library_last[name], w.arithmetic, name)
+    for b, n in enumerate(masks.get("lengths", ())):
+        assert not outputs[n:, b].astype(np.float32).any()
+    return config
+
+
+def close(found: Any, exact: Any, library: Any, arithmetic: str, what: str) -> None:
+    error = relative(found, exact)
+    most = max(limit(arithmetic, exact, relative(stored(library, arithmetic), exact)), GRADIENT)
+    assert error <= most, f"{what}: {error:.2e}, allowed {most:.2e}"
+
+
+def memory_for(program: Program, weights: dict[str, Any], first: dict[str, Any], masks: dict[str, Any],
+               steps: int) -> dict[str, Any]:
+    """What the program's buffers hold before a call: NaN, where nobody says otherwise."""
+    found = {}
+    for b in program.buffers:
+        given: Any = None
+        if b.tensor == "state_in":
+            given = first[b.state or ""]
+        elif b.tensor is not None and TENSORS[b.tensor].optional:
+            given = masks[b.tensor]
+        elif b.role == PACKED:
+            assert b.packing is not None
+            given = pack(b.packing, {n: v.astype(np.float32) for n, v in weights.items()})
+            assert given.size == b.extent.at(0), b.name
+        size = next(iter(first.values())).size if b.tensor == "state_out" else b.extent.at(steps)
+        size = size if given is None else given.size
+        raw = np.full(size * DTYPES[b.dtype].itemsize + GUARD, 0xFF, np.uint8)
+        raw[-GUARD:] = 0xA5
+        found[b.name] = raw.view(DTYPES[b.dtype])
+        if given is not None:
+            found[b.name][:size] = given.reshape(-1).astype(DTYPES[b.dtype])
+    return found
+
+
+PEEPHOLES, NORM = "lstm(peepholes,clip=0.75,zoneout_h=0.25)", "lstm(layer_norm)"
+L2: list[tuple[str, Sizes, str, dict[str, Any], Traversal]] = [
+    ("lstm", (5, 3, 24, 40), "bfloat16", {}, ALONE),
+    ("lstm", (5, 3, 24, 40), "float32", {"registers": 50, "units": 8}, ALONE),
+    ("lstm", (5, 9, 7, 33), "tf32", {"groups": 2, "hoisted": "float32"}, Traversal(True, 2, True, True)),
+    ("lstm", (7, 5, 24, 41), "float16", {"hoisted": "same", "chains": 2, "registers": 0},
+     Traversal(False, 2, True, True)),
+    (PEEPHOLES, (5, 3, 9, 40), "float32", {"units": 8}, Traversal(resets=True)),
+    (NORM, (5, 3, 24, 40), "bfloat16", {}, Traversal(lengths=True)),
+    ("gru", (6, 9, 24, 40), "float32", {"units": 8}, Traversal(False, 1, True, True)),
+    ("gru", (40, 3, 24, 39), "bfloat16", {"fences": "rare", "hoisted": "same"}, Traversal(True, resets=True)),
+    ("gru_reset_before", (6, 5, 9, 20), "float32", {"units": 8}, Traversal(False, 1, True, True)),  # two exchanges
+    ("gru_reset_before", (40, 4, 8, 23), "float16", {"units": 8, "warps": 1, "fences": "rare"}, Traversal(True)),
+    ("rnn_tanh", (6, 9, 5, 7), "float32", {"units": 8, "warps": 1}, Traversal(False, 1, True, True)),
+    ("rnn_tanh", (1, 1, 1, 1), "bfloat16", {"units": 8, "warps": 1}, ALONE),
+    ("pair", (6, 5, 24, 40), "bfloat16", {"units": 8}, Traversal(True, 2, True, True)),  # two of three operands
+]
+CLUSTERS: list[tuple[str, Sizes, str, dict[str, Any], Traversal]] = [
+    ("lstm", (6, 5, 24, 40), "bfloat16", {"units": 8, "hoisted": "same"}, Traversal(False, 1, True, True)),
+    ("lstm", (5, 9, 9, 33), "float32", {"groups": 2, "units": 24}, Traversal(True, 1, True, True)),
+    ("gru_reset_before", (5, 3, 9, 20), "float16", {"units": 8, "warps": 1}, ALONE),
+    (NORM, (5, 3, 24, 40), "float32", {}, Traversal(resets=True)),
+    ("rnn_tanh", (1, 5, 9, 24), "tf32", {"units": 8, "warps": 1}, ALONE),
+]
+
+
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), L2, ids=lambda v: str(v).replace(" ", ""))
+def test_through_l2(tmp_path, cell, sizes, dtype, change, traversal):
+    layer = task_of(cell, sizes, dtype, SMALL, traversal)
+    check_recurrence(tmp_path, Persistent(), layer, cut(layer, **change))
+
+
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), CLUSTERS,
+                         ids=lambda v: str(v).replace(" ", ""))
+def test_in_clusters(tmp_path, cell, sizes, dtype, change, traversal):
+    layer = task_of(cell, sizes, dtype, replace(SMALL, cores=15), traversal)
+    check_recurrence(tmp_path, Persistent(), layer, cut(layer, carrier="cluster", fences="rare", **change))
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
+def test_weights_that_do_not_fit_on_chip(tmp_path, arch):
+    """Of four operands, read from L2 in every step: through a ring of shared memory, or straight into registers."""
+    layer = task_of("lstm", (5, 3, 9, 136), "bfloat16", replace(SMALL, cores=9, arch=arch, shared=12 << 10))
+    config = cut(layer, warps=1, registers=25)
+    plan = plan_of(recurrence_task(layer, adjoint(layer.graph, 136)), config)
+    assert plan.streamed and bool(plan.phases[0].slots) == (arch == "sm_90a")
+    check_recurrence(tmp_path, Persistent(), layer, config)
+
+
+@pytest.mark.parametrize("change", [{}, {"fences": "rare"}, {"carrier": "cluster", "fences": "rare"}], ids=str)
+def test_with_no_more_order_of_memory_than_is_promised(tmp_path, change):
+    """The exchange of several operands, about twice around its ring."""
+    layer = task_of("gru_reset_before", (40, 3, 9, 24), "float32", replace(SMALL, cores=12))
+    check_recurrence(tmp_path, Persistent(), layer, cut(layer, units=8, warps=1, **change), ordered=True)
+
+
+@pytest.mark.parametrize("carrier", ["l2", "cluster"])
+def test_fewer_rows_than_compiled(tmp_path, carrier):
+    layer = task_of("lstm", (5, 9, 16, 34), "float16", replace(SMALL, cores=12), Traversal(True, 2, True, True))
+    config = cut(layer, groups=2, units=24, carrier=carrier, fences="rare")
+    check_recurrence(tmp_path, Persistent(), layer, config, batch=2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ALL)
+def test_every_cell_that_is_served(tmp_path, monkeypatch, name):
+    """With the default's configuration."""
+    monkeypatch.setitem(ALL_CELLS, name, cell_of(name))
+    layers = [task_of(name, (6, 5, 40, 40), dtype, replace(SMALL, cores=15), Traversal(reverse, 1, True, True))
+              for dtype, reverse in (("float32", False), ("bfloat16", True))]
+    made = adjoint(layers[0].graph, 40)
+    if not made.rotated:
+        reason = Persistent().serves(recurrence_task(layers[0], made)) or ""
+        assert "no recurrent product" in reason or "statistics before its first product" in reason
+        return
+    for layer in layers:
+        (tmp_path / layer.workload.dtype).mkdir()
+        check_recurrence(tmp_path / layer.workload.dtype, Persistent(), layer)
+
+
+def test_packing_without_zeros():
+    """An LSTM's adjoint has one product of four operands, and as many weights as the layer, none of them twice."""
+    layer = task_of("lstm", (5, 3, 24, 768), "bfloat16", HOPPER)
+    task = recurrence_task(layer, adjoint(layer.graph, 768))
+    config = Persistent().default(task)
+    plan = plan_of(task, config)
+    (recurrent,) = [b for b in Persistent().program(task, config).buffers if b.name.startswith("recurrent")]
+    assert recurrent.packing is not None
+    assert recurrent.packing.sources == tuple(("weight_hh", gate) for gate in (0, 1, 2, 3))
+    (phase,) = plan.phases
+    assert (phase.gates, phase.operands) == (1, 4)
+    assert recurrent.extent.at(5) == 4 * 768 * plan.warps * phase.warp_pairs * 32
+
+
+def test_what_is_asked_of_a_schedule_that_carries_out_adjoints():
+    """Knobs, check, default and features of the sizes that are measured; no projection is beside a recurrence."""
+    schedule = Persistent()
+    for cell, batch, hidden in (("lstm", 16, 768), ("gru", 20, 800), ("rnn_tanh", 64, 512)):
+        layer = task_of(cell, (300, batch, hidden, hidden), "bfloat16", HOPPER)
+        task = recurrence_task(layer, adjoint(layer.graph, hidden))
+        config = schedule.default(task)
+        knobs = {knob.name: knob.values for knob in schedule.knobs(task)}
+        assert all(value in knobs[name] for name, value in config.items())
+        assert knobs["ahead"] == (100,) and knobs["math"] == ("exact",)
+        assert "no projection" in str(schedule.check(task, {**config, "ahead": 50, "carrier": "l2", "fences": "every"}))
+        assert schedule.features(task, config)["estimate"] == schedule.expected(task) > 0
+        assert schedule.default(layer) != config == schedule.default(task)
+
+
+def test_schedules_that_cannot_say_so():
+    layer = task_of("lstm", (5, 3, 24, 64), "bfloat16", HOPPER)
+    task = recurrence_task(layer, adjoint(layer.graph, 64))
+    refusing = {name for name, s in all_schedules().items() if "does not carry out adjoints" in str(s.serves(task))}
+    assert refusing == {*all_schedules()} - {"persistent"}
+    columns = recurrence_task(task_of("lstm", (5, 3, 24, 64), "bfloat16", HOPPER, Traversal(sequences=True)),
+                              adjoint(layer.graph, 64))
+    assert "columns" in str(Persistent().serves(columns))
+    (phase,) = task.graph.phases
+    (product,) = phase.products
+    first, *others = product.terms
+    mixed = changed(first, transposed=False)
+    for terms, why in (((first, first, *others), "twice"), ((mixed, *others), "as they are")):
+        phases = (changed(phase, products=(changed(product, terms=terms),)),)
+        assert why in str(Persistent().serves(changed(task, graph=changed(task.graph, phases=phases))))
+
+
+def test_sums_are_made_from_outputs():
+    """A bias that is multiplied within the step has a gradient that is summed over all steps."""
+    made = adjoint(task_of("indrnn", (5, 3, 24, 64), "float32").graph, 64)
+    task = recurrence_task(task_of("indrnn", (5, 3, 24, 64), "float32"), made)
+    assert made.recurrence.sums and {s.value for s in made.recurrence.sums} <= {*task.graph.outputs}
+    assert task.traversal == Traversal(reverse=True, backward=True)
