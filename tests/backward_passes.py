@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from cuda_on_cpu import DTYPES, GUARD, Emulated, pack
@@ -15,17 +16,18 @@ Arrays = dict[str, np.ndarray]
 
 
 class Passes:
-    """A piece of a program, compiled for this CPU; ``given`` are shapes and types of what it needs beside its own."""
+    """A piece of a program, compiled for this CPU; ``given`` are shapes and types of what it needs beside its own;
+    ``more`` goes to ``Emulated``."""
 
     def __init__(self, part: Component, folder: Path, given: Mapping[str, tuple[tuple[int, ...], str]],
-                 lazy: bool = True) -> None:
+                 **more: Any) -> None:
         self.given = given
         own = {b.name: b for b in part.buffers}
         assert len(own) == len(part.buffers), "a buffer twice"
         others = [Buffer(n, WORKSPACE, kind, Extent(int(np.prod(shape)))) for n, (shape, kind) in given.items()
                   if n not in own]
         self.program = Program.running(dict(part.functions), (*part.buffers, *others), part.calls)
-        self.emulated = Emulated(self.program, folder, lazy=lazy)
+        self.emulated = Emulated(self.program, folder, **more)
 
     def run(self, steps: int, batch: int, values: Mapping[str, np.ndarray],
             parameters: Mapping[str, np.ndarray] | None = None, made: Mapping[str, tuple[int, ...]] | None = None,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import test_adjoint
 from backward_passes import Passes
 from cuda_on_cpu import DTYPES
-from emulated import TINY, masks_of, task_of
-from msgspec.structs import replace
+from emulated import TINY, masks_of
+from step_cells import SQUARE
 from test_backward_replay import draw, unpacked
 
+from ecornn.analysis import analyse
 from ecornn.analysis.adjoint import adjoint
 from ecornn.analysis.backpropagation import backpropagate
 from ecornn.analysis.evaluate import hoist, start, step
@@ -21,17 +23,22 @@ from ecornn.schedules.backward.memory import Memory, last_read, written
 from ecornn.schedules.backward.replay import materialized, replayed
 from ecornn.schedules.backward.sums import vector_gradients
 from ecornn.schedules.backward.weights import weight_gradients
-from ecornn.schedules.base import Component, joined
+from ecornn.schedules.base import Component, Task, joined
 from ecornn.schedules.hoisted import Hoisted
-from ecornn.workload import ALONE, Traversal
+from ecornn.workload import ALONE, Traversal, Workload
 
 ROUNDED = {"float32": 0.0, "tf32": 0.0, "float16": 2.0 ** -11, "bfloat16": 2.0 ** -8}
 SUMS = {"float32": 3e-6, "tf32": 3e-3, "float16": 3e-6, "bfloat16": 3e-6}
 MASKED = Traversal(lengths=True, resets=True)
 
 
-def memory_of(cell, sizes, dtype, traversal=ALONE, cores=3):
-    task = task_of(cell, sizes, dtype, replace(TINY, cores=cores), traversal)
+def memory_of(cell, sizes, dtype, traversal=ALONE):
+    T, B, I, H = sizes
+    if cell in SQUARE or cell == "residual":
+        I = H
+    kind, precision = ("float32", "tf32") if dtype == "tf32" else (dtype, None)
+    work = Workload(cell, H, I, B, T, kind, precision=precision)
+    task = Task(work, analyse(test_adjoint.cell_of(cell), I, H), TINY, traversal)
     back = adjoint(task.graph, sizes[3])
     return Memory(task, back, kept(back, "states"))
 
@@ -242,3 +249,13 @@ def test_all_gradients(tmp_path, cell, sizes, traversal):
     for name, exactly in ({f"d_{n}": g for n, g in total.items()} | {f"d_{n}_in": g for n, g in first.items()}
                           | {"dx": dx}).items():
         assert np.abs(found[name] - exactly).max() <= 2e-5 * max(1.0, np.abs(exactly).max()), name
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("cell", test_adjoint.ALL)
+def test_all_cells(tmp_path, cell):
+    """Sizes and directions drawn for each."""
+    draws = np.random.default_rng(sum(cell.encode()))
+    sizes = tuple(int(draws.integers(1, most)) for most in (6, 7, 18, 20))
+    reverse, lengths = draws.integers(2, size=2).astype(bool).tolist()
+    test_all_gradients(tmp_path, cell, sizes, Traversal(reverse=reverse, lengths=lengths))

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from backward_passes import Passes
-from cuda_on_cpu import DTYPES
+from cuda_on_cpu import DTYPES, Fault
 from emulated import TINY, task_of
 from msgspec.structs import replace
+from test_projection_wgmma import compile_loud
 
 from ecornn.analysis.adjoint import adjoint
 from ecornn.analysis.kept import kept
+from ecornn.build.cuda import lower
+from ecornn.build.nvcc import find_nvcc, parse_resources
+from ecornn.program import WORKSPACE, Buffer, Extent, Program
 from ecornn.schedules.backward.memory import Memory, Place
 from ecornn.schedules.backward.weights import weight_gradients
 from ecornn.schedules.gemm.job import Columns
+from ecornn.targets import KNOWN
 from ecornn.workload import ALONE, Traversal
 
 # how far from float64, relative to the largest gradient: sums of products of exact 16-bit numbers are float32
@@ -88,3 +95,68 @@ def test_a_gate_that_nobody_uses_has_no_gradient(tmp_path):
     for name in given:
         if name.startswith("d_"):
             assert (found[name][:-1] == 6).all() and not found[name][-1].any()
+
+
+def small(dtype, sizes, cores=2):
+    """A vanilla layer's memory, drawn, its weight gradients in float64, and the passes' calls."""
+    task = task_of("rnn_tanh", sizes, dtype, replace(TINY, cores=cores))
+    back = adjoint(task.graph, sizes[3])
+    memory = Memory(task, back, kept(back, "states"))
+    steps, batch, inputs, H = sizes
+    generator = np.random.default_rng(6)
+    values = {n: generator.normal(size=(steps, batch, width)).astype(DTYPES[dtype])
+              for n, width in (("x", inputs), ("before_h", H), ("outputs", H))}
+    exact = {n: v.reshape(steps * batch, -1).astype(np.float64) for n, v in values.items()}
+    wanted = {"d_weight_ih": exact["outputs"].T @ exact["x"], "d_weight_hh": exact["outputs"].T @ exact["before_h"]}
+    given = {n: (v.shape, dtype) for n, v in values.items()} | {n: (v.shape, "float32") for n, v in wanted.items()}
+    return values, wanted, given, weight_gradients(memory, memory.leaves() | memory.outputs())
+
+
+@pytest.mark.parametrize(("dtype", "sizes"), [("bfloat16", (40, 12, 24, 72)), ("float32", (20, 9, 12, 36)),
+                                              ("float16", (20, 12, 9, 17))])
+def test_copies_at_once(tmp_path, dtype, sizes):
+    """Copies that come before a stage is free, and products that read theirs late."""
+    values, wanted, given, part = small(dtype, sizes)
+    found = Passes(part, tmp_path, given, lazy=False).run(*sizes[:2], values)
+    for name, exactly in wanted.items():
+        assert np.abs(found[name] - exactly).max() <= LIMITS[dtype] * np.abs(exactly).max(), name
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_the_fence_between_copies_and_products(tmp_path, dropped):
+    """cp.async writes by another proxy than wgmma reads."""
+    values, wanted, given, part = small("bfloat16", (8, 9, 8, 16))
+    fence = "tvm_builtin_ptx_fence_proxy_proxy_async_shared__cta();"
+
+    def change(text: str) -> str:
+        assert text.count(fence) == 2  # of either kernel
+        return text.replace(fence, "") if dropped else text
+
+    passes = Passes(part, tmp_path, given, ordered=True, change=change)
+    try:
+        found = passes.run(8, 9, values, twice=False)
+    except Fault:
+        assert dropped
+        return
+    right = all(np.abs(found[n] - v).max() <= LIMITS["bfloat16"] * np.abs(v).max() for n, v in wanted.items())
+    assert right != dropped
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("bfloat16", 800), ("bfloat16", 803), ("float32", 800)])
+def test_compiles_without_spills(dtype, width):
+    """The layout of an LSTM with 800 units; ptxas says what it spills, and where it serializes wgmma."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        pytest.skip("nvcc is optional, and this reads what its ptxas says")
+    task = task_of("lstm", (300, 20, width, width), dtype, KNOWN["sm_90a"])
+    back = adjoint(task.graph, width)
+    memory = Memory(task, back, kept(back, "states"))
+    part = weight_gradients(memory, memory.leaves() | memory.outputs())
+    names = ("x", "before_h", "outputs", "d_weight_ih", "d_weight_hh")
+    others = tuple(Buffer(n, WORKSPACE, dtype if n[:2] != "d_" else "float32", Extent(1)) for n in names)
+    source = lower(Program.running(dict(part.functions), (*part.buffers, *others), part.calls), "sm_90a")[1]
+    assert ("wgmma" in source) == (width % 2 == 0 and dtype == "bfloat16")
+    _, log = compile_loud(nvcc, source)
+    for name, found in parse_resources(log).items():
+        assert found["spill_stores"] == found["stack"] == 0, name
+    assert not re.findall(r"C75\d\d|wgmma|setmaxnreg", log), log

@@ -17,7 +17,7 @@ from ecornn.schedules.hoisted import Hoisted
 
 
 def backward(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurrence: Component, add: bool = False,
-             add_dx: bool = False) -> Component:
+             add_dx: bool = False, first: bool = True) -> Component:
     """The calls of a backward pass in order, with all workspaces; what it exchanges is as ``memory.py`` has it.
 
     Parameters
@@ -26,11 +26,12 @@ def backward(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurren
     recurrence : from ``hoisted`` to ``outputs`` and ``last_<state>``; without ``outputs``
     add : to the gradients of parameters that are there
     add_dx : to dx, as a second direction does
+    first : whether there are states before the first step; else these are zeros
     """
     w, memory = task.workload, Memory(task, adjoint, kept)
     step = w.batch * len(written(adjoint)) * w.hidden
     own = (Buffer("outputs", WORKSPACE, w.dtype, Extent(0, step)),) if step else ()
     multiplied = memory.leaves() | memory.outputs() | replayed(memory) | places_of_inputs(memory)
-    return joined(Component(buffers=own), gather(memory), replay(memory, layout), recurrence,
+    return joined(Component(buffers=own), gather(memory, first), replay(memory, layout), recurrence,
                   input_gradients(memory, add_dx), weight_gradients(memory, multiplied, add), state_gradients(memory),
                   vector_gradients(memory, add))

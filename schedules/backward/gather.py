@@ -17,22 +17,23 @@ THREADS = 256
 BLOCKS = 8  # a multiprocessor
 
 
-def gather(memory: Memory) -> Component:
-    """``before_<state>`` of states that are read, from ``<state>_kept`` or y, ``<state>_in``, lengths and resets."""
-    return joined(*(_gather(memory, state) for state in read_before(memory.adjoint, memory.kept)))
+def gather(memory: Memory, first: bool = True) -> Component:
+    """``before_<state>`` of states that are read, from ``<state>_kept`` or y, ``<state>_in``, lengths and resets.
+    ``first``: whether there is a state before the first step; else that is zero."""
+    return joined(*(_gather(memory, state, first) for state in read_before(memory.adjoint, memory.kept)))
 
 
-def _gather(memory: Memory, state: str) -> Component:
+def _gather(memory: Memory, state: str, first: bool) -> Component:
     w, after = memory.task.workload, memory.after(state)
     blocks, of_y = BLOCKS * memory.task.device.cores, after.name == "y"
     function = "gather_y" if of_y else "gather"
-    names = {"after": after.name, "first": f"{state}_in", "before": f"before_{state}"}
-    return Component({function: _kernel(memory.task, function, after, blocks)},
+    names = {"after": after.name, "before": f"before_{state}"} | ({"first": f"{state}_in"} if first else {})
+    return Component({function: _kernel(memory.task, function, after, blocks, first)},
                      (Buffer(names["before"], WORKSPACE, w.dtype, Extent(0, w.batch * w.hidden)),),
                      (Launch(function, blocks, THREADS, names=names),))
 
 
-def _kernel(task: Task, name: str, source: Columns, blocks: int) -> PrimFunc:
+def _kernel(task: Task, name: str, source: Columns, blocks: int, has_first: bool) -> PrimFunc:
     """``(T, B, after, first, before, lengths, resets)``: threads take some neighbouring units each, as many as are 16
     bytes, if rows are aligned to these."""
     from tvm.script.ir_builder import IRBuilder
@@ -44,7 +45,8 @@ def _kernel(task: Task, name: str, source: Columns, blocks: int) -> PrimFunc:
         T.func_name(name)
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
         big = (T.int64(1 << 40),)
-        after, first, before = (T.arg(n, T.buffer(big, w.dtype)) for n in ("after", "first", "before"))
+        after, before = (T.arg(n, T.buffer(big, w.dtype)) for n in ("after", "before"))
+        first = T.arg("first", T.buffer(big, w.dtype)) if has_first else None
         masks = row_arguments(traversal)
         T.device_entry()
         thread = T.let("first_item", T.cast(T.block(blocks) * THREADS + T.thread(THREADS), "int64"))
@@ -65,12 +67,12 @@ def _kernel(task: Task, name: str, source: Columns, blocks: int) -> PrimFunc:
             values = T.local("values", (max(1, words),), "uint32" if words else w.dtype)
             for k in range(max(1, words)):
                 T.buffer_store(values, T.uint32(0) if words else T.cast(T.float32(0), w.dtype), [k])
-            with T.If(T.Not(zero)), T.Then(), T.If(earliest):
-                with T.Then():
+            beside = row + batch if back else row - batch
+            with T.If(T.And(T.Not(zero), T.Not(earliest))), T.Then():
+                _load(values, words, after, source.place(beside, unit))
+            if first is not None:
+                with T.If(T.And(T.Not(zero), earliest)), T.Then():
                     _load(values, words, first, T.cast(b, "int64") * w.hidden + unit)
-                with T.Else():
-                    beside = row + batch if back else row - batch
-                    _load(values, words, after, source.place(beside, unit))
             place = T.let("place", T.cast(row, "int64") * w.hidden + unit)
             if words:
                 store = T.ptx[f"st.global.{_kind(words)}"]

@@ -175,7 +175,7 @@ class RowPass:
         if not products:
             return scalar_pass(name, task.device, scalars, stage.statistics, task.workload.hidden, self.by_step)
         job = self._job(name, products, operands)
-        span = wanted.layout.span if wanted.hoisted and wanted.layout else 2
+        span = wanted.layout.span if wanted.hoisted and wanted.layout else 4  # 16-bit ones of a quad: a sector
         return over_rows(job, Pointwise(scalars, products, span))
 
     def _job(self, name: str, products: Sequence[Product], operands: Mapping[Var, Place]) -> Job:
