@@ -215,8 +215,8 @@ class _Units:
             for name in self.kept:
                 kept_values[name].append(timeline.masked(live, after[name], T.float32(0)))
         at = T.let("y_at", self.output + T.cast(t, "int64") * self.outputs_apart)
-        for o, values in enumerate(zip(*outputs, strict=True)):
-            self._store(_made(self.task), at + o * self.task.workload.hidden if o else at, values)
+        for o, made_here in enumerate(zip(*outputs, strict=True)):
+            self._store(_made(self.task), at + o * self.task.workload.hidden if o else at, made_here)
         if self.kept and self.kept_first is not self.output:
             at = T.let("kept_at", self.kept_first + T.cast(t, "int64") * self.kept_apart)
         for name, values in kept_values.items():
