@@ -89,6 +89,7 @@ PROPERTIES: dict[str, dict[str, Any]] = {
     "lengths": {"is_flag": True, "help": "Calls may give each row's length."},
     "resets": {"is_flag": True, "help": "Calls may give a mask of the steps where a row starts anew."},
     "sequences": {"is_flag": True, "help": "Calls may lay many sequences end to end in columns (GPU)."},
+    "training": {"is_flag": True, "help": "The module has gradients, too: Layer.forward and Layer.backward."},
 }
 
 
