@@ -100,6 +100,8 @@ def plan_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule
                                                       and line.record.device.cores <= task.device.cores])
         return choose(task, schedule, config, fits)
 
+    if layer.training and overlap == "auto":  # forward that keeps, and backward, run one sequence after the other
+        overlap = "none"
     # the directions of a layer share their records, but not every configuration serves both
     made = arrange(layer.loaded, layer.stack, layer.workload, device, overlap, chosen,
                    lambda task: serving_or_raise(task, schedule)[0].expected(task))

@@ -221,4 +221,5 @@ def _renamed(call: Call, names: dict[str, str], known: dict[str, str]) -> Call:
 
 
 def _launch(call: Launch, names: dict[str, str], known: dict[str, str]) -> Launch:
-    return replace(call, function=known[call.function], names=names)
+    given = {parameter: names[buffer] for parameter, buffer in call.names.items()}
+    return replace(call, function=known[call.function], names={**names, **given})

@@ -14,10 +14,9 @@ from ecornn.schedules.builder import T, TirBuffer
 
 
 def kept_states(task: Task) -> tuple[str, ...]:
-    """The states that the kernels of ``forward`` store besides y; none where the task does not train."""
+    """The states that the kernels of ``forward`` store besides y, of a task that trains."""
     keep, graph = task.traversal.keep, task.graph
-    if keep is None or task.traversal.backward:
-        return ()
+    assert keep is not None
     made = adjoint(graph, task.workload.hidden, starts_anew=task.traversal.resets)
     return tuple(name for name in kept(made, keep).states if name != graph.output)
 

@@ -17,6 +17,7 @@ from ecornn.schedules.backward.assemble import backward
 from ecornn.schedules.backward.recurrence import recurrence_task
 from ecornn.schedules.base import Component, Task
 from ecornn.schedules.builder import PrimFunc
+from ecornn.schedules.elementwise import Elementwise
 from ecornn.schedules.hoisted import hoisted_of
 from ecornn.schedules.keeping import kept_buffers, kept_states
 from ecornn.schedules.persistent import Persistent
@@ -28,7 +29,7 @@ SCALARS = ("T", "B", "t")
 def refuses_backward(task: Task) -> str | None:
     """None, or why a task's adjoint is not carried out on its GPU."""
     made = adjoint(task.graph, task.workload.hidden, starts_anew=task.traversal.resets)
-    return Persistent().serves(recurrence_task(task, made))
+    return _schedule(recurrence_task(task, made))[1]
 
 
 def with_backward(task: Task, forward: Program) -> Program:
@@ -36,8 +37,9 @@ def with_backward(task: Task, forward: Program) -> Program:
     carries out the adjoint."""
     w, traversal = task.workload, task.traversal
     made = adjoint(task.graph, w.hidden, starts_anew=traversal.resets)
-    inner, schedule = recurrence_task(task, made), Persistent()
-    if fault := schedule.serves(inner):
+    inner = recurrence_task(task, made)
+    schedule, fault = _schedule(inner)
+    if fault is not None:
         raise ScheduleError(f"no schedule carries out the adjoint of {w} on {task.device.name}: {fault}")
     config = schedule.default(inner)
     layout = hoisted_of(inner, config)
@@ -54,6 +56,12 @@ def with_backward(task: Task, forward: Program) -> Program:
     entry = Entry(part.calls, tuple(dict.fromkeys(b.name for b in taken)))
     return replace(forward, functions={**forward.functions, **part.functions}, buffers=tuple(buffers.values()),
                    entries={**forward.entries, BACKWARD: entry})
+
+
+def _schedule(task: Task) -> tuple[Persistent | Elementwise, str | None]:
+    """The schedule of a recurrence; with a reason why it cannot serve it, if none can."""
+    schedule = Persistent() if task.graph.phases else Elementwise()
+    return schedule, schedule.serves(task)
 
 
 def _recurrence(task: Task, adjoint: Adjoint, kernel: Component) -> Component:

@@ -105,7 +105,7 @@ def test_what_follows_the_recurrence(tmp_path, cell, sizes, dtype, traversal, ad
     if traversal.lengths:
         masks["lengths"] = np.arange(w.batch, dtype=np.int32) * 2 % (w.seq + 1)
         for b, n in enumerate(masks["lengths"]):
-            for name in values.keys() - {p.columns.name for p in memory.last().values()}:  # may hold anything there
+            for name in set(values) - {p.columns.name for p in memory.last().values()}:  # what may hold anything there
                 values[name][n:, b], exact[name][n:, b] = (0 if name == "outputs" else np.nan), 0
     weights = {n: p.astype(np.float64) for n, p in parameters.items()}
     wanted = gradients_of(memory, exact, weights)
@@ -155,7 +155,7 @@ def recur(memory, hoisted, weights, dstates, masks):
                 fresh = (t + 1 < lengths) & masks["resets"][t + 1].astype(bool)
             new = {v: np.where(fresh[:, None], 0, value) for v, value in new.items()}
         current = new
-    return outputs, {f"last_{n}": current[v] for n, v in graph.states.items()}
+    return {"outputs": outputs, **{f"last_{n}": current[v] for n, v in graph.states.items()}}
 
 
 def by_rows(memory, x, weights, states, dy, dstates, masks):
@@ -236,15 +236,14 @@ def test_all_gradients(tmp_path, cell, sizes, traversal):
     kinds = {n: (v.shape, {"lengths": "int32", "resets": "uint8"}.get(n, "float32")) for n, v in given.items()}
     made = {f"d_{n}": p.shape for n, p in weights.items()} | {"dx": x.shape} | {
         f"d_{n}_in": (batch, H) for n in names}
-    made |= {p.columns.name: (batch, H) for p in memory.last().values()}
     kinds |= {n: (s, "float32") for n, s in made.items()}
+    kinds |= {p.columns.name: ((batch, H), "float32") for p in memory.last().values()}
     layout = Hoisted("float32", len(memory.adjoint.recurrence.hoisted_outputs), H)
     part = backward(memory.task, memory.adjoint, memory.kept, layout, Component())
     found = Passes(part, tmp_path, kinds)
     start_at = found.run(steps, batch, given, parameters, twice=False)  # the first half: what follows reads NaN
     hoisted = unpacked(start_at["hoisted"], layout, steps * batch).reshape(steps, batch, layout.outputs, H)
-    outputs, last = recur(memory, hoisted, weights, dstates, masks)
-    found = found.run(steps, batch, given | {"outputs": outputs} | last, parameters)
+    found = found.run(steps, batch, given | recur(memory, hoisted, weights, dstates, masks), parameters)
     for name, exactly in ({f"d_{n}": g for n, g in total.items()} | {f"d_{n}_in": g for n, g in first.items()}
                           | {"dx": dx}).items():
         assert np.abs(found[name] - exactly).max() <= 2e-5 * max(1.0, np.abs(exactly).max()), name

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from emulated import TINY, check_numbers, task_of
+from exact import ALL_CELLS
 from msgspec.structs import replace
 from test_persistent_emulated import SMALL, cut
 from test_persistent_wide import config_of as wide
@@ -73,6 +74,21 @@ def test_one_launch_a_step(tmp_path, schedule, cell, sizes, dtype, traversal, ba
 def test_elementwise(tmp_path, cell, sizes, dtype, change, traversal, batch):
     task, found = task_of(cell, sizes, dtype, TINY, traversal), all_schedules()["elementwise"]
     check_numbers(tmp_path, found, task, {**found.default(task), **change}, batch)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("schedule", ["persistent", "persistent_wide", "layout_transform", "fused_step", "elementwise"])
+@pytest.mark.parametrize("cell", [*ALL_CELLS, "lstm(peepholes,clip=0.75,zoneout_h=0.25)", "gru(layer_norm)"])
+def test_every_cell_that_is_served(tmp_path, schedule, cell):
+    """With the default's configuration."""
+    found = all_schedules()[schedule]
+    exact = "tf32" if cell == "slstm" else "float32"  # it divides by states that are drawn near zero
+    for dtype, traversal in ((exact, trains(True, 2, True, True)), ("bfloat16", trains(lengths=True, resets=True))):
+        task = task_of(cell, (6, 5, 12, 12), dtype, replace(SMALL, cores=15), traversal)
+        if found.refuses(task) is None:
+            (tmp_path / dtype).mkdir()
+            check_numbers(tmp_path / dtype, found, task, found.default(task), 4)
 
 
 def both(schedule: str, cell: str, device: Device) -> tuple[Program, Program]:

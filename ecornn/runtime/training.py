@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ecornn.errors import ArgumentError, DTypeError, ModuleError, ShapeError
 from ecornn.program import BACKWARD, FORWARD
 from ecornn.runtime.arrays import Arrays, Placed, Shape
 from ecornn.runtime.memory import Memory, Pool, layout
 from ecornn.runtime.plan import SCALARS, EntryPlan, entry_plan
-
-if TYPE_CHECKING:
-    from ecornn.runtime.caller import Caller
 
 
 @dataclass
@@ -60,9 +57,10 @@ class Gradients:
 
 
 class Training:
-    """The two entries of a module, for a :class:`~ecornn.runtime.caller.Caller`, whose weights they read."""
+    """The two entries of a module, for a :class:`~ecornn.runtime.caller.Caller`, which has this, and whose weights they
+    read."""
 
-    def __init__(self, caller: Caller) -> None:
+    def __init__(self, caller: Any) -> None:
         self._caller, manifest = caller, caller.manifest
         if FORWARD not in manifest.entries:
             raise ModuleError("the module was compiled without training=True: it has no backward pass")

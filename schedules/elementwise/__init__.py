@@ -7,8 +7,11 @@ hoisted.
 
 from __future__ import annotations
 
+from functools import partial
+
 from ecornn.program import Launch, Program
 from ecornn.schedules.assemble import assemble
+from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, no_room
 from ecornn.schedules.elementwise.kernel import Cut, ring_words, sequence_kernel
 from ecornn.schedules.gemm.projection import no_projection, projection_time
@@ -24,13 +27,16 @@ CODE = 8192  # scalars of unrolled code, at most
 
 
 class Elementwise(Schedule):
-    """Serves every cell without a recurrent product."""
+    """Serves every cell without a recurrent product, and its adjoint."""
 
     name = "elementwise"
     revision = 1
     kind = "cuda"
+    backward = True
 
     def refuses(self, task: Task) -> str | None:
+        if task.traversal.backward and (reason := beyond(task)):
+            return reason
         if task.graph.phases:
             return f"cell {task.graph.cell!r} has a recurrent product"
         if fault := no_projection(task):
@@ -49,7 +55,7 @@ class Elementwise(Schedule):
                  "shared memory"),
             Knob("group", GROUP, "more steps between waits for copies: fewer waits; fewer: less code and registers"),
             hoisted_knob(task),
-            Knob("math", MATH_FOR[w.dtype], MATH_TRADES),
+            Knob("math", MATH_FOR["float32" if task.traversal.backward else w.dtype], MATH_TRADES),
         )
 
     def check(self, task: Task, config: Config) -> str | None:
@@ -74,11 +80,12 @@ class Elementwise(Schedule):
         """Copies as far ahead as all blocks of a multiprocessor have shared memory for; one unit a thread, or two
         where there are threads enough."""
         w, cores = task.workload, task.device.cores
+        exact = w.dtype == "float32" or task.traversal.backward
         units = 2 if w.hidden % 2 == 0 and w.batch * w.hidden >= MANY * cores else 1
         for group in (8, 4):
             for prefetch in (64, 32, 16, 8):
                 config: Config = {"units": units, "threads": 64, "prefetch": prefetch, "group": group,
-                                  "hoisted": "float32", "math": "exact" if w.dtype == "float32" else "fast"}
+                                  "hoisted": "float32", "math": "exact" if exact else "fast"}
                 together = min(-(-_blocks(task, config) // cores), 16)
                 fits = _shared(task, config) * together <= task.device.shared or prefetch == 8
                 if fits and self.check(task, config) is None:
@@ -98,16 +105,20 @@ class Elementwise(Schedule):
             "registers": _registers(task, config), "shared": _shared(task, config), "scalars": _scalars(task, config),
             "estimate": estimate(task, config)}
 
-    def program(self, task: Task, config: Config) -> Program:
-        layout, blocks, threads = hoisted_of(task, config), _blocks(task, config), int(config["threads"])
+    def recurrence(self, task: Task, config: Config, kept: tuple[str, ...] = ()) -> Component:
+        """The recurrence of a layer that stores the states ``kept`` besides; or of an adjoint: from ``hoisted``, as
+        :func:`~ecornn.schedules.hoisted.hoisted_of` says, to ``outputs``, and around it come
+        :func:`~ecornn.schedules.backward.recurrence.recurrence_buffers`."""
+        blocks, threads, name = _blocks(task, config), int(config["threads"]), keeping("sequence", kept)
         cut = Cut(int(config["units"]), threads, int(config["prefetch"]), int(config["group"]))
+        kernel = sequence_kernel(task, cut, blocks, str(config["math"]), hoisted_of(task, config), kept)
+        return Component({name: kernel}, calls=(Launch(name, blocks, threads, _shared(task, config)),))
 
-        def recurrence(kept: tuple[str, ...]) -> Component:
-            kernel = sequence_kernel(task, cut, blocks, str(config["math"]), layout, kept)
-            name = keeping("sequence", kept)
-            return Component({name: kernel}, calls=(Launch(name, blocks, threads, _shared(task, config)),))
-
-        return assemble(task, recurrence, layout)
+    def program(self, task: Task, config: Config) -> Program:
+        layout = hoisted_of(task, config)
+        if task.traversal.backward:
+            return assemble_recurrence(task, self.recurrence(task, config), layout)
+        return assemble(task, partial(self.recurrence, task, config), layout)
 
 
 MANY = 256  # units of all rows for each multiprocessor
@@ -137,8 +148,9 @@ def estimate(task: Task, config: Config) -> float:
 
 def _step_bytes(task: Task, config: Config) -> int:
     """Bytes of a step that are read and written."""
-    w = task.workload
-    return w.batch * w.hidden * (len(task.graph.hoisted_outputs) * _input_bytes(task, config) + w.itemsize)
+    w, graph = task.workload, task.graph
+    made = len(graph.outputs) if task.traversal.backward else 1
+    return w.batch * w.hidden * (len(graph.hoisted_outputs) * _input_bytes(task, config) + made * w.itemsize)
 
 
 def _input_bytes(task: Task, config: Config) -> int:

@@ -9,6 +9,7 @@ several loads at once.)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ecornn.schedules.base import Task
@@ -34,14 +35,14 @@ class Cut:
 
 def sequence_kernel(task: Task, cut: Cut, blocks: int, math: str, hoisted: Hoisted,
                     kept: tuple[str, ...] = ()) -> PrimFunc:
-    """``sequence(T, B, hoisted, vectors, <state>_in, <state>_out, y, lengths, resets)``; ``sequence_keeping`` stores
-    the states ``kept``, too."""
+    """``sequence(T, B, hoisted, vectors, <state>_in, <state>_out, y, lengths, resets)``; of an adjoint's recurrence
+    ``outputs`` in place of y; ``sequence_keeping`` stores the states ``kept``, too."""
     from tvm.script.ir_builder import IRBuilder
 
     graph, w = task.graph, task.workload
     columns, big = w.hidden // cut.units, T.int64(1 << 40)
     kinds = {"hoisted": hoisted.dtype} if graph.hoisted_outputs else {}
-    kinds |= {"vectors": "float32", "y": w.dtype}
+    kinds |= {"vectors": "float32", _made(task): w.dtype}
     kinds |= {f"{state}_{end}": w.dtype for state in graph.states for end in ("in", "out")}
     with IRBuilder() as builder, T.prim_func():
         T.func_name(keeping("sequence", kept))
@@ -68,6 +69,11 @@ def ring_words(prefetch: int, hoisted: Hoisted, threads: int, units: int) -> int
     return prefetch * threads * hoisted.words(units)
 
 
+def _made(task: Task) -> str:
+    """The buffer of what each step makes."""
+    return "outputs" if task.traversal.backward else "y"
+
+
 class _Units:
     """Emits the code of a thread: units ``unit`` .. ``unit + count - 1`` of a row, in groups of ``group`` steps."""
 
@@ -90,6 +96,8 @@ class _Units:
         self.input = T.let("inputs_first", first * hoisted.row)
         self.inputs_apart = T.let("inputs_apart", apart * hoisted.row)
         width, own = place.y_width(w.hidden), place.y_offset(w.hidden)
+        if place.backward:
+            width, own = len(self.graph.outputs) * w.hidden, 0
         self.output = T.let("y_first", first * width + (unit + own))
         self.outputs_apart = T.let("y_apart", apart * width)
         if self.kept:
@@ -134,9 +142,11 @@ class _Units:
                 if self.ring is not None:
                     self._take(i, slot)
                 self._step(i, t)
+        # an adjoint's may have been cleared since
+        clears = self.timeline.fresh(self.steps, self.row, self.limit) if self.task.traversal.backward else None
         for s, name in enumerate(self.graph.states):
-            for e in range(self.count):
-                value = T.cast(self.states[s, e], self.task.workload.dtype)
+            for e, value in enumerate(self.timeline.started(clears, [self.states[s, e] for e in range(self.count)])):
+                value = T.cast(value, self.task.workload.dtype)
                 T.buffer_store(self.arguments[f"{name}_out"], value, [first + e])
 
     def _slot(self, slot: Expr, done: int, piece: Piece) -> Expr:
@@ -187,7 +197,7 @@ class _Units:
         graph, timeline = self.graph, self.timeline
         live = timeline.live(t, self.limit)
         fresh = None if self.marks is None else timeline.starts(t, self.limit, self.marks[i])
-        outputs: list[Expr] = []
+        outputs: list[list[Expr]] = []  # of each unit
         kept_values: dict[str, list[Expr]] = {name: [] for name in self.kept}
         loaded = [self.inputs[i, k] for k in range(self.hoisted.words(self.count))]
         inputs = self.hoisted.values(loaded, self.count)
@@ -200,17 +210,19 @@ class _Units:
                      for (name, var), old in zip(graph.results.items(), before, strict=True)}
             for s, value in enumerate(after.values()):
                 T.buffer_store(self.states, value, [s, e])
-            outputs.append(timeline.masked(live, after[graph.output], T.float32(0)))
+            made = [env[v] for v in graph.outputs] if self.task.traversal.backward else [after[graph.output]]
+            outputs.append([timeline.masked(live, value, T.float32(0)) for value in made])
             for name in self.kept:
                 kept_values[name].append(timeline.masked(live, after[name], T.float32(0)))
         at = T.let("y_at", self.output + T.cast(t, "int64") * self.outputs_apart)
-        self._store("y", at, outputs)
+        for o, values in enumerate(zip(*outputs, strict=True)):
+            self._store(_made(self.task), at + o * self.task.workload.hidden if o else at, values)
         if self.kept and self.kept_first is not self.output:
             at = T.let("kept_at", self.kept_first + T.cast(t, "int64") * self.kept_apart)
         for name, values in kept_values.items():
             self._store(f"{name}_kept", at, values)
 
-    def _store(self, name: str, at: Expr, values: list[Expr]) -> None:
+    def _store(self, name: str, at: Expr, values: Sequence[Expr]) -> None:
         """A step's values of the units, one beside the other."""
         into, dtype = self.arguments[name], self.task.workload.dtype
         if self.count == 1:
