@@ -174,17 +174,16 @@ class RowPass:
                           wanted.stores, wanted.hoisted, wanted.layout, self.masked, wanted.instead, math)
         if not products:
             return scalar_pass(name, task.device, scalars, stage.statistics, task.workload.hidden, self.by_step)
-        job = self._job(name, products, operands)
+        job = self._job(name, products, operands, len(forward.vectors) if scalars.reads_vectors else 0)
         span = wanted.layout.span if wanted.hoisted and wanted.layout else 4  # 16-bit ones of a quad: a sector
         return over_rows(job, Pointwise(scalars, products, span))
 
-    def _job(self, name: str, products: Sequence[Product], operands: Mapping[Var, Place]) -> Job:
-        w, vectors = self.memory.task.workload, self.memory.adjoint.forward.vectors
-        units = self.units or w.hidden
+    def _job(self, name: str, products: Sequence[Product], operands: Mapping[Var, Place], vectors: int) -> Job:
+        w = self.memory.task.workload
         return Job(name, self.memory.task.device, w.dtype, w.arithmetic,
                    operands_of(name, products, {v: p.columns for v, p in operands.items()} | {None: self.memory.x},
                                w.itemsize),
-                   len(products), units, 0, len(vectors) if units == w.hidden else 0, self.by_step)
+                   len(products), self.units or w.hidden, 0, vectors, self.by_step)
 
 
 def operands_of(name: str, products: Sequence[Product], columns: Mapping[Var | None, Columns],

@@ -51,6 +51,12 @@ class Scalars:
         """What is stored."""
         return {*(v for v, _ in self.stores), *self.hoisted}
 
+    @property
+    def reads_vectors(self) -> bool:
+        """Whether parameter vectors are among what is needed."""
+        read = self._needed(self.wanted)
+        return any(v.var in read for v in self.vectors)
+
     def reads(self, known: Iterable[Var] = (), besides: Iterable[Var] = ()) -> dict[str, str]:
         """Buffers that are read to have what is stored, with their types, and what is wanted ``besides``, if ``known``
         is known."""
