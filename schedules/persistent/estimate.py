@@ -22,6 +22,10 @@ SHARED, ADDED = 0.0035, 0.0009  # of a byte of weights in shared memory; of a pa
 STREAMED, STREAMED_RING = 0.017, 0.02  # of a byte of weights from L2; through a ring: of 246 trials half within 9%
 ITEM, ITEM_SUM, ITEM_EXACT = 87, 1.9, 166  # of an item of a gate thread, a partial sum of it, its exact functions
 
+# What is different where a step has several operands, as that of an adjoint: fitted to 190 times of 13 of these
+# (benchmarks/results/h200_adjoint_cuts.jsonl.xz), half of which are within 7% then
+GATHERED, GATHERED_WARP, GATHERED_LESS = 1.045, 0.0855, 0.0242  # of all cycles; of a byte of state for each warp, in all
+
 # The same of a step in a cluster
 SENT = 4.8  # of an operand that is sent to a block
 CLUSTER_TILE, CLUSTER_SPLIT = 5.4, 40  # of an m16n8 product in each turn of four warps, and more in float32
@@ -39,12 +43,23 @@ def estimate(task: Task, plan: PersistentPlan) -> float:
     """Nanoseconds of a step: the projection done ahead, then the slower of recurrence and workers."""
     hoisted = plan.ahead / 100 * projection_time(task, plan.ahead) / task.device.cores
     rates = gpu_rates(task.device)
+    if task.traversal.backward and not plan.cluster:
+        return hoisted + gathered(plan, rates)
     if plan.cluster:
         values = plan.groups * plan.rows * plan.hidden * len(task.graph.hoisted_outputs)
         return hoisted + READ * values + in_clusters(plan, rates)
     if not plan.workers:
         return hoisted + recurrence(plan, rates)
     return hoisted + max(recurrence(plan, rates) + BESIDE, workers_time(task, plan))
+
+
+def gathered(plan: PersistentPlan, rates: GPURates) -> float:
+    """Nanoseconds of a step's recurrence whose products have several operands: a warp has so much to wait for that it is
+    the number of warps which counts."""
+    time = recurrence(plan, rates)
+    several = [p for p in plan.phases if p.operands > 1]
+    polled = sum(plan.slot_words(p) * 4 * plan.rows / plan.columns for p in several)
+    return GATHERED * time + polled * (GATHERED_WARP / plan.warps - GATHERED_LESS) / rates.clock if several else time
 
 
 def workers_time(task: Task, plan: PersistentPlan) -> float:
