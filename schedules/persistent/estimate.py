@@ -24,7 +24,8 @@ ITEM, ITEM_SUM, ITEM_EXACT = 87, 1.9, 166  # of an item of a gate thread, a part
 
 # What is different where a step has several operands, as that of an adjoint: fitted to 190 times of 13 of these
 # (benchmarks/results/h200_adjoint_cuts.jsonl.xz), half of which are within 7% then
-GATHERED, GATHERED_WARP, GATHERED_LESS = 1.045, 0.0855, 0.0242  # of all cycles; of a byte of state for each warp, in all
+GATHERED = 1.045  # of all cycles
+GATHERED_WARP, GATHERED_LESS = 0.0855, 0.0242  # of a byte of state for each warp, and less of it in all
 
 # The same of a step in a cluster
 SENT = 4.8  # of an operand that is sent to a block
@@ -54,8 +55,8 @@ def estimate(task: Task, plan: PersistentPlan) -> float:
 
 
 def gathered(plan: PersistentPlan, rates: GPURates) -> float:
-    """Nanoseconds of a step's recurrence whose products have several operands: a warp has so much to wait for that it is
-    the number of warps which counts."""
+    """Nanoseconds of a step's recurrence whose products have several operands: a warp has so much to wait for that the
+    number of warps counts."""
     time = recurrence(plan, rates)
     several = [p for p in plan.phases if p.operands > 1]
     polled = sum(plan.slot_words(p) * 4 * plan.rows / plan.columns for p in several)

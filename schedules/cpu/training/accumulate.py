@@ -19,6 +19,7 @@ from ecornn.schedules.cpu.memory import Place
 from ecornn.schedules.cpu.worker import Worker
 
 ROWS = 4
+BLOCK = 64  # rows after which sums are added to what is there: so much of a panel of k stays in the first cache
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,14 @@ def add_outer(worker: Worker, outer: Outer, rows: Expr, registers: int) -> None:
     e, lanes = worker.e, worker.e.lanes
     most = max(1, (registers - 2) // (ROWS + 1))
     vectors = min(most, -(-outer.columns // lanes))
+    with e.loop("block", e.ceildiv(rows, BLOCK)) as block:
+        first = e.let("first_row", block * e.index(BLOCK))
+        _add_block(worker, outer, vectors, first, e.let("rows_of_block", e.tirx.Min(e.index(BLOCK), rows - first)))
+
+
+def _add_block(worker: Worker, outer: Outer, vectors: int, first: Expr, rows: Expr) -> None:
+    """Adds those of ``rows`` rows from ``first`` on, in tiles of so many vectors of k."""
+    e, lanes = worker.e, worker.e.lanes
     tiles, panels = -(-outer.rows // ROWS), -(-outer.columns // (vectors * lanes))
     with worker.tasks("outer", e.index(tiles * panels)) as task:
         # tiles of one panel of k follow each other, and read it from the cache
@@ -48,8 +57,8 @@ def add_outer(worker: Worker, outer: Outer, rows: Expr, registers: int) -> None:
         for register in (r for row in sums for r in row):
             e.vstore(register, 0, e.splat(0.0))
         with e.loop("row", rows) as row:
-            left = e.let("left", outer.value.at(e, row) + j)
-            right = e.let("right", outer.operand.at(e, row) + k)
+            left = e.let("left", outer.value.at(e, first + row) + j)
+            right = e.let("right", outer.operand.at(e, first + row) + k)
             columns = [e.let("column", e.vload(outer.operand.data, right + e.index(n * lanes)))
                        for n in range(vectors)]
             for m in range(ROWS):
