@@ -104,6 +104,13 @@ def plan_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule
     return LayerPlan(layer.loaded, layer.workload, layer.stack, device, made.overlap, made.tasks, made.chosen)
 
 
+def training_kinds() -> frozenset[str]:
+    """The kinds of devices, ``cpu`` and ``cuda``, that have schedules with a backward pass."""
+    from ecornn.schedules import all_schedules
+
+    return frozenset("cpu" if s.kind == "llvm" else s.kind for s in all_schedules().values() if s.keeps)
+
+
 def build(planned: LayerPlan, out: Path) -> Generated:
     """Writes the module file ``out``, complete or not at all; returns what was generated."""
     from ecornn.build.module import build_module

@@ -9,13 +9,13 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ecornn.errors import DTypeError, NotFiniteError, WeightsError
 from ecornn.layer_spec import LayerSpec
 from ecornn.runtime.loader import Layer, Module
 from ecornn.torch.kind import Kind, kind_of, text_of
+from ecornn.torch.parameters import narrowed, parameters, widened
 from ecornn.torch.snapshot import Snapshot
 from ecornn.workload import DTYPES
 
@@ -53,11 +53,13 @@ class Engine:
         self._captured: set[Layer] = set()  # CUDA graphs read their weights, nobody tells for how long
         self._lock = threading.Lock()
 
-    def layer(self, weights: Sequence[torch.Tensor], x: Any, batch: int, steps: int, masks: str = "") -> Layer:
+    def layer(self, weights: Sequence[torch.Tensor], x: Any, batch: int, steps: int, masks: str = "",
+              training: bool = False, again: bool = False) -> Layer:
         """The layer for x, of this B and about this T, with the weights as they are now; it takes ``masks``:
-        nothing, ``lengths`` or ``sequences``."""
+        nothing, ``lengths`` or ``sequences``; and has gradients, if it is for ``training``. ``again``: as an earlier
+        call had it, no optimizer has come since."""
         threads = torch.get_num_threads() if x.is_cpu else None
-        key = (x.device, x.dtype, masks, threads)
+        key = (x.device, x.dtype, masks, threads, training)
         with self._lock:
             bound = self._bound.setdefault(key, {})
             most = batch if masks == "sequences" else 4 * batch  # columns are few of themselves
@@ -65,9 +67,10 @@ class Engine:
             # the batch of the first call; where calls differ, some room for the next ones
             room = rooms[0] if rooms else 1 << (batch - 1).bit_length() if bound else batch
             known = bound.get(room)
-            if known is None or not known[0].holds(weights):
+            if known is None or not known[0].holds(weights, again):
                 check_type(x, weights[0])
-                spec, target = self.kind.spec(room, steps, NAMES[x.dtype], masks), "cpu" if x.is_cpu else "cuda"
+                spec = self.kind.spec(room, steps, NAMES[x.dtype], masks, training)
+                target = "cpu" if x.is_cpu else "cuda"
                 made = compiled(spec, target) if known is None else known[1].module
                 given, device = parameters(self.kind, weights), 0 if x.is_cpu else x.device.index
                 try:
@@ -90,18 +93,18 @@ class Engine:
 
     def called(self, layer: Layer, x: torch.Tensor, state: Sequence[torch.Tensor], **masks: Any) -> list[torch.Tensor]:
         """As :meth:`run`, by this layer."""
-        kind = self.kind
-        if state and kind.projection:
-            state = [pad(state[0], (0, kind.hidden - kind.width)), *state[1:]]
-        given = tuple(s[0] if kind.single else s for s in state) or None
+        given = self.given(state)
         with torch.no_grad():
             y, after = layer(x, given, **masks)
-            states = [s.reshape(-1, s.shape[-2], kind.hidden) for s in after]
-            if kind.projection:
-                rows = y.reshape(*y.shape[:2], -1, kind.hidden)[..., :kind.width].contiguous()
-                y = rows.reshape(*y.shape[:2], -1)
-                states[0] = states[0][..., :kind.width].contiguous()
-        return [y, *states]
+            return self.results(y, after)
+
+    def given(self, state: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
+        """States (L*D, B, H) as a layer takes them."""
+        return tuple(s[0] if self.kind.single else s for s in widened(self.kind, state)) or None
+
+    def results(self, y: torch.Tensor, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """y and states (L*D, B, H) of what a layer gives for them."""
+        return narrowed(self.kind, y, [s.reshape(-1, s.shape[-2], self.kind.hidden) for s in states])
 
     def rebind(self) -> None:
         """Has the next call of every kind read the weights again. Until then the layers keep what they have, also for
@@ -168,23 +171,3 @@ def weights_of(module: torch.nn.RNNBase) -> list[torch.Tensor]:
         return [*map(own.__getitem__, module._flat_weights_names)]  # a module's getattr() takes its time
     except KeyError:
         return [getattr(module, name) for name in module._flat_weights_names]
-
-
-def parameters(kind: Kind, weights: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """Weights by name; without biases, zeros in their place, and around those of a projection."""
-    found = {name: w.detach() for name, w in zip(kind.names, weights, strict=True)}
-    if not kind.bias:
-        for name in [n for n in found if n.startswith("weight_hh")]:
-            zeros = torch.zeros(found[name].shape[0], dtype=found[name].dtype, device="cpu")
-            found |= {name.replace("weight_hh", f"bias_{which}"): zeros for which in ("ih", "hh")}
-    if kind.projection:
-        room = kind.hidden - kind.projection
-        for name, value in found.items():
-            if name.startswith("weight_hr"):
-                found[name] = pad(value, (0, 0, 0, room))
-            elif name.startswith("weight_hh"):
-                found[name] = pad(value, (0, room))
-            elif name.startswith("weight_ih") and not name.endswith(("_l0", "_l0_reverse")):
-                parts = value.reshape(len(value), -1, kind.projection)  # one for each direction of the layer below
-                found[name] = pad(parts, (0, room)).reshape(len(value), -1)
-    return found

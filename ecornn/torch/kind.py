@@ -13,10 +13,15 @@ CELLS = {"LSTM": "lstm", "GRU": "gru", "RNN_TANH": "rnn_tanh", "RNN_RELU": "rnn_
 FIELDS = ("input", "hidden", "layers", "bias", "bidirectional", "projection")
 
 
-def text_of(module: Any) -> str:
+def text_of(module: Any, layer: int | None = None) -> str:
     """The :class:`Kind` of a ``torch.nn.RNNBase`` as text, such as
-    ``LSTM(input=7,hidden=11,layers=2,bias=1,bidirectional=0,projection=0)``. torch.compile can trace it."""
-    return (f"{module.mode}(input={module.input_size},hidden={module.hidden_size},layers={module.num_layers},"
+    ``LSTM(input=7,hidden=11,layers=2,bias=1,bidirectional=0,projection=0)``, or that of one of its layers. torch.compile
+    can trace it."""
+    input, layers = module.input_size, module.num_layers
+    if layer is not None:
+        width = module.proj_size or module.hidden_size
+        input, layers = (1 + module.bidirectional) * width if layer else input, 1
+    return (f"{module.mode}(input={input},hidden={module.hidden_size},layers={layers},"
             f"bias={int(module.bias)},bidirectional={int(module.bidirectional)},projection={module.proj_size})")
 
 
@@ -68,13 +73,13 @@ class Kind:
         ends = [f"_l{layer}{end}" for layer in range(self.layers) for end in ("", "_reverse")[:self.directions]]
         return tuple(kind + end for end in ends for kind in kinds)
 
-    def spec(self, batch: int, seq: int, dtype: str, masks: str) -> LayerSpec:
+    def spec(self, batch: int, seq: int, dtype: str, masks: str, training: bool = False) -> LayerSpec:
         """The layer to compile for calls of this B and about this T, with ``masks``: nothing, ``lengths`` or
         ``sequences``."""
         cell = "lstm(projection)" if self.projection else CELLS[self.mode]
         return LayerSpec(cell, self.hidden, self.input, batch, seq, dtype, layers=self.layers,
                          bidirectional=bool(self.bidirectional), lengths=masks == "lengths",
-                         sequences=masks == "sequences")
+                         sequences=masks == "sequences", training=training)
 
 
 @lru_cache(maxsize=1024)

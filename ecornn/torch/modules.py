@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
+from torch.nn.functional import dropout
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from ecornn.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from ecornn.torch import engine, packed
-from ecornn.torch.dispatching import derivatives, watched
+from ecornn.torch.dispatching import watched
+from ecornn.torch.falling_back import by_torch, obstacle, tensors_of
 from ecornn.torch.kind import text_of
 from ecornn.torch.operator import recurrent
+from ecornn.torch.transforms import forward as recurrent_forward
 
 
 class Compiled(torch.nn.RNNBase):
-    """What the three have in common: where torch would compute without gradients, a compiled module does.
+    """What the three have in common: where torch would compute, a compiled module does, and where gradients are asked
+    for one that has them.
 
-    With gradients, in training with dropout between layers, in torch.jit.trace, for a batch of no sequences, and
-    where the device or the data type is not compiled for (on a CPU all but float32, and autocast), PyTorch's own
-    forward runs, on the same parameters. The base is RNNBase, since torch.compile refuses to look into a
-    ``torch.nn.LSTM``.
+    With gradients on a GPU, for forward derivatives, in torch.jit.trace, for a batch of no sequences, and where the
+    device or the data type is not compiled for (on a CPU all but float32, and autocast), PyTorch's own forward runs, on
+    the same parameters: :mod:`ecornn.torch.falling_back`. The base is RNNBase, since torch.compile refuses to look into
+    a ``torch.nn.LSTM``.
 
     Weights are packed at the first call, and again once they have changed: a training step, ``load_state_dict``
     and whatever raises a tensor's version are seen. Writes through ``.data`` or NumPy, and any in inference mode,
@@ -39,10 +42,11 @@ class Compiled(torch.nn.RNNBase):
         Raises :class:`~ecornn.errors.EcornnError` subclasses: ``ShapeError``, ``DTypeError`` and
         ``DeviceError`` where an argument does not fit.
         """
-        if wants_torch(self, input, hx):
-            return by_torch(self, input, hx)
+        why, asked = obstacle(self, input, hx)
+        if why:
+            return by_torch(self, input, hx, why)
         if isinstance(input, PackedSequence):
-            return self._forward_packed(input, hx)
+            return self._forward_packed(input, hx, asked)
         x = input.transpose(0, 1) if self.batch_first and input.dim() == 3 else input
         single = x.dim() == 2
         x = x.unsqueeze(1) if single else x
@@ -52,7 +56,7 @@ class Compiled(torch.nn.RNNBase):
         batch = x.shape[1]
         if batch == 0:
             return by_torch(self, input, hx)
-        y, *after = self._run(x, states_of(self, hx, x, batch, single, None), None)
+        y, *after = self._run(x, states_of(self, hx, x, batch, single, None), None, asked)
         if single:
             output, after = y.squeeze(1), [s.squeeze(1) for s in after]
         else:
@@ -63,20 +67,30 @@ class Compiled(torch.nn.RNNBase):
         super()._load_from_state_dict(*args, **kwargs)
         engine.rebind(self)  # in inference mode copies leave no other trace
 
-    def _run(self: Any, x: Any, state: list[torch.Tensor], lengths: Any) -> list[torch.Tensor]:
+    @property
+    def _drops(self: Any) -> bool:
+        return self.training and self.dropout > 0 and self.num_layers > 1
+
+    def _run(self: Any, x: Any, state: list[torch.Tensor], lengths: Any, asked: bool) -> list[torch.Tensor]:
+        """y and the states; ``asked``: with gradients."""
         weights = engine.weights_of(self)
+        if self._drops:
+            return run_layers(self, weights, x, state, lengths, asked)
+        if asked:
+            return recurrent_forward(x, state, lengths, weights, text_of(self))[:-1]
         if torch.compiler.is_compiling() or watched((x, *state, *weights)):
             return recurrent(x, state, lengths, weights, text_of(self))
         return engine.engine_of(self).run(weights, x, state, lengths)
 
-    def _forward_packed(self: Any, input: PackedSequence, hx: Any) -> Any:
+    def _forward_packed(self: Any, input: PackedSequence, hx: Any, asked: bool) -> Any:
         """Rows in packed order, the longest first; the module needs no order, the states have one."""
         data, sizes, order, back = input
         if data.dim() != 2 or data.shape[1] != self.input_size:
             raise ShapeError("input.shape", tuple(data.shape), f"2 axes, the last of input_size={self.input_size}")
-        if torch.compiler.is_compiling() or watched((data, *tensors_of(hx), *engine.weights_of(self))):
+        if asked or self._drops or torch.compiler.is_compiling() or watched(
+                (data, *tensors_of(hx), *engine.weights_of(self))):
             x, lengths = pad_packed_sequence(PackedSequence(data, sizes))
-            y, *after = self._run(x, states_of(self, hx, x, x.shape[1], False, order), lengths)
+            y, *after = self._run(x, states_of(self, hx, x, x.shape[1], False, order), lengths, asked)
             rows = pack_padded_sequence(y, lengths).data
         else:
             rows, *after = packed.run(self, input, states_of(self, hx, data, int(sizes[0]), False, order))
@@ -84,40 +98,22 @@ class Compiled(torch.nn.RNNBase):
         return PackedSequence(rows, sizes, order, back), tuple(after) if self.mode == "LSTM" else after[0]
 
 
-@torch._disable_dynamo  # torch.compiler.disable() would import the whole of torch._dynamo here
-def by_torch(module: Any, input: Any, hx: Any) -> Any:
-    """PyTorch's own forward; torch.compile does not look into it, as it does not into ``torch.nn``'s."""
-    if torch.is_grad_enabled():
-        engine.rebind(module)  # fused optimizers change weights and not their versions
-    return module.TORCH.forward(module, input, hx)
-
-
-def wants_torch(module: Any, input: Any, hx: Any) -> bool:
-    """Whether PyTorch's own layer has to run."""
-    if torch.jit.is_tracing() or (module.training and module.dropout > 0 and module.num_layers > 1):
-        return True
-    data = input.data if isinstance(input, PackedSequence) else input
-    compiled = (data.dtype == torch.float32 and not torch.is_autocast_enabled("cpu") if data.is_cpu else
-                data.is_cuda and data.dtype in engine.NAMES)
-    if not compiled:
-        engine.check_type(data, module._flat_weights[0])
-        if not module.training and not torch.compiler.is_compiling():
-            warnings.warn(f"PyTorch's own layer runs for {data.dtype} on {data.device.type}: compiled ones are for "
-                          "float32 on a CPU, without autocast, and for float32, float16 and bfloat16 on a GPU",
-                          stacklevel=3)
-        return True
-    asked = derivatives(lambda: (data, *tensors_of(hx), *engine.weights_of(module)))
-    if not asked:
-        return False
-    if not module.training and not torch.compiler.is_compiling():
-        more = "; under torch.no_grad() or torch.inference_mode() the compiled one does" * (asked == "gradients")
-        warnings.warn(f"{asked} are asked for, so PyTorch's own layer runs{more}", stacklevel=3)
-    return True
-
-
-def tensors_of(hx: Any) -> tuple[Any, ...]:
-    """The tensors of initial states, not checked."""
-    return () if hx is None else tuple(hx) if isinstance(hx, (tuple, list)) else (hx,)
+def run_layers(module: Any, weights: list[torch.Tensor], x: torch.Tensor, state: list[torch.Tensor],
+               lengths: torch.Tensor | None, asked: bool) -> list[torch.Tensor]:
+    """A layer after the other, with dropout between them: of packed rows where there are ``lengths``, as PyTorch draws
+    its random numbers."""
+    parts, each, found = 1 + module.bidirectional, len(weights) // module.num_layers, []
+    for layer in range(module.num_layers):
+        if layer and lengths is None:
+            x = dropout(x, module.dropout)
+        elif layer:
+            rows = pack_padded_sequence(x, lengths)
+            x = pad_packed_sequence(PackedSequence(dropout(rows.data, module.dropout), rows.batch_sizes))[0]
+        given = [s[layer * parts:(layer + 1) * parts] for s in state]
+        operands = x, given, lengths, weights[layer * each:(layer + 1) * each], text_of(module, layer)
+        x, *after = recurrent_forward(*operands)[:-1] if asked else recurrent(*operands)
+        found.append(after)
+    return [x, *(torch.cat(states) for states in zip(*found, strict=True))]
 
 
 def states_of(module: Any, hx: Any, x: torch.Tensor, batch: int, single: bool,
