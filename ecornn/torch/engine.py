@@ -15,7 +15,7 @@ from ecornn.errors import DTypeError, NotFiniteError, WeightsError
 from ecornn.layer_spec import LayerSpec
 from ecornn.runtime.loader import Layer, Module
 from ecornn.torch.kind import Kind, kind_of, text_of
-from ecornn.torch.parameters import narrowed, parameters, widened
+from ecornn.torch.parameters import narrowed, narrowed_rows, parameters, widened
 from ecornn.torch.snapshot import Snapshot
 from ecornn.workload import DTYPES
 
@@ -104,7 +104,11 @@ class Engine:
 
     def results(self, y: torch.Tensor, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """y and states (L*D, B, H) of what a layer gives for them."""
-        return narrowed(self.kind, y, [s.reshape(-1, s.shape[-2], self.kind.hidden) for s in states])
+        return [narrowed_rows(self.kind, y), *self.states(states)]
+
+    def states(self, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """States (L*D, B, H), or gradients of them, of what a layer gives for them."""
+        return narrowed(self.kind, [s.reshape(-1, s.shape[-2], self.kind.hidden) for s in states])
 
     def rebind(self) -> None:
         """Has the next call of every kind read the weights again. Until then the layers keep what they have, also for

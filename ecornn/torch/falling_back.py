@@ -13,6 +13,7 @@ from ecornn.compiler import training_kinds
 from ecornn.errors import FallbackError
 from ecornn.torch import engine
 from ecornn.torch.dispatching import derivatives
+from ecornn.torch.snapshot import suspect
 
 TRAINED = training_kinds()  # kinds of devices whose modules have gradients
 
@@ -47,6 +48,8 @@ def by_torch(module: Any, input: Any, hx: Any, why: str = "") -> Any:
         if os.environ.get("ECORNN_STRICT", "0") not in ("", "0"):
             raise FallbackError(f"PyTorch's own layer would have to run: {why}")
         warnings.warn(f"PyTorch's own layer runs: {why}", stacklevel=3)
+    if torch.is_grad_enabled():
+        suspect(engine.weights_of(module))
     return module.TORCH.forward(module, input, hx)
 
 

@@ -67,9 +67,14 @@ def widened_rows(kind: Kind, y: torch.Tensor) -> torch.Tensor:
     return pad(rows, (0, kind.hidden - kind.width)).reshape(*y.shape[:2], -1)
 
 
-def narrowed(kind: Kind, y: torch.Tensor, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """y and states without what :func:`widened` adds."""
+def narrowed(kind: Kind, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """States without what :func:`widened` adds."""
+    return [states[0][..., :kind.width].contiguous(), *states[1:]] if states and kind.projection else [*states]
+
+
+def narrowed_rows(kind: Kind, y: torch.Tensor) -> torch.Tensor:
+    """The same of y."""
     if not kind.projection:
-        return [y, *states]
+        return y
     rows = y.reshape(*y.shape[:2], -1, kind.hidden)[..., :kind.width].contiguous()
-    return [rows.reshape(*y.shape[:2], -1), states[0][..., :kind.width].contiguous(), *states[1:]]
+    return rows.reshape(*y.shape[:2], -1)

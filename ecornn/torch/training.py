@@ -11,7 +11,7 @@ from ecornn.errors import ArgumentError
 from ecornn.runtime.training import kept_layout
 from ecornn.torch.engine import NAMES, Engine, compiled
 from ecornn.torch.kind import Kind
-from ecornn.torch.parameters import narrowed, weight_gradients, widened_rows
+from ecornn.torch.parameters import weight_gradients, widened_rows
 from ecornn.torch.snapshot import suspect
 
 
@@ -39,9 +39,7 @@ def backward(engine: Engine, weights: Sequence[torch.Tensor], x: torch.Tensor, s
         dy, *dstates = gradients
         found = layer.backward(again, widened_rows(kind, dy), engine.given(dstates))
         suspect(weights)  # an optimizer may come next
-        before = [s.reshape(-1, batch, kind.hidden) for s in found.state] if state else []
-        if before:
-            _, *before = narrowed(kind, found.x.new_empty(0, 1, kind.hidden), before)
+        before = engine.states(found.state) if state else []
         made = [found.x, *before, *weight_gradients(kind, found.weights)]
         return [m.to(of.dtype) for m, of in zip(made, (x, *state, *weights), strict=True)]
 
