@@ -28,9 +28,14 @@ pytestmark = pytest.mark.filterwarnings(  # PyTorch's, the last one of torch.com
 
 @pytest.fixture(autouse=True)
 def _seeded(monkeypatch: pytest.MonkeyPatch):
-    """Nothing here may fall back to PyTorch's own layers."""
+    """Nothing here may fall back to PyTorch's own layers. One thread: on a busy machine those of a team wait for each
+    other, and 500 steps take minutes."""
     torch.manual_seed(0)
     monkeypatch.setenv("ECORNN_STRICT", "1")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def leaves(value: Any) -> list[torch.Tensor]:
@@ -91,6 +96,7 @@ def test_gradients(name: str, options: dict[str, Any]):
 @pytest.mark.parametrize("name", ["LSTM", "GRU"])
 def test_gradients_of_stacks(name: str):
     theirs, ours = pair(name, num_layers=2, bidirectional=True)
+    torch.set_num_threads(2)
     check(theirs, ours, *given(False, 4, 1 + (name == "LSTM")))
 
 

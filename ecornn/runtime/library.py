@@ -27,13 +27,14 @@ def _no_training(*_: Any) -> Any:
 
 @dataclass(frozen=True)
 class Library:
-    """Functions of a module file; the last four belong to CUDA modules, ``forward`` and ``backward`` to modules that
-    train.
+    """Functions of a module file; ``forward`` and ``backward`` belong to modules that train, ``pack`` to those of a CPU,
+    but for old ones, and the last four to CUDA modules.
 
     Attributes
     ----------
     manifest : () -> JSON
     run, forward, backward : (T, B, device, queue, *pointers) -> None
+    pack : (jobs, count, threads) -> None, see :mod:`ecornn.runtime.repacking`; or None
     alloc : (device, nbytes) -> pointer
     free : (device, pointer) -> None
     copy : (device, to, from, nbytes, queue) -> None
@@ -44,6 +45,7 @@ class Library:
     run: Callable[..., Any]
     forward: Callable[..., Any] = _no_training
     backward: Callable[..., Any] = _no_training
+    pack: Callable[..., Any] | None = None
     alloc: Callable[..., Any] = _unavailable
     free: Callable[..., Any] = _unavailable
     copy: Callable[..., Any] = _unavailable
@@ -65,7 +67,7 @@ def open_library(path: Path) -> Library:
         required = {name: module[name] for name in ("manifest", "run")}
     except (RuntimeError, OSError, AttributeError) as error:
         raise ModuleError(f"{path} cannot be loaded: {error}") from error
-    others = ("forward", "backward", "alloc", "free", "copy", "synchronize")
+    others = ("forward", "backward", "pack", "alloc", "free", "copy", "synchronize")
     return Library(**required, **{name: module[name] for name in others if module.implements_function(name)})
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -50,37 +52,61 @@ class Engine:
         self.refused: set[tuple[torch.dtype, int]] = set()
         # what a call is like -> the batch it was compiled for -> the weights when it was bound, and the layer
         self._bound: dict[tuple[Any, ...], dict[int, tuple[Snapshot, Layer]]] = {}
+        self._busy: Counter[Layer] = Counter()  # calls that are under way
         self._captured: set[Layer] = set()  # CUDA graphs read their weights, nobody tells for how long
         self._lock = threading.Lock()
 
-    def layer(self, weights: Sequence[torch.Tensor], x: Any, batch: int, steps: int, masks: str = "",
-              training: bool = False, again: bool = False) -> Layer:
+    def layer(self, weights: Sequence[torch.Tensor], x: Any, batch: int, steps: int, masks: str = "") -> Layer:
         """The layer for x, of this B and about this T, with the weights as they are now; it takes ``masks``:
-        nothing, ``lengths`` or ``sequences``; and has gradients, if it is for ``training``. ``again``: as an earlier
-        call had it, no optimizer has come since."""
-        threads = torch.get_num_threads() if x.is_cpu else None
-        key = (x.device, x.dtype, masks, threads, training)
+        nothing, ``lengths`` or ``sequences``."""
         with self._lock:
-            bound = self._bound.setdefault(key, {})
-            most = batch if masks == "sequences" else 4 * batch  # columns are few of themselves
-            rooms = [room for room in sorted(bound) if batch <= room <= most]
-            # the batch of the first call; where calls differ, some room for the next ones
-            room = rooms[0] if rooms else 1 << (batch - 1).bit_length() if bound else batch
-            known = bound.get(room)
-            if known is None or not known[0].holds(weights, again):
-                check_type(x, weights[0])
-                spec = self.kind.spec(room, steps, NAMES[x.dtype], masks, training)
-                target = "cpu" if x.is_cpu else "cuda"
-                made = compiled(spec, target) if known is None else known[1].module
-                given, device = parameters(self.kind, weights), 0 if x.is_cpu else x.device.index
-                try:
+            return self._bind(weights, x, batch, steps, masks, training=False, again=False)
+
+    @contextmanager
+    def training(self, weights: Sequence[torch.Tensor], x: Any, masks: str, again: bool = False) -> Iterator[Layer]:
+        """A layer that has gradients, for x (T, B, I), with the weights as they are now; ``again``: as an earlier call
+        had it, no optimizer has come since. It keeps its weights until this ends, and no longer: they are packed where
+        the last ones were."""
+        steps, batch = x.shape[:2]
+        with self._lock:
+            layer = self._bind(weights, x, batch, steps, masks, training=True, again=again)
+            self._busy[layer] += 1
+        try:
+            yield layer
+        finally:
+            with self._lock:
+                self._busy[layer] -= 1
+                if not self._busy[layer]:
+                    del self._busy[layer]
+
+    def _bind(self, weights: Sequence[torch.Tensor], x: Any, batch: int, steps: int, masks: str, training: bool,
+              again: bool) -> Layer:
+        threads = torch.get_num_threads() if x.is_cpu else None
+        bound = self._bound.setdefault((x.device, x.dtype, masks, threads, training), {})
+        most = batch if masks == "sequences" else 4 * batch  # columns are few of themselves
+        rooms = [room for room in sorted(bound) if batch <= room <= most]
+        # the batch of the first call; where calls differ, some room for the next ones
+        room = rooms[0] if rooms else 1 << (batch - 1).bit_length() if bound else batch
+        known = bound.get(room)
+        if known is None or not known[0].holds(weights, again):
+            check_type(x, weights[0])
+            given, device = parameters(self.kind, weights), 0 if x.is_cpu else x.device.index
+            spec = self.kind.spec(room, steps, NAMES[x.dtype], masks, training)
+            target = "cpu" if x.is_cpu else "cuda"
+            made = compiled(spec, target) if known is None else known[1].module
+            try:
+                if known is not None and training and x.is_cpu and known[1] not in self._busy:
+                    layer, changed = known[1], known[0].changed(weights)
+                    known[0].outdate()  # until all is packed
+                    layer.repack(given, [self.kind.names[n] for n in changed])
+                else:
                     layer = made.bind(given, device, threads=threads)
-                except NotFiniteError:
-                    layer = compiled(spec, target, infinite=True).bind(given, device, threads=threads)
-                bound[room] = known = Snapshot(weights), layer
-            if x.is_cuda and torch.cuda.is_current_stream_capturing():
-                self._captured.add(known[1])
-            return known[1]
+            except NotFiniteError:
+                layer = compiled(spec, target, infinite=True).bind(given, device, threads=threads)
+            bound[room] = known = Snapshot(weights), layer
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._captured.add(known[1])
+        return known[1]
 
     def run(self, weights: Sequence[torch.Tensor], x: torch.Tensor, state: Sequence[torch.Tensor],
             lengths: torch.Tensor | None) -> list[torch.Tensor]:

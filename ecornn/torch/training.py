@@ -19,8 +19,7 @@ def forward(engine: Engine, weights: Sequence[torch.Tensor], x: torch.Tensor, st
             lengths: torch.Tensor | None) -> list[torch.Tensor]:
     """As :meth:`Engine.run`, and what :func:`backward` reads besides these, as bytes."""
     steps, batch = x.shape[:2]
-    with torch.no_grad():
-        layer = engine.layer(weights, x, batch, steps, _masks(lengths), training=True)
+    with torch.no_grad(), engine.training(weights, x, _masks(lengths)) as layer:
         kept = x.new_empty(layer.kept_bytes(steps, batch), dtype=torch.uint8)
         y, after, _ = layer.forward(x, engine.given(state), lengths=lengths, memory=kept)
         return [*engine.results(y, after), kept]
@@ -30,10 +29,8 @@ def backward(engine: Engine, weights: Sequence[torch.Tensor], x: torch.Tensor, s
              lengths: torch.Tensor | None, y: torch.Tensor, kept: torch.Tensor,
              gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The gradients of x, ``state`` and the weights, from those of y and the last states."""
-    steps, batch = x.shape[:2]
     kind = engine.kind
-    with torch.no_grad():
-        layer = engine.layer(weights, x, batch, steps, _masks(lengths), training=True, again=True)
+    with torch.no_grad(), engine.training(weights, x, _masks(lengths), again=True) as layer:
         memory = kept.clone() if kept.data_ptr() % 16 else kept  # it may have been away, in a file or on the host
         again = layer.kept_in(memory, x, widened_rows(kind, y), engine.given(state), lengths=lengths)
         dy, *dstates = gradients
