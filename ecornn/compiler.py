@@ -106,9 +106,9 @@ def plan_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule
 
 def training_kinds() -> frozenset[str]:
     """The kinds of devices, ``cpu`` and ``cuda``, that have schedules with a backward pass."""
-    from ecornn.schedules import all_schedules
+    from ecornn.tune.choose import training_kinds
 
-    return frozenset("cpu" if s.kind == "llvm" else s.kind for s in all_schedules().values() if s.keeps)
+    return training_kinds()
 
 
 def build(planned: LayerPlan, out: Path) -> Generated:

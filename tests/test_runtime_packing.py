@@ -217,7 +217,8 @@ def test_weights_on_the_gpu_are_bound_as_those_of_the_host(monkeypatch: pytest.M
         queues.append(queue)
         ctypes.memmove(to, source, nbytes)
 
-    library = Library(lambda: "", lambda *_: None, alloc, lambda *_: None, copy, lambda *_: None)
+    library = Library(lambda: "", lambda *_: None, alloc=alloc, free=lambda *_: None, copy=copy,
+                      synchronize=lambda *_: None)
     rng = np.random.default_rng(0)
     host = {p.name: rng.normal(size=p.shape).astype(np.float32) for p in manifest.parameters}
     tensors = {name: torch.nn.Parameter(torch.from_numpy(values)) for name, values in host.items()}

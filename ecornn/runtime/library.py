@@ -27,29 +27,29 @@ def _no_training(*_: Any) -> Any:
 
 @dataclass(frozen=True)
 class Library:
-    """Functions of a module file; ``forward`` and ``backward`` belong to modules that train, ``pack`` to those of a CPU,
-    but for old ones, and the last four to CUDA modules.
+    """Functions of a module file; ``forward`` and ``backward`` belong to modules that train, ``pack`` to those of CPUs,
+    ``alloc`` to ``synchronize`` to CUDA modules.
 
     Attributes
     ----------
     manifest : () -> JSON
     run, forward, backward : (T, B, device, queue, *pointers) -> None
-    pack : (jobs, count, threads) -> None, see :mod:`ecornn.runtime.repacking`; or None
     alloc : (device, nbytes) -> pointer
     free : (device, pointer) -> None
     copy : (device, to, from, nbytes, queue) -> None
     synchronize : (device, queue) -> None
+    pack : (jobs, count, threads) -> None, see :mod:`ecornn.runtime.repacking`; None in old modules
     """
 
     manifest: Callable[..., Any]
     run: Callable[..., Any]
     forward: Callable[..., Any] = _no_training
     backward: Callable[..., Any] = _no_training
-    pack: Callable[..., Any] | None = None
     alloc: Callable[..., Any] = _unavailable
     free: Callable[..., Any] = _unavailable
     copy: Callable[..., Any] = _unavailable
     synchronize: Callable[..., Any] = _unavailable
+    pack: Callable[..., Any] | None = None
 
     @property
     def has_memory(self) -> bool:
@@ -67,7 +67,7 @@ def open_library(path: Path) -> Library:
         required = {name: module[name] for name in ("manifest", "run")}
     except (RuntimeError, OSError, AttributeError) as error:
         raise ModuleError(f"{path} cannot be loaded: {error}") from error
-    others = ("forward", "backward", "pack", "alloc", "free", "copy", "synchronize")
+    others = ("forward", "backward", "alloc", "free", "copy", "synchronize", "pack")
     return Library(**required, **{name: module[name] for name in others if module.implements_function(name)})
 
 

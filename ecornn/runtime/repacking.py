@@ -1,5 +1,5 @@
-"""Weights that have changed, packed where they were before: by the module's own code where that knows how, without memory
-of its own."""
+"""Weights that have changed, packed where they were before: by the module's own code where that knows how, without
+memory of its own."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ RUN = 8  # columns that module code copies together
 class Repacking:
     """A packing, and the memory of the host that has what it made.
 
-    Where no axis of ``split`` has elements of two of ``pad``, the place of an element is a sum: of its gate's, its row's
-    and its column's.
+    Where no axis of ``split`` has elements of two of ``pad``, the place of an element is a sum: of its gate's, its
+    row's and its column's.
     """
 
     def __init__(self, packing: Packing, memory: HostMemory) -> None:

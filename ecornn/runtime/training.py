@@ -61,7 +61,7 @@ class Gradients:
 
 
 def kept_layout(manifest: Manifest, steps: int, batch: int) -> tuple[dict[str, int], int]:
-    """Where each buffer that forward keeps starts, by name, and the bytes of all, at this T and B, which may be symbols.
+    """Where each buffer that forward keeps starts, by name, and the bytes of all, at this T and B, perhaps symbols.
 
     Rows of the batch that a call does not have are not kept.
     """
@@ -266,7 +266,8 @@ class TrainingCalls:
         self.check_kind(arrays, name, dtype, place)
         return arrays.ready(array, name)
 
-    def _sums(self: Any, arrays: Arrays, gradients: Mapping[str, Any] | None, like: Any) -> Iterator[tuple[str, Placed]]:
+    def _sums(self: Any, arrays: Arrays, gradients: Mapping[str, Any] | None,
+              like: Any) -> Iterator[tuple[str, Placed]]:
         parameters = self.manifest.parameters
         if gradients is None:
             yield from ((p.name, arrays.zeros(p.shape, like, "float32")) for p in parameters)

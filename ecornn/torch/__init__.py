@@ -20,6 +20,7 @@ with ``OMP_WAIT_POLICY=passive``, which costs PyTorch's operations more. Ours sl
 from __future__ import annotations
 
 from ecornn.torch.modules import GRU, LSTM, RNN
+from ecornn.torch.recurrent import Recurrent
 from ecornn.torch.replacing import Report, rebind, replace, restore
 
-__all__ = ["GRU", "LSTM", "RNN", "Report", "rebind", "replace", "restore"]
+__all__ = ["GRU", "LSTM", "RNN", "Recurrent", "Report", "rebind", "replace", "restore"]

@@ -22,7 +22,7 @@ from ecornn.torch.snapshot import Snapshot
 from ecornn.workload import DTYPES
 
 NAMES = {getattr(torch, name): name for name in DTYPES}
-_modules: weakref.WeakKeyDictionary[torch.nn.RNNBase, Engine] = weakref.WeakKeyDictionary()
+_modules: weakref.WeakKeyDictionary[torch.nn.Module, Engine] = weakref.WeakKeyDictionary()
 # the first of the weights -> all of them, and their engine, for each layer that has this one
 _weights = WeakTensorKeyDictionary()
 _lock = threading.Lock()
@@ -145,7 +145,7 @@ class Engine:
                     snapshot.outdate()
 
 
-def engine_of(module: torch.nn.RNNBase) -> Engine:
+def engine_of(module: torch.nn.Module) -> Engine:
     """The module's engine, made with its first call; copies of a module get their own. The operator finds it by the
     module's weights."""
     found = _modules.get(module)
@@ -184,7 +184,7 @@ def check_type(x: torch.Tensor, weight: torch.Tensor) -> None:
 
 def rebind(module: torch.nn.Module) -> None:
     """:meth:`Engine.rebind` of the engines of a module and of its own weights, as far as these have been called."""
-    engines = [_modules.get(module)] if isinstance(module, torch.nn.RNNBase) else []
+    engines = [_modules.get(module)]
     with _lock:
         for weight in (*module._parameters.values(), *module._buffers.values()):
             engines += [engine for _, engine in (_weights.get(weight) or ())] if weight is not None else []
@@ -193,7 +193,7 @@ def rebind(module: torch.nn.Module) -> None:
             engine.rebind()
 
 
-def weights_of(module: torch.nn.RNNBase) -> list[torch.Tensor]:
+def weights_of(module: Any) -> list[torch.Tensor]:
     """The weights as they are at this moment. ``_flat_weights`` may have others: torch.func.functional_call puts its
     own into ``_parameters``, and a parametrization makes new ones at each access."""
     own: dict[str, Any] = module._parameters

@@ -45,6 +45,8 @@ def by_torch(module: Any, input: Any, hx: Any, why: str = "") -> Any:
     Warns where there is a reason; raises :class:`FallbackError` with ``ECORNN_STRICT=1`` in the environment.
     """
     if why:
+        if module.TORCH is None:
+            raise FallbackError(f"PyTorch has no layer of this cell: {why}")
         if os.environ.get("ECORNN_STRICT", "0") not in ("", "0"):
             raise FallbackError(f"PyTorch's own layer would have to run: {why}")
         warnings.warn(f"PyTorch's own layer runs: {why}", stacklevel=3)

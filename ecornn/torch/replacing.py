@@ -54,8 +54,8 @@ def replace(model: torch.nn.Module) -> Report:
 
 
 def restore(model: torch.nn.Module) -> tuple[str, ...]:
-    """Makes every compiled LSTM, GRU and RNN of a model one of ``torch.nn``, in place: what :func:`replace` did, undone.
-    Returns their names."""
+    """Makes every compiled LSTM, GRU and RNN of a model one of ``torch.nn``, in place: what :func:`replace` did,
+    undone. Returns their names."""
     theirs, names = {ours: kind for kind, ours in OURS.items()}, []
     for name, module in model.named_modules():
         if type(module) in theirs:

@@ -64,8 +64,8 @@ def _backward(ctx: Any, gradients: Tensors) -> tuple[Any, ...]:
     def asked(values: Tensors, needed: Any) -> list[torch.Tensor | None]:
         return [value if need else None for value, need in zip(values, needed, strict=True)]
 
-    first = 1 + len(state)
-    return found[0] if needs[0] else None, asked(found[1:first], needs[1] or ()), None, asked(found[first:], needs[3]), None
+    before, after = found[1:1 + len(state)], found[1 + len(state):]
+    return found[0] if needs[0] else None, asked(before, needs[1] or ()), None, asked(after, needs[3]), None
 
 
 def refuse_again(*_: Any) -> None:

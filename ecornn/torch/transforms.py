@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ecornn.torch.kind import kind_of
 from ecornn.torch.training_operator import recurrent_backward, recurrent_forward, refuse_again
 
 
@@ -42,12 +43,12 @@ class Forward(torch.autograd.Function):
 
 
 class Backward(torch.autograd.Function):
-    """``recurrent_backward`` of a flat list of tensors: the gradients of y and each state, the first states, weights."""
+    """``recurrent_backward`` of a flat list of tensors: gradients of y and each state, the first states, weights."""
 
     @staticmethod
     def forward(kind: str, states: int, lengths: Any, x: torch.Tensor, y: torch.Tensor, kept: torch.Tensor,
                 *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        given = 1 + (2 if kind.startswith("LSTM") else 1)
+        given = 1 + len(kind_of(kind).widths)
         gradients, rest = rest[:given], rest[given:]
         return tuple(recurrent_backward(x, [*rest[:states]], lengths, [*rest[states:]], kind, y, kept, [*gradients]))
 
