@@ -31,7 +31,7 @@ class HostMemory:
         self.pointer = address(whole) + skip
 
 
-@dataclass(frozen=True)
+@dataclass
 class GivenMemory:
     """A caller's array, aligned as it may be."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ecornn.errors import ArgumentError, DTypeError, ShapeError
 from ecornn.manifest import Manifest
@@ -13,8 +13,6 @@ from ecornn.runtime.arrays import Arrays, Placed, Shape
 from ecornn.runtime.memory import GivenMemory, Memory, Pool, layout
 from ecornn.runtime.plan import SCALARS, EntryPlan, entry_plan
 
-if TYPE_CHECKING:
-    from ecornn.runtime.caller import Caller
 
 
 @dataclass
@@ -76,7 +74,7 @@ def kept_layout(manifest: Manifest, steps: int, batch: int) -> tuple[dict[str, i
 class Training:
     """The two entries of a module, for a :class:`~ecornn.runtime.caller.Caller`, whose weights they read."""
 
-    def __init__(self, caller: Caller) -> None:
+    def __init__(self, caller: Any) -> None:
         self._caller, manifest = caller, caller.manifest
         self._forward, self._backward = entry_plan(manifest, FORWARD), entry_plan(manifest, BACKWARD)
         self._pool = Pool()

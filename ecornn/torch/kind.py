@@ -115,4 +115,5 @@ def kind_of(text: str) -> Kind:
     known = mode == "cell" if colon else mode in CELLS
     if not known or tuple(parts) != FIELDS or not all(value.isdecimal() for value in parts.values()):
         raise ArgumentError("kind", text, f"a text as text_of() makes: MODE({'=N,'.join(FIELDS)}=N)")
-    return Kind(mode, *map(int, parts.values()), name)
+    input, hidden, layers, bias, bidirectional, projection = map(int, parts.values())
+    return Kind(mode, input, hidden, layers, bias, bidirectional, projection, name)

@@ -99,7 +99,7 @@ def run_layers(module: Any, weights: list[torch.Tensor], x: torch.Tensor, state:
     for layer in range(module.num_layers):
         if layer and lengths is None:
             x = dropout(x, module.dropout)
-        elif layer:
+        elif layer and lengths is not None:
             rows = pack_padded_sequence(x, lengths)
             x = pad_packed_sequence(PackedSequence(dropout(rows.data, module.dropout), rows.batch_sizes))[0]
         given = [s[layer * parts:(layer + 1) * parts] for s in state]
@@ -117,8 +117,7 @@ def states_of(module: Any, hx: Any, x: torch.Tensor, batch: int, single: bool,
     names = [f"{name}_0" for name in module.state_names]
     given = hx if len(names) > 1 else (hx,)
     if not isinstance(given, (tuple, list)) or len(given) != len(names):
-        wanted = f"a tuple ({', '.join(names)})" if len(names) > 1 else f"a tensor {names[0]}"
-        raise ArgumentError("hx", type(hx), wanted)
+        raise ArgumentError("hx", type(hx), f"a tuple ({', '.join(names)})" if names[1:] else f"a tensor {names[0]}")
     parts = module.num_layers * (1 + module.bidirectional)
     found = []
     for name, value in zip(names, given, strict=True):
