@@ -347,6 +347,17 @@ def test_every_step_of_an_optimizer_is_seen(kind: str, options: dict[str, Any]):
         assert error(ours(x)[0], theirs(x.double())[0]) < 1e-4  # of steps, which differ by more than their gradients
 
 
+def test_scaled_gradients():
+    theirs, ours = pair("GRU")
+    scaler, optimizer = torch.amp.GradScaler("cpu", 2.0 ** 10), torch.optim.SGD(ours.parameters(), lr=0.0)
+    x = torch.randn(T, B, I)
+    scaler.scale(ours(x)[0].square().sum()).backward()
+    theirs(x.double())[0].square().sum().backward()
+    scaler.unscale_(optimizer)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert error(one.grad, other.grad) < BACKWARD
+
+
 def test_weights_are_packed_where_they_were(monkeypatch: pytest.MonkeyPatch):
     """One module and one memory for all steps; nothing is packed where nothing changed."""
     bound: list[int] = []

@@ -56,11 +56,19 @@ class Repacking:
         number = np.arange(len(columns)) % RUN
         return RUN if bool(np.all(columns == columns[np.arange(len(columns)) - number] + number)) else 1
 
-    def jobs(self, parameters: Mapping[str, NDArray[Any]]) -> list[tuple[int, ...]] | None:
-        """What ``pack`` of a module is to do; None where it cannot."""
+    @cached_property
+    def _places(self) -> tuple[list[int], int, int] | None:
+        """Where the sources go, and where the tables of rows and columns are."""
         if self._at is None:
             return None
         gates, rows, columns = self._at
+        return [self.memory.pointer + 4 * int(gate) for gate in gates], address(rows), address(columns)
+
+    def jobs(self, parameters: Mapping[str, NDArray[Any]]) -> list[tuple[int, ...]] | None:
+        """What ``pack`` of a module is to do; None where it cannot."""
+        if self._places is None:
+            return None
+        to, rows, columns = self._places
         found = []
         for number, (name, gate) in enumerate(self.packing.sources):
             if not name:
@@ -69,9 +77,7 @@ class Repacking:
             if source.dtype != np.float32 or not source.flags.c_contiguous:
                 return None
             shape = source.shape[1:] if source.ndim == 3 else (1, *source.shape[1:])
-            to = self.memory.pointer + 4 * int(gates[number])
-            found.append((to, address(source) + gate * source.strides[0], *shape, address(rows), address(columns),
-                          self._run))
+            found.append((to[number], address(source) + gate * source.strides[0], *shape, rows, columns, self._run))
         return found
 
     def by_numpy(self, parameters: Mapping[str, NDArray[Any]]) -> None:

@@ -14,7 +14,6 @@ from ecornn.runtime.memory import GivenMemory, Memory, Pool, layout
 from ecornn.runtime.plan import SCALARS, EntryPlan, entry_plan
 
 
-
 @dataclass
 class Kept:
     """What a call of :meth:`Layer.forward` keeps for :meth:`Layer.backward`, which takes it once. x and y belong to it:
@@ -78,10 +77,17 @@ class Training:
         self._caller, manifest = caller, caller.manifest
         self._forward, self._backward = entry_plan(manifest, FORWARD), entry_plan(manifest, BACKWARD)
         self._pool = Pool()
+        self._last = (0, 0, *kept_layout(manifest, 0, 0))
 
     def kept_bytes(self, steps: int, batch: int) -> int:
         """As :func:`kept_layout` has them."""
-        return kept_layout(self._caller.manifest, steps, batch)[1]
+        return self._layout(steps, batch)[1]
+
+    def _layout(self, steps: int, batch: int) -> tuple[dict[str, int], int]:
+        last = self._last  # one tuple, so that a thread never sees halves of two
+        if last[:2] != (steps, batch):
+            last = self._last = (steps, batch, *kept_layout(self._caller.manifest, steps, batch))
+        return last[2:]
 
     def workspace_bytes(self, steps: int) -> int:
         """The most bytes of workspace that one of the two calls takes."""
@@ -90,7 +96,7 @@ class Training:
     def forward(self, arrays: Arrays, x: Placed, states: Sequence[Placed], masks: Mapping[str, Placed], y: Placed,
                 after: Sequence[Placed], steps: int, batch: int, memory: Memory | None = None) -> Kept:
         """Runs ``forward``; arguments are checked, ``states`` and ``after`` as a call has them."""
-        offsets, total = kept_layout(self._caller.manifest, steps, batch)
+        offsets, total = self._layout(steps, batch)
         if memory is None and total:
             memory = arrays.workspace(total, x[0], self._caller.library)
         kept = Kept(self._caller, arrays, x, y, list(states), dict(masks), memory, steps, batch)
@@ -108,7 +114,7 @@ class Training:
                  "dstate_out": self._by_part(dstates, batch), "dx": [dx[1]],
                  "dstate_in": self._by_part(before, batch), "gradient": [at for _, at in gradients],
                  **{name: [at] for name, (_, at) in kept.masks.items()}}
-        offsets, _ = kept_layout(self._caller.manifest, kept.steps, batch)
+        offsets, _ = self._layout(kept.steps, batch)
         self._run(self._caller.library.backward, self._backward, kept, offsets, given)
 
     def _by_part(self, states: Sequence[Placed], batch: int) -> list[int]:

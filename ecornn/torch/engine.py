@@ -184,7 +184,7 @@ def check_type(x: torch.Tensor, weight: torch.Tensor) -> None:
 
 def rebind(module: torch.nn.Module) -> None:
     """:meth:`Engine.rebind` of the engines of a module and of its own weights, as far as these have been called."""
-    engines = [_modules.get(module)]
+    engines = [_modules.get(module)] if hasattr(module, "_flat_weights_names") else []
     with _lock:
         for weight in (*module._parameters.values(), *module._buffers.values()):
             engines += [engine for _, engine in (_weights.get(weight) or ())] if weight is not None else []

@@ -51,11 +51,11 @@ class Kind:
     name: str = ""
 
     @cached_property
-    def cell(self) -> Cell:
-        """The cell itself."""
+    def cell(self) -> Cell | str:
+        """The cell, or what a built-in one is called; equal for kinds of equal cells."""
         if self.name:
             return cell_of(self.name)
-        return get("lstm(projection)" if self.projection else CELLS[self.mode])
+        return "lstm(projection)" if self.projection else CELLS[self.mode]
 
     @cached_property
     def directions(self) -> int:
@@ -70,7 +70,7 @@ class Kind:
     @cached_property
     def widths(self) -> tuple[int, ...]:
         """Of each state, as a call returns them: (L*D, B, width)."""
-        return (self.width, *[self.hidden] * (len(self.cell.states) - 1))
+        return (self.width, *[self.hidden] * (len(get(self.cell).states) - 1))
 
     @cached_property
     def single(self) -> bool:
@@ -90,12 +90,12 @@ class Kind:
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of the parameters of a cell, by name: gates are folded into the first axis."""
-        found = {}
+        cell, found = get(self.cell), {}
         for layer in range(self.layers):
             for second in (False, True)[:self.directions]:
                 input = self.directions * self.hidden if layer else self.input
-                for key, (gates, *rest) in self.cell.parameters(input, self.hidden).items():
-                    found[self.cell.parameter_name(key, layer, second)] = gates * rest[0], *rest[1:]
+                for key, (gates, *rest) in cell.parameters(input, self.hidden).items():
+                    found[cell.parameter_name(key, layer, second)] = gates * rest[0], *rest[1:]
         return found
 
     def spec(self, batch: int, seq: int, dtype: str, masks: str, training: bool = False) -> LayerSpec:
