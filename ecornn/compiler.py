@@ -60,11 +60,13 @@ class LayerPlan:
 
     def programs(self) -> tuple[Program, ...]:
         """The sequences' programs; one object for sequences that are alike."""
+        from ecornn.task import make_program
+
         made: dict[object, Program] = {}
         for task, found in zip(self.tasks, self.chosen, strict=True):
             key = task.workload, task.traversal
             if key not in made:
-                made[key] = found.schedule.program(task, found.config)
+                made[key] = make_program(found.schedule, task, found.config)
         return tuple(made[task.workload, task.traversal] for task in self.tasks)
 
 
@@ -98,17 +100,12 @@ def plan_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule
                                                       and line.record.device.cores <= task.device.cores])
         return choose(task, schedule, config, fits)
 
+    if layer.training and overlap == "auto":  # forward that keeps, and backward, run one sequence after the other
+        overlap = "none"
     # the directions of a layer share their records, but not every configuration serves both
     made = arrange(layer.loaded, layer.stack, layer.workload, device, overlap, chosen,
                    lambda task: serving_or_raise(task, schedule)[0].expected(task))
     return LayerPlan(layer.loaded, layer.workload, layer.stack, device, made.overlap, made.tasks, made.chosen)
-
-
-def training_kinds() -> frozenset[str]:
-    """The kinds of devices, ``cpu`` and ``cuda``, that have schedules with a backward pass."""
-    from ecornn.tune.choose import training_kinds
-
-    return training_kinds()
 
 
 def build(planned: LayerPlan, out: Path) -> Generated:

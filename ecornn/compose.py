@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd
-from typing import Any
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
@@ -37,6 +37,9 @@ from ecornn.program import (
 )
 from ecornn.workload import SERIAL, Overlap, Part, Stack, Workload
 
+if TYPE_CHECKING:
+    from tvm.tirx import PrimFunc
+
 REMAINING = "remaining"  # lengths of what is left from each step on, which a chunk reads in place of lengths
 
 
@@ -53,7 +56,7 @@ def compose(stack: Stack, whole: Workload, programs: Sequence[Program], overlap:
     parts = stack.parts(whole)
     # a program, and the place of its layer among those at the same time -> the prefix of its workspaces
     owners: dict[tuple[int, int], str] = {}
-    functions: dict[str, Any] = {}
+    functions: dict[str, PrimFunc] = {}
     buffers: dict[str, Buffer] = {}
     sequences: list[WaveLayer] = []
     running = {id(p): _running(p) for p in programs}
@@ -90,7 +93,8 @@ class _TrainingStack:
     """The entries ``forward`` and ``backward`` of a stack: y of a layer is kept, gradients of it are workspaces. The
     second direction of a layer adds its gradient of x to the first one's."""
 
-    def __init__(self, stack: Stack, whole: Workload, programs: Sequence[Program], functions: dict[str, Any]) -> None:
+    def __init__(self, stack: Stack, whole: Workload, programs: Sequence[Program],
+                 functions: dict[str, PrimFunc]) -> None:
         self.stack, self.parts, self.programs = stack, stack.parts(whole), programs
         self.functions, self.buffers = functions, dict[str, Buffer]()
         self.owners = {program: f"t{n}_" for n, program in enumerate(dict.fromkeys(map(id, programs)))}
@@ -190,7 +194,7 @@ def _placed(b: Buffer, part: Part, stack: Stack, owner: str, overlap: Overlap) -
     return structs.replace(b, name=f"{part.label}_{b.name}", packing=packing, part=part.number)
 
 
-def _keep(functions: dict[str, Any], name: str, function: Any) -> str:
+def _keep(functions: dict[str, PrimFunc], name: str, function: PrimFunc) -> str:
     """The name of an equal function among ``functions``, to which it is added if there is none."""
     from tvm_ffi import structural_equal
 
@@ -217,4 +221,5 @@ def _renamed(call: Call, names: dict[str, str], known: dict[str, str]) -> Call:
 
 
 def _launch(call: Launch, names: dict[str, str], known: dict[str, str]) -> Launch:
-    return replace(call, function=known[call.function], names=names)
+    given = {parameter: names[buffer] for parameter, buffer in call.names.items()}
+    return replace(call, function=known[call.function], names={**names, **given})

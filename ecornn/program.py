@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ecornn.workload import ITEMSIZE
+
+if TYPE_CHECKING:
+    from tvm.tirx import PrimFunc
 
 Source = tuple[str, int]  # (parameter, gate)
 
@@ -265,19 +268,19 @@ class Entry:
 
 @dataclass(frozen=True)
 class Program:
-    """Functions (tirx PrimFuncs by name, parameters named after buffers and scalars), buffers, and entries by name.
+    """Functions (by name, parameters named after buffers and scalars), buffers, and entries by name.
 
     ``together``: neighbouring columns of ``sequences`` that may share one; 1 where none may, 0 where all may.
     """
 
-    functions: dict[str, Any]
+    functions: dict[str, PrimFunc]
     buffers: tuple[Buffer, ...]
     entries: Mapping[str, Entry]
     notes: dict[str, str] = field(default_factory=dict)  # shown by --emit and in the manifest
     together: int = 1
 
     @classmethod
-    def running(cls, functions: dict[str, Any], buffers: Iterable[Buffer], calls: Iterable[Call],
+    def running(cls, functions: dict[str, PrimFunc], buffers: Iterable[Buffer], calls: Iterable[Call],
                 notes: dict[str, str] | None = None, together: int = 1) -> Program:
         """A program with the entry ``run`` alone, which takes all buffers."""
         buffers = tuple(buffers)

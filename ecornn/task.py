@@ -25,6 +25,19 @@ def make_task(cell: Cell, workload: Workload, device: Device, traversal: Travers
     return Task(workload, analyse(cell, workload.input, workload.hidden), device, traversal)
 
 
+def make_program(schedule: Schedule, task: Task, config: Config) -> Program:
+    """The program of a configuration, with a backward pass where the task has one.
+
+    Raises :class:`~ecornn.errors.ScheduleError` where no schedule carries that out.
+    """
+    program = schedule.program(task, config)
+    if task.traversal.keep is None or task.device.kind != "cuda":
+        return program
+    from ecornn.schedules.training import with_backward
+
+    return with_backward(task, program)
+
+
 def make_manifest(cell: Cell, task: Task, schedule: Schedule, config: Config, program: Program,
                   provenance: str, stack: Stack = SINGLE, overlap: Overlap = SERIAL) -> Manifest:
     """What the module file will say about itself; ``task`` is of the first part of the stack, on the whole device."""

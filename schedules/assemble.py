@@ -3,39 +3,52 @@
 A schedule makes the recurrence alone: its kernels, the buffers that only they use, and their launches. Around it come
 the tensors of the call, the cell's parameter vectors, the projection of x over all steps, where the cell has values
 that do not depend on the state, and the pass over its rows, where these have statistics. Products over all steps that
-follow a recurrence belong here, too.
+follow a recurrence belong here, too. Of a task that trains there is another recurrence, which keeps states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
-from ecornn.program import ENTRIES, PACKED, RUN, TENSORS, Buffer, Extent, Packing, Program
+from ecornn.program import ENTRIES, FORWARD, PACKED, RUN, TENSORS, Buffer, Entry, Extent, Packing, Program
 from ecornn.schedules.base import Component, Task, joined
 from ecornn.schedules.gemm.projection import project
 from ecornn.schedules.hoisted import Hoisted
+from ecornn.schedules.keeping import kept_buffers, kept_states
 from ecornn.schedules.scalars.normalization import normalize
 from ecornn.schedules.scalars.pointwise import vector_sources
 from ecornn.schedules.timeline import piece_buffers
 from ecornn.workload import Traversal
 
 
-def assemble(task: Task, recurrence: Component, layout: Hoisted, projection: Component | None = None,
-             deferred: bool = False, together: int = 1) -> Program:
-    """The program that runs ``recurrence``.
+def assemble(task: Task, recurrence: Callable[[tuple[str, ...]], Component], layout: Hoisted,
+             projection: Component | None = None, deferred: bool = False, together: int = 1) -> Program:
+    """The program that runs a recurrence; of a task that trains, with the entry ``forward`` besides.
 
     Parameters
     ----------
+    recurrence : makes one that stores the states of these names after each step, as
+        :func:`~ecornn.schedules.keeping.kept_buffers` says, with the buffers of one that stores none
     layout : of the workspace ``hoisted``, which the projection writes and the recurrence reads
     projection : what fills it, before anything else; default: :func:`~ecornn.schedules.gemm.projection.project` of all
         rows
     deferred : the recurrence applies the statistics of hoisted values itself, from the workspace ``row_sums``
     together : as :class:`~ecornn.program.Program` has it
     """
-    made = joined(projection or project(task, layout), normalize(task, layout, deferred), recurrence)
+    before = joined(projection or project(task, layout), normalize(task, layout, deferred))
+    made = joined(before, recurrence(()))
     pieces = piece_buffers(task.traversal, task.workload, len(task.graph.states))
-    return Program.running(dict(made.functions), (*shared_buffers(task, layout), *made.buffers, *pieces), made.calls,
-                           together=together)
+    run = Program.running(dict(made.functions), (*shared_buffers(task, layout), *made.buffers, *pieces), made.calls,
+                          together=together)
+    if task.traversal.keep is None:
+        return run
+    w, states = task.workload, kept_states(task)
+    storing, kept = recurrence(states), kept_buffers(states, w.batch, w.hidden, w.dtype)
+    assert set(storing.buffers) <= set(run.buffers)
+    forward = Entry((*before.calls, *storing.calls), (*run.entries[RUN].takes, *(b.name for b in kept)))
+    return replace(run, functions={**run.functions, **storing.functions}, buffers=(*run.buffers, *kept),
+                   entries={**run.entries, FORWARD: forward})
 
 
 def shared_buffers(task: Task, layout: Hoisted) -> list[Buffer]:

@@ -10,12 +10,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ecornn.analysis import StepGraph
 from ecornn.device import Device
 from ecornn.program import Buffer, Call, Program
 from ecornn.workload import ALONE, Traversal, Workload
+
+if TYPE_CHECKING:
+    from tvm.tirx import PrimFunc
 
 Value = int | str | bool
 Config = Mapping[str, Value]  # knob -> value
@@ -49,7 +52,7 @@ class Task:
 class Component:
     """A piece of a program: functions, the buffers that it needs beside those around it, and its calls in order."""
 
-    functions: Mapping[str, Any] = field(default_factory=dict)
+    functions: Mapping[str, PrimFunc] = field(default_factory=dict)
     buffers: tuple[Buffer, ...] = ()
     calls: tuple[Call, ...] = ()
 
@@ -73,7 +76,6 @@ class Schedule(ABC):
     kind : ``cuda`` or ``llvm``
     weights : data types that weights may be rounded to, besides that of the layer
     sequences : whether a column of the batch may work on one sequence after the other
-    keeps : what forward may keep for backward; nothing where it has no backward
     backward : whether it carries out the recurrence of an adjoint, too, a task whose traversal is ``backward``
     """
 
@@ -82,15 +84,12 @@ class Schedule(ABC):
     kind: str
     weights: tuple[str, ...] = ()
     sequences: bool = False
-    keeps: tuple[str, ...] = ()
     backward: bool = False
 
     def serves(self, task: Task) -> str | None:
         """None, or the reason why this schedule cannot serve the task."""
         if task.traversal.backward:
             return self.refuses(task) if self.backward else f"{self.name} does not carry out adjoints"
-        if task.traversal.keep is not None and task.traversal.keep not in self.keeps:
-            return "has no backward pass"
         return beyond_forward(task.graph) or self.refuses(task)
 
     @abstractmethod
@@ -138,6 +137,15 @@ def beyond_forward(graph: StepGraph) -> str | None:
              "no state": not graph.states}
     return next((f"step {graph.cell!r} has {what}, which no schedule carries out" for what, has in found.items()
                  if has), None)
+
+
+def no_room(device: Device, shared: int, threads: int, registers: int) -> str | None:
+    """None, or what a block of ``threads`` has too little of on a GPU: ``shared`` memory, in bytes, or ``registers`` of
+    a thread, which are given out eight at a time and 255 at most."""
+    if shared > device.shared:
+        return f"{shared} bytes of shared memory, {device.shared} available"
+    limit = min(255, device.registers // threads // 8 * 8)
+    return f"about {registers} registers a thread, {limit} available" if registers > limit else None
 
 
 def config_text(config: Config) -> str:

@@ -55,7 +55,7 @@ class Builder:
         return self.named(name, self._tvm.Bind(value))
 
     def local(self, name: str, shape: Sequence[int], dtype: str) -> TirBuffer:
-        """An array of a thread's own, in registers where every index is a constant."""
+        """An array of a thread's own, in registers where every index is a constant; (1,): a variable that changes."""
         return self.named(name, self._tvm.alloc_buffer(shape, dtype, scope="local"))
 
     def shared(self, words: int, align: int = 16) -> TirBuffer:

@@ -89,7 +89,7 @@ class Hoisted:
         return sum(p.words for p in self.pieces(units))
 
     def registers(self, *shape: int, units: int = 1, name: str = "inputs") -> TirBuffer:
-        """An array of ``shape`` for what is loaded of so many units."""
+        """An array of ``shape``, and on its last axis :meth:`words`, for what is loaded of so many units."""
         return T.local(name, (*shape, max(1, self.words(units))), "uint32" if self.packed else "float32")
 
     def buffer(self, batch: int) -> Buffer:
@@ -124,15 +124,17 @@ class Hoisted:
         return [[unpack_half(loaded[k], upper, self.dtype) if self.packed else loaded[k] for k, upper in own]
                 for own in self.order(units)]
 
-    def store(self, buffer: TirBuffer, row: Expr, unit: Expr, values: Sequence[Sequence[Expr]]) -> None:
-        """Stores ``values[e][q]`` of 2 or 4 units from ``unit`` on, a multiple of as many; of 16 bits.
+    def store(self, buffer: TirBuffer, row: Expr, unit: Expr, values: Sequence[Sequence[Expr]],
+              finite: bool = True) -> None:
+        """Stores ``values[e][q]`` of 2 or 4 units from ``unit`` on, a multiple of as many; of 16 bits, with ``finite``
+        the largest float16 in place of infinity.
 
         Units between ``hidden`` and ``units`` may be written.
         """
         first, units = T.let("first", row * self.row), len(values)
         halves = {place: value for own, those in zip(self.order(units), values, strict=True)
                   for place, value in zip(own, those, strict=True)}
-        words = [pack_pair(halves[k, False], halves[k, True], self.dtype, finite=True)
+        words = [pack_pair(halves[k, False], halves[k, True], self.dtype, finite=finite)
                  for k in range(self.words(units))]
         for p in self.pieces(units):
             kind = "b32" if p.words == 1 else f"v{p.words}.b32"

@@ -21,8 +21,9 @@ class SequenceKernel:
     math : of the scalars, one of ``MATH``
     arguments : parameters by name, flat: ``hoisted`` as its layout says, ``vectors`` (V*H,), ``<state>_in`` and
         ``<state>_out`` (B*H,), ``y`` (T*B*D*H,) or, of an adjoint, ``outputs`` (T*B*O*H,), masks as ``timeline`` says,
-        and the schedule's own
+        ``<state>_kept`` (T*B*H,), and the schedule's own
     steps, batch : T and B of the call
+    kept : states that it stores after each step, beside y
     """
 
     task: Task
@@ -31,6 +32,7 @@ class SequenceKernel:
     arguments: dict[str, TirBuffer]
     steps: Expr
     batch: Expr
+    kept: tuple[str, ...] = ()
 
     @property
     def timeline(self) -> Timeline:

@@ -8,8 +8,9 @@ import re
 import pytest
 
 _COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global \[%0\], \[%1\], (\d+)(, %2)?;")
-_WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(?:16|8)\.f32\.(\w+)\.\2 .*, ps0, 1, 1(?:, 0, 0)?; }")
-_WGMMA_A = re.compile(_WGMMA.pattern.replace("1, 1(?:, 0, 0)?;", "1, 1, 0;"))  # operand A in registers
+_WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(?:16|8)\.f32\.(\w+)\.\2 "
+                    r".*, ps0, 1, 1(?:, (0, 0|1, 1))?; }")
+_WGMMA_A = re.compile(_WGMMA.pattern.replace("1, 1(?:, (0, 0|1, 1))?;", "1, 1, 0;"))  # operand A in registers
 _SPECIAL = re.compile(r"mov\.u32 %0, %%(tid|ctaid)\.x;")
 _HALF = re.compile(r"\{\.reg \.b16 low, high; mov\.b32 \{low, high\}, %1; cvt\.f32\.f16 %0, (low|high); ?\}")
 _WGMMA_KIND = {"f16": 0, "bf16": 1, "tf32": 2}
@@ -32,7 +33,8 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return f"emu::mma({_MMA['.'.join(name.split('.')[-3:-1])]}, {every})"
     if wgmma := _WGMMA.search(text):
         pointers = ", ".join(f"&{d}" for d in outs)
-        return f"emu::wgmma({_WGMMA_KIND[wgmma[2]]}, {wgmma[1]}, {', '.join(ins)}, {{{pointers}}})"
+        across = "true" if wgmma[3] == "1, 1" else "false"
+        return f"emu::wgmma({_WGMMA_KIND[wgmma[2]]}, {wgmma[1]}, {', '.join(ins)}, {{{pointers}}}, {across})"
     if wgmma := _WGMMA_A.search(text):
         pointers, held = ", ".join(f"&{d}" for d in outs), ", ".join(ins[:4])
         return (f"emu::wgmma_registers({_WGMMA_KIND[wgmma[2]]}, {wgmma[1]}, {{{held}}}, {', '.join(ins[4:])}, "
@@ -111,6 +113,8 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return f"emu::load4({every})"
     if name.startswith("ld.global.v2."):
         return f"emu::load2({every})"
+    if name.startswith("ldmatrix.sync.aligned.m8n8.x4.trans.shared"):
+        return f"emu::ldmatrix_transposed({every})"
     if name.startswith("ldmatrix.sync.aligned.m8n8.x4.shared"):
         return f"emu::ldmatrix({every})"
     if name == "st.global.v4.f32":

@@ -22,6 +22,7 @@ struct Product {                        // of a warpgroup (wgmma): one thread's 
   int kind;
   uint64_t a, b;
   bool keep;
+  bool across;                          // whether K is the outer axis of both operands in memory
   bool held;                            // whether operand A is in registers: these
   uint32_t rows[4];
   std::vector<float*> d;
@@ -393,13 +394,17 @@ struct Tf32 {                           // float32, of which products see 10 bit
   uint32_t bits;
   operator float() const { return as_float(bits & 0xffffe000); }
 };
-// Value k of row r of a K-major operand.
-template <typename E> float operand(uint64_t descriptor, unsigned r, unsigned k) {
+// Value k of row r of an operand.
+template <typename E> float operand(uint64_t descriptor, bool across, unsigned r, unsigned k) {
   constexpr unsigned size = sizeof(E), each = 16 / size;
   auto field = [&](int bit) { return unsigned(descriptor >> bit & 0x3fff) << 4; };
   unsigned mode = descriptor >> 62, address = field(0) + r / 8 * field(32);
   if (descriptor >> 49 & 7 || mode > 1) fail("a descriptor that the emulation does not know");
-  if (mode == 0) address += r % 8 * 16 + k / each * field(16) + k % each * size;
+  if (across) {
+    if (mode != 1 || size != 2) fail("wgmma: an operand that cannot be read across");
+    address = field(0) + r / 64 * field(16) + k / 8 * field(32) + k % 8 * 128 + r % 64 * 2;
+    address ^= (address >> 7 & 7) << 4;
+  } else if (mode == 0) address += r % 8 * 16 + k / each * field(16) + k % each * size;
   else address += r % 8 * 128 + k * size, address ^= (address >> 7 & 7) << 4;
   if (order::on && order::unfenced(at(address))) return NAN;
   E value;
@@ -416,13 +421,13 @@ template <typename E> void multiply(const Product& p) {
     for (unsigned u = 0; u < 2; ++u)
       if constexpr (sizeof(E) == 2) {
         a[u][k] = s ? element<E>(s[lane / 4 * 4 + k % 8 / 2].words[k / 8 * 2 + u], k % 2)
-                    : operand<E>(p.a, warp * 16 + u * 8 + lane / 4, k);
+                    : operand<E>(p.a, p.across, warp * 16 + u * 8 + lane / 4, k);
       } else {
-        a[u][k] = operand<E>(p.a, warp * 16 + u * 8 + lane / 4, k);
+        a[u][k] = operand<E>(p.a, p.across, warp * 16 + u * 8 + lane / 4, k);
       }
   for (unsigned n = 0; n < p.d.size() / 4; ++n) {
     for (unsigned k = 0; k < depth; ++k)
-      for (unsigned c = 0; c < 2; ++c) b[c][k] = operand<E>(p.b, n * 8 + lane % 4 * 2 + c, k);
+      for (unsigned c = 0; c < 2; ++c) b[c][k] = operand<E>(p.b, p.across, n * 8 + lane % 4 * 2 + c, k);
     for (unsigned i = 0; i < 4; ++i) {
       float& d = *p.d[n * 4 + i];
       double sum = p.keep ? d : 0;
@@ -439,14 +444,15 @@ static void issue(Product p) {
   if (lazy) carry_out(p);
   else fibers[current].products.back().push_back(std::move(p));
 }
-void wgmma(int kind, unsigned columns, uint64_t a, uint64_t b, bool keep, std::initializer_list<float*> d) {
+void wgmma(int kind, unsigned columns, uint64_t a, uint64_t b, bool keep, std::initializer_list<float*> d,
+           bool across) {
   if (d.size() != columns / 2) fail("wgmma: accumulators");
-  issue({kind, a, b, keep, false, {}, d});
+  issue({kind, a, b, keep, across, false, {}, d});
 }
 void wgmma_registers(int kind, unsigned columns, std::initializer_list<uint32_t> a, uint64_t b, bool keep,
                             std::initializer_list<float*> d) {
   if (d.size() != columns / 2) fail("wgmma: accumulators");
-  Product p{kind, 0, b, keep, true, {}, d};
+  Product p{kind, 0, b, keep, false, true, {}, d};
   std::copy(a.begin(), a.end(), p.rows);
   issue(std::move(p));
 }
@@ -457,6 +463,15 @@ void ldmatrix(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, unsigned addre
   const Slot* s = exchange({{address}});
   uint32_t* r[4] = {&a, &b, &c, &d};
   for (int i = 0; i < 4; ++i) memcpy(r[i], (char*)at(s[i * 8 + lane / 4].words[0]) + lane % 4 * 4, 4);
+}
+void ldmatrix_transposed(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, unsigned address) {
+  if (address % 16) fail("ldmatrix: a misaligned row");
+  unsigned lane = current % 32;
+  const Slot* s = exchange({{address}});
+  uint32_t* r[4] = {&a, &b, &c, &d};
+  for (int i = 0; i < 4; ++i)
+    for (int e = 0; e < 2; ++e)
+      memcpy((char*)r[i] + e * 2, (char*)at(s[i * 8 + lane % 4 * 2 + e].words[0]) + lane / 4 * 2, 2);
 }
 }  // namespace emu
 

@@ -34,6 +34,7 @@ struct nv_bfloat16 {
 struct uint3 { unsigned x, y, z; };
 extern uint3 threadIdx, blockIdx;
 inline half __float2half_rn(float value) { return (half)value; }
+inline nv_bfloat16 __float2bfloat16_rn(float value) { return nv_bfloat16(value); }
 inline float __uint_as_float(uint32_t word) { float f; memcpy(&f, &word, 4); return f; }
 inline uint32_t __float_as_uint(float f) { uint32_t word; memcpy(&word, &f, 4); return word; }
 template <typename T> T max(T a, T b) { return a > b ? a : b; }
@@ -81,12 +82,14 @@ void send(unsigned to, uint32_t word, unsigned barrier);
 // Products; kind 0: float16, 1: bfloat16, 2: tf32.
 void mma(int kind, float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
          uint32_t b0, uint32_t b1, float c0, float c1, float c2, float c3);
-void wgmma(int kind, unsigned columns, uint64_t a, uint64_t b, bool keep, std::initializer_list<float*> d);
+void wgmma(int kind, unsigned columns, uint64_t a, uint64_t b, bool keep, std::initializer_list<float*> d,
+           bool across = false);
 void wgmma_registers(int kind, unsigned columns, std::initializer_list<uint32_t> a, uint64_t b, bool keep,
                      std::initializer_list<float*> d);
 void wgmma_commit();
 void wgmma_wait(size_t pending);
 void ldmatrix(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, unsigned address);
+void ldmatrix_transposed(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, unsigned address);
 
 inline float as_float(uint32_t word) { float f; memcpy(&f, &word, 4); return f; }
 inline uint32_t as_word(float f) { uint32_t word; memcpy(&word, &f, 4); return word; }

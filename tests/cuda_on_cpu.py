@@ -23,6 +23,7 @@ from cuda_as_cpp import translate
 from ecornn.build.cuda import lower
 from ecornn.build.link import find_compiler
 from ecornn.program import (
+    KEPT,
     MADE,
     PACKED,
     RUN,
@@ -113,8 +114,9 @@ class Emulated:
 
     def run(self, x: np.ndarray, states: Mapping[str, np.ndarray],
             parameters: Mapping[str, np.ndarray], masks: Mapping[str, np.ndarray] | None = None,
-            directions: int = 1) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """y and the new states; every output and workspace holds NaN before, behind each lies a guard.
+            directions: int = 1, entry: str = RUN) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """y and the new states; every output and workspace holds NaN before, behind each lies a guard. ``kept`` has
+        what else the entry left for others.
 
         ``masks``: ``lengths`` (B,), ``resets`` and ``sequences`` (T, B) for programs that read them; y has
         ``directions`` times H elements a row. In a stack, states are by the part's label: ``l0_h``.
@@ -128,9 +130,10 @@ class Emulated:
                 memory[b.name] = np.ascontiguousarray(given[b.tensor], DTYPES[b.dtype]).reshape(-1)
             else:
                 memory[b.name] = self._allocate(b, x, states, parameters, (steps, batch, rows * hidden, width))
-        self.carry_out(memory, steps, batch)
+        self.carry_out(memory, steps, batch, entry)
+        self.kept = {b.name: memory[b.name] for b in self.program.buffers if b.role == KEPT}
         for b in self.program.buffers:
-            if b.role in (WORKSPACE, MADE):
+            if b.role in (WORKSPACE, MADE, KEPT):
                 tail = memory[b.name].view(np.uint8)[-GUARD:]
                 assert (tail == 0xA5).all(), f"{b.name} was written beyond its end"
         y = memory["y"][:steps * batch * width].reshape(steps, batch, width)
@@ -138,9 +141,9 @@ class Emulated:
                for b in self.program.buffers if b.tensor == "state_out"}
         return y, out
 
-    def carry_out(self, memory: Memory, steps: int, batch: int) -> None:
-        """The program's calls on the buffers."""
-        for call, values, own in _in_turn(self.program.entries[RUN].calls, {"T": steps, "B": batch}, memory):
+    def carry_out(self, memory: Memory, steps: int, batch: int, entry: str = RUN) -> None:
+        """An entry's calls on the buffers."""
+        for call, values, own in _in_turn(self.program.entries[entry].calls, {"T": steps, "B": batch}, memory):
             self._call(call, own, {name: ctypes.c_int32(value) for name, value in values.items()}, values["T"])
 
     def _allocate(self, b: Buffer, x: np.ndarray, states: Mapping[str, np.ndarray],

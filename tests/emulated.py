@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace as changed
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import step_cells
-from cuda_on_cpu import Emulated, inputs
-from exact import ALL_CELLS, expected, unmarked
+from cuda_on_cpu import GUARD, Emulated, inputs
+from exact import ALL_CELLS, Forward, expected, unmarked
 from limits import Wanted
 from msgspec.structs import replace
 
 from ecornn.analysis import analyse
 from ecornn.cells import Cell, get
 from ecornn.device import Device
-from ecornn.program import EARLIER, LATER, PIECES_APART
+from ecornn.program import EARLIER, FORWARD, LATER, PIECES_APART, RUN, Program, launches
 from ecornn.schedules.base import Config, Schedule, Task
 from ecornn.targets import KNOWN
 from ecornn.workload import ALONE, Traversal, Workload
@@ -39,7 +41,8 @@ def task_of(cell: str, sizes: tuple[int, int, int, int], dtype: str, device: Dev
 
 def check_numbers(folder: Path, schedule: Schedule, task: Task, config: Config, batch: int | None = None,
                   lazy: bool = True, masks: dict[str, np.ndarray] | None = None) -> None:
-    """Runs the program in the emulation and compares it with float64; ``batch`` is the call's B.
+    """Runs the program in the emulation and compares it with float64; ``batch`` is the call's B. Of a task that trains
+    it is ``forward`` that runs, and what it keeps is compared, too.
 
     Lengths, resets and sequences, where the task has them, are drawn unless ``masks`` has them; x that is of no
     sequence is NaN.
@@ -48,7 +51,7 @@ def check_numbers(folder: Path, schedule: Schedule, task: Task, config: Config, 
     assert schedule.check(task, config) is None
     sizes = (w.seq, batch or w.batch, w.input, w.hidden)
     x, states, parameters = inputs(w.cell, sizes, w.dtype, graph.parameters, tuple(graph.states))
-    program = schedule.program(task, config)
+    program = only(schedule.program(task, config), RUN if traversal.keep is None else FORWARD)
     masks = masks_of(traversal, *sizes[:2], program.together) if masks is None else masks
     for b, n in enumerate(masks.get("lengths", ())):
         x[n:, b] = np.nan
@@ -58,13 +61,15 @@ def check_numbers(folder: Path, schedule: Schedule, task: Task, config: Config, 
         more = np.random.default_rng(1).uniform(-1, 1, (len(states), count, w.hidden))
         states = {name: value.astype(x.dtype) for name, value in zip(states, more, strict=True)}
     emulated = Emulated(program, folder, lazy=lazy)
-    rows, after = emulated.run(x, states, parameters, masks, traversal.directions)
+    rows, after = emulated.run(x, states, parameters, masks, traversal.directions, *program.entries)
 
     def exact(tensors: dict[str, np.ndarray]) -> dict[str, Any]:
         return {name: value.astype(np.float64) for name, value in tensors.items()}
 
-    wanted = Wanted(w.arithmetic, lambda forward: expected(
-        w.cell, traversal, x.astype(np.float64), exact(states), exact(parameters), masks, forward))
+    def reference(forward: Forward) -> Any:
+        return expected(w.cell, traversal, x.astype(np.float64), exact(states), exact(parameters), masks, forward)
+
+    wanted = Wanted(w.arithmetic, reference)
     own = slice(traversal.y_offset(w.hidden), traversal.y_offset(w.hidden) + w.hidden)
     others = np.ascontiguousarray(np.delete(rows, own, axis=2))
     assert (others.view(np.uint8) == 0xFF).all(), "y of the other direction was written"
@@ -74,6 +79,30 @@ def check_numbers(folder: Path, schedule: Schedule, task: Task, config: Config, 
         assert not y[n:, b].astype(np.float32).any()
     if traversal.sequences:
         assert not y[masks["sequences"] < 0].astype(np.float32).any()
+    for state in [b.state for b in program.buffers if b.tensor == "state_kept"]:
+        whole = emulated.kept[f"{state}_kept"]
+        found, rest = whole[:y.size].reshape(y.shape), whole[y.size:-GUARD // w.itemsize]
+        assert whole.dtype == y.dtype and (rest.view(np.uint8) == 0xFF).all(), "rows that the call has not were written"
+        wanted = Wanted(w.arithmetic, partial(lambda name, forward: reference(after_each_step(forward, name)), state))
+        wanted.check(found)
+        assert not found[(wanted.y == 0).all(axis=2)].astype(np.float32).any()
+
+
+def only(program: Program, entry: str) -> Program:
+    """A program with that entry alone."""
+    found = program.entries[entry]
+    return changed(program, functions={c.function: program.functions[c.function] for c in launches(found.calls)},
+                   buffers=tuple(b for b in program.buffers if b.name in found.takes), entries={entry: found})
+
+
+def after_each_step(forward: Forward, state: str) -> Forward:
+    """As ``forward``, with a state of that name after each step in place of y."""
+
+    def run(cell: str, x: Any, states: dict[str, Any], parameters: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        ends = [forward(cell, x[:t], states, parameters)[1] for t in range(1, len(x) + 1)]
+        return np.stack([end[state] for end in ends]), ends[-1]
+
+    return run
 
 
 def masks_of(traversal: Traversal, steps: int, batch: int, together: int = 1) -> dict[str, np.ndarray]:

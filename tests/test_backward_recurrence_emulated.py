@@ -22,6 +22,7 @@ from ecornn.program import PACKED, TENSORS, Program
 from ecornn.schedules import all_schedules
 from ecornn.schedules.backward.recurrence import recurrence_task
 from ecornn.schedules.base import Config, Schedule, Task
+from ecornn.schedules.elementwise import Elementwise
 from ecornn.schedules.hoisted import hoisted_of
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.persistent.plan import plan_of
@@ -129,6 +130,28 @@ CLUSTERS: list[tuple[str, Sizes, str, dict[str, Any], Traversal]] = [
 ]
 
 
+ELEMENTWISE: list[tuple[str, Sizes, str, dict[str, Any], Traversal, int | None]] = [
+    ("indrnn", (1, 1, 1, 1), "float32", {}, ALONE, None),
+    ("indrnn", (9, 5, 5, 7), "float32", {}, Traversal(False, 2, True, True), 2),
+    ("highway", (9, 3, 5, 12), "float16", {"units": 2, "hoisted": "same"}, Traversal(True, 2, True, True), None),
+    ("highway", (5, 3, 5, 7), "bfloat16", {"hoisted": "float32"}, Traversal(lengths=True), None),
+    ("focus", (6, 5, 7, 9), "float32", {}, Traversal(resets=True), None),  # statistics of x
+    ("leaky", (7, 3, 8, 8), "tf32", {"units": 2}, Traversal(True, resets=True), None),
+    ("average", (9, 3, 4, 4), "bfloat16", {"units": 4, "hoisted": "same"}, ALONE, None),
+]
+
+
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal", "batch"), ELEMENTWISE, ids=str)
+def test_cells_without_recurrent_products(tmp_path, cell, sizes, dtype, change, traversal, batch):
+    layer, schedule = task_of(cell, sizes, dtype, SMALL, traversal), Elementwise()
+    task = recurrence_task(layer, adjoint(layer.graph, layer.workload.hidden))
+    knobs, default = {knob.name: knob.values for knob in schedule.knobs(task)}, schedule.default(task)
+    assert all(value in knobs[name] for name, value in default.items()) and knobs["math"] == ("exact",)
+    assert schedule.features(task, default)["estimate"] == schedule.expected(task) > 0
+    config = {**default, "prefetch": 8, "group": 4, **change}
+    check_recurrence(tmp_path, schedule, layer, config, batch)
+
+
 @pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), L2, ids=lambda v: str(v).replace(" ", ""))
 def test_through_l2(tmp_path, cell, sizes, dtype, change, traversal):
     layer = task_of(cell, sizes, dtype, SMALL, traversal)
@@ -217,7 +240,7 @@ def test_schedules_that_cannot_say_so():
     layer = task_of("lstm", (5, 3, 24, 64), "bfloat16", HOPPER)
     task = recurrence_task(layer, adjoint(layer.graph, 64))
     refusing = {name for name, s in all_schedules().items() if "does not carry out adjoints" in str(s.serves(task))}
-    assert refusing == {*all_schedules()} - {"persistent"}
+    assert refusing == {*all_schedules()} - {"persistent", "elementwise"}
     columns = recurrence_task(task_of("lstm", (5, 3, 24, 64), "bfloat16", HOPPER, Traversal(sequences=True)),
                               adjoint(layer.graph, 64))
     assert "columns" in str(Persistent().serves(columns))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from cuda_on_cpu import Emulated, inputs
@@ -52,6 +53,15 @@ def test_source_has_the_names_of_the_step(schedule: str):
     kernels = source[source.index('extern "C"'):]
     assert {"gate__5", "cell__0", "state__0"} <= set(re.findall(r"float (\w+) = ", kernels))
     assert not re.findall(r"\b(?:v|_ptr)(?:_\d+)?\b", kernels), "a variable without a name"
+
+
+def test_the_code_in_the_docs_is_what_is_generated():
+    """The same lines for any sizes, where four warps share a product."""
+    text = (Path(__file__).parent.parent / "docs" / "ARCHITECTURE.md").read_text()
+    shown = text.split("```c\n")[1].split("```")[0].splitlines()
+    made, task = all_schedules()["persistent"], task_of("lstm", SHAPES[4], "bfloat16")
+    source = lower(made.program(task, {**made.default(task), "warps": 4}), TINY.arch)[1].splitlines()
+    assert shown and not set(shown) - set(source)
 
 
 @pytest.mark.parametrize("schedule", ["persistent", "layout_transform", "fused_step"])

@@ -24,7 +24,7 @@ SEQUENCE = {name: DEFAULTS[name] for name in Workload.__struct_fields__}  # what
 TUNED = {"batch": 20, "seq": 300}  # what the commands and the tuner take where it is left open
 OTHER = {"cell": "gru", "hidden": 24, "input": 16, "batch": 3, "seq": 7, "dtype": "float32", "weights": "int16",
          "precision": "exact", "layers": 2, "bidirectional": True, "lengths": True, "resets": True, "reverse": False,
-         "sequences": False}  # unlike the defaults where they may be so together
+         "sequences": False, "training": True}  # unlike the defaults where they may be so together
 
 
 def signature(function: Callable[..., Any]) -> dict[str, Any]:
@@ -33,7 +33,8 @@ def signature(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def test_a_property_is_of_a_sequence_or_of_how_they_are_put_together():
-    assert {*DEFAULTS} == {*Workload.__struct_fields__, *Stack.__struct_fields__}
+    assert {*DEFAULTS} - {"training"} == {*Workload.__struct_fields__, *Stack.__struct_fields__} - {"keep"}
+    assert [LayerSpec("lstm", 8, training=t).stack.keep for t in (False, True)] == [None, "states"]
     made = LayerSpec("lstm", 8)
     assert made.stack == Stack() and made.workload == Workload("lstm", 8, 8)
 
@@ -93,7 +94,7 @@ def test_what_means_the_default_is_the_default():
     ("hidden", 0, "an integer from 1"), ("hidden", True, "an integer from 1"), ("input", 2.0, "an integer from 1"),
     ("batch", None, "an integer from 1"), ("seq", 1 << 21, "an integer from 1"), ("dtype", None, "one of float32"),
     ("weights", "int4", "None or one of"), ("precision", "fast", "exact; or tf32"), ("layers", 0, "an integer from 1"),
-    ("lengths", 1, "True or False"), ("sequences", None, "True or False")])
+    ("lengths", 1, "True or False"), ("sequences", None, "True or False"), ("training", "yes", "True or False")])
 def test_a_property_that_is_not_allowed_is_named(name: str, value: Any, allowed: str):
     with pytest.raises((ArgumentError, DTypeError), match=rf"(?s)^{name}=.*{allowed}"):
         LayerSpec(**{"cell": "lstm", "hidden": 8, name: value})

@@ -17,7 +17,7 @@ from ecornn.build.cuda import lower
 from ecornn.build.nvcc import find_nvcc, parse_resources
 from ecornn.program import Program
 from ecornn.schedules.assemble import shared_buffers
-from ecornn.schedules.gemm.projection import project
+from ecornn.schedules.gemm.projection import job_of, project
 from ecornn.schedules.gemm.wgmma import THREADS, shape_of
 from ecornn.schedules.hoisted import in_float32
 from ecornn.schedules.persistent import Persistent
@@ -50,7 +50,7 @@ CASES = [
 
 def task(cell, sizes, dtype, cores):
     made = task_of(cell, sizes, dtype, replace(HOPPER, cores=cores))
-    assert shape_of(made) is not None
+    assert shape_of(job_of(made)) is not None
     return made
 
 
@@ -85,7 +85,7 @@ def test_fewer_rows_than_compiled(tmp_path):
 def test_what_it_does_not_serve():
     """These keep the kernel of ``schedules/gemm/mma_kernel.py``."""
     def serves(cell="lstm", sizes=(4, 3, 64, 40), dtype="bfloat16", device=HOPPER):
-        return shape_of(task_of(cell, sizes, dtype, device)) is not None
+        return shape_of(job_of(task_of(cell, sizes, dtype, device))) is not None
 
     assert serves() and serves(dtype="float16") and serves(sizes=(4, 3, 8, 1))
     assert not serves(dtype="float32") and serves(dtype="tf32") and serves(sizes=(4, 3, 61, 40), dtype="tf32")

@@ -14,7 +14,7 @@ are not rotated: the adjoint computes what it exchanges.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ecornn.analysis.assemble import INPUT, STATE, Exchange, Parts, constants
 from ecornn.analysis.liveness import levels, opening
@@ -22,7 +22,8 @@ from ecornn.analysis.partials import Factor, Partials
 from ecornn.analysis.step import Assign, OuterProduct, Phase, Product, StepGraph, Sum, Term, Vector
 from ecornn.analysis.sweep import Sweep, unique
 
-Var = Any  # tvm.tirx.Var
+if TYPE_CHECKING:
+    from tvm.tirx import Var
 
 
 @dataclass(frozen=True)

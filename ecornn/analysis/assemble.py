@@ -5,14 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ecornn.analysis.liveness import levels, needed
 from ecornn.analysis.scalar import variables
 from ecornn.analysis.step import Assign, OuterProduct, Phase, Product, Statistic, StepGraph, Sum
 from ecornn.analysis.sweep import unique
 
-Var = Any  # tvm.tirx.Var
+if TYPE_CHECKING:
+    from tvm.tirx import Var
+
 INVARIANT, INPUT, NORMALIZED, STATE = -3, -2, -1, 0
 
 

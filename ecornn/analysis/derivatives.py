@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
-Expr = Any  # tvm.ir.PrimExpr
+if TYPE_CHECKING:
+    from tvm.ir import Expr
 
 
 def number(value: float) -> Expr:
@@ -29,7 +30,7 @@ def call(name: str, operand: Expr) -> Expr:
     return getattr(te, name)(operand)
 
 
-def where(condition: Expr, yes: Any, no: Any) -> Expr:
+def where(condition: Expr, yes: Expr | float, no: Expr | float) -> Expr:
     """One of two values, expressions or numbers."""
     from tvm import tirx
 
@@ -40,14 +41,14 @@ def constant(e: Expr, v: Sequence[Expr], r: Expr) -> tuple[float, ...]:
     return (0.0,) * len(v)
 
 
-def quotient(e: Expr, v: Sequence[Expr], r: Expr) -> tuple[Expr, ...]:
+def quotient(e: Expr, v: Sequence[Expr], r: Expr) -> tuple[Expr | float, ...]:
     if type(v[1]).__name__ == "FloatImm":
         return number(1.0 / float(v[1].value)), 0.0
     inverse = number(1.0) / v[1]
     return inverse, number(0.0) - r * inverse
 
 
-def extremum(e: Expr, v: Sequence[Expr], r: Expr) -> tuple[Any, ...]:
+def extremum(e: Expr, v: Sequence[Expr], r: Expr) -> tuple[Expr | float, ...]:
     kind, (a, b) = type(e).__name__, v
     fixed = [type(x).__name__ == "FloatImm" for x in v]
     if not any(fixed):
@@ -68,7 +69,7 @@ def _bounded(e: Expr) -> bool:
     return type(e).__name__ == "Min" and "FloatImm" in (type(e.a).__name__, type(e.b).__name__)
 
 
-def smooth(e: Expr, v: Sequence[Expr]) -> tuple[Any, ...]:
+def smooth(e: Expr, v: Sequence[Expr]) -> tuple[Expr | float, ...]:
     """Of a maximum or minimum of x and 0 beside ``|x|``, as softplus and logsigmoid have them where they must not
     overflow: 1/2 at 0, so that the whole has its derivative there."""
     fixed = [type(x).__name__ == "FloatImm" and float(x.value) == 0.0 for x in v]
@@ -80,7 +81,7 @@ def smooth(e: Expr, v: Sequence[Expr]) -> tuple[Any, ...]:
     return (0.0, share) if fixed[0] else (share, 0.0)
 
 
-def chosen(e: Expr, v: Sequence[Expr], r: Expr) -> tuple[Any, ...]:
+def chosen(e: Expr, v: Sequence[Expr], r: Expr) -> tuple[Expr | float, ...]:
     return 0.0, where(v[0], 1.0, 0.0), where(v[0], 0.0, 1.0)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,13 +12,16 @@ from ecornn.analysis.operators import operator_of
 from ecornn.analysis.scalar import children, is_constant
 from ecornn.analysis.step import Assign, Product, Statistic, StepGraph
 
-Var = Any  # tvm.tirx.Var
+if TYPE_CHECKING:
+    from tvm.ir import Expr
+    from tvm.tirx import Var
+
 Array = NDArray[np.float64]
-Values = dict[Var, Array]
+Values = dict["Var", Array]
 Weights = Mapping[str, Array]
 
 
-def evaluate(e: Any, values: Mapping[Var, Array]) -> Any:
+def evaluate(e: Expr, values: Mapping[Var, Array]) -> Any:
     """A scalar expression over arrays of its variables, (..., B, H), (..., B, 1) or (H,)."""
     if type(e).__name__ == "Var":
         return values[e]

@@ -9,7 +9,7 @@ the cell's.
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ecornn.analysis.lines import Lines
 from ecornn.analysis.scalar import children, is_constant, rebuild, terms, transform, variables
@@ -17,6 +17,11 @@ from ecornn.analysis.source import Source
 from ecornn.analysis.statistics import Statistics
 from ecornn.analysis.step import Assign, Phase, Product, StepGraph, Term, Vector
 from ecornn.errors import CellError
+
+if TYPE_CHECKING:
+    from tvm.ir import Expr
+    from tvm.te import Tensor
+    from tvm.tirx import IterVar, Reduce, Var
 
 BATCH = 3  # any size unlike the others: te needs numbers, the graph does not keep it
 NAME = r"[A-Za-z][A-Za-z0-9_]{0,63}"  # of a cell: also part of file names
@@ -56,25 +61,25 @@ class _Walk:
         self.shapes = shapes
         self.parameter_tensors = {n: te.placeholder(s, "float32", name=n) for n, s in shapes.items()}
         self.b, self.j = tirx.Var("b", "int32"), tirx.Var("j", "int32")
-        self.level: dict[Any, int] = {}
-        self.leaves: dict[tuple, Any] = {}  # what a leaf stands for -> its variable
+        self.level: dict[Var, int] = {}
+        self.leaves: dict[tuple, Var] = {}  # what a leaf stands for -> its variable
         self.products: list[tuple[int, Product]] = []
         self.statistics = Statistics(cell.name, hidden)
         self.assigns: list[tuple[int, Assign]] = []
-        self.known: dict[str, Any] = {}  # text of a value -> the variable that has it
-        self.values: dict[tuple, Any] = {}  # (op, output, indices) -> scalar
-        self.x: Any = None
+        self.known: dict[str, Var] = {}  # text of a value -> the variable that has it
+        self.values: dict[tuple, Expr] = {}  # (op, output, indices) -> scalar
+        self.x: Var | None = None
         self.vectors: list[Vector] = []
         self.lines = Lines()
 
     # -- leaves ---------------------------------------------------------------------------------
-    def leaf(self, key: tuple, name: str, level: int) -> Any:
+    def leaf(self, key: tuple, name: str, level: int) -> Var:
         if key not in self.leaves:
             var = self.tirx.Var(name, "float32")
             self.leaves[key], self.level[var] = var, level
         return self.leaves[key]
 
-    def placeholder(self, tensor: Any, indices: list[Any]) -> Any:
+    def placeholder(self, tensor: Tensor, indices: list[Expr]) -> Var:
         for name, state in zip(self.cell.states, self.state_tensors, strict=True):
             if tensor.same_as(state) or tensor == state:
                 self.at_own_unit(tensor, indices)
@@ -100,22 +105,22 @@ class _Walk:
                 return var
         raise CellError(f"cell {self.cell.name!r}: {tensor.op.name} is not an argument of step()")
 
-    def at_own_unit(self, tensor: Any, indices: list[Any]) -> None:
+    def at_own_unit(self, tensor: Tensor, indices: list[Expr]) -> None:
         if len(indices) != 2 or not self.same(indices[0], self.b) or not self.same(indices[1], self.j):
             raise CellError(f"cell {self.cell.name!r}: {tensor.op.name}{indices} outside a product "
                             "must be read at [b, j]")
 
-    def same(self, e: Any, var: Any) -> bool:
+    def same(self, e: Expr | int, var: Var) -> bool:
         return hasattr(e, "same_as") and e.same_as(var)
 
-    def gate(self, e: Any, parameter: str) -> int:
+    def gate(self, e: Expr | int, parameter: str) -> int:
         """Which of the parameter's gates ``e`` is; negative ones count from the end, as in Python."""
         gate, count = self.constant(e, parameter), self.shapes[parameter][0]
         if not -count <= gate < count:
             raise CellError(f"cell {self.cell.name!r}: there is no gate {gate} of {parameter}, which has {count}")
         return gate
 
-    def constant(self, e: Any, where: str) -> int:
+    def constant(self, e: Expr | int, where: str) -> int:
         if isinstance(e, int):
             return e
         from tvm import sym
@@ -126,7 +131,7 @@ class _Walk:
         return int(e.value)
 
     # -- tensors --------------------------------------------------------------------------------
-    def scalar(self, tensor: Any, indices: list[Any]) -> Any:
+    def scalar(self, tensor: Tensor, indices: list[Expr]) -> Expr:
         """The scalar that ``tensor[indices]`` is, for this (b, j)."""
         op = tensor.op
         if type(op).__name__ == "PlaceholderOp":
@@ -148,8 +153,8 @@ class _Walk:
                 raise self.lines.located(error, op) from error.__cause__
         return self.values[key]
 
-    def inline(self, body: Any, where: dict[Any, Any]) -> Any:
-        def visit(e: Any) -> Any:
+    def inline(self, body: Expr, where: dict[Var, Expr]) -> Expr:
+        def visit(e: Expr) -> Expr | None:
             if type(e).__name__ == "Var":
                 return where.get(e, e)
             if is_load(e):
@@ -159,7 +164,7 @@ class _Walk:
 
         return transform(body, visit)
 
-    def product(self, name: str, body: Any, where: dict[Any, Any]) -> Any:
+    def product(self, name: str, body: Reduce, where: dict[Var, Expr]) -> Var:
         """A reduction: must be sum over k of operand[b, k] * weight[gate, j, k]."""
         fault = CellError(f"cell {self.cell.name!r}: the reduction {name!r} is not a product "
                           "sum_k source[b, k] * weight[gate, j, k]")
@@ -204,7 +209,7 @@ class _Walk:
             self.products.append((level, Product(var, (Term(source_var, weight, gate),))))
         return var
 
-    def statistic(self, name: str, body: Any, where: dict[Any, Any]) -> Any:
+    def statistic(self, name: str, body: Reduce, where: dict[Var, Expr]) -> Var:
         """A reduction to one value a batch row: a sum over the hidden axis, and over axes that are unrolled."""
         fault = CellError(f"cell {self.cell.name!r}: the reduction {name!r} is not a sum over the hidden axis, "
                           "[b] = sum_k value[b, k], nor one over gates too, sum_g sum_k value[b, g, k]")
@@ -239,12 +244,12 @@ class _Walk:
         return total
 
     # -- scalars --------------------------------------------------------------------------------
-    def level_of(self, e: Any) -> int:
+    def level_of(self, e: Expr) -> int:
         if type(e).__name__ == "Var":
             return self.level[e]
         return max((self.level_of(c) for c in children(e)), default=INVARIANT)
 
-    def name_of(self, e: Any, name: str) -> Any:
+    def name_of(self, e: Expr, name: str) -> Expr:
         """The variable that holds ``e``, assigned now unless it is known; constants stay."""
         if type(e).__name__ == "Var" or is_constant(e):
             return e
@@ -262,7 +267,7 @@ class _Walk:
             self.statistics.define(var, e)
         return self.known[text]
 
-    def level_by_level(self, e: Any, name: str) -> Any:
+    def level_by_level(self, e: Expr, name: str) -> Expr:
         """Rewrites ``e`` so that what can be known earlier has a variable of its own."""
         parts = terms(e)
         if len(parts) > 1:
@@ -338,35 +343,35 @@ class _Walk:
             hoisted_statistics=self.statistics.at(NORMALIZED, self.leaves), normalized=at(NORMALIZED),
             invariant_outputs=tuple(v for v in read if self.level[v] == INVARIANT))
 
-    def read_since(self, level: int) -> dict[Any, None]:
+    def read_since(self, level: int) -> dict[Var, None]:
         """Variables that are read at ``level`` or later, in order."""
         found = dict.fromkeys(v for lv, a in self.assigns if lv >= level for v in variables(a.value))
         return found | dict.fromkeys(o for s in self.statistics.since(level) for o in s)
 
 
-def repeated(items: list[Any], count: int) -> tuple[Any, ...]:
+def repeated(items: list[Var], count: int) -> tuple[Var, ...]:
     """``items``, the last one repeated until there are ``count``."""
     return (*items, *items[-1:] * (count - len(items)))
 
 
-def extent_of(axis: Any) -> int | None:
+def extent_of(axis: IterVar) -> int | None:
     """Values of a reduction axis that starts at 0."""
     low, extent = axis.dom.min, axis.dom.extent
     fixed = type(extent).__name__ == "IntImm" and int(low) == 0
     return int(extent) if fixed else None
 
 
-def every(axes: list[Any]) -> list[dict[Any, Any]]:
+def every(axes: list[IterVar]) -> list[dict[Var, Expr]]:
     """All places on reduction axes: axis variable -> constant."""
     from tvm import tirx
 
-    found: list[dict[Any, Any]] = [{}]
+    found: list[dict[Var, Expr]] = [{}]
     for axis in axes:
         found = [at | {axis.var: tirx.const(n, "int32")} for at in found for n in range(extent_of(axis) or 0)]
     return found
 
 
-def is_sum(body: Any) -> bool:
+def is_sum(body: Reduce) -> bool:
     """True for a reduction by addition that starts at 0, over all of its axes."""
     (result, *others), always = body.combiner.result, body.condition
     if others or body.init or type(result).__name__ != "Add":
@@ -374,13 +379,13 @@ def is_sum(body: Any) -> bool:
     return type(always).__name__ == "IntImm" and bool(int(always))
 
 
-def is_load(e: Any) -> bool:
+def is_load(e: Expr) -> bool:
     """True where e reads an element of a te tensor."""
     return type(e).__name__ in ("TensorLoad", "ProducerLoad") or (
         type(e).__name__ == "Call" and getattr(e.op, "name", "") == "te.tensor_load")
 
 
-def load_parts(e: Any) -> tuple[Any, list[Any]]:
+def load_parts(e: Expr) -> tuple[Tensor, list[Expr]]:
     """Tensor and indices of a load."""
     if type(e).__name__ == "Call":
         return e.args[0], list(e.args[1:])

@@ -7,14 +7,16 @@ is known; so ``states`` keeps these alone. ``gates`` keeps values from which sca
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ecornn.analysis.adjoint import Adjoint
 from ecornn.analysis.liveness import levels, needed
 from ecornn.analysis.scalar import variables
-from ecornn.analysis.step import Phase, StepGraph
+from ecornn.analysis.step import Assign, Phase, StepGraph
 
-Var = Any  # tvm.tirx.Var
+if TYPE_CHECKING:
+    from tvm.tirx import Var
+
 KEEP = ("gates", "states")
 
 
@@ -66,7 +68,9 @@ def recompute(forward: StepGraph, wanted: tuple[Var, ...], known: set[Var]) -> S
     reads |= {q.var: [t.operand for t in q.terms if t.operand is not None] for q in products}
     statistics = (*forward.hoisted_statistics, *forward.statistics)
     reads |= {v: [s.total, *s.operands] if v is not s.total else list(s.operands) for s in statistics for v in s.made}
-    used, given, waiting = set[Var](), dict[Var, None](), list(wanted)
+    used: set[Var] = set()
+    given: dict[Var, None] = {}
+    waiting = list(wanted)
     while waiting:
         var = waiting.pop()
         if var in known:
@@ -95,7 +99,7 @@ def recompute(forward: StepGraph, wanted: tuple[Var, ...], known: set[Var]) -> S
         phases=tuple(phases), given=tuple(v for v in given if v is not forward.x), outputs=wanted)
 
 
-def _assigns(graph: StepGraph) -> list[Any]:
+def _assigns(graph: StepGraph) -> list[tuple[Assign, ...]]:
     return [graph.invariants, graph.hoisted, graph.normalized, graph.prologue, *(p.assigns for p in graph.phases)]
 
 

@@ -7,9 +7,12 @@ import sys
 import traceback
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ecornn.errors import CellError
+
+if TYPE_CHECKING:
+    from tvm.te import Operation
 
 OWN = str(Path(__file__).resolve().parent.parent)
 
@@ -24,7 +27,7 @@ class Lines:
         from tvm import te
 
         self._code, self._tvm = te.compute.__code__, str(Path(tvm.__file__).parent)
-        self._found: dict[Any, tuple[str, int]] = {}  # operation -> file and line
+        self._found: dict[Operation, tuple[str, int]] = {}  # operation -> file and line
         self._noting = False
 
     def __enter__(self) -> Lines:
@@ -50,7 +53,7 @@ class Lines:
     def _users(self, file: str) -> bool:
         return not file.startswith((OWN, self._tvm, "<frozen"))
 
-    def located(self, error: CellError, op: Any) -> CellError:
+    def located(self, error: CellError, op: Operation) -> CellError:
         """The error with the line of ``op``, unless it has one already or none is known."""
         if error.at is not None or op not in self._found:
             return error

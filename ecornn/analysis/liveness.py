@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ecornn.analysis.scalar import variables
 from ecornn.analysis.step import Assign, Product, Statistic, StepGraph
 
-Var = Any  # tvm.tirx.Var
+if TYPE_CHECKING:
+    from tvm.tirx import Var
 
 
 def phase_count(graph: StepGraph) -> int:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ecornn.analysis import derivatives as d
 from ecornn.errors import CellError
 
-Expr = Any  # tvm.ir.PrimExpr
-INF = math.inf
+if TYPE_CHECKING:
+    from tvm.ir import Expr
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,17 @@ class Operator:
     ----------
     numpy : what it is, on float64 arrays
     derivative : of (expression, operands, result) the partial derivatives by each operand, as expressions or numbers
-    range : the least and the most that it gives for any numbers
     fields : where TVM's node has its operands; of a call none, its arguments are
     instruction : whether LLVM has it for a whole vector; else CPUs compute it lane by lane
     """
 
     numpy: Callable[..., Any]
-    derivative: Callable[[Expr, Sequence[Expr], Expr], Sequence[Any]]
-    range: tuple[float, float] = (-INF, INF)
+    derivative: Callable[[Expr, Sequence[Expr], Expr], Sequence[Expr | float]]
     fields: tuple[str, ...] = ()
     instruction: bool = False
 
 
-PAIR, CONDITION = ("a", "b"), (0.0, 1.0)
+PAIR = ("a", "b")
 OPERATORS: dict[str, Operator] = {
     "Add": Operator(np.add, lambda e, v, r: (1.0, 1.0), fields=PAIR),
     "Sub": Operator(np.subtract, lambda e, v, r: (1.0, -1.0), fields=PAIR),
@@ -48,46 +46,42 @@ OPERATORS: dict[str, Operator] = {
     "Div": Operator(np.divide, d.quotient, fields=PAIR),
     "Max": Operator(np.maximum, d.extremum, fields=PAIR),
     "Min": Operator(np.minimum, d.extremum, fields=PAIR),
-    "LT": Operator(np.less, d.constant, CONDITION, PAIR),
-    "LE": Operator(np.less_equal, d.constant, CONDITION, PAIR),
-    "GT": Operator(np.greater, d.constant, CONDITION, PAIR),
-    "GE": Operator(np.greater_equal, d.constant, CONDITION, PAIR),
-    "EQ": Operator(np.equal, d.constant, CONDITION, PAIR),
-    "NE": Operator(np.not_equal, d.constant, CONDITION, PAIR),
-    "And": Operator(np.logical_and, d.constant, CONDITION, PAIR),
-    "Or": Operator(np.logical_or, d.constant, CONDITION, PAIR),
-    "Not": Operator(np.logical_not, d.constant, CONDITION, ("a",)),
+    "LT": Operator(np.less, d.constant, fields=PAIR),
+    "LE": Operator(np.less_equal, d.constant, fields=PAIR),
+    "GT": Operator(np.greater, d.constant, fields=PAIR),
+    "GE": Operator(np.greater_equal, d.constant, fields=PAIR),
+    "EQ": Operator(np.equal, d.constant, fields=PAIR),
+    "NE": Operator(np.not_equal, d.constant, fields=PAIR),
+    "And": Operator(np.logical_and, d.constant, fields=PAIR),
+    "Or": Operator(np.logical_or, d.constant, fields=PAIR),
+    "Not": Operator(np.logical_not, d.constant, fields=("a",)),
     "Select": Operator(np.where, d.chosen, fields=("condition", "true_value", "false_value")),
     "if_then_else": Operator(np.where, d.chosen),
     "Cast": Operator(np.asarray, d.converted, fields=("value",)),
-    "exp": Operator(np.exp, lambda e, v, r: (r,), (0.0, INF)),
-    "exp2": Operator(np.exp2, lambda e, v, r: (r * d.number(math.log(2)),), (0.0, INF)),
-    "exp10": Operator(lambda x: np.power(10.0, x), lambda e, v, r: (r * d.number(math.log(10)),), (0.0, INF)),
+    "exp": Operator(np.exp, lambda e, v, r: (r,)),
+    "exp2": Operator(np.exp2, lambda e, v, r: (r * d.number(math.log(2)),)),
+    "exp10": Operator(lambda x: np.power(10.0, x), lambda e, v, r: (r * d.number(math.log(10)),)),
     "log": Operator(np.log, lambda e, v, r: (d.number(1.0) / v[0],)),
     "log2": Operator(np.log2, lambda e, v, r: (d.number(1 / math.log(2)) / v[0],)),
     "log10": Operator(np.log10, lambda e, v, r: (d.number(1 / math.log(10)) / v[0],)),
     "log1p": Operator(np.log1p, lambda e, v, r: (d.number(1.0) / (d.number(1.0) + v[0]),)),
-    "sqrt": Operator(np.sqrt, lambda e, v, r: (d.number(0.5) / r,), (0.0, INF), instruction=True),
-    "rsqrt": Operator(lambda x: 1.0 / np.sqrt(x), lambda e, v, r: (d.number(-0.5) * r * r * r,), (0.0, INF)),
-    "tanh": Operator(np.tanh, lambda e, v, r: (d.number(1.0) - r * r,), (-1.0, 1.0)),
-    "sigmoid": Operator(lambda x: 0.5 * (1.0 + np.tanh(0.5 * x)), lambda e, v, r: (r * (d.number(1.0) - r),),
-                        (0.0, 1.0)),
-    "erf": Operator(np.vectorize(math.erf, otypes=[np.float64]), d.error_function, (-1.0, 1.0)),
-    "fabs": Operator(np.abs, d.absolute, (0.0, INF), instruction=True),
-    "sin": Operator(np.sin, lambda e, v, r: (d.call("cos", v[0]),), (-1.0, 1.0)),
-    "cos": Operator(np.cos, lambda e, v, r: (d.number(0.0) - d.call("sin", v[0]),), (-1.0, 1.0)),
+    "sqrt": Operator(np.sqrt, lambda e, v, r: (d.number(0.5) / r,), instruction=True),
+    "rsqrt": Operator(lambda x: 1.0 / np.sqrt(x), lambda e, v, r: (d.number(-0.5) * r * r * r,)),
+    "tanh": Operator(np.tanh, lambda e, v, r: (d.number(1.0) - r * r,)),
+    "sigmoid": Operator(lambda x: 0.5 * (1.0 + np.tanh(0.5 * x)), lambda e, v, r: (r * (d.number(1.0) - r),)),
+    "erf": Operator(np.vectorize(math.erf, otypes=[np.float64]), d.error_function),
+    "fabs": Operator(np.abs, d.absolute, instruction=True),
+    "sin": Operator(np.sin, lambda e, v, r: (d.call("cos", v[0]),)),
+    "cos": Operator(np.cos, lambda e, v, r: (d.number(0.0) - d.call("sin", v[0]),)),
     "tan": Operator(np.tan, lambda e, v, r: (d.number(1.0) + r * r,)),
-    "asin": Operator(np.arcsin, lambda e, v, r: (d.call("rsqrt", d.number(1.0) - v[0] * v[0]),),
-                     (-math.pi / 2, math.pi / 2)),
-    "acos": Operator(np.arccos, lambda e, v, r: (d.number(0.0) - d.call("rsqrt", d.number(1.0) - v[0] * v[0]),),
-                     (0.0, math.pi)),
-    "atan": Operator(np.arctan, lambda e, v, r: (d.number(1.0) / (d.number(1.0) + v[0] * v[0]),),
-                     (-math.pi / 2, math.pi / 2)),
-    "atan2": Operator(np.arctan2, d.angle, (-math.pi, math.pi)),
+    "asin": Operator(np.arcsin, lambda e, v, r: (d.call("rsqrt", d.number(1.0) - v[0] * v[0]),)),
+    "acos": Operator(np.arccos, lambda e, v, r: (d.number(0.0) - d.call("rsqrt", d.number(1.0) - v[0] * v[0]),)),
+    "atan": Operator(np.arctan, lambda e, v, r: (d.number(1.0) / (d.number(1.0) + v[0] * v[0]),)),
+    "atan2": Operator(np.arctan2, d.angle),
     "sinh": Operator(np.sinh, lambda e, v, r: (d.call("cosh", v[0]),)),
-    "cosh": Operator(np.cosh, lambda e, v, r: (d.call("sinh", v[0]),), (1.0, INF)),
+    "cosh": Operator(np.cosh, lambda e, v, r: (d.call("sinh", v[0]),)),
     "asinh": Operator(np.arcsinh, lambda e, v, r: (d.call("rsqrt", v[0] * v[0] + d.number(1.0)),)),
-    "acosh": Operator(np.arccosh, lambda e, v, r: (d.call("rsqrt", v[0] * v[0] - d.number(1.0)),), (0.0, INF)),
+    "acosh": Operator(np.arccosh, lambda e, v, r: (d.call("rsqrt", v[0] * v[0] - d.number(1.0)),)),
     "atanh": Operator(np.arctanh, lambda e, v, r: (d.number(1.0) / (d.number(1.0) - v[0] * v[0]),)),
     "pow": Operator(np.power, d.power),
     "floor": Operator(np.floor, d.constant, instruction=True),

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from ecornn.analysis.derivatives import number, smooth
 from ecornn.analysis.operators import key_of, operator_of
 from ecornn.analysis.scalar import children, is_constant, is_leaf, rebuild
 from ecornn.analysis.step import Assign
 
-Var = Any  # tvm.tirx.Var
-Expr = Any  # tvm.ir.PrimExpr
-Factor = Any  # a variable, or a float where it is constant
+if TYPE_CHECKING:
+    from tvm.ir import Expr
+    from tvm.tirx import Var
+
+Factor: TypeAlias = "Var | float"  # a float where it is constant
 
 
 class Partials:
@@ -64,9 +66,9 @@ class Partials:
         inner = [v for c in children(e) for v in self._operands_of_fabs(c, name)]
         return [*inner, self.named(children(e)[0], name)] if key_of(e) == "fabs" else inner
 
-    def times(self, a: Factor, b: Factor, name: str) -> Factor:
+    def times(self, a: Expr | float, b: Expr | float, name: str) -> Factor:
         """The product of two factors, expressions or numbers."""
-        a, b = (float(v.value) if type(v).__name__ == "FloatImm" else v for v in (a, b))
+        a, b = (v if isinstance(v, float) or type(v).__name__ != "FloatImm" else float(v.value) for v in (a, b))
         if isinstance(a, float) and isinstance(b, float):
             return a * b
         for one, other in ((a, b), (b, a)):

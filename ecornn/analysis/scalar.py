@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ecornn.analysis.operators import operator_of
 
+if TYPE_CHECKING:
+    from tvm.ir import Expr
+    from tvm.tirx import Var
 
-def is_leaf(e: Any) -> bool:
+
+def is_leaf(e: Expr) -> bool:
     """True for variables and constants."""
     return type(e).__name__ in ("Var", "FloatImm", "IntImm")
 
 
-def is_constant(e: Any) -> bool:
+def is_constant(e: Expr) -> bool:
     """True for constants."""
     return type(e).__name__ in ("FloatImm", "IntImm")
 
 
-def children(e: Any) -> list[Any]:
+def children(e: Expr) -> list[Expr]:
     """Operands of an expression, in order. Raises :class:`~ecornn.errors.CellError` for an unknown operator."""
     if is_leaf(e):
         return []
@@ -26,14 +30,14 @@ def children(e: Any) -> list[Any]:
     return [getattr(e, field) for field in fields] if fields else list(e.args)
 
 
-def variables(e: Any) -> list[Any]:
+def variables(e: Expr) -> list[Var]:
     """Variables that an expression reads, in order, with repetitions."""
     if type(e).__name__ == "Var":
         return [e]
     return [v for c in children(e) for v in variables(c)]
 
 
-def rebuild(e: Any, new: list[Any]) -> Any:
+def rebuild(e: Expr, new: list[Expr]) -> Expr:
     """The same operation on other operands."""
     kind = type(e).__name__
     if is_leaf(e):
@@ -45,7 +49,7 @@ def rebuild(e: Any, new: list[Any]) -> Any:
     return type(e)(*new)
 
 
-def terms(e: Any) -> list[tuple[bool, Any]]:
+def terms(e: Expr) -> list[tuple[bool, Expr]]:
     """A sum as (negated, term) pairs; anything else is its own single term."""
     kind = type(e).__name__
     if kind == "Add":
@@ -55,7 +59,7 @@ def terms(e: Any) -> list[tuple[bool, Any]]:
     return [(False, e)]
 
 
-def transform(e: Any, visit: Callable[[Any], Any | None]) -> Any:
+def transform(e: Expr, visit: Callable[[Expr], Expr | None]) -> Expr:
     """Rebuilds an expression from the leaves up; ``visit`` may replace a node before descent."""
     done = visit(e)
     if done is not None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from tvm.te import Tensor
 
 
 class Source(Protocol):
@@ -15,7 +18,7 @@ class Source(Protocol):
     def parameters(self, input: int, hidden: int) -> Mapping[str, tuple[int, ...]]:
         """Shapes by name."""
 
-    def step(self, x: Any, states: Sequence[Any], parameters: Mapping[str, Any]) -> Sequence[Any]:
+    def step(self, x: Tensor, states: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Sequence[Tensor]:
         """One step on te tensors."""
 
     def output_state(self) -> str:

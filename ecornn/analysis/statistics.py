@@ -6,13 +6,15 @@ squares of deviations from the mean is recognised here, so that schedules make b
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ecornn.analysis.scalar import is_constant
 from ecornn.analysis.step import Statistic
 
-Var = Any  # tvm.tirx.Var
-Expr = Any  # tvm.ir.PrimExpr
+if TYPE_CHECKING:
+    from tvm.ir import Expr
+    from tvm.tirx import Var
+
 CLOSE = 1e-6  # relative: a mean is a total times 1 / N in float32
 
 
@@ -43,8 +45,8 @@ class Statistics:
 
     def squares(self, terms: list[Expr]) -> Var | None:
         """The total from whose mean ``terms``, one for each of its operands, are squared deviations; or None."""
-        parts = [self._deviation(t) for t in terms]
-        if any(p is None for p in parts):
+        parts = [p for p in map(self._deviation, terms) if p is not None]
+        if len(parts) < len(terms):
             return None
         for total, (_, operands) in self.found.items():
             if (len(operands) == len(parts) and all(v.same_as(o) for (v, _), o in zip(parts, operands, strict=True))
@@ -52,7 +54,7 @@ class Statistics:
                 return total
         return None
 
-    def _deviation(self, term: Expr) -> Any:
+    def _deviation(self, term: Expr) -> tuple[Var, Var] | None:
         """(value, mean) of (value - mean) * (value - mean), both variables."""
         term = self._resolved(term)
         if type(term).__name__ != "Mul":

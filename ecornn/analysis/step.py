@@ -15,10 +15,11 @@ products and of statistics, which are one value a batch row.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
-Var = Any  # tvm.tirx.Var; TVM is not imported by readers of this file
-Expr = Any  # tvm.ir.PrimExpr
+if TYPE_CHECKING:
+    from tvm.ir import Expr
+    from tvm.tirx import Var
 
 
 @dataclass(frozen=True)

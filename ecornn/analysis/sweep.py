@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ecornn.analysis.partials import Factor, Partials, weighted
 from ecornn.analysis.step import Assign, Product, Statistic, Term
 
-Var = Any  # tvm.tirx.Var
+if TYPE_CHECKING:
+    from tvm.tirx import Var
 
 
 class Sweep:

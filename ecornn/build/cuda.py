@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ecornn.build.generated import Generated, Texts
 from ecornn.build.host_cuda import COOPERATIVE, SCALARS, Kernel, host_sources, image
@@ -15,6 +15,10 @@ from ecornn.build.nvcc import compile_cubin
 from ecornn.device import Device
 from ecornn.errors import BuildError
 from ecornn.program import Launch, Program, launches
+
+if TYPE_CHECKING:
+    from tvm.target import Target
+    from tvm.tirx import AttrStmt, PrimFunc
 
 PROJECTION = "project"  # in the names of functions that project a sequence's input
 LARGE = 64_000  # characters of a kernel's source
@@ -65,7 +69,7 @@ class _Lowered:
 
     name: str
     kernel: Kernel
-    code: Any
+    code: PrimFunc
     key: tuple[Any, ...]
 
 
@@ -104,7 +108,7 @@ def _kept(key: Any, make: Callable[[], Any]) -> Any:
     return _latest[key]
 
 
-def _pipeline(name: str, function: Any, arch: str) -> Any:
+def _pipeline(name: str, function: PrimFunc, arch: str) -> PrimFunc:
     """TVM's passes over one function, so that a device function's origin is never in doubt."""
     import tvm
     from tvm import tirx
@@ -123,17 +127,17 @@ def _pipeline(name: str, function: Any, arch: str) -> Any:
     return found[0]
 
 
-def _target(arch: str) -> Any:
+def _target(arch: str) -> Target:
     import tvm
 
     return tvm.target.Target({"kind": "cuda", "arch": arch}, host={"kind": "llvm"})
 
 
-def _is_device_function(function: Any) -> bool:
+def _is_device_function(function: PrimFunc) -> bool:
     return function.attrs["target"].kind.name == "cuda"
 
 
-def _kernel(program: Program, name: str, original: Any, code: Any) -> Kernel:
+def _kernel(program: Program, name: str, original: PrimFunc, code: PrimFunc) -> Kernel:
     """What the host must know: the device function keeps only the parameters that it reads."""
     import tvm_ffi
     from tvm import ir, tirx
@@ -157,7 +161,7 @@ def _kernel(program: Program, name: str, original: Any, code: Any) -> Kernel:
 
     extents: dict[str, int] = {}
 
-    def note(attribute: Any) -> None:
+    def note(attribute: AttrStmt) -> None:
         if attribute.attr_key == "thread_extent" and isinstance(attribute.value, tirx.IntImm):
             extents[attribute.node.thread_tag] = int(attribute.value)
 
@@ -190,7 +194,7 @@ def launches_of(program: Program, name: str) -> list[Launch]:
     return [call for call in launches(program.calls) if call.function == name]
 
 
-def _source(functions: Sequence[Any], arch: str) -> str:
+def _source(functions: Sequence[PrimFunc], arch: str) -> str:
     """CUDA source of lowered functions, without having TVM compile it."""
     import tvm
     import tvm_ffi

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ecornn.build.generated import Generated, Texts
 from ecornn.build.opaque_values import hide
@@ -15,6 +15,10 @@ from ecornn.device import Device
 from ecornn.errors import BuildError
 from ecornn.host_cpu import machine_of, promised
 from ecornn.program import Parallel, Program
+
+if TYPE_CHECKING:
+    from tvm.runtime import Module
+    from tvm.tirx import PrimFunc
 
 SCALARS = 4  # thread, threads, T, B come before the pointers
 ROOM = 16 << 20  # bytes for an object file, many times as many as one has
@@ -39,7 +43,7 @@ def generate(program: Program, device: Device) -> Generated:
                       asm=lambda: str(module.inspect_source("asm"))))
 
 
-def _object(module: Any) -> bytes:
+def _object(module: Module) -> bytes:
     with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
         if shutil.disk_usage(folder).free < ROOM:  # LLVM would end the process
             raise BuildError(f"{tempfile.gettempdir()} has less than {ROOM >> 20} MiB left: make room, or set TMPDIR")
@@ -80,7 +84,7 @@ def tables(program: Program) -> str:
                       f"#define ECORNN_ENTRIES(entry) {' '.join(entries)}", ""])
 
 
-def _module(functions: Mapping[str, Any], device: Device) -> Any:
+def _module(functions: Mapping[str, PrimFunc], device: Device) -> Module:
     import tvm
     from tvm import tirx
     from tvm.target import Target, codegen

@@ -9,13 +9,17 @@ results stay the same, bit for bit. Other integers stay visible: what is known o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tvm.ir import Expr
+    from tvm.tirx import PrimFunc, Stmt
 
 # Operations of integers after which simplifying takes long and finds nothing.
 OPAQUE = ("Div", "Mod", "FloorDiv", "FloorMod", "Min", "Max", "Select", "BufferLoad")
 
 
-def hide(function: Any) -> Any:
+def hide(function: PrimFunc) -> PrimFunc:
     """The PrimFunc with every such value stored in a local array before a variable is bound to it.
 
     Before: ``v = a + b``. After: ``memory = alloc_local((16,)); memory[0:16] = a + b; v = memory[0:16]``.
@@ -23,7 +27,7 @@ def hide(function: Any) -> Any:
     return function.with_body(_statement(function.body))
 
 
-def _statement(one: Any) -> Any:
+def _statement(one: Stmt) -> Stmt:
     from tvm import tirx
 
     if isinstance(one, tirx.SeqStmt):
@@ -37,7 +41,7 @@ def _statement(one: Any) -> Any:
     return one
 
 
-def _hidden(one: Any) -> Iterator[Any]:
+def _hidden(one: Stmt) -> Iterator[Stmt]:
     from tvm import tirx
 
     if not isinstance(one, tirx.Bind) or not _opaque(str(one.var.ty), one.value):
@@ -52,11 +56,11 @@ def _hidden(one: Any) -> Iterator[Any]:
     yield tirx.Bind(one.var, tirx.BufferLoad(memory, [index]))
 
 
-def _opaque(kind: str, value: Any) -> bool:
+def _opaque(kind: str, value: Expr) -> bool:
     return kind.startswith("float") or (kind.startswith("int") and any(_operations(value)))
 
 
-def _operations(value: Any) -> Iterator[bool]:
+def _operations(value: Expr) -> Iterator[bool]:
     """Of each operation in the value, whether it is one of ``OPAQUE``."""
     yield type(value).__name__ in OPAQUE
     for name in ("a", "b", "value"):  # of sums and products, and of casts

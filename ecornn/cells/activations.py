@@ -6,9 +6,12 @@ An activation is written ``name``, ``name:alpha`` or ``name:alpha:beta``; the nu
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ecornn.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from tvm.ir import Expr
 
 # name -> defaults of alpha and beta, those that it has; https://onnx.ai/onnx/operators/onnx__LSTM.html
 DEFAULTS: dict[str, tuple[float, ...]] = {
@@ -30,14 +33,14 @@ def check_activation(where: str, text: Any) -> tuple[str, tuple[float, ...]]:
     return name, values + DEFAULTS[name][len(values):]
 
 
-def activation(text: str) -> Callable[[Any], Any]:
+def activation(text: str) -> Callable[[Expr], Expr]:
     """The function of an activation, on float32 scalar expressions."""
     from tvm import te, tirx
 
     name, numbers = check_activation("activation", text)
     alpha, beta = (*(tirx.const(n, "float32") for n in numbers), None, None)[:2]
     zero, one = tirx.const(0.0, "float32"), tirx.const(1.0, "float32")
-    table: dict[str, Callable[[Any], Any]] = {
+    table: dict[str, Callable[[Expr], Expr]] = {
         "sigmoid": te.sigmoid,
         "tanh": te.tanh,
         "relu": lambda v: tirx.max(v, zero),

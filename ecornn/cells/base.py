@@ -27,9 +27,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ecornn.errors import CellError
+
+if TYPE_CHECKING:
+    from tvm.ir import Expr
+    from tvm.te import Tensor
+    from tvm.tirx import Var
 
 Shape = tuple[int, ...]
 
@@ -61,7 +66,7 @@ class Cell(ABC):
         """
 
     @abstractmethod
-    def step(self, x: Any, states: Sequence[Any], parameters: Mapping[str, Any]) -> Sequence[Any]:
+    def step(self, x: Tensor, states: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Sequence[Tensor]:
         """One step on te tensors: x (B, I) and states (B, H) to the new states, each (B, H)."""
 
     def parameter_name(self, name: str, layer: int = 0, reverse: bool = False) -> str:
@@ -82,7 +87,7 @@ class Cell(ABC):
         return f"{self.name}@{digest(self)}"
 
 
-def product(source: Any, weight: Any, gates: Sequence[int] | int | None = None, name: str = "") -> Any:
+def product(source: Tensor, weight: Tensor, gates: Sequence[int] | int | None = None, name: str = "") -> Tensor:
     """Matrix products of ``source`` (B, K) with gates of ``weight`` (G, H, K).
 
     ``gates`` selects: a sequence (default: all G) gives a tensor (B, len(gates), H), whose entry
@@ -105,19 +110,19 @@ def product(source: Any, weight: Any, gates: Sequence[int] | int | None = None, 
         lambda b, g, j: te.sum(source[b, k] * weight[g + first, j, k], axis=k), name=name)
 
 
-def pointwise(function: Callable[[Any, Any], Any], like: Any, name: str = "") -> Any:
+def pointwise(function: Callable[[Var, Var], Expr | tuple[Expr, ...]], like: Tensor, name: str = "") -> Any:
     """A tensor (B, H), or several, from ``function(b, j)``; ``like`` is any state."""
     from tvm import te
 
     return te.compute(like.shape, function, name=name or "pointwise")
 
 
-def mean(source: Any, name: str = "") -> Any:
+def mean(source: Tensor, name: str = "") -> Tensor:
     """The mean (B,) of each batch row of ``source``, (B, H), or over all gates together of (B, G, H)."""
     return _mean(source, lambda value: value, name or f"{source.op.name}_mean")
 
 
-def normalized(source: Any, epsilon: float = 1e-5, name: str = "") -> Any:
+def normalized(source: Tensor, epsilon: float = 1e-5, name: str = "") -> Tensor:
     """Layer normalization (Ba et al. 2016, arXiv 1607.06450) without gain and bias, of the shape of ``source``:
     (B, H), or (B, G, H), whose gates then share one mean and variance.
 
@@ -134,7 +139,7 @@ def normalized(source: Any, epsilon: float = 1e-5, name: str = "") -> Any:
     return te.compute(source.shape, lambda *at: apart[at] * scale[at[0]], name=name)
 
 
-def scaled(source: Any, gain: Any, first: int = 0) -> Any:
+def scaled(source: Tensor, gain: Tensor, first: int = 0) -> Tensor:
     """:func:`normalized` ``source`` (B, G, H), times gates ``first``, ``first`` + 1, ... of ``gain`` (G', H)."""
     from tvm import te
 
@@ -143,7 +148,7 @@ def scaled(source: Any, gain: Any, first: int = 0) -> Any:
                       name=f"{source.op.name}_scaled")
 
 
-def _mean(source: Any, function: Callable[[Any], Any], name: str) -> Any:
+def _mean(source: Tensor, function: Callable[[Expr], Expr], name: str) -> Tensor:
     """The mean (B,) of a function of the values of each batch row."""
     from tvm import te
 

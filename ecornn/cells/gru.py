@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from ecornn.cells.activations import activation
-from ecornn.cells.base import pointwise, product, scaled
+from ecornn.cells.base import Shape, pointwise, product, scaled
 from ecornn.cells.options import Optioned, mixed
+
+if TYPE_CHECKING:
+    from tvm.te import Tensor
 
 
 class GRU(Optioned):
@@ -30,7 +34,7 @@ class GRU(Optioned):
     states = ("h",)
     OPTIONS = {"layer_norm": False, "clip": 0.0, "zoneout": 0.0, "gate": "sigmoid", "new": "tanh"}  # noqa: RUF012
 
-    def parameters(self, input, hidden):
+    def parameters(self, input: int, hidden: int) -> dict[str, Shape]:
         found = {"weight_ih": (3, hidden, input), "weight_hh": (3, hidden, hidden),
                  "bias_ih": (3, hidden), "bias_hh": (3, hidden)}
         gains = {"weight_ln_ih": (3, hidden), "weight_ln_hh": (3, hidden)}
@@ -38,7 +42,7 @@ class GRU(Optioned):
 
     def products(self, source, parameters, end, gates=(0, 1, 2)):
         """W x or R h, normalized where the option says so: a function of batch row, gate (a number) and unit."""
-        made: dict[int, tuple[Any, int]] = {}
+        made: dict[int, tuple[Tensor, int]] = {}
         for some in ((0, 1), (2,)) if self.options["layer_norm"] else (gates,):
             if set(some) <= set(gates):
                 product_ = product(source, parameters[f"weight_{end}"], some)
@@ -47,7 +51,7 @@ class GRU(Optioned):
                 made |= {g: (product_, g - some[0]) for g in some}
         return lambda b, g, j: made[g][0][b, made[g][1], j]
 
-    def step(self, x, states, parameters):
+    def step(self, x: Tensor, states: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Sequence[Tensor]:
         (h,) = states
         gx, gh = self.products(x, parameters, "ih"), self.products(h, parameters, "hh")
         bx, bh = parameters["bias_ih"], parameters["bias_hh"]
@@ -73,7 +77,7 @@ class GRUResetBefore(GRU):
 
     name = "gru_reset_before"
 
-    def step(self, x, states, parameters):
+    def step(self, x: Tensor, states: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Sequence[Tensor]:
         (h,) = states
         gx, gh = self.products(x, parameters, "ih"), self.products(h, parameters, "hh", (0, 1))
         bx, bh = parameters["bias_ih"], parameters["bias_hh"]

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
 from ecornn.cells.activations import activation
-from ecornn.cells.base import normalized, pointwise, product, scaled
+from ecornn.cells.base import Shape, normalized, pointwise, product, scaled
 from ecornn.cells.options import Optioned, mixed, within
+
+if TYPE_CHECKING:
+    from tvm.te import Tensor
 
 
 class LSTM(Optioned):
@@ -36,7 +42,7 @@ class LSTM(Optioned):
                "projection": False, "zoneout_h": 0.0, "zoneout_c": 0.0, "gate": "sigmoid", "new": "tanh",
                "out": "tanh"}
 
-    def parameters(self, input, hidden):
+    def parameters(self, input: int, hidden: int) -> dict[str, Shape]:
         found = {"weight_ih": (4, hidden, input), "weight_hh": (4, hidden, hidden),
                  "bias_ih": (4, hidden), "bias_hh": (4, hidden)}
         found |= {"weight_peephole": (3, hidden)} if self.options["peepholes"] else {}
@@ -45,7 +51,7 @@ class LSTM(Optioned):
                       "bias_ln_c": (1, hidden)}
         return found | {"weight_hr": (1, hidden, hidden)} if self.options["projection"] else found
 
-    def step(self, x, states, parameters):
+    def step(self, x: Tensor, states: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Sequence[Tensor]:
         from tvm import te, tirx
 
         h, c = states

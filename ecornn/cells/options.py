@@ -5,11 +5,14 @@ That text is a cell's name on the command line, in records and in manifests. It 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ecornn.cells.activations import check_activation
 from ecornn.cells.base import Cell
 from ecornn.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from tvm.ir import Expr
 
 Value = bool | float | str
 
@@ -41,7 +44,7 @@ class Optioned(Cell):
         """As :meth:`Cell.identity`; a class of a user's own that has options is not told by these alone."""
         return self.spec() if type(self).__module__.startswith("ecornn.cells.") else super().identity()
 
-    def clipped(self, value: Any) -> Any:
+    def clipped(self, value: Expr) -> Expr:
         """``value`` within the bounds that ``clip`` gives the inputs of activations."""
         return within(value, self.options["clip"])
 
@@ -52,7 +55,7 @@ def number(value: float) -> str:
     return text if float(text) == value else repr(float(value))
 
 
-def within(value: Any, bound: float) -> Any:
+def within(value: Expr, bound: float) -> Expr:
     """``value`` kept from ``-bound`` to ``bound``; 0 is no bound."""
     if not bound:
         return value
@@ -61,7 +64,7 @@ def within(value: Any, bound: float) -> Any:
     return tirx.max(tirx.min(value, tirx.const(bound, "float32")), tirx.const(-bound, "float32"))
 
 
-def mixed(share: float, old: Any, new: Any) -> Any:
+def mixed(share: float, old: Expr, new: Expr) -> Expr:
     """``share`` of the old value and the rest of the new one, as zoneout has it at inference."""
     if not share:
         return new

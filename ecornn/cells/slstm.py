@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from ecornn.cells.base import pointwise, product
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ecornn.cells.base import Shape, pointwise, product
 from ecornn.cells.options import Optioned
+
+if TYPE_CHECKING:
+    from tvm.te import Tensor
 
 
 class SLSTM(Optioned):
@@ -21,10 +27,10 @@ class SLSTM(Optioned):
     states = ("h", "c", "n", "m")
     nonnegative = ("n",)
 
-    def parameters(self, input, hidden):
+    def parameters(self, input: int, hidden: int) -> dict[str, Shape]:
         return {"weight_ih": (4, hidden, input), "weight_hh": (4, hidden, hidden), "bias_ih": (4, hidden)}
 
-    def step(self, x, states, parameters):
+    def step(self, x: Tensor, states: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Sequence[Tensor]:
         from tvm import te, tirx
 
         h, c, n, m = states

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
 from ecornn.cells.activations import activation
-from ecornn.cells.base import pointwise, product
+from ecornn.cells.base import Shape, pointwise, product
 from ecornn.cells.options import Optioned, mixed
+
+if TYPE_CHECKING:
+    from tvm.te import Tensor
 
 
 class VanillaTanh(Optioned):
@@ -21,11 +27,11 @@ class VanillaTanh(Optioned):
     states = ("h",)
     OPTIONS = {"clip": 0.0, "zoneout": 0.0, "new": "tanh"}  # noqa: RUF012
 
-    def parameters(self, input, hidden):
+    def parameters(self, input: int, hidden: int) -> dict[str, Shape]:
         return {"weight_ih": (1, hidden, input), "weight_hh": (1, hidden, hidden),
                 "bias_ih": (1, hidden), "bias_hh": (1, hidden)}
 
-    def step(self, x, states, parameters):
+    def step(self, x: Tensor, states: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Sequence[Tensor]:
         (h,) = states
         gx, gh = product(x, parameters["weight_ih"], 0), product(h, parameters["weight_hh"], 0)
         bx, bh = parameters["bias_ih"], parameters["bias_hh"]
@@ -50,10 +56,10 @@ class IndRNN(VanillaTanh):
     name = "indrnn"
     OPTIONS = VanillaReLU.OPTIONS
 
-    def parameters(self, input, hidden):
+    def parameters(self, input: int, hidden: int) -> dict[str, Shape]:
         return {"weight_ih": (1, hidden, input), "weight_hh": (1, hidden), "bias_ih": (1, hidden)}
 
-    def step(self, x, states, parameters):
+    def step(self, x: Tensor, states: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Sequence[Tensor]:
         (h,) = states
         gx, u, bias = product(x, parameters["weight_ih"], 0), parameters["weight_hh"], parameters["bias_ih"]
         new = activation(self.options["new"])

@@ -16,7 +16,7 @@ import click
 
 from ecornn.errors import EcornnError
 from ecornn.layer_spec import usual_dtype
-from ecornn.workload import DTYPES, PRECISIONS, WEIGHTS, Stack, Workload
+from ecornn.workload import DTYPES, PRECISIONS, WEIGHTS, Workload
 
 F = TypeVar("F", bound=Callable[..., Any])
 SIZE = click.IntRange(min=1, max=1 << 20)
@@ -89,6 +89,7 @@ PROPERTIES: dict[str, dict[str, Any]] = {
     "lengths": {"is_flag": True, "help": "Calls may give each row's length."},
     "resets": {"is_flag": True, "help": "Calls may give a mask of the steps where a row starts anew."},
     "sequences": {"is_flag": True, "help": "Calls may lay many sequences end to end in columns (GPU)."},
+    "training": {"is_flag": True, "help": "The module has gradients, too: Layer.forward and Layer.backward."},
 }
 
 
@@ -115,7 +116,7 @@ def layer_options(required: bool = True, many: bool = False) -> Callable[[F], F]
 def stack_options() -> Callable[[F], F]:
     """The properties of a stack."""
     return every([click.option(f"--{name}", **settings) for name, settings in PROPERTIES.items()
-                  if name in Stack.__struct_fields__])
+                  if name not in Workload.__struct_fields__])
 
 
 def every(options: list[Callable[[F], F]]) -> Callable[[F], F]:

@@ -21,19 +21,14 @@ def _unavailable(*_: Any) -> Any:
     raise ModuleError("the module was built for a CPU: it has no device memory")
 
 
-def _no_training(*_: Any) -> Any:
-    raise ModuleError("the module was compiled without training=True: it has no backward pass")
-
-
 @dataclass(frozen=True)
 class Library:
-    """Functions of a module file; ``forward`` and ``backward`` belong to modules that train, ``pack`` to those of CPUs,
-    ``alloc`` to ``synchronize`` to CUDA modules.
+    """Functions of a module file; ``pack`` belongs to those of CPUs, ``alloc`` to ``synchronize`` to CUDA modules.
 
     Attributes
     ----------
     manifest : () -> JSON
-    run, forward, backward : (T, B, device, queue, *pointers) -> None
+    run, forward, backward : (T, B, device, queue, *pointers) -> None; the last two of modules that train
     alloc : (device, nbytes) -> pointer
     free : (device, pointer) -> None
     copy : (device, to, from, nbytes, queue) -> None
@@ -43,8 +38,8 @@ class Library:
 
     manifest: Callable[..., Any]
     run: Callable[..., Any]
-    forward: Callable[..., Any] = _no_training
-    backward: Callable[..., Any] = _no_training
+    forward: Callable[..., Any] | None = None
+    backward: Callable[..., Any] | None = None
     alloc: Callable[..., Any] = _unavailable
     free: Callable[..., Any] = _unavailable
     copy: Callable[..., Any] = _unavailable

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ecornn.errors import ArgumentError, DTypeError, ShapeError
+from ecornn.errors import ArgumentError, DTypeError, ModuleError, ShapeError
 from ecornn.manifest import Manifest
 from ecornn.program import BACKWARD, FORWARD, KEPT
 from ecornn.runtime.arrays import Arrays, Placed, Shape
@@ -71,10 +71,13 @@ def kept_layout(manifest: Manifest, steps: int, batch: int) -> tuple[dict[str, i
 
 
 class Training:
-    """The two entries of a module, for a :class:`~ecornn.runtime.caller.Caller`, whose weights they read."""
+    """The two entries of a module, for a :class:`~ecornn.runtime.caller.Caller`, which has this, and whose weights they
+    read."""
 
     def __init__(self, caller: Any) -> None:
         self._caller, manifest = caller, caller.manifest
+        if FORWARD not in manifest.entries:
+            raise ModuleError("the module was compiled without training=True: it has no backward pass")
         self._forward, self._backward = entry_plan(manifest, FORWARD), entry_plan(manifest, BACKWARD)
         self._pool = Pool()
         self._last = (0, 0, *kept_layout(manifest, 0, 0))
@@ -171,11 +174,12 @@ class TrainingCalls:
 
         Raises as a call of the layer, and :class:`~ecornn.errors.ModuleError` for a module that does not train.
         """
+        training = self.training  # a module that does not train says so
         arrays, placed, masks, states, steps, batch = self._first(x, state, lengths, resets)
         like, shape, room = placed[0], self.state_shape(batch), self._memory(arrays, memory, steps, batch)
         y = arrays.empty((steps, batch, self.width), like, self.library)
         after = [arrays.empty(shape, like, self.library) for _ in self.manifest.states]
-        kept = self.training.forward(arrays, placed, states, masks, y, after, steps, batch, room)
+        kept = training.forward(arrays, placed, states, masks, y, after, steps, batch, room)
         return arrays.give(y[0]), tuple(arrays.give(a) for a, _ in after), kept
 
     def kept_in(self: Any, memory: Any, x: Any, y: Any, state: Sequence[Any] | None = None, *, lengths: Any = None,

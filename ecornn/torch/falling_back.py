@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from ecornn.compiler import training_kinds
 from ecornn.errors import FallbackError
 from ecornn.torch import engine
 from ecornn.torch.dispatching import derivatives
 from ecornn.torch.snapshot import suspect
 
-TRAINED = training_kinds()  # kinds of devices whose modules have gradients
+TRAINED = {"cpu"}  # kinds of devices whose modules are asked for gradients
 
 
 def obstacle(module: Any, input: Any, hx: Any) -> tuple[str, bool]:
@@ -31,7 +30,7 @@ def obstacle(module: Any, input: Any, hx: Any) -> tuple[str, bool]:
                 f"GPU, and this is {data.dtype} on {data.device.type}"), False
     asked = derivatives(lambda: (data, *tensors_of(hx), *engine.weights_of(module)))
     if asked == "gradients" and data.device.type not in TRAINED:
-        return (f"gradients are asked for, which compiled modules for {data.device.type} do not have; under "
+        return (f"gradients are asked for, and here compiled modules have them on {', '.join(TRAINED)} only; under "
                 "torch.no_grad() or torch.inference_mode() the compiled one does"), True
     if asked == "forward derivatives":
         return "forward derivatives are asked for", False

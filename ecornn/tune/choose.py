@@ -39,13 +39,6 @@ def candidates(device: Device, name: str | None = None) -> list[Schedule]:
     return [every[name]] if name else [s for s in every.values() if s.kind == device.kind]
 
 
-def training_kinds() -> frozenset[str]:
-    """The kinds of devices, ``cpu`` and ``cuda``, that have schedules with a backward pass."""
-    from ecornn.schedules import all_schedules
-
-    return frozenset("cpu" if s.kind == "llvm" else s.kind for s in all_schedules().values() if s.keeps)
-
-
 def serving_or_raise(task: Task, name: str | None = None) -> list[Schedule]:
     """The schedules that serve the task, what is expected to be fastest first, or the one of that name; errors as
     :func:`serving`."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +15,12 @@ from numpy.typing import NDArray
 from ecornn.cells import Cell
 from ecornn.errors import CellError
 
+if TYPE_CHECKING:
+    from tvm.ir import Expr
+    from tvm.te import ComputeOp, Operation, Tensor
+    from tvm.tirx import Reduce, Var
+
 Array = NDArray[Any]
-Node = Any  # tvm.ir.PrimExpr
-Tensor = Any  # tvm.te.Tensor
 
 
 def _erf(z: Any) -> Any:
@@ -63,7 +66,7 @@ class Step:
         self.parameters = {n: te.placeholder(s, "float32", name=n) for n, s in cell.parameters(x[1], state[1]).items()}
         found = cell.step(self.x, self.states, self.parameters)
         self.results = list(found) if isinstance(found, (list, tuple)) else [found]
-        self.known: dict[tuple[Any, int], Array] = {}  # (operation, output) -> its values in this step
+        self.known: dict[tuple[Operation, int], Array] = {}  # (operation, output) -> its values in this step
 
     def __call__(self, x: Array, states: Sequence[Array], parameters: Mapping[str, Array]) -> tuple[Array, ...]:
         """The new states; parameters by the cell's names, in te shape."""
@@ -81,7 +84,7 @@ class Step:
             self.known[key] = self.compute(tensor.op, tensor.op.body[tensor.value_index])
         return self.known[key]
 
-    def compute(self, op: Any, body: Node) -> Array:
+    def compute(self, op: ComputeOp, body: Expr) -> Array:
         """``body`` at all places of the operation's axes: in arrays with a dimension for each axis, of which those that
         a value does not depend on have one entry."""
         reduction = type(body).__name__ == "Reduce"
@@ -99,11 +102,11 @@ class Step:
         return np.asarray(self.product(values, extents, len(shape))) + (
             0.0 if start is None else self.value(start, places).item())
 
-    def multiplied(self, parts: Sequence[Node], places: Mapping[Any, Array]) -> list[Array]:
+    def multiplied(self, parts: Sequence[Expr], places: Mapping[Var, Array]) -> list[Array]:
         """The values of what a sum is a sum of products of."""
         return [self.value(part, places) for part in parts]
 
-    def parts(self, name: str, body: Node) -> tuple[Node | None, Node]:
+    def parts(self, name: str, body: Reduce) -> tuple[Expr | None, Expr]:
         """Where a sum starts, if not at 0, and what it is of."""
         n, combiner = body.value_index, body.combiner
         result = combiner.result[n]
@@ -128,7 +131,7 @@ class Step:
         alike = math.prod(size for n, size in enumerate(extents) if n >= kept and not shared[n])
         return np.broadcast_to(found * alike, extents[:kept])
 
-    def value(self, e: Node, places: Mapping[Any, Array]) -> Array:
+    def value(self, e: Expr, places: Mapping[Var, Array]) -> Array:
         """An expression at all ``places`` of its axes."""
         kind = type(e).__name__
         if kind == "Var":
@@ -172,7 +175,7 @@ class Step:
         return source.transpose(order).reshape(shape)
 
 
-def factors(e: Node) -> list[Node]:
+def factors(e: Expr) -> list[Expr]:
     """What is multiplied."""
     return factors(e.a) + factors(e.b) if type(e).__name__ == "Mul" else [e]
 

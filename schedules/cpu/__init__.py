@@ -29,7 +29,6 @@ class CPUSequence(Schedule):
     revision = 2
     kind = "llvm"
     weights = ("bfloat16", "int21", "int16", "int8")
-    keeps = ("states",)
 
     def refuses(self, task: Task) -> str | None:
         """None, or the reason: another target or data type than a CPU's, or instructions that it lacks."""

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
-from ecornn.schedules.builder import Expr
+from ecornn.schedules.builder import Expr, PrimFunc, TirBuffer, Var
+
+if TYPE_CHECKING:
+    from tvm.tirx import Stmt
 
 
 class Emitter:
@@ -25,8 +28,8 @@ class Emitter:
 
         self.ir, self.tirx, self.lanes = ir, tirx, lanes
         self.vector_type = f"float32x{lanes}"
-        self.parameters: list[Any] = []
-        self.stack: list[list[Any]] = [[]]
+        self.parameters: list[Var] = []
+        self.stack: list[list[Stmt]] = [[]]
 
     # -- parameters and the function ------------------------------------------------------------
     def scalar(self, name: str) -> Expr:
@@ -35,7 +38,7 @@ class Emitter:
         self.parameters.append(var)
         return self.let(f"{name}_64", self.tirx.Cast("int64", var))
 
-    def pointer(self, name: str, dtype: str = "float32") -> Any:
+    def pointer(self, name: str, dtype: str = "float32") -> TirBuffer:
         """A parameter that points at ``dtype``, as a flat buffer."""
         kind = self.ir.PointerType(self.ir.PrimType(dtype), "global")
         var = self.tirx.Var(name, kind)
@@ -45,7 +48,7 @@ class Emitter:
         self.add(self.tirx.DeclBuffer(buffer, data=var))
         return buffer
 
-    def function(self, name: str) -> Any:
+    def function(self, name: str) -> PrimFunc:
         """The PrimFunc of everything that was written.
 
         It must not be marked ``noalias``: LLVM would then keep what one thread wrote before a barrier
@@ -55,11 +58,11 @@ class Emitter:
         return self.tirx.PrimFunc(self.parameters, self.tirx.SeqStmt(body)).with_attr("global_symbol", name)
 
     # -- statements -----------------------------------------------------------------------------
-    def add(self, statement: Any) -> None:
+    def add(self, statement: Stmt) -> None:
         """Appends a statement."""
         self.stack[-1].append(statement)
 
-    def let(self, name: str, value: Expr) -> Any:
+    def let(self, name: str, value: Expr) -> Var:
         """Binds ``value`` to a variable."""
         var = self.tirx.Var(name, str(value.ty))
         self.add(self.tirx.Bind(var, value))
@@ -70,7 +73,7 @@ class Emitter:
         self.add(self.tirx.Evaluate(self.tirx.call_extern("void", name)))
 
     @contextmanager
-    def loop(self, name: str, extent: Expr | int, start: Expr | int = 0) -> Iterator[Any]:
+    def loop(self, name: str, extent: Expr | int, start: Expr | int = 0) -> Iterator[Var]:
         """``for name in start .. start + extent - 1``."""
         var = self.tirx.Var(name, "int64")
         self.stack.append([])
@@ -89,7 +92,7 @@ class Emitter:
         if body is not None:
             self.add(self.tirx.IfThenElse(condition, body, None))
 
-    def block(self) -> Any:
+    def block(self) -> Stmt | None:
         body = self.stack.pop()
         if not body:
             return None
@@ -130,23 +133,23 @@ class Emitter:
         return self.intrinsic("fma", a, b, c)
 
     # -- memory ---------------------------------------------------------------------------------
-    def load(self, buffer: Any, index: Expr | int) -> Expr:
+    def load(self, buffer: TirBuffer, index: Expr | int) -> Expr:
         """One element."""
         return self.tirx.BufferLoad(buffer, [self.index(index)])
 
-    def store(self, buffer: Any, index: Expr | int, value: Expr) -> None:
+    def store(self, buffer: TirBuffer, index: Expr | int, value: Expr) -> None:
         """One element."""
         self.add(self.tirx.BufferStore(buffer, value, [self.index(index)]))
 
-    def vload(self, buffer: Any, index: Expr | int) -> Expr:
+    def vload(self, buffer: TirBuffer, index: Expr | int) -> Expr:
         """``lanes`` elements from ``index`` on."""
         return self.tirx.BufferLoad(buffer, [self.ramp(index)])
 
-    def vstore(self, buffer: Any, index: Expr | int, value: Expr) -> None:
+    def vstore(self, buffer: TirBuffer, index: Expr | int, value: Expr) -> None:
         """``lanes`` elements from ``index`` on."""
         self.add(self.tirx.BufferStore(buffer, value, [self.ramp(index)]))
 
-    def prefetch(self, buffer: Any, index: Expr | int) -> None:
+    def prefetch(self, buffer: TirBuffer, index: Expr | int) -> None:
         """Asks for the cache line of an element, which need not exist."""
         place = self.tirx.address_of(self.load(buffer, index))
         flags = (self.tirx.const(value, "int32") for value in (0, 3, 1))  # to read, for all caches, data
@@ -159,13 +162,13 @@ class Emitter:
         """A vector converted to lanes of ``dtype``."""
         return self.tirx.Cast(f"{dtype}x{self.lanes}", value)
 
-    def local(self, name: str, dtype: str = "float32") -> Any:
+    def local(self, name: str, dtype: str = "float32") -> TirBuffer:
         """One vector of its own; LLVM makes it a register where every access is a whole vector."""
         buffer = self.tirx.decl_buffer([self.lanes], dtype, name, scope="local")
         self.add(self.tirx.AllocBuffer(buffer))
         return buffer
 
-    def vload_part(self, name: str, buffer: Any, index: Expr, valid: Expr) -> Expr:
+    def vload_part(self, name: str, buffer: TirBuffer, index: Expr, valid: Expr) -> Expr:
         """A vector whose first ``valid`` lanes (any number; <= 0 for none) are read, the others zero."""
         parts = self.local(name)
         self.vstore(parts, 0, self.splat(0.0))
@@ -175,7 +178,7 @@ class Emitter:
             self.store(parts, lane, self.load(buffer, index + lane))
         return self.let(f"{name}_value", self.vload(parts, 0))
 
-    def vstore_part(self, name: str, buffer: Any, index: Expr, value: Expr, valid: Expr) -> None:
+    def vstore_part(self, name: str, buffer: TirBuffer, index: Expr, value: Expr, valid: Expr) -> None:
         """Stores the first ``valid`` lanes (any number; <= 0 for none)."""
         with self.when(valid >= self.index(self.lanes)):
             self.vstore(buffer, index, value)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from ecornn.program import Buffer
+from ecornn.schedules.builder import Expr, TirBuffer, Var
 from ecornn.schedules.cpu import paired
 from ecornn.schedules.cpu.emit import Emitter
 from ecornn.schedules.cpu.quantize import Integers
@@ -13,9 +13,6 @@ from ecornn.schedules.cpu.stages import Stage, StepPlan
 from ecornn.schedules.cpu.tiling import Shape
 from ecornn.schedules.cpu.timeline import Timeline
 from ecornn.workload import Traversal
-
-Expr = Any  # tvm.ir.PrimExpr
-Var = Any  # tvm.tirx.Var
 
 
 @dataclass(frozen=True)
@@ -32,9 +29,9 @@ class Span:
 class Place:
     """Where a value of each row lies, its units side by side: from ``start`` on, rows ``stride`` elements apart."""
 
-    data: Any
+    data: TirBuffer
     stride: int
-    start: Any = 0
+    start: Expr | int = 0
 
     def at(self, e: Emitter, row: Expr) -> Expr:
         """Where the row's first unit is."""
@@ -53,12 +50,12 @@ class Memory:
         self.plan, self.shape, self.graph, self.traversal = plan, shape, plan.graph, traversal
         self.prefix, self.e = prefix, e or Emitter(shape.lanes)
         self.buffers: list[Buffer] = []
-        self.data: dict[str, Any] = {}  # buffer name, without the prefix -> its elements
+        self.data: dict[str, TirBuffer] = {}  # buffer name, without the prefix -> its elements
         self.integers: dict[tuple[str, int], Integers] = {}  # (stage, group of rows) -> its operand as integers
         self.paired: dict[tuple[str, int], paired.Paired] = {}  # ... as copies for products of pairs
         self.aliases: dict[str, str] = {}  # further pointer parameters -> their buffer
         self.given: dict[Var, Place] = {}  # what other parts of the function, or its caller, made
-        self.kept: dict[Var, Any] = {}  # value carried between stages -> its buffer
+        self.kept: dict[Var, TirBuffer] = {}  # value carried between stages -> its buffer
         self.place = {v: i for i, v in enumerate(self.graph.hoisted_outputs)}
         self.projected = {v: i for i, v in enumerate(self.graph.projected)}  # where statistics of them are due
         self.totals = {v: i for i, v in enumerate(v for s in self.graph.statistics for v in s.made)}
@@ -85,7 +82,7 @@ class Memory:
             return self.e.index(0)
         return self.e.mod(t, 2) * self.e.index(self.shape.padded_batch * self.shape.width)
 
-    def operand(self, operand: Var | None, first: Expr, t: Expr) -> tuple[Any, Expr, int]:
+    def operand(self, operand: Var | None, first: Expr, t: Expr) -> tuple[TirBuffer, Expr, int]:
         """Elements of an operand, where its first row starts, and how far its rows are apart."""
         e, s = self.e, self.shape
         if operand is None:

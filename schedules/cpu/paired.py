@@ -20,11 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ecornn.analysis.step import Term
 from ecornn.program import Packing
-from ecornn.schedules.builder import Expr
+from ecornn.schedules.builder import Expr, TirBuffer
 from ecornn.schedules.cpu.emit import Emitter
 from ecornn.schedules.cpu.quantize import across
 
@@ -44,9 +43,9 @@ class Paired:
     """An operand's rows, scaled: ``copies``, the same memory by several names; ``factors``, what a row must be
     multiplied with in the end; ``sums``, of a row's pairs, negative, PLAIN where the row is for the plain way."""
 
-    copies: Sequence[Any]
-    factors: Any
-    sums: Any
+    copies: Sequence[TirBuffer]
+    factors: TirBuffer
+    sums: TirBuffer
     k: int
     pairs: int
     lanes: int
@@ -124,7 +123,7 @@ def prepare_row(e: Emitter, into: Paired, row: Expr, load: Callable[[Expr, Expr]
     e.store(into.factors, row, factor)
 
 
-def multiply(e: Emitter, into: list[list[Any]], operand: Paired, top: Expr, rows: Expr, weights: Any,
+def multiply(e: Emitter, into: list[list[TirBuffer]], operand: Paired, top: Expr, rows: Expr, weights: TirBuffer,
              weight_start: Expr, products: Sequence[Expr]) -> None:
     """Adds products to the registers ``into``, which must be zero, of the rows from ``top`` on; there are ``rows``.
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ecornn.analysis.step import Term
 from ecornn.program import Packing
-from ecornn.schedules.builder import Expr
+from ecornn.schedules.builder import Expr, TirBuffer
 from ecornn.schedules.cpu.emit import Emitter
 from ecornn.schedules.cpu.stored import STORED, widen
 
@@ -31,8 +30,8 @@ class Ahead:
 
 
 def packing(terms: Sequence[Term], hidden: int, k: int, vectors: int, lanes: int, kind: str) -> Packing:
-    """Weights of ``terms``, each (H, K), or (K, H) where transposed, as (tile, K / group, gate, vector, lane, group); of
-    int16 and int21 as (..., vector, word, lane)."""
+    """Weights of ``terms``, each (H, K), or (K, H) where transposed, as (tile, K / group, gate, vector, lane, group);
+    of int16 and int21 as (..., vector, word, lane)."""
     tiles, gates, group = -(-hidden // (vectors * lanes)), len(terms), STORED[kind].group
     groups, sources = -(-k // group), tuple(t.source for t in terms)
     if terms[0].transposed:
@@ -42,7 +41,7 @@ def packing(terms: Sequence[Term], hidden: int, k: int, vectors: int, lanes: int
                    split=(gates, tiles, vectors, lanes, groups, group), order=(1, 4, 0, 2, 3, 5), dtype=kind)
 
 
-def accumulators(e: Emitter, rows: int, columns: int, name: str, kind: str) -> list[list[Any]]:
+def accumulators(e: Emitter, rows: int, columns: int, name: str, kind: str) -> list[list[TirBuffer]]:
     """Zeroed registers, [row][column]: int32 for int8 weights, else float32."""
     dtype = "int32" if kind == "int8" else "float32"
     made = [[e.local(f"{name}_{m}_{n}", dtype) for n in range(columns)] for m in range(rows)]
@@ -52,7 +51,7 @@ def accumulators(e: Emitter, rows: int, columns: int, name: str, kind: str) -> l
     return made
 
 
-def multiply(e: Emitter, into: list[list[Any]], operand: Any, starts: Sequence[Expr], weights: Any,
+def multiply(e: Emitter, into: list[list[TirBuffer]], operand: TirBuffer, starts: Sequence[Expr], weights: TirBuffer,
              weight_start: Expr, k: int, unroll: int, kind: str, ahead: Ahead | None = None) -> None:
     """Adds products over ``k`` values to the registers ``into``.
 

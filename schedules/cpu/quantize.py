@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from ecornn.schedules.builder import Expr
+from ecornn.schedules.builder import Expr, TirBuffer
 from ecornn.schedules.cpu.emit import Emitter
 
 LARGEST, OFFSET = 127.0, 128
@@ -25,9 +24,9 @@ class Integers:
     """Buffers of an operand's rows: ``words`` int32, four values each, ``scales`` float32, ``sums`` int32 (of the
     values of a row, times 128); ``width``: values of a row with its padding."""
 
-    words: Any
-    scales: Any
-    sums: Any
+    words: TirBuffer
+    scales: TirBuffer
+    sums: TirBuffer
     width: int
 
 
@@ -57,7 +56,7 @@ def quantize_row(e: Emitter, into: Integers, row: Expr, load: Callable[[Expr], E
     e.store(into.sums, row, across(e, sums, lambda a, b: a + b) * e.tirx.const(OFFSET, "int32"))
 
 
-def across(e: Emitter, vector: Any, join: Callable[[Expr, Expr], Expr], lanes: range | None = None) -> Expr:
+def across(e: Emitter, vector: TirBuffer, join: Callable[[Expr, Expr], Expr], lanes: range | None = None) -> Expr:
     """All lanes of a local vector, or those given, joined."""
     first, *others = lanes or range(e.lanes)
     total = e.load(vector, first)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from ecornn.analysis import Statistic
+from ecornn.schedules.builder import Expr, Var
 from ecornn.schedules.cpu.memory import Memory, Span
 from ecornn.schedules.cpu.stages import Stage
 from ecornn.schedules.cpu.tile_task import TileTask
 from ecornn.schedules.cpu.tiling import Tile
 
-Expr = Any  # tvm.ir.PrimExpr
 ONE = Tile(1, 1, 1)  # a vector of units of the row
 
 
@@ -72,7 +71,7 @@ class RowTask:
             e.store(total, 0, e.load(total, 0) + e.load(sums, lane))
         return e.let("total_value", e.load(total, 0))
 
-    def keep(self, var: Any, value: Expr) -> None:
+    def keep(self, var: Var, value: Expr) -> None:
         """Where other threads, and this one, will find it."""
         place = self.task(self.e.index(0))
         place.locate(0, 0)

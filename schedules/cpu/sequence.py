@@ -9,10 +9,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ecornn.program import WORKSPACE, Extent, Parallel, Program
 from ecornn.schedules.assemble import call_buffers
+from ecornn.schedules.builder import PrimFunc
 from ecornn.schedules.cpu.stages import StepPlan
 from ecornn.schedules.cpu.tiling import Shape
 from ecornn.schedules.cpu.timeline import Timeline
@@ -59,7 +58,7 @@ class Sequence(Worker):
         """The call of the function of that name."""
         return Parallel(name, self.aliases, self.shape.team)
 
-    def function(self, name: str) -> Any:
+    def function(self, name: str) -> PrimFunc:
         """The whole function, of that name."""
         e = self.e
         self.declare()

@@ -17,14 +17,12 @@ levels are carried in workspace.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from ecornn.analysis import Product, Statistic, StepGraph
 from ecornn.analysis.liveness import carried, levels
 from ecornn.analysis.step import Term
+from ecornn.schedules.builder import Expr, Var
 from ecornn.schedules.scalars.row_sums import parts_of
-
-Var = Any  # tvm.tirx.Var
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class StepPlan:
     graph: StepGraph
     hoisted: tuple[Stage, ...]
     parts: tuple[tuple[Stage, ...], ...]
-    definition: dict[Var, Any]
+    definition: dict[Var, Expr]
     level: dict[Var, int]
     doubled: tuple[str, ...]
     barriers: bool

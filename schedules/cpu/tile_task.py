@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
+from ecornn.schedules.builder import Expr, TirBuffer, Var
 from ecornn.schedules.cpu.math import vector
 from ecornn.schedules.cpu.memory import Memory, Span
 from ecornn.schedules.cpu.paired import multiply as multiply_pairs
@@ -14,9 +14,6 @@ from ecornn.schedules.cpu.quantize import restore
 from ecornn.schedules.cpu.stages import Stage, groups
 from ecornn.schedules.cpu.stored import STORED
 from ecornn.schedules.cpu.tiling import Tile
-
-Expr = Any  # tvm.ir.PrimExpr
-Var = Any  # tvm.tirx.Var
 
 
 class TileTask:
@@ -29,7 +26,7 @@ class TileTask:
         self.o, self.e, self.s, self.plan = owner, owner.e, owner.shape, owner.plan
         self.stage, self.tile, self.first, self.t, self.rows = stage, tile, span.first, span.t, span.rows
         self.units, self.top, self.ahead = units, top, ahead
-        self.products: dict[Var, list[list[Any]]] = {}  # row variable -> registers [row][vector]
+        self.products: dict[Var, list[list[TirBuffer]]] = {}  # row variable -> registers [row][vector]
         self.source: dict[Var, tuple[int, int]] = {}  # row variable -> (group, gate)
         self.values: dict[Var, Expr] = {}
 
@@ -37,7 +34,7 @@ class TileTask:
         e, s, tile = self.e, self.s, self.tile
         for group in groups(self.stage.rows):
             columns = len(group.products) * tile.vectors
-            into: list[list[Any]] = []
+            into: list[list[TirBuffer]] = []
             for number, (operand, _) in enumerate(group.parts, group.first):
                 add = (self.pairs if tile.pairs else self.plain)(number, operand, columns)
                 into = into or accumulators(e, tile.rows, columns, f"sum{number}", s.weights)
@@ -52,7 +49,7 @@ class TileTask:
             for v in range(tile.vectors):
                 self.pointwise(m, v)
 
-    def plain(self, number: int, operand: Var | None, columns: int) -> Callable[[list[list[Any]]], None]:
+    def plain(self, number: int, operand: Var | None, columns: int) -> Callable[[list[list[TirBuffer]]], None]:
         """What adds a product to registers."""
         e, s = self.e, self.s
         k = self.o.length(operand)
@@ -60,7 +57,7 @@ class TileTask:
         weights = self.o.data[f"{self.stage.name}_weights_{number}"]
         size = STORED[s.weights].size(k, columns * s.lanes)
 
-        def add(into: list[list[Any]]) -> None:
+        def add(into: list[list[TirBuffer]]) -> None:
             multiply(e, into, data, starts, weights, e.let("weight_start", self.units * e.index(size)), k,
                      self.tile.unroll, s.weights, self.asked(size))
 
@@ -74,13 +71,13 @@ class TileTask:
         share = -(-size // parts)
         return Ahead(e.let("ahead", units * e.index(size) + part * e.index(share)), share)
 
-    def pairs(self, number: int, operand: Var | None, columns: int) -> Callable[[list[list[Any]]], None]:
+    def pairs(self, number: int, operand: Var | None, columns: int) -> Callable[[list[list[TirBuffer]]], None]:
         """The same by pairs, of the copies that were made of the operand's rows."""
         e, s, data = self.e, self.s, self.o.data
         copy, vectors = self.o.paired[self.stage.name, number], self.tile.vectors
         size, units = copy.pairs * copy.length * columns * s.lanes, s.units(self.tile) * vectors * s.lanes
 
-        def add(into: list[list[Any]]) -> None:
+        def add(into: list[list[TirBuffer]]) -> None:
             products = []
             for column in range(columns):
                 unit = (self.units * e.index(vectors) + e.index(column % vectors)) * e.index(s.lanes)
@@ -91,7 +88,7 @@ class TileTask:
 
         return add
 
-    def operand(self, number: int, operand: Var | None) -> tuple[Any, list[Expr]]:
+    def operand(self, number: int, operand: Var | None) -> tuple[TirBuffer, list[Expr]]:
         """Elements of an operand and where each row of the tile starts."""
         e, rows = self.e, range(self.tile.rows)
         if self.s.weights == "int8":
@@ -195,7 +192,7 @@ class TileTask:
         name = next(n for n, v in o.graph.states.items() if v.same_as(var))
         return e.vload(o.data[f"{name}_state"], o.slot(name, self.t) + self.at)
 
-    def total(self, var: Var) -> tuple[Any, Expr]:
+    def total(self, var: Var) -> tuple[TirBuffer, Expr]:
         """The elements that a statistic is among, and its place."""
         e, o = self.e, self.o
         name, places = ("statistics", o.totals) if var in o.totals else ("hoisted_statistics", o.hoisted_totals)

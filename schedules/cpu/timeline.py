@@ -5,9 +5,7 @@ As :mod:`ecornn.schedules.timeline` says; a vector is of one row, so a predicate
 
 from __future__ import annotations
 
-from typing import Any
-
-from ecornn.schedules.builder import Expr
+from ecornn.schedules.builder import Expr, TirBuffer
 from ecornn.schedules.cpu.emit import Emitter
 from ecornn.workload import Traversal
 
@@ -18,7 +16,7 @@ class Timeline:
     ``data`` has the elements of ``lengths`` and ``resets`` where the traversal asks for them.
     """
 
-    def __init__(self, e: Emitter, traversal: Traversal, data: dict[str, Any], steps: Expr, batch: Expr) -> None:
+    def __init__(self, e: Emitter, traversal: Traversal, data: dict[str, TirBuffer], steps: Expr, batch: Expr) -> None:
         self.e, self.traversal, self.data, self.steps, self.batch = e, traversal, data, steps, batch
         # The first step of x at which a layer may start anew; an adjoint goes the other way.
         self.first_start = int(traversal.reverse != traversal.backward)

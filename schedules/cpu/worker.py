@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 from ecornn.analysis.step import Term
 from ecornn.program import PACKED, WORKSPACE, Buffer, Extent, Packing
+from ecornn.schedules.builder import Expr, TirBuffer, Var
 from ecornn.schedules.cpu import paired
 from ecornn.schedules.cpu.math import vector
 from ecornn.schedules.cpu.memory import Memory, Span
@@ -25,9 +25,6 @@ from ecornn.schedules.cpu.row_task import RowTask
 from ecornn.schedules.cpu.stages import Stage, groups, operands
 from ecornn.schedules.cpu.stored import STORED
 from ecornn.schedules.cpu.tile_task import TileTask
-
-Expr = Any  # tvm.ir.PrimExpr
-Var = Any  # tvm.tirx.Var
 
 
 class Worker(Memory):
@@ -155,7 +152,7 @@ class Worker(Memory):
         return begin, e.let(f"{name}_end", e.div(total * (self.thread + e.index(1)), self.threads))
 
     @contextmanager
-    def tasks(self, name: str, total: Expr, back: Expr | None = None) -> Iterator[Any]:
+    def tasks(self, name: str, total: Expr, back: Expr | None = None) -> Iterator[Expr]:
         """This thread's part of tasks 0 .. total - 1, a contiguous one; from its end to its begin where ``back``."""
         e = self.e
         begin, end = self.share(name, total)
@@ -222,7 +219,7 @@ class Worker(Memory):
             with self.tasks("quantize", rows) as row:
                 base = e.let("base", start + row * e.index(stride))
 
-                def load(at: Expr, data: Any = data, base: Expr = base, k: int = k) -> Expr:
+                def load(at: Expr, data: TirBuffer = data, base: Expr = base, k: int = k) -> Expr:
                     return e.vload_part("operand", data, base + at, e.index(k) - at)
 
                 quantize_row(e, into, row, load)
@@ -236,7 +233,7 @@ class Worker(Memory):
             with self.tasks("prepare", rows) as row:
                 base = e.let("base", start + row * e.index(stride))
 
-                def load(at: Expr, count: Expr, data: Any = data, base: Expr = base) -> Expr:
+                def load(at: Expr, count: Expr, data: TirBuffer = data, base: Expr = base) -> Expr:
                     return e.vload_part("operand", data, base + at, count)
 
                 paired.prepare_row(e, into, row, load)

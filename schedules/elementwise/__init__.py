@@ -7,13 +7,16 @@ hoisted.
 
 from __future__ import annotations
 
+from functools import partial
+
 from ecornn.program import Launch, Program
 from ecornn.schedules.assemble import assemble
-from ecornn.schedules.base import Component, Config, Knob, Schedule, Task
+from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond
+from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, no_room
 from ecornn.schedules.elementwise.kernel import Cut, ring_words, sequence_kernel
-from ecornn.schedules.gemm.mma import shape_of
-from ecornn.schedules.gemm.projection import projection_time
+from ecornn.schedules.gemm.projection import no_projection, projection_time
 from ecornn.schedules.hoisted import gained, hoisted_knob, hoisted_of, preferred
+from ecornn.schedules.keeping import keeping
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
 
@@ -24,20 +27,20 @@ CODE = 8192  # scalars of unrolled code, at most
 
 
 class Elementwise(Schedule):
-    """Serves every cell without a recurrent product."""
+    """Serves every cell without a recurrent product, and its adjoint."""
 
     name = "elementwise"
     revision = 1
     kind = "cuda"
+    backward = True
 
     def refuses(self, task: Task) -> str | None:
+        if task.traversal.backward and (reason := beyond(task)):
+            return reason
         if task.graph.phases:
             return f"cell {task.graph.cell!r} has a recurrent product"
-        if task.device.capability < 80:
-            return "needs asynchronous copies of compute capability 8.0"
-        if task.graph.hoisted_products and shape_of(task).shared > task.device.shared:
-            return (f"the projection needs {shape_of(task).shared} bytes of shared memory, "
-                    f"{task.device.shared} available")
+        if fault := no_projection(task):
+            return fault
         if self._first_valid(task) is None:
             return f"cell {task.graph.cell!r} has too many values for the registers of a thread"
         return None
@@ -52,7 +55,7 @@ class Elementwise(Schedule):
                  "shared memory"),
             Knob("group", GROUP, "more steps between waits for copies: fewer waits; fewer: less code and registers"),
             hoisted_knob(task),
-            Knob("math", MATH_FOR[w.dtype], MATH_TRADES),
+            Knob("math", MATH_FOR["float32" if task.traversal.backward else w.dtype], MATH_TRADES),
         )
 
     def check(self, task: Task, config: Config) -> str | None:
@@ -63,12 +66,7 @@ class Elementwise(Schedule):
             return "one unit a thread, of an odd number of 16-bit values, which no asynchronous copy serves"
         if scalars > CODE:
             return f"{scalars} scalars of unrolled code"
-        if _shared(task, config) > task.device.shared:
-            return f"{_shared(task, config)} bytes of shared memory, {task.device.shared} available"
-        registers, limit = _registers(task, config), min(255, task.device.registers // threads // 8 * 8)
-        if registers > limit:
-            return f"about {registers} registers a thread, {limit} available"
-        return None
+        return no_room(task.device, _shared(task, config), threads, _registers(task, config))
 
     def default(self, task: Task) -> Config:
         found = self._first_valid(task)
@@ -82,11 +80,12 @@ class Elementwise(Schedule):
         """Copies as far ahead as all blocks of a multiprocessor have shared memory for; one unit a thread, or two
         where there are threads enough."""
         w, cores = task.workload, task.device.cores
+        exact = w.dtype == "float32" or task.traversal.backward
         units = 2 if w.hidden % 2 == 0 and w.batch * w.hidden >= MANY * cores else 1
         for group in (8, 4):
             for prefetch in (64, 32, 16, 8):
                 config: Config = {"units": units, "threads": 64, "prefetch": prefetch, "group": group,
-                                  "hoisted": "float32", "math": "exact" if w.dtype == "float32" else "fast"}
+                                  "hoisted": "float32", "math": "exact" if exact else "fast"}
                 together = min(-(-_blocks(task, config) // cores), 16)
                 fits = _shared(task, config) * together <= task.device.shared or prefetch == 8
                 if fits and self.check(task, config) is None:
@@ -106,12 +105,20 @@ class Elementwise(Schedule):
             "registers": _registers(task, config), "shared": _shared(task, config), "scalars": _scalars(task, config),
             "estimate": estimate(task, config)}
 
-    def program(self, task: Task, config: Config) -> Program:
-        layout, blocks, threads = hoisted_of(task, config), _blocks(task, config), int(config["threads"])
+    def recurrence(self, task: Task, config: Config, kept: tuple[str, ...] = ()) -> Component:
+        """The recurrence of a layer that stores the states ``kept`` besides; or of an adjoint: from ``hoisted``, as
+        :func:`~ecornn.schedules.hoisted.hoisted_of` says, to ``outputs``, and around it come
+        :func:`~ecornn.schedules.backward.recurrence.recurrence_buffers`."""
+        blocks, threads, name = _blocks(task, config), int(config["threads"]), keeping("sequence", kept)
         cut = Cut(int(config["units"]), threads, int(config["prefetch"]), int(config["group"]))
-        kernel = sequence_kernel(task, cut, blocks, str(config["math"]), layout)
-        launch = Launch("sequence", blocks, threads, _shared(task, config))
-        return assemble(task, Component({"sequence": kernel}, calls=(launch,)), layout)
+        kernel = sequence_kernel(task, cut, blocks, str(config["math"]), hoisted_of(task, config), kept)
+        return Component({name: kernel}, calls=(Launch(name, blocks, threads, _shared(task, config)),))
+
+    def program(self, task: Task, config: Config) -> Program:
+        layout = hoisted_of(task, config)
+        if task.traversal.backward:
+            return assemble_recurrence(task, self.recurrence(task, config), layout)
+        return assemble(task, partial(self.recurrence, task, config), layout)
 
 
 MANY = 256  # units of all rows for each multiprocessor
@@ -141,8 +148,9 @@ def estimate(task: Task, config: Config) -> float:
 
 def _step_bytes(task: Task, config: Config) -> int:
     """Bytes of a step that are read and written."""
-    w = task.workload
-    return w.batch * w.hidden * (len(task.graph.hoisted_outputs) * _input_bytes(task, config) + w.itemsize)
+    w, graph = task.workload, task.graph
+    made = len(graph.outputs) if task.traversal.backward else 1
+    return w.batch * w.hidden * (len(graph.hoisted_outputs) * _input_bytes(task, config) + made * w.itemsize)
 
 
 def _input_bytes(task: Task, config: Config) -> int:

@@ -9,12 +9,14 @@ several loads at once.)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
 from ecornn.schedules.hoisted import Hoisted, Piece
 from ecornn.schedules.isa.tensor_core import pack_pair
+from ecornn.schedules.keeping import keeping, kept_arguments
 from ecornn.schedules.scalars.pointwise import emit, invariants
 from ecornn.schedules.sequence_kernel import SequenceKernel
 from ecornn.schedules.timeline import row_arguments
@@ -31,30 +33,33 @@ class Cut:
     group: int
 
 
-def sequence_kernel(task: Task, cut: Cut, blocks: int, math: str, hoisted: Hoisted) -> PrimFunc:
-    """``sequence(T, B, hoisted, vectors, <state>_in, <state>_out, y, lengths, resets)``."""
+def sequence_kernel(task: Task, cut: Cut, blocks: int, math: str, hoisted: Hoisted,
+                    kept: tuple[str, ...] = ()) -> PrimFunc:
+    """``sequence(T, B, hoisted, vectors, <state>_in, <state>_out, y, lengths, resets)``; of an adjoint's recurrence
+    ``outputs`` in place of y; ``sequence_keeping`` stores the states ``kept``, too."""
     from tvm.script.ir_builder import IRBuilder
 
     graph, w = task.graph, task.workload
     columns, big = w.hidden // cut.units, T.int64(1 << 40)
     kinds = {"hoisted": hoisted.dtype} if graph.hoisted_outputs else {}
-    kinds |= {"vectors": "float32", "y": w.dtype}
+    kinds |= {"vectors": "float32", _made(task): w.dtype}
     kinds |= {f"{state}_{end}": w.dtype for state in graph.states for end in ("in", "out")}
     with IRBuilder() as builder, T.prim_func():
-        T.func_name("sequence")
+        T.func_name(keeping("sequence", kept))
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
         arguments = {name: T.arg(name, T.buffer((big,), kind)) for name, kind in kinds.items()}
-        arguments |= row_arguments(task.traversal)
+        arguments |= kept_arguments(kept, w.dtype) | row_arguments(task.traversal)
         T.device_entry()
         block, thread = T.block(blocks), T.thread(cut.threads)
         ring = None
         if graph.hoisted_outputs:
+            # (slot, piece, thread, word of the piece)
             ring = T.shared(ring_words(cut.prefetch, hoisted, cut.threads, cut.units))
         item = T.let("item", block * cut.threads + thread)
         row = T.let("row", item // columns)
         with T.If(row < batch), T.Then():
             unit = T.let("unit", item % columns * cut.units)
-            kernel = SequenceKernel(task, hoisted, math, arguments, steps, batch)
+            kernel = SequenceKernel(task, hoisted, math, arguments, steps, batch, kept)
             _Units(kernel, cut, ring, thread, row, unit).run()
     return builder.get()
 
@@ -62,6 +67,11 @@ def sequence_kernel(task: Task, cut: Cut, blocks: int, math: str, hoisted: Hoist
 def ring_words(prefetch: int, hoisted: Hoisted, threads: int, units: int) -> int:
     """Words of a block's ring in shared memory."""
     return prefetch * threads * hoisted.words(units)
+
+
+def _made(task: Task) -> str:
+    """The buffer of what each step makes."""
+    return "outputs" if task.traversal.backward else "y"
 
 
 class _Units:
@@ -74,19 +84,27 @@ class _Units:
         self.task, self.graph, self.math, self.arguments = task, task.graph, kernel.math, kernel.arguments
         self.count, self.group, self.ring, self.thread = count, group, ring, thread
         self.threads, self.prefetch, self.hoisted = cut.threads, cut.prefetch, hoisted
-        self.row, self.unit, self.steps, self.timeline = row, unit, kernel.steps, kernel.timeline
+        self.row, self.unit, self.kept = row, unit, kernel.kept
+        self.steps, self.timeline = kernel.steps, kernel.timeline
         w, place = task.workload, task.traversal
-        self.states = T.local("states", (len(self.graph.states), count), "float32")
+        self.states = T.local("states", (len(self.graph.states), count), "float32")  # (state, unit)
         self.inputs = hoisted.registers(group, units=count)
-        self.marks = T.local("marks", (group,), "int32") if place.resets else None
-        # where hoisted inputs and y of the first step are, and how far apart steps are
+        self.marks = T.local("marks", (group,), "int32") if place.resets else None  # a step of the group each
+        # where hoisted inputs, y and kept states of the first step are, and how far apart steps are
         first = T.cast(self.timeline.at(T.int32(0)) * batch + row, "int64")
         apart = T.cast(-batch if place.reverse else batch, "int64")
         self.input = T.let("inputs_first", first * hoisted.row)
         self.inputs_apart = T.let("inputs_apart", apart * hoisted.row)
         width, own = place.y_width(w.hidden), place.y_offset(w.hidden)
+        if place.backward:
+            width, own = len(self.graph.outputs) * w.hidden, 0
         self.output = T.let("y_first", first * width + (unit + own))
         self.outputs_apart = T.let("y_apart", apart * width)
+        if self.kept:
+            self.kept_first, self.kept_apart = self.output, self.outputs_apart  # where y has no other direction
+        if self.kept and width > w.hidden:
+            self.kept_first = T.let("kept_first", first * w.hidden + unit)
+            self.kept_apart = T.let("kept_apart", apart * w.hidden)
 
     def run(self) -> None:
         """The whole sequence."""
@@ -124,9 +142,11 @@ class _Units:
                 if self.ring is not None:
                     self._take(i, slot)
                 self._step(i, t)
+        # an adjoint's may have been cleared since
+        clears = self.timeline.fresh(self.steps, self.row, self.limit) if self.task.traversal.backward else None
         for s, name in enumerate(self.graph.states):
-            for e in range(self.count):
-                value = T.cast(self.states[s, e], self.task.workload.dtype)
+            for e, value in enumerate(self.timeline.started(clears, [self.states[s, e] for e in range(self.count)])):
+                value = T.cast(value, self.task.workload.dtype)
                 T.buffer_store(self.arguments[f"{name}_out"], value, [first + e])
 
     def _slot(self, slot: Expr, done: int, piece: Piece) -> Expr:
@@ -177,28 +197,38 @@ class _Units:
         graph, timeline = self.graph, self.timeline
         live = timeline.live(t, self.limit)
         fresh = None if self.marks is None else timeline.starts(t, self.limit, self.marks[i])
-        outputs = []
+        outputs: list[list[Expr]] = []  # of each unit
+        kept_values: dict[str, list[Expr]] = {name: [] for name in self.kept}
         loaded = [self.inputs[i, k] for k in range(self.hoisted.words(self.count))]
         inputs = self.hoisted.values(loaded, self.count)
         for e in range(self.count):
-            kept = [T.let(f"{name}_before", self.states[s, e]) for s, name in enumerate(graph.states)]
-            before = timeline.started(fresh, kept)
+            stored = [T.let(f"{name}_before", self.states[s, e]) for s, name in enumerate(graph.states)]
+            before = timeline.started(fresh, stored)
             env = self.constants[e] | dict(zip(graph.hoisted_outputs, inputs[e], strict=True))
             env = emit(graph.prologue, env | dict(zip(graph.states.values(), before, strict=True)), self.math)
             after = {name: timeline.masked(live, T.let(f"{name}_new", env[var]), old)
                      for (name, var), old in zip(graph.results.items(), before, strict=True)}
             for s, value in enumerate(after.values()):
                 T.buffer_store(self.states, value, [s, e])
-            outputs.append(timeline.masked(live, after[graph.output], T.float32(0)))
-        self._store(T.let("y_at", self.output + T.cast(t, "int64") * self.outputs_apart), outputs)
+            made = [env[v] for v in graph.outputs] if self.task.traversal.backward else [after[graph.output]]
+            outputs.append([timeline.masked(live, value, T.float32(0)) for value in made])
+            for name in self.kept:
+                kept_values[name].append(timeline.masked(live, after[name], T.float32(0)))
+        at = T.let("y_at", self.output + T.cast(t, "int64") * self.outputs_apart)
+        for o, made_here in enumerate(zip(*outputs, strict=True)):
+            self._store(_made(self.task), at + o * self.task.workload.hidden if o else at, made_here)
+        if self.kept and self.kept_first is not self.output:
+            at = T.let("kept_at", self.kept_first + T.cast(t, "int64") * self.kept_apart)
+        for name, values in kept_values.items():
+            self._store(f"{name}_kept", at, values)
 
-    def _store(self, at: Expr, outputs: list[Expr]) -> None:
-        """y of a step."""
-        y, dtype = self.arguments["y"], self.task.workload.dtype
+    def _store(self, name: str, at: Expr, values: Sequence[Expr]) -> None:
+        """A step's values of the units, one beside the other."""
+        into, dtype = self.arguments[name], self.task.workload.dtype
         if self.count == 1:
-            T.buffer_store(y, T.cast(outputs[0], dtype), [at])
+            T.buffer_store(into, T.cast(values[0], dtype), [at])
         elif dtype == "float32":
-            T.evaluate(T.ptx[f"st.global.v{self.count}.f32"](y.ptr_to([at]), *outputs))
+            T.evaluate(T.ptx[f"st.global.v{self.count}.f32"](into.ptr_to([at]), *values))
         else:
-            words = [pack_pair(outputs[e], outputs[e + 1], dtype) for e in range(0, self.count, 2)]
-            T.evaluate(T.ptx[f"st.global{'.v2' if len(words) > 1 else ''}.b32"](y.ptr_to([at]), *words))
+            words = [pack_pair(values[e], values[e + 1], dtype) for e in range(0, self.count, 2)]
+            T.evaluate(T.ptx[f"st.global{'.v2' if len(words) > 1 else ''}.b32"](into.ptr_to([at]), *words))

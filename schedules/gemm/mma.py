@@ -1,4 +1,4 @@
-"""How 256 threads cut the hoisted projection into tiles for ``mma``, and what a tile needs of the chip.
+"""How 256 threads cut a product over all rows into tiles for ``mma``, and what a tile needs of the chip.
 
 ``mma_kernel.py`` has the code.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import gcd
 
-from ecornn.schedules.base import Task
+from ecornn.program import Packing
 from ecornn.schedules.builder import Expr
-from ecornn.schedules.isa.tensor_core import words
+from ecornn.schedules.gemm.job import Job, Operand
+from ecornn.schedules.isa.tensor_core import per_word, words
 
 THREADS = 256
 STAGES = 3  # 2 where shared memory is short
@@ -25,15 +26,15 @@ SPARE_REGISTERS = 50  # addresses and loop state beside accumulators and fragmen
 
 @dataclass(frozen=True)
 class Shape:
-    """How 256 threads cut the projection into tiles.
+    """How 256 threads cut a product into tiles.
 
     Attributes
     ----------
-    rows, outputs : hoisted products and outputs that a unit has
+    rows, outputs : products of a unit, and values that are made of them
     octets : groups of 8 units a warp computes
     tiles : m16 tiles of a warp
     columns : tiles side by side over the units
-    slabs : stages' worth of K, SPAN * 16 words each
+    parts : stages' worth of K of each operand, SPAN * 16 words each
     stages : of the pipeline, each in shared memory
     """
 
@@ -42,8 +43,13 @@ class Shape:
     octets: int
     tiles: int
     columns: int
-    slabs: int
+    parts: tuple[int, ...]
     stages: int
+
+    @property
+    def slabs(self) -> int:
+        """Stages' worth of K in all."""
+        return sum(self.parts)
 
     @property
     def products(self) -> int:
@@ -78,33 +84,39 @@ class Shape:
         return (self.tiles * self.products + split * (self.tiles + self.products)) * 4 + SPARE_REGISTERS
 
 
-def shape_of(task: Task) -> Shape:
+def shape_of(job: Job) -> Shape:
     """The tiles of a kernel that has the multiprocessor to itself; its ``shared`` may still be too much."""
-    w, graph = task.workload, task.graph
-    rows = len(graph.hoisted_products)
-    wide = WIDE // 2 if w.arithmetic == "float32" else WIDE  # sums of k-tiles need registers, too
+    rows = job.rows
+    wide = WIDE // 2 if job.arithmetic == "float32" else WIDE  # sums of k-tiles need registers, too
     octets = max(1, wide // max(rows, 1))
     accumulators = octets * max(rows, 1)
     tiles = 4 if accumulators <= 8 else 2 if accumulators <= 16 else 1
-    if w.arithmetic == "float32":
+    if job.arithmetic == "float32":
         tiles = min(tiles, 2)
-    columns = -(-w.hidden // (8 * WARP_COLUMNS * octets))
-    slabs = -(-words(w.input, w.dtype) // (SPAN * 16)) if rows else 0
-    shape = Shape(rows, len(graph.hoisted_outputs), octets, tiles, columns, slabs, STAGES)
-    while shape.shared > task.device.shared and (shape.stages, shape.tiles) != (2, 1):
+    columns = -(-job.units // (8 * WARP_COLUMNS * octets))
+    parts = tuple(-(-words(o.columns.width, job.dtype) // (SPAN * 16)) for o in job.operands)
+    shape = Shape(rows, job.outputs, octets, tiles, columns, parts, STAGES)
+    while shape.shared > job.device.shared and (shape.stages, shape.tiles) != (2, 1):
         shape = replace(shape, stages=2) if shape.stages > 2 else replace(shape, tiles=shape.tiles // 2)
     return shape
 
 
-def shape_within(task: Task, registers: int) -> Shape | None:
+def shape_within(job: Job, registers: int) -> Shape | None:
     """The largest tiles for which a thread has ``registers``; None where even the smallest need more."""
-    whole = shape_of(task)
+    whole = shape_of(job)
     for tiles in (4, 2, 1):
         if tiles <= whole.tiles:
             shape = whole if tiles == whole.tiles else replace(whole, tiles=tiles)
-            if shape.registers(task.workload.arithmetic) <= registers:
+            if shape.registers(job.arithmetic) <= registers:
                 return shape
     return None
+
+
+def packing_of(job: Job, s: Shape, operand: Operand) -> Packing:
+    """(column, slab) tiles of k-tiles, octets and fragments: a block's weights of a stage are one piece."""
+    pairs, n = s.parts[job.operands.index(operand)] * SPAN, per_word(job.dtype)
+    return operand.packing(s.rows, (s.columns, s.block_octets, 8), (pairs, 2, 2, 4, n), (1, 4, 2, 0, 3, 7, 5, 6, 8),
+                           job.dtype)
 
 
 def rows_ahead(rows: Expr, ahead: int) -> Expr:

@@ -1,13 +1,14 @@
-"""What a kernel of the hoisted projection writes: the cell's hoisted scalars, computed on accumulators."""
+"""What a kernel of products over all rows writes: values that are computed on its accumulators."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
+from ecornn.schedules.gemm.job import Epilogue, Vectors
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.scalars.pointwise import emit, invariants
 
@@ -22,71 +23,88 @@ class Outputs:
 
     Attributes
     ----------
+    epilogue, arguments : what is made of the products, and the buffers that it needs
+    units, rows : of the job
     acc : accumulators (m16 tile, n8 tile, 4)
     octets, tiles : groups of 8 units, and m16 tiles, of the thread
-    x, hoisted : the buffers; ``hoisted`` is as ``layout`` says
     vector : (i, unit) -> the value of parameter vector i
     span : neighbouring units that a thread has, 2 or 4
     """
 
-    task: Task
+    epilogue: Epilogue
+    arguments: Mapping[str, TirBuffer]
+    units: int
+    rows: int
     acc: TirBuffer
     octets: int
     tiles: int
-    x: TirBuffer
-    hoisted: TirBuffer
-    layout: Hoisted
     vector: Callable[[int, Expr], Expr]
     span: int = 2
 
     def write(self, unit_of: Callable[[Expr], Expr], row_of: Callable[[Expr, Expr], Expr], end: Expr) -> None:
         """Writes units ``unit_of(group)`` and those next to it, of rows ``row_of(tile, half) < end``."""
-        graph, H = self.task.graph, self.task.workload.hidden
         with T.unroll("o", self.octets * 2 // self.span) as o:
             unit = T.let("unit", unit_of(o))
-            with T.If(unit < H), T.Then():
-                constants = []
-                for e in range(self.span):
-                    env = {v.var: T.let(v.var.name, self.vector(i, self._within(unit, e)))
-                           for i, v in enumerate(graph.vectors)}
-                    constants.append(invariants(graph, env))
+            with T.If(unit < self.units), T.Then():
+                constants = [self.epilogue.constants(self._of_unit(unit, e)) for e in range(self.span)]
                 with T.unroll("m", self.tiles) as m, T.unroll("upper", 2) as half:
                     here = T.let("here", row_of(m, half))
                     with T.If(here < end), T.Then():
-                        self._store(constants, m, o, half, here, unit)
+                        sums = [[self.acc[m, (o * (self.span // 2) + e // 2) * self.rows + r, half * 2 + e % 2]
+                                 for r in range(self.rows)] for e in range(self.span)]
+                        self.epilogue.store(self.arguments, here, unit, self._within, constants, sums)
+
+    def _of_unit(self, unit: Expr, e: int) -> Vectors:
+        return lambda i: self.vector(i, self._within(unit, e))
 
     def _within(self, unit: Expr, e: int) -> Expr:
         """Unit ``unit + e``, or the last one."""
-        H = self.task.workload.hidden
-        return T.let("own_unit", unit + e if H % self.span == 0 else T.min(unit + e, H - 1))
+        return T.let("own_unit", unit + e if self.units % self.span == 0 else T.min(unit + e, self.units - 1))
 
-    def _store(self, constants: list[dict[Var, Expr]], m: Expr, o: Expr, half: Expr, row: Expr, unit: Expr) -> None:
-        """Neighbouring units of a row."""
-        graph, H, out = self.task.graph, self.task.workload.hidden, self.hoisted
-        rows, outputs = len(graph.hoisted_products), len(graph.hoisted_outputs)
-        values = []
-        for e in range(self.span):
-            env = dict(constants[e])
-            for r, product in enumerate(graph.hoisted_products):
-                env[product.var] = self.acc[m, (o * (self.span // 2) + e // 2) * rows + r, half * 2 + e % 2]
+
+class HoistedValues(Epilogue):
+    """A cell's hoisted scalars, written to ``hoisted`` as ``layout`` says."""
+
+    def __init__(self, task: Task, layout: Hoisted) -> None:
+        self.graph, self.layout, self.span = task.graph, layout, layout.span
+        self.reads = {} if task.graph.x is None else {"x": task.workload.dtype}
+        self.writes = {"hoisted": layout.dtype}
+
+    def constants(self, vector: Vectors) -> dict[Var, Expr]:
+        env = {v.var: T.let(v.var.name, vector(i)) for i, v in enumerate(self.graph.vectors)}
+        return invariants(self.graph, env)
+
+    def store(self, arguments: Mapping[str, TirBuffer], row: Expr, unit: Expr, within: Callable[[Expr, int], Expr],
+              constants: Sequence[dict[Var, Expr]], sums: Sequence[Sequence[Expr]]) -> None:
+        graph, values = self.graph, []
+        for e, own in enumerate(sums):
+            env = constants[e] | {p.var: v for p, v in zip(graph.hoisted_products, own, strict=True)}
             if graph.x is not None:
-                at = T.cast(row, "int64") * H + self._within(unit, e)
-                env[graph.x] = T.let("x", T.cast(self.x[at], "float32"))
+                at = T.cast(row, "int64") * self.layout.hidden + within(unit, e)
+                env[graph.x] = T.let("x", T.cast(arguments["x"][at], "float32"))
             env = emit(graph.hoisted, env)
             values.append([env[v] for v in graph.projected])
-        if self.layout.packed:
-            self.layout.store(out, T.cast(row, "int64"), unit, values)
-            return
-        step = next(n for n in (self.span, 2, 1) if H % n == 0)
-        for q in range(outputs):
-            place = T.let("place", (T.cast(row, "int64") * outputs + q) * H + unit)
-            for e in range(0, self.span, step):
-                with ExitStack() as guard:
-                    if e:
-                        guard.enter_context(T.If(unit + e < H))
-                        guard.enter_context(T.Then())
-                    if step == 1:
-                        T.buffer_store(out, values[e][q], [place + e])
-                    else:
-                        T.evaluate(T.ptx[f"st.global.v{step}.f32"](
-                            out.ptr_to([place + e]), *(values[e + i][q] for i in range(step))))
+        store_hoisted(self.layout, arguments["hoisted"], row, unit, values)
+
+
+def store_hoisted(layout: Hoisted, into: TirBuffer, row: Expr, unit: Expr, values: Sequence[Sequence[Expr]],
+                  finite: bool = True) -> None:
+    """``values[e][q]`` of 2 or 4 neighbouring units of a row, a multiple of as many; those beyond H are none.
+    ``finite``: as of :meth:`Hoisted.store`."""
+    if layout.packed:
+        layout.store(into, T.cast(row, "int64"), unit, values, finite)
+        return
+    H, outputs, span = layout.hidden, layout.outputs, len(values)
+    step = next(n for n in (span, 2, 1) if H % n == 0)
+    for q in range(outputs):
+        place = T.let("place", (T.cast(row, "int64") * outputs + q) * H + unit)
+        for e in range(0, span, step):
+            with ExitStack() as guard:
+                if e:
+                    guard.enter_context(T.If(unit + e < H))
+                    guard.enter_context(T.Then())
+                if step == 1:
+                    T.buffer_store(into, values[e][q], [place + e])
+                else:
+                    T.evaluate(T.ptx[f"st.global.v{step}.f32"](
+                        into.ptr_to([place + e]), *(values[e + i][q] for i in range(step))))

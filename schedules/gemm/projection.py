@@ -12,26 +12,39 @@ rest is then for blocks of its own to do while others are busy with the recurren
 
 from __future__ import annotations
 
-from ecornn.program import PACKED, WORKSPACE, Buffer, Extent, Launch, Packing
-from ecornn.schedules.base import Component, Task
-from ecornn.schedules.gemm.mma import LEAST_ROWS, SPAN, THREADS, shape_of
-from ecornn.schedules.gemm.mma_kernel import projection_kernel
-from ecornn.schedules.gemm.wgmma import THREADS as HOPPER_THREADS
-from ecornn.schedules.gemm.wgmma import Shape as HopperShape
-from ecornn.schedules.gemm.wgmma import packing_of as hopper_packing
-from ecornn.schedules.gemm.wgmma import shape_of as hopper_shape
-from ecornn.schedules.gemm.wgmma_kernel import wgmma_kernel
+from ecornn.program import WORKSPACE, Buffer, Extent
+from ecornn.schedules.base import Component, Task, joined
+from ecornn.schedules.gemm.job import Columns, Job, Operand
+from ecornn.schedules.gemm.mma import LEAST_ROWS, shape_of
+from ecornn.schedules.gemm.outputs import HoistedValues
+from ecornn.schedules.gemm.over_rows import on_hopper, over_rows, weights_of
 from ecornn.schedules.hoisted import Hoisted, in_float32
-from ecornn.schedules.isa.tensor_core import per_word
 from ecornn.schedules.rates import gpu_rates
 
-WGMMA = True  # off only to compare the two kernels
 SLOWER = {"float32": 5, "tf32": 2}  # than 16-bit types
+
+
+def no_projection(task: Task) -> str | None:
+    """None, or why a GPU cannot compute the task's projection."""
+    if task.device.capability < 80:
+        return "needs tensor cores and asynchronous copies of compute capability 8.0"
+    need = shape_of(job_of(task)).shared if task.graph.hoisted_products else 0
+    if need > task.device.shared:
+        return f"the projection needs {need} bytes of shared memory, {task.device.shared} available"
+    return None
+
+
+def job_of(task: Task) -> Job:
+    """The projection as a product over all rows; of a cell without products of x one without operands."""
+    w, products = task.workload, task.graph.hoisted_products
+    operands = (Operand(Columns("x", w.input, w.input), "input_weights", tuple(p.term.source for p in products)),)
+    return Job("project", task.device, w.dtype, w.arithmetic, operands if products else (), len(products), w.hidden,
+               len(task.graph.hoisted_outputs), len(task.graph.vectors))
 
 
 def on_wgmma(task: Task, ahead: int) -> bool:
     """Whether the rows done ahead are Hopper's kernel's."""
-    return _hopper(task, ahead) is not None
+    return ahead == 100 and on_hopper(job_of(task))
 
 
 def projection_time(task: Task, ahead: int = 100) -> float:
@@ -41,10 +54,6 @@ def projection_time(task: Task, ahead: int = 100) -> float:
     return work / (rates.wgmma_gemm if on_wgmma(task, ahead) else rates.mma_gemm) * SLOWER.get(w.arithmetic, 1)
 
 
-def _hopper(task: Task, ahead: int) -> HopperShape | None:
-    return hopper_shape(task) if ahead == 100 and WGMMA else None  # workers read the other packing
-
-
 def project(task: Task, layout: Hoisted | None = None, ahead: int = 100) -> Component:
     """The projection of a task, writing workspace ``hoisted`` as ``layout`` says, by default in float32; from x,
     ``vectors`` and ``input_weights``. A cell without hoisted outputs needs none.
@@ -52,33 +61,13 @@ def project(task: Task, layout: Hoisted | None = None, ahead: int = 100) -> Comp
     Of all rows the first ``ahead`` percent are done (``rows_ahead``); for the others there is a workspace ``ready`` of
     counters, one for each ``block_rows`` of them.
     """
-    w, graph, shape = task.workload, task.graph, shape_of(task)
-    if not shape.outputs:
+    w, job = task.workload, job_of(task)
+    if not job.outputs:
         return Component()
-    layout = layout or in_float32(task)
-    hopper = _hopper(task, ahead)
-    if hopper:
-        return Component({"project": wgmma_kernel(task, hopper, layout)},
-                         (_weights(task, hopper_packing(task, hopper, layout.span)),),
-                         (Launch("project", task.device.cores, HOPPER_THREADS, hopper.shared),))
-    buffers = []
-    if shape.rows:
-        n, c, o = per_word(w.dtype), shape.columns, shape.block_octets
-        units, pairs = c * o * 8, shape.slabs * SPAN
-        inputs = pairs * 16 * n
-        packing = Packing(tuple(p.term.source for p in graph.hoisted_products),
-                          (shape.rows, units, inputs), (shape.rows, c, o, 8, pairs, 2, 2, 4, n),
-                          (1, 4, 2, 0, 3, 7, 5, 6, 8), w.dtype)
-        buffers.append(_weights(task, packing))
-    if ahead < 100:
-        buffers.append(Buffer("ready", WORKSPACE, "uint32", Extent(1, -(-w.batch // LEAST_ROWS))))
-    if ahead == 0:
-        return Component(buffers=tuple(buffers))
-    blocks = task.device.cores * (1 if shape.tiles * shape.products > 16 else 2)
-    return Component({"project": projection_kernel(task, shape, layout, blocks, ahead)}, tuple(buffers),
-                     (Launch("project", blocks, THREADS, shape.shared),))
-
-
-def _weights(task: Task, packing: Packing) -> Buffer:
-    rows, units, inputs = packing.pad
-    return Buffer("input_weights", PACKED, task.workload.dtype, Extent(rows * units * inputs), packing)
+    epilogue = HoistedValues(task, layout or in_float32(task))
+    if ahead == 100:
+        return over_rows(job, epilogue)
+    ready = Component(buffers=(Buffer("ready", WORKSPACE, "uint32", Extent(1, -(-w.batch // LEAST_ROWS))),))
+    if ahead == 0:  # workers read the other packing
+        return joined(Component(buffers=weights_of(job)), ready)
+    return joined(over_rows(job, epilogue, ahead), ready)

@@ -1,4 +1,4 @@
-"""The hoisted projection on Hopper, by warpgroup products (``wgmma``): how it is cut.
+"""A product over all rows on Hopper, by warpgroup products (``wgmma``): how it is cut.
 
 One block a multiprocessor goes through tiles of 128 rows by the products of up to 32 octets of units. Its
 K goes through a ring of stages in shared memory, 128 bytes of every row each, 64 values or 32 of TF32:
@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ecornn.program import Packing
-from ecornn.schedules.base import Task
+from ecornn.schedules.gemm.job import Job, Operand
 
 THREADS = 384
 ROWS = 128  # of a tile; 64 of each multiplying warpgroup
@@ -31,14 +31,14 @@ STAGES = 6  # at most; fewer where shared memory is short
 
 @dataclass(frozen=True)
 class Shape:
-    """How the projection is cut.
+    """How a product is cut.
 
     Attributes
     ----------
-    rows : hoisted products that a unit has
+    rows : products of a unit
     octets : groups of 8 units of a tile, an even number
     columns : tiles side by side over the units
-    slabs : stages' worth of K
+    parts : stages' worth of K of each operand
     vectors : parameter vectors, of which a tile's units are kept in shared memory
     size : bytes of a value
     stages : of the ring
@@ -47,10 +47,15 @@ class Shape:
     rows: int
     octets: int
     columns: int
-    slabs: int
+    parts: tuple[int, ...]
     vectors: int
     size: int
     stages: int = STAGES
+
+    @property
+    def slabs(self) -> int:
+        """Stages' worth of K in all."""
+        return sum(self.parts)
 
     @property
     def depth(self) -> int:
@@ -95,33 +100,29 @@ class Shape:
         return self.ring + 4 * 4 * self.vector_floats
 
 
-def shape_of(task: Task) -> Shape | None:
-    """The tiles; None where this kernel does not serve the task."""
-    w, rows = task.workload, len(task.graph.hoisted_products)
-    size = w.itemsize
-    if (task.device.arch != "sm_90a" or w.arithmetic == "float32" or w.input * size % 4
-            or not 0 < rows <= COLUMNS // 16):
+def shape_of(job: Job) -> Shape | None:
+    """The tiles; None where this kernel does not serve the job."""
+    rows, size = job.rows, job.itemsize
+    if (job.device.arch != "sm_90a" or job.arithmetic == "float32" or not 0 < rows <= COLUMNS // 16
+            or any(o.columns.together(CHUNK // size) * size % 4 for o in job.operands)):
         return None
-    pairs = -(-w.hidden // 16)  # of octets
+    pairs = -(-job.units // 16)  # of octets
     columns = -(-pairs // (COLUMNS // (16 * rows)))
-    slabs = -(-w.input * size // (LINE * 4))
-    whole = Shape(rows, -(-pairs // columns) * 2, columns, slabs, len(task.graph.vectors), size)
-    room = task.device.shared - (whole.shared - whole.ring)
+    parts = tuple(-(-o.columns.width * size // (LINE * 4)) for o in job.operands)
+    whole = Shape(rows, -(-pairs // columns) * 2, columns, parts, job.vectors, size)
+    room = job.device.shared - (whole.shared - whole.ring)
     stages = min(STAGES, room // (whole.ring // STAGES))
     return None if stages < 2 else replace(whole, stages=stages)
 
 
-def packing_of(task: Task, s: Shape, span: int) -> Packing:
+def packing_of(job: Job, s: Shape, operand: Operand, span: int) -> Packing:
     """(column, slab) tiles of 16-byte chunks of K, n8 tiles, 8 columns, values.
 
     A thread has columns 2 i and 2 i + 1 of each n8 tile. With a ``span`` of 4 the columns of two octets' n8 tiles are
     dealt out so that these are 4 neighbouring units (:class:`Outputs`).
     """
-    sources = tuple(p.term.source for p in task.graph.hoisted_products)
-    pad = (s.rows, s.columns * s.units, s.slabs * s.depth)
-    chunks = (s.slabs, LINE * 4 // CHUNK, CHUNK // s.size)
+    chunks = (s.parts[job.operands.index(operand)], LINE * 4 // CHUNK, CHUNK // s.size)
     if span == 2:
-        return Packing(sources, pad, (s.rows, s.columns, s.octets, 8, *chunks), (1, 4, 5, 2, 0, 3, 6),
-                       task.workload.arithmetic)
-    return Packing(sources, pad, (s.rows, s.columns, s.octets // 2, 4, 2, 2, *chunks), (1, 6, 7, 2, 4, 0, 3, 5, 8),
-                   task.workload.arithmetic)
+        return operand.packing(s.rows, (s.columns, s.octets, 8), chunks, (1, 4, 5, 2, 0, 3, 6), job.arithmetic)
+    return operand.packing(s.rows, (s.columns, s.octets // 2, 4, 2, 2), chunks, (1, 6, 7, 2, 4, 0, 3, 5, 8),
+                           job.arithmetic)

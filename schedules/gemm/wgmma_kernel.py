@@ -1,4 +1,4 @@
-"""The code of the hoisted projection on Hopper: one warpgroup copies, two multiply and write.
+"""The code of a product over all rows on Hopper: one warpgroup copies, two multiply and write.
 
 Two mbarriers a stage hand it over. Use n = 0, 1, ... of a stage is phase n of both:
 
@@ -23,13 +23,11 @@ waited for before ``empty`` is arrived at, and what they have read may be overwr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from math import gcd
 
-from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
+from ecornn.schedules.gemm.job import Columns, Epilogue, Job, Operand
 from ecornn.schedules.gemm.outputs import Outputs
 from ecornn.schedules.gemm.wgmma import CHUNK, LINE, ROWS, THREADS, Shape
-from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.isa.mbarrier import mbarrier_arrive, mbarrier_init, mbarrier_wait
 from ecornn.schedules.isa.wgmma import descriptor, wgmma, wgmma_wait
 
@@ -40,20 +38,18 @@ COPY_REGISTERS, MULTIPLY_REGISTERS = 40, 232  # of a thread; 168 at launch, of w
 LAG_BARRIER = 3  # named barrier; 1 and 2 are those of the multiplying warpgroups
 
 
-def wgmma_kernel(task: Task, shape: Shape, layout: Hoisted) -> PrimFunc:
-    """``project(T, B, x, input_weights, vectors, hoisted)``: all rows, on ``task.device.cores`` blocks."""
+def wgmma_kernel(job: Job, shape: Shape, epilogue: Epilogue) -> PrimFunc:
+    """``(T, B, operands, weights, vectors, what the epilogue needs)``: all rows, on ``job.device.cores`` blocks."""
     from tvm.script.ir_builder import IRBuilder
 
     with IRBuilder() as builder, T.prim_func():
-        T.func_name("project")
+        T.func_name(job.name)
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
-        big, dtype = T.int64(1 << 40), task.workload.dtype
-        arguments = {name: T.arg(name, T.buffer((big,), kind)) for name, kind in (
-            ("x", dtype), ("input_weights", dtype), ("vectors", "float32"), ("hoisted", layout.dtype))}
+        arguments = job.declare(epilogue) | {"B": batch}
         T.device_entry()
-        block, thread = T.block(task.device.cores), T.thread(THREADS)
-        memory = T.shared(shape.shared // 4, 1024)
-        ring = _Ring(task, shape, arguments, memory, thread, block, T.let("rows", steps * batch))
+        block, thread = T.block(job.device.cores), T.thread(THREADS)
+        memory = T.shared(shape.shared // 4, 1024)  # in order: stages (operands, then weights), vectors, barriers
+        ring = _Ring(job, shape, arguments, memory, thread, block, T.let("rows", job.count(steps, batch)))
         ring.begin()
         with T.If(thread < GROUP):
             with T.Then():
@@ -63,16 +59,16 @@ def wgmma_kernel(task: Task, shape: Shape, layout: Hoisted) -> PrimFunc:
             with T.Else():
                 if shape.moves_registers:
                     T.evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](MULTIPLY_REGISTERS))
-                ring.multiply(layout)
+                ring.multiply(epilogue)
     return builder.get()
 
 
 class _Ring:
     """Emits both sides of the ring of stages."""
 
-    def __init__(self, task: Task, shape: Shape, arguments: Mapping[str, TirBuffer], memory: TirBuffer, thread: Expr,
+    def __init__(self, job: Job, shape: Shape, arguments: Mapping[str, TirBuffer], memory: TirBuffer, thread: Expr,
                  block: Expr, rows: Expr) -> None:
-        self.task, self.shape, self.arguments, self.memory = task, shape, arguments, memory
+        self.job, self.shape, self.arguments, self.memory = job, shape, arguments, memory
         self.thread, self.block, self.rows = thread, block, rows
         self.groups = T.let("groups", (rows + (ROWS - 1)) // ROWS)
         self.first_vector = shape.stages * shape.stage_bytes // 4
@@ -91,25 +87,28 @@ class _Ring:
         T.evaluate(T.cuda.cta_sync())
 
     def copy(self) -> None:
-        """The copying warpgroup: x and weights of every tile, stage by stage."""
-        s = self.shape
-
-        def tile(group: Expr, column: Expr) -> None:
-            with T.serial("slab", 0, s.slabs) as slab:
+        """The copying warpgroup: operands and weights of every tile, stage by stage."""
+        def part(group: Expr, column: Expr, operand: Operand, slabs: int) -> None:
+            with T.serial("slab", 0, slabs) as slab:
                 stage, parity = self._use()
                 mbarrier_wait(self._empty(stage), parity ^ T.uint32(1))
                 with T.If(self.thread == 0), T.Then():
-                    self._copy_weights(stage, T.let("piece", column * s.slabs + slab))
-                self._copy_rows(stage, group, slab)
+                    self._copy_weights(self.arguments[operand.weights], stage, T.let("piece", column * slabs + slab))
+                self._copy_rows(operand.columns, stage, group, slab)
                 T.evaluate(T.ptx["cp.async.mbarrier.arrive.noinc.shared::cta.b64"](self._full(stage)))
                 T.buffer_store(self.turn, self.turn[0] + T.uint32(1), [0])
+
+        def tile(group: Expr, column: Expr) -> None:
+            for operand, slabs in zip(self.job.operands, self.shape.parts, strict=True):
+                part(group, column, operand, slabs)
 
         self._tiles(tile)
         T.evaluate(T.ptx["cp.async.wait_all"]())  # no thread leaves before its copies have landed
 
-    def multiply(self, layout: Hoisted) -> None:
+    def multiply(self, epilogue: Epilogue) -> None:
         """A multiplying warpgroup: products and outputs of its 64 rows of every tile."""
-        task, s = self.task, self.shape
+        s, span = self.shape, epilogue.span
+        # (m64 tile of rows of x, n8 tile of an octet of units and a product, 4 of fragment C)
         acc = T.local("acc", (1, s.width // 8, 4), "float32")
         lane, member = T.let("lane", self.thread % 32), T.let("member", self.thread % GROUP)
         half = T.let("tile_half", self.thread // GROUP - 1)  # of the tile's rows
@@ -125,9 +124,9 @@ class _Ring:
             # also: nobody writes the vectors of the tile after next while others still read these
             T.evaluate(T.ptx["bar.sync"](T.cast(half + 1, "uint32"), T.uint32(GROUP)))
             row0 = T.let("row0", group * ROWS + half * 64 + member // 32 * 16 + lane // 4)
-            outputs = Outputs(task, acc, s.octets, 1, self.arguments["x"], self.arguments["hoisted"], layout,
-                              lambda i, at: self.memory[place + i * s.units + (at - unit0)], span=layout.span)
-            outputs.write(lambda n: unit0 + (n * 4 + lane % 4) * layout.span,
+            outputs = Outputs(epilogue, self.arguments, self.job.units, s.rows, acc, s.octets, 1,
+                              lambda i, at: self.memory[place + i * s.units + (at - unit0)], span)
+            outputs.write(lambda n: unit0 + (n * 4 + lane % 4) * span,
                           lambda _, upper: row0 + upper * 8, self.rows)
             T.buffer_store(flip, 1 - flip[0], [0])
 
@@ -137,7 +136,7 @@ class _Ring:
         """``emit(group of rows, column)`` for each of this block's tiles."""
         columns = self.shape.columns
         T.buffer_store(self.turn, T.uint32(0), [0])
-        tile, at = T.local("tile", (1,), "uint32"), T.local("at", (2,), "int32")
+        tile, at = T.local("tile", (1,), "uint32"), T.local("at", (2,), "int32")  # at: group of rows, column
         T.buffer_store(tile, T.cast(self.block, "uint32"), [0])
         with T.While(tile[0] < T.cast(self.groups * columns, "uint32")):
             band, within = tile[0] // T.uint32(BAND * columns), tile[0] % T.uint32(BAND * columns)
@@ -146,11 +145,11 @@ class _Ring:
             T.buffer_store(at, first + T.cast(within % height, "int32"), [0])
             T.buffer_store(at, T.cast(within // height, "int32"), [1])
             emit(at[0], at[1])
-            T.buffer_store(tile, tile[0] + T.uint32(self.task.device.cores), [0])
+            T.buffer_store(tile, tile[0] + T.uint32(self.job.device.cores), [0])
 
     def _products(self, acc: TirBuffer, half: Expr, lane: Expr) -> None:
         """All products of a tile, of 64 rows, left in ``acc``."""
-        s, kind = self.shape, self.task.workload.arithmetic
+        s, kind = self.shape, self.job.arithmetic
         every = [acc[0, n, i] for n in range(s.width // 8) for i in range(4)]
 
         def release() -> None:
@@ -184,39 +183,39 @@ class _Ring:
         wgmma_wait(every)
         release()
 
-    def _copy_weights(self, stage: Expr, tile: Expr) -> None:
+    def _copy_weights(self, weights: TirBuffer, stage: Expr, tile: Expr) -> None:
         s = self.shape
         T.evaluate(T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"](self._full(stage), T.uint32(s.weight_bytes)))
         T.evaluate(T.ptx["cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"](
             self._at(stage, ROWS * LINE),
-            self.arguments["input_weights"].ptr_to([T.cast(tile, "int64") * (s.weight_bytes // s.size)]),
+            weights.ptr_to([T.cast(tile, "int64") * (s.weight_bytes // s.size)]),
             T.uint32(s.weight_bytes), self._full(stage)))
 
-    def _copy_rows(self, stage: Expr, group: Expr, slab: Expr) -> None:
-        """A thread's eight chunks, one of every 16th row, in as many copies as x's alignment takes; what lies outside x
-        becomes zero."""
-        I, size, chunked = self.task.workload.input, self.shape.size, CHUNK // self.shape.size
+    def _copy_rows(self, x: Columns, stage: Expr, group: Expr, slab: Expr) -> None:
+        """A thread's eight chunks, one of every 16th row, in as many copies as the operand's alignment takes; what lies
+        outside of it becomes zero."""
+        size, chunked = self.shape.size, CHUNK // self.shape.size
         first, chunk = T.let("first", self.thread // 8), T.let("chunk", self.thread % 8)
         row, value = T.let("row", group * ROWS + first), T.let("value", slab * self.shape.depth + chunk * chunked)
-        source = T.let("source", T.cast(row, "int64") * I + value)
+        source = T.let("source", x.place(row, value))
         place = T.let("place", first * LINE + T.bitwise_xor(chunk, first % 8) * 4)
-        values = gcd(I, chunked)  # of a copy
+        values = x.together(chunked)  # of a copy
         kind = "cp.async.cg.shared.global" if values == chunked else "cp.async.ca.shared.global"
         for r in range(0, ROWS, GROUP // 8):
             for v in range(0, chunked, values):
-                inside = T.And(row + r < self.rows, value + v < I)
+                inside = T.And(row + r < self.rows, value + v < x.width)
                 T.evaluate(T.ptx[kind](
                     self._at(stage, place + (r * LINE + v * size // 4)),
-                    self.arguments["x"].ptr_to([source + (r * I + v)]), size * values,
+                    self.arguments[x.name].ptr_to([source + (r * x.stride + v)]), size * values,
                     T.Select(inside, T.uint32(size * values), T.uint32(0))))
 
     def _copy_vectors(self, place: Expr, unit0: Expr, member: Expr) -> None:
         """The parameter vectors of a tile's units."""
-        s, H = self.shape, self.task.workload.hidden
+        s, units = self.shape, self.job.units
         for turn in range(-(-s.vector_floats // GROUP)):
             index = T.let("index", turn * GROUP + member)
             with T.If(index < s.vector_floats), T.Then():
-                source = index // s.units * H + T.min(unit0 + index % s.units, H - 1)
+                source = index // s.units * units + T.min(unit0 + index % s.units, units - 1)
                 T.evaluate(T.ptx["cp.async.ca.shared.global"](
                     self.memory.ptr_to([place + index]), self.arguments["vectors"].ptr_to([source]), 4))
         T.evaluate(T.ptx["cp.async.commit_group"]())

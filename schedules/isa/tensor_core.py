@@ -89,7 +89,7 @@ def mma(acc: list[Expr], a: list[tuple[Expr, ...]], b: list[tuple[Expr, ...]], a
     instruction = T.ptx[f"mma.sync.aligned.{_KIND[arithmetic]}"]
     pairs = ((0, 0),) if arithmetic != "float32" else ((1, 0), (0, 1), (0, 0))  # small terms first
     apart = apart and arithmetic == "float32"
-    part = T.local("part", (4,), "float32") if apart else None
+    part = T.local("part", (4,), "float32") if apart else None  # fragment C
     sums = acc if part is None else [part[i] for i in range(4)]
     for step, (i, j) in enumerate(pairs):
         before = sums if step or not apart else [T.float32(0)] * 4

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from math import prod
-from typing import Any
 
 from ecornn.analysis.liveness import late_operand
 from ecornn.device import Device
@@ -14,10 +14,12 @@ from ecornn.program import PACKED, WORKSPACE, Buffer, Call, Extent, Fill, Launch
 from ecornn.schedules.assemble import assemble
 from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task
+from ecornn.schedules.builder import PrimFunc
 from ecornn.schedules.gemm.mma import shape_of
-from ecornn.schedules.gemm.projection import project
+from ecornn.schedules.gemm.projection import job_of, project
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred
 from ecornn.schedules.isa.tensor_core import words
+from ecornn.schedules.keeping import keeping
 from ecornn.schedules.persistent.cluster import LARGEST
 from ecornn.schedules.persistent.estimate import best_ahead, estimate, recurrence, workers_time
 from ecornn.schedules.persistent.kernel import persistent_kernel
@@ -206,7 +208,7 @@ class Persistent(Schedule):
             return f"about {plan.registers} registers a thread, {limit} available"
         if plan.workers and worker_shape(task, plan) is None:
             return f"the projection needs more than {limit} registers a thread"
-        shared = max(block_shared(task, plan), shape_of(task).shared if plan.ahead else 0)
+        shared = max(block_shared(task, plan), shape_of(job_of(task)).shared if plan.ahead else 0)
         if shared > device.shared:
             return f"{shared} bytes of shared memory, {device.shared} available"
         return None
@@ -287,13 +289,14 @@ class Persistent(Schedule):
         plan, layout = plan_of(task, config), hoisted_of(task, config)
         if task.traversal.backward:
             return assemble_recurrence(task, self.recurrence(task, config), layout)
-        recurrence = _recurrence(replace(task, graph=deferred(task.graph)), plan, layout, str(config["math"]))
+        inner = replace(task, graph=deferred(task.graph))
+        recurrence = partial(_recurrence, inner, plan, layout, str(config["math"]))
         return assemble(task, recurrence, layout, project(task, layout, plan.ahead), deferred=True,
                         together=together(task.traversal, plan.groups, plan.rows))
 
 
-def _recurrence(task: Task, plan: PersistentPlan, layout: Hoisted, math: str) -> Component:
-    functions: dict[str, Any] = {}
+def _recurrence(task: Task, plan: PersistentPlan, layout: Hoisted, math: str, kept: tuple[str, ...] = ()) -> Component:
+    functions: dict[str, PrimFunc] = {}
     buffers: list[Buffer] = []
     calls: list[Call] = []
     for i, phase in enumerate(plan.phases):
@@ -308,8 +311,8 @@ def _recurrence(task: Task, plan: PersistentPlan, layout: Hoisted, math: str) ->
         buffers += sums
         functions["start"] = start_kernel(task, plan, START_BLOCKS, math)
         calls += [*(Fill(b.name, UNWRITTEN, b.extent) for b in sums), Launch("start", START_BLOCKS, 256)]
-    functions["persistent"] = persistent_kernel(task, plan, layout, math)
-    calls.append(Launch("persistent", plan.groups * plan.blocks + plan.workers, plan.block_threads,
-                        block_shared(task, plan), cooperative=not plan.cluster,
-                        cluster=plan.blocks if plan.cluster else 1))
+    name = keeping("persistent", kept)
+    functions[name] = persistent_kernel(task, plan, layout, math, kept)
+    calls.append(Launch(name, plan.groups * plan.blocks + plan.workers, plan.block_threads, block_shared(task, plan),
+                        cooperative=not plan.cluster, cluster=plan.blocks if plan.cluster else 1))
     return Component(functions, tuple(buffers), tuple(calls))

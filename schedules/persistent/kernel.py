@@ -25,6 +25,7 @@ from ecornn.schedules.base import Task
 from ecornn.schedules.builder import PrimFunc, T
 from ecornn.schedules.gemm.mma import THREADS
 from ecornn.schedules.hoisted import Hoisted
+from ecornn.schedules.keeping import keeping, kept_arguments
 from ecornn.schedules.persistent.cluster import Cluster
 from ecornn.schedules.persistent.exchange import Ring
 from ecornn.schedules.persistent.gates import Gates
@@ -36,17 +37,19 @@ from ecornn.schedules.sequence_kernel import SequenceKernel
 from ecornn.schedules.timeline import piece_arguments, row_arguments
 
 
-def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, math: str) -> PrimFunc:
+def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, math: str,
+                      kept: tuple[str, ...] = ()) -> PrimFunc:
     """``persistent(T, B, [x, input_weights, ready,] hoisted, vectors, <state>_in, <state>_out,
-    recurrent_<p>, [exchange_<p>,] y)``; of an adjoint's recurrence ``outputs`` in place of y."""
+    recurrent_<p>, [exchange_<p>,] y)``; of an adjoint's recurrence ``outputs`` in place of y; ``persistent_keeping``
+    stores the states ``kept``, too."""
     from tvm.script.ir_builder import IRBuilder
 
     graph, dtype = task.graph, plan.dtype
     big = T.int64(1 << 40)
     with IRBuilder() as builder, T.prim_func():
-        T.func_name("persistent")
+        T.func_name(keeping("persistent", kept))
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
-        arguments = ProjectionWorkers.declare(task) if plan.workers else {}
+        arguments = ProjectionWorkers.declare(task, hoisted) if plan.workers else {}
         if graph.hoisted_outputs:
             arguments["hoisted"] = T.arg("hoisted", T.buffer((big,), hoisted.dtype))
         if graph.row_inputs:
@@ -61,13 +64,14 @@ def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, math: 
             arguments[f"sums_{e}"] = T.arg(f"sums_{e}", T.buffer((big,), "uint32"))
         made = "outputs" if task.traversal.backward else "y"
         arguments[made] = T.arg(made, T.buffer((big,), dtype))
-        arguments |= row_arguments(task.traversal) | piece_arguments(task.traversal)
+        arguments |= kept_arguments(kept, dtype) | row_arguments(task.traversal) | piece_arguments(task.traversal)
         T.device_entry()
         recurrent = plan.groups * plan.blocks
         block, thread = T.block(recurrent + plan.workers), T.thread(plan.block_threads)
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
+        # in order: 2 sides of partial sums, weights, what is exchanged; of a worker: its stages
         shared = T.shared(block_shared(task, plan) // 4)
-        kernel = SequenceKernel(task, hoisted, math, arguments, steps, batch)
+        kernel = SequenceKernel(task, hoisted, math, arguments, steps, batch, kept)
         beside = ProjectionWorkers(kernel, plan) if plan.workers else None
 
         def recurrence() -> None:

@@ -9,6 +9,7 @@ from ecornn.program import Packing
 from ecornn.schedules.base import Config, Task
 from ecornn.schedules.builder import Expr
 from ecornn.schedules.gemm.mma import THREADS, Shape, shape_within
+from ecornn.schedules.gemm.projection import job_of
 from ecornn.schedules.isa.tensor_core import per_word, words
 
 RINGS = ((1 << 12, 32), (1 << 14, 16), (1 << 62, 8))  # words of a step's exchange, at most; slots with fewer fences
@@ -298,7 +299,7 @@ def _kept(task: Task, plan: PersistentPlan, p: PhasePlan, size: int, room: int) 
 
 def worker_shape(task: Task, plan: PersistentPlan) -> Shape | None:
     """The tiles of the projection beside the recurrence; None where its threads have too few registers."""
-    return shape_within(task, register_limit(task, plan))
+    return shape_within(job_of(task), register_limit(task, plan))
 
 
 def block_shared(task: Task, plan: PersistentPlan) -> int:

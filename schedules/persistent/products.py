@@ -40,7 +40,7 @@ def products(plan: PersistentPlan, steps: Expr, at: Position, weights: list[TirB
     kept_of, place = [], 2 * plan.sum_floats
     for index, (phase, source) in enumerate(zip(plan.phases, weights, strict=True)):
         octets, kept, streamed = phase.octets(plan.units), phase.register_pairs, phase.streamed_pairs
-        registers = T.local("weights", (max(1, kept * octets), 4), "uint32")
+        registers = T.local("weights", (max(1, kept * octets), 4), "uint32")  # (pair, octet), word of the lane
         first = place
         for q in range(streamed, phase.pairs):
             for v in range(octets):
@@ -49,7 +49,7 @@ def products(plan: PersistentPlan, steps: Expr, at: Position, weights: list[TirB
                     r = [registers[(q - streamed) * octets + v, i] for i in range(4)]
                     T.evaluate(T.ptx["ld.global.v4.b32"](*r, address))
                 else:
-                    r = [T.local("word", (1,), "uint32")[0] for _ in range(4)]
+                    r = [T.local("word", (1,), "uint32")[0] for _ in range(4)]  # of the lane
                     T.evaluate(T.ptx["ld.global.v4.b32"](*r, address))
                     T.evaluate(T.ptx["st.shared.v4.b32"](
                         words.ptr_to([_shared_place(plan, phase, first, at, q, v)]), *r))
@@ -103,6 +103,7 @@ class _Stored:
         # whether a pair is loaded while another is multiplied
         self.ahead = phase.streamed_pairs > 0 and kept.stream is None
         if phase.register_pairs < phase.pairs:
+            # (turn, octet, word of the lane)
             self.loaded = T.local("loaded", (3 if self.ahead else 1, self.octets, 4), "uint32")
         if self.ahead:
             self._from_l2(0)
@@ -146,12 +147,14 @@ def _multiply(plan: PersistentPlan, index: int, stored: _Stored, carrier: Ring |
     octets = phase.octets(plan.units)
     tiles = -(-octets // 2)
     chains = min(plan.chains, phase.pairs * 2)
+    # (chain, m16 tile of weight rows, n8 tile of batch rows, 4 of fragment C)
     acc = T.local("acc", (chains, tiles, plan.tiles, 4), "float32")
     for c in range(chains):
         for m in range(tiles):
             for n in range(plan.tiles):
                 for i in range(4):
                     T.buffer_store(acc, T.float32(0), [c, m, n, i])
+    # (pair, n8 tile, 2 words of fragment B of each k-tile)
     state = T.local("state", (phase.polled_pairs, plan.tiles, 4), "uint32")
     if plan.rows % 8:
         for p in range(phase.polled_pairs):

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer
-from ecornn.schedules.gemm.mma import THREADS, rows_ahead, shape_of
-from ecornn.schedules.gemm.mma_kernel import Team, projection_arguments
+from ecornn.schedules.gemm.mma import THREADS, rows_ahead
+from ecornn.schedules.gemm.mma_kernel import Team
+from ecornn.schedules.gemm.outputs import HoistedValues
+from ecornn.schedules.gemm.projection import job_of
+from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.persistent.plan import PersistentPlan, worker_shape
 from ecornn.schedules.sequence_kernel import SequenceKernel
 
@@ -28,13 +31,13 @@ class ProjectionWorkers:
         self.batch, self.steps, self.hoisted = kernel.batch, kernel.steps, kernel.hoisted
         self.rows = T.let("rows", self.steps * self.batch)
         self.first = T.let("first", rows_ahead(self.rows, plan.ahead))
-        self.seen = T.local("seen", (1,), "int32")
+        self.seen = T.local("seen", (1,), "int32")  # groups of rows
         T.buffer_store(self.seen, T.int32(0), [0])
 
     @staticmethod
-    def declare(task: Task) -> dict[str, TirBuffer]:
+    def declare(task: Task, layout: Hoisted) -> dict[str, TirBuffer]:
         """The arguments that only this part has."""
-        return {**projection_arguments(task, shape_of(task)),
+        return {**job_of(task).declare_inputs(HoistedValues(task, layout)),
                 "ready": T.arg("ready", T.buffer((T.int64(1 << 40),), "uint32"))}
 
     def work(self, worker: Expr, thread: Expr, shared: TirBuffer) -> None:
@@ -47,14 +50,15 @@ class ProjectionWorkers:
             T.evaluate(T.ptx["fence.acq_rel.gpu"]())
             T.evaluate(T.ptx["red.release.gpu.global.add.u32"](self.arguments["ready"].ptr_to([group]), T.uint32(1)))
 
-        team = Team(self.task, self.shape, self.hoisted, self.arguments, shared, thread, barrier)
+        epilogue = HoistedValues(self.task, self.hoisted)
+        team = Team(job_of(self.task), self.shape, epilogue, self.arguments, shared, thread, barrier)
         team.run(self.first, self.rows, worker, self.plan.workers, done)
 
     def wait(self, t: Expr) -> None:
         """Until all rows of step t are there."""
         columns = self.shape.columns
         last = T.let("last", T.min(t + 1, self.steps) * self.batch - 1)
-        count = T.local("count", (1,), "uint32")
+        count = T.local("count", (1,), "uint32")  # finished tiles of a group
         with T.While(self.first + self.seen[0] * self.shape.block_rows <= last):
             T.buffer_store(count, T.uint32(0), [0])
             with T.While(count[0] < T.uint32(columns)):

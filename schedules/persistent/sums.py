@@ -34,7 +34,7 @@ class Sums(ABC):
         self.mine = [T.let("mine", r < plan.rows) for r in rows]
         self.rows = [T.let("row", T.min(r, plan.rows - 1)) for r in rows]
         count = sum(len(s) for s in statistics)
-        self.means = T.local("means", (plan.items, max(1, count)), "float32")  # of the step before
+        self.means = T.local("means", (plan.items, max(1, count)), "float32")  # (item, statistic), of the step before
         for i in range(plan.items):
             for n in range(count):
                 T.buffer_store(self.means, T.float32(0), [i, n])

@@ -87,7 +87,7 @@ class ClusterSums(Sums):
         """Sums of the parts that this lane reads, of ``lanes`` that share them: one, or two neighbours, in 16 bytes."""
         plan, per = self.plan, 4 // width
         turns = -(-plan.sum_parts // (per * lanes))
-        words = T.local("words", (turns, 4), "uint32")
+        words = T.local("words", (turns, 4), "uint32")  # each turn: two statistics of a part, or one of two parts
         at = T.let("at", first + self.lane % lanes * 4)
         for j in range(turns):
             left = plan.sum_parts - j * lanes * per  # parts from the first lane's on

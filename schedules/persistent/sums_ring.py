@@ -74,7 +74,7 @@ class RingSums(Sums):
         across = min(32, quads)
         beside = plan.gate_warps * 32 // across  # threads that read the same quad, of other parts
         turns = -(-plan.sum_parts // beside)
-        words = T.local("words", (quads // across * turns, 4), "uint32")
+        words = T.local("words", (quads // across * turns, 4), "uint32")  # (outer, turn), word of a quad
         loads: list[tuple[Expr, Expr]] = []
         for outer in range(quads // across):
             quad = T.let("quad", self.thread % across + outer * across)
@@ -128,7 +128,7 @@ class RingSums(Sums):
         return plan.exchange_words + (side * plan.gate_warps + warp) * plan.between_words
 
     def _pair(self, side: Expr, warp: int, place: Expr) -> list[Expr]:
-        found = T.local("found", (2,), "uint32")
+        found = T.local("found", (2,), "uint32")  # of values and of squares
         T.evaluate(T.ptx["ld.shared.v2.b32"](found[0], found[1],
                                              self.words.ptr_to([self._between(side, warp) + place])))
         return [T.let("sum", T.reinterpret("float32", found[k])) for k in range(2)]

@@ -10,8 +10,9 @@ from ecornn.analysis.liveness import late_operand
 from ecornn.program import PACKED, WORKSPACE, Buffer, Extent, Fill, Launch, Program
 from ecornn.schedules.assemble import assemble
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task
-from ecornn.schedules.gemm.mma import shape_of
+from ecornn.schedules.gemm.projection import no_projection
 from ecornn.schedules.hoisted import gained, hoisted_knob, hoisted_of, preferred
+from ecornn.schedules.keeping import keeping
 from ecornn.schedules.persistent_wide.estimate import estimate, product_cycles, recurrence
 from ecornn.schedules.persistent_wide.handover import UNWRITTEN
 from ecornn.schedules.persistent_wide.kernel import wide_kernel
@@ -56,9 +57,8 @@ class PersistentWide(Schedule):
             return f"cell {task.graph.cell!r} has not just one recurrent product of one vector"
         if w.hidden > PARTS * LANES * DEPTH:
             return f"hidden={w.hidden} is more than {PARTS * LANES * DEPTH}"
-        if task.graph.hoisted_products and shape_of(task).shared > task.device.shared:
-            return (f"the projection needs {shape_of(task).shared} bytes of shared memory, "
-                    f"{task.device.shared} available")
+        if fault := no_projection(task):
+            return fault
         if next(self._candidates(task), None) is None:
             return (f"the recurrent weights of {w} do not fit on the {task.device.cores} "
                     f"multiprocessors of {task.device.name}")
@@ -156,12 +156,16 @@ class PersistentWide(Schedule):
         buffers = [Buffer("recurrent", PACKED, plan.dtype, Extent(prod(packing.pad)), packing),
                    Buffer("exchange", WORKSPACE, "uint32", Extent(plan.groups * SLOTS * plan.slot_words)),
                    Buffer("counters", WORKSPACE, "uint32", Extent(plan.groups * plan.counters * SPACING))]
-        calls = [Launch("start", START_BLOCKS, 256),
-                 Launch("persistent_wide", plan.groups * plan.blocks, plan.threads, plan.shared, cooperative=True)]
         if handed.fixed:
             buffers.append(Buffer("handed", WORKSPACE, "uint32", handed))
         fills = [Fill("handed", UNWRITTEN, handed)] if handed.fixed else []
-        functions = {"start": start_kernel(task, plan, START_BLOCKS, math),
-                     "persistent_wide": wide_kernel(task, plan, layout, math)}
-        return assemble(task, Component(functions, tuple(buffers), (*fills, *calls)), layout,
-                        together=together(task.traversal, plan.groups, plan.rows))
+        start = start_kernel(task, plan, START_BLOCKS, math)
+
+        def recurrence(kept: tuple[str, ...]) -> Component:
+            name = keeping("persistent_wide", kept)
+            functions = {"start": start, name: wide_kernel(task, plan, layout, math, kept)}
+            calls = [Launch("start", START_BLOCKS, 256),
+                     Launch(name, plan.groups * plan.blocks, plan.threads, plan.shared, cooperative=True)]
+            return Component(functions, tuple(buffers), (*fills, *calls))
+
+        return assemble(task, recurrence, layout, together=together(task.traversal, plan.groups, plan.rows))

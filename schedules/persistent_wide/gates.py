@@ -112,7 +112,7 @@ class Gates(GateThreads):
 
     def _load(self, place: Expr, count: int) -> list[Expr]:
         if count in (2, 4):
-            into = T.local("sums", (count,), "float32")
+            into = T.local("sums", (count,), "float32")  # neighbouring gates of a unit
             T.evaluate(T.ptx[f"ld.shared.v{count}.f32"](*(into[k] for k in range(count)), self.sums.ptr_to([place])))
             return [into[k] for k in range(count)]
         return [T.let("sum", self.sums[place + k]) for k in range(count)]

@@ -59,6 +59,7 @@ class Parcels:
     def __init__(self, plan: WidePlan, handed: TirBuffer, items: int) -> None:
         self.plan, self.handed = plan, handed
         self.pairs, self.pieces, self.width = items // 2, plan.gates // plan.interleave, 2 * plan.interleave
+        # (pair of items, other part, gate and item of the pair)
         self.words = T.local("words", (self.pairs, plan.parts - 1, 2 * plan.gates), "uint32")
 
     def locate(self, role: BlockRole, places: list[Expr], owners: list[Expr]) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
 from ecornn.schedules.hoisted import Hoisted
+from ecornn.schedules.keeping import keeping, kept_arguments
 from ecornn.schedules.persistent_wide.block_role import BlockRole
 from ecornn.schedules.persistent_wide.copies import Memory, copy
 from ecornn.schedules.persistent_wide.gates import Gates
@@ -27,14 +28,14 @@ from ecornn.schedules.sequence_kernel import SequenceKernel
 from ecornn.schedules.timeline import piece_arguments, row_arguments
 
 
-def wide_kernel(task: Task, plan: WidePlan, hoisted: Hoisted, math: str) -> PrimFunc:
+def wide_kernel(task: Task, plan: WidePlan, hoisted: Hoisted, math: str, kept: tuple[str, ...] = ()) -> PrimFunc:
     """``persistent_wide(T, B, hoisted, vectors, <state>_in, <state>_out, recurrent, exchange, counters, y)``, and
-    ``handed`` where blocks share K."""
+    ``handed`` where blocks share K; ``persistent_wide_keeping`` stores the states ``kept``, too."""
     from tvm.script.ir_builder import IRBuilder
 
     graph, dtype, big = task.graph, plan.dtype, T.int64(1 << 40)
     with IRBuilder() as builder, T.prim_func():
-        T.func_name("persistent_wide")
+        T.func_name(keeping("persistent_wide", kept))
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
         a: dict[str, TirBuffer] = {}
         if graph.hoisted_outputs:
@@ -45,11 +46,11 @@ def wide_kernel(task: Task, plan: WidePlan, hoisted: Hoisted, math: str) -> Prim
         for name in ("recurrent", "exchange", "counters", *(["handed"] if plan.parts > 1 else [])):
             a[name] = T.arg(name, T.buffer((big,), "uint32"))
         a["y"] = T.arg("y", T.buffer((big,), dtype))
-        a |= row_arguments(task.traversal) | piece_arguments(task.traversal)
+        a |= kept_arguments(kept, dtype) | row_arguments(task.traversal) | piece_arguments(task.traversal)
         T.device_entry()
         block, thread = T.block(plan.groups * plan.blocks), T.thread(plan.threads)
-        kernel = SequenceKernel(task, hoisted, math, a, steps, batch)
-        words = T.shared(plan.shared // 4, 1024)
+        kernel = SequenceKernel(task, hoisted, math, a, steps, batch, kept)
+        words = T.shared(plan.shared // 4, 1024)  # in order: stages of state, weights, partial sums, barriers
         memory = Memory(plan, words)
         role, (copying, multiplying) = BlockRole.of(plan, block), REGISTERS[plan.teams]
         _prepare(plan, memory, thread)

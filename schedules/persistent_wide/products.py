@@ -23,7 +23,9 @@ class Products:
         self.plan, self.memory, self.role, self.home, self.team = plan, memory, role, team, team
         self.warp, self.lane = T.let("warp", team_thread // 32), T.let("lane", team_thread % 32)
         self.base = T.let("base", T.cuda.cvta_generic_to_shared(memory.words.ptr_to([0])))
+        # (m64 tile of weight rows, n8 tile of batch rows, 4 of fragment C)
         self.acc = T.local("acc", (plan.own_tiles, plan.columns // 8, 4), "float32")
+        # (position of a chunk, step of K, m64 tile), 4 of fragment A
         self.held = T.local("held", (max(1, plan.kept * plan.own_tiles * STEPS), 4), "uint32")
         for p in range(plan.kept):
             chunk = T.let("chunk", role.member * plan.counters + chunk_at(plan, role, self.ring, p))

@@ -56,7 +56,7 @@ class GateThreads(ABC):
                  count: Expr | None = None) -> None:
         """``first``: unit of the block's share; ``count``: units that it really has, where not all have as many."""
         self.task, self.math, self.arguments, self.hoisted = kernel.task, kernel.math, kernel.arguments, kernel.hoisted
-        self.steps, self.batch, self.timeline = kernel.steps, kernel.batch, kernel.timeline
+        self.steps, self.batch, self.timeline, self.kept = kernel.steps, kernel.batch, kernel.timeline, kernel.kept
         self.share, self.items, self.group, self.thread = share, share.items, group, thread
         self.first, self.count, task, hoisted = first, count, kernel.task, kernel.hoisted
         self.graph = graph = task.graph
@@ -64,7 +64,7 @@ class GateThreads(ABC):
         self.urgent = urgent(graph)
         self._locate(thread)
 
-        def local(name: str, count: int) -> TirBuffer:
+        def local(name: str, count: int) -> TirBuffer:  # (item, one of count values)
             return T.local(name, (self.items, count), "float32")
 
         self.constants = local("constants", max(1, len(graph.invariant_outputs)))
@@ -76,6 +76,7 @@ class GateThreads(ABC):
         traversal, rows = task.traversal, (self.items,)  # of rows, too: these are on the critical path
         self.limits = T.local("limits", rows, "int32") if traversal.lengths else None
         self.fresh = T.local("fresh", rows, "int32") if traversal.resets else None
+        # (item, this step and the next two)
         self.numbers: TirBuffer = T.local("numbers", (self.items, 3), "int32") if traversal.sequences else None
         self.given: TirBuffer = local("given", len(graph.states)) if traversal.sequences else None
 
@@ -279,17 +280,23 @@ class GateThreads(ABC):
                     self._leave(i, T.cast(self.timeline.sequence(number), "int64"), ended)
 
     def _write(self, i: int, t: Expr, ended: Ended, outputs: list[Expr]) -> None:
-        """Stores y of step t, (T, B, W); or the ``outputs`` of an adjoint's recurrence, (T, B, O, H)."""
+        """Stores y of step t, (T, B, W), and the states that are kept, (T, B, H); or the ``outputs`` of an adjoint's
+        recurrence, (T, B, O, H)."""
         w, traversal = self.task.workload, self.task.traversal
         H, name, width, first = w.hidden, "outputs", len(outputs) * w.hidden, 0
         if not traversal.backward:
             name, width, first = "y", traversal.y_width(H), traversal.y_offset(H)
             outputs = [ended.new[self.graph.output]]
         values = [self.timeline.masked(ended.live, value, T.float32(0)) for value in outputs]
-        at = T.cast(self.timeline.at(t) * self.batch + self.row[i], "int64") * width + self.unit[i]
+        row = T.cast(self.timeline.at(t) * self.batch + self.row[i], "int64")
+        row = T.let("step_row", row) if self.kept else row
+        at = row * width + self.unit[i]
         for o, value in enumerate(values):
             place = first + o * H
             T.buffer_store(self.arguments[name], T.cast(value, w.dtype), [at + place if place else at])
+        for state in self.kept:
+            value = self.timeline.masked(ended.live, ended.new[state], T.float32(0))
+            T.buffer_store(self.arguments[f"{state}_kept"], T.cast(value, w.dtype), [row * H + self.unit[i]])
 
     def _leave(self, i: int, row: Expr, ended: Ended) -> None:
         """Stores the last states of a row or a sequence; of an adjoint's recurrence, where they may have been cleared

@@ -62,7 +62,7 @@ def _kernel(task: Task, layout: Hoisted, blocks: int, words: int, deferred: bool
         into = T.arg("row_sums", T.buffer((T.int64(1 << 40),), "float32")) if deferred else None
         T.device_entry()
         block, thread = T.block(blocks), T.thread(THREADS)
-        memory = T.shared(words)
+        memory = T.shared(words)  # (statistic, warp)
         rows = T.let("rows", steps * batch)
         with T.serial("turn", 0, T.let("turns", (rows - block + (blocks - 1)) // blocks)) as turn:
             row = T.let("row", T.cast(turn * blocks + block, "int64"))

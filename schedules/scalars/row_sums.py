@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from ecornn.analysis import Statistic, StepGraph
-from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.builder import Expr, T, TirBuffer, Var
 
-Env = dict[Any, Any]  # variable -> its value
+Env = dict[Var, Expr]  # variable -> its value
 Each = Callable[[Callable[[Env], None]], None]
+
 
 def parts_of(graph: StepGraph) -> list[tuple[int, ...] | int]:
     """The parts of a step between which all units wait for each other: a phase with a product; or phases whose
@@ -83,7 +83,7 @@ class RowSums:
         count = len(statistics)
         if not count:
             return []
-        sums = T.local("sums", (count,), "float32")
+        sums = T.local("sums", (count,), "float32")  # a statistic each
         for n in range(count):
             T.buffer_store(sums, T.float32(0), [n])
 

@@ -6,15 +6,17 @@ cell's scalars and stores the new state. The input's products are hoisted out of
 
 from __future__ import annotations
 
+from functools import partial
+
 from ecornn.analysis.liveness import late_operand, phase_count
-from ecornn.program import Buffer, Launch, Loop, Program
+from ecornn.program import Buffer, Launch, Program
 from ecornn.schedules.assemble import assemble, shared_buffers
-from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, joined
+from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, joined, no_room
 from ecornn.schedules.builder import PrimFunc, T
 from ecornn.schedules.hoisted import in_float32
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
-from ecornn.schedules.scalars.row_sums import parts_of
+from ecornn.schedules.step.loop import loop
 from ecornn.schedules.step.product import BlockProduct, Tile, tile_of, weights_buffer
 from ecornn.schedules.step.projection import project_plainly
 from ecornn.schedules.step.scalars import (
@@ -25,7 +27,6 @@ from ecornn.schedules.step.scalars import (
     declare,
     workspaces,
 )
-from ecornn.schedules.step.statistics import rows_kernel
 
 REGISTERS = 40  # of a thread, beside accumulators: addresses, tiles on their way, gate math
 # nanoseconds of a dependent product, a barrier and the copies before it, a weight that a block reads, a product
@@ -64,14 +65,9 @@ class FusedStep(Schedule):
             return f"a tile of depth {tile.depth} cannot be split in {tile.split}"
         if tile.groups > 1 and tile.rows >= 2 * task.workload.batch:
             return f"{tile.rows} rows a block for a batch of {task.workload.batch}"
-        need = max(tile.shared(g, o) for g, o in _products(task))
-        if need > task.device.shared:
-            return f"{need} bytes of shared memory, {task.device.shared} available"
+        shared = max(tile.shared(g, o) for g, o in _products(task))
         registers = max(g for g, _ in _products(task)) * tile.thread_rows + REGISTERS
-        limit = min(255, task.device.registers // tile.threads // 8 * 8)
-        if registers > limit:
-            return f"about {registers} registers a thread, {limit} available"
-        return None
+        return no_room(task.device, shared, tile.threads, registers)
 
     def default(self, task: Task) -> Config:
         found = self._first_valid(task)
@@ -129,17 +125,12 @@ class FusedStep(Schedule):
         buffers = [*shared_buffers(task, inputs), *own]
         begin = Component({"begin": begin_kernel(task, layout, buffers, math)},
                           calls=tuple(begin_calls(task, layout, own)))
-        functions, steps = {}, []
-        for part in parts_of(graph):
-            if isinstance(part, tuple):
-                functions[f"rows_{part[0]}"], launch = rows_kernel(task, part, layout, buffers, math)
-                steps.append(launch)
-                continue
-            p = part
-            gates, operands = _shape(task, p)
-            functions[f"step_{p}"] = _step_kernel(task, tile, layout, buffers, p, math)
-            steps.append(Launch(f"step_{p}", _grid(task, tile), tile.threads, tile.shared(gates, operands)))
-        return assemble(task, Component(functions, tuple(own), (Loop(tuple(steps)),)), inputs,
+
+        def phase(p: int, known: list[Buffer], name: str) -> tuple[PrimFunc, Launch]:
+            return (_step_kernel(task, tile, layout, known, p, math, name),
+                    Launch(name, _grid(task, tile), tile.threads, tile.shared(*_shape(task, p))))
+
+        return assemble(task, partial(loop, task, layout, own, buffers, math, inputs, phase), inputs,
                         joined(begin, project_plainly(task, tile, layout, inputs)))
 
 
@@ -175,20 +166,21 @@ def _grid(task: Task, tile: Tile) -> int:
     return -(-task.workload.hidden // tile.units) * -(-task.workload.batch // tile.rows)
 
 
-def _step_kernel(task: Task, tile: Tile, layout: Layout, buffers: list[Buffer], p: int, math: str) -> PrimFunc:
-    """``step_<p>``: phase p of step t."""
+def _step_kernel(task: Task, tile: Tile, layout: Layout, buffers: list[Buffer], p: int, math: str,
+                 name: str) -> PrimFunc:
+    """The kernel ``name``: phase p of step t."""
     from tvm.script.ir_builder import IRBuilder
 
     w, graph = task.workload, task.graph
     columns = -(-w.hidden // tile.units)
     rows = graph.phases[p].products if graph.phases else ()
     with IRBuilder() as builder, T.prim_func():
-        T.func_name(f"step_{p}")
+        T.func_name(name)
         a = declare(buffers)
         scalars = StepScalars(task, layout, a, math)
         T.device_entry()
         block, thread = T.block(_grid(task, tile)), T.thread(tile.threads)
-        memory = T.shared(tile.shared(*_shape(task, p)) // 4)
+        memory = T.shared(tile.shared(*_shape(task, p)) // 4)  # BlockProduct's
         column, row0 = T.let("column", block % columns), T.let("row0", block // columns * tile.rows)
         with T.If(row0 < a["B"]), T.Then():
             product = BlockProduct(tile, rows, memory, thread)

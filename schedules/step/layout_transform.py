@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from itertools import product as combinations
 
 from ecornn.analysis.liveness import late_operand
-from ecornn.program import Buffer, Launch, Loop, Program
+from ecornn.program import Buffer, Launch, Program
 from ecornn.schedules.assemble import assemble, shared_buffers
-from ecornn.schedules.base import Component, Config, Knob, Schedule, Task
+from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, joined, no_room
 from ecornn.schedules.builder import Expr, PrimFunc, T
-from ecornn.schedules.gemm.mma import shape_of
+from ecornn.schedules.gemm.projection import no_projection
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
-from ecornn.schedules.scalars.row_sums import parts_of
+from ecornn.schedules.step.loop import loop
 from ecornn.schedules.step.mma_product import TensorProduct, TilePlan, plan_of, unit_step, weights_buffer
 from ecornn.schedules.step.scalars import (
     Layout,
@@ -29,7 +29,6 @@ from ecornn.schedules.step.scalars import (
     declare,
     workspaces,
 )
-from ecornn.schedules.step.statistics import rows_kernel
 
 AHEAD = 4  # items of a thread whose hoisted values are read before the product
 MOST_ROWS = 256  # weight rows of a block
@@ -47,11 +46,8 @@ class LayoutTransform(Schedule):
     def refuses(self, task: Task) -> str | None:
         if not any(phase.products for phase in task.graph.phases):
             return f"cell {task.graph.cell!r} has no recurrent product"
-        if task.device.capability < 80:
-            return "needs tensor cores of compute capability 8.0"
-        if task.graph.hoisted_products and shape_of(task).shared > task.device.shared:
-            return (f"the projection needs {shape_of(task).shared} bytes of shared memory, "
-                    f"{task.device.shared} available")
+        if fault := no_projection(task):
+            return fault
         if next(self._candidates(task), None) is None:
             return f"cell {task.graph.cell!r} has too many gates for a block"
         return late_operand(task.graph)
@@ -89,11 +85,8 @@ class LayoutTransform(Schedule):
         for p in range(len(plan.gates)):
             if plan.weight_rows(p) % (16 * plan.row_warps):
                 return f"{plan.weight_rows(p)} weight rows for {plan.row_warps} warps"
-            if plan.shared(p) > device.shared:
-                return f"{plan.shared(p)} bytes of shared memory, {device.shared} available"
-            limit = min(255, device.registers // plan.threads // 8 * 8)
-            if plan.registers(p) > limit:
-                return f"about {plan.registers(p)} registers a thread, {limit} available"
+            if fault := no_room(device, plan.shared(p), plan.threads, plan.registers(p)):
+                return fault
         return None
 
     def default(self, task: Task) -> Config:
@@ -135,19 +128,16 @@ class LayoutTransform(Schedule):
         own = [*workspaces(task, layout),
                *(weights_buffer(task, plan, p) for p, gates in enumerate(plan.gates) if gates)]
         buffers = [*shared_buffers(task, inputs), *own]
-        functions = {"begin": begin_kernel(task, layout, buffers, math)}
+        begin = Component({"begin": begin_kernel(task, layout, buffers, math)},
+                          calls=tuple(begin_calls(task, layout, own)))
         blocks = plan.columns * -(-task.workload.batch // plan.rows)
-        steps = []
-        for part in parts_of(task.graph):
-            if isinstance(part, tuple):
-                functions[f"rows_{part[0]}"], launch = rows_kernel(task, part, layout, buffers, math, inputs)
-                steps.append(launch)
-                continue
-            p = part
-            functions[f"step_{p}"] = _step_kernel(task, plan, layout, inputs, buffers, p, blocks, math)
-            steps.append(Launch(f"step_{p}", blocks, plan.threads, plan.shared(p)))
-        calls = (*begin_calls(task, layout, own), Loop(tuple(steps)))
-        return assemble(task, Component(functions, tuple(own), calls), inputs)
+
+        def phase(p: int, known: list[Buffer], name: str) -> tuple[PrimFunc, Launch]:
+            return (_step_kernel(task, plan, layout, inputs, known, p, blocks, math, name),
+                    Launch(name, blocks, plan.threads, plan.shared(p)))
+
+        return assemble(task, lambda kept: joined(
+            begin, loop(task, layout, own, buffers, math, inputs, phase, kept)), inputs)
 
 
 def estimate(task: Task, plan: TilePlan) -> float:
@@ -179,18 +169,18 @@ def estimate(task: Task, plan: TilePlan) -> float:
 
 
 def _step_kernel(task: Task, plan: TilePlan, layout: Layout, inputs: Hoisted, buffers: list[Buffer], p: int,
-                 blocks: int, math: str) -> PrimFunc:
-    """``step_<p>``: phase p of step t."""
+                 blocks: int, math: str, name: str) -> PrimFunc:
+    """The kernel ``name``: phase p of step t."""
     from tvm.script.ir_builder import IRBuilder
 
     H = task.workload.hidden
     with IRBuilder() as builder, T.prim_func():
-        T.func_name(f"step_{p}")
+        T.func_name(name)
         a = declare(buffers)
         scalars = StepScalars(task, layout, a, math, inputs)
         T.device_entry()
         block, thread = T.block(blocks), T.thread(plan.threads)
-        memory = T.shared(plan.shared(p) // 4)
+        memory = T.shared(plan.shared(p) // 4)  # TensorProduct's
         column, row0 = T.let("column", block % plan.columns), T.let("row0", block // plan.columns * plan.rows)
         with T.If(row0 < a["B"]), T.Then():
             product = TensorProduct(plan, p, task.graph.phases[p].products, memory, thread)

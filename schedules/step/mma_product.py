@@ -132,7 +132,8 @@ class TensorProduct:
 
     Parameters
     ----------
-    memory : the block's shared memory, float32, 16-byte aligned
+    memory : the block's shared memory, float32, 16-byte aligned: stages of weights (pair, weight row, word) and state
+        (pair, batch row, word); afterwards partial sums (part of K, batch row, weight row)
     thread : the thread's number
     """
 
@@ -154,6 +155,7 @@ class TensorProduct:
         """
         plan, p = self.plan, self.p
         turns = plan.turns(p)
+        # (m16 tile of weight rows, n8 tile of batch rows, 4)
         acc = T.local("acc", (plan.tiles(p), plan.octets, 4), "float32")
         with T.unroll("m", plan.tiles(p)) as m, T.unroll("n", plan.octets) as n, T.unroll("i", 4) as i:
             T.buffer_store(acc, T.float32(0), [m, n, i])
@@ -219,8 +221,8 @@ class TensorProduct:
     def _multiply(self, acc: TirBuffer, place: Expr) -> None:
         plan, p = self.plan, self.p
         tiles, octets, weight_rows = plan.tiles(p), plan.octets, plan.weight_rows(p)
-        a = T.local("a", (2 * tiles, 4), "uint32")
-        b = T.local("b", (octets, 4), "uint32")
+        a = T.local("a", (2 * tiles, 4), "uint32")  # (half of an m16 tile, 2 words of fragment A of each k-tile)
+        b = T.local("b", (octets, 4), "uint32")  # (n8 tile, 2 words of fragment B of each k-tile)
         lane = self.lane * 4  # a lane's row and quarter of 8 rows of 16 words
         with T.unroll("j", plan.depth) as j:
             pair = self.part * plan.depth + j

@@ -66,7 +66,8 @@ class BlockProduct:
 
     Parameters
     ----------
-    memory : the block's shared memory, float32
+    memory : the block's shared memory, float32: a tile of weights (k, gate, unit) and one of the operands (operand,
+        row, k); afterwards partial sums (part of K, row, gate, unit)
     thread : the thread's number
     operand : ``operand(o, row, k)``: operand number o at a row of the block and an index k below the
         padded K, float32; zero or finite wherever a weight is padding
@@ -84,7 +85,7 @@ class BlockProduct:
         tile, gates = self.tile, len(self.rows)
         if not gates:
             return
-        acc = T.local("acc", (gates, tile.thread_rows), "float32")
+        acc = T.local("acc", (gates, tile.thread_rows), "float32")  # (gate, batch row of the thread)
         with T.unroll("g", gates) as g, T.unroll("r", tile.thread_rows) as r:
             T.buffer_store(acc, T.float32(0), [g, r])
         chunks, size = -(-inputs // tile.depth), tile.weight_floats(gates)

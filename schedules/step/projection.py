@@ -43,9 +43,9 @@ def _kernel(task: Task, tile: Tile, layout: Layout, buffers: list[Buffer], block
         scalars = StepScalars(task, layout, a, "exact")
         T.device_entry()
         block, thread = T.block(blocks), T.thread(tile.threads)
-        memory = T.shared(tile.shared(gates, 1) // 4)
+        memory = T.shared(tile.shared(gates, 1) // 4)  # BlockProduct's
         total = T.let("total", a["T"] * a["B"])
-        turn = T.local("turn", (1,), "int32")
+        turn = T.local("turn", (1,), "int32")  # number of the tile
         T.buffer_store(turn, block, [0])
         product = BlockProduct(tile, graph.hoisted_products, memory, thread)
 

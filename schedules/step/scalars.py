@@ -116,7 +116,7 @@ class StepScalars:
     Parameters
     ----------
     T : the builder's module, ``tvm.tirx.script.builder.ir``
-    arguments : the kernel's parameters, from :func:`declare`
+    arguments : the kernel's parameters, from :func:`declare`; states that are kept are those with a buffer
     math : one of :data:`ecornn.schedules.scalars.pointwise.MATH`
     hoisted : how hoisted values lie in memory; default: in float32
     """
@@ -126,6 +126,7 @@ class StepScalars:
         self.task, self.graph, self.layout = task, task.graph, layout
         self.arguments, self.math, self.inputs = arguments, math, hoisted or in_float32(task)
         self.carried, self.statistics = carried(task.graph), statistics(task.graph)
+        self.kept = [name for name in task.graph.states if f"{name}_kept" in arguments]
         self.timeline = Timeline(task.traversal, arguments, arguments["T"], arguments["B"])
         w = task.workload
         largest = max(len(self.graph.states), len(self.carried)) * w.batch * w.hidden
@@ -236,10 +237,15 @@ class StepScalars:
 
     def _store_results(self, row: Expr, unit: Expr, after: dict[str, Expr], live: Expr | None) -> None:
         a, w, traversal = self.arguments, self.task.workload, self.task.traversal
-        first = T.cast(self.timeline.at(a["t"]) * a["B"] + row, "int64") * traversal.y_width(w.hidden) + unit
+        step_row = T.cast(self.timeline.at(a["t"]) * a["B"] + row, "int64")
+        step_row = T.let("step_row", step_row) if self.kept else step_row
+        first = step_row * traversal.y_width(w.hidden) + unit
         at = T.let("at", first + traversal.y_offset(w.hidden) if traversal.y_offset(w.hidden) else first)
         output = self.timeline.masked(live, after[self.graph.output], T.float32(0))
         T.buffer_store(a["y"], T.cast(output, w.dtype), [at])
+        for name in self.kept:
+            value = self.timeline.masked(live, after[name], T.float32(0))
+            T.buffer_store(a[f"{name}_kept"], T.cast(value, w.dtype), [step_row * w.hidden + unit])
         with T.If(a["t"] == a["T"] - 1), T.Then():
             for name, value in after.items():
                 T.buffer_store(a[f"{name}_out"], T.cast(value, w.dtype), [self.at(0, row, unit)])

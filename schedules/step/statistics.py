@@ -19,12 +19,12 @@ from ecornn.schedules.step.scalars import Layout, StepScalars, declare
 MOST_THREADS = 1024
 
 
-def rows_kernel(task: Task, phases: tuple[int, ...], layout: Layout, buffers: list[Buffer], math: str,
-                inputs: Hoisted | None = None) -> tuple[PrimFunc, Launch]:
-    """``rows_<p>``, p the first of the phases: their statistics, and all scalars of those without a product."""
+def rows_kernel(task: Task, name: str, phases: tuple[int, ...], layout: Layout, buffers: list[Buffer], math: str,
+                inputs: Hoisted) -> tuple[PrimFunc, Launch]:
+    """The kernel ``name`` and its launch: statistics of the phases, and all scalars of those without a product."""
     from tvm.script.ir_builder import IRBuilder
 
-    w, graph, name = task.workload, task.graph, f"rows_{phases[0]}"
+    w, graph = task.workload, task.graph
     threads = min(MOST_THREADS, -(-w.hidden // 32) * 32)
     words = max(RowSums.words(threads, graph.phases[p].statistics) for p in phases)
     with IRBuilder() as builder, T.prim_func():
@@ -33,7 +33,7 @@ def rows_kernel(task: Task, phases: tuple[int, ...], layout: Layout, buffers: li
         scalars = StepScalars(task, layout, a, math, inputs)
         T.device_entry()
         row, thread = T.named("row", T.cta_id([w.batch])), T.thread(threads)
-        memory = T.shared(words)
+        memory = T.shared(words)  # (statistic, warp)
         with T.If(row < a["B"]), T.Then():
             sums, found = RowSums(threads, thread, memory), Env()
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
 
 from msgspec import structs
 
 from ecornn.analysis.adjoint import adjoint
 from ecornn.analysis.kept import kept
-from ecornn.program import BACKWARD, FORWARD, Entry, Parallel, Program
+from ecornn.program import BACKWARD, FORWARD, Buffer, Entry, Parallel, Program
 from ecornn.schedules.base import Config, Task
 from ecornn.schedules.cpu.cost import best_tile, shape_of
 from ecornn.schedules.cpu.sequence import sequence
@@ -37,7 +36,7 @@ def training_program(task: Task, config: Config) -> Program:
     entries = dict(run.entries)
     entries[FORWARD] = Entry((keeping.call("forward_worker"),), tuple(b.name for b in keeping.buffers))
     entries[BACKWARD] = Entry((Parallel("backward_worker"),), tuple(b.name for b in backward.buffers))
-    buffers = {}
+    buffers: dict[str, Buffer] = {}
     for b in (*run.buffers, *keeping.buffers, *backward.buffers):
         assert buffers.setdefault(b.name, b) == b, f"two buffers {b.name}"
     return replace(run, functions=functions, buffers=tuple(buffers.values()), entries=entries)

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from ecornn.schedules.builder import Expr
+from ecornn.schedules.builder import Expr, TirBuffer, Var
 from ecornn.schedules.cpu.math import vector
 from ecornn.schedules.cpu.memory import Place
 from ecornn.schedules.cpu.worker import Worker
 
-Var = Any  # tvm.tirx.Var
 ROWS = 4
 
 
@@ -28,7 +26,7 @@ class Outer:
     """``data[start + j * columns + k]``, j < ``rows`` and k < ``columns``, gets outer products of ``value`` and
     ``operand``."""
 
-    data: Any
+    data: TirBuffer
     start: int
     rows: int
     columns: int
@@ -70,7 +68,7 @@ def add_outer(worker: Worker, outer: Outer, rows: Expr, registers: int) -> None:
             _edge(worker, outer, j, k, sums)
 
 
-def _edge(worker: Worker, outer: Outer, j: Expr, k: Expr, sums: list[list[Any]]) -> None:
+def _edge(worker: Worker, outer: Outer, j: Expr, k: Expr, sums: list[list[TirBuffer]]) -> None:
     """Adds what of a tile is within the matrix, element by element."""
     e, lanes, vectors = worker.e, worker.e.lanes, len(sums[0])
     tile = e.tirx.decl_buffer([ROWS * vectors * lanes], "float32", "tile", scope="local")
@@ -85,7 +83,7 @@ def _edge(worker: Worker, outer: Outer, j: Expr, k: Expr, sums: list[list[Any]])
         e.store(outer.data, at, e.load(outer.data, at) + e.load(tile, m * e.index(vectors * lanes) + n))
 
 
-def add_sums(worker: Worker, totals: Any, width: int, sums: Sequence[tuple[int, Place]], rows: Expr) -> None:
+def add_sums(worker: Worker, totals: TirBuffer, width: int, sums: Sequence[tuple[int, Place]], rows: Expr) -> None:
     """Adds columns of ``rows`` rows to ``totals``, whose rows, ``width`` apart, are those numbers."""
     e, lanes = worker.e, worker.e.lanes
     for number, place in sums:
@@ -99,8 +97,8 @@ def add_sums(worker: Worker, totals: Any, width: int, sums: Sequence[tuple[int, 
             e.vstore(totals, at, e.vload(totals, at) + e.vload(total, 0))
 
 
-def add_vectors(worker: Worker, totals: Any, width: int, numbers: dict[Var, int],
-                into: Sequence[tuple[Any, int, Var]]) -> None:
+def add_vectors(worker: Worker, totals: TirBuffer, width: int, numbers: dict[Var, int],
+                into: Sequence[tuple[TirBuffer, int, Var]]) -> None:
     """Adds to gradients of parameter vectors: ``into`` has the elements, where in them, and the variable of the
     worker's graph, which is of parameters and of ``totals``."""
     e, lanes, hidden = worker.e, worker.e.lanes, worker.shape.hidden

@@ -13,13 +13,12 @@ Gradients of parameters are added to what is there.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from ecornn.analysis.step import OuterProduct, Sum
 from ecornn.program import BACKWARD, ENTRIES, WORKSPACE, Buffer, Extent
 from ecornn.schedules.assemble import tensor_buffers
 from ecornn.schedules.base import Task
-from ecornn.schedules.builder import Expr
+from ecornn.schedules.builder import Expr, PrimFunc, Var
 from ecornn.schedules.cpu.emit import Emitter
 from ecornn.schedules.cpu.memory import Place
 from ecornn.schedules.cpu.tile_task import TileTask
@@ -31,8 +30,7 @@ from ecornn.schedules.cpu.training.graphs import Backward, pass_plan
 from ecornn.schedules.cpu.training.passes import SLACK, Pass
 from ecornn.schedules.cpu.training.recurrence import Recurrence
 from ecornn.schedules.cpu.worker import Worker
-
-Var = Any  # tvm.tirx.Var
+from ecornn.schedules.keeping import kept_buffers
 
 
 class DxTask(TileTask):
@@ -61,7 +59,7 @@ class DxPass(Pass):
         super().__init__("dx", plans.dx, shape, e, rooms)
         self.dx, self.inner, self.adds = plans.adjoint.dx, inner, adds
 
-    def length(self, operand: Any) -> int:
+    def length(self, operand: Var | None) -> int:
         return self.inner
 
 
@@ -91,7 +89,7 @@ class BackwardWorker:
         self.passes = [p for p in (self.replay, self.inputs, self.dx, self.finish) if p is not None]
         self.forward, self.copies = forward, list[Copy]()
 
-    def function(self, name: str) -> Any:
+    def function(self, name: str) -> PrimFunc:
         """The function, of that name; ``buffers`` are complete then."""
         e = self.e
         self.declare()
@@ -118,7 +116,8 @@ class BackwardWorker:
         tensors = [t for t in ENTRIES[BACKWARD] if t != "state_kept"]
         for b in tensor_buffers(tensors, task.traversal, "float32", self.forward.states, self.forward.parameters):
             root.add(b)
-        for b in kept_buffers(self.forward.output, self.plans.kept.states, s):
+        states = [name for name in self.plans.kept.states if name != self.forward.output]
+        for b in kept_buffers(states, s.batch, s.hidden, "float32"):
             root.add(b)
         root.declare_constants()
         self.timeline = Timeline(e, task.traversal, root.data, root.steps, root.batch)
@@ -129,9 +128,10 @@ class BackwardWorker:
             self.dx.data["dx"] = root.data["dx"]
         self.places: dict[Var, Place] = {}
         self.declare_rows()
-        for part in (self.replay, self.recurrence, self.inputs):
-            self.places.update(part.places)
-        for reader in (self.replay, self.recurrence, self.inputs, self.dx):
+        makers: tuple[Pass | Recurrence, ...] = (self.replay, self.recurrence, self.inputs)
+        for maker in makers:
+            self.places.update(maker.places)
+        for reader in (*makers, self.dx):
             if reader is not None:
                 own = set(reader.places)
                 reader.given.update({v: p for v, p in self.places.items() if v not in own})
@@ -239,10 +239,11 @@ class BackwardWorker:
 
     def outer(self, o: OuterProduct) -> Outer:
         """Where an outer product is read and added."""
-        sizes = [self.shape.input if v is None else self.shape.hidden for v in (o.value, o.operand)]
+        rows, columns = (self.shape.input if v is None else self.shape.hidden for v in (o.value, o.operand))
         value, operand = (self.x if v is None else self.places[v] for v in (o.value, o.operand))
         assert value is not None and operand is not None
-        return Outer(self.root.data[f"gradient_{o.parameter}"], o.gate * sizes[0] * sizes[1], *sizes, value, operand)
+        return Outer(self.root.data[f"gradient_{o.parameter}"], o.gate * rows * columns, rows, columns, value,
+                     operand)
 
     def epilogue(self) -> None:
         """Gradients of the first states, and of parameter vectors."""
@@ -261,11 +262,3 @@ class BackwardWorker:
         e.call("ecornn_barrier")
         into = [(root.data[f"gradient_{v.parameter}"], v.gate * s.hidden, v.var) for v in adjoint.vectors]
         add_vectors(root, root.data.get("totals"), s.width, self.numbers, into)
-
-
-def kept_buffers(output: str, states: tuple[str, ...], shape: Shape) -> list[Buffer]:
-    """What forward writes for backward to read besides y: states after each step, (T, B, H)."""
-    from msgspec import structs
-
-    return [structs.replace(Buffer.of("state_kept", "float32", name), extent=Extent(0, shape.batch * shape.hidden))
-            for name in states if name != output]

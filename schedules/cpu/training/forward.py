@@ -7,7 +7,7 @@ from ecornn.schedules.cpu.sequence import Sequence
 from ecornn.schedules.cpu.stages import StepPlan
 from ecornn.schedules.cpu.tile_task import TileTask
 from ecornn.schedules.cpu.tiling import Shape
-from ecornn.schedules.cpu.training.backward import kept_buffers
+from ecornn.schedules.keeping import kept_buffers
 from ecornn.workload import Traversal
 
 
@@ -39,5 +39,5 @@ class KeepingSequence(Sequence):
 
     def declare(self) -> None:
         super().declare()
-        for buffer in kept_buffers(self.graph.output, self.states, self.shape):
+        for buffer in kept_buffers(self.keeps, self.shape.batch, self.shape.hidden, "float32"):
             self.add(buffer)

@@ -21,8 +21,8 @@ from ecornn.schedules.cpu.worker import Worker
 class Copy:
     """Rows to be copied: ``length`` elements of each row of ``source``, one for each step and batch row, to ``to``.
 
-    ``kind``: ``at``, those of the step itself; ``live``, these, or zeros where a row takes no part; ``before``, those of
-    the step before, where ``first`` has the rows before the first step.
+    ``kind``: ``at``, those of the step itself; ``live``, these, or zeros where a row takes no part; ``before``, those
+    of the step before, where ``first`` has the rows before the first step.
     """
 
     kind: str

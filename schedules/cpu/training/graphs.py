@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ecornn.analysis import StepGraph
 from ecornn.analysis.adjoint import Adjoint
@@ -22,10 +21,10 @@ from ecornn.analysis.kept import Kept
 from ecornn.analysis.liveness import levels, needed
 from ecornn.analysis.scalar import variables
 from ecornn.analysis.step import Assign, Phase, Product, Statistic
+from ecornn.schedules.builder import Var
 from ecornn.schedules.cpu.stages import Stage, StepPlan
 from ecornn.schedules.cpu.stages import plan as plan_step
 
-Var = Any  # tvm.tirx.Var
 _Part = tuple[tuple[Product, ...], tuple[Statistic, ...], tuple[Assign, ...]]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ecornn.program import WORKSPACE, Extent
-from ecornn.schedules.builder import Expr
+from ecornn.schedules.builder import Expr, Var
 from ecornn.schedules.cpu.emit import Emitter
 from ecornn.schedules.cpu.memory import Place
 from ecornn.schedules.cpu.stages import Stage, StepPlan
@@ -47,7 +47,7 @@ class Pass(Worker):
             self.buffer("statistics", WORKSPACE, Extent(self.rooms * len(self.totals)))
 
     @property
-    def places(self) -> dict[object, Place]:
+    def places(self) -> dict[Var, Place]:
         """Where its values are."""
         return {v: Place(data, self.shape.width) for v, data in self.kept.items()}
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from msgspec import structs
 
 from ecornn.program import WORKSPACE, Extent
-from ecornn.schedules.builder import Expr
+from ecornn.schedules.builder import Expr, TirBuffer, Var
 from ecornn.schedules.cpu.emit import Emitter
 from ecornn.schedules.cpu.memory import Place
 from ecornn.schedules.cpu.stages import StepPlan
@@ -17,8 +15,6 @@ from ecornn.schedules.cpu.timeline import Timeline
 from ecornn.schedules.cpu.training.passes import SLACK
 from ecornn.schedules.cpu.worker import Worker
 from ecornn.workload import Traversal
-
-Var = Any  # tvm.tirx.Var
 
 
 class RecurrenceTask(TileTask):
@@ -48,8 +44,8 @@ class Recurrence(Worker):
 
     task = RecurrenceTask
 
-    def __init__(self, plan: StepPlan, shape: Shape, traversal: Traversal, e: Emitter, written: dict[str, tuple[Var, ...]],
-                 rooms: int) -> None:
+    def __init__(self, plan: StepPlan, shape: Shape, traversal: Traversal, e: Emitter,
+                 written: dict[str, tuple[Var, ...]], rooms: int) -> None:
         against = structs.replace(traversal, reverse=not traversal.reverse, backward=True)
         super().__init__(plan, shape, against, "recurrence_", e)
         self.written, self.rooms = written, rooms
@@ -76,7 +72,7 @@ class Recurrence(Worker):
             self.buffer(name, WORKSPACE, Extent(self.rooms * s.width + SLACK))
             self.places[var] = Place(self.data[name], s.width)
 
-    def begin(self, first: dict[str, Any]) -> None:
+    def begin(self, first: dict[str, TirBuffer]) -> None:
         """The states before the first step: ``first`` has elements (B, H) for some of them, others are zeros."""
         e, s = self.e, self.shape
         columns = -(-s.hidden // s.lanes)

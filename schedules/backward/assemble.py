@@ -1,0 +1,37 @@
+"""A whole backward pass around a recurrence: what comes before it and after it, the same for all of them."""
+
+from __future__ import annotations
+
+from ecornn.analysis.adjoint import Adjoint
+from ecornn.analysis.kept import Kept
+from ecornn.program import WORKSPACE, Buffer, Extent
+from ecornn.schedules.backward.finish import state_gradients
+from ecornn.schedules.backward.gather import gather
+from ecornn.schedules.backward.inputs import input_gradients, places_of_inputs
+from ecornn.schedules.backward.memory import Memory, written
+from ecornn.schedules.backward.replay import replay, replayed
+from ecornn.schedules.backward.sums import vector_gradients
+from ecornn.schedules.backward.weights import weight_gradients
+from ecornn.schedules.base import Component, Task, joined
+from ecornn.schedules.hoisted import Hoisted
+
+
+def backward(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurrence: Component, add: bool = False,
+             add_dx: bool = False, first: bool = True) -> Component:
+    """The calls of a backward pass in order, with all workspaces; what it exchanges is as ``memory.py`` has it.
+
+    Parameters
+    ----------
+    layout : of ``hoisted``, which the recurrence reads
+    recurrence : from ``hoisted`` to ``outputs`` and ``last_<state>``; without ``outputs``
+    add : to the gradients of parameters that are there
+    add_dx : to dx, as a second direction does
+    first : whether there are states before the first step; else these are zeros
+    """
+    w, memory = task.workload, Memory(task, adjoint, kept)
+    step = w.batch * len(written(adjoint)) * w.hidden
+    own = (Buffer("outputs", WORKSPACE, w.dtype, Extent(0, step)),) if step else ()
+    multiplied = memory.leaves() | memory.outputs() | replayed(memory) | places_of_inputs(memory)
+    return joined(Component(buffers=own), gather(memory, first), replay(memory, layout), recurrence,
+                  input_gradients(memory, add_dx), weight_gradients(memory, multiplied, add), state_gradients(memory),
+                  vector_gradients(memory, add))

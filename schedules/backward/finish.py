@@ -1,0 +1,26 @@
+"""The gradients of a layer's first states, from what the recurrence leaves after its last step."""
+
+from __future__ import annotations
+
+from ecornn.program import WORKSPACE
+from ecornn.schedules.backward.memory import Memory, Place, Workspaces
+from ecornn.schedules.backward.passes import RowPass, Wanted, items_of, unique_invariants
+from ecornn.schedules.base import Component, joined
+from ecornn.schedules.gemm.job import Columns
+
+
+def state_gradients(memory: Memory) -> Component:
+    """``d_<state>_in`` (B, H) of each state, from ``last`` (B, S, H) and the weights; and ``finish_summed``."""
+    back, H = memory.adjoint, memory.task.workload.hidden
+    summed = finish_summed(memory)
+    stores = [(back.gradients[n], Place(Columns(f"d_{n}_in", H, H), memory.dtype)) for n in back.forward.states]
+    passes = RowPass(memory, "finish", memory.last(), unique_invariants(back.forward, back.finish), by_step=False)
+    made = passes.component(items_of(back.finish), Wanted((*stores, *summed.places().items())))
+    return joined(Component(buffers=summed.buffers(memory.task.workload.batch, False)), made)
+
+
+def finish_summed(memory: Memory) -> Workspaces:
+    """What remains to be summed over the batch, float32."""
+    found = Workspaces("finish_summed", "float32", memory.task.workload.hidden, WORKSPACE)
+    found.add(s.value for s in memory.adjoint.finish.sums)
+    return found

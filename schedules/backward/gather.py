@@ -1,0 +1,93 @@
+"""The states before each step, of all steps at once, from those after each step and the first ones.
+
+    before[t, b] = the state that step t of row b began with; zero where a sequence starts there, and where the row
+                   takes no part in the step
+"""
+
+from __future__ import annotations
+
+from ecornn.program import WORKSPACE, Buffer, Extent, Launch
+from ecornn.schedules.backward.memory import Memory, read_before
+from ecornn.schedules.base import Component, Task, joined
+from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
+from ecornn.schedules.gemm.job import Columns
+from ecornn.schedules.timeline import row_arguments
+
+THREADS = 256
+BLOCKS = 8  # a multiprocessor
+
+
+def gather(memory: Memory, first: bool = True) -> Component:
+    """``before_<state>`` of states that are read, from ``<state>_kept`` or y, ``<state>_in``, lengths and resets.
+    ``first``: whether there is a state before the first step; else that is zero."""
+    return joined(*(_gather(memory, state, first) for state in read_before(memory.adjoint, memory.kept)))
+
+
+def _gather(memory: Memory, state: str, first: bool) -> Component:
+    w, after = memory.task.workload, memory.after(state)
+    blocks, of_y = BLOCKS * memory.task.device.cores, after.name == "y"
+    function = "gather_y" if of_y else "gather"
+    names = {"after": after.name, "before": f"before_{state}"} | ({"first": f"{state}_in"} if first else {})
+    return Component({function: _kernel(memory.task, function, after, blocks, first)},
+                     (Buffer(names["before"], WORKSPACE, w.dtype, Extent(0, w.batch * w.hidden)),),
+                     (Launch(function, blocks, THREADS, names=names),))
+
+
+def _kernel(task: Task, name: str, source: Columns, blocks: int, has_first: bool) -> PrimFunc:
+    """``(T, B, after, first, before, lengths, resets)``: threads take some neighbouring units each, as many as are 16
+    bytes, if rows are aligned to these."""
+    from tvm.script.ir_builder import IRBuilder
+
+    w, traversal = task.workload, task.traversal
+    span = source.together(16 // w.itemsize)
+    chunks, back = w.hidden // span, traversal.reverse
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name(name)
+        steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
+        big = (T.int64(1 << 40),)
+        after, before = (T.arg(n, T.buffer(big, w.dtype)) for n in ("after", "before"))
+        first = T.arg("first", T.buffer(big, w.dtype)) if has_first else None
+        masks = row_arguments(traversal)
+        T.device_entry()
+        thread = T.let("first_item", T.cast(T.block(blocks) * THREADS + T.thread(THREADS), "int64"))
+        total = T.let("total", T.cast(steps * batch, "int64") * chunks)
+        turns = T.let("turns", (total - thread + (blocks * THREADS - 1)) // (blocks * THREADS))
+        with T.serial("turn", T.int64(0), turns) as turn:
+            item = T.let("item", turn * (blocks * THREADS) + thread)
+            row, unit = T.let("row", T.cast(item // chunks, "int32")), T.let("unit", item % chunks * span)
+            t, b = T.let("t", row // batch), T.let("b", row % batch)
+            end = T.let("end", T.min(masks["lengths"][b], steps) if traversal.lengths else steps)
+            earliest = T.let("earliest", t >= end - 1 if back else t == 0)
+            zero: Expr = t >= end
+            if traversal.resets:
+                step = T.Select(earliest, t, t + 1) if back else t
+                mark = masks["resets"][T.cast(step * batch + b, "int64")] != T.uint8(0)
+                zero = T.Or(zero, T.And(T.Not(earliest), mark) if back else mark)
+            words = span * w.itemsize // 4  # none: a single value of 16 bits
+            values = T.local("values", (max(1, words),), "uint32" if words else w.dtype)
+            for k in range(max(1, words)):
+                T.buffer_store(values, T.uint32(0) if words else T.cast(T.float32(0), w.dtype), [k])
+            beside = row + batch if back else row - batch
+            with T.If(T.And(T.Not(zero), T.Not(earliest))), T.Then():
+                _load(values, words, after, source.place(beside, unit))
+            if first is not None:
+                with T.If(T.And(T.Not(zero), earliest)), T.Then():
+                    _load(values, words, first, T.cast(b, "int64") * w.hidden + unit)
+            place = T.let("place", T.cast(row, "int64") * w.hidden + unit)
+            if words:
+                store = T.ptx[f"st.global.{_kind(words)}"]
+                T.evaluate(store(before.ptr_to([place]), *(values[k] for k in range(words))))
+            else:
+                T.buffer_store(before, values[0], [place])
+    return builder.get()
+
+
+def _kind(words: int) -> str:
+    return "b32" if words == 1 else f"v{words}.b32"
+
+
+def _load(values: TirBuffer, words: int, buffer: TirBuffer, place: Expr) -> None:
+    if words:
+        T.evaluate(T.ptx[f"ld.global.{_kind(words)}"](*(values[k] for k in range(words)), buffer.ptr_to([place])))
+    else:
+        T.buffer_store(values, buffer[place], [0])

@@ -1,0 +1,70 @@
+"""From the gradients of what a step reads of x to that of x: one product with several terms, in most cells."""
+
+from __future__ import annotations
+
+from ecornn.analysis.derivatives import number
+from ecornn.analysis.step import Assign
+from ecornn.program import WORKSPACE
+from ecornn.schedules.backward.memory import Memory, Place, Workspaces
+from ecornn.schedules.backward.passes import Item, RowPass, Wanted, items_of, unique_invariants
+from ecornn.schedules.backward.replay import replayed
+from ecornn.schedules.backward.rows import scalar_pass
+from ecornn.schedules.backward.scalars import Scalars
+from ecornn.schedules.base import Component, joined
+from ecornn.schedules.builder import Var
+from ecornn.schedules.gemm.job import Columns
+
+
+def input_gradients(memory: Memory, add: bool = False) -> Component:
+    """``dx`` (T, B, I), or with ``add`` it and what is there; and workspaces of :func:`made_of_inputs`."""
+    from tvm import tirx
+
+    back, w = memory.adjoint, memory.task.workload
+    graph, total = back.inputs, back.dx
+    items: list[Item] = items_of(graph)
+    place = Place(Columns("dx", w.input, w.input), memory.dtype)
+    if total is None:
+        return _spaces(memory) if add else joined(_spaces(memory), _zeros(memory, place))
+    multiplied, summed = made_of_inputs(memory)
+    leaves = memory.leaves() | memory.outputs() | replayed(memory)
+    instead: dict[Var, Var] = {}
+    if add:
+        before, whole = tirx.Var("dx_before", "float32"), tirx.Var("dx_whole", "float32")
+        leaves[before] = place
+        items.append((Assign(whole, before + total),))
+        total, instead = whole, {whole: before}
+    stores = tuple((v, p) for space in (multiplied, summed) for v, p in space.places().items())
+    masked = memory.task.traversal.lengths and bool(graph.hoisted or graph.x is not None or replayed(memory))
+    passes = RowPass(memory, "inputs", leaves, unique_invariants(back.forward, graph), masked=masked, units=w.input)
+    return joined(_spaces(memory), passes.component(items, Wanted((*stores, (total, place)), instead=instead)))
+
+
+def made_of_inputs(memory: Memory) -> tuple[Workspaces, Workspaces]:
+    """Values that the pass makes on the way: factors of outer products, in the layer's data type, and what is summed,
+    in float32."""
+    graph, H = memory.adjoint.inputs, memory.task.workload.hidden
+    known = memory.leaves() | memory.outputs() | replayed(memory)
+    multiplied = Workspaces("inputs_factors", memory.dtype, H, WORKSPACE)
+    summed = Workspaces("inputs_summed", "float32", H, WORKSPACE)
+    multiplied.add(v for o in graph.outer_products for v in (o.value, o.operand) if v is not None and v not in known)
+    summed.add(s.value for s in graph.sums if s.value not in known)
+    return multiplied, summed
+
+
+def places_of_inputs(memory: Memory) -> dict[Var, Place]:
+    """Where these lie; what is in both, as it is multiplied."""
+    multiplied, summed = made_of_inputs(memory)
+    return {**summed.places(), **multiplied.places()}
+
+
+def _spaces(memory: Memory) -> Component:
+    batch = memory.task.workload.batch
+    return Component(buffers=tuple(b for space in made_of_inputs(memory) for b in space.buffers(batch, True)))
+
+
+def _zeros(memory: Memory, place: Place) -> Component:
+    from tvm import tirx
+
+    zero = tirx.Var("zero", "float32")
+    scalars = Scalars((), (), (Assign(zero, number(0.0)),), {}, ((zero, place),))
+    return scalar_pass("inputs_0", memory.task.device, scalars, (), memory.task.workload.input, by_step=True)

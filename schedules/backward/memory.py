@@ -1,0 +1,159 @@
+"""Where the values of a backward pass lie: rows are those of T*B in x's time, whatever the direction.
+
+    x, dx                 (T, B, I)
+    y, dy                 (T, B, W), this direction's H from an offset on; y is zero where a row takes no part
+    <state>_kept          (T, B, H), a state after each step; of the output state that is y
+    before_<state>        (T, B, H), a state before each step, by ``gather.py``
+    hoisted               what the recurrence reads, as ``Hoisted`` lays it out; by ``replay.py``
+    outputs               (T, B, O, H), what the recurrence writes: ``written``; zero where a row takes no part
+    last_<state>          (B, H), a state of the recurrence after its last step
+    d_<parameter>         gradients, float32, in te shape
+    d_<state>_in          (B, H), gradients of first states
+
+All of the layer's data type, where nothing else is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ecornn.analysis.adjoint import Adjoint
+from ecornn.analysis.kept import Kept
+from ecornn.program import Buffer, Extent
+from ecornn.schedules.base import Task
+from ecornn.schedules.builder import Expr, T, TirBuffer, Var
+from ecornn.schedules.gemm.job import Columns
+from ecornn.schedules.isa.tensor_core import pack_pair, unpack_half
+
+Within = Callable[[Expr, int], Expr]  # (unit, e) -> unit + e, or one that there is
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value of each row and unit lies."""
+
+    columns: Columns
+    dtype: str
+
+    def load(self, arguments: Mapping[str, TirBuffer], row: Expr, unit: Expr, within: Within, span: int,
+             aligned: bool = False) -> list[Expr]:
+        """``span`` (1, 2 or 4) neighbouring units from ``unit`` on, a multiple of as many, in float32. ``aligned``: so
+        is their place, whatever the buffer's rows are."""
+        buffer, columns = arguments[self.columns.name], self.columns
+        if span == 1 or not (aligned or columns.together(span) == span):
+            places = [columns.place(row, within(unit, e)) for e in range(span)]
+            return [T.let("value", T.cast(buffer[place], "float32")) for place in places]
+        first = buffer.ptr_to([columns.place(row, unit)])
+        if self.dtype == "float32":
+            loaded = T.local("loaded", (span,), "float32")
+            T.evaluate(T.ptx[f"ld.global.v{span}.f32"](*(loaded[e] for e in range(span)), first))
+            return [loaded[e] for e in range(span)]
+        words = T.local("loaded", (span // 2,), "uint32")
+        T.evaluate(T.ptx["ld.global.b32" if span == 2 else "ld.global.v2.b32"](
+            *(words[k] for k in range(span // 2)), first))
+        return [unpack_half(words[e // 2], e % 2 == 1, self.dtype) for e in range(span)]
+
+    def store(self, arguments: Mapping[str, TirBuffer], row: Expr, unit: Expr, values: Sequence[Expr]) -> None:
+        """As many neighbouring units; those beyond the last one are none."""
+        buffer, columns, span = arguments[self.columns.name], self.columns, len(values)
+        if span == 1 or columns.together(span) < span:
+            for e, value in enumerate(values):
+                with T.If(unit + e < columns.width), T.Then():
+                    T.buffer_store(buffer, T.cast(value, self.dtype), [columns.place(row, unit + e)])
+            return
+        first = buffer.ptr_to([columns.place(row, unit)])
+        if self.dtype == "float32":
+            T.evaluate(T.ptx[f"st.global.v{span}.f32"](first, *values))
+            return
+        words = [pack_pair(values[e], values[e + 1], self.dtype) for e in range(0, span, 2)]
+        T.evaluate(T.ptx["st.global.b32" if span == 2 else "st.global.v2.b32"](first, *words))
+
+
+def written(adjoint: Adjoint) -> tuple[Var, ...]:
+    """What the recurrence writes of each step, ``outputs``: the graph's, and what is summed over steps besides."""
+    graph = adjoint.recurrence
+    return tuple(dict.fromkeys((*graph.outputs, *(s.value for s in graph.sums))))
+
+
+def read_before(adjoint: Adjoint, kept: Kept) -> tuple[str, ...]:
+    """States whose values before each step are read."""
+    used = {*adjoint.needed, *kept.replay.given}
+    return tuple(n for n, leaf in adjoint.forward.states.items() if leaf in used)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of one backward pass."""
+
+    task: Task
+    adjoint: Adjoint
+    kept: Kept
+
+    @property
+    def dtype(self) -> str:
+        return self.task.workload.dtype
+
+    def y(self, name: str) -> Columns:
+        """y, or its gradient."""
+        w, traversal = self.task.workload, self.task.traversal
+        return Columns(name, w.hidden, traversal.y_width(w.hidden), traversal.y_offset(w.hidden))
+
+    def after(self, state: str) -> Columns:
+        """A state after each step."""
+        H = self.task.workload.hidden
+        return self.y("y") if state == self.adjoint.forward.output else Columns(f"{state}_kept", H, H)
+
+    @property
+    def x(self) -> Columns:
+        I = self.task.workload.input
+        return Columns("x", I, I)
+
+    def leaves(self) -> dict[Var, Place]:
+        """What each step has before the recurrence begins."""
+        forward, H = self.adjoint.forward, self.task.workload.hidden
+        found: dict[Var, Place] = {}
+        for name in self.kept.states:
+            found[forward.results[name]] = Place(self.after(name), self.dtype)
+        for name in read_before(self.adjoint, self.kept):
+            found[forward.states[name]] = Place(Columns(f"before_{name}", H, H), self.dtype)
+        if forward.x is not None:
+            found[forward.x] = Place(self.x, self.dtype)
+        return found | {self.adjoint.dy: Place(self.y("dy"), self.dtype)}
+
+    def outputs(self) -> dict[Var, Place]:
+        """What the recurrence writes."""
+        H, values = self.task.workload.hidden, written(self.adjoint)
+        return {v: Place(Columns("outputs", H, len(values) * H, o * H), self.dtype) for o, v in enumerate(values)}
+
+    def last(self) -> dict[Var, Place]:
+        """What it leaves after the last step; a row for each of the batch."""
+        H, graph = self.task.workload.hidden, self.adjoint.recurrence
+        return {v: Place(Columns(f"last_{n}", H, H), self.dtype) for n, v in graph.states.items()}
+
+
+@dataclass
+class Workspaces:
+    """Workspaces in the making: places for values one beside the other, (rows, N, H) in all."""
+
+    name: str
+    dtype: str
+    units: int
+    role: str
+    variables: list[Var] = field(default_factory=list)
+
+    def add(self, variables: Iterable[Var]) -> None:
+        """Room for those that have none yet."""
+        self.variables += [v for v in dict.fromkeys(variables) if not any(v.same_as(o) for o in self.variables)]
+
+    def places(self) -> dict[Any, Place]:
+        """All of them."""
+        stride = len(self.variables) * self.units
+        return {v: Place(Columns(self.name, self.units, stride, n * self.units), self.dtype)
+                for n, v in enumerate(self.variables)}
+
+    def buffers(self, batch: int, by_step: bool) -> tuple[Buffer, ...]:
+        """It, if there is anything in it."""
+        size = batch * len(self.variables) * self.units
+        return (Buffer(self.name, self.role, self.dtype, Extent(0, size) if by_step else Extent(size)),) if size else ()

@@ -1,0 +1,219 @@
+"""A step graph carried out for all rows at once: products over all rows, and scalars of each row and unit.
+
+What lies between two products is one kernel: scalars that follow a product are computed on its sums, unless they need
+statistics of whole rows. Products of what memory holds at the beginning are one kernel, whatever they multiply. Values
+that a later kernel reads are left in workspaces: in float32, or, where they are multiplied, in the layer's data type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from ecornn.analysis.liveness import needed
+from ecornn.analysis.merging import merged
+from ecornn.analysis.scalar import variables
+from ecornn.analysis.step import Assign, Product, Statistic, StepGraph
+from ecornn.program import WORKSPACE
+from ecornn.schedules.backward.memory import Memory, Place, Workspaces
+from ecornn.schedules.backward.rows import scalar_pass
+from ecornn.schedules.backward.scalars import Pointwise, Scalars
+from ecornn.schedules.base import Component, joined
+from ecornn.schedules.builder import Var
+from ecornn.schedules.gemm.job import Columns, Job, Operand
+from ecornn.schedules.gemm.over_rows import over_rows
+from ecornn.schedules.hoisted import Hoisted
+from ecornn.schedules.scalars.pointwise import MATH_FOR
+
+LINE = 128  # bytes of K of a stage of a product: operands side by side are one where they fill whole ones
+Item = tuple[Product, ...] | tuple[Statistic, ...] | tuple[Assign, ...]
+
+
+def items_of(graph: StepGraph) -> list[Item]:
+    """The products, statistics and assignments of a pass over all rows, in order."""
+    found: list[Item] = [graph.hoisted_products, graph.hoisted, graph.hoisted_statistics, graph.normalized,
+                         graph.prologue]
+    for phase in graph.phases:
+        found += [phase.statistics, phase.products, phase.assigns]
+    return [item for item in found if item]
+
+
+@dataclass
+class _Stage:
+    """One kernel: products and what follows them, or scalars with statistics before them."""
+
+    products: tuple[Product, ...] = ()
+    statistics: list[tuple[Statistic, ...]] = field(default_factory=list)
+    assigns: tuple[Assign, ...] = ()
+
+    @property
+    def made(self) -> dict[Var, None]:
+        """Its variables, in order."""
+        return dict.fromkeys((*(p.var for p in self.products), *(a.var for a in self.assigns),
+                              *(v for those in self.statistics for s in those for v in s.made)))
+
+    @property
+    def operands(self) -> list[Var]:
+        """What is multiplied, but for x."""
+        return [t.operand for p in self.products for t in p.terms if t.operand is not None]
+
+    @property
+    def scalar_reads(self) -> set[Var]:
+        """What its scalars read, its own values among it."""
+        return {v for a in self.assigns for v in variables(a.value)} | self._wanted(set())
+
+    def reads(self, wanted: set[Var]) -> set[Var]:
+        """Drops what ``wanted`` does not need; what is read of earlier stages and of memory."""
+        self.statistics = [kept for those in self.statistics if (kept := tuple(
+            s for s in those if self._read(wanted).intersection(s.made)))]
+        self.assigns, read = needed(self.assigns, self._wanted(wanted))
+        self.products = tuple(p for p in self.products if p.var in read)
+        return {*read, *self.operands} - self.made.keys()
+
+    def _read(self, wanted: set[Var]) -> set[Var]:
+        return needed(self.assigns, self._wanted(wanted))[1]
+
+    def _wanted(self, wanted: set[Var]) -> set[Var]:
+        return wanted | {o for those in self.statistics for s in those for o in s.operands}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a pass leaves: ``stores``, values and where they go; and ``hoisted``, in ``layout``; ``instead``: as of
+    :class:`Scalars`."""
+
+    stores: tuple[tuple[Var, Place], ...] = ()
+    hoisted: tuple[Var, ...] = ()
+    layout: Hoisted | None = None
+    instead: Mapping[Var, Var] = field(default_factory=dict)
+
+    @property
+    def variables(self) -> set[Var]:
+        return {*(v for v, _ in self.stores), *self.hoisted}
+
+
+@dataclass(frozen=True)
+class RowPass:
+    """A pass.
+
+    Attributes
+    ----------
+    name : its kernels and workspaces begin with it
+    leaves : where what it reads lies
+    invariants : what parameters determine
+    by_step : over the rows of every step; else over those of the batch
+    masked : zeros are stored where a row takes no part in the step
+    units : of the last product, where these are not hidden units
+    """
+
+    memory: Memory
+    name: str
+    leaves: Mapping[Var, Place]
+    invariants: tuple[Assign, ...]
+    by_step: bool = True
+    masked: bool = False
+    units: int | None = None
+
+    def component(self, items: Sequence[Item], wanted: Wanted) -> Component:
+        """Its kernels and workspaces."""
+        stages = self._stages(items)
+        after = wanted.variables
+        for stage in reversed(stages):
+            after = (after - stage.made.keys()) | stage.reads(after & stage.made.keys())
+        return self._kernels(stages, wanted)
+
+    def _stages(self, items: Sequence[Item]) -> list[_Stage]:
+        """Products of what memory holds are in the first one."""
+        products = [p for item in items for p in item if isinstance(p, Product)]
+        first = tuple(p for p in products if all(self._at_hand(t.operand) for t in p.terms))
+        stages = [_Stage(first)]
+        for item in items:
+            if isinstance(item[0], Product):
+                rest = tuple(p for p in item if p not in first)
+                stages += [_Stage(rest)] if rest else []
+            elif isinstance(item[0], Statistic):
+                stages += [_Stage()] if stages[-1].products else []
+                stages[-1].statistics.append(item)  # type: ignore[arg-type]
+            else:
+                stages[-1].assigns += item  # type: ignore[operator]
+        return stages
+
+    def _at_hand(self, operand: Var | None) -> bool:
+        return operand is None or (operand in self.leaves and self.leaves[operand].dtype == self.memory.dtype)
+
+    def _kernels(self, stages: Sequence[_Stage], wanted: Wanted) -> Component:
+        w, batch = self.memory.task.workload, self.memory.task.workload.batch
+        values = Workspaces(f"{self.name}_values", "float32", w.hidden, WORKSPACE)
+        operands = Workspaces(f"{self.name}_operands", w.dtype, w.hidden, WORKSPACE)
+        operands.add(v for s in stages for v in s.operands if not self._at_hand(v))
+        for n, stage in enumerate(stages):
+            read = set(wanted.hoisted).union(*(s.scalar_reads for s in stages[n + 1:])) if stages[n + 1:] else set()
+            values.add(v for v in stage.made if v in read)
+        at, multiplied = values.places(), operands.places()
+        made = {v for stage in stages for v in stage.made}
+        parts = [Component(buffers=(*values.buffers(batch, self.by_step), *operands.buffers(batch, self.by_step)))]
+        for n, stage in enumerate(stages):
+            last = n == len(stages) - 1
+            stores = [(v, p) for places in (at, multiplied) for v, p in places.items()
+                      if v in stage.made or (n == 0 and v not in made)]
+            stores += [(v, p) for v, p in wanted.stores if v in stage.made or (last and v not in made)]
+            own = Wanted(tuple(stores), wanted.hoisted if last else (), wanted.layout, wanted.instead)
+            if own.variables:
+                places = [{**self.leaves, **more} for more in (at, multiplied)]
+                parts.append(self._kernel(f"{self.name}_{n}", stage, own, *places))
+        return joined(*parts)
+
+    def _kernel(self, name: str, stage: _Stage, wanted: Wanted, leaves: Mapping[Var, Place],
+                operands: Mapping[Var, Place]) -> Component:
+        task, forward = self.memory.task, self.memory.adjoint.forward
+        products, assigns = merged(stage.products, stage.assigns, wanted.variables)
+        made = {*(a.var for a in assigns), *(p.var for p in products)}
+        math = MATH_FOR[task.workload.dtype][min(1, len(MATH_FOR[task.workload.dtype]) - 1)]
+        scalars = Scalars(forward.vectors, self.invariants, assigns, {v: p for v, p in leaves.items() if v not in made},
+                          wanted.stores, wanted.hoisted, wanted.layout, self.masked, wanted.instead, math)
+        if not products:
+            return scalar_pass(name, task.device, scalars, stage.statistics, task.workload.hidden, self.by_step)
+        job = self._job(name, products, operands, len(forward.vectors) if scalars.reads_vectors else 0)
+        span = wanted.layout.span if wanted.hoisted and wanted.layout else 4  # 16-bit ones of a quad: a sector
+        return over_rows(job, Pointwise(scalars, products, span))
+
+    def _job(self, name: str, products: Sequence[Product], operands: Mapping[Var, Place], vectors: int) -> Job:
+        w = self.memory.task.workload
+        return Job(name, self.memory.task.device, w.dtype, w.arithmetic,
+                   operands_of(name, products, {v: p.columns for v, p in operands.items()} | {None: self.memory.x},
+                               w.itemsize),
+                   len(products), self.units or w.hidden, 0, vectors, self.by_step)
+
+
+def operands_of(name: str, products: Sequence[Product], columns: Mapping[Var | None, Columns],
+                itemsize: int) -> tuple[Operand, ...]:
+    """What is multiplied, each once if nothing multiplies it twice; neighbours in memory are one where that is
+    possible."""
+    slots: list[tuple[Columns, bool, list[tuple[str, int]]]] = []
+    for r, product in enumerate(products):
+        taken: set[int] = set()
+        for term in product.terms:
+            where = columns[term.operand]
+            free = (s for s, slot in enumerate(slots) if slot[:2] == (where, term.transposed) and s not in taken)
+            s = next(free, len(slots))
+            if s == len(slots):
+                slots.append((where, term.transposed, [("", 0)] * len(products)))
+            slots[s][2][r] = term.source
+            taken.add(s)
+    if len(products) == 1 and len(slots) > 1:
+        slots.sort(key=lambda slot: (slot[0].name, slot[0].offset))
+        first, width = slots[0][0], sum(slot[0].width for slot in slots)
+        beside = all(a[0].offset + a[0].width == b[0].offset and a[0].name == b[0].name
+                     for a, b in pairwise(slots))
+        if beside and all(slot[1] for slot in slots) and width * itemsize % LINE == 0:
+            whole = Columns(first.name, width, first.stride, first.offset)
+            return (Operand(whole, f"{name}_weights", tuple(s for slot in slots for s in slot[2]), True, len(slots)),)
+    return tuple(Operand(where, f"{name}_weights_{n}", tuple(sources), transposed)
+                 for n, (where, transposed, sources) in enumerate(slots))
+
+
+def unique_invariants(*graphs: StepGraph) -> tuple[Assign, ...]:
+    """Those of all graphs, each variable once."""
+    return tuple({a.var: a for g in graphs for a in g.invariants}.values())
+

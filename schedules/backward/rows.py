@@ -1,0 +1,116 @@
+"""Scalars of all rows without a product, with statistics of the rows where there are some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from ecornn.analysis.step import Statistic
+from ecornn.device import Device
+from ecornn.program import Launch
+from ecornn.schedules.backward.scalars import Env, Scalars
+from ecornn.schedules.base import Component
+from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
+from ecornn.schedules.scalars.row_sums import RowSums
+
+THREADS = 256
+BLOCKS = 6  # a multiprocessor
+
+
+def scalar_pass(name: str, device: Device, scalars: Scalars, statistics: Sequence[Sequence[Statistic]], units: int,
+                by_step: bool) -> Component:
+    """A kernel: the statistics, group after group, where one may read what another one gives; then the scalars.
+
+    With statistics a block has whole rows; else threads take some neighbouring units each.
+    """
+    words, blocks = max((RowSums.words(THREADS, s) for s in statistics), default=0), BLOCKS * device.cores
+    kernel = _kernel(name, scalars, statistics, units, by_step, blocks, words)
+    return Component({name: kernel}, (), (Launch(name, blocks, THREADS, 4 * words),))
+
+
+def _kernel(name: str, scalars: Scalars, statistics: Sequence[Sequence[Statistic]], units: int, by_step: bool,
+            blocks: int, words: int) -> PrimFunc:
+    """``(T, B, what is read, vectors, what is written)``."""
+    from tvm.script.ir_builder import IRBuilder
+
+    made = [v for those in statistics for s in those for v in s.made]
+    operands = {o for those in statistics for s in those for o in s.operands}
+    kinds = scalars.reads(made, operands) | {"vectors": "float32"}
+    kinds |= {n: kind for n, kind in scalars.writes().items() if n not in kinds}
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name(name)
+        steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
+        arguments = {n: T.arg(n, T.buffer((T.int64(1 << 40),), kind)) for n, kind in kinds.items()} | {"B": batch}
+        T.device_entry()
+        block, thread = T.block(blocks), T.thread(THREADS)
+        rows = T.let("rows", steps * batch if by_step else batch)
+        work = _Units(scalars, arguments, units)
+        if statistics:
+            memory = T.shared(words)
+            with T.serial("turn", 0, T.let("turns", (rows - block + (blocks - 1)) // blocks)) as turn:
+                _row(work, statistics, T.let("row", turn * blocks + block), thread, memory)
+        else:
+            _every_unit(work, rows, block * THREADS + thread, blocks * THREADS)
+    return builder.get()
+
+
+class _Units:
+    """What a thread does with some neighbouring units of a row."""
+
+    def __init__(self, scalars: Scalars, arguments: dict[str, TirBuffer], units: int) -> None:
+        self.scalars, self.arguments, self.units = scalars, arguments, units
+        self.span = 4 if units % 4 == 0 else 2
+
+    @property
+    def chunks(self) -> int:
+        """Of a row."""
+        return -(-self.units // self.span)
+
+    def within(self, unit: Expr, e: int) -> Expr:
+        """A unit that there is."""
+        return unit + e if self.units % self.span == 0 else T.min(unit + e, self.units - 1)
+
+    def values(self, row: Expr, unit: Expr, found: Env, wanted: set[object] | None = None) -> list[Env]:
+        """What is wanted of each; ``found``: statistics of the row."""
+        known = [self.scalars.constants(partial(self._vector, unit, e), wanted) | found for e in range(self.span)]
+        return self.scalars.values(self.arguments, row, unit, self.within, known, wanted)
+
+    def _vector(self, unit: Expr, e: int, i: int) -> Expr:
+        return self.arguments["vectors"][i * self.units + self.within(unit, e)]
+
+    def store(self, row: Expr, unit: Expr, found: Env) -> None:
+        """All values."""
+        self.scalars.store(self.arguments, row, unit, self.values(row, unit, found))
+
+
+def _every_unit(work: _Units, rows: Expr, thread: Expr, threads: int) -> None:
+    first = T.let("first_item", T.cast(thread, "int64"))
+    total = T.let("total", T.cast(rows, "int64") * work.chunks)
+    with T.serial("turn", T.int64(0), T.let("turns", (total - first + (threads - 1)) // threads)) as turn:
+        item = T.let("item", turn * threads + first)
+        row, unit = T.cast(item // work.chunks, "int32"), T.cast(item % work.chunks, "int32") * work.span
+        work.store(T.let("row", row), T.let("unit", unit), {})
+
+
+def _row(work: _Units, statistics: Sequence[Sequence[Statistic]], row: Expr, thread: Expr, memory: TirBuffer) -> None:
+    sums, found = RowSums(THREADS, thread, memory), Env()
+
+    def units(function: Callable[[Expr], None]) -> None:
+        with T.serial("again", 0, -(-work.chunks // THREADS)) as again:
+            chunk = T.let("chunk", again * THREADS + thread)
+            with T.If(chunk < work.chunks), T.Then():
+                function(T.let("unit", chunk * work.span))
+
+    for those in statistics:
+        wanted, known = {o for s in those for o in s.operands}, dict(found)
+
+        def each(function: Callable[[Env], None], wanted: set[object] = wanted, known: Env = known) -> None:
+            def visit(unit: Expr) -> None:
+                for e, env in enumerate(work.values(row, unit, known, wanted)):
+                    with T.If(unit + e < work.units), T.Then():
+                        function(env)
+
+            units(visit)
+
+        found |= sums.statistics(those, work.units, each)
+    units(lambda unit: work.store(row, unit, found))

@@ -1,0 +1,164 @@
+"""Gradients of parameter vectors: values summed over all rows, in two passes, then what depends on parameters alone.
+
+The first pass leaves sums of ``CHUNKS`` parts of the rows; the second adds these in order, so that every run has the
+same bits, and computes the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd
+
+from ecornn.program import WORKSPACE, Buffer, Extent, Launch
+from ecornn.schedules.backward.finish import finish_summed
+from ecornn.schedules.backward.inputs import places_of_inputs
+from ecornn.schedules.backward.memory import Memory, Place
+from ecornn.schedules.backward.weights import zeros
+from ecornn.schedules.base import Component, joined
+from ecornn.schedules.builder import Expr, PrimFunc, T, Var
+from ecornn.schedules.gemm.job import Columns
+from ecornn.schedules.scalars.pointwise import emit
+
+THREADS = 256
+CHUNKS = 32  # of the rows
+UNROLL = 4  # rows of a warp that are read at once
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Values in one buffer, with the variables of their sums; over the rows of every step or those of the batch."""
+
+    values: tuple[tuple[Var, Place], ...]
+    by_step: bool
+
+    @property
+    def name(self) -> str:
+        return self.values[0][1].columns.name
+
+
+def vector_gradients(memory: Memory, add: bool = False) -> Component:
+    """``d_<parameter>`` of every vector (G, H), float32; ``add``: to what is there. Zeros where a gate is not used."""
+    groups, H, device = _groups(memory), memory.task.workload.hidden, memory.task.device
+    parts = []
+    at: dict[Var, list[tuple[str, int, int]]] = {}  # of a sum: its places in the buffers of partial sums
+    for group in groups:
+        name, count = f"sums_{group.name}", len(group.values)
+        parts.append(_partial(name, group, H))
+        for s, (var, _) in enumerate(group.values):
+            at.setdefault(var, []).append((name, s, count))
+    gradients: dict[tuple[str, int], list[Var]] = {}
+    for vector in memory.adjoint.vectors:
+        gradients.setdefault((vector.parameter, vector.gate), []).append(vector.var)
+    once = Component()
+    if gradients:
+        blocks = -(-H // THREADS)
+        once = Component({"once": _once(memory, at, gradients, blocks, add)}, (), (Launch("once", blocks, THREADS),))
+    unused = [] if add else [(n, g) for n, s in memory.adjoint.forward.parameters.items() if len(s) == 2
+                             for g in range(s[0]) if (n, g) not in gradients]
+    return joined(*parts, once, zeros(memory.adjoint.forward, unused, device.cores, "no_vector"))
+
+
+def _groups(memory: Memory) -> list[_Group]:
+    back = memory.adjoint
+    places = memory.leaves() | memory.outputs() | places_of_inputs(memory)
+    found: dict[str, list[tuple[Var, Place]]] = {}
+    for s in (*back.recurrence.sums, *back.inputs.sums):
+        found.setdefault(places[s.value].columns.name, []).append((s.var, places[s.value]))
+    groups = [_Group(tuple(values), True) for values in found.values()]
+    left = finish_summed(memory).places()
+    if back.finish.sums:
+        groups.append(_Group(tuple((s.var, left[s.value]) for s in back.finish.sums), False))
+    return groups
+
+
+def _partial(name: str, group: _Group, hidden: int) -> Component:
+    span = gcd(*(p.columns.together(4) for _, p in group.values))
+    blocks, shared = len(group.values) * -(-hidden // (32 * span)) * CHUNKS, THREADS * span * 4
+    kernel = _partial_kernel(name, group, hidden, span, blocks)
+    return Component({name: kernel}, (Buffer(f"{name}_parts", WORKSPACE, "float32",
+                                             Extent(CHUNKS * len(group.values) * hidden)),),
+                     (Launch(name, blocks, THREADS, shared, names={"parts": f"{name}_parts"}),))
+
+
+def _partial_kernel(name: str, group: _Group, hidden: int, span: int, blocks: int) -> PrimFunc:
+    """``(T, B, values, parts)``: ``parts[chunk, s, j]``. A warp has 32 spans of units, and every eighth row."""
+    from tvm.script.ir_builder import IRBuilder
+
+    place, count, across = group.values[0][1], len(group.values), -(-hidden // (32 * span))
+    warps = THREADS // 32
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name(name)
+        steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
+        arguments = {group.name: T.arg(group.name, T.buffer((T.int64(1 << 40),), place.dtype))}
+        parts = T.arg("parts", T.buffer((T.int64(1 << 40),), "float32"))
+        T.device_entry()
+        block, thread = T.block(blocks), T.thread(THREADS)
+        memory = T.shared(THREADS * span)
+        rows = T.let("rows", steps * batch if group.by_step else batch)
+        chunk, column = T.let("chunk", block // (count * across)), T.let("column", block % (count * across))
+        s = T.let("s", column // across)
+        lane, warp = T.let("lane", thread % 32), T.let("warp", thread // 32)
+        unit = T.let("unit", column % across * (32 * span) + lane * span)
+        each = T.let("each", (rows + (CHUNKS - 1)) // CHUNKS)
+        end = T.let("end", T.min(rows, (chunk + 1) * each))
+        total = T.local("total", (span,), "float32")
+        for e in range(span):
+            T.buffer_store(total, T.float32(0), [e])
+        offset: Expr = T.int32(group.values[-1][1].columns.offset)
+        for k in reversed(range(count - 1)):
+            offset = T.Select(s == k, T.int32(group.values[k][1].columns.offset), offset)
+        first = T.let("first", offset + unit)  # of the row
+        whole = Place(Columns(group.name, place.columns.stride, place.columns.stride), place.dtype)
+        turns = T.let("turns", (each + (warps * UNROLL - 1)) // (warps * UNROLL))
+        with T.If(unit < hidden), T.Then(), T.serial("turn", 0, turns) as turn:
+            for k in range(UNROLL):
+                row = T.let("row", chunk * each + (turn * UNROLL + k) * warps + warp)
+                with T.If(row < end), T.Then():
+                    values = whole.load(arguments, row, first, lambda at, e: at + e, span, aligned=True)
+                    for e, value in enumerate(values):
+                        T.buffer_store(total, total[e] + value, [e])
+        for e in range(span):
+            T.buffer_store(memory, total[e], [thread * span + e])
+        T.evaluate(T.cuda.cta_sync())
+        with T.If(T.And(warp == 0, unit < hidden)), T.Then():
+            for e in range(span):
+                value = memory[thread * span + e]
+                for other in range(1, warps):
+                    value = value + memory[(other * 32 + lane) * span + e]
+                T.buffer_store(parts, value, [(chunk * count + s) * hidden + unit + e])
+    return builder.get()
+
+
+def _once(memory: Memory, at: Mapping[Var, Sequence[tuple[str, int, int]]],
+          gradients: Mapping[tuple[str, int], Sequence[Var]], blocks: int, add: bool) -> PrimFunc:
+    """``(vectors, partial sums, gradients)``: a thread has a unit."""
+    from tvm.script.ir_builder import IRBuilder
+
+    back, H = memory.adjoint, memory.task.workload.hidden
+    buffers = ["vectors", *dict.fromkeys(f"{name}_parts" for places in at.values() for name, _, _ in places),
+               *dict.fromkeys(f"d_{parameter}" for parameter, _ in gradients)]
+    used = {v.var for v in back.once.vectors}
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("once")
+        a = {n: T.arg(n, T.buffer((T.int64(1 << 40),), "float32")) for n in buffers}
+        T.device_entry()
+        unit = T.let("unit", T.block(blocks) * THREADS + T.thread(THREADS))
+        with T.If(unit < H), T.Then():
+            env = {v.var: T.let(v.var.name, a["vectors"][i * H + unit])
+                   for i, v in enumerate(back.forward.vectors) if v.var in used}
+            for var, places in at.items():
+                total = T.local("total", (1,), "float32")
+                T.buffer_store(total, T.float32(0), [0])
+                for name, s, count in places:
+                    with T.serial("chunk", 0, CHUNKS) as chunk:
+                        T.buffer_store(total, total[0] + a[f"{name}_parts"][(chunk * count + s) * H + unit], [0])
+                env[var] = T.let(var.name, total[0])
+            env = emit(back.once.invariants, env)
+            for (parameter, gate), those in gradients.items():
+                value = env[those[0]]
+                for var in those[1:]:
+                    value = value + env[var]
+                into, place = a[f"d_{parameter}"], gate * H + unit
+                T.buffer_store(into, into[place] + value if add else value, [place])
+    return builder.get()

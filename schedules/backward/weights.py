@@ -1,0 +1,135 @@
+"""Gradients of matrices of weights: outer products added up over all rows, a kernel for each pair of operands.
+
+Values that lie side by side are taken together: all gates of an LSTM are the columns of one product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+
+from ecornn.analysis.step import OuterProduct, StepGraph
+from ecornn.program import WORKSPACE, Buffer, Extent, Launch
+from ecornn.schedules.backward.memory import Memory, Place
+from ecornn.schedules.base import Component, joined
+from ecornn.schedules.builder import Expr, PrimFunc, T, Var
+from ecornn.schedules.gemm.job import Columns
+from ecornn.schedules.gemm.outer import THREADS, OuterJob, outer_shape
+from ecornn.schedules.gemm.outer_kernel import adding_kernel, outer_kernel
+from ecornn.schedules.gemm.outer_wgmma import THREADS as HOPPER_THREADS
+from ecornn.schedules.gemm.outer_wgmma import hopper_shape
+from ecornn.schedules.gemm.outer_wgmma_kernel import outer_wgmma_kernel
+
+WGMMA = True  # off only to compare the two kernels
+
+
+@dataclass(frozen=True)
+class Group:
+    """Outer products of neighbouring ``values`` and one operand: one gate of ``parameter`` for each of these."""
+
+    parameter: str
+    gates: tuple[int, ...]
+    values: Columns
+    operand: Columns
+    first: bool  # to write these gates
+
+
+def weight_gradients(memory: Memory, places: Mapping[Var, Place], add: bool = False) -> Component:
+    """``d_<parameter>`` of every matrix (G, H, K), float32; ``add``: to what is there. Zeros where a gate is not used.
+
+    ``places`` has what is multiplied, all of the layer's data type, beside x.
+    """
+    back, forward = memory.adjoint, memory.adjoint.forward
+    groups = groups_of(memory, (*back.recurrence.outer_products, *back.inputs.outer_products), places)
+    made = [_outer(memory, n, group, add or not group.first) for n, group in enumerate(groups)]
+    largest = max((part.buffers[0] for part in made), key=lambda b: b.extent.fixed, default=None)
+    parts = Component() if largest is None else Component(buffers=(largest,))
+    whole = joined(*made)
+    used = {(g.parameter, gate) for g in groups for gate in g.gates}
+    unused = [] if add else [(n, g) for n, s in forward.parameters.items() if len(s) == 3 for g in range(s[0])
+                             if (n, g) not in used]
+    return joined(parts, Component(whole.functions, calls=whole.calls),
+                  zeros(forward, unused, memory.task.device.cores))
+
+
+def groups_of(memory: Memory, outers: Iterable[OuterProduct], places: Mapping[Var, Place]) -> list[Group]:
+    """What one kernel does: values one behind the other in memory, with one operand, for one parameter."""
+    def columns(var: Var | None) -> Columns:
+        return memory.x if var is None else places[var].columns
+
+    items = sorted({(o.parameter, columns(o.operand), columns(o.value), o.gate) for o in outers},
+                   key=lambda i: (i[0], i[1].name, i[1].offset, i[2].name, i[2].offset, i[3]))
+    found: list[Group] = []
+    for (parameter, operand, _), those in groupby(items, key=lambda i: (i[0], i[1], i[2].name)):
+        run: list[tuple[Columns, int]] = []
+        for value, gate in [(v, g) for _, _, v, g in those]:
+            if run and (value.offset != run[-1][0].offset + run[-1][0].width or gate in [g for _, g in run]):
+                found.append(_group(parameter, operand, run, found))
+                run = []
+            run.append((value, gate))
+        found.append(_group(parameter, operand, run, found))
+    return found
+
+
+def _group(parameter: str, operand: Columns, run: Sequence[tuple[Columns, int]], before: Sequence[Group]) -> Group:
+    first = run[0][0]
+    values = Columns(first.name, sum(v.width for v, _ in run), first.stride, first.offset)
+    gates = tuple(g for _, g in run)
+    return Group(parameter, gates, values, operand,
+                 not any(g.parameter == parameter and set(g.gates) & set(gates) for g in before))
+
+
+def _outer(memory: Memory, number: int, group: Group, add: bool) -> Component:
+    """Two kernels: sums of parts of the rows, and their sum."""
+    w, task = memory.task.workload, memory.task
+    job = OuterJob(f"outer_{number}", task.device, w.dtype, w.arithmetic, group.values, group.operand, w.seq * w.batch,
+                   task.traversal.lengths)
+    hopper, adder, blocks = hopper_shape(job) if WGMMA else None, f"add_outer_{number}", 2 * task.device.cores
+    shape = hopper or outer_shape(job)
+    height, width = job.values.width, job.operand.width
+    own = height // len(group.gates)
+
+    def place(m: Expr, n: Expr) -> Expr:
+        gate = T.int64(group.gates[-1])
+        for k in reversed(range(len(group.gates) - 1)):
+            gate = T.Select(m // own == k, T.int64(group.gates[k]), gate)
+        return (gate * own + m % own) * width + n
+
+    kernel = outer_wgmma_kernel(job, hopper) if hopper else outer_kernel(job, outer_shape(job))
+    grid, threads = (task.device.cores, HOPPER_THREADS) if hopper else (outer_shape(job).blocks, THREADS)
+    functions = {job.name: kernel,
+                 adder: adding_kernel(adder, height, width, shape.parts, blocks, place, add)}
+    sums = Buffer("outer_parts", WORKSPACE, "float32", Extent(shape.parts * height * width))
+    return Component(functions, (sums,), (
+        Launch(job.name, grid, threads, shape.shared,
+               names={"values": group.values.name, "operand": group.operand.name, "parts": "outer_parts"}),
+        Launch(adder, blocks, THREADS, names={"parts": "outer_parts", "into": f"d_{group.parameter}"})))
+
+
+def zeros(forward: StepGraph, gates: Sequence[tuple[str, int]], blocks: int, prefix: str = "no_matrix") -> Component:
+    """Zeros as the gradients of ``gates`` of parameters."""
+    def one(number: int, gate: tuple[str, int]) -> Component:
+        name, (parameter, which) = f"{prefix}_{number}", gate
+        size = prod(forward.parameters[parameter][1:])
+        return Component({name: _zero_kernel(name, which * size, size, blocks)}, (),
+                         (Launch(name, blocks, THREADS, names={"into": f"d_{parameter}"}),))
+
+    return joined(*(one(n, gate) for n, gate in enumerate(gates)))
+
+
+def _zero_kernel(name: str, first: int, size: int, blocks: int) -> PrimFunc:
+    """``(into)``: zeros from element ``first`` on."""
+    from tvm.script.ir_builder import IRBuilder
+
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name(name)
+        into = T.arg("into", T.buffer((T.int64(1 << 40),), "float32"))
+        T.device_entry()
+        thread = T.let("first_item", T.block(blocks) * THREADS + T.thread(THREADS))
+        with T.serial("turn", 0, -(-size // (blocks * THREADS))) as turn:
+            item = T.let("item", T.cast(turn * (blocks * THREADS) + thread, "int64"))
+            with T.If(item < size), T.Then():
+                T.buffer_store(into, T.float32(0), [item + first])
+    return builder.get()

@@ -1,0 +1,141 @@
+"""A product over all rows of T*B as its kernels see it: what is multiplied by what, and what is made of the sums.
+
+    sums[r, q, j] = sum over operands o, k of o[r, k] * weights_o[q, j, k]
+
+for products q of units j. Nothing here knows whether units are a cell's hidden ones or inputs of a layer.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd, prod
+from typing import Any
+
+from ecornn.device import Device
+from ecornn.program import PACKED, Buffer, Extent, Packing, Source
+from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.workload import ITEMSIZE
+
+Vectors = Callable[[int], Expr]  # number of a parameter vector -> its value
+
+
+@dataclass(frozen=True)
+class Columns:
+    """``width`` values of each row of a buffer (T*B, ``stride``), from value ``offset`` on."""
+
+    name: str
+    width: int
+    stride: int
+    offset: int = 0
+
+    def together(self, most: int) -> int:
+        """Neighbouring values, of ``most`` at most, that are aligned to as many in every row."""
+        return gcd(self.width, self.stride, self.offset, most)
+
+    def place(self, row: Expr, value: Expr) -> Expr:
+        """Where a value of a row is, int64."""
+        first = T.cast(row, "int64") * self.stride + value
+        return first + self.offset if self.offset else first
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What is multiplied, and by what: packed ``weights``, made of ``sources``, one for each product.
+
+    ``transposed``: a source is (K, units), not (units, K). Then K may be ``pieces`` sources one behind the other,
+    without padding between them.
+    """
+
+    columns: Columns
+    weights: str
+    sources: tuple[Source, ...]
+    transposed: bool = False
+    pieces: int = 1
+
+    def packing(self, rows: int, across: tuple[int, ...], along: tuple[int, ...], order: Sequence[int],
+                dtype: str) -> Packing:
+        """How weights are packed: axes (row, *across units, *along K), which ``order`` puts in place."""
+        n, k, units, inputs = len(across), len(along), prod(across), prod(along)
+        if not self.transposed:
+            assert self.pieces == 1
+            return Packing(self.sources, (rows, units, inputs), (rows, *across, *along), tuple(order), dtype)
+        assert self.pieces == 1 or inputs == self.columns.width, "padding between pieces"
+        place = [0, *(1 + k + i for i in range(n)), *(1 + i for i in range(k))]  # of each axis, K before units
+        return Packing(self.sources, (rows * self.pieces, inputs // self.pieces, units), (rows, *along, *across),
+                       tuple(place[i] for i in order), dtype)
+
+    def buffer(self, packing: Packing, dtype: str) -> Buffer:
+        """The packed weights."""
+        return Buffer(self.weights, PACKED, dtype, Extent(prod(packing.pad)), packing)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One such product.
+
+    Attributes
+    ----------
+    name : of the kernel
+    dtype, arithmetic : of operands and weights, and what they are rounded to; as a workload has them
+    rows : products of a unit
+    outputs : values that are made of them
+    vectors : parameter vectors that it takes
+    by_step : there are rows of every step, T*B; else of the batch alone
+    """
+
+    name: str
+    device: Device
+    dtype: str
+    arithmetic: str
+    operands: tuple[Operand, ...]
+    rows: int
+    units: int
+    outputs: int
+    vectors: int = 0
+    by_step: bool = True
+
+    def count(self, steps: Expr, batch: Expr) -> Expr:
+        """The rows."""
+        return steps * batch if self.by_step else batch
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a value."""
+        return ITEMSIZE[self.dtype]
+
+    def declare(self, epilogue: Epilogue) -> dict[str, TirBuffer]:
+        """The kernel's parameters behind T and B."""
+        found = self.declare_inputs(epilogue)
+        return found | _arguments({n: k for n, k in ({"vectors": "float32"} | dict(epilogue.writes)).items()
+                                   if n not in found})
+
+    def declare_inputs(self, epilogue: Epilogue) -> dict[str, TirBuffer]:
+        """Those of what is multiplied and read, but for ``vectors``."""
+        kinds = {o.columns.name: self.dtype for o in self.operands} | dict(epilogue.reads)
+        return _arguments(kinds | {o.weights: self.dtype for o in self.operands})
+
+
+def _arguments(kinds: Mapping[str, str]) -> dict[str, TirBuffer]:
+    return {name: T.arg(name, T.buffer((T.int64(1 << 40),), kind)) for name, kind in kinds.items()}
+
+
+class Epilogue(ABC):
+    """What is made of a row's sums, and stored. ``reads`` and ``writes``: names and types of the buffers, beside
+    ``vectors``; ``span``: the neighbouring units, 2 or 4, that one thread had best have."""
+
+    reads: Mapping[str, str]
+    writes: Mapping[str, str]
+    span: int = 2
+
+    def constants(self, vector: Vectors) -> Any:
+        """What is known of a unit before its rows are."""
+        return None
+
+    @abstractmethod
+    def store(self, arguments: Mapping[str, TirBuffer], row: Expr, unit: Expr, within: Callable[[Expr, int], Expr],
+              constants: Sequence[Any], sums: Sequence[Sequence[Expr]]) -> None:
+        """Units ``unit + e`` for each e of ``sums``, each with its products; some may be none of the job's.
+        ``within(unit, e)`` is one that is."""
+

@@ -1,0 +1,198 @@
+"""The code of outer products over all rows: blocks of 8 warps, and what adds their sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
+from ecornn.schedules.gemm.job import Columns
+from ecornn.schedules.gemm.outer import COLUMN_WARPS, PAD, STAGES, THREADS, OuterJob, OuterShape
+from ecornn.schedules.isa.tensor_core import mma, per_word, split
+
+
+def outer_kernel(job: OuterJob, shape: OuterShape) -> PrimFunc:
+    """``(T, B, values, operand, lengths, parts)``: ``parts[p, m, n]``, float32, the sums over the p-th part of the
+    rows."""
+    from tvm.script.ir_builder import IRBuilder
+
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name(job.name)
+        steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
+        big = (T.int64(1 << 40),)
+        arguments = {n: T.arg(n, T.buffer(big, job.dtype)) for n in ("values", "operand")}
+        if job.lengths:
+            arguments["lengths"] = T.arg("lengths", T.buffer(big, "int32"))
+        parts = T.arg("parts", T.buffer(big, "float32"))
+        T.device_entry()
+        block, thread = T.block(shape.blocks), T.thread(THREADS)
+        memory = T.shared(shape.shared // 4)
+        _Block(job, shape, arguments, memory, block, thread, steps, batch).run(parts)
+    return builder.get()
+
+
+class _Block:
+    """Emits one block's tile of one part."""
+
+    def __init__(self, job: OuterJob, shape: OuterShape, arguments: Mapping[str, TirBuffer], memory: TirBuffer,
+                 block: Expr, thread: Expr, steps: Expr, batch: Expr) -> None:
+        self.job, self.shape, self.arguments, self.thread, self.batch = job, shape, arguments, thread, batch
+        self.memory = memory.view(job.dtype) if per_word(job.dtype) == 2 else memory
+        self.words = memory.view("uint32")
+        tiles = shape.down * shape.across
+        self.part, tile = T.let("part", block // tiles), T.let("tile", block % tiles)
+        self.m0 = T.let("m0", tile // shape.across * shape.height)
+        self.n0 = T.let("n0", tile % shape.across * shape.width)
+        rows = T.let("rows", steps * batch)
+        stages = T.let("stages", (rows + (shape.depth - 1)) // shape.depth)
+        each = T.let("each", (stages + (shape.parts - 1)) // shape.parts)  # stages of a part
+        self.first = T.let("first", self.part * each)
+        self.count = T.let("count", T.max(0, T.min(each, stages - self.first)))
+        self.rows = rows
+        self.lane, warp = T.let("lane", thread % 32), T.let("warp", thread // 32)
+        self.m_warp = T.let("m_warp", warp // COLUMN_WARPS * (16 * shape.m_tiles))
+        self.n_warp = T.let("n_warp", warp % COLUMN_WARPS * (8 * shape.n_tiles))
+        self.acc = T.local("acc", (shape.m_tiles, shape.n_tiles, 4), "float32")
+        self.a = T.local("a", (shape.m_tiles, 4), "uint32")
+        self.b = T.local("b", (shape.n_tiles, 2), "uint32")
+
+    def run(self, parts: TirBuffer) -> None:
+        s = self.shape
+        with T.unroll("m", s.m_tiles) as m, T.unroll("n", s.n_tiles) as n, T.unroll("e", 4) as e:
+            T.buffer_store(self.acc, T.float32(0), [m, n, e])
+        for stage in range(STAGES - 1):
+            with T.If(self.count > stage), T.Then():
+                self._load(T.int32(stage), stage)
+            T.evaluate(T.ptx["cp.async.commit_group"]())
+        with T.serial("turn", 0, self.count) as turn:
+            T.evaluate(T.ptx["cp.async.wait_group"](STAGES - 2))
+            T.evaluate(T.cuda.cta_sync())
+            ahead = T.let("ahead", turn + (STAGES - 1))
+            with T.If(ahead < self.count), T.Then():
+                self._load(ahead, ahead % STAGES)
+            T.evaluate(T.ptx["cp.async.commit_group"]())
+            base = T.let("base", turn % STAGES * s.stage_values)
+            across = T.let("across", base + s.depth * (s.height + PAD))
+            step = 8 * per_word(self.job.dtype)
+            for k in range(0, s.depth, step):
+                self._multiply(base, across, k)
+        self._write(parts)
+
+    # -- copies ---------------------------------------------------------------------------------
+    def _load(self, number: Expr, stage: Expr) -> None:
+        """Stage ``number`` of this part."""
+        s = self.shape
+        base = T.let("base", stage * s.stage_values)
+        row0 = T.let("row0", (self.first + number) * s.depth)
+        self._copy("values", self.job.values, base, s.height, self.m0, row0)
+        self._copy("operand", self.job.operand, base + s.depth * (s.height + PAD), s.width, self.n0, row0)
+
+    def _copy(self, name: str, source: Columns, base: Expr, width: int, first: Expr, row0: Expr) -> None:
+        """``width`` columns of the stage's rows; what lies outside, or beyond a row's length, becomes zero."""
+        s, buffer, size = self.shape, self.arguments[name], self.job.itemsize
+        together = source.together(16 // size)
+        bytes_ = together * size
+        chunks = width // together
+        whole = -(-s.depth * chunks // THREADS)
+
+        def one(turn: Expr) -> None:
+            index = T.let("index", turn * THREADS + self.thread)
+            local, value = T.let("local", index // chunks), T.let("value", index % chunks * together)
+            row, column = T.let("row", row0 + local), T.let("column", first + value)
+            inside = T.let("inside", T.And(row < self.rows, column < source.width))
+            if self.job.lengths:
+                length = self.arguments["lengths"][T.Select(inside, row % self.batch, 0)]
+                inside = T.let("live", T.And(inside, row // self.batch < length))
+            place = T.let("place", base + local * (width + PAD) + value)
+            if bytes_ >= 4:
+                at = T.Select(inside, source.place(row, column), T.int64(0))
+                kind = "cp.async.cg.shared.global" if bytes_ == 16 else "cp.async.ca.shared.global"
+                T.evaluate(T.ptx[kind](self.memory.ptr_to([place]), buffer.ptr_to([at]), bytes_,
+                                       T.Select(inside, T.uint32(bytes_), T.uint32(0))))
+                return
+            T.buffer_store(self.memory, T.cast(T.float32(0), self.job.dtype), [place])
+            with T.If(inside), T.Then():
+                T.buffer_store(self.memory, buffer[source.place(row, column)], [place])
+
+        guarded = s.depth * chunks % THREADS
+        with (T.serial if bytes_ < 16 else T.unroll)("turn", *((0, whole) if bytes_ < 16 else (whole,))) as turn:
+            if guarded:
+                with T.If(turn * THREADS + self.thread < s.depth * chunks), T.Then():
+                    one(turn)
+            else:
+                one(turn)
+
+    # -- products -------------------------------------------------------------------------------
+    def _multiply(self, base: Expr, across: Expr, k: int) -> None:
+        """One k-tile of a stage."""
+        s, kind = self.shape, self.job.arithmetic
+        read = self._read_halves if per_word(self.job.dtype) == 2 else self._read_words
+        read(base, across, k)
+        with T.unroll("m", s.m_tiles) as m:
+            rows = [split(self.a[m, i], kind) for i in range(4)]
+            with T.unroll("n", s.n_tiles) as n:
+                mma([self.acc[m, n, i] for i in range(4)], rows, [split(self.b[n, i], kind) for i in range(2)], kind,
+                    apart=True)
+
+    def _read_halves(self, base: Expr, across: Expr, k: int) -> None:
+        """Both operands lie as (k, column): matrices of 8 x 8 values come transposed."""
+        s, lane = self.shape, self.lane
+        transposed = T.ptx["ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"]
+        with T.unroll("m", s.m_tiles) as m:
+            place = (base + (k + lane % 8 + lane // 16 * 8) * (s.height + PAD)
+                     + self.m_warp + m * 16 + lane // 8 % 2 * 8)
+            T.evaluate(transposed(*(self.a[m, i] for i in range(4)), self.memory.ptr_to([place])))
+        with T.unroll("n", s.n_tiles // 2) as n:
+            place = across + (k + lane % 16) * (s.width + PAD) + self.n_warp + n * 16 + lane // 16 * 8
+            T.evaluate(transposed(*(self.b[n * 2 + i // 2, i % 2] for i in range(4)), self.memory.ptr_to([place])))
+
+    def _read_words(self, base: Expr, across: Expr, k: int) -> None:
+        s, lane = self.shape, self.lane
+        with T.unroll("m", s.m_tiles) as m:
+            for i in range(4):
+                place = (base + (k + lane % 4 + i // 2 * 4) * (s.height + PAD)
+                         + self.m_warp + m * 16 + lane // 4 + i % 2 * 8)
+                T.buffer_store(self.a, self.words[place], [m, i])
+        with T.unroll("n", s.n_tiles) as n:
+            for i in range(2):
+                place = across + (k + lane % 4 + i * 4) * (s.width + PAD) + self.n_warp + n * 8 + lane // 4
+                T.buffer_store(self.b, self.words[place], [n, i])
+
+    def _write(self, parts: TirBuffer) -> None:
+        s, height, width = self.shape, self.job.values.width, self.job.operand.width
+        with T.unroll("m", s.m_tiles) as m, T.unroll("upper", 2) as half:
+            row = T.let("row", self.m0 + self.m_warp + m * 16 + half * 8 + self.lane // 4)
+            with T.If(row < height), T.Then(), T.unroll("n", s.n_tiles) as n:
+                column = T.let("column", self.n0 + self.n_warp + n * 8 + self.lane % 4 * 2)
+                place = T.let("place", T.cast(self.part * height + row, "int64") * width + column)
+                values = [self.acc[m, n, half * 2 + e] for e in range(2)]
+                if width % 2 == 0:
+                    with T.If(column < width), T.Then():
+                        T.evaluate(T.ptx["st.global.v2.f32"](parts.ptr_to([place]), *values))
+                else:
+                    for e, value in enumerate(values):
+                        with T.If(column + e < width), T.Then():
+                            T.buffer_store(parts, value, [place + e])
+
+
+def adding_kernel(name: str, height: int, width: int, parts: int, blocks: int, place: Callable[[Expr, Expr], Expr],
+                  add: bool) -> PrimFunc:
+    """``(parts, into)``: ``into[place(m, n)]`` gets the sum of ``parts`` (parts, height, width) in order; ``add``: with
+    what is there."""
+    from tvm.script.ir_builder import IRBuilder
+
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name(name)
+        big = (T.int64(1 << 40),)
+        source, into = (T.arg(n, T.buffer(big, "float32")) for n in ("parts", "into"))
+        T.device_entry()
+        thread = T.let("first_item", T.block(blocks) * THREADS + T.thread(THREADS))
+        size = height * width
+        with T.serial("turn", 0, -(-size // (blocks * THREADS))) as turn:
+            item = T.let("item", T.cast(turn * (blocks * THREADS) + thread, "int64"))
+            with T.If(item < size), T.Then():
+                total = source[item]
+                for part in range(1, parts):
+                    total = total + source[item + part * size]
+                to = T.let("to", place(item // width, item % width))
+                T.buffer_store(into, into[to] + total if add else total, [to])
+    return builder.get()

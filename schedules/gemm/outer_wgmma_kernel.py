@@ -1,0 +1,213 @@
+"""The code of outer products over all rows on Hopper: one warpgroup copies, two multiply and write.
+
+Stages are handed over as in ``wgmma_kernel.py``, which says why nobody waits forever and which fences there are; all
+that is copied comes by ``cp.async`` here, so that the 128 arrivals of the copying threads complete a stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
+from ecornn.schedules.gemm.job import Columns
+from ecornn.schedules.gemm.outer import OuterJob
+from ecornn.schedules.gemm.outer_wgmma import DEPTH, DOWN, PANEL, PANEL_BYTES, THREADS, OuterHopper
+from ecornn.schedules.isa.mbarrier import mbarrier_arrive, mbarrier_init, mbarrier_wait
+from ecornn.schedules.isa.wgmma import descriptor, wgmma, wgmma_wait
+
+GROUP = 128  # threads of a warpgroup
+ROWS = GROUP // 8  # of a panel that the copying threads have at once
+CHUNK = 8  # values of 16 bytes
+COPY_REGISTERS, MULTIPLY_REGISTERS = 40, 232  # of a thread; 168 at launch, of which the copying warps give
+
+
+def outer_wgmma_kernel(job: OuterJob, shape: OuterHopper) -> PrimFunc:
+    """``(T, B, values, operand, lengths, parts)``: ``parts[p, m, n]``, float32, the sums over the p-th part of the
+    rows; on ``job.device.cores`` blocks."""
+    from tvm.script.ir_builder import IRBuilder
+
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name(job.name)
+        steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
+        big = (T.int64(1 << 40),)
+        arguments = {n: T.arg(n, T.buffer(big, job.dtype)) for n in ("values", "operand")}
+        if job.lengths:
+            arguments["lengths"] = T.arg("lengths", T.buffer(big, "int32"))
+        parts = T.arg("parts", T.buffer(big, "float32"))
+        T.device_entry()
+        block, thread = T.block(job.device.cores), T.thread(THREADS)
+        memory = T.shared(shape.shared // 4, 1024)
+        ring = _Ring(job, shape, arguments, memory, thread, block, batch, T.let("rows", steps * batch))
+        ring.begin()
+        moves = shape.panels > 2  # the multiplying warps need more registers than an even share
+        with T.If(thread < GROUP):
+            with T.Then():
+                if moves:
+                    T.evaluate(T.ptx["setmaxnreg.dec.sync.aligned.u32"](COPY_REGISTERS))
+                ring.copy()
+            with T.Else():
+                if moves:
+                    T.evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](MULTIPLY_REGISTERS))
+                ring.multiply(parts)
+    return builder.get()
+
+
+class _Ring:
+    """Emits both sides of the ring of stages."""
+
+    def __init__(self, job: OuterJob, shape: OuterHopper, arguments: Mapping[str, TirBuffer], memory: TirBuffer,
+                 thread: Expr, block: Expr, batch: Expr, rows: Expr) -> None:
+        self.job, self.shape, self.arguments, self.memory = job, shape, arguments, memory
+        self.thread, self.block, self.batch, self.rows = thread, block, batch, rows
+        self.every = T.let("every", (rows + (DEPTH - 1)) // DEPTH)  # stages of all rows
+        self.each = T.let("each", (self.every + (shape.parts - 1)) // shape.parts)  # and of a part
+        self.first_barrier = shape.stages * shape.stage_bytes // 4
+        self.base = T.let("base", T.cuda.cvta_generic_to_shared(memory.ptr_to([0])))
+        self.turn = T.local("turn", (1,), "uint32")  # uses of stages so far
+
+    def begin(self) -> None:
+        """Prepares the barriers, by the first thread, for all."""
+        with T.If(self.thread == 0), T.Then():
+            for stage in range(self.shape.stages):
+                mbarrier_init(self._full(stage), GROUP)
+                mbarrier_init(self._empty(stage), 2 * GROUP // 32)
+            T.evaluate(T.ptx["fence.mbarrier_init.release.cluster"]())
+        T.evaluate(T.cuda.cta_sync())
+
+    def copy(self) -> None:
+        """The copying warpgroup: the panels of every tile, stage by stage."""
+        def tile(part: Expr, m0: Expr, n0: Expr) -> None:
+            with T.serial("number", 0, self._stages(part)) as number:
+                stage, parity = self._use()
+                mbarrier_wait(self._empty(stage), parity ^ T.uint32(1))
+                self._copy_stage(stage, T.let("row0", (part * self.each + number) * DEPTH), m0, n0)
+                T.evaluate(T.ptx["cp.async.mbarrier.arrive.noinc.shared::cta.b64"](self._full(stage)))
+                T.buffer_store(self.turn, self.turn[0] + T.uint32(1), [0])
+
+        self._tiles(tile)
+        T.evaluate(T.ptx["cp.async.wait_all"]())  # no thread leaves before its copies have landed
+
+    def multiply(self, parts: TirBuffer) -> None:
+        """A multiplying warpgroup: its panel of values by all of the operand's."""
+        s = self.shape
+        acc = T.local("acc", (s.width // 8, 4), "float32")
+        lane, warp = T.let("lane", self.thread % 32), T.let("warp", self.thread % GROUP // 32)
+        panel = T.let("panel", self.thread // GROUP - 1)
+
+        def tile(part: Expr, m0: Expr, n0: Expr) -> None:
+            self._products(acc, panel, lane, self._stages(part))
+            row0 = T.let("m", m0 + panel * PANEL + warp * 16 + lane // 4)
+            self._write(parts, acc, part, row0, T.let("n", n0 + lane % 4 * 2))
+
+        self._tiles(tile)
+
+    def _tiles(self, emit: Callable[[Expr, Expr, Expr], None]) -> None:
+        """``emit(part, first column of values, and of the operand)`` for each of this block's tiles."""
+        s = self.shape
+        tiles = s.down * s.across
+        T.buffer_store(self.turn, T.uint32(0), [0])
+        item, at = T.local("item", (1,), "int32"), T.local("at", (3,), "int32")
+        T.buffer_store(item, self.block, [0])
+        with T.While(item[0] < tiles * s.parts):
+            T.buffer_store(at, item[0] // tiles, [0])
+            T.buffer_store(at, item[0] % tiles // s.across * s.height, [1])
+            T.buffer_store(at, item[0] % s.across * s.width, [2])
+            emit(at[0], at[1], at[2])
+            T.buffer_store(item, item[0] + self.job.device.cores, [0])
+
+    def _stages(self, part: Expr) -> Expr:
+        """Of a part; the last ones may have none."""
+        return T.let("stages", T.max(0, T.min(self.each, self.every - part * self.each)))
+
+    def _products(self, acc: TirBuffer, panel: Expr, lane: Expr, stages: Expr) -> None:
+        s = self.shape
+        every = [acc[n, i] for n in range(s.width // 8) for i in range(4)]
+
+        def release() -> None:
+            with T.If(lane == 0), T.Then():
+                before = T.let("before", T.cast((self.turn[0] - T.uint32(1)) % T.uint32(s.stages), "int32"))
+                mbarrier_arrive(self._empty(before))
+
+        with T.If(stages == 0), T.Then():
+            for value in every:
+                T.buffer_store(acc, T.float32(0), list(value.indices))
+        with T.serial("number", 0, stages) as number:
+            stage, parity = self._use()
+            mbarrier_wait(self._full(stage), parity)
+            T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())
+            start = T.let("start", self.base + T.cast(stage * s.stage_bytes, "uint32"))
+            mine = T.let("mine", start + T.cast(panel * PANEL_BYTES, "uint32"))
+            values = T.let("values", descriptor(mine, PANEL_BYTES, 8 * PANEL * 2, swizzled=True))
+            operand = T.let("operand", descriptor(start + T.uint32(DOWN * PANEL_BYTES), PANEL_BYTES, 8 * PANEL * 2,
+                                                  swizzled=True))
+            T.evaluate(T.ptx["wgmma.fence.sync.aligned"]())
+            for k in range(DEPTH // 16):
+                keep = T.uint32(1) if k else T.Select(number > 0, T.uint32(1), T.uint32(0))
+                ahead = T.uint64(k * 16 * PANEL * 2 // 16)
+                wgmma(every, values + ahead, operand + ahead, keep, self.job.arithmetic, across=True)
+            T.evaluate(T.ptx["wgmma.commit_group.sync.aligned"]())
+            with T.If(number > 0), T.Then():
+                T.evaluate(T.ptx["wgmma.wait_group.sync.aligned"](1))
+                release()  # the stage before this one
+            T.buffer_store(self.turn, self.turn[0] + T.uint32(1), [0])
+        wgmma_wait(every)
+        with T.If(stages > 0), T.Then():
+            release()
+
+    def _write(self, parts: TirBuffer, acc: TirBuffer, part: Expr, row0: Expr, column0: Expr) -> None:
+        s, height, width = self.shape, self.job.values.width, self.job.operand.width
+        for half in range(2):
+            row = T.let("row", row0 + half * 8)
+            with T.If(row < height), T.Then():
+                first = T.let("first", T.cast(part * height + row, "int64") * width + column0)
+                for n in range(s.width // 8):
+                    with T.If(column0 + n * 8 < width), T.Then():  # pairs: the width is even
+                        T.evaluate(T.ptx["st.global.v2.f32"](
+                            parts.ptr_to([first + n * 8]), acc[n, half * 2], acc[n, half * 2 + 1]))
+
+    # -- copies ---------------------------------------------------------------------------------
+    def _copy_stage(self, stage: Expr, row0: Expr, m0: Expr, n0: Expr) -> None:
+        """A thread's chunks: the same one of every 16th row of each panel. What lies outside becomes zero."""
+        first, chunk = T.let("first", self.thread // 8), T.let("chunk", self.thread % 8)
+        row = T.let("row", row0 + first)
+        live = [self._live(row + r) for r in range(0, DEPTH, ROWS)]
+        place = T.let("place", stage * (self.shape.stage_bytes // 4) + first * (PANEL // 2)
+                      + T.bitwise_xor(chunk, first % 8) * 4)
+        for name, source, start, panels, before in (
+                ("values", self.job.values, m0, DOWN, 0), ("operand", self.job.operand, n0, self.shape.panels, DOWN)):
+            column = T.let("column", start + chunk * CHUNK)
+            at = T.let("at", source.place(row, column))
+            for panel in range(panels):
+                for r, inside in enumerate(live):
+                    to = place + ((before + panel) * (PANEL_BYTES // 4) + r * ROWS * (PANEL // 2))
+                    self._copy(name, source, to, at + (r * ROWS * source.stride + panel * PANEL),
+                               column + panel * PANEL, inside)
+
+    def _live(self, row: Expr) -> Expr:
+        """Whether there is such a row, and it takes part."""
+        inside = row < self.rows
+        if self.job.lengths:
+            inside = T.And(inside, row // self.batch < self.arguments["lengths"][row % self.batch])
+        return T.let("live", inside)
+
+    def _copy(self, name: str, source: Columns, to: Expr, at: Expr, column: Expr, live: Expr) -> None:
+        """16 bytes, in as many copies as the operand's alignment takes; of none of them nothing is read."""
+        values = source.together(CHUNK)
+        kind = "cp.async.cg.shared.global" if values == CHUNK else "cp.async.ca.shared.global"
+        for v in range(0, CHUNK, values):
+            there = T.And(live, column + v < source.width)
+            T.evaluate(T.ptx[kind](
+                self.memory.ptr_to([to + v // 2]), self.arguments[name].ptr_to([at + v]), 2 * values,
+                T.Select(there, T.uint32(2 * values), T.uint32(0))))
+
+    def _use(self) -> tuple[Expr, Expr]:
+        """Stage (int32) and parity of the phase (uint32) of the current use."""
+        stages = T.uint32(self.shape.stages)
+        return (T.let("stage", T.cast(self.turn[0] % stages, "int32")),
+                T.let("parity", T.bitwise_and(self.turn[0] // stages, T.uint32(1))))
+
+    def _full(self, stage: Expr) -> Expr:
+        return self.memory.ptr_to([self.first_barrier + stage * 4])
+
+    def _empty(self, stage: Expr) -> Expr:
+        return self.memory.ptr_to([self.first_barrier + stage * 4 + 2])

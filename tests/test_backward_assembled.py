@@ -1,0 +1,259 @@
+"""A whole backward pass but for its recurrence, which NumPy does here, against the adjoint in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import test_adjoint
+from backward_passes import Passes
+from cuda_on_cpu import DTYPES
+from emulated import TINY, masks_of
+from step_cells import SQUARE
+from test_backward_replay import draw, unpacked
+
+from ecornn.analysis import analyse
+from ecornn.analysis.adjoint import adjoint
+from ecornn.analysis.backpropagation import backpropagate
+from ecornn.analysis.evaluate import hoist, start, step
+from ecornn.analysis.kept import kept
+from ecornn.schedules.backward.assemble import backward
+from ecornn.schedules.backward.finish import state_gradients
+from ecornn.schedules.backward.inputs import input_gradients, places_of_inputs
+from ecornn.schedules.backward.memory import Memory, written
+from ecornn.schedules.backward.replay import materialized, replayed
+from ecornn.schedules.backward.sums import vector_gradients
+from ecornn.schedules.backward.weights import weight_gradients
+from ecornn.schedules.base import Component, Task, joined
+from ecornn.schedules.hoisted import Hoisted
+from ecornn.workload import ALONE, Traversal, Workload
+
+ROUNDED = {"float32": 0.0, "tf32": 0.0, "float16": 2.0 ** -11, "bfloat16": 2.0 ** -8}
+SUMS = {"float32": 3e-6, "tf32": 3e-3, "float16": 3e-6, "bfloat16": 3e-6}
+MASKED = Traversal(lengths=True, resets=True)
+
+
+def memory_of(cell, sizes, dtype, traversal=ALONE):
+    T, B, I, H = sizes
+    if cell in SQUARE or cell == "residual":
+        I = H
+    kind, precision = ("float32", "tf32") if dtype == "tf32" else (dtype, None)
+    work = Workload(cell, H, I, B, T, kind, precision=precision)
+    task = Task(work, analyse(test_adjoint.cell_of(cell), I, H), TINY, traversal)
+    back = adjoint(task.graph, sizes[3])
+    return Memory(task, back, kept(back, "states"))
+
+
+def gradients_of(memory, values, parameters):
+    """What follows the recurrence, from the memory that the passes read, float64."""
+    back, w = memory.adjoint, memory.task.workload
+    shape = (*values["x"].shape[:2], w.hidden)
+    read = memory.leaves() | memory.outputs() | replayed(memory)
+    known = {v: values[p.columns.name].reshape(*shape[:2], -1)[..., p.columns.offset:][..., :p.columns.width]
+             for v, p in read.items()}
+    found = {f"d_{n}": np.zeros(p.shape) for n, p in parameters.items()}
+    made = start(back.inputs, parameters, known)
+    hoist(back.inputs, parameters, made, None, shape)
+    step(back.inputs, parameters, made, shape)
+    found["dx"] = np.zeros(values["x"].shape) if back.dx is None else made[back.dx]
+    for o in (*back.recurrence.outer_products, *back.inputs.outer_products):
+        value, operand = (values["x"] if v is None else np.broadcast_to(made[v], shape) for v in (o.value, o.operand))
+        found[f"d_{o.parameter}"][o.gate] += np.einsum("tbj,tbk->jk", value, operand)
+    last = {v: values[p.columns.name] for v, p in memory.last().items()}
+    ended = start(back.finish, parameters, last)
+    step(back.finish, parameters, ended, shape[1:])
+    found |= {f"d_{n}_in": np.broadcast_to(ended[v], shape[1:]) for n, v in back.gradients.items()}
+    totals: dict = {}
+    for graph, of in ((back.recurrence, made), (back.inputs, made), (back.finish, ended)):
+        for s in graph.sums:
+            every = np.broadcast_to(of[s.value], shape if graph is not back.finish else shape[1:])
+            totals[s.var] = totals.get(s.var, 0) + every.reshape(-1, w.hidden).sum(0)
+    once = start(back.once, parameters, totals)
+    for vector in back.vectors:
+        found[f"d_{vector.parameter}"][vector.gate] += once[vector.var]
+    return found
+
+
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "traversal", "add"), [
+    ("lstm", (1, 1, 1, 1), "float16", ALONE, False),
+    ("lstm", (5, 3, 8, 32), "bfloat16", ALONE, True),  # all gates are one operand, on wgmma
+    ("lstm", (40, 5, 9, 17), "float32", ALONE, False),  # an operand for each gate; more rows than a block sums at once
+    ("lstm(peepholes)", (3, 4, 6, 10), "tf32", ALONE, False),
+    ("gru", (5, 7, 5, 12), "bfloat16", Traversal(lengths=True), True),
+    ("rnn_tanh", (4, 3, 3, 24), "float16", ALONE, False),
+    ("indrnn", (4, 3, 5, 12), "float32", ALONE, False),
+    ("leaky", (4, 3, 10, 10), "float32", Traversal(lengths=True), True),  # from here on: more than one kernel for dx
+    ("average", (3, 2, 6, 6), "float16", ALONE, False),
+    ("decay", (3, 2, 3, 6), "float32", ALONE, False),  # x is not read
+    ("echo", (3, 2, 6, 6), "float32", ALONE, True),
+    ("pair", (3, 4, 5, 12), "float32", ALONE, False),  # a part of a sum comes from the end
+    ("lstm(layer_norm)", (3, 3, 5, 12), "float32", Traversal(lengths=True), False),
+    ("gru_reset_before", (3, 3, 5, 18), "bfloat16", ALONE, False),
+], ids=str)
+def test_what_follows_the_recurrence(tmp_path, cell, sizes, dtype, traversal, add):
+    memory = memory_of(cell, sizes, dtype, traversal)
+    w, kind, generator = memory.task.workload, DTYPES[memory.task.workload.dtype], np.random.default_rng(2)
+    values, parameters, vectors = draw(memory.task, memory)
+    rows = (w.seq, w.batch)
+    values["outputs"] = generator.uniform(-1, 1, (*rows, len(written(memory.adjoint)), w.hidden)).astype(kind)
+    for space in materialized(memory):
+        drawn = generator.uniform(-1, 1, (*rows, len(space.variables), w.hidden))
+        values[space.name] = drawn.astype(DTYPES[space.dtype])
+    values |= {p.columns.name: generator.uniform(-1, 1, (w.batch, w.hidden)).astype(kind)
+               for p in memory.last().values()}
+    exact = {n: v.astype(np.float64) for n, v in values.items()}
+    masks = {}
+    if traversal.lengths:
+        masks["lengths"] = np.arange(w.batch, dtype=np.int32) * 2 % (w.seq + 1)
+        for b, n in enumerate(masks["lengths"]):
+            for name in set(values) - {p.columns.name for p in memory.last().values()}:  # what may hold anything there
+                values[name][n:, b], exact[name][n:, b] = (0 if name == "outputs" else np.nan), 0
+    weights = {n: p.astype(np.float64) for n, p in parameters.items()}
+    wanted = gradients_of(memory, exact, weights)
+    if traversal.lengths:
+        for b, n in enumerate(masks["lengths"]):
+            assert cell == "leaky" or not wanted["dx"][n:, b].any()
+            wanted["dx"][n:, b] = 0
+    given = {n: (v.shape, str(v.dtype)) for n, v in values.items() if v.size}
+    given |= {"vectors": (vectors.shape, "float32")} | {n: (v.shape, "int32") for n, v in masks.items()}
+    given |= {n: (v.shape, "float32" if n[2:] in parameters else w.dtype) for n, v in wanted.items()}
+    there = {n: generator.uniform(-1, 1, v.shape).astype(np.float32 if n[2:] in parameters else kind)
+             for n, v in wanted.items()} if add else {}
+    factors = memory.leaves() | memory.outputs() | replayed(memory) | places_of_inputs(memory)
+    part = joined(input_gradients(memory, add), weight_gradients(memory, factors, add), state_gradients(memory),
+                  vector_gradients(memory, add))
+    found = Passes(part, tmp_path, given).run(*rows, values | {"vectors": vectors} | masks | there, parameters)
+    again = cell in ("lstm(layer_norm)",)
+    for name, exactly in wanted.items():
+        if name in there and not name.endswith("_in"):
+            exactly = exactly + there[name].astype(np.float64)
+        rounded = 0.0 if name[2:] in parameters else ROUNDED[dtype]
+        limit = rounded * np.abs(exactly) + SUMS[dtype] * (1 + 9 * again) * max(1.0, np.abs(exactly).max())
+        error = np.abs(found[name].astype(np.float64) - exactly)
+        assert (error <= limit).all(), (name, float((error - limit).max()), float(np.abs(exactly).max()))
+
+
+def recur(memory, hoisted, weights, dstates, masks):
+    """What the recurrence leaves: ``outputs`` (T, B, O, H) and ``last_<state>``; from ``hoisted`` (T, B, Q, H)."""
+    graph, traversal, (steps, batch, _, H) = memory.adjoint.recurrence, memory.task.traversal, hoisted.shape
+    constants, current = start(graph, weights), {v: np.zeros((batch, H)) for v in graph.states.values()}
+    for name, gradient in dstates.items():
+        current[graph.states[memory.adjoint.first[name]]] = gradient
+    outputs = np.zeros((steps, batch, len(written(memory.adjoint)), H))
+    lengths = masks.get("lengths", np.full(batch, steps))
+    for t in range(steps) if traversal.reverse else reversed(range(steps)):
+        now = constants | current | {v: hoisted[t, :, q] for q, v in enumerate(graph.hoisted_outputs)}
+        step(graph, weights, now, (batch, H))
+        live = (t < lengths)[:, None]
+        for o, var in enumerate(written(memory.adjoint)):
+            outputs[t, :, o] = np.where(live, now[var], 0)
+        new = {graph.states[n]: np.where(live, now[v], current[graph.states[n]]) for n, v in graph.results.items()}
+        if traversal.resets:
+            fresh = np.zeros(batch, bool)
+            if not traversal.reverse:
+                fresh = (t < lengths) & masks["resets"][t].astype(bool)
+            elif t + 1 < steps:
+                fresh = (t + 1 < lengths) & masks["resets"][t + 1].astype(bool)
+            new = {v: np.where(fresh[:, None], 0, value) for v, value in new.items()}
+        current = new
+    return {"outputs": outputs, **{f"last_{n}": current[v] for n, v in graph.states.items()}}
+
+
+def by_rows(memory, x, weights, states, dy, dstates, masks):
+    """Gradients in float64, sequence by sequence; states after each step."""
+    traversal, steps, batch = memory.task.traversal, *x.shape[:2]
+    names, H = list(memory.adjoint.forward.states), dy.shape[2]
+    after = {n: np.zeros((steps, batch, H)) for n in names}
+    dx, total = np.zeros_like(x), {n: np.zeros_like(p) for n, p in weights.items()}
+    first = {n: np.zeros((batch, H)) for n in names}
+    for b in range(batch):
+        order = list(range(min(masks["lengths"][b], steps) if "lengths" in masks else steps))
+        cuts = [t for t in order if "resets" in masks and masks["resets"][t, b]]
+        pieces = np.split(np.array(order, int), cuts)
+        if traversal.reverse:
+            pieces = [p[::-1] for p in pieces[::-1] if len(p)]
+        else:
+            pieces = [pieces[0], *(p for p in pieces[1:] if len(p))]  # a start at 0 leaves the first one empty
+        if not order:
+            for n in names:
+                first[n][b] = dstates[n][b]
+            continue
+        kept_states = [states[n][b] for n in names]
+        for number, piece in enumerate(pieces):
+            begin = [s if number == 0 else np.zeros(H) for s in kept_states]
+            if len(piece) == 0:
+                continue
+            run = [s[None] for s in begin]
+            for t in piece:
+                run = forward_step(memory, weights, x[t, b][None], run)
+                for n, value in zip(names, run, strict=True):
+                    after[n][t, b] = value[0]
+            ends = [dstates[n][b][None] if number == len(pieces) - 1 else np.zeros((1, H)) for n in names]
+            found = backpropagate(memory.adjoint, x[piece, b][:, None], weights, [s[None] for s in begin],
+                                  dy[piece, b][:, None], ends, "states")
+            dx[piece, b] = found[0][:, 0]
+            for n, gradient in found[1].items():
+                total[n] += gradient
+            if number == 0:
+                for n, gradient in zip(names, found[2], strict=True):
+                    first[n][b] = gradient[0]
+    return dx, total, first, after
+
+
+def forward_step(memory, weights, x, states):
+    graph, shape = memory.adjoint.forward, states[0].shape
+    values = start(graph, weights)
+    hoist(graph, weights, values, x[None], (1, *shape))
+    now = {v: a[0] if np.ndim(a) == 3 else a for v, a in values.items()}
+    now |= dict(zip(graph.states.values(), states, strict=True))
+    step(graph, weights, now, shape)
+    return [np.broadcast_to(now[v], shape) for v in graph.results.values()]
+
+
+@pytest.mark.parametrize(("cell", "sizes", "traversal"), [
+    ("lstm", (6, 5, 3, 12), MASKED), ("gru", (5, 4, 6, 7), Traversal(True, 2, True, True)),
+    ("gru_reset_before", (4, 3, 5, 6), Traversal(reverse=True)), ("gru(layer_norm)", (4, 3, 5, 8), ALONE),
+    ("blend", (4, 3, 5, 8), ALONE), ("slstm", (4, 3, 5, 8), ALONE),
+], ids=str)
+def test_all_gradients(tmp_path, cell, sizes, traversal):
+    memory = memory_of(cell, sizes, "float32", traversal)
+    w, generator, layout = memory.task.workload, np.random.default_rng(4), None
+    steps, batch, I, H = w.seq, w.batch, w.input, w.hidden
+    names = list(memory.adjoint.forward.states)
+    _, parameters, vectors = draw(memory.task, memory)
+    x, dy = (generator.uniform(-1, 1, (steps, batch, n)).astype(np.float32) for n in (I, H))
+    states, dstates = ({n: generator.uniform(-1, 1, (batch, H)).astype(np.float32) for n in names} for _ in range(2))
+    masks = masks_of(traversal, steps, batch)
+    weights = {n: p.astype(np.float64) for n, p in parameters.items()}
+    dx, total, first, after = by_rows(memory, x.astype(np.float64), weights, states, dy, dstates, masks)
+    if "lengths" in masks:
+        for b, n in enumerate(masks["lengths"]):
+            x[n:, b] = dy[n:, b] = np.nan
+    width, own = traversal.y_width(H), slice(traversal.y_offset(H), traversal.y_offset(H) + H)
+    wide = {n: np.full((steps, batch, width), np.nan, np.float32) for n in ("y", "dy")}
+    wide["y"][..., own], wide["dy"][..., own] = after[memory.adjoint.forward.output], dy
+    given = {"x": x, **wide, "vectors": vectors} | masks | {f"{n}_in": s for n, s in states.items()}
+    given |= {f"{n}_kept": after[n].astype(np.float32) for n in memory.kept.states if memory.after(n).name != "y"}
+    kinds = {n: (v.shape, {"lengths": "int32", "resets": "uint8"}.get(n, "float32")) for n, v in given.items()}
+    made = {f"d_{n}": p.shape for n, p in weights.items()} | {"dx": x.shape} | {
+        f"d_{n}_in": (batch, H) for n in names}
+    kinds |= {n: (s, "float32") for n, s in made.items()}
+    kinds |= {p.columns.name: ((batch, H), "float32") for p in memory.last().values()}
+    layout = Hoisted("float32", len(memory.adjoint.recurrence.hoisted_outputs), H)
+    part = backward(memory.task, memory.adjoint, memory.kept, layout, Component())
+    found = Passes(part, tmp_path, kinds)
+    start_at = found.run(steps, batch, given, parameters, twice=False)  # the first half: what follows reads NaN
+    hoisted = unpacked(start_at["hoisted"], layout, steps * batch).reshape(steps, batch, layout.outputs, H)
+    found = found.run(steps, batch, given | recur(memory, hoisted, weights, dstates, masks), parameters)
+    for name, exactly in ({f"d_{n}": g for n, g in total.items()} | {f"d_{n}_in": g for n, g in first.items()}
+                          | {"dx": dx}).items():
+        assert np.abs(found[name] - exactly).max() <= 2e-5 * max(1.0, np.abs(exactly).max()), name
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("cell", test_adjoint.ALL)
+def test_all_cells(tmp_path, cell):
+    """Sizes and directions drawn for each."""
+    draws = np.random.default_rng(sum(cell.encode()))
+    sizes = tuple(int(draws.integers(1, most)) for most in (6, 7, 18, 20))
+    reverse, lengths = draws.integers(2, size=2).astype(bool).tolist()
+    test_all_gradients(tmp_path, cell, sizes, Traversal(reverse=reverse, lengths=lengths))

@@ -1,0 +1,107 @@
+"""A training step of a GPU module, emulated: ``forward``, then ``backward`` on what it kept, against a float64 tape."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda_on_cpu import DTYPES, GUARD, Emulated, pack
+from emulated import TINY, masks_of
+from msgspec import structs
+from test_adjoint import H, cell_of
+from test_cpu_training import Call, reference
+
+from ecornn.analysis import analyse
+from ecornn.program import BACKWARD, FORWARD, PACKED
+from ecornn.schedules import all_schedules
+from ecornn.schedules.base import Task
+from ecornn.task import make_program
+from ecornn.workload import ALONE, Traversal, Workload
+
+# relative, of the largest error in a gradient: of 16 bits, some roundings of what is kept and exchanged
+LIMITS = {"float32": 2e-5, "float16": 8 * 2.0 ** -11, "bfloat16": 8 * 2.0 ** -8}
+
+
+class Step:
+    """A compiled layer, and one training step of it."""
+
+    def __init__(self, folder: Path, schedule: str, name: str, sizes: tuple[int, int, int, int], dtype: str,
+                 traversal: Traversal) -> None:
+        steps, batch, input, hidden = sizes
+        self.name, self.dtype, self.traversal = name, dtype, structs.replace(traversal, keep="states")
+        work = Workload(name, hidden, input, batch, steps, dtype)
+        self.task = Task(work, analyse(cell_of(name), input, hidden), TINY, self.traversal)
+        found = all_schedules()[schedule]
+        assert found.serves(self.task) is None
+        self.program = make_program(found, self.task, found.default(self.task))
+        self.emulated = Emulated(self.program, folder)
+
+    def arguments(self, steps: int, batch: int) -> Call:
+        rng, work, kind = np.random.default_rng(3), self.task.workload, DTYPES[self.task.workload.dtype]
+
+        def drawn(*shape: int) -> np.ndarray:
+            return rng.uniform(-1, 1, shape).astype(kind).astype(np.float32)
+
+        masks = masks_of(self.traversal, steps, batch)
+        parameters = {n: (rng.uniform(-1, 1, s) / work.hidden ** 0.5).astype(kind).astype(np.float32)
+                      for n, s in self.task.graph.parameters.items()}
+        states = self.task.graph.states
+        return Call(drawn(steps, batch, work.input), [drawn(batch, work.hidden) for _ in states],
+                    drawn(steps, batch, work.hidden), [drawn(batch, work.hidden) for _ in states], parameters,
+                    masks.get("lengths"), masks.get("resets"))
+
+    def run(self, call: Call) -> dict[str, np.ndarray]:
+        steps, batch, _ = call.x.shape
+        work, states = self.task.workload, list(self.task.graph.states)
+        given: dict[str, Any] = {"x": call.x, "dy": call.dy, "lengths": call.lengths, "resets": call.resets}
+        given |= {f"{n}_in": s for n, s in zip(states, call.states, strict=True)}
+        given |= {f"d{n}_out": s for n, s in zip(states, call.dstates, strict=True)}
+        given |= {f"gradient_{n}": np.ones_like(p) for n, p in call.parameters.items()}  # that are added to
+        sizes = {"y": steps * batch * work.hidden, "dx": steps * batch * work.input}
+        memory = {}
+        for b in self.program.buffers:
+            if b.role == PACKED:
+                memory[b.name] = pack(b.packing, call.parameters).reshape(-1)
+                continue
+            count = sizes.get(b.name, given[b.name].size if b.name in given else b.extent.at(steps))
+            if b.tensor in ("state_out", "dstate_in"):
+                count = batch * work.hidden
+            raw = np.full(count * DTYPES[b.dtype].itemsize + GUARD, 0xFF, np.uint8)
+            raw[-GUARD:] = 0xA5
+            memory[b.name] = raw.view(DTYPES[b.dtype])
+            if b.name in given:
+                memory[b.name][:count] = given[b.name].reshape(-1).astype(DTYPES[b.dtype])
+        for entry in (FORWARD, BACKWARD):
+            for b in self.program.buffers:  # workspaces hold nothing between calls
+                if b.role == "workspace":
+                    memory[b.name].view(np.uint8)[:-GUARD] = 0xFF
+            self.emulated.carry_out({n: memory[n] for n in self.program.entries[entry].takes}, steps, batch, entry)
+        for b in self.program.buffers:
+            if b.role != PACKED:
+                assert (memory[b.name].view(np.uint8)[-GUARD:] == 0xA5).all(), f"{b.name} was written beyond its end"
+        found = {"y": memory["y"], "dx": memory["dx"], **{f"{n}_out": memory[f"{n}_out"] for n in states},
+                 **{f"d{n}_in": memory[f"d{n}_in"] for n in states}}
+        found = {n: a[:-GUARD // a.itemsize].astype(np.float64) for n, a in found.items()}
+        return found | {f"gradient_{n}": memory[f"gradient_{n}"][:p.size].astype(np.float64) - 1
+                        for n, p in call.parameters.items()}
+
+
+@pytest.mark.parametrize(("schedule", "name", "sizes", "dtype", "traversal"), [
+    ("persistent", "lstm", (5, 3, 6, H), "float32", Traversal(lengths=True, resets=True)),
+    ("persistent", "lstm", (4, 3, 16, H), "bfloat16", ALONE),
+    ("persistent", "gru", (5, 2, 7, H), "float32", Traversal(reverse=True, lengths=True)),
+    ("persistent", "gru", (4, 5, 8, 40), "float16", Traversal(resets=True)),
+    ("persistent", "rnn_tanh", (3, 1, 1, 1), "float32", ALONE),
+    ("persistent", "lstm(peepholes)", (3, 2, 5, H), "float32", Traversal(reverse=True, resets=True)),
+    ("layout_transform", "gru_reset_before", (3, 2, 5, H), "float32", ALONE),
+    ("persistent", "lstm(layer_norm)", (3, 2, 5, H), "float32", Traversal(lengths=True)),
+], ids=str)
+def test_a_training_step(schedule, name, sizes, dtype, traversal, tmp_path):
+    step = Step(tmp_path, schedule, name, sizes, dtype, traversal)
+    call = step.arguments(*sizes[:2])
+    found, wanted = step.run(call), reference(name, call, traversal.reverse)
+    for what, value in wanted.items():
+        error = np.linalg.norm(found[what] - value.reshape(-1)) / max(np.linalg.norm(value), 1e-6)
+        assert error < LIMITS[dtype], f"{what}: {error}"

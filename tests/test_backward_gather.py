@@ -1,0 +1,60 @@
+"""The states before each step, against indexing in NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from backward_passes import Passes
+from cuda_on_cpu import DTYPES
+from emulated import masks_of, task_of
+
+from ecornn.analysis.adjoint import adjoint
+from ecornn.analysis.kept import kept
+from ecornn.schedules.backward.gather import gather
+from ecornn.schedules.backward.memory import Memory
+from ecornn.workload import Traversal
+
+
+def before(after, first, traversal, masks):
+    """What each step begins with; zero where it takes no part."""
+    found = np.zeros_like(after)
+    for b in range(after.shape[1]):
+        end = min(masks.get("lengths", [len(after)] * after.shape[1])[b], len(after))
+        order = list(range(end))[::-1] if traversal.reverse else list(range(end))
+        for number, t in enumerate(order):
+            value = first[b] if number == 0 else after[order[number - 1], b]
+            if traversal.resets and (masks["resets"][order[number - 1], b] if traversal.reverse and number else
+                                     not traversal.reverse and masks["resets"][t, b]):
+                value = np.zeros_like(value)
+            found[t, b] = value
+    return found
+
+
+@pytest.mark.parametrize(("sizes", "dtype", "traversal"), [
+    ((1, 1, 1, 1), "float32", Traversal()), ((7, 5, 3, 17), "bfloat16", Traversal(lengths=True, resets=True)),
+    ((6, 3, 3, 12), "float16", Traversal(reverse=True)),
+    ((5, 9, 1, 6), "float32", Traversal(directions=2, resets=True)),
+    ((7, 5, 3, 16), "bfloat16", Traversal(reverse=True, directions=2, lengths=True, resets=True)),
+    ((1, 4, 1, 3), "float16", Traversal(reverse=True, lengths=True)),
+], ids=str)
+def test_gathers(tmp_path, sizes, dtype, traversal):
+    task = task_of("lstm", sizes, dtype, traversal=traversal)
+    steps, batch, _, H = sizes
+    back = adjoint(task.graph, H)
+    memory = Memory(task, back, kept(back, "states"))
+    part = gather(memory, traversal.directions == 1)
+    generator, masks = np.random.default_rng(3), masks_of(traversal, steps, batch)
+    values = {n: generator.normal(size=s).astype(DTYPES[dtype]) for n, s in (
+        ("y", (steps, batch, traversal.y_width(H))), ("c_kept", (steps, batch, H)), ("h_in", (batch, H)),
+        ("c_in", (batch, H)))}
+    if traversal.directions == 2:
+        values["h_in"], values["c_in"] = (np.zeros((batch, H), DTYPES[dtype]) for _ in range(2))
+    given = {n: (v.shape, dtype) for n, v in values.items()}
+    given = {n: of for n, of in given.items() if n[2:] != "in" or traversal.directions == 1}
+    given |= {n: (v.shape, "int32" if n == "lengths" else "uint8") for n, v in masks.items()}
+    made = {f"before_{s}": (steps, batch, H) for s in "hc"}
+    found = Passes(part, tmp_path, given).run(steps, batch, values | masks, made=made)
+    own = values["y"][..., traversal.y_offset(H):][..., :H]
+    for state, after in (("h", own), ("c", values["c_kept"])):
+        wanted = before(after, values[f"{state}_in"], traversal, masks)
+        assert found[f"before_{state}"].tobytes() == wanted.tobytes(), state
