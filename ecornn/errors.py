@@ -67,6 +67,14 @@ class BuildError(EcornnError):
     """Code generation, the CUDA compiler or the linker failed."""
 
 
+class FallbackError(EcornnError, RuntimeError):
+    """PyTorch's own layer would have to run, which ``ECORNN_STRICT=1`` forbids."""
+
+
+class DerivativeError(EcornnError, NotImplementedError):
+    """A derivative that compiled modules do not have."""
+
+
 class ServerError(EcornnError):
     """No server measures any more."""
 

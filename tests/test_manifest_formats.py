@@ -31,6 +31,7 @@ def as_format1(manifest: Manifest) -> dict[str, Any]:
     """What format 1 said of a module whose ``run`` takes all buffers."""
     fields = msgspec.json.decode(msgspec.json.encode(manifest))
     assert fields.pop("entries") == {"run": [b.name for b in manifest.buffers]}
+    assert fields["stack"].pop("keep") is None
     for b in fields["buffers"]:
         b["role"] = b["tensor"] or b["role"]
         del b["tensor"], b["state"], b["part"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ecornn.errors import ModuleError, ShapeError
+import ecornn
+from ecornn.errors import ModuleError, ShapeError, WeightsError
 from ecornn.program import Packing
 from ecornn.runtime.packing import bfloat16_bits, cast, pack
 
@@ -215,7 +217,8 @@ def test_weights_on_the_gpu_are_bound_as_those_of_the_host(monkeypatch: pytest.M
         queues.append(queue)
         ctypes.memmove(to, source, nbytes)
 
-    library = Library(lambda: "", lambda *_: None, alloc, lambda *_: None, copy, lambda *_: None)
+    library = Library(lambda: "", lambda *_: None, alloc=alloc, free=lambda *_: None, copy=copy,
+                      synchronize=lambda *_: None)
     rng = np.random.default_rng(0)
     host = {p.name: rng.normal(size=p.shape).astype(np.float32) for p in manifest.parameters}
     tensors = {name: torch.nn.Parameter(torch.from_numpy(values)) for name, values in host.items()}
@@ -235,3 +238,33 @@ def test_weights_on_the_gpu_are_bound_as_those_of_the_host(monkeypatch: pytest.M
     assert bound(tensors) == wanted and 7 in queues
     with pytest.raises(ShapeError, match="weight_hh"):
         bound({**tensors, "weight_hh_l0": tensors["weight_hh_l0"][:, :-1]})
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("cell", ["lstm", "gru_reset_before", "indrnn"])
+def test_weights_are_packed_again_where_they_were(cell: str, native: bool):
+    """Bit for bit as another layer has them, all or some; by the module's code and, as of old modules, without it."""
+    module = ecornn.compile(cell, hidden=19, input=7, batch=3, seq=4, training=True, target="cpu")
+    rng = np.random.default_rng(0)
+    first, second = ({p.name: rng.standard_normal(p.shape).astype(np.float32) for p in module.manifest.parameters}
+                     for _ in range(2))
+    for changed in (None, ["weight_ih_l0"]):
+        layer, x = module.bind(first, threads=2), rng.standard_normal((4, 3, 7)).astype(np.float32)
+        if not native:
+            layer.library = replace(layer.library, pack=None)
+        else:
+            assert layer.library.pack is not None
+        places, given = dict(layer.packed), first | {n: w for n, w in second.items() if changed is None or n in changed}
+        layer.repack(given, changed)
+        assert layer.packed == places
+        results = []
+        for one in (layer, module.bind(given, threads=2)):
+            y, _, kept = one.forward(x)
+            results.append((y, one.backward(kept, y)))
+        (y, found), (exact, wanted) = results
+        assert np.array_equal(y, exact) and np.array_equal(found.x, wanted.x)
+        assert all(np.array_equal(found.weights[n], w) for n, w in wanted.weights.items())
+        if changed is None:
+            with pytest.raises(WeightsError):
+                layer.repack({}, changed)
+            assert np.array_equal(layer.forward(x)[0], y)

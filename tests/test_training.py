@@ -119,10 +119,32 @@ def test_two_calls_at_the_same_time_do_not_mix(lstm: Layer):
 def test_what_is_kept_is_what_is_said(lstm: Layer):
     """An LSTM keeps c, 4 bytes for each step, row and unit, beside y, which the caller has; a GRU nothing."""
     y, _, kept = lstm.bound.forward(lstm.x, lstm.states)
-    rows = lstm.module.manifest.workload.batch * T
-    assert kept.nbytes == lstm.bound.kept_bytes(T) and 0 <= kept.nbytes - 4 * rows * H < 256
+    batch, most = lstm.x.shape[1], lstm.module.manifest.workload.batch
+    assert kept.nbytes == lstm.bound.kept_bytes(T, batch) and 0 <= kept.nbytes - 4 * batch * T * H < 256
+    assert lstm.bound.kept_bytes(T) == lstm.bound.kept_bytes(T, most) >= 4 * most * T * H
     assert kept.y[0] is y
     assert Layer("gru").bound.kept_bytes(1000) == 0
+
+
+def test_what_is_kept_in_a_callers_memory(lstm: Layer):
+    """Of fewer rows than were compiled for, less; nothing is written behind it; from a copy the same gradients."""
+    x, dy = lstm.x[:, :2].copy(), lstm.dy[:, :2].copy()
+    size = lstm.bound.kept_bytes(T, 2)
+    assert 4 * 2 * T * H <= size < 4 * 2 * T * H + 256
+    room = np.full(size + 64, 0x5A, np.uint8)
+    y, _, kept = lstm.bound.forward(x, memory=room[:size])
+    assert np.all(room[size:] == 0x5A)
+    wanted = lstm.bound.backward(kept, dy)
+    again = lstm.bound.kept_in(room[:size].copy(), x, y)
+    found = lstm.bound.backward(again, dy)
+    assert np.array_equal(found.x, wanted.x)
+    assert all(np.array_equal(found.weights[n], w) for n, w in wanted.weights.items())
+    for call in (lambda memory: lstm.bound.forward(x, memory=memory), lambda memory: lstm.bound.kept_in(memory, x, y)):
+        for wrong in (room, room[:size].view(np.int8), np.zeros(2 * size, np.uint8)[::2]):
+            with pytest.raises(ArgumentError, match="memory"):
+                call(wrong)
+    with pytest.raises(ShapeError, match=r"y\.shape"):
+        lstm.bound.kept_in(room[:size], x, y[1:])
 
 
 def test_a_long_sequence_takes_no_more_workspace(lstm: Layer):

@@ -13,6 +13,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 #include <iterator>
 #include <memory>
 #include <new>
@@ -328,6 +329,70 @@ static int Enter(const char* name, const Call* calls, size_t length, int pointer
     PoolHolder::get().Give(std::move(team));
     return code;
   } catch (const std::exception& error) {  // no thread could be started, or no memory
+    return Fail("RuntimeError", error.what());
+  }
+}
+
+// A matrix to be packed: element (row, column) of `from`, contiguous, goes to to[row_at[row] + column_at[column]]. Each
+// `run` columns, from one that is a multiple of it on, go to places that follow each other.
+struct PackJob {
+  int64_t to, from, rows, columns, row_at, column_at, run;
+};
+
+static int PackWorker(void*, const TVMFFIAny* args, int32_t, TVMFFIAny*) {
+  constexpr int64_t kRows = 16, kColumns = 256;  // of a block, whose places stay in the cache
+  constexpr int64_t kRun = 8;
+  const int64_t thread = args[0].v_int64, threads = args[1].v_int64, count = args[2].v_int64;
+  const auto* jobs = static_cast<const PackJob*>(args[kScalars].v_ptr);
+  int64_t number = 0;
+  for (const PackJob* job = jobs; job != jobs + count; ++job) {
+    auto* to = reinterpret_cast<float*>(job->to);
+    const auto* from = reinterpret_cast<const float*>(job->from);
+    const auto* row_at = reinterpret_cast<const int64_t*>(job->row_at);
+    const auto* column_at = reinterpret_cast<const int64_t*>(job->column_at);
+    for (int64_t i0 = 0; i0 < job->rows; i0 += kRows) {
+      if (number++ % threads != thread) continue;
+      const int64_t i1 = i0 + kRows < job->rows ? i0 + kRows : job->rows;
+      for (int64_t j0 = 0; j0 < job->columns; j0 += kColumns) {
+        const int64_t j1 = j0 + kColumns < job->columns ? j0 + kColumns : job->columns;
+        for (int64_t i = i0; i < i1; ++i) {
+          const float* row = from + i * job->columns;
+          float* place = to + row_at[i];
+          if (job->run == kRun) {
+            int64_t j = j0;
+            for (; j + kRun <= j1; j += kRun) std::memcpy(place + column_at[j], row + j, kRun * sizeof(float));
+            for (; j < j1; ++j) place[column_at[j]] = row[j];
+          } else {
+            for (int64_t j = j0; j < j1; ++j) place[column_at[j]] = row[j];
+          }
+        }
+      }
+    }
+  }
+  return 0;
+}
+
+// pack(jobs, count, threads) -> None: `jobs` points to `count` of PackJob, of float32.
+ECORNN_EXPORT int __tvm_ffi_pack(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {
+  if (count != 3) return Fail("TypeError", "pack(jobs, count, threads) got another number of arguments");
+  for (int i = 0; i < count; ++i) {
+    if (args[i].type_index != kTVMFFIInt) return Fail("TypeError", "pack(jobs, count, threads) takes integers");
+  }
+  const int64_t threads = args[2].v_int64;
+  if (threads < 1 || threads > kMaxThreads) return Fail("ValueError", "pack takes 1 to 1024 threads");
+  static const int first = 0;
+  static const Call call{PackWorker, &first, 1, 0};
+  TVMFFIAny shared[kScalars + 1] = {Integer(0), Integer(threads), args[1], Integer(0), Integer(0)};
+  shared[kScalars].type_index = kTVMFFIOpaquePtr;
+  shared[kScalars].v_ptr = reinterpret_cast<void*>(args[0].v_int64);
+  result->type_index = kTVMFFINone;
+  result->v_int64 = 0;
+  try {
+    auto team = PoolHolder::get().Take();
+    const int code = team->Run(static_cast<int>(threads), call, shared);
+    PoolHolder::get().Give(std::move(team));
+    return code;
+  } catch (const std::exception& error) {
     return Fail("RuntimeError", error.what());
   }
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import prod
 from typing import Any
 
@@ -17,6 +17,7 @@ from ecornn.runtime.library import Library
 from ecornn.runtime.memory import DeviceMemory, HostMemory, Memory
 from ecornn.runtime.packing import pack
 from ecornn.runtime.plan import CallPlan
+from ecornn.runtime.repacking import Repacking, repack
 
 
 class Bound:
@@ -38,6 +39,7 @@ class Bound:
         tensors = any(not isinstance(value, np.ndarray) for value in parameters.values())
 
         self.packed: dict[str, int] = {}
+        self._repackings: list[Repacking] = []  # of the host
         made_of: dict[Packing, tuple[int, int]] = {}  # packing -> elements, pointer
         for buffer in manifest.buffers:
             if buffer.role != PACKED:
@@ -63,7 +65,15 @@ class Bound:
             values = pack_tensors(packing, parameters)
         else:
             values = pack(packing, parameters)
-        return prod(values.shape), self._place(values)
+        pointer, memory = self._place(values), self._kept[-1]
+        if isinstance(memory, HostMemory):
+            self._repackings.append(Repacking(packing, memory))
+        return prod(values.shape), pointer
+
+    def repack(self, parameters: Mapping[str, Any], changed: Collection[str], library: Library, threads: int) -> None:
+        """Packs anew, into the same memory, what has parameters that have changed."""
+        again = [r for r in self._repackings if any(name in changed for name, _ in r.packing.sources)]
+        repack(again, parameters, library, threads)
 
     def _place(self, values: Any) -> int:
         library = self._library

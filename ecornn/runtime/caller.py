@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from operator import itemgetter
@@ -18,6 +18,7 @@ from ecornn.runtime.masks import place_lengths, place_resets, place_sequences
 from ecornn.runtime.memory import DeviceMemory, Pool, layout
 from ecornn.runtime.plan import MASKS, SCALARS, longest, make_plan
 from ecornn.runtime.training import Training, TrainingCalls
+from ecornn.runtime.weights import read_weights
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -144,6 +145,23 @@ class Caller(TrainingCalls):
             placed, rows = place_sequences(sequences, steps, batch, self.together, arrays, x, self.library)
             found.append(placed)
         return found, active, rows
+
+    def repack(self, weights: Mapping[str, Any], changed: Collection[str] | None = None) -> None:
+        """Packs weights that have changed where they were before, on a CPU; the layer computes with them from then on.
+        No call of it may be under way.
+
+        Parameters
+        ----------
+        weights : as of :meth:`Module.bind`, all of them
+        changed : the names of those that are not as they were; default: all
+
+        Raises as :meth:`Module.bind`, and :class:`DeviceError` for a layer on a GPU; nothing has changed then.
+        """
+        if self.threads is None:
+            raise DeviceError("repack", self._place, "a layer on a CPU")
+        parameters = read_weights(self.manifest, weights, self.library, self.device)
+        keys = {p.key for p in self.manifest.parameters if changed is None or p.name in changed}
+        self._bound.repack(parameters, keys, self.library, self.threads)
 
     @cached_property
     def training(self) -> Training:

@@ -23,7 +23,7 @@ def _unavailable(*_: Any) -> Any:
 
 @dataclass(frozen=True)
 class Library:
-    """Functions of a module file; the last four belong to CUDA modules.
+    """Functions of a module file; ``pack`` belongs to those of CPUs, ``alloc`` to ``synchronize`` to CUDA modules.
 
     Attributes
     ----------
@@ -33,6 +33,7 @@ class Library:
     free : (device, pointer) -> None
     copy : (device, to, from, nbytes, queue) -> None
     synchronize : (device, queue) -> None
+    pack : (jobs, count, threads) -> None, see :mod:`ecornn.runtime.repacking`; None in old modules
     """
 
     manifest: Callable[..., Any]
@@ -43,6 +44,7 @@ class Library:
     free: Callable[..., Any] = _unavailable
     copy: Callable[..., Any] = _unavailable
     synchronize: Callable[..., Any] = _unavailable
+    pack: Callable[..., Any] | None = None
 
     @property
     def has_memory(self) -> bool:
@@ -60,7 +62,7 @@ def open_library(path: Path) -> Library:
         required = {name: module[name] for name in ("manifest", "run")}
     except (RuntimeError, OSError, AttributeError) as error:
         raise ModuleError(f"{path} cannot be loaded: {error}") from error
-    others = ("forward", "backward", "alloc", "free", "copy", "synchronize")
+    others = ("forward", "backward", "alloc", "free", "copy", "synchronize", "pack")
     return Library(**required, **{name: module[name] for name in others if module.implements_function(name)})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +29,15 @@ class HostMemory:
         skip = -address(whole) % ALIGNMENT
         self.bytes, self.nbytes = whole[skip:skip + nbytes], nbytes
         self.pointer = address(whole) + skip
+
+
+@dataclass
+class GivenMemory:
+    """A caller's array, aligned as it may be."""
+
+    array: Any
+    pointer: int
+    nbytes: int
 
 
 class DeviceMemory:

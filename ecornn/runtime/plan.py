@@ -89,7 +89,7 @@ def entry_plan(manifest: Manifest, entry: str) -> EntryPlan:
                        for role in (PACKED, WORKSPACE))
     wanted = {name: _keys(manifest, name) for name in ENTRIES[entry] if TENSORS[name].role != KEPT}
     fits = (set(places) == {key for keys in wanted.values() for key in keys}
-            and len(places) + len(packed) + len(scratch) + len(kept) == len(taken)
+            and len(places) + len(packed) + len(scratch) + len(kept) == len(taken) and not (kept and entry == RUN)
             and all(b.tensor in TENSORS and TENSORS[b.tensor].role == b.role for _, b in taken if b.tensor is not None))
     if not fits:
         listed = ", ".join(f"{b.name} ({' '.join(filter(None, (b.role, b.tensor, b.state)))})" for _, b in taken)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ecornn.errors import ArgumentError, DTypeError, ModuleError, ShapeError
-from ecornn.program import BACKWARD, FORWARD
+from ecornn.manifest import Manifest
+from ecornn.program import BACKWARD, FORWARD, KEPT
 from ecornn.runtime.arrays import Arrays, Placed, Shape
-from ecornn.runtime.memory import Memory, Pool, layout
+from ecornn.runtime.memory import GivenMemory, Memory, Pool, layout
 from ecornn.runtime.plan import SCALARS, EntryPlan, entry_plan
 
 
@@ -56,6 +57,19 @@ class Gradients:
     state: tuple[Any, ...]
 
 
+def kept_layout(manifest: Manifest, steps: int, batch: int) -> tuple[dict[str, int], int]:
+    """Where each buffer that forward keeps starts, by name, and the bytes of all, at this T and B, perhaps symbols.
+
+    Rows of the batch that a call does not have are not kept.
+    """
+    taken = {name for entry in (FORWARD, BACKWARD) for name in manifest.entries.get(entry, ())}
+    kept = [b for b in manifest.buffers if b.role == KEPT and b.name in taken]
+    most = manifest.workload.batch
+    sizes = [-(-b.extent.at(steps) * batch // most) * b.itemsize for b in kept]
+    offsets, total = layout(sizes)
+    return {b.name: start for b, start in zip(kept, offsets, strict=True)}, total
+
+
 class Training:
     """The two entries of a module, for a :class:`~ecornn.runtime.caller.Caller`, which has this, and whose weights they
     read."""
@@ -65,25 +79,27 @@ class Training:
         if FORWARD not in manifest.entries:
             raise ModuleError("the module was compiled without training=True: it has no backward pass")
         self._forward, self._backward = entry_plan(manifest, FORWARD), entry_plan(manifest, BACKWARD)
-        self._kept = {b.name: b for plan in (self._forward, self._backward) for _, b in plan.kept}
         self._pool = Pool()
+        self._last = (0, 0, *kept_layout(manifest, 0, 0))
 
-    def kept_bytes(self, steps: int) -> int:
-        """Bytes that forward keeps at T = ``steps`` besides x, y and the first states."""
-        return self._layout(steps)[1]
+    def kept_bytes(self, steps: int, batch: int) -> int:
+        """As :func:`kept_layout` has them."""
+        return self._layout(steps, batch)[1]
+
+    def _layout(self, steps: int, batch: int) -> tuple[dict[str, int], int]:
+        last = self._last  # one tuple, so that a thread never sees halves of two
+        if last[:2] != (steps, batch):
+            last = self._last = (steps, batch, *kept_layout(self._caller.manifest, steps, batch))
+        return last[2:]
 
     def workspace_bytes(self, steps: int) -> int:
         """The most bytes of workspace that one of the two calls takes."""
         return max(layout([b.nbytes(steps) for _, b in plan.scratch])[1] for plan in (self._forward, self._backward))
 
-    def _layout(self, steps: int) -> tuple[dict[str, int], int]:
-        offsets, total = layout([b.nbytes(steps) for b in self._kept.values()])
-        return dict(zip(self._kept, offsets, strict=True)), total
-
     def forward(self, arrays: Arrays, x: Placed, states: Sequence[Placed], masks: Mapping[str, Placed], y: Placed,
                 after: Sequence[Placed], steps: int, batch: int, memory: Memory | None = None) -> Kept:
         """Runs ``forward``; arguments are checked, ``states`` and ``after`` as a call has them."""
-        offsets, total = self._layout(steps)
+        offsets, total = self._layout(steps, batch)
         if memory is None and total:
             memory = arrays.workspace(total, x[0], self._caller.library)
         kept = Kept(self._caller, arrays, x, y, list(states), dict(masks), memory, steps, batch)
@@ -101,7 +117,8 @@ class Training:
                  "dstate_out": self._by_part(dstates, batch), "dx": [dx[1]],
                  "dstate_in": self._by_part(before, batch), "gradient": [at for _, at in gradients],
                  **{name: [at] for name, (_, at) in kept.masks.items()}}
-        self._run(self._caller.library.backward, self._backward, kept, self._layout(kept.steps)[0], given)
+        offsets, _ = self._layout(kept.steps, batch)
+        self._run(self._caller.library.backward, self._backward, kept, offsets, given)
 
     def _by_part(self, states: Sequence[Placed], batch: int) -> list[int]:
         """Pointers by state and then by sequence."""
@@ -137,8 +154,8 @@ class Training:
 class TrainingCalls:
     """:meth:`forward` and :meth:`backward` of a layer, on arrays of a caller."""
 
-    def forward(self: Any, x: Any, state: Sequence[Any] | None = None, *, lengths: Any = None,
-                resets: Any = None) -> tuple[Any, tuple[Any, ...], Kept]:
+    def forward(self: Any, x: Any, state: Sequence[Any] | None = None, *, lengths: Any = None, resets: Any = None,
+                memory: Any = None) -> tuple[Any, tuple[Any, ...], Kept]:
         """As a call of the layer, and keeps what the gradients need. For modules compiled with ``training=True``.
 
         Parameters
@@ -146,6 +163,7 @@ class TrainingCalls:
         x : (T, B, I), T >= 1, 1 <= B <= the compiled batch, of the module's data type: a NumPy array or a torch.Tensor
         state : one array for each state, (B, H) or (L*D, B, H); None: zeros
         lengths, resets : as of a call
+        memory : for what is kept, (:meth:`kept_bytes`,) uint8, contiguous; default: made
 
         Returns
         -------
@@ -157,14 +175,21 @@ class TrainingCalls:
         Raises as a call of the layer, and :class:`~ecornn.errors.ModuleError` for a module that does not train.
         """
         training = self.training  # a module that does not train says so
-        arrays, placed, masks, states, steps, batch = self.prepared(x, state, lengths, resets, None)
-        like, shape = placed[0], self.state_shape(batch)
-        if states is None:
-            states = [arrays.zeros(shape, like, self.manifest.workload.dtype) for _ in self.manifest.states]
+        arrays, placed, masks, states, steps, batch = self._first(x, state, lengths, resets)
+        like, shape, room = placed[0], self.state_shape(batch), self._memory(arrays, memory, steps, batch)
         y = arrays.empty((steps, batch, self.width), like, self.library)
         after = [arrays.empty(shape, like, self.library) for _ in self.manifest.states]
-        kept = training.forward(arrays, placed, states, masks, y, after, steps, batch)
+        kept = training.forward(arrays, placed, states, masks, y, after, steps, batch, room)
         return arrays.give(y[0]), tuple(arrays.give(a) for a, _ in after), kept
+
+    def kept_in(self: Any, memory: Any, x: Any, y: Any, state: Sequence[Any] | None = None, *, lengths: Any = None,
+                resets: Any = None) -> Kept:
+        """What a call of :meth:`forward` with these arguments kept in ``memory``, for :meth:`backward`, for callers
+        that hold arrays alone. ``memory`` may be a copy; :meth:`backward` leaves it as it is."""
+        arrays, placed, masks, states, steps, batch = self._first(x, state, lengths, resets)
+        result = self._gradient(arrays, y, "y", (steps, batch, self.width), placed[0])
+        room = self._memory(arrays, memory, steps, batch)
+        return Kept(self, arrays, placed, result, states, masks, room, steps, batch)
 
     def backward(self: Any, kept: Kept, dy: Any = None, dstate: Sequence[Any] | None = None, *,
                  gradients: Mapping[str, Any] | None = None) -> Gradients:
@@ -204,14 +229,40 @@ class TrainingCalls:
         return Gradients(arrays.give(dx[0]), {n: arrays.give(a) for n, (a, _) in sums.items()},
                          tuple(arrays.give(a) for a, _ in before))
 
-    def kept_bytes(self: Any, steps: int) -> int:
-        """Bytes that :meth:`forward` keeps at T = ``steps`` and the compiled batch, besides x, y and first states."""
-        return self.training.kept_bytes(steps)
+    def kept_bytes(self: Any, steps: int, batch: int | None = None) -> int:
+        """Bytes that :meth:`forward` keeps at T = ``steps`` and this B (default: the compiled one), besides x, y and
+        first states."""
+        return self.training.kept_bytes(steps, self.manifest.workload.batch if batch is None else batch)
 
     def training_workspace_bytes(self: Any, steps: int) -> int:
         """Bytes of workspace of the larger one of :meth:`forward` and :meth:`backward` at T = ``steps``; it stays with
         the layer."""
         return self.training.workspace_bytes(steps)
+
+    def _first(self: Any, x: Any, state: Sequence[Any] | None, lengths: Any,
+               resets: Any) -> tuple[Arrays, Placed, dict[str, Placed], list[Placed], int, int]:
+        """The arguments of a call as ``prepared`` has them, with zeros for states that are not given."""
+        arrays, placed, masks, states, steps, batch = self.prepared(x, state, lengths, resets, None)
+        if states is None:
+            shape, dtype = self.state_shape(batch), self.manifest.workload.dtype
+            states = [arrays.zeros(shape, placed[0], dtype) for _ in self.manifest.states]
+        return arrays, placed, masks, states, steps, batch
+
+    def _memory(self: Any, arrays: Arrays, memory: Any, steps: int, batch: int) -> Memory | None:
+        """A caller's memory, checked; None where there is none, or nothing to keep."""
+        if memory is None:
+            return None
+        array, wanted = arrays.take(memory, "memory"), (self.kept_bytes(steps, batch),)
+        shape, dtype, _ = arrays.facts(array)
+        if shape != wanted or dtype != "uint8":
+            raise ShapeError("memory.shape", f"{shape} {dtype}", f"{wanted} uint8")
+        if not wanted[0]:
+            return None
+        placed = arrays.in_place(array)
+        if placed is None:
+            raise ArgumentError("memory", "a strided, misaligned or read-only array",
+                                "contiguous, writable memory, aligned to 16 bytes")
+        return GivenMemory(*placed, wanted[0])
 
     def _gradient(self: Any, arrays: Arrays, value: Any, name: str, wanted: Shape, like: Any) -> Placed:
         if value is None:

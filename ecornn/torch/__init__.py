@@ -2,15 +2,21 @@
 
     layer = ecornn.torch.LSTM(800, 800, num_layers=2, bidirectional=True)   # as torch.nn.LSTM
     report = ecornn.torch.replace(model)                                    # every layer of a model
+    layer = ecornn.torch.Recurrent(MyCell(), 128, 512)                      # a cell of one's own
 
 A layer is compiled at its first call of a shape, for the device and data type that it is on. It sees its weights
 change, also by training; only after writes through ``.data`` and the like it has to be told:
 
     ecornn.torch.rebind(model)
 
+Layers train: on CPUs in float32 gradients are those of compiled modules, on GPUs PyTorch's own layer runs where they
+are asked for. Where PyTorch has to run a warning says why, and with ``ECORNN_STRICT=1`` in the environment that is an
+error. Gradients of gradients are refused: ``restore(model)`` makes its layers torch.nn's again.
+
 Under torch.compile, torch.export, the modes and transforms of torch.func and others, a layer is one operator,
-``torch.ops.ecornn.recurrent``. It has the weights among its arguments: a program of torch.export runs in any process
-that has imported ``ecornn.torch``. Derivatives are PyTorch's own.
+``torch.ops.ecornn.recurrent``, or, with gradients, ``recurrent_forward`` with ``recurrent_backward``. They have the
+weights among their arguments: a program of torch.export runs in any process that has imported ``ecornn.torch``. Forward
+derivatives are PyTorch's own.
 
 On a CPU, threads of ours run between PyTorch's own operations. PyTorch's OpenMP threads (GNU's) spin for milliseconds
 after each of those and take processors from ours: start Python with ``GOMP_SPINCOUNT=1000`` in the environment, or
@@ -20,6 +26,7 @@ with ``OMP_WAIT_POLICY=passive``, which costs PyTorch's operations more. Ours sl
 from __future__ import annotations
 
 from ecornn.torch.modules import GRU, LSTM, RNN
-from ecornn.torch.replacing import Report, rebind, replace
+from ecornn.torch.recurrent import Recurrent
+from ecornn.torch.replacing import Report, rebind, replace, restore
 
-__all__ = ["GRU", "LSTM", "RNN", "Report", "rebind", "replace"]
+__all__ = ["GRU", "LSTM", "RNN", "Recurrent", "Report", "rebind", "replace", "restore"]

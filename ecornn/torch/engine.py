@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ecornn.errors import DTypeError, NotFiniteError, WeightsError
 from ecornn.layer_spec import LayerSpec
 from ecornn.runtime.loader import Layer, Module
 from ecornn.torch.kind import Kind, kind_of, text_of
+from ecornn.torch.parameters import narrowed, narrowed_rows, parameters, widened
 from ecornn.torch.snapshot import Snapshot
 from ecornn.workload import DTYPES
 
 NAMES = {getattr(torch, name): name for name in DTYPES}
-_modules: weakref.WeakKeyDictionary[torch.nn.RNNBase, Engine] = weakref.WeakKeyDictionary()
+_modules: weakref.WeakKeyDictionary[torch.nn.Module, Engine] = weakref.WeakKeyDictionary()
 # the first of the weights -> all of them, and their engine, for each layer that has this one
 _weights = WeakTensorKeyDictionary()
 _lock = threading.Lock()
@@ -50,34 +52,61 @@ class Engine:
         self.refused: set[tuple[torch.dtype, int]] = set()
         # what a call is like -> the batch it was compiled for -> the weights when it was bound, and the layer
         self._bound: dict[tuple[Any, ...], dict[int, tuple[Snapshot, Layer]]] = {}
+        self._busy: Counter[Layer] = Counter()  # calls that are under way
         self._captured: set[Layer] = set()  # CUDA graphs read their weights, nobody tells for how long
         self._lock = threading.Lock()
 
     def layer(self, weights: Sequence[torch.Tensor], x: Any, batch: int, steps: int, masks: str = "") -> Layer:
         """The layer for x, of this B and about this T, with the weights as they are now; it takes ``masks``:
         nothing, ``lengths`` or ``sequences``."""
-        threads = torch.get_num_threads() if x.is_cpu else None
-        key = (x.device, x.dtype, masks, threads)
         with self._lock:
-            bound = self._bound.setdefault(key, {})
-            most = batch if masks == "sequences" else 4 * batch  # columns are few of themselves
-            rooms = [room for room in sorted(bound) if batch <= room <= most]
-            # the batch of the first call; where calls differ, some room for the next ones
-            room = rooms[0] if rooms else 1 << (batch - 1).bit_length() if bound else batch
-            known = bound.get(room)
-            if known is None or not known[0].holds(weights):
-                check_type(x, weights[0])
-                spec, target = self.kind.spec(room, steps, NAMES[x.dtype], masks), "cpu" if x.is_cpu else "cuda"
-                made = compiled(spec, target) if known is None else known[1].module
-                given, device = parameters(self.kind, weights), 0 if x.is_cpu else x.device.index
-                try:
+            return self._bind(weights, x, batch, steps, masks, training=False, again=False)
+
+    @contextmanager
+    def training(self, weights: Sequence[torch.Tensor], x: Any, masks: str, again: bool = False) -> Iterator[Layer]:
+        """A layer that has gradients, for x (T, B, I), with the weights as they are now; ``again``: as an earlier call
+        had it, no optimizer has come since. It keeps its weights until this ends, and no longer: they are packed where
+        the last ones were."""
+        steps, batch = x.shape[:2]
+        with self._lock:
+            layer = self._bind(weights, x, batch, steps, masks, training=True, again=again)
+            self._busy[layer] += 1
+        try:
+            yield layer
+        finally:
+            with self._lock:
+                self._busy[layer] -= 1
+                if not self._busy[layer]:
+                    del self._busy[layer]
+
+    def _bind(self, weights: Sequence[torch.Tensor], x: Any, batch: int, steps: int, masks: str, training: bool,
+              again: bool) -> Layer:
+        threads = torch.get_num_threads() if x.is_cpu else None
+        bound = self._bound.setdefault((x.device, x.dtype, masks, threads, training), {})
+        most = batch if masks == "sequences" else 4 * batch  # columns are few of themselves
+        rooms = [room for room in sorted(bound) if batch <= room <= most]
+        # the batch of the first call; where calls differ, some room for the next ones
+        room = rooms[0] if rooms else 1 << (batch - 1).bit_length() if bound else batch
+        known = bound.get(room)
+        if known is None or not known[0].holds(weights, again):
+            check_type(x, weights[0])
+            given, device = parameters(self.kind, weights), 0 if x.is_cpu else x.device.index
+            spec = self.kind.spec(room, steps, NAMES[x.dtype], masks, training)
+            target = "cpu" if x.is_cpu else "cuda"
+            made = compiled(spec, target) if known is None else known[1].module
+            try:
+                if known is not None and training and x.is_cpu and known[1] not in self._busy:
+                    layer, changed = known[1], known[0].changed(weights)
+                    known[0].outdate()  # until all is packed
+                    layer.repack(given, [self.kind.names[n] for n in changed])
+                else:
                     layer = made.bind(given, device, threads=threads)
-                except NotFiniteError:
-                    layer = compiled(spec, target, infinite=True).bind(given, device, threads=threads)
-                bound[room] = known = Snapshot(weights), layer
-            if x.is_cuda and torch.cuda.is_current_stream_capturing():
-                self._captured.add(known[1])
-            return known[1]
+            except NotFiniteError:
+                layer = compiled(spec, target, infinite=True).bind(given, device, threads=threads)
+            bound[room] = known = Snapshot(weights), layer
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._captured.add(known[1])
+        return known[1]
 
     def run(self, weights: Sequence[torch.Tensor], x: torch.Tensor, state: Sequence[torch.Tensor],
             lengths: torch.Tensor | None) -> list[torch.Tensor]:
@@ -90,18 +119,22 @@ class Engine:
 
     def called(self, layer: Layer, x: torch.Tensor, state: Sequence[torch.Tensor], **masks: Any) -> list[torch.Tensor]:
         """As :meth:`run`, by this layer."""
-        kind = self.kind
-        if state and kind.projection:
-            state = [pad(state[0], (0, kind.hidden - kind.width)), *state[1:]]
-        given = tuple(s[0] if kind.single else s for s in state) or None
+        given = self.given(state)
         with torch.no_grad():
             y, after = layer(x, given, **masks)
-            states = [s.reshape(-1, s.shape[-2], kind.hidden) for s in after]
-            if kind.projection:
-                rows = y.reshape(*y.shape[:2], -1, kind.hidden)[..., :kind.width].contiguous()
-                y = rows.reshape(*y.shape[:2], -1)
-                states[0] = states[0][..., :kind.width].contiguous()
-        return [y, *states]
+            return self.results(y, after)
+
+    def given(self, state: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
+        """States (L*D, B, H) as a layer takes them."""
+        return tuple(s[0] if self.kind.single else s for s in widened(self.kind, state)) or None
+
+    def results(self, y: torch.Tensor, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """y and states (L*D, B, H) of what a layer gives for them."""
+        return [narrowed_rows(self.kind, y), *self.states(states)]
+
+    def states(self, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """States (L*D, B, H), or gradients of them, of what a layer gives for them."""
+        return narrowed(self.kind, [s.reshape(-1, s.shape[-2], self.kind.hidden) for s in states])
 
     def rebind(self) -> None:
         """Has the next call of every kind read the weights again. Until then the layers keep what they have, also for
@@ -112,7 +145,7 @@ class Engine:
                     snapshot.outdate()
 
 
-def engine_of(module: torch.nn.RNNBase) -> Engine:
+def engine_of(module: torch.nn.Module) -> Engine:
     """The module's engine, made with its first call; copies of a module get their own. The operator finds it by the
     module's weights."""
     found = _modules.get(module)
@@ -151,7 +184,7 @@ def check_type(x: torch.Tensor, weight: torch.Tensor) -> None:
 
 def rebind(module: torch.nn.Module) -> None:
     """:meth:`Engine.rebind` of the engines of a module and of its own weights, as far as these have been called."""
-    engines = [_modules.get(module)] if isinstance(module, torch.nn.RNNBase) else []
+    engines = [_modules.get(module)] if hasattr(module, "_flat_weights_names") else []
     with _lock:
         for weight in (*module._parameters.values(), *module._buffers.values()):
             engines += [engine for _, engine in (_weights.get(weight) or ())] if weight is not None else []
@@ -160,7 +193,7 @@ def rebind(module: torch.nn.Module) -> None:
             engine.rebind()
 
 
-def weights_of(module: torch.nn.RNNBase) -> list[torch.Tensor]:
+def weights_of(module: Any) -> list[torch.Tensor]:
     """The weights as they are at this moment. ``_flat_weights`` may have others: torch.func.functional_call puts its
     own into ``_parameters``, and a parametrization makes new ones at each access."""
     own: dict[str, Any] = module._parameters
@@ -168,23 +201,3 @@ def weights_of(module: torch.nn.RNNBase) -> list[torch.Tensor]:
         return [*map(own.__getitem__, module._flat_weights_names)]  # a module's getattr() takes its time
     except KeyError:
         return [getattr(module, name) for name in module._flat_weights_names]
-
-
-def parameters(kind: Kind, weights: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """Weights by name; without biases, zeros in their place, and around those of a projection."""
-    found = {name: w.detach() for name, w in zip(kind.names, weights, strict=True)}
-    if not kind.bias:
-        for name in [n for n in found if n.startswith("weight_hh")]:
-            zeros = torch.zeros(found[name].shape[0], dtype=found[name].dtype, device="cpu")
-            found |= {name.replace("weight_hh", f"bias_{which}"): zeros for which in ("ih", "hh")}
-    if kind.projection:
-        room = kind.hidden - kind.projection
-        for name, value in found.items():
-            if name.startswith("weight_hr"):
-                found[name] = pad(value, (0, 0, 0, room))
-            elif name.startswith("weight_hh"):
-                found[name] = pad(value, (0, room))
-            elif name.startswith("weight_ih") and not name.endswith(("_l0", "_l0_reverse")):
-                parts = value.reshape(len(value), -1, kind.projection)  # one for each direction of the layer below
-                found[name] = pad(parts, (0, room)).reshape(len(value), -1)
-    return found

@@ -6,30 +6,39 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
+from ecornn.cells import Cell, get
 from ecornn.errors import ArgumentError
 from ecornn.layer_spec import LayerSpec
+from ecornn.torch.cell_names import cell_of
 
 CELLS = {"LSTM": "lstm", "GRU": "gru", "RNN_TANH": "rnn_tanh", "RNN_RELU": "rnn_relu"}
 FIELDS = ("input", "hidden", "layers", "bias", "bidirectional", "projection")
 
 
-def text_of(module: Any) -> str:
+def text_of(module: Any, layer: int | None = None) -> str:
     """The :class:`Kind` of a ``torch.nn.RNNBase`` as text, such as
-    ``LSTM(input=7,hidden=11,layers=2,bias=1,bidirectional=0,projection=0)``. torch.compile can trace it."""
-    return (f"{module.mode}(input={module.input_size},hidden={module.hidden_size},layers={module.num_layers},"
-            f"bias={int(module.bias)},bidirectional={int(module.bidirectional)},projection={module.proj_size})")
+    ``LSTM(input=7,hidden=11,layers=2,bias=1,bidirectional=0,projection=0)``, or that of one of its layers. Of a
+    ``Recurrent`` it goes on with a colon and its cell's name. torch.compile can trace it."""
+    input, layers = module.input_size, module.num_layers
+    if layer is not None:
+        width = module.proj_size or module.hidden_size
+        input, layers = (1 + module.bidirectional) * width if layer else input, 1
+    return (f"{module.mode}(input={input},hidden={module.hidden_size},layers={layers},"
+            f"bias={int(module.bias)},bidirectional={int(module.bidirectional)},projection={module.proj_size})"
+            + module.cell_name)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a ``torch.nn.RNNBase`` is, by torch's words.
+    """What a ``torch.nn.RNNBase`` or a ``Recurrent`` is, by torch's words.
 
     Attributes
     ----------
-    mode : ``LSTM``, ``GRU``, ``RNN_TANH`` or ``RNN_RELU``
+    mode : ``LSTM``, ``GRU``, ``RNN_TANH`` or ``RNN_RELU``; or ``cell``
     input, hidden, layers : I, H and L
     bias, bidirectional : 0 or 1
     projection : the width of a projected state; 0: none
+    name : of the cell, where it is not torch's
     """
 
     mode: str
@@ -39,6 +48,14 @@ class Kind:
     bias: int
     bidirectional: int
     projection: int
+    name: str = ""
+
+    @cached_property
+    def cell(self) -> Cell | str:
+        """The cell, or what a built-in one is called; equal for kinds of equal cells."""
+        if self.name:
+            return cell_of(self.name)
+        return "lstm(projection)" if self.projection else CELLS[self.mode]
 
     @cached_property
     def directions(self) -> int:
@@ -53,7 +70,7 @@ class Kind:
     @cached_property
     def widths(self) -> tuple[int, ...]:
         """Of each state, as a call returns them: (L*D, B, width)."""
-        return (self.width, self.hidden) if self.mode == "LSTM" else (self.width,)
+        return (self.width, *[self.hidden] * (len(get(self.cell).states) - 1))
 
     @cached_property
     def single(self) -> bool:
@@ -62,26 +79,41 @@ class Kind:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Of the weights, in the order of torch's ``_flat_weights``."""
+        """Of the weights, in the order of torch's ``_flat_weights``, or of the cell's parameters."""
+        if self.name:
+            return tuple(self.shapes)
         kinds = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if self.bias else []),
                  *(["weight_hr"] if self.projection else [])]
         ends = [f"_l{layer}{end}" for layer in range(self.layers) for end in ("", "_reverse")[:self.directions]]
         return tuple(kind + end for end in ends for kind in kinds)
 
-    def spec(self, batch: int, seq: int, dtype: str, masks: str) -> LayerSpec:
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the parameters of a cell, by name: gates are folded into the first axis."""
+        cell, found = get(self.cell), {}
+        for layer in range(self.layers):
+            for second in (False, True)[:self.directions]:
+                input = self.directions * self.hidden if layer else self.input
+                for key, (gates, *rest) in cell.parameters(input, self.hidden).items():
+                    found[cell.parameter_name(key, layer, second)] = gates * rest[0], *rest[1:]
+        return found
+
+    def spec(self, batch: int, seq: int, dtype: str, masks: str, training: bool = False) -> LayerSpec:
         """The layer to compile for calls of this B and about this T, with ``masks``: nothing, ``lengths`` or
         ``sequences``."""
-        cell = "lstm(projection)" if self.projection else CELLS[self.mode]
-        return LayerSpec(cell, self.hidden, self.input, batch, seq, dtype, layers=self.layers,
+        return LayerSpec(self.cell, self.hidden, self.input, batch, seq, dtype, layers=self.layers,
                          bidirectional=bool(self.bidirectional), lengths=masks == "lengths",
-                         sequences=masks == "sequences")
+                         sequences=masks == "sequences", training=training)
 
 
 @lru_cache(maxsize=1024)
 def kind_of(text: str) -> Kind:
     """The kind that :func:`text_of` wrote; :class:`ArgumentError` for another text."""
-    mode, _, rest = text.removesuffix(")").partition("(")
+    sizes, colon, name = text.partition("):")
+    mode, _, rest = (sizes if colon else text.removesuffix(")")).partition("(")
     parts = dict(part.partition("=")[::2] for part in rest.split(","))
-    if mode not in CELLS or tuple(parts) != FIELDS or not all(value.isdecimal() for value in parts.values()):
+    known = mode == "cell" if colon else mode in CELLS
+    if not known or tuple(parts) != FIELDS or not all(value.isdecimal() for value in parts.values()):
         raise ArgumentError("kind", text, f"a text as text_of() makes: MODE({'=N,'.join(FIELDS)}=N)")
-    return Kind(mode, *map(int, parts.values()))
+    input, hidden, layers, bias, bidirectional, projection = map(int, parts.values())
+    return Kind(mode, input, hidden, layers, bias, bidirectional, projection, name)

@@ -2,155 +2,38 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from ecornn.errors import ArgumentError, DeviceError, DTypeError, ShapeError
-from ecornn.torch import engine, packed
-from ecornn.torch.dispatching import derivatives, watched
-from ecornn.torch.kind import text_of
-from ecornn.torch.operator import recurrent
+from ecornn.errors import ArgumentError
+from ecornn.torch import engine
+from ecornn.torch.sequences import Sequences
 
 
-class Compiled(torch.nn.RNNBase):
-    """What the three have in common: where torch would compute without gradients, a compiled module does.
+class Compiled(Sequences, torch.nn.RNNBase):
+    """What the three have in common: where torch would compute, a compiled module does, and where gradients are asked
+    for one that has them.
 
-    With gradients, in training with dropout between layers, in torch.jit.trace, for a batch of no sequences, and
-    where the device or the data type is not compiled for (on a CPU all but float32, and autocast), PyTorch's own
-    forward runs, on the same parameters. The base is RNNBase, since torch.compile refuses to look into a
-    ``torch.nn.LSTM``.
-
-    Weights are packed at the first call, and again once they have changed: a training step, ``load_state_dict``
-    and whatever raises a tensor's version are seen. Writes through ``.data`` or NumPy, and any in inference mode,
-    are not: call :func:`ecornn.torch.rebind` after them.
+    With gradients on a GPU, for forward derivatives, in torch.jit.trace, for a batch of no sequences, and where the
+    device or the data type is not compiled for (on a CPU all but float32, and autocast), PyTorch's own forward runs, on
+    the same parameters: :mod:`ecornn.torch.falling_back`. The base is RNNBase, since torch.compile refuses to look into
+    a ``torch.nn.LSTM``.
     """
-
-    TORCH: type[torch.nn.RNNBase]
 
     def __init__(self, mode: str, *args: Any, **kwargs: Any) -> None:
         super().__init__(mode, *args, **kwargs)
 
-    def forward(self: Any, input: Any, hx: Any = None) -> Any:
-        """As ``torch.nn``'s: a tensor or PackedSequence to y and the last states.
-
-        Raises :class:`~ecornn.errors.EcornnError` subclasses: ``ShapeError``, ``DTypeError`` and
-        ``DeviceError`` where an argument does not fit.
-        """
-        if wants_torch(self, input, hx):
-            return by_torch(self, input, hx)
-        if isinstance(input, PackedSequence):
-            return self._forward_packed(input, hx)
-        x = input.transpose(0, 1) if self.batch_first and input.dim() == 3 else input
-        single = x.dim() == 2
-        x = x.unsqueeze(1) if single else x
-        if x.dim() != 3 or x.shape[2] != self.input_size:
-            raise ShapeError("input.shape", tuple(input.data.shape), f"2 or 3 axes, the last of input_size="
-                             f"{self.input_size}")
-        batch = x.shape[1]
-        if batch == 0:
-            return by_torch(self, input, hx)
-        y, *after = self._run(x, states_of(self, hx, x, batch, single, None), None)
-        if single:
-            output, after = y.squeeze(1), [s.squeeze(1) for s in after]
-        else:
-            output = y.transpose(0, 1) if self.batch_first else y
-        return output, (tuple(after) if self.mode == "LSTM" else after[0])
-
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         engine.rebind(self)  # in inference mode copies leave no other trace
-
-    def _run(self: Any, x: Any, state: list[torch.Tensor], lengths: Any) -> list[torch.Tensor]:
-        weights = engine.weights_of(self)
-        if torch.compiler.is_compiling() or watched((x, *state, *weights)):
-            return recurrent(x, state, lengths, weights, text_of(self))
-        return engine.engine_of(self).run(weights, x, state, lengths)
-
-    def _forward_packed(self: Any, input: PackedSequence, hx: Any) -> Any:
-        """Rows in packed order, the longest first; the module needs no order, the states have one."""
-        data, sizes, order, back = input
-        if data.dim() != 2 or data.shape[1] != self.input_size:
-            raise ShapeError("input.shape", tuple(data.shape), f"2 axes, the last of input_size={self.input_size}")
-        if torch.compiler.is_compiling() or watched((data, *tensors_of(hx), *engine.weights_of(self))):
-            x, lengths = pad_packed_sequence(PackedSequence(data, sizes))
-            y, *after = self._run(x, states_of(self, hx, x, x.shape[1], False, order), lengths)
-            rows = pack_padded_sequence(y, lengths).data
-        else:
-            rows, *after = packed.run(self, input, states_of(self, hx, data, int(sizes[0]), False, order))
-        after = after if back is None else [s.index_select(1, back) for s in after]
-        return PackedSequence(rows, sizes, order, back), tuple(after) if self.mode == "LSTM" else after[0]
-
-
-@torch._disable_dynamo  # torch.compiler.disable() would import the whole of torch._dynamo here
-def by_torch(module: Any, input: Any, hx: Any) -> Any:
-    """PyTorch's own forward; torch.compile does not look into it, as it does not into ``torch.nn``'s."""
-    if torch.is_grad_enabled():
-        engine.rebind(module)  # fused optimizers change weights and not their versions
-    return module.TORCH.forward(module, input, hx)
-
-
-def wants_torch(module: Any, input: Any, hx: Any) -> bool:
-    """Whether PyTorch's own layer has to run."""
-    if torch.jit.is_tracing() or (module.training and module.dropout > 0 and module.num_layers > 1):
-        return True
-    data = input.data if isinstance(input, PackedSequence) else input
-    compiled = (data.dtype == torch.float32 and not torch.is_autocast_enabled("cpu") if data.is_cpu else
-                data.is_cuda and data.dtype in engine.NAMES)
-    if not compiled:
-        engine.check_type(data, module._flat_weights[0])
-        if not module.training and not torch.compiler.is_compiling():
-            warnings.warn(f"PyTorch's own layer runs for {data.dtype} on {data.device.type}: compiled ones are for "
-                          "float32 on a CPU, without autocast, and for float32, float16 and bfloat16 on a GPU",
-                          stacklevel=3)
-        return True
-    asked = derivatives(lambda: (data, *tensors_of(hx), *engine.weights_of(module)))
-    if not asked:
-        return False
-    if not module.training and not torch.compiler.is_compiling():
-        more = "; under torch.no_grad() or torch.inference_mode() the compiled one does" * (asked == "gradients")
-        warnings.warn(f"{asked} are asked for, so PyTorch's own layer runs{more}", stacklevel=3)
-    return True
-
-
-def tensors_of(hx: Any) -> tuple[Any, ...]:
-    """The tensors of initial states, not checked."""
-    return () if hx is None else tuple(hx) if isinstance(hx, (tuple, list)) else (hx,)
-
-
-def states_of(module: Any, hx: Any, x: torch.Tensor, batch: int, single: bool,
-              order: torch.Tensor | None) -> list[torch.Tensor]:
-    """The initial states, each (L*D, ``batch``, H), in the order of the rows of x; [] for zeros."""
-    if hx is None:
-        return []
-    names = ("h_0", "c_0") if module.mode == "LSTM" else ("h_0",)
-    given = hx if module.mode == "LSTM" else (hx,)
-    if not isinstance(given, (tuple, list)) or len(given) != len(names):
-        raise ArgumentError("hx", type(hx), "a tuple (h_0, c_0)" if len(names) == 2 else "a tensor h_0")
-    parts = module.num_layers * (1 + module.bidirectional)
-    found = []
-    for name, value in zip(names, given, strict=True):
-        if not isinstance(value, torch.Tensor):
-            raise ArgumentError(name, type(value), "a tensor")
-        width = module.proj_size or module.hidden_size if name == "h_0" else module.hidden_size
-        wanted = (parts, width) if single else (parts, batch, width)
-        if tuple(value.shape) != wanted:
-            raise ShapeError(f"{name}.shape", tuple(value.shape), str(wanted))
-        if value.dtype != x.dtype:
-            raise DTypeError(f"{name}.dtype", str(value.dtype), f"{x.dtype}, as the input's")
-        if value.device != x.device:
-            raise DeviceError(f"{name}.device", str(value.device), f"{x.device}, as the input's")
-        value = value.unsqueeze(1) if single else value
-        found.append(value if order is None else value.index_select(1, order))
-    return found
 
 
 class LSTM(Compiled):
     """``torch.nn.LSTM`` by compiled modules. A projection costs as much as one that keeps the size."""
 
     TORCH = torch.nn.LSTM
+    state_names = ("h", "c")
     get_expected_cell_size = torch.nn.LSTM.get_expected_cell_size
     check_forward_args = torch.nn.LSTM.check_forward_args  # type: ignore[assignment]
     permute_hidden = torch.nn.LSTM.permute_hidden  # type: ignore[assignment]

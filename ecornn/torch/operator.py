@@ -13,7 +13,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from ecornn.torch.engine import engine_for
-from ecornn.torch.kind import kind_of
+from ecornn.torch.kind import Kind, kind_of
 
 
 @torch.library.custom_op("ecornn::recurrent", mutates_args=())
@@ -28,10 +28,13 @@ def recurrent(x: torch.Tensor, state: list[torch.Tensor], lengths: torch.Tensor 
 @recurrent.register_fake
 def _(x: torch.Tensor, state: list[torch.Tensor], lengths: torch.Tensor | None, weights: list[torch.Tensor],
       kind: str) -> list[torch.Tensor]:
-    found = kind_of(kind)
-    rows = found.layers * found.directions
-    return [x.new_empty((*x.shape[:2], found.directions * found.width)),
-            *(x.new_empty((rows, x.shape[1], width)) for width in found.widths)]
+    return [*map(x.new_empty, output_shapes(kind_of(kind), x))]
+
+
+def output_shapes(kind: Kind, x: torch.Tensor) -> list[tuple[int, ...]]:
+    """Of y and the states."""
+    rows = kind.layers * kind.directions
+    return [(*x.shape[:2], kind.directions * kind.width), *((rows, x.shape[1], width) for width in kind.widths)]
 
 
 @recurrent.register_vmap
@@ -39,24 +42,26 @@ def _(info: Any, in_dims: Any, x: torch.Tensor, state: list[torch.Tensor], lengt
       weights: list[torch.Tensor], kind: str) -> tuple[list[torch.Tensor], list[int]]:
     """More rows of one call; a call for each of several weights."""
     count, (x_dim, state_dims, lengths_dim, weight_dims, _) = info.batch_size, in_dims
+    if any(dim is not None for dim in weight_dims or ()):
+        return each_call(recurrent, info, in_dims, (x, state, lengths, weights, kind))
 
     def rows(tensor: torch.Tensor, dim: int | None, at: int) -> torch.Tensor:
         apart = tensor.unsqueeze(at) if dim is None else tensor.movedim(dim, at)
         return apart.expand(*apart.shape[:at], count, *apart.shape[at + 1:]).flatten(at, at + 1)
 
-    def one(tensor: torch.Tensor, dim: int | None, number: int) -> torch.Tensor:
-        return tensor if dim is None else tensor.select(dim, number)
+    found = recurrent(rows(x, x_dim, 1), [rows(s, d, 1) for s, d in zip(state, state_dims or (), strict=True)],
+                      None if lengths is None else rows(lengths, lengths_dim, 0), weights, kind)
+    return [t.unflatten(1, (count, -1)) for t in found], [1] * len(found)
 
-    def each(tensors: list[torch.Tensor], dims: Any, number: int) -> list[torch.Tensor]:
-        return [one(t, dim, number) for t, dim in zip(tensors, dims or [None] * len(tensors), strict=True)]
 
-    if all(dim is None for dim in weight_dims or ()):
-        found = recurrent(rows(x, x_dim, 1), [rows(s, d, 1) for s, d in zip(state, state_dims or (), strict=True)],
-                          None if lengths is None else rows(lengths, lengths_dim, 0), weights, kind)
-        return [t.unflatten(1, (count, -1)) for t in found], [1] * len(found)
-    calls = [recurrent(one(x, x_dim, n), each(state, state_dims, n),
-                       None if lengths is None else one(lengths, lengths_dim, n), each(weights, weight_dims, n), kind)
-             for n in range(count)]
+def each_call(operator: Any, info: Any, in_dims: Any, args: Any) -> tuple[list[torch.Tensor], list[int]]:
+    """A batching rule: a call for each."""
+    def one(value: Any, dim: Any, number: int) -> Any:
+        if isinstance(value, list):
+            return [one(v, d, number) for v, d in zip(value, dim or [None] * len(value), strict=True)]
+        return value if dim is None else value.select(dim, number)
+
+    calls = [operator(*(one(v, d, n) for v, d in zip(args, in_dims, strict=True))) for n in range(info.batch_size)]
     made = [torch.stack(parts) for parts in zip(*calls, strict=True)]
     return made, [0] * len(made)
 

@@ -9,7 +9,8 @@ import torch
 from ecornn.torch import engine
 from ecornn.torch.modules import GRU, LSTM, RNN
 
-OURS = {torch.nn.LSTM: LSTM, torch.nn.GRU: GRU, torch.nn.RNN: RNN}
+OURS: dict[type[torch.nn.RNNBase], type[torch.nn.RNNBase]] = {
+    torch.nn.LSTM: LSTM, torch.nn.GRU: GRU, torch.nn.RNN: RNN}
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,17 @@ def replace(model: torch.nn.Module) -> Report:
             else:
                 kept[name] = str(why)
     return Report(tuple(swapped), kept)
+
+
+def restore(model: torch.nn.Module) -> tuple[str, ...]:
+    """Makes every compiled LSTM, GRU and RNN of a model one of ``torch.nn``, in place: what :func:`replace` did,
+    undone. Returns their names."""
+    theirs, names = {ours: kind for kind, ours in OURS.items()}, []
+    for name, module in model.named_modules():
+        if type(module) in theirs:
+            module.__class__ = theirs[type(module)]
+            names.append(name or type(module).__name__)
+    return tuple(names)
 
 
 def rebind(model: torch.nn.Module) -> None:

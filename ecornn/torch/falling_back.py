@@ -1,0 +1,59 @@
+"""When PyTorch's own layer runs in place of a compiled one, and that it is said."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from ecornn.errors import FallbackError
+from ecornn.torch import engine
+from ecornn.torch.dispatching import derivatives
+from ecornn.torch.snapshot import suspect
+
+TRAINED = {"cpu"}  # kinds of devices whose modules are asked for gradients
+
+
+def obstacle(module: Any, input: Any, hx: Any) -> tuple[str, bool]:
+    """Why PyTorch's own layer has to run, empty if not, and whether gradients are asked for."""
+    if torch.jit.is_tracing():
+        return "torch.jit.trace records PyTorch's operators only", False
+    data = input.data if isinstance(input, PackedSequence) else input
+    compiled = (data.dtype == torch.float32 and not torch.is_autocast_enabled("cpu") if data.is_cpu else
+                data.is_cuda and data.dtype in engine.NAMES)
+    if not compiled:
+        engine.check_type(data, module._flat_weights[0])
+        return (f"compiled ones are for float32 on a CPU, without autocast, and for float32, float16 and bfloat16 on a "
+                f"GPU, and this is {data.dtype} on {data.device.type}"), False
+    asked = derivatives(lambda: (data, *tensors_of(hx), *engine.weights_of(module)))
+    if asked == "gradients" and data.device.type not in TRAINED:
+        return (f"gradients are asked for, and here compiled modules have them on {', '.join(TRAINED)} only; under "
+                "torch.no_grad() or torch.inference_mode() the compiled one does"), True
+    if asked == "forward derivatives":
+        return "forward derivatives are asked for", False
+    return "", bool(asked)
+
+
+@torch._disable_dynamo  # torch.compiler.disable() would import the whole of torch._dynamo here
+def by_torch(module: Any, input: Any, hx: Any, why: str = "") -> Any:
+    """PyTorch's own forward; torch.compile does not look into it, as it does not into ``torch.nn``'s.
+
+    Warns where there is a reason; raises :class:`FallbackError` with ``ECORNN_STRICT=1`` in the environment.
+    """
+    if why:
+        if module.TORCH is None:
+            raise FallbackError(f"PyTorch has no layer of this cell: {why}")
+        if os.environ.get("ECORNN_STRICT", "0") not in ("", "0"):
+            raise FallbackError(f"PyTorch's own layer would have to run: {why}")
+        warnings.warn(f"PyTorch's own layer runs: {why}", stacklevel=3)
+    if torch.is_grad_enabled():
+        suspect(engine.weights_of(module))
+    return module.TORCH.forward(module, input, hx)
+
+
+def tensors_of(hx: Any) -> tuple[Any, ...]:
+    """The tensors of initial states, not checked."""
+    return () if hx is None else tuple(hx) if isinstance(hx, (tuple, list)) else (hx,)

@@ -1,0 +1,80 @@
+"""What torch's layers and compiled ones call the same: weights, states and gradients, from one to the other and back.
+
+A compiled layer has biases, and in place of a projection one that keeps the size: zeros stand where torch has nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from ecornn.torch.kind import Kind
+
+
+def parameters(kind: Kind, weights: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Weights by name; without biases, zeros in their place, and around those of a projection."""
+    found = {name: w.detach() for name, w in zip(kind.names, weights, strict=True)}
+    if not kind.bias:
+        for name in [n for n in found if n.startswith("weight_hh")]:
+            zeros = torch.zeros(found[name].shape[0], dtype=found[name].dtype, device="cpu")
+            found |= {name.replace("weight_hh", f"bias_{which}"): zeros for which in ("ih", "hh")}
+    if kind.projection:
+        room = kind.hidden - kind.projection
+        for name, value in found.items():
+            if name.startswith("weight_hr"):
+                found[name] = pad(value, (0, 0, 0, room))
+            elif name.startswith("weight_hh"):
+                found[name] = pad(value, (0, room))
+            elif _reads_layer(name):
+                parts = value.reshape(len(value), -1, kind.projection)  # one for each direction of the layer below
+                found[name] = pad(parts, (0, room)).reshape(len(value), -1)
+    return found
+
+
+def weight_gradients(kind: Kind, found: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients of :func:`parameters` as those of the weights that they were made of."""
+    made, width = [], kind.width
+    for name in kind.names:
+        value = found[name]
+        if kind.projection and name.startswith("weight_hr"):
+            value = value[:width].clone()
+        elif kind.projection and name.startswith("weight_hh"):
+            value = value[:, :width].contiguous()
+        elif kind.projection and _reads_layer(name):
+            value = value.reshape(len(value), -1, kind.hidden)[..., :width].reshape(len(value), -1)
+        made.append(value)
+    return made
+
+
+def _reads_layer(name: str) -> bool:
+    """Whether a weight multiplies y of a layer below."""
+    return name.startswith("weight_ih") and not name.endswith(("_l0", "_l0_reverse"))
+
+
+def widened(kind: Kind, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """States, or gradients of them, with room for the whole H."""
+    return [pad(states[0], (0, kind.hidden - kind.width)), *states[1:]] if states and kind.projection else [*states]
+
+
+def widened_rows(kind: Kind, y: torch.Tensor) -> torch.Tensor:
+    """The same of y (T, B, D*H)."""
+    if not kind.projection:
+        return y
+    rows = y.reshape(*y.shape[:2], -1, kind.width)
+    return pad(rows, (0, kind.hidden - kind.width)).reshape(*y.shape[:2], -1)
+
+
+def narrowed(kind: Kind, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """States without what :func:`widened` adds."""
+    return [states[0][..., :kind.width].contiguous(), *states[1:]] if states and kind.projection else [*states]
+
+
+def narrowed_rows(kind: Kind, y: torch.Tensor) -> torch.Tensor:
+    """The same of y."""
+    if not kind.projection:
+        return y
+    rows = y.reshape(*y.shape[:2], -1, kind.hidden)[..., :kind.width].contiguous()
+    return rows.reshape(*y.shape[:2], -1)

@@ -1,0 +1,80 @@
+"""``Recurrent``: a cell of one's own as a layer of a PyTorch model."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ecornn.cells import Cell, get
+from ecornn.errors import ArgumentError
+from ecornn.torch import engine
+from ecornn.torch.cell_names import name_of
+from ecornn.torch.kind import kind_of, text_of
+from ecornn.torch.sequences import Sequences
+
+
+class Recurrent(Sequences, torch.nn.Module):
+    """A recurrent layer of any cell, or a stack of them, called as ``torch.nn``'s are.
+
+    Parameters
+    ----------
+    cell : a :class:`ecornn.Cell`, or the name of a built-in one, also with options, as ``lstm(peepholes)``
+    input_size, hidden_size : I and H
+    num_layers, batch_first, dropout, bidirectional : as of ``torch.nn.LSTM``
+    device, dtype : of the parameters, which have the names and shapes of the cell's, as ``weight_ih_l0`` (G*H, I), and
+        start as torch.nn's, uniform in +-1/sqrt(H)
+
+    A call gives y (T, B, D*H) and the last states, each (L*D, B, H): a tuple of them where the cell has several. It
+    computes on CPUs in float32, and without gradients on GPUs, and raises :class:`~ecornn.errors.FallbackError`
+    elsewhere: PyTorch has no such layer. Also in a program of ``torch.export``, in a process that can import the cell's
+    class.
+    """
+
+    def __init__(self, cell: Cell | str, input_size: int, hidden_size: int, num_layers: int = 1,
+                 batch_first: bool = False, dropout: float = 0.0, bidirectional: bool = False, device: Any = None,
+                 dtype: Any = None) -> None:
+        super().__init__()
+        if not isinstance(cell, (Cell, str)):
+            raise ArgumentError("cell", cell, "a Cell, as MyCell(), or the name of a built-in one")
+        if not 0 <= dropout <= 1:
+            raise ArgumentError("dropout", dropout, "a number from 0 to 1")
+        self.cell = get(cell)
+        self.mode, self.bias, self.proj_size = "cell", True, 0
+        self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
+        self.batch_first, self.dropout, self.bidirectional = batch_first, float(dropout), bidirectional
+        self.state_names = tuple(self.cell.states)
+        self.cell_name = f":{name_of(self.cell)}"
+        kind = kind_of(text_of(self))
+        kind.spec(1, 1, "float32", "")  # which checks the sizes
+        for name, shape in kind.shapes.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        self._flat_weights_names = list(kind.names)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform in +-1/sqrt(H)."""
+        limit = 1 / math.sqrt(self.hidden_size)
+        for weight in self.parameters():
+            torch.nn.init.uniform_(weight, -limit, limit)
+
+    @property
+    def _flat_weights(self) -> list[torch.Tensor]:
+        return engine.weights_of(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        name_of(self.cell)  # a process that reads a pickle knows the cell from then on
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        engine.rebind(self)
+
+    def extra_repr(self) -> str:
+        """The cell, the sizes, and what is not as usual."""
+        words = [self.cell_name[1:].partition("@")[0], str(self.input_size), str(self.hidden_size)]
+        words += [f"num_layers={self.num_layers}"] if self.num_layers > 1 else []
+        words += [f"dropout={self.dropout}"] if self.dropout else []
+        words += [f"{name}=True" for name in ("batch_first", "bidirectional") if getattr(self, name)]
+        return ", ".join(words)

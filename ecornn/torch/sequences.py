@@ -1,0 +1,136 @@
+"""How a module is called: which operator runs, on padded rows or packed ones, layer by layer where some are dropped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import dropout
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from ecornn.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from ecornn.torch import engine, packed
+from ecornn.torch.dispatching import watched
+from ecornn.torch.falling_back import by_torch, obstacle, tensors_of
+from ecornn.torch.kind import text_of
+from ecornn.torch.operator import recurrent
+from ecornn.torch.transforms import forward as recurrent_forward
+
+
+class Sequences:
+    """Calls of a module with the attributes of ``torch.nn.RNNBase``: compiled modules, with gradients where these are
+    asked for.
+
+    Weights are packed at the first call, and again once they have changed: a training step, ``load_state_dict``
+    and whatever raises a tensor's version are seen. Writes through ``.data`` or NumPy, and any in inference mode,
+    are not: call :func:`ecornn.torch.rebind` after them.
+    """
+
+    TORCH: type[torch.nn.RNNBase] | None = None
+    state_names: tuple[str, ...] = ("h",)
+    cell_name = ""
+
+    def forward(self: Any, input: Any, hx: Any = None) -> Any:
+        """As ``torch.nn``'s: a tensor or PackedSequence to y and the last states.
+
+        Raises :class:`~ecornn.errors.EcornnError` subclasses: ``ShapeError``, ``DTypeError`` and
+        ``DeviceError`` where an argument does not fit.
+        """
+        why, asked = obstacle(self, input, hx)
+        if why:
+            return by_torch(self, input, hx, why)
+        if isinstance(input, PackedSequence):
+            return self._forward_packed(input, hx, asked)
+        x = input.transpose(0, 1) if self.batch_first and input.dim() == 3 else input
+        single = x.dim() == 2
+        x = x.unsqueeze(1) if single else x
+        if x.dim() != 3 or x.shape[2] != self.input_size:
+            raise ShapeError("input.shape", tuple(input.data.shape), f"2 or 3 axes, the last of input_size="
+                             f"{self.input_size}")
+        batch = x.shape[1]
+        if batch == 0:
+            return by_torch(self, input, hx)
+        y, *after = self._run(x, states_of(self, hx, x, batch, single, None), None, asked)
+        if single:
+            output, after = y.squeeze(1), [s.squeeze(1) for s in after]
+        else:
+            output = y.transpose(0, 1) if self.batch_first else y
+        return output, self._states(after)
+
+    def _states(self, after: list[torch.Tensor]) -> Any:
+        return tuple(after) if len(self.state_names) > 1 else after[0]
+
+    @property
+    def _drops(self: Any) -> bool:
+        return self.training and self.dropout > 0 and self.num_layers > 1
+
+    def _run(self: Any, x: Any, state: list[torch.Tensor], lengths: Any, asked: bool) -> list[torch.Tensor]:
+        """y and the states; ``asked``: with gradients."""
+        weights = engine.weights_of(self)
+        if self._drops:
+            return run_layers(self, weights, x, state, lengths, asked)
+        if asked:
+            return recurrent_forward(x, state, lengths, weights, text_of(self))[:-1]
+        if torch.compiler.is_compiling() or watched((x, *state, *weights)):
+            return recurrent(x, state, lengths, weights, text_of(self))
+        return engine.engine_of(self).run(weights, x, state, lengths)
+
+    def _forward_packed(self: Any, input: PackedSequence, hx: Any, asked: bool) -> Any:
+        """Rows in packed order, the longest first; the module needs no order, the states have one."""
+        data, sizes, order, back = input
+        if data.dim() != 2 or data.shape[1] != self.input_size:
+            raise ShapeError("input.shape", tuple(data.shape), f"2 axes, the last of input_size={self.input_size}")
+        if asked or self._drops or torch.compiler.is_compiling() or watched(
+                (data, *tensors_of(hx), *engine.weights_of(self))):
+            x, lengths = pad_packed_sequence(PackedSequence(data, sizes))
+            y, *after = self._run(x, states_of(self, hx, x, x.shape[1], False, order), lengths, asked)
+            rows = pack_padded_sequence(y, lengths).data
+        else:
+            rows, *after = packed.run(self, input, states_of(self, hx, data, int(sizes[0]), False, order))
+        after = after if back is None else [s.index_select(1, back) for s in after]
+        return PackedSequence(rows, sizes, order, back), self._states(after)
+
+
+def run_layers(module: Any, weights: list[torch.Tensor], x: torch.Tensor, state: list[torch.Tensor],
+               lengths: torch.Tensor | None, asked: bool) -> list[torch.Tensor]:
+    """A layer after the other, with dropout between them: of packed rows where there are ``lengths``, as PyTorch draws
+    its random numbers."""
+    parts, each, found = 1 + module.bidirectional, len(weights) // module.num_layers, []
+    for layer in range(module.num_layers):
+        if layer and lengths is None:
+            x = dropout(x, module.dropout)
+        elif layer and lengths is not None:
+            rows = pack_padded_sequence(x, lengths)
+            x = pad_packed_sequence(PackedSequence(dropout(rows.data, module.dropout), rows.batch_sizes))[0]
+        given = [s[layer * parts:(layer + 1) * parts] for s in state]
+        operands = x, given, lengths, weights[layer * each:(layer + 1) * each], text_of(module, layer)
+        x, *after = recurrent_forward(*operands)[:-1] if asked else recurrent(*operands)
+        found.append(after)
+    return [x, *(torch.cat(states) for states in zip(*found, strict=True))]
+
+
+def states_of(module: Any, hx: Any, x: torch.Tensor, batch: int, single: bool,
+              order: torch.Tensor | None) -> list[torch.Tensor]:
+    """The initial states, each (L*D, ``batch``, H), in the order of the rows of x; [] for zeros."""
+    if hx is None:
+        return []
+    names = [f"{name}_0" for name in module.state_names]
+    given = hx if len(names) > 1 else (hx,)
+    if not isinstance(given, (tuple, list)) or len(given) != len(names):
+        raise ArgumentError("hx", type(hx), f"a tuple ({', '.join(names)})" if names[1:] else f"a tensor {names[0]}")
+    parts = module.num_layers * (1 + module.bidirectional)
+    found = []
+    for name, value in zip(names, given, strict=True):
+        if not isinstance(value, torch.Tensor):
+            raise ArgumentError(name, type(value), "a tensor")
+        width = module.proj_size or module.hidden_size if name == names[0] else module.hidden_size
+        wanted = (parts, width) if single else (parts, batch, width)
+        if tuple(value.shape) != wanted:
+            raise ShapeError(f"{name}.shape", tuple(value.shape), str(wanted))
+        if value.dtype != x.dtype:
+            raise DTypeError(f"{name}.dtype", str(value.dtype), f"{x.dtype}, as the input's")
+        if value.device != x.device:
+            raise DeviceError(f"{name}.device", str(value.device), f"{x.device}, as the input's")
+        value = value.unsqueeze(1) if single else value
+        found.append(value if order is None else value.index_select(1, order))
+    return found

@@ -1,0 +1,61 @@
+"""A training step of an engine on torch's tensors: what is kept is one of them, and nothing else remembers the call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ecornn.errors import ArgumentError
+from ecornn.runtime.training import kept_layout
+from ecornn.torch.engine import NAMES, Engine, compiled
+from ecornn.torch.kind import Kind
+from ecornn.torch.parameters import weight_gradients, widened_rows
+from ecornn.torch.snapshot import suspect
+
+
+def forward(engine: Engine, weights: Sequence[torch.Tensor], x: torch.Tensor, state: Sequence[torch.Tensor],
+            lengths: torch.Tensor | None) -> list[torch.Tensor]:
+    """As :meth:`Engine.run`, and what :func:`backward` reads besides these, as bytes."""
+    steps, batch = x.shape[:2]
+    with torch.no_grad(), engine.training(weights, x, _masks(lengths)) as layer:
+        kept = x.new_empty(layer.kept_bytes(steps, batch), dtype=torch.uint8)
+        y, after, _ = layer.forward(x, engine.given(state), lengths=lengths, memory=kept)
+        return [*engine.results(y, after), kept]
+
+
+def backward(engine: Engine, weights: Sequence[torch.Tensor], x: torch.Tensor, state: Sequence[torch.Tensor],
+             lengths: torch.Tensor | None, y: torch.Tensor, kept: torch.Tensor,
+             gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients of x, ``state`` and the weights, from those of y and the last states."""
+    kind = engine.kind
+    with torch.no_grad(), engine.training(weights, x, _masks(lengths), again=True) as layer:
+        memory = kept.clone() if kept.data_ptr() % 16 else kept  # it may have been away, in a file or on the host
+        again = layer.kept_in(memory, x, widened_rows(kind, y), engine.given(state), lengths=lengths)
+        dy, *dstates = gradients
+        found = layer.backward(again, widened_rows(kind, dy), engine.given(dstates))
+        suspect(weights)  # an optimizer may come next
+        before = engine.states(found.state) if state else []
+        made = [found.x, *before, *weight_gradients(kind, found.weights)]
+        return [m.to(of.dtype) for m, of in zip(made, (x, *state, *weights), strict=True)]
+
+
+def kept_bytes(kind: Kind, x: torch.Tensor, lengths: torch.Tensor | None) -> Any:
+    """The bytes that :func:`forward` keeps for x (T, B, I), whose sizes may be symbols: they are multiples of those of
+    any module for such a layer."""
+    if x.dtype not in NAMES:
+        raise ArgumentError("x.dtype", x.dtype, ", ".join(NAMES.values()))
+    steps, batch = x.shape[:2]
+    spec = kind.spec(_hint(batch, 8), _hint(steps, 64), NAMES[x.dtype], _masks(lengths), True)
+    return kept_layout(compiled(spec, "cuda" if x.is_cuda else "cpu").manifest, steps, batch)[1]
+
+
+def _hint(size: Any, otherwise: int) -> int:
+    """What a size was where it was traced."""
+    hint = size if isinstance(size, int) else size.node.hint
+    return otherwise if hint is None else hint
+
+
+def _masks(lengths: torch.Tensor | None) -> str:
+    return "" if lengths is None else "lengths"
