@@ -43,8 +43,8 @@ class Snapshot:
         if len(weights) != len(self._state):
             return [*range(len(weights))]
         return [n for n, (w, (tensor, pointer, count)) in enumerate(zip(weights, self._state, strict=True))
-                if n in self._suspects or tensor() is not w or w.data_ptr() != pointer
-                or (0 if w.is_inference() else w._version) != count]
+                if n in self._suspects or w.data_ptr() != pointer
+                or (0 if w.is_inference() else w._version) != count or tensor() is not w]
 
     def suspect(self, ids: set[int]) -> None:
         """Those of these ids may have changed from now on."""
