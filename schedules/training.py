@@ -65,7 +65,7 @@ def _schedule(task: Task) -> tuple[Persistent | LayoutTransform | Elementwise, s
     serve it, if none can."""
     if not task.graph.phases:
         return Elementwise(), Elementwise().serves(task)
-    schedules = (Persistent(), LayoutTransform())
+    schedules: tuple[Persistent | LayoutTransform, ...] = (Persistent(), LayoutTransform())
     faults = [s.serves(task) for s in schedules]
     serving = [s for s, fault in zip(schedules, faults, strict=True) if fault is None]
     if not serving:
