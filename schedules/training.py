@@ -11,7 +11,7 @@ from msgspec import structs
 from ecornn.analysis.adjoint import Adjoint, adjoint
 from ecornn.analysis.kept import kept
 from ecornn.errors import ScheduleError
-from ecornn.program import BACKWARD, ENTRIES, WORKSPACE, Buffer, Call, Entry, Extent, Fill, Launch, Program
+from ecornn.program import BACKWARD, ENTRIES, WORKSPACE, Buffer, Call, Entry, Extent, Fill, Launch, Loop, Program
 from ecornn.schedules.assemble import tensor_buffers, vector_buffer
 from ecornn.schedules.backward.assemble import backward
 from ecornn.schedules.backward.recurrence import recurrence_task
@@ -21,9 +21,11 @@ from ecornn.schedules.elementwise import Elementwise
 from ecornn.schedules.hoisted import hoisted_of
 from ecornn.schedules.keeping import kept_buffers, kept_states
 from ecornn.schedules.persistent import Persistent
+from ecornn.schedules.step.layout_transform import LayoutTransform
 
 OWN = "backward_"  # of names of functions and buffers that nothing else uses
 SCALARS = ("T", "B", "t")
+DOUBT = 1.1  # what a launch a step must be expected to gain: the two estimates have errors of their own
 
 
 def refuses_backward(task: Task) -> str | None:
@@ -58,10 +60,17 @@ def with_backward(task: Task, forward: Program) -> Program:
                    entries={**forward.entries, BACKWARD: entry})
 
 
-def _schedule(task: Task) -> tuple[Persistent | Elementwise, str | None]:
-    """The schedule of a recurrence; with a reason why it cannot serve it, if none can."""
-    schedule = Persistent() if task.graph.phases else Elementwise()
-    return schedule, schedule.serves(task)
+def _schedule(task: Task) -> tuple[Persistent | LayoutTransform | Elementwise, str | None]:
+    """The schedule of a recurrence, of those that serve it the one that expects least; with a reason why it cannot
+    serve it, if none can."""
+    if not task.graph.phases:
+        return Elementwise(), Elementwise().serves(task)
+    schedules: tuple[Persistent | LayoutTransform, ...] = (Persistent(), LayoutTransform())
+    faults = [s.serves(task) for s in schedules]
+    serving = [s for s, fault in zip(schedules, faults, strict=True) if fault is None]
+    if not serving:
+        return schedules[-1], faults[-1]
+    return min(serving, key=lambda s: s.expected(task) * (1 if isinstance(s, Persistent) else DOUBT)), None
 
 
 def _recurrence(task: Task, adjoint: Adjoint, kernel: Component) -> Component:
@@ -101,7 +110,12 @@ def _named(part: Component, names: Mapping[str, str], everything: bool = True) -
     def call(one: Call) -> Call:
         if isinstance(one, Fill):
             return replace(one, buffer=of(one.buffer))
+        if isinstance(one, Loop):
+            return replace(one, calls=tuple(map(launch, one.calls)))
         assert isinstance(one, Launch), "a backward pass runs in one stream"
+        return launch(one)
+
+    def launch(one: Launch) -> Launch:
         parameters = (p.name for p in part.functions[one.function].params)
         given = {p: of(one.names.get(p, p)) for p in parameters if p not in SCALARS}
         return replace(one, function=OWN + one.function if everything else one.function, names=given)

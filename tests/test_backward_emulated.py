@@ -17,6 +17,7 @@ from ecornn.analysis import analyse
 from ecornn.program import BACKWARD, FORWARD, PACKED
 from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Task
+from ecornn.schedules.persistent import Persistent
 from ecornn.task import make_program
 from ecornn.workload import ALONE, Traversal, Workload
 
@@ -99,7 +100,23 @@ class Step:
     ("persistent", "lstm(layer_norm)", (3, 2, 5, H), "float32", Traversal(lengths=True)),
 ], ids=str)
 def test_a_training_step(schedule, name, sizes, dtype, traversal, tmp_path):
-    step = Step(tmp_path, schedule, name, sizes, dtype, traversal)
+    check(Step(tmp_path, schedule, name, sizes, dtype, traversal), name, sizes, dtype, traversal)
+
+
+@pytest.mark.parametrize(("name", "sizes", "dtype", "traversal"), [
+    ("lstm", (5, 3, 6, H), "float32", Traversal(lengths=True, resets=True)),
+    ("gru_reset_before", (4, 3, 7, 40), "bfloat16", Traversal(reverse=True)),
+], ids=str)
+def test_weights_that_do_not_fit_on_chip(name, sizes, dtype, traversal, tmp_path, monkeypatch):
+    """The adjoint's recurrence with a launch a step and phase."""
+    monkeypatch.setattr(Persistent, "refuses", lambda self, task: "no room")
+    step = Step(tmp_path, "layout_transform", name, sizes, dtype, traversal)
+    assert "backward_step_0" in step.program.functions or "step_0" in step.program.functions
+    assert not any("persistent" in function for function in step.program.functions)
+    check(step, name, sizes, dtype, traversal)
+
+
+def check(step, name, sizes, dtype, traversal):
     call = step.arguments(*sizes[:2])
     found, wanted = step.run(call), reference(name, call, traversal.reverse)
     for what, value in wanted.items():

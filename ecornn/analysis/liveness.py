@@ -55,12 +55,12 @@ def statistics(graph: StepGraph) -> dict[Var, int]:
 
 
 def reads(graph: StepGraph, p: int) -> list[Var]:
-    """Variables that phase ``p`` reads, in order, each once; the last phase also those that are the new states. What
-    its products multiply is not among them: that is exchanged."""
+    """Variables that phase ``p`` reads, in order, each once; the last phase also those that are the new states, or
+    outputs. What its products multiply is not among them: that is exchanged."""
     found = [v for a in assigns_of(graph, p) for v in variables(a.value)]
     found += [v for s in statistics_of(graph, p) for v in s.operands]
     if p == phase_count(graph) - 1:
-        found += graph.results.values()
+        found += [*graph.results.values(), *graph.outputs]
     return list(dict.fromkeys(found))
 
 

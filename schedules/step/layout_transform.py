@@ -13,6 +13,7 @@ from itertools import product as combinations
 from ecornn.analysis.liveness import late_operand
 from ecornn.program import Buffer, Launch, Program
 from ecornn.schedules.assemble import assemble, shared_buffers
+from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond, recurrence_buffers
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, joined, no_room
 from ecornn.schedules.builder import Expr, PrimFunc, T
 from ecornn.schedules.gemm.projection import no_projection
@@ -42,8 +43,11 @@ class LayoutTransform(Schedule):
     name = "layout_transform"
     revision = 2
     kind = "cuda"
+    backward = True
 
     def refuses(self, task: Task) -> str | None:
+        if task.traversal.backward and (reason := beyond(task)):
+            return reason
         if not any(phase.products for phase in task.graph.phases):
             return f"cell {task.graph.cell!r} has no recurrent product"
         if fault := no_projection(task):
@@ -70,7 +74,7 @@ class LayoutTransform(Schedule):
             Knob("layout", ("hidden", "batch"),
                  "hidden innermost: writers of new state fill sectors; batch inside blocks: readers do"),
             hoisted_knob(task),
-            Knob("math", MATH_FOR[w.dtype], MATH_TRADES),
+            Knob("math", MATH_FOR["float32" if task.traversal.backward else w.dtype], MATH_TRADES),
         )
 
     def check(self, task: Task, config: Config) -> str | None:
@@ -94,12 +98,18 @@ class LayoutTransform(Schedule):
         assert best is not None, "default() is for tasks that serves() accepts"
         return {**best, "hoisted": preferred(task, estimate(task, plan_of(task, best)))}
 
+    def expected(self, task: Task) -> float:
+        if not task.traversal.backward:
+            return super().expected(task)
+        config = self.default(task)
+        return estimate(task, plan_of(task, config)) - gained(task, config)
+
     def _candidates(self, task: Task) -> Iterator[Config]:
         """Valid configurations, thinned out: the heuristic leaves the layout to the tuner, and the deepest stages,
         for which ptxas may spill a register or two."""
         knobs = {k.name: k.values for k in self.knobs(task)} | {"layout": ("batch",), "stages": (4, 2), "depth": (1, 2)}
         knobs["hoisted"] = ("float32",)
-        knobs["math"] = ("exact",) if task.workload.dtype == "float32" else ("fast",)
+        knobs["math"] = ("exact",) if len(knobs["math"]) == 1 else ("fast",)
         for values in combinations(*knobs.values()):
             config = dict(zip(knobs, values, strict=True))
             if self.check(task, config) is None:
@@ -121,13 +131,28 @@ class LayoutTransform(Schedule):
             "registers": max(plan.registers(p) for p in phases),
             "estimate": estimate(task, plan) - gained(task, config)}
 
+    def recurrence(self, task: Task, config: Config) -> Component:
+        """The recurrence of an adjoint: from ``hoisted``, as :func:`~ecornn.schedules.hoisted.hoisted_of` says, to
+        ``outputs``; around it come :func:`~ecornn.schedules.backward.recurrence.recurrence_buffers`."""
+        inputs = hoisted_of(task, config)
+        return self._recurrence(task, config, inputs, recurrence_buffers(task, inputs), ())
+
     def program(self, task: Task, config: Config) -> Program:
+        inputs = hoisted_of(task, config)
+        if task.traversal.backward:
+            return assemble_recurrence(task, self.recurrence(task, config), inputs)
+        around = shared_buffers(task, inputs)
+        return assemble(task, lambda kept: self._recurrence(task, config, inputs, around, kept), inputs)
+
+    @staticmethod
+    def _recurrence(task: Task, config: Config, inputs: Hoisted, around: list[Buffer],
+                    kept: tuple[str, ...]) -> Component:
+        """The states of the call into workspaces, then all steps; ``around``: buffers of others that these use."""
         plan, math = plan_of(task, config), str(config["math"])
         layout = plan.layout(task.workload.batch, str(config["layout"]))
-        inputs = hoisted_of(task, config)
         own = [*workspaces(task, layout),
                *(weights_buffer(task, plan, p) for p, gates in enumerate(plan.gates) if gates)]
-        buffers = [*shared_buffers(task, inputs), *own]
+        buffers = [*around, *own]
         begin = Component({"begin": begin_kernel(task, layout, buffers, math)},
                           calls=tuple(begin_calls(task, layout, own)))
         blocks = plan.columns * -(-task.workload.batch // plan.rows)
@@ -136,8 +161,7 @@ class LayoutTransform(Schedule):
             return (_step_kernel(task, plan, layout, inputs, known, p, blocks, math, name),
                     Launch(name, blocks, plan.threads, plan.shared(p)))
 
-        return assemble(task, lambda kept: joined(
-            begin, loop(task, layout, own, buffers, math, inputs, phase, kept)), inputs)
+        return joined(begin, loop(task, layout, own, buffers, math, inputs, phase, kept))
 
 
 def estimate(task: Task, plan: TilePlan) -> float:

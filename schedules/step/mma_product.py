@@ -10,7 +10,7 @@ K is permuted alike in both operands, so any order serves, and no read conflicts
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd, lcm
+from math import gcd, lcm, prod
 
 from ecornn.analysis import Product
 from ecornn.program import PACKED, Buffer, Extent, Packing
@@ -115,16 +115,22 @@ def plan_of(task: Task, config: Config) -> TilePlan:
 def weights_buffer(task: Task, plan: TilePlan, p: int) -> Buffer:
     """Packed weights of a phase: (block, operand, pair of k-tiles, gate, unit, 16 words).
 
-    What a block needs for a stage is contiguous. Gates that do not read an operand have zeros there.
+    What a block needs for a stage is contiguous. Gates that do not read an operand have zeros there. Of weights that
+    are transposed the axes of a source have changed places.
     """
     phase, n = task.graph.phases[p], per_word(plan.dtype)
     sources: list[tuple[str, int]] = []
     for operand in phase.operands:
         sources += [product.source(operand) for product in phase.products]
-    pad = (len(sources), plan.columns * plan.units, plan.pairs * PAIR * n)
-    cut = (plan.operands[p], plan.gates[p], plan.columns, plan.units, plan.pairs, PAIR * n)
-    packing = Packing(tuple(sources), pad, cut, (2, 0, 4, 1, 3, 5), plan.dtype)
-    return Buffer(f"recurrent_{p}", PACKED, plan.dtype, Extent(pad[0] * pad[1] * pad[2]), packing)
+    made, multiplied = (plan.columns, plan.units), (plan.pairs, PAIR * n)
+    first, count = (plan.operands[p], plan.gates[p]), len(sources)
+    if phase.products[0].terms[0].transposed:
+        packing = Packing(tuple(sources), (count, prod(multiplied), prod(made)), (*first, *multiplied, *made),
+                          (4, 0, 2, 1, 5, 3), plan.dtype)
+    else:
+        packing = Packing(tuple(sources), (count, prod(made), prod(multiplied)), (*first, *made, *multiplied),
+                          (2, 0, 4, 1, 3, 5), plan.dtype)
+    return Buffer(f"recurrent_{p}", PACKED, plan.dtype, Extent(prod(packing.pad)), packing)
 
 
 class TensorProduct:

@@ -144,7 +144,7 @@ class StepScalars:
     def constants(self, unit: Expr) -> dict[Var, Expr]:
         """Values that depend on parameters only."""
         H = self.task.workload.hidden
-        if not self.graph.vectors:
+        if not self.graph.vectors and not self.graph.invariants:
             return {}
         vectors = {v.var: T.let(v.var.name, self.arguments["vectors"][i * H + unit])
                    for i, v in enumerate(self.graph.vectors)}
@@ -177,6 +177,10 @@ class StepScalars:
         following = timeline.started(timeline.fresh(a["t"] + 1, row, limit), after)
         self.store_states(row, unit, following)
         self.store_first_operands(row, unit, following, constants, (a["t"] + 1) % 2)
+        if self.task.traversal.backward:
+            self._store_outputs(row, unit, [env[v] for v in graph.outputs], live)
+            self._leave(row, unit, dict(zip(graph.results, following, strict=True)))  # they may have been cleared
+            return
         self._store_results(row, unit, dict(zip(graph.results, after, strict=True)), live)
 
     def before(self, p: int, row: Expr, unit: Expr, known: dict[Var, Expr]) -> dict[Var, Expr]:
@@ -246,6 +250,20 @@ class StepScalars:
         for name in self.kept:
             value = self.timeline.masked(live, after[name], T.float32(0))
             T.buffer_store(a[f"{name}_kept"], T.cast(value, w.dtype), [step_row * w.hidden + unit])
+        self._leave(row, unit, after)
+
+    def _store_outputs(self, row: Expr, unit: Expr, outputs: list[Expr], live: Expr | None) -> None:
+        """Those of an adjoint's recurrence, (T, B, O, H)."""
+        a, w = self.arguments, self.task.workload
+        step_row = T.cast(self.timeline.at(a["t"]) * a["B"] + row, "int64")
+        first = T.let("at", step_row * (len(outputs) * w.hidden) + unit)
+        for o, output in enumerate(outputs):
+            value = self.timeline.masked(live, output, T.float32(0))
+            T.buffer_store(a["outputs"], T.cast(value, w.dtype), [first + o * w.hidden])
+
+    def _leave(self, row: Expr, unit: Expr, last: dict[str, Expr]) -> None:
+        """Stores the last states, at the end."""
+        a = self.arguments
         with T.If(a["t"] == a["T"] - 1), T.Then():
-            for name, value in after.items():
-                T.buffer_store(a[f"{name}_out"], T.cast(value, w.dtype), [self.at(0, row, unit)])
+            for name, value in last.items():
+                T.buffer_store(a[f"{name}_out"], T.cast(value, self.task.workload.dtype), [self.at(0, row, unit)])
