@@ -261,7 +261,7 @@ class Chunks:
     their T is the chunk's. ``reverse``: the last one comes first. Launches may read the scalars ``first_step``, the
     chunk's first step, and ``all_steps``, the T of the call; ``rows`` and ``states`` as of :class:`WaveLayer`."""
 
-    calls: tuple[Fill | Launch | Loop, ...]
+    calls: tuple[Call, ...]
     rows: Mapping[str, int]
     states: tuple[tuple[str, str], ...]
     steps: int

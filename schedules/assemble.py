@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from ecornn.program import ENTRIES, FORWARD, PACKED, RUN, TENSORS, Buffer, Entry, Extent, Packing, Program
-from ecornn.schedules.chunks import chunk_for, in_chunks
 from ecornn.schedules.base import Component, Task, joined
+from ecornn.schedules.chunks import chunk_for, in_chunks
 from ecornn.schedules.gemm.projection import project
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.keeping import kept_buffers, kept_states

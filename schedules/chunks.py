@@ -61,7 +61,7 @@ def in_chunks(part: Component, around: Iterable[Buffer], task: Task, steps: int,
     return Component(functions, tuple(buffers), (*first, Chunks(calls, rows, tuple(states), steps, reverse)))
 
 
-def _renamed(call: Call, names: dict[str, str]) -> Fill | Launch | Loop:
+def _renamed(call: Call, names: dict[str, str]) -> Call:
     if isinstance(call, Fill):
         return replace(call, buffer=names.get(call.buffer, call.buffer))
     if isinstance(call, Loop):

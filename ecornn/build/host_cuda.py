@@ -159,7 +159,8 @@ class _Writer:
                        f"    const int32_t last = (T - 1) / {call.steps};", "    Pointer* const all = p;",
                        "    for (int32_t i = 0; i <= last; ++i) {",
                        f"    int32_t first_step = {'(last - i)' if call.reverse else 'i'} * {call.steps};",
-                       f"    int32_t T = all_steps - first_step < {call.steps} ? all_steps - first_step : {call.steps};",
+                       "    const int32_t left = all_steps - first_step;",
+                       f"    int32_t T = left < {call.steps} ? left : {call.steps};",
                        f"    Pointer p[{max(1, self.most)}];", "    (void)T;",
                        "    chunk_pointers(p, all, moving, handed, first_step, B, i > 0);"]
         self.in_chunks = True

@@ -35,8 +35,8 @@ def _gather(memory: Memory, state: str, first: bool, chunked: bool) -> Component
 
 
 def _kernel(task: Task, name: str, source: Columns, blocks: int, has_first: bool, chunked: bool) -> PrimFunc:
-    """``(T, B, first_step, all_steps, after, first, before, lengths, resets)``: threads take some neighbouring units each, as many as are 16
-    bytes, if rows are aligned to these."""
+    """``(T, B, first_step, all_steps, after, first, before, lengths, resets)``: threads take some neighbouring units
+    each, as many as are 16 bytes, if rows are aligned to these."""
     from tvm.script.ir_builder import IRBuilder
 
     w, traversal = task.workload, task.traversal
