@@ -23,6 +23,7 @@ from ecornn.program import (
     WORKSPACE,
     Buffer,
     Call,
+    Chunks,
     Concurrent,
     Entry,
     Extent,
@@ -213,6 +214,10 @@ def _renamed(call: Call, names: dict[str, str], known: dict[str, str]) -> Call:
         return replace(call, buffer=names[call.buffer])
     if isinstance(call, Loop):
         return Loop(tuple(_launch(one, names, known) for one in call.calls))
+    if isinstance(call, Chunks):
+        return replace(call, calls=tuple(_renamed(one, names, known) for one in call.calls),
+                       rows={names[n]: size for n, size in call.rows.items()},
+                       states=tuple((names[a], names[b]) for a, b in call.states))
     if isinstance(call, Parallel):
         given = {parameter: names[buffer] for parameter, buffer in call.names.items()}
         return replace(call, function=known[call.function], names={**names, **given})

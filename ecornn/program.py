@@ -255,7 +255,20 @@ def chunk_extent(extent: Extent, chunks: int, least: int) -> Extent:
     return Extent(extent.fixed + extent.per_step * (least + 8), -(-extent.per_step // chunks))
 
 
-Call = Fill | Launch | Loop | Parallel | Concurrent | Wave
+@dataclass(frozen=True)
+class Chunks:
+    """CUDA: ``calls`` for one chunk of ``steps`` steps after the other, of which the last one in time may have fewer;
+    their T is the chunk's. ``reverse``: the last one comes first. Launches may read the scalars ``first_step``, the
+    chunk's first step, and ``all_steps``, the T of the call; ``rows`` and ``states`` as of :class:`WaveLayer`."""
+
+    calls: tuple[Call, ...]
+    rows: Mapping[str, int]
+    states: tuple[tuple[str, str], ...]
+    steps: int
+    reverse: bool = False
+
+
+Call = Fill | Launch | Loop | Parallel | Concurrent | Wave | Chunks
 
 
 @dataclass(frozen=True)
@@ -300,6 +313,8 @@ def launches(calls: Iterable[Call]) -> Iterator[Launch]:
             yield call
         elif isinstance(call, Loop):
             yield from call.calls
+        elif isinstance(call, Chunks):
+            yield from launches(call.calls)
         elif isinstance(call, Concurrent):
             for branch in call.branches:
                 yield from launches(branch)

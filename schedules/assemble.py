@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from ecornn.program import ENTRIES, FORWARD, PACKED, RUN, TENSORS, Buffer, Entry, Extent, Packing, Program
 from ecornn.schedules.base import Component, Task, joined
+from ecornn.schedules.chunks import chunk_for, in_chunks
 from ecornn.schedules.gemm.projection import project
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.keeping import kept_buffers, kept_states
@@ -46,9 +47,16 @@ def assemble(task: Task, recurrence: Callable[[tuple[str, ...]], Component], lay
     w, states = task.workload, kept_states(task)
     storing, kept = recurrence(states), kept_buffers(states, w.batch, w.hidden, w.dtype)
     assert set(storing.buffers) <= set(run.buffers)
-    forward = Entry((*before.calls, *storing.calls), (*run.entries[RUN].takes, *(b.name for b in kept)))
-    return replace(run, functions={**run.functions, **storing.functions}, buffers=(*run.buffers, *kept),
-                   entries={**run.entries, FORWARD: forward})
+    part = joined(before, storing)
+    around, own = (*shared_buffers(task, layout), *pieces, *kept), {b.name: b for b in run.buffers}
+    part = replace(part, buffers=tuple(own.values()))
+    if (steps := chunk_for(task, part.buffers)) is not None:
+        handed = [(f"{s}_in", f"{s}_out") for s in task.graph.states]
+        part = in_chunks(part, around, task, steps, handed, task.traversal.reverse, "chunk_")
+    takes = (*(b.name for b in part.buffers), *(b.name for b in kept))
+    return replace(run, functions={**run.functions, **part.functions},
+                   buffers=tuple({b.name: b for b in (*run.buffers, *part.buffers, *kept)}.values()),
+                   entries={**run.entries, FORWARD: Entry(part.calls, takes)})
 
 
 def shared_buffers(task: Task, layout: Hoisted) -> list[Buffer]:

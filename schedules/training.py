@@ -13,10 +13,11 @@ from ecornn.analysis.kept import kept
 from ecornn.errors import ScheduleError
 from ecornn.program import BACKWARD, ENTRIES, WORKSPACE, Buffer, Call, Entry, Extent, Fill, Launch, Loop, Program
 from ecornn.schedules.assemble import tensor_buffers, vector_buffer
-from ecornn.schedules.backward.assemble import backward
+from ecornn.schedules.backward.assemble import parts_of
 from ecornn.schedules.backward.recurrence import recurrence_task
-from ecornn.schedules.base import Component, Task
+from ecornn.schedules.base import Component, Task, joined
 from ecornn.schedules.builder import PrimFunc
+from ecornn.schedules.chunks import chunk_for, in_chunks
 from ecornn.schedules.elementwise import Elementwise
 from ecornn.schedules.hoisted import hoisted_of
 from ecornn.schedules.keeping import kept_buffers, kept_states
@@ -24,7 +25,7 @@ from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.step.layout_transform import LayoutTransform
 
 OWN = "backward_"  # of names of functions and buffers that nothing else uses
-SCALARS = ("T", "B", "t")
+SCALARS = ("T", "B", "t", "first_step", "all_steps")
 DOUBT = 1.1  # what a launch a step must be expected to gain: the two estimates have errors of their own
 
 
@@ -46,14 +47,26 @@ def with_backward(task: Task, forward: Program) -> Program:
     config = schedule.default(inner)
     layout = hoisted_of(inner, config)
     second = traversal.reverse and traversal.directions > 1  # its gradient of x is added to the first one's
-    recurrence = _recurrence(inner, made, schedule.recurrence(inner, config))
+    before, recurrence, handed = _recurrence(inner, made, schedule.recurrence(inner, config))
     hoisted = (layout.buffer(w.batch),) if inner.graph.hoisted_outputs else ()
-    part = backward(task, made, kept(made, "states"), layout, recurrence, add=True, add_dx=second)
-    part = _named(replace(part, buffers=(*hoisted, *part.buffers)), _names(task))
+    rows, after = parts_of(task, made, kept(made, "states"), layout, recurrence, add=True, add_dx=second)
     tensors = tensor_buffers([t for t in ENTRIES[BACKWARD] if t != "state_kept"], traversal, w.dtype,
                              task.graph.states, task.graph.parameters)
-    taken = (*tensors, *kept_buffers(kept_states(task), w.batch, w.hidden, w.dtype), vector_buffer(task),
-             *part.buffers)
+    tensors += kept_buffers(kept_states(task), w.batch, w.hidden, w.dtype)
+    names = _names(task)
+    steps = chunk_for(task, (*hoisted, *rows.buffers))
+    if steps is not None:
+        short = replace(task, workload=structs.replace(w, seq=steps))
+        rows, after = parts_of(short, made, kept(made, "states"), layout, recurrence, add=True, add_dx=second,
+                               chunked=True)
+        sums = [b for b in rows.buffers if b.name.startswith("sums_")]
+        before = joined(before, Component(calls=tuple(Fill(b.name, 0, b.extent) for b in sums)))
+    rows = _named(replace(rows, buffers=(*hoisted, *rows.buffers)), names)
+    if steps is not None:
+        pairs = [(names.get(a, OWN + a), names.get(b, OWN + b)) for a, b in handed]
+        rows = in_chunks(rows, tensors, task, steps, pairs, not traversal.reverse)
+    part = joined(_named(before, names), rows, _named(after, names))
+    taken = (*tensors, vector_buffer(task), *part.buffers)
     buffers = {b.name: b for b in (*forward.buffers, *taken)}
     entry = Entry(part.calls, tuple(dict.fromkeys(b.name for b in taken)))
     return replace(forward, functions={**forward.functions, **part.functions}, buffers=tuple(buffers.values()),
@@ -73,12 +86,13 @@ def _schedule(task: Task) -> tuple[Persistent | LayoutTransform | Elementwise, s
     return min(serving, key=lambda s: s.expected(task) * (1 if isinstance(s, Persistent) else DOUBT)), None
 
 
-def _recurrence(task: Task, adjoint: Adjoint, kernel: Component) -> Component:
-    """The recurrence between its neighbours: it begins with gradients of the final states, and zeros, and leaves
-    ``last_<state>``."""
+def _recurrence(task: Task, adjoint: Adjoint, kernel: Component) -> tuple[Component, Component,
+                                                                          list[tuple[str, str]]]:
+    """What comes before the recurrence; it between its neighbours: it begins with gradients of the final states, and
+    zeros, and leaves ``last_<state>``; and these pairs."""
     w, graph = task.workload, task.graph
     first = {state: name for name, state in adjoint.first.items()}
-    names = {f"{s}_in": f"d{first[s]}_out" if s in first else "zeros" for s in graph.states}
+    names = {f"{s}_in": f"d{first[s]}_out" if s in first else f"zeros_{s}" for s in graph.states}
     names |= {f"{s}_out": f"last_{s}" for s in graph.states}
     vectors = vector_buffer(task)  # in the order of the recurrence
     own = {b.name: f"recurrence_{b.name}" for b in (*kernel.buffers, vectors)}
@@ -86,11 +100,11 @@ def _recurrence(task: Task, adjoint: Adjoint, kernel: Component) -> Component:
     size = Extent(w.batch * w.hidden)
     spaces = [Buffer(f"last_{s}", WORKSPACE, w.dtype, size) for s in graph.states]
     spaces.append(structs.replace(vectors, name=own[vectors.name]))
-    calls: tuple[Call, ...] = made.calls
-    if "zeros" in names.values():
-        spaces.append(Buffer("zeros", WORKSPACE, w.dtype, size))
-        calls = (Fill("zeros", 0, size), *calls)
-    return Component(made.functions, (*made.buffers, *spaces), calls)
+    zeros = [f"zeros_{s}" for s in graph.states if s not in first]
+    before = Component({}, tuple(Buffer(z, WORKSPACE, w.dtype, size) for z in zeros),
+                       tuple(Fill(z, 0, size) for z in zeros))
+    return before, replace(made, buffers=(*made.buffers, *spaces)), [
+        (names[f"{s}_in"], f"last_{s}") for s in graph.states]
 
 
 def _names(task: Task) -> dict[str, str]:

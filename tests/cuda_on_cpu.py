@@ -31,6 +31,7 @@ from ecornn.program import (
     WORKSPACE,
     Buffer,
     Call,
+    Chunks,
     Concurrent,
     Fill,
     Launch,
@@ -196,6 +197,14 @@ def _in_turn(calls: Iterable[Call], values: dict[str, int], memory: Memory) -> I
             for diagonal in range(chunks + len(call.layers) - 1):
                 yield from _mixed([_chunk(layer, (diagonal - i) * steps, steps, values, memory)
                                    for i, layer in enumerate(call.layers) if 0 <= diagonal - i < chunks])
+        elif isinstance(call, Chunks):
+            firsts = range(0, values["T"], call.steps)
+            for n, first in enumerate(reversed(firsts) if call.reverse else firsts):
+                own = memory | {b: memory[b][first * values["B"] * size:] for b, size in call.rows.items()}
+                own |= {before: memory[then] for before, then in call.states} if n else {}
+                steps = min(call.steps, values["T"] - first)
+                yield from _in_turn(call.calls, values | {"T": steps, "first_step": first, "all_steps": values["T"]},
+                                    own)
         elif isinstance(call, Loop):
             yield from ((one, values | {"t": t}, memory) for t in range(values["T"]) for one in call.calls)
         else:

@@ -14,10 +14,11 @@ from test_adjoint import H, cell_of
 from test_cpu_training import Call, reference
 
 from ecornn.analysis import analyse
-from ecornn.program import BACKWARD, FORWARD, PACKED
-from ecornn.schedules import all_schedules
+from ecornn.program import BACKWARD, FORWARD, PACKED, WORKSPACE, Chunks
+from ecornn.schedules import all_schedules, chunks
 from ecornn.schedules.base import Task
 from ecornn.schedules.persistent import Persistent
+from ecornn.targets import KNOWN
 from ecornn.task import make_program
 from ecornn.workload import ALONE, Traversal, Workload
 
@@ -122,3 +123,36 @@ def check(step, name, sizes, dtype, traversal):
     for what, value in wanted.items():
         error = np.linalg.norm(found[what] - value.reshape(-1)) / max(np.linalg.norm(value), 1e-6)
         assert error < LIMITS[dtype], f"{what}: {error}"
+
+
+@pytest.mark.parametrize(("name", "sizes", "traversal"), [
+    ("lstm", (20, 3, 6, H), Traversal(lengths=True, resets=True)),
+    ("gru", (17, 2, 5, H), Traversal(reverse=True, lengths=True)),
+    ("lstm(peepholes)", (20, 2, 5, H), Traversal(resets=True)),
+], ids=str)
+def test_a_training_step_in_chunks(name, sizes, traversal, tmp_path, monkeypatch):
+    """Of 8 steps, the last one of fewer; the same bits in every run."""
+    for constant, value in {"ROOM": 1, "LEAST": 8, "SHORTEST": 1}.items():
+        monkeypatch.setattr(chunks, constant, value)
+    step = Step(tmp_path, "persistent", name, sizes, "float32", traversal)
+    for entry in (FORWARD, BACKWARD):
+        cut = [c for c in step.program.entries[entry].calls if isinstance(c, Chunks)]
+        assert [(c.steps, c.reverse) for c in cut] == [(8, traversal.reverse == (entry == FORWARD))]
+    call = step.arguments(*sizes[:2])
+    found, wanted = step.run(call), reference(name, call, traversal.reverse)
+    for what, value in wanted.items():
+        error = np.linalg.norm(found[what] - value.reshape(-1)) / max(np.linalg.norm(value), 1e-6)
+        assert error < LIMITS["float32"], f"{what}: {error}"
+    again = step.run(call)
+    assert all((again[what] == value).all() for what, value in found.items())
+
+
+def test_workspaces_do_not_grow_with_what_is_kept():
+    """At most 30 MiB, where hoisted values and outputs of all steps would take hundreds."""
+    work = Workload("lstm", 768, 768, 16, 1024, "bfloat16")
+    task = Task(work, analyse(cell_of("lstm"), 768, 768), KNOWN["sm_90a"], Traversal(keep="states"))
+    schedule = all_schedules()["persistent"]
+    program = make_program(schedule, task, schedule.default(task))
+    for entry in (FORWARD, BACKWARD):
+        own = [b for b in program.buffers if b.role == WORKSPACE and b.name in program.entries[entry].takes]
+        assert sum(b.nbytes(work.seq) for b in own) <= 30 << 20

@@ -13,7 +13,20 @@ from driver_notes import child, raised
 from ecornn.build import build_module
 from ecornn.errors import BuildError
 from ecornn.host_gpu import detect
-from ecornn.program import Call, Concurrent, Extent, Fill, Launch, Loop, Program, Wave, WaveLayer, chunk_steps, launches
+from ecornn.program import (
+    Call,
+    Chunks,
+    Concurrent,
+    Extent,
+    Fill,
+    Launch,
+    Loop,
+    Program,
+    Wave,
+    WaveLayer,
+    chunk_steps,
+    launches,
+)
 from ecornn.targets import KNOWN
 
 pytestmark = pytest.mark.skipif(detect() is not None, reason="the notes are of a driver without a GPU")
@@ -100,6 +113,19 @@ def test_callers_share_no_streams_and_no_events(both: Path, fake: Path):
     assert sides == [900] * 2 + [901] * 2 + [902] * 2 + [903] * 2 + [901] * 2
     assert users == {"500": {"900"}, "501": {"7"}, "502": {"901"}, "503": {"8"}, "504": {"902"}, "505": {"0"},
                      "506": {"903"}, "507": {"7"}}
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_chunks_run_one_after_the_other(reverse: bool, tmp_path: Path, fake: Path):
+    module = build((Chunks((Fill("mask", 1, Extent(0, 1)), Loop((STEP,))), {"mask": 1}, STATES, 8, reverse), TOTAL),
+                   tmp_path)
+    notes = child(run(19), module, fake).calls
+    sizes = [3, 8, 8] if reverse else [8, 8, 3]
+    assert [name for name, *_ in history(notes)] == [n for s in sizes for n in ("fill", *["step"] * s)] + ["total"]
+    fills = [note for note in notes if "Memset" in note]
+    assert len(fills) == 3
+    for note, size, first in zip(fills, sizes, [16, 8, 0] if reverse else [0, 8, 16], strict=True):
+        assert note.startswith(f"cuMemsetD8Async {POINTERS[7] + 4 * first} byte=1 size={4 * size} "), note
 
 
 def test_threads_may_call_at_once(both: Path, fake: Path):

@@ -140,14 +140,19 @@ int beside(const State& state, int count, const Section* sections, int32_t T, in
   return lanes.join(failed);
 }
 
+void chunk_pointers(Pointer* own, const Pointer* all, const Moving* moving, const Handed* handed, int32_t first,
+                    int32_t B, bool later) {
+  memcpy(own, all, sizeof(Pointer) * kMostPointers);
+  for (const Moving* m = moving; m->buffer >= 0; ++m) own[m->buffer] += m->bytes * B * first;
+  if (later)
+    for (const Handed* h = handed; h->first >= 0; ++h) own[h->first] = own[h->then];
+}
+
 // The calls of a layer for `steps` steps from `first` on.
 static int run_chunk(const State& state, const WaveLayer& layer, int32_t first, int32_t steps, int32_t B, Stream stream,
                      const Pointer* p) {
   Pointer* own = static_cast<Pointer*>(alloca(sizeof(Pointer) * kMostPointers));
-  memcpy(own, p, sizeof(Pointer) * kMostPointers);
-  for (const Moving* m = layer.moving; m->buffer >= 0; ++m) own[m->buffer] += m->bytes * B * first;
-  if (first > 0)
-    for (const Handed* h = layer.handed; h->first >= 0; ++h) own[h->first] = own[h->then];
+  chunk_pointers(own, p, layer.moving, layer.handed, first, B, first > 0);
   return layer.section(state, steps, B, stream, own);
 }
 

@@ -68,6 +68,10 @@ int beside(const State& state, int count, const Section* sections, int32_t T, in
 int wave(const State& state, int count, const WaveLayer* layers, int chunks, int least, int32_t T, int32_t B,
          Stream stream, Pointer* p);
 
+// The pointers of a chunk, as many as the entry takes at most: those of its first step and, `later`, of states handed on.
+void chunk_pointers(Pointer* own, const Pointer* all, const Moving* moving, const Handed* handed, int32_t first,
+                    int32_t B, bool later);
+
 #define ECORNN_TRY(expression)     \
   do {                             \
     if ((expression)) return -1;   \

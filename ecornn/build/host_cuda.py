@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from importlib import resources
 
 from ecornn.errors import BuildError
-from ecornn.program import Concurrent, Entry, Fill, Launch, Loop, Program, Wave
+from ecornn.program import Chunks, Concurrent, Entry, Fill, Launch, Loop, Program, Wave
 
 FILES = ("host_cuda.cc", "host_cuda.h", "cuda_driver.h", "cuda_streams.h")  # the same for all programs
 LANES = 32  # kMaxLanes of cuda_streams.h
-SCALARS = ("T", "B", "t")  # that kernels may take
+CHUNK = ("first_step", "all_steps")
+SCALARS = ("T", "B", "t", *CHUNK)  # that kernels may take
 COOPERATIVE = "tirx.use_cooperative_launch"
 # Launch tags of TVM, and the field of Launch that must agree.
 _TAGS = {COOPERATIVE: "cooperative", "tirx.use_dyn_shared_memory": "shared"}
@@ -70,6 +71,7 @@ class _Writer:
         self.lines: list[str] = []  # of the function that is being written
         self.functions: list[str] = []  # lines of those that are complete
         self.sections = 0
+        self.in_chunks = False
 
     def entry(self, name: str, entry: Entry) -> None:
         """Writes an exported function, and before it those that it needs."""
@@ -130,6 +132,8 @@ class _Writer:
                            f"    ECORNN_TRY(beside(state, {len(names)}, sections, T, B, stream, p));", "  }"]
         elif isinstance(call, Wave):
             self.wave(call)
+        elif isinstance(call, Chunks):
+            self.chunks(call)
         else:
             raise BuildError(f"a CUDA program cannot carry out {call}")
 
@@ -141,14 +145,36 @@ class _Writer:
         self.lines.append("  {")
         rows = []
         for i, (name, layer) in enumerate(zip(names, call.layers, strict=True)):
-            moving = [f"{{{self.place(n, 'rows of')}, {size * self.itemsize[n]}}}" for n, size in layer.rows.items()]
-            states = [f"{{{self.place(first, 'state')}, {self.place(then, 'state')}}}" for first, then in layer.states]
-            self.lines += [f"    static const Moving moving{i}[] = {{{', '.join([*moving, '{-1, 0}'])}}};",
-                           f"    static const Handed handed{i}[] = {{{', '.join([*states, '{-1, 0}'])}}};"]
+            self.lines += self.changing(i, layer.rows, layer.states)
             rows.append(f"{{{name}, moving{i}, handed{i}}}")
         self.lines += [
             f"    static const WaveLayer layers[] = {{{', '.join(rows)}}};",
             f"    ECORNN_TRY(wave(state, {len(rows)}, layers, {call.chunks}, {call.least}, T, B, stream, p));", "  }"]
+
+    def chunks(self, call: Chunks) -> None:
+        """Writes a loop over chunks, in which ``T`` and ``p`` are the chunk's."""
+        if call.steps < 1:
+            raise BuildError(f"chunks of {call.steps} steps")
+        self.lines += ["  {", *self.changing("", call.rows, call.states), "    int32_t all_steps = T;",
+                       f"    const int32_t last = (T - 1) / {call.steps};", "    Pointer* const all = p;",
+                       "    for (int32_t i = 0; i <= last; ++i) {",
+                       f"    int32_t first_step = {'(last - i)' if call.reverse else 'i'} * {call.steps};",
+                       "    const int32_t left = all_steps - first_step;",
+                       f"    int32_t T = left < {call.steps} ? left : {call.steps};",
+                       f"    Pointer p[{max(1, self.most)}];", "    (void)T;",
+                       "    chunk_pointers(p, all, moving, handed, first_step, B, i > 0);"]
+        self.in_chunks = True
+        for one in call.calls:
+            self.call(one)
+        self.in_chunks = False
+        self.lines += ["    }", "  }"]
+
+    def changing(self, number: object, rows: Mapping[str, int], states: Iterable[tuple[str, str]]) -> list[str]:
+        """The tables of what a chunk changes."""
+        moving = [f"{{{self.place(n, 'rows of')}, {size * self.itemsize[n]}}}" for n, size in rows.items()]
+        handed = [f"{{{self.place(first, 'state')}, {self.place(then, 'state')}}}" for first, then in states]
+        return [f"    static const Moving moving{number}[] = {{{', '.join([*moving, '{-1, 0}'])}}};",
+                f"    static const Handed handed{number}[] = {{{', '.join([*handed, '{-1, 0}'])}}};"]
 
     def fill(self, call: Fill) -> None:
         """Writes a memset, whose size is known only with T."""
@@ -168,6 +194,8 @@ class _Writer:
         check_launch(launch, kernel)
         if "t" in kernel.arguments and not in_loop:
             raise BuildError(f"function {launch.function!r} reads t, but is launched outside a loop")
+        if not self.in_chunks and (only := [a for a in kernel.arguments if a in CHUNK]):
+            raise BuildError(f"function {launch.function!r} reads {only[0]}, but is launched outside chunks")
         names = [launch.names.get(a, a) for a in kernel.arguments]
         user = f"a launch of {launch.function!r} that reads"
         values = [f"&{n}" if n in SCALARS else f"&p[{self.place(n, user)}]" for n in names]

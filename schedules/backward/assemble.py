@@ -10,7 +10,7 @@ from ecornn.schedules.backward.gather import gather
 from ecornn.schedules.backward.inputs import input_gradients, places_of_inputs
 from ecornn.schedules.backward.memory import Memory, written
 from ecornn.schedules.backward.replay import replay, replayed
-from ecornn.schedules.backward.sums import vector_gradients
+from ecornn.schedules.backward.sums import step_sums, vector_gradients
 from ecornn.schedules.backward.weights import weight_gradients
 from ecornn.schedules.base import Component, Task, joined
 from ecornn.schedules.hoisted import Hoisted
@@ -28,10 +28,18 @@ def backward(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurren
     add_dx : to dx, as a second direction does
     first : whether there are states before the first step; else these are zeros
     """
+    return joined(*parts_of(task, adjoint, kept, layout, recurrence, add, add_dx, first))
+
+
+def parts_of(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurrence: Component, add: bool = False,
+             add_dx: bool = False, first: bool = True, chunked: bool = False) -> tuple[Component, Component]:
+    """What goes over the rows of all steps, or with ``chunked`` of a chunk of them, and what comes after the last one.
+    In chunks gradients are added to, and so are the sums of ``sums_<...>_parts``, zeros at first."""
     w, memory = task.workload, Memory(task, adjoint, kept)
     step = w.batch * len(written(adjoint)) * w.hidden
     own = (Buffer("outputs", WORKSPACE, w.dtype, Extent(0, step)),) if step else ()
     multiplied = memory.leaves() | memory.outputs() | replayed(memory) | places_of_inputs(memory)
-    return joined(Component(buffers=own), gather(memory, first), replay(memory, layout), recurrence,
-                  input_gradients(memory, add_dx), weight_gradients(memory, multiplied, add), state_gradients(memory),
-                  vector_gradients(memory, add))
+    rows = joined(Component(buffers=own), gather(memory, first, chunked), replay(memory, layout), recurrence,
+                  input_gradients(memory, add_dx), weight_gradients(memory, multiplied, add),
+                  step_sums(memory, chunked))
+    return rows, joined(state_gradients(memory), vector_gradients(memory, add))

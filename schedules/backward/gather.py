@@ -17,25 +17,26 @@ THREADS = 256
 BLOCKS = 8  # a multiprocessor
 
 
-def gather(memory: Memory, first: bool = True) -> Component:
+def gather(memory: Memory, first: bool = True, chunked: bool = False) -> Component:
     """``before_<state>`` of states that are read, from ``<state>_kept`` or y, ``<state>_in``, lengths and resets.
-    ``first``: whether there is a state before the first step; else that is zero."""
-    return joined(*(_gather(memory, state, first) for state in read_before(memory.adjoint, memory.kept)))
+    ``first``: whether there is a state before the first step; else that is zero. ``chunked``: of a chunk, whose
+    neighbours lie around it."""
+    return joined(*(_gather(memory, state, first, chunked) for state in read_before(memory.adjoint, memory.kept)))
 
 
-def _gather(memory: Memory, state: str, first: bool) -> Component:
+def _gather(memory: Memory, state: str, first: bool, chunked: bool) -> Component:
     w, after = memory.task.workload, memory.after(state)
     blocks, of_y = BLOCKS * memory.task.device.cores, after.name == "y"
     function = "gather_y" if of_y else "gather"
     names = {"after": after.name, "before": f"before_{state}"} | ({"first": f"{state}_in"} if first else {})
-    return Component({function: _kernel(memory.task, function, after, blocks, first)},
+    return Component({function: _kernel(memory.task, function, after, blocks, first, chunked)},
                      (Buffer(names["before"], WORKSPACE, w.dtype, Extent(0, w.batch * w.hidden)),),
                      (Launch(function, blocks, THREADS, names=names),))
 
 
-def _kernel(task: Task, name: str, source: Columns, blocks: int, has_first: bool) -> PrimFunc:
-    """``(T, B, after, first, before, lengths, resets)``: threads take some neighbouring units each, as many as are 16
-    bytes, if rows are aligned to these."""
+def _kernel(task: Task, name: str, source: Columns, blocks: int, has_first: bool, chunked: bool) -> PrimFunc:
+    """``(T, B, first_step, all_steps, after, first, before, lengths, resets)``: threads take some neighbouring units
+    each, as many as are 16 bytes, if rows are aligned to these."""
     from tvm.script.ir_builder import IRBuilder
 
     w, traversal = task.workload, task.traversal
@@ -44,6 +45,7 @@ def _kernel(task: Task, name: str, source: Columns, blocks: int, has_first: bool
     with IRBuilder() as builder, T.prim_func():
         T.func_name(name)
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
+        first_step, left = (T.arg("first_step", T.int32()), T.arg("all_steps", T.int32())) if chunked else (0, steps)
         big = (T.int64(1 << 40),)
         after, before = (T.arg(n, T.buffer(big, w.dtype)) for n in ("after", "before"))
         first = T.arg("first", T.buffer(big, w.dtype)) if has_first else None
@@ -56,8 +58,9 @@ def _kernel(task: Task, name: str, source: Columns, blocks: int, has_first: bool
             item = T.let("item", turn * (blocks * THREADS) + thread)
             row, unit = T.let("row", T.cast(item // chunks, "int32")), T.let("unit", item % chunks * span)
             t, b = T.let("t", row // batch), T.let("b", row % batch)
-            end = T.let("end", T.min(masks["lengths"][b], steps) if traversal.lengths else steps)
-            earliest = T.let("earliest", t >= end - 1 if back else t == 0)
+            after_this = left - first_step if chunked else steps
+            end = T.let("end", T.min(masks["lengths"][b], after_this) if traversal.lengths else after_this)
+            earliest = T.let("earliest", t >= end - 1 if back else t + first_step == 0 if chunked else t == 0)
             zero: Expr = t >= end
             if traversal.resets:
                 step = T.Select(earliest, t, t + 1) if back else t

@@ -11,6 +11,8 @@
     d_<state>_in          (B, H), gradients of first states
 
 All of the layer's data type, where nothing else is said.
+
+A long sequence goes in chunks of time (``schedules/chunks.py``): workspaces then have a chunk's rows.
 """
 
 from __future__ import annotations

@@ -37,14 +37,22 @@ class _Group:
         return self.values[0][1].columns.name
 
 
+def step_sums(memory: Memory, accumulate: bool = False) -> Component:
+    """The first pass over the rows of every step; ``accumulate``: added to the sums that are there."""
+    return joined(*(_partial(f"sums_{g.name}", g, memory.task.workload.hidden, accumulate)
+                    for g in _groups(memory) if g.by_step))
+
+
 def vector_gradients(memory: Memory, add: bool = False) -> Component:
-    """``d_<parameter>`` of every vector (G, H), float32; ``add``: to what is there. Zeros where a gate is not used."""
+    """``d_<parameter>`` of every vector (G, H), float32, after :func:`step_sums`; ``add``: to what is there. Zeros
+    where a gate is not used."""
     groups, H, device = _groups(memory), memory.task.workload.hidden, memory.task.device
     parts = []
     at: dict[Var, list[tuple[str, int, int]]] = {}  # of a sum: its places in the buffers of partial sums
     for group in groups:
         name, count = f"sums_{group.name}", len(group.values)
-        parts.append(_partial(name, group, H))
+        if not group.by_step:
+            parts.append(_partial(name, group, H))
         for s, (var, _) in enumerate(group.values):
             at.setdefault(var, []).append((name, s, count))
     gradients: dict[tuple[str, int], list[Var]] = {}
@@ -72,16 +80,16 @@ def _groups(memory: Memory) -> list[_Group]:
     return groups
 
 
-def _partial(name: str, group: _Group, hidden: int) -> Component:
+def _partial(name: str, group: _Group, hidden: int, accumulate: bool = False) -> Component:
     span = gcd(*(p.columns.together(4) for _, p in group.values))
     blocks, shared = len(group.values) * -(-hidden // (32 * span)) * CHUNKS, THREADS * span * 4
-    kernel = _partial_kernel(name, group, hidden, span, blocks)
+    kernel = _partial_kernel(name, group, hidden, span, blocks, accumulate)
     return Component({name: kernel}, (Buffer(f"{name}_parts", WORKSPACE, "float32",
                                              Extent(CHUNKS * len(group.values) * hidden)),),
                      (Launch(name, blocks, THREADS, shared, names={"parts": f"{name}_parts"}),))
 
 
-def _partial_kernel(name: str, group: _Group, hidden: int, span: int, blocks: int) -> PrimFunc:
+def _partial_kernel(name: str, group: _Group, hidden: int, span: int, blocks: int, accumulate: bool) -> PrimFunc:
     """``(T, B, values, parts)``: ``parts[chunk, s, j]``. A warp has 32 spans of units, and every eighth row."""
     from tvm.script.ir_builder import IRBuilder
 
@@ -126,7 +134,8 @@ def _partial_kernel(name: str, group: _Group, hidden: int, span: int, blocks: in
                 value = memory[thread * span + e]
                 for other in range(1, warps):
                     value = value + memory[(other * 32 + lane) * span + e]
-                T.buffer_store(parts, value, [(chunk * count + s) * hidden + unit + e])
+                into = (chunk * count + s) * hidden + unit + e
+                T.buffer_store(parts, parts[into] + value if accumulate else value, [into])
     return builder.get()
 
 

@@ -1,0 +1,74 @@
+"""Calls in chunks of time, so that what they hand to each other takes the memory of a chunk, not of a sequence.
+
+Chunks have as many steps whatever T is, but for the last ones in time; the call's rows are read in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from msgspec import structs
+
+from ecornn.program import TENSORS, WORKSPACE, Buffer, Call, Chunks, Extent, Fill, Launch, Loop
+from ecornn.schedules.base import Component, Task
+from ecornn.schedules.timeline import remaining_lengths
+
+ROOM = 18 << 20  # bytes of the workspaces that grow with a chunk
+LEAST = 32  # steps of a chunk: each one starts its kernels anew, and loads their weights
+SHORTEST = 256  # steps of a sequence that is cut
+
+
+def chunk_for(task: Task, buffers: Iterable[Buffer]) -> int | None:
+    """Steps of a chunk, whole pieces of 16 bytes of any type; None where a sequence is not cut. ``buffers``: of the
+    calls without chunks."""
+    traversal, seq = task.traversal, task.workload.seq
+    own = {b.name: b for b in buffers if b.role == WORKSPACE}.values()
+    step = sum(b.extent.per_step * b.itemsize for b in own)
+    # A reset between two chunks of a sequence that goes backwards would be neither's.
+    if seq < SHORTEST or step * seq <= ROOM or traversal.sequences or (traversal.reverse and traversal.resets):
+        return None
+    most = max(LEAST, ROOM // step // 8 * 8)
+    count = -(-seq // most)
+    return (-(-seq // count) + 7) // 8 * 8
+
+
+def in_chunks(part: Component, around: Iterable[Buffer], task: Task, steps: int, states: Iterable[tuple[str, str]],
+              reverse: bool, prefix: str = "") -> Component:
+    """The calls of ``part`` in chunks of ``steps``.
+
+    Parameters
+    ----------
+    around : the tensors of the call that it reads and writes
+    states : pairs of a state's input and output, as :class:`~ecornn.program.Chunks` has them
+    reverse : the last chunk in time comes first
+    prefix : of the names of workspaces of a chunk
+    """
+    w, traversal = task.workload, task.traversal
+    sizes = {"I": w.input, "H": w.hidden, "W": traversal.y_width(w.hidden)}
+    rows = {b.name: size for b in around if b.tensor is not None
+            if (size := TENSORS[b.tensor].row(sizes)) is not None}
+    names = {b.name: prefix + b.name for b in part.buffers if b.role == WORKSPACE and b.extent.per_step}
+    buffers = [structs.replace(b, name=names[b.name], extent=Extent(b.extent.at(steps))) if b.name in names else b
+               for b in part.buffers]
+    functions, first = dict(part.functions), tuple[Call, ...]()
+    if traversal.lengths:  # a chunk has lengths of its own
+        function, remaining, launch = remaining_lengths(w.batch)
+        functions[launch.function], rows[remaining.name], first = function, 1, (launch,)
+        names["lengths"] = remaining.name
+        buffers.append(remaining)
+    calls = tuple(_renamed(call, names) for call in part.calls)
+    return Component(functions, tuple(buffers), (*first, Chunks(calls, rows, tuple(states), steps, reverse)))
+
+
+def _renamed(call: Call, names: dict[str, str]) -> Call:
+    if isinstance(call, Fill):
+        return replace(call, buffer=names.get(call.buffer, call.buffer))
+    if isinstance(call, Loop):
+        return Loop(tuple(_launch(one, names) for one in call.calls))
+    assert isinstance(call, Launch), "a sequence runs in one stream"
+    return _launch(call, names)
+
+
+def _launch(call: Launch, names: dict[str, str]) -> Launch:
+    return replace(call, names={**names, **{p: names.get(b, b) for p, b in call.names.items()}})
