@@ -15,8 +15,8 @@ from ecornn.schedules.base import Component, Task
 from ecornn.schedules.timeline import remaining_lengths
 
 ROOM = 18 << 20  # bytes of the workspaces that grow with a chunk
-LEAST = 32  # steps of a chunk: each one starts its kernels anew, and loads their weights
-SHORTEST = 256  # steps of a sequence that is cut
+LEAST = 352  # steps of a chunk: each one starts a dozen kernels, loads their weights, and has products over fewer rows
+SHORTEST = 512  # steps of a sequence that is cut
 
 
 def chunk_for(task: Task, buffers: Iterable[Buffer]) -> int | None:
