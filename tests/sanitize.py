@@ -131,6 +131,14 @@ CASES = {
                            bidirectional=True),
     "wavefront": case("persistent", "gru", "bfloat16", (40, 5, 24, 72), overlap="wavefront", layers=3, lengths=True),
     "wavefront wide": case("persistent_wide", "lstm", "float16", (40, 5, 24, 72), overlap="wavefront", layers=2),
+    # training steps: gradients of everything, by each schedule's forward
+    "training": case("persistent", "lstm", "bfloat16", (12, 9, 24, 72), training=True, lengths=True),
+    "training f32": case("persistent", "gru", "float32", (9, 5, 13, 40), training=True, resets=True),
+    "training f16": case("persistent", "rnn_tanh", "float16", (20, 16, 64, 128), training=True),
+    "training wide": case("persistent_wide", "lstm", "float16", (9, 23, 64, 136), training=True),
+    "training layout": case("layout_transform", "gru_reset_before", "float32", (5, 3, 13, 40), training=True),
+    "training norm": case("persistent", "lstm(layer_norm)", "float32", (6, 5, 13, 40), training=True, lengths=True),
+    "training stack": case("persistent", "lstm", "float16", (9, 5, 24, 72), training=True, **ALL),
 }
 
 
@@ -169,6 +177,8 @@ def once(name: str, folder: str) -> tuple[float, float]:
     layer = ecornn.load(file_of(name, folder)).bind(weights)
     if stack.get("sequences"):
         return laid(layer, rng, kind, weights)
+    if stack.get("training"):
+        return trained(layer, of, rng, kind, weights)
     x = torch.tensor(rng.standard_normal((T, B, I))).to(kind)
     call: dict[str, Any] = {}
     if stack.get("lengths"):
@@ -228,6 +238,40 @@ def laid(layer: Any, rng: np.random.Generator, kind: Any, weights: Any) -> tuple
     for s, n in enumerate(lengths):
         found[:n, s] = y.reshape(-1, y.shape[2])[columns.of_sequence(s)]
     return relative(found, wanted.y), wanted.limit
+
+
+GRADIENTS = {"float32": 2e-5, "float16": 8 * 2.0 ** -11, "bfloat16": 8 * 2.0 ** -8}
+
+
+def trained(layer: Any, of: dict[str, Any], rng: np.random.Generator, kind: Any, weights: Any) -> tuple[float, float]:
+    """The largest error of a gradient, and what it may be."""
+    import torch
+    from limits import relative
+
+    import ecornn
+
+    (T, B, I, H), stack = of["sizes"], layer.manifest.stack
+
+    def drawn(*shape: int) -> Any:
+        return torch.tensor(rng.standard_normal(shape)).to(kind)
+
+    x, dy = drawn(T, B, I), drawn(T, B, H * stack.directions)
+    shape = (B, H) if stack.count == 1 else (stack.count, B, H)
+    states, dstates = ([drawn(*shape) for _ in layer.manifest.states] for _ in range(2))
+    masks: dict[str, Any] = {}
+    if stack.lengths:
+        masks["lengths"] = rng.integers(0, T + 1, B).astype(np.int32)
+    if stack.resets:
+        masks["resets"] = rng.random((T, B)) < 0.2
+    _, _, kept = layer.forward(x.cuda(), [s.cuda() for s in states],
+                               **{k: torch.tensor(v).cuda() for k, v in masks.items()})
+    found = layer.backward(kept, dy.cuda(), [s.cuda() for s in dstates])
+    dx, dweights, before = ecornn.reference_gradients(
+        of["cell"], x.double().numpy(), weights, [s.double().numpy() for s in states], dy=dy.double().numpy(),
+        dstate=[s.double().numpy() for s in dstates], **masks)
+    pairs = [(found.x, dx), *((found.weights[n], g) for n, g in dweights.items())]
+    pairs += [(a, b.reshape(a.shape)) for a, b in zip(found.state, before, strict=True)]
+    return max(relative(a.double().cpu().numpy(), b) for a, b in pairs), GRADIENTS[of["dtype"]]
 
 
 def checked(name: str, tool: str, folder: str) -> tuple[bool, str]:
