@@ -21,7 +21,7 @@ from ecornn.schedules.backward.finish import state_gradients
 from ecornn.schedules.backward.inputs import input_gradients, places_of_inputs
 from ecornn.schedules.backward.memory import Memory, written
 from ecornn.schedules.backward.replay import materialized, replayed
-from ecornn.schedules.backward.sums import vector_gradients
+from ecornn.schedules.backward.sums import step_sums, vector_gradients
 from ecornn.schedules.backward.weights import weight_gradients
 from ecornn.schedules.base import Component, Task, joined
 from ecornn.schedules.hoisted import Hoisted
@@ -119,8 +119,8 @@ def test_what_follows_the_recurrence(tmp_path, cell, sizes, dtype, traversal, ad
     there = {n: generator.uniform(-1, 1, v.shape).astype(np.float32 if n[2:] in parameters else kind)
              for n, v in wanted.items()} if add else {}
     factors = memory.leaves() | memory.outputs() | replayed(memory) | places_of_inputs(memory)
-    part = joined(input_gradients(memory, add), weight_gradients(memory, factors, add), state_gradients(memory),
-                  vector_gradients(memory, add))
+    part = joined(input_gradients(memory, add), weight_gradients(memory, factors, add), step_sums(memory),
+                  state_gradients(memory), vector_gradients(memory, add))
     found = Passes(part, tmp_path, given).run(*rows, values | {"vectors": vectors} | masks | there, parameters)
     again = cell in ("lstm(layer_norm)",)
     for name, exactly in wanted.items():

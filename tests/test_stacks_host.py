@@ -39,7 +39,8 @@ class Hosted(Emulated):
                             program.buffers, {"run": program.entries["run"].takes}, {"ecornn": "test"})
         build_module(program, manifest, folder / "module.so")
 
-    def carry_out(self, memory: Memory, steps: int, batch: int) -> None:
+    def carry_out(self, memory: Memory, steps: int, batch: int, entry: str = "run") -> None:
+        assert entry == "run", "the only entry of these modules"
         file = self.folder / "buffers.npz"
         np.savez(file, **{b.name: memory[b.name].view(np.uint8) for b in self.program.buffers})
         self.notes = child(RUN, self.folder / "module.so", self.driver, steps, batch, file,
