@@ -126,6 +126,12 @@ class Schedule(ABC):
     def program(self, task: Task, config: Config) -> Program:
         """Generates the code."""
 
+    def recurrence(self, task: Task, config: Config) -> Component:
+        """The recurrence of an adjoint, of schedules with ``backward``: from ``hoisted``, as
+        :func:`~ecornn.schedules.hoisted.hoisted_of` says, to ``outputs``; around it come
+        :func:`~ecornn.schedules.backward.recurrence.recurrence_buffers`."""
+        raise NotImplementedError(f"{self.name} does not carry out adjoints")
+
 
 def beyond_forward(graph: StepGraph) -> str | None:
     """None, or what the graph has that no schedule carries out in a layer: cells have none of it, adjoints do."""

@@ -1,5 +1,5 @@
-"""The entry ``backward`` of a layer on a GPU: its adjoint's recurrence, by a schedule that carries out adjoints, and
-what comes before and after it."""
+"""The entry ``backward`` of a layer on a GPU: its adjoint's recurrence, by the schedule that was chosen for it, and what
+comes before and after it."""
 
 from __future__ import annotations
 
@@ -10,40 +10,25 @@ from msgspec import structs
 
 from ecornn.analysis.adjoint import Adjoint, adjoint
 from ecornn.analysis.kept import kept
-from ecornn.errors import ScheduleError
 from ecornn.program import BACKWARD, ENTRIES, WORKSPACE, Buffer, Call, Entry, Extent, Fill, Launch, Loop, Program
 from ecornn.schedules.assemble import tensor_buffers, vector_buffer
 from ecornn.schedules.backward.assemble import parts_of
 from ecornn.schedules.backward.recurrence import recurrence_task
-from ecornn.schedules.base import Component, Task, joined
+from ecornn.schedules.base import Component, Config, Schedule, Task, joined
 from ecornn.schedules.builder import PrimFunc
 from ecornn.schedules.chunks import chunk_for, in_chunks
-from ecornn.schedules.elementwise import Elementwise
 from ecornn.schedules.hoisted import hoisted_of
 from ecornn.schedules.keeping import kept_buffers, kept_states
-from ecornn.schedules.persistent import Persistent
-from ecornn.schedules.step.layout_transform import LayoutTransform
 
 OWN = "backward_"  # of names of functions and buffers that nothing else uses
 SCALARS = ("T", "B", "t", "first_step", "all_steps")
 
 
-def refuses_backward(task: Task) -> str | None:
-    """None, or why a task's adjoint is not carried out on its GPU."""
-    made = adjoint(task.graph, task.workload.hidden, starts_anew=task.traversal.resets)
-    return _schedule(recurrence_task(task, made))[1]
-
-
-def with_backward(task: Task, forward: Program) -> Program:
-    """The program with the entry ``backward``, too. Raises :class:`~ecornn.errors.ScheduleError` where no schedule
-    carries out the adjoint."""
+def with_backward(task: Task, forward: Program, schedule: Schedule, config: Config) -> Program:
+    """The program with the entry ``backward``, too, whose recurrence ``schedule`` carries out, as ``config`` says."""
     w, traversal = task.workload, task.traversal
     made = adjoint(task.graph, w.hidden, starts_anew=traversal.resets)
     inner = recurrence_task(task, made)
-    schedule, fault = _schedule(inner)
-    if fault is not None:
-        raise ScheduleError(f"no schedule carries out the adjoint of {w} on {task.device.name}: {fault}")
-    config = schedule.default(inner)
     layout = hoisted_of(inner, config)
     second = traversal.reverse and traversal.directions > 1  # its gradient of x is added to the first one's
     before, recurrence, handed = _recurrence(inner, made, schedule.recurrence(inner, config))
@@ -70,17 +55,6 @@ def with_backward(task: Task, forward: Program) -> Program:
     entry = Entry(part.calls, tuple(dict.fromkeys(b.name for b in taken)))
     return replace(forward, functions={**forward.functions, **part.functions}, buffers=tuple(buffers.values()),
                    entries={**forward.entries, BACKWARD: entry})
-
-
-def _schedule(task: Task) -> tuple[Persistent | LayoutTransform | Elementwise, str | None]:
-    """The schedule of a recurrence, with a reason why it cannot serve it, if none can. Where `persistent` can it is the
-    faster one: 52 to 58 us a step beside 59 to 65 even where `layout_transform` is expected to gain most, LSTM
-    256x64x2048 on an H200."""
-    if not task.graph.phases:
-        return Elementwise(), Elementwise().serves(task)
-    if Persistent().serves(task) is None:
-        return Persistent(), None
-    return LayoutTransform(), LayoutTransform().serves(task)
 
 
 def _recurrence(task: Task, adjoint: Adjoint, kernel: Component) -> tuple[Component, Component,

@@ -14,16 +14,24 @@ from test_adjoint import H, cell_of
 from test_cpu_training import Call, reference
 
 from ecornn.analysis import analyse
-from ecornn.program import BACKWARD, FORWARD, PACKED, WORKSPACE, Chunks
+from ecornn.program import BACKWARD, FORWARD, PACKED, WORKSPACE, Chunks, Program
 from ecornn.schedules import all_schedules, chunks
-from ecornn.schedules.base import Task
+from ecornn.schedules.base import Schedule, Task
 from ecornn.schedules.persistent import Persistent
 from ecornn.targets import KNOWN
-from ecornn.task import make_program
+from ecornn.task import adjoint_task, make_program
+from ecornn.tune.choose import serving_or_raise
 from ecornn.workload import ALONE, Traversal, Workload
 
 # relative, of the largest error in a gradient: of 16 bits, some roundings of what is kept and exchanged
 LIMITS = {"float32": 2e-5, "float16": 8 * 2.0 ** -11, "bfloat16": 8 * 2.0 ** -8}
+
+
+def program_of(schedule: Schedule, task: Task) -> Program:
+    """The program of the default, with a backward pass that is the default's, too."""
+    inner = adjoint_task(task)
+    first = serving_or_raise(inner)[0]
+    return make_program(schedule, task, schedule.default(task), (first, first.default(inner)))
 
 
 class Step:
@@ -37,7 +45,7 @@ class Step:
         self.task = Task(work, analyse(cell_of(name), input, hidden), TINY, self.traversal)
         found = all_schedules()[schedule]
         assert found.serves(self.task) is None
-        self.program = make_program(found, self.task, found.default(self.task))
+        self.program = program_of(found, self.task)
         self.emulated = Emulated(self.program, folder)
 
     def arguments(self, steps: int, batch: int) -> Call:
@@ -152,7 +160,7 @@ def test_workspaces_do_not_grow_with_what_is_kept():
     work = Workload("lstm", 768, 768, 16, 1024, "bfloat16")
     task = Task(work, analyse(cell_of("lstm"), 768, 768), KNOWN["sm_90a"], Traversal(keep="states"))
     schedule = all_schedules()["persistent"]
-    program = make_program(schedule, task, schedule.default(task))
+    program = program_of(schedule, task)
     for entry in (FORWARD, BACKWARD):
         own = [b for b in program.buffers if b.role == WORKSPACE and b.name in program.entries[entry].takes]
         assert sum(b.nbytes(work.seq) for b in own) == sum(b.nbytes(100_000) for b in own) < 140 << 20
