@@ -11,20 +11,35 @@ from typing import Any
 import numpy as np
 import pytest
 import step_cells
+import tune_training_set
+from click.testing import CliRunner
 from cuda_on_cpu import DTYPES, Emulated
 from msgspec import structs
+from search_rate import PRETEND
 from test_persistent_emulated import SMALL
+from test_tune_lookup import trial
 
 from ecornn.analysis import backpropagation
 from ecornn.cells import get
-from ecornn.errors import CellError, ScheduleError
+from ecornn.cli import main as cli
+from ecornn.compiler import plan
+from ecornn.errors import CellError, EcornnError, ScheduleError
 from ecornn.program import RUN
 from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Task
-from ecornn.task import make_manifest, make_task
-from ecornn.tune import adjoint_oracle, measuring
+from ecornn.targets import KNOWN
+from ecornn.task import adjoint_task, make_manifest, make_task
+from ecornn.tune import Result, adjoint_oracle, measuring
+from ecornn.tune import session as sessions
+from ecornn.tune.log import Line, Log, read
+from ecornn.tune.lookup import how_far
 from ecornn.tune.measuring import Measure, measure
+from ecornn.tune.pool import Entries, Pool
+from ecornn.tune.record import Start
+from ecornn.tune.selection import best_lines
+from ecornn.tune.similar_cells import lent
 from ecornn.tune.tolerance import tolerance
+from ecornn.tune.transfer import distance
 from ecornn.workload import Workload
 
 
@@ -102,11 +117,9 @@ def test_a_module_of_a_recurrence_is_checked_and_timed(name, sizes, dtype, sched
     assert module.library.runs == 3  # two are checked, one is timed
 
     kept = dict(np.load(path))
-    packed = {source for b in module.manifest.buffers if b.packing for source, _ in b.packing.sources}
-    weight = next(f"w:{p.name}" for p in module.manifest.parameters if p.key in packed)
-    for wrong in ("y", "last_0", weight):
-        other = tmp_path / f"{wrong[2:]}.npz"
-        np.savez(other, **{n: 1.1 * v + 0.1 if n == wrong else v for n, v in kept.items()})
+    for wrong in ("y", "last_0", *(["w:"] if name != "indrnn" else [])):  # whose factors have the weights in them
+        other = tmp_path / f"{wrong[:1]}.npz"
+        np.savez(other, **{n: 1.1 * v + 0.1 if n.startswith(wrong) else v for n, v in kept.items()})
         with pytest.raises(ScheduleError, match="wrong output"):
             measure(structs.replace(request, answers=str(other)))
 
@@ -131,3 +144,121 @@ def test_answers_are_proven_by_somebody_who_knows_nothing_of_the_analysis(name, 
     monkeypatch.setattr(adjoint_oracle, "carry_out", one_off)
     with pytest.raises(CellError, match=f"gradients that were derived for {name.partition('(')[0]}.* are wrong: of"):
         adjoint_oracle.answers(cell, work, np.random.default_rng(0))
+
+
+ENTRIES = Entries("search_rate:nothing", "search_rate:pretended_build", "search_rate:nothing",
+                  "search_rate:pretended_measure")
+H100 = KNOWN["sm_90a"]
+SMALL_LSTM: dict[str, Any] = {"hidden": 64, "batch": 2, "seq": 10, "dtype": "float16"}
+
+
+@pytest.fixture
+def pretended(tmp_path, monkeypatch):
+    """An H100 on which every build and measurement is made up, and an empty folder of records."""
+    monkeypatch.setenv(PRETEND, "[0.01, 0.002]")
+    monkeypatch.setenv("ECORNN_TUNING_LOGS", str(tmp_path / "logs"))
+    monkeypatch.setattr(sessions, "present", lambda target: H100)
+    with sessions.Session("cuda", entries=ENTRIES) as session:
+        session._pool = Pool(ENTRIES, 2, poisoned=True)
+        yield session
+
+
+def test_a_layer_that_trains_is_searched_twice_and_compiled_with_both(pretended, tmp_path):
+    seen: list[bool] = []
+    result = pretended.tune("lstm", **SMALL_LSTM, training=True, trials=4,
+                            report=lambda now: seen.append(now.trial.workload.backward))
+    backward = result.backward
+    assert backward is not None and backward.backward is None and backward.fresh == result.fresh == 4
+    assert (result.workload.backward, backward.workload) == (False, result.workload.adjoint)
+    assert seen == [False] * 4 + [True] * 4
+    assert result.log != backward.log and {t.workload for t in read(backward.log).trials()} == {backward.workload}
+    (start,) = [line.record for line in read(backward.log).lines if isinstance(line.record, Start)]
+    assert {*start.schedules} == {n for n, s in all_schedules().items() if s.backward and s.serves(
+        make_task(get("lstm"), backward.workload, H100)) is None}
+
+    again = pretended.tune("lstm", **SMALL_LSTM, training=True, trials=4)
+    assert again.fresh == again.backward.fresh == 0 and again.backward.finish == backward.finish
+
+    planned = plan("lstm", **SMALL_LSTM, layers=2, bidirectional=True, training=True, target=H100)
+    assert [one.line is None for one in planned.chosen] == [False, False, True, True]  # whose I is larger than the record's
+    for found, best in ((planned.chosen[:2], result.best), (planned.backward, backward.best)):
+        assert all((one.schedule.name, one.config) == (best.schedule, best.config) for one in found)
+    labels = [(at, why.partition(":")[0]) for at, _, why in planned.why()]
+    assert [labels[0], labels[2]] == [("l0, l0_reverse", f"record {result.log.name}"),
+                                      ("backward", f"record {backward.log.name}")]
+    assert "; backward: record " in planned.found.provenance
+    plain = plan("lstm", **SMALL_LSTM, target=H100)
+    assert plain.backward == (None,) and len(plain.why()) == 1
+
+
+def test_a_record_of_one_entry_says_nothing_of_the_other():
+    task = make_task(get("lstm"), Workload("lstm", 64, 48, 2, 10, "float16"), H100)
+    inner = adjoint_task(task)
+    own, adjoint = (Line(Path("x.jsonl"), 1, trial(1.0, workload=t.workload, device=H100)) for t in (task, inner))
+    for of, line in ((task, own), (inner, adjoint)):
+        assert how_far(line.record, of.workload, H100) == (0, 0.0, 0.0, 0)
+        other = adjoint if line is own else own
+        assert how_far(other.record, of.workload, H100) is None
+    assert distance(own.record.workload, adjoint.record.workload) == float("inf")
+    peepholes = adjoint_task(make_task(get("lstm(peepholes)"), structs.replace(task.workload, cell="lstm(peepholes)"),
+                                       H100))
+    assert lent(inner, Log([own])) is None
+    found = lent(peepholes, Log([own, adjoint]))
+    assert found is None or all(line.record.workload.backward for line in found[1].lines)
+    (best,) = [line for line in best_lines(Log([own]), {})]
+    assert best == own and len(best_lines(Log([own, adjoint]), {})) == 2
+
+
+@pytest.mark.parametrize(("arguments", "word"), [
+    ({"schedule": "fused_step"}, "one that carries out adjoints: persistent"),
+    ({"training": 1}, "training=1"), ({"weights": "int16"}, "does not round weights")])
+def test_what_cannot_train_is_said_before_anything_is_tried(arguments, word, pretended, tmp_path):
+    asked = {**SMALL_LSTM, "training": True, **arguments}
+    with pytest.raises(EcornnError, match=word):
+        pretended.tune("lstm", **asked, trials=4)
+    assert not (tmp_path / "logs").exists()
+
+
+def test_forward_has_half_of_the_time_at_most_and_backward_the_rest(pretended, monkeypatch):
+    limits: list[float | None] = []
+
+    def tune_workload(self: Any, layer: Any, workload: Workload, *, time_limit: float | None, **_: Any) -> Result:
+        limits.append(time_limit)
+        finish = SimpleNamespace(seconds=taken)
+        return Result(workload, H100, finish, Path(), 0, 4, {})  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sessions.Session, "tune_workload", tune_workload)
+    for taken, limit in ((30.0, 100.0), (51.0, 100.0), (500.0, 100.0), (30.0, None)):
+        pretended.tune("lstm", **SMALL_LSTM, training=True, time_limit=limit)
+    assert limits == [50.0, 70.0, 50.0, 50.0, 50.0, 50.0, None, None]
+
+
+def test_on_a_cpu_there_is_one_search_and_it_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("ECORNN_TUNING_LOGS", str(tmp_path))
+    layer = ("--cell", "gru", "--hidden", "16", "--batch", "2", "--seq", "8", "--target", "cpu")
+    done = CliRunner().invoke(cli, ["tune", *layer, "--training", "--trials", "2"], catch_exceptions=False)
+    assert done.exit_code == 0 and "A CPU's backward pass has no knobs" in done.output
+    assert "--training --target cpu -o gru16.so" in done.output and "backward:" not in done.output
+    (log,) = tmp_path.glob("*.jsonl")
+    assert all(not t.workload.backward for t in read(log).trials())
+    planned = plan("gru", hidden=16, batch=2, seq=8, target="cpu", training=True)
+    assert planned.backward == (None,) and f"record {log.name}" in planned.found.provenance
+
+
+def test_the_layers_of_the_benchmark_are_searched_in_time(pretended, tmp_path, capsys, monkeypatch):
+    assert len(tune_training_set.layers([])) == len({(r.cell, r.T, r.B, r.H, r.kind) for r in tune_training_set.ROWS})
+    small = [tune_training_set.Row("rnn_tanh", 9, 2, width, 64, "f16") for width in (64, 24)]
+    monkeypatch.setattr(tune_training_set, "ROWS", [*small, tune_training_set.Row("gru", 9, 2, 32, 32, "f32")])
+    wanted = tune_training_set.layers(["rnn_tanh 9x2", "gru"])
+    assert len(wanted) == 2  # one for both I
+    log = tmp_path / "set.jsonl"
+    found = tune_training_set.search(pretended, wanted, log, 3, 60.0, 2)
+    assert {w: r.finish.trials for w, r in found.items()} == dict.fromkeys(wanted, 3)
+    text = tune_training_set.report(wanted, found)
+    assert "2 of 2 searched, geometric mean" in text and text.count("us/step") == 2
+    assert tune_training_set.spent(log).keys() == wanted.keys()
+    again = tune_training_set.search(pretended, wanted, log, 3, 60.0, 2)
+    assert all(r.fresh == 0 for r in again.values())
+    late = tune_training_set.search(pretended, wanted, tmp_path / "late.jsonl", 3, 1.0, 2)
+    assert late == {} and "not begun" in tune_training_set.report(wanted, late)
+    assert "default" in capsys.readouterr().out

@@ -29,8 +29,8 @@ Examples:
 
 --training searches two things, one after the other: the layer's own pass, whose records also serve the forward pass of
 a training step, and the recurrence of its backward pass. Each has --trials; forward has half of --time-limit at most,
-backward what is left. `ecornn-compile --training` uses the best of both. On a CPU the backward pass goes by what is
-found for forward, so there is one search.
+backward what is left. `ecornn-compile --training` uses the best of both. On a CPU the backward pass has no knobs, so
+there is one search.
 
 Many layers, every combination, with processes that stay warm; each has its own trials and time limit:
 
@@ -45,11 +45,12 @@ On other GPUs, each with a server (`ecornn serve --help`):
 Every trial is on the disk as soon as it is done. The same command again goes on with a run
 that was stopped, and returns at once if it was finished; with more --trials it goes on from there.
 """
+ONE_SEARCH = "A CPU's backward pass has no knobs: what was found is the forward pass's, and all there is to search."
 
 
 @click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 @layer_options(many=True)
-@click.option("--training", is_flag=True, help="Search the backward pass, too.")
+@click.option("--training", is_flag=True, help="Search the backward pass, too (GPU).")
 @click.option("--trials", type=click.IntRange(min=1, max=100_000),
               help="Configurations to try.  [default: 48 on a CPU, 128 on a GPU]")
 @click.option("--timeout", type=click.FloatRange(min=0.1), default=60.0, show_default=True,
@@ -147,15 +148,17 @@ def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], tar
         if len(layers) == 1:
             for one in results(result):
                 show(console, one)
+            if layer.training and result.backward is None:
+                console.print(ONE_SEARCH)
             if result.best is not None:
                 console.print("use it:\n  " + use_of(result, layer, target), markup=False)
         else:
             for one in results(result):
                 console.print(f"{count}{line(one)}", markup=False)
-        if layer.training and result.backward is None:
-            console.print(f"{count}A CPU's backward pass has no knobs: it goes by what was found for forward.")
         good.append(all(one.best is not None for one in results(result)))
     if len(layers) > 1:
+        if layers[0].training and session.device.kind == "llvm":
+            console.print(ONE_SEARCH)
         use = ("ecornn compile" + (" --training" if layers[0].training else "")
                + (f" --target {target}" if target else ""))
         console.print(f"{sum(good)} of {len(layers)} layers have a schedule; `{use}` uses it", markup=False)

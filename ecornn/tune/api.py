@@ -33,9 +33,8 @@ def tune(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int 
     hidden, input, batch, seq : H, I (default: H), B and T
     dtype : default float32 on a CPU and bfloat16 on a GPU
     weights, precision : as for ``ecornn.compile``
-    training : searches the recurrence of the backward pass, too, on a GPU: ``backward`` of the result. On a CPU that
-        goes by what is found for the forward pass. What ``forward`` of a module that trains does besides ``run``, a
-        store more, needs no search of its own
+    training : searches the recurrence of the backward pass, too, on a GPU: ``backward`` of the result. On a CPU that has
+        no knobs. What ``forward`` of a module that trains does besides ``run``, a store more, needs no search of its own
     target : ``cuda`` or ``cpu``; default: the GPU if there is one. A :class:`~ecornn.device.Device` with fewer
         multiprocessors than the GPU: for layers that share it with others, see ``overlap`` of ``ecornn.compile``
     trials : default 48 on a CPU and 128 on a GPU; with ``training`` of each of the two searches
