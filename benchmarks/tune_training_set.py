@@ -90,12 +90,12 @@ def line(row: Row, result: Result) -> str:
     finish, why = result.finish, "".join(f"; {count} failed: {reason}" for reason, count in result.failures.items())
     if finish.best is None or finish.best_us is None or finish.default is None:
         return f"{str(row):40} none ran of {finish.trials}{why}"
-    default, best = finish.default, finish.best
+    default, best, trials = finish.default, finish.best, f"{finish.trials:3} trials"
     of_default = f"{finish.default_us:7.3f}" if finish.default_us else " failed"
     changed = " ".join(f"{k}={v}" for k, v in best.config.items()
                        if best.schedule != default.schedule or v != default.config[k])
     gain = f"{finish.default_us / finish.best_us:5.3f}x" if finish.default_us else ""
-    return (f"{str(row):40} default {of_default} best {finish.best_us:7.3f} us/step {gain} of {finish.trials:3} trials  "
+    return (f"{str(row):40} default {of_default} best {finish.best_us:7.3f} us/step {gain} of {trials}  "
             f"{best.schedule} {changed or '(the default)'}{why}")
 
 

@@ -178,8 +178,8 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
         float32, not with sequences)
     target : ``cuda`` (the GPU at hand), ``cpu``, or an architecture such as ``sm_90a``, which needs
         no GPU; default: the GPU if there is one, else the CPU
-    schedule, config : use this schedule, and these knobs, instead of the best tuning record; not for ``backward``, whose
-        recurrence has records of its own
+    schedule, config : use this schedule, and these knobs, instead of the best tuning record; not of the backward pass,
+        whose recurrence has records of its own
     overlap : what of a stack runs at the same time on a GPU, each sequence on a share of it: ``none``;
         ``directions``, the two of a layer side by side; ``wavefront``, several layers, each working on a
         chunk of time behind the one before it (forward only); default: ``auto``, what is expected to be fastest

@@ -1,5 +1,5 @@
-"""The entry ``backward`` of a layer on a GPU: its adjoint's recurrence, by the schedule that was chosen for it, and what
-comes before and after it."""
+"""The entry ``backward`` of a layer on a GPU: its adjoint's recurrence, by the schedule that was chosen for it, and
+what comes before and after it."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from search_rate import PRETEND
 from test_persistent_emulated import SMALL
 from test_tune_lookup import trial
 
+import ecornn
 from ecornn.analysis import backpropagation
 from ecornn.cells import get
 from ecornn.cli import main as cli
@@ -29,7 +30,7 @@ from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Task
 from ecornn.targets import KNOWN
 from ecornn.task import adjoint_task, make_manifest, make_task
-from ecornn.tune import Result, adjoint_oracle, measuring
+from ecornn.tune import Result, adjoint_oracle, measuring, tune
 from ecornn.tune import session as sessions
 from ecornn.tune.log import Line, Log, read
 from ecornn.tune.lookup import how_far
@@ -180,7 +181,8 @@ def test_a_layer_that_trains_is_searched_twice_and_compiled_with_both(pretended,
     assert again.fresh == again.backward.fresh == 0 and again.backward.finish == backward.finish
 
     planned = plan("lstm", **SMALL_LSTM, layers=2, bidirectional=True, training=True, target=H100)
-    assert [one.line is None for one in planned.chosen] == [False, False, True, True]  # whose I is larger than the record's
+    # a second layer's I is larger than that of the record
+    assert [one.line is None for one in planned.chosen] == [False, False, True, True]
     for found, best in ((planned.chosen[:2], result.best), (planned.backward, backward.best)):
         assert all((one.schedule.name, one.config) == (best.schedule, best.config) for one in found)
     labels = [(at, why.partition(":")[0]) for at, _, why in planned.why()]
@@ -262,3 +264,18 @@ def test_the_layers_of_the_benchmark_are_searched_in_time(pretended, tmp_path, c
     late = tune_training_set.search(pretended, wanted, tmp_path / "late.jsonl", 3, 1.0, 2)
     assert late == {} and "not begun" in tune_training_set.report(wanted, late)
     assert "default" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("cell", "dtype"), [("lstm", "bfloat16"), ("gru", "float32"), ("indrnn", "float16")])
+def test_on_a_gpu_both_passes_are_searched_and_a_module_has_both_records(cell, dtype, tmp_path, monkeypatch):
+    monkeypatch.setenv("ECORNN_TUNING_LOGS", str(tmp_path))
+    asked = {"hidden": 128, "batch": 8, "seq": 40, "dtype": dtype}
+    result = tune(cell, **asked, training=True, trials=5, target="cuda")
+    for one in (result, result.backward):
+        assert one.fresh == 5 and one.best is not None and not any("wrong" in why for why in one.failures), one.failures
+    planned = plan(cell, **asked, training=True, target="cuda")
+    (backward,) = planned.backward
+    assert (backward.schedule.name, backward.config) == (result.backward.best.schedule, result.backward.best.config)
+    layer = ecornn.compile(cell, **asked, training=True, target="cuda")
+    assert f"backward: record {result.backward.log.name}" in layer.manifest.provenance

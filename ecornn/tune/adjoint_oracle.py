@@ -1,9 +1,9 @@
 """What the recurrence of an adjoint must get right: a short pass backwards in float64.
 
-Its inputs are factors that the analysis derives, so the analysis must say what they are, and what comes of them. It is
-believed only once the gradients of the whole layer that follow are those of somebody who shares nothing with it: the tape
-of ``numpy_tape.py`` through the formula in NumPy, where the cell has one, else differences of what the interpreter makes
-of the cell's te graph.
+Its inputs are factors that the analysis derives, so the analysis must say what they are, and what comes of them. It
+is believed only once the gradients of the whole layer that follow are those of somebody who shares nothing with it:
+the tape of ``numpy_tape.py`` through the formula in NumPy, where the cell has one, else differences of what the
+interpreter makes of the cell's te graph.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def write(path: Path, cell: Cell, work: Workload, seed: int) -> None:
 
 
 def answers(cell: Cell, work: Workload, rng: np.random.Generator) -> Answers:
-    """For a workload that is an adjoint's: ``x`` (T, B, Q, H), what it reads of each step, of a forward pass over random
-    inputs; ``y`` (T, B, O, H), its outputs; its states before and after, in their order; and the layer's weights.
+    """For a workload that is an adjoint's: ``x`` (T, B, Q, H), what it reads of each step, of a forward pass over
+    random inputs; ``y`` (T, B, O, H), its outputs; its states before and after, in their order; the layer's weights.
 
     Raises :class:`~ecornn.errors.CellError` where the cell cannot be differentiated, or its gradients are wrong.
     """
@@ -50,11 +50,12 @@ def answers(cell: Cell, work: Workload, rng: np.random.Generator) -> Answers:
     made = replace(made, recurrence=recurrence_graph(made))
     given = draw(cell, work, rng)
     shape = work.batch, work.hidden
-    dy, *dstates = (rounded(rng.uniform(-1, 1, s), work.dtype) for s in ((STEPS, *shape), *(shape for _ in cell.states)))
+    sizes = (STEPS, *shape), *(shape for _ in cell.states)
+    dy, *dstates = (rounded(rng.uniform(-1, 1, size), work.dtype) for size in sizes)
     found = carry_out(made, given.x, given.shaped, given.states, dy, dstates)
     if fault := disagreement(cell, given, (dy, dstates), found, rng):
         raise CellError(f"the gradients that were derived for {cell.identity()} are wrong: {fault}")
-    return found.hoisted, found.outputs, [*found.first.values()], [*found.last.values()], given.flat
+    return found.hoisted.astype(np.float32), found.outputs, [*found.first.values()], [*found.last.values()], given.flat
 
 
 def disagreement(cell: Cell, given: Inputs, upstream: Upstream, found: Backpropagated,

@@ -29,7 +29,7 @@ class Measure(msgspec.Struct, frozen=True):
     Attributes
     ----------
     paths : module files of one workload
-    answers : the .npz of ``oracle.write``
+    answers : the .npz of ``oracle.write``, or of ``adjoint_oracle.write``
     tolerance : allowed relative error
     seq : T to time
     seed : of the timed input
@@ -98,7 +98,7 @@ def timed_factors(path: str, memory: Any, layout: Hoisted, steps: int) -> Any:
 
 def rows_of(x: Any, layout: Hoisted) -> Any:
     """(T, B, Q, H) as a recurrence reads it."""
-    return layout.laid(x.reshape(-1, *x.shape[2:]).astype(np.float32))
+    return layout.laid(x.reshape(-1, *x.shape[2:]))
 
 
 def check(layer: Any, memory: Arrays, answers: dict[str, Any], x: Any = None) -> float:

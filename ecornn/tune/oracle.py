@@ -36,8 +36,8 @@ def rounded(values: Any, dtype: str) -> Any:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Of a layer: x (T, B, I), first states (B, H), and parameters, in te shape by the cell's names and as a user passes
-    them; all of them values that the layer's type has."""
+    """Of a layer: x (T, B, I), first states (B, H), and parameters, in te shape by the cell's names and as a user
+    passes them; all of them values that the layer's type has."""
 
     x: Array
     states: list[Array]

@@ -76,7 +76,7 @@ class Recurrence:
         given |= {f"{name}_out": state for name, state in zip(self.states, last, strict=True)}
         places = {name: arrays_of(array, name).ready(array, name)[1] for name, array in given.items()}
         starts, total = laid_out([b.nbytes(steps) for _, b in self.scratch])
-        if self.memory is None or self.memory.nbytes < total:
+        if total and (self.memory is None or self.memory.nbytes < total):
             self.memory = arrays.workspace(total, out, self.library)
         arguments = self.bound.arguments.copy()
         arguments[:SCALARS] = steps, batch, 0, arrays.queue(0)
