@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import inf
 
 from msgspec import structs
 
@@ -28,15 +29,25 @@ OWN = "backward_"  # of names of functions and buffers that nothing else uses
 SCALARS = ("T", "B", "t", "first_step", "all_steps")
 
 
+def expected_backward(task: Task) -> float:
+    """Nanoseconds of a step of the recurrence that ``backward`` of a task will have, as its schedule expects."""
+    inner = recurrence_task(task, adjoint(task.graph, task.workload.hidden, starts_anew=task.traversal.resets))
+    schedule, fault = _schedule(inner)
+    return inf if fault is not None else schedule.expected(inner)
+
+
 def refuses_backward(task: Task) -> str | None:
     """None, or why a task's adjoint is not carried out on its GPU."""
     made = adjoint(task.graph, task.workload.hidden, starts_anew=task.traversal.resets)
     return _schedule(recurrence_task(task, made))[1]
 
 
-def with_backward(task: Task, forward: Program) -> Program:
-    """The program with the entry ``backward``, too. Raises :class:`~ecornn.errors.ScheduleError` where no schedule
-    carries out the adjoint."""
+def with_backward(task: Task, forward: Program, beside: bool = False) -> Program:
+    """The program with the entry ``backward``, too; ``beside``: a layer's other direction goes on at the same time, so
+    that nothing can be added to its gradient of x.
+
+    Raises :class:`~ecornn.errors.ScheduleError` where no schedule carries out the adjoint.
+    """
     w, traversal = task.workload, task.traversal
     made = adjoint(task.graph, w.hidden, starts_anew=traversal.resets)
     inner = recurrence_task(task, made)
@@ -45,7 +56,8 @@ def with_backward(task: Task, forward: Program) -> Program:
         raise ScheduleError(f"no schedule carries out the adjoint of {w} on {task.device.name}: {fault}")
     config = schedule.default(inner)
     layout = hoisted_of(inner, config)
-    second = traversal.reverse and traversal.directions > 1  # its gradient of x is added to the first one's
+    # the gradient of x of a second direction is added to the first one's
+    second = traversal.reverse and traversal.directions > 1 and not beside
     before, recurrence, handed = _recurrence(inner, made, schedule.recurrence(inner, config))
     hoisted = (layout.buffer(w.batch),) if inner.graph.hoisted_outputs else ()
     rows, after = parts_of(task, made, kept(made, "states"), layout, recurrence, add=True, add_dx=second)
