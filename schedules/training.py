@@ -65,7 +65,7 @@ def with_backward(task: Task, forward: Program, beside: bool = False) -> Program
                              task.graph.states, task.graph.parameters)
     tensors += kept_buffers(kept_states(task), w.batch, w.hidden, w.dtype)
     names = _names(task)
-    steps = chunk_for(task, (*hoisted, *rows.buffers))
+    steps = chunk_for(task, (*hoisted, *rows.buffers), schedule.expected(inner))
     if steps is not None:
         short = replace(task, workload=structs.replace(w, seq=steps))
         rows, after = parts_of(short, made, kept(made, "states"), layout, recurrence, add=True, add_dx=second,

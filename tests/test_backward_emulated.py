@@ -132,7 +132,7 @@ def check(step, name, sizes, dtype, traversal):
 ], ids=str)
 def test_a_training_step_in_chunks(name, sizes, traversal, tmp_path, monkeypatch):
     """Of 8 steps, the last one of fewer; the same bits in every run."""
-    for constant, value in {"ROOM": 1, "LEAST": 8, "SHORTEST": 1}.items():
+    for constant, value in {"ROOM": 1, "LEAST": 8, "BACKWARD": 1, "SHORTEST": 1}.items():
         monkeypatch.setattr(chunks, constant, value)
     step = Step(tmp_path, "persistent", name, sizes, "float32", traversal)
     for entry in (FORWARD, BACKWARD):

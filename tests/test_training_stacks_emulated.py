@@ -118,7 +118,7 @@ def test_directions(tmp_path: Path, cell: str, layers: int, dtype: str, overlap:
 
 def test_directions_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Side by side, each in chunks of its own."""
-    for constant, value in {"ROOM": 1, "LEAST": 8, "SHORTEST": 1}.items():
+    for constant, value in {"ROOM": 1, "LEAST": 8, "BACKWARD": 1, "SHORTEST": 1}.items():
         monkeypatch.setattr(chunks, constant, value)
     stack = Stack(1, True, keep="states")
     program = program_of("gru", stack, "float32", SIDES, 20)
