@@ -67,7 +67,7 @@ class PersistentWide(Schedule):
             return f"hidden={w.hidden} is more than {PARTS[-1] * LANES * DEPTH}"
         if fault := no_projection(task):
             return fault
-        if next(self._candidates(task), None) is None:
+        if next(self.candidates(task), None) is None:
             return (f"the recurrent weights of {w} do not fit on the {task.device.cores} "
                     f"multiprocessors of {task.device.name}")
         return late_operand(task.graph)
@@ -125,7 +125,7 @@ class PersistentWide(Schedule):
         return None
 
     def default(self, task: Task) -> Config:
-        best = min(self._candidates(task), key=lambda c: estimate(task, plan_of(task, c)), default=None)
+        best = min(self.candidates(task), key=lambda c: estimate(task, plan_of(task, c)), default=None)
         assert best is not None, "default() is for tasks that serves() accepts"
         return {**best, "hoisted": preferred(task, estimate(task, plan_of(task, best)))}
 
@@ -137,7 +137,7 @@ class PersistentWide(Schedule):
         config = self.default(task)
         return estimate(task, plan_of(task, config)) - gained(task, config)
 
-    def _candidates(self, task: Task) -> Iterator[Config]:
+    def candidates(self, task: Task) -> Iterator[Config]:
         """Of all cuts, those that keep as many weights in registers as possible."""
         knobs = {k.name: k.values for k in self.knobs(task)}
         cut, math = ("groups", "units", "parts", "row_teams"), "exact" if len(knobs["math"]) == 1 else "fast"
