@@ -23,6 +23,7 @@ from ecornn.schedules.elementwise import Elementwise
 from ecornn.schedules.hoisted import hoisted_of
 from ecornn.schedules.keeping import kept_buffers, kept_states
 from ecornn.schedules.persistent import Persistent
+from ecornn.schedules.persistent_wide import PersistentWide
 from ecornn.schedules.step.layout_transform import LayoutTransform
 
 OWN = "backward_"  # of names of functions and buffers that nothing else uses
@@ -84,14 +85,15 @@ def with_backward(task: Task, forward: Program, beside: bool = False) -> Program
                    entries={**forward.entries, BACKWARD: entry})
 
 
-def _schedule(task: Task) -> tuple[Persistent | LayoutTransform | Elementwise, str | None]:
-    """The schedule of a recurrence, with a reason why it cannot serve it, if none can. Where `persistent` can it is the
-    faster one: 52 to 58 us a step beside 59 to 65 even where `layout_transform` is expected to gain most, LSTM
-    256x64x2048 on an H200."""
+def _schedule(task: Task) -> tuple[Persistent | PersistentWide | LayoutTransform | Elementwise, str | None]:
+    """The schedule of a recurrence, with a reason why it cannot serve it, if none can. Where weights stay on chip it is
+    the one that is expected to be faster: `layout_transform` took 59 to 65 us a step beside 52 to 58 even where it is
+    expected to gain most, LSTM 256x64x2048 on an H200."""
     if not task.graph.phases:
         return Elementwise(), Elementwise().serves(task)
-    if Persistent().serves(task) is None:
-        return Persistent(), None
+    on_chip = [schedule for schedule in (Persistent(), PersistentWide()) if schedule.serves(task) is None]
+    if on_chip:
+        return min(on_chip, key=lambda schedule: schedule.expected(task)), None
     return LayoutTransform(), LayoutTransform().serves(task)
 
 
