@@ -16,7 +16,7 @@ from ecornn.schedules.timeline import remaining_lengths
 
 ROOM = 18 << 20  # bytes of the workspaces that grow with a chunk
 LEAST = 352  # steps of a chunk of forward, whose workspaces are few
-BACKWARD = 130_000  # nanoseconds of a recurrence for which a chunk of backward starts its kernels, and loads weights
+BACKWARD = 120_000  # nanoseconds of a recurrence for which a chunk of backward starts its kernels, and loads weights
 SHORTEST = 512  # steps of a sequence that is cut
 
 

@@ -183,7 +183,8 @@ class RowPass:
         return Job(name, self.memory.task.device, w.dtype, w.arithmetic,
                    operands_of(name, products, {v: p.columns for v, p in operands.items()} | {None: self.memory.x},
                                w.itemsize),
-                   len(products), self.units or w.hidden, 0, vectors, self.by_step)
+                   len(products), self.units or w.hidden, 0, vectors, self.by_step,
+                   w.seq * w.batch if self.by_step else w.batch)
 
 
 def operands_of(name: str, products: Sequence[Product], columns: Mapping[Var | None, Columns],

@@ -83,6 +83,7 @@ class Job:
     outputs : values that are made of them
     vectors : parameter vectors that it takes
     by_step : there are rows of every step, T*B; else of the batch alone
+    expected : rows that tiles are chosen for, of which any number may come; None: so many that it does not matter
     """
 
     name: str
@@ -95,6 +96,7 @@ class Job:
     outputs: int
     vectors: int = 0
     by_step: bool = True
+    expected: int | None = None
 
     def count(self, steps: Expr, batch: Expr) -> Expr:
         """The rows."""
