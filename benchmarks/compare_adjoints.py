@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ecornn.schedules.base import Schedule, Task
 
 DEVICE = "cuda"
-STEPS, CHECKED = 256, 16  # of a timed and of a checked call
+STEPS, CHECKED = 256, 12  # of a timed and of a checked call
 OTHERS = ("persistent", "layout_transform")
 
 
@@ -126,7 +126,9 @@ class Sample:
     def __init__(self, case: Case) -> None:
         self.case, self.task = case, task_of(case)
         graph, rng, shape = self.task.graph, np.random.default_rng(case.H + case.B), (case.B, case.H)
-        self.weights = {n: self.rounded(rng.uniform(-1, 1, s) * case.H**-0.5) for n, s in graph.parameters.items()}
+        read = {t.parameter for p in graph.phases[0].products for t in p.terms} | {v.parameter for v in graph.vectors}
+        self.weights = {n: self.rounded(rng.uniform(-1, 1, s) * case.H**-0.5)
+                        for n, s in graph.parameters.items() if n in read}
         count = len(graph.hoisted_outputs)
         self.hoisted = self.rounded(rng.uniform(-0.5, 0.5, (CHECKED, case.B, count, case.H)))
         self.first = {n: self.rounded(rng.normal(size=shape) * n.startswith("rest")) for n in graph.states}
