@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 from cuda_on_cpu import DTYPES, GUARD, Emulated, pack
 from emulated import TINY, masks_of
+from limits import relative
 from msgspec import structs
 from test_adjoint import H, cell_of
 from test_cpu_training import Call, reference
 
 from ecornn.analysis import analyse
+from ecornn.numpy_gradients import reference_gradients
+from ecornn.numpy_reference import random_weights
 from ecornn.program import BACKWARD, FORWARD, PACKED, WORKSPACE, Chunks
 from ecornn.schedules import all_schedules, chunks
 from ecornn.schedules.base import Task
@@ -102,6 +105,25 @@ class Step:
 ], ids=str)
 def test_a_training_step(schedule, name, sizes, dtype, traversal, tmp_path):
     check(Step(tmp_path, schedule, name, sizes, dtype, traversal), name, sizes, dtype, traversal)
+
+
+def test_sums_of_gradients_that_are_much_smaller_than_those_of_the_step_before(tmp_path):
+    """Of a row of zeros, which layer normalization divides by sqrt(1e-5), as rows are that take no part in a step."""
+    name, (steps, batch, input, hidden) = "lstm(layer_norm)", (6, 5, 13, 40)
+    step = Step(tmp_path, "persistent", name, (steps, batch, input, hidden), "float32", Traversal(lengths=True))
+    rng = np.random.default_rng(0)
+    x, dy, *states = (rng.standard_normal(s).astype(np.float32) for s in (
+        (steps, batch, input), (steps, batch, hidden), *[(batch, hidden)] * 4))
+    weights = {n: w.astype(np.float32) for n, w in random_weights(name, input, hidden, 1, 1, 1).items()}
+    parameters = {n: weights[f"{n}_l0"].reshape(s) for n, s in step.task.graph.parameters.items()}
+    call = Call(x, states[:2], dy, states[2:], parameters, np.array([4, 5, 1, 6, 6], np.int32))
+    found = step.run(call)
+    dx, dweights, dfirst = reference_gradients(name, x, weights, states[:2], dy=dy, dstate=states[2:],
+                                               lengths=call.lengths)
+    wanted = {"dx": dx, "dh_in": dfirst[0], "dc_in": dfirst[1],
+              **{f"gradient_{n.removesuffix('_l0')}": d for n, d in dweights.items()}}
+    for what, value in wanted.items():
+        assert relative(found[what], value.reshape(-1)) < 1e-5, what
 
 
 @pytest.mark.parametrize(("name", "sizes", "dtype", "traversal"), [

@@ -147,6 +147,12 @@ class GateThreads(ABC):
     def _limit(self, i: int) -> Expr:
         return self.steps if self.limits is None else self.limits[i]
 
+    def _live(self, i: int, t: Expr) -> Expr | None:
+        """Whether item i's row takes part in step t; None: always."""
+        if self.numbers is not None:
+            return T.let("live", self.numbers[i, 0] >= 0)
+        return self.timeline.live(t, self._limit(i))
+
     def _constants(self, i: int) -> None:
         graph, H = self.graph, self.task.workload.hidden
         at = T.let("at", T.min(self.unit[i], H - 1))
