@@ -46,6 +46,19 @@ def together(traversal: Traversal, groups: int, rows: int) -> int:
     return 1 if not traversal.sequences else 0 if groups == 1 else rows
 
 
+def rows_mask(traversal: Traversal) -> str | None:
+    """The tensor that says which rows of T*B take part in their step; None where all do."""
+    return next((name for name in ("lengths", "sequences") if getattr(traversal, name)), None)
+
+
+def takes_part(mask: str, values: TirBuffer, row: Expr, batch: Expr, there: Expr | None = None) -> Expr:
+    """Whether a row of T*B, in x's time, does; ``mask``: what ``values`` are, of :func:`rows_mask`; ``there``: whether
+    there is such a row, where that is not sure."""
+    place = row % batch if mask == "lengths" else row
+    value = values[place if there is None else T.Select(there, place, 0)]
+    return row // batch < value if mask == "lengths" else value >= 0
+
+
 _BLOCKS, _THREADS = 64, 256
 
 

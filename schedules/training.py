@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import gcd
 
 from msgspec import structs
 
@@ -14,15 +15,18 @@ from ecornn.errors import ScheduleError
 from ecornn.program import BACKWARD, ENTRIES, WORKSPACE, Buffer, Call, Entry, Extent, Fill, Launch, Loop, Program
 from ecornn.schedules.assemble import tensor_buffers, vector_buffer
 from ecornn.schedules.backward.assemble import parts_of
+from ecornn.schedules.backward.memory import rows_extent
 from ecornn.schedules.backward.recurrence import recurrence_task
 from ecornn.schedules.base import Component, Task, joined
 from ecornn.schedules.builder import PrimFunc
 from ecornn.schedules.chunks import chunk_for, in_chunks
 from ecornn.schedules.elementwise import Elementwise
+from ecornn.schedules.gemm.job import BATCH, SEQUENCES
 from ecornn.schedules.hoisted import hoisted_of
 from ecornn.schedules.keeping import kept_buffers, kept_states
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.step.layout_transform import LayoutTransform
+from ecornn.schedules.timeline import piece_buffers
 
 OWN = "backward_"  # of names of functions and buffers that nothing else uses
 SCALARS = ("T", "B", "t", "first_step", "all_steps")
@@ -45,6 +49,7 @@ def with_backward(task: Task, forward: Program) -> Program:
         raise ScheduleError(f"no schedule carries out the adjoint of {w} on {task.device.name}: {fault}")
     config = schedule.default(inner)
     layout = hoisted_of(inner, config)
+    together = gcd(forward.together, schedule.together(inner, config)) if isinstance(schedule, Persistent) else 1
     second = traversal.reverse and traversal.directions > 1  # its gradient of x is added to the first one's
     before, recurrence, handed = _recurrence(inner, made, schedule.recurrence(inner, config))
     hoisted = (layout.buffer(w.batch),) if inner.graph.hoisted_outputs else ()
@@ -69,13 +74,15 @@ def with_backward(task: Task, forward: Program) -> Program:
     buffers = {b.name: b for b in (*forward.buffers, *taken)}
     entry = Entry(part.calls, tuple(dict.fromkeys(b.name for b in taken)))
     return replace(forward, functions={**forward.functions, **part.functions}, buffers=tuple(buffers.values()),
-                   entries={**forward.entries, BACKWARD: entry})
+                   entries={**forward.entries, BACKWARD: entry}, together=together)
 
 
 def _schedule(task: Task) -> tuple[Persistent | LayoutTransform | Elementwise, str | None]:
     """The schedule of a recurrence, with a reason why it cannot serve it, if none can. Where `persistent` can it is the
     faster one: 52 to 58 us a step beside 59 to 65 even where `layout_transform` is expected to gain most, LSTM
     256x64x2048 on an H200."""
+    if task.traversal.sequences:
+        return Persistent(), Persistent().serves(task)
     if not task.graph.phases:
         return Elementwise(), Elementwise().serves(task)
     if Persistent().serves(task) is None:
@@ -89,17 +96,19 @@ def _recurrence(task: Task, adjoint: Adjoint, kernel: Component) -> tuple[Compon
     zeros, and leaves ``last_<state>``; and these pairs."""
     w, graph = task.workload, task.graph
     first = {state: name for name, state in adjoint.first.items()}
-    names = {f"{s}_in": f"d{first[s]}_out" if s in first else f"zeros_{s}" for s in graph.states}
+    columns = task.traversal.sequences  # then there are many zeros, which all states share
+    zeros = {s: "zeros" if columns else f"zeros_{s}" for s in graph.states if s not in first}
+    names = {f"{s}_in": f"d{first[s]}_out" if s in first else zeros[s] for s in graph.states}
     names |= {f"{s}_out": f"last_{s}" for s in graph.states}
     vectors = vector_buffer(task)  # in the order of the recurrence
     own = {b.name: f"recurrence_{b.name}" for b in (*kernel.buffers, vectors)}
     made = _named(kernel, {**names, **own}, everything=False)
-    size = Extent(w.batch * w.hidden)
+    size = rows_extent(SEQUENCES if columns else BATCH, w.batch * w.hidden)
     spaces = [Buffer(f"last_{s}", WORKSPACE, w.dtype, size) for s in graph.states]
     spaces.append(structs.replace(vectors, name=own[vectors.name]))
-    zeros = [f"zeros_{s}" for s in graph.states if s not in first]
-    before = Component({}, tuple(Buffer(z, WORKSPACE, w.dtype, size) for z in zeros),
-                       tuple(Fill(z, 0, size) for z in zeros))
+    spaces += piece_buffers(task.traversal, w, len(graph.states))
+    before = Component({}, tuple(Buffer(z, WORKSPACE, w.dtype, size) for z in dict.fromkeys(zeros.values())),
+                       tuple(Fill(z, 0, size) for z in dict.fromkeys(zeros.values())))
     return before, replace(made, buffers=(*made.buffers, *spaces)), [
         (names[f"{s}_in"], f"last_{s}") for s in graph.states]
 

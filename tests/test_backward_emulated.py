@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cuda_on_cpu import DTYPES, GUARD, Emulated, pack
 from emulated import TINY, masks_of
+from exact import unmarked
 from limits import relative
 from msgspec import structs
 from test_adjoint import H, cell_of
@@ -49,18 +50,20 @@ class Step:
         def drawn(*shape: int) -> np.ndarray:
             return rng.uniform(-1, 1, shape).astype(kind).astype(np.float32)
 
-        masks = masks_of(self.traversal, steps, batch)
+        masks = masks_of(self.traversal, steps, batch, self.program.together)
         parameters = {n: (rng.uniform(-1, 1, s) / work.hidden ** 0.5).astype(kind).astype(np.float32)
                       for n, s in self.task.graph.parameters.items()}
-        states = self.task.graph.states
-        return Call(drawn(steps, batch, work.input), [drawn(batch, work.hidden) for _ in states],
-                    drawn(steps, batch, work.hidden), [drawn(batch, work.hidden) for _ in states], parameters,
-                    masks.get("lengths"), masks.get("resets"))
+        states, table = self.task.graph.states, masks.get("sequences")
+        rows = batch if table is None else int(unmarked(table).max()) + 1
+        return Call(drawn(steps, batch, work.input), [drawn(rows, work.hidden) for _ in states],
+                    drawn(steps, batch, work.hidden), [drawn(rows, work.hidden) for _ in states], parameters,
+                    masks.get("lengths"), masks.get("resets"), table)
 
     def run(self, call: Call) -> dict[str, np.ndarray]:
-        steps, batch, _ = call.x.shape
+        (steps, batch, _), rows = call.x.shape, len(call.states[0])
         work, states = self.task.workload, list(self.task.graph.states)
-        given: dict[str, Any] = {"x": call.x, "dy": call.dy, "lengths": call.lengths, "resets": call.resets}
+        given: dict[str, Any] = {"x": call.x, "dy": call.dy, "lengths": call.lengths, "resets": call.resets,
+                                 "sequences": call.sequences}
         given |= {f"{n}_in": s for n, s in zip(states, call.states, strict=True)}
         given |= {f"d{n}_out": s for n, s in zip(states, call.dstates, strict=True)}
         given |= {f"gradient_{n}": np.ones_like(p) for n, p in call.parameters.items()}  # that are added to
@@ -72,7 +75,7 @@ class Step:
                 continue
             count = sizes.get(b.name, given[b.name].size if b.name in given else b.extent.at(steps))
             if b.tensor in ("state_out", "dstate_in"):
-                count = batch * work.hidden
+                count = rows * work.hidden
             raw = np.full(count * DTYPES[b.dtype].itemsize + GUARD, 0xFF, np.uint8)
             raw[-GUARD:] = 0xA5
             memory[b.name] = raw.view(DTYPES[b.dtype])

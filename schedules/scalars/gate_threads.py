@@ -305,10 +305,10 @@ class GateThreads(ABC):
             T.buffer_store(self.arguments[f"{state}_kept"], T.cast(value, w.dtype), [row * H + self.unit[i]])
 
     def _leave(self, i: int, row: Expr, ended: Ended) -> None:
-        """Stores the last states of a row or a sequence; of an adjoint's recurrence, where they may have been cleared
-        since."""
+        """Stores the last states of a row or a sequence; of the rows of an adjoint's recurrence, where they may have
+        been cleared since."""
         w = self.task.workload
-        last = ended.following if self.task.traversal.backward else ended.new
+        last = ended.following if self.task.traversal.backward and self.numbers is None else ended.new
         for name in self.state_index:
             T.buffer_store(self.arguments[f"{name}_out"], T.cast(last[name], w.dtype),
                            [row * w.hidden + self.unit[i]])
