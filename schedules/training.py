@@ -15,13 +15,12 @@ from ecornn.errors import ScheduleError
 from ecornn.program import BACKWARD, ENTRIES, WORKSPACE, Buffer, Call, Entry, Extent, Fill, Launch, Loop, Program
 from ecornn.schedules.assemble import tensor_buffers, vector_buffer
 from ecornn.schedules.backward.assemble import parts_of
-from ecornn.schedules.backward.memory import rows_extent
+from ecornn.schedules.backward.memory import rows_extent, rows_of_states
 from ecornn.schedules.backward.recurrence import recurrence_task
 from ecornn.schedules.base import Component, Task, joined
 from ecornn.schedules.builder import PrimFunc
 from ecornn.schedules.chunks import chunk_for, in_chunks
 from ecornn.schedules.elementwise import Elementwise
-from ecornn.schedules.gemm.job import BATCH, SEQUENCES
 from ecornn.schedules.hoisted import hoisted_of
 from ecornn.schedules.keeping import kept_buffers, kept_states
 from ecornn.schedules.persistent import Persistent
@@ -103,7 +102,7 @@ def _recurrence(task: Task, adjoint: Adjoint, kernel: Component) -> tuple[Compon
     vectors = vector_buffer(task)  # in the order of the recurrence
     own = {b.name: f"recurrence_{b.name}" for b in (*kernel.buffers, vectors)}
     made = _named(kernel, {**names, **own}, everything=False)
-    size = rows_extent(SEQUENCES if columns else BATCH, w.batch * w.hidden)
+    size = rows_extent(rows_of_states(task.traversal), w.batch * w.hidden)
     spaces = [Buffer(f"last_{s}", WORKSPACE, w.dtype, size) for s in graph.states]
     spaces.append(structs.replace(vectors, name=own[vectors.name]))
     spaces += piece_buffers(task.traversal, w, len(graph.states))

@@ -29,6 +29,7 @@ from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
 from ecornn.schedules.gemm.job import BATCH, SEQUENCES, Columns
 from ecornn.schedules.isa.tensor_core import pack_pair, unpack_half
+from ecornn.workload import Traversal
 
 Within = Callable[[Expr, int], Expr]  # (unit, e) -> unit + e, or one that there is
 
@@ -100,8 +101,8 @@ class Memory:
 
     @property
     def each_state(self) -> str:
-        """What there is a row of in first and last states, as of a :class:`~ecornn.schedules.gemm.job.Job`."""
-        return SEQUENCES if self.task.traversal.sequences else BATCH
+        """:func:`rows_of_states`."""
+        return rows_of_states(self.task.traversal)
 
     def y(self, name: str) -> Columns:
         """y, or its gradient."""
@@ -165,6 +166,11 @@ class Workspaces:
         """It, if there is anything in it; ``each``: what there is a row of, of sequences as many as steps at most."""
         size = batch * len(self.variables) * self.units
         return (Buffer(self.name, self.role, self.dtype, rows_extent(each, size)),) if size else ()
+
+
+def rows_of_states(traversal: Traversal) -> str:
+    """What there is a row of in first and last states, as of a :class:`~ecornn.schedules.gemm.job.Job`."""
+    return SEQUENCES if traversal.sequences else BATCH
 
 
 def rows_extent(each: str, size: int) -> Extent:
