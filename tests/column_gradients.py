@@ -1,4 +1,4 @@
-"""A training step of a bound layer on sequences in columns, against float64: what a GPU's tests and the sanitizer run."""
+"""A training step of a bound layer on sequences in columns, against float64: for a GPU's tests and the sanitizer."""
 
 from __future__ import annotations
 

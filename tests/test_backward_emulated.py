@@ -154,6 +154,8 @@ def check(step, name, sizes, dtype, traversal):
     ("lstm", (20, 3, 6, H), Traversal(lengths=True, resets=True)),
     ("gru", (17, 2, 5, H), Traversal(reverse=True, lengths=True)),
     ("lstm(peepholes)", (20, 2, 5, H), Traversal(resets=True)),
+    ("lstm", (20, 3, 6, H), Traversal(reverse=True, lengths=True, resets=True)),
+    ("gru", (17, 4, 5, H), Traversal(reverse=True, resets=True)),
 ], ids=str)
 def test_a_training_step_in_chunks(name, sizes, traversal, tmp_path, monkeypatch):
     """Of 8 steps, the last one of fewer; the same bits in every run."""

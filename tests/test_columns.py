@@ -289,7 +289,7 @@ def test_how_many_columns_packed_sequences_take(lengths: list[int], width: int |
 
 
 def test_a_training_step_has_states_by_sequence():
-    """What the two entries are called with, of S sequences: pointers to states of S rows, and to the table with marks."""
+    """What the two entries are called with, of S sequences: pointers to S rows of states, and to the table with marks."""
     said, states = sample.with_sequences(), ("state_in", "state_out", "dstate_out", "dstate_in")
     gradients = [Buffer.of("gradient", "float32", key) for key in ("W", "b")]
     made = [*(Buffer.of(tensor, "float32", s) for tensor in states for s in "hc"),
@@ -310,7 +310,8 @@ def test_a_training_step_has_states_by_sequence():
             given = dict(zip(entries[name], pointers, strict=True))
             assert (T, B) == (steps, width)
             assert np.array_equal(array(given["sequences"], ctypes.c_int32, T, B), columns.marked)
-            calls[name] = {n: array(at, ctypes.c_float, 4, H) for n, at in given.items() if buffers[n].state in ("h", "c")}
+            calls[name] = {n: array(at, ctypes.c_float, 4, H) for n, at in given.items()
+                           if buffers[n].state in ("h", "c")}
             for n, value in calls[name].items():
                 if buffers[n].role == "made":
                     value[:] = np.arange(4 * H).reshape(4, H) + len(n)

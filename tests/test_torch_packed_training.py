@@ -23,7 +23,8 @@ def by_torch(library: torch.nn.LSTM, names: list[str], columns: Any, tensors: An
     y, states = x.new_zeros(x.shape[0] * x.shape[1], 2 * H), []
     for number in range(columns.count):
         at = torch.from_numpy(columns.of_sequence(number))
-        given = x.flatten(0, 1)[at][:, None], (h[:, number:number + 1].contiguous(), c[:, number:number + 1].contiguous())
+        first = tuple(s[:, number:number + 1].contiguous() for s in (h, c))
+        given = x.flatten(0, 1)[at][:, None], first
         rows, after = torch.func.functional_call(library, dict(zip(names, weights, strict=True)), given)
         y, states = y.index_copy(0, at, rows[:, 0]), [*states, after]
     return [y.view(*x.shape[:2], -1), *(torch.cat(each, 1) for each in zip(*states, strict=True))]

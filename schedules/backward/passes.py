@@ -103,7 +103,7 @@ class RowPass:
     leaves : where what it reads lies
     invariants : what parameters determine
     each : what it goes over, as of a :class:`~ecornn.schedules.gemm.job.Job`
-    mask : zeros are stored where a row takes no part in the step, as :func:`~ecornn.schedules.timeline.rows_mask` has it
+    mask : of :func:`~ecornn.schedules.timeline.rows_mask`: where a row takes no part in the step zeros are stored
     units : of the last product, where these are not hidden units
     """
 

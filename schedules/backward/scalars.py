@@ -32,7 +32,7 @@ class Scalars:
     leaves : where a value lies that is made elsewhere
     stores : values, and where they go
     hoisted, layout : values that go to the buffer ``hoisted``
-    mask : where a row takes no part in the step zeros are stored, as :func:`~ecornn.schedules.timeline.rows_mask` says
+    mask : of :func:`~ecornn.schedules.timeline.rows_mask`: where a row takes no part in the step zeros are stored
     instead : or another one's value, in place of some
     """
 

@@ -36,7 +36,7 @@ class OuterJob:
     ----------
     name : of the kernel
     rows : T*B that the sizes are chosen for; any number may come
-    mask : rows that take no part in their step count as zeros, as :func:`~ecornn.schedules.timeline.rows_mask` has it
+    mask : of :func:`~ecornn.schedules.timeline.rows_mask`: rows that take no part in their step count as zeros
     """
 
     name: str
