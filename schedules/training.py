@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import inf
+from math import gcd, inf
 
 from msgspec import structs
 
@@ -15,6 +15,7 @@ from ecornn.errors import ScheduleError
 from ecornn.program import BACKWARD, ENTRIES, WORKSPACE, Buffer, Call, Entry, Extent, Fill, Launch, Loop, Program
 from ecornn.schedules.assemble import tensor_buffers, vector_buffer
 from ecornn.schedules.backward.assemble import parts_of
+from ecornn.schedules.backward.memory import rows_extent, rows_of_states
 from ecornn.schedules.backward.recurrence import recurrence_task
 from ecornn.schedules.base import Component, Task, joined
 from ecornn.schedules.builder import PrimFunc
@@ -25,6 +26,7 @@ from ecornn.schedules.keeping import kept_buffers, kept_states
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.persistent_wide import PersistentWide
 from ecornn.schedules.step.layout_transform import LayoutTransform
+from ecornn.schedules.timeline import piece_buffers
 
 OWN = "backward_"  # of names of functions and buffers that nothing else uses
 DOUBT = 1.25  # estimates of two schedules have errors of their own: `persistent`'s of LSTM 1024 B=64 is 24% too long
@@ -58,6 +60,7 @@ def with_backward(task: Task, forward: Program, beside: bool = False) -> Program
         raise ScheduleError(f"no schedule carries out the adjoint of {w} on {task.device.name}: {fault}")
     config = schedule.default(inner)
     layout = hoisted_of(inner, config)
+    together = gcd(forward.together, schedule.together(inner, config)) if isinstance(schedule, Persistent) else 1
     # the gradient of x of a second direction is added to the first one's
     second = traversal.reverse and traversal.directions > 1 and not beside
     before, recurrence, handed = _recurrence(inner, made, schedule.recurrence(inner, config))
@@ -83,7 +86,7 @@ def with_backward(task: Task, forward: Program, beside: bool = False) -> Program
     buffers = {b.name: b for b in (*forward.buffers, *taken)}
     entry = Entry(part.calls, tuple(dict.fromkeys(b.name for b in taken)))
     return replace(forward, functions={**forward.functions, **part.functions}, buffers=tuple(buffers.values()),
-                   entries={**forward.entries, BACKWARD: entry})
+                   entries={**forward.entries, BACKWARD: entry}, together=together)
 
 
 def _schedule(task: Task) -> tuple[Persistent | PersistentWide | LayoutTransform | Elementwise, str | None]:
@@ -91,6 +94,8 @@ def _schedule(task: Task) -> tuple[Persistent | PersistentWide | LayoutTransform
     is `persistent` or, where that is expected to gain more than ``DOUBT``, `persistent_wide`. `layout_transform` took
     59 to 65 us a step beside the 52 to 58 of `persistent` even where it was expected to gain most, LSTM 256x64x2048 on
     an H200."""
+    if task.traversal.sequences:
+        return Persistent(), Persistent().serves(task)
     if not task.graph.phases:
         return Elementwise(), Elementwise().serves(task)
     persistent, wide = Persistent(), PersistentWide()
@@ -106,17 +111,19 @@ def _recurrence(task: Task, adjoint: Adjoint, kernel: Component) -> tuple[Compon
     zeros, and leaves ``last_<state>``; and these pairs."""
     w, graph = task.workload, task.graph
     first = {state: name for name, state in adjoint.first.items()}
-    names = {f"{s}_in": f"d{first[s]}_out" if s in first else f"zeros_{s}" for s in graph.states}
+    columns = task.traversal.sequences  # then there are many zeros, which all states share
+    zeros = {s: "zeros" if columns else f"zeros_{s}" for s in graph.states if s not in first}
+    names = {f"{s}_in": f"d{first[s]}_out" if s in first else zeros[s] for s in graph.states}
     names |= {f"{s}_out": f"last_{s}" for s in graph.states}
     vectors = vector_buffer(task)  # in the order of the recurrence
     own = {b.name: f"recurrence_{b.name}" for b in (*kernel.buffers, vectors)}
     made = _named(kernel, {**names, **own}, everything=False)
-    size = Extent(w.batch * w.hidden)
+    size = rows_extent(rows_of_states(task.traversal), w.batch * w.hidden)
     spaces = [Buffer(f"last_{s}", WORKSPACE, w.dtype, size) for s in graph.states]
     spaces.append(structs.replace(vectors, name=own[vectors.name]))
-    zeros = [f"zeros_{s}" for s in graph.states if s not in first]
-    before = Component({}, tuple(Buffer(z, WORKSPACE, w.dtype, size) for z in zeros),
-                       tuple(Fill(z, 0, size) for z in zeros))
+    spaces += piece_buffers(task.traversal, w, len(graph.states))
+    before = Component({}, tuple(Buffer(z, WORKSPACE, w.dtype, size) for z in dict.fromkeys(zeros.values())),
+                       tuple(Fill(z, 0, size) for z in dict.fromkeys(zeros.values())))
     return before, replace(made, buffers=(*made.buffers, *spaces)), [
         (names[f"{s}_in"], f"last_{s}") for s in graph.states]
 

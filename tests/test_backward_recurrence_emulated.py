@@ -245,7 +245,7 @@ def test_schedules_that_cannot_say_so():
     assert refusing == {*all_schedules()} - {"persistent", "persistent_wide", "elementwise", "layout_transform"}
     columns = recurrence_task(task_of("lstm", (5, 3, 24, 64), "bfloat16", HOPPER, Traversal(sequences=True)),
                               adjoint(layer.graph, 64))
-    assert "columns" in str(Persistent().serves(columns))
+    assert Persistent().serves(columns) is None
     (phase,) = task.graph.phases
     (product,) = phase.products
     first, *others = product.terms

@@ -9,7 +9,7 @@ from torch.nn.functional import dropout
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from ecornn.errors import ArgumentError, DeviceError, DTypeError, ShapeError
-from ecornn.torch import engine, packed
+from ecornn.torch import engine, packed, packed_training
 from ecornn.torch.dispatching import watched
 from ecornn.torch.falling_back import by_torch, obstacle, tensors_of
 from ecornn.torch.kind import text_of
@@ -80,8 +80,14 @@ class Sequences:
         data, sizes, order, back = input
         if data.dim() != 2 or data.shape[1] != self.input_size:
             raise ShapeError("input.shape", tuple(data.shape), f"2 axes, the last of input_size={self.input_size}")
-        if asked or self._drops or torch.compiler.is_compiling() or watched(
-                (data, *tensors_of(hx), *engine.weights_of(self))):
+        plain = not (self._drops or torch.compiler.is_compiling() or watched(
+            (data, *tensors_of(hx), *engine.weights_of(self))))
+        found = None  # rows and states of columns with gradients
+        if asked and plain:
+            found = packed_training.run(self, input, states_of(self, hx, data, int(sizes[0]), False, order))
+        if found is not None:
+            rows, *after = found
+        elif asked or not plain:
             x, lengths = pad_packed_sequence(PackedSequence(data, sizes))
             y, *after = self._run(x, states_of(self, hx, x, x.shape[1], False, order), lengths, asked)
             rows = pack_padded_sequence(y, lengths).data

@@ -21,6 +21,7 @@ from ecornn.schedules.gemm.outer_kernel import adding_kernel, outer_kernel
 from ecornn.schedules.gemm.outer_wgmma import THREADS as HOPPER_THREADS
 from ecornn.schedules.gemm.outer_wgmma import hopper_shape
 from ecornn.schedules.gemm.outer_wgmma_kernel import outer_wgmma_kernel
+from ecornn.schedules.timeline import rows_mask
 
 WGMMA = True  # off only to compare the two kernels
 
@@ -85,7 +86,7 @@ def _outer(memory: Memory, number: int, group: Group, add: bool) -> Component:
     """The sums of all rows; or two kernels: sums of parts of the rows, and their sum."""
     w, task = memory.task.workload, memory.task
     job = OuterJob(f"outer_{number}", task.device, w.dtype, w.arithmetic, group.values, group.operand, w.seq * w.batch,
-                   task.traversal.lengths)
+                   rows_mask(task.traversal))
     hopper, adder, blocks = hopper_shape(job) if WGMMA else None, f"add_outer_{number}", 2 * task.device.cores
     shape = hopper or outer_shape(job)
     height, width = job.values.width, job.operand.width

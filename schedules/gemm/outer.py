@@ -39,7 +39,7 @@ class OuterJob:
     ----------
     name : of the kernel
     rows : T*B that the sizes are chosen for; any number may come
-    lengths : rows beyond a sequence's length count as zeros
+    mask : of :func:`~ecornn.schedules.timeline.rows_mask`: rows that take no part in their step count as zeros
     """
 
     name: str
@@ -49,7 +49,7 @@ class OuterJob:
     values: Columns
     operand: Columns
     rows: int
-    lengths: bool = False
+    mask: str | None = None
 
     @property
     def itemsize(self) -> int:

@@ -8,10 +8,11 @@ from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
 from ecornn.schedules.gemm.job import Columns
 from ecornn.schedules.gemm.outer import COLUMN_WARPS, PAD, STAGES, THREADS, Into, OuterJob, OuterShape, part_of_sums
 from ecornn.schedules.isa.tensor_core import mma, per_word, split
+from ecornn.schedules.timeline import takes_part
 
 
 def outer_kernel(job: OuterJob, shape: OuterShape, into: Into) -> PrimFunc:
-    """``(T, B, values, operand, lengths, into)``: the sums over all rows, to ``into``; of several parts the sums over
+    """``(T, B, values, operand, mask, into)``: the sums over all rows, to ``into``; of several parts the sums over
     each, ``into[p, m, n]``."""
     from tvm.script.ir_builder import IRBuilder
 
@@ -20,8 +21,8 @@ def outer_kernel(job: OuterJob, shape: OuterShape, into: Into) -> PrimFunc:
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
         big = (T.int64(1 << 40),)
         arguments = {n: T.arg(n, T.buffer(big, job.dtype)) for n in ("values", "operand")}
-        if job.lengths:
-            arguments["lengths"] = T.arg("lengths", T.buffer(big, "int32"))
+        if job.mask:
+            arguments[job.mask] = T.arg(job.mask, T.buffer(big, "int32"))
         sums = T.arg("into", T.buffer(big, "float32"))
         T.device_entry()
         block, thread = T.block(shape.blocks), T.thread(THREADS)
@@ -88,21 +89,21 @@ class _Block:
         self._copy("operand", self.job.operand, base + s.depth * (s.height + PAD), s.width, self.n0, row0)
 
     def _copy(self, name: str, source: Columns, base: Expr, width: int, first: Expr, row0: Expr) -> None:
-        """``width`` columns of the stage's rows; what lies outside, or beyond a row's length, becomes zero."""
+        """``width`` columns of the stage's rows; what lies outside, or takes no part, becomes zero."""
         s, buffer, size = self.shape, self.arguments[name], self.job.itemsize
         together = source.together(16 // size)
         bytes_ = together * size
         chunks = width // together
-        whole = -(-s.depth * chunks // THREADS)
+        whole, mask = -(-s.depth * chunks // THREADS), self.job.mask
 
         def one(turn: Expr) -> None:
             index = T.let("index", turn * THREADS + self.thread)
             local, value = T.let("local", index // chunks), T.let("value", index % chunks * together)
             row, column = T.let("row", row0 + local), T.let("column", first + value)
             inside = T.let("inside", T.And(row < self.rows, column < source.width))
-            if self.job.lengths:
-                length = self.arguments["lengths"][T.Select(inside, row % self.batch, 0)]
-                inside = T.let("live", T.And(inside, row // self.batch < length))
+            if mask is not None:
+                live = takes_part(mask, self.arguments[mask], row, self.batch, inside)
+                inside = T.let("live", T.And(inside, live))
             place = T.let("place", base + local * (width + PAD) + value)
             if bytes_ >= 4:
                 at = T.Select(inside, source.place(row, column), T.int64(0))

@@ -14,6 +14,7 @@ from ecornn.schedules.gemm.outer import Into, OuterJob, part_of_sums
 from ecornn.schedules.gemm.outer_wgmma import DEPTH, DOWN, PANEL, PANEL_BYTES, THREADS, OuterHopper
 from ecornn.schedules.isa.mbarrier import mbarrier_arrive, mbarrier_init, mbarrier_wait
 from ecornn.schedules.isa.wgmma import descriptor, wgmma, wgmma_wait
+from ecornn.schedules.timeline import takes_part
 
 GROUP = 128  # threads of a warpgroup
 ROWS = GROUP // 8  # of a panel that the copying threads have at once
@@ -22,7 +23,7 @@ COPY_REGISTERS, MULTIPLY_REGISTERS = 40, 232  # of a thread; 168 at launch, of w
 
 
 def outer_wgmma_kernel(job: OuterJob, shape: OuterHopper, into: Into) -> PrimFunc:
-    """``(T, B, values, operand, lengths, into)``: the sums over all rows, to ``into``; of several parts the sums over
+    """``(T, B, values, operand, mask, into)``: the sums over all rows, to ``into``; of several parts the sums over
     each, ``into[p, m, n]``. On ``job.device.cores`` blocks."""
     from tvm.script.ir_builder import IRBuilder
 
@@ -31,8 +32,8 @@ def outer_wgmma_kernel(job: OuterJob, shape: OuterHopper, into: Into) -> PrimFun
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
         big = (T.int64(1 << 40),)
         arguments = {n: T.arg(n, T.buffer(big, job.dtype)) for n in ("values", "operand")}
-        if job.lengths:
-            arguments["lengths"] = T.arg("lengths", T.buffer(big, "int32"))
+        if job.mask:
+            arguments[job.mask] = T.arg(job.mask, T.buffer(big, "int32"))
         sums = T.arg("into", T.buffer(big, "float32"))
         T.device_entry()
         block, thread = T.block(job.device.cores), T.thread(THREADS)
@@ -185,8 +186,8 @@ class _Ring:
     def _live(self, row: Expr) -> Expr:
         """Whether there is such a row, and it takes part."""
         inside = row < self.rows
-        if self.job.lengths:
-            inside = T.And(inside, row // self.batch < self.arguments["lengths"][row % self.batch])
+        if self.job.mask:
+            inside = T.And(inside, takes_part(self.job.mask, self.arguments[self.job.mask], row, self.batch))
         return T.let("live", inside)
 
     def _copy(self, name: str, source: Columns, to: Expr, at: Expr, column: Expr, live: Expr) -> None:
