@@ -19,7 +19,7 @@ def parameters(kind: Kind, weights: Sequence[torch.Tensor]) -> dict[str, Any]:
     found = {name: w.detach() for name, w in zip(kind.names, weights, strict=True)}
     if not kind.bias:
         for name in [n for n in found if n.startswith("weight_hh")]:
-            zeros = torch.zeros(found[name].shape[0], dtype=found[name].dtype, device="cpu")
+            zeros = torch.zeros(found[name].shape[0], dtype=found[name].dtype, device=found[name].device)
             found |= {name.replace("weight_hh", f"bias_{which}"): zeros for which in ("ih", "hh")}
     if kind.projection:
         room = kind.hidden - kind.projection

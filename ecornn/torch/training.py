@@ -9,7 +9,8 @@ import torch
 
 from ecornn.errors import ArgumentError
 from ecornn.runtime.training import kept_layout
-from ecornn.torch.engine import NAMES, Engine, compiled
+from ecornn.torch.compiling import NAMES, compiled
+from ecornn.torch.engine import Engine
 from ecornn.torch.kind import Kind
 from ecornn.torch.parameters import weight_gradients, widened_rows
 from ecornn.torch.snapshot import suspect
