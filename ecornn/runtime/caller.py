@@ -131,6 +131,10 @@ class Caller(TrainingCalls):
         count = self._stack.count
         return (batch, self._hidden) if count == 1 else (count, batch, self._hidden)
 
+    def zero_state(self, batch: int) -> Placed:
+        """Zeros in place of a state, or of its gradient."""
+        return None, self._bound.zeros(prod(self.state_shape(batch)) * self.manifest.workload.itemsize)
+
     def _masks(self, arrays: Arrays, x: Any, steps: int, batch: int, lengths: Any,
                resets: Any, sequences: Any) -> tuple[list[Placed], int, int]:
         """What the module reads beside x and the states, the steps that are worth running, and the rows of states."""

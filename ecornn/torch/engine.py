@@ -86,9 +86,9 @@ class Engine:
             y, after = layer(x, given, **masks)
             return self.results(y, after)
 
-    def given(self, state: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
-        """States (L*D, B, H) as a layer takes them."""
-        return tuple(s[0] if self.kind.single else s for s in widened(self.kind, state)) or None
+    def given(self, state: Sequence[Any]) -> tuple[Any, ...] | None:
+        """States (L*D, B, H), or gradients of them, as a layer takes them; None is one of zeros."""
+        return tuple(s[0] if self.kind.single and s is not None else s for s in widened(self.kind, state)) or None
 
     def results(self, y: torch.Tensor, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """y and states (L*D, B, H) of what a layer gives for them."""

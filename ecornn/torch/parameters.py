@@ -54,9 +54,11 @@ def _reads_layer(name: str) -> bool:
     return name.startswith("weight_ih") and not name.endswith(("_l0", "_l0_reverse"))
 
 
-def widened(kind: Kind, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def widened(kind: Kind, states: Sequence[Any]) -> list[Any]:
     """States, or gradients of them, with room for the whole H."""
-    return [pad(states[0], (0, kind.hidden - kind.width)), *states[1:]] if states and kind.projection else [*states]
+    if not states or not kind.projection or states[0] is None:
+        return [*states]
+    return [pad(states[0], (0, kind.hidden - kind.width)), *states[1:]]
 
 
 def widened_rows(kind: Kind, y: torch.Tensor) -> torch.Tensor:

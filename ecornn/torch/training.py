@@ -28,14 +28,14 @@ def forward(engine: Engine, weights: Sequence[torch.Tensor], x: torch.Tensor, st
 
 def backward(engine: Engine, weights: Sequence[torch.Tensor], x: torch.Tensor, state: Sequence[torch.Tensor],
              lengths: torch.Tensor | None, y: torch.Tensor, kept: torch.Tensor,
-             gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients of x, ``state`` and the weights, from those of y and the last states."""
+             gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """The gradients of x, ``state`` and the weights, from those of y and the last states, None for zeros."""
     kind = engine.kind
     with torch.no_grad(), engine.training(weights, x, _masks(lengths), again=True) as layer:
         memory = kept.clone() if kept.data_ptr() % 16 else kept  # it may have been away, in a file or on the host
         again = layer.kept_in(memory, x, widened_rows(kind, y), engine.given(state), lengths=lengths)
         dy, *dstates = gradients
-        found = layer.backward(again, widened_rows(kind, dy), engine.given(dstates))
+        found = layer.backward(again, None if dy is None else widened_rows(kind, dy), engine.given(dstates))
         suspect(weights)  # an optimizer may come next
         before = engine.states(found.state) if state else []
         made = [found.x, *before, *weight_gradients(kind, found.weights)]
