@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -103,6 +104,11 @@ class TorchArrays(Arrays):
     def zeros(self, shape: Shape, like: Any, dtype: str) -> Placed:
         made = self._torch.zeros(shape, dtype=getattr(self._torch, dtype), device=like.device)
         return made, made.data_ptr()
+
+    def all_zeros(self, shapes: Sequence[Shape], like: Any) -> list[Placed]:
+        made = [self._torch.empty(shape, dtype=self._torch.float32, device=like.device) for shape in shapes]
+        self._torch._foreach_zero_(made)  # one kernel for all
+        return [(array, array.data_ptr()) for array in made]
 
     def swapped(self, array: Any) -> Any:
         return array.transpose(0, 1)
