@@ -57,7 +57,7 @@ class LanguageModel(nn.Module):
 
 def cross_entropy(scores: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """Nats a word."""
-    return nn.functional.cross_entropy(scores.flatten(0, 1).float(), wanted.flatten())
+    return nn.functional.cross_entropy(scores.flatten(0, 1), wanted.flatten())
 
 
 def batch_at(text: torch.Tensor, number: int, steps: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -56,7 +56,7 @@ class Recognizer(nn.Module):
                 nn.init.normal_(weight, std=2 / weight.shape[1] ** 0.5)
 
     def forward(self, spectra: torch.Tensor) -> torch.Tensor:
-        return self.letters(self.recurrent(spectra)[0]).float().log_softmax(-1)
+        return self.letters(self.recurrent(spectra)[0]).log_softmax(-1)
 
 
 def spoken(text: str, samples: int, random: np.random.Generator) -> np.ndarray:

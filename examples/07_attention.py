@@ -37,7 +37,7 @@ SIZES = {"cuda": {"hidden": 512, "dates": 4, "batch": 64, "updates": 1500, "rate
          "cpu": {"hidden": 48, "dates": 1, "batch": 32, "updates": 500, "rate": 5e-3}}
 DEFAULT = SIZES[DEVICE]
 LETTERS = " ,-./0123456789" + "".join(sorted({*"".join([*calendar.month_name, *calendar.day_name])}))  # 0 pads
-LONGEST, WRITTEN = 28, 11  # letters of a date and a space behind it: read, and written
+LONGEST, WRITTEN = 29, 11  # letters of a date and a space behind it: read, and written
 STYLES = ("{d} {month} {y}", "{month} {d}, {y}", "{weekday}, {d} {month} {y}", "{d}.{m}.{y}", "{m:02}/{d:02}/{y}",
           "{short} {d} {y}", "{d}-{short}-{y}")
 START = LETTERS.index("/")  # the letter that the decoder is given first
@@ -113,7 +113,7 @@ def given(text: torch.Tensor, wanted: torch.Tensor) -> tuple[list[torch.Tensor],
 
 
 def cross_entropy(scores: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(scores.flatten(0, 1).float(), wanted.flatten())
+    return nn.functional.cross_entropy(scores.flatten(0, 1), wanted.flatten())
 
 
 def table(steps: Mapping[str, Step]) -> dict[str, dict[str, int]]:

@@ -60,7 +60,7 @@ class Deep(nn.Module):
 
 def cross_entropy(scores: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """Nats a letter."""
-    return nn.functional.cross_entropy(scores.flatten(0, 1).float(), wanted.flatten())
+    return nn.functional.cross_entropy(scores.flatten(0, 1), wanted.flatten())
 
 
 @click.command(help=HELP, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})

@@ -47,15 +47,19 @@ class Step:
         for buffer, value in zip([*self.inputs, *self.targets], [*inputs, *targets], strict=True):
             buffer.copy_(value)
 
+    def _autocast(self) -> torch.autocast:
+        # without its cache weights are cast in each step, also in those of a graph
+        return torch.autocast(self.inputs[0].device.type, self.kind, self.kind is not None, cache_enabled=False)
+
     def forward(self) -> torch.Tensor:
-        # without its cache autocast casts weights in each step, also in those of a graph
-        with torch.autocast(self.inputs[0].device.type, self.kind, self.kind is not None, cache_enabled=False):
+        with self._autocast():
             return self.model(*self.inputs)
 
     def judge(self, output: torch.Tensor) -> torch.Tensor:
         """The gradient of the loss with respect to the model's output."""
         leaf = output.detach().requires_grad_()
-        loss = self.criterion(leaf, *self.targets)
+        with self._autocast():
+            loss = self.criterion(leaf, *self.targets)
         self.loss = loss.detach()
         return torch.autograd.grad(loss, leaf)[0]
 
@@ -115,8 +119,9 @@ def take_turns(sides: Mapping[str, Callable[[], object]], seconds: float, togeth
     found: dict[str, list[float]] = {name: [] for name in sides}
     for run in sides.values():
         run()  # which warms up
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(found[name]) < fewest:
+    end, turns = time.perf_counter() + seconds, 0
+    while time.perf_counter() < end or turns < fewest:
+        turns += 1
         for name, run in sides.items():
             wait()
             start = time.perf_counter()
