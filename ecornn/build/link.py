@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from ecornn import checksum
 from ecornn.build import cache
 from ecornn.build.generated import Generated
 from ecornn.build.messages import first_lines
@@ -23,7 +24,7 @@ SOURCE_SUFFIXES = (".cc", ".cpp", ".c", ".s")  # other files are headers
 
 
 def link(generated: Generated, out: Path) -> None:
-    """Writes the shared library ``out``, complete or not at all.
+    """Writes the shared library ``out``, its checksum behind it, complete or not at all.
 
     It depends on ``libtvm_ffi.so`` and the C and C++ libraries. Raises :class:`BuildError` with the
     compiler's message, with what to install where there is no C++ compiler, or where ``out`` is there and no file.
@@ -44,6 +45,7 @@ def link(generated: Generated, out: Path) -> None:
         try:
             _run([*compiler, "-shared", "-pthread", *inputs, f"-L{runtime.parent}", "-Wl,--as-needed",
                   "-Wl,--no-undefined", "-Wl,-z,noexecstack", "-ltvm_ffi", "-ldl", "-o", str(made)], name)
+            checksum.append(made)
             made.replace(out)
         except OSError as error:
             raise BuildError(f"{out} cannot be written: {error}") from error
