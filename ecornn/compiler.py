@@ -81,7 +81,7 @@ def plan_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule
     """Analyses the cell and chooses schedules and configurations; arguments as :func:`compile`."""
     from ecornn.overlap import arrange
     from ecornn.tune.choose import choose, default_target, serving_or_raise
-    from ecornn.tune.folders import read_all
+    from ecornn.tune.folders import read_all, warn
     from ecornn.tune.log import Log
     from ecornn.tune.record import Trial
 
@@ -93,6 +93,7 @@ def plan_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule
             raise ArgumentError(name, value, allowed)
     device = resolve(target if target is not None else default_target())
     log = read_all()
+    warn(log)
 
     def chosen(task: Task) -> Found:
         # what was measured with more multiprocessors than a share has says little of what is best there

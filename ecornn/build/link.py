@@ -7,7 +7,6 @@ import os
 import secrets
 import shlex
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from ecornn import checksum
 from ecornn.build import cache
+from ecornn.build.commands import ANSWER, WORK, run
 from ecornn.build.generated import Generated
 from ecornn.build.messages import first_lines
 from ecornn.errors import BuildError
@@ -81,15 +81,14 @@ def _object(compiler: tuple[str, ...], source: tuple[str, str], headers: tuple[t
 @functools.cache
 def _said(compiler: tuple[str, ...]) -> str:
     """The compiler's version."""
-    done = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False)
-    return " ".join((*compiler, done.stdout))
+    return " ".join((*compiler, run([*compiler, "--version"], ANSWER)[1]))
 
 
 def _run(command: list[str], folder: str) -> None:
     """Raises :class:`BuildError` with the first lines of what the compiler says."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
-    if done.returncode != 0:
-        raise BuildError(f"{command[0]} failed:\n{first_lines(done.stderr + done.stdout)}")
+    status, said = run(command, WORK, folder)
+    if status != 0:
+        raise BuildError(f"{command[0]} failed:\n{first_lines(said)}")
 
 
 def find_compiler() -> list[str]:
