@@ -8,9 +8,13 @@ from collections.abc import Sequence
 
 import torch
 
+from ecornn.torch.sample import Sample
+
 
 class Snapshot:
     """Weights as they were: the very tensors, at these addresses, with these versions.
+
+    Writes that versions do not tell are seen by a sample of the values, on a CPU.
 
     The tensors may go; then these are other weights. Their memory stays, since its address could otherwise be that of
     other weights one day. Fused optimizers change weights and not their versions: those of a backward pass are
@@ -21,6 +25,7 @@ class Snapshot:
         self._kept = [w.detach() for w in weights]
         # tensors made in inference mode count no versions
         self._state = [(weakref.ref(w), w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
+        self._sample = Sample(self._kept)
         self._suspects: set[int] = set()
         self.ids = [*map(id, weights)]
         with _lock:
@@ -36,7 +41,7 @@ class Snapshot:
             changed = w.data_ptr() != pointer or (0 if w.is_inference() else w._version) != count
             if changed or tensor() is not w:
                 return False
-        return True
+        return self._sample.holds()
 
     def changed(self, weights: Sequence[torch.Tensor]) -> list[int]:
         """The numbers of the weights that may not be as they were."""
@@ -44,7 +49,7 @@ class Snapshot:
             return [*range(len(weights))]
         return [n for n, (w, (tensor, pointer, count)) in enumerate(zip(weights, self._state, strict=True))
                 if n in self._suspects or w.data_ptr() != pointer
-                or (0 if w.is_inference() else w._version) != count or tensor() is not w]
+                or (0 if w.is_inference() else w._version) != count or tensor() is not w or self._sample.differs(n)]
 
     def suspect(self, ids: set[int]) -> None:
         """Those of these ids may have changed from now on."""
@@ -52,7 +57,7 @@ class Snapshot:
 
     def outdate(self) -> None:
         """From now on they are taken for changed."""
-        self._kept, self._state = [], []
+        self._kept, self._state, self._sample = [], [], Sample(())
 
 
 _snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
