@@ -9,9 +9,13 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ecornn.torch.sample import Sample
+
 
 class Snapshot:
     """Weights as they were: the very tensors, at these addresses, with these versions.
+
+    Writes that versions do not tell are seen by a sample of the values, on a CPU.
 
     The tensors may go; then these are other weights. Their memory stays, since its address could otherwise be that of
     other weights one day. Fused optimizers change weights and not their versions: those of a backward pass are
@@ -20,8 +24,14 @@ class Snapshot:
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         self._kept = [w.detach() for w in weights]
+<<<<<<< HEAD
         self._tensors = [(weakref.ref(w), w.data_ptr()) for w in weights]
         self._versions = _versions(weights)
+=======
+        # tensors made in inference mode count no versions
+        self._state = [(weakref.ref(w), w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
+        self._sample = Sample(self._kept)
+>>>>>>> faithful
         self._suspects: set[int] = set()
         self.ids = [*map(id, weights)]
         with _lock:
@@ -38,12 +48,21 @@ class Snapshot:
         suspected, unless ``with_suspects``."""
         if not with_suspects and (self._suspects or replayed(weights)):
             return False
+<<<<<<< HEAD
         return self.same(weights) and _versions(weights) == self._versions
+=======
+        for w, (tensor, pointer, count) in zip(weights, state, strict=True):
+            changed = w.data_ptr() != pointer or (0 if w.is_inference() else w._version) != count
+            if changed or tensor() is not w:
+                return False
+        return self._sample.holds()
+>>>>>>> faithful
 
     def changed(self, weights: Sequence[torch.Tensor]) -> list[int]:
         """The numbers of the weights that may not be as they were."""
         if len(weights) != len(self._tensors):
             return [*range(len(weights))]
+<<<<<<< HEAD
         known = zip(weights, self._tensors, self._versions, strict=True)
         return [n for n, (w, (tensor, pointer), version) in enumerate(known)
                 if n in self._suspects or tensor() is not w or w.data_ptr() != pointer or _version(w) != version]
@@ -51,6 +70,11 @@ class Snapshot:
     def renew(self, weights: Sequence[torch.Tensor]) -> None:
         """The same tensors have been read again."""
         self._suspects, self._versions = set(), _versions(weights)
+=======
+        return [n for n, (w, (tensor, pointer, count)) in enumerate(zip(weights, self._state, strict=True))
+                if n in self._suspects or w.data_ptr() != pointer
+                or (0 if w.is_inference() else w._version) != count or tensor() is not w or self._sample.differs(n)]
+>>>>>>> faithful
 
     def suspect(self, ids: set[int]) -> None:
         """Those of these ids may have changed from now on."""
@@ -58,6 +82,7 @@ class Snapshot:
 
     def outdate(self) -> None:
         """From now on they are taken for changed."""
+<<<<<<< HEAD
         self._kept, self._tensors, self._versions = [], [], []
 
 
@@ -67,6 +92,9 @@ def _version(weight: torch.Tensor) -> int:
 
 def _versions(weights: Iterable[torch.Tensor]) -> list[int]:
     return [*map(_version, weights)]
+=======
+        self._kept, self._state, self._sample = [], [], Sample(())
+>>>>>>> faithful
 
 
 _snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
