@@ -93,14 +93,9 @@ def plan_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule
                config: Mapping[str, Value] | None = None, overlap: str = "auto") -> LayerPlan:
     """Analyses the cell and chooses schedules and configurations; arguments as :func:`compile`."""
     from ecornn.overlap import arrange
-<<<<<<< HEAD
     from ecornn.schedules.training import expected_backward
-    from ecornn.tune.choose import choose, default_target, serving_or_raise
-    from ecornn.tune.folders import read_all
-=======
     from ecornn.tune.choose import choose, serving_or_raise
     from ecornn.tune.folders import read_all, warn
->>>>>>> faithful
     from ecornn.tune.log import Log
     from ecornn.tune.record import Trial
 

@@ -24,14 +24,9 @@ class Snapshot:
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         self._kept = [w.detach() for w in weights]
-<<<<<<< HEAD
         self._tensors = [(weakref.ref(w), w.data_ptr()) for w in weights]
         self._versions = _versions(weights)
-=======
-        # tensors made in inference mode count no versions
-        self._state = [(weakref.ref(w), w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
         self._sample = Sample(self._kept)
->>>>>>> faithful
         self._suspects: set[int] = set()
         self.ids = [*map(id, weights)]
         with _lock:
@@ -48,33 +43,20 @@ class Snapshot:
         suspected, unless ``with_suspects``."""
         if not with_suspects and (self._suspects or replayed(weights)):
             return False
-<<<<<<< HEAD
-        return self.same(weights) and _versions(weights) == self._versions
-=======
-        for w, (tensor, pointer, count) in zip(weights, state, strict=True):
-            changed = w.data_ptr() != pointer or (0 if w.is_inference() else w._version) != count
-            if changed or tensor() is not w:
-                return False
-        return self._sample.holds()
->>>>>>> faithful
+        return self.same(weights) and _versions(weights) == self._versions and self._sample.holds()
 
     def changed(self, weights: Sequence[torch.Tensor]) -> list[int]:
         """The numbers of the weights that may not be as they were."""
         if len(weights) != len(self._tensors):
             return [*range(len(weights))]
-<<<<<<< HEAD
         known = zip(weights, self._tensors, self._versions, strict=True)
         return [n for n, (w, (tensor, pointer), version) in enumerate(known)
-                if n in self._suspects or tensor() is not w or w.data_ptr() != pointer or _version(w) != version]
+                if n in self._suspects or tensor() is not w or w.data_ptr() != pointer or _version(w) != version
+                or self._sample.differs(n)]
 
     def renew(self, weights: Sequence[torch.Tensor]) -> None:
         """The same tensors have been read again."""
-        self._suspects, self._versions = set(), _versions(weights)
-=======
-        return [n for n, (w, (tensor, pointer, count)) in enumerate(zip(weights, self._state, strict=True))
-                if n in self._suspects or w.data_ptr() != pointer
-                or (0 if w.is_inference() else w._version) != count or tensor() is not w or self._sample.differs(n)]
->>>>>>> faithful
+        self._suspects, self._versions, self._sample = set(), _versions(weights), Sample(self._kept)
 
     def suspect(self, ids: set[int]) -> None:
         """Those of these ids may have changed from now on."""
@@ -82,8 +64,7 @@ class Snapshot:
 
     def outdate(self) -> None:
         """From now on they are taken for changed."""
-<<<<<<< HEAD
-        self._kept, self._tensors, self._versions = [], [], []
+        self._kept, self._tensors, self._versions, self._sample = [], [], [], Sample(())
 
 
 def _version(weight: torch.Tensor) -> int:
@@ -92,9 +73,6 @@ def _version(weight: torch.Tensor) -> int:
 
 def _versions(weights: Iterable[torch.Tensor]) -> list[int]:
     return [*map(_version, weights)]
-=======
-        self._kept, self._state, self._sample = [], [], Sample(())
->>>>>>> faithful
 
 
 _snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
