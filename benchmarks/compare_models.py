@@ -31,13 +31,12 @@ from typing import Any
 os.environ["ECORNN_STRICT"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
-from training_steps import DEVICE, Step, middle, peak, take_turns
-
 # isort: split, since that says how PyTorch's threads wait, which counts only before PyTorch is loaded
 import side_by_side
 import torch
 from side_by_side import WrongResultError, relative
 from torch import nn
+from training_steps import DEVICE, Step, middle, peak, take_turns
 
 import ecornn.torch
 

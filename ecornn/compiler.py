@@ -93,7 +93,7 @@ def plan_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule
                config: Mapping[str, Value] | None = None, overlap: str = "auto") -> LayerPlan:
     """Analyses the cell and chooses schedules and configurations; arguments as :func:`compile`."""
     from ecornn.overlap import arrange
-    from ecornn.schedules.training import expected_backward
+    from ecornn.task import expected_backward
     from ecornn.tune.choose import choose, serving_or_raise
     from ecornn.tune.folders import read_all, warn
     from ecornn.tune.log import Log

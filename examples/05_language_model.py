@@ -6,12 +6,12 @@ import copy
 import sys
 
 import click
-from training_steps import DEVICE, Step, middle, take_turns
 
 # isort: split, since that says how PyTorch's threads wait, which counts only before PyTorch is loaded
 import torch
 from python_text import docstrings, in_columns, numbered, reference, words
 from torch import nn
+from training_steps import DEVICE, Step, middle, take_turns
 
 import ecornn.torch
 

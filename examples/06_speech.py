@@ -7,13 +7,13 @@ import string
 import sys
 
 import click
-from training_steps import DEVICE, Step, middle, take_turns
 
 # isort: split, since that says how PyTorch's threads wait, which counts only before PyTorch is loaded
 import numpy as np
 import torch
 from python_text import reference, words
 from torch import nn
+from training_steps import DEVICE, Step, middle, take_turns
 
 import ecornn.torch
 

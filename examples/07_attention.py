@@ -10,11 +10,11 @@ import sys
 from collections.abc import Mapping
 
 import click
-from training_steps import DEVICE, Step, memory_by_layer, middle, peak, take_turns
 
 # isort: split, since that says how PyTorch's threads wait, which counts only before PyTorch is loaded
 import torch
 from torch import nn
+from training_steps import DEVICE, Step, memory_by_layer, middle, peak, take_turns
 
 import ecornn.torch
 

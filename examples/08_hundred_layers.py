@@ -6,12 +6,12 @@ import copy
 import sys
 
 import click
-from training_steps import DEVICE, Step, memory_by_layer, middle, peak, take_turns
 
 # isort: split, since that says how PyTorch's threads wait, which counts only before PyTorch is loaded
 import torch
 from python_text import in_columns, numbered, reference
 from torch import nn
+from training_steps import DEVICE, Step, memory_by_layer, middle, peak, take_turns
 
 import ecornn.torch
 

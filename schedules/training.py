@@ -12,7 +12,7 @@ from msgspec import structs
 from ecornn.analysis.adjoint import Adjoint, adjoint
 from ecornn.analysis.kept import kept
 from ecornn.errors import ScheduleError
-from ecornn.program import BACKWARD, ENTRIES, WORKSPACE, Buffer, Call, Entry, Extent, Fill, Launch, Loop, Program
+from ecornn.program import BACKWARD, ENTRIES, WORKSPACE, Buffer, Call, Entry, Fill, Launch, Loop, Program
 from ecornn.schedules.assemble import tensor_buffers, vector_buffer
 from ecornn.schedules.backward.assemble import parts_of
 from ecornn.schedules.backward.memory import rows_extent, rows_of_states

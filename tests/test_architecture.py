@@ -65,7 +65,7 @@ MAY_IMPORT: dict[str, set[str]] = {
                                       "schedules.elementwise", "schedules.hoisted", "schedules.keeping",
                                       "schedules.persistent", "schedules.persistent_wide", "schedules.step"},
     "schedules.cpu": TEMPLATE | {"schedules.assemble", "schedules.keeping", "schedules.rates", "schedules.scalars"},
-    "compose": {"program", "schedules.timeline", "workload"},
+    "compose": {"program", "schedules.backward", "schedules.timeline", "workload"},
     "task": BASE | {"analysis", "cells", "compose", "schedules.base", "schedules.training"},
     "build": BASE | HOSTS | {"checksum"},
     # A machine that only runs modules has no TVM: nothing of the compiler may be needed there.

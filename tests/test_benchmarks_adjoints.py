@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import compare_adjoints
 import numpy as np
 import pytest
-from compare_adjoints import Case, Cut, Sample, fault_of
+from compare_adjoints import Case, Sample, fault_of
 from cuda_on_cpu import Emulated
 
 from ecornn.runtime.library import Library

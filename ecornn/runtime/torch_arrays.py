@@ -140,7 +140,7 @@ class TorchArrays(Arrays):
 
     def to_host(self, value: Any, name: str, library: Library) -> np.ndarray[Any, Any]:
         torch = self._torch
-        if value.is_quantized or value.dtype.is_floating_point and value.dtype not in (*self._names, torch.float64):
+        if value.is_quantized or (value.dtype.is_floating_point and value.dtype not in (*self._names, torch.float64)):
             raise DTypeError(f"{name}.dtype", str(value.dtype).removeprefix("torch."),
                              f"one of {', '.join(self._names.values())}, float64")
         if not self._dense(value):
