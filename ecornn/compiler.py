@@ -65,7 +65,7 @@ class LayerPlan:
             key = task.workload, task.traversal
             if key not in made:
                 backward = (inner.schedule, inner.config) if inner is not None else None
-                made[key] = make_program(found.schedule, task, found.config, backward)
+                made[key] = make_program(found.schedule, task, found.config, backward, self.overlap)
         return tuple(made[task.workload, task.traversal] for task in self.tasks)
 
 
@@ -85,36 +85,54 @@ def plan(cell: str | Cell, *, target: str | Device | None = None, schedule: str 
     return plan_layer(LayerSpec(cell, **properties), target=target, schedule=schedule, config=config, overlap=overlap)
 
 
+def device_of(target: str | Device | None) -> Device:
+    """What a target means.
+
+    Raises :class:`~ecornn.errors.ArgumentError` where it is none, :class:`~ecornn.errors.DeviceError` where it is not at
+    hand.
+    """
+    from ecornn.tune.choose import default_target
+
+    if not isinstance(target, (str, Device, NoneType)):
+        raise ArgumentError("target", target, "cuda, cpu, an architecture or a Device")
+    return resolve(target if target is not None else default_target())
+
+
 def plan_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule: str | None = None,
                config: Mapping[str, Value] | None = None, overlap: str = "auto") -> LayerPlan:
     """Analyses the cell and chooses schedules and configurations; arguments as :func:`compile`."""
     from ecornn.overlap import arrange
     from ecornn.task import adjoint_task, tunes_backward
-    from ecornn.tune.choose import choose, default_target, serving_or_raise
-    from ecornn.tune.folders import read_all
+    from ecornn.tune.choose import choose, serving_or_raise
+    from ecornn.tune.folders import read_all, warn
     from ecornn.tune.log import Log
     from ecornn.tune.record import Trial
 
     for name, value, kinds, allowed in (
-            ("target", target, (str, Device, NoneType), "cuda, cpu, an architecture or a Device"),
             ("schedule", schedule, (str, NoneType), "a schedule's name"),
             ("config", config, (Mapping, NoneType), "a dict of knobs and their values")):
         if not isinstance(value, kinds):
             raise ArgumentError(name, value, allowed)
-    device = resolve(target if target is not None else default_target())
+    device = device_of(target)
     log = read_all()
+    warn(log)
 
     def records(task: Task) -> Log:
         # what was measured with more multiprocessors than a share has says little of what is best there
         return log if task.device == device else Log([line for line in log.lines if isinstance(line.record, Trial)
                                                       and line.record.device.cores <= task.device.cores])
 
-    if layer.training and overlap == "auto":  # forward that keeps, and backward, run one sequence after the other
-        overlap = "none"
+    def expected(task: Task) -> float:
+        forward = serving_or_raise(task, schedule)[0].expected(task)
+        if not tunes_backward(task):
+            return forward
+        inner = adjoint_task(task)
+        return forward + serving_or_raise(inner)[0].expected(inner)
+
     # the directions of a layer share their records, but not every configuration serves both
     made = arrange(layer.loaded, layer.stack, layer.workload, device, overlap,
                    lambda task: choose(task, schedule, config, records(task)),
-                   lambda task: serving_or_raise(task, schedule)[0].expected(task))
+                   expected)
     backward: dict[object, Found] = {}
     for task in made.tasks:
         if tunes_backward(task) and (task.workload, task.traversal) not in backward:
@@ -174,8 +192,8 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
     resets : calls may give a mask of the steps at which a row's state starts anew
     sequences : calls may lay many sequences end to end in the columns of the batch, which then has few that are idle
         (GPU, not with lengths or resets), see :meth:`Layer.__call__` and :class:`Columns`
-    training : the module has :meth:`Layer.forward` and :meth:`Layer.backward` besides, which give gradients (CPU,
-        float32, not with sequences)
+    training : the module has :meth:`Layer.forward` and :meth:`Layer.backward` besides, which give gradients (on CPUs
+        float32)
     target : ``cuda`` (the GPU at hand), ``cpu``, or an architecture such as ``sm_90a``, which needs
         no GPU; default: the GPU if there is one, else the CPU
     schedule, config : use this schedule, and these knobs, instead of the best tuning record; not of the backward pass,

@@ -43,16 +43,19 @@ def tunes_backward(task: Task) -> bool:
 
 
 def make_program(schedule: Schedule, task: Task, config: Config,
-                 backward: tuple[Schedule, Config] | None = None) -> Program:
-    """The program of a configuration, with a backward pass where the task has one; ``backward``: what carries out its
-    recurrence, where that :func:`is a choice of its own <tunes_backward>`."""
+                 backward: tuple[Schedule, Config] | None = None, overlap: Overlap = SERIAL) -> Program:
+    """The program of a configuration, with a backward pass where the task has one.
+
+    ``backward`` : what carries out its recurrence, where that :func:`is a choice of its own <tunes_backward>`
+    ``overlap`` : of its stack
+    """
     program = schedule.program(task, config)
     if not tunes_backward(task):
         return program
     from ecornn.schedules.training import with_backward
 
     assert backward is not None
-    return with_backward(task, program, *backward)
+    return with_backward(task, program, *backward, beside=overlap.kind == "directions")
 
 
 def make_manifest(cell: Cell, task: Task, schedule: Schedule, config: Config, program: Program,

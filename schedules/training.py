@@ -5,32 +5,39 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import gcd
 
 from msgspec import structs
 
 from ecornn.analysis.adjoint import Adjoint, adjoint
 from ecornn.analysis.kept import kept
-from ecornn.program import BACKWARD, ENTRIES, WORKSPACE, Buffer, Call, Entry, Extent, Fill, Launch, Loop, Program
+from ecornn.program import BACKWARD, ENTRIES, WORKSPACE, Buffer, Call, Entry, Fill, Launch, Loop, Program
 from ecornn.schedules.assemble import tensor_buffers, vector_buffer
 from ecornn.schedules.backward.assemble import parts_of
+from ecornn.schedules.backward.memory import rows_extent, rows_of_states
 from ecornn.schedules.backward.recurrence import recurrence_task
 from ecornn.schedules.base import Component, Config, Schedule, Task, joined
 from ecornn.schedules.builder import PrimFunc
 from ecornn.schedules.chunks import chunk_for, in_chunks
 from ecornn.schedules.hoisted import hoisted_of
 from ecornn.schedules.keeping import kept_buffers, kept_states
+from ecornn.schedules.timeline import piece_buffers
 
 OWN = "backward_"  # of names of functions and buffers that nothing else uses
 SCALARS = ("T", "B", "t", "first_step", "all_steps")
 
 
-def with_backward(task: Task, forward: Program, schedule: Schedule, config: Config) -> Program:
-    """The program with the entry ``backward``, too, whose recurrence ``schedule`` carries out, as ``config`` says."""
+def with_backward(task: Task, forward: Program, schedule: Schedule, config: Config, beside: bool = False) -> Program:
+    """The program with the entry ``backward``, too, whose recurrence ``schedule`` carries out, as ``config`` says.
+    ``beside``: a layer's other direction goes on at the same time, so that nothing can be added to its gradient of x.
+    """
     w, traversal = task.workload, task.traversal
     made = adjoint(task.graph, w.hidden, starts_anew=traversal.resets)
     inner = recurrence_task(task, made)
     layout = hoisted_of(inner, config)
-    second = traversal.reverse and traversal.directions > 1  # its gradient of x is added to the first one's
+    together = gcd(forward.together, schedule.together(inner, config))
+    # the gradient of x of a second direction is added to the first one's
+    second = traversal.reverse and traversal.directions > 1 and not beside
     before, recurrence, handed = _recurrence(inner, made, schedule.recurrence(inner, config))
     hoisted = (layout.buffer(w.batch),) if inner.graph.hoisted_outputs else ()
     rows, after = parts_of(task, made, kept(made, "states"), layout, recurrence, add=True, add_dx=second)
@@ -38,7 +45,7 @@ def with_backward(task: Task, forward: Program, schedule: Schedule, config: Conf
                              task.graph.states, task.graph.parameters)
     tensors += kept_buffers(kept_states(task), w.batch, w.hidden, w.dtype)
     names = _names(task)
-    steps = chunk_for(task, (*hoisted, *rows.buffers))
+    steps = chunk_for(task, (*hoisted, *rows.buffers), schedule.expected(inner))
     if steps is not None:
         short = replace(task, workload=structs.replace(w, seq=steps))
         rows, after = parts_of(short, made, kept(made, "states"), layout, recurrence, add=True, add_dx=second,
@@ -54,7 +61,7 @@ def with_backward(task: Task, forward: Program, schedule: Schedule, config: Conf
     buffers = {b.name: b for b in (*forward.buffers, *taken)}
     entry = Entry(part.calls, tuple(dict.fromkeys(b.name for b in taken)))
     return replace(forward, functions={**forward.functions, **part.functions}, buffers=tuple(buffers.values()),
-                   entries={**forward.entries, BACKWARD: entry})
+                   entries={**forward.entries, BACKWARD: entry}, together=together)
 
 
 def _recurrence(task: Task, adjoint: Adjoint, kernel: Component) -> tuple[Component, Component,
@@ -63,17 +70,19 @@ def _recurrence(task: Task, adjoint: Adjoint, kernel: Component) -> tuple[Compon
     zeros, and leaves ``last_<state>``; and these pairs."""
     w, graph = task.workload, task.graph
     first = {state: name for name, state in adjoint.first.items()}
-    names = {f"{s}_in": f"d{first[s]}_out" if s in first else f"zeros_{s}" for s in graph.states}
+    columns = task.traversal.sequences  # then there are many zeros, which all states share
+    zeros = {s: "zeros" if columns else f"zeros_{s}" for s in graph.states if s not in first}
+    names = {f"{s}_in": f"d{first[s]}_out" if s in first else zeros[s] for s in graph.states}
     names |= {f"{s}_out": f"last_{s}" for s in graph.states}
     vectors = vector_buffer(task)  # in the order of the recurrence
     own = {b.name: f"recurrence_{b.name}" for b in (*kernel.buffers, vectors)}
     made = _named(kernel, {**names, **own}, everything=False)
-    size = Extent(w.batch * w.hidden)
+    size = rows_extent(rows_of_states(task.traversal), w.batch * w.hidden)
     spaces = [Buffer(f"last_{s}", WORKSPACE, w.dtype, size) for s in graph.states]
     spaces.append(structs.replace(vectors, name=own[vectors.name]))
-    zeros = [f"zeros_{s}" for s in graph.states if s not in first]
-    before = Component({}, tuple(Buffer(z, WORKSPACE, w.dtype, size) for z in zeros),
-                       tuple(Fill(z, 0, size) for z in zeros))
+    spaces += piece_buffers(task.traversal, w, len(graph.states))
+    before = Component({}, tuple(Buffer(z, WORKSPACE, w.dtype, size) for z in dict.fromkeys(zeros.values())),
+                       tuple(Fill(z, 0, size) for z in dict.fromkeys(zeros.values())))
     return before, replace(made, buffers=(*made.buffers, *spaces)), [
         (names[f"{s}_in"], f"last_{s}") for s in graph.states]
 

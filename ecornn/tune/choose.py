@@ -56,7 +56,7 @@ def searched(workload: Workload, device: Device, name: str | None = None) -> lis
 def serving_or_raise(task: Task, name: str | None = None) -> list[Schedule]:
     """The schedules that serve the task, what is expected to be fastest first, or the one of that name; errors as
     :func:`serving`."""
-    return sorted(serving(task, name), key=lambda s: s.expected(task))
+    return sorted(serving(task, name), key=lambda s: s.rank(task))
 
 
 def serving(task: Task, name: str | None = None) -> list[Schedule]:

@@ -35,7 +35,6 @@ AHEAD = 4  # items of a thread whose hoisted values are read before the product
 MOST_ROWS = 256  # weight rows of a block
 SLOWER = {"float32": 6, "tf32": 2}  # than products of 16-bit types
 ITEM = 60  # cycles of the scalars of an item
-ADJOINT = 1.6  # of adjoints: LSTM 256x64x2048 on an H200 took 33 us a step, 20.5 were expected
 
 
 class LayoutTransform(Schedule):
@@ -45,6 +44,7 @@ class LayoutTransform(Schedule):
     revision = 2
     kind = "cuda"
     backward = True
+    doubt = 1.6  # LSTM 256x64x2048 on an H200 took 33 us a step, 20.5 were expected
 
     def refuses(self, task: Task) -> str | None:
         if task.traversal.backward and (reason := beyond(task)):
@@ -188,7 +188,7 @@ def estimate(task: Task, plan: TilePlan) -> float:
         sums = (2 * plan.split * plan.rows * plan.stride(p) * 4 / rates.shared
                 + plan.units * plan.rows / plan.threads * ITEM)
         cycles += rates.tensor_launch + most * (max(copies, products, fragments, waiting) + sums)
-    return cycles / rates.clock * (ADJOINT if task.traversal.backward else 1)
+    return cycles / rates.clock
 
 
 def _step_kernel(task: Task, plan: TilePlan, layout: Layout, inputs: Hoisted, buffers: list[Buffer], p: int,
