@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from exact import unmarked
 from test_adjoint import H
-from test_backward_emulated import LIMITS, Step
+from test_backward_emulated import LIMITS, Step, large_batches
 from test_cpu_training import Call, reference
 
 from ecornn.workload import Traversal
@@ -59,3 +59,13 @@ def check(step: Step, name: str, sizes: tuple[int, int, int, int], dtype: str, r
 def test_a_training_step(schedule, name, sizes, dtype, reverse, tmp_path):
     step = Step(tmp_path, schedule, name, sizes, dtype, Traversal(reverse=reverse, sequences=True))
     check(step, name, sizes, dtype, reverse)
+
+
+@pytest.mark.parametrize(("name", "sizes", "reverse", "cut"), [
+    ("lstm", (9, 9, 16, H), True, {}),
+    ("gru", (9, 9, 6, 72), False, {"units": 80, "parts": 2, "row_teams": 2, "groups": 1})], ids=str)
+def test_a_recurrence_of_large_batches(name, sizes, reverse, cut, tmp_path, monkeypatch):
+    large_batches(monkeypatch, cut)
+    step = Step(tmp_path, "persistent_wide", name, sizes, "float16", Traversal(reverse=reverse, sequences=True))
+    assert "backward_persistent_wide" in step.program.functions and step.program.together != 1
+    check(step, name, sizes, "float16", reverse)
