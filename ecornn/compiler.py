@@ -66,7 +66,7 @@ class LayerPlan:
         for task, found in zip(self.tasks, self.chosen, strict=True):
             key = task.workload, task.traversal
             if key not in made:
-                made[key] = make_program(found.schedule, task, found.config)
+                made[key] = make_program(found.schedule, task, found.config, self.overlap)
         return tuple(made[task.workload, task.traversal] for task in self.tasks)
 
 
@@ -80,6 +80,7 @@ def plan_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule
                config: Mapping[str, Value] | None = None, overlap: str = "auto") -> LayerPlan:
     """Analyses the cell and chooses schedules and configurations; arguments as :func:`compile`."""
     from ecornn.overlap import arrange
+    from ecornn.schedules.training import expected_backward
     from ecornn.tune.choose import choose, default_target, serving_or_raise
     from ecornn.tune.folders import read_all
     from ecornn.tune.log import Log
@@ -100,11 +101,12 @@ def plan_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule
                                                       and line.record.device.cores <= task.device.cores])
         return choose(task, schedule, config, fits)
 
-    if layer.training and overlap == "auto":  # forward that keeps, and backward, run one sequence after the other
-        overlap = "none"
+    def expected(task: Task) -> float:
+        forward = serving_or_raise(task, schedule)[0].expected(task)
+        return forward if task.traversal.keep is None else forward + expected_backward(task)
+
     # the directions of a layer share their records, but not every configuration serves both
-    made = arrange(layer.loaded, layer.stack, layer.workload, device, overlap, chosen,
-                   lambda task: serving_or_raise(task, schedule)[0].expected(task))
+    made = arrange(layer.loaded, layer.stack, layer.workload, device, overlap, chosen, expected)
     return LayerPlan(layer.loaded, layer.workload, layer.stack, device, made.overlap, made.tasks, made.chosen)
 
 

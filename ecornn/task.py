@@ -25,8 +25,8 @@ def make_task(cell: Cell, workload: Workload, device: Device, traversal: Travers
     return Task(workload, analyse(cell, workload.input, workload.hidden), device, traversal)
 
 
-def make_program(schedule: Schedule, task: Task, config: Config) -> Program:
-    """The program of a configuration, with a backward pass where the task has one.
+def make_program(schedule: Schedule, task: Task, config: Config, overlap: Overlap = SERIAL) -> Program:
+    """The program of a configuration, with a backward pass where the task has one; ``overlap``: of its stack.
 
     Raises :class:`~ecornn.errors.ScheduleError` where no schedule carries that out.
     """
@@ -35,7 +35,7 @@ def make_program(schedule: Schedule, task: Task, config: Config) -> Program:
         return program
     from ecornn.schedules.training import with_backward
 
-    return with_backward(task, program)
+    return with_backward(task, program, beside=overlap.kind == "directions")
 
 
 def make_manifest(cell: Cell, task: Task, schedule: Schedule, config: Config, program: Program,

@@ -15,19 +15,26 @@ from ecornn.schedules.base import Component, Task
 from ecornn.schedules.timeline import cleared_between, remaining_lengths
 
 ROOM = 18 << 20  # bytes of the workspaces that grow with a chunk
-LEAST = 352  # steps of a chunk: each one starts a dozen kernels, loads their weights, and has products over fewer rows
+LEAST = 352  # steps of a chunk of forward, whose workspaces are few
+BACKWARD = 130_000  # nanoseconds of a recurrence for which a chunk of backward starts its kernels, and loads weights
 SHORTEST = 512  # steps of a sequence that is cut
 
 
-def chunk_for(task: Task, buffers: Iterable[Buffer]) -> int | None:
-    """Steps of a chunk, whole pieces of 16 bytes of any type; None where a sequence is not cut. ``buffers``: of the
-    calls without chunks."""
+def chunk_for(task: Task, buffers: Iterable[Buffer], expected: float | None = None) -> int | None:
+    """Steps of a chunk, whole pieces of 16 bytes of any type; None where a sequence is not cut.
+
+    Parameters
+    ----------
+    buffers : of the calls without chunks
+    expected : nanoseconds of a step of backward's recurrence; None: of forward
+    """
     traversal, seq = task.traversal, task.workload.seq
     own = {b.name: b for b in buffers if b.role == WORKSPACE}.values()
     step = sum(b.extent.per_step * b.itemsize for b in own)
     if seq < SHORTEST or step * seq <= ROOM or traversal.sequences:
         return None
-    most = max(LEAST, ROOM // step // 8 * 8)
+    least = LEAST if expected is None else max(8, int(BACKWARD / expected))
+    most = max(least, ROOM // step // 8 * 8)
     count = -(-seq // most)
     return (-(-seq // count) + 7) // 8 * 8
 

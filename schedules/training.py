@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import gcd
+from math import gcd, inf
 
 from msgspec import structs
 
@@ -24,11 +24,19 @@ from ecornn.schedules.elementwise import Elementwise
 from ecornn.schedules.hoisted import hoisted_of
 from ecornn.schedules.keeping import kept_buffers, kept_states
 from ecornn.schedules.persistent import Persistent
+from ecornn.schedules.persistent_wide import PersistentWide
 from ecornn.schedules.step.layout_transform import LayoutTransform
 from ecornn.schedules.timeline import piece_buffers
 
 OWN = "backward_"  # of names of functions and buffers that nothing else uses
 SCALARS = ("T", "B", "t", "first_step", "all_steps")
+
+
+def expected_backward(task: Task) -> float:
+    """Nanoseconds of a step of the recurrence that ``backward`` of a task will have, as its schedule expects."""
+    inner = recurrence_task(task, adjoint(task.graph, task.workload.hidden, starts_anew=task.traversal.resets))
+    schedule, fault = _schedule(inner)
+    return inf if fault is not None else schedule.expected(inner)
 
 
 def refuses_backward(task: Task) -> str | None:
@@ -37,9 +45,12 @@ def refuses_backward(task: Task) -> str | None:
     return _schedule(recurrence_task(task, made))[1]
 
 
-def with_backward(task: Task, forward: Program) -> Program:
-    """The program with the entry ``backward``, too. Raises :class:`~ecornn.errors.ScheduleError` where no schedule
-    carries out the adjoint."""
+def with_backward(task: Task, forward: Program, beside: bool = False) -> Program:
+    """The program with the entry ``backward``, too; ``beside``: a layer's other direction goes on at the same time, so
+    that nothing can be added to its gradient of x.
+
+    Raises :class:`~ecornn.errors.ScheduleError` where no schedule carries out the adjoint.
+    """
     w, traversal = task.workload, task.traversal
     made = adjoint(task.graph, w.hidden, starts_anew=traversal.resets)
     inner = recurrence_task(task, made)
@@ -48,8 +59,9 @@ def with_backward(task: Task, forward: Program) -> Program:
         raise ScheduleError(f"no schedule carries out the adjoint of {w} on {task.device.name}: {fault}")
     config = schedule.default(inner)
     layout = hoisted_of(inner, config)
-    together = gcd(forward.together, schedule.together(inner, config)) if isinstance(schedule, Persistent) else 1
-    second = traversal.reverse and traversal.directions > 1  # its gradient of x is added to the first one's
+    together = gcd(forward.together, schedule.together(inner, config)) if traversal.sequences else 1
+    # the gradient of x of a second direction is added to the first one's
+    second = traversal.reverse and traversal.directions > 1 and not beside
     before, recurrence, handed = _recurrence(inner, made, schedule.recurrence(inner, config))
     hoisted = (layout.buffer(w.batch),) if inner.graph.hoisted_outputs else ()
     rows, after = parts_of(task, made, kept(made, "states"), layout, recurrence, add=True, add_dx=second)
@@ -57,7 +69,7 @@ def with_backward(task: Task, forward: Program) -> Program:
                              task.graph.states, task.graph.parameters)
     tensors += kept_buffers(kept_states(task), w.batch, w.hidden, w.dtype)
     names = _names(task)
-    steps = chunk_for(task, (*hoisted, *rows.buffers))
+    steps = chunk_for(task, (*hoisted, *rows.buffers), schedule.expected(inner))
     if steps is not None:
         short = replace(task, workload=structs.replace(w, seq=steps))
         rows, after = parts_of(short, made, kept(made, "states"), layout, recurrence, add=True, add_dx=second,
@@ -76,16 +88,17 @@ def with_backward(task: Task, forward: Program) -> Program:
                    entries={**forward.entries, BACKWARD: entry}, together=together)
 
 
-def _schedule(task: Task) -> tuple[Persistent | LayoutTransform | Elementwise, str | None]:
-    """The schedule of a recurrence, with a reason why it cannot serve it, if none can. Where `persistent` can it is the
-    faster one: 52 to 58 us a step beside 59 to 65 even where `layout_transform` is expected to gain most, LSTM
-    256x64x2048 on an H200."""
-    if task.traversal.sequences:
-        return Persistent(), Persistent().serves(task)
+def _schedule(task: Task) -> tuple[Persistent | PersistentWide | LayoutTransform | Elementwise, str | None]:
+    """The schedule of a recurrence, with a reason why it cannot serve it, if none can. Where weights stay on chip it is
+    the one that is expected to be faster: `layout_transform` took 59 to 65 us a step beside 52 to 58 even where it is
+    expected to gain most, LSTM 256x64x2048 on an H200."""
     if not task.graph.phases:
         return Elementwise(), Elementwise().serves(task)
-    if Persistent().serves(task) is None:
-        return Persistent(), None
+    on_chip = [schedule for schedule in (Persistent(), PersistentWide()) if schedule.serves(task) is None]
+    if on_chip:
+        return min(on_chip, key=lambda schedule: schedule.expected(task)), None
+    if task.traversal.sequences:
+        return Persistent(), Persistent().serves(task)
     return LayoutTransform(), LayoutTransform().serves(task)
 
 

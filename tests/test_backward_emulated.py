@@ -22,6 +22,7 @@ from ecornn.program import BACKWARD, FORWARD, PACKED, WORKSPACE, Chunks
 from ecornn.schedules import all_schedules, chunks
 from ecornn.schedules.base import Task
 from ecornn.schedules.persistent import Persistent
+from ecornn.schedules.persistent_wide import PersistentWide
 from ecornn.targets import KNOWN
 from ecornn.task import make_program
 from ecornn.workload import ALONE, Traversal, Workload
@@ -135,7 +136,8 @@ def test_sums_of_gradients_that_are_much_smaller_than_those_of_the_step_before(t
 ], ids=str)
 def test_weights_that_do_not_fit_on_chip(name, sizes, dtype, traversal, tmp_path, monkeypatch):
     """The adjoint's recurrence with a launch a step and phase."""
-    monkeypatch.setattr(Persistent, "refuses", lambda self, task: "no room")
+    for schedule in (Persistent, PersistentWide):
+        monkeypatch.setattr(schedule, "refuses", lambda self, task: "no room")
     step = Step(tmp_path, "layout_transform", name, sizes, dtype, traversal)
     assert "backward_step_0" in step.program.functions or "step_0" in step.program.functions
     assert not any("persistent" in function for function in step.program.functions)
@@ -159,7 +161,7 @@ def check(step, name, sizes, dtype, traversal):
 ], ids=str)
 def test_a_training_step_in_chunks(name, sizes, traversal, tmp_path, monkeypatch):
     """Of 8 steps, the last one of fewer; the same bits in every run."""
-    for constant, value in {"ROOM": 1, "LEAST": 8, "SHORTEST": 1}.items():
+    for constant, value in {"ROOM": 1, "LEAST": 8, "BACKWARD": 1, "SHORTEST": 1}.items():
         monkeypatch.setattr(chunks, constant, value)
     step = Step(tmp_path, "persistent", name, sizes, "float32", traversal)
     for entry in (FORWARD, BACKWARD):
@@ -172,6 +174,22 @@ def test_a_training_step_in_chunks(name, sizes, traversal, tmp_path, monkeypatch
         assert error < LIMITS["float32"], f"{what}: {error}"
     again = step.run(call)
     assert all((again[what] == value).all() for what, value in found.items())
+
+
+@pytest.mark.parametrize(("name", "sizes", "traversal", "cut"), [
+    ("lstm", (18, 9, 6, H), Traversal(lengths=True, resets=True), {}),
+    ("gru", (18, 9, 6, 72), Traversal(resets=True), {"units": 80, "parts": 2, "row_teams": 2, "groups": 1})], ids=str)
+def test_a_training_step_of_large_batches(name, sizes, traversal, cut, tmp_path, monkeypatch):
+    """In chunks, with a recurrence whose blocks share K, and one whose blocks do not."""
+    for constant, value in {"ROOM": 1, "LEAST": 8, "SHORTEST": 1}.items():
+        monkeypatch.setattr(chunks, constant, value)
+    monkeypatch.setattr(Persistent, "refuses", lambda self, task: "no room")
+    own = PersistentWide.default
+    monkeypatch.setattr(PersistentWide, "default", lambda self, task: {
+        **own(self, task), **(cut if task.traversal.backward else {})})
+    step = Step(tmp_path, "persistent_wide", name, sizes, "float16", traversal)
+    assert "backward_persistent_wide" in step.program.functions
+    check(step, name, sizes, "float16", traversal)
 
 
 def test_workspaces_do_not_grow_with_what_is_kept():

@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from emulated import task_of
 from exact import unmarked
 from test_adjoint import H
 from test_backward_emulated import LIMITS, Step
 from test_cpu_training import Call, reference
 
+from ecornn.schedules.persistent import Persistent
+from ecornn.schedules.training import refuses_backward, with_backward
 from ecornn.workload import Traversal
 
 COLUMNS = Traversal(sequences=True)
@@ -48,14 +51,42 @@ def check(step: Step, name: str, sizes: tuple[int, int, int, int], dtype: str, r
 
 @pytest.mark.parametrize(("schedule", "name", "sizes", "dtype", "reverse"), [
     ("persistent", "lstm", (9, 3, 6, H), "float32", False),
-    ("persistent", "lstm", (9, 5, 16, H), "bfloat16", True),
+    pytest.param("persistent", "lstm", (9, 5, 16, H), "bfloat16", True, marks=pytest.mark.exhaustive),
     ("persistent", "gru", (8, 4, 7, H), "float32", True),
-    ("persistent", "gru_reset_before", (7, 4, 8, H), "float32", False),
-    ("persistent", "rnn_tanh", (12, 2, 5, H), "float16", False),
-    ("persistent", "lstm(peepholes)", (9, 3, 5, H), "float32", True),
+    pytest.param("persistent", "gru_reset_before", (7, 4, 8, H), "float32", False, marks=pytest.mark.exhaustive),
+    pytest.param("persistent", "rnn_tanh", (12, 2, 5, H), "float16", False, marks=pytest.mark.exhaustive),
+    pytest.param("persistent", "lstm(peepholes)", (9, 3, 5, H), "float32", True, marks=pytest.mark.exhaustive),
     ("persistent", "lstm(layer_norm)", (9, 3, 5, H), "float32", False),
     ("persistent_wide", "lstm", (9, 9, 16, H), "bfloat16", False),
 ], ids=str)
 def test_a_training_step(schedule, name, sizes, dtype, reverse, tmp_path):
     step = Step(tmp_path, schedule, name, sizes, dtype, Traversal(reverse=reverse, sequences=True))
     check(step, name, sizes, dtype, reverse)
+
+
+@pytest.mark.parametrize(("name", "sizes", "dtype", "reverse"), [
+    ("lstm", (9, 9, 16, H), "bfloat16", False),
+    pytest.param("gru", (8, 5, 7, H), "float16", True, marks=pytest.mark.exhaustive)], ids=str)
+def test_adjoints_by_persistent_wide(name, sizes, dtype, reverse, tmp_path, monkeypatch):
+    monkeypatch.setattr(Persistent, "refuses", lambda self, task: "not asked")
+    step = Step(tmp_path, "persistent_wide", name, sizes, dtype, Traversal(reverse=reverse, sequences=True))
+    assert "backward_persistent_wide" in step.program.functions
+    check(step, name, sizes, dtype, reverse)
+
+
+def test_which_columns_may_share_a_sequence_in_both_passes(monkeypatch, tmp_path):
+    """Those that forward and backward have in one group."""
+    step = Step(tmp_path, "persistent", "lstm", (9, 3, 6, H), "float32", COLUMNS)
+    whole, schedule = step.program.together, Persistent()
+    assert whole == 0 == schedule.together(step.task, schedule.default(step.task))
+    program = replace(step.program, together=12)
+    monkeypatch.setattr(Persistent, "together", lambda self, task, config: 8)
+    assert with_backward(step.task, program).together == 4
+
+
+def test_layers_whose_adjoint_does_not_fit_are_refused(monkeypatch):
+    """A launch a step has no columns."""
+    task = task_of("lstm", (9, 3, 6, H), "float32", traversal=Traversal(sequences=True, keep="states"))
+    assert refuses_backward(task) is None
+    monkeypatch.setattr(Persistent, "refuses", lambda self, task: "no room")
+    assert refuses_backward(task) == "no room"

@@ -41,6 +41,16 @@ def input_gradients(memory: Memory, add: bool = False) -> Component:
     return joined(_spaces(memory), passes.component(items, Wanted((*stores, (total, place)), instead=instead)))
 
 
+def summed_directions(cores: int, units: int, dtype: str) -> Component:
+    """``dx`` (T, B, units) += ``dx_second``, that of a layer's second direction, on as many multiprocessors."""
+    from tvm import tirx
+
+    first, second, whole = (tirx.Var(name, "float32") for name in ("first", "second", "whole"))
+    places = {first: Place(Columns("dx", units, units), dtype), second: Place(Columns("dx_second", units, units), dtype)}
+    scalars = Scalars((), (), (Assign(whole, first + second),), places, ((whole, places[first]),))
+    return scalar_pass("sum_directions", cores, scalars, (), units, STEPS)
+
+
 def made_of_inputs(memory: Memory) -> tuple[Workspaces, Workspaces]:
     """Values that the pass makes on the way: factors of outer products, in the layer's data type, and what is summed,
     in float32."""
@@ -69,4 +79,4 @@ def _zeros(memory: Memory, place: Place) -> Component:
 
     zero = tirx.Var("zero", "float32")
     scalars = Scalars((), (), (Assign(zero, number(0.0)),), {}, ((zero, place),))
-    return scalar_pass("inputs_0", memory.task.device, scalars, (), memory.task.workload.input, STEPS)
+    return scalar_pass("inputs_0", memory.task.device.cores, scalars, (), memory.task.workload.input, STEPS)

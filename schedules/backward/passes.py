@@ -173,7 +173,7 @@ class RowPass:
         scalars = Scalars(forward.vectors, self.invariants, assigns, {v: p for v, p in leaves.items() if v not in made},
                           wanted.stores, wanted.hoisted, wanted.layout, self.mask, wanted.instead, math)
         if not products:
-            return scalar_pass(name, task.device, scalars, stage.statistics, task.workload.hidden, self.each)
+            return scalar_pass(name, task.device.cores, scalars, stage.statistics, task.workload.hidden, self.each)
         job = self._job(name, products, operands, len(forward.vectors) if scalars.reads_vectors else 0)
         span = wanted.layout.span if wanted.hoisted and wanted.layout else 4  # 16-bit ones of a quad: a sector
         return over_rows(job, Pointwise(scalars, products, span))

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from ecornn.analysis.step import Statistic
-from ecornn.device import Device
 from ecornn.program import Launch
 from ecornn.schedules.backward.scalars import Env, Scalars
 from ecornn.schedules.base import Component
@@ -18,14 +17,15 @@ THREADS = 256
 BLOCKS = 6  # a multiprocessor
 
 
-def scalar_pass(name: str, device: Device, scalars: Scalars, statistics: Sequence[Sequence[Statistic]], units: int,
+def scalar_pass(name: str, cores: int, scalars: Scalars, statistics: Sequence[Sequence[Statistic]], units: int,
                 each: str) -> Component:
-    """A kernel: the statistics, group after group, where one may read what another one gives; then the scalars.
+    """A kernel for as many multiprocessors: the statistics, group after group, where one may read what another one
+    gives; then the scalars.
 
     With statistics a block has whole rows; else threads take some neighbouring units each. ``each``: what there is a
     row of, as of a :class:`~ecornn.schedules.gemm.job.Job`.
     """
-    words, blocks = max((RowSums.words(THREADS, s) for s in statistics), default=0), BLOCKS * device.cores
+    words, blocks = max((RowSums.words(THREADS, s) for s in statistics), default=0), BLOCKS * cores
     kernel = _kernel(name, scalars, statistics, units, each, blocks, words)
     return Component({name: kernel}, (), (Launch(name, blocks, THREADS, 4 * words),))
 
@@ -37,7 +37,7 @@ def _kernel(name: str, scalars: Scalars, statistics: Sequence[Sequence[Statistic
 
     made = [v for those in statistics for s in those for v in s.made]
     operands = {o for those in statistics for s in those for o in s.operands}
-    kinds = scalars.reads(made, operands) | {"vectors": "float32"} | counted(each)
+    kinds = scalars.reads(made, operands) | ({"vectors": "float32"} if scalars.vectors else {}) | counted(each)
     kinds |= {n: kind for n, kind in scalars.writes().items() if n not in kinds}
     with IRBuilder() as builder, T.prim_func():
         T.func_name(name)
