@@ -6,15 +6,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import test_training_stacks_emulated as stacks
 from emulated import task_of
 from exact import unmarked
+from limits import relative
 from test_adjoint import H
 from test_backward_emulated import LIMITS, Step
 from test_cpu_training import Call, reference
+from test_training_stacks_emulated import SIDES, program_of
 
+from ecornn import Columns, reference_gradients
+from ecornn.cells import get
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.training import refuses_backward, with_backward
-from ecornn.workload import Traversal
+from ecornn.workload import SERIAL, Stack, Traversal
 
 COLUMNS = Traversal(sequences=True)
 
@@ -90,3 +95,42 @@ def test_layers_whose_adjoint_does_not_fit_are_refused(monkeypatch):
     assert refuses_backward(task) is None
     monkeypatch.setattr(Persistent, "refuses", lambda self, task: "no room")
     assert refuses_backward(task) == "no room"
+
+
+@pytest.mark.parametrize(("cell", "overlap"), [
+    ("gru", SIDES), pytest.param("lstm", SERIAL, marks=pytest.mark.exhaustive)], ids=str)
+def test_stacks(tmp_path, cell, overlap):
+    """Two layers, both ways; some sequences wrap around in all of them."""
+    stack, lengths = Stack(2, True, sequences=True, keep="states"), [5, 5, 5, 5, 1]
+    program = program_of(cell, stack, "float32", overlap, 7)
+    columns = Columns.of(lengths, stacks.B, program.together or stacks.B)
+    assert len(columns.table) == 7 and columns.wrapped.size
+    step = stacks.Step(cell, stack, "float32", 7)
+    rng, count = np.random.default_rng(1), len(lengths)
+    step.states, step.dstates = (
+        [rng.uniform(-1, 1, (stack.count, count, stacks.H)).astype(np.float32) for _ in step.states] for _ in range(2))
+    names = get(cell).states
+    step.by_state = {"state_in": dict(zip(names, step.states, strict=True)),
+                     "dstate_out": dict(zip(names, step.dstates, strict=True))}
+    step.sizes |= {"state_out": count * stacks.H, "dstate_in": count * stacks.H}
+    rows = {n: np.zeros((5, count, step.given[n][0].shape[2])) for n in ("x", "dy")}
+    for name, padded in rows.items():
+        for s, n in enumerate(lengths):
+            padded[:n, s] = step.given[name][0].reshape(-1, padded.shape[2])[columns.of_sequence(s)]
+        step.given[name][0][columns.table < 0] = np.nan  # which nobody may use
+    step.given["sequences"] = [columns.marked]
+    found = step.run(program, tmp_path)
+    dx, weights, states = reference_gradients(cell, rows["x"], step.weights, step.states, dy=rows["dy"],
+                                              dstate=step.dstates, lengths=lengths)
+    laid = np.zeros((7 * stacks.B, dx.shape[2]))
+    for s, n in enumerate(lengths):
+        laid[columns.of_sequence(s)] = dx[:n, s]
+    assert relative(found["dx"], laid.reshape(-1)) < LIMITS["float32"]
+    for b in program.buffers:
+        if b.tensor == "gradient":
+            prefix, _, name = b.state.rpartition(".")
+            wanted = weights[f"{name}_{prefix}"].reshape(-1)
+            assert relative(found[b.name] - 1, wanted) < LIMITS["float32"], b.name
+        elif b.tensor == "dstate_in":
+            wanted = states[list(names).index(b.state)][b.part].reshape(-1)
+            assert relative(found[b.name], wanted) < LIMITS["float32"], b.name
