@@ -60,8 +60,7 @@ def with_backward(task: Task, forward: Program, beside: bool = False) -> Program
         raise ScheduleError(f"no schedule carries out the adjoint of {w} on {task.device.name}: {fault}")
     config = schedule.default(inner)
     layout = hoisted_of(inner, config)
-    on_chip = isinstance(schedule, (Persistent, PersistentWide))
-    together = gcd(forward.together, schedule.together(inner, config)) if on_chip else 1
+    together = gcd(forward.together, schedule.together(inner, config)) if traversal.sequences else 1
     # the gradient of x of a second direction is added to the first one's
     second = traversal.reverse and traversal.directions > 1 and not beside
     before, recurrence, handed = _recurrence(inner, made, schedule.recurrence(inner, config))
