@@ -159,8 +159,8 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
     resets : calls may give a mask of the steps at which a row's state starts anew
     sequences : calls may lay many sequences end to end in the columns of the batch, which then has few that are idle
         (GPU, not with lengths or resets), see :meth:`Layer.__call__` and :class:`Columns`
-    training : the module has :meth:`Layer.forward` and :meth:`Layer.backward` besides, which give gradients (CPU,
-        float32, not with sequences)
+    training : the module has :meth:`Layer.forward` and :meth:`Layer.backward` besides, which give gradients (on a
+        CPU of float32; not with sequences)
     target : ``cuda`` (the GPU at hand), ``cpu``, or an architecture such as ``sm_90a``, which needs
         no GPU; default: the GPU if there is one, else the CPU
     schedule, config : use this schedule, and these knobs, instead of the best tuning record

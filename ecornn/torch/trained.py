@@ -113,8 +113,8 @@ class TrainedLayers:
                 found = bound.pop(room)
                 found.snapshot.outdate()
                 return room, found
-        raise ArgumentError("x", "an input of the first call", "a call that no CUDA graph captures: run a training step "
-                            "before the capture, as PyTorch asks for")
+        raise ArgumentError("x", "an input of the first call", "a call that no CUDA graph captures: run a training "
+                            "step before the capture, as PyTorch asks for")
 
 
 def _where(x: torch.Tensor) -> Any:
