@@ -190,9 +190,9 @@ class Caller(TrainingCalls):
         return Training(self)
 
     def prepared(self, x: Any, state: Sequence[Any] | None, lengths: Any, resets: Any,
-                 sequences: Any) -> tuple[Arrays, Placed, dict[str, Placed], list[Placed] | None, int, int]:
-        """The arguments of a call, checked: whose arrays they are, x, masks, states (None where there are none), T and
-        B."""
+                 sequences: Any) -> tuple[Arrays, Placed, dict[str, Placed], list[Placed] | None, int, int, int]:
+        """The arguments of a call, checked: whose arrays they are, x, masks, states (None where there are none), T, B
+        and the rows of states, which are S with ``sequences``."""
         arrays = arrays_of(x, "x")
         x = arrays.take(x, "x")
         steps, batch = self._check_x(arrays, x)
@@ -200,7 +200,7 @@ class Caller(TrainingCalls):
         masks, _, rows = self._masks(arrays, placed[0], steps, batch, lengths, resets, sequences)
         names = [name for name in MASKS if getattr(self._stack, name)]
         states = None if state is None else self._check_state(arrays, state, rows)
-        return arrays, placed, dict(zip(names, masks, strict=True)), states, steps, batch
+        return arrays, placed, dict(zip(names, masks, strict=True)), states, steps, batch, rows
 
     def _launch(self, arrays: Arrays, like: Any, queue: int, arguments: list[int]) -> None:
         """Runs with a workspace, which is kept for later calls."""

@@ -21,7 +21,7 @@ class Kept:
 
     Attributes
     ----------
-    steps, batch : T and B of the call
+    steps, batch, rows : T and B of the call, and the rows of states: B, or S with ``sequences``
     nbytes : bytes of ``memory``, what is kept besides x, y and the first states
     """
 
@@ -34,6 +34,7 @@ class Kept:
     memory: Memory | None
     steps: int
     batch: int
+    rows: int
     taken: bool = field(default=False)
 
     @property
@@ -49,7 +50,7 @@ class Gradients:
     ----------
     x : (T, B, I), of the module's data type
     weights : by name, of the weights' shapes, float32
-    state : of the first states, as they were passed to ``forward``: (B, H), or (L*D, B, H)
+    state : of the first states, as they were passed to ``forward``: (B, H), or (L*D, B, H); S rows with ``sequences``
     """
 
     x: Any
@@ -115,14 +116,14 @@ class Training:
         return found
 
     def forward(self, arrays: Arrays, x: Placed, states: Sequence[Placed], masks: Mapping[str, Placed], y: Placed,
-                after: Sequence[Placed], steps: int, batch: int, memory: Memory | None = None) -> Kept:
+                after: Sequence[Placed], steps: int, batch: int, rows: int, memory: Memory | None = None) -> Kept:
         """Runs ``forward``; arguments are checked, ``states`` and ``after`` as a call has them."""
         offsets, total = self._layout(steps, batch)
         if memory is None and total:
             memory = arrays.workspace(total, x[0], self._caller.library)
-        kept = Kept(self._caller, arrays, x, y, list(states), dict(masks), memory, steps, batch)
-        given = {"x": [x[1]], "y": [y[1]], "state_in": self._by_part(states, batch),
-                 "state_out": self._by_part(after, batch), **{name: [at] for name, (_, at) in masks.items()}}
+        kept = Kept(self._caller, arrays, x, y, list(states), dict(masks), memory, steps, batch, rows)
+        given = {"x": [x[1]], "y": [y[1]], "state_in": self._by_part(states, rows),
+                 "state_out": self._by_part(after, rows), **{name: [at] for name, (_, at) in masks.items()}}
         self._run(self._caller.library.forward, self._forward, kept, offsets, given)
         return kept
 
@@ -130,18 +131,18 @@ class Training:
                  gradients: Iterable[Placed]) -> None:
         """Runs ``backward``; ``before`` gets the gradients of the first states, to ``gradients``, in the order of the
         manifest's parameters, theirs are added."""
-        batch = kept.batch
-        given = {"x": [kept.x[1]], "y": [kept.y[1]], "state_in": self._by_part(kept.states, batch), "dy": [dy[1]],
-                 "dstate_out": self._by_part(dstates, batch), "dx": [dx[1]],
-                 "dstate_in": self._by_part(before, batch), "gradient": [at for _, at in gradients],
+        rows = kept.rows
+        given = {"x": [kept.x[1]], "y": [kept.y[1]], "state_in": self._by_part(kept.states, rows), "dy": [dy[1]],
+                 "dstate_out": self._by_part(dstates, rows), "dx": [dx[1]],
+                 "dstate_in": self._by_part(before, rows), "gradient": [at for _, at in gradients],
                  **{name: [at] for name, (_, at) in kept.masks.items()}}
-        offsets, _ = self._layout(kept.steps, batch)
+        offsets, _ = self._layout(kept.steps, kept.batch)
         self._run(self._caller.library.backward, self._backward, kept, offsets, given)
 
-    def _by_part(self, states: Sequence[Placed], batch: int) -> list[int]:
+    def _by_part(self, states: Sequence[Placed], rows: int) -> list[int]:
         """Pointers by state and then by sequence."""
         work, count = self._caller.manifest.workload, self._caller.manifest.stack.count
-        size = batch * work.hidden * work.itemsize
+        size = rows * work.hidden * work.itemsize
         return [at + part * size for _, at in states for part in range(count)]
 
     def _run(self, function: Any, plan: EntryPlan, kept: Kept, offsets: Mapping[str, int],
@@ -171,14 +172,14 @@ class TrainingCalls:
     """:meth:`forward` and :meth:`backward` of a layer, on arrays of a caller."""
 
     def forward(self: Any, x: Any, state: Sequence[Any] | None = None, *, lengths: Any = None, resets: Any = None,
-                memory: Any = None) -> tuple[Any, tuple[Any, ...], Kept]:
+                sequences: Any = None, memory: Any = None) -> tuple[Any, tuple[Any, ...], Kept]:
         """As a call of the layer, and keeps what the gradients need. For modules compiled with ``training=True``.
 
         Parameters
         ----------
         x : (T, B, I), T >= 1, 1 <= B <= the compiled batch, of the module's data type: a NumPy array or a torch.Tensor
-        state : one array for each state, (B, H) or (L*D, B, H); None: zeros
-        lengths, resets : as of a call
+        state : one array for each state, (B, H) or (L*D, B, H), with ``sequences`` S rows; None: zeros
+        lengths, resets, sequences : as of a call
         memory : for what is kept, (:meth:`kept_bytes`,) uint8, contiguous; default: made
 
         Returns
@@ -191,21 +192,21 @@ class TrainingCalls:
         Raises as a call of the layer, and :class:`~ecornn.errors.ModuleError` for a module that does not train.
         """
         training = self.training  # a module that does not train says so
-        arrays, placed, masks, states, steps, batch = self._first(x, state, lengths, resets)
-        like, shape, room = placed[0], self.state_shape(batch), self._memory(arrays, memory, steps, batch)
+        arrays, placed, masks, states, steps, batch, rows = self._first(x, state, lengths, resets, sequences)
+        like, shape, room = placed[0], self.state_shape(rows), self._memory(arrays, memory, steps, batch)
         y = arrays.empty((steps, batch, self.width), like, self.library)
         after = [arrays.empty(shape, like, self.library) for _ in self.manifest.states]
-        kept = training.forward(arrays, placed, states, masks, y, after, steps, batch, room)
+        kept = training.forward(arrays, placed, states, masks, y, after, steps, batch, rows, room)
         return arrays.give(y[0]), tuple(arrays.give(a) for a, _ in after), kept
 
     def kept_in(self: Any, memory: Any, x: Any, y: Any, state: Sequence[Any] | None = None, *, lengths: Any = None,
-                resets: Any = None) -> Kept:
+                resets: Any = None, sequences: Any = None) -> Kept:
         """What a call of :meth:`forward` with these arguments kept in ``memory``, for :meth:`backward`, for callers
         that hold arrays alone. ``memory`` may be a copy; :meth:`backward` leaves it as it is."""
-        arrays, placed, masks, states, steps, batch = self._first(x, state, lengths, resets)
+        arrays, placed, masks, states, steps, batch, rows = self._first(x, state, lengths, resets, sequences)
         result = self._gradient(arrays, y, "y", (steps, batch, self.width), placed[0])
         room = self._memory(arrays, memory, steps, batch)
-        return Kept(self, arrays, placed, result, states, masks, room, steps, batch)
+        return Kept(self, arrays, placed, result, states, masks, room, steps, batch, rows)
 
     def backward(self: Any, kept: Kept, dy: Any = None, dstate: Sequence[Any] | None = None, *,
                  gradients: Mapping[str, Any] | None = None) -> Gradients:
@@ -228,7 +229,7 @@ class TrainingCalls:
         if kept.taken:
             raise ArgumentError("kept", "used by an earlier backward()", "what one call of forward() gave: it serves "
                                 "one backward()")
-        arrays, like, shape = kept.arrays, kept.x[0], self.state_shape(kept.batch)
+        arrays, like, shape = kept.arrays, kept.x[0], self.state_shape(kept.rows)
         wanted = kept.steps, kept.batch, self.width
         placed = self._gradient(arrays, dy, "dy", wanted, like)
         states = [None] * len(self.manifest.states) if dstate is None else dstate
@@ -256,13 +257,13 @@ class TrainingCalls:
         the layer."""
         return self.training.workspace_bytes(steps)
 
-    def _first(self: Any, x: Any, state: Sequence[Any] | None, lengths: Any,
-               resets: Any) -> tuple[Arrays, Placed, dict[str, Placed], list[Placed], int, int]:
+    def _first(self: Any, x: Any, state: Sequence[Any] | None, lengths: Any, resets: Any,
+               sequences: Any) -> tuple[Arrays, Placed, dict[str, Placed], list[Placed], int, int, int]:
         """The arguments of a call as ``prepared`` has them, with zeros for states that are not given."""
-        arrays, placed, masks, states, steps, batch = self.prepared(x, state, lengths, resets, None)
+        arrays, placed, masks, states, steps, batch, rows = self.prepared(x, state, lengths, resets, sequences)
         if states is None:
-            states = [self.zero_state(batch)] * len(self.manifest.states)
-        return arrays, placed, masks, states, steps, batch
+            states = [self.zero_state(rows)] * len(self.manifest.states)
+        return arrays, placed, masks, states, steps, batch, rows
 
     def _memory(self: Any, arrays: Arrays, memory: Any, steps: int, batch: int) -> Memory | None:
         """A caller's memory, checked; None where there is none, or nothing to keep."""

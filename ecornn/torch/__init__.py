@@ -5,7 +5,8 @@
     layer = ecornn.torch.Recurrent(MyCell(), 128, 512)                      # a cell of one's own
 
 A layer is compiled at its first call of a shape, for the device and data type that it is on. It sees its weights
-change, also by training; only after writes through ``.data`` and the like it has to be told:
+change, also by training; only after writes through ``.data`` and the like on a GPU, or of single values, it has to be
+told:
 
     ecornn.torch.rebind(model)
 

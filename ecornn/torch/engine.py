@@ -35,7 +35,7 @@ class Engine:
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
-        self.refused: set[tuple[torch.dtype, int]] = set()
+        self.refused: set[tuple[Any, ...]] = set()
         # what a call is like -> the batch it was compiled for -> the weights when it was bound, and the layer
         self._bound: dict[tuple[Any, ...], dict[int, tuple[Snapshot, Layer]]] = {}
         self._captured: set[Layer] = set()  # CUDA graphs read their weights, nobody tells for how long

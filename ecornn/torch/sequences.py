@@ -9,7 +9,7 @@ from torch.nn.functional import dropout
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from ecornn.errors import ArgumentError, DeviceError, DTypeError, ScheduleError, ShapeError
-from ecornn.torch import direct, engine, packed
+from ecornn.torch import direct, engine, packed, packed_training
 from ecornn.torch.dispatching import watched
 from ecornn.torch.falling_back import by_torch, obstacle, tensors_of
 from ecornn.torch.kind import text_of
@@ -23,7 +23,7 @@ class Sequences:
 
     Weights are packed at the first call, and again once they have changed: a training step, ``load_state_dict``
     and whatever raises a tensor's version are seen. Writes through ``.data`` or NumPy, and any in inference mode,
-    are not: call :func:`ecornn.torch.rebind` after them.
+    are seen on a CPU, unless they change single values: call :func:`ecornn.torch.rebind` after those, and on a GPU.
     """
 
     TORCH: type[torch.nn.RNNBase] | None = None
@@ -92,8 +92,15 @@ class Sequences:
         data, sizes, order, back = input
         if data.dim() != 2 or data.shape[1] != self.input_size:
             raise ShapeError("input.shape", tuple(data.shape), f"2 axes, the last of input_size={self.input_size}")
-        if asked or self._drops or torch.compiler.is_compiling() or watched(
-                (data, *tensors_of(hx), *engine.weights_of(self))):
+        plain = not (self._drops or torch.compiler.is_compiling() or watched(
+            (data, *tensors_of(hx), *engine.weights_of(self))))
+        found = None  # rows and states of columns with gradients
+        if asked and plain:
+            engine.check_type(data, engine.weights_of(self)[0])
+            found = packed_training.run(self, input, states_of(self, hx, data, int(sizes[0]), False, order))
+        if found is not None:
+            rows, *after = found
+        elif asked or not plain:
             x, lengths = pad_packed_sequence(PackedSequence(data, sizes))
             y, *after = self._run(x, states_of(self, hx, x, x.shape[1], False, order), lengths, asked)
             rows = pack_padded_sequence(y, lengths).data

@@ -9,9 +9,13 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ecornn.torch.sample import Sample
+
 
 class Snapshot:
     """Weights as they were: the very tensors, at these addresses, with these versions.
+
+    Writes that versions do not tell are seen by a sample of the values, on a CPU.
 
     The tensors may go; then these are other weights. Their memory stays, since its address could otherwise be that of
     other weights one day. Fused optimizers change weights and not their versions: those of a backward pass are
@@ -22,6 +26,7 @@ class Snapshot:
         self._kept = [w.detach() for w in weights]
         self._tensors = [(weakref.ref(w), w.data_ptr()) for w in weights]
         self._versions = _versions(weights)
+        self._sample = Sample(self._kept)
         self._suspects: set[int] = set()
         self.ids = [*map(id, weights)]
         with _lock:
@@ -38,7 +43,7 @@ class Snapshot:
         suspected, unless ``with_suspects``."""
         if not with_suspects and (self._suspects or replayed(weights)):
             return False
-        return self.same(weights) and _versions(weights) == self._versions
+        return self.same(weights) and _versions(weights) == self._versions and self._sample.holds()
 
     def changed(self, weights: Sequence[torch.Tensor]) -> list[int]:
         """The numbers of the weights that may not be as they were."""
@@ -46,11 +51,12 @@ class Snapshot:
             return [*range(len(weights))]
         known = zip(weights, self._tensors, self._versions, strict=True)
         return [n for n, (w, (tensor, pointer), version) in enumerate(known)
-                if n in self._suspects or tensor() is not w or w.data_ptr() != pointer or _version(w) != version]
+                if n in self._suspects or tensor() is not w or w.data_ptr() != pointer or _version(w) != version
+                or self._sample.differs(n)]
 
     def renew(self, weights: Sequence[torch.Tensor]) -> None:
         """The same tensors have been read again."""
-        self._suspects, self._versions = set(), _versions(weights)
+        self._suspects, self._versions, self._sample = set(), _versions(weights), Sample(self._kept)
 
     def suspect(self, ids: set[int]) -> None:
         """Those of these ids may have changed from now on."""
