@@ -181,7 +181,7 @@ def test_a_training_step_in_chunks(name, sizes, traversal, tmp_path, monkeypatch
     ("gru", (18, 9, 6, 72), Traversal(resets=True), {"units": 80, "parts": 2, "row_teams": 2, "groups": 1})], ids=str)
 def test_a_training_step_of_large_batches(name, sizes, traversal, cut, tmp_path, monkeypatch):
     """In chunks, with a recurrence whose blocks share K, and one whose blocks do not."""
-    for constant, value in {"ROOM": 1, "LEAST": 8, "SHORTEST": 1}.items():
+    for constant, value in {"ROOM": 1, "LEAST": 8, "BACKWARD": 1, "SHORTEST": 1}.items():
         monkeypatch.setattr(chunks, constant, value)
     monkeypatch.setattr(Persistent, "refuses", lambda self, task: "no room")
     own = PersistentWide.default
