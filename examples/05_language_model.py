@@ -8,7 +8,8 @@ import sys
 import click
 from training_steps import DEVICE, Step, middle, take_turns
 
-# isort: split, since that says how PyTorch's threads wait, which counts only before PyTorch is loaded
+# PyTorch after that, which says how its threads wait
+# isort: split
 import torch
 from python_text import docstrings, in_columns, numbered, reference, words
 from torch import nn
@@ -79,7 +80,8 @@ def train(step: Step, text: torch.Tensor, updates: int, steps: int) -> torch.Ten
 def entropy(model: LanguageModel, text: torch.Tensor, steps: int) -> float:
     """Nats a word of a text (N, B) that the model has not seen."""
     model.eval()
-    model.h.zero_(), model.c.zero_()
+    for state in (model.h, model.c):
+        state.zero_()
     found = []
     for number in range((len(text) - 1) // steps):
         inputs, targets = batch_at(text, number, steps)

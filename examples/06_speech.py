@@ -1,4 +1,4 @@
-"""A speech recognizer with connectionist temporal classification: five layers in both directions, from sound to text."""
+"""A speech recognizer with connectionist temporal classification: five layers in both directions read sound."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import sys
 import click
 from training_steps import DEVICE, Step, middle, take_turns
 
-# isort: split, since that says how PyTorch's threads wait, which counts only before PyTorch is loaded
+# PyTorch after that, which says how its threads wait
+# isort: split
 import numpy as np
 import torch
 from python_text import reference, words

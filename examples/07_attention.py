@@ -12,7 +12,8 @@ from collections.abc import Mapping
 import click
 from training_steps import DEVICE, Step, memory_by_layer, middle, peak, take_turns
 
-# isort: split, since that says how PyTorch's threads wait, which counts only before PyTorch is loaded
+# PyTorch after that, which says how its threads wait
+# isort: split
 import torch
 from torch import nn
 
@@ -37,6 +38,7 @@ SIZES = {"cuda": {"hidden": 512, "dates": 4, "batch": 64, "updates": 1500, "rate
          "cpu": {"hidden": 48, "dates": 1, "batch": 32, "updates": 500, "rate": 5e-3}}
 DEFAULT = SIZES[DEVICE]
 LETTERS = " ,-./0123456789" + "".join(sorted({*"".join([*calendar.month_name, *calendar.day_name])}))  # 0 pads
+CENTURIES = datetime.date(1900, 1, 1).toordinal(), datetime.date(2099, 12, 31).toordinal()
 LONGEST, WRITTEN = 29, 11  # letters of a date and a space behind it: read, and written
 STYLES = ("{d} {month} {y}", "{month} {d}, {y}", "{weekday}, {d} {month} {y}", "{d}.{m}.{y}", "{m:02}/{d:02}/{y}",
           "{short} {d} {y}", "{d}-{short}-{y}")
@@ -68,7 +70,7 @@ class Reader(nn.Module):
         self.scores = nn.Linear(3 * hidden, len(LETTERS))
 
     def forward(self, text: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
-        memory, state = self.encoder(self.letters(text))  # the last states of both directions start the decoder's layers
+        memory, state = self.encoder(self.letters(text))  # both directions' last states start the decoder's layers
         return self.write(written, memory, state)[0]
 
     def write(self, written: torch.Tensor, memory: torch.Tensor, state: tuple[torch.Tensor, ...]) -> tuple:
@@ -100,8 +102,7 @@ def batch_of(batch: int, dates: int, source: random.Random) -> tuple[torch.Tenso
     """Lines of dates (B, T), and the same as year-month-day (B, S)."""
     read, written = [], []
     for _ in range(batch):
-        days = [datetime.date.fromordinal(source.randint(datetime.date(1900, 1, 1).toordinal(),
-                                                         datetime.date(2099, 12, 31).toordinal())) for _ in range(dates)]
+        days = [datetime.date.fromordinal(source.randint(*CENTURIES)) for _ in range(dates)]
         read.append(numbers(" ".join(written_in_some_way(d, source.choice(STYLES)) for d in days), LONGEST * dates))
         written.append(numbers(" ".join(map(str, days)), WRITTEN * dates))
     return torch.tensor(read).to(DEVICE), torch.tensor(written).to(DEVICE)
@@ -135,7 +136,7 @@ def table(steps: Mapping[str, Step]) -> dict[str, dict[str, int]]:
 @click.option("--batch", default=DEFAULT["batch"], help="Lines of a batch, B.")
 @click.option("--updates", default=DEFAULT["updates"], help="Training steps, at most.")
 @click.option("--rate", default=DEFAULT["rate"], help="Learning rate.")
-@click.option("--limit", default=0.9, help="Share of new dates that must be right; training ends half way from it to 1.")
+@click.option("--limit", default=0.9, help="Share of new dates that must be right; training ends half way to 1.")
 @click.option("--seconds", default=3.0, help="How long to time.")
 def main(hidden: int, dates: int, batch: int, updates: int, rate: float, limit: float, seconds: float) -> None:
     torch.manual_seed(0)
