@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ["ECORNN_STRICT"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from training_steps import DEVICE, Step, middle, peak, take_turns
@@ -211,6 +210,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="for each model and way [%(default)s]")
     parser.add_argument("--together", type=int, default=5, help="steps in a row that are timed as one [%(default)s]")
     arguments = parser.parse_args()
+    os.environ["ECORNN_STRICT"] = "1"
     torch.manual_seed(0)
     torch.backends.cudnn.allow_tf32 = False
     ways = ["plain", *(["graph"] if DEVICE == "cuda" else []), *(["compile"] if arguments.compile else [])]

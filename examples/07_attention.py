@@ -55,7 +55,7 @@ class Attention(nn.Module):
 
     def forward(self, states: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
         pairs = torch.tanh(self.of_state(states)[:, :, None] + self.of_memory(memory)[:, None])  # (B, S, T, H)
-        return self.score(pairs).squeeze(3).softmax(2).to(memory.dtype) @ memory
+        return self.score(pairs).squeeze(3).softmax(2) @ memory
 
 
 class Reader(nn.Module):
@@ -78,7 +78,6 @@ class Reader(nn.Module):
         y, state = self.decoder(self.letters(written), state)
         return self.scores(torch.cat([y, self.attention(y, memory)], 2)), state
 
-    @torch.no_grad()
     def read(self, text: torch.Tensor, length: int) -> torch.Tensor:
         """The likeliest letters (B, length), one after the other."""
         memory, state = self.encoder(self.letters(text))
@@ -153,7 +152,8 @@ def main(hidden: int, dates: int, batch: int, updates: int, rate: float, limit: 
         step.load(*given(*batch_of(batch, dates, source)))
         step()
         if number % 50 == 0 or number == updates:
-            found = ours.read(test[0], test[1].shape[1])
+            with torch.no_grad(), step.autocast():
+                found = ours.read(test[0], test[1].shape[1])
             share = (found == test[1]).view(len(found) * dates, WRITTEN).all(1).float().mean().item()
             line, text = ("".join(LETTERS[n] for n in row[0].tolist()).strip() for row in (test[0], found))
             print(f"step {number}: loss {step.loss:.3f}, {share:.1%} of new dates are right: "
