@@ -35,7 +35,7 @@ def with_backward(task: Task, forward: Program, schedule: Schedule, config: Conf
     made = adjoint(task.graph, w.hidden, starts_anew=traversal.resets)
     inner = recurrence_task(task, made)
     layout = hoisted_of(inner, config)
-    together = gcd(forward.together, schedule.together(inner, config))
+    together = gcd(forward.together, schedule.together(inner, config)) if traversal.sequences else 1
     # the gradient of x of a second direction is added to the first one's
     second = traversal.reverse and traversal.directions > 1 and not beside
     before, recurrence, handed = _recurrence(inner, made, schedule.recurrence(inner, config))
