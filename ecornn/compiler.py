@@ -76,7 +76,8 @@ def _told(labels: list[str], chosen: Iterable[Found | None], entry: str) -> list
         if found is not None:
             text = " ".join((found.schedule.name, *(f"{k}={v}" for k, v in found.config.items())))
             told.setdefault((text, found.provenance), []).append(label)
-    return [(" ".join(filter(None, (entry, ", ".join(of) if len(told) > 1 else ""))), *key) for key, of in told.items()]
+    every = len(told) == 1
+    return [(" ".join(filter(None, (entry, "" if every else ", ".join(of)))), *key) for key, of in told.items()]
 
 
 def plan(cell: str | Cell, *, target: str | Device | None = None, schedule: str | None = None,
