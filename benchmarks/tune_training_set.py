@@ -2,6 +2,7 @@
 
     python benchmarks/tune_training_set.py --time-limit 240 --log h100-training.jsonl
     python benchmarks/tune_training_set.py --time-limit 60 --log h100-training.jsonl --only "lstm 1024x16x768"
+    python benchmarks/tune_training_set.py --time-limit 60 --log h100-training.jsonl --only "both ways"
 
 Several layers are searched at once, in the order of the rows, so that the GPU need not wait for builds. What is
 left of the time when a layer begins is its limit; then the fastest of each are measured once more beside its default.
@@ -19,45 +20,53 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
+from msgspec import structs
 from training_rows import ROWS, Row
 
 from ecornn.layer_spec import LayerSpec
 from ecornn.workload import Workload
 
 if TYPE_CHECKING:
+    from ecornn.device import Device
     from ecornn.tune.session import Result, Session
 
+# Recurrences, each with the first row that has it: layers of a stack, both directions and all I share one.
+Wanted = dict[Workload, tuple[Row, LayerSpec]]
 LEAST = 5.0  # seconds: with less no layer begins
 WON = 1.02
 
 
-def layers(only: Sequence[str]) -> dict[Workload, tuple[Row, LayerSpec]]:
-    """The recurrences, each with the first row that has it: layers of a stack, both directions and all I share one."""
-    found: dict[Workload, tuple[Row, LayerSpec]] = {}
+def layers(only: Sequence[str], device: Device) -> dict[int, Wanted]:
+    """The recurrences by the multiprocessors that they have: two directions may run side by side."""
+    from ecornn.compiler import plan_layer
+
+    found: dict[int, Wanted] = {}
     for row in ROWS:
         if not only or any(part in str(row) for part in only):
-            layer = LayerSpec(row.cell, **row.properties)  # type: ignore[arg-type]
-            found.setdefault(layer.workload.adjoint, (row, layer))
+            layer = LayerSpec(row.cell, **row.properties, training=True)  # type: ignore[arg-type]
+            cores = plan_layer(layer, target=device).task.device.cores if row.bidirectional else device.cores
+            found.setdefault(cores, {}).setdefault(layer.workload.adjoint, (row, layer))
     return found
 
 
-def spent(log: Path) -> dict[Workload, float]:
-    """Seconds of the runs that the log has."""
+def spent(log: Path, device: Device) -> dict[Workload, float]:
+    """Seconds of the runs that the log has, on a device."""
     from ecornn.tune.log import read
 
     found: dict[Workload, float] = {}
     for trial in read(log).trials() if log.exists() else []:
-        found[trial.workload] = max(found.get(trial.workload, 0.0), trial.seconds)
+        if trial.device.identity == device.identity:
+            found[trial.workload] = max(found.get(trial.workload, 0.0), trial.seconds)
     return found
 
 
-def search(session: Session, wanted: dict[Workload, tuple[Row, LayerSpec]], log: Path, trials: int, limit: float,
+def search(session: Session, wanted: Wanted, log: Path, trials: int, limit: float,
            at_once: int) -> dict[Workload, Result | str]:
     """What was found of each, or why nothing was; of those that the time did not suffice for nothing."""
     from ecornn.errors import EcornnError
     from ecornn.tune.pool import Closed
 
-    begin, earlier, found = time.monotonic(), spent(log), dict[Workload, "Result | str"]()
+    begin, earlier, found = time.monotonic(), spent(log, session.device), dict[Workload, "Result | str"]()
 
     def tune(work: Workload) -> None:
         left = limit - (time.monotonic() - begin)
@@ -111,16 +120,22 @@ def main() -> None:
     from ecornn.tune.quick_tvm import import_tvm
 
     import_tvm()
+    from ecornn.tune.at_hand import present
     from ecornn.tune.session import Session
 
-    wanted, begin = layers(arguments.only), time.monotonic()
-    with Session("cuda", timeout=arguments.timeout) as session:
-        print(f"{len(wanted)} recurrences on {session.device.name}", flush=True)
-        found = search(session, wanted, arguments.log, arguments.trials, arguments.time_limit, arguments.at_once)
-    print("\n" + report(wanted, found) + f", {time.monotonic() - begin:.0f} s")
+    begin, device = time.monotonic(), present("cuda")
+    reports = []
+    for cores, wanted in sorted(layers(arguments.only, device).items(), reverse=True):
+        with Session(structs.replace(device, cores=cores), timeout=arguments.timeout) as session:
+            head = f"{len(wanted)} recurrences on {cores} multiprocessors of {device.name}"
+            print(head, flush=True)
+            left = arguments.time_limit - (time.monotonic() - begin)
+            found = search(session, wanted, arguments.log, arguments.trials, left, arguments.at_once)
+            reports.append(f"\n{head}\n{report(wanted, found)}")
+    print("\n".join(reports) + f"\n{time.monotonic() - begin:.0f} s")
 
 
-def report(wanted: dict[Workload, tuple[Row, LayerSpec]], found: dict[Workload, Result | str]) -> str:
+def report(wanted: Wanted, found: dict[Workload, Result | str]) -> str:
     """All rows in their order, and what was gained."""
     rows, gains = [], []
     for work, (row, _) in wanted.items():

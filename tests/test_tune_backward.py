@@ -180,7 +180,7 @@ def test_a_layer_that_trains_is_searched_twice_and_compiled_with_both(pretended,
     again = pretended.tune("lstm", **SMALL_LSTM, training=True, trials=4)
     assert again.fresh == again.backward.fresh == 0 and again.backward.finish == backward.finish
 
-    planned = plan("lstm", **SMALL_LSTM, layers=2, bidirectional=True, training=True, target=H100)
+    planned = plan("lstm", **SMALL_LSTM, layers=2, bidirectional=True, training=True, target=H100, overlap="none")
     # a second layer's I is larger than that of the record
     assert [one.line is None for one in planned.chosen] == [False, False, True, True]
     for found, best in ((planned.chosen[:2], result.best), (planned.backward, backward.best)):
@@ -248,17 +248,20 @@ def test_on_a_cpu_there_is_one_search_and_it_says_so(tmp_path, monkeypatch):
 
 
 def test_the_layers_of_the_benchmark_are_searched_in_time(pretended, tmp_path, capsys, monkeypatch):
-    assert len(tune_training_set.layers([])) == len({(r.cell, r.T, r.B, r.H, r.kind) for r in tune_training_set.ROWS})
+    both = tune_training_set.Row("gru", 300, 20, 64, 64, "f16", 1, True)  # side by side, on a half each
+    monkeypatch.setattr(tune_training_set, "ROWS", [both])
+    assert {c: [*map(str, of)] for c, of in tune_training_set.layers([], H100).items()} == {
+        H100.cores // 2: ["gru T=300 B=20 H=64 float16, backward"]}
     small = [tune_training_set.Row("rnn_tanh", 9, 2, width, 64, "f16") for width in (64, 24)]
     monkeypatch.setattr(tune_training_set, "ROWS", [*small, tune_training_set.Row("gru", 9, 2, 32, 32, "f32")])
-    wanted = tune_training_set.layers(["rnn_tanh 9x2", "gru"])
-    assert len(wanted) == 2  # one for both I
+    (cores, wanted), = tune_training_set.layers(["rnn_tanh 9x2", "gru"], H100).items()
+    assert cores == H100.cores and len(wanted) == 2  # one for both I
     log = tmp_path / "set.jsonl"
     found = tune_training_set.search(pretended, wanted, log, 3, 60.0, 2)
     assert {w: r.finish.trials for w, r in found.items()} == dict.fromkeys(wanted, 3)
     text = tune_training_set.report(wanted, found)
     assert "2 of 2 searched, geometric mean" in text and text.count("us/step") == 2
-    assert tune_training_set.spent(log).keys() == wanted.keys()
+    assert tune_training_set.spent(log, H100).keys() == wanted.keys()
     again = tune_training_set.search(pretended, wanted, log, 3, 60.0, 2)
     assert all(r.fresh == 0 for r in again.values())
     late = tune_training_set.search(pretended, wanted, tmp_path / "late.jsonl", 3, 1.0, 2)
