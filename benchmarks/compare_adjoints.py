@@ -3,17 +3,16 @@
     python benchmarks/compare_adjoints.py --output benchmarks/results/h100_adjoints.jsonl
     python benchmarks/compare_adjoints.py --only "lstm 64x2048"
 
-Of `persistent_wide` the cuts that its estimate likes best, of the others the default. Hoisted values are random; bounded
-so that gradients neither vanish nor grow. The first steps are held against float64: a cut may be as far from it as twice
-a float64 recurrence that rounds what it multiplies, and what it leaves, to the layer's type. Times are medians of
-CUDA graphs, microseconds a step, beside what the estimate said.
+Of `persistent_wide` the cuts that its estimate likes best, of the others the default. Hoisted values are random, and so
+small that gradients do not grow. The first steps are held against float64: a cut may be twice as far from it as a
+float64 recurrence that rounds what it multiplies, and what it leaves, to the layer's type. Times are medians of CUDA
+graphs, microseconds a step, beside what the estimate said.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from ecornn.schedules.base import Schedule, Task
 
 DEVICE = "cuda"
-STEPS, CHECKED = 256, 16  # of a timed and of a checked call
+STEPS, CHECKED = 256, 12  # of a timed and of a checked call
 OTHERS = ("persistent", "layout_transform")
 
 
@@ -127,7 +126,9 @@ class Sample:
     def __init__(self, case: Case) -> None:
         self.case, self.task = case, task_of(case)
         graph, rng, shape = self.task.graph, np.random.default_rng(case.H + case.B), (case.B, case.H)
-        self.weights = {n: self.rounded(rng.uniform(-1, 1, s) * case.H**-0.5) for n, s in graph.parameters.items()}
+        read = {t.parameter for p in graph.phases[0].products for t in p.terms} | {v.parameter for v in graph.vectors}
+        self.weights = {n: self.rounded(rng.uniform(-1, 1, s) * case.H**-0.5)
+                        for n, s in graph.parameters.items() if n in read}
         count = len(graph.hoisted_outputs)
         self.hoisted = self.rounded(rng.uniform(-0.5, 0.5, (CHECKED, case.B, count, case.H)))
         self.first = {n: self.rounded(rng.normal(size=shape) * n.startswith("rest")) for n in graph.states}
@@ -239,25 +240,33 @@ def fault_of(one: Cut, path: str, sample: Sample) -> tuple[str, float]:
 
 
 def measure(case: Case, made: list[tuple[Cut, str, str]], seconds: float) -> list[dict[str, Any]]:
-    """The cuts of a case; ``made``: each with its module, and why there is none."""
+    """The cuts of a case; ``made``: each with its module, and why there is none. In a process of its own: an error of
+    the GPU is then this case's alone, and what was last begun is on the screen."""
     import torch
     from side_by_side import graph_of, summary, take_turns
 
-    sample, sides, found = Sample(case), {}, []
+    sample, found = Sample(case), []
+    sides: dict[str, Side] = {}  # which graphs need, too
     for n, (one, path, fault) in enumerate(made):
         row = {**asdict(case), "schedule": one.schedule, "config": dict(one.config), "expected_us": one.expected}
         if not fault:
+            print(f"  checking {one.schedule} {dict(one.config)}", file=sys.stderr, flush=True)
             fault, row["error"] = fault_of(one, path, sample)
         if fault:
             row["fault"] = fault
         else:
-            sides[str(n)] = graph_of(Side(one, path, sample, STEPS))
+            sides[str(n)] = Side(one, path, sample, STEPS)
         found.append(row)
-    times = take_turns({n: g.replay for n, g in sides.items()}, lambda: None, 20, seconds) if sides else {}
+    graphs = {}
+    for n, side in sides.items():
+        print(f"  capturing {made[int(n)][0].schedule} {n}", file=sys.stderr, flush=True)
+        graphs[n] = graph_of(side)
+        graphs[n].replay()
+        torch.cuda.synchronize()
+    times = take_turns({n: graph.replay for n, graph in graphs.items()}, lambda: None, 20, seconds)
     for n, values in times.items():
         found[int(n)] |= {k[1:]: v for k, v in summary("", values, STEPS).items()}
-    torch.cuda.empty_cache()
-    return found
+    return [{**row, "gpu": torch.cuda.get_device_name()} for row in found]
 
 
 def line(row: dict[str, Any]) -> str:
@@ -275,7 +284,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], help="cases whose name has this; may repeat")
     parser.add_argument("--cuts", type=int, default=9, help="of the wide schedule, a case")
     parser.add_argument("--seconds", type=float, default=1.0, help="of timing a case")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile")
+    parser.add_argument("--processes", type=int, default=16, help="that compile")
     parser.add_argument("--build-only", action="store_true", help="without a GPU: says which cuts are built")
     arguments = parser.parse_args()
     cases = [c for c in CASES if not arguments.only or any(part in str(c) for part in arguments.only)]
@@ -290,9 +299,15 @@ def main() -> None:
             print(case, flush=True)
             own = [b for b in built if b[0].case == case]
             if arguments.build_only:
-                print(*(f"  {one.schedule} {one.expected:.2f} {dict(one.config)} {why}" for one, _, why in own), sep="\n")
+                for one, _, why in own:
+                    print(f"  {one.schedule} {one.expected:.2f} {dict(one.config)} {why}")
                 continue
-            rows = measure(case, own, arguments.seconds)
+            try:
+                with ProcessPoolExecutor(1, get_context("spawn")) as alone:
+                    rows = alone.submit(measure, case, own, arguments.seconds).result()
+            except Exception as error:  # the case's process has ended, or cannot go on
+                why = f"{type(error).__name__}: {error}"[:300]
+                rows = [{**asdict(case), "schedule": "all", "config": {}, "fault": why}]
             faults += sum("fault" in r for r in rows)
             print("\n".join(map(line, sorted(rows, key=lambda r: r.get("us", 0.0)))), flush=True)
             if arguments.output:

@@ -76,24 +76,37 @@ def plan(cell: str | Cell, *, target: str | Device | None = None, schedule: str 
     return plan_layer(LayerSpec(cell, **properties), target=target, schedule=schedule, config=config, overlap=overlap)
 
 
+def device_of(target: str | Device | None) -> Device:
+    """What a target means.
+
+    Raises :class:`~ecornn.errors.ArgumentError` where it is none, :class:`~ecornn.errors.DeviceError` where it is not at
+    hand.
+    """
+    from ecornn.tune.choose import default_target
+
+    if not isinstance(target, (str, Device, NoneType)):
+        raise ArgumentError("target", target, "cuda, cpu, an architecture or a Device")
+    return resolve(target if target is not None else default_target())
+
+
 def plan_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule: str | None = None,
                config: Mapping[str, Value] | None = None, overlap: str = "auto") -> LayerPlan:
     """Analyses the cell and chooses schedules and configurations; arguments as :func:`compile`."""
     from ecornn.overlap import arrange
-    from ecornn.schedules.training import expected_backward
-    from ecornn.tune.choose import choose, default_target, serving_or_raise
-    from ecornn.tune.folders import read_all
+    from ecornn.task import expected_backward
+    from ecornn.tune.choose import choose, serving_or_raise
+    from ecornn.tune.folders import read_all, warn
     from ecornn.tune.log import Log
     from ecornn.tune.record import Trial
 
     for name, value, kinds, allowed in (
-            ("target", target, (str, Device, NoneType), "cuda, cpu, an architecture or a Device"),
             ("schedule", schedule, (str, NoneType), "a schedule's name"),
             ("config", config, (Mapping, NoneType), "a dict of knobs and their values")):
         if not isinstance(value, kinds):
             raise ArgumentError(name, value, allowed)
-    device = resolve(target if target is not None else default_target())
+    device = device_of(target)
     log = read_all()
+    warn(log)
 
     def chosen(task: Task) -> Found:
         # what was measured with more multiprocessors than a share has says little of what is best there

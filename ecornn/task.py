@@ -38,6 +38,13 @@ def make_program(schedule: Schedule, task: Task, config: Config, overlap: Overla
     return with_backward(task, program, beside=overlap.kind == "directions")
 
 
+def expected_backward(task: Task) -> float:
+    """Nanoseconds of a step of the recurrence that a task's backward pass will have, as its schedule expects."""
+    from ecornn.schedules.training import expected_backward
+
+    return expected_backward(task)
+
+
 def make_manifest(cell: Cell, task: Task, schedule: Schedule, config: Config, program: Program,
                   provenance: str, stack: Stack = SINGLE, overlap: Overlap = SERIAL) -> Manifest:
     """What the module file will say about itself; ``task`` is of the first part of the stack, on the whole device."""

@@ -15,8 +15,8 @@ from ecornn.schedules.base import Component, Task
 from ecornn.schedules.timeline import cleared_between, remaining_lengths
 
 ROOM = 18 << 20  # bytes of the workspaces that grow with a chunk
-LEAST = 352  # steps of a chunk of forward, whose workspaces are few
-BACKWARD = 130_000  # nanoseconds of a recurrence for which a chunk of backward starts its kernels, and loads weights
+LEAST = 256  # steps of a chunk of forward, whose workspaces are few
+BACKWARD = 120_000  # nanoseconds of a recurrence for which a chunk of backward starts its kernels, and loads weights
 SHORTEST = 512  # steps of a sequence that is cut
 
 

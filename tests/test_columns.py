@@ -308,7 +308,7 @@ def test_a_training_step_has_states_by_sequence():
     def entry(name: str) -> Any:
         def call(T: int, B: int, device: int, queue: int, *pointers: int) -> None:
             given = dict(zip(entries[name], pointers, strict=True))
-            assert (T, B) == (steps, width)
+            assert (steps, width) == (T, B)
             assert np.array_equal(array(given["sequences"], ctypes.c_int32, T, B), columns.marked)
             calls[name] = {n: array(at, ctypes.c_float, 4, H) for n, at in given.items()
                            if buffers[n].state in ("h", "c")}

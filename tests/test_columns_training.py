@@ -11,7 +11,7 @@ from emulated import task_of
 from exact import unmarked
 from limits import relative
 from test_adjoint import H
-from test_backward_emulated import LIMITS, Step
+from test_backward_emulated import LIMITS, Step, large_batches
 from test_cpu_training import Call, reference
 from test_training_stacks_emulated import SIDES, program_of
 
@@ -69,14 +69,14 @@ def test_a_training_step(schedule, name, sizes, dtype, reverse, tmp_path):
     check(step, name, sizes, dtype, reverse)
 
 
-@pytest.mark.parametrize(("name", "sizes", "dtype", "reverse"), [
-    ("lstm", (9, 9, 16, H), "bfloat16", False),
-    pytest.param("gru", (8, 5, 7, H), "float16", True, marks=pytest.mark.exhaustive)], ids=str)
-def test_adjoints_by_persistent_wide(name, sizes, dtype, reverse, tmp_path, monkeypatch):
-    monkeypatch.setattr(Persistent, "refuses", lambda self, task: "not asked")
-    step = Step(tmp_path, "persistent_wide", name, sizes, dtype, Traversal(reverse=reverse, sequences=True))
-    assert "backward_persistent_wide" in step.program.functions
-    check(step, name, sizes, dtype, reverse)
+@pytest.mark.parametrize(("name", "sizes", "reverse", "cut"), [
+    ("lstm", (9, 9, 16, H), True, {}),
+    ("gru", (9, 9, 6, 72), False, {"units": 80, "parts": 2, "row_teams": 2, "groups": 1})], ids=str)
+def test_a_recurrence_of_large_batches(name, sizes, reverse, cut, tmp_path, monkeypatch):
+    large_batches(monkeypatch, cut)
+    step = Step(tmp_path, "persistent_wide", name, sizes, "float16", Traversal(reverse=reverse, sequences=True))
+    assert "backward_persistent_wide" in step.program.functions and step.program.together != 1
+    check(step, name, sizes, "float16", reverse)
 
 
 def test_which_columns_may_share_a_sequence_in_both_passes(monkeypatch, tmp_path):

@@ -80,6 +80,8 @@ class Training:
         if FORWARD not in manifest.entries:
             raise ModuleError("the module was compiled without training=True: it has no backward pass")
         self._forward, self._backward = entry_plan(manifest, FORWARD), entry_plan(manifest, BACKWARD)
+        self._arguments = {id(plan): self._packed(plan) for plan in (self._forward, self._backward)}
+        self._scratch: dict[tuple[int, int], tuple[tuple[int, ...], int]] = {}  # plan, T -> offsets, bytes
         self._pool = Pool()
         self._last = (0, 0, *kept_layout(manifest, 0, 0))
 
@@ -95,7 +97,23 @@ class Training:
 
     def workspace_bytes(self, steps: int) -> int:
         """The most bytes of workspace that one of the two calls takes."""
-        return max(layout([b.nbytes(steps) for _, b in plan.scratch])[1] for plan in (self._forward, self._backward))
+        return max(self._room(plan, steps)[1] for plan in (self._forward, self._backward))
+
+    def _packed(self, plan: EntryPlan) -> list[int]:
+        """The arguments of an entry that are the same in every call; 0 in place of all others."""
+        arguments = [0] * plan.count
+        for position, buffer in plan.packed:
+            arguments[position] = self._caller.packed[buffer.name]
+        return arguments
+
+    def _room(self, plan: EntryPlan, steps: int) -> tuple[tuple[int, ...], int]:
+        """Where workspace buffers start at this T, and the bytes of all."""
+        found = self._scratch.get((id(plan), steps))
+        if found is None:
+            if len(self._scratch) >= 64:
+                self._scratch.clear()
+            found = self._scratch[id(plan), steps] = layout([b.nbytes(steps) for _, b in plan.scratch])
+        return found
 
     def forward(self, arrays: Arrays, x: Placed, states: Sequence[Placed], masks: Mapping[str, Placed], y: Placed,
                 after: Sequence[Placed], steps: int, batch: int, rows: int, memory: Memory | None = None) -> Kept:
@@ -131,17 +149,15 @@ class Training:
              given: Mapping[str, Sequence[int]]) -> None:
         caller, arrays, steps = self._caller, kept.arrays, kept.steps
         queue = caller.threads or arrays.queue(caller.device)
-        arguments = [0] * plan.count
+        arguments = self._arguments[id(plan)].copy()
         arguments[:SCALARS] = steps, kept.batch, caller.device, queue
-        for position, buffer in plan.packed:
-            arguments[position] = caller.packed[buffer.name]
         for position, buffer in plan.kept:
             assert kept.memory is not None
             arguments[position] = kept.memory.pointer + offsets[buffer.name]
         for tensor, positions in plan.at.items():
             for position, pointer in zip(positions, given.get(tensor, ()), strict=True):
                 arguments[position] = pointer
-        starts, total = layout([b.nbytes(steps) for _, b in plan.scratch])
+        starts, total = self._room(plan, steps)
         key = 0 if caller.threads is not None else queue
         keep = caller.threads is not None or arrays.keeps_workspace()
         memory = (self._pool.take(key, total) if keep else None) or arrays.workspace(total, kept.x[0], caller.library)
@@ -220,7 +236,8 @@ class TrainingCalls:
         if not isinstance(states, (tuple, list)) or len(states) != len(self.manifest.states):
             raise ArgumentError("dstate", type(dstate), f"None, or a tuple of {len(self.manifest.states)} arrays: of "
                                 f"{', '.join(self.manifest.states)}")
-        dstates = [self._gradient(arrays, value, f"dstate[{n}]", shape, like) for n, value in enumerate(states)]
+        dstates = [self.zero_state(kept.batch) if value is None else
+                   self._gradient(arrays, value, f"dstate[{n}]", shape, like) for n, value in enumerate(states)]
         sums = dict(self._sums(arrays, gradients, like))
         dx = arrays.empty((kept.steps, kept.batch, self.manifest.workload.input), like, self.library)
         before = [arrays.empty(shape, like, self.library) for _ in states]
@@ -245,8 +262,7 @@ class TrainingCalls:
         """The arguments of a call as ``prepared`` has them, with zeros for states that are not given."""
         arrays, placed, masks, states, steps, batch, rows = self.prepared(x, state, lengths, resets, sequences)
         if states is None:
-            shape, dtype = self.state_shape(rows), self.manifest.workload.dtype
-            states = [arrays.zeros(shape, placed[0], dtype) for _ in self.manifest.states]
+            states = [self.zero_state(rows)] * len(self.manifest.states)
         return arrays, placed, masks, states, steps, batch, rows
 
     def _memory(self: Any, arrays: Arrays, memory: Any, steps: int, batch: int) -> Memory | None:
@@ -279,7 +295,8 @@ class TrainingCalls:
               like: Any) -> Iterator[tuple[str, Placed]]:
         parameters = self.manifest.parameters
         if gradients is None:
-            yield from ((p.name, arrays.zeros(p.shape, like, "float32")) for p in parameters)
+            made = arrays.all_zeros([p.shape for p in parameters], like)
+            yield from zip((p.name for p in parameters), made, strict=True)
             return
         names = [p.name for p in parameters]
         if not isinstance(gradients, Mapping) or {*gradients} != {*names}:

@@ -10,7 +10,8 @@ import torch
 from ecornn.errors import ArgumentError
 from ecornn.runtime.columns import Columns
 from ecornn.runtime.training import kept_layout
-from ecornn.torch.engine import NAMES, Engine, compiled
+from ecornn.torch.compiling import NAMES, compiled
+from ecornn.torch.engine import Engine
 from ecornn.torch.kind import Kind
 from ecornn.torch.parameters import weight_gradients, widened_rows
 from ecornn.torch.snapshot import suspect
@@ -30,14 +31,14 @@ def forward(engine: Engine, weights: Sequence[torch.Tensor], x: torch.Tensor, st
 
 def backward(engine: Engine, weights: Sequence[torch.Tensor], x: torch.Tensor, state: Sequence[torch.Tensor],
              lengths: torch.Tensor | Columns | None, y: torch.Tensor, kept: torch.Tensor,
-             gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients of x, ``state`` and the weights, from those of y and the last states."""
+             gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """The gradients of x, ``state`` and the weights, from those of y and the last states, None for zeros."""
     kind, masks = engine.kind, _masks(lengths)
     with torch.no_grad(), engine.training(weights, x, "".join(masks), again=True) as layer:
         memory = kept.clone() if kept.data_ptr() % 16 else kept  # it may have been away, in a file or on the host
         again = layer.kept_in(memory, x, widened_rows(kind, y), engine.given(state), **masks)
         dy, *dstates = gradients
-        found = layer.backward(again, widened_rows(kind, dy), engine.given(dstates))
+        found = layer.backward(again, None if dy is None else widened_rows(kind, dy), engine.given(dstates))
         suspect(weights)  # an optimizer may come next
         before = engine.states(found.state) if state else []
         made = [found.x, *before, *weight_gradients(kind, found.weights)]

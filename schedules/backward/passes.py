@@ -180,10 +180,11 @@ class RowPass:
 
     def _job(self, name: str, products: Sequence[Product], operands: Mapping[Var, Place], vectors: int) -> Job:
         w = self.memory.task.workload
+        expected = w.seq * w.batch if self.each == STEPS else w.batch
         return Job(name, self.memory.task.device, w.dtype, w.arithmetic,
                    operands_of(name, products, {v: p.columns for v, p in operands.items()} | {None: self.memory.x},
                                w.itemsize),
-                   len(products), self.units or w.hidden, 0, vectors, self.each)
+                   len(products), self.units or w.hidden, 0, vectors, self.each, expected)
 
 
 def operands_of(name: str, products: Sequence[Product], columns: Mapping[Var | None, Columns],

@@ -88,6 +88,7 @@ class Job:
     outputs : values that are made of them
     vectors : parameter vectors that it takes
     each : what there are rows of, of :data:`STEPS`, :data:`BATCH` and :data:`SEQUENCES`
+    expected : rows that tiles are chosen for, of which any number may come; None: so many that it does not matter
     """
 
     name: str
@@ -100,6 +101,7 @@ class Job:
     outputs: int
     vectors: int = 0
     each: str = STEPS
+    expected: int | None = None
 
     def count(self, arguments: Mapping[str, TirBuffer], steps: Expr, batch: Expr) -> Expr:
         """The rows."""

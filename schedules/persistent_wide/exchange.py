@@ -37,8 +37,8 @@ def slot_base(plan: WidePlan, group: Expr, slot: Expr) -> Expr:
 
 
 def word_of(plan: WidePlan, unit: Expr, column: Expr) -> Expr:
-    """Place in a slot of the word that holds ``unit`` (of H, even) and the next one in batch row ``column``, of the first
-    operand."""
+    """Place in a slot of the word that holds ``unit`` (of H, even) and the next one in batch row ``column``, of the
+    first operand."""
     chunk, within = unit // DEPTH, unit % DEPTH
     return (chunk * plan.columns + column) * (DEPTH // 2) + (within // 8 ^ column % 8) * 4 + within % 8 // 2
 

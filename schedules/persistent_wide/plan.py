@@ -19,6 +19,7 @@ SLOTS = 2  # of the exchange; exchange.py says why two
 HANDED = 2  # slots of partial sums; handover.py says why two
 SPACING = 32  # words from counter to counter: each has a line of its own
 SPARE_REGISTERS = {1: 20, 2: 28}  # by rings: addresses, descriptors, loop state; with one ring, many are made anew
+OUTPUTS = 5  # registers of an item for where an adjoint's outputs go; with one ring, these are made anew
 REGISTERS = {2: (40, 232), 3: (24, 160)}  # of a copying and a multiplying thread, by multiplying warpgroups
 
 
@@ -219,7 +220,8 @@ def plan_of(task: Task, config: Config) -> WidePlan:
     values = len(graph.states) + len(graph.hoisted_outputs) + masks + 2
     if task.traversal.backward:  # what is exchanged is not kept, but for rows that take no part
         states = set(graph.states.values()) - (set() if task.traversal.lengths else set(phase.operands))
-        values = len(states) + hoisted_of(task, config).words() + masks + 2
+        values = len(states) + hoisted_of(task, config).words() + masks + 2 + (operands if masks else 0)
+        values += OUTPUTS if rings > 1 else 0
     plan = WidePlan(hidden=w.hidden, dtype=w.dtype, operands=operands, groups=groups, sets=-(-w.hidden // units),
                 parts=parts, units=units, rows=-(-w.batch // groups), gates=gates, interleave=gcd(gates, 8),
                 teams=teams, rings=rings, chunks=chunks, kept=-(-chunks * int(config["registers"]) // 100),
