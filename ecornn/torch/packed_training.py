@@ -89,5 +89,5 @@ class _Backward(torch.autograd.Function):
         return tuple(training.backward(engine, rest[count:], x, rest[:count], columns, y, kept, gradients))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> None:
         refuse_again()

@@ -46,7 +46,8 @@ def summed_directions(cores: int, units: int, dtype: str) -> Component:
     from tvm import tirx
 
     first, second, whole = (tirx.Var(name, "float32") for name in ("first", "second", "whole"))
-    places = {first: Place(Columns("dx", units, units), dtype), second: Place(Columns("dx_second", units, units), dtype)}
+    places = {first: Place(Columns("dx", units, units), dtype),
+              second: Place(Columns("dx_second", units, units), dtype)}
     scalars = Scalars((), (), (Assign(whole, first + second),), places, ((whole, places[first]),))
     return scalar_pass("sum_directions", cores, scalars, (), units, STEPS)
 
