@@ -27,7 +27,6 @@ HELP = f"""Trains an encoder in both directions and a decoder with additive atte
     python examples/07_attention.py
     python examples/07_attention.py --hidden 512 --dates 4 --batch 64   # the real size, as on a GPU
 
-\b
 Prints which layer keeps how much memory for the backward pass, as Echo does (Zheng et al. 2018, arXiv 1805.08899): of
 torch.nn's layers and of compiled ones. Attention keeps a value for each unit and pair of steps, on both sides. On a GPU
 also the peak of a step. Then the time of a step of both, in turns; on a GPU in bfloat16 by autocast, plain and as a

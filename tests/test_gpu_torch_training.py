@@ -265,7 +265,7 @@ def test_a_training_step_allocates_and_waits_for_nothing(monkeypatch: pytest.Mon
 
 
 def test_a_whole_step_in_a_cuda_graph():
-    """Forward, backward and Adam, replayed: the losses of the same steps without a graph; its weights are seen after."""
+    """Forward, backward and Adam, replayed: the losses of the same steps without a graph; its weights are seen."""
     *_, theirs, ours = pair(num_layers=2)
     optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, capturable=True) for m in (theirs, ours)]
     data = [(torch.randn(T, B, I, device="cuda"), torch.randn(T, B, H, device="cuda")) for _ in range(12)]

@@ -17,8 +17,8 @@ class Compiled(Sequences, torch.nn.RNNBase):
 
     For forward derivatives, in torch.jit.trace, for a batch of no sequences, where the device or the data type is not
     compiled for (on a CPU all but float32, and autocast), and for gradients on a GPU that no schedule has, PyTorch's
-    own forward runs, on the same parameters: :mod:`ecornn.torch.falling_back`. The base is RNNBase, since torch.compile refuses to look into
-    a ``torch.nn.LSTM``.
+    own forward runs, on the same parameters: :mod:`ecornn.torch.falling_back`. The base is RNNBase, since torch.compile
+    refuses to look into a ``torch.nn.LSTM``.
     """
 
     def __init__(self, mode: str, *args: Any, **kwargs: Any) -> None:
