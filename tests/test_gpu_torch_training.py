@@ -30,7 +30,8 @@ from ecornn.torch.kind import text_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings(
     "ignore:LSTM with projections", "ignore:RNN module weights", "ignore:The .grad attribute of a Tensor that",
-    "ignore:There is a performance drop", "ignore:.torch.jit.script", "ignore:The AccumulateGrad node")]
+    "ignore:There is a performance drop", "ignore:.torch.jit.script", "ignore:The AccumulateGrad node",
+    "ignore:Synchronization debug mode", "ignore:The CUDA Graph is empty")]
 I, H, T, B = 13, 40, 30, 5
 LENGTHS = [11, 30, 3, 30, 17]
 FORWARD, BACKWARD = 1e-5, 2e-5  # relative, of float32 against float64
