@@ -66,7 +66,7 @@ class LayerPlan:
         for task, found in zip(self.tasks, self.chosen, strict=True):
             key = task.workload, task.traversal
             if key not in made:
-                made[key] = make_program(found.schedule, task, found.config)
+                made[key] = make_program(found.schedule, task, found.config, self.overlap)
         return tuple(made[task.workload, task.traversal] for task in self.tasks)
 
 
@@ -93,6 +93,7 @@ def plan_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule
                config: Mapping[str, Value] | None = None, overlap: str = "auto") -> LayerPlan:
     """Analyses the cell and chooses schedules and configurations; arguments as :func:`compile`."""
     from ecornn.overlap import arrange
+    from ecornn.task import expected_backward
     from ecornn.tune.choose import choose, serving_or_raise
     from ecornn.tune.folders import read_all, warn
     from ecornn.tune.log import Log
@@ -113,11 +114,12 @@ def plan_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule
                                                       and line.record.device.cores <= task.device.cores])
         return choose(task, schedule, config, fits)
 
-    if layer.training and overlap == "auto":  # forward that keeps, and backward, run one sequence after the other
-        overlap = "none"
+    def expected(task: Task) -> float:
+        forward = serving_or_raise(task, schedule)[0].expected(task)
+        return forward if task.traversal.keep is None else forward + expected_backward(task)
+
     # the directions of a layer share their records, but not every configuration serves both
-    made = arrange(layer.loaded, layer.stack, layer.workload, device, overlap, chosen,
-                   lambda task: serving_or_raise(task, schedule)[0].expected(task))
+    made = arrange(layer.loaded, layer.stack, layer.workload, device, overlap, chosen, expected)
     return LayerPlan(layer.loaded, layer.workload, layer.stack, device, made.overlap, made.tasks, made.chosen)
 
 
@@ -172,8 +174,8 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
     resets : calls may give a mask of the steps at which a row's state starts anew
     sequences : calls may lay many sequences end to end in the columns of the batch, which then has few that are idle
         (GPU, not with lengths or resets), see :meth:`Layer.__call__` and :class:`Columns`
-    training : the module has :meth:`Layer.forward` and :meth:`Layer.backward` besides, which give gradients (CPU,
-        float32, not with sequences)
+    training : the module has :meth:`Layer.forward` and :meth:`Layer.backward` besides, which give gradients (on CPUs
+        float32)
     target : ``cuda`` (the GPU at hand), ``cpu``, or an architecture such as ``sm_90a``, which needs
         no GPU; default: the GPU if there is one, else the CPU
     schedule, config : use this schedule, and these knobs, instead of the best tuning record

@@ -25,7 +25,7 @@ def _unavailable(*_: Any) -> Any:
 
 @dataclass(frozen=True)
 class Library:
-    """Functions of a module file; ``pack`` belongs to those of CPUs, ``alloc`` to ``synchronize`` to CUDA modules.
+    """Functions of a module file; ``alloc`` to ``synchronize`` belong to CUDA modules.
 
     Attributes
     ----------
@@ -35,7 +35,9 @@ class Library:
     free : (device, pointer) -> None
     copy : (device, to, from, nbytes, queue) -> None
     synchronize : (device, queue) -> None
-    pack : (jobs, count, threads) -> None, see :mod:`ecornn.runtime.repacking`; None in old modules
+    pack : on CPUs (jobs, count, threads) -> None, see :mod:`ecornn.runtime.repacking`, None in old modules; on CUDA
+        (device, queue, works, jobs, sources, places, count, type, *parameters) -> None, see
+        :mod:`ecornn.runtime.device_packing`, None in modules that do not train
     """
 
     manifest: Callable[..., Any]

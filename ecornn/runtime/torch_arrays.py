@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,11 @@ class TorchArrays(Arrays):
         made = self._torch.zeros(shape, dtype=getattr(self._torch, dtype), device=like.device)
         return made, made.data_ptr()
 
+    def all_zeros(self, shapes: Sequence[Shape], like: Any) -> list[Placed]:
+        made = [self._torch.empty(shape, dtype=self._torch.float32, device=like.device) for shape in shapes]
+        self._torch._foreach_zero_(made)  # one kernel for all
+        return [(array, array.data_ptr()) for array in made]
+
     def swapped(self, array: Any) -> Any:
         return array.transpose(0, 1)
 
@@ -134,7 +140,7 @@ class TorchArrays(Arrays):
 
     def to_host(self, value: Any, name: str, library: Library) -> np.ndarray[Any, Any]:
         torch = self._torch
-        if value.is_quantized or value.dtype.is_floating_point and value.dtype not in (*self._names, torch.float64):
+        if value.is_quantized or (value.dtype.is_floating_point and value.dtype not in (*self._names, torch.float64)):
             raise DTypeError(f"{name}.dtype", str(value.dtype).removeprefix("torch."),
                              f"one of {', '.join(self._names.values())}, float64")
         if not self._dense(value):
