@@ -246,6 +246,7 @@ def test_weights_that_went_through_another_type_are_seen():
 @pytest.mark.parametrize("value", [np.inf, -np.inf])
 def test_infinite_weights_are_as_pytorchs(value: float, monkeypatch: pytest.MonkeyPatch):
     """Also where products of pairs would be chosen, as on CPUs of AMD."""
+    monkeypatch.setenv("ECORNN_CACHE", "off")  # which would have other modules, and give these to others
     plain, pairs = ecornn.compiler.compile_layer, {"pairs": 3, "project_pairs": 3, "rows": 1, "columns": 3,
                                                    "project_rows": 1, "project_columns": 3}
     monkeypatch.setattr(ecornn.compiler, "compile_layer", lambda layer, *, target, config: plain(

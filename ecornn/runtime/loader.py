@@ -48,7 +48,7 @@ class Module:
         """A pickle has the file's content: it may be read where the file is not."""
         if not self.path.is_file():
             raise ModuleError(f"the module's file {self.path} is gone")
-        return _loaded, (self.path.name, self.path.read_bytes())
+        return from_bytes, (self.path.name, self.path.read_bytes())
 
     def __copy__(self) -> Module:
         return self  # nothing of it changes
@@ -164,8 +164,8 @@ def load(path: str | os.PathLike[str]) -> Module:
     return Module(file, library, decode(str(library.manifest())))
 
 
-def _loaded(name: str, content: bytes) -> Module:
-    """A module from its file's content, in a temporary file that lives as long as it."""
+def from_bytes(name: str, content: bytes) -> Module:
+    """A module from its file's content, in a temporary file that lives as long as it; raises as :func:`load`."""
     folder = tempfile.mkdtemp(prefix="ecornn-")
     try:
         path = Path(folder, name)
