@@ -132,7 +132,7 @@ def test_a_block_of_zeros_at_the_end_takes_the_checksum_too(module: Module, tmp_
 def test_a_module_that_was_stripped_says_so(module: Module, tmp_path: Path):
     path = tmp_path / "stripped.so"
     subprocess.run(["strip", "-o", str(path), str(module.path)], check=True)
-    with pytest.raises(ModuleError, match=r"stripped.so is damaged, or was changed after it was compiled: its checksum"):
+    with pytest.raises(ModuleError, match=r"stripped\.so is damaged, or was changed after it was compiled"):
         ecornn.load(path)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import ecornn.compiler
 import ecornn.torch
 from ecornn.errors import ArgumentError, DTypeError, ShapeError
 from ecornn.torch import engine

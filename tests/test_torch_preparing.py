@@ -32,7 +32,8 @@ def test_a_process_says_that_it_compiles_and_the_next_one_need_not(tmp_path: Pat
     environment = {**os.environ, "ECORNN_CACHE": str(tmp_path), "ECORNN_TUNING_LOGS": str(tmp_path / "logs")}
 
     def run() -> tuple[str, str]:
-        done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, timeout=240)
+        done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment,
+                              timeout=240)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip(), done.stderr.strip()
 
@@ -76,8 +77,8 @@ def test_what_is_prepared_is_what_first_calls_need(asked: list[str], capsys: Any
     with torch.no_grad(), caplog.at_level(logging.WARNING, "ecornn"):
         assert ecornn.torch.prepare(model, x, processes=1) == 2
     assert asked == ["gru T=3 B=2 I=5 H=7 float32", "rnn_tanh T=3 B=2 I=7 H=4 float32"]
-    assert [line.partition(" layers")[0] for line in capsys.readouterr().err.splitlines() if line.startswith("ecornn")] == [
-        "ecornn: 1 of 2", "ecornn: 2 of 2"]
+    said = [line.partition(" layers")[0] for line in capsys.readouterr().err.splitlines()]
+    assert [line for line in said if line.startswith("ecornn")] == ["ecornn: 1 of 2", "ecornn: 2 of 2"]
     assert [type(m) for m in model.modules()] == kinds and torch.equal(torch.random.get_rng_state(), before)
     assert len(caplog.messages) == 1
     asked.clear()

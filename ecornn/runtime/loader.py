@@ -142,8 +142,8 @@ class Layer(Caller):
         self.module = module
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise CopyError("a Layer is packed weights where its code runs: copy or pickle layer.module, and bind it to the "
-                        "weights again")
+        raise CopyError("a Layer is packed weights where its code runs: copy or pickle layer.module, and bind it to "
+                        "the weights again")
 
     def __repr__(self) -> str:
         where = f"GPU {self.device}" if self.threads is None else f"{self.threads} threads"

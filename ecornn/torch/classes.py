@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,8 +32,8 @@ def overridden(kind: type[Any]) -> list[str] | None:
     return [name for name in CALL if getattr(kind, name, None) is not getattr(base, name, None)]
 
 
-@lru_cache(maxsize=None)
-def compiled_class(kind: type[Any]) -> type[Any]:
+@cache
+def compiled_class(kind: Any) -> type[Any]:
     """A class below ``kind`` whose calls are those of the compiled one."""
     base = base_of(kind)
     assert base is not None
@@ -73,11 +73,11 @@ _frames.set_code_exec_strategy(_forward.__code__, _frames._FrameExecStrategy(
 def _reduce(module: Any, protocol: Any) -> tuple[Any, ...]:
     """A pickle says what the class was: the one that is made of it has no name by which it could be found."""
     if "_compiled_from" not in vars(type(module)):  # a class below: the usual way
-        return object.__reduce_ex__(module, protocol)
-    return _empty, (type(module)._compiled_from,), module.__getstate__() if hasattr(
-        module, "__getstate__") else module.__dict__
+        made: Any = object.__reduce_ex__(module, protocol)
+        return made
+    return _empty, (type(module)._compiled_from,), module.__dict__
 
 
-def _empty(kind: type[Any]) -> Any:
-    made = compiled_class(kind)
+def _empty(kind: Any) -> Any:
+    made: Any = compiled_class(kind)
     return made.__new__(made)

@@ -40,7 +40,8 @@ def prepare(model: torch.nn.Module, *example: Any, processes: int | None = None,
     """
     found = [module for module in model.modules() if isinstance(module, Compiled)]
     if not found:
-        raise ArgumentError("model", type(model), "a model with compiled layers: ecornn.torch.replace(model) makes them")
+        raise ArgumentError("model", type(model), "a model with compiled layers: ecornn.torch.replace(model) makes "
+                            "them")
     calls: dict[tuple[Any, Call], None] = {}
 
     def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -67,7 +68,7 @@ def prepare(model: torch.nn.Module, *example: Any, processes: int | None = None,
 
 @dataclass(frozen=True)
 class Call:
-    """What a layer's call is compiled for: T, B, the data type, masks, the target, and whether gradients are asked for."""
+    """What a layer's call is compiled for: T, B, the data type, masks, the target, whether gradients are asked for."""
 
     steps: int
     batch: int
@@ -105,8 +106,8 @@ def compile_all(wanted: Sequence[tuple[LayerSpec, str]], processes: int) -> None
         built_in = spec.workload.cell.partition("(")[0] in BUILTIN
         if built_in and len(wanted) > 1 and processes > 1 and cache.folder() is not None and not known(spec, target):
             fields = {name: getattr(replace(spec, cell=spec.workload.cell), name) for name in spec.__dataclass_fields__}
-            done = subprocess.run([sys.executable, "-c", SAYS], input=json.dumps([fields, target]), text=True, check=False,
-                                  capture_output=True)
+            done = subprocess.run([sys.executable, "-c", SAYS], input=json.dumps([fields, target]), text=True,
+                                  check=False, capture_output=True)
             if done.returncode:  # compiled here, where its error is one
                 print(done.stderr, file=sys.stderr)
 

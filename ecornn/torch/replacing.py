@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -36,12 +37,16 @@ def replace(model: torch.nn.Module, *, fullgraph: bool = False) -> Report:
 
     The layers stay the same objects, with their parameters, hooks, parametrizations and names, and ``isinstance`` finds
     them to be what they were; only their class changes, to one below that. So it is with classes of a user's own that
-    leave the calls to torch.nn. The model itself may be such a layer. Returns what was swapped, and what was not and why.
+    leave the calls to torch.nn. The model itself may be such a layer. Returns what was swapped, and what was not and
+    why.
 
-    ``fullgraph``: torch.compile refuses to look into what is a ``torch.nn.LSTM``, ``GRU`` or ``RNN``, and breaks its graph
-    there, as it did before. With this, layers of these very classes become :class:`ecornn.torch.LSTM` and so on, which it
-    has in one graph, and which are ``torch.nn.RNNBase`` alone.
+    ``fullgraph``: torch.compile refuses to look into what is a ``torch.nn.LSTM``, ``GRU`` or ``RNN``, and leaves it out
+    of its graphs, as it did before. With this, layers of these very classes become :class:`ecornn.torch.LSTM` and so
+    on, which it has in one graph, and which are ``torch.nn.RNNBase`` alone.
     """
+    def ours(kind: Any) -> type[Any]:
+        return OURS[kind] if fullgraph and kind in OURS else compiled_class(kind)
+
     swapped, kept = [], {}
     for name, module in model.named_modules():
         name = name or type(module).__name__
@@ -50,7 +55,7 @@ def replace(model: torch.nn.Module, *, fullgraph: bool = False) -> Report:
         if isinstance(module, (torch.nn.RNNBase, torch.nn.RNNCellBase)):
             why = obstacle(module)
             if why is None and isinstance(module, torch.nn.RNNBase):
-                reclass(module, lambda kind: OURS[kind] if fullgraph and kind in OURS else compiled_class(kind))
+                reclass(module, ours)
                 swapped.append(name)
             else:
                 kept[name] = str(why)

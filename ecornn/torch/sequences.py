@@ -71,8 +71,8 @@ class Sequences:
 
     def __prepare_scriptable__(self) -> None:
         """torch.jit.script compiles what PyTorch has; raises :class:`~ecornn.errors.FallbackError`."""
-        raise FallbackError("torch.jit.script has PyTorch's own layers only: call ecornn.torch.restore(model) first, or "
-                            "use torch.export")
+        raise FallbackError("torch.jit.script has PyTorch's own layers only: call ecornn.torch.restore(model) first, "
+                            "or use torch.export")
 
     def _states(self, after: list[torch.Tensor]) -> Any:
         return tuple(after) if len(self.state_names) > 1 else after[0]
@@ -120,7 +120,8 @@ def leaf(module: Any, input: Any, hx: Any) -> Any:
     """A call of what is no tensor: torch.fx traces symbols, and has a layer as one node of its graph, as torch.nn's."""
     if isinstance(input, torch.fx.Proxy):
         given = (input,) if hx is None else (input, hx)
-        return input.tracer.create_proxy("call_module", input.tracer.path_of_module(module), given, {})
+        tracer: Any = input.tracer
+        return tracer.create_proxy("call_module", tracer.path_of_module(module), given, {})
     raise ArgumentError("input", type(input), "a tensor or a PackedSequence")
 
 
