@@ -79,8 +79,8 @@ def plan(cell: str | Cell, *, target: str | Device | None = None, schedule: str 
 def device_of(target: str | Device | None) -> Device:
     """What a target means.
 
-    Raises :class:`~ecornn.errors.ArgumentError` where it is none, :class:`~ecornn.errors.DeviceError` where it is not at
-    hand.
+    Raises :class:`~ecornn.errors.ArgumentError` where it is none, :class:`~ecornn.errors.DeviceError` where it is not
+    at hand.
     """
     from ecornn.tune.choose import default_target
 
