@@ -32,7 +32,7 @@ class TileTask:
 
     def run(self) -> None:
         e, s, tile = self.e, self.s, self.tile
-        for group in groups(self.stage.rows):
+        for group in groups(self.stage.rows, tile.gates):
             columns = len(group.products) * tile.vectors
             into: list[list[TirBuffer]] = []
             for number, (operand, _) in enumerate(group.parts, group.first):
