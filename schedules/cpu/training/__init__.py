@@ -30,7 +30,7 @@ def training_program(task: Task, config: Config) -> Program:
     run = sequence(plan, shape, task.traversal)
     made = adjoint(task.graph, task.workload.hidden, starts_anew=task.traversal.resets)
     plans = backward_plans(made, kept(made, task.traversal.keep))
-    keeping = KeepingSequence(plan, shape, task.traversal, plans.kept.states)
+    keeping = KeepingSequence(plan, shape, task.traversal, plans.kept)
     backward = BackwardWorker(task, plans, *backward_shapes(task, plans, shape))
     functions = {**run.functions, "forward_worker": keeping.function("forward_worker"),
                  "backward_worker": backward.function("backward_worker")}
