@@ -85,18 +85,21 @@ def best_tile(task: Task, rows: int, gates: list[int], row_choices: tuple[int, .
         from_l3 = not hoisted and beyond_l2(task)
         stalls = rates.unhidden_l3_vector if from_l3 else rates.unhidden_vector, rates.unhidden_row
 
-    def estimate(choice: tuple[int, int, int, int]) -> tuple[float, int]:
-        total = 0.0
+    def estimate(choice: tuple[int, int, int, int]) -> tuple[float, int, int]:
+        total, sums = 0.0, -choice[0] * choice[1]
         for g in gates:
             tile = Tile(choice[0], vectors_of(choice[1], g), 1, choice[2] if g else 0, gates=choice[3])
             if choice[2] and choice[3]:
-                return float("inf"), 0
+                return float("inf"), 0, 0
             if registers_used(tile, g, task.workload.weights or "") > registers and (tile.rows, tile.vectors) != (1, 1):
-                return float("inf"), 0
+                return float("inf"), 0, 0
             total += cycles(heights_of(rows, tile, hoisted), hidden, tile, g, lanes, threads, rates, stalls)
             if tile.pairs:  # the copy of the operand, and a barrier
                 total += (rows / threads * (COPY_VECTOR * hidden / lanes + COPY_ROW) + COPY_BARRIER) / hidden
-        return total, -choice[0] * choice[1]
+            if choice[3]:
+                sums = -choice[0] * max(tile.columns(g))
+        # large tiles; those of some gates with the fewest sums that are not in registers
+        return round(total, 6), sums, choice[1]
 
     return min(product(row_choices, column_choices, pair_choices, gate_choices), key=estimate)
 

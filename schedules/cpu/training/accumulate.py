@@ -18,7 +18,8 @@ from ecornn.schedules.cpu.math import vector
 from ecornn.schedules.cpu.memory import Place
 from ecornn.schedules.cpu.worker import Worker
 
-BLOCK = 1 << 13  # bytes of a panel of k that stay in the first cache: sums of so many rows are added to what is there
+PANEL = 1 << 13  # bytes of a panel of k, as many rows as that are a block: it stays in the first cache
+TOGETHER = 16  # tiles of j that go through a panel: their values stay in the second cache for the next panels
 
 
 @dataclass(frozen=True)
@@ -39,45 +40,56 @@ def add_outer(worker: Worker, outer: Outer, rows: Expr, registers: int) -> None:
     e, lanes = worker.e, worker.e.lanes
     height = 4 if registers > 16 else 6
     vectors = min((registers - 2) // (height + 1), -(-outer.columns // lanes))
-    size = BLOCK // (4 * vectors * lanes)
+    size = max(1, PANEL // (4 * vectors * lanes))
+    panel = e.tirx.decl_buffer([size * vectors * lanes], "float32", "panel", scope="local")
+    e.add(e.tirx.AllocBuffer(panel))
+    tiles, panels = -(-outer.rows // height), -(-outer.columns // (vectors * lanes))
+    blocks = -(-tiles // TOGETHER)
+    each = -(-tiles // blocks)
     with e.loop("block", e.ceildiv(rows, size)) as block:
         first = e.let("first_row", block * e.index(size))
         count = e.let("rows_of_block", e.tirx.Min(e.index(size), rows - first))
-        _add_block(worker, outer, height, vectors, first, count)
+        with worker.tasks("outer", e.index(blocks * panels)) as task:
+            k = e.let("k_panel", e.mod(task, panels) * e.index(vectors * lanes))
+            top = e.let("first_tile", e.div(task, panels) * e.index(each))
+            with e.loop("row", count) as row:  # a copy: its rows are pages apart
+                source = e.let("source", outer.operand.at(e, first + row) + k)
+                for n in range(vectors):
+                    e.vstore(panel, (row * e.index(vectors) + e.index(n)) * e.index(lanes),
+                             e.vload(outer.operand.data, source + e.index(n * lanes)))
+            with e.loop("tile", e.tirx.Min(e.index(each), e.index(tiles) - top)) as tile:
+                _add_tile(worker, outer, (height, vectors), panel, e.let("j", (top + tile) * e.index(height)), k,
+                          first, count)
 
 
-def _add_block(worker: Worker, outer: Outer, height: int, vectors: int, first: Expr, rows: Expr) -> None:
-    """Adds those of ``rows`` rows from ``first`` on, in tiles of ``height`` values of j and so many vectors of k."""
-    e, lanes = worker.e, worker.e.lanes
-    tiles, panels = -(-outer.rows // height), -(-outer.columns // (vectors * lanes))
-    with worker.tasks("outer", e.index(tiles * panels)) as task:
-        # tiles of one panel of k follow each other, and read it from the cache
-        j = e.let("j", e.mod(task, tiles) * e.index(height))
-        k = e.let("k_panel", e.div(task, tiles) * e.index(vectors * lanes))
-        sums = [[e.local(f"outer_{m}_{n}") for n in range(vectors)] for m in range(height)]
-        for m, row in enumerate(sums):
-            e.prefetch(outer.data, e.index(outer.start) + (j + e.index(m)) * e.index(outer.columns) + k)
-            for register in row:
-                e.vstore(register, 0, e.splat(0.0))
-        with e.loop("row", rows) as row:
-            left = e.let("left", outer.value.at(e, first + row) + j)
-            right = e.let("right", outer.operand.at(e, first + row) + k)
-            columns = [e.let("column", e.vload(outer.operand.data, right + e.index(n * lanes)))
-                       for n in range(vectors)]
-            for m in range(height):
-                value = e.let("value", e.splat(e.load(outer.value.data, left + e.index(m))))
-                for n in range(vectors):
-                    e.vstore(sums[m][n], 0, e.fma(value, columns[n], e.vload(sums[m][n], 0)))
-        inside = e.let("inside", e.tirx.And(j + e.index(height) <= e.index(outer.rows),
-                                            k + e.index(vectors * lanes) <= e.index(outer.columns)))
-        with e.when(inside):
-            for m in range(height):
-                start = e.let("start", e.index(outer.start) + (j + e.index(m)) * e.index(outer.columns) + k)
-                for n in range(vectors):
-                    at = start + e.index(n * lanes)
-                    e.vstore(outer.data, at, e.vload(outer.data, at) + e.vload(sums[m][n], 0))
-        with e.when(e.tirx.Not(inside)):
-            _edge(worker, outer, j, k, sums)
+def _add_tile(worker: Worker, outer: Outer, size: tuple[int, int], panel: TirBuffer, j: Expr, k: Expr, first: Expr,
+              rows: Expr) -> None:
+    """Adds those of ``rows`` rows from ``first`` on to a tile of so many values of j and vectors of k, which ``panel``
+    has."""
+    e, lanes, (height, vectors) = worker.e, worker.e.lanes, size
+    sums = [[e.local(f"outer_{m}_{n}") for n in range(vectors)] for m in range(height)]
+    for m, registers in enumerate(sums):
+        e.prefetch(outer.data, e.index(outer.start) + (j + e.index(m)) * e.index(outer.columns) + k)
+        for register in registers:
+            e.vstore(register, 0, e.splat(0.0))
+    with e.loop("row", rows) as row:
+        left = e.let("left", outer.value.at(e, first + row) + j)
+        columns = [e.let("column", e.vload(panel, (row * e.index(vectors) + e.index(n)) * e.index(lanes)))
+                   for n in range(vectors)]
+        for m in range(height):
+            value = e.let("value", e.splat(e.load(outer.value.data, left + e.index(m))))
+            for n in range(vectors):
+                e.vstore(sums[m][n], 0, e.fma(value, columns[n], e.vload(sums[m][n], 0)))
+    inside = e.let("inside", e.tirx.And(j + e.index(height) <= e.index(outer.rows),
+                                        k + e.index(vectors * lanes) <= e.index(outer.columns)))
+    with e.when(inside):
+        for m in range(height):
+            start = e.let("start", e.index(outer.start) + (j + e.index(m)) * e.index(outer.columns) + k)
+            for n in range(vectors):
+                at = start + e.index(n * lanes)
+                e.vstore(outer.data, at, e.vload(outer.data, at) + e.vload(sums[m][n], 0))
+    with e.when(e.tirx.Not(inside)):
+        _edge(worker, outer, j, k, sums)
 
 
 def _edge(worker: Worker, outer: Outer, j: Expr, k: Expr, sums: list[list[TirBuffer]]) -> None:
