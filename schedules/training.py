@@ -11,7 +11,20 @@ from msgspec import structs
 
 from ecornn.analysis.adjoint import Adjoint, adjoint
 from ecornn.analysis.kept import kept
-from ecornn.program import BACKWARD, ENTRIES, WORKSPACE, Buffer, Call, Entry, Fill, Launch, Loop, Program
+from ecornn.program import (
+    BACKWARD,
+    ENTRIES,
+    KEPT,
+    TENSORS,
+    WORKSPACE,
+    Buffer,
+    Call,
+    Entry,
+    Fill,
+    Launch,
+    Loop,
+    Program,
+)
 from ecornn.schedules.assemble import tensor_buffers, vector_buffer
 from ecornn.schedules.backward.assemble import parts_of
 from ecornn.schedules.backward.memory import rows_extent, rows_of_states
@@ -42,7 +55,7 @@ def with_backward(task: Task, forward: Program, schedule: Schedule, config: Conf
     before, recurrence, handed = _recurrence(inner, made, schedule.recurrence(inner, config))
     hoisted = (layout.buffer(w.batch),) if inner.graph.hoisted_outputs else ()
     rows, after = parts_of(task, made, kept(made, "states"), layout, recurrence, add=True, add_dx=add_dx, dx=dx)
-    tensors = tensor_buffers([t for t in ENTRIES[BACKWARD] if t != "state_kept"], traversal, w.dtype,
+    tensors = tensor_buffers([t for t in ENTRIES[BACKWARD] if TENSORS[t].role != KEPT], traversal, w.dtype,
                              task.graph.states, task.graph.parameters)
     tensors = [structs.replace(b, dtype=dx) if b.tensor == "dx" else b for b in tensors]
     tensors += kept_buffers(kept_states(task), w.batch, w.hidden, w.dtype)
