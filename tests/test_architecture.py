@@ -78,7 +78,7 @@ MAY_IMPORT["tune"] = BASE | HOSTS | {"analysis", "build", "cells", "layer_spec",
                                      "schedules.hoisted", "targets", "task", "tuning_logs"}
 MAY_IMPORT["overlap"] = BASE | {"analysis", "cells", "schedules.base", "schedules.rates", "task", "tune"}
 MAY_IMPORT["compiler"] = BASE | {"build", "cells", "compose", "layer_spec", "overlap", "runtime", "schedules.base",
-                                 "targets", "task", "tune"}
+                                 "schedules.keeping", "targets", "task", "tune"}
 MAY_IMPORT["module_cache"] = {"build", "compiler", "layer_spec", "runtime", "schedules", "task", "tune"} | HOSTS
 MAY_IMPORT["torch"] = {"build", "cells", "errors", "layer_spec", "module_cache", "runtime", "workload"}
 MAY_IMPORT["onnx"] = {"cells", "compiler", "device", "errors", "layer_spec", "runtime"}

@@ -117,7 +117,7 @@ def test_a_layer_packs_on_the_gpu_when_it_is_bound_and_again(monkeypatch: pytest
     workload = Workload(cell.identity(), 40, 24, 3, 5, "bfloat16")
     task = make_task(cell, workload, resolve("sm_90a"), Traversal(keep="states"))
     config = schedule.default(task)
-    manifest = make_manifest(cell, task, schedule, config, make_program(schedule, task, config), "")
+    manifest = make_manifest(cell, task, schedule, config, training_program(schedule, task), "")
     held: dict[int, Any] = {}
     waits: list[int] = []
 

@@ -36,8 +36,8 @@ def parts_of(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurren
              add_dx: bool = False, first: bool = True, chunked: bool = False,
              dx: str | None = None) -> tuple[Component, Component]:
     """What goes over the rows of all steps, or with ``chunked`` of a chunk of them, and what comes after the last one.
-    In chunks gradients are added to, and so are the sums of ``sums_<...>_parts``, zeros at first. ``dx``: its data type,
-    if not the layer's."""
+    In chunks gradients are added to, and so are the sums of ``sums_<...>_parts``, zeros at first. ``dx``: its data
+    type, if not the layer's."""
     w, memory = task.workload, Memory(task, adjoint, kept)
     step = w.batch * len(written(adjoint)) * w.hidden
     own = (Buffer("outputs", WORKSPACE, w.dtype, Extent(0, step)),) if step else ()
