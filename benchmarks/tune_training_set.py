@@ -98,13 +98,13 @@ def line(row: Row, result: Result) -> str:
     """A layer for people: the default and the best, and in which knobs they differ."""
     finish, why = result.finish, "".join(f"; {count} failed: {reason}" for reason, count in result.failures.items())
     if finish.best is None or finish.best_us is None or finish.default is None:
-        return f"{str(row):40} none ran of {finish.trials}{why}"
+        return f"{row!s:40} none ran of {finish.trials}{why}"
     default, best, trials = finish.default, finish.best, f"{finish.trials:3} trials"
     of_default = f"{finish.default_us:7.3f}" if finish.default_us else " failed"
     changed = " ".join(f"{k}={v}" for k, v in best.config.items()
                        if best.schedule != default.schedule or v != default.config[k])
     gain = f"{finish.default_us / finish.best_us:5.3f}x" if finish.default_us else ""
-    return (f"{str(row):40} default {of_default} best {finish.best_us:7.3f} us/step {gain} of {trials}  "
+    return (f"{row!s:40} default {of_default} best {finish.best_us:7.3f} us/step {gain} of {trials}  "
             f"{best.schedule} {changed or '(the default)'}{why}")
 
 
@@ -140,7 +140,7 @@ def report(wanted: Wanted, found: dict[Workload, Result | str]) -> str:
     rows, gains = [], []
     for work, (row, _) in wanted.items():
         result = found.get(work, "not begun: the time had passed")
-        rows.append(f"{str(row):40} {result}" if isinstance(result, str) else line(row, result))
+        rows.append(f"{row!s:40} {result}" if isinstance(result, str) else line(row, result))
         if not isinstance(result, str) and result.finish.best_us and result.finish.default_us:
             gains.append(result.finish.default_us / result.finish.best_us)
     total = f"{len(gains)} of {len(wanted)} searched"

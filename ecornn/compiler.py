@@ -89,8 +89,8 @@ def plan(cell: str | Cell, *, target: str | Device | None = None, schedule: str 
 def device_of(target: str | Device | None) -> Device:
     """What a target means.
 
-    Raises :class:`~ecornn.errors.ArgumentError` where it is none, :class:`~ecornn.errors.DeviceError` where it is not at
-    hand.
+    Raises :class:`~ecornn.errors.ArgumentError` where it is none, :class:`~ecornn.errors.DeviceError` where it is not
+    at hand.
     """
     from ecornn.tune.choose import default_target
 
@@ -114,9 +114,11 @@ def plan_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule
             ("config", config, (Mapping, NoneType), "a dict of knobs and their values")):
         if not isinstance(value, kinds):
             raise ArgumentError(name, value, allowed)
-    device = device_of(target)
+    device, stack = device_of(target), layer.stack
     log = read_all()
     warn(log)
+    if layer.training:
+        stack = structs.replace(stack, keep=kept_on(layer, device))
 
     def records(task: Task) -> Log:
         # what was measured with more multiprocessors than a share has says little of what is best there
@@ -131,15 +133,29 @@ def plan_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule
         return forward + serving_or_raise(inner)[0].expected(inner)
 
     # the directions of a layer share their records, but not every configuration serves both
-    made = arrange(layer.loaded, layer.stack, layer.workload, device, overlap,
+    made = arrange(layer.loaded, stack, layer.workload, device, overlap,
                    lambda task: choose(task, schedule, config, records(task)),
                    expected)
     backward: dict[object, Found] = {}
     for task in made.tasks:
         if tunes_backward(task) and (task.workload, task.traversal) not in backward:
             backward[task.workload, task.traversal] = choose(adjoint_task(task), None, None, records(task))
-    return LayerPlan(layer.loaded, layer.workload, layer.stack, device, made.overlap, made.tasks, made.chosen,
+    return LayerPlan(layer.loaded, layer.workload, stack, device, made.overlap, made.tasks, made.chosen,
                      tuple(backward.get((task.workload, task.traversal)) for task in made.tasks))
+
+
+def kept_on(layer: LayerSpec, device: Device) -> str:
+    """What a layer that trains keeps on a device. Raises :class:`~ecornn.errors.ArgumentError` where it cannot keep
+    what it should."""
+    from ecornn.schedules.keeping import usual_keep
+    from ecornn.task import make_task
+
+    if device.kind == "cuda":
+        if layer.keep not in (None, "states"):
+            raise ArgumentError("keep", layer.keep, "states on a GPU")
+        return "states"
+    first, count = layer.stack.parts(layer.workload)[0].traversal, layer.stack.count
+    return layer.keep or usual_keep(make_task(layer.loaded, layer.workload, device, first), count)
 
 
 def build(planned: LayerPlan, out: Path) -> Generated:
@@ -168,7 +184,7 @@ def generate(planned: LayerPlan) -> Generated:
 def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = 1, seq: int = 100,
             dtype: str = "float32", weights: str | None = None, precision: str | None = None, layers: int = 1,
             bidirectional: bool = False, lengths: bool = False, resets: bool = False, reverse: bool = False,
-            sequences: bool = False, training: bool = False, target: str | Device | None = None,
+            sequences: bool = False, training: bool = False, keep: str | None = None, target: str | Device | None = None,
             schedule: str | None = None, config: Mapping[str, Value] | None = None, overlap: str = "auto",
             out: str | Path | None = None) -> Module:
     """Compiles a recurrent layer, or a stack of them.
@@ -195,6 +211,9 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
         (GPU, not with lengths or resets), see :meth:`Layer.__call__` and :class:`Columns`
     training : the module has :meth:`Layer.forward` and :meth:`Layer.backward` besides, which give gradients (on CPUs
         float32)
+    keep : what forward keeps for backward: ``states``, or on a CPU ``gates``, with which backward multiplies a third
+        less; default: ``gates`` on a CPU where that takes 1 GiB at most at this B and T, else ``states``.
+        :meth:`Layer.kept_bytes` says how much it is
     target : ``cuda`` (the GPU at hand), ``cpu``, or an architecture such as ``sm_90a``, which needs
         no GPU; default: the GPU if there is one, else the CPU
     schedule, config : use this schedule, and these knobs, instead of the best tuning record; not of the backward pass,
@@ -210,7 +229,7 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
     ``BuildError`` where a compiler is missing or fails.
     """
     layer = LayerSpec(cell, hidden, input, batch, seq, dtype, weights, precision,
-                      layers, bidirectional, lengths, resets, reverse, sequences, training)
+                      layers, bidirectional, lengths, resets, reverse, sequences, training, keep)
     return compile_layer(layer, target=target, schedule=schedule, config=config, overlap=overlap, out=out)
 
 

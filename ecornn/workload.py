@@ -11,7 +11,7 @@ from ecornn.errors import ArgumentError, DTypeError
 DTYPES = ("float32", "float16", "bfloat16")
 WEIGHTS = ("float32", "float16", "bfloat16", "int21", "int16", "int8")
 PRECISIONS = ("exact", "tf32")
-KEEPS = ("states",)
+KEEPS = ("states", "gates")
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 
 
@@ -148,7 +148,8 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bidirectional : every layer goes both ways; y is (T, B, 2 H)
     reverse : every layer goes from the end to the start only
     lengths, resets, sequences : whether a call takes them, see :class:`Traversal`
-    keep : for modules that train, what forward keeps for backward
+    keep : for modules that train, what forward keeps for backward: ``states``, from which the rest is computed again;
+        or ``gates`` besides, from which that takes no products
     """
 
     layers: int = 1

@@ -11,7 +11,20 @@ from msgspec import structs
 
 from ecornn.analysis.adjoint import Adjoint, adjoint
 from ecornn.analysis.kept import kept
-from ecornn.program import BACKWARD, ENTRIES, WORKSPACE, Buffer, Call, Entry, Fill, Launch, Loop, Program
+from ecornn.program import (
+    BACKWARD,
+    ENTRIES,
+    KEPT,
+    TENSORS,
+    WORKSPACE,
+    Buffer,
+    Call,
+    Entry,
+    Fill,
+    Launch,
+    Loop,
+    Program,
+)
 from ecornn.schedules.assemble import tensor_buffers, vector_buffer
 from ecornn.schedules.backward.assemble import parts_of
 from ecornn.schedules.backward.memory import rows_extent, rows_of_states
@@ -36,20 +49,22 @@ def with_backward(task: Task, forward: Program, schedule: Schedule, config: Conf
     inner = recurrence_task(task, made)
     layout = hoisted_of(inner, config)
     together = gcd(forward.together, schedule.together(inner, config)) if traversal.sequences else 1
-    # the gradient of x of a second direction is added to the first one's
-    second = traversal.reverse and traversal.directions > 1 and not beside
+    # the gradient of x of a second direction is added to the first one's, at once or by somebody else, not rounded
+    second = traversal.reverse and traversal.directions > 1
+    add_dx, dx = second and not beside, "float32" if second and beside else w.dtype
     before, recurrence, handed = _recurrence(inner, made, schedule.recurrence(inner, config))
     hoisted = (layout.buffer(w.batch),) if inner.graph.hoisted_outputs else ()
-    rows, after = parts_of(task, made, kept(made, "states"), layout, recurrence, add=True, add_dx=second)
-    tensors = tensor_buffers([t for t in ENTRIES[BACKWARD] if t != "state_kept"], traversal, w.dtype,
+    rows, after = parts_of(task, made, kept(made, "states"), layout, recurrence, add=True, add_dx=add_dx, dx=dx)
+    tensors = tensor_buffers([t for t in ENTRIES[BACKWARD] if TENSORS[t].role != KEPT], traversal, w.dtype,
                              task.graph.states, task.graph.parameters)
+    tensors = [structs.replace(b, dtype=dx) if b.tensor == "dx" else b for b in tensors]
     tensors += kept_buffers(kept_states(task), w.batch, w.hidden, w.dtype)
     names = _names(task)
     steps = chunk_for(task, (*hoisted, *rows.buffers), schedule.expected(inner))
     if steps is not None:
         short = replace(task, workload=structs.replace(w, seq=steps))
-        rows, after = parts_of(short, made, kept(made, "states"), layout, recurrence, add=True, add_dx=second,
-                               chunked=True)
+        rows, after = parts_of(short, made, kept(made, "states"), layout, recurrence, add=True, add_dx=add_dx,
+                               chunked=True, dx=dx)
         sums = [b for b in rows.buffers if b.name.startswith("sums_")]
         before = joined(before, Component(calls=tuple(Fill(b.name, 0, b.extent) for b in sums)))
     rows = _named(replace(rows, buffers=(*hoisted, *rows.buffers)), names)

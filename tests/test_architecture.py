@@ -78,8 +78,9 @@ MAY_IMPORT["tune"] = BASE | HOSTS | {"analysis", "build", "cells", "layer_spec",
                                      "schedules.hoisted", "targets", "task", "tuning_logs"}
 MAY_IMPORT["overlap"] = BASE | {"analysis", "cells", "schedules.base", "schedules.rates", "task", "tune"}
 MAY_IMPORT["compiler"] = BASE | {"build", "cells", "compose", "layer_spec", "overlap", "runtime", "schedules.base",
-                                 "targets", "task", "tune"}
-MAY_IMPORT["torch"] = {"cells", "compiler", "errors", "layer_spec", "runtime", "workload"}
+                                 "schedules.keeping", "targets", "task", "tune"}
+MAY_IMPORT["module_cache"] = {"build", "compiler", "layer_spec", "runtime", "schedules", "task", "tune"} | HOSTS
+MAY_IMPORT["torch"] = {"build", "cells", "errors", "layer_spec", "module_cache", "runtime", "workload"}
 MAY_IMPORT["onnx"] = {"cells", "compiler", "device", "errors", "layer_spec", "runtime"}
 MAY_IMPORT[""] = {"cells", "compiler", "errors", "numpy_gradients", "numpy_reference", "runtime", "tune"}
 MAY_IMPORT["cli"] = {*MAY_IMPORT} - {"torch"}

@@ -16,7 +16,7 @@ import click
 
 from ecornn.errors import EcornnError
 from ecornn.layer_spec import usual_dtype
-from ecornn.workload import DTYPES, PRECISIONS, WEIGHTS, Workload
+from ecornn.workload import DTYPES, KEEPS, PRECISIONS, WEIGHTS, Workload
 
 F = TypeVar("F", bound=Callable[..., Any])
 SIZE = click.IntRange(min=1, max=1 << 20)
@@ -90,6 +90,9 @@ PROPERTIES: dict[str, dict[str, Any]] = {
     "resets": {"is_flag": True, "help": "Calls may give a mask of the steps where a row starts anew."},
     "sequences": {"is_flag": True, "help": "Calls may lay many sequences end to end in columns (GPU)."},
     "training": {"is_flag": True, "help": "The module has gradients, too: Layer.forward and Layer.backward."},
+    "keep": {"type": click.Choice(KEEPS),
+             "help": "With --training: what forward keeps for backward; gates, on a CPU, take more memory, and less time "
+                     "than states.  [default: gates on a CPU, up to 1 GiB; else states]"},
 }
 
 

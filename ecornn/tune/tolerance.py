@@ -33,7 +33,7 @@ def tolerance(work: Workload) -> float:
 
 
 def proven(trial: Trial) -> bool:
-    """Whether a trial has a time, one that a step can take, and its output was right: what is wrong may be as fast as it
-    likes."""
+    """Whether a trial has a time, one that a step can take, and its output was right: what is wrong may be as fast as
+    it likes."""
     return (trial.times is not None and trial.times.median >= LEAST and trial.check is not None
             and trial.check <= tolerance(trial.workload))
