@@ -7,9 +7,10 @@ The models are those of examples/: a language model of words with dropout, 2 x 6
 of 800 in both directions with CTC. A step is all of it: a new batch, forward, loss, backward, clipping, Adam; on a GPU
 in bfloat16 by autocast. Before anything is timed, loss and gradients of all parameters are compared with float64's, on
 the code that is timed, but that dropout drops nothing: our gradients must be within twice the error of torch.nn's, in
-float32 within 2e-5; the loss within one rounding. Then both sides run plain, as CUDA graphs (of the recognizer all but the loss, which PyTorch cannot
-capture), and under torch.compile if asked for. Times are medians with 20th and 80th percentiles in milliseconds a step,
-on the host's clock, of several steps in a row. Where a compiled layer cannot run, that is an error.
+float32 within 2e-5; the loss within one rounding. Then both sides run plain, on a GPU as CUDA graphs (of the recognizer
+all but the loss, which PyTorch captures only in some versions), and under torch.compile if asked for. Times are medians
+with 20th and 80th percentiles in milliseconds a step, on the host's clock, of several steps in a row. Where a compiled
+layer cannot run, that is an error.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ["ECORNN_STRICT"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
-# isort: split, since that says how PyTorch's threads wait, which counts only before PyTorch is loaded
+from training_steps import DEVICE, Step, middle, peak, take_turns
+
+# PyTorch after that, which says how its threads wait
+# isort: split
 import side_by_side
 import torch
 from side_by_side import WrongResultError, relative
@@ -83,8 +86,9 @@ def language(T: int, B: int, H: int, vocabulary: int, dropout: float = 0.5) -> C
         words = torch.randint(vocabulary, (T + 1, B), device=DEVICE)
         return [words[:-1]], [words[1:]]
 
-    return Case("language model", {"T": T, "B": B, "H": H, "vocabulary": vocabulary, "dropout": dropout},
-                example.LanguageModel(vocabulary, H, B, dropout), example.cross_entropy, draw, T * B, "words", True, 2.0)
+    sizes = {"T": T, "B": B, "H": H, "vocabulary": vocabulary, "dropout": dropout}
+    return Case("language model", sizes, example.LanguageModel(vocabulary, H, B, dropout), example.cross_entropy, draw,
+                T * B, "words", True, 2.0)
 
 
 def speech(T: int, B: int, H: int, layers: int = 5) -> Case:
@@ -207,6 +211,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="for each model and way [%(default)s]")
     parser.add_argument("--together", type=int, default=5, help="steps in a row that are timed as one [%(default)s]")
     arguments = parser.parse_args()
+    os.environ["ECORNN_STRICT"] = "1"
     torch.manual_seed(0)
     torch.backends.cudnn.allow_tf32 = False
     ways = ["plain", *(["graph"] if DEVICE == "cuda" else []), *(["compile"] if arguments.compile else [])]

@@ -1,4 +1,4 @@
-"""A speech recognizer with connectionist temporal classification: five layers in both directions, from sound to text."""
+"""A speech recognizer with connectionist temporal classification: five layers in both directions read sound."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import sys
 
 import click
 
-# isort: split, since that says how PyTorch's threads wait, which counts only before PyTorch is loaded
+# PyTorch after that, which says how its threads wait
+# isort: split
 import numpy as np
 import torch
 from python_text import reference, words
@@ -121,12 +122,13 @@ def distance(found: str, wanted: str) -> int:
     return row[-1]
 
 
-@torch.no_grad()
-def errors(model: Recognizer, batches: list[tuple[torch.Tensor, ...]]) -> tuple[float, str, str]:
+def errors(step: Step, batches: list[tuple[torch.Tensor, ...]]) -> tuple[float, str, str]:
     """The share of letters that are wrong, and one text as it is and as it was read."""
     wrong = letters_in_all = 0
     for spectra, letters, lengths in batches:
-        for found, row, length in zip(read(model(spectra)), letters.cpu(), lengths.tolist(), strict=True):
+        with torch.no_grad(), step.autocast():
+            texts = read(step.model(spectra))
+        for found, row, length in zip(texts, letters.cpu(), lengths.tolist(), strict=True):
             wanted = "".join(LETTERS[n] for n in row[:length])
             wrong, letters_in_all = wrong + distance(found, wanted), letters_in_all + length
     return wrong / letters_in_all, wanted, found
@@ -161,7 +163,7 @@ def main(hidden: int, layers: int, frames: int, batch: int, updates: int, rate: 
         step.load([spectra], targets)
         step()
         if number % 50 == 0 or number == updates:
-            share, wanted, found = errors(ours, test)
+            share, wanted, found = errors(step, test)
             print(f"step {number}: loss {step.loss:.3f}, {share:.1%} of unheard letters are wrong: "
                   f"\"{wanted}\" is read as \"{found}\"", flush=True)
             if share <= limit / 2:

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 
 import click
 
-# isort: split, since that says how PyTorch's threads wait, which counts only before PyTorch is loaded
+# PyTorch after that, which says how its threads wait
+# isort: split
 import torch
 from torch import nn
 from training_steps import DEVICE, Step, memory_by_layer, middle, peak, take_turns
@@ -26,7 +27,6 @@ HELP = f"""Trains an encoder in both directions and a decoder with additive atte
     python examples/07_attention.py
     python examples/07_attention.py --hidden 512 --dates 4 --batch 64   # the real size, as on a GPU
 
-\b
 Prints which layer keeps how much memory for the backward pass, as Echo does (Zheng et al. 2018, arXiv 1805.08899): of
 torch.nn's layers and of compiled ones. Attention keeps a value for each unit and pair of steps, on both sides. On a GPU
 also the peak of a step. Then the time of a step of both, in turns; on a GPU in bfloat16 by autocast, plain and as a
@@ -37,6 +37,7 @@ SIZES = {"cuda": {"hidden": 512, "dates": 4, "batch": 64, "updates": 1500, "rate
          "cpu": {"hidden": 48, "dates": 1, "batch": 32, "updates": 500, "rate": 5e-3}}
 DEFAULT = SIZES[DEVICE]
 LETTERS = " ,-./0123456789" + "".join(sorted({*"".join([*calendar.month_name, *calendar.day_name])}))  # 0 pads
+CENTURIES = datetime.date(1900, 1, 1).toordinal(), datetime.date(2099, 12, 31).toordinal()
 LONGEST, WRITTEN = 29, 11  # letters of a date and a space behind it: read, and written
 STYLES = ("{d} {month} {y}", "{month} {d}, {y}", "{weekday}, {d} {month} {y}", "{d}.{m}.{y}", "{m:02}/{d:02}/{y}",
           "{short} {d} {y}", "{d}-{short}-{y}")
@@ -53,7 +54,7 @@ class Attention(nn.Module):
 
     def forward(self, states: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
         pairs = torch.tanh(self.of_state(states)[:, :, None] + self.of_memory(memory)[:, None])  # (B, S, T, H)
-        return self.score(pairs).squeeze(3).softmax(2).to(memory.dtype) @ memory
+        return self.score(pairs).squeeze(3).softmax(2) @ memory
 
 
 class Reader(nn.Module):
@@ -68,7 +69,7 @@ class Reader(nn.Module):
         self.scores = nn.Linear(3 * hidden, len(LETTERS))
 
     def forward(self, text: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
-        memory, state = self.encoder(self.letters(text))  # the last states of both directions start the decoder's layers
+        memory, state = self.encoder(self.letters(text))  # both directions' last states start the decoder's layers
         return self.write(written, memory, state)[0]
 
     def write(self, written: torch.Tensor, memory: torch.Tensor, state: tuple[torch.Tensor, ...]) -> tuple:
@@ -76,7 +77,6 @@ class Reader(nn.Module):
         y, state = self.decoder(self.letters(written), state)
         return self.scores(torch.cat([y, self.attention(y, memory)], 2)), state
 
-    @torch.no_grad()
     def read(self, text: torch.Tensor, length: int) -> torch.Tensor:
         """The likeliest letters (B, length), one after the other."""
         memory, state = self.encoder(self.letters(text))
@@ -100,8 +100,7 @@ def batch_of(batch: int, dates: int, source: random.Random) -> tuple[torch.Tenso
     """Lines of dates (B, T), and the same as year-month-day (B, S)."""
     read, written = [], []
     for _ in range(batch):
-        days = [datetime.date.fromordinal(source.randint(datetime.date(1900, 1, 1).toordinal(),
-                                                         datetime.date(2099, 12, 31).toordinal())) for _ in range(dates)]
+        days = [datetime.date.fromordinal(source.randint(*CENTURIES)) for _ in range(dates)]
         read.append(numbers(" ".join(written_in_some_way(d, source.choice(STYLES)) for d in days), LONGEST * dates))
         written.append(numbers(" ".join(map(str, days)), WRITTEN * dates))
     return torch.tensor(read).to(DEVICE), torch.tensor(written).to(DEVICE)
@@ -135,7 +134,7 @@ def table(steps: Mapping[str, Step]) -> dict[str, dict[str, int]]:
 @click.option("--batch", default=DEFAULT["batch"], help="Lines of a batch, B.")
 @click.option("--updates", default=DEFAULT["updates"], help="Training steps, at most.")
 @click.option("--rate", default=DEFAULT["rate"], help="Learning rate.")
-@click.option("--limit", default=0.9, help="Share of new dates that must be right; training ends half way from it to 1.")
+@click.option("--limit", default=0.9, help="Share of new dates that must be right; training ends half way to 1.")
 @click.option("--seconds", default=3.0, help="How long to time.")
 def main(hidden: int, dates: int, batch: int, updates: int, rate: float, limit: float, seconds: float) -> None:
     torch.manual_seed(0)
@@ -152,7 +151,8 @@ def main(hidden: int, dates: int, batch: int, updates: int, rate: float, limit: 
         step.load(*given(*batch_of(batch, dates, source)))
         step()
         if number % 50 == 0 or number == updates:
-            found = ours.read(test[0], test[1].shape[1])
+            with torch.no_grad(), step.autocast():
+                found = ours.read(test[0], test[1].shape[1])
             share = (found == test[1]).view(len(found) * dates, WRITTEN).all(1).float().mean().item()
             line, text = ("".join(LETTERS[n] for n in row[0].tolist()).strip() for row in (test[0], found))
             print(f"step {number}: loss {step.loss:.3f}, {share:.1%} of new dates are right: "

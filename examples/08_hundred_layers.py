@@ -7,7 +7,8 @@ import sys
 
 import click
 
-# isort: split, since that says how PyTorch's threads wait, which counts only before PyTorch is loaded
+# PyTorch after that, which says how its threads wait
+# isort: split
 import torch
 from python_text import in_columns, numbered, reference
 from torch import nn
@@ -101,8 +102,9 @@ def main(layers: int, hidden: int, steps: int, batch: int, updates: int, rate: f
 
     for name, step in sides.items():
         sizes = memory_by_layer(step.model, step.forward)
-        print(f"{name}: {sizes['layers'] / layers / 2**20:.3f} MiB are kept for a layer, {sum(sizes.values()) / 2**20:.1f}"
-              " in all" + (f"; a step takes {peak(step) / 2**20:.1f} at most" if DEVICE == "cuda" else ""))
+        each, together = sizes["layers"] / layers / 2**20, sum(sizes.values()) / 2**20
+        print(f"{name}: {each:.3f} MiB are kept for a layer, {together:.1f} in all"
+              + (f"; a step takes {peak(step) / 2**20:.1f} at most" if DEVICE == "cuda" else ""))
     for how in ("plain", *(["CUDA graph"] if DEVICE == "cuda" else [])):
         runs = {name: s.graphed() if how == "CUDA graph" else s for name, s in sides.items()}
         times = {name: [1e3 * t for t in middle(found)] for name, found in take_turns(runs, seconds).items()}

@@ -47,18 +47,19 @@ class Step:
         for buffer, value in zip([*self.inputs, *self.targets], [*inputs, *targets], strict=True):
             buffer.copy_(value)
 
-    def _autocast(self) -> torch.autocast:
+    def autocast(self) -> torch.autocast:
+        """The context in which the model and its loss compute."""
         # without its cache weights are cast in each step, also in those of a graph
         return torch.autocast(self.inputs[0].device.type, self.kind, self.kind is not None, cache_enabled=False)
 
     def forward(self) -> torch.Tensor:
-        with self._autocast():
+        with self.autocast():
             return self.model(*self.inputs)
 
     def judge(self, output: torch.Tensor) -> torch.Tensor:
         """The gradient of the loss with respect to the model's output."""
         leaf = output.detach().requires_grad_()
-        with self._autocast():
+        with self.autocast():
             loss = self.criterion(leaf, *self.targets)
         self.loss = loss.detach()
         return torch.autograd.grad(loss, leaf)[0]

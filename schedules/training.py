@@ -60,7 +60,7 @@ def with_backward(task: Task, forward: Program, beside: bool = False) -> Program
         raise ScheduleError(f"no schedule carries out the adjoint of {w} on {task.device.name}: {fault}")
     config = schedule.default(inner)
     layout = hoisted_of(inner, config)
-    together = gcd(forward.together, schedule.together(inner, config)) if isinstance(schedule, Persistent) else 1
+    together = gcd(forward.together, schedule.together(inner, config)) if traversal.sequences else 1
     # the gradient of x of a second direction is added to the first one's
     second = traversal.reverse and traversal.directions > 1 and not beside
     before, recurrence, handed = _recurrence(inner, made, schedule.recurrence(inner, config))
@@ -94,15 +94,16 @@ def _schedule(task: Task) -> tuple[Persistent | PersistentWide | LayoutTransform
     is `persistent` or, where that is expected to gain more than ``DOUBT``, `persistent_wide`. `layout_transform` took
     59 to 65 us a step beside the 52 to 58 of `persistent` even where it was expected to gain most, LSTM 256x64x2048 on
     an H200."""
-    if task.traversal.sequences:
-        return Persistent(), Persistent().serves(task)
-    if not task.graph.phases:
+    columns = task.traversal.sequences  # which the others do not serve
+    if not task.graph.phases and not columns:
         return Elementwise(), Elementwise().serves(task)
     persistent, wide = Persistent(), PersistentWide()
     serves = persistent.serves(task) is None
     if wide.serves(task) is None and not (serves and persistent.expected(task) <= DOUBT * wide.expected(task)):
         return wide, None
-    return (persistent, None) if serves else (LayoutTransform(), LayoutTransform().serves(task))
+    if serves or columns:
+        return persistent, persistent.serves(task)
+    return LayoutTransform(), LayoutTransform().serves(task)
 
 
 def _recurrence(task: Task, adjoint: Adjoint, kernel: Component) -> tuple[Component, Component,

@@ -23,7 +23,8 @@ MARK = "#define ushort unsigned short\n#endif\n"  # where the text begins that i
 def kernel() -> Any:
     """The function of the emulation."""
     source = resources.files("ecornn.build").joinpath("pack_weights.cu").read_text()
-    function = getattr(compiled(translate(MARK + source), [PACK_SYMBOL], Path(tempfile.mkdtemp())), f"emu_{PACK_SYMBOL}")
+    library = compiled(translate(MARK + source), [PACK_SYMBOL], Path(tempfile.mkdtemp()))
+    function = getattr(library, f"emu_{PACK_SYMBOL}")
     function.restype = ctypes.c_char_p
     return function
 

@@ -176,6 +176,14 @@ def test_a_training_step_in_chunks(name, sizes, traversal, tmp_path, monkeypatch
     assert all((again[what] == value).all() for what, value in found.items())
 
 
+def large_batches(monkeypatch: pytest.MonkeyPatch, cut: dict[str, Any]) -> None:
+    """Small layers, too, have `persistent_wide` carry out their adjoint, with ``cut`` of its configuration."""
+    own = PersistentWide.default
+    monkeypatch.setattr(Persistent, "refuses", lambda self, task: "no room")
+    monkeypatch.setattr(PersistentWide, "default", lambda self, task: {
+        **own(self, task), **(cut if task.traversal.backward else {})})
+
+
 @pytest.mark.parametrize(("name", "sizes", "traversal", "cut"), [
     ("lstm", (18, 9, 6, H), Traversal(lengths=True, resets=True), {}),
     ("gru", (18, 9, 6, 72), Traversal(resets=True), {"units": 80, "parts": 2, "row_teams": 2, "groups": 1})], ids=str)
@@ -183,10 +191,7 @@ def test_a_training_step_of_large_batches(name, sizes, traversal, cut, tmp_path,
     """In chunks, with a recurrence whose blocks share K, and one whose blocks do not."""
     for constant, value in {"ROOM": 1, "LEAST": 8, "BACKWARD": 1, "SHORTEST": 1}.items():
         monkeypatch.setattr(chunks, constant, value)
-    monkeypatch.setattr(Persistent, "refuses", lambda self, task: "no room")
-    own = PersistentWide.default
-    monkeypatch.setattr(PersistentWide, "default", lambda self, task: {
-        **own(self, task), **(cut if task.traversal.backward else {})})
+    large_batches(monkeypatch, cut)
     step = Step(tmp_path, "persistent_wide", name, sizes, "float16", traversal)
     assert "backward_persistent_wide" in step.program.functions
     check(step, name, sizes, "float16", traversal)

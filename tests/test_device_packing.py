@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_runtime_packing import packings
 
-from ecornn.errors import ModuleError
+from ecornn.errors import DeviceError, ModuleError, ShapeError
 from ecornn.program import PACKED, Packing
 from ecornn.runtime.device_packing import KINDS, PARAMETERS, SIZES, TYPES, DevicePacking
 from ecornn.runtime.packing import cast, pack
@@ -97,3 +97,69 @@ def test_packings_that_the_kernel_cannot_do(changes: dict[str, Any], message: st
         changes = {"split": (1, 2, 16), "order": (0, 2, 1)}
     with pytest.raises(ModuleError, match=message):
         check({"": msgspec.structs.replace(packing, **changes)}, {"w": np.ones((1, 4, 8), np.float32)})
+
+
+def test_a_layer_packs_on_the_gpu_when_it_is_bound_and_again(monkeypatch: pytest.MonkeyPatch):
+    """Memory, copies and the kernel of a GPU, in host memory: what a layer holds is what one bound from NumPy holds."""
+    import ctypes
+
+    import torch
+
+    from ecornn.cells import get
+    from ecornn.runtime import torch_arrays
+    from ecornn.runtime.caller import Caller
+    from ecornn.runtime.library import Library
+    from ecornn.runtime.weights import read_weights
+    from ecornn.targets import resolve
+    from ecornn.task import make_manifest, make_task
+    from ecornn.workload import Workload
+
+    cell, schedule = get("gru"), all_schedules()["persistent"]
+    workload = Workload(cell.identity(), 40, 24, 3, 5, "bfloat16")
+    task = make_task(cell, workload, resolve("sm_90a"), Traversal(keep="states"))
+    config = schedule.default(task)
+    manifest = make_manifest(cell, task, schedule, config, make_program(schedule, task, config), "")
+    held: dict[int, Any] = {}
+    waits: list[int] = []
+
+    def alloc(device: int, nbytes: int) -> int:
+        memory = ctypes.create_string_buffer(nbytes + 256)
+        start = ctypes.addressof(memory) + -ctypes.addressof(memory) % 256
+        held[start] = (memory, nbytes)
+        return start
+
+    def library(pack: Any) -> Library:
+        return Library(lambda: "", lambda *_: None, *[lambda *_: None] * 2, alloc=alloc, free=lambda *_: None,
+                       copy=lambda device, to, source, nbytes, queue: ctypes.memmove(to, source, nbytes) and None,
+                       synchronize=lambda device, queue: waits.append(queue), pack=pack)
+
+    def caller(given: dict[str, Any], pack: Any = emulated.pack) -> Caller:
+        return Caller(manifest, library(pack), read_weights(manifest, given, library(pack), 0), 0, None)
+
+    def bits(one: Caller) -> dict[str, bytes]:
+        return {name: ctypes.string_at(at, held[at][1]) for name, at in one.packed.items()}
+
+    rng = np.random.default_rng(0)
+    host, others = ({p.name: rng.normal(size=p.shape).astype(np.float32) for p in manifest.parameters} for _ in "ab")
+    wanted, after = bits(caller(host)), bits(caller(others))
+    monkeypatch.setattr(torch_arrays.TorchArrays, "facts",
+                        lambda self, array: (tuple(array.shape), self._names[array.dtype], "cuda:0"))
+    monkeypatch.setattr(torch_arrays.TorchArrays, "queue", lambda self, device: 7)
+    tensors = {name: torch.nn.Parameter(torch.from_numpy(values)) for name, values in host.items()}
+    layer = caller(tensors)
+    assert bits(layer) == wanted and 7 in waits
+    waits.clear()
+    layer.repack({name: torch.from_numpy(values) for name, values in others.items()})
+    assert bits(layer) == after and not waits
+    layer.repack({name: t.t().contiguous().t() if t.dim() == 2 else t for name, t in tensors.items()})
+    assert bits(layer) == wanted
+    layer.repack_at([others[p.name].ctypes.data for p in manifest.parameters], "float32", 7)
+    assert bits(layer) == after
+    layer.repack_at([0] * len(manifest.parameters), "float32", 7)
+    assert not any(map(any, bits(layer).values()))
+    with pytest.raises(DeviceError, match="cuda:0"):
+        layer.repack(host)
+    with pytest.raises(ShapeError, match="bias_hh_l0"):
+        layer.repack({**tensors, "bias_hh_l0": tensors["bias_hh_l0"][1:]})
+    with pytest.raises(ModuleError, match="training=True"):
+        caller(host, None).repack(tensors)

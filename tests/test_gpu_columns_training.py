@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_sequence
 import ecornn
 import ecornn.torch
 from ecornn.numpy_reference import random_weights
-from ecornn.torch import falling_back, packed_training
+from ecornn.torch import packed_training
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:RNN module weights")]
 LIMITS = {"float32": 2e-5, "float16": 8 * 2.0 ** -11, "bfloat16": 8 * 2.0 ** -8}
@@ -72,7 +72,6 @@ def gradients_reversed(layer, cell, weights):
 @pytest.mark.parametrize(("layers", "both"), [(1, False), (2, True)])
 def test_packed_sequences_of_pytorch(monkeypatch, layers, both):
     """In columns, as without gradients; against PyTorch's layer in float64."""
-    monkeypatch.setattr(falling_back, "TRAINED", {"cpu", "cuda"})
     monkeypatch.setenv("ECORNN_STRICT", "1")
     taken = []
     monkeypatch.setattr(packed_training, "laid", lambda *of: taken.append(of) or packed_laid(*of))

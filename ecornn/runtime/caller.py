@@ -180,8 +180,8 @@ class Caller(TrainingCalls):
         self._bound.repack(parameters, keys, self.library, self.threads)
 
     def repack_at(self, pointers: Sequence[int], dtype: str, queue: int) -> None:
-        """As :meth:`repack` on a GPU, on this stream, of contiguous weights at these addresses, in the manifest's order,
-        of one data type (float32, float16 or bfloat16); 0 stands for zeros. Nothing is checked."""
+        """As :meth:`repack` on a GPU, on this stream, of contiguous weights at these addresses, in the manifest's
+        order, of one data type (float32, float16 or bfloat16); 0 stands for zeros. Nothing is checked."""
         self._bound.device_packing(pointers, dtype, queue)
 
     @cached_property

@@ -1,5 +1,5 @@
-"""Weights that lie on a GPU, packed there by the module's own kernel (``build/pack_weights.cu``): in the caller's stream,
-into memory that is there, as often as they change, also in a CUDA graph."""
+"""Weights that lie on a GPU, packed there by the module's own kernel (``build/pack_weights.cu``): in the caller's
+stream, into memory that is there, as often as they change, also in a CUDA graph."""
 
 from __future__ import annotations
 

@@ -41,11 +41,13 @@ class Sequences:
         why, asked = obstacle(self, input, hx)
         if why:
             return by_torch(self, input, hx, why)
-        given, given_hx = autocasted(input), autocasted(hx)
+        given = (input, hx)
+        if torch.is_autocast_enabled("cuda"):
+            given = autocasted(given)
         if not asked:
-            return self._compiled(given, given_hx, False)
+            return self._compiled(*given, False)
         try:
-            return self._compiled(given, given_hx, True)
+            return self._compiled(*given, True)
         except ScheduleError as error:
             return by_torch(self, input, hx, f"no compiled layer has these gradients: {error}")
 
@@ -103,6 +105,7 @@ class Sequences:
             (data, *tensors_of(hx), *engine.weights_of(self))))
         found = None  # rows and states of columns with gradients
         if asked and plain:
+            engine.check_type(data, engine.weights_of(self)[0])
             found = packed_training.run(self, input, states_of(self, hx, data, int(sizes[0]), False, order))
         if found is not None:
             rows, *after = found
@@ -154,7 +157,7 @@ def run_layers(module: Any, weights: list[torch.Tensor], x: torch.Tensor, state:
 def autocasted(value: Any) -> Any:
     """Tensors of a GPU as ``torch.nn`` has them under autocast: of its data type; anything else as it is."""
     if isinstance(value, torch.Tensor):
-        if value.is_cuda and torch.is_autocast_enabled("cuda") and value.dtype in engine.NAMES:
+        if value.is_cuda and value.dtype in engine.NAMES:
             return value.to(torch.get_autocast_dtype("cuda"))
         return value
     if isinstance(value, PackedSequence):

@@ -47,7 +47,7 @@ class Snapshot:
 
     def changed(self, weights: Sequence[torch.Tensor]) -> list[int]:
         """The numbers of the weights that may not be as they were."""
-        if len(weights) != len(self._tensors):
+        if len(weights) != len(self._versions):
             return [*range(len(weights))]
         known = zip(weights, self._tensors, self._versions, strict=True)
         return [n for n, (w, (tensor, pointer), version) in enumerate(known)
@@ -64,7 +64,7 @@ class Snapshot:
 
     def outdate(self) -> None:
         """From now on they are taken for changed."""
-        self._kept, self._tensors, self._versions, self._sample = [], [], [], Sample(())
+        self._versions = []
 
 
 def _version(weight: torch.Tensor) -> int:

@@ -85,7 +85,7 @@ class TrainedLayers:
         steps, batch = x.shape[:2]
         alike, where = (x.device, x.dtype, masks), _where(x)
         bound = self._bound.setdefault((*alike, where), {})
-        room = fitting(bound, batch, 4 * batch)
+        room = fitting(bound, batch, _most(batch, masks))
         known = bound.get(room)
         if known is None and where == GRAPHS:
             room, known = self._for_graphs(alike, batch)
@@ -108,13 +108,18 @@ class TrainedLayers:
     def _for_graphs(self, alike: tuple[Any, ...], batch: int) -> tuple[int, Trained]:
         """A layer that was bound for a stream, and is not any more."""
         for key, bound in self._bound.items():
-            room = fitting(bound, batch, 4 * batch)
+            room = fitting(bound, batch, _most(batch, alike[-1]))
             if key[:-1] == alike and room in bound and not bound[room].busy:
                 found = bound.pop(room)
                 found.snapshot.outdate()
                 return room, found
-        raise ArgumentError("x", "an input of the first call", "a call that no CUDA graph captures: run a training step "
-                            "before the capture, as PyTorch asks for")
+        raise ArgumentError("x", "an input of the first call", "a call that no CUDA graph captures: run a training "
+                            "step before the capture, as PyTorch asks for")
+
+
+def _most(batch: int, masks: str) -> int:
+    """The largest batch of a layer that serves this one; columns are few of themselves."""
+    return batch if masks == "sequences" else 4 * batch
 
 
 def _where(x: torch.Tensor) -> Any:

@@ -164,12 +164,17 @@ class PersistentWide(Schedule):
         ``outputs``; around it come :func:`~ecornn.schedules.backward.recurrence.recurrence_buffers`."""
         return _recurrence(task, plan_of(task, config), hoisted_of(task, config), str(config["math"]))(())
 
+    def together(self, task: Task, config: Config) -> int:
+        """As of a :class:`~ecornn.program.Program`."""
+        plan = plan_of(task, config)
+        return together(task.traversal, plan.groups, plan.rows)
+
     def program(self, task: Task, config: Config) -> Program:
         plan, layout = plan_of(task, config), hoisted_of(task, config)
         if task.traversal.backward:
-            return assemble_recurrence(task, self.recurrence(task, config), layout)
+            return assemble_recurrence(task, self.recurrence(task, config), layout, self.together(task, config))
         return assemble(task, _recurrence(task, plan, layout, str(config["math"])), layout,
-                        together=together(task.traversal, plan.groups, plan.rows))
+                        together=self.together(task, config))
 
 
 def _recurrence(task: Task, plan: WidePlan, layout: Hoisted, math: str) -> Callable[[tuple[str, ...]], Component]:
