@@ -39,7 +39,6 @@ import side_by_side
 import torch
 from side_by_side import WrongResultError, relative
 from torch import nn
-from training_steps import DEVICE, Step, middle, peak, take_turns
 
 import ecornn.torch
 

@@ -36,6 +36,7 @@ class LayerSpec:
     reverse: bool = False
     sequences: bool = False
     training: bool = False
+    keep: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.cell, type) and issubclass(self.cell, Cell):
@@ -44,6 +45,8 @@ class LayerSpec:
             raise ArgumentError("cell", self.cell, "a cell's name, FILE.py:NAME or a Cell")
         if not isinstance(self.training, bool):
             raise ArgumentError("training", self.training, "True or False")
+        if self.keep is not None and not self.training:
+            raise ArgumentError("keep", self.keep, "None without training=True, which it is about")
         self.stack, self.workload  # noqa: B018  (made here, so that what they refuse is said at once)
 
     @cached_property
@@ -62,9 +65,9 @@ class LayerSpec:
 
     @cached_property
     def stack(self) -> Stack:
-        """How it is put together from sequences."""
+        """How it is put together from sequences. What is kept where it was left open the device decides."""
         return Stack(self.layers, self.bidirectional, self.lengths, self.resets, self.reverse, self.sequences,
-                     "states" if self.training else None)
+                     (self.keep or "states") if self.training else None)
 
 
 def usual_dtype(kind: str, precision: str | None) -> str:

@@ -42,7 +42,7 @@ class Tensor:
     role : given or made
     axes : the sizes of its axes: T, B, I and H as of a :class:`~ecornn.workload.Workload`, W of a row of y (D H)
     dtype : data type; None: the layer's
-    by_state : there is one for each state of each sequence of a stack
+    by_state : there is one for each state of each sequence of a stack; or for each value, by its number
     by_parameter : there is one for each parameter of each sequence of a stack, of the parameter's own shape
     optional : only where the field of its name of a :class:`~ecornn.workload.Traversal` is set
     """
@@ -60,7 +60,8 @@ class Tensor:
 
 
 # With ``sequences``, which has the number of each step's sequence, B of states is S, the number of sequences.
-# ``state_kept`` is a state after each step, zero where a row takes no part; gradients are of the layer's output with
+# ``state_kept`` is a state after each step, zero where a row takes no part, ``value_kept`` any other value of the step,
+# anything finite there; gradients are of the layer's output with
 # respect to what their names say, those of parameters (G, H, K) or (G, H), added to what is there.
 TENSORS = {
     "x": Tensor(GIVEN, ("T", "B", "I")),
@@ -71,6 +72,7 @@ TENSORS = {
     "resets": Tensor(GIVEN, ("T", "B"), "uint8", optional=True),
     "sequences": Tensor(GIVEN, ("T", "B"), "int32", optional=True),
     "state_kept": Tensor(KEPT, ("T", "B", "H"), by_state=True),
+    "value_kept": Tensor(KEPT, ("T", "B", "H"), by_state=True),
     "dy": Tensor(GIVEN, ("T", "B", "W")),
     "dstate_out": Tensor(GIVEN, ("B", "H"), by_state=True),
     "dx": Tensor(MADE, ("T", "B", "I")),
@@ -80,11 +82,11 @@ TENSORS = {
 RUN, FORWARD, BACKWARD = "run", "forward", "backward"
 _MASKS = ("lengths", "resets", "sequences")
 _FORWARD = ("x", "y", "state_in", "state_out", *_MASKS)
-# entry -> the tensors that it exchanges with its caller. ``state_kept`` is there for the states that backward reads.
+# entry -> the tensors that it exchanges with its caller. Of what is kept there is what backward reads.
 ENTRIES = {
     RUN: _FORWARD,
-    FORWARD: (*_FORWARD, "state_kept"),
-    BACKWARD: ("x", "y", "state_in", *_MASKS, "state_kept", "dy", "dstate_out", "dx", "dstate_in", "gradient"),
+    FORWARD: (*_FORWARD, "state_kept", "value_kept"),
+    BACKWARD: ("x", "y", "state_in", *_MASKS, "state_kept", "value_kept", "dy", "dstate_out", "dx", "dstate_in", "gradient"),
 }
 
 

@@ -79,7 +79,9 @@ class CPURates:
 
     Attributes
     ----------
-    adds_apart : whether additions run beside multiply-adds, in units of their own
+    adds_apart : whether additions of pairs pay, which run beside multiply-adds in units of their own
+    fma, vector_load, turn : cycles of a multiply-add, of a load of a vector from the first cache, and of a turn of the
+        loop over k beside its products
     fma_latency : cycles; with fewer sums than this in flight the unit idles
     l2_vector : cycles that a vector of weights takes from L2
     unhidden_vector : cycles of a tile for each vector of weights that nothing hides, where multiply-adds outrun L2
@@ -89,6 +91,9 @@ class CPURates:
     """
 
     adds_apart: bool
+    fma: float
+    vector_load: float
+    turn: float
     fma_latency: float
     l2_vector: float
     unhidden_vector: float
@@ -112,13 +117,16 @@ H100 = GPURates(
 # By the product's name, else by its architecture. What is in neither is taken for an H100.
 GPUS = {"sm_90a": H100}
 
-PLAIN_CORE = CPURates(adds_apart=False, fma_latency=4, l2_vector=2.5, unhidden_vector=0.6, unhidden_l3_vector=1.5,
-                      unhidden_row=0.3, barrier=600)
+PLAIN_CORE = CPURates(adds_apart=False, fma=1, vector_load=1, turn=1, fma_latency=4, l2_vector=2.5, unhidden_vector=0.6,
+                      unhidden_l3_vector=1.5, unhidden_row=0.3, barrier=600)
 # AMD's since Zen: an L3 for a few cores, nearly as fast as L2
 ZEN = replace(PLAIN_CORE, adds_apart=True, unhidden_vector=0, unhidden_l3_vector=0, unhidden_row=0)
 
+# Two multiply-adds and two loads of 32 bytes a cycle. Pairs do not pay: each of their factors is loaded by itself.
+ZEN_AVX2 = replace(ZEN, adds_apart=False, fma=0.5, vector_load=0.5, turn=0.3, l2_vector=2.1, unhidden_l3_vector=0.1)
+
 # By the beginning of LLVM's name. What is not here is a plain core.
-CPUS = {"znver": ZEN}
+CPUS = {"znver2": ZEN_AVX2, "znver3": ZEN_AVX2, "znver": ZEN}
 
 
 def gpu_rates(device: Device) -> GPURates:

@@ -192,7 +192,7 @@ def test_what_is_kept_of_an_lstm():
     made = adjoint_of("lstm")
     gates, states = (kept(made, keep) for keep in KEEP)
     assert gates.states == states.states == ("h", "c") and not states.values
-    assert len(gates.values) == 4 and gates.units == 6 and states.units == 2 and not gates.rows
+    assert len(gates.values) == 4 and gates.units == 6 and states.units == 2
     products = {t.source for phase in states.replay.phases for p in phase.products for t in p.terms}
     assert len(products) == 4 and not states.replay.states
     assert len(made.recurrence.hoisted_outputs) == 7  # six factors, and dy

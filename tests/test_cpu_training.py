@@ -18,7 +18,7 @@ from ecornn.numpy_gradients import reference_gradients
 from ecornn.numpy_tape import Traced, backward
 from ecornn.schedules.cpu import CPUSequence, training
 from ecornn.task import make_manifest, make_task
-from ecornn.workload import ALONE, Traversal, Workload
+from ecornn.workload import ALONE, KEEPS, Traversal, Workload
 
 LIMIT = 2e-5  # relative, of gradients in float32
 
@@ -42,12 +42,12 @@ class Layer:
     """A built layer with its entries ``forward`` and ``backward``."""
 
     def __init__(self, folder: Path, name: str, input: int, hidden: int, batch: int, seq: int,
-                 traversal: Traversal = ALONE) -> None:
+                 traversal: Traversal = ALONE, keep: str = "gates") -> None:
         import tvm_ffi
 
         self.name, self.cell, self.traversal = name, cell_of(name), traversal
         work = Workload(self.cell.identity(), hidden, input, batch, seq)
-        self.task = make_task(self.cell, work, detect(), structs.replace(traversal, keep="states"))
+        self.task = make_task(self.cell, work, detect(), structs.replace(traversal, keep=keep))
         schedule = CPUSequence()
         assert schedule.serves(self.task) is None
         config = schedule.default(self.task)
@@ -78,7 +78,8 @@ class Layer:
         steps, batch, _ = call.x.shape
         work, states = self.task.workload, list(self.cell.states)
         shapes = {"x": (steps, batch, work.input), "dx": (steps, batch, work.input), "y": (steps, batch, work.hidden),
-                  "dy": (steps, batch, work.hidden), "state_kept": (steps, batch, work.hidden), "lengths": (batch,),
+                  "dy": (steps, batch, work.hidden), "state_kept": (steps, batch, work.hidden),
+                  "value_kept": (steps, batch, work.hidden), "lengths": (batch,),
                   "resets": (steps, batch)}
         arrays: dict[str, Any] = {}
         for b in self.program.buffers:
@@ -159,12 +160,13 @@ def compare(layer: Layer, call: Call, **how: Any) -> dict[str, np.ndarray]:
     return found
 
 
+@pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("name", ALL)
-def test_gradients_of_every_cell(name, tmp_path, monkeypatch):
+def test_gradients_of_every_cell(name, keep, tmp_path, monkeypatch):
     """In chunks of two steps, with rows that end, and sequences that begin anew; every other cell in reverse."""
     monkeypatch.setattr(training, "CHUNK_ROWS", 6)
     traversal = Traversal(ALL.index(name) % 2 == 1, lengths=True, resets=True)
-    layer = Layer(tmp_path, name, width(name), H, 3, 5, traversal)
+    layer = Layer(tmp_path, name, width(name), H, 3, 5, traversal, keep)
     compare(layer, layer.arguments(5, 3))
 
 

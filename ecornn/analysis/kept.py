@@ -1,7 +1,7 @@
 """What the forward pass keeps for the adjoint, and how the rest is computed again: of all steps at once, never in turn.
 
 With the states of all steps every product of a step is one matrix product over time and batch, since what it multiplies
-is known; so ``states`` keeps these alone. ``gates`` keeps values from which scalars give everything else.
+is known; so ``states`` keeps these alone. ``gates`` keeps values from which scalars and statistics give everything else.
 """
 
 from __future__ import annotations
@@ -27,20 +27,18 @@ class Kept:
     Attributes
     ----------
     states : states whose values after every step, and before the first, are kept, y among them where it is read
-    values : other variables of the forward step, which it has to write
-    rows : those of ``values`` that are one value a batch row; the others are one for each unit of it
+    values : other variables of the forward step, which it has to write: one value for each unit
     replay : from these and x, a pass over all steps: its ``outputs`` are what the adjoint reads besides
     """
 
     states: tuple[str, ...]
     values: tuple[Var, ...]
-    rows: tuple[Var, ...]
     replay: StepGraph
 
     @property
     def units(self) -> int:
         """Values for each step, batch row and unit."""
-        return len(self.states) + len(self.values) - len(self.rows)
+        return len(self.states) + len(self.values)
 
 
 def kept(adjoint: Adjoint, keep: str) -> Kept:
@@ -49,16 +47,19 @@ def kept(adjoint: Adjoint, keep: str) -> Kept:
     known = {*forward.states.values(), *forward.results.values()} | ({forward.x} if forward.x is not None else set())
     wanted = sorted((v for v in adjoint.needed if v not in known), key=list(level).index)
     values = tuple(wanted) if keep == "gates" else ()
-    definition = {a.var: a.value for assigns in _assigns(forward) for a in assigns}
-    for var in reversed(values):
-        read = [v for v in variables(definition[var]) if level[v] > -3] if var in definition else [var]
-        if known.union(values).difference({var}).issuperset(read):
-            values = tuple(v for v in values if v is not var)
+    for var in reversed(values):  # one that takes no product to compute again need not be kept
+        others = tuple(v for v in values if v is not var)
+        if not multiplies(recompute(forward, (var,), known.union(others))):
+            values = others
     replay = recompute(forward, tuple(v for v in wanted if v not in values), known.union(values))
     used = {*adjoint.needed, *replay.given}
     states = tuple(n for n, leaf in forward.states.items() if leaf in used or forward.results[n] in used)
-    rows = _of_rows(forward)
-    return Kept(states, values, tuple(v for v in values if v in rows), replay)
+    return Kept(states, values, replay)
+
+
+def multiplies(graph: StepGraph) -> bool:
+    """Whether a graph has products."""
+    return bool(graph.hoisted_products or any(phase.products for phase in graph.phases))
 
 
 def recompute(forward: StepGraph, wanted: tuple[Var, ...], known: set[Var]) -> StepGraph:
@@ -101,14 +102,3 @@ def recompute(forward: StepGraph, wanted: tuple[Var, ...], known: set[Var]) -> S
 
 def _assigns(graph: StepGraph) -> list[tuple[Assign, ...]]:
     return [graph.invariants, graph.hoisted, graph.normalized, graph.prologue, *(p.assigns for p in graph.phases)]
-
-
-def _of_rows(graph: StepGraph) -> set[Var]:
-    """Variables that are equal for all units of a batch row."""
-    found = {v for s in (*graph.hoisted_statistics, *graph.statistics) for v in s.made}
-    for assigns in _assigns(graph):
-        for a in assigns:
-            read = variables(a.value)
-            if read and found.issuperset(read):
-                found.add(a.var)
-    return found

@@ -16,7 +16,7 @@ import click
 
 from ecornn.errors import EcornnError
 from ecornn.layer_spec import usual_dtype
-from ecornn.workload import DTYPES, PRECISIONS, WEIGHTS, Workload
+from ecornn.workload import DTYPES, KEEPS, PRECISIONS, WEIGHTS, Workload
 
 F = TypeVar("F", bound=Callable[..., Any])
 SIZE = click.IntRange(min=1, max=1 << 20)
@@ -90,6 +90,9 @@ PROPERTIES: dict[str, dict[str, Any]] = {
     "resets": {"is_flag": True, "help": "Calls may give a mask of the steps where a row starts anew."},
     "sequences": {"is_flag": True, "help": "Calls may lay many sequences end to end in columns (GPU)."},
     "training": {"is_flag": True, "help": "The module has gradients, too: Layer.forward and Layer.backward."},
+    "keep": {"type": click.Choice(KEEPS),
+             "help": "With --training: what forward keeps for backward; gates, on a CPU, take more memory, and less time "
+                     "than states.  [default: gates on a CPU, up to 1 GiB; else states]"},
 }
 
 
@@ -130,11 +133,11 @@ def every(options: list[Callable[[F], F]]) -> Callable[[F], F]:
 
 
 def command_line(program: str, options: dict[str, object]) -> str:
-    """A command that can be pasted into a shell; options that are None are left out."""
+    """A command that can be pasted into a shell; options that are None or False are left out, True is a flag."""
     words = [program]
     for name, value in options.items():
-        if value is not None:
-            words += [name, str(value)]
+        if value is not None and value is not False:
+            words += [name] if value is True else [name, str(value)]
     return shlex.join(words)
 
 

@@ -111,7 +111,7 @@ def find(task: Task, schedules: Sequence[Schedule], log: Log) -> Found:
                 fresh = min((one for one in rivals if not one.stale), key=lambda one: one.order, default=None)
                 return Found(by_name[best.trial.schedule], best.trial.config,
                              describe(best, fresh, distance, task, by_name) + said(ignored), best.line)
-    first = min(schedules, key=lambda s: s.expected(task))
+    first = min(schedules, key=lambda s: s.rank(task))
     why = "no record applies" if not ignored else "no usable record"
     return Found(first, first.default(task), f"untuned default of {first.name}: {why}" + said(ignored))
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from ecornn.program import Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
-from ecornn.schedules.cpu.cost import best_team, best_tile, beyond_l2, features, shape_of, tiles
+from ecornn.schedules.cpu.cost import best_team, best_tile, beyond_l2, features, gates_at_once, shape_of, tiles
 from ecornn.schedules.cpu.tiling import column_choices, registers_of, registers_used, row_choices
 from ecornn.schedules.rates import cpu_rates
 
 UNROLL = (1, 2, 4, 8)
 LONGEST_INT8 = 1 << 16  # 2**16 * 255 * 127 < 2**31
 PAIRS = (0, 3, 4)
+GATES = (0, 1, 2)
 TEAM = (0, 1, 2, 4, 8)
 CHUNK = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -66,6 +67,9 @@ class CPUSequence(Schedule):
             Knob("pairs", PAIRS, "of how many values of k two are multiplied as a pair, which takes work from the "
                                  "units that multiply to those that add (0: none)", before=0),
             Knob("project_pairs", PAIRS, "the same of the hoisted product", before=0),
+            Knob("gates", GATES, "of how many gates sums are in registers at the same time (0: of all): higher tiles, "
+                                 "which reuse weights, against loops that read the state again", before=0),
+            Knob("project_gates", GATES, "the same of the hoisted product", before=0),
             Knob("ahead", (0, 1), "whether tiles of rows ask for the weights of the next units while they multiply: "
                                   "L3 works at that time, too, against more instructions", before=0),
             Knob("chunk", steps, "steps projected at once: reuse of input weights against cached results"),
@@ -79,6 +83,8 @@ class CPUSequence(Schedule):
                 return f"{name}: weights are asked for ahead in plain products, not in those of pairs"
             if tile.pairs and (task.workload.weights or task.workload.dtype) != "float32":
                 return f"{name}: products of pairs are of float32 weights, not of {task.workload.weights}"
+            if tile.gates and (tile.pairs or task.workload.weights == "int8"):
+                return f"{name}: products of pairs and of integers are of all gates at the same time"
             need = registers_used(tile, gates, task.workload.weights or "")
             # one row of one vector is always allowed: a cell may have more gates than registers
             if need > available and (tile.rows, tile.vectors) != (1, 1):
@@ -94,12 +100,12 @@ class CPUSequence(Schedule):
         # with one batch row it is bytes that take the time
         pay = workload.weights is None and workload.batch > 1 and rates.adds_apart
 
-        def best(rows: int, gates: list[int], prefix: str) -> tuple[int, int, int]:
+        def best(rows: int, gates: list[int], prefix: str) -> tuple[int, int, int, int]:
             return best_tile(task, rows, gates, values[f"{prefix}rows"], values[f"{prefix}columns"],
-                             PAIRS if pay and any(gates) else (0,), bool(prefix))
+                             PAIRS if pay and any(gates) else (0,), gates_at_once(task), bool(prefix))
 
-        rows, columns, pairs = best(workload.batch, [len(p.products) for p in graph.phases if p.products] or [0], "")
-        project_rows, project_columns, project_pairs = best(
+        rows, columns, pairs, gates = best(workload.batch, [len(p.products) for p in graph.phases if p.products] or [0], "")
+        project_rows, project_columns, project_pairs, project_gates = best(
             workload.batch * workload.seq, [len(graph.hoisted_products)], "project_")
         # L3 should work while tiles multiply; with one tile of rows it does so of itself
         ahead = rates.slow_l3 and beyond_l2(task) and not pairs and workload.batch > rows
@@ -109,7 +115,7 @@ class CPUSequence(Schedule):
         chunk = max((c for c in values["chunk"] if c * step_bytes <= target), default=1)
         return {"rows": rows, "columns": columns, "unroll": 4 if rows * columns <= 12 else 2,
                 "project_rows": project_rows, "project_columns": project_columns, "pairs": pairs,
-                "project_pairs": project_pairs, "team": best_team(task), "ahead": int(ahead), "chunk": chunk}
+                "project_pairs": project_pairs, "gates": gates, "project_gates": project_gates, "team": best_team(task), "ahead": int(ahead), "chunk": chunk}
 
     def features(self, task: Task, config: Config) -> dict[str, float]:
         """Bytes of weights a thread reads, register use, products a step, padding, imbalance."""

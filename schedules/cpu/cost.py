@@ -11,7 +11,6 @@ from ecornn.schedules.cpu.tiling import Shape, Tile, lanes_of, registers_of, reg
 from ecornn.schedules.rates import CPURates, cpu_rates
 
 FLOAT = 4  # bytes
-TURN = 1.0  # cycles of a turn of the loop over k, beside its products
 PAIRS_REACH = 0.75  # of the rate that the units would allow: layers of pairs
 # cycles to copy the operand for pairs: of a vector, of a row, and of the barrier behind it
 COPY_VECTOR, COPY_ROW, COPY_BARRIER = 8, 200, 2000
@@ -23,7 +22,8 @@ def tiles(task: Task, config: Config) -> list[tuple[str, Tile, int]]:
 
     def tile(prefix: str, gates: int) -> Tile:
         return Tile(int(config[f"{prefix}rows"]), vectors_of(int(config[f"{prefix}columns"]), gates), unroll,
-                    int(config[f"{prefix}pairs"]) if gates else 0, bool(gates and not prefix and config["ahead"]))
+                    int(config[f"{prefix}pairs"]) if gates else 0, bool(gates and not prefix and config["ahead"]),
+                    int(config[f"{prefix}gates"]))
 
     project = len(graph.hoisted_products)
     found = [("hoisted", tile("project_", project), project)]
@@ -47,20 +47,20 @@ def cycles(heights: Mapping[int, int], hidden: int, tile: Tile, gates: int, lane
 
     ``heights``: as :func:`heights_of` has them; ``stalls``: cycles of a tile for each column, and for each row, on top.
     """
-    columns = max(1, gates) * tile.vectors
     count = sum(heights.values())
     tasks = count * -(-hidden // (tile.vectors * lanes))
 
-    def of(rows: int) -> float:
-        # one fma, one weight or two broadcasts a cycle; weights come from L2 more slowly
-        sums = rows * columns
-        each = max(sums, rates.fma_latency, columns + rows / 2, rates.l2_vector * columns)
+    def of(rows: int, columns: int) -> float:
+        # two broadcasts a cycle; weights come from L2 more slowly than from the cache before it
+        sums, from_l2 = rows * columns, rates.l2_vector * columns
+        loads = rates.vector_load * columns + rows / 2
+        each = max(rates.fma * sums, rates.fma_latency, loads, from_l2)
         if tile.pairs:  # every factor of the operand is a broadcast
-            each = max(sums * (1 - 1 / tile.pairs), rates.fma_latency, columns + sums / 2,
-                       rates.l2_vector * columns) / PAIRS_REACH
-        return each + TURN + stalls[0] * columns + stalls[1] * rows
+            each = max(rates.fma * sums * (1 - 1 / tile.pairs), rates.fma_latency,
+                       rates.vector_load * columns + sums / 2, from_l2) / PAIRS_REACH
+        return each + rates.turn + stalls[0] * columns + stalls[1] * rows
 
-    mean = sum(many * of(rows) for rows, many in heights.items()) / count
+    mean = sum(many * of(rows, columns) for rows, many in heights.items() for columns in tile.columns(gates)) / count
     return -(-tasks // threads) * mean
 
 
@@ -79,26 +79,38 @@ def beyond_l2(task: Task) -> bool:
 
 
 def best_tile(task: Task, rows: int, gates: list[int], row_choices: tuple[int, ...], column_choices: tuple[int, ...],
-              pair_choices: tuple[int, ...], hoisted: bool) -> tuple[int, int, int]:
-    """(rows, columns, pairs) with the smallest estimate, for products of ``gates`` over ``rows`` batch rows."""
+              pair_choices: tuple[int, ...], gate_choices: tuple[int, ...],
+              hoisted: bool) -> tuple[int, int, int, int]:
+    """(rows, columns, pairs, gates) with the smallest estimate, for products of ``gates`` over ``rows`` batch rows."""
     lanes, registers, threads = lanes_of(task.device), registers_of(task.device), max(1, task.device.cores)
     hidden, rates, stalls = task.workload.hidden, cpu_rates(task.device), (0.0, 0.0)
     if task.workload.batch > 1:
         from_l3 = not hoisted and beyond_l2(task)
         stalls = rates.unhidden_l3_vector if from_l3 else rates.unhidden_vector, rates.unhidden_row
 
-    def estimate(choice: tuple[int, int, int]) -> tuple[float, int]:
-        total = 0.0
+    def estimate(choice: tuple[int, int, int, int]) -> tuple[float, int, int]:
+        total, sums = 0.0, -choice[0] * choice[1]
         for g in gates:
-            tile = Tile(choice[0], vectors_of(choice[1], g), 1, choice[2] if g else 0)
+            tile = Tile(choice[0], vectors_of(choice[1], g), 1, choice[2] if g else 0, gates=choice[3])
+            if choice[2] and choice[3]:
+                return float("inf"), 0, 0
             if registers_used(tile, g, task.workload.weights or "") > registers and (tile.rows, tile.vectors) != (1, 1):
-                return float("inf"), 0
+                return float("inf"), 0, 0
             total += cycles(heights_of(rows, tile, hoisted), hidden, tile, g, lanes, threads, rates, stalls)
             if tile.pairs:  # the copy of the operand, and a barrier
                 total += (rows / threads * (COPY_VECTOR * hidden / lanes + COPY_ROW) + COPY_BARRIER) / hidden
-        return total, -choice[0] * choice[1]
+            if choice[3]:
+                sums = -choice[0] * max(tile.columns(g))
+        # large tiles; those of some gates with the fewest sums that are not in registers
+        return round(total, 6), sums, choice[1]
 
-    return min(product(row_choices, column_choices, pair_choices), key=estimate)
+    return min(product(row_choices, column_choices, pair_choices, gate_choices), key=estimate)
+
+
+def gates_at_once(task: Task) -> tuple[int, ...]:
+    """Of how many gates a tile may have the sums in registers by default: with 32 registers of all."""
+    few = registers_of(task.device) < 32 and task.workload.batch > 1 and task.workload.weights != "int8"
+    return (0, 1, 2) if few else (0,)
 
 
 def best_team(task: Task) -> int:

@@ -27,11 +27,16 @@ class Span:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a value of each row lies, its units side by side: from ``start`` on, rows ``stride`` elements apart."""
+    """Where a value of each row lies, its units side by side: from ``start`` on, rows ``stride`` elements apart.
+
+    ``units``: of an array of the caller, which has the rows of all steps, not of a chunk, and only so many units of
+    each: nothing else is read; 0 for workspace, where there is room behind a row, and behind the last one.
+    """
 
     data: TirBuffer
     stride: int
     start: Expr | int = 0
+    units: int = 0
 
     def at(self, e: Emitter, row: Expr) -> Expr:
         """Where the row's first unit is."""

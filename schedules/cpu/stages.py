@@ -114,15 +114,17 @@ class Group:
         return [(terms[0].operand, terms) for terms in zip(*(p.terms for p in self.products), strict=True)]
 
 
-def groups(rows: tuple[Product, ...]) -> list[Group]:
-    """Products by their operands, in the order of the first product of each."""
+def groups(rows: tuple[Product, ...], most: int = 0) -> list[Group]:
+    """Products by their operands, in the order of the first product of each; no more than ``most`` in one (0: all)."""
     found: dict[tuple, list[Product]] = {}
     for row in rows:
         found.setdefault(tuple((t.operand, t.transposed) for t in row.terms), []).append(row)
     made, first = [], 0
     for members in found.values():
-        made.append(Group(first, tuple(members)))
-        first += len(members[0].terms)
+        each = most or len(members)
+        for start in range(0, len(members), each):
+            made.append(Group(first, tuple(members[start:start + each])))
+            first += len(members[0].terms)
     return made
 
 

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 from ecornn.schedules.builder import Expr, TirBuffer, Var
 from ecornn.schedules.cpu.math import vector
-from ecornn.schedules.cpu.memory import Memory, Span
+from ecornn.schedules.cpu.memory import Memory, Place, Span
 from ecornn.schedules.cpu.paired import multiply as multiply_pairs
 from ecornn.schedules.cpu.product import Ahead, accumulators, multiply
 from ecornn.schedules.cpu.quantize import restore
@@ -32,7 +32,7 @@ class TileTask:
 
     def run(self) -> None:
         e, s, tile = self.e, self.s, self.tile
-        for group in groups(self.stage.rows):
+        for group in groups(self.stage.rows, tile.gates):
             columns = len(group.products) * tile.vectors
             into: list[list[TirBuffer]] = []
             for number, (operand, _) in enumerate(group.parts, group.first):
@@ -167,8 +167,7 @@ class TileTask:
     def make(self, var: Var) -> Expr:
         e, o = self.e, self.o
         if var in o.given:
-            row = o.row_of_chunk(self.first, self.t, self.at_row)
-            return e.vload(o.given[var].data, o.given[var].at(e, row) + self.unit)
+            return self.read(o.given[var])
         level = self.plan.level[var]
         if var in self.products:
             product = e.vload(self.products[var][self.m][self.v], 0)
@@ -191,6 +190,19 @@ class TileTask:
             return self.x_leaf()
         name = next(n for n, v in o.graph.states.items() if v.same_as(var))
         return e.vload(o.data[f"{name}_state"], o.slot(name, self.t) + self.at)
+
+    def read(self, place: Place) -> Expr:
+        """The vector of what other parts made, or the caller has."""
+        e, o = self.e, self.o
+        if not place.units:
+            row = o.row_of_chunk(self.first, self.t, self.at_row)
+            return e.vload(place.data, place.at(e, row) + self.unit)
+        inside = e.tirx.Min(self.at_row, self.rows - e.index(1))
+        row = e.let("caller_row", self.first * o.batch + o.row_of_chunk(self.first, self.t, inside))
+        start = e.let("caller_at", place.at(e, row) + self.unit)
+        if place.units % self.s.lanes == 0 and self.s.width == place.units:
+            return e.vload(place.data, start)
+        return e.vload_part("caller", place.data, start, e.let("caller_valid", e.index(place.units) - self.unit))
 
     def total(self, var: Var) -> tuple[TirBuffer, Expr]:
         """The elements that a statistic is among, and its place."""

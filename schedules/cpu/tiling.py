@@ -13,14 +13,20 @@ VECTORS = (1, 2, 3, 4, 5, 6, 8, 10)
 @dataclass(frozen=True)
 class Tile:
     """Batch rows and vectors of units that one task computes, how far k is unrolled, of how many values of k
-    two are multiplied as a pair (0: none, see :mod:`ecornn.schedules.cpu.paired`), and whether the next tile's weights
-    are asked for meanwhile."""
+    two are multiplied as a pair (0: none, see :mod:`ecornn.schedules.cpu.paired`), whether the next tile's weights
+    are asked for meanwhile, and of how many gates sums are in registers at the same time (0: of all)."""
 
     rows: int
     vectors: int
     unroll: int
     pairs: int = 0
     ahead: bool = False
+    gates: int = 0
+
+    def columns(self, gates: int) -> list[int]:
+        """Vectors of weights of each product loop, of a stage of so many gates."""
+        each = self.gates or max(1, gates)
+        return [min(each, gates - first) * self.vectors for first in range(0, gates, each)] or [self.vectors]
 
     def short(self, batch: int) -> int:
         """Rows of the last row tile of a step where it is lower than the others, else 0."""
@@ -71,7 +77,7 @@ def registers_of(device: Device) -> int:
 
 def registers_used(tile: Tile, gates: int, weights: str = "float32") -> int:
     """Vector registers of the product loop: sums, weights of one k, and a broadcast state."""
-    columns = gates * tile.vectors
+    columns = max(tile.columns(gates)) if gates else 0
     if tile.pairs:  # the weights of both values of k, and room for sums on their way: LLVM has many under way
         return tile.rows * columns + 2 * columns + 6
     if weights == "int21":  # both words, a weight of them, and two masks

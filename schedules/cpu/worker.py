@@ -60,8 +60,8 @@ class Worker(Memory):
     def declare_products(self, stages: Iterable[Stage]) -> None:
         """Packed weights of ``stages``, and the workspace that products of some kinds take."""
         s = self.shape
-        for stage in stages:
-            for group in groups(stage.rows):
+        for stage in (stage for stage in stages if stage.rows):
+            for group in groups(stage.rows, s.tiles[stage.name].gates):
                 for number, (operand, terms) in enumerate(group.parts, group.first):
                     k = self.length(operand)
                     if s.tiles[stage.name].pairs:

@@ -10,7 +10,7 @@ from ecornn.analysis.adjoint import adjoint
 from ecornn.analysis.kept import kept
 from ecornn.program import BACKWARD, FORWARD, Buffer, Entry, Parallel, Program
 from ecornn.schedules.base import Config, Task
-from ecornn.schedules.cpu.cost import best_tile, shape_of
+from ecornn.schedules.cpu.cost import best_tile, beyond_l2, gates_at_once, shape_of
 from ecornn.schedules.cpu.sequence import sequence
 from ecornn.schedules.cpu.stages import StepPlan
 from ecornn.schedules.cpu.stages import plan as plan_step
@@ -18,6 +18,7 @@ from ecornn.schedules.cpu.tiling import Shape, Tile, column_choices, row_choices
 from ecornn.schedules.cpu.training.backward import BackwardWorker
 from ecornn.schedules.cpu.training.forward import KeepingSequence
 from ecornn.schedules.cpu.training.graphs import Backward, backward_plans
+from ecornn.schedules.rates import cpu_rates
 
 CHUNK_ROWS = 256  # rows of the batch in a chunk of the backward pass, about
 
@@ -29,7 +30,7 @@ def training_program(task: Task, config: Config) -> Program:
     run = sequence(plan, shape, task.traversal)
     made = adjoint(task.graph, task.workload.hidden, starts_anew=task.traversal.resets)
     plans = backward_plans(made, kept(made, task.traversal.keep))
-    keeping = KeepingSequence(plan, shape, task.traversal, plans.kept.states)
+    keeping = KeepingSequence(plan, shape, task.traversal, plans.kept)
     backward = BackwardWorker(task, plans, *backward_shapes(task, plans, shape))
     functions = {**run.functions, "forward_worker": keeping.function("forward_worker"),
                  "backward_worker": backward.function("backward_worker")}
@@ -56,8 +57,10 @@ def backward_shapes(task: Task, plans: Backward, forward: Shape) -> tuple[Shape,
             return Tile(1, 1, 1)
         heights = row_choices(of.device, rows)
         columns = column_choices(of.device, gates, of.workload.hidden)
-        height, width, _ = best_tile(of, rows, [gates], heights, columns, (0,), not every_step)
-        return Tile(height, vectors_of(width, gates), 4 if height * width <= 12 else 2)
+        height, width, _, at_once = best_tile(of, rows, [gates], heights, columns, (0,), gates_at_once(of),
+                                              not every_step)
+        ahead = cpu_rates(of.device).slow_l3 and every_step and beyond_l2(task) and rows > height
+        return Tile(height, vectors_of(width, gates), 4 if height * width <= 12 else 2, ahead=ahead, gates=at_once)
 
     whole = chunk * work.batch
     made = {**tiles(plans.replay, whole, task, False), **tiles(plans.recurrence, work.batch, task, True),

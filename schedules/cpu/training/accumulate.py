@@ -4,7 +4,7 @@ A gradient of a matrix is a product over the rows of a chunk, added to what is t
 
     gradient[j, k] += sum_r value[r, j] * operand[r, k]
 
-in register tiles of ``ROWS`` values of j and some vectors of k. Chunks follow each other, and within one each element
+in register tiles of some values of j and vectors of k. Chunks follow each other, and within one each element
 is one thread's, so that results do not depend on how many threads there are.
 """
 
@@ -18,8 +18,8 @@ from ecornn.schedules.cpu.math import vector
 from ecornn.schedules.cpu.memory import Place
 from ecornn.schedules.cpu.worker import Worker
 
-ROWS = 4
-BLOCK = 64  # rows after which sums are added to what is there: so much of a panel of k stays in the first cache
+PANEL = 1 << 13  # bytes of a panel of k, as many rows as that are a block: it stays in the first cache
+TOGETHER = 16  # tiles of j that go through a panel: their values stay in the second cache for the next panels
 
 
 @dataclass(frozen=True)
@@ -38,54 +38,69 @@ class Outer:
 def add_outer(worker: Worker, outer: Outer, rows: Expr, registers: int) -> None:
     """Adds those of ``rows`` rows; the CPU has as many vector ``registers``."""
     e, lanes = worker.e, worker.e.lanes
-    most = max(1, (registers - 2) // (ROWS + 1))
-    vectors = min(most, -(-outer.columns // lanes))
-    with e.loop("block", e.ceildiv(rows, BLOCK)) as block:
-        first = e.let("first_row", block * e.index(BLOCK))
-        _add_block(worker, outer, vectors, first, e.let("rows_of_block", e.tirx.Min(e.index(BLOCK), rows - first)))
+    height = 4 if registers > 16 else 6
+    vectors = min((registers - 2) // (height + 1), -(-outer.columns // lanes))
+    size = max(1, PANEL // (4 * vectors * lanes))
+    panel = e.tirx.decl_buffer([size * vectors * lanes], "float32", "panel", scope="local")
+    e.add(e.tirx.AllocBuffer(panel))
+    tiles, panels = -(-outer.rows // height), -(-outer.columns // (vectors * lanes))
+    blocks = -(-tiles // TOGETHER)
+    each = -(-tiles // blocks)
+    with e.loop("block", e.ceildiv(rows, size)) as block:
+        first = e.let("first_row", block * e.index(size))
+        count = e.let("rows_of_block", e.tirx.Min(e.index(size), rows - first))
+        with worker.tasks("outer", e.index(blocks * panels)) as task:
+            k = e.let("k_panel", e.mod(task, panels) * e.index(vectors * lanes))
+            top = e.let("first_tile", e.div(task, panels) * e.index(each))
+            with e.loop("row", count) as row:  # a copy: its rows are pages apart
+                source = e.let("source", outer.operand.at(e, first + row) + k)
+                for n in range(vectors):
+                    e.vstore(panel, (row * e.index(vectors) + e.index(n)) * e.index(lanes),
+                             e.vload(outer.operand.data, source + e.index(n * lanes)))
+            with e.loop("tile", e.tirx.Min(e.index(each), e.index(tiles) - top)) as tile:
+                _add_tile(worker, outer, (height, vectors), panel, e.let("j", (top + tile) * e.index(height)), k,
+                          first, count)
 
 
-def _add_block(worker: Worker, outer: Outer, vectors: int, first: Expr, rows: Expr) -> None:
-    """Adds those of ``rows`` rows from ``first`` on, in tiles of so many vectors of k."""
-    e, lanes = worker.e, worker.e.lanes
-    tiles, panels = -(-outer.rows // ROWS), -(-outer.columns // (vectors * lanes))
-    with worker.tasks("outer", e.index(tiles * panels)) as task:
-        # tiles of one panel of k follow each other, and read it from the cache
-        j = e.let("j", e.mod(task, tiles) * e.index(ROWS))
-        k = e.let("k_panel", e.div(task, tiles) * e.index(vectors * lanes))
-        sums = [[e.local(f"outer_{m}_{n}") for n in range(vectors)] for m in range(ROWS)]
-        for register in (r for row in sums for r in row):
+def _add_tile(worker: Worker, outer: Outer, size: tuple[int, int], panel: TirBuffer, j: Expr, k: Expr, first: Expr,
+              rows: Expr) -> None:
+    """Adds those of ``rows`` rows from ``first`` on to a tile of so many values of j and vectors of k, which ``panel``
+    has."""
+    e, lanes, (height, vectors) = worker.e, worker.e.lanes, size
+    sums = [[e.local(f"outer_{m}_{n}") for n in range(vectors)] for m in range(height)]
+    for m, registers in enumerate(sums):
+        e.prefetch(outer.data, e.index(outer.start) + (j + e.index(m)) * e.index(outer.columns) + k)
+        for register in registers:
             e.vstore(register, 0, e.splat(0.0))
-        with e.loop("row", rows) as row:
-            left = e.let("left", outer.value.at(e, first + row) + j)
-            right = e.let("right", outer.operand.at(e, first + row) + k)
-            columns = [e.let("column", e.vload(outer.operand.data, right + e.index(n * lanes)))
-                       for n in range(vectors)]
-            for m in range(ROWS):
-                value = e.let("value", e.splat(e.load(outer.value.data, left + e.index(m))))
-                for n in range(vectors):
-                    e.vstore(sums[m][n], 0, e.fma(value, columns[n], e.vload(sums[m][n], 0)))
-        inside = e.let("inside", e.tirx.And(j + e.index(ROWS) <= e.index(outer.rows),
-                                            k + e.index(vectors * lanes) <= e.index(outer.columns)))
-        with e.when(inside):
-            for m in range(ROWS):
-                start = e.let("start", e.index(outer.start) + (j + e.index(m)) * e.index(outer.columns) + k)
-                for n in range(vectors):
-                    at = start + e.index(n * lanes)
-                    e.vstore(outer.data, at, e.vload(outer.data, at) + e.vload(sums[m][n], 0))
-        with e.when(e.tirx.Not(inside)):
-            _edge(worker, outer, j, k, sums)
+    with e.loop("row", rows) as row:
+        left = e.let("left", outer.value.at(e, first + row) + j)
+        columns = [e.let("column", e.vload(panel, (row * e.index(vectors) + e.index(n)) * e.index(lanes)))
+                   for n in range(vectors)]
+        for m in range(height):
+            value = e.let("value", e.splat(e.load(outer.value.data, left + e.index(m))))
+            for n in range(vectors):
+                e.vstore(sums[m][n], 0, e.fma(value, columns[n], e.vload(sums[m][n], 0)))
+    inside = e.let("inside", e.tirx.And(j + e.index(height) <= e.index(outer.rows),
+                                        k + e.index(vectors * lanes) <= e.index(outer.columns)))
+    with e.when(inside):
+        for m in range(height):
+            start = e.let("start", e.index(outer.start) + (j + e.index(m)) * e.index(outer.columns) + k)
+            for n in range(vectors):
+                at = start + e.index(n * lanes)
+                e.vstore(outer.data, at, e.vload(outer.data, at) + e.vload(sums[m][n], 0))
+    with e.when(e.tirx.Not(inside)):
+        _edge(worker, outer, j, k, sums)
 
 
 def _edge(worker: Worker, outer: Outer, j: Expr, k: Expr, sums: list[list[TirBuffer]]) -> None:
     """Adds what of a tile is within the matrix, element by element."""
-    e, lanes, vectors = worker.e, worker.e.lanes, len(sums[0])
-    tile = e.tirx.decl_buffer([ROWS * vectors * lanes], "float32", "tile", scope="local")
+    e, lanes, height, vectors = worker.e, worker.e.lanes, len(sums), len(sums[0])
+    tile = e.tirx.decl_buffer([height * vectors * lanes], "float32", "tile", scope="local")
     e.add(e.tirx.AllocBuffer(tile))
-    for m in range(ROWS):
+    for m in range(height):
         for n in range(vectors):
             e.vstore(tile, (m * vectors + n) * lanes, e.vload(sums[m][n], 0))
-    high = e.tirx.Min(e.index(ROWS), e.index(outer.rows) - j)
+    high = e.tirx.Min(e.index(height), e.index(outer.rows) - j)
     wide = e.tirx.Min(e.index(vectors * lanes), e.index(outer.columns) - k)
     with e.loop("m", high) as m, e.loop("n", wide) as n:
         at = e.index(outer.start) + (j + m) * e.index(outer.columns) + k + n

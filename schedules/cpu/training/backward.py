@@ -13,9 +13,10 @@ Gradients of parameters are added to what is there.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 
 from ecornn.analysis.step import OuterProduct, Sum
-from ecornn.program import BACKWARD, ENTRIES, WORKSPACE, Buffer, Extent
+from ecornn.program import BACKWARD, ENTRIES, KEPT, TENSORS, WORKSPACE, Buffer, Extent
 from ecornn.schedules.assemble import tensor_buffers
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, Var
@@ -30,7 +31,7 @@ from ecornn.schedules.cpu.training.graphs import Backward, pass_plan
 from ecornn.schedules.cpu.training.passes import SLACK, Pass
 from ecornn.schedules.cpu.training.recurrence import Recurrence
 from ecornn.schedules.cpu.worker import Worker
-from ecornn.schedules.keeping import kept_buffers
+from ecornn.schedules.keeping import kept_buffers, value_buffers
 
 
 class DxTask(TileTask):
@@ -113,11 +114,12 @@ class BackwardWorker:
     def declare(self) -> None:
         root, e, s, task = self.root, self.e, self.shape, self.task
         root.declare_scalars()
-        tensors = [t for t in ENTRIES[BACKWARD] if t != "state_kept"]
+        tensors = [t for t in ENTRIES[BACKWARD] if TENSORS[t].role != KEPT]
         for b in tensor_buffers(tensors, task.traversal, "float32", self.forward.states, self.forward.parameters):
             root.add(b)
         states = [name for name in self.plans.kept.states if name != self.forward.output]
-        for b in kept_buffers(states, s.batch, s.hidden, "float32"):
+        size = s.batch, s.hidden, "float32"
+        for b in (*kept_buffers(states, *size), *value_buffers(len(self.plans.kept.values), *size)):
             root.add(b)
         root.declare_constants()
         self.timeline = Timeline(e, task.traversal, root.data, root.steps, root.batch)
@@ -139,40 +141,47 @@ class BackwardWorker:
         self.declare_totals()
 
     def declare_rows(self) -> None:
-        """Rows of a chunk for what is gathered."""
-        adjoint, task, forward = self.plans.adjoint, self.task, self.forward
-        graphs = (self.plans.kept.replay, adjoint.recurrence, adjoint.inputs)
-        read = {v for g in graphs for v in g.given}
-        pairs = self.outer_products
-        read |= {v for o in pairs for v in (o.value, o.operand) if v is not None}
-        width = self.shape.width
-        y_width, y_offset = task.traversal.y_width(self.shape.hidden), task.traversal.y_offset(self.shape.hidden)
+        """Where the parts find what forward left, and dy."""
+        adjoint, forward, root, units = self.plans.adjoint, self.forward, self.root, self.shape.hidden
+        graphs, pairs = (self.plans.kept.replay, adjoint.recurrence, adjoint.inputs), self.outer_products
+        read = {v for g in graphs for v in g.given} | {v for o in pairs for v in (o.value, o.operand) if v is not None}
+        y_width, y_offset = self.task.traversal.y_width(units), self.task.traversal.y_offset(units)
         for name, leaf in forward.states.items():
-            after = (Place(self.root.data["y"], y_width, y_offset) if name == forward.output
-                     else Place(self.root.data.get(f"{name}_kept"), self.shape.hidden))
+            after = (Place(root.data["y"], y_width, y_offset, units) if name == forward.output
+                     else Place(root.data.get(f"{name}_kept"), units, 0, units))
             if leaf in read:
-                first = Place(self.root.data[f"{name}_in"], self.shape.hidden)
-                self.gathered(leaf, f"before_{name}", Copy("before", self.row_place(f"before_{name}", width), after,
-                                                           self.shape.hidden, first))
-            result = forward.results[name]
-            if result in read and result not in self.places:
-                self.gathered(result, f"after_{name}", Copy("at", self.row_place(f"after_{name}", width), after,
-                                                            self.shape.hidden))
+                self.bring(leaf, f"before_{name}", "before", after, Place(root.data[f"{name}_in"], units))
+            if (result := forward.results[name]) in read and result not in self.places:
+                self.bring(result, f"after_{name}", "at", after)
+        for number, var in enumerate(self.plans.kept.values):
+            self.bring(var, f"value_{number}", "at", Place(root.data[f"value{number}_kept"], units, 0, units))
         if adjoint.dy in read:
-            place = Place(self.root.data["dy"], y_width, y_offset)
-            self.gathered(adjoint.dy, "dy", Copy("live", self.row_place("dy_rows", width), place, self.shape.hidden))
+            self.bring(adjoint.dy, "dy_rows", "live", Place(root.data["dy"], y_width, y_offset, units))
         self.x = None
         if (forward.x is not None and forward.x in read) or any(None in (o.value, o.operand) for o in pairs):
             lanes, length = self.shape.lanes, self.shape.input
-            self.x = self.row_place("x_rows", max(-(-length // lanes) * lanes, width if forward.x is not None else 0))
-            self.copies.append(Copy("at", self.x, Place(self.root.data["x"], length), length))
+            wide = self.shape.width if forward.x is not None else 0
+            self.x = self.row_place("x_rows", max(-(-length // lanes) * lanes, wide))
+            self.copies.append(Copy("at", self.x, Place(root.data["x"], length), length))
             if forward.x is not None:
                 self.places[forward.x] = self.x
 
-    def gathered(self, var: Var, name: str, copy: Copy) -> None:
-        """A value that is copied."""
-        self.copies.append(copy)
-        self.places[var] = copy.to
+    def bring(self, var: Var, name: str, kind: str, source: Place, first: Place | None = None) -> None:
+        """A value of the caller's arrays: it is read there by what goes vector by vector; what is multiplied or summed,
+        or is not there as it is read, is copied. ``kind``, ``first`` as of :class:`Copy`."""
+        there = kind == "at" or (kind == "live" and not self.task.traversal.lengths)
+        if there and var not in self.multiplied:
+            self.places[var] = source
+            return
+        self.places[var] = self.row_place(name, self.shape.width)
+        self.copies.append(Copy(kind, self.places[var], source, self.shape.hidden, first))
+
+    @cached_property
+    def multiplied(self) -> set[Var | None]:
+        """What is an operand of a product, or summed over rows."""
+        found = {t.operand for p in self.plans.plans for s in p.steps for q in s.rows for t in q.terms}
+        found |= {v for o in self.outer_products for v in (o.value, o.operand)}
+        return found | {s.value for s in self.summed}
 
     def row_place(self, name: str, width: int) -> Place:
         """Memory for rows of a chunk."""
@@ -185,11 +194,15 @@ class BackwardWorker:
         adjoint = self.plans.adjoint
         return (*adjoint.recurrence.outer_products, *adjoint.inputs.outer_products)
 
+    @property
+    def summed(self) -> tuple[Sum, ...]:
+        """What is summed over all steps and rows."""
+        adjoint = self.plans.adjoint
+        return (*adjoint.recurrence.sums, *adjoint.inputs.sums, *adjoint.finish.sums)
+
     def declare_totals(self) -> None:
         """Sums over all steps and rows, (number, unit)."""
-        adjoint = self.plans.adjoint
-        sums = (*adjoint.recurrence.sums, *adjoint.inputs.sums, *adjoint.finish.sums)
-        self.numbers = {v: i for i, v in enumerate(dict.fromkeys(s.var for s in sums))}
+        self.numbers = {v: i for i, v in enumerate(dict.fromkeys(s.var for s in self.summed))}
         if self.numbers:
             self.root.buffer("totals", WORKSPACE, Extent(len(self.numbers) * self.shape.width))
 
