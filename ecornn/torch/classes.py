@@ -75,7 +75,8 @@ def _reduce(module: Any, protocol: Any) -> tuple[Any, ...]:
     if "_compiled_from" not in vars(type(module)):  # a class below: the usual way
         made: Any = object.__reduce_ex__(module, protocol)
         return made
-    return _empty, (type(module)._compiled_from,), module.__dict__
+    state = getattr(module, "__getstate__", lambda: module.__dict__)  # RNNBase's: without its weak references
+    return _empty, (type(module)._compiled_from,), state()
 
 
 def _empty(kind: Any) -> Any:
