@@ -26,6 +26,8 @@ _modules: weakref.WeakKeyDictionary[torch.nn.Module, Engine] = weakref.WeakKeyDi
 # the first of the weights -> all of them, and their engine, for each layer that has this one
 _weights = WeakTensorKeyDictionary()
 _lock = threading.Lock()
+# What is kept, by kind of device: whatever T is, which graphs leave open. PyTorch keeps as much on a CPU.
+KEPT = {"cpu": "gates", "cuda": "states"}
 
 
 @lru_cache(maxsize=256)
@@ -91,7 +93,7 @@ class Engine:
         if known is None or not known[0].holds(weights, again):
             check_type(x, weights[0])
             given, device = parameters(self.kind, weights), 0 if x.is_cpu else x.device.index
-            spec = self.kind.spec(room, steps, NAMES[x.dtype], masks, training)
+            spec = self.kind.spec(room, steps, NAMES[x.dtype], masks, KEPT[x.device.type] if training else None)
             target = "cpu" if x.is_cpu else "cuda"
             made = compiled(spec, target) if known is None else known[1].module
             try:
