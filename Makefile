@@ -1,4 +1,4 @@
-# make setup | run | test | test-cpus | lint | bench | sanitize | clean
+# make setup | run | examples | test | test-cpus | lint | bench | sanitize | clean
 #   PYTHON=python3.12 make setup     another interpreter (3.10 to 3.12)
 #   VENV=/somewhere make test        another place for the virtual environment
 #   make test PYTEST="-m exhaustive" what this leaves out: most of the matrix of the emulated schedules, 5 minutes
@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Without nvcc, a machine with an NVIDIA driver compiles CUDA through NVRTC, from the [cuda] extra.
 EXTRA := $(if $(shell command -v nvidia-smi),$(if $(shell command -v nvcc),,[cuda]))
 
-.PHONY: setup run test test-cpus lint bench sanitize clean
+.PHONY: setup run examples test test-cpus lint bench sanitize clean
 
 # Each stamp stands for an installation, so that it is done again only when pyproject.toml changes.
 $(VENV)/installed: pyproject.toml
@@ -35,6 +35,10 @@ $(VENV)/installed-lint: $(VENV)/installed
 	$(PIP) install --editable '.[lint]'
 	touch $@
 
+$(VENV)/installed-examples: $(VENV)/installed
+	$(PIP) install --editable '.[examples]'
+	touch $@
+
 $(VENV)/installed-bench: $(VENV)/installed
 	$(PIP) install --editable '.[bench]'
 	touch $@
@@ -48,6 +52,9 @@ run: $(VENV)/installed
 	mkdir -p build
 	$(BIN)/ecornn-compile --cell lstm --hidden $(HIDDEN) --output $(MODULE)
 	$(BIN)/python examples/00_first_run.py $(MODULE)
+
+# What the programs of examples/ need: $(VENV)/bin/python examples/04_replace.py
+examples: $(VENV)/installed-examples
 
 test: $(VENV)/installed-test
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m "not gpu and not exhaustive" $(PYTEST)

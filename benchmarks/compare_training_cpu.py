@@ -5,8 +5,8 @@
 
 A step is forward and backward with the gradients of x, weights and biases, in float32; those of both sides are compared
 with PyTorch's in float64 first, ours must be within 2e-5. Times are medians with 20th and 80th percentiles, and least
-times, in milliseconds a step, with as many threads on both sides; the load of the machine is noted. With --processor times
-are those that the process computed, on one thread, which other processes disturb less.
+times, in milliseconds a step, with as many threads on both sides; the load of the machine is noted. With --processor
+times are those that the process computed, on one thread, which other processes disturb less.
 """
 
 from __future__ import annotations

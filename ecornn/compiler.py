@@ -66,7 +66,7 @@ class LayerPlan:
         for task, found in zip(self.tasks, self.chosen, strict=True):
             key = task.workload, task.traversal
             if key not in made:
-                made[key] = make_program(found.schedule, task, found.config)
+                made[key] = make_program(found.schedule, task, found.config, self.overlap)
         return tuple(made[task.workload, task.traversal] for task in self.tasks)
 
 
@@ -76,23 +76,37 @@ def plan(cell: str | Cell, *, target: str | Device | None = None, schedule: str 
     return plan_layer(LayerSpec(cell, **properties), target=target, schedule=schedule, config=config, overlap=overlap)
 
 
+def device_of(target: str | Device | None) -> Device:
+    """What a target means.
+
+    Raises :class:`~ecornn.errors.ArgumentError` where it is none, :class:`~ecornn.errors.DeviceError` where it is not at
+    hand.
+    """
+    from ecornn.tune.choose import default_target
+
+    if not isinstance(target, (str, Device, NoneType)):
+        raise ArgumentError("target", target, "cuda, cpu, an architecture or a Device")
+    return resolve(target if target is not None else default_target())
+
+
 def plan_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule: str | None = None,
                config: Mapping[str, Value] | None = None, overlap: str = "auto") -> LayerPlan:
     """Analyses the cell and chooses schedules and configurations; arguments as :func:`compile`."""
     from ecornn.overlap import arrange
-    from ecornn.tune.choose import choose, default_target, serving_or_raise
-    from ecornn.tune.folders import read_all
+    from ecornn.task import expected_backward
+    from ecornn.tune.choose import choose, serving_or_raise
+    from ecornn.tune.folders import read_all, warn
     from ecornn.tune.log import Log
     from ecornn.tune.record import Trial
 
     for name, value, kinds, allowed in (
-            ("target", target, (str, Device, NoneType), "cuda, cpu, an architecture or a Device"),
             ("schedule", schedule, (str, NoneType), "a schedule's name"),
             ("config", config, (Mapping, NoneType), "a dict of knobs and their values")):
         if not isinstance(value, kinds):
             raise ArgumentError(name, value, allowed)
-    device = resolve(target if target is not None else default_target())
+    device = device_of(target)
     log, stack = read_all(), layer.stack
+    warn(log)
     if layer.training:
         stack = structs.replace(stack, keep=kept_on(layer, device))
 
@@ -102,11 +116,12 @@ def plan_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule
                                                       and line.record.device.cores <= task.device.cores])
         return choose(task, schedule, config, fits)
 
-    if layer.training and overlap == "auto":  # forward that keeps, and backward, run one sequence after the other
-        overlap = "none"
+    def expected(task: Task) -> float:
+        forward = serving_or_raise(task, schedule)[0].expected(task)
+        return forward if task.traversal.keep is None else forward + expected_backward(task)
+
     # the directions of a layer share their records, but not every configuration serves both
-    made = arrange(layer.loaded, stack, layer.workload, device, overlap, chosen,
-                   lambda task: serving_or_raise(task, schedule)[0].expected(task))
+    made = arrange(layer.loaded, stack, layer.workload, device, overlap, chosen, expected)
     return LayerPlan(layer.loaded, layer.workload, stack, device, made.overlap, made.tasks, made.chosen)
 
 
@@ -150,8 +165,8 @@ def generate(planned: LayerPlan) -> Generated:
 def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = 1, seq: int = 100,
             dtype: str = "float32", weights: str | None = None, precision: str | None = None, layers: int = 1,
             bidirectional: bool = False, lengths: bool = False, resets: bool = False, reverse: bool = False,
-            sequences: bool = False, training: bool = False, keep: str | None = None, target: str | Device | None = None,
-            schedule: str | None = None, config: Mapping[str, Value] | None = None, overlap: str = "auto",
+            sequences: bool = False, training: bool = False, keep: str | None = None,
+            target: str | Device | None = None, schedule: str | None = None, config: Mapping[str, Value] | None = None, overlap: str = "auto",
             out: str | Path | None = None) -> Module:
     """Compiles a recurrent layer, or a stack of them.
 
@@ -175,8 +190,8 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
     resets : calls may give a mask of the steps at which a row's state starts anew
     sequences : calls may lay many sequences end to end in the columns of the batch, which then has few that are idle
         (GPU, not with lengths or resets), see :meth:`Layer.__call__` and :class:`Columns`
-    training : the module has :meth:`Layer.forward` and :meth:`Layer.backward` besides, which give gradients (on a CPU
-        in float32; not with sequences)
+    training : the module has :meth:`Layer.forward` and :meth:`Layer.backward` besides, which give gradients (on CPUs
+        float32)
     keep : what forward keeps for backward: ``states``, or on a CPU ``gates``, with which backward multiplies a third
         less; default: ``gates`` on a CPU where that takes 1 GiB at most at this B and T, else ``states``.
         :meth:`Layer.kept_bytes` says how much it is

@@ -41,6 +41,7 @@ from ecornn.workload import SERIAL, Overlap, Part, Stack, Workload
 if TYPE_CHECKING:
     from tvm.tirx import PrimFunc
 
+CORES = 132  # of kernels that belong to no sequence: they serve more or fewer
 REMAINING = "remaining"  # lengths of what is left from each step on, which a chunk reads in place of lengths
 
 
@@ -85,37 +86,55 @@ def compose(stack: Stack, whole: Workload, programs: Sequence[Program], overlap:
     run = Program.running(functions, buffers.values(), calls, notes, gcd(*(p.together for p in programs)))
     if FORWARD not in programs[0].entries:
         return run
-    placed = _TrainingStack(stack, whole, programs, functions)
+    placed = _TrainingStack(stack, whole, programs, functions, overlap.kind == "directions")
     entries = {**run.entries, FORWARD: placed.entry(FORWARD), BACKWARD: placed.entry(BACKWARD)}
     return replace(run, buffers=tuple((buffers | placed.buffers).values()), entries=entries)
 
 
 class _TrainingStack:
     """The entries ``forward`` and ``backward`` of a stack: y of a layer is kept, gradients of it are workspaces. The
-    second direction of a layer adds its gradient of x to the first one's."""
+    second direction of a layer adds its gradient of x to the first one's; or, where both go at the same time
+    (``beside``), it has one of its own, which is added afterwards."""
 
-    def __init__(self, stack: Stack, whole: Workload, programs: Sequence[Program],
-                 functions: dict[str, PrimFunc]) -> None:
-        self.stack, self.parts, self.programs = stack, stack.parts(whole), programs
-        self.functions, self.buffers = functions, dict[str, Buffer]()
+    def __init__(self, stack: Stack, whole: Workload, programs: Sequence[Program], functions: dict[str, PrimFunc],
+                 beside: bool) -> None:
+        self.stack, self.whole, self.parts, self.programs = stack, whole, stack.parts(whole), programs
+        self.functions, self.buffers, self.beside = functions, dict[str, Buffer](), beside
         self.owners = {program: f"t{n}_" for n, program in enumerate(dict.fromkeys(map(id, programs)))}
 
     def entry(self, name: str) -> Entry:
         """One of the two."""
-        order = list(zip(self.parts, self.programs, strict=True))
-        if name == BACKWARD:
-            order.sort(key=lambda each: -each[0].layer)  # the directions of a layer stay in order
         calls, taken = list[Call](), dict[str, None]()
-        for part, program in order:
-            known = {n: _keep(self.functions, n, f) for n, f in program.functions.items()}
-            own = {b.name: b for b in program.buffers}
-            names = {}
-            for old in program.entries[name].takes:
-                new = self.placed(own[old], part, self.owners[id(program)])
-                names[old], self.buffers[new.name] = new.name, new
-            calls += [_renamed(call, names, known) for call in program.entries[name].calls]
-            taken.update(dict.fromkeys(names.values()))
+        layers = list(zip(self.parts, self.programs, strict=True))
+        layers = [layers[n:n + self.stack.directions] for n in range(0, len(layers), self.stack.directions)]
+        for layer in layers if name == FORWARD else reversed(layers):
+            each = [self.part(name, part, program) for part, program in layer]
+            taken.update(dict.fromkeys(new for _, names in each for new in names.values()))
+            if not self.beside:
+                calls += [call for own, _ in each for call in own]
+                continue
+            calls.append(Concurrent(tuple(own for own, _ in each)))
+            if name == BACKWARD:
+                calls += self.sum_of_directions(layer[0][0], [names["dx"] for _, names in each])
         return Entry(tuple(calls), tuple(taken))
+
+    def part(self, entry: str, part: Part, program: Program) -> tuple[tuple[Call, ...], dict[str, str]]:
+        """The calls of one sequence, and what each buffer of its program is in the stack."""
+        known = {n: _keep(self.functions, n, f) for n, f in program.functions.items()}
+        own = {b.name: b for b in program.buffers}
+        names = {}
+        for old in program.entries[entry].takes:
+            new = self.placed(own[old], part, self.owners[id(program)])
+            names[old], self.buffers[new.name] = new.name, new
+        return tuple(_renamed(call, names, known) for call in program.entries[entry].calls), names
+
+    def sum_of_directions(self, part: Part, dx: Sequence[str]) -> list[Call]:
+        """The calls that add the second gradient of x of a layer, of which ``part`` is one, to the first."""
+        from ecornn.schedules.backward.inputs import summed_directions
+
+        made = summed_directions(CORES, part.workload.input, self.whole.dtype)
+        known = {n: _keep(self.functions, n, f) for n, f in made.functions.items()}
+        return [_renamed(call, {"dx": dx[0], "dx_second": dx[1]}, known) for call in made.calls]
 
     def placed(self, b: Buffer, part: Part, owner: str) -> Buffer:
         """A buffer of a part as one of the stack."""
@@ -125,6 +144,9 @@ class _TrainingStack:
             layer = part.layer - (b.tensor == "x")
             size = row if b.tensor == "y" else part.workload.batch * part.workload.input
             return Buffer(f"l{layer}_y", KEPT, b.dtype, Extent(0, size))
+        if b.tensor == "dx" and part.second and self.beside:
+            return Buffer(f"d_second_{part.workload.input}", WORKSPACE, b.dtype,
+                          Extent(0, part.workload.batch * part.workload.input))
         if (b.tensor == "dx" and below) or (b.tensor == "dy" and above):
             layer = part.layer - (b.tensor == "dx")
             size = row if b.tensor == "dy" else part.workload.batch * part.workload.input

@@ -88,6 +88,8 @@ def impossible(kind: str, stack: Stack, device: Device) -> str | None:
         return "auto or none with layers=1"
     if stack.bidirectional:
         return "auto, none or directions with bidirectional=True: a layer's last steps are needed first"
+    if stack.keep is not None:
+        return "auto, none or directions with training=True: backward has no wavefront"
     if stack.sequences:
         return "auto, none or directions with sequences=True: a chunk of time may end within a sequence"
     return "auto or none with reverse=True" if stack.reverse else None

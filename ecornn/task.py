@@ -25,8 +25,8 @@ def make_task(cell: Cell, workload: Workload, device: Device, traversal: Travers
     return Task(workload, analyse(cell, workload.input, workload.hidden), device, traversal)
 
 
-def make_program(schedule: Schedule, task: Task, config: Config) -> Program:
-    """The program of a configuration, with a backward pass where the task has one.
+def make_program(schedule: Schedule, task: Task, config: Config, overlap: Overlap = SERIAL) -> Program:
+    """The program of a configuration, with a backward pass where the task has one; ``overlap``: of its stack.
 
     Raises :class:`~ecornn.errors.ScheduleError` where no schedule carries that out.
     """
@@ -35,7 +35,14 @@ def make_program(schedule: Schedule, task: Task, config: Config) -> Program:
         return program
     from ecornn.schedules.training import with_backward
 
-    return with_backward(task, program)
+    return with_backward(task, program, beside=overlap.kind == "directions")
+
+
+def expected_backward(task: Task) -> float:
+    """Nanoseconds of a step of the recurrence that a task's backward pass will have, as its schedule expects."""
+    from ecornn.schedules.training import expected_backward
+
+    return expected_backward(task)
 
 
 def make_manifest(cell: Cell, task: Task, schedule: Schedule, config: Config, program: Program,

@@ -96,7 +96,11 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
         raise ArgumentError("weights", str(path), f"a PyTorch checkpoint of tensors only ({error})") from error
+    seen: set[int] = set()
     while isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping):
+        if id(found) in seen:
+            raise ArgumentError("weights", str(path), "a checkpoint whose state_dict is not its own")
+        seen.add(id(found))
         found = found["state_dict"]
     if not isinstance(found, Mapping):
         raise ArgumentError("weights", str(path), "a checkpoint with a state_dict")

@@ -12,23 +12,29 @@ from msgspec import structs
 
 from ecornn.program import TENSORS, WORKSPACE, Buffer, Call, Chunks, Extent, Fill, Launch, Loop
 from ecornn.schedules.base import Component, Task
-from ecornn.schedules.timeline import remaining_lengths
+from ecornn.schedules.timeline import cleared_between, remaining_lengths
 
 ROOM = 18 << 20  # bytes of the workspaces that grow with a chunk
-LEAST = 352  # steps of a chunk: each one starts a dozen kernels, loads their weights, and has products over fewer rows
+LEAST = 256  # steps of a chunk of forward, whose workspaces are few
+BACKWARD = 120_000  # nanoseconds of a recurrence for which a chunk of backward starts its kernels, and loads weights
 SHORTEST = 512  # steps of a sequence that is cut
 
 
-def chunk_for(task: Task, buffers: Iterable[Buffer]) -> int | None:
-    """Steps of a chunk, whole pieces of 16 bytes of any type; None where a sequence is not cut. ``buffers``: of the
-    calls without chunks."""
+def chunk_for(task: Task, buffers: Iterable[Buffer], expected: float | None = None) -> int | None:
+    """Steps of a chunk, whole pieces of 16 bytes of any type; None where a sequence is not cut.
+
+    Parameters
+    ----------
+    buffers : of the calls without chunks
+    expected : nanoseconds of a step of backward's recurrence; None: of forward
+    """
     traversal, seq = task.traversal, task.workload.seq
     own = {b.name: b for b in buffers if b.role == WORKSPACE}.values()
     step = sum(b.extent.per_step * b.itemsize for b in own)
-    # A reset between two chunks of a sequence that goes backwards would be neither's.
-    if seq < SHORTEST or step * seq <= ROOM or traversal.sequences or (traversal.reverse and traversal.resets):
+    if seq < SHORTEST or step * seq <= ROOM or traversal.sequences:
         return None
-    most = max(LEAST, ROOM // step // 8 * 8)
+    least = LEAST if expected is None else max(8, int(BACKWARD / expected))
+    most = max(least, ROOM // step // 8 * 8)
     count = -(-seq // most)
     return (-(-seq // count) + 7) // 8 * 8
 
@@ -40,6 +46,7 @@ def in_chunks(part: Component, around: Iterable[Buffer], task: Task, steps: int,
     Parameters
     ----------
     around : the tensors of the call that it reads and writes
+    task : the layer's, also where ``part`` is of its adjoint
     states : pairs of a state's input and output, as :class:`~ecornn.program.Chunks` has them
     reverse : the last chunk in time comes first
     prefix : of the names of workspaces of a chunk
@@ -58,6 +65,10 @@ def in_chunks(part: Component, around: Iterable[Buffer], task: Task, steps: int,
         names["lengths"] = remaining.name
         buffers.append(remaining)
     calls = tuple(_renamed(call, names) for call in part.calls)
+    if traversal.resets and traversal.reverse:  # one between two chunks of such a layer is neither's
+        function, launch = cleared_between(traversal, w.hidden, w.dtype, behind=not reverse)
+        functions[launch.function] = function
+        calls += tuple(_launch(replace(launch, names={"state": out}), names) for _, out in states)
     return Component(functions, tuple(buffers), (*first, Chunks(calls, rows, tuple(states), steps, reverse)))
 
 

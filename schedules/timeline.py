@@ -46,6 +46,19 @@ def together(traversal: Traversal, groups: int, rows: int) -> int:
     return 1 if not traversal.sequences else 0 if groups == 1 else rows
 
 
+def rows_mask(traversal: Traversal) -> str | None:
+    """The tensor that says which rows of T*B take part in their step; None where all do."""
+    return next((name for name in ("lengths", "sequences") if getattr(traversal, name)), None)
+
+
+def takes_part(mask: str, values: TirBuffer, row: Expr, batch: Expr, there: Expr | None = None) -> Expr:
+    """Whether a row of T*B, in x's time, does; ``mask``: what ``values`` are, of :func:`rows_mask`; ``there``: whether
+    there is such a row, where that is not sure."""
+    place = row % batch if mask == "lengths" else row
+    value = values[place if there is None else T.Select(there, place, 0)]
+    return row // batch < value if mask == "lengths" else value >= 0
+
+
 _BLOCKS, _THREADS = 64, 256
 
 
@@ -70,6 +83,38 @@ def remaining_lengths(batch: int) -> tuple[PrimFunc, Buffer, Launch]:
                 T.buffer_store(remaining, lengths[place % rows] - place // rows, [place])
     buffer = Buffer("remaining", WORKSPACE, "int32", Extent(0, batch))
     return builder.get(), buffer, Launch("remaining", _BLOCKS, _THREADS)
+
+
+def cleared_between(traversal: Traversal, hidden: int, dtype: str, behind: bool) -> tuple[PrimFunc, Launch]:
+    """A kernel, and its launch, that clears a state (B, H), the parameter ``state``, where a sequence starts behind the
+    last step of a chunk of time, or before the first one.
+
+    It is for what a chunk of a layer that goes backwards leaves, or of its adjoint: their ``resets`` lie between the
+    steps of one chunk, and such a border is in none.
+    """
+    from tvm.script.ir_builder import IRBuilder
+
+    name = "cleared_behind" if behind else "cleared_before"
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name(name)
+        steps, batch, first, whole = (T.arg(n, T.int32()) for n in ("T", "B", "first_step", "all_steps"))
+        masks = row_arguments(traversal)
+        state = T.arg("state", T.buffer((T.int64(1 << 40),), dtype))
+        T.device_entry()
+        border = steps if behind else T.int32(0)
+        there = T.let("there", first + steps < whole if behind else first > 0)
+        item = T.let("first_item", T.block(_BLOCKS) * _THREADS + T.thread(_THREADS))
+        count = T.let("count", T.Select(there, batch * hidden, 0))
+        turns = T.let("turns", (count - item + (_BLOCKS * _THREADS - 1)) // (_BLOCKS * _THREADS))
+        with T.serial("turn", 0, turns) as turn:
+            place = T.let("place", turn * (_BLOCKS * _THREADS) + item)
+            row = T.let("row", place // hidden)
+            starts: Expr = masks["resets"][T.cast(border * batch + row, "int64")] != T.uint8(0)
+            if traversal.lengths:
+                starts = T.And(border < masks["lengths"][row], starts)
+            with T.If(starts), T.Then():
+                T.buffer_store(state, T.cast(T.float32(0), dtype), [place])
+    return builder.get(), Launch(name, _BLOCKS, _THREADS)
 
 
 class Timeline:

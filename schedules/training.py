@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import gcd, inf
 
 from msgspec import structs
 
@@ -20,7 +21,6 @@ from ecornn.program import (
     Buffer,
     Call,
     Entry,
-    Extent,
     Fill,
     Launch,
     Loop,
@@ -28,6 +28,7 @@ from ecornn.program import (
 )
 from ecornn.schedules.assemble import tensor_buffers, vector_buffer
 from ecornn.schedules.backward.assemble import parts_of
+from ecornn.schedules.backward.memory import rows_extent, rows_of_states
 from ecornn.schedules.backward.recurrence import recurrence_task
 from ecornn.schedules.base import Component, Task, joined
 from ecornn.schedules.builder import PrimFunc
@@ -36,10 +37,20 @@ from ecornn.schedules.elementwise import Elementwise
 from ecornn.schedules.hoisted import hoisted_of
 from ecornn.schedules.keeping import kept_buffers, kept_states
 from ecornn.schedules.persistent import Persistent
+from ecornn.schedules.persistent_wide import PersistentWide
 from ecornn.schedules.step.layout_transform import LayoutTransform
+from ecornn.schedules.timeline import piece_buffers
 
 OWN = "backward_"  # of names of functions and buffers that nothing else uses
+DOUBT = 1.25  # estimates of two schedules have errors of their own: `persistent`'s of LSTM 1024 B=64 is 24% too long
 SCALARS = ("T", "B", "t", "first_step", "all_steps")
+
+
+def expected_backward(task: Task) -> float:
+    """Nanoseconds of a step of the recurrence that ``backward`` of a task will have, as its schedule expects."""
+    inner = recurrence_task(task, adjoint(task.graph, task.workload.hidden, starts_anew=task.traversal.resets))
+    schedule, fault = _schedule(inner)
+    return inf if fault is not None else schedule.expected(inner)
 
 
 def refuses_backward(task: Task) -> str | None:
@@ -48,9 +59,12 @@ def refuses_backward(task: Task) -> str | None:
     return _schedule(recurrence_task(task, made))[1]
 
 
-def with_backward(task: Task, forward: Program) -> Program:
-    """The program with the entry ``backward``, too. Raises :class:`~ecornn.errors.ScheduleError` where no schedule
-    carries out the adjoint."""
+def with_backward(task: Task, forward: Program, beside: bool = False) -> Program:
+    """The program with the entry ``backward``, too; ``beside``: a layer's other direction goes on at the same time, so
+    that nothing can be added to its gradient of x.
+
+    Raises :class:`~ecornn.errors.ScheduleError` where no schedule carries out the adjoint.
+    """
     w, traversal = task.workload, task.traversal
     made = adjoint(task.graph, w.hidden, starts_anew=traversal.resets)
     inner = recurrence_task(task, made)
@@ -59,7 +73,9 @@ def with_backward(task: Task, forward: Program) -> Program:
         raise ScheduleError(f"no schedule carries out the adjoint of {w} on {task.device.name}: {fault}")
     config = schedule.default(inner)
     layout = hoisted_of(inner, config)
-    second = traversal.reverse and traversal.directions > 1  # its gradient of x is added to the first one's
+    together = gcd(forward.together, schedule.together(inner, config)) if traversal.sequences else 1
+    # the gradient of x of a second direction is added to the first one's
+    second = traversal.reverse and traversal.directions > 1 and not beside
     before, recurrence, handed = _recurrence(inner, made, schedule.recurrence(inner, config))
     hoisted = (layout.buffer(w.batch),) if inner.graph.hoisted_outputs else ()
     rows, after = parts_of(task, made, kept(made, "states"), layout, recurrence, add=True, add_dx=second)
@@ -67,7 +83,7 @@ def with_backward(task: Task, forward: Program) -> Program:
                              task.graph.states, task.graph.parameters)
     tensors += kept_buffers(kept_states(task), w.batch, w.hidden, w.dtype)
     names = _names(task)
-    steps = chunk_for(task, (*hoisted, *rows.buffers))
+    steps = chunk_for(task, (*hoisted, *rows.buffers), schedule.expected(inner))
     if steps is not None:
         short = replace(task, workload=structs.replace(w, seq=steps))
         rows, after = parts_of(short, made, kept(made, "states"), layout, recurrence, add=True, add_dx=second,
@@ -83,17 +99,23 @@ def with_backward(task: Task, forward: Program) -> Program:
     buffers = {b.name: b for b in (*forward.buffers, *taken)}
     entry = Entry(part.calls, tuple(dict.fromkeys(b.name for b in taken)))
     return replace(forward, functions={**forward.functions, **part.functions}, buffers=tuple(buffers.values()),
-                   entries={**forward.entries, BACKWARD: entry})
+                   entries={**forward.entries, BACKWARD: entry}, together=together)
 
 
-def _schedule(task: Task) -> tuple[Persistent | LayoutTransform | Elementwise, str | None]:
-    """The schedule of a recurrence, with a reason why it cannot serve it, if none can. Where `persistent` can it is the
-    faster one: 52 to 58 us a step beside 59 to 65 even where `layout_transform` is expected to gain most, LSTM
-    256x64x2048 on an H200."""
-    if not task.graph.phases:
+def _schedule(task: Task) -> tuple[Persistent | PersistentWide | LayoutTransform | Elementwise, str | None]:
+    """The schedule of a recurrence, with a reason why it cannot serve it, if none can. Where weights stay on chip it
+    is `persistent` or, where that is expected to gain more than ``DOUBT``, `persistent_wide`. `layout_transform` took
+    59 to 65 us a step beside the 52 to 58 of `persistent` even where it was expected to gain most, LSTM 256x64x2048 on
+    an H200."""
+    columns = task.traversal.sequences  # which the others do not serve
+    if not task.graph.phases and not columns:
         return Elementwise(), Elementwise().serves(task)
-    if Persistent().serves(task) is None:
-        return Persistent(), None
+    persistent, wide = Persistent(), PersistentWide()
+    serves = persistent.serves(task) is None
+    if wide.serves(task) is None and not (serves and persistent.expected(task) <= DOUBT * wide.expected(task)):
+        return wide, None
+    if serves or columns:
+        return persistent, persistent.serves(task)
     return LayoutTransform(), LayoutTransform().serves(task)
 
 
@@ -103,17 +125,19 @@ def _recurrence(task: Task, adjoint: Adjoint, kernel: Component) -> tuple[Compon
     zeros, and leaves ``last_<state>``; and these pairs."""
     w, graph = task.workload, task.graph
     first = {state: name for name, state in adjoint.first.items()}
-    names = {f"{s}_in": f"d{first[s]}_out" if s in first else f"zeros_{s}" for s in graph.states}
+    columns = task.traversal.sequences  # then there are many zeros, which all states share
+    zeros = {s: "zeros" if columns else f"zeros_{s}" for s in graph.states if s not in first}
+    names = {f"{s}_in": f"d{first[s]}_out" if s in first else zeros[s] for s in graph.states}
     names |= {f"{s}_out": f"last_{s}" for s in graph.states}
     vectors = vector_buffer(task)  # in the order of the recurrence
     own = {b.name: f"recurrence_{b.name}" for b in (*kernel.buffers, vectors)}
     made = _named(kernel, {**names, **own}, everything=False)
-    size = Extent(w.batch * w.hidden)
+    size = rows_extent(rows_of_states(task.traversal), w.batch * w.hidden)
     spaces = [Buffer(f"last_{s}", WORKSPACE, w.dtype, size) for s in graph.states]
     spaces.append(structs.replace(vectors, name=own[vectors.name]))
-    zeros = [f"zeros_{s}" for s in graph.states if s not in first]
-    before = Component({}, tuple(Buffer(z, WORKSPACE, w.dtype, size) for z in zeros),
-                       tuple(Fill(z, 0, size) for z in zeros))
+    spaces += piece_buffers(task.traversal, w, len(graph.states))
+    before = Component({}, tuple(Buffer(z, WORKSPACE, w.dtype, size) for z in dict.fromkeys(zeros.values())),
+                       tuple(Fill(z, 0, size) for z in dict.fromkeys(zeros.values())))
     return before, replace(made, buffers=(*made.buffers, *spaces)), [
         (names[f"{s}_in"], f"last_{s}") for s in graph.states]
 

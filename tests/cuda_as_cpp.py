@@ -99,6 +99,8 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return f"emu::load2({', '.join(outs)}, emu::at({ins[0]}))"
     if name == "cvt.rna.tf32.f32":
         return f"{outs[0]} = emu::tf32({ins[0]})"
+    if name in ("cvt.rn.f16.f32", "cvt.f32.f16"):
+        return f"{outs[0]} = emu::{'half_bits' if name.endswith('f32') else 'of_half_bits'}({ins[0]})"
     if name.startswith("cvt.rn.") and "x2.f32" in name:
         kind = "nv_bfloat16" if ".bf16x2" in name else "half"
         ins = [f"emu::finite_half({i})" for i in ins] if "satfinite.f16x2" in name else ins

@@ -130,6 +130,13 @@ inline float half_of(uint32_t word, int shift) {
   memcpy(&value, &bits, 2);
   return value;
 }
+inline uint16_t half_bits(float value) {
+  half rounded = (half)value;
+  uint16_t bits;
+  memcpy(&bits, &rounded, 2);
+  return bits;
+}
+inline float of_half_bits(uint16_t bits) { return half_of(bits, 0); }
 inline uint32_t tf32(float value) {  // to nearest, ties away from zero
   uint32_t word;
   memcpy(&word, &value, 4);

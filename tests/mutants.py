@@ -71,7 +71,7 @@ MUTANTS = (
            "return max(ends) <= len(content)", "return True", "test_runtime_loader.py"),
     Mutant("onnx: peepholes in the order of W", "ecornn/onnx/node.py", "ordered(p[d], PEEPHOLES)",
            "ordered(p[d], (0, 1, 2))", "test_onnx.py"),
-    Mutant("torch: batch first is not turned back", "ecornn/torch/modules.py",
+    Mutant("torch: batch first is not turned back", "ecornn/torch/sequences.py",
            "output = y.transpose(0, 1) if self.batch_first else y", "output = y", "test_torch_layers.py"),
 )
 

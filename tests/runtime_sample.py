@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ecornn import checksum
 from ecornn.device import Device
 from ecornn.manifest import Manifest, Parameter
 from ecornn.program import Buffer, Extent, Packing
@@ -84,6 +85,7 @@ def build_text(text: str, cuda: bool = False, bfloat16: bool = False, sequences:
          f"-I{libinfo.find_dlpack_include_path()}", *["-DSAMPLE_CUDA"] * cuda, *["-DSAMPLE_BFLOAT16"] * bfloat16,
          *["-DSAMPLE_SEQUENCES"] * sequences,
          str(Path(__file__).with_suffix(".cc")), f"-L{library.parent}", "-ltvm_ffi", "-o", str(out)], check=True)
+    checksum.append(out)
     return out
 
 

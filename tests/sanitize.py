@@ -138,6 +138,9 @@ CASES = {
     "training wide": case("persistent_wide", "lstm", "float16", (9, 23, 64, 136), training=True),
     "training layout": case("layout_transform", "gru_reset_before", "float32", (5, 3, 13, 40), training=True),
     "training norm": case("persistent", "lstm(layer_norm)", "float32", (6, 5, 13, 40), training=True, lengths=True),
+    "training columns": case("persistent", "lstm", "float16", (24, 9, 24, 64), training=True, sequences=True),
+    "training columns stack": case("persistent_wide", "gru", "bfloat16", (20, 9, 24, 72), training=True, sequences=True,
+                                   layers=2, bidirectional=True),
     "training stack": case("persistent", "lstm", "float16", (9, 5, 24, 72), training=True, **ALL),
 }
 
@@ -175,6 +178,10 @@ def once(name: str, folder: str) -> tuple[float, float]:
     drawn = weights_of(of, rng)
     weights = {k: torch.tensor(v).to(kind).float().numpy() for k, v in drawn.items()}
     layer = ecornn.load(file_of(name, folder)).bind(weights)
+    if stack.get("sequences") and stack.get("training"):
+        from column_gradients import errors_of
+
+        return max(errors_of(layer, of["cell"], weights, rng).values()), GRADIENTS[of["dtype"]]
     if stack.get("sequences"):
         return laid(layer, rng, kind, weights)
     if stack.get("training"):

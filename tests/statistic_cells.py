@@ -119,3 +119,25 @@ class Thrice(Cell):
     def formula(x, s, p):
         a, b, c = (normal(s["h"] @ r.T)[0] for r in p["R"])
         return {"h": np.tanh(a + x @ p["W"][0].T) * sigmoid(b) + 0.1 * c}, "h"
+
+
+class Shared(Cell):
+    """Products of x and of a state normalized together: x, whatever its size, is in a statistic of the step."""
+
+    name = "shared"
+    states = ("h",)
+
+    def parameters(self, input, hidden):
+        return {"W": (1, hidden, input), "R": (1, hidden, hidden)}
+
+    def step(self, x, states, parameters):
+        from tvm import te
+
+        (h,), wx = states, product(x, parameters["W"], 0)
+        rh = product(h, parameters["R"], 0)
+        seen = normalized(pointwise(lambda b, j: wx[b, j] + rh[b, j], h, "seen"))
+        return [pointwise(lambda b, j: te.tanh(seen[b, j]), h, "new")]
+
+    @staticmethod
+    def formula(x, s, p):
+        return {"h": np.tanh(normal(x @ p["W"][0].T + s["h"] @ p["R"][0].T)[0])}, "h"

@@ -24,6 +24,7 @@ KERNEL = TEMPLATE | {"schedules.hoisted", "schedules.isa", "schedules.rates", "s
                      "schedules.sequence_kernel"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "checksum": set(),
     "workload": {"errors"},
     "device": set(),
     "host_cpu": {"device", "errors"},
@@ -58,17 +59,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedules.backward": KERNEL | {"schedules.assemble", "schedules.gemm"},
     "schedules.persistent": KERNEL | {"schedules.assemble", "schedules.backward", "schedules.gemm",
                                       "schedules.keeping"},
-    "schedules.persistent_wide": KERNEL | {"schedules.assemble", "schedules.gemm", "schedules.keeping",
-                                           "schedules.persistent"},
+    "schedules.persistent_wide": KERNEL | {"schedules.assemble", "schedules.backward", "schedules.gemm",
+                                           "schedules.keeping", "schedules.persistent"},
     "schedules.training": TEMPLATE | {"errors", "schedules.assemble", "schedules.backward", "schedules.chunks",
                                       "schedules.elementwise", "schedules.hoisted", "schedules.keeping",
-                                      "schedules.persistent", "schedules.step"},
+                                      "schedules.persistent", "schedules.persistent_wide", "schedules.step"},
     "schedules.cpu": TEMPLATE | {"schedules.assemble", "schedules.keeping", "schedules.rates", "schedules.scalars"},
-    "compose": {"program", "schedules.timeline", "workload"},
+    "compose": {"program", "schedules.backward", "schedules.timeline", "workload"},
     "task": BASE | {"analysis", "cells", "compose", "schedules.base", "schedules.training"},
-    "build": BASE | HOSTS,
+    "build": BASE | HOSTS | {"checksum"},
     # A machine that only runs modules has no TVM: nothing of the compiler may be needed there.
-    "runtime": BASE | HOSTS | {"weight_files"},
+    "runtime": BASE | HOSTS | {"checksum", "manifest_format1", "weight_files"},
     "weight_files": {"errors"},
     "tuning_logs": set(),
 }

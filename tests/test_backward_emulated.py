@@ -9,15 +9,20 @@ import numpy as np
 import pytest
 from cuda_on_cpu import DTYPES, GUARD, Emulated, pack
 from emulated import TINY, masks_of
+from exact import unmarked
+from limits import relative
 from msgspec import structs
 from test_adjoint import H, cell_of
 from test_cpu_training import Call, reference
 
 from ecornn.analysis import analyse
+from ecornn.numpy_gradients import reference_gradients
+from ecornn.numpy_reference import random_weights
 from ecornn.program import BACKWARD, FORWARD, PACKED, WORKSPACE, Chunks
 from ecornn.schedules import all_schedules, chunks
 from ecornn.schedules.base import Task
 from ecornn.schedules.persistent import Persistent
+from ecornn.schedules.persistent_wide import PersistentWide
 from ecornn.targets import KNOWN
 from ecornn.task import make_program
 from ecornn.workload import ALONE, Traversal, Workload
@@ -46,18 +51,20 @@ class Step:
         def drawn(*shape: int) -> np.ndarray:
             return rng.uniform(-1, 1, shape).astype(kind).astype(np.float32)
 
-        masks = masks_of(self.traversal, steps, batch)
+        masks = masks_of(self.traversal, steps, batch, self.program.together)
         parameters = {n: (rng.uniform(-1, 1, s) / work.hidden ** 0.5).astype(kind).astype(np.float32)
                       for n, s in self.task.graph.parameters.items()}
-        states = self.task.graph.states
-        return Call(drawn(steps, batch, work.input), [drawn(batch, work.hidden) for _ in states],
-                    drawn(steps, batch, work.hidden), [drawn(batch, work.hidden) for _ in states], parameters,
-                    masks.get("lengths"), masks.get("resets"))
+        states, table = self.task.graph.states, masks.get("sequences")
+        rows = batch if table is None else int(unmarked(table).max()) + 1
+        return Call(drawn(steps, batch, work.input), [drawn(rows, work.hidden) for _ in states],
+                    drawn(steps, batch, work.hidden), [drawn(rows, work.hidden) for _ in states], parameters,
+                    masks.get("lengths"), masks.get("resets"), table)
 
     def run(self, call: Call) -> dict[str, np.ndarray]:
-        steps, batch, _ = call.x.shape
+        (steps, batch, _), rows = call.x.shape, len(call.states[0])
         work, states = self.task.workload, list(self.task.graph.states)
-        given: dict[str, Any] = {"x": call.x, "dy": call.dy, "lengths": call.lengths, "resets": call.resets}
+        given: dict[str, Any] = {"x": call.x, "dy": call.dy, "lengths": call.lengths, "resets": call.resets,
+                                 "sequences": call.sequences}
         given |= {f"{n}_in": s for n, s in zip(states, call.states, strict=True)}
         given |= {f"d{n}_out": s for n, s in zip(states, call.dstates, strict=True)}
         given |= {f"gradient_{n}": np.ones_like(p) for n, p in call.parameters.items()}  # that are added to
@@ -69,7 +76,7 @@ class Step:
                 continue
             count = sizes.get(b.name, given[b.name].size if b.name in given else b.extent.at(steps))
             if b.tensor in ("state_out", "dstate_in"):
-                count = batch * work.hidden
+                count = rows * work.hidden
             raw = np.full(count * DTYPES[b.dtype].itemsize + GUARD, 0xFF, np.uint8)
             raw[-GUARD:] = 0xA5
             memory[b.name] = raw.view(DTYPES[b.dtype])
@@ -104,13 +111,33 @@ def test_a_training_step(schedule, name, sizes, dtype, traversal, tmp_path):
     check(Step(tmp_path, schedule, name, sizes, dtype, traversal), name, sizes, dtype, traversal)
 
 
+def test_sums_of_gradients_that_are_much_smaller_than_those_of_the_step_before(tmp_path):
+    """Of a row of zeros, which layer normalization divides by sqrt(1e-5), as rows are that take no part in a step."""
+    name, (steps, batch, input, hidden) = "lstm(layer_norm)", (6, 5, 13, 40)
+    step = Step(tmp_path, "persistent", name, (steps, batch, input, hidden), "float32", Traversal(lengths=True))
+    rng = np.random.default_rng(0)
+    x, dy, *states = (rng.standard_normal(s).astype(np.float32) for s in (
+        (steps, batch, input), (steps, batch, hidden), *[(batch, hidden)] * 4))
+    weights = {n: w.astype(np.float32) for n, w in random_weights(name, input, hidden, 1, 1, 1).items()}
+    parameters = {n: weights[f"{n}_l0"].reshape(s) for n, s in step.task.graph.parameters.items()}
+    call = Call(x, states[:2], dy, states[2:], parameters, np.array([4, 5, 1, 6, 6], np.int32))
+    found = step.run(call)
+    dx, dweights, dfirst = reference_gradients(name, x, weights, states[:2], dy=dy, dstate=states[2:],
+                                               lengths=call.lengths)
+    wanted = {"dx": dx, "dh_in": dfirst[0], "dc_in": dfirst[1],
+              **{f"gradient_{n.removesuffix('_l0')}": d for n, d in dweights.items()}}
+    for what, value in wanted.items():
+        assert relative(found[what], value.reshape(-1)) < 1e-5, what
+
+
 @pytest.mark.parametrize(("name", "sizes", "dtype", "traversal"), [
     ("lstm", (5, 3, 6, H), "float32", Traversal(lengths=True, resets=True)),
     ("gru_reset_before", (4, 3, 7, 40), "bfloat16", Traversal(reverse=True)),
 ], ids=str)
 def test_weights_that_do_not_fit_on_chip(name, sizes, dtype, traversal, tmp_path, monkeypatch):
     """The adjoint's recurrence with a launch a step and phase."""
-    monkeypatch.setattr(Persistent, "refuses", lambda self, task: "no room")
+    for schedule in (Persistent, PersistentWide):
+        monkeypatch.setattr(schedule, "refuses", lambda self, task: "no room")
     step = Step(tmp_path, "layout_transform", name, sizes, dtype, traversal)
     assert "backward_step_0" in step.program.functions or "step_0" in step.program.functions
     assert not any("persistent" in function for function in step.program.functions)
@@ -129,10 +156,12 @@ def check(step, name, sizes, dtype, traversal):
     ("lstm", (20, 3, 6, H), Traversal(lengths=True, resets=True)),
     ("gru", (17, 2, 5, H), Traversal(reverse=True, lengths=True)),
     ("lstm(peepholes)", (20, 2, 5, H), Traversal(resets=True)),
+    ("lstm", (20, 3, 6, H), Traversal(reverse=True, lengths=True, resets=True)),
+    ("gru", (17, 4, 5, H), Traversal(reverse=True, resets=True)),
 ], ids=str)
 def test_a_training_step_in_chunks(name, sizes, traversal, tmp_path, monkeypatch):
     """Of 8 steps, the last one of fewer; the same bits in every run."""
-    for constant, value in {"ROOM": 1, "LEAST": 8, "SHORTEST": 1}.items():
+    for constant, value in {"ROOM": 1, "LEAST": 8, "BACKWARD": 1, "SHORTEST": 1}.items():
         monkeypatch.setattr(chunks, constant, value)
     step = Step(tmp_path, "persistent", name, sizes, "float32", traversal)
     for entry in (FORWARD, BACKWARD):
@@ -145,6 +174,27 @@ def test_a_training_step_in_chunks(name, sizes, traversal, tmp_path, monkeypatch
         assert error < LIMITS["float32"], f"{what}: {error}"
     again = step.run(call)
     assert all((again[what] == value).all() for what, value in found.items())
+
+
+def large_batches(monkeypatch: pytest.MonkeyPatch, cut: dict[str, Any]) -> None:
+    """Small layers, too, have `persistent_wide` carry out their adjoint, with ``cut`` of its configuration."""
+    own = PersistentWide.default
+    monkeypatch.setattr(Persistent, "refuses", lambda self, task: "no room")
+    monkeypatch.setattr(PersistentWide, "default", lambda self, task: {
+        **own(self, task), **(cut if task.traversal.backward else {})})
+
+
+@pytest.mark.parametrize(("name", "sizes", "traversal", "cut"), [
+    ("lstm", (18, 9, 6, H), Traversal(lengths=True, resets=True), {}),
+    ("gru", (18, 9, 6, 72), Traversal(resets=True), {"units": 80, "parts": 2, "row_teams": 2, "groups": 1})], ids=str)
+def test_a_training_step_of_large_batches(name, sizes, traversal, cut, tmp_path, monkeypatch):
+    """In chunks, with a recurrence whose blocks share K, and one whose blocks do not."""
+    for constant, value in {"ROOM": 1, "LEAST": 8, "BACKWARD": 1, "SHORTEST": 1}.items():
+        monkeypatch.setattr(chunks, constant, value)
+    large_batches(monkeypatch, cut)
+    step = Step(tmp_path, "persistent_wide", name, sizes, "float16", traversal)
+    assert "backward_persistent_wide" in step.program.functions
+    check(step, name, sizes, "float16", traversal)
 
 
 def test_workspaces_do_not_grow_with_what_is_kept():

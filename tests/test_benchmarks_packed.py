@@ -61,3 +61,15 @@ def test_cases_of_columns():
     assert row["share"] == pytest.approx([0.91, 0.904, 0.916]) and row["columns_us"][0] == 2.0
     assert (row["cell"], row["H"], row["columns"]) == ("lstm", 512, 16)
     assert "32 in 16" in compare_columns.told(row) and "share 0.91 [0.90, 0.92]" in compare_columns.told(row)
+
+
+def test_a_row_of_training_in_columns():
+    """The median of its draws, and whether it is as fast as it is to be."""
+    import compare_columns_training as benchmark
+
+    sides = [f"{side}{part}_us" for side in benchmark.SIDES for part in ("", "_step")]
+    draws = [{name: seed + 1.0 for name in (*sides, "cudnn_step_us", "share", "step_share")} | {"error": 1e-4}
+             for seed in range(3)]
+    row = benchmark.described(*benchmark.CASES[0], draws)
+    assert row["columns_us"] == [2.0, 1.4, 2.6] and row["columns"] == benchmark.CASES[0][1]
+    assert "share 2.000 (at most 1.1)" in benchmark.line(row) and "error 1.0e-04" in benchmark.line(row)

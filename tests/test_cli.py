@@ -19,6 +19,7 @@ from test_records import trial
 
 from ecornn.cli import main
 from ecornn.cli.compile_command import knob
+from ecornn.compiler import plan
 from ecornn.errors import ArgumentError
 from ecornn.tune.log import append, read
 from ecornn.tune.record import Finish, Times
@@ -119,6 +120,32 @@ def test_log_commands(folder, tmp_path):
     run("log", "export", "--best", "-o", str(best))  # of all folders, the shipped one too
     found = [line.record.config for line in read(best).lines]
     assert {"blocks": 2} in found and {"blocks": 1} not in found
+
+
+@pytest.mark.timeout(60)
+def test_what_is_wrong_with_the_logs_is_said_once(folder, tmp_path, caplog):
+    """A pipe and a link to a terminal were waited for, and nothing was said of the rest."""
+    folder.mkdir()
+    os.mkfifo(folder / "a.jsonl")
+    (folder / "b.jsonl").symlink_to("/dev/stdin")
+    (folder / "c.jsonl").symlink_to("nowhere")
+    (folder / "d.jsonl").write_bytes(b"junk\n")
+    (folder / "e.jsonl").write_bytes(b'{"kind":"trial"')  # cut off, as a run that was stopped leaves it
+    plan("lstm", hidden=24, target="cpu")
+    assert caplog.messages == [f"tuning logs: {folder}/a.jsonl is no regular file, and 3 more, which `ecornn doctor` "
+                               "lists"]
+    said = run("doctor")
+    for name, words in (("b", "is no regular file"), ("c", "No such file"), ("d", "no JSON object")):
+        assert re.search(rf"{name}\.jsonl.*{words}|{words}.*{name}\.jsonl", said)
+    plan("lstm", hidden=24, target="cpu")
+    assert len(caplog.messages) == 1
+
+
+def test_a_folder_of_logs_that_is_a_file_is_said(folder, caplog):
+    folder.write_text("")
+    plan("lstm", hidden=24, target="cpu")
+    assert caplog.messages == [f"tuning logs: the folder of tuning logs {folder} cannot be read: Not a directory"]
+    assert "cannot be read: Not a directory" in run("doctor")
 
 
 def test_doctor_says_what_there_is():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 from typing import Any
 
 import msgspec
@@ -14,10 +16,11 @@ from hypothesis import strategies as st
 import ecornn
 import ecornn.host_gpu
 from ecornn.errors import ArgumentError, DTypeError, ScheduleError, ShapeError
-from ecornn.program import EARLIER, LATER, PIECES_APART
+from ecornn.program import EARLIER, ENTRIES, LATER, PIECES_APART, Buffer
 from ecornn.runtime import Columns, Layer
 from ecornn.runtime.columns import steps_of
 from ecornn.tune.oracle import relative_error
+from ecornn.workload import Stack
 
 H, I, BATCH = sample.H, sample.I, sample.BATCH
 WEIGHTS = sample.weights()
@@ -283,3 +286,51 @@ def test_how_many_columns_packed_sequences_take(lengths: list[int], width: int |
     from ecornn.torch import packed
 
     assert packed.columns_for(np.array(lengths)) == width
+
+
+def test_a_training_step_has_states_by_sequence():
+    """What both entries are called with, of S sequences: pointers to S rows of states, and to the table with marks."""
+    said, states = sample.with_sequences(), ("state_in", "state_out", "dstate_out", "dstate_in")
+    gradients = [Buffer.of("gradient", "float32", key) for key in ("W", "b")]
+    made = [*(Buffer.of(tensor, "float32", s) for tensor in states for s in "hc"),
+            *(Buffer.of(t, "float32") for t in ("x", "y", "sequences", "dy", "dx")), *gradients]
+    buffers = {b.name: b for b in (*said.buffers, *made)}
+    entries = {name: tuple(n for n, b in buffers.items() if b.tensor in of) for name, of in ENTRIES.items()}
+    said = msgspec.structs.replace(said, together=3, buffers=tuple(buffers.values()), entries={
+        **entries, "run": said.entries["run"]}, stack=Stack(sequences=True, keep="states"))
+    layer = ecornn.load(sample.build(said)).bind(WEIGHTS, threads=1)
+    columns, rng, calls = Columns.of([11] * 4, 3, 3), np.random.default_rng(0), dict[str, dict[str, Any]]()
+    steps, width = columns.table.shape
+
+    def array(pointer: int, kind: Any, *shape: int) -> Any:
+        return np.ctypeslib.as_array(ctypes.cast(pointer, ctypes.POINTER(kind)), shape)
+
+    def entry(name: str) -> Any:
+        def call(T: int, B: int, device: int, queue: int, *pointers: int) -> None:
+            given = dict(zip(entries[name], pointers, strict=True))
+            assert (steps, width) == (T, B)
+            assert np.array_equal(array(given["sequences"], ctypes.c_int32, T, B), columns.marked)
+            calls[name] = {n: array(at, ctypes.c_float, 4, H) for n, at in given.items()
+                           if buffers[n].state in ("h", "c")}
+            for n, value in calls[name].items():
+                if buffers[n].role == "made":
+                    value[:] = np.arange(4 * H).reshape(4, H) + len(n)
+
+        return call
+
+    layer.library = dataclasses.replace(layer.library, forward=entry("forward"), backward=entry("backward"))
+    x, dy = (rng.standard_normal((steps, width, n)).astype(np.float32) for n in (I, H))
+    first, last = ([rng.standard_normal((4, H)).astype(np.float32) for _ in "hc"] for _ in range(2))
+    _, after, kept = layer.forward(x, first, sequences=columns)
+    found = layer.backward(kept, dy, last)
+    for s, name in enumerate("hc"):
+        assert np.array_equal(calls["forward"][f"{name}_in"], first[s])
+        assert np.array_equal(calls["backward"][f"{name}_in"], first[s])
+        assert np.array_equal(calls["backward"][f"d{name}_out"], last[s])
+        assert np.array_equal(after[s], np.arange(4 * H).reshape(4, H) + len("h_out"))
+        assert np.array_equal(found.state[s], np.arange(4 * H).reshape(4, H) + len("dh_in"))
+    with pytest.raises(ShapeError, match=rf"dstate\[0\].*\(4, {H}\)"):
+        layer.backward(layer.forward(x, sequences=columns)[2], dy, [v[:3] for v in last])
+    with pytest.raises(ArgumentError, match=r"sequences=.*together=3"):
+        columns = Columns.of([11] * 5, 4, 4)
+        layer.forward(np.zeros((*columns.table.shape, I), np.float32), sequences=columns)

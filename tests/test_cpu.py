@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from ecornn.cells import BUILTIN, get
 from ecornn.host_cpu import detect
 from ecornn.numpy_reference import STEPS, reference
 from ecornn.schedules.cpu import CPUSequence
+from ecornn.schedules.cpu.cost import heights_of
+from ecornn.schedules.cpu.tiling import Tile
 from ecornn.targets import resolve
 from ecornn.task import make_task
 from ecornn.workload import Workload
@@ -205,3 +208,19 @@ def test_serves_says_why_not():
     assert "float32" in str(schedule.serves(half))
     gpu = replace(task, device=msgspec.structs.replace(task.device, kind="cuda"))
     assert "CPU" in str(schedule.serves(gpu))
+
+
+def test_heights_of_row_tiles():
+    for rows, tile, hoisted, wanted in (
+            (7, Tile(3, 1, 1), True, [3, 3, 3]), (7, Tile(3, 1, 1), False, [3, 3, 1]), (6, Tile(3, 1, 1), False, [3, 3]),
+            (7, Tile(3, 1, 1, pairs=3), False, [3, 3, 3]), (2, Tile(3, 1, 1), False, [2]), (2, Tile(3, 1, 1), True, [3])):
+        assert heights_of(rows, tile, hoisted) == Counter(wanted)
+
+
+@pytest.mark.timeout(60)
+def test_the_largest_sizes_are_chosen_for_as_fast_as_others():
+    """A list with an entry for each tile of rows did not end."""
+    task = make_task(get("lstm"), Workload("lstm", 64, 64, 1 << 20, 1 << 20), resolve("znver3"))
+    schedule = CPUSequence()
+    config = schedule.default(task)
+    assert schedule.check(task, config) is None and schedule.features(task, config)["project_tasks"] > 2**32

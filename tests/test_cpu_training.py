@@ -35,6 +35,7 @@ class Call:
     parameters: dict[str, np.ndarray]
     lengths: np.ndarray | None = None
     resets: np.ndarray | None = None
+    sequences: np.ndarray | None = None
     made: dict[str, np.ndarray] = field(default_factory=dict)
 
 

@@ -162,3 +162,32 @@ def test_architectures():
     assert found == ["sm_80", "sm_86", "sm_90a", "sm_120"]
     with pytest.raises(DeviceError, match=r"not 7\.5"):
         architecture(7, 5, "Tesla T4")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("hangs", ["--version", "-fPIC"])
+def test_a_compiler_that_hangs_is_stopped_with_all_that_it_has_started(hangs: str, tmp_path: Path,
+                                                                        monkeypatch: pytest.MonkeyPatch):
+    import psutil
+
+    from ecornn.build import link as linking
+
+    compiler = tmp_path / "c++"
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *{hangs}*) sleep 61 & wait;; esac\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("ECORNN_CACHE", "off")
+    for limit in ("ANSWER", "WORK"):
+        monkeypatch.setattr(linking, limit, 0.5)
+    with pytest.raises(BuildError, match=r"c\+\+ did not end in 0.5 s and was stopped"):
+        link(Generated({"a.cc": f"int a; // {hangs}"}, {}, {}), tmp_path / "m.so")
+    assert not [p for p in psutil.Process().children(recursive=True) if "61" in p.cmdline()]
+
+
+def test_a_compiler_that_is_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    compiler = tmp_path / "c++"
+    compiler.write_bytes(b"\x7fELF")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(BuildError, match="cannot be started: Exec format error"):
+        link(Generated({"a.cc": "int b;"}, {}, {}), tmp_path / "m.so")

@@ -18,7 +18,7 @@ from ecornn.errors import BuildError, ModuleError
 from ecornn.host_cpu import detect
 from ecornn.host_gpu import detect as detect_gpu
 from ecornn.manifest import Manifest
-from ecornn.program import Buffer, Call, Entry, Extent, Fill, Launch, Parallel, Program, Wave, WaveLayer
+from ecornn.program import BACKWARD, Buffer, Call, Entry, Extent, Fill, Launch, Parallel, Program, Wave, WaveLayer
 from ecornn.runtime.plan import make_plan
 from ecornn.schedules.cpu.emit import Emitter
 from ecornn.targets import KNOWN
@@ -50,6 +50,24 @@ def test_an_entry_of_a_cuda_module_takes_its_own_buffers_in_its_own_order(tmp_pa
     assert done.stdout.startswith("TypeError end(T, B, device, queue, *pointers) takes 8 arguments, not 4")
     everything = child(f"m['run'](2, 1, 0, 7, *{tuple(range(1000, 9000, 1000))})", out, fake, FAKE_MAJOR="9").calls
     assert sum(note.startswith("cuLaunchKernelEx") for note in everything) == 4
+
+
+@pytest.mark.skipif(detect_gpu() is not None, reason="the driver without a GPU serves modules for sm_90a")
+def test_a_cuda_module_that_trains_packs(tmp_path: Path, fake: Path):
+    program = cuda_sample.program()
+    program = replace(program, entries={**program.entries, BACKWARD: Entry((LAST,), ("h_out", "y", "h_in"))})
+    out = tmp_path / "trains.so"
+    build_module(program, cuda_sample.manifest(KNOWN["sm_90a"]), out)
+    code = ("m['pack'](0, 7, 1000, 2000, 3000, 4000, 17, 2, 50, 60)\n" + raised("m['pack'](0, 7, 1000, 2000)")
+            + raised("m['pack'](0, 7, 1000, 2000, 3000, 4000, 0, 2)") + raised(f"m['pack'](*{[1] * 137})"))
+    done = child(code, out, fake, FAKE_MAJOR="9", FAKE_PARAMETERS="ecornn_pack_weights:ppppiip")
+    launched = [note for note in done.calls if note.startswith("cuLaunchKernelEx")]
+    assert launched == ["cuLaunchKernelEx ecornn_pack_weights grid=3 threads=256 shared=0 stream=7 arguments "
+                        "1000 2000 3000 4000 17 2 50"]
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["TypeError", "ValueError", "TypeError"]
+    assert "count=0" in done.stdout
+    build_module(cuda_sample.program(), cuda_sample.manifest(KNOWN["sm_90a"]), out)
+    assert "pack" in child(raised("m['pack']"), out).stdout
 
 
 @pytest.mark.parametrize(("calls", "takes", "message"), [

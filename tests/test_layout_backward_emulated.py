@@ -50,9 +50,10 @@ def test_what_is_asked_of_it():
 
 
 @pytest.mark.parametrize(("cell", "batch", "hidden", "name"), [
-    ("lstm", 16, 768, "persistent"), ("lstm", 64, 2048, "persistent"), ("gru", 2, 5000, "layout_transform")])
+    ("lstm", 16, 768, "persistent"), ("lstm", 64, 2048, "persistent_wide"), ("lstm", 256, 1024, "persistent_wide"),
+    ("gru", 2, 5000, "layout_transform")])
 def test_which_schedule_carries_out_an_adjoint(cell, batch, hidden, name):
-    """Persistent wherever it can; for all else there is the other."""
+    """The faster one of those that keep weights on chip; for all else there is the other."""
     layer = task_of(cell, (256, batch, hidden, hidden), "bfloat16", HOPPER)
     task = recurrence_task(layer, adjoint(layer.graph, hidden))
     schedule, fault = _schedule(task)

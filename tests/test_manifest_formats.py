@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import runtime_sample as sample
 
 import ecornn
+from ecornn import checksum
 from ecornn.build import module as building
 from ecornn.build.link import link
 from ecornn.compiler import plan
@@ -62,7 +64,8 @@ def test_there_are_files_of_both_kinds_of_device():
 @pytest.mark.parametrize(("cell", "options"), [
     ("lstm", {}), ("gru", {"layers": 2, "bidirectional": True, "lengths": True, "resets": True})])
 def test_modules_of_format_1_run(tmp_path: Path, cell: str, options: dict[str, Any]):
-    """A module is the same in both formats but for what it says of itself: ``run`` takes the same pointers."""
+    """A module is the same in both formats but for what it says of itself, ``run`` takes the same pointers, and for
+    its checksum."""
     planned = plan(cell, hidden=20, input=12, batch=3, target="cpu", **options)
     program = compose(planned.stack, planned.workload, planned.programs())
     said = make_manifest(planned.cell, planned.task, planned.found.schedule, planned.found.config, program, "test",
@@ -70,6 +73,10 @@ def test_modules_of_format_1_run(tmp_path: Path, cell: str, options: dict[str, A
     code = building.generate(program, planned.device)
     for name, text in (("old", msgspec.json.encode(as_format1(said))), ("new", msgspec.json.encode(said))):
         link(replace(code, binaries={building.MANIFEST: text}), tmp_path / f"{name}.so")
+        os.truncate(tmp_path / f"{name}.so", (tmp_path / f"{name}.so").stat().st_size - checksum.SIZE)
+    with pytest.raises(ModuleError, match="its checksum is missing"):
+        ecornn.load(tmp_path / "new.so")
+    checksum.append(tmp_path / "new.so")
     assert b'"format":1' in ecornn.load(tmp_path / "old.so").library.manifest().encode()
     rng = np.random.default_rng(3)
     weights = {p.name: rng.uniform(-0.4, 0.4, p.shape).astype(np.float32) for p in said.parameters}

@@ -12,7 +12,7 @@ from cuda_on_cpu import Emulated, inputs
 from emulated import check_numbers, task_of
 from limits import relative
 from msgspec.structs import replace
-from statistic_cells import Thrice
+from statistic_cells import Shared, Thrice
 from test_persistent_emulated import SMALL, cut
 
 from ecornn.build.cuda import lower
@@ -98,6 +98,22 @@ def test_a_row_that_is_no_number_harms_no_sequence_after_it(tmp_path):
     y, wanted = (run(values, states, parameters, {"resets": resets})[0] for values in (x, clean))
     assert np.isnan(y[1:3, 1]).all() and np.isfinite(y[3:]).all()
     assert relative(y[3:], wanted[3:]) < 1e-5
+
+
+def test_rows_of_any_size_before_a_row_begins(tmp_path, monkeypatch):
+    """Steps in which a row takes no part leave no mean to the steps in which it does."""
+    for known in (step_cells.CELLS, exact.ALL_CELLS):
+        monkeypatch.setitem(known, "shared", Shared())
+    task = task_of("shared", (5, 3, 8, 40), "float32", SMALL, Traversal(reverse=True, lengths=True))
+    x, states, parameters = inputs("shared", (5, 3, 8, 40), "float32", task.graph.parameters, ("h",))
+    lengths = np.array([2, 5, 3], np.int32)
+    for b, n in enumerate(lengths):
+        x[n:, b] = 1e5
+    y, _ = Emulated(Persistent().program(task, cut(task)), tmp_path).run(x, states, parameters, {"lengths": lengths})
+    wanted, _ = exact.expected("shared", task.traversal, x.astype(np.float64), {"h": states["h"].astype(np.float64)},
+                               {n: p.astype(np.float64) for n, p in parameters.items()}, {"lengths": lengths},
+                               exact.in_float64)
+    assert relative(y, wanted) < 1e-5
 
 
 @pytest.mark.parametrize(("carrier", "change"), [

@@ -160,9 +160,17 @@ def test_a_line_that_would_not_fit_when_it_is_written_again_is_refused_at_once()
 
 def test_what_is_wrong_with_a_whole_last_line_is_said():
     for line, said in ((b'{"kind":"trial","v":9}', "version 9.0"), (b'{"kind":"code"}', "code"),
-                       (b"\x7fELF", "malformed")):
+                       (b"\x7fELF", "no JSON object")):
         (problem,) = parse(line, Path("x.jsonl")).problems
         assert said in problem and "torn" not in problem
+
+
+def test_a_million_lines_of_something_else_are_soon_told():
+    """They took 17 s."""
+    seconds = time.process_time()
+    log = parse(b"junk\n" * 1_000_000 + encode(trial()), Path("x.jsonl"))
+    assert time.process_time() - seconds < 4 and len(log.lines) == 1
+    assert len(log.problems) == 1_000_000 and log.problems[-1] == "x.jsonl:1000000: no JSON object"
 
 
 def test_a_mark_of_utf_8_is_no_damage():

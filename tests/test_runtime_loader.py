@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import runtime_sample as sample
 from tvm_ffi import libinfo
 
 import ecornn
+from ecornn import checksum
 from ecornn.device import Device
 from ecornn.errors import ArgumentError, DeviceError, DTypeError, ModuleError, ShapeError, WeightsError
 from ecornn.program import Buffer, Extent, Packing
@@ -77,6 +79,45 @@ def test_truncated_at_any_length(module: Module, tmp_path: Path):
         path.write_bytes(content[:size])
         with pytest.raises(ModuleError):
             ecornn.load(path)
+
+
+def test_one_bit_that_is_not_as_it_was(module: Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Anywhere in a file; the dynamic loader, which would run it, is not asked."""
+    import tvm_ffi
+
+    monkeypatch.setattr(tvm_ffi, "load_module", lambda path: pytest.fail("the file has been loaded"))
+    content, path, rng = module.path.read_bytes(), tmp_path / "flipped.so", np.random.default_rng(0)
+    places = [*rng.integers(0, len(content), 300), *range(len(content) - checksum.SIZE, len(content))]
+    words = set()
+    for place in map(int, places):
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << int(rng.integers(8))
+        path.write_bytes(damaged)
+        with pytest.raises(ModuleError) as caught:
+            ecornn.load(path)
+        words.add(str(caught.value).rpartition("its ")[2])
+    assert {"checksum is another", "checksum is missing"} <= words
+
+
+def test_a_block_of_zeros_at_the_end_takes_the_checksum_too(module: Module, tmp_path: Path):
+    path = tmp_path / "zeros.so"
+    path.write_bytes(module.path.read_bytes()[:-4096] + bytes(4096))
+    with pytest.raises(ModuleError, match="its checksum is missing"):
+        ecornn.load(path)
+
+
+def test_a_module_that_was_stripped_says_so(module: Module, tmp_path: Path):
+    path = tmp_path / "stripped.so"
+    subprocess.run(["strip", "-o", str(path), str(module.path)], check=True)
+    with pytest.raises(ModuleError, match=r"stripped.so is damaged, or was changed after it was compiled: its checksum"):
+        ecornn.load(path)
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_is_no_module(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe.so")
+    with pytest.raises(ModuleError, match="no regular file"):
+        ecornn.load(tmp_path / "pipe.so")
 
 
 def test_a_segment_beyond_the_end(module: Module, tmp_path: Path):

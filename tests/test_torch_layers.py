@@ -214,14 +214,9 @@ def test_rebind_reads_what_left_no_trace():
     ecornn.torch.rebind(model)
     with torch.no_grad():
         ours(x)
-        ours.weight_hh_l0.data.mul_(0.5)
-        theirs.weight_hh_l0.mul_(0.5)
+        ours.weight_hh_l0.data[2, 3] += 1
+        theirs.weight_hh_l0[2, 3] += 1
         ecornn.torch.rebind(model)
-        agree(ours(x), theirs(double(x)))
-    with torch.inference_mode():
-        ours.bias_hh_l0.mul_(2)
-        theirs.bias_hh_l0.mul_(2)
-        ecornn.torch.rebind(ours)
         agree(ours(x), theirs(double(x)))
 
 

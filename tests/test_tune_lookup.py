@@ -384,3 +384,41 @@ def test_a_configuration_that_does_not_fit_with_as_many_rows_stays_as_it_is():
     task = make_task(get("lstm"), msgspec.structs.replace(work, batch=40), device)
     assert Persistent().check(task, {**config, "groups": 3}) is not None
     assert find(task, [Persistent()], log).config == config
+
+
+def test_a_time_that_no_step_can_take_is_not_believed():
+    """A line that claims 1e-9 µs, and to be of a final comparison, was the best of all."""
+    result = found(trial(10.0, a=2), trial(1e-9, a=3, stage="final"))
+    assert result.config["a"] == 2 and result.provenance.endswith("; 1 ignored, faster than such a device can be")
+
+
+def test_a_time_beyond_what_cores_can_do_is_not_believed_and_that_is_said():
+    task = make(hidden=512, batch=64)
+    work = Workload("lstm", 512, 512, 64, 10)
+    result = found(trial(900.0, a=2, workload=work), trial(2.0, a=3, workload=work, stage="final"), task=task)
+    assert result.config["a"] == 2 and result.provenance.endswith("; 1 ignored, faster than such a device can be")
+    assert found(trial(2.0, a=3, workload=work), task=task).line is None
+
+
+@pytest.mark.parametrize(("us", "batch", "believed"), [(100.0, 4, True), (21.0, 4, True), (19.0, 4, False),
+                                                       (6.0, 1, True), (4.0, 1, False)])
+def test_a_time_far_below_the_schedules_estimate_is_not_believed(us: float, batch: int, believed: bool,
+                                                                 monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Fake, "features", lambda self, task, config: {"estimate": 100_000.0})  # ns, of B = 4
+    monkeypatch.setattr(Fake, "rebatched", lambda self, config, batch, task: config)
+    result = found(trial(us, a=3, batch=batch, stage="final"))
+    assert (result.line is not None) is believed
+    assert ("1 ignored, faster than such a device can be" in result.provenance) is not believed
+
+
+def test_no_record_that_ships_is_faster_than_a_device_can_be():
+    from ecornn.tune.folders import read_all, shipped_folder
+    from ecornn.tune.plausible import possible
+
+    tasks: dict[object, Task] = {}
+    for one in read_all([shipped_folder()]).trials():
+        work = one.workload
+        key = work.cell, work.hidden, work.input
+        if key not in tasks:
+            tasks[key] = make_task(get(work.cell), work, one.device)
+        assert possible(one, tasks[key])

@@ -23,7 +23,7 @@ from ecornn.tune.log import read
 from ecornn.tune.pool import Entries, Pool
 from ecornn.tune.process import WorkerError
 from ecornn.tune.remote import NoServer, Tracker
-from ecornn.tune.serving import require_loopback, start
+from ecornn.tune.serving import HANDSHAKE, require_loopback, start
 
 asked: list[str] = []  # in a worker process
 LIMIT = 60.0  # seconds for a server to start, on a busy machine
@@ -142,6 +142,22 @@ def test_a_server_outlives_its_sessions_and_says_where_it_cannot_go_on(tracker):
             stranger.sendall(struct.pack("<ii", 0xFF271, 1) + b"\xff")  # no UTF-8: TVM's thread that listens fails
             assert server.wait(LIMIT) == 1
     assert tracker.servers() == 0
+
+
+@pytest.mark.slow
+def test_a_connection_that_says_nothing_keeps_a_server_for_a_few_seconds(tracker):
+    """Its one thread that listens waited for it without end."""
+    with servers(tracker, 1) as (server,):
+        (port,) = {c.laddr.port for p in psutil.Process(server.pid).children(recursive=True)
+                   for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+        with socket.create_connection(("127.0.0.1", port)):
+            session, deadline = None, time.monotonic() + LIMIT
+            while session is None:
+                with contextlib.suppress(remote.NoServer):  # the server is known anew once it has given up the silent one
+                    session = remote._request(tracker)
+                assert time.monotonic() < deadline, "serves no more"
+            time.sleep(HANDSHAKE + 1)  # a session may be silent for longer
+            assert remote._describe(session).device.kind == "llvm"
 
 
 def test_without_a_server_or_a_tracker_it_says_what_to_start(tracker):

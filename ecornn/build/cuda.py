@@ -6,21 +6,23 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import resources
 from typing import TYPE_CHECKING, Any, cast
 
 from ecornn.build.generated import Generated, Texts
-from ecornn.build.host_cuda import COOPERATIVE, SCALARS, Kernel, host_sources, image
+from ecornn.build.host_cuda import COOPERATIVE, PACK, SCALARS, Kernel, host_sources, image
 from ecornn.build.local_arrays import as_variables
 from ecornn.build.nvcc import compile_cubin
 from ecornn.device import Device
 from ecornn.errors import BuildError
-from ecornn.program import Launch, Program, launches
+from ecornn.program import BACKWARD, Launch, Program, launches
 
 if TYPE_CHECKING:
     from tvm.target import Target
     from tvm.tirx import AttrStmt, PrimFunc
 
 PROJECTION = "project"  # in the names of functions that project a sequence's input
+PACK_SYMBOL = "ecornn_pack_weights"  # of pack_weights.cu
 LARGE = 64_000  # characters of a kernel's source
 _COMPILE_HOOK = "tvm_callback_cuda_compile"
 
@@ -35,16 +37,20 @@ def generate(program: Program, device: Device) -> Generated:
     """
     groups = _groups(_lower(program, device.arch))
     kernels = {one.name: replace(one.kernel, image=number) for number, (group, _) in enumerate(groups) for one in group}
+    texts = [text for _, text in groups]
+    if BACKWARD in program.entries:  # the weights change from step to step
+        kernels[PACK] = Kernel(PACK_SYMBOL, (), {}, image=len(texts))
+        texts.append(resources.files("ecornn.build").joinpath("pack_weights.cu").read_text())
     sources = host_sources(program, kernels, device.arch)
-    with ThreadPoolExecutor(len(groups)) as threads:  # that wait for compilers
-        compiled = list(threads.map(lambda group: compile_cubin(group[1], device.arch), groups))
-    resources = {symbol: found for _, each in compiled for symbol, found in each.items()}
+    with ThreadPoolExecutor(len(texts)) as threads:  # that wait for compilers
+        compiled = list(threads.map(lambda text: compile_cubin(text, device.arch), texts))
+    used = {symbol: found for _, each in compiled for symbol, found in each.items()}
     return Generated(
         sources=sources,
         binaries={image(number): cubin for number, (cubin, _) in enumerate(compiled)},
         emitted=Texts(tir=lambda: "\n".join(f.script() for f in program.functions.values()),
                       cuda=lambda: lower(program, device.arch)[1]),
-        resources={name: resources[kernel.symbol] for name, kernel in kernels.items() if kernel.symbol in resources},
+        resources={name: used[kernel.symbol] for name, kernel in kernels.items() if kernel.symbol in used},
     )
 
 

@@ -242,6 +242,23 @@ int enter(const char* signature, Section calls, int pointers, const void* argume
                reinterpret_cast<Pointer*>(a + 4));
 }
 
+constexpr int kPackGiven = 8, kPackParameters = 128;  // arguments before the parameters; those that the kernel takes
+constexpr int kPackThreads = 256, kPackWarps = kPackThreads / 32;  // of a block; a warp does one of the works
+
+int pack(int kernel, const void* arguments, int32_t num_args) {
+  const char* signature = "pack(device, queue, works, jobs, sources, places, count, type, *parameters)";
+  int64_t a[kPackGiven + kPackParameters] = {};
+  if (num_args < kPackGiven || num_args > kPackGiven + kPackParameters)
+    return fail("TypeError", "pack takes 8 arguments, and 128 parameters at most");
+  ECORNN_TRY(integers(signature, static_cast<const TVMFFIAny*>(arguments), num_args, num_args, a));
+  ECORNN_USE(a[0]);
+  ECORNN_TRY(check_size("count", a[6]));
+  int32_t count = static_cast<int32_t>(a[6]), type = static_cast<int32_t>(a[7]);
+  const Shape shape = {static_cast<unsigned>((count - 1) / kPackWarps + 1), kPackThreads, 0, 0, {}};
+  void* given[] = {&a[2], &a[3], &a[4], &a[5], &count, &type, &a[kPackGiven], nullptr};
+  return launch(*state, kernel, shape, stream_of(a[1]), given);
+}
+
 }  // namespace ecornn
 
 using namespace ecornn;

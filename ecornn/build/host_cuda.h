@@ -68,6 +68,9 @@ int beside(const State& state, int count, const Section* sections, int32_t T, in
 int wave(const State& state, int count, const WaveLayer* layers, int chunks, int least, int32_t T, int32_t B,
          Stream stream, Pointer* p);
 
+// Packs weights by this kernel, of pack_weights.cu; called with its arguments (TVMFFIAny).
+int pack(int kernel, const void* arguments, int32_t count);
+
 // The pointers of a chunk, as many as the entry takes at most: those of its first step and, `later`, of states handed on.
 void chunk_pointers(Pointer* own, const Pointer* all, const Moving* moving, const Handed* handed, int32_t first,
                     int32_t B, bool later);
@@ -82,6 +85,13 @@ void chunk_pointers(Pointer* own, const Pointer* all, const Moving* moving, cons
   extern "C" __attribute__((visibility("default"))) int __tvm_ffi_##name(void*, const void* arguments,      \
                                                                          int32_t count, void*) {            \
     return enter(#name "(T, B, device, queue, *pointers)", name##_calls, pointers, arguments, count);       \
+  }
+
+// Exports pack(device, queue, works, jobs, sources, places, count, type, *parameters).
+#define ECORNN_PACK(kernel)                                                                                   \
+  extern "C" __attribute__((visibility("default"))) int __tvm_ffi_pack(void*, const void* arguments,          \
+                                                                       int32_t count, void*) {                \
+    return pack(kernel, arguments, count);                                                                    \
   }
 
 }  // namespace ecornn

@@ -14,6 +14,7 @@ FILES = ("host_cuda.cc", "host_cuda.h", "cuda_driver.h", "cuda_streams.h")  # th
 LANES = 32  # kMaxLanes of cuda_streams.h
 CHUNK = ("first_step", "all_steps")
 SCALARS = ("T", "B", "t", *CHUNK)  # that kernels may take
+PACK = "pack_weights"  # the kernel of pack_weights.cu, where a module has it
 COOPERATIVE = "tirx.use_cooperative_launch"
 # Launch tags of TVM, and the field of Launch that must agree.
 _TAGS = {COOPERATIVE: "cooperative", "tirx.use_dyn_shared_memory": "shared"}
@@ -49,6 +50,8 @@ def host_sources(program: Program, kernels: Mapping[str, Kernel], arch: str) -> 
     writer = _Writer(program, kernels)
     for name, entry in program.entries.items():
         writer.entry(name, entry)
+    if PACK in kernels:
+        writer.functions += [f"ECORNN_PACK({writer.index[PACK]})", ""]
     files = resources.files("ecornn.build")
     return {"program.cc": writer.text(arch)} | {name: files.joinpath(name).read_text() for name in FILES}
 

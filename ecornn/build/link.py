@@ -7,13 +7,14 @@ import os
 import secrets
 import shlex
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from ecornn import checksum
 from ecornn.build import cache
+from ecornn.build.commands import ANSWER, WORK, run
 from ecornn.build.generated import Generated
 from ecornn.build.messages import first_lines
 from ecornn.errors import BuildError
@@ -23,7 +24,7 @@ SOURCE_SUFFIXES = (".cc", ".cpp", ".c", ".s")  # other files are headers
 
 
 def link(generated: Generated, out: Path) -> None:
-    """Writes the shared library ``out``, complete or not at all.
+    """Writes the shared library ``out``, its checksum behind it, complete or not at all.
 
     It depends on ``libtvm_ffi.so`` and the C and C++ libraries. Raises :class:`BuildError` with the
     compiler's message, with what to install where there is no C++ compiler, or where ``out`` is there and no file.
@@ -44,6 +45,7 @@ def link(generated: Generated, out: Path) -> None:
         try:
             _run([*compiler, "-shared", "-pthread", *inputs, f"-L{runtime.parent}", "-Wl,--as-needed",
                   "-Wl,--no-undefined", "-Wl,-z,noexecstack", "-ltvm_ffi", "-ldl", "-o", str(made)], name)
+            checksum.append(made)
             made.replace(out)
         except OSError as error:
             raise BuildError(f"{out} cannot be written: {error}") from error
@@ -79,15 +81,14 @@ def _object(compiler: tuple[str, ...], source: tuple[str, str], headers: tuple[t
 @functools.cache
 def _said(compiler: tuple[str, ...]) -> str:
     """The compiler's version."""
-    done = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False)
-    return " ".join((*compiler, done.stdout))
+    return " ".join((*compiler, run([*compiler, "--version"], ANSWER)[1]))
 
 
 def _run(command: list[str], folder: str) -> None:
     """Raises :class:`BuildError` with the first lines of what the compiler says."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
-    if done.returncode != 0:
-        raise BuildError(f"{command[0]} failed:\n{first_lines(done.stderr + done.stdout)}")
+    status, said = run(command, WORK, folder)
+    if status != 0:
+        raise BuildError(f"{command[0]} failed:\n{first_lines(said)}")
 
 
 def find_compiler() -> list[str]:

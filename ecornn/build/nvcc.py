@@ -10,7 +10,6 @@ import functools
 import os
 import re
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from ecornn.build import cache, kernel_headers, nvrtc
+from ecornn.build.commands import ANSWER, WORK, run
 from ecornn.build.messages import first_lines
 from ecornn.errors import ArgumentError, BuildError
 
@@ -74,7 +74,7 @@ def identity() -> str:
 
 @functools.cache
 def _said(nvcc: str) -> str:
-    return subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
+    return run([nvcc, "--version"], ANSWER)[1]
 
 
 def parse_resources(log: str) -> Resources:
@@ -136,8 +136,7 @@ def _nvcc(nvcc: str, source: str, arch: str, kind: str, defines: Sequence[str] =
         given.write_text(source)
         command = [nvcc, f"-gencode=arch={virtual},code={real}", *FLAGS, *defines, f"-{kind}", str(given),
                    "-o", str(made)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        log = done.stderr + done.stdout
-        if done.returncode != 0:
-            raise BuildError(f"nvcc failed for {arch} with status {done.returncode}:\n{first_lines(log)}")
+        status, log = run(command, WORK)
+        if status != 0:
+            raise BuildError(f"nvcc failed for {arch} with status {status}:\n{first_lines(log)}")
         return made.read_bytes(), log

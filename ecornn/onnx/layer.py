@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ecornn.device import Device
-from ecornn.errors import ArgumentError, ShapeError
+from ecornn.errors import ArgumentError, DTypeError, ShapeError
 from ecornn.layer_spec import LayerSpec
 from ecornn.onnx.node import Node
 from ecornn.runtime.loader import Layer
@@ -27,35 +27,42 @@ class OnnxLayer:
 
     def __call__(self, x: Any, sequence_lens: Any = None, initial_h: Any = None,
                  initial_c: Any = None) -> tuple[Any, ...]:
-        """Runs the node on NumPy arrays, float32.
+        """Runs the node on NumPy arrays of its data type, or of the layer's, and returns such.
 
         X is (T, B, I), states (D, B, H); with layout 1 they are (B, T, I) and (B, D, H). Returns Y
         (T, D, B, H), or (B, T, D, H), then Y_h and, for an LSTM, Y_c of the states' shape.
 
         What is not given is the node's constant; where it has none, all of T and states of zeros. Raises
-        :class:`ArgumentError` where the node takes it from elsewhere in the model.
+        :class:`ArgumentError` where the node takes it from elsewhere in the model, :class:`DTypeError` and
+        :class:`ShapeError` where an array does not fit.
         """
         node = self.node
         sequence_lens, initial_h, initial_c = map(self._input, ("sequence_lens", "initial_h", "initial_c"),
                                                   (sequence_lens, initial_h, initial_c))
         directions = 1 + (node.direction == "bidirectional")
-        x = np.asarray(x)
+        x = array(x, "X")
+        dtype, computed = x.dtype, self.layer.manifest.workload.dtype
+        if dtype.name not in (node.dtype, computed):
+            raise DTypeError("X.dtype", dtype.name, f"{node.dtype}, as the node's")
         if x.ndim != 3:
             raise ShapeError("X.shape", x.shape, "(B, T, I)" if node.batch_first else "(T, B, I)")
         x = x.swapaxes(0, 1) if node.batch_first else x
         batch = x.shape[1]
 
         def inwards(name: str, state: Any) -> Any:
-            value = np.zeros((directions, batch, node.hidden), x.dtype) if state is None else np.asarray(state)
-            value = value.swapaxes(0, 1) if node.batch_first and state is not None else value
+            value = np.zeros((directions, batch, node.hidden), dtype) if state is None else array(state, name)
+            if value.dtype.name not in (node.dtype, computed, "float32"):  # constants are of that
+                raise DTypeError(f"{name}.dtype", value.dtype.name, f"{node.dtype}, as the node's")
+            value = value.swapaxes(0, 1) if node.batch_first and state is not None and value.ndim == 3 else value
             if value.shape != (directions, batch, node.hidden):
                 shape = "(B, D, H)" if node.batch_first else "(D, B, H)"
                 raise ShapeError(f"{name}.shape", np.shape(state), f"{shape} with D={directions} H={node.hidden}")
-            return value if directions > 1 else value[0]
+            return as_type(value if directions > 1 else value[0], computed)
 
         given = (("initial_h", initial_h), ("initial_c", initial_c))[:1 + (node.op == "LSTM")]
         state = None if initial_h is None and initial_c is None else tuple(inwards(n, s) for n, s in given)
-        y, after = self.layer(x, state, lengths=sequence_lens)
+        y, after = self.layer(as_type(x, computed), state, lengths=sequence_lens)
+        y, after = y.astype(dtype, copy=False), [s.astype(dtype, copy=False) for s in after]
         y = y.reshape(*y.shape[:2], directions, node.hidden)
         states = [s.reshape(directions, batch, node.hidden) for s in after]
         if node.batch_first:
@@ -72,14 +79,43 @@ class OnnxLayer:
         return value
 
 
-def compile(node: Node, *, batch: int = 1, seq: int = 100, target: str | Device | None = None) -> OnnxLayer:
+def array(value: Any, name: str) -> Any:
+    """As a NumPy array; :class:`ArgumentError` for what is none."""
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentError(name, type(value), f"an array ({error})") from error
+
+
+def as_type(value: Any, dtype: str) -> Any:
+    """A NumPy array in a data type by name."""
+    if value.dtype.name == dtype:
+        return value
+    if dtype == "bfloat16":
+        import ml_dtypes
+
+        return value.astype(ml_dtypes.bfloat16)
+    return value.astype(dtype)
+
+
+def compile(node: Node, *, batch: int = 1, seq: int = 100, target: str | Device | None = None,
+            dtype: str | None = None) -> OnnxLayer:
     """Compiles a node, for calls of up to ``batch`` rows and lengths of about ``seq``.
 
-    Raises what :func:`ecornn.compile` raises.
+    ``dtype``: what it computes in; default: the node's own on a GPU, and float32 on a CPU, where that is more than the
+    node's. Raises what :func:`ecornn.compile` raises, and :class:`DTypeError` for a node of float64 where ``dtype`` does
+    not say that less will do.
     """
-    from ecornn.compiler import compile_layer
+    from ecornn.compiler import compile_layer, device_of
 
+    if not isinstance(node, Node):
+        raise ArgumentError("node", type(node), "a Node, as ecornn.onnx.read() gives it")
+    if dtype is None and node.dtype == "float64":
+        raise DTypeError("dtype", node.dtype, "of the node float32, float16 or bfloat16; or dtype='float32' of this call, "
+                         "with relative errors of about 1e-6")
+    device = device_of(target)
+    chosen = dtype or (node.dtype if device.kind == "cuda" else "float32")
     module = compile_layer(LayerSpec(
-        node.cell, node.hidden, node.input, batch, seq, bidirectional=node.direction == "bidirectional",
-        reverse=node.direction == "reverse", lengths=True), target=target)
+        node.cell, node.hidden, node.input, batch, seq, chosen, bidirectional=node.direction == "bidirectional",
+        reverse=node.direction == "reverse", lengths=True), target=device)
     return OnnxLayer(node, module.bind(node.weights))

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ecornn.errors import ArgumentError, ModuleError, WeightsError
+from ecornn.onnx.constants import DOMAINS, Scope
 from ecornn.onnx.node import GATES, Node, interpret
 
 INPUTS = ("X", "W", "R", "B", "sequence_lens", "initial_h", "initial_c", "P")
-DOMAINS = ("", "ai.onnx")
+MOST = {"LSTM": (8, 3), "GRU": (6, 2), "RNN": (6, 2)}  # inputs and outputs
+TYPES = {"activation_alpha": "FLOATS", "activation_beta": "FLOATS", "activations": "STRINGS", "clip": "FLOAT",
+         "direction": "STRING", "hidden_size": "INT", "input_forget": "INT", "layout": "INT",
+         "linear_before_reset": "INT"}
 
 
 def read(model: Any, node: str | None = None) -> Node:
     """A recurrent node of a model, with its weights.
 
     ``model`` is a file's name or an ``onnx.ModelProto``; ``node`` the node's name, or the name of one of its
-    outputs; it may be left out where the model has but one. W, R, B and P must be constants of the model.
+    outputs; it may be left out where the model has but one. Nodes in the bodies of ``If``, ``Loop`` and ``Scan`` are
+    found, too. W, R, B and P must be constants of the model, or what its nodes compute from constants.
 
     Raises :class:`ModuleError` where the file cannot be read or the model contradicts itself, :class:`ArgumentError`
     where onnx is not installed or not one node is of that name, and what :func:`ecornn.onnx.node.interpret` raises.
@@ -29,27 +33,42 @@ def read(model: Any, node: str | None = None) -> Node:
     except ImportError as error:
         raise ArgumentError("model", str(model), "the package onnx installed: pip install onnx") from error
     if isinstance(model, (str, os.PathLike)):
+        if Path(model).exists() and not Path(model).is_file():
+            raise ModuleError(f"{model} cannot be read as an ONNX model: it is no regular file")
         try:
             model = onnx.load(model)
         except Exception as error:  # protobuf raises types of its own
             raise ModuleError(f"{model} cannot be read as an ONNX model: {error}") from error
-    found = choose(model, node)
-    return from_proto(found, constants(model, set(found.input)))
+    if not isinstance(model, onnx.ModelProto):
+        raise ArgumentError("model", type(model), "a file's name or an onnx.ModelProto")
+    try:
+        scope, found = choose(model, node)
+        return from_proto(found, {name: scope.constant(name) for name in found.input[1:] if name})
+    except RecursionError as error:
+        raise ModuleError("the model's graphs or constants are nested too deeply") from error
 
 
-def choose(model: Any, name: str | None) -> Any:
-    """The one recurrent node of that name, or with an output of it; :class:`ArgumentError` where it is not one."""
+def choose(model: Any, name: str | None) -> tuple[Scope, Any]:
+    """The one recurrent node of that name, or with an output of it, and where it is; :class:`ArgumentError` where it is
+    not one."""
     own = {f.name for f in model.functions if f.domain in DOMAINS}  # a model's functions go before ONNX's operators
-    nodes = [n for n in model.graph.node if n.op_type in GATES and n.domain in DOMAINS and n.op_type not in own]
-    named = [n for n in nodes if name is None or name == n.name or (name and name in n.output)]
+    known = GATES.keys() - own
+    nodes = [(scope, n) for scope in Scope(model.graph, model.opset_import).inner() for n in scope.graph.node
+             if n.op_type in known and n.domain in DOMAINS]
+    named = [(s, n) for s, n in nodes if name is None or name == n.name or (name and name in n.output)]
     if len(named) == 1:
         return named[0]
     if len(named) > 1 and name is not None:
-        outputs = ", ".join(title(n, by_output=True) for n in named)
+        outputs = ", ".join(title(n, by_output=True) for _, n in named)
         raise ArgumentError("node", name, f"a name that one node has; by their outputs these are {outputs}")
-    names = [n.name for n in nodes]
-    listed = ", ".join(f"{title(n, names.count(n.name) > 1)} ({n.op_type})" for n in nodes)
-    raise ArgumentError("node", name, f"one of {listed}" if nodes else "a model with an LSTM, GRU or RNN of ONNX's")
+    names = [n.name for _, n in nodes]
+    listed = [f"{title(n, names.count(n.name) > 1)} ({n.op_type})" for _, n in nodes]
+    hidden = [f"{title(n)} ({n.op_type}) of the function {f.name}" for f in model.functions for n in f.node
+              if n.op_type in known and n.domain in DOMAINS]
+    allowed = f"one of {', '.join(listed)}" if nodes else "a model with an LSTM, GRU or RNN of ONNX's"
+    if hidden:
+        allowed += f"; inline the model's functions (onnx.inliner) for {', '.join(hidden)}"
+    raise ArgumentError("node", name, allowed)
 
 
 def from_proto(node: Any, tensors: Mapping[str, Any]) -> Node:
@@ -57,11 +76,20 @@ def from_proto(node: Any, tensors: Mapping[str, Any]) -> Node:
     from onnx import helper
 
     name = title(node)
+    for kind, there, most in zip(("inputs", "outputs"), (node.input, node.output), MOST.get(node.op_type, ()),
+                                 strict=False):
+        if len(there) > most:
+            raise ModuleError(f"node {name}: it has {len(there)} {kind}; {node.op_type} has at most {most}")
     attributes: dict[str, Any] = {}
     for attribute in node.attribute:
-        if attribute.name in attributes:
-            raise ModuleError(f"node {name}: two attributes are named {attribute.name}")
-        attributes[attribute.name] = helper.get_attribute_value(attribute)
+        key = attribute.name
+        if key in attributes:
+            raise ModuleError(f"node {name}: two attributes are named {key}")
+        kind = attribute.AttributeType.Name(attribute.type)
+        if attribute.ref_attr_name or kind != TYPES.get(key, kind):
+            found = f"of the function's {attribute.ref_attr_name}" if attribute.ref_attr_name else f"of type {kind}"
+            raise ArgumentError(f"{name}.{key}", found, f"a value of type {TYPES.get(key, kind)}")
+        attributes[key] = helper.get_attribute_value(attribute)
     for key, value in attributes.items():
         if isinstance(value, bytes):
             attributes[key] = value.decode(errors="replace")
@@ -81,52 +109,3 @@ def title(node: Any, by_output: bool = False) -> str:
     """A node's name; without one, that of its first output."""
     first = next((o for o in node.output if o), node.op_type)
     return first if by_output or not node.name else node.name
-
-
-def constants(model: Any, names: set[str]) -> dict[str, Any]:
-    """Those of ``names`` that are initializers or the values of Constant nodes, as arrays.
-
-    Raises :class:`ModuleError` where one is defined twice, or cannot be read.
-    """
-    from onnx import helper, numpy_helper
-    from onnx.external_data_helper import uses_external_data
-
-    sources = [(t.name, t) for t in model.graph.initializer]
-    sources += [(t.values.name, t) for t in model.graph.sparse_initializer]
-    for node in model.graph.node:
-        value = None
-        if node.op_type == "Constant" and node.domain in DOMAINS and len(node.attribute) == 1:
-            value = helper.get_attribute_value(node.attribute[0])
-        sources += [(output, value) for output in node.output]
-    found: dict[str, Any] = {}
-    for name, source in sources:
-        if name not in names or not name:
-            continue
-        if name in found:
-            raise ModuleError(f"the model has two tensors named {name}")
-        if hasattr(source, "data_type") and uses_external_data(source):
-            raise ModuleError(f"the data of {name} is in a file that has not been read: give the model's file name, or "
-                              "onnx.load() it with its external data")
-        try:
-            if hasattr(source, "indices"):
-                found[name] = dense(source)
-            elif hasattr(source, "data_type"):
-                found[name] = numpy_helper.to_array(source)
-            else:  # numbers of a Constant node; None for what another node computes
-                found[name] = None if source is None else np.asarray(source)
-        except Exception as error:  # data elsewhere that is not there, fewer bytes than the shape says
-            raise ModuleError(f"the model's {name} cannot be read: {error}") from error
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def dense(tensor: Any) -> Any:
-    """An ``onnx.SparseTensorProto`` as an array."""
-    from onnx import numpy_helper
-
-    values, indices = numpy_helper.to_array(tensor.values), numpy_helper.to_array(tensor.indices)
-    made = np.zeros(tuple(tensor.dims), values.dtype)
-    if indices.ndim == 1:
-        made.reshape(-1)[indices] = values
-    else:
-        made[tuple(indices.T)] = values
-    return made

@@ -46,6 +46,7 @@ class Node:
     batch_first : ONNX's layout 1
     weights : by PyTorch's names, float32
     outputs : which of Y, Y_h and Y_c the node has
+    dtype : of the node's tensors: ``float16``, ``bfloat16``, ``float32`` or ``float64``
     inputs : those of ``sequence_lens``, ``initial_h`` and ``initial_c`` that the node has: its constant, or None
         where each call must bring it. In ONNX's shapes; states float32, lengths int32
     """
@@ -60,6 +61,7 @@ class Node:
     weights: dict[str, Array]
     outputs: tuple[bool, ...]
     inputs: dict[str, Array | None] = field(default_factory=dict)
+    dtype: str = "float32"
 
 
 def interpret(name: str, op: str, attributes: Mapping[str, Any], tensors: Sequence[Array | None],
@@ -123,7 +125,7 @@ def interpret(name: str, op: str, attributes: Mapping[str, Any], tensors: Sequen
     layout = bool(attributes.get("layout", 0))
     known = {key: value if value is None else _constant(f"{name}.{key}", key, value, (count, hidden), layout)
              for key, value in (inputs or {}).items()}
-    return Node(name, op, cell, int(w.shape[-1]), hidden, direction, layout, weights, outputs, known)
+    return Node(name, op, cell, int(w.shape[-1]), hidden, direction, layout, weights, outputs, known, str(w.dtype))
 
 
 def _constant(where: str, key: str, value: Array, sizes: tuple[int, int], batch_first: bool) -> Array:

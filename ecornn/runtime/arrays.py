@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,10 @@ class Arrays(ABC):
     def zeros(self, shape: Shape, like: Any, dtype: str) -> Placed:
         """A new array of zeros on the device of ``like``."""
         raise ArgumentError("x", type(like), "a NumPy array or a torch.Tensor, for training")
+
+    def all_zeros(self, shapes: Sequence[Shape], like: Any) -> list[Placed]:
+        """New float32 arrays of zeros."""
+        return [self.zeros(shape, like, "float32") for shape in shapes]
 
     @abstractmethod
     def to_host(self, value: Any, name: str, library: Library) -> np.ndarray[Any, Any]:

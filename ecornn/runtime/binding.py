@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from ecornn.errors import ModuleError
 from ecornn.manifest import Manifest
 from ecornn.program import PACKED, Packing
+from ecornn.runtime.device_packing import SIZES, DevicePacking
 from ecornn.runtime.frameworks import arrays_of
 from ecornn.runtime.library import Library
 from ecornn.runtime.memory import DeviceMemory, HostMemory, Memory
@@ -32,6 +34,7 @@ class Bound:
     def __init__(self, manifest: Manifest, plan: CallPlan, parameters: Mapping[str, Any],
                  library: Library, device: int) -> None:
         work = manifest.workload
+        self._manifest = manifest
         self._library, self._device = (library if manifest.device.kind == "cuda" else None), device
         self.arguments = [0] * plan.count
         self._kept: list[Memory] = []
@@ -40,6 +43,7 @@ class Bound:
 
         self.packed: dict[str, int] = {}
         self._repackings: list[Repacking] = []  # of the host
+        again = tensors and library.pack is not None  # by the module's own kernel
         made_of: dict[Packing, tuple[int, int]] = {}  # packing -> elements, pointer
         for buffer in manifest.buffers:
             if buffer.role != PACKED:
@@ -47,13 +51,17 @@ class Bound:
             if buffer.packing is None:
                 raise ModuleError(f"the module does not say how to pack {buffer.name}")
             if buffer.packing not in made_of:
-                made_of[buffer.packing] = self._pack(buffer.packing, parameters, tensors)
+                made_of[buffer.packing] = self._room(buffer.packing) if again else self._pack(
+                    buffer.packing, parameters, tensors)
             made, self.packed[buffer.name] = made_of[buffer.packing]
             if buffer.extent.at(0) > made:
                 raise ModuleError(f"the packing of {buffer.name} makes {made} of its "
                                   f"{buffer.extent.at(0)} elements")
         for position, buffer in plan.packed:
             self.arguments[position] = self.packed[buffer.name]
+        self._places = {packing: pointer for packing, (_, pointer) in made_of.items()}
+        if again:
+            library.synchronize(device, self.repack_tensors(parameters))  # any stream may read
         self._zeros = (0, 0)
         self.zeros(manifest.stack.count * work.batch * work.hidden * work.itemsize)
 
@@ -74,6 +82,33 @@ class Bound:
         """Packs anew, into the same memory, what has parameters that have changed."""
         again = [r for r in self._repackings if any(name in changed for name, _ in r.packing.sources)]
         repack(again, parameters, library, threads)
+
+    def _room(self, packing: Packing) -> tuple[int, int]:
+        """As :meth:`_pack`, of memory to pack to later."""
+        assert self._library is not None
+        count = prod(packing.split)
+        memory = DeviceMemory(self._library, self._device, count * SIZES.get(packing.dtype, 4))
+        self._kept.append(memory)
+        return count, memory.pointer
+
+    @cached_property
+    def device_packing(self) -> DevicePacking:
+        """What packs again on a GPU, by a module that knows how."""
+        library = self._library
+        assert library is not None and library.pack is not None
+        return DevicePacking(self._manifest, self._places, self._place, library.pack, self._device)
+
+    def repack_tensors(self, parameters: Mapping[str, Any]) -> int:
+        """Packs tensors that are on the GPU, on torch's current stream, where the last ones were packed. Returns the
+        stream."""
+        values = [parameters[p.key] for p in self._manifest.parameters]
+        arrays, kinds = arrays_of(values[0], "weights"), {value.dtype for value in values}
+        if len(kinds) > 1:
+            values = [value.float() for value in values]
+        values = [value.contiguous() for value in values]
+        queue = arrays.queue(self._device)
+        self.device_packing([v.data_ptr() for v in values], arrays.facts(values[0])[1], queue)
+        return queue
 
     def _place(self, values: Any) -> int:
         library = self._library

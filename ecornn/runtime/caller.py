@@ -8,7 +8,9 @@ from math import prod
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from ecornn.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+import numpy as np
+
+from ecornn.errors import ArgumentError, DeviceError, DTypeError, ModuleError, ShapeError
 from ecornn.manifest import Manifest
 from ecornn.runtime.arrays import Arrays, Placed, Shape
 from ecornn.runtime.binding import Bound
@@ -129,6 +131,10 @@ class Caller(TrainingCalls):
         count = self._stack.count
         return (batch, self._hidden) if count == 1 else (count, batch, self._hidden)
 
+    def zero_state(self, batch: int) -> Placed:
+        """Zeros in place of a state, or of its gradient."""
+        return None, self._bound.zeros(prod(self.state_shape(batch)) * self.manifest.workload.itemsize)
+
     def _masks(self, arrays: Arrays, x: Any, steps: int, batch: int, lengths: Any,
                resets: Any, sequences: Any) -> tuple[list[Placed], int, int]:
         """What the module reads beside x and the states, the steps that are worth running, and the rows of states."""
@@ -147,21 +153,36 @@ class Caller(TrainingCalls):
         return found, active, rows
 
     def repack(self, weights: Mapping[str, Any], changed: Collection[str] | None = None) -> None:
-        """Packs weights that have changed where they were before, on a CPU; the layer computes with them from then on.
-        No call of it may be under way.
+        """Packs weights that have changed where they were before; the layer computes with them from then on. No call
+        of it may be under way on a CPU. On a GPU the weights are tensors that lie there, and are packed on torch's
+        current stream, without waiting, also in a CUDA graph: calls on other streams must be ordered behind that.
 
         Parameters
         ----------
         weights : as of :meth:`Module.bind`, all of them
-        changed : the names of those that are not as they were; default: all
+        changed : the names of those that are not as they were; default: all. On a GPU all are packed
 
-        Raises as :meth:`Module.bind`, and :class:`DeviceError` for a layer on a GPU; nothing has changed then.
+        Raises as :meth:`Module.bind`, :class:`~ecornn.errors.ModuleError` for a layer on a GPU whose module was
+        compiled without ``training=True``, and :class:`~ecornn.errors.DeviceError` for weights that are not on it;
+        nothing has changed then.
         """
-        if self.threads is None:
-            raise DeviceError("repack", self._place, "a layer on a CPU")
         parameters = read_weights(self.manifest, weights, self.library, self.device)
+        if self.threads is None:
+            if self.library.pack is None:
+                raise ModuleError("the module was compiled without training=True: it cannot pack on a GPU")
+            for name, value in parameters.items():
+                if isinstance(value, np.ndarray):
+                    raise DeviceError(f"weights: {name}", "not all on the GPU", f"float32, float16 or bfloat16 tensors "
+                                      f"on {self._place}, where they are packed")
+            self._bound.repack_tensors(parameters)
+            return
         keys = {p.key for p in self.manifest.parameters if changed is None or p.name in changed}
         self._bound.repack(parameters, keys, self.library, self.threads)
+
+    def repack_at(self, pointers: Sequence[int], dtype: str, queue: int) -> None:
+        """As :meth:`repack` on a GPU, on this stream, of contiguous weights at these addresses, in the manifest's
+        order, of one data type (float32, float16 or bfloat16); 0 stands for zeros. Nothing is checked."""
+        self._bound.device_packing(pointers, dtype, queue)
 
     @cached_property
     def training(self) -> Training:
@@ -169,9 +190,9 @@ class Caller(TrainingCalls):
         return Training(self)
 
     def prepared(self, x: Any, state: Sequence[Any] | None, lengths: Any, resets: Any,
-                 sequences: Any) -> tuple[Arrays, Placed, dict[str, Placed], list[Placed] | None, int, int]:
-        """The arguments of a call, checked: whose arrays they are, x, masks, states (None where there are none), T and
-        B."""
+                 sequences: Any) -> tuple[Arrays, Placed, dict[str, Placed], list[Placed] | None, int, int, int]:
+        """The arguments of a call, checked: whose arrays they are, x, masks, states (None where there are none), T, B
+        and the rows of states, which are S with ``sequences``."""
         arrays = arrays_of(x, "x")
         x = arrays.take(x, "x")
         steps, batch = self._check_x(arrays, x)
@@ -179,7 +200,7 @@ class Caller(TrainingCalls):
         masks, _, rows = self._masks(arrays, placed[0], steps, batch, lengths, resets, sequences)
         names = [name for name in MASKS if getattr(self._stack, name)]
         states = None if state is None else self._check_state(arrays, state, rows)
-        return arrays, placed, dict(zip(names, masks, strict=True)), states, steps, batch
+        return arrays, placed, dict(zip(names, masks, strict=True)), states, steps, batch, rows
 
     def _launch(self, arrays: Arrays, like: Any, queue: int, arguments: list[int]) -> None:
         """Runs with a workspace, which is kept for later calls."""

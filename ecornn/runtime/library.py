@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import mmap
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ecornn import checksum, manifest_format1
 from ecornn.errors import ModuleError
 
 _MANIFEST = b"__tvm_ffi_manifest"
+# in what says what a module is, from when there were no checksums
+_UNCHECKED = tuple(f'"format":{manifest_format1.FORMAT}{end}'.encode() for end in ",}")
 _EHDR = struct.Struct("<16sHHIQQQIHHHHHH")  # Elf64_Ehdr
 _files: dict[str, list[tuple[int, int]]] = {}  # path -> device and inode of each file loaded from there
 _LOADED_LIBRARY = 3  # ET_DYN
@@ -23,7 +25,7 @@ def _unavailable(*_: Any) -> Any:
 
 @dataclass(frozen=True)
 class Library:
-    """Functions of a module file; ``pack`` belongs to those of CPUs, ``alloc`` to ``synchronize`` to CUDA modules.
+    """Functions of a module file; ``alloc`` to ``synchronize`` belong to CUDA modules.
 
     Attributes
     ----------
@@ -33,7 +35,9 @@ class Library:
     free : (device, pointer) -> None
     copy : (device, to, from, nbytes, queue) -> None
     synchronize : (device, queue) -> None
-    pack : (jobs, count, threads) -> None, see :mod:`ecornn.runtime.repacking`; None in old modules
+    pack : on CPUs (jobs, count, threads) -> None, see :mod:`ecornn.runtime.repacking`, None in old modules; on CUDA
+        (device, queue, works, jobs, sources, places, count, type, *parameters) -> None, see
+        :mod:`ecornn.runtime.device_packing`, None in modules that do not train
     """
 
     manifest: Callable[..., Any]
@@ -81,22 +85,29 @@ def _spelling(path: Path) -> str:
 
 def _inspect(path: Path) -> None:
     """Refuses what must not reach the dynamic loader: it runs the code of any library that it is
-    given, and a cut-off one kills the process."""
+    given, and a damaged one kills the process."""
+    if path.exists() and not path.is_file():
+        raise ModuleError(f"{path} cannot be read: it is no regular file")
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            if content[:6] != b"\x7fELF\x02\x01" or len(content) < _EHDR.size:
-                raise ModuleError(f"{path} is not a module file: no 64-bit shared library for Linux")
-            if not _complete(content):
-                raise ModuleError(f"{path} is damaged: it is shorter than its header says")
-            if content.find(_MANIFEST) < 0:
-                raise ModuleError(f"{path} is a shared library, but not one that ecornn made")
+        content = path.read_bytes()
     except FileNotFoundError as error:
         raise ModuleError(f"there is no file {path}") from error
-    except (OSError, ValueError) as error:  # a folder, no permission; an empty file
+    except OSError as error:
         raise ModuleError(f"{path} cannot be read: {error}") from error
+    if content[:6] != b"\x7fELF\x02\x01" or len(content) < _EHDR.size:
+        raise ModuleError(f"{path} is not a module file: no 64-bit shared library for Linux")
+    if not _complete(content):
+        raise ModuleError(f"{path} is damaged: it is shorter than its header says")
+    if content.find(_MANIFEST) < 0:
+        raise ModuleError(f"{path} is a shared library, but not one that ecornn made")
+    whole = checksum.holds(content)
+    if whole is None and not any(text in content for text in _UNCHECKED):
+        raise ModuleError(f"{path} is damaged, or was changed after it was compiled: its checksum is missing")
+    if whole is False:
+        raise ModuleError(f"{path} is damaged, or was changed after it was compiled: its checksum is another")
 
 
-def _complete(content: mmap.mmap) -> bool:
+def _complete(content: bytes) -> bool:
     """Whether all sections and segments of an ELF file lie inside it."""
     (_, kind, _, _, _, segments, sections, _, _, segment_size, segment_count, section_size, section_count,
      _) = _EHDR.unpack_from(content)

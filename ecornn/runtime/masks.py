@@ -75,6 +75,8 @@ def _facts(name: str, value: Any, like: Any) -> tuple[Any, tuple[int, ...], str]
             return value, tuple(value.shape), str(value.dtype).removeprefix("torch.")
         value = value.cpu()
     try:
+        if hasattr(value, "data_ptr") and value.numel() and not value.data_ptr():
+            raise ValueError("a tensor without memory of its own")
         found = np.asarray(value)
     except (TypeError, ValueError, RuntimeError, BufferError) as error:
         raise ArgumentError(name, type(value), f"an array or a list ({error})") from error

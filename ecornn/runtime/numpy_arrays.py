@@ -29,6 +29,10 @@ class NumPyArrays(Arrays):
     def take(self, value: Any, name: str) -> np.ndarray[Any, Any]:
         if not isinstance(value, np.ndarray):
             raise ArgumentError(name, type(value), f"{self.name}, as x is")
+        if type(value) is not np.ndarray:
+            if isinstance(value, np.ma.MaskedArray):
+                raise ArgumentError(name, type(value), "an array without a mask")
+            return np.asarray(value)
         return value
 
     def facts(self, array: np.ndarray[Any, Any]) -> Facts:
@@ -72,7 +76,9 @@ class NumPyArrays(Arrays):
         return made, address(made)
 
     def to_host(self, value: np.ndarray[Any, Any], name: str, library: Library) -> np.ndarray[Any, Any]:
-        return value.astype(np.float32) if value.dtype.name == "bfloat16" else value
+        if isinstance(value, np.ma.MaskedArray):
+            raise ArgumentError(name, type(value), "an array without a mask")
+        return np.asarray(value.astype(np.float32) if value.dtype.name == "bfloat16" else value)
 
     def workspace(self, nbytes: int, like: Any, library: Library) -> Memory:
         return HostMemory(nbytes)

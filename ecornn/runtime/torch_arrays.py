@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ecornn.errors import ArgumentError
+from ecornn.errors import ArgumentError, DTypeError
 from ecornn.runtime.arrays import ALIGNMENT, Arrays, Facts, Placed, Shape
 from ecornn.runtime.library import Library
 from ecornn.runtime.memory import ALIGNMENT as WORKSPACE_ALIGNMENT
@@ -54,6 +55,8 @@ class TorchArrays(Arrays):
             raise ArgumentError(name, type(value), f"{self.name}, as x is")
         if value.layout is not self._torch.strided:
             raise ArgumentError(f"{name}.layout", value.layout, "torch.strided")
+        if value.is_nested or type(value) is self._torch.nn.UninitializedParameter:
+            raise ArgumentError(name, type(value), "a tensor that has one shape")
         if value.requires_grad and self._torch.is_grad_enabled():
             raise ArgumentError(f"{name}.requires_grad", True, "False, or a call under torch.no_grad(): "
                                 "autograd knows the layers of ecornn.torch")
@@ -94,7 +97,8 @@ class TorchArrays(Arrays):
 
     def in_place(self, array: Any) -> Placed | None:
         pointer = array.data_ptr()
-        return None if pointer % ALIGNMENT or not array.is_contiguous() or array.is_neg() else (array, pointer)
+        fits = pointer and not pointer % ALIGNMENT and array.is_contiguous() and not array.is_neg()
+        return (array, pointer) if fits else None
 
     def empty(self, shape: Shape, like: Any, library: Library) -> Placed:
         made = self._torch.empty(shape, dtype=like.dtype, device=like.device)
@@ -103,6 +107,11 @@ class TorchArrays(Arrays):
     def zeros(self, shape: Shape, like: Any, dtype: str) -> Placed:
         made = self._torch.zeros(shape, dtype=getattr(self._torch, dtype), device=like.device)
         return made, made.data_ptr()
+
+    def all_zeros(self, shapes: Sequence[Shape], like: Any) -> list[Placed]:
+        made = [self._torch.empty(shape, dtype=self._torch.float32, device=like.device) for shape in shapes]
+        self._torch._foreach_zero_(made)  # one kernel for all
+        return [(array, array.data_ptr()) for array in made]
 
     def swapped(self, array: Any) -> Any:
         return array.transpose(0, 1)
@@ -130,13 +139,30 @@ class TorchArrays(Arrays):
         return found
 
     def to_host(self, value: Any, name: str, library: Library) -> np.ndarray[Any, Any]:
-        torch, value = self._torch, value.detach().resolve_neg()
+        torch = self._torch
+        if value.is_quantized or (value.dtype.is_floating_point and value.dtype not in (*self._names, torch.float64)):
+            raise DTypeError(f"{name}.dtype", str(value.dtype).removeprefix("torch."),
+                             f"one of {', '.join(self._names.values())}, float64")
+        if not self._dense(value):
+            kind = f"a {type(value).__name__} of layout {value.layout} on {value.device}"
+            raise ArgumentError(name, kind, "a dense tensor with memory of its own")
+        value = value.detach().resolve_neg()
         if value.dtype in (torch.bfloat16, torch.float16):
             value = value.to(torch.float32)
-        return value.cpu().numpy()
+        return value.cpu().resolve_conj().numpy()
+
+    def _dense(self, value: Any) -> bool:
+        """Whether a tensor's elements lie in its memory."""
+        if value.layout is not self._torch.strided or value.is_nested:
+            return False
+        try:
+            return bool(value.data_ptr()) or not value.numel()
+        except RuntimeError:  # of a subclass, or a tensor that is traced
+            return False
 
     def packs(self, value: Any, place: str) -> bool:
-        return value.dtype in self._names and self.facts(value)[2] == place  # float64 would be rounded twice
+        # float64 would be rounded twice
+        return value.dtype in self._names and self.facts(value)[2] == place and self._dense(value)
 
     def workspace(self, nbytes: int, like: Any, library: Library) -> Memory:
         return HostMemory(nbytes) if like.is_cpu else TorchMemory(self._torch, nbytes, like.device)

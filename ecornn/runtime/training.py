@@ -21,7 +21,7 @@ class Kept:
 
     Attributes
     ----------
-    steps, batch : T and B of the call
+    steps, batch, rows : T and B of the call, and the rows of states: B, or S with ``sequences``
     nbytes : bytes of ``memory``, what is kept besides x, y and the first states
     """
 
@@ -34,6 +34,7 @@ class Kept:
     memory: Memory | None
     steps: int
     batch: int
+    rows: int
     taken: bool = field(default=False)
 
     @property
@@ -49,7 +50,7 @@ class Gradients:
     ----------
     x : (T, B, I), of the module's data type
     weights : by name, of the weights' shapes, float32
-    state : of the first states, as they were passed to ``forward``: (B, H), or (L*D, B, H)
+    state : of the first states, as they were passed to ``forward``: (B, H), or (L*D, B, H); S rows with ``sequences``
     """
 
     x: Any
@@ -79,6 +80,8 @@ class Training:
         if FORWARD not in manifest.entries:
             raise ModuleError("the module was compiled without training=True: it has no backward pass")
         self._forward, self._backward = entry_plan(manifest, FORWARD), entry_plan(manifest, BACKWARD)
+        self._arguments = {id(plan): self._packed(plan) for plan in (self._forward, self._backward)}
+        self._scratch: dict[tuple[int, int], tuple[tuple[int, ...], int]] = {}  # plan, T -> offsets, bytes
         self._pool = Pool()
         self._last = (0, 0, *kept_layout(manifest, 0, 0))
 
@@ -94,17 +97,33 @@ class Training:
 
     def workspace_bytes(self, steps: int) -> int:
         """The most bytes of workspace that one of the two calls takes."""
-        return max(layout([b.nbytes(steps) for _, b in plan.scratch])[1] for plan in (self._forward, self._backward))
+        return max(self._room(plan, steps)[1] for plan in (self._forward, self._backward))
+
+    def _packed(self, plan: EntryPlan) -> list[int]:
+        """The arguments of an entry that are the same in every call; 0 in place of all others."""
+        arguments = [0] * plan.count
+        for position, buffer in plan.packed:
+            arguments[position] = self._caller.packed[buffer.name]
+        return arguments
+
+    def _room(self, plan: EntryPlan, steps: int) -> tuple[tuple[int, ...], int]:
+        """Where workspace buffers start at this T, and the bytes of all."""
+        found = self._scratch.get((id(plan), steps))
+        if found is None:
+            if len(self._scratch) >= 64:
+                self._scratch.clear()
+            found = self._scratch[id(plan), steps] = layout([b.nbytes(steps) for _, b in plan.scratch])
+        return found
 
     def forward(self, arrays: Arrays, x: Placed, states: Sequence[Placed], masks: Mapping[str, Placed], y: Placed,
-                after: Sequence[Placed], steps: int, batch: int, memory: Memory | None = None) -> Kept:
+                after: Sequence[Placed], steps: int, batch: int, rows: int, memory: Memory | None = None) -> Kept:
         """Runs ``forward``; arguments are checked, ``states`` and ``after`` as a call has them."""
         offsets, total = self._layout(steps, batch)
         if memory is None and total:
             memory = arrays.workspace(total, x[0], self._caller.library)
-        kept = Kept(self._caller, arrays, x, y, list(states), dict(masks), memory, steps, batch)
-        given = {"x": [x[1]], "y": [y[1]], "state_in": self._by_part(states, batch),
-                 "state_out": self._by_part(after, batch), **{name: [at] for name, (_, at) in masks.items()}}
+        kept = Kept(self._caller, arrays, x, y, list(states), dict(masks), memory, steps, batch, rows)
+        given = {"x": [x[1]], "y": [y[1]], "state_in": self._by_part(states, rows),
+                 "state_out": self._by_part(after, rows), **{name: [at] for name, (_, at) in masks.items()}}
         self._run(self._caller.library.forward, self._forward, kept, offsets, given)
         return kept
 
@@ -112,35 +131,33 @@ class Training:
                  gradients: Iterable[Placed]) -> None:
         """Runs ``backward``; ``before`` gets the gradients of the first states, to ``gradients``, in the order of the
         manifest's parameters, theirs are added."""
-        batch = kept.batch
-        given = {"x": [kept.x[1]], "y": [kept.y[1]], "state_in": self._by_part(kept.states, batch), "dy": [dy[1]],
-                 "dstate_out": self._by_part(dstates, batch), "dx": [dx[1]],
-                 "dstate_in": self._by_part(before, batch), "gradient": [at for _, at in gradients],
+        rows = kept.rows
+        given = {"x": [kept.x[1]], "y": [kept.y[1]], "state_in": self._by_part(kept.states, rows), "dy": [dy[1]],
+                 "dstate_out": self._by_part(dstates, rows), "dx": [dx[1]],
+                 "dstate_in": self._by_part(before, rows), "gradient": [at for _, at in gradients],
                  **{name: [at] for name, (_, at) in kept.masks.items()}}
-        offsets, _ = self._layout(kept.steps, batch)
+        offsets, _ = self._layout(kept.steps, kept.batch)
         self._run(self._caller.library.backward, self._backward, kept, offsets, given)
 
-    def _by_part(self, states: Sequence[Placed], batch: int) -> list[int]:
+    def _by_part(self, states: Sequence[Placed], rows: int) -> list[int]:
         """Pointers by state and then by sequence."""
         work, count = self._caller.manifest.workload, self._caller.manifest.stack.count
-        size = batch * work.hidden * work.itemsize
+        size = rows * work.hidden * work.itemsize
         return [at + part * size for _, at in states for part in range(count)]
 
     def _run(self, function: Any, plan: EntryPlan, kept: Kept, offsets: Mapping[str, int],
              given: Mapping[str, Sequence[int]]) -> None:
         caller, arrays, steps = self._caller, kept.arrays, kept.steps
         queue = caller.threads or arrays.queue(caller.device)
-        arguments = [0] * plan.count
+        arguments = self._arguments[id(plan)].copy()
         arguments[:SCALARS] = steps, kept.batch, caller.device, queue
-        for position, buffer in plan.packed:
-            arguments[position] = caller.packed[buffer.name]
         for position, buffer in plan.kept:
             assert kept.memory is not None
             arguments[position] = kept.memory.pointer + offsets[buffer.name]
         for tensor, positions in plan.at.items():
             for position, pointer in zip(positions, given.get(tensor, ()), strict=True):
                 arguments[position] = pointer
-        starts, total = layout([b.nbytes(steps) for _, b in plan.scratch])
+        starts, total = self._room(plan, steps)
         key = 0 if caller.threads is not None else queue
         keep = caller.threads is not None or arrays.keeps_workspace()
         memory = (self._pool.take(key, total) if keep else None) or arrays.workspace(total, kept.x[0], caller.library)
@@ -155,14 +172,14 @@ class TrainingCalls:
     """:meth:`forward` and :meth:`backward` of a layer, on arrays of a caller."""
 
     def forward(self: Any, x: Any, state: Sequence[Any] | None = None, *, lengths: Any = None, resets: Any = None,
-                memory: Any = None) -> tuple[Any, tuple[Any, ...], Kept]:
+                sequences: Any = None, memory: Any = None) -> tuple[Any, tuple[Any, ...], Kept]:
         """As a call of the layer, and keeps what the gradients need. For modules compiled with ``training=True``.
 
         Parameters
         ----------
         x : (T, B, I), T >= 1, 1 <= B <= the compiled batch, of the module's data type: a NumPy array or a torch.Tensor
-        state : one array for each state, (B, H) or (L*D, B, H); None: zeros
-        lengths, resets : as of a call
+        state : one array for each state, (B, H) or (L*D, B, H), with ``sequences`` S rows; None: zeros
+        lengths, resets, sequences : as of a call
         memory : for what is kept, (:meth:`kept_bytes`,) uint8, contiguous; default: made
 
         Returns
@@ -175,21 +192,21 @@ class TrainingCalls:
         Raises as a call of the layer, and :class:`~ecornn.errors.ModuleError` for a module that does not train.
         """
         training = self.training  # a module that does not train says so
-        arrays, placed, masks, states, steps, batch = self._first(x, state, lengths, resets)
-        like, shape, room = placed[0], self.state_shape(batch), self._memory(arrays, memory, steps, batch)
+        arrays, placed, masks, states, steps, batch, rows = self._first(x, state, lengths, resets, sequences)
+        like, shape, room = placed[0], self.state_shape(rows), self._memory(arrays, memory, steps, batch)
         y = arrays.empty((steps, batch, self.width), like, self.library)
         after = [arrays.empty(shape, like, self.library) for _ in self.manifest.states]
-        kept = training.forward(arrays, placed, states, masks, y, after, steps, batch, room)
+        kept = training.forward(arrays, placed, states, masks, y, after, steps, batch, rows, room)
         return arrays.give(y[0]), tuple(arrays.give(a) for a, _ in after), kept
 
     def kept_in(self: Any, memory: Any, x: Any, y: Any, state: Sequence[Any] | None = None, *, lengths: Any = None,
-                resets: Any = None) -> Kept:
+                resets: Any = None, sequences: Any = None) -> Kept:
         """What a call of :meth:`forward` with these arguments kept in ``memory``, for :meth:`backward`, for callers
         that hold arrays alone. ``memory`` may be a copy; :meth:`backward` leaves it as it is."""
-        arrays, placed, masks, states, steps, batch = self._first(x, state, lengths, resets)
+        arrays, placed, masks, states, steps, batch, rows = self._first(x, state, lengths, resets, sequences)
         result = self._gradient(arrays, y, "y", (steps, batch, self.width), placed[0])
         room = self._memory(arrays, memory, steps, batch)
-        return Kept(self, arrays, placed, result, states, masks, room, steps, batch)
+        return Kept(self, arrays, placed, result, states, masks, room, steps, batch, rows)
 
     def backward(self: Any, kept: Kept, dy: Any = None, dstate: Sequence[Any] | None = None, *,
                  gradients: Mapping[str, Any] | None = None) -> Gradients:
@@ -212,14 +229,15 @@ class TrainingCalls:
         if kept.taken:
             raise ArgumentError("kept", "used by an earlier backward()", "what one call of forward() gave: it serves "
                                 "one backward()")
-        arrays, like, shape = kept.arrays, kept.x[0], self.state_shape(kept.batch)
+        arrays, like, shape = kept.arrays, kept.x[0], self.state_shape(kept.rows)
         wanted = kept.steps, kept.batch, self.width
         placed = self._gradient(arrays, dy, "dy", wanted, like)
         states = [None] * len(self.manifest.states) if dstate is None else dstate
         if not isinstance(states, (tuple, list)) or len(states) != len(self.manifest.states):
             raise ArgumentError("dstate", type(dstate), f"None, or a tuple of {len(self.manifest.states)} arrays: of "
                                 f"{', '.join(self.manifest.states)}")
-        dstates = [self._gradient(arrays, value, f"dstate[{n}]", shape, like) for n, value in enumerate(states)]
+        dstates = [self.zero_state(kept.batch) if value is None else
+                   self._gradient(arrays, value, f"dstate[{n}]", shape, like) for n, value in enumerate(states)]
         sums = dict(self._sums(arrays, gradients, like))
         dx = arrays.empty((kept.steps, kept.batch, self.manifest.workload.input), like, self.library)
         before = [arrays.empty(shape, like, self.library) for _ in states]
@@ -239,14 +257,13 @@ class TrainingCalls:
         the layer."""
         return self.training.workspace_bytes(steps)
 
-    def _first(self: Any, x: Any, state: Sequence[Any] | None, lengths: Any,
-               resets: Any) -> tuple[Arrays, Placed, dict[str, Placed], list[Placed], int, int]:
+    def _first(self: Any, x: Any, state: Sequence[Any] | None, lengths: Any, resets: Any,
+               sequences: Any) -> tuple[Arrays, Placed, dict[str, Placed], list[Placed], int, int, int]:
         """The arguments of a call as ``prepared`` has them, with zeros for states that are not given."""
-        arrays, placed, masks, states, steps, batch = self.prepared(x, state, lengths, resets, None)
+        arrays, placed, masks, states, steps, batch, rows = self.prepared(x, state, lengths, resets, sequences)
         if states is None:
-            shape, dtype = self.state_shape(batch), self.manifest.workload.dtype
-            states = [arrays.zeros(shape, placed[0], dtype) for _ in self.manifest.states]
-        return arrays, placed, masks, states, steps, batch
+            states = [self.zero_state(rows)] * len(self.manifest.states)
+        return arrays, placed, masks, states, steps, batch, rows
 
     def _memory(self: Any, arrays: Arrays, memory: Any, steps: int, batch: int) -> Memory | None:
         """A caller's memory, checked; None where there is none, or nothing to keep."""
@@ -278,7 +295,8 @@ class TrainingCalls:
               like: Any) -> Iterator[tuple[str, Placed]]:
         parameters = self.manifest.parameters
         if gradients is None:
-            yield from ((p.name, arrays.zeros(p.shape, like, "float32")) for p in parameters)
+            made = arrays.all_zeros([p.shape for p in parameters], like)
+            yield from zip((p.name for p in parameters), made, strict=True)
             return
         names = [p.name for p in parameters]
         if not isinstance(gradients, Mapping) or {*gradients} != {*names}:

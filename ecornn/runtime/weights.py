@@ -51,9 +51,16 @@ def _infinite(array: NDArray[Any]) -> bool:
         return bool(np.isinf(array.astype(np.float32, copy=False)).any())
 
 
+def _shape(value: Any, name: str) -> tuple[int, ...]:
+    try:
+        return tuple(getattr(value, "shape", ()))
+    except (RuntimeError, TypeError) as error:  # torch's nested and uninitialized ones have none
+        raise ArgumentError(name, type(value), f"an array with a shape ({str(error).splitlines()[0]})") from error
+
+
 def _read(parameter: Parameter, value: Any, library: Library, there: bool) -> Any:
     name = f"weights[{parameter.name!r}]"
-    shape = tuple(getattr(value, "shape", ()))
+    shape = _shape(value, name)
     if there:
         if shape != parameter.shape:
             raise ShapeError(f"{name}.shape", shape, str(parameter.shape))

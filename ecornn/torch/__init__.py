@@ -5,13 +5,14 @@
     layer = ecornn.torch.Recurrent(MyCell(), 128, 512)                      # a cell of one's own
 
 A layer is compiled at its first call of a shape, for the device and data type that it is on. It sees its weights
-change, also by training; only after writes through ``.data`` and the like it has to be told:
+change, also by training; only after writes through ``.data`` and the like on a GPU, or of single values, it has to be
+told:
 
     ecornn.torch.rebind(model)
 
-Layers train: on CPUs in float32 gradients are those of compiled modules, on GPUs PyTorch's own layer runs where they
-are asked for. Where PyTorch has to run a warning says why, and with ``ECORNN_STRICT=1`` in the environment that is an
-error. Gradients of gradients are refused: ``restore(model)`` makes its layers torch.nn's again.
+Layers train: on CPUs in float32, on GPUs in float32, float16 and bfloat16, also under autocast, gradients are those of
+compiled modules. Where PyTorch has to run a warning says why, and with ``ECORNN_STRICT=1`` in the environment that is
+an error. Gradients of gradients are refused: ``restore(model)`` makes its layers torch.nn's again.
 
 Under torch.compile, torch.export, the modes and transforms of torch.func and others, a layer is one operator,
 ``torch.ops.ecornn.recurrent``, or, with gradients, ``recurrent_forward`` with ``recurrent_backward``. They have the

@@ -4,40 +4,24 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ecornn.errors import DTypeError, NotFiniteError, WeightsError
-from ecornn.layer_spec import LayerSpec
-from ecornn.runtime.loader import Layer, Module
+from ecornn.runtime.loader import Layer
+from ecornn.torch.compiling import NAMES, compiled, fitting
 from ecornn.torch.kind import Kind, kind_of, text_of
 from ecornn.torch.parameters import narrowed, narrowed_rows, parameters, widened
-from ecornn.torch.snapshot import Snapshot
-from ecornn.workload import DTYPES
+from ecornn.torch.snapshot import Snapshot, replayed
+from ecornn.torch.trained import TrainedLayers
 
-NAMES = {getattr(torch, name): name for name in DTYPES}
 _modules: weakref.WeakKeyDictionary[torch.nn.Module, Engine] = weakref.WeakKeyDictionary()
 # the first of the weights -> all of them, and their engine, for each layer that has this one
 _weights = WeakTensorKeyDictionary()
 _lock = threading.Lock()
-# What is kept, by kind of device: whatever T is, which graphs leave open. PyTorch keeps as much on a CPU.
-KEPT = {"cpu": "gates", "cuda": "states"}
-
-
-@lru_cache(maxsize=256)
-def compiled(layer: LayerSpec, target: str, infinite: bool = False) -> Module:
-    """Its module, also for infinite weights if told so; every torch module of a process that has such a layer shares
-    it."""
-    from ecornn.compiler import compile_layer
-
-    without_pairs = {"pairs": 0, "project_pairs": 0} if infinite else None
-    return compile_layer(layer, target=target, config=without_pairs)
 
 
 class Engine:
@@ -51,70 +35,46 @@ class Engine:
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
-        self.refused: set[tuple[torch.dtype, int]] = set()
+        self.refused: set[tuple[Any, ...]] = set()
         # what a call is like -> the batch it was compiled for -> the weights when it was bound, and the layer
         self._bound: dict[tuple[Any, ...], dict[int, tuple[Snapshot, Layer]]] = {}
-        self._busy: Counter[Layer] = Counter()  # calls that are under way
         self._captured: set[Layer] = set()  # CUDA graphs read their weights, nobody tells for how long
         self._lock = threading.Lock()
+        self._trained = TrainedLayers(kind)
+        self.training = self._trained.layer
 
     def layer(self, weights: Sequence[torch.Tensor], x: Any, batch: int, steps: int, masks: str = "") -> Layer:
         """The layer for x, of this B and about this T, with the weights as they are now; it takes ``masks``:
         nothing, ``lengths`` or ``sequences``."""
         with self._lock:
-            return self._bind(weights, x, batch, steps, masks, training=False, again=False)
-
-    @contextmanager
-    def training(self, weights: Sequence[torch.Tensor], x: Any, masks: str, again: bool = False) -> Iterator[Layer]:
-        """A layer that has gradients, for x (T, B, I), with the weights as they are now; ``again``: as an earlier call
-        had it, no optimizer has come since. It keeps its weights until this ends, and no longer: they are packed where
-        the last ones were."""
-        steps, batch = x.shape[:2]
-        with self._lock:
-            layer = self._bind(weights, x, batch, steps, masks, training=True, again=again)
-            self._busy[layer] += 1
-        try:
-            yield layer
-        finally:
-            with self._lock:
-                self._busy[layer] -= 1
-                if not self._busy[layer]:
-                    del self._busy[layer]
-
-    def _bind(self, weights: Sequence[torch.Tensor], x: Any, batch: int, steps: int, masks: str, training: bool,
-              again: bool) -> Layer:
-        threads = torch.get_num_threads() if x.is_cpu else None
-        bound = self._bound.setdefault((x.device, x.dtype, masks, threads, training), {})
-        most = batch if masks == "sequences" else 4 * batch  # columns are few of themselves
-        rooms = [room for room in sorted(bound) if batch <= room <= most]
-        # the batch of the first call; where calls differ, some room for the next ones
-        room = rooms[0] if rooms else 1 << (batch - 1).bit_length() if bound else batch
-        known = bound.get(room)
-        if known is None or not known[0].holds(weights, again):
-            check_type(x, weights[0])
-            given, device = parameters(self.kind, weights), 0 if x.is_cpu else x.device.index
-            spec = self.kind.spec(room, steps, NAMES[x.dtype], masks, KEPT[x.device.type] if training else None)
-            target = "cpu" if x.is_cpu else "cuda"
-            made = compiled(spec, target) if known is None else known[1].module
-            try:
-                if known is not None and training and x.is_cpu and known[1] not in self._busy:
-                    layer, changed = known[1], known[0].changed(weights)
-                    known[0].outdate()  # until all is packed
-                    layer.repack(given, [self.kind.names[n] for n in changed])
-                else:
+            threads = torch.get_num_threads() if x.is_cpu else None
+            bound = self._bound.setdefault((x.device, x.dtype, masks, threads), {})
+            # columns are few of themselves
+            room = fitting(bound, batch, batch if masks == "sequences" else 4 * batch)
+            known = bound.get(room)
+            if known is None or not known[0].holds(weights):
+                check_type(x, weights[0])
+                given, device = parameters(self.kind, weights), 0 if x.is_cpu else x.device.index
+                spec = self.kind.spec(room, steps, NAMES[x.dtype], masks)
+                target = "cpu" if x.is_cpu else "cuda"
+                made = compiled(spec, target) if known is None else known[1].module
+                try:
                     layer = made.bind(given, device, threads=threads)
-            except NotFiniteError:
-                layer = compiled(spec, target, infinite=True).bind(given, device, threads=threads)
-            bound[room] = known = Snapshot(weights), layer
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            self._captured.add(known[1])
-        return known[1]
+                except NotFiniteError:
+                    layer = compiled(spec, target, infinite=True).bind(given, device, threads=threads)
+                bound[room] = known = Snapshot(weights), layer
+            if x.is_cuda and torch.cuda.is_current_stream_capturing():
+                self._captured.add(known[1])
+            return known[1]
 
     def run(self, weights: Sequence[torch.Tensor], x: torch.Tensor, state: Sequence[torch.Tensor],
             lengths: torch.Tensor | None) -> list[torch.Tensor]:
         """y (T, B, D*H) and the states (L*D, B, H) of the layer with these weights, in PyTorch's order, on x
         (T, B, I), from ``state``, or from zeros if that is empty."""
         steps, batch = x.shape[:2]
+        if x.is_cuda and replayed(weights):  # packed at each call, and so where the last ones were
+            with self.training(weights, x, "" if lengths is None else "lengths") as layer:
+                return self.called(layer, x, state, **({} if lengths is None else {"lengths": lengths}))
         if lengths is None:
             return self.called(self.layer(weights, x, batch, steps), x, state)
         return self.called(self.layer(weights, x, batch, steps, "lengths"), x, state, lengths=lengths)
@@ -126,9 +86,9 @@ class Engine:
             y, after = layer(x, given, **masks)
             return self.results(y, after)
 
-    def given(self, state: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
-        """States (L*D, B, H) as a layer takes them."""
-        return tuple(s[0] if self.kind.single else s for s in widened(self.kind, state)) or None
+    def given(self, state: Sequence[Any]) -> tuple[Any, ...] | None:
+        """States (L*D, B, H), or gradients of them, as a layer takes them; None is one of zeros."""
+        return tuple(s[0] if self.kind.single and s is not None else s for s in widened(self.kind, state)) or None
 
     def results(self, y: torch.Tensor, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """y and states (L*D, B, H) of what a layer gives for them."""
@@ -141,6 +101,7 @@ class Engine:
     def rebind(self) -> None:
         """Has the next call of every kind read the weights again. Until then the layers keep what they have, also for
         calls that run now."""
+        self._trained.outdate()
         with self._lock:
             for bound in self._bound.values():
                 for snapshot, _ in bound.values():

@@ -14,8 +14,6 @@ from ecornn.torch import engine
 from ecornn.torch.dispatching import derivatives
 from ecornn.torch.snapshot import suspect
 
-TRAINED = {"cpu"}  # kinds of devices whose modules are asked for gradients
-
 
 def obstacle(module: Any, input: Any, hx: Any) -> tuple[str, bool]:
     """Why PyTorch's own layer has to run, empty if not, and whether gradients are asked for."""
@@ -29,9 +27,6 @@ def obstacle(module: Any, input: Any, hx: Any) -> tuple[str, bool]:
         return (f"compiled ones are for float32 on a CPU, without autocast, and for float32, float16 and bfloat16 on a "
                 f"GPU, and this is {data.dtype} on {data.device.type}"), False
     asked = derivatives(lambda: (data, *tensors_of(hx), *engine.weights_of(module)))
-    if asked == "gradients" and data.device.type not in TRAINED:
-        return (f"gradients are asked for, and here compiled modules have them on {', '.join(TRAINED)} only; under "
-                "torch.no_grad() or torch.inference_mode() the compiled one does"), True
     if asked == "forward derivatives":
         return "forward derivatives are asked for", False
     return "", bool(asked)

@@ -15,10 +15,10 @@ class Compiled(Sequences, torch.nn.RNNBase):
     """What the three have in common: where torch would compute, a compiled module does, and where gradients are asked
     for one that has them.
 
-    With gradients on a GPU, for forward derivatives, in torch.jit.trace, for a batch of no sequences, and where the
-    device or the data type is not compiled for (on a CPU all but float32, and autocast), PyTorch's own forward runs, on
-    the same parameters: :mod:`ecornn.torch.falling_back`. The base is RNNBase, since torch.compile refuses to look into
-    a ``torch.nn.LSTM``.
+    For forward derivatives, in torch.jit.trace, for a batch of no sequences, where the device or the data type is not
+    compiled for (on a CPU all but float32, and autocast), and for gradients on a GPU that no schedule has, PyTorch's
+    own forward runs, on the same parameters: :mod:`ecornn.torch.falling_back`. The base is RNNBase, since torch.compile
+    refuses to look into a ``torch.nn.LSTM``.
     """
 
     def __init__(self, mode: str, *args: Any, **kwargs: Any) -> None:

@@ -50,13 +50,18 @@ class Layout:
     columns: Columns | None = None
     _copies: dict[Any, Any] = field(default_factory=dict, repr=False)
 
-    def call(self, data: torch.Tensor, call: Call) -> list[torch.Tensor]:
-        """What ``call`` makes of x and the module's masks, with y as packed as ``data`` (N, I) is."""
+    def index_on(self, data: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The three parts of ``index``, where ``data`` (N, I) is."""
         steps, width = self.shape
         # a graph would read copies that may be gone when it is replayed
         copy = _arrays.rows if data.is_cuda and not _arrays.keeps_workspace() else partial(_arrays.kept, self._copies)
         index, _ = copy(self.index, "int32", data, None)
-        there, back, lengths = index.split((steps * width, len(data), len(index) - steps * width - len(data)))
+        return index.split((steps * width, len(data), len(index) - steps * width - len(data)))
+
+    def call(self, data: torch.Tensor, call: Call) -> list[torch.Tensor]:
+        """What ``call`` makes of x and the module's masks, with y as packed as ``data`` (N, I) is."""
+        steps, width = self.shape
+        there, back, lengths = self.index_on(data)
         masks = {"lengths": lengths} if self.columns is None else {"sequences": self.columns}
         y, *after = call(data.index_select(0, there).view(steps, width, -1), masks)
         return [y.view(steps * width, -1).index_select(0, back), *after]

@@ -19,7 +19,7 @@ def parameters(kind: Kind, weights: Sequence[torch.Tensor]) -> dict[str, Any]:
     found = {name: w.detach() for name, w in zip(kind.names, weights, strict=True)}
     if not kind.bias:
         for name in [n for n in found if n.startswith("weight_hh")]:
-            zeros = torch.zeros(found[name].shape[0], dtype=found[name].dtype, device="cpu")
+            zeros = torch.zeros(found[name].shape[0], dtype=found[name].dtype, device=found[name].device)
             found |= {name.replace("weight_hh", f"bias_{which}"): zeros for which in ("ih", "hh")}
     if kind.projection:
         room = kind.hidden - kind.projection
@@ -54,9 +54,11 @@ def _reads_layer(name: str) -> bool:
     return name.startswith("weight_ih") and not name.endswith(("_l0", "_l0_reverse"))
 
 
-def widened(kind: Kind, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def widened(kind: Kind, states: Sequence[Any]) -> list[Any]:
     """States, or gradients of them, with room for the whole H."""
-    return [pad(states[0], (0, kind.hidden - kind.width)), *states[1:]] if states and kind.projection else [*states]
+    if not states or not kind.projection or states[0] is None:
+        return [*states]
+    return [pad(states[0], (0, kind.hidden - kind.width)), *states[1:]]
 
 
 def widened_rows(kind: Kind, y: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,8 @@ import torch
 from torch.nn.functional import dropout
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from ecornn.errors import ArgumentError, DeviceError, DTypeError, ShapeError
-from ecornn.torch import engine, packed
+from ecornn.errors import ArgumentError, DeviceError, DTypeError, ScheduleError, ShapeError
+from ecornn.torch import direct, engine, packed, packed_training
 from ecornn.torch.dispatching import watched
 from ecornn.torch.falling_back import by_torch, obstacle, tensors_of
 from ecornn.torch.kind import text_of
@@ -23,7 +23,7 @@ class Sequences:
 
     Weights are packed at the first call, and again once they have changed: a training step, ``load_state_dict``
     and whatever raises a tensor's version are seen. Writes through ``.data`` or NumPy, and any in inference mode,
-    are not: call :func:`ecornn.torch.rebind` after them.
+    are seen on a CPU, unless they change single values: call :func:`ecornn.torch.rebind` after those, and on a GPU.
     """
 
     TORCH: type[torch.nn.RNNBase] | None = None
@@ -39,6 +39,18 @@ class Sequences:
         why, asked = obstacle(self, input, hx)
         if why:
             return by_torch(self, input, hx, why)
+        given = (input, hx)
+        if torch.is_autocast_enabled("cuda"):
+            given = autocasted(given)
+        if not asked:
+            return self._compiled(*given, False)
+        try:
+            return self._compiled(*given, True)
+        except ScheduleError as error:
+            return by_torch(self, input, hx, f"no compiled layer has these gradients: {error}")
+
+    def _compiled(self: Any, input: Any, hx: Any, asked: bool) -> Any:
+        """As :meth:`forward`, by a compiled module; ``asked``: with gradients."""
         if isinstance(input, PackedSequence):
             return self._forward_packed(input, hx, asked)
         x = input.transpose(0, 1) if self.batch_first and input.dim() == 3 else input
@@ -67,10 +79,12 @@ class Sequences:
     def _run(self: Any, x: Any, state: list[torch.Tensor], lengths: Any, asked: bool) -> list[torch.Tensor]:
         """y and the states; ``asked``: with gradients."""
         weights = engine.weights_of(self)
+        if asked:
+            engine.check_type(x, weights[0])
         if self._drops:
             return run_layers(self, weights, x, state, lengths, asked)
         if asked:
-            return recurrent_forward(x, state, lengths, weights, text_of(self))[:-1]
+            return trained(x, state, lengths, weights, text_of(self))
         if torch.compiler.is_compiling() or watched((x, *state, *weights)):
             return recurrent(x, state, lengths, weights, text_of(self))
         return engine.engine_of(self).run(weights, x, state, lengths)
@@ -80,8 +94,15 @@ class Sequences:
         data, sizes, order, back = input
         if data.dim() != 2 or data.shape[1] != self.input_size:
             raise ShapeError("input.shape", tuple(data.shape), f"2 axes, the last of input_size={self.input_size}")
-        if asked or self._drops or torch.compiler.is_compiling() or watched(
-                (data, *tensors_of(hx), *engine.weights_of(self))):
+        plain = not (self._drops or torch.compiler.is_compiling() or watched(
+            (data, *tensors_of(hx), *engine.weights_of(self))))
+        found = None  # rows and states of columns with gradients
+        if asked and plain:
+            engine.check_type(data, engine.weights_of(self)[0])
+            found = packed_training.run(self, input, states_of(self, hx, data, int(sizes[0]), False, order))
+        if found is not None:
+            rows, *after = found
+        elif asked or not plain:
             x, lengths = pad_packed_sequence(PackedSequence(data, sizes))
             y, *after = self._run(x, states_of(self, hx, x, x.shape[1], False, order), lengths, asked)
             rows = pack_padded_sequence(y, lengths).data
@@ -89,6 +110,14 @@ class Sequences:
             rows, *after = packed.run(self, input, states_of(self, hx, data, int(sizes[0]), False, order))
         after = after if back is None else [s.index_select(1, back) for s in after]
         return PackedSequence(rows, sizes, order, back), self._states(after)
+
+
+def trained(x: torch.Tensor, state: list[torch.Tensor], lengths: torch.Tensor | None, weights: list[torch.Tensor],
+            kind: str) -> list[torch.Tensor]:
+    """As ``recurrent``, with gradients."""
+    if torch.compiler.is_compiling() or watched((x, *state, *weights)):
+        return recurrent_forward(x, state, lengths, weights, kind)[:-1]
+    return direct.forward(x, state, lengths, weights, kind)
 
 
 def run_layers(module: Any, weights: list[torch.Tensor], x: torch.Tensor, state: list[torch.Tensor],
@@ -104,9 +133,20 @@ def run_layers(module: Any, weights: list[torch.Tensor], x: torch.Tensor, state:
             x = pad_packed_sequence(PackedSequence(dropout(rows.data, module.dropout), rows.batch_sizes))[0]
         given = [s[layer * parts:(layer + 1) * parts] for s in state]
         operands = x, given, lengths, weights[layer * each:(layer + 1) * each], text_of(module, layer)
-        x, *after = recurrent_forward(*operands)[:-1] if asked else recurrent(*operands)
+        x, *after = trained(*operands) if asked else recurrent(*operands)
         found.append(after)
     return [x, *(torch.cat(states) for states in zip(*found, strict=True))]
+
+
+def autocasted(value: Any) -> Any:
+    """Tensors of a GPU as ``torch.nn`` has them under autocast: of its data type; anything else as it is."""
+    if isinstance(value, torch.Tensor):
+        if value.is_cuda and value.dtype in engine.NAMES:
+            return value.to(torch.get_autocast_dtype("cuda"))
+        return value
+    if isinstance(value, PackedSequence):
+        return PackedSequence(autocasted(value.data), *value[1:])
+    return type(value)(map(autocasted, value)) if type(value) in (tuple, list) else value
 
 
 def states_of(module: Any, hx: Any, x: torch.Tensor, batch: int, single: bool,

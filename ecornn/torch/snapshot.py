@@ -4,47 +4,59 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ecornn.torch.sample import Sample
 
 
 class Snapshot:
     """Weights as they were: the very tensors, at these addresses, with these versions.
 
+    Writes that versions do not tell are seen by a sample of the values, on a CPU.
+
     The tensors may go; then these are other weights. Their memory stays, since its address could otherwise be that of
     other weights one day. Fused optimizers change weights and not their versions: those of a backward pass are
-    suspects from then on.
+    suspects from then on. Those of a backward pass that a CUDA graph has captured always are: it may be replayed.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         self._kept = [w.detach() for w in weights]
-        # tensors made in inference mode count no versions
-        self._state = [(weakref.ref(w), w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
+        self._tensors = [(weakref.ref(w), w.data_ptr()) for w in weights]
+        self._versions = _versions(weights)
+        self._sample = Sample(self._kept)
         self._suspects: set[int] = set()
         self.ids = [*map(id, weights)]
         with _lock:
             _snapshots.add(self)
 
+    def same(self, weights: Sequence[torch.Tensor]) -> bool:
+        """Whether every weight is the tensor that it was, where it was."""
+        tensors = self._tensors
+        return len(weights) == len(tensors) and all(
+            tensor() is w and w.data_ptr() == pointer for w, (tensor, pointer) in zip(weights, tensors, strict=True))
+
     def holds(self, weights: Sequence[torch.Tensor], with_suspects: bool = False) -> bool:
         """Whether every weight is the one that it was, and as it was, as far as a tensor tells; and whether none is
         suspected, unless ``with_suspects``."""
-        state = self._state
-        if len(weights) != len(state) or (self._suspects and not with_suspects):
+        if not with_suspects and (self._suspects or replayed(weights)):
             return False
-        for w, (tensor, pointer, count) in zip(weights, state, strict=True):
-            changed = w.data_ptr() != pointer or (0 if w.is_inference() else w._version) != count
-            if changed or tensor() is not w:
-                return False
-        return True
+        return self.same(weights) and _versions(weights) == self._versions and self._sample.holds()
 
     def changed(self, weights: Sequence[torch.Tensor]) -> list[int]:
         """The numbers of the weights that may not be as they were."""
-        if len(weights) != len(self._state):
+        if len(weights) != len(self._versions):
             return [*range(len(weights))]
-        return [n for n, (w, (tensor, pointer, count)) in enumerate(zip(weights, self._state, strict=True))
-                if n in self._suspects or w.data_ptr() != pointer
-                or (0 if w.is_inference() else w._version) != count or tensor() is not w]
+        known = zip(weights, self._tensors, self._versions, strict=True)
+        return [n for n, (w, (tensor, pointer), version) in enumerate(known)
+                if n in self._suspects or tensor() is not w or w.data_ptr() != pointer or _version(w) != version
+                or self._sample.differs(n)]
+
+    def renew(self, weights: Sequence[torch.Tensor]) -> None:
+        """The same tensors have been read again."""
+        self._suspects, self._versions, self._sample = set(), _versions(weights), Sample(self._kept)
 
     def suspect(self, ids: set[int]) -> None:
         """Those of these ids may have changed from now on."""
@@ -52,10 +64,19 @@ class Snapshot:
 
     def outdate(self) -> None:
         """From now on they are taken for changed."""
-        self._kept, self._state = [], []
+        self._versions = []
+
+
+def _version(weight: torch.Tensor) -> int:
+    return 0 if weight.is_inference() else weight._version  # tensors made in inference mode count no versions
+
+
+def _versions(weights: Iterable[torch.Tensor]) -> list[int]:
+    return [*map(_version, weights)]
 
 
 _snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
+_replayed = WeakIdKeyDictionary()  # weights whose backward pass a CUDA graph has captured
 _lock = threading.Lock()
 
 
@@ -64,6 +85,13 @@ def suspect(weights: Sequence[torch.Tensor]) -> None:
     ids = {id(w) for w in weights if w.requires_grad}
     with _lock:
         known = [*_snapshots]
+        if weights and weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            _replayed.update((w, None) for w in weights if w.requires_grad)
     for snapshot in known:
         if not ids.isdisjoint(snapshot.ids):
             snapshot.suspect(ids)
+
+
+def replayed(weights: Sequence[torch.Tensor]) -> bool:
+    """Whether a CUDA graph may change weights without a trace, whenever it is replayed."""
+    return bool(_replayed) and any(w in _replayed for w in weights)

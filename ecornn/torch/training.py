@@ -8,33 +8,37 @@ from typing import Any
 import torch
 
 from ecornn.errors import ArgumentError
+from ecornn.runtime.columns import Columns
 from ecornn.runtime.training import kept_layout
-from ecornn.torch.engine import KEPT, NAMES, Engine, compiled
+from ecornn.torch.compiling import KEPT, NAMES, compiled
+from ecornn.torch.engine import Engine
 from ecornn.torch.kind import Kind
 from ecornn.torch.parameters import weight_gradients, widened_rows
 from ecornn.torch.snapshot import suspect
 
 
 def forward(engine: Engine, weights: Sequence[torch.Tensor], x: torch.Tensor, state: Sequence[torch.Tensor],
-            lengths: torch.Tensor | None) -> list[torch.Tensor]:
-    """As :meth:`Engine.run`, and what :func:`backward` reads besides these, as bytes."""
+            lengths: torch.Tensor | Columns | None) -> list[torch.Tensor]:
+    """As :meth:`Engine.run`, and what :func:`backward` reads besides these, as bytes; of sequences in columns, where
+    x has these."""
     steps, batch = x.shape[:2]
-    with torch.no_grad(), engine.training(weights, x, _masks(lengths)) as layer:
+    masks = _masks(lengths)
+    with torch.no_grad(), engine.training(weights, x, "".join(masks)) as layer:
         kept = x.new_empty(layer.kept_bytes(steps, batch), dtype=torch.uint8)
-        y, after, _ = layer.forward(x, engine.given(state), lengths=lengths, memory=kept)
+        y, after, _ = layer.forward(x, engine.given(state), **masks, memory=kept)
         return [*engine.results(y, after), kept]
 
 
 def backward(engine: Engine, weights: Sequence[torch.Tensor], x: torch.Tensor, state: Sequence[torch.Tensor],
-             lengths: torch.Tensor | None, y: torch.Tensor, kept: torch.Tensor,
-             gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients of x, ``state`` and the weights, from those of y and the last states."""
-    kind = engine.kind
-    with torch.no_grad(), engine.training(weights, x, _masks(lengths), again=True) as layer:
+             lengths: torch.Tensor | Columns | None, y: torch.Tensor, kept: torch.Tensor,
+             gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """The gradients of x, ``state`` and the weights, from those of y and the last states, None for zeros."""
+    kind, masks = engine.kind, _masks(lengths)
+    with torch.no_grad(), engine.training(weights, x, "".join(masks), again=True) as layer:
         memory = kept.clone() if kept.data_ptr() % 16 else kept  # it may have been away, in a file or on the host
-        again = layer.kept_in(memory, x, widened_rows(kind, y), engine.given(state), lengths=lengths)
+        again = layer.kept_in(memory, x, widened_rows(kind, y), engine.given(state), **masks)
         dy, *dstates = gradients
-        found = layer.backward(again, widened_rows(kind, dy), engine.given(dstates))
+        found = layer.backward(again, None if dy is None else widened_rows(kind, dy), engine.given(dstates))
         suspect(weights)  # an optimizer may come next
         before = engine.states(found.state) if state else []
         made = [found.x, *before, *weight_gradients(kind, found.weights)]
@@ -47,7 +51,7 @@ def kept_bytes(kind: Kind, x: torch.Tensor, lengths: torch.Tensor | None) -> Any
     if x.dtype not in NAMES:
         raise ArgumentError("x.dtype", x.dtype, ", ".join(NAMES.values()))
     steps, batch = x.shape[:2]
-    spec = kind.spec(_hint(batch, 8), _hint(steps, 64), NAMES[x.dtype], _masks(lengths), KEPT[x.device.type])
+    spec = kind.spec(_hint(batch, 8), _hint(steps, 64), NAMES[x.dtype], "".join(_masks(lengths)), KEPT[x.device.type])
     return kept_layout(compiled(spec, "cuda" if x.is_cuda else "cpu").manifest, steps, batch)[1]
 
 
@@ -57,5 +61,6 @@ def _hint(size: Any, otherwise: int) -> int:
     return otherwise if hint is None else hint
 
 
-def _masks(lengths: torch.Tensor | None) -> str:
-    return "" if lengths is None else "lengths"
+def _masks(lengths: torch.Tensor | Columns | None) -> dict[str, Any]:
+    """What a layer is called with, by its name."""
+    return {} if lengths is None else {"sequences" if isinstance(lengths, Columns) else "lengths": lengths}

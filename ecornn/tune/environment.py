@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import msgspec
@@ -48,10 +47,11 @@ def cpu_clock() -> int:
 def cuda_compiler() -> str | None:
     """Name and version of the CUDA compiler that builds use, such as ``nvcc 13.0``."""
     from ecornn.build import nvcc, nvrtc
+    from ecornn.build.commands import ANSWER, run
 
     path = nvcc.find_nvcc()
     if path:
-        said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+        said = run([path, "--version"], ANSWER)[1]
         release = re.search(r"release (\d+\.\d+)", said)
         return f"nvcc {release[1]}" if release else "nvcc"
     if nvrtc.available():

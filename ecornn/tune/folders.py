@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import stat
 from functools import lru_cache
 from pathlib import Path
 
 from ecornn.device import Device
 from ecornn.errors import ArgumentError, RecordError
-from ecornn.tune.log import Log, read
+from ecornn.tune.log import TORN, Log, read
 from ecornn.workload import Workload
 
 VARIABLE = "ECORNN_TUNING_LOGS"
+_told: set[tuple[str, ...]] = set()
 
 
 def user_folder() -> Path:
@@ -52,13 +55,31 @@ def _read(path: Path, modified: int, size: int) -> Log:
 
 
 def read_all(folders: list[Path] | None = None) -> Log:
-    """The logs of all folders, the user's first. Unreadable files are among the problems."""
+    """The logs of all folders, the user's first. What cannot be read is among the problems."""
     log = Log()
     for folder in folders if folders is not None else [user_folder(), shipped_folder()]:
-        for path in sorted(folder.glob("*.jsonl")) if folder.is_dir() else []:
+        try:
+            names = sorted(name for name in os.listdir(folder) if name.endswith(".jsonl"))  # noqa: PTH208
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            log.problems.append(f"the folder of tuning logs {folder} cannot be read: {error.strerror}")
+            continue
+        for path in (folder / name for name in names):
             try:
                 state = path.stat()
+                if not stat.S_ISREG(state.st_mode):  # a pipe is waited for, as a link to a terminal is
+                    raise RecordError(f"{path} is no regular file")
                 log.extend(_read(path, state.st_mtime_ns, state.st_size))
             except (OSError, RecordError) as error:
                 log.problems.append(str(error))
     return log
+
+
+def warn(log: Log) -> None:
+    """Says once that something in the user's logs is not used. A last line that was cut off is no surprise."""
+    strange = tuple(problem for problem in log.problems if not problem.endswith(TORN))
+    if strange and strange not in _told:
+        _told.add(strange)
+        more = f", and {len(strange) - 1} more, which `ecornn doctor` lists" if len(strange) > 1 else ""
+        logging.getLogger("ecornn").warning("tuning logs: %s%s", strange[0], more)

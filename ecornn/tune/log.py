@@ -16,6 +16,7 @@ from ecornn.tune.record import AnyRecord, NewerRecord, Trial, decode, encode
 
 MAX_FILE = 64 << 20  # bytes
 TORN = "torn last line"
+BRACE = ord("{")
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,11 @@ def parse(data: bytes, path: Path) -> Log:
     log = Log()
     rows = data[3 * data.startswith(b"\xef\xbb\xbf{"):].split(b"\n")  # some editors mark UTF-8
     for number, row in enumerate(rows, 1):
-        if not row.strip():
+        text = row.strip()
+        if not text:
+            continue
+        if text[0] != BRACE:  # most lines of what is no log, and soon told
+            log.problems.append(f"{path}:{number}: no JSON object")
             continue
         try:
             log.lines.append(Line(path, number, decode(row)))

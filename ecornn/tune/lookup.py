@@ -15,7 +15,7 @@ time taken as ``STALE`` slower; a time measured once, without the final comparis
 much slower as all finalists of its run had become by the end; and never as faster than those, whom the run compared
 because they were. A configuration that failed since then is not used, and no time of a trial whose output was wrong.
 What is slower by ``MISSED`` than a configuration of the same records that does not fit the task is no guide to it:
-farther ones are asked. The batch of a record is at most a factor ``REACH`` away, and the schedule says what its
+farther ones are asked. A time that no device can have had is not believed (plausible.py). The batch of a record is at most a factor ``REACH`` away, and the schedule says what its
 configuration becomes at the task's. Of records equally near, the user's folder goes before the one that ships, unless
 all it has is stale.
 """
@@ -31,6 +31,7 @@ import msgspec
 from ecornn.device import Device
 from ecornn.schedules.base import Config, Knob, Schedule, Task, Value
 from ecornn.tune.log import Line, Log
+from ecornn.tune.plausible import credible, possible
 from ecornn.tune.record import Trial
 from ecornn.tune.space import Candidate
 from ecornn.tune.tolerance import proven
@@ -40,6 +41,7 @@ STALE = 1.1  # of the persistent schedule's first two revisions: between 0.97 an
 ONCE = 1.03  # the fastest of many times measured once is faster than it really is
 MISSED = 1.25
 REACH = 4.0
+FANCIFUL = "faster than such a device can be"
 HERE, SMALLER, ELSEWHERE = range(3)  # tiers of devices
 
 DEFAULTS = 64  # of tasks and schedules that are kept
@@ -80,18 +82,24 @@ def find(task: Task, schedules: Sequence[Schedule], log: Log) -> Found:
     by_name = {s.name: s for s in schedules}
     folders: dict[object, int] = {}  # folder -> its place in the order of reading
     groups: dict[Distance, list[Line]] = {}
+    ignored: dict[str, int] = {}
     for line in log.lines:
         folders.setdefault(line.path.parent, len(folders))
         if isinstance(line.record, Trial):
             distance = how_far(line.record, task.workload, task.device)
-            if distance is not None:
+            if distance is not None and not possible(line.record, task):
+                ignored[FANCIFUL] = ignored.get(FANCIFUL, 0) + 1
+            elif distance is not None:
                 now = up_to_date(line.record, by_name.get(line.record.schedule), task)
                 groups.setdefault(distance, []).append(replace(line, record=now))
-    ignored: dict[str, int] = {}
     for distance in sorted(groups):
         lines = [replace(line, record=rebatched(line.record, by_name, task))  # type: ignore[arg-type]  # trials, all
                  for line in groups[distance]]
         evidence, missed = collect(lines, by_name, task, ignored)
+        while evidence and not credible((best := min(evidence, key=lambda one: one.order)).trial, task,
+                                        by_name[best.trial.schedule]):
+            evidence.remove(best)
+            ignored[FANCIFUL] = ignored.get(FANCIFUL, 0) + 1
         if evidence and min(one.expected for one in evidence) > MISSED * missed:
             slow = "slower than ones that do not fit here"
             ignored[slow] = ignored.get(slow, 0) + len(evidence)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 SERVED, DESCRIBE, MEASURE = "ECORNN_SERVED", "ecornn.tune.describe", "ecornn.tune.measure"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+HANDSHAKE = 5.0  # seconds that a connection, or the tracker, may take to say something
 
 
 class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -96,6 +97,7 @@ def register() -> None:
     import tvm_ffi
     from tvm.rpc import server
 
+    socket.setdefaulttimeout(HANDSHAKE)  # one thread greets all: a connection that stays silent would keep it
     server._serving = outliving(server._serving)
     threading.excepthook = end_at_once
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
@@ -110,6 +112,7 @@ def outliving(serving: Callable[..., None]) -> Callable[..., None]:
 
     def serve(connection: socket.socket, *rest: Any) -> None:
         folder = Path.cwd()
+        connection.settimeout(None)  # of a session, which waits for its tuner
         try:
             serving(connection, *rest)
         except RuntimeError as error:

@@ -18,6 +18,8 @@ TOLERANCE = {"float32": 1e-5, "tf32": 6e-4, "float16": 6e-4, "bfloat16": 5e-3}
 # be; int8 costs both sides of a product.
 INTEGERS = {"int21": 1e-5, "int16": 1e-4, "int8": 3e-2}
 
+LEAST = 1e-3  # µs of a step: some cycles, and no step has fewer
+
 
 def tolerance(work: Workload) -> float:
     """The relative error that a candidate may have."""
@@ -25,5 +27,7 @@ def tolerance(work: Workload) -> float:
 
 
 def proven(trial: Trial) -> bool:
-    """Whether a trial has a time, and its output was right: what is wrong may be as fast as it likes."""
-    return trial.times is not None and trial.check is not None and trial.check <= tolerance(trial.workload)
+    """Whether a trial has a time, one that a step can take, and its output was right: what is wrong may be as fast as it
+    likes."""
+    return (trial.times is not None and trial.times.median >= LEAST and trial.check is not None
+            and trial.check <= tolerance(trial.workload))

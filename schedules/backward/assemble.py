@@ -10,6 +10,7 @@ from ecornn.schedules.backward.gather import gather
 from ecornn.schedules.backward.inputs import input_gradients, places_of_inputs
 from ecornn.schedules.backward.memory import Memory, written
 from ecornn.schedules.backward.replay import replay, replayed
+from ecornn.schedules.backward.sequences import count_sequences
 from ecornn.schedules.backward.sums import step_sums, vector_gradients
 from ecornn.schedules.backward.weights import weight_gradients
 from ecornn.schedules.base import Component, Task, joined
@@ -42,4 +43,5 @@ def parts_of(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurren
     rows = joined(Component(buffers=own), gather(memory, first, chunked), replay(memory, layout), recurrence,
                   input_gradients(memory, add_dx), weight_gradients(memory, multiplied, add),
                   step_sums(memory, chunked))
-    return rows, joined(state_gradients(memory), vector_gradients(memory, add))
+    counted = count_sequences(task.traversal) if task.traversal.sequences else Component()
+    return rows, joined(counted, state_gradients(memory), vector_gradients(memory, add))

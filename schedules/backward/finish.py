@@ -14,9 +14,10 @@ def state_gradients(memory: Memory) -> Component:
     back, H = memory.adjoint, memory.task.workload.hidden
     summed = finish_summed(memory)
     stores = [(back.gradients[n], Place(Columns(f"d_{n}_in", H, H), memory.dtype)) for n in back.forward.states]
-    passes = RowPass(memory, "finish", memory.last(), unique_invariants(back.forward, back.finish), by_step=False)
+    passes = RowPass(memory, "finish", memory.last(), unique_invariants(back.forward, back.finish),
+                     each=memory.each_state)
     made = passes.component(items_of(back.finish), Wanted((*stores, *summed.places().items())))
-    return joined(Component(buffers=summed.buffers(memory.task.workload.batch, False)), made)
+    return joined(Component(buffers=summed.buffers(memory.task.workload.batch, memory.each_state)), made)
 
 
 def finish_summed(memory: Memory) -> Workspaces:

@@ -2,16 +2,23 @@
 
     before[t, b] = the state that step t of row b began with; zero where a sequence starts there, and where the row
                    takes no part in the step
+
+Of sequences in columns that is each one's first state where it begins, and where it goes on in a neighbouring column
+the state that the piece there ended with, which a search of the table finds.
 """
 
 from __future__ import annotations
 
-from ecornn.program import WORKSPACE, Buffer, Extent, Launch
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ecornn.program import EARLIER, LATER, WORKSPACE, Buffer, Extent, Launch
 from ecornn.schedules.backward.memory import Memory, read_before
 from ecornn.schedules.base import Component, Task, joined
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
 from ecornn.schedules.gemm.job import Columns
-from ecornn.schedules.timeline import row_arguments
+from ecornn.schedules.timeline import Timeline, row_arguments
+from ecornn.workload import Traversal
 
 THREADS = 256
 BLOCKS = 8  # a multiprocessor
@@ -41,7 +48,7 @@ def _kernel(task: Task, name: str, source: Columns, blocks: int, has_first: bool
 
     w, traversal = task.workload, task.traversal
     span = source.together(16 // w.itemsize)
-    chunks, back = w.hidden // span, traversal.reverse
+    chunks = w.hidden // span
     with IRBuilder() as builder, T.prim_func():
         T.func_name(name)
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
@@ -57,25 +64,19 @@ def _kernel(task: Task, name: str, source: Columns, blocks: int, has_first: bool
         with T.serial("turn", T.int64(0), turns) as turn:
             item = T.let("item", turn * (blocks * THREADS) + thread)
             row, unit = T.let("row", T.cast(item // chunks, "int32")), T.let("unit", item % chunks * span)
-            t, b = T.let("t", row // batch), T.let("b", row % batch)
-            after_this = left - first_step if chunked else steps
-            end = T.let("end", T.min(masks["lengths"][b], after_this) if traversal.lengths else after_this)
-            earliest = T.let("earliest", t >= end - 1 if back else t + first_step == 0 if chunked else t == 0)
-            zero: Expr = t >= end
-            if traversal.resets:
-                step = T.Select(earliest, t, t + 1) if back else t
-                mark = masks["resets"][T.cast(step * batch + b, "int64")] != T.uint8(0)
-                zero = T.Or(zero, T.And(T.Not(earliest), mark) if back else mark)
+            if traversal.sequences:
+                origin = _of_sequences(Timeline(traversal, masks, steps, batch), row)
+            else:
+                origin = _of_rows(traversal, masks, row, batch, steps, first_step, left, chunked)
             words = span * w.itemsize // 4  # none: a single value of 16 bits
             values = T.local("values", (max(1, words),), "uint32" if words else w.dtype)
             for k in range(max(1, words)):
                 T.buffer_store(values, T.uint32(0) if words else T.cast(T.float32(0), w.dtype), [k])
-            beside = row + batch if back else row - batch
-            with T.If(T.And(T.Not(zero), T.Not(earliest))), T.Then():
-                _load(values, words, after, source.place(beside, unit))
+            with T.If(T.And(T.Not(origin.zero), T.Not(origin.earliest))), T.Then():
+                _load(values, words, after, source.place(origin.beside, unit))
             if first is not None:
-                with T.If(T.And(T.Not(zero), earliest)), T.Then():
-                    _load(values, words, first, T.cast(b, "int64") * w.hidden + unit)
+                with T.If(T.And(T.Not(origin.zero), origin.earliest)), T.Then():
+                    _load(values, words, first, T.cast(origin.first, "int64") * w.hidden + unit)
             place = T.let("place", T.cast(row, "int64") * w.hidden + unit)
             if words:
                 store = T.ptx[f"st.global.{_kind(words)}"]
@@ -83,6 +84,60 @@ def _kernel(task: Task, name: str, source: Columns, blocks: int, has_first: bool
             else:
                 T.buffer_store(before, values[0], [place])
     return builder.get()
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """Where a row's state before its step comes from: ``zero``, it is none; ``earliest``, it is row ``first`` of the
+    first states; else that after the step of row ``beside``."""
+
+    zero: Expr
+    earliest: Expr
+    beside: Expr
+    first: Expr
+
+
+def _of_rows(traversal: Traversal, masks: Mapping[str, TirBuffer], row: Expr, batch: Expr, steps: Expr,
+             first_step: Expr, left: Expr, chunked: bool) -> _Origin:
+    """Each row of the batch is one sequence, but for resets."""
+    back = traversal.reverse
+    t, b = T.let("t", row // batch), T.let("b", row % batch)
+    after_this = left - first_step if chunked else steps
+    end = T.let("end", T.min(masks["lengths"][b], after_this) if traversal.lengths else after_this)
+    earliest = T.let("earliest", t >= end - 1 if back else t + first_step == 0 if chunked else t == 0)
+    zero: Expr = t >= end
+    if traversal.resets:
+        step = T.Select(earliest, t, t + 1) if back else t
+        mark = masks["resets"][T.cast(step * batch + b, "int64")] != T.uint8(0)
+        zero = T.Or(zero, T.And(T.Not(earliest), mark) if back else mark)
+    return _Origin(zero, earliest, row + batch if back else row - batch, b)
+
+
+def _of_sequences(timeline: Timeline, row: Expr) -> _Origin:
+    """Each column has one sequence or piece after the other."""
+    steps, batch, table = timeline.steps, timeline.batch, timeline.arguments["sequences"]
+    back = timeline.traversal.reverse
+    number, beside = T.let("number", table[row]), T.let("beside", row + batch if back else row - batch)
+    inside = T.let("inside", beside < steps * batch if back else beside >= 0)
+    begins = T.let("begins", T.Or(T.Not(inside), table[T.Select(inside, beside, row)] != number))
+    goes_on = T.let("goes_on", T.And(begins, T.And(number >= 0, timeline.continues(number))))
+    at = T.local("at", (1,), "int32")
+    T.buffer_store(at, beside, [0])
+    with T.If(goes_on), T.Then():
+        other = T.let("other", T.bitwise_xor(number, EARLIER + LATER))  # as its other piece is marked
+        column = T.let("column", row % batch + timeline.other)
+        # the first steps of a column, of which the last one is looked for; or in reverse the last ones
+        mine, others = T.local("mine", (1,), "int32"), T.local("others", (1,), "int32")
+        T.buffer_store(mine, steps - 1 if back else T.int32(0), [0])
+        T.buffer_store(others, T.int32(-1) if back else steps, [0])
+        with T.While(mine[0] - others[0] > 1 if back else others[0] - mine[0] > 1):
+            middle = T.let("middle", (mine[0] + others[0]) // 2)
+            same = T.let("same", table[middle * batch + column] == other)
+            T.buffer_store(mine, T.Select(same, middle, mine[0]), [0])
+            T.buffer_store(others, T.Select(same, others[0], middle), [0])
+        T.buffer_store(at, mine[0] * batch + column, [0])
+    first = timeline.sequence(T.max(number, 0))
+    return _Origin(number < 0, T.let("earliest", T.And(begins, T.Not(goes_on))), at[0], first)
 
 
 def _kind(words: int) -> str:

@@ -12,7 +12,8 @@ from ecornn.schedules.backward.rows import scalar_pass
 from ecornn.schedules.backward.scalars import Scalars
 from ecornn.schedules.base import Component, joined
 from ecornn.schedules.builder import Var
-from ecornn.schedules.gemm.job import Columns
+from ecornn.schedules.gemm.job import STEPS, Columns
+from ecornn.schedules.timeline import rows_mask
 
 
 def input_gradients(memory: Memory, add: bool = False) -> Component:
@@ -34,9 +35,20 @@ def input_gradients(memory: Memory, add: bool = False) -> Component:
         items.append((Assign(whole, before + total),))
         total, instead = whole, {whole: before}
     stores = tuple((v, p) for space in (multiplied, summed) for v, p in space.places().items())
-    masked = memory.task.traversal.lengths and bool(graph.hoisted or graph.x is not None or replayed(memory))
-    passes = RowPass(memory, "inputs", leaves, unique_invariants(back.forward, graph), masked=masked, units=w.input)
+    needed = graph.hoisted or graph.x is not None or replayed(memory)
+    mask = rows_mask(memory.task.traversal) if needed else None
+    passes = RowPass(memory, "inputs", leaves, unique_invariants(back.forward, graph), mask=mask, units=w.input)
     return joined(_spaces(memory), passes.component(items, Wanted((*stores, (total, place)), instead=instead)))
+
+
+def summed_directions(cores: int, units: int, dtype: str) -> Component:
+    """``dx`` (T, B, units) += ``dx_second``, that of a layer's second direction, on as many multiprocessors."""
+    from tvm import tirx
+
+    first, second, whole = (tirx.Var(name, "float32") for name in ("first", "second", "whole"))
+    places = {first: Place(Columns("dx", units, units), dtype), second: Place(Columns("dx_second", units, units), dtype)}
+    scalars = Scalars((), (), (Assign(whole, first + second),), places, ((whole, places[first]),))
+    return scalar_pass("sum_directions", cores, scalars, (), units, STEPS)
 
 
 def made_of_inputs(memory: Memory) -> tuple[Workspaces, Workspaces]:
@@ -59,7 +71,7 @@ def places_of_inputs(memory: Memory) -> dict[Var, Place]:
 
 def _spaces(memory: Memory) -> Component:
     batch = memory.task.workload.batch
-    return Component(buffers=tuple(b for space in made_of_inputs(memory) for b in space.buffers(batch, True)))
+    return Component(buffers=tuple(b for space in made_of_inputs(memory) for b in space.buffers(batch, STEPS)))
 
 
 def _zeros(memory: Memory, place: Place) -> Component:
@@ -67,4 +79,4 @@ def _zeros(memory: Memory, place: Place) -> Component:
 
     zero = tirx.Var("zero", "float32")
     scalars = Scalars((), (), (Assign(zero, number(0.0)),), {}, ((zero, place),))
-    return scalar_pass("inputs_0", memory.task.device, scalars, (), memory.task.workload.input, by_step=True)
+    return scalar_pass("inputs_0", memory.task.device.cores, scalars, (), memory.task.workload.input, STEPS)

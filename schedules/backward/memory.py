@@ -6,9 +6,10 @@
     before_<state>        (T, B, H), a state before each step, by ``gather.py``
     hoisted               what the recurrence reads, as ``Hoisted`` lays it out; by ``replay.py``
     outputs               (T, B, O, H), what the recurrence writes: ``written``; zero where a row takes no part
-    last_<state>          (B, H), a state of the recurrence after its last step
+    last_<state>          (B, H), a state of the recurrence after its last step; (S, H) of S sequences in columns
     d_<parameter>         gradients, float32, in te shape
-    d_<state>_in          (B, H), gradients of first states
+    d_<state>_in          (B, H) or (S, H), gradients of first states
+    count                 (1,), int32, S, which is T*B at most
 
 All of the layer's data type, where nothing else is said.
 
@@ -26,8 +27,9 @@ from ecornn.analysis.kept import Kept
 from ecornn.program import Buffer, Extent
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
-from ecornn.schedules.gemm.job import Columns
+from ecornn.schedules.gemm.job import BATCH, SEQUENCES, Columns
 from ecornn.schedules.isa.tensor_core import pack_pair, unpack_half
+from ecornn.workload import Traversal
 
 Within = Callable[[Expr, int], Expr]  # (unit, e) -> unit + e, or one that there is
 
@@ -97,6 +99,11 @@ class Memory:
     def dtype(self) -> str:
         return self.task.workload.dtype
 
+    @property
+    def each_state(self) -> str:
+        """:func:`rows_of_states`."""
+        return rows_of_states(self.task.traversal)
+
     def y(self, name: str) -> Columns:
         """y, or its gradient."""
         w, traversal = self.task.workload, self.task.traversal
@@ -155,7 +162,17 @@ class Workspaces:
         return {v: Place(Columns(self.name, self.units, stride, n * self.units), self.dtype)
                 for n, v in enumerate(self.variables)}
 
-    def buffers(self, batch: int, by_step: bool) -> tuple[Buffer, ...]:
-        """It, if there is anything in it."""
+    def buffers(self, batch: int, each: str) -> tuple[Buffer, ...]:
+        """It, if there is anything in it; ``each``: what there is a row of, of sequences as many as steps at most."""
         size = batch * len(self.variables) * self.units
-        return (Buffer(self.name, self.role, self.dtype, Extent(0, size) if by_step else Extent(size)),) if size else ()
+        return (Buffer(self.name, self.role, self.dtype, rows_extent(each, size)),) if size else ()
+
+
+def rows_of_states(traversal: Traversal) -> str:
+    """What there is a row of in first and last states, as of a :class:`~ecornn.schedules.gemm.job.Job`."""
+    return SEQUENCES if traversal.sequences else BATCH
+
+
+def rows_extent(each: str, size: int) -> Extent:
+    """``size`` elements for each row of the compiled batch, in each step where there may be as many rows."""
+    return Extent(size) if each == BATCH else Extent(0, size)

@@ -21,7 +21,7 @@ from ecornn.schedules.backward.rows import scalar_pass
 from ecornn.schedules.backward.scalars import Pointwise, Scalars
 from ecornn.schedules.base import Component, joined
 from ecornn.schedules.builder import Var
-from ecornn.schedules.gemm.job import Columns, Job, Operand
+from ecornn.schedules.gemm.job import STEPS, Columns, Job, Operand
 from ecornn.schedules.gemm.over_rows import over_rows
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.scalars.pointwise import MATH_FOR
@@ -102,8 +102,8 @@ class RowPass:
     name : its kernels and workspaces begin with it
     leaves : where what it reads lies
     invariants : what parameters determine
-    by_step : over the rows of every step; else over those of the batch
-    masked : zeros are stored where a row takes no part in the step
+    each : what it goes over, as of a :class:`~ecornn.schedules.gemm.job.Job`
+    mask : of :func:`~ecornn.schedules.timeline.rows_mask`: where a row takes no part in the step zeros are stored
     units : of the last product, where these are not hidden units
     """
 
@@ -111,8 +111,8 @@ class RowPass:
     name: str
     leaves: Mapping[Var, Place]
     invariants: tuple[Assign, ...]
-    by_step: bool = True
-    masked: bool = False
+    each: str = STEPS
+    mask: str | None = None
     units: int | None = None
 
     def component(self, items: Sequence[Item], wanted: Wanted) -> Component:
@@ -152,7 +152,7 @@ class RowPass:
             values.add(v for v in stage.made if v in read)
         at, multiplied = values.places(), operands.places()
         made = {v for stage in stages for v in stage.made}
-        parts = [Component(buffers=(*values.buffers(batch, self.by_step), *operands.buffers(batch, self.by_step)))]
+        parts = [Component(buffers=(*values.buffers(batch, self.each), *operands.buffers(batch, self.each)))]
         for n, stage in enumerate(stages):
             last = n == len(stages) - 1
             stores = [(v, p) for places in (at, multiplied) for v, p in places.items()
@@ -171,19 +171,20 @@ class RowPass:
         made = {*(a.var for a in assigns), *(p.var for p in products)}
         math = MATH_FOR[task.workload.dtype][min(1, len(MATH_FOR[task.workload.dtype]) - 1)]
         scalars = Scalars(forward.vectors, self.invariants, assigns, {v: p for v, p in leaves.items() if v not in made},
-                          wanted.stores, wanted.hoisted, wanted.layout, self.masked, wanted.instead, math)
+                          wanted.stores, wanted.hoisted, wanted.layout, self.mask, wanted.instead, math)
         if not products:
-            return scalar_pass(name, task.device, scalars, stage.statistics, task.workload.hidden, self.by_step)
+            return scalar_pass(name, task.device.cores, scalars, stage.statistics, task.workload.hidden, self.each)
         job = self._job(name, products, operands, len(forward.vectors) if scalars.reads_vectors else 0)
         span = wanted.layout.span if wanted.hoisted and wanted.layout else 4  # 16-bit ones of a quad: a sector
         return over_rows(job, Pointwise(scalars, products, span))
 
     def _job(self, name: str, products: Sequence[Product], operands: Mapping[Var, Place], vectors: int) -> Job:
         w = self.memory.task.workload
+        expected = w.seq * w.batch if self.each == STEPS else w.batch
         return Job(name, self.memory.task.device, w.dtype, w.arithmetic,
                    operands_of(name, products, {v: p.columns for v, p in operands.items()} | {None: self.memory.x},
                                w.itemsize),
-                   len(products), self.units or w.hidden, 0, vectors, self.by_step)
+                   len(products), self.units or w.hidden, 0, vectors, self.each, expected)
 
 
 def operands_of(name: str, products: Sequence[Product], columns: Mapping[Var | None, Columns],

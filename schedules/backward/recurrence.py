@@ -18,6 +18,7 @@ from ecornn.program import KEPT, Buffer, Extent, Program
 from ecornn.schedules.assemble import call_buffers, vector_buffer
 from ecornn.schedules.base import Component, Task
 from ecornn.schedules.hoisted import Hoisted
+from ecornn.schedules.timeline import piece_buffers
 
 
 def recurrence_task(layer: Task, adjoint: Adjoint) -> Task:
@@ -31,8 +32,6 @@ def recurrence_task(layer: Task, adjoint: Adjoint) -> Task:
 def beyond(task: Task) -> str | None:
     """None, or what a recurrence has that no schedule carries out yet."""
     graph: StepGraph = task.graph
-    if task.traversal.sequences:
-        return "the adjoint of sequences in columns is not carried out"
     for phase in graph.phases:
         terms = [t for p in phase.products for t in p.terms]
         if len({t.transposed for t in terms}) > 1:
@@ -42,10 +41,10 @@ def beyond(task: Task) -> str | None:
     return None
 
 
-def assemble_recurrence(task: Task, recurrence: Component, layout: Hoisted) -> Program:
+def assemble_recurrence(task: Task, recurrence: Component, layout: Hoisted, together: int = 1) -> Program:
     """The program that runs ``recurrence`` alone, from ``hoisted``, in ``layout``, to ``outputs``."""
     return Program.running(dict(recurrence.functions), (*recurrence_buffers(task, layout), *recurrence.buffers),
-                           recurrence.calls)
+                           recurrence.calls, together=together)
 
 
 def recurrence_buffers(task: Task, layout: Hoisted) -> list[Buffer]:
@@ -55,4 +54,5 @@ def recurrence_buffers(task: Task, layout: Hoisted) -> list[Buffer]:
     call = [b for b in call_buffers(graph.states, task.traversal, w.dtype) if b.tensor not in ("x", "y")]
     made = Buffer("outputs", KEPT, w.dtype, Extent(0, w.batch * len(graph.outputs) * w.hidden))
     kept = [structs.replace(layout.buffer(w.batch), role=KEPT)] if graph.hoisted_outputs else []
-    return [*call, vector_buffer(task), *kept, made]
+    pieces = piece_buffers(task.traversal, w, len(graph.states))
+    return [*call, vector_buffer(task), *kept, made, *pieces]

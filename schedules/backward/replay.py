@@ -7,6 +7,7 @@ from ecornn.schedules.backward.memory import Memory, Place, Workspaces
 from ecornn.schedules.backward.passes import Item, RowPass, Wanted, items_of, unique_invariants
 from ecornn.schedules.base import Component, joined
 from ecornn.schedules.builder import Var
+from ecornn.schedules.gemm.job import STEPS
 from ecornn.schedules.hoisted import Hoisted
 
 
@@ -21,7 +22,7 @@ def replay(memory: Memory, layout: Hoisted) -> Component:
     stores = tuple((v, p) for space in (multiplied, read) for v, p in space.places().items())
     made = passes.component(items, Wanted(stores, graph.hoisted_outputs, layout))
     batch = memory.task.workload.batch
-    spaces = Component(buffers=(*multiplied.buffers(batch, True), *read.buffers(batch, True)))
+    spaces = Component(buffers=(*multiplied.buffers(batch, STEPS), *read.buffers(batch, STEPS)))
     hoisted = Component(buffers=(layout.buffer(batch),)) if graph.hoisted_outputs else Component()
     return joined(hoisted, spaces, made)
 

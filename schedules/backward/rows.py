@@ -6,36 +6,38 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from ecornn.analysis.step import Statistic
-from ecornn.device import Device
 from ecornn.program import Launch
 from ecornn.schedules.backward.scalars import Env, Scalars
 from ecornn.schedules.base import Component
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
+from ecornn.schedules.gemm.job import counted, rows_of
 from ecornn.schedules.scalars.row_sums import RowSums
 
 THREADS = 256
 BLOCKS = 6  # a multiprocessor
 
 
-def scalar_pass(name: str, device: Device, scalars: Scalars, statistics: Sequence[Sequence[Statistic]], units: int,
-                by_step: bool) -> Component:
-    """A kernel: the statistics, group after group, where one may read what another one gives; then the scalars.
+def scalar_pass(name: str, cores: int, scalars: Scalars, statistics: Sequence[Sequence[Statistic]], units: int,
+                each: str) -> Component:
+    """A kernel for as many multiprocessors: the statistics, group after group, where one may read what another one
+    gives; then the scalars.
 
-    With statistics a block has whole rows; else threads take some neighbouring units each.
+    With statistics a block has whole rows; else threads take some neighbouring units each. ``each``: what there is a
+    row of, as of a :class:`~ecornn.schedules.gemm.job.Job`.
     """
-    words, blocks = max((RowSums.words(THREADS, s) for s in statistics), default=0), BLOCKS * device.cores
-    kernel = _kernel(name, scalars, statistics, units, by_step, blocks, words)
+    words, blocks = max((RowSums.words(THREADS, s) for s in statistics), default=0), BLOCKS * cores
+    kernel = _kernel(name, scalars, statistics, units, each, blocks, words)
     return Component({name: kernel}, (), (Launch(name, blocks, THREADS, 4 * words),))
 
 
-def _kernel(name: str, scalars: Scalars, statistics: Sequence[Sequence[Statistic]], units: int, by_step: bool,
+def _kernel(name: str, scalars: Scalars, statistics: Sequence[Sequence[Statistic]], units: int, each: str,
             blocks: int, words: int) -> PrimFunc:
     """``(T, B, what is read, vectors, what is written)``."""
     from tvm.script.ir_builder import IRBuilder
 
     made = [v for those in statistics for s in those for v in s.made]
     operands = {o for those in statistics for s in those for o in s.operands}
-    kinds = scalars.reads(made, operands) | {"vectors": "float32"}
+    kinds = scalars.reads(made, operands) | ({"vectors": "float32"} if scalars.vectors else {}) | counted(each)
     kinds |= {n: kind for n, kind in scalars.writes().items() if n not in kinds}
     with IRBuilder() as builder, T.prim_func():
         T.func_name(name)
@@ -43,7 +45,7 @@ def _kernel(name: str, scalars: Scalars, statistics: Sequence[Sequence[Statistic
         arguments = {n: T.arg(n, T.buffer((T.int64(1 << 40),), kind)) for n, kind in kinds.items()} | {"B": batch}
         T.device_entry()
         block, thread = T.block(blocks), T.thread(THREADS)
-        rows = T.let("rows", steps * batch if by_step else batch)
+        rows = T.let("rows", rows_of(each, arguments, steps, batch))
         work = _Units(scalars, arguments, units)
         if statistics:
             memory = T.shared(words)

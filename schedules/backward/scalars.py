@@ -14,6 +14,7 @@ from ecornn.schedules.gemm.job import Epilogue, Vectors
 from ecornn.schedules.gemm.outputs import store_hoisted
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.scalars.pointwise import emit
+from ecornn.schedules.timeline import takes_part
 
 Env = dict[Var, Expr]
 Arguments = Mapping[str, TirBuffer]
@@ -31,7 +32,7 @@ class Scalars:
     leaves : where a value lies that is made elsewhere
     stores : values, and where they go
     hoisted, layout : values that go to the buffer ``hoisted``
-    masked : where a row takes no part in the step zeros are stored
+    mask : of :func:`~ecornn.schedules.timeline.rows_mask`: where a row takes no part in the step zeros are stored
     instead : or another one's value, in place of some
     """
 
@@ -42,7 +43,7 @@ class Scalars:
     stores: tuple[tuple[Var, Place], ...]
     hoisted: tuple[Var, ...] = ()
     layout: Hoisted | None = None
-    masked: bool = False
+    mask: str | None = None
     instead: Mapping[Var, Var] = field(default_factory=dict)
     math: str = "exact"
 
@@ -62,7 +63,7 @@ class Scalars:
         is known."""
         read = self._needed({*self.wanted, *besides}) - set(known)
         found = {p.columns.name: p.dtype for v, p in self.leaves.items() if v in read}
-        return found | ({"lengths": "int32"} if self.masked else {})
+        return found | ({self.mask: "int32"} if self.mask else {})
 
     def writes(self) -> dict[str, str]:
         """Buffers that are written."""
@@ -105,10 +106,9 @@ class Scalars:
                                                                          for env in envs], finite=False)
 
     def _live(self, arguments: Arguments, row: Expr) -> Expr | None:
-        if not self.masked:
+        if self.mask is None:
             return None
-        batch = arguments["B"]
-        return T.let("live", row // batch < arguments["lengths"][row % batch])
+        return T.let("live", takes_part(self.mask, arguments[self.mask], row, arguments["B"]))
 
 
 class Pointwise(Epilogue):

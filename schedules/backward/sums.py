@@ -17,7 +17,7 @@ from ecornn.schedules.backward.memory import Memory, Place
 from ecornn.schedules.backward.weights import zeros
 from ecornn.schedules.base import Component, joined
 from ecornn.schedules.builder import Expr, PrimFunc, T, Var
-from ecornn.schedules.gemm.job import Columns
+from ecornn.schedules.gemm.job import STEPS, Columns, counted, rows_of
 from ecornn.schedules.scalars.pointwise import emit
 
 THREADS = 256
@@ -27,10 +27,10 @@ UNROLL = 4  # rows of a warp that are read at once
 
 @dataclass(frozen=True)
 class _Group:
-    """Values in one buffer, with the variables of their sums; over the rows of every step or those of the batch."""
+    """Values in one buffer, with the variables of their sums; ``each``: what there is a row of."""
 
     values: tuple[tuple[Var, Place], ...]
-    by_step: bool
+    each: str
 
     @property
     def name(self) -> str:
@@ -40,7 +40,7 @@ class _Group:
 def step_sums(memory: Memory, accumulate: bool = False) -> Component:
     """The first pass over the rows of every step; ``accumulate``: added to the sums that are there."""
     return joined(*(_partial(f"sums_{g.name}", g, memory.task.workload.hidden, accumulate)
-                    for g in _groups(memory) if g.by_step))
+                    for g in _groups(memory) if g.each == STEPS))
 
 
 def vector_gradients(memory: Memory, add: bool = False) -> Component:
@@ -51,7 +51,7 @@ def vector_gradients(memory: Memory, add: bool = False) -> Component:
     at: dict[Var, list[tuple[str, int, int]]] = {}  # of a sum: its places in the buffers of partial sums
     for group in groups:
         name, count = f"sums_{group.name}", len(group.values)
-        if not group.by_step:
+        if group.each != STEPS:
             parts.append(_partial(name, group, H))
         for s, (var, _) in enumerate(group.values):
             at.setdefault(var, []).append((name, s, count))
@@ -73,10 +73,10 @@ def _groups(memory: Memory) -> list[_Group]:
     found: dict[str, list[tuple[Var, Place]]] = {}
     for s in (*back.recurrence.sums, *back.inputs.sums):
         found.setdefault(places[s.value].columns.name, []).append((s.var, places[s.value]))
-    groups = [_Group(tuple(values), True) for values in found.values()]
+    groups = [_Group(tuple(values), STEPS) for values in found.values()]
     left = finish_summed(memory).places()
     if back.finish.sums:
-        groups.append(_Group(tuple((s.var, left[s.value]) for s in back.finish.sums), False))
+        groups.append(_Group(tuple((s.var, left[s.value]) for s in back.finish.sums), memory.each_state))
     return groups
 
 
@@ -98,12 +98,13 @@ def _partial_kernel(name: str, group: _Group, hidden: int, span: int, blocks: in
     with IRBuilder() as builder, T.prim_func():
         T.func_name(name)
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
-        arguments = {group.name: T.arg(group.name, T.buffer((T.int64(1 << 40),), place.dtype))}
+        kinds = {group.name: place.dtype} | counted(group.each)
+        arguments = {n: T.arg(n, T.buffer((T.int64(1 << 40),), kind)) for n, kind in kinds.items()}
         parts = T.arg("parts", T.buffer((T.int64(1 << 40),), "float32"))
         T.device_entry()
         block, thread = T.block(blocks), T.thread(THREADS)
         memory = T.shared(THREADS * span)
-        rows = T.let("rows", steps * batch if group.by_step else batch)
+        rows = T.let("rows", rows_of(group.each, arguments, steps, batch))
         chunk, column = T.let("chunk", block // (count * across)), T.let("column", block % (count * across))
         s = T.let("s", column // across)
         lane, warp = T.let("lane", thread % 32), T.let("warp", thread // 32)

@@ -16,11 +16,12 @@ from ecornn.schedules.backward.memory import Memory, Place
 from ecornn.schedules.base import Component, joined
 from ecornn.schedules.builder import Expr, PrimFunc, T, Var
 from ecornn.schedules.gemm.job import Columns
-from ecornn.schedules.gemm.outer import THREADS, OuterJob, outer_shape
+from ecornn.schedules.gemm.outer import THREADS, Into, OuterJob, outer_shape
 from ecornn.schedules.gemm.outer_kernel import adding_kernel, outer_kernel
 from ecornn.schedules.gemm.outer_wgmma import THREADS as HOPPER_THREADS
 from ecornn.schedules.gemm.outer_wgmma import hopper_shape
 from ecornn.schedules.gemm.outer_wgmma_kernel import outer_wgmma_kernel
+from ecornn.schedules.timeline import rows_mask
 
 WGMMA = True  # off only to compare the two kernels
 
@@ -44,7 +45,7 @@ def weight_gradients(memory: Memory, places: Mapping[Var, Place], add: bool = Fa
     back, forward = memory.adjoint, memory.adjoint.forward
     groups = groups_of(memory, (*back.recurrence.outer_products, *back.inputs.outer_products), places)
     made = [_outer(memory, n, group, add or not group.first) for n, group in enumerate(groups)]
-    largest = max((part.buffers[0] for part in made), key=lambda b: b.extent.fixed, default=None)
+    largest = max((b for part in made for b in part.buffers), key=lambda b: b.extent.fixed, default=None)
     parts = Component() if largest is None else Component(buffers=(largest,))
     whole = joined(*made)
     used = {(g.parameter, gate) for g in groups for gate in g.gates}
@@ -82,10 +83,10 @@ def _group(parameter: str, operand: Columns, run: Sequence[tuple[Columns, int]],
 
 
 def _outer(memory: Memory, number: int, group: Group, add: bool) -> Component:
-    """Two kernels: sums of parts of the rows, and their sum."""
+    """The sums of all rows; or two kernels: sums of parts of the rows, and their sum."""
     w, task = memory.task.workload, memory.task
     job = OuterJob(f"outer_{number}", task.device, w.dtype, w.arithmetic, group.values, group.operand, w.seq * w.batch,
-                   task.traversal.lengths)
+                   rows_mask(task.traversal))
     hopper, adder, blocks = hopper_shape(job) if WGMMA else None, f"add_outer_{number}", 2 * task.device.cores
     shape = hopper or outer_shape(job)
     height, width = job.values.width, job.operand.width
@@ -97,15 +98,18 @@ def _outer(memory: Memory, number: int, group: Group, add: bool) -> Component:
             gate = T.Select(m // own == k, T.int64(group.gates[k]), gate)
         return (gate * own + m % own) * width + n
 
-    kernel = outer_wgmma_kernel(job, hopper) if hopper else outer_kernel(job, outer_shape(job))
+    into, target = Into(place, add), f"d_{group.parameter}"
+    kernel = outer_wgmma_kernel(job, hopper, into) if hopper else outer_kernel(job, outer_shape(job), into)
     grid, threads = (task.device.cores, HOPPER_THREADS) if hopper else (outer_shape(job).blocks, THREADS)
-    functions = {job.name: kernel,
-                 adder: adding_kernel(adder, height, width, shape.parts, blocks, place, add)}
+    names = {"values": group.values.name, "operand": group.operand.name}
+    product = Launch(job.name, grid, threads, shape.shared,
+                     names={**names, "into": target if shape.parts == 1 else "outer_parts"})
+    if shape.parts == 1:
+        return Component({job.name: kernel}, (), (product,))
+    functions = {job.name: kernel, adder: adding_kernel(adder, height, width, shape.parts, blocks, into)}
     sums = Buffer("outer_parts", WORKSPACE, "float32", Extent(shape.parts * height * width))
     return Component(functions, (sums,), (
-        Launch(job.name, grid, threads, shape.shared,
-               names={"values": group.values.name, "operand": group.operand.name, "parts": "outer_parts"}),
-        Launch(adder, blocks, THREADS, names={"parts": "outer_parts", "into": f"d_{group.parameter}"})))
+        product, Launch(adder, blocks, THREADS, names={"parts": "outer_parts", "into": target})))
 
 
 def zeros(forward: StepGraph, gates: Sequence[tuple[str, int]], blocks: int, prefix: str = "no_matrix") -> Component:

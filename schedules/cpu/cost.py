@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import product
 
 from ecornn.schedules.base import Config, Task
@@ -40,13 +41,14 @@ def shape_of(task: Task, config: Config) -> Shape:
                  workload.weights or workload.dtype, int(config["team"]))
 
 
-def cycles(heights: list[int], hidden: int, tile: Tile, gates: int, lanes: int, threads: int, rates: CPURates,
+def cycles(heights: Mapping[int, int], hidden: int, tile: Tile, gates: int, lanes: int, threads: int, rates: CPURates,
            stalls: tuple[float, float] = (0.0, 0.0)) -> float:
     """Estimated cycles for one k of a product, of the thread with the most tasks.
 
-    ``heights``: rows of each row tile; ``stalls``: cycles of a tile for each column, and for each row, on top.
+    ``heights``: as :func:`heights_of` has them; ``stalls``: cycles of a tile for each column, and for each row, on top.
     """
-    tasks = len(heights) * -(-hidden // (tile.vectors * lanes))
+    count = sum(heights.values())
+    tasks = count * -(-hidden // (tile.vectors * lanes))
 
     def of(rows: int, columns: int) -> float:
         # two broadcasts a cycle; weights come from L2 more slowly than from the cache before it
@@ -58,15 +60,16 @@ def cycles(heights: list[int], hidden: int, tile: Tile, gates: int, lanes: int, 
                        rates.vector_load * columns + sums / 2, from_l2) / PAIRS_REACH
         return each + rates.turn + stalls[0] * columns + stalls[1] * rows
 
-    mean = sum(of(rows, columns) for rows in heights for columns in tile.columns(gates)) / len(heights)
+    mean = sum(many * of(rows, columns) for rows, many in heights.items() for columns in tile.columns(gates)) / count
     return -(-tasks // threads) * mean
 
 
-def heights_of(rows: int, tile: Tile, hoisted: bool) -> list[int]:
-    """Rows of each row tile of a stage."""
+def heights_of(rows: int, tile: Tile, hoisted: bool) -> dict[int, int]:
+    """Rows of a row tile of a stage -> how many tiles have these."""
     full, short = divmod(rows, tile.rows)
     last = 0 if hoisted else tile.short(rows)
-    return [tile.rows] * (full + bool(short and not last)) + [last] * bool(last)
+    counts = {tile.rows: full + bool(short and not last), last: int(bool(last))}
+    return {height: count for height, count in counts.items() if count}
 
 
 def beyond_l2(task: Task) -> bool:
@@ -130,7 +133,7 @@ def features(task: Task, config: Config) -> dict[str, float]:
         hoisted = name == "hoisted"
         rows = shape.chunk * workload.batch if hoisted else workload.batch
         heights, units = heights_of(rows, tile, hoisted), shape.units(tile)
-        row_tiles, multiplied = len(heights), sum(heights)
+        row_tiles, multiplied = sum(heights.values()), sum(height * count for height, count in heights.items())
         prefix = "project" if hoisted else name
         found[f"{prefix}_registers"] = float(registers_used(tile, gates, shape.weights))
         found[f"{prefix}_sums"] = float(tile.rows * gates * tile.vectors)

@@ -18,6 +18,11 @@ from ecornn.program import PACKED, Buffer, Extent, Packing, Source
 from ecornn.schedules.builder import Expr, T, TirBuffer
 from ecornn.workload import ITEMSIZE
 
+# What there is a row of: each step and batch row, T*B; each batch row; or each sequence that lies in columns, of which
+# the workspace ``count`` has the number.
+STEPS, BATCH, SEQUENCES = "steps", "batch", "sequences"
+COUNT = "count"
+
 Vectors = Callable[[int], Expr]  # number of a parameter vector -> its value
 
 
@@ -82,7 +87,8 @@ class Job:
     rows : products of a unit
     outputs : values that are made of them
     vectors : parameter vectors that it takes
-    by_step : there are rows of every step, T*B; else of the batch alone
+    each : what there are rows of, of :data:`STEPS`, :data:`BATCH` and :data:`SEQUENCES`
+    expected : rows that tiles are chosen for, of which any number may come; None: so many that it does not matter
     """
 
     name: str
@@ -94,11 +100,12 @@ class Job:
     units: int
     outputs: int
     vectors: int = 0
-    by_step: bool = True
+    each: str = STEPS
+    expected: int | None = None
 
-    def count(self, steps: Expr, batch: Expr) -> Expr:
+    def count(self, arguments: Mapping[str, TirBuffer], steps: Expr, batch: Expr) -> Expr:
         """The rows."""
-        return steps * batch if self.by_step else batch
+        return rows_of(self.each, arguments, steps, batch)
 
     @property
     def itemsize(self) -> int:
@@ -113,8 +120,18 @@ class Job:
 
     def declare_inputs(self, epilogue: Epilogue) -> dict[str, TirBuffer]:
         """Those of what is multiplied and read, but for ``vectors``."""
-        kinds = {o.columns.name: self.dtype for o in self.operands} | dict(epilogue.reads)
+        kinds = {o.columns.name: self.dtype for o in self.operands} | dict(epilogue.reads) | counted(self.each)
         return _arguments(kinds | {o.weights: self.dtype for o in self.operands})
+
+
+def rows_of(each: str, arguments: Mapping[str, TirBuffer], steps: Expr, batch: Expr) -> Expr:
+    """How many rows there are; ``arguments`` has what :func:`counted` says."""
+    return {STEPS: lambda: steps * batch, BATCH: lambda: batch, SEQUENCES: lambda: arguments[COUNT][0]}[each]()
+
+
+def counted(each: str) -> dict[str, str]:
+    """The parameter of a kernel that says how many rows there are, and its type, if there is one."""
+    return {COUNT: "int32"} if each == SEQUENCES else {}
 
 
 def _arguments(kinds: Mapping[str, str]) -> dict[str, TirBuffer]:

@@ -30,7 +30,7 @@ def mma_kernel(job: Job, shape: Shape, epilogue: Epilogue, blocks: int, ahead: i
         block, thread = T.block(blocks), T.thread(THREADS)
         # float32 in every kernel: CUDA wants one type for all dynamic shared memory of a file
         memory = T.shared(shape.shared // 4)  # (stage, rows of operands and then weights)
-        rows = T.let("rows", job.count(steps, batch))
+        rows = T.let("rows", job.count(arguments, steps, batch))
         team = Team(job, shape, epilogue, arguments, memory, thread, T.cuda.cta_sync)
         team.run(T.int32(0), T.let("rows_ahead", rows_ahead(rows, ahead)), block, blocks)
     return builder.get()

@@ -3,17 +3,20 @@
     into[m, n] = sum over rows r of values[r, m] * operand[r, n]
 
 Both operands have the rows that are summed over on the outside, so that fragments are read across (``ldmatrix.trans``,
-or 32-bit words one by one). The rows go to ``parts`` of blocks, each of which leaves a sum in the workspace ``parts``;
-a kernel of its own adds these in order, so that every run has the same bits.
+or 32-bit words one by one). Where the tiles fill the chip each block goes through all rows and writes to where the sum
+belongs. Else the rows go to ``parts`` of blocks, each of which leaves a sum in the workspace ``parts``; a kernel of its
+own adds these in order. So every run has the same bits.
 
 ``outer_kernel.py`` has the code; ``outer_wgmma.py`` and ``outer_wgmma_kernel.py`` are the same on Hopper.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ecornn.device import Device
+from ecornn.schedules.builder import Expr, T, TirBuffer
 from ecornn.schedules.gemm.job import Columns
 from ecornn.schedules.isa.tensor_core import per_word
 from ecornn.schedules.rates import gpu_rates
@@ -36,7 +39,7 @@ class OuterJob:
     ----------
     name : of the kernel
     rows : T*B that the sizes are chosen for; any number may come
-    lengths : rows beyond a sequence's length count as zeros
+    mask : of :func:`~ecornn.schedules.timeline.rows_mask`: rows that take no part in their step count as zeros
     """
 
     name: str
@@ -46,12 +49,43 @@ class OuterJob:
     values: Columns
     operand: Columns
     rows: int
-    lengths: bool = False
+    mask: str | None = None
 
     @property
     def itemsize(self) -> int:
         """Bytes of a value."""
         return ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class Into:
+    """Where sums belong, in a float32 buffer.
+
+    Attributes
+    ----------
+    place : (m, n) -> the element; neighbouring n lie side by side
+    add : to what is there
+    """
+
+    place: Callable[[Expr, Expr], Expr]
+    add: bool
+
+    def store(self, buffer: TirBuffer, m: Expr, n: Expr, values: Sequence[Expr]) -> None:
+        """One value, or two neighbours at an even n of rows of even width."""
+        to = T.let("to", self.place(m, n))
+        if len(values) == 1:
+            T.buffer_store(buffer, buffer[to] + values[0] if self.add else values[0], [to])
+            return
+        before = T.local("before", (2,), "float32")
+        if self.add:
+            T.evaluate(T.ptx["ld.global.v2.f32"](before[0], before[1], buffer.ptr_to([to])))
+            values = [before[e] + value for e, value in enumerate(values)]
+        T.evaluate(T.ptx["st.global.v2.f32"](buffer.ptr_to([to]), *values))
+
+
+def part_of_sums(part: Expr, height: int, width: int) -> Into:
+    """The place of a part's sums in ``parts`` (parts, height, width)."""
+    return Into(lambda m, n: T.cast(part * height + m, "int64") * width + n, add=False)
 
 
 @dataclass(frozen=True)
@@ -115,11 +149,13 @@ def outer_shape(job: OuterJob) -> OuterShape:
 
 
 def best_parts(job: OuterJob, tiles: int, row: float, at_once: int) -> int:
-    """Parts of the rows that fill the chip's last turn without too many sums in memory; ``row``: nanoseconds that a
-    tile takes for half a row, ``at_once``: blocks."""
+    """Parts of the rows that fill the chip's last turn without too many sums in memory; arguments as of
+    :func:`expected`."""
+    most = max(1, min(MOST_PARTS, job.rows // LEAST_ROWS))
+    return min(range(1, most + 1), key=lambda parts: expected(job, tiles, row, at_once, parts))
+
+
+def expected(job: OuterJob, tiles: int, row: float, at_once: int, parts: int) -> float:
+    """Nanoseconds; ``row``: that a tile takes for half a row, ``at_once``: blocks."""
     stored = 8.0 * job.values.width * job.operand.width / gpu_rates(job.device).memory_beside  # and loaded
-
-    def expected(parts: int) -> float:
-        return -(-tiles * parts // at_once) * (2 * job.rows / parts) * row + parts * stored
-
-    return min(range(1, max(1, min(MOST_PARTS, job.rows // LEAST_ROWS)) + 1), key=expected)
+    return -(-tiles * parts // at_once) * (2 * job.rows / parts) * row + (parts + (parts > 1)) * stored

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
 from ecornn.schedules.gemm.job import Columns
-from ecornn.schedules.gemm.outer import COLUMN_WARPS, PAD, STAGES, THREADS, OuterJob, OuterShape
+from ecornn.schedules.gemm.outer import COLUMN_WARPS, PAD, STAGES, THREADS, Into, OuterJob, OuterShape, part_of_sums
 from ecornn.schedules.isa.tensor_core import mma, per_word, split
+from ecornn.schedules.timeline import takes_part
 
 
-def outer_kernel(job: OuterJob, shape: OuterShape) -> PrimFunc:
-    """``(T, B, values, operand, lengths, parts)``: ``parts[p, m, n]``, float32, the sums over the p-th part of the
-    rows."""
+def outer_kernel(job: OuterJob, shape: OuterShape, into: Into) -> PrimFunc:
+    """``(T, B, values, operand, mask, into)``: the sums over all rows, to ``into``; of several parts the sums over
+    each, ``into[p, m, n]``."""
     from tvm.script.ir_builder import IRBuilder
 
     with IRBuilder() as builder, T.prim_func():
@@ -20,13 +21,13 @@ def outer_kernel(job: OuterJob, shape: OuterShape) -> PrimFunc:
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
         big = (T.int64(1 << 40),)
         arguments = {n: T.arg(n, T.buffer(big, job.dtype)) for n in ("values", "operand")}
-        if job.lengths:
-            arguments["lengths"] = T.arg("lengths", T.buffer(big, "int32"))
-        parts = T.arg("parts", T.buffer(big, "float32"))
+        if job.mask:
+            arguments[job.mask] = T.arg(job.mask, T.buffer(big, "int32"))
+        sums = T.arg("into", T.buffer(big, "float32"))
         T.device_entry()
         block, thread = T.block(shape.blocks), T.thread(THREADS)
         memory = T.shared(shape.shared // 4)
-        _Block(job, shape, arguments, memory, block, thread, steps, batch).run(parts)
+        _Block(job, shape, arguments, memory, block, thread, steps, batch).run(sums, into)
     return builder.get()
 
 
@@ -55,7 +56,7 @@ class _Block:
         self.a = T.local("a", (shape.m_tiles, 4), "uint32")
         self.b = T.local("b", (shape.n_tiles, 2), "uint32")
 
-    def run(self, parts: TirBuffer) -> None:
+    def run(self, sums: TirBuffer, into: Into) -> None:
         s = self.shape
         with T.unroll("m", s.m_tiles) as m, T.unroll("n", s.n_tiles) as n, T.unroll("e", 4) as e:
             T.buffer_store(self.acc, T.float32(0), [m, n, e])
@@ -75,7 +76,8 @@ class _Block:
             step = 8 * per_word(self.job.dtype)
             for k in range(0, s.depth, step):
                 self._multiply(base, across, k)
-        self._write(parts)
+        self._write(sums, into if s.parts == 1 else part_of_sums(self.part, self.job.values.width,
+                                                                 self.job.operand.width))
 
     # -- copies ---------------------------------------------------------------------------------
     def _load(self, number: Expr, stage: Expr) -> None:
@@ -87,21 +89,21 @@ class _Block:
         self._copy("operand", self.job.operand, base + s.depth * (s.height + PAD), s.width, self.n0, row0)
 
     def _copy(self, name: str, source: Columns, base: Expr, width: int, first: Expr, row0: Expr) -> None:
-        """``width`` columns of the stage's rows; what lies outside, or beyond a row's length, becomes zero."""
+        """``width`` columns of the stage's rows; what lies outside, or takes no part, becomes zero."""
         s, buffer, size = self.shape, self.arguments[name], self.job.itemsize
         together = source.together(16 // size)
         bytes_ = together * size
         chunks = width // together
-        whole = -(-s.depth * chunks // THREADS)
+        whole, mask = -(-s.depth * chunks // THREADS), self.job.mask
 
         def one(turn: Expr) -> None:
             index = T.let("index", turn * THREADS + self.thread)
             local, value = T.let("local", index // chunks), T.let("value", index % chunks * together)
             row, column = T.let("row", row0 + local), T.let("column", first + value)
             inside = T.let("inside", T.And(row < self.rows, column < source.width))
-            if self.job.lengths:
-                length = self.arguments["lengths"][T.Select(inside, row % self.batch, 0)]
-                inside = T.let("live", T.And(inside, row // self.batch < length))
+            if mask is not None:
+                live = takes_part(mask, self.arguments[mask], row, self.batch, inside)
+                inside = T.let("live", T.And(inside, live))
             place = T.let("place", base + local * (width + PAD) + value)
             if bytes_ >= 4:
                 at = T.Select(inside, source.place(row, column), T.int64(0))
@@ -157,33 +159,30 @@ class _Block:
                 place = across + (k + lane % 4 + i * 4) * (s.width + PAD) + self.n_warp + n * 8 + lane // 4
                 T.buffer_store(self.b, self.words[place], [n, i])
 
-    def _write(self, parts: TirBuffer) -> None:
+    def _write(self, sums: TirBuffer, into: Into) -> None:
         s, height, width = self.shape, self.job.values.width, self.job.operand.width
         with T.unroll("m", s.m_tiles) as m, T.unroll("upper", 2) as half:
             row = T.let("row", self.m0 + self.m_warp + m * 16 + half * 8 + self.lane // 4)
             with T.If(row < height), T.Then(), T.unroll("n", s.n_tiles) as n:
                 column = T.let("column", self.n0 + self.n_warp + n * 8 + self.lane % 4 * 2)
-                place = T.let("place", T.cast(self.part * height + row, "int64") * width + column)
                 values = [self.acc[m, n, half * 2 + e] for e in range(2)]
                 if width % 2 == 0:
                     with T.If(column < width), T.Then():
-                        T.evaluate(T.ptx["st.global.v2.f32"](parts.ptr_to([place]), *values))
+                        into.store(sums, row, column, values)
                 else:
                     for e, value in enumerate(values):
                         with T.If(column + e < width), T.Then():
-                            T.buffer_store(parts, value, [place + e])
+                            into.store(sums, row, column + e, [value])
 
 
-def adding_kernel(name: str, height: int, width: int, parts: int, blocks: int, place: Callable[[Expr, Expr], Expr],
-                  add: bool) -> PrimFunc:
-    """``(parts, into)``: ``into[place(m, n)]`` gets the sum of ``parts`` (parts, height, width) in order; ``add``: with
-    what is there."""
+def adding_kernel(name: str, height: int, width: int, parts: int, blocks: int, into: Into) -> PrimFunc:
+    """``(parts, into)``: the sum of ``parts`` (parts, height, width), in order, to ``into``."""
     from tvm.script.ir_builder import IRBuilder
 
     with IRBuilder() as builder, T.prim_func():
         T.func_name(name)
         big = (T.int64(1 << 40),)
-        source, into = (T.arg(n, T.buffer(big, "float32")) for n in ("parts", "into"))
+        source, sums = (T.arg(n, T.buffer(big, "float32")) for n in ("parts", "into"))
         T.device_entry()
         thread = T.let("first_item", T.block(blocks) * THREADS + T.thread(THREADS))
         size = height * width
@@ -193,6 +192,5 @@ def adding_kernel(name: str, height: int, width: int, parts: int, blocks: int, p
                 total = source[item]
                 for part in range(1, parts):
                     total = total + source[item + part * size]
-                to = T.let("to", place(item // width, item % width))
-                T.buffer_store(into, into[to] + total if add else total, [to])
+                into.store(sums, item // width, item % width, [total])
     return builder.get()

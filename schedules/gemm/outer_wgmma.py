@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ecornn.schedules.gemm.outer import OuterJob, best_parts
+from ecornn.schedules.gemm.outer import OuterJob, best_parts, expected
 from ecornn.schedules.rates import gpu_rates
 
 THREADS = 384
@@ -20,7 +20,7 @@ DEPTH = 64  # rows of a stage
 PANEL = 64  # columns, of 128 bytes in a row
 PANEL_BYTES = DEPTH * PANEL * 2
 DOWN = 2  # panels of values: one for each multiplying warpgroup
-MOST_ACROSS = 4  # panels of the operand
+MOST_ACROSS, LEAST_ACROSS = 4, 2  # panels of the operand, where it has as many
 STAGES = 6  # at most
 
 
@@ -63,14 +63,24 @@ class OuterHopper:
 
 
 def hopper_shape(job: OuterJob) -> OuterHopper | None:
-    """The tiles; None where this kernel does not serve the job."""
+    """The tiles; None where this kernel does not serve the job. Narrower ones than necessary where they fill the chip's
+    turns better."""
     if job.device.arch != "sm_90a" or job.itemsize != 2 or job.values.together(8) < 2 or job.operand.together(8) < 2:
         return None
     panels = -(-job.operand.width // PANEL)
-    across = -(-panels // MOST_ACROSS)
+    made = [_cut(job, panels, across) for across in range(-(-panels // MOST_ACROSS), -(-panels // LEAST_ACROSS) + 1)]
+    return min((one for one in made if one is not None), key=lambda one: one[0], default=(0.0, None))[1]
+
+
+def _cut(job: OuterJob, panels: int, across: int) -> tuple[float, OuterHopper] | None:
+    """Tiles of which so many lie side by side, and nanoseconds."""
     shape = OuterHopper(-(-panels // across), -(-job.values.width // (DOWN * PANEL)), across)
     stages = min(STAGES, job.device.shared // (shape.stage_bytes + 16))
     if stages < 2:
         return None
-    row = shape.height * shape.width / gpu_rates(job.device).wgmma_gemm
-    return replace(shape, stages=stages, parts=best_parts(job, shape.down * shape.across, row, job.device.cores))
+    widest, area = MOST_ACROSS * PANEL, shape.height * shape.width
+    # what a tile multiplies for each byte that it copies, of the widest one's
+    reuse = shape.width * (shape.height + widest) / (widest * (shape.height + shape.width))
+    row, tiles = area / (gpu_rates(job.device).wgmma_gemm * reuse), shape.down * shape.across
+    parts = best_parts(job, tiles, row, job.device.cores)
+    return expected(job, tiles, row, job.device.cores, parts), replace(shape, stages=stages, parts=parts)

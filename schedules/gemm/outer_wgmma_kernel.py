@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
 from ecornn.schedules.gemm.job import Columns
-from ecornn.schedules.gemm.outer import OuterJob
+from ecornn.schedules.gemm.outer import Into, OuterJob, part_of_sums
 from ecornn.schedules.gemm.outer_wgmma import DEPTH, DOWN, PANEL, PANEL_BYTES, THREADS, OuterHopper
 from ecornn.schedules.isa.mbarrier import mbarrier_arrive, mbarrier_init, mbarrier_wait
 from ecornn.schedules.isa.wgmma import descriptor, wgmma, wgmma_wait
+from ecornn.schedules.timeline import takes_part
 
 GROUP = 128  # threads of a warpgroup
 ROWS = GROUP // 8  # of a panel that the copying threads have at once
@@ -21,9 +22,9 @@ CHUNK = 8  # values of 16 bytes
 COPY_REGISTERS, MULTIPLY_REGISTERS = 40, 232  # of a thread; 168 at launch, of which the copying warps give
 
 
-def outer_wgmma_kernel(job: OuterJob, shape: OuterHopper) -> PrimFunc:
-    """``(T, B, values, operand, lengths, parts)``: ``parts[p, m, n]``, float32, the sums over the p-th part of the
-    rows; on ``job.device.cores`` blocks."""
+def outer_wgmma_kernel(job: OuterJob, shape: OuterHopper, into: Into) -> PrimFunc:
+    """``(T, B, values, operand, mask, into)``: the sums over all rows, to ``into``; of several parts the sums over
+    each, ``into[p, m, n]``. On ``job.device.cores`` blocks."""
     from tvm.script.ir_builder import IRBuilder
 
     with IRBuilder() as builder, T.prim_func():
@@ -31,9 +32,9 @@ def outer_wgmma_kernel(job: OuterJob, shape: OuterHopper) -> PrimFunc:
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
         big = (T.int64(1 << 40),)
         arguments = {n: T.arg(n, T.buffer(big, job.dtype)) for n in ("values", "operand")}
-        if job.lengths:
-            arguments["lengths"] = T.arg("lengths", T.buffer(big, "int32"))
-        parts = T.arg("parts", T.buffer(big, "float32"))
+        if job.mask:
+            arguments[job.mask] = T.arg(job.mask, T.buffer(big, "int32"))
+        sums = T.arg("into", T.buffer(big, "float32"))
         T.device_entry()
         block, thread = T.block(job.device.cores), T.thread(THREADS)
         memory = T.shared(shape.shared // 4, 1024)
@@ -48,7 +49,7 @@ def outer_wgmma_kernel(job: OuterJob, shape: OuterHopper) -> PrimFunc:
             with T.Else():
                 if moves:
                     T.evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](MULTIPLY_REGISTERS))
-                ring.multiply(parts)
+                ring.multiply(sums, into)
     return builder.get()
 
 
@@ -87,7 +88,7 @@ class _Ring:
         self._tiles(tile)
         T.evaluate(T.ptx["cp.async.wait_all"]())  # no thread leaves before its copies have landed
 
-    def multiply(self, parts: TirBuffer) -> None:
+    def multiply(self, sums: TirBuffer, into: Into) -> None:
         """A multiplying warpgroup: its panel of values by all of the operand's."""
         s = self.shape
         acc = T.local("acc", (s.width // 8, 4), "float32")
@@ -97,7 +98,8 @@ class _Ring:
         def tile(part: Expr, m0: Expr, n0: Expr) -> None:
             self._products(acc, panel, lane, self._stages(part))
             row0 = T.let("m", m0 + panel * PANEL + warp * 16 + lane // 4)
-            self._write(parts, acc, part, row0, T.let("n", n0 + lane % 4 * 2))
+            to = into if s.parts == 1 else part_of_sums(part, self.job.values.width, self.job.operand.width)
+            self._write(sums, to, acc, row0, T.let("n", n0 + lane % 4 * 2))
 
         self._tiles(tile)
 
@@ -154,16 +156,14 @@ class _Ring:
         with T.If(stages > 0), T.Then():
             release()
 
-    def _write(self, parts: TirBuffer, acc: TirBuffer, part: Expr, row0: Expr, column0: Expr) -> None:
+    def _write(self, sums: TirBuffer, into: Into, acc: TirBuffer, row0: Expr, column0: Expr) -> None:
         s, height, width = self.shape, self.job.values.width, self.job.operand.width
         for half in range(2):
             row = T.let("row", row0 + half * 8)
             with T.If(row < height), T.Then():
-                first = T.let("first", T.cast(part * height + row, "int64") * width + column0)
                 for n in range(s.width // 8):
                     with T.If(column0 + n * 8 < width), T.Then():  # pairs: the width is even
-                        T.evaluate(T.ptx["st.global.v2.f32"](
-                            parts.ptr_to([first + n * 8]), acc[n, half * 2], acc[n, half * 2 + 1]))
+                        into.store(sums, row, column0 + n * 8, [acc[n, half * 2], acc[n, half * 2 + 1]])
 
     # -- copies ---------------------------------------------------------------------------------
     def _copy_stage(self, stage: Expr, row0: Expr, m0: Expr, n0: Expr) -> None:
@@ -186,8 +186,8 @@ class _Ring:
     def _live(self, row: Expr) -> Expr:
         """Whether there is such a row, and it takes part."""
         inside = row < self.rows
-        if self.job.lengths:
-            inside = T.And(inside, row // self.batch < self.arguments["lengths"][row % self.batch])
+        if self.job.mask:
+            inside = T.And(inside, takes_part(self.job.mask, self.arguments[self.job.mask], row, self.batch))
         return T.let("live", inside)
 
     def _copy(self, name: str, source: Columns, to: Expr, at: Expr, column: Expr, live: Expr) -> None:

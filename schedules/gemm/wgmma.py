@@ -26,6 +26,7 @@ ROWS = 128  # of a tile; 64 of each multiplying warpgroup
 LINE = 32  # words of a row of a stage: the 128 bytes that are swizzled
 CHUNK = 16  # bytes of K of a core matrix
 COLUMNS = 256  # of a tile at most, as of one wgmma
+NARROWER = 4  # times as narrow tiles, at most, where there are few rows
 STAGES = 6  # at most; fewer where shared memory is short
 
 
@@ -106,13 +107,28 @@ def shape_of(job: Job) -> Shape | None:
     if (job.device.arch != "sm_90a" or job.arithmetic == "float32" or not 0 < rows <= COLUMNS // 16
             or any(o.columns.together(CHUNK // size) * size % 4 for o in job.operands)):
         return None
-    pairs = -(-job.units // 16)  # of octets
-    columns = -(-pairs // (COLUMNS // (16 * rows)))
+    pairs, columns = -(-job.units // 16), _columns(job)  # pairs of octets
     parts = tuple(-(-o.columns.width * size // (LINE * 4)) for o in job.operands)
     whole = Shape(rows, -(-pairs // columns) * 2, columns, parts, job.vectors, size)
     room = job.device.shared - (whole.shared - whole.ring)
     stages = min(STAGES, room // (whole.ring // STAGES))
     return None if stages < 2 else replace(whole, stages=stages)
+
+
+def _columns(job: Job) -> int:
+    """Tiles side by side over the units: as wide as they may be, or narrower where that fills the chip's turns."""
+    pairs, most = -(-job.units // 16), COLUMNS // (16 * job.rows)
+    least = -(-pairs // most)
+    if job.expected is None:
+        return least
+    groups = -(-job.expected // ROWS)
+
+    def expected(columns: int) -> int:
+        octets = -(-pairs // columns) * 2
+        turns = -(-groups * -(-pairs * 2 // octets) // job.device.cores)
+        return turns * (ROWS + octets * 8 * job.rows)  # bytes that are copied, which multiplying does not outrun
+
+    return min(range(least, min(pairs, NARROWER * least) + 1), key=expected)
 
 
 def packing_of(job: Job, s: Shape, operand: Operand, span: int) -> Packing:

@@ -49,7 +49,7 @@ def wgmma_kernel(job: Job, shape: Shape, epilogue: Epilogue) -> PrimFunc:
         T.device_entry()
         block, thread = T.block(job.device.cores), T.thread(THREADS)
         memory = T.shared(shape.shared // 4, 1024)  # in order: stages (operands, then weights), vectors, barriers
-        ring = _Ring(job, shape, arguments, memory, thread, block, T.let("rows", job.count(steps, batch)))
+        ring = _Ring(job, shape, arguments, memory, thread, block, T.let("rows", job.count(arguments, steps, batch)))
         ring.begin()
         with T.If(thread < GROUP):
             with T.Then():

@@ -285,14 +285,19 @@ class Persistent(Schedule):
         ``outputs``; around it come :func:`~ecornn.schedules.backward.recurrence.recurrence_buffers`."""
         return _recurrence(task, plan_of(task, config), hoisted_of(task, config), str(config["math"]))
 
+    def together(self, task: Task, config: Config) -> int:
+        """As of a :class:`~ecornn.program.Program`."""
+        plan = plan_of(task, config)
+        return together(task.traversal, plan.groups, plan.rows)
+
     def program(self, task: Task, config: Config) -> Program:
         plan, layout = plan_of(task, config), hoisted_of(task, config)
         if task.traversal.backward:
-            return assemble_recurrence(task, self.recurrence(task, config), layout)
+            return assemble_recurrence(task, self.recurrence(task, config), layout, self.together(task, config))
         inner = replace(task, graph=deferred(task.graph))
         recurrence = partial(_recurrence, inner, plan, layout, str(config["math"]))
         return assemble(task, recurrence, layout, project(task, layout, plan.ahead), deferred=True,
-                        together=together(task.traversal, plan.groups, plan.rows))
+                        together=self.together(task, config))
 
 
 def _recurrence(task: Task, plan: PersistentPlan, layout: Hoisted, math: str, kept: tuple[str, ...] = ()) -> Component:

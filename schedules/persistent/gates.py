@@ -61,7 +61,8 @@ class Gates(GateThreads):
             following = graph.phases[number + 1] if number + 1 < len(graph.phases) else None
             sums: list[dict[Var, Expr]] = [{} for _ in envs]
             if phase.statistics and self.sums is not None:
-                sums, e = self.sums.exchange(e, t, envs, self._units()), e + 1
+                lives = [self._live(i, t) for i in range(plan.items)]
+                sums, e = self.sums.exchange(e, t, envs, self._units(), lives), e + 1
             if phase.products:
                 use = T.let("use", t * len(plan.phases) + p)
                 side = T.let("side", use % 2)

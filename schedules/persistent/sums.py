@@ -4,8 +4,10 @@ A batch row has neighbouring lanes of gate warps, a power of two of them, or who
 shuffles, and hand it on. What all blocks sent for a row is then read and added in the same order everywhere, so that
 every block has the same bits: through L2 as in ``sums_ring.py``, inside a cluster as in ``sums_cluster.py``.
 
-Of a value v two sums are made, of v - s and of its square, where s is the row's mean in the step before (0 in the first
-one), which all blocks know: so a mean that is large beside the deviations from it costs no accuracy.
+Of a value v two sums are made, of v - s and of its square, where s is the row's mean in the step before, which all
+blocks know: so a mean that is large beside the deviations from it costs no accuracy. s is 0 in the first step, after
+one in which the row took no part, whose values may be of any size, and where squares are not wanted: a sum alone gains
+nothing from s, and loses digits if s is large beside it, as gradients of one step often are beside those of the next.
 """
 
 from __future__ import annotations
@@ -39,15 +41,17 @@ class Sums(ABC):
             for n in range(count):
                 T.buffer_store(self.means, T.float32(0), [i, n])
 
-    def exchange(self, e: int, t: Expr, envs: list[dict[Var, Expr]], owners: list[Expr]) -> list[dict[Var, Expr]]:
+    def exchange(self, e: int, t: Expr, envs: list[dict[Var, Expr]], owners: list[Expr],
+                 lives: list[Expr | None]) -> list[dict[Var, Expr]]:
         """The variables of exchange ``e`` for each item, from the operands in ``envs``; ``owners``: whether an item is
-        one of the layer's units."""
+        one of the layer's units; ``lives``: whether its row takes part in the step, None where it does."""
         plan, statistics = self.plan, self.all[e]
         first = sum(len(s) for s in self.all[:e])
         each = [(i, n, s) for i in range(plan.items) for n, s in enumerate(statistics)]
         sums = []
         for i, n, s in each:
-            parts = [T.let("part", envs[i][o] - self.means[i, first + n]) for o in s.operands]
+            shift = None if s.squares is None else self.means[i, first + n]
+            parts = [T.let("part", envs[i][o] if shift is None else envs[i][o] - shift) for o in s.operands]
             for value in (added(parts), added([T.let("square", p * p) for p in parts])):
                 sums.append(T.let("sum", T.Select(owners[i], value, T.float32(0))))
         sums = across_warp(sums, self.lanes)
@@ -58,13 +62,16 @@ class Sums(ABC):
         totals = self.receive(e, t, slot)
         for k, (i, n, s) in enumerate(each):
             total, squares = totals[2 * k:2 * k + 2]
+            if s.squares is None:
+                found[i][s.total] = total
+                continue
             count, before = len(s.operands) * plan.hidden, self.means[i, first + n]
             found[i][s.total] = T.let(s.total.name, total + T.float32(count) * before)
-            if s.squares is not None:
-                off = T.let("off", total * T.float32(1.0 / count))
-                found[i][s.squares] = T.let(s.squares.name, T.max(squares - total * off, T.float32(0)))
+            off = T.let("off", total * T.float32(1.0 / count))
+            found[i][s.squares] = T.let(s.squares.name, T.max(squares - total * off, T.float32(0)))
             mean = T.let("mean", found[i][s.total] * T.float32(1.0 / count))
             usable = T.And(mean < T.float32(FINITE), mean > T.float32(-FINITE))
+            usable = usable if lives[i] is None else T.And(lives[i], usable)
             T.buffer_store(self.means, T.Select(usable, mean, T.float32(0)), [i, first + n])
         return found
 

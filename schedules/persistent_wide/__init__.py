@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from math import prod
 
 from ecornn.analysis.liveness import late_operand
 from ecornn.program import PACKED, WORKSPACE, Buffer, Extent, Fill, Launch, Program
 from ecornn.schedules.assemble import assemble
+from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task
 from ecornn.schedules.gemm.projection import no_projection
-from ecornn.schedules.hoisted import gained, hoisted_knob, hoisted_of, preferred
+from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred
 from ecornn.schedules.keeping import keeping
 from ecornn.schedules.persistent_wide.estimate import estimate, product_cycles, recurrence
 from ecornn.schedules.persistent_wide.handover import UNWRITTEN
@@ -20,10 +21,12 @@ from ecornn.schedules.persistent_wide.plan import (
     DEPTH,
     HANDED,
     LANES,
+    MORE_PARTS,
     PARTS,
     REGISTERS,
     SLOTS,
     SPACING,
+    WidePlan,
     packing_of,
     plan_of,
     unit_step,
@@ -36,51 +39,57 @@ from ecornn.schedules.timeline import together
 START_BLOCKS = 128
 ITEMS = 8  # (unit, batch row) pairs of a thread, at most
 COLUMNS = 256  # of a wgmma, at most
+WIDEST, WIDEST_SUM = 128, 256  # units of a set at most: of a layer, and where a unit has one row of several operands
 KEPT = (100, 88, 75, 63, 50, 43, 38, 31, 25, 19, 13, 0)  # percent
 
 
 class PersistentWide(Schedule):
-    """Serves cells with one recurrent product, in 16-bit types on Hopper, whose weights fit on chip."""
+    """Serves cells with one recurrent product, and their adjoints, in 16-bit types on Hopper, where weights fit on
+    chip."""
 
     name = "persistent_wide"
     revision = 1
     kind = "cuda"
     sequences = True
+    backward = True
 
     def refuses(self, task: Task) -> str | None:
-        w, phases = task.workload, task.graph.phases
+        w, phases, backward = task.workload, task.graph.phases, task.traversal.backward
+        if backward and (reason := beyond(task)):
+            return reason
         if task.device.arch != "sm_90a":
             return "needs the warpgroup products of sm_90a"
         if w.dtype == "float32":
             return "needs a 16-bit data type"
-        if len(phases) != 1 or len(phases[0].operands) != 1 or phases[0].statistics:
+        if len(phases) != 1 or not (backward or len(phases[0].operands) == 1) or phases[0].statistics:
             return f"cell {task.graph.cell!r} has not just one recurrent product of one vector"
-        if w.hidden > PARTS * LANES * DEPTH:
-            return f"hidden={w.hidden} is more than {PARTS * LANES * DEPTH}"
+        if w.hidden > PARTS[-1] * LANES * DEPTH:
+            return f"hidden={w.hidden} is more than {PARTS[-1] * LANES * DEPTH}"
         if fault := no_projection(task):
             return fault
-        if next(self._candidates(task), None) is None:
+        if next(self.candidates(task), None) is None:
             return (f"the recurrent weights of {w} do not fit on the {task.device.cores} "
                     f"multiprocessors of {task.device.name}")
         return late_operand(task.graph)
 
     def knobs(self, task: Task) -> tuple[Knob, ...]:
-        w, step = task.workload, unit_step(task)
+        w, step, several = task.workload, unit_step(task), len(task.graph.phases[0].operands) > 1
+        widest = WIDEST_SUM if several else WIDEST
         groups = sorted({-(-w.batch // rows) for rows in (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)})
         # of those that make the same number of blocks, the fewest
-        units = tuple({-(-w.hidden // u): u for u in range(128 // step * step, 0, -step)
+        units = tuple({-(-w.hidden // u): u for u in range(widest // step * step, 0, -step)
                        if -(-w.hidden // u) <= task.device.cores}.values())
         return (
             Knob("groups", tuple(groups), "more: fewer batch rows for each, whose blocks hold more of the weights"),
             Knob("units", units, "more units a block: fewer blocks that read the state, more weights for each"),
-            Knob("parts", tuple(range(1, PARTS + 1)),
+            Knob("parts", MORE_PARTS if several else PARTS,
                  "more: blocks that share K, so that each reads less of the state; sums travel between them", before=1),
             Knob("row_teams", (1, *REGISTERS), "2 or 3 warpgroups that each have rows of their own, and a copy of "
                  "the state for all; 1: two that share K, which small blocks need", before=1),
             Knob("registers", KEPT,
                  "percent of weights in registers, which products need not read; the rest leaves less room for state"),
             hoisted_knob(task),
-            Knob("math", MATH_FOR[w.dtype], MATH_TRADES),
+            Knob("math", MATH_FOR["float32" if task.traversal.backward else w.dtype], MATH_TRADES),
         )
 
     def check(self, task: Task, config: Config) -> str | None:
@@ -116,7 +125,7 @@ class PersistentWide(Schedule):
         return None
 
     def default(self, task: Task) -> Config:
-        best = min(self._candidates(task), key=lambda c: estimate(task, plan_of(task, c)), default=None)
+        best = min(self.candidates(task), key=lambda c: estimate(task, plan_of(task, c)), default=None)
         assert best is not None, "default() is for tasks that serves() accepts"
         return {**best, "hoisted": preferred(task, estimate(task, plan_of(task, best)))}
 
@@ -128,14 +137,14 @@ class PersistentWide(Schedule):
         config = self.default(task)
         return estimate(task, plan_of(task, config)) - gained(task, config)
 
-    def _candidates(self, task: Task) -> Iterator[Config]:
+    def candidates(self, task: Task) -> Iterator[Config]:
         """Of all cuts, those that keep as many weights in registers as possible."""
         knobs = {k.name: k.values for k in self.knobs(task)}
-        cut = ("groups", "units", "parts", "row_teams")
+        cut, math = ("groups", "units", "parts", "row_teams"), "exact" if len(knobs["math"]) == 1 else "fast"
         for values in product(*(knobs[name] for name in cut)):
             for registers in KEPT:
                 config: Config = {**dict(zip(cut, values, strict=True)), "registers": registers,
-                                  "hoisted": "float32", "math": "fast"}
+                                  "hoisted": "float32", "math": math}
                 if (reason := self.check(task, config)) is None:
                     yield config
                 if reason is None or not reason.startswith("about"):
@@ -150,22 +159,40 @@ class PersistentWide(Schedule):
                 "resident": plan.stages / plan.chunks, "registers": plan.registers, "shared": plan.shared,
                 "recurrence": recurrence(plan, rates), "estimate": estimate(task, plan) - gained(task, config)}
 
+    def recurrence(self, task: Task, config: Config) -> Component:
+        """The recurrence of an adjoint: from ``hoisted``, as :func:`~ecornn.schedules.hoisted.hoisted_of` says, to
+        ``outputs``; around it come :func:`~ecornn.schedules.backward.recurrence.recurrence_buffers`."""
+        return _recurrence(task, plan_of(task, config), hoisted_of(task, config), str(config["math"]))(())
+
+    def together(self, task: Task, config: Config) -> int:
+        """As of a :class:`~ecornn.program.Program`."""
+        plan = plan_of(task, config)
+        return together(task.traversal, plan.groups, plan.rows)
+
     def program(self, task: Task, config: Config) -> Program:
-        plan, layout, math = plan_of(task, config), hoisted_of(task, config), str(config["math"])
-        packing, handed = packing_of(task, plan), Extent(plan.groups * plan.sets * HANDED * plan.handed_words)
-        buffers = [Buffer("recurrent", PACKED, plan.dtype, Extent(prod(packing.pad)), packing),
-                   Buffer("exchange", WORKSPACE, "uint32", Extent(plan.groups * SLOTS * plan.slot_words)),
-                   Buffer("counters", WORKSPACE, "uint32", Extent(plan.groups * plan.counters * SPACING))]
-        if handed.fixed:
-            buffers.append(Buffer("handed", WORKSPACE, "uint32", handed))
-        fills = [Fill("handed", UNWRITTEN, handed)] if handed.fixed else []
-        start = start_kernel(task, plan, START_BLOCKS, math)
+        plan, layout = plan_of(task, config), hoisted_of(task, config)
+        if task.traversal.backward:
+            return assemble_recurrence(task, self.recurrence(task, config), layout, self.together(task, config))
+        return assemble(task, _recurrence(task, plan, layout, str(config["math"])), layout,
+                        together=self.together(task, config))
 
-        def recurrence(kept: tuple[str, ...]) -> Component:
-            name = keeping("persistent_wide", kept)
-            functions = {"start": start, name: wide_kernel(task, plan, layout, math, kept)}
-            calls = [Launch("start", START_BLOCKS, 256),
-                     Launch(name, plan.groups * plan.blocks, plan.threads, plan.shared, cooperative=True)]
-            return Component(functions, tuple(buffers), (*fills, *calls))
 
-        return assemble(task, recurrence, layout, together=together(task.traversal, plan.groups, plan.rows))
+def _recurrence(task: Task, plan: WidePlan, layout: Hoisted, math: str) -> Callable[[tuple[str, ...]], Component]:
+    """What makes one that stores the states of these names after each step."""
+    packing, handed = packing_of(task, plan), Extent(plan.groups * plan.sets * HANDED * plan.handed_words)
+    buffers = [Buffer("recurrent", PACKED, plan.dtype, Extent(prod(packing.pad)), packing),
+               Buffer("exchange", WORKSPACE, "uint32", Extent(plan.groups * SLOTS * plan.slot_words)),
+               Buffer("counters", WORKSPACE, "uint32", Extent(plan.groups * plan.counters * SPACING))]
+    if handed.fixed:
+        buffers.append(Buffer("handed", WORKSPACE, "uint32", handed))
+    fills = [Fill("handed", UNWRITTEN, handed)] if handed.fixed else []
+    start = start_kernel(task, plan, START_BLOCKS, math)
+
+    def recurrence(kept: tuple[str, ...]) -> Component:
+        name = keeping("persistent_wide", kept)
+        functions = {"start": start, name: wide_kernel(task, plan, layout, math, kept)}
+        calls = [Launch("start", START_BLOCKS, 256),
+                 Launch(name, plan.groups * plan.blocks, plan.threads, plan.shared, cooperative=True)]
+        return Component(functions, tuple(buffers), (*fills, *calls))
+
+    return recurrence

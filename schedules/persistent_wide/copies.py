@@ -118,7 +118,7 @@ def _weights(plan: WidePlan, memory: Memory, member: Expr, ring: Expr, lane: Exp
         return
     with T.If(T.And(lane >= plan.kept, lane < plan.chunks)), T.Then():
         _announce(memory.stored(ring), plan.weight_bytes)
-        piece = T.cast(member * plan.counters + chunk, "int64")
+        piece = T.cast(member * plan.packed_chunks + chunk, "int64")
         _bulk(memory.words.ptr_to([memory.weights(ring, lane)]),
               weights.ptr_to([piece * (plan.weight_bytes // 4)]), plan.weight_bytes, memory.stored(ring))
     T.evaluate(T.cuda.warp_sync())

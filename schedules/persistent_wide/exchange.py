@@ -2,7 +2,8 @@
 
 A group's state lies in global memory (L2) as chunks of 64 values of K: a row of 128 bytes for each batch
 row, whose 16-byte pieces are exchanged by row (wgmma's 128-byte swizzle). One bulk copy brings a chunk
-where products read it. There are two slots, and one counter for each chunk.
+where products read it. Where products have several operands, K is one behind the other, each of whole chunks. There
+are two slots, and one counter for each chunk.
 
 Step t reads slot t % 2 and writes slot (t + 1) % 2. A block has written its part of a chunk when all its
 threads have: store; proxy fence; barrier of the block; add (release). A chunk of W writers is complete for step t
@@ -36,16 +37,24 @@ def slot_base(plan: WidePlan, group: Expr, slot: Expr) -> Expr:
 
 
 def word_of(plan: WidePlan, unit: Expr, column: Expr) -> Expr:
-    """Place in a slot of the word that holds ``unit`` (of H, even) and the next one in batch row ``column``."""
+    """Place in a slot of the word that holds ``unit`` (of H, even) and the next one in batch row ``column``, of the
+    first operand."""
     chunk, within = unit // DEPTH, unit % DEPTH
     return (chunk * plan.columns + column) * (DEPTH // 2) + (within // 8 ^ column % 8) * 4 + within % 8 // 2
 
 
-def place_of(plan: WidePlan, word: Expr) -> tuple[Expr, Expr]:
-    """The other way round: unit and column of a slot's word."""
+def operand_words(plan: WidePlan) -> int:
+    """Words from an operand to the next one in a slot."""
+    return plan.reach * plan.columns * (DEPTH // 2)
+
+
+def place_of(plan: WidePlan, word: Expr) -> tuple[Expr, Expr, Expr]:
+    """The other way round: unit and column of a slot's word, and the number of its operand."""
     row, within = word // (DEPTH // 2), word % (DEPTH // 2)
-    column = row % plan.columns
-    return row // plan.columns * DEPTH + (within // 4 ^ column % 8) * 8 + within % 4 * 2, column
+    column, chunk, operand = row % plan.columns, row // plan.columns, 0
+    if plan.operands > 1:
+        chunk, operand = chunk % plan.reach, chunk // plan.reach
+    return chunk * DEPTH + (within // 4 ^ column % 8) * 8 + within % 4 * 2, column, operand
 
 
 def counter_of(plan: WidePlan, group: Expr, chunk: Expr) -> Expr:
@@ -60,5 +69,7 @@ def writers(plan: WidePlan, chunk: Expr) -> Expr:
             return unit // plan.units
         return unit // plan.units * plan.finishers + unit % plan.units // plan.finished
 
-    first, end = chunk * DEPTH, T.min(chunk * DEPTH + DEPTH, plan.hidden)
-    return T.Select(first < plan.hidden, finisher(end - 1) - finisher(first) + 1, 0)
+    within = chunk if plan.operands == 1 else chunk % plan.reach
+    first, end = within * DEPTH, T.min(within * DEPTH + DEPTH, plan.hidden)
+    there = first < plan.hidden if plan.operands == 1 else chunk < plan.operands * plan.reach
+    return T.Select(there, finisher(end - 1) - finisher(first) + 1, 0)

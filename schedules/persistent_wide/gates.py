@@ -6,7 +6,7 @@ from ecornn.schedules.builder import Expr, T, Var
 from ecornn.schedules.persistent.exchange import pack
 from ecornn.schedules.persistent_wide.block_role import BlockRole, multiplier, opaque, pinned
 from ecornn.schedules.persistent_wide.copies import Memory
-from ecornn.schedules.persistent_wide.exchange import counter_of, slot_base, word_of
+from ecornn.schedules.persistent_wide.exchange import counter_of, operand_words, slot_base, word_of
 from ecornn.schedules.persistent_wide.handover import Parcels
 from ecornn.schedules.persistent_wide.handover import word_of as handed_word
 from ecornn.schedules.persistent_wide.plan import DEPTH, SLOTS, TEAM, WidePlan
@@ -75,7 +75,7 @@ class Gates(GateThreads):
             self.parcels.poll(t)
         self._barrier(SUMS)
         ended: list[Ended] = []
-        self.announced: list[Expr] = []
+        self.announced: list[list[Expr]] = []
         for i in range(self.items):
             env = emit(self.urgent.first, self._before(i) | self._products(i), self.math)
             ended.append(self._finish(i, env, t))
@@ -118,25 +118,34 @@ class Gates(GateThreads):
         return [T.let("sum", self.sums[place + k]) for k in range(count)]
 
     def _announce(self, i: int, p: int, step: Expr, env: dict[Var, Expr]) -> None:
-        """Keeps this item's part of the exchange; units beyond H are zero."""
-        H, value = self.plan.hidden, env[self.graph.phases[0].operands[0]]
-        self.announced.append(T.let("announced", T.Select(self.unit[i] < H, value, T.float32(0)) if H % 2 else value))
+        """Keeps this item's part of the exchange, a value of each operand; units beyond H are zero."""
+        H, values = self.plan.hidden, [env[operand] for operand in self.graph.phases[0].operands]
+        self.announced.append([T.let("announced", T.Select(self.unit[i] < H, value, T.float32(0)) if H % 2 else value)
+                               for value in values])
 
     def _exchange(self) -> None:
         """Writes what was kept: the thread of an even unit for both of a word."""
-        words = [T.let("word", pack([value, self._neighbour(value)], self.plan.dtype)) for value in self.announced]
-        for place, word in zip(self.places, words, strict=True):
+        exchange, apart = self.arguments["exchange"], operand_words(self.plan)
+        words = [[T.let("word", pack([value, self._neighbour(value)], self.plan.dtype)) for value in values]
+                 for values in self.announced]
+        for place, own in zip(self.places, words, strict=True):
             with T.If(place >= 0), T.Then():
-                T.evaluate(T.ptx["st.relaxed.gpu.global.b32"](self.arguments["exchange"].ptr_to([place]), word))
+                for o, word in enumerate(own):
+                    T.evaluate(T.ptx["st.relaxed.gpu.global.b32"](exchange.ptr_to([place + o * apart]), word))
 
     def _counter(self) -> Expr:
         """Place of the counter of a chunk that the block writes, another one for each thread; -1 for the others."""
-        first, count = self.role.first, self.role.count
-        end = T.min(first + (self.plan.finished if count is None else count), self.plan.hidden)
-        chunk = T.let("chunk", first // DEPTH + self.thread)
-        inside = chunk <= (end - 1) // DEPTH
-        inside = inside if self.plan.parts == 1 else T.And(first < end, inside)
-        return T.Select(inside, counter_of(self.plan, self.group, chunk), -1)
+        plan, first, count = self.plan, self.role.first, self.role.count
+        end = T.min(first + (plan.finished if count is None else count), plan.hidden)
+        if plan.operands == 1:
+            chunk, behind = T.let("chunk", first // DEPTH + self.thread), 0
+            inside = chunk <= (end - 1) // DEPTH
+        else:
+            most = (plan.finished + DEPTH - 2) // DEPTH + 1  # chunks that a block's units are of
+            chunk, operand = T.let("chunk", first // DEPTH + self.thread % most), self.thread // most
+            inside, behind = T.And(operand < plan.operands, chunk <= (end - 1) // DEPTH), operand * plan.reach
+        inside = inside if plan.parts == 1 else T.And(first < end, inside)
+        return T.Select(inside, counter_of(plan, self.group, chunk + behind), -1)
 
     def _publish(self) -> None:
         """Counts this block's part of the chunks that it has written."""

@@ -30,7 +30,8 @@ from ecornn.schedules.timeline import piece_arguments, row_arguments
 
 def wide_kernel(task: Task, plan: WidePlan, hoisted: Hoisted, math: str, kept: tuple[str, ...] = ()) -> PrimFunc:
     """``persistent_wide(T, B, hoisted, vectors, <state>_in, <state>_out, recurrent, exchange, counters, y)``, and
-    ``handed`` where blocks share K; ``persistent_wide_keeping`` stores the states ``kept``, too."""
+    ``handed`` where blocks share K; of an adjoint's recurrence ``outputs`` in place of y; ``persistent_wide_keeping``
+    stores the states ``kept``, too."""
     from tvm.script.ir_builder import IRBuilder
 
     graph, dtype, big = task.graph, plan.dtype, T.int64(1 << 40)
@@ -45,7 +46,8 @@ def wide_kernel(task: Task, plan: WidePlan, hoisted: Hoisted, math: str, kept: t
             a[name] = T.arg(name, T.buffer((big,), dtype))
         for name in ("recurrent", "exchange", "counters", *(["handed"] if plan.parts > 1 else [])):
             a[name] = T.arg(name, T.buffer((big,), "uint32"))
-        a["y"] = T.arg("y", T.buffer((big,), dtype))
+        made = "outputs" if task.traversal.backward else "y"
+        a[made] = T.arg(made, T.buffer((big,), dtype))
         a |= kept_arguments(kept, dtype) | row_arguments(task.traversal) | piece_arguments(task.traversal)
         T.device_entry()
         block, thread = T.block(plan.groups * plan.blocks), T.thread(plan.threads)

@@ -7,16 +7,19 @@ from math import gcd
 
 from ecornn.program import Packing
 from ecornn.schedules.base import Config, Task
+from ecornn.schedules.hoisted import hoisted_of
 from ecornn.schedules.scalars.gate_threads import Share
 
 TEAM = 128  # threads of a warpgroup
 DEPTH = 64  # values of K of a chunk: 128 bytes
 LANES = 32  # chunks of a ring at most: one for each lane of the warp that copies them
-PARTS = 4  # blocks that share K, at most
+PARTS = (1, 2, 3, 4)  # blocks that share K
+MORE_PARTS = (*PARTS, 6, 8, 12, 16)  # where K is of several operands
 SLOTS = 2  # of the exchange; exchange.py says why two
 HANDED = 2  # slots of partial sums; handover.py says why two
 SPACING = 32  # words from counter to counter: each has a line of its own
 SPARE_REGISTERS = {1: 20, 2: 28}  # by rings: addresses, descriptors, loop state; with one ring, many are made anew
+OUTPUTS = 5  # registers of an item for where an adjoint's outputs go; with one ring, these are made anew
 REGISTERS = {2: (40, 232), 3: (24, 160)}  # of a copying and a multiplying thread, by multiplying warpgroups
 
 
@@ -26,6 +29,7 @@ class WidePlan:
 
     Attributes
     ----------
+    operands : vectors of H values that products multiply, which make K: one in a layer, several in an adjoint
     units, rows : hidden units of a set, batch rows of a group
     parts : blocks of a set, which share K
     gates, interleave : rows of weights of a unit; those of them that stand next to each other
@@ -39,6 +43,7 @@ class WidePlan:
 
     hidden: int
     dtype: str
+    operands: int
     groups: int
     sets: int
     parts: int
@@ -167,6 +172,16 @@ class WidePlan:
         return self.parts * self.rings * self.chunks
 
     @property
+    def reach(self) -> int:
+        """Chunks of one operand; behind the last operand there may be some that only pad K."""
+        return self.counters if self.operands == 1 else -(-self.hidden // DEPTH)
+
+    @property
+    def packed_chunks(self) -> int:
+        """Chunks whose weights lie in memory: those of a group, up to a whole operand."""
+        return -(-self.counters // self.reach) * self.reach
+
+    @property
     def copied_bytes(self) -> int:
         """Of state, to one block in a step."""
         return self.rings * self.chunks * self.stage_bytes
@@ -195,14 +210,20 @@ def unit_step(task: Task) -> int:
 def plan_of(task: Task, config: Config) -> WidePlan:
     """The plan of a configuration; it need not fit, ``check`` says that."""
     w, graph = task.workload, task.graph
-    gates, groups, units = len(graph.phases[0].products), int(config["groups"]), int(config["units"])
+    (phase,) = graph.phases
+    gates, operands = len(phase.products), len(phase.operands)
+    groups, units = int(config["groups"]), int(config["units"])
     parts, row_teams = int(config["parts"]), int(config["row_teams"])
     teams, rings = (2, 2) if row_teams == 1 else (row_teams, 1)
-    chunks = -(-w.hidden // (DEPTH * rings * parts))
+    chunks = -(-operands * -(-w.hidden // DEPTH) // (rings * parts))
     masks = task.traversal.lengths + task.traversal.resets + task.traversal.sequences * (3 + len(graph.states))
     values = len(graph.states) + len(graph.hoisted_outputs) + masks + 2
-    plan = WidePlan(hidden=w.hidden, dtype=w.dtype, groups=groups, sets=-(-w.hidden // units), parts=parts,
-                units=units, rows=-(-w.batch // groups), gates=gates, interleave=gcd(gates, 8),
+    if task.traversal.backward:  # what is exchanged is not kept, but for rows that take no part
+        states = set(graph.states.values()) - (set() if task.traversal.lengths else set(phase.operands))
+        values = len(states) + hoisted_of(task, config).words() + masks + 2 + (operands if masks else 0)
+        values += OUTPUTS if rings > 1 else 0
+    plan = WidePlan(hidden=w.hidden, dtype=w.dtype, operands=operands, groups=groups, sets=-(-w.hidden // units),
+                parts=parts, units=units, rows=-(-w.batch // groups), gates=gates, interleave=gcd(gates, 8),
                 teams=teams, rings=rings, chunks=chunks, kept=-(-chunks * int(config["registers"]) // 100),
                 stages=1, values=values)
     stage = rings * (plan.stage_bytes + 16)
@@ -213,10 +234,20 @@ def packing_of(task: Task, plan: WidePlan) -> Packing:
     """Recurrent weights: (set, chunk) pieces of 8-value chunks of K, octets, 8 rows, 8 values.
 
     These are the core matrices of wgmma without a swizzle. Product ``interleave`` u + g of the rows of gates
-    that are interleaved is gate g of unit u.
+    that are interleaved is gate g of unit u. Of weights that are transposed the axes of a source have changed places.
     """
     (phase,), e = task.graph.phases, plan.interleave
-    sources = tuple(p.term.source for p in phase.products)
-    return Packing(sources, (plan.gates, plan.sets * plan.units, plan.counters * DEPTH),
-                   (plan.gates // e, e, plan.sets, plan.units * e // 8, 8 // e, plan.counters, DEPTH // 8, 8),
-                   (2, 5, 6, 0, 3, 4, 1, 7), plan.dtype)
+    made, multiplied = (plan.sets, plan.units * e // 8, 8 // e), (plan.reach, DEPTH // 8, 8)
+    gates, rows, depth = (plan.gates // e, e), plan.sets * plan.units, plan.reach * DEPTH
+    if not task.traversal.backward:
+        sources = tuple(p.term.source for p in phase.products)
+        return Packing(sources, (plan.gates, rows, depth), (*gates, *made, *multiplied), (2, 5, 6, 0, 3, 4, 1, 7),
+                       plan.dtype)
+    operands = [[p.source(o) for p in phase.products] for o in phase.operands]
+    operands += [[("", 0)] * plan.gates] * (plan.packed_chunks // plan.reach - plan.operands)
+    sources, first = tuple(s for own in operands for s in own), (len(operands), *gates)
+    if phase.products[0].terms[0].transposed:
+        return Packing(sources, (len(sources), depth, rows), (*first, *multiplied, *made), (6, 0, 3, 4, 1, 7, 8, 2, 5),
+                       plan.dtype)
+    return Packing(sources, (len(sources), rows, depth), (*first, *made, *multiplied), (3, 0, 6, 7, 1, 4, 5, 2, 8),
+                   plan.dtype)

@@ -28,7 +28,7 @@ class Products:
         # (position of a chunk, step of K, m64 tile), 4 of fragment A
         self.held = T.local("held", (max(1, plan.kept * plan.own_tiles * STEPS), 4), "uint32")
         for p in range(plan.kept):
-            chunk = T.let("chunk", role.member * plan.counters + chunk_at(plan, role, self.ring, p))
+            chunk = T.let("chunk", role.member * plan.packed_chunks + chunk_at(plan, role, self.ring, p))
             for k in range(STEPS):
                 for m in range(plan.own_tiles):
                     for i in range(4):  # words of operand A: rows l/4 and l/4 + 8 of its first eight values of K

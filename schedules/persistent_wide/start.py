@@ -39,14 +39,15 @@ def start_kernel(task: Task, plan: WidePlan, blocks: int, math: str) -> PrimFunc
             place = T.let("place", turn * (blocks * THREADS) + first)
             with T.If(place < total), T.Then():
                 group = T.let("group", place // (SLOTS * plan.slot_words))
-                unit, column = place_of(plan, T.let("word", place % plan.slot_words))
+                unit, column, operand = place_of(plan, T.let("word", place % plan.slot_words))
                 unit, column = T.let("unit", unit), T.let("column", column)
                 row = T.let("row", group * plan.rows + column)
                 slot = place // plan.slot_words % SLOTS
-                with T.If(T.And(slot == 0, T.And(unit < plan.hidden, column < plan.rows))):
+                given = T.And(slot == 0, T.And(unit < plan.hidden, column < plan.rows))
+                with T.If(given if plan.operands == 1 else T.And(given, operand < plan.operands)):
                     with T.Then():
                         values = [initial_operand(task, states, vectors, timeline, row,
-                                                  T.let("own_unit", unit + e), 0, math) for e in range(2)]
+                                                  T.let("own_unit", unit + e), operand, math) for e in range(2)]
                         T.buffer_store(exchange, pack(values, plan.dtype), [place])
                     with T.Else():
                         T.buffer_store(exchange, T.uint32(0), [place])

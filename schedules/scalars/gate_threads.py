@@ -147,6 +147,12 @@ class GateThreads(ABC):
     def _limit(self, i: int) -> Expr:
         return self.steps if self.limits is None else self.limits[i]
 
+    def _live(self, i: int, t: Expr) -> Expr | None:
+        """Whether item i's row takes part in step t; None: always."""
+        if self.numbers is not None:
+            return T.let("live", self.numbers[i, 0] >= 0)
+        return self.timeline.live(t, self._limit(i))
+
     def _constants(self, i: int) -> None:
         graph, H = self.graph, self.task.workload.hidden
         at = T.let("at", T.min(self.unit[i], H - 1))
@@ -299,10 +305,10 @@ class GateThreads(ABC):
             T.buffer_store(self.arguments[f"{state}_kept"], T.cast(value, w.dtype), [row * H + self.unit[i]])
 
     def _leave(self, i: int, row: Expr, ended: Ended) -> None:
-        """Stores the last states of a row or a sequence; of an adjoint's recurrence, where they may have been cleared
-        since."""
+        """Stores the last states of a row or a sequence; of the rows of an adjoint's recurrence, where they may have
+        been cleared since."""
         w = self.task.workload
-        last = ended.following if self.task.traversal.backward else ended.new
+        last = ended.following if self.task.traversal.backward and self.numbers is None else ended.new
         for name in self.state_index:
             T.buffer_store(self.arguments[f"{name}_out"], T.cast(last[name], w.dtype),
                            [row * w.hidden + self.unit[i]])

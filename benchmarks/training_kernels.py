@@ -1,0 +1,75 @@
+"""Where a training step goes: the kernels of forward and backward of one layer, by the time that they take.
+
+    python benchmarks/training_kernels.py "lstm 1024x16x768x768 bf16"
+
+Rows are those of ``training_rows.py``. Durations are of CUPTI, by way of PyTorch's profiler, of one step after some
+others; ``gaps`` is what is left of the time from the first kernel's start to the last one's end, where kernels of two
+streams count once.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from side_by_side import DEVICE
+from training_rows import ROWS
+
+import ecornn
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        sys.exit("this needs a CUDA GPU and a PyTorch that sees it")
+    for name in sys.argv[1:]:
+        row = next((r for r in ROWS if str(r) == name), None)
+        if row is None:
+            sys.exit(f"no row {name!r}; there are: {', '.join(map(str, ROWS))}")
+        kind = {"f16": torch.float16, "bf16": torch.bfloat16}.get(row.kind, torch.float32)
+        with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
+            module = ecornn.compile(row.cell, **row.properties, target="cuda", training=True,  # type: ignore[arg-type]
+                                    out=Path(folder, "module.so"))
+            shapes = {p.name: p.shape for p in module.manifest.parameters}
+            layer = module.bind({n: (torch.rand(s, device=DEVICE) * 2 - 1).to(kind) / row.H ** 0.5
+                                 for n, s in shapes.items()})
+            x = torch.randn(row.T, row.B, row.I, device=DEVICE).to(kind)
+            dy = torch.randn(row.T, row.B, row.H * (1 + row.bidirectional), device=DEVICE).to(kind)
+            for part in ("forward", "backward"):
+                show(f"{name}, {part}", part, layer, x, dy, row.T * row.layers)
+
+
+def show(title: str, part: str, layer: ecornn.Layer, x: torch.Tensor, dy: torch.Tensor, steps: int) -> None:
+    """A table of the kernels of one entry, in microseconds and microseconds a step."""
+    def step() -> None:
+        layer.backward(layer.forward(x)[2], dy)
+
+    for _ in range(3):
+        step()
+    _, _, kept = layer.forward(x)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        _ = layer.forward(x) if part == "forward" else layer.backward(kept, dy)
+        torch.cuda.synchronize()
+    times: defaultdict[str, list[float]] = defaultdict(list)
+    spans = []
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            times[event.name].append(event.time_range.elapsed_us())
+            spans.append((event.time_range.start, event.time_range.end))
+    print(f"{title}: microseconds, launches, microseconds a step and layer")
+    for kernel, values in sorted(times.items(), key=lambda each: -sum(each[1])):
+        print(f"  {kernel[:44]:44} {sum(values):9.1f} {len(values):5} {sum(values) / steps:8.3f}")
+    busy, end = 0.0, 0.0
+    for start, stop in sorted(spans):
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    whole = end - min(start for start, _ in spans)
+    print(f"  {'gaps':44} {whole - busy:9.1f} {'':5} {(whole - busy) / steps:8.3f}")
+    print(f"  {'in all':44} {whole:9.1f} {'':5} {whole / steps:8.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Compilers as processes: what they say, and an end to those that hang."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import tempfile
+from collections.abc import Sequence
+
+from ecornn.errors import BuildError
+
+ANSWER = 60.0  # seconds that a compiler has to say its version
+WORK = 1200.0  # seconds for a file; the largest kernels take some
+
+
+def run(command: Sequence[str], seconds: float, folder: str | None = None) -> tuple[int, str]:
+    """The exit status, and what the command says, errors first; it reads nothing.
+
+    Raises :class:`BuildError` where it cannot be started or does not end in that time. It has ended then, with what it
+    has started, as after any exception.
+    """
+    with tempfile.TemporaryFile() as errors, tempfile.TemporaryFile() as output:  # pipes stay open with any child
+        try:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, cwd=folder)
+        except OSError as error:
+            raise BuildError(f"{command[0]} cannot be started: {error.strerror}") from error
+        try:
+            status = process.wait(seconds)
+        except BaseException as error:
+            _end(process)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise BuildError(f"{command[0]} did not end in {seconds:g} s and was stopped") from error
+            raise
+        said = b""
+        for file in (errors, output):
+            file.seek(0)
+            said += file.read()
+    return status, said.decode(errors="replace")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+    process.kill()
+    process.wait()

@@ -1,0 +1,28 @@
+"""A digest at the end of a module file: the dynamic loader runs what it is given, damaged or not.
+
+SHA-256, as in the build cache: a file of 5 MB takes 3 ms, and 15 on a CPU without instructions for it. It is there
+for damage, not against people. What follows the last section of a shared library is nobody else's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+MARK = b"ecornn checksum\n"  # the last bytes of a file that has one
+SIZE = 32 + len(MARK)
+
+
+def append(path: Path) -> None:
+    """Puts the digest of a file behind it."""
+    digest = hashlib.sha256(path.read_bytes()).digest()
+    with path.open("ab") as file:
+        file.write(digest + MARK)
+
+
+def holds(content: bytes) -> bool | None:
+    """Whether a file's content is what it was; None where it has no digest."""
+    if not content.endswith(MARK):
+        return None
+    said, covered = content[-SIZE:-len(MARK)], memoryview(content)[:-SIZE]
+    return hashlib.sha256(covered).digest() == said

@@ -1,0 +1,47 @@
+"""What layers are compiled for, and when: for the first call of its kind, shared by all torch modules of a process."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import lru_cache
+
+import torch
+
+from ecornn.errors import ScheduleError
+from ecornn.layer_spec import LayerSpec
+from ecornn.runtime.loader import Module
+from ecornn.workload import DTYPES
+
+NAMES = {getattr(torch, name): name for name in DTYPES}
+# What is kept, by kind of device: whatever T is, which graphs leave open. PyTorch keeps as much on a CPU.
+KEPT = {"cpu": "gates", "cuda": "states"}
+
+
+@lru_cache(maxsize=256)
+def _found(layer: LayerSpec, target: str, infinite: bool) -> Module | ScheduleError:
+    from ecornn.compiler import compile_layer
+
+    without_pairs = {"pairs": 0, "project_pairs": 0} if infinite else None
+    try:
+        return compile_layer(layer, target=target, config=without_pairs)
+    except ScheduleError as error:  # as sure as a module, and it takes as long to find
+        return error
+
+
+def compiled(layer: LayerSpec, target: str, infinite: bool = False) -> Module:
+    """Its module, also for infinite weights if told so; every torch module of a process that has such a layer shares
+    it. Raises :class:`ScheduleError` where no schedule serves it."""
+    found = _found(layer, target, infinite)
+    if isinstance(found, ScheduleError):
+        raise found.with_traceback(None)
+    return found
+
+
+compiled.cache_clear, compiled.cache_info = _found.cache_clear, _found.cache_info  # type: ignore[attr-defined]
+
+
+def fitting(bound: Collection[int], batch: int, most: int) -> int:
+    """The batch of what is bound for calls of this one, of ``most`` at most; where there is none, what to compile for:
+    the batch of the first call; where calls differ, some room for the next ones."""
+    rooms = [room for room in sorted(bound) if batch <= room <= most]
+    return rooms[0] if rooms else 1 << (batch - 1).bit_length() if bound else batch

@@ -1,0 +1,132 @@
+"""Compiled layers that train: weights that have changed are packed where the last ones were."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ecornn.errors import ArgumentError, DeviceError, NotFiniteError
+from ecornn.runtime.loader import Layer, Module
+from ecornn.torch.compiling import KEPT, NAMES, compiled, fitting
+from ecornn.torch.device_weights import DeviceWeights
+from ecornn.torch.kind import Kind
+from ecornn.torch.parameters import parameters
+from ecornn.torch.snapshot import Snapshot
+
+GRAPHS = "graphs"  # in place of a stream: the layers that CUDA graphs have captured
+
+
+class Trained:
+    """A layer, and the weights that are packed in it."""
+
+    def __init__(self, kind: Kind, module: Module, weights: Sequence[torch.Tensor], x: torch.Tensor) -> None:
+        self._kind = kind
+        device, threads = (None, torch.get_num_threads()) if x.is_cpu else (x.device.index, None)
+        self.layer: Layer = module.bind(parameters(kind, weights), device or 0, threads=threads)
+        self.busy = 0  # calls that are under way
+        self.snapshot = Snapshot(weights)
+        self._there = None if x.is_cpu else DeviceWeights(kind, self.layer, weights)
+
+    def pack(self, weights: Sequence[torch.Tensor]) -> None:
+        """Packs weights where the last ones were; on a GPU on the current stream."""
+        same, snapshot = self.snapshot.same(weights), self.snapshot
+        if self._there is not None:
+            self._there.pack(weights, same)
+        else:
+            changed = [self._kind.names[n] for n in snapshot.changed(weights)]
+            snapshot.outdate()  # until all is packed
+            self.layer.repack(parameters(self._kind, weights), changed)
+            same = False
+        if same:
+            snapshot.renew(weights)
+        else:
+            self.snapshot = Snapshot(weights)
+
+
+class TrainedLayers:
+    """Those of an engine.
+
+    On a GPU each stream has its own, so that packing comes before its use in the order of the stream. CUDA graphs have
+    one that no stream uses any more: it was packed and called before, as PyTorch asks for, and belongs to them since
+    the first capture. Each forward pass in a graph packs, since weights change between its replays.
+    """
+
+    def __init__(self, kind: Kind) -> None:
+        self._kind = kind
+        # what a call is like, and where it runs -> the batch it was compiled for -> the layer
+        self._bound: dict[tuple[Any, ...], dict[int, Trained]] = {}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def layer(self, weights: Sequence[torch.Tensor], x: Any, masks: str, again: bool = False) -> Iterator[Layer]:
+        """A layer for x (T, B, I), with the weights as they are now; ``again``: as an earlier call had it, no optimizer
+        has come since. It keeps its weights until this ends, and no longer."""
+        with self._lock:
+            one = self._take(weights, x, masks, again)
+            one.busy += 1
+        try:
+            yield one.layer
+        finally:
+            with self._lock:
+                one.busy -= 1
+
+    def outdate(self) -> None:
+        """Has the next call of every kind read the weights again."""
+        with self._lock:
+            for bound in self._bound.values():
+                for one in bound.values():
+                    one.snapshot.outdate()
+
+    def _take(self, weights: Sequence[torch.Tensor], x: Any, masks: str, again: bool) -> Trained:
+        steps, batch = x.shape[:2]
+        alike, where = (x.device, x.dtype, masks), _where(x)
+        bound = self._bound.setdefault((*alike, where), {})
+        room = fitting(bound, batch, _most(batch, masks))
+        known = bound.get(room)
+        if known is None and where == GRAPHS:
+            room, known = self._for_graphs(alike, batch)
+            bound[room] = known
+        if known is not None and (again or where != GRAPHS) and known.snapshot.holds(weights, again):
+            return known
+        if wrong := [w for w in weights if w.device != x.device]:
+            raise DeviceError("weights.device", str(wrong[0].device), f"{x.device}, as the input's")
+        target = "cpu" if x.is_cpu else "cuda"
+        spec = self._kind.spec(room, steps, NAMES[x.dtype], masks, KEPT[target])
+        try:
+            if known is not None and not known.busy:
+                known.pack(weights)
+                return known
+            made = Trained(self._kind, compiled(spec, target) if known is None else known.layer.module, weights, x)
+        except NotFiniteError:
+            made = Trained(self._kind, compiled(spec, target, infinite=True), weights, x)
+        bound[room] = made
+        return made
+
+    def _for_graphs(self, alike: tuple[Any, ...], batch: int) -> tuple[int, Trained]:
+        """A layer that was bound for a stream, and is not any more."""
+        for key, bound in self._bound.items():
+            room = fitting(bound, batch, _most(batch, alike[-1]))
+            if key[:-1] == alike and room in bound and not bound[room].busy:
+                found = bound.pop(room)
+                found.snapshot.outdate()
+                return room, found
+        raise ArgumentError("x", "an input of the first call", "a call that no CUDA graph captures: run a training "
+                            "step before the capture, as PyTorch asks for")
+
+
+def _most(batch: int, masks: str) -> int:
+    """The largest batch of a layer that serves this one; columns are few of themselves."""
+    return batch if masks == "sequences" else 4 * batch
+
+
+def _where(x: torch.Tensor) -> Any:
+    """What orders calls: the threads of a CPU, a stream of a GPU."""
+    if x.is_cpu:
+        return torch.get_num_threads()
+    if torch.cuda.is_current_stream_capturing():
+        return GRAPHS
+    return torch._C._cuda_getCurrentRawStream(x.device.index)

@@ -1,0 +1,159 @@
+"""A word language model, trained by torch.nn's LSTMs and by compiled ones: the same curves, and words a second."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import click
+
+# PyTorch after that, which says how its threads wait
+# isort: split
+import torch
+from python_text import docstrings, in_columns, numbered, reference, words
+from torch import nn
+from training_steps import DEVICE, Step, middle, take_turns
+
+import ecornn.torch
+
+POINTS = 10  # of a curve
+ERRORS = 3.5
+HELP = f"""Trains a language model of words, two LSTMs with dropout as the medium one of Zaremba et al. 2014 (arXiv
+1409.2329), on Python's own documentation: with torch.nn's LSTMs, and with the same ones after
+`ecornn.torch.replace(model)`, from the same weights, for several seeds.
+
+\b
+    pip install "ecornn[examples]"
+    python examples/05_language_model.py
+    python examples/05_language_model.py --hidden 650 --text docstrings   # the real size, as on a GPU
+
+Then it times a training step of both, in turns: as it is written, on a GPU also as a CUDA graph, and with --compile
+under torch.compile. On a GPU in bfloat16 by autocast. Exits with 1 where ecornn's curve, the mean of its seeds, is
+farther from torch.nn's than {ERRORS} standard errors of such a difference, or where nothing was learned. Defaults are
+for {DEVICE}.
+"""
+SIZES = {"cuda": {"hidden": 650, "steps": 35, "batch": 20, "vocabulary": 10000, "updates": 1000, "text": "docstrings"},
+         "cpu": {"hidden": 96, "steps": 20, "batch": 16, "vocabulary": 2000, "updates": 100, "text": "reference"}}
+DEFAULT = SIZES[DEVICE]
+LAYERS = 2
+
+
+class LanguageModel(nn.Module):
+    """Words (T, B) to scores of the next ones (T, B, V). The state goes on from batch to batch."""
+
+    def __init__(self, vocabulary: int, hidden: int, batch: int, dropout: float) -> None:
+        super().__init__()
+        self.words = nn.Embedding(vocabulary, hidden)
+        self.recurrent = nn.LSTM(hidden, hidden, LAYERS, dropout=dropout)
+        self.dropout = nn.Dropout(dropout)
+        self.scores = nn.Linear(hidden, vocabulary)
+        for name in ("h", "c"):
+            self.register_buffer(name, torch.zeros(LAYERS, batch, hidden), persistent=False)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        # copies, since the backward pass reads the states that this batch started from
+        y, after = self.recurrent(self.dropout(self.words(text)), (self.h.clone(), self.c.clone()))
+        for state, value in zip((self.h, self.c), after, strict=True):
+            state.copy_(value.detach())
+        return self.scores(self.dropout(y))
+
+
+def cross_entropy(scores: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Nats a word."""
+    return nn.functional.cross_entropy(scores.flatten(0, 1), wanted.flatten())
+
+
+def batch_at(text: torch.Tensor, number: int, steps: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Words (T, B) of columns (N, B), and those that follow them; from the start again where the text ends."""
+    first = number % ((len(text) - 1) // steps) * steps
+    return [text[first:first + steps]], [text[first + 1:first + steps + 1]]
+
+
+def train(step: Step, text: torch.Tensor, updates: int, steps: int) -> torch.Tensor:
+    """The curve of the loss: means (POINTS,) over equal parts of the updates."""
+    losses = []
+    for number in range(updates):
+        step.load(*batch_at(text, number, steps))
+        losses.append(step().clone())
+    return torch.stack(losses)[:updates // POINTS * POINTS].view(POINTS, -1).mean(1).cpu()
+
+
+def entropy(step: Step, text: torch.Tensor, steps: int) -> float:
+    """Nats a word of a text (N, B) that the model has not seen."""
+    model: Any = step.model.eval()
+    for state in (model.h, model.c):
+        state.zero_()
+    found = []
+    for number in range((len(text) - 1) // steps):
+        inputs, targets = batch_at(text, number, steps)
+        with torch.no_grad(), step.autocast():
+            found.append(cross_entropy(model(*inputs), *targets))
+    model.train()
+    return torch.stack(found).mean().item()
+
+
+@click.command(help=HELP, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.option("--text", type=click.Choice(["reference", "docstrings"]), default=DEFAULT["text"],
+              help="Python's language reference (120,000 words), or with the docstrings of the standard library, too.")
+@click.option("--hidden", default=DEFAULT["hidden"], help="Units of a layer.")
+@click.option("--steps", default=DEFAULT["steps"], help="Words of a row of a batch, T.")
+@click.option("--batch", default=DEFAULT["batch"], help="Rows of a batch, B.")
+@click.option("--vocabulary", default=DEFAULT["vocabulary"], help="Words that are told apart, at most.")
+@click.option("--dropout", default=0.5, help="Of words, between layers, and of the last layer.")
+@click.option("--updates", type=click.IntRange(min=POINTS), default=DEFAULT["updates"], help="Training steps.")
+@click.option("--seeds", type=click.IntRange(min=2), default=3, help="Of weights and dropout; each trains both models.")
+@click.option("--rate", default=2e-3, help="Learning rate.")
+@click.option("--seconds", default=3.0, help="How long to time.")
+@click.option("--compile", "compiled", is_flag=True, help="Time both under torch.compile, too.")
+def main(text: str, hidden: int, steps: int, batch: int, vocabulary: int, dropout: float, updates: int, seeds: int,
+         rate: float, seconds: float, compiled: bool) -> None:
+    tokens, names = numbered(words(reference() + docstrings() * (text == "docstrings")), vocabulary)
+    kept = len(tokens) // 20
+    unseen, seen = (in_columns(part, batch).to(DEVICE) for part in (tokens[-kept:], tokens[:-kept]))
+    frequency = torch.bincount(tokens[:-kept], minlength=len(names)).add(1).double()
+    by_frequency = -(frequency / frequency.sum()).log()[tokens[-kept:]].mean().item()
+    print(f"{len(tokens)} words, {len(names)} different ones; knowing how frequent they are, "
+          f"{by_frequency:.3f} nats each")
+
+    curves: dict[str, list[torch.Tensor]] = {"torch.nn": [], "ecornn": []}
+    pairs = {}
+    for seed in range(seeds):
+        torch.manual_seed(seed)
+        theirs = LanguageModel(len(names), hidden, batch, dropout).to(DEVICE)
+        ours = copy.deepcopy(theirs)
+        ecornn.torch.replace(ours)
+        for name, model in (("torch.nn", theirs), ("ecornn", ours)):
+            pairs[name] = step = Step(model, cross_entropy, *batch_at(seen, 0, steps), rate)
+            torch.manual_seed(seed)
+            curves[name].append(train(step, seen, updates, steps))
+
+    both = torch.stack([torch.stack(curves[name]) for name in ("torch.nn", "ecornn")])  # (2, seeds, POINTS)
+    means, deviation = both.mean(1), both[0].var(0).mean().sqrt()
+    apart, allowed = (means[1] - means[0]).abs(), ERRORS * deviation * (2 / seeds) ** 0.5
+    print("loss, nats a word, of all seeds\n   update            torch.nn              ecornn   means apart by")
+    for point in range(POINTS):
+        ranges = [f"{side[:, point].min():.4f} to {side[:, point].max():.4f}" for side in both]
+        print(f"{(point + 1) * (updates // POINTS):9}  {ranges[0]:>18}  {ranges[1]:>18}   {apart[point]:.4f}")
+    print(f"seeds of torch.nn deviate by {deviation:.4f}, so that means may be apart by {allowed:.4f}")
+    last = {name: entropy(step, unseen, steps) for name, step in pairs.items()}
+    print("text that was not seen: " + ", ".join(f"{name} {value:.3f} nats a word" for name, value in last.items()))
+
+    for how in ("plain", *(["CUDA graph"] if DEVICE == "cuda" else []), *(["torch.compile"] if compiled else [])):
+        if how == "torch.compile":
+            for step in pairs.values():
+                step.model = torch.compile(step.model)
+        sides = {name: step.graphed() if how == "CUDA graph" else step for name, step in pairs.items()}
+        rates = {name: [steps * batch / t for t in middle(times)] for name, times in take_turns(sides, seconds).items()}
+        print(f"{how}: " + ", ".join(f"{name} {r[0]:.0f} words a second [{r[2]:.0f}, {r[1]:.0f}]"
+                                     for name, r in rates.items())
+              + f", {rates['ecornn'][0] / rates['torch.nn'][0]:.2f} times as fast")
+
+    if not (apart <= allowed).all():
+        sys.exit("ecornn's curve is not torch.nn's")
+    if not max(last.values()) < by_frequency:
+        sys.exit("nothing was learned")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""English that every Python has: the reference of the language, and the docstrings of the standard library."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sysconfig
+from collections import Counter
+from pathlib import Path
+from pydoc_data import topics
+
+import torch
+
+OTHERS = {"dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests"}  # folders that are no library
+UNKNOWN = "<unk>"
+
+
+def reference() -> str:
+    """The language reference, as ``help("topics")`` has it: half a million characters."""
+    return "\n".join(topics.topics[name] for name in sorted(topics.topics))
+
+
+def docstrings() -> str:
+    """What the standard library's modules, classes and functions say of themselves; takes seconds to collect."""
+    root, found = Path(sysconfig.get_path("stdlib")), []
+    for path in sorted(root.rglob("*.py")):
+        if OTHERS.isdisjoint(path.relative_to(root).parts):
+            for node in ast.walk(ast.parse(path.read_bytes())):
+                if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                    found.append(ast.get_docstring(node) or "")
+    return "\n".join(found)
+
+
+def words(text: str) -> list[str]:
+    """Words, numbers and marks, in lower case."""
+    return re.findall(r"[a-z]+|[0-9]+|[^\sa-z0-9]", text.lower())
+
+
+def numbered(tokens: list[str], most: int) -> tuple[torch.Tensor, list[str]]:
+    """The tokens as numbers (N,), and what each number stands for: the ``most`` - 1 frequent ones; 0 is all others."""
+    names = [UNKNOWN, *(token for token, _ in Counter(tokens).most_common(most - 1))]
+    numbers = {name: number for number, name in enumerate(names)}
+    return torch.tensor([numbers.get(token, 0) for token in tokens]), names
+
+
+def in_columns(tokens: torch.Tensor, batch: int) -> torch.Tensor:
+    """The tokens (N,) as ``batch`` columns (N // B, B) that are read side by side."""
+    return tokens[:len(tokens) // batch * batch].view(batch, -1).T.contiguous()

@@ -1,0 +1,52 @@
+"""The kernel that packs weights on a GPU, emulated on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cuda_as_cpp import translate
+from cuda_on_cpu import compiled
+
+from ecornn.build.cuda import PACK_SYMBOL
+from ecornn.runtime.device_packing import PARAMETERS
+
+MARK = "#define ushort unsigned short\n#endif\n"  # where the text begins that is translated
+
+
+@cache
+def kernel() -> Any:
+    """The function of the emulation."""
+    source = resources.files("ecornn.build").joinpath("pack_weights.cu").read_text()
+    library = compiled(translate(MARK + source), [PACK_SYMBOL], Path(tempfile.mkdtemp()))
+    function = getattr(library, f"emu_{PACK_SYMBOL}")
+    function.restype = ctypes.c_char_p
+    return function
+
+
+def pack(device: int, queue: int, works: int, jobs: int, sources: int, places: int, count: int, kind: int,
+         *parameters: int) -> None:
+    """``pack`` of a module: what host_cuda.cc makes of its arguments."""
+    pointers = [ctypes.c_uint64(p) for p in (works, jobs, sources, places)]
+    values = [ctypes.c_int32(count), ctypes.c_int32(kind)]
+    room = (ctypes.c_uint64 * PARAMETERS)(*parameters)
+    given = [*pointers, *values, room]
+    array = (ctypes.c_void_p * len(given))(*(ctypes.addressof(g) for g in given))
+    fault = kernel()((count + 7) // 8, 256, array, ctypes.c_bool(True), ctypes.c_bool(False), 1)
+    assert fault is None, fault
+
+
+class Placed:
+    """Tables "on the device", kept here."""
+
+    def __init__(self) -> None:
+        self.kept: list[np.ndarray] = []
+
+    def __call__(self, table: np.ndarray) -> int:
+        self.kept.append(np.ascontiguousarray(table))
+        return self.kept[-1].ctypes.data

@@ -1,0 +1,182 @@
+"""Which layer a training step on a GPU takes, and when weights are packed in it: by streams and captures, with layers
+that only take notes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ecornn.errors import ArgumentError, DeviceError, ScheduleError
+from ecornn.torch import compiling, snapshot, trained
+from ecornn.torch.kind import kind_of
+from ecornn.torch.snapshot import Snapshot, suspect
+from ecornn.torch.trained import TrainedLayers
+
+KIND = kind_of("GRU(input=3,hidden=4,layers=1,bias=1,bidirectional=0,projection=0)")
+NO_BIAS = kind_of("GRU(input=3,hidden=4,layers=1,bias=0,bidirectional=0,projection=0)")
+NAMES = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
+
+
+class NotingLayer:
+    def __init__(self, module: Any) -> None:
+        self.module, self.device, self.packed, self.checked = module, 0, [], 0
+        self.manifest = SimpleNamespace(parameters=[SimpleNamespace(name=name) for name in NAMES])
+
+    def repack_at(self, pointers: list[int], dtype: str, queue: int) -> None:
+        self.packed.append((pointers, dtype, queue))
+
+    def repack(self, weights: Any) -> None:
+        self.checked += 1
+
+
+class NotingModule:
+    def __init__(self) -> None:
+        self.bound: list[NotingLayer] = []
+
+    def bind(self, weights: Any, device: int, threads: int | None) -> NotingLayer:
+        assert threads is None and {*weights} == {*NAMES}
+        self.bound.append(NotingLayer(self))
+        return self.bound[-1]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A GPU's stream, capture and module, to be set."""
+    found = SimpleNamespace(stream=1, capturing=False, module=NotingModule(), rooms=[])
+
+    def compiled(spec: Any, target: str, infinite: bool = False) -> NotingModule:
+        assert target == "cuda" and spec.training
+        found.rooms.append(spec.batch)
+        return found.module
+
+    monkeypatch.setattr(trained, "compiled", compiled)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: found.stream, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
+    return found
+
+
+def x_of(batch: int = 2, device: str = "cpu") -> Any:
+    return SimpleNamespace(shape=(5, batch, 3), dtype=torch.float32, device=torch.device(device), is_cpu=False)
+
+
+def weights_of(kind: Any = KIND) -> list[torch.Tensor]:
+    shapes = [(12, 3), (12, 4), (12,), (12,)][:len(kind.names)]
+    return [torch.zeros(shape, requires_grad=True) for shape in shapes]
+
+
+def call(layers: TrainedLayers, weights: Any, batch: int = 2, again: bool = False) -> Any:
+    with layers.layer(weights, x_of(batch), "", again=again) as layer:
+        return layer
+
+
+def test_weights_that_changed_are_packed_in_place_on_the_current_stream(gpu: Any):
+    layers, weights = TrainedLayers(KIND), weights_of()
+    first = call(layers, weights)
+    assert call(layers, weights, again=True) is first and not first.packed  # bind has packed
+    suspect(weights)  # a backward pass
+    assert call(layers, weights) is first
+    assert first.packed == [([w.data_ptr() for w in weights], "float32", 1)]
+    assert call(layers, weights) is first and len(first.packed) == 1
+    with torch.no_grad():
+        weights[1].add_(1)
+    assert call(layers, weights, again=True) is first and len(first.packed) == 2
+    others = weights_of()
+    assert call(layers, others) is first and first.checked == 1 and len(first.packed) == 2
+    suspect(others)
+    assert call(layers, others) is first and first.packed[-1][0] == [w.data_ptr() for w in others]
+    assert gpu.module.bound == [first] and gpu.rooms == [2]
+
+
+def test_biases_that_are_not_there_are_zeros(gpu: Any):
+    layers, weights = TrainedLayers(NO_BIAS), weights_of(NO_BIAS)
+    layer = call(layers, weights)
+    suspect(weights)
+    call(layers, weights)
+    assert layer.packed == [([weights[0].data_ptr(), weights[1].data_ptr(), 0, 0], "float32", 1)]
+
+
+def test_each_stream_has_a_layer_of_its_own(gpu: Any):
+    layers, weights = TrainedLayers(KIND), weights_of()
+    first = call(layers, weights)
+    gpu.stream = 2
+    second = call(layers, weights)
+    assert second is not first and call(layers, weights, again=True) is second
+    gpu.stream = 1
+    assert call(layers, weights) is first and gpu.module.bound == [first, second]
+
+
+def test_a_layer_that_is_under_way_keeps_its_weights(gpu: Any):
+    layers, weights = TrainedLayers(KIND), weights_of()
+    with layers.layer(weights, x_of(), "") as first:
+        suspect(weights)
+        second = call(layers, weights)
+        assert second is not first and not first.packed and second.module is first.module
+
+
+def test_graphs_take_a_layer_and_pack_in_every_forward_pass(gpu: Any):
+    layers, weights = TrainedLayers(KIND), weights_of()
+    gpu.capturing = True
+    with pytest.raises(ArgumentError, match="before the capture"):
+        call(layers, weights)
+    gpu.capturing = False
+    warmed = call(layers, weights)
+    gpu.stream, gpu.capturing = 9, True
+    for times in (1, 2):
+        assert call(layers, weights) is warmed and len(warmed.packed) == times
+        assert call(layers, weights, again=True) is warmed and len(warmed.packed) == times
+    gpu.stream, gpu.capturing = 1, False
+    assert call(layers, weights) is not warmed
+    gpu.capturing = True
+    assert call(layers, weights) is warmed
+
+
+def test_a_graph_of_a_backward_pass_alone_packs_what_it_reads(gpu: Any):
+    layers, weights = TrainedLayers(KIND), weights_of()
+    layer, gpu.capturing = call(layers, weights), True
+    assert call(layers, weights, again=True) is layer and len(layer.packed) == 1
+
+
+def test_weights_of_a_captured_step_are_packed_in_every_call(gpu: Any, monkeypatch: pytest.MonkeyPatch):
+    """The graph's optimizer leaves no trace on them."""
+    weights = weights_of()
+    before, gpu.capturing = Snapshot(weights), True
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    suspect(weights)
+    assert snapshot.replayed(weights) and not snapshot.replayed(weights_of())
+    assert not before.holds(weights) and not Snapshot(weights).holds(weights)
+    assert Snapshot(weights).holds(weights, with_suspects=True)
+
+
+def test_fewer_rows_use_what_was_compiled(gpu: Any):
+    layers, weights = TrainedLayers(KIND), weights_of()
+    first = call(layers, weights, 8)
+    assert call(layers, weights, 3) is first
+    assert call(layers, weights, 9) is not first and gpu.rooms == [8, 16]
+
+
+def test_weights_elsewhere_are_refused(gpu: Any):
+    with pytest.raises(DeviceError, match=r"weights\.device='cpu'.*cuda:1"), \
+            TrainedLayers(KIND).layer(weights_of(), x_of(device="cuda:1"), ""):
+        pass
+    assert not gpu.module.bound
+
+
+def test_what_no_schedule_serves_is_found_out_once(monkeypatch: pytest.MonkeyPatch):
+    import ecornn.compiler
+
+    times = []
+
+    def refuses(*args: Any, **kwargs: Any) -> None:
+        times.append(args)
+        raise ScheduleError("too large")
+
+    compiling.compiled.cache_clear()
+    monkeypatch.setattr(ecornn.compiler, "compile_layer", refuses)
+    for _ in range(3):
+        with pytest.raises(ScheduleError, match="too large"):
+            compiling.compiled(KIND.spec(2, 3, "float32", "", True), "cuda")
+    assert len(times) == 1
+    compiling.compiled.cache_clear()
