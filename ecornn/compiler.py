@@ -114,8 +114,8 @@ def plan_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule
             ("config", config, (Mapping, NoneType), "a dict of knobs and their values")):
         if not isinstance(value, kinds):
             raise ArgumentError(name, value, allowed)
-    device, stack = device_of(target), layer.stack
-    log = read_all()
+    device = device_of(target)
+    log, stack = read_all(), layer.stack
     warn(log)
     if layer.training:
         stack = structs.replace(stack, keep=kept_on(layer, device))
@@ -184,8 +184,8 @@ def generate(planned: LayerPlan) -> Generated:
 def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = 1, seq: int = 100,
             dtype: str = "float32", weights: str | None = None, precision: str | None = None, layers: int = 1,
             bidirectional: bool = False, lengths: bool = False, resets: bool = False, reverse: bool = False,
-            sequences: bool = False, training: bool = False, keep: str | None = None, target: str | Device | None = None,
-            schedule: str | None = None, config: Mapping[str, Value] | None = None, overlap: str = "auto",
+            sequences: bool = False, training: bool = False, keep: str | None = None,
+            target: str | Device | None = None, schedule: str | None = None, config: Mapping[str, Value] | None = None, overlap: str = "auto",
             out: str | Path | None = None) -> Module:
     """Compiles a recurrent layer, or a stack of them.
 

@@ -86,7 +86,8 @@ _FORWARD = ("x", "y", "state_in", "state_out", *_MASKS)
 ENTRIES = {
     RUN: _FORWARD,
     FORWARD: (*_FORWARD, "state_kept", "value_kept"),
-    BACKWARD: ("x", "y", "state_in", *_MASKS, "state_kept", "value_kept", "dy", "dstate_out", "dx", "dstate_in", "gradient"),
+    BACKWARD: ("x", "y", "state_in", *_MASKS, "state_kept", "value_kept", "dy", "dstate_out", "dx", "dstate_in",
+               "gradient"),
 }
 
 

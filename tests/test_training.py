@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import ecornn
+from ecornn.compiler import plan
 from ecornn.errors import ArgumentError, DTypeError, ModuleError, ScheduleError, ShapeError
 
 T, B, I, H = 9, 4, 17, 33
@@ -116,21 +117,41 @@ def test_two_calls_at_the_same_time_do_not_mix(lstm: Layer):
         assert np.array_equal(lstm.bound.backward(kept, lstm.dy).x, gradients.x)
 
 
-def test_what_is_kept_is_what_is_said(lstm: Layer):
-    """An LSTM keeps c, 4 bytes for each step, row and unit, beside y, which the caller has; a GRU nothing."""
-    y, _, kept = lstm.bound.forward(lstm.x, lstm.states)
-    batch, most = lstm.x.shape[1], lstm.module.manifest.workload.batch
-    assert kept.nbytes == lstm.bound.kept_bytes(T, batch) and 0 <= kept.nbytes - 4 * batch * T * H < 256
-    assert lstm.bound.kept_bytes(T) == lstm.bound.kept_bytes(T, most) >= 4 * most * T * H
+@pytest.mark.parametrize(("cell", "keep", "values"), [("lstm", "states", 1), ("lstm", "gates", 5), ("gru", "states", 0),
+                                                      ("gru", "gates", 5), ("rnn_tanh", "gates", 0)])
+def test_what_is_kept_is_what_is_said(cell, keep, values):
+    """So many values of 4 bytes for each step, row and unit, beside y, which the caller has."""
+    layer = Layer(cell, keep=keep)
+    y, _, kept = layer.bound.forward(layer.x, layer.states)
+    batch, most, room = layer.x.shape[1], layer.module.manifest.workload.batch, 256 * values
+    assert kept.nbytes == layer.bound.kept_bytes(T, batch)
+    assert 0 <= kept.nbytes - 4 * values * batch * T * H <= room
+    assert 0 <= layer.bound.kept_bytes(T) - 4 * values * most * T * H <= room
+    assert layer.bound.kept_bytes(T) == layer.bound.kept_bytes(T, most)
     assert kept.y[0] is y
-    assert Layer("gru").bound.kept_bytes(1000) == 0
+
+
+def test_what_is_kept_where_it_is_left_open():
+    """On a CPU gates, but for long sequences; on a GPU states."""
+    def keep(target: str, **sizes: int) -> str | None:
+        return plan("lstm", training=True, target=target, **sizes).stack.keep
+
+    assert keep("cpu", hidden=800, batch=20, seq=300) == "gates"
+    assert keep("cpu", hidden=256, batch=4, seq=100_000) == "states"
+    assert keep("sm_90a", hidden=800, batch=20, seq=300) == "states"
+    with pytest.raises(ArgumentError, match=r"keep.*states on a GPU"):
+        plan("lstm", hidden=8, training=True, keep="gates", target="sm_90a")
+    with pytest.raises(ArgumentError, match=r"keep.*training=True"):
+        plan("lstm", hidden=8, keep="states", target="cpu")
+    with pytest.raises(ArgumentError, match=r"keep.*states, gates"):
+        plan("lstm", hidden=8, training=True, keep="all", target="cpu")
 
 
 def test_what_is_kept_in_a_callers_memory(lstm: Layer):
     """Of fewer rows than were compiled for, less; nothing is written behind it; from a copy the same gradients."""
     x, dy = lstm.x[:, :2].copy(), lstm.dy[:, :2].copy()
     size = lstm.bound.kept_bytes(T, 2)
-    assert 4 * 2 * T * H <= size < 4 * 2 * T * H + 256
+    assert 20 * 2 * T * H <= size <= 20 * 2 * T * H + 5 * 256
     room = np.full(size + 64, 0x5A, np.uint8)
     y, _, kept = lstm.bound.forward(x, memory=room[:size])
     assert np.all(room[size:] == 0x5A)

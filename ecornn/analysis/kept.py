@@ -1,7 +1,8 @@
 """What the forward pass keeps for the adjoint, and how the rest is computed again: of all steps at once, never in turn.
 
 With the states of all steps every product of a step is one matrix product over time and batch, since what it multiplies
-is known; so ``states`` keeps these alone. ``gates`` keeps values from which scalars and statistics give everything else.
+is known; so ``states`` keeps these alone. ``gates`` keeps the values besides from which scalars and statistics give
+everything else.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ from ecornn.runtime.loader import Module
 from ecornn.workload import DTYPES
 
 NAMES = {getattr(torch, name): name for name in DTYPES}
+# What is kept, by kind of device: whatever T is, which graphs leave open. PyTorch keeps as much on a CPU.
+KEPT = {"cpu": "gates", "cuda": "states"}
 
 
 @lru_cache(maxsize=256)

@@ -98,12 +98,12 @@ class Kind:
                     found[cell.parameter_name(key, layer, second)] = gates * rest[0], *rest[1:]
         return found
 
-    def spec(self, batch: int, seq: int, dtype: str, masks: str, training: bool = False) -> LayerSpec:
+    def spec(self, batch: int, seq: int, dtype: str, masks: str, keep: str | None = None) -> LayerSpec:
         """The layer to compile for calls of this B and about this T, with ``masks``: nothing, ``lengths`` or
-        ``sequences``."""
+        ``sequences``; ``keep``: what it keeps of a training step, if it trains."""
         return LayerSpec(self.cell, self.hidden, self.input, batch, seq, dtype, layers=self.layers,
                          bidirectional=bool(self.bidirectional), lengths=masks == "lengths",
-                         sequences=masks == "sequences", training=training)
+                         sequences=masks == "sequences", training=keep is not None, keep=keep)
 
 
 @lru_cache(maxsize=1024)

@@ -11,7 +11,7 @@ import torch
 
 from ecornn.errors import ArgumentError, DeviceError, NotFiniteError
 from ecornn.runtime.loader import Layer, Module
-from ecornn.torch.compiling import NAMES, compiled, fitting
+from ecornn.torch.compiling import KEPT, NAMES, compiled, fitting
 from ecornn.torch.device_weights import DeviceWeights
 from ecornn.torch.kind import Kind
 from ecornn.torch.parameters import parameters
@@ -94,7 +94,8 @@ class TrainedLayers:
             return known
         if wrong := [w for w in weights if w.device != x.device]:
             raise DeviceError("weights.device", str(wrong[0].device), f"{x.device}, as the input's")
-        spec, target = self._kind.spec(room, steps, NAMES[x.dtype], masks, True), "cpu" if x.is_cpu else "cuda"
+        target = "cpu" if x.is_cpu else "cuda"
+        spec = self._kind.spec(room, steps, NAMES[x.dtype], masks, KEPT[target])
         try:
             if known is not None and not known.busy:
                 known.pack(weights)

@@ -104,7 +104,8 @@ class CPUSequence(Schedule):
             return best_tile(task, rows, gates, values[f"{prefix}rows"], values[f"{prefix}columns"],
                              PAIRS if pay and any(gates) else (0,), gates_at_once(task), bool(prefix))
 
-        rows, columns, pairs, gates = best(workload.batch, [len(p.products) for p in graph.phases if p.products] or [0], "")
+        phases = [len(p.products) for p in graph.phases if p.products] or [0]
+        rows, columns, pairs, gates = best(workload.batch, phases, "")
         project_rows, project_columns, project_pairs, project_gates = best(
             workload.batch * workload.seq, [len(graph.hoisted_products)], "project_")
         # L3 should work while tiles multiply; with one tile of rows it does so of itself
@@ -115,7 +116,8 @@ class CPUSequence(Schedule):
         chunk = max((c for c in values["chunk"] if c * step_bytes <= target), default=1)
         return {"rows": rows, "columns": columns, "unroll": 4 if rows * columns <= 12 else 2,
                 "project_rows": project_rows, "project_columns": project_columns, "pairs": pairs,
-                "project_pairs": project_pairs, "gates": gates, "project_gates": project_gates, "team": best_team(task), "ahead": int(ahead), "chunk": chunk}
+                "project_pairs": project_pairs, "gates": gates, "project_gates": project_gates,
+                "team": best_team(task), "ahead": int(ahead), "chunk": chunk}
 
     def features(self, task: Task, config: Config) -> dict[str, float]:
         """Bytes of weights a thread reads, register use, products a step, padding, imbalance."""

@@ -89,7 +89,7 @@ def best_tile(task: Task, rows: int, gates: list[int], row_choices: tuple[int, .
         stalls = rates.unhidden_l3_vector if from_l3 else rates.unhidden_vector, rates.unhidden_row
 
     def estimate(choice: tuple[int, int, int, int]) -> tuple[float, int, int]:
-        total, sums = 0.0, -choice[0] * choice[1]
+        total, sums, wide = 0.0, -choice[0] * choice[1], 0
         for g in gates:
             tile = Tile(choice[0], vectors_of(choice[1], g), 1, choice[2] if g else 0, gates=choice[3])
             if choice[2] and choice[3]:
@@ -100,9 +100,9 @@ def best_tile(task: Task, rows: int, gates: list[int], row_choices: tuple[int, .
             if tile.pairs:  # the copy of the operand, and a barrier
                 total += (rows / threads * (COPY_VECTOR * hidden / lanes + COPY_ROW) + COPY_BARRIER) / hidden
             if choice[3]:
-                sums = -choice[0] * max(tile.columns(g))
+                sums, wide = -choice[0] * max(tile.columns(g)), choice[1]
         # large tiles; those of some gates with the fewest sums that are not in registers
-        return round(total, 6), sums, choice[1]
+        return round(total, 9), sums, wide
 
     return min(product(row_choices, column_choices, pair_choices, gate_choices), key=estimate)
 
