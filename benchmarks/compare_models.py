@@ -6,11 +6,11 @@
 The models are those of examples/: a language model of words with dropout, 2 x 650, and a speech recognizer, five layers
 of 800 in both directions with CTC. A step is all of it: a new batch, forward, loss, backward, clipping, Adam; on a GPU
 in bfloat16 by autocast. Before anything is timed, loss and gradients of all parameters are compared with float64's, on
-the code that is timed, but that dropout drops nothing: our gradients must be within twice the error of torch.nn's in the
-same data type, in float32 within 2e-5; the loss within one rounding. Then both sides run plain, on a GPU as CUDA graphs (of the recognizer
-all but the loss, which PyTorch captures only in some versions), and under torch.compile if asked for. Times are medians
-with 20th and 80th percentiles in milliseconds a step, on the host's clock, of several steps in a row. Where a compiled
-layer cannot run, that is an error.
+the code that is timed, but that dropout drops nothing: our gradients must be within twice the error of torch.nn's in
+the same data type, in float32 within 2e-5; the loss within one rounding. Then both sides run plain, on a GPU as CUDA
+graphs (of the recognizer all but the loss, which PyTorch captures only in some versions), and under torch.compile if
+asked for. Times are medians with 20th and 80th percentiles in milliseconds a step, on the host's clock, of several
+steps in a row. Where a compiled layer cannot run, that is an error.
 """
 
 from __future__ import annotations
