@@ -19,7 +19,7 @@ from ecornn.errors import ArgumentError
 from ecornn.layer_spec import LayerSpec
 from ecornn.module_cache import known
 from ecornn.torch.classes import original_class, reclass
-from ecornn.torch.compiling import NAMES, compiled
+from ecornn.torch.compiling import KEPT, NAMES, compiled
 from ecornn.torch.falling_back import obstacle
 from ecornn.torch.kind import kind_of, text_of
 from ecornn.torch.modules import Compiled
@@ -97,7 +97,8 @@ def specs(module: Any, call: Call) -> list[LayerSpec]:
     """What is compiled for a call: with dropout a layer after the other."""
     dropped = module.training and module.dropout > 0 and module.num_layers > 1
     kinds = [text_of(module, layer) for layer in range(module.num_layers)] if dropped else [text_of(module)]
-    return [kind_of(kind).spec(call.batch, call.steps, call.dtype, call.masks, call.asked) for kind in kinds]
+    keep = KEPT[call.target] if call.asked else None
+    return [kind_of(kind).spec(call.batch, call.steps, call.dtype, call.masks, keep) for kind in kinds]
 
 
 def compile_all(wanted: Sequence[tuple[LayerSpec, str]], processes: int) -> None:

@@ -93,7 +93,7 @@ def save(path: Path, x: Array, y: Array, first: Sequence[Array], last: Sequence[
     arrays.update({f"last_{n}": s for n, s in enumerate(last)})
     arrays.update({f"w:{name}": w for name, w in flat.items()})
     with path.open("wb") as file:
-        np.savez(file, **arrays)
+        np.savez(file, **arrays)  # type: ignore[arg-type]  # names of arrays, and none of its own options
 
 
 def relative_error(got: Any, expected: Any) -> float:
