@@ -166,8 +166,8 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
             dtype: str = "float32", weights: str | None = None, precision: str | None = None, layers: int = 1,
             bidirectional: bool = False, lengths: bool = False, resets: bool = False, reverse: bool = False,
             sequences: bool = False, training: bool = False, keep: str | None = None,
-            target: str | Device | None = None, schedule: str | None = None, config: Mapping[str, Value] | None = None, overlap: str = "auto",
-            out: str | Path | None = None) -> Module:
+            target: str | Device | None = None, schedule: str | None = None,
+            config: Mapping[str, Value] | None = None, overlap: str = "auto", out: str | Path | None = None) -> Module:
     """Compiles a recurrent layer, or a stack of them.
 
     Parameters
