@@ -6,11 +6,11 @@
 The models are those of examples/: a language model of words with dropout, 2 x 650, and a speech recognizer, five layers
 of 800 in both directions with CTC. A step is all of it: a new batch, forward, loss, backward, clipping, Adam; on a GPU
 in bfloat16 by autocast. Before anything is timed, loss and gradients of all parameters are compared with float64's, on
-the code that is timed, but that dropout drops nothing: our gradients must be within twice the error of torch.nn's, in
-float32 within 2e-5; the loss within one rounding. Then both sides run plain, on a GPU as CUDA graphs (of the recognizer
-all but the loss, which PyTorch captures only in some versions), and under torch.compile if asked for. Times are medians
-with 20th and 80th percentiles in milliseconds a step, on the host's clock, of several steps in a row. Where a compiled
-layer cannot run, that is an error.
+the code that is timed, but that dropout drops nothing: our gradients must be within twice the error of torch.nn's in
+the same data type, in float32 within 2e-5; the loss within one rounding. Then both sides run plain, on a GPU as CUDA
+graphs (of the recognizer all but the loss, which PyTorch captures only in some versions), and under torch.compile if
+asked for. Times are medians with 20th and 80th percentiles in milliseconds a step, on the host's clock, of several
+steps in a row. Where a compiled layer cannot run, that is an error.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ import side_by_side
 import torch
 from side_by_side import WrongResultError, relative
 from torch import nn
-from training_steps import DEVICE, Step, middle, peak, take_turns
+from torch.func import functional_call
 
 import ecornn.torch
 
@@ -111,6 +111,31 @@ def set_dropout(model: nn.Module, share: float) -> None:
             part.dropout = share
 
 
+class InKind(nn.Module):
+    """A layer of torch.nn in a data type of its own under autocast, where cuDNN's layers otherwise take float16
+    whatever is asked for, with eight times less rounding than bfloat16 has."""
+
+    def __init__(self, layer: nn.RNNBase, kind: torch.dtype) -> None:
+        super().__init__()
+        self.layer, self.kind = layer, kind
+
+    def forward(self, x: torch.Tensor, state: object = None) -> object:
+        weights = {name: p.to(self.kind) for name, p in self.layer.named_parameters()}
+        given = tuple(s.to(self.kind) for s in state) if isinstance(state, tuple) else state
+        with torch.autocast(x.device.type, enabled=False):
+            return functional_call(self.layer, weights, (x.to(self.kind), given))
+
+
+def in_kind(model: nn.Module, kind: torch.dtype | None) -> nn.Module:
+    """A copy of the model whose recurrent layers are :class:`InKind`."""
+    made = copy.deepcopy(model)
+    for part in [*made.modules()] if kind is not None else []:
+        for name, child in [*part.named_children()]:
+            if isinstance(child, nn.RNNBase):
+                setattr(part, name, InKind(child, kind))
+    return made
+
+
 def checked(case: Case, models: dict[str, nn.Module], kind: torch.dtype | None) -> dict[str, float]:
     """Relative errors of both sides against float64: of the loss, and the largest of the gradients.
 
@@ -133,7 +158,8 @@ def checked(case: Case, models: dict[str, nn.Module], kind: torch.dtype | None) 
     exact = copy.deepcopy(models["torch"]).double()
     wanted = found(exact, None, torch.float64)
     (loss, *gradients), (library_loss, *library) = (
-        [relative(a, b) for a, b in zip(found(models[name], kind), wanted, strict=True)] for name in SIDES)
+        [relative(a, b) for a, b in zip(found(model, kind), wanted, strict=True)]
+        for model in (models["ecornn"], in_kind(models["torch"], kind)))
     limits = [ONE_ROUNDING if kind else FLOAT32, *(max(2 * e + 1e-6, 0 if kind else FLOAT32) for e in library)]
     names = ["the loss", *(f"the gradient of {name}" for name, _ in exact.named_parameters())]
     for name, error, limit in zip(names, [loss, *gradients], limits, strict=True):
@@ -151,7 +177,7 @@ def compare(case: Case, dtype: str, ways: list[str], seconds: float, together: i
     kind = KINDS[dtype]
     models = {"torch": case.model.to(DEVICE)}
     models["ecornn"] = copy.deepcopy(models["torch"])
-    ecornn.torch.replace(models["ecornn"])
+    ecornn.torch.replace(models["ecornn"], fullgraph=True)
     start = time.perf_counter()
     errors = checked(case, models, kind)
     row: dict[str, Any] = {"model": case.name, **case.sizes, "dtype": dtype, "unit": case.unit, "wanted": case.wanted,

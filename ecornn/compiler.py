@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import NoneType
@@ -39,6 +39,7 @@ class LayerPlan:
     overlap: Overlap
     tasks: tuple[Task, ...]
     chosen: tuple[Found, ...]
+    backward: tuple[Found | None, ...]  # for the recurrences of their adjoints, where these have one of their own
 
     @property
     def task(self) -> Task:
@@ -52,22 +53,31 @@ class LayerPlan:
 
     def why(self) -> list[tuple[str, str, str]]:
         """(labels, schedule with its knobs, provenance) of each different choice; no labels if all are one."""
-        told: dict[tuple[str, str], list[str]] = {}
-        for part, found in zip(self.stack.parts(self.workload), self.chosen, strict=True):
-            text = " ".join((found.schedule.name, *(f"{k}={v}" for k, v in found.config.items())))
-            told.setdefault((text, found.provenance), []).append(part.label)
-        return [(", ".join(labels) if len(told) > 1 else "", *key) for key, labels in told.items()]
+        labels = [part.label for part in self.stack.parts(self.workload)]
+        return _told(labels, self.chosen, "") + _told(labels, self.backward, "backward")
 
     def programs(self) -> tuple[Program, ...]:
         """The sequences' programs; one object for sequences that are alike."""
         from ecornn.task import make_program
 
         made: dict[object, Program] = {}
-        for task, found in zip(self.tasks, self.chosen, strict=True):
+        for task, found, inner in zip(self.tasks, self.chosen, self.backward, strict=True):
             key = task.workload, task.traversal
             if key not in made:
-                made[key] = make_program(found.schedule, task, found.config, self.overlap)
+                backward = (inner.schedule, inner.config) if inner is not None else None
+                made[key] = make_program(found.schedule, task, found.config, backward, self.overlap)
         return tuple(made[task.workload, task.traversal] for task in self.tasks)
+
+
+def _told(labels: list[str], chosen: Iterable[Found | None], entry: str) -> list[tuple[str, str, str]]:
+    """As :meth:`LayerPlan.why`, of an ``entry``, which is named if it is not the sequence itself."""
+    told: dict[tuple[str, str], list[str]] = {}
+    for label, found in zip(labels, chosen, strict=True):
+        if found is not None:
+            text = " ".join((found.schedule.name, *(f"{k}={v}" for k, v in found.config.items())))
+            told.setdefault((text, found.provenance), []).append(label)
+    every = len(told) == 1
+    return [(" ".join(filter(None, (entry, "" if every else ", ".join(of)))), *key) for key, of in told.items()]
 
 
 def plan(cell: str | Cell, *, target: str | Device | None = None, schedule: str | None = None,
@@ -79,8 +89,8 @@ def plan(cell: str | Cell, *, target: str | Device | None = None, schedule: str 
 def device_of(target: str | Device | None) -> Device:
     """What a target means.
 
-    Raises :class:`~ecornn.errors.ArgumentError` where it is none, :class:`~ecornn.errors.DeviceError` where it is not at
-    hand.
+    Raises :class:`~ecornn.errors.ArgumentError` where it is none, :class:`~ecornn.errors.DeviceError` where it is not
+    at hand.
     """
     from ecornn.tune.choose import default_target
 
@@ -93,7 +103,7 @@ def plan_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule
                config: Mapping[str, Value] | None = None, overlap: str = "auto") -> LayerPlan:
     """Analyses the cell and chooses schedules and configurations; arguments as :func:`compile`."""
     from ecornn.overlap import arrange
-    from ecornn.task import expected_backward
+    from ecornn.task import adjoint_task, tunes_backward
     from ecornn.tune.choose import choose, serving_or_raise
     from ecornn.tune.folders import read_all, warn
     from ecornn.tune.log import Log
@@ -110,19 +120,28 @@ def plan_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule
     if layer.training:
         stack = structs.replace(stack, keep=kept_on(layer, device))
 
-    def chosen(task: Task) -> Found:
+    def records(task: Task) -> Log:
         # what was measured with more multiprocessors than a share has says little of what is best there
-        fits = log if task.device == device else Log([line for line in log.lines if isinstance(line.record, Trial)
+        return log if task.device == device else Log([line for line in log.lines if isinstance(line.record, Trial)
                                                       and line.record.device.cores <= task.device.cores])
-        return choose(task, schedule, config, fits)
 
     def expected(task: Task) -> float:
         forward = serving_or_raise(task, schedule)[0].expected(task)
-        return forward if task.traversal.keep is None else forward + expected_backward(task)
+        if not tunes_backward(task):
+            return forward
+        inner = adjoint_task(task)
+        return forward + serving_or_raise(inner)[0].expected(inner)
 
     # the directions of a layer share their records, but not every configuration serves both
-    made = arrange(layer.loaded, stack, layer.workload, device, overlap, chosen, expected)
-    return LayerPlan(layer.loaded, layer.workload, stack, device, made.overlap, made.tasks, made.chosen)
+    made = arrange(layer.loaded, stack, layer.workload, device, overlap,
+                   lambda task: choose(task, schedule, config, records(task)),
+                   expected)
+    backward: dict[object, Found] = {}
+    for task in made.tasks:
+        if tunes_backward(task) and (task.workload, task.traversal) not in backward:
+            backward[task.workload, task.traversal] = choose(adjoint_task(task), None, None, records(task))
+    return LayerPlan(layer.loaded, layer.workload, stack, device, made.overlap, made.tasks, made.chosen,
+                     tuple(backward.get((task.workload, task.traversal)) for task in made.tasks))
 
 
 def kept_on(layer: LayerSpec, device: Device) -> str:
@@ -197,7 +216,8 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
         :meth:`Layer.kept_bytes` says how much it is
     target : ``cuda`` (the GPU at hand), ``cpu``, or an architecture such as ``sm_90a``, which needs
         no GPU; default: the GPU if there is one, else the CPU
-    schedule, config : use this schedule, and these knobs, instead of the best tuning record
+    schedule, config : use this schedule, and these knobs, instead of the best tuning record; not of the backward pass,
+        whose recurrence has records of its own
     overlap : what of a stack runs at the same time on a GPU, each sequence on a share of it: ``none``;
         ``directions``, the two of a layer side by side; ``wavefront``, several layers, each working on a
         chunk of time behind the one before it (forward only); default: ``auto``, what is expected to be fastest

@@ -105,8 +105,8 @@ class _TrainingStack:
     def entry(self, name: str) -> Entry:
         """One of the two."""
         calls, taken = list[Call](), dict[str, None]()
-        layers = list(zip(self.parts, self.programs, strict=True))
-        layers = [layers[n:n + self.stack.directions] for n in range(0, len(layers), self.stack.directions)]
+        sequences, directions = list(zip(self.parts, self.programs, strict=True)), self.stack.directions
+        layers = [sequences[n:n + directions] for n in range(0, len(sequences), directions)]
         for layer in layers if name == FORWARD else reversed(layers):
             each = [self.part(name, part, program) for part, program in layer]
             taken.update(dict.fromkeys(new for _, names in each for new in names.values()))

@@ -23,20 +23,20 @@ class ArgumentError(EcornnError, ValueError):
         return type(self), (self.argument, self.value, self.allowed)  # an error of a worker process reaches its parent
 
 
-class ShapeError(ArgumentError):
-    """A tensor has the wrong shape."""
+class ShapeError(ArgumentError, RuntimeError):
+    """A tensor has the wrong shape. PyTorch has RuntimeError for that, as NumPy has ValueError; this is both."""
 
 
-class DTypeError(ArgumentError):
-    """A tensor or an option has the wrong data type."""
+class DTypeError(ArgumentError, RuntimeError):
+    """A tensor or an option has the wrong data type. Both kinds of error, too."""
 
 
 class NotFiniteError(ArgumentError):
     """A weight is infinite, and the module's products need finite ones."""
 
 
-class DeviceError(ArgumentError):
-    """A tensor lives on the wrong device, or a target cannot be served."""
+class DeviceError(ArgumentError, RuntimeError):
+    """Both kinds of error, too: a tensor lives on the wrong device, or a target cannot be served."""
 
 
 class WeightsError(EcornnError, KeyError):
@@ -73,6 +73,10 @@ class FallbackError(EcornnError, RuntimeError):
 
 class DerivativeError(EcornnError, NotImplementedError):
     """A derivative that compiled modules do not have."""
+
+
+class CopyError(EcornnError, TypeError):
+    """What cannot be copied or pickled as it is; the message says what can."""
 
 
 class ServerError(EcornnError):

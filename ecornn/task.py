@@ -16,33 +16,46 @@ PACKAGES = {"ecornn": "ecornn", "tvm": "apache-tvm", "tvm_ffi": "apache-tvm-ffi"
 
 
 def make_task(cell: Cell, workload: Workload, device: Device, traversal: Traversal = ALONE) -> Task:
-    """Analyses ``cell`` at the workload's sizes.
+    """Analyses ``cell`` at the workload's sizes; the recurrence of its adjoint where the workload is that.
 
-    Raises :class:`~ecornn.errors.CellError` where the cell's step cannot be analysed.
+    Raises :class:`~ecornn.errors.CellError` where the cell's step cannot be analysed, or differentiated.
     """
     from ecornn.analysis import analyse
 
-    return Task(workload, analyse(cell, workload.input, workload.hidden), device, traversal)
+    task = Task(workload, analyse(cell, workload.input, workload.hidden), device, traversal)
+    return adjoint_task(task) if workload.backward else task
 
 
-def make_program(schedule: Schedule, task: Task, config: Config, overlap: Overlap = SERIAL) -> Program:
-    """The program of a configuration, with a backward pass where the task has one; ``overlap``: of its stack.
+def adjoint_task(task: Task) -> Task:
+    """The recurrence of a task's adjoint.
 
-    Raises :class:`~ecornn.errors.ScheduleError` where no schedule carries that out.
+    Raises :class:`~ecornn.errors.CellError` where the cell cannot be differentiated.
+    """
+    from ecornn.analysis.adjoint import adjoint
+    from ecornn.schedules.backward.recurrence import recurrence_task
+
+    return recurrence_task(task, adjoint(task.graph, task.workload.hidden, starts_anew=task.traversal.resets))
+
+
+def tunes_backward(task: Task) -> bool:
+    """Whether a task has an adjoint whose recurrence is a choice of its own: on a CPU it goes by the forward pass's."""
+    return task.traversal.keep is not None and task.device.kind == "cuda"
+
+
+def make_program(schedule: Schedule, task: Task, config: Config,
+                 backward: tuple[Schedule, Config] | None = None, overlap: Overlap = SERIAL) -> Program:
+    """The program of a configuration, with a backward pass where the task has one.
+
+    ``backward`` : what carries out its recurrence, where that :func:`is a choice of its own <tunes_backward>`
+    ``overlap`` : of its stack
     """
     program = schedule.program(task, config)
-    if task.traversal.keep is None or task.device.kind != "cuda":
+    if not tunes_backward(task):
         return program
     from ecornn.schedules.training import with_backward
 
-    return with_backward(task, program, beside=overlap.kind == "directions")
-
-
-def expected_backward(task: Task) -> float:
-    """Nanoseconds of a step of the recurrence that a task's backward pass will have, as its schedule expects."""
-    from ecornn.schedules.training import expected_backward
-
-    return expected_backward(task)
+    assert backward is not None
+    return with_backward(task, program, *backward, beside=overlap.kind == "directions")
 
 
 def make_manifest(cell: Cell, task: Task, schedule: Schedule, config: Config, program: Program,
@@ -57,7 +70,7 @@ def make_manifest(cell: Cell, task: Task, schedule: Schedule, config: Config, pr
             parameters.append(Parameter(name, prefix + key, shape, gates))
     return Manifest(
         workload=task.workload, device=task.device, schedule=schedule.name, config=dict(config),
-        provenance=provenance, states=tuple(cell.states), output=cell.output_state(),
+        provenance=provenance, states=tuple(task.graph.states), output=task.graph.output,
         parameters=tuple(parameters), buffers=program.buffers,
         entries={name: entry.takes for name, entry in program.entries.items()}, versions=versions(), stack=stack,
         overlap=overlap, together=program.together or task.workload.batch)

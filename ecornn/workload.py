@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -29,6 +29,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         largest magnitude of each row; or ``int8`` alike, with products of integers
     precision : None, or ``tf32``: the factors of float32 products are rounded to TF32 (10 bits of
         mantissa), sums stay float32 (CUDA)
+    entry : unset, which is not written: the sequence itself; ``backward``: the recurrence of its adjoint
     """
 
     cell: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
@@ -39,6 +40,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str = "float32"
     weights: str | None = None
     precision: str | None = None
+    entry: Literal["backward"] | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         for name in ("hidden", "input", "batch", "seq"):
@@ -49,9 +51,20 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise DTypeError("dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         if self.weights is not None and (self.weights not in WEIGHTS or self.weights == self.dtype):
             raise DTypeError("weights", self.weights, f"None or one of {', '.join(WEIGHTS)}, other than dtype")
-
         if self.precision is not None and (self.precision != "tf32" or self.dtype != "float32" or self.weights):
             raise ArgumentError("precision", self.precision, "exact; or tf32 with dtype float32, weights not rounded")
+        if self.entry is not msgspec.UNSET and self.entry != "backward":
+            raise ArgumentError("entry", self.entry, "backward, or left out")
+
+    @property
+    def backward(self) -> bool:
+        """Whether it is the recurrence of an adjoint."""
+        return self.entry == "backward"
+
+    @property
+    def adjoint(self) -> Workload:
+        """The recurrence of its adjoint. That does not see x: I is H, whatever the layer's."""
+        return msgspec.structs.replace(self, input=self.hidden, entry="backward")
 
     @property
     def arithmetic(self) -> str:
@@ -64,9 +77,10 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ITEMSIZE[self.dtype]
 
     def __str__(self) -> str:
-        return (f"{self.cell} T={self.seq} B={self.batch} I={self.input} "
-                f"H={self.hidden} {self.dtype}" + (f", {self.weights} weights" if self.weights else "")
-                + (f", {self.precision} products" if self.precision else ""))
+        return (f"{self.cell} T={self.seq} B={self.batch} " + ("" if self.backward else f"I={self.input} ")
+                + f"H={self.hidden} {self.dtype}" + (f", {self.weights} weights" if self.weights else "")
+                + (f", {self.precision} products" if self.precision else "")
+                + (", backward" if self.backward else ""))
 
 
 class Traversal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -77,6 +77,8 @@ class Schedule(ABC):
     weights : data types that weights may be rounded to, besides that of the layer
     sequences : whether a column of the batch may work on one sequence after the other
     backward : whether it carries out the recurrence of an adjoint, too, a task whose traversal is ``backward``
+    doubt : of these, where it competes without a record: how many times as long as it expects is believed, since the
+        estimates of two schedules have errors of their own
     """
 
     name: str
@@ -85,6 +87,7 @@ class Schedule(ABC):
     weights: tuple[str, ...] = ()
     sequences: bool = False
     backward: bool = False
+    doubt: float = 1.0
 
     def serves(self, task: Task) -> str | None:
         """None, or the reason why this schedule cannot serve the task."""
@@ -117,6 +120,10 @@ class Schedule(ABC):
         """Nanoseconds of a step that the default is expected to take; infinity where nobody can say."""
         return math.inf
 
+    def rank(self, task: Task) -> float:
+        """By which it competes without a record: the least is preferred."""
+        return self.expected(task) * (self.doubt if task.traversal.backward else 1.0)
+
     @abstractmethod
     def features(self, task: Task, config: Config) -> dict[str, float]:
         """What the cost model sees besides the knobs: bytes, products, occupancy, exchanges; and as ``estimate``, where
@@ -125,6 +132,16 @@ class Schedule(ABC):
     @abstractmethod
     def program(self, task: Task, config: Config) -> Program:
         """Generates the code."""
+
+    def recurrence(self, task: Task, config: Config) -> Component:
+        """The recurrence of an adjoint, of schedules with ``backward``: from ``hoisted``, as
+        :func:`~ecornn.schedules.hoisted.hoisted_of` says, to ``outputs``; around it come
+        :func:`~ecornn.schedules.backward.recurrence.recurrence_buffers`."""
+        raise NotImplementedError(f"{self.name} does not carry out adjoints")
+
+    def together(self, task: Task, config: Config) -> int:
+        """As of a :class:`~ecornn.program.Program`."""
+        return 1
 
 
 def beyond_forward(graph: StepGraph) -> str | None:

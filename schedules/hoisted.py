@@ -12,6 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ecornn.program import WORKSPACE, Buffer, Extent
 from ecornn.schedules.base import Config, Knob, Task
@@ -95,6 +99,17 @@ class Hoisted:
     def buffer(self, batch: int) -> Buffer:
         """The workspace."""
         return Buffer("hoisted", WORKSPACE, self.dtype, Extent(0, batch * self.row))
+
+    def laid(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Values (T*B, Q, H) of the host as they lie in memory, (T*B, row), still of their own type; NaN where nothing
+        lies."""
+        memory = np.full((len(values), self.row), np.nan, values.dtype)
+        first, q = 0, 0
+        for count in self.planes:
+            for n in range(count):
+                memory[:, first + n:first + count * self.hidden:count] = values[:, q + n]
+            first, q = first + count * self.units, q + count
+        return memory
 
     def load(self, buffer: TirBuffer, row: Expr, unit: Expr) -> list[Expr]:
         """Loads the values of a unit of ``row`` (int64), as they are in memory."""

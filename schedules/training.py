@@ -1,17 +1,16 @@
-"""The entry ``backward`` of a layer on a GPU: its adjoint's recurrence, by a schedule that carries out adjoints, and
+"""The entry ``backward`` of a layer on a GPU: its adjoint's recurrence, by the schedule that was chosen for it, and
 what comes before and after it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import gcd, inf
+from math import gcd
 
 from msgspec import structs
 
 from ecornn.analysis.adjoint import Adjoint, adjoint
 from ecornn.analysis.kept import kept
-from ecornn.errors import ScheduleError
 from ecornn.program import (
     BACKWARD,
     ENTRIES,
@@ -30,64 +29,42 @@ from ecornn.schedules.assemble import tensor_buffers, vector_buffer
 from ecornn.schedules.backward.assemble import parts_of
 from ecornn.schedules.backward.memory import rows_extent, rows_of_states
 from ecornn.schedules.backward.recurrence import recurrence_task
-from ecornn.schedules.base import Component, Task, joined
+from ecornn.schedules.base import Component, Config, Schedule, Task, joined
 from ecornn.schedules.builder import PrimFunc
 from ecornn.schedules.chunks import chunk_for, in_chunks
-from ecornn.schedules.elementwise import Elementwise
 from ecornn.schedules.hoisted import hoisted_of
 from ecornn.schedules.keeping import kept_buffers, kept_states
-from ecornn.schedules.persistent import Persistent
-from ecornn.schedules.persistent_wide import PersistentWide
-from ecornn.schedules.step.layout_transform import LayoutTransform
 from ecornn.schedules.timeline import piece_buffers
 
 OWN = "backward_"  # of names of functions and buffers that nothing else uses
-DOUBT = 1.25  # estimates of two schedules have errors of their own: `persistent`'s of LSTM 1024 B=64 is 24% too long
 SCALARS = ("T", "B", "t", "first_step", "all_steps")
 
 
-def expected_backward(task: Task) -> float:
-    """Nanoseconds of a step of the recurrence that ``backward`` of a task will have, as its schedule expects."""
-    inner = recurrence_task(task, adjoint(task.graph, task.workload.hidden, starts_anew=task.traversal.resets))
-    schedule, fault = _schedule(inner)
-    return inf if fault is not None else schedule.expected(inner)
-
-
-def refuses_backward(task: Task) -> str | None:
-    """None, or why a task's adjoint is not carried out on its GPU."""
-    made = adjoint(task.graph, task.workload.hidden, starts_anew=task.traversal.resets)
-    return _schedule(recurrence_task(task, made))[1]
-
-
-def with_backward(task: Task, forward: Program, beside: bool = False) -> Program:
-    """The program with the entry ``backward``, too; ``beside``: a layer's other direction goes on at the same time, so
-    that nothing can be added to its gradient of x.
-
-    Raises :class:`~ecornn.errors.ScheduleError` where no schedule carries out the adjoint.
+def with_backward(task: Task, forward: Program, schedule: Schedule, config: Config, beside: bool = False) -> Program:
+    """The program with the entry ``backward``, too, whose recurrence ``schedule`` carries out, as ``config`` says.
+    ``beside``: a layer's other direction goes on at the same time, so that nothing can be added to its gradient of x.
     """
     w, traversal = task.workload, task.traversal
     made = adjoint(task.graph, w.hidden, starts_anew=traversal.resets)
     inner = recurrence_task(task, made)
-    schedule, fault = _schedule(inner)
-    if fault is not None:
-        raise ScheduleError(f"no schedule carries out the adjoint of {w} on {task.device.name}: {fault}")
-    config = schedule.default(inner)
     layout = hoisted_of(inner, config)
     together = gcd(forward.together, schedule.together(inner, config)) if traversal.sequences else 1
-    # the gradient of x of a second direction is added to the first one's
-    second = traversal.reverse and traversal.directions > 1 and not beside
+    # the gradient of x of a second direction is added to the first one's, at once or by somebody else, not rounded
+    second = traversal.reverse and traversal.directions > 1
+    add_dx, dx = second and not beside, "float32" if second and beside else w.dtype
     before, recurrence, handed = _recurrence(inner, made, schedule.recurrence(inner, config))
     hoisted = (layout.buffer(w.batch),) if inner.graph.hoisted_outputs else ()
-    rows, after = parts_of(task, made, kept(made, "states"), layout, recurrence, add=True, add_dx=second)
+    rows, after = parts_of(task, made, kept(made, "states"), layout, recurrence, add=True, add_dx=add_dx, dx=dx)
     tensors = tensor_buffers([t for t in ENTRIES[BACKWARD] if TENSORS[t].role != KEPT], traversal, w.dtype,
                              task.graph.states, task.graph.parameters)
+    tensors = [structs.replace(b, dtype=dx) if b.tensor == "dx" else b for b in tensors]
     tensors += kept_buffers(kept_states(task), w.batch, w.hidden, w.dtype)
     names = _names(task)
     steps = chunk_for(task, (*hoisted, *rows.buffers), schedule.expected(inner))
     if steps is not None:
         short = replace(task, workload=structs.replace(w, seq=steps))
-        rows, after = parts_of(short, made, kept(made, "states"), layout, recurrence, add=True, add_dx=second,
-                               chunked=True)
+        rows, after = parts_of(short, made, kept(made, "states"), layout, recurrence, add=True, add_dx=add_dx,
+                               chunked=True, dx=dx)
         sums = [b for b in rows.buffers if b.name.startswith("sums_")]
         before = joined(before, Component(calls=tuple(Fill(b.name, 0, b.extent) for b in sums)))
     rows = _named(replace(rows, buffers=(*hoisted, *rows.buffers)), names)
@@ -100,23 +77,6 @@ def with_backward(task: Task, forward: Program, beside: bool = False) -> Program
     entry = Entry(part.calls, tuple(dict.fromkeys(b.name for b in taken)))
     return replace(forward, functions={**forward.functions, **part.functions}, buffers=tuple(buffers.values()),
                    entries={**forward.entries, BACKWARD: entry}, together=together)
-
-
-def _schedule(task: Task) -> tuple[Persistent | PersistentWide | LayoutTransform | Elementwise, str | None]:
-    """The schedule of a recurrence, with a reason why it cannot serve it, if none can. Where weights stay on chip it
-    is `persistent` or, where that is expected to gain more than ``DOUBT``, `persistent_wide`. `layout_transform` took
-    59 to 65 us a step beside the 52 to 58 of `persistent` even where it was expected to gain most, LSTM 256x64x2048 on
-    an H200."""
-    columns = task.traversal.sequences  # which the others do not serve
-    if not task.graph.phases and not columns:
-        return Elementwise(), Elementwise().serves(task)
-    persistent, wide = Persistent(), PersistentWide()
-    serves = persistent.serves(task) is None
-    if wide.serves(task) is None and not (serves and persistent.expected(task) <= DOUBT * wide.expected(task)):
-        return wide, None
-    if serves or columns:
-        return persistent, persistent.serves(task)
-    return LayoutTransform(), LayoutTransform().serves(task)
 
 
 def _recurrence(task: Task, adjoint: Adjoint, kernel: Component) -> tuple[Component, Component,

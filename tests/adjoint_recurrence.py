@@ -53,7 +53,9 @@ def draw(task: Task, adjoint: Adjoint, layout: Hoisted, seed: int = 0) -> Sample
 
     weights = {n: of_type(rng.uniform(-1, 1, s) * w.hidden**-0.5) for n, s in graph.parameters.items()}
     states = [rng.uniform(-1, 1, shape[1:]) for _ in adjoint.forward.states]
-    known = replayed(adjoint.forward, kept(adjoint, "gates"), weights, rng.normal(size=(*shape[:2], w.input)), states)
+    forward = adjoint.forward
+    width = next((forward.parameters[p.terms[0].parameter][-1] for p in forward.hoisted_products), w.hidden)
+    known = replayed(forward, kept(adjoint, "gates"), weights, rng.normal(size=(*shape[:2], width)), states)
     values = start(graph, weights, known | {adjoint.dy: rng.normal(size=shape)})
     hoist(graph, weights, values, None, shape)
     hoisted = [np.broadcast_to(values[v], shape) for v in graph.hoisted_outputs]
@@ -65,13 +67,7 @@ def draw(task: Task, adjoint: Adjoint, layout: Hoisted, seed: int = 0) -> Sample
 
 def laid(layout: Hoisted, rows: Array) -> Array:
     """Values (T*B, Q, H) as the workspace has them, NaN where it has padding."""
-    memory = np.full((len(rows), layout.row), np.nan, DTYPES[layout.dtype])
-    first, q = 0, 0
-    for count in layout.planes:
-        for n in range(count):
-            memory[:, first + n:first + count * layout.hidden:count] = rows[:, q + n]
-        first, q = first + count * layout.units, q + count
-    return memory.reshape(-1)
+    return layout.laid(rows).astype(DTYPES[layout.dtype]).reshape(-1)
 
 
 def recur(task: Task, sample: Sample, masks: Mapping[str, Array], kind: str = "float32",

@@ -21,7 +21,9 @@ from ecornn.device import Device
 from ecornn.program import EARLIER, FORWARD, LATER, PIECES_APART, RUN, Program, launches
 from ecornn.schedules.base import Config, Schedule, Task
 from ecornn.targets import KNOWN
-from ecornn.workload import ALONE, Traversal, Workload
+from ecornn.task import adjoint_task, make_program
+from ecornn.tune.choose import serving_or_raise
+from ecornn.workload import ALONE, SERIAL, Overlap, Traversal, Workload
 
 TINY = replace(KNOWN["sm_90a"], cores=3)  # few blocks to emulate
 
@@ -86,6 +88,13 @@ def check_numbers(folder: Path, schedule: Schedule, task: Task, config: Config, 
         wanted = Wanted(w.arithmetic, partial(lambda name, forward: reference(after_each_step(forward, name)), state))
         wanted.check(found)
         assert not found[(wanted.y == 0).all(axis=2)].astype(np.float32).any()
+
+
+def training_program(schedule: Schedule, task: Task, overlap: Overlap = SERIAL) -> Program:
+    """The program of a schedule's default, with a backward pass by what is expected to be fastest, its default, too."""
+    inner = adjoint_task(task)
+    first = serving_or_raise(inner)[0]
+    return make_program(schedule, task, schedule.default(task), (first, first.default(inner)), overlap)
 
 
 def only(program: Program, entry: str) -> Program:

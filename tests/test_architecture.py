@@ -62,11 +62,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedules.persistent_wide": KERNEL | {"schedules.assemble", "schedules.backward", "schedules.gemm",
                                            "schedules.keeping", "schedules.persistent"},
     "schedules.training": TEMPLATE | {"errors", "schedules.assemble", "schedules.backward", "schedules.chunks",
-                                      "schedules.elementwise", "schedules.hoisted", "schedules.keeping",
-                                      "schedules.persistent", "schedules.persistent_wide", "schedules.step"},
+                                      "schedules.hoisted", "schedules.keeping"},
     "schedules.cpu": TEMPLATE | {"schedules.assemble", "schedules.keeping", "schedules.rates", "schedules.scalars"},
     "compose": {"program", "schedules.backward", "schedules.timeline", "workload"},
-    "task": BASE | {"analysis", "cells", "compose", "schedules.base", "schedules.training"},
+    "task": BASE | {"analysis", "cells", "compose", "schedules.backward", "schedules.base", "schedules.training"},
     "build": BASE | HOSTS | {"checksum"},
     # A machine that only runs modules has no TVM: nothing of the compiler may be needed there.
     "runtime": BASE | HOSTS | {"checksum", "manifest_format1", "weight_files"},
@@ -74,12 +73,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tuning_logs": set(),
 }
 MAY_IMPORT["schedules"] = {room for room in MAY_IMPORT if room.startswith("schedules.")}
-MAY_IMPORT["tune"] = BASE | HOSTS | {"analysis", "build", "cells", "layer_spec", "numpy_reference", "runtime",
-                                     "schedules", "schedules.base", "targets", "task", "tuning_logs"}
+MAY_IMPORT["tune"] = BASE | HOSTS | {"analysis", "build", "cells", "layer_spec", "numpy_gradients",
+                                     "numpy_reference", "runtime", "schedules", "schedules.backward", "schedules.base",
+                                     "schedules.hoisted", "targets", "task", "tuning_logs"}
 MAY_IMPORT["overlap"] = BASE | {"analysis", "cells", "schedules.base", "schedules.rates", "task", "tune"}
 MAY_IMPORT["compiler"] = BASE | {"build", "cells", "compose", "layer_spec", "overlap", "runtime", "schedules.base",
-                                 "targets", "task", "tune"}
-MAY_IMPORT["torch"] = {"cells", "compiler", "errors", "layer_spec", "runtime", "workload"}
+                                 "schedules.keeping", "targets", "task", "tune"}
+MAY_IMPORT["module_cache"] = {"build", "compiler", "layer_spec", "runtime", "schedules", "task", "tune"} | HOSTS
+MAY_IMPORT["torch"] = {"build", "cells", "errors", "layer_spec", "module_cache", "runtime", "workload"}
 MAY_IMPORT["onnx"] = {"cells", "compiler", "device", "errors", "layer_spec", "runtime"}
 MAY_IMPORT[""] = {"cells", "compiler", "errors", "numpy_gradients", "numpy_reference", "runtime", "tune"}
 MAY_IMPORT["cli"] = {*MAY_IMPORT} - {"torch"}

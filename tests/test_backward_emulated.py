@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_on_cpu import DTYPES, GUARD, Emulated, pack
-from emulated import TINY, masks_of
+from emulated import TINY, masks_of, training_program
 from exact import unmarked
 from limits import relative
 from msgspec import structs
@@ -24,7 +24,6 @@ from ecornn.schedules.base import Task
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.persistent_wide import PersistentWide
 from ecornn.targets import KNOWN
-from ecornn.task import make_program
 from ecornn.workload import ALONE, Traversal, Workload
 
 # relative, of the largest error in a gradient: of 16 bits, some roundings of what is kept and exchanged
@@ -42,7 +41,7 @@ class Step:
         self.task = Task(work, analyse(cell_of(name), input, hidden), TINY, self.traversal)
         found = all_schedules()[schedule]
         assert found.serves(self.task) is None
-        self.program = make_program(found, self.task, found.default(self.task))
+        self.program = training_program(found, self.task)
         self.emulated = Emulated(self.program, folder)
 
     def arguments(self, steps: int, batch: int) -> Call:
@@ -202,7 +201,7 @@ def test_workspaces_do_not_grow_with_what_is_kept():
     work = Workload("lstm", 768, 768, 16, 1024, "bfloat16")
     task = Task(work, analyse(cell_of("lstm"), 768, 768), KNOWN["sm_90a"], Traversal(keep="states"))
     schedule = all_schedules()["persistent"]
-    program = make_program(schedule, task, schedule.default(task))
+    program = training_program(schedule, task)
     for entry in (FORWARD, BACKWARD):
         own = [b for b in program.buffers if b.role == WORKSPACE and b.name in program.entries[entry].takes]
         assert sum(b.nbytes(work.seq) for b in own) == sum(b.nbytes(100_000) for b in own) < 140 << 20

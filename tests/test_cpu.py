@@ -212,8 +212,9 @@ def test_serves_says_why_not():
 
 def test_heights_of_row_tiles():
     for rows, tile, hoisted, wanted in (
-            (7, Tile(3, 1, 1), True, [3, 3, 3]), (7, Tile(3, 1, 1), False, [3, 3, 1]), (6, Tile(3, 1, 1), False, [3, 3]),
-            (7, Tile(3, 1, 1, pairs=3), False, [3, 3, 3]), (2, Tile(3, 1, 1), False, [2]), (2, Tile(3, 1, 1), True, [3])):
+            (7, Tile(3, 1, 1), True, [3, 3, 3]), (7, Tile(3, 1, 1), False, [3, 3, 1]),
+            (6, Tile(3, 1, 1), False, [3, 3]), (7, Tile(3, 1, 1, pairs=3), False, [3, 3, 3]),
+            (2, Tile(3, 1, 1), False, [2]), (2, Tile(3, 1, 1), True, [3])):
         assert heights_of(rows, tile, hoisted) == Counter(wanted)
 
 

@@ -9,7 +9,7 @@ import device_packing as emulated
 import msgspec
 import numpy as np
 import pytest
-from emulated import TINY, task_of
+from emulated import TINY, task_of, training_program
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_runtime_packing import packings
@@ -19,7 +19,6 @@ from ecornn.program import PACKED, Packing
 from ecornn.runtime.device_packing import KINDS, PARAMETERS, SIZES, TYPES, DevicePacking
 from ecornn.runtime.packing import cast, pack
 from ecornn.schedules import all_schedules
-from ecornn.task import make_program
 from ecornn.workload import Traversal
 
 
@@ -71,7 +70,7 @@ def test_what_training_modules_pack(cell: str, schedule: str, dtype: str):
     for sizes in ((5, 3, 13, 40),):
         task = task_of(cell, sizes, dtype, TINY, Traversal(keep="states"))
         made = all_schedules()[schedule]
-        program = make_program(made, task, made.default(task))
+        program = training_program(made, task)
         cases = {b.name: b.packing for b in program.buffers if b.role == PACKED and b.packing is not None}
         assert len(cases) > 2
         rng = np.random.default_rng(0)
@@ -118,7 +117,7 @@ def test_a_layer_packs_on_the_gpu_when_it_is_bound_and_again(monkeypatch: pytest
     workload = Workload(cell.identity(), 40, 24, 3, 5, "bfloat16")
     task = make_task(cell, workload, resolve("sm_90a"), Traversal(keep="states"))
     config = schedule.default(task)
-    manifest = make_manifest(cell, task, schedule, config, make_program(schedule, task, config), "")
+    manifest = make_manifest(cell, task, schedule, config, training_program(schedule, task), "")
     held: dict[int, Any] = {}
     waits: list[int] = []
 

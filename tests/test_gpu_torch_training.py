@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from loss_curves import Task, curves
 from torch.func import functional_call, grad
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
@@ -30,7 +30,8 @@ from ecornn.torch.kind import text_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings(
     "ignore:LSTM with projections", "ignore:RNN module weights", "ignore:The .grad attribute of a Tensor that",
-    "ignore:There is a performance drop", "ignore:.torch.jit.script", "ignore:The AccumulateGrad node")]
+    "ignore:There is a performance drop", "ignore:.torch.jit.script", "ignore:The AccumulateGrad node",
+    "ignore:Synchronization debug mode", "ignore:The CUDA Graph is empty")]
 I, H, T, B = 13, 40, 30, 5
 LENGTHS = [11, 30, 3, 30, 17]
 FORWARD, BACKWARD = 1e-5, 2e-5  # relative, of float32 against float64
@@ -87,7 +88,8 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def check(name: str, dtype: torch.dtype, x: Any, hx: Any, autocast: torch.dtype | None = None, **options: Any) -> None:
-    """float32 within its bounds of float64, 16 bits within twice the error of torch's layer."""
+    """float32 within its bounds of float64, 16 bits within twice the error of torch's layer in the same ones: under
+    autocast cuDNN's takes float16 whatever is asked for."""
     exact, theirs, ours = pair(name, dtype, **options)
     x, hx = moved(x, "cuda", dtype), moved(hx, "cuda", dtype)
     again = moved(x, "cpu", torch.float64), moved(hx, "cpu", torch.float64)
@@ -95,13 +97,14 @@ def check(name: str, dtype: torch.dtype, x: Any, hx: Any, autocast: torch.dtype 
     wanted, wanted_gradients = step(exact, *again, directions)
     for _ in range(2):  # bound, and packed again
         found, gradients = step(ours, x, hx, directions, autocast)
-    other, other_gradients = step(theirs, x, hx, directions, autocast)
     low = autocast or (dtype if dtype != torch.float32 else None)
+    like = low or dtype
+    other, other_gradients = step(theirs.to(like), moved(x, "cuda", like), moved(hx, "cuda", like), directions)
     names = [*(n for n, _ in ours.named_parameters()), "x", "h", "c"]
     for n, (one, two, right) in enumerate(zip([*found, *gradients], [*other, *other_gradients],
                                               [*wanted, *wanted_gradients], strict=True)):
         what = f"output {n}" if n < len(found) else f"gradient of {names[n - len(found)]}"
-        assert one.dtype == two.dtype and one.shape == right.shape, what
+        assert one.dtype == (like if n < len(found) else dtype) and one.shape == right.shape, what
         bound = 2 * error(two, right) + 1e-6 if low else FORWARD if n < len(found) else BACKWARD
         assert error(one, right) <= bound, f"{what}: {error(one, right):.2e}, bound {bound:.2e}"
 
@@ -133,14 +136,13 @@ def test_gradients_of_packed_sequences(is_sorted: bool):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_as_torch_nn(dtype: torch.dtype):
+def test_autocast(dtype: torch.dtype):
     """Products in 16 bits, weights and their gradients in float32."""
     check("LSTM", torch.float32, *inputs(1, 2), autocast=dtype)
-    _, theirs, ours = pair()
-    x = torch.randn(T, B, I, device="cuda")
+    *_, ours = pair()
     with torch.no_grad(), torch.autocast("cuda", dtype):
-        (one, states), (other, _) = ours(x), theirs(x)
-    assert one.dtype == other.dtype == states[0].dtype == dtype
+        y, states = ours(torch.randn(T, B, I, device="cuda"))
+    assert y.dtype == states[0].dtype == dtype
 
 
 def test_only_some_inputs_require_gradients():
@@ -239,7 +241,7 @@ def train(model: Any, optimizer: Any, x: torch.Tensor, wanted: torch.Tensor) -> 
     loss = torch.nn.functional.mse_loss(model(x)[0], wanted)
     loss.backward()
     optimizer.step()
-    return loss
+    return loss.detach()
 
 
 def test_a_training_step_allocates_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatch):
@@ -307,7 +309,7 @@ def test_graphs_of_forward_and_backward_apart():
             loss = model(x)[0].square().mean()
             loss.backward()
             optimizer.step()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
         assert abs(losses[0] - losses[1]) < 1e-4 * losses[0], f"step {number}: {losses}"
 
 
@@ -345,9 +347,6 @@ def test_streams():
 
 
 def test_500_steps_stay_with_torch_nn():
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from benchmarks.loss_curves import Task, curves
-
     ours, theirs = curves(Task(device="cuda"), seed=0)
     assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-3
     assert ours[-1] < 0.2 * ours[0], "it has not learned"

@@ -12,8 +12,9 @@ from ecornn.program import PACKED
 from ecornn.schedules.backward.recurrence import recurrence_task
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.step.layout_transform import LayoutTransform
-from ecornn.schedules.training import _schedule
 from ecornn.targets import KNOWN
+from ecornn.tune.choose import choose
+from ecornn.tune.log import Log
 from ecornn.workload import ALONE, Traversal
 
 HOPPER = KNOWN["sm_90a"]
@@ -56,7 +57,6 @@ def test_which_schedule_carries_out_an_adjoint(cell, batch, hidden, name):
     """The faster one of those that keep weights on chip; for all else there is the other."""
     layer = task_of(cell, (256, batch, hidden, hidden), "bfloat16", HOPPER)
     task = recurrence_task(layer, adjoint(layer.graph, hidden))
-    schedule, fault = _schedule(task)
-    assert fault is None and schedule.name == name
+    assert choose(task, None, None, Log()).schedule.name == name
     if hidden == 5000:
         assert "do not fit" in str(Persistent().serves(task))

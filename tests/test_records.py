@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ecornn.errors import RecordError
+from ecornn.errors import ArgumentError, RecordError
 from ecornn.targets import KNOWN
 from ecornn.tune.journal import Journal
 from ecornn.tune.log import MAX_FILE, append, parse, read, rewrite
@@ -87,9 +87,9 @@ def test_any_value_in_any_field_is_accepted_whole_or_refused(value, field):
 
 @pytest.mark.parametrize("change, word", [
     ({"extra": 1}, "unknown field"),
-    ({"v": 2}, "version 2.1"),
-    ({"minor": 2}, "version 1.2 of the format; this program reads version 1.0 to 1.1"),
-    ({"minor": 2, "of_the_future": 1}, "version 1.2"),
+    ({"v": 2}, "version 2.2"),
+    ({"minor": 3}, "version 1.3 of the format; this program reads version 1.0 to 1.2"),
+    ({"minor": 3, "of_the_future": 1}, "version 1.3"),
     ({"minor": -1}, "version 1.-1"),
     ({"clocks": {"cores": -1, "memory": 0}}, ">= 0"),
     ({"noisy": 1}, "bool"),
@@ -124,6 +124,7 @@ def test_any_value_in_any_field_is_accepted_whole_or_refused(value, field):
         ({"name": "x" * 129}, "name"), ({"name": "a\nb"}, "control"), ({"features": ["\x1b[m"]}, "control"),
         ({"arch": ""}, "arch"), ({"features": ["x"] * 257}, "features"))),
     ({"workload": {**msgspec.to_builtins(WORK), "cell": ""}}, "cell"),
+    *(({"workload": {**msgspec.to_builtins(WORK), "entry": entry}}, r"workload\.entry") for entry in ("run", None, 1)),
 ])
 def test_what_the_format_refuses(change, word):
     data = {**msgspec.to_builtins(trial()), "kind": "trial", **change}
@@ -199,6 +200,19 @@ def test_lines_of_format_1_0_are_read():
         del data[field]
     record = decode(json.dumps({**data, "kind": "trial"}).encode())
     assert record == trial(time=record.time) and record.clocks is None and record.noisy is False
+
+
+def test_an_entry_is_written_where_it_is_not_the_layers_own_pass():
+    """So that what is written of other workloads, and a digest of it, is what it was before there were entries."""
+    own, adjoint = trial(), trial(workload=WORK.adjoint)
+    assert b"entry" not in encode(own) and b'"entry":"backward"' in encode(adjoint)
+    assert decode(encode(adjoint)) == adjoint != own
+    work = b'{"cell":"lstm","hidden":512,"input":256,"batch":4,"seq":100,"dtype":"bfloat16","weights":null,'
+    assert msgspec.json.encode(Workload("lstm", 512, 256, 4, dtype="bfloat16")) == work + b'"precision":null}'
+    made = Workload("lstm", 512, 256, 4).adjoint
+    assert (made.backward, made.input, made.adjoint) == (True, 512, made) and str(made).endswith("float32, backward")
+    with pytest.raises(ArgumentError, match="entry='forward' is not allowed; expected backward"):
+        Workload("lstm", 8, 8, entry="forward")
 
 
 def test_what_a_device_was_is_in_every_trial():

@@ -45,7 +45,7 @@ def layer(monkeypatch) -> Any:
             tensors = [t.detach().requires_grad_() for t in (x, *state, *weights)]
             return torch.autograd.grad(by_torch(library, names, columns, tensors), tensors, gradients)
 
-    engine = SimpleNamespace(refused=set(), training=lambda *_: nullcontext(SimpleNamespace(together=3)))
+    engine = SimpleNamespace(refused=set(), training=lambda *_, **__: nullcontext(SimpleNamespace(together=3)))
     monkeypatch.setattr(packed_training, "training", SimpleNamespace(forward=forward, backward=backward))
     monkeypatch.setattr(packed_training, "engine_of", lambda module: engine)
     monkeypatch.setattr(packed_training, "_width", lambda data, sizes: 3)

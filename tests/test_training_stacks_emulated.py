@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_on_cpu import DTYPES, GUARD, Emulated, pack
-from emulated import TINY
+from emulated import TINY, training_program
 
 from ecornn import reference_gradients
 from ecornn.analysis import analyse
@@ -18,7 +18,6 @@ from ecornn.program import BACKWARD, FORWARD, PACKED, TENSORS, WORKSPACE, Chunks
 from ecornn.schedules import chunks
 from ecornn.schedules.base import Task
 from ecornn.schedules.persistent import Persistent
-from ecornn.task import make_program
 from ecornn.workload import SERIAL, Overlap, Stack, Workload
 
 T, B, I, H = 5, 3, 6, 20
@@ -30,8 +29,7 @@ def program_of(cell: str, stack: Stack, dtype: str, overlap: Overlap, steps: int
     whole, made, schedule = Workload(cell, H, I, B, steps, dtype), {}, Persistent()
     for part in stack.parts(whole):
         task = Task(part.workload, analyse(get(cell), part.workload.input, H), TINY, part.traversal)
-        made.setdefault((part.workload, part.traversal),
-                        make_program(schedule, task, schedule.default(task), overlap))
+        made.setdefault((part.workload, part.traversal), training_program(schedule, task, overlap))
     return compose(stack, whole, [made[p.workload, p.traversal] for p in stack.parts(whole)], overlap)
 
 

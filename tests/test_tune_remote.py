@@ -153,7 +153,7 @@ def test_a_connection_that_says_nothing_keeps_a_server_for_a_few_seconds(tracker
         with socket.create_connection(("127.0.0.1", port)):
             session, deadline = None, time.monotonic() + LIMIT
             while session is None:
-                with contextlib.suppress(remote.NoServer):  # the server is known anew once it has given up the silent one
+                with contextlib.suppress(remote.NoServer):  # it is known anew once it has given up the silent one
                     session = remote._request(tracker)
                 assert time.monotonic() < deadline, "serves no more"
             time.sleep(HANDSHAKE + 1)  # a session may be silent for longer

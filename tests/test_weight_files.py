@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -186,3 +187,14 @@ def test_a_node_of_an_onnx_model(tmp_path: Path):
                        map(ordered, (tensors["W"][0], tensors["R"][0], b, c)), strict=True))
     wanted, _ = reference("gru", x[::-1], weights)
     assert np.linalg.norm(layer(x)[0] - wanted[::-1]) <= 1e-6 * np.linalg.norm(wanted)
+
+
+@pytest.mark.timeout(60)
+def test_a_checkpoint_that_holds_itself(tmp_path: Path):
+    """It was searched without end."""
+    torch = pytest.importorskip("torch")
+    found: dict[str, Any] = {"epoch": 3}
+    found["state_dict"] = {"state_dict": found}
+    torch.save(found, tmp_path / "circle.pt")
+    with pytest.raises(ArgumentError, match="a checkpoint whose state_dict is not its own"):
+        WeightFile(tmp_path / "circle.pt")

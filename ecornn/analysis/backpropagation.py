@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,28 @@ from ecornn.analysis.adjoint import Adjoint
 from ecornn.analysis.evaluate import Array, Values, Weights, at, hoist, start, step
 from ecornn.analysis.kept import Kept, kept
 from ecornn.analysis.step import StepGraph
+
+
+@dataclass(frozen=True)
+class Backpropagated:
+    """The gradients of a layer, and what the recurrence of its adjoint read and made on the way.
+
+    Attributes
+    ----------
+    dx : (T, B, I)
+    parameters : by the cell's names in te shape
+    states : of the first states, (B, H) each
+    hoisted, outputs : (T, B, Q, H) and (T, B, O, H), in the order of the recurrence's graph
+    first, last : (B, H), its states before and after it
+    """
+
+    dx: Array
+    parameters: dict[str, Array]
+    states: tuple[Array, ...]
+    hoisted: Array
+    outputs: Array
+    first: dict[str, Array]
+    last: dict[str, Array]
 
 
 def backpropagate(adjoint: Adjoint, x: Any, parameters: Mapping[str, Any], states: Sequence[Any], dy: Any,
@@ -28,6 +51,13 @@ def backpropagate(adjoint: Adjoint, x: Any, parameters: Mapping[str, Any], state
     -------
     dx (T, B, I), gradients of all parameters, gradients of the first states; float64
     """
+    made = carry_out(adjoint, x, parameters, states, dy, dstates, keep)
+    return made.dx, made.parameters, made.states
+
+
+def carry_out(adjoint: Adjoint, x: Any, parameters: Mapping[str, Any], states: Sequence[Any], dy: Any,
+              dstates: Sequence[Any], keep: str = "gates") -> Backpropagated:
+    """As :func:`backpropagate`, with what the recurrence read and made."""
     forward = adjoint.forward
     weights = {n: np.asarray(p, np.float64) for n, p in parameters.items()}
     x, dy = np.asarray(x, np.float64), np.asarray(dy, np.float64)
@@ -35,7 +65,8 @@ def backpropagate(adjoint: Adjoint, x: Any, parameters: Mapping[str, Any], state
     known[adjoint.dy] = dy
     gradients = {n: np.zeros_like(w) for n, w in weights.items()}
     totals: Values = {}
-    found = _recur(adjoint, weights, known, dstates, totals)
+    hoisted, first, last = _recur(adjoint, weights, known, dstates, totals)
+    found = _finish(adjoint, weights, last, totals)
     graph, values = adjoint.inputs, start(adjoint.inputs, weights, known)
     hoist(graph, weights, values, None, dy.shape)
     step(graph, weights, values, dy.shape)
@@ -43,11 +74,13 @@ def backpropagate(adjoint: Adjoint, x: Any, parameters: Mapping[str, Any], state
     dx = np.zeros_like(x) if adjoint.dx is None else np.broadcast_to(values[adjoint.dx], x.shape)
     for o in (*adjoint.recurrence.outer_products, *graph.outer_products):
         value, operand = (x if v is None else np.broadcast_to(values[v], dy.shape) for v in (o.value, o.operand))
-        gradients[o.parameter][o.gate] += np.einsum("tbj,tbk->jk", value, operand)
+        gradients[o.parameter][o.gate] += value.reshape(-1, value.shape[-1]).T @ operand.reshape(-1, operand.shape[-1])
     values = start(adjoint.once, weights, totals)
     for vector in adjoint.vectors:
         gradients[vector.parameter][vector.gate] += values[vector.var]
-    return dx, gradients, found
+    graph = adjoint.recurrence
+    outputs = _together([known[v] for v in graph.outputs], dy.shape)
+    return Backpropagated(dx, gradients, found, hoisted, outputs, first, last)
 
 
 def replayed(forward: StepGraph, keep: Kept, weights: Weights, x: Array, states: Sequence[Array]) -> Values:
@@ -72,14 +105,16 @@ def replayed(forward: StepGraph, keep: Kept, weights: Weights, x: Array, states:
 
 
 def _recur(adjoint: Adjoint, weights: Weights, known: Values, dstates: Sequence[Any],
-           totals: Values) -> tuple[Array, ...]:
-    """Adds the recurrence's outputs to ``known`` and its sums to ``totals``; gradients of the first states."""
+           totals: Values) -> tuple[Array, dict[str, Array], dict[str, Array]]:
+    """Adds the recurrence's outputs to ``known`` and its sums to ``totals``; what it read of each step, and its states
+    before and after."""
     graph, (length, *shape) = adjoint.recurrence, known[adjoint.dy].shape
     values = start(graph, weights, known)
     hoist(graph, weights, values, None, (length, *shape))
     current = {v: np.zeros(shape) for v in graph.states.values()}
     for name, gradient in zip(adjoint.forward.states, dstates, strict=True):
         current[graph.states[adjoint.first[name]]] = np.asarray(gradient, np.float64)
+    first = {n: current[v] for n, v in graph.states.items()}
     steps = []
     for t in reversed(range(length)):
         now = at(values, t, values) | current
@@ -88,10 +123,24 @@ def _recur(adjoint: Adjoint, weights: Weights, known: Values, dstates: Sequence[
         current = {graph.states[n]: np.broadcast_to(now[v], shape) for n, v in graph.results.items()}
         steps.append(now)
     known |= {v: np.stack([np.broadcast_to(now[v], shape) for now in reversed(steps)]) for v in graph.outputs}
-    values = start(adjoint.finish, weights, current)
-    step(adjoint.finish, weights, values, tuple(shape))
-    _add_sums(adjoint.finish, values, totals, tuple(shape))
+    hoisted = _together([values[v] for v in graph.hoisted_outputs], (length, *shape))
+    return hoisted, first, {n: current[v] for n, v in graph.states.items()}
+
+
+def _finish(adjoint: Adjoint, weights: Weights, last: Mapping[str, Array], totals: Values) -> tuple[Array, ...]:
+    """The gradients of the first states, from the last ones of the recurrence; adds what is left of sums."""
+    graph, states = adjoint.finish, adjoint.recurrence.states
+    shape = next(iter(last.values())).shape
+    values = start(graph, weights, {states[n]: v for n, v in last.items()})
+    step(graph, weights, values, shape)
+    _add_sums(graph, values, totals, shape)
     return tuple(np.broadcast_to(values[adjoint.gradients[n]], shape) for n in adjoint.forward.states)
+
+
+def _together(values: Sequence[Array], shape: tuple[int, ...]) -> Array:
+    """Values of ``shape`` (T, B, H) as (T, B, N, H)."""
+    every = [np.broadcast_to(v, shape) for v in values]
+    return np.stack(every, axis=2) if every else np.zeros((*shape[:2], 0, shape[2]))
 
 
 def _add_sums(graph: StepGraph, values: Values, totals: Values, shape: tuple[int, ...]) -> None:

@@ -57,6 +57,12 @@ def entry(kind: str, parts: Iterable[str | bytes], make: Callable[[], bytes]) ->
     return found
 
 
+def known(kind: str, parts: Iterable[str | bytes]) -> bool:
+    """Whether there is such an entry."""
+    root, name = folder(), _name(kind, parts)
+    return root is not None and (root / name[:2] / name).is_file()
+
+
 def _name(kind: str, parts: Iterable[str | bytes]) -> str:
     digest = hashlib.sha256(kind.encode())
     for part in parts:

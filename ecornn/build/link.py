@@ -78,6 +78,11 @@ def _object(compiler: tuple[str, ...], source: tuple[str, str], headers: tuple[t
     return cache.entry("object", (_said(compiler), version("apache-tvm-ffi"), *flags, *texts), compile)
 
 
+def identity() -> str:
+    """What host code depends on besides its source: the compiler, and the library that it is linked against."""
+    return f"{_said(tuple(find_compiler()))} {version('apache-tvm-ffi')}"
+
+
 @functools.cache
 def _said(compiler: tuple[str, ...]) -> str:
     """The compiler's version."""

@@ -133,11 +133,11 @@ def every(options: list[Callable[[F], F]]) -> Callable[[F], F]:
 
 
 def command_line(program: str, options: dict[str, object]) -> str:
-    """A command that can be pasted into a shell; options that are None are left out."""
+    """A command that can be pasted into a shell; options that are None or False are left out, True is a flag."""
     words = [program]
     for name, value in options.items():
-        if value is not None:
-            words += [name, str(value)]
+        if value is not None and value is not False:
+            words += [name] if value is True else [name, str(value)]
     return shlex.join(words)
 
 

@@ -15,6 +15,7 @@ from ecornn.workload import Workload
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ecornn.layer_spec import LayerSpec
     from ecornn.tune.remote import Tracker
     from ecornn.tune.session import Result, Session
     from ecornn.tune.space import ConfigSpace
@@ -24,6 +25,12 @@ Examples:
   ecornn-tune --cell lstm --hidden 800
   ecornn-tune --cell gru --hidden 256 --batch 1 --seq 100 --target cpu --trials 24
   ecornn-tune --cell my_cell.py:MinimalGatedUnit --hidden 512 --time-limit 300
+  ecornn-tune --cell lstm --hidden 800 --training
+
+--training searches two things, one after the other: the layer's own pass, whose records also serve the forward pass of
+a training step, and the recurrence of its backward pass. Each has --trials; forward has half of --time-limit at most,
+backward what is left. `ecornn-compile --training` uses the best of both. On a CPU the backward pass has no knobs, so
+there is one search.
 
 Many layers, every combination, with processes that stay warm; each has its own trials and time limit:
 
@@ -38,10 +45,12 @@ On other GPUs, each with a server (`ecornn serve --help`):
 Every trial is on the disk as soon as it is done. The same command again goes on with a run
 that was stopped, and returns at once if it was finished; with more --trials it goes on from there.
 """
+ONE_SEARCH = "A CPU's backward pass has no knobs: what was found is the forward pass's, and all there is to search."
 
 
 @click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 @layer_options(many=True)
+@click.option("--training", is_flag=True, help="Search the backward pass, too (GPU).")
 @click.option("--trials", type=click.IntRange(min=1, max=100_000),
               help="Configurations to try.  [default: 48 on a CPU, 128 on a GPU]")
 @click.option("--timeout", type=click.FloatRange(min=0.1), default=60.0, show_default=True,
@@ -70,8 +79,8 @@ def tune(target: str | None, timeout: float, seed: int, tracker: str | None, key
     Builds run in processes that see no GPU; measurements run in one that is killed when a
     candidate hangs. A candidate counts only if its output matches a float64 reference.
     """
-    names = Workload.__struct_fields__
-    layers = [dict(zip(names, values, strict=True))
+    names, training = [name for name in Workload.__struct_fields__ if name != "entry"], options.pop("training")
+    layers = [dict(zip(names, values, strict=True)) | {"training": training}
               for values in itertools.product(*(options.pop(name) or (None,) for name in names))]
     try:
         with ended_like_ctrl_c():
@@ -128,7 +137,7 @@ def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], tar
                           + (f", {resumed} trials in the log" if resumed else ""), markup=False)
 
         try:
-            with Meter(console) as meter:
+            with Meter(console, layer.training) as meter:
                 result = session.tune_layer(layer, **options, report=meter.report, begin=begin)
         except (CellError, ScheduleError) as error:
             if len(layers) == 1:
@@ -137,14 +146,28 @@ def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], tar
             good.append(False)
             continue
         if len(layers) == 1:
-            show(console, result, str(layer.cell), target)
+            for one in results(result):
+                show(console, one)
+            if layer.training and result.backward is None:
+                console.print(ONE_SEARCH)
+            if result.best is not None:
+                console.print("use it:\n  " + use_of(result, layer, target), markup=False)
         else:
-            console.print(f"{count}{line(result)}", markup=False)
-        good.append(result.best is not None)
+            for one in results(result):
+                console.print(f"{count}{line(one)}", markup=False)
+        good.append(all(one.best is not None for one in results(result)))
     if len(layers) > 1:
-        use = "ecornn compile" + (f" --target {target}" if target else "")
+        if layers[0].training and session.device.kind == "llvm":
+            console.print(ONE_SEARCH)
+        use = ("ecornn compile" + (" --training" if layers[0].training else "")
+               + (f" --target {target}" if target else ""))
         console.print(f"{sum(good)} of {len(layers)} layers have a schedule; `{use}` uses it", markup=False)
     return good
+
+
+def results(result: Result) -> list[Result]:
+    """That of the layer's own pass, and of its backward pass, if that was tuned."""
+    return [result, *([result.backward] if result.backward is not None else [])]
 
 
 def line(result: Result) -> str:
@@ -158,9 +181,11 @@ def line(result: Result) -> str:
             f"{finish.seconds:.0f} s: {finish.best.schedule} {knobs}")
 
 
-def show(console: Console, result: Result, cell: str, target: str | None) -> None:
-    """The end of a run: what was found, and how to use it."""
+def show(console: Console, result: Result) -> None:
+    """The end of a run: what was found."""
     finish, work = result.finish, result.workload
+    if work.backward:
+        console.print("backward:")
     if not result.fresh:
         console.print(f"This run is finished: {finish.trials} trials, {finish.time}.")
     if finish.reason == "converged":
@@ -188,7 +213,11 @@ def show(console: Console, result: Result, cell: str, target: str | None) -> Non
         text += (f"; {finish.default_us / finish.best_us:.2f} times as fast as the untuned default "
                  f"({finish.default_us:.4g} µs)")
     console.print(text)
-    name = work.cell.split("@")[0]
-    layer = {f"--{key}": getattr(work, key) for key in Workload.__struct_fields__} | {"--cell": cell}
-    console.print("use it:\n  " + command_line("ecornn-compile", {
-        **layer, "--target": target, "-o": f"{name}{work.hidden}.so"}), markup=False)
+
+
+def use_of(result: Result, layer: LayerSpec, target: str | None) -> str:
+    """The command that compiles what was tuned."""
+    work, name = result.workload, result.workload.cell.split("@")[0]
+    options = {f"--{key}": getattr(work, key) for key in Workload.__struct_fields__ if key != "entry"}
+    return command_line("ecornn-compile", {**options, "--cell": str(layer.cell), "--training": layer.training,
+                                           "--target": target, "-o": f"{name}{work.hidden}.so"})

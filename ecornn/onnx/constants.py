@@ -122,7 +122,8 @@ def array_of(tensor: Any, name: str) -> Any:
     for part in parts:
         readable(part, name)
     try:
-        return dense(*map(numpy_helper.to_array, parts), tensor.dims) if len(parts) > 1 else numpy_helper.to_array(tensor)
+        values, *indices = map(numpy_helper.to_array, parts)
+        return dense(values, indices[0], tensor.dims) if indices else values
     except Exception as error:  # fewer bytes than the shape says, a type that NumPy lacks
         raise ModuleError(f"the model's {name} cannot be read: {error}") from error
 

@@ -62,9 +62,8 @@ class OnnxLayer:
         given = (("initial_h", initial_h), ("initial_c", initial_c))[:1 + (node.op == "LSTM")]
         state = None if initial_h is None and initial_c is None else tuple(inwards(n, s) for n, s in given)
         y, after = self.layer(as_type(x, computed), state, lengths=sequence_lens)
-        y, after = y.astype(dtype, copy=False), [s.astype(dtype, copy=False) for s in after]
-        y = y.reshape(*y.shape[:2], directions, node.hidden)
-        states = [s.reshape(directions, batch, node.hidden) for s in after]
+        y = y.astype(dtype, copy=False).reshape(*y.shape[:2], directions, node.hidden)
+        states = [s.astype(dtype, copy=False).reshape(directions, batch, node.hidden) for s in after]
         if node.batch_first:
             return y.swapaxes(0, 1), *(s.swapaxes(0, 1) for s in states)
         return y.swapaxes(1, 2), *states
@@ -103,16 +102,16 @@ def compile(node: Node, *, batch: int = 1, seq: int = 100, target: str | Device 
     """Compiles a node, for calls of up to ``batch`` rows and lengths of about ``seq``.
 
     ``dtype``: what it computes in; default: the node's own on a GPU, and float32 on a CPU, where that is more than the
-    node's. Raises what :func:`ecornn.compile` raises, and :class:`DTypeError` for a node of float64 where ``dtype`` does
-    not say that less will do.
+    node's. Raises what :func:`ecornn.compile` raises, and :class:`DTypeError` for a node of float64 where ``dtype``
+    does not say that less will do.
     """
     from ecornn.compiler import compile_layer, device_of
 
     if not isinstance(node, Node):
         raise ArgumentError("node", type(node), "a Node, as ecornn.onnx.read() gives it")
     if dtype is None and node.dtype == "float64":
-        raise DTypeError("dtype", node.dtype, "of the node float32, float16 or bfloat16; or dtype='float32' of this call, "
-                         "with relative errors of about 1e-6")
+        raise DTypeError("dtype", node.dtype, "of the node float32, float16 or bfloat16; or dtype='float32' of this "
+                         "call, with relative errors of about 1e-6")
     device = device_of(target)
     chosen = dtype or (node.dtype if device.kind == "cuda" else "float32")
     module = compile_layer(LayerSpec(

@@ -18,7 +18,7 @@ from ecornn.runtime.frameworks import arrays_of
 from ecornn.runtime.library import Library
 from ecornn.runtime.memory import DeviceMemory, HostMemory, Memory
 from ecornn.runtime.packing import pack
-from ecornn.runtime.plan import CallPlan
+from ecornn.runtime.plan import CallPlan, EntryPlan
 from ecornn.runtime.repacking import Repacking, repack
 
 
@@ -31,7 +31,7 @@ class Bound:
     packed : name of a buffer -> where its packed weights are; equal ones are kept once
     """
 
-    def __init__(self, manifest: Manifest, plan: CallPlan, parameters: Mapping[str, Any],
+    def __init__(self, manifest: Manifest, plan: CallPlan | EntryPlan, parameters: Mapping[str, Any],
                  library: Library, device: int) -> None:
         work = manifest.workload
         self._manifest = manifest

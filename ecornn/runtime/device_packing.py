@@ -81,7 +81,10 @@ def _launch(manifest: Manifest, group: Sequence[Packing], packings: Mapping[Pack
     numbers = [number for name, number in known.items() if name in used]
     every = len(known) <= PARAMETERS
     given = known if every else {manifest.parameters[number].key: n for n, number in enumerate(numbers)}
-    works, jobs, sources, places = [], [], [], []
+    works: list[NDArray[Any]] = []
+    jobs: list[tuple[int, ...]] = []
+    sources: list[NDArray[Any]] = []
+    places: list[NDArray[np.uint64]] = []
     for number, packing in enumerate(group):
         rows, columns = _shape(manifest, packing)
         pieces, own = tables_of(packing)
@@ -124,13 +127,14 @@ def tables_of(packing: Packing) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]
     ``places[i]``, a row among those of all gates in the high 32 bits, and a column."""
     consistent(packing)
     split, columns = packing.split, packing.pad[-1]
-    axes = []  # of the packed buffer: size, and how far apart in `pad` its neighbours are
+    axes: list[tuple[int, int]] = []  # of the packed buffer: size, and how far apart in `pad` its neighbours are
     for axis in packing.order:
         size, stride = split[axis], prod(split[axis + 1:])
         if stride % columns and columns % (stride * size):
             raise ModuleError(f"the module packs pieces that are parts of several rows: {packing}")
         axes.append((size, stride))
-    inner, room = [], PIECE
+    inner: list[tuple[int, int]] = []
+    room = PIECE
     while axes and room > 1:
         size, stride = axes.pop()
         part = size if not inner else max(n for n in range(1, min(size, room) + 1) if size % n == 0)

@@ -6,11 +6,13 @@ import errno
 import os
 import secrets
 import shutil
+import tempfile
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ecornn.errors import ArgumentError, ModuleError
+from ecornn.errors import ArgumentError, CopyError, ModuleError
 from ecornn.manifest import Manifest, decode
 from ecornn.runtime.caller import Caller
 from ecornn.runtime.host_check import check_host
@@ -41,6 +43,18 @@ class Module:
         what = ", ".join(filter(None, (str(m.workload), str(m.stack), m.schedule)))
         return (f"<ecornn.Module {what} for {m.device.name} ({m.device.arch}), "
                 f"{m.provenance}>")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickle has the file's content: it may be read where the file is not."""
+        if not self.path.is_file():
+            raise ModuleError(f"the module's file {self.path} is gone")
+        return from_bytes, (self.path.name, self.path.read_bytes())
+
+    def __copy__(self) -> Module:
+        return self  # nothing of it changes
+
+    def __deepcopy__(self, memo: Any) -> Module:
+        return self
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Copies the module file to ``path``, complete or not at all; an older file there is replaced.
@@ -127,6 +141,10 @@ class Layer(Caller):
         super().__init__(module.manifest, module.library, parameters, device, threads)
         self.module = module
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise CopyError("a Layer is packed weights where its code runs: copy or pickle layer.module, and bind it to "
+                        "the weights again")
+
     def __repr__(self) -> str:
         where = f"GPU {self.device}" if self.threads is None else f"{self.threads} threads"
         m = self.manifest
@@ -144,6 +162,20 @@ def load(path: str | os.PathLike[str]) -> Module:
     file = Path(path).absolute()
     library = open_library(file)
     return Module(file, library, decode(str(library.manifest())))
+
+
+def from_bytes(name: str, content: bytes) -> Module:
+    """A module from its file's content, in a temporary file that lives as long as it; raises as :func:`load`."""
+    folder = tempfile.mkdtemp(prefix="ecornn-")
+    try:
+        path = Path(folder, name)
+        path.write_bytes(content)
+        module = load(path)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    weakref.finalize(module, shutil.rmtree, folder, ignore_errors=True)
+    return module
 
 
 def _integer(name: str, value: object, least: int, most: int) -> None:

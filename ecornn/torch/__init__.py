@@ -2,6 +2,7 @@
 
     layer = ecornn.torch.LSTM(800, 800, num_layers=2, bidirectional=True)   # as torch.nn.LSTM
     report = ecornn.torch.replace(model)                                    # every layer of a model
+    ecornn.torch.prepare(model, example)                                    # compiles ahead what model(example) needs
     layer = ecornn.torch.Recurrent(MyCell(), 128, 512)                      # a cell of one's own
 
 A layer is compiled at its first call of a shape, for the device and data type that it is on. It sees its weights
@@ -27,7 +28,8 @@ with ``OMP_WAIT_POLICY=passive``, which costs PyTorch's operations more. Ours sl
 from __future__ import annotations
 
 from ecornn.torch.modules import GRU, LSTM, RNN
+from ecornn.torch.preparing import prepare
 from ecornn.torch.recurrent import Recurrent
 from ecornn.torch.replacing import Report, rebind, replace, restore
 
-__all__ = ["GRU", "LSTM", "RNN", "Recurrent", "Report", "rebind", "replace", "restore"]
+__all__ = ["GRU", "LSTM", "RNN", "Recurrent", "Report", "prepare", "rebind", "replace", "restore"]

@@ -19,11 +19,11 @@ KEPT = {"cpu": "gates", "cuda": "states"}
 
 @lru_cache(maxsize=256)
 def _found(layer: LayerSpec, target: str, infinite: bool) -> Module | ScheduleError:
-    from ecornn.compiler import compile_layer
+    from ecornn.module_cache import compiled_layer
 
     without_pairs = {"pairs": 0, "project_pairs": 0} if infinite else None
     try:
-        return compile_layer(layer, target=target, config=without_pairs)
+        return compiled_layer(layer, target, without_pairs)
     except ScheduleError as error:  # as sure as a module, and it takes as long to find
         return error
 

@@ -29,7 +29,7 @@ def run(module: Any, packed: PackedSequence, state: list[torch.Tensor]) -> list[
         return None
     try:  # x is not laid before it is known which columns may share a sequence
         like = data[:1].detach().expand(len(packed.batch_sizes), width, -1)
-        with engine.training(weights, like, "sequences") as layer:
+        with torch.no_grad(), engine.training(weights, like, "sequences", again=True) as layer:
             found = laid(sizes, width, layer.together)
     except ScheduleError:  # weights that do not fit on the chip
         engine.refused.add((data.dtype, width, "training"))
@@ -89,5 +89,5 @@ class _Backward(torch.autograd.Function):
         return tuple(training.backward(engine, rest[count:], x, rest[:count], columns, y, kept, gradients))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> None:
         refuse_again()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ecornn.torch import engine
-from ecornn.torch.modules import GRU, LSTM, RNN
-
-OURS: dict[type[torch.nn.RNNBase], type[torch.nn.RNNBase]] = {
-    torch.nn.LSTM: LSTM, torch.nn.GRU: GRU, torch.nn.RNN: RNN}
+from ecornn.torch.classes import OURS, compiled_class, original_class, overridden, reclass
+from ecornn.torch.modules import Compiled
+from ecornn.torch.sequences import Sequences
 
 
 @dataclass(frozen=True)
@@ -32,21 +32,30 @@ class Report:
         return "\n".join(lines) or "no recurrent layers"
 
 
-def replace(model: torch.nn.Module) -> Report:
+def replace(model: torch.nn.Module, *, fullgraph: bool = False) -> Report:
     """Makes every ``torch.nn.LSTM``, ``GRU`` and ``RNN`` of a model a compiled one, in place.
 
-    The layers stay the same objects, with their parameters, hooks and names; only their class changes. The
-    model itself may be such a layer. Returns what was swapped, and what was not and why.
+    The layers stay the same objects, with their parameters, hooks, parametrizations and names, and ``isinstance`` finds
+    them to be what they were; only their class changes, to one below that. So it is with classes of a user's own that
+    leave the calls to torch.nn. The model itself may be such a layer. Returns what was swapped, and what was not and
+    why.
+
+    ``fullgraph``: torch.compile refuses to look into what is a ``torch.nn.LSTM``, ``GRU`` or ``RNN``, and leaves it out
+    of its graphs, as it did before. With this, layers of these very classes become :class:`ecornn.torch.LSTM` and so
+    on, which it has in one graph, and which are ``torch.nn.RNNBase`` alone.
     """
+    def ours(kind: Any) -> type[Any]:
+        return OURS[kind] if fullgraph and kind in OURS else compiled_class(kind)
+
     swapped, kept = [], {}
     for name, module in model.named_modules():
         name = name or type(module).__name__
-        if isinstance(module, (LSTM, GRU, RNN)):
+        if isinstance(module, Sequences):
             continue
         if isinstance(module, (torch.nn.RNNBase, torch.nn.RNNCellBase)):
             why = obstacle(module)
             if why is None and isinstance(module, torch.nn.RNNBase):
-                module.__class__ = OURS[type(module)]
+                reclass(module, ours)
                 swapped.append(name)
             else:
                 kept[name] = str(why)
@@ -54,12 +63,12 @@ def replace(model: torch.nn.Module) -> Report:
 
 
 def restore(model: torch.nn.Module) -> tuple[str, ...]:
-    """Makes every compiled LSTM, GRU and RNN of a model one of ``torch.nn``, in place: what :func:`replace` did,
-    undone. Returns their names."""
-    theirs, names = {ours: kind for kind, ours in OURS.items()}, []
+    """Makes every compiled LSTM, GRU and RNN of a model what it was, or one of ``torch.nn``, in place: what
+    :func:`replace` did, undone. Returns their names."""
+    names = []
     for name, module in model.named_modules():
-        if type(module) in theirs:
-            module.__class__ = theirs[type(module)]
+        if isinstance(module, Compiled):
+            reclass(module, original_class)
             names.append(name or type(module).__name__)
     return tuple(names)
 
@@ -79,9 +88,12 @@ def obstacle(module: torch.nn.Module) -> str | None:
     """Why a layer cannot be swapped; None: it can."""
     if isinstance(module, torch.nn.RNNCellBase):
         return "a cell is called one step at a time: there is no sequence to compile"
-    if type(module) not in OURS:
-        return f"{type(module).__name__} is a class of its own, whose forward() may do more"
-    weight = module.weight_hh_l0
+    own = overridden(type(module))
+    if own is None:
+        return f"{type(module).__name__} is no LSTM, GRU or RNN of torch.nn's"
+    if own:
+        return f"{type(module).__name__} has methods of its own, which may do more: {', '.join(own)}"
+    weight = engine.weights_of(module)[1]
     if weight.dtype not in engine.NAMES:
         return f"its weights are {weight.dtype}"
     if weight.device.type not in ("cpu", "cuda"):

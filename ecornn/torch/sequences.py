@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import dropout
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from ecornn.errors import ArgumentError, DeviceError, DTypeError, ScheduleError, ShapeError
+from ecornn.errors import ArgumentError, DeviceError, DTypeError, FallbackError, ScheduleError, ShapeError
 from ecornn.torch import direct, engine, packed, packed_training
 from ecornn.torch.dispatching import watched
 from ecornn.torch.falling_back import by_torch, obstacle, tensors_of
@@ -36,6 +36,8 @@ class Sequences:
         Raises :class:`~ecornn.errors.EcornnError` subclasses: ``ShapeError``, ``DTypeError`` and
         ``DeviceError`` where an argument does not fit.
         """
+        if not isinstance(input, (torch.Tensor, PackedSequence)):
+            return leaf(self, input, hx)
         why, asked = obstacle(self, input, hx)
         if why:
             return by_torch(self, input, hx, why)
@@ -68,6 +70,11 @@ class Sequences:
         else:
             output = y.transpose(0, 1) if self.batch_first else y
         return output, self._states(after)
+
+    def __prepare_scriptable__(self) -> None:
+        """torch.jit.script compiles what PyTorch has; raises :class:`~ecornn.errors.FallbackError`."""
+        raise FallbackError("torch.jit.script has PyTorch's own layers only: call ecornn.torch.restore(model) first, "
+                            "or use torch.export")
 
     def _states(self, after: list[torch.Tensor]) -> Any:
         return tuple(after) if len(self.state_names) > 1 else after[0]
@@ -110,6 +117,15 @@ class Sequences:
             rows, *after = packed.run(self, input, states_of(self, hx, data, int(sizes[0]), False, order))
         after = after if back is None else [s.index_select(1, back) for s in after]
         return PackedSequence(rows, sizes, order, back), self._states(after)
+
+
+def leaf(module: Any, input: Any, hx: Any) -> Any:
+    """A call of what is no tensor: torch.fx traces symbols, and has a layer as one node of its graph, as torch.nn's."""
+    if isinstance(input, torch.fx.Proxy):
+        given = (input,) if hx is None else (input, hx)
+        tracer: Any = input.tracer
+        return tracer.create_proxy("call_module", tracer.path_of_module(module), given, {})
+    raise ArgumentError("input", type(input), "a tensor or a PackedSequence")
 
 
 def trained(x: torch.Tensor, state: list[torch.Tensor], lengths: torch.Tensor | None, weights: list[torch.Tensor],

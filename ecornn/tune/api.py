@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def tune(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = 20, seq: int = 300,
-         dtype: str | None = None, weights: str | None = None, precision: str | None = None,
+         dtype: str | None = None, weights: str | None = None, precision: str | None = None, training: bool = False,
          target: str | Device | None = None, trials: int | None = None, timeout: float = TIMEOUT,
          time_limit: float | None = None, seed: int = 0, resume: bool = True, early_stop: bool = True,
          output: Path | None = None, schedule: str | None = None, tracker: Tracker | None = None,
@@ -33,11 +33,14 @@ def tune(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int 
     hidden, input, batch, seq : H, I (default: H), B and T
     dtype : default float32 on a CPU and bfloat16 on a GPU
     weights, precision : as for ``ecornn.compile``
+    training : searches the recurrence of the backward pass, too, on a GPU: ``backward`` of the result. On a CPU that
+        has no knobs. What ``forward`` of a module that trains does besides ``run``, a store more, needs no search
     target : ``cuda`` or ``cpu``; default: the GPU if there is one. A :class:`~ecornn.device.Device` with fewer
         multiprocessors than the GPU: for layers that share it with others, see ``overlap`` of ``ecornn.compile``
-    trials : default 48 on a CPU and 128 on a GPU
+    trials : default 48 on a CPU and 128 on a GPU; with ``training`` of each of the two searches
     timeout : seconds that one build, and one measurement, may take
-    time_limit : seconds for the whole run, earlier sessions included; None: no limit
+    time_limit : seconds for the whole run, earlier sessions included; None: no limit. With ``training`` half of them
+        are for forward, at most, and the rest for backward
     seed : of the search and of the data
     resume : go on with the same run if the log has it, and return at once if it is finished
     early_stop : end before all trials are made, after 59 in a row that were not faster by 1%: at 95%
@@ -57,6 +60,6 @@ def tune(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int 
     """
     with Session(target, timeout=timeout, seed=seed, tracker=tracker, entries=entries) as session:
         layer = session.layer(cell, hidden=hidden, input=input, batch=batch, seq=seq, dtype=dtype, weights=weights,
-                              precision=precision)
+                              precision=precision, training=training)
         return session.tune_layer(layer, trials=trials, time_limit=time_limit, resume=resume, early_stop=early_stop,
                                   output=output, schedule=schedule, report=report, begin=begin)

@@ -29,6 +29,9 @@ class Arrays(Protocol):
     def poison(self, shape: tuple[int, ...]) -> Any:
         """An array of NaN."""
 
+    def cycled(self, values: Any, length: int) -> Any:
+        """An array of ``values`` again and again, ``length`` of them along the first axis."""
+
     def get(self, array: Any) -> Any:
         """An array's values in float64, once the device is done."""
 
@@ -50,6 +53,9 @@ class HostArrays:
 
     def poison(self, shape: tuple[int, ...]) -> Any:
         return np.full(shape, np.nan, np.float32).astype(self.dtype)
+
+    def cycled(self, values: Any, length: int) -> Any:
+        return again(self.put(values), length)
 
     def get(self, array: Any) -> Any:
         return np.asarray(array).astype(np.float64)
@@ -74,6 +80,10 @@ class TorchArrays:
 
     def poison(self, shape: tuple[int, ...]) -> Any:
         return self.torch.full(shape, float("nan"), dtype=self.dtype, device="cuda")
+
+    def cycled(self, values: Any, length: int) -> Any:
+        once = self.put(values)
+        return once.repeat(-(-length // len(once)), *(1 for _ in once.shape[1:]))[:length]
 
     def get(self, array: Any) -> Any:
         return array.to(self.torch.float64).cpu().numpy()
@@ -105,6 +115,9 @@ class DeviceArrays:
     def poison(self, shape: tuple[int, ...]) -> Any:
         return self.put(np.full(shape, np.nan, np.float32))
 
+    def cycled(self, values: Any, length: int) -> Any:
+        return self.put(again(np.asarray(values), length))
+
     def get(self, array: Any) -> Any:
         host = np.empty(prod(array.shape) * ITEMSIZE[self.name], np.uint8)
         self.library.copy(0, host.ctypes.data, array.pointer, host.nbytes, 0)
@@ -116,6 +129,11 @@ class DeviceArrays:
         run()
         self.library.synchronize(0, 0)
         return time.perf_counter() - begin
+
+
+def again(values: Any, length: int) -> Any:
+    """``values`` again and again, ``length`` of them along the first axis."""
+    return np.resize(values, (length, *values.shape[1:]))
 
 
 @cache
@@ -133,9 +151,10 @@ def torch_sees_gpu() -> bool:
 host_arrays, torch_arrays = cache(HostArrays), cache(TorchArrays)
 
 
-def arrays_for(module: Module) -> Arrays:
-    """The arrays to run ``module`` on; the same object for modules whose arrays are interchangeable."""
-    dtype = module.manifest.workload.dtype
+def arrays_for(module: Module, dtype: str | None = None) -> Arrays:
+    """The arrays to run ``module`` on, of ``dtype`` or else its own; the same object for modules whose arrays are
+    interchangeable."""
+    dtype = dtype or module.manifest.workload.dtype
     if module.manifest.device.kind == "llvm":
         return host_arrays(dtype)
     return torch_arrays(dtype) if torch_sees_gpu() else DeviceArrays(dtype, module)

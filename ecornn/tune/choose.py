@@ -13,6 +13,7 @@ from ecornn.schedules.base import Schedule, Task, Value
 if TYPE_CHECKING:
     from ecornn.tune.log import Log
     from ecornn.tune.lookup import Found
+    from ecornn.workload import Workload
 
 
 def default_target() -> str:
@@ -39,10 +40,23 @@ def candidates(device: Device, name: str | None = None) -> list[Schedule]:
     return [every[name]] if name else [s for s in every.values() if s.kind == device.kind]
 
 
+def searched(workload: Workload, device: Device, name: str | None = None) -> list[Schedule]:
+    """The :func:`candidates` that may serve a workload: of an adjoint those that carry adjoints out.
+
+    Raises :class:`ArgumentError` for a name that is none of these.
+    """
+    asked = candidates(device, name)
+    found = [s for s in asked if s.backward or not workload.backward]
+    if name and asked and not found:
+        others = ", ".join(s.name for s in candidates(device) if s.backward)
+        raise ArgumentError("schedule", name, f"one that carries out adjoints: {others}")
+    return found
+
+
 def serving_or_raise(task: Task, name: str | None = None) -> list[Schedule]:
     """The schedules that serve the task, what is expected to be fastest first, or the one of that name; errors as
     :func:`serving`."""
-    return sorted(serving(task, name), key=lambda s: s.expected(task))
+    return sorted(serving(task, name), key=lambda s: s.rank(task))
 
 
 def serving(task: Task, name: str | None = None) -> list[Schedule]:

@@ -44,8 +44,9 @@ def log_path(workload: Workload, device: Device) -> Path:
     device_name = re.sub(r"[^A-Za-z0-9]+", "-", f"{device.name} {device.arch}").strip("-").lower()
     cell, weights = workload.cell.replace("@", "-"), f"_w{workload.weights}" if workload.weights else ""
     precision = f"_{workload.precision}" if workload.precision else ""
+    entry = "_backward" if workload.backward else ""
     return user_folder() / (f"{cell}_h{workload.hidden}_i{workload.input}_b{workload.batch}"
-                            f"_t{workload.seq}_{workload.dtype}{weights}{precision}_{device_name}.jsonl")
+                            f"_t{workload.seq}_{workload.dtype}{weights}{precision}{entry}_{device_name}.jsonl")
 
 
 @lru_cache(maxsize=4096)

@@ -15,9 +15,9 @@ time taken as ``STALE`` slower; a time measured once, without the final comparis
 much slower as all finalists of its run had become by the end; and never as faster than those, whom the run compared
 because they were. A configuration that failed since then is not used, and no time of a trial whose output was wrong.
 What is slower by ``MISSED`` than a configuration of the same records that does not fit the task is no guide to it:
-farther ones are asked. A time that no device can have had is not believed (plausible.py). The batch of a record is at most a factor ``REACH`` away, and the schedule says what its
-configuration becomes at the task's. Of records equally near, the user's folder goes before the one that ships, unless
-all it has is stale.
+farther ones are asked. A time that no device can have had is not believed (plausible.py). The batch of a record is at
+most a factor ``REACH`` away, and the schedule says what its configuration becomes at the task's. Of records equally
+near, the user's folder goes before the one that ships, unless all it has is stale.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def find(task: Task, schedules: Sequence[Schedule], log: Log) -> Found:
                 fresh = min((one for one in rivals if not one.stale), key=lambda one: one.order, default=None)
                 return Found(by_name[best.trial.schedule], best.trial.config,
                              describe(best, fresh, distance, task, by_name) + said(ignored), best.line)
-    first = min(schedules, key=lambda s: s.expected(task))
+    first = min(schedules, key=lambda s: s.rank(task))
     why = "no record applies" if not ignored else "no usable record"
     return Found(first, first.default(task), f"untuned default of {first.name}: {why}" + said(ignored))
 

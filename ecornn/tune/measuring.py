@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Hashable
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import numpy as np
 
 from ecornn.errors import ScheduleError
+from ecornn.schedules.hoisted import Hoisted
 from ecornn.tune.arrays import Arrays, arrays_for, torch_sees_gpu
 from ecornn.tune.oracle import relative_error
-from ecornn.tune.timing import FEWEST, Contestant, race, settled
+from ecornn.tune.recurrence import Recurrence
+from ecornn.tune.timing import FEWEST, Contestant, Run, race, settled
+
+if TYPE_CHECKING:
+    from ecornn.runtime.loader import Module
 
 KEPT = 8  # workloads that take turns
 
@@ -24,7 +29,7 @@ class Measure(msgspec.Struct, frozen=True):
     Attributes
     ----------
     paths : module files of one workload
-    answers : the .npz of ``oracle.write``
+    answers : the .npz of ``oracle.write``, or of ``adjoint_oracle.write``
     tolerance : allowed relative error
     seq : T to time
     seed : of the timed input
@@ -84,9 +89,22 @@ def timed_input(memory: Any, seed: int, shape: tuple[int, ...]) -> Any:
     return memory.put(np.random.default_rng(seed).random(shape, np.float32) * 2 - 1)
 
 
-def check(layer: Any, memory: Arrays, answers: dict[str, Any]) -> float:
-    """The larger relative error of two runs over y and the final states; outputs start as NaN."""
-    x = memory.put(answers["x"])
+@lru_cache(maxsize=2)  # made again in a moment, and as large as what is kept of a training step
+def timed_factors(path: str, memory: Any, layout: Hoisted, steps: int) -> Any:
+    """What the recurrence of an adjoint reads of each step: that of the short one again and again."""
+    x = answers_of(path)["x"]
+    return memory.cycled(rows_of(x, layout), steps * x.shape[1])
+
+
+def rows_of(x: Any, layout: Hoisted) -> Any:
+    """(T, B, Q, H) as a recurrence reads it."""
+    return layout.laid(x.reshape(-1, *x.shape[2:]))
+
+
+def check(layer: Any, memory: Arrays, answers: dict[str, Any], x: Any = None) -> float:
+    """The larger relative error of two runs over y and the final states; outputs start as NaN. ``x``: that of the
+    answers as the layer reads it, if not as it is."""
+    x = memory.put(answers["x"]) if x is None else x
     first = [memory.put(answers[n]) for n in sorted(answers) if n.startswith("first_")]
     last = [answers[n] for n in sorted(answers) if n.startswith("last_")]
     worst = 0.0
@@ -96,6 +114,27 @@ def check(layer: Any, memory: Arrays, answers: dict[str, Any]) -> float:
         worst = max(worst, relative_error(memory.get(y), answers["y"]),
                     *(relative_error(memory.get(s), e) for s, e in zip(states, last, strict=True)))
     return worst
+
+
+def sequence(module: Module, memory: Arrays, weights: dict[str, Any], request: Measure,
+             shape: tuple[int, ...]) -> tuple[float, Run]:
+    """The error of a layer, and a run of it that is timed; ``shape`` of y then."""
+    layer, answers = module.bind(weights), answers_of(request.answers)
+    error = check(layer, memory, answers)
+    x = timed_input(cast(Hashable, memory), request.seed, (request.seq, *answers["x"].shape[1:]))
+    return error, partial(layer, x, out=memory.poison(shape))
+
+
+def recurrence(module: Module, memory: Arrays, weights: dict[str, Any], request: Measure,
+               shape: tuple[int, ...]) -> tuple[float, Run]:
+    """As :func:`sequence`, of the recurrence of an adjoint."""
+    answers = answers_of(request.answers)
+    made = Recurrence(module, weights, answers["x"].shape[2])
+    factors = arrays_for(module, made.layout.dtype)
+    error = check(made, memory, answers, factors.put(rows_of(answers["x"], made.layout)))
+    x = timed_factors(request.answers, cast(Hashable, factors), made.layout, request.seq)
+    first = [memory.put(answers[n]) for n in sorted(answers) if n.startswith("first_")]
+    return error, made.ready(x, first, memory.poison(shape))
 
 
 def measure(request: Measure) -> list[Measured]:
@@ -109,16 +148,17 @@ def measure(request: Measure) -> list[Measured]:
     for path in request.paths:
         module = load(Path(path))
         memory = arrays_for(module)
-        layer = module.bind(weights_of(request.answers, cast(Hashable, memory)))
-        error = check(layer, memory, answers)
+        weights = weights_of(request.answers, cast(Hashable, memory))
+        shape = request.seq, *answers["y"].shape[1:]
+        if module.manifest.workload.backward:
+            error, run = recurrence(module, memory, weights, request, shape)
+        else:
+            error, run = sequence(module, memory, weights, request, shape)
         if not error <= request.tolerance:
             raise ScheduleError(f"wrong output: relative error {error:.2g}, "
                                 f"at most {request.tolerance:g} is allowed")
         errors.append(error)
-        work = module.manifest.workload
-        x = timed_input(cast(Hashable, memory), request.seed, (request.seq, work.batch, work.input))
-        out = memory.poison((request.seq, work.batch, work.hidden))
-        contestants.append(Contestant(partial(layer, x, out=out), memory.clock))
+        contestants.append(Contestant(run, memory.clock))
     bound = None if request.bound is None else request.bound * request.seq * 1e-6
     times = race(contestants, bound, fewest=request.fewest)
     return [Measured(error, tuple(t * 1e6 / request.seq for t in runs), not settled(runs))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ecornn.cells import Cell
 from ecornn.numpy_reference import NORMALIZED
@@ -13,6 +16,7 @@ from ecornn.numpy_reference import STEPS as REFERENCES
 from ecornn.tune.tolerance import INTEGERS
 from ecornn.workload import Workload
 
+Array = NDArray[Any]
 STEPS = 8  # enough to pass through every state buffer and barrier several times
 
 
@@ -30,15 +34,19 @@ def rounded(values: Any, dtype: str) -> Any:
     return np.asarray(values, np.float32).astype(numpy_dtype(dtype)).astype(np.float32)
 
 
-def write(path: Path, cell: Cell, work: Workload, seed: int) -> None:
-    """Writes inputs and expected outputs as .npz. No line of what makes kernels is asked: a formula in NumPy where
-    there is one, else the cell's te graph as the cell wrote it.
+@dataclass(frozen=True)
+class Inputs:
+    """Of a layer: x (T, B, I), first states (B, H), and parameters, in te shape by the cell's names and as a user
+    passes them; all of them values that the layer's type has."""
 
-    Arrays: ``x`` (T, B, I), ``y`` (T, B, H), ``first_<n>`` and ``last_<n>`` (B, H) for the n-th
-    state, and ``w:<name>`` for each parameter as a user passes it. Inputs are representable in the
-    workload's dtype; expected outputs are float64.
-    """
-    rng = np.random.default_rng(seed)
+    x: Array
+    states: list[Array]
+    shaped: dict[str, Array]
+    flat: dict[str, Array]
+
+
+def draw(cell: Cell, work: Workload, rng: np.random.Generator) -> Inputs:
+    """Random inputs of ``STEPS`` steps."""
     bound, kind = 1.0 / np.sqrt(work.hidden), work.weights or work.dtype
     kind = work.dtype if kind in INTEGERS else kind
     x = rounded(rng.uniform(-1, 1, (STEPS, work.batch, work.input)), work.dtype)
@@ -49,20 +57,43 @@ def write(path: Path, cell: Cell, work: Workload, seed: int) -> None:
     for name, shape in cell.parameters(work.input, work.hidden).items():
         shaped[name] = rounded(rng.uniform(-bound, bound, shape), kind)
         flat[cell.parameter_name(name)] = shaped[name].reshape(-1, *shape[2:])
-    if cell.identity() in REFERENCES | NORMALIZED:
+    return Inputs(x, states, shaped, flat)
+
+
+def write(path: Path, cell: Cell, work: Workload, seed: int) -> None:
+    """Writes inputs and expected outputs as .npz. No line of what makes kernels is asked: a formula in NumPy where
+    there is one, else the cell's te graph as the cell wrote it.
+
+    Arrays: ``x`` (T, B, I), ``y`` (T, B, H), ``first_<n>`` and ``last_<n>`` (B, H) for the n-th
+    state, and ``w:<name>`` for each parameter as a user passes it. Inputs are representable in the
+    workload's dtype; expected outputs are float64.
+    """
+    given = draw(cell, work, np.random.default_rng(seed))
+    if has_formula(cell):
         from ecornn.numpy_reference import reference
 
-        y, last = reference(cell.identity(), x, flat, states)
+        y, last = reference(cell.identity(), given.x, given.flat, given.states)
     else:
         from ecornn.tune.interpreter import interpret
 
-        y, last = interpret(cell, x, shaped, states)
+        y, last = interpret(cell, given.x, given.shaped, given.states)
+    save(path, given.x, y, given.states, last, given.flat)
+
+
+def has_formula(cell: Cell) -> bool:
+    """Whether NumPy has a formula for the cell, written apart from it."""
+    return cell.identity() in REFERENCES | NORMALIZED
+
+
+def save(path: Path, x: Array, y: Array, first: Sequence[Array], last: Sequence[Array],
+         flat: Mapping[str, Array]) -> None:
+    """The arrays of :func:`write`."""
     arrays = {"x": x, "y": y}
-    arrays.update({f"first_{n}": s for n, s in enumerate(states)})
+    arrays.update({f"first_{n}": s for n, s in enumerate(first)})
     arrays.update({f"last_{n}": s for n, s in enumerate(last)})
     arrays.update({f"w:{name}": w for name, w in flat.items()})
     with path.open("wb") as file:
-        np.savez(file, **arrays)
+        np.savez(file, **arrays)  # type: ignore[arg-type]  # names of arrays, and none of its own options
 
 
 def relative_error(got: Any, expected: Any) -> float:

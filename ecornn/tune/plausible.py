@@ -1,8 +1,8 @@
 """Which times of records no device can have had: a record is a line of text, and a search may have gone wrong.
 
-Two bounds, far below what was ever measured. The arithmetic of a step at rates that no core reaches: of the records that
-ship, the fastest takes 13 times as long. And a fifth of the schedule's estimate, where it has one: they take 0.45 times
-as long at least.
+Two bounds, far below what was ever measured. The arithmetic of a step at rates that no core reaches: of the records
+that ship, the fastest takes 13 times as long. And a fifth of the schedule's estimate, where it has one: they take 0.45
+times as long at least.
 """
 
 from __future__ import annotations

@@ -40,11 +40,12 @@ class Question(msgspec.Struct, frozen=True):
 
 
 def write_answers(question: Question) -> bool:
-    """In a worker: ``oracle.write``."""
+    """In a worker: ``write`` of the oracle."""
     from ecornn.cells.naming import load_cell
-    from ecornn.tune import oracle
+    from ecornn.tune import adjoint_oracle, oracle
 
-    oracle.write(Path(question.out), load_cell(question.cell), question.workload, question.seed)
+    write = adjoint_oracle.write if question.workload.backward else oracle.write
+    write(Path(question.out), load_cell(question.cell), question.workload, question.seed)
     return True
 
 

@@ -18,7 +18,7 @@ from ecornn.errors import RecordError
 from ecornn.workload import Workload
 
 VERSION = 1
-MINOR = 1  # 0: without `minor`, `clocks` and `noisy`
+MINOR = 2  # 1: without `entry` of workloads; 0: without `minor`, `clocks` and `noisy`
 READS = f"this program reads version {VERSION}.0 to {VERSION}.{MINOR}"
 MAX_LINE = 16 << 10  # bytes of one line with its newline
 

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 TRIALS = {"llvm": 48, "cuda": 128}
 TIMEOUT = 60.0  # seconds
+FORWARD = 0.5  # of the time for a layer that trains, at most, if backward needs the rest
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Result:
     fresh : trials made now; 0 where the run was finished before
     failures : reason -> number of trials that failed for it, its first 60 characters
     noisy : times that did not settle, those of the final comparison among them
+    backward : of the recurrence of the adjoint, where that was tuned, too
     """
 
     workload: Workload
@@ -52,6 +55,7 @@ class Result:
     fresh: int
     failures: dict[str, int]
     noisy: int = 0
+    backward: Result | None = None
 
     @property
     def best(self) -> Choice | None:
@@ -133,7 +137,7 @@ class Session:
 
     def tune(self, cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = 20, seq: int = 300,
              dtype: str | None = None, weights: str | None = None, precision: str | None = None,
-             trials: int | None = None, time_limit: float | None = None, resume: bool = True,
+             training: bool = False, trials: int | None = None, time_limit: float | None = None, resume: bool = True,
              early_stop: bool = True, output: Path | None = None, schedule: str | None = None,
              only: Sequence[Choice] | None = None,
              report: Callable[[Progress], None] = lambda _: None,
@@ -141,7 +145,7 @@ class Session:
         """Searches schedules and knobs for one layer; see :func:`ecornn.tune.tune`. With ``only`` it tries these
         and no others."""
         layer = self.layer(cell, hidden=hidden, input=input, batch=batch, seq=seq, dtype=dtype, weights=weights,
-                           precision=precision)
+                           precision=precision, training=training)
         return self.tune_layer(layer, trials=trials, time_limit=time_limit, resume=resume, early_stop=early_stop,
                                output=output, schedule=schedule, only=only, report=report, begin=begin)
 
@@ -157,14 +161,45 @@ class Session:
                    report: Callable[[Progress], None] = lambda _: None,
                    begin: Callable[[ConfigSpace, int], None] = lambda *_: None) -> Result:
         """As :meth:`tune`."""
+        from ecornn.tune.checks import seconds
+
+        limit = None if time_limit is None else seconds("time_limit", time_limit)
+        search = partial(self.tune_workload, layer, trials=trials, resume=resume, early_stop=early_stop, output=output,
+                         schedule=schedule, report=report, begin=begin)
+        if not layer.training or not self.tunes_backward(layer, schedule):
+            return search(layer.workload, only=only, time_limit=limit)
+        forward = search(layer.workload, only=only, time_limit=None if limit is None else limit * FORWARD)
+        left = None if limit is None else max(limit * (1 - FORWARD), limit - forward.finish.seconds)
+        return replace(forward, backward=search(layer.workload.adjoint, time_limit=left))
+
+    def tunes_backward(self, layer: LayerSpec, schedule: str | None = None) -> bool:
+        """Whether there is anything to search of the adjoint of a layer that trains, on this device. Raises, before
+        anything is tried, what a search of it would raise, and where the layer cannot train."""
+        from ecornn.task import make_task
+        from ecornn.tune.choose import candidates, searched, serving
+
+        whole = layer.stack.parts(layer.workload)[0].traversal
+        serving(make_task(layer.loaded, layer.workload, self.device, whole), schedule)
+        if not any(s.backward for s in candidates(self.device)):
+            return False
+        searched(layer.workload.adjoint, self.device, schedule)
+        serving(make_task(layer.loaded, layer.workload.adjoint, self.device), schedule)
+        return True
+
+    def tune_workload(self, layer: LayerSpec, workload: Workload, *, trials: int | None = None,
+                      time_limit: float | None = None, resume: bool = True, early_stop: bool = True,
+                      output: Path | None = None, schedule: str | None = None, only: Sequence[Choice] | None = None,
+                      report: Callable[[Progress], None] = lambda _: None,
+                      begin: Callable[[ConfigSpace, int], None] = lambda *_: None) -> Result:
+        """As :meth:`tune`, of one entry of ``layer``: ``workload`` is its own, or that one's ``adjoint``."""
         from ecornn.cells.naming import spec_of
         from ecornn.tune import folders
         from ecornn.tune.checks import called, one_of, seconds, whole
-        from ecornn.tune.choose import candidates
+        from ecornn.tune.choose import searched
         from ecornn.tune.journal import Journal, digest_of
         from ecornn.tune.tuner import Settings
 
-        spec, workload = layer.cell if isinstance(layer.cell, str) else spec_of(layer.cell), layer.workload
+        spec = layer.cell if isinstance(layer.cell, str) else spec_of(layer.cell)
         wanted = TRIALS[self.device.kind] if trials is None else whole("trials", trials, 1, 100_000)
         wanted = wanted if only is None else 0  # a list is done once its run is: what does not fit is no trial
         limit = None if time_limit is None else seconds("time_limit", time_limit)
@@ -172,7 +207,7 @@ class Session:
         called("report", report)
         called("begin", begin)
         path = Path(output or folders.log_path(workload, self.device))
-        digest = digest_of(workload, self.device, candidates(self.device, schedule), self.seed, only)
+        digest = digest_of(workload, self.device, searched(workload, self.device, schedule), self.seed, only)
         run = Journal.open(path, digest, resume)
         if not run.finished(wanted, limit, early_stop):
             with run.alone():

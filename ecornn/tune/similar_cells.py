@@ -13,6 +13,7 @@ from ecornn.analysis.step import StepGraph
 from ecornn.cells import Cell
 from ecornn.errors import ArgumentError
 from ecornn.schedules.base import Task
+from ecornn.task import make_task
 from ecornn.tune.log import Line, Log
 from ecornn.tune.lookup import how_far
 from ecornn.tune.record import Trial
@@ -25,7 +26,6 @@ def lent(task: Task, log: Log) -> tuple[str, Log] | None:
 
     Of several such cells the one of which this is a variant, else the first in the order of ``ecornn.cells.BUILTIN``.
     """
-    from ecornn.analysis import analyse
     from ecornn.cells import BUILTIN, get
 
     work, trials = task.workload, [line for line in log.lines if isinstance(line.record, Trial)]
@@ -40,7 +40,8 @@ def lent(task: Task, log: Log) -> tuple[str, Log] | None:
         return None
     for name in sorted(BUILTIN, key=lambda name: name != work.cell.partition("(")[0]):
         lines = list(of(name))
-        if lines and products(analyse(get(name), work.input, work.hidden)) == products(task.graph):
+        named = structs.replace(work, cell=name)
+        if lines and products(make_task(get(name), named, task.device).graph) == products(task.graph):
             return name, Log([replace(line, record=structs.replace(line.record, workload=structs.replace(
                 line.record.workload, cell=work.cell))) for line in lines])  # type: ignore[union-attr]
     return None

@@ -38,7 +38,7 @@ def octaves(a: Workload, b: Workload) -> float:
 
 def distance(a: Workload, b: Workload) -> float:
     """How unlike two workloads are, in octaves; infinite where what is fast for one says little of the other."""
-    alike = (a.weights, a.precision) == (b.weights, b.precision)
+    alike = (a.weights, a.precision, a.entry) == (b.weights, b.precision, b.entry)
     if not alike or a.itemsize != b.itemsize or not (a.cell == b.cell or akin(a.cell, b.cell)):
         return math.inf
     return octaves(a, b) + TWIN * ((a.dtype != b.dtype) + (a.cell != b.cell))
@@ -51,8 +51,8 @@ def unlike(a: Workload, b: Workload) -> int:
 
 def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[Schedule], log: Log,
          run: Journal | None = None) -> int:
-    """Adds the nearest runs of the same architecture, and of whatever cell and data type those that have seen a good
-    part of a space, slow configurations too; returns how many trials.
+    """Adds the nearest runs of the same architecture and entry, and of whatever cell and data type those that have seen
+    a good part of a space, slow configurations too; returns how many trials.
 
     ``run`` is left out: the search is told of its own trials. The model compares times within a run
     only, so runs of other sizes, of other products and of older revisions teach as well.
@@ -61,7 +61,7 @@ def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[Schedule]
     for line in log.lines:
         trial = line.record
         if (isinstance(trial, Trial) and trial.device.arch == task.device.arch and trial.stage == "search"
-                and not (run and run.has(line))):
+                and trial.workload.entry == task.workload.entry and not (run and run.has(line))):
             runs.setdefault((trial.run, trial.workload, trial.device.identity), []).append(trial)
 
     work = task.workload

@@ -33,15 +33,17 @@ def backward(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurren
 
 
 def parts_of(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurrence: Component, add: bool = False,
-             add_dx: bool = False, first: bool = True, chunked: bool = False) -> tuple[Component, Component]:
+             add_dx: bool = False, first: bool = True, chunked: bool = False,
+             dx: str | None = None) -> tuple[Component, Component]:
     """What goes over the rows of all steps, or with ``chunked`` of a chunk of them, and what comes after the last one.
-    In chunks gradients are added to, and so are the sums of ``sums_<...>_parts``, zeros at first."""
+    In chunks gradients are added to, and so are the sums of ``sums_<...>_parts``, zeros at first. ``dx``: its data
+    type, if not the layer's."""
     w, memory = task.workload, Memory(task, adjoint, kept)
     step = w.batch * len(written(adjoint)) * w.hidden
     own = (Buffer("outputs", WORKSPACE, w.dtype, Extent(0, step)),) if step else ()
     multiplied = memory.leaves() | memory.outputs() | replayed(memory) | places_of_inputs(memory)
     rows = joined(Component(buffers=own), gather(memory, first, chunked), replay(memory, layout), recurrence,
-                  input_gradients(memory, add_dx), weight_gradients(memory, multiplied, add),
+                  input_gradients(memory, add_dx, dx), weight_gradients(memory, multiplied, add),
                   step_sums(memory, chunked))
     counted = count_sequences(task.traversal) if task.traversal.sequences else Component()
     return rows, joined(counted, state_gradients(memory), vector_gradients(memory, add))

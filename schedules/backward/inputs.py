@@ -16,14 +16,15 @@ from ecornn.schedules.gemm.job import STEPS, Columns
 from ecornn.schedules.timeline import rows_mask
 
 
-def input_gradients(memory: Memory, add: bool = False) -> Component:
-    """``dx`` (T, B, I), or with ``add`` it and what is there; and workspaces of :func:`made_of_inputs`."""
+def input_gradients(memory: Memory, add: bool = False, dtype: str | None = None) -> Component:
+    """``dx`` (T, B, I), or with ``add`` it and what is there, of ``dtype`` (default: the layer's); and workspaces of
+    :func:`made_of_inputs`."""
     from tvm import tirx
 
     back, w = memory.adjoint, memory.task.workload
     graph, total = back.inputs, back.dx
     items: list[Item] = items_of(graph)
-    place = Place(Columns("dx", w.input, w.input), memory.dtype)
+    place = Place(Columns("dx", w.input, w.input), dtype or memory.dtype)
     if total is None:
         return _spaces(memory) if add else joined(_spaces(memory), _zeros(memory, place))
     multiplied, summed = made_of_inputs(memory)
@@ -42,11 +43,13 @@ def input_gradients(memory: Memory, add: bool = False) -> Component:
 
 
 def summed_directions(cores: int, units: int, dtype: str) -> Component:
-    """``dx`` (T, B, units) += ``dx_second``, that of a layer's second direction, on as many multiprocessors."""
+    """``dx`` (T, B, units) += ``dx_second``, that of a layer's second direction, in float32; on as many
+    multiprocessors."""
     from tvm import tirx
 
     first, second, whole = (tirx.Var(name, "float32") for name in ("first", "second", "whole"))
-    places = {first: Place(Columns("dx", units, units), dtype), second: Place(Columns("dx_second", units, units), dtype)}
+    places = {first: Place(Columns("dx", units, units), dtype), 
+              second: Place(Columns("dx_second", units, units), "float32")}
     scalars = Scalars((), (), (Assign(whole, first + second),), places, ((whole, places[first]),))
     return scalar_pass("sum_directions", cores, scalars, (), units, STEPS)
 

@@ -21,12 +21,16 @@ from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.timeline import piece_buffers
 
 
-def recurrence_task(layer: Task, adjoint: Adjoint) -> Task:
-    """The recurrence of ``adjoint``, of the step of ``layer``. What it sums over all steps is among its outputs."""
+def recurrence_graph(adjoint: Adjoint) -> StepGraph:
+    """The step of the recurrence. What it sums over all steps is among its outputs."""
     graph = adjoint.recurrence
-    outputs = dict.fromkeys((*graph.outputs, *(s.value for s in graph.sums)))
+    return replace(graph, outputs=tuple(dict.fromkeys((*graph.outputs, *(s.value for s in graph.sums)))))
+
+
+def recurrence_task(layer: Task, adjoint: Adjoint) -> Task:
+    """The recurrence of ``adjoint``, of the step of ``layer``."""
     traversal = structs.replace(layer.traversal, reverse=not layer.traversal.reverse, directions=1, backward=True)
-    return replace(layer, graph=replace(graph, outputs=tuple(outputs)), traversal=traversal)
+    return replace(layer, workload=layer.workload.adjoint, graph=recurrence_graph(adjoint), traversal=traversal)
 
 
 def beyond(task: Task) -> str | None:

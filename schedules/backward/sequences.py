@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ecornn.program import WORKSPACE, Buffer, Extent, Launch
 from ecornn.schedules.base import Component
-from ecornn.schedules.builder import PrimFunc, T
+from ecornn.schedules.builder import Expr, PrimFunc, T
 from ecornn.schedules.gemm.job import COUNT
 from ecornn.schedules.timeline import Timeline
 from ecornn.workload import Traversal
@@ -33,7 +33,7 @@ def _kernel(traversal: Traversal) -> PrimFunc:
         found, highest = T.shared(THREADS).view("int32"), T.local("highest", (1,), "int32")
         timeline, total = Timeline(traversal, {"sequences": table}, steps, batch), T.let("total", steps * batch)
 
-        def include(number: object) -> None:
+        def include(number: Expr) -> None:
             T.buffer_store(highest, T.max(highest[0], number), [0])
 
         T.buffer_store(highest, T.int32(-1), [0])

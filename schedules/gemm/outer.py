@@ -28,6 +28,7 @@ STAGES = 4
 PAD = 8  # values behind a row of a stage, which keep reads across it free of bank conflicts
 MOST_PARTS = 16
 LEAST_ROWS = 256  # of a part
+TOGETHER = 12  # pairs of sums that a thread has loaded at once
 SLOWER = {"float32": 5, "tf32": 2}  # than 16-bit types
 
 
@@ -70,17 +71,30 @@ class Into:
     place: Callable[[Expr, Expr], Expr]
     add: bool
 
-    def store(self, buffer: TirBuffer, m: Expr, n: Expr, values: Sequence[Expr]) -> None:
-        """One value, or two neighbours at an even n of rows of even width."""
+    def store(self, buffer: TirBuffer, m: Expr, n: Expr, value: Expr) -> None:
+        """One sum."""
         to = T.let("to", self.place(m, n))
-        if len(values) == 1:
-            T.buffer_store(buffer, buffer[to] + values[0] if self.add else values[0], [to])
-            return
-        before = T.local("before", (2,), "float32")
-        if self.add:
-            T.evaluate(T.ptx["ld.global.v2.f32"](before[0], before[1], buffer.ptr_to([to])))
-            values = [before[e] + value for e, value in enumerate(values)]
-        T.evaluate(T.ptx["st.global.v2.f32"](buffer.ptr_to([to]), *values))
+        T.buffer_store(buffer, buffer[to] + value if self.add else value, [to])
+
+    def store_pairs(self, buffer: TirBuffer, m: Expr, first: Expr, width: int,
+                    pairs: Sequence[tuple[Expr, Expr]]) -> None:
+        """Sums of two neighbours at ``first``, an even n, and at every eighth from there on, as far as they are below
+        ``width``, which is even. Of ``TOGETHER`` pairs what is there is loaded before the first one is stored: a
+        store that waits for its load would keep the next load waiting, too."""
+        for start in range(0, len(pairs), TOGETHER):
+            some = pairs[start:start + TOGETHER]
+            columns = [first + n * 8 for n in range(start, start + len(some))]
+            places = [T.let("to", self.place(m, column)) for column in columns]
+            values: Sequence[tuple[Expr, Expr]] = some
+            if self.add:
+                before = T.local("before", (len(some), 2), "float32")
+                for k, (column, to) in enumerate(zip(columns, places, strict=True)):
+                    with T.If(column < width), T.Then():
+                        T.evaluate(T.ptx["ld.global.v2.f32"](before[k, 0], before[k, 1], buffer.ptr_to([to])))
+                values = [(before[k, 0] + one, before[k, 1] + other) for k, (one, other) in enumerate(some)]
+            for column, to, pair in zip(columns, places, values, strict=True):
+                with T.If(column < width), T.Then():
+                    T.evaluate(T.ptx["st.global.v2.f32"](buffer.ptr_to([to]), *pair))
 
 
 def part_of_sums(part: Expr, height: int, width: int) -> Into:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
 from ecornn.schedules.gemm.job import Columns
@@ -163,16 +163,20 @@ class _Block:
         s, height, width = self.shape, self.job.values.width, self.job.operand.width
         with T.unroll("m", s.m_tiles) as m, T.unroll("upper", 2) as half:
             row = T.let("row", self.m0 + self.m_warp + m * 16 + half * 8 + self.lane // 4)
-            with T.If(row < height), T.Then(), T.unroll("n", s.n_tiles) as n:
-                column = T.let("column", self.n0 + self.n_warp + n * 8 + self.lane % 4 * 2)
-                values = [self.acc[m, n, half * 2 + e] for e in range(2)]
+            first = T.let("column", self.n0 + self.n_warp + self.lane % 4 * 2)
+            pairs = [(self.acc[m, n, half * 2], self.acc[m, n, half * 2 + 1]) for n in range(s.n_tiles)]
+            with T.If(row < height), T.Then():
                 if width % 2 == 0:
-                    with T.If(column < width), T.Then():
-                        into.store(sums, row, column, values)
+                    into.store_pairs(sums, row, first, width, pairs)
                 else:
-                    for e, value in enumerate(values):
-                        with T.If(column + e < width), T.Then():
-                            into.store(sums, row, column + e, [value])
+                    self._write_each(sums, into, row, first, pairs)
+
+    def _write_each(self, sums: TirBuffer, into: Into, row: Expr, first: Expr,
+                    pairs: Sequence[tuple[Expr, Expr]]) -> None:
+        for n, pair in enumerate(pairs):
+            for e, value in enumerate(pair):
+                with T.If(first + (n * 8 + e) < self.job.operand.width), T.Then():
+                    into.store(sums, row, first + (n * 8 + e), value)
 
 
 def adding_kernel(name: str, height: int, width: int, parts: int, blocks: int, into: Into) -> PrimFunc:
@@ -192,5 +196,5 @@ def adding_kernel(name: str, height: int, width: int, parts: int, blocks: int, i
                 total = source[item]
                 for part in range(1, parts):
                     total = total + source[item + part * size]
-                into.store(sums, item // width, item % width, [total])
+                into.store(sums, item // width, item % width, total)
     return builder.get()

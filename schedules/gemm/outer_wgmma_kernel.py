@@ -161,9 +161,8 @@ class _Ring:
         for half in range(2):
             row = T.let("row", row0 + half * 8)
             with T.If(row < height), T.Then():
-                for n in range(s.width // 8):
-                    with T.If(column0 + n * 8 < width), T.Then():  # pairs: the width is even
-                        into.store(sums, row, column0 + n * 8, [acc[n, half * 2], acc[n, half * 2 + 1]])
+                pairs = [(acc[n, half * 2], acc[n, half * 2 + 1]) for n in range(s.width // 8)]
+                into.store_pairs(sums, row, column0, width, pairs)  # the width is even
 
     # -- copies ---------------------------------------------------------------------------------
     def _copy_stage(self, stage: Expr, row0: Expr, m0: Expr, n0: Expr) -> None:

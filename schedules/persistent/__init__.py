@@ -281,12 +281,9 @@ class Persistent(Schedule):
             "shared_weights": sum(plan.shared_weight_words(p) for p in plan.phases), "streamed": plan.streamed}
 
     def recurrence(self, task: Task, config: Config) -> Component:
-        """The recurrence of an adjoint: from ``hoisted``, as :func:`~ecornn.schedules.hoisted.hoisted_of` says, to
-        ``outputs``; around it come :func:`~ecornn.schedules.backward.recurrence.recurrence_buffers`."""
         return _recurrence(task, plan_of(task, config), hoisted_of(task, config), str(config["math"]))
 
     def together(self, task: Task, config: Config) -> int:
-        """As of a :class:`~ecornn.program.Program`."""
         plan = plan_of(task, config)
         return together(task.traversal, plan.groups, plan.rows)
 

@@ -1,0 +1,106 @@
+"""Modules that a process has compiled, for the next one: from the build cache, and without TVM.
+
+An entry is found by all that a module depends on: the layer, the device, the tuning logs as they lie there, the code of
+ecornn, its dependencies and compilers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ecornn.layer_spec import LayerSpec
+
+if TYPE_CHECKING:
+    from ecornn.runtime.loader import Module
+
+_told: list[str] = []
+
+
+def compiled_layer(layer: LayerSpec, target: str, config: Mapping[str, Any] | None = None) -> Module:
+    """As :func:`ecornn.compiler.compile_layer` with these arguments, for ``cpu`` or ``cuda``.
+
+    Says on stderr, through the logger ``ecornn``, when a process first compiles something: it takes seconds.
+    """
+    from ecornn import compiler
+    from ecornn.build import cache
+    from ecornn.runtime.loader import from_bytes
+
+    def make() -> bytes:
+        if not _told:
+            _told.append("said")
+            logging.getLogger("ecornn").warning(
+                "compiling %s, as the first call of every kind of layer does, for some seconds; "
+                "ecornn.torch.prepare(model, *example) does it ahead", layer.workload)
+        made = compiler.compile_layer(layer, target=target, config=config)  # its file lives as long as it
+        return made.path.read_bytes()
+
+    if cache.folder() is None:
+        return from_bytes("layer.so", make())
+    return from_bytes("layer.so", cache.entry("layer", _parts(layer, target, config), make))
+
+
+def known(layer: LayerSpec, target: str) -> bool:
+    """Whether it is there already."""
+    from ecornn.build import cache
+
+    return cache.known("layer", _parts(layer, target, None))
+
+
+def _parts(layer: LayerSpec, target: str, config: Mapping[str, Any] | None) -> tuple[bytes, ...]:
+    what = msgspec.json.encode((layer.workload, layer.stack, layer.training, sorted((config or {}).items())))
+    return what, *_device(target), _logs(), _code()
+
+
+def _device(target: str) -> tuple[bytes, ...]:
+    """What a target's code depends on, its compilers among it."""
+    from ecornn import host_cpu, host_gpu
+    from ecornn.build import link, nvcc
+
+    compiler = link.identity().encode()
+    if target == "cuda":
+        found = host_gpu.detect()
+        return msgspec.json.encode(found and found.identity), nvcc.identity().encode(), compiler
+    info, allowed = host_cpu.cpuinfo(), sorted(os.sched_getaffinity(0))
+    words = [info.get(name) for name in ("model name", "flags", "CPU part", "Features")]
+    return msgspec.json.encode((words, host_cpu.physical_cores(allowed), host_cpu.l2_bytes(allowed[0]))), compiler
+
+
+def _logs() -> bytes:
+    """The tuning logs, by what changes with them."""
+    from ecornn.tune.folders import shipped_folder, user_folder
+
+    found = [(str(path), state.st_size, state.st_mtime_ns) for folder in (user_folder(), shipped_folder())
+             if folder.is_dir() for path in sorted(folder.glob("*.jsonl")) if path.is_file() for state in [path.stat()]]
+    return msgspec.json.encode(found)
+
+
+@cache
+def _code() -> bytes:
+    """A digest of ecornn's files and the versions of what they use."""
+    import ecornn.schedules
+    from ecornn.task import versions
+
+    digest = hashlib.sha256(msgspec.json.encode(versions()))
+    for place in (Path(ecornn.__path__[0]), Path(ecornn.schedules.__path__[0])):
+        for path in sorted(place.rglob("*")):
+            if path.suffix in (".py", ".cc", ".h"):
+                digest.update(path.relative_to(place).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.digest()
+
+
+def main() -> None:
+    """Compiles the layer that stdin describes, a JSON list of the fields of its LayerSpec and the target: for another
+    process, which finds it in the cache."""
+    fields, target = json.load(sys.stdin)
+    _told.append("by the other one")
+    compiled_layer(LayerSpec(**fields), target)

@@ -1,0 +1,120 @@
+"""``prepare()``: compiles what a model's first calls would, ahead and in parallel."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from ecornn.build import cache
+from ecornn.cells import BUILTIN
+from ecornn.errors import ArgumentError
+from ecornn.layer_spec import LayerSpec
+from ecornn.module_cache import known
+from ecornn.torch.classes import original_class, reclass
+from ecornn.torch.compiling import KEPT, NAMES, compiled
+from ecornn.torch.falling_back import obstacle
+from ecornn.torch.kind import kind_of, text_of
+from ecornn.torch.modules import Compiled
+
+SAYS = "from ecornn.module_cache import main; main()"
+
+
+def prepare(model: torch.nn.Module, *example: Any, processes: int | None = None, **named: Any) -> int:
+    """Compiles what the layers of ``model`` need for calls like ``model(*example, **named)``, which may be one itself:
+    of these shapes, data types and devices, with gradients where they would be asked for. How far it is, is printed on
+    stderr. What is compiled stays in the build cache, for other processes, too.
+
+    The model is called once, with PyTorch's own layers; a :class:`Recurrent` compiles then. ``processes``: that compile
+    at the same time; default: as many as there are threads of PyTorch's. Returns how many kinds of layers there are.
+    Packed sequences on a GPU are left to their first call, since their columns depend on lengths.
+
+    Raises :class:`ArgumentError` where no layer of the model is compiled.
+    """
+    found = [module for module in model.modules() if isinstance(module, Compiled)]
+    if not found:
+        raise ArgumentError("model", type(model), "a model with compiled layers: ecornn.torch.replace(model) makes "
+                            "them")
+    calls: dict[tuple[Any, Call], None] = {}
+
+    def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = {**dict(zip(("input", "hx"), args, strict=False)), **kwargs}
+        if (call := call_of(module, given["input"], given.get("hx"))) is not None:
+            calls[module, call] = None
+
+    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in found]
+    classes = [type(module) for module in found]
+    try:
+        for module in found:
+            reclass(module, original_class)
+        with torch.random.fork_rng():
+            model(*example, **named)
+    finally:
+        for module, kind, hook in zip(found, classes, hooks, strict=True):
+            module.__class__ = kind
+            hook.remove()
+    wanted = {(spec.workload, spec.stack, spec.training, call.target): (spec, call.target)
+              for module, call in calls for spec in specs(module, call)}
+    compile_all([*wanted.values()], processes or torch.get_num_threads())
+    return len(wanted)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a layer's call is compiled for: T, B, the data type, masks, the target, whether gradients are asked for."""
+
+    steps: int
+    batch: int
+    dtype: str
+    masks: str
+    target: str
+    asked: bool
+
+
+def call_of(module: Any, input: Any, hx: Any) -> Call | None:
+    """The call of a layer with these arguments; None where no module serves it, or where nobody can say which."""
+    why, asked = obstacle(module, input, hx)
+    packed = isinstance(input, PackedSequence)
+    data = input.data if packed else input
+    if why or (packed and data.is_cuda) or data.numel() == 0:
+        return None
+    if packed:
+        steps, batch = len(input.batch_sizes), int(input.batch_sizes[0])
+    else:
+        first, second = (data.shape[0], 1) if data.dim() == 2 else data.shape[:2]
+        steps, batch = (second, first) if module.batch_first and data.dim() == 3 else (first, second)
+    return Call(steps, batch, NAMES[data.dtype], "lengths" if packed else "", "cpu" if data.is_cpu else "cuda", asked)
+
+
+def specs(module: Any, call: Call) -> list[LayerSpec]:
+    """What is compiled for a call: with dropout a layer after the other."""
+    dropped = module.training and module.dropout > 0 and module.num_layers > 1
+    kinds = [text_of(module, layer) for layer in range(module.num_layers)] if dropped else [text_of(module)]
+    keep = KEPT[call.target] if call.asked else None
+    return [kind_of(kind).spec(call.batch, call.steps, call.dtype, call.masks, keep) for kind in kinds]
+
+
+def compile_all(wanted: Sequence[tuple[LayerSpec, str]], processes: int) -> None:
+    """Has all of them compiled, in processes of their own where there is a cache that hands them on."""
+    def one(spec: LayerSpec, target: str) -> None:
+        built_in = spec.workload.cell.partition("(")[0] in BUILTIN
+        if built_in and len(wanted) > 1 and processes > 1 and cache.folder() is not None and not known(spec, target):
+            fields = {name: getattr(replace(spec, cell=spec.workload.cell), name) for name in spec.__dataclass_fields__}
+            done = subprocess.run([sys.executable, "-c", SAYS], input=json.dumps([fields, target]), text=True,
+                                  check=False, capture_output=True)
+            if done.returncode:  # compiled here, where its error is one
+                print(done.stderr, file=sys.stderr)
+
+    with ThreadPoolExecutor(processes) as pool:
+        running = [pool.submit(one, *asked) for asked in wanted]
+        for number, (asked, future) in enumerate(zip(wanted, running, strict=True), 1):
+            future.result()
+            compiled(*asked)
+            print(f"ecornn: {number} of {len(wanted)} layers are compiled, {asked[0].workload}", file=sys.stderr)

@@ -1,0 +1,173 @@
+"""What a layer that replace() compiles still is: to isinstance, pickles, parametrizations and PyTorch's compilers."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from test_torch_layers import B, H, I, T, agree, double, error, flat
+
+import ecornn.torch
+from ecornn.errors import ArgumentError, DeviceError, DTypeError, FallbackError, ShapeError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+NAMES = ("LSTM", "GRU", "RNN")
+
+
+class Own(torch.nn.LSTM):
+    """Leaves the calls to torch.nn."""
+
+    def __init__(self, *args: Any, note: str = "", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.note = note
+
+    def widths(self) -> tuple[int, int]:
+        return self.input_size, self.hidden_size
+
+
+class Model(torch.nn.Module):
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, _ = self.layer(2 * x)
+        return y + 1
+
+
+def compiled(layer: torch.nn.Module, **options: Any) -> Model:
+    model = Model(layer).eval()
+    assert ecornn.torch.replace(model, **options).swapped == ("layer",)
+    return model
+
+
+def by_torch(model: Model, x: torch.Tensor) -> torch.Tensor:
+    exact = copy.deepcopy(model)
+    ecornn.torch.restore(exact)
+    return exact.double()(double(x)).detach()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_is_what_it_was(name: str):
+    model, x = compiled(getattr(torch.nn, name)(I, H)), torch.randn(T, B, I)
+    assert isinstance(model.layer, getattr(torch.nn, name)) and isinstance(model.layer, getattr(ecornn.torch, name))
+    assert type(model.layer).__name__ == name and type(model.layer)(I, H, 2, batch_first=True).num_layers == 2
+    with torch.no_grad():
+        agree(model(x), by_torch(model, x))
+    assert ecornn.torch.restore(model) == ("layer",) and type(model.layer) is getattr(torch.nn, name)
+    model = compiled(model.layer, fullgraph=True)
+    assert type(model.layer) is getattr(ecornn.torch, name)
+
+
+@pytest.mark.parametrize("how", ["pickle", "torch.save", "deepcopy"])
+@pytest.mark.parametrize("layer", [lambda: Own(I, H, note="kept"), lambda: torch.nn.GRU(I, H)], ids=["own", "GRU"])
+def test_copies(layer: Any, how: str):
+    model, x = compiled(layer()), torch.randn(T, B, I)
+    if how == "torch.save":
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        made = torch.load(file, weights_only=False)
+    else:
+        made = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    assert type(made.layer) is type(model.layer) and made.layer.weight_hh_l0 is not model.layer.weight_hh_l0
+    assert getattr(made.layer, "note", "kept") == "kept"
+    with torch.no_grad():
+        made.layer.weight_hh_l0.mul_(0.5)
+        agree(made(x), by_torch(made, x))
+
+
+def test_a_class_of_ones_own_that_leaves_calls_to_pytorch():
+    model, x = compiled(Own(I, H, note="kept")), torch.randn(T, B, I)
+    assert isinstance(model.layer, Own) and model.layer.widths() == (I, H) and model.layer.note == "kept"
+    with torch.no_grad():
+        agree(model(x), by_torch(model, x))
+    ecornn.torch.restore(model)
+    assert type(model.layer) is Own
+
+
+@pytest.mark.parametrize("method", ["forward", "check_forward_args", "permute_hidden"])
+def test_a_class_that_has_a_part_of_the_call_is_left_alone(method: str):
+    kind = type("Mine", (torch.nn.LSTM,), {method: lambda self, *args: args})
+    assert ecornn.torch.replace(Model(kind(I, H))).kept == {
+        "layer": f"Mine has methods of its own, which may do more: {method}"}
+    other = type("Other", (torch.nn.RNNBase,), {})("LSTM", I, H)
+    assert ecornn.torch.replace(Model(other)).kept == {"layer": "Other is no LSTM, GRU or RNN of torch.nn's"}
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_layer_that_is_under_a_parametrization_already(fullgraph: bool):
+    layer = torch.nn.utils.parametrizations.weight_norm(torch.nn.GRU(I, H), "weight_hh_l0")
+    x, model = torch.randn(T, B, I), compiled(layer, fullgraph=fullgraph)
+    with torch.no_grad():
+        agree(model(x), by_torch(model, x))
+        model.layer.parametrizations.weight_hh_l0.original0.mul_(2)
+        agree(model(x), by_torch(model, x))
+    y = model(x)
+    y.sum().backward()
+    assert model.layer.parametrizations.weight_hh_l0.original0.grad is not None
+    torch.nn.utils.parametrize.remove_parametrizations(model.layer, "weight_hh_l0")
+    assert isinstance(model.layer, ecornn.torch.GRU)
+    with torch.no_grad():
+        agree(model(x), by_torch(model, x))
+    ecornn.torch.restore(model)
+    assert type(model.layer) is torch.nn.GRU
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_symbolic_traces_have_a_layer_as_one_node(fullgraph: bool):
+    model, x = compiled(torch.nn.LSTM(I, H), fullgraph=fullgraph), torch.randn(T, B, I)
+    graph = torch.fx.symbolic_trace(model)
+    assert [n.target for n in graph.graph.nodes if n.op == "call_module"] == ["layer"]
+    with torch.no_grad():
+        agree(graph(x), by_torch(model, x))
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_torch_jit_script_is_refused(fullgraph: bool):
+    model = compiled(torch.nn.LSTM(I, H), fullgraph=fullgraph)
+    with pytest.raises(FallbackError, match=r"call ecornn\.torch\.restore\(model\) first"):
+        torch.jit.script(model)
+    ecornn.torch.restore(model)
+    torch.jit.script(model)
+
+
+def test_torch_compile_does_not_look_into_what_it_refuses():
+    """It took a layer's own code, and the compiler's, for the model's: hundreds of frames."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    model, x = compiled(torch.nn.LSTM(I, H)), torch.randn(T, B, I)
+    fast = torch.compile(model, backend="eager")
+    for _ in range(2):
+        agree(flat(fast(x))[0].detach(), by_torch(model, x))
+        with torch.no_grad():
+            agree(fast(x), by_torch(model, x))
+    assert counters["frames"]["total"] < 5
+    whole = torch.compile(compiled(model_of(model), fullgraph=True), backend="eager", fullgraph=True)
+    with torch.no_grad():
+        agree(whole(x), by_torch(model, x))
+
+
+def model_of(model: Model) -> torch.nn.Module:
+    made = copy.deepcopy(model)
+    ecornn.torch.restore(made)
+    return made.layer
+
+
+def test_errors_are_those_that_pytorchs_users_catch_and_numpys():
+    layer = ecornn.torch.LSTM(I, H)
+    for wrong, kind in ((torch.randn(T, B, I + 1), ShapeError), (torch.randn(T, B, I).int(), DTypeError)):
+        for caught in (kind, RuntimeError, ValueError):
+            with pytest.raises(caught):
+                layer(wrong)
+    assert issubclass(DeviceError, RuntimeError) and issubclass(DeviceError, ValueError)
+    for wrong in (None, "x", [[1.0]], 3):
+        with pytest.raises(ArgumentError, match="a tensor or a PackedSequence"):
+            layer(wrong)
+    assert error(layer(torch.zeros(T, B, I))[0].detach(), by_torch(Model(layer), torch.zeros(T, B, I)) - 1) < 1e-6
