@@ -102,7 +102,7 @@ def best_tile(task: Task, rows: int, gates: list[int], row_choices: tuple[int, .
             if choice[3]:
                 sums, wide = -choice[0] * max(tile.columns(g)), choice[1]
         # large tiles; those of some gates with the fewest sums that are not in registers
-        return round(total, 9), sums, wide
+        return total, sums, wide
 
     return min(product(row_choices, column_choices, pair_choices, gate_choices), key=estimate)
 
