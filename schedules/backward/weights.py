@@ -92,13 +92,13 @@ def _outer(memory: Memory, number: int, group: Group, add: bool) -> Component:
     height, width = job.values.width, job.operand.width
     own = height // len(group.gates)
 
-    def place(m: Expr, n: Expr) -> Expr:
+    def row(m: Expr) -> Expr:
         gate = T.int64(group.gates[-1])
         for k in reversed(range(len(group.gates) - 1)):
             gate = T.Select(m // own == k, T.int64(group.gates[k]), gate)
-        return (gate * own + m % own) * width + n
+        return (gate * own + m % own) * width
 
-    into, target = Into(place, add), f"d_{group.parameter}"
+    into, target = Into(row, add), f"d_{group.parameter}"
     kernel = outer_wgmma_kernel(job, hopper, into) if hopper else outer_kernel(job, outer_shape(job), into)
     grid, threads = (task.device.cores, HOPPER_THREADS) if hopper else (outer_shape(job).blocks, THREADS)
     names = {"values": group.values.name, "operand": group.operand.name}

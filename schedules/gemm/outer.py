@@ -64,42 +64,50 @@ class Into:
 
     Attributes
     ----------
-    place : (m, n) -> the element; neighbouring n lie side by side
+    row : m -> where its sums start, int64; they lie one behind the other
     add : to what is there
     """
 
-    place: Callable[[Expr, Expr], Expr]
+    row: Callable[[Expr], Expr]
     add: bool
 
     def store(self, buffer: TirBuffer, m: Expr, n: Expr, value: Expr) -> None:
         """One sum."""
-        to = T.let("to", self.place(m, n))
+        to = T.let("to", self.row(m) + n)
         T.buffer_store(buffer, buffer[to] + value if self.add else value, [to])
 
     def store_pairs(self, buffer: TirBuffer, m: Expr, first: Expr, width: int,
                     pairs: Sequence[tuple[Expr, Expr]]) -> None:
         """Sums of two neighbours at ``first``, an even n, and at every eighth from there on, as far as they are below
         ``width``, which is even. Of ``TOGETHER`` pairs what is there is loaded before the first one is stored: a
-        store that waits for its load would keep the next load waiting, too."""
+        store that waits for its load would keep the next load waiting, too. Places differ by constants, which
+        instructions have in themselves: a gate's number takes a division."""
+        to = self._kept(self.row(m) + first)
         for start in range(0, len(pairs), TOGETHER):
             some = pairs[start:start + TOGETHER]
-            columns = [first + n * 8 for n in range(start, start + len(some))]
-            places = [T.let("to", self.place(m, column)) for column in columns]
+            offsets = [n * 8 for n in range(start, start + len(some))]
             values: Sequence[tuple[Expr, Expr]] = some
             if self.add:
                 before = T.local("before", (len(some), 2), "float32")
-                for k, (column, to) in enumerate(zip(columns, places, strict=True)):
-                    with T.If(column < width), T.Then():
-                        T.evaluate(T.ptx["ld.global.v2.f32"](before[k, 0], before[k, 1], buffer.ptr_to([to])))
+                for k, offset in enumerate(offsets):
+                    with T.If(first + offset < width), T.Then():
+                        T.evaluate(T.ptx["ld.global.v2.f32"](before[k, 0], before[k, 1], buffer.ptr_to([to + offset])))
                 values = [(before[k, 0] + one, before[k, 1] + other) for k, (one, other) in enumerate(some)]
-            for column, to, pair in zip(columns, places, values, strict=True):
-                with T.If(column < width), T.Then():
-                    T.evaluate(T.ptx["st.global.v2.f32"](buffer.ptr_to([to]), *pair))
+            for offset, pair in zip(offsets, values, strict=True):
+                with T.If(first + offset < width), T.Then():
+                    T.evaluate(T.ptx["st.global.v2.f32"](buffer.ptr_to([to + offset]), *pair))
+
+    @staticmethod
+    def _kept(value: Expr) -> Expr:
+        """A variable that TVM does not put the expression in place of."""
+        kept = T.local("to", (1,), "int64")
+        T.buffer_store(kept, value, [0])
+        return kept[0]
 
 
 def part_of_sums(part: Expr, height: int, width: int) -> Into:
     """The place of a part's sums in ``parts`` (parts, height, width)."""
-    return Into(lambda m, n: T.cast(part * height + m, "int64") * width + n, add=False)
+    return Into(lambda m: T.cast(part * height + m, "int64") * width, add=False)
 
 
 @dataclass(frozen=True)
