@@ -27,6 +27,9 @@ def rows_that_fit(most: int, columns: int, weights: str = "float32", pairs: int 
                 if registers_used(Tile(rows, 1, 1, pairs), columns, weights) <= registers_of(detect())), default=1)
 
 
+ALL_GATES = {"gates": 0, "project_gates": 0}  # as products of pairs have them
+
+
 class Array:
     """A float32 array between guards of NaN; ``offset`` elements off 256-byte alignment."""
 
@@ -63,7 +66,8 @@ class Sample:
         work = Workload(self.cell.identity(), hidden, input, batch, seq)
         self.task = make_task(self.cell, work, device)
         schedule = CPUSequence()
-        self.config = {**schedule.default(self.task), **config}
+        paired = config.get("pairs") or config.get("project_pairs")
+        self.config = {**schedule.default(self.task), **(ALL_GATES if paired else {}), **config}
         assert schedule.check(self.task, self.config) is None
         self.program = schedule.program(self.task, self.config)
         manifest = make_manifest(self.cell, self.task, schedule, self.config, self.program, "test")

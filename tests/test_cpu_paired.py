@@ -8,7 +8,7 @@ import msgspec.structs
 import numpy as np
 import pytest
 from cpu_cells import Chain, Residual
-from cpu_sample import Sample, error, rows_that_fit
+from cpu_sample import ALL_GATES, Sample, error, rows_that_fit
 from test_cpu import LIMIT, SIZES, compare
 
 import ecornn
@@ -29,7 +29,7 @@ BOTH = [(3, 3), (4, 4), (0, 3), (3, 0)]
 def small(gates: int, rows: int = 2, **more: int) -> dict[str, int]:
     """Tiles of so many rows, or as many as leave registers for pairs on this CPU: one with three gates and 16."""
     return {"rows": rows_that_fit(rows, gates, pairs=3), "columns": gates,
-            "project_rows": rows_that_fit(2, gates, pairs=3), "project_columns": gates, **more}
+            "project_rows": rows_that_fit(2, gates, pairs=3), "project_columns": gates, **ALL_GATES, **more}
 
 
 def gates(cell: str) -> int:
