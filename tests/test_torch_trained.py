@@ -177,6 +177,6 @@ def test_what_no_schedule_serves_is_found_out_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ecornn.compiler, "compile_layer", refuses)
     for _ in range(3):
         with pytest.raises(ScheduleError, match="too large"):
-            compiling.compiled(KIND.spec(2, 3, "float32", "", True), "cuda")
+            compiling.compiled(KIND.spec(2, 3, "float32", "", "states"), "cuda")
     assert len(times) == 1
     compiling.compiled.cache_clear()
