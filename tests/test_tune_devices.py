@@ -157,8 +157,8 @@ def test_what_was_measured_elsewhere_is_compiled_for_elsewhere(tracker, target, 
     finish = Finish(run="ab-1", reason="trials", trials=2, seconds=3.0, best=best, best_us=1.0, default=best,
                     default_us=2.0)
     result = Result(WORK, H100, finish, Path("log.jsonl"), 0, 2, {})
-    session = SimpleNamespace(tracker=tracker, device=H100, layer=lambda **asked: SimpleNamespace(training=False, **asked),
-                              tune_layer=lambda layer, **_: result)
+    session = SimpleNamespace(tracker=tracker, device=H100, tune_layer=lambda layer, **_: result,
+                              layer=lambda **asked: SimpleNamespace(training=False, **asked))
     for count, expected in ((1, f"--dtype bfloat16{said} -o lstm800.so"), (2, f"`ecornn compile{said}` uses it")):
         console = Console(soft_wrap=True, file=io.StringIO())
         run(console, session, [{"cell": "lstm"}] * count, target, {})
