@@ -36,7 +36,7 @@ class Snapshot:
         """Whether every weight is the tensor that it was, where it was."""
         tensors = self._tensors
         return len(weights) == len(tensors) and all(
-            tensor() is w and w.data_ptr() == pointer for w, (tensor, pointer) in zip(weights, tensors, strict=True))
+            w.data_ptr() == pointer and tensor() is w for w, (tensor, pointer) in zip(weights, tensors, strict=True))
 
     def holds(self, weights: Sequence[torch.Tensor], with_suspects: bool = False) -> bool:
         """Whether every weight is the one that it was, and as it was, as far as a tensor tells; and whether none is
@@ -51,7 +51,7 @@ class Snapshot:
             return [*range(len(weights))]
         known = zip(weights, self._tensors, self._versions, strict=True)
         return [n for n, (w, (tensor, pointer), version) in enumerate(known)
-                if n in self._suspects or tensor() is not w or w.data_ptr() != pointer or _version(w) != version
+                if n in self._suspects or w.data_ptr() != pointer or tensor() is not w or _version(w) != version
                 or self._sample.differs(n)]
 
     def renew(self, weights: Sequence[torch.Tensor]) -> None:
