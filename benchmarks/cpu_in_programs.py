@@ -4,14 +4,14 @@
     python benchmarks/cpu_in_programs.py busy --busy 2 --busy 4 --output ...
     python benchmarks/cpu_in_programs.py service --output ...
 
-turns: each call comes after an operation of PyTorch's on as many values as the layer reads, a product and a relu, as in
+turns: each call comes after an operation of PyTorch's, a product and a relu of as many values as the layer reads, as in
 any model. busy: the same while other processes compute, so many for each core. service: threads of one process, each
 with requests of its own, call the same layer at the same time; each request has such an operation, too.
 
-Nothing is set in the environment. Sides take turns in blocks of some calls, of which the first is not counted, after the
-threads of the other side have stopped spinning. A call's time is from its begin to its end, as is the operation's, which
-may wait for what a call leaves behind. Milliseconds: 50th and 99th percentile of all calls. The layers are those of
-compare_cpu.py (--suite). Outputs of both sides are compared first.
+Nothing is set in the environment. Sides take turns in blocks of some calls, of which the first is not counted, after
+the threads of the other side have stopped spinning. A call's time is from its begin to its end, as is the operation's,
+which may wait for what a call leaves behind. Milliseconds: 50th and 99th percentile of all calls. The layers are those
+of compare_cpu.py (--suite). Outputs of both sides are compared first.
 """
 
 from __future__ import annotations
@@ -141,6 +141,16 @@ def compare(cell: str, shape: tuple[int, int, int, int], budget: float, loads: l
         yield row
 
 
+def line(row: dict) -> str:
+    """A row in words."""
+    sides = [f"{side} {row[f'{side}_ms']:.3f} p99 {row[f'{side}_p99_ms']:.3f} (operation "
+             f"{row[f'{side}_operation_ms']:.3f})" for side in ("ecornn", "torch")]
+    shape = "x".join(str(row[name]) for name in "TBIH")
+    return (f"{row['cell']:8} {shape:15} busy {row['busy']} {'  '.join(sides)} ms  {row['ratio_ms']:.2f}x "
+            f"p99 {row['ratio_p99_ms']:.2f}x, with the operation {row['ratio_both_ms']:.2f}x "
+            f"p99 {row['ratio_p99_both_ms']:.2f}x, {row['calls']} calls")
+
+
 def key(row: dict) -> tuple:
     return tuple(row[name] for name in ("mode", "cell", "T", "B", "I", "H", "busy", "threads"))
 
@@ -187,16 +197,12 @@ def main() -> None:
                 rows.append(row)
                 if arguments.output:
                     write(arguments.output, row)
-                print(f"{cell:8} {'x'.join(map(str, shape)):15} busy {row['busy']} "
-                      + "  ".join(f"{side} {row[f'{side}_ms']:.3f} p99 {row[f'{side}_p99_ms']:.3f} (operation "
-                                  f"{row[f'{side}_operation_ms']:.3f})" for side in ("ecornn", "torch"))
-                      + f" ms  {row['ratio_ms']:.2f}x p99 {row['ratio_p99_ms']:.2f}x, with the operation "
-                      f"{row['ratio_both_ms']:.2f}x p99 {row['ratio_p99_both_ms']:.2f}x, {row['calls']} calls", flush=True)
+                print(line(row), flush=True)
     for load in loads:
         for what in ("ms", "p99_ms", "both_ms"):
             ratios = [row[f"ratio_{what}"] for row in rows if row["busy"] == load]
-            print(f"busy {load}, {what}: geometric mean {np.exp(np.mean(np.log(ratios))):.2f}x, least {min(ratios):.2f}x, "
-                  f"{len(ratios)} rows")
+            print(f"busy {load}, {what}: geometric mean {np.exp(np.mean(np.log(ratios))):.2f}x, "
+                  f"least {min(ratios):.2f}x, {len(ratios)} rows")
 
 
 if __name__ == "__main__":

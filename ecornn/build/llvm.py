@@ -78,7 +78,8 @@ def tables(program: Program) -> str:
             most = max(most, len(given))
             numbers = ", ".join(str(place[n]) for n in given)
             lines.append(f"static const int {name}_pointers{number}[] = {{{numbers}}};")
-            rows.append(f"    {{__tvm_ffi_{call.function}, {name}_pointers{number}, {len(given)}, {call.most}, {call.work}}},")
+            rows.append(f"    {{__tvm_ffi_{call.function}, {name}_pointers{number}, {len(given)}, {call.most}, "
+                        f"{call.work}}},")
         lines += [f"static const Call {name}_calls[] = {{", *rows, "};"]
         entries.append(f"entry({name}, {len(entry.takes)})")
     return "\n".join([*lines,

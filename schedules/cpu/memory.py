@@ -14,7 +14,6 @@ from ecornn.schedules.cpu.tiling import Shape
 from ecornn.schedules.cpu.timeline import Timeline
 from ecornn.workload import Traversal
 
-
 SCALAR = 8  # multiply-adds that take as long as an assignment of the step
 
 
