@@ -13,7 +13,7 @@ from exact import unmarked
 from limits import relative
 from msgspec import structs
 from test_adjoint import H, cell_of
-from test_cpu_training import Call, reference
+from cpu_training_sample import Call, reference
 
 from ecornn.analysis import analyse
 from ecornn.numpy_gradients import reference_gradients

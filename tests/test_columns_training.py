@@ -12,7 +12,7 @@ from exact import unmarked
 from limits import relative
 from test_adjoint import H
 from test_backward_emulated import LIMITS, Step, large_batches
-from test_cpu_training import Call, reference
+from cpu_training_sample import Call, reference
 from test_training_stacks_emulated import SIDES, program_of
 
 from ecornn import Columns, reference_gradients

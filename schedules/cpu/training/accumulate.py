@@ -1,6 +1,6 @@
 """What is added up over all steps and rows: gradients of matrices, and of parameter vectors.
 
-A gradient of a matrix is a product over the rows of a chunk, added to what is there, in the caller's float32 memory:
+A gradient of a matrix is a product over the rows of a chunk, added to what is there, in the caller's memory:
 
     gradient[j, k] += sum_r value[r, j] * operand[r, k]
 
@@ -17,6 +17,7 @@ from ecornn.schedules.builder import Expr, TirBuffer, Var
 from ecornn.schedules.cpu.math import vector
 from ecornn.schedules.cpu.memory import Place
 from ecornn.schedules.cpu.worker import Worker
+from ecornn.workload import ITEMSIZE
 
 PANEL = 1 << 13  # bytes of a panel of k, as many rows as that are a block: it stays in the first cache
 TOGETHER = 16  # tiles of j that go through a panel: their values stay in the second cache for the next panels
@@ -40,8 +41,8 @@ def add_outer(worker: Worker, outer: Outer, rows: Expr, registers: int) -> None:
     e, lanes = worker.e, worker.e.lanes
     height = 4 if registers > 16 else 6
     vectors = min((registers - 2) // (height + 1), -(-outer.columns // lanes))
-    size = max(1, PANEL // (4 * vectors * lanes))
-    panel = e.tirx.decl_buffer([size * vectors * lanes], "float32", "panel", scope="local")
+    size = max(1, PANEL // (ITEMSIZE[e.real] * vectors * lanes))
+    panel = e.tirx.decl_buffer([size * vectors * lanes], e.real, "panel", scope="local")
     e.add(e.tirx.AllocBuffer(panel))
     tiles, panels = -(-outer.rows // height), -(-outer.columns // (vectors * lanes))
     blocks = -(-tiles // TOGETHER)
@@ -95,7 +96,7 @@ def _add_tile(worker: Worker, outer: Outer, size: tuple[int, int], panel: TirBuf
 def _edge(worker: Worker, outer: Outer, j: Expr, k: Expr, sums: list[list[TirBuffer]]) -> None:
     """Adds what of a tile is within the matrix, element by element."""
     e, lanes, height, vectors = worker.e, worker.e.lanes, len(sums), len(sums[0])
-    tile = e.tirx.decl_buffer([height * vectors * lanes], "float32", "tile", scope="local")
+    tile = e.tirx.decl_buffer([height * vectors * lanes], e.real, "tile", scope="local")
     e.add(e.tirx.AllocBuffer(tile))
     for m in range(height):
         for n in range(vectors):
