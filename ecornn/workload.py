@@ -80,6 +80,11 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.precision or self.dtype
 
     @property
+    def stored(self) -> str:
+        """What matrices of weights are kept as."""
+        return self.weights or self.dtype
+
+    @property
     def itemsize(self) -> int:
         """Bytes of one element."""
         return ITEMSIZE[self.dtype]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cpu_training_sample import LIMITS, Call, Layer, build, compare
-from test_adjoint import ALL, H, OF_CPU, OF_STEP, adjoint_of, cell_of, width
+from test_adjoint import ALL, OF_CPU, OF_STEP, H, adjoint_of, cell_of, width
 
 from ecornn.numpy_gradients import reference_gradients
 from ecornn.schedules.cpu import training

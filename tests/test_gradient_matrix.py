@@ -1,8 +1,8 @@
 """Gradients on the CPU in all combinations: of every cell and option, with the direction, what a row's steps are, what
 is kept and the data type; against a tape in float64, in float64 also against differences, and twice, bit for bit.
 
-Of all combinations a few are made each time, in which every pair of choices occurs. Columns are not among them: on a CPU
-rows of different lengths are ``lengths``. Other cells than the built-in ones are in test_cpu_training.py each time.
+Of all combinations a few are made each time, in which every pair of choices occurs. Columns are not among them: on a
+CPU rows of different lengths are ``lengths``. Other cells than the built-in ones are in test_cpu_training.py each time.
 """
 
 from __future__ import annotations

@@ -111,8 +111,8 @@ def compile(node: Node, *, batch: int = 1, seq: int = 100, target: str | Device 
         raise ArgumentError("node", type(node), "a Node, as ecornn.onnx.read() gives it")
     device = device_of(target)
     if dtype is None and node.dtype == "float64" and device.kind == "cuda":
-        raise DTypeError("dtype", node.dtype, "of the node on a GPU float32, float16 or bfloat16; or dtype='float32' of "
-                         "this call, with relative errors of about 1e-6; or target='cpu'")
+        raise DTypeError("dtype", node.dtype, "of the node on a GPU float32, float16 or bfloat16; or dtype='float32' "
+                         "of this call, with relative errors of about 1e-6; or target='cpu'")
     chosen = dtype or (node.dtype if device.kind == "cuda" or node.dtype == "float64" else "float32")
     module = compile_layer(LayerSpec(
         node.cell, node.hidden, node.input, batch, seq, chosen, bidirectional=node.direction == "bidirectional",

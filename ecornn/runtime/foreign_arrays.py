@@ -17,7 +17,6 @@ from ecornn.runtime.memory import DeviceMemory, HostMemory, Memory, address
 from ecornn.workload import ITEMSIZE
 
 
-
 class View:
     """A foreign array as the runtime sees it; keeps it alive."""
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ecornn.torch import engine
-from ecornn.torch.compiling import serves
 from ecornn.torch.classes import OURS, compiled_class, original_class, overridden, reclass
+from ecornn.torch.compiling import serves
 from ecornn.torch.modules import Compiled
 from ecornn.torch.sequences import Sequences
 

@@ -24,7 +24,8 @@ class Sequences:
 
     Weights are packed at the first call, and again once they have changed: a training step, ``load_state_dict``
     and whatever raises a tensor's version are seen. Writes through ``.data`` or NumPy, and any in inference mode,
-    are seen on a CPU, unless they change single values: call :func:`ecornn.torch.rebind` after those, and on a GPU.
+    are seen on a CPU, unless they change single values of other types than float64: call :func:`ecornn.torch.rebind`
+    after those, and on a GPU.
     """
 
     TORCH: type[torch.nn.RNNBase] | None = None

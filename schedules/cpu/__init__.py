@@ -82,8 +82,8 @@ class CPUSequence(Schedule):
         for name, tile, gates in tiles(task, config):
             if tile.pairs and tile.ahead:
                 return f"{name}: weights are asked for ahead in plain products, not in those of pairs"
-            if tile.pairs and (task.workload.weights or task.workload.dtype) != "float32":
-                return f"{name}: products of pairs are of float32 weights, not of {task.workload.weights or task.workload.dtype}"
+            if tile.pairs and task.workload.stored != "float32":
+                return f"{name}: products of pairs are of float32 weights, not of {task.workload.stored}"
             if tile.gates and (tile.pairs or task.workload.weights == "int8"):
                 return f"{name}: products of pairs and of integers are of all gates at the same time"
             need = registers_used(tile, gates, task.workload.weights or "")

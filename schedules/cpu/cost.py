@@ -37,7 +37,7 @@ def shape_of(task: Task, config: Config) -> Shape:
     workload = task.workload
     return Shape(workload.batch, workload.input, workload.hidden, lanes_of(task.device, workload.dtype),
                  int(config["chunk"]), {name: tile for name, tile, _ in tiles(task, config)},
-                 workload.weights or workload.dtype, int(config["team"]))
+                 workload.stored, int(config["team"]))
 
 
 def cycles(heights: Mapping[int, int], hidden: int, tile: Tile, gates: int, lanes: int, threads: int, rates: CPURates,
@@ -74,7 +74,7 @@ def heights_of(rows: int, tile: Tile, hoisted: bool) -> dict[int, int]:
 def beyond_l2(task: Task) -> bool:
     """Whether a thread has more recurrent weights than its L2 holds."""
     weights = task.workload.hidden ** 2 * sum(len(p.products) for p in task.graph.phases)
-    return weights * STORED[task.workload.weights or task.workload.dtype].bytes > task.device.l2 * max(1, task.device.cores)
+    return weights * STORED[task.workload.stored].bytes > task.device.l2 * max(1, task.device.cores)
 
 
 def best_tile(task: Task, rows: int, gates: list[int], row_choices: tuple[int, ...], column_choices: tuple[int, ...],

@@ -54,8 +54,8 @@ EXPONENTIAL = {
     "float32": Exponential((1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1,
                             5.0000001201e-1), (0.693359375, -2.12194440e-4), (-105.0, 89.0), "int32", 127, 23),
     # Taylor's series, whose next term is less than 1e-17; ln(2) as FreeBSD's msun has it
-    "float64": Exponential(tuple(1 / math.factorial(n) for n in range(13, 1, -1)),
-                           (6.93147180369123816490e-01, 1.90821492927058770002e-10), (-746.0, 710.0), "int64", 1023, 52),
+    "float64": Exponential(tuple(1 / math.factorial(n) for n in range(13, 1, -1)), (6.93147180369123816490e-01,
+                           1.90821492927058770002e-10), (-746.0, 710.0), "int64", 1023, 52),
 }
 
 

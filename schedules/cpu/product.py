@@ -56,8 +56,8 @@ def multiply(e: Emitter, into: list[list[TirBuffer]], operand: TirBuffer, starts
     """Adds products over ``k`` values to the registers ``into``.
 
     ``starts``: where each row of ``operand`` starts; ``weight_start``: where the tile's weights start. The
-    operand is of the layer's type, for int8 weights int32 of four values each. ``ahead`` is asked for line by line, spread over the
-    loop.
+    operand is of the layer's type, for int8 weights int32 of four values each. ``ahead`` is asked for line by line,
+    spread over the loop.
     """
     columns, stored = len(into[0]), STORED[kind]
     group = stored.group
