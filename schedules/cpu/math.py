@@ -12,11 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ecornn.analysis.operators import OPERATORS, key_of
 from ecornn.analysis.scalar import children, is_constant
 from ecornn.schedules.builder import Expr
 from ecornn.schedules.cpu.emit import Emitter
+
+if TYPE_CHECKING:
+    from tvm.ir import Op
 
 # Rational approximation of tanh: odd polynomial over even polynomial (Eigen, generic_fast_tanh_float),
 # highest power first. At the bound it is exactly 1, computed with fma.
@@ -158,9 +162,11 @@ def vector(e: Emitter, value: Expr, lookup: Callable[[Expr], Expr]) -> Expr:
     key, parts = key_of(value), [vector(e, c, lookup) for c in children(value)]
     if key in FUNCTIONS:
         return FUNCTIONS[key](e, *parts)
+    if key == "exp10" and e.real == "float64":  # TVM's has ten digits of ln(10)
+        return by_lane(e, e.ir.Op.get("tirx.pow"), (e.splat(10.0), *parts))
     if kind == "Call":
         whole = OPERATORS[key].instruction
-        return e.ir.Call(value.op, parts, ret_ty=parts[0].ty) if whole else by_lane(e, value, parts)
+        return e.ir.Call(value.op, parts, ret_ty=parts[0].ty) if whole else by_lane(e, value.op, parts)
     if kind in ("Max", "Min"):
         a, b = parts[::-1] if is_constant(value.b) else parts
         return extremum(e, type(value), a, b, both=not any(map(is_constant, children(value))))
@@ -183,13 +189,13 @@ def extremum(e: Emitter, kind: Callable[..., Expr], a: Expr, b: Expr, both: bool
     return e.let("extremum", e.tirx.reinterpret(e.vector_type, e.tirx.bitwise_or(*bits)))
 
 
-def by_lane(e: Emitter, call: Expr, operands: Sequence[Expr]) -> Expr:
+def by_lane(e: Emitter, function: Op, operands: Sequence[Expr]) -> Expr:
     """Any other function of scalars, one lane after the other."""
     places = [e.local("operand") for _ in operands]
     for place, operand in zip(places, operands, strict=True):
         e.vstore(place, 0, operand)
     result = e.local("result")
     with e.loop("lane", e.lanes) as lane:
-        kind = e.ir.PrimType(e.type_of(call))
-        e.store(result, lane, e.ir.Call(call.op, [e.load(p, lane) for p in places], ret_ty=kind))
+        kind = e.ir.PrimType(e.real)
+        e.store(result, lane, e.ir.Call(function, [e.load(p, lane) for p in places], ret_ty=kind))
     return e.let("lanes", e.vload(result, 0))
