@@ -25,5 +25,5 @@ def test_a_data_type_that_a_device_does_not_have_is_named():
                                    ("cpu", "bfloat16", "float32, float64 on a CPU")):
         with pytest.raises(DTypeError, match=f"^dtype='{dtype}' is not allowed; expected one of {allowed}$"):
             ecornn.compile("lstm", hidden=8, dtype=dtype, target=target)
-    with pytest.raises(DTypeError, match="^weights='int16' is not allowed; expected None with dtype float64"):
+    with pytest.raises(DTypeError, match=r"^weights='int16' is not allowed; expected None with dtype float64"):
         ecornn.compile("lstm", hidden=8, dtype="float64", weights="int16", target="cpu")

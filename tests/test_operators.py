@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -202,3 +203,9 @@ def test_cpus_compute_every_function(dtype: str):
         expected = OPERATORS[key].numpy(*first, *[operand] * (arity(key) - 1))
         relative, absolute = ERRORS.get(key, (OF_LIBM, 0.0))
         np.testing.assert_allclose(got, expected, rtol=relative * units, atol=absolute * units, err_msg=key)
+
+
+def test_the_documentation_names_every_operator():
+    text = (Path(__file__).parent.parent / "docs" / "CELLS.md").read_text()
+    (row,) = [line for line in text.splitlines() if line.startswith("| `+` Add")]
+    assert set(re.findall(r"[A-Za-z_][A-Za-z0-9_]*", row)) == set(OPERATORS)

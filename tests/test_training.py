@@ -60,7 +60,8 @@ def lstm() -> Layer:
 
 @pytest.mark.parametrize(("cell", "properties"), [
     ("gru", {"bidirectional": True}), ("lstm", {"layers": 3, "bidirectional": True, "lengths": True}),
-    ("rnn_tanh", {"layers": 2, "resets": True, "reverse": True}), ("gru_reset_before", {"layers": 2, "dtype": "float64"})])
+    ("rnn_tanh", {"layers": 2, "resets": True, "reverse": True}),
+    ("gru_reset_before", {"layers": 2, "dtype": "float64"})])
 def test_stacks(cell, properties):
     layer = Layer(cell, **properties)
     y, after, kept = layer.bound.forward(layer.x, layer.states, **layer.masks)

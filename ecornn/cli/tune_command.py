@@ -71,6 +71,7 @@ ONE_SEARCH = "A CPU's backward pass has no knobs: what was found is the forward 
 @click.option("--key", default="ecornn", show_default=True, help="Of the servers, with --tracker.")
 @click.option("--allow-remote", is_flag=True,
               help="A tracker on another machine. RPC is remote execution: trusted networks only.")
+@click.version_option(package_name="ecornn")
 @plain_errors
 def tune(target: str | None, timeout: float, seed: int, tracker: str | None, key: str, allow_remote: bool,
          **options: Any) -> None:

@@ -83,7 +83,7 @@ class Training:
         self._forward, self._backward = entry_plan(manifest, FORWARD), entry_plan(manifest, BACKWARD)
         self._arguments = {id(plan): self._packed(plan) for plan in (self._forward, self._backward)}
         self._scratch: dict[tuple[int, int], tuple[tuple[int, ...], int]] = {}  # plan, T -> offsets, bytes
-        self._pool = Pool()
+        self._pool, self._kept = Pool(), Pool()
         self._last = (0, 0, *kept_layout(manifest, 0, 0))
 
     def kept_bytes(self, steps: int, batch: int) -> int:
@@ -121,7 +121,7 @@ class Training:
         """Runs ``forward``; arguments are checked, ``states`` and ``after`` as a call has them."""
         offsets, total = self._layout(steps, batch)
         if memory is None and total:
-            memory = arrays.workspace(total, x[0], self._caller.library)
+            memory = self._kept.take(0, total) or arrays.workspace(total, x[0], self._caller.library)
         kept = Kept(self._caller, arrays, x, y, list(states), dict(masks), memory, steps, batch, rows)
         given = {"x": [x[1]], "y": [y[1]], "state_in": self._by_part(states, rows),
                  "state_out": self._by_part(after, rows), **{name: [at] for name, (_, at) in masks.items()}}
@@ -139,6 +139,10 @@ class Training:
                  **{name: [at] for name, (_, at) in kept.masks.items()}}
         offsets, _ = self._layout(kept.steps, kept.batch)
         self._run(self._caller.library.backward, self._backward, kept, offsets, given)
+        memory, kept.memory = kept.memory, None
+        # The system takes about as long to give a CPU new memory as its cores to fill it.
+        if self._caller.threads is not None and memory is not None and not isinstance(memory, GivenMemory):
+            self._kept.give(0, memory)
 
     def _by_part(self, states: Sequence[Placed], rows: int) -> list[int]:
         """Pointers by state and then by sequence."""
@@ -244,7 +248,6 @@ class TrainingCalls:
         before = [arrays.empty(shape, like, self.library) for _ in states]
         kept.taken = True
         training.backward(kept, placed, dstates, dx, before, sums.values())
-        kept.memory = None
         return Gradients(arrays.give(dx[0]), {n: arrays.give(a) for n, (a, _) in sums.items()},
                          tuple(arrays.give(a) for a, _ in before))
 

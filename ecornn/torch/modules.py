@@ -22,6 +22,9 @@ class Compiled(Sequences, torch.nn.RNNBase):
     """
 
     def __init__(self, mode: str, *args: Any, **kwargs: Any) -> None:
+        if mode != "LSTM" and "proj_size" in kwargs:
+            raise ArgumentError("proj_size", kwargs["proj_size"], "nothing: proj_size argument is only supported for "
+                                "LSTM, not RNN or GRU")
         super().__init__(mode, *args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:

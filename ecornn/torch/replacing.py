@@ -38,8 +38,8 @@ def replace(model: torch.nn.Module, *, fullgraph: bool = False) -> Report:
 
     The layers stay the same objects, with their parameters, hooks, parametrizations and names, and ``isinstance`` finds
     them to be what they were; only their class changes, to one below that. So it is with classes of a user's own that
-    leave the calls to torch.nn. The model itself may be such a layer. Returns what was swapped, and what was not and
-    why.
+    leave the calls to torch.nn, or whose ``forward`` goes on in ``super().forward()``. The model itself may be such a
+    layer. Returns what was swapped, and what was not and why.
 
     ``fullgraph``: torch.compile refuses to look into what is a ``torch.nn.LSTM``, ``GRU`` or ``RNN``, and leaves it out
     of its graphs, as it did before. With this, layers of these very classes become :class:`ecornn.torch.LSTM` and so

@@ -63,7 +63,9 @@ class Sequences:
         if x.dim() != 3 or x.shape[2] != self.input_size:
             raise ShapeError("input.shape", tuple(input.data.shape), f"2 or 3 axes, the last of input_size="
                              f"{self.input_size}")
-        batch = x.shape[1]
+        steps, batch = x.shape[:2]
+        if steps == 0:
+            raise ShapeError("input.shape", tuple(input.shape), "at least one step")
         if batch == 0:
             return by_torch(self, input, hx)
         y, *after = self._run(x, states_of(self, hx, x, batch, single, None), None, asked)
@@ -72,6 +74,11 @@ class Sequences:
         else:
             output = y.transpose(0, 1) if self.batch_first else y
         return output, self._states(after)
+
+    def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.__future__.get_swap_module_params_on_conversion():
+            engine.let_go(self)
+        return super()._apply(*args, **kwargs)  # type: ignore[misc]
 
     def __prepare_scriptable__(self) -> None:
         """torch.jit.script compiles what PyTorch has; raises :class:`~ecornn.errors.FallbackError`."""
@@ -100,11 +107,16 @@ class Sequences:
 
     def _forward_packed(self: Any, input: PackedSequence, hx: Any, asked: bool) -> Any:
         """Rows in packed order, the longest first; the module needs no order, the states have one."""
-        data, sizes, order, back = input
+        data = input.data
         if data.dim() != 2 or data.shape[1] != self.input_size:
             raise ShapeError("input.shape", tuple(data.shape), f"2 axes, the last of input_size={self.input_size}")
-        plain = not (self._drops or torch.compiler.is_compiling() or watched(
-            (data, *tensors_of(hx), *engine.weights_of(self))))
+        seen = torch.compiler.is_compiling() or watched((data, *tensors_of(hx), *engine.weights_of(self)))
+        if not seen:
+            input = packed.checked(input)
+            if not len(input.data):
+                return by_torch(self, input, hx)
+        data, sizes, order, back = input
+        plain = not (self._drops or seen)
         found = None  # rows and states of columns with gradients
         if asked and plain:
             engine.check_type(data, engine.weights_of(self)[0])

@@ -25,11 +25,12 @@ from ecornn.schedules.cpu.memory import Place
 from ecornn.schedules.cpu.tile_task import TileTask
 from ecornn.schedules.cpu.tiling import Shape, registers_of
 from ecornn.schedules.cpu.timeline import Timeline
-from ecornn.schedules.cpu.training.accumulate import Outer, add_outer, add_sums, add_vectors
 from ecornn.schedules.cpu.training.gather import Copy, gather
 from ecornn.schedules.cpu.training.graphs import Backward, pass_plan
+from ecornn.schedules.cpu.training.outer import Outer, OuterProducts
 from ecornn.schedules.cpu.training.passes import SLACK, Pass
 from ecornn.schedules.cpu.training.recurrence import Recurrence
+from ecornn.schedules.cpu.training.sums import add_sums, add_vectors
 from ecornn.schedules.cpu.worker import Worker
 from ecornn.schedules.keeping import kept_buffers, value_buffers
 
@@ -110,6 +111,12 @@ class BackwardWorker:
         """What it takes, in order."""
         return [b for part in (self.root, self.recurrence, *self.passes) for b in part.buffers]
 
+    @property
+    def work(self) -> int:
+        """Multiply-adds of a row in a step, about."""
+        outer = (self.outer(o) for o in self.outer_products)
+        return sum(part.work for part in (self.recurrence, *self.passes)) + sum(o.rows * o.columns for o in outer)
+
     # -- declarations ---------------------------------------------------------------------------
     def declare(self) -> None:
         root, e, s, task = self.root, self.e, self.shape, self.task
@@ -139,6 +146,8 @@ class BackwardWorker:
                 reader.given.update({v: p for v, p in self.places.items() if v not in own})
         self.finish.given.update({v: self.recurrence.last(n) for n, v in self.plans.recurrence.graph.states.items()})
         self.declare_totals()
+        self.outers = OuterProducts(root, [self.outer(o) for o in self.outer_products],
+                                    self.shape.chunk * self.shape.batch, self.registers)
 
     def declare_rows(self) -> None:
         """Where the parts find what forward left, and dy."""
@@ -230,8 +239,7 @@ class BackwardWorker:
             self.dx.run(low, rows)
         elif not self.adds:
             self.no_dx(low, rows)
-        for o in self.outer_products:
-            add_outer(self.root, self.outer(o), rows, self.registers)
+        self.outers.add(rows)
         self.add(adjoint.recurrence.sums, self.places, rows)
         self.add(adjoint.inputs.sums, self.places, rows)
         e.call("ecornn_barrier")
