@@ -61,7 +61,9 @@ def test_help_teaches_by_examples_and_is_fast():
     (["compile", "--cell", "lstm", "--hidden", "8", "--target", "sm_10", "-o", "x.so"], "target='sm_10'"),
     (["compile", "--cell", "lstm", "--hidden", "8"], "a file name"),
     (["compile", *LAYER, "--layers", "2", "--overlap", "wavefront", "-o", "x.so"], "overlap='wavefront'"),
-    (["compile", *LAYER, "--dtype", "float16", "-o", "x.so"], "no schedule serves"),
+    (["compile", *LAYER, "--dtype", "float16", "-o", "x.so"], "expected one of float32, float64 on a CPU"),
+    (["compile", *LAYER, "--dtype", "float64", "--target", "sm_90a", "-o", "x.so"],
+     "dtype='float64' is not allowed; expected one of float32, float16, bfloat16 on a GPU"),
     (["compile", *LAYER, "-o", "x.so", "--schedule", "magic"], "schedule='magic'"),
     (["compile", *LAYER, "-o", "x.so", "--schedule", "cpu_sequence", "--config", "nope=1"], "a knob of"),
     (["bench", "none.so"], "none.so"),
@@ -184,7 +186,7 @@ def test_many_layers_in_one_session_each_with_its_log(folder):
     command = ["tune", "--cell", "lstm", "--cell", "rnn_tanh", "--hidden", "16", "--batch", "2", "--seq", "8",
                "--target", "cpu", "--trials", "3", "--dtype", "float32", "--dtype", "float16"]
     output = run(*command, code=1)  # float16 is not served on CPUs; the others are tuned all the same
-    assert output.count("error: no schedule serves") == 2 and "2 of 4 layers have a schedule" in output
+    assert output.count("error: dtype='float16' is not allowed") == 2 and "2 of 4 layers have a schedule" in output
     assert len(re.findall(r"^\[[13]/4\] \S+ T=8 .* µs per step", output, re.MULTILINE)) == 2
     paths = sorted(folder.glob("*.jsonl"))
     assert len(paths) == 2

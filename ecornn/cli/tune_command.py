@@ -122,7 +122,7 @@ def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], tar
     """Tunes layers of the properties ``asked`` in turn; whether each has a best. One that no schedule serves does not
     end the rest."""
     from ecornn.cli.progress import Meter
-    from ecornn.errors import CellError, ScheduleError
+    from ecornn.errors import CellError, DTypeError, ScheduleError
 
     good = []
     if session.tracker is not None:  # a compilation, which has no tracker, is for this machine unless it is told
@@ -140,7 +140,7 @@ def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], tar
         try:
             with Meter(console, layer.training) as meter:
                 result = session.tune_layer(layer, **options, report=meter.report, begin=begin)
-        except (CellError, ScheduleError) as error:
+        except (CellError, DTypeError, ScheduleError) as error:
             if len(layers) == 1:
                 raise
             console.print(f"{count}error: {error}", markup=False)

@@ -12,6 +12,7 @@ from ecornn.program import BACKWARD, FORWARD, KEPT
 from ecornn.runtime.arrays import Arrays, Placed, Shape
 from ecornn.runtime.memory import GivenMemory, Memory, Pool, layout
 from ecornn.runtime.plan import SCALARS, EntryPlan, entry_plan
+from ecornn.workload import summed
 
 
 @dataclass
@@ -49,7 +50,7 @@ class Gradients:
     Attributes
     ----------
     x : (T, B, I), of the module's data type
-    weights : by name, of the weights' shapes, float32
+    weights : by name, of the weights' shapes, float32; of a module of float64 that
     state : of the first states, as they were passed to ``forward``: (B, H), or (L*D, B, H); S rows with ``sequences``
     """
 
@@ -221,8 +222,8 @@ class TrainingCalls:
         kept : what that call gave, which is used up
         dy : (T, B, D*H), the gradient of y; None: zeros
         dstate : the gradients of the final states, shaped as these; None: zeros
-        gradients : arrays by the weights' names to add those of the weights to: float32, of the weights' shapes,
-            contiguous; default: new ones
+        gradients : arrays by the weights' names to add those of the weights to: of the type and shapes of
+            :attr:`Gradients.weights`, contiguous; default: new ones
 
         Raises :class:`~ecornn.errors.ArgumentError` and its subclasses where an argument does not fit, also for a
         ``kept`` of another layer, or one that was used before; nothing has run then.
@@ -296,9 +297,9 @@ class TrainingCalls:
 
     def _sums(self: Any, arrays: Arrays, gradients: Mapping[str, Any] | None,
               like: Any) -> Iterator[tuple[str, Placed]]:
-        parameters = self.manifest.parameters
+        parameters, wanted = self.manifest.parameters, summed(self.manifest.workload.dtype)
         if gradients is None:
-            made = arrays.all_zeros([p.shape for p in parameters], like)
+            made = arrays.all_zeros([p.shape for p in parameters], like, wanted)
             yield from zip((p.name for p in parameters), made, strict=True)
             return
         names = [p.name for p in parameters]
@@ -310,8 +311,8 @@ class TrainingCalls:
             shape, dtype, _ = arrays.facts(array)
             if shape != p.shape:
                 raise ShapeError(f"{name}.shape", shape, str(p.shape))
-            if dtype != "float32":
-                raise DTypeError(f"{name}.dtype", dtype, "float32")
+            if dtype != wanted:
+                raise DTypeError(f"{name}.dtype", dtype, wanted)
             placed = arrays.in_place(array)
             if placed is None:
                 raise ArgumentError(name, "a strided, misaligned or read-only array",

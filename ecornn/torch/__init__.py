@@ -11,9 +11,9 @@ told:
 
     ecornn.torch.rebind(model)
 
-Layers train: on CPUs in float32, on GPUs in float32, float16 and bfloat16, also under autocast, gradients are those of
-compiled modules. Where PyTorch has to run a warning says why, and with ``ECORNN_STRICT=1`` in the environment that is
-an error. Gradients of gradients are refused: ``restore(model)`` makes its layers torch.nn's again.
+Layers train: on CPUs in float32 and float64, on GPUs in float32, float16 and bfloat16, also under autocast, gradients
+are those of compiled modules. Where PyTorch has to run a warning says why, and with ``ECORNN_STRICT=1`` in the
+environment that is an error. Gradients of gradients are refused: ``restore(model)`` makes its layers torch.nn's again.
 
 Under torch.compile, torch.export, the modes and transforms of torch.func and others, a layer is one operator,
 ``torch.ops.ecornn.recurrent``, or, with gradients, ``recurrent_forward`` with ``recurrent_backward``. They have the

@@ -16,7 +16,7 @@ class Compiled(Sequences, torch.nn.RNNBase):
     for one that has them.
 
     For forward derivatives, in torch.jit.trace, for a batch of no sequences, where the device or the data type is not
-    compiled for (on a CPU all but float32, and autocast), and for gradients on a GPU that no schedule has, PyTorch's
+    compiled for (on a CPU 16 bits and autocast), and for gradients on a GPU that no schedule has, PyTorch's
     own forward runs, on the same parameters: :mod:`ecornn.torch.falling_back`. The base is RNNBase, since torch.compile
     refuses to look into a ``torch.nn.LSTM``.
     """

@@ -9,6 +9,7 @@ import torch
 
 from ecornn.torch import engine
 from ecornn.torch.classes import OURS, compiled_class, original_class, overridden, reclass
+from ecornn.torch.compiling import serves
 from ecornn.torch.modules import Compiled
 from ecornn.torch.sequences import Sequences
 
@@ -94,10 +95,8 @@ def obstacle(module: torch.nn.Module) -> str | None:
     if own:
         return f"{type(module).__name__} has methods of its own, which may do more: {', '.join(own)}"
     weight = engine.weights_of(module)[1]
-    if weight.dtype not in engine.NAMES:
-        return f"its weights are {weight.dtype}"
     if weight.device.type not in ("cpu", "cuda"):
         return f"it is on {weight.device}"
-    if weight.is_cpu and weight.dtype != torch.float32:
-        return f"on a CPU, only float32 is compiled, not {weight.dtype}"
+    if not serves(weight.device, weight.dtype):
+        return f"its weights are {weight.dtype}, which is not compiled for {weight.device.type}"
     return None

@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from ecornn.errors import ArgumentError, DeviceError, DTypeError, FallbackError, ScheduleError, ShapeError
 from ecornn.torch import direct, engine, packed, packed_training
+from ecornn.torch.compiling import serves
 from ecornn.torch.dispatching import watched
 from ecornn.torch.falling_back import by_torch, obstacle, tensors_of
 from ecornn.torch.kind import text_of
@@ -23,7 +24,8 @@ class Sequences:
 
     Weights are packed at the first call, and again once they have changed: a training step, ``load_state_dict``
     and whatever raises a tensor's version are seen. Writes through ``.data`` or NumPy, and any in inference mode,
-    are seen on a CPU, unless they change single values: call :func:`ecornn.torch.rebind` after those, and on a GPU.
+    are seen on a CPU, unless they change single values of other types than float64: call :func:`ecornn.torch.rebind`
+    after those, and on a GPU.
     """
 
     TORCH: type[torch.nn.RNNBase] | None = None
@@ -169,7 +171,7 @@ def run_layers(module: Any, weights: list[torch.Tensor], x: torch.Tensor, state:
 def autocasted(value: Any) -> Any:
     """Tensors of a GPU as ``torch.nn`` has them under autocast: of its data type; anything else as it is."""
     if isinstance(value, torch.Tensor):
-        if value.is_cuda and value.dtype in engine.NAMES:
+        if value.is_cuda and serves(value.device, value.dtype):
             return value.to(torch.get_autocast_dtype("cuda"))
         return value
     if isinstance(value, PackedSequence):

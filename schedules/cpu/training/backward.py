@@ -75,7 +75,7 @@ class BackwardWorker:
 
     def __init__(self, task: Task, plans: Backward, shape: Shape, dx_shape: Shape) -> None:
         self.task, self.plans, self.shape = task, plans, shape
-        self.e = e = Emitter(shape.lanes)
+        self.e = e = Emitter(shape.lanes, shape.real)
         forward = task.graph
         self.registers = registers_of(task.device)
         # tiles of rows may reach past the last row of a chunk
@@ -122,10 +122,10 @@ class BackwardWorker:
         root, e, s, task = self.root, self.e, self.shape, self.task
         root.declare_scalars()
         tensors = [t for t in ENTRIES[BACKWARD] if TENSORS[t].role != KEPT]
-        for b in tensor_buffers(tensors, task.traversal, "float32", self.forward.states, self.forward.parameters):
+        for b in tensor_buffers(tensors, task.traversal, s.real, self.forward.states, self.forward.parameters):
             root.add(b)
         states = [name for name in self.plans.kept.states if name != self.forward.output]
-        size = s.batch, s.hidden, "float32"
+        size = s.batch, s.hidden, s.real
         for b in (*kept_buffers(states, *size), *value_buffers(len(self.plans.kept.values), *size)):
             root.add(b)
         root.declare_constants()
@@ -250,7 +250,7 @@ class BackwardWorker:
         with root.tasks("no_dx", rows) as row:
             start = e.let("start", (low * root.batch + row) * e.index(length))
             with e.loop("k", length) as k:
-                e.store(root.data["dx"], start + k, e.tirx.const(0.0, "float32"))
+                e.store(root.data["dx"], start + k, e.number(0.0))
 
     def add(self, sums: tuple[Sum, ...], places: Mapping[Var, Place], rows: Expr) -> None:
         """Adds to the totals."""

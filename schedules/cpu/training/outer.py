@@ -128,7 +128,7 @@ class OuterProducts:
     def _edge(self, outer: Outer, j: Expr, k: Expr, sums: list[list[TirBuffer]]) -> None:
         """Adds what of a tile is within the matrix, element by element."""
         e, lanes, height, vectors = self.worker.e, self.worker.e.lanes, self.height, self.vectors
-        tile = e.tirx.decl_buffer([height * vectors * lanes], "float32", "tile", scope="local")
+        tile = e.tirx.decl_buffer([height * vectors * lanes], e.real, "tile", scope="local")
         e.add(e.tirx.AllocBuffer(tile))
         for m in range(height):
             for n in range(vectors):
