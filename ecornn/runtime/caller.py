@@ -12,6 +12,7 @@ import numpy as np
 
 from ecornn.errors import ArgumentError, DeviceError, DTypeError, ModuleError, ShapeError
 from ecornn.manifest import Manifest
+from ecornn.runtime.addressed import AddressedCall
 from ecornn.runtime.arrays import Arrays, Placed, Shape
 from ecornn.runtime.binding import Bound
 from ecornn.runtime.frameworks import arrays_of
@@ -57,6 +58,7 @@ class Caller(TrainingCalls):
         self._place = "cpu" if self._on_cpu else f"cuda:{device}"
         self._names = manifest.states
         self.together = manifest.together
+        self._addressed: dict[tuple[Any, ...], AddressedCall] = {}
 
     def __call__(self, x: Any, state: Sequence[Any] | None = None, *, lengths: Any = None, resets: Any = None,
                  sequences: Any = None, batch_first: bool = False, out: Any = None) -> tuple[Any, tuple[Any, ...]]:
@@ -183,6 +185,16 @@ class Caller(TrainingCalls):
         """As :meth:`repack` on a GPU, on this stream, of contiguous weights at these addresses, in the manifest's
         order, of one data type (float32, float16 or bfloat16); 0 stands for zeros. Nothing is checked."""
         self._bound.device_packing(pointers, dtype, queue)
+
+    def addressed(self, entry: str, steps: int, batch: int, tensors: tuple[str, ...]) -> AddressedCall:
+        """An entry of a layer on a CPU as a function of addresses, for this T and B; it is kept for the next time."""
+        key = entry, steps, batch, tensors
+        found = self._addressed.get(key)
+        if found is None:
+            if len(self._addressed) >= 64:
+                self._addressed.clear()
+            found = self._addressed[key] = AddressedCall(self, *key)
+        return found
 
     @cached_property
     def training(self) -> Training:

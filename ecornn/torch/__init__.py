@@ -27,9 +27,10 @@ with ``OMP_WAIT_POLICY=passive``, which costs PyTorch's operations more. Ours sl
 
 from __future__ import annotations
 
+from ecornn.torch.cells import GRUCell, LSTMCell, RNNCell
 from ecornn.torch.modules import GRU, LSTM, RNN
 from ecornn.torch.preparing import prepare
 from ecornn.torch.recurrent import Recurrent
 from ecornn.torch.replacing import Report, rebind, replace, restore
 
-__all__ = ["GRU", "LSTM", "RNN", "Recurrent", "Report", "prepare", "rebind", "replace", "restore"]
+__all__ = ["GRU", "GRUCell", "LSTM", "LSTMCell", "RNN", "RNNCell", "Recurrent", "Report", "prepare", "rebind", "replace", "restore"]

@@ -31,6 +31,7 @@ class Engine:
     ----------
     kind : what they are layers of
     refused : columns that no schedule serves, see packed.py
+    steps, shared : what a cell keeps between its calls, see stepping.py and stepping_training.py
     """
 
     def __init__(self, kind: Kind) -> None:
@@ -42,6 +43,8 @@ class Engine:
         self._lock = threading.Lock()
         self._trained = TrainedLayers(kind)
         self.training = self._trained.layer
+        self.steps: dict[Any, Any] = {}
+        self.shared: Any = None
 
     def layer(self, weights: Sequence[torch.Tensor], x: Any, batch: int, steps: int, masks: str = "") -> Layer:
         """The layer for x, of this B and about this T, with the weights as they are now; it takes ``masks``:

@@ -58,6 +58,12 @@ class Kind:
         return "lstm(projection)" if self.projection else CELLS[self.mode]
 
     @cached_property
+    def text(self) -> str:
+        """As :func:`text_of` has it."""
+        sizes = ",".join(f"{field}={getattr(self, field)}" for field in FIELDS)
+        return f"{self.mode}({sizes})" + (f":{self.name}" if self.name else "")
+
+    @cached_property
     def directions(self) -> int:
         """D."""
         return 1 + self.bidirectional

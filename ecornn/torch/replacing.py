@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from ecornn.torch import engine
-from ecornn.torch.classes import OURS, compiled_class, original_class, overridden, reclass
-from ecornn.torch.modules import Compiled
+from ecornn.torch.classes import CELLS, COMPILED, OURS, compiled_class, original_class, overridden, reclass
 from ecornn.torch.sequences import Sequences
 
 
@@ -33,7 +32,8 @@ class Report:
 
 
 def replace(model: torch.nn.Module, *, fullgraph: bool = False) -> Report:
-    """Makes every ``torch.nn.LSTM``, ``GRU`` and ``RNN`` of a model a compiled one, in place.
+    """Makes every ``torch.nn.LSTM``, ``GRU`` and ``RNN`` of a model a compiled one, in place, and every ``LSTMCell``,
+    ``GRUCell`` and ``RNNCell``.
 
     The layers stay the same objects, with their parameters, hooks, parametrizations and names, and ``isinstance`` finds
     them to be what they were; only their class changes, to one below that. So it is with classes of a user's own that
@@ -45,16 +45,16 @@ def replace(model: torch.nn.Module, *, fullgraph: bool = False) -> Report:
     on, which it has in one graph, and which are ``torch.nn.RNNBase`` alone.
     """
     def ours(kind: Any) -> type[Any]:
-        return OURS[kind] if fullgraph and kind in OURS else compiled_class(kind)
+        return OURS[kind] if kind in CELLS or (fullgraph and kind in OURS) else compiled_class(kind)
 
     swapped, kept = [], {}
     for name, module in model.named_modules():
         name = name or type(module).__name__
-        if isinstance(module, Sequences):
+        if isinstance(module, (Sequences, *COMPILED)):
             continue
         if isinstance(module, (torch.nn.RNNBase, torch.nn.RNNCellBase)):
             why = obstacle(module)
-            if why is None and isinstance(module, torch.nn.RNNBase):
+            if why is None:
                 reclass(module, ours)
                 swapped.append(name)
             else:
@@ -63,11 +63,11 @@ def replace(model: torch.nn.Module, *, fullgraph: bool = False) -> Report:
 
 
 def restore(model: torch.nn.Module) -> tuple[str, ...]:
-    """Makes every compiled LSTM, GRU and RNN of a model what it was, or one of ``torch.nn``, in place: what
+    """Makes every compiled LSTM, GRU, RNN and cell of a model what it was, or one of ``torch.nn``, in place: what
     :func:`replace` did, undone. Returns their names."""
     names = []
     for name, module in model.named_modules():
-        if isinstance(module, Compiled):
+        if isinstance(module, COMPILED):
             reclass(module, original_class)
             names.append(name or type(module).__name__)
     return tuple(names)
@@ -86,14 +86,12 @@ def rebind(model: torch.nn.Module) -> None:
 
 def obstacle(module: torch.nn.Module) -> str | None:
     """Why a layer cannot be swapped; None: it can."""
-    if isinstance(module, torch.nn.RNNCellBase):
-        return "a cell is called one step at a time: there is no sequence to compile"
     own = overridden(type(module))
     if own is None:
-        return f"{type(module).__name__} is no LSTM, GRU or RNN of torch.nn's"
+        return f"{type(module).__name__} is no LSTM, GRU or RNN of torch.nn's, and no cell of these"
     if own:
         return f"{type(module).__name__} has methods of its own, which may do more: {', '.join(own)}"
-    weight = engine.weights_of(module)[1]
+    weight: torch.Tensor = module.weight_hh if isinstance(module, torch.nn.RNNCellBase) else engine.weights_of(module)[1]
     if weight.dtype not in engine.NAMES:
         return f"its weights are {weight.dtype}"
     if weight.device.type not in ("cpu", "cuda"):

@@ -17,6 +17,12 @@ from ecornn.torch.operator import recurrent
 from ecornn.torch.transforms import forward as recurrent_forward
 
 
+def refuse_script(module: Any) -> None:
+    """torch.jit.script compiles what PyTorch has; raises :class:`~ecornn.errors.FallbackError`."""
+    raise FallbackError("torch.jit.script has PyTorch's own layers only: call ecornn.torch.restore(model) first, "
+                        "or use torch.export")
+
+
 class Sequences:
     """Calls of a module with the attributes of ``torch.nn.RNNBase``: compiled modules, with gradients where these are
     asked for.
@@ -71,10 +77,7 @@ class Sequences:
             output = y.transpose(0, 1) if self.batch_first else y
         return output, self._states(after)
 
-    def __prepare_scriptable__(self) -> None:
-        """torch.jit.script compiles what PyTorch has; raises :class:`~ecornn.errors.FallbackError`."""
-        raise FallbackError("torch.jit.script has PyTorch's own layers only: call ecornn.torch.restore(model) first, "
-                            "or use torch.export")
+    __prepare_scriptable__ = refuse_script
 
     def _states(self, after: list[torch.Tensor]) -> Any:
         return tuple(after) if len(self.state_names) > 1 else after[0]

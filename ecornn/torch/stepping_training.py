@@ -1,0 +1,154 @@
+"""The same step with gradients. Each call is a node of its own in PyTorch's graph; gradients of weights are added up
+where all calls of a graph have them, and handed on once, when the last of these calls has added its own.
+
+So T calls add T times to one array, in place of T new ones that are added one by one. PyTorch's engine says when all
+are there: calls depend on a token, which depends on the weights, and whose own backward pass comes after theirs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from ecornn.program import BACKWARD, FORWARD
+from ecornn.torch.engine import Engine
+from ecornn.torch.kind import Kind
+from ecornn.torch.snapshot import suspect
+from ecornn.torch.stepping import TENSORS, ready, rows_of
+from ecornn.torch.training_operator import recurrent_backward
+
+BACK = "x", "y", "state_in", "dy", "dstate_out", "dx", "dstate_in", "gradient"
+
+
+def run(engine: Engine, weights: Sequence[torch.Tensor], x: torch.Tensor,
+        state: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """As :func:`ecornn.torch.stepping.run`."""
+    known = engine.shared() if engine.shared is not None else None
+    if known is None or not known.serves(weights):
+        known = Shared(engine, weights)
+        engine.shared = weakref.ref(known)
+    return [*_Step.apply(known, known.token, ready(x), *map(ready, state))]
+
+
+class Shared:
+    """What the calls of a graph have in common; it lives as long as one of them does.
+
+    Attributes
+    ----------
+    weights : the tensors
+    sums : their gradients
+    token : what calls depend on
+    """
+
+    def __init__(self, engine: Engine, weights: Sequence[torch.Tensor]) -> None:
+        self.engine, self.weights = engine, (*weights,)
+        self._asked = [w.requires_grad for w in weights]
+        self.sums = Sums(weights)
+        self.token: torch.Tensor = _Hand.apply(self.sums, *weights)
+
+    def serves(self, weights: Sequence[torch.Tensor]) -> bool:
+        """Whether these are the weights."""
+        return len(weights) == len(self.weights) and all(
+            w is known and w.requires_grad == asked
+            for w, known, asked in zip(weights, self.weights, self._asked, strict=True))
+
+
+class Sums:
+    """Gradients of weights, of each backward pass that is under way."""
+
+    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
+        self._weights = [w.detach() for w in weights]
+        if len(weights) == 2:  # a module has biases, and adds to their gradients
+            self._weights += [weights[0].new_empty(len(weights[0]))] * 2
+        self._found: dict[int, list[torch.Tensor]] = {}
+
+    def of(self, suspects: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of the backward pass that calls, zeros at first."""
+        number = torch._C._current_graph_task_id()
+        found = self._found.get(number)
+        if found is None:
+            found = self._found[number] = [torch.zeros(w.shape) for w in self._weights]
+
+            def end() -> None:
+                self._found.pop(number, None)  # nobody has asked for them
+                suspect(suspects)  # an optimizer may come next
+
+            Variable._execution_engine.queue_callback(end)
+        return found
+
+    def take(self) -> list[torch.Tensor] | None:
+        """The same, once all calls have added theirs."""
+        return self._found.pop(torch._C._current_graph_task_id(), None)
+
+
+class _Hand(torch.autograd.Function):
+    """Weights to the token; backward hands on what calls have added up."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: Sums, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.sums = sums
+        return weights[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[Any, ...]:
+        found = ctx.sums.take()
+        needed = ctx.needs_input_grad[1:]
+        return None, *(found[n] if found is not None and need else None for n, need in enumerate(needed))
+
+
+class _Step(torch.autograd.Function):
+    """States after x (B, I), or (I,), from ``state`` or from zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, shared: Shared, token: torch.Tensor, x: torch.Tensor,
+                *state: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        engine, weights, batch = shared.engine, shared.weights, rows_of(x)
+        hidden, count = engine.kind.hidden, len(engine.kind.widths)
+        with engine.training(weights, x.view(1, batch, -1), "") as layer:
+            call = layer.addressed(FORWARD, 1, batch, TENSORS)
+            # y is kept behind the rest: what is returned may be written
+            memory = torch.empty(call.kept_bytes + 4 * batch * hidden, dtype=torch.uint8)
+            after = tuple([x.new_empty((*x.shape[:-1], hidden)) for _ in range(count)])
+            before = [s.data_ptr() for s in state] or [layer.zero_state(batch)[1]] * count
+            start = memory.data_ptr()
+            call((x.data_ptr(), start + call.kept_bytes, *before, *[s.data_ptr() for s in after]), start)
+        ctx.shared, ctx.kept, ctx.states = shared, call.kept_bytes, len(state)
+        ctx.save_for_backward(memory, x, *state, *weights)
+        ctx.set_materialize_grads(False)
+        return after
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        memory, x, *rest = ctx.saved_tensors
+        state, weights, shared = rest[:ctx.states], rest[ctx.states:], ctx.shared
+        sums = shared.sums.of(shared.weights)
+        if torch.is_grad_enabled():
+            kept, y = memory.split((ctx.kept, len(memory) - ctx.kept))
+            return None, None, *_again(shared.engine.kind, sums, weights, x, state, y.view(x.dtype), kept, gradients)
+        batch, count = rows_of(x), len(gradients)
+        memory, given = ready(memory), [g if g is None else ready(g) for g in gradients]
+        with shared.engine.training(weights, x.view(1, batch, -1), "", again=True) as layer:
+            call, none = layer.addressed(BACKWARD, 1, batch, BACK), layer.zero_state(batch)[1]
+            made = [torch.empty_like(x), *(x.new_empty((*x.shape[:-1], shared.engine.kind.hidden)) for _ in gradients)]
+            before = [s.data_ptr() for s in state] or [none] * count
+            start, (dx, *to) = memory.data_ptr(), [t.data_ptr() for t in made]
+            call((x.data_ptr(), start + ctx.kept, *before, none, *[none if g is None else g.data_ptr() for g in given],
+                  dx, *to, *[s.data_ptr() for s in sums]), start)
+        return None, None, *made[:1 + len(state)]
+
+
+def _again(kind: Kind, sums: list[torch.Tensor], weights: Sequence[torch.Tensor], x: torch.Tensor,
+           state: Sequence[torch.Tensor], y: torch.Tensor, kept: torch.Tensor,
+           gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Gradients of which others may be asked for, which the operator refuses then."""
+    rows, *states = [t.reshape(1, -1, t.shape[-1]) for t in (x, *state)]
+    shape = *rows.shape[:2], kind.hidden
+    given = [x.new_zeros(shape) if g is None else g.reshape(shape) for g in (None, *gradients)]
+    dx, *rest = recurrent_backward(rows, states, None, [*weights], kind.text, y.view(shape), kept, given)
+    for number, gradient in enumerate(rest[len(state):]):
+        sums[number] = sums[number] + gradient
+    return [dx.view(x.shape), *(d.view(s.shape) for d, s in zip(rest, state, strict=False))]
