@@ -41,8 +41,8 @@ class Engine:
         self._bound: dict[tuple[Any, ...], dict[int, tuple[Snapshot, Layer]]] = {}
         self._captured: set[Layer] = set()  # CUDA graphs read their weights, nobody tells for how long
         self._lock = threading.Lock()
-        self._trained = TrainedLayers(kind)
-        self.training = self._trained.layer
+        self.trained = TrainedLayers(kind)
+        self.training = self.trained.layer
         self.steps: dict[Any, Any] = {}
         self.shared: Any = None
 
@@ -104,7 +104,7 @@ class Engine:
     def rebind(self) -> None:
         """Has the next call of every kind read the weights again. Until then the layers keep what they have, also for
         calls that run now."""
-        self._trained.outdate()
+        self.trained.outdate()
         with self._lock:
             for bound in self._bound.values():
                 for snapshot, _ in bound.values():

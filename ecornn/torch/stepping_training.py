@@ -19,6 +19,7 @@ from ecornn.torch.engine import Engine
 from ecornn.torch.kind import Kind
 from ecornn.torch.snapshot import suspect
 from ecornn.torch.stepping import TENSORS, ready, rows_of
+from ecornn.torch.trained import Trained
 from ecornn.torch.training_operator import recurrent_backward
 
 BACK = "x", "y", "state_in", "dy", "dstate_out", "dx", "dstate_in", "gradient"
@@ -100,44 +101,87 @@ class _Hand(torch.autograd.Function):
         return None, *(found[n] if found is not None and need else None for n, need in enumerate(needed))
 
 
+class TrainingStep:
+    """A step of so many rows as x has, both ways, by a layer that is bound to weights.
+
+    Attributes
+    ----------
+    one : the layer
+    """
+
+    def __init__(self, engine: Engine, one: Trained, x: torch.Tensor) -> None:
+        self.one, batch = one, rows_of(x)
+        self._forward = one.layer.addressed(FORWARD, 1, batch, TENSORS)
+        self._backward = one.layer.addressed(BACKWARD, 1, batch, BACK)
+        self._shape, self._count = (*x.shape[:-1], engine.kind.hidden), len(engine.kind.widths)
+        self._zero = one.layer.zero_state(batch)[1]
+        self._zeros = [self._zero] * self._count
+        self.kept_bytes = self._forward.kept_bytes
+        self._bytes = self.kept_bytes + 4 * batch * engine.kind.hidden
+
+    def forward(self, x: torch.Tensor, state: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """What is kept, and the states after x. y is kept behind the rest, since what is returned may be written."""
+        memory = torch.empty(self._bytes, dtype=torch.uint8)
+        after = [torch.empty(self._shape) for _ in self._zeros]
+        start = memory.data_ptr()
+        self._forward((x.data_ptr(), start + self.kept_bytes, *([s.data_ptr() for s in state] or self._zeros),
+                       *[s.data_ptr() for s in after]), start)
+        return memory, after
+
+    def backward(self, memory: torch.Tensor, x: torch.Tensor, state: Sequence[torch.Tensor],
+                 gradients: Sequence[torch.Tensor | None], sums: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The gradients of x and of the states before it; those of weights are added to ``sums``."""
+        made = [torch.empty_like(x), *[torch.empty(self._shape) for _ in self._zeros]]
+        start, zero = memory.data_ptr(), self._zero
+        self._backward((x.data_ptr(), start + self.kept_bytes, *([s.data_ptr() for s in state] or self._zeros), zero,
+                        *[zero if g is None else g.data_ptr() for g in gradients], *[m.data_ptr() for m in made],
+                        *[s.data_ptr() for s in sums]), start)
+        return made
+
+
+def _taken(shared: Shared, weights: Sequence[torch.Tensor], x: torch.Tensor, again: bool) -> TrainingStep:
+    """A step of the layer with the weights as they are now, or as they were in an earlier call, which is taken."""
+    engine, key = shared.engine, (x.shape, torch.get_num_threads(), "training")
+    step: TrainingStep | None = engine.steps.get(key)
+    if step is None or again or not engine.trained.take_this(step.one, weights):
+        one = engine.trained.take(weights, x.view(1, rows_of(x), -1), "", again)
+        if step is None or step.one is not one:
+            step = engine.steps[key] = TrainingStep(engine, one, x)
+    return step
+
+
 class _Step(torch.autograd.Function):
     """States after x (B, I), or (I,), from ``state`` or from zeros."""
 
     @staticmethod
     def forward(ctx: Any, shared: Shared, token: torch.Tensor, x: torch.Tensor,
                 *state: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        engine, weights, batch = shared.engine, shared.weights, rows_of(x)
-        hidden, count = engine.kind.hidden, len(engine.kind.widths)
-        with engine.training(weights, x.view(1, batch, -1), "") as layer:
-            call = layer.addressed(FORWARD, 1, batch, TENSORS)
-            # y is kept behind the rest: what is returned may be written
-            memory = torch.empty(call.kept_bytes + 4 * batch * hidden, dtype=torch.uint8)
-            after = tuple([x.new_empty((*x.shape[:-1], hidden)) for _ in range(count)])
-            before = [s.data_ptr() for s in state] or [layer.zero_state(batch)[1]] * count
-            start = memory.data_ptr()
-            call((x.data_ptr(), start + call.kept_bytes, *before, *[s.data_ptr() for s in after]), start)
-        ctx.shared, ctx.kept, ctx.states = shared, call.kept_bytes, len(state)
-        ctx.save_for_backward(memory, x, *state, *weights)
+        step = ctx.step = _taken(shared, shared.weights, x, False)
+        try:
+            ctx.packs = step.one.packs
+            memory, after = step.forward(x, state)
+        finally:
+            shared.engine.trained.give(step.one)
+        ctx.shared, ctx.states = shared, len(state)
+        ctx.save_for_backward(memory, x, *state, *shared.weights)
         ctx.set_materialize_grads(False)
-        return after
+        return tuple(after)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         memory, x, *rest = ctx.saved_tensors
-        state, weights, shared = rest[:ctx.states], rest[ctx.states:], ctx.shared
-        sums = shared.sums.of(shared.weights)
+        state, weights, shared, step = rest[:ctx.states], rest[ctx.states:], ctx.shared, ctx.step
+        sums, trained = shared.sums.of(shared.weights), shared.engine.trained
         if torch.is_grad_enabled():
-            kept, y = memory.split((ctx.kept, len(memory) - ctx.kept))
+            kept, y = memory.split((step.kept_bytes, len(memory) - step.kept_bytes))
             return None, None, *_again(shared.engine.kind, sums, weights, x, state, y.view(x.dtype), kept, gradients)
-        batch, count = rows_of(x), len(gradients)
-        memory, given = ready(memory), [g if g is None else ready(g) for g in gradients]
-        with shared.engine.training(weights, x.view(1, batch, -1), "", again=True) as layer:
-            call, none = layer.addressed(BACKWARD, 1, batch, BACK), layer.zero_state(batch)[1]
-            made = [torch.empty_like(x), *(x.new_empty((*x.shape[:-1], shared.engine.kind.hidden)) for _ in gradients)]
-            before = [s.data_ptr() for s in state] or [none] * count
-            start, (dx, *to) = memory.data_ptr(), [t.data_ptr() for t in made]
-            call((x.data_ptr(), start + ctx.kept, *before, none, *[none if g is None else g.data_ptr() for g in given],
-                  dx, *to, *[s.data_ptr() for s in sums]), start)
+        memory, x, *state = map(ready, (memory, x, *state))  # they may have been away, in a file
+        if not trained.take_this(step.one, weights, ctx.packs):
+            step = _taken(shared, weights, x, True)
+        try:
+            made = step.backward(memory, x, state, [g if g is None else ready(g) for g in gradients], sums)
+        finally:
+            trained.give(step.one)
         return None, None, *made[:1 + len(state)]
 
 

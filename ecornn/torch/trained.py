@@ -21,19 +21,20 @@ GRAPHS = "graphs"  # in place of a stream: the layers that CUDA graphs have capt
 
 
 class Trained:
-    """A layer, and the weights that are packed in it."""
+    """A layer, and the weights that are packed in it; ``packs`` counts how often they were."""
 
     def __init__(self, kind: Kind, module: Module, weights: Sequence[torch.Tensor], x: torch.Tensor) -> None:
         self._kind = kind
         device, threads = (None, torch.get_num_threads()) if x.is_cpu else (x.device.index, None)
         self.layer: Layer = module.bind(parameters(kind, weights), device or 0, threads=threads)
-        self.busy = 0  # calls that are under way
+        self.busy = self.packs = 0  # calls that are under way
         self.snapshot = Snapshot(weights)
         self._there = None if x.is_cpu else DeviceWeights(kind, self.layer, weights)
 
     def pack(self, weights: Sequence[torch.Tensor]) -> None:
         """Packs weights where the last ones were; on a GPU on the current stream."""
         same, snapshot = self.snapshot.same(weights), self.snapshot
+        self.packs += 1
         if self._there is not None:
             self._there.pack(weights, same)
         else:
@@ -65,14 +66,31 @@ class TrainedLayers:
     def layer(self, weights: Sequence[torch.Tensor], x: Any, masks: str, again: bool = False) -> Iterator[Layer]:
         """A layer for x (T, B, I), with the weights as they are now; ``again``: as an earlier call had it, no optimizer
         has come since. It keeps its weights until this ends, and no longer."""
-        with self._lock:
-            one = self._take(weights, x, masks, again)
-            one.busy += 1
+        one = self.take(weights, x, masks, again)
         try:
             yield one.layer
         finally:
-            with self._lock:
-                one.busy -= 1
+            self.give(one)
+
+    def take(self, weights: Sequence[torch.Tensor], x: Any, masks: str, again: bool = False) -> Trained:
+        """As :meth:`layer`, until :meth:`give`."""
+        with self._lock:
+            one = self._take(weights, x, masks, again)
+            one.busy += 1
+        return one
+
+    def take_this(self, one: Trained, weights: Sequence[torch.Tensor], packs: int | None = None) -> bool:
+        """The same of one that was taken before; False where its weights are not these any more, or have been packed
+        since there were so many ``packs``."""
+        with self._lock:
+            fits = one.snapshot.holds(weights) if packs is None else one.packs == packs
+            one.busy += fits
+        return fits
+
+    def give(self, one: Trained) -> None:
+        """It may be packed again."""
+        with self._lock:
+            one.busy -= 1
 
     def outdate(self) -> None:
         """Has the next call of every kind read the weights again."""
