@@ -202,11 +202,13 @@ class Loop:
 @dataclass(frozen=True)
 class Parallel:
     """CPU: ``function`` once on each thread (scalars ``thread`` and ``threads`` besides T and B), of which there are
-    no more than ``most`` (0: any number); ``names`` as of :class:`Launch`."""
+    no more than ``most`` (0: any number), and fewer where other calls run or there is not enough to do: ``work`` are
+    the multiply-adds of a row of the batch in a step, about (0: nobody knows). ``names`` as of :class:`Launch`."""
 
     function: str
     names: Mapping[str, str] = field(default_factory=dict)
     most: int = 0
+    work: int = 0
 
 
 @dataclass(frozen=True)

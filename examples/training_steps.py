@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
-
-# Between PyTorch's own operations, which take turns with ours on a CPU, its OpenMP threads spin for milliseconds by
-# default and keep our threads from running. The setting counts only before PyTorch is loaded.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""CPU programs: functions by TVM's LLVM code generator, called by the team of threads of host_cpu.cc."""
+"""CPU programs: functions by TVM's LLVM code generator, called by the threads of host_cpu.cc."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tvm.runtime import Module
     from tvm.tirx import PrimFunc
 
+FILES = ("cpu_openmp.h", "cpu_pack.h", "cpu_team.h", "cpu_waiting.h")  # the same for all programs, as is host_cpu.cc
 SCALARS = 4  # thread, threads, T, B come before the pointers
 ROOM = 16 << 20  # bytes for an object file, many times as many as one has
 
@@ -36,9 +37,10 @@ def generate(program: Program, device: Device) -> Generated:
             raise BuildError(f"a CPU program is made of Parallel calls; the schedule made for {name!r} "
                              f"{[type(c).__name__ for c in entry.calls]}")
     module = _module(program.functions, device)
-    host = (resources.files("ecornn.build") / "host_cpu.cc").read_text()
+    folder = resources.files("ecornn.build")
+    host = {name: (folder / name).read_text() for name in (*FILES, "host_cpu.cc")}
     return Generated(
-        sources={"program.h": tables(program), "host.cc": host}, objects={"worker.o": _object(module)},
+        sources={"program.h": tables(program), **host}, objects={"worker.o": _object(module)},
         emitted=Texts(tir=lambda: "\n".join(f.script() for f in program.functions.values()),
                       asm=lambda: str(module.inspect_source("asm"))))
 
@@ -61,7 +63,7 @@ def tables(program: Program) -> str:
     Raises :class:`BuildError` where a call names an unknown function, or a buffer that its entry does not take.
     """
     lines = [f"ECORNN_DECLARE(__tvm_ffi_{name})" for name in program.functions]
-    entries, most = [], 0
+    entries, most = [], 1
     for name, entry in program.entries.items():
         place, rows = {buffer: i for i, buffer in enumerate(entry.takes)}, []
         for number, call in enumerate(entry.calls):
@@ -76,7 +78,8 @@ def tables(program: Program) -> str:
             most = max(most, len(given))
             numbers = ", ".join(str(place[n]) for n in given)
             lines.append(f"static const int {name}_pointers{number}[] = {{{numbers}}};")
-            rows.append(f"    {{__tvm_ffi_{call.function}, {name}_pointers{number}, {len(given)}, {call.most}}},")
+            rows.append(f"    {{__tvm_ffi_{call.function}, {name}_pointers{number}, {len(given)}, {call.most}, "
+                        f"{call.work}}},")
         lines += [f"static const Call {name}_calls[] = {{", *rows, "};"]
         entries.append(f"entry({name}, {len(entry.takes)})")
     return "\n".join([*lines,

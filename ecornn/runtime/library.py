@@ -10,6 +10,7 @@ from typing import Any
 
 from ecornn import checksum, manifest_format1
 from ecornn.errors import ModuleError
+from ecornn.runtime.sharing import share_cores
 
 _MANIFEST = b"__tvm_ffi_manifest"
 # in what says what a module is, from when there were no checksums
@@ -66,6 +67,8 @@ def open_library(path: Path) -> Library:
         required = {name: module[name] for name in ("manifest", "run")}
     except (RuntimeError, OSError, AttributeError) as error:
         raise ModuleError(f"{path} cannot be loaded: {error}") from error
+    if module.implements_function("share"):  # of a CPU
+        share_cores(module["share"])
     others = ("forward", "backward", "alloc", "free", "copy", "synchronize", "pack")
     return Library(**required, **{name: module[name] for name in others if module.implements_function(name)})
 

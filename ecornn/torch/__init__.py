@@ -20,9 +20,8 @@ Under torch.compile, torch.export, the modes and transforms of torch.func and ot
 weights among their arguments: a program of torch.export runs in any process that has imported ``ecornn.torch``. Forward
 derivatives are PyTorch's own.
 
-On a CPU, threads of ours run between PyTorch's own operations. PyTorch's OpenMP threads (GNU's) spin for milliseconds
-after each of those and take processors from ours: start Python with ``GOMP_SPINCOUNT=1000`` in the environment, or
-with ``OMP_WAIT_POLICY=passive``, which costs PyTorch's operations more. Ours sleep after some microseconds.
+On a CPU, PyTorch's own OpenMP threads do the work of our calls, too, as many as ``torch.set_num_threads`` allows; one
+where there is little to do. Calls at the same time share the cores.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ from ecornn.schedules.cpu.tiling import Shape
 from ecornn.schedules.cpu.timeline import Timeline
 from ecornn.workload import Traversal
 
+SCALAR = 8  # multiply-adds that take as long as an assignment of the step
+
 
 @dataclass(frozen=True)
 class Span:
@@ -80,6 +82,13 @@ class Memory:
     def length(self, operand: Var | None) -> int:
         """Values of a row of an operand."""
         return self.shape.input if operand is None else self.shape.hidden
+
+    @property
+    def work(self) -> int:
+        """Multiply-adds of a row in a step, about."""
+        products = (p for stage in (*self.plan.hoisted, *self.plan.steps) for p in stage.rows)
+        multiplied = sum(self.length(term.operand) for product in products for term in product.terms)
+        return self.shape.hidden * (multiplied + SCALAR * len(self.plan.definition))
 
     def slot(self, state: str, t: Expr) -> Expr:
         """Where a state before step ``t`` starts in its workspace."""

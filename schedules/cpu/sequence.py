@@ -56,7 +56,7 @@ class Sequence(Worker):
     # -- control --------------------------------------------------------------------------------
     def call(self, name: str) -> Parallel:
         """The call of the function of that name."""
-        return Parallel(name, self.aliases, self.shape.team)
+        return Parallel(name, self.aliases, self.shape.team, self.work)
 
     def function(self, name: str) -> PrimFunc:
         """The whole function, of that name."""

@@ -34,9 +34,10 @@ def training_program(task: Task, config: Config) -> Program:
     backward = BackwardWorker(task, plans, *backward_shapes(task, plans, shape))
     functions = {**run.functions, "forward_worker": keeping.function("forward_worker"),
                  "backward_worker": backward.function("backward_worker")}
+    backward_call = Parallel("backward_worker", work=backward.work)
     entries = dict(run.entries)
     entries[FORWARD] = Entry((keeping.call("forward_worker"),), tuple(b.name for b in keeping.buffers))
-    entries[BACKWARD] = Entry((Parallel("backward_worker"),), tuple(b.name for b in backward.buffers))
+    entries[BACKWARD] = Entry((backward_call,), tuple(b.name for b in backward.buffers))
     buffers: dict[str, Buffer] = {}
     for b in (*run.buffers, *keeping.buffers, *backward.buffers):
         assert buffers.setdefault(b.name, b) == b, f"two buffers {b.name}"

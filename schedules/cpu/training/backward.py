@@ -110,6 +110,12 @@ class BackwardWorker:
         """What it takes, in order."""
         return [b for part in (self.root, self.recurrence, *self.passes) for b in part.buffers]
 
+    @property
+    def work(self) -> int:
+        """Multiply-adds of a row in a step, about."""
+        outer = (self.outer(o) for o in self.outer_products)
+        return sum(part.work for part in (self.recurrence, *self.passes)) + sum(o.rows * o.columns for o in outer)
+
     # -- declarations ---------------------------------------------------------------------------
     def declare(self) -> None:
         root, e, s, task = self.root, self.e, self.shape, self.task

@@ -1,0 +1,209 @@
+"""The drop-in on a CPU where it is not alone: a replaced layer against torch.nn's, as parts of programs.
+
+    python benchmarks/cpu_in_programs.py turns --output benchmarks/results/cpu_in_programs.json
+    python benchmarks/cpu_in_programs.py busy --busy 2 --busy 4 --output ...
+    python benchmarks/cpu_in_programs.py service --output ...
+
+turns: each call comes after an operation of PyTorch's, a product and a relu of as many values as the layer reads, as in
+any model. busy: the same while other processes compute, so many for each core. service: threads of one process, each
+with requests of its own, call the same layer at the same time; each request has such an operation, too.
+
+Nothing is set in the environment. Sides take turns in blocks of some calls, of which the first is not counted, after
+the threads of the other side have stopped spinning. A call's time is from its begin to its end, as is the operation's,
+which may wait for what a call leaves behind. Milliseconds: 50th and 99th percentile of all calls. The layers are those
+of compare_cpu.py (--suite). Outputs of both sides are compared first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from compare_cpu import CELLS, SUITES, library_of, settle
+
+import ecornn
+import ecornn.torch
+from ecornn.host_cpu import detect
+
+SINGLE = ("layers", "latency", "grid")  # the suites of single layers
+BLOCKS = 8  # turns of each side
+BUDGET = 3.0  # seconds of each side, about
+MOST = 400  # calls of each side
+REQUESTS = 8  # threads of a service
+Times = list[tuple[float, float]]  # seconds of the operation and of the call
+
+
+def spin() -> None:
+    """What a busy process does."""
+    while True:
+        pass
+
+
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """While ``count`` processes compute."""
+    processes = [multiprocessing.get_context("spawn").Process(target=spin, daemon=True) for _ in range(count)]
+    for p in processes:
+        p.start()
+    try:
+        time.sleep(1.0 if processes else 0.0)
+        yield
+    finally:
+        for p in processes:
+            p.kill()
+            p.join()
+
+
+class Program:
+    """An operation, then the layer."""
+
+    def __init__(self, layer: torch.nn.Module, shape: tuple[int, int, int, int]) -> None:
+        T, B, I, _ = shape
+        self.layer, self.x, self.weight = layer, torch.randn(T, B, I), torch.randn(I, I) / I ** 0.5
+
+    def once(self) -> tuple[float, float, torch.Tensor]:
+        """Seconds of the operation and of the call, and the layer's output."""
+        begin = time.perf_counter()
+        h = torch.relu(self.x @ self.weight)
+        between = time.perf_counter()
+        y = self.layer(h)[0]
+        return between - begin, time.perf_counter() - between, y
+
+    def block(self, calls: int) -> Times:
+        """Times of so many calls, after one that is not counted."""
+        self.once()
+        return [self.once()[:2] for _ in range(calls)]
+
+
+def in_threads(program: Program, calls: int) -> Times:
+    """Times of as many calls in each of the threads of a service, all at the same time."""
+    start, found = threading.Barrier(REQUESTS), []
+
+    def serve() -> None:
+        with torch.no_grad():
+            program.once()
+            start.wait()
+            mine = [program.once()[:2] for _ in range(calls)]
+        found.extend(mine)
+
+    threads = [threading.Thread(target=serve) for _ in range(REQUESTS)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    return found
+
+
+def compare(cell: str, shape: tuple[int, int, int, int], budget: float, loads: list[int],
+            run: Callable[[Program, int], Times]) -> Iterator[dict]:
+    """A row for each load: busy processes for each core."""
+    library = library_of(cell, shape[2], shape[3], "layers").eval()
+    ours = copy.deepcopy(library)
+    holder = torch.nn.Sequential(ours)
+    ecornn.torch.replace(holder)
+    torch.manual_seed(0)
+    theirs_program, program = Program(library, shape), Program(holder[0], shape)
+    program.x, program.weight = theirs_program.x, theirs_program.weight
+    expected, found = theirs_program.once()[2], program.once()[2]
+    error = float((found - expected).norm() / expected.norm())
+    if not error <= 1e-5:
+        sys.exit(f"{cell} {shape}: differs from torch.nn by {error:.2e}")
+    took = sum(theirs_program.once()[:2])
+    for load in loads:
+        blocks = BLOCKS
+        calls = int(np.clip(budget / took / blocks / (1 + load), 2, MOST / blocks))
+        times: dict[str, Times] = {"ecornn": [], "torch": []}
+        with busy(load * detect().cores):
+            for _ in range(blocks):
+                for name, side in (("ecornn", program), ("torch", theirs_program)):
+                    if not load:
+                        settle()
+                    times[name] += run(side, calls)
+        row = {"cell": cell, **dict(zip("TBIH", shape, strict=True)), "busy": load, "calls": len(times["torch"])}
+        for name, values in times.items():
+            operation, call = np.array(values).T * 1e3
+            for what, of in (("ms", call), ("operation_ms", operation), ("both_ms", call + operation)):
+                row[f"{name}_{what}"], row[f"{name}_p99_{what}"] = map(float, np.percentile(of, [50, 99]))
+        for what in ("ms", "p99_ms", "both_ms", "p99_both_ms"):
+            row[f"ratio_{what}"] = row[f"torch_{what}"] / row[f"ecornn_{what}"]
+        yield row
+
+
+def line(row: dict) -> str:
+    """A row in words."""
+    sides = [f"{side} {row[f'{side}_ms']:.3f} p99 {row[f'{side}_p99_ms']:.3f} (operation "
+             f"{row[f'{side}_operation_ms']:.3f})" for side in ("ecornn", "torch")]
+    shape = "x".join(str(row[name]) for name in "TBIH")
+    return (f"{row['cell']:8} {shape:15} busy {row['busy']} {'  '.join(sides)} ms  {row['ratio_ms']:.2f}x "
+            f"p99 {row['ratio_p99_ms']:.2f}x, with the operation {row['ratio_both_ms']:.2f}x "
+            f"p99 {row['ratio_p99_both_ms']:.2f}x, {row['calls']} calls")
+
+
+def key(row: dict) -> tuple:
+    return tuple(row[name] for name in ("mode", "cell", "T", "B", "I", "H", "busy", "threads"))
+
+
+def write(path: Path, row: dict) -> None:
+    """Adds the row to the file."""
+    old = json.loads(path.read_text())["rows"] if path.exists() else []
+    device = detect()
+    environment = {"cpu": device.name, "arch": device.arch, "cores": device.cores, "ecornn": ecornn.__version__,
+                   **{name: importlib.metadata.version(name) for name in ("torch", "apache-tvm", "numpy")},
+                   "kernel": os.uname().release, "command": "python benchmarks/cpu_in_programs.py MODE"}
+    rows = [r for r in old if key(r) != key(row)] + [row]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode", choices=("turns", "busy", "service"))
+    parser.add_argument("--output", type=Path, help="JSON file to write or to add to")
+    parser.add_argument("--suite", choices=SINGLE, action="append", help="of layers; may repeat [all]")
+    parser.add_argument("--cell", choices=CELLS, action="append", help="only this cell; may repeat")
+    parser.add_argument("--only", metavar="TxBxIxH", action="append", help="only this shape; may repeat")
+    parser.add_argument("--shape", metavar="TxBxIxH", action="append", help="these instead of a suite's; may repeat")
+    parser.add_argument("--busy", type=int, action="append", help="busy processes for each core; may repeat [2, 4]")
+    parser.add_argument("--threads", type=int, default=detect().cores, help="of both sides (default: physical cores)")
+    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds of each side and row [%(default)s]")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    loads = arguments.busy or [2, 4] if arguments.mode == "busy" else [0]
+    rows = []
+    if arguments.shape:
+        layers = [(c, tuple(map(int, s.split("x")))) for s in arguments.shape for c in arguments.cell or CELLS]
+    else:
+        layers = [layer for suite in arguments.suite or SINGLE for layer in SUITES[suite]]
+    for cell, shape in layers:
+        if cell not in (arguments.cell or CELLS) or "x".join(map(str, shape)) not in (
+                arguments.only or ["x".join(map(str, shape))]):
+            continue
+        with torch.no_grad():
+            for row in compare(cell, shape, arguments.budget, loads,
+                               in_threads if arguments.mode == "service" else Program.block):
+                row = {"mode": arguments.mode, "threads": arguments.threads, **row}
+                rows.append(row)
+                if arguments.output:
+                    write(arguments.output, row)
+                print(line(row), flush=True)
+    for load in loads:
+        for what in ("ms", "p99_ms", "both_ms"):
+            ratios = [row[f"ratio_{what}"] for row in rows if row["busy"] == load]
+            print(f"busy {load}, {what}: geometric mean {np.exp(np.mean(np.log(ratios))):.2f}x, "
+                  f"least {min(ratios):.2f}x, {len(ratios)} rows")
+
+
+if __name__ == "__main__":
+    main()

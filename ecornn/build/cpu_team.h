@@ -1,0 +1,237 @@
+// Threads that carry out a call: those of the process's OpenMP runtime, or a team of our own.
+#pragma once
+#include <tvm/ffi/c_api.h>
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <thread>
+#include <vector>
+
+#include "cpu_openmp.h"
+#include "cpu_waiting.h"
+
+namespace ecornn {
+
+constexpr int kScalars = 4;  // thread, threads, T, B come before a worker's pointers
+
+using Worker = int (*)(void*, const TVMFFIAny*, int32_t, TVMFFIAny*);
+
+// One worker that runs on threads 0 .. size-1, of which each calls Work.
+class Round {
+ public:
+  // `args`: `count` of them; the first two are each thread's own.
+  Round(Worker worker, const TVMFFIAny* args, int count, int size)
+      : worker_(worker), args_(args), count_(count), seats_(size) {}
+
+  void Work(int index, int size);
+
+  // Called by a thread that works: waits for the others.
+  void Wait(int index, int size) {
+    barrier_.Wait(size, [&] { seats_.Take(index); });
+  }
+
+  bool failed() const { return failed_.load(); }
+
+ private:
+  const Worker worker_;
+  const TVMFFIAny* const args_;
+  const int count_;
+  Seats seats_;
+  Barrier barrier_;
+  std::atomic<bool> failed_{false};
+};
+
+// What the thread works on, for ecornn_barrier.
+struct Place {
+  Round* round;
+  int index, size;
+};
+inline thread_local Place current{};
+
+inline void Round::Work(int index, int size) {
+  TVMFFIAny args[kScalars + kMostPointers];
+  std::copy(args_, args_ + count_, args);
+  args[0].v_int64 = index;
+  args[1].v_int64 = size;
+  TVMFFIAny result{};
+  const Place outer = current;
+  current = {this, index, size};
+  if (size > 1) seats_.Take(index);
+  if (worker_(nullptr, args, count_, &result) != 0) failed_.store(true);
+  current = outer;
+}
+
+// Threads of our own, made when they are first needed. They sleep between calls.
+class Team {
+ public:
+  ~Team() {
+    stop_ = true;
+    for (auto& member : members_) {
+      member.start.Advance();
+      member.thread.join();
+    }
+  }
+
+  // On `size` threads, this one among them.
+  void Run(Round& round, int size) {
+    while (static_cast<int>(members_.size()) + 1 < size) {
+      const int index = static_cast<int>(members_.size()) + 1;
+      Member& member = members_.emplace_back();
+      try {
+        member.thread = std::thread([this, index, &member] { Loop(index, member.start); });
+      } catch (...) {
+        members_.pop_back();
+        throw;
+      }
+    }
+    round_ = &round;
+    size_ = size;
+    for (int i = 0; i + 1 < size; ++i) members_[i].start.Advance();
+    round.Work(0, size);
+    finished_.Wait(size, [] {});
+  }
+
+ private:
+  struct Member {
+    Signal start;
+    std::thread thread;
+  };
+
+  void Loop(int index, Signal& start) {
+    for (uint32_t seen = 0;; ++seen) {
+      start.WaitWhile(seen, [] {});
+      if (stop_) return;
+      const int size = size_;
+      round_->Work(index, size);
+      finished_.Wait(size, [] {});
+    }
+  }
+
+  std::deque<Member> members_;  // they stay where they are
+  Barrier finished_;
+  Round* round_ = nullptr;
+  int size_ = 1;
+  std::atomic<bool> stop_{false};
+};
+
+// Teams that no call uses.
+class Pool {
+ public:
+  std::unique_ptr<Team> Take() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (idle_.empty()) return std::make_unique<Team>();
+    auto team = std::move(idle_.back());
+    idle_.pop_back();
+    return team;
+  }
+
+  void Give(std::unique_ptr<Team> team) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    idle_.push_back(std::move(team));
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Team>> idle_;
+};
+
+// The calls that run in this process, so that each takes its part of the cores. A loader that has several modules gives
+// all of them the same counter.
+class Calls {
+ public:
+  void Share(std::atomic<int>* counter, int cores) {
+    counter_.store(counter);
+    cores_.store(cores);
+  }
+  std::atomic<int>& counter() const { return *counter_.load(); }
+  int cores() const { return cores_.load(); }
+
+ private:
+  std::atomic<int> own_{0};
+  std::atomic<std::atomic<int>*> counter_{&own_};
+  std::atomic<int> cores_{static_cast<int>(std::max(1u, std::thread::hardware_concurrency()))};
+};
+
+// What all calls of a module share, in storage of its own: a forked child has none of the threads, and forgets them.
+class Process {
+ public:
+  Process() {
+    new (pool_) Pool;
+    pthread_atfork(nullptr, nullptr, [] { get().Fork(); });
+  }
+  ~Process() { pool().~Pool(); }
+
+  static Process& get();
+  Pool& pool() { return *std::launder(reinterpret_cast<Pool*>(pool_)); }
+  OpenMPFinder& openmp() { return openmp_; }
+  Calls& calls() { return calls_; }
+
+ private:
+  void Fork() {
+    new (pool_) Pool;
+    openmp_.Fork();
+    calls_.counter().store(0);
+  }
+
+  alignas(Pool) unsigned char pool_[sizeof(Pool)];
+  OpenMPFinder openmp_;
+  Calls calls_;
+};
+
+inline Process process;
+inline Process& Process::get() { return process; }
+
+// A call while it runs.
+class Running {
+ public:
+  Running() : counter_(process.calls().counter()), count_(counter_.fetch_add(1) + 1) {}
+  ~Running() { counter_.fetch_sub(1); }
+  Running(const Running&) = delete;
+
+  // Its part of `threads` threads: all of them where no other call runs.
+  int Share(int threads) const {
+    return count_ == 1 ? threads : std::min(threads, std::max(1, process.calls().cores() / count_));
+  }
+
+ private:
+  std::atomic<int>& counter_;
+  const int count_;
+};
+
+// Runs a worker on `size` threads, or on fewer where there are fewer; whether all did what they had to. Throws where no
+// thread can be started.
+inline bool Run(Worker worker, const TVMFFIAny* args, int count, int size) {
+  Round round(worker, args, count, size);
+  if (size == 1) {
+    round.Work(0, 1);
+    return !round.failed();
+  }
+  if (const OpenMP openmp = process.openmp().Find(); openmp.Complete()) {
+    struct Region {
+      Round& round;
+      const OpenMP& openmp;
+      const int size;
+      Barrier finished;
+    } region{round, openmp, size, {}};
+    openmp.Run([](void* data) {
+      auto* of = static_cast<Region*>(data);
+      const int index = of->openmp.thread_num(), size = std::min(of->size, of->openmp.num_threads());
+      if (index >= size) return;
+      of->round.Work(index, size);
+      of->finished.Wait(size, [] {});  // the runtime's own way of waiting for the end is to spin for milliseconds
+    }, &region, size);
+    return !round.failed();
+  }
+  auto team = process.pool().Take();
+  team->Run(round, size);
+  process.pool().Give(std::move(team));
+  return !round.failed();
+}
+
+}  // namespace ecornn

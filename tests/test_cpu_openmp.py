@@ -1,0 +1,249 @@
+"""Whose threads do a CPU module's work: those of the OpenMP runtime in the process, or ours; and how many."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cpu_sample import Sample
+
+import ecornn
+
+T, B, I, H = 50, 4, 32, 128
+
+# What every program begins with: a layer, and its outputs on one thread.
+PROGRAM = """
+import ctypes, os, signal, sys, threading
+from pathlib import Path
+import numpy as np
+
+signal.alarm(60)
+sys.modules["torch"] = None  # tvm-ffi would import it
+
+def openmp(name="libgomp.so.1", threads=3):
+    "The runtime, after a region of so many threads."
+    runtime = ctypes.CDLL(name)
+    if hasattr(runtime, "GOMP_parallel"):
+        runtime.GOMP_parallel(BODY(lambda _: None), None, threads, 0)
+    return runtime
+
+def tasks():
+    return len(os.listdir("/proc/self/task"))
+
+def layer(threads, size=(50, 4)):
+    "A call, by a layer of so many threads."
+    import ecornn
+    bound = ecornn.load(sys.argv[1]).bind(dict(np.load(sys.argv[2])), threads=threads)
+    x = np.random.default_rng(0).standard_normal((*size, 32), np.float32)
+    return lambda: bound(x)[0]
+
+def right(y):
+    return np.array_equal(y, np.load(sys.argv[3]))
+
+BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> list[str]:
+    """A module file, weights, and what it computes on one thread, which NumPy's float64 confirms."""
+    folder = tmp_path_factory.mktemp("openmp")
+    sample = Sample(folder, "lstm", I, H, B, T, team=0)
+    weights = {f"{n}_l0": p.reshape(-1, *p.shape[2:]) for n, p in sample.parameters.items()}
+    np.savez(folder / "weights.npz", **weights)
+    x = np.random.default_rng(0).standard_normal((T, B, I), np.float32)
+    y = ecornn.load(sample.file).bind(weights, threads=1)(x)[0]
+    expected = ecornn.reference("lstm", x, weights)[0]
+    assert np.linalg.norm(y - expected) < 1e-5 * np.linalg.norm(expected)
+    np.save(folder / "y.npy", y)
+    return [str(sample.file), str(folder / "weights.npz"), str(folder / "y.npy")]
+
+
+def run(files: list[str], program: str, **environment: str) -> None:
+    """Runs PROGRAM and this in a process of its own, without PyTorch."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM + program, *files], capture_output=True, text=True, timeout=90,
+                          env={**os.environ, **environment}, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("mode", ["none", "gomp", "off"])
+def test_whose_threads_work(files, mode):
+    """The same bits on any number of threads; those of ours stay for later calls."""
+    run(files, f"""
+if {mode!r} != "none": openmp(threads=5).omp_set_num_threads(5)  # else a smaller region would end some of them
+most = 1
+for threads in (1, 2, 5, 3):
+    call = layer(threads)
+    before = tasks()
+    assert right(call()) and right(call())
+    wanted = 0 if {mode!r} == "gomp" else max(0, threads - most)
+    assert tasks() - before == wanted, (threads, tasks() - before)
+    most = max(most, threads)
+""", **({"ECORNN_OPENMP": "off"} if mode == "off" else {}))
+
+
+def test_a_runtime_that_is_loaded_later_is_found(files):
+    run(files, """
+call = layer(3)
+assert right(call())
+openmp(threads=5)
+before = tasks()
+call = layer(5)  # with threads of ours there would be two more
+assert right(call()) and tasks() == before
+""")
+
+
+def test_within_a_region(files):
+    """Each of its threads calls; the runtime gives each a team of one."""
+    run(files, """
+call, results = layer(3), []
+runtime = openmp()
+runtime.GOMP_parallel(BODY(lambda _: results.append(right(call()))), None, 3, 0)
+assert results == [True] * 3, results
+""")
+
+
+def test_fewer_threads_than_asked_for(files):
+    run(files, """
+openmp(threads=2)
+before = tasks()
+assert right(layer(4)()) and tasks() == before
+""", OMP_THREAD_LIMIT="2")
+
+
+@pytest.mark.parametrize("loaded", ["before", "after"])
+def test_a_forked_child(files, loaded):
+    """GNU's runtime would wait for threads that the child has not, wherever the module was loaded."""
+    run(files, f"""
+openmp()
+call = layer(3) if {loaded!r} == "before" else lambda: layer(3)()
+if {loaded!r} == "before": assert right(call())
+child = os.fork()
+if child == 0:
+    signal.alarm(30)
+    os._exit(0 if right(call()) and tasks() == 3 else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert right(call())
+""")
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_calls_at_the_same_time(files, loaded):
+    run(files, f"""
+if {loaded}: openmp()
+call, results = layer(3), []
+def work():
+    for _ in range(20): results.append(right(call()))
+workers = [threading.Thread(target=work) for _ in range(5)]
+for w in workers: w.start()
+for w in workers: w.join()
+assert results == [True] * 100
+from ecornn.runtime import sharing
+assert sharing._running.value == 0
+""")
+
+
+def test_calls_share_the_cores(files):
+    """Four cores; calls that run in other modules count. A forked child begins anew."""
+    run(files, """
+import tvm_ffi
+from ecornn.runtime import sharing
+call = layer(4)
+sharing._cores = lambda allowed: 4
+sharing.share_cores(tvm_ffi.load_module(sys.argv[1])["share"])
+before = tasks()
+for others, made in ((4, 0), (2, 0), (1, 1), (0, 3)):
+    sharing._running.value = others
+    assert right(call()) and sharing._running.value == others
+    assert tasks() - before == made, (others, tasks() - before)
+sharing._running.value = 4
+child = os.fork()
+if child == 0:
+    os._exit(0 if right(call()) and tasks() == 4 and sharing._running.value == 0 else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+""")
+
+
+def test_one_thread_where_there_is_little_to_do(files):
+    run(files, """
+before = tasks()
+call = layer(3, (1, 1))
+call()
+assert tasks() == before
+""")
+
+
+STANDIN = r"""
+#include <pthread.h>
+#include <stdint.h>
+static int wanted, size = 1;
+static _Thread_local int number;
+typedef void (*task_t)(int32_t *, int32_t *, void *);
+struct job { task_t task; void *data; int number; };
+int regions;
+int omp_get_thread_num(void) { return number; }
+int omp_get_num_threads(void) { return size; }
+int omp_get_max_threads(void) { return 2; }
+int32_t __kmpc_global_thread_num(void *place) { return number; }
+void __kmpc_push_num_threads(void *place, int32_t thread, int32_t threads) { wanted = threads; }
+static void *work(void *given) {
+  struct job *job = given;
+  int32_t thread = number = job->number;
+  job->task(&thread, &thread, job->data);
+  return 0;
+}
+void __kmpc_fork_call(void *place, int32_t count, task_t task, void *data) {
+  pthread_t threads[64];
+  struct job jobs[64];
+  size = wanted;
+  ++regions;
+  for (int i = size - 1; i >= 0; --i) {
+    jobs[i] = (struct job){task, data, i};
+    if (i) pthread_create(&threads[i], 0, work, &jobs[i]);
+    else work(&jobs[i]);
+  }
+  for (int i = 1; i < size; ++i) pthread_join(threads[i], 0);
+  size = 1;
+}
+"""
+
+
+def test_a_runtime_without_the_entry_points_of_gnus(files, tmp_path: Path):
+    """By LLVM's own entry points, of a small library that has them."""
+    source, library = tmp_path / "omp.c", tmp_path / "libomp.so.5"
+    source.write_text(STANDIN)
+    subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-pthread", source, "-o", library], check=True)
+    run(files, f"""
+runtime = openmp({str(library)!r})
+before = tasks()
+for threads in (2, 4):
+    assert right(layer(threads)()) and tasks() == before
+assert ctypes.c_int.in_dll(runtime, "regions").value == 2
+""")
+
+
+def test_training_in_the_runtimes_threads(tmp_path: Path):
+    """Gradients are the same to the bit as with one thread of ours."""
+    module = ecornn.compile("gru", hidden=64, input=I, batch=B, seq=T, target="cpu", training=True)
+    module.save(tmp_path / "gru.so")
+    run([str(tmp_path / "gru.so")], """
+import ecornn
+openmp()
+rng = np.random.default_rng(0)
+module = ecornn.load(sys.argv[1])
+weights = {p.name: rng.standard_normal(p.shape, np.float32) / 8 for p in module.manifest.parameters}
+x, dy = (rng.standard_normal((50, 4, n), np.float32) for n in (32, 64))
+def gradients(threads):
+    bound = module.bind(weights, threads=threads)
+    y, _, kept = bound.forward(x)
+    found = bound.backward(kept, dy)
+    return [y, found.x, *found.weights.values()]
+one, before = gradients(1), tasks()
+three = gradients(3)
+assert tasks() == before
+assert all(np.array_equal(a, b) for a, b in zip(one, three))
+""")
