@@ -57,7 +57,7 @@ inline void PackBlock(const PackJob& job, int64_t i0, int64_t i1, int64_t j0, in
     float* place = reinterpret_cast<float*>(job.to) + row_at[i];
     int64_t j = j0;
     if (job.run == -kPackRun && i + kPackRun <= i1) {
-      for (; j + 4 <= j1; j += 4) Turn(row, job.columns, place, column_at + j);
+      for (; j + 4 <= j1; j += 4) Turn(row + j, job.columns, place, column_at + j);
       for (; j < j1; ++j) {
         for (int64_t n = 0; n < kPackRun; ++n) place[column_at[j] + n] = row[n * job.columns + j];
       }

@@ -15,11 +15,11 @@ import torch
 from torch.autograd import Variable
 
 from ecornn.program import BACKWARD, FORWARD
+from ecornn.torch.bound import BoundLayer
 from ecornn.torch.engine import Engine
 from ecornn.torch.kind import Kind
 from ecornn.torch.snapshot import suspect
 from ecornn.torch.stepping import TENSORS, ready, rows_of
-from ecornn.torch.trained import Trained
 from ecornn.torch.training_operator import recurrent_backward
 
 BACK = "x", "y", "state_in", "dy", "dstate_out", "dx", "dstate_in", "gradient"
@@ -109,7 +109,7 @@ class TrainingStep:
     one : the layer
     """
 
-    def __init__(self, engine: Engine, one: Trained, x: torch.Tensor) -> None:
+    def __init__(self, engine: Engine, one: BoundLayer, x: torch.Tensor) -> None:
         self.one, batch = one, rows_of(x)
         self._forward = one.layer.addressed(FORWARD, 1, batch, TENSORS)
         self._backward = one.layer.addressed(BACKWARD, 1, batch, BACK)
@@ -144,7 +144,7 @@ def _taken(shared: Shared, weights: Sequence[torch.Tensor], x: torch.Tensor, aga
     engine, key = shared.engine, (x.shape, torch.get_num_threads(), "training")
     step: TrainingStep | None = engine.steps.get(key)
     if step is None or again or not engine.trained.take_this(step.one, weights):
-        one = engine.trained.take(weights, x.view(1, rows_of(x), -1), "", again)
+        one = engine.trained.take(weights, x, (1, rows_of(x)), again=again)
         if step is None or step.one is not one:
             step = engine.steps[key] = TrainingStep(engine, one, x)
     return step
