@@ -15,6 +15,7 @@ from ecornn.torch.compiling import KEPT, NAMES, compiled, fitting
 from ecornn.torch.kind import Kind
 from ecornn.torch.packed_weights import DeviceWeights, HostWeights
 from ecornn.torch.parameters import parameters
+from ecornn.torch.precision import precision_of
 from ecornn.torch.snapshot import Snapshot
 
 GRAPHS = "graphs"  # in place of a stream: the layers that CUDA graphs have captured
@@ -100,7 +101,8 @@ class BoundLayers:
     def _take(self, weights: Sequence[torch.Tensor], x: Any, sizes: tuple[int, int], masks: str,
               again: bool) -> BoundLayer:
         steps, batch = sizes
-        alike, where = (x.device, x.dtype, masks), _where(x) if self._trains or x.is_cpu else None
+        precision = precision_of(self._kind, x)
+        alike, where = (x.device, x.dtype, masks, precision), _where(x) if self._trains or x.is_cpu else None
         bound = self._bound.setdefault((*alike, where), {})
         room = fitting(bound, batch, _most(batch, masks))
         known = bound.get(room)
@@ -112,7 +114,7 @@ class BoundLayers:
         if wrong := [w for w in weights if w.device != x.device]:
             raise DeviceError("weights.device", str(wrong[0].device), f"{x.device}, as the input's")
         target = "cpu" if x.is_cpu else "cuda"
-        spec = self._kind.spec(room, steps, NAMES[x.dtype], masks, KEPT[target] if self._trains else None)
+        spec = self._kind.spec(room, steps, NAMES[x.dtype], masks, KEPT[target] if self._trains else None, precision)
         try:
             if known is not None and not known.busy and where is not None:
                 known.pack(weights)
@@ -126,7 +128,7 @@ class BoundLayers:
     def _for_graphs(self, alike: tuple[Any, ...], batch: int) -> tuple[int, BoundLayer]:
         """A layer that was bound for a stream, and is not any more."""
         for key, bound in self._bound.items():
-            room = fitting(bound, batch, _most(batch, alike[-1]))
+            room = fitting(bound, batch, _most(batch, alike[2]))
             if key[:-1] == alike and room in bound and not bound[room].busy:
                 found = bound.pop(room)
                 found.snapshot.outdate()

@@ -16,6 +16,9 @@ from ecornn.torch.operator import recurrent
 from ecornn.torch.sequences import leaf, refuse_script, trained
 
 
+SERVED = {"cpu"}  # on a GPU a step takes PyTorch less time than a module takes to begin with its weights
+
+
 class CompiledCell(torch.nn.RNNCellBase):
     """What the three have in common. On a CPU a compiled module computes in float32; elsewhere, where that cannot, and
     for arguments that do not fit, which it names, PyTorch's own cell runs, on the same parameters:
@@ -24,7 +27,8 @@ class CompiledCell(torch.nn.RNNCellBase):
     TORCH: Any
     mode: Any
     state_names: tuple[str, ...] = ("h",)
-    num_layers, bidirectional, proj_size, cell_name = 1, False, 0, ""  # as of a layer
+    # as of a layer
+    num_layers, bidirectional, proj_size, dropout, cell_name, tf32 = 1, False, 0, 0.0, "", None
 
     def forward(self: Any, input: Any, hx: Any = None) -> Any:
         """As ``torch.nn``'s: input (B, I) and states (B, H) to the states after one step, or (I,) and (H,)."""
@@ -39,8 +43,8 @@ class CompiledCell(torch.nn.RNNCellBase):
             if why:
                 return by_torch(self, input, hx, why)
             rows = [t.reshape(1, -1, t.shape[-1]) for t in (input, *state)]
-            operator = trained if asked else recurrent
-            _, *after = operator(rows[0], rows[1:], None, weights, text_of(self))
+            operands = rows[0], rows[1:], None, weights, text_of(self)
+            _, *after = trained(self, *operands) if asked else recurrent(*operands)
             after = [s.reshape(*input.shape[:-1], -1) for s in after]
         return tuple(after) if len(after) > 1 else after[0]
 
@@ -54,9 +58,9 @@ class CompiledCell(torch.nn.RNNCellBase):
     def _flat_weights(self) -> list[torch.Tensor]:
         return engine.weights_of(self)
 
-    def call_sizes(self, input: torch.Tensor) -> tuple[int, int]:
-        """T and B of a call."""
-        return 1, input.shape[0] if input.dim() == 2 else 1
+    def call_sizes(self, input: torch.Tensor) -> tuple[int, int] | None:
+        """T and B of a call; None where PyTorch's own cell runs."""
+        return (1, input.shape[0] if input.dim() == 2 else 1) if input.device.type in SERVED else None
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
@@ -100,6 +104,8 @@ def _states(hx: Any, count: int) -> Sequence[Any] | None:
 def _fits(cell: Any, weight: torch.Tensor, input: Any, state: Sequence[Any]) -> bool:
     """Whether a compiled module takes these."""
     if not isinstance(input, torch.Tensor) or input.dim() not in (1, 2) or cell.mode not in CELLS:
+        return False
+    if input.device.type not in SERVED:
         return False
     shape, dtype, device = (*input.shape[:-1], cell.hidden_size), input.dtype, input.device
     return (input.shape[-1] == cell.input_size and shape[0] > 0 and weight.dtype == dtype and weight.device == device

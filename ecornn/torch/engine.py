@@ -41,6 +41,7 @@ class Engine:
         self._captured: set[Layer] = set()  # CUDA graphs read their weights, nobody tells for how long
         self.inference, self.trained = BoundLayers(kind, trains=False), BoundLayers(kind)
         self.training = self.trained.layer
+        self._parts: dict[int, Engine] = {}
         self.steps: dict[Any, Any] = {}
         self.shared: Any = None
 
@@ -88,18 +89,28 @@ class Engine:
         """States (L*D, B, H), or gradients of them, of what a layer gives for them."""
         return narrowed(self.kind, [s.reshape(-1, s.shape[-2], self.kind.hidden) for s in states])
 
+    def part(self, layer: int | None, kind: str) -> Engine:
+        """That of one layer, which is of this kind; None: of all."""
+        if layer is None:
+            return self
+        if layer not in self._parts:
+            self._parts[layer] = Engine(kind_of(kind))
+        return self._parts[layer]
+
     def rebind(self) -> None:
         """Has the next call of every kind read the weights again. Until then the layers keep what they have, also for
         calls that run now."""
         self.inference.outdate()
         self.trained.outdate()
+        for part in self._parts.values():
+            part.rebind()
 
 
 def engine_of(module: torch.nn.Module) -> Engine:
     """The module's engine, made with its first call; copies of a module get their own. The operator finds it by the
     module's weights."""
     found = _modules.get(module)
-    if found is None:
+    if found is None or found.kind.tf32 is not module.tf32 or found.kind.mode != module.mode:  # attributes may be set
         found = _modules[module] = engine_for(kind_of(text_of(module)), weights_of(module))
     return found
 

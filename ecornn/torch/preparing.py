@@ -18,11 +18,11 @@ from ecornn.cells import BUILTIN
 from ecornn.errors import ArgumentError
 from ecornn.layer_spec import LayerSpec
 from ecornn.module_cache import known
-from ecornn.torch.classes import original_class, reclass
+from ecornn.torch.classes import COMPILED, original_class, reclass
 from ecornn.torch.compiling import KEPT, NAMES, compiled
 from ecornn.torch.falling_back import obstacle
 from ecornn.torch.kind import kind_of, text_of
-from ecornn.torch.modules import Compiled
+from ecornn.torch.precision import precision_of
 
 SAYS = "from ecornn.module_cache import main; main()"
 
@@ -38,7 +38,7 @@ def prepare(model: torch.nn.Module, *example: Any, processes: int | None = None,
 
     Raises :class:`ArgumentError` where no layer of the model is compiled.
     """
-    found = [module for module in model.modules() if isinstance(module, Compiled)]
+    found = [module for module in model.modules() if isinstance(module, COMPILED)]
     if not found:
         raise ArgumentError("model", type(model), "a model with compiled layers: ecornn.torch.replace(model) makes "
                             "them")
@@ -68,7 +68,8 @@ def prepare(model: torch.nn.Module, *example: Any, processes: int | None = None,
 
 @dataclass(frozen=True)
 class Call:
-    """What a layer's call is compiled for: T, B, the data type, masks, the target, whether gradients are asked for."""
+    """What a layer's call is compiled for: T, B, the data type, masks, the target, whether gradients are asked for, and
+    the precision of products."""
 
     steps: int
     batch: int
@@ -76,6 +77,7 @@ class Call:
     masks: str
     target: str
     asked: bool
+    precision: str | None
 
 
 def call_of(module: Any, input: Any, hx: Any) -> Call | None:
@@ -85,12 +87,12 @@ def call_of(module: Any, input: Any, hx: Any) -> Call | None:
     data = input.data if packed else input
     if why or (packed and data.is_cuda) or data.numel() == 0:
         return None
-    if packed:
-        steps, batch = len(input.batch_sizes), int(input.batch_sizes[0])
-    else:
-        first, second = (data.shape[0], 1) if data.dim() == 2 else data.shape[:2]
-        steps, batch = (second, first) if module.batch_first and data.dim() == 3 else (first, second)
-    return Call(steps, batch, NAMES[data.dtype], "lengths" if packed else "", "cpu" if data.is_cpu else "cuda", asked)
+    sizes = (len(input.batch_sizes), int(input.batch_sizes[0])) if packed else module.call_sizes(data)
+    if sizes is None:
+        return None
+    masks, target = "lengths" if packed else "", "cpu" if data.is_cpu else "cuda"
+    precision = precision_of(kind_of(text_of(module)), data)
+    return Call(*sizes, NAMES[data.dtype], masks, target, asked, precision)
 
 
 def specs(module: Any, call: Call) -> list[LayerSpec]:
@@ -98,7 +100,7 @@ def specs(module: Any, call: Call) -> list[LayerSpec]:
     dropped = module.training and module.dropout > 0 and module.num_layers > 1
     kinds = [text_of(module, layer) for layer in range(module.num_layers)] if dropped else [text_of(module)]
     keep = KEPT[call.target] if call.asked else None
-    return [kind_of(kind).spec(call.batch, call.steps, call.dtype, call.masks, keep) for kind in kinds]
+    return [kind_of(kind).spec(call.batch, call.steps, call.dtype, call.masks, keep, call.precision) for kind in kinds]
 
 
 def compile_all(wanted: Sequence[tuple[LayerSpec, str]], processes: int) -> None:

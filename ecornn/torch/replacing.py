@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ecornn.errors import ArgumentError
 from ecornn.torch import engine
 from ecornn.torch.classes import CELLS, COMPILED, OURS, compiled_class, original_class, overridden, reclass
 from ecornn.torch.sequences import Sequences
@@ -31,7 +32,7 @@ class Report:
         return "\n".join(lines) or "no recurrent layers"
 
 
-def replace(model: torch.nn.Module, *, fullgraph: bool = False) -> Report:
+def replace(model: torch.nn.Module, *, fullgraph: bool = False, tf32: bool | None = None) -> Report:
     """Makes every ``torch.nn.LSTM``, ``GRU`` and ``RNN`` of a model a compiled one, in place, and every ``LSTMCell``,
     ``GRUCell`` and ``RNNCell``.
 
@@ -43,7 +44,16 @@ def replace(model: torch.nn.Module, *, fullgraph: bool = False) -> Report:
     ``fullgraph``: torch.compile refuses to look into what is a ``torch.nn.LSTM``, ``GRU`` or ``RNN``, and leaves it out
     of its graphs, as it did before. With this, layers of these very classes become :class:`ecornn.torch.LSTM` and so
     on, which it has in one graph, and which are ``torch.nn.RNNBase`` alone.
+
+    ``tf32``: whether products of float32 on a GPU may be in TF32. None: where cuDNN's RNNs may at the time of a call,
+    which is PyTorch's default; ``torch.backends.cudnn.rnn.fp32_precision = "ieee"``, ``torch.backends.cudnn.allow_tf32 =
+    False``, or False here keep them exact. A layer's attribute ``tf32`` has it.
+
+    Raises :class:`ArgumentError` for another ``tf32``.
     """
+    if tf32 is not None and not isinstance(tf32, bool):
+        raise ArgumentError("tf32", tf32, "None, True or False")
+
     def ours(kind: Any) -> type[Any]:
         return OURS[kind] if kind in CELLS or (fullgraph and kind in OURS) else compiled_class(kind)
 
@@ -56,6 +66,7 @@ def replace(model: torch.nn.Module, *, fullgraph: bool = False) -> Report:
             why = obstacle(module)
             if why is None:
                 reclass(module, ours)
+                module.tf32 = tf32  # type: ignore[assignment]
                 swapped.append(name)
             else:
                 kept[name] = str(why)
@@ -69,6 +80,7 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
     for name, module in model.named_modules():
         if isinstance(module, COMPILED):
             reclass(module, original_class)
+            vars(module).pop("tf32", None)
             names.append(name or type(module).__name__)
     return tuple(names)
 
