@@ -45,19 +45,21 @@ def prepare(model: torch.nn.Module, *example: Any, processes: int | None = None,
     calls: dict[tuple[Any, Call], None] = {}
 
     def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = {**dict(zip(("input", "hx"), args, strict=False)), **kwargs}
+        given, runs = {**dict(zip(("input", "hx"), args, strict=False)), **kwargs}, type(module)
+        module.__class__ = kinds[module]
         if (call := call_of(module, given["input"], given.get("hx"))) is not None:
             calls[module, call] = None
+        module.__class__ = runs
 
     hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in found]
-    classes = [type(module) for module in found]
+    kinds: dict[Any, Any] = {module: type(module) for module in found}
     try:
         for module in found:
             reclass(module, original_class)
         with torch.random.fork_rng():
             model(*example, **named)
     finally:
-        for module, kind, hook in zip(found, classes, hooks, strict=True):
+        for (module, kind), hook in zip(kinds.items(), hooks, strict=True):
             module.__class__ = kind
             hook.remove()
     wanted = {(spec.workload, spec.stack, spec.training, call.target): (spec, call.target)

@@ -17,7 +17,6 @@ from torch.autograd import Variable
 from ecornn.program import BACKWARD, FORWARD
 from ecornn.torch.bound import BoundLayer
 from ecornn.torch.engine import Engine
-from ecornn.torch.kind import Kind
 from ecornn.torch.snapshot import suspect
 from ecornn.torch.stepping import TENSORS, ready, rows_of
 from ecornn.torch.training_operator import recurrent_backward
@@ -56,6 +55,20 @@ class Shared:
         return len(weights) == len(self.weights) and all(
             w is known and w.requires_grad == asked
             for w, known, asked in zip(weights, self.weights, self._asked, strict=True))
+
+
+    def versions(self) -> list[int]:
+        """Of the weights, which writes raise."""
+        return [w._version for w in self.weights]
+
+    def check(self, versions: list[int]) -> None:
+        """Raises RuntimeError, as PyTorch does, where weights are not what they were in the call whose gradients are
+        asked for. As long as a module still has these packed, gradients are of them."""
+        for name, was, now in zip(self.engine.kind.names, versions, self.versions(), strict=True):
+            if was != now:
+                raise RuntimeError(
+                    f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"{name.removesuffix('_l0')} is at version {now}; expected version {was} instead")
 
 
 class Sums:
@@ -139,9 +152,9 @@ class TrainingStep:
         return made
 
 
-def _taken(shared: Shared, weights: Sequence[torch.Tensor], x: torch.Tensor, again: bool) -> TrainingStep:
+def _taken(shared: Shared, x: torch.Tensor, again: bool) -> TrainingStep:
     """A step of the layer with the weights as they are now, or as they were in an earlier call, which is taken."""
-    engine, key = shared.engine, (x.shape, torch.get_num_threads(), "training")
+    engine, weights, key = shared.engine, shared.weights, (x.shape, torch.get_num_threads(), "training")
     step: TrainingStep | None = engine.steps.get(key)
     if step is None or again or not engine.trained.take_this(step.one, weights):
         one = engine.trained.take(weights, x, (1, rows_of(x)), again=again)
@@ -156,28 +169,30 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shared: Shared, token: torch.Tensor, x: torch.Tensor,
                 *state: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        step = ctx.step = _taken(shared, shared.weights, x, False)
+        step = ctx.step = _taken(shared, x, False)
         try:
             ctx.packs = step.one.packs
             memory, after = step.forward(x, state)
         finally:
             shared.engine.trained.give(step.one)
-        ctx.shared, ctx.states = shared, len(state)
-        ctx.save_for_backward(memory, x, *state, *shared.weights)
+        ctx.shared, ctx.versions = shared, shared.versions()
+        ctx.save_for_backward(memory, x, *state)
         ctx.set_materialize_grads(False)
         return tuple(after)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        memory, x, *rest = ctx.saved_tensors
-        state, weights, shared, step = rest[:ctx.states], rest[ctx.states:], ctx.shared, ctx.step
-        sums, trained = shared.sums.of(shared.weights), shared.engine.trained
+        memory, x, *state = ctx.saved_tensors
+        shared, step, trained = ctx.shared, ctx.step, ctx.shared.engine.trained
+        sums = shared.sums.of(shared.weights)
         if torch.is_grad_enabled():
             kept, y = memory.split((step.kept_bytes, len(memory) - step.kept_bytes))
-            return None, None, *_again(shared.engine.kind, sums, weights, x, state, y.view(x.dtype), kept, gradients)
+            shared.check(ctx.versions)
+            return None, None, *_again(shared, sums, x, state, y.view(x.dtype), kept, gradients)
         memory, x, *state = map(ready, (memory, x, *state))  # they may have been away, in a file
-        if not trained.take_this(step.one, weights, ctx.packs):
-            step = _taken(shared, weights, x, True)
+        if not trained.take_this(step.one, shared.weights, ctx.packs):
+            shared.check(ctx.versions)
+            step = _taken(shared, x, True)
         try:
             made = step.backward(memory, x, state, [g if g is None else ready(g) for g in gradients], sums)
         finally:
@@ -185,10 +200,10 @@ class _Step(torch.autograd.Function):
         return None, None, *made[:1 + len(state)]
 
 
-def _again(kind: Kind, sums: list[torch.Tensor], weights: Sequence[torch.Tensor], x: torch.Tensor,
-           state: Sequence[torch.Tensor], y: torch.Tensor, kept: torch.Tensor,
-           gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+def _again(shared: Shared, sums: list[torch.Tensor], x: torch.Tensor, state: Sequence[torch.Tensor], y: torch.Tensor,
+           kept: torch.Tensor, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     """Gradients of which others may be asked for, which the operator refuses then."""
+    kind, weights = shared.engine.kind, shared.weights
     rows, *states = [t.reshape(1, -1, t.shape[-1]) for t in (x, *state)]
     shape = *rows.shape[:2], kind.hidden
     given = [x.new_zeros(shape) if g is None else g.reshape(shape) for g in (None, *gradients)]
