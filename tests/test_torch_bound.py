@@ -11,9 +11,9 @@ import torch
 
 from ecornn.errors import ArgumentError, DeviceError, ScheduleError
 from ecornn.torch import bound, compiling, snapshot
+from ecornn.torch.bound import BoundLayers
 from ecornn.torch.kind import kind_of
 from ecornn.torch.snapshot import Snapshot, suspect
-from ecornn.torch.bound import BoundLayers
 
 KIND = kind_of("GRU(input=3,hidden=4,layers=1,bias=1,bidirectional=0,projection=0)")
 NO_BIAS = kind_of("GRU(input=3,hidden=4,layers=1,bias=0,bidirectional=0,projection=0)")

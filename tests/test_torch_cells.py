@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_torch_layers import agree, double, error, flat
+from test_torch_layers import agree, double, flat
 from torch.utils.checkpoint import checkpoint
 
 import ecornn.torch
@@ -137,7 +137,8 @@ def test_what_calls_of_a_graph_share():
     found = torch.autograd.grad(one.sum(), x)[0]  # no weights
     shared = engine.engine_of(ours).shared()
     assert shared is not None and not shared.sums._found
-    agree(found, torch.autograd.grad(Loop(theirs)(wanted := x.detach().double().requires_grad_()).sum(), wanted)[0], 2e-6)
+    exact_x = x.detach().double().requires_grad_()
+    agree(found, torch.autograd.grad(Loop(theirs)(exact_x).sum(), exact_x)[0], 2e-6)
     agree(torch.autograd.grad(other.sum(), [*ours.parameters()]),
           torch.autograd.grad(Loop(theirs)(x.double()).sum(), [*theirs.parameters()]), 2e-6)
     reference = weakref.ref(shared)
@@ -203,8 +204,10 @@ def test_weights_written_between_the_passes():
 
 def test_gradients_of_gradients_are_refused():
     ours, x = ecornn.torch.GRUCell(I, H), torch.randn(B, I, requires_grad=True)
-    found = torch.autograd.grad(Loop(ours)(x[None]).sum(), [x, *ours.parameters()], create_graph=True)
-    agree([g.detach() for g in found], [g.double() for g in torch.autograd.grad(Loop(ours)(x[None]).sum(), [x, *ours.parameters()])])
+    loss, asked = Loop(ours)(x[None]).sum(), [x, *ours.parameters()]
+    wanted = torch.autograd.grad(loss, asked, retain_graph=True)
+    found = torch.autograd.grad(loss, asked, create_graph=True)
+    agree([g.detach() for g in found], [g.double() for g in wanted])
     for one in (found[0], found[2]):
         with pytest.raises(DerivativeError, match="restore"):
             one.sum().backward(retain_graph=True)
@@ -250,8 +253,8 @@ def test_functional_calls_and_transforms():
 
 
 def test_replace_and_restore():
-    model = torch.nn.ModuleDict({"plain": torch.nn.LSTMCell(I, H), "own": Own(I, H),
-                                 "norm": torch.nn.utils.parametrizations.weight_norm(torch.nn.RNNCell(I, H), "weight_hh")})
+    normed = torch.nn.utils.parametrizations.weight_norm(torch.nn.RNNCell(I, H), "weight_hh")
+    model = torch.nn.ModuleDict({"plain": torch.nn.LSTMCell(I, H), "own": Own(I, H), "norm": normed})
     exact, x = copy.deepcopy(model).double(), torch.randn(T, B, I)
     state, report = model.state_dict(), ecornn.torch.replace(model)
     assert report.swapped == ("plain", "own", "norm") and not report.kept

@@ -1,4 +1,5 @@
-"""Compiled layers for weights: one for each kind of call; weights that have changed are packed where the last ones were."""
+"""Compiled layers for weights, one for each kind of call: weights that have changed are packed where the last ones
+were."""
 
 from __future__ import annotations
 
@@ -48,10 +49,11 @@ class BoundLayer:
 class BoundLayers:
     """Those of an engine that train, or those that do not.
 
-    On a CPU, and where they train, weights are packed in place. On a GPU each stream has its own, so that packing comes before its use in the order of the stream. CUDA graphs have
-    one that no stream uses any more: it was packed and called before, as PyTorch asks for, and belongs to them since
-    the first capture. Each forward pass in a graph packs, since weights change between its replays. Layers that do not
-    train are bound anew there, and serve all streams.
+    On a CPU, and where they train, weights are packed in place. On a GPU each stream has its own layers that train, so
+    that packing comes before its use in the order of the stream. CUDA graphs have one that no stream uses any more: it
+    was packed and called before, as PyTorch asks for, and belongs to them since the first capture. Each forward pass in
+    a graph packs, since weights change between its replays. Layers that do not train are bound anew on a GPU, and serve
+    all streams.
     """
 
     def __init__(self, kind: Kind, trains: bool = True) -> None:

@@ -15,7 +15,6 @@ from ecornn.torch.kind import CELLS, text_of
 from ecornn.torch.operator import recurrent
 from ecornn.torch.sequences import leaf, refuse_script, trained
 
-
 SERVED = {"cpu"}  # on a GPU a step takes PyTorch less time than a module takes to begin with its weights
 
 

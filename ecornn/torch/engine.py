@@ -14,7 +14,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ecornn.errors import DTypeError, WeightsError
 from ecornn.runtime.loader import Layer
 from ecornn.torch.bound import BoundLayers
-from ecornn.torch.compiling import NAMES, compiled
 from ecornn.torch.kind import Kind, kind_of, text_of
 from ecornn.torch.parameters import narrowed, narrowed_rows, widened
 from ecornn.torch.snapshot import replayed
@@ -46,7 +45,8 @@ class Engine:
         self.shared: Any = None
 
     @contextmanager
-    def layer(self, weights: Sequence[torch.Tensor], x: Any, batch: int, steps: int, masks: str = "") -> Iterator[Layer]:
+    def layer(self, weights: Sequence[torch.Tensor], x: Any, batch: int, steps: int,
+              masks: str = "") -> Iterator[Layer]:
         """The layer for x, of this B and about this T, with the weights as they are now, which it keeps until this
         ends; it takes ``masks``: nothing, ``lengths`` or ``sequences``."""
         check_type(x, weights[0])

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ecornn.errors import FallbackError
 from ecornn.torch import engine
+from ecornn.torch.compiling import NAMES
 from ecornn.torch.dispatching import derivatives
 from ecornn.torch.snapshot import suspect
 
@@ -21,7 +22,7 @@ def obstacle(module: Any, input: Any, hx: Any) -> tuple[str, bool]:
         return "torch.jit.trace records PyTorch's operators only", False
     data = input.data if isinstance(input, PackedSequence) else input
     compiled = (data.dtype == torch.float32 and not torch.is_autocast_enabled("cpu") if data.is_cpu else
-                data.is_cuda and data.dtype in engine.NAMES)
+                data.is_cuda and data.dtype in NAMES)
     if not compiled:
         engine.check_type(data, module._flat_weights[0])
         return (f"compiled ones are for float32 on a CPU, without autocast, and for float32, float16 and bfloat16 on a "

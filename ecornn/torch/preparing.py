@@ -94,7 +94,8 @@ def call_of(module: Any, input: Any, hx: Any) -> Call | None:
         return None
     masks, target = "lengths" if packed else "", "cpu" if data.is_cpu else "cuda"
     precision = precision_of(kind_of(text_of(module)), data)
-    return Call(*sizes, NAMES[data.dtype], masks, target, asked, precision)
+    steps, batch = sizes
+    return Call(steps, batch, NAMES[data.dtype], masks, target, asked, precision)
 
 
 def specs(module: Any, call: Call) -> list[LayerSpec]:

@@ -10,6 +10,7 @@ import torch
 from ecornn.errors import ArgumentError
 from ecornn.torch import engine
 from ecornn.torch.classes import CELLS, COMPILED, OURS, compiled_class, original_class, overridden, reclass
+from ecornn.torch.compiling import NAMES
 from ecornn.torch.sequences import Sequences
 
 
@@ -46,8 +47,8 @@ def replace(model: torch.nn.Module, *, fullgraph: bool = False, tf32: bool | Non
     on, which it has in one graph, and which are ``torch.nn.RNNBase`` alone.
 
     ``tf32``: whether products of float32 on a GPU may be in TF32. None: where cuDNN's RNNs may at the time of a call,
-    which is PyTorch's default; ``torch.backends.cudnn.rnn.fp32_precision = "ieee"``, ``torch.backends.cudnn.allow_tf32 =
-    False``, or False here keep them exact. A layer's attribute ``tf32`` has it.
+    which is PyTorch's default; ``torch.backends.cudnn.rnn.fp32_precision = "ieee"`` or
+    ``torch.backends.cudnn.allow_tf32 = False`` keep them exact, and so does False here. A layer has it as ``tf32``.
 
     Raises :class:`ArgumentError` for another ``tf32``.
     """
@@ -80,7 +81,7 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
     for name, module in model.named_modules():
         if isinstance(module, COMPILED):
             reclass(module, original_class)
-            vars(module).pop("tf32", None)
+            module.__dict__.pop("tf32", None)
             names.append(name or type(module).__name__)
     return tuple(names)
 
@@ -103,8 +104,8 @@ def obstacle(module: torch.nn.Module) -> str | None:
         return f"{type(module).__name__} is no LSTM, GRU or RNN of torch.nn's, and no cell of these"
     if own:
         return f"{type(module).__name__} has methods of its own, which may do more: {', '.join(own)}"
-    weight: torch.Tensor = module.weight_hh if isinstance(module, torch.nn.RNNCellBase) else engine.weights_of(module)[1]
-    if weight.dtype not in engine.NAMES:
+    weight = next(module.parameters())
+    if weight.dtype not in NAMES:
         return f"its weights are {weight.dtype}"
     if weight.device.type not in ("cpu", "cuda"):
         return f"it is on {weight.device}"

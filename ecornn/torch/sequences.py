@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from ecornn.errors import ArgumentError, DeviceError, DTypeError, FallbackError, ScheduleError, ShapeError
 from ecornn.torch import direct, engine, packed, packed_training
+from ecornn.torch.compiling import NAMES
 from ecornn.torch.dispatching import watched
 from ecornn.torch.falling_back import by_torch, obstacle, tensors_of
 from ecornn.torch.kind import text_of
@@ -166,7 +167,7 @@ def run_layers(module: Any, weights: list[torch.Tensor], x: torch.Tensor, state:
 def autocasted(value: Any) -> Any:
     """Tensors of a GPU as ``torch.nn`` has them under autocast: of its data type; anything else as it is."""
     if isinstance(value, torch.Tensor):
-        if value.is_cuda and value.dtype in engine.NAMES:
+        if value.is_cuda and value.dtype in NAMES:
             return value.to(torch.get_autocast_dtype("cuda"))
         return value
     if isinstance(value, PackedSequence):
