@@ -1,4 +1,4 @@
-# make setup | run | examples | test | test-cpus | lint | bench | sanitize | clean
+# make setup | run | examples | test | test-cpus | test-packages | soak | lint | bench | sanitize | clean
 #   PYTHON=python3.12 make setup     another interpreter (3.10 to 3.12)
 #   VENV=/somewhere make test        another place for the virtual environment
 #   make test PYTEST="-m exhaustive" what this leaves out: most of the matrix of the emulated schedules, 5 minutes
@@ -10,6 +10,7 @@ VENV ?= .venv
 HIDDEN ?= 800
 TUNE ?= --time-limit 90
 PYTEST ?=
+SECONDS ?= 600
 CPUS ?= znver3 skylake-avx512
 
 BIN := $(VENV)/bin
@@ -18,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Without nvcc, a machine with an NVIDIA driver compiles CUDA through NVRTC, from the [cuda] extra.
 EXTRA := $(if $(shell command -v nvidia-smi),$(if $(shell command -v nvcc),,[cuda]))
 
-.PHONY: setup run examples test test-cpus lint bench sanitize clean
+.PHONY: setup run examples test test-cpus test-packages soak lint bench sanitize clean
 
 # Each stamp stands for an installation, so that it is done again only when pyproject.toml changes.
 $(VENV)/installed: pyproject.toml
@@ -29,6 +30,10 @@ $(VENV)/installed: pyproject.toml
 
 $(VENV)/installed-test: $(VENV)/installed
 	$(PIP) install --editable '.[test]'
+	touch $@
+
+$(VENV)/installed-packages: $(VENV)/installed-test
+	$(PIP) install --editable '.[packages]'
 	touch $@
 
 $(VENV)/installed-lint: $(VENV)/installed
@@ -62,6 +67,15 @@ test: $(VENV)/installed-test
 # An older CPU's code runs on a newer one: tests with this CPU, then with each of CPUS in its place.
 test-cpus:
 	for cpu in "" $(CPUS); do ECORNN_TEST_CPU=$$cpu $(MAKE) test || exit; done
+
+# Models of other people's packages with compiled layers, see tests/packages/; what they need is installed besides.
+#   make test-packages PYTEST="--absent=skip" leaves out those that cannot be imported
+test-packages: $(VENV)/installed-packages
+	$(BIN)/python -m pytest tests/packages $(PYTEST)
+
+# Threads that load, bind, run and train layers on busy cores: make soak SECONDS=60
+soak: $(VENV)/installed-test
+	$(BIN)/python benchmarks/soak.py $(SECONDS)
 
 # mypy sees the layout that is installed: schedules/ as ecornn.schedules.
 lint: $(VENV)/installed-lint

@@ -20,8 +20,8 @@ import argparse
 import copy
 import importlib.metadata
 import json
-import multiprocessing
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -40,30 +40,22 @@ from ecornn.host_cpu import detect
 SINGLE = ("layers", "latency", "grid")  # the suites of single layers
 BLOCKS = 8  # turns of each side
 BUDGET = 3.0  # seconds of each side, about
-MOST = 400  # calls of each side
 REQUESTS = 8  # threads of a service
 Times = list[tuple[float, float]]  # seconds of the operation and of the call
-
-
-def spin() -> None:
-    """What a busy process does."""
-    while True:
-        pass
 
 
 @contextmanager
 def busy(count: int) -> Iterator[None]:
     """While ``count`` processes compute."""
-    processes = [multiprocessing.get_context("spawn").Process(target=spin, daemon=True) for _ in range(count)]
-    for p in processes:
-        p.start()
+    code = f"import os\nwhile os.getppid() == {os.getpid()}: pass"
+    processes = [subprocess.Popen([sys.executable, "-S", "-c", code]) for _ in range(count)]
     try:
         time.sleep(1.0 if processes else 0.0)
         yield
     finally:
         for p in processes:
             p.kill()
-            p.join()
+            p.wait()
 
 
 class Program:
@@ -81,21 +73,28 @@ class Program:
         y = self.layer(h)[0]
         return between - begin, time.perf_counter() - between, y
 
-    def block(self, calls: int) -> Times:
-        """Times of so many calls, after one that is not counted."""
+    def block(self, seconds: float) -> Times:
+        """Times of calls for so long, after one that is not counted."""
         self.once()
-        return [self.once()[:2] for _ in range(calls)]
+        return self.calls(seconds)
+
+    def calls(self, seconds: float) -> Times:
+        """Times of calls for so long, three at least."""
+        found, end = list[tuple[float, float]](), time.perf_counter() + seconds
+        while len(found) < 3 or time.perf_counter() < end:
+            found.append(self.once()[:2])
+        return found
 
 
-def in_threads(program: Program, calls: int) -> Times:
-    """Times of as many calls in each of the threads of a service, all at the same time."""
-    start, found = threading.Barrier(REQUESTS), []
+def in_threads(program: Program, seconds: float) -> Times:
+    """Times of calls in the threads of a service, all at the same time."""
+    start, found = threading.Barrier(REQUESTS), list[tuple[float, float]]()
 
     def serve() -> None:
         with torch.no_grad():
             program.once()
             start.wait()
-            mine = [program.once()[:2] for _ in range(calls)]
+            mine = program.calls(seconds)
         found.extend(mine)
 
     threads = [threading.Thread(target=serve) for _ in range(REQUESTS)]
@@ -107,7 +106,7 @@ def in_threads(program: Program, calls: int) -> Times:
 
 
 def compare(cell: str, shape: tuple[int, int, int, int], budget: float, loads: list[int],
-            run: Callable[[Program, int], Times]) -> Iterator[dict]:
+            run: Callable[[Program, float], Times]) -> Iterator[dict]:
     """A row for each load: busy processes for each core."""
     library = library_of(cell, shape[2], shape[3], "layers").eval()
     ours = copy.deepcopy(library)
@@ -120,19 +119,17 @@ def compare(cell: str, shape: tuple[int, int, int, int], budget: float, loads: l
     error = float((found - expected).norm() / expected.norm())
     if not error <= 1e-5:
         sys.exit(f"{cell} {shape}: differs from torch.nn by {error:.2e}")
-    took = sum(theirs_program.once()[:2])
     for load in loads:
-        blocks = BLOCKS
-        calls = int(np.clip(budget / took / blocks / (1 + load), 2, MOST / blocks))
         times: dict[str, Times] = {"ecornn": [], "torch": []}
         with busy(load * detect().cores):
-            for _ in range(blocks):
+            for _ in range(BLOCKS):
                 for name, side in (("ecornn", program), ("torch", theirs_program)):
                     if not load:
                         settle()
-                    times[name] += run(side, calls)
-        row = {"cell": cell, **dict(zip("TBIH", shape, strict=True)), "busy": load, "calls": len(times["torch"])}
+                    times[name] += run(side, budget / BLOCKS)
+        row = {"cell": cell, **dict(zip("TBIH", shape, strict=True)), "busy": load}
         for name, values in times.items():
+            row[f"{name}_calls"] = len(values)
             operation, call = np.array(values).T * 1e3
             for what, of in (("ms", call), ("operation_ms", operation), ("both_ms", call + operation)):
                 row[f"{name}_{what}"], row[f"{name}_p99_{what}"] = map(float, np.percentile(of, [50, 99]))
@@ -148,7 +145,7 @@ def line(row: dict) -> str:
     shape = "x".join(str(row[name]) for name in "TBIH")
     return (f"{row['cell']:8} {shape:15} busy {row['busy']} {'  '.join(sides)} ms  {row['ratio_ms']:.2f}x "
             f"p99 {row['ratio_p99_ms']:.2f}x, with the operation {row['ratio_both_ms']:.2f}x "
-            f"p99 {row['ratio_p99_both_ms']:.2f}x, {row['calls']} calls")
+            f"p99 {row['ratio_p99_both_ms']:.2f}x, {row['ecornn_calls']} and {row['torch_calls']} calls")
 
 
 def key(row: dict) -> tuple:

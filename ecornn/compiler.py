@@ -196,7 +196,8 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
     hidden, input : H and I (default: H)
     batch : the largest B that the module must serve
     seq : the T to expect; the module serves every T >= 1
-    dtype : ``float32``, ``float16`` or ``bfloat16``, of x, y, states and weights
+    dtype : of x, y, states and weights: ``float32``; on a GPU also ``float16`` or ``bfloat16``; on a CPU also
+        ``float64``, in which all is computed
     weights : what matrices of weights are rounded to, on a CPU: ``int21`` (relative error about 1e-6) or ``int16``
         (2e-5), multiples of a step for each row; ``bfloat16`` (2e-3); or ``int8`` (1e-2; needs VNNI; the operands are
         rounded too); default: ``dtype``
@@ -210,7 +211,7 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
     sequences : calls may lay many sequences end to end in the columns of the batch, which then has few that are idle
         (GPU, not with lengths or resets), see :meth:`Layer.__call__` and :class:`Columns`
     training : the module has :meth:`Layer.forward` and :meth:`Layer.backward` besides, which give gradients (on CPUs
-        float32)
+        with weights of ``dtype``)
     keep : what forward keeps for backward: ``states``, or on a CPU ``gates``, with which backward multiplies a third
         less; default: ``gates`` on a CPU where that takes 1 GiB at most at this B and T, else ``states``.
         :meth:`Layer.kept_bytes` says how much it is

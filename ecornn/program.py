@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ecornn.workload import ITEMSIZE
+from ecornn.workload import ITEMSIZE, summed
 
 if TYPE_CHECKING:
     from tvm.tirx import PrimFunc
@@ -33,6 +33,9 @@ PIECES_APART = 2
 ROLES = GIVEN, MADE, KEPT, PACKED, WORKSPACE = "given", "made", "kept", "packed", "workspace"
 
 
+SUMS = "sums"  # in place of a data type: what a layer adds up in
+
+
 @dataclass(frozen=True)
 class Tensor:
     """What a module exchanges with its caller, contiguous.
@@ -41,7 +44,7 @@ class Tensor:
     ----------
     role : given or made
     axes : the sizes of its axes: T, B, I and H as of a :class:`~ecornn.workload.Workload`, W of a row of y (D H)
-    dtype : data type; None: the layer's
+    dtype : data type, or SUMS; None: the layer's
     by_state : there is one for each state of each sequence of a stack; or for each value, by its number
     by_parameter : there is one for each parameter of each sequence of a stack, of the parameter's own shape
     optional : only where the field of its name of a :class:`~ecornn.workload.Traversal` is set
@@ -77,7 +80,7 @@ TENSORS = {
     "dstate_out": Tensor(GIVEN, ("B", "H"), by_state=True),
     "dx": Tensor(MADE, ("T", "B", "I")),
     "dstate_in": Tensor(MADE, ("B", "H"), by_state=True),
-    "gradient": Tensor(MADE, ("G", "H", "K"), "float32", by_parameter=True),
+    "gradient": Tensor(MADE, ("G", "H", "K"), SUMS, by_parameter=True),
 }
 RUN, FORWARD, BACKWARD = "run", "forward", "backward"
 _MASKS = ("lengths", "resets", "sequences")
@@ -154,7 +157,8 @@ class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         name = tensor
         if state is not None:
             name = f"{tensor}_{state}" if kind.by_parameter else tensor.replace("state", state)
-        return cls(name, kind.role, kind.dtype or dtype, tensor=tensor, state=state)
+        own = summed(dtype) if kind.dtype == SUMS else kind.dtype or dtype
+        return cls(name, kind.role, own, tensor=tensor, state=state)
 
     @property
     def itemsize(self) -> int:

@@ -8,11 +8,17 @@ import msgspec
 
 from ecornn.errors import ArgumentError, DTypeError
 
-DTYPES = ("float32", "float16", "bfloat16")
+SERVED = {"cuda": ("float32", "float16", "bfloat16"), "llvm": ("float32", "float64")}  # kind of device -> data types
+DTYPES = (*SERVED["cuda"], "float64")
 WEIGHTS = ("float32", "float16", "bfloat16", "int21", "int16", "int8")
 PRECISIONS = ("exact", "tf32")
 KEEPS = ("states", "gates")
-ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
+ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
+
+
+def summed(dtype: str) -> str:
+    """What a layer of that data type adds up in, and the type of the gradients of its weights."""
+    return "float64" if dtype == "float64" else "float32"
 
 
 class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -23,7 +29,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cell : name of a registered cell, or ``name@digest`` of a user's cell
     hidden, input, batch : H, I and the largest B the module must serve, each >= 1
     seq : the T to tune for; compiled modules serve any T >= 1
-    dtype : ``float32``, ``float16`` or ``bfloat16``; of x, y, the states and, unless ``weights`` says
+    dtype : ``float32``, ``float16``, ``bfloat16`` or ``float64``; of x, y, the states and, unless ``weights`` says
         otherwise, the weights
     weights : None, or what matrices of weights are rounded to (CPU): ``bfloat16``; ``int21`` or ``int16``, by the
         largest magnitude of each row; or ``int8`` alike, with products of integers
@@ -51,6 +57,8 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise DTypeError("dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         if self.weights is not None and (self.weights not in WEIGHTS or self.weights == self.dtype):
             raise DTypeError("weights", self.weights, f"None or one of {', '.join(WEIGHTS)}, other than dtype")
+        if self.weights is not None and self.dtype == "float64":
+            raise DTypeError("weights", self.weights, "None with dtype float64: they are rounded for speed")
         if self.precision is not None and (self.precision != "tf32" or self.dtype != "float32" or self.weights):
             raise ArgumentError("precision", self.precision, "exact; or tf32 with dtype float32, weights not rounded")
         if self.entry is not msgspec.UNSET and self.entry != "backward":
@@ -70,6 +78,11 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def arithmetic(self) -> str:
         """What the factors of products are rounded to: ``dtype``, or ``tf32``."""
         return self.precision or self.dtype
+
+    @property
+    def stored(self) -> str:
+        """What matrices of weights are kept as."""
+        return self.weights or self.dtype
 
     @property
     def itemsize(self) -> int:

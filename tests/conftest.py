@@ -24,6 +24,8 @@ settings.register_profile("any machine", deadline=None)  # a busy one is no fail
 settings.load_profile("any machine")
 
 
+collect_ignore = ["packages"]  # unless asked for: make test-packages
+
 ANOTHER_CPU = os.environ.get("ECORNN_TEST_CPU", "")
 
 

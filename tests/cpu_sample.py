@@ -31,12 +31,12 @@ ALL_GATES = {"gates": 0, "project_gates": 0}  # as products of pairs have them
 
 
 class Array:
-    """A float32 array between guards of NaN; ``offset`` elements off 256-byte alignment."""
+    """An array between guards of NaN; ``offset`` elements off the alignment of 64 of them."""
 
-    def __init__(self, shape: tuple[int, ...], offset: int = 0) -> None:
+    def __init__(self, shape: tuple[int, ...], offset: int = 0, dtype: str = "float32") -> None:
         size = int(np.prod(shape))
-        self.memory = np.full(size + 3 * GUARD + 64, np.nan, np.float32)
-        start = GUARD + (-(self.memory.ctypes.data // 4 + GUARD)) % 64 + offset
+        self.memory = np.full(size + 3 * GUARD + 64, np.nan, dtype)
+        start = GUARD + (-(self.memory.ctypes.data // self.memory.itemsize + GUARD)) % 64 + offset
         self.view = self.memory[start:start + size].reshape(shape)
         self.outside = np.ones(self.memory.shape, bool)
         self.outside[start:start + size] = False
@@ -47,11 +47,11 @@ class Array:
 
 
 def pack(packing: Any, parameters: dict[str, np.ndarray]) -> np.ndarray:
-    if packing.dtype != "float32":
+    if packing.dtype not in ("float32", "float64"):
         return runtime_pack(packing, parameters)
     stacked = np.stack([parameters[name][gate] for name, gate in packing.sources])
     padded = np.pad(stacked, [(0, to - n) for n, to in zip(stacked.shape, packing.pad, strict=True)])
-    return np.ascontiguousarray(padded.reshape(packing.split).transpose(packing.order), np.float32)
+    return np.ascontiguousarray(padded.reshape(packing.split).transpose(packing.order), packing.dtype)
 
 
 class Sample:

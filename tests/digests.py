@@ -145,6 +145,7 @@ def layers() -> Iterator[Layer]:
         tiles = (("rows", 4), ("columns", 4), ("project_rows", 3), ("project_columns", 4))
         yield Layer("lstm", "znver4", "float32", (30, 20, 64, 256),
                     config=(*tiles, ("pairs", pairs), ("project_pairs", pairs)))
+    yield Layer("lstm", "skylake-avx512", "float64", (30, 20, 64, 200))
 
 
 def cell_of(layer: Layer) -> Cell:

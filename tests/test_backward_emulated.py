@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cpu_training_sample import Call, reference
 from cuda_on_cpu import DTYPES, GUARD, Emulated, pack
 from emulated import TINY, masks_of, training_program
 from exact import unmarked
 from limits import relative
 from msgspec import structs
 from test_adjoint import H, cell_of
-from test_cpu_training import Call, reference
 
 from ecornn.analysis import analyse
 from ecornn.numpy_gradients import reference_gradients

@@ -40,3 +40,19 @@ def test_all_sides_compute_the_same(cell: str, suite: str):
         assert set(sides) == {"ecornn", "torch", "onnxruntime", "unfused"}
         for name, run in sides.items():
             assert np.linalg.norm(run(x) - expected) <= 1e-5 * np.linalg.norm(expected), name
+
+
+def test_the_drop_in_in_programs():
+    """Both sides are called, in turns and in threads; a row has percentiles of the calls and of the operations."""
+    import cpu_in_programs
+    import torch
+
+    torch.manual_seed(0)
+    with torch.no_grad():
+        (row,) = cpu_in_programs.compare("gru", (4, 2, 5, 6), 0.01, [0], cpu_in_programs.Program.block)
+        assert min(row["ecornn_calls"], row["torch_calls"]) >= 3 * cpu_in_programs.BLOCKS
+        assert 0 < row["torch_ms"] <= row["torch_p99_ms"] <= row["torch_p99_both_ms"]
+        assert row["ratio_ms"] == row["torch_ms"] / row["ecornn_ms"]
+        assert cpu_in_programs.line(row | {"mode": "turns"}).startswith("gru      4x2x5x6 ")
+        (row,) = cpu_in_programs.compare("gru", (4, 2, 5, 6), 0.01, [0], cpu_in_programs.in_threads)
+        assert row["torch_calls"] >= 3 * cpu_in_programs.BLOCKS * cpu_in_programs.REQUESTS

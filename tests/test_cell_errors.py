@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tvm import te, tirx
 
 import ecornn
 from ecornn.analysis import analyse
@@ -204,3 +206,81 @@ def test_a_program_that_is_profiled_compiles_and_is_profiled_on():
     finally:
         profile.disable()
     assert any("analyse" in str(entry.code) for entry in profile.getstats())
+
+
+def computed(value: Any) -> Any:
+    """A step whose new state is ``value(W x + R h + b, b, j)``."""
+    def step(x: Any, h: Any, p: Any) -> Any:
+        wx, rh, v = product(x, p["W"], 0), product(h, p["R"], 0), p["b"]
+        return [pointwise(lambda b, j: value(wx[b, j] + rh[b, j] + v[0, j], b, j), h)]  # here
+
+    return step
+
+
+@pytest.mark.parametrize(("value", "words"), [
+    (lambda v, b, j: te.fmod(v, te.const(2.0, "float32")), "uses fmod, which cannot be scheduled; it may use Add"),
+    (lambda v, b, j: tirx.Select(te.isnan(v), v * v, v), "uses isnan, which cannot be scheduled"),
+    (lambda v, b, j: v + tirx.Cast("float32", j), "computes with the index j"),
+    (lambda v, b, j: tirx.Select(j < 2, v, v * v), "computes with the index j"),
+    (lambda v, b, j: v * tirx.Cast("float32", b), "computes with the index b"),
+    (lambda v, b, j: tirx.Cast("int32", v), "is int32; values of a step are float32"),
+    (lambda v, b, j: v * te.const(2.0, "float64"), "is float64; values of a step are float32")])
+def test_values_that_cannot_be_computed_point_at_the_line(value: Any, words: str):
+    test_errors_point_at_the_line(computed(value), words)
+
+
+@pytest.mark.parametrize(("states", "words"), [
+    ((), "states is (); expected a tuple of at least one name"), ("h", "states is 'h'; expected a tuple"),
+    (("my h",), "state 'my h': the name of a state has letters, digits and underscores"), ((3,), "state 3: the name")])
+def test_states_have_names(states: Any, words: str):
+    cell = Faulty(lambda x, h, p: [h])
+    cell.states = states
+    with pytest.raises(CellError, match=re.escape(words)):
+        analyse(cell, 4, 6)
+
+
+@pytest.mark.parametrize("name", [None, "", "a-b", 3])
+def test_a_cell_has_a_name(name: Any):
+    cell = Faulty(lambda x, h, p: [h])
+    cell.name = name
+    with pytest.raises(CellError, match=f"cell {name!r}: a name has letters"):
+        analyse(cell, 4, 6)
+
+
+def test_what_parameters_raises_is_an_error_of_the_cell():
+    cell = Faulty(lambda x, h, p: [h])
+    cell.parameters = lambda input, hidden: {"R": (hidden // (hidden - 6), hidden, hidden)}
+    with pytest.raises(CellError, match=r"parameters\(\) failed: ZeroDivisionError") as caught:
+        analyse(cell, 4, 6)
+    assert caught.value.at is not None
+
+
+def test_gates_must_be_some():
+    with pytest.raises(CellError, match="there must be one gate at least"):
+        analyse(Faulty(lambda x, h, p: [product(h, p["R"], ())]), 4, 6)
+
+
+def test_a_function_of_a_unit_may_have_default_arguments():
+    def step(x: Any, h: Any, p: Any) -> Any:
+        made = product(h, p["R"], 0)
+        return [pointwise(lambda b, j, made=made: te.tanh(made[b, j]), h)]
+
+    assert len(analyse(Faulty(step), 4, 6).phases) == 1
+
+
+def test_a_cell_with_heads_has_an_identity():
+    """Its parameters() takes multiples of 8 alone."""
+    def parameters(input: int, hidden: int) -> dict[str, tuple[int, ...]]:
+        if hidden % 8:
+            raise ValueError("H must be a multiple of 8")
+        return {"R": (1, hidden, hidden)}
+
+    cells = [Faulty(lambda x, h, p: [product(h, p["R"], 0)]), Faulty(lambda x, h, p: [product(h, p["R"], -1)]),
+             Faulty(lambda x, h, p: [pointwise(lambda b, j: te.tanh(h[b, j]), h)])]
+    for cell in cells:
+        cell.parameters = parameters
+    first, same, other = (cell.identity() for cell in cells)
+    assert first == same != other
+    cells[0].parameters = lambda input, hidden: parameters(input, 3)
+    with pytest.raises(CellError, match="H must be a multiple of 8"):
+        cells[0].identity()

@@ -61,7 +61,9 @@ def test_help_teaches_by_examples_and_is_fast():
     (["compile", "--cell", "lstm", "--hidden", "8", "--target", "sm_10", "-o", "x.so"], "target='sm_10'"),
     (["compile", "--cell", "lstm", "--hidden", "8"], "a file name"),
     (["compile", *LAYER, "--layers", "2", "--overlap", "wavefront", "-o", "x.so"], "overlap='wavefront'"),
-    (["compile", *LAYER, "--dtype", "float16", "-o", "x.so"], "no schedule serves"),
+    (["compile", *LAYER, "--dtype", "float16", "-o", "x.so"], "expected one of float32, float64 on a CPU"),
+    (["compile", *LAYER, "--dtype", "float64", "--target", "sm_90a", "-o", "x.so"],
+     "dtype='float64' is not allowed; expected one of float32, float16, bfloat16 on a GPU"),
     (["compile", *LAYER, "-o", "x.so", "--schedule", "magic"], "schedule='magic'"),
     (["compile", *LAYER, "-o", "x.so", "--schedule", "cpu_sequence", "--config", "nope=1"], "a knob of"),
     (["bench", "none.so"], "none.so"),
@@ -184,7 +186,7 @@ def test_many_layers_in_one_session_each_with_its_log(folder):
     command = ["tune", "--cell", "lstm", "--cell", "rnn_tanh", "--hidden", "16", "--batch", "2", "--seq", "8",
                "--target", "cpu", "--trials", "3", "--dtype", "float32", "--dtype", "float16"]
     output = run(*command, code=1)  # float16 is not served on CPUs; the others are tuned all the same
-    assert output.count("error: no schedule serves") == 2 and "2 of 4 layers have a schedule" in output
+    assert output.count("error: dtype='float16' is not allowed") == 2 and "2 of 4 layers have a schedule" in output
     assert len(re.findall(r"^\[[13]/4\] \S+ T=8 .* µs per step", output, re.MULTILINE)) == 2
     paths = sorted(folder.glob("*.jsonl"))
     assert len(paths) == 2
@@ -222,6 +224,27 @@ def test_emit_prints_the_code(kind, tmp_path):
     assert "--emit" in output
 
 
+@pytest.mark.parametrize(("target", "kind", "allowed"), [("cpu", "ptx", "tir, asm, object for llvm"),
+                                                         ("sm_90a", "asm", "cuda, tir, ptx for cuda")])
+def test_code_that_the_target_has_not_is_refused_before_anything_is_written(target, kind, allowed, tmp_path):
+    file = tmp_path / "m.so"
+    layer = ["compile", "--cell", "gru", "--hidden", "16", "--target", target]
+    text = run(*layer, "--emit", kind, "-o", str(file), code=2)
+    assert "--emit" in text and allowed in text and not file.exists()
+
+
+@pytest.mark.parametrize("command", [["ecornn"], ["ecornn", "tune"], ["ecornn", "compile"]])
+def test_every_program_says_its_version(command):
+    asked = [sys.executable, "-m", *command, "--version"]
+    assert subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip().endswith("version 0.1.0")
+
+
+@pytest.mark.parametrize("command", ["ls", "best", "stats"])
+def test_a_file_that_is_no_log_is_an_error(command, tmp_path):
+    (tmp_path / "junk.jsonl").write_bytes(b"junk\n")
+    assert "is no tuning log" in run("log", command, str(tmp_path / "junk.jsonl"), code=2)
+
+
 def test_overlaps_are_chosen_said_and_explained():
     layer = ["compile", "--cell", "gru", "--hidden", "256", "--batch", "2", "--target", "sm_90a", "--emit", "tir"]
     assert "directions side by side" in run(*layer, "--bidirectional")
@@ -254,7 +277,7 @@ def test_a_compilation_that_is_terminated_leaves_nothing_behind(tmp_path):
     temporary.mkdir()
     compiler.write_text('#!/bin/sh\n[ "$1" = --version ] || exec sleep 60\n')
     compiler.chmod(0o755)
-    command = [sys.executable, "-m", "ecornn.cli", "compile", *LAYER, "-o", str(tmp_path / "m.so")]
+    command = [sys.executable, "-m", "ecornn", "compile", *LAYER, "-o", str(tmp_path / "m.so")]
     running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={
         **os.environ, "TMPDIR": str(temporary), "CXX": str(compiler), "ECORNN_CACHE": "off"})
     below = []

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import test_training_stacks_emulated as stacks
+from cpu_training_sample import Call, reference
 from emulated import task_of
 from exact import unmarked
 from limits import relative
 from test_adjoint import H
 from test_backward_emulated import LIMITS, Step, large_batches
-from test_cpu_training import Call, reference
 from test_training_stacks_emulated import SIDES, program_of
 
 from ecornn import Columns, reference_gradients

@@ -122,7 +122,7 @@ def typed(dtype: int) -> Any:
 
 
 def test_models_of_other_types_are_called_with_those():
-    """float16, bfloat16 and float64 failed at the call. On a CPU all compute in float32."""
+    """On a CPU those of 16 bits compute in float32."""
     import ml_dtypes
 
     found = ecornn.onnx.read(typed(TensorProto.FLOAT16))
@@ -142,7 +142,22 @@ def test_models_of_other_types_are_called_with_those():
     with pytest.raises(DTypeError, match=r"X.dtype='float16' is not allowed; expected float64"):
         layer(x.astype(np.float16), lengths, h)
     with pytest.raises(DTypeError, match=r"dtype='float64' is not allowed; expected .* dtype='float32' of this call"):
-        ecornn.onnx.compile(layer.node, batch=B, seq=T, target="cpu")
+        ecornn.onnx.compile(layer.node, batch=B, seq=T, target="sm_90a")
+
+
+def test_models_of_float64_compute_in_that():
+    """Weights and states of the model, too: none of them is a float32."""
+    model, tensors = model_of("GRU", 3, 1)
+    for tensor in model.graph.initializer:
+        tensor.CopyFrom(helper.make_tensor(tensor.name, TensorProto.DOUBLE, tensors[tensor.name].shape,
+                                           tensors[tensor.name].astype(np.float64).ravel() * (1 + 1e-9)))
+    node = ecornn.onnx.read(model)
+    rng, lengths = np.random.default_rng(0), np.array([T, 2, 1])
+    x, h = rng.standard_normal((T, B, I)), rng.uniform(-1, 1, (1, B, H))
+    y, last = ecornn.onnx.compile(node, batch=B, seq=T, target="cpu")(x, lengths, h)
+    wanted, (after,) = ecornn.reference(node.cell.spec(), x, node.weights, (h[0],), lengths=lengths)
+    assert node.weights["weight_hh_l0"].dtype == np.float64
+    assert relative(y[:, 0], wanted) <= 1e-14 and relative(last[0], after) <= 1e-14
 
 
 def test_a_node_behind_nodes_computes_as_the_model_does():

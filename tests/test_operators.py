@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,16 @@ def test_derivatives_are_differences(key: str):
         assert np.all(np.abs(got - slope) <= error)
 
 
+def test_constants_of_derivatives_keep_their_digits():
+    """TVM's arithmetic of constants is float32's."""
+    from tvm import te, tirx
+
+    a, result = tirx.Var("a", "float32"), tirx.Var("r", "float32")
+    e, at = te.power(a, tirx.const(0.3, "float32")), np.array([0.5, 2.0])
+    got = evaluate(OPERATORS["pow"].derivative(e, children(e), result)[0], {a: at, result: at**0.3})
+    np.testing.assert_allclose(got, 0.3 * at**-0.7, rtol=1e-15)
+
+
 def test_ties_are_pytorchs():
     torch = pytest.importorskip("torch")
     from tvm import tirx
@@ -178,14 +189,23 @@ class Calls(Cell):
         return [new(key, state) for key, state in zip(CALLS, states, strict=True)]
 
 
-def test_cpus_compute_every_function():
-    layer = ecornn.compile(Calls(), hidden=16, input=16, batch=3, target="cpu").bind({})
-    x = np.random.default_rng(0).integers(0, 1024, (1, 3, 16)).astype(np.float32) / 1024
+@pytest.mark.parametrize("dtype", ("float32", "float64"))
+def test_cpus_compute_every_function(dtype: str):
+    """In float64 to as many units in the last place."""
+    layer = ecornn.compile(Calls(), hidden=16, input=16, batch=3, dtype=dtype, target="cpu").bind({})
+    x = np.random.default_rng(0).integers(0, 1024, (1, 3, 16)).astype(dtype) / 1024
     _, states = layer(x)
+    units = np.finfo(dtype).eps / EPS
     for key, got in zip(CALLS, states, strict=True):
         low, high = WITHIN.get(key, (-2, 2))
-        operand = x[0].astype(float) * (high - low) + low
+        operand = x[0].astype(np.longdouble) * (high - low) + low
         first = [operand > 0] if key == "if_then_else" else [operand]
         expected = OPERATORS[key].numpy(*first, *[operand] * (arity(key) - 1))
         relative, absolute = ERRORS.get(key, (OF_LIBM, 0.0))
-        np.testing.assert_allclose(got, expected, rtol=relative, atol=absolute, err_msg=key)
+        np.testing.assert_allclose(got, expected, rtol=relative * units, atol=absolute * units, err_msg=key)
+
+
+def test_the_documentation_names_every_operator():
+    text = (Path(__file__).parent.parent / "docs" / "CELLS.md").read_text()
+    (row,) = [line for line in text.splitlines() if line.startswith("| `+` Add")]
+    assert set(re.findall(r"[A-Za-z_][A-Za-z0-9_]*", row)) == set(OPERATORS)

@@ -27,7 +27,7 @@ from ecornn.schedules.step.fused_step import FusedStep
 from ecornn.schedules.step.layout_transform import LayoutTransform
 from ecornn.schedules.step.scalars import Layout
 from ecornn.targets import KNOWN
-from ecornn.workload import DTYPES, Workload
+from ecornn.workload import SERVED, Workload
 
 SCHEDULES: dict[str, Schedule] = {s.name: s for s in (FusedStep(), LayoutTransform())}
 
@@ -60,7 +60,7 @@ def test_results(tmp_path: Path, schedule: str, cell: str, sizes: tuple[int, int
 @pytest.mark.parametrize("cell", [*STEPS, *step_cells.CELLS])
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
 def test_results_of_every_cell(tmp_path: Path, schedule: str, cell: str, sizes: tuple[int, int, int, int]):
-    for dtype in DTYPES:
+    for dtype in SERVED["cuda"]:
         task = task_of(cell, sizes, dtype)
         if SCHEDULES[schedule].serves(task) is None:
             folder = tmp_path / dtype
@@ -95,7 +95,7 @@ def test_other_configurations(tmp_path: Path, schedule: str, cell: str, dtype: s
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(list(SCHEDULES)), st.sampled_from(list(ALL_CELLS)), st.sampled_from(DTYPES),
+@given(st.sampled_from(list(SCHEDULES)), st.sampled_from(list(ALL_CELLS)), st.sampled_from(SERVED["cuda"]),
        st.sampled_from(list(KNOWN)), st.integers(1, 300), st.integers(1, 2500))
 def test_defaults_fit(schedule: str, cell: str, dtype: str, arch: str, batch: int, hidden: int):
     task = task_of(cell, (9, batch, hidden, hidden), dtype, KNOWN[arch])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from test_torch_layers import B, H, I, T, agree, double, error, flat
+from test_torch_training import ancestors
 
 import ecornn.torch
 from ecornn.errors import ArgumentError, DeviceError, DTypeError, FallbackError, ShapeError
@@ -97,6 +98,45 @@ def test_a_class_that_has_a_part_of_the_call_is_left_alone(method: str):
         "layer": f"Mine has methods of its own, which may do more: {method}"}
     other = type("Other", (torch.nn.RNNBase,), {})("LSTM", I, H)
     assert ecornn.torch.replace(Model(other)).kept == {"layer": "Other is no LSTM, GRU or RNN of torch.nn's"}
+
+
+class Scaled(torch.nn.RNNBase):
+    """A ``forward`` that goes on in the next class's, with arguments of its own."""
+
+    def forward(self, x: torch.Tensor, hx: Any = None, scale: float = 3.0) -> Any:
+        y, after = super().forward(scale * x, hx=hx)
+        return y - 1, after
+
+
+class ScaledLSTM(Scaled, torch.nn.LSTM):
+    pass
+
+
+class AndDoubled(ScaledLSTM):
+    def forward(self, x: torch.Tensor, hx: Any = None) -> Any:
+        y, after = super().forward(x, hx, 2.0)
+        return 2 * y, after
+
+
+@pytest.mark.parametrize("kind", [ScaledLSTM, AndDoubled])
+def test_a_forward_that_goes_on_in_pytorchs_goes_on_in_ours(kind: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ECORNN_STRICT", "1")
+    model, x = compiled(kind(I, H)), torch.randn(T, B, I)
+    agree(model(x).detach(), by_torch(model, x))
+    assert isinstance(model.layer, kind) and isinstance(model.layer, ecornn.torch.LSTM)
+    assert "RecurrentForward" in ancestors(model(x))
+    made = pickle.loads(pickle.dumps(model))
+    with torch.no_grad():
+        made.layer.weight_hh_l0.mul_(0.5)
+        agree(made(x), by_torch(made, x))
+    assert ecornn.torch.restore(model) == ("layer",) and type(model.layer) is kind
+
+
+@pytest.mark.parametrize("forward", [torch.nn.LSTM.forward, lambda self, x: torch.nn.LSTM.forward(self, x)])
+def test_a_forward_that_goes_elsewhere_is_left_alone(forward: Any):
+    kind = type("Mine", (torch.nn.LSTM,), {"forward": forward})
+    left = ecornn.torch.replace(Model(kind(I, H))).kept
+    assert ("layer" in left) == (forward is not torch.nn.LSTM.forward)
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])

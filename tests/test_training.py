@@ -12,12 +12,12 @@ from ecornn.compiler import plan
 from ecornn.errors import ArgumentError, DTypeError, ModuleError, ScheduleError, ShapeError
 
 T, B, I, H = 9, 4, 17, 33
-LIMIT = 2e-5  # relative, of gradients in float32
+LIMITS = {"float32": 2e-5, "float64": 1e-14}  # relative, of gradients
 
 
 def weights_of(module: Any, seed: int = 0) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    return {p.name: (rng.uniform(-1, 1, p.shape) / H ** 0.5).astype(np.float32) for p in module.manifest.parameters}
+    rng, dtype = np.random.default_rng(seed), module.manifest.workload.dtype
+    return {p.name: (rng.uniform(-1, 1, p.shape) / H ** 0.5).astype(dtype) for p in module.manifest.parameters}
 
 
 class Layer:
@@ -29,11 +29,11 @@ class Layer:
                                      **properties)
         self.weights = weights_of(self.module)
         self.bound = self.module.bind(self.weights)
-        rng, stack = np.random.default_rng(1), self.module.manifest.stack
+        rng, stack, dtype = np.random.default_rng(1), self.module.manifest.stack, self.module.manifest.workload.dtype
         shape = (B, H) if stack.count == 1 else (stack.count, B, H)
 
         def normal(*shape: int) -> np.ndarray:
-            return rng.standard_normal(shape).astype(np.float32)
+            return rng.standard_normal(shape).astype(dtype)
 
         self.x, self.dy = normal(T, B, I), normal(T, B, H * stack.directions)
         self.states = [normal(*shape) for _ in self.module.manifest.states]
@@ -50,7 +50,7 @@ class Layer:
 
 
 def near(found: Any, wanted: Any) -> bool:
-    return float(np.linalg.norm(found - wanted)) <= LIMIT * float(np.linalg.norm(wanted))
+    return float(np.linalg.norm(found - wanted)) <= LIMITS[found.dtype.name] * float(np.linalg.norm(wanted))
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,8 @@ def lstm() -> Layer:
 
 @pytest.mark.parametrize(("cell", "properties"), [
     ("gru", {"bidirectional": True}), ("lstm", {"layers": 3, "bidirectional": True, "lengths": True}),
-    ("rnn_tanh", {"layers": 2, "resets": True, "reverse": True}), ("gru_reset_before", {"layers": 2})])
+    ("rnn_tanh", {"layers": 2, "resets": True, "reverse": True}),
+    ("gru_reset_before", {"layers": 2, "dtype": "float64"})])
 def test_stacks(cell, properties):
     layer = Layer(cell, **properties)
     y, after, kept = layer.bound.forward(layer.x, layer.states, **layer.masks)
@@ -79,7 +80,7 @@ def test_stacks(cell, properties):
     assert near(found.x, flip(dx))
     assert {*found.weights} == {*dweights} and all(near(found.weights[n], g) for n, g in dweights.items())
     assert all(near(a, b.reshape(a.shape)) for a, b in zip(found.state, dstates, strict=True))
-    assert all(g.dtype == np.float32 and g.shape == layer.weights[n].shape for n, g in found.weights.items())
+    assert all(g.dtype == layer.x.dtype and g.shape == layer.weights[n].shape for n, g in found.weights.items())
 
 
 def test_zeros_are_what_is_left_out(lstm: Layer):

@@ -161,7 +161,7 @@ def test_ctrl_c_stops_what_a_process_does_before_anything_is_built(monkeypatch):
 def test_a_signal_that_ends_it_leaves_nothing_behind(which, tmp_path):
     log, temporary = tmp_path / "log.jsonl", tmp_path / "temporary"
     temporary.mkdir()
-    command = [sys.executable, "-m", "ecornn.cli", "tune", "--cell", "lstm", "--hidden", "64", "--target", "cpu"]
+    command = [sys.executable, "-m", "ecornn", "tune", "--cell", "lstm", "--hidden", "64", "--target", "cpu"]
     running = subprocess.Popen([*command, "--output", str(log)], env={**os.environ, "TMPDIR": str(temporary)},
                                stdout=subprocess.PIPE, text=True)
     while not log.exists() or len(read(log).trials()) < 2:

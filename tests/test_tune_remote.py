@@ -69,7 +69,7 @@ def wait_for(condition) -> None:
 
 @contextlib.contextmanager
 def servers(tracker: Tracker, count: int, target: str = "cpu") -> Iterator[list[subprocess.Popen]]:
-    command = [sys.executable, "-m", "ecornn.cli", "serve", "--tracker", str(tracker),
+    command = [sys.executable, "-m", "ecornn", "serve", "--tracker", str(tracker),
                "--key", tracker.key, "--target", target]
     started = [subprocess.Popen([*command, "--port", str(free_port())]) for _ in range(count)]
     try:

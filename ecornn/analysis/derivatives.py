@@ -104,9 +104,14 @@ def angle(e: Expr, v: Sequence[Expr], r: Expr) -> tuple[Expr, ...]:
     return x * inverse, number(0.0) - y * inverse
 
 
+def less_one(exponent: Expr) -> Expr:
+    """``exponent - 1``; of a constant in all its digits, where TVM would subtract in float32."""
+    return number(exponent.value - 1.0) if type(exponent).__name__ == "FloatImm" else exponent - number(1.0)
+
+
 def power(e: Expr, v: Sequence[Expr], r: Expr) -> tuple[Expr, ...]:
     from tvm import te
 
     (base, exponent), zero = v, number(0.0)
-    by_base = where(exponent == zero, 0.0, exponent * te.power(base, exponent - number(1.0)))
+    by_base = where(exponent == zero, 0.0, exponent * te.power(base, less_one(exponent)))
     return by_base, where(base == zero, 0.0, r * call("log", base))

@@ -8,10 +8,11 @@ the cell's.
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
+from ecornn.analysis.declared import check_names, shapes_of
 from ecornn.analysis.lines import Lines
+from ecornn.analysis.operators import operator_of
 from ecornn.analysis.scalar import children, is_constant, rebuild, terms, transform, variables
 from ecornn.analysis.source import Source
 from ecornn.analysis.statistics import Statistics
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from tvm.tirx import IterVar, Reduce, Var
 
 BATCH = 3  # any size unlike the others: te needs numbers, the graph does not keep it
-NAME = r"[A-Za-z][A-Za-z0-9_]{0,63}"  # of a cell: also part of file names
 INVARIANT, INPUT, NORMALIZED, STATE = -3, -2, -1, 0
 
 
@@ -40,25 +40,12 @@ class _Walk:
     def __init__(self, cell: Source, input: int, hidden: int) -> None:
         from tvm import te, tirx
 
+        check_names(cell)
         self.cell, self.input, self.hidden, self.tirx = cell, input, hidden, tirx
+        self.lines = Lines()
         self.x_tensor = te.placeholder((BATCH, input), "float32", name="x")
         self.state_tensors = [te.placeholder((BATCH, hidden), "float32", name=n) for n in cell.states]
-        if not re.fullmatch(NAME, cell.name):
-            raise CellError(f"cell {cell.name!r}: a name has letters, digits and underscores, 64 at most, and starts "
-                            "with a letter")
-        if len(set(cell.states)) != len(cell.states):
-            raise CellError(f"cell {cell.name!r}: states {cell.states} are not all different")
-        try:
-            shapes = {n: tuple(s) for n, s in cell.parameters(input, hidden).items()}
-        except (AttributeError, TypeError) as error:
-            raise CellError(f"cell {cell.name!r}: parameters() must return names with shapes, such as "
-                            f"{{'weight_hh': (1, H, H)}}: {error}") from error
-        for name, shape in shapes.items():
-            if len(shape) not in (2, 3) or shape[0] < 1 or shape[1] != hidden or (
-                    len(shape) == 3 and shape[2] not in (input, hidden)):
-                raise CellError(f"cell {cell.name!r}: parameter {name!r} has shape {shape}; expected "
-                                f"(G, H={hidden}) or (G, H={hidden}, K) with G >= 1 and K = I or H")
-        self.shapes = shapes
+        self.shapes = shapes = shapes_of(cell, input, hidden, self.lines)
         self.parameter_tensors = {n: te.placeholder(s, "float32", name=n) for n, s in shapes.items()}
         self.b, self.j = tirx.Var("b", "int32"), tirx.Var("j", "int32")
         self.level: dict[Var, int] = {}
@@ -70,7 +57,6 @@ class _Walk:
         self.values: dict[tuple, Expr] = {}  # (op, output, indices) -> scalar
         self.x: Var | None = None
         self.vectors: list[Vector] = []
-        self.lines = Lines()
 
     # -- leaves ---------------------------------------------------------------------------------
     def leaf(self, key: tuple, name: str, level: int) -> Var:
@@ -118,7 +104,7 @@ class _Walk:
         gate, count = self.constant(e, parameter), self.shapes[parameter][0]
         if not -count <= gate < count:
             raise CellError(f"cell {self.cell.name!r}: there is no gate {gate} of {parameter}, which has {count}")
-        return gate
+        return gate % count
 
     def constant(self, e: Expr | int, where: str) -> int:
         if isinstance(e, int):
@@ -148,10 +134,27 @@ class _Walk:
                     reduction = self.product if len(op.axis) > 1 else self.statistic
                     self.values[key] = reduction(op.name, body, where)
                 else:
-                    self.values[key] = self.name_of(self.inline(body, where), op.name)
+                    value = self.inline(body, where)
+                    self.check(op.name, value)
+                    self.values[key] = self.name_of(value, op.name)
             except CellError as error:
                 raise self.lines.located(error, op) from error.__cause__
         return self.values[key]
+
+    def check(self, name: str, value: Expr) -> None:
+        """That a pointwise value is a float32 or a condition, of operators that there are and of no index."""
+        if str(value.ty) not in ("float32", "bool"):
+            raise CellError(f"cell {self.cell.name!r}: {name!r} is {value.ty}; values of a step are float32")
+        index = next((v for v in variables(value) if self.same(v, self.b) or self.same(v, self.j)), None)
+        if index is not None:
+            raise CellError(f"cell {self.cell.name!r}: {name!r} computes with the index {index}; indices may only be "
+                            "used to read tensors: a vector parameter can be different for each unit")
+        pending = [value]
+        while pending:
+            e = pending.pop()
+            if type(e).__name__ != "Var" and not is_constant(e):
+                operator_of(e)
+                pending.extend(children(e))
 
     def inline(self, body: Expr, where: dict[Var, Expr]) -> Expr:
         def visit(e: Expr) -> Expr | None:

@@ -59,9 +59,9 @@ class Lines:
             return error
         return pointed(error, *self._found[op])
 
-    def failed(self, cell: str, error: Exception) -> CellError:
-        """What ``step()`` raised, with the last of the user's lines that was running."""
-        made = CellError(f"cell {cell!r}: step() failed: {type(error).__name__}: {str(error).strip()}")
+    def failed(self, cell: str, error: Exception, what: str = "step()") -> CellError:
+        """What the cell's own code raised, with the last of the user's lines that was running."""
+        made = CellError(f"cell {cell!r}: {what} failed: {type(error).__name__}: {str(error).strip()}")
         frames = [f for f in traceback.extract_tb(error.__traceback__) if self._users(f.filename)]
         return pointed(made, frames[-1].filename, frames[-1].lineno or 0) if frames else made
 

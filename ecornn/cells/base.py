@@ -102,6 +102,8 @@ def product(source: Tensor, weight: Tensor, gates: Sequence[int] | int | None = 
         return te.compute((batch, hidden),
                           lambda b, j: te.sum(source[b, k] * weight[gates, j, k], axis=k), name=name)
     chosen = range(int(weight.shape[0])) if gates is None else gates
+    if not len(chosen):
+        raise CellError("product(..., gates=[]): there must be one gate at least")
     first, count = chosen[0], len(chosen)
     if list(chosen) != list(range(first, first + count)):
         raise CellError(f"product(..., gates={list(chosen)}): gates must be consecutive")
@@ -114,7 +116,8 @@ def pointwise(function: Callable[[Var, Var], Expr | tuple[Expr, ...]], like: Ten
     """A tensor (B, H), or several, from ``function(b, j)``; ``like`` is any state."""
     from tvm import te
 
-    return te.compute(like.shape, function, name=name or "pointwise")
+    # TVM looks at the signature, and takes no default arguments
+    return te.compute(like.shape, lambda b, j: function(b, j), name=name or "pointwise")
 
 
 def mean(source: Tensor, name: str = "") -> Tensor:

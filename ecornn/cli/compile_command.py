@@ -28,6 +28,7 @@ Examples:
 """
 WISHES = ("auto", "none", *OVERLAPS)
 EMIT = ("cuda", "tir", "ptx", "asm", "object")
+EMITTED = {"cuda": ("cuda", "tir", "ptx"), "llvm": ("tir", "asm", "object")}  # by kind of device
 
 
 @click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
@@ -52,6 +53,7 @@ EMIT = ("cuda", "tir", "ptx", "asm", "object")
               help="Print the code that was generated; an object file, of a CPU's code, needs --emit-to.")
 @click.option("--emit-to", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="Write it to this file instead.")
+@click.version_option(package_name="ecornn")
 @plain_errors
 @ended_like_ctrl_c()
 def compile(model: Path | None, node: str | None, target: str | None, weights_from: Path | None, prefix: str,
@@ -88,6 +90,9 @@ def compile(model: Path | None, node: str | None, target: str | None, weights_fr
     layer["dtype"], target = default_dtype(layer.get("dtype", dtype), layer.get("precision"), target)
     planned = plan_layer(LayerSpec(**layer), target=target, schedule=schedule, config=dict(knob(c) for c in config),
                          overlap=overlap)
+    kind = planned.device.kind
+    if emit is not None and emit not in EMITTED[kind]:  # before anything is written
+        raise ArgumentError("--emit", emit, f"one of {', '.join(EMITTED[kind])} for {kind}")
     if weights_from is not None:
         from ecornn.weight_files import check_shapes
 
@@ -112,7 +117,7 @@ def compile(model: Path | None, node: str | None, target: str | None, weights_fr
             more = f", prefix={prefix!r}" if prefix else ""
             click.echo(f'use it: ecornn.load("{output}").bind("{weights_from}"{more})', err=True)
     if emit == "object" and emit_to is not None:
-        emit_to.write_bytes(machine_code(planned, generated))
+        emit_to.write_bytes(machine_code(generated))
     elif emit is not None:
         text = emitted(planned, generated, emit)
         if emit_to is None:
@@ -184,21 +189,16 @@ def knob(text: str) -> tuple[str, int | str | bool]:
     return name, int(value) if value.removeprefix("-").isdecimal() else value
 
 
-def machine_code(planned: LayerPlan, generated: Generated) -> bytes:
-    """The object file; :class:`ArgumentError` for a GPU."""
-    if planned.task.device.kind != "llvm":
-        raise ArgumentError("--emit", "object", f"one of {', '.join(generated.emitted)} for a GPU")
+def machine_code(generated: Generated) -> bytes:
+    """The object file, of a CPU's code."""
     (code,) = generated.objects.values()
     return code
 
 
 def emitted(planned: LayerPlan, generated: Generated, kind: str) -> str:
-    """The code of that kind; :class:`ArgumentError` where the target has none."""
-    if kind in generated.emitted:
+    """The code of that kind, one of those that the target has."""
+    if kind != "ptx":
         return generated.emitted[kind]
-    if kind == "ptx" and "cuda" in generated.emitted:
-        from ecornn.build.nvcc import ptx
+    from ecornn.build.nvcc import ptx
 
-        return ptx(generated.emitted["cuda"], planned.task.device.arch)
-    raise ArgumentError("--emit", kind, f"one of {', '.join(generated.emitted)} for "
-                        + planned.task.device.kind)
+    return ptx(generated.emitted["cuda"], planned.task.device.arch)

@@ -65,7 +65,7 @@ def ls(files: tuple[Path, ...]) -> None:
     from ecornn.tune.record import Start, Trial
     from ecornn.tune.selection import under_way
 
-    found = collect(files)
+    found = collect(files, strict=True)
     if not files:
         click.echo(f"yours: {user_folder()}\nshipped: {shipped_folder()}")
     for path in dict.fromkeys(line.path for line in found.lines):
@@ -88,7 +88,7 @@ def best(files: tuple[Path, ...]) -> None:
     from ecornn.schedules import revisions
     from ecornn.tune.selection import best_lines
 
-    for line in best_lines(collect(files), revisions()):
+    for line in best_lines(collect(files, strict=True), revisions()):
         click.echo(f"{text_of(line)}  ({line.place})")
 
 
@@ -114,7 +114,7 @@ def stats(files: tuple[Path, ...]) -> None:
     from ecornn.schedules import revisions
     from ecornn.tune.record import Finish, Trial, first_line
 
-    found, now = collect(files), revisions()
+    found, now = collect(files, strict=True), revisions()
     trials = [line.record for line in found.lines if isinstance(line.record, Trial)]
     finishes = [line.record for line in found.lines if isinstance(line.record, Finish)]
     devices = {t.run: f"{t.device.name} ({t.device.arch})" for t in trials}

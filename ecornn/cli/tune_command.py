@@ -71,6 +71,7 @@ ONE_SEARCH = "A CPU's backward pass has no knobs: what was found is the forward 
 @click.option("--key", default="ecornn", show_default=True, help="Of the servers, with --tracker.")
 @click.option("--allow-remote", is_flag=True,
               help="A tracker on another machine. RPC is remote execution: trusted networks only.")
+@click.version_option(package_name="ecornn")
 @plain_errors
 def tune(target: str | None, timeout: float, seed: int, tracker: str | None, key: str, allow_remote: bool,
          **options: Any) -> None:
@@ -121,7 +122,7 @@ def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], tar
     """Tunes layers of the properties ``asked`` in turn; whether each has a best. One that no schedule serves does not
     end the rest."""
     from ecornn.cli.progress import Meter
-    from ecornn.errors import CellError, ScheduleError
+    from ecornn.errors import CellError, DTypeError, ScheduleError
 
     good = []
     if session.tracker is not None:  # a compilation, which has no tracker, is for this machine unless it is told
@@ -139,7 +140,7 @@ def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], tar
         try:
             with Meter(console, layer.training) as meter:
                 result = session.tune_layer(layer, **options, report=meter.report, begin=begin)
-        except (CellError, ScheduleError) as error:
+        except (CellError, DTypeError, ScheduleError) as error:
             if len(layers) == 1:
                 raise
             console.print(f"{count}error: {error}", markup=False)

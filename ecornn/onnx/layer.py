@@ -101,19 +101,19 @@ def compile(node: Node, *, batch: int = 1, seq: int = 100, target: str | Device 
             dtype: str | None = None) -> OnnxLayer:
     """Compiles a node, for calls of up to ``batch`` rows and lengths of about ``seq``.
 
-    ``dtype``: what it computes in; default: the node's own on a GPU, and float32 on a CPU, where that is more than the
-    node's. Raises what :func:`ecornn.compile` raises, and :class:`DTypeError` for a node of float64 where ``dtype``
-    does not say that less will do.
+    ``dtype``: what it computes in; default: the node's own, but on a CPU float32 for one of 16 bits. Raises what
+    :func:`ecornn.compile` raises, and :class:`DTypeError` for a node of float64 on a GPU where ``dtype`` does not say
+    that less will do.
     """
     from ecornn.compiler import compile_layer, device_of
 
     if not isinstance(node, Node):
         raise ArgumentError("node", type(node), "a Node, as ecornn.onnx.read() gives it")
-    if dtype is None and node.dtype == "float64":
-        raise DTypeError("dtype", node.dtype, "of the node float32, float16 or bfloat16; or dtype='float32' of this "
-                         "call, with relative errors of about 1e-6")
     device = device_of(target)
-    chosen = dtype or (node.dtype if device.kind == "cuda" else "float32")
+    if dtype is None and node.dtype == "float64" and device.kind == "cuda":
+        raise DTypeError("dtype", node.dtype, "of the node on a GPU float32, float16 or bfloat16; or dtype='float32' "
+                         "of this call, with relative errors of about 1e-6; or target='cpu'")
+    chosen = dtype or (node.dtype if device.kind == "cuda" or node.dtype == "float64" else "float32")
     module = compile_layer(LayerSpec(
         node.cell, node.hidden, node.input, batch, seq, chosen, bidirectional=node.direction == "bidirectional",
         reverse=node.direction == "reverse", lengths=True), target=device)

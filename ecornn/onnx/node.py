@@ -44,11 +44,11 @@ class Node:
     input, hidden : I and H
     direction : ``forward``, ``reverse`` or ``bidirectional``
     batch_first : ONNX's layout 1
-    weights : by PyTorch's names, float32
+    weights : by PyTorch's names, float32, or float64 as the node's tensors
     outputs : which of Y, Y_h and Y_c the node has
     dtype : of the node's tensors: ``float16``, ``bfloat16``, ``float32`` or ``float64``
     inputs : those of ``sequence_lens``, ``initial_h`` and ``initial_c`` that the node has: its constant, or None
-        where each call must bring it. In ONNX's shapes; states float32, lengths int32
+        where each call must bring it. In ONNX's shapes; states as the weights, lengths int32
     """
 
     name: str
@@ -109,27 +109,27 @@ def interpret(name: str, op: str, attributes: Mapping[str, Any], tensors: Sequen
     kind = {"LSTM": "lstm", "RNN": "rnn_tanh"}.get(op) or (
         "gru" if attributes.get("linear_before_reset", 0) else "gru_reset_before")
     cell = type(BUILTIN[kind])(**options)
-    weights = {}
+    own, weights = np.float64 if w.dtype == np.float64 else np.float32, {}
     for d in range(count):
         end = "_l0" + ("_reverse" if d else "")
 
         def ordered(value: Array, order: Sequence[int] = GATES[op]) -> Array:
-            parts = np.split(np.asarray(value, np.float32), len(order))
+            parts = np.split(np.asarray(value, own), len(order))
             return np.concatenate([parts[g] for g in order])
 
         weights[f"weight_ih{end}"], weights[f"weight_hh{end}"] = ordered(w[d]), ordered(r[d])
-        both = np.zeros(2 * gates * hidden, np.float32) if b is None else b[d]
+        both = np.zeros(2 * gates * hidden, own) if b is None else b[d]
         weights[f"bias_ih{end}"], weights[f"bias_hh{end}"] = map(ordered, np.split(both, 2))
         if options.get("peepholes") and p is not None:
             weights[f"weight_peephole{end}"] = ordered(p[d], PEEPHOLES)
     layout = bool(attributes.get("layout", 0))
-    known = {key: value if value is None else _constant(f"{name}.{key}", key, value, (count, hidden), layout)
+    known = {key: value if value is None else _constant(f"{name}.{key}", key, value, (count, hidden), layout, own)
              for key, value in (inputs or {}).items()}
     return Node(name, op, cell, int(w.shape[-1]), hidden, direction, layout, weights, outputs, known, str(w.dtype))
 
 
-def _constant(where: str, key: str, value: Array, sizes: tuple[int, int], batch_first: bool) -> Array:
-    """A constant of lengths, or of states of ``sizes`` D and H, checked."""
+def _constant(where: str, key: str, value: Array, sizes: tuple[int, int], batch_first: bool, own: Any) -> Array:
+    """A constant of lengths, or of states of ``sizes`` D and H and the type ``own``, checked."""
     if key == LENGTHS:
         if value.dtype.kind not in "iu":
             raise DTypeError(f"{where}.dtype", str(value.dtype), "an integer type")
@@ -142,7 +142,7 @@ def _constant(where: str, key: str, value: Array, sizes: tuple[int, int], batch_
     if value.ndim != 3 or (directions, value.shape[2]) != sizes:
         shape = "(B, D, H)" if batch_first else "(D, B, H)"
         raise ShapeError(f"{where}.shape", value.shape, f"{shape} with D={sizes[0]} H={sizes[1]}")
-    return value.astype(np.float32)
+    return value.astype(own)
 
 
 def shortest(value: float) -> float:

@@ -53,9 +53,9 @@ class Arrays(ABC):
         """A new array of zeros on the device of ``like``."""
         raise ArgumentError("x", type(like), "a NumPy array or a torch.Tensor, for training")
 
-    def all_zeros(self, shapes: Sequence[Shape], like: Any) -> list[Placed]:
-        """New float32 arrays of zeros."""
-        return [self.zeros(shape, like, "float32") for shape in shapes]
+    def all_zeros(self, shapes: Sequence[Shape], like: Any, dtype: str) -> list[Placed]:
+        """New arrays of zeros."""
+        return [self.zeros(shape, like, dtype) for shape in shapes]
 
     @abstractmethod
     def to_host(self, value: Any, name: str, library: Library) -> np.ndarray[Any, Any]:

@@ -80,8 +80,9 @@ class Bound:
 
     def repack(self, parameters: Mapping[str, NDArray[Any]], changed: Collection[str], packing: HostPacking) -> None:
         """Packs anew, into the same memory, what has parameters that have changed."""
-        given = [np.ascontiguousarray(parameters[p.key], np.float32) for p in self._manifest.parameters]
-        packing([*map(address, given)], [n for n, p in enumerate(self._manifest.parameters) if p.key in changed])
+        if packing:
+            given = [np.ascontiguousarray(parameters[p.key], np.float32) for p in self._manifest.parameters]
+            packing([*map(address, given)], [n for n, p in enumerate(self._manifest.parameters) if p.key in changed])
         for one in packing.rest:
             if any(name in changed for name, _ in one.packing.sources):
                 one.by_numpy(parameters)

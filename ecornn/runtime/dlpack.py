@@ -14,7 +14,7 @@ from ecornn.workload import ITEMSIZE
 
 CPU, CUDA = 1, 2  # DLDeviceType
 _FLOAT, _BFLOAT = 2, 4  # DLDataTypeCode
-_TYPES = {"float32": (_FLOAT, 32), "float16": (_FLOAT, 16), "bfloat16": (_BFLOAT, 16)}
+_TYPES = {"float64": (_FLOAT, 64), "float32": (_FLOAT, 32), "float16": (_FLOAT, 16), "bfloat16": (_BFLOAT, 16)}
 _NAME = b"dltensor"
 
 

@@ -16,8 +16,6 @@ from ecornn.runtime.library import Library
 from ecornn.runtime.memory import DeviceMemory, HostMemory, Memory, address
 from ecornn.workload import ITEMSIZE
 
-_SIZES = {**ITEMSIZE, "float64": 8}  # bytes; of weights
-
 
 class View:
     """A foreign array as the runtime sees it; keeps it alive."""
@@ -40,7 +38,7 @@ class View:
 
     def bits(self) -> np.ndarray[Any, Any]:
         """The elements on a CPU as unsigned integers."""
-        return host_bits(self.pointer, self.shape, self.strides, _SIZES[self.dtype])
+        return host_bits(self.pointer, self.shape, self.strides, ITEMSIZE[self.dtype])
 
 
 class ForeignArrays(Arrays):
@@ -112,8 +110,8 @@ class ForeignArrays(Arrays):
 
     def to_host(self, value: Any, name: str, library: Library) -> np.ndarray[Any, Any]:
         view = View(value, name)
-        if view.dtype not in _SIZES:
-            raise DTypeError(f"{name}.dtype", view.dtype, f"one of {', '.join(_SIZES)}")
+        if view.dtype not in ITEMSIZE:
+            raise DTypeError(f"{name}.dtype", view.dtype, f"one of {', '.join(ITEMSIZE)}")
         bits = view.bits() if view.device[0] == CPU else _download(view, name, library)
         if view.dtype == "bfloat16":  # the upper half of a float32
             return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -134,7 +132,7 @@ def _download(view: View, name: str, library: Library) -> np.ndarray[Any, Any]:
         raise DeviceError(f"{name}.device", view.device, "the device that the module was compiled for, or cpu")
     if not view.is_contiguous():
         raise _no_copy(name, view)
-    host = np.empty(view.shape, f"u{_SIZES[view.dtype]}")
+    host = np.empty(view.shape, f"u{ITEMSIZE[view.dtype]}")
     library.copy(number, address(host), view.pointer, host.nbytes, 0)
     library.synchronize(number, 0)
     return host

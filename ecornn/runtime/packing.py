@@ -23,7 +23,7 @@ def pack(packing: Packing, parameters: Mapping[str, Array]) -> Array:
     """The packed buffer of ``packing``.
 
     ``parameters`` are by the cell's name, (G, H, K) or (G, H), float16, float32 or float64. Returns a
-    contiguous array of shape ``split[order]``: float32, float16, uint16 with the bits of bfloat16, or uint8
+    contiguous array of shape ``split[order]``: float64, float32, float16, uint16 with the bits of bfloat16, or uint8
     with int8 in offset binary; for int16 and int21 uint32, with words and lanes as the last two axes.
     Raises :class:`ModuleError` where the packing does not fit the parameters.
     """
@@ -89,7 +89,7 @@ def cast(values: Array, dtype: str) -> Array:
         return tf32(values)
     if dtype == "balanced":
         dtype = "float32"
-    if dtype not in ("float16", "float32"):
+    if dtype not in ("float16", "float32", "float64"):
         raise ModuleError(f"the module packs weights as {dtype}, which this version does not know")
     with np.errstate(over="ignore"):
         return values.astype(dtype, copy=False)

@@ -107,6 +107,9 @@ class HostPacking:
         self._numbers = np.array([numbers[name] for name, _, _ in jobs], np.intp)
         self._starts = np.array([start for _, start, _ in jobs], np.int64)
 
+    def __bool__(self) -> bool:
+        return bool(len(self._table))
+
     def __call__(self, pointers: Sequence[int], changed: Collection[int] | None = None) -> None:
         """Packs contiguous float32 parameters at these addresses, in the manifest's order; ``changed``: the numbers of
         those that are not as they were, default: all."""

@@ -13,6 +13,7 @@ from ecornn.runtime.arrays import ALIGNMENT, Arrays, Facts, Placed, Shape
 from ecornn.runtime.library import Library
 from ecornn.runtime.memory import ALIGNMENT as WORKSPACE_ALIGNMENT
 from ecornn.runtime.memory import HostMemory, Memory
+from ecornn.workload import DTYPES, SERVED
 
 OPERATOR = "the layers of ecornn.torch are operators that PyTorch knows"
 
@@ -42,7 +43,7 @@ class TorchArrays(Arrays):
 
     def __init__(self) -> None:
         self._torch = torch = sys.modules["torch"]
-        self._names = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+        self._names = {getattr(torch, name): name for name in DTYPES}
         self._places = {torch.device("cpu"): "cpu"}
         c, self._forward = torch._C, torch.autograd.forward_ad
         self._modes, self._function_modes = c._len_torch_dispatch_stack, c._len_torch_function_stack
@@ -108,8 +109,9 @@ class TorchArrays(Arrays):
         made = self._torch.zeros(shape, dtype=getattr(self._torch, dtype), device=like.device)
         return made, made.data_ptr()
 
-    def all_zeros(self, shapes: Sequence[Shape], like: Any) -> list[Placed]:
-        made = [self._torch.empty(shape, dtype=self._torch.float32, device=like.device) for shape in shapes]
+    def all_zeros(self, shapes: Sequence[Shape], like: Any, dtype: str) -> list[Placed]:
+        kind = getattr(self._torch, dtype)
+        made = [self._torch.empty(shape, dtype=kind, device=like.device) for shape in shapes]
         self._torch._foreach_zero_(made)  # one kernel for all
         return [(array, array.data_ptr()) for array in made]
 
@@ -140,9 +142,9 @@ class TorchArrays(Arrays):
 
     def to_host(self, value: Any, name: str, library: Library) -> np.ndarray[Any, Any]:
         torch = self._torch
-        if value.is_quantized or (value.dtype.is_floating_point and value.dtype not in (*self._names, torch.float64)):
+        if value.is_quantized or (value.dtype.is_floating_point and value.dtype not in self._names):
             raise DTypeError(f"{name}.dtype", str(value.dtype).removeprefix("torch."),
-                             f"one of {', '.join(self._names.values())}, float64")
+                             f"one of {', '.join(self._names.values())}")
         if not self._dense(value):
             kind = f"a {type(value).__name__} of layout {value.layout} on {value.device}"
             raise ArgumentError(name, kind, "a dense tensor with memory of its own")
@@ -162,7 +164,7 @@ class TorchArrays(Arrays):
 
     def packs(self, value: Any, place: str) -> bool:
         # float64 would be rounded twice
-        return value.dtype in self._names and self.facts(value)[2] == place and self._dense(value)
+        return self._names.get(value.dtype) in SERVED["cuda"] and self.facts(value)[2] == place and self._dense(value)
 
     def workspace(self, nbytes: int, like: Any, library: Library) -> Memory:
         return HostMemory(nbytes) if like.is_cpu else TorchMemory(self._torch, nbytes, like.device)

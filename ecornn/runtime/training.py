@@ -12,6 +12,7 @@ from ecornn.program import BACKWARD, FORWARD, KEPT
 from ecornn.runtime.arrays import Arrays, Placed, Shape
 from ecornn.runtime.memory import GivenMemory, Memory, Pool, layout
 from ecornn.runtime.plan import SCALARS, EntryPlan, entry_plan
+from ecornn.workload import summed
 
 
 @dataclass
@@ -49,7 +50,7 @@ class Gradients:
     Attributes
     ----------
     x : (T, B, I), of the module's data type
-    weights : by name, of the weights' shapes, float32
+    weights : by name, of the weights' shapes, float32; of a module of float64 that
     state : of the first states, as they were passed to ``forward``: (B, H), or (L*D, B, H); S rows with ``sequences``
     """
 
@@ -82,7 +83,7 @@ class Training:
         self._forward, self._backward = entry_plan(manifest, FORWARD), entry_plan(manifest, BACKWARD)
         self._arguments = {id(plan): self._packed(plan) for plan in (self._forward, self._backward)}
         self._scratch: dict[tuple[int, int], tuple[tuple[int, ...], int]] = {}  # plan, T -> offsets, bytes
-        self._pool = Pool()
+        self._pool, self._kept = Pool(), Pool()
         self._last = (0, 0, *kept_layout(manifest, 0, 0))
 
     def kept_bytes(self, steps: int, batch: int) -> int:
@@ -120,7 +121,7 @@ class Training:
         """Runs ``forward``; arguments are checked, ``states`` and ``after`` as a call has them."""
         offsets, total = self._layout(steps, batch)
         if memory is None and total:
-            memory = arrays.workspace(total, x[0], self._caller.library)
+            memory = self._kept.take(0, total) or arrays.workspace(total, x[0], self._caller.library)
         kept = Kept(self._caller, arrays, x, y, list(states), dict(masks), memory, steps, batch, rows)
         given = {"x": [x[1]], "y": [y[1]], "state_in": self._by_part(states, rows),
                  "state_out": self._by_part(after, rows), **{name: [at] for name, (_, at) in masks.items()}}
@@ -138,6 +139,10 @@ class Training:
                  **{name: [at] for name, (_, at) in kept.masks.items()}}
         offsets, _ = self._layout(kept.steps, kept.batch)
         self._run(self._caller.library.backward, self._backward, kept, offsets, given)
+        memory, kept.memory = kept.memory, None
+        # The system takes about as long to give a CPU new memory as its cores to fill it.
+        if self._caller.threads is not None and memory is not None and not isinstance(memory, GivenMemory):
+            self._kept.give(0, memory)
 
     def _by_part(self, states: Sequence[Placed], rows: int) -> list[int]:
         """Pointers by state and then by sequence."""
@@ -217,8 +222,8 @@ class TrainingCalls:
         kept : what that call gave, which is used up
         dy : (T, B, D*H), the gradient of y; None: zeros
         dstate : the gradients of the final states, shaped as these; None: zeros
-        gradients : arrays by the weights' names to add those of the weights to: float32, of the weights' shapes,
-            contiguous; default: new ones
+        gradients : arrays by the weights' names to add those of the weights to: of the type and shapes of
+            :attr:`Gradients.weights`, contiguous; default: new ones
 
         Raises :class:`~ecornn.errors.ArgumentError` and its subclasses where an argument does not fit, also for a
         ``kept`` of another layer, or one that was used before; nothing has run then.
@@ -243,7 +248,6 @@ class TrainingCalls:
         before = [arrays.empty(shape, like, self.library) for _ in states]
         kept.taken = True
         training.backward(kept, placed, dstates, dx, before, sums.values())
-        kept.memory = None
         return Gradients(arrays.give(dx[0]), {n: arrays.give(a) for n, (a, _) in sums.items()},
                          tuple(arrays.give(a) for a, _ in before))
 
@@ -293,9 +297,9 @@ class TrainingCalls:
 
     def _sums(self: Any, arrays: Arrays, gradients: Mapping[str, Any] | None,
               like: Any) -> Iterator[tuple[str, Placed]]:
-        parameters = self.manifest.parameters
+        parameters, wanted = self.manifest.parameters, summed(self.manifest.workload.dtype)
         if gradients is None:
-            made = arrays.all_zeros([p.shape for p in parameters], like)
+            made = arrays.all_zeros([p.shape for p in parameters], like, wanted)
             yield from zip((p.name for p in parameters), made, strict=True)
             return
         names = [p.name for p in parameters]
@@ -307,8 +311,8 @@ class TrainingCalls:
             shape, dtype, _ = arrays.facts(array)
             if shape != p.shape:
                 raise ShapeError(f"{name}.shape", shape, str(p.shape))
-            if dtype != "float32":
-                raise DTypeError(f"{name}.dtype", dtype, "float32")
+            if dtype != wanted:
+                raise DTypeError(f"{name}.dtype", dtype, wanted)
             placed = arrays.in_place(array)
             if placed is None:
                 raise ArgumentError(name, "a strided, misaligned or read-only array",

@@ -61,6 +61,10 @@ class CompiledCell(torch.nn.RNNCellBase):
         """T and B of a call; None where PyTorch's own cell runs."""
         return (1, input.shape[0] if input.dim() == 2 else 1) if input.device.type in SERVED else None
 
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        engine.let_go_if_swapped(self)
+        return super()._apply(*args, **kwargs)
+
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         engine.rebind(self)  # in inference mode copies leave no other trace

@@ -29,22 +29,33 @@ def base_of(kind: type[Any]) -> type[Any] | None:
 
 
 def overridden(kind: type[Any]) -> list[str] | None:
-    """The methods of a call that are not torch.nn's; None where the class is below none of its."""
+    """The methods of a call that are not torch.nn's, nor end in torch.nn's; None where the class is below none of
+    its."""
     base = base_of(kind)
     if base is None:
         return None
-    return [name for name in CALL if getattr(kind, name, None) is not getattr(base, name, None)]
+    own = [name for name in CALL if getattr(kind, name, None) is not getattr(base, name, None)]
+    return [] if own == ["forward"] and _goes_on(kind) else own
+
+
+def _goes_on(kind: type[Any]) -> bool:
+    """Whether each ``forward`` of a class calls that of the next one, as ``super().forward()``, until torch.nn's."""
+    own = [vars(one)["forward"] for one in kind.__mro__[:kind.__mro__.index(base_of(kind))] if "forward" in vars(one)]
+    codes = [getattr(forward, "__code__", None) for forward in own]
+    return all(code is not None and {"super", "forward"} <= {*code.co_names} for code in codes)
 
 
 @cache
 def compiled_class(kind: Any) -> type[Any]:
-    """A class below ``kind`` whose calls are those of the compiled one."""
+    """A class below ``kind`` whose calls are those of the compiled one, or end there, where ``kind`` has its own."""
     base = base_of(kind)
     assert base is not None
     forward = CompiledCell.forward if base in CELLS else _forward
-    return type(kind.__name__, (OURS[base], kind), {
-        "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__,
-        "__init__": kind.__init__, "forward": forward, "__reduce_ex__": _reduce, "_compiled_from": kind})
+    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__,
+             "__init__": kind.__init__, "__reduce_ex__": _reduce, "_compiled_from": kind}
+    if kind.forward is not base.forward:
+        return type(kind.__name__, (kind, compiled_class(base)), named)  # which has the compiled one before torch.nn's
+    return type(kind.__name__, (OURS[base], kind), named | {"forward": forward})
 
 
 def original_class(kind: type[Any]) -> type[Any]:

@@ -10,11 +10,16 @@ import torch
 from ecornn.errors import ScheduleError
 from ecornn.layer_spec import LayerSpec
 from ecornn.runtime.loader import Module
-from ecornn.workload import DTYPES
+from ecornn.workload import DTYPES, SERVED
 
 NAMES = {getattr(torch, name): name for name in DTYPES}
 # What is kept, by kind of device: whatever T is, which graphs leave open. PyTorch keeps as much on a CPU.
 KEPT = {"cpu": "gates", "cuda": "states"}
+
+
+def serves(place: torch.device, dtype: torch.dtype) -> bool:
+    """Whether layers of that data type are compiled for that kind of device."""
+    return NAMES.get(dtype) in SERVED.get("llvm" if place.type == "cpu" else place.type, ())
 
 
 @lru_cache(maxsize=256)

@@ -3,7 +3,7 @@ operator than the layer takes to be launched."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,24 @@ class RecurrentForward(torch.autograd.Function):
             given = [x.new_zeros(shape) if g is None else g for g, shape in zip(gradients, shapes, strict=True)]
             found = recurrent_backward(x, state, lengths, weights, kind.text, y, kept, given)
         else:
-            found = training.backward(engine, weights, x, state, lengths, y, kept, gradients)
+            found = each(lambda given: training.backward(engine, weights, x, state, lengths, y, kept, given), gradients)
         needed = ctx.needs_input_grad[3:]
         return None, None, None, *(value if need else None for value, need in zip(found, needed, strict=True))
+
+
+def is_batched(gradient: torch.Tensor | None) -> bool:
+    """Whether it is several as one."""
+    return gradient is not None and bool(torch._C._functorch.is_legacy_batchedtensor(gradient))
+
+
+def each(call: Callable[[Sequence[Any]], list[torch.Tensor]], gradients: Sequence[Any]) -> list[torch.Tensor]:
+    """``call`` of gradients; where autograd gives several as one (``is_grads_batched``), of each of these."""
+    batched = [*map(is_batched, gradients)]
+    if not any(batched):
+        return call(gradients)
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    rows = [torch._remove_batch_dim(g, level, 1, 0) if b else g for g, b in zip(gradients, batched, strict=True)]
+    count = len(rows[batched.index(True)])
+    found = [call([row[n] if b else row for row, b in zip(rows, batched, strict=True)]) for n in range(count)]
+    return [torch._add_batch_dim(torch.stack(some), 0, level) for some in zip(*found, strict=True)]

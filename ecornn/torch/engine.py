@@ -154,6 +154,22 @@ def rebind(module: torch.nn.Module) -> None:
             engine.rebind()
 
 
+def let_go(module: torch.nn.Module) -> None:
+    """Forgets the engines of a module and of its own weights, and so all weak references to these: PyTorch swaps no
+    tensor that has one. What was compiled stays."""
+    _modules.pop(module, None)
+    with _lock:
+        for weight in module._parameters.values():
+            if weight is not None:
+                _weights.pop(weight, None)
+
+
+def let_go_if_swapped(module: torch.nn.Module) -> None:
+    """:func:`let_go` before a conversion that swaps the module's tensors."""
+    if torch.__future__.get_swap_module_params_on_conversion():
+        let_go(module)
+
+
 def weights_of(module: Any) -> list[torch.Tensor]:
     """The weights as they are at this moment. ``_flat_weights`` may have others: torch.func.functional_call puts its
     own into ``_parameters``, and a parametrization makes new ones at each access."""

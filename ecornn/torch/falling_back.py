@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ecornn.errors import FallbackError
 from ecornn.torch import engine
-from ecornn.torch.compiling import NAMES
+from ecornn.torch.compiling import serves
 from ecornn.torch.dispatching import derivatives
 from ecornn.torch.snapshot import suspect
 
@@ -21,12 +21,10 @@ def obstacle(module: Any, input: Any, hx: Any) -> tuple[str, bool]:
     if torch.jit.is_tracing():
         return "torch.jit.trace records PyTorch's operators only", False
     data = input.data if isinstance(input, PackedSequence) else input
-    compiled = (data.dtype == torch.float32 and not torch.is_autocast_enabled("cpu") if data.is_cpu else
-                data.is_cuda and data.dtype in NAMES)
-    if not compiled:
+    if not serves(data.device, data.dtype) or (data.is_cpu and torch.is_autocast_enabled("cpu")):
         engine.check_type(data, module._flat_weights[0])
-        return (f"compiled ones are for float32 on a CPU, without autocast, and for float32, float16 and bfloat16 on a "
-                f"GPU, and this is {data.dtype} on {data.device.type}"), False
+        return (f"compiled ones are for float32 and float64 on a CPU, without autocast, and for float32, float16 and "
+                f"bfloat16 on a GPU, and this is {data.dtype} on {data.device.type}"), False
     asked = derivatives(lambda: (data, *tensors_of(hx), *engine.weights_of(module)))
     if asked == "forward derivatives":
         return "forward derivatives are asked for", False

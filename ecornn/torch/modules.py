@@ -16,7 +16,7 @@ class Compiled(Sequences, torch.nn.RNNBase):
     for one that has them.
 
     For forward derivatives, in torch.jit.trace, for a batch of no sequences, where the device or the data type is not
-    compiled for (on a CPU all but float32, and autocast), and for gradients on a GPU that no schedule has, PyTorch's
+    compiled for (on a CPU 16 bits and autocast), and for gradients on a GPU that no schedule has, PyTorch's
     own forward runs, on the same parameters: :mod:`ecornn.torch.falling_back`. The base is RNNBase, since torch.compile
     refuses to look into a ``torch.nn.LSTM``.
 
@@ -25,6 +25,9 @@ class Compiled(Sequences, torch.nn.RNNBase):
     """
 
     def __init__(self, mode: str, *args: Any, tf32: bool | None = None, **kwargs: Any) -> None:
+        if mode != "LSTM" and "proj_size" in kwargs:
+            raise ArgumentError("proj_size", kwargs["proj_size"], "nothing: proj_size argument is only supported for "
+                                "LSTM, not RNN or GRU")
         super().__init__(mode, *args, **kwargs)
         self.tf32 = tf32
 

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.utils.rnn import PackedSequence
 
-from ecornn.errors import ScheduleError
+from ecornn.errors import DTypeError, ScheduleError, ShapeError
 from ecornn.runtime.columns import Columns, steps_of
 from ecornn.runtime.loader import Layer
 from ecornn.runtime.torch_arrays import TorchArrays
@@ -65,6 +65,34 @@ class Layout:
         masks = {"lengths": lengths} if self.columns is None else {"sequences": self.columns}
         y, *after = call(data.index_select(0, there).view(steps, width, -1), masks)
         return [y.view(steps * width, -1).index_select(0, back), *after]
+
+
+@lru_cache(maxsize=16)
+def rows_of(batch_sizes: bytes) -> int:
+    """How many rows of packed data int64 ``batch_sizes`` have. pack_padded_sequence() makes them as they must be; of
+    others, which a user has made, kernels would read memory that is none of x's.
+
+    Raises :class:`ShapeError`.
+    """
+    sizes = np.frombuffer(batch_sizes, np.int64)
+    if not len(sizes) or sizes[-1] < 0 or (np.diff(sizes) > 0).any():
+        raise ShapeError("input.batch_sizes", sizes.tolist(), "one for each step, none larger than the one before "
+                         "and none below 0")
+    return int(sizes.sum())
+
+
+def checked(packed: PackedSequence) -> PackedSequence:
+    """The sequence with no more rows of data than it says that there are.
+
+    Raises :class:`ShapeError` and :class:`DTypeError` where its parts do not fit each other.
+    """
+    data, sizes, *orders = packed
+    if sizes.dtype != torch.int64 or not sizes.is_cpu:
+        raise DTypeError("input.batch_sizes", f"{sizes.dtype} on {sizes.device}", "torch.int64 on the host")
+    rows = rows_of(sizes.numpy().tobytes())
+    if rows > len(data):
+        raise ShapeError("input.data.shape", tuple(data.shape), f"{rows} rows, which batch_sizes have")
+    return packed if rows == len(data) else PackedSequence(data[:rows], sizes, *orders)
 
 
 def sizes_of(batch_sizes: bytes) -> tuple[NDArray[Any], NDArray[Any]]:

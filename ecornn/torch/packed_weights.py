@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ecornn.runtime.loader import Layer
-from ecornn.torch.compiling import NAMES
+from ecornn.torch.compiling import NAMES, serves
 from ecornn.torch.kind import Kind
 from ecornn.torch.parameters import parameters
 
@@ -35,7 +35,7 @@ class DeviceWeights:
         known, dtype = dict(zip(self._kind.names, weights, strict=True)), weights[0].dtype
         plain = not self._kind.projection and all(w.dtype == dtype and w.is_contiguous() and not w.is_neg()
                                                   for w in weights)
-        self._dtype = NAMES.get(dtype, "") if plain else ""
+        self._dtype = NAMES[dtype] if plain and serves(weights[0].device, dtype) else ""
         self._at = [known[name].data_ptr() if name in known else 0 for name in self._names]  # 0: zeros, of no bias
 
 

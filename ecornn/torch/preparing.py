@@ -34,7 +34,8 @@ def prepare(model: torch.nn.Module, *example: Any, processes: int | None = None,
 
     The model is called once, with PyTorch's own layers; a :class:`Recurrent` compiles then. ``processes``: that compile
     at the same time; default: as many as there are threads of PyTorch's. Returns how many kinds of layers there are.
-    Packed sequences on a GPU are left to their first call, since their columns depend on lengths.
+    Packed sequences on a GPU are left to their first call, since their columns depend on lengths, and so are layers of
+    a class that has a ``forward`` of its own.
 
     Raises :class:`ArgumentError` where no layer of the model is compiled.
     """
@@ -51,7 +52,9 @@ def prepare(model: torch.nn.Module, *example: Any, processes: int | None = None,
             calls[module, call] = None
         module.__class__ = runs
 
-    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in found]
+    # what a forward of a class's own hands on is not seen before its first call
+    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in found
+             if original_class(type(module)).forward is module.TORCH.forward]
     kinds: dict[Any, Any] = {module: type(module) for module in found}
     try:
         for module in found:
@@ -59,8 +62,9 @@ def prepare(model: torch.nn.Module, *example: Any, processes: int | None = None,
         with torch.random.fork_rng():
             model(*example, **named)
     finally:
-        for (module, kind), hook in zip(kinds.items(), hooks, strict=True):
+        for module, kind in kinds.items():
             module.__class__ = kind
+        for hook in hooks:
             hook.remove()
     wanted = {(spec.workload, spec.stack, spec.training, call.target): (spec, call.target)
               for module, call in calls for spec in specs(module, call)}

@@ -28,7 +28,7 @@ class Recurrent(Sequences, torch.nn.Module):
         start as torch.nn's, uniform in +-1/sqrt(H)
 
     A call gives y (T, B, D*H) and the last states, each (L*D, B, H): a tuple of them where the cell has several. It
-    computes on CPUs in float32, and on GPUs, and raises :class:`~ecornn.errors.FallbackError`
+    computes on CPUs in float32 and float64, and on GPUs, and raises :class:`~ecornn.errors.FallbackError`
     elsewhere: PyTorch has no such layer. Also in a program of ``torch.export``, in a process that can import the cell's
     class.
     """

@@ -10,7 +10,7 @@ import torch
 from ecornn.errors import ArgumentError
 from ecornn.torch import engine
 from ecornn.torch.classes import CELLS, COMPILED, OURS, compiled_class, original_class, overridden, reclass
-from ecornn.torch.compiling import NAMES
+from ecornn.torch.compiling import serves
 from ecornn.torch.sequences import Sequences
 
 
@@ -39,8 +39,8 @@ def replace(model: torch.nn.Module, *, fullgraph: bool = False, tf32: bool | Non
 
     The layers stay the same objects, with their parameters, hooks, parametrizations and names, and ``isinstance`` finds
     them to be what they were; only their class changes, to one below that. So it is with classes of a user's own that
-    leave the calls to torch.nn. The model itself may be such a layer. Returns what was swapped, and what was not and
-    why.
+    leave the calls to torch.nn, or whose ``forward`` goes on in ``super().forward()``. The model itself may be such a
+    layer. Returns what was swapped, and what was not and why.
 
     ``fullgraph``: torch.compile refuses to look into what is a ``torch.nn.LSTM``, ``GRU`` or ``RNN``, and leaves it out
     of its graphs, as it did before. With this, layers of these very classes become :class:`ecornn.torch.LSTM` and so
@@ -105,10 +105,8 @@ def obstacle(module: torch.nn.Module) -> str | None:
     if own:
         return f"{type(module).__name__} has methods of its own, which may do more: {', '.join(own)}"
     weight = next(module.parameters())
-    if weight.dtype not in NAMES:
-        return f"its weights are {weight.dtype}"
     if weight.device.type not in ("cpu", "cuda"):
         return f"it is on {weight.device}"
-    if weight.is_cpu and weight.dtype != torch.float32:
-        return f"on a CPU, only float32 is compiled, not {weight.dtype}"
+    if not serves(weight.device, weight.dtype):
+        return f"its weights are {weight.dtype}, which is not compiled for {weight.device.type}"
     return None

@@ -3,6 +3,8 @@
 Through ``.data``, NumPy, another process that shares them, and in inference mode weights change without a version. All
 of their values would take longer to look at than a call takes; a few take a microsecond or two, and whatever writes a
 weight as a whole changes one of them. A write to single values may be missed, and on a GPU a look would wait for it.
+Of float64 all values are looked at: who checks gradients in that type, as torch.autograd.gradcheck does, moves single
+values through ``.data``.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-PLACES, BYTES = 8, 128  # of a weight, evenly: 256 values of float32
+PLACES, BYTES = 8, 128  # of a weight, evenly: 256 values of float32; of float64 all
 
 
 class Sample:
@@ -42,7 +44,7 @@ def _views(weight: torch.Tensor) -> list[memoryview]:
     if not pointer or not size:
         return []
     memory = memoryview((ctypes.c_char * size).from_address(pointer)).cast("B")
-    if size <= PLACES * BYTES:
+    if size <= PLACES * BYTES or weight.dtype == torch.float64:
         return [memory]
     starts = [(size - BYTES) * place // (PLACES - 1) for place in range(PLACES)]
     return [memory[start:start + BYTES] for start in starts]

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from ecornn.errors import ArgumentError, DeviceError, DTypeError, FallbackError, ScheduleError, ShapeError
 from ecornn.torch import direct, engine, packed, packed_training
-from ecornn.torch.compiling import NAMES
+from ecornn.torch.compiling import serves
 from ecornn.torch.dispatching import watched
 from ecornn.torch.falling_back import by_torch, obstacle, tensors_of
 from ecornn.torch.kind import text_of
@@ -30,7 +30,8 @@ class Sequences:
 
     Weights are packed at the first call, and again once they have changed: a training step, ``load_state_dict``
     and whatever raises a tensor's version are seen. Writes through ``.data`` or NumPy, and any in inference mode,
-    are seen on a CPU, unless they change single values: call :func:`ecornn.torch.rebind` after those, and on a GPU.
+    are seen on a CPU, unless they change single values of other types than float64: call :func:`ecornn.torch.rebind`
+    after those, and on a GPU.
     """
 
     TORCH: type[torch.nn.RNNBase] | None = None
@@ -69,7 +70,9 @@ class Sequences:
         if x.dim() != 3 or x.shape[2] != self.input_size:
             raise ShapeError("input.shape", tuple(input.data.shape), f"2 or 3 axes, the last of input_size="
                              f"{self.input_size}")
-        batch = x.shape[1]
+        steps, batch = x.shape[:2]
+        if steps == 0:
+            raise ShapeError("input.shape", tuple(input.shape), "at least one step")
         if batch == 0:
             return by_torch(self, input, hx)
         y, *after = self._run(x, states_of(self, hx, x, batch, single, None), None, asked)
@@ -78,6 +81,10 @@ class Sequences:
         else:
             output = y.transpose(0, 1) if self.batch_first else y
         return output, self._states(after)
+
+    def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        engine.let_go_if_swapped(self)
+        return super()._apply(*args, **kwargs)  # type: ignore[misc]
 
     __prepare_scriptable__ = refuse_script
 
@@ -108,11 +115,16 @@ class Sequences:
 
     def _forward_packed(self: Any, input: PackedSequence, hx: Any, asked: bool) -> Any:
         """Rows in packed order, the longest first; the module needs no order, the states have one."""
-        data, sizes, order, back = input
+        data = input.data
         if data.dim() != 2 or data.shape[1] != self.input_size:
             raise ShapeError("input.shape", tuple(data.shape), f"2 axes, the last of input_size={self.input_size}")
-        plain = not (self._drops or torch.compiler.is_compiling() or watched(
-            (data, *tensors_of(hx), *engine.weights_of(self))))
+        seen = torch.compiler.is_compiling() or watched((data, *tensors_of(hx), *engine.weights_of(self)))
+        if not seen:
+            input = packed.checked(input)
+            if not len(input.data):
+                return by_torch(self, input, hx)
+        data, sizes, order, back = input
+        plain = not (self._drops or seen)
         found = None  # rows and states of columns with gradients
         if asked and plain:
             engine.check_type(data, engine.weights_of(self)[0])
@@ -167,7 +179,7 @@ def run_layers(module: Any, weights: list[torch.Tensor], x: torch.Tensor, state:
 def autocasted(value: Any) -> Any:
     """Tensors of a GPU as ``torch.nn`` has them under autocast: of its data type; anything else as it is."""
     if isinstance(value, torch.Tensor):
-        if value.is_cuda and value.dtype in NAMES:
+        if value.is_cuda and serves(value.device, value.dtype):
             return value.to(torch.get_autocast_dtype("cuda"))
         return value
     if isinstance(value, PackedSequence):

@@ -16,6 +16,7 @@ from torch.autograd import Variable
 
 from ecornn.program import BACKWARD, FORWARD
 from ecornn.torch.bound import BoundLayer
+from ecornn.torch.direct import each, is_batched
 from ecornn.torch.engine import Engine
 from ecornn.torch.snapshot import suspect
 from ecornn.torch.stepping import TENSORS, ready, rows_of
@@ -185,10 +186,10 @@ class _Step(torch.autograd.Function):
         memory, x, *state = ctx.saved_tensors
         shared, step, trained = ctx.shared, ctx.step, ctx.shared.engine.trained
         sums = shared.sums.of(shared.weights)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or any(map(is_batched, gradients)):
             kept, y = memory.split((step.kept_bytes, len(memory) - step.kept_bytes))
             shared.check(ctx.versions)
-            return None, None, *_again(shared, sums, x, state, y.view(x.dtype), kept, gradients)
+            return None, None, *_by_operator(shared, sums, x, state, y.view(x.dtype), kept, gradients)
         memory, x, *state = map(ready, (memory, x, *state))  # they may have been away, in a file
         if not trained.take_this(step.one, shared.weights, ctx.packs):
             shared.check(ctx.versions)
@@ -200,14 +201,18 @@ class _Step(torch.autograd.Function):
         return None, None, *made[:1 + len(state)]
 
 
-def _again(shared: Shared, sums: list[torch.Tensor], x: torch.Tensor, state: Sequence[torch.Tensor], y: torch.Tensor,
-           kept: torch.Tensor, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Gradients of which others may be asked for, which the operator refuses then."""
+def _by_operator(shared: Shared, sums: list[torch.Tensor], x: torch.Tensor, state: Sequence[torch.Tensor],
+                 y: torch.Tensor, kept: torch.Tensor, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Gradients of which others may be asked for, which the operator refuses then; or of several at once."""
     kind, weights = shared.engine.kind, shared.weights
     rows, *states = [t.reshape(1, -1, t.shape[-1]) for t in (x, *state)]
     shape = *rows.shape[:2], kind.hidden
-    given = [x.new_zeros(shape) if g is None else g.reshape(shape) for g in (None, *gradients)]
-    dx, *rest = recurrent_backward(rows, states, None, [*weights], kind.text, y.view(shape), kept, given)
+
+    def call(given: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        whole = [x.new_zeros(shape) if g is None else g.reshape(shape) for g in (None, *given)]
+        return recurrent_backward(rows, states, None, [*weights], kind.text, y.view(shape), kept, whole)
+
+    dx, *rest = each(call, gradients)
     for number, gradient in enumerate(rest[len(state):]):
         sums[number] = sums[number] + gradient
     return [dx.view(x.shape), *(d.view(s.shape) for d, s in zip(rest, state, strict=False))]

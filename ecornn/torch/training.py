@@ -27,7 +27,8 @@ def forward(engine: Engine, weights: Sequence[torch.Tensor], x: torch.Tensor, st
     with torch.no_grad(), engine.training(weights, x, "".join(masks)) as layer:
         kept = x.new_empty(layer.kept_bytes(steps, batch), dtype=torch.uint8)
         y, after, _ = layer.forward(x, engine.given(state), **masks, memory=kept)
-        return [*engine.results(y, after), kept]
+        # autograd lets nobody write to views of what several are returned of
+        return [*(made.data if made._is_view() else made for made in engine.results(y, after)), kept]
 
 
 def backward(engine: Engine, weights: Sequence[torch.Tensor], x: torch.Tensor, state: Sequence[torch.Tensor],

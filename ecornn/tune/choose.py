@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ecornn.device import Device
-from ecornn.errors import ArgumentError, ScheduleError
+from ecornn.errors import ArgumentError, DTypeError, ScheduleError
 from ecornn.schedules.base import Schedule, Task, Value
+from ecornn.workload import SERVED
 
 if TYPE_CHECKING:
     from ecornn.tune.log import Log
@@ -62,10 +63,13 @@ def serving_or_raise(task: Task, name: str | None = None) -> list[Schedule]:
 def serving(task: Task, name: str | None = None) -> list[Schedule]:
     """As :func:`serving_or_raise`, in no order: what a schedule expects is a search of its own.
 
-    Raises :class:`ArgumentError` for an unknown name, :class:`ScheduleError` with each schedule's
-    reason where none serves.
+    Raises :class:`ArgumentError` for an unknown name, :class:`DTypeError` for a data type that this kind of device does
+    not have, :class:`ScheduleError` with each schedule's reason where none serves.
     """
-    asked = candidates(task.device, name)
+    asked, allowed = candidates(task.device, name), SERVED[task.device.kind]
+    if task.workload.dtype not in allowed:
+        where = "a GPU" if task.device.kind == "cuda" else "a CPU"
+        raise DTypeError("dtype", task.workload.dtype, f"one of {', '.join(allowed)} on {where}")
     reasons = {}
     for schedule in asked:
         if schedule.kind != task.device.kind:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 # Relative error ||out - ref|| / ||ref|| that a candidate may have. float32: a few roundings of a
 # long sum. float16 and bfloat16 (unit roundoff 5e-4 and 4e-3): about twice the error of cuDNN on an
 # LSTM of these types, 2.9e-4 and 2.3e-3.
-TOLERANCE = {"float32": 1e-5, "tf32": 6e-4, "float16": 6e-4, "bfloat16": 5e-3}
+TOLERANCE = {"float64": 1e-13, "float32": 1e-5, "tf32": 6e-4, "float16": 6e-4, "bfloat16": 5e-3}
 
 # Of the recurrence of an adjoint: twice what the roundings of its factors, operands and outputs make of an LSTM's or a
 # GRU's, 4.6e-4 and 3.9e-3 in 8 steps. Gradients are differences of sums.

@@ -7,6 +7,7 @@ from ecornn.schedules.base import Config, Knob, Schedule, Task
 from ecornn.schedules.cpu.cost import best_team, best_tile, beyond_l2, features, gates_at_once, shape_of, tiles
 from ecornn.schedules.cpu.tiling import column_choices, registers_of, registers_used, row_choices
 from ecornn.schedules.rates import cpu_rates
+from ecornn.workload import SERVED
 
 UNROLL = (1, 2, 4, 8)
 LONGEST_INT8 = 1 << 16  # 2**16 * 255 * 127 < 2**31
@@ -22,8 +23,8 @@ class CPUSequence(Schedule):
     Hoisted products are computed for a chunk of time steps at once; then each step multiplies the
     state with packed weights in register tiles, and computes the cell's pointwise part on the sums
     while they are still in registers. Where the CPU adds in units of their own, pairs of products may share a
-    multiplication. Serves float32, any cell, any size; weights may be bfloat16, int21 or int16, or int8
-    where the CPU has VNNI.
+    multiplication. Serves float32 and float64, any cell, any size; weights of float32 layers may be bfloat16, int21
+    or int16, or int8 where the CPU has VNNI.
     """
 
     name = "cpu_sequence"
@@ -35,10 +36,10 @@ class CPUSequence(Schedule):
         """None, or the reason: another target or data type than a CPU's, or instructions that it lacks."""
         if task.device.kind != "llvm":
             return f"runs on CPUs, not on {task.device.kind}"
-        if task.workload.dtype != "float32":
-            return f"computes in float32; {task.workload.dtype} is served on GPUs only"
+        if task.workload.dtype not in SERVED["llvm"]:
+            return f"computes in {' or '.join(SERVED['llvm'])}; {task.workload.dtype} is served on GPUs only"
         if task.traversal.keep is not None and task.workload.weights is not None:
-            return f"trains with float32 weights, not {task.workload.weights}"
+            return f"trains with {task.workload.dtype} weights, not {task.workload.weights}"
         if task.workload.weights == "int8":
             if not {"avx512vnni", "avxvnni"} & set(task.device.features):
                 return f"needs VNNI (avx512vnni or avxvnni) for int8 weights, which {task.device.arch} lacks"
@@ -48,18 +49,18 @@ class CPUSequence(Schedule):
 
     def knobs(self, task: Task) -> tuple[Knob, ...]:
         """Tile sizes up to the register file and the batch, unrolling, and the chunk of steps."""
-        device, hidden = task.device, task.workload.hidden
+        device, work = task.device, task.workload
         widest = max((len(p.products) for p in task.graph.phases), default=1)
-        steps = tuple(c for c in CHUNK if c < 2 * task.workload.seq)
+        steps = tuple(c for c in CHUNK if c < 2 * work.seq)
         return (
-            Knob("rows", row_choices(device, task.workload.batch),
+            Knob("rows", row_choices(device, work.batch),
                  "batch rows of a register tile: reuse of weights against registers"),
-            Knob("columns", column_choices(device, widest, hidden),
+            Knob("columns", column_choices(device, widest, work),
                  "vectors of gates and units in a tile: reuse of the state against even division of work"),
             Knob("unroll", UNROLL, "products in a row without a jump: fewer jumps against larger code"),
-            Knob("project_rows", row_choices(device, task.workload.batch * task.workload.seq),
+            Knob("project_rows", row_choices(device, work.batch * work.seq),
                  "rows of x in a register tile of the hoisted product"),
-            Knob("project_columns", column_choices(device, max(1, len(task.graph.hoisted_products)), hidden),
+            Knob("project_columns", column_choices(device, max(1, len(task.graph.hoisted_products)), work),
                  "vectors of gates and units in a tile of the hoisted product"),
             Knob("team", tuple(t for t in TEAM if t < max(2, task.device.cores)),
                  "the most threads of a call (0: as many as it is given): no barriers against less work for each",
@@ -81,8 +82,8 @@ class CPUSequence(Schedule):
         for name, tile, gates in tiles(task, config):
             if tile.pairs and tile.ahead:
                 return f"{name}: weights are asked for ahead in plain products, not in those of pairs"
-            if tile.pairs and (task.workload.weights or task.workload.dtype) != "float32":
-                return f"{name}: products of pairs are of float32 weights, not of {task.workload.weights}"
+            if tile.pairs and task.workload.stored != "float32":
+                return f"{name}: products of pairs are of float32 weights, not of {task.workload.stored}"
             if tile.gates and (tile.pairs or task.workload.weights == "int8"):
                 return f"{name}: products of pairs and of integers are of all gates at the same time"
             need = registers_used(tile, gates, task.workload.weights or "")
@@ -98,7 +99,7 @@ class CPUSequence(Schedule):
         values = {k.name: tuple(int(v) for v in k.values) for k in self.knobs(task)}
 
         # with one batch row it is bytes that take the time
-        pay = workload.weights is None and workload.batch > 1 and rates.adds_apart
+        pay = workload.weights is None and workload.dtype == "float32" and workload.batch > 1 and rates.adds_apart
 
         def best(rows: int, gates: list[int], prefix: str) -> tuple[int, int, int, int]:
             return best_tile(task, rows, gates, values[f"{prefix}rows"], values[f"{prefix}columns"],
@@ -111,7 +112,7 @@ class CPUSequence(Schedule):
         # L3 should work while tiles multiply; with one tile of rows it does so of itself
         ahead = rates.slow_l3 and beyond_l2(task) and not pairs and workload.batch > rows
         # hoisted values of a chunk should stay in the caches between their making and their use
-        step_bytes = 4 * workload.batch * workload.hidden * max(1, len(graph.hoisted_outputs))
+        step_bytes = workload.itemsize * workload.batch * workload.hidden * max(1, len(graph.hoisted_outputs))
         target = 2 * max(task.device.l2, 1 << 19) * max(1, task.device.cores)
         chunk = max((c for c in values["chunk"] if c * step_bytes <= target), default=1)
         return {"rows": rows, "columns": columns, "unroll": 4 if rows * columns <= 12 else 2,

@@ -10,7 +10,6 @@ from ecornn.schedules.cpu.stored import STORED
 from ecornn.schedules.cpu.tiling import Shape, Tile, lanes_of, registers_of, registers_used, vectors_of
 from ecornn.schedules.rates import CPURates, cpu_rates
 
-FLOAT = 4  # bytes
 PAIRS_REACH = 0.75  # of the rate that the units would allow: layers of pairs
 # cycles to copy the operand for pairs: of a vector, of a row, and of the barrier behind it
 COPY_VECTOR, COPY_ROW, COPY_BARRIER = 8, 200, 2000
@@ -36,9 +35,9 @@ def tiles(task: Task, config: Config) -> list[tuple[str, Tile, int]]:
 def shape_of(task: Task, config: Config) -> Shape:
     """The sizes that the code of a configuration is generated for."""
     workload = task.workload
-    return Shape(workload.batch, workload.input, workload.hidden, lanes_of(task.device),
+    return Shape(workload.batch, workload.input, workload.hidden, lanes_of(task.device, workload.dtype),
                  int(config["chunk"]), {name: tile for name, tile, _ in tiles(task, config)},
-                 workload.weights or workload.dtype, int(config["team"]))
+                 workload.stored, int(config["team"]))
 
 
 def cycles(heights: Mapping[int, int], hidden: int, tile: Tile, gates: int, lanes: int, threads: int, rates: CPURates,
@@ -75,15 +74,15 @@ def heights_of(rows: int, tile: Tile, hoisted: bool) -> dict[int, int]:
 def beyond_l2(task: Task) -> bool:
     """Whether a thread has more recurrent weights than its L2 holds."""
     weights = task.workload.hidden ** 2 * sum(len(p.products) for p in task.graph.phases)
-    return weights * STORED[task.workload.weights or "float32"].bytes > task.device.l2 * max(1, task.device.cores)
+    return weights * STORED[task.workload.stored].bytes > task.device.l2 * max(1, task.device.cores)
 
 
 def best_tile(task: Task, rows: int, gates: list[int], row_choices: tuple[int, ...], column_choices: tuple[int, ...],
               pair_choices: tuple[int, ...], gate_choices: tuple[int, ...],
               hoisted: bool) -> tuple[int, int, int, int]:
     """(rows, columns, pairs, gates) with the smallest estimate, for products of ``gates`` over ``rows`` batch rows."""
-    lanes, registers, threads = lanes_of(task.device), registers_of(task.device), max(1, task.device.cores)
-    hidden, rates, stalls = task.workload.hidden, cpu_rates(task.device), (0.0, 0.0)
+    lanes, registers = lanes_of(task.device, task.workload.dtype), registers_of(task.device)
+    threads, hidden, rates, stalls = max(1, task.device.cores), task.workload.hidden, cpu_rates(task.device), (0.0, 0.0)
     if task.workload.batch > 1:
         from_l3 = not hoisted and beyond_l2(task)
         stalls = rates.unhidden_l3_vector if from_l3 else rates.unhidden_vector, rates.unhidden_row
@@ -118,7 +117,7 @@ def best_team(task: Task) -> int:
     graph, workload = task.graph, task.workload
     values = sum(len(phase.products) for phase in graph.phases) * workload.batch * workload.hidden ** 2
     barriers = cpu_rates(task.device).barrier * len(graph.phases)
-    return int(bool(graph.phases) and values <= barriers * lanes_of(task.device))
+    return int(bool(graph.phases) and values <= barriers * lanes_of(task.device, workload.dtype))
 
 
 def features(task: Task, config: Config) -> dict[str, float]:
@@ -156,5 +155,5 @@ def features(task: Task, config: Config) -> dict[str, float]:
     found["step_flops"], found["step_padded_flops"] = useful, padded
     found["step_cycles"] = busiest
     found["hoisted_bytes"] = float(
-        FLOAT * shape.chunk * workload.batch * shape.width * len(task.graph.hoisted_outputs))
+        workload.itemsize * shape.chunk * workload.batch * shape.width * len(task.graph.hoisted_outputs))
     return found

@@ -1,6 +1,6 @@
 """Writes TIR statements in order: bindings, loops, branches, scalar and vector memory access.
 
-All indices are int64, so that T * B * H may exceed 2**31; vectors have ``lanes`` lanes of 32 bits, float32
+All indices are int64, so that T * B * H may exceed 2**31; vectors have ``lanes`` lanes, of the layer's data type
 where nothing else is said.
 """
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 class Emitter:
     """Collects the statements of one function.
 
-    ``lanes`` is the width of a vector. Parameters are made with :meth:`scalar` and
-    :meth:`pointer`, in the function's order.
+    ``real`` is what the layer computes in, ``float32`` or ``float64``, and ``lanes`` how many of these a vector has.
+    Parameters are made with :meth:`scalar` and :meth:`pointer`, in the function's order.
     """
 
-    def __init__(self, lanes: int) -> None:
+    def __init__(self, lanes: int, real: str = "float32") -> None:
         from tvm import ir, tirx
 
-        self.ir, self.tirx, self.lanes = ir, tirx, lanes
-        self.vector_type = f"float32x{lanes}"
+        self.ir, self.tirx, self.lanes, self.real = ir, tirx, lanes, real
+        self.vector_type = f"{real}x{lanes}"
         self.parameters: list[Var] = []
         self.stack: list[list[Stmt]] = [[]]
 
@@ -38,8 +38,9 @@ class Emitter:
         self.parameters.append(var)
         return self.let(f"{name}_64", self.tirx.Cast("int64", var))
 
-    def pointer(self, name: str, dtype: str = "float32") -> TirBuffer:
+    def pointer(self, name: str, dtype: str | None = None) -> TirBuffer:
         """A parameter that points at ``dtype``, as a flat buffer."""
+        dtype = dtype or self.real
         kind = self.ir.PointerType(self.ir.PrimType(dtype), "global")
         var = self.tirx.Var(name, kind)
         self.parameters.append(var)
@@ -115,10 +116,18 @@ class Emitter:
         """Quotient of a non-negative index, rounded up."""
         return self.div(a + self.index(b - 1), b)
 
-    def splat(self, value: Expr | float, dtype: str = "float32") -> Expr:
+    def number(self, value: float, dtype: str | None = None) -> Expr:
+        """A constant."""
+        return self.tirx.const(value, dtype or self.real)
+
+    def splat(self, value: Expr | float, dtype: str | None = None) -> Expr:
         """A vector of equal lanes; a number becomes ``dtype``."""
-        scalar = self.tirx.const(value, dtype) if isinstance(value, (int, float)) else value
+        scalar = self.number(value, dtype) if isinstance(value, (int, float)) else value
         return self.tirx.Broadcast(scalar, self.lanes)
+
+    def type_of(self, scalar: Expr) -> str:
+        """The type that a scalar of the cell has here: what it calls float32 is the layer's."""
+        return self.real if str(scalar.ty) == "float32" else str(scalar.ty)
 
     def splat_bool(self, value: Expr) -> Expr:
         """A vector of equal conditions."""
@@ -162,9 +171,9 @@ class Emitter:
         """A vector converted to lanes of ``dtype``."""
         return self.tirx.Cast(f"{dtype}x{self.lanes}", value)
 
-    def local(self, name: str, dtype: str = "float32") -> TirBuffer:
+    def local(self, name: str, dtype: str | None = None) -> TirBuffer:
         """One vector of its own; LLVM makes it a register where every access is a whole vector."""
-        buffer = self.tirx.decl_buffer([self.lanes], dtype, name, scope="local")
+        buffer = self.tirx.decl_buffer([self.lanes], dtype or self.real, name, scope="local")
         self.add(self.tirx.AllocBuffer(buffer))
         return buffer
 

@@ -55,7 +55,7 @@ class Memory:
                  e: Emitter | None = None) -> None:
         """``prefix``: of the names of its own buffers, where a function ``e`` has several parts."""
         self.plan, self.shape, self.graph, self.traversal = plan, shape, plan.graph, traversal
-        self.prefix, self.e = prefix, e or Emitter(shape.lanes)
+        self.prefix, self.e = prefix, e or Emitter(shape.lanes, shape.real)
         self.buffers: list[Buffer] = []
         self.data: dict[str, TirBuffer] = {}  # buffer name, without the prefix -> its elements
         self.integers: dict[tuple[str, int], Integers] = {}  # (stage, group of rows) -> its operand as integers

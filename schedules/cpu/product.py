@@ -18,7 +18,7 @@ from ecornn.schedules.builder import Expr, TirBuffer
 from ecornn.schedules.cpu.emit import Emitter
 from ecornn.schedules.cpu.stored import STORED, widen
 
-LINE = 16  # words in a cache line
+LINE = 64  # bytes of a cache line
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ def packing(terms: Sequence[Term], hidden: int, k: int, vectors: int, lanes: int
 
 
 def accumulators(e: Emitter, rows: int, columns: int, name: str, kind: str) -> list[list[TirBuffer]]:
-    """Zeroed registers, [row][column]: int32 for int8 weights, else float32."""
-    dtype = "int32" if kind == "int8" else "float32"
+    """Zeroed registers, [row][column]: int32 for int8 weights, else of the layer's type."""
+    dtype = "int32" if kind == "int8" else e.real
     made = [[e.local(f"{name}_{m}_{n}", dtype) for n in range(columns)] for m in range(rows)]
     for row in made:
         for register in row:
@@ -56,8 +56,8 @@ def multiply(e: Emitter, into: list[list[TirBuffer]], operand: TirBuffer, starts
     """Adds products over ``k`` values to the registers ``into``.
 
     ``starts``: where each row of ``operand`` starts; ``weight_start``: where the tile's weights start. The
-    operand is float32, for int8 weights int32 of four values each. ``ahead`` is asked for line by line, spread over the
-    loop.
+    operand is of the layer's type, for int8 weights int32 of four values each. ``ahead`` is asked for line by line,
+    spread over the loop.
     """
     columns, stored = len(into[0]), STORED[kind]
     group = stored.group
@@ -81,13 +81,14 @@ def multiply(e: Emitter, into: list[list[TirBuffer]], operand: TirBuffer, starts
     unroll = max(1, min(unroll, whole))
     blocks = whole // unroll
     asked = ahead or Ahead(e.index(0), 0)
-    lines = -(-asked.share // (LINE * max(1, blocks)))  # in each block
+    line = LINE // stored.word
+    lines = -(-asked.share // (line * max(1, blocks)))  # in each block
     with e.loop("k", blocks) as block:
         base = e.let("k_first", block * e.index(unroll))
         for u in range(unroll):
             one(base + e.index(u))
-            for line in range(u * lines // unroll, (u + 1) * lines // unroll):
-                e.prefetch(weights, asked.start + (block * e.index(lines) + e.index(line)) * e.index(LINE))
+            for number in range(u * lines // unroll, (u + 1) * lines // unroll):
+                e.prefetch(weights, asked.start + (block * e.index(lines) + e.index(number)) * e.index(line))
     for rest in range(whole - whole % unroll, whole):
         one(e.index(rest))
     if whole < groups:

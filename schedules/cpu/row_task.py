@@ -39,7 +39,7 @@ class RowTask:
         total = self.over(s, lambda value: value)
         self.keep(s.total, total)
         if s.squares is not None:
-            mean = e.let("mean", e.splat(total * e.tirx.const(1.0 / count, "float32")))
+            mean = e.let("mean", e.splat(total * e.number(1.0 / count)))
 
             def squared(value: Expr) -> Expr:
                 apart = e.let("apart", value - mean)
@@ -66,7 +66,7 @@ class RowTask:
         if left := self.hidden % self.lanes:
             add(e.index(whole), e.tirx.LT(e.ramp(0), e.splat(left, "int64")))
         total = e.local("total")
-        e.store(total, 0, e.tirx.const(0.0, "float32"))
+        e.store(total, 0, e.number(0.0))
         with e.loop("lane", self.lanes) as lane:
             e.store(total, 0, e.load(total, 0) + e.load(sums, lane))
         return e.let("total_value", e.load(total, 0))

@@ -32,7 +32,7 @@ class Sequence(Worker):
     def declare(self) -> None:
         e, s, graph = self.e, self.shape, self.graph
         self.declare_scalars()
-        for b in call_buffers(graph.states, self.traversal, "float32"):
+        for b in call_buffers(graph.states, self.traversal, s.real):
             self.add(b)
         self.timeline = Timeline(e, self.traversal, self.data, self.steps, self.batch)
         self.declare_products((*self.plan.hoisted, *self.plan.steps))

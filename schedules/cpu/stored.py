@@ -1,8 +1,8 @@
-"""How weights lie in memory, and how a register of float32 weights is made from it.
+"""How weights lie in memory, and how a register of weights is made from it.
 
-A lane of a vector holds some weights that are neighbours in k, as words of 32 bits:
+A lane of a vector holds some weights that are neighbours in k, as words of 32 bits, or 64 in a float64 layer:
 
-    float32   one weight
+    float32   one weight; float64 alike
     bfloat16  a pair; each is the upper half of a float32
     int16     a pair of integers
     int21     three integers in two words: the upper 21 bits of each are one, the lower 11 of both are the third
@@ -29,17 +29,18 @@ THIRD = 0x001FFC00  # bits 10 to 20 of a third weight
 @dataclass(frozen=True)
 class Stored:
     """``group``: weights of a lane; ``words`` they take; ``element``: how code sees a word; ``scaled``: whether the
-    product has to be multiplied with the units' steps."""
+    product has to be multiplied with the units' steps; ``word``: its bytes."""
 
     group: int
     words: int
     element: str
     scaled: bool = False
+    word: int = 4
 
     @property
     def bytes(self) -> float:
         """Of one weight."""
-        return 4 * self.words / self.group
+        return self.word * self.words / self.group
 
     def size(self, k: int, columns: int) -> int:
         """Words of ``columns`` columns of ``k`` weights."""
@@ -47,6 +48,7 @@ class Stored:
 
 
 STORED = {
+    "float64": Stored(1, 1, "float64", word=8),
     "float32": Stored(1, 1, "float32"),
     "bfloat16": Stored(2, 1, "uint32"),
     "int16": Stored(2, 1, "uint32", scaled=True),
@@ -56,8 +58,8 @@ STORED = {
 
 
 def widen(e: Emitter, words: Sequence[Expr], place: int, kind: str) -> Expr:
-    """The weights number ``place`` of each lane, as float32; float32 and int8 as they are."""
-    if kind in ("float32", "int8"):
+    """The weights number ``place`` of each lane, as float32; float64, float32 and int8 as they are."""
+    if kind in ("float64", "float32", "int8"):
         return words[0]
     if kind == "bfloat16":
         bits = words[0] & e.splat(UPPER, "uint32") if place else words[0] << e.splat(16, "uint32")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ecornn.device import Device
+from ecornn.workload import ITEMSIZE, Workload
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28)
 VECTORS = (1, 2, 3, 4, 5, 6, 8, 10)
@@ -47,6 +48,11 @@ class Shape:
     weights: str = "float32"
     team: int = 0
 
+    @property
+    def real(self) -> str:
+        """What it computes in: rounded weights are of float32 layers."""
+        return "float64" if self.weights == "float64" else "float32"
+
     def units(self, tile: Tile) -> int:
         """Unit tiles of a stage."""
         return -(-self.hidden // (tile.vectors * self.lanes))
@@ -63,11 +69,10 @@ class Shape:
         return max(-(-self.batch // r) * r for r in rows)
 
 
-def lanes_of(device: Device) -> int:
-    """float32 lanes of a vector register."""
-    if "avx512f" in device.features:
-        return 16
-    return 8 if "avx2" in device.features or "avx" in device.features else 4
+def lanes_of(device: Device, dtype: str = "float32") -> int:
+    """Lanes of a vector register, of that type."""
+    wide = {"avx2", "avx"} & set(device.features)
+    return (64 if "avx512f" in device.features else 32 if wide else 16) // ITEMSIZE[dtype]
 
 
 def registers_of(device: Device) -> int:
@@ -98,7 +103,7 @@ def row_choices(device: Device, most: int) -> tuple[int, ...]:
     return tuple(r for r in ROWS if r <= min(most, registers_of(device) - 2)) or (1,)
 
 
-def column_choices(device: Device, gates: int, hidden: int) -> tuple[int, ...]:
-    """Vectors of all ``gates`` that a tile may have where there are ``hidden`` units."""
-    most = -(-hidden // lanes_of(device))
+def column_choices(device: Device, gates: int, workload: Workload) -> tuple[int, ...]:
+    """Vectors of all ``gates`` of H units that a tile may have."""
+    most = -(-workload.hidden // lanes_of(device, workload.dtype))
     return tuple(gates * v for v in VECTORS if v == 1 or (gates * v <= registers_of(device) // 2 and v <= most))

@@ -36,11 +36,11 @@ class Worker(Memory):
 
     # -- buffers --------------------------------------------------------------------------------
     def buffer(self, name: str, role: str, extent: Extent, pack: Packing | None = None,
-               dtype: str = "float32", element: str | None = None) -> None:
+               dtype: str | None = None, element: str | None = None) -> None:
         """``element``: what the code takes the memory for, where that is not ``dtype``."""
-        own = Buffer(self.prefix + name, role, dtype, extent, pack)
+        own = Buffer(self.prefix + name, role, dtype or self.shape.real, extent, pack)
         self.buffers.append(own)
-        self.data[name] = self.e.pointer(own.name, element or dtype)
+        self.data[name] = self.e.pointer(own.name, element or own.dtype)
 
     def add(self, buffer: Buffer) -> None:
         """A buffer that the function shares with its caller."""
@@ -81,7 +81,7 @@ class Worker(Memory):
         s, graph = self.shape, self.graph
         if graph.vectors:
             size = len(graph.vectors), s.width
-            pack = Packing(tuple((v.parameter, v.gate) for v in graph.vectors), size, size, (0, 1), "float32")
+            pack = Packing(tuple((v.parameter, v.gate) for v in graph.vectors), size, size, (0, 1), s.real)
             self.buffer("vectors", PACKED, Extent(prod(size)), pack)
         if graph.invariants:
             self.buffer("invariants", WORKSPACE, Extent(len(graph.invariants) * s.width))

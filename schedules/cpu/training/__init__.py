@@ -57,7 +57,7 @@ def backward_shapes(task: Task, plans: Backward, forward: Shape) -> tuple[Shape,
         if not gates:
             return Tile(1, 1, 1)
         heights = row_choices(of.device, rows)
-        columns = column_choices(of.device, gates, of.workload.hidden)
+        columns = column_choices(of.device, gates, of.workload)
         height, width, _, at_once = best_tile(of, rows, [gates], heights, columns, (0,), gates_at_once(of),
                                               not every_step)
         ahead = cpu_rates(of.device).slow_l3 and every_step and beyond_l2(task) and rows > height
@@ -66,7 +66,8 @@ def backward_shapes(task: Task, plans: Backward, forward: Shape) -> tuple[Shape,
     whole = chunk * work.batch
     made = {**tiles(plans.replay, whole, task, False), **tiles(plans.recurrence, work.batch, task, True),
             **tiles(plans.inputs, whole, task, False), **tiles(plans.finish, work.batch, task, False)}
-    shape = replace(forward, chunk=chunk, tiles=made or {"none": Tile(1, 1, 1)}, weights="float32", team=0)
+    shape = replace(forward, chunk=chunk, tiles=made or {"none": Tile(1, 1, 1)}, weights=forward.real, team=0)
     across = replace(task, workload=structs.replace(work, hidden=work.input, input=work.hidden))
     dx = {} if plans.dx is None else tiles(plans.dx, whole, across, False)
-    return shape, Shape(work.batch, work.hidden, work.input, lanes, chunk, dx or {"none": Tile(1, 1, 1)})
+    return shape, Shape(work.batch, work.hidden, work.input, lanes, chunk, dx or {"none": Tile(1, 1, 1)},
+                        forward.real)

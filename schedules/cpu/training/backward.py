@@ -25,11 +25,12 @@ from ecornn.schedules.cpu.memory import Place
 from ecornn.schedules.cpu.tile_task import TileTask
 from ecornn.schedules.cpu.tiling import Shape, registers_of
 from ecornn.schedules.cpu.timeline import Timeline
-from ecornn.schedules.cpu.training.accumulate import Outer, add_outer, add_sums, add_vectors
 from ecornn.schedules.cpu.training.gather import Copy, gather
 from ecornn.schedules.cpu.training.graphs import Backward, pass_plan
+from ecornn.schedules.cpu.training.outer import Outer, OuterProducts
 from ecornn.schedules.cpu.training.passes import SLACK, Pass
 from ecornn.schedules.cpu.training.recurrence import Recurrence
+from ecornn.schedules.cpu.training.sums import add_sums, add_vectors
 from ecornn.schedules.cpu.worker import Worker
 from ecornn.schedules.keeping import kept_buffers, value_buffers
 
@@ -74,7 +75,7 @@ class BackwardWorker:
 
     def __init__(self, task: Task, plans: Backward, shape: Shape, dx_shape: Shape) -> None:
         self.task, self.plans, self.shape = task, plans, shape
-        self.e = e = Emitter(shape.lanes)
+        self.e = e = Emitter(shape.lanes, shape.real)
         forward = task.graph
         self.registers = registers_of(task.device)
         # tiles of rows may reach past the last row of a chunk
@@ -121,10 +122,10 @@ class BackwardWorker:
         root, e, s, task = self.root, self.e, self.shape, self.task
         root.declare_scalars()
         tensors = [t for t in ENTRIES[BACKWARD] if TENSORS[t].role != KEPT]
-        for b in tensor_buffers(tensors, task.traversal, "float32", self.forward.states, self.forward.parameters):
+        for b in tensor_buffers(tensors, task.traversal, s.real, self.forward.states, self.forward.parameters):
             root.add(b)
         states = [name for name in self.plans.kept.states if name != self.forward.output]
-        size = s.batch, s.hidden, "float32"
+        size = s.batch, s.hidden, s.real
         for b in (*kept_buffers(states, *size), *value_buffers(len(self.plans.kept.values), *size)):
             root.add(b)
         root.declare_constants()
@@ -145,6 +146,8 @@ class BackwardWorker:
                 reader.given.update({v: p for v, p in self.places.items() if v not in own})
         self.finish.given.update({v: self.recurrence.last(n) for n, v in self.plans.recurrence.graph.states.items()})
         self.declare_totals()
+        self.outers = OuterProducts(root, [self.outer(o) for o in self.outer_products],
+                                    self.shape.chunk * self.shape.batch, self.registers)
 
     def declare_rows(self) -> None:
         """Where the parts find what forward left, and dy."""
@@ -236,8 +239,7 @@ class BackwardWorker:
             self.dx.run(low, rows)
         elif not self.adds:
             self.no_dx(low, rows)
-        for o in self.outer_products:
-            add_outer(self.root, self.outer(o), rows, self.registers)
+        self.outers.add(rows)
         self.add(adjoint.recurrence.sums, self.places, rows)
         self.add(adjoint.inputs.sums, self.places, rows)
         e.call("ecornn_barrier")
@@ -248,7 +250,7 @@ class BackwardWorker:
         with root.tasks("no_dx", rows) as row:
             start = e.let("start", (low * root.batch + row) * e.index(length))
             with e.loop("k", length) as k:
-                e.store(root.data["dx"], start + k, e.tirx.const(0.0, "float32"))
+                e.store(root.data["dx"], start + k, e.number(0.0))
 
     def add(self, sums: tuple[Sum, ...], places: Mapping[Var, Place], rows: Expr) -> None:
         """Adds to the totals."""

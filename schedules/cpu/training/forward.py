@@ -70,6 +70,6 @@ class KeepingSequence(Sequence):
 
     def declare(self) -> None:
         super().declare()
-        size = self.shape.batch, self.shape.hidden, "float32"
+        size = self.shape.batch, self.shape.hidden, self.shape.real
         for buffer in (*kept_buffers(self.states, *size), *value_buffers(len(self.values), *size)):
             self.add(buffer)

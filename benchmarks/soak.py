@@ -1,0 +1,284 @@
+"""Threads that load, bind, run and train layers of many shapes on busy cores, for as long as one says.
+
+    python benchmarks/soak.py 600 --output benchmarks/results/soak_cpu.json
+
+Each of ``--threads`` threads does one job after the other, at random: it calls a layer that all share, loads a module
+file or binds weights to it and drops them, calls or trains a layer of PyTorch's, packed or with weights that are new,
+or a copy of a model. Every result is compared with one in float64, of NumPy or torch.nn, that was calculated before.
+``--busy`` other processes take whole cores meanwhile. A line every ten seconds says how far it is.
+
+Exits with 0 if no result was wrong, no thread raised or stood still, and the memory of the process is flat: what it has
+in the last quarter of the time (median) is at most ``--growth`` MB more than in the quarter before the middle. It is
+looked at after what was freed has gone back to the system: each thread's heap keeps as much as it ever needed at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import copy
+import ctypes
+import datetime
+import faulthandler
+import gc
+import itertools
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.func import functional_call
+from torch.nn.utils.rnn import pack_padded_sequence
+
+import ecornn
+import ecornn.torch
+from ecornn.host_cpu import detect
+from ecornn.torch.kind import text_of
+
+FORWARD, BACKWARD = 1e-5, 2e-5  # relative errors of float32
+STILL = 60  # seconds without a call after which the threads are taken to hang
+BUSY = "import os\nwhile os.getppid() == {}:\n    pass"
+EVERY = 5  # seconds between looks at the memory
+TORCH = [  # a layer, its sizes, what it is, and (T, B) of calls; the last one is what tests compile anyway
+    ("LSTM", (24, 40), {"num_layers": 2}, [(18, 5), (7, 3), (2, 1)]),
+    ("GRU", (16, 32), {"bidirectional": True}, [(18, 5), (7, 3), (2, 1)]),
+    ("RNN", (7, 11), {}, [(6, 4), (13, 3), (2, 1)])]
+COMPILED = {  # name: what ecornn.compile() is told, and sizes (T, B) that it is called with
+    "lstm": ({"cell": "lstm", "hidden": 48, "input": 24, "batch": 4, "seq": 20}, [(20, 4), (1, 1), (33, 3)]),
+    "wide lstm": ({"cell": "lstm", "hidden": 320, "input": 64, "batch": 8, "seq": 12}, [(12, 8), (5, 2)]),
+    "gru, lengths": ({"cell": "gru", "hidden": 33, "input": 17, "batch": 6, "seq": 15, "lengths": True},
+                     [(15, 6), (4, 5)]),
+    "stack": ({"cell": "rnn_tanh", "hidden": 20, "input": 9, "batch": 3, "seq": 10, "layers": 2,
+               "bidirectional": True}, [(10, 3), (21, 2)])}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: what it does, what must come of it, and how near."""
+
+    name: str
+    call: Callable[[], list[Any]]
+    wanted: list[np.ndarray]
+    limit: float = FORWARD
+
+
+def error(found: list[Any], wanted: list[np.ndarray]) -> float:
+    """The largest relative error of a result's arrays."""
+    assert len(found) == len(wanted)
+    worst = 0.0
+    for one, other in zip(found, wanted, strict=True):
+        values = one.detach().double().numpy() if isinstance(one, torch.Tensor) else one.astype(np.float64)
+        assert values.shape == other.shape
+        value = float(np.linalg.norm(values - other) / max(np.linalg.norm(other), 1e-30))
+        worst = max(worst, value if np.isfinite(value) else float("inf"))
+    return worst
+
+
+def module_cases(folder: Path, draw: np.random.Generator, few: bool = False) -> Iterator[Case]:
+    """Modules of ``ecornn.compile``: layers that are shared, with 1 and 2 threads; bound anew; and loaded anew."""
+    for name, (options, sizes) in [*COMPILED.items()][:1 if few else None]:
+        module = ecornn.compile(target="cpu", **options)
+        file = folder / f"{name.split(',')[0].replace(' ', '_')}.so"
+        module.save(file)
+        spec = module.manifest.workload
+        weights = weights_of(options, draw)
+        shared = [module.bind(weights, threads=threads) for threads in (1, 2)]
+        for steps, batch in sizes:
+            x = draw.standard_normal((steps, batch, spec.input)).astype(np.float32)
+            masks = {"lengths": [1 + n * (steps - 1) // batch for n in range(batch)]} if "lengths" in options else {}
+            y, state = ecornn.reference(options["cell"], x, weights, **masks)
+            wanted = [y, *state]
+
+            def run(layer: Any, x: Any = x, masks: Any = masks) -> list[Any]:
+                y, state = layer(x, **masks)
+                return [y, *state]
+
+            for layer in shared:
+                yield Case(f"{name}: shared", lambda run=run, layer=layer: run(layer), wanted)
+            yield Case(f"{name}: bound", lambda run=run, module=module, weights=weights: run(module.bind(weights)),
+                       wanted)
+            yield Case(f"{name}: loaded", lambda run=run, file=file, weights=weights: run(
+                ecornn.load(file).bind(weights, threads=1)), wanted)
+
+
+def weights_of(options: dict[str, Any], draw: np.random.Generator) -> dict[str, np.ndarray]:
+    """By torch's names, from torch.nn's layer of these sizes."""
+    kind = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn_tanh": torch.nn.RNN}[options["cell"]]
+    layer = kind(options["input"], options["hidden"], options.get("layers", 1),
+                 bidirectional=options.get("bidirectional", False))
+    return {name: draw.uniform(-0.3, 0.3, tuple(w.shape)).astype(np.float32) for name, w in layer.named_parameters()}
+
+
+def torch_cases(few: bool = False) -> Iterator[Case]:
+    """Layers of ``ecornn.torch``, which all threads share: called, packed, with other weights, trained, copied."""
+    for name, sizes, options, calls in TORCH[-1 if few else 0:]:
+        theirs = getattr(torch.nn, name)(*sizes, **options).double()
+        model = torch.nn.Sequential(copy.deepcopy(theirs).float())
+        ecornn.torch.replace(model)
+        ours = model[0]
+        for steps, batch in calls:
+            x = torch.randn(steps, batch, sizes[0])
+            lengths = [max(1, steps * (n + 1) // batch) for n in range(batch)]
+            packed = [pack_padded_sequence(v, lengths, enforce_sorted=False) for v in (x, x.double())]
+            half = {name: 0.5 * w.detach() for name, w in theirs.named_parameters()}
+
+            def no_grad(call: Callable[[], Any]) -> list[torch.Tensor]:
+                with torch.no_grad():
+                    return flat(call())
+
+            def trained(layer: Any, x: Any) -> list[torch.Tensor]:
+                leaf = x.clone().requires_grad_()
+                y = layer(leaf)[0]
+                return [y.detach(), *torch.autograd.grad(y.square().sum(), [leaf, *layer.parameters()])]
+
+            pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+                "called": (lambda x=x, f=no_grad, m=model: f(lambda: m(x)),
+                           lambda x=x, f=no_grad, t=theirs: f(lambda: t(x.double()))),
+                "packed": (lambda p=packed, f=no_grad, m=ours: f(lambda: m(p[0])),
+                           lambda p=packed, f=no_grad, t=theirs: f(lambda: t(p[1]))),
+                # functional_call() puts weights into a layer, where other threads would find them
+                "other weights": (lambda x=x, f=no_grad, m=ours: f(lambda: torch.ops.ecornn.recurrent(
+                    x, [], None, [0.5 * w for w in m.parameters()], text_of(m))),
+                                  lambda x=x, h=half, f=no_grad, t=theirs: f(
+                                      lambda: functional_call(t, h, (x.double(),)))),
+                "trained": (lambda x=x, f=trained, m=ours: f(m, x), lambda x=x, f=trained, t=theirs: f(t, x.double())),
+                "copied": (lambda x=x, f=no_grad, m=model: f(lambda: copy.deepcopy(m)(x)),
+                           lambda x=x, f=no_grad, t=theirs: f(lambda: t(x.double())))}
+            for job, (mine, exact) in pairs.items():
+                yield Case(f"{name}: {job}", mine, [t.numpy() for t in exact()],
+                           BACKWARD if job == "trained" else FORWARD)
+
+
+def flat(result: Any) -> list[torch.Tensor]:
+    if isinstance(result, torch.nn.utils.rnn.PackedSequence):
+        return [result.data]
+    return [result] if isinstance(result, torch.Tensor) else [t for part in result for t in flat(part)]
+
+
+def resident() -> float:
+    """MB of this process that are in memory, without what was freed."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+class Soak:
+    """The threads, and what they have seen."""
+
+    def __init__(self, cases: list[Case], threads: int) -> None:
+        self.cases, self.ending = cases, threading.Event()
+        self.calls: collections.Counter[str] = collections.Counter()
+        self.worst: dict[str, float] = {}
+        self.faults: list[str] = []
+        self.seen, self.seconds = [time.monotonic()] * threads, 0.0
+        self._lock = threading.Lock()
+        self._threads = [threading.Thread(target=self._work, args=(number,), daemon=True) for number in range(threads)]
+
+    def _work(self, number: int) -> None:
+        order = random.Random(number)
+        while not self.ending.is_set():
+            case = order.choice(self.cases)
+            try:
+                value = error(case.call(), case.wanted)
+                fault = "" if value <= case.limit else f"{case.name}: an error of {value:.3g}, {case.limit} is allowed"
+            except Exception:
+                value, fault = 0.0, f"{case.name}: {traceback.format_exc(limit=-3)}"
+            with self._lock:
+                self.calls[case.name] += 1
+                self.worst[case.name] = max(self.worst.get(case.name, 0.0), value)
+                if fault:
+                    self.faults.append(fault)
+            self.seen[number] = time.monotonic()
+
+    def run(self, seconds: float, every: float = 10.0) -> list[float]:
+        """MB every ``EVERY`` seconds; ends early where something is wrong or stands still."""
+        self.seen = [time.monotonic()] * len(self.seen)
+        for thread in self._threads:
+            thread.start()
+        begin, memory, told = time.monotonic(), [], 0.0
+        while (passed := time.monotonic() - begin) < seconds and not self.faults:
+            time.sleep(min(EVERY, seconds - passed))
+            memory.append(resident())
+            if time.monotonic() - min(self.seen) > STILL:
+                self.faults.append(f"a thread has stood still for {STILL} seconds")
+                faulthandler.dump_traceback(all_threads=True)
+            if passed - told >= every:
+                told = passed
+                print(f"{passed:6.0f} s  {self.calls.total():8d} calls  {memory[-1]:7.1f} MB  worst error "
+                      f"{max(self.worst.values(), default=0):.1e}  {len(self.faults)} wrong", flush=True)
+        self.seconds = time.monotonic() - begin
+        self.ending.set()
+        for thread in self._threads:
+            thread.join(STILL)
+        return memory
+
+
+def growth(memory: list[float]) -> float:
+    """MB of the last quarter more than of the quarter before the middle, by their medians."""
+    quarter = max(1, len(memory) // 4)
+    return statistics.median(memory[-quarter:]) - statistics.median(memory[quarter:2 * quarter] or memory[:1])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("seconds", type=float, nargs="?", default=600)
+    parser.add_argument("--threads", type=int, default=16)
+    parser.add_argument("--busy", type=int, default=len(os.sched_getaffinity(0)), help="processes that take cores")
+    parser.add_argument("--growth", type=float, default=8, help="MB more that are still flat")
+    parser.add_argument("--few", action="store_true", help="of one module and one layer, which compile in seconds")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    faulthandler.enable()
+    os.environ.setdefault("ECORNN_STRICT", "1")
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        cases = [*itertools.chain(module_cases(Path(folder), np.random.default_rng(0), arguments.few),
+                                  torch_cases(arguments.few))]
+        for case in cases:  # compiles what torch's layers need
+            assert error(case.call(), case.wanted) <= case.limit, case.name
+        print(f"{len(cases)} calls of {len({c.name for c in cases})} kinds, {arguments.threads} threads, "
+              f"{arguments.busy} busy processes, {resident():.1f} MB", flush=True)
+        busy = [subprocess.Popen([sys.executable, "-c", BUSY.format(os.getpid())]) for _ in range(arguments.busy)]
+        try:
+            soak = Soak(cases, arguments.threads)
+            memory = soak.run(arguments.seconds)
+        finally:
+            for process in busy:
+                process.kill()
+                process.wait()
+    more = growth(memory)
+    for fault in soak.faults[:5]:
+        print(fault)
+    if more > arguments.growth:
+        soak.faults.append(f"memory has grown by {more:.1f} MB")
+    device = detect()
+    found = {"environment": {"cpu": device.name, "arch": device.arch, "cores": len(os.sched_getaffinity(0)),
+                             "ecornn": ecornn.__version__, "torch": torch.__version__, "python": sys.version.split()[0],
+                             "date": datetime.date.today().isoformat(), "load": os.getloadavg()[0]},
+             "seconds": round(soak.seconds), "threads": arguments.threads, "busy": arguments.busy,
+             "calls": soak.calls.total(), "wrong": len(soak.faults), "faults": soak.faults[:5],
+             "growth_mb": round(more, 1), "memory_mb": [round(m) for m in memory[::max(1, len(memory) // 60)]],
+             "kinds": {name: {"calls": count, "worst_error": float(f"{soak.worst[name]:.2g}")}
+                       for name, count in sorted(soak.calls.items())}}
+    if arguments.output:
+        arguments.output.write_text(json.dumps(found, indent=1) + "\n")
+    print(f"{soak.calls.total()} calls, {len(soak.faults)} faults, {more:+.1f} MB: "
+          f"{'FAILED' if soak.faults else 'all right'}")
+    return 1 if soak.faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

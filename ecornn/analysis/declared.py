@@ -1,0 +1,52 @@
+"""What a cell declares besides its step, checked: its name, its states, the shapes of its parameters."""
+
+from __future__ import annotations
+
+import re
+
+from ecornn.analysis.lines import Lines
+from ecornn.analysis.source import Source
+from ecornn.errors import CellError
+
+NAME = r"[A-Za-z][A-Za-z0-9_]{0,63}"  # of a cell and of a state: also part of file names and of generated names
+ALLOWED = "has letters, digits and underscores, 64 at most, and starts with a letter"
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def check_names(cell: Source) -> None:
+    """Raises :class:`CellError` where the cell's name or states cannot be used."""
+    if not isinstance(cell.name, str) or not re.fullmatch(NAME, cell.name):
+        raise CellError(f"cell {cell.name!r}: a name {ALLOWED}")
+    states = cell.states
+    if not isinstance(states, (tuple, list)) or not states:
+        raise CellError(f"cell {cell.name!r}: states is {states!r}; expected a tuple of at least one name, such as "
+                        "('h',)")
+    for state in states:
+        if not isinstance(state, str) or not re.fullmatch(NAME, state):
+            raise CellError(f"cell {cell.name!r}: state {state!r}: the name of a state {ALLOWED}")
+    if len(set(states)) != len(states):
+        raise CellError(f"cell {cell.name!r}: states {states} are not all different")
+
+
+def shapes_of(cell: Source, input: int, hidden: int, lines: Lines) -> Shapes:
+    """The shapes of the cell's parameters. Raises :class:`CellError` where they are none, or parameters() raises."""
+    try:
+        given = cell.parameters(input, hidden)
+    except CellError:
+        raise
+    except Exception as error:  # the user's own code raises what it likes
+        raise lines.failed(cell.name, error, "parameters()") from error
+    try:
+        shapes = {n: tuple(s) for n, s in given.items()}
+    except (AttributeError, TypeError) as error:
+        raise CellError(f"cell {cell.name!r}: parameters() must return names with shapes, such as "
+                        f"{{'weight_hh': (1, H, H)}}: {error}") from error
+    for name, shape in shapes.items():
+        if not isinstance(name, str) or not name:
+            raise CellError(f"cell {cell.name!r}: parameter {name!r}: a name is a string")
+        if len(shape) not in (2, 3) or shape[0] < 1 or shape[1] != hidden or (
+                len(shape) == 3 and shape[2] not in (input, hidden)):
+            raise CellError(f"cell {cell.name!r}: parameter {name!r} has shape {shape}; expected "
+                            f"(G, H={hidden}) or (G, H={hidden}, K) with G >= 1 and K = I or H")
+    return shapes

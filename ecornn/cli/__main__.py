@@ -1,5 +1,0 @@
-"""``python -m ecornn.cli``: the command line where no script is installed."""
-
-from ecornn.cli import main
-
-main(prog_name="ecornn")

@@ -1,0 +1,140 @@
+"""Gradients of matrices: products over the rows of a chunk, added to what is there, in the caller's memory:
+
+    gradient[j, k] += sum_r value[r, j] * operand[r, k]
+
+in register tiles of some values of j and vectors of k. Rows of values and operands are pages apart, so both are copied
+first, once for all products that read them: panels (panel, row, values of j or vectors of k of a tile). Chunks follow
+each other, and within one each element is one thread's, so that results do not depend on how many threads there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ecornn.program import WORKSPACE, Extent
+from ecornn.schedules.builder import Expr, TirBuffer
+from ecornn.schedules.cpu.memory import Place
+from ecornn.schedules.cpu.worker import Worker
+
+TOGETHER = 32  # tiles of j that go through a panel of k: their values stay in the second cache for the next panels
+COPIED = 8  # panels that a thread copies side by side: what it reads of a row are whole cache lines
+
+
+@dataclass(frozen=True)
+class Outer:
+    """``data[start + j * columns + k]``, j < ``rows`` and k < ``columns``, gets outer products of ``value`` and
+    ``operand``."""
+
+    data: TirBuffer
+    start: int
+    rows: int
+    columns: int
+    value: Place
+    operand: Place
+
+
+@dataclass(frozen=True)
+class Panels:
+    """Copies of ``count`` panels of ``width`` elements a row, ``stride`` apart."""
+
+    data: TirBuffer
+    source: Place
+    width: int
+    count: int
+    stride: int
+
+
+class OuterProducts:
+    """Those of a function; its chunks have at most ``rooms`` rows, the CPU has as many vector ``registers``."""
+
+    def __init__(self, worker: Worker, outers: Sequence[Outer], rooms: int, registers: int) -> None:
+        self.worker, self.outers = worker, outers
+        lanes = worker.e.lanes
+        self.height, self.vectors = (8, 3) if registers > 16 else (6, 2)
+        self.panels: dict[tuple[Place, int], Panels] = {}
+        for outer in outers:
+            for place, width, length in ((outer.value, self.height, outer.rows),
+                                         (outer.operand, self.vectors * lanes, outer.columns)):
+                if (place, width) not in self.panels:
+                    # room for the last row's vector, which may be wider than a panel
+                    count, stride = -(-length // width), -(-rooms * width // lanes) * lanes + lanes
+                    name = f"panels_{len(self.panels)}"
+                    worker.buffer(name, WORKSPACE, Extent(count * stride))
+                    self.panels[place, width] = Panels(worker.data[name], place, width, count, stride)
+
+    def add(self, rows: Expr) -> None:
+        """Adds those of ``rows`` rows."""
+        if not self.outers:
+            return
+        for panels in self.panels.values():
+            self._copy(panels, rows)
+        self.worker.e.call("ecornn_barrier")
+        for outer in self.outers:
+            self._outer(outer, rows)
+
+    def _copy(self, panels: Panels, rows: Expr) -> None:
+        """A vector that reaches past its panel's row is written before the next row is."""
+        e, lanes, width = self.worker.e, self.worker.e.lanes, panels.width
+        with self.worker.tasks("copy", e.index(-(-panels.count // COPIED))) as task:
+            first = e.let("first_panel", task * e.index(COPIED))
+            count = e.let("panels_here", e.tirx.Min(e.index(COPIED), e.index(panels.count) - first))
+            with e.loop("row", rows) as row, e.loop("panel", count) as number:
+                panel = first + number
+                source = e.let("source", panels.source.at(e, row) + panel * e.index(width))
+                into = e.let("into", panel * e.index(panels.stride) + row * e.index(width))
+                for at in range(0, width, lanes):
+                    e.vstore(panels.data, into + e.index(at), e.vload(panels.source.data, source + e.index(at)))
+
+    def _outer(self, outer: Outer, rows: Expr) -> None:
+        e, wide = self.worker.e, self.vectors * self.worker.e.lanes
+        values, operands = self.panels[outer.value, self.height], self.panels[outer.operand, wide]
+        blocks = -(-values.count // TOGETHER)
+        each = -(-values.count // blocks)
+        with self.worker.tasks("outer", e.index(blocks * operands.count)) as task:
+            panel = e.let("k_panel", e.mod(task, operands.count))
+            top = e.let("first_tile", e.div(task, operands.count) * e.index(each))
+            with e.loop("tile", e.tirx.Min(e.index(each), e.index(values.count) - top)) as number:
+                self._tile(outer, values, operands, e.let("j_tile", top + number), panel, rows)
+
+    def _tile(self, outer: Outer, values: Panels, operands: Panels, tile: Expr, panel: Expr, rows: Expr) -> None:
+        """Adds those of a tile of j and a panel of k."""
+        e, lanes, height, vectors = self.worker.e, self.worker.e.lanes, self.height, self.vectors
+        j, k = e.let("j", tile * e.index(height)), e.let("k", panel * e.index(operands.width))
+        left, right = e.let("left", tile * e.index(values.stride)), e.let("right", panel * e.index(operands.stride))
+        sums = [[e.local(f"outer_{m}_{n}") for n in range(vectors)] for m in range(height)]
+        for m, registers in enumerate(sums):
+            e.prefetch(outer.data, e.index(outer.start) + (j + e.index(m)) * e.index(outer.columns) + k)
+            for register in registers:
+                e.vstore(register, 0, e.splat(0.0))
+        with e.loop("row", rows) as row:
+            columns = [e.let("column", e.vload(operands.data, right + row * e.index(operands.width)
+                                               + e.index(n * lanes))) for n in range(vectors)]
+            for m in range(height):
+                value = e.let("value", e.splat(e.load(values.data, left + row * e.index(height) + e.index(m))))
+                for n in range(vectors):
+                    e.vstore(sums[m][n], 0, e.fma(value, columns[n], e.vload(sums[m][n], 0)))
+        inside = e.let("inside", e.tirx.And(j + e.index(height) <= e.index(outer.rows),
+                                            k + e.index(vectors * lanes) <= e.index(outer.columns)))
+        with e.when(inside):
+            for m in range(height):
+                start = e.let("start", e.index(outer.start) + (j + e.index(m)) * e.index(outer.columns) + k)
+                for n in range(vectors):
+                    at = start + e.index(n * lanes)
+                    e.vstore(outer.data, at, e.vload(outer.data, at) + e.vload(sums[m][n], 0))
+        with e.when(e.tirx.Not(inside)):
+            self._edge(outer, j, k, sums)
+
+    def _edge(self, outer: Outer, j: Expr, k: Expr, sums: list[list[TirBuffer]]) -> None:
+        """Adds what of a tile is within the matrix, element by element."""
+        e, lanes, height, vectors = self.worker.e, self.worker.e.lanes, self.height, self.vectors
+        tile = e.tirx.decl_buffer([height * vectors * lanes], e.real, "tile", scope="local")
+        e.add(e.tirx.AllocBuffer(tile))
+        for m in range(height):
+            for n in range(vectors):
+                e.vstore(tile, (m * vectors + n) * lanes, e.vload(sums[m][n], 0))
+        high = e.tirx.Min(e.index(height), e.index(outer.rows) - j)
+        wide = e.tirx.Min(e.index(vectors * lanes), e.index(outer.columns) - k)
+        with e.loop("m", high) as m, e.loop("n", wide) as n:
+            at = e.index(outer.start) + (j + m) * e.index(outer.columns) + k + n
+            e.store(outer.data, at, e.load(outer.data, at) + e.load(tile, m * e.index(vectors * lanes) + n))

@@ -1,0 +1,34 @@
+"""Covering arrays: a few combinations of choices in which every pair of values occurs that can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+Row = dict[str, Any]
+Pair = frozenset[tuple[str, Any]]
+
+
+def pairs_of(row: Mapping[str, Any]) -> set[Pair]:
+    return {frozenset(pair) for pair in combinations(row.items(), 2)}
+
+
+def pairwise(choices: Callable[[Row], Mapping[str, Sequence[Any]]], wanted: set[Pair]) -> list[Row]:
+    """Rows that have all of ``wanted``: each begins with a pair that is missing, and takes the values that bring most
+    others. ``choices``: the values of each factor, of a row that has some already; a pair there must leave some."""
+    rows: list[Row] = []
+    missing = set(wanted)
+    order = {pair: sorted(map(str, pair)) for pair in wanted}
+    while missing:
+        row = dict(min(missing, key=order.__getitem__))
+        while left := [name for name in choices(row) if name not in row]:
+            allowed = choices(row)
+            gain = {(name, value): sum(frozenset([(name, value), item]) in missing for item in row.items())
+                    for name in left for value in allowed[name]}
+            name, value = max(gain, key=gain.__getitem__)
+            row[name] = value
+        assert pairs_of(row) & missing
+        missing -= pairs_of(row)
+        rows.append(row)
+    return rows

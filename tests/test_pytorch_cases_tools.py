@@ -1,0 +1,321 @@
+"""What PyTorch tests of modules in its tools (hooks, pruning, parametrizations, averaging, exporters), of
+ecornn.torch's layers.
+
+docs/PYTORCH_CASES.md lists these by intent, with what differs and why.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from pytorch_cases import BACKWARD, NAMES, B, H, I, T, alike, close, error, flat, one_thread, pair, primed
+from torch.nn.utils import parametrizations, parametrize, prune
+
+import ecornn.torch
+from ecornn.errors import FallbackError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+assert one_thread
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hooks(name: str):
+    """test_module_hooks: forward and backward hooks see what torch.nn's layer shows them, in the same order."""
+    theirs, ours = pair(name)
+    x, made = torch.randn(T, B, I), []
+
+    def shapes(values: Any) -> list[Any]:
+        return [None if v is None else tuple(v.shape) for v in values]
+
+    for layer, given in ((theirs, x.double()), (ours, x)):
+        seen: list[Any] = []
+        handles = [
+            layer.register_forward_pre_hook(lambda m, args, seen=seen: seen.append(("pre", shapes(args)))),
+            layer.register_forward_hook(lambda m, args, out, seen=seen: seen.append(("post", shapes(flat(out))))),
+            layer.register_full_backward_pre_hook(lambda m, out, seen=seen: seen.append(("back", shapes(out[:1])))),
+            layer.register_full_backward_hook(lambda m, into, out, seen=seen: seen.append(("done", shapes(into)))),
+            layer.register_state_dict_pre_hook(lambda m, prefix, keep, seen=seen: seen.append(("saved", prefix)))]
+        layer(given.clone().requires_grad_())[0].sum().backward()
+        layer.state_dict()
+        for handle in handles:
+            handle.remove()
+        layer(given)
+        made.append(seen)
+    assert made[0] == made[1] and [word for word, _ in made[1]] == ["pre", "post", "back", "done", "saved"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hooks_that_change_what_they_see(name: str):
+    theirs, ours = pair(name)
+    x, made = torch.randn(T, B, I), []
+    for layer, given in ((theirs, x.double()), (ours, x)):
+        layer.register_forward_pre_hook(lambda m, args, named: ((2 * args[0],), named), with_kwargs=True)
+        layer.register_forward_hook(lambda m, args, out: (3 * out[0], out[1]))
+        layer.register_full_backward_hook(lambda m, into, out: (5 * into[0],))
+        leaf = given.clone().requires_grad_()
+        y, _ = layer(leaf)
+        y.square().sum().backward()
+        made.append([y, leaf.grad, *(w.grad for w in layer.parameters())])
+    close(made[1], made[0], BACKWARD)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hooks_of_tensors(name: str):
+    """Of parameters, of results, and after accumulation: an optimizer within the backward pass."""
+    theirs, ours = pair(name)
+    x, made = torch.randn(T, B, I), []
+    for layer, given in ((theirs, x.double()), (ours, x)):
+        optimizers = {w: torch.optim.SGD([w], lr=0.1) for w in layer.parameters()}
+
+        def step(weight: Any, optimizers: Any = optimizers) -> None:
+            optimizers[weight].step()
+            weight.grad = None
+
+        for weight in layer.parameters():
+            weight.register_hook(lambda g: 2 * g)
+            weight.register_post_accumulate_grad_hook(step)
+        for _ in range(2):
+            y, after = layer(given)
+            y.register_hook(lambda g: 3 * g)
+            y.retain_grad()
+            (y.square().sum() + flat(after)[0].sum()).backward()
+        made.append([y.grad, *layer.parameters()])
+    close(made[1], made[0], 1e-4)  # of two steps, which multiply the error of a gradient
+
+
+def test_a_hook_is_called_though_forward_fails():
+    """test_hook_always_call"""
+    _, ours = pair("GRU")
+    seen: list[str] = []
+    ours.register_forward_hook(lambda m, args, out: seen.append("called"), always_call=True)
+    with pytest.raises(RuntimeError):
+        ours(torch.randn(T, B, I + 1))
+    assert seen == ["called"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rnn_pruning(name: str):
+    """test_rnn_pruning: the mask counts at each call, removal makes it last, and gradients stay with the original."""
+    theirs, ours = pair(name)
+    x = torch.randn(T, B, I)
+    wanted = theirs(x.double())
+    for layer in (theirs, ours):
+        prune.l1_unstructured(layer, "weight_ih_l0", 0.5)
+    assert sum(isinstance(w, torch.nn.Parameter) for w in ours._flat_weights) == 3
+    found = ours(x)
+    close(found, theirs(x.double()))
+    assert error(found[0].detach(), wanted[0].detach()) > 1e-2
+    for layer, given in ((theirs, x.double()), (ours, x)):
+        layer(given)[0].square().sum().backward()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert error(one.grad, other.grad) < BACKWARD
+    prune.remove(ours, "weight_ih_l0")
+    assert sum(isinstance(w, torch.nn.Parameter) for w in ours._flat_weights) == 4
+    assert "weight_ih_l0" in dict(ours.named_parameters()) and "weight_ih_l0_orig" not in ours.state_dict()
+    close(ours(x), found)
+
+
+@pytest.mark.parametrize("kind", ["weight_norm", "orthogonal"])
+@pytest.mark.parametrize("name", NAMES)
+def test_parametrizations(name: str, kind: str):
+    """test_parametrization: values and gradients under it, the cache of them, and its removal."""
+    theirs, ours = pair(name)
+    made = [getattr(parametrizations, kind)(layer, "weight_hh_l0") for layer in (theirs, ours)]
+    made[0].load_state_dict({k: v.double() for k, v in ours.state_dict().items()})
+    x, grads = torch.randn(T, B, I), []
+    for layer, given in ((theirs, x.double()), (ours, x)):
+        with parametrize.cached():
+            y = layer(given)[0] + layer(2 * given)[0]
+        y.square().sum().backward()
+        grads.append([y, *(w.grad for w in layer.parameters())])
+    close(grads[1], grads[0], 1e-4 if kind == "orthogonal" else BACKWARD)  # which is a solve, in float32 and float64
+    parametrize.remove_parametrizations(ours, "weight_hh_l0")
+    with torch.no_grad():
+        close(ours(x), theirs(x.double()), 1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_averaged_models(name: str):
+    """test_swa: an average of weights that is written in place, and the layer that goes on."""
+    theirs, ours = pair(name)
+    x, made = torch.randn(T, B, I), []
+    for layer, given in ((theirs, x.double()), (ours, x)):
+        mean = torch.optim.swa_utils.AveragedModel(layer)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            layer(given)[0].square().sum().backward()
+            optimizer.step()
+            mean.update_parameters(layer)
+            with torch.no_grad():
+                y = mean(given)[0]
+        made.append([y, layer(given)[0]])
+    close(made[1], made[0], 1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lbfgs_and_vectors_of_parameters(name: str):
+    """Optimizers that call the model again and again; parameters_to_vector and back."""
+    theirs, ours = pair(name)
+    x, made = torch.randn(T, B, I), []
+    for layer, given in ((theirs, x.double()), (ours, x)):
+        optimizer = torch.optim.LBFGS(layer.parameters(), lr=0.1, max_iter=3)
+
+        def closure(layer: Any = layer, given: Any = given, optimizer: Any = optimizer) -> Any:
+            optimizer.zero_grad()
+            loss = layer(given)[0].square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        vector = torch.nn.utils.parameters_to_vector(layer.parameters())
+        torch.nn.utils.vector_to_parameters(0.5 * vector, layer.parameters())
+        with torch.no_grad():
+            made.append(layer(given)[0])
+    close(made[1:], made[:1], 1e-4)
+
+
+@pytest.mark.parametrize("how", ["torch.jit.trace", "ONNX"])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.filterwarnings("ignore")
+def test_exporters_that_trace(name: str, how: str, monkeypatch: pytest.MonkeyPatch):
+    """test_trace, test_lstm of the ONNX exporter. Differs: they record PyTorch's operators, so its own layer runs, and
+    says so; the graph is the one that it would be."""
+    theirs, ours = pair(name)
+    theirs.float().eval()
+    x, made = torch.randn(T, B, I), []
+    with pytest.raises(FallbackError, match=r"torch\.jit\.trace records PyTorch's operators only"):
+        torch.jit.trace(ours.eval(), (x,))
+    monkeypatch.setenv("ECORNN_STRICT", "0")
+    for layer in (theirs, ours):
+        if how == "ONNX":
+            file = io.BytesIO()
+            torch.onnx.export(layer, (x,), file, dynamo=False)
+            made.append(file.getvalue())
+        else:
+            made.append(str(torch.jit.trace(layer, (x,)).graph.nodes().__next__().kind()))
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_scripts(name: str):
+    """test_jit of RNNs. Differs: torch.jit.script compiles what PyTorch has, and is told so; restore() helps."""
+    class First(torch.nn.Module):
+        def __init__(self, layer: torch.nn.Module) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y, _ = self.layer(x)
+            return y
+
+    theirs, ours = pair(name)
+    x, model = torch.randn(T, B, I), First(ours)
+    with pytest.raises(FallbackError, match=r"ecornn\.torch\.restore"):
+        torch.jit.script(model)
+    ecornn.torch.restore(model)
+    with torch.no_grad():
+        close(torch.jit.script(model)(x), theirs(x.double())[0])
+
+
+@pytest.mark.parametrize("name", ["LSTM", "GRU"])
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore:torch.quantize_per_tensor")
+def test_quantize_dynamic(name: str):
+    """test_quantized RNNs. Differs: quantize_dynamic goes by exact classes, and leaves a replaced layer as it is;
+    restore() before, as for all that makes other layers of PyTorch's."""
+    from torch.ao.quantization import quantize_dynamic
+
+    model = torch.nn.Sequential(getattr(torch.nn, name)(I, H))
+    x = torch.randn(T, B, I)
+    wanted = quantize_dynamic(model, {getattr(torch.nn, name)}, dtype=torch.qint8)
+    ecornn.torch.replace(model)
+    with torch.no_grad():
+        same = quantize_dynamic(model, {getattr(torch.nn, name)}, dtype=torch.qint8)
+        assert isinstance(same[0], getattr(ecornn.torch, name))
+        close(same(x), model(x))
+        ecornn.torch.restore(model)
+        found = quantize_dynamic(model, {getattr(torch.nn, name)}, dtype=torch.qint8)
+        assert type(found[0]) is type(wanted[0]) is not getattr(torch.nn, name)
+        assert torch.equal(found(x)[0], wanted(x)[0])
+
+
+def test_per_sample_gradients():
+    """test_expanded_weights. Differs: its weights answer to PyTorch's operators alone; torch.func's vmap of grad has
+    the same for a layer of ours (``test_torch_training.py``)."""
+    from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
+
+    layer = ecornn.torch.GRU(I, H, batch_first=True)
+    with pytest.raises(RuntimeError, match="Expanded Weights encountered but cannot handle"):
+        call_for_per_sample_grads(layer, batch_size=B)(torch.randn(B, T, I))
+    ecornn.torch.restore(layer)
+    call_for_per_sample_grads(layer, batch_size=B)(torch.randn(B, T, I))[0].sum().backward()
+    assert layer.weight_hh_l0.grad_sample.shape == (B, 3 * H, H)
+
+
+def test_data_parallel_without_gpus():
+    """test_data_parallel: a wrapper that has nothing to do."""
+    theirs, ours = pair("LSTM")
+    close(torch.nn.DataParallel(ours)(x := torch.randn(T, B, I)), theirs(x.double()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_threads(name: str):
+    """test_multithread_autograd: threads that train the same layer at the same time; gradients of all are added."""
+    theirs, ours = pair(name)
+    primed(ours, trains=True)
+    xs = [torch.randn(T, B, I) for _ in range(6)]
+    errors: list[BaseException] = []
+
+    def train(x: torch.Tensor) -> None:
+        try:
+            for _ in range(3):
+                grads = torch.autograd.grad(ours(x)[0].square().sum(), [*ours.parameters()])
+                exact = torch.autograd.grad(theirs(x.double())[0].square().sum(), [*theirs.parameters()])
+                close(grads, exact, BACKWARD)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train, args=(x,)) for x in xs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_go_when_nobody_has_them(name: str):
+    """No cycle, no registry keeps a layer that was called and trained, nor a copy of it."""
+    import weakref
+
+    _, ours = pair(name)
+    ours(torch.randn(T, B, I))[0].sum().backward()
+    gone = [weakref.ref(layer) for layer in (ours, copy.deepcopy(ours))]
+    weights = [weakref.ref(w) for w in ours.parameters()]
+    del ours
+    gc.collect()
+    assert all(ref() is None for ref in (*gone, *weights))
+
+
+@pytest.mark.parametrize("options", [{}, {"fullgraph": True}], ids=["replace", "fullgraph"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_that_was_replaced(name: str, options: dict[str, Any]):
+    """The same of layers that replace() has made: as above, by way of ``test_grad`` and a hook."""
+    theirs, ours = pair(name)
+    ecornn.torch.restore(ours)
+    model = torch.nn.Sequential(ours)
+    seen: list[int] = []
+    ours.register_forward_hook(lambda m, args, out: seen.append(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ecornn.torch.replace(model, **options).swapped == ("0",)
+        alike(theirs, model[0], torch.randn(T, B, I))
+    assert seen == [1]

@@ -1,0 +1,60 @@
+"""benchmarks/soak.py for some seconds, of few kinds of calls; and that it sees what is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soak
+
+SCRIPT = Path(soak.__file__)
+
+
+@pytest.mark.slow
+def test_sixteen_threads_on_busy_cores(tmp_path: Path):
+    """Sharp only of wrong results and of threads that stand still: memory is flat after minutes, not after seconds."""
+    file = tmp_path / "soak.json"
+    done = subprocess.run([sys.executable, str(SCRIPT), "10", "--few", "--busy", "1", "--growth", "100", "--output",
+                           str(file)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(file.read_text())
+    assert found["wrong"] == 0 and found["threads"] == 16 and found["calls"] > 100
+    assert {kind.partition(": ")[2] for kind in found["kinds"]} == {
+        "shared", "bound", "loaded", "called", "packed", "other weights", "trained", "copied"}
+
+
+def case(found: float, limit: float = 1e-5) -> soak.Case:
+    return soak.Case("one", lambda: [np.float32([found])], [np.float64([1.0])], limit)
+
+
+def test_a_wrong_result_is_a_fault():
+    one = soak.Soak([case(1.0), case(1.01)], 2)
+    one.run(30)
+    assert one.faults and "an error of 0.01" in one.faults[0] and one.calls["one"] > 0
+
+
+def test_an_error_is_a_fault():
+    def fails() -> list[object]:
+        raise ZeroDivisionError
+
+    one = soak.Soak([soak.Case("other", fails, [])], 1)
+    one.run(30)
+    assert "ZeroDivisionError" in one.faults[0]
+
+
+def test_threads_that_stand_still_are_a_fault(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(soak, "STILL", 0.2)
+    monkeypatch.setattr(soak, "EVERY", 0.3)
+    one = soak.Soak([soak.Case("slow", lambda: time.sleep(1.5) or [], [])], 1)
+    one.run(30)
+    assert one.faults == ["a thread has stood still for 0.2 seconds"]
+
+
+def test_no_number_is_an_error_and_growth_is_seen():
+    assert soak.error([np.float32([np.nan])], [np.float64([1.0])]) == float("inf")
+    assert soak.growth([10.0] * 20) == 0 and soak.growth([*range(20)]) == 10 and soak.growth([5.0]) == 0
