@@ -39,7 +39,7 @@ def prepare(model: torch.nn.Module, *example: Any, processes: int | None = None,
 
     Raises :class:`ArgumentError` where no layer of the model is compiled.
     """
-    found = [module for module in model.modules() if isinstance(module, COMPILED)]
+    found: list[Any] = [module for module in model.modules() if isinstance(module, COMPILED)]
     if not found:
         raise ArgumentError("model", type(model), "a model with compiled layers: ecornn.torch.replace(model) makes "
                             "them")
