@@ -30,7 +30,10 @@ class Snapshot:
         self._suspects: set[int] = set()
         self.ids = [*map(id, weights)]
         with _lock:
-            _snapshots.add(self)
+            for weight in self.ids:
+                if weight not in _snapshots:
+                    _snapshots[weight] = weakref.WeakSet()
+                _snapshots[weight].add(self)
 
     def same(self, weights: Sequence[torch.Tensor]) -> bool:
         """Whether every weight is the tensor that it was, where it was."""
@@ -78,7 +81,7 @@ def _versions(weights: Iterable[torch.Tensor]) -> list[int]:
     return [*map(_version, weights)]
 
 
-_snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
+_snapshots: dict[int, weakref.WeakSet[Snapshot]] = {}  # of each weight by its id, which later ones take over
 _replayed = WeakIdKeyDictionary()  # weights whose backward pass a CUDA graph has captured
 _lock = threading.Lock()
 
@@ -87,12 +90,11 @@ def suspect(weights: Sequence[torch.Tensor]) -> None:
     """Has all that was bound from these weights, of those that take gradients, be bound again before it is used."""
     ids = {id(w) for w in weights if w.requires_grad}
     with _lock:
-        known = [*_snapshots]
+        known = {snapshot for weight in ids for snapshot in _snapshots.get(weight, ())}
         if weights and weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
             _replayed.update((w, None) for w in weights if w.requires_grad)
     for snapshot in known:
-        if not ids.isdisjoint(snapshot.ids):
-            snapshot.suspect(ids)
+        snapshot.suspect(ids)
 
 
 def replayed(weights: Sequence[torch.Tensor]) -> bool:
