@@ -40,7 +40,7 @@ class Snapshot:
         if len(weights) != len(self._tensors):
             return False
         for w, (tensor, pointer) in zip(weights, self._tensors, strict=True):  # no generator: short calls ask, too
-            if tensor() is not w or w.data_ptr() != pointer:
+            if w.data_ptr() != pointer or tensor() is not w:
                 return False
         return True
 
