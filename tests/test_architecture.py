@@ -84,6 +84,7 @@ MAY_IMPORT["torch"] = {"build", "cells", "errors", "layer_spec", "module_cache",
 MAY_IMPORT["onnx"] = {"cells", "compiler", "device", "errors", "layer_spec", "runtime"}
 MAY_IMPORT[""] = {"cells", "compiler", "errors", "numpy_gradients", "numpy_reference", "runtime", "tune"}
 MAY_IMPORT["cli"] = {*MAY_IMPORT} - {"torch"}
+MAY_IMPORT["__main__"] = {"cli"}
 
 
 def sources() -> dict[str, Path]:

@@ -16,6 +16,7 @@ from ecornn.torch.operator import recurrent
 from ecornn.torch.sequences import leaf, refuse_script, trained
 
 SERVED = {"cpu"}  # on a GPU a step takes PyTorch less time than a module takes to begin with its weights
+WEIGHTS = "weight_ih", "weight_hh", "bias_ih", "bias_hh"
 
 
 class CompiledCell(torch.nn.RNNCellBase):
@@ -50,8 +51,8 @@ class CompiledCell(torch.nn.RNNCellBase):
     __prepare_scriptable__ = refuse_script
 
     @property
-    def _flat_weights_names(self: Any) -> list[str]:
-        return ["weight_ih", "weight_hh", "bias_ih", "bias_hh"][:4 if self.bias else 2]
+    def _flat_weights_names(self: Any) -> tuple[str, ...]:
+        return WEIGHTS if self.bias else WEIGHTS[:2]
 
     @property
     def _flat_weights(self) -> list[torch.Tensor]:
@@ -108,12 +109,15 @@ def _fits(cell: Any, weight: torch.Tensor, input: Any, state: Sequence[Any]) -> 
     """Whether a compiled module takes these."""
     if not isinstance(input, torch.Tensor) or input.dim() not in (1, 2) or cell.mode not in CELLS:
         return False
-    if input.device.type not in SERVED:
+    *rows, width = input.shape
+    shape, dtype, device = (*rows, cell.hidden_size), input.dtype, input.device
+    if (width != cell.input_size or not all(shape) or weight.dtype != dtype or weight.device != device
+            or device.type not in SERVED):
         return False
-    shape, dtype, device = (*input.shape[:-1], cell.hidden_size), input.dtype, input.device
-    return (input.shape[-1] == cell.input_size and shape[0] > 0 and weight.dtype == dtype and weight.device == device
-            and all(isinstance(s, torch.Tensor) and s.shape == shape and s.dtype == dtype and s.device == device
-                    for s in state))
+    for s in state:
+        if not isinstance(s, torch.Tensor) or s.shape != shape or s.dtype != dtype or s.device != device:
+            return False
+    return True
 
 
 def _shortly(cell: Any, weights: Sequence[torch.Tensor], x: torch.Tensor,

@@ -101,7 +101,7 @@ def obstacle(module: torch.nn.Module) -> str | None:
     """Why a layer cannot be swapped; None: it can."""
     own = overridden(type(module))
     if own is None:
-        return f"{type(module).__name__} is no LSTM, GRU or RNN of torch.nn's, and no cell of these"
+        return f"{type(module).__name__} is no LSTM, GRU or RNN of torch.nn's"
     if own:
         return f"{type(module).__name__} has methods of its own, which may do more: {', '.join(own)}"
     weight = next(module.parameters())

@@ -37,9 +37,12 @@ class Snapshot:
 
     def same(self, weights: Sequence[torch.Tensor]) -> bool:
         """Whether every weight is the tensor that it was, where it was."""
-        tensors = self._tensors
-        return len(weights) == len(tensors) and all(
-            w.data_ptr() == pointer and tensor() is w for w, (tensor, pointer) in zip(weights, tensors, strict=True))
+        if len(weights) != len(self._tensors):
+            return False
+        for w, (tensor, pointer) in zip(weights, self._tensors, strict=True):  # no generator: short calls ask, too
+            if w.data_ptr() != pointer or tensor() is not w:
+                return False
+        return True
 
     def holds(self, weights: Sequence[torch.Tensor], with_suspects: bool = False) -> bool:
         """Whether every weight is the one that it was, and as it was, as far as a tensor tells; and whether none is
@@ -96,4 +99,4 @@ def suspect(weights: Sequence[torch.Tensor]) -> None:
 
 def replayed(weights: Sequence[torch.Tensor]) -> bool:
     """Whether a CUDA graph may change weights without a trace, whenever it is replayed."""
-    return bool(_replayed) and any(w in _replayed for w in weights)
+    return bool(_replayed.data) and any(w in _replayed for w in weights)
