@@ -44,7 +44,7 @@ def _goes_on(kind: type[Any]) -> bool:
 @cache
 def compiled_class(kind: Any) -> type[Any]:
     """A class below ``kind`` whose calls are those of the compiled one, or end there, where ``kind`` has its own."""
-    base = base_of(kind)
+    base: Any = base_of(kind)
     assert base is not None
     named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__,
              "__init__": kind.__init__, "__reduce_ex__": _reduce, "_compiled_from": kind}
