@@ -177,6 +177,32 @@ assert tasks() == before
 """)
 
 
+def test_one_thread_where_another_program_wants_the_core(files):
+    """The second thread sleeps, once the first was put off its processor often enough."""
+    run(files, """
+import subprocess, time
+call = layer(2)
+assert right(call())
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+def ran():
+    "Seconds of this thread, and of all."
+    return np.array([time.thread_time(), time.process_time()])
+other = subprocess.Popen([sys.executable, "-S", "-c", f"import os\\nwhile os.getppid() == {os.getpid()}: pass"])
+for tid in map(int, os.listdir("/proc/self/task")):
+    os.sched_setaffinity(tid, os.sched_getaffinity(0))
+def until(own):
+    "Calls, until this thread has run for so many more seconds."
+    end = time.thread_time() + own
+    while time.thread_time() < end: assert right(call())
+until(0.1)
+before = ran()
+until(0.2)
+own, whole = ran() - before
+other.kill()
+assert whole - own < own / 2, (own, whole)  # two that share the work run for as long as each other
+""")
+
+
 STANDIN = r"""
 #include <pthread.h>
 #include <stdint.h>

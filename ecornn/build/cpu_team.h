@@ -3,6 +3,7 @@
 #include <tvm/ffi/c_api.h>
 
 #include <pthread.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <atomic>
@@ -203,6 +204,35 @@ class Running {
   std::atomic<int>& counter_;
   const int count_;
 };
+
+// How many threads pay where others want the cores, too: at a barrier all wait for one that is not let in. A thread is put
+// off its processor every few milliseconds then, and hardly ever where cores are idle. So the calling thread looks at what it
+// has gone through: where it was put off that often there are half as many the next time, else twice as many.
+class Crowding {
+ public:
+  // `most`, or fewer.
+  int Limit(int most) {
+    rusage used;
+    if (getrusage(RUSAGE_THREAD, &used) != 0) return most;
+    const double ran = Seconds(used.ru_utime) + Seconds(used.ru_stime);
+    if (ran - ran_ >= kWindow) {
+      const bool crowded = static_cast<double>(used.ru_nivcsw - switches_) * kWindow >= ran - ran_;
+      limit_ = crowded ? std::max(1, std::min(limit_, most) / 2) : std::min(limit_ * 2, 1 << 16);
+      ran_ = ran;
+      switches_ = used.ru_nivcsw;
+    }
+    return std::min(most, limit_);
+  }
+
+ private:
+  static constexpr double kWindow = 4e-3;  // seconds of a thread's own time: one or two of the kernel's slices
+  static double Seconds(const timeval& time) { return time.tv_sec + 1e-6 * time.tv_usec; }
+
+  double ran_ = 0;
+  long switches_ = 0;
+  int limit_ = 1 << 16;
+};
+inline thread_local Crowding crowding;
 
 // Runs a worker on `size` threads, or on fewer where there are fewer; whether all did what they had to. Throws where no
 // thread can be started.

@@ -16,7 +16,7 @@
 namespace ecornn {
 
 constexpr int64_t kLate = 10'000;    // nanoseconds of spinning until a thread asks whether it is in another's way
-constexpr int64_t kSpin = 100'000;   // until it sleeps: some ten times what that and waking up take
+constexpr int64_t kSpin = 200'000;   // until it sleeps: some ten times what sleeping and waking up take
 constexpr int kPauses = 32;          // between two looks at the clock
 
 inline void Pause() {

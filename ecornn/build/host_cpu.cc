@@ -131,6 +131,7 @@ static int Enter(const char* name, const Call* calls, size_t length, int pointer
     int size = running.Share(static_cast<int>(threads));
     if (call->most > 0) size = std::min(size, call->most);
     if (call->work > 0 && paying < size) size = std::max(1, static_cast<int>(paying));
+    if (size > 1) size = ecornn::crowding.Limit(size);
     const int code = RunWorker(call->worker, shared, kScalars + call->count, size);
     if (code != 0) return code;
   }
