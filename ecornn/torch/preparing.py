@@ -18,7 +18,7 @@ from ecornn.cells import BUILTIN
 from ecornn.errors import ArgumentError
 from ecornn.layer_spec import LayerSpec
 from ecornn.module_cache import known
-from ecornn.torch.classes import COMPILED, original_class, reclass
+from ecornn.torch.classes import COMPILED, base_of, original_class, reclass
 from ecornn.torch.compiling import KEPT, NAMES, compiled
 from ecornn.torch.falling_back import obstacle
 from ecornn.torch.kind import kind_of, text_of
@@ -54,7 +54,7 @@ def prepare(model: torch.nn.Module, *example: Any, processes: int | None = None,
 
     # what a forward of a class's own hands on is not seen before its first call
     hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in found
-             if original_class(type(module)).forward is module.TORCH.forward]
+             if (kind := original_class(type(module))).forward is getattr(base_of(kind), "forward", None)]
     kinds: dict[Any, Any] = {module: type(module) for module in found}
     try:
         for module in found:
