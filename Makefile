@@ -1,7 +1,7 @@
 # make setup | run | examples | test | test-cpus | test-packages | soak | lint | bench | sanitize | clean
 #   PYTHON=python3.12 make setup     another interpreter (3.10 to 3.12)
 #   VENV=/somewhere make test        another place for the virtual environment
-#   make test PYTEST="-m exhaustive" what this leaves out: most of the matrix of the emulated schedules, 5 minutes
+#   make test PYTEST="-m exhaustive" what this leaves out: most of the matrices of schedules and gradients, an hour
 #   make test-cpus CPUS="haswell" PYTEST="tests/test_cpu*.py"    the same where tests take this CPU for others, too
 #   make run HIDDEN=1024 TUNE="--trials 200"     by default the search stops after 90 seconds
 

@@ -48,7 +48,7 @@ from ecornn.host_cpu import detect
 from ecornn.torch.kind import text_of
 
 FORWARD, BACKWARD = 1e-5, 2e-5  # relative errors of float32
-STILL = 60  # seconds without a call after which the threads are taken to hang
+STILL = 120  # seconds in one call after which a thread is taken to hang
 BUSY = "import os\nwhile os.getppid() == {}:\n    pass"
 EVERY = 5  # seconds between looks at the memory
 TORCH = [  # a layer, its sizes, what it is, and (T, B) of calls; the last one is what tests compile anyway
@@ -183,7 +183,7 @@ class Soak:
         self.calls: collections.Counter[str] = collections.Counter()
         self.worst: dict[str, float] = {}
         self.faults: list[str] = []
-        self.seen, self.seconds = [time.monotonic()] * threads, 0.0
+        self.seen, self.doing, self.seconds = [time.monotonic()] * threads, [""] * threads, 0.0
         self._lock = threading.Lock()
         self._threads = [threading.Thread(target=self._work, args=(number,), daemon=True) for number in range(threads)]
 
@@ -191,6 +191,7 @@ class Soak:
         order = random.Random(number)
         while not self.ending.is_set():
             case = order.choice(self.cases)
+            self.doing[number] = case.name
             try:
                 value = error(case.call(), case.wanted)
                 fault = "" if value <= case.limit else f"{case.name}: an error of {value:.3g}, {case.limit} is allowed"
@@ -212,8 +213,9 @@ class Soak:
         while (passed := time.monotonic() - begin) < seconds and not self.faults:
             time.sleep(min(EVERY, seconds - passed))
             memory.append(resident())
-            if time.monotonic() - min(self.seen) > STILL:
-                self.faults.append(f"a thread has stood still for {STILL} seconds")
+            if time.monotonic() - (oldest := min(self.seen)) > STILL:
+                kind = self.doing[self.seen.index(oldest)]
+                self.faults.append(f"a thread has stood still for {STILL} seconds in {kind}")
                 faulthandler.dump_traceback(all_threads=True)
             if passed - told >= every:
                 told = passed

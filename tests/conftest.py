@@ -7,7 +7,9 @@ import ctypes
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and (reason := no_gpu()):
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def _exact_products(request: pytest.FixtureRequest) -> Iterator[None]:
+    """PyTorch's default for cuDNN's RNNs is TF32, which ecornn.torch follows: tests on a GPU have exact products,
+    unless they say otherwise."""
+    torch = sys.modules.get("torch")
+    if torch is None or request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield
 
 
 @pytest.fixture(scope="module")

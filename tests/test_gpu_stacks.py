@@ -123,7 +123,7 @@ def test_packed_sequences_in_columns(options: dict[str, Any], with_state: bool):
                 assert relative(a.cpu().numpy(), b.cpu().numpy()) <= 1e-5
             assert (y.batch_sizes == wanted.batch_sizes).all()
     # A layer after another is a wavefront, and where columns gain nothing rows have lengths, too.
-    used = {key[2] for key in engine.engine_of(ours)._bound}
+    used = {key[2] for key in engine.engine_of(ours).inference._bound}
     assert used == {"lengths"} if options == {"num_layers": 2} else "sequences" in used
 
 

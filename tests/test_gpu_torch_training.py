@@ -25,7 +25,7 @@ from ecornn.errors import (
     ShapeError,
 )
 from ecornn.runtime import binding
-from ecornn.torch import engine, trained
+from ecornn.torch import bound, engine
 from ecornn.torch.kind import text_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings(
@@ -388,7 +388,7 @@ def test_what_no_schedule_serves_is_pytorchs(monkeypatch: pytest.MonkeyPatch):
     def refuses(*args: Any, **kwargs: Any) -> None:
         raise ScheduleError("no schedule carries out the adjoint")
 
-    monkeypatch.setattr(trained, "compiled", refuses)
+    monkeypatch.setattr(bound, "compiled", refuses)
     _, theirs, ours = pair("GRU")
     x = torch.randn(T, B, I, device="cuda")
     with pytest.raises(FallbackError, match="carries out the adjoint"):

@@ -69,11 +69,12 @@ ROWS = pairwise(factors, every_pair())
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch):
-    """Chunks of two steps; tiles of one row, which are compiled in two thirds of the time: test_cpu_training.py has
-    all sizes."""
+    """Chunks of two steps; tiles of one row and vector, which are compiled in two thirds of the time:
+    test_cpu_training.py has all sizes."""
     monkeypatch.setattr(training, "CHUNK_ROWS", 2 * B)
     for module in (cpu, training):
         monkeypatch.setattr(module, "row_choices", lambda device, most: (1,))
+        monkeypatch.setattr(module, "column_choices", lambda device, gates, workload: (gates,))
 
 
 def check(layer: Layer) -> None:

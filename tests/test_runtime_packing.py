@@ -241,15 +241,16 @@ def test_weights_on_the_gpu_are_bound_as_those_of_the_host(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("cell", ["lstm", "gru_reset_before", "indrnn"])
-def test_weights_are_packed_again_where_they_were(cell: str, native: bool):
+@pytest.mark.parametrize("cell, hidden, input", [("lstm", 19, 7), ("gru_reset_before", 19, 7), ("indrnn", 19, 7),
+                                                 ("gru", 72, 150)])  # the last one: several blocks of rows and columns
+def test_weights_are_packed_again_where_they_were(cell: str, hidden: int, input: int, native: bool):
     """Bit for bit as another layer has them, all or some; by the module's code and, as of old modules, without it."""
-    module = ecornn.compile(cell, hidden=19, input=7, batch=3, seq=4, training=True, target="cpu")
+    module = ecornn.compile(cell, hidden=hidden, input=input, batch=3, seq=4, training=True, target="cpu")
     rng = np.random.default_rng(0)
     first, second = ({p.name: rng.standard_normal(p.shape).astype(np.float32) for p in module.manifest.parameters}
                      for _ in range(2))
     for changed in (None, ["weight_ih_l0"]):
-        layer, x = module.bind(first, threads=2), rng.standard_normal((4, 3, 7)).astype(np.float32)
+        layer, x = module.bind(first, threads=2), rng.standard_normal((4, 3, input)).astype(np.float32)
         if not native:
             layer.library = replace(layer.library, pack=None)
         else:

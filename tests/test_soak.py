@@ -52,7 +52,7 @@ def test_threads_that_stand_still_are_a_fault(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(soak, "EVERY", 0.3)
     one = soak.Soak([soak.Case("slow", lambda: time.sleep(1.5) or [], [])], 1)
     one.run(30)
-    assert one.faults == ["a thread has stood still for 0.2 seconds"]
+    assert one.faults == ["a thread has stood still for 0.2 seconds in slow"]
 
 
 def test_no_number_is_an_error_and_growth_is_seen():

@@ -100,3 +100,15 @@ def test_several_are_compiled_by_other_processes(asked: list[str], tmp_path: Pat
 def test_a_model_without_compiled_layers():
     with pytest.raises(ArgumentError, match=r"ecornn\.torch\.replace\(model\) makes them"):
         ecornn.torch.prepare(Model(), torch.randn(2, 3, 5))
+
+
+def test_a_forward_of_ones_own_is_left_to_its_first_call():
+    class Own(torch.nn.GRU):
+        def forward(self, x: torch.Tensor, more: int = 1) -> Any:
+            return super().forward(more * x)
+
+    layer = Own(5, 7)
+    assert ecornn.torch.replace(layer).swapped == ("Own",)
+    assert ecornn.torch.prepare(layer, x=torch.randn(3, 2, 5), more=2) == 0
+    assert isinstance(layer, ecornn.torch.GRU)
+

@@ -244,8 +244,6 @@ def test_compile_uses_the_record_and_removes_its_file(tmp_path, monkeypatch):
 def test_what_compile_refuses():
     with pytest.raises(ArgumentError, match="a knob of cpu_sequence"):
         ecornn.compile("lstm", hidden=8, target="cpu", schedule="cpu_sequence", config={"nope": 1})
-    with pytest.raises(ScheduleError, match="cpu_sequence"):
-        ecornn.compile("lstm", hidden=8, target="cpu", dtype="bfloat16")
     with pytest.raises(ScheduleError, match="is for llvm, not cuda"):
         ecornn.compile("lstm", hidden=8, target="sm_90a", schedule="cpu_sequence")
 

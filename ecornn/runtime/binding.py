@@ -16,10 +16,10 @@ from ecornn.program import PACKED, Packing
 from ecornn.runtime.device_packing import SIZES, DevicePacking
 from ecornn.runtime.frameworks import arrays_of
 from ecornn.runtime.library import Library
-from ecornn.runtime.memory import DeviceMemory, HostMemory, Memory
+from ecornn.runtime.memory import DeviceMemory, HostMemory, Memory, address
 from ecornn.runtime.packing import pack
 from ecornn.runtime.plan import CallPlan, EntryPlan
-from ecornn.runtime.repacking import Repacking, repack
+from ecornn.runtime.repacking import HostPacking, Repacking
 
 
 class Bound:
@@ -78,10 +78,18 @@ class Bound:
             self._repackings.append(Repacking(packing, memory))
         return prod(values.shape), pointer
 
-    def repack(self, parameters: Mapping[str, Any], changed: Collection[str], library: Library, threads: int) -> None:
+    def repack(self, parameters: Mapping[str, NDArray[Any]], changed: Collection[str], packing: HostPacking) -> None:
         """Packs anew, into the same memory, what has parameters that have changed."""
-        again = [r for r in self._repackings if any(name in changed for name, _ in r.packing.sources)]
-        repack(again, parameters, library, threads)
+        if packing:
+            given = [np.ascontiguousarray(parameters[p.key], np.float32) for p in self._manifest.parameters]
+            packing([*map(address, given)], [n for n, p in enumerate(self._manifest.parameters) if p.key in changed])
+        for one in packing.rest:
+            if any(name in changed for name, _ in one.packing.sources):
+                one.by_numpy(parameters)
+
+    def host_packing(self, library: Library, threads: int) -> HostPacking:
+        """What packs again on a CPU."""
+        return HostPacking(self._manifest, self._repackings, library, threads)
 
     def _room(self, packing: Packing) -> tuple[int, int]:
         """As :meth:`_pack`, of memory to pack to later."""

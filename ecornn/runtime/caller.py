@@ -12,6 +12,7 @@ import numpy as np
 
 from ecornn.errors import ArgumentError, DeviceError, DTypeError, ModuleError, ShapeError
 from ecornn.manifest import Manifest
+from ecornn.runtime.addressed import AddressedCall
 from ecornn.runtime.arrays import Arrays, Placed, Shape
 from ecornn.runtime.binding import Bound
 from ecornn.runtime.frameworks import arrays_of
@@ -19,6 +20,7 @@ from ecornn.runtime.library import Library
 from ecornn.runtime.masks import place_lengths, place_resets, place_sequences
 from ecornn.runtime.memory import DeviceMemory, Pool, layout
 from ecornn.runtime.plan import MASKS, SCALARS, longest, make_plan
+from ecornn.runtime.repacking import HostPacking
 from ecornn.runtime.training import Training, TrainingCalls
 from ecornn.runtime.weights import read_weights
 
@@ -57,6 +59,7 @@ class Caller(TrainingCalls):
         self._place = "cpu" if self._on_cpu else f"cuda:{device}"
         self._names = manifest.states
         self.together = manifest.together
+        self._addressed: dict[tuple[Any, ...], AddressedCall] = {}
 
     def __call__(self, x: Any, state: Sequence[Any] | None = None, *, lengths: Any = None, resets: Any = None,
                  sequences: Any = None, batch_first: bool = False, out: Any = None) -> tuple[Any, tuple[Any, ...]]:
@@ -177,12 +180,36 @@ class Caller(TrainingCalls):
             self._bound.repack_tensors(parameters)
             return
         keys = {p.key for p in self.manifest.parameters if changed is None or p.name in changed}
-        self._bound.repack(parameters, keys, self.library, self.threads)
+        self._bound.repack(parameters, keys, self._host_packing)
 
     def repack_at(self, pointers: Sequence[int], dtype: str, queue: int) -> None:
         """As :meth:`repack` on a GPU, on this stream, of contiguous weights at these addresses, in the manifest's
         order, of one data type (float32, float16 or bfloat16); 0 stands for zeros. Nothing is checked."""
         self._bound.device_packing(pointers, dtype, queue)
+
+    def repack_here(self, pointers: Sequence[int], changed: Collection[int] | None = None) -> bool:
+        """As :meth:`repack` on a CPU, of contiguous float32 weights at these addresses, in the manifest's order;
+        ``changed``: numbers of those that are not as they were. Nothing is checked. False, and nothing done, where the
+        module's code cannot pack all that it reads."""
+        if self._host_packing.rest:
+            return False
+        self._host_packing(pointers, changed)
+        return True
+
+    @cached_property
+    def _host_packing(self) -> HostPacking:
+        assert self.threads is not None
+        return self._bound.host_packing(self.library, self.threads)
+
+    def addressed(self, entry: str, steps: int, batch: int, tensors: tuple[str, ...]) -> AddressedCall:
+        """An entry of a layer on a CPU as a function of addresses, for this T and B; it is kept for the next time."""
+        key = entry, steps, batch, tensors
+        found = self._addressed.get(key)
+        if found is None:
+            if len(self._addressed) >= 64:
+                self._addressed.clear()
+            found = self._addressed[key] = AddressedCall(self, *key)
+        return found
 
     @cached_property
     def training(self) -> Training:

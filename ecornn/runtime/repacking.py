@@ -3,7 +3,7 @@ memory of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from math import prod
@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ecornn.manifest import Manifest
 from ecornn.program import Packing
 from ecornn.runtime.library import Library
 from ecornn.runtime.memory import HostMemory, address
 from ecornn.runtime.packing import pack
 
-RUN = 8  # columns that module code copies together
+RUN = 8  # columns, or rows, that module code copies together
+FROM = 1  # where a job has the address of its source
 
 
 class Repacking:
@@ -51,10 +53,9 @@ class Repacking:
 
     @cached_property
     def _run(self) -> int:
-        """RUN where so many columns lie side by side, else 1."""
-        columns = self._at[2] if self._at is not None else np.zeros(2, np.int64)
-        number = np.arange(len(columns)) % RUN
-        return RUN if bool(np.all(columns == columns[np.arange(len(columns)) - number] + number)) else 1
+        """RUN where so many columns lie side by side, -RUN where rows do, else 1."""
+        _, rows, columns = self._at or [np.zeros(2, np.int64)] * 3
+        return RUN if _side_by_side(columns) else -RUN if _side_by_side(rows) else 1
 
     @cached_property
     def _places(self) -> tuple[list[int], int, int] | None:
@@ -64,20 +65,17 @@ class Repacking:
         gates, rows, columns = self._at
         return [self.memory.pointer + 4 * int(gate) for gate in gates], address(rows), address(columns)
 
-    def jobs(self, parameters: Mapping[str, NDArray[Any]]) -> list[tuple[int, ...]] | None:
-        """What ``pack`` of a module is to do; None where it cannot."""
+    def jobs(self, shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, int, tuple[int, ...]]] | None:
+        """What ``pack`` of a module is to do for parameters, contiguous float32, of these shapes by key, (G, H, K) or
+        (G, H): the parameter, where the source lies in it, and the job without its address. None where it cannot."""
         if self._places is None:
             return None
         to, rows, columns = self._places
         found = []
         for number, (name, gate) in enumerate(self.packing.sources):
-            if not name:
-                continue
-            source = parameters[name]
-            if source.dtype != np.float32 or not source.flags.c_contiguous:
-                return None
-            shape = source.shape[1:] if source.ndim == 3 else (1, *source.shape[1:])
-            found.append((to[number], address(source) + gate * source.strides[0], *shape, rows, columns, self._run))
+            if name:
+                shape = shapes[name][1:] if len(shapes[name]) == 3 else (1, *shapes[name][1:])
+                found.append((name, 4 * gate * prod(shape), (to[number], 0, *shape, rows, columns, self._run)))
         return found
 
     def by_numpy(self, parameters: Mapping[str, NDArray[Any]]) -> None:
@@ -85,15 +83,39 @@ class Repacking:
         self.memory.bytes[:] = pack(self.packing, parameters).reshape(-1).view(np.uint8)
 
 
-def repack(all_of: Iterable[Repacking], parameters: Mapping[str, NDArray[Any]], library: Library, threads: int) -> None:
-    """Packs ``parameters`` (G, H, K) or (G, H), whose sources are the same as before."""
-    jobs: list[tuple[int, ...]] = []
-    for one in all_of:
-        found = one.jobs(parameters) if library.pack is not None else None
-        if found is None:
-            one.by_numpy(parameters)
-        else:
-            jobs += found
-    if jobs and library.pack is not None:
-        table = np.array(jobs, np.int64)
-        library.pack(address(table), len(jobs), threads)
+def _side_by_side(places: NDArray[np.int64]) -> bool:
+    number = np.arange(len(places)) % RUN
+    return bool(np.all(places == places[np.arange(len(places)) - number] + number))
+
+
+class HostPacking:
+    """Packings of a layer on a CPU by its module's own code: a table that lacks the addresses of weights alone.
+
+    Attributes
+    ----------
+    rest : packings that it does not know
+    """
+
+    def __init__(self, manifest: Manifest, all_of: Iterable[Repacking], library: Library, threads: int) -> None:
+        self._pack, self._threads = library.pack, threads
+        shapes = {p.key: (p.gates, p.shape[0] // p.gates, *p.shape[1:]) for p in manifest.parameters}
+        numbers = {p.key: number for number, p in enumerate(manifest.parameters)}
+        known = [(one, one.jobs(shapes) if library.pack is not None else None) for one in all_of]
+        self.rest = [one for one, jobs in known if jobs is None]
+        jobs = [job for _, found in known for job in found or ()]
+        self._table = np.array([fields for _, _, fields in jobs], np.int64).reshape(-1, 7)
+        self._numbers = np.array([numbers[name] for name, _, _ in jobs], np.intp)
+        self._starts = np.array([start for _, start, _ in jobs], np.int64)
+
+    def __bool__(self) -> bool:
+        return bool(len(self._table))
+
+    def __call__(self, pointers: Sequence[int], changed: Collection[int] | None = None) -> None:
+        """Packs contiguous float32 parameters at these addresses, in the manifest's order; ``changed``: the numbers of
+        those that are not as they were, default: all."""
+        table = self._table.copy()
+        table[:, FROM] = np.array(pointers, np.int64)[self._numbers] + self._starts
+        if changed is not None and len(changed) < len(pointers):
+            table = table[np.isin(self._numbers, [*changed])]
+        if len(table) and self._pack is not None:
+            self._pack(address(table), len(table), self._threads)

@@ -1,7 +1,7 @@
 """Recurrent layers for PyTorch models: ``torch.nn``'s own, run by compiled modules.
 
     layer = ecornn.torch.LSTM(800, 800, num_layers=2, bidirectional=True)   # as torch.nn.LSTM
-    report = ecornn.torch.replace(model)                                    # every layer of a model
+    report = ecornn.torch.replace(model)                                    # every layer and cell of a model
     ecornn.torch.prepare(model, example)                                    # compiles ahead what model(example) needs
     layer = ecornn.torch.Recurrent(MyCell(), 128, 512)                      # a cell of one's own
 
@@ -10,6 +10,9 @@ change, also by training; only after writes through ``.data`` and the like on a 
 told:
 
     ecornn.torch.rebind(model)
+
+float32 layers on a GPU multiply in TF32 wherever cuDNN's RNNs may, which is PyTorch's default; ``replace(model,
+tf32=False)`` keeps them exact, as ``torch.backends.cudnn.rnn.fp32_precision = "ieee"`` does.
 
 Layers train: on CPUs in float32 and float64, on GPUs in float32, float16 and bfloat16, also under autocast, gradients
 are those of compiled modules. Where PyTorch has to run a warning says why, and with ``ECORNN_STRICT=1`` in the
@@ -26,9 +29,11 @@ where there is little to do. Calls at the same time share the cores.
 
 from __future__ import annotations
 
+from ecornn.torch.cells import GRUCell, LSTMCell, RNNCell
 from ecornn.torch.modules import GRU, LSTM, RNN
 from ecornn.torch.preparing import prepare
 from ecornn.torch.recurrent import Recurrent
 from ecornn.torch.replacing import Report, rebind, replace, restore
 
-__all__ = ["GRU", "LSTM", "RNN", "Recurrent", "Report", "prepare", "rebind", "replace", "restore"]
+__all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "RNNCell", "Recurrent", "Report", "prepare", "rebind",
+           "replace", "restore"]

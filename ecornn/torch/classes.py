@@ -9,10 +9,14 @@ from typing import Any
 import torch
 from torch.nn.utils import parametrize
 
-from ecornn.torch.modules import GRU, LSTM, RNN
+from ecornn.torch.cells import CompiledCell, GRUCell, LSTMCell, RNNCell
+from ecornn.torch.modules import GRU, LSTM, RNN, Compiled
 from ecornn.torch.sequences import Sequences
 
-OURS: dict[type[Any], type[Any]] = {torch.nn.LSTM: LSTM, torch.nn.GRU: GRU, torch.nn.RNN: RNN}
+CELLS: dict[type[Any], type[Any]] = {torch.nn.LSTMCell: LSTMCell, torch.nn.GRUCell: GRUCell,
+                                     torch.nn.RNNCell: RNNCell}
+OURS: dict[type[Any], type[Any]] = {torch.nn.LSTM: LSTM, torch.nn.GRU: GRU, torch.nn.RNN: RNN, **CELLS}
+COMPILED = Compiled, CompiledCell
 THEIRS = {ours: kind for kind, ours in OURS.items()}
 # what a call goes through: a class that has one of its own may mean something else
 CALL = ("forward", "__call__", "_call_impl", "check_input", "check_forward_args", "check_hidden_size",
@@ -44,13 +48,13 @@ def _goes_on(kind: type[Any]) -> bool:
 @cache
 def compiled_class(kind: Any) -> type[Any]:
     """A class below ``kind`` whose calls are those of the compiled one, or end there, where ``kind`` has its own."""
-    base = base_of(kind)
-    assert base is not None
+    base: Any = base_of(kind)
+    forward = CompiledCell.forward if base in CELLS else _forward
     named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__,
              "__init__": kind.__init__, "__reduce_ex__": _reduce, "_compiled_from": kind}
     if kind.forward is not base.forward:
         return type(kind.__name__, (kind, compiled_class(base)), named)  # which has the compiled one before torch.nn's
-    return type(kind.__name__, (OURS[base], kind), named | {"forward": _forward})
+    return type(kind.__name__, (OURS[base], kind), named | {"forward": forward})
 
 
 def original_class(kind: type[Any]) -> type[Any]:

@@ -9,15 +9,14 @@ from typing import Any
 import torch
 
 from ecornn.torch import training
-from ecornn.torch.engine import engine_for
-from ecornn.torch.kind import kind_of
+from ecornn.torch.engine import Engine
 from ecornn.torch.training_operator import recurrent_backward
 
 
-def forward(x: torch.Tensor, state: Sequence[torch.Tensor], lengths: torch.Tensor | None,
-            weights: Sequence[torch.Tensor], kind: str) -> list[torch.Tensor]:
-    """As ``recurrent_forward``, without what is kept."""
-    return [*RecurrentForward.apply(kind, len(state), lengths, x, *state, *weights)]
+def forward(engine: Engine, x: torch.Tensor, state: Sequence[torch.Tensor], lengths: torch.Tensor | None,
+            weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """As ``recurrent_forward`` by this engine, without what is kept."""
+    return [*RecurrentForward.apply(engine, len(state), lengths, x, *state, *weights)]
 
 
 class RecurrentForward(torch.autograd.Function):
@@ -25,11 +24,11 @@ class RecurrentForward(torch.autograd.Function):
     operator saves it."""
 
     @staticmethod
-    def forward(ctx: Any, kind: str, states: int, lengths: Any, x: torch.Tensor,
+    def forward(ctx: Any, engine: Engine, states: int, lengths: Any, x: torch.Tensor,
                 *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
         state, weights = rest[:states], rest[states:]
-        *found, kept = training.forward(engine_for(kind_of(kind), weights), weights, x, state, lengths)
-        ctx.kind, ctx.states = kind, states
+        *found, kept = training.forward(engine, weights, x, state, lengths)
+        ctx.engine, ctx.states = engine, states
         ctx.save_for_backward(x, found[0], kept, lengths, *rest)
         ctx.set_materialize_grads(False)
         return tuple(found)
@@ -37,22 +36,26 @@ class RecurrentForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         x, y, kept, lengths, *rest = ctx.saved_tensors
-        state, weights = rest[:ctx.states], rest[ctx.states:]
+        state, weights, engine = rest[:ctx.states], rest[ctx.states:], ctx.engine
         if torch.is_grad_enabled():  # which gradients of gradients may follow: the operator refuses them
-            kind = kind_of(ctx.kind)
+            kind = engine.kind
             shapes = [y.shape, *((kind.layers * kind.directions, x.shape[1], width) for width in kind.widths)]
             given = [x.new_zeros(shape) if g is None else g for g, shape in zip(gradients, shapes, strict=True)]
-            found = recurrent_backward(x, state, lengths, weights, ctx.kind, y, kept, given)
+            found = recurrent_backward(x, state, lengths, weights, kind.text, y, kept, given)
         else:
-            engine = engine_for(kind_of(ctx.kind), weights)
             found = each(lambda given: training.backward(engine, weights, x, state, lengths, y, kept, given), gradients)
         needed = ctx.needs_input_grad[3:]
         return None, None, None, *(value if need else None for value, need in zip(found, needed, strict=True))
 
 
+def is_batched(gradient: torch.Tensor | None) -> bool:
+    """Whether it is several as one."""
+    return gradient is not None and bool(torch._C._functorch.is_legacy_batchedtensor(gradient))
+
+
 def each(call: Callable[[Sequence[Any]], list[torch.Tensor]], gradients: Sequence[Any]) -> list[torch.Tensor]:
     """``call`` of gradients; where autograd gives several as one (``is_grads_batched``), of each of these."""
-    batched = [g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in gradients]
+    batched = [*map(is_batched, gradients)]
     if not any(batched):
         return call(gradients)
     level = torch._C._vmapmode_increment_nesting() - 1

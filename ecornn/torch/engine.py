@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ecornn.errors import DTypeError, NotFiniteError, WeightsError
+from ecornn.errors import DTypeError, WeightsError
 from ecornn.runtime.loader import Layer
-from ecornn.torch.compiling import NAMES, compiled, fitting
+from ecornn.torch.bound import BoundLayers
 from ecornn.torch.kind import Kind, kind_of, text_of
-from ecornn.torch.parameters import narrowed, narrowed_rows, parameters, widened
-from ecornn.torch.snapshot import Snapshot, replayed
-from ecornn.torch.trained import TrainedLayers
+from ecornn.torch.parameters import narrowed, narrowed_rows, widened
+from ecornn.torch.snapshot import replayed
 
 _modules: weakref.WeakKeyDictionary[torch.nn.Module, Engine] = weakref.WeakKeyDictionary()
 # the first of the weights -> all of them, and their engine, for each layer that has this one
@@ -31,41 +31,32 @@ class Engine:
     ----------
     kind : what they are layers of
     refused : columns that no schedule serves, see packed.py
+    steps, shared : what a cell keeps between its calls, see stepping.py and stepping_training.py
     """
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
         self.refused: set[tuple[Any, ...]] = set()
-        # what a call is like -> the batch it was compiled for -> the weights when it was bound, and the layer
-        self._bound: dict[tuple[Any, ...], dict[int, tuple[Snapshot, Layer]]] = {}
         self._captured: set[Layer] = set()  # CUDA graphs read their weights, nobody tells for how long
-        self._lock = threading.Lock()
-        self._trained = TrainedLayers(kind)
-        self.training = self._trained.layer
+        self.inference, self.trained = BoundLayers(kind, trains=False), BoundLayers(kind)
+        self.training = self.trained.layer
+        self._parts: dict[int, Engine] = {}
+        self.steps: dict[Any, Any] = {}
+        self.shared: Any = None
 
-    def layer(self, weights: Sequence[torch.Tensor], x: Any, batch: int, steps: int, masks: str = "") -> Layer:
-        """The layer for x, of this B and about this T, with the weights as they are now; it takes ``masks``:
-        nothing, ``lengths`` or ``sequences``."""
-        with self._lock:
-            threads = torch.get_num_threads() if x.is_cpu else None
-            bound = self._bound.setdefault((x.device, x.dtype, masks, threads), {})
-            # columns are few of themselves
-            room = fitting(bound, batch, batch if masks == "sequences" else 4 * batch)
-            known = bound.get(room)
-            if known is None or not known[0].holds(weights):
-                check_type(x, weights[0])
-                given, device = parameters(self.kind, weights), 0 if x.is_cpu else x.device.index
-                spec = self.kind.spec(room, steps, NAMES[x.dtype], masks)
-                target = "cpu" if x.is_cpu else "cuda"
-                made = compiled(spec, target) if known is None else known[1].module
-                try:
-                    layer = made.bind(given, device, threads=threads)
-                except NotFiniteError:
-                    layer = compiled(spec, target, infinite=True).bind(given, device, threads=threads)
-                bound[room] = known = Snapshot(weights), layer
+    @contextmanager
+    def layer(self, weights: Sequence[torch.Tensor], x: Any, batch: int, steps: int,
+              masks: str = "") -> Iterator[Layer]:
+        """The layer for x, of this B and about this T, with the weights as they are now, which it keeps until this
+        ends; it takes ``masks``: nothing, ``lengths`` or ``sequences``."""
+        check_type(x, weights[0])
+        one = self.inference.take(weights, x, (steps, batch), masks)
+        try:
             if x.is_cuda and torch.cuda.is_current_stream_capturing():
-                self._captured.add(known[1])
-            return known[1]
+                self._captured.add(one.layer)
+            yield one.layer
+        finally:
+            self.inference.give(one)
 
     def run(self, weights: Sequence[torch.Tensor], x: torch.Tensor, state: Sequence[torch.Tensor],
             lengths: torch.Tensor | None) -> list[torch.Tensor]:
@@ -75,9 +66,9 @@ class Engine:
         if x.is_cuda and replayed(weights):  # packed at each call, and so where the last ones were
             with self.training(weights, x, "" if lengths is None else "lengths") as layer:
                 return self.called(layer, x, state, **({} if lengths is None else {"lengths": lengths}))
-        if lengths is None:
-            return self.called(self.layer(weights, x, batch, steps), x, state)
-        return self.called(self.layer(weights, x, batch, steps, "lengths"), x, state, lengths=lengths)
+        masks = {} if lengths is None else {"lengths": lengths}
+        with self.layer(weights, x, batch, steps, "".join(masks)) as layer:
+            return self.called(layer, x, state, **masks)
 
     def called(self, layer: Layer, x: torch.Tensor, state: Sequence[torch.Tensor], **masks: Any) -> list[torch.Tensor]:
         """As :meth:`run`, by this layer."""
@@ -98,21 +89,28 @@ class Engine:
         """States (L*D, B, H), or gradients of them, of what a layer gives for them."""
         return narrowed(self.kind, [s.reshape(-1, s.shape[-2], self.kind.hidden) for s in states])
 
+    def part(self, layer: int | None, kind: str) -> Engine:
+        """That of one layer, which is of this kind; None: of all."""
+        if layer is None:
+            return self
+        if layer not in self._parts:
+            self._parts[layer] = Engine(kind_of(kind))
+        return self._parts[layer]
+
     def rebind(self) -> None:
         """Has the next call of every kind read the weights again. Until then the layers keep what they have, also for
         calls that run now."""
-        self._trained.outdate()
-        with self._lock:
-            for bound in self._bound.values():
-                for snapshot, _ in bound.values():
-                    snapshot.outdate()
+        self.inference.outdate()
+        self.trained.outdate()
+        for part in self._parts.values():
+            part.rebind()
 
 
 def engine_of(module: torch.nn.Module) -> Engine:
     """The module's engine, made with its first call; copies of a module get their own. The operator finds it by the
     module's weights."""
     found = _modules.get(module)
-    if found is None:
+    if found is None or found.kind.tf32 is not module.tf32 or found.kind.mode != module.mode:  # attributes may be set
         found = _modules[module] = engine_for(kind_of(text_of(module)), weights_of(module))
     return found
 
@@ -164,6 +162,12 @@ def let_go(module: torch.nn.Module) -> None:
         for weight in module._parameters.values():
             if weight is not None:
                 _weights.pop(weight, None)
+
+
+def let_go_if_swapped(module: torch.nn.Module) -> None:
+    """:func:`let_go` before a conversion that swaps the module's tensors."""
+    if torch.__future__.get_swap_module_params_on_conversion():
+        let_go(module)
 
 
 def weights_of(module: Any) -> list[torch.Tensor]:

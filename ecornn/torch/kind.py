@@ -13,6 +13,7 @@ from ecornn.torch.cell_names import cell_of
 
 CELLS = {"LSTM": "lstm", "GRU": "gru", "RNN_TANH": "rnn_tanh", "RNN_RELU": "rnn_relu"}
 FIELDS = ("input", "hidden", "layers", "bias", "bidirectional", "projection")
+TF32 = "tf32"  # a field of those that say
 
 
 def text_of(module: Any, layer: int | None = None) -> str:
@@ -23,8 +24,9 @@ def text_of(module: Any, layer: int | None = None) -> str:
     if layer is not None:
         width = module.proj_size or module.hidden_size
         input, layers = (1 + module.bidirectional) * width if layer else input, 1
+    tf32 = "" if module.tf32 is None else f",{TF32}={int(module.tf32)}"
     return (f"{module.mode}(input={input},hidden={module.hidden_size},layers={layers},"
-            f"bias={int(module.bias)},bidirectional={int(module.bidirectional)},projection={module.proj_size})"
+            f"bias={int(module.bias)},bidirectional={int(module.bidirectional)},projection={module.proj_size}{tf32})"
             + module.cell_name)
 
 
@@ -39,6 +41,7 @@ class Kind:
     bias, bidirectional : 0 or 1
     projection : the width of a projected state; 0: none
     name : of the cell, where it is not torch's
+    tf32 : whether products of float32 on a GPU may be in TF32; None: as PyTorch's settings say, see precision.py
     """
 
     mode: str
@@ -49,6 +52,7 @@ class Kind:
     bidirectional: int
     projection: int
     name: str = ""
+    tf32: bool | None = None
 
     @cached_property
     def cell(self) -> Cell | str:
@@ -56,6 +60,13 @@ class Kind:
         if self.name:
             return cell_of(self.name)
         return "lstm(projection)" if self.projection else CELLS[self.mode]
+
+    @cached_property
+    def text(self) -> str:
+        """As :func:`text_of` has it."""
+        sizes = ",".join(f"{field}={getattr(self, field)}" for field in FIELDS)
+        sizes += "" if self.tf32 is None else f",{TF32}={int(self.tf32)}"
+        return f"{self.mode}({sizes})" + (f":{self.name}" if self.name else "")
 
     @cached_property
     def directions(self) -> int:
@@ -98,10 +109,11 @@ class Kind:
                     found[cell.parameter_name(key, layer, second)] = gates * rest[0], *rest[1:]
         return found
 
-    def spec(self, batch: int, seq: int, dtype: str, masks: str, keep: str | None = None) -> LayerSpec:
+    def spec(self, batch: int, seq: int, dtype: str, masks: str, keep: str | None = None,
+             precision: str | None = None) -> LayerSpec:
         """The layer to compile for calls of this B and about this T, with ``masks``: nothing, ``lengths`` or
-        ``sequences``; ``keep``: what it keeps of a training step, if it trains."""
-        return LayerSpec(self.cell, self.hidden, self.input, batch, seq, dtype, layers=self.layers,
+        ``sequences``; ``keep``: what it keeps of a training step, if it trains; ``precision``: None or ``tf32``."""
+        return LayerSpec(self.cell, self.hidden, self.input, batch, seq, dtype, precision=precision, layers=self.layers,
                          bidirectional=bool(self.bidirectional), lengths=masks == "lengths",
                          sequences=masks == "sequences", training=keep is not None, keep=keep)
 
@@ -113,7 +125,8 @@ def kind_of(text: str) -> Kind:
     mode, _, rest = (sizes if colon else text.removesuffix(")")).partition("(")
     parts = dict(part.partition("=")[::2] for part in rest.split(","))
     known = mode == "cell" if colon else mode in CELLS
-    if not known or tuple(parts) != FIELDS or not all(value.isdecimal() for value in parts.values()):
+    fields = *parts, *([] if TF32 in parts else [TF32])
+    if not known or fields != (*FIELDS, TF32) or not all(value.isdecimal() for value in parts.values()):
         raise ArgumentError("kind", text, f"a text as text_of() makes: MODE({'=N,'.join(FIELDS)}=N)")
-    input, hidden, layers, bias, bidirectional, projection = map(int, parts.values())
-    return Kind(mode, input, hidden, layers, bias, bidirectional, projection, name)
+    input, hidden, layers, bias, bidirectional, projection, *tf32 = map(int, parts.values())
+    return Kind(mode, input, hidden, layers, bias, bidirectional, projection, name, bool(tf32[0]) if tf32 else None)

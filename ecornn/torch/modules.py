@@ -19,13 +19,17 @@ class Compiled(Sequences, torch.nn.RNNBase):
     compiled for (on a CPU 16 bits and autocast), and for gradients on a GPU that no schedule has, PyTorch's
     own forward runs, on the same parameters: :mod:`ecornn.torch.falling_back`. The base is RNNBase, since torch.compile
     refuses to look into a ``torch.nn.LSTM``.
+
+    ``tf32``, beside torch's arguments: whether products of float32 on a GPU may be in TF32; None: where cuDNN's RNNs
+    may, :mod:`ecornn.torch.precision`.
     """
 
-    def __init__(self, mode: str, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, mode: str, *args: Any, tf32: bool | None = None, **kwargs: Any) -> None:
         if mode != "LSTM" and "proj_size" in kwargs:
             raise ArgumentError("proj_size", kwargs["proj_size"], "nothing: proj_size argument is only supported for "
                                 "LSTM, not RNN or GRU")
         super().__init__(mode, *args, **kwargs)
+        self.tf32 = tf32
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)

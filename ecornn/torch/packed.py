@@ -146,20 +146,22 @@ def columns_for(lengths: np.ndarray[Any, Any]) -> int | None:
 def run(module: Any, packed: PackedSequence, state: list[torch.Tensor]) -> list[torch.Tensor]:
     """Packed y and the states (L*D, S, H) from ``state`` or zeros, rows in packed order."""
     sizes, engine, data = packed.batch_sizes.numpy().tobytes(), engine_of(module), packed.data
-    weights, layer = weights_of(module), None
+    weights = weights_of(module)
+
+    def run_in(width: int, masks: str, lay: Callable[[Layer], Layout]) -> list[torch.Tensor]:
+        with engine.layer(weights, data, width, len(packed.batch_sizes), masks) as layer:
+            return lay(layer).call(data, lambda x, masks: engine.called(layer, x, state, **masks))
+
     # layers of one direction may work at the same time instead, which columns do not allow
     if data.is_cuda and (module.num_layers == 1 or module.bidirectional):
         width = width_of(sizes)
         if width is not None and (data.dtype, width) not in engine.refused:
             try:
-                layer = engine.layer(weights, data, width, len(packed.batch_sizes), "sequences")
-                found = laid(sizes, width, layer.together)
+                return run_in(width, "sequences", lambda layer: laid(sizes, width, layer.together))
             except ScheduleError:  # weights that do not fit on the chip
                 engine.refused.add((data.dtype, width))
-    if layer is None:
-        found = padded(sizes)
-        layer = engine.layer(weights, data, found.shape[1], found.shape[0], "lengths")
-    return found.call(data, lambda x, masks: engine.called(layer, x, state, **masks))
+    rows = padded(sizes)
+    return run_in(rows.shape[1], "lengths", lambda layer: rows)
 
 
 def call_layer(layer: Layer, packed: PackedSequence, state: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:

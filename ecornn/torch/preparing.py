@@ -18,11 +18,11 @@ from ecornn.cells import BUILTIN
 from ecornn.errors import ArgumentError
 from ecornn.layer_spec import LayerSpec
 from ecornn.module_cache import known
-from ecornn.torch.classes import original_class, reclass
+from ecornn.torch.classes import COMPILED, base_of, original_class, reclass
 from ecornn.torch.compiling import KEPT, NAMES, compiled
 from ecornn.torch.falling_back import obstacle
 from ecornn.torch.kind import kind_of, text_of
-from ecornn.torch.modules import Compiled
+from ecornn.torch.precision import precision_of
 
 SAYS = "from ecornn.module_cache import main; main()"
 
@@ -39,28 +39,30 @@ def prepare(model: torch.nn.Module, *example: Any, processes: int | None = None,
 
     Raises :class:`ArgumentError` where no layer of the model is compiled.
     """
-    found = [module for module in model.modules() if isinstance(module, Compiled)]
+    found: list[Any] = [module for module in model.modules() if isinstance(module, COMPILED)]
     if not found:
         raise ArgumentError("model", type(model), "a model with compiled layers: ecornn.torch.replace(model) makes "
                             "them")
     calls: dict[tuple[Any, Call], None] = {}
 
     def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = {**dict(zip(("input", "hx"), args, strict=False)), **kwargs}
+        given, runs = {**dict(zip(("input", "hx"), args, strict=False)), **kwargs}, type(module)
+        module.__class__ = kinds[module]
         if (call := call_of(module, given["input"], given.get("hx"))) is not None:
             calls[module, call] = None
+        module.__class__ = runs
 
     # what a forward of a class's own hands on is not seen before its first call
     hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in found
-             if original_class(type(module)).forward is module.TORCH.forward]
-    classes = [type(module) for module in found]
+             if (kind := original_class(type(module))).forward is getattr(base_of(kind), "forward", None)]
+    kinds: dict[Any, Any] = {module: type(module) for module in found}
     try:
         for module in found:
             reclass(module, original_class)
         with torch.random.fork_rng():
             model(*example, **named)
     finally:
-        for module, kind in zip(found, classes, strict=True):
+        for module, kind in kinds.items():
             module.__class__ = kind
         for hook in hooks:
             hook.remove()
@@ -72,7 +74,8 @@ def prepare(model: torch.nn.Module, *example: Any, processes: int | None = None,
 
 @dataclass(frozen=True)
 class Call:
-    """What a layer's call is compiled for: T, B, the data type, masks, the target, whether gradients are asked for."""
+    """What a layer's call is compiled for: T, B, the data type, masks, the target, whether gradients are asked for, and
+    the precision of products."""
 
     steps: int
     batch: int
@@ -80,6 +83,7 @@ class Call:
     masks: str
     target: str
     asked: bool
+    precision: str | None
 
 
 def call_of(module: Any, input: Any, hx: Any) -> Call | None:
@@ -89,12 +93,13 @@ def call_of(module: Any, input: Any, hx: Any) -> Call | None:
     data = input.data if packed else input
     if why or (packed and data.is_cuda) or data.numel() == 0:
         return None
-    if packed:
-        steps, batch = len(input.batch_sizes), int(input.batch_sizes[0])
-    else:
-        first, second = (data.shape[0], 1) if data.dim() == 2 else data.shape[:2]
-        steps, batch = (second, first) if module.batch_first and data.dim() == 3 else (first, second)
-    return Call(steps, batch, NAMES[data.dtype], "lengths" if packed else "", "cpu" if data.is_cpu else "cuda", asked)
+    sizes = (len(input.batch_sizes), int(input.batch_sizes[0])) if packed else module.call_sizes(data)
+    if sizes is None:
+        return None
+    masks, target = "lengths" if packed else "", "cpu" if data.is_cpu else "cuda"
+    precision = precision_of(kind_of(text_of(module)), data)
+    steps, batch = sizes
+    return Call(steps, batch, NAMES[data.dtype], masks, target, asked, precision)
 
 
 def specs(module: Any, call: Call) -> list[LayerSpec]:
@@ -102,7 +107,7 @@ def specs(module: Any, call: Call) -> list[LayerSpec]:
     dropped = module.training and module.dropout > 0 and module.num_layers > 1
     kinds = [text_of(module, layer) for layer in range(module.num_layers)] if dropped else [text_of(module)]
     keep = KEPT[call.target] if call.asked else None
-    return [kind_of(kind).spec(call.batch, call.steps, call.dtype, call.masks, keep) for kind in kinds]
+    return [kind_of(kind).spec(call.batch, call.steps, call.dtype, call.masks, keep, call.precision) for kind in kinds]
 
 
 def compile_all(wanted: Sequence[tuple[LayerSpec, str]], processes: int) -> None:

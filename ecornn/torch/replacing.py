@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from ecornn.errors import ArgumentError
 from ecornn.torch import engine
-from ecornn.torch.classes import OURS, compiled_class, original_class, overridden, reclass
+from ecornn.torch.classes import CELLS, COMPILED, OURS, compiled_class, original_class, overridden, reclass
 from ecornn.torch.compiling import serves
-from ecornn.torch.modules import Compiled
 from ecornn.torch.sequences import Sequences
 
 
@@ -33,8 +33,9 @@ class Report:
         return "\n".join(lines) or "no recurrent layers"
 
 
-def replace(model: torch.nn.Module, *, fullgraph: bool = False) -> Report:
-    """Makes every ``torch.nn.LSTM``, ``GRU`` and ``RNN`` of a model a compiled one, in place.
+def replace(model: torch.nn.Module, *, fullgraph: bool = False, tf32: bool | None = None) -> Report:
+    """Makes every ``torch.nn.LSTM``, ``GRU`` and ``RNN`` of a model a compiled one, in place, and every ``LSTMCell``,
+    ``GRUCell`` and ``RNNCell``.
 
     The layers stay the same objects, with their parameters, hooks, parametrizations and names, and ``isinstance`` finds
     them to be what they were; only their class changes, to one below that. So it is with classes of a user's own that
@@ -44,19 +45,29 @@ def replace(model: torch.nn.Module, *, fullgraph: bool = False) -> Report:
     ``fullgraph``: torch.compile refuses to look into what is a ``torch.nn.LSTM``, ``GRU`` or ``RNN``, and leaves it out
     of its graphs, as it did before. With this, layers of these very classes become :class:`ecornn.torch.LSTM` and so
     on, which it has in one graph, and which are ``torch.nn.RNNBase`` alone.
+
+    ``tf32``: whether products of float32 on a GPU may be in TF32. None: where cuDNN's RNNs may at the time of a call,
+    which is PyTorch's default; ``torch.backends.cudnn.rnn.fp32_precision = "ieee"`` or
+    ``torch.backends.cudnn.allow_tf32 = False`` keep them exact, and so does False here. A layer has it as ``tf32``.
+
+    Raises :class:`ArgumentError` for another ``tf32``.
     """
+    if tf32 is not None and not isinstance(tf32, bool):
+        raise ArgumentError("tf32", tf32, "None, True or False")
+
     def ours(kind: Any) -> type[Any]:
-        return OURS[kind] if fullgraph and kind in OURS else compiled_class(kind)
+        return OURS[kind] if kind in CELLS or (fullgraph and kind in OURS) else compiled_class(kind)
 
     swapped, kept = [], {}
     for name, module in model.named_modules():
         name = name or type(module).__name__
-        if isinstance(module, Sequences):
+        if isinstance(module, (Sequences, *COMPILED)):
             continue
         if isinstance(module, (torch.nn.RNNBase, torch.nn.RNNCellBase)):
             why = obstacle(module)
-            if why is None and isinstance(module, torch.nn.RNNBase):
+            if why is None:
                 reclass(module, ours)
+                module.tf32 = tf32  # type: ignore[assignment]
                 swapped.append(name)
             else:
                 kept[name] = str(why)
@@ -64,12 +75,13 @@ def replace(model: torch.nn.Module, *, fullgraph: bool = False) -> Report:
 
 
 def restore(model: torch.nn.Module) -> tuple[str, ...]:
-    """Makes every compiled LSTM, GRU and RNN of a model what it was, or one of ``torch.nn``, in place: what
+    """Makes every compiled LSTM, GRU, RNN and cell of a model what it was, or one of ``torch.nn``, in place: what
     :func:`replace` did, undone. Returns their names."""
     names = []
     for name, module in model.named_modules():
-        if isinstance(module, Compiled):
+        if isinstance(module, COMPILED):
             reclass(module, original_class)
+            module.__dict__.pop("tf32", None)
             names.append(name or type(module).__name__)
     return tuple(names)
 
@@ -87,14 +99,12 @@ def rebind(model: torch.nn.Module) -> None:
 
 def obstacle(module: torch.nn.Module) -> str | None:
     """Why a layer cannot be swapped; None: it can."""
-    if isinstance(module, torch.nn.RNNCellBase):
-        return "a cell is called one step at a time: there is no sequence to compile"
     own = overridden(type(module))
     if own is None:
         return f"{type(module).__name__} is no LSTM, GRU or RNN of torch.nn's"
     if own:
         return f"{type(module).__name__} has methods of its own, which may do more: {', '.join(own)}"
-    weight = engine.weights_of(module)[1]
+    weight = next(module.parameters())
     if weight.device.type not in ("cpu", "cuda"):
         return f"it is on {weight.device}"
     if not serves(weight.device, weight.dtype):

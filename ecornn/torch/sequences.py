@@ -18,6 +18,12 @@ from ecornn.torch.operator import recurrent
 from ecornn.torch.transforms import forward as recurrent_forward
 
 
+def refuse_script(module: Any) -> None:
+    """torch.jit.script compiles what PyTorch has; raises :class:`~ecornn.errors.FallbackError`."""
+    raise FallbackError("torch.jit.script has PyTorch's own layers only: call ecornn.torch.restore(model) first, "
+                        "or use torch.export")
+
+
 class Sequences:
     """Calls of a module with the attributes of ``torch.nn.RNNBase``: compiled modules, with gradients where these are
     asked for.
@@ -31,6 +37,7 @@ class Sequences:
     TORCH: type[torch.nn.RNNBase] | None = None
     state_names: tuple[str, ...] = ("h",)
     cell_name = ""
+    tf32: bool | None = None
 
     def forward(self: Any, input: Any, hx: Any = None) -> Any:
         """As ``torch.nn``'s: a tensor or PackedSequence to y and the last states.
@@ -76,14 +83,15 @@ class Sequences:
         return output, self._states(after)
 
     def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.__future__.get_swap_module_params_on_conversion():
-            engine.let_go(self)
+        engine.let_go_if_swapped(self)
         return super()._apply(*args, **kwargs)  # type: ignore[misc]
 
-    def __prepare_scriptable__(self) -> None:
-        """torch.jit.script compiles what PyTorch has; raises :class:`~ecornn.errors.FallbackError`."""
-        raise FallbackError("torch.jit.script has PyTorch's own layers only: call ecornn.torch.restore(model) first, "
-                            "or use torch.export")
+    __prepare_scriptable__ = refuse_script
+
+    def call_sizes(self: Any, input: torch.Tensor) -> tuple[int, int] | None:
+        """T and B of a call with a tensor."""
+        first, second = (input.shape[0], 1) if input.dim() == 2 else input.shape[:2]
+        return (second, first) if self.batch_first and input.dim() == 3 else (first, second)
 
     def _states(self, after: list[torch.Tensor]) -> Any:
         return tuple(after) if len(self.state_names) > 1 else after[0]
@@ -100,7 +108,7 @@ class Sequences:
         if self._drops:
             return run_layers(self, weights, x, state, lengths, asked)
         if asked:
-            return trained(x, state, lengths, weights, text_of(self))
+            return trained(self, x, state, lengths, weights, text_of(self))
         if torch.compiler.is_compiling() or watched((x, *state, *weights)):
             return recurrent(x, state, lengths, weights, text_of(self))
         return engine.engine_of(self).run(weights, x, state, lengths)
@@ -142,12 +150,12 @@ def leaf(module: Any, input: Any, hx: Any) -> Any:
     raise ArgumentError("input", type(input), "a tensor or a PackedSequence")
 
 
-def trained(x: torch.Tensor, state: list[torch.Tensor], lengths: torch.Tensor | None, weights: list[torch.Tensor],
-            kind: str) -> list[torch.Tensor]:
-    """As ``recurrent``, with gradients."""
+def trained(module: Any, x: torch.Tensor, state: list[torch.Tensor], lengths: torch.Tensor | None,
+            weights: list[torch.Tensor], kind: str, layer: int | None = None) -> list[torch.Tensor]:
+    """As ``recurrent`` of a module, or of one ``layer`` of it, with gradients."""
     if torch.compiler.is_compiling() or watched((x, *state, *weights)):
         return recurrent_forward(x, state, lengths, weights, kind)[:-1]
-    return direct.forward(x, state, lengths, weights, kind)
+    return direct.forward(engine.engine_of(module).part(layer, kind), x, state, lengths, weights)
 
 
 def run_layers(module: Any, weights: list[torch.Tensor], x: torch.Tensor, state: list[torch.Tensor],
@@ -163,7 +171,7 @@ def run_layers(module: Any, weights: list[torch.Tensor], x: torch.Tensor, state:
             x = pad_packed_sequence(PackedSequence(dropout(rows.data, module.dropout), rows.batch_sizes))[0]
         given = [s[layer * parts:(layer + 1) * parts] for s in state]
         operands = x, given, lengths, weights[layer * each:(layer + 1) * each], text_of(module, layer)
-        x, *after = trained(*operands) if asked else recurrent(*operands)
+        x, *after = trained(module, *operands, layer) if asked else recurrent(*operands)
         found.append(after)
     return [x, *(torch.cat(states) for states in zip(*found, strict=True))]
 

@@ -30,13 +30,19 @@ class Snapshot:
         self._suspects: set[int] = set()
         self.ids = [*map(id, weights)]
         with _lock:
-            _snapshots.add(self)
+            for weight in self.ids:
+                if weight not in _snapshots:
+                    _snapshots[weight] = weakref.WeakSet()
+                _snapshots[weight].add(self)
 
     def same(self, weights: Sequence[torch.Tensor]) -> bool:
         """Whether every weight is the tensor that it was, where it was."""
-        tensors = self._tensors
-        return len(weights) == len(tensors) and all(
-            w.data_ptr() == pointer and tensor() is w for w, (tensor, pointer) in zip(weights, tensors, strict=True))
+        if len(weights) != len(self._tensors):
+            return False
+        for w, (tensor, pointer) in zip(weights, self._tensors, strict=True):  # no generator: short calls ask, too
+            if w.data_ptr() != pointer or tensor() is not w:
+                return False
+        return True
 
     def holds(self, weights: Sequence[torch.Tensor], with_suspects: bool = False) -> bool:
         """Whether every weight is the one that it was, and as it was, as far as a tensor tells; and whether none is
@@ -75,7 +81,7 @@ def _versions(weights: Iterable[torch.Tensor]) -> list[int]:
     return [*map(_version, weights)]
 
 
-_snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
+_snapshots: dict[int, weakref.WeakSet[Snapshot]] = {}  # of each weight by its id, which later ones take over
 _replayed = WeakIdKeyDictionary()  # weights whose backward pass a CUDA graph has captured
 _lock = threading.Lock()
 
@@ -84,14 +90,13 @@ def suspect(weights: Sequence[torch.Tensor]) -> None:
     """Has all that was bound from these weights, of those that take gradients, be bound again before it is used."""
     ids = {id(w) for w in weights if w.requires_grad}
     with _lock:
-        known = [*_snapshots]
+        known = {snapshot for weight in ids for snapshot in _snapshots.get(weight, ())}
         if weights and weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
             _replayed.update((w, None) for w in weights if w.requires_grad)
     for snapshot in known:
-        if not ids.isdisjoint(snapshot.ids):
-            snapshot.suspect(ids)
+        snapshot.suspect(ids)
 
 
 def replayed(weights: Sequence[torch.Tensor]) -> bool:
     """Whether a CUDA graph may change weights without a trace, whenever it is replayed."""
-    return bool(_replayed) and any(w in _replayed for w in weights)
+    return bool(_replayed.data) and any(w in _replayed for w in weights)

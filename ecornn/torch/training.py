@@ -14,6 +14,7 @@ from ecornn.torch.compiling import KEPT, NAMES, compiled
 from ecornn.torch.engine import Engine
 from ecornn.torch.kind import Kind
 from ecornn.torch.parameters import weight_gradients, widened_rows
+from ecornn.torch.precision import precision_of
 from ecornn.torch.snapshot import suspect
 
 
@@ -52,7 +53,8 @@ def kept_bytes(kind: Kind, x: torch.Tensor, lengths: torch.Tensor | None) -> Any
     if x.dtype not in NAMES:
         raise ArgumentError("x.dtype", x.dtype, ", ".join(NAMES.values()))
     steps, batch = x.shape[:2]
-    spec = kind.spec(_hint(batch, 8), _hint(steps, 64), NAMES[x.dtype], "".join(_masks(lengths)), KEPT[x.device.type])
+    spec = kind.spec(_hint(batch, 8), _hint(steps, 64), NAMES[x.dtype], "".join(_masks(lengths)), KEPT[x.device.type],
+                     precision_of(kind, x))
     return kept_layout(compiled(spec, "cuda" if x.is_cuda else "cpu").manifest, steps, batch)[1]
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from ecornn.errors import ArgumentError, DeviceError, ScheduleError
-from ecornn.torch import compiling, snapshot, trained
+from ecornn.torch import bound, compiling, snapshot
+from ecornn.torch.bound import BoundLayers
 from ecornn.torch.kind import kind_of
 from ecornn.torch.snapshot import Snapshot, suspect
-from ecornn.torch.trained import TrainedLayers
 
 KIND = kind_of("GRU(input=3,hidden=4,layers=1,bias=1,bidirectional=0,projection=0)")
 NO_BIAS = kind_of("GRU(input=3,hidden=4,layers=1,bias=0,bidirectional=0,projection=0)")
@@ -52,7 +52,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
         found.rooms.append(spec.batch)
         return found.module
 
-    monkeypatch.setattr(trained, "compiled", compiled)
+    monkeypatch.setattr(bound, "compiled", compiled)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: found.stream, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
     return found
@@ -67,13 +67,13 @@ def weights_of(kind: Any = KIND) -> list[torch.Tensor]:
     return [torch.zeros(shape, requires_grad=True) for shape in shapes]
 
 
-def call(layers: TrainedLayers, weights: Any, batch: int = 2, again: bool = False) -> Any:
+def call(layers: BoundLayers, weights: Any, batch: int = 2, again: bool = False) -> Any:
     with layers.layer(weights, x_of(batch), "", again=again) as layer:
         return layer
 
 
 def test_weights_that_changed_are_packed_in_place_on_the_current_stream(gpu: Any):
-    layers, weights = TrainedLayers(KIND), weights_of()
+    layers, weights = BoundLayers(KIND), weights_of()
     first = call(layers, weights)
     assert call(layers, weights, again=True) is first and not first.packed  # bind has packed
     suspect(weights)  # a backward pass
@@ -91,7 +91,7 @@ def test_weights_that_changed_are_packed_in_place_on_the_current_stream(gpu: Any
 
 
 def test_biases_that_are_not_there_are_zeros(gpu: Any):
-    layers, weights = TrainedLayers(NO_BIAS), weights_of(NO_BIAS)
+    layers, weights = BoundLayers(NO_BIAS), weights_of(NO_BIAS)
     layer = call(layers, weights)
     suspect(weights)
     call(layers, weights)
@@ -99,7 +99,7 @@ def test_biases_that_are_not_there_are_zeros(gpu: Any):
 
 
 def test_each_stream_has_a_layer_of_its_own(gpu: Any):
-    layers, weights = TrainedLayers(KIND), weights_of()
+    layers, weights = BoundLayers(KIND), weights_of()
     first = call(layers, weights)
     gpu.stream = 2
     second = call(layers, weights)
@@ -109,7 +109,7 @@ def test_each_stream_has_a_layer_of_its_own(gpu: Any):
 
 
 def test_a_layer_that_is_under_way_keeps_its_weights(gpu: Any):
-    layers, weights = TrainedLayers(KIND), weights_of()
+    layers, weights = BoundLayers(KIND), weights_of()
     with layers.layer(weights, x_of(), "") as first:
         suspect(weights)
         second = call(layers, weights)
@@ -117,7 +117,7 @@ def test_a_layer_that_is_under_way_keeps_its_weights(gpu: Any):
 
 
 def test_graphs_take_a_layer_and_pack_in_every_forward_pass(gpu: Any):
-    layers, weights = TrainedLayers(KIND), weights_of()
+    layers, weights = BoundLayers(KIND), weights_of()
     gpu.capturing = True
     with pytest.raises(ArgumentError, match="before the capture"):
         call(layers, weights)
@@ -134,7 +134,7 @@ def test_graphs_take_a_layer_and_pack_in_every_forward_pass(gpu: Any):
 
 
 def test_a_graph_of_a_backward_pass_alone_packs_what_it_reads(gpu: Any):
-    layers, weights = TrainedLayers(KIND), weights_of()
+    layers, weights = BoundLayers(KIND), weights_of()
     layer, gpu.capturing = call(layers, weights), True
     assert call(layers, weights, again=True) is layer and len(layer.packed) == 1
 
@@ -151,7 +151,7 @@ def test_weights_of_a_captured_step_are_packed_in_every_call(gpu: Any, monkeypat
 
 
 def test_fewer_rows_use_what_was_compiled(gpu: Any):
-    layers, weights = TrainedLayers(KIND), weights_of()
+    layers, weights = BoundLayers(KIND), weights_of()
     first = call(layers, weights, 8)
     assert call(layers, weights, 3) is first
     assert call(layers, weights, 9) is not first and gpu.rooms == [8, 16]
@@ -159,7 +159,7 @@ def test_fewer_rows_use_what_was_compiled(gpu: Any):
 
 def test_weights_elsewhere_are_refused(gpu: Any):
     with pytest.raises(DeviceError, match=r"weights\.device='cpu'.*cuda:1"), \
-            TrainedLayers(KIND).layer(weights_of(), x_of(device="cuda:1"), ""):
+            BoundLayers(KIND).layer(weights_of(), x_of(device="cuda:1"), ""):
         pass
     assert not gpu.module.bound
 

@@ -1,0 +1,133 @@
+"""``LSTMCell``, ``GRUCell`` and ``RNNCell`` with the constructor, parameters and calls of ``torch.nn``'s: layers of one
+step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ecornn.torch import engine, stepping, stepping_training
+from ecornn.torch.dispatching import derivatives, watched
+from ecornn.torch.falling_back import by_torch, obstacle
+from ecornn.torch.kind import CELLS, text_of
+from ecornn.torch.operator import recurrent
+from ecornn.torch.sequences import leaf, refuse_script, trained
+
+SERVED = {"cpu"}  # on a GPU a step takes PyTorch less time than a module takes to begin with its weights
+WEIGHTS = "weight_ih", "weight_hh", "bias_ih", "bias_hh"
+
+
+class CompiledCell(torch.nn.RNNCellBase):
+    """What the three have in common. On a CPU a compiled module computes in float32; elsewhere, where that cannot, and
+    for arguments that do not fit, which it names, PyTorch's own cell runs, on the same parameters:
+    :mod:`ecornn.torch.falling_back`."""
+
+    TORCH: Any
+    mode: Any
+    state_names: tuple[str, ...] = ("h",)
+    # as of a layer
+    num_layers, bidirectional, proj_size, dropout, cell_name, tf32 = 1, False, 0, 0.0, "", None
+
+    def forward(self: Any, input: Any, hx: Any = None) -> Any:
+        """As ``torch.nn``'s: input (B, I) and states (B, H) to the states after one step, or (I,) and (H,)."""
+        if isinstance(input, torch.fx.Proxy):
+            return leaf(self, input, hx)
+        state, weights = _states(hx, len(self.state_names)), engine.weights_of(self)
+        if state is None or not _fits(self, weights[0], input, state):
+            return by_torch(self, input, hx)
+        after = None if torch.compiler.is_compiling() else _shortly(self, weights, input, state)
+        if after is None:
+            why, asked = obstacle(self, input, hx)
+            if why:
+                return by_torch(self, input, hx, why)
+            rows = [t.reshape(1, -1, t.shape[-1]) for t in (input, *state)]
+            operands = rows[0], rows[1:], None, weights, text_of(self)
+            _, *after = trained(self, *operands) if asked else recurrent(*operands)
+            after = [s.reshape(*input.shape[:-1], -1) for s in after]
+        return tuple(after) if len(after) > 1 else after[0]
+
+    __prepare_scriptable__ = refuse_script
+
+    @property
+    def _flat_weights_names(self: Any) -> tuple[str, ...]:
+        return WEIGHTS if self.bias else WEIGHTS[:2]
+
+    @property
+    def _flat_weights(self) -> list[torch.Tensor]:
+        return engine.weights_of(self)
+
+    def call_sizes(self, input: torch.Tensor) -> tuple[int, int] | None:
+        """T and B of a call; None where PyTorch's own cell runs."""
+        return (1, input.shape[0] if input.dim() == 2 else 1) if input.device.type in SERVED else None
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        engine.let_go_if_swapped(self)
+        return super()._apply(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        engine.rebind(self)  # in inference mode copies leave no other trace
+
+
+class LSTMCell(CompiledCell, torch.nn.LSTMCell):
+    """``torch.nn.LSTMCell`` by compiled modules."""
+
+    TORCH = torch.nn.LSTMCell
+    mode, state_names = "LSTM", ("h", "c")
+
+
+class GRUCell(CompiledCell, torch.nn.GRUCell):
+    """``torch.nn.GRUCell`` by compiled modules."""
+
+    TORCH = torch.nn.GRUCell
+    mode = "GRU"
+
+
+class RNNCell(CompiledCell, torch.nn.RNNCell):
+    """``torch.nn.RNNCell`` (tanh or relu) by compiled modules."""
+
+    TORCH = torch.nn.RNNCell
+
+    @property
+    def mode(self) -> str:
+        """As of a layer."""
+        return f"RNN_{self.nonlinearity.upper()}"
+
+
+def _states(hx: Any, count: int) -> Sequence[Any] | None:
+    """The initial states, none for zeros; None where they are something else."""
+    if hx is None:
+        return ()
+    if count == 1:
+        return (hx,)
+    return hx if isinstance(hx, (tuple, list)) and len(hx) == count else None
+
+
+def _fits(cell: Any, weight: torch.Tensor, input: Any, state: Sequence[Any]) -> bool:
+    """Whether a compiled module takes these."""
+    if not isinstance(input, torch.Tensor) or input.dim() not in (1, 2) or cell.mode not in CELLS:
+        return False
+    *rows, width = input.shape
+    shape, dtype, device = (*rows, cell.hidden_size), input.dtype, input.device
+    if (width != cell.input_size or not all(shape) or weight.dtype != dtype or weight.device != device
+            or device.type not in SERVED):
+        return False
+    for s in state:
+        if not isinstance(s, torch.Tensor) or s.shape != shape or s.dtype != dtype or s.device != device:
+            return False
+    return True
+
+
+def _shortly(cell: Any, weights: Sequence[torch.Tensor], x: torch.Tensor,
+             state: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """The states after x, where no operator is needed to compute them."""
+    if (not x.is_cpu or x.dtype != torch.float32 or torch.jit.is_tracing() or torch.is_autocast_enabled("cpu")
+            or watched((x, *state, *weights))):
+        return None
+    asked = derivatives(lambda: (x, *state, *weights))
+    if asked == "forward derivatives":
+        return None
+    run = stepping_training.run if asked else stepping.run
+    return run(engine.engine_of(cell), weights, x, state)

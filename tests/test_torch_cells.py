@@ -1,0 +1,367 @@
+"""ecornn.torch's cells against torch.nn's in float64: one call, loops, gradients, and what surrounds a cell."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from test_torch_layers import agree, double, flat
+from torch.utils.checkpoint import checkpoint
+
+import ecornn.torch
+from ecornn.errors import DerivativeError, FallbackError
+from ecornn.torch import engine, stepping, stepping_training
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+I, H, B, T = 7, 11, 4, 5
+KINDS: list[tuple[str, dict[str, Any]]] = [("LSTMCell", {}), ("GRUCell", {}), ("RNNCell", {}),
+                                           ("RNNCell", {"nonlinearity": "relu"})]
+EVERY = pytest.mark.parametrize("name, options", KINDS, ids=["LSTM", "GRU", "tanh", "relu"])
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+class Own(torch.nn.GRUCell):
+    """Leaves the calls to torch.nn."""
+
+
+class Loop(torch.nn.Module):
+    """The output states of all steps of x (T, B, I), weighted so that gradients differ."""
+
+    def __init__(self, cell: torch.nn.Module) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x: torch.Tensor, hx: Any = None) -> torch.Tensor:
+        found = []
+        for step, row in enumerate(x):
+            hx = self.cell(row, hx)
+            found.append((hx[0] if isinstance(hx, tuple) else hx) * (1 + step))
+        return torch.stack(found)
+
+
+def pair(name: str, **options: Any) -> tuple[Any, Any]:
+    """torch's cell in float64 and ours, with the same weights."""
+    ours = getattr(ecornn.torch, name)(I, H, **options)
+    theirs = getattr(torch.nn, name)(I, H, **options).double()
+    theirs.load_state_dict({k: v.double() for k, v in ours.state_dict().items()})
+    return theirs, ours
+
+
+def state_of(name: str, *rows: int) -> Any:
+    made = tuple(torch.rand(*rows, H) - 0.5 for _ in range(2))
+    return made if name == "LSTMCell" else made[0]
+
+
+def gradients(module: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Those of x and all weights."""
+    x = x.detach().requires_grad_()
+    return [*torch.autograd.grad(module(x).square().sum(), [x, *module.parameters()])]
+
+
+def agree_in_gradients(ours: torch.nn.Module, theirs: torch.nn.Module, x: torch.Tensor) -> None:
+    agree(gradients(ours, x), gradients(theirs, x.double()), 2e-6)
+
+
+@EVERY
+@pytest.mark.parametrize("bias", [True, False])
+def test_loops_with_and_without_gradients(name: str, options: dict[str, Any], bias: bool):
+    theirs, ours = pair(name, bias=bias, **options)
+    for shape in ((T, B, I), (T, I)):
+        x = torch.randn(shape)
+        with torch.no_grad():
+            agree(Loop(ours)(x), Loop(theirs)(x.double()))
+            hx = state_of(name, *shape[1:-1])
+            agree(ours(x[0], hx), theirs(x[0].double(), double(hx)))
+        agree_in_gradients(Loop(ours), Loop(theirs), x)
+
+
+def test_the_short_way_is_taken(monkeypatch: pytest.MonkeyPatch):
+    theirs, ours = pair("GRUCell")
+    x, taken = torch.randn(T, B, I), []
+    for module in (stepping, stepping_training):
+        run = module.run
+        monkeypatch.setattr(module, "run", lambda *args, run=run, module=module: (taken.append(module), run(*args))[1])
+    with torch.no_grad():
+        agree(Loop(ours)(x), Loop(theirs)(x.double()))
+    agree_in_gradients(Loop(ours), Loop(theirs), x)
+    assert taken == [stepping] * T + [stepping_training] * T
+
+
+@pytest.mark.parametrize("name", ["LSTMCell", "GRUCell"])
+def test_gradients_of_states_and_what_is_not_asked_for(name: str):
+    theirs, ours = pair(name)
+    x, hx = torch.randn(B, I), state_of(name, B)
+    for cell, inputs in ((ours, (x, hx)), (theirs, (x.double(), double(hx)))):
+        for frozen in (False, True):
+            cell.requires_grad_(not frozen)
+            given = [t.detach().requires_grad_() for t in flat(inputs)]
+            after = flat(cell(given[0], tuple(given[1:]) if name == "LSTMCell" else given[1]))
+            after[-1].sum().backward()  # of an LSTM the gradient of h is not there
+            cell.found = [*getattr(cell, "found", []), *(g.grad for g in given)]
+        assert cell.weight_hh.grad is not None
+    agree(ours.found, theirs.found, 2e-6)
+    ours.requires_grad_(True).weight_ih.requires_grad_(False)
+    ours.weight_ih.grad = None
+    ours(x, hx)[0].sum().backward()
+    assert ours.weight_ih.grad is None
+
+
+def test_what_calls_of_a_graph_share():
+    """One gradient a graph and pass, whatever parts of it are asked for, and as often as they are."""
+    theirs, ours = pair("LSTMCell")
+    x, calls = torch.randn(T, B, I), []
+    ours.weight_hh.register_hook(calls.append)
+    loss, exact = Loop(ours)(x).square().sum(), Loop(theirs)(x.double()).square().sum()
+    loss.backward(retain_graph=True)
+    assert len(calls) == 1
+    exact.backward(retain_graph=True)
+    loss.backward()
+    exact.backward()
+    agree([p.grad for p in ours.parameters()], [p.grad for p in theirs.parameters()], 2e-6)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+    x.requires_grad_()
+    one, other = Loop(ours)(x), Loop(ours)(x)  # both at the same time
+    found = torch.autograd.grad(one.sum(), x)[0]  # no weights
+    shared = engine.engine_of(ours).shared()
+    assert shared is not None and not shared.sums._found
+    exact_x = x.detach().double().requires_grad_()
+    agree(found, torch.autograd.grad(Loop(theirs)(exact_x).sum(), exact_x)[0], 2e-6)
+    agree(torch.autograd.grad(other.sum(), [*ours.parameters()]),
+          torch.autograd.grad(Loop(theirs)(x.double()).sum(), [*theirs.parameters()]), 2e-6)
+    reference = weakref.ref(shared)
+    del one, other, found, shared, loss
+    gc.collect()
+    assert reference() is None
+
+
+def test_backward_passes_of_threads_at_the_same_time():
+    theirs, ours = pair("GRUCell")
+    x = torch.randn(4, T, B, I)
+    losses = [Loop(ours)(part).square().sum() for part in x]
+    found: list[Any] = [None] * 4
+
+    def run(number: int) -> None:
+        found[number] = torch.autograd.grad(losses[number], [*ours.parameters()])
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for one, part in zip(found, x, strict=True):
+        agree(one, torch.autograd.grad(Loop(theirs)(part.double()).square().sum(), [*theirs.parameters()]), 2e-6)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_training_is_torchs(fused: bool):
+    """Weights are packed again after each step, also of optimizers that leave no trace; an LSTM of one step of which
+    the states are written in between, as policies do."""
+    theirs, ours = pair("LSTMCell")
+    optimizers = [torch.optim.SGD(cell.parameters(), 0.1, fused=fused) for cell in (ours, theirs)]
+    for _ in range(4):
+        x, done = torch.randn(T, B, I), torch.rand(B, 1) > 0.3
+        for cell, optimizer, rows in zip((ours, theirs), optimizers, (x, x.double()), strict=True):
+            hx, total = None, rows.new_zeros(())
+            for row in rows:
+                h, c = cell(row, hx)
+                total = total + (3 * h).sum() + c.square().sum()
+                h.mul_(done)  # torch's cell does not read what it gave
+                hx = h, c * done
+            optimizer.zero_grad()
+            total.backward()
+            optimizer.step()
+    agree([p.detach() for p in ours.parameters()], [p.detach() for p in theirs.parameters()], 1e-5)
+
+
+def test_weights_written_between_the_passes():
+    """Gradients are those of the call, as long as the module still has its weights; else it is PyTorch's error."""
+    ours, x = ecornn.torch.GRUCell(I, H), torch.randn(B, I)
+    wanted = torch.autograd.grad(ours(x).square().sum(), [*ours.parameters()])
+    for again in (False, True):
+        y = ours(x).square().sum()
+        with torch.no_grad():
+            ours.weight_hh.mul_(2)
+        if again:
+            ours(x)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.backward()
+        else:
+            assert all(map(torch.equal, torch.autograd.grad(y, [*ours.parameters()]), wanted))
+
+
+def test_gradients_of_gradients_are_refused():
+    ours, x = ecornn.torch.GRUCell(I, H), torch.randn(B, I, requires_grad=True)
+    loss, asked = Loop(ours)(x[None]).sum(), [x, *ours.parameters()]
+    wanted = torch.autograd.grad(loss, asked, retain_graph=True)
+    found = torch.autograd.grad(loss, asked, create_graph=True)
+    agree([g.detach() for g in found], [g.double() for g in wanted])
+    for one in (found[0], found[2]):
+        with pytest.raises(DerivativeError, match="restore"):
+            one.sum().backward(retain_graph=True)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_and_hooks_of_saved_tensors(reentrant: bool):
+    theirs, ours = pair("LSTMCell")
+    x = torch.randn(T, B, I, requires_grad=True)
+    checkpoint(Loop(ours), x, use_reentrant=reentrant).square().sum().backward()
+    found = [x.grad, *(p.grad for p in ours.parameters())]
+    agree(found, gradients(Loop(theirs), x.double()), 2e-6)
+    with torch.autograd.graph.save_on_cpu():
+        agree_in_gradients(Loop(ours), Loop(theirs), x)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.numpy(force=True).copy(), torch.from_numpy):
+        agree_in_gradients(Loop(ours), Loop(theirs), x)
+
+
+@pytest.mark.parametrize("name", ["LSTMCell", "RNNCell"])
+def test_torch_compile_has_a_cell_in_one_graph(name: str):
+    theirs, ours = pair(name)
+    x = torch.randn(T, B, I)
+    fast = torch.compile(Loop(ours), backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        agree(fast(x), Loop(theirs)(x.double()))
+    agree_in_gradients(fast, Loop(theirs), x)
+
+
+def test_functional_calls_and_transforms():
+    theirs, ours = pair("GRUCell")
+    x = torch.randn(3, B, I)
+    others = {k: torch.randn_like(v) for k, v in ours.named_parameters()}
+
+    def loss(cell: Any, weights: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(cell, weights, (x,)).square().sum()
+
+    twice = {k: v.double() for k, v in others.items()}
+    assert abs(float(loss(ours, others, x[0]) / loss(theirs, twice, x[0].double())) - 1) < 1e-6
+    found = torch.func.grad(lambda w: loss(ours, w, x[0]))(others)
+    wanted = torch.func.grad(lambda w: loss(theirs, w, x[0].double()))(twice)
+    agree([*found.values()], [*wanted.values()], 2e-6)
+    agree(torch.func.vmap(ours)(x).detach(), torch.stack([*map(theirs, x.double())]).detach())
+
+
+def test_replace_and_restore():
+    normed = torch.nn.utils.parametrizations.weight_norm(torch.nn.RNNCell(I, H), "weight_hh")
+    model = torch.nn.ModuleDict({"plain": torch.nn.LSTMCell(I, H), "own": Own(I, H), "norm": normed})
+    exact, x = copy.deepcopy(model).double(), torch.randn(T, B, I)
+    state, report = model.state_dict(), ecornn.torch.replace(model)
+    assert report.swapped == ("plain", "own", "norm") and not report.kept
+    assert type(model["plain"]) is ecornn.torch.LSTMCell and isinstance(model["plain"], torch.nn.LSTMCell)
+    assert isinstance(model["own"], Own) and isinstance(model["own"], ecornn.torch.GRUCell)
+    assert str(model) == str(exact) and [*model.state_dict()] == [*state]
+    for name in model:
+        with torch.no_grad():
+            agree(Loop(model[name])(x), Loop(exact[name])(x.double()))
+        agree_in_gradients(Loop(model[name]), Loop(exact[name]), x)
+    assert ecornn.torch.replace(model).swapped == ()
+    assert ecornn.torch.restore(model) == ("plain", "own", "norm")
+    assert [type(m).__name__ for m in model.values()] == [type(m).__name__ for m in exact.values()]
+    assert type(model["plain"]) is torch.nn.LSTMCell and type(model["own"]) is Own
+
+
+def test_a_class_with_a_call_of_its_own_is_left_alone():
+    kind = type("Mine", (torch.nn.LSTMCell,), {"forward": lambda self, *args: args})
+    assert ecornn.torch.replace(torch.nn.Sequential(kind(I, H), torch.nn.GRUCell(I, H).to("meta"))).kept == {
+        "0": "Mine has methods of its own, which may do more: forward", "1": "it is on meta"}
+
+
+@pytest.mark.parametrize("how", ["pickle", "torch.save", "deepcopy"])
+def test_copies(how: str):
+    model, x = torch.nn.ModuleList([torch.nn.LSTMCell(I, H), Own(I, H)]), torch.randn(B, I)
+    ecornn.torch.replace(model)
+    model[0](x)[0].sum().backward()
+    if how == "torch.save":
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        made = torch.load(file, weights_only=False)
+    else:
+        made = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    for one, other in zip(made, model, strict=True):
+        assert type(one) is type(other) and one.weight_hh is not other.weight_hh
+        with torch.no_grad():
+            one.weight_hh.mul_(0.5)
+            exact = copy.deepcopy(one)
+            ecornn.torch.restore(exact)
+            agree(one(x), exact.double()(x.double()))
+
+
+def test_weights_that_change_without_gradients_are_seen():
+    theirs, ours = pair("GRUCell")
+    x = torch.randn(B, I)
+    with torch.no_grad():
+        ours(x)
+        for write in (lambda w: w.mul_(2), lambda w: w.data.mul_(2)):
+            write(ours.weight_hh)
+            theirs.weight_hh.mul_(2)
+            agree(ours(x, x.new_ones(B, H)), theirs(x.double(), x.new_ones(B, H).double()))
+        strided = torch.randn(I, 2 * B)[:, ::2].t()
+        agree(ours(strided), theirs(strided.double()))
+    with torch.inference_mode():
+        ours.load_state_dict({k: torch.ones_like(v) for k, v in ours.state_dict().items()})
+        theirs.load_state_dict(ours.state_dict())
+        agree(ours(x), theirs(x.double()))
+
+
+BAD = [lambda x, h: (x[..., :-1], h), lambda x, h: (x, (h[0][:-1], h[1])), lambda x, h: (x, (h[0][:, :-1], h[1])),
+       lambda x, h: (x[None], h), lambda x, h: (x, h[:1]), lambda x, h: (x.double(), h), lambda x, h: (x, h[0]),
+       lambda x, h: (x[0], h), lambda x, h: (x, (h[0].double(), h[1])), lambda x, h: (x.long(), None),
+       lambda x, h: (None, h), lambda x, h: (x.to("meta"), h)]
+
+
+@pytest.mark.parametrize("number", range(len(BAD)))
+def test_what_does_not_fit_is_pytorchs_error(number: int):
+    said = []
+    for cell in (torch.nn.LSTMCell(I, H), ecornn.torch.LSTMCell(I, H)):
+        with pytest.raises(Exception) as raised:  # whatever PyTorch raises
+            cell(*BAD[number](torch.randn(B, I), (torch.zeros(B, H), torch.zeros(B, H))))
+        said.append((raised.type, str(raised.value)))
+    assert said[0] == said[1]
+
+
+def test_what_is_not_compiled_is_pytorchs():
+    theirs, ours = pair("LSTMCell")
+    empty = ours(torch.zeros(0, I))
+    assert empty[0].shape == (0, H)
+    with pytest.warns(UserWarning, match="forward derivatives"):
+        torch.func.jvp(lambda x: ours(x)[0], (torch.randn(B, I),), (torch.randn(B, I),))
+    with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="autocast"):
+        ours(torch.randn(B, I))
+    with pytest.raises(FallbackError, match="restore"):
+        torch.jit.script(ours)
+    graph = torch.fx.symbolic_trace(Loop2(ours))
+    assert [n.target for n in graph.graph.nodes if n.op == "call_module"] == ["cell"]
+    with torch.no_grad():
+        x = torch.randn(B, I)
+        agree(graph(x), theirs(x.double())[0])
+
+
+class Loop2(torch.nn.Module):
+    """One call."""
+
+    def __init__(self, cell: torch.nn.Module) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.cell(x)[0]
+
+
+def test_prepare_compiles_what_a_loop_calls(capsys: pytest.CaptureFixture[str]):
+    model = Loop(torch.nn.GRUCell(I, H))
+    ecornn.torch.replace(model)
+    assert ecornn.torch.prepare(model, torch.randn(T, B, I)) == 1
+    assert "1 of 1 layers are compiled, gru T=1 B=4 I=7 H=11 float32" in capsys.readouterr().err
+    assert type(model.cell) is ecornn.torch.GRUCell
