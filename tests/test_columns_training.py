@@ -17,8 +17,11 @@ from test_training_stacks_emulated import SIDES, program_of
 
 from ecornn import Columns, reference_gradients
 from ecornn.cells import get
+from ecornn.errors import ScheduleError
 from ecornn.schedules.persistent import Persistent
-from ecornn.schedules.training import refuses_backward, with_backward
+from ecornn.schedules.training import with_backward
+from ecornn.task import adjoint_task
+from ecornn.tune.choose import serving_or_raise
 from ecornn.workload import SERIAL, Stack, Traversal
 
 COLUMNS = Traversal(sequences=True)
@@ -84,17 +87,19 @@ def test_which_columns_may_share_a_sequence_in_both_passes(monkeypatch, tmp_path
     step = Step(tmp_path, "persistent", "lstm", (9, 3, 6, H), "float32", COLUMNS)
     whole, schedule = step.program.together, Persistent()
     assert whole == 0 == schedule.together(step.task, schedule.default(step.task))
-    program = replace(step.program, together=12)
+    program, config = replace(step.program, together=12), schedule.default(adjoint_task(step.task))
     monkeypatch.setattr(Persistent, "together", lambda self, task, config: 8)
-    assert with_backward(step.task, program).together == 4
+    assert with_backward(step.task, program, schedule, config).together == 4
 
 
 def test_layers_whose_adjoint_does_not_fit_are_refused(monkeypatch):
     """A launch a step has no columns."""
     task = task_of("lstm", (9, 3, 6, H), "float32", traversal=Traversal(sequences=True, keep="states"))
-    assert refuses_backward(task) is None
+    inner = adjoint_task(task)
+    assert "persistent" in [s.name for s in serving_or_raise(inner)]
     monkeypatch.setattr(Persistent, "refuses", lambda self, task: "no room")
-    assert refuses_backward(task) == "no room"
+    with pytest.raises(ScheduleError, match="persistent no room"):
+        serving_or_raise(inner)
 
 
 @pytest.mark.parametrize(("cell", "overlap"), [

@@ -48,11 +48,9 @@ BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 """
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory) -> list[str]:
+def made(folder: Path, team: int) -> list[str]:
     """A module file, weights, and what it computes on one thread, which NumPy's float64 confirms."""
-    folder = tmp_path_factory.mktemp("openmp")
-    sample = Sample(folder, "lstm", I, H, B, T, team=0)
+    sample = Sample(folder, "lstm", I, H, B, T, team=team)
     weights = {f"{n}_l0": p.reshape(-1, *p.shape[2:]) for n, p in sample.parameters.items()}
     np.savez(folder / "weights.npz", **weights)
     x = np.random.default_rng(0).standard_normal((T, B, I), np.float32)
@@ -61,6 +59,12 @@ def files(tmp_path_factory) -> list[str]:
     assert np.linalg.norm(y - expected) < 1e-5 * np.linalg.norm(expected)
     np.save(folder / "y.npy", y)
     return [str(sample.file), str(folder / "weights.npz"), str(folder / "y.npy")]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> list[str]:
+    """Of a module for any number of threads."""
+    return made(tmp_path_factory.mktemp("openmp"), 0)
 
 
 def run(files: list[str], program: str, **environment: str) -> None:
@@ -165,6 +169,13 @@ child = os.fork()
 if child == 0:
     os._exit(0 if right(call()) and tasks() == 4 and sharing._running.value == 0 else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+""")
+
+
+def test_a_team_bounds_the_threads(tmp_path: Path):
+    run(made(tmp_path, 1), """
+before = tasks()
+assert right(layer(3)()) and tasks() == before
 """)
 
 

@@ -41,7 +41,7 @@ def run(example: Any, *arguments: object, code: int = 0) -> str:
     return result.output
 
 
-def wrong_replace(model: torch.nn.Module) -> ecornn.torch.Report:
+def wrong_replace(model: torch.nn.Module, **options: Any) -> ecornn.torch.Report:
     """Layers that are not quite what they were."""
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -82,7 +82,7 @@ def test_a_cell_of_ones_own(layers: int, bidirectional: bool):
         first.load_state_dict(ours.state_dict())
         assert torch.equal(first(x.transpose(0, 1), hx)[0].transpose(0, 1), y)
         with pytest.raises(FallbackError, match="PyTorch has no layer"):
-            ours.double()(x.double())
+            ours.bfloat16()(x.bfloat16())
 
 
 def test_built_in_cells_with_options_train_as_layers():
