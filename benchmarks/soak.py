@@ -195,7 +195,7 @@ class Soak:
             try:
                 value = error(case.call(), case.wanted)
                 fault = "" if value <= case.limit else f"{case.name}: an error of {value:.3g}, {case.limit} is allowed"
-            except Exception:
+            except Exception:  # whatever a case raises is a fault, and told as one; the thread must not die of it
                 value, fault = 0.0, f"{case.name}: {traceback.format_exc(limit=-3)}"
             with self._lock:
                 self.calls[case.name] += 1

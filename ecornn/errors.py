@@ -72,7 +72,7 @@ class FallbackError(EcornnError, RuntimeError):
 
 
 class DerivativeError(EcornnError, NotImplementedError):
-    """A derivative that compiled modules do not have."""
+    """A derivative that compiled modules do not have, as forward ones; PyTorch raises NotImplementedError for such."""
 
 
 class CopyError(EcornnError, TypeError):

@@ -136,7 +136,8 @@ class Schedule(ABC):
     def recurrence(self, task: Task, config: Config) -> Component:
         """The recurrence of an adjoint, of schedules with ``backward``: from ``hoisted``, as
         :func:`~ecornn.schedules.hoisted.hoisted_of` says, to ``outputs``; around it come
-        :func:`~ecornn.schedules.backward.recurrence.recurrence_buffers`."""
+        :func:`~ecornn.schedules.backward.recurrence.recurrence_buffers`. Without ``backward`` nobody asks: look-up
+        offers such schedules for no adjoint."""
         raise NotImplementedError(f"{self.name} does not carry out adjoints")
 
     def together(self, task: Task, config: Config) -> int:

@@ -100,3 +100,17 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([compiler, "-shared", "-fPIC", "-std=gnu11", str(Path(__file__).with_name("fake_driver.c")), "-o",
                     str(folder / "libcuda.so.1")], check=True)
     return folder
+
+
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For layers of PyTorch models: the same numbers each time, and no fallback unless a test asks for it; one thread,
+    since on a busy machine those of a team wait for each other, and 500 steps take minutes."""
+    import torch
+
+    torch.manual_seed(0)
+    monkeypatch.setenv("ECORNN_STRICT", "1")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -3,10 +3,8 @@ and gradients of both. Sizes are those of ``test_torch_layers.py``: the files sh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 from test_torch_layers import B, H, I, T, agree, double, error, flat
 from test_torch_layers import pair as evaluated_pair
@@ -14,19 +12,7 @@ from test_torch_layers import pair as evaluated_pair
 NAMES = ("LSTM", "GRU", "RNN")
 FORWARD, BACKWARD = 1e-5, 2e-5  # relative, of float32 against float64
 __all__ = ["BACKWARD", "FORWARD", "NAMES", "B", "H", "I", "T", "agree", "alike", "close", "double", "error", "flat",
-           "gradients", "one_thread", "pair", "primed", "states"]
-
-
-@pytest.fixture
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The same numbers each time, and no fallback unless a test asks for it; on a busy machine threads would wait for
-    each other."""
-    torch.manual_seed(0)
-    monkeypatch.setenv("ECORNN_STRICT", "1")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+           "gradients", "pair", "primed", "states"]
 
 
 def pair(name: str, **options: Any) -> tuple[Any, Any]:

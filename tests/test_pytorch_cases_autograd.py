@@ -22,7 +22,6 @@ from pytorch_cases import (
     error,
     flat,
     gradients,
-    one_thread,
     pair,
     states,
 )
@@ -30,7 +29,6 @@ from torch.autograd.functional import jacobian
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:LSTM with projections")]
-assert one_thread
 P = 3  # a projection
 DEEP = {"num_layers": 2, "bidirectional": True}
 

@@ -28,7 +28,6 @@ from pytorch_cases import (
     error,
     flat,
     gradients,
-    one_thread,
     pair,
     primed,
     states,
@@ -38,7 +37,6 @@ import ecornn.torch
 from ecornn.errors import DerivativeError, DTypeError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-assert one_thread
 
 
 def options_of(bias: bool, batch_first: bool, deep: bool) -> dict[str, Any]:

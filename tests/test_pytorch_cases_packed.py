@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from pytorch_cases import BACKWARD, NAMES, B, H, I, T, close, double, error, flat, one_thread, pair, states
+from pytorch_cases import BACKWARD, NAMES, B, H, I, T, close, double, error, flat, pair, states
 from torch.nn.utils.rnn import (
     PackedSequence,
     pack_padded_sequence,
@@ -22,7 +22,6 @@ import ecornn.torch
 from ecornn.errors import DTypeError, ShapeError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-assert one_thread
 LENGTHS = [3, 6, 1, 5]
 LONGEST_FIRST = [6, 5, 3, 1]
 

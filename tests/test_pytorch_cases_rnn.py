@@ -25,7 +25,6 @@ from pytorch_cases import (
     error,
     flat,
     gradients,
-    one_thread,
     pair,
     primed,
     states,
@@ -36,7 +35,6 @@ import ecornn.torch
 from ecornn.errors import ArgumentError, DeviceError, FallbackError, ShapeError
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:LSTM with projections")]
-assert one_thread
 P, BAD = 3, 7 * 13  # a projection, and a size that fits nothing
 LENGTHS = [6, 5, 3, 1]
 DEEP = {"num_layers": 2, "bidirectional": True}

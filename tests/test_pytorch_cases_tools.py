@@ -15,14 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from pytorch_cases import BACKWARD, NAMES, B, H, I, T, alike, close, error, flat, one_thread, pair, primed
+from pytorch_cases import BACKWARD, NAMES, B, H, I, T, alike, close, error, flat, pair, primed
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import ecornn.torch
 from ecornn.errors import FallbackError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-assert one_thread
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
-import pickle
 import threading
 import weakref
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from test_torch_layers import agree, double, flat
+from test_torch_replacing import copied
 from torch.utils.checkpoint import checkpoint
 
 import ecornn.torch
@@ -282,13 +281,7 @@ def test_copies(how: str):
     model, x = torch.nn.ModuleList([torch.nn.LSTMCell(I, H), Own(I, H)]), torch.randn(B, I)
     ecornn.torch.replace(model)
     model[0](x)[0].sum().backward()
-    if how == "torch.save":
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        made = torch.load(file, weights_only=False)
-    else:
-        made = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    made = copied(model, how)
     for one, other in zip(made, model, strict=True):
         assert type(one) is type(other) and one.weight_hh is not other.weight_hh
         with torch.no_grad():

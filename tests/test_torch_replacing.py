@@ -64,17 +64,23 @@ def test_a_layer_is_what_it_was(name: str):
     assert type(model.layer) is getattr(ecornn.torch, name)
 
 
+def copied(model: Any, how: str) -> Any:
+    """A copy of a model, by one of the ways there are."""
+    if how == "deepcopy":
+        return copy.deepcopy(model)
+    if how == "pickle":
+        return pickle.loads(pickle.dumps(model))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
 @pytest.mark.parametrize("how", ["pickle", "torch.save", "deepcopy"])
 @pytest.mark.parametrize("layer", [lambda: Own(I, H, note="kept"), lambda: torch.nn.GRU(I, H)], ids=["own", "GRU"])
 def test_copies(layer: Any, how: str):
     model, x = compiled(layer()), torch.randn(T, B, I)
-    if how == "torch.save":
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        made = torch.load(file, weights_only=False)
-    else:
-        made = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    made = copied(model, how)
     assert type(made.layer) is type(model.layer) and made.layer.weight_hh_l0 is not model.layer.weight_hh_l0
     assert getattr(made.layer, "note", "kept") == "kept"
     with torch.no_grad():

@@ -23,21 +23,10 @@ from ecornn.runtime.loader import Module
 from ecornn.torch.kind import text_of
 
 FORWARD, BACKWARD = 1e-5, 2e-5  # relative, of float32 against float64
-pytestmark = pytest.mark.filterwarnings(  # PyTorch's, the last one of torch.compile where a graph breaks
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
+    # PyTorch's, the last one of torch.compile where a graph breaks
     "ignore:LSTM with projections", "ignore:There is a performance drop", "ignore:The .grad attribute of a Tensor that",
-    "ignore:.torch.jit.script")
-
-
-@pytest.fixture(autouse=True)
-def _seeded(monkeypatch: pytest.MonkeyPatch):
-    """Nothing here may fall back to PyTorch's own layers. One thread: on a busy machine those of a team wait for each
-    other, and 500 steps take minutes."""
-    torch.manual_seed(0)
-    monkeypatch.setenv("ECORNN_STRICT", "1")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    "ignore:.torch.jit.script")]
 
 
 def leaves(value: Any) -> list[torch.Tensor]:
