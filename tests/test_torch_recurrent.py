@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 from test_torch_layers import B, H, I, T, error
-from test_torch_training import BACKWARD, FORWARD, _seeded, check, given, with_seed  # noqa: F401
+from test_torch_training import BACKWARD, FORWARD, check, given, with_seed
 
 import ecornn
 import ecornn.torch
 from ecornn.errors import ArgumentError, FallbackError
 from ecornn.torch.cell_names import cell_of, name_of
 from ecornn.torch.kind import kind_of, text_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Smoothed(ecornn.Cell):
