@@ -55,15 +55,15 @@ def rows_of(path: Path) -> list[dict]:
 
 @pytest.mark.slow
 def test_the_ablation(on_cpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    """All cells; what no schedule serves is said; a second run measures nothing."""
+    """Two cells; what no schedule serves is said; a second run measures nothing."""
     made = {"fused_step": ("cpu_sequence", ()), "layout": ("cpu_sequence", ()), "persistent": ("persistent", ())}
     monkeypatch.setattr(compare_ablation, "SCHEDULES", made)
     monkeypatch.setattr(compare_ablation, "CASES", [compare_ablation.Case("EcoRNN", cell, 5, 3, 8, "float32")
-                                                    for cell in ("lstm", "gru", "rnn_tanh")])
+                                                    for cell in ("lstm", "gru")])
     path = tmp_path / "ablation.jsonl"
     assert run(monkeypatch, compare_ablation, "--output", path) == 0
     rows = rows_of(path)
-    assert {r["cell"] for r in rows} == {"lstm", "gru", "rnn_tanh"}
+    assert {r["cell"] for r in rows} == {"lstm", "gru"}
     for row in rows:
         assert row["sides"] == ["per_gate", "per_cell", "fused_step", "layout", "cudnn"]
         assert max(row["errors"].values()) < 1e-6
@@ -79,7 +79,7 @@ def test_the_ablation(on_cpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.setattr(sys, "argv", ["compare_ablation.py", "--output", str(path), "--report"])
     compare_ablation.main()
     assert path.with_suffix(".md").read_text() == text
-    assert f"3 cases are in {path} already" in capsys.readouterr().out and len(rows_of(path)) == 3
+    assert f"2 cases are in {path} already" in capsys.readouterr().out and len(rows_of(path)) == 2
 
 
 @pytest.mark.slow
@@ -125,13 +125,12 @@ def test_the_faster_persistent_schedule_stands_for_both():
 def test_variants(on_cpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Heads are weights; a name that is no option is said to be none, and costs the others nothing."""
     monkeypatch.setattr(compare_variants, "CASES", [compare_variants.Case(p, v, 16, "float32") for p, v in (
-        ("lstm", "lstm(no_option)"), ("lstm", "lstm(peepholes)"), ("lstm", "heads"), ("lstm", "slstm"),
-        ("rnn_relu", "indrnn"))])
+        ("lstm", "lstm(no_option)"), ("lstm", "lstm(peepholes)"), ("lstm", "heads"))])
     path = tmp_path / "variants.jsonl"
     assert run(monkeypatch, compare_variants, "--output", path) == 0
     rows = {r["variant"]: r for r in rows_of(path)}
     assert "expected an option of lstm" in rows.pop("lstm(no_option)")["failed"]
-    assert len(rows) == 4
+    assert len(rows) == 2
     for row in rows.values():
         assert row["variant_ratio"] == row["variant_us"] / row["plain_us"] and row["errors"]["variant"] < 1e-5
     assert rows["heads"]["errors"]["variant"] != rows["heads"]["errors"]["plain"], "other weights"
@@ -170,15 +169,14 @@ def grid_of(path: Path, *entries: tuple[str, str, str, dict]) -> None:
 def test_reasons(on_cpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     """Stages of real kernels add up, in every row; rows that are not begun in time are, when asked again."""
     grid, path = tmp_path / "grid.jsonl", tmp_path / "reasons.jsonl"
-    grid_of(grid, *(("lstm", d, "cpu_sequence", {}) for d in ("float32", "tf32")),
-            ("gru", "float32", "cpu_sequence", {}), ("rnn_tanh", "float32", "cpu_sequence", {}))
+    grid_of(grid, *(("lstm", d, "cpu_sequence", {}) for d in ("float32", "tf32")), ("gru", "float32", "cpu_sequence", {}))
     assert run(monkeypatch, why_above_floor, grid, "--output", path, "--seconds", 0) == 0
-    assert "4 were not begun within --seconds" in capsys.readouterr().out and not rows_of(path)
-    assert path.with_suffix(".md").read_text().count("\n- ") == 4, "what is missing is named"
+    assert "3 were not begun within --seconds" in capsys.readouterr().out and not rows_of(path)
+    assert path.with_suffix(".md").read_text().count("\n- ") == 3, "what is missing is named"
     assert run(monkeypatch, why_above_floor, grid, "--output", path) == 0
     rows = rows_of(path)
     assert [r["name"] for r in rows] == [f"{c} 5x3x8x8 {d}" for c, d in (
-        ("lstm", "float32"), ("lstm", "tf32"), ("gru", "float32"), ("rnn_tanh", "float32"))], "the furthest first"
+        ("lstm", "float32"), ("lstm", "tf32"), ("gru", "float32"))], "the furthest first"
     for row in rows:
         assert row["sides"] == ["whole", "bare", "recurrence"] and max(row["errors"].values()) < 1e-5
         assert sum(row["stages"].values()) == pytest.approx(row["whole_us"])

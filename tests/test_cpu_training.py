@@ -31,7 +31,8 @@ def test_gradients_of_other_cells(group: int, tmp_path: Path, monkeypatch: pytes
         compare(layer, layer.arguments(5, 3))
 
 
-@pytest.mark.parametrize("name", ("lstm(peepholes)", "gru(layer_norm)", "bias"))
+@pytest.mark.parametrize("name", [*(pytest.param(n, marks=pytest.mark.exhaustive)
+                                   for n in ("lstm(peepholes)", "gru(layer_norm)")), "bias"])
 def test_both_ways(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Also a cell whose adjoint is not rotated where sequences begin anew, since a parameter is added to the state."""
     monkeypatch.setattr(training, "CHUNK_ROWS", 6)
@@ -44,8 +45,9 @@ def test_both_ways(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         compare(layer, layer.arguments(5, 3))
 
 
-@pytest.mark.parametrize("size", [(1, 1, 1, 1), (5, 7, 2, 3), (16, 48, 5, 9), (33, 101, 3, 6), (70, 20, 17, 40)],
-                         ids=str)
+@pytest.mark.parametrize("size", [
+    (1, 1, 1, 1), (5, 7, 2, 3), (33, 101, 3, 6),
+    *(pytest.param(size, marks=pytest.mark.exhaustive) for size in ((16, 48, 5, 9), (70, 20, 17, 40)))], ids=str)
 def test_tails(size: tuple[int, int, int, int], tmp_path: Path):
     input, hidden, batch, steps = size
     kinds = (("lstm", "float32"), ("gru", "float32"), ("rnn_tanh", "float32"), ("gru", "float64"))
