@@ -2,6 +2,7 @@
 #pragma once
 #include <tvm/ffi/c_api.h>
 
+#include <alloca.h>
 #include <pthread.h>
 #include <sys/resource.h>
 
@@ -56,7 +57,7 @@ struct Place {
 inline thread_local Place current{};
 
 inline void Round::Work(int index, int size) {
-  TVMFFIAny args[kScalars + kMostPointers];
+  auto* args = static_cast<TVMFFIAny*>(alloca(sizeof(TVMFFIAny) * count_));
   std::copy(args_, args_ + count_, args);
   args[0].v_int64 = index;
   args[1].v_int64 = size;

@@ -1,27 +1,14 @@
-// Runs sequences on threads, one after the other. program.h, generated beside this file, lists for each entry the
-// workers (packed functions by TVM's LLVM code generator) and the pointers that each is given.
+// Runs sequences on threads, one after the other. program.cc, generated for each module, lists for each entry the
+// workers and the pointers that each is given.
 
-#include <tvm/ffi/c_api.h>
+#include "host_cpu.h"
+
+#include <alloca.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <exception>
-#include <iterator>
-
-#define ECORNN_EXPORT extern "C" __attribute__((visibility("default")))
-#define ECORNN_DECLARE(name) \
-  extern "C" int name(void* self, const TVMFFIAny* args, int32_t count, TVMFFIAny* result);
-
-struct Call {
-  int (*worker)(void*, const TVMFFIAny*, int32_t, TVMFFIAny*);
-  const int* pointers;  // numbers among those of the entry
-  int count;
-  int most;     // threads; 0: any number
-  double work;  // multiply-adds of a row in a step, about; 0: nobody knows
-};
-
-#include "program.h"
 
 #include "cpu_pack.h"
 #include "cpu_team.h"
@@ -105,40 +92,6 @@ ECORNN_EXPORT int __tvm_ffi_share(void*, const TVMFFIAny* args, int32_t count, T
   return 0;
 }
 
-// name(T, B, device, threads, *pointers) -> None, of an entry that takes so many pointers.
-static int Enter(const char* name, const Call* calls, size_t length, int pointers, const TVMFFIAny* args,
-                 int32_t count, TVMFFIAny* result) {
-  auto refuse = [name](const char* kind, const char* reason) {
-    char message[160];
-    snprintf(message, sizeof message, "%s(T, B, device, threads, *pointers) %s", name, reason);
-    return Fail(kind, message);
-  };
-  if (count != 4 + pointers) return refuse("TypeError", "got another number of arguments");
-  for (int i = 0; i < count; ++i) {
-    bool pointer = i >= 4 && args[i].type_index == kTVMFFIOpaquePtr;
-    if (args[i].type_index != kTVMFFIInt && !pointer) return refuse("TypeError", "takes integers");
-  }
-  int64_t steps = args[0].v_int64, batch = args[1].v_int64, threads = args[3].v_int64;
-  if (steps < 1 || steps > INT32_MAX || batch < 1 || batch > INT32_MAX) {
-    return refuse("ValueError", "got a T or B that is not positive");
-  }
-  if (threads < 1 || threads > kMaxThreads) return refuse("ValueError", "takes 1 to 1024 threads");
-  TVMFFIAny shared[kScalars + kMostPointers] = {Integer(0), Integer(0), Integer(steps), Integer(batch)};
-  const ecornn::Running running;
-  for (const Call* call = calls; call != calls + length; ++call) {
-    for (int i = 0; i < call->count; ++i) shared[kScalars + i] = Pointer(args[4 + call->pointers[i]].v_ptr);
-    const double paying = call->work * static_cast<double>(steps) * static_cast<double>(batch) / kLeastWork;
-    int size = running.Share(static_cast<int>(threads));
-    if (call->most > 0) size = std::min(size, call->most);
-    if (call->work > 0 && paying < size) size = std::max(1, static_cast<int>(paying));
-    if (size > 1) size = ecornn::crowding.Limit(size);
-    const int code = RunWorker(call->worker, shared, kScalars + call->count, size);
-    if (code != 0) return code;
-  }
-  ReturnNone(result);
-  return 0;
-}
-
 // pack(jobs, count, threads) -> None: `jobs` points to `count` of PackJob, of float32.
 ECORNN_EXPORT int __tvm_ffi_pack(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {
   if (count != 3) return Fail("TypeError", "pack(jobs, count, threads) got another number of arguments");
@@ -154,8 +107,40 @@ ECORNN_EXPORT int __tvm_ffi_pack(void*, const TVMFFIAny* args, int32_t count, TV
   return RunWorker(ecornn::PackWorker, shared, kScalars + 1, size);
 }
 
-#define ECORNN_ENTRY(name, pointers)                                                                             \
-  ECORNN_EXPORT int __tvm_ffi_##name(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {           \
-    return Enter(#name, name##_calls, std::size(name##_calls), pointers, args, count, result);                   \
+int ecornn::Enter(const Entry& entry, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {
+  auto refuse = [name = entry.name](const char* kind, const char* reason) {
+    char message[160];
+    snprintf(message, sizeof message, "%s(T, B, device, threads, *pointers) %s", name, reason);
+    return Fail(kind, message);
+  };
+  if (count != 4 + entry.pointers) return refuse("TypeError", "got another number of arguments");
+  for (int i = 0; i < count; ++i) {
+    bool pointer = i >= 4 && args[i].type_index == kTVMFFIOpaquePtr;
+    if (args[i].type_index != kTVMFFIInt && !pointer) return refuse("TypeError", "takes integers");
   }
-ECORNN_ENTRIES(ECORNN_ENTRY)
+  int64_t steps = args[0].v_int64, batch = args[1].v_int64, threads = args[3].v_int64;
+  if (steps < 1 || steps > INT32_MAX || batch < 1 || batch > INT32_MAX) {
+    return refuse("ValueError", "got a T or B that is not positive");
+  }
+  if (threads < 1 || threads > kMaxThreads) return refuse("ValueError", "takes 1 to 1024 threads");
+  const Call* const end = entry.calls + entry.length;
+  int most = 0;
+  for (const Call* call = entry.calls; call != end; ++call) most = std::max(most, call->count);
+  auto* shared = static_cast<TVMFFIAny*>(alloca(sizeof(TVMFFIAny) * (kScalars + most)));
+  shared[0] = shared[1] = Integer(0);
+  shared[2] = Integer(steps);
+  shared[3] = Integer(batch);
+  const ecornn::Running running;
+  for (const Call* call = entry.calls; call != end; ++call) {
+    for (int i = 0; i < call->count; ++i) shared[kScalars + i] = Pointer(args[4 + call->pointers[i]].v_ptr);
+    const double paying = call->work * static_cast<double>(steps) * static_cast<double>(batch) / kLeastWork;
+    int size = running.Share(static_cast<int>(threads));
+    if (call->most > 0) size = std::min(size, call->most);
+    if (call->work > 0 && paying < size) size = std::max(1, static_cast<int>(paying));
+    if (size > 1) size = ecornn::crowding.Limit(size);
+    const int code = RunWorker(call->worker, shared, kScalars + call->count, size);
+    if (code != 0) return code;
+  }
+  ReturnNone(result);
+  return 0;
+}

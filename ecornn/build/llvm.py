@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tvm.runtime import Module
     from tvm.tirx import PrimFunc
 
-FILES = ("cpu_openmp.h", "cpu_pack.h", "cpu_team.h", "cpu_waiting.h")  # the same for all programs, as is host_cpu.cc
+HEADERS = ("cpu_openmp.h", "cpu_pack.h", "cpu_team.h", "cpu_waiting.h", "host_cpu.h")
 SCALARS = 4  # thread, threads, T, B come before the pointers
 ROOM = 16 << 20  # bytes for an object file, many times as many as one has
 
@@ -38,9 +38,9 @@ def generate(program: Program, device: Device) -> Generated:
                              f"{[type(c).__name__ for c in entry.calls]}")
     module = _module(program.functions, device)
     folder = resources.files("ecornn.build")
-    host = {name: (folder / name).read_text() for name in (*FILES, "host_cpu.cc")}
+    host = {name: (folder / name).read_text() for name in (*HEADERS, "host_cpu.cc")}  # the same for all programs
     return Generated(
-        sources={"program.h": tables(program), **host}, objects={"worker.o": _object(module)},
+        sources={"program.cc": tables(program), **host}, objects={"worker.o": _object(module)},
         emitted=Texts(tir=lambda: "\n".join(f.script() for f in program.functions.values()),
                       asm=lambda: str(module.inspect_source("asm"))))
 
@@ -58,12 +58,11 @@ def _object(module: Module) -> bytes:
 
 
 def tables(program: Program) -> str:
-    """``program.h``: for each entry the workers in the order of its calls, and which of its pointers each is given.
+    """``program.cc``: for each entry the workers in the order of its calls, and which of its pointers each is given.
 
     Raises :class:`BuildError` where a call names an unknown function, or a buffer that its entry does not take.
     """
-    lines = [f"ECORNN_DECLARE(__tvm_ffi_{name})" for name in program.functions]
-    entries, most = [], 1
+    lines = ['#include "host_cpu.h"', "", *(f"ECORNN_WORKER(__tvm_ffi_{name})" for name in program.functions), ""]
     for name, entry in program.entries.items():
         place, rows = {buffer: i for i, buffer in enumerate(entry.takes)}, []
         for number, call in enumerate(entry.calls):
@@ -75,16 +74,13 @@ def tables(program: Program) -> str:
             if strangers := [n for n in given if n not in place]:
                 raise BuildError(f"function {call.function!r}: the program has no buffer {', '.join(strangers)} that "
                                  f"entry {name!r} takes")
-            most = max(most, len(given))
             numbers = ", ".join(str(place[n]) for n in given)
             lines.append(f"static const int {name}_pointers{number}[] = {{{numbers}}};")
             rows.append(f"    {{__tvm_ffi_{call.function}, {name}_pointers{number}, {len(given)}, {call.most}, "
                         f"{call.work}}},")
-        lines += [f"static const Call {name}_calls[] = {{", *rows, "};"]
-        entries.append(f"entry({name}, {len(entry.takes)})")
-    return "\n".join([*lines,
-                      f"constexpr int kMostPointers = {most};  // that a worker is given; some of them may be the same",
-                      f"#define ECORNN_ENTRIES(entry) {' '.join(entries)}", ""])
+        lines += [f"static const ecornn::Call {name}_calls[] = {{", *rows, "};",
+                  f"ECORNN_ENTRY({name}, {len(entry.takes)})", ""]
+    return "\n".join(lines)
 
 
 def _module(functions: Mapping[str, PrimFunc], device: Device) -> Module:
