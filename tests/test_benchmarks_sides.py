@@ -169,7 +169,8 @@ def grid_of(path: Path, *entries: tuple[str, str, str, dict]) -> None:
 def test_reasons(on_cpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     """Stages of real kernels add up, in every row; rows that are not begun in time are, when asked again."""
     grid, path = tmp_path / "grid.jsonl", tmp_path / "reasons.jsonl"
-    grid_of(grid, *(("lstm", d, "cpu_sequence", {}) for d in ("float32", "tf32")), ("gru", "float32", "cpu_sequence", {}))
+    grid_of(grid, *((cell, dtype, "cpu_sequence", {}) for cell, dtype in (
+        ("lstm", "float32"), ("lstm", "tf32"), ("gru", "float32"))))
     assert run(monkeypatch, why_above_floor, grid, "--output", path, "--seconds", 0) == 0
     assert "3 were not begun within --seconds" in capsys.readouterr().out and not rows_of(path)
     assert path.with_suffix(".md").read_text().count("\n- ") == 3, "what is missing is named"

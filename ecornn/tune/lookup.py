@@ -84,12 +84,14 @@ def find(task: Task, schedules: Sequence[Schedule], log: Log) -> Found:
     groups: dict[Distance, list[Line]] = {}
     ignored: dict[str, int] = {}
     for line in log.lines:
-        folders.setdefault(line.path.parent, len(folders))
         if isinstance(line.record, Trial):
             distance = how_far(line.record, task.workload, task.device)
-            if distance is not None and not possible(line.record, task):
+            if distance is None:
+                continue
+            folders.setdefault(line.path.parent, len(folders))
+            if not possible(line.record, task):
                 ignored[FANCIFUL] = ignored.get(FANCIFUL, 0) + 1
-            elif distance is not None:
+            else:
                 now = up_to_date(line.record, by_name.get(line.record.schedule), task)
                 groups.setdefault(distance, []).append(replace(line, record=now))
     for distance in sorted(groups):
@@ -144,7 +146,8 @@ def moved(config: Config, schedule: Schedule, of: Workload, task: Task) -> Confi
 def how_far(trial: Trial, workload: Workload, device: Device) -> Distance | None:
     """How far a trial is from a task, small is near; None: it has nothing to say about it."""
     of, on = trial.workload, trial.device
-    if on.kind != device.kind or sizes(of) != sizes(workload) or of.input < workload.input:
+    if (on.kind != device.kind or of.cell != workload.cell or of.hidden != workload.hidden  # most are told by these
+            or sizes(of) != sizes(workload) or of.input < workload.input):
         return None
     octaves = math.log2(of.batch / workload.batch)
     if abs(octaves) > math.log2(REACH):

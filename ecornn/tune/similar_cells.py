@@ -3,6 +3,7 @@ yet runs well as the built-in cell of the same products runs."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -28,12 +29,14 @@ def lent(task: Task, log: Log) -> tuple[str, Log] | None:
     """
     from ecornn.cells import BUILTIN, get
 
-    work, trials = task.workload, [line for line in log.lines if isinstance(line.record, Trial)]
+    work, trials = task.workload, defaultdict[str, list[Line]](list)
+    for line in log.lines:
+        if isinstance(line.record, Trial):
+            trials[line.record.workload.cell].append(line)
 
     def of(name: str) -> Iterator[Line]:
         named = structs.replace(work, cell=name)
-        return (line for line in trials if line.record.workload.cell == name  # type: ignore[union-attr]
-                and how_far(line.record, named, task.device))  # type: ignore[arg-type]
+        return (line for line in trials[name] if how_far(line.record, named, task.device))  # type: ignore[arg-type]
 
     if task.graph.statistics or task.graph.hoisted_statistics or any(
             proven(line.record) for line in of(work.cell)):  # type: ignore[arg-type]
