@@ -1,10 +1,12 @@
-"""Covering arrays: a few combinations of choices in which every pair of values occurs that can."""
+"""Covering arrays: a few combinations of choices in which every pair of values occurs that can; and half of all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import combinations
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import combinations, product
 from typing import Any
+
+import pytest
 
 Row = dict[str, Any]
 Pair = frozenset[tuple[str, Any]]
@@ -32,3 +34,11 @@ def pairwise(choices: Callable[[Row], Mapping[str, Sequence[Any]]], wanted: set[
         missing -= pairs_of(row)
         rows.append(row)
     return rows
+
+
+def halved(*axes: Iterable[Any]) -> list[Any]:
+    """Parameters of a test: every combination of these values, as squares of a chess board of which the dark ones are
+    exhaustive. Of three axes and more every pair of values stays, of two every value with half of the others."""
+    return [pytest.param(*(value for _, value in chosen), id="-".join(str(value) for _, value in chosen),
+                         marks=[pytest.mark.exhaustive] * (sum(number for number, _ in chosen) % 2))
+            for chosen in product(*map(enumerate, axes))]

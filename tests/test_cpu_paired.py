@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cpu_cells import Chain, Residual
 from cpu_sample import ALL_GATES, Sample, error, rows_that_fit
+from pairwise import halved
 from test_cpu import LIMIT, SIZES, compare
 
 import ecornn
@@ -36,8 +37,7 @@ def gates(cell: str) -> int:
     return {"lstm": 4, "slstm": 4, "gru": 3, "gru_reset_before": 3}.get(cell, 1)
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("cell", list(STEPS))
+@pytest.mark.parametrize(("cell", "size"), halved(list(STEPS), SIZES))
 def test_cells(cell, size, tmp_path):
     if cell == "indrnn":
         sample = Sample(tmp_path, cell, *size, project_rows=2, project_columns=1, project_pairs=3)

@@ -13,6 +13,7 @@ from cpu_cells import sigmoid as logistic
 from cpu_sample import rows_that_fit
 from hypothesis import given
 from hypothesis import strategies as st
+from pairwise import halved
 
 import ecornn
 from ecornn.cells import get
@@ -53,8 +54,7 @@ def called(cell, size, weights: dict[str, np.ndarray], kind: str, threads: int =
     return x, module.bind(weights, threads=threads)(x)
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(("cell", "size"), halved(CELLS, SIZES))
 def test_bfloat16_weights_round_nothing_else(cell, size):
     weights = random_layer(cell, *size[:2])
     x, (y, last) = called(cell, size, weights, "bfloat16")
@@ -68,9 +68,7 @@ def test_bfloat16_weights_round_nothing_else(cell, size):
 FIXED = {"int21": 2e-6, "int16": 6e-5}  # and the error of a layer, of which float32 has a part
 
 
-@pytest.mark.parametrize("kind", FIXED)
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(("cell", "size", "kind"), halved(CELLS, SIZES, FIXED))
 def test_fixed_point_weights_are_what_was_packed(cell, size, kind):
     weights = random_layer(cell, *size[:2])
     x, (y, last) = called(cell, size, weights, kind)
@@ -191,8 +189,7 @@ def int8_model(cell: str, x: np.ndarray, weights: dict[str, np.ndarray]) -> np.n
 
 
 @needs_vnni
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("cell", ["lstm", "gru", "rnn_tanh", "rnn_relu"])
+@pytest.mark.parametrize(("cell", "size"), halved(["lstm", "gru", "rnn_tanh", "rnn_relu"], SIZES))
 def test_int8_weights_are_those_of_the_model(cell, size):
     weights = random_layer(cell, *size[:2])
     x, (y, _) = called(cell, size, weights, "int8")
