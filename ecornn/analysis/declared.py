@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 
 from ecornn.analysis.lines import Lines
 from ecornn.analysis.source import Source
@@ -50,3 +51,16 @@ def shapes_of(cell: Source, input: int, hidden: int, lines: Lines) -> Shapes:
             raise CellError(f"cell {cell.name!r}: parameter {name!r} has shape {shape}; expected "
                             f"(G, H={hidden}) or (G, H={hidden}, K) with G >= 1 and K = I or H")
     return shapes
+
+
+def check_read(cell: Source, shapes: Shapes, read: Container[tuple[str, int]], lines: Lines) -> None:
+    """Raises :class:`CellError` where the step does not read a parameter, or a gate of one; ``read``: (parameter, gate)
+    that it does. ``Cell.unread`` are exempt."""
+    for name, (count, *_) in shapes.items():
+        missing = [gate for gate in range(count) if (name, gate) not in read]
+        if missing and name not in cell.unread:
+            gates = f"gate{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of "
+            error = CellError(
+                f"cell {cell.name!r}: step() does not read {gates * (len(missing) < count)}parameter {name!r}, of shape "
+                f"{shapes[name]}; a parameter that is passed all the same is named in the cell's attribute unread")
+            raise lines.declared(error, type(cell).parameters, name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ecornn.analysis.declared import check_names, shapes_of
+from ecornn.analysis.declared import check_names, check_read, shapes_of
 from ecornn.analysis.lines import Lines
 from ecornn.analysis.operators import operator_of
 from ecornn.analysis.scalar import children, is_constant, rebuild, terms, transform, variables
@@ -127,6 +127,7 @@ class _Walk:
                             "only te.compute is supported")
         key = (op, tensor.value_index, tuple(str(i) for i in indices))
         if key not in self.values:
+            self.within(tensor, indices)
             where = {axis.var: i for axis, i in zip(op.axis, indices, strict=True)}
             body = op.body[tensor.value_index]
             try:
@@ -140,6 +141,16 @@ class _Walk:
             except CellError as error:
                 raise self.lines.located(error, op) from error.__cause__
         return self.values[key]
+
+    def within(self, tensor: Tensor, indices: list[Expr]) -> None:
+        """That a tensor has a value wherever it is read, and H of them where it is read at [.., j]."""
+        for extent, e in zip(map(int, tensor.shape), indices, strict=True):
+            if self.same(e, self.j) and extent != self.hidden:
+                raise CellError(f"cell {self.cell.name!r}: {tensor.op.name} has {extent} values a row; what is read for "
+                                f"each hidden unit, or multiplied and not x itself, has H, here {self.hidden}")
+            if type(e).__name__ == "IntImm" and not 0 <= int(e) < extent:
+                raise CellError(f"cell {self.cell.name!r}: there is no {tensor.op.name}[{', '.join(map(str, indices))}]; "
+                                f"its shape is {tuple(map(int, tensor.shape))}")
 
     def check(self, name: str, value: Expr) -> None:
         """That a pointwise value is a float32 or a condition, of operators that there are and of no index."""
@@ -322,6 +333,8 @@ class _Walk:
             if is_constant(value):
                 raise CellError(f"cell {self.cell.name!r}: new state {name!r} is a constant")
             results[name] = value
+        check_read(self.cell, self.shapes, {(v.parameter, v.gate) for v in self.vectors}
+                   | {p.term.source for _, p in self.products}, self.lines)
         states = {n: self.leaf(("state", n), n, STATE) for n in self.cell.states}
         at = lambda level: tuple(a for lv, a in self.assigns if lv == level)  # noqa: E731
         last = max((lv for lv in self.level.values()), default=0)

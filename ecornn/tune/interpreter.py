@@ -36,9 +36,11 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "exp": np.exp, "tanh": np.tanh, "sigmoid": lambda z: 0.5 * (1.0 + np.tanh(0.5 * z)),
     "log": np.log, "log2": np.log2, "log1p": np.log1p, "exp2": np.exp2, "sqrt": np.sqrt,
     "rsqrt": lambda z: 1.0 / np.sqrt(z), "fabs": np.abs, "pow": np.power, "erf": _erf,
-    "sin": np.sin, "cos": np.cos, "tan": np.tan, "atan": np.arctan, "sinh": np.sinh,
-    "cosh": np.cosh, "floor": np.floor, "ceil": np.ceil, "trunc": np.trunc, "round": np.round,
-    "if_then_else": np.where}
+    "exp10": lambda z: np.power(10.0, z), "log10": np.log10,
+    "sin": np.sin, "cos": np.cos, "tan": np.tan, "asin": np.arcsin, "acos": np.arccos, "atan": np.arctan,
+    "atan2": np.arctan2, "sinh": np.sinh, "cosh": np.cosh, "asinh": np.arcsinh, "acosh": np.arccosh,
+    "atanh": np.arctanh, "floor": np.floor, "ceil": np.ceil, "trunc": np.trunc, "round": np.round,
+    "nearbyint": np.round, "if_then_else": np.where}
 
 
 def interpret(cell: Cell, x: Any, parameters: Mapping[str, Any],

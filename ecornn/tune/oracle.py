@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ecornn.analysis.lines import Lines
 from ecornn.cells import Cell
+from ecornn.errors import CellError
 from ecornn.numpy_reference import NORMALIZED
 from ecornn.numpy_reference import STEPS as REFERENCES
 from ecornn.tune.tolerance import INTEGERS
@@ -47,7 +49,7 @@ class Inputs:
 
 def draw(cell: Cell, work: Workload, rng: np.random.Generator) -> Inputs:
     """Random inputs of ``STEPS`` steps."""
-    bound, kind = 1.0 / np.sqrt(work.hidden), work.weights or work.dtype
+    kind = work.weights or work.dtype
     kind = work.dtype if kind in INTEGERS else kind
     x = rounded(rng.uniform(-1, 1, (STEPS, work.batch, work.input)), work.dtype)
     states = [rounded(rng.uniform(-1, 1, (work.batch, work.hidden)), work.dtype) for _ in cell.states]
@@ -55,9 +57,23 @@ def draw(cell: Cell, work: Workload, rng: np.random.Generator) -> Inputs:
               for name, state in zip(cell.states, states, strict=True)]
     shaped, flat = {}, {}
     for name, shape in cell.parameters(work.input, work.hidden).items():
-        shaped[name] = rounded(rng.uniform(-bound, bound, shape), kind)
+        shaped[name] = rounded(sampled(cell, name, tuple(shape), rng), kind)
         flat[cell.parameter_name(name)] = shaped[name].reshape(-1, *shape[2:])
     return Inputs(x, states, shaped, flat)
+
+
+def sampled(cell: Cell, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+    """What the cell's ``sample`` says. Raises :class:`~ecornn.errors.CellError` where that are not finite numbers of
+    the parameter's shape."""
+    try:
+        values = np.asarray(cell.sample(name, shape, rng), np.float64)
+    except Exception as error:  # the user's own code raises what it likes
+        raise Lines().failed(cell.name, error, f"sample({name!r}, {shape}, rng)") from error
+    if values.shape != shape or not np.isfinite(values).all():
+        found = "of which some are not finite" if values.shape == shape else f"of shape {values.shape}"
+        raise Lines().declared(CellError(f"cell {cell.name!r}: sample({name!r}, {shape}, rng) returned values {found}; "
+                                         f"expected finite ones of shape {shape}"), type(cell).sample, name)
+    return values
 
 
 def write(path: Path, cell: Cell, work: Workload, seed: int) -> None:
