@@ -59,8 +59,8 @@ def check_read(cell: Source, shapes: Shapes, read: Container[tuple[str, int]], l
     for name, (count, *_) in shapes.items():
         missing = [gate for gate in range(count) if (name, gate) not in read]
         if missing and name not in cell.unread:
-            gates = f"gate{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of "
+            gates = f"gate{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of " * (len(missing) < count)
             error = CellError(
-                f"cell {cell.name!r}: step() does not read {gates * (len(missing) < count)}parameter {name!r}, of shape "
+                f"cell {cell.name!r}: step() does not read {gates}parameter {name!r}, of shape "
                 f"{shapes[name]}; a parameter that is passed all the same is named in the cell's attribute unread")
             raise lines.declared(error, type(cell).parameters, name)

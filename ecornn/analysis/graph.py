@@ -146,10 +146,11 @@ class _Walk:
         """That a tensor has a value wherever it is read, and H of them where it is read at [.., j]."""
         for extent, e in zip(map(int, tensor.shape), indices, strict=True):
             if self.same(e, self.j) and extent != self.hidden:
-                raise CellError(f"cell {self.cell.name!r}: {tensor.op.name} has {extent} values a row; what is read for "
-                                f"each hidden unit, or multiplied and not x itself, has H, here {self.hidden}")
+                raise CellError(f"cell {self.cell.name!r}: {tensor.op.name} has {extent} values a row; what is read "
+                                f"for each hidden unit, or multiplied and not x itself, has H, here {self.hidden}")
             if type(e).__name__ == "IntImm" and not 0 <= int(e) < extent:
-                raise CellError(f"cell {self.cell.name!r}: there is no {tensor.op.name}[{', '.join(map(str, indices))}]; "
+                at = ", ".join(map(str, indices))
+                raise CellError(f"cell {self.cell.name!r}: there is no {tensor.op.name}[{at}]; "
                                 f"its shape is {tuple(map(int, tensor.shape))}")
 
     def check(self, name: str, value: Expr) -> None:

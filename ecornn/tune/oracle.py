@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ecornn.analysis.lines import Lines
 from ecornn.cells import Cell
 from ecornn.errors import CellError
 from ecornn.numpy_reference import NORMALIZED
@@ -65,15 +64,26 @@ def draw(cell: Cell, work: Workload, rng: np.random.Generator) -> Inputs:
 def sampled(cell: Cell, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
     """What the cell's ``sample`` says. Raises :class:`~ecornn.errors.CellError` where that are not finite numbers of
     the parameter's shape."""
+    fault = ""
     try:
         values = np.asarray(cell.sample(name, shape, rng), np.float64)
     except Exception as error:  # the user's own code raises what it likes
-        raise Lines().failed(cell.name, error, f"sample({name!r}, {shape}, rng)") from error
-    if values.shape != shape or not np.isfinite(values).all():
-        found = "of which some are not finite" if values.shape == shape else f"of shape {values.shape}"
-        raise Lines().declared(CellError(f"cell {cell.name!r}: sample({name!r}, {shape}, rng) returned values {found}; "
-                                         f"expected finite ones of shape {shape}"), type(cell).sample, name)
+        raise _of_sample(cell, f"sample({name!r}, {shape}, rng) failed: {type(error).__name__}: {error}") from error
+    if values.shape != shape:
+        fault = f"of shape {values.shape}"
+    elif not np.isfinite(values).all():
+        fault = "of which some are not finite"
+    if fault:
+        raise _of_sample(cell, f"sample({name!r}, {shape}, rng) returned values {fault}; expected finite ones of shape "
+                         f"{shape}")
     return values
+
+
+def _of_sample(cell: Cell, words: str) -> CellError:
+    """An error with the line at which the cell's ``sample`` begins."""
+    code = type(cell).sample.__code__
+    at = code.co_filename, code.co_firstlineno
+    return CellError(f"cell {cell.name!r}: {words}\n  {at[0]}:{at[1]}", at)
 
 
 def write(path: Path, cell: Cell, work: Workload, seed: int) -> None:
