@@ -28,6 +28,13 @@ def check_names(cell: Source) -> None:
             raise CellError(f"cell {cell.name!r}: state {state!r}: the name of a state {ALLOWED}")
     if len(set(states)) != len(states):
         raise CellError(f"cell {cell.name!r}: states {states} are not all different")
+    if not isinstance(cell.inputs, (tuple, list)):
+        raise CellError(f"cell {cell.name!r}: inputs is {cell.inputs!r}; expected a tuple of names, such as ('dt',)")
+    for name in cell.inputs:
+        if not isinstance(name, str) or not re.fullmatch(NAME, name):
+            raise CellError(f"cell {cell.name!r}: input {name!r}: the name of an input {ALLOWED}")
+    if len({"x", *cell.inputs, *states}) != 1 + len(cell.inputs) + len(states):
+        raise CellError(f"cell {cell.name!r}: x, inputs {cell.inputs} and states {states} are not all different")
 
 
 def shapes_of(cell: Source, input: int, hidden: int, lines: Lines) -> Shapes:
@@ -46,6 +53,8 @@ def shapes_of(cell: Source, input: int, hidden: int, lines: Lines) -> Shapes:
     for name, shape in shapes.items():
         if not isinstance(name, str) or not name:
             raise CellError(f"cell {cell.name!r}: parameter {name!r}: a name is a string")
+        if name in cell.inputs:
+            raise CellError(f"cell {cell.name!r}: parameter {name!r} has the name of an input")
         if len(shape) not in (2, 3) or shape[0] < 1 or shape[1] != hidden or (
                 len(shape) == 3 and shape[2] not in (input, hidden)):
             raise CellError(f"cell {cell.name!r}: parameter {name!r} has shape {shape}; expected "

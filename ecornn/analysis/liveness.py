@@ -38,6 +38,7 @@ def levels(graph: StepGraph) -> dict[Var, int]:
     found.update((v, 0) for v in graph.states.values())
     if graph.x is not None:
         found[graph.x] = -2
+    found.update((v, -2) for v in graph.inputs.values())
     found.update((v, -1) for s in graph.hoisted_statistics for v in s.made)
     parts: list[tuple[int, tuple[Product, ...], tuple[Assign, ...]]] = [
         (-3, (), graph.invariants), (-2, graph.hoisted_products, graph.hoisted), (-1, (), graph.normalized),

@@ -55,7 +55,7 @@ def draw(cell: Cell, work: Workload, rng: np.random.Generator) -> Inputs:
     states = [abs(state) if name in cell.nonnegative else state
               for name, state in zip(cell.states, states, strict=True)]
     shaped, flat = {}, {}
-    for name, shape in cell.parameters(work.input, work.hidden).items():
+    for name, shape in cell.parameters(cell.own_input(work.input, work.hidden), work.hidden).items():
         shaped[name] = rounded(sampled(cell, name, tuple(shape), rng), kind)
         flat[cell.parameter_name(name)] = shaped[name].reshape(-1, *shape[2:])
     return Inputs(x, states, shaped, flat)
