@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from msgspec import structs
+
 from ecornn.cells import Cell
 from ecornn.cells.naming import load_cell
 from ecornn.errors import ArgumentError
@@ -60,8 +62,14 @@ class LayerSpec:
         input = self.hidden if self.input is None else self.input
         weights = None if self.weights == self.dtype else self.weights
         precision = None if self.precision == "exact" else self.precision
-        return Workload(self.loaded.identity(), self.hidden, input, self.batch, self.seq, self.dtype, weights,
-                        precision)
+        whole = Workload(self.loaded.identity(), self.hidden, input, self.batch, self.seq, self.dtype, weights,
+                         precision)
+        if not self.loaded.inputs:
+            return whole
+        if self.layers != 1:
+            raise ArgumentError("layers", self.layers, f"1: cell {self.loaded.name!r} has inputs beside x, which are "
+                                "of one layer")
+        return structs.replace(whole, input=self.loaded.row_width(input, self.hidden))
 
     @cached_property
     def stack(self) -> Stack:

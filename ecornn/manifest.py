@@ -30,7 +30,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``entries`` has for each function of the module the names of the buffers whose pointers it takes, in order.
     ``workload`` has the input size of the first layer. Where the parts of a stack have schedules or
     knobs of their own, ``schedule`` names each once, and ``config`` is of the first part. ``together`` is the
-    program's; modules from before it have 1.
+    program's; modules from before it have 1. ``inputs``, unset where there are none, are names of sequences beside x,
+    of which rows of x have H values each behind the I of x, in this order: the workload's input size counts all.
     """
 
     workload: Workload
@@ -48,6 +49,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stack: Stack = SINGLE
     overlap: Overlap = SERIAL
     together: int = 1
+    inputs: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def own_input(self) -> int:
+        """The I of x itself."""
+        return self.workload.input - len(self.inputs or ()) * self.workload.hidden
 
 
 class _Said(msgspec.Struct):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
+import msgspec
+
 from ecornn.cells import Cell
 from ecornn.compose import parameter_prefix
 from ecornn.device import Device
@@ -64,7 +66,8 @@ def make_manifest(cell: Cell, task: Task, schedule: Schedule, config: Config, pr
     parameters = []
     for part in stack.parts(task.workload):
         prefix = parameter_prefix(stack, part)
-        for key, (gates, *rest) in cell.parameters(part.workload.input, part.workload.hidden).items():
+        own = cell.own_input(part.workload.input, part.workload.hidden)
+        for key, (gates, *rest) in cell.parameters(own, part.workload.hidden).items():
             shape = (gates * rest[0], *rest[1:])  # as PyTorch stores it: gates folded into the first axis
             name = cell.parameter_name(key, part.layer, part.second)
             parameters.append(Parameter(name, prefix + key, shape, gates))
@@ -73,7 +76,7 @@ def make_manifest(cell: Cell, task: Task, schedule: Schedule, config: Config, pr
         provenance=provenance, states=tuple(task.graph.states), output=task.graph.output,
         parameters=tuple(parameters), buffers=program.buffers,
         entries={name: entry.takes for name, entry in program.entries.items()}, versions=versions(), stack=stack,
-        overlap=overlap, together=program.together or task.workload.batch)
+        overlap=overlap, together=program.together or task.workload.batch, inputs=tuple(cell.inputs) or msgspec.UNSET)
 
 
 def versions() -> dict[str, str]:

@@ -47,6 +47,11 @@ class Task:
     device: Device
     traversal: Traversal = ALONE
 
+    @property
+    def own_input(self) -> int:
+        """The I of x itself; rows of x have the workload's, which counts the cell's inputs, too."""
+        return self.graph.own_input(self.workload.input, self.workload.hidden)
+
 
 @dataclass(frozen=True)
 class Component:

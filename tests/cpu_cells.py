@@ -17,7 +17,7 @@ def sigmoid(z: np.ndarray) -> np.ndarray:
 class Peephole(Cell):
     """LSTM whose gates also read the cell state: pointwise values before any product."""
 
-    name, states, output = "peephole", ("c", "h"), "h"
+    name, states, output, unread = "peephole", ("c", "h"), "h", ("p",)
 
     def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
         return {"W": (3, hidden, input), "R": (3, hidden, hidden), "p": (3, hidden)}

@@ -147,10 +147,11 @@ class Highway(Cell):
 
 
 class Seven(Cell):
-    """More gates of x than any built-in cell, and no power of two."""
+    """More gates of x than any built-in cell, and no power of two; of one the factor is 0."""
 
     name = "seven"
     states = ("h",)
+    unread = ("W", "b")
 
     def parameters(self, input, hidden):
         return {"W": (7, hidden, input), "b": (7, hidden)}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import late_cells
 import numpy as np
 import pytest
 import test_variants as variants
@@ -28,7 +29,7 @@ from ecornn.workload import Workload
 
 T, B, I, H = variants.T, variants.B, variants.I, variants.H
 OF_CPU: dict[str, Any] = {cell.name: cell for cell in (Peephole(), Chain(), Residual())}
-OF_STEP: dict[str, Any] = {**CELLS, "thrice": Thrice()}
+OF_STEP: dict[str, Any] = {**CELLS, "thrice": Thrice(), **late_cells.CELLS}
 OPTIONED = [*BUILTIN, *(type(BUILTIN[name])(**options).spec() for name, options in variants.CASES),
             "lstm(gate=softsign,new=relu,out=scaled_tanh:1.5:0.7)", "rnn_tanh(new=softplus)",
             "gru(new=thresholded_relu:0.2)"]

@@ -199,9 +199,7 @@ def test_every_cell_that_is_served(tmp_path, monkeypatch, name):
     monkeypatch.setitem(ALL_CELLS, name, cell_of(name))
     layers = [task_of(name, (6, 5, 40, 40), dtype, replace(SMALL, cores=15), Traversal(reverse, 1, True, True))
               for dtype, reverse in (("float32", False), ("bfloat16", True))]
-    made = adjoint(layers[0].graph, 40)
-    if not made.rotated:
-        reason = Persistent().serves(recurrence_task(layers[0], made)) or ""
+    if reason := Persistent().serves(recurrence_task(layers[0], adjoint(layers[0].graph, 40))):
         assert "no recurrent product" in reason or "statistics before its first product" in reason
         return
     for layer in layers:

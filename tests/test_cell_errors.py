@@ -19,7 +19,7 @@ from ecornn.errors import CellError
 class Faulty(Cell):
     """A cell whose step is given."""
 
-    name, states = "faulty", ("h",)
+    name, states, unread = "faulty", ("h",), ("W", "R", "b")
 
     def __init__(self, step: Any) -> None:
         self.made = step
@@ -135,7 +135,31 @@ def no_such_vector(x: Any, h: Any, p: Any) -> Any:
     return [te.compute(h.shape, lambda b, j: h[b, j] + p["b"][1, j])]  # here
 
 
+def narrow_operand(x: Any, h: Any, p: Any) -> Any:
+    narrow = te.compute((h.shape[0], 4), lambda b, j: te.tanh(h[b, j]))
+    return [product(narrow, p["W"], 0)]  # here
+
+
+def wide_operand(x: Any, h: Any, p: Any) -> Any:
+    twice = te.compute((h.shape[0], 12), lambda b, j: h[b, j])
+    k = te.reduce_axis((0, 12), "k")
+    return [te.compute(h.shape, lambda b, j: te.sum(twice[b, k] * p["R"][0, j, k], axis=k))]  # here
+
+
+def narrow_value(x: Any, h: Any, p: Any) -> Any:
+    narrow = te.compute((h.shape[0], 4), lambda b, j: te.tanh(h[b, j]), name="narrow")
+    return [pointwise(lambda b, j: h[b, j] + narrow[b, j], h)]  # here
+
+
+def no_such_part(x: Any, h: Any, p: Any) -> Any:
+    parts = te.compute((h.shape[0], 2, h.shape[1]), lambda b, g, j: h[b, j], name="parts")
+    return [pointwise(lambda b, j: parts[b, 2, j], h)]  # here
+
+
 @pytest.mark.parametrize(("step", "words"), [
+    (narrow_operand, "compute has 4 values a row; what is read for each hidden unit, or multiplied and not x itself, "
+     "has H, here 6"), (wide_operand, "sums 12 terms of compute, which has 12 values a row, and R, whose rows have 6"),
+    (narrow_value, "narrow has 4 values a row"), (no_such_part, "there is no parts[b, 2, j]; its shape is (3, 2, 6)"),
     (no_such_gate, "there is no gate 3 of R, which has 1"), (no_such_vector, "there is no gate 1 of b, which has 1"),
     (residual, "needs an input size of H; here I = 4 and H = 6"),
     (wrong_weight, "sums 6 terms of h, which has 6 values a row, and W, whose rows have 4"),
@@ -284,3 +308,43 @@ def test_a_cell_with_heads_has_an_identity():
     cells[0].parameters = lambda input, hidden: parameters(input, 3)
     with pytest.raises(CellError, match="H must be a multiple of 8"):
         cells[0].identity()
+
+
+class Unread(Cell):
+    """The second gate of W is read twice, as after copying a line; g is not read at all."""
+
+    name, states = "unread", ("h",)
+
+    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {"W": (3, hidden, input),  # W
+                "R": (1, hidden, hidden),
+                "g": (1, hidden)}  # g
+
+    def step(self, x: Any, states: Any, p: Any) -> Any:
+        (h,) = states
+        a, b, r = product(x, p["W"], 1), product(x, p["W"], 1), product(h, p["R"], 0)
+        return [pointwise(lambda i, j: te.tanh(a[i, j] + b[i, j] * r[i, j]), h)]
+
+
+@pytest.mark.parametrize(("unread", "words", "mark"), [
+    (("g",), "step() does not read gates 0, 2 of parameter 'W', of shape (3, 6, 4)", "# W"),
+    (("W",), "step() does not read parameter 'g', of shape (1, 6)", "# g")])
+def test_parameters_that_are_not_read_are_named(unread: Any, words: str, mark: str):
+    cell = Unread()
+    cell.unread = unread
+    with pytest.raises(CellError, match=re.escape(words)) as caught:
+        analyse(cell, 4, 6)
+    assert caught.value.at is not None
+    file, line = caught.value.at
+    assert Path(file) == Path(__file__) and Path(file).read_text().splitlines()[line - 1].endswith(mark)
+    cell.unread = ("W", "g")
+    assert analyse(cell, 4, 6)
+
+
+def test_cells_that_differ_where_h_is_large_have_identities_of_their_own():
+    def cell(most: int) -> Cell:
+        return Faulty(lambda x, h, p: [product(h if h.shape[1] < most else pointwise(
+            lambda b, j: te.tanh(h[b, j]), h), p["R"], 0)])
+
+    plain, same, wide, wider = (cell(most).identity() for most in (1 << 30, 1 << 29, 1000, 3000))
+    assert plain == same and len({plain, wide, wider}) == 3

@@ -15,19 +15,17 @@ from exact import ALL_CELLS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ecornn.analysis import analyse
 from ecornn.analysis.liveness import carried
 from ecornn.build.cuda import lower
 from ecornn.build.nvcc import compile_cubin
-from ecornn.cells import Cell, pointwise, product
 from ecornn.numpy_reference import STEPS
 from ecornn.schedules import all_schedules
-from ecornn.schedules.base import Schedule, Task
+from ecornn.schedules.base import Schedule
 from ecornn.schedules.step.fused_step import FusedStep
 from ecornn.schedules.step.layout_transform import LayoutTransform
 from ecornn.schedules.step.scalars import Layout
 from ecornn.targets import KNOWN
-from ecornn.workload import SERVED, Workload
+from ecornn.workload import SERVED
 
 SCHEDULES: dict[str, Schedule] = {s.name: s for s in (FusedStep(), LayoutTransform())}
 
@@ -185,28 +183,6 @@ def test_registers_suffice(schedule: str, cell: str, batch: int, hidden: int, dt
             assert resources[kernel.symbol]["registers"] * threads <= task.device.registers
             if schedule == "layout_transform":
                 assert resources[kernel.symbol]["registers"] <= found.features(task, config)["registers"]
-
-
-class Mixed(Cell):
-    """A product of what depends on x and a state."""
-
-    name, states = "mixed", ("h",)
-
-    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
-        return {"W": (1, hidden, input), "R": (1, hidden, hidden)}
-
-    def step(self, x: Any, states: Any, p: Any) -> Any:
-        (h,), wx = states, product(x, p["W"], 0)
-        mixed = pointwise(lambda b, j: h[b, j] * wx[b, j], h, "mixed")
-        rm = product(mixed, p["R"], 0)
-        return [pointwise(lambda b, j: rm[b, j] + wx[b, j], h)]
-
-
-def test_a_product_of_x_and_a_state_is_refused():
-    task = Task(Workload("mixed", 32, 16, 4, 9, "float16"), analyse(Mixed(), 16, 32), KNOWN["sm_90a"])
-    for name, schedule in all_schedules().items():
-        if schedule.kind == "cuda" and name != "elementwise":
-            assert "depends on x and a state" in str(schedule.serves(task)), name
 
 
 @pytest.mark.parametrize("name", [name for name, schedule in all_schedules().items() if schedule.kind == "cuda"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import math
+import re
 import sys
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import step_cells
 import ecornn
 from ecornn.analysis import graph
 from ecornn.analysis.graph import _Walk
+from ecornn.analysis.operators import OPERATORS
 from ecornn.analysis.scalar import terms
 from ecornn.cells import BUILTIN, Cell, get, pointwise, product
 from ecornn.cells.naming import load_cell, spec_of
@@ -20,9 +23,9 @@ from ecornn.errors import ArgumentError, CellError, ScheduleError
 from ecornn.numpy_reference import STEPS, reference
 from ecornn.task import make_task
 from ecornn.tune.arrays import arrays_for
-from ecornn.tune.interpreter import interpret
+from ecornn.tune.interpreter import FUNCTIONS, interpret
 from ecornn.tune.measuring import answers_of, check
-from ecornn.tune.oracle import relative_error, write
+from ecornn.tune.oracle import draw, relative_error, write
 from ecornn.tune.tolerance import tolerance
 from ecornn.workload import DTYPES, Workload
 
@@ -166,6 +169,48 @@ def test_answers_are_of_inputs_that_the_dtype_can_hold(dtype, tmp_path):
         for name in found.files:
             if name[0] in "xfw":
                 np.testing.assert_array_equal(found[name], rounded(found[name], dtype))
+
+
+@pytest.mark.parametrize("name", sorted(FUNCTIONS))
+def test_every_operator_of_cells_can_be_checked(name):
+    """Against ``math``, which NumPy's functions share nothing with."""
+    function = {"rsqrt": lambda z: z ** -0.5, "fabs": abs, "exp10": lambda z: 10 ** z, "round": round,
+                "nearbyint": round, "sigmoid": lambda z: 1 / (1 + math.exp(-z)),
+                "if_then_else": lambda a, b, c: b if a else c}.get(name) or getattr(math, name)
+    values = [(0.625,)] if name != "acosh" else [(1.75,)]
+    values = {"pow": [(0.625, 1.5)], "atan2": [(-0.625, 0.5)], "if_then_else": [(1, 2, 3), (0, 2, 3)]}.get(name, values)
+    for value in values:
+        assert float(FUNCTIONS[name](*value)) == pytest.approx(function(*value), rel=1e-15)
+    assert {key for key, row in OPERATORS.items() if not row.fields} <= set(FUNCTIONS)
+
+
+class Phased(Scaled):
+    """Its parameters are periods, which must not be near 0."""
+
+    def sample(self, name, shape, rng):
+        return super().sample(name, shape, rng) if name == "weight_ih" else rng.uniform(5, 9, shape)
+
+
+def test_checks_use_the_parameters_that_a_cell_samples(tmp_path):
+    path = tmp_path / "answers.npz"
+    write(path, Phased(), Workload(Phased().identity(), 6, 5, 3, 9), seed=0)
+    with np.load(path, allow_pickle=False) as found:
+        first, second = found["w:weight_ih_l0"], found["w:weight_hh_l0"]
+    assert abs(first).max() < 6 ** -0.5 and second.min() > 5
+
+
+@pytest.mark.parametrize(("made", "words"), [
+    (lambda rng: rng.uniform(5, 9, 3), "returned values of shape (3,); expected finite ones of shape (1, 6, 5)"),
+    (lambda rng: np.full((1, 6, 5), np.nan), "returned values of which some are not finite"),
+    (lambda rng: {}["missing"], "failed: KeyError: 'missing'")])
+def test_samples_that_are_none_point_at_the_line(made, words):
+    class Odd(Scaled):
+        def sample(self, name, shape, rng):
+            return made(rng)
+
+    with pytest.raises(CellError, match=re.escape(words)) as caught:
+        draw(Odd(), Workload("scaled", 6, 5, 3, 9), np.random.default_rng(0))
+    assert caught.value.at is not None and caught.value.at[0] == __file__
 
 
 def test_relative_error_never_passes_what_is_not_a_number():

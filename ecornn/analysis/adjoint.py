@@ -42,6 +42,7 @@ class Adjoint:
     gradients : state -> its gradient before the first step, a variable of ``finish``
     inputs : of all steps at once, from ``outputs`` of the recurrence: gradients of the products of x
     dx : the gradient of x, an output of ``inputs``, (T, B, I); None where x is not read
+    dinputs : leaf of a sequence beside x -> its gradient, an output of ``inputs``, (T, B, H); None where it is zero
     once : of parameters alone, from the sums of the other graphs (H,)
     vectors : gradients of parameter vectors, outputs of ``once``; one that is listed twice has the sum
     dy : the leaf of the gradient of y
@@ -55,6 +56,7 @@ class Adjoint:
     gradients: dict[str, Var]
     inputs: StepGraph
     dx: Var | None
+    dinputs: dict[Var, Var | None]
     once: StepGraph
     vectors: tuple[Vector, ...]
     dy: Var
@@ -104,7 +106,7 @@ class _Builder:
         self.invert_inputs()
         once, vectors = self.invert_parameters()
         return Adjoint(self.forward, self.recurrence, self.rotated, self.first, self.finish, self.gradients,
-                       self.inputs, self.dx, once, vectors, self.dy)
+                       self.inputs, self.dx, self.dinputs, once, vectors, self.dy)
 
     # -- the recurrence -------------------------------------------------------------------------
     def recur(self) -> None:
@@ -155,7 +157,8 @@ class _Builder:
                           outer: list[OuterProduct]) -> None:
         """Builds the graphs of the recurrence and of what follows its last step."""
         forward = self.forward
-        read = unique((*forward.hoisted_outputs, *((forward.x,) if forward.x is not None else ())))
+        read = unique((*forward.hoisted_outputs, *((forward.x,) if forward.x is not None else ()),
+                       *forward.inputs.values()))
         self.hoisted = {q: d for q in read if (d := body.total(q)) is not None}
         outputs = unique((*self.hoisted.values(), *(v for o in outer for v in (o.value, o.operand)
                                                     if v not in self.levels)))
@@ -231,12 +234,14 @@ class _Builder:
         own = [] if forward.x is None else sweep.parts.get(forward.x, [])
         parts = [*((1.0, p.var) for p in products), *own]
         self.dx = sweep.named(parts, "d_x") if parts else None
+        self.dinputs = {v: sweep.total(v) for v in forward.inputs.values()}
         if products:
             exchanges[1] = Exchange(products)
         sums = [Sum(self.sum_of(v), d) for v, level in self.levels.items()
                 if level == -3 and (d := sweep.total(v)) is not None]
         graph = Parts(forward, partials.assigns, sweep.assigns, sweep.level, exchanges)
-        self.inputs = graph.graph(f"{forward.cell}_inputs", {}, {}, () if self.dx is None else (self.dx,), sums,
+        made = [d for d in (self.dx, *self.dinputs.values()) if d is not None]
+        self.inputs = graph.graph(f"{forward.cell}_inputs", {}, {}, made, sums,
                                   outer_products(forward.hoisted_products, gradients))
 
     def invert_parameters(self) -> tuple[StepGraph, tuple[Vector, ...]]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ecornn.analysis.adjoint import Adjoint
-from ecornn.analysis.evaluate import Array, Values, Weights, at, hoist, start, step
+from ecornn.analysis.evaluate import Array, Values, Weights, at, hoist, inputs_of, start, step
 from ecornn.analysis.kept import Kept, kept
 from ecornn.analysis.step import StepGraph
 
@@ -71,7 +71,14 @@ def carry_out(adjoint: Adjoint, x: Any, parameters: Mapping[str, Any], states: S
     hoist(graph, weights, values, None, dy.shape)
     step(graph, weights, values, dy.shape)
     _add_sums(graph, values, totals, dy.shape)
-    dx = np.zeros_like(x) if adjoint.dx is None else np.broadcast_to(values[adjoint.dx], x.shape)
+    dx = np.zeros_like(x)
+    own = dx[..., :forward.own_input(x.shape[-1], dy.shape[-1])]
+    if adjoint.dx is not None:
+        own[:] = values[adjoint.dx]
+    for var, at_value in forward.input_offsets(x.shape[-1], dy.shape[-1]).items():
+        if (gradient := adjoint.dinputs[var]) is not None:
+            dx[..., at_value:at_value + dy.shape[-1]] = values[gradient]
+    x = x[..., :own.shape[-1]]
     for o in (*adjoint.recurrence.outer_products, *graph.outer_products):
         value, operand = (x if v is None else np.broadcast_to(values[v], dy.shape) for v in (o.value, o.operand))
         gradients[o.parameter][o.gate] += value.reshape(-1, value.shape[-1]).T @ operand.reshape(-1, operand.shape[-1])
@@ -98,6 +105,7 @@ def replayed(forward: StepGraph, keep: Kept, weights: Weights, x: Array, states:
     known |= {v: np.stack([now[v] for now in steps]) for v in keep.values}
     if forward.x is not None:
         known[forward.x] = x
+    known |= inputs_of(forward, x, shape[-1])
     found = start(keep.replay, weights, known)
     hoist(keep.replay, weights, found, x, (len(x), *shape))
     step(keep.replay, weights, found, (len(x), *shape))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 
 from ecornn.analysis.lines import Lines
 from ecornn.analysis.source import Source
@@ -27,6 +28,13 @@ def check_names(cell: Source) -> None:
             raise CellError(f"cell {cell.name!r}: state {state!r}: the name of a state {ALLOWED}")
     if len(set(states)) != len(states):
         raise CellError(f"cell {cell.name!r}: states {states} are not all different")
+    if not isinstance(cell.inputs, (tuple, list)):
+        raise CellError(f"cell {cell.name!r}: inputs is {cell.inputs!r}; expected a tuple of names, such as ('dt',)")
+    for name in cell.inputs:
+        if not isinstance(name, str) or not re.fullmatch(NAME, name):
+            raise CellError(f"cell {cell.name!r}: input {name!r}: the name of an input {ALLOWED}")
+    if len({"x", *cell.inputs, *states}) != 1 + len(cell.inputs) + len(states):
+        raise CellError(f"cell {cell.name!r}: x, inputs {cell.inputs} and states {states} are not all different")
 
 
 def shapes_of(cell: Source, input: int, hidden: int, lines: Lines) -> Shapes:
@@ -45,8 +53,23 @@ def shapes_of(cell: Source, input: int, hidden: int, lines: Lines) -> Shapes:
     for name, shape in shapes.items():
         if not isinstance(name, str) or not name:
             raise CellError(f"cell {cell.name!r}: parameter {name!r}: a name is a string")
+        if name in cell.inputs:
+            raise CellError(f"cell {cell.name!r}: parameter {name!r} has the name of an input")
         if len(shape) not in (2, 3) or shape[0] < 1 or shape[1] != hidden or (
                 len(shape) == 3 and shape[2] not in (input, hidden)):
             raise CellError(f"cell {cell.name!r}: parameter {name!r} has shape {shape}; expected "
                             f"(G, H={hidden}) or (G, H={hidden}, K) with G >= 1 and K = I or H")
     return shapes
+
+
+def check_read(cell: Source, shapes: Shapes, read: Container[tuple[str, int]], lines: Lines) -> None:
+    """Raises :class:`CellError` where the step does not read a parameter, or a gate of one; ``read``: (parameter, gate)
+    that it does. ``Cell.unread`` are exempt."""
+    for name, (count, *_) in shapes.items():
+        missing = [gate for gate in range(count) if (name, gate) not in read]
+        if missing and name not in cell.unread:
+            gates = f"gate{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of " * (len(missing) < count)
+            error = CellError(
+                f"cell {cell.name!r}: step() does not read {gates}parameter {name!r}, of shape "
+                f"{shapes[name]}; a parameter that is passed all the same is named in the cell's attribute unread")
+            raise lines.declared(error, type(cell).parameters, name)

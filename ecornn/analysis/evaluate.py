@@ -65,13 +65,22 @@ def start(graph: StepGraph, weights: Weights, given: Mapping[Var, Array] | None 
 
 
 def hoist(graph: StepGraph, weights: Weights, values: Values, x: Array | None, shape: tuple[int, ...]) -> None:
-    """Adds what does not depend on the state, of all steps: x (T, B, I), ``shape`` (T, B, H)."""
+    """Adds what does not depend on the state, of all steps: x (T, B, I), with the graph's inputs behind it in its rows,
+    ``shape`` (T, B, H)."""
+    if graph.inputs and x is not None:
+        values |= inputs_of(graph, x, shape[-1])
+        x = x[..., :graph.own_input(x.shape[-1], shape[-1])]
     if graph.x is not None and x is not None:
         values[graph.x] = x
     multiply(graph.hoisted_products, values, weights, x)
     assign(graph.hoisted, values)
     summarize(graph.hoisted_statistics, values, shape)
     assign(graph.normalized, values)
+
+
+def inputs_of(graph: StepGraph, rows: Array, hidden: int) -> Values:
+    """The leaves of a graph's inputs, from rows of x that have them."""
+    return {v: rows[..., at:at + hidden] for v, at in graph.input_offsets(rows.shape[-1], hidden).items()}
 
 
 def step(graph: StepGraph, weights: Weights, values: Values, shape: tuple[int, ...]) -> None:

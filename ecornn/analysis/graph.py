@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ecornn.analysis.declared import check_names, shapes_of
+from ecornn.analysis.declared import check_names, check_read, shapes_of
 from ecornn.analysis.lines import Lines
 from ecornn.analysis.operators import operator_of
 from ecornn.analysis.scalar import children, is_constant, rebuild, terms, transform, variables
@@ -29,7 +29,8 @@ INVARIANT, INPUT, NORMALIZED, STATE = -3, -2, -1, 0
 
 
 def analyse(cell: Source, input: int, hidden: int) -> StepGraph:
-    """The step graph of ``cell`` for I = ``input`` and H = ``hidden``.
+    """The step graph of ``cell`` for H = ``hidden`` and rows of ``input`` values: the I of x, and H of each of the
+    cell's inputs.
 
     Raises :class:`CellError`, naming the tensor, where an operation cannot be scheduled.
     """
@@ -41,10 +42,14 @@ class _Walk:
         from tvm import te, tirx
 
         check_names(cell)
-        self.cell, self.input, self.hidden, self.tirx = cell, input, hidden, tirx
+        self.cell, self.hidden, self.tirx = cell, hidden, tirx
+        self.input = input = input - len(cell.inputs) * hidden
+        if input < 1:
+            raise CellError(f"cell {cell.name!r}: a row of x has no value of its own beside inputs {cell.inputs}")
         self.lines = Lines()
         self.x_tensor = te.placeholder((BATCH, input), "float32", name="x")
         self.state_tensors = [te.placeholder((BATCH, hidden), "float32", name=n) for n in cell.states]
+        self.input_tensors = {n: te.placeholder((BATCH, hidden), "float32", name=n) for n in cell.inputs}
         self.shapes = shapes = shapes_of(cell, input, hidden, self.lines)
         self.parameter_tensors = {n: te.placeholder(s, "float32", name=n) for n, s in shapes.items()}
         self.b, self.j = tirx.Var("b", "int32"), tirx.Var("j", "int32")
@@ -77,6 +82,10 @@ class _Walk:
                                 f"I = {self.input} and H = {self.hidden}")
             self.x = self.leaf(("x",), "x", INPUT)
             return self.x
+        for name, given in self.input_tensors.items():
+            if tensor == given:
+                self.at_own_unit(tensor, indices)
+                return self.leaf(("input", name), name, INPUT)
         for name, parameter in self.parameter_tensors.items():
             if tensor == parameter:
                 gate = self.gate(indices[0], name)
@@ -127,6 +136,7 @@ class _Walk:
                             "only te.compute is supported")
         key = (op, tensor.value_index, tuple(str(i) for i in indices))
         if key not in self.values:
+            self.within(tensor, indices)
             where = {axis.var: i for axis, i in zip(op.axis, indices, strict=True)}
             body = op.body[tensor.value_index]
             try:
@@ -140,6 +150,17 @@ class _Walk:
             except CellError as error:
                 raise self.lines.located(error, op) from error.__cause__
         return self.values[key]
+
+    def within(self, tensor: Tensor, indices: list[Expr]) -> None:
+        """That a tensor has a value wherever it is read, and H of them where it is read at [.., j]."""
+        for extent, e in zip(map(int, tensor.shape), indices, strict=True):
+            if self.same(e, self.j) and extent != self.hidden:
+                raise CellError(f"cell {self.cell.name!r}: {tensor.op.name} has {extent} values a row; what is read "
+                                f"for each hidden unit, or multiplied and not x itself, has H, here {self.hidden}")
+            if type(e).__name__ == "IntImm" and not 0 <= int(e) < extent:
+                at = ", ".join(map(str, indices))
+                raise CellError(f"cell {self.cell.name!r}: there is no {tensor.op.name}[{at}]; "
+                                f"its shape is {tuple(map(int, tensor.shape))}")
 
     def check(self, name: str, value: Expr) -> None:
         """That a pointwise value is a float32 or a condition, of operators that there are and of no index."""
@@ -301,7 +322,8 @@ class _Walk:
     def run(self) -> StepGraph:
         with self.lines:
             try:
-                outputs = self.cell.step(self.x_tensor, self.state_tensors, self.parameter_tensors)
+                outputs = self.cell.step(self.x_tensor, self.state_tensors,
+                                         {**self.parameter_tensors, **self.input_tensors})
             except CellError:
                 raise
             except Exception as error:  # TVM and the user's own code raise what they like
@@ -322,6 +344,12 @@ class _Walk:
             if is_constant(value):
                 raise CellError(f"cell {self.cell.name!r}: new state {name!r} is a constant")
             results[name] = value
+        check_read(self.cell, self.shapes, {(v.parameter, v.gate) for v in self.vectors}
+                   | {p.term.source for _, p in self.products}, self.lines)
+        inputs = {n: self.leaf(("input", n), n, INPUT) for n in self.cell.inputs if ("input", n) in self.leaves}
+        if missing := [n for n in self.cell.inputs if n not in inputs]:
+            raise self.lines.declared(CellError(f"cell {self.cell.name!r}: step() does not read input {missing[0]!r}"),
+                                      type(self.cell).step, missing[0])
         states = {n: self.leaf(("state", n), n, STATE) for n in self.cell.states}
         at = lambda level: tuple(a for lv, a in self.assigns if lv == level)  # noqa: E731
         last = max((lv for lv in self.level.values()), default=0)
@@ -341,7 +369,7 @@ class _Walk:
             cell=self.cell.name, parameters=self.shapes, states=states, results=results,
             output=self.cell.output_state(), x=self.x, vectors=tuple(self.vectors),
             invariants=at(INVARIANT), hoisted_products=tuple(p for lv, p in self.products if lv == INPUT),
-            hoisted=at(INPUT), prologue=at(STATE), phases=tuple(phases),
+            hoisted=at(INPUT), inputs=inputs, prologue=at(STATE), phases=tuple(phases),
             hoisted_outputs=repeated(hoisted, most), projected=repeated(projected, most),
             hoisted_statistics=self.statistics.at(NORMALIZED, self.leaves), normalized=at(NORMALIZED),
             invariant_outputs=tuple(v for v in read if self.level[v] == INVARIANT))

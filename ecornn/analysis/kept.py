@@ -45,7 +45,7 @@ class Kept:
 def kept(adjoint: Adjoint, keep: str) -> Kept:
     """What ``keep``, one of :data:`KEEP`, means for a step."""
     forward, level = adjoint.forward, levels(adjoint.forward)
-    known = {*forward.states.values(), *forward.results.values()} | ({forward.x} if forward.x is not None else set())
+    known = {*forward.states.values(), *forward.results.values(), *rows_of(forward)}
     wanted = sorted((v for v in adjoint.needed if v not in known), key=list(level).index)
     values = tuple(wanted) if keep == "gates" else ()
     for var in reversed(values):  # one that takes no product to compute again need not be kept
@@ -56,6 +56,11 @@ def kept(adjoint: Adjoint, keep: str) -> Kept:
     used = {*adjoint.needed, *replay.given}
     states = tuple(n for n, leaf in forward.states.items() if leaf in used or forward.results[n] in used)
     return Kept(states, values, replay)
+
+
+def rows_of(forward: StepGraph) -> set[Var]:
+    """What rows of x have at [b, j]."""
+    return {*forward.inputs.values()} | ({forward.x} if forward.x is not None else set())
 
 
 def multiplies(graph: StepGraph) -> bool:
@@ -92,13 +97,14 @@ def recompute(forward: StepGraph, wanted: tuple[Var, ...], known: set[Var]) -> S
         phases.append(Phase(operands, left, those(phase.assigns), those(phase.statistics)))
     return replace(
         forward, cell=f"{forward.cell}_replay", states={}, results={}, output="",
-        x=forward.x if forward.x in given else None, vectors=those(forward.vectors), invariants=invariants,
+        x=forward.x if forward.x in given else None,
+        inputs=forward.inputs, vectors=those(forward.vectors), invariants=invariants,
         hoisted_products=those(forward.hoisted_products), hoisted=those(forward.hoisted),
         hoisted_statistics=those(forward.hoisted_statistics), normalized=those(forward.normalized),
         hoisted_outputs=tuple(v for v in forward.hoisted_outputs if v in used),
         projected=tuple(v for v in forward.projected if v in used),
         invariant_outputs=tuple(v for v in forward.invariant_outputs if v in used), prologue=those(forward.prologue),
-        phases=tuple(phases), given=tuple(v for v in given if v is not forward.x), outputs=wanted)
+        phases=tuple(phases), given=tuple(v for v in given if v not in rows_of(forward)), outputs=wanted)
 
 
 def _assigns(graph: StepGraph) -> list[tuple[Assign, ...]]:

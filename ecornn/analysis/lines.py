@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -58,6 +59,16 @@ class Lines:
         if error.at is not None or op not in self._found:
             return error
         return pointed(error, *self._found[op])
+
+    def declared(self, error: CellError, function: Any, word: str) -> CellError:
+        """The error with the line of a user's ``function`` that has the string ``word``, or with its first one."""
+        code = getattr(function, "__code__", None)
+        if code is None or not self._users(code.co_filename):
+            return error
+        numbers = sorted({line for *_, line in code.co_lines() if line is not None})
+        quoted = re.compile(rf"""["']{re.escape(word)}["']""")
+        found = [n for n in numbers if quoted.search(linecache.getline(code.co_filename, n))]
+        return pointed(error, code.co_filename, (found or [code.co_firstlineno])[0])
 
     def failed(self, cell: str, error: Exception, what: str = "step()") -> CellError:
         """What the cell's own code raised, with the last of the user's lines that was running."""

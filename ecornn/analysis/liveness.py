@@ -38,6 +38,7 @@ def levels(graph: StepGraph) -> dict[Var, int]:
     found.update((v, 0) for v in graph.states.values())
     if graph.x is not None:
         found[graph.x] = -2
+    found.update((v, -2) for v in graph.inputs.values())
     found.update((v, -1) for s in graph.hoisted_statistics for v in s.made)
     parts: list[tuple[int, tuple[Product, ...], tuple[Assign, ...]]] = [
         (-3, (), graph.invariants), (-2, graph.hoisted_products, graph.hoisted), (-1, (), graph.normalized),
@@ -92,7 +93,7 @@ class Urgent:
 
     Attributes
     ----------
-    opening : of :func:`opening`, what they read
+    opening : of :func:`before_first`, what they read
     states : states that are known after ``first``, the operands' among them
     first, late : the assignments after this step's last exchange, in two parts
     """
@@ -106,7 +107,7 @@ class Urgent:
 def urgent(graph: StepGraph) -> Urgent:
     """For a step with a product."""
     wanted = set(graph.product_phases[0].operands)
-    start, wanted = needed(opening(graph), wanted)
+    start, wanted = needed(before_first(graph), wanted)
     last = graph.phases[-1].assigns
     first, _ = needed(last, {graph.results[name] for name, var in graph.states.items() if var in wanted})
     soon = {a.var for a in first}
@@ -125,8 +126,14 @@ def needed(assigns: Iterable[Assign], wanted: set[Var]) -> tuple[tuple[Assign, .
     return tuple(reversed(found)), wanted
 
 
-def late_operand(graph: StepGraph) -> str | None:
-    """None, or the reason why the first product of a step cannot be prepared in the step before."""
+def late_operands(graph: StepGraph) -> tuple[Var, ...]:
+    """Operands of a step's first exchange that the states before it and parameters do not determine: they take the
+    step's inputs, too."""
     made = {a.var for a in graph.prologue} - {a.var for a in opening(graph)}
-    late = [o for o in (graph.phases[0].operands if graph.phases else ()) if o in made]
-    return f"cell {graph.cell!r} multiplies {late[0].name}, which depends on x and a state" if late else None
+    return tuple(o for o in (graph.phases[0].operands if graph.phases else ()) if o in made)
+
+
+def before_first(graph: StepGraph) -> tuple[Assign, ...]:
+    """Of the prologue what may give operands of the first exchange; reads inputs where there are
+    :func:`late_operands`."""
+    return graph.prologue if late_operands(graph) else opening(graph)

@@ -14,6 +14,8 @@ class Source(Protocol):
 
     name: str
     states: tuple[str, ...]
+    inputs: tuple[str, ...]
+    unread: tuple[str, ...]
 
     def parameters(self, input: int, hidden: int) -> Mapping[str, tuple[int, ...]]:
         """Shapes by name."""

@@ -14,7 +14,7 @@ products and of statistics, which are one value a batch row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -138,6 +138,8 @@ class StepGraph:
     results : name -> variable or leaf that is the state after the step
     output : name of the state that is y
     x : leaf of x[b, j] used outside products (then I == H), or None
+    inputs : name -> leaf of each sequence beside x, given for each step, row and unit: in memory behind x in its rows,
+        in this order
     vectors : parameter vectors that the step reads
     invariants : assignments of level -2
     hoisted_products, hoisted : products with x, and assignments of level -2
@@ -177,10 +179,20 @@ class StepGraph:
     normalized: tuple[Assign, ...] = ()
     projected: tuple[Var, ...] = ()
     row_inputs: tuple[Var, ...] = ()
+    inputs: dict[str, Var] = field(default_factory=dict)
     given: tuple[Var, ...] = ()
     outputs: tuple[Var, ...] = ()
     sums: tuple[Sum, ...] = ()
     outer_products: tuple[OuterProduct, ...] = ()
+
+    def own_input(self, width: int, hidden: int) -> int:
+        """The I of x itself, of rows of ``width`` values."""
+        return width - len(self.inputs) * hidden
+
+    def input_offsets(self, width: int, hidden: int) -> dict[Var, int]:
+        """Leaf of each input -> where its H values begin in such a row."""
+        first = self.own_input(width, hidden)
+        return {var: first + n * hidden for n, var in enumerate(self.inputs.values())}
 
     @property
     def product_phases(self) -> tuple[Phase, ...]:
@@ -196,6 +208,7 @@ class StepGraph:
         """The step as text, one assignment a line; equal for equal cells."""
         lines = [f"cell {self.cell}({', '.join(self.states)}) -> {self.output}"]
         lines += [f"parameter {n}{s}" for n, s in self.parameters.items()]
+        lines += [f"input {n}" for n in self.inputs]
         lines += [f"  {v.var.name} = {v.parameter}[{v.gate}, j]" for v in self.vectors]
 
         def block(title: str, products: tuple[Product, ...], assigns: tuple[Assign, ...],

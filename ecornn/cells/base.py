@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 from ecornn.errors import CellError
 
 if TYPE_CHECKING:
+    from numpy.random import Generator
     from tvm.ir import Expr
     from tvm.te import Tensor
     from tvm.tirx import Var
@@ -49,12 +50,17 @@ class Cell(ABC):
     output : the state that is the layer's output y; the first one unless said otherwise
     nonnegative : states that are never below 0, so that the random ones that a candidate is checked with are not
         either: a quotient by such a state may have no exact value otherwise
+    inputs : names of sequences beside x, a value for each step, batch row and unit: ``step`` finds each among its
+        parameters, as a tensor (B, H) that is read at [b, j]. A call gives them as ``inputs``
+    unread : parameters that are passed though ``step`` does not read all of them; of others that is an error
     """
 
     name: str
     states: tuple[str, ...]
     output: str = ""
     nonnegative: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
     @abstractmethod
     def parameters(self, input: int, hidden: int) -> Mapping[str, Shape]:
@@ -67,7 +73,26 @@ class Cell(ABC):
 
     @abstractmethod
     def step(self, x: Tensor, states: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Sequence[Tensor]:
-        """One step on te tensors: x (B, I) and states (B, H) to the new states, each (B, H)."""
+        """One step on te tensors: x (B, I) and states (B, H) to the new states, each (B, H); ``parameters`` by name,
+        and ``inputs``, (B, H) each."""
+
+    def sample(self, name: str, shape: Shape, rng: Generator) -> Any:
+        """Values of the parameter ``name``, of that shape (G, H, K) or (G, H), as a trained layer might have them: what
+        candidates of the tuner are checked with. Default: uniform between -1/sqrt(H) and 1/sqrt(H), as PyTorch begins.
+
+        To be overridden where such values tell nothing, or cannot be: a period, a variance, a matrix with small
+        eigenvalues. ``rng`` is NumPy's; a value that does not come of it is the same in each check.
+        """
+        bound = shape[1] ** -0.5
+        return rng.uniform(-bound, bound, shape)
+
+    def row_width(self, input: int, hidden: int) -> int:
+        """Values of a row of what a module reads: the I of x itself, behind them H of each of ``inputs``, in order."""
+        return input + len(self.inputs) * hidden
+
+    def own_input(self, width: int, hidden: int) -> int:
+        """The I of x itself, of a row of that width."""
+        return width - len(self.inputs) * hidden
 
     def parameter_name(self, name: str, layer: int = 0, reverse: bool = False) -> str:
         """The name under which a user passes a parameter; PyTorch's, with its suffix."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ecornn.cells.activations import activation
 from ecornn.cells.base import Shape, normalized, pointwise, product, scaled
-from ecornn.cells.options import Optioned, mixed, within
+from ecornn.cells.options import Optioned, Value, mixed, within
 
 if TYPE_CHECKING:
     from tvm.te import Tensor
@@ -41,6 +41,11 @@ class LSTM(Optioned):
     OPTIONS = {"peepholes": False, "coupled": False, "layer_norm": False, "clip": 0.0, "clip_state": 0.0,  # noqa: RUF012
                "projection": False, "zoneout_h": 0.0, "zoneout_c": 0.0, "gate": "sigmoid", "new": "tanh",
                "out": "tanh"}
+
+    def __init__(self, **options: Value) -> None:
+        super().__init__(**options)
+        if self.options["coupled"]:  # the forget gate's
+            self.unread = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_peephole")
 
     def parameters(self, input: int, hidden: int) -> dict[str, Shape]:
         found = {"weight_ih": (4, hidden, input), "weight_hh": (4, hidden, hidden),

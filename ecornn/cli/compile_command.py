@@ -96,7 +96,8 @@ def compile(model: Path | None, node: str | None, target: str | None, weights_fr
     if weights_from is not None:
         from ecornn.weight_files import check_shapes
 
-        parameters = planned.cell.parameters(planned.workload.input, planned.workload.hidden)
+        hidden = planned.workload.hidden
+        parameters = planned.cell.parameters(planned.cell.own_input(planned.workload.input, hidden), hidden)
         check_shapes(bound, {planned.cell.parameter_name(name): (shape[0] * shape[1], *shape[2:])
                              for name, shape in parameters.items()})
     words = [str(planned.workload), str(planned.stack), str(planned.overlap) if planned.overlap != SERIAL else ""]

@@ -73,6 +73,10 @@ class Arrays(ABC):
         """A view with the first two axes exchanged."""
         raise ArgumentError("batch_first", True, f"False for {self.name}: pass time first")
 
+    def beside(self, x: Any, others: Sequence[Any], width: int) -> Any:
+        """``others``, (T, B, 1) or (T, B, ``width``), behind x (T, B, I) in its rows, ``width`` values each."""
+        raise ArgumentError("inputs", self.name, "NumPy arrays or tensors of torch; others lie in the rows of x")
+
     @abstractmethod
     def clear(self, array: Any, steps: int) -> bool:
         """Sets ``array[steps:]`` to zero, or returns False where that cannot be done from here."""

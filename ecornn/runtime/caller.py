@@ -16,6 +16,7 @@ from ecornn.runtime.addressed import AddressedCall
 from ecornn.runtime.arrays import Arrays, Placed, Shape
 from ecornn.runtime.binding import Bound
 from ecornn.runtime.frameworks import arrays_of
+from ecornn.runtime.inputs import rows_with
 from ecornn.runtime.library import Library
 from ecornn.runtime.masks import place_lengths, place_resets, place_sequences
 from ecornn.runtime.memory import DeviceMemory, Pool, layout
@@ -57,12 +58,13 @@ class Caller(TrainingCalls):
         self._stack, self.width = manifest.stack, manifest.stack.directions * work.hidden
         self._on_cpu = threads is not None
         self._place = "cpu" if self._on_cpu else f"cuda:{device}"
-        self._names = manifest.states
+        self._names, self._inputs = manifest.states, manifest.inputs or ()
         self.together = manifest.together
         self._addressed: dict[tuple[Any, ...], AddressedCall] = {}
 
     def __call__(self, x: Any, state: Sequence[Any] | None = None, *, lengths: Any = None, resets: Any = None,
-                 sequences: Any = None, batch_first: bool = False, out: Any = None) -> tuple[Any, tuple[Any, ...]]:
+                 sequences: Any = None, inputs: Mapping[str, Any] | None = None, batch_first: bool = False,
+                 out: Any = None) -> tuple[Any, tuple[Any, ...]]:
         """Runs the sequence ``x``, from zero states or from ``state``.
 
         Parameters
@@ -79,7 +81,10 @@ class Caller(TrainingCalls):
             column that follow each other; Columns may also wrap sequences around, within ``together`` columns. A CUDA
             graph reads a copy that Columns keep: call once before it, and keep them as long. The states, before and
             after, are then (S, H), or (L*D, S, H); y is zero where there is no sequence. Default: each column is one
-        batch_first : x is (B, T, I), and y (B, T, D*H) is a view of time-first memory; the states stay
+        inputs : for a cell with sequences beside x, arrays by name: (T, B, H), or (T, B, 1) or (T, B), one value for
+            all units. They are copied behind x in its rows; x may have them there already, H values each, in the
+            cell's order. Their steps are those of x, also in reverse
+        batch_first : x is (B, T, I), inputs alike, and y (B, T, D*H) is a view of time-first memory; the states stay
         out : memory for y, time first, contiguous, aligned to 16 bytes, apart from x and the states
 
         All arrays are of one framework and on the module's device; NumPy arrays also serve CUDA modules,
@@ -100,6 +105,8 @@ class Caller(TrainingCalls):
         """
         arrays = arrays_of(x, "x")
         x = arrays.take(x, "x")
+        if self._inputs or inputs is not None:
+            x, _ = rows_with(self.manifest, arrays, x, inputs)
         if batch_first:
             if out is not None:
                 raise ArgumentError("out", type(out), "None with batch_first=True")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -55,6 +56,9 @@ class NumPyArrays(Arrays):
         pointer = _pointer(array)
         flags = array.flags
         return None if pointer % ALIGNMENT or not (flags.c_contiguous and flags.writeable) else (array, pointer)
+
+    def beside(self, x: Any, others: Sequence[Any], width: int) -> Any:
+        return np.concatenate([x, *(np.broadcast_to(o, (*x.shape[:2], width)) for o in others)], axis=2)
 
     def empty(self, shape: Shape, like: np.ndarray[Any, Any], library: Library) -> Placed:
         return _empty(shape, like.dtype)

@@ -115,6 +115,9 @@ class TorchArrays(Arrays):
         self._torch._foreach_zero_(made)  # one kernel for all
         return [(array, array.data_ptr()) for array in made]
 
+    def beside(self, x: Any, others: Sequence[Any], width: int) -> Any:
+        return self._torch.cat([x, *(o.expand(*x.shape[:2], width) for o in others)], dim=2)
+
     def swapped(self, array: Any) -> Any:
         return array.transpose(0, 1)
 

@@ -10,6 +10,8 @@ from ecornn.errors import ArgumentError, DTypeError, ModuleError, ShapeError
 from ecornn.manifest import Manifest
 from ecornn.program import BACKWARD, FORWARD, KEPT
 from ecornn.runtime.arrays import Arrays, Placed, Shape
+from ecornn.runtime.frameworks import arrays_of
+from ecornn.runtime.inputs import Widths, parts_of, rows_with
 from ecornn.runtime.memory import GivenMemory, Memory, Pool, layout
 from ecornn.runtime.plan import SCALARS, EntryPlan, entry_plan
 from ecornn.workload import summed
@@ -23,6 +25,7 @@ class Kept:
     Attributes
     ----------
     steps, batch, rows : T and B of the call, and the rows of states: B, or S with ``sequences``
+    widths : of the sequences beside x that were passed, see inputs.py
     nbytes : bytes of ``memory``, what is kept besides x, y and the first states
     """
 
@@ -36,6 +39,7 @@ class Kept:
     steps: int
     batch: int
     rows: int
+    widths: Widths = field(default_factory=dict)
     taken: bool = field(default=False)
 
     @property
@@ -52,11 +56,13 @@ class Gradients:
     x : (T, B, I), of the module's data type
     weights : by name, of the weights' shapes, float32; of a module of float64 that
     state : of the first states, as they were passed to ``forward``: (B, H), or (L*D, B, H); S rows with ``sequences``
+    inputs : of the sequences beside x that were passed as ``inputs``, by name, each of its shape
     """
 
     x: Any
     weights: dict[str, Any]
     state: tuple[Any, ...]
+    inputs: dict[str, Any] = field(default_factory=dict)
 
 
 def kept_layout(manifest: Manifest, steps: int, batch: int) -> tuple[dict[str, int], int]:
@@ -177,14 +183,15 @@ class TrainingCalls:
     """:meth:`forward` and :meth:`backward` of a layer, on arrays of a caller."""
 
     def forward(self: Any, x: Any, state: Sequence[Any] | None = None, *, lengths: Any = None, resets: Any = None,
-                sequences: Any = None, memory: Any = None) -> tuple[Any, tuple[Any, ...], Kept]:
+                sequences: Any = None, inputs: Mapping[str, Any] | None = None,
+                memory: Any = None) -> tuple[Any, tuple[Any, ...], Kept]:
         """As a call of the layer, and keeps what the gradients need. For modules compiled with ``training=True``.
 
         Parameters
         ----------
         x : (T, B, I), T >= 1, 1 <= B <= the compiled batch, of the module's data type: a NumPy array or a torch.Tensor
         state : one array for each state, (B, H) or (L*D, B, H), with ``sequences`` S rows; None: zeros
-        lengths, resets, sequences : as of a call
+        lengths, resets, sequences, inputs : as of a call
         memory : for what is kept, (:meth:`kept_bytes`,) uint8, contiguous; default: made
 
         Returns
@@ -197,21 +204,24 @@ class TrainingCalls:
         Raises as a call of the layer, and :class:`~ecornn.errors.ModuleError` for a module that does not train.
         """
         training = self.training  # a module that does not train says so
+        x, widths = self._with_inputs(x, inputs)
         arrays, placed, masks, states, steps, batch, rows = self._first(x, state, lengths, resets, sequences)
         like, shape, room = placed[0], self.state_shape(rows), self._memory(arrays, memory, steps, batch)
         y = arrays.empty((steps, batch, self.width), like, self.library)
         after = [arrays.empty(shape, like, self.library) for _ in self.manifest.states]
         kept = training.forward(arrays, placed, states, masks, y, after, steps, batch, rows, room)
+        kept.widths = widths
         return arrays.give(y[0]), tuple(arrays.give(a) for a, _ in after), kept
 
     def kept_in(self: Any, memory: Any, x: Any, y: Any, state: Sequence[Any] | None = None, *, lengths: Any = None,
-                resets: Any = None, sequences: Any = None) -> Kept:
+                resets: Any = None, sequences: Any = None, inputs: Mapping[str, Any] | None = None) -> Kept:
         """What a call of :meth:`forward` with these arguments kept in ``memory``, for :meth:`backward`, for callers
         that hold arrays alone. ``memory`` may be a copy; :meth:`backward` leaves it as it is."""
+        x, widths = self._with_inputs(x, inputs)
         arrays, placed, masks, states, steps, batch, rows = self._first(x, state, lengths, resets, sequences)
         result = self._gradient(arrays, y, "y", (steps, batch, self.width), placed[0])
         room = self._memory(arrays, memory, steps, batch)
-        return Kept(self, arrays, placed, result, states, masks, room, steps, batch, rows)
+        return Kept(self, arrays, placed, result, states, masks, room, steps, batch, rows, widths)
 
     def backward(self: Any, kept: Kept, dy: Any = None, dstate: Sequence[Any] | None = None, *,
                  gradients: Mapping[str, Any] | None = None) -> Gradients:
@@ -248,8 +258,9 @@ class TrainingCalls:
         before = [arrays.empty(shape, like, self.library) for _ in states]
         kept.taken = True
         training.backward(kept, placed, dstates, dx, before, sums.values())
-        return Gradients(arrays.give(dx[0]), {n: arrays.give(a) for n, (a, _) in sums.items()},
-                         tuple(arrays.give(a) for a, _ in before))
+        of_x, of_inputs = parts_of(self.manifest, arrays.give(dx[0]), kept.widths)
+        return Gradients(of_x, {n: arrays.give(a) for n, (a, _) in sums.items()},
+                         tuple(arrays.give(a) for a, _ in before), of_inputs)
 
     def kept_bytes(self: Any, steps: int, batch: int | None = None) -> int:
         """Bytes that :meth:`forward` keeps at T = ``steps`` and this B (default: the compiled one), besides x, y and
@@ -260,6 +271,13 @@ class TrainingCalls:
         """Bytes of workspace of the larger one of :meth:`forward` and :meth:`backward` at T = ``steps``; it stays with
         the layer."""
         return self.training.workspace_bytes(steps)
+
+    def _with_inputs(self: Any, x: Any, inputs: Mapping[str, Any] | None) -> tuple[Any, Widths]:
+        """x with sequences beside it in its rows, where there are some."""
+        if not self.manifest.inputs and inputs is None:
+            return x, {}
+        arrays = arrays_of(x, "x")
+        return rows_with(self.manifest, arrays, arrays.take(x, "x"), inputs)
 
     def _first(self: Any, x: Any, state: Sequence[Any] | None, lengths: Any, resets: Any,
                sequences: Any) -> tuple[Arrays, Placed, dict[str, Placed], list[Placed], int, int, int]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from ecornn.cells import Cell, get
-from ecornn.errors import ArgumentError
+from ecornn.errors import ArgumentError, ShapeError
 from ecornn.torch import engine
 from ecornn.torch.cell_names import name_of
 from ecornn.torch.kind import kind_of, text_of
@@ -26,6 +28,10 @@ class Recurrent(Sequences, torch.nn.Module):
     tf32 : whether products of float32 on a GPU may be in TF32; None: where cuDNN's RNNs may
     device, dtype : of the parameters, which have the names and shapes of the cell's, as ``weight_ih_l0`` (G*H, I), and
         start as torch.nn's, uniform in +-1/sqrt(H)
+
+    A cell that has sequences beside x is called with ``inputs``, tensors by name: (T, B, H), or (T, B, 1), one value
+    for all units; laid out as x is, batch first or not, without the axis of the batch, or packed alike. They have
+    gradients, too.
 
     A call gives y (T, B, D*H) and the last states, each (L*D, B, H): a tuple of them where the cell has several. It
     computes on CPUs in float32 and float64, and on GPUs, and raises :class:`~ecornn.errors.FallbackError`
@@ -53,6 +59,41 @@ class Recurrent(Sequences, torch.nn.Module):
             self.register_parameter(name, torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         self._flat_weights_names = list(kind.names)
         self.reset_parameters()
+
+    def forward(self, input: Any, hx: Any = None, inputs: Mapping[str, Any] | None = None) -> Any:
+        """As ``torch.nn``'s, with the cell's ``inputs``. Raises as :meth:`Sequences.forward`."""
+        if self.cell.inputs or inputs is not None:
+            input = self._beside(input, inputs)
+        return super().forward(input, hx)
+
+    @property
+    def _row_width(self) -> int:
+        return self.cell.row_width(self.input_size, self.hidden_size)
+
+    def _beside(self, x: Any, inputs: Any) -> Any:
+        """x with ``inputs`` behind it in its rows."""
+        names = self.cell.inputs
+        if not isinstance(inputs, Mapping) or {*inputs} != {*names}:
+            got = sorted(map(str, inputs)) if isinstance(inputs, Mapping) else inputs
+            raise ArgumentError("inputs", got, f"tensors by name: {', '.join(names)}" if names else
+                                "None: the cell has no inputs beside x")
+        packed = isinstance(x, PackedSequence)
+        rows = [x.data if packed else x]
+        wanted = *rows[0].shape[:-1], self.hidden_size
+        for name in names:
+            value = inputs[name]
+            if packed != isinstance(value, PackedSequence) or (packed and not torch.equal(
+                    value.batch_sizes, x.batch_sizes)):
+                raise ArgumentError(f"inputs[{name!r}]", type(value), "packed exactly where x is, and alike")
+            value = value.data if packed else value
+            if not isinstance(value, torch.Tensor):
+                raise ArgumentError(f"inputs[{name!r}]", type(value), "a tensor")
+            if value.shape[:-1] != wanted[:-1] or value.shape[-1] not in (1, self.hidden_size):
+                raise ShapeError(f"inputs[{name!r}].shape", tuple(value.shape), f"{wanted}, or 1 in place of the last, "
+                                 "for one value for all units")
+            rows.append(value.expand(wanted))
+        made = torch.cat(rows, dim=-1)
+        return PackedSequence(made, *x[1:]) if packed else made
 
     def reset_parameters(self) -> None:
         """Uniform in +-1/sqrt(H)."""

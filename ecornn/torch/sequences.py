@@ -67,9 +67,9 @@ class Sequences:
         x = input.transpose(0, 1) if self.batch_first and input.dim() == 3 else input
         single = x.dim() == 2
         x = x.unsqueeze(1) if single else x
-        if x.dim() != 3 or x.shape[2] != self.input_size:
+        if x.dim() != 3 or x.shape[2] != self._row_width:
             raise ShapeError("input.shape", tuple(input.data.shape), f"2 or 3 axes, the last of input_size="
-                             f"{self.input_size}")
+                             f"{self._row_width}")
         steps, batch = x.shape[:2]
         if steps == 0:
             raise ShapeError("input.shape", tuple(input.shape), "at least one step")
@@ -97,6 +97,11 @@ class Sequences:
         return tuple(after) if len(self.state_names) > 1 else after[0]
 
     @property
+    def _row_width(self: Any) -> int:
+        """Values of a row of what the compiled layer reads."""
+        return int(self.input_size)
+
+    @property
     def _drops(self: Any) -> bool:
         return self.training and self.dropout > 0 and self.num_layers > 1
 
@@ -116,8 +121,8 @@ class Sequences:
     def _forward_packed(self: Any, input: PackedSequence, hx: Any, asked: bool) -> Any:
         """Rows in packed order, the longest first; the module needs no order, the states have one."""
         data = input.data
-        if data.dim() != 2 or data.shape[1] != self.input_size:
-            raise ShapeError("input.shape", tuple(data.shape), f"2 axes, the last of input_size={self.input_size}")
+        if data.dim() != 2 or data.shape[1] != self._row_width:
+            raise ShapeError("input.shape", tuple(data.shape), f"2 axes, the last of input_size={self._row_width}")
         seen = torch.compiler.is_compiling() or watched((data, *tensors_of(hx), *engine.weights_of(self)))
         if not seen:
             input = packed.checked(input)

@@ -36,9 +36,11 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "exp": np.exp, "tanh": np.tanh, "sigmoid": lambda z: 0.5 * (1.0 + np.tanh(0.5 * z)),
     "log": np.log, "log2": np.log2, "log1p": np.log1p, "exp2": np.exp2, "sqrt": np.sqrt,
     "rsqrt": lambda z: 1.0 / np.sqrt(z), "fabs": np.abs, "pow": np.power, "erf": _erf,
-    "sin": np.sin, "cos": np.cos, "tan": np.tan, "atan": np.arctan, "sinh": np.sinh,
-    "cosh": np.cosh, "floor": np.floor, "ceil": np.ceil, "trunc": np.trunc, "round": np.round,
-    "if_then_else": np.where}
+    "exp10": lambda z: np.power(10.0, z), "log10": np.log10,
+    "sin": np.sin, "cos": np.cos, "tan": np.tan, "asin": np.arcsin, "acos": np.arccos, "atan": np.arctan,
+    "atan2": np.arctan2, "sinh": np.sinh, "cosh": np.cosh, "asinh": np.arcsinh, "acosh": np.arccosh,
+    "atanh": np.arctanh, "floor": np.floor, "ceil": np.ceil, "trunc": np.trunc, "round": np.round,
+    "nearbyint": np.round, "if_then_else": np.where}
 
 
 def interpret(cell: Cell, x: Any, parameters: Mapping[str, Any],
@@ -56,22 +58,26 @@ def interpret(cell: Cell, x: Any, parameters: Mapping[str, Any],
 
 
 class Step:
-    """One step of a cell, for x (B, I) and states (B, H) of these shapes."""
+    """One step of a cell, for x (B, I), with the cell's inputs behind it, and states (B, H) of these shapes."""
 
     def __init__(self, cell: Cell, x: tuple[int, ...], state: tuple[int, ...]) -> None:
         from tvm import te
 
-        self.x = te.placeholder(x, "float32", name="x")
+        self.own = cell.own_input(x[1], state[1])  # behind these values rows have the cell's inputs
+        self.x = te.placeholder((x[0], self.own), "float32", name="x")
+        self.inputs = [te.placeholder(state, "float32", name=name) for name in cell.inputs]
         self.states = [te.placeholder(state, "float32", name=name) for name in cell.states]
-        self.parameters = {n: te.placeholder(s, "float32", name=n) for n, s in cell.parameters(x[1], state[1]).items()}
-        found = cell.step(self.x, self.states, self.parameters)
+        shapes = cell.parameters(self.own, state[1])
+        self.parameters = {n: te.placeholder(s, "float32", name=n) for n, s in shapes.items()}
+        found = cell.step(self.x, self.states, {**self.parameters, **dict(zip(cell.inputs, self.inputs, strict=True))})
         self.results = list(found) if isinstance(found, (list, tuple)) else [found]
         self.known: dict[tuple[Operation, int], Array] = {}  # (operation, output) -> its values in this step
 
     def __call__(self, x: Array, states: Sequence[Array], parameters: Mapping[str, Array]) -> tuple[Array, ...]:
         """The new states; parameters by the cell's names, in te shape."""
         self.known = {(tensor.op, 0): parameters[name] for name, tensor in self.parameters.items()}
-        for tensor, value in zip((self.x, *self.states), (x, *states), strict=True):
+        given = np.split(x[:, self.own:], len(self.inputs), axis=1) if self.inputs else []
+        for tensor, value in zip((self.x, *self.inputs, *self.states), (x[:, :self.own], *given, *states), strict=True):
             self.known[tensor.op, 0] = value
         return tuple(self.tensor(result) for result in self.results)
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ecornn.cells import Cell
+from ecornn.errors import CellError
 from ecornn.numpy_reference import NORMALIZED
 from ecornn.numpy_reference import STEPS as REFERENCES
 from ecornn.tune.tolerance import INTEGERS
@@ -47,17 +48,42 @@ class Inputs:
 
 def draw(cell: Cell, work: Workload, rng: np.random.Generator) -> Inputs:
     """Random inputs of ``STEPS`` steps."""
-    bound, kind = 1.0 / np.sqrt(work.hidden), work.weights or work.dtype
+    kind = work.weights or work.dtype
     kind = work.dtype if kind in INTEGERS else kind
     x = rounded(rng.uniform(-1, 1, (STEPS, work.batch, work.input)), work.dtype)
     states = [rounded(rng.uniform(-1, 1, (work.batch, work.hidden)), work.dtype) for _ in cell.states]
     states = [abs(state) if name in cell.nonnegative else state
               for name, state in zip(cell.states, states, strict=True)]
     shaped, flat = {}, {}
-    for name, shape in cell.parameters(work.input, work.hidden).items():
-        shaped[name] = rounded(rng.uniform(-bound, bound, shape), kind)
+    for name, shape in cell.parameters(cell.own_input(work.input, work.hidden), work.hidden).items():
+        shaped[name] = rounded(sampled(cell, name, tuple(shape), rng), kind)
         flat[cell.parameter_name(name)] = shaped[name].reshape(-1, *shape[2:])
     return Inputs(x, states, shaped, flat)
+
+
+def sampled(cell: Cell, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+    """What the cell's ``sample`` says. Raises :class:`~ecornn.errors.CellError` where that are not finite numbers of
+    the parameter's shape."""
+    fault = ""
+    try:
+        values = np.asarray(cell.sample(name, shape, rng), np.float64)
+    except Exception as error:  # the user's own code raises what it likes
+        raise _of_sample(cell, f"sample({name!r}, {shape}, rng) failed: {type(error).__name__}: {error}") from error
+    if values.shape != shape:
+        fault = f"of shape {values.shape}"
+    elif not np.isfinite(values).all():
+        fault = "of which some are not finite"
+    if fault:
+        raise _of_sample(cell, f"sample({name!r}, {shape}, rng) returned values {fault}; expected finite ones of shape "
+                         f"{shape}")
+    return values
+
+
+def _of_sample(cell: Cell, words: str) -> CellError:
+    """An error with the line at which the cell's ``sample`` begins."""
+    code = type(cell).sample.__code__
+    at = code.co_filename, code.co_firstlineno
+    return CellError(f"cell {cell.name!r}: {words}\n  {at[0]}:{at[1]}", at)
 
 
 def write(path: Path, cell: Cell, work: Workload, seed: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ecornn.analysis.derivatives import number
-from ecornn.analysis.step import Assign
+from ecornn.analysis.step import Assign, Product
 from ecornn.program import WORKSPACE
 from ecornn.schedules.backward.memory import Memory, Place, Workspaces
 from ecornn.schedules.backward.passes import Item, RowPass, Wanted, items_of, unique_invariants
@@ -17,17 +17,22 @@ from ecornn.schedules.timeline import rows_mask
 
 
 def input_gradients(memory: Memory, add: bool = False, dtype: str | None = None) -> Component:
-    """``dx`` (T, B, I), or with ``add`` it and what is there, of ``dtype`` (default: the layer's); and workspaces of
-    :func:`made_of_inputs`."""
+    """``dx`` (T, B, I), with gradients of the cell's inputs behind it in its rows, or with ``add`` these and what is
+    there, of ``dtype`` (default: the layer's); and workspaces of :func:`made_of_inputs`."""
+    of_x = _gradient_of_x(memory, add, dtype)
+    return joined(of_x, _gradients_beside(memory, add, dtype)) if memory.adjoint.dinputs else of_x
+
+
+def _gradient_of_x(memory: Memory, add: bool, dtype: str | None) -> Component:
     from tvm import tirx
 
     back, w = memory.adjoint, memory.task.workload
     graph, total = back.inputs, back.dx
     items: list[Item] = items_of(graph)
-    place = Place(Columns("dx", w.input, w.input), dtype or memory.dtype)
+    own = memory.task.own_input
+    place = Place(Columns("dx", own, w.input), dtype or memory.dtype)
     if total is None:
         return _spaces(memory) if add else joined(_spaces(memory), _zeros(memory, place))
-    multiplied, summed = made_of_inputs(memory)
     leaves = memory.leaves() | memory.outputs() | replayed(memory)
     instead: dict[Var, Var] = {}
     if add:
@@ -35,11 +40,37 @@ def input_gradients(memory: Memory, add: bool = False, dtype: str | None = None)
         leaves[before] = place
         items.append((Assign(whole, before + total),))
         total, instead = whole, {whole: before}
-    stores = tuple((v, p) for space in (multiplied, summed) for v, p in space.places().items())
+    stores = () if back.dinputs else _made(memory)  # a product of x's units may be their kernel
     needed = graph.hoisted or graph.x is not None or replayed(memory)
     mask = rows_mask(memory.task.traversal) if needed else None
-    passes = RowPass(memory, "inputs", leaves, unique_invariants(back.forward, graph), mask=mask, units=w.input)
+    passes = RowPass(memory, "inputs", leaves, unique_invariants(back.forward, graph), mask=mask, units=own)
     return joined(_spaces(memory), passes.component(items, Wanted((*stores, (total, place)), instead=instead)))
+
+
+def _gradients_beside(memory: Memory, add: bool, dtype: str | None) -> Component:
+    """Those of the cell's inputs, which need no product, and what is made on the way: a pass over hidden units."""
+    from tvm import tirx
+
+    back = memory.adjoint
+    graph, zero = back.inputs, tirx.Var("zero", "float32")
+    items = [item for item in items_of(graph) if not isinstance(item[0], Product)]
+    leaves, instead = memory.leaves() | memory.outputs() | replayed(memory), dict[Var, Var]()
+    stores, sums = list(_made(memory)), list[Assign]()
+    for var, place in memory.inputs("dx", dtype or memory.dtype).items():
+        total = back.dinputs[var]
+        if total is None and add:
+            continue
+        total = zero if total is None else total
+        if add:
+            before, whole = tirx.Var(f"{var.name}_before", "float32"), tirx.Var(f"{var.name}_whole", "float32")
+            leaves[before] = place
+            sums.append(Assign(whole, before + total))
+            total, instead = whole, {**instead, whole: before}
+        stores.append((total, place))
+    items.append((Assign(zero, number(0.0)), *sums))
+    passes = RowPass(memory, "beside", leaves, unique_invariants(back.forward, graph),
+                     mask=rows_mask(memory.task.traversal))
+    return passes.component(items, Wanted(tuple(stores), instead=instead))
 
 
 def summed_directions(cores: int, units: int, dtype: str) -> Component:
@@ -72,6 +103,11 @@ def places_of_inputs(memory: Memory) -> dict[Var, Place]:
     return {**summed.places(), **multiplied.places()}
 
 
+def _made(memory: Memory) -> tuple[tuple[Var, Place], ...]:
+    """Values that the pass leaves on the way, and where."""
+    return tuple((v, p) for space in made_of_inputs(memory) for v, p in space.places().items())
+
+
 def _spaces(memory: Memory) -> Component:
     batch = memory.task.workload.batch
     return Component(buffers=tuple(b for space in made_of_inputs(memory) for b in space.buffers(batch, STEPS)))
@@ -82,4 +118,4 @@ def _zeros(memory: Memory, place: Place) -> Component:
 
     zero = tirx.Var("zero", "float32")
     scalars = Scalars((), (), (Assign(zero, number(0.0)),), {}, ((zero, place),))
-    return scalar_pass("inputs_0", memory.task.device.cores, scalars, (), memory.task.workload.input, STEPS)
+    return scalar_pass("inputs_0", memory.task.device.cores, scalars, (), memory.task.own_input, STEPS)

@@ -1,6 +1,6 @@
 """Where the values of a backward pass lie: rows are those of T*B in x's time, whatever the direction.
 
-    x, dx                 (T, B, I)
+    x, dx                 (T, B, I), and behind it H of each of the cell's inputs
     y, dy                 (T, B, W), this direction's H from an offset on; y is zero where a row takes no part
     <state>_kept          (T, B, H), a state after each step; of the output state that is y
     before_<state>        (T, B, H), a state before each step, by ``gather.py``
@@ -116,8 +116,13 @@ class Memory:
 
     @property
     def x(self) -> Columns:
-        I = self.task.workload.input
-        return Columns("x", I, I)
+        return Columns("x", self.task.own_input, self.task.workload.input)
+
+    def inputs(self, name: str, dtype: str) -> dict[Var, Place]:
+        """The cell's inputs in the rows of x, or of dx."""
+        w = self.task.workload
+        return {v: Place(Columns(name, w.hidden, w.input, at), dtype)
+                for v, at in self.adjoint.forward.input_offsets(w.input, w.hidden).items()}
 
     def leaves(self) -> dict[Var, Place]:
         """What each step has before the recurrence begins."""
@@ -129,6 +134,7 @@ class Memory:
             found[forward.states[name]] = Place(Columns(f"before_{name}", H, H), self.dtype)
         if forward.x is not None:
             found[forward.x] = Place(self.x, self.dtype)
+        found |= self.inputs("x", self.dtype)
         return found | {self.adjoint.dy: Place(self.y("dy"), self.dtype)}
 
     def outputs(self) -> dict[Var, Place]:

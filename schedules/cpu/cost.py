@@ -35,7 +35,7 @@ def tiles(task: Task, config: Config) -> list[tuple[str, Tile, int]]:
 def shape_of(task: Task, config: Config) -> Shape:
     """The sizes that the code of a configuration is generated for."""
     workload = task.workload
-    return Shape(workload.batch, workload.input, workload.hidden, lanes_of(task.device, workload.dtype),
+    return Shape(workload.batch, task.own_input, workload.hidden, lanes_of(task.device, workload.dtype),
                  int(config["chunk"]), {name: tile for name, tile, _ in tiles(task, config)},
                  workload.stored, int(config["team"]))
 

@@ -84,6 +84,11 @@ class Memory:
         return self.shape.input if operand is None else self.shape.hidden
 
     @property
+    def x_stride(self) -> int:
+        """Values of a row of the caller's x: those of x itself, and the cell's inputs."""
+        return self.shape.input + len(self.graph.inputs) * self.shape.hidden
+
+    @property
     def work(self) -> int:
         """Multiply-adds of a row in a step, about."""
         products = (p for stage in (*self.plan.hoisted, *self.plan.steps) for p in stage.rows)
@@ -100,7 +105,7 @@ class Memory:
         """Elements of an operand, where its first row starts, and how far its rows are apart."""
         e, s = self.e, self.shape
         if operand is None:
-            return self.data["x"], e.let("x_first", first * self.batch * e.index(s.input)), s.input
+            return self.data["x"], e.let("x_first", first * self.batch * e.index(self.x_stride)), self.x_stride
         if operand in self.given:
             place = self.given[operand]
             return place.data, place.at(e, e.index(0)), place.stride

@@ -188,6 +188,9 @@ class TileTask:
             return vector(e, self.plan.definition[var], self.value)
         if o.graph.x is not None and var.same_as(o.graph.x):
             return self.x_leaf()
+        for place, given in o.graph.input_offsets(o.x_stride, self.s.hidden).items():
+            if var.same_as(place):
+                return self.x_leaf(given)
         name = next(n for n, v in o.graph.states.items() if v.same_as(var))
         return e.vload(o.data[f"{name}_state"], o.slot(name, self.t) + self.at)
 
@@ -224,9 +227,11 @@ class TileTask:
             return product * scales
         return restore(e, product, self.o.integers[stage, number], self.at_row, scales)
 
-    def x_leaf(self) -> Expr:
+    def x_leaf(self, offset: int = 0) -> Expr:
+        """H values of the row of x, from ``offset`` on."""
         e, s = self.e, self.s
         row = self.first * self.o.batch + e.tirx.Min(self.at_row, self.rows - e.index(1))
-        start = e.let("x_at", row * e.index(s.input) + self.unit)
+        start = row * e.index(self.o.x_stride) + self.unit
+        start = e.let("x_at", start + e.index(offset) if offset else start)
         valid = e.let("x_valid", e.index(s.hidden) - self.unit)
         return e.vload_part("x_part", self.o.data["x"], start, valid)

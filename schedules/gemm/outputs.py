@@ -67,7 +67,8 @@ class HoistedValues(Epilogue):
 
     def __init__(self, task: Task, layout: Hoisted) -> None:
         self.graph, self.layout, self.span = task.graph, layout, layout.span
-        self.reads = {} if task.graph.x is None else {"x": task.workload.dtype}
+        self.offsets, self.stride = leaves_of_rows(task), task.workload.input
+        self.reads = {"x": task.workload.dtype} if self.offsets else {}
         self.writes = {"hoisted": layout.dtype}
 
     def constants(self, vector: Vectors) -> dict[Var, Expr]:
@@ -79,12 +80,18 @@ class HoistedValues(Epilogue):
         graph, values = self.graph, []
         for e, own in enumerate(sums):
             env = constants[e] | {p.var: v for p, v in zip(graph.hoisted_products, own, strict=True)}
-            if graph.x is not None:
-                at = T.cast(row, "int64") * self.layout.hidden + within(unit, e)
-                env[graph.x] = T.let("x", T.cast(arguments["x"][at], "float32"))
+            for var, offset in self.offsets.items():
+                at = T.cast(row, "int64") * self.stride + within(unit, e)
+                env[var] = T.let(var.name, T.cast(arguments["x"][at + offset if offset else at], "float32"))
             env = emit(graph.hoisted, env)
             values.append([env[v] for v in graph.projected])
         store_hoisted(self.layout, arguments["hoisted"], row, unit, values)
+
+
+def leaves_of_rows(task: Task) -> dict[Var, int]:
+    """What is read of a row of x as it is -> where its H values begin there."""
+    graph, w = task.graph, task.workload
+    return ({} if graph.x is None else {graph.x: 0}) | graph.input_offsets(w.input, w.hidden)
 
 
 def store_hoisted(layout: Hoisted, into: TirBuffer, row: Expr, unit: Expr, values: Sequence[Sequence[Expr]],

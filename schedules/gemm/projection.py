@@ -37,7 +37,8 @@ def no_projection(task: Task) -> str | None:
 def job_of(task: Task) -> Job:
     """The projection as a product over all rows; of a cell without products of x one without operands."""
     w, products = task.workload, task.graph.hoisted_products
-    operands = (Operand(Columns("x", w.input, w.input), "input_weights", tuple(p.term.source for p in products)),)
+    x = Columns("x", task.own_input, w.input)
+    operands = (Operand(x, "input_weights", tuple(p.term.source for p in products)),)
     return Job("project", task.device, w.dtype, w.arithmetic, operands if products else (), len(products), w.hidden,
                len(task.graph.hoisted_outputs), len(task.graph.vectors))
 

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import product
 from math import prod
 
-from ecornn.analysis.liveness import late_operand
+from ecornn.analysis.liveness import late_operands
 from ecornn.device import Device
 from ecornn.program import PACKED, WORKSPACE, Buffer, Call, Extent, Fill, Launch, Program
 from ecornn.schedules.assemble import assemble
@@ -73,12 +73,14 @@ class Persistent(Schedule):
             return f"cell {task.graph.cell!r} has no recurrent product"
         if not task.graph.phases[0].products:
             return f"cell {task.graph.cell!r} has statistics before its first product"
+        if task.graph.hoisted_statistics and (late := late_operands(task.graph)):
+            return f"cell {task.graph.cell!r} multiplies {late[0].name}, which takes statistics of x and a state"
         if task.device.capability < 80:
             return "needs tensor cores of compute capability 8.0"
         if not any(self.check(task, config) is None for _, config in self._cuts(task)):  # the first that is found
             return (f"the recurrent weights of {task.workload} do not fit on the {task.device.cores} "
                     f"multiprocessors of {task.device.name}")
-        return late_operand(task.graph)
+        return None
 
     def knobs(self, task: Task) -> tuple[Knob, ...]:
         w = task.workload
@@ -105,7 +107,8 @@ class Persistent(Schedule):
                  "percent of weights in registers; the rest in shared memory, and in L2 what does not fit there"),
             Knob("interleave", (0, 4) if wide else (0,),
                  "4: pad three gates to four for smaller unit steps and wider loads; 0: no padding"),
-            Knob("ahead", AHEAD if projected and not task.graph.hoisted_statistics else AHEAD[:1],
+            Knob("ahead", AHEAD if projected and not task.graph.hoisted_statistics and not late_operands(task.graph)
+                 else AHEAD[:1],
                  "percent of the input projection done before the recurrence; the rest runs beside it, on what "
                  "blocks the recurrence leaves over", before=100),
             Knob("fences", ("every", "products", FEWEST),
@@ -178,6 +181,8 @@ class Persistent(Schedule):
             return "statistics of the projection are computed after all of it"
         if task.traversal.backward and config["ahead"] != 100:
             return "an adjoint has no projection"
+        if config["ahead"] != 100 and late_operands(task.graph):
+            return "the first operands read the projection"
         reason = self._crowded(task, plan_of(task, config, chains=1, ahead=100))
         if reason is None and config["chains"] != 1:
             reason = self._crowded(task, plan_of(task, config, ahead=100))
@@ -311,7 +316,7 @@ def _recurrence(task: Task, plan: PersistentPlan, layout: Hoisted, math: str, ke
         sums = [Buffer(f"sums_{e}", WORKSPACE, "uint32", Extent(plan.groups * plan.ring * plan.sum_words(e)))
                 for e in range(len(plan.sums))]
         buffers += sums
-        functions["start"] = start_kernel(task, plan, START_BLOCKS, math)
+        functions["start"] = start_kernel(task, plan, layout, START_BLOCKS, math)
         calls += [*(Fill(b.name, UNWRITTEN, b.extent) for b in sums), Launch("start", START_BLOCKS, 256)]
     name = keeping("persistent", kept)
     functions[name] = persistent_kernel(task, plan, layout, math, kept)

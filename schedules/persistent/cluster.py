@@ -89,8 +89,9 @@ class Cluster:
                 if p == 0:
                     at = [located(plan, phase, group, place) for place in places]
                     vectors = arguments["vectors"]
-                    found = [self._given(*initial_values(task, states, vectors, timeline, one, kernel.math))
-                             for one in at]
+                    hoisted = arguments.get("hoisted")
+                    found = [self._given(*initial_values(task, states, vectors, timeline, one, kernel.math, hoisted,
+                                                         kernel.hoisted)) for one in at]
                 for place, word in zip(places, found, strict=True):
                     with T.If(place < total), T.Then():
                         T.buffer_store(self.words, word, [first + place])

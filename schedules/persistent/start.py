@@ -5,10 +5,11 @@ It also clears the counters of the projection that runs beside.
 
 from __future__ import annotations
 
-from ecornn.analysis.liveness import opening
+from ecornn.analysis.liveness import before_first, late_operands
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
 from ecornn.schedules.gemm.mma import LEAST_ROWS
+from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.isa.tensor_core import per_word
 from ecornn.schedules.persistent.exchange import SENTINEL, pack
 from ecornn.schedules.persistent.plan import PAIR, PersistentPlan, PhasePlan
@@ -18,8 +19,8 @@ from ecornn.schedules.timeline import Timeline, row_arguments
 THREADS = 256
 
 
-def start_kernel(task: Task, plan: PersistentPlan, blocks: int, math: str) -> PrimFunc:
-    """``start(T, B, <state>_in ..., vectors, exchange_0 ..., ready)``.
+def start_kernel(task: Task, plan: PersistentPlan, layout: Hoisted, blocks: int, math: str) -> PrimFunc:
+    """``start(T, B, <state>_in ..., vectors, [hoisted,] exchange_0 ..., ready)``.
 
     Words beyond H, which pad the last k-tiles, are zero in every slot, and stay so.
     """
@@ -32,6 +33,7 @@ def start_kernel(task: Task, plan: PersistentPlan, blocks: int, math: str) -> Pr
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
         states = {s: T.arg(f"{s}_in", T.buffer((big,), plan.dtype)) for s in graph.states}
         vectors = T.arg("vectors", T.buffer((big,), "float32"))
+        hoisted = T.arg("hoisted", T.buffer((big,), layout.dtype)) if late_operands(graph) else None
         rows = row_arguments(task.traversal)
         timeline = Timeline(task.traversal, rows, steps, batch)
         rings = [T.arg(f"exchange_{i}", T.buffer((big,), "uint32")) for i in range(len(plan.phases))]
@@ -59,7 +61,7 @@ def start_kernel(task: Task, plan: PersistentPlan, blocks: int, math: str) -> Pr
                         continue
                     with T.If(slot == 0):
                         with T.Then():
-                            values = initial_values(task, states, vectors, timeline, at, math)
+                            values = initial_values(task, states, vectors, timeline, at, math, hoisted, layout)
                             T.buffer_store(ring, pack(values, plan.dtype), [place])
                         with T.Else():
                             T.buffer_store(ring, rest, [place])
@@ -76,15 +78,19 @@ def located(plan: PersistentPlan, phase: PhasePlan, group: Expr, place: Expr) ->
 
 
 def initial_values(task: Task, states: dict[str, TirBuffer], vectors: TirBuffer, timeline: Timeline,
-                   at: tuple[Expr, Expr, Expr], math: str) -> list[Expr]:
-    """What a word of the first phase's first slot holds, as one or two float32 values."""
+                   at: tuple[Expr, Expr, Expr], math: str, hoisted: TirBuffer | None = None,
+                   layout: Hoisted | None = None) -> list[Expr]:
+    """What a word of the first phase's first slot holds, as one or two float32 values; ``hoisted``, in ``layout``,
+    where operands take inputs."""
     unit, row, operand = at
-    return [initial_operand(task, states, vectors, timeline, row, T.let("own_unit", unit + e), operand, math)
+    return [initial_operand(task, states, vectors, timeline, row, T.let("own_unit", unit + e), operand, math, hoisted,
+                            layout)
             for e in range(per_word(task.workload.dtype))]
 
 
 def initial_operand(task: Task, states: dict[str, TirBuffer], vectors: TirBuffer, timeline: Timeline, row: Expr,
-                    unit: Expr, operand: Expr, math: str) -> Expr:
+                    unit: Expr, operand: Expr, math: str, hoisted: TirBuffer | None = None,
+                    layout: Hoisted | None = None) -> Expr:
     """The first phase's operand for the state that the call was given; zero outside of it."""
     graph, H, batch = task.graph, task.workload.hidden, timeline.batch
     at, b = T.let("at", T.min(unit, H - 1)), T.let("b", T.min(row, batch - 1))
@@ -97,7 +103,10 @@ def initial_operand(task: Task, states: dict[str, TirBuffer], vectors: TirBuffer
     given = [T.let(f"{name}_given", T.cast(states[name][from_row * H + at], "float32")) for name in graph.states]
     env |= zip(graph.states.values(), timeline.started(timeline.fresh(0, b, timeline.limit(b)), given),
                strict=True)
-    env = emit(opening(graph), env, math)
+    if late_operands(graph) and layout is not None:
+        first = T.cast(timeline.at(T.int32(0)) * batch + b, "int64")
+        env |= zip(graph.hoisted_outputs, layout.values(layout.load(hoisted, first, at))[0], strict=True)
+    env = emit(before_first(graph), env, math)
     value = env[graph.phases[0].operands[0]]
     for i, other in enumerate(graph.phases[0].operands[1:], 1):
         value = T.Select(operand == i, env[other], value)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from math import prod
 
-from ecornn.analysis.liveness import late_operand
+from ecornn.analysis.liveness import late_operands
 from ecornn.program import PACKED, WORKSPACE, Buffer, Extent, Fill, Launch, Program
 from ecornn.schedules.assemble import assemble
 from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond
@@ -71,7 +71,9 @@ class PersistentWide(Schedule):
         if next(self.candidates(task), None) is None:
             return (f"the recurrent weights of {w} do not fit on the {task.device.cores} "
                     f"multiprocessors of {task.device.name}")
-        return late_operand(task.graph)
+        if late := late_operands(task.graph):
+            return f"cell {task.graph.cell!r} multiplies {late[0].name}, which depends on x and a state"
+        return None
 
     def knobs(self, task: Task) -> tuple[Knob, ...]:
         w, step, several = task.workload, unit_step(task), len(task.graph.phases[0].operands) > 1

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ecornn.analysis.liveness import urgent
+from ecornn.analysis.liveness import late_operands, urgent
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
 from ecornn.schedules.scalars.pointwise import emit, invariants
 from ecornn.schedules.sequence_kernel import SequenceKernel
@@ -61,7 +61,7 @@ class GateThreads(ABC):
         self.first, self.count, task, hoisted = first, count, kernel.task, kernel.hoisted
         self.graph = graph = task.graph
         self.state_index = {name: s for s, name in enumerate(graph.states)}
-        self.urgent = urgent(graph)
+        self.urgent, self.late = urgent(graph), bool(late_operands(graph))
         self._locate(thread)
 
         def local(name: str, count: int) -> TirBuffer:  # (item, one of count values)
@@ -240,6 +240,9 @@ class GateThreads(ABC):
             ended.live = T.let("live", self.numbers[i, 0] >= 0)
         following = {graph.states[name]: value for name, value in ended.following.items()}
         following |= {v: self.constants[i, k] for k, v in enumerate(graph.invariant_outputs)}
+        if self.late:
+            (inputs,) = self.hoisted.values([self.ahead[i, k] for k in range(self.hoisted.words())])
+            following |= dict(zip(graph.hoisted_outputs, inputs, strict=True))
         self._announce(i, 0, t + 1, emit(self.urgent.opening, following, self.math))
         return ended
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from ecornn.analysis.liveness import late_operand, phase_count
+from ecornn.analysis.liveness import late_operands, phase_count
 from ecornn.program import Buffer, Launch, Program
 from ecornn.schedules.assemble import assemble, shared_buffers
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, joined, no_room
@@ -45,7 +45,7 @@ class FusedStep(Schedule):
             return "needs compute capability 8.0"
         if self._first_valid(task) is None:
             return f"cell {task.graph.cell!r} has too many gates for the registers of a thread"
-        return late_operand(task.graph)
+        return None
 
     def knobs(self, task: Task) -> tuple[Knob, ...]:
         return (
@@ -123,15 +123,18 @@ class FusedStep(Schedule):
                  for p, phase in enumerate(graph.phases) if phase.products)]
         inputs = in_float32(task)
         buffers = [*shared_buffers(task, inputs), *own]
-        begin = Component({"begin": begin_kernel(task, layout, buffers, math)},
+        begin = Component({"begin": begin_kernel(task, layout, buffers, math, inputs)},
                           calls=tuple(begin_calls(task, layout, own)))
 
         def phase(p: int, known: list[Buffer], name: str) -> tuple[PrimFunc, Launch]:
             return (_step_kernel(task, tile, layout, known, p, math, name),
                     Launch(name, _grid(task, tile), tile.threads, tile.shared(*_shape(task, p))))
 
-        return assemble(task, partial(loop, task, layout, own, buffers, math, inputs, phase), inputs,
-                        joined(begin, project_plainly(task, tile, layout, inputs)))
+        steps = partial(loop, task, layout, own, buffers, math, inputs, phase)
+        projection = project_plainly(task, tile, layout, inputs)
+        if late_operands(graph):  # which the beginning reads
+            return assemble(task, lambda kept: joined(begin, steps(kept)), inputs, projection)
+        return assemble(task, steps, inputs, joined(begin, projection))
 
 
 def _shape(task: Task, p: int) -> tuple[int, int]:

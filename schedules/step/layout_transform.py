@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product as combinations
 
-from ecornn.analysis.liveness import late_operand
 from ecornn.program import Buffer, Launch, Program
 from ecornn.schedules.assemble import assemble, shared_buffers
 from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond, recurrence_buffers
@@ -55,7 +54,7 @@ class LayoutTransform(Schedule):
             return fault
         if next(self._candidates(task), None) is None:
             return f"cell {task.graph.cell!r} has too many gates for a block"
-        return late_operand(task.graph)
+        return None
 
     def knobs(self, task: Task) -> tuple[Knob, ...]:
         w, step = task.workload, unit_step(task)
@@ -152,7 +151,7 @@ class LayoutTransform(Schedule):
         own = [*workspaces(task, layout),
                *(weights_buffer(task, plan, p) for p, gates in enumerate(plan.gates) if gates)]
         buffers = [*around, *own]
-        begin = Component({"begin": begin_kernel(task, layout, buffers, math)},
+        begin = Component({"begin": begin_kernel(task, layout, buffers, math, inputs)},
                           calls=tuple(begin_calls(task, layout, own)))
         blocks = plan.columns * -(-task.workload.batch // plan.rows)
 

@@ -11,6 +11,7 @@ from ecornn.program import Buffer, Launch
 from ecornn.schedules.assemble import shared_buffers
 from ecornn.schedules.base import Component, Task
 from ecornn.schedules.builder import Expr, PrimFunc, T
+from ecornn.schedules.gemm.outputs import leaves_of_rows
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.scalars.pointwise import emit
 from ecornn.schedules.step.product import BlockProduct, Tile, weights_buffer
@@ -22,7 +23,7 @@ def project_plainly(task: Task, tile: Tile, layout: Layout, hoisted: Hoisted) ->
     graph, blocks = task.graph, 2 * task.device.cores
     if not graph.hoisted_outputs:
         return Component()
-    own = [weights_buffer("input_weights", task, tile, graph.hoisted_products, task.workload.input)
+    own = [weights_buffer("input_weights", task, tile, graph.hoisted_products, task.own_input)
            ] if graph.hoisted_products else []
     kernel = _kernel(task, tile, layout, [*shared_buffers(task, hoisted), *own], blocks)
     return Component({"project": kernel}, tuple(own),
@@ -34,7 +35,7 @@ def _kernel(task: Task, tile: Tile, layout: Layout, buffers: list[Buffer], block
     from tvm.script.ir_builder import IRBuilder
 
     w, graph = task.workload, task.graph
-    H, I = w.hidden, w.input
+    H, I, rows, offsets = w.hidden, task.own_input, w.input, leaves_of_rows(task)
     columns, gates = -(-H // tile.units), len(graph.hoisted_products)
     with IRBuilder() as builder, T.prim_func():
         T.func_name("project")
@@ -51,7 +52,7 @@ def _kernel(task: Task, tile: Tile, layout: Layout, buffers: list[Buffer], block
 
         def input_at(row0: Expr, row: Expr, k: Expr) -> Expr:
             inside = T.let("inside", T.And(row0 + row < total, k < I))
-            place = T.Select(inside, T.cast(row0 + row, "int64") * I + k, T.int64(0))
+            place = T.Select(inside, T.cast(row0 + row, "int64") * rows + k, T.int64(0))
             return T.Select(inside, T.cast(a["x"][place], "float32"), T.float32(0))
 
         with T.While(turn[0] < (total + (tile.rows - 1)) // tile.rows * columns):
@@ -64,8 +65,9 @@ def _kernel(task: Task, tile: Tile, layout: Layout, buffers: list[Buffer], block
                 inside = T.And(item < tile.units * tile.rows, T.And(row0 + row < total, unit < H))
                 with T.If(inside), T.Then():
                     env = scalars.constants(unit) | product.sums(row, item % tile.units)
-                    if graph.x is not None:
-                        env[graph.x] = T.let("x", T.cast(a["x"][T.cast(row0 + row, "int64") * H + unit], "float32"))
+                    for var, offset in offsets.items():
+                        at = T.cast(row0 + row, "int64") * rows + unit
+                        env[var] = T.let(var.name, T.cast(a["x"][at + offset if offset else at], "float32"))
                     env = emit(graph.hoisted, env)
                     first = T.let("first", T.cast(row0 + row, "int64") * (len(graph.projected) * H) + unit)
                     for q, var in enumerate(graph.projected):

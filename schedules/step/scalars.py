@@ -16,7 +16,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ecornn.analysis.liveness import assigns_of, carried, opening, phase_count, reads, statistics
+from ecornn.analysis.liveness import (
+    assigns_of,
+    before_first,
+    carried,
+    late_operands,
+    phase_count,
+    reads,
+    statistics,
+)
 from ecornn.program import WORKSPACE, Buffer, Extent, Fill, Launch
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var
@@ -87,14 +95,15 @@ def declare(buffers: list[Buffer]) -> dict[str, TirBuffer]:
     return found
 
 
-def begin_kernel(task: Task, layout: Layout, buffers: list[Buffer], math: str) -> PrimFunc:
-    """``begin``: the states of the call into the workspaces; afterwards ``<state>_out`` may be written."""
+def begin_kernel(task: Task, layout: Layout, buffers: list[Buffer], math: str, hoisted: Hoisted) -> PrimFunc:
+    """``begin``: the states of the call into the workspaces; afterwards ``<state>_out`` may be written. It reads
+    ``hoisted`` where the first operands do."""
     from tvm.script.ir_builder import IRBuilder
 
     w, graph = task.workload, task.graph
     with IRBuilder() as builder, T.prim_func():
         T.func_name("begin")
-        scalars = StepScalars(task, layout, declare(buffers), math)
+        scalars = StepScalars(task, layout, declare(buffers), math, hoisted)
         T.device_entry()
         item = T.let("item", T.block(_begin_blocks(task)) * BEGIN_THREADS + T.thread(BEGIN_THREADS))
         row, unit = T.let("row", item // w.hidden), T.let("unit", item % w.hidden)
@@ -106,7 +115,7 @@ def begin_kernel(task: Task, layout: Layout, buffers: list[Buffer], math: str) -
             timeline = scalars.timeline
             values = timeline.started(timeline.fresh(0, row, timeline.limit(row)), values)
             scalars.store_states(row, unit, values)
-            scalars.store_first_operands(row, unit, values, scalars.constants(unit), 0)
+            scalars.store_first_operands(row, unit, values, scalars.constants(unit), T.int32(0), 0)
     return builder.get()
 
 
@@ -150,12 +159,12 @@ class StepScalars:
                    for i, v in enumerate(self.graph.vectors)}
         return invariants(self.graph, vectors, self.math)
 
-    def hoisted(self, row: Expr, unit: Expr) -> list[Expr]:
-        """This step's values of what does not depend on the state, as they are in memory."""
+    def hoisted(self, row: Expr, unit: Expr, t: Expr | None = None) -> list[Expr]:
+        """Values of what does not depend on the state, as they are in memory; of this step, if of no other."""
         a = self.arguments
         if not self.inputs.outputs:
             return []
-        row = T.cast(self.timeline.at(a["t"]) * a["B"] + row, "int64")
+        row = T.cast(self.timeline.at(a["t"] if t is None else t) * a["B"] + row, "int64")
         return [T.let("hoisted", value) for value in self.inputs.load(a["hoisted"], row, unit)]
 
     def finish(self, p: int, row: Expr, unit: Expr, sums: dict[Var, Expr], loaded: list[Expr]) -> None:
@@ -176,7 +185,7 @@ class StepScalars:
                  for (name, v), old in zip(graph.results.items(), before, strict=True)]
         following = timeline.started(timeline.fresh(a["t"] + 1, row, limit), after)
         self.store_states(row, unit, following)
-        self.store_first_operands(row, unit, following, constants, (a["t"] + 1) % 2)
+        self.store_first_operands(row, unit, following, constants, a["t"] + 1, (a["t"] + 1) % 2)
         if self.task.traversal.backward:
             self._store_outputs(row, unit, [env[v] for v in graph.outputs], live)
             self._leave(row, unit, dict(zip(graph.results, following, strict=True)))  # they may have been cleared
@@ -220,11 +229,15 @@ class StepScalars:
             T.buffer_store(self.arguments["states"], value, [self.at(s, row, unit)])
 
     def store_first_operands(self, row: Expr, unit: Expr, states: list[Expr], constants: dict[Var, Expr],
-                             parity: Expr) -> None:
-        """The operands of phase 0, which the states determine, for a step of that parity."""
+                             t: Expr, parity: Expr) -> None:
+        """The operands of phase 0 for step t, of that parity, from the states before it; behind the last step some that
+        nobody reads."""
         if self.graph.phases:
             env = constants | dict(zip(self.graph.states.values(), states, strict=True))
-            self._store_operands(0, row, unit, emit(opening(self.graph), env, self.math), parity)
+            if late_operands(self.graph):
+                loaded = self.hoisted(row, unit, T.let("t_next", T.min(t, self.arguments["T"] - 1)))
+                env |= zip(self.graph.hoisted_outputs, self.inputs.values(loaded)[0], strict=True)
+            self._store_operands(0, row, unit, emit(before_first(self.graph), env, self.math), parity)
 
     def operand_base(self, p: int, parity: Expr) -> Expr:
         """First element of phase p's operands."""

@@ -67,7 +67,7 @@ def backward_shapes(task: Task, plans: Backward, forward: Shape) -> tuple[Shape,
     made = {**tiles(plans.replay, whole, task, False), **tiles(plans.recurrence, work.batch, task, True),
             **tiles(plans.inputs, whole, task, False), **tiles(plans.finish, work.batch, task, False)}
     shape = replace(forward, chunk=chunk, tiles=made or {"none": Tile(1, 1, 1)}, weights=forward.real, team=0)
-    across = replace(task, workload=structs.replace(work, hidden=work.input, input=work.hidden))
+    across = replace(task, workload=structs.replace(work, hidden=task.own_input, input=work.hidden))
     dx = {} if plans.dx is None else tiles(plans.dx, whole, across, False)
-    return shape, Shape(work.batch, work.hidden, work.input, lanes, chunk, dx or {"none": Tile(1, 1, 1)},
+    return shape, Shape(work.batch, work.hidden, task.own_input, lanes, chunk, dx or {"none": Tile(1, 1, 1)},
                         forward.real)

@@ -45,21 +45,23 @@ class DxTask(TileTask):
         value = self.value(o.dx)
         row = self.first * o.batch + self.at_row
         valid = e.tirx.Select(self.at_row < self.rows, e.index(width) - self.unit, e.index(0))
-        at, valid = e.let("dx_at", row * e.index(width) + self.unit), e.let("valid", valid)
+        at, valid = e.let("dx_at", row * e.index(o.stride) + self.unit), e.let("valid", valid)
         if o.adds:
             value = value + e.vload_part("dx_before", o.data["dx"], at, valid)
         e.vstore_part("dx_part", o.data["dx"], at, value, valid)
 
 
 class DxPass(Pass):
-    """The gradient of x: units are those of x. ``adds``: to what is there, of the layer's other direction."""
+    """The gradient of x: units are those of x, rows ``stride`` apart. ``adds``: to what is there, of the layer's other
+    direction."""
 
     task = DxTask
 
-    def __init__(self, plans: Backward, shape: Shape, e: Emitter, rooms: int, inner: int, adds: bool) -> None:
+    def __init__(self, plans: Backward, shape: Shape, e: Emitter, rooms: int, inner: int, stride: int,
+                 adds: bool) -> None:
         assert plans.dx is not None
         super().__init__("dx", plans.dx, shape, e, rooms)
-        self.dx, self.inner, self.adds = plans.adjoint.dx, inner, adds
+        self.dx, self.inner, self.stride, self.adds = plans.adjoint.dx, inner, stride, adds
 
     def length(self, operand: Var | None) -> int:
         return self.inner
@@ -86,7 +88,8 @@ class BackwardWorker:
         self.replay = Pass("replay", plans.replay, shape, e, self.rooms)
         self.recurrence = Recurrence(plans.recurrence, shape, task.traversal, e, plans.written, self.rooms)
         self.inputs = Pass("inputs", plans.inputs, shape, e, self.rooms)
-        self.dx = None if plans.dx is None else DxPass(plans, dx_shape, e, self.rooms, shape.hidden, self.adds)
+        self.stride, made = task.workload.input, plans.dx is not None
+        self.dx = DxPass(plans, dx_shape, e, self.rooms, shape.hidden, self.stride, self.adds) if made else None
         self.finish = Pass("finish", plans.finish, shape, e, shape.padded_batch)
         self.passes = [p for p in (self.replay, self.inputs, self.dx, self.finish) if p is not None]
         self.forward, self.copies = forward, list[Copy]()
@@ -166,12 +169,14 @@ class BackwardWorker:
             self.bring(var, f"value_{number}", "at", Place(root.data[f"value{number}_kept"], units, 0, units))
         if adjoint.dy in read:
             self.bring(adjoint.dy, "dy_rows", "live", Place(root.data["dy"], y_width, y_offset, units))
+        for var, offset in forward.input_offsets(self.stride, units).items():
+            self.bring(var, f"{var.name}_rows", "at", Place(root.data["x"], self.stride, offset, units))
         self.x = None
         if (forward.x is not None and forward.x in read) or any(None in (o.value, o.operand) for o in pairs):
             lanes, length = self.shape.lanes, self.shape.input
             wide = self.shape.width if forward.x is not None else 0
             self.x = self.row_place("x_rows", max(-(-length // lanes) * lanes, wide))
-            self.copies.append(Copy("at", self.x, Place(root.data["x"], length), length))
+            self.copies.append(Copy("at", self.x, Place(root.data["x"], self.stride), length))
             if forward.x is not None:
                 self.places[forward.x] = self.x
 
@@ -239,6 +244,8 @@ class BackwardWorker:
             self.dx.run(low, rows)
         elif not self.adds:
             self.no_dx(low, rows)
+        if self.plans.adjoint.dinputs:
+            self.input_gradients(low, rows)
         self.outers.add(rows)
         self.add(adjoint.recurrence.sums, self.places, rows)
         self.add(adjoint.inputs.sums, self.places, rows)
@@ -248,9 +255,31 @@ class BackwardWorker:
         """Zeros, where the cell does not read x."""
         e, root, length = self.e, self.root, self.shape.input
         with root.tasks("no_dx", rows) as row:
-            start = e.let("start", (low * root.batch + row) * e.index(length))
+            start = e.let("start", (low * root.batch + row) * e.index(self.stride))
             with e.loop("k", length) as k:
                 e.store(root.data["dx"], start + k, e.number(0.0))
+
+    def input_gradients(self, low: Expr, rows: Expr) -> None:
+        """The gradients of the cell's inputs, behind that of x; zeros where a row takes no part."""
+        e, s, root, dx = self.e, self.shape, self.root, self.root.data["dx"]
+        columns = -(-s.hidden // s.lanes)
+        with root.tasks("inputs", rows * e.index(columns)) as task:
+            row, unit = e.let("row", e.div(task, columns)), e.let("unit", e.mod(task, columns) * e.index(s.lanes))
+            there, valid = e.let("there", low * root.batch + row), e.let("valid", e.index(s.hidden) - unit)
+            live = None
+            if self.task.traversal.lengths:
+                live = e.let("live", low + e.div(row, root.batch) < self.timeline.limit(e.mod(row, root.batch)))
+            for var, offset in self.forward.input_offsets(self.stride, s.hidden).items():
+                gradient, value = self.plans.adjoint.dinputs[var], e.splat(0.0)
+                if gradient is not None:
+                    place = self.places[gradient]
+                    start = place.at(e, there if place.units else row) + unit
+                    value = e.let(var.name, e.vload_part(f"d_{var.name}", place.data, start, valid))
+                    value = self.timeline.masked(live, value, e.splat(0.0))
+                at = e.let("at", there * e.index(self.stride) + e.index(offset) + unit)
+                if self.adds:
+                    value = value + e.vload_part(f"{var.name}_before", dx, at, valid)
+                e.vstore_part(f"{var.name}_part", dx, at, value, valid)
 
     def add(self, sums: tuple[Sum, ...], places: Mapping[Var, Place], rows: Expr) -> None:
         """Adds to the totals."""

@@ -72,7 +72,7 @@ def backward_plans(adjoint: Adjoint, kept: Kept) -> Backward:
     before = replace(inputs, phases=())
     read = [t.operand for p in last.products for t in p.terms] + [v for a in last.assigns for v in variables(a.value)]
     read += [v for o in inputs.outer_products for v in (o.value, o.operand)] + [s.value for s in inputs.sums]
-    read += [adjoint.dx] if adjoint.dx is not None else []
+    read += [v for v in (adjoint.dx, *adjoint.dinputs.values()) if v is not None]
     made = _made(before)
     dx = None
     if adjoint.dx is not None:
@@ -100,7 +100,8 @@ def pass_plan(name: str, graph: StepGraph, wanted: Iterable[Var]) -> StepPlan:
         level.update((p.var, number) for p in products)
         level.update((v, number) for s in statistics for v in s.made)
         level.update((a.var, number) for a in assigns)
-    level.update((v, 0) for v in (*graph.given, *([graph.x] if graph.x is not None else [])) if v not in level)
+    rows = (*graph.given, *graph.inputs.values(), *([graph.x] if graph.x is not None else []))
+    level.update((v, 0) for v in rows if v not in level)
     later = set(wanted)
     for number, (products, statistics, assigns) in enumerate(parts):
         read = [t.operand for p in products for t in p.terms] + [v for s in statistics for v in s.operands]
