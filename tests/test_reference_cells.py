@@ -120,7 +120,7 @@ def test_errors_name_what_is_wrong():
         ecornn.reference(cell, x, weights | {"b_l0": np.zeros(6)})
     with pytest.raises(ShapeError, match=r"len\(state\)=2.*1 for 'gated'"):
         ecornn.reference(cell, x, weights, [np.zeros((B, H))] * 2)
-    with pytest.raises(ArgumentError, match="cell=3 is not allowed; expected an ecornn.Cell"):
+    with pytest.raises(ArgumentError, match=r"cell=3 is not allowed; expected an ecornn\.Cell"):
         ecornn.reference(3, x, weights)
     with pytest.raises(CellError, match="the sum 'part', which has a condition"):
         ecornn.reference(Partly(), x, {})
