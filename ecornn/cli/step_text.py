@@ -23,7 +23,8 @@ INFIX = {"Or": ("or", 1), "And": ("and", 2), "LT": ("<", 4), "LE": ("<=", 4), "G
          "EQ": ("==", 4), "NE": ("!=", 4), "Add": ("+", 5), "Sub": ("-", 5), "Mul": ("*", 6), "Div": ("/", 6)}
 MATRIX = 5.5  # of @
 CALLED = {"Max": "max", "Min": "min", "Select": "where", "if_then_else": "where", "fabs": "abs", "Not": "not"}
-BITS: dict[str, int | Fraction] = {"float64": 64, "float32": 32, "float16": 16, "bfloat16": 16, "int21": Fraction(64, 3), "int16": 16, "int8": 8}
+BITS: dict[str, int | Fraction] = {
+    "float64": 64, "float32": 32, "float16": 16, "bfloat16": 16, "int21": Fraction(64, 3), "int16": 16, "int8": 8}
 
 
 def step_text(graph: StepGraph, work: Workload, stack: Stack) -> str:
