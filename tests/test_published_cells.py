@@ -3,18 +3,30 @@ GPU code of some."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from cuda_on_cpu import Emulated
+from emulated import TINY
 from published import CELLS
 from published.base import Published
 
 import ecornn
+from ecornn.analysis import analyse
+from ecornn.build.link import find_compiler
+from ecornn.schedules import Task, all_schedules
 from ecornn.tune.oracle import relative_error
+from ecornn.workload import Workload
 
 T, B, I, H = 5, 3, 5, 7
 LIMIT = 1e-5  # relative; some roundings of float32
+# Each of these has the products and exchanges of another cell.
+LATER = {"lstm_1997", "lstm_slim3", "sublstm", "mgu2", "ligru", "mut1", "mut2", "caru", "fast_rnn", "mi_rnn", "ct_rnn",
+         "mega_ema", "t_rnn", "min_gru", "brc", "echo_state", "cfn", "alif", "gru3", "unicornn"}
+GPU = [s for s in all_schedules().values() if s.kind == "cuda"]
 
 
 def drawn(cell: Published, seed: int = 0) -> tuple[Any, dict[str, Any], list[Any]]:
@@ -58,7 +70,19 @@ def test_the_te_step_is_the_formula(name: str):
         np.testing.assert_allclose(got, want, rtol=1e-7, atol=1e-7)  # constants of a step are float32
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.fixture(scope="module")
+def quick_host_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The C++ around a cell's code is not what is tested here, and to optimise it takes most of the time."""
+    script = tmp_path_factory.mktemp("compiler") / "c++"
+    script.write_text(f'#!/bin/sh\nexec {" ".join(find_compiler())} "$@" -O0\n')
+    script.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CXX", str(script))
+        yield
+
+
+@pytest.mark.usefixtures("quick_host_code")
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.exhaustive) if n in LATER else n for n in CELLS])
 def test_compiled_for_the_cpu(name: str):
     cell = CELLS[name]
     x, parameters, states = drawn(cell)
@@ -67,3 +91,22 @@ def test_compiled_for_the_cpu(name: str):
     y, after = module.bind(flat(cell, parameters), threads=1)(x, states)
     for what, got, want in zip(("y", *cell.states), (y, *after), (wanted, *last), strict=True):
         assert relative_error(got, want) <= LIMIT, what
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", CELLS)
+def test_emulated_on_a_gpu(name: str, tmp_path: Path):
+    """By every schedule that serves the cell, in float32."""
+    cell = CELLS[name]
+    x, parameters, states = drawn(cell)
+    wanted, last = formula(cell, x, parameters, states)
+    task = Task(Workload(cell.identity(), H, x.shape[2], B, T), analyse(cell, x.shape[2], H), TINY)
+    serving = [s for s in GPU if s.serves(task) is None]
+    for schedule in serving:
+        (folder := tmp_path / schedule.name).mkdir()
+        emulated = Emulated(schedule.program(task, schedule.default(task)), folder)
+        y, after = emulated.run(x, dict(zip(cell.states, states, strict=True)), parameters)
+        for what, got, want in zip(("y", *cell.states), (y, *(after[n] for n in cell.states)), (wanted, *last),
+                                   strict=True):
+            assert relative_error(got, want) <= 2 * LIMIT, (schedule.name, what)
+    assert serving, "no schedule has it"

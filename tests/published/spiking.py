@@ -52,7 +52,7 @@ class ALIF(Published):
 
 
 class EGRU(Published):
-    """Event-based GRU (Subramoney et al. 2022, arXiv 2206.06178): units show c above ``v``, and lose as much after it."""
+    """Event-based GRU (Subramoney et al. 2022, arXiv 2206.06178): units show c above ``v``, then lose as much."""
 
     name, states = "egru", ("y", "c")
     shapes = {"W": (3, "I"), "R": (3, "H"), "b": (3,), "v": (1,)}
