@@ -89,7 +89,7 @@ def compare(case: Case, files: Files, limits: Limits) -> dict:
     from side_by_side import DEVICE
 
     from ecornn.cells import get
-    from ecornn.tune.interpreter import interpret
+    from ecornn.interpreter import interpret
     from ecornn.tune.oracle import STEPS
     from ecornn.tune.quick_tvm import import_tvm
     from ecornn.tune.tolerance import TOLERANCE

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from ecornn.errors import ShapeError
-from ecornn.numpy_reference import Array, States, checked, run
+from ecornn.numpy_layers import Array, States, checked, run
+from ecornn.numpy_reference import formula_of
 from ecornn.numpy_tape import Traced, backward
 
 
@@ -23,7 +24,8 @@ def reference_gradients(cell: str, x: Any, weights: Mapping[str, Any], state: Se
 
     Parameters
     ----------
-    cell, x, weights, state, lengths, resets : as of :func:`~ecornn.numpy_reference.reference`
+    cell : one that has a formula in NumPy, by its name
+    x, weights, state, lengths, resets : as of :func:`~ecornn.numpy_reference.reference`
     dy : (T, B, D*H), the gradient of y
     dstate : gradients of the states after the last step, of the shape of ``state``; None: zeros
 
@@ -37,7 +39,7 @@ def reference_gradients(cell: str, x: Any, weights: Mapping[str, Any], state: Se
     ------
     ArgumentError, WeightsError, ShapeError : as ``reference``; ``dy`` or ``dstate`` has another shape than y or states
     """
-    call = checked(cell, x, weights, state, lengths, resets)
+    call = checked(formula_of(cell), x, weights, state, lengths, resets)
     traced = replace(call, x=Traced(call.x), weights={n: Traced(w) for n, w in call.weights.items()},
                      before=[Traced(s) for s in call.before])
     y, last = run(traced)

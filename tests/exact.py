@@ -14,9 +14,9 @@ import step_cells
 from msgspec.structs import replace
 
 from ecornn.cells import BUILTIN, get
+from ecornn.interpreter import interpret
 from ecornn.numpy_reference import NORMALIZED, STEPS, reference
 from ecornn.program import LATER
-from ecornn.tune.interpreter import interpret
 from ecornn.workload import ALONE, Stack, Traversal, Workload
 
 ALL_CELLS = BUILTIN | step_cells.CELLS

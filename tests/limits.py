@@ -16,8 +16,8 @@ import numpy as np
 from exact import ALL_CELLS, Forward, in_float64
 
 from ecornn.cells import get
+from ecornn.interpreter import Step
 from ecornn.runtime.packing import tf32
-from ecornn.tune.interpreter import Step
 from ecornn.tune.oracle import rounded
 
 FLOAT32 = 1e-5  # some roundings of a long sum

@@ -17,11 +17,11 @@ from test_persistent_emulated import SMALL, cut
 
 from ecornn.build.cuda import lower
 from ecornn.cells import get
+from ecornn.interpreter import interpret
 from ecornn.schedules import all_schedules
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.persistent.plan import LINE, lanes_of, plan_of
 from ecornn.targets import KNOWN
-from ecornn.tune.interpreter import interpret
 from ecornn.workload import Traversal
 
 LSTM, GRU = "lstm(layer_norm)", "gru(layer_norm)"

@@ -17,9 +17,9 @@ from test_cpu_weights import needs_vnni
 import ecornn
 from ecornn.analysis import StepGraph, analyse
 from ecornn.cells import Cell, get, pointwise, product
+from ecornn.interpreter import interpret
 from ecornn.schedules import all_schedules
 from ecornn.schedules.scalars.row_sums import parts_of
-from ecornn.tune.interpreter import interpret
 from ecornn.workload import ALONE, Traversal
 
 CELLS = ("blend", "focus", "contrast")

@@ -20,10 +20,10 @@ from ecornn.analysis.scalar import terms
 from ecornn.cells import BUILTIN, Cell, get, pointwise, product
 from ecornn.cells.naming import load_cell, spec_of
 from ecornn.errors import ArgumentError, CellError, ScheduleError
+from ecornn.interpreter import FUNCTIONS, interpret
 from ecornn.numpy_reference import STEPS, reference
 from ecornn.task import make_task
 from ecornn.tune.arrays import arrays_for
-from ecornn.tune.interpreter import FUNCTIONS, interpret
 from ecornn.tune.measuring import answers_of, check
 from ecornn.tune.oracle import draw, relative_error, write
 from ecornn.tune.tolerance import tolerance

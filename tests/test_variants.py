@@ -17,10 +17,10 @@ from ecornn.analysis import analyse
 from ecornn.cells import get
 from ecornn.cells.naming import load_cell, spec_of
 from ecornn.errors import ArgumentError
+from ecornn.interpreter import interpret
 from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Task
 from ecornn.targets import KNOWN
-from ecornn.tune.interpreter import interpret
 from ecornn.workload import Workload
 
 T, B, I, H = 5, 3, 6, 18

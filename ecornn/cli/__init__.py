@@ -1,10 +1,11 @@
-"""The command line: ``ecornn tune|compile|bench|log|serve|doctor``, ``ecornn-tune``, ``ecornn-compile``."""
+"""The command line: ``ecornn tune|compile|check-cell|bench|log|serve|doctor``, ``ecornn-tune``, ``ecornn-compile``."""
 
 from __future__ import annotations
 
 import click
 
 from ecornn.cli.bench_command import bench
+from ecornn.cli.check_cell_command import check_cell
 from ecornn.cli.compile_command import compile
 from ecornn.cli.doctor_command import doctor
 from ecornn.cli.log_command import log
@@ -21,6 +22,7 @@ A first session:
   ecornn tune --cell lstm --hidden 800     search; prints the next command
   ecornn compile --cell lstm --hidden 800 --batch 20 -o lstm800.so
   ecornn bench lstm800.so                  against PyTorch, if installed
+  ecornn check-cell mine.py:Mine           what serves a cell of your own
 """
 
 
@@ -30,7 +32,7 @@ def main() -> None:
     """Compiles recurrent layers (LSTM, GRU, your own cell) with TVM, for CUDA GPUs and CPUs."""
 
 
-for command in (tune, compile, bench, log, serve, doctor):
+for command in (tune, compile, check_cell, bench, log, serve, doctor):
     main.add_command(command)
 for command in (merge_files, export, import_files, prune, verify):
     log.add_command(command)

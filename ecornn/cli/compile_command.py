@@ -14,6 +14,7 @@ from ecornn.workload import OVERLAPS, SERIAL
 if TYPE_CHECKING:
     from ecornn.build.generated import Generated
     from ecornn.compiler import LayerPlan
+    from ecornn.layer_spec import LayerSpec
 
 EPILOG = """\b
 Examples:
@@ -22,13 +23,14 @@ Examples:
   ecornn-compile --cell lstm --hidden 512 --layers 4 --bidirectional --lengths -o lstm4x512.so
   ecornn-compile --cell gru --weights-from model.safetensors --prefix encoder. -o encoder.so
   ecornn-compile model.onnx --node encoder_lstm --batch 8 -o encoder.so
+  ecornn-compile --cell mine.py:Mine --hidden 512 --emit step      what a step does
   ecornn-compile --cell lstm --hidden 128 --target cpu --emit asm --emit-to lstm.s
   ecornn-compile --cell lstm --hidden 128 --target neoverse-v1 --emit object --emit-to lstm.o
   ecornn-compile --cell lstm --hidden 800 --schedule fused_step --config units=32 -o lstm800.so
 """
 WISHES = ("auto", "none", *OVERLAPS)
-EMIT = ("cuda", "tir", "ptx", "asm", "object")
-EMITTED = {"cuda": ("cuda", "tir", "ptx"), "llvm": ("tir", "asm", "object")}  # by kind of device
+EMIT = ("step", "cuda", "tir", "ptx", "asm", "object")
+EMITTED = {"cuda": ("step", "cuda", "tir", "ptx"), "llvm": ("step", "tir", "asm", "object")}  # by kind of device
 
 
 @click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
@@ -50,7 +52,9 @@ EMITTED = {"cuda": ("cuda", "tir", "ptx"), "llvm": ("tir", "asm", "object")}  # 
               "two of a layer side by side. wavefront: several layers, each a chunk of time behind the one before it. "
               "auto: what is expected to be fastest, as it tells you.")
 @click.option("--emit", type=click.Choice(EMIT),
-              help="Print the code that was generated; an object file, of a CPU's code, needs --emit-to.")
+              help="step: print what a step of the cell computes once, for all steps at once and between exchanges, "
+              "in formulas, and its bytes. Else print the code that was generated; an object file, of a CPU's code, "
+              "needs --emit-to.")
 @click.option("--emit-to", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="Write it to this file instead.")
 @click.version_option(package_name="ecornn")
@@ -88,7 +92,11 @@ def compile(model: Path | None, node: str | None, target: str | None, weights_fr
                                                                ", or --weights-from FILE, or MODEL.onnx"))
     dtype = "float32" if model is not None else None
     layer["dtype"], target = default_dtype(layer.get("dtype", dtype), layer.get("precision"), target)
-    planned = plan_layer(LayerSpec(**layer), target=target, schedule=schedule, config=dict(knob(c) for c in config),
+    spec = LayerSpec(**layer)
+    if emit == "step" and output is None:  # also of a step that no schedule serves
+        show(step_of(spec), emit_to)
+        return
+    planned = plan_layer(spec, target=target, schedule=schedule, config=dict(knob(c) for c in config),
                          overlap=overlap)
     kind = planned.device.kind
     if emit is not None and emit not in EMITTED[kind]:  # before anything is written
@@ -120,11 +128,24 @@ def compile(model: Path | None, node: str | None, target: str | None, weights_fr
     if emit == "object" and emit_to is not None:
         emit_to.write_bytes(machine_code(generated))
     elif emit is not None:
-        text = emitted(planned, generated, emit)
-        if emit_to is None:
-            click.echo(text)
-        else:
-            emit_to.write_text(text)
+        show(step_of(spec) if emit == "step" else emitted(planned, generated, emit), emit_to)
+
+
+def show(text: str, file: Path | None) -> None:
+    """Prints it, or writes it to a file."""
+    if file is None:
+        click.echo(text)
+    else:
+        file.write_text(text + "\n" * (not text.endswith("\n")))
+
+
+def step_of(layer: LayerSpec) -> str:
+    """The analysed step, of the first layer."""
+    from ecornn.analysis import analyse
+    from ecornn.cli.step_text import step_text
+
+    work = layer.workload
+    return step_text(analyse(layer.loaded, work.input, work.hidden), work, layer.stack)
 
 
 def check_files(model: Path | None, weights: Path | None, output: Path | None, code: Path | None) -> None:

@@ -100,7 +100,7 @@ def write(path: Path, cell: Cell, work: Workload, seed: int) -> None:
 
         y, last = reference(cell.identity(), given.x, given.flat, given.states)
     else:
-        from ecornn.tune.interpreter import interpret
+        from ecornn.interpreter import interpret
 
         y, last = interpret(cell, given.x, given.shaped, given.states)
     save(path, given.x, y, given.states, last, given.flat)

@@ -1,10 +1,12 @@
-"""A cell's te graph carried out in NumPy float64: the reference of cells that have no formula in NumPy.
+"""A cell's te graph carried out in NumPy float64: the reference of cells that have no formula in NumPy, for users, for
+the tuner, and for ``ecornn check-cell``.
 
 It knows nothing of ``ecornn.analysis``, from which kernels are made: an error there must not be in both.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ecornn.cells import Cell
-from ecornn.errors import CellError
+from ecornn.errors import ArgumentError, CellError
+from ecornn.numpy_layers import Formula
 
 if TYPE_CHECKING:
     from tvm.ir import Expr
@@ -57,6 +60,47 @@ def interpret(cell: Cell, x: Any, parameters: Mapping[str, Any],
     return np.stack(y), now
 
 
+def formula_of_cell(cell: Cell, x: Any, weights: Mapping[str, Any], state: Sequence[Any] | None) -> Formula:
+    """A cell's te step as :func:`~ecornn.numpy_reference.reference` runs it through sequences, whose arguments say how
+    large the cell is."""
+    if not isinstance(cell, Cell):
+        raise ArgumentError("cell", cell, "an ecornn.Cell, or the name of one that has a formula in NumPy")
+    hidden = hidden_size(cell, np.shape(x)[-1] if np.ndim(x) else 1, weights, state)
+    steps: dict[tuple[tuple[int, ...], ...], Step] = {}  # by the shapes of x and a state
+
+    def step(row: Array, states: tuple[Array, ...], weights: Sequence[Array]) -> tuple[Array, ...]:
+        shapes = row.shape, states[0].shape
+        if shapes not in steps:
+            steps[shapes] = Step(cell, *shapes)
+        te_shapes = cell.parameters(row.shape[1], hidden)
+        return steps[shapes](row, states, {n: w.reshape(s) for (n, s), w in zip(te_shapes.items(), weights,
+                                                                               strict=True)})
+
+    return Formula(cell.name, tuple(cell.parameters(hidden, hidden)), cell.parameter_name,
+                   lambda inputs, hidden: list(flat_shapes(cell, inputs, hidden).values()), lambda *_: hidden,
+                   len(cell.states), cell.states.index(cell.output_state()), step)
+
+
+def flat_shapes(cell: Cell, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of a cell's parameters as a user passes them: gates folded into the first axis."""
+    return {n: (s[0] * s[1], *s[2:]) for n, s in cell.parameters(input, hidden).items()}
+
+
+def hidden_size(cell: Cell, input: int, weights: Mapping[str, Any], state: Sequence[Any] | None) -> int:
+    """H: that of a state, else the one with which most weights of the first layer have the shapes that the cell gives
+    them; without parameters I."""
+    if state is not None and len(state) and np.ndim(state[0]):
+        return np.shape(state[0])[-1]
+    given = {n: np.shape(w) for n, w in weights.items()}
+    rows = {shape[0] for shape in given.values() if shape}
+    found = {input: 0}
+    for hidden in sorted({d for r in rows for d in range(1, r + 1) if r % d == 0}):
+        with contextlib.suppress(Exception):  # a cell may refuse sizes
+            shapes = flat_shapes(cell, input, hidden)
+            found[hidden] = sum(given.get(cell.parameter_name(n)) == shape for n, shape in shapes.items())
+    return max(found, key=lambda hidden: found[hidden])
+
+
 class Step:
     """One step of a cell, for x (B, I), with the cell's inputs behind it, and states (B, H) of these shapes."""
 
@@ -86,7 +130,7 @@ class Step:
         key = tensor.op, tensor.value_index
         if key not in self.known:
             if type(tensor.op).__name__ != "ComputeOp":
-                raise CellError(f"the tuner has no reference for {tensor.op.name}, a {type(tensor.op).__name__}")
+                raise CellError(f"NumPy has no reference for {tensor.op.name}, a {type(tensor.op).__name__}")
             self.known[key] = self.compute(tensor.op, tensor.op.body[tensor.value_index])
         return self.known[key]
 
@@ -119,9 +163,9 @@ class Step:
         sides = (combiner.lhs[n], combiner.rhs[n])
         if type(result).__name__ != "Add" or not all(a.same_as(b) for a, b in zip((result.a, result.b), sides,
                                                                                strict=True)):
-            raise CellError(f"the tuner has no reference for the reduction {name!r}, which is no sum")
+            raise CellError(f"NumPy has no reference for the reduction {name!r}, which is no sum")
         if type(body.condition).__name__ != "IntImm" or not int(body.condition):
-            raise CellError(f"the tuner has no reference for the sum {name!r}, which has a condition")
+            raise CellError(f"NumPy has no reference for the sum {name!r}, which has a condition")
         return (body.init[n] if len(body.init) else None), body.source[n]
 
     def product(self, values: Sequence[Array], extents: tuple[int, ...], kept: int) -> Array:
@@ -156,7 +200,7 @@ class Step:
             return np.asarray(BINARY[kind](self.value(e.a, places), self.value(e.b, places)))
         name = e.op.name if kind == "Call" else kind
         if kind != "Call" or name.rsplit(".", 1)[-1] not in FUNCTIONS:
-            raise CellError(f"the cell uses {name}, which the tuner has no reference for; name the "
+            raise CellError(f"the cell uses {name}, which NumPy has no reference for; name the "
                             "schedule and configuration instead of tuning")
         return np.asarray(FUNCTIONS[name.rsplit(".", 1)[-1]](*(self.value(a, places) for a in e.args)))
 

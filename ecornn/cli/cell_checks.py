@@ -1,0 +1,276 @@
+"""What serves a cell: every schedule and type at a small size, for ``ecornn check-cell``.
+
+A CPU's modules are built and run, and held against the te step in NumPy float64 (``interpreter.py``); their gradients
+against those that were derived, once these agree with differences of that step. A GPU's code is generated, not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from ecornn.cells import Cell
+from ecornn.device import Device
+from ecornn.errors import CellError, EcornnError
+from ecornn.interpreter import interpret
+from ecornn.schedules import Config, Schedule
+from ecornn.tune import adjoint_oracle, oracle
+from ecornn.tune.tolerance import GRADIENTS, tolerance
+from ecornn.workload import SERVED, Traversal, Workload
+
+if TYPE_CHECKING:
+    from ecornn.analysis.backpropagation import Backpropagated
+    from ecornn.schedules.base import Task
+
+RIGHT, WRONG, YES, NO, FAILS = "right", "wrong", "yes", "no", "fails"
+EXACT = 1e-12  # of gradients in float64
+FAINT = 1e-6  # a gradient is held against the largest one's norm, times this, if it is smaller still
+
+
+class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Of one thing that was tried.
+
+    Attributes
+    ----------
+    result : ``right`` or ``wrong`` of what was run; ``yes`` or ``no`` of what would be; ``fails``: an error that says
+        nothing of the cell, or none that ecornn raises on purpose; ``""``: not tried
+    error, limit : relative, of what was run, and how large it may be
+    why : of whatever is not right
+    """
+
+    result: str
+    error: float | None = None
+    limit: float | None = None
+    why: str = ""
+
+
+UNTRIED = Outcome("")
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A schedule on a device, in one type: ``dtype`` as the table says it, such as ``float32, int8 weights``."""
+
+    device: str
+    schedule: str
+    dtype: str
+    forward: Outcome
+    gradients: Outcome
+
+
+class Report(msgspec.Struct, frozen=True):
+    """All that was found of a cell.
+
+    Attributes
+    ----------
+    input, hidden, batch, steps : I, H, B and T of what was tried
+    analysis : whether the step can be analysed, else why not
+    wide : whether it can be with I unlike H
+    exchanges : how many a step has
+    derivative : whether gradients can be derived from it, and agree with differences of the te step
+    rows : of each schedule and type
+    """
+
+    cell: str
+    input: int
+    hidden: int
+    batch: int
+    steps: int
+    analysis: Outcome
+    wide: Outcome
+    exchanges: int
+    derivative: Outcome
+    rows: tuple[Row, ...]
+
+    @property
+    def good(self) -> bool:
+        """Whether the step was analysed, and whatever was tried is right or refused for a reason."""
+        every = (self.analysis, self.derivative, *(o for r in self.rows for o in (r.forward, r.gradients)))
+        return self.analysis.result == YES and all(o.result not in (WRONG, FAILS) for o in every)
+
+
+def attempt(function: Callable[[], Outcome]) -> Outcome:
+    """What it finds; an :class:`EcornnError` is a no, any other a failure."""
+    try:
+        return function()
+    except EcornnError as error:
+        return Outcome(NO, why=str(error))
+    except Exception as error:  # what schedules, TVM and compilers raise of a cell that they did not expect
+        return Outcome(FAILS, why=f"{type(error).__name__}: {error}")
+
+
+def check_cell(spec: str, cell: Cell, hidden: int, input: int | None, batch: int, devices: list[Device],
+               told: Callable[[str], None] = lambda _: None) -> Report:
+    """Tries all of it. ``input`` None: another size than H where the cell takes one; ``told`` is called with what comes
+    next."""
+    from ecornn.analysis import analyse
+
+    def analysed(size: int) -> Outcome:
+        analyse(cell, size, hidden)
+        return Outcome(YES)
+
+    wide = attempt(lambda: analysed(input or hidden * 5 // 8 or 1))
+    size = input or (hidden * 5 // 8 or 1 if wide.result == YES else hidden)
+    analysis = wide if size != hidden else attempt(lambda: analysed(hidden))
+    if analysis.result != YES:
+        return Report(spec, size, hidden, batch, oracle.STEPS, analysis, wide, 0, UNTRIED, ())
+    graph = analyse(cell, size, hidden)
+    checks = Checks(cell, size, hidden, batch)
+    told("gradients of the te step")
+    derivative = attempt(checks.derivative)
+    rows = []
+    for device in devices:
+        told(device.name)
+        rows += list(checks.on_cpu(device) if device.kind == "llvm" else checks.on_gpu(device))
+    return Report(spec, size, hidden, batch, oracle.STEPS, analysis, wide, len(graph.phases), derivative, tuple(rows))
+
+
+class Checks:
+    """The checks of one cell at one size."""
+
+    def __init__(self, cell: Cell, input: int, hidden: int, batch: int) -> None:
+        self.cell, self.input, self.hidden, self.batch = cell, input, hidden, batch
+        self.identity = cell.identity()
+        self.derivable = False
+
+    def work(self, dtype: str, weights: str | None = None, precision: str | None = None) -> Workload:
+        """The layer in a type."""
+        return Workload(self.identity, self.hidden, self.input, self.batch, oracle.STEPS, dtype, weights, precision)
+
+    def inputs(self, work: Workload) -> tuple[oracle.Inputs, adjoint_oracle.Upstream]:
+        """Random ones, with gradients of y and of the last states."""
+        rng = np.random.default_rng(0)
+        given = oracle.draw(self.cell, work, rng)
+        shape = work.batch, work.hidden
+        dy, *dstates = (oracle.rounded(rng.uniform(-1, 1, s), work.dtype)
+                        for s in ((oracle.STEPS, *shape), *(shape for _ in self.cell.states)))
+        return given, (dy, dstates)
+
+    def derived(self, given: oracle.Inputs, upstream: adjoint_oracle.Upstream) -> Backpropagated:
+        """The gradients that the analysis derives, in float64."""
+        from ecornn.analysis import analyse
+        from ecornn.analysis.adjoint import adjoint
+        from ecornn.analysis.backpropagation import carry_out
+
+        made = adjoint(analyse(self.cell, self.input, self.hidden), self.hidden)
+        return carry_out(made, given.x, given.shaped, given.states, *upstream)
+
+    def derivative(self) -> Outcome:
+        """Whether these agree with differences of the te step."""
+        given, upstream = self.inputs(self.work("float32"))
+        found = self.derived(given, upstream)
+        self.derivable = True
+        fault = adjoint_oracle.disagreement(self.cell, given, upstream, found, np.random.default_rng(1))
+        return Outcome(WRONG, why=f"the derived gradient {fault} is not the slope of the te step") if fault else \
+            Outcome(RIGHT)
+
+    # -- CPUs -----------------------------------------------------------------------------------
+    def on_cpu(self, device: Device) -> Iterator[Row]:
+        """Built and run."""
+        from ecornn.tune.choose import candidates
+
+        for schedule in candidates(device):
+            types: list[tuple[str, str | None]] = [(dtype, None) for dtype in SERVED["llvm"]]
+            for dtype, weights in types + [("float32", w) for w in schedule.weights]:
+                forward, gradients = self.run_one(device, schedule, dtype, weights)
+                yield Row("cpu", schedule.name, f"{weights} weights" if weights else dtype, forward, gradients)
+
+    def run_one(self, device: Device, schedule: Schedule, dtype: str,
+                weights: str | None) -> tuple[Outcome, Outcome]:
+        """Forward and gradients."""
+        from ecornn.compiler import compile
+
+        training = weights is None and self.derivable
+        work = self.work(dtype, weights)
+        given, upstream = self.inputs(work)
+        layer: Any = None
+
+        def forward() -> Outcome:
+            nonlocal layer
+            module = compile(self.cell, hidden=self.hidden, input=self.input, batch=self.batch, seq=oracle.STEPS,
+                             dtype=dtype, weights=weights, training=training, target=device, schedule=schedule.name)
+            layer = module.bind(typed(given.flat, dtype))
+            y, state = layer(given.x.astype(dtype), [s.astype(dtype) for s in given.states])
+            wanted, last = interpret(self.cell, given.x, given.shaped, given.states)
+            return compared(zip((y, *state), (wanted, *last), strict=True), tolerance(work))
+
+        def gradients() -> Outcome:
+            if layer is None:
+                return UNTRIED
+            found = self.derived(given, upstream)
+            _, _, kept = layer.forward(given.x.astype(dtype), [s.astype(dtype) for s in given.states])
+            got = layer.backward(kept, upstream[0].astype(dtype), [d.astype(dtype) for d in upstream[1]])
+            own = [(got.weights[self.cell.parameter_name(n)], w) for n, w in found.parameters.items()]
+            pairs = [(got.x, found.dx), *((g, w.reshape(g.shape)) for g, w in own),
+                     *zip(got.state, found.states, strict=True)]
+            least = FAINT * max(oracle.norm(w) for _, w in pairs)
+            return compared(pairs, EXACT if dtype == "float64" else GRADIENTS[dtype], least)
+
+        return attempt(forward), attempt(gradients) if training else UNTRIED
+
+    # -- GPUs -----------------------------------------------------------------------------------
+    def on_gpu(self, device: Device) -> Iterator[Row]:
+        """Generated."""
+        from ecornn.task import make_task
+        from ecornn.tune.choose import candidates
+
+        types: list[tuple[str, str | None]] = [("float32", None), ("float32", "tf32")]
+        for schedule in candidates(device):
+            for dtype, precision in types + [(d, None) for d in SERVED["cuda"][1:]]:
+                task = make_task(self.cell, self.work(dtype, None, precision), device)
+                yield Row(device.arch, schedule.name, precision or dtype, attempt(partial(generated, schedule, task)),
+                          self.on_gpu_backward(schedule, task))
+
+    def on_gpu_backward(self, schedule: Schedule, forward: Task) -> Outcome:
+        """A training step whose recurrence this schedule carries out, after whatever schedule has the layer itself."""
+        from ecornn.task import adjoint_task, make_task
+        from ecornn.tune.choose import serving_or_raise
+
+        if not self.derivable:
+            return UNTRIED
+
+        def made() -> Outcome:
+            task = make_task(self.cell, forward.workload, forward.device, Traversal(keep="states"))
+            return generated(serving_or_raise(task)[0], task, (schedule, adjoint_task(task)))
+
+        return attempt(made)
+
+
+def generated(schedule: Schedule, task: Task, backward: tuple[Schedule, Task] | None = None) -> Outcome:
+    """The CUDA code of a layer, by the schedule's default; ``backward``: with that of its gradients."""
+    from ecornn.build.cuda import lower
+    from ecornn.task import make_program
+
+    chosen: list[tuple[Schedule, Config]] = []
+    for one, of in filter(None, ((schedule, task), backward)):
+        why = one.serves(of)
+        config = {} if why else one.default(of)
+        why = why or one.check(of, config)
+        if why:
+            return Outcome(NO, why=why)
+        chosen.append((one, config))
+    first, config = chosen[0]
+    lower(make_program(first, task, config, chosen[1] if backward else None), task.device.arch)
+    return Outcome(YES)
+
+
+def typed(weights: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Weights in a layer's type."""
+    return {n: w.astype(dtype) for n, w in weights.items()}
+
+
+def compared(pairs: Any, limit: float, least: float = 0.0) -> Outcome:
+    """The largest relative error of (found, wanted); of what is below ``least`` relative to that."""
+    worst = 0.0
+    for found, wanted in pairs:
+        if not np.isfinite(wanted).all():
+            raise CellError("from random states the te step has values in float64 that are not finite: name states "
+                            "that are never below 0 in `nonnegative`")
+        scale = max(oracle.norm(wanted), least, 1e-30)
+        error = oracle.norm(np.asarray(found, np.float64) - wanted) / scale
+        worst = max(worst, error if np.isfinite(error) else float("inf"))
+    return Outcome(RIGHT if worst <= limit else WRONG, worst, limit,
+                   "" if worst <= limit else f"relative error {worst:.1e}, limit {limit:.1e}")

@@ -1,0 +1,105 @@
+"""``ecornn check-cell``."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from typing import TYPE_CHECKING
+
+import click
+
+from ecornn.cli.common import SIZE, plain_errors
+
+if TYPE_CHECKING:
+    from ecornn.cli.cell_checks import Outcome, Report
+
+EPILOG = """\b
+Examples:
+  ecornn check-cell mine.py:Mine                     this CPU, and code for an H100
+  ecornn check-cell mine.py:Mine --hidden 96         for cells with heads or groups
+  ecornn check-cell mine.py:Mine --target sm_80 --target sm_90a --json
+  ecornn check-cell 'lstm(peepholes)'                built-in cells, too
+
+\b
+What the columns say:
+  right   built, run, and within its limit of the te step in NumPy float64
+  wrong   beyond it: a fault of ecornn, or of an operator that is not continuous
+  yes     the schedule serves the cell, and its CUDA code was generated
+  no      it does not; the reason is below the table
+  fails   an error that nobody foresaw
+Exits with 1 where the step cannot be analysed, or anything is wrong or fails.
+"""
+WIDTH = 80
+
+
+@click.command("check-cell", epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("cell", metavar="FILE.py:NAME")
+@click.option("--hidden", type=SIZE, default=64, show_default=True, help="Hidden size H of what is tried.")
+@click.option("--input", type=SIZE, help="Input size I.  [default: less than H; H where the cell reads x at each unit]")
+@click.option("--batch", type=SIZE, default=4, show_default=True, help="Batch B.")
+@click.option("--target", "targets", multiple=True, metavar="cpu|ARCH", default=("cpu", "sm_90a"), show_default=True,
+              help="This CPU, or a GPU's architecture, which needs no GPU. May be repeated.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
+@plain_errors
+def check_cell(cell: str, hidden: int, input: int | None, batch: int, targets: tuple[str, ...], as_json: bool) -> None:
+    """Tries a cell with every schedule and type, at a small size, and says what serves it and why the rest does not.
+
+    Whether its step can be analysed and differentiated, whether a CPU's result and gradients are those of the step
+    carried out in NumPy float64, and what a GPU has code for. It takes about twenty seconds, and no GPU.
+    """
+    import msgspec
+
+    from ecornn.cells.naming import load_cell
+    from ecornn.cli.cell_checks import check_cell as checked
+    from ecornn.targets import resolve
+    from ecornn.tune.quick_tvm import import_tvm
+
+    import_tvm()
+    devices = [resolve(target) for target in dict.fromkeys(targets)]
+    told = (lambda text: click.echo(f"... {text}", err=True)) if sys.stderr.isatty() else (lambda _: None)
+    report = checked(cell, load_cell(cell), hidden, input, batch, devices, told)
+    click.echo(msgspec.json.format(msgspec.json.encode(report)).decode() if as_json else table(report))
+    if not report.good:
+        raise SystemExit(1)
+
+
+def table(report: Report) -> str:
+    """The report for people, at 80 columns: equal outcomes of a schedule on one line, reasons as notes."""
+    notes: list[str] = []
+    lines = [f"{report.cell}: I = {report.input}, H = {report.hidden}, B = {report.batch}, T = {report.steps}", ""]
+
+    def word(outcome: Outcome) -> str:
+        text = outcome.result or "-"
+        if outcome.error is not None:
+            text += f" {outcome.error:.0e}"
+        if outcome.why:
+            if outcome.why not in notes:
+                notes.append(outcome.why)
+            text += f" [{notes.index(outcome.why) + 1}]"
+        return text
+
+    exchanges = f"{report.exchanges} exchange{'s' * (report.exchanges != 1)} between units a step"
+    lines.append(f"the step can be analysed: {word(report.analysis)}" + f", {exchanges}" * (
+        report.analysis.result == "yes"))
+    if report.wide.result != "yes" and report.analysis.result == "yes":
+        lines.append(f"  with I unlike H: {word(report.wide)}")
+    lines.append(f"its derived gradients agree with differences: {word(report.derivative)}")
+    groups: dict[tuple[str, str, str, str], list[str]] = {}
+    for row in report.rows:
+        key = row.device, row.schedule, word(row.forward), word(row.gradients)
+        groups.setdefault(key, []).append(row.dtype)
+    if groups:
+        lines += ["", f"{'device':<8}{'schedule':<18}{'type':<24}{'forward':<15}gradients"]
+    before = "", ""
+    for key, types in groups.items():
+        device, schedule = ("" if key[:n] == before[:n] else key[n - 1] for n in (1, 2))
+        first, *rest = textwrap.wrap(", ".join(types), 23)
+        lines += [f"{device:<8}{schedule:<18}{first:<24}{key[2]:<15}{key[3]}".rstrip(),
+                  *(f"{'':<26}{more}" for more in rest)]
+        before = key[0], key[1]
+    lines += [""] if notes else []
+    for n, note in enumerate(notes, 1):
+        first, *rest = note.splitlines() or [""]
+        lines += textwrap.wrap(f"[{n}] {first}", WIDTH, subsequent_indent="    ", break_long_words=False)
+        lines += [f"    {more.strip()}" for more in rest]  # the line of a file
+    return "\n".join(lines)

@@ -1,0 +1,201 @@
+"""The analysed step of a cell in words and formulas: what ``ecornn compile --emit step`` prints."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from ecornn.analysis.liveness import carried
+from ecornn.analysis.operators import key_of
+from ecornn.analysis.scalar import children
+from ecornn.analysis.step import Assign, Phase, Product, Statistic, StepGraph
+from ecornn.workload import Stack, Workload
+
+if TYPE_CHECKING:
+    from tvm.ir import Expr
+    from tvm.tirx import Var
+
+WIDTH = 80
+# Operator -> how it is written, and how tightly it binds.
+INFIX = {"Or": ("or", 1), "And": ("and", 2), "LT": ("<", 4), "LE": ("<=", 4), "GT": (">", 4), "GE": (">=", 4),
+         "EQ": ("==", 4), "NE": ("!=", 4), "Add": ("+", 5), "Sub": ("-", 5), "Mul": ("*", 6), "Div": ("/", 6)}
+MATRIX = 5.5  # of @
+CALLED = {"Max": "max", "Min": "min", "Select": "where", "if_then_else": "where", "fabs": "abs", "Not": "not"}
+BITS: dict[str, int | Fraction] = {
+    "float64": 64, "float32": 32, "float16": 16, "bfloat16": 16, "int21": Fraction(64, 3), "int16": 16, "int8": 8}
+
+
+def step_text(graph: StepGraph, work: Workload, stack: Stack) -> str:
+    """The step of one layer: what is computed once, for all steps at once, and in each step between two exchanges of
+    values between units; what lives from one exchange to a later one; and bytes."""
+    names = Names(graph)
+    lines = [f"{work.cell.partition('@')[0]}: I = {work.input}, H = {work.hidden}, B = {work.batch}, {work.dtype}"]
+    lines += [f"the first of {stack.layers} layers; the others have I = {work.hidden * (1 + stack.bidirectional)}"] \
+        if stack.layers > 1 else []
+    lines += ["", *(f"{n} {s}: {what(s)}" for n, s in graph.parameters.items())]
+
+    def block(title: str, *parts: Iterable[str]) -> None:
+        text = [line for part in parts for line in part]
+        if text:
+            lines.extend(["", title, *(line for one in text for line in wrapped(one))])
+
+    block("Once, of parameters alone:", names.assigned(graph.invariants))
+    block("For all steps at once, of x:", names.multiplied(graph.hoisted_products), names.assigned(graph.hoisted),
+          names.summed(graph.hoisted_statistics), names.assigned(graph.normalized))
+    lines += ["", "In each step:"]
+    lines += [line for one in names.assigned(graph.prologue) for line in wrapped(one)]
+    alive = carried(graph)
+    for p, phase in enumerate(graph.phases):
+        kept = [v for v, made in alive.items() if made == p - 1]
+        lines += wrapped(f"exchange {p + 1}: {names.exchanged(phase)}", 1)
+        lines += wrapped(f"carried from before it: {names.listed(kept)}", 2) if kept else []
+        for one in (*names.multiplied(phase.products), *names.summed(phase.statistics), *names.assigned(phase.assigns)):
+            lines += wrapped(one, 2)
+    if not graph.phases:
+        lines += wrapped("no exchange: each unit sees itself only, so that steps wait for nothing", 1)
+    lines += wrapped(", ".join(f"{n}' = {names.text(v)}" for n, v in graph.results.items())
+                     + f"; y is {graph.output}'", 1)
+    return "\n".join([*lines, "", *sizes(graph, work, names)])
+
+
+def what(shape: Sequence[int]) -> str:
+    """What a parameter of that shape is."""
+    kind = f"from {shape[2]} values to {shape[1]}" if len(shape) == 3 else f"of {shape[1]}"
+    one, many = ("matrix", "matrices") if len(shape) == 3 else ("vector", "vectors")
+    return f"{shape[0]} {one if shape[0] == 1 else many} {kind}"
+
+
+def wrapped(text: str, depth: int = 1) -> list[str]:
+    """``text`` on lines of 80 columns."""
+    indent = "  " * depth
+    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent + "    ",
+                         break_long_words=False, break_on_hyphens=False)
+
+
+class Names:
+    """How variables are written: products and vectors as what they are, others by the user's names for tensors."""
+
+    def __init__(self, graph: StepGraph) -> None:
+        self.products: dict[Var, Product] = {p.var: p for p in every_product(graph)}
+        self.vectors = {v.var: f"{v.parameter}[{v.gate}]" for v in graph.vectors}
+        self.names: dict[Var, str] = {v: n for n, v in graph.states.items()}
+        taken = {*self.names.values(), *graph.parameters, "x", "y"}
+        bases: dict[str, list[Var]] = {}
+        for a in every_assign(graph):
+            bases.setdefault(a.var.name.rpartition("__")[0], []).append(a.var)
+        for base, variables in bases.items():
+            alone = len(variables) == 1 and base not in taken
+            self.names |= {v: base if alone else f"{base}.{n}" for n, v in enumerate(variables, 1)}
+        for s in every_statistic(graph):
+            base = s.total.name.rpartition("_")[0]
+            self.names[s.total] = base if base not in bases and base not in taken else s.total.name
+            taken.add(base)
+            if s.squares is not None:
+                self.names[s.squares] = f"{self.names[s.total]}.squares"
+
+    def text(self, e: Expr, tight: float = 0) -> str:
+        """An expression; in brackets where what is around it binds as tightly as ``tight``."""
+        kind = type(e).__name__
+        if kind == "Var":
+            if e in self.products:
+                return bracketed(" + ".join(
+                    f"{t.parameter}[{t.gate}]{'.T' if t.transposed else ''} @ "
+                    f"{self.operand(t.operand)}"
+                    for t in self.products[e].terms), MATRIX, tight)
+            return self.vectors.get(e) or self.names.get(e, e.name)
+        if kind in ("FloatImm", "IntImm"):
+            return bracketed(f"{e.value:.7g}", 9 if e.value >= 0 else MATRIX, tight)
+        key, parts = key_of(e), children(e)
+        if key == "Cast":
+            return self.text(parts[0], tight)
+        if key in INFIX:
+            sign, own = INFIX[key]
+            left, right = self.text(parts[0], own), self.text(parts[1], own + (key not in ("Add", "Mul")))
+            return bracketed(f"{left} {sign} {right}", own, tight)
+        return f"{CALLED.get(key, key)}({', '.join(self.text(c) for c in parts)})"
+
+    def listed(self, values: Iterable[Var]) -> str:
+        """Several values, each once; products of one parameter and operand as one."""
+        found: dict[tuple[object, ...], list[int]] = {}
+        for v in dict.fromkeys(values):
+            terms = self.products[v].terms if v in self.products else ()
+            key = (terms[0].parameter, terms[0].operand) if len(terms) == 1 and not terms[0].transposed else (v,)
+            found.setdefault(key, []).append(terms[0].gate if len(key) == 2 else 0)
+        return ", ".join(
+            f"{key[0]}[{', '.join(map(str, sorted(gates)))}] @ {self.operand(key[1])}" if len(key) == 2
+            else self.text(key[0]) for key, gates in found.items())
+
+    def operand(self, v: Var | None) -> str:
+        """What is multiplied."""
+        return "x" if v is None else self.text(v, MATRIX + 1)
+
+    def exchanged(self, phase: Phase) -> str:
+        """What units must know of each other before a phase."""
+        seen, summed = self.listed(phase.operands), self.listed(o for s in phase.statistics for o in s.operands)
+        return "; ".join(filter(None, (f"every unit sees all of {seen}" if seen else "",
+                                       f"units add up {summed}" if summed else "")))
+
+    def multiplied(self, products: Sequence[Product]) -> list[str]:
+        """The products, on one line."""
+        return [f"products: {self.listed(p.var for p in products)}"] if products else []
+
+    def assigned(self, assigns: Iterable[Assign]) -> Iterator[str]:
+        """Assignments, one a line."""
+        return (f"{self.names[a.var]} = {self.text(a.value)}" for a in assigns)
+
+    def summed(self, statistics: Iterable[Statistic]) -> Iterator[str]:
+        """Sums over all units, one a line."""
+        for s in statistics:
+            yield f"{self.names[s.total]} = sum over all units of {self.listed(s.operands)}"
+            if s.squares is not None:
+                yield f"{self.names[s.squares]} = sum of the squares of their distances from the mean"
+
+
+def bracketed(text: str, own: float, tight: float) -> str:
+    """``text``, whose operator binds as ``own``, where what binds as ``tight`` is around it."""
+    return f"({text})" if own < tight else text
+
+
+def every_product(graph: StepGraph) -> list[Product]:
+    """All products of a step, those of x among them."""
+    return [*graph.hoisted_products, *(p for phase in graph.phases for p in phase.products)]
+
+
+def every_assign(graph: StepGraph) -> list[Assign]:
+    """All assignments of a step, in order."""
+    return [*graph.invariants, *graph.hoisted, *graph.normalized, *graph.prologue,
+            *(a for phase in graph.phases for a in phase.assigns)]
+
+
+def every_statistic(graph: StepGraph) -> tuple[Statistic, ...]:
+    """All statistics of a step, those of x among them."""
+    return (*graph.hoisted_statistics, *graph.statistics)
+
+
+def sizes(graph: StepGraph, work: Workload, names: Names) -> list[str]:
+    """Bytes of a step, and of weights."""
+    row = work.batch * work.hidden
+    item, wide = work.itemsize, max(4, work.itemsize)
+    seen = [v for phase in graph.phases for v in phase.operands]
+    sums = sum(len(s.made) for s in graph.statistics)
+    hoisted = list(dict.fromkeys(graph.hoisted_outputs))
+    table = [("Bytes a step", 0, ""), ("  x", work.batch * work.input * item, ""), ("  y", row * item, ""),
+             ("  hoisted", len(hoisted) * row * wide, names.listed(hoisted)),
+             ("  exchanged", len(seen) * row * item + sums * work.batch * 4, "; ".join(filter(None, (
+                 names.listed(seen), f"{sums} sums a row" if sums else ""))) or "nothing"),
+             ("  states", len(graph.states) * row * item, ", ".join(graph.states))]
+    recurrent = {t.source for phase in graph.phases for p in phase.products for t in p.terms}
+    read = {t.source for p in graph.hoisted_products for t in p.terms}
+    table.append(("Bytes of weights", 0, ""))
+    for title, used, why in (("  recurrent", recurrent, "read in each step, or kept on the chip"),
+                             ("  of x", read - recurrent, "read once for all steps")):
+        one = {p: work.hidden * graph.parameters[p][2] for p, _ in used}
+        table.append((title, int(sum(one[p] for p, _ in used) * BITS[work.stored] // 8), why if used else "none"))
+    vectors = {(v.parameter, v.gate) for v in graph.vectors}
+    table.append(("  vectors", len(vectors) * work.hidden * wide, "once a layer" if vectors else "none"))
+    return [line for title, size, note in table for line in
+            ([title] if not size and not note else
+             textwrap.wrap(f"{title:<14}{size:>13,}  {note}".rstrip(), WIDTH, subsequent_indent=" " * 29,
+                           drop_whitespace=True, break_long_words=False, break_on_hyphens=False))]

@@ -1,0 +1,63 @@
+"""What the published cells have in common: shapes as a table, sums of products and vectors, and NumPy's functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ecornn import Cell, product
+
+
+class Published(Cell):
+    """A cell whose ``shapes`` say (G, "I"), (G, "H") or (G,) of each parameter.
+
+    ``numpy(x, s, p)`` is its step on arrays: x (B, I), the states by name, and parameters (G, H, K) and (G, H), to the
+    new states in their order. ``square``: it reads x at each unit, so that I = H. ``ranges``: where the values of some
+    parameters are drawn from, instead of around 0.
+    """
+
+    shapes: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    square: ClassVar[bool] = False
+    ranges: ClassVar[dict[str, tuple[float, float]]] = {}
+
+    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
+        sizes = {"I": input, "H": hidden}
+        return {n: (g, hidden, *(sizes[k] for k in more)) for n, (g, *more) in self.shapes.items()}
+
+    @staticmethod
+    def numpy(x: Any, s: Mapping[str, Any], p: Mapping[str, Any]) -> Sequence[Any]:
+        raise NotImplementedError
+
+
+def sums(x: Any, h: Any, p: Mapping[str, Any]) -> Callable[[Any, int, Any], Any]:
+    """``at(b, g, j)`` = W_g x + R_g h + b_g, on te tensors."""
+    wx, rh, v = product(x, p["W"]), product(h, p["R"]), p["b"]
+    return lambda b, g, j: wx[b, g, j] + rh[b, g, j] + v[g, j]
+
+
+def relu(value: Any) -> Any:
+    from tvm import tirx
+
+    return tirx.max(value, tirx.const(0.0, "float32"))
+
+
+def softplus(value: Any) -> Any:
+    from tvm import te
+
+    return relu(value) + te.log(1.0 + te.exp(0.0 - te.abs(value)))
+
+
+# -- NumPy --------------------------------------------------------------------------------------
+def affine(x: Any, h: Any, p: Mapping[str, Any]) -> list[Any]:
+    """W_g x + R_g h + b_g of every g."""
+    return [x @ w.T + h @ r.T + b for w, r, b in zip(p["W"], p["R"], p["b"], strict=True)]
+
+
+def sig(z: Any) -> Any:
+    return 1.0 / (1.0 + np.exp(-z))
+
+
+def soft(z: Any) -> Any:
+    return np.log1p(np.exp(z))

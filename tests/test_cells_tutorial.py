@@ -1,0 +1,89 @@
+"""docs/CELLS.md: its cells against the formulas of tests/published, and the errors that it tells of."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from published import CELLS
+from test_published_cells import LIMIT, drawn, flat, formula
+
+import ecornn
+from ecornn.analysis import analyse
+from ecornn.cells import Cell, pointwise, product
+from ecornn.errors import CellError
+from ecornn.tune.oracle import relative_error
+
+TEXT = (Path(__file__).parent.parent / "docs" / "CELLS.md").read_text()
+BLOCKS = [block for block in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+          if block.startswith(("from", "import", "class"))]  # the others are parts of a step
+ROWS = [re.findall(r"`([^`]*)`", line)[:2] for line in TEXT.partition("## Errors you may meet")[2].splitlines()
+        if line.startswith("| `")]
+OWN_NAMES = {"ugrnn": {"weight_ih": "W", "weight_hh": "R", "bias": "b"}}  # of the documentation's cell -> ours
+
+
+@pytest.fixture(scope="module")
+def documented() -> dict[str, Cell]:
+    """The cells of all code blocks, run in their order, by name."""
+    known: dict[str, Any] = {"__name__": "cells_of_the_documentation"}
+    for block in BLOCKS:
+        exec(compile(block, "CELLS.md", "exec"), known)
+    return {v.name: v() for v in known.values() if isinstance(v, type) and issubclass(v, Cell) and v is not Cell}
+
+
+def test_there_are_ten_cells(documented: dict[str, Cell]):
+    assert len(documented) >= 10 and documented.keys() <= CELLS.keys()
+    assert "module = ecornn.compile(UGRNN()" in BLOCKS[0]  # so that it was compiled, too
+
+
+@pytest.mark.parametrize("name", re.findall(r"^    name(?:, \w+)* = \"(\w+)\"", TEXT, re.MULTILINE))
+def test_its_cells_are_their_formulas(documented: dict[str, Cell], name: str):
+    ours, cell = CELLS[name], documented[name]
+    x, parameters, states = drawn(ours)
+    wanted, last = formula(ours, x, parameters, states)
+    names = {theirs: n for n, theirs in OWN_NAMES.get(name, {}).items()}
+    weights = flat(ours, {names.get(n, n): v for n, v in parameters.items()})
+    y, after = ecornn.reference(cell, x, weights, states)
+    assert cell.states == ours.states
+    for got, want in zip((y, *after), (wanted, *last), strict=True):
+        assert relative_error(got, want) <= LIMIT
+    assert analyse(cell, x.shape[2], 7).output == ours.output_state()
+
+
+def test_a_stack_of_the_first_one_is_its_reference(documented: dict[str, Cell]):
+    """What the first block compiles, at a small size."""
+    cell, rng = documented["ugrnn"], np.random.default_rng(0)
+    module = ecornn.compile(cell, hidden=8, batch=3, layers=2, bidirectional=True, lengths=True, target="cpu")
+    weights = {p.name: rng.uniform(-1, 1, p.shape).astype(np.float32) for p in module.manifest.parameters}
+    x, lengths = rng.normal(size=(5, 3, 8)).astype(np.float32), np.array([5, 0, 3])
+    y, (last,) = module.bind(weights)(x, lengths=lengths)
+    wanted, (end,) = ecornn.reference(cell, x, weights, lengths=lengths)
+    assert relative_error(y, wanted) <= LIMIT and relative_error(last, end) <= LIMIT
+
+
+@pytest.mark.parametrize(("written", "message"), ROWS)
+def test_errors_are_those_that_are_told(written: str, message: str):
+    from tvm import te, tirx
+
+    class Mine(Cell):
+        name, states = "mine", ("h",)
+
+        def parameters(self, input, hidden):
+            return {"W": (2, hidden, input), "R": (1, hidden, hidden), "v": (1, hidden)}
+
+        def step(self, x, states, p):
+            (h,), W, R, v = states, p["W"], p["R"], p["v"]
+            known = {"x": x, "h": h, "W": W, "R": R, "v": v, "wx": product(x, W), "te": te, "tirx": tirx,
+                     "product": product, "pointwise": pointwise}
+            return [pointwise(eval(f"lambda b, j: {written}", known), h)]
+
+    with pytest.raises(CellError) as caught:
+        analyse(Mine(), 8, 12)
+    assert message in str(caught.value)
+
+
+def test_errors_are_told_of():
+    assert len(ROWS) >= 6
