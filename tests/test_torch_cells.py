@@ -26,8 +26,26 @@ EVERY = pytest.mark.parametrize("name, options", KINDS, ids=["LSTM", "GRU", "tan
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
+    monkeypatch.setattr(ecornn.torch.RNNCell, "least", 0)  # these steps are all small
+
+
+def test_small_steps_of_a_training_are_left_to_pytorch(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ecornn.torch.RNNCell, "least", B * H * (I + H) + 1)
+    theirs, ours = pair("RNNCell")
+    x = torch.randn(B, I)
+    nodes = [type(ours(x[:rows]).grad_fn).__name__ for rows in (B, 1)]
+    assert nodes == ["TanhBackward0"] * 2
+    assert "_Step" in type(ours(torch.randn(B + 1, I)).grad_fn).__name__
+    with torch.no_grad():
+        agree(ours(x), theirs(x.double()))
+    agree_in_gradients(ours, theirs, x)
+    optimizer = torch.optim.SGD(ours.parameters(), 0.1, fused=True)  # which raises no version
+    optimizer.step(lambda: ours(x).sum().backward())
+    theirs.load_state_dict({k: v.double() for k, v in ours.state_dict().items()})
+    with torch.no_grad():
+        agree(ours(x), theirs(x.double()))
 
 
 class Own(torch.nn.GRUCell):

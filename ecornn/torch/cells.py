@@ -13,6 +13,7 @@ from ecornn.torch.dispatching import derivatives, watched
 from ecornn.torch.falling_back import by_torch, obstacle
 from ecornn.torch.kind import CELLS, text_of
 from ecornn.torch.sequences import inferred, leaf, refuse_script, trained
+from ecornn.torch.snapshot import suspect
 
 SERVED = {"cpu"}  # on a GPU a step takes PyTorch less time than a module takes to begin with its weights
 WEIGHTS = "weight_ih", "weight_hh", "bias_ih", "bias_hh"
@@ -29,11 +30,14 @@ class CompiledCell(torch.nn.RNNCellBase):
     # as of a layer
     num_layers, bidirectional, proj_size, dropout, cell_name, tf32, batch_first = 1, False, 0, 0.0, "", None, False
     one_step = True
+    least = 0  # multiply-adds of a call, below which PyTorch's own cell trains
 
     def forward(self: Any, input: Any, hx: Any = None) -> Any:
         """As ``torch.nn``'s: input (B, I) and states (B, H) to the states after one step, or (I,) and (H,)."""
         compiling = torch.compiler.is_compiling()
         if not compiling:
+            if self.least and torch.is_grad_enabled() and _too_small(self, input):
+                return self.TORCH.forward(self, input, hx)
             found = like_before.again(self, input, hx)
             if found is not None:
                 return found
@@ -95,9 +99,11 @@ class GRUCell(CompiledCell, torch.nn.GRUCell):
 
 
 class RNNCell(CompiledCell, torch.nn.RNNCell):
-    """``torch.nn.RNNCell`` (tanh or relu) by compiled modules."""
+    """``torch.nn.RNNCell`` (tanh or relu) by compiled modules. Steps of a training of less than 65536 multiply-adds,
+    which are B*H*(I+H), are PyTorch's own: what autograd takes to call a function is all of their time."""
 
     TORCH = torch.nn.RNNCell
+    least = 1 << 16
 
     @property
     def mode(self) -> str:
@@ -112,6 +118,19 @@ def _states(hx: Any, count: int) -> Sequence[Any] | None:
     if count == 1:
         return (hx,)
     return hx if isinstance(hx, (tuple, list)) and len(hx) == count else None
+
+
+def _too_small(cell: Any, input: Any) -> bool:
+    """Whether PyTorch's own cell is to train; what is bound reads the weights again then, since an optimizer follows."""
+    weight, hidden = cell._parameters.get("weight_hh"), cell.hidden_size
+    if weight is None or not weight.requires_grad or not isinstance(input, torch.Tensor):
+        return False
+    rows = input.numel() // max(1, cell.input_size)
+    if rows * hidden * (cell.input_size + hidden) >= cell.least:
+        return False
+    if engine.known_engine(cell) is not None:
+        suspect(engine.weights_of(cell))
+    return True
 
 
 def _fits(cell: Any, weight: torch.Tensor, input: Any, state: Sequence[Any]) -> bool:
