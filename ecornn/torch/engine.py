@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ecornn.errors import DTypeError, WeightsError
 from ecornn.runtime.loader import Layer
 from ecornn.torch.bound import BoundLayers
+from ecornn.torch.compiling import KEPT
 from ecornn.torch.kind import Kind, kind_of, text_of
 from ecornn.torch.parameters import narrowed, narrowed_rows, widened
 from ecornn.torch.snapshot import replayed
@@ -130,6 +132,8 @@ def engine_for(kind: Kind, weights: Sequence[torch.Tensor]) -> Engine:
     """
     if len(weights) != len(kind.names):
         raise WeightsError(f"{len(weights)} weights of {kind}; expected {', '.join(kind.names)}")
+    if kind.keep is not None and kind.keep == KEPT.get(weights[0].device.type):
+        kind = replace(kind, keep=None)  # as calls without a graph have it
     with _lock:
         known = _weights.get(weights[0])
         if known is None:

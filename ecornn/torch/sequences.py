@@ -10,10 +10,10 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from ecornn.errors import ArgumentError, DeviceError, DTypeError, FallbackError, ScheduleError, ShapeError
 from ecornn.torch import direct, engine, like_before, packed, packed_training
-from ecornn.torch.compiling import serves
+from ecornn.torch.compiling import KEPT, serves
 from ecornn.torch.dispatching import watched
 from ecornn.torch.falling_back import by_torch, obstacle, tensors_of
-from ecornn.torch.kind import text_of
+from ecornn.torch.kind import keeping, text_of
 from ecornn.torch.operator import recurrent
 from ecornn.torch.transforms import forward as recurrent_forward
 
@@ -167,7 +167,7 @@ def trained(module: Any, x: torch.Tensor, state: list[torch.Tensor], lengths: to
             weights: list[torch.Tensor], kind: str, layer: int | None = None) -> list[torch.Tensor]:
     """As ``recurrent`` of a module, or of one ``layer`` of it, with gradients."""
     if torch.compiler.is_compiling() or watched((x, *state, *weights)):
-        return recurrent_forward(x, state, lengths, weights, kind)[:-1]
+        return recurrent_forward(x, state, lengths, weights, keeping(kind, KEPT[x.device.type]))[:-1]
     return direct.forward(engine.engine_of(module).part(layer, kind), x, state, lengths, weights)
 
 
