@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ecornn.torch
 from ecornn.errors import DerivativeError, FallbackError
-from ecornn.torch import engine, stepping, stepping_training
+from ecornn.torch import engine, like_before, stepping_training
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 I, H, B, T = 7, 11, 4, 5
@@ -26,8 +26,26 @@ EVERY = pytest.mark.parametrize("name, options", KINDS, ids=["LSTM", "GRU", "tan
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
+    monkeypatch.setattr(ecornn.torch.RNNCell, "least", 0)  # these steps are all small
+
+
+def test_small_steps_of_a_training_are_left_to_pytorch(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ecornn.torch.RNNCell, "least", B * H * (I + H) + 1)
+    theirs, ours = pair("RNNCell")
+    x = torch.randn(B, I)
+    nodes = [type(ours(x[:rows]).grad_fn).__name__ for rows in (B, 1)]
+    assert nodes == ["TanhBackward0"] * 2
+    assert "_Step" in type(ours(torch.randn(B + 1, I)).grad_fn).__name__
+    with torch.no_grad():
+        agree(ours(x), theirs(x.double()))
+    agree_in_gradients(ours, theirs, x)
+    optimizer = torch.optim.SGD(ours.parameters(), 0.1, fused=True)  # which raises no version
+    optimizer.step(lambda: ours(x).sum().backward())
+    theirs.load_state_dict({k: v.double() for k, v in ours.state_dict().items()})
+    with torch.no_grad():
+        agree(ours(x), theirs(x.double()))
 
 
 class Own(torch.nn.GRUCell):
@@ -88,13 +106,13 @@ def test_loops_with_and_without_gradients(name: str, options: dict[str, Any], bi
 def test_the_short_way_is_taken(monkeypatch: pytest.MonkeyPatch):
     theirs, ours = pair("GRUCell")
     x, taken = torch.randn(T, B, I), []
-    for module in (stepping, stepping_training):
-        run = module.run
-        monkeypatch.setattr(module, "run", lambda *args, run=run, module=module: (taken.append(module), run(*args))[1])
+    for where, name in ((like_before.Call, "__call__"), (stepping_training, "run")):
+        run = getattr(where, name)
+        monkeypatch.setattr(where, name, lambda *args, run=run, name=name: (taken.append(name), run(*args))[1])
     with torch.no_grad():
         agree(Loop(ours)(x), Loop(theirs)(x.double()))
     agree_in_gradients(Loop(ours), Loop(theirs), x)
-    assert taken == [stepping] * T + [stepping_training] * T
+    assert taken == ["__call__"] * (T - 3) + ["run"] * T
 
 
 @pytest.mark.parametrize("name", ["LSTMCell", "GRUCell"])

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
+from operator import itemgetter
 from typing import Any
 
+from ecornn.program import TENSORS
 from ecornn.runtime.memory import HostMemory, layout
 from ecornn.runtime.plan import SCALARS, entry_plan
 from ecornn.runtime.training import kept_layout
 
+SHORT = 1 << 18  # multiply-adds, of about 10 us: a thread that gives Python's lock away may wait longer to get it back
+WORKSPACE = 0  # the layer's workspaces, as other calls have them
+
 
 class AddressedCall:
-    """An entry of a layer on a CPU, for one T and B. Lists of arguments are made once, each with a workspace of its
-    own; a call writes into one what it is given.
+    """An entry of a layer on a CPU, for one T and B.
 
     Parameters
     ----------
@@ -24,36 +29,53 @@ class AddressedCall:
 
     def __init__(self, layer: Any, entry: str, steps: int, batch: int, tensors: Sequence[str]) -> None:
         plan, manifest = entry_plan(layer.manifest, entry), layer.manifest
-        self._function = getattr(layer.library, entry)
-        self._given = [position for name in tensors for position in plan.at[name]]
+        work = steps * batch * sum(prod(p.shape) for p in manifest.parameters)
+        library = layer.library
+        self._function = (library.held if work <= SHORT else {}).get(entry) or getattr(library, entry)
+        self._pool = layer.workspaces
         starts, self.kept_bytes = kept_layout(manifest, steps, batch) if plan.kept else ({}, 0)
-        self._kept = [(position, starts[b.name]) for position, b in plan.kept]
-        self._template = [0] * plan.count
-        self._template[:SCALARS] = steps, batch, layer.device, layer.threads
-        for position, b in plan.packed:
-            self._template[position] = layer.packed[b.name]
-        self._scratch = [position for position, _ in plan.scratch]
+        self._kept = [starts[b.name] for _, b in plan.kept]
         self._offsets, self._room = layout([b.nbytes(steps) for _, b in plan.scratch])
-        self._idle: list[tuple[list[int], HostMemory]] = []
+        fixed = {position: value for position, value in enumerate((steps, batch, layer.device, layer.threads))}
+        fixed |= {position: layer.packed[b.name] for position, b in plan.packed}
+        self._fixed = (*fixed.values(),)
+        given, parts = self._parts_of(layer, plan.at, batch, tensors)
+        self._parts = None if all(number == n and not offset for n, (number, offset) in enumerate(parts)) else parts
+        # what is fixed, workspaces, what is given, what is kept
+        positions = [*fixed, *(p for p, _ in plan.scratch), *given, *(p for p, _ in plan.kept)]
+        assert sorted(positions) == [*range(plan.count)] and plan.count > SCALARS
+        self._order = itemgetter(*sorted(range(plan.count), key=positions.__getitem__))
+        self._at: dict[int, tuple[int, ...]] = {}  # a workspace -> all that is known with it
 
-    def __call__(self, addresses: Sequence[int], kept: int = 0) -> None:
-        """``addresses``: of contiguous arrays, aligned to 16 bytes; those of a tensor follow each other, as
-        :class:`~ecornn.runtime.plan.EntryPlan` has its positions. ``kept``: of the memory that forward keeps, which has
-        ``kept_bytes``. With T = 1 y and the output state after it may be the same memory."""
-        try:
-            one = self._idle.pop()  # calls of other threads have their own
-        except IndexError:
-            one = self._made()
-        arguments = one[0]
-        for position, at in zip(self._given, addresses, strict=True):
-            arguments[position] = at
-        for position, start in self._kept:
-            arguments[position] = kept + start
-        self._function(*arguments)
-        self._idle.append(one)
+    @staticmethod
+    def _parts_of(layer: Any, at: Any, batch: int, tensors: Sequence[str]) -> tuple[list[int], list[tuple[int, int]]]:
+        """Positions; and for each of them the number of an array, and how many bytes behind its begin it points."""
+        count, (*_, hidden) = layer.manifest.stack.count, layer.state_shape(batch)
+        size, positions, parts, first = batch * hidden * layer.manifest.workload.itemsize, [], [], 0
+        for name in tensors:
+            each = count if TENSORS[name].by_state else 1
+            parts += [(first + n // each, n % each * size) for n in range(len(at[name]))]
+            first += len(at[name]) // each
+            positions += at[name]
+        return positions, parts
 
-    def _made(self) -> tuple[list[int], HostMemory]:
-        arguments, memory = self._template.copy(), HostMemory(self._room)
-        for position, offset in zip(self._scratch, self._offsets, strict=True):
-            arguments[position] = memory.pointer + offset
-        return arguments, memory
+    def __call__(self, addresses: tuple[int, ...], kept: int = 0) -> None:
+        """``addresses``: of contiguous arrays, aligned to 16 bytes; of a tensor that there is for each state, or each
+        parameter, one for each. ``kept``: of the memory that forward keeps, which has ``kept_bytes``. With T = 1 y and
+        the output state after it may be the same memory."""
+        if self._parts is not None:
+            addresses = tuple([addresses[number] + offset for number, offset in self._parts])
+        if self._kept:
+            addresses += tuple([kept + start for start in self._kept])
+        memory = self._pool.take(WORKSPACE, self._room)  # calls of other threads have their own
+        if memory is None:
+            memory = HostMemory(self._room)
+        known = self._at.get(memory.pointer) or self._known(memory.pointer)
+        self._function(*self._order(known + addresses))
+        self._pool.give(WORKSPACE, memory)
+
+    def _known(self, workspace: int) -> tuple[int, ...]:
+        if len(self._at) >= 64:
+            self._at.clear()
+        found = self._at[workspace] = (*self._fixed, *(workspace + offset for offset in self._offsets))
+        return found

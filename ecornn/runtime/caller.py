@@ -50,7 +50,7 @@ class Caller(TrainingCalls):
         self._plan = make_plan(manifest)
         self._bound = Bound(manifest, self._plan, parameters, library, device)
         self.packed = self._bound.packed
-        self._pool = Pool()
+        self.workspaces = Pool()
         self._longest = longest(manifest)
         self._offsets = (0, *self._plan.offsets(0))  # of the last T
         work = manifest.workload
@@ -244,12 +244,12 @@ class Caller(TrainingCalls):
             return
         key = 0 if self._on_cpu else queue
         keep = self._on_cpu or arrays.keeps_workspace()
-        memory = self._pool.take(key, total) if keep else None
+        memory = self.workspaces.take(key, total) if keep else None
         if memory is None:
             memory = arrays.workspace(total, like, self.library)
         self._run(*self._with_scratch(arguments, memory.pointer, offsets))
         if keep:
-            self._pool.give(key, memory)
+            self.workspaces.give(key, memory)
 
     def _by_copies(self, steps: int, batch: int, rows: int, with_states: bool, inputs: Sequence[Placed],
                    outputs: Sequence[Placed]) -> None:
@@ -257,7 +257,7 @@ class Caller(TrainingCalls):
         library, device = self.library, self.device
         offsets, scratch = self._scratch(steps)
         starts, total = layout([array.nbytes for array, _ in (*inputs, *outputs)] + [scratch])
-        memory = self._pool.take(_COPIES, total) or DeviceMemory(library, device, total)
+        memory = self.workspaces.take(_COPIES, total) or DeviceMemory(library, device, total)
         places = [memory.pointer + start for start in starts]
         there, back = places[:len(inputs)], places[len(inputs):-1]
         for (array, pointer), place in zip(inputs, there, strict=True):
@@ -269,7 +269,7 @@ class Caller(TrainingCalls):
         for (_, pointer), place, nbytes in zip(outputs, back, sizes, strict=True):
             library.copy(device, pointer, place, nbytes, 0)
         library.synchronize(device, 0)
-        self._pool.give(_COPIES, memory)
+        self.workspaces.give(_COPIES, memory)
 
     def _arguments(self, steps: int, batch: int, rows: int, queue: int, with_states: bool, inputs: Iterable[int],
                    outputs: Iterable[int]) -> list[int]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class Library:
     pack : on CPUs (jobs, count, threads) -> None, see :mod:`ecornn.runtime.repacking`, None in old modules; on CUDA
         (device, queue, works, jobs, sources, places, count, type, *parameters) -> None, see
         :mod:`ecornn.runtime.device_packing`, None in modules that do not train
+    held : of a CPU, the entries again as functions that keep Python's lock, for calls of microseconds
     """
 
     manifest: Callable[..., Any]
@@ -50,6 +51,7 @@ class Library:
     copy: Callable[..., Any] = _unavailable
     synchronize: Callable[..., Any] = _unavailable
     pack: Callable[..., Any] | None = None
+    held: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     @property
     def has_memory(self) -> bool:
@@ -67,10 +69,15 @@ def open_library(path: Path) -> Library:
         required = {name: module[name] for name in ("manifest", "run")}
     except (RuntimeError, OSError, AttributeError) as error:
         raise ModuleError(f"{path} cannot be loaded: {error}") from error
+    others = ("forward", "backward", "alloc", "free", "copy", "synchronize", "pack")
+    found = {**required, **{name: module[name] for name in others if module.implements_function(name)}}
+    held = {}
     if module.implements_function("share"):  # of a CPU
         share_cores(module["share"])
-    others = ("forward", "backward", "alloc", "free", "copy", "synchronize", "pack")
-    return Library(**required, **{name: module[name] for name in others if module.implements_function(name)})
+        held = {name: module[name] for name in ("run", "forward", "backward") if name in found}
+        for function in held.values():
+            function.release_gil = False
+    return Library(**found, held=held)
 
 
 def _spelling(path: Path) -> str:

@@ -116,7 +116,8 @@ class BoundLayers:
         if wrong := [w for w in weights if w.device != x.device]:
             raise DeviceError("weights.device", str(wrong[0].device), f"{x.device}, as the input's")
         target = "cpu" if x.is_cpu else "cuda"
-        spec = self._kind.spec(room, steps, NAMES[x.dtype], masks, KEPT[target] if self._trains else None, precision)
+        keep = (self._kind.keep or KEPT[target]) if self._trains else None
+        spec = self._kind.spec(room, steps, NAMES[x.dtype], masks, keep, precision)
         try:
             if known is not None and not known.busy and where is not None:
                 known.pack(weights)

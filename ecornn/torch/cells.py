@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from ecornn.torch import engine, stepping, stepping_training
+from ecornn.torch import engine, like_before, stepping_training
 from ecornn.torch.dispatching import derivatives, watched
 from ecornn.torch.falling_back import by_torch, obstacle
 from ecornn.torch.kind import CELLS, text_of
-from ecornn.torch.operator import recurrent
-from ecornn.torch.sequences import leaf, refuse_script, trained
+from ecornn.torch.sequences import inferred, leaf, refuse_script, trained
+from ecornn.torch.snapshot import suspect
 
 SERVED = {"cpu"}  # on a GPU a step takes PyTorch less time than a module takes to begin with its weights
 WEIGHTS = "weight_ih", "weight_hh", "bias_ih", "bias_hh"
@@ -28,24 +28,37 @@ class CompiledCell(torch.nn.RNNCellBase):
     mode: Any
     state_names: tuple[str, ...] = ("h",)
     # as of a layer
-    num_layers, bidirectional, proj_size, dropout, cell_name, tf32 = 1, False, 0, 0.0, "", None
+    num_layers, bidirectional, proj_size, dropout, cell_name, tf32, batch_first = 1, False, 0, 0.0, "", None, False
+    one_step = True
+    least = 0  # multiply-adds of a call, below which PyTorch's own cell trains
 
     def forward(self: Any, input: Any, hx: Any = None) -> Any:
         """As ``torch.nn``'s: input (B, I) and states (B, H) to the states after one step, or (I,) and (H,)."""
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            if self.least and torch.is_grad_enabled() and _too_small(self, input):
+                return self.TORCH.forward(self, input, hx)
+            found = like_before.again(self, input, hx)
+            if found is not None:
+                return found
         if isinstance(input, torch.fx.Proxy):
             return leaf(self, input, hx)
         state, weights = _states(hx, len(self.state_names)), engine.weights_of(self)
         if state is None or not _fits(self, weights[0], input, state):
             return by_torch(self, input, hx)
-        after = None if torch.compiler.is_compiling() else _shortly(self, weights, input, state)
-        if after is None:
+        after = None if compiling else _with_gradients(self, weights, input, state)
+        if after is not None:
+            like_before.remember(engine.engine_of(self), self, input, weights, True)
+        else:
             why, asked = obstacle(self, input, hx)
             if why:
                 return by_torch(self, input, hx, why)
             rows = [t.reshape(1, -1, t.shape[-1]) for t in (input, *state)]
             operands = rows[0], rows[1:], None, weights, text_of(self)
-            _, *after = trained(self, *operands) if asked else recurrent(*operands)
+            _, *after = trained(self, *operands) if asked else inferred(self, *operands)
             after = [s.reshape(*input.shape[:-1], -1) for s in after]
+            if not asked and not compiling:
+                like_before.remember(engine.engine_of(self), self, input, weights, False)
         return tuple(after) if len(after) > 1 else after[0]
 
     __prepare_scriptable__ = refuse_script
@@ -86,9 +99,11 @@ class GRUCell(CompiledCell, torch.nn.GRUCell):
 
 
 class RNNCell(CompiledCell, torch.nn.RNNCell):
-    """``torch.nn.RNNCell`` (tanh or relu) by compiled modules."""
+    """``torch.nn.RNNCell`` (tanh or relu) by compiled modules. Steps of a training of less than 65536 multiply-adds,
+    which are B*H*(I+H), are PyTorch's own: what autograd takes to call a function is all of their time."""
 
     TORCH = torch.nn.RNNCell
+    least = 1 << 16
 
     @property
     def mode(self) -> str:
@@ -103,6 +118,19 @@ def _states(hx: Any, count: int) -> Sequence[Any] | None:
     if count == 1:
         return (hx,)
     return hx if isinstance(hx, (tuple, list)) and len(hx) == count else None
+
+
+def _too_small(cell: Any, input: Any) -> bool:
+    """Whether PyTorch's own cell is to train; what is bound reads the weights again then, since an optimizer follows."""
+    weight, hidden = cell._parameters.get("weight_hh"), cell.hidden_size
+    if weight is None or not weight.requires_grad or not isinstance(input, torch.Tensor):
+        return False
+    rows = input.numel() // max(1, cell.input_size)
+    if rows * hidden * (cell.input_size + hidden) >= cell.least:
+        return False
+    if engine.known_engine(cell) is not None:
+        suspect(engine.weights_of(cell))
+    return True
 
 
 def _fits(cell: Any, weight: torch.Tensor, input: Any, state: Sequence[Any]) -> bool:
@@ -120,14 +148,10 @@ def _fits(cell: Any, weight: torch.Tensor, input: Any, state: Sequence[Any]) -> 
     return True
 
 
-def _shortly(cell: Any, weights: Sequence[torch.Tensor], x: torch.Tensor,
-             state: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-    """The states after x, where no operator is needed to compute them."""
-    if (not x.is_cpu or x.dtype != torch.float32 or torch.jit.is_tracing() or torch.is_autocast_enabled("cpu")
-            or watched((x, *state, *weights))):
+def _with_gradients(cell: Any, weights: Sequence[torch.Tensor], x: torch.Tensor,
+                    state: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
+    """The states after x, where gradients may be asked for and no operator is needed to compute them."""
+    if (x.dtype != torch.float32 or torch.jit.is_tracing() or torch.is_autocast_enabled("cpu")
+            or watched((x, *state, *weights)) or derivatives(lambda: (x, *state, *weights)) != "gradients"):
         return None
-    asked = derivatives(lambda: (x, *state, *weights))
-    if asked == "forward derivatives":
-        return None
-    run = stepping_training.run if asked else stepping.run
-    return run(engine.engine_of(cell), weights, x, state)
+    return stepping_training.run(engine.engine_of(cell), weights, x, state)

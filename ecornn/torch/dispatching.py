@@ -14,16 +14,20 @@ from torch.utils._device import DeviceContext
 
 _functorch = torch._C._functorch
 _modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
-_plain = {torch.Tensor, torch.nn.Parameter}
+PLAIN = {torch.Tensor, torch.nn.Parameter}  # what no subclass's own code runs for
+
+
+def watching() -> bool:
+    """Whether somebody watches all calls."""
+    if _modes() or _functorch.maybe_current_level() is not None or profiler._is_profiler_enabled:
+        return True
+    # torch.device(...) as a context has nothing to see here
+    return _function_modes() > 0 and any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
 
 
 def watched(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether a call on these must go through the dispatcher."""
-    if _modes() or _functorch.maybe_current_level() is not None or profiler._is_profiler_enabled:
-        return True
-    if _function_modes() and any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack()):
-        return True  # torch.device(...) as a context has nothing to see here
-    return not _plain.issuperset(map(type, tensors))
+    return watching() or not PLAIN.issuperset(map(type, tensors))
 
 
 def derivatives(tensors: Callable[[], Iterable[object]]) -> str:

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ecornn.errors import DTypeError, WeightsError
 from ecornn.runtime.loader import Layer
 from ecornn.torch.bound import BoundLayers
+from ecornn.torch.compiling import KEPT
 from ecornn.torch.kind import Kind, kind_of, text_of
 from ecornn.torch.parameters import narrowed, narrowed_rows, widened
 from ecornn.torch.snapshot import replayed
@@ -31,7 +33,7 @@ class Engine:
     ----------
     kind : what they are layers of
     refused : columns that no schedule serves, see packed.py
-    steps, shared : what a cell keeps between its calls, see stepping.py and stepping_training.py
+    calls, shared : what is kept between calls, see like_before.py and stepping_training.py
     """
 
     def __init__(self, kind: Kind) -> None:
@@ -41,7 +43,7 @@ class Engine:
         self.inference, self.trained = BoundLayers(kind, trains=False), BoundLayers(kind)
         self.training = self.trained.layer
         self._parts: dict[int, Engine] = {}
-        self.steps: dict[Any, Any] = {}
+        self.calls: dict[Any, Any] = {}
         self.shared: Any = None
 
     @contextmanager
@@ -109,9 +111,17 @@ class Engine:
 def engine_of(module: torch.nn.Module) -> Engine:
     """The module's engine, made with its first call; copies of a module get their own. The operator finds it by the
     module's weights."""
-    found = _modules.get(module)
-    if found is None or found.kind.tf32 is not module.tf32 or found.kind.mode != module.mode:  # attributes may be set
+    found = known_engine(module)
+    if found is None:
         found = _modules[module] = engine_for(kind_of(text_of(module)), weights_of(module))
+    return found
+
+
+def known_engine(module: Any) -> Engine | None:
+    """The module's engine, if it has one and is still what it was: attributes may be set."""
+    found = _modules.get(module)
+    if found is None or found.kind.tf32 is not module.tf32 or found.kind.mode != module.mode:
+        return None
     return found
 
 
@@ -122,6 +132,8 @@ def engine_for(kind: Kind, weights: Sequence[torch.Tensor]) -> Engine:
     """
     if len(weights) != len(kind.names):
         raise WeightsError(f"{len(weights)} weights of {kind}; expected {', '.join(kind.names)}")
+    if kind.keep is not None and kind.keep == KEPT.get(weights[0].device.type):
+        kind = replace(kind, keep=None)  # as calls without a graph have it
     with _lock:
         known = _weights.get(weights[0])
         if known is None:

@@ -13,7 +13,7 @@ from ecornn.torch.cell_names import cell_of
 
 CELLS = {"LSTM": "lstm", "GRU": "gru", "RNN_TANH": "rnn_tanh", "RNN_RELU": "rnn_relu"}
 FIELDS = ("input", "hidden", "layers", "bias", "bidirectional", "projection")
-TF32 = "tf32"  # a field of those that say
+TF32, KEEP = "tf32", "keep"  # fields of those that say
 
 
 def text_of(module: Any, layer: int | None = None) -> str:
@@ -30,6 +30,13 @@ def text_of(module: Any, layer: int | None = None) -> str:
             + module.cell_name)
 
 
+def keeping(text: str, keep: str) -> str:
+    """The text of a kind that keeps this of a training step: graphs are cached by it, and know how many bytes that
+    are."""
+    sizes, colon, name = text.partition("):")
+    return f"{sizes.removesuffix(')')},{KEEP}={keep}){colon[1:]}{name}"
+
+
 @dataclass(frozen=True)
 class Kind:
     """What a ``torch.nn.RNNBase`` or a ``Recurrent`` is, by torch's words.
@@ -42,6 +49,7 @@ class Kind:
     projection : the width of a projected state; 0: none
     name : of the cell, where it is not torch's
     tf32 : whether products of float32 on a GPU may be in TF32; None: as PyTorch's settings say, see precision.py
+    keep : what a training step keeps, ``states`` or ``gates``; None: as usual, see compiling.py
     """
 
     mode: str
@@ -53,6 +61,7 @@ class Kind:
     projection: int
     name: str = ""
     tf32: bool | None = None
+    keep: str | None = None
 
     @cached_property
     def cell(self) -> Cell | str:
@@ -63,9 +72,10 @@ class Kind:
 
     @cached_property
     def text(self) -> str:
-        """As :func:`text_of` has it."""
+        """As :func:`text_of` and :func:`keeping` have it."""
         sizes = ",".join(f"{field}={getattr(self, field)}" for field in FIELDS)
         sizes += "" if self.tf32 is None else f",{TF32}={int(self.tf32)}"
+        sizes += "" if self.keep is None else f",{KEEP}={self.keep}"
         return f"{self.mode}({sizes})" + (f":{self.name}" if self.name else "")
 
     @cached_property
@@ -120,13 +130,15 @@ class Kind:
 
 @lru_cache(maxsize=1024)
 def kind_of(text: str) -> Kind:
-    """The kind that :func:`text_of` wrote; :class:`ArgumentError` for another text."""
+    """The kind that :func:`text_of` or :func:`keeping` wrote; :class:`ArgumentError` for another text."""
     sizes, colon, name = text.partition("):")
     mode, _, rest = (sizes if colon else text.removesuffix(")")).partition("(")
     parts = dict(part.partition("=")[::2] for part in rest.split(","))
-    known = mode == "cell" if colon else mode in CELLS
+    keep = parts.pop(KEEP, None)
+    known = (mode == "cell" if colon else mode in CELLS) and keep in (None, "states", "gates")
     fields = *parts, *([] if TF32 in parts else [TF32])
     if not known or fields != (*FIELDS, TF32) or not all(value.isdecimal() for value in parts.values()):
         raise ArgumentError("kind", text, f"a text as text_of() makes: MODE({'=N,'.join(FIELDS)}=N)")
     input, hidden, layers, bias, bidirectional, projection, *tf32 = map(int, parts.values())
-    return Kind(mode, input, hidden, layers, bias, bidirectional, projection, name, bool(tf32[0]) if tf32 else None)
+    return Kind(mode, input, hidden, layers, bias, bidirectional, projection, name, bool(tf32[0]) if tf32 else None,
+                keep)

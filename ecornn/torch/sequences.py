@@ -9,11 +9,11 @@ from torch.nn.functional import dropout
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from ecornn.errors import ArgumentError, DeviceError, DTypeError, FallbackError, ScheduleError, ShapeError
-from ecornn.torch import direct, engine, packed, packed_training
-from ecornn.torch.compiling import serves
+from ecornn.torch import direct, engine, like_before, packed, packed_training
+from ecornn.torch.compiling import KEPT, serves
 from ecornn.torch.dispatching import watched
 from ecornn.torch.falling_back import by_torch, obstacle, tensors_of
-from ecornn.torch.kind import text_of
+from ecornn.torch.kind import keeping, text_of
 from ecornn.torch.operator import recurrent
 from ecornn.torch.transforms import forward as recurrent_forward
 
@@ -38,6 +38,7 @@ class Sequences:
     state_names: tuple[str, ...] = ("h",)
     cell_name = ""
     tf32: bool | None = None
+    one_step = False
 
     def forward(self: Any, input: Any, hx: Any = None) -> Any:
         """As ``torch.nn``'s: a tensor or PackedSequence to y and the last states.
@@ -45,6 +46,10 @@ class Sequences:
         Raises :class:`~ecornn.errors.EcornnError` subclasses: ``ShapeError``, ``DTypeError`` and
         ``DeviceError`` where an argument does not fit.
         """
+        if not torch.compiler.is_compiling():
+            found = like_before.again(self, input, hx)
+            if found is not None:
+                return found
         if not isinstance(input, (torch.Tensor, PackedSequence)):
             return leaf(self, input, hx)
         why, asked = obstacle(self, input, hx)
@@ -76,6 +81,8 @@ class Sequences:
         if batch == 0:
             return by_torch(self, input, hx)
         y, *after = self._run(x, states_of(self, hx, x, batch, single, None), None, asked)
+        if not (asked or self._drops or torch.compiler.is_compiling()):
+            like_before.remember(engine.engine_of(self), self, input, engine.weights_of(self), False)
         if single:
             output, after = y.squeeze(1), [s.squeeze(1) for s in after]
         else:
@@ -114,9 +121,7 @@ class Sequences:
             return run_layers(self, weights, x, state, lengths, asked)
         if asked:
             return trained(self, x, state, lengths, weights, text_of(self))
-        if torch.compiler.is_compiling() or watched((x, *state, *weights)):
-            return recurrent(x, state, lengths, weights, text_of(self))
-        return engine.engine_of(self).run(weights, x, state, lengths)
+        return inferred(self, x, state, lengths, weights, text_of(self))
 
     def _forward_packed(self: Any, input: PackedSequence, hx: Any, asked: bool) -> Any:
         """Rows in packed order, the longest first; the module needs no order, the states have one."""
@@ -155,11 +160,19 @@ def leaf(module: Any, input: Any, hx: Any) -> Any:
     raise ArgumentError("input", type(input), "a tensor or a PackedSequence")
 
 
+def inferred(module: Any, x: torch.Tensor, state: list[torch.Tensor], lengths: torch.Tensor | None,
+             weights: list[torch.Tensor], kind: str) -> list[torch.Tensor]:
+    """As ``recurrent`` of a module."""
+    if torch.compiler.is_compiling() or watched((x, *state, *weights)):
+        return recurrent(x, state, lengths, weights, kind)
+    return engine.engine_of(module).run(weights, x, state, lengths)
+
+
 def trained(module: Any, x: torch.Tensor, state: list[torch.Tensor], lengths: torch.Tensor | None,
             weights: list[torch.Tensor], kind: str, layer: int | None = None) -> list[torch.Tensor]:
     """As ``recurrent`` of a module, or of one ``layer`` of it, with gradients."""
     if torch.compiler.is_compiling() or watched((x, *state, *weights)):
-        return recurrent_forward(x, state, lengths, weights, kind)[:-1]
+        return recurrent_forward(x, state, lengths, weights, keeping(kind, KEPT[x.device.type]))[:-1]
     return direct.forward(engine.engine_of(module).part(layer, kind), x, state, lengths, weights)
 
 

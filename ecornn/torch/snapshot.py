@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -25,9 +25,7 @@ class Snapshot:
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         self._kept = [w.detach() for w in weights]
         self._tensors = [(weakref.ref(w), w.data_ptr()) for w in weights]
-        self._versions = _versions(weights)
-        self._sample = Sample(self._kept)
-        self._suspects: set[int] = set()
+        self.renew(weights)
         self.ids = [*map(id, weights)]
         with _lock:
             for weight in self.ids:
@@ -39,7 +37,7 @@ class Snapshot:
         """Whether every weight is the tensor that it was, where it was."""
         if len(weights) != len(self._tensors):
             return False
-        for w, (tensor, pointer) in zip(weights, self._tensors, strict=True):  # no generator: short calls ask, too
+        for w, (tensor, pointer) in zip(weights, self._tensors, strict=True):
             if w.data_ptr() != pointer or tensor() is not w:
                 return False
         return True
@@ -47,22 +45,28 @@ class Snapshot:
     def holds(self, weights: Sequence[torch.Tensor], with_suspects: bool = False) -> bool:
         """Whether every weight is the one that it was, and as it was, as far as a tensor tells; and whether none is
         suspected, unless ``with_suspects``."""
-        if not with_suspects and (self._suspects or replayed(weights)):
+        if (not with_suspects and (self._suspects or replayed(weights))) or len(weights) != len(self._known):
             return False
-        return self.same(weights) and _versions(weights) == self._versions and self._sample.holds()
+        for w, (tensor, pointer, version) in zip(weights, self._known, strict=True):
+            if tensor() is not w or w.data_ptr() != pointer or (version is not None and w._version != version):
+                return False
+        return self._sample.holds()
 
     def changed(self, weights: Sequence[torch.Tensor]) -> list[int]:
         """The numbers of the weights that may not be as they were."""
-        if len(weights) != len(self._versions):
+        if len(weights) != len(self.versions):
             return [*range(len(weights))]
-        known = zip(weights, self._tensors, self._versions, strict=True)
+        known = zip(weights, self._tensors, self.versions, strict=True)
         return [n for n, (w, (tensor, pointer), version) in enumerate(known)
                 if n in self._suspects or w.data_ptr() != pointer or tensor() is not w or _version(w) != version
                 or self._sample.differs(n)]
 
     def renew(self, weights: Sequence[torch.Tensor]) -> None:
         """The same tensors have been read again."""
-        self._suspects, self._versions, self._sample = set(), _versions(weights), Sample(self._kept)
+        self._suspects, self.versions, self._sample = set[int](), [*map(_version, weights)], Sample(self._kept)
+        # all in one place, since short calls ask, too
+        self._known = [(*place, None if w.is_inference() else w._version)
+                       for w, place in zip(weights, self._tensors, strict=True)]
 
     def suspect(self, ids: set[int]) -> None:
         """Those of these ids may have changed from now on."""
@@ -70,15 +74,11 @@ class Snapshot:
 
     def outdate(self) -> None:
         """From now on they are taken for changed."""
-        self._versions = []
+        self.versions, self._known = [], []
 
 
 def _version(weight: torch.Tensor) -> int:
     return 0 if weight.is_inference() else weight._version  # tensors made in inference mode count no versions
-
-
-def _versions(weights: Iterable[torch.Tensor]) -> list[int]:
-    return [*map(_version, weights)]
 
 
 _snapshots: dict[int, weakref.WeakSet[Snapshot]] = {}  # of each weight by its id, which later ones take over

@@ -7,6 +7,7 @@ are there: calls depend on a token, which depends on the weights, and whose own 
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -19,20 +20,21 @@ from ecornn.torch.bound import BoundLayer
 from ecornn.torch.direct import each, is_batched
 from ecornn.torch.engine import Engine
 from ecornn.torch.snapshot import suspect
-from ecornn.torch.stepping import TENSORS, ready, rows_of
 from ecornn.torch.training_operator import recurrent_backward
 
+ALIGNMENT = 16  # bytes, of what modules read
+TENSORS = "x", "y", "state_in", "state_out"
 BACK = "x", "y", "state_in", "dy", "dstate_out", "dx", "dstate_in", "gradient"
 
 
 def run(engine: Engine, weights: Sequence[torch.Tensor], x: torch.Tensor,
-        state: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """As :func:`ecornn.torch.stepping.run`."""
+        state: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The states after x (B, I), or (I,), from ``state``, or from zeros if that is empty; the arguments are checked."""
     known = engine.shared() if engine.shared is not None else None
     if known is None or not known.serves(weights):
         known = Shared(engine, weights)
         engine.shared = weakref.ref(known)
-    return [*_Step.apply(known, known.token, ready(x), *map(ready, state))]
+    return _apply(known, known.token, ready(x), *map(ready, state))
 
 
 class Shared:
@@ -57,19 +59,14 @@ class Shared:
             w is known and w.requires_grad == asked
             for w, known, asked in zip(weights, self.weights, self._asked, strict=True))
 
-
-    def versions(self) -> list[int]:
-        """Of the weights, which writes raise."""
-        return [w._version for w in self.weights]
-
     def check(self, versions: list[int]) -> None:
         """Raises RuntimeError, as PyTorch does, where weights are not what they were in the call whose gradients are
         asked for. As long as a module still has these packed, gradients are of them."""
-        for name, was, now in zip(self.engine.kind.names, versions, self.versions(), strict=True):
-            if was != now:
+        for name, was, now in zip(self.engine.kind.names, versions, self.weights, strict=True):
+            if was != now._version:
                 raise RuntimeError(
                     f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"{name.removesuffix('_l0')} is at version {now}; expected version {was} instead")
+                    f"{name.removesuffix('_l0')} is at version {now._version}; expected version {was} instead")
 
 
 class Sums:
@@ -86,7 +83,7 @@ class Sums:
         number = torch._C._current_graph_task_id()
         found = self._found.get(number)
         if found is None:
-            found = self._found[number] = [torch.zeros(w.shape) for w in self._weights]
+            found = self._found[number] = [w.new_zeros(w.shape) for w in self._weights]
 
             def end() -> None:
                 self._found.pop(number, None)  # nobody has asked for them
@@ -135,8 +132,8 @@ class TrainingStep:
 
     def forward(self, x: torch.Tensor, state: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """What is kept, and the states after x. y is kept behind the rest, since what is returned may be written."""
-        memory = torch.empty(self._bytes, dtype=torch.uint8)
-        after = [torch.empty(self._shape) for _ in self._zeros]
+        memory = x.new_empty(self._bytes, dtype=torch.uint8)
+        after = [*map(torch.empty_like, state)] or [x.new_empty(self._shape) for _ in self._zeros]
         start = memory.data_ptr()
         self._forward((x.data_ptr(), start + self.kept_bytes, *([s.data_ptr() for s in state] or self._zeros),
                        *[s.data_ptr() for s in after]), start)
@@ -145,7 +142,7 @@ class TrainingStep:
     def backward(self, memory: torch.Tensor, x: torch.Tensor, state: Sequence[torch.Tensor],
                  gradients: Sequence[torch.Tensor | None], sums: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The gradients of x and of the states before it; those of weights are added to ``sums``."""
-        made = [torch.empty_like(x), *[torch.empty(self._shape) for _ in self._zeros]]
+        made = [torch.empty_like(x), *[x.new_empty(self._shape) for _ in self._zeros]]
         start, zero = memory.data_ptr(), self._zero
         self._backward((x.data_ptr(), start + self.kept_bytes, *([s.data_ptr() for s in state] or self._zeros), zero,
                         *[zero if g is None else g.data_ptr() for g in gradients], *[m.data_ptr() for m in made],
@@ -156,11 +153,11 @@ class TrainingStep:
 def _taken(shared: Shared, x: torch.Tensor, again: bool) -> TrainingStep:
     """A step of the layer with the weights as they are now, or as they were in an earlier call, which is taken."""
     engine, weights, key = shared.engine, shared.weights, (x.shape, torch.get_num_threads(), "training")
-    step: TrainingStep | None = engine.steps.get(key)
+    step: TrainingStep | None = engine.calls.get(key)
     if step is None or again or not engine.trained.take_this(step.one, weights):
         one = engine.trained.take(weights, x, (1, rows_of(x)), again=again)
         if step is None or step.one is not one:
-            step = engine.steps[key] = TrainingStep(engine, one, x)
+            step = engine.calls[key] = TrainingStep(engine, one, x)
     return step
 
 
@@ -176,7 +173,7 @@ class _Step(torch.autograd.Function):
             memory, after = step.forward(x, state)
         finally:
             shared.engine.trained.give(step.one)
-        ctx.shared, ctx.versions = shared, shared.versions()
+        ctx.shared, ctx.versions = shared, step.one.snapshot.versions
         ctx.save_for_backward(memory, x, *state)
         ctx.set_materialize_grads(False)
         return tuple(after)
@@ -201,6 +198,9 @@ class _Step(torch.autograd.Function):
         return None, None, *made[:1 + len(state)]
 
 
+_apply = super(torch.autograd.Function, _Step).apply  # past what it does for torch.func, which goes another way
+
+
 def _by_operator(shared: Shared, sums: list[torch.Tensor], x: torch.Tensor, state: Sequence[torch.Tensor],
                  y: torch.Tensor, kept: torch.Tensor, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     """Gradients of which others may be asked for, which the operator refuses then; or of several at once."""
@@ -216,3 +216,15 @@ def _by_operator(shared: Shared, sums: list[torch.Tensor], x: torch.Tensor, stat
     for number, gradient in enumerate(rest[len(state):]):
         sums[number] = sums[number] + gradient
     return [dx.view(x.shape), *(d.view(s.shape) for d, s in zip(rest, state, strict=False))]
+
+
+def rows_of(x: torch.Tensor) -> int:
+    """B of x (B, I), or (I,)."""
+    return math.prod(x.shape[:-1])
+
+
+def ready(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy that a module can read."""
+    if tensor.is_contiguous() and not tensor.data_ptr() % ALIGNMENT and not tensor.is_neg():
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)

@@ -53,8 +53,8 @@ def kept_bytes(kind: Kind, x: torch.Tensor, lengths: torch.Tensor | None) -> Any
     if x.dtype not in NAMES:
         raise ArgumentError("x.dtype", x.dtype, ", ".join(NAMES.values()))
     steps, batch = x.shape[:2]
-    spec = kind.spec(_hint(batch, 8), _hint(steps, 64), NAMES[x.dtype], "".join(_masks(lengths)), KEPT[x.device.type],
-                     precision_of(kind, x))
+    spec = kind.spec(_hint(batch, 8), _hint(steps, 64), NAMES[x.dtype], "".join(_masks(lengths)),
+                     kind.keep or KEPT[x.device.type], precision_of(kind, x))
     return kept_layout(compiled(spec, "cuda" if x.is_cuda else "cpu").manifest, steps, batch)[1]
 
 

@@ -1,0 +1,135 @@
+"""Calls on a CPU that are like an earlier one, past all that others need: a short layer, or a cell, takes about as long
+as one of PyTorch's operations.
+
+A call goes through all checks once and again. What it was like is kept, and later ones of the same kind are held
+against that alone: whatever differs, be it an argument that does not fit, takes the long way, which says so.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from ecornn.program import RUN
+from ecornn.torch import stepping_training
+from ecornn.torch.bound import BoundLayer
+from ecornn.torch.dispatching import PLAIN, watched, watching
+from ecornn.torch.engine import Engine, known_engine, weights_of
+from ecornn.torch.stepping_training import TENSORS, ready
+
+MOST = 64  # that a module keeps
+_tracing, _threads, _autocasts = torch._C._is_tracing, torch.get_num_threads, torch.is_autocast_enabled
+
+
+def again(module: Any, x: Any, hx: Any) -> Any:
+    """What a call of the module returns; None where it is like none before, or somebody asks for more than that."""
+    engine = known_engine(module)
+    if engine is None or type(x) not in PLAIN:
+        return None
+    call: Call | None = engine.calls.get(_key(module, x))
+    if (call is None or not x.is_cpu or x.layout is not torch.strided or forward_ad._current_level >= 0 or watching()
+            or _tracing() or _autocasts("cpu")):
+        return None
+    state = hx if call.count > 1 else (hx,)
+    if hx is None:
+        state = ()
+    elif type(state) not in (tuple, list) or not call.takes(state):
+        return None
+    weights = weights_of(module)
+    if torch.is_grad_enabled() and any([t.requires_grad for t in (x, *state, *weights)]):
+        if not call.one_step or x.dtype is not torch.float32:
+            return None
+        after = stepping_training.run(engine, weights, x, state)
+        return after if call.count > 1 else after[0]
+    if call.drops and module.training and module.dropout:
+        return None
+    one, layers = call.one, engine.inference
+    if one is None or not layers.take_this(one, weights):
+        return None
+    try:
+        return call(x, state)
+    finally:
+        layers.give(one)
+
+
+def remember(engine: Engine, module: Any, x: torch.Tensor, weights: Sequence[torch.Tensor], asked: bool) -> None:
+    """Has later calls that are like one on this x, which has gone well, go by :func:`again`; ``asked``: it was with
+    gradients."""
+    if engine.kind.projection or not x.is_cpu or watched((x, *weights)):
+        return
+    key, layers, calls = _key(module, x), engine.inference, engine.calls
+    call: Call | None = calls.get(key)
+    if call is None:
+        if len(calls) >= MOST:
+            calls.clear()
+        # where T is another one at each call there is nothing to make
+        calls[key] = Call(module, x) if asked or key in calls else None
+    elif not asked and (call.one is None or not call.one.snapshot.holds(weights)):
+        one = layers.take(weights, x, module.call_sizes(x))
+        try:
+            calls[key] = call.bound(one)
+        finally:
+            layers.give(one)
+
+
+def _key(module: Any, x: torch.Tensor) -> tuple[Any, ...]:
+    return x.shape, x.dtype, module.batch_first, _threads()
+
+
+class Call:
+    """A call of a module on an x of this shape; nothing is dropped, and nothing kept.
+
+    Attributes
+    ----------
+    count : states of the cell
+    drops : whether a layer may drop what the one before it gives
+    one_step : whether the output state is all that is returned
+    one : the layer, bound to weights, that it goes by, once there is one
+    """
+
+    def __init__(self, module: Any, x: torch.Tensor) -> None:
+        self._steps, self._batch = steps, batch = module.call_sizes(x)
+        self.count, self.drops, self.one_step = len(module.state_names), module.num_layers > 1, module.one_step
+        rows, hidden = module.num_layers * (1 + module.bidirectional), module.hidden_size
+        single, self._dtype = x.dim() == 2, x.dtype
+        self._swaps = bool(module.batch_first) and not single and min(steps, batch) > 1
+        axes = (steps, batch) if self._swaps else (*x.shape[:-1],)
+        self._y = (*axes, (1 + module.bidirectional) * hidden)
+        self._state = (*axes, hidden) if self.one_step else (rows, hidden) if single else (rows, batch, hidden)
+        self.one: BoundLayer | None = None
+
+    def bound(self, one: BoundLayer) -> Call:
+        """The same by this layer."""
+        made = copy.copy(self)
+        made.one, made._run = one, one.layer.addressed(RUN, self._steps, self._batch, TENSORS)
+        made._zeros = (one.layer.zero_state(self._batch)[1],) * self.count
+        return made
+
+    def takes(self, state: Sequence[Any]) -> bool:
+        """Whether such a call may have these states."""
+        if len(state) != self.count:
+            return False
+        for s in state:
+            if (type(s) not in PLAIN or s.dtype is not self._dtype or s.shape != self._state or not s.is_cpu
+                    or s.layout is not torch.strided):
+                return False
+        return True
+
+    def __call__(self, x: torch.Tensor, state: Sequence[torch.Tensor]) -> Any:
+        """As of the module."""
+        rows, given = ready(x.transpose(0, 1) if self._swaps else x), [*map(ready, state)]
+        # never by torch.empty(), which has defaults of its own; a given one is quicker to repeat
+        after = [*map(torch.empty_like, given)] or [x.new_empty(self._state) for _ in self._zeros]
+        to = [s.data_ptr() for s in after]
+        start = [s.data_ptr() for s in given] or self._zeros
+        states = tuple(after) if self.count > 1 else after[0]
+        if self.one_step:
+            self._run((rows.data_ptr(), to[0], *start, *to))
+            return states
+        y = x.new_empty(self._y)
+        self._run((rows.data_ptr(), y.data_ptr(), *start, *to))
+        return y.transpose(0, 1) if self._swaps else y, states
