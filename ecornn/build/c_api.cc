@@ -148,16 +148,13 @@ int32_t Invoke(ecornn_layer* layer, Name entry, const ecornn_call* call, const e
   const Failure fail(error);
   if (!layer) return fail(ECORNN_ARGUMENT, "layer is NULL");
   if (!ecornn_functions[entry]) return fail(ECORNN_UNSUPPORTED, "the module was compiled without training");
-  ecornn_call known;
-  if (const int32_t code = Known(fail, call, "ecornn_call", &known)) return code;
-  ecornn_gradients known_gradients{};
+  ecornn_call room;
+  ecornn_gradients room_of_gradients;
+  if (const int32_t code = Known(fail, call, "ecornn_call", &room, &call)) return code;
   if (entry == kBackward) {
-    if (const int32_t code = Known(fail, gradients, "ecornn_gradients", &known_gradients)) return code;
+    if (const int32_t code = Known(fail, gradients, "ecornn_gradients", &room_of_gradients, &gradients)) return code;
   }
-  return Guarded(fail, [&] {
-    const auto* own = static_cast<const Layer*>(layer);
-    return Invocation(*own, entry, known, entry == kBackward ? &known_gradients : nullptr, fail).Run();
-  });
+  return Guarded(fail, [&] { return Invocation(*static_cast<Layer*>(layer), entry, *call, gradients, fail).Run(); });
 }
 
 int32_t Run(ecornn_layer* layer, const ecornn_call* call, ecornn_error* error) {
@@ -182,10 +179,12 @@ int32_t Bind(const ecornn_named* weights, int32_t count, const ecornn_bind_optio
   *layer = nullptr;
   return Guarded(fail, [&]() -> int32_t {
     if (const int32_t code = IsLayer(fail)) return code;
-    ecornn_bind_options known{};
+    ecornn_bind_options room{};
+    const ecornn_bind_options* given = &room;
     if (options) {
-      if (const int32_t code = Known(fail, options, "ecornn_bind_options", &known)) return code;
+      if (const int32_t code = Known(fail, options, "ecornn_bind_options", &room, &given)) return code;
     }
+    const ecornn_bind_options& known = *given;
     const Tables& tables = TheTables();
     if (known.threads < 0 || known.threads > 1024) {
       return fail(ECORNN_ARGUMENT, "threads is %d; expected 1 to 1024, or 0 for one", known.threads);
@@ -203,9 +202,10 @@ int32_t Bind(const ecornn_named* weights, int32_t count, const ecornn_bind_optio
     auto made = std::make_unique<Layer>(tables, &kApi, known.device, std::max(1, known.threads));
     if (const int32_t code = made->Pack(fail, read.weights)) return code;
     if (const int32_t code = made->Prepare(fail)) return code;
-    auto workspace = std::make_unique<Workspace>(tables.cuda(), known.device);
-    if (const int32_t code = workspace->Make(fail, WorkspaceSize(made.get(), reserve, tables.description.batch))) return code;
-    made->idle.Give(workspace.release());
+    Workspace* workspace = nullptr;
+    if (const int32_t code = Invocation::MakeWorkspace(fail, *made, reserve, tables.description.batch, nullptr, &workspace))
+      return code;
+    made->idle.Give(workspace);
     *layer = made.release();
     return ECORNN_OK;
   });

@@ -11,15 +11,19 @@ namespace ecornn_c {
 
 constexpr DLDataType kInt32{kDLInt, 32, 1}, kUint8{kDLUInt, 8, 1}, kBool{kDLBool, 8, 1};
 
-// The caller's struct as this module knows it: what an older program does not have is 0, and what a newer one has must be.
+// The caller's struct as this module knows it, a copy in `room` or itself: what an older program does not have is 0, and
+// what a newer one has must be.
 template <typename Struct>
-int32_t Known(const Failure& fail, const Struct* given, const char* name, Struct* out) {
-  *out = {};
+int32_t Known(const Failure& fail, const Struct* given, const char* name, Struct* room, const Struct** out) {
   if (!given) return fail(ECORNN_ARGUMENT, "%s is NULL", name);
+  *out = given;
+  if (given->size == sizeof(Struct)) return ECORNN_OK;
   if (given->size < sizeof(size_t) + sizeof(void*)) {
     return fail(ECORNN_VERSION, "%s->size is %zu; expected sizeof(%s)", name, given->size, name);
   }
-  memcpy(static_cast<void*>(out), given, std::min(given->size, sizeof(Struct)));
+  *room = {};
+  memcpy(static_cast<void*>(room), given, std::min(given->size, sizeof(Struct)));
+  *out = room;
   const auto* bytes = reinterpret_cast<const unsigned char*>(given);
   for (size_t n = sizeof(Struct); n < given->size; ++n) {
     if (bytes[n]) return fail(ECORNN_VERSION, "%s has a member that the module file is too old for", name);
@@ -33,7 +37,7 @@ class Invocation {
              const Failure& fail)
       : layer_(layer), tables_(layer.tables), entry_(entry), call_(call), gradients_(gradients), fail_(fail) {}
 
-  // Of states that are not wanted, behind the entry's own workspace.
+  // Of states that are not wanted, before the entry's own workspace.
   static int64_t StateBytes(const Tables& tables, int64_t rows) {
     return tables.count() * rows * tables.description.hidden * tables.itemsize();
   }
@@ -51,6 +55,19 @@ class Invocation {
            static_cast<int64_t>(tables.states.size()) * Aligned(StateBytes(tables, rows));
   }
 
+  // For all entries.
+  static int32_t MakeWorkspace(const Failure& fail, const Layer& layer, int64_t steps, int64_t rows, void* stream,
+                               Workspace** out) {
+    int64_t most = 0;
+    for (const Name entry : {kRun, kForward, kBackward}) {
+      most = std::max(most, WorkspaceBytes(layer.tables, entry, steps, rows));
+    }
+    auto made = std::make_unique<Workspace>(layer.tables.cuda(), layer.device, steps, rows, stream);
+    if (const int32_t code = made->Make(fail, most)) return code;
+    *out = made.release();
+    return ECORNN_OK;
+  }
+
   static int64_t KeptBytes(const Tables& tables, const Kept& kept, int64_t steps, int64_t batch) {
     const int64_t most = tables.description.batch;
     return ((kept.fixed + kept.per_step * steps) * batch + most - 1) / most * kept.itemsize;
@@ -61,8 +78,8 @@ class Invocation {
                              &Invocation::CheckKept, &Invocation::CheckGradients}) {
       if (const int32_t code = (this->*check)()) return code;
     }
-    const int64_t wanted = WorkspaceBytes(tables_, entry_, active_, rows_);
     if (call_.workspace) {
+      const int64_t wanted = WorkspaceBytes(tables_, entry_, active_, rows_);
       if (Address(call_.workspace) % kAlignment || static_cast<int64_t>(call_.workspace_size) < wanted) {
         return fail_(ECORNN_WORKSPACE, "workspace has %zu bytes at %p; expected %" PRId64 ", aligned to 256",
                      call_.workspace_size, call_.workspace, wanted);
@@ -70,12 +87,9 @@ class Invocation {
       return Enter(Address(call_.workspace));
     }
     void* stream = tables_.cuda() ? call_.stream : nullptr;
-    Workspace* own = layer_.idle.Take(wanted, stream);
+    Workspace* own = layer_.idle.Take(active_, rows_, stream);
     if (!own) {
-      auto made = std::make_unique<Workspace>(tables_.cuda(), layer_.device);
-      made->stream = stream;
-      if (const int32_t code = made->Make(fail_, wanted)) return code;
-      own = made.release();
+      if (const int32_t code = MakeWorkspace(fail_, layer_, active_, rows_, stream, &own)) return code;
     }
     const int32_t code = Enter(own->at());
     if (code && tables_.cuda()) {
@@ -138,6 +152,7 @@ class Invocation {
 
   int32_t CheckMasks() {
     const auto& d = tables_.description;
+    if (!(call_.lengths || call_.resets || call_.sequences || d.lengths || d.resets || d.sequences)) return ECORNN_OK;
     const std::pair<const DLTensor*, bool> given[] = {
         {call_.lengths, d.lengths != 0}, {call_.resets, d.resets != 0}, {call_.sequences, d.sequences != 0}};
     const char* const names[] = {"lengths", "resets", "sequences"};
@@ -168,8 +183,8 @@ class Invocation {
     if (entry_ == kRun) return ECORNN_OK;
     int64_t wanted = 0;
     for (const Kept& kept : tables_.kept) wanted += Aligned(KeptBytes(tables_, kept, steps_, batch_));
-    if (wanted && (!call_.kept || static_cast<int64_t>(call_.kept_size) < wanted || Address(call_.kept) % kAlignment)) {
-      return fail_(ECORNN_WORKSPACE, "kept has %zu bytes at %p; expected %" PRId64 ", aligned to 256", call_.kept_size,
+    if (wanted && (!call_.kept || static_cast<int64_t>(call_.kept_size) < wanted || Address(call_.kept) % 16)) {
+      return fail_(ECORNN_WORKSPACE, "kept has %zu bytes at %p; expected %" PRId64 ", aligned to 16", call_.kept_size,
                    call_.kept, wanted);
     }
     return ECORNN_OK;
@@ -219,8 +234,7 @@ class Invocation {
   }
 
   int32_t Enter(int64_t workspace) const {
-    const auto& pointers = tables_.entries[entry_];
-    const size_t count = 4 + pointers.size();
+    const size_t count = layer_.arguments[entry_].size();
     auto* args = static_cast<TVMFFIAny*>(alloca(count * sizeof(TVMFFIAny)));
     memcpy(static_cast<void*>(args), layer_.arguments[entry_].data(), count * sizeof(TVMFFIAny));
     const int32_t threads = call_.threads ? call_.threads : layer_.threads;
@@ -228,12 +242,11 @@ class Invocation {
     args[1].v_int64 = batch_;
     args[2].v_int64 = layer_.device;
     args[3].v_int64 = tables_.cuda() ? Address(call_.stream) : threads;
-    const int64_t zeros = layer_.zeros.at(), dropped = workspace + ScratchBytes(tables_, entry_, active_);
-    const int64_t each = Aligned(StateBytes(tables_, rows_));
-    int64_t free = workspace;
-    for (size_t n = 0; n < pointers.size(); ++n) {
-      const Pointer& p = pointers[n];
-      int64_t& at = args[4 + n].v_int64;
+    const int64_t zeros = layer_.zeros.at(), each = Aligned(StateBytes(tables_, rows_));
+    const int64_t dropped = workspace;
+    int64_t free = workspace + static_cast<int64_t>(tables_.states.size()) * each;
+    for (const auto& [position, p] : layer_.given[entry_]) {
+      int64_t& at = args[position].v_int64;
       switch (p.kind) {
         case kX: at = Address(DataOf(*call_.x)); break;
         case kY: at = Address(DataOf(*call_.y)); break;

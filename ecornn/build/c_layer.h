@@ -12,6 +12,7 @@
 #include <memory>
 #include <new>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "c_pack.h"
@@ -78,7 +79,6 @@ class Memory {
     } else {
       at_ = Address(std::aligned_alloc(kAlignment, static_cast<size_t>(bytes)));
     }
-    bytes_ = bytes;
     return at_ ? ECORNN_OK : fail(ECORNN_MEMORY, "%" PRId64 " bytes: there is not enough memory", bytes);
   }
 
@@ -94,17 +94,19 @@ class Memory {
   }
 
   int64_t at() const { return at_; }
-  int64_t bytes() const { return bytes_; }
 
  private:
   const bool cuda_;
   const int32_t device_;
-  int64_t at_ = 0, bytes_ = 0;
+  int64_t at_ = 0;
 };
 
 struct Workspace : Memory {
-  using Memory::Memory;
-  void* stream = nullptr;  // that orders its users, on a GPU
+  Workspace(bool cuda, int32_t device, int64_t most_steps, int64_t most_rows, void* users)
+      : Memory(cuda, device), steps(most_steps), rows(most_rows), stream(users) {}
+
+  const int64_t steps, rows;  // of the calls that it has room for
+  void* const stream;         // that orders its users, on a GPU
 };
 
 // Workspaces that no call uses, without a lock: threads exchange them with places.
@@ -114,14 +116,14 @@ class Idle {
     for (auto& place : places_) delete place.load();
   }
 
-  // One of at least so many bytes, or null.
-  Workspace* Take(int64_t bytes, void* stream) {
+  // One for calls like this, or null.
+  Workspace* Take(int64_t steps, int64_t rows, void* stream) {
     for (auto& place : places_) {
       Workspace* found = place.exchange(nullptr, std::memory_order_acq_rel);
       if (!found) continue;
       if (found->stream != stream) {
         Give(found);
-      } else if (found->bytes() >= bytes) {
+      } else if (found->steps >= steps && found->rows >= rows) {
         return found;
       } else {
         delete found;  // for the caller's larger one to take its place
@@ -198,6 +200,7 @@ struct Layer : ecornn_layer {
       args.assign(4, Integer(0));
       for (const Pointer& p : tables.entries[entry]) {
         args.push_back(Integer(p.kind == kPacked ? packed[static_cast<size_t>(p.index)]->at() : 0));
+        if (p.kind != kPacked) given[entry].emplace_back(args.size() - 1, p);
       }
     }
     return ECORNN_OK;
@@ -239,6 +242,7 @@ struct Layer : ecornn_layer {
   std::vector<std::unique_ptr<Memory>> packed;  // by packing
   Memory zeros;
   std::vector<TVMFFIAny> arguments[3];
+  std::vector<std::pair<size_t, Pointer>> given[3];  // of these, those of a call: position and pointer
   mutable Idle idle;
 
  private:

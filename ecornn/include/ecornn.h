@@ -38,7 +38,7 @@ typedef enum ecornn_status {
   ECORNN_DEVICE = 5,     /* a tensor elsewhere than the layer; a CPU that lacks instructions; no such GPU */
   ECORNN_WEIGHTS = 6,    /* names that are missing or unexpected */
   ECORNN_NOT_FINITE = 7, /* an infinite weight, of a module whose products need finite ones */
-  ECORNN_WORKSPACE = 8,  /* the caller's memory is too small or not aligned to 256 bytes */
+  ECORNN_WORKSPACE = 8,  /* the caller's memory is too small or not aligned as it must be */
   ECORNN_UNSUPPORTED = 9, /* the module was compiled without it */
   ECORNN_FILE = 10,      /* no module file, or a damaged one */
   ECORNN_VERSION = 11,   /* of the ABI */
@@ -106,7 +106,7 @@ typedef struct ecornn_call {
   size_t workspace_size;
   void* stream;                     /* cudaStream_t; ignored on a CPU */
   int32_t threads;                  /* CPU threads of this call; 0: as bound */
-  void* kept;                       /* forward and backward: ecornn_kept_size() bytes, aligned to 256 */
+  void* kept;                       /* forward and backward: ecornn_kept_size() bytes, aligned to 16 */
   size_t kept_size;
 } ecornn_call;
 
