@@ -11,6 +11,7 @@ from ecornn.program import Buffer
 from ecornn.workload import SERIAL, SINGLE, Overlap, Stack, Workload
 
 FORMAT = 2
+_INDEX_LIMIT = 2**31 - 1  # kernels count elements in int32
 
 
 class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,6 +56,15 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def own_input(self) -> int:
         """The I of x itself."""
         return self.workload.input - len(self.inputs or ()) * self.workload.hidden
+
+    @property
+    def longest(self) -> int:
+        """The largest T of a call: no buffer may have more elements than an int32 counts."""
+        work = self.workload
+        widest = max(work.input, self.stack.directions * work.hidden)
+        limits = [_INDEX_LIMIT // (work.batch * widest)]
+        limits += [(_INDEX_LIMIT - b.extent.fixed) // b.extent.per_step for b in self.buffers if b.extent.per_step]
+        return min(limits)
 
 
 class _Said(msgspec.Struct):

@@ -1,6 +1,6 @@
 /* A libcuda.so.1 for tests on machines without a GPU: it says on stderr what it is asked, one line a call,
- * and touches no memory, unless FAKE_KERNELS names a
- * library of kernels made by cuda_on_cpu.py: these are carried out at once. FAKE_FAIL=<function>:<code> lets a function fail, <function>:<code>:<n> only its n-th call
+ * and touches no memory, unless FAKE_KERNELS names a library of kernels made by cuda_on_cpu.py: these are carried out at
+ * once, on memory of the host, which is what it allocates then. FAKE_FAIL=<function>:<code> lets a function fail, <function>:<code>:<n> only its n-th call
  * (from 1 on), FAKE_MAJOR is the capability. Streams and events that it makes are numbers from 900 and 500 on.
  * FAKE_PARAMETERS is "symbol:ppi;..." with p for a pointer and i for an int32, to print arguments. */
 #include <dlfcn.h>
@@ -110,10 +110,19 @@ int cuMemsetD8Async(uint64_t pointer, unsigned char byte, size_t size, void *str
   if (getenv("FAKE_KERNELS")) memset((void *)pointer, byte, size);
   return 0;
 }
-int cuMemAlloc_v2(uint64_t *out, size_t size) { CALL(cuMemAlloc, "%d", (int)size); *out = 4096; return 0; }
-int cuMemFree_v2(uint64_t pointer) { CALL(cuMemFree, "%d", (int)pointer); return 0; }
+int cuMemAlloc_v2(uint64_t *out, size_t size) {
+  CALL(cuMemAlloc, "%d", (int)size);
+  *out = getenv("FAKE_KERNELS") ? (uint64_t)(uintptr_t)aligned_alloc(256, (size + 255) / 256 * 256) : 4096;
+  return 0;
+}
+int cuMemFree_v2(uint64_t pointer) {
+  CALL(cuMemFree, "%d", (int)pointer);
+  if (getenv("FAKE_KERNELS")) free((void *)(uintptr_t)pointer);
+  return 0;
+}
 int cuMemcpyAsync(uint64_t to, uint64_t from, size_t size, void *stream) {
   CALL(cuMemcpyAsync, "%d %d %d stream=%d", (int)to, (int)from, (int)size, (int)(uintptr_t)stream);
+  if (getenv("FAKE_KERNELS")) memcpy((void *)(uintptr_t)to, (void *)(uintptr_t)from, size);
   return 0;
 }
 int cuStreamCreate(void **out, unsigned flags) {

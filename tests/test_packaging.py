@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # Where a file of the checkout lies in the wheel.
 PLACES = {"ecornn": "ecornn", "schedules": "ecornn/schedules", "tuning_logs": "ecornn/tuning_logs"}
-RESOURCES = (".py", ".jsonl", ".cc", ".cu", ".h", ".typed")
+RESOURCES = (".py", ".jsonl", ".cc", ".cu", ".h", ".hpp", ".typed")
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:

@@ -23,7 +23,7 @@ from ecornn.device import Device
 from ecornn.errors import ArgumentError, CopyError, DeviceError, DTypeError, ModuleError, ShapeError, WeightsError
 from ecornn.program import Buffer, Extent, Packing
 from ecornn.runtime import Module
-from ecornn.runtime.plan import longest, make_plan
+from ecornn.runtime.plan import make_plan
 
 WEIGHTS = sample.weights()
 
@@ -277,7 +277,7 @@ def test_packed_buffers_must_be_whole():
 def test_the_longest_sequence_fits_int32():
     """One more step, and a buffer has elements that an int32 cannot count."""
     said = sample.manifest()
-    work, limit = said.workload, longest(said)
+    work, limit = said.workload, said.longest
 
     def largest(steps: int) -> int:
         extents = [b.extent.at(steps) for b in said.buffers]

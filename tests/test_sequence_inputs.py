@@ -20,11 +20,11 @@ from ecornn.analysis.adjoint import adjoint
 from ecornn.analysis.backpropagation import backpropagate
 from ecornn.cells import Cell, pointwise, product
 from ecornn.errors import ArgumentError, CellError, EcornnError, ShapeError
+from ecornn.interpreter import interpret
 from ecornn.program import BACKWARD, FORWARD, PACKED, TENSORS
 from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Task
 from ecornn.torch import Recurrent
-from ecornn.tune.interpreter import interpret
 from ecornn.workload import ALONE, Traversal, Workload
 
 T, B, I, H = 6, 4, 5, 22

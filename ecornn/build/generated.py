@@ -35,6 +35,8 @@ class Generated:
     objects : file name -> bytes of an object file
     binaries : symbol -> bytes embedded as read-only data (``extern "C" const unsigned char symbol[]``
         and ``extern "C" const unsigned long long symbol_size``), such as a cubin
+    shared : file name -> C++ text, as ``sources``, of what is the same for all modules and compiled apart from these
+    functions : symbols, empty for none, whose addresses are in ``extern "C" void* const ecornn_functions[]``
     emitted : ``cuda``, ``ptx``, ``tir``, ``asm`` -> text for people (``--emit``)
     resources : function -> what the compiler reports (registers, spilled bytes, shared memory)
     """
@@ -44,3 +46,5 @@ class Generated:
     binaries: dict[str, bytes] = field(default_factory=dict)
     emitted: Mapping[str, str] = field(default_factory=dict)
     resources: dict[str, dict[str, int]] = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict)
+    functions: tuple[str, ...] = ()

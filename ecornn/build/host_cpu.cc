@@ -68,7 +68,7 @@ int RunWorker(ecornn::Worker worker, const TVMFFIAny* args, int count, int size)
 // Called by generated code: waits for the other threads of the team.
 extern "C" __attribute__((visibility("hidden"))) void ecornn_barrier() {
   const ecornn::Place& at = ecornn::current;
-  at.round->Wait(at.index, at.size);
+  if (at.round) at.round->Wait(at.index, at.size);
 }
 
 // manifest() -> str

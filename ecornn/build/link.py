@@ -39,12 +39,13 @@ def link(generated: Generated, out: Path) -> None:
     # In the folder of `out`, so that it can take its place in one step.
     made = out.parent / f".{out.name}.{secrets.token_hex(8)}"
     runtime = Path(libinfo.find_libtvm_ffi())
-    objects = {**generated.objects, **_compiled(compiler, generated.sources)}
+    objects = {**generated.objects, **_compiled(compiler, generated.sources), **_compiled(compiler, generated.shared)}
     with tempfile.TemporaryDirectory(prefix="ecornn-") as name:
-        inputs = _write({}, objects, generated.binaries, Path(name))
+        inputs = _write({}, objects, generated.binaries, Path(name), generated.functions)
         try:
             _run([*compiler, "-shared", "-pthread", *inputs, f"-L{runtime.parent}", "-Wl,--as-needed",
-                  "-Wl,--no-undefined", "-Wl,-z,noexecstack", "-ltvm_ffi", "-ldl", "-o", str(made)], name)
+                  "-Wl,--no-undefined", "-Wl,-z,noexecstack", "-Wl,-Bsymbolic", "-ltvm_ffi", "-ldl", "-o", str(made)],
+                 name)
             checksum.append(made)
             made.replace(out)
         except OSError as error:
@@ -109,7 +110,7 @@ def find_compiler() -> list[str]:
 
 
 def _write(sources: dict[str, str], objects: dict[str, bytes], binaries: dict[str, bytes],
-           folder: Path) -> list[str]:
+           folder: Path, functions: Sequence[str] = ()) -> list[str]:
     """Writes all inputs to ``folder`` and returns those that the compiler is given."""
     inputs = []
     for name, text in sources.items():
@@ -122,18 +123,21 @@ def _write(sources: dict[str, str], objects: dict[str, bytes], binaries: dict[st
     if binaries:
         for symbol, content in binaries.items():
             (folder / f"{symbol}.bin").write_bytes(content)
-        (folder / "binaries.s").write_text(_assembler(binaries))
+        (folder / "binaries.s").write_text(_assembler(binaries, functions))
         inputs.append("binaries.s")
     return inputs
 
 
-def _assembler(binaries: dict[str, bytes]) -> str:
+def _assembler(binaries: dict[str, bytes], functions: Sequence[str]) -> str:
     """Read-only data ``symbol`` and ``symbol_size``; the assembler takes megabytes at once, as a C
-    compiler does not."""
+    compiler does not. And the addresses of functions."""
     lines = ['.section .rodata,"a",%progbits']
     for symbol, content in binaries.items():
         lines += [f".global {symbol}", f".hidden {symbol}", ".balign 64", f"{symbol}:",
                   f'.incbin "{symbol}.bin"', ".byte 0",
                   f".global {symbol}_size", f".hidden {symbol}_size", ".balign 8", f"{symbol}_size:",
                   f".quad {len(content)}"]
+    if functions:
+        lines += ['.section .data.rel.ro,"aw",%progbits', ".global ecornn_functions", ".hidden ecornn_functions",
+                  ".balign 8", "ecornn_functions:", *(f".quad {name or 0}" for name in functions)]
     return "\n".join([*lines, '.section .note.GNU-stack,"",%progbits', ""])

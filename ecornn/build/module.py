@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from ecornn.build import c_tables
 from ecornn.build.generated import Generated
 from ecornn.build.link import link
 from ecornn.device import Device
@@ -41,7 +42,8 @@ def build_module(program: Program, manifest: Manifest, out: Path) -> Generated:
         raise BuildError(f"a module for {device.arch} is linked on an {machine} machine: compile it there, or have "
                          "the object file of its code with --emit object")
     generated = generate(program, device)
-    text = msgspec.json.encode(manifest)
-    generated = replace(generated, binaries={**generated.binaries, MANIFEST: text})
+    own = {MANIFEST: msgspec.json.encode(manifest), c_tables.SYMBOL: c_tables.tables(manifest)}
+    generated = replace(generated, binaries={**generated.binaries, **own}, shared=c_tables.sources(),
+                        functions=c_tables.functions(manifest))
     link(generated, out)
     return generated

@@ -1,4 +1,4 @@
-"""The command line: ``ecornn tune|compile|check-cell|bench|log|serve|doctor``, ``ecornn-tune``, ``ecornn-compile``."""
+"""The command line: ``ecornn`` with a command for each task, and ``ecornn-tune`` and ``ecornn-compile`` for two of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import click
 from ecornn.cli.bench_command import bench
 from ecornn.cli.check_cell_command import check_cell
 from ecornn.cli.compile_command import compile
+from ecornn.cli.config_command import config
 from ecornn.cli.doctor_command import doctor
 from ecornn.cli.log_command import log
 from ecornn.cli.log_files import export, import_files, merge_files, prune
@@ -32,7 +33,7 @@ def main() -> None:
     """Compiles recurrent layers (LSTM, GRU, your own cell) with TVM, for CUDA GPUs and CPUs."""
 
 
-for command in (tune, compile, check_cell, bench, log, serve, doctor):
+for command in (tune, compile, check_cell, bench, log, serve, doctor, config):
     main.add_command(command)
 for command in (merge_files, export, import_files, prune, verify):
     log.add_command(command)

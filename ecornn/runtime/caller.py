@@ -20,7 +20,7 @@ from ecornn.runtime.inputs import rows_with
 from ecornn.runtime.library import Library
 from ecornn.runtime.masks import place_lengths, place_resets, place_sequences
 from ecornn.runtime.memory import DeviceMemory, Pool, layout
-from ecornn.runtime.plan import MASKS, SCALARS, longest, make_plan
+from ecornn.runtime.plan import MASKS, SCALARS, make_plan
 from ecornn.runtime.repacking import HostPacking
 from ecornn.runtime.training import Training, TrainingCalls
 from ecornn.runtime.weights import read_weights
@@ -51,7 +51,7 @@ class Caller(TrainingCalls):
         self._bound = Bound(manifest, self._plan, parameters, library, device)
         self.packed = self._bound.packed
         self.workspaces = Pool()
-        self._longest = longest(manifest)
+        self._longest = manifest.longest
         self._offsets = (0, *self._plan.offsets(0))  # of the last T
         work = manifest.workload
         self._batch, self._input, self._hidden, self._dtype = work.batch, work.input, work.hidden, work.dtype

@@ -65,7 +65,7 @@ def open_library(path: Path) -> Library:
     import tvm_ffi
 
     try:
-        module = tvm_ffi.load_module(_spelling(path.resolve()))
+        module = tvm_ffi.load_module(spelling(path.resolve()))
         required = {name: module[name] for name in ("manifest", "run")}
     except (RuntimeError, OSError, AttributeError) as error:
         raise ModuleError(f"{path} cannot be loaded: {error}") from error
@@ -80,7 +80,7 @@ def open_library(path: Path) -> Library:
     return Library(**found, held=held)
 
 
-def _spelling(path: Path) -> str:
+def spelling(path: Path) -> str:
     """A name of the file that the dynamic loader has not seen for another file.
 
     It takes a path that it has loaded before for the same library, even if a new file lies there now;

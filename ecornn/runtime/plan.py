@@ -12,7 +12,6 @@ from ecornn.runtime.memory import layout
 
 SCALARS = 4  # T, B, device, queue come before the pointers
 MASKS = tuple(name for name, kind in TENSORS.items() if kind.optional)
-_INDEX_LIMIT = 2**31 - 1  # kernels count elements in int32
 
 
 @dataclass(frozen=True)
@@ -125,13 +124,3 @@ def _parts_of(manifest: Manifest) -> list[int]:
     """The number of the sequence that each parameter belongs to: they are listed by sequence, as many of each."""
     each = len(manifest.parameters) // manifest.stack.count
     return [n // each for n in range(len(manifest.parameters))]
-
-
-def longest(manifest: Manifest) -> int:
-    """The largest T: no buffer may have more elements than an int32 counts."""
-    work = manifest.workload
-    widest = max(work.input, manifest.stack.directions * work.hidden)
-    limits = [_INDEX_LIMIT // (work.batch * widest)]
-    limits += [(_INDEX_LIMIT - b.extent.fixed) // b.extent.per_step for b in manifest.buffers
-               if b.extent.per_step]
-    return min(limits)

@@ -121,7 +121,7 @@ def _states(hx: Any, count: int) -> Sequence[Any] | None:
 
 
 def _too_small(cell: Any, input: Any) -> bool:
-    """Whether PyTorch's own cell is to train; what is bound reads the weights again then, since an optimizer follows."""
+    """Whether PyTorch's own cell is to train; what is bound then reads weights again, since an optimizer follows."""
     weight, hidden = cell._parameters.get("weight_hh"), cell.hidden_size
     if weight is None or not weight.requires_grad or not isinstance(input, torch.Tensor):
         return False

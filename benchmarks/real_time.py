@@ -1,0 +1,104 @@
+"""Steps of one row on one CPU thread, called from C (real_time.c), against what real-time audio has: RTNeural's class.
+
+    python benchmarks/real_time.py --output benchmarks/results/real_time.json
+
+A step is a call with T = 1 and B = 1, float32, x copied in and y out, states in place, a loop of --steps of them
+a repetition; cells and sizes take turns. y of all steps is compared with float64, within 1e-5. A row is the median of
+nanoseconds a step over repetitions with their 20th and 80th percentile, the longest single step, and the aim where
+there is one: 200, 600 and 1000 ns for H = 16, 40 and 64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+import ecornn
+from ecornn.build.link import find_compiler
+from ecornn.host_cpu import detect
+
+AIMS = {16: 200, 40: 600, 64: 1000}
+SOURCE = Path(__file__).with_suffix(".c")
+
+
+def compiled(folder: Path) -> Path:
+    """The program."""
+    flags = subprocess.run([sys.executable, "-m", "ecornn", "config", "--cflags", "--libs"], capture_output=True,
+                           text=True, check=True).stdout
+    out = folder / "real_time"
+    command = ["cc", "-O2", "-std=c11", "-D_GNU_SOURCE", str(SOURCE), *shlex.split(flags), "-o", str(out)]
+    subprocess.run(command, check=True)
+    return out
+
+
+def prepared(cell: str, hidden: int, inputs: int, steps: int, folder: Path) -> dict:
+    """A module with its arrays in a folder, and what y must be."""
+    folder.mkdir()
+    module = ecornn.compile(cell, hidden=hidden, input=inputs, seq=1, target="cpu", out=folder / "module.so")
+    rng = np.random.default_rng(0)
+    scale = 1 / np.sqrt(hidden)
+    weights = {p.name: rng.uniform(-scale, scale, p.shape).astype(np.float32) for p in module.manifest.parameters}
+    x = rng.standard_normal((steps, 1, inputs)).astype(np.float32)
+    for name, value in {**weights, "x": x}.items():
+        value.tofile(folder / name)
+    y, _ = ecornn.reference(cell, x, weights)
+    return {"row": {"cell": cell, "H": hidden, "I": inputs}, "folder": folder, "wanted": y}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--steps", type=int, default=2000, help="of a repetition [%(default)s]")
+    parser.add_argument("--repeats", type=int, default=15, help="of each turn [%(default)s]")
+    parser.add_argument("--turns", type=int, default=3, help="[%(default)s]")
+    parser.add_argument("--hidden", default="16,40,64", help="[%(default)s]")
+    parser.add_argument("--cells", default="lstm,gru", help="[%(default)s]")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="ecornn-") as name:
+        folder = Path(name)
+        program, cases = compiled(folder), []
+        for cell in arguments.cells.split(","):
+            for hidden in map(int, arguments.hidden.split(",")):
+                for inputs in sorted({1, hidden}):
+                    cases.append(prepared(cell, hidden, inputs, arguments.steps, folder / f"{cell}{hidden}-{inputs}"))
+        times: list[list[float]] = [[] for _ in cases]
+        longest = [0.0] * len(cases)
+        for _ in range(arguments.turns):
+            for number, case in enumerate(cases):
+                said = subprocess.run([program, case["folder"] / "module.so", case["folder"], str(arguments.steps),
+                                       str(arguments.repeats)], capture_output=True, text=True, check=True).stdout
+                *each, most = map(float, said.split())
+                times[number] += each
+                longest[number] = max(longest[number], most)
+        rows = [finished(case, each, most) for case, each, most in zip(cases, times, longest, strict=True)]
+    where = {"cpu": detect().name, "arch": detect().arch, "compiler": " ".join(find_compiler()),
+             "ecornn": ecornn.__version__, "command": " ".join(["python", *sys.argv]),
+             "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")}
+    if arguments.output:
+        arguments.output.write_text(json.dumps({"environment": where, "rows": rows}, indent=1) + "\n")
+
+
+def finished(case: dict, times: list[float], longest: float) -> dict:
+    """The row, printed."""
+    row, folder = case["row"], case["folder"]
+    y = np.fromfile(folder / "y", np.float32).reshape(case["wanted"].shape)
+    row["error"] = float(np.abs(y - case["wanted"]).max())
+    if not row["error"] <= 1e-5:
+        sys.exit(f"{row}: y differs by {row['error']:.2e}")
+    row |= dict(zip(("p20_ns", "step_ns", "p80_ns"), np.percentile(times, [20, 50, 80]).round(1).tolist(), strict=True))
+    row |= {"longest_ns": longest, "aim_ns": AIMS.get(row["H"])}
+    print(f"{row['cell']:5} H={row['H']:3} I={row['I']:3}  {row['step_ns']:7.0f} ns a step ({row['p20_ns']:.0f} to "
+          f"{row['p80_ns']:.0f}), longest {longest:.0f}; aim {row['aim_ns'] or '-'}")
+    return row
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,302 @@
+// A layer: packed weights where the module's code runs, zero states, and workspaces that no call uses.
+#pragma once
+#include <tvm/ffi/c_api.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cctype>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <memory>
+#include <new>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "c_pack.h"
+#include "c_tables.h"
+#include "c_tensor.h"
+
+extern "C" {
+using Function = int (*)(void*, const TVMFFIAny*, int32_t, TVMFFIAny*);
+extern Function const ecornn_functions[8];  // FUNCTIONS of c_tables.py
+}
+
+namespace ecornn_c {
+
+enum Name { kRun, kForward, kBackward, kPack, kAlloc, kFree, kCopy, kSynchronize };
+
+constexpr int64_t kAlignment = 256;  // of workspaces and packed weights
+
+inline int64_t Aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+inline TVMFFIAny Integer(int64_t value) {
+  TVMFFIAny any{};
+  any.type_index = kTVMFFIInt;
+  any.v_int64 = value;
+  return any;
+}
+
+inline int64_t Address(const void* at) { return static_cast<int64_t>(reinterpret_cast<uintptr_t>(at)); }
+
+// A function of the module that failed has its error in a place of the thread's own.
+inline int32_t Raised(const Failure& fail, const char* what) {
+  TVMFFIObjectHandle raised = nullptr;
+  TVMFFIErrorMoveFromRaised(&raised);
+  if (!raised) return fail(ECORNN_FAILED, "%s failed", what);
+  const TVMFFIErrorCell* cell = TVMFFIErrorGetCellPtr(raised);
+  const int32_t code = fail(ECORNN_FAILED, "%s: %.*s", what, static_cast<int>(std::min<size_t>(cell->message.size, 400)),
+                            cell->message.data);
+  TVMFFIObjectDecRef(raised);
+  return code;
+}
+
+template <typename... Numbers>
+int32_t Call(const Failure& fail, Name name, const char* what, TVMFFIAny* result, Numbers... numbers) {
+  const TVMFFIAny args[] = {Integer(static_cast<int64_t>(numbers))...};
+  return ecornn_functions[name](nullptr, args, sizeof...(numbers), result) ? Raised(fail, what) : ECORNN_OK;
+}
+
+// Memory where the module runs.
+class Memory {
+ public:
+  Memory(bool cuda, int32_t device) : cuda_(cuda), device_(device) {}
+  Memory(const Memory&) = delete;
+  ~Memory() {
+    TVMFFIAny none{};
+    if (cuda_ && at_) Call(Failure(nullptr), kFree, "freeing", &none, device_, at_);
+    if (!cuda_) std::free(reinterpret_cast<void*>(at_));
+  }
+
+  int32_t Make(const Failure& fail, int64_t bytes) {
+    bytes = std::max(Aligned(bytes), kAlignment);
+    if (cuda_) {
+      TVMFFIAny made{};
+      if (const int32_t code = Call(fail, kAlloc, "device memory", &made, device_, bytes)) return code;
+      at_ = made.v_int64;
+    } else {
+      at_ = Address(std::aligned_alloc(kAlignment, static_cast<size_t>(bytes)));
+    }
+    return at_ ? ECORNN_OK : fail(ECORNN_MEMORY, "%" PRId64 " bytes: there is not enough memory", bytes);
+  }
+
+  // Host to here, complete when this returns.
+  int32_t Write(const Failure& fail, const void* from, int64_t bytes) {
+    if (!cuda_) {
+      memcpy(reinterpret_cast<void*>(at_), from, static_cast<size_t>(bytes));
+      return ECORNN_OK;
+    }
+    TVMFFIAny none{};
+    if (const int32_t code = Call(fail, kCopy, "a copy", &none, device_, at_, Address(from), bytes, 0)) return code;
+    return Call(fail, kSynchronize, "a copy", &none, device_, 0);
+  }
+
+  int64_t at() const { return at_; }
+
+ private:
+  const bool cuda_;
+  const int32_t device_;
+  int64_t at_ = 0;
+};
+
+struct Workspace : Memory {
+  Workspace(bool cuda, int32_t device, int64_t most_steps, int64_t most_rows, void* users)
+      : Memory(cuda, device), steps(most_steps), rows(most_rows), stream(users) {}
+
+  const int64_t steps, rows;  // of the calls that it has room for
+  void* const stream;         // that orders its users, on a GPU
+};
+
+// Workspaces that no call uses, without a lock: threads exchange them with places.
+class Idle {
+ public:
+  ~Idle() {
+    for (auto& place : places_) delete place.load();
+  }
+
+  // One for calls like this, or null.
+  Workspace* Take(int64_t steps, int64_t rows, void* stream) {
+    for (auto& place : places_) {
+      Workspace* found = place.exchange(nullptr, std::memory_order_acq_rel);
+      if (!found) continue;
+      if (found->stream != stream) {
+        Give(found);
+      } else if (found->steps >= steps && found->rows >= rows) {
+        return found;
+      } else {
+        delete found;  // for the caller's larger one to take its place
+      }
+    }
+    return nullptr;
+  }
+
+  void Give(Workspace* one) {
+    for (auto& place : places_) {
+      Workspace* none = nullptr;
+      if (place.compare_exchange_strong(none, one, std::memory_order_acq_rel)) return;
+    }
+    delete one;  // more threads than places
+  }
+
+ private:
+  std::array<std::atomic<Workspace*>, 64> places_{};
+};
+
+// Where the elements of sources go in a packed buffer, for the module's own code: see ecornn/runtime/repacking.py.
+struct Placing {
+  std::vector<int64_t> gates, rows, columns;
+  int64_t run = 1;
+};
+
+// None (no gates) where the place of an element is no sum of its gate's, its row's and its column's.
+inline Placing PlacingOf(const Packing& packing) {
+  Placing made;
+  const auto& pad = packing.pad;
+  if (packing.kind != kFloat32 || (pad.size() != 2 && pad.size() != 3)) return made;
+  for (size_t axis = 0; axis <= pad.size(); ++axis) {
+    bool border = false;
+    for (size_t n = 0; n <= packing.split.size(); ++n) border |= Product(packing.split, n) == Product(pad, axis);
+    if (!border) return made;
+  }
+  std::vector<int64_t> step(packing.split.size());
+  int64_t inner = 1;
+  for (size_t n = packing.order.size(); n-- > 0;) {
+    step[static_cast<size_t>(packing.order[n])] = inner;
+    inner *= packing.split[static_cast<size_t>(packing.order[n])];
+  }
+  std::vector<int64_t>* of[] = {&made.gates, pad.size() == 3 ? &made.rows : &made.columns, &made.columns};
+  for (size_t axis = 0; axis < pad.size(); ++axis) {
+    for (int64_t i = 0; i < pad[axis]; ++i) {
+      int64_t rest = i * Product(pad, axis + 1), place = 0;
+      for (size_t n = packing.split.size(); n-- > 0; rest /= packing.split[n]) place += rest % packing.split[n] * step[n];
+      of[axis]->push_back(place);
+    }
+  }
+  if (made.rows.empty()) made.rows.push_back(0);
+  const auto together = [](const std::vector<int64_t>& places) {
+    for (size_t n = 0; n < places.size(); ++n) {
+      if (places[n] != places[n / 8 * 8] + static_cast<int64_t>(n % 8)) return false;
+    }
+    return true;
+  };
+  made.run = together(made.columns) ? 8 : together(made.rows) ? -8 : 1;
+  return made;
+}
+
+struct Layer : ecornn_layer {
+  Layer(const Tables& of, const ecornn_api* functions, int32_t number, int32_t most)
+      : ecornn_layer{functions}, tables(of), device(number), threads(most), zeros(of.cuda(), number) {}
+
+  // What the entries take, the packed weights and zeros filled in.
+  int32_t Prepare(const Failure& fail) {
+    const int64_t states = tables.count() * tables.description.batch * tables.description.hidden * tables.itemsize();
+    if (const int32_t code = zeros.Make(fail, states)) return code;
+    const std::vector<char> none(static_cast<size_t>(states), 0);
+    if (const int32_t code = zeros.Write(fail, none.data(), states)) return code;
+    for (int entry = 0; entry < 3; ++entry) {
+      auto& args = arguments[entry];
+      args.assign(4, Integer(0));
+      for (const Pointer& p : tables.entries[entry]) {
+        args.push_back(Integer(p.kind == kPacked ? packed[static_cast<size_t>(p.index)]->at() : 0));
+        if (p.kind != kPacked) given[entry].emplace_back(args.size() - 1, p);
+      }
+    }
+    return ECORNN_OK;
+  }
+
+  // Packs all weights, into memory that is made the first time.
+  int32_t Pack(const Failure& fail, const std::vector<Weight>& weights) {
+    std::vector<std::array<int64_t, 7>> jobs;
+    if (placings.empty()) {
+      for (const Packing& packing : tables.packings) placings.push_back(tables.cuda() ? Placing{} : PlacingOf(packing));
+    }
+    const bool first = packed.empty();
+    for (size_t n = 0; n < tables.packings.size(); ++n) {
+      const Packing& packing = tables.packings[n];
+      if (placings[n].gates.empty() || !Plain(packing, weights)) {
+        Packer packer(packing, weights);
+        if (packer.Infinite()) {
+          return fail(ECORNN_NOT_FINITE, "a weight is infinite, and the module's products need finite ones");
+        }
+        const std::vector<char> made = packer.Pack();
+        const auto bytes = static_cast<int64_t>(made.size());
+        if (const int32_t code = first ? Add(fail, bytes) : 0) return code;
+        if (const int32_t code = packed[n]->Write(fail, made.data(), bytes)) return code;
+        continue;
+      }
+      const int64_t bytes = Product(packing.split) * 4;
+      if (first) {
+        if (const int32_t code = Add(fail, bytes)) return code;
+        memset(reinterpret_cast<void*>(packed[n]->at()), 0, static_cast<size_t>(bytes));
+      }
+      for (size_t s = 0; s < packing.sources.size(); ++s) Job(packing, placings[n], s, packed[n]->at(), weights, &jobs);
+    }
+    TVMFFIAny none{};
+    return jobs.empty() ? ECORNN_OK : Call(fail, kPack, "packing", &none, Address(jobs.data()), jobs.size(), threads);
+  }
+
+  const Tables& tables;
+  const int32_t device, threads;
+  std::vector<std::unique_ptr<Memory>> packed;  // by packing
+  Memory zeros;
+  std::vector<TVMFFIAny> arguments[3];
+  std::vector<std::pair<size_t, Pointer>> given[3];  // of these, those of a call: position and pointer
+  mutable Idle idle;
+
+ private:
+  int32_t Add(const Failure& fail, int64_t bytes) {
+    packed.push_back(std::make_unique<Memory>(tables.cuda(), device));
+    return packed.back()->Make(fail, bytes);
+  }
+
+  static bool Plain(const Packing& packing, const std::vector<Weight>& weights) {
+    return std::all_of(packing.sources.begin(), packing.sources.end(), [&](const auto& source) {
+      if (source.first < 0) return true;
+      const DLTensor& t = *weights[static_cast<size_t>(source.first)].tensor;
+      return t.dtype.code == kDLFloat && t.dtype.bits == 32 && Contiguous(t);
+    });
+  }
+
+  static void Job(const Packing& packing, const Placing& placing, size_t number, int64_t to,
+                  const std::vector<Weight>& weights, std::vector<std::array<int64_t, 7>>* jobs) {
+    const auto [parameter, gate] = packing.sources[number];
+    if (parameter < 0) return;
+    const Weight& weight = weights[static_cast<size_t>(parameter)];
+    const DLTensor& t = *weight.tensor;
+    const int64_t all = t.shape[0] / weight.gates;
+    const int64_t rows = t.ndim > 1 ? all : 1, columns = t.ndim > 1 ? t.shape[1] : all;
+    jobs->push_back({to + 4 * placing.gates[number], Address(DataOf(t)) + 4 * gate * rows * columns, rows, columns,
+                     Address(placing.rows.data()), Address(placing.columns.data()), placing.run});
+  }
+
+  std::vector<Placing> placings;
+};
+
+// Whether this CPU has all instructions that the module uses; fails with the first that it lacks.
+inline int32_t CheckHost(const Failure& fail, const Tables& tables) {
+  if (tables.flags.empty()) return ECORNN_OK;
+  const auto plain = [](const std::string& name) {
+    std::string made;
+    for (char c : name) {
+      if (c != '_' && c != '-' && c != '.') made += static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+    }
+    return made;
+  };
+  std::ifstream file("/proc/cpuinfo");
+  std::string line, present;
+  while (present.empty() && std::getline(file, line)) {
+    if (line.rfind("flags", 0) != 0 && line.rfind("Features", 0) != 0) continue;
+    present = " " + plain(line.substr(line.find(':') + 1)) + " ";
+  }
+  if (present.empty()) return ECORNN_OK;  // this kernel does not tell
+  for (const char* flag : tables.flags) {
+    if (present.find(" " + plain(flag) + " ") == std::string::npos) {
+      return fail(ECORNN_DEVICE, "the module was compiled for %s and uses %s, which this CPU lacks", tables.arch, flag);
+    }
+  }
+  return ECORNN_OK;
+}
+
+}  // namespace ecornn_c

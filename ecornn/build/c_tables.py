@@ -1,0 +1,122 @@
+"""The C interface of a module: its code, c_api.cc, is the same for all, and reads what tables say of this one.
+
+The tables are 64-bit integers in the order in which c_tables.h reads them; a string is its length and its bytes,
+padded.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+from importlib import resources
+
+from ecornn.host_cpu import FLAGS
+from ecornn.manifest import Manifest
+from ecornn.program import BACKWARD, ENTRIES, FORWARD, KEPT, PACKED, RUN, WORKSPACE, Buffer, Packing
+from ecornn.workload import summed
+
+SYMBOL = "ecornn_c_tables"
+FILES = ("c_api.cc", "c_call.h", "c_layer.h", "c_pack.h", "c_tables.h", "c_tensor.h")
+# what c_api.cc calls, in its order; 0 stands for what a module does not have
+FUNCTIONS = (RUN, FORWARD, BACKWARD, "pack", "alloc", "free", "copy", "synchronize")
+TYPES = {"float64": (2, 64), "float32": (2, 32), "float16": (2, 16), "bfloat16": (4, 16)}  # DLDataType
+# kinds of pointers, and of packings, by their number in c_tables.h
+POINTERS = ("x", "y", "state_in", "state_out", "lengths", "resets", "sequences", "dy", "dstate_out", "dx", "dstate_in",
+            "gradient", KEPT, PACKED, WORKSPACE)
+PACKINGS = ("float64", "float32", "float16", "bfloat16", "tf32", "int8", "scale", "int16", "int16_scale", "int21",
+            "int21_scale", "balanced", "balance", "pairs")
+
+
+def sources() -> dict[str, str]:
+    """File name -> C++ text."""
+    folder, headers = resources.files("ecornn.build"), resources.files("ecornn").joinpath("include")
+    return {name: (folder / name).read_text() for name in FILES} | {"ecornn.h": (headers / "ecornn.h").read_text()}
+
+
+def functions(manifest: Manifest) -> tuple[str, ...]:
+    """Symbols of :data:`FUNCTIONS`, empty where the module has none."""
+    cuda = manifest.device.kind == "cuda"
+    there = {*manifest.entries, *(("alloc", "free", "copy", "synchronize") if cuda else ("pack",))}
+    return tuple(f"__tvm_ffi_{name}" if name in there else "" for name in FUNCTIONS)
+
+
+def tables(manifest: Manifest) -> bytes:
+    """Empty for a module that is no layer, whose entries exchange something else; it has no C interface then."""
+    work, stack, device = manifest.workload, manifest.stack, manifest.device
+    buffers = {b.name: b for b in manifest.buffers}
+    taken = {name: [buffers[b] for b in manifest.entries[name]] for name in ENTRIES if name in manifest.entries}
+    packings = tuple(dict.fromkeys(b.packing for b in manifest.buffers if b.packing is not None))
+    of = {p.key: number for number, p in enumerate(manifest.parameters)}
+    known = all(_kind(b) in POINTERS for each in taken.values() for b in each)
+    if RUN not in taken or not known or any(p.dtype not in PACKINGS for p in packings):
+        return b""
+    made = _Tables()
+    cuda = device.kind == "cuda"
+    made.numbers(2 if cuda else 1, *TYPES[work.dtype], *TYPES[summed(work.dtype)], work.input, work.hidden, work.batch,
+                 manifest.longest, stack.layers, stack.directions, stack.lengths, stack.resets, stack.sequences,
+                 BACKWARD in taken)
+    made.strings(work.cell, device.arch)
+    made.strings(*_flags(() if cuda else device.features), counted=True)
+    made.strings(*manifest.states, counted=True)
+    made.numbers(len(manifest.parameters))
+    for parameter in manifest.parameters:
+        made.strings(parameter.name)
+        made.numbers(parameter.gates, len(parameter.shape), *parameter.shape)
+    made.numbers(len(packings))
+    for packing in packings:
+        made.packing(packing, of)
+    kept = [b for b in manifest.buffers
+            if b.role == KEPT and any(b in taken.get(name, ()) for name in (FORWARD, BACKWARD))]
+    made.numbers(len(kept), *(n for b in kept for n in (b.extent.fixed, b.extent.per_step, b.itemsize)))
+    for name in (RUN, FORWARD, BACKWARD):
+        each = taken.get(name, [])
+        made.numbers(len(each))
+        for b in each:
+            kind, index = _kind(b), 0
+            if kind == PACKED:
+                index = packings.index(b.packing) if b.packing is not None else -1
+            elif kind == KEPT:
+                index = kept.index(b)
+            elif kind == "gradient":
+                index = of[str(b.state)]
+            elif b.state is not None:
+                index = manifest.states.index(b.state)
+            made.numbers(POINTERS.index(kind), index, b.part, b.nbytes(0), b.nbytes(1) - b.nbytes(0))
+    return bytes(made.made)
+
+
+def _kind(b: Buffer) -> str:
+    return b.role if b.role in (KEPT, PACKED, WORKSPACE) else b.tensor or ""
+
+
+def _flags(features: Iterable[str]) -> Iterator[str]:
+    """The kernel's names of instruction sets, in /proc/cpuinfo."""
+    names = {feature: flag for flag, feature in FLAGS.items()}
+    for feature in features:
+        yield names.get(feature, feature)
+
+
+class _Tables:
+    """Numbers and strings, one after the other."""
+
+    def __init__(self) -> None:
+        self.made = bytearray()
+
+    def numbers(self, *values: int) -> None:
+        self.made += struct.pack(f"<{len(values)}q", *values)
+
+    def strings(self, *values: str, counted: bool = False) -> None:
+        if counted:
+            self.numbers(len(values))
+        for value in values:
+            text = value.encode()
+            self.numbers(len(text))
+            self.made += text + bytes(8 - len(text) % 8)  # with a zero behind it
+
+    def packing(self, packing: Packing, of: dict[str, int]) -> None:
+        """Its kind, sources, and axes; a source of zeros has parameter -1."""
+        self.numbers(PACKINGS.index(packing.dtype), len(packing.sources))
+        for name, gate in packing.sources:
+            self.numbers(of[name] if name else -1, gate)
+        for axes in (packing.pad, packing.split, packing.order):
+            self.numbers(len(axes), *axes)

@@ -1,0 +1,97 @@
+"""Weights packed by a module's own C interface are those that Python packs, to the bit."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import runtime_sample as sample
+
+from ecornn.build import c_tables
+from ecornn.build.link import find_compiler
+from ecornn.program import Buffer, Extent, Packing
+from ecornn.runtime.packing import pack
+
+G, H, K = 3, 6, 20
+# of two gates and a third one of zeros: padding, a split and an order that say nothing of each other's axes
+SOURCES = (("W", 2), ("", 0), ("W", 0))
+MATRIX = dict(sources=SOURCES, pad=(3, 8, 24), split=(3, 2, 4, 12, 2), order=(1, 0, 3, 2, 4))
+THREES = dict(sources=SOURCES, pad=(3, 8, 24), split=(3, 2, 4, 8, 3), order=(1, 3, 0, 2, 4))
+PAIRS = dict(sources=SOURCES, pad=(3, 8, 24), split=(3, 8, 2, 12), order=(0, 1, 2, 3))
+VECTOR = dict(sources=(("b", 1), ("b", 0)), pad=(4, 8), split=(4, 2, 4), order=(1, 0, 2))
+CASES = {kind: MATRIX for kind in c_tables.PACKINGS} | {"int21": THREES, "pairs": PAIRS}
+PACKINGS = [*(Packing(dtype=kind, **case) for kind, case in CASES.items()), Packing(dtype="float32", **VECTOR),
+            Packing(dtype="bfloat16", **VECTOR)]
+
+
+@pytest.fixture(scope="module")
+def packed_by_code(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """c_pack.h as a function of (tables, data pointers, DLPack code, bits, packing's number, out)."""
+    from tvm_ffi import libinfo
+
+    out = tmp_path_factory.mktemp("pack") / "pack.so"
+    folders = [resources.files("ecornn.build"), resources.files("ecornn") / "include",
+               libinfo.find_dlpack_include_path()]
+    subprocess.run([*find_compiler(), "-shared", "-fPIC", "-O1", "-std=c++17", "-Wall", "-Wextra", "-Werror",
+                    *(f"-I{f}" for f in folders), str(Path(__file__).with_name("c_pack_sample.cc")), "-o", str(out)],
+                   check=True)
+    function = ctypes.CDLL(str(out)).pack
+    function.restype = ctypes.c_int64
+    return function
+
+
+def weights(kind: str) -> dict[str, np.ndarray]:
+    """Of several magnitudes, with a row of zeros, ties, subnormal numbers of float16, and what that cannot hold."""
+    rng = np.random.default_rng(7)
+    made = rng.standard_normal((G, H, K)) * 10.0 ** rng.integers(-6, 3, (G, H, K))
+    made[0, 1] = 0
+    made[2, 3, :6] = 2049, 2051, 6e-8, 65519, 1.00390625, -1e-7
+    return {"W": made.astype(kind), "b": rng.standard_normal((2, H)).astype(kind)}
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64", "float16"])
+def test_every_kind_of_packing(packed_by_code: Any, kind: str):
+    values = weights(kind)
+    parameters = (sample.Parameter("weight_l0", "W", (G * H, K), G), sample.Parameter("bias_l0", "b", (2 * H,), 2))
+    base = sample.manifest()
+    packed = [Buffer(f"p{n}", "packed", "float32", Extent(1), p) for n, p in enumerate(PACKINGS)]
+    buffers = (*base.buffers[1:4], *packed)
+    said = msgspec.structs.replace(base, parameters=parameters, buffers=buffers, entries=sample.taken(buffers))
+    tables, bits = c_tables.tables(said), 8 * np.dtype(kind).itemsize
+    data = (ctypes.c_void_p * 2)(values["W"].ctypes.data, values["b"].ctypes.data)
+    for number, packing in enumerate(PACKINGS):
+        wanted = pack(packing, {k: v.astype(np.float32) if kind == "float16" else v for k, v in values.items()})
+        found = np.full(1 << 14, 0xEE, np.uint8)
+        size = packed_by_code(tables, data, 2, bits, number, ctypes.c_void_p(found.ctypes.data))
+        assert size == wanted.nbytes, packing
+        same = found[:size].tobytes() == wanted.tobytes()
+        if packing.dtype == "pairs" and not same:  # sums in another order, rounded to float32
+            np.testing.assert_allclose(found[:size].view(np.float32).reshape(wanted.shape), wanted, 2e-7)
+        else:
+            assert same, packing
+
+
+def test_what_is_no_number(packed_by_code: Any):
+    values = weights("float32")
+    values["W"][0, 0, 0], values["W"][2, 2, 1], values["W"][0, 4, 4] = np.nan, np.inf, -np.inf
+    base = sample.manifest()
+    packings = [Packing(dtype=kind, **MATRIX) for kind in ("float16", "bfloat16", "tf32", "float64")]
+    buffers = tuple(Buffer(f"p{n}", "packed", "float32", Extent(1), p) for n, p in enumerate(packings))
+    said = msgspec.structs.replace(
+        base, parameters=(sample.Parameter("weight_l0", "W", (G * H, K), G),), buffers=(*buffers, *base.buffers[1:4]),
+        entries={"run": ("x", "h_in", "c_in", *(b.name for b in buffers))})
+    data = (ctypes.c_void_p * 1)(values["W"].ctypes.data)
+    for number, packing in enumerate(packings):
+        wanted = pack(packing, values)
+        found = np.empty(wanted.shape, wanted.dtype)
+        packed_by_code(c_tables.tables(said), data, 2, 32, number, ctypes.c_void_p(found.ctypes.data))
+        if packing.dtype == "bfloat16":
+            np.testing.assert_array_equal(found, wanted)
+        else:
+            np.testing.assert_array_equal(found.astype(np.float64), wanted.astype(np.float64))
