@@ -1,4 +1,4 @@
-"""The command line: ``ecornn`` with a command for each task, and ``ecornn-tune`` and ``ecornn-compile`` for two of them."""
+"""The command line: ``ecornn`` with a command for each task; two of them also as ``ecornn-tune``, ``ecornn-compile``."""
 
 from __future__ import annotations
 
