@@ -71,7 +71,7 @@ inline void Round::Work(int index, int size) {
 
 // On the calling thread alone: without memory of its own, and without a lock, for callers that have deadlines.
 inline bool Alone(Worker worker, const TVMFFIAny* given, int count) {
-  TVMFFIAny args[kScalars + kMostPointers];
+  auto* args = static_cast<TVMFFIAny*>(alloca(sizeof(TVMFFIAny) * count));
   std::copy(given, given + count, args);
   args[0].v_int64 = 0;
   args[1].v_int64 = 1;

@@ -1,4 +1,4 @@
-"""The command line: ``ecornn`` with a command for each task; two of them also as ``ecornn-tune``, ``ecornn-compile``."""
+"""The command line: ``ecornn`` with a command for each task, two also as ``ecornn-tune``, ``ecornn-compile``."""
 
 from __future__ import annotations
 
