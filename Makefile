@@ -11,6 +11,8 @@ HIDDEN ?= 800
 TUNE ?= --time-limit 90
 PYTEST ?=
 SECONDS ?= 600
+# one more than there are cores: many tests wait for processes that they kill or let hang
+WORKERS ?= $(shell expr $$(nproc) + 1)
 CPUS ?= znver3 skylake-avx512
 
 BIN := $(VENV)/bin
@@ -62,7 +64,7 @@ run: $(VENV)/installed
 examples: $(VENV)/installed-examples
 
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m "not gpu and not exhaustive" $(PYTEST)
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 -m "not gpu and not exhaustive" $(PYTEST)
 
 # An older CPU's code runs on a newer one: tests with this CPU, then with each of CPUS in its place.
 test-cpus:
