@@ -72,7 +72,7 @@ class Masked(Cell):
 class Gap(Cell):
     """No recurrent product: a leaky unit that forgets by the time since the step before."""
 
-    name, states, inputs = "gap", ("h",), ("dt",)
+    name, states, inputs, nonnegative = "gap", ("h",), ("dt",), ("dt",)
 
     def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
         return {"W": (1, hidden, input), "v": (1, hidden)}

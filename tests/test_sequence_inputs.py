@@ -25,6 +25,7 @@ from ecornn.program import BACKWARD, FORWARD, PACKED, TENSORS
 from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Task
 from ecornn.torch import Recurrent
+from ecornn.tune.oracle import write
 from ecornn.workload import ALONE, Traversal, Workload
 
 T, B, I, H = 6, 4, 5, 22
@@ -97,6 +98,17 @@ def test_the_adjoint(cell: str):
                       * drawn.dy).sum())
 
     assert abs((loss(1e-5) - loss(-1e-5)) / 2e-5 - (dx * along).sum()) < 1e-7
+
+
+def test_candidates_are_checked_with_what_a_cell_says(tmp_path: Path):
+    """Values of a time that goes on; answers of the whole rows."""
+    cell, path = CELLS["gap"], tmp_path / "answers.npz"
+    write(path, cell, Workload(cell.identity(), H, cell.row_width(I, H), B, T), seed=0)
+    with np.load(path, allow_pickle=False) as found:
+        x, h = found["x"].astype(np.float64), found["first_0"].astype(np.float64)
+        parameters = {n: found[f"w:{n}_l0"].reshape(s).astype(np.float64) for n, s in cell.parameters(I, H).items()}
+        assert x[..., I:].min() >= 0 > x[..., :I].min()
+        assert abs(found["y"] - step_cells.run(cell, x, {"h": h}, parameters)[0]).max() < 1e-13
 
 
 @pytest.mark.parametrize(("cell", "dtype"), [("masked", "float32"), ("timed_gru", "float32"), ("gap", "bfloat16")])

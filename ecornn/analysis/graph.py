@@ -152,12 +152,14 @@ class _Walk:
         return self.values[key]
 
     def within(self, tensor: Tensor, indices: list[Expr]) -> None:
-        """That a tensor has a value wherever it is read, and H of them where it is read at [.., j]."""
+        """That a tensor has a value wherever it is read, and H of them where it is read at [.., j]; of a product its
+        parameter tells."""
+        product = type(tensor.op.body[tensor.value_index]).__name__ == "Reduce"
         for extent, e in zip(map(int, tensor.shape), indices, strict=True):
             if self.same(e, self.j) and extent != self.hidden:
                 raise CellError(f"cell {self.cell.name!r}: {tensor.op.name} has {extent} values a row; what is read "
                                 f"for each hidden unit, or multiplied and not x itself, has H, here {self.hidden}")
-            if type(e).__name__ == "IntImm" and not 0 <= int(e) < extent:
+            if type(e).__name__ == "IntImm" and not 0 <= int(e) < extent and not product:
                 at = ", ".join(map(str, indices))
                 raise CellError(f"cell {self.cell.name!r}: there is no {tensor.op.name}[{at}]; "
                                 f"its shape is {tuple(map(int, tensor.shape))}")

@@ -48,8 +48,8 @@ class Cell(ABC):
     name : short identifier, lower case
     states : names of the states, in the order in which ``step`` takes and returns them
     output : the state that is the layer's output y; the first one unless said otherwise
-    nonnegative : states that are never below 0, so that the random ones that a candidate is checked with are not
-        either: a quotient by such a state may have no exact value otherwise
+    nonnegative : states, and inputs, that are never below 0, so that the random ones that a candidate is checked with
+        are not either: a quotient by such a state may have no exact value otherwise
     inputs : names of sequences beside x, a value for each step, batch row and unit: ``step`` finds each among its
         parameters, as a tensor (B, H) that is read at [b, j]. A call gives them as ``inputs``
     unread : parameters that are passed though ``step`` does not read all of them; of others that is an error

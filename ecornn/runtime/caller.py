@@ -123,12 +123,12 @@ class Caller(TrainingCalls):
         if active < steps and not arrays.clear(y, active):
             active = steps
         after = [arrays.empty(self.state_shape(rows), x, library) for _ in self._names]
-        inputs, outputs = [(x, x_at), *(states or ()), *masks], [(y, y_at), *after]
+        read, outputs = [(x, x_at), *(states or ()), *masks], [(y, y_at), *after]
         if arrays.staged and not self._on_cpu:
-            self._by_copies(active, batch, rows, states is not None, inputs, outputs)
+            self._by_copies(active, batch, rows, states is not None, read, outputs)
         else:
             queue: int = self.threads or arrays.queue(self.device)
-            arguments = self._arguments(active, batch, rows, queue, states is not None, map(_place_of, inputs),
+            arguments = self._arguments(active, batch, rows, queue, states is not None, map(_place_of, read),
                                         map(_place_of, outputs))
             self._launch(arrays, x, queue, arguments)
         result = arrays.give(y) if out is None else out

@@ -37,8 +37,8 @@ def rounded(values: Any, dtype: str) -> Any:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Of a layer: x (T, B, I), first states (B, H), and parameters, in te shape by the cell's names and as a user
-    passes them; all of them values that the layer's type has."""
+    """Of a layer: x (T, B, I), with the cell's inputs behind it in its rows, first states (B, H), and parameters, in te
+    shape by the cell's names and as a user passes them; all of them values that the layer's type has."""
 
     x: Array
     states: list[Array]
@@ -51,11 +51,16 @@ def draw(cell: Cell, work: Workload, rng: np.random.Generator) -> Inputs:
     kind = work.weights or work.dtype
     kind = work.dtype if kind in INTEGERS else kind
     x = rounded(rng.uniform(-1, 1, (STEPS, work.batch, work.input)), work.dtype)
+    own = cell.own_input(work.input, work.hidden)
+    for n, name in enumerate(cell.inputs):
+        if name in cell.nonnegative:
+            beside = x[..., own + n * work.hidden:own + (n + 1) * work.hidden]
+            beside[:] = abs(beside)
     states = [rounded(rng.uniform(-1, 1, (work.batch, work.hidden)), work.dtype) for _ in cell.states]
     states = [abs(state) if name in cell.nonnegative else state
               for name, state in zip(cell.states, states, strict=True)]
     shaped, flat = {}, {}
-    for name, shape in cell.parameters(cell.own_input(work.input, work.hidden), work.hidden).items():
+    for name, shape in cell.parameters(own, work.hidden).items():
         shaped[name] = rounded(sampled(cell, name, tuple(shape), rng), kind)
         flat[cell.parameter_name(name)] = shaped[name].reshape(-1, *shape[2:])
     return Inputs(x, states, shaped, flat)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from math import prod
 
-from ecornn.analysis.liveness import late_operands
 from ecornn.program import PACKED, WORKSPACE, Buffer, Extent, Fill, Launch, Program
 from ecornn.schedules.assemble import assemble
 from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond
@@ -71,8 +70,6 @@ class PersistentWide(Schedule):
         if next(self.candidates(task), None) is None:
             return (f"the recurrent weights of {w} do not fit on the {task.device.cores} "
                     f"multiprocessors of {task.device.name}")
-        if late := late_operands(task.graph):
-            return f"cell {task.graph.cell!r} multiplies {late[0].name}, which depends on x and a state"
         return None
 
     def knobs(self, task: Task) -> tuple[Knob, ...]:
@@ -186,7 +183,7 @@ def _recurrence(task: Task, plan: WidePlan, layout: Hoisted, math: str) -> Calla
     if handed.fixed:
         buffers.append(Buffer("handed", WORKSPACE, "uint32", handed))
     fills = [Fill("handed", UNWRITTEN, handed)] if handed.fixed else []
-    start = start_kernel(task, plan, START_BLOCKS, math)
+    start = start_kernel(task, plan, layout, START_BLOCKS, math)
 
     def recurrence(kept: tuple[str, ...]) -> Component:
         name = keeping("persistent_wide", kept)

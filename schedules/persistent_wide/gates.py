@@ -47,6 +47,8 @@ class Gates(GateThreads):
     def begin(self) -> None:
         super().begin()
         self._load_inputs(T.int32(0), self.inputs)
+        if self.late:
+            self._load_inputs(T.int32(1), self.ahead)
         for t in range(0 if self.numbers is not None else 1, 2):
             self._start_at(T.int32(t))
 
@@ -86,7 +88,11 @@ class Gates(GateThreads):
         self._barrier(PUBLISHED)  # what follows would make the release wait longer
         for i in range(self.items):
             self._store(i, t, ended[i])
-        self._load_inputs(T.let("t_next", t + 1), self.inputs)  # used a step later
+        if self.late:  # the next step's are at hand: its operands took them
+            self._advance()
+            self._load_inputs(T.let("t_ahead", t + 2), self.ahead)
+        else:
+            self._load_inputs(T.let("t_next", t + 1), self.inputs)  # used a step later
         self._start_at(T.let("after_next", t + 2))
 
     def _barrier(self, name: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import gcd
 
+from ecornn.analysis.liveness import late_operands
 from ecornn.program import Packing
 from ecornn.schedules.base import Config, Task
 from ecornn.schedules.hoisted import hoisted_of
@@ -222,6 +223,8 @@ def plan_of(task: Task, config: Config) -> WidePlan:
         states = set(graph.states.values()) - (set() if task.traversal.lengths else set(phase.operands))
         values = len(states) + hoisted_of(task, config).words() + masks + 2 + (operands if masks else 0)
         values += OUTPUTS if rings > 1 else 0
+    if late_operands(graph):  # the next step's inputs, too
+        values += hoisted_of(task, config).words()
     plan = WidePlan(hidden=w.hidden, dtype=w.dtype, operands=operands, groups=groups, sets=-(-w.hidden // units),
                 parts=parts, units=units, rows=-(-w.batch // groups), gates=gates, interleave=gcd(gates, 8),
                 teams=teams, rings=rings, chunks=chunks, kept=-(-chunks * int(config["registers"]) // 100),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from ecornn.analysis.liveness import late_operands
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import PrimFunc, T
+from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.persistent.exchange import pack
 from ecornn.schedules.persistent.start import initial_operand
 from ecornn.schedules.persistent_wide.exchange import place_of
@@ -13,8 +15,8 @@ from ecornn.schedules.timeline import Timeline, row_arguments
 THREADS = 256
 
 
-def start_kernel(task: Task, plan: WidePlan, blocks: int, math: str) -> PrimFunc:
-    """``start(T, B, <state>_in ..., vectors, exchange, counters)``.
+def start_kernel(task: Task, plan: WidePlan, layout: Hoisted, blocks: int, math: str) -> PrimFunc:
+    """``start(T, B, <state>_in ..., vectors, [hoisted,] exchange, counters)``.
 
     Words beyond H, which pad the last chunks, are zero in both slots, and stay so.
     """
@@ -26,6 +28,7 @@ def start_kernel(task: Task, plan: WidePlan, blocks: int, math: str) -> PrimFunc
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
         states = {s: T.arg(f"{s}_in", T.buffer((big,), plan.dtype)) for s in graph.states}
         vectors = T.arg("vectors", T.buffer((big,), "float32"))
+        hoisted = T.arg("hoisted", T.buffer((big,), layout.dtype)) if late_operands(graph) else None
         rows = row_arguments(task.traversal)
         timeline = Timeline(task.traversal, rows, steps, batch)
         exchange = T.arg("exchange", T.buffer((big,), "uint32"))
@@ -46,8 +49,8 @@ def start_kernel(task: Task, plan: WidePlan, blocks: int, math: str) -> PrimFunc
                 given = T.And(slot == 0, T.And(unit < plan.hidden, column < plan.rows))
                 with T.If(given if plan.operands == 1 else T.And(given, operand < plan.operands)):
                     with T.Then():
-                        values = [initial_operand(task, states, vectors, timeline, row,
-                                                  T.let("own_unit", unit + e), operand, math) for e in range(2)]
+                        values = [initial_operand(task, states, vectors, timeline, row, T.let("own_unit", unit + e),
+                                                  operand, math, hoisted, layout) for e in range(2)]
                         T.buffer_store(exchange, pack(values, plan.dtype), [place])
                     with T.Else():
                         T.buffer_store(exchange, T.uint32(0), [place])
