@@ -31,11 +31,12 @@ def documented() -> dict[str, Cell]:
     known: dict[str, Any] = {"__name__": "cells_of_the_documentation"}
     for block in BLOCKS:
         exec(compile(block, "CELLS.md", "exec"), known)
-    return {v.name: v() for v in known.values() if isinstance(v, type) and issubclass(v, Cell) and v is not Cell}
+    own = [v for v in known.values() if isinstance(v, type) and issubclass(v, Cell) and v is not Cell]
+    return {v.name: v() for v in own} | {"of PyTorch": known["cell"]}
 
 
 def test_there_are_ten_cells(documented: dict[str, Cell]):
-    assert len(documented) >= 10 and documented.keys() <= CELLS.keys()
+    assert len(documented) >= 11 and documented.keys() <= CELLS.keys() | {"of PyTorch"}
     assert "module = ecornn.compile(UGRNN()" in BLOCKS[0]  # so that it was compiled, too
 
 
@@ -62,6 +63,17 @@ def test_a_stack_of_the_first_one_is_its_reference(documented: dict[str, Cell]):
     y, (last,) = module.bind(weights)(x, lengths=lengths)
     wanted, (end,) = ecornn.reference(cell, x, weights, lengths=lengths)
     assert relative_error(y, wanted) <= LIMIT and relative_error(last, end) <= LIMIT
+
+
+def test_the_step_of_pytorch_is_the_first_cell(documented: dict[str, Cell]):
+    """Both are update gate RNNs."""
+    cell, rng = documented["of PyTorch"], np.random.default_rng(0)
+    weights = {n: w.numpy() for n, w in cell.weights().items()}
+    x = rng.normal(size=(5, 3, 6))
+    names = {"weight_ih_l0": "x_weight_l0", "weight_hh_l0": "h_weight_l0"}
+    other = {n: weights[w] for n, w in names.items()} | {"bias_l0": weights["x_bias_l0"] + weights["h_bias_l0"]}
+    y, _ = ecornn.reference(cell, x, weights)
+    np.testing.assert_allclose(y, ecornn.reference(documented["ugrnn"], x, other)[0], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("written", "message"), ROWS)

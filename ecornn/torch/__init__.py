@@ -4,6 +4,7 @@
     report = ecornn.torch.replace(model)                                    # every layer and cell of a model
     ecornn.torch.prepare(model, example)                                    # compiles ahead what model(example) needs
     layer = ecornn.torch.Recurrent(MyCell(), 128, 512)                      # a cell of one's own
+    layer = ecornn.torch.Recurrent(ecornn.torch.cell(module), 128, 512)     # a step that is written in PyTorch
 
 A layer is compiled at its first call of a shape, for the device and data type that it is on. It sees its weights
 change, also by training; only after writes through ``.data`` and the like on a GPU, or of single values, it has to be
@@ -34,6 +35,7 @@ from ecornn.torch.modules import GRU, LSTM, RNN
 from ecornn.torch.preparing import prepare
 from ecornn.torch.recurrent import Recurrent
 from ecornn.torch.replacing import Report, rebind, replace, restore
+from ecornn.torch.traced import TracedCell, cell
 
-__all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "RNNCell", "Recurrent", "Report", "prepare", "rebind",
-           "replace", "restore"]
+__all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "RNNCell", "Recurrent", "Report", "TracedCell", "cell",
+           "prepare", "rebind", "replace", "restore"]

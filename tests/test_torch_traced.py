@@ -1,0 +1,244 @@
+"""``ecornn.torch.cell``: steps that are written in PyTorch, as cells; against the module's own loop in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ecornn
+import ecornn.torch
+from ecornn.errors import ArgumentError, CellError
+from ecornn.torch.traced_operators import NUMBERS, POINTWISE
+
+T, B, I, H = 5, 3, 6, 7
+LIMIT = 1e-5
+
+
+class MGU(nn.Module):
+    """Linear, chunk of a sum, a product of what is gated."""
+
+    def __init__(self, I: int, H: int) -> None:
+        super().__init__()
+        self.input_size, self.hidden_size = I, H
+        self.x, self.f, self.n = nn.Linear(I, 2 * H), nn.Linear(H, H, bias=False), nn.Linear(H, H, bias=False)
+
+    def forward(self, x, h):
+        fx, nx = self.x(x).chunk(2, dim=-1)
+        f = torch.sigmoid(fx + self.f(h))
+        return torch.lerp(h, torch.tanh(nx + self.n(f * h)), f)
+
+
+class Norms(nn.Module):
+    """LayerNorm over all gates and over one, slices, split, parameters of its own, a tuple of states, y before them."""
+
+    def __init__(self, I: int, H: int) -> None:
+        super().__init__()
+        self.hidden_size, self.size = H, H
+        self.lin, self.rec = nn.Linear(I, 4 * H, bias=False), nn.Linear(H, 4 * H)
+        self.norm, self.cell_norm = nn.LayerNorm(4 * H), nn.LayerNorm(H, eps=1e-3)
+        self.decay = nn.Parameter(torch.rand(H))
+        self.out = nn.Parameter(torch.randn(H, H) / H ** 0.5)
+
+    def forward(self, x, state):
+        h, c = state
+        gates = self.norm(self.lin(x) + self.rec(h))
+        i, f = torch.split(gates[:, :2 * self.size], self.size, 1)
+        g, o = gates[:, 2 * self.size:3 * self.size], gates[..., 3 * self.size:]
+        c = f.sigmoid() * c * torch.exp(-F.softplus(self.decay)) + F.silu(i) * g.tanh()
+        h = torch.sigmoid(o) * torch.tanh(self.cell_norm(c))
+        return F.relu(h @ self.out), (h, c)
+
+
+class Joint(nn.Module):
+    """One Linear of x and h side by side, conditions, bounds, powers; and PyTorch's own cell inside."""
+
+    def __init__(self, I: int, H: int) -> None:
+        super().__init__()
+        self.gates = nn.Sequential(nn.Linear(I + H, 2 * H), nn.Identity(), nn.Hardtanh(-0.9, 0.8))
+        self.inner = nn.GRUCell(I, H)
+
+    def forward(self, x, h, c):
+        a, b = self.gates(torch.cat([x, h], dim=1)).chunk(2, 1)
+        kept = torch.where((a > 0.1) & (b < 0.5), a ** 2, b.clamp(min=-0.5) / 2 - 1.5 * torch.abs(c))
+        c = torch.minimum(kept, 1 - c) * 0.5
+        return self.inner(x, c), c
+
+
+def sized(kind: Callable[..., nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind(I, H)
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "LSTMCell": (lambda: sized(nn.LSTMCell), {}),
+    "GRUCell": (lambda: sized(nn.GRUCell), {}),
+    "RNNCell": (lambda: sized(lambda i, h: nn.RNNCell(i, h, bias=False, nonlinearity="relu")), {}),
+    "mgu": (lambda: sized(MGU), {}),
+    "norms": (lambda: sized(Norms), {"input_size": I, "states": ("h", "c")}),
+    "joint": (lambda: sized(Joint), {"input_size": I, "hidden_size": H}),
+}
+
+
+@torch.no_grad()
+def loop(module: nn.Module, x: torch.Tensor, states: list[torch.Tensor], together: bool) -> Any:
+    """y and the last states of the module itself, called step by step in float64."""
+    module, now, y = copy.deepcopy(module).double(), [s.double() for s in states], []
+    for row in x.double():
+        found = module(row, tuple(now) if together else now[0]) if together or len(now) == 1 else module(row, *now)
+        found = list(found) if isinstance(found, tuple) else [found]
+        shown, after = (found[0], found[1]) if isinstance(found[-1], tuple) else (found[0], found)
+        now = list(after)
+        y.append(shown)
+    return torch.stack(y), now
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_layer_of_a_traced_step_is_the_modules_loop(name: str, one_thread: None):
+    """As a Recurrent with the module's own weights, forward and gradients; and by the te step in float64."""
+    made, options = MODULES[name]
+    module = made()
+    cell = ecornn.torch.cell(module, **options)
+    layer = ecornn.torch.Recurrent(cell, I, H)
+    layer.load_state_dict(cell.weights())
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(T, B, I, generator=generator)
+    states = [torch.randn(B, H, generator=generator) for _ in cell.traced.states]
+    together = name in ("LSTMCell", "norms")
+    y, last = loop(module, x, states, together)
+    given = [torch.zeros(1, B, H)] * cell.shown + [s[None] for s in states]
+    with torch.no_grad():
+        got, after = layer(x, tuple(given) if len(given) > 1 else given[0])
+    after = list(after)[cell.shown:] if isinstance(after, tuple) else [after]
+    for found, wanted in zip((got, *(s.reshape(B, H) for s in after)), (y, *last), strict=True):
+        assert float((found - wanted).norm()) <= LIMIT * float(wanted.norm())
+    exact, _ = ecornn.reference(cell, x.numpy(), {n: w.numpy() for n, w in cell.weights().items()},
+                                [s.numpy().reshape(B, H) for s in given])
+    np.testing.assert_allclose(exact, y.detach().numpy(), rtol=1e-6, atol=1e-6)  # constants of a step are float32
+
+
+def test_gradients_reach_the_modules_weights(one_thread: None):
+    module = sized(MGU)
+    cell = ecornn.torch.cell(module)
+    layer = ecornn.torch.Recurrent(cell, I, H)
+    layer.load_state_dict(cell.weights())
+    x = torch.randn(T, B, I, generator=torch.Generator().manual_seed(2))
+    layer(x)[0].square().sum().backward()
+    double = copy.deepcopy(module).double()
+    h, total = torch.zeros(B, H, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for row in x.double():
+        h = double(row, h)
+        total = total + h.square().sum()
+    total.backward()
+    wanted = {n.replace(".", "_") + "_l0": p.grad for n, p in double.named_parameters()}
+    found = {n: p.grad for n, p in layer.named_parameters()}
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert float((found[name] - gradient).norm()) <= 2 * LIMIT * float(gradient.norm()), name
+
+
+def test_a_cell_is_of_any_size_and_has_the_modules_names():
+    cell = ecornn.torch.cell(sized(MGU), name="mine")
+    assert cell.name == "mine" and cell.states == ("h",)
+    assert cell.parameters(5, 8) == {"x_weight": (2, 8, 5), "x_bias": (2, 8), "f_weight": (1, 8, 8),
+                                     "n_weight": (1, 8, 8)}
+    other = ecornn.torch.cell(MGU(4, 3), name="mine")
+    assert other.identity().partition("@")[2] == cell.identity().partition("@")[2]
+    joint = ecornn.torch.cell(sized(Joint), input_size=I, hidden_size=H)
+    weights, whole = joint.weights(layer=2), dict(joint.traced.step.named_parameters())["gates.0.weight"]
+    torch.testing.assert_close(torch.cat([weights["gates_0_weight_0_l2"], weights["gates_0_weight_1_l2"]], 1), whole)
+    assert ecornn.torch.cell(lambda x, h: torch.tanh(h), input_size=3, hidden_size=3).parameters(3, 3) == {}
+
+
+OPERATORS: dict[str, Callable[[Any, Any], Any]] = {  # of x and h, both positive; by the key that stands for it
+    "add": lambda x, h: torch.add(x, h, alpha=2), "sub": lambda x, h: 1 - h, "mul": lambda x, h: 3.0 * h,
+    "truediv": lambda x, h: 1 / (x + h), "div": lambda x, h: torch.div(h, x), "neg": lambda x, h: -h,
+    "pow": lambda x, h: (x - h) ** 3 + h ** 0.5, "square": lambda x, h: h.square(),
+    "reciprocal": lambda x, h: torch.reciprocal(h), "lerp": lambda x, h: torch.lerp(x, h, 0.3),
+    "maximum": lambda x, h: torch.maximum(x, h), "minimum": lambda x, h: torch.minimum(x, h),
+    "where": lambda x, h: torch.where(x < h, x, 2.0), "lt": lambda x, h: torch.where(x < 0.5, 1.0, h),
+    "le": lambda x, h: torch.where(x <= h, 1.0, h), "gt": lambda x, h: torch.where(x > h, 1.0, h),
+    "ge": lambda x, h: torch.where(x >= h, 1.0, h), "multiply": lambda x, h: torch.multiply(x, h),
+    "subtract": lambda x, h: torch.subtract(x, h), "divide": lambda x, h: torch.divide(x, h),
+    "and": lambda x, h: torch.where((x > 0.3) & (h > 0.3), x, h),
+    "logicaland": lambda x, h: torch.where(torch.logical_and(x > 0.3, h > 0.3), x, h),
+    "or": lambda x, h: torch.where((x > 0.7) | (h > 0.7), x, h),
+    "logicalor": lambda x, h: torch.where(torch.logical_or(x > 0.7, h > 0.7), x, h),
+    **{n: (lambda x, h, n=n: getattr(torch, n)(h - 0.5)) for n in (
+        "sigmoid", "tanh", "exp", "abs", "sin", "cos", "erf", "floor", "relu")},
+    **{n: (lambda x, h, n=n: getattr(torch, n)(h)) for n in ("log", "sqrt", "rsqrt")},
+    "silu": lambda x, h: F.silu(h), "logsigmoid": lambda x, h: F.logsigmoid(8 * x - 4),
+    "softsign": lambda x, h: F.softsign(x - h), "hardsigmoid": lambda x, h: F.hardsigmoid(9 * x - 4),
+    "contiguous": lambda x, h: (h * x).contiguous(),
+    "clamp": lambda x, h: (x - h).clamp(-0.2, 0.1), "clip": lambda x, h: torch.clip(h, min=0.4),
+    "softplus": lambda x, h: F.softplus(40 * x - 20, beta=2), "elu": lambda x, h: F.elu(x - h, alpha=0.7),
+    "leakyrelu": lambda x, h: F.leaky_relu(x - h, 0.2), "hardtanh": lambda x, h: F.hardtanh(3 * x - 3 * h),
+}
+
+
+def test_every_operator_is_tried():
+    assert OPERATORS.keys() == (POINTWISE.keys() | NUMBERS.keys()) - {"identity"}  # a module, which "joint" has
+
+
+@pytest.mark.parametrize("key", OPERATORS)
+def test_operators_are_pytorchs(key: str):
+    generator = torch.Generator().manual_seed(3)
+    x, h = (0.05 + 0.9 * torch.rand(1, 4, 16, generator=generator, dtype=torch.float64) for _ in range(2))
+    cell = ecornn.torch.cell(lambda x, h: OPERATORS[key](x, h), input_size=16, hidden_size=16)
+    y, _ = ecornn.reference(cell, x.numpy(), {}, [h[0].numpy()])
+    np.testing.assert_allclose(y, OPERATORS[key](x, h), rtol=1e-6, atol=1e-7)  # numbers of a step are float32
+
+
+class Wrong(nn.Module):
+    """Its forward is one of FAULTS."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_size, self.hidden_size = I, H
+        self.lin, self.odd, self.wide = nn.Linear(H, H), nn.Linear(H, H + 1), nn.Linear(2 * H, H)
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+FAULTS: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
+    "softmax": (lambda m, x, h: torch.softmax(m.lin(h), -1), "softmax: not an operator of a step; there are Linear"),
+    "module": (lambda m, x, h: nn.functional.glu(m.lin(h)), "glu: not an operator of a step"),
+    "batch": (lambda m, x, h: m.lin(h).chunk(2)[0], "chunk: dim=0 is the batch"),
+    "rows": (lambda m, x, h: m.odd(h), "module odd: odd.weight has 8 values, which is no multiple of H = 7"),
+    "narrow": (lambda m, x, h: m.wide(h), "wide.weight multiplies 14 values, and gets 7"),
+    "columns": (lambda m, x, h: m.lin(h)[:, :3], "a part has 3 values, which is no multiple of H = 7"),
+    "scalar": (lambda m, x, h: m.scale * h, "a scalar is a vector of equal values"),
+    "branch": (lambda m, x, h: h if h.sum() > 0 else -h, "the step cannot be traced: TraceError"),
+    "output": (lambda m, x, h: m.lin(h).size(0), "size: not an operator of a step"),
+    "returned": (lambda m, x, h: (h, h * 2, h * 3), "returns 3 tensors for 1 states"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_not_taken_is_named_with_its_line(fault: str, monkeypatch: pytest.MonkeyPatch):
+    step, message = FAULTS[fault]
+    monkeypatch.setattr(Wrong, "forward", lambda self, x, h: step(self, x, h), raising=False)
+    with pytest.raises(CellError) as caught:
+        ecornn.torch.cell(Wrong())
+    assert message in str(caught.value)
+    if fault != "returned":
+        assert caught.value.at is not None and caught.value.at[0] == __file__
+        assert f'"{fault}": (lambda' in str(caught.value)
+
+
+def test_missing_sizes_and_names_are_errors():
+    with pytest.raises(ArgumentError, match=r"input_size=None.*an attribute of the module"):
+        ecornn.torch.cell(nn.Linear(3, 3))
+    with pytest.raises(ArgumentError, match="step=3"):
+        ecornn.torch.cell(3)
+    with pytest.raises(ArgumentError, match="states='h'"):
+        ecornn.torch.cell(sized(MGU), states="h")
+    with pytest.raises(ArgumentError, match="arguments behind x"):
+        ecornn.torch.cell(lambda x: x, input_size=3, hidden_size=3)
+    with pytest.raises(ArgumentError, match="name='1'"):
+        ecornn.torch.cell(sized(MGU), name="1")
