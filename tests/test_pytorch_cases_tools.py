@@ -225,25 +225,29 @@ def test_scripts(name: str):
         close(torch.jit.script(model)(x), theirs(x.double())[0])
 
 
-@pytest.mark.parametrize("name", ["LSTM", "GRU"])
+@pytest.mark.parametrize("name", ["LSTM", "GRU", "GRUCell"])
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore:torch.quantize_per_tensor")
 def test_quantize_dynamic(name: str):
-    """test_quantized RNNs. Differs: quantize_dynamic goes by exact classes, and leaves a replaced layer as it is;
-    restore() before, as for all that makes other layers of PyTorch's."""
-    from torch.ao.quantization import quantize_dynamic
+    """test_quantized RNNs. Differs: quantize_dynamic goes by exact classes, and leaves a replaced layer as it is, which
+    warns; restore() before, or the layer's name, as for all that makes other layers of PyTorch's."""
+    from torch.ao.quantization import default_dynamic_qconfig, quantize_dynamic
 
-    model = torch.nn.Sequential(getattr(torch.nn, name)(I, H))
-    x = torch.randn(T, B, I)
-    wanted = quantize_dynamic(model, {getattr(torch.nn, name)}, dtype=torch.qint8)
+    kind = getattr(torch.nn, name)
+    model = torch.nn.Sequential(kind(I, H))
+    x = torch.randn(B, I) if name == "GRUCell" else torch.randn(T, B, I)
+    wanted = quantize_dynamic(model, {kind}, dtype=torch.qint8)
     ecornn.torch.replace(model)
     with torch.no_grad():
-        same = quantize_dynamic(model, {getattr(torch.nn, name)}, dtype=torch.qint8)
-        assert isinstance(same[0], getattr(ecornn.torch, name))
+        with pytest.warns(UserWarning, match=rf"leaves a compiled {name} as it is.*ecornn\.torch\.restore"):
+            same = quantize_dynamic(model, {kind}, dtype=torch.qint8)
+        assert isinstance(same[0], getattr(ecornn.torch, name)) and not hasattr(same[0], "qconfig")
         close(same(x), model(x))
+        by_name = quantize_dynamic(model, {"0": default_dynamic_qconfig}, dtype=torch.qint8)
+        assert isinstance(model[0], getattr(ecornn.torch, name))
         ecornn.torch.restore(model)
-        found = quantize_dynamic(model, {getattr(torch.nn, name)}, dtype=torch.qint8)
-        assert type(found[0]) is type(wanted[0]) is not getattr(torch.nn, name)
-        assert torch.equal(found(x)[0], wanted(x)[0])
+        for found in (by_name, quantize_dynamic(model, {kind}, dtype=torch.qint8)):
+            assert type(found[0]) is type(wanted[0]) is not kind
+            assert torch.equal(flat(found(x))[0], flat(wanted(x))[0])
 
 
 def test_per_sample_gradients():

@@ -91,6 +91,17 @@ def agree_in_gradients(ours: torch.nn.Module, theirs: torch.nn.Module, x: torch.
 
 
 @EVERY
+def test_sparse_rows_are_left_to_pytorch(name: str, options: dict[str, Any]):
+    theirs, ours = pair(name, **options)
+    x, hx = torch.randn(B, I), state_of(name, B)
+    found = [t.detach() for t in flat(ours(x.to_sparse(), hx))]
+    with torch.no_grad():
+        wanted = theirs(x.double(), double(hx))
+        agree(found, wanted)
+        agree([ours(x.to_sparse(), hx) for _ in range(4)][-1], wanted)
+
+
+@EVERY
 @pytest.mark.parametrize("bias", [True, False])
 def test_loops_with_and_without_gradients(name: str, options: dict[str, Any], bias: bool):
     theirs, ours = pair(name, bias=bias, **options)

@@ -30,6 +30,7 @@ where there is little to do. Calls at the same time share the cores.
 
 from __future__ import annotations
 
+import ecornn.torch.quantizing  # noqa: F401  has quantization see compiled layers
 from ecornn.torch.cells import GRUCell, LSTMCell, RNNCell
 from ecornn.torch.modules import GRU, LSTM, RNN
 from ecornn.torch.preparing import prepare

@@ -121,7 +121,7 @@ def _states(hx: Any, count: int) -> Sequence[Any] | None:
 
 
 def _too_small(cell: Any, input: Any) -> bool:
-    """Whether PyTorch's own cell is to train; what is bound then reads weights again, since an optimizer follows."""
+    """Whether PyTorch's own cell is to train; what is bound reads the weights again then: an optimizer follows."""
     weight, hidden = cell._parameters.get("weight_hh"), cell.hidden_size
     if weight is None or not weight.requires_grad or not isinstance(input, torch.Tensor):
         return False
@@ -140,10 +140,11 @@ def _fits(cell: Any, weight: torch.Tensor, input: Any, state: Sequence[Any]) -> 
     *rows, width = input.shape
     shape, dtype, device = (*rows, cell.hidden_size), input.dtype, input.device
     if (width != cell.input_size or not all(shape) or weight.dtype != dtype or weight.device != device
-            or device.type not in SERVED):
+            or device.type not in SERVED or input.layout is not torch.strided):
         return False
     for s in state:
-        if not isinstance(s, torch.Tensor) or s.shape != shape or s.dtype != dtype or s.device != device:
+        if (not isinstance(s, torch.Tensor) or s.shape != shape or s.dtype != dtype or s.device != device
+                or s.layout is not torch.strided):
             return False
     return True
 

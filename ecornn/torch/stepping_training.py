@@ -29,7 +29,7 @@ BACK = "x", "y", "state_in", "dy", "dstate_out", "dx", "dstate_in", "gradient"
 
 def run(engine: Engine, weights: Sequence[torch.Tensor], x: torch.Tensor,
         state: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The states after x (B, I), or (I,), from ``state``, or from zeros if that is empty; the arguments are checked."""
+    """The states after x (B, I), or (I,), from ``state``, or from zeros if that is empty; arguments are checked."""
     known = engine.shared() if engine.shared is not None else None
     if known is None or not known.serves(weights):
         known = Shared(engine, weights)

@@ -1,0 +1,162 @@
+"""Calls that are like an earlier one take the short way, and whatever is not like it does not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_torch_layers import agree, double, flat, pair
+from torch._subclasses import FakeTensorMode
+from torch.profiler import profile
+
+import ecornn.torch
+from ecornn.errors import ArgumentError, DTypeError, ShapeError
+from ecornn.torch import like_before
+
+I, H = 7, 11
+NAMES = ["LSTM", "GRU", "RNN"]
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The calls that took the short way."""
+    torch.manual_seed(0)
+    found, call = list[Any](), like_before.Call.__call__
+    monkeypatch.setattr(like_before.Call, "__call__", lambda *args: (found.append(args[0]), call(*args))[1])
+    with torch.no_grad():
+        yield found
+
+
+def often(layer: Any, *args: Any) -> Any:
+    """The last result of as many calls as it takes until one of their kind is remembered, and one more."""
+    return [layer(*args) for _ in range(4)][-1]
+
+
+def memories(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The same values in memory of all kinds."""
+    room = torch.empty(x.numel() + 1)
+    room[1:] = x.flatten()
+    return {"plain": x, "strided": torch.stack((x, x), -1)[..., 0], "off by four bytes": room[1:].view(x.shape),
+            "a parameter": torch.nn.Parameter(x), "negative": torch.complex(x, -x).conj().imag,
+            "turned": x.transpose(0, -1).contiguous().transpose(0, -1)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape, options", [
+    ((1, 4, I), {}), ((5, 4, I), {"num_layers": 2, "bidirectional": True}), ((5, I), {"bidirectional": True}),
+    ((4, 5, I), {"batch_first": True}), ((4, 1, I), {"batch_first": True}), ((1, 5, I), {"batch_first": True}),
+    ((5, I), {"batch_first": True, "bias": False})], ids=str)
+def test_values(name: str, shape: tuple[int, ...], options: dict[str, Any], taken: list[Any]):
+    theirs, ours = pair(name, **options)
+    x = torch.randn(shape)
+    wanted = theirs(x.double())
+    for hx in (None, wanted[1]):
+        given = () if hx is None else (tuple(s.float() for s in hx) if name == "LSTM" else hx.float(),)
+        exact = theirs(x.double(), *map(double, given))
+        ours(x, *given), often(ours, x, *given), taken.clear()
+        for kind, same in memories(x).items():
+            before = same.clone()
+            found = ours(same, *given)
+            agree(found, exact)
+            for one, other in zip(flat(found), flat(exact), strict=True):
+                assert one.dtype == torch.float32 and one.is_contiguous() == other.is_contiguous(), kind
+            assert torch.equal(same, before)
+        assert len(taken) == len(memories(x))
+    # what is returned is the caller's own
+    first, second = flat(ours(x)), flat(ours(x))
+    assert not {t.data_ptr() for t in first} & {t.data_ptr() for t in second}
+
+
+def test_what_does_not_fit_is_said_as_before(taken: list[Any]):
+    ours = ecornn.torch.LSTM(I, H)
+    x, state = torch.randn(3, 2, I), torch.zeros(1, 2, H)
+    often(ours, x, (state, state))
+    taken.clear()
+    with pytest.raises(ShapeError, match=r"h_0\.shape"):
+        ours(x, (state[:, :1], state))
+    with pytest.raises(DTypeError, match=r"c_0\.dtype"):
+        ours(x, (state, state.double()))
+    with pytest.raises(ArgumentError, match="hx"):
+        ours(x, state)
+    with pytest.raises(ArgumentError, match="h_0"):
+        ours(x, (None, state))
+    with pytest.raises(DTypeError, match=r"input\.dtype"):
+        ours(x.double())
+    with pytest.raises(ShapeError, match=r"input\.shape"):
+        ours(torch.randn(3, 2, I + 1))
+    assert not taken
+
+
+def test_attributes_weights_and_threads_that_change(taken: list[Any], one_thread: None):
+    theirs, ours = pair("GRU", num_layers=2, dropout=0.5)
+    x = torch.randn(4, 4, I)
+    agree(often(ours, x), theirs(x.double()))
+    taken.clear()
+    ours.batch_first = theirs.batch_first = True
+    agree(often(ours, x), theirs(x.double()))
+    ours.batch_first = theirs.batch_first = False
+    ours.train()
+    assert not torch.equal(ours(x)[0], ours(x)[0])  # what is dropped differs
+    ours.eval()
+    for write in (lambda w: w.mul_(2), lambda w: w.data.mul_(0.5), lambda w: w.numpy().__imul__(3)):
+        for module in (ours, theirs):
+            write(module.weight_hh_l1.detach())
+        agree(ours(x), theirs(x.double()))
+    ours.weight_ih_l0 = torch.nn.Parameter(ours.weight_ih_l0 * 0.5)
+    theirs.weight_ih_l0 = torch.nn.Parameter(theirs.weight_ih_l0 * 0.5)
+    agree(ours(x), theirs(x.double()))
+    torch.set_num_threads(2)
+    agree(often(ours, x), theirs(x.double()))
+    copied = copy.deepcopy(ours)
+    agree(often(copied, x), theirs(x.double()))
+    assert len({*taken}) >= 3
+
+
+@pytest.mark.parametrize("name", [*NAMES, "LSTMCell", "GRUCell", "RNNCell"])
+def test_pytorchs_defaults_are_not_those_of_a_layer(name: str, taken: list[Any]):
+    theirs, ours = pair(name)
+    x = torch.randn(3, I) if "Cell" in name else torch.randn(2, 3, I)
+    wanted = theirs(x.double())
+    with torch.device("meta"):
+        agree(often(ours, x), wanted)
+    torch.set_default_dtype(torch.float64)
+    try:
+        agree(often(ours, x), wanted)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert taken
+
+
+@pytest.mark.parametrize("name", ["LSTMCell", "GRUCell"])
+def test_pytorchs_defaults_are_not_those_of_a_training(name: str):
+    theirs, ours = pair(name)
+    x = torch.randn(3, I)
+    exact = torch.autograd.grad(flat(theirs(x.double()))[0].sum(), [*theirs.parameters()])
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = torch.autograd.grad(flat(ours(x))[0].sum(), [*ours.parameters()])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    agree(found, exact, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["GRU", "GRUCell"])
+def test_who_watches_sees_the_operator(name: str, taken: list[Any]):
+    ours = getattr(ecornn.torch, name)(I, H)
+    x = torch.randn(3, I)
+    often(ours, x)
+    taken.clear()
+    with profile() as seen:
+        ours(x)
+    assert "ecornn::recurrent" in {event.name for event in seen.events()}
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert type(flat(ours(mode.from_tensor(x)))[0]).__name__ == "FakeTensor"
+    assert flat(torch.func.vmap(ours)(torch.stack((x, x))))[0].shape[0] == 2
+    with torch.enable_grad():
+        assert flat(ours(x))[0].requires_grad
+    assert not taken
+    ours(x)
+    assert len(taken) == 1
