@@ -4,8 +4,8 @@
 
 A step is a call with T = 1 and B = 1, float32, x copied in and y out, states in place, a loop of --steps of them
 a repetition; cells and sizes take turns. y of all steps is compared with float64, within 1e-5. A row is the median of
-nanoseconds a step over repetitions with their 20th and 80th percentile, the longest single step, and the aim where there
-is one: 200, 600 and 1000 ns for H = 16, 40 and 64.
+nanoseconds a step over repetitions with their 20th and 80th percentile, the longest single step, and the aim where
+there is one: 200, 600 and 1000 ns for H = 16, 40 and 64.
 """
 
 from __future__ import annotations
