@@ -1,0 +1,79 @@
+"""XLA's way to a module: a library with FFI handlers, compiled against jaxlib's headers when it is first needed."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import tempfile
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+from ecornn import checksum
+from ecornn.build import cache
+from ecornn.build.commands import WORK, run
+from ecornn.build.link import find_compiler, identity
+from ecornn.build.messages import first_lines
+from ecornn.errors import BuildError, ModuleError
+from ecornn.runtime.library import spelling
+from ecornn.runtime.loader import Module
+
+TARGETS = {"cpu": "ecornn_jax_cpu", "CUDA": "ecornn_jax_cuda"}  # XLA's platform -> the library's function
+TARGET = "ecornn"  # what XLA knows the handlers by
+ABI = 1
+FLAGS = ("-shared", "-fPIC", "-O2", "-std=c++17", "-fvisibility=hidden", "-w")
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The handlers, known to XLA. Raises :class:`~ecornn.errors.BuildError` without a C++ compiler."""
+    import jax
+
+    content = cache.entry("jax", (identity(), jax.version.__version__, *FLAGS, *_texts()), _compiled)
+    with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
+        path = Path(folder, "handler.so")
+        path.write_bytes(content)
+        found = ctypes.CDLL(str(path))  # it stays when its file goes
+    for platform, name in TARGETS.items():
+        jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(getattr(found, name)), platform=platform)
+    return found
+
+
+def _texts() -> Sequence[str]:
+    return [(resources.files("ecornn") / name).read_text() for name in ("jax/handler.cc", "include/ecornn.h")]
+
+
+def _compiled() -> bytes:
+    import jax
+    from tvm_ffi import libinfo
+
+    package = resources.files("ecornn")
+    folders = [jax.ffi.include_dir(), libinfo.find_dlpack_include_path(), package / "include"]
+    with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
+        command = [*find_compiler(), *FLAGS, *(f"-I{f}" for f in folders), str(package / "jax" / "handler.cc"), "-ldl",
+                   "-o", "handler.so"]
+        status, said = run(command, WORK, folder)
+        if status != 0:
+            raise BuildError(f"{command[0]} failed:\n{first_lines(said)}")
+        return Path(folder, "handler.so").read_bytes()
+
+
+def register(module: Module) -> str:
+    """Makes a module known to the handlers; returns the digest of its file, by which programs of XLA call it.
+
+    Raises :class:`~ecornn.errors.ModuleError` for a file from before modules had a C interface.
+    """
+    path = module.path
+    if not path.is_file():
+        raise ModuleError(f"the module's file {path} is gone")
+    digest = path.read_bytes()[-checksum.SIZE:-len(checksum.MARK)].hex()
+    functions = ctypes.CDLL(spelling(path.resolve()))  # never closed: programs of XLA may call it as long as they like
+    function = getattr(functions, "ecornn_module_api", None)
+    if function is None:
+        raise ModuleError(f"{path} was compiled before modules had a C interface: compile it again")
+    function.restype = ctypes.c_void_p
+    table = function(ABI)
+    if not table:
+        raise ModuleError(f"{path} has another version of the C interface: compile it again")
+    library().ecornn_jax_register(digest.encode(), ctypes.c_void_p(table))
+    return digest
