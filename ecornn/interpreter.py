@@ -72,7 +72,7 @@ def formula_of_cell(cell: Cell, x: Any, weights: Mapping[str, Any], state: Seque
         shapes = row.shape, states[0].shape
         if shapes not in steps:
             steps[shapes] = Step(cell, *shapes)
-        te_shapes = cell.parameters(row.shape[1], hidden)
+        te_shapes = cell.parameters(cell.own_input(row.shape[1], hidden), hidden)
         return steps[shapes](row, states, {n: w.reshape(s) for (n, s), w in zip(te_shapes.items(), weights,
                                                                                strict=True)})
 
@@ -81,9 +81,10 @@ def formula_of_cell(cell: Cell, x: Any, weights: Mapping[str, Any], state: Seque
                    len(cell.states), cell.states.index(cell.output_state()), step)
 
 
-def flat_shapes(cell: Cell, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of a cell's parameters as a user passes them: gates folded into the first axis."""
-    return {n: (s[0] * s[1], *s[2:]) for n, s in cell.parameters(input, hidden).items()}
+def flat_shapes(cell: Cell, width: int, hidden: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of a cell's parameters as a user passes them, gates folded into the first axis, where rows of x have
+    ``width`` values, the cell's inputs among them."""
+    return {n: (s[0] * s[1], *s[2:]) for n, s in cell.parameters(cell.own_input(width, hidden), hidden).items()}
 
 
 def hidden_size(cell: Cell, input: int, weights: Mapping[str, Any], state: Sequence[Any] | None) -> int:

@@ -144,7 +144,8 @@ def reference(cell: str | Cell, x: Any, weights: Mapping[str, Any], state: Seque
     cell : ``lstm``, ``gru``, ``gru_reset_before``, ``rnn_tanh``, ``rnn_relu``, ``lstm(layer_norm)`` or
         ``gru(layer_norm)``, by formulas in NumPy; or a :class:`Cell`, whose te step is carried out as it was written,
         operation by operation, not as it was analysed
-    x : (T, B, I), any real dtype, anything that ``numpy.asarray`` takes
+    x : (T, B, I), any real dtype, anything that ``numpy.asarray`` takes; of a Cell with sequences beside x these, H
+        values each, behind it in its rows
     weights : ``weight_ih_l0`` (G*H, I), ``weight_hh_l0`` (G*H, H), ``bias_ih_l0`` and
         ``bias_hh_l0`` (G*H,), any real dtype; those of layer k end in ``_l<k>`` and, with inputs D*H wide
         for k > 0, of the reverse direction in ``_l<k>_reverse``. With ``layer_norm`` also ``weight_ln_ih_l0`` and

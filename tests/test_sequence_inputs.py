@@ -19,6 +19,8 @@ from ecornn.analysis import analyse
 from ecornn.analysis.adjoint import adjoint
 from ecornn.analysis.backpropagation import backpropagate
 from ecornn.cells import Cell, pointwise, product
+from ecornn.cli.cell_checks import RIGHT, Checks
+from ecornn.cli.step_text import step_text
 from ecornn.errors import ArgumentError, CellError, EcornnError, ShapeError
 from ecornn.interpreter import interpret
 from ecornn.program import BACKWARD, FORWARD, PACKED, TENSORS
@@ -26,7 +28,7 @@ from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Task
 from ecornn.torch import Recurrent
 from ecornn.tune.oracle import write
-from ecornn.workload import ALONE, Traversal, Workload
+from ecornn.workload import ALONE, SINGLE, Traversal, Workload
 
 T, B, I, H = 6, 4, 5, 22
 BOTH = Traversal(True, 2, True, True)
@@ -98,6 +100,18 @@ def test_the_adjoint(cell: str):
                       * drawn.dy).sum())
 
     assert abs((loss(1e-5) - loss(-1e-5)) / 2e-5 - (dx * along).sum()) < 1e-7
+
+
+def test_help_while_writing(tmp_path: Path):
+    """The reference, the analysed step as text, and the check of a cell."""
+    drawn = Drawn("masked")
+    y, (last,) = ecornn.reference(drawn.cell, drawn.x, drawn.weights)
+    wanted, states = step_cells.run(drawn.cell, drawn.x, {"h": np.zeros((B, H))}, drawn.parameters)
+    assert abs(y - wanted).max() < 1e-13 and abs(last - states["h"]).max() < 1e-13
+    task = task_of("masked", "float32")
+    text = step_text(task.graph, task.workload, SINGLE)
+    assert "I = 5 beside scale, m, H = 22" in text and "of x and inputs:" in text
+    assert Checks(drawn.cell, I, H, 2).derivative().result == RIGHT
 
 
 def test_candidates_are_checked_with_what_a_cell_says(tmp_path: Path):

@@ -109,7 +109,7 @@ def check_cell(spec: str, cell: Cell, hidden: int, input: int | None, batch: int
     from ecornn.analysis import analyse
 
     def analysed(size: int) -> Outcome:
-        analyse(cell, size, hidden)
+        analyse(cell, cell.row_width(size, hidden), hidden)
         return Outcome(YES)
 
     wide = attempt(lambda: analysed(input or hidden * 5 // 8 or 1))
@@ -117,7 +117,7 @@ def check_cell(spec: str, cell: Cell, hidden: int, input: int | None, batch: int
     analysis = wide if size != hidden else attempt(lambda: analysed(hidden))
     if analysis.result != YES:
         return Report(spec, size, hidden, batch, oracle.STEPS, analysis, wide, 0, UNTRIED, ())
-    graph = analyse(cell, size, hidden)
+    graph = analyse(cell, cell.row_width(size, hidden), hidden)
     checks = Checks(cell, size, hidden, batch)
     told("gradients of the te step")
     derivative = attempt(checks.derivative)
@@ -138,7 +138,8 @@ class Checks:
 
     def work(self, dtype: str, weights: str | None = None, precision: str | None = None) -> Workload:
         """The layer in a type."""
-        return Workload(self.identity, self.hidden, self.input, self.batch, oracle.STEPS, dtype, weights, precision)
+        width = self.cell.row_width(self.input, self.hidden)
+        return Workload(self.identity, self.hidden, width, self.batch, oracle.STEPS, dtype, weights, precision)
 
     def inputs(self, work: Workload) -> tuple[oracle.Inputs, adjoint_oracle.Upstream]:
         """Random ones, with gradients of y and of the last states."""
@@ -155,7 +156,8 @@ class Checks:
         from ecornn.analysis.adjoint import adjoint
         from ecornn.analysis.backpropagation import carry_out
 
-        made = adjoint(analyse(self.cell, self.input, self.hidden), self.hidden)
+        width = self.cell.row_width(self.input, self.hidden)
+        made = adjoint(analyse(self.cell, width, self.hidden), self.hidden)
         return carry_out(made, given.x, given.shaped, given.states, *upstream)
 
     def derivative(self) -> Outcome:

@@ -31,7 +31,9 @@ def step_text(graph: StepGraph, work: Workload, stack: Stack) -> str:
     """The step of one layer: what is computed once, for all steps at once, and in each step between two exchanges of
     values between units; what lives from one exchange to a later one; and bytes."""
     names = Names(graph)
-    lines = [f"{work.cell.partition('@')[0]}: I = {work.input}, H = {work.hidden}, B = {work.batch}, {work.dtype}"]
+    beside = f" beside {', '.join(graph.inputs)}" if graph.inputs else ""
+    own = graph.own_input(work.input, work.hidden)
+    lines = [f"{work.cell.partition('@')[0]}: I = {own}{beside}, H = {work.hidden}, B = {work.batch}, {work.dtype}"]
     lines += [f"the first of {stack.layers} layers; the others have I = {work.hidden * (1 + stack.bidirectional)}"] \
         if stack.layers > 1 else []
     lines += ["", *(f"{n} {s}: {what(s)}" for n, s in graph.parameters.items())]
@@ -42,7 +44,8 @@ def step_text(graph: StepGraph, work: Workload, stack: Stack) -> str:
             lines.extend(["", title, *(line for one in text for line in wrapped(one))])
 
     block("Once, of parameters alone:", names.assigned(graph.invariants))
-    block("For all steps at once, of x:", names.multiplied(graph.hoisted_products), names.assigned(graph.hoisted),
+    block(f"For all steps at once, of x{' and inputs' if graph.inputs else ''}:",
+          names.multiplied(graph.hoisted_products), names.assigned(graph.hoisted),
           names.summed(graph.hoisted_statistics), names.assigned(graph.normalized))
     lines += ["", "In each step:"]
     lines += [line for one in names.assigned(graph.prologue) for line in wrapped(one)]
