@@ -1,4 +1,4 @@
-"""Modules that a process has compiled, for the next one: from the build cache, and without TVM.
+"""Modules that a process has compiled, for the next one: from the build cache, and without TVM; or from a folder.
 
 An entry is found by all that a module depends on: the layer, the device, the tuning logs as they lie there, the code of
 ecornn, its dependencies and compilers.
@@ -7,6 +7,7 @@ ecornn, its dependencies and compilers.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ecornn import module_folders
 from ecornn.layer_spec import LayerSpec
 
 if TYPE_CHECKING:
@@ -29,8 +31,17 @@ _told: list[str] = []
 def compiled_layer(layer: LayerSpec, target: str, config: Mapping[str, Any] | None = None) -> Module:
     """As :func:`ecornn.compiler.compile_layer` with these arguments, for ``cpu`` or ``cuda``.
 
-    Says on stderr, through the logger ``ecornn``, when a process first compiles something: it takes seconds.
+    Says on stderr, through the logger ``ecornn``, when a process first compiles something: it takes seconds. Raises
+    :class:`~ecornn.errors.ModuleError` where that takes TVM, which is not there.
     """
+    found = module_folders.find(layer, target, config)
+    return module_folders.had(found or _compiled(layer, target, config))
+
+
+def _compiled(layer: LayerSpec, target: str, config: Mapping[str, Any] | None) -> Module:
+    """From the build cache, or new."""
+    if importlib.util.find_spec("tvm") is None:
+        raise module_folders.missing(layer)
     from ecornn import compiler
     from ecornn.build import cache
     from ecornn.runtime.loader import from_bytes
@@ -53,7 +64,7 @@ def known(layer: LayerSpec, target: str) -> bool:
     """Whether it is there already."""
     from ecornn.build import cache
 
-    return cache.known("layer", _parts(layer, target, None))
+    return module_folders.find(layer, target) is not None or cache.known("layer", _parts(layer, target, None))
 
 
 def _parts(layer: LayerSpec, target: str, config: Mapping[str, Any] | None) -> tuple[bytes, ...]:

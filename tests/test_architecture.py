@@ -82,8 +82,11 @@ MAY_IMPORT["tune"] = BASE | HOSTS | {"analysis", "build", "cells", "interpreter"
 MAY_IMPORT["overlap"] = BASE | {"analysis", "cells", "schedules.base", "schedules.rates", "task", "tune"}
 MAY_IMPORT["compiler"] = BASE | {"build", "cells", "compose", "layer_spec", "overlap", "runtime", "schedules.base",
                                  "schedules.keeping", "targets", "task", "tune"}
-MAY_IMPORT["module_cache"] = {"build", "compiler", "layer_spec", "runtime", "schedules", "task", "tune"} | HOSTS
-MAY_IMPORT["torch"] = {"build", "cells", "errors", "layer_spec", "module_cache", "program", "runtime", "workload"}
+MAY_IMPORT["module_folders"] = {"errors", "layer_spec", "manifest", "runtime"}
+MAY_IMPORT["module_cache"] = {"build", "compiler", "layer_spec", "module_folders", "runtime", "schedules", "task",
+                              "tune"} | HOSTS
+MAY_IMPORT["torch"] = {"build", "cells", "errors", "layer_spec", "module_cache", "module_folders", "program", "runtime",
+                       "workload"}
 MAY_IMPORT["jax"] = {"build", "checksum", "errors", "host_cpu", "program", "runtime", "workload"}
 MAY_IMPORT["onnx"] = {"cells", "compiler", "device", "errors", "layer_spec", "runtime"}
 MAY_IMPORT[""] = {"cells", "compiler", "errors", "numpy_gradients", "numpy_reference", "runtime", "tune"}

@@ -21,8 +21,9 @@ environment that is an error. Gradients of gradients are refused: ``restore(mode
 
 Under torch.compile, torch.export, the modes and transforms of torch.func and others, a layer is one operator,
 ``torch.ops.ecornn.recurrent``, or, with gradients, ``recurrent_forward`` with ``recurrent_backward``. They have the
-weights among their arguments: a program of torch.export runs in any process that has imported ``ecornn.torch``. Forward
-derivatives are PyTorch's own.
+weights among their arguments: a program of torch.export runs in any process that has imported ``ecornn.torch``. Where
+there is no compiler it finds its modules in the folder that ``ECORNN_MODULES`` names, to which ``save_modules(folder)``
+copied what the process that made the program had called. Forward derivatives are PyTorch's own.
 
 On a CPU, PyTorch's own OpenMP threads do the work of our calls, too, as many as ``torch.set_num_threads`` allows; one
 where there is little to do. Calls at the same time share the cores.
@@ -31,6 +32,7 @@ where there is little to do. Calls at the same time share the cores.
 from __future__ import annotations
 
 import ecornn.torch.quantizing  # noqa: F401  has quantization see compiled layers
+from ecornn.module_folders import save_modules
 from ecornn.torch.cells import GRUCell, LSTMCell, RNNCell
 from ecornn.torch.modules import GRU, LSTM, RNN
 from ecornn.torch.preparing import prepare
@@ -39,4 +41,4 @@ from ecornn.torch.replacing import Report, rebind, replace, restore
 from ecornn.torch.traced import TracedCell, cell
 
 __all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "RNNCell", "Recurrent", "Report", "TracedCell", "cell",
-           "prepare", "rebind", "replace", "restore"]
+           "prepare", "rebind", "replace", "restore", "save_modules"]

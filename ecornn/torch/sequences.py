@@ -121,7 +121,14 @@ class Sequences:
             return run_layers(self, weights, x, state, lengths, asked)
         if asked:
             return trained(self, x, state, lengths, weights, text_of(self))
+        if not state and torch.compiler.is_exporting():
+            state = self._zeros(x)  # AOTInductor would make None of an empty list
         return inferred(self, x, state, lengths, weights, text_of(self))
+
+    def _zeros(self: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        """First states for x (T, B, I)."""
+        widths = [self.proj_size or self.hidden_size, *[self.hidden_size] * (len(self.state_names) - 1)]
+        return [x.new_zeros(self.num_layers * (1 + self.bidirectional), x.shape[1], width) for width in widths]
 
     def _forward_packed(self: Any, input: PackedSequence, hx: Any, asked: bool) -> Any:
         """Rows in packed order, the longest first; the module needs no order, the states have one."""
