@@ -1,4 +1,4 @@
-# make setup | run | examples | test | test-cpus | test-packages | soak | lint | bench | sanitize | clean
+# make setup | run | examples | test | test-cpus | test-packages | soak | lint | docs | bench | sanitize | clean
 #   PYTHON=python3.12 make setup     another interpreter (3.10 to 3.12)
 #   VENV=/somewhere make test        another place for the virtual environment
 #   make test PYTEST="-m exhaustive" what this leaves out: most of the matrices of schedules and gradients, an hour
@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Without nvcc, a machine with an NVIDIA driver compiles CUDA through NVRTC, from the [cuda] extra.
 EXTRA := $(if $(shell command -v nvidia-smi),$(if $(shell command -v nvcc),,[cuda]))
 
-.PHONY: setup run examples test test-cpus test-packages soak lint bench sanitize clean
+.PHONY: setup run examples test test-cpus test-packages soak lint docs bench sanitize clean
 
 # Each stamp stands for an installation, so that it is done again only when pyproject.toml changes.
 $(VENV)/installed: pyproject.toml
@@ -40,6 +40,10 @@ $(VENV)/installed-packages: $(VENV)/installed-test
 
 $(VENV)/installed-lint: $(VENV)/installed
 	$(PIP) install --editable '.[lint]'
+	touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed
+	$(PIP) install --editable '.[docs]'
 	touch $@
 
 $(VENV)/installed-examples: $(VENV)/installed
@@ -86,11 +90,15 @@ lint: $(VENV)/installed-lint
 	ln -s $(CURDIR)/ecornn/* $(CURDIR)/schedules $(CURDIR)/tuning_logs build/lint/ecornn
 	cd build/lint && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml
 
+# The site of README and docs, in build/site: open build/site/index.html, no server or network is needed.
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
 # compute-sanitizer over small layers of every schedule, on the GPU at hand.
 sanitize: $(VENV)/installed-bench
 	$(BIN)/python tests/sanitize.py
 
-# What the README says of speed, measured on the GPU at hand, with its tables and plots; without a GPU, on this CPU.
+# What docs say of speed, measured on the GPU at hand, with their tables and plots; without a GPU, on this CPU.
 bench: $(VENV)/installed-bench
 	$(BIN)/python benchmarks/run_all.py
 

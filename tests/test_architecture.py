@@ -82,6 +82,8 @@ MAY_IMPORT["tune"] = BASE | HOSTS | {"analysis", "build", "cells", "interpreter"
 MAY_IMPORT["overlap"] = BASE | {"analysis", "cells", "schedules.base", "schedules.rates", "task", "tune"}
 MAY_IMPORT["compiler"] = BASE | {"build", "cells", "compose", "layer_spec", "overlap", "runtime", "schedules.base",
                                  "schedules.keeping", "targets", "task", "tune"}
+MAY_IMPORT["floor"] = set()
+MAY_IMPORT["explain"] = BASE | {"analysis", "compiler", "floor", "schedules", "schedules.base", "task", "tune"}
 MAY_IMPORT["module_cache"] = {"build", "compiler", "layer_spec", "runtime", "schedules", "task", "tune"} | HOSTS
 MAY_IMPORT["torch"] = {"build", "cells", "errors", "layer_spec", "module_cache", "program", "runtime", "workload"}
 MAY_IMPORT["jax"] = {"build", "checksum", "errors", "host_cpu", "program", "runtime", "workload"}

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from test_records import trial
 
 from ecornn.cli import main
-from ecornn.cli.compile_command import knob
+from ecornn.cli.planning import knob
 from ecornn.compiler import plan
 from ecornn.errors import ArgumentError
 from ecornn.tune.log import append, read

@@ -64,6 +64,16 @@ def ended_like_ctrl_c() -> Iterator[None]:
             signal.signal(which, handler)
 
 
+JSON = click.option("--json", is_flag=True, help="The result as JSON on standard output; keys only ever get more.")
+
+
+def as_json(value: Any) -> None:
+    """Prints a result for programs: one object, indented."""
+    import msgspec
+
+    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
 # The properties of a layer as options, by the names that LayerSpec has for them, in the order of the help texts.
 PROPERTIES: dict[str, dict[str, Any]] = {
     "cell": {"metavar": "NAME|FILE.py:NAME",
