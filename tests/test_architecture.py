@@ -87,10 +87,11 @@ MAY_IMPORT["explain"] = BASE | {"analysis", "compiler", "floor", "schedules", "s
 MAY_IMPORT["module_cache"] = {"build", "compiler", "layer_spec", "runtime", "schedules", "task", "tune"} | HOSTS
 MAY_IMPORT["torch"] = {"build", "cells", "errors", "layer_spec", "module_cache", "program", "runtime", "workload"}
 MAY_IMPORT["jax"] = {"build", "checksum", "errors", "host_cpu", "program", "runtime", "workload"}
-MAY_IMPORT["onnx"] = {"cells", "compiler", "device", "errors", "layer_spec", "runtime"}
+MAY_IMPORT["onnx"] = {"cells", "compiler", "device", "errors", "layer_spec", "runtime", "workload"}
 MAY_IMPORT[""] = {"cells", "compiler", "errors", "numpy_gradients", "numpy_reference", "runtime", "tune"}
 MAY_IMPORT["cli"] = {*MAY_IMPORT} - {"jax", "torch"}
-MAY_IMPORT["__main__"] = {"cli"}
+MAY_IMPORT["console"] = {"cli"}
+MAY_IMPORT["__main__"] = {"console"}
 
 
 def sources() -> dict[str, Path]:

@@ -54,12 +54,33 @@ def signature(thing: Any) -> str:
         found = str(inspect.signature(thing))
     except (TypeError, ValueError):
         return ""
-    return re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", found.replace("'", ""))
+    found = re.sub(r"(: |-> )'([^']*)'", r"\1\2", found)  # annotations are texts, as defaults may be
+    return re.sub(r"\b(?:[a-z_]\w*\.)+(\w+)", r"\1", found)
+
+
+def wrapped(head: str, found: str) -> str:
+    """A call in lines of 100 characters, a parameter or more in each."""
+    if len(head + found) <= 100:
+        return head + found
+    inside, result = found[1:].rsplit(")", 1)
+    lines, depth, part = [""], 0, ""
+    for piece in re.split(r"(, )", inside):
+        depth += piece.count("[") + piece.count("(") - piece.count("]") - piece.count(")")
+        part += piece
+        if piece == ", " and not depth:
+            lines.append("") if len(lines[-1] + part) > 90 else None
+            lines[-1] += part
+            part = ""
+    lines.append("") if len(lines[-1] + part) > 90 else None
+    lines[-1] += part
+    return f"{head}(\n" + "\n".join(f"    {line.rstrip()}" for line in lines if line) + f"\n){result}"
 
 
 def members(kind: type) -> Iterator[tuple[str, Any]]:
-    """Public methods and properties of the class itself, with docstrings, in the order of the source."""
-    for name, value in vars(kind).items():
+    """Public methods and properties with docstrings, in the order of the source; ecornn's own ones."""
+    known = {name: value for of in reversed(kind.__mro__) if of.__module__.startswith("ecornn")
+             for name, value in vars(of).items()}
+    for name, value in known.items():
         function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
         if (not name.startswith("_") or name == "__call__") and getattr(function, "__doc__", None) and (
                 inspect.isfunction(function) or isinstance(value, property)):
@@ -71,14 +92,15 @@ def described(package: str, name: str, thing: Any) -> Iterator[str]:
     kind = "class " if inspect.isclass(thing) else ""
     yield f"### {name} {{ #{package}.{name} }}\n"
     plain = inspect.isclass(thing) and thing.__init__ is object.__init__
-    yield f"```python\n{kind}{package}.{name}{'' if plain else signature(thing)}\n```\n"
+    yield f"```python\n{wrapped(f'{kind}{package}.{name}', '' if plain else signature(thing))}\n```\n"
     if thing.__doc__:
         yield markdown(thing.__doc__) + "\n"
     if inspect.isclass(thing):
         for member, value in members(thing):
             is_property = isinstance(value, property)
-            head = f"{name}.{member}" + ("" if is_property else signature(getattr(value, "__func__", value)))
-            yield f"#### {name}.{member} {{ #{package}.{name}.{member} }}\n\n```python\n{head}\n```\n"
+            head = wrapped(f"{name}.{member}", "" if is_property else signature(getattr(value, "__func__", value)))
+            anchor = f"{package}.{name}.{member.strip('_')}"
+            yield f"#### `{name}.{member}` {{ #{anchor} }}\n\n```python\n{head}\n```\n"
             yield markdown((value.fget if is_property else value).__doc__ or "") + "\n"
 
 

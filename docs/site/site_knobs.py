@@ -40,11 +40,14 @@ def page() -> str:
                 + ("; carries out backward passes, too" if schedule.backward else "") + ".\n"]
         out.append(markdown(inspect.getdoc(type(schedule)) or "") + "\n")
         seen: dict[str, str] = {}
+        layers = []
         for task in tasks():
             if task.device.kind == schedule.kind and schedule.serves(task) is None:
-                for knob in schedule.knobs(task):
-                    values = ", ".join(f"`{v}`" for v in knob.values)
-                    seen.setdefault(knob.name, f"| `{knob.name}` | {knob.trades} | {values} | {task.workload} |")
+                new = [knob for knob in schedule.knobs(task) if knob.name not in seen]
+                layers += [f"{task.workload}"] if new else []
+                for knob in new:
+                    seen[knob.name] = f"| `{knob.name}` | {knob.trades} | {', '.join(f'`{v}`' for v in knob.values)} |"
         assert seen, f"no layer of ASKED is served by {name}"
-        out += ["| knob | what it trades | values | of |", "|---|---|---|---|", *seen.values(), ""]
+        out += [f"Of {' and '.join(layers)}:\n", "| knob | what it trades | values |", "|---|---|---|",
+                *seen.values(), ""]
     return "\n".join(out)
