@@ -1,4 +1,4 @@
-# make setup | run | examples | test | test-cpus | test-packages | soak | lint | bench | sanitize | clean
+# make setup | run | examples | test | test-cpus | test-packages | soak | lint | docs | test-wheel | bench | sanitize | clean
 #   PYTHON=python3.12 make setup     another interpreter (3.10 to 3.12)
 #   VENV=/somewhere make test        another place for the virtual environment
 #   make test PYTEST="-m exhaustive" what this leaves out: most of the matrices of schedules and gradients, an hour
@@ -15,13 +15,16 @@ SECONDS ?= 600
 WORKERS ?= $(shell expr $$(nproc) + 1)
 CPUS ?= znver3 skylake-avx512
 
+# What runs modules: docs/tutorials/deploying.md
+RUNTIME := numpy msgspec ml_dtypes "apache-tvm-ffi==0.1.14.post1"
+
 BIN := $(VENV)/bin
 MODULE := build/lstm$(HIDDEN).so
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Without nvcc, a machine with an NVIDIA driver compiles CUDA through NVRTC, from the [cuda] extra.
 EXTRA := $(if $(shell command -v nvidia-smi),$(if $(shell command -v nvcc),,[cuda]))
 
-.PHONY: setup run examples test test-cpus test-packages soak lint bench sanitize clean
+.PHONY: setup run examples test test-cpus test-packages soak lint docs test-wheel bench sanitize clean
 
 # Each stamp stands for an installation, so that it is done again only when pyproject.toml changes.
 $(VENV)/installed: pyproject.toml
@@ -40,6 +43,10 @@ $(VENV)/installed-packages: $(VENV)/installed-test
 
 $(VENV)/installed-lint: $(VENV)/installed
 	$(PIP) install --editable '.[lint]'
+	touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed
+	$(PIP) install --editable '.[docs]'
 	touch $@
 
 $(VENV)/installed-examples: $(VENV)/installed
@@ -86,11 +93,30 @@ lint: $(VENV)/installed-lint
 	ln -s $(CURDIR)/ecornn/* $(CURDIR)/schedules $(CURDIR)/tuning_logs build/lint/ecornn
 	cd build/lint && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml
 
+# The site of README and docs, in build/site: open build/site/index.html, no server or network is needed.
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
+# The wheel, built and installed with what it requires into an environment that has nothing else, compiles a layer there,
+# and runs it against the reference; then the runtime alone runs the same file, and says what it cannot do.
+test-wheel: $(VENV)/installed-test
+	rm -rf build/wheel && mkdir -p build/wheel
+	$(BIN)/python -m build --wheel --outdir build/wheel .
+	$(PYTHON) -m venv build/wheel/whole
+	build/wheel/whole/bin/python -m pip --disable-pip-version-check --quiet install build/wheel/*.whl
+	cd build/wheel && whole/bin/ecornn compile --cell lstm --hidden 64 --batch 4 --seq 20 --target cpu -o lstm64.so
+	cd build/wheel && whole/bin/python $(CURDIR)/examples/00_first_run.py lstm64.so
+	$(PYTHON) -m venv build/wheel/runtime
+	build/wheel/runtime/bin/python -m pip --disable-pip-version-check --quiet install $(RUNTIME)
+	build/wheel/runtime/bin/python -m pip --disable-pip-version-check --quiet install --no-deps build/wheel/*.whl
+	cd build/wheel && runtime/bin/python $(CURDIR)/examples/00_first_run.py lstm64.so
+	cd build/wheel && ! runtime/bin/ecornn doctor
+
 # compute-sanitizer over small layers of every schedule, on the GPU at hand.
 sanitize: $(VENV)/installed-bench
 	$(BIN)/python tests/sanitize.py
 
-# What the README says of speed, measured on the GPU at hand, with its tables and plots; without a GPU, on this CPU.
+# What docs say of speed, measured on the GPU at hand, with their tables and plots; without a GPU, on this CPU.
 bench: $(VENV)/installed-bench
 	$(BIN)/python benchmarks/run_all.py
 

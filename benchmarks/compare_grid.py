@@ -30,13 +30,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from compile_rows import as_ready, compiling, file_of
-from floor import H100, floor, machine_of
 from grid import Row, select
 from grid_log import GridLog
 from measuring_process import Limits, MeasuringProcess
 
 from ecornn.device import Device
 from ecornn.errors import EcornnError
+from ecornn.floor import H100, floor, machine_of
 from ecornn.targets import resolve
 
 

@@ -23,10 +23,11 @@ from typing import Any
 
 from cases import Files, parser_of, run
 from compiled_case import Made
-from floor import Machine, floor, machine_of
 from grid_log import GridLog
 from grid_tables import knobs, table, times
 from measuring_process import Limits
+
+from ecornn.floor import Machine, floor, machine_of
 
 T, B, DTYPE = 256, 16, "float16"
 SIZES = (256, 1024)

@@ -3,7 +3,7 @@
     python benchmarks/grid_report.py benchmarks/results/h100_grid.jsonl
 
 writes h100_grid.csv, .md, .png and h100_grid_scaling.png beside the file; plots need matplotlib.
-``readme_table.py`` puts the short form into the README.
+``docs_tables.py`` puts the short form into docs/PERFORMANCE.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rows of the grid as Markdown: the short form for the README, and all of them."""
+"""The rows of the grid as Markdown: the short form for docs, and all of them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def source(log: GridLog, path: Path) -> str:
 
 
 def short(path: Path, log: GridLog) -> list[str]:
-    """For the README: means, the worst rows, cliffs."""
+    """For docs/PERFORMANCE.md: means, the worst rows, cliffs."""
     s = Summary(log.rows)
     lines = table(("single layers against cuDNN", "rows", "geometric mean", "least", "below 1x"), (
         (g.dtype, len(g.rows) if len(g.rows) == g.expected else f"{len(g.rows)} of {g.expected}", f"{g.mean:.2f}x",
@@ -66,7 +66,7 @@ def short(path: Path, log: GridLog) -> list[str]:
     if s.failed:
         lines.append(f"{len(s.failed)} rows failed: " + "; ".join(f"{layer(r)} {r['dtype']}" for r in s.failed) + ".")
     whole = path.with_suffix(".md").as_posix()
-    return [*lines, f"Every row, with its configuration and its floor: [{whole}]({whole}).", "",
+    return [*lines, f"Every row, with its configuration and its floor: [{whole}](../{whole}).", "",
             source(log, path)]
 
 
@@ -74,7 +74,7 @@ def long(path: Path, log: GridLog) -> list[str]:
     """Every row, and what must hold."""
     s = Summary(log.rows)
     lines = ["# Single layers on a GPU", "", source(log, path), "",
-             "The floor of a row is what `benchmarks/floor.py` computes: exchange, products and bytes of the best cut.",
+             "The floor of a row is what `ecornn/floor.py` computes: exchange, products and bytes of the best cut.",
              "Modules were compiled several at a time; `benchmarks/compile_times.py` times them one by one.",
              "", *table((*AGAINST, "schedule", "knobs", "from", "module, kB"), (
                  (*against(r), r["schedule"], knobs(r["config"]), r["provenance"].split(":")[0], size(r))

@@ -1,13 +1,13 @@
-"""Measures what the README says of speed, on the GPU at hand, and writes its tables; `make bench`.
+"""Measures what docs say of speed, on the GPU at hand, and writes their tables; `make bench`.
 
     python benchmarks/run_all.py
 
-On a GPU: the layers of the README and the whole grid against cuDNN (compare_cudnn.py, compare_grid.py), LSTM and
-vanilla against FlashRNN where it is installed (compare_flashrnn.py), the hoisted projection against cuBLAS
+On a GPU: the layers of docs/PERFORMANCE.md and the whole grid against cuDNN (compare_cudnn.py, compare_grid.py), LSTM
+and vanilla against FlashRNN where it is installed (compare_flashrnn.py), the hoisted projection against cuBLAS
 (compare_projection.py), stacks and rows of different lengths (compare_stacks.py, compare_columns.py), what fusion,
 layout and persistence gain (compare_ablation.py), what variants cost (compare_variants.py), why rows are above their
 floors (why_above_floor.py), how long modules take to compile (compile_times.py); with CSV, Markdown and plots of the
-grid (grid_report.py) and the README's tables (readme_table.py), all in benchmarks/results, named after the GPU. What
+grid (grid_report.py) and docs' tables (docs_tables.py), all in benchmarks/results, named after the GPU. What
 was interrupted goes on where it stopped.
 
 Without a GPU: layers, latencies and the grid on the CPU against PyTorch and ONNX Runtime (compare_cpu.py), into
@@ -29,7 +29,7 @@ from ecornn.targets import resolve
 from ecornn.tune.choose import default_target
 
 HERE = Path(__file__).resolve().parent
-RESULTS = Path("benchmarks/results")  # README's links are relative to the checkout
+RESULTS = Path("benchmarks/results")  # docs' links are relative to the checkout
 CPU_SUITES = ("layers", "latency", "grid")
 
 
@@ -60,13 +60,14 @@ def on_gpu(device: Device) -> bool:
     """Everything on this GPU; whether all of it succeeded."""
     name = short_name(device)
     layers, grid, flashrnn = (RESULTS / f"{name}{end}" for end in (".json", "_grid.jsonl", "_flashrnn.json"))
-    good = run("compare_cudnn.py", "--output", layers) and run("readme_table.py", layers)
+    good = run("compare_cudnn.py", "--output", layers) and run("docs_tables.py", layers)
     good &= anew(grid, "compare_grid.py")
     if grid.exists():
-        good &= run("grid_report.py", grid) and run("readme_table.py", grid)
+        good &= run("grid_report.py", grid) and run("docs_tables.py", grid)
+        good &= run("speed_plot.py", grid, "docs/images/speed.svg")
         good &= anew(RESULTS / f"{name}_reasons.jsonl", "why_above_floor.py", grid)
     stacks = RESULTS / f"{name}_stacks.json"
-    good &= run("compare_stacks.py", "--output", stacks) and run("readme_table.py", stacks)
+    good &= run("compare_stacks.py", "--output", stacks) and run("docs_tables.py", stacks)
     good &= run("compare_stacks.py", "--packed", "--output", RESULTS / f"{name}_packed.json")
     good &= run("compare_columns.py", "--output", RESULTS / f"{name}_columns.json")
     good &= anew(RESULTS / f"{name}_projection.jsonl", "compare_projection.py")
@@ -75,7 +76,7 @@ def on_gpu(device: Device) -> bool:
     good &= anew(RESULTS / f"{name}_compile_times.jsonl", "compile_times.py", "--jobs",
                  max(1, len(os.sched_getaffinity(0)) // 4))
     if importlib.util.find_spec("flashrnn"):
-        good &= run("compare_flashrnn.py", "--output", flashrnn) and run("readme_table.py", flashrnn)
+        good &= run("compare_flashrnn.py", "--output", flashrnn) and run("docs_tables.py", flashrnn)
     else:
         print("\nnot compared with FlashRNN, which is not installed: pip install flashrnn==1.0.8")
     return good

@@ -92,7 +92,7 @@ class Looked:
     def drop(self) -> None:
         self.waiting.clear()
 
-    def compare(self, finalists: Sequence[Candidate]) -> list[Outcome]:
+    def compare(self, finalists: Sequence[Candidate], seconds: float | None = None) -> list[Outcome]:
         return []
 
 

@@ -33,7 +33,6 @@ from pathlib import Path
 
 from cases import Files, parser_of, run
 from compiled_case import Knobs, Made, knobs
-from floor import GATES, Machine, floor, machine_of, polled
 from grid import Row
 from grid_log import GridLog
 from grid_summary import HIGH, Summary
@@ -41,6 +40,8 @@ from grid_tables import layer, table, times
 from measuring_process import Limits
 from stage_cells import Bare
 from unmultiplied import SERVED
+
+from ecornn.floor import GATES, Machine, floor, machine_of, polled
 
 STATES = {"lstm": 2, "gru": 1, "rnn_tanh": 1, "rnn_relu": 1}
 STAGES = ("gate math", "projection", "products", "exchange", "recurrence")

@@ -1,5 +1,5 @@
 """``python -m ecornn``: the command line where no script is installed."""
 
-from ecornn.cli import main
+from ecornn.console import main
 
-main(prog_name="ecornn")
+main()

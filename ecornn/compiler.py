@@ -18,7 +18,7 @@ from ecornn.device import Device
 from ecornn.errors import ArgumentError
 from ecornn.layer_spec import LayerSpec
 from ecornn.targets import resolve
-from ecornn.workload import Overlap, Stack, Workload
+from ecornn.workload import BATCH, SEQ, Overlap, Stack, Workload
 
 if TYPE_CHECKING:
     from ecornn.build.generated import Generated
@@ -102,6 +102,9 @@ def device_of(target: str | Device | None) -> Device:
 def plan_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule: str | None = None,
                config: Mapping[str, Value] | None = None, overlap: str = "auto") -> LayerPlan:
     """Analyses the cell and chooses schedules and configurations; arguments as :func:`compile`."""
+    from ecornn.tune.quick_tvm import require_tvm
+
+    require_tvm()  # nothing below is worth a message without it
     from ecornn.overlap import arrange
     from ecornn.task import adjoint_task, tunes_backward
     from ecornn.tune.choose import choose, serving_or_raise
@@ -181,7 +184,7 @@ def generate(planned: LayerPlan) -> Generated:
                          planned.device)
 
 
-def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = 1, seq: int = 100,
+def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = BATCH, seq: int = SEQ,
             dtype: str = "float32", weights: str | None = None, precision: str | None = None, layers: int = 1,
             bidirectional: bool = False, lengths: bool = False, resets: bool = False, reverse: bool = False,
             sequences: bool = False, training: bool = False, keep: str | None = None,

@@ -63,6 +63,10 @@ class ScheduleError(EcornnError):
     """No schedule serves the workload, or a configuration cannot be built."""
 
 
+class MissingPackageError(EcornnError, ImportError):
+    """A Python package that compiling or tuning needs is not installed; the message names it."""
+
+
 class BuildError(EcornnError):
     """Code generation, the CUDA compiler or the linker failed."""
 

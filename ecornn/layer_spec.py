@@ -10,7 +10,7 @@ from msgspec import structs
 from ecornn.cells import Cell
 from ecornn.cells.naming import load_cell
 from ecornn.errors import ArgumentError
-from ecornn.workload import Stack, Workload
+from ecornn.workload import BATCH, SEQ, Stack, Workload
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class LayerSpec:
     cell: str | Cell
     hidden: int
     input: int | None = None
-    batch: int = 1
-    seq: int = 100
+    batch: int = BATCH
+    seq: int = SEQ
     dtype: str = "float32"
     weights: str | None = None
     precision: str | None = None

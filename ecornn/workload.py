@@ -9,6 +9,8 @@ import msgspec
 from ecornn.errors import ArgumentError, DTypeError
 
 SERVED = {"cuda": ("float32", "float16", "bfloat16"), "llvm": ("float32", "float64")}  # kind of device -> data types
+# B and T of who leaves them open, in every command and function: so that what is tuned is what is compiled
+BATCH, SEQ = 20, 300
 DTYPES = (*SERVED["cuda"], "float64")
 WEIGHTS = ("float32", "float16", "bfloat16", "int21", "int16", "int8")
 PRECISIONS = ("exact", "tf32")

@@ -82,16 +82,19 @@ MAY_IMPORT["tune"] = BASE | HOSTS | {"analysis", "build", "cells", "interpreter"
 MAY_IMPORT["overlap"] = BASE | {"analysis", "cells", "schedules.base", "schedules.rates", "task", "tune"}
 MAY_IMPORT["compiler"] = BASE | {"build", "cells", "compose", "layer_spec", "overlap", "runtime", "schedules.base",
                                  "schedules.keeping", "targets", "task", "tune"}
+MAY_IMPORT["floor"] = set()
+MAY_IMPORT["explain"] = BASE | {"analysis", "compiler", "floor", "schedules", "schedules.base", "task", "tune"}
 MAY_IMPORT["module_folders"] = {"errors", "layer_spec", "manifest", "runtime"}
 MAY_IMPORT["module_cache"] = {"build", "compiler", "layer_spec", "module_folders", "runtime", "schedules", "task",
                               "tune"} | HOSTS
 MAY_IMPORT["torch"] = {"build", "cells", "errors", "layer_spec", "module_cache", "module_folders", "program", "runtime",
                        "workload"}
 MAY_IMPORT["jax"] = {"build", "checksum", "errors", "host_cpu", "program", "runtime", "workload"}
-MAY_IMPORT["onnx"] = {"cells", "compiler", "device", "errors", "layer_spec", "runtime"}
+MAY_IMPORT["onnx"] = {"cells", "compiler", "device", "errors", "layer_spec", "runtime", "workload"}
 MAY_IMPORT[""] = {"cells", "compiler", "errors", "numpy_gradients", "numpy_reference", "runtime", "tune"}
 MAY_IMPORT["cli"] = {*MAY_IMPORT} - {"jax", "torch"}
-MAY_IMPORT["__main__"] = {"cli"}
+MAY_IMPORT["console"] = {"cli"}
+MAY_IMPORT["__main__"] = {"console"}
 
 
 def sources() -> dict[str, Path]:

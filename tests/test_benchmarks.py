@@ -11,7 +11,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import compile_phases
-import floor as floors
 import grid
 import grid_report
 import grid_tables
@@ -20,6 +19,7 @@ import pytest
 from grid_log import GridLog
 from grid_summary import Summary
 
+from ecornn import floor as floors
 from ecornn.targets import KNOWN
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -214,20 +214,6 @@ def test_plots(log: GridLog):
         path = log.path.with_name(name)
         plot(log, path)
         assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_readme_sections():
-    """Every file of these has its place in the README, and the tables there are those of the files."""
-    import readme_table
-
-    readme = (ROOT / "README.md").read_text()
-    for path in sorted((ROOT / "benchmarks" / "results").iterdir()):
-        if path.name in ("h100.json", "h100_grid.jsonl", "h100_flashrnn.json", "h100_stacks.json",
-                         "cpu_skylake.json"):
-            name, lines = readme_table.section(path.relative_to(ROOT))
-            assert "\n".join([f"<!-- {name}: begin -->", "", *lines, "", f"<!-- {name}: end -->"]) in readme
-    for name in ("measured", "measured-grid", "measured-flashrnn", "measured-stacks", "measured-cpu"):
-        assert readme.count(f"<!-- {name}: begin -->") == readme.count(f"<!-- {name}: end -->") == 1
 
 
 def test_float64_forward_is_the_reference():

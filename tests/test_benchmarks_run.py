@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import compare_grid
 import fake_measuring
 import pytest
-from floor import H100, floor
 from grid import Row
 from grid_log import GridLog
 from measuring_process import Limits, MeasuringProcess
 
 import ecornn
+from ecornn.floor import H100, floor
 from ecornn.targets import KNOWN, resolve
 
 LSTM, GRU, VANILLA = (Row(cell, 3, 2, 8, 8, "float32") for cell in ("lstm", "gru", "rnn_tanh"))
@@ -136,7 +136,7 @@ def test_everything_is_measured_and_put_in_its_place(tmp_path: Path, monkeypatch
     def fake(script: str, *arguments: object) -> bool:
         calls.append(script)
         assert (Path(run_all.HERE) / script).is_file()
-        if script != "readme_table.py" and "--output" in arguments:
+        if script != "docs_tables.py" and "--output" in arguments:
             out = Path(str(arguments[-1]))
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(script)

@@ -13,7 +13,6 @@ import compare_ablation
 import compare_projection
 import compare_variants
 import fake_measuring
-import floor as floors
 import numpy as np
 import pytest
 import why_above_floor
@@ -27,6 +26,7 @@ from stage_cells import Bare, bare_forward
 from unmultiplied import Unmultiplied
 
 import ecornn
+from ecornn import floor as floors
 from ecornn.build.cuda import lower
 from ecornn.compiler import plan
 from ecornn.schedules import all_schedules

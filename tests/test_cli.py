@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -18,7 +19,7 @@ from click.testing import CliRunner
 from test_records import trial
 
 from ecornn.cli import main
-from ecornn.cli.compile_command import knob
+from ecornn.cli.planning import knob
 from ecornn.compiler import plan
 from ecornn.errors import ArgumentError
 from ecornn.tune.log import append, read
@@ -150,6 +151,30 @@ def test_a_folder_of_logs_that_is_a_file_is_said(folder, caplog):
     assert "cannot be read: Not a directory" in run("doctor")
 
 
+def from_json(*arguments: str):
+    """What a command gives programs: JSON and nothing else on standard output, and exit code 0."""
+    done = CliRunner().invoke(main, [*arguments, "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_doctor_for_programs():
+    found = from_json("doctor")
+    assert {"CPU", "GPU", "TVM", "records", "build cache"} <= set(found["found"]) and len(found["logs"]) == 2
+
+
+def test_json_and_code_do_not_share_an_output():
+    done = CliRunner().invoke(main, ["compile", "--cell", "lstm", "--hidden", "8", "--emit", "tir", "--json"])
+    assert done.exit_code == 2 and "--emit-to" in done.stderr and not done.stdout
+
+
+def test_how_a_search_goes_is_no_result(folder):
+    """Results on standard output, and everything else on standard error."""
+    done = CliRunner().invoke(main, ["tune", *LAYER, "--trials", "2"], catch_exceptions=False)
+    assert "trial 2/2" in done.stderr and "trial " not in done.stdout.split("log:")[0]
+    assert "best:" in done.stdout and "best:" not in done.stderr
+
+
 def test_doctor_says_what_there_is():
     output = run("doctor")
     for word in ("CPU", "GPU", "CUDA compiler", "C++ compiler", "TVM", "XGBoost", "records"):
@@ -180,6 +205,17 @@ def test_from_tuning_to_a_timed_module(folder, tmp_path):
     assert said[1] == finish.best.schedule and " ".join(sorted(said[2].split())) == knobs
     output = run("bench", str(module), "--seconds", "0.05", "--batch", "2", "--seq", "7")
     assert re.search(r"^ecornn +[\d.]+ µs/step", output, re.MULTILINE)
+    timed = from_json("bench", str(module), "--seconds", "0.05", "--seq", "7")["us_per_step"]["ecornn"]
+    assert 0 < timed["p20"] <= timed["median"] <= timed["p80"] and timed["runs"] >= 3
+    (again,) = from_json(*command)
+    assert again["finish"]["best"] == {"schedule": finish.best.schedule, "config": finish.best.config}
+    made = from_json("compile", *arguments)
+    assert made["written"] == [str(module)] and made["chosen"][0]["schedule"].startswith(finish.best.schedule)
+    assert path.name in made["chosen"][0]["why"]
+    (listed,) = from_json("log", "ls", str(path))
+    assert listed == {"file": str(path), "runs": 1, "finished": 1, "trials": 5, "failed": listed["failed"]}
+    (best,) = from_json("log", "best", str(path))
+    assert best["trial"]["times"]["median"] == pytest.approx(finish.best_us) and best["file"] == str(path)
 
 
 def test_many_layers_in_one_session_each_with_its_log(folder):
@@ -256,7 +292,8 @@ def test_overlaps_are_chosen_said_and_explained():
 def test_interrupting_keeps_the_trials_and_exits_with_130(folder):
     program = [sys.executable, "-c", "from ecornn.cli import tune; tune()"]
     command = [*program, *LAYER, "--hidden", "32", "--trials", "400"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                              env=dict(os.environ)) as process:
         try:
             deadline = time.monotonic() + 120
             while time.monotonic() < deadline and not any(read(p).trials() for p in folder.glob("*.jsonl")):

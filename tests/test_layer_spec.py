@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import ecornn.compiler
+import ecornn.onnx
 from ecornn.cells import Cell, get
 from ecornn.cli.common import PROPERTIES
 from ecornn.cli.compile_command import compile as compile_command
@@ -17,12 +18,12 @@ from ecornn.cli.tune_command import tune as tune_command
 from ecornn.errors import ArgumentError, DTypeError
 from ecornn.layer_spec import LayerSpec
 from ecornn.tune import Result, Session, tune
-from ecornn.workload import Stack, Workload
+from ecornn.workload import BATCH, SEQ, Stack, Workload
 
 DEFAULTS = {f.name: inspect.Parameter.empty if f.default is MISSING else f.default for f in fields(LayerSpec)}
 # what is tuned is one sequence, and the recurrence of its adjoint
 SEQUENCE = {name: DEFAULTS[name] for name in (*Workload.__struct_fields__, "training") if name != "entry"}
-TUNED = {"batch": 20, "seq": 300}  # what the commands and the tuner take where it is left open
+OPEN = {"batch": BATCH, "seq": SEQ}  # where they are left open: the same everywhere, or what is tuned is not found
 OTHER = {"cell": "gru", "hidden": 24, "input": 16, "batch": 3, "seq": 7, "dtype": "float32", "weights": "int16",
          "precision": "exact", "layers": 2, "bidirectional": True, "lengths": True, "resets": True, "reverse": False,
          "sequences": False, "training": True, "keep": "gates"}  # unlike the defaults where they may be so together
@@ -37,15 +38,16 @@ def test_a_property_is_of_a_sequence_or_of_how_they_are_put_together():
     assert {*DEFAULTS} - {"training"} == {*Workload.__struct_fields__, *Stack.__struct_fields__} - {"entry"}
     assert [LayerSpec("lstm", 8, training=t).stack.keep for t in (False, True)] == [None, "states"]
     made = LayerSpec("lstm", 8)
-    assert made.stack == Stack() and made.workload == Workload("lstm", 8, 8)
+    assert made.stack == Stack() and made.workload == Workload("lstm", 8, 8, BATCH, SEQ)
 
 
 def test_every_way_in_has_the_properties_and_their_defaults():
-    assert signature(ecornn.compile) == DEFAULTS
+    assert signature(ecornn.compile) == DEFAULTS and DEFAULTS.items() >= OPEN.items()
+    assert signature(ecornn.onnx.compile).items() >= OPEN.items()
     for function in (tune, Session.tune):
-        assert signature(function) == SEQUENCE | TUNED | {"dtype": None}, "the usual data type is the device's"
+        assert signature(function) == SEQUENCE | {"dtype": None}, "the usual data type is the device's"
     assert {*PROPERTIES} == {*DEFAULTS}
-    assert {n: s["default"] for n, s in PROPERTIES.items() if "default" in s} == TUNED
+    assert {n: s["default"] for n, s in PROPERTIES.items() if "default" in s} == OPEN
     for command, names in ((compile_command, DEFAULTS), (tune_command, SEQUENCE)):
         assert {p.name for p in command.params} & {*DEFAULTS} == {*names}
 

@@ -73,7 +73,7 @@ def test_commands_are_declared(wheel: Path):
     archive = zipfile.ZipFile(wheel)
     (name,) = (n for n in archive.namelist() if n.endswith("entry_points.txt"))
     text = archive.read(name).decode()
-    assert all(f"{command} = ecornn.cli:" in text for command in ("ecornn", "ecornn-tune", "ecornn-compile"))
+    assert all(f"{command} = ecornn.console:" in text for command in ("ecornn", "ecornn-tune", "ecornn-compile"))
 
 
 CHECK_LAYOUT = """

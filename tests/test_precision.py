@@ -16,7 +16,7 @@ from ecornn.errors import ArgumentError, EcornnError
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.step.layout_transform import LayoutTransform
 from ecornn.targets import KNOWN
-from ecornn.workload import Workload
+from ecornn.workload import BATCH, SEQ, Workload
 
 
 @pytest.mark.parametrize("wrong", [{"precision": "fp8"}, {"precision": "tf32", "dtype": "float16"},
@@ -28,7 +28,7 @@ def test_only_float32_has_a_choice(wrong):
 
 def test_exact_is_the_default_and_tf32_a_workload_of_its_own():
     planned = plan("lstm", hidden=8, precision="exact", target="sm_90a")
-    assert planned.workload == Workload("lstm", 8, 8)
+    assert planned.workload == Workload("lstm", 8, 8, BATCH, SEQ)
     planned = plan("lstm", hidden=8, precision="tf32", target="sm_90a")
     assert planned.workload.precision == "tf32" and "tf32" in str(planned.workload)
 

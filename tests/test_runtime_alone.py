@@ -46,6 +46,28 @@ def lonely(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+MISSING = """
+import sys
+import ecornn
+try:
+    ecornn.compile("lstm", hidden=8, target="cpu")
+except ecornn.errors.MissingPackageError as error:
+    assert isinstance(error, ImportError) and "apache-tvm is not installed" in str(error)
+    print("said")
+"""
+
+
+def test_what_is_missing_is_said(lonely: Path, tmp_path: Path):
+    """Not a traceback, of commands and of compile(), where the runtime alone is installed."""
+    there = {"env": {"PATH": "", "PYTHONPATH": str(lonely), "HOME": os.environ["HOME"]}, "cwd": tmp_path,
+             "capture_output": True, "text": True, "timeout": 60}
+    done = subprocess.run([sys.executable, "-S", "-c", MISSING], **there)
+    assert done.stdout == "said\n", done.stderr
+    done = subprocess.run([sys.executable, "-S", "-m", "ecornn", "doctor"], **there)
+    assert done.returncode == 2 and done.stderr.startswith("error: click is not installed: "), done.stderr
+    assert done.stderr.count("\n") == 1 and not done.stdout
+
+
 def run_there(lonely: Path, module: Path, weights: dict[str, np.ndarray], x: np.ndarray, tmp_path: Path) -> np.ndarray:
     """y of a new interpreter that sees that folder and the standard library, and no program."""
     np.savez(tmp_path / "data.npz", x=x, **{f"w:{n}": v for n, v in weights.items()})

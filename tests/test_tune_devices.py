@@ -161,5 +161,6 @@ def test_what_was_measured_elsewhere_is_compiled_for_elsewhere(tracker, target, 
                               layer=lambda **asked: SimpleNamespace(training=False, **asked))
     for count, expected in ((1, f"--dtype bfloat16{said} -o lstm800.so"), (2, f"`ecornn compile{said}` uses it")):
         console = Console(soft_wrap=True, file=io.StringIO())
-        run(console, session, [{"cell": "lstm"}] * count, target, {})
+        run(console, session, [{"cell": "lstm"}] * count, target, {}, found := [])
+        assert found == [result] * count
         assert expected in console.file.getvalue()

@@ -26,7 +26,7 @@ from ecornn.task import make_task
 from ecornn.tune.building import Build, Built
 from ecornn.tune.environment import Environment
 from ecornn.tune.evaluate import Outcome, ProcessEvaluator
-from ecornn.tune.journal import Journal, digest_of
+from ecornn.tune.journal import RESERVED, Journal, digest_of
 from ecornn.tune.log import Line, read
 from ecornn.tune.model import CostModel
 from ecornn.tune.pool import Closed, Pool
@@ -96,7 +96,7 @@ class Instant:
         self.seen.append(one)
         return one, Outcome(Times.of([cost(one.config)]), 1e-7, "digest")
 
-    def compare(self, finalists):
+    def compare(self, finalists, seconds=None):
         return [Outcome(Times.of([cost(one.config) + 0.25]), 1e-7, "digest") for one in finalists]
 
 
@@ -435,9 +435,35 @@ def test_the_time_limit_ends_a_wait_but_not_that_for_the_first_result(tmp_path):
     began = time.monotonic()
     _, finish = start(tmp_path / "a.jsonl", Fake(("ok",), "ab"), Stuck(), Settings(40, 0, time_limit=2.0))
     assert finish.reason == "time" and finish.trials == 1 and finish.best and time.monotonic() - began < 5
-    assert waited[0] is None and 0.5 < waited[1] < 0.9
+    assert waited[0] is None and 0.05 < waited[1] < 0.4, "half a second is for the comparison"
     _, finish = start(tmp_path / "b.jsonl", Fake(("ok",), "ab"), Stuck(), Settings(40, 0, time_limit=1.0))
     assert finish.reason == "time" and finish.trials == 1 and finish.best
+
+
+def test_all_of_a_run_is_within_the_time_limit(tmp_path):
+    """The search ends early enough for the comparison, which is told what is left; and what came before counts, but for
+    one result."""
+    left = []
+
+    class Slow(Instant):
+        def next(self, seconds=None):
+            time.sleep(0.05)
+            return super().next(seconds)
+
+        def compare(self, finalists, seconds=None):
+            left.append(seconds)
+            time.sleep(seconds)
+            return super().compare(finalists)
+
+    path, limit = tmp_path / "log.jsonl", 1.2
+    tuner, finish = start(path, Fake(("ok",), "ab"), Slow(), Settings(500, 0, time_limit=limit))
+    assert finish.reason == "time" and finish.trials > 3
+    assert 0.5 * RESERVED * limit < left[0] <= RESERVED * limit
+    assert finish.seconds == pytest.approx(limit, abs=0.2)
+    assert tuner.journal.finished(500, limit) and not tuner.journal.finished(500, 2 * limit)
+    began = time.monotonic() - 10
+    _, finish = start(tmp_path / "b.jsonl", Fake(("ok",), "ab"), Slow(), Settings(500, 0, time_limit=5, started=began))
+    assert (finish.reason, finish.trials) == ("time", 1) and finish.best and finish.seconds >= 10
 
 
 def test_the_gain_is_taken_from_the_final_comparison(tmp_path):

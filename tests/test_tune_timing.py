@@ -39,6 +39,13 @@ def test_contestants_take_turns_after_the_warm_up():
     assert len(times[0]) == len(times[1]) == 7
 
 
+def test_once_the_time_is_over_each_has_the_fewest_samples():
+    order: list[str] = []
+    made = [Clocked(0.04, order, str(i)) for i in range(2)]
+    times = race([Contestant(m, m.clock) for m in made], seconds=0.0)
+    assert [len(t) for t in times] == [FEWEST, FEWEST]
+
+
 def test_short_runs_are_timed_several_at_once_and_reported_one_by_one():
     times, order = contest(1e-4)
     assert len(order) == 2 + 20 * len(times[0])

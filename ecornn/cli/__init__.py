@@ -9,6 +9,7 @@ from ecornn.cli.check_cell_command import check_cell
 from ecornn.cli.compile_command import compile
 from ecornn.cli.config_command import config
 from ecornn.cli.doctor_command import doctor
+from ecornn.cli.explain_command import explain
 from ecornn.cli.log_command import log
 from ecornn.cli.log_files import export, import_files, merge_files, prune
 from ecornn.cli.log_verify import verify
@@ -22,6 +23,7 @@ A first session:
   ecornn doctor                            what this machine can do
   ecornn tune --cell lstm --hidden 800     search; prints the next command
   ecornn compile --cell lstm --hidden 800 --batch 20 -o lstm800.so
+  ecornn explain --cell lstm --hidden 800  why that, and what to expect
   ecornn bench lstm800.so                  against PyTorch, if installed
   ecornn check-cell mine.py:Mine           what serves a cell of your own
 """
@@ -33,7 +35,7 @@ def main() -> None:
     """Compiles recurrent layers (LSTM, GRU, your own cell) with TVM, for CUDA GPUs and CPUs."""
 
 
-for command in (tune, compile, check_cell, bench, log, serve, doctor, config):
+for command in (tune, compile, explain, check_cell, bench, log, serve, doctor, config):
     main.add_command(command)
 for command in (merge_files, export, import_files, prune, verify):
     log.add_command(command)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ecornn.cli.common import SIZE, plain_errors
+from ecornn.cli.common import JSON, SIZE, as_json, plain_errors
 from ecornn.workload import SERIAL
 
 if TYPE_CHECKING:
@@ -26,8 +26,9 @@ TORCH = {"lstm": ("LSTM", {}), "gru": ("GRU", {}), "rnn_tanh": ("RNN", {"nonline
 @click.option("--seconds", type=click.FloatRange(min=0.01), default=2.0, show_default=True,
               help="About so long at most for each contestant: 3 to 20 samples, up to 80 where they do not settle.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the data.")
+@JSON
 @plain_errors
-def bench(module: Path, seq: int | None, batch: int | None, seconds: float, seed: int) -> None:
+def bench(module: Path, seq: int | None, batch: int | None, seconds: float, seed: int, json: bool) -> None:
     """Times a module, against PyTorch on the same device if it is installed.
 
     Contestants take turns; x and weights are random; the times are of whole layers, weights bound.
@@ -58,6 +59,9 @@ def bench(module: Path, seq: int | None, batch: int | None, seconds: float, seed
     times = race(list(contestants.values()), span=seconds)
     of = f", {manifest.stack}" if str(manifest.stack) else ""
     of += f", {manifest.overlap}" if manifest.overlap != SERIAL else ""
+    if json:
+        as_json(measured(manifest, steps, rows, dict(zip(contestants, times, strict=True))))
+        return
     click.echo(f"{work.cell} T={steps} B={rows} I={work.input} H={work.hidden} {work.dtype}{of} "
                f"on {manifest.device.name}, {manifest.schedule}")
     medians = {}
@@ -68,6 +72,18 @@ def bench(module: Path, seq: int | None, batch: int | None, seconds: float, seed
                    f"{middle * steps / 1e3:.4g} ms a sequence, {len(runs)} runs")
     if "PyTorch" in medians:
         click.echo(f"ecornn takes {medians['ecornn'] / medians['PyTorch']:.3f} of PyTorch's time")
+
+
+def measured(manifest: Manifest, steps: int, rows: int, times: dict[str, list[float]]) -> dict[str, Any]:
+    """What was timed and each contestant's µs a step, for programs."""
+    import numpy as np
+
+    sides = {}
+    for name, runs in times.items():
+        low, middle, high = (float(v) for v in np.percentile(runs, (20, 50, 80)) * 1e6 / steps)
+        sides[name] = {"p20": low, "median": middle, "p80": high, "runs": len(runs)}
+    return {"workload": manifest.workload, "stack": manifest.stack, "device": manifest.device.name,
+            "schedule": manifest.schedule, "seq": steps, "batch": rows, "us_per_step": sides}
 
 
 def torch_layer(manifest: Manifest, weights: dict[str, Any], x: Any) -> Callable[[], Any] | None:

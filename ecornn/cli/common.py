@@ -16,7 +16,7 @@ import click
 
 from ecornn.errors import EcornnError
 from ecornn.layer_spec import usual_dtype
-from ecornn.workload import DTYPES, KEEPS, PRECISIONS, WEIGHTS, Workload
+from ecornn.workload import BATCH, DTYPES, KEEPS, PRECISIONS, SEQ, WEIGHTS, Workload
 
 F = TypeVar("F", bound=Callable[..., Any])
 SIZE = click.IntRange(min=1, max=1 << 20)
@@ -64,6 +64,16 @@ def ended_like_ctrl_c() -> Iterator[None]:
             signal.signal(which, handler)
 
 
+JSON = click.option("--json", is_flag=True, help="The result as JSON on standard output; keys only ever get more.")
+
+
+def as_json(value: Any) -> None:
+    """Prints a result for programs: one object, indented."""
+    import msgspec
+
+    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
 # The properties of a layer as options, by the names that LayerSpec has for them, in the order of the help texts.
 PROPERTIES: dict[str, dict[str, Any]] = {
     "cell": {"metavar": "NAME|FILE.py:NAME",
@@ -71,8 +81,8 @@ PROPERTIES: dict[str, dict[str, Any]] = {
                      "'lstm(peepholes,clip=3)'; or your own cell."},
     "hidden": {"type": SIZE, "help": "Hidden size H."},
     "input": {"type": SIZE, "help": "Input size I.  [default: H]"},
-    "batch": {"type": SIZE, "default": 20, "show_default": True, "help": "Largest batch B to serve."},
-    "seq": {"type": SIZE, "default": 300, "show_default": True,
+    "batch": {"type": SIZE, "default": BATCH, "show_default": True, "help": "Largest batch B to serve."},
+    "seq": {"type": SIZE, "default": SEQ, "show_default": True,
             "help": "Sequence length T to expect; every T is served."},
     "dtype": {"type": click.Choice(DTYPES),
               "help": "[default: bfloat16 on a GPU, float32 with --precision or on a CPU]"},

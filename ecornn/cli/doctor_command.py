@@ -6,34 +6,39 @@ from collections.abc import Callable
 
 import click
 
+from ecornn.cli.common import JSON, as_json
 from ecornn.device import Device
 from ecornn.errors import EcornnError
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-def doctor() -> None:
+@JSON
+def doctor(json: bool) -> None:
     """Says what this machine can compile for, tune and run, and what to install for the rest."""
     from ecornn.tune.folders import read_all, shipped_folder, user_folder
     from ecornn.tune.record import Trial
 
+    said: dict[str, str] = {}
     missing: list[str] = []
     for name, examine in EXAMINED.items():
         try:
-            found, advice = examine()
+            said[name], advice = examine()
         except EcornnError as error:
-            found, advice = "unusable", str(error)
-        click.echo(f"{name:14}{found}")
+            said[name], advice = "unusable", str(error)
         if advice:
             missing.append(f"{name}: {advice}")
-    click.echo(f"{'build cache':14}{cached()}")
+    said["build cache"] = cached()
     log = read_all()
     mine = {(d.kind, d.arch) for d in devices()}
     trials = [line.record for line in log.lines if isinstance(line.record, Trial)]
     apply = {t.workload for t in trials if (t.device.kind, t.device.arch) in mine and t.times}
-    click.echo(f"{'records':14}{len(trials)} trials; {len(apply)} workloads tuned for this machine's devices")
+    said["records"] = f"{len(trials)} trials; {len(apply)} workloads tuned for this machine's devices"
+    missing += [f"records: skipped {problem}" for problem in log.problems]
+    if json:
+        as_json({"found": said, "to_do": missing, "logs": [str(user_folder()), str(shipped_folder())]})
+        return
+    click.echo("\n".join(f"{name:14}{found}" for name, found in said.items()))
     click.echo(f"{'':14}yours: {user_folder()}\n{'':14}shipped: {shipped_folder()}")
-    for problem in log.problems:
-        missing.append(f"records: skipped {problem}")
     click.echo("\n".join(["", "to do:", *(f"  {m}" for m in missing)]) if missing else "nothing is missing")
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ecornn.cli.common import plain_errors
+from ecornn.cli.common import JSON, as_json, plain_errors
 
 if TYPE_CHECKING:
     from ecornn.tune.log import Line, Log
@@ -58,37 +58,48 @@ def collect(files: tuple[Path, ...], strict: bool = False) -> Log:
 
 @log.command()
 @FILES
+@JSON
 @plain_errors
-def ls(files: tuple[Path, ...]) -> None:
+def ls(files: tuple[Path, ...], json: bool) -> None:
     """Lists log files: runs, trials, failures."""
     from ecornn.tune.folders import shipped_folder, user_folder
     from ecornn.tune.record import Start, Trial
     from ecornn.tune.selection import under_way
 
     found = collect(files, strict=True)
-    if not files:
+    if not files and not json:
         click.echo(f"yours: {user_folder()}\nshipped: {shipped_folder()}")
+    listed = []
     for path in dict.fromkeys(line.path for line in found.lines):
         lines = [line for line in found.lines if line.path == path]
         records = [line.record for line in lines]
         trials = [r for r in records if isinstance(r, Trial) and r.stage == "search"]
         runs = {r.run for r in records if isinstance(r, Start)}
         failed = sum(1 for t in trials if t.error)
-        click.echo(f"{path}: {len(runs)} runs ({len(runs - under_way(lines))} finished), {len(trials)} trials, "
-                   f"{failed} failed")
-    if not found.lines:
+        done = len(runs - under_way(lines))
+        listed.append({"file": str(path), "runs": len(runs), "finished": done, "trials": len(trials), "failed": failed})
+        if not json:
+            click.echo(f"{path}: {len(runs)} runs ({done} finished), {len(trials)} trials, {failed} failed")
+    if json:
+        as_json(listed)
+    elif not found.lines:
         click.echo("no records; make some with: ecornn tune --cell lstm --hidden 800")
 
 
 @log.command()
 @FILES
+@JSON
 @plain_errors
-def best(files: tuple[Path, ...]) -> None:
+def best(files: tuple[Path, ...], json: bool) -> None:
     """Prints the fastest trial of each workload and device."""
     from ecornn.schedules import revisions
     from ecornn.tune.selection import best_lines
 
-    for line in best_lines(collect(files, strict=True), revisions()):
+    lines = best_lines(collect(files, strict=True), revisions())
+    if json:
+        as_json([{"file": str(line.path), "line": line.number, "trial": line.record} for line in lines])
+        return
+    for line in lines:
         click.echo(f"{text_of(line)}  ({line.place})")
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ecornn.cli.common import command_line, ended_like_ctrl_c, layer_options, plain_errors
+from ecornn.cli.common import JSON, as_json, command_line, ended_like_ctrl_c, layer_options, plain_errors
 from ecornn.workload import Workload
 
 if TYPE_CHECKING:
@@ -71,10 +71,11 @@ ONE_SEARCH = "A CPU's backward pass has no knobs: what was found is the forward 
 @click.option("--key", default="ecornn", show_default=True, help="Of the servers, with --tracker.")
 @click.option("--allow-remote", is_flag=True,
               help="A tracker on another machine. RPC is remote execution: trusted networks only.")
+@JSON
 @click.version_option(package_name="ecornn")
 @plain_errors
 def tune(target: str | None, timeout: float, seed: int, tracker: str | None, key: str, allow_remote: bool,
-         **options: Any) -> None:
+         json: bool, **options: Any) -> None:
     """Searches the fastest schedule and knobs of a layer, or of many.
 
     Builds run in processes that see no GPU; measurements run in one that is killed when a
@@ -91,14 +92,18 @@ def tune(target: str | None, timeout: float, seed: int, tracker: str | None, key
             from ecornn.tune.session import Session
 
             import_tvm()
-            console = Console(soft_wrap=True, highlight=False)
+            console = Console(soft_wrap=True, highlight=False, quiet=json)  # results; how it goes is on stderr
+            found: list[Result] = []
             with Session(target, timeout=timeout, seed=seed,
                          tracker=found_tracker(tracker, key, allow_remote)) as session:
-                good = all(run(console, session, layers, target, options))
+                good = all(run(console, session, layers, target, options, found))
     except KeyboardInterrupt:
         click.echo("\nStopped. Every trial that was done is in the log; the same command goes on"
-                   + ("" if options["resume"] else ", without --no-resume") + ".")
+                   + ("" if options["resume"] else ", without --no-resume") + ".", err=True)
         raise SystemExit(130) from None
+    if json:
+        as_json([{"workload": one.workload, "device": one.device.name, "log": str(one.log), "finish": one.finish,
+                  "failures": one.failures} for one in found])
     if not good:
         raise SystemExit(1)
 
@@ -118,13 +123,16 @@ def found_tracker(address: str | None, key: str, allow_remote: bool) -> Tracker 
 
 
 def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], target: str | None,
-        options: dict[str, Any]) -> list[bool]:
+        options: dict[str, Any], found: list[Result]) -> list[bool]:
     """Tunes layers of the properties ``asked`` in turn; whether each has a best. One that no schedule serves does not
-    end the rest."""
+    end the rest. Results are also left in ``found``."""
+    from rich.console import Console
+
     from ecornn.cli.progress import Meter
     from ecornn.errors import CellError, DTypeError, ScheduleError
 
     good = []
+    progress = Console(stderr=True, soft_wrap=True, highlight=False)
     if session.tracker is not None:  # a compilation, which has no tracker, is for this machine unless it is told
         target = session.device.arch
     # what is wrong with the last one is said before the first is tuned
@@ -134,18 +142,19 @@ def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], tar
 
         def begin(space: ConfigSpace, resumed: int, count: str = count) -> None:
             work, device = space.task.workload, space.task.device
-            console.print(f"{count}{work} on {device.name} ({device.arch}): {', '.join(space.schedules)}"
+            progress.print(f"{count}{work} on {device.name} ({device.arch}): {', '.join(space.schedules)}"
                           + (f", {resumed} trials in the log" if resumed else ""), markup=False)
 
         try:
-            with Meter(console, layer.training) as meter:
+            with Meter(progress, layer.training) as meter:
                 result = session.tune_layer(layer, **options, report=meter.report, begin=begin)
         except (CellError, DTypeError, ScheduleError) as error:
             if len(layers) == 1:
                 raise
-            console.print(f"{count}error: {error}", markup=False)
+            progress.print(f"{count}error: {error}", markup=False)
             good.append(False)
             continue
+        found += results(result)
         if len(layers) == 1:
             for one in results(result):
                 show(console, one)

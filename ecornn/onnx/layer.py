@@ -11,6 +11,7 @@ from ecornn.errors import ArgumentError, DTypeError, ShapeError
 from ecornn.layer_spec import LayerSpec
 from ecornn.onnx.node import Node
 from ecornn.runtime.loader import Layer
+from ecornn.workload import BATCH, SEQ
 
 
 class OnnxLayer:
@@ -97,7 +98,7 @@ def as_type(value: Any, dtype: str) -> Any:
     return value.astype(dtype)
 
 
-def compile(node: Node, *, batch: int = 1, seq: int = 100, target: str | Device | None = None,
+def compile(node: Node, *, batch: int = BATCH, seq: int = SEQ, target: str | Device | None = None,
             dtype: str | None = None) -> OnnxLayer:
     """Compiles a node, for calls of up to ``batch`` rows and lengths of about ``seq``.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ecornn.cells import Cell
 from ecornn.device import Device
 from ecornn.tune.session import TIMEOUT, Result, Session
+from ecornn.workload import BATCH, SEQ
 
 if TYPE_CHECKING:
     from ecornn.tune.pool import Entries
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from ecornn.tune.tuner import Progress
 
 
-def tune(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = 20, seq: int = 300,
+def tune(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = BATCH, seq: int = SEQ,
          dtype: str | None = None, weights: str | None = None, precision: str | None = None, training: bool = False,
          target: str | Device | None = None, trials: int | None = None, timeout: float = TIMEOUT,
          time_limit: float | None = None, seed: int = 0, resume: bool = True, early_stop: bool = True,

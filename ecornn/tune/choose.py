@@ -70,23 +70,25 @@ def serving(task: Task, name: str | None = None) -> list[Schedule]:
     if task.workload.dtype not in allowed:
         where = "a GPU" if task.device.kind == "cuda" else "a CPU"
         raise DTypeError("dtype", task.workload.dtype, f"one of {', '.join(allowed)} on {where}")
-    reasons = {}
-    for schedule in asked:
-        if schedule.kind != task.device.kind:
-            reasons[schedule.name] = f"is for {schedule.kind}, not {task.device.kind}"
-        elif task.workload.weights and task.workload.weights not in schedule.weights:
-            reasons[schedule.name] = f"does not round weights to {task.workload.weights}"
-        elif task.workload.precision and schedule.kind != "cuda":
-            reasons[schedule.name] = f"has no {task.workload.precision} products"
-        elif task.traversal.sequences and not schedule.sequences:
-            reasons[schedule.name] = "does not work on one sequence after the other in a column"
-        else:
-            reasons[schedule.name] = schedule.serves(task) or ""
-    found = [s for s in asked if not reasons[s.name]]
+    reasons = {schedule.name: refusal(schedule, task) for schedule in asked}
+    found = [s for s in asked if reasons[s.name] is None]
     if not found:
         raise ScheduleError(f"no schedule serves {task.workload} on {task.device.name}: "
                             + "; ".join(f"{n} {r}" for n, r in reasons.items()))
     return found
+
+
+def refusal(schedule: Schedule, task: Task) -> str | None:
+    """None, or why a schedule does not serve a task, whose data type its device has."""
+    if schedule.kind != task.device.kind:
+        return f"is for {schedule.kind}, not {task.device.kind}"
+    if task.workload.weights and task.workload.weights not in schedule.weights:
+        return f"does not round weights to {task.workload.weights}"
+    if task.workload.precision and schedule.kind != "cuda":
+        return f"has no {task.workload.precision} products"
+    if task.traversal.sequences and not schedule.sequences:
+        return "does not work on one sequence after the other in a column"
+    return schedule.serves(task)
 
 
 def complete(schedule: Schedule, task: Task, config: Mapping[str, Value]) -> dict[str, Value]:

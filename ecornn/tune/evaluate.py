@@ -72,9 +72,9 @@ class Evaluator(Protocol):
     def drop(self) -> None:
         """Forgets the pending candidates."""
 
-    def compare(self, finalists: Sequence[Candidate]) -> list[Outcome]:
+    def compare(self, finalists: Sequence[Candidate], seconds: float | None = None) -> list[Outcome]:
         """Measures the finalists taking turns; where one of them fails then, each alone. [] where nothing can be
-        said of any."""
+        said of any. Times are taken for about so many ``seconds`` at most."""
 
 
 Module = tuple[Path, Built]
@@ -237,15 +237,16 @@ class ProcessEvaluator:
         """A measurement as the tuner sees it."""
         return Outcome(Times.of(list(one.times)), one.check, built.digest, noisy=one.noisy)
 
-    def measure(self, paths: Sequence[Path], bound: float | None, fewest: int = FEWEST) -> list[Measured]:
+    def measure(self, paths: Sequence[Path], bound: float | None, fewest: int = FEWEST,
+                seconds: float | None = None) -> list[Measured]:
         """Checks and times modules in a measuring process."""
         self.answered.result()
         work, limit = self.task.workload, self.limit * len(paths)
         request = Measure(tuple(map(str, paths)), str(self.answers), tolerance(work), work.seq,
-                          self.seed, bound, fewest, limit)
+                          self.seed, bound, fewest, limit, seconds)
         return self.pool.measure(request, list[Measured], limit, self)
 
-    def compare(self, finalists: Sequence[Candidate]) -> list[Outcome]:
+    def compare(self, finalists: Sequence[Candidate], seconds: float | None = None) -> list[Outcome]:
         """See :class:`Evaluator`."""
         try:
             # Those of an earlier session are built again; the others must not wait for builds that go on.
@@ -256,7 +257,7 @@ class ProcessEvaluator:
             return []
         built = [self.modules[c] for c in finalists]
         try:
-            measured = self.measure([path for path, _ in built], None, COMPARED)
+            measured = self.measure([path for path, _ in built], None, COMPARED, seconds)
         except WorkerError:
             self.pool.must_be_open()
             alone = [self.alone(*one) for one in built]

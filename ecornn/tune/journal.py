@@ -17,6 +17,8 @@ from ecornn.tune.log import TORN, Line, append, read
 from ecornn.tune.record import AnyRecord, Choice, Finish, Start, Trial
 from ecornn.workload import Workload
 
+RESERVED = 0.25  # of a time limit, at most: for the comparison after the search
+
 
 def digest_of(workload: Workload, device: Device, schedules: Sequence[Schedule], seed: int,
               only: Sequence[Choice] | None = None) -> str:
@@ -117,7 +119,7 @@ class Journal:
 
     def finished(self, trials: int, time_limit: float | None, early_stop: bool = False) -> bool:
         """Whether nothing is left to do for a run of ``trials`` trials and ``time_limit`` seconds, that
-        may or may not stop early."""
+        may or may not stop early. Of the time a share is kept for the comparison at the end, which may need less."""
         if self.finish is None:
             return False
         if self.finish.reason == "converged" and early_stop:
@@ -125,4 +127,4 @@ class Journal:
         if self.finish.reason == "space" or self.finish.trials >= trials:
             return True
         return self.finish.reason == "time" and time_limit is not None and (
-            self.finish.seconds >= time_limit)
+            self.finish.seconds >= (1 - RESERVED) * time_limit)

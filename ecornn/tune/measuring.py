@@ -36,6 +36,7 @@ class Measure(msgspec.Struct, frozen=True):
     bound : µs per step of the best so far; hopeless candidates are timed once; None: no bound
     fewest : samples of the others, at least
     limit : seconds that all this may take
+    seconds : after which no more samples are taken than they all need; None: of times that do not settle many are
     """
 
     paths: tuple[str, ...]
@@ -46,6 +47,7 @@ class Measure(msgspec.Struct, frozen=True):
     bound: float | None = None
     fewest: int = FEWEST
     limit: float = 60.0
+    seconds: float | None = None
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -160,6 +162,6 @@ def measure(request: Measure) -> list[Measured]:
         errors.append(error)
         contestants.append(Contestant(run, memory.clock))
     bound = None if request.bound is None else request.bound * request.seq * 1e-6
-    times = race(contestants, bound, fewest=request.fewest)
+    times = race(contestants, bound, fewest=request.fewest, seconds=request.seconds)
     return [Measured(error, tuple(t * 1e6 / request.seq for t in runs), not settled(runs))
             for error, runs in zip(errors, times, strict=True)]

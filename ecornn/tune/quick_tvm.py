@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
+
+from ecornn.errors import MissingPackageError
+
+
+def require_tvm() -> None:
+    """Raises :class:`MissingPackageError` without TVM, as where the runtime alone is installed."""
+    if "tvm" not in sys.modules and find_spec("tvm") is None:
+        raise MissingPackageError("apache-tvm is not installed: this installation runs module files and no more. To "
+                                  "compile and tune, install ecornn with what it requires")
 
 
 def import_tvm() -> None:
     """Imports TVM. Where PyTorch is installed TVM imports it too, which takes longer than all the rest
     (2 seconds of 3); it does without where there is none, and so it seems meanwhile."""
+    require_tvm()
     if "tvm" in sys.modules or "torch" in sys.modules:
         return
     sys.modules["torch"] = None  # type: ignore[assignment]  # makes `import torch` an ImportError

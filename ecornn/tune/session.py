@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from ecornn.errors import ScheduleError
 from ecornn.layer_spec import LayerSpec, usual_dtype
 from ecornn.tune.at_hand import present
 from ecornn.tune.pool import Closed, Entries, Pool
-from ecornn.workload import Workload
+from ecornn.workload import BATCH, SEQ, Workload
 
 if TYPE_CHECKING:
     from ecornn.tune.environment import Environment
@@ -86,8 +87,10 @@ class Session:
         from ecornn.cells.naming import importing
         from ecornn.tune.checks import one_of, seconds, whole
         from ecornn.tune.process import MARK
+        from ecornn.tune.quick_tvm import require_tvm
         from ecornn.tune.remote import Tracker
 
+        require_tvm()
         if os.environ.get(MARK) or importing():
             raise ScheduleError("tune() was called while the script with the cell was imported again; put the call "
                                 "under `if __name__ == \"__main__\":`")
@@ -135,7 +138,7 @@ class Session:
                 self._environment = environment(self.device)
             return self._environment
 
-    def tune(self, cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = 20, seq: int = 300,
+    def tune(self, cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = BATCH, seq: int = SEQ,
              dtype: str | None = None, weights: str | None = None, precision: str | None = None,
              training: bool = False, trials: int | None = None, time_limit: float | None = None, resume: bool = True,
              early_stop: bool = True, output: Path | None = None, schedule: str | None = None,
@@ -192,6 +195,7 @@ class Session:
                       report: Callable[[Progress], None] = lambda _: None,
                       begin: Callable[[ConfigSpace, int], None] = lambda *_: None) -> Result:
         """As :meth:`tune`, of one entry of ``layer``: ``workload`` is its own, or that one's ``adjoint``."""
+        started = time.monotonic()
         from ecornn.cells.naming import spec_of
         from ecornn.tune import folders
         from ecornn.tune.checks import called, one_of, seconds, whole
@@ -214,7 +218,7 @@ class Session:
                 run = Journal.open(path, digest, resume)  # another process may have gone on until now
                 before = len(run.search)
                 if not run.finished(wanted, limit, early_stop):
-                    settings = Settings(wanted, self.seed, limit, early_stop=early_stop)
+                    settings = Settings(wanted, self.seed, limit, early_stop=early_stop, started=started)
                     self._search(layer.loaded, spec, workload, run, settings, schedule, only, report, begin)
                 return result(run, workload, self.device, before)
         return result(run, workload, self.device, len(run.search))

@@ -98,14 +98,16 @@ def decided(times: Sequence[float], bound: float | None, fewest: int) -> bool:
 
 
 def race(contestants: Sequence[Contestant], bound: float | None = None, span: float = SPAN,
-         fewest: int = FEWEST) -> list[list[float]]:
+         fewest: int = FEWEST, seconds: float | None = None) -> list[list[float]]:
     """Seconds of one run, several samples of each contestant, after a warm-up, taking turns.
 
     Where the device does not hold still there are up to ``LONGER`` times as many samples; whether the
     median is known then is for :func:`settled` to say. A contestant whose warm-up takes longer than
     ``HOPELESS * bound`` seconds keeps that one time; one that is slower than ``BEHIND * bound`` in each of the
-    ``fewest`` samples gets no more, and one whose samples agree gets no more than ``EARLY``, or ``fewest``.
+    ``fewest`` samples gets no more, and one whose samples agree gets no more than ``EARLY``, or ``fewest``. Once
+    ``seconds`` are over, no more than ``FEWEST`` of each are taken.
     """
+    end = math.inf if seconds is None else time.monotonic() + seconds
     times: list[list[float]] = []
     for one in contestants:
         warm = one.clock(one.run)
@@ -122,7 +124,7 @@ def race(contestants: Sequence[Contestant], bound: float | None = None, span: fl
                    if (number < samples and not decided(times[i], bound, fewest))
                    or (samples <= number < LONGER * samples and not settled(times[i])
                        and not behind(times[i], bound, fewest))]
-        if not waiting:
+        if not waiting or (number >= FEWEST and time.monotonic() >= end):
             break
         for i in waiting:
             _, count, runs = plans[i]

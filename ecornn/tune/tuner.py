@@ -8,13 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ecornn.tune.environment import Environment
-from ecornn.tune.evaluate import Evaluator, Outcome
-from ecornn.tune.journal import Journal
+from ecornn.tune.evaluate import COMPARED, Evaluator, Outcome
+from ecornn.tune.journal import RESERVED, Journal
 from ecornn.tune.record import Choice, Finish, Reason, Start, Trial
 from ecornn.tune.search import Search
 from ecornn.tune.space import Candidate
 
 AHEAD = 0.25  # of all trials: pending while more are proposed
+OVERHEAD, WARM = 0.5, 3  # of a comparison: seconds, and runs of each finalist before its samples
 FINALISTS = 3  # fastest of the search, measured once more together with the default
 # Stop early once, at this confidence, fewer than RATE of further trials would be faster by GAIN.
 CONFIDENCE, RATE, GAIN = 0.95, 0.05, 0.01
@@ -23,13 +24,15 @@ CONFIDENCE, RATE, GAIN = 0.95, 0.05, 0.01
 @dataclass(frozen=True)
 class Settings:
     """``trials`` of the search in all; ``time_limit`` in seconds or None; ``batch`` between two
-    trainings of the model; ``early_stop``: end once more trials are unlikely to help."""
+    trainings of the model; ``early_stop``: end once more trials are unlikely to help; ``started``: when this session of
+    the run began, by ``time.monotonic``, with all that comes before its first trial; None: when it is carried out."""
 
     trials: int
     seed: int
     time_limit: float | None = None
     batch: int = 8
     early_stop: bool = False
+    started: float | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,8 @@ class Tuner:
         Trials that the journal already has are not made again. Stopped at any point
         (KeyboardInterrupt included), the journal has every trial that was done.
         """
-        self.begin = time.monotonic() - self.journal.seconds
+        started = self.settings.started
+        self.begin = (time.monotonic() if started is None else started) - self.journal.seconds
         for old in self.journal.search:
             self.learn(Candidate.of(old.schedule, old.config), old.times.median if old.times else None)
         if not self.journal.search:
@@ -87,6 +91,15 @@ class Tuner:
         limit = self.settings.time_limit
         return None if limit is None else max(0.0, limit - self.elapsed())
 
+    def for_search(self) -> float | None:
+        """Seconds until the search must end, so that the comparison after it is within the time limit, too."""
+        limit, left = self.settings.time_limit, self.left()
+        if limit is None or left is None:
+            return None
+        sequence = (self.best_us or 0.0) * 1e-6 * self.task.workload.seq
+        needed = OVERHEAD + (COMPARED + WARM) * (FINALISTS + 1) * sequence
+        return max(0.0, left - min(needed, RESERVED * limit))
+
     def loop(self) -> Reason:
         """Searches; returns why it ended. New candidates are proposed before the last are done, so
         that no process waits for another; no more than ``AHEAD`` of all, so that most are proposed with
@@ -94,7 +107,7 @@ class Tuner:
         given = prepared = self.settings.trials <= len(self.search.first)  # nothing will be ranked
         ahead = self.evaluator.spare if given else min(self.evaluator.spare, int(AHEAD * self.settings.trials))
         while True:
-            if self.left() == 0:
+            if self.for_search() == 0 and self.search.tried:
                 return "time"
             if self.settings.early_stop and self.converged():
                 return "converged"
@@ -115,7 +128,7 @@ class Tuner:
                 self.search.prepare()
                 prepared = True
             try:  # the first result is worth waiting for, whatever the limit
-                candidate, outcome = self.evaluator.next(self.left() if self.best else None)
+                candidate, outcome = self.evaluator.next(self.for_search() if self.best else None)
             except TimeoutError:
                 return "time"
             self.learn(candidate, outcome.times.median if outcome.times else None)
@@ -173,7 +186,7 @@ class Tuner:
         if default in ranked and default not in finalists:
             finalists.append(default)
         times = {c: self.search.tried[c] for c in finalists}
-        outcomes = self.evaluator.compare(finalists) if len(finalists) > 1 else []
+        outcomes = self.evaluator.compare(finalists, self.left()) if len(finalists) > 1 else []
         if outcomes:
             for candidate, outcome in zip(finalists, outcomes, strict=True):
                 self.record(candidate, outcome, "final")

@@ -59,6 +59,15 @@ H100 = Machine(cores=132, registers=256 << 10, shared=227 << 10, l2=50 << 20,
 
 
 @dataclass(frozen=True)
+class Step:
+    """What a floor depends on of a cell: products (H, H) of a state and (H, I) of x, and exchanges of a state."""
+
+    products: int
+    hoisted: int
+    exchanges: int = 1
+
+
+@dataclass(frozen=True)
 class Floor:
     """Microseconds a step, and the cut they are for."""
 
@@ -87,22 +96,27 @@ def polled(machine: Machine, B: int, H: int, dtype: str, groups: int, blocks: in
 
 def floor(machine: Machine, cell: str, B: int, I: int, H: int, dtype: str) -> Floor:
     """The floor of a step; ``dtype`` is ``float16``, ``bfloat16``, ``tf32`` or ``float32`` (three TF32 products)."""
-    cuts = (_cut(machine, cell, B, I, H, dtype, groups, blocks)
+    return floor_of(machine, Step(GATES[cell], GATES[cell]), B, I, H, dtype)
+
+
+def floor_of(machine: Machine, step: Step, B: int, I: int, H: int, dtype: str) -> Floor:
+    """As :func:`floor`, of any step."""
+    cuts = (_cut(machine, step, B, I, H, dtype, groups, blocks)
             for groups in range(1, min(B, machine.cores) + 1) for blocks in range(1, machine.cores // groups + 1)
             if blocks > machine.cluster or groups <= next(n for most, n in machine.clusters if blocks <= most))
     return min(cuts, key=lambda f: f.total)
 
 
-def _cut(m: Machine, cell: str, B: int, I: int, H: int, dtype: str, groups: int, blocks: int) -> Floor:
+def _cut(m: Machine, step: Step, B: int, I: int, H: int, dtype: str, groups: int, blocks: int) -> Floor:
     rows, size, rate = -(-B // groups), BYTES[dtype], m.tensor_rate / SLOWER[dtype]
-    weights = GATES[cell] * H * H * size
+    weights = step.products * H * H * size
     each = weights / blocks
     shared = min(max(0.0, each - m.registers), m.shared)
     beyond = groups * (weights - blocks * min(each, m.registers + m.shared))
     return Floor(
-        exchange=_exchange(m, blocks) + _fetched(m, rows, H, size, groups, blocks),
-        recurrent=2 * GATES[cell] * H * H * max(rows, TILE) / (rate * blocks / m.cores),
-        projection=2 * GATES[cell] * H * I * B / rate,
+        exchange=step.exchanges * (_exchange(m, blocks) + _fetched(m, rows, H, size, groups, blocks)),
+        recurrent=2 * step.products * H * H * max(rows, TILE) / (rate * blocks / m.cores),
+        projection=2 * step.hoisted * H * I * B / rate,
         bytes=shared / m.shared_rate + beyond / (m.l2_rate if weights <= m.l2 else m.memory_rate)
         + B * (I + H) * size / m.memory_rate, groups=groups, blocks=blocks)
 

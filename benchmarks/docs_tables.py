@@ -1,10 +1,10 @@
-"""Writes the README's tables of measured results from the files of the ``compare_*.py`` beside this one.
+"""Writes docs' tables of measured results from the files of the ``compare_*.py`` beside this one.
 
-    python benchmarks/readme_table.py benchmarks/results/h100.json
-    python benchmarks/readme_table.py benchmarks/results/h100_grid.jsonl
-    python benchmarks/readme_table.py benchmarks/results/h100_flashrnn.json
-    python benchmarks/readme_table.py benchmarks/results/h100_stacks.json
-    python benchmarks/readme_table.py benchmarks/results/cpu_skylake.json
+    python benchmarks/docs_tables.py benchmarks/results/h100.json
+    python benchmarks/docs_tables.py benchmarks/results/h100_grid.jsonl
+    python benchmarks/docs_tables.py benchmarks/results/h100_flashrnn.json
+    python benchmarks/docs_tables.py benchmarks/results/h100_stacks.json
+    python benchmarks/docs_tables.py benchmarks/results/cpu_skylake.json
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from pathlib import Path
 import numpy as np
 from grid_log import GridLog
 from grid_tables import NAMES, short, table
+
+PAGES = (Path("docs/PERFORMANCE.md"), Path("docs/PERFORMANCE_CPU.md"))  # from the checkout
 
 
 def gpu_table(path: Path, data: dict) -> list[str]:
@@ -102,7 +104,7 @@ def stacks_table(path: Path, data: dict) -> list[str]:
 
 
 def section(path: Path) -> tuple[str, list[str]]:
-    """The name of the README's part that a file belongs to, and its lines."""
+    """The name of the part of ``PAGES`` that a file belongs to, and its lines."""
     if path.suffix == ".jsonl":
         return "measured-grid", short(path, GridLog(path))
     data = json.loads(path.read_text())
@@ -117,10 +119,10 @@ def section(path: Path) -> tuple[str, list[str]]:
 def main() -> None:
     name, lines = section(Path(sys.argv[1]))
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    readme = Path("README.md")
-    text = readme.read_text()
+    (page,) = (page for page in PAGES if begin in page.read_text())
+    text = page.read_text()
     before, after = text.split(begin)[0], text.split(end)[1]
-    readme.write_text(before + "\n".join([begin, "", *lines, "", end]) + after)
+    page.write_text(before + "\n".join([begin, "", *lines, "", end]) + after)
 
 
 if __name__ == "__main__":

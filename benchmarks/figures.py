@@ -1,0 +1,213 @@
+"""The figures within the sentences of README and docs, computed from files of results.
+
+    python benchmarks/figures.py            says which figures of which page are not those of the results
+    python benchmarks/figures.py --write    writes them
+
+In a page a figure stands between two comments, ``<!-- figure: NAME -->`` and ``<!-- / -->``; NAME is one of
+``FIGURES``. A comment never begins a line: it would make HTML of it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from grid import PAST
+from grid_log import GridLog
+from grid_summary import Group, Summary
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+MARKED = re.compile(r"(<!-- figure: ([\w.]+) -->)(.*?)(<!-- / -->)", re.DOTALL)
+
+
+def pages() -> list[Path]:
+    """Every page that may hold figures."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@cache
+def rows(name: str) -> list[dict[str, Any]]:
+    """The rows of a file of results."""
+    path = RESULTS / name
+    return GridLog(path).rows if path.suffix == ".jsonl" else json.loads(path.read_text())["rows"]
+
+
+@cache
+def grid() -> Summary:
+    return Summary(rows("h100_grid.jsonl"))
+
+
+@cache
+def group(dtype: str) -> Group:
+    (found,) = (g for g in grid().groups() if g.dtype == dtype)
+    return found
+
+
+def span(values: Iterable[float], form: str = "{:.1f}", between: str = " to ") -> str:
+    """The least and the largest value."""
+    found = sorted(values)
+    return between.join((form.format(found[0]), form.format(found[-1])))
+
+
+def cpu(suite: str) -> list[dict[str, Any]]:
+    return [r for r in rows("cpu_skylake.json") if r["suite"] == suite]
+
+
+def rates(*dtypes: str) -> str:
+    """Of the hoisted projection, as shares of cuBLAS's."""
+    return span((r["rate"] for r in rows("h100_projection.jsonl") if r["dtype"] in dtypes), "{:.0%}")
+
+
+def packed(case: str, fits: Callable[[dict[str, Any]], bool]) -> str:
+    """How many times as long PyTorch takes for packed sequences."""
+    return span(r["ratio"] for r in rows("h100_packed.json") if r["case"] == case and fits(r))
+
+
+def issue(H: int, fits: Callable[[int], bool]) -> Callable[[], str]:
+    return lambda: packed("pytorch#149194", lambda r: r["H"] == H and fits(r["T"]))
+
+
+def variants(word: str, of: tuple[str, ...], sizes: tuple[int, ...] = (256, 1024)) -> list[float]:
+    """Times of variants of a cell over those of the plain one, of those that a regular expression finds."""
+    return [r["variant_us"] / r["plain_us"] for r in rows("h100_variants.jsonl") if re.search(word, r["variant"])
+            and r["plain"] in of and r["H"] in sizes]
+
+
+def cost(values: Iterable[float]) -> str:
+    """Of variants, in percent."""
+    return span((100 * (v - 1) for v in values), "{:.0f}") + "%"
+
+
+def geometric(values: Iterable[float]) -> float:
+    return float(np.exp(np.mean(np.log(list(values)))))
+
+
+@cache
+def live(records: str) -> list[Any]:
+    """The live searches of the H100 that knew these records."""
+    from search_live import lives
+    from search_replays import tables_of
+
+    reports = [RESULTS / f"search_live_{name}_h100.json" for name in ("quarter", "none")]
+    return [one for one in lives([(tables_of([RESULTS / "search_fastest_h100.jsonl.xz"]), reports)])
+            if one.records == records]
+
+
+def searched(records: str, trials: int) -> list[float]:
+    """Of each layer the median run's best so far, over the best of the table."""
+    from search_live import medians
+
+    return [middle for middle, _ in medians(live(records), trials).values()]
+
+
+def until(records: str) -> str:
+    from search_live import NEAR, until
+
+    return f"{until(live(records), NEAR)[0]:g}"
+
+
+@cache
+def again(records: str) -> list[float]:
+    """As :func:`searched`, at the end, where the best was measured once more beside the default; in order."""
+    of: dict[str, list[float]] = {}
+    for one in live(records):
+        of.setdefault(one.workload, []).append(one.row["ratio"])
+    return sorted(median(values) for values in of.values())
+
+
+def random_near() -> str:
+    """Layers that random search has within 5% after 128 trials, in the median of its seeds."""
+    of = [r["median"] for r in rows("search_quality_h200.json") if (r["search"], r["trials"]) == ("random", 128)]
+    return f"{sum(m <= 1.05 for m in of)} of the {len(of)}"
+
+
+def workloads(*names: str) -> str:
+    """How many workloads logs that ship have trials of."""
+    from ecornn.tune.log import read
+    from ecornn.tune.record import Trial
+
+    records = [line.record for name in names for line in read(ROOT / "tuning_logs" / name).lines]
+    return str(len({r.workload for r in records if isinstance(r, Trial)}))
+
+
+LITTLE = "clip|zoneout|peepholes|coupled|heads"
+# What is said of them, a line each; a figure that a page does not have is not missed.
+FIGURES: dict[str, Callable[[], str]] = {
+    "grid.rows16": lambda: str(len(group("float16 and bfloat16").rows)),
+    "grid.mean16": lambda: f"{group('float16 and bfloat16').mean:.1f}",
+    "grid.least16": lambda: f"{group('float16 and bfloat16').least['ratio']:.2f}",
+    "grid.least_tf32": lambda: f"{group('tf32').least['ratio']:.2f}",
+    "grid.past": lambda: span(grid().rows[str(row)]["ratio"] for row in PAST),
+    "cpu.layers": lambda: span((r["ratio"] for s in ("layers", "stacks", "latency") for r in cpu(s)), "{:.2f}"),
+    "cpu.grid_rows": lambda: str(len(cpu("grid"))),
+    "cpu.grid_mean": lambda: f"{geometric(r['ratio'] for r in cpu('grid')):.2f}x",
+    "cpu.grid_least": lambda: f"{min(r['ratio'] for r in cpu('grid')):.2f}x",
+    "cpu.grid_below": lambda: str(sum(r["ratio"] < 1 for r in cpu("grid"))),
+    "cpu.int21_least": lambda: f"{min(r['ratio_int21'] for r in cpu('latency')):.1f}",
+    "projection.half": lambda: rates("float16", "bfloat16"),
+    "projection.tf32": lambda: rates("tf32-both"),
+    "projection.float32": lambda: rates("float32"),
+    "packed.uniform": lambda: packed("uniform", lambda r: True),
+    "packed.issue64": issue(64, lambda T: T >= 500),
+    "packed.issue256": issue(256, lambda T: T >= 500),
+    "packed.issue100": lambda: packed("pytorch#149194", lambda r: r["T"] == 100),
+    "columns.more": lambda: f"{max(1 / s - 1 for r in rows('h100_columns.json') for s in r['share']):.0%}",
+    "variants.little": lambda: f"{max(variants(LITTLE, ('lstm', 'gru'))) - 1:.0%}",
+    "variants.vanilla256": lambda: cost(variants(LITTLE, ("rnn_tanh",), (256,))),
+    "variants.dependent": lambda: cost(variants("projection|reset_before", ("lstm", "gru"))),
+    "variants.layer_norm": lambda: span(variants("layer_norm", ("lstm", "gru"))),
+    "stacks.all": lambda: span((r["ratio"] for r in rows("h100_stacks.json")), "{:.2f}x"),
+    "flashrnn.all": lambda: span((r["ratio_recurrence"] for r in rows("h100_flashrnn.json")), "{:.2f}x"),
+    "training.h100": lambda: span((r["cudnn_us"] / r["ecornn_us"] for r in rows("h100_training.json")
+                                   if "cudnn_us" in r and "ecornn_us" in r), "{:.2f}x"),
+    "records.h100": lambda: workloads("h100.jsonl"),
+    "records.h200": lambda: workloads("h200.jsonl", "h200-random.jsonl"),
+    "search.none128": lambda: f"{geometric(searched('none', 128)):.3f}",
+    "search.none128_worst": lambda: f"{max(searched('none', 128)):.3f}",
+    "search.others32": lambda: f"{geometric(searched('others', 32)):.3f}",
+    "search.others32_worst": lambda: f"{max(searched('others', 32)):.3f}",
+    "search.none_again": lambda: f"{geometric(again('none')):.3f}",
+    "search.none_again_worst": lambda: f"{again('none')[-1]:.3f}",
+    "search.others_again": lambda: f"{geometric(again('others')):.3f}",
+    "search.others_again_worst": lambda: f"{again('others')[-1]:.3f}",
+    "search.others_again_next": lambda: f"{again('others')[-2]:.3f}",
+    "search.random_near": random_near,
+    "search.others_until": lambda: until("others"),
+    "search.none_until": lambda: until("none"),
+}
+
+
+def differences(text: str) -> list[tuple[str, str, str]]:
+    """(name, what the page has, what the results say) of each figure that is not theirs. A name that is not of
+    ``FIGURES`` is a KeyError."""
+    found = [(name, " ".join(has.split()), FIGURES[name]()) for _, name, has, _ in MARKED.findall(text)]
+    return [one for one in found if one[1] != one[2]]
+
+
+def written(text: str) -> str:
+    """The page with the figures of the results."""
+    return MARKED.sub(lambda m: m[1] + FIGURES[m[2]]() + m[4], text)
+
+
+def main() -> None:
+    wrong = 0
+    for page in pages():
+        text = page.read_text()
+        for name, has, says in differences(text):
+            wrong += 1
+            print(f"{page.relative_to(ROOT)}: {name} is {says}, not {has}")
+        if "--write" in sys.argv:
+            page.write_text(written(text))
+    sys.exit(bool(wrong) and "--write" not in sys.argv)
+
+
+if __name__ == "__main__":
+    main()

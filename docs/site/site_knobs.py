@@ -1,0 +1,53 @@
+"""The reference of schedules and their knobs, from what each schedule says of itself."""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+
+from site_api import markdown
+
+# Layers by which a schedule is asked for its knobs: those that it has for some only are of the first that has them.
+ASKED = (("lstm", 800, 20, "float16", "sm_90a"), ("lstm", 1024, 128, "bfloat16", "sm_90a"),
+         ("gru", 512, 8, "float32", "sm_80"), ("indrnn", 512, 16, "float16", "sm_90a"),
+         ("gru", 512, 8, "float32", "znver4"), ("lstm", 512, 1, "float32", "skylake-avx512"))
+
+
+@cache
+def tasks() -> list:
+    from ecornn.layer_spec import LayerSpec
+    from ecornn.targets import resolve
+    from ecornn.task import make_task
+
+    made = []
+    for cell, hidden, batch, dtype, target in ASKED:
+        layer = LayerSpec(cell, hidden, batch=batch, seq=300, dtype=dtype)
+        made.append(make_task(layer.loaded, layer.workload, resolve(target)))
+    return made
+
+
+def page() -> str:
+    """The page as Markdown."""
+    from ecornn.schedules import all_schedules
+
+    out = ["# Schedules and knobs\n", "A schedule is a template: one way to run a layer. Its knobs are what a search "
+           "chooses; `ecornn explain` says which schedule a layer gets and why, `--schedule NAME --config KNOB=VALUE` "
+           "sets one by hand, and `ecornn tune` searches all. Values are those of an example layer; what is offered "
+           "depends on cell, sizes, data type and device.\n"]
+    for name, schedule in all_schedules().items():
+        kind = "CUDA GPUs" if schedule.kind == "cuda" else "CPUs"
+        out += [f"## {name}\n", f"For {kind}; revision {schedule.revision}"
+                + ("; carries out backward passes, too" if schedule.backward else "") + ".\n"]
+        out.append(markdown(inspect.getdoc(type(schedule)) or "") + "\n")
+        seen: dict[str, str] = {}
+        layers = []
+        for task in tasks():
+            if task.device.kind == schedule.kind and schedule.serves(task) is None:
+                new = [knob for knob in schedule.knobs(task) if knob.name not in seen]
+                layers += [f"{task.workload}"] if new else []
+                for knob in new:
+                    seen[knob.name] = f"| `{knob.name}` | {knob.trades} | {', '.join(f'`{v}`' for v in knob.values)} |"
+        assert seen, f"no layer of ASKED is served by {name}"
+        out += [f"Of {' and '.join(layers)}:\n", "| knob | what it trades | values |", "|---|---|---|",
+                *seen.values(), ""]
+    return "\n".join(out)

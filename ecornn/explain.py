@@ -1,0 +1,206 @@
+"""Why a layer gets the schedule that it gets, and what to expect of it, as data.
+
+:func:`explain` takes a plan, which nothing was built of, and needs neither the device nor a compiler.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ecornn.floor import Step, floor_of, machine_of
+from ecornn.tune.choose import candidates, refusal
+from ecornn.tune.record import Trial
+from ecornn.workload import SERIAL
+
+if TYPE_CHECKING:
+    from ecornn.analysis import StepGraph
+    from ecornn.compiler import LayerPlan
+    from ecornn.schedules.base import Task
+    from ecornn.tune.lookup import Found
+
+
+class StepSummary(msgspec.Struct, frozen=True):
+    """What the analysis made of a step.
+
+    ``travels``: states, or what is computed of them, that other units multiply or sum, a list for each exchange of the
+    step; ``stays``: states that do not. ``hoisted``: products of x, done for all steps at once; ``products``: the
+    others. ``multiplications`` of a step of all rows, hoisted ones not counted.
+    """
+
+    states: list[str]
+    output: str
+    hoisted: int
+    products: int
+    statistics: int
+    travels: list[list[str]]
+    stays: list[str]
+    weights: int
+    weight_bytes: int
+    multiplications: int
+
+
+class Alternative(msgspec.Struct, frozen=True):
+    """A schedule for the device: ``refuses`` is its reason where it does not serve the layer; ``expected_us`` what its
+    default is expected to take a step, None where nobody can say."""
+
+    schedule: str
+    refuses: str | None
+    expected_us: float | None
+    chosen: bool
+
+
+class RecordUsed(msgspec.Struct, frozen=True):
+    """The record that was used: where it is, and what was measured when, on which device, with which B, I and T."""
+
+    file: str
+    line: int
+    time: str
+    device: str
+    batch: int
+    input: int
+    seq: int
+    us: float
+    p20_us: float
+    p80_us: float
+
+
+class FloorTerms(msgspec.Struct, frozen=True):
+    """The least time of a step, of the layer's own sizes, with its terms; microseconds."""
+
+    total_us: float
+    exchange_us: float
+    products_us: float
+    hoisted_us: float
+    bytes_us: float
+
+
+class Part(msgspec.Struct, frozen=True):
+    """Sequences of a layer that are alike, or the backward pass of these (``entry``).
+
+    ``chip``: what the configuration takes there, by name: blocks, threads of a block, registers of a thread, bytes of
+    shared memory of a block; on a CPU threads and bytes of weights of each. ``expected_us``: by the schedule's own
+    estimate, None where it has none. ``sequence_us``: of all T steps, by the record, or else the estimate.
+    """
+
+    labels: list[str]
+    entry: str
+    workload: str
+    step: StepSummary
+    schedules: list[Alternative]
+    schedule: str
+    config: dict[str, int | str | bool]
+    why: str
+    record: RecordUsed | None
+    chip: dict[str, float]
+    expected_us: float | None
+    floor: FloorTerms | None
+    sequence_us: float | None
+
+
+class Explanation(msgspec.Struct, frozen=True):
+    """Of a layer on a device; ``no_floor`` says why no part has one."""
+
+    layer: str
+    stack: str
+    overlap: str
+    device: str
+    arch: str
+    cores: int
+    parts: list[Part]
+    no_floor: str | None
+
+
+# What features of schedules say of the chip, by the names that are shown.
+CHIP = {"blocks": "blocks", "threads": "threads", "registers": "registers", "shared": "shared_bytes",
+        "streamed": "streamed_weights", "thread_weight_bytes": "weight_bytes_of_a_thread"}
+OF_A_THREAD = {"llvm": {"threads": "threads_of_a_call"}}
+
+
+def explain(planned: LayerPlan) -> Explanation:
+    """Explains a plan. Sequences of a stack that have the same sizes, direction and choice are one part."""
+    from ecornn.task import adjoint_task
+
+    parts: dict[object, tuple[list[str], Task, Found, str]] = {}
+    labels = [part.label for part in planned.stack.parts(planned.workload)]
+    for label, task, found, inner in zip(labels, planned.tasks, planned.chosen, planned.backward, strict=True):
+        both = [("run", task, found)] + ([("backward", adjoint_task(task), inner)] if inner is not None else [])
+        for entry, of, choice in both:
+            key = entry, task.workload, choice.schedule.name, str(choice.config), choice.provenance
+            parts.setdefault(key, ([], of, choice, entry))[0].append(label)
+    device = planned.device
+    known = machine_of(device.name) is not None
+    return Explanation(
+        str(planned.workload), str(planned.stack), str(planned.overlap) if planned.overlap != SERIAL else "",
+        device.name, device.arch, device.cores, [_part(*of) for of in parts.values()],
+        None if known else f"nobody has measured what {device.name} can do at most")
+
+
+def _part(labels: list[str], task: Task, found: Found, entry: str) -> Part:
+    graph, work = task.graph, task.workload
+    step = summary(task)
+    features = found.schedule.features(task, found.config)
+    estimate = features.get("estimate")
+    names = CHIP | OF_A_THREAD.get(task.device.kind, {})
+    trial = found.line.record if found.line is not None else None
+    record = None
+    if isinstance(trial, Trial) and trial.times is not None and found.line is not None:
+        of = trial.workload
+        record = RecordUsed(found.line.path.name, found.line.number, trial.time, trial.device.name, of.batch, of.input,
+                            of.seq, trial.times.median, trial.times.p20, trial.times.p80)
+    least = floor_terms(task) if entry == "run" and graph.product_phases else None
+    expected = None if estimate is None else estimate / 1e3
+    best = record.us if record is not None else expected
+    return Part(labels, entry, str(work), step, alternatives(task, found), found.schedule.name, dict(found.config),
+                found.provenance, record, {names[n]: float(v) for n, v in features.items() if n in names}, expected,
+                least, None if best is None else best * work.seq)
+
+
+def summary(task: Task) -> StepSummary:
+    """What a task's step is, in numbers."""
+    graph, work = task.graph, task.workload
+    phases = graph.phases
+    exchanged = [sorted({v.name for v in (*p.operands, *(o for s in p.statistics for o in s.operands))})
+                 for p in phases]
+    operands = {v.name for p in phases for v in p.operands}
+    stays = [name for name, leaf in graph.states.items() if leaf.name not in operands]
+    products = sum(len(product.terms) for p in phases for product in p.products)
+    size = 2.0 if work.weights in ("bfloat16", "int16") else {"int8": 1.0, "int21": 8 / 3}.get(
+        work.weights or "", float(work.itemsize))
+    weights = products * work.hidden ** 2
+    return StepSummary(list(graph.states), graph.output, len(graph.hoisted_products), products,
+                       len(graph.statistics), exchanged, stays, weights, round(weights * size), weights * work.batch)
+
+
+def alternatives(task: Task, found: Found) -> list[Alternative]:
+    """Every schedule for the kind of device: why not, or what is expected of it."""
+    listed = []
+    for schedule in candidates(task.device):
+        reason = refusal(schedule, task)
+        expected = math.inf
+        if reason is None:
+            expected = schedule.features(task, schedule.default(task)).get("estimate", math.inf)
+        listed.append(Alternative(schedule.name, reason, expected / 1e3 if math.isfinite(expected) else None,
+                                  schedule.name == found.schedule.name))
+    return listed
+
+
+def floor_terms(task: Task) -> FloorTerms | None:
+    """The floor of a task's step; None where it is not known: on a device that nobody has measured, and for states and
+    data types that its constants are not of."""
+    machine, work = machine_of(task.device.name), task.workload
+    if machine is None or task.device.kind != "cuda":
+        return None
+    machine = replace(machine, cores=min(machine.cores, task.device.cores))
+    least = floor_of(machine, step_of(task.graph), work.batch, work.input, work.hidden,
+                     "tf32" if work.precision == "tf32" else work.dtype)
+    return FloorTerms(least.total, least.exchange, least.recurrent, least.projection, least.bytes)
+
+
+def step_of(graph: StepGraph) -> Step:
+    """What a floor needs of a step."""
+    return Step(sum(len(p.products) for p in graph.product_phases), len(graph.hoisted_products),
+                len(graph.product_phases))
