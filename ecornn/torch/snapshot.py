@@ -48,7 +48,7 @@ class Snapshot:
         if (not with_suspects and (self._suspects or replayed(weights))) or len(weights) != len(self._known):
             return False
         for w, (tensor, pointer, version) in zip(weights, self._known, strict=True):
-            if tensor() is not w or w.data_ptr() != pointer or (version is not None and w._version != version):
+            if w is not tensor() or w.data_ptr() != pointer or (version is not None and w._version != version):
                 return False
         return self._sample.holds()
 
@@ -65,8 +65,9 @@ class Snapshot:
         """The same tensors have been read again."""
         self._suspects, self.versions, self._sample = set[int](), [*map(_version, weights)], Sample(self._kept)
         # all in one place, since short calls ask, too
-        self._known = [(*place, None if w.is_inference() else w._version)
-                       for w, place in zip(weights, self._tensors, strict=True)]
+        self._known: list[tuple[weakref.ref[torch.Tensor], int, int | None]] = [
+            (*place, None if w.is_inference() else w._version)
+            for w, place in zip(weights, self._tensors, strict=True)]
 
     def suspect(self, ids: set[int]) -> None:
         """Those of these ids may have changed from now on."""
