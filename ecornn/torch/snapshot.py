@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -48,7 +49,8 @@ class Snapshot:
         if (not with_suspects and (self._suspects or replayed(weights))) or len(weights) != len(self._known):
             return False
         for w, (tensor, pointer, version) in zip(weights, self._known, strict=True):
-            if w is not tensor() or w.data_ptr() != pointer or (version is not None and w._version != version):
+            alive: Any = tensor()
+            if alive is not w or w.data_ptr() != pointer or (version is not None and w._version != version):
                 return False
         return self._sample.holds()
 
