@@ -71,12 +71,13 @@ def open_library(path: Path) -> Library:
         raise ModuleError(f"{path} cannot be loaded: {error}") from error
     others = ("forward", "backward", "alloc", "free", "copy", "synchronize", "pack")
     found = {**required, **{name: module[name] for name in others if module.implements_function(name)}}
-    held = {}
+    held: dict[str, Callable[..., Any]] = {}
     if module.implements_function("share"):  # of a CPU
         share_cores(module["share"])
-        held = {name: module[name] for name in ("run", "forward", "backward") if name in found}
-        for function in held.values():
-            function.release_gil = False
+        for name in ("run", "forward", "backward"):
+            if name in found:
+                function = held[name] = module[name]
+                function.release_gil = False
     return Library(**found, held=held)
 
 

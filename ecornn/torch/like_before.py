@@ -101,6 +101,8 @@ class Call:
         self._y = (*axes, (1 + module.bidirectional) * hidden)
         self._state = (*axes, hidden) if self.one_step else (rows, hidden) if single else (rows, batch, hidden)
         self.one: BoundLayer | None = None
+        self._run: Any = None
+        self._zeros: tuple[int, ...] = ()
 
     def bound(self, one: BoundLayer) -> Call:
         """The same by this layer."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -48,7 +49,8 @@ class Snapshot:
         if (not with_suspects and (self._suspects or replayed(weights))) or len(weights) != len(self._known):
             return False
         for w, (tensor, pointer, version) in zip(weights, self._known, strict=True):
-            if tensor() is not w or w.data_ptr() != pointer or (version is not None and w._version != version):
+            alive: Any = tensor()
+            if alive is not w or w.data_ptr() != pointer or (version is not None and w._version != version):
                 return False
         return self._sample.holds()
 
@@ -65,8 +67,9 @@ class Snapshot:
         """The same tensors have been read again."""
         self._suspects, self.versions, self._sample = set[int](), [*map(_version, weights)], Sample(self._kept)
         # all in one place, since short calls ask, too
-        self._known = [(*place, None if w.is_inference() else w._version)
-                       for w, place in zip(weights, self._tensors, strict=True)]
+        self._known: list[tuple[weakref.ref[torch.Tensor], int, int | None]] = [
+            (*place, None if w.is_inference() else w._version)
+            for w, place in zip(weights, self._tensors, strict=True)]
 
     def suspect(self, ids: set[int]) -> None:
         """Those of these ids may have changed from now on."""
