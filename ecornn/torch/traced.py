@@ -75,7 +75,9 @@ class TracedCell(Cell):
         from tvm import te
 
         self.traced, self.graph = traced, trace(traced.step)
-        self.states, self.sources, shapes = traced.states, {}, {}
+        self.states = traced.states
+        self.sources: dict[str, Source] = {}
+        shapes: dict[str, Any] = {}
 
         def made(name: str, source: Source) -> Any:
             known = self.sources.setdefault(name, source)

@@ -182,10 +182,11 @@ class Walk:
             return self.transposed(args[0])
         if node.target is operator.getitem or key == "getitem":
             return self.item(*args)
-        shape = {"linear": self.linear, "matmul": self.matmul, "mm": self.matmul, "cat": self.cat, "concat": self.cat,
-                 "chunk": self.chunk, "split": self.split, "layernorm": self.layer_norm}.get(key)
-        if shape is not None:
-            return shape(node.name, *args, **options)
+        shapes: dict[str, Callable[..., Any]] = {
+            "linear": self.linear, "matmul": self.matmul, "mm": self.matmul, "cat": self.cat, "concat": self.cat,
+            "chunk": self.chunk, "split": self.split, "layernorm": self.layer_norm}
+        if key in shapes:
+            return shapes[key](node.name, *args, **options)
         return self.pointwise(key, node.name, args, options)
 
     def transposed(self, value: Any) -> Matrix:
@@ -318,9 +319,10 @@ class Walk:
         module = self.traced.step.get_submodule(path)
         own = {n: self.attribute(f"{path}.{n}") for n, _ in module.named_parameters(recurse=False)}
         if isinstance(module, torch.nn.Linear):
-            return self.linear(name, *args, own["weight"], own.get("bias"))
+            return self.linear(name, args[0], own["weight"], own.get("bias"))
         if isinstance(module, torch.nn.LayerNorm):
-            return self.layer_norm(name, *args, module.normalized_shape, own.get("weight"), own.get("bias"), module.eps)
+            return self.layer_norm(name, args[0], module.normalized_shape, own.get("weight"), own.get("bias"),
+                                   module.eps)
         if isinstance(module, torch.nn.RNNCellBase):
             states = args[1] if len(args) > 1 else options.get("hx")
             if states is None:
