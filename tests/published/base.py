@@ -26,6 +26,9 @@ class Published(Cell):
         sizes = {"I": input, "H": hidden}
         return {n: (g, hidden, *(sizes[k] for k in more)) for n, (g, *more) in self.shapes.items()}
 
+    def sample(self, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Any:
+        return rng.uniform(*self.ranges[name], shape) if name in self.ranges else super().sample(name, shape, rng)
+
     @staticmethod
     def numpy(x: Any, s: Mapping[str, Any], p: Mapping[str, Any]) -> Sequence[Any]:
         raise NotImplementedError
