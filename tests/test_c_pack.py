@@ -63,7 +63,7 @@ def test_every_kind_of_packing(packed_by_code: Any, kind: str):
     packed = [Buffer(f"p{n}", "packed", "float32", Extent(1), p) for n, p in enumerate(PACKINGS)]
     buffers = (*base.buffers[1:4], *packed)
     said = msgspec.structs.replace(base, parameters=parameters, buffers=buffers, entries=sample.taken(buffers))
-    tables, bits = c_tables.tables(said), 8 * np.dtype(kind).itemsize
+    tables, bits = c_tables.tables(said, said.entries), 8 * np.dtype(kind).itemsize
     data = (ctypes.c_void_p * 2)(values["W"].ctypes.data, values["b"].ctypes.data)
     for number, packing in enumerate(PACKINGS):
         wanted = pack(packing, {k: v.astype(np.float32) if kind == "float16" else v for k, v in values.items()})
@@ -90,7 +90,7 @@ def test_what_is_no_number(packed_by_code: Any):
     for number, packing in enumerate(packings):
         wanted = pack(packing, values)
         found = np.empty(wanted.shape, wanted.dtype)
-        packed_by_code(c_tables.tables(said), data, 2, 32, number, ctypes.c_void_p(found.ctypes.data))
+        packed_by_code(c_tables.tables(said, said.entries), data, 2, 32, number, ctypes.c_void_p(found.ctypes.data))
         if packing.dtype == "bfloat16":
             np.testing.assert_array_equal(found, wanted)
         else:

@@ -109,7 +109,7 @@ def test_a_module_of_a_recurrence_is_checked_and_timed(name, sizes, dtype, sched
     monkeypatch.setattr("ecornn.runtime.loader.load", lambda path: module)
     monkeypatch.setattr("ecornn.tune.arrays.torch_sees_gpu", lambda: False)
     monkeypatch.setattr("ecornn.runtime.loader.check_host", lambda device, number: None)
-    monkeypatch.setattr(measuring, "race", lambda runs, bound, fewest: [[one.clock(one.run)] for one in runs])
+    monkeypatch.setattr(measuring, "race", lambda runs, bound, fewest, seconds: [[one.clock(one.run)] for one in runs])
     path = tmp_path / "answers.npz"
     adjoint_oracle.write(path, cell, work, seed=1)
     request = Measure(("module.so",), str(path), tolerance(work), work.seq, 0)

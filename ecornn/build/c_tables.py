@@ -7,9 +7,10 @@ padded.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from importlib import resources
 
+from ecornn.device import Device
 from ecornn.host_cpu import FLAGS
 from ecornn.manifest import Manifest
 from ecornn.program import BACKWARD, ENTRIES, FORWARD, KEPT, PACKED, RUN, WORKSPACE, Buffer, Packing
@@ -33,22 +34,25 @@ def sources() -> dict[str, str]:
     return {name: (folder / name).read_text() for name in FILES} | {"ecornn.h": (headers / "ecornn.h").read_text()}
 
 
-def functions(manifest: Manifest) -> tuple[str, ...]:
-    """Symbols of :data:`FUNCTIONS`, empty where the module has none."""
-    cuda = manifest.device.kind == "cuda"
-    there = {*manifest.entries, *(("alloc", "free", "copy", "synchronize") if cuda else ("pack",))}
+def functions(entries: Iterable[str], device: Device) -> tuple[str, ...]:
+    """Symbols of :data:`FUNCTIONS`, empty where a module of these entries has none."""
+    cuda = device.kind == "cuda"
+    there = {*entries, *(("alloc", "free", "copy", "synchronize") if cuda else ("pack",))}
     return tuple(f"__tvm_ffi_{name}" if name in there else "" for name in FUNCTIONS)
 
 
-def tables(manifest: Manifest) -> bytes:
-    """Empty for a module that is no layer, whose entries exchange something else; it has no C interface then."""
+def tables(manifest: Manifest, entries: Container[str]) -> bytes:
+    """Empty for a module that is no layer, whose ``entries`` are others or exchange something else; it has no C
+    interface then."""
     work, stack, device = manifest.workload, manifest.stack, manifest.device
     buffers = {b.name: b for b in manifest.buffers}
     taken = {name: [buffers[b] for b in manifest.entries[name]] for name in ENTRIES if name in manifest.entries}
     packings = tuple(dict.fromkeys(b.packing for b in manifest.buffers if b.packing is not None))
     of = {p.key: number for number, p in enumerate(manifest.parameters)}
     known = all(_kind(b) in POINTERS for each in taken.values() for b in each)
-    if RUN not in taken or not known or any(p.dtype not in PACKINGS for p in packings):
+    known = known and all(p.dtype in PACKINGS and of.keys() >= {name for name, _ in p.sources if name}
+                          for p in packings)
+    if not known or RUN not in taken or any(name not in entries for name in taken):
         return b""
     made = _Tables()
     cuda = device.kind == "cuda"

@@ -42,8 +42,8 @@ def build_module(program: Program, manifest: Manifest, out: Path) -> Generated:
         raise BuildError(f"a module for {device.arch} is linked on an {machine} machine: compile it there, or have "
                          "the object file of its code with --emit object")
     generated = generate(program, device)
-    own = {MANIFEST: msgspec.json.encode(manifest), c_tables.SYMBOL: c_tables.tables(manifest)}
+    own = {MANIFEST: msgspec.json.encode(manifest), c_tables.SYMBOL: c_tables.tables(manifest, program.entries)}
     generated = replace(generated, binaries={**generated.binaries, **own}, shared=c_tables.sources(),
-                        functions=c_tables.functions(manifest))
+                        functions=c_tables.functions(program.entries, device))
     link(generated, out)
     return generated

@@ -45,7 +45,8 @@ class LSTM(Optioned):
     def __init__(self, **options: Value) -> None:
         super().__init__(**options)
         if self.options["coupled"]:  # the forget gate's
-            self.unread = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_peephole")
+            self.unread = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_peephole", "weight_ln_ih",
+                           "weight_ln_hh")
 
     def parameters(self, input: int, hidden: int) -> dict[str, Shape]:
         found = {"weight_ih": (4, hidden, input), "weight_hh": (4, hidden, hidden),

@@ -181,7 +181,7 @@ class Persistent(Schedule):
             return "statistics of the projection are computed after all of it"
         if task.traversal.backward and config["ahead"] != 100:
             return "an adjoint has no projection"
-        if config["ahead"] != 100 and late_operands(task.graph):
+        if late_operands(task.graph) and config["ahead"] != 100:  # a knob that is read is one that matters
             return "the first operands read the projection"
         reason = self._crowded(task, plan_of(task, config, chains=1, ahead=100))
         if reason is None and config["chains"] != 1:
