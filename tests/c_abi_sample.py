@@ -69,3 +69,12 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
 def read(folder: Path, name: str, *shape: int) -> np.ndarray:
     """A float32 array that a program wrote."""
     return np.fromfile(folder / name, np.float32).reshape(shape)
+
+
+FORWARD, BACKWARD = 1e-5, 2e-5  # relative errors of float32 against float64
+
+
+def close(found: np.ndarray, wanted: np.ndarray, limit: float = FORWARD) -> None:
+    """That the relative error of an array is below the limit."""
+    assert found.shape == wanted.shape
+    assert np.linalg.norm(found - wanted) < limit * np.linalg.norm(wanted)

@@ -24,8 +24,8 @@ CONFIDENCE, RATE, GAIN = 0.95, 0.05, 0.01
 @dataclass(frozen=True)
 class Settings:
     """``trials`` of the search in all; ``time_limit`` in seconds or None; ``batch`` between two
-    trainings of the model; ``early_stop``: end once more trials are unlikely to help; ``started``: when this session of
-    the run began, by ``time.monotonic``, with all that comes before its first trial; None: when it is carried out."""
+    trainings of the model; ``early_stop``: end once more trials are unlikely to help; ``started``: when the run began
+    or went on, by ``time.monotonic``, with all that comes before its first trial; None: when carried out."""
 
     trials: int
     seed: int

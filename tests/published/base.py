@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -30,8 +31,9 @@ class Published(Cell):
         return rng.uniform(*self.ranges[name], shape) if name in self.ranges else super().sample(name, shape, rng)
 
     @staticmethod
+    @abstractmethod
     def numpy(x: Any, s: Mapping[str, Any], p: Mapping[str, Any]) -> Sequence[Any]:
-        raise NotImplementedError
+        """The formula as published: new states of x (B, I), states (B, H) by name and parameters by name."""
 
 
 def sums(x: Any, h: Any, p: Mapping[str, Any]) -> Callable[[Any, int, Any], Any]:
