@@ -21,6 +21,7 @@ from test_tune_lookup import trial
 
 import ecornn
 from ecornn.analysis import backpropagation
+from ecornn.build import c_tables
 from ecornn.cells import get
 from ecornn.cli import main as cli
 from ecornn.compiler import plan
@@ -123,6 +124,16 @@ def test_a_module_of_a_recurrence_is_checked_and_timed(name, sizes, dtype, sched
         np.savez(other, **{n: 1.1 * v + 0.1 if n.startswith(wrong) else v for n, v in kept.items()})
         with pytest.raises(ScheduleError, match="wrong output"):
             measure(structs.replace(request, answers=str(other)))
+
+
+def test_a_recurrence_alone_has_no_c_interface():
+    """It is no layer, though its program has an entry of the usual name; a trial's module has this in it."""
+    workload = Workload("lstm", 128, 128, 8, 40, "bfloat16").adjoint
+    task = make_task(get("lstm"), workload, H100)
+    schedule = all_schedules()["persistent"]
+    program = schedule.program(task, config := schedule.default(task))
+    manifest = make_manifest(get("lstm"), task, schedule, config, program, "by a test")
+    assert c_tables.tables(manifest, program.entries) == b""
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru", "rnn_relu", "lstm(layer_norm)", "lstm(peepholes,clip=0.75)", "slstm",

@@ -42,8 +42,8 @@ def functions(entries: Iterable[str], device: Device) -> tuple[str, ...]:
 
 
 def tables(manifest: Manifest, entries: Container[str]) -> bytes:
-    """Empty for a module that is no layer, whose ``entries`` are others or exchange something else; it has no C
-    interface then."""
+    """Empty for a module that is no layer: the recurrence of an adjoint alone, or one whose ``entries`` are others or
+    exchange something else. It has no C interface then."""
     work, stack, device = manifest.workload, manifest.stack, manifest.device
     buffers = {b.name: b for b in manifest.buffers}
     taken = {name: [buffers[b] for b in manifest.entries[name]] for name in ENTRIES if name in manifest.entries}
@@ -52,7 +52,7 @@ def tables(manifest: Manifest, entries: Container[str]) -> bytes:
     known = all(_kind(b) in POINTERS for each in taken.values() for b in each)
     known = known and all(p.dtype in PACKINGS and of.keys() >= {name for name, _ in p.sources if name}
                           for p in packings)
-    if not known or RUN not in taken or any(name not in entries for name in taken):
+    if work.backward or not known or RUN not in taken or any(name not in entries for name in taken):
         return b""
     made = _Tables()
     cuda = device.kind == "cuda"
