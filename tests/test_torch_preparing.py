@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -112,3 +114,27 @@ def test_a_forward_of_ones_own_is_left_to_its_first_call():
     assert ecornn.torch.prepare(layer, x=torch.randn(3, 2, 5), more=2) == 0
     assert isinstance(layer, ecornn.torch.GRU)
 
+
+
+def test_a_first_call_leaves_nothing_of_its_step_behind(monkeypatch: pytest.MonkeyPatch):
+    """Frames of the compiler may be in cycles, and hold those that called them. A CUDA graph of a later step finds the
+    gradients' nodes of this one then, which belong to another stream, and cannot be captured."""
+    compiling = module_cache.compiled_layer
+
+    def leaving(*args: Any) -> Any:
+        cycle: list[Any] = [sys._getframe()]
+        cycle.append(cycle)
+        return compiling(*args)
+
+    def step() -> weakref.ref[torch.Tensor]:
+        x = torch.randn(3, 2, 5, requires_grad=True)
+        layer(x)[0].sum().backward()
+        return weakref.ref(x)
+
+    layer = ecornn.torch.GRU(5, 9)
+    monkeypatch.setattr(module_cache, "compiled_layer", leaving)
+    gc.disable()
+    try:
+        assert step()() is None
+    finally:
+        gc.enable()

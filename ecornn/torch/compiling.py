@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Collection
 from functools import lru_cache
 
@@ -31,6 +32,10 @@ def _found(layer: LayerSpec, target: str, infinite: bool) -> Module | ScheduleEr
         return compiled_layer(layer, target, without_pairs)
     except ScheduleError as error:  # as sure as a module, and it takes as long to find
         return error
+    finally:
+        # TVM leaves frames in cycles, and these hold all that called them: the graph of this training step, whose
+        # streams would be those of a later step that a CUDA graph captures
+        gc.collect()
 
 
 def compiled(layer: LayerSpec, target: str, infinite: bool = False) -> Module:
