@@ -19,7 +19,7 @@ from ecornn.runtime.packing import consistent
 # The structures of pack_weights.cu.
 WORK = np.dtype([("place", "u8"), ("job", "i4"), ("piece", "i4")])
 JOB = np.dtype([("to", "u8"), ("kind", "i4"), ("size", "i4"), ("places", "i4"), ("rows", "i4"), ("columns", "i4"),
-                ("padded", "u4"), ("magic", "u4"), ("sources", "i4"), ("gates", "i4"), ("unused", "i4")])
+                ("padded", "u4"), ("magic", "u4"), ("sources", "i4"), ("gates", "i4"), ("alike", "i4")])
 SOURCE = np.dtype([("parameter", "i4"), ("gate", "i4")])
 
 KINDS = {"float32": 0, "float16": 1, "bfloat16": 2, "tf32": 3}  # of packed weights
@@ -90,7 +90,8 @@ def _launch(manifest: Manifest, group: Sequence[Packing], packings: Mapping[Pack
         pieces, own = tables_of(packing)
         padded = packing.pad[-2] if len(packing.pad) == 3 else 1
         jobs.append((packings[packing], KINDS[packing.dtype], len(own), sum(map(len, places)), rows, columns, padded,
-                     _magic(padded, packing.pad[0]), sum(map(len, sources)), len(packing.sources), 0))
+                     _magic(padded, packing.pad[0]), sum(map(len, sources)), len(packing.sources),
+                     _alike(own, 16 // SIZES.get(packing.dtype, 4))))
         sources.append(np.array([(given[name] if name else -1, gate) for name, gate in packing.sources], SOURCE))
         places.append(own)
         work = np.zeros(len(pieces), WORK)
@@ -120,6 +121,17 @@ def _magic(divisor: int, most: int) -> int:
     if divisor > 1 and np.any(last * np.uint64(magic) >> np.uint64(32) != np.arange(most, dtype=np.uint64)):
         raise ModuleError(f"the module packs {most} parts of {divisor} rows each: too many")
     return magic % (1 << 32)
+
+
+def _alike(places: NDArray[np.uint64], together: int) -> bool:
+    """Whether all ``together`` neighbours lie as the first ones do, later rows and columns behind earlier ones: a thread
+    then looks one place up for all of them. Modules whose kernel does not know of this look up each."""
+    if len(places) % together:
+        return False
+    groups = places.reshape(-1, together)
+    farther = groups - groups[:, :1]
+    ahead = np.all(farther[0] >> np.uint64(32) < 1 << 16) and np.all(farther[0] & np.uint64(0xffffffff) < 1 << 31)
+    return bool(ahead and np.all(groups >= groups[:, :1]) and np.all(farther == farther[0]))
 
 
 def tables_of(packing: Packing) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
