@@ -154,9 +154,7 @@ def kept_on(layer: LayerSpec, device: Device) -> str:
     from ecornn.task import make_task
 
     if device.kind == "cuda":
-        if layer.keep not in (None, "states"):
-            raise ArgumentError("keep", layer.keep, "states on a GPU")
-        return "states"
+        return layer.keep or "states"
     first, count = layer.stack.parts(layer.workload)[0].traversal, layer.stack.count
     return layer.keep or usual_keep(make_task(layer.loaded, layer.workload, device, first), count)
 

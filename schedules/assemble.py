@@ -16,21 +16,20 @@ from ecornn.schedules.base import Component, Task, joined
 from ecornn.schedules.chunks import chunk_for, in_chunks
 from ecornn.schedules.gemm.projection import project
 from ecornn.schedules.hoisted import Hoisted
-from ecornn.schedules.keeping import kept_buffers, kept_states
+from ecornn.schedules.keeping import NOTHING, Stored, stored
 from ecornn.schedules.scalars.normalization import normalize
 from ecornn.schedules.scalars.pointwise import vector_sources
 from ecornn.schedules.timeline import piece_buffers
 from ecornn.workload import Traversal
 
 
-def assemble(task: Task, recurrence: Callable[[tuple[str, ...]], Component], layout: Hoisted,
+def assemble(task: Task, recurrence: Callable[[Stored], Component], layout: Hoisted,
              projection: Component | None = None, deferred: bool = False, together: int = 1) -> Program:
     """The program that runs a recurrence; of a task that trains, with the entry ``forward`` besides.
 
     Parameters
     ----------
-    recurrence : makes one that stores the states of these names after each step, as
-        :func:`~ecornn.schedules.keeping.kept_buffers` says, with the buffers of one that stores none
+    recurrence : makes one that stores what it is told of each step, with the buffers of one that stores nothing
     layout : of the workspace ``hoisted``, which the projection writes and the recurrence reads
     projection : what fills it, before anything else; default: :func:`~ecornn.schedules.gemm.projection.project` of all
         rows
@@ -38,14 +37,14 @@ def assemble(task: Task, recurrence: Callable[[tuple[str, ...]], Component], lay
     together : as :class:`~ecornn.program.Program` has it
     """
     before = joined(projection or project(task, layout), normalize(task, layout, deferred))
-    made = joined(before, recurrence(()))
+    made = joined(before, recurrence(NOTHING))
     pieces = piece_buffers(task.traversal, task.workload, len(task.graph.states))
     run = Program.running(dict(made.functions), (*shared_buffers(task, layout), *made.buffers, *pieces), made.calls,
                           together=together)
     if task.traversal.keep is None:
         return run
-    w, states = task.workload, kept_states(task)
-    storing, kept = recurrence(states), kept_buffers(states, w.batch, w.hidden, w.dtype)
+    w, what = task.workload, stored(task)
+    storing, kept = recurrence(what), what.buffers(w.batch, w.hidden, w.dtype)
     assert set(storing.buffers) <= set(run.buffers)
     part = joined(before, storing)
     around, own = (*shared_buffers(task, layout), *pieces, *kept), {b.name: b for b in run.buffers}

@@ -1,8 +1,11 @@
-"""Forward that keeps what backward reads: states after each step, beside y, which has the output state."""
+"""Forward that keeps what backward reads: states after each step, beside y, which has the output state, and with
+``keep="gates"`` other values of the step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
 
 from msgspec import structs
 
@@ -10,22 +13,52 @@ from ecornn.analysis.adjoint import adjoint
 from ecornn.analysis.kept import kept
 from ecornn.program import Buffer, Extent
 from ecornn.schedules.base import Task
-from ecornn.schedules.builder import T, TirBuffer
+from ecornn.schedules.builder import T, TirBuffer, Var
 
 MOST = 1 << 30  # bytes of gates that are kept where nobody says what is
+Value = TypeVar("Value")
 
 
-def kept_states(task: Task) -> tuple[str, ...]:
-    """The states that the kernels of ``forward`` store besides y, of a task that trains."""
+@dataclass(frozen=True)
+class Stored:
+    """What kernels of a GPU store of each step besides y: states of these names, and values of the step."""
+
+    states: tuple[str, ...] = ()
+    values: tuple[Var, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.states or self.values)
+
+    def buffers(self, batch: int, hidden: int, dtype: str) -> list[Buffer]:
+        """Where they go: :func:`kept_buffers` and :func:`value_buffers`."""
+        return [*kept_buffers(self.states, batch, hidden, dtype),
+                *value_buffers(len(self.values), batch, hidden, dtype)]
+
+    def arguments(self, dtype: str) -> dict[str, TirBuffer]:
+        """The parameters of a kernel that stores them."""
+        names = (*(f"{s}_kept" for s in self.states), *(f"value{n}_kept" for n in range(len(self.values))))
+        return {name: T.arg(name, T.buffer((T.int64(1 << 40),), dtype)) for name in names}
+
+    def found(self, after: Mapping[str, Value], env: Mapping[Var, Value]) -> dict[str, Value]:
+        """Each of them by its buffer, from the states after a step and its values."""
+        return {**{f"{s}_kept": after[s] for s in self.states},
+                **{f"value{n}_kept": env[v] for n, v in enumerate(self.values)}}
+
+
+NOTHING = Stored()
+
+
+def stored(task: Task) -> Stored:
+    """What the kernels of ``forward`` store, of a task that trains."""
     keep, graph = task.traversal.keep, task.graph
     assert keep is not None
-    made = adjoint(graph, task.workload.hidden, starts_anew=task.traversal.resets)
-    return tuple(name for name in kept(made, keep).states if name != graph.output)
+    found = kept(adjoint(graph, task.workload.hidden, starts_anew=task.traversal.resets), keep, by_steps=True)
+    return Stored(tuple(name for name in found.states if name != graph.output), found.values)
 
 
 def usual_keep(task: Task, count: int) -> str:
-    """What a CPU keeps of a layer of ``count`` sequences, of which one is a task that trains: what makes backward
-    faster, unless that is large at the expected T."""
+    """What is kept of a layer of ``count`` sequences, of which one is a task that trains: what makes backward faster,
+    unless that is large at the expected T."""
     work = task.workload
     made = adjoint(task.graph, work.hidden, starts_anew=task.traversal.resets)
     size = count * kept(made, "gates").units * work.itemsize * work.seq * work.batch * work.hidden
@@ -45,11 +78,6 @@ def value_buffers(count: int, batch: int, hidden: int, dtype: str) -> list[Buffe
             for n in range(count)]
 
 
-def kept_arguments(states: Iterable[str], dtype: str) -> dict[str, TirBuffer]:
-    """The parameters of a kernel that stores them."""
-    return {f"{name}_kept": T.arg(f"{name}_kept", T.buffer((T.int64(1 << 40),), dtype)) for name in states}
-
-
-def keeping(kernel: str, states: Iterable[str]) -> str:
+def keeping(kernel: str, kept: Stored) -> str:
     """The name of a kernel, another one where it stores any."""
-    return f"{kernel}_keeping" if tuple(states) else kernel
+    return f"{kernel}_keeping" if kept else kernel

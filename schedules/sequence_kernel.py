@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, TirBuffer
 from ecornn.schedules.hoisted import Hoisted
+from ecornn.schedules.keeping import NOTHING, Stored
 from ecornn.schedules.timeline import Timeline
 
 
@@ -21,9 +22,9 @@ class SequenceKernel:
     math : of the scalars, one of ``MATH``
     arguments : parameters by name, flat: ``hoisted`` as its layout says, ``vectors`` (V*H,), ``<state>_in`` and
         ``<state>_out`` (B*H,), ``y`` (T*B*D*H,) or, of an adjoint, ``outputs`` (T*B*O*H,), masks as ``timeline`` says,
-        ``<state>_kept`` (T*B*H,), and the schedule's own
+        ``<state>_kept`` and ``value<n>_kept`` (T*B*H,), and the schedule's own
     steps, batch : T and B of the call
-    kept : states that it stores after each step, beside y
+    kept : what it stores of each step, beside y
     """
 
     task: Task
@@ -32,7 +33,7 @@ class SequenceKernel:
     arguments: dict[str, TirBuffer]
     steps: Expr
     batch: Expr
-    kept: tuple[str, ...] = ()
+    kept: Stored = NOTHING
 
     @property
     def timeline(self) -> Timeline:

@@ -33,7 +33,7 @@ from ecornn.schedules.base import Component, Config, Schedule, Task, joined
 from ecornn.schedules.builder import PrimFunc
 from ecornn.schedules.chunks import chunk_for, in_chunks
 from ecornn.schedules.hoisted import hoisted_of
-from ecornn.schedules.keeping import kept_buffers, kept_states
+from ecornn.schedules.keeping import stored
 from ecornn.schedules.timeline import piece_buffers
 
 OWN = "backward_"  # of names of functions and buffers that nothing else uses
@@ -54,17 +54,18 @@ def with_backward(task: Task, forward: Program, schedule: Schedule, config: Conf
     add_dx, dx = second and not beside, "float32" if second and beside else w.dtype
     before, recurrence, handed = _recurrence(inner, made, schedule.recurrence(inner, config))
     hoisted = (layout.buffer(w.batch),) if inner.graph.hoisted_outputs else ()
-    rows, after = parts_of(task, made, kept(made, "states"), layout, recurrence, add=True, add_dx=add_dx, dx=dx)
+    assert traversal.keep is not None
+    known = kept(made, traversal.keep, by_steps=True)
+    rows, after = parts_of(task, made, known, layout, recurrence, add=True, add_dx=add_dx, dx=dx)
     tensors = tensor_buffers([t for t in ENTRIES[BACKWARD] if TENSORS[t].role != KEPT], traversal, w.dtype,
                              task.graph.states, task.graph.parameters)
     tensors = [structs.replace(b, dtype=dx) if b.tensor == "dx" else b for b in tensors]
-    tensors += kept_buffers(kept_states(task), w.batch, w.hidden, w.dtype)
+    tensors += stored(task).buffers(w.batch, w.hidden, w.dtype)
     names = _names(task)
     steps = chunk_for(task, (*hoisted, *rows.buffers), schedule.expected(inner))
     if steps is not None:
         short = replace(task, workload=structs.replace(w, seq=steps))
-        rows, after = parts_of(short, made, kept(made, "states"), layout, recurrence, add=True, add_dx=add_dx,
-                               chunked=True, dx=dx)
+        rows, after = parts_of(short, made, known, layout, recurrence, add=True, add_dx=add_dx, chunked=True, dx=dx)
         sums = [b for b in rows.buffers if b.name.startswith("sums_")]
         before = joined(before, Component(calls=tuple(Fill(b.name, 0, b.extent) for b in sums)))
     rows = _named(replace(rows, buffers=(*hoisted, *rows.buffers)), names)
@@ -106,7 +107,8 @@ def _names(task: Task) -> dict[str, str]:
     """What the parts call tensors, and what the entry does; all else gets a prefix."""
     tensors = [b.name for b in tensor_buffers(ENTRIES[BACKWARD], task.traversal, task.workload.dtype, task.graph.states,
                                               task.graph.parameters)]
-    names = {name: name for name in (*tensors, *(f"{s}_kept" for s in task.graph.states), "vectors")}
+    kept_ones = (b.name for b in stored(task).buffers(1, 1, task.workload.dtype))
+    names = {name: name for name in (*tensors, *kept_ones, "vectors")}
     names |= {f"d_{s}_in": f"d{s}_in" for s in task.graph.states}
     return names | {f"d_{p}": f"gradient_{p}" for p in task.graph.parameters}
 

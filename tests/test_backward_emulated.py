@@ -34,9 +34,9 @@ class Step:
     """A compiled layer, and one training step of it."""
 
     def __init__(self, folder: Path, schedule: str, name: str, sizes: tuple[int, int, int, int], dtype: str,
-                 traversal: Traversal) -> None:
+                 traversal: Traversal, keep: str = "states") -> None:
         steps, batch, input, hidden = sizes
-        self.name, self.dtype, self.traversal = name, dtype, structs.replace(traversal, keep="states")
+        self.name, self.dtype, self.traversal = name, dtype, structs.replace(traversal, keep=keep)
         work = Workload(name, hidden, input, batch, steps, dtype)
         self.task = Task(work, analyse(cell_of(name), input, hidden), TINY, self.traversal)
         found = all_schedules()[schedule]
@@ -108,6 +108,28 @@ class Step:
 ], ids=str)
 def test_a_training_step(schedule, name, sizes, dtype, traversal, tmp_path):
     check(Step(tmp_path, schedule, name, sizes, dtype, traversal), name, sizes, dtype, traversal)
+
+
+@pytest.mark.parametrize(("schedule", "name", "sizes", "dtype", "traversal"), [
+    ("persistent", "lstm", (5, 3, 6, H), "bfloat16", Traversal(lengths=True, resets=True)),
+    ("persistent", "gru_reset_before", (4, 2, 7, H), "float32", Traversal(reverse=True, lengths=True)),
+    ("layout_transform", "gru_reset_before", (3, 2, 5, H), "float32", Traversal(lengths=True)),  # of an earlier phase
+    ("fused_step", "blend", (4, 5, 5, 9), "float32", Traversal(lengths=True)),  # rows have statistics
+    ("elementwise", "highway", (5, 3, 7, 8), "float16", Traversal(lengths=True, resets=True)),
+    pytest.param("persistent", "slstm", (3, 2, 5, H), "float32", ALONE, marks=pytest.mark.exhaustive),
+    pytest.param("persistent", "lstm(layer_norm)", (3, 2, 5, H), "float32", ALONE, marks=pytest.mark.exhaustive),
+    pytest.param("layout_transform", "lstm(layer_norm)", (3, 2, 5, H), "float32", ALONE, marks=pytest.mark.exhaustive),
+    pytest.param("persistent", "pair", (3, 2, 5, H), "float32", ALONE, marks=pytest.mark.exhaustive),
+    pytest.param("persistent_wide", "lstm", (6, 9, 6, H), "float16", Traversal(lengths=True),
+                 marks=pytest.mark.exhaustive),
+], ids=str)
+def test_a_training_step_from_gates(schedule, name, sizes, dtype, traversal, tmp_path):
+    """Forward keeps them, and backward multiplies none of what they have again."""
+    step = Step(tmp_path, schedule, name, sizes, dtype, traversal, "gates")
+    values = [b for b in step.program.buffers if b.tensor == "value_kept"]
+    again = [b for b in step.program.buffers if b.name.startswith("backward_replay") and b.role == PACKED]
+    assert values and (not again or step.task.graph.hoisted_statistics)  # of x, where steps have it normalized
+    check(step, name, sizes, dtype, traversal)
 
 
 def test_sums_of_gradients_that_are_much_smaller_than_those_of_the_step_before(tmp_path):

@@ -42,12 +42,15 @@ class Kept:
         return len(self.states) + len(self.values)
 
 
-def kept(adjoint: Adjoint, keep: str) -> Kept:
-    """What ``keep``, one of :data:`KEEP`, means for a step."""
+def kept(adjoint: Adjoint, keep: str, by_steps: bool = False) -> Kept:
+    """What ``keep``, one of :data:`KEEP`, means for a step; ``by_steps``: nothing that steps do not have."""
     forward, level = adjoint.forward, levels(adjoint.forward)
     known = {*forward.states.values(), *forward.results.values(), *rows_of(forward)}
     wanted = sorted((v for v in adjoint.needed if v not in known), key=list(level).index)
-    values = tuple(wanted) if keep == "gates" else ()
+    before = {*(q.var for q in forward.hoisted_products), *(a.var for a in (*forward.hoisted, *forward.normalized)),
+              *(v for s in forward.hoisted_statistics for v in s.made)}
+    beyond = before - {*forward.hoisted_outputs} if by_steps else set()
+    values = tuple(v for v in wanted if v not in beyond) if keep == "gates" else ()
     for var in reversed(values):  # one that takes no product to compute again need not be kept
         others = tuple(v for v in values if v is not var)
         if not multiplies(recompute(forward, (var,), known.union(others))):

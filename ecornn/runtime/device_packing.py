@@ -124,8 +124,8 @@ def _magic(divisor: int, most: int) -> int:
 
 
 def _alike(places: NDArray[np.uint64], together: int) -> bool:
-    """Whether all ``together`` neighbours lie as the first ones do, later rows and columns behind earlier ones: a thread
-    then looks one place up for all of them. Modules whose kernel does not know of this look up each."""
+    """Whether all ``together`` neighbours lie as the first ones do, later rows and columns behind earlier ones: a
+    thread then looks one place up for all of them. Modules whose kernel does not know of this look up each."""
     if len(places) % together:
         return False
     groups = places.reshape(-1, together)

@@ -3,6 +3,7 @@
     x, dx                 (T, B, I), and behind it H of each of the cell's inputs
     y, dy                 (T, B, W), this direction's H from an offset on; y is zero where a row takes no part
     <state>_kept          (T, B, H), a state after each step; of the output state that is y
+    value<n>_kept         (T, B, H), with keep="gates" other values of each step
     before_<state>        (T, B, H), a state before each step, by ``gather.py``
     hoisted               what the recurrence reads, as ``Hoisted`` lays it out; by ``replay.py``
     outputs               (T, B, O, H), what the recurrence writes: ``written``; zero where a row takes no part
@@ -130,6 +131,8 @@ class Memory:
         found: dict[Var, Place] = {}
         for name in self.kept.states:
             found[forward.results[name]] = Place(self.after(name), self.dtype)
+        for number, var in enumerate(self.kept.values):
+            found[var] = Place(Columns(f"value{number}_kept", H, H), self.dtype)
         for name in read_before(self.adjoint, self.kept):
             found[forward.states[name]] = Place(Columns(f"before_{name}", H, H), self.dtype)
         if forward.x is not None:

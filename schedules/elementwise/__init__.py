@@ -16,7 +16,7 @@ from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, no_ro
 from ecornn.schedules.elementwise.kernel import Cut, ring_words, sequence_kernel
 from ecornn.schedules.gemm.projection import no_projection, projection_time
 from ecornn.schedules.hoisted import gained, hoisted_knob, hoisted_of, preferred
-from ecornn.schedules.keeping import keeping
+from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
 
@@ -105,8 +105,8 @@ class Elementwise(Schedule):
             "registers": _registers(task, config), "shared": _shared(task, config), "scalars": _scalars(task, config),
             "estimate": estimate(task, config)}
 
-    def recurrence(self, task: Task, config: Config, kept: tuple[str, ...] = ()) -> Component:
-        """The recurrence of a layer that stores the states ``kept`` besides; or of an adjoint: from ``hoisted``, as
+    def recurrence(self, task: Task, config: Config, kept: Stored = NOTHING) -> Component:
+        """The recurrence of a layer that stores what is ``kept`` besides; or of an adjoint: from ``hoisted``, as
         :func:`~ecornn.schedules.hoisted.hoisted_of` says, to ``outputs``, and around it come
         :func:`~ecornn.schedules.backward.recurrence.recurrence_buffers`."""
         blocks, threads, name = _blocks(task, config), int(config["threads"]), keeping("sequence", kept)

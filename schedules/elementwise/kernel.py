@@ -16,7 +16,7 @@ from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
 from ecornn.schedules.hoisted import Hoisted, Piece
 from ecornn.schedules.isa.tensor_core import pack_pair
-from ecornn.schedules.keeping import keeping, kept_arguments
+from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.scalars.pointwise import emit, invariants
 from ecornn.schedules.sequence_kernel import SequenceKernel
 from ecornn.schedules.timeline import row_arguments
@@ -34,9 +34,9 @@ class Cut:
 
 
 def sequence_kernel(task: Task, cut: Cut, blocks: int, math: str, hoisted: Hoisted,
-                    kept: tuple[str, ...] = ()) -> PrimFunc:
+                    kept: Stored = NOTHING) -> PrimFunc:
     """``sequence(T, B, hoisted, vectors, <state>_in, <state>_out, y, lengths, resets)``; of an adjoint's recurrence
-    ``outputs`` in place of y; ``sequence_keeping`` stores the states ``kept``, too."""
+    ``outputs`` in place of y; ``sequence_keeping`` stores what is ``kept``, too."""
     from tvm.script.ir_builder import IRBuilder
 
     graph, w = task.graph, task.workload
@@ -48,7 +48,7 @@ def sequence_kernel(task: Task, cut: Cut, blocks: int, math: str, hoisted: Hoist
         T.func_name(keeping("sequence", kept))
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
         arguments = {name: T.arg(name, T.buffer((big,), kind)) for name, kind in kinds.items()}
-        arguments |= kept_arguments(kept, w.dtype) | row_arguments(task.traversal)
+        arguments |= kept.arguments(w.dtype) | row_arguments(task.traversal)
         T.device_entry()
         block, thread = T.block(blocks), T.thread(cut.threads)
         ring = None
@@ -198,7 +198,7 @@ class _Units:
         live = timeline.live(t, self.limit)
         fresh = None if self.marks is None else timeline.starts(t, self.limit, self.marks[i])
         outputs: list[list[Expr]] = []  # of each unit
-        kept_values: dict[str, list[Expr]] = {name: [] for name in self.kept}
+        kept_values: dict[str, list[Expr]] = {}  # by buffer
         loaded = [self.inputs[i, k] for k in range(self.hoisted.words(self.count))]
         inputs = self.hoisted.values(loaded, self.count)
         for e in range(self.count):
@@ -212,15 +212,15 @@ class _Units:
                 T.buffer_store(self.states, value, [s, e])
             made = [env[v] for v in graph.outputs] if self.task.traversal.backward else [after[graph.output]]
             outputs.append([timeline.masked(live, value, T.float32(0)) for value in made])
-            for name in self.kept:
-                kept_values[name].append(timeline.masked(live, after[name], T.float32(0)))
+            for name, value in self.kept.found(after, env).items():
+                kept_values.setdefault(name, []).append(timeline.masked(live, value, T.float32(0)))
         at = T.let("y_at", self.output + T.cast(t, "int64") * self.outputs_apart)
         for o, made_here in enumerate(zip(*outputs, strict=True)):
             self._store(_made(self.task), at + o * self.task.workload.hidden if o else at, made_here)
         if self.kept and self.kept_first is not self.output:
             at = T.let("kept_at", self.kept_first + T.cast(t, "int64") * self.kept_apart)
         for name, values in kept_values.items():
-            self._store(f"{name}_kept", at, values)
+            self._store(name, at, values)
 
     def _store(self, name: str, at: Expr, values: Sequence[Expr]) -> None:
         """A step's values of the units, one beside the other."""

@@ -19,7 +19,7 @@ from ecornn.schedules.gemm.mma import shape_of
 from ecornn.schedules.gemm.projection import job_of, project
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred
 from ecornn.schedules.isa.tensor_core import words
-from ecornn.schedules.keeping import keeping
+from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.persistent.cluster import LARGEST
 from ecornn.schedules.persistent.estimate import best_ahead, estimate, recurrence, workers_time
 from ecornn.schedules.persistent.kernel import persistent_kernel
@@ -302,7 +302,7 @@ class Persistent(Schedule):
                         together=self.together(task, config))
 
 
-def _recurrence(task: Task, plan: PersistentPlan, layout: Hoisted, math: str, kept: tuple[str, ...] = ()) -> Component:
+def _recurrence(task: Task, plan: PersistentPlan, layout: Hoisted, math: str, kept: Stored = NOTHING) -> Component:
     functions: dict[str, PrimFunc] = {}
     buffers: list[Buffer] = []
     calls: list[Call] = []

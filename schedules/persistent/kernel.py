@@ -25,7 +25,7 @@ from ecornn.schedules.base import Task
 from ecornn.schedules.builder import PrimFunc, T
 from ecornn.schedules.gemm.mma import THREADS
 from ecornn.schedules.hoisted import Hoisted
-from ecornn.schedules.keeping import keeping, kept_arguments
+from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.persistent.cluster import Cluster
 from ecornn.schedules.persistent.exchange import Ring
 from ecornn.schedules.persistent.gates import Gates
@@ -38,10 +38,10 @@ from ecornn.schedules.timeline import piece_arguments, row_arguments
 
 
 def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, math: str,
-                      kept: tuple[str, ...] = ()) -> PrimFunc:
+                      kept: Stored = NOTHING) -> PrimFunc:
     """``persistent(T, B, [x, input_weights, ready,] hoisted, vectors, <state>_in, <state>_out,
     recurrent_<p>, [exchange_<p>,] y)``; of an adjoint's recurrence ``outputs`` in place of y; ``persistent_keeping``
-    stores the states ``kept``, too."""
+    stores what is ``kept``, too."""
     from tvm.script.ir_builder import IRBuilder
 
     graph, dtype = task.graph, plan.dtype
@@ -64,7 +64,7 @@ def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, math: 
             arguments[f"sums_{e}"] = T.arg(f"sums_{e}", T.buffer((big,), "uint32"))
         made = "outputs" if task.traversal.backward else "y"
         arguments[made] = T.arg(made, T.buffer((big,), dtype))
-        arguments |= kept_arguments(kept, dtype) | row_arguments(task.traversal) | piece_arguments(task.traversal)
+        arguments |= kept.arguments(dtype) | row_arguments(task.traversal) | piece_arguments(task.traversal)
         T.device_entry()
         recurrent = plan.groups * plan.blocks
         block, thread = T.block(recurrent + plan.workers), T.thread(plan.block_threads)

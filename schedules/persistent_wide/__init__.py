@@ -12,7 +12,7 @@ from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task
 from ecornn.schedules.gemm.projection import no_projection
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred
-from ecornn.schedules.keeping import keeping
+from ecornn.schedules.keeping import Stored, keeping
 from ecornn.schedules.persistent_wide.estimate import estimate, product_cycles, recurrence
 from ecornn.schedules.persistent_wide.handover import UNWRITTEN
 from ecornn.schedules.persistent_wide.kernel import wide_kernel
@@ -185,7 +185,7 @@ def _recurrence(task: Task, plan: WidePlan, layout: Hoisted, math: str) -> Calla
     fills = [Fill("handed", UNWRITTEN, handed)] if handed.fixed else []
     start = start_kernel(task, plan, layout, START_BLOCKS, math)
 
-    def recurrence(kept: tuple[str, ...]) -> Component:
+    def recurrence(kept: Stored) -> Component:
         name = keeping("persistent_wide", kept)
         functions = {"start": start, name: wide_kernel(task, plan, layout, math, kept)}
         calls = [Launch("start", START_BLOCKS, 256),

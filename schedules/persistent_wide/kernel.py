@@ -18,7 +18,7 @@ from __future__ import annotations
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
 from ecornn.schedules.hoisted import Hoisted
-from ecornn.schedules.keeping import keeping, kept_arguments
+from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.persistent_wide.block_role import BlockRole
 from ecornn.schedules.persistent_wide.copies import Memory, copy
 from ecornn.schedules.persistent_wide.gates import Gates
@@ -28,10 +28,10 @@ from ecornn.schedules.sequence_kernel import SequenceKernel
 from ecornn.schedules.timeline import piece_arguments, row_arguments
 
 
-def wide_kernel(task: Task, plan: WidePlan, hoisted: Hoisted, math: str, kept: tuple[str, ...] = ()) -> PrimFunc:
+def wide_kernel(task: Task, plan: WidePlan, hoisted: Hoisted, math: str, kept: Stored = NOTHING) -> PrimFunc:
     """``persistent_wide(T, B, hoisted, vectors, <state>_in, <state>_out, recurrent, exchange, counters, y)``, and
     ``handed`` where blocks share K; of an adjoint's recurrence ``outputs`` in place of y; ``persistent_wide_keeping``
-    stores the states ``kept``, too."""
+    stores what is ``kept``, too."""
     from tvm.script.ir_builder import IRBuilder
 
     graph, dtype, big = task.graph, plan.dtype, T.int64(1 << 40)
@@ -48,7 +48,7 @@ def wide_kernel(task: Task, plan: WidePlan, hoisted: Hoisted, math: str, kept: t
             a[name] = T.arg(name, T.buffer((big,), "uint32"))
         made = "outputs" if task.traversal.backward else "y"
         a[made] = T.arg(made, T.buffer((big,), dtype))
-        a |= kept_arguments(kept, dtype) | row_arguments(task.traversal) | piece_arguments(task.traversal)
+        a |= kept.arguments(dtype) | row_arguments(task.traversal) | piece_arguments(task.traversal)
         T.device_entry()
         block, thread = T.block(plan.groups * plan.blocks), T.thread(plan.threads)
         kernel = SequenceKernel(task, hoisted, math, a, steps, batch, kept)

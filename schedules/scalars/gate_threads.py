@@ -289,8 +289,8 @@ class GateThreads(ABC):
                     self._leave(i, T.cast(self.timeline.sequence(number), "int64"), ended)
 
     def _write(self, i: int, t: Expr, ended: Ended, outputs: list[Expr]) -> None:
-        """Stores y of step t, (T, B, W), and the states that are kept, (T, B, H); or the ``outputs`` of an adjoint's
-        recurrence, (T, B, O, H)."""
+        """Stores y of step t, (T, B, W), and what is kept, (T, B, H); or the ``outputs`` of an adjoint's recurrence,
+        (T, B, O, H)."""
         w, traversal = self.task.workload, self.task.traversal
         H, name, width, first = w.hidden, "outputs", len(outputs) * w.hidden, 0
         if not traversal.backward:
@@ -303,9 +303,9 @@ class GateThreads(ABC):
         for o, value in enumerate(values):
             place = first + o * H
             T.buffer_store(self.arguments[name], T.cast(value, w.dtype), [at + place if place else at])
-        for state in self.kept:
-            value = self.timeline.masked(ended.live, ended.new[state], T.float32(0))
-            T.buffer_store(self.arguments[f"{state}_kept"], T.cast(value, w.dtype), [row * H + self.unit[i]])
+        for buffer, value in self.kept.found(ended.new, ended.env).items():
+            value = self.timeline.masked(ended.live, value, T.float32(0))
+            T.buffer_store(self.arguments[buffer], T.cast(value, w.dtype), [row * H + self.unit[i]])
 
     def _leave(self, i: int, row: Expr, ended: Ended) -> None:
         """Stores the last states of a row or a sequence; of the rows of an adjoint's recurrence, where they may have

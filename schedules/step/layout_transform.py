@@ -17,6 +17,7 @@ from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, joine
 from ecornn.schedules.builder import Expr, PrimFunc, T
 from ecornn.schedules.gemm.projection import no_projection
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred
+from ecornn.schedules.keeping import NOTHING, Stored
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
 from ecornn.schedules.step.loop import loop
@@ -133,7 +134,7 @@ class LayoutTransform(Schedule):
 
     def recurrence(self, task: Task, config: Config) -> Component:
         inputs = hoisted_of(task, config)
-        return self._recurrence(task, config, inputs, recurrence_buffers(task, inputs), ())
+        return self._recurrence(task, config, inputs, recurrence_buffers(task, inputs), NOTHING)
 
     def program(self, task: Task, config: Config) -> Program:
         inputs = hoisted_of(task, config)
@@ -144,7 +145,7 @@ class LayoutTransform(Schedule):
 
     @staticmethod
     def _recurrence(task: Task, config: Config, inputs: Hoisted, around: list[Buffer],
-                    kept: tuple[str, ...]) -> Component:
+                    kept: Stored) -> Component:
         """The states of the call into workspaces, then all steps; ``around``: buffers of others that these use."""
         plan, math = plan_of(task, config), str(config["math"])
         layout = plan.layout(task.workload.batch, str(config["layout"]))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ecornn.analysis import StepGraph
 from ecornn.analysis.liveness import (
     assigns_of,
     before_first,
@@ -29,6 +30,7 @@ from ecornn.program import WORKSPACE, Buffer, Extent, Fill, Launch
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var
 from ecornn.schedules.hoisted import Hoisted, in_float32
+from ecornn.schedules.keeping import NOTHING, Stored, stored
 from ecornn.schedules.scalars.pointwise import emit, invariants
 from ecornn.schedules.timeline import Timeline
 
@@ -73,6 +75,16 @@ def workspaces(task: Task, layout: Layout) -> list[Buffer]:
     if names := statistics(graph):
         found.append(Buffer("statistics", WORKSPACE, "float32", Extent(len(names) * w.batch)))
     return found
+
+
+def values_of(graph: StepGraph, kept: Stored, p: int) -> dict[str, Var]:
+    """What is kept of the values of phase ``p``, by its buffer; all that no earlier phase makes is of the last one."""
+    makers = {}
+    for number, phase in enumerate(graph.phases[:-1]):
+        makers |= dict.fromkeys([q.var for q in phase.products], number)
+        makers |= dict.fromkeys([a.var for a in assigns_of(graph, number)], number)
+    last = phase_count(graph) - 1
+    return {f"value{n}_kept": v for n, v in enumerate(kept.values) if makers.get(v, last) == p}
 
 
 def begin_calls(task: Task, layout: Layout, buffers: list[Buffer]) -> list[Fill | Launch]:
@@ -125,7 +137,7 @@ class StepScalars:
     Parameters
     ----------
     T : the builder's module, ``tvm.tirx.script.builder.ir``
-    arguments : the kernel's parameters, from :func:`declare`; states that are kept are those with a buffer
+    arguments : the kernel's parameters, from :func:`declare`; what is kept is what has a buffer
     math : one of :data:`ecornn.schedules.scalars.pointwise.MATH`
     hoisted : how hoisted values lie in memory; default: in float32
     """
@@ -135,7 +147,8 @@ class StepScalars:
         self.task, self.graph, self.layout = task, task.graph, layout
         self.arguments, self.math, self.inputs = arguments, math, hoisted or in_float32(task)
         self.carried, self.statistics = carried(task.graph), statistics(task.graph)
-        self.kept = [name for name in task.graph.states if f"{name}_kept" in arguments]
+        keeps = task.traversal.keep is not None and any(name.endswith("_kept") for name in arguments)
+        self.kept = stored(task) if keeps else NOTHING
         self.timeline = Timeline(task.traversal, arguments, arguments["T"], arguments["B"])
         w = task.workload
         largest = max(len(self.graph.states), len(self.carried)) * w.batch * w.hidden
@@ -178,6 +191,8 @@ class StepScalars:
                 if made == p:
                     T.buffer_store(a["carried"], env[var], [self.at(number, row, unit)])
             self._store_operands(p + 1, row, unit, env, 0)
+            if values := {b: env[v] for b, v in values_of(graph, self.kept, p).items()}:
+                self._keep(self._step_row(row), unit, values, self.timeline.live(a["t"], self.timeline.limit(row)))
             return
         timeline, limit = self.timeline, self.timeline.limit(row)
         live = timeline.live(a["t"], limit)
@@ -190,7 +205,9 @@ class StepScalars:
             self._store_outputs(row, unit, [env[v] for v in graph.outputs], live)
             self._leave(row, unit, dict(zip(graph.results, following, strict=True)))  # they may have been cleared
             return
-        self._store_results(row, unit, dict(zip(graph.results, after, strict=True)), live)
+        results = dict(zip(graph.results, after, strict=True))
+        values = {b: env[v] for b, v in values_of(graph, self.kept, p).items()}
+        self._store_results(row, unit, results, {f"{s}_kept": results[s] for s in self.kept.states} | values, live)
 
     def before(self, p: int, row: Expr, unit: Expr, known: dict[Var, Expr]) -> dict[Var, Expr]:
         """What the statistics of phase ``p`` read; ``known``: those of this row that this kernel has computed."""
@@ -252,18 +269,27 @@ class StepScalars:
             T.buffer_store(self.arguments[f"operands_{p}"], T.cast(env[operand], dtype),
                            [place + o * self.layout.size])
 
-    def _store_results(self, row: Expr, unit: Expr, after: dict[str, Expr], live: Expr | None) -> None:
+    def _step_row(self, row: Expr) -> Expr:
+        a = self.arguments
+        place = T.cast(self.timeline.at(a["t"]) * a["B"] + row, "int64")
+        return T.let("step_row", place) if self.kept else place
+
+    def _store_results(self, row: Expr, unit: Expr, after: dict[str, Expr], kept: dict[str, Expr],
+                       live: Expr | None) -> None:
         a, w, traversal = self.arguments, self.task.workload, self.task.traversal
-        step_row = T.cast(self.timeline.at(a["t"]) * a["B"] + row, "int64")
-        step_row = T.let("step_row", step_row) if self.kept else step_row
+        step_row = self._step_row(row)
         first = step_row * traversal.y_width(w.hidden) + unit
         at = T.let("at", first + traversal.y_offset(w.hidden) if traversal.y_offset(w.hidden) else first)
         output = self.timeline.masked(live, after[self.graph.output], T.float32(0))
         T.buffer_store(a["y"], T.cast(output, w.dtype), [at])
-        for name in self.kept:
-            value = self.timeline.masked(live, after[name], T.float32(0))
-            T.buffer_store(a[f"{name}_kept"], T.cast(value, w.dtype), [step_row * w.hidden + unit])
+        self._keep(step_row, unit, kept, live)
         self._leave(row, unit, after)
+
+    def _keep(self, step_row: Expr, unit: Expr, values: dict[str, Expr], live: Expr | None) -> None:
+        w = self.task.workload
+        for buffer, value in values.items():
+            value = self.timeline.masked(live, value, T.float32(0))
+            T.buffer_store(self.arguments[buffer], T.cast(value, w.dtype), [step_row * w.hidden + unit])
 
     def _store_outputs(self, row: Expr, unit: Expr, outputs: list[Expr], live: Expr | None) -> None:
         """Those of an adjoint's recurrence, (T, B, O, H)."""
