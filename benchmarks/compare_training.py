@@ -17,6 +17,7 @@ import json
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import geometric_mean
@@ -31,10 +32,11 @@ FLOAT32 = 2e-5  # relative, of exact float32
 MEMORY = 1 << 20
 
 
-def build(row: Row, path: str) -> str:
+def build(row: Row, path: str, keep: str | None = None) -> str:
     """Compiles a row's module; empty, or why there is none."""
     try:
-        ecornn.compile(row.cell, **row.properties, target="cuda", training=True, out=path)  # type: ignore[arg-type]
+        ecornn.compile(row.cell, **row.properties, target="cuda", training=True, keep=keep,  # type: ignore[arg-type]
+                       out=path)
     except ecornn.errors.EcornnError as error:
         return str(error)
     return ""
@@ -61,7 +63,7 @@ def compare(row: Row, path: str, repeats: int, seconds: float) -> dict:
     def ours() -> list[torch.Tensor]:
         with torch.no_grad():
             _, _, kept = layer.forward(x)
-            found = layer.backward(kept, dy)
+            found = layer.backward(kept, dy, want_state=False)
             return [found.x, *(found.weights[n] for n in parameters)]
 
     peaks = {name: peak(side) for name, side in (("ecornn", ours), ("cudnn", theirs))}
@@ -84,7 +86,8 @@ def compare(row: Row, path: str, repeats: int, seconds: float) -> dict:
     times = take_turns({name: graph.replay for name, graph in graphs.items()}, fresh, repeats, seconds)
     found: dict = {"cell": row.cell, "T": row.T, "B": row.B, "I": row.I, "H": row.H, "dtype": row.kind,
                    "layers": row.layers, "bidirectional": row.bidirectional, "error": max(errors[0]),
-                   "cudnn_error": max(errors[1]), "schedule": layer.manifest.schedule}
+                   "cudnn_error": max(errors[1]), "schedule": layer.manifest.schedule,
+                   "keep": layer.manifest.stack.keep}
     for name, values in times.items():
         found |= summary(name, values, row.T * row.layers)
         found[f"{name}_mib"] = peaks[name] / MEMORY
@@ -120,6 +123,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=30, help="timed repetitions a row, at most")
     parser.add_argument("--seconds", type=float, default=3.0, help="for these, after which there are at least seven")
     parser.add_argument("--processes", type=int, default=8, help="that compile")
+    parser.add_argument("--keep", choices=("gates", "states"), help="what forward keeps [what it keeps if nobody says]")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this needs a CUDA GPU and a PyTorch that sees it")
@@ -128,7 +132,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="ecornn-") as folder, \
             ProcessPoolExecutor(arguments.processes, get_context("spawn")) as pool:
         paths = [str(Path(folder, f"{n}.so")) for n in range(len(rows))]
-        for row, path, fault in zip(rows, paths, pool.map(build, rows, paths), strict=True):
+        faults = pool.map(partial(build, keep=arguments.keep), rows, paths)
+        for row, path, fault in zip(rows, paths, faults, strict=True):
             torch.manual_seed(0)
             try:
                 made = {"fault": fault} if fault else compare(row, path, arguments.repeats, arguments.seconds)

@@ -213,8 +213,8 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
         (GPU, not with lengths or resets), see :meth:`Layer.__call__` and :class:`Columns`
     training : the module has :meth:`Layer.forward` and :meth:`Layer.backward` besides, which give gradients (on CPUs
         with weights of ``dtype``)
-    keep : what forward keeps for backward: ``states``, or on a CPU ``gates``, with which backward multiplies a third
-        less; default: ``gates`` on a CPU where that takes 1 GiB at most at this B and T, else ``states``.
+    keep : what forward keeps for backward: ``states``, or ``gates``, with which backward multiplies a third less;
+        default: ``gates`` on a CPU where that takes 1 GiB at most at this B and T, else ``states``.
         :meth:`Layer.kept_bytes` says how much it is
     target : ``cuda`` (the GPU at hand), ``cpu``, or an architecture such as ``sm_90a``, which needs
         no GPU; default: the GPU if there is one, else the CPU

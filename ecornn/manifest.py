@@ -33,6 +33,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     knobs of their own, ``schedule`` names each once, and ``config`` is of the first part. ``together`` is the
     program's; modules from before it have 1. ``inputs``, unset where there are none, are names of sequences beside x,
     of which rows of x have H values each behind the I of x, in this order: the workload's input size counts all.
+    ``optional``, unset where there are none, are tensors that a call of ``backward`` may have null for.
     """
 
     workload: Workload
@@ -51,6 +52,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     overlap: Overlap = SERIAL
     together: int = 1
     inputs: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    optional: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def own_input(self) -> int:

@@ -185,6 +185,8 @@ class Launch:
 
     A parameter of the function is the buffer that ``names`` gives for it, or the buffer of its own
     name, or one of the scalars ``T``, ``B`` (of the call) and ``t`` (of the step, in a loop), all int32.
+
+    ``wanted`` are parameters that it makes: where a call has null for all of them, the launch is left out.
     """
 
     function: str
@@ -194,6 +196,7 @@ class Launch:
     cooperative: bool = False
     cluster: int = 1
     names: Mapping[str, str] = field(default_factory=dict)
+    wanted: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -330,3 +333,14 @@ def launches(calls: Iterable[Call]) -> Iterator[Launch]:
         elif isinstance(call, Wave):
             for layer in call.layers:
                 yield from launches(layer.calls)
+
+
+def leaves_out(program: Program) -> tuple[str, ...]:
+    """The tensors that a call of ``backward`` may have null for: those that nothing makes but launches that are left
+    out then."""
+    if BACKWARD not in program.entries:
+        return ()
+    states = {b.name for b in program.buffers if b.tensor == "dstate_in"}
+    made = [one for one in launches(program.entries[BACKWARD].calls)
+            if any(one.names.get(p.name, p.name) in states for p in program.functions[one.function].params)]
+    return ("dstate_in",) if made and all(one.wanted for one in made) else ()

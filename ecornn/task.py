@@ -10,7 +10,7 @@ from ecornn.cells import Cell
 from ecornn.compose import parameter_prefix
 from ecornn.device import Device
 from ecornn.manifest import Manifest, Parameter
-from ecornn.program import Program
+from ecornn.program import Program, leaves_out
 from ecornn.schedules.base import Config, Schedule, Task
 from ecornn.workload import ALONE, SERIAL, SINGLE, Overlap, Stack, Traversal, Workload
 
@@ -76,7 +76,8 @@ def make_manifest(cell: Cell, task: Task, schedule: Schedule, config: Config, pr
         provenance=provenance, states=tuple(task.graph.states), output=task.graph.output,
         parameters=tuple(parameters), buffers=program.buffers,
         entries={name: entry.takes for name, entry in program.entries.items()}, versions=versions(), stack=stack,
-        overlap=overlap, together=program.together or task.workload.batch, inputs=tuple(cell.inputs) or msgspec.UNSET)
+        overlap=overlap, together=program.together or task.workload.batch, inputs=tuple(cell.inputs) or msgspec.UNSET,
+        optional=leaves_out(program) or msgspec.UNSET)
 
 
 def versions() -> dict[str, str]:

@@ -53,6 +53,16 @@ def test_an_entry_of_a_cuda_module_takes_its_own_buffers_in_its_own_order(tmp_pa
 
 
 @pytest.mark.skipif(detect_gpu() is not None, reason="the driver without a GPU serves modules for sm_90a")
+def test_a_launch_whose_results_nobody_wants_is_left_out(tmp_path: Path, fake: Path):
+    program = with_entry(LAST, replace(LAST, wanted=("y", "h_out")), takes=("h_out", "y", "h_in"))
+    out = tmp_path / "wanted.so"
+    build_module(program, cuda_sample.manifest(KNOWN["sm_90a"]), out)
+    for pointers, launches in (("2000, 3000", 2), ("2000, 0", 2), ("0, 3000", 2), ("0, 0", 1)):
+        done = child(f"m['end'](16, 1, 0, 7, {pointers}, 4000)\n", out, fake, FAKE_MAJOR="9")
+        assert sum(note.startswith("cuLaunchKernelEx") for note in done.calls) == launches, pointers
+
+
+@pytest.mark.skipif(detect_gpu() is not None, reason="the driver without a GPU serves modules for sm_90a")
 def test_a_cuda_module_that_trains_packs(tmp_path: Path, fake: Path):
     program = cuda_sample.program()
     program = replace(program, entries={**program.entries, BACKWARD: Entry((LAST,), ("h_out", "y", "h_in"))})

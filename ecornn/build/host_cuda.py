@@ -208,8 +208,11 @@ class _Writer:
 
     def launch(self, number: int) -> str:
         """The statement of launch ``number``."""
-        index = self.index[self.launches[number].function]
-        return f"ECORNN_TRY(launch(state, {index}, kShape{number}, stream, arguments{number}));"
+        launch = self.launches[number]
+        places = [self.place(launch.names.get(p, p), "a launch that makes") for p in launch.wanted]
+        left_out = f"if ({' || '.join(f'p[{n}]' for n in places)}) " if places else ""
+        index = self.index[launch.function]
+        return f"{left_out}ECORNN_TRY(launch(state, {index}, kShape{number}, stream, arguments{number}));"
 
     def text(self, arch: str) -> str:
         """``program.cc``: the kernels, the shapes of all launches, and the entries."""

@@ -101,8 +101,8 @@ PROPERTIES: dict[str, dict[str, Any]] = {
     "sequences": {"is_flag": True, "help": "Calls may lay many sequences end to end in columns (GPU)."},
     "training": {"is_flag": True, "help": "The module has gradients, too: Layer.forward and Layer.backward."},
     "keep": {"type": click.Choice(KEEPS),
-             "help": "With --training: what forward keeps for backward; gates, on a CPU, take more memory, and less "
-                     "time than states.  [default: gates on a CPU, up to 1 GiB; else states]"},
+             "help": "With --training: what forward keeps for backward; gates take more memory, and less time "
+                     "than states.  [default: gates on a CPU, up to 1 GiB; else states]"},
 }
 
 

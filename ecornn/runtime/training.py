@@ -55,7 +55,8 @@ class Gradients:
     ----------
     x : (T, B, I), of the module's data type
     weights : by name, of the weights' shapes, float32; of a module of float64 that
-    state : of the first states, as they were passed to ``forward``: (B, H), or (L*D, B, H); S rows with ``sequences``
+    state : of the first states, as they were passed to ``forward``: (B, H), or (L*D, B, H); S rows with ``sequences``.
+        () where they were not wanted
     inputs : of the sequences beside x that were passed as ``inputs``, by name, each of its shape
     """
 
@@ -136,12 +137,13 @@ class Training:
 
     def backward(self, kept: Kept, dy: Placed, dstates: Sequence[Placed], dx: Placed, before: Sequence[Placed],
                  gradients: Iterable[Placed]) -> None:
-        """Runs ``backward``; ``before`` gets the gradients of the first states, to ``gradients``, in the order of the
-        manifest's parameters, theirs are added."""
-        rows = kept.rows
+        """Runs ``backward``; ``before`` gets the gradients of the first states, unless it is empty, to ``gradients``,
+        in the order of the manifest's parameters, theirs are added."""
+        rows, work = kept.rows, self._caller.manifest
+        states = self._by_part(before, rows) if before else [0] * (len(work.states) * work.stack.count)
         given = {"x": [kept.x[1]], "y": [kept.y[1]], "state_in": self._by_part(kept.states, rows), "dy": [dy[1]],
                  "dstate_out": self._by_part(dstates, rows), "dx": [dx[1]],
-                 "dstate_in": self._by_part(before, rows), "gradient": [at for _, at in gradients],
+                 "dstate_in": states, "gradient": [at for _, at in gradients],
                  **{name: [at] for name, (_, at) in kept.masks.items()}}
         offsets, _ = self._layout(kept.steps, kept.batch)
         self._run(self._caller.library.backward, self._backward, kept, offsets, given)
@@ -224,7 +226,7 @@ class TrainingCalls:
         return Kept(self, arrays, placed, result, states, masks, room, steps, batch, rows, widths)
 
     def backward(self: Any, kept: Kept, dy: Any = None, dstate: Sequence[Any] | None = None, *,
-                 gradients: Mapping[str, Any] | None = None) -> Gradients:
+                 gradients: Mapping[str, Any] | None = None, want_state: bool = True) -> Gradients:
         """The gradients of a call of :meth:`forward`.
 
         Parameters
@@ -234,6 +236,7 @@ class TrainingCalls:
         dstate : the gradients of the final states, shaped as these; None: zeros
         gradients : arrays by the weights' names to add those of the weights to: of the type and shapes of
             :attr:`Gradients.weights`, contiguous; default: new ones
+        want_state : whether the gradients of the first states are; without them a GPU has less to do
 
         Raises :class:`~ecornn.errors.ArgumentError` and its subclasses where an argument does not fit, also for a
         ``kept`` of another layer, or one that was used before; nothing has run then.
@@ -255,12 +258,13 @@ class TrainingCalls:
                    self._gradient(arrays, value, f"dstate[{n}]", shape, like) for n, value in enumerate(states)]
         sums = dict(self._sums(arrays, gradients, like))
         dx = arrays.empty((kept.steps, kept.batch, self.manifest.workload.input), like, self.library)
-        before = [arrays.empty(shape, like, self.library) for _ in states]
+        needed = want_state or "dstate_in" not in (self.manifest.optional or ())
+        before = [arrays.empty(shape, like, self.library) for _ in states] if needed else []
         kept.taken = True
         training.backward(kept, placed, dstates, dx, before, sums.values())
         of_x, of_inputs = parts_of(self.manifest, arrays.give(dx[0]), kept.widths)
         return Gradients(of_x, {n: arrays.give(a) for n, (a, _) in sums.items()},
-                         tuple(arrays.give(a) for a, _ in before), of_inputs)
+                         tuple(arrays.give(a) for a, _ in before if want_state), of_inputs)
 
     def kept_bytes(self: Any, steps: int, batch: int | None = None) -> int:
         """Bytes that :meth:`forward` keeps at T = ``steps`` and this B (default: the compiled one), besides x, y and

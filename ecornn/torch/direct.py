@@ -37,14 +37,16 @@ class RecurrentForward(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         x, y, kept, lengths, *rest = ctx.saved_tensors
         state, weights, engine = rest[:ctx.states], rest[ctx.states:], ctx.engine
+        needed = ctx.needs_input_grad[3:]
         if torch.is_grad_enabled():  # which gradients of gradients may follow: the operator refuses them
             kind = engine.kind
             shapes = [y.shape, *((kind.layers * kind.directions, x.shape[1], width) for width in kind.widths)]
             given = [x.new_zeros(shape) if g is None else g for g, shape in zip(gradients, shapes, strict=True)]
             found = recurrent_backward(x, state, lengths, weights, kind.text, y, kept, given)
         else:
-            found = each(lambda given: training.backward(engine, weights, x, state, lengths, y, kept, given), gradients)
-        needed = ctx.needs_input_grad[3:]
+            wanted = any(needed[1:1 + ctx.states])
+            found = each(lambda given: training.backward(engine, weights, x, state, lengths, y, kept, given, wanted),
+                         gradients)
         return None, None, None, *(value if need else None for value, need in zip(found, needed, strict=True))
 
 
@@ -53,7 +55,7 @@ def is_batched(gradient: torch.Tensor | None) -> bool:
     return gradient is not None and bool(torch._C._functorch.is_legacy_batchedtensor(gradient))
 
 
-def each(call: Callable[[Sequence[Any]], list[torch.Tensor]], gradients: Sequence[Any]) -> list[torch.Tensor]:
+def each(call: Callable[[Sequence[Any]], list[Any]], gradients: Sequence[Any]) -> list[Any]:
     """``call`` of gradients; where autograd gives several as one (``is_grads_batched``), of each of these."""
     batched = [*map(is_batched, gradients)]
     if not any(batched):
@@ -63,4 +65,5 @@ def each(call: Callable[[Sequence[Any]], list[torch.Tensor]], gradients: Sequenc
     rows = [torch._remove_batch_dim(g, level, 1, 0) if b else g for g, b in zip(gradients, batched, strict=True)]
     count = len(rows[batched.index(True)])
     found = [call([row[n] if b else row for row, b in zip(rows, batched, strict=True)]) for n in range(count)]
-    return [torch._add_batch_dim(torch.stack(some), 0, level) for some in zip(*found, strict=True)]
+    return [None if some[0] is None else torch._add_batch_dim(torch.stack(some), 0, level)
+            for some in zip(*found, strict=True)]

@@ -33,18 +33,21 @@ def forward(engine: Engine, weights: Sequence[torch.Tensor], x: torch.Tensor, st
 
 def backward(engine: Engine, weights: Sequence[torch.Tensor], x: torch.Tensor, state: Sequence[torch.Tensor],
              lengths: torch.Tensor | Columns | None, y: torch.Tensor, kept: torch.Tensor,
-             gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """The gradients of x, ``state`` and the weights, from those of y and the last states, None for zeros."""
+             gradients: Sequence[torch.Tensor | None], want_state: bool = True) -> list[Any]:
+    """The gradients of x, ``state`` and the weights, from those of y and the last states, None for zeros; where they
+    are not wanted None for those of ``state``."""
     kind, masks = engine.kind, _masks(lengths)
     with torch.no_grad(), engine.training(weights, x, "".join(masks), again=True) as layer:
         memory = kept.clone() if kept.data_ptr() % 16 else kept  # it may have been away, in a file or on the host
         again = layer.kept_in(memory, x, widened_rows(kind, y), engine.given(state), **masks)
         dy, *dstates = gradients
-        found = layer.backward(again, None if dy is None else widened_rows(kind, dy), engine.given(dstates))
+        wanted = want_state and bool(state)
+        found = layer.backward(again, None if dy is None else widened_rows(kind, dy), engine.given(dstates),
+                               want_state=wanted)
         suspect(weights)  # an optimizer may come next
-        before = engine.states(found.state) if state else []
+        before = engine.states(found.state) if wanted else [None] * len(state)
         made = [found.x, *before, *weight_gradients(kind, found.weights)]
-        return [m.to(of.dtype) for m, of in zip(made, (x, *state, *weights), strict=True)]
+        return [m if m is None else m.to(of.dtype) for m, of in zip(made, (x, *state, *weights), strict=True)]
 
 
 def kept_bytes(kind: Kind, x: torch.Tensor, lengths: torch.Tensor | None) -> Any:

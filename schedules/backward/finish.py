@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from ecornn.program import WORKSPACE
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ecornn.program import WORKSPACE, launches
 from ecornn.schedules.backward.memory import Memory, Place, Workspaces
 from ecornn.schedules.backward.passes import RowPass, Wanted, items_of, unique_invariants
 from ecornn.schedules.base import Component, joined
@@ -17,7 +20,19 @@ def state_gradients(memory: Memory) -> Component:
     passes = RowPass(memory, "finish", memory.last(), unique_invariants(back.forward, back.finish),
                      each=memory.each_state)
     made = passes.component(items_of(back.finish), Wanted((*stores, *summed.places().items())))
+    if not summed.variables:  # else vectors need them
+        made = _left_out(made, [p.columns.name for _, p in stores])
     return joined(Component(buffers=summed.buffers(memory.task.workload.batch, memory.each_state)), made)
+
+
+def _left_out(made: Component, gradients: Sequence[str]) -> Component:
+    """The same, where a call that does not want these gradients has no launches; if each makes one of them."""
+    wanted = [tuple(p.name for p in made.functions[one.function].params if p.name in gradients)
+              for one in launches(made.calls)]
+    if not all(wanted):
+        return made
+    return replace(made, calls=tuple(replace(one, wanted=own)
+                                     for one, own in zip(launches(made.calls), wanted, strict=True)))
 
 
 def finish_summed(memory: Memory) -> Workspaces:
