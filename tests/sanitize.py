@@ -142,7 +142,8 @@ CASES = {
     "training columns stack": case("persistent_wide", "gru", "bfloat16", (20, 9, 24, 72), training=True, sequences=True,
                                    layers=2, bidirectional=True),
     "training stack": case("persistent", "lstm", "float16", (9, 5, 24, 72), training=True, **ALL),
-    "training gates": case("persistent", "lstm", "bfloat16", (12, 9, 24, 72), training=True, keep="gates", lengths=True),
+    "training gates": case("persistent", "lstm", "bfloat16", (12, 9, 24, 72), training=True, keep="gates",
+                           lengths=True),
     "training gates layout": case("layout_transform", "gru_reset_before", "float32", (5, 3, 13, 40), training=True,
                                   keep="gates"),
 }
