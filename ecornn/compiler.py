@@ -153,8 +153,6 @@ def kept_on(layer: LayerSpec, device: Device) -> str:
     from ecornn.schedules.keeping import usual_keep
     from ecornn.task import make_task
 
-    if device.kind == "cuda":
-        return layer.keep or "states"
     first, count = layer.stack.parts(layer.workload)[0].traversal, layer.stack.count
     return layer.keep or usual_keep(make_task(layer.loaded, layer.workload, device, first), count)
 
@@ -214,7 +212,7 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
     training : the module has :meth:`Layer.forward` and :meth:`Layer.backward` besides, which give gradients (on CPUs
         with weights of ``dtype``)
     keep : what forward keeps for backward: ``states``, or ``gates``, with which backward multiplies a third less;
-        default: ``gates`` on a CPU where that takes 1 GiB at most at this B and T, else ``states``.
+        default: ``gates`` where they take 1 GiB at most at this B and T, else ``states``.
         :meth:`Layer.kept_bytes` says how much it is
     target : ``cuda`` (the GPU at hand), ``cpu``, or an architecture such as ``sm_90a``, which needs
         no GPU; default: the GPU if there is one, else the CPU

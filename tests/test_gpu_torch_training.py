@@ -128,7 +128,7 @@ def test_gradients(name: str, dtype: torch.dtype, options: dict[str, Any]):
 @pytest.mark.parametrize("keep", ["gates", "states"])
 @pytest.mark.parametrize(("cell", "dtype", "kind"), [
     ("lstm", torch.bfloat16, "bfloat16"), ("gru", torch.float32, "float32"),
-    ("gru_reset_before", torch.float32, "float32"), ("indrnn", torch.float32, "float32")])
+    ("gru_reset_before", torch.float32, "float32")])
 def test_gradients_by_what_is_kept(cell: str, dtype: torch.dtype, kind: str, keep: str):
     """The same ones, with those of first states and without, against float64 in NumPy."""
     made = ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, dtype=kind, training=True, keep=keep, target="cuda")

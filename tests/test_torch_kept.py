@@ -7,7 +7,8 @@ import torch
 from test_torch_layers import B, I, T, error, pair
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ecornn.torch import Recurrent, compiling, engine
+from ecornn.errors import ArgumentError
+from ecornn.torch import LSTM, Recurrent, compiling, engine, replace, restore
 from ecornn.torch.kind import keeping, kind_of, text_of
 
 
@@ -43,3 +44,29 @@ def test_texts_of_kinds_that_keep():
         for text in (text_of(layer), keeping(text_of(layer), "states")):
             assert kind_of(text).text == text
         assert kind_of(text).keep == "states" and kind_of(text).cell == kind_of(text_of(layer)).cell
+
+
+def test_who_asks_for_states_has_them():
+    """A layer, or a whole model, keeps less; its gradients are the same ones to rounding."""
+    theirs, ours = pair("LSTM")
+    x = torch.randn(T, B, I)
+    wanted = torch.autograd.grad(theirs(x.double())[0].square().sum(), [*theirs.parameters()])
+    sizes = []
+    for keep in (None, "states", "gates"):
+        ours.keep = keep  # attributes may be set between calls
+        y = ours(x)[0]
+        (kept,) = (t for t in y.grad_fn.saved_tensors if t is not None and t.dtype is torch.uint8)
+        sizes.append(kept.numel())
+        found = torch.autograd.grad(y.square().sum(), [*ours.parameters()])
+        assert all(error(one, exact) < 2e-5 for one, exact in zip(found, wanted, strict=True))
+    assert sizes[0] == sizes[2] > 4 * sizes[1]
+    model = torch.nn.Sequential(torch.nn.GRU(3, 4))
+    replace(model, keep="states")
+    assert model[0].keep == "states" and kind_of(text_of(model[0])).keep == "states"
+    restore(model)
+    assert not hasattr(model[0], "keep")
+    for made in (lambda: LSTM(3, 4, keep="all"), lambda: Recurrent("gru", 3, 4, keep="all"),
+                 lambda: replace(model, keep="all")):
+        with pytest.raises(ArgumentError, match=r"keep='all' is not allowed; expected None, states or gates"):
+            made()
+    assert LSTM(3, 4, keep="states").keep == Recurrent("gru", 3, 4, keep="states").keep == "states"

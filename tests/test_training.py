@@ -141,13 +141,14 @@ def test_what_is_kept_is_what_is_said(cell, keep, values):
 
 
 def test_what_is_kept_where_it_is_left_open():
-    """On a CPU gates, but for long sequences; on a GPU states."""
+    """Gates, but for long sequences."""
     def keep(target: str, **sizes: int) -> str | None:
         return plan("lstm", training=True, target=target, **sizes).stack.keep
 
     assert keep("cpu", hidden=800, batch=20, seq=300) == "gates"
     assert keep("cpu", hidden=256, batch=4, seq=100_000) == "states"
-    assert keep("sm_90a", hidden=800, batch=20, seq=300) == "states"
+    assert keep("sm_90a", hidden=800, batch=20, seq=300) == "gates"
+    assert keep("sm_90a", hidden=256, batch=4, seq=100_000, dtype="float32") == "states"
     assert plan("lstm", hidden=8, training=True, keep="gates", target="sm_90a").stack.keep == "gates"
     with pytest.raises(ArgumentError, match=r"keep.*training=True"):
         plan("lstm", hidden=8, keep="states", target="cpu")

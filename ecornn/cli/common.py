@@ -102,7 +102,7 @@ PROPERTIES: dict[str, dict[str, Any]] = {
     "training": {"is_flag": True, "help": "The module has gradients, too: Layer.forward and Layer.backward."},
     "keep": {"type": click.Choice(KEEPS),
              "help": "With --training: what forward keeps for backward; gates take more memory, and less time "
-                     "than states.  [default: gates on a CPU, up to 1 GiB; else states]"},
+                     "than states.  [default: gates, up to 1 GiB; else states]"},
 }
 
 

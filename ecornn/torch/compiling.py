@@ -8,14 +8,24 @@ from functools import lru_cache
 
 import torch
 
-from ecornn.errors import ScheduleError
+from ecornn.errors import ArgumentError, ScheduleError
 from ecornn.layer_spec import LayerSpec
 from ecornn.runtime.loader import Module
-from ecornn.workload import DTYPES, SERVED
+from ecornn.workload import DTYPES, KEEPS, SERVED
 
 NAMES = {getattr(torch, name): name for name in DTYPES}
-# What is kept, by kind of device: whatever T is, which graphs leave open. PyTorch keeps as much on a CPU.
-KEPT = {"cpu": "gates", "cuda": "states"}
+# What is kept, by kind of device: whatever T is, which graphs leave open. PyTorch keeps about as much.
+KEPT = {"cpu": "gates", "cuda": "gates"}
+
+
+def checked_keep(keep: str | None) -> str | None:
+    """What a caller asks a training step to keep; None: what :data:`KEPT` says.
+
+    Raises :class:`ArgumentError` for another one.
+    """
+    if keep not in (None, *KEEPS):
+        raise ArgumentError("keep", keep, f"None, {' or '.join(KEEPS)}")
+    return keep
 
 
 def serves(place: torch.device, dtype: torch.dtype) -> bool:

@@ -120,9 +120,11 @@ def engine_of(module: torch.nn.Module) -> Engine:
 def known_engine(module: Any) -> Engine | None:
     """The module's engine, if it has one and is still what it was: attributes may be set."""
     found = _modules.get(module)
-    if found is None or found.kind.tf32 is not module.tf32 or found.kind.mode != module.mode:
+    if found is None:
         return None
-    return found
+    kind, keep = found.kind, module.keep
+    kept = kind.keep == keep or (kind.keep is None and keep in KEPT.values())
+    return found if kept and kind.tf32 is module.tf32 and kind.mode == module.mode else None
 
 
 def engine_for(kind: Kind, weights: Sequence[torch.Tensor]) -> Engine:

@@ -25,14 +25,17 @@ def text_of(module: Any, layer: int | None = None) -> str:
         width = module.proj_size or module.hidden_size
         input, layers = (1 + module.bidirectional) * width if layer else input, 1
     tf32 = "" if module.tf32 is None else f",{TF32}={int(module.tf32)}"
+    keep = "" if module.keep is None else f",{KEEP}={module.keep}"
     return (f"{module.mode}(input={input},hidden={module.hidden_size},layers={layers},"
-            f"bias={int(module.bias)},bidirectional={int(module.bidirectional)},projection={module.proj_size}{tf32})"
+            f"bias={int(module.bias)},bidirectional={int(module.bidirectional)},projection={module.proj_size}{tf32}{keep})"
             + module.cell_name)
 
 
 def keeping(text: str, keep: str) -> str:
-    """The text of a kind that keeps this of a training step: graphs are cached by it, and know how many bytes that
-    are."""
+    """The text of a kind that keeps this of a training step, unless it says what: graphs are cached by it, and know
+    how many bytes that are."""
+    if f",{KEEP}=" in text:
+        return text
     sizes, colon, name = text.partition("):")
     return f"{sizes.removesuffix(')')},{KEEP}={keep}){colon[1:]}{name}"
 

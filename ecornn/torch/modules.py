@@ -8,6 +8,7 @@ import torch
 
 from ecornn.errors import ArgumentError
 from ecornn.torch import engine
+from ecornn.torch.compiling import checked_keep
 from ecornn.torch.sequences import Sequences
 
 
@@ -20,16 +21,18 @@ class Compiled(Sequences, torch.nn.RNNBase):
     own forward runs, on the same parameters: :mod:`ecornn.torch.falling_back`. The base is RNNBase, since torch.compile
     refuses to look into a ``torch.nn.LSTM``.
 
-    ``tf32``, beside torch's arguments: whether products of float32 on a GPU may be in TF32; None: where cuDNN's RNNs
-    may, :mod:`ecornn.torch.precision`.
+    Beside torch's arguments ``tf32``: whether products of float32 on a GPU may be in TF32; None: where cuDNN's RNNs
+    may, :mod:`ecornn.torch.precision`; and ``keep``: what a training step keeps, as of :func:`ecornn.compile`; None:
+    ``gates``.
     """
 
-    def __init__(self, mode: str, *args: Any, tf32: bool | None = None, **kwargs: Any) -> None:
+    def __init__(self, mode: str, *args: Any, tf32: bool | None = None, keep: str | None = None,
+                 **kwargs: Any) -> None:
         if mode != "LSTM" and "proj_size" in kwargs:
             raise ArgumentError("proj_size", kwargs["proj_size"], "nothing: proj_size argument is only supported for "
                                 "LSTM, not RNN or GRU")
         super().__init__(mode, *args, **kwargs)
-        self.tf32 = tf32
+        self.tf32, self.keep = tf32, checked_keep(keep)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)

@@ -13,6 +13,7 @@ from ecornn.cells import Cell, get
 from ecornn.errors import ArgumentError, ShapeError
 from ecornn.torch import engine
 from ecornn.torch.cell_names import name_of
+from ecornn.torch.compiling import checked_keep
 from ecornn.torch.kind import kind_of, text_of
 from ecornn.torch.sequences import Sequences
 
@@ -26,6 +27,7 @@ class Recurrent(Sequences, torch.nn.Module):
     input_size, hidden_size : I and H
     num_layers, batch_first, dropout, bidirectional : as of ``torch.nn.LSTM``
     tf32 : whether products of float32 on a GPU may be in TF32; None: where cuDNN's RNNs may
+    keep : what a training step keeps, as of :func:`ecornn.compile`; None: ``gates``
     device, dtype : of the parameters, which have the names and shapes of the cell's, as ``weight_ih_l0`` (G*H, I), and
         start as torch.nn's, uniform in +-1/sqrt(H)
 
@@ -41,7 +43,7 @@ class Recurrent(Sequences, torch.nn.Module):
 
     def __init__(self, cell: Cell | str, input_size: int, hidden_size: int, num_layers: int = 1,
                  batch_first: bool = False, dropout: float = 0.0, bidirectional: bool = False, device: Any = None,
-                 dtype: Any = None, tf32: bool | None = None) -> None:
+                 dtype: Any = None, tf32: bool | None = None, keep: str | None = None) -> None:
         super().__init__()
         if not isinstance(cell, (Cell, str)):
             raise ArgumentError("cell", cell, "a Cell, as MyCell(), or the name of a built-in one")
@@ -51,7 +53,7 @@ class Recurrent(Sequences, torch.nn.Module):
         self.mode, self.bias, self.proj_size = "cell", True, 0
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
         self.batch_first, self.dropout, self.bidirectional = batch_first, float(dropout), bidirectional
-        self.state_names, self.tf32 = tuple(self.cell.states), tf32
+        self.state_names, self.tf32, self.keep = tuple(self.cell.states), tf32, checked_keep(keep)
         self.cell_name = f":{name_of(self.cell)}"
         kind = kind_of(text_of(self))
         kind.spec(1, 1, "float32", "")  # which checks the sizes

@@ -10,7 +10,7 @@ import torch
 from ecornn.errors import ArgumentError
 from ecornn.torch import engine
 from ecornn.torch.classes import CELLS, COMPILED, OURS, compiled_class, original_class, overridden, reclass
-from ecornn.torch.compiling import serves
+from ecornn.torch.compiling import checked_keep, serves
 from ecornn.torch.sequences import Sequences
 
 
@@ -33,7 +33,8 @@ class Report:
         return "\n".join(lines) or "no recurrent layers"
 
 
-def replace(model: torch.nn.Module, *, fullgraph: bool = False, tf32: bool | None = None) -> Report:
+def replace(model: torch.nn.Module, *, fullgraph: bool = False, tf32: bool | None = None,
+            keep: str | None = None) -> Report:
     """Makes every ``torch.nn.LSTM``, ``GRU`` and ``RNN`` of a model a compiled one, in place, and every ``LSTMCell``,
     ``GRUCell`` and ``RNNCell``.
 
@@ -50,10 +51,14 @@ def replace(model: torch.nn.Module, *, fullgraph: bool = False, tf32: bool | Non
     which is PyTorch's default; ``torch.backends.cudnn.rnn.fp32_precision = "ieee"`` or
     ``torch.backends.cudnn.allow_tf32 = False`` keep them exact, and so does False here. A layer has it as ``tf32``.
 
-    Raises :class:`ArgumentError` for another ``tf32``.
+    ``keep``: what layers keep of a training step: ``gates``, or ``states``, which takes less memory and more time;
+    None: ``gates``. A layer has it as ``keep``; cells have their own way.
+
+    Raises :class:`ArgumentError` for another ``tf32`` or ``keep``.
     """
     if tf32 is not None and not isinstance(tf32, bool):
         raise ArgumentError("tf32", tf32, "None, True or False")
+    checked_keep(keep)
 
     def ours(kind: Any) -> type[Any]:
         return OURS[kind] if kind in CELLS or (fullgraph and kind in OURS) else compiled_class(kind)
@@ -68,6 +73,8 @@ def replace(model: torch.nn.Module, *, fullgraph: bool = False, tf32: bool | Non
             if why is None:
                 reclass(module, ours)
                 module.tf32 = tf32  # type: ignore[assignment]
+                if isinstance(module, torch.nn.RNNBase):
+                    module.keep = keep  # type: ignore[assignment]
                 swapped.append(name)
             else:
                 kept[name] = str(why)
@@ -81,7 +88,8 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
     for name, module in model.named_modules():
         if isinstance(module, COMPILED):
             reclass(module, original_class)
-            module.__dict__.pop("tf32", None)
+            for option in ("tf32", "keep"):
+                module.__dict__.pop(option, None)
             names.append(name or type(module).__name__)
     return tuple(names)
 

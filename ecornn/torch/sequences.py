@@ -38,6 +38,7 @@ class Sequences:
     state_names: tuple[str, ...] = ("h",)
     cell_name = ""
     tf32: bool | None = None
+    keep: str | None = None
     one_step = False
 
     def forward(self: Any, input: Any, hx: Any = None) -> Any:
