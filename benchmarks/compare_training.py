@@ -24,7 +24,7 @@ from statistics import geometric_mean
 
 import torch
 from side_by_side import CELLS, DEVICE, WrongResultError, environment, graph_of, relative, summary, take_turns
-from training_rows import ROWS, Row
+from training_rows import CURVE, ROWS, Row
 
 import ecornn
 
@@ -123,11 +123,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=30, help="timed repetitions a row, at most")
     parser.add_argument("--seconds", type=float, default=3.0, help="for these, after which there are at least seven")
     parser.add_argument("--processes", type=int, default=8, help="that compile")
+    parser.add_argument("--curve", action="store_true", help="an LSTM at B from 1 to 128 in place of these rows")
     parser.add_argument("--keep", choices=("gates", "states"), help="what forward keeps [what it keeps if nobody says]")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this needs a CUDA GPU and a PyTorch that sees it")
-    rows = [r for r in ROWS if not arguments.only or any(part in str(r) for part in arguments.only)]
+    rows = [r for r in (CURVE if arguments.curve else ROWS) if not arguments.only or any(part in str(r) for part in arguments.only)]
     done: list[dict] = []
     with tempfile.TemporaryDirectory(prefix="ecornn-") as folder, \
             ProcessPoolExecutor(arguments.processes, get_context("spawn")) as pool:

@@ -50,3 +50,6 @@ ROWS: list[Row] = [
     *_rows("lstm", (35, 20, 1500), "f16", 2), *_rows("lstm", (70, 80, 1150), "f16 bf16", 3),
     *_rows("lstm", (300, 20, 800), "f16 bf16", 5, True), *_rows("gru", (300, 20, 800), "f16 bf16", 5, True),
     *_rows("lstm", (256, 16, 512), "f16", 4), *_rows("lstm", (256, 64, 1024), "bf16", 4)]
+
+# One layer at every batch: how much throughput a row of the batch has where there are few.
+CURVE: list[Row] = [row for B in (1, 2, 4, 8, 16, 32, 64, 128) for row in _rows("lstm", (256, B, 768), "bf16")]

@@ -384,6 +384,33 @@ def test_500_steps_stay_with_torch_nn():
     assert ours[-1] < 0.2 * ours[0], "it has not learned"
 
 
+def test_a_long_sequence_in_bounded_memory():
+    """T = 100,000, of which states are kept, in less than 3 GB with x, y and their gradients; twice cuDNN's error."""
+    steps, batch, hidden = 100_000, 4, 256
+    exact = torch.nn.LSTM(hidden, hidden, device="cuda")
+    ours, theirs = ecornn.torch.LSTM(hidden, hidden, device="cuda", dtype=torch.float16, keep="states"), copy.deepcopy(
+        exact).half()
+    ours.load_state_dict(theirs.state_dict())
+    exact.load_state_dict({k: v.float() for k, v in theirs.state_dict().items()})
+    x, dy = (torch.randn(steps, batch, hidden, device="cuda").half() for _ in range(2))
+
+    def gradients(layer: torch.nn.Module) -> list[torch.Tensor]:
+        kind = next(layer.parameters()).dtype
+        given = x.to(kind).requires_grad_()
+        return list(torch.autograd.grad(layer(given)[0], [given, *layer.parameters()], dy.to(kind)))
+
+    gradients(ours)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = gradients(ours)
+    assert torch.cuda.max_memory_allocated() - before + 2 * x.nbytes < 3e9
+    wanted, library = gradients(exact), gradients(theirs)
+    for one, other, value in zip(found, library, wanted, strict=True):
+        assert error(one.cpu(), value.double().cpu()) < 2 * error(other.cpu(), value.double().cpu()) + 1e-6
+
+
 def test_what_is_wrong_is_refused():
     *_, ours = pair("GRU")
     x, state = torch.randn(T, B, I, device="cuda"), torch.zeros(1, B, H, device="cuda")
