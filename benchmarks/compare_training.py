@@ -128,7 +128,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this needs a CUDA GPU and a PyTorch that sees it")
-    rows = [r for r in (CURVE if arguments.curve else ROWS) if not arguments.only or any(part in str(r) for part in arguments.only)]
+    rows = [r for r in (CURVE if arguments.curve else ROWS)
+            if not arguments.only or any(part in str(r) for part in arguments.only)]
     done: list[dict] = []
     with tempfile.TemporaryDirectory(prefix="ecornn-") as folder, \
             ProcessPoolExecutor(arguments.processes, get_context("spawn")) as pool:
