@@ -174,7 +174,7 @@ class PersistentWide(Schedule):
                         together=self.together(task, config))
 
 
-def _recurrence(task: Task, plan: WidePlan, layout: Hoisted, math: str) -> Callable[[tuple[str, ...]], Component]:
+def _recurrence(task: Task, plan: WidePlan, layout: Hoisted, math: str) -> Callable[[Stored], Component]:
     """What makes one that stores the states of these names after each step."""
     packing, handed = packing_of(task, plan), Extent(plan.groups * plan.sets * HANDED * plan.handed_words)
     buffers = [Buffer("recurrent", PACKED, plan.dtype, Extent(prod(packing.pad)), packing),

@@ -79,7 +79,7 @@ def workspaces(task: Task, layout: Layout) -> list[Buffer]:
 
 def values_of(graph: StepGraph, kept: Stored, p: int) -> dict[str, Var]:
     """What is kept of the values of phase ``p``, by its buffer; all that no earlier phase makes is of the last one."""
-    makers = {}
+    makers: dict[Var, int] = {}
     for number, phase in enumerate(graph.phases[:-1]):
         makers |= dict.fromkeys([q.var for q in phase.products], number)
         makers |= dict.fromkeys([a.var for a in assigns_of(graph, number)], number)
