@@ -12,7 +12,7 @@ from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task
 from ecornn.schedules.gemm.projection import no_projection
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred
-from ecornn.schedules.keeping import Stored, keeping
+from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.persistent_wide.estimate import estimate, product_cycles, recurrence
 from ecornn.schedules.persistent_wide.handover import UNWRITTEN
 from ecornn.schedules.persistent_wide.kernel import wide_kernel
@@ -160,7 +160,7 @@ class PersistentWide(Schedule):
                 "recurrence": recurrence(plan, rates), "estimate": estimate(task, plan) - gained(task, config)}
 
     def recurrence(self, task: Task, config: Config) -> Component:
-        return _recurrence(task, plan_of(task, config), hoisted_of(task, config), str(config["math"]))(())
+        return _recurrence(task, plan_of(task, config), hoisted_of(task, config), str(config["math"]))(NOTHING)
 
     def together(self, task: Task, config: Config) -> int:
         plan = plan_of(task, config)
