@@ -30,6 +30,7 @@ from ecornn.torch import layer_by_layer
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 DEVICE = torch.device("cuda", RANK) if GPU else torch.device("cpu")
+FEW = 4  # blocks of NCCL's kernels, at most, where the others are left to the compiled ones
 TOGETHER = 4  # steps that are timed as one: the host goes on while the GPU is at work
 FEWEST, WARM = 5, 3
 FLOAT32 = 2e-5  # relative, of gradients in float32
@@ -140,12 +141,23 @@ def wrapped(model: nn.Module) -> DistributedDataParallel:
 _room: dict[int, torch.Tensor] = {}
 
 
-def all_reduce(count: int, bucket: int = 25 << 20) -> None:
+def with_few_blocks(sizes: Sizes, part: Batch, step: Step, count: int, seconds: float) -> dict[str, Any]:
+    """A step with kernels of ``FEW`` blocks for what is exchanged, beside one with all of them: a persistent kernel,
+    which waits for its whole grid to fit on the GPU, may find room beside few."""
+    options = distributed.ProcessGroupNCCL.Options()
+    options.config.max_ctas = FEW
+    group = distributed.new_group(pg_options=options)
+    model = DistributedDataParallel(made(sizes, "ecornn", DEVICE), device_ids=[RANK], process_group=group)
+    return take_turns({"layer_by_layer": Step(model, part), "all_blocks": step,
+                       "all_reduce": partial(all_reduce, count, group=group)}, seconds)
+
+
+def all_reduce(count: int, bucket: int = 25 << 20, group: Any = None) -> None:
     """Adds so many bytes up over all processes, a bucket of DistributedDataParallel's default size at a time."""
     for size in [bucket] * (count // bucket) + [count % bucket]:
         if size not in _room:
             _room[size] = torch.zeros(max(1, size // 4), device=DEVICE)
-        distributed.all_reduce(_room[size])
+        distributed.all_reduce(_room[size], group=group)
 
 
 def data_parallel(seconds: float, note: Callable[..., None]) -> None:
@@ -170,12 +182,17 @@ def data_parallel(seconds: float, note: Callable[..., None]) -> None:
 
     step, alone = Step(parallel, part), Step(parallel, part, parallel.no_sync)
     bytes_ = sum(g.numel() * 4 for g in found)
-    note(overlap=take_turns({"layer_by_layer": step, "one_node": partial(as_one_node, step),
-                             "layer_by_layer_alone": alone, "one_node_alone": partial(as_one_node, alone),
-                             "all_reduce": partial(all_reduce, bytes_)}, seconds), gradient_bytes=bytes_)
+    sides = {"layer_by_layer": step, "one_node": partial(as_one_node, step), "layer_by_layer_alone": alone,
+             "one_node_alone": partial(as_one_node, alone), "all_reduce": partial(all_reduce, bytes_)}
+    note(overlap=take_turns(sides, seconds), gradient_bytes=bytes_)
     curve = take_turns({str(size): partial(all_reduce, size, size) for size in MESSAGES}, seconds / 2)
     note(messages={size: times["ms"] for size, times in curve.items()})
-    del parallel, step, alone
+    try:
+        if GPU:
+            note(few_blocks=with_few_blocks(sizes, part, step, bytes_, seconds))
+    except Exception as error:  # a setting that not every NCCL has
+        note(few_blocks={"fault": f"{type(error).__name__}: {error}"})
+    del parallel, step, alone, sides
     try:
         note(sharded=sharded(sizes, part, found, seconds))
     except Exception as error:

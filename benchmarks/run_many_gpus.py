@@ -179,6 +179,9 @@ def data_parallel_lines(found: Mapping[str, Any]) -> list[str]:
                     f"{ready['buckets_ms'][-1]:.2f} ms of a backward pass of {ready['backward_ms']:.2f} ms; step "
                     f"{overlap[how]['ms']:.2f} ms, without communication {overlap[f'{how}_alone']['ms']:.2f} ms")
     rows.append(f"all-reduce of {found['gradient_bytes'] / 1e6:.0f} MB alone {overlap['all_reduce']['ms']:.2f} ms")
+    if "fault" not in (few := found.get("few_blocks", {"fault": ""})):
+        rows.append(f"with few blocks of NCCL's: step {few['layer_by_layer']['ms']:.2f} ms, with all "
+                    f"{few['all_blocks']['ms']:.2f} ms; all-reduce alone {few['all_reduce']['ms']:.2f} ms")
     sharded = found["sharded"]
     rows.append(f"FSDP2: {sharded['fault']}" if "fault" in sharded else
                 f"FSDP2: step {sharded['step']['ms']:.2f} ms, {sharded['held']:.0%} of the weights held between calls, "
