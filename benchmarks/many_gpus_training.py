@@ -235,8 +235,8 @@ def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def leaving(sizes: Sizes, part: Batch) -> dict[str, Any]:
-    """When buckets of gradients were ready in a backward pass, in milliseconds from its begin, and that pass's end:
-    layer by layer, and with the whole stack as one node."""
+    """When buckets of gradients were ready in a backward pass, in milliseconds from its begin, that pass's end with all
+    that is exchanged, and its end without: layer by layer, and with the whole stack as one node."""
     found = {}
     for how in ("layer_by_layer", "one_node"):
         before = layer_by_layer.wanted
@@ -246,8 +246,8 @@ def leaving(sizes: Sizes, part: Batch) -> dict[str, Any]:
         model = wrapped(made(sizes, "ecornn", DEVICE))
         model.register_comm_hook(None, lambda _, bucket, marks=marks: (marks.append(mark()),
                                                                        allreduce_hook(None, bucket))[1])
-        each = []
-        for turn in range(6):
+
+        def backward(model: DistributedDataParallel = model, marks: list[Any] = marks) -> list[float]:
             with autocast():
                 loss = loss_of(model, part)
             wait()
@@ -256,13 +256,16 @@ def leaving(sizes: Sizes, part: Batch) -> dict[str, Any]:
             loss.backward()
             end = mark()
             wait()
-            if turn >= 3:  # buckets are what they will stay
-                each.append([since(begun, m) for m in (*marks, end)])
             for p in model.parameters():
                 p.grad = None
+            return [since(begun, m) for m in (*marks, end)]
+
+        each = [backward() for _ in range(8)][3:]  # by then buckets are what they will stay
+        with model.no_sync():
+            alone = [backward()[-1] for _ in range(8)][3:]
         layer_by_layer.wanted = before
         middle = [statistics.median(times) for times in zip(*each, strict=True)]
-        found[how] = {"buckets_ms": middle[:-1], "backward_ms": middle[-1]}
+        found[how] = {"buckets_ms": middle[:-1], "backward_ms": middle[-1], "alone_ms": statistics.median(alone)}
     return found
 
 
