@@ -157,8 +157,8 @@ def measured(model: Model, gpus: int) -> list[str]:
                 step = 1e3 * model.step(name, side, int(rows), gpus)
                 lines.append(
                     f"| {name} | {batch} | {'torch.nn' if side == 'torch' else side} | {interval(one)} | "
-                    f"{interval(many)} | {one['ms'] / many['ms']:.2f}x | {1 - alone['ms'] / many['ms']:.0%} | {step:.2f} | "
-                    f"{step / many['ms'] - 1:+.0%} |")
+                    f"{interval(many)} | {one['ms'] / many['ms']:.2f}x | {1 - alone['ms'] / many['ms']:.0%} | "
+                    f"{step:.2f} | {step / many['ms'] - 1:+.0%} |")
     return lines
 
 
@@ -194,15 +194,15 @@ def section(path: Path) -> str:
     ready, overlap, sharded = parallel["ready"], parallel["overlap"], parallel.get("sharded", {})
     lines += ["", f"Data: `benchmarks/results/{path.name}`, {gpus} {env['gpu']}, {env['cores']} cores, PyTorch "
               f"{env['torch']}, CUDA {env['cuda']}, NCCL {env['nccl']}; `{env['command']}`.", "",
-              f"Of the model: latency {model.link.latency * 1e6:.0f} µs and {model.link.bandwidth / 1e9:.0f} GB/s between "
-              f"two GPUs, backward {model.share:.0%} of a step, cost of what is hidden {model.cost:.2f}.", ""]
+              f"Of the model: latency {model.link.latency * 1e6:.0f} µs and {model.link.bandwidth / 1e9:.0f} GB/s "
+              f"between two GPUs, backward {model.share:.0%} of a step, cost of what is hidden {model.cost:.2f}.", ""]
     for how, text in (("layer_by_layer", "layer by layer"), ("one_node", "as one node")):
         exposed = overlap[how]["ms"] - overlap[f"{how}_alone"]["ms"]
         leave = ready[how]["buckets_ms"]
-        lines.append(f"- Speech, {parallel['rows']} rows a GPU, {text}: {len(leave)} buckets leave from {leave[0]:.1f} to "
-                     f"{leave[-1]:.1f} ms of a backward pass, which alone takes {ready[how]['alone_ms']:.1f} ms; the step "
-                     f"takes {overlap[how]['ms']:.2f} ms, {exposed:.2f} ms more than without communication, which takes "
-                     f"{overlap['all_reduce']['ms']:.2f} ms alone.")
+        lines.append(f"- Speech, {parallel['rows']} rows a GPU, {text}: {len(leave)} buckets leave from {leave[0]:.1f} "
+                     f"to {leave[-1]:.1f} ms of a backward pass, which alone takes {ready[how]['alone_ms']:.1f} ms; "
+                     f"the step takes {overlap[how]['ms']:.2f} ms, {exposed:.2f} ms more than without communication, which "
+                     f"takes {overlap['all_reduce']['ms']:.2f} ms alone.")
     few = parallel.get("few_blocks", {})
     if "layer_by_layer" in few:
         lines.append(f"- With NCCL's kernels held to four blocks: {few['layer_by_layer']['ms']:.2f} ms against "
