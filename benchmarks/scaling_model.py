@@ -201,8 +201,8 @@ def section(path: Path) -> str:
         leave = ready[how]["buckets_ms"]
         lines.append(f"- Speech, {parallel['rows']} rows a GPU, {text}: {len(leave)} buckets leave from {leave[0]:.1f} "
                      f"to {leave[-1]:.1f} ms of a backward pass, which alone takes {ready[how]['alone_ms']:.1f} ms; "
-                     f"the step takes {overlap[how]['ms']:.2f} ms, {exposed:.2f} ms more than without communication, which "
-                     f"takes {overlap['all_reduce']['ms']:.2f} ms alone.")
+                     f"the step takes {overlap[how]['ms']:.2f} ms, {exposed:.2f} ms more than without communication, "
+                     f"which takes {overlap['all_reduce']['ms']:.2f} ms alone.")
     few = parallel.get("few_blocks", {})
     if "layer_by_layer" in few:
         lines.append(f"- With NCCL's kernels held to four blocks: {few['layer_by_layer']['ms']:.2f} ms against "

@@ -8,11 +8,19 @@ costs a few calls more, and what layers of a stack would do at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import distributed
+
+
+def layers_of(module: Any, weights: Sequence[torch.Tensor],
+              state: Sequence[torch.Tensor]) -> Iterator[tuple[Sequence[torch.Tensor], list[torch.Tensor]]]:
+    """The weights of each layer, and its part of states (L*D, B, H)."""
+    parts, each = 1 + module.bidirectional, len(weights) // module.num_layers
+    for layer in range(module.num_layers):
+        yield weights[layer * each:(layer + 1) * each], [s[layer * parts:(layer + 1) * parts] for s in state]
 
 
 def wanted(module: Any, weights: Iterable[torch.Tensor]) -> bool:

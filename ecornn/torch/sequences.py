@@ -188,8 +188,8 @@ def run_layers(module: Any, weights: list[torch.Tensor], x: torch.Tensor, state:
                lengths: torch.Tensor | None, asked: bool) -> list[torch.Tensor]:
     """A layer after the other, with dropout between them, if any: of packed rows where there are ``lengths``, as
     PyTorch draws its random numbers."""
-    parts, each, found = 1 + module.bidirectional, len(weights) // module.num_layers, []
-    for layer in range(module.num_layers):
+    found = []
+    for layer, (its, given) in enumerate(layer_by_layer.layers_of(module, weights, state)):
         if not (layer and module._drops):
             pass
         elif lengths is None:
@@ -197,8 +197,7 @@ def run_layers(module: Any, weights: list[torch.Tensor], x: torch.Tensor, state:
         else:
             rows = pack_padded_sequence(x, lengths)
             x = pad_packed_sequence(PackedSequence(dropout(rows.data, module.dropout), rows.batch_sizes))[0]
-        given = [s[layer * parts:(layer + 1) * parts] for s in state]
-        operands = x, given, lengths, weights[layer * each:(layer + 1) * each], text_of(module, layer)
+        operands = x, given, lengths, [*its], text_of(module, layer)
         x, *after = trained(module, *operands, layer) if asked else recurrent(*operands)
         found.append(after)
     return [x, *(torch.cat(states) for states in zip(*found, strict=True))]
