@@ -41,9 +41,9 @@ def data_parallel(model: Model, xs: list[torch.Tensor]) -> tuple[dict[str, torch
         sent = torch.distributed.all_reduce(bucket.buffer().div_(2), async_op=True)
         return sent.get_future().then(lambda future: future.value()[0])
 
-    def backward(engine: Any, weights: Any, *arguments: Any) -> Any:
+    def backward(engine: Any, weights: Any, *arguments: Any, **named: Any) -> Any:
         happened.append(f"backward of {len(weights)}")
-        return training.backward(engine, weights, *arguments)
+        return training.backward(engine, weights, *arguments, **named)
 
     direct.training = type("Watched", (), {"forward": training.forward, "backward": backward})
     parallel = DistributedDataParallel(model, bucket_cap_mb=0.004)

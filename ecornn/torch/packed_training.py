@@ -32,7 +32,7 @@ def run(module: Any, packed: PackedSequence, state: list[torch.Tensor]) -> list[
         return None
     parts = [(engine, weights, state)]
     if wanted(module, weights):
-        parts = [(engine.part(number, text_of(module, number)), its, first)
+        parts = [(engine.part(number, text_of(module, number)), [*its], first)
                  for number, (its, first) in enumerate(layers_of(module, weights, state))]
     try:  # x is not laid before it is known which columns may share a sequence
         like = data[:1].detach().expand(len(packed.batch_sizes), width, -1)
