@@ -70,6 +70,12 @@ def measure(count: int, port: int, target: str, trials: int, hidden: int, gpus: 
             "best_us": result.finish.best_us, "trials_per_second": (len(times) - 1) / (times[-1] - times[0])}
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1] % 30_000 + 20_000
+
+
 def servers(tracker: Tracker) -> int | None:
     """Servers that are there; None while the tracker is still starting."""
     try:
@@ -99,10 +105,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rows, device = [], resolve(arguments.target)
     for count in arguments.servers:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1] % 30_000 + 20_000
-        rows.append(measure(count, port, arguments.target, arguments.trials, arguments.hidden,
+        rows.append(measure(count, free_port(), arguments.target, arguments.trials, arguments.hidden,
                             arguments.gpus))
         print(rows[-1], flush=True)
         if arguments.output:  # after each, so that what a limit cuts off is not lost

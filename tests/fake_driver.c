@@ -80,6 +80,7 @@ int cuLaunchKernelEx(const struct config *c, const char *function, void **argume
                       c->block[0], c->shared, (int)(uintptr_t)c->stream);
   for (unsigned i = 0; i < c->count; ++i)
     used += snprintf(line + used, sizeof line - used, " attribute%d=%u", c->attributes[i].id, c->attributes[i].value[0]);
+  if (getenv("FAKE_CONTEXTS")) used += snprintf(line + used, sizeof line - used, " context=%d", (int)(uintptr_t)current);
   const char *kinds = getenv("FAKE_PARAMETERS");
   kinds = kinds ? strstr(kinds, function) : 0;
   if (kinds) {

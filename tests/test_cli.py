@@ -231,6 +231,19 @@ def test_many_layers_in_one_session_each_with_its_log(folder):
     assert [path.read_bytes() for path in paths] == before
 
 
+def test_a_list_of_layers_says_which_line_is_none(tmp_path):
+    listed = tmp_path / "layers.txt"
+    for line, why in (("--cell lstm", "Missing option '--hidden'"), ("--hidden x --cell gru", "'x' is not a valid"),
+                      ("--cell lstm --hidden 8 --target cpu", "No such option"), ("--cell 'lstm", "No closing")):
+        listed.write_text(f"# a comment\n{line}\n")
+        output = run("tune", "--workloads", str(listed), code=2)
+        assert f"workloads='{listed}:2: {line}'" in output.replace('"', "'") and why in output
+    listed.write_text("# nothing\n")
+    assert "a file with the options of a layer on each line" in run("tune", "--workloads", str(listed), code=2)
+    assert "--batch is in the lines" in run("tune", "--workloads", str(listed), "--batch", "2", code=2)
+    assert "Missing option '--hidden'" in run("tune", "--cell", "lstm", code=2)
+
+
 @pytest.mark.slow
 def test_verify_measures_again_and_reports_drift(folder, tmp_path):
     run("tune", *LAYER, "--trials", "3")

@@ -138,6 +138,28 @@ def test_threads_may_call_at_once(both: Path, fake: Path):
     assert sum(note.startswith("cuLaunchKernelEx") for note in notes) == 4 * 20 * 6
 
 
+def test_two_threads_may_take_two_devices_in_turns(both: Path, fake: Path):
+    """Each device has the module loaded once, and every kernel is launched in the context of its own."""
+    code = ("from threading import Thread\n"
+            f"call = lambda device: m['run'](3, 1, device, 70 + device, *{POINTERS})\n"
+            "work = lambda first: [call((first + i) % 2) for i in range(20)]\n"
+            "threads = [Thread(target=work, args=(first,)) for first in range(2)]\n"
+            "[t.start() for t in threads], [t.join() for t in threads]\n"
+            + "".join(f"m['run'](3, 1, {device}, {70 + device}, *{POINTERS})\n" for device in range(2)))
+    notes = child(code, both, fake, FAKE_CONTEXTS="1").calls
+    assert sum(note.startswith("cuModuleLoadData") for note in notes) == 2
+    assert sorted(note for note in notes if "PrimaryCtxRetain" in note) == [
+        f"cuDevicePrimaryCtxRetain {10 + device}" for device in range(2)]
+    launched = [tuple(map(int, re.findall(r"stream=(\d+).* context=(\d+)", note)[0]))
+                for note in notes if note.startswith("cuLaunchKernelEx")]
+    assert len(launched) == 42 * 6
+    contexts: dict[int, set[int]] = {}
+    for stream, context in launched:
+        contexts.setdefault(stream, set()).add(context)
+    assert contexts[70] == {110} and contexts[71] == {111} and all(len(found) == 1 for found in contexts.values())
+    assert [sum(context == 110 + device for _, context in launched) for device in range(2)] == [21 * 6] * 2
+
+
 @pytest.mark.parametrize(("fail", "message", "joined"), [
     ("cuLaunchKernelEx:700:1", "(an illegal address) in cuLaunchKernelEx of total", True),
     ("cuLaunchKernelEx:700:4", "(an illegal address) in cuLaunchKernelEx of step", True),

@@ -32,30 +32,41 @@ def by_torch(library: torch.nn.LSTM, names: list[str], columns: Any, tensors: An
 
 @pytest.fixture
 def layer(monkeypatch) -> Any:
-    """An LSTM, whose engine is PyTorch."""
+    """An LSTM, whose engine is PyTorch, as those of its layers are."""
     torch.manual_seed(0)
     library = torch.nn.LSTM(I, H, 2, bidirectional=True)
-    names = [name for name, _ in library.named_parameters()]
 
     def forward(engine, weights, x, state, columns):
-        return [*by_torch(library, names, columns, (x, *state, *weights)), x.new_empty(0)]
+        called.append(engine)
+        return [*by_torch(engine.library, engine.names, columns, (x, *state, *weights)), x.new_empty(0)]
 
     def backward(engine, weights, x, state, columns, y, kept, gradients):
         with torch.enable_grad():
             tensors = [t.detach().requires_grad_() for t in (x, *state, *weights)]
-            return torch.autograd.grad(by_torch(library, names, columns, tensors), tensors, gradients)
+            return torch.autograd.grad(by_torch(engine.library, engine.names, columns, tensors), tensors, gradients)
 
-    engine = SimpleNamespace(refused=set(), training=lambda *_, **__: nullcontext(SimpleNamespace(together=3)))
+    def engine_of(library: torch.nn.LSTM, together: int) -> Any:
+        return SimpleNamespace(library=library, names=[name for name, _ in library.named_parameters()], refused=set(),
+                               training=lambda *_, **__: nullcontext(SimpleNamespace(together=together)))
+
+    called: list[Any] = []
+    engine = engine_of(library, 3)
+    library.called = called
+    engine.part = lambda number, kind: engine_of(torch.nn.LSTM(2 * H if number else I, H, bidirectional=True),
+                                                 6 if number else 3)
     monkeypatch.setattr(packed_training, "training", SimpleNamespace(forward=forward, backward=backward))
     monkeypatch.setattr(packed_training, "engine_of", lambda module: engine)
     monkeypatch.setattr(packed_training, "_width", lambda data, sizes: 3)
     return library
 
 
-def test_gradients_are_those_of_the_packed_layer(layer):
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_gradients_are_those_of_the_packed_layer(layer, by_layer):
     """Some sequences wrap around; those of first states are in the order of the sequences."""
     ours = ecornn.torch.LSTM(I, H, 2, bidirectional=True)
     ours.load_state_dict(layer.state_dict())
+    if by_layer:
+        ours.weight_hh_l0.register_post_accumulate_grad_hook(lambda _: None)
     found = []
     for module in (layer, ours):
         generator = torch.Generator().manual_seed(1)
@@ -67,6 +78,7 @@ def test_gradients_are_those_of_the_packed_layer(layer):
         found.append([*outputs, *torch.autograd.grad(outputs, [*rows, *state, *module.parameters()], dy)])
     for value, wanted in zip(*found[::-1], strict=True):
         torch.testing.assert_close(value, wanted)
+    assert [engine.library.input_size for engine in layer.called] == ([I, 2 * H] if by_layer else [I])
     sizes = pack_sequence(rows, enforce_sorted=False).batch_sizes
     assert packed_training.laid(sizes.numpy().tobytes(), 3, 3).columns.wrapped.size
 

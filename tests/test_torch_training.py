@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -430,41 +426,3 @@ def test_what_must_be_pytorchs_says_so(monkeypatch: pytest.MonkeyPatch):
     with pytest.warns(UserWarning, match=r"PyTorch's own layer runs: .*this is torch\.bfloat16 on cpu"):
         layer(x)[0].sum().backward()
     assert layer.weight_hh_l0.grad is not None
-
-
-DDP = """
-import sys, torch, ecornn.torch
-from torch.nn.parallel import DistributedDataParallel
-rank, file = int(sys.argv[1]), sys.argv[2]
-torch.set_num_threads(1)
-torch.distributed.init_process_group("gloo", init_method="file://" + file + ".store", rank=rank, world_size=2)
-given = torch.load(file)
-layer = ecornn.torch.GRU(*given["sizes"])
-layer.load_state_dict(given["weights"])
-model = DistributedDataParallel(layer)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for x in given["x"]:
-    optimizer.zero_grad()
-    model(x.chunk(2, 1)[rank])[0].square().mean().backward()
-    optimizer.step()
-torch.save(layer.state_dict(), file + str(rank))
-torch.distributed.destroy_process_group()
-"""
-
-
-def test_two_processes_of_distributed_data_parallel(tmp_path: Path):
-    theirs, ours = pair("GRU")
-    xs, file = [torch.randn(T, B, I) for _ in range(3)], str(tmp_path / "given")
-    torch.save({"sizes": (I, H), "weights": ours.state_dict(), "x": xs}, file)
-    environment = os.environ | {"ECORNN_STRICT": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    made = [subprocess.Popen([sys.executable, "-W", "ignore", "-c", DDP, str(rank), file], env=environment)
-            for rank in range(2)]
-    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
-    for x in xs:
-        optimizer.zero_grad()
-        theirs(x.double())[0].square().mean().backward()
-        optimizer.step()
-    assert [process.wait(120) for process in made] == [0, 0]
-    found = [torch.load(file + str(rank)) for rank in range(2)]
-    for name, wanted in theirs.state_dict().items():
-        assert torch.equal(found[0][name], found[1][name]) and error(found[0][name], wanted) < BACKWARD

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import signal
 import socket
 import struct
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,6 +121,39 @@ def test_the_command_line_and_a_server_without_its_parent(tracker, tmp_path):
         _, alive = psutil.wait_procs(below, timeout=10)
         assert not alive
         wait_for(lambda: tracker.servers() == 0)
+
+
+@pytest.mark.slow
+def test_a_list_of_layers_is_shared_by_servers_goes_on_and_outlives_one(tracker, tmp_path):
+    """Killed: a server once there are a few trials, and the command itself a little later."""
+    listed, output, each = tmp_path / "layers.txt", tmp_path / "log.jsonl", 5
+    listed.write_text("# two lines, three layers\n--cell lstm --hidden 16 --batch 2 --seq 8\n\n"
+                      "--cell rnn_tanh --cell gru --hidden 16 --batch 2 --seq 8  # and one more\n")
+    command = [sys.executable, "-m", "ecornn", "tune", "--workloads", str(listed), "--trials", str(each), "--output",
+               str(output), "--tracker", str(tracker), "--key", tracker.key]
+
+    def trials() -> list:
+        return [t for t in read(output).trials() if t.stage == "search"] if output.exists() else []
+
+    with servers(tracker, 2) as running:
+        first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        wait_for(lambda: len({t.run for t in trials()}) == 2)  # at once, a server each
+        kill_tree(running[0])
+        wait_for(lambda: len(trials()) >= 6)
+        first.send_signal(signal.SIGINT)
+        said, _ = first.communicate(timeout=LIMIT)
+        assert first.returncode == 130 and "the same command goes on" in said, said
+        done = trials()
+        again = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=2 * LIMIT)
+    assert again.returncode == 0, again.stderr
+    assert "[3/3] " in again.stderr and " trials in the log" in again.stderr
+    results = json.loads(again.stdout)
+    assert {one["workload"]["cell"] for one in results} == {"lstm", "rnn_tanh", "gru"}
+    assert all(one["finish"]["best"] and not one["failures"] for one in results)
+    found = trials()
+    assert found[:len(done)] == done
+    assert all(t.times and t.check <= 1e-5 for t in found)  # of those that the killed server was at, too
+    assert sorted(Counter(t.run for t in found).values()) == [each] * 3
 
 
 @pytest.mark.slow

@@ -106,8 +106,8 @@ PROPERTIES: dict[str, dict[str, Any]] = {
 }
 
 
-def layer_options(required: bool = True, many: bool = False) -> Callable[[F], F]:
-    """The properties of a workload, and --target.
+def layer_options(required: bool = True, many: bool = False, target: bool = True) -> Callable[[F], F]:
+    """The properties of a workload, and --target, unless without ``target``.
 
     ``required``: --cell and --hidden must be given; ``many``: each but the target may be given several times,
     and the function gets tuples.
@@ -120,9 +120,11 @@ def layer_options(required: bool = True, many: bool = False) -> Callable[[F], F]
                 more |= {"multiple": True, "help": settings["help"] + "  May be repeated."}
                 more |= {"default": (settings["default"],)} if "default" in settings else {}
             options.append(click.option(f"--{name}", **settings | more))
-    options.append(click.option("--target", metavar="cuda|cpu|ARCH", help=(
-        "The GPU at hand, this CPU, a GPU's architecture such as sm_90a, or LLVM's name of a CPU such as neoverse-v1; "
-        "to tune, one that is in this machine or behind --tracker.  [default: cuda if there is a GPU, else cpu]")))
+    if target:
+        options.append(click.option("--target", metavar="cuda|cpu|ARCH", help=(
+            "The GPU at hand, this CPU, a GPU's architecture such as sm_90a, or LLVM's name of a CPU such as "
+            "neoverse-v1; to tune, one that is in this machine or behind --tracker.  [default: cuda if there is a GPU, "
+            "else cpu]")))
     return every(options)
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from ecornn.cli.common import JSON, as_json, command_line, ended_like_ctrl_c, layer_options, plain_errors
+from ecornn.cli.workload_files import NAMES, combinations, read
 from ecornn.workload import Workload
 
 if TYPE_CHECKING:
@@ -42,6 +46,12 @@ On other GPUs, each with a server (`ecornn serve --help`):
 \b
   ecornn-tune --cell lstm --hidden 800 --tracker 127.0.0.1:9190 --key h100
 
+A list of layers, a line of options each, such as `--cell lstm --hidden 800 --training`; with a tracker as many at once
+as there are servers. A server that goes away costs the trials that it was at, which others make again:
+
+\b
+  ecornn-tune --workloads layers.txt --tracker 127.0.0.1:9190 --key h100
+
 Every trial is on the disk as soon as it is done. The same command again goes on with a run
 that was stopped, and returns at once if it was finished; with more --trials it goes on from there.
 """
@@ -49,7 +59,9 @@ ONE_SEARCH = "A CPU's backward pass has no knobs: what was found is the forward 
 
 
 @click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
-@layer_options(many=True)
+@layer_options(required=False, many=True)
+@click.option("--workloads", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
+              help="Instead of the options above: a file with those of a layer on each line.")
 @click.option("--training", is_flag=True, help="Search the backward pass, too (GPU).")
 @click.option("--trials", type=click.IntRange(min=1, max=100_000),
               help="Configurations to try.  [default: 48 on a CPU, 128 on a GPU]")
@@ -73,17 +85,16 @@ ONE_SEARCH = "A CPU's backward pass has no knobs: what was found is the forward 
               help="A tracker on another machine. RPC is remote execution: trusted networks only.")
 @JSON
 @click.version_option(package_name="ecornn")
+@click.pass_context
 @plain_errors
-def tune(target: str | None, timeout: float, seed: int, tracker: str | None, key: str, allow_remote: bool,
-         json: bool, **options: Any) -> None:
+def tune(context: click.Context, target: str | None, timeout: float, seed: int, tracker: str | None, key: str,
+         allow_remote: bool, json: bool, **options: Any) -> None:
     """Searches the fastest schedule and knobs of a layer, or of many.
 
     Builds run in processes that see no GPU; measurements run in one that is killed when a
     candidate hangs. A candidate counts only if its output matches a float64 reference.
     """
-    names, training = [name for name in Workload.__struct_fields__ if name != "entry"], options.pop("training")
-    layers = [dict(zip(names, values, strict=True)) | {"training": training}
-              for values in itertools.product(*(options.pop(name) or (None,) for name in names))]
+    layers = asked_layers(context, options.pop("workloads"), {n: options.pop(n) for n in (*NAMES, "training")})
     try:
         with ended_like_ctrl_c():
             from rich.console import Console
@@ -106,6 +117,18 @@ def tune(target: str | None, timeout: float, seed: int, tracker: str | None, key
                   "failures": one.failures} for one in found])
     if not good:
         raise SystemExit(1)
+
+
+def asked_layers(context: click.Context, path: Path | None, given: dict[str, Any]) -> list[dict[str, Any]]:
+    """The properties of each layer, from a file or the options of this command."""
+    if path is None:
+        if missing := [name for name in ("cell", "hidden") if not given[name]]:
+            raise click.MissingParameter(ctx=context, param=next(p for p in context.command.params
+                                                                 if p.name == missing[0]))
+        return combinations(given)
+    if beside := [n for n in given if context.get_parameter_source(n) is not ParameterSource.DEFAULT]:
+        raise click.UsageError(f"--{beside[0]} is in the lines of the file where there are --workloads", context)
+    return read(path)
 
 
 def found_tracker(address: str | None, key: str, allow_remote: bool) -> Tracker | None:
@@ -131,48 +154,75 @@ def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], tar
     from ecornn.cli.progress import Meter
     from ecornn.errors import CellError, DTypeError, ScheduleError
 
-    good = []
     progress = Console(stderr=True, soft_wrap=True, highlight=False)
     if session.tracker is not None:  # a compilation, which has no tracker, is for this machine unless it is told
         target = session.device.arch
     # what is wrong with the last one is said before the first is tuned
     layers = [session.layer(**properties) for properties in asked]
-    for number, layer in enumerate(layers, 1):
+
+    def tune_one(number: int, layer: LayerSpec) -> bool:
         count = f"[{number}/{len(layers)}] " if len(layers) > 1 else ""
 
-        def begin(space: ConfigSpace, resumed: int, count: str = count) -> None:
+        def begin(space: ConfigSpace, resumed: int) -> None:
             work, device = space.task.workload, space.task.device
             progress.print(f"{count}{work} on {device.name} ({device.arch}): {', '.join(space.schedules)}"
-                          + (f", {resumed} trials in the log" if resumed else ""), markup=False)
+                           + (f", {resumed} trials in the log" if resumed else ""), markup=False)
 
         try:
-            with Meter(progress, layer.training) as meter:
-                result = session.tune_layer(layer, **options, report=meter.report, begin=begin)
+            with meter.layer(count.strip(), layer.training) as report:
+                result = session.tune_layer(layer, **options, report=report, begin=begin)
         except (CellError, DTypeError, ScheduleError) as error:
             if len(layers) == 1:
                 raise
             progress.print(f"{count}error: {error}", markup=False)
-            good.append(False)
-            continue
-        found += results(result)
-        if len(layers) == 1:
-            for one in results(result):
-                show(console, one)
-            if layer.training and result.backward is None:
-                console.print(ONE_SEARCH)
-            if result.best is not None:
-                console.print("use it:\n  " + use_of(result, layer, target), markup=False)
-        else:
+            return False
+        found.extend(results(result))
+        if len(layers) > 1:
             for one in results(result):
                 console.print(f"{count}{line(one)}", markup=False)
-        good.append(all(one.best is not None for one in results(result)))
+        return all(one.best is not None for one in results(result))
+
+    with Meter(progress, len(layers)) as meter:
+        good = each(tune_one, layers, session)
+    if len(layers) == 1:
+        for one in found:
+            show(console, one)
+        if layers[0].training and len(found) == 1:
+            console.print(ONE_SEARCH)
+        if found[0].best is not None:
+            console.print("use it:\n  " + use_of(found[0], layers[0], target), markup=False)
     if len(layers) > 1:
-        if layers[0].training and session.device.kind == "llvm":
+        if any(layer.training for layer in layers) and session.device.kind == "llvm":
             console.print(ONE_SEARCH)
         use = ("ecornn compile" + (" --training" if layers[0].training else "")
                + (f" --target {target}" if target else ""))
         console.print(f"{sum(good)} of {len(layers)} layers have a schedule; `{use}` uses it", markup=False)
     return good
+
+
+def each(tune_one: Callable[[int, LayerSpec], bool], layers: Sequence[LayerSpec], session: Session) -> list[bool]:
+    """Calls it for each layer, numbered from 1: as many at once as there are servers, but for layers that have a search
+    in common, as those whose backward passes have the same recurrence."""
+    count = 1 if session.tracker is None or len(layers) == 1 else min(len(layers), max(1, session.tracker.servers()))
+    if count == 1:
+        return [tune_one(number, layer) for number, layer in enumerate(layers, 1)]
+    searches = [{layer.workload, *([layer.workload.adjoint] if layer.training else [])} for layer in layers]
+    locks = {workload: threading.Lock() for workload in sorted({w for s in searches for w in s}, key=str)}
+
+    def alone(number: int, layer: LayerSpec) -> bool:
+        with contextlib.ExitStack() as stack:
+            for workload, lock in locks.items():  # in one order for all
+                if workload in searches[number - 1]:
+                    stack.enter_context(lock)
+            return tune_one(number, layer)
+
+    with ThreadPoolExecutor(count) as threads:
+        try:
+            return [*threads.map(alone, range(1, len(layers) + 1), layers)]
+        except BaseException:  # one cannot go on, or Ctrl-C: the others end with the session's processes
+            session.close()
+            threads.shutdown(wait=True, cancel_futures=True)
+            raise
 
 
 def results(result: Result) -> list[Result]:

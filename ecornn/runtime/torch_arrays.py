@@ -154,7 +154,8 @@ class TorchArrays(Arrays):
         value = value.detach().resolve_neg()
         if value.dtype in (torch.bfloat16, torch.float16):
             value = value.to(torch.float32)
-        return value.cpu().resolve_conj().numpy()
+        # .numpy() would forbid for ever that its memory be given back, as FSDP does with weights between two calls
+        return np.from_dlpack(value.cpu().resolve_conj())
 
     def _dense(self, value: Any) -> bool:
         """Whether a tensor's elements lie in its memory."""

@@ -7,6 +7,7 @@ the module does not read.
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from ecornn.errors import ScheduleError
 from ecornn.runtime.columns import Columns
 from ecornn.torch import training
 from ecornn.torch.engine import Engine, engine_of, weights_of
+from ecornn.torch.kind import text_of
+from ecornn.torch.layer_by_layer import layers_of, wanted
 from ecornn.torch.packed import laid, width_of
 from ecornn.torch.training_operator import refuse_again
 
@@ -24,21 +27,30 @@ def run(module: Any, packed: PackedSequence, state: list[torch.Tensor]) -> list[
     """Packed y and the states (L*D, S, H) from ``state`` or zeros, rows in packed order; None where columns gain
     nothing, or no schedule serves them."""
     sizes, engine, data = packed.batch_sizes.numpy().tobytes(), engine_of(module), packed.data
-    weights, width = weights_of(module), _width(data, sizes)
+    weights, width, together = weights_of(module), _width(data, sizes), 0
     if width is None or (data.dtype, width, "training") in engine.refused:
         return None
+    parts = [(engine, weights, state)]
+    if wanted(module, weights):
+        parts = [(engine.part(number, text_of(module, number)), [*its], first)
+                 for number, (its, first) in enumerate(layers_of(module, weights, state))]
     try:  # x is not laid before it is known which columns may share a sequence
         like = data[:1].detach().expand(len(packed.batch_sizes), width, -1)
-        with torch.no_grad(), engine.training(weights, like, "sequences", again=True) as layer:
-            found = laid(sizes, width, layer.together)
+        for part, its, _ in parts:
+            with torch.no_grad(), part.training(its, like, "sequences", again=True) as layer:
+                together = gcd(together, layer.together)
     except ScheduleError:  # weights that do not fit on the chip
         engine.refused.add((data.dtype, width, "training"))
         return None
+    found = laid(sizes, width, together)
     assert found.columns is not None
     there, back, _ = found.index_on(data)
-    x = _Gather.apply(data, there, back).view(*found.shape, -1)
-    y, *after = _Layer.apply(engine, found.columns, len(state), x, *state, *weights)
-    return [_Gather.apply(y.flatten(0, 1), back, there), *after]
+    y, after = _Gather.apply(data, there, back).view(*found.shape, -1), []
+    for part, its, first in parts:
+        y, *states = _Layer.apply(part, found.columns, len(first), y, *first, *its)
+        after.append(states)
+    last = after[0] if len(parts) == 1 else [torch.cat(states) for states in zip(*after, strict=True)]
+    return [_Gather.apply(y.flatten(0, 1), back, there), *last]
 
 
 def _width(data: torch.Tensor, sizes: bytes) -> int | None:

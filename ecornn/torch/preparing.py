@@ -18,8 +18,10 @@ from ecornn.cells import BUILTIN
 from ecornn.errors import ArgumentError
 from ecornn.layer_spec import LayerSpec
 from ecornn.module_cache import known
+from ecornn.torch import layer_by_layer
 from ecornn.torch.classes import COMPILED, base_of, original_class, reclass
 from ecornn.torch.compiling import KEPT, NAMES, compiled
+from ecornn.torch.engine import weights_of
 from ecornn.torch.falling_back import obstacle
 from ecornn.torch.kind import kind_of, text_of
 from ecornn.torch.precision import precision_of
@@ -103,9 +105,9 @@ def call_of(module: Any, input: Any, hx: Any) -> Call | None:
 
 
 def specs(module: Any, call: Call) -> list[LayerSpec]:
-    """What is compiled for a call: with dropout a layer after the other."""
-    dropped = module.training and module.dropout > 0 and module.num_layers > 1
-    kinds = [text_of(module, layer) for layer in range(module.num_layers)] if dropped else [text_of(module)]
+    """What is compiled for a call: with dropout, or gradients layer by layer, a layer after the other."""
+    alone = module._drops or (call.asked and layer_by_layer.wanted(module, weights_of(module)))
+    kinds = [text_of(module, layer) for layer in range(module.num_layers)] if alone else [text_of(module)]
     keep = KEPT[call.target] if call.asked else None
     return [kind_of(kind).spec(call.batch, call.steps, call.dtype, call.masks, keep, call.precision) for kind in kinds]
 

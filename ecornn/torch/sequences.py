@@ -9,7 +9,7 @@ from torch.nn.functional import dropout
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from ecornn.errors import ArgumentError, DeviceError, DTypeError, FallbackError, ScheduleError, ShapeError
-from ecornn.torch import direct, engine, like_before, packed, packed_training
+from ecornn.torch import direct, engine, layer_by_layer, like_before, packed, packed_training
 from ecornn.torch.compiling import KEPT, serves
 from ecornn.torch.dispatching import watched
 from ecornn.torch.falling_back import by_torch, obstacle, tensors_of
@@ -118,7 +118,7 @@ class Sequences:
         weights = engine.weights_of(self)
         if asked:
             engine.check_type(x, weights[0])
-        if self._drops:
+        if self._drops or (asked and layer_by_layer.wanted(self, weights)):
             return run_layers(self, weights, x, state, lengths, asked)
         if asked:
             return trained(self, x, state, lengths, weights, text_of(self))
@@ -186,17 +186,18 @@ def trained(module: Any, x: torch.Tensor, state: list[torch.Tensor], lengths: to
 
 def run_layers(module: Any, weights: list[torch.Tensor], x: torch.Tensor, state: list[torch.Tensor],
                lengths: torch.Tensor | None, asked: bool) -> list[torch.Tensor]:
-    """A layer after the other, with dropout between them: of packed rows where there are ``lengths``, as PyTorch draws
-    its random numbers."""
-    parts, each, found = 1 + module.bidirectional, len(weights) // module.num_layers, []
-    for layer in range(module.num_layers):
-        if layer and lengths is None:
+    """A layer after the other, with dropout between them, if any: of packed rows where there are ``lengths``, as
+    PyTorch draws its random numbers."""
+    found = []
+    for layer, (its, given) in enumerate(layer_by_layer.layers_of(module, weights, state)):
+        if not (layer and module._drops):
+            pass
+        elif lengths is None:
             x = dropout(x, module.dropout)
-        elif layer and lengths is not None:
+        else:
             rows = pack_padded_sequence(x, lengths)
             x = pad_packed_sequence(PackedSequence(dropout(rows.data, module.dropout), rows.batch_sizes))[0]
-        given = [s[layer * parts:(layer + 1) * parts] for s in state]
-        operands = x, given, lengths, weights[layer * each:(layer + 1) * each], text_of(module, layer)
+        operands = x, given, lengths, [*its], text_of(module, layer)
         x, *after = trained(module, *operands, layer) if asked else recurrent(*operands)
         found.append(after)
     return [x, *(torch.cat(states) for states in zip(*found, strict=True))]

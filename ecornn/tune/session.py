@@ -111,9 +111,13 @@ class Session:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the worker processes, and so the runs of all threads."""
         with self._lock:  # no thread starts another pool
             self._ended = True
-        if self._pool is not None:
+        if self._pool is not None and not self._pool.closed:
             self._pool.close()
 
     @property
