@@ -240,10 +240,12 @@ def _renamed(call: Call, names: dict[str, str], known: dict[str, str]) -> Call:
         return replace(call, calls=tuple(_renamed(one, names, known) for one in call.calls),
                        rows={names[n]: size for n, size in call.rows.items()},
                        states=tuple((names[a], names[b]) for a, b in call.states))
+    if isinstance(call, Concurrent):
+        return Concurrent(tuple(tuple(_renamed(one, names, known) for one in branch) for branch in call.branches))
     if isinstance(call, Parallel):
         given = {parameter: names[buffer] for parameter, buffer in call.names.items()}
         return replace(call, function=known[call.function], names={**names, **given})
-    assert isinstance(call, Launch), "a sequence runs in one stream"
+    assert isinstance(call, Launch), "only stacks have waves"
     return _launch(call, names, known)
 
 

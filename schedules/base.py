@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ecornn.analysis import StepGraph
 from ecornn.device import Device
-from ecornn.program import Buffer, Call, Program
+from ecornn.program import Buffer, Call, Concurrent, Program
 from ecornn.workload import ALONE, Traversal, Workload
 
 if TYPE_CHECKING:
@@ -67,6 +67,12 @@ def joined(*components: Component) -> Component:
     return Component({name: function for one in components for name, function in one.functions.items()},
                      tuple(b for one in components for b in one.buffers),
                      tuple(call for one in components for call in one.calls))
+
+
+def beside(one: Component, other: Component) -> Component:
+    """Both at the same time; neither may write what the other one uses."""
+    both = joined(one, other)
+    return replace(both, calls=(Concurrent((one.calls, other.calls)),)) if one.calls and other.calls else both
 
 
 class Schedule(ABC):

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from ecornn.program import TENSORS, WORKSPACE, Buffer, Call, Chunks, Extent, Fill, Launch, Loop
+from ecornn.program import TENSORS, WORKSPACE, Buffer, Call, Chunks, Concurrent, Extent, Fill, Launch, Loop
 from ecornn.schedules.base import Component, Task
 from ecornn.schedules.timeline import cleared_between, remaining_lengths
 
@@ -77,7 +77,9 @@ def _renamed(call: Call, names: dict[str, str]) -> Call:
         return replace(call, buffer=names.get(call.buffer, call.buffer))
     if isinstance(call, Loop):
         return Loop(tuple(_launch(one, names) for one in call.calls))
-    assert isinstance(call, Launch), "a sequence runs in one stream"
+    if isinstance(call, Concurrent):
+        return Concurrent(tuple(tuple(_renamed(one, names) for one in branch) for branch in call.branches))
+    assert isinstance(call, Launch), "chunks have no chunks"
     return _launch(call, names)
 
 

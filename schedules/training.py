@@ -19,6 +19,7 @@ from ecornn.program import (
     WORKSPACE,
     Buffer,
     Call,
+    Concurrent,
     Entry,
     Fill,
     Launch,
@@ -123,7 +124,9 @@ def _named(part: Component, names: Mapping[str, str], everything: bool = True) -
             return replace(one, buffer=of(one.buffer))
         if isinstance(one, Loop):
             return replace(one, calls=tuple(map(launch, one.calls)))
-        assert isinstance(one, Launch), "a backward pass runs in one stream"
+        if isinstance(one, Concurrent):
+            return Concurrent(tuple(tuple(map(call, branch)) for branch in one.branches))
+        assert isinstance(one, Launch), "chunks come later"
         return launch(one)
 
     def launch(one: Launch) -> Launch:

@@ -18,7 +18,7 @@ from test_adjoint import H, cell_of
 from ecornn.analysis import analyse
 from ecornn.numpy_gradients import reference_gradients
 from ecornn.numpy_reference import random_weights
-from ecornn.program import BACKWARD, FORWARD, PACKED, WORKSPACE, Chunks
+from ecornn.program import BACKWARD, FORWARD, PACKED, WORKSPACE, Chunks, Concurrent, launches
 from ecornn.schedules import all_schedules, chunks
 from ecornn.schedules.base import Task
 from ecornn.schedules.persistent import Persistent
@@ -216,6 +216,27 @@ def test_a_training_step_of_large_batches(name, sizes, traversal, cut, tmp_path,
     step = Step(tmp_path, "persistent_wide", name, sizes, "float16", traversal)
     assert "backward_persistent_wide" in step.program.functions
     check(step, name, sizes, "float16", traversal)
+
+
+@pytest.mark.parametrize("keep", ["gates", "states"])
+@pytest.mark.parametrize(("name", "apart"), [("lstm", True), ("gru", True), ("rnn_tanh", True),
+                                             ("lstm(layer_norm)", False)])
+def test_gradients_of_weights_are_made_beside_that_of_x(name, apart, keep):
+    """Where neither makes what the other one reads: they have in common what came before them."""
+    work = Workload(name, 256, 256, 16, 300, "bfloat16")
+    traversal = Traversal(lengths=True, keep=keep)
+    task = Task(work, analyse(cell_of(name), 256, 256), KNOWN["sm_90a"], traversal)
+    program = training_program(all_schedules()["persistent"], task)
+    calls = program.entries[BACKWARD].calls
+    found = [c for c in (*calls, *(c for one in calls if isinstance(one, Chunks) for c in one.calls))
+             if isinstance(c, Concurrent)]
+    assert len(found) == apart
+    for one in found:
+        made, *others = ({launch.names.get(p.name, p.name) for launch in launches(branch)
+                          for p in program.functions[launch.function].params} for branch in one.branches)
+        common = made & others[0] - {"T", "B"}
+        known = ("x", "y", "lengths", "backward_outputs", "backward_before_", "backward_replayed")
+        assert common and all(b.startswith(known) for b in common), common
 
 
 def test_workspaces_do_not_grow_with_what_is_kept():

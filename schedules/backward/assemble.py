@@ -7,13 +7,13 @@ from ecornn.analysis.kept import Kept
 from ecornn.program import WORKSPACE, Buffer, Extent
 from ecornn.schedules.backward.finish import state_gradients
 from ecornn.schedules.backward.gather import gather
-from ecornn.schedules.backward.inputs import input_gradients, places_of_inputs
+from ecornn.schedules.backward.inputs import input_gradients, made_of_inputs, places_of_inputs
 from ecornn.schedules.backward.memory import Memory, written
 from ecornn.schedules.backward.replay import replay, replayed
 from ecornn.schedules.backward.sequences import count_sequences
 from ecornn.schedules.backward.sums import step_sums, vector_gradients
 from ecornn.schedules.backward.weights import weight_gradients
-from ecornn.schedules.base import Component, Task, joined
+from ecornn.schedules.base import Component, Task, beside, joined
 from ecornn.schedules.hoisted import Hoisted
 
 
@@ -42,8 +42,10 @@ def parts_of(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurren
     step = w.batch * len(written(adjoint)) * w.hidden
     own = (Buffer("outputs", WORKSPACE, w.dtype, Extent(0, step)),) if step else ()
     multiplied = memory.leaves() | memory.outputs() | replayed(memory) | places_of_inputs(memory)
-    rows = joined(Component(buffers=own), gather(memory, first, chunked), replay(memory, layout), recurrence,
-                  input_gradients(memory, add_dx, dx), weight_gradients(memory, multiplied, add),
-                  step_sums(memory, chunked))
+    of_x = joined(input_gradients(memory, add_dx, dx), step_sums(memory, chunked))
+    of_weights = weight_gradients(memory, multiplied, add)
+    alone = any(space.variables for space in made_of_inputs(memory))  # what the one makes, the other reads
+    after = joined(of_x, of_weights) if alone else beside(of_x, of_weights)
+    rows = joined(Component(buffers=own), gather(memory, first, chunked), replay(memory, layout), recurrence, after)
     counted = count_sequences(task.traversal) if task.traversal.sequences else Component()
     return rows, joined(counted, state_gradients(memory), vector_gradients(memory, add))
