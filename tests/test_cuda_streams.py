@@ -101,6 +101,16 @@ def test_branches_come_after_what_was_before_and_before_what_follows(both: Path,
     assert notes.index("cuStreamDestroy 900") < notes.index("cuModuleUnload")
 
 
+def test_branches_may_have_branches(tmp_path: Path, fake: Path):
+    """Those of a branch come after what it has before them, and before what follows, as everywhere."""
+    inner = Concurrent(((Loop((STEP,)),), (LAST,)))
+    out = build((Concurrent(((TOTAL, inner, TOTAL), (LAST, inner))), LAST), tmp_path)
+    found = history(child(run(1) + run(1), out, fake).calls)
+    assert [name for name, *_ in found] == 2 * ["total", "step", "last", "total", "last", "step", "last", "last"]
+    assert [before for *_, before in found[:8]] == [set(), {0}, {0}, {0, 1, 2}, set(), {4}, {4}, set(range(7))]
+    assert len({stream for _, stream, _ in found}) == 4
+
+
 def test_callers_share_no_streams_and_no_events(both: Path, fake: Path):
     """Neither two streams of one device, nor of two devices, nor the default stream."""
     code = run(stream=7) + run(stream=8) + run(stream=0) + run(stream=7, device=1) + run(stream=8)

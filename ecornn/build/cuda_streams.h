@@ -12,12 +12,14 @@ namespace ecornn {
 
 constexpr int kMaxLanes = 32;
 
-// Lane 0 is the caller's stream, the others are ours. events[i]: how far lane i had come when it was last marked.
+// Lane 0 is the caller's stream, the others are ours. events[i]: how far lane i had come when it was last marked. What
+// runs on lane 0 may itself have lanes beside that: they are the next ones, of whose first only the event is used.
 struct LaneSet {
   Stream streams[kMaxLanes];
   Event events[kMaxLanes];
   int count;  // lanes that are complete
-  pthread_mutex_t lock;  // held by the call that uses them
+  int taken;  // by the calls that are under way
+  pthread_mutex_t lock;  // held by the thread that uses them
   LaneSet* next;
 };
 
@@ -27,7 +29,11 @@ static int find_lanes(LaneSet** list, pthread_mutex_t* lock, Stream stream, Lane
   for (*out = *list; *out; *out = (*out)->next)
     if ((*out)->streams[0] == stream) return 0;
   if (!(*out = static_cast<LaneSet*>(calloc(1, sizeof(LaneSet))))) return fail("MemoryError", "out of memory");
-  pthread_mutex_init(&(*out)->lock, nullptr);
+  pthread_mutexattr_t again;
+  pthread_mutexattr_init(&again);
+  pthread_mutexattr_settype(&again, PTHREAD_MUTEX_RECURSIVE);
+  pthread_mutex_init(&(*out)->lock, &again);
+  pthread_mutexattr_destroy(&again);
   (*out)->streams[0] = stream;
   (*out)->next = *list;
   *list = *out;
@@ -62,19 +68,25 @@ static void destroy_lanes(LaneSet* set) {
 // would be lost otherwise, and memory might be used after the caller's stream is done.
 class Lanes {
  public:
-  Lanes(LaneSet& set, int count) : set_(set), count_(count), locked_(&set.lock) {}
-  int enter() { return make_lanes(set_, count_); }
-  Stream operator[](int lane) const { return set_.streams[lane]; }
+  Lanes(LaneSet& set, int count) : set_(set), count_(count), locked_(&set.lock), first_(set.taken) {
+    set.taken += count;
+  }
+  ~Lanes() { set_.taken = first_; }
+  int enter() {
+    if (first_ + count_ > kMaxLanes) return fail("RuntimeError", "too many branches within branches");
+    return make_lanes(set_, first_ + count_);
+  }
+  Stream operator[](int lane) const { return set_.streams[lane ? first_ + lane : 0]; }
 
   // Marks how far a lane has come.
   int mark(int lane) {
-    ECORNN_CALL("", cuEventRecord, set_.events[lane], set_.streams[lane]);
+    ECORNN_CALL("", cuEventRecord, set_.events[first_ + lane], (*this)[lane]);
     return 0;
   }
 
   // What a lane is given next comes after the last mark of another one.
   int follow(int lane, int other) {
-    ECORNN_CALL("", cuStreamWaitEvent, set_.streams[lane], set_.events[other], 0);
+    ECORNN_CALL("", cuStreamWaitEvent, (*this)[lane], set_.events[first_ + other], 0);
     used_[lane] = true;
     return 0;
   }
@@ -84,10 +96,10 @@ class Lanes {
     for (int i = 1; i < count_; ++i) {
       if (!used_[i]) continue;
       const char* call = "cuEventRecord";
-      Result result = driver.cuEventRecord(set_.events[i], set_.streams[i]);
+      Result result = driver.cuEventRecord(set_.events[first_ + i], (*this)[i]);
       if (!result) {
         call = "cuStreamWaitEvent";
-        result = driver.cuStreamWaitEvent(set_.streams[0], set_.events[i], 0);
+        result = driver.cuStreamWaitEvent(set_.streams[0], set_.events[first_ + i], 0);
       }
       if (result && !failed) failed = driver_error(result, call, "");
     }
@@ -98,6 +110,7 @@ class Lanes {
   LaneSet& set_;
   int count_;
   Locked locked_;
+  const int first_;
   bool used_[kMaxLanes] = {};
 };
 
