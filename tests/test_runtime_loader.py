@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import os
 import pickle
@@ -74,6 +75,41 @@ def test_copies_and_pickles(module: Module, tmp_path: Path):
     del again
     gc.collect()
     assert not folder.exists()
+
+
+class Heap(ctypes.Structure):
+    """mallinfo2() of malloc.h, in bytes."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "chunks", "small", "mappings", "mapped", "most",
+                                                     "small_free", "in_use", "free", "releasable")]
+
+
+def in_use() -> int:
+    """Bytes that malloc has given and not got back."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        pytest.skip("a C library without mallinfo2()")
+    libc.mallinfo2.restype = Heap
+    gc.collect()
+    found = libc.mallinfo2()
+    return found.in_use + found.mapped
+
+
+def test_loading_again_takes_no_memory(module: Module, tmp_path: Path):
+    """Nor a file of the same content, which brings no code that is not there already."""
+    def load() -> None:
+        assert pickle.loads(content).library is not ecornn.load(module.path).library
+
+    content, times = pickle.dumps(module), 200
+    for _ in range(20):
+        load()
+    before = in_use()
+    for _ in range(times):
+        load()
+    assert in_use() - before < 100 * times
+    module.save(tmp_path / "equal.so")
+    ecornn.load(tmp_path / "equal.so").bind(WEIGHTS)(sample.inputs())
+    assert "equal.so" not in Path("/proc/self/maps").read_text()
 
 
 def test_save_that_fails_leaves_nothing(module: Module, tmp_path: Path):
