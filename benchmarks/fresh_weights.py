@@ -55,7 +55,7 @@ def main() -> None:
             for fresh in (False, True):
                 times: dict[str, list[float]] = {"ecornn": [], "torch": []}
                 for number in range(arguments.repeats + 2):
-                    weights = {k: (v * (1 + 0.01 * number) if fresh else v.detach()) for k, v in base.items()}
+                    weights = {k: (v.detach() * (1 + 0.01 * number) if fresh else v) for k, v in base.items()}
                     found = {}
                     for name, layer in (("ecornn", ours), ("torch", theirs)):
                         settle()

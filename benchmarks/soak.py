@@ -8,8 +8,10 @@ or a copy of a model. Every result is compared with one in float64, of NumPy or 
 ``--busy`` other processes take whole cores meanwhile. A line every ten seconds says how far it is.
 
 Exits with 0 if no result was wrong, no thread raised or stood still, and the memory of the process is flat: what it has
-in the last quarter of the time (median) is at most ``--growth`` MB more than in the quarter before the middle. It is
-looked at after what was freed has gone back to the system: each thread's heap keeps as much as it ever needed at once.
+in the last quarter of the time (median) is at most ``--growth`` MB more than in the quarter before the middle, and what
+malloc() has given and not got back at most half of that more. It is looked at every five seconds while no call is under
+way, since each counts with what it needs itself, and after what was freed has gone back to the system. The heaps of the
+threads keep in pieces what they ever needed at once: that the process has, and malloc() has not given it.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from heap import in_use
 from torch.func import functional_call
 from torch.nn.utils.rnn import pack_padded_sequence
 
@@ -185,11 +188,19 @@ class Soak:
         self.faults: list[str] = []
         self.seen, self.doing, self.seconds = [time.monotonic()] * threads, [""] * threads, 0.0
         self._lock = threading.Lock()
+        self._pausing, self._pause = threading.Event(), threading.Barrier(threads + 1)
         self._threads = [threading.Thread(target=self._work, args=(number,), daemon=True) for number in range(threads)]
 
     def _work(self, number: int) -> None:
         order = random.Random(number)
         while not self.ending.is_set():
+            if self._pausing.is_set():
+                try:
+                    self._pause.wait()  # until nobody works
+                    self._pause.wait()  # until that was looked at
+                except threading.BrokenBarrierError:  # one of them does not come
+                    return
+                self.seen[number] = time.monotonic()
             case = order.choice(self.cases)
             self.doing[number] = case.name
             try:
@@ -204,28 +215,43 @@ class Soak:
                     self.faults.append(fault)
             self.seen[number] = time.monotonic()
 
-    def run(self, seconds: float, every: float = 10.0) -> list[float]:
-        """MB every ``EVERY`` seconds; ends early where something is wrong or stands still."""
+    def run(self, seconds: float, every: float = 10.0) -> tuple[list[float], list[float]]:
+        """MB every ``EVERY`` seconds, of the process and of what malloc() has given; ends early where something is
+        wrong or stands still."""
         self.seen = [time.monotonic()] * len(self.seen)
         for thread in self._threads:
             thread.start()
-        begin, memory, told = time.monotonic(), [], 0.0
+        begin, told, memory, given = time.monotonic(), 0.0, list[float](), list[float]()
         while (passed := time.monotonic() - begin) < seconds and not self.faults:
             time.sleep(min(EVERY, seconds - passed))
-            memory.append(resident())
-            if time.monotonic() - (oldest := min(self.seen)) > STILL:
-                kind = self.doing[self.seen.index(oldest)]
+            try:
+                now = self._at_rest()
+            except threading.BrokenBarrierError:
+                kind = self.doing[self.seen.index(min(self.seen))]
                 self.faults.append(f"a thread has stood still for {STILL} seconds in {kind}")
                 faulthandler.dump_traceback(all_threads=True)
+                break
+            memory.append(now[0])
+            given.append(now[1])
             if passed - told >= every:
                 told = passed
-                print(f"{passed:6.0f} s  {self.calls.total():8d} calls  {memory[-1]:7.1f} MB  worst error "
-                      f"{max(self.worst.values(), default=0):.1e}  {len(self.faults)} wrong", flush=True)
+                print(f"{passed:6.0f} s  {self.calls.total():8d} calls  {memory[-1]:7.1f} MB, {given[-1]:6.1f} given  "
+                      f"worst error {max(self.worst.values(), default=0):.1e}  {len(self.faults)} wrong", flush=True)
         self.seconds = time.monotonic() - begin
         self.ending.set()
         for thread in self._threads:
             thread.join(STILL)
-        return memory
+        return memory, given
+
+    def _at_rest(self) -> tuple[float, float]:
+        """:func:`resident`, and MB that malloc() has given, while all threads wait; ``BrokenBarrierError`` where one
+        does not come to it."""
+        self._pausing.set()
+        self._pause.wait(STILL)
+        self._pausing.clear()
+        found = resident(), (in_use() or 0) / 1e6
+        self._pause.wait()
+        return found
 
 
 def growth(memory: list[float]) -> float:
@@ -256,7 +282,7 @@ def main() -> int:
         busy = [subprocess.Popen([sys.executable, "-c", BUSY.format(os.getpid())]) for _ in range(arguments.busy)]
         try:
             soak = Soak(cases, arguments.threads)
-            memory = soak.run(arguments.seconds)
+            memory, given = soak.run(arguments.seconds)
         finally:
             for process in busy:
                 process.kill()
@@ -266,6 +292,8 @@ def main() -> int:
         print(fault)
     if more > arguments.growth:
         soak.faults.append(f"memory has grown by {more:.1f} MB")
+    if growth(given) > arguments.growth / 2:
+        soak.faults.append(f"what malloc() has given has grown by {growth(given):.1f} MB")
     device = detect()
     found = {"environment": {"cpu": device.name, "arch": device.arch, "cores": len(os.sched_getaffinity(0)),
                              "ecornn": ecornn.__version__, "torch": torch.__version__, "python": sys.version.split()[0],
@@ -273,11 +301,13 @@ def main() -> int:
              "seconds": round(soak.seconds), "threads": arguments.threads, "busy": arguments.busy,
              "calls": soak.calls.total(), "wrong": len(soak.faults), "faults": soak.faults[:5],
              "growth_mb": round(more, 1), "memory_mb": [round(m) for m in memory[::max(1, len(memory) // 60)]],
+             "given_growth_mb": round(growth(given), 1),
+             "given_mb": [round(m, 1) for m in given[::max(1, len(given) // 60)]],
              "kinds": {name: {"calls": count, "worst_error": float(f"{soak.worst[name]:.2g}")}
                        for name, count in sorted(soak.calls.items())}}
     if arguments.output:
         arguments.output.write_text(json.dumps(found, indent=1) + "\n")
-    print(f"{soak.calls.total()} calls, {len(soak.faults)} faults, {more:+.1f} MB: "
+    print(f"{soak.calls.total()} calls, {len(soak.faults)} faults, {more:+.1f} MB, {growth(given):+.1f} given: "
           f"{'FAILED' if soak.faults else 'all right'}")
     return 1 if soak.faults else 0
 

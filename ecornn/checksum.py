@@ -24,5 +24,9 @@ def holds(content: bytes) -> bool | None:
     """Whether a file's content is what it was; None where it has no digest."""
     if not content.endswith(MARK):
         return None
-    said, covered = content[-SIZE:-len(MARK)], memoryview(content)[:-SIZE]
-    return hashlib.sha256(covered).digest() == said
+    return hashlib.sha256(memoryview(content)[:-SIZE]).digest() == said(content)
+
+
+def said(content: bytes) -> bytes:
+    """The digest that the end of a file's content names."""
+    return content[-SIZE:-len(MARK)]

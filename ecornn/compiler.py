@@ -22,6 +22,7 @@ from ecornn.workload import BATCH, SEQ, Overlap, Stack, Workload
 
 if TYPE_CHECKING:
     from ecornn.build.generated import Generated
+    from ecornn.manifest import Manifest
     from ecornn.program import Program
     from ecornn.runtime.loader import Module
     from ecornn.schedules.base import Task, Value
@@ -160,6 +161,19 @@ def kept_on(layer: LayerSpec, device: Device) -> str:
 def build(planned: LayerPlan, out: Path) -> Generated:
     """Writes the module file ``out``, complete or not at all; returns what was generated."""
     from ecornn.build.module import build_module
+
+    return build_module(*_complete(planned), out)
+
+
+def build_archive(planned: LayerPlan, out: Path) -> Path:
+    """The same as a static library, of a layer for CPUs; returns its header. See :mod:`ecornn.build.archive`."""
+    from ecornn.build.module import build_archive
+
+    return build_archive(*_complete(planned), out)
+
+
+def _complete(planned: LayerPlan) -> tuple[Program, Manifest]:
+    """The program, and what is said about it."""
     from ecornn.compose import compose
     from ecornn.task import make_manifest
 
@@ -168,7 +182,7 @@ def build(planned: LayerPlan, out: Path) -> Generated:
     manifest = make_manifest(planned.cell, replace(planned.task, device=planned.device), found.schedule, found.config,
                              program, found.provenance, planned.stack, planned.overlap)
     names = dict.fromkeys(f.schedule.name for f in planned.chosen)
-    return build_module(program, structs.replace(manifest, schedule="+".join(names)), out)
+    return program, structs.replace(manifest, schedule="+".join(names))
 
 
 def generate(planned: LayerPlan) -> Generated:

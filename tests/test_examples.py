@@ -82,3 +82,11 @@ def test_cells_are_short(script: str, cell: str):
     first = lines.index(f"class {cell}(Cell):")
     length = next(n for n, line in enumerate(lines[first + 1:], 1) if line and not line.startswith(" "))
     assert sum(bool(line) for line in lines[first:first + length]) < 20
+
+
+def test_serving(tmp_path: Path):
+    text = run("09_serving.py", "--hidden", "16", "--input", "4", "--sessions", "1", "12", "--seconds", "0.3",
+               "--turns", "1", "--batch", "8", cwd=tmp_path)
+    rows = re.findall(r"^ +(\d+) (ecornn|torch) +(\d+) \[", text, re.MULTILINE)
+    assert [(n, side) for n, side, _ in rows] == [(n, side) for n in ("1", "12") for side in ("ecornn", "torch")]
+    assert all(int(rate) > 0 for _, _, rate in rows)

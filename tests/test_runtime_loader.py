@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 import runtime_sample as sample
+from heap import in_use
 from tvm_ffi import libinfo
 
 import ecornn
@@ -74,6 +75,23 @@ def test_copies_and_pickles(module: Module, tmp_path: Path):
     del again
     gc.collect()
     assert not folder.exists()
+
+
+def test_loading_again_takes_no_memory(module: Module, tmp_path: Path):
+    """Nor a file of the same content, which brings no code that is not there already."""
+    def load() -> None:
+        assert pickle.loads(content).library is not ecornn.load(module.path).library
+
+    content, times = pickle.dumps(module), 200
+    for _ in range(20):
+        load()
+    before = in_use()
+    for _ in range(times):
+        load()
+    assert before is None or in_use() - before < 100 * times
+    module.save(tmp_path / "equal.so")
+    ecornn.load(tmp_path / "equal.so").bind(WEIGHTS)(sample.inputs())
+    assert "equal.so" not in Path("/proc/self/maps").read_text()
 
 
 def test_save_that_fails_leaves_nothing(module: Module, tmp_path: Path):

@@ -150,6 +150,18 @@ def test_weights_of_a_captured_step_are_packed_in_every_call(gpu: Any, monkeypat
     assert Snapshot(weights).holds(weights, with_suspects=True)
 
 
+def test_weights_that_come_and_go_leave_nothing(monkeypatch: pytest.MonkeyPatch):
+    known = snapshot.Snapshots()
+    monkeypatch.setattr(snapshot, "_snapshots", known)
+    stays, numbers = Snapshot(weights := weights_of()), iter(range(10_000))
+    monkeypatch.setattr(snapshot, "id", lambda _: next(numbers), raising=False)  # no tensor has another's
+    for _ in range(2 * known.LEAST):
+        Snapshot(weights)
+        assert len(known) <= known.LEAST + len(weights)
+    monkeypatch.undo()
+    assert known.of({id(w) for w in weights}) == {stays}
+
+
 def test_fewer_rows_use_what_was_compiled(gpu: Any):
     layers, weights = BoundLayers(KIND), weights_of()
     first = call(layers, weights, 8)

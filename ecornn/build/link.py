@@ -39,11 +39,11 @@ def link(generated: Generated, out: Path) -> None:
     # In the folder of `out`, so that it can take its place in one step.
     made = out.parent / f".{out.name}.{secrets.token_hex(8)}"
     runtime = Path(libinfo.find_libtvm_ffi())
-    objects = {**generated.objects, **_compiled(compiler, generated.sources), **_compiled(compiler, generated.shared)}
+    objects = objects_of(compiler, generated)
     with tempfile.TemporaryDirectory(prefix="ecornn-") as name:
-        inputs = _write({}, objects, generated.binaries, Path(name), generated.functions)
+        inputs = write_inputs({}, objects, generated.binaries, Path(name), generated.functions)
         try:
-            _run([*compiler, "-shared", "-pthread", *inputs, f"-L{runtime.parent}", "-Wl,--as-needed",
+            run_tool([*compiler, "-shared", "-pthread", *inputs, f"-L{runtime.parent}", "-Wl,--as-needed",
                   "-Wl,--no-undefined", "-Wl,-z,noexecstack", "-Wl,-Bsymbolic", "-ltvm_ffi", "-ldl", "-o", str(made)],
                  name)
             checksum.append(made)
@@ -52,6 +52,11 @@ def link(generated: Generated, out: Path) -> None:
             raise BuildError(f"{out} cannot be written: {error}") from error
         finally:
             made.unlink(missing_ok=True)
+
+
+def objects_of(compiler: Sequence[str], generated: Generated) -> dict[str, bytes]:
+    """File name -> bytes of all object files."""
+    return {**generated.objects, **_compiled(compiler, generated.sources), **_compiled(compiler, generated.shared)}
 
 
 def _compiled(compiler: Sequence[str], sources: Mapping[str, str]) -> dict[str, bytes]:
@@ -71,8 +76,8 @@ def _object(compiler: tuple[str, ...], source: tuple[str, str], headers: tuple[t
 
     def compile() -> bytes:
         with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
-            _write(dict((source, *headers)), {}, {}, Path(folder))
-            _run([*compiler, *flags, *(f"-I{f}" for f in folders), "-c", source[0], "-o", "made.o"], folder)
+            write_inputs(dict((source, *headers)), {}, {}, Path(folder))
+            run_tool([*compiler, *flags, *(f"-I{f}" for f in folders), "-c", source[0], "-o", "made.o"], folder)
             return Path(folder, "made.o").read_bytes()
 
     texts = [text for pair in (source, *headers) for text in pair]
@@ -90,8 +95,8 @@ def _said(compiler: tuple[str, ...]) -> str:
     return " ".join((*compiler, run([*compiler, "--version"], ANSWER)[1]))
 
 
-def _run(command: list[str], folder: str) -> None:
-    """Raises :class:`BuildError` with the first lines of what the compiler says."""
+def run_tool(command: list[str], folder: str) -> None:
+    """Raises :class:`BuildError` with the first lines of what the compiler, or another tool, says."""
     status, said = run(command, WORK, folder)
     if status != 0:
         raise BuildError(f"{command[0]} failed:\n{first_lines(said)}")
@@ -109,8 +114,8 @@ def find_compiler() -> list[str]:
                      "for example 'apt install g++', or set CXX")
 
 
-def _write(sources: dict[str, str], objects: dict[str, bytes], binaries: dict[str, bytes],
-           folder: Path, functions: Sequence[str] = ()) -> list[str]:
+def write_inputs(sources: dict[str, str], objects: dict[str, bytes], binaries: dict[str, bytes],
+                 folder: Path, functions: Sequence[str] = ()) -> list[str]:
     """Writes all inputs to ``folder`` and returns those that the compiler is given."""
     inputs = []
     for name, text in sources.items():

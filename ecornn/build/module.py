@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from ecornn.build import c_tables
+from ecornn.build.archive import archive
 from ecornn.build.generated import Generated
 from ecornn.build.link import link
 from ecornn.device import Device
@@ -37,13 +38,23 @@ def build_module(program: Program, manifest: Manifest, out: Path) -> Generated:
     Returns what was generated on the way: text for people and the compiler's report of resources.
     Raises :class:`~ecornn.errors.BuildError`; ``out`` is then left as it was.
     """
+    generated = _complete(program, manifest)
+    link(generated, out)
+    return generated
+
+
+def build_archive(program: Program, manifest: Manifest, out: Path) -> Path:
+    """The same as a static library ``out``, of a CPU's program; returns its header. :mod:`ecornn.build.archive`"""
+    return archive(_complete(program, manifest), out, f"{manifest.workload}, {manifest.device.arch}")
+
+
+def _complete(program: Program, manifest: Manifest) -> Generated:
+    """All that is linked."""
     device = manifest.device
     if device.kind == "llvm" and (machine := machine_of(device)) != os.uname().machine:
         raise BuildError(f"a module for {device.arch} is linked on an {machine} machine: compile it there, or have "
                          "the object file of its code with --emit object")
     generated = generate(program, device)
     own = {MANIFEST: msgspec.json.encode(manifest), c_tables.SYMBOL: c_tables.tables(manifest, program.entries)}
-    generated = replace(generated, binaries={**generated.binaries, **own}, shared=c_tables.sources(),
-                        functions=c_tables.functions(program.entries, device))
-    link(generated, out)
-    return generated
+    return replace(generated, binaries={**generated.binaries, **own}, shared=c_tables.sources(),
+                   functions=c_tables.functions(program.entries, device))

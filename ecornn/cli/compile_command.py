@@ -27,10 +27,12 @@ Examples:
   ecornn-compile --cell mine.py:Mine --hidden 512 --emit step      what a step does
   ecornn-compile --cell lstm --hidden 128 --target cpu --emit asm --emit-to lstm.s
   ecornn-compile --cell lstm --hidden 128 --target neoverse-v1 --emit object --emit-to lstm.o
+  ecornn-compile --cell lstm --hidden 64 --target cpu --emit archive --emit-to lstm64.a      and lstm64.h
   ecornn-compile --cell lstm --hidden 800 --schedule fused_step --config units=32 -o lstm800.so
 """
-EMIT = ("step", "cuda", "tir", "ptx", "asm", "object")
-EMITTED = {"cuda": ("step", "cuda", "tir", "ptx"), "llvm": ("step", "tir", "asm", "object")}  # by kind of device
+EMIT = ("step", "cuda", "tir", "ptx", "asm", "object", "archive")
+FILES = {"object": "an object file", "archive": "a static library"}  # of those, what is no text
+EMITTED = {"cuda": ("step", "cuda", "tir", "ptx"), "llvm": ("step", "tir", "asm", "object", "archive")}  # by device
 
 
 @click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
@@ -40,7 +42,7 @@ EMITTED = {"cuda": ("step", "cuda", "tir", "ptx"), "llvm": ("step", "tir", "asm"
 @click.option("--emit", type=click.Choice(EMIT),
               help="step: print what a step of the cell computes once, for all steps at once and between exchanges, "
               "in formulas, and its bytes. Else print the code that was generated; an object file, of a CPU's code, "
-              "needs --emit-to.")
+              "needs --emit-to, and so does an archive, a static library for C and C++ with a header beside it.")
 @click.option("--emit-to", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="Write it to this file instead.")
 @JSON
@@ -53,7 +55,8 @@ def compile(asked: Asked, output: Path | None, emit: str | None, emit_to: Path |
     The file runs with `ecornn.load("FILE.so").bind(weights)(x)`, on machines without a compiler too. The
     weights of an ONNX node are written beside it, as FILE.safetensors.
     """
-    from ecornn.compiler import build, generate
+    from ecornn.build.archive import name_of
+    from ecornn.compiler import build, build_archive, generate
     from ecornn.tune.quick_tvm import import_tvm
 
     import_tvm()
@@ -61,8 +64,10 @@ def compile(asked: Asked, output: Path | None, emit: str | None, emit_to: Path |
         raise ArgumentError("--output", None, "a file name, or --emit to see the code only")
     if emit_to is not None and emit is None:
         raise ArgumentError("--emit-to", str(emit_to), f"--emit {'|'.join(EMIT)} beside it")
-    if emit == "object" and emit_to is None:
-        raise ArgumentError("--emit-to", None, "a file name: an object file is not text")
+    if emit in FILES and emit_to is None:
+        raise ArgumentError("--emit-to", None, f"a file name: {FILES[emit]} is not text")
+    if emit == "archive" and emit_to is not None:
+        name_of(emit_to)
     if json and emit is not None and emit_to is None:
         raise ArgumentError("--json", True, "--emit-to beside --emit: both would go to standard output")
     check_files(asked.model, asked.weights_from, output, emit_to)
@@ -96,6 +101,8 @@ def compile(asked: Asked, output: Path | None, emit: str | None, emit_to: Path |
             click.echo(f'use it: ecornn.load("{output}").bind("{weights_from}"{more})', err=True)
     if emit == "object" and emit_to is not None:
         emit_to.write_bytes(machine_code(generated))
+    elif emit == "archive" and emit_to is not None:
+        click.echo(f"wrote {emit_to} and {build_archive(planned, emit_to)}", err=True)
     elif emit is not None:
         show(step_of(layer.spec) if emit == "step" else emitted(planned, generated, emit), emit_to)
     if json:

@@ -210,6 +210,11 @@ class Module {
     ecornn_error error{};
     detail::Throw(ecornn_open(path.c_str(), &module_, &error), error);
   }
+  // A layer that is linked into the program, by the function NAME_open of its header.
+  explicit Module(int32_t (*open)(ecornn_module*, ecornn_error*)) {
+    ecornn_error error{};
+    detail::Throw(open(&module_, &error), error);
+  }
   Module(const Module&) = delete;
   ~Module() { ecornn_close(&module_); }
 

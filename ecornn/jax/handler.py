@@ -66,7 +66,7 @@ def register(module: Module) -> str:
     path = module.path
     if not path.is_file():
         raise ModuleError(f"the module's file {path} is gone")
-    digest = path.read_bytes()[-checksum.SIZE:-len(checksum.MARK)].hex()
+    digest = checksum.said(path.read_bytes()).hex()
     functions = ctypes.CDLL(spelling(path.resolve()))  # never closed: programs of XLA may call it as long as they like
     function = getattr(functions, "ecornn_module_api", None)
     if function is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,8 @@ _MANIFEST = b"__tvm_ffi_manifest"
 _UNCHECKED = tuple(f'"format":{manifest_format1.FORMAT}{end}'.encode() for end in ",}")
 _EHDR = struct.Struct("<16sHHIQQQIHHHHHH")  # Elf64_Ehdr
 _files: dict[str, list[tuple[int, int]]] = {}  # path -> device and inode of each file loaded from there
+_modules: dict[str, Any] = {}  # checksum of a file, or the spelling of one that has none -> the loaded module
+_lock = threading.Lock()
 _LOADED_LIBRARY = 3  # ET_DYN
 
 
@@ -61,11 +64,9 @@ class Library:
 
 def open_library(path: Path) -> Library:
     """Loads the file; :class:`ModuleError` where it is missing, damaged or not ecornn's."""
-    _inspect(path)
-    import tvm_ffi
-
+    content = _inspect(path)
     try:
-        module = tvm_ffi.load_module(spelling(path.resolve()))
+        module = _loaded_as(content, path.resolve())
         required = {name: module[name] for name in ("manifest", "run")}
     except (RuntimeError, OSError, AttributeError) as error:
         raise ModuleError(f"{path} cannot be loaded: {error}") from error
@@ -81,6 +82,18 @@ def open_library(path: Path) -> Library:
     return Library(**found, held=held)
 
 
+def _loaded_as(content: str, path: Path) -> Any:
+    """The module of tvm_ffi for a file of this content: once loaded it stays, and serves all files that are equal."""
+    import tvm_ffi
+
+    with _lock:
+        name = "" if content in _modules else spelling(path)
+        key = content or name
+        if key not in _modules:
+            _modules[key] = tvm_ffi.load_module(name)
+        return _modules[key]
+
+
 def spelling(path: Path) -> str:
     """A name of the file that the dynamic loader has not seen for another file.
 
@@ -94,9 +107,9 @@ def spelling(path: Path) -> str:
     return f"{path.parent}/{'./' * files.index((status.st_dev, status.st_ino))}{path.name}"
 
 
-def _inspect(path: Path) -> None:
-    """Refuses what must not reach the dynamic loader: it runs the code of any library that it is
-    given, and a damaged one kills the process."""
+def _inspect(path: Path) -> str:
+    """The checksum of the file, "" where it has none. Refuses what must not reach the dynamic loader: it runs the code
+    of any library that it is given, and a damaged one kills the process."""
     if path.exists() and not path.is_file():
         raise ModuleError(f"{path} cannot be read: it is no regular file")
     try:
@@ -116,6 +129,7 @@ def _inspect(path: Path) -> None:
         raise ModuleError(f"{path} is damaged, or was changed after it was compiled: its checksum is missing")
     if whole is False:
         raise ModuleError(f"{path} is damaged, or was changed after it was compiled: its checksum is another")
+    return checksum.said(content).hex() if whole else ""
 
 
 def _complete(content: bytes) -> bool:

@@ -29,10 +29,7 @@ class Snapshot:
         self.renew(weights)
         self.ids = [*map(id, weights)]
         with _lock:
-            for weight in self.ids:
-                if weight not in _snapshots:
-                    _snapshots[weight] = weakref.WeakSet()
-                _snapshots[weight].add(self)
+            _snapshots.add(self, self.ids)
 
     def same(self, weights: Sequence[torch.Tensor]) -> bool:
         """Whether every weight is the tensor that it was, where it was."""
@@ -84,7 +81,32 @@ def _version(weight: torch.Tensor) -> int:
     return 0 if weight.is_inference() else weight._version  # tensors made in inference mode count no versions
 
 
-_snapshots: dict[int, weakref.WeakSet[Snapshot]] = {}  # of each weight by its id, which later ones take over
+class Snapshots:
+    """Those that there are of each weight, by its id, which later tensors take over."""
+
+    LEAST = 256  # ids
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, weakref.WeakSet[Snapshot]] = {}
+        self._most = self.LEAST
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def add(self, snapshot: Snapshot, ids: Sequence[int]) -> None:
+        """One of the weights with these ids."""
+        if len(self._by_id) >= self._most:  # where weights come and go, so do ids
+            self._by_id = {weight: those for weight, those in self._by_id.items() if those}
+            self._most = max(self.LEAST, 2 * len(self._by_id))
+        for weight in ids:
+            self._by_id.setdefault(weight, weakref.WeakSet()).add(snapshot)
+
+    def of(self, ids: set[int]) -> set[Snapshot]:
+        """Those of any of these weights."""
+        return {snapshot for weight in ids for snapshot in self._by_id.get(weight, ())}
+
+
+_snapshots = Snapshots()
 _replayed = WeakIdKeyDictionary()  # weights whose backward pass a CUDA graph has captured
 _lock = threading.Lock()
 
@@ -93,7 +115,7 @@ def suspect(weights: Sequence[torch.Tensor]) -> None:
     """Has all that was bound from these weights, of those that take gradients, be bound again before it is used."""
     ids = {id(w) for w in weights if w.requires_grad}
     with _lock:
-        known = {snapshot for weight in ids for snapshot in _snapshots.get(weight, ())}
+        known = _snapshots.of(ids)
         if weights and weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
             _replayed.update((w, None) for w in weights if w.requires_grad)
     for snapshot in known:

@@ -1,0 +1,107 @@
+"""Generated files -> a static library for programs in C and C++, and its header.
+
+A program that is linked with it needs the C and C++ libraries alone: what a module takes of libtvm_ffi.so, the errors
+of functions, is a file of its own here (``standalone.cc``). Of all symbols one is global, so that a program may have
+several such libraries.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shutil
+import tempfile
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+
+from ecornn.build.generated import Generated
+from ecornn.build.link import find_compiler, identity, objects_of, run_tool, write_inputs
+from ecornn.errors import ArgumentError, BuildError
+
+TOOLS = ("ar", "objcopy")
+API = "ecornn_module_api"
+HEADER = """\
+/* A recurrent layer that is linked into the program, by lib{file}.a or {file}.a: {what}. */
+#ifndef ECORNN_LAYER_{upper}_H_
+#define ECORNN_LAYER_{upper}_H_
+
+#include <ecornn.h>
+
+#ifdef __cplusplus
+extern "C" {{
+#endif
+
+const ecornn_api* {name}_module_api(int32_t version);
+
+/* The layer as a module that is open, as ecornn_open() opens files. */
+static inline int32_t {name}_open(ecornn_module* module, ecornn_error* error) {{
+  module->library = NULL;
+  module->api = {name}_module_api(ECORNN_ABI_VERSION);
+  return module->api ? (int32_t)ECORNN_OK
+                     : ecornn_refuse_(error, ECORNN_VERSION, "{name}", "has another version of the C interface");
+}}
+
+#ifdef __cplusplus
+}}
+#endif
+
+#endif
+"""
+
+
+def archive(generated: Generated, out: Path, what: str) -> Path:
+    """Writes the static library ``out`` and returns its header, beside it, which names ``what`` it is.
+
+    Functions begin with the name of the file, without ``lib`` before and the ending behind it.
+
+    Raises :class:`~ecornn.errors.BuildError` with the message of a compiler, ``ar`` or ``objcopy``, or where one of
+    these is missing; :class:`~ecornn.errors.ArgumentError` where the file's name is none of a function.
+    """
+    name = name_of(out)
+    header = out.with_name(f"{name}.h")
+    compiler = find_compiler()
+    if "clang" not in identity():  # GCC's variables of inline functions could not be made local
+        compiler.append("-fno-gnu-unique")
+    ar, objcopy = (_tool(tool) for tool in TOOLS)
+    shim = resources.files("ecornn.build").joinpath("standalone.cc").read_text()
+    objects = objects_of(compiler, replace(generated, sources={
+        **generated.sources, "standalone.cc": shim}))
+    with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
+        inputs = write_inputs({}, objects, generated.binaries, Path(folder), generated.functions)
+        # sections of templates would be taken for those of another library, whose symbols are as local as these
+        run_tool([*compiler, "-r", "-nostdlib", "-Wl,--force-group-allocation", *inputs, "-o", "all.o"], folder)
+        run_tool([objcopy, f"--redefine-sym={API}={name}_module_api", f"--keep-global-symbol={name}_module_api",
+                  "all.o", f"{name}.o"], folder)
+        run_tool([ar, "rcsD", "made.a", f"{name}.o"], folder)
+        Path(folder, "made.h").write_text(HEADER.format(file=name, name=name, upper=name.upper(), what=what))
+        for made, place in (("made.a", out), ("made.h", header)):
+            _put(Path(folder, made), place)
+    return header
+
+
+def name_of(out: Path) -> str:
+    """What functions of a library in this file begin with."""
+    name = out.stem.removeprefix("lib")
+    if out.suffix != ".a" or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
+        raise ArgumentError("--emit-to", str(out), "a name of letters, digits and _ that ends with .a, as lstm64.a")
+    return name
+
+
+def _tool(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        raise BuildError(f"no {name}; install binutils, for example 'apt install binutils'")
+    return found
+
+
+def _put(made: Path, place: Path) -> None:
+    """In one step, complete or not at all."""
+    beside = place.parent / f".{place.name}.{secrets.token_hex(8)}"
+    try:
+        shutil.copyfile(made, beside)
+        beside.replace(place)
+    except OSError as error:
+        raise BuildError(f"{place} cannot be written: {error}") from error
+    finally:
+        beside.unlink(missing_ok=True)
