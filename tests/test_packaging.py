@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # Where a file of the checkout lies in the wheel.
 PLACES = {"ecornn": "ecornn", "schedules": "ecornn/schedules", "tuning_logs": "ecornn/tuning_logs"}
-RESOURCES = (".py", ".jsonl", ".cc", ".cu", ".h", ".hpp", ".typed")
+RESOURCES = (".py", ".xz", ".cc", ".cu", ".h", ".hpp", ".typed")
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
@@ -84,7 +84,7 @@ for module in (ecornn, ecornn.schedules, ecornn.tuning_logs):
     assert home in pathlib.Path(module.__file__).parents, module.__file__
 assert ecornn.__version__ == importlib.metadata.version("ecornn")
 assert ecornn.schedules.all_schedules()
-for log in pathlib.Path(ecornn.tuning_logs.__file__).parent.glob("*.jsonl"):
+for log in pathlib.Path(ecornn.tuning_logs.__file__).parent.glob("*.jsonl.xz"):
     print(log.name)
 """
 
@@ -107,7 +107,7 @@ for got, want in zip((y, *state), (expected, *after)):
 
 def test_installed_layout(installed: Path, tmp_path: Path):
     listed = set(run(installed, "-c", CHECK_LAYOUT, cwd=tmp_path, PYTHONPATH="").split())
-    assert listed == {path.name for path in (ROOT / "tuning_logs").glob("*.jsonl")}
+    assert listed == {path.name for path in (ROOT / "tuning_logs").glob("*.jsonl.xz")}
 
 
 @pytest.mark.slow
