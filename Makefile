@@ -1,5 +1,5 @@
 # make setup | run | examples | test | test-cpus | test-packages | soak | lint | docs | test-wheel | bench | sanitize | clean
-#   PYTHON=python3.12 make setup     another interpreter (3.10 to 3.12)
+#   PYTHON=python3.12 make setup     another interpreter (3.10 to 3.13)
 #   VENV=/somewhere make test        another place for the virtual environment
 #   make test PYTEST="-m exhaustive" what this leaves out: most of the matrices of schedules and gradients, an hour
 #   make test-cpus CPUS="haswell" PYTEST="tests/test_cpu*.py"    the same where tests take this CPU for others, too
@@ -28,7 +28,7 @@ EXTRA := $(if $(shell command -v nvidia-smi),$(if $(shell command -v nvcc),,[cud
 
 # Each stamp stands for an installation, so that it is done again only when pyproject.toml changes.
 $(VENV)/installed: pyproject.toml
-	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 10) <= v[:2] <= (3, 12) else f"ecornn needs Python 3.10 to 3.12; this is {v[0]}.{v[1]}. Try: make PYTHON=python3.12")'
+	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 10) <= v[:2] <= (3, 13) else f"ecornn needs Python 3.10 to 3.13; this is {v[0]}.{v[1]}. Try: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --editable '.$(EXTRA)'
 	touch $@

@@ -42,7 +42,7 @@ def test_several_streams_are_one_log(packed: Path):
 def test_nothing_is_appended(packed: Path):
     before = packed.read_bytes()
     for action in (lambda: append(packed, trial()), lambda: Journal.open(packed, "ab", True)):
-        with pytest.raises(RecordError, match="is compressed, so that nothing is appended to it; name a .jsonl"):
+        with pytest.raises(RecordError, match=r"is compressed, so that nothing is appended to it; name a \.jsonl"):
             action()
     assert packed.read_bytes() == before and list(packed.parent.iterdir()) == [packed]
 

@@ -47,8 +47,8 @@ class Journal:
         """The latest run of that digest; a new one without ``resume``, where there is none, and where nothing ran in
         the one that there is: a compiler that was missing then may be there now.
 
-        Raises :class:`~ecornn.errors.RecordError` where the file exists and cannot be read, or has text but no record, and
-        where it is compressed.
+        Raises :class:`~ecornn.errors.RecordError` where the file exists and cannot be read, or has text but no record,
+        and where it is compressed.
         """
         if is_compressed(path):  # before anything is built
             raise RecordError(f"{path} is compressed, so that nothing is appended to it; name a .jsonl")
