@@ -44,8 +44,8 @@ def run(*arguments: str, code: int = 0) -> str:
 
 
 @pytest.mark.parametrize("command", [
-    "tune", "compile", "check-cell", "bench", "serve", "doctor", "log", "log ls", "log best", "log stats", "log merge",
-    "log export", "log import", "log prune", "log verify"])
+    "tune", "compile", "check-cell", "bench", "report", "serve", "doctor", "log", "log ls", "log best", "log stats",
+    "log merge", "log export", "log import", "log prune", "log verify"])
 def test_every_command_has_help(command):
     assert "Usage:" in run(*command.split(), "--help")
 

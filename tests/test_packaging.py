@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PLACES = {"ecornn": "ecornn", "schedules": "ecornn/schedules", "tuning_logs": "ecornn/tuning_logs"}
 BESIDE = ("benchmarks", "docs", "examples", "tests")  # in the archive alone
 QUICK = ["-q", "-n", "0", "-p", "no:cacheprovider", "tests/test_compressed_logs.py", "tests/test_layer_spec.py"]
-RESOURCES = (".py", ".xz", ".cc", ".cu", ".h", ".hpp", ".typed")
+RESOURCES = (".py", ".xz", ".cc", ".cu", ".h", ".hpp", ".html", ".typed")
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:

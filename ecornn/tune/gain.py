@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from ecornn.tune.journal import Journal
@@ -41,5 +40,5 @@ def words(gain: Gain, default_us: float) -> str:
     """Said of a gain: the ratio where it is known, otherwise what is."""
     if gain.settled:
         return f"{gain.ratio:.2f} times as fast as the untuned default ({default_us:.4g} µs)"
-    said = f"{gain.low:.2f} to {gain.high:.2f} times as fast as the untuned default: times did not settle"
-    return said if gain.low > 1 or not math.isfinite(gain.high) else f"perhaps no faster than it was, {said}"
+    said = f"{gain.low:.2f} to {gain.high:.2f} times as fast as the untuned default; times did not settle"
+    return said if gain.low > 1 else f"{said}, and it may be no faster"
