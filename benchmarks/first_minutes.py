@@ -57,7 +57,7 @@ FIRST = [
     Step("What there is here:", ".venv/bin/ecornn doctor"),
     Step("Why that module, and what to expect of it:", ".venv/bin/ecornn explain --cell lstm --hidden 800"),
     Step("How fast:", ".venv/bin/ecornn bench build/lstm800.so"),
-    Step("The fastest that is known of each layer that was tuned:", ".venv/bin/ecornn log best"),
+    Step("What the search left, and what ships:", ".venv/bin/ecornn log ls"),
     Step("What was searched as a page, `report.html`:",
          ".venv/bin/python -m pip --quiet install jinja2 && .venv/bin/ecornn report"),
     Step("A cell of one's own, in `leaky.py`: what serves it, and whether its results and gradients are right:",
@@ -102,7 +102,8 @@ def carry_out(command: str, folder: Path, environment: dict[str, str]) -> Ran:
 def shown(step: Step, ran: Ran) -> Iterator[str]:
     """A step as Markdown."""
     ended = "" if step.code == 0 else f", exit code {ran.code}"
-    yield f"{step.why}\n\n```text\n$ {step.command}\n{ran.output.rstrip()}\n```\n"
+    text = f"$ {step.command}\n{ran.output}".rstrip()
+    yield f"{step.why}\n\n```text\n{text}\n```\n"
     yield f"{ran.seconds:.1f} s{ended}; silent for {ran.silence:.1f} s at most.\n"
 
 
