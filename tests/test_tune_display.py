@@ -80,12 +80,13 @@ def test_progress_knows_the_default_and_how_long_it_takes_at_most(tmp_path):
 def test_no_silence_where_there_is_no_terminal(monkeypatch):
     monkeypatch.setattr(progress, "EVERY", 0.1)
     out = io.StringIO()
-    with progress.Meter(Console(file=out)) as meter:
+    with progress.Meter(Console(file=out), 2) as meter, meter.layer("[1/2]"), meter.layer("[2/2]") as one:
         time.sleep(0.25)
-        meter.stage("listing what can be tried")
+        one.stage("listing what can be tried")
         time.sleep(0.25)
         clock = meter.clock
-    assert "starting, 0 s so far" in out.getvalue() and "listing what can be tried, 0 s so far" in out.getvalue()
+    assert "[2/2] starting, and 1 more, 0 s so far" in out.getvalue()
+    assert "[2/2] listing what can be tried, and 1 more, 0 s so far" in out.getvalue()
     assert not clock.is_alive()
 
 

@@ -83,7 +83,8 @@ class Meter:
                 if self.silent() >= EVERY and self.going:
                     latest = self.going[-1]
                     more = f", and {len(self.going) - 1} more" if len(self.going) > 1 else ""
-                    self.print(f"{latest.name} {latest.now}{more}, {time.monotonic() - self.begun:.0f} s so far".strip())
+                    so_far = f"{time.monotonic() - self.begun:.0f} s so far"
+                    self.print(f"{latest.name} {latest.now}{more}, {so_far}".strip())
 
 
 class LayerMeter:
