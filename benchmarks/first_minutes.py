@@ -113,7 +113,7 @@ def environment_of(home: Path) -> dict[str, str]:
     return kept | {"HOME": str(home), "ECORNN": str(ROOT), "PIP_QUIET": "2", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 
-def page(steps: list[Step], title: str, folder: Path) -> tuple[str, bool]:
+def page(steps: list[Step], title: str, note: str, folder: Path) -> tuple[str, bool]:
     """The page, and whether all went as it should."""
     home = folder / "home"
     home.mkdir()
@@ -130,13 +130,15 @@ def page(steps: list[Step], title: str, folder: Path) -> tuple[str, bool]:
             to_result += ran.seconds
         text += shown(step, ran)
     head = (f"# The first ten minutes, {title}\n\nMade by `python benchmarks/first_minutes.py`: commands and what they "
-            f"print, unedited. From the clone to the first checked result it takes {to_result:.0f} s.\n")
+            f"print, unedited. From the clone to the first checked result it takes {to_result:.0f} s."
+            f"{' ' + note if note else ''}\n")
     return "\n".join([head, *text]), good
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch", action="store_true", help="install PyTorch, too")
+    parser.add_argument("--note", default="", help="a sentence to say at the top, as of a machine that is not quiet")
     parser.add_argument("--output", type=Path, help="[docs/FIRST_MINUTES_CPU.md or _GPU.md]")
     arguments = parser.parse_args()
     target = default_target()
@@ -145,7 +147,7 @@ def main() -> None:
     title = f"on {device.name}" + ("" if target == "cuda" else f", {cores} cores")
     folder = Path(tempfile.mkdtemp(prefix="first-minutes-"))
     try:
-        text, good = page(FIRST + (TORCH if arguments.torch else []), title, folder)
+        text, good = page(FIRST + (TORCH if arguments.torch else []), title, arguments.note, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     text = text.replace(str(folder), "/tmp/first")  # where it was done is of no interest

@@ -55,14 +55,15 @@ def bench(module: Path, seq: int | None, batch: int | None, seconds: float, seed
     other = torch_layer(manifest, weights, x)
     if other is not None:
         contestants["PyTorch"] = Contestant(other, memory.clock)
-    times = race(list(contestants.values()), span=seconds)
     of = f", {manifest.stack}" if str(manifest.stack) else ""
     of += f", {manifest.overlap}" if manifest.overlap != SERIAL else ""
+    if not json:  # before some seconds of silence
+        click.echo(f"{work.cell} T={steps} B={rows} I={work.input} H={work.hidden} {work.dtype}{of} "
+                   f"on {manifest.device.name}, {manifest.schedule}")
+    times = race(list(contestants.values()), span=seconds)
     if json:
         as_json(measured(manifest, steps, rows, dict(zip(contestants, times, strict=True))))
         return
-    click.echo(f"{work.cell} T={steps} B={rows} I={work.input} H={work.hidden} {work.dtype}{of} "
-               f"on {manifest.device.name}, {manifest.schedule}")
     medians = {}
     for name, runs in zip(contestants, times, strict=True):
         low, middle, high = (float(v) for v in np.percentile(runs, (20, 50, 80)) * 1e6 / steps)
