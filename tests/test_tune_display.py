@@ -66,10 +66,15 @@ def test_progress_knows_the_default_and_how_long_it_takes_at_most(tmp_path):
             return super().next(seconds)
 
     search = Search(ConfigSpace(TASK, [Fake(("ok",), "ab")]), CostModel(0), 0)
-    Tuner(search, Slow(), Journal.open(tmp_path / "log.jsonl", "x", True), Settings(30, 0, time_limit=60.0), HERE,
-          seen.append, stages.append).run()
+    tuner = Tuner(search, Slow(), Journal.open(tmp_path / "log.jsonl", "x", True), Settings(30, 0), HERE,
+                  seen.append, stages.append)
+    tuner.run()
     assert seen[-1].default_us == cost({"a": 0, "b": 0}) and len(seen) == 30
-    assert all(0.01 * (30 - now.done) <= now.left_s < 0.5 * (30 - now.done) + 0.1 for now in seen)
+    assert all(now.left_s >= 0.02 * (30 - now.done) for now in seen)
+    tuner.settings = Settings(50, 0)
+    assert tuner.expected(10, 5.0) == 20 * 0.5 and tuner.expected(0, 5.0) is None
+    tuner.settings = Settings(50, 0, time_limit=1e-3)  # over by now
+    assert tuner.expected(10, 5.0) == tuner.expected(0, 5.0) == 0
     assert stages == ["building and measuring candidates", "comparing the fastest 4 in turns"]
     said = progress.standing(seen[9], torch_us=2 * seen[9].best_us)
     assert f"{seen[9].default_us / seen[9].best_us:.2f}x the default, 2.00x PyTorch, at most " in said
