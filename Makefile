@@ -1,5 +1,5 @@
 # make setup | run | examples | test | test-cpus | test-packages | soak | lint | docs | test-wheel | bench | sanitize | clean
-#   PYTHON=python3.12 make setup     another interpreter (3.10 to 3.12)
+#   PYTHON=python3.12 make setup     another interpreter (3.10 to 3.13)
 #   VENV=/somewhere make test        another place for the virtual environment
 #   make test PYTEST="-m exhaustive" what this leaves out: most of the matrices of schedules and gradients, an hour
 #   make test-cpus CPUS="haswell" PYTEST="tests/test_cpu*.py"    the same where tests take this CPU for others, too
@@ -24,38 +24,39 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Without nvcc, a machine with an NVIDIA driver compiles CUDA through NVRTC, from the [cuda] extra.
 EXTRA := $(if $(shell command -v nvidia-smi),$(if $(shell command -v nvcc),,[cuda]))
 
+# Installs $(1) into the environment; says every five seconds that it is at it, and ends as pip does.
+define install
+	@echo "installing $(1) into $(VENV), as pyproject.toml says"
+	@(while sleep 5 >/dev/null 2>&1 && kill -0 $$$$ 2>/dev/null; do echo "  still installing"; done) & beat=$$!; \
+	$(PIP) install --editable '$(1)'; code=$$?; kill $$beat; exit $$code
+	@touch $@
+endef
+
 .PHONY: setup run examples test test-cpus test-packages soak lint docs test-wheel bench sanitize clean
 
 # Each stamp stands for an installation, so that it is done again only when pyproject.toml changes.
 $(VENV)/installed: pyproject.toml
-	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 10) <= v[:2] <= (3, 12) else f"ecornn needs Python 3.10 to 3.12; this is {v[0]}.{v[1]}. Try: make PYTHON=python3.12")'
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 10) <= v[:2] <= (3, 13) else f"ecornn needs Python 3.10 to 3.13; this is {v[0]}.{v[1]}. Try: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --editable '.$(EXTRA)'
-	touch $@
+	$(call install,.$(EXTRA))
 
 $(VENV)/installed-test: $(VENV)/installed
-	$(PIP) install --editable '.[test]'
-	touch $@
+	$(call install,.[test])
 
 $(VENV)/installed-packages: $(VENV)/installed-test
-	$(PIP) install --editable '.[packages]'
-	touch $@
+	$(call install,.[packages])
 
 $(VENV)/installed-lint: $(VENV)/installed
-	$(PIP) install --editable '.[lint]'
-	touch $@
+	$(call install,.[lint])
 
 $(VENV)/installed-docs: $(VENV)/installed
-	$(PIP) install --editable '.[docs]'
-	touch $@
+	$(call install,.[docs])
 
 $(VENV)/installed-examples: $(VENV)/installed
-	$(PIP) install --editable '.[examples]'
-	touch $@
+	$(call install,.[examples])
 
 $(VENV)/installed-bench: $(VENV)/installed
-	$(PIP) install --editable '.[bench]'
-	touch $@
+	$(call install,.[bench])
 
 setup: $(VENV)/installed
 

@@ -1,6 +1,6 @@
 """What one GPU's tuning log is worth on another: measured, both ways, from the logs of both.
 
-    python benchmarks/compare_logs.py tuning_logs/h100.jsonl tuning_logs/h200.jsonl \
+    python benchmarks/compare_logs.py tuning_logs/h100.jsonl.xz tuning_logs/h200.jsonl.xz \
         --times benchmarks/results/transfer_h200_on_h100.jsonl.xz --output benchmarks/results/transfer_h100_h200.json
 
 Of every workload that both logs have: the configuration that one log calls the fastest, as the other GPU timed it,

@@ -88,10 +88,12 @@ def _device(target: str) -> tuple[bytes, ...]:
 
 def _logs() -> bytes:
     """The tuning logs, by what changes with them."""
+    from ecornn.tune.compressed import SUFFIXES
     from ecornn.tune.folders import shipped_folder, user_folder
 
     found = [(str(path), state.st_size, state.st_mtime_ns) for folder in (user_folder(), shipped_folder())
-             if folder.is_dir() for path in sorted(folder.glob("*.jsonl")) if path.is_file() for state in [path.stat()]]
+             if folder.is_dir() for path in sorted(folder.glob("*.jsonl*"))
+             if path.name.endswith(SUFFIXES) and path.is_file() for state in [path.stat()]]
     return msgspec.json.encode(found)
 
 

@@ -25,7 +25,7 @@ LIMITS = {"float32": 1e-5, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 def main(path: str) -> int:
     module = ecornn.load(path)
-    print(module)
+    print(module, flush=True)
     work = module.manifest.workload
     dtype = np.dtype(ml_dtypes.bfloat16 if work.dtype == "bfloat16" else work.dtype)
     weights = {name: value.astype(dtype)
@@ -40,11 +40,12 @@ def main(path: str) -> int:
         layer(x)
         times.append(time.perf_counter() - start)
 
+    note = ", copies to and from the GPU included" if module.manifest.device.kind == "cuda" else ""
+    print(f"y {y.shape} {y.dtype}: {np.median(times) / work.seq * 1e6:.1f} us a step{note}", flush=True)
+
     expected, after = ecornn.reference(work.cell, x, weights)
     errors = [np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
               for got, want in zip((y, *state), (expected, *after), strict=True)]
-    note = ", copies to and from the GPU included" if module.manifest.device.kind == "cuda" else ""
-    print(f"y {y.shape} {y.dtype}: {np.median(times) / work.seq * 1e6:.1f} us a step{note}")
     print(f"relative error of y and the last state against float64: {max(errors):.1e}, "
           f"limit {LIMITS[work.dtype]:.1e}")
     if max(errors) <= LIMITS[work.dtype]:  # a NaN is not

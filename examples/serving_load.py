@@ -1,4 +1,4 @@
-"""Clients of 09_serving.py, all in one process: each session sends a step, waits for the answer, and sends the next."""
+"""Clients of 12_serving.py, all in one process: each session sends a step, waits for the answer, and sends the next."""
 
 from __future__ import annotations
 

@@ -85,6 +85,7 @@ MAY_IMPORT["compiler"] = BASE | {"build", "cells", "compose", "layer_spec", "ove
                                  "schedules.keeping", "targets", "task", "tune"}
 MAY_IMPORT["floor"] = set()
 MAY_IMPORT["explain"] = BASE | {"analysis", "compiler", "floor", "schedules", "schedules.base", "task", "tune"}
+MAY_IMPORT["report"] = BASE | {"cells", "explain", "floor", "schedules", "schedules.base", "task", "tune"}
 MAY_IMPORT["module_folders"] = {"errors", "layer_spec", "manifest", "runtime"}
 MAY_IMPORT["module_cache"] = {"build", "compiler", "layer_spec", "module_folders", "runtime", "schedules", "task",
                               "tune"} | HOSTS

@@ -30,7 +30,7 @@ H100 = KNOWN["sm_90a"]
 def run(*arguments: str, code: int = 0) -> str:
     result = CliRunner().invoke(main, ["check-cell", *arguments])
     assert result.exit_code == code, result.output + repr(result.exception)
-    return result.output
+    return result.output if code else result.stdout
 
 
 @pytest.fixture(scope="module")

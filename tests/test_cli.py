@@ -33,6 +33,7 @@ LAYER = ["--cell", "lstm", "--hidden", "24", "--batch", "3", "--seq", "12", "--t
 def folder(tmp_path, monkeypatch):
     """A user's folder of its own for each test."""
     monkeypatch.setenv("ECORNN_TUNING_LOGS", str(tmp_path / "logs"))
+    monkeypatch.setattr("ecornn.cli.torch_peer.torch_us", lambda work, device: None)  # seconds for each search
     return tmp_path / "logs"
 
 
@@ -43,8 +44,8 @@ def run(*arguments: str, code: int = 0) -> str:
 
 
 @pytest.mark.parametrize("command", [
-    "tune", "compile", "check-cell", "bench", "serve", "doctor", "log", "log ls", "log best", "log stats", "log merge",
-    "log export", "log import", "log prune", "log verify"])
+    "tune", "compile", "check-cell", "bench", "report", "serve", "doctor", "log", "log ls", "log best", "log stats",
+    "log merge", "log export", "log import", "log prune", "log verify"])
 def test_every_command_has_help(command):
     assert "Usage:" in run(*command.split(), "--help")
 
@@ -304,7 +305,7 @@ def test_overlaps_are_chosen_said_and_explained():
 
 def test_interrupting_keeps_the_trials_and_exits_with_130(folder):
     program = [sys.executable, "-c", "from ecornn.cli import tune; tune()"]
-    command = [*program, *LAYER, "--hidden", "32", "--trials", "400"]
+    command = [*program, *LAYER, "--hidden", "32", "--trials", "400", "--no-torch"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                               env=dict(os.environ)) as process:
         try:

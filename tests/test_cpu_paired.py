@@ -216,8 +216,8 @@ def test_stack_with_lengths():
 
 def test_records_from_before_pairs_count():
     """They ship, and lack the knobs: the code with these off is the code that was measured."""
-    log = read(Path(__file__).parent.parent / "tuning_logs" / "epyc-znver4.jsonl")
+    log = read(Path(__file__).parent.parent / "tuning_logs" / "epyc-znver4.jsonl.xz")
     task = make_task(ecornn.cells.get("gru"), Workload("gru", 512, 512, 16, 100), log.trials()[0].device)
     found = choose(task, None, None, log)
-    assert found.provenance.startswith("record epyc-znver4.jsonl")
+    assert found.provenance.startswith("record epyc-znver4.jsonl.xz")
     assert {found.config[knob] for knob in ("pairs", "project_pairs", "team")} == {0}

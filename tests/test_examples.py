@@ -75,6 +75,21 @@ def test_replace(tmp_path: Path):
     assert "Acoustic: recurrent compiled" in text and "Translator: encoder, decoder compiled" in text
 
 
+def test_a_step_in_pytorch(tmp_path: Path):
+    text = run("09_cell_in_pytorch.py", "--steps", "5", cwd=tmp_path)
+    assert all(float(v) < 1e-5 for v in re.search(r"from the loop by (\S+), gradients by (\S+)", text).groups())
+
+
+def test_streaming(tmp_path: Path):
+    text = run("10_streaming.py", "--steps", "200", "--hidden", "24", cwd=tmp_path)
+    p50, p95, p99 = (float(v) for v in re.search(r"p50 (\S+) us, p95 (\S+) us, p99 (\S+) us", text).groups())
+    assert 0 < p50 <= p95 <= p99
+
+
+def test_sharing_logs(tmp_path: Path):
+    assert "by imported.jsonl" in run("11_sharing_logs.py", "--trials", "2", cwd=tmp_path)
+
+
 @pytest.mark.parametrize(("script", "cell"), [("02_own_cell.py", "MinimalGatedUnit"), ("03_more_cells.py", "UGRNN"),
                                               ("03_more_cells.py", "LightGRU"), ("03_more_cells.py", "SRU")])
 def test_cells_are_short(script: str, cell: str):
@@ -85,7 +100,7 @@ def test_cells_are_short(script: str, cell: str):
 
 
 def test_serving(tmp_path: Path):
-    text = run("09_serving.py", "--hidden", "16", "--input", "4", "--sessions", "1", "12", "--seconds", "0.3",
+    text = run("12_serving.py", "--hidden", "16", "--input", "4", "--sessions", "1", "12", "--seconds", "0.3",
                "--turns", "1", "--batch", "8", cwd=tmp_path)
     rows = re.findall(r"^ +(\d+) (ecornn|torch) +(\d+) \[", text, re.MULTILINE)
     assert [(n, side) for n, side, _ in rows] == [(n, side) for n in ("1", "12") for side in ("ecornn", "torch")]

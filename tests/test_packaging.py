@@ -1,11 +1,13 @@
-"""The wheel: everything is inside, and it works where the checkout is not."""
+"""The wheel, and the archive of sources that it is made from: all is inside, and works where the checkout is not."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -14,7 +16,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # Where a file of the checkout lies in the wheel.
 PLACES = {"ecornn": "ecornn", "schedules": "ecornn/schedules", "tuning_logs": "ecornn/tuning_logs"}
-RESOURCES = (".py", ".jsonl", ".cc", ".cu", ".h", ".hpp", ".typed")
+BESIDE = ("benchmarks", "docs", "examples", "tests")  # in the archive alone
+QUICK = ["-q", "-n", "0", "-p", "no:cacheprovider", "tests/test_compressed_logs.py", "tests/test_layer_spec.py"]
+RESOURCES = (".py", ".xz", ".cc", ".cu", ".h", ".hpp", ".html", ".typed")
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
@@ -26,15 +30,15 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of a copy of the checkout, which a build would otherwise fill with build/."""
+    """A wheel of a copy of the checkout, which a build would otherwise fill with build/; the archive lies beside it."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for path in [*ROOT.glob("*.toml"), *ROOT.glob("*.md"), ROOT / "LICENSE",
-                 *(p for place in PLACES for p in (ROOT / place).rglob("*"))]:
+    for path in [*ROOT.glob("*.toml"), *ROOT.glob("*.md"), *ROOT.glob("M*"), *ROOT.glob("*.yml"), ROOT / "LICENSE",
+                 *(p for place in (*PLACES, *BESIDE) for p in (ROOT / place).rglob("*"))]:
         if path.is_file() and "__pycache__" not in path.parts:
             target = source / path.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(path.read_bytes())
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, source, cwd=out)
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source, cwd=out)
     (built,) = out.glob("*.whl")
     return built
 
@@ -76,6 +80,23 @@ def test_commands_are_declared(wheel: Path):
     assert all(f"{command} = ecornn.console:" in text for command in ("ecornn", "ecornn-tune", "ecornn-compile"))
 
 
+@pytest.mark.slow
+def test_the_archive_passes_its_own_tests(wheel: Path, installed: Path, tmp_path: Path):
+    """A few of them, with the wheel that was made from it."""
+    (archive,) = wheel.parent.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        file.extractall(tmp_path)
+    (source,) = tmp_path.iterdir()
+    for place in (*PLACES, *BESIDE):
+        expected = {p.relative_to(ROOT) for p in (ROOT / place).rglob("*")
+                    if p.is_file() and not {"__pycache__", ".pytest_cache"} & set(p.parts) and p.suffix != ".so"}
+        missing = [str(p) for p in expected if not (source / p).is_file()]
+        assert expected and not missing, f"not in the archive (see MANIFEST.in): {missing}"
+    assert all((source / name).is_file() for name in ("Makefile", "mkdocs.yml", "CHANGELOG.md", "CONTRIBUTING.md"))
+    code = f"import pytest, sys; sys.path.remove(''); sys.exit(pytest.main({QUICK}))"
+    assert re.search(r"\d+ passed", run(installed, "-c", code, cwd=source, PYTHONPATH=""))
+
+
 CHECK_LAYOUT = """
 import importlib.metadata, pathlib, sys
 import ecornn, ecornn.schedules, ecornn.tuning_logs
@@ -84,7 +105,7 @@ for module in (ecornn, ecornn.schedules, ecornn.tuning_logs):
     assert home in pathlib.Path(module.__file__).parents, module.__file__
 assert ecornn.__version__ == importlib.metadata.version("ecornn")
 assert ecornn.schedules.all_schedules()
-for log in pathlib.Path(ecornn.tuning_logs.__file__).parent.glob("*.jsonl"):
+for log in pathlib.Path(ecornn.tuning_logs.__file__).parent.glob("*.jsonl.xz"):
     print(log.name)
 """
 
@@ -107,7 +128,7 @@ for got, want in zip((y, *state), (expected, *after)):
 
 def test_installed_layout(installed: Path, tmp_path: Path):
     listed = set(run(installed, "-c", CHECK_LAYOUT, cwd=tmp_path, PYTHONPATH="").split())
-    assert listed == {path.name for path in (ROOT / "tuning_logs").glob("*.jsonl")}
+    assert listed == {path.name for path in (ROOT / "tuning_logs").glob("*.jsonl.xz")}
 
 
 @pytest.mark.slow

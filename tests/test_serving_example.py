@@ -1,4 +1,4 @@
-"""examples/09_serving.py's sessions, with a layer that takes notes, and what it finds of wrong answers."""
+"""examples/12_serving.py's sessions, with a layer that takes notes, and what it finds of wrong answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def serving() -> Any:
     folder = str(Path(__file__).resolve().parent.parent / "examples")
     sys.path.insert(0, folder)
     try:
-        return importlib.import_module("09_serving")
+        return importlib.import_module("12_serving")
     finally:
         sys.path.remove(folder)
 

@@ -103,3 +103,18 @@ def test_built_in_cells_with_options_train_as_layers():
         cell_of("smoothed@00000000")
     with pytest.raises(ArgumentError, match="the cell that"):
         cell_of(f"smoothed@00000000={__name__}:Smoothed")
+
+
+def test_a_training_step_does_not_analyse_the_cell_again(monkeypatch: pytest.MonkeyPatch):
+    """Its weights are new after each step; its identity, which takes longer than the step, is not."""
+    layer = ecornn.torch.Recurrent(Smoothed(), I, H)
+    optimizer, x, asked, before = torch.optim.SGD(layer.parameters(), 0.1), torch.randn(T, B, I), [], []
+    identity = ecornn.Cell.identity
+    for _ in range(3):
+        before.append(len(asked))
+        monkeypatch.setattr(ecornn.Cell, "identity", lambda cell: asked.append(cell) or identity(cell))
+        optimizer.zero_grad()
+        layer(x)[0].square().mean().backward()
+        optimizer.step()
+        monkeypatch.undo()
+    assert len(asked) == before[1]

@@ -162,7 +162,8 @@ def test_a_signal_that_ends_it_leaves_nothing_behind(which, tmp_path):
     log, temporary = tmp_path / "log.jsonl", tmp_path / "temporary"
     temporary.mkdir()
     command = [sys.executable, "-m", "ecornn", "tune", "--cell", "lstm", "--hidden", "64", "--target", "cpu"]
-    running = subprocess.Popen([*command, "--output", str(log)], env={**os.environ, "TMPDIR": str(temporary)},
+    running = subprocess.Popen([*command, "--no-torch", "--output", str(log)],
+                               env={**os.environ, "TMPDIR": str(temporary)},
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     while not log.exists() or len(read(log).trials()) < 2:
         assert running.poll() is None

@@ -250,7 +250,7 @@ def test_forward_has_half_of_the_time_at_most_and_backward_the_rest(pretended, m
 
 def test_on_a_cpu_there_is_one_search_and_it_says_so(tmp_path, monkeypatch):
     monkeypatch.setenv("ECORNN_TUNING_LOGS", str(tmp_path))
-    layer = ("--cell", "gru", "--hidden", "16", "--batch", "2", "--seq", "8", "--target", "cpu")
+    layer = ("--cell", "gru", "--hidden", "16", "--batch", "2", "--seq", "8", "--target", "cpu", "--no-torch")
     done = CliRunner().invoke(cli, ["tune", *layer, "--training", "--trials", "2"], catch_exceptions=False)
     assert done.exit_code == 0 and "A CPU's backward pass has no knobs" in done.output
     assert "--training --target cpu -o gru16.so" in done.output and "backward:" not in done.output

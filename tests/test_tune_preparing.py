@@ -89,7 +89,7 @@ def test_given_candidates_cost_this_process_no_search(tmp_path: Path, monkeypatc
 def test_records_are_verified_again_and_told_in_their_order(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(PRETEND, "[0.05, 0.01]")
     monkeypatch.setattr(sessions, "present", lambda target: H100)
-    lines = [line for line in read(shipped_folder() / "h100.jsonl").lines if isinstance(line.record, Trial)]
+    lines = [line for line in read(shipped_folder() / "h100.jsonl.xz").lines if isinstance(line.record, Trial)]
     small = [line for line in lines if line.record.workload.hidden <= 256]  # type: ignore[union-attr]
     drawn, left = verifying.sample(small, H100, 10, 0)
     with sessions.Session("cuda", entries=ENTRIES) as session:

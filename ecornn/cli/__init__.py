@@ -13,6 +13,7 @@ from ecornn.cli.explain_command import explain
 from ecornn.cli.log_command import log
 from ecornn.cli.log_files import export, import_files, merge_files, prune
 from ecornn.cli.log_verify import verify
+from ecornn.cli.report_command import report
 from ecornn.cli.serve_command import serve
 from ecornn.cli.tune_command import tune
 
@@ -25,6 +26,7 @@ A first session:
   ecornn compile --cell lstm --hidden 800 --batch 20 -o lstm800.so
   ecornn explain --cell lstm --hidden 800  why that, and what to expect
   ecornn bench lstm800.so                  against PyTorch, if installed
+  ecornn report                            what was tuned, as a page
   ecornn check-cell mine.py:Mine           what serves a cell of your own
 """
 
@@ -35,7 +37,7 @@ def main() -> None:
     """Compiles recurrent layers (LSTM, GRU, your own cell) with TVM, for CUDA GPUs and CPUs."""
 
 
-for command in (tune, compile, explain, check_cell, bench, log, serve, doctor, config):
+for command in (tune, compile, explain, check_cell, bench, report, log, serve, doctor, config):
     main.add_command(command)
 for command in (merge_files, export, import_files, prune, verify):
     log.add_command(command)

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ecornn.cli.common import JSON, SIZE, as_json, plain_errors
+from ecornn.cli.torch_peer import layer_of
 from ecornn.workload import SERIAL
 
 if TYPE_CHECKING:
     from ecornn.manifest import Manifest
 
-TORCH = {"lstm": ("LSTM", {}), "gru": ("GRU", {}), "rnn_tanh": ("RNN", {"nonlinearity": "tanh"}),
-         "rnn_relu": ("RNN", {"nonlinearity": "relu"})}
 
 
 @click.command(epilog="\b\nExample:\n  ecornn bench lstm800.so --seq 300 --batch 20",
@@ -56,14 +55,15 @@ def bench(module: Path, seq: int | None, batch: int | None, seconds: float, seed
     other = torch_layer(manifest, weights, x)
     if other is not None:
         contestants["PyTorch"] = Contestant(other, memory.clock)
-    times = race(list(contestants.values()), span=seconds)
     of = f", {manifest.stack}" if str(manifest.stack) else ""
     of += f", {manifest.overlap}" if manifest.overlap != SERIAL else ""
+    if not json:  # before some seconds of silence
+        click.echo(f"{work.cell} T={steps} B={rows} I={work.input} H={work.hidden} {work.dtype}{of} "
+                   f"on {manifest.device.name}, {manifest.schedule}")
+    times = race(list(contestants.values()), span=seconds)
     if json:
         as_json(measured(manifest, steps, rows, dict(zip(contestants, times, strict=True))))
         return
-    click.echo(f"{work.cell} T={steps} B={rows} I={work.input} H={work.hidden} {work.dtype}{of} "
-               f"on {manifest.device.name}, {manifest.schedule}")
     medians = {}
     for name, runs in zip(contestants, times, strict=True):
         low, middle, high = (float(v) for v in np.percentile(runs, (20, 50, 80)) * 1e6 / steps)
@@ -96,18 +96,14 @@ def torch_layer(manifest: Manifest, weights: dict[str, Any], x: Any) -> Callable
     if importlib.util.find_spec("torch") is None or (on_gpu and not torch_sees_gpu()):
         click.echo("PyTorch is not installed for this device: nothing to compare with", err=True)
         return None
-    if work.cell not in TORCH or manifest.stack.reverse:
-        what = f"layer that goes in reverse only: {work.cell}" if work.cell in TORCH else f"cell {work.cell}"
+    layer = layer_of(work, manifest.stack, manifest.device.kind)
+    if layer is None:
+        what = f"layer that goes in reverse only: {work.cell}" if manifest.stack.reverse else f"cell {work.cell}"
         click.echo(f"PyTorch has no {what}: nothing to compare with", err=True)
         return None
     import torch
 
-    dtype = getattr(torch, work.dtype)
-    name, options = TORCH[work.cell]
-    stack = manifest.stack
-    layer = getattr(torch.nn, name)(work.input, work.hidden, stack.layers, bidirectional=stack.bidirectional, **options)
     layer.load_state_dict({n: torch.from_numpy(w) for n, w in weights.items()})
-    layer = layer.to(device="cuda" if on_gpu else "cpu", dtype=dtype)
     data = x if isinstance(x, torch.Tensor) else torch.from_numpy(x)
 
     def run() -> Any:

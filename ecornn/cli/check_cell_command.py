@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
+import time
 from typing import TYPE_CHECKING
 
 import click
@@ -30,6 +31,7 @@ What the columns say:
 Exits with 1 where the step cannot be analysed, or anything is wrong or fails.
 """
 WIDTH = 80
+EVERY = 5.0  # seconds between two lines of progress where there is no terminal
 
 
 @click.command("check-cell", epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
@@ -56,7 +58,14 @@ def check_cell(cell: str, hidden: int, input: int | None, batch: int, targets: t
 
     import_tvm()
     devices = [resolve(target) for target in dict.fromkeys(targets)]
-    told = (lambda text: click.echo(f"... {text}", err=True)) if sys.stderr.isatty() else (lambda _: None)
+    last = time.monotonic()
+
+    def told(text: str) -> None:
+        nonlocal last
+        if sys.stderr.isatty() or time.monotonic() - last > EVERY:
+            last = time.monotonic()
+            click.echo(f"... {text}", err=True)
+
     report = checked(cell, load_cell(cell), hidden, input, batch, devices, told)
     click.echo(msgspec.json.format(msgspec.json.encode(report)).decode() if as_json else table(report))
     if not report.good:

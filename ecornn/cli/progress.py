@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -15,58 +15,124 @@ if TYPE_CHECKING:
 
     from ecornn.tune.tuner import Progress
 
-EVERY = 10.0  # seconds between two lines where there is no terminal
+EVERY = 8.0  # seconds between two lines where there is no terminal, whether anything is done or not
 
 
 class Meter:
     """Shows how searches go on ``console``, of one layer or of many, some of them at the same time; a context manager
     around them. On a terminal each search has a line of the bar, and many layers one for all of them; elsewhere the
-    latest one has a line of text."""
+    latest one has a line of text, and where nothing is done for a while, what goes on."""
 
     def __init__(self, console: Console, layers: int = 1) -> None:
         from rich import progress
 
         self.console, self.lock = console, threading.Lock()
-        self.last = 0.0
+        self.begun = self.last = time.monotonic()
         self.bar = progress.Progress(
-            progress.TextColumn("{task.description}"), progress.BarColumn(),
+            progress.TextColumn("{task.description}"), progress.BarColumn(bar_width=20),
             progress.MofNCompleteColumn(), progress.TextColumn("{task.fields[best]}"),
             progress.TimeElapsedColumn(), console=console, disable=not console.is_terminal)
         self.all = self.bar.add_task("layers", total=layers, best="") if layers > 1 else None
+        self.going: list[LayerMeter] = []
+        self.ended = threading.Event()
+        self.clock = threading.Thread(target=self._tick, name="meter", daemon=True)
 
     def __enter__(self) -> Meter:
         self.bar.start()
+        if not self.console.is_terminal:
+            self.clock.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
+        self.ended.set()
         self.bar.stop()
+        if self.clock.is_alive():
+            self.clock.join()
 
     @contextlib.contextmanager
-    def layer(self, name: str, training: bool = False) -> Iterator[Callable[[Progress], None]]:
-        """While a layer is tuned, or the two searches of one that trains; the function is called after each trial.
-        ``name``: as ``[2/7]``, to be told from others; empty where it is the only one."""
-        rows: list[TaskID] = []
-        names = [f"{name} {which}".strip() for which in (("forward", "backward") if training else ("tuning",))]
-
-        def report(now: Progress) -> None:
-            entry = int(now.trial.workload.backward)
-            best = f"best {now.best_us:.4g} µs/step" if now.best_us else "none has run yet"
-            with self.lock:
-                while len(rows) <= entry:
-                    rows.append(self.bar.add_task(names[len(rows)], total=None, best=""))
-                self.bar.update(rows[entry], completed=now.done, total=now.total, best=best)
-                late = time.monotonic() - self.last >= EVERY
-                if not self.console.is_terminal and (late or now.done == now.total):
-                    self.last = time.monotonic()
-                    of = f"{names[entry]} " if name or training else ""
-                    self.console.print(f"{of}trial {now.done}/{now.total}  {best}", highlight=False, markup=False)
-
+    def layer(self, name: str, training: bool = False) -> Iterator[LayerMeter]:
+        """While a layer is tuned, or the two searches of one that trains. ``name``: as ``[2/7]``, to be told from
+        others; empty where it is the only one."""
+        one = LayerMeter(self, name, training)
+        with self.lock:
+            self.going.append(one)
         try:
-            rows.append(self.bar.add_task(names[0], total=None, best=""))
-            yield report
+            yield one
         finally:
+            with self.lock:
+                self.going.remove(one)
             if self.all is not None:  # of the only one the bar stays
-                for row in rows:
+                for row in one.rows:
                     self.bar.remove_task(row)
                 self.bar.advance(self.all)
+
+    def silent(self) -> float:
+        """Seconds since a line of text."""
+        return time.monotonic() - self.last
+
+    def print(self, text: str) -> None:
+        """A line of text."""
+        self.last = time.monotonic()
+        self.console.print(text, highlight=False, markup=False)
+
+    def _tick(self) -> None:
+        """Where nothing has been said for a while, what is going on."""
+        while not self.ended.wait(max(0.05, EVERY - self.silent())):
+            with self.lock:
+                if self.silent() >= EVERY and self.going:
+                    latest = self.going[-1]
+                    more = f", and {len(self.going) - 1} more" if len(self.going) > 1 else ""
+                    so_far = f"{time.monotonic() - self.begun:.0f} s so far"
+                    self.print(f"{latest.name} {latest.now}{more}, {so_far}".strip())
+
+
+class LayerMeter:
+    """A layer's part of a :class:`Meter`; ``torch_us``, if it is known by then, is what the best is held against,
+    too."""
+
+    def __init__(self, meter: Meter, name: str, training: bool) -> None:
+        self.meter, self.name, self.training = meter, name, training
+        self.names = [f"{name} {which}".strip() for which in (("forward", "backward") if training else ("tuning",))]
+        self.now, self.torch_us = "starting", None  # type: tuple[str, float | None]
+        self.rows: list[TaskID] = [meter.bar.add_task(self.names[0], total=None, best="")]
+
+    def stage(self, name: str) -> None:
+        """Called when what is done changes: shown until the next stage."""
+        with self.meter.lock:
+            self.now = name
+            self.meter.bar.update(self.rows[-1], description=f"{self.names[len(self.rows) - 1]}: {name}")
+
+    def report(self, now: Progress) -> None:
+        """Called after each trial."""
+        meter, entry = self.meter, int(now.trial.workload.backward)
+        best = standing(now, self.torch_us)
+        with meter.lock:
+            while len(self.rows) <= entry:
+                self.rows.append(meter.bar.add_task(self.names[len(self.rows)], total=None, best=""))
+            meter.bar.update(self.rows[entry], completed=now.done, total=now.total, best=best)
+            if not meter.console.is_terminal and (meter.silent() >= EVERY or now.done in (1, now.total)):
+                of = f"{self.names[entry]} " if self.name or self.training else ""
+                meter.print(f"{of}trial {now.done}/{now.total}  {best}")
+
+
+def standing(now: Progress, torch_us: float | None = None) -> str:
+    """The best so far, against the default and PyTorch's layer, and how long the rest takes at most."""
+    if now.best_us is None:
+        words = ["none has run yet"]
+    else:
+        words = [f"best {now.best_us:.4g} µs/step"]
+        words += [f"{now.default_us / now.best_us:.2f}x the default"] if now.default_us else []
+        words += [f"{torch_us / now.best_us:.2f}x PyTorch"] if torch_us else []
+    if now.left_s is not None and now.done < now.total:
+        words.append(f"at most {duration(now.left_s)} left")
+    return ", ".join(words)
+
+
+def duration(seconds: float) -> str:
+    """``45 s``, ``2:05``, ``1:00:00``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

@@ -79,6 +79,9 @@ ONE_SEARCH = "A CPU's backward pass has no knobs: what was found is the forward 
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), metavar="LOG.jsonl",
               help="Log file.  [default: one for each layer and device in your data folder]")
 @click.option("--schedule", help="Search this schedule only.")
+@click.option("--torch/--no-torch", default=True, show_default=True,
+              help="Where PyTorch is installed, time its layer first, a few seconds, and show the best so far against "
+                   "it.")
 @click.option("--tracker", metavar="HOST:PORT", help="Measure on the servers of this TVM RPC tracker.")
 @click.option("--key", default="ecornn", show_default=True, help="Of the servers, with --tracker.")
 @click.option("--allow-remote", is_flag=True,
@@ -88,7 +91,7 @@ ONE_SEARCH = "A CPU's backward pass has no knobs: what was found is the forward 
 @click.pass_context
 @plain_errors
 def tune(context: click.Context, target: str | None, timeout: float, seed: int, tracker: str | None, key: str,
-         allow_remote: bool, json: bool, **options: Any) -> None:
+         allow_remote: bool, torch: bool, json: bool, **options: Any) -> None:
     """Searches the fastest schedule and knobs of a layer, or of many.
 
     Builds run in processes that see no GPU; measurements run in one that is killed when a
@@ -107,14 +110,14 @@ def tune(context: click.Context, target: str | None, timeout: float, seed: int, 
             found: list[Result] = []
             with Session(target, timeout=timeout, seed=seed,
                          tracker=found_tracker(tracker, key, allow_remote)) as session:
-                good = all(run(console, session, layers, target, options, found))
+                good = all(run(console, session, layers, target, options, found, torch))
     except KeyboardInterrupt:
         click.echo("\nStopped. Every trial that was done is in the log; the same command goes on"
                    + ("" if options["resume"] else ", without --no-resume") + ".", err=True)
         raise SystemExit(130) from None
     if json:
         as_json([{"workload": one.workload, "device": one.device.name, "log": str(one.log), "finish": one.finish,
-                  "failures": one.failures} for one in found])
+                  "failures": one.failures, "gain": one.gain} for one in found])
     if not good:
         raise SystemExit(1)
 
@@ -146,12 +149,13 @@ def found_tracker(address: str | None, key: str, allow_remote: bool) -> Tracker 
 
 
 def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], target: str | None,
-        options: dict[str, Any], found: list[Result]) -> list[bool]:
+        options: dict[str, Any], found: list[Result], torch: bool) -> list[bool]:
     """Tunes layers of the properties ``asked`` in turn; whether each has a best. One that no schedule serves does not
     end the rest. Results are also left in ``found``."""
     from rich.console import Console
 
     from ecornn.cli.progress import Meter
+    from ecornn.cli.torch_peer import torch_us
     from ecornn.errors import CellError, DTypeError, ScheduleError
 
     progress = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -167,10 +171,16 @@ def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], tar
             work, device = space.task.workload, space.task.device
             progress.print(f"{count}{work} on {device.name} ({device.arch}): {', '.join(space.schedules)}"
                            + (f", {resumed} trials in the log" if resumed else ""), markup=False)
+            one.torch_us = None
+            if torch and session.tracker is None:
+                one.stage("timing PyTorch's layer")
+                one.torch_us = torch_us(work, device)
+                if one.torch_us is not None:
+                    progress.print(f"{count}PyTorch's layer: {one.torch_us:.4g} µs/step", markup=False)
 
         try:
-            with meter.layer(count.strip(), layer.training) as report:
-                result = session.tune_layer(layer, **options, report=report, begin=begin)
+            with meter.layer(count.strip(), layer.training) as one:
+                result = session.tune_layer(layer, **options, report=one.report, begin=begin, stage=one.stage)
         except (CellError, DTypeError, ScheduleError) as error:
             if len(layers) == 1:
                 raise
@@ -178,9 +188,9 @@ def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], tar
             return False
         found.extend(results(result))
         if len(layers) > 1:
-            for one in results(result):
-                console.print(f"{count}{line(one)}", markup=False)
-        return all(one.best is not None for one in results(result))
+            for entry in results(result):
+                console.print(f"{count}{line(entry)}", markup=False)
+        return all(entry.best is not None for entry in results(result))
 
     with Meter(progress, len(layers)) as meter:
         good = each(tune_one, layers, session)
@@ -232,10 +242,12 @@ def results(result: Result) -> list[Result]:
 
 def line(result: Result) -> str:
     """A result on one line."""
+    from ecornn.tune.gain import words
+
     finish = result.finish
     if finish.best is None or finish.best_us is None:
         return f"{result.workload}: no candidate ran with the right output; see {result.log}"
-    gain = f", {finish.default_us / finish.best_us:.2f}x the default" if finish.default_us else ""
+    gain = f", {words(result.gain, finish.default_us)}" if result.gain and finish.default_us else ""
     knobs = " ".join(f"{k}={v}" for k, v in finish.best.config.items())
     return (f"{result.workload}: {finish.best_us:.4g} µs per step{gain}, {finish.trials} trials in "
             f"{finish.seconds:.0f} s: {finish.best.schedule} {knobs}")
@@ -243,6 +255,8 @@ def line(result: Result) -> str:
 
 def show(console: Console, result: Result) -> None:
     """The end of a run: what was found."""
+    from ecornn.tune.gain import words
+
     finish, work = result.finish, result.workload
     if work.backward:
         console.print("backward:")
@@ -269,9 +283,8 @@ def show(console: Console, result: Result) -> None:
             f"{finish.best_us * work.seq / 1e3:.4g} ms for T={work.seq}")
     if finish.best == finish.default:
         text += "; nothing that was tried is faster than the untuned default, which is best here"
-    elif finish.default_us is not None:
-        text += (f"; {finish.default_us / finish.best_us:.2f} times as fast as the untuned default "
-                 f"({finish.default_us:.4g} µs)")
+    elif finish.default_us is not None and result.gain is not None:
+        text += f"; {words(result.gain, finish.default_us)}"
     console.print(text)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ecornn.device import Device
 from ecornn.errors import ArgumentError, RecordError
+from ecornn.tune.compressed import SUFFIXES
 from ecornn.tune.log import TORN, Log, read
 from ecornn.workload import Workload
 
@@ -60,7 +61,7 @@ def read_all(folders: list[Path] | None = None) -> Log:
     log = Log()
     for folder in folders if folders is not None else [user_folder(), shipped_folder()]:
         try:
-            names = sorted(name for name in os.listdir(folder) if name.endswith(".jsonl"))  # noqa: PTH208
+            names = sorted(name for name in os.listdir(folder) if name.endswith(SUFFIXES))  # noqa: PTH208
         except FileNotFoundError:
             continue
         except OSError as error:

@@ -13,6 +13,7 @@ import msgspec
 from ecornn.device import Device
 from ecornn.errors import RecordError
 from ecornn.schedules.base import Schedule
+from ecornn.tune.compressed import is_compressed
 from ecornn.tune.log import TORN, Line, append, read
 from ecornn.tune.record import AnyRecord, Choice, Finish, Start, Trial
 from ecornn.workload import Workload
@@ -46,8 +47,11 @@ class Journal:
         """The latest run of that digest; a new one without ``resume``, where there is none, and where nothing ran in
         the one that there is: a compiler that was missing then may be there now.
 
-        Raises :class:`~ecornn.errors.RecordError` where the file exists and cannot be read, or has text but no record.
+        Raises :class:`~ecornn.errors.RecordError` where the file exists and cannot be read, or has text but no record,
+        and where it is compressed.
         """
+        if is_compressed(path):  # before anything is built
+            raise RecordError(f"{path} is compressed, so that nothing is appended to it; name a .jsonl")
         log = read(path) if path.exists() else None
         strange = [problem for problem in log.problems if not problem.endswith(TORN)] if log else []
         if log and strange and not log.lines and not log.newer:

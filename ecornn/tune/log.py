@@ -1,4 +1,4 @@
-"""A tuning log: a file of JSON lines that is only ever appended to."""
+"""A tuning log: a file of JSON lines that is only ever appended to, or such a file compressed (compressed.py)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from ecornn.errors import RecordError
+from ecornn.tune.compressed import is_compressed, packed, unpacked
 from ecornn.tune.record import AnyRecord, NewerRecord, Trial, decode, encode
 
 MAX_FILE = 64 << 20  # bytes
@@ -72,10 +73,12 @@ def append_all(path: Path, records: Sequence[AnyRecord]) -> None:
     """Appends records and returns once they are on the disk.
 
     Several processes may append to one file. Raises :class:`RecordError` where the file cannot
-    be written or would exceed 64 MiB.
+    be written or would exceed 64 MiB, and where it is compressed.
     """
     from filelock import FileLock
 
+    if is_compressed(path):
+        raise RecordError(f"{path} is compressed, so that nothing is appended to it; name a .jsonl")
     data = b"".join(encode(record) for record in records)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +105,7 @@ def rewrite(path: Path, change: Callable[[Log], Sequence[AnyRecord]]) -> None:
 
     Appends of other processes wait meanwhile. A file that does not exist is an empty log; lines that a newer program
     wrote (``newer`` of what ``change`` was given) stay. Raises :class:`RecordError` where the file cannot be read or
-    written or would exceed 64 MiB.
+    written or would exceed 64 MiB. A name that ends with .gz or .xz is a compressed file's.
     """
     from filelock import FileLock
 
@@ -117,7 +120,7 @@ def rewrite(path: Path, change: Callable[[Log], Sequence[AnyRecord]]) -> None:
             if len(data) > MAX_FILE:
                 raise RecordError(f"{path} would have {len(data) >> 20} MiB; at most {MAX_FILE >> 20} are allowed")
             with made.open("wb") as file:
-                file.write(data)
+                file.write(packed(data, real))
                 file.flush()
                 os.fsync(file.fileno())
             if real.exists():
@@ -133,11 +136,12 @@ def rewrite(path: Path, change: Callable[[Log], Sequence[AnyRecord]]) -> None:
 def read(path: Path) -> Log:
     """Every line of a log. A line that breaks the format is reported in ``problems`` and skipped.
 
-    Raises :class:`RecordError` where the file cannot be read or is larger than 64 MiB.
+    Numbers of lines are those of the text where the file is compressed. Raises :class:`RecordError` where the file
+    cannot be read, or is or decompresses to more than 64 MiB.
     """
     try:
         with path.open("rb") as file:
-            data = file.read(MAX_FILE + 1)
+            data = unpacked(file.read(MAX_FILE + 1), path, MAX_FILE)
     except OSError as error:
         raise RecordError(f"cannot read the tuning log {path}: {error}") from error
     if len(data) > MAX_FILE:

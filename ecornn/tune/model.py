@@ -115,3 +115,11 @@ class CostModel:
 
         data = xgboost.DMatrix(matrix, base_margin=margins, missing=float("nan"), nthread=1)
         return self._booster.predict(data).tolist()
+
+    def gains(self) -> dict[str, float]:
+        """What the trees gain by each feature in all, by its name; {} where there is too little to learn from."""
+        if not self.fit():
+            return {}
+        names = list(self.columns.place)
+        return {names[int(column[1:])]: gain
+                for column, gain in self._booster.get_score(importance_type="total_gain").items()}

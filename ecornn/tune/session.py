@@ -22,6 +22,7 @@ from ecornn.workload import BATCH, SEQ, Workload
 
 if TYPE_CHECKING:
     from ecornn.tune.environment import Environment
+    from ecornn.tune.gain import Gain
     from ecornn.tune.journal import Journal
     from ecornn.tune.record import Choice, Finish
     from ecornn.tune.remote import Tracker
@@ -45,6 +46,7 @@ class Result:
     fresh : trials made now; 0 where the run was finished before
     failures : reason -> number of trials that failed for it, its first 60 characters
     noisy : times that did not settle, those of the final comparison among them
+    gain : how much faster than the default the best is, and how surely; None where there are not times of both
     backward : of the recurrence of the adjoint, where that was tuned, too
     """
 
@@ -56,6 +58,7 @@ class Result:
     fresh: int
     failures: dict[str, int]
     noisy: int = 0
+    gain: Gain | None = None
     backward: Result | None = None
 
     @property
@@ -166,13 +169,14 @@ class Session:
                    resume: bool = True, early_stop: bool = True, output: Path | None = None,
                    schedule: str | None = None, only: Sequence[Choice] | None = None,
                    report: Callable[[Progress], None] = lambda _: None,
-                   begin: Callable[[ConfigSpace, int], None] = lambda *_: None) -> Result:
-        """As :meth:`tune`."""
+                   begin: Callable[[ConfigSpace, int], None] = lambda *_: None,
+                   stage: Callable[[str], None] = lambda _: None) -> Result:
+        """As :meth:`tune`; ``stage`` is told in words what comes now."""
         from ecornn.tune.checks import seconds
 
         limit = None if time_limit is None else seconds("time_limit", time_limit)
         search = partial(self.tune_workload, layer, trials=trials, resume=resume, early_stop=early_stop, output=output,
-                         schedule=schedule, report=report, begin=begin)
+                         schedule=schedule, report=report, begin=begin, stage=stage)
         if not layer.training or not self.tunes_backward(layer, schedule):
             return search(layer.workload, only=only, time_limit=limit)
         forward = search(layer.workload, only=only, time_limit=None if limit is None else limit * FORWARD)
@@ -197,7 +201,8 @@ class Session:
                       time_limit: float | None = None, resume: bool = True, early_stop: bool = True,
                       output: Path | None = None, schedule: str | None = None, only: Sequence[Choice] | None = None,
                       report: Callable[[Progress], None] = lambda _: None,
-                      begin: Callable[[ConfigSpace, int], None] = lambda *_: None) -> Result:
+                      begin: Callable[[ConfigSpace, int], None] = lambda *_: None,
+                      stage: Callable[[str], None] = lambda _: None) -> Result:
         """As :meth:`tune`, of one entry of ``layer``: ``workload`` is its own, or that one's ``adjoint``."""
         started = time.monotonic()
         from ecornn.cells.naming import spec_of
@@ -223,14 +228,15 @@ class Session:
                 before = len(run.search)
                 if not run.finished(wanted, limit, early_stop):
                     settings = Settings(wanted, self.seed, limit, early_stop=early_stop, started=started)
-                    self._search(layer.loaded, spec, workload, run, settings, schedule, only, report, begin)
+                    self._search(layer.loaded, spec, workload, run, settings, schedule, only, report, begin, stage)
                 return result(run, workload, self.device, before)
         return result(run, workload, self.device, len(run.search))
 
     def _search(self, found: Cell, spec: str, workload: Workload, run: Journal, settings: Settings,
                 schedule: str | None, only: Sequence[Choice] | None, report: Callable[[Progress], None],
-                begin: Callable[[ConfigSpace, int], None]) -> None:
+                begin: Callable[[ConfigSpace, int], None], stage: Callable[[str], None]) -> None:
         """What of a run is left to do."""
+        stage("starting processes")
         if self.entries == Entries():
             require_compilers(self.device)
         device, pool = self.device, self.pool  # its processes start while this one looks at the cell
@@ -251,12 +257,14 @@ class Session:
         given = preparing.defaults(pool, asked) if only is not None else None
         schedules = serving_or_raise(task, schedule) if given is None else [all_schedules()[c.schedule] for c in given]
         space = ConfigSpace(task, schedules, given)
+        begin(space, len(run.search))  # before anything that would disturb what a caller may time now
+        stage("listing what can be tried")
         if only is None:  # before anything is built: all but the first candidates are drawn from it
             space.scans = preparing.scans(pool, asked, space)
         with evaluate.ProcessEvaluator(task, spec, preparing.answers(pool, asked), pool, limit=self.timeout,
                                        seed=self.seed, earlier=run.search) as evaluator:
             model = CostModel(self.seed)
-            begin(space, len(run.search))
+            stage("learning from records of other layers")
             if only is None:
                 records = folders.read_all()
                 if others := lent(task, records):
@@ -272,7 +280,7 @@ class Session:
             # keeps the builders busy, and no longer than a user would wait for its first time.
             most = min(16, 4 * len(pool.builders)) if pool.quiet else 8
             settings = replace(settings, batch=max(4, min(most, settings.trials // 6)))
-            tuner.Tuner(search, evaluator, run, settings, self.environment, report).run()
+            tuner.Tuner(search, evaluator, run, settings, self.environment, report, stage).run()
 
 
 def require_compilers(device: Device) -> None:
@@ -287,9 +295,10 @@ def require_compilers(device: Device) -> None:
 
 def result(run: Journal, workload: Workload, device: Device, before: int) -> Result:
     """Of a run that is finished, and had ``before`` trials when it began."""
+    from ecornn.tune.gain import gain_of
     from ecornn.tune.record import first_line
 
     assert run.finish is not None
     failures = Counter(first_line(t.error, 60) for t in run.search if t.error)
     return Result(workload, device, run.finish, run.path, before, len(run.search) - before, dict(failures),
-                  sum(t.noisy for t in run.trials))
+                  sum(t.noisy for t in run.trials), gain_of(run))

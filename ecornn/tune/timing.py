@@ -61,19 +61,23 @@ def several(run: Run, count: int) -> Run:
     return runs
 
 
-def interval(times: Sequence[float]) -> float:
-    """Half the width of the 95% confidence interval of the median, relative to the median.
+def bounds(times: Sequence[float]) -> tuple[float, float]:
+    """The 95% confidence interval of the median, from order statistics (the binomial's normal approximation), so
+    whatever the distribution. Fewer than six times have no such interval: their least and greatest."""
+    ordered, n = sorted(times), len(times)
+    reach = 0.98 * n ** 0.5 if n >= 6 else n
+    return ordered[max(0, int((n - 1) / 2 - reach))], ordered[min(n - 1, math.ceil((n - 1) / 2 + reach))]
 
-    From order statistics (the binomial's normal approximation), so whatever the distribution;
-    infinite for fewer than six times, which have no such interval.
-    """
+
+def interval(times: Sequence[float]) -> float:
+    """Half the width of the 95% confidence interval of the median (:func:`bounds`), relative to the median; infinite
+    for fewer than six times."""
     ordered, n = sorted(times), len(times)
     if n < 6:
         return float("inf")
-    reach = 0.98 * n ** 0.5
-    low, high = max(0, int((n - 1) / 2 - reach)), min(n - 1, math.ceil((n - 1) / 2 + reach))
+    low, high = bounds(ordered)
     middle = ordered[n // 2] if n % 2 else (ordered[n // 2 - 1] + ordered[n // 2]) / 2
-    return (ordered[high] - ordered[low]) / 2 / middle
+    return (high - low) / 2 / middle
 
 
 def settled(times: Sequence[float]) -> bool:

@@ -37,26 +37,32 @@ class Settings:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: the latest trial and the best so far, each with µs per step."""
+    """Where a run stands: the latest trial and the best so far, each with µs per step; ``default_us`` of the untuned
+    default, None until it has run; ``left_s``: seconds that the search takes at most, by the pace so far and the time
+    limit, None before there is a pace."""
 
     done: int
     total: int
     trial: Trial
     best: Choice | None
     best_us: float | None
+    default_us: float | None = None
+    left_s: float | None = None
 
 
 class Tuner:
     """One run.
 
     Everything that takes time or touches the machine is handed in: ``evaluator`` builds and
-    measures, ``journal`` keeps the records, ``report`` is told of every trial.
+    measures, ``journal`` keeps the records, ``report`` is told of every trial, ``stage`` what comes now.
     """
 
     def __init__(self, search: Search, evaluator: Evaluator, journal: Journal, settings: Settings,
-                 environment: Environment, report: Callable[[Progress], None] = lambda _: None) -> None:
+                 environment: Environment, report: Callable[[Progress], None] = lambda _: None,
+                 stage: Callable[[str], None] = lambda _: None) -> None:
         self.search, self.evaluator, self.journal = search, evaluator, journal
-        self.settings, self.environment, self.report = settings, environment, report
+        self.settings, self.environment = settings, environment
+        self.report, self.stage = report, stage
         self.space, self.task = search.space, search.space.task
         self.best: Candidate | None = None
         self.best_us: float | None = None
@@ -78,6 +84,7 @@ class Tuner:
                 schedules={s.name: s.revision for s in self.space.schedules.values()},
                 trials=self.settings.trials, seed=self.settings.seed, versions=self.environment.versions,
                 clocks=self.environment.clocks))
+        self.stage("building and measuring candidates")
         reason = self.loop()
         self.evaluator.drop()
         return self.conclude(reason)
@@ -100,12 +107,19 @@ class Tuner:
         needed = OVERHEAD + (COMPARED + WARM) * (FINALISTS + 1) * sequence
         return max(0.0, left - min(needed, RESERVED * limit))
 
+    def expected(self, made: int, seconds: float) -> float | None:
+        """Seconds until the search has ended at the latest: ``made`` trials took so many."""
+        pace = (self.settings.trials - len(self.search.tried)) * seconds / made if made else None
+        known = [one for one in (pace, self.for_search()) if one is not None]
+        return min(known, default=None)
+
     def loop(self) -> Reason:
         """Searches; returns why it ended. New candidates are proposed before the last are done, so
         that no process waits for another; no more than ``AHEAD`` of all, so that most are proposed with
         something learnt. What is pending at the end is given up."""
         given = prepared = self.settings.trials <= len(self.search.first)  # nothing will be ranked
         ahead = self.evaluator.spare if given else min(self.evaluator.spare, int(AHEAD * self.settings.trials))
+        default, known, began = self.space.defaults()[0], len(self.search.tried), time.monotonic()
         while True:
             if self.for_search() == 0 and self.search.tried:
                 return "time"
@@ -134,7 +148,8 @@ class Tuner:
             self.learn(candidate, outcome.times.median if outcome.times else None)
             trial = self.record(candidate, outcome, "search")
             self.report(Progress(len(self.search.tried), self.settings.trials, trial,
-                                 choice(self.best), self.best_us))
+                                 choice(self.best), self.best_us, self.search.tried.get(default),
+                                 self.expected(len(self.search.tried) - known, time.monotonic() - began)))
 
     def batch(self, ahead: int) -> int:
         """How many candidates to propose next. Where builds go on beside measurements, what is known beforehand is
@@ -186,6 +201,7 @@ class Tuner:
         if default in ranked and default not in finalists:
             finalists.append(default)
         times = {c: self.search.tried[c] for c in finalists}
+        self.stage(f"comparing the fastest {len(finalists)} in turns")
         outcomes = self.evaluator.compare(finalists, self.left()) if len(finalists) > 1 else []
         if outcomes:
             for candidate, outcome in zip(finalists, outcomes, strict=True):

@@ -1,8 +1,8 @@
 """A service of many sessions over HTTP, each with states of its own, which are stepped together.
 
     pip install "ecornn[examples]"
-    python examples/09_serving.py [--sessions 1 100 1000] [--hidden 512]
-    python examples/09_serving.py --serve ecornn --port 8080
+    python examples/12_serving.py [--sessions 1 100 1000] [--hidden 512]
+    python examples/12_serving.py --serve ecornn --port 8080
 
 ``POST /sessions/NAME`` with I float32 numbers makes one step of that session and returns its H numbers; DELETE ends the
 session. All steps that wait are one call of the layer: the rows of their states are gathered, and put back afterwards.

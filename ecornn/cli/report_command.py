@@ -1,0 +1,43 @@
+"""``ecornn report``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ecornn.cli.common import plain_errors
+from ecornn.cli.log_command import collect
+
+EPILOG = """\b
+Examples:
+  ecornn report -o report.html                       what was tuned on this machine
+  ecornn report theirs.jsonl -o theirs.html
+"""
+
+
+@click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("files", nargs=-1, type=click.Path(path_type=Path), metavar="[LOG]...")
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), default=Path("report.html"),
+              show_default=True, metavar="PAGE.html", help="File to write; what is there is replaced.")
+@click.option("--searches", type=click.IntRange(1, 1000), default=12, show_default=True,
+              help="Searches that have a section, the latest ones.")
+@plain_errors
+def report(files: tuple[Path, ...], output: Path, searches: int) -> None:
+    """Makes one HTML page of tuning logs, by default those of your folder, to be read without a network.
+
+    Of each search its curve, what each knob did, and what was found, held against the default and the floor; of all
+    layers the best. Needs Jinja: pip install 'ecornn[report]'.
+    """
+    from ecornn.errors import ArgumentError
+    from ecornn.report.page import render
+    from ecornn.tune.folders import read_all, user_folder
+
+    log = collect(files, strict=True) if files else read_all([user_folder()])
+    if not log.trials():
+        raise ArgumentError("LOG", ", ".join(map(str, files)) or str(user_folder()),
+                            "logs with trials: `ecornn tune` makes one")
+    page = render(log, most=searches)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(page, encoding="utf-8")
+    click.echo(f"wrote {output} ({len(page) / 1024:.0f} KiB)")

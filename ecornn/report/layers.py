@@ -1,0 +1,95 @@
+"""The best of every layer of a log beside its floor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ecornn.errors import EcornnError
+from ecornn.explain import FloorTerms, StepSummary, floor_terms, summary
+from ecornn.schedules.base import Task
+from ecornn.tune.log import Log
+from ecornn.tune.record import Trial
+from ecornn.tune.selection import best_lines
+
+CHIP = {"blocks": "blocks", "threads": "threads a block", "registers": "registers a thread",
+        "shared": "bytes of shared memory a block", "thread_weight_bytes": "bytes of weights a thread"}
+ON_A_CPU = {"threads": "threads"}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The trial that look-up would use for a workload on a device, and the least a step can take there, if known."""
+
+    trial: Trial
+    place: str
+    floor: FloorTerms | None
+
+
+def layers(log: Log) -> list[Layer]:
+    """By device, cell, type, B and H."""
+    from ecornn.schedules import revisions
+
+    found = []
+    for line in best_lines(log, revisions()):
+        assert isinstance(line.record, Trial)
+        found.append(Layer(line.record, line.place, floor_of(line.record)))
+    return sorted(found, key=lambda one: order(one.trial))
+
+
+def order(trial: Trial) -> tuple[object, ...]:
+    """Layers that are alike next to each other."""
+    work = trial.workload
+    return (trial.device.name, work.cell, work.dtype, work.precision or "", work.weights or "", str(work.entry),
+            work.batch, work.hidden, work.input, work.seq)
+
+
+def task_of(trial: Trial) -> Task | None:
+    """The task of a trial; None where its cell is nobody's here."""
+    from ecornn.cells import get
+    from ecornn.task import make_task
+    from ecornn.tune.quick_tvm import import_tvm
+
+    import_tvm()
+    try:
+        return make_task(get(trial.workload.cell), trial.workload, trial.device)
+    except EcornnError:
+        return None
+
+
+def floor_of(trial: Trial) -> FloorTerms | None:
+    """Of the layer's own pass."""
+    from ecornn.floor import machine_of
+
+    if trial.workload.backward or machine_of(trial.device.name) is None:
+        return None
+    task = task_of(trial)
+    return floor_terms(task) if task is not None and task.graph.product_phases else None
+
+
+def step_of(task: Task | None) -> StepSummary | None:
+    """What a step of it is."""
+    return summary(task) if task is not None else None
+
+
+def chip(trial: Trial, task: Task | None) -> dict[str, float]:
+    """What a configuration takes on the chip, by name."""
+    from ecornn.schedules import all_schedules
+
+    schedule = all_schedules().get(trial.schedule)
+    if task is None or schedule is None or schedule.revision != trial.revision:
+        return {}
+    try:
+        said = schedule.features(task, trial.config)
+    except (EcornnError, KeyError, ValueError):  # of a knob that there is no more
+        return {}
+    names = CHIP | (ON_A_CPU if task.device.kind == "llvm" else {})
+    return {words: said[name] for name, words in names.items() if name in said}
+
+
+def teraflops(trial: Trial, step: StepSummary | None) -> float | None:
+    """Operations of all products of a step, those of x among them, by the measured time; 10^12 a second."""
+    work = trial.workload
+    if step is None or trial.times is None or not step.multiplications or work.backward:
+        return None
+    of_x = step.hoisted * work.hidden * work.input * work.batch
+    return 2 * (step.multiplications + of_x) / trial.times.median / 1e6

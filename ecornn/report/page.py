@@ -1,0 +1,97 @@
+"""The page itself, by a template of Jinja that escapes all that it is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from ecornn.errors import MissingPackageError
+from ecornn.explain import FloorTerms, StepSummary
+from ecornn.report import svg
+from ecornn.report.effects import Effect, effects
+from ecornn.report.layers import Layer, chip, floor_of, layers, step_of, task_of, teraflops
+from ecornn.report.searches import SearchRun, searches
+from ecornn.tune.gain import words
+from ecornn.tune.log import Log
+
+SEARCHES, LAYERS = 12, 200  # shown of each, the latest and the first
+SERIES, LINES = 3, 6  # sizes that make a line, and lines of a picture
+
+
+@dataclass(frozen=True)
+class Section:
+    """A search with all that is drawn of it; pictures are SVG."""
+
+    run: SearchRun
+    title: str
+    gain: str
+    curve: str
+    effects: list[tuple[Effect, str]]
+    step: StepSummary | None
+    teraflops: float | None
+    chip: dict[str, float]
+    floor: FloorTerms | None
+    floor_picture: str
+
+
+def render(log: Log, *, most: int = SEARCHES, title: str = "ecornn tuning report") -> str:
+    """One HTML page, all of it in the text: no script, nothing that is loaded.
+
+    ``most``: searches that have a section, the latest ones; all of them count in the table of layers. Raises
+    :class:`~ecornn.errors.MissingPackageError` without Jinja.
+    """
+    try:
+        import jinja2
+    except ImportError as error:
+        raise MissingPackageError("jinja2 is not installed, by which pages are written: pip install 'jinja2>=3.1'"
+                                  ) from error
+    runs, found = searches(log), layers(log)
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
+                                     lstrip_blocks=True)
+    environment.filters["us"] = lambda value: f"{value:.4g}"
+    template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
+    return template.render(title=title, version=version("ecornn"), sections=[section(run) for run in runs[:most]],
+                           searches=len(runs), trials=sum(len(r.search) for r in runs), layers=found[:LAYERS],
+                           more_layers=max(0, len(found) - LAYERS), plots=plots(found), problems=log.problems)
+
+
+def section(run: SearchRun) -> Section:
+    """What the page says of a search."""
+    best, default, gain = run.best, run.default, run.gain
+    assert best is not None and best.times is not None
+    task = task_of(best)
+    floor, step = floor_of(best), step_of(task)
+    terms = [("exchange", floor.exchange_us), ("products", floor.products_us), ("product of x", floor.hoisted_us),
+             ("bytes", floor.bytes_us)] if floor else []
+    shown = [(one, svg.bars([(str(v.value), v.fastest, v.median, v.chosen) for v in one.values[:24]], "µs"))
+             for one in effects(run, task)]
+    default_us = default.times.median if default is not None and default.times else None
+    return Section(run, str(best.workload), words(gain, default_us) if gain and default_us else "",
+                   svg.curve(run.curve(), default_us), shown, step, teraflops(best, step), chip(best, task), floor,
+                   svg.stacked(terms, best.times.median) if terms else "")
+
+
+def plots(found: list[Layer]) -> list[tuple[str, str]]:
+    """µs a step against H, a line for each B; one picture for each device, cell and type that has lines."""
+    groups: dict[str, dict[int, dict[int, Layer]]] = {}
+    for one in found:
+        work = one.trial.workload
+        if work.input == work.hidden and not work.backward and one.trial.times:
+            of = " ".join(filter(None, (work.cell, work.dtype, work.precision, work.weights)))
+            sizes = groups.setdefault(f"{of} on {one.trial.device.name}", {}).setdefault(work.batch, {})
+            other = sizes.get(work.hidden)  # of several T the longest is nearest to a step of many
+            if other is None or other.trial.workload.seq < work.seq:
+                sizes[work.hidden] = one
+    pictures = []
+    for name, batches in groups.items():
+        series: list[Any] = []
+        for batch, sizes in sorted(batches.items()):
+            points = [(float(h), one.trial.times.median) for h, one in sorted(sizes.items()) if one.trial.times]
+            floors = [(float(h), one.floor.total_us) for h, one in sorted(sizes.items()) if one.floor]
+            if len(points) >= SERIES:
+                series.append((f"B={batch}", points, floors))
+        if series:
+            pictures.append((name, svg.lines(series[:LINES])))
+    return pictures

@@ -1,0 +1,85 @@
+"""What a log says of each search in it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ecornn.tune.gain import Gain, gain_of
+from ecornn.tune.journal import Journal
+from ecornn.tune.log import Log
+from ecornn.tune.record import Choice, Finish, Start, Trial, first_line
+
+
+@dataclass
+class SearchRun:
+    """One run: ``search`` are its trials in order, ``finals`` those of the comparison at its end."""
+
+    path: Path
+    run: str
+    start: Start | None = None
+    search: list[Trial] = field(default_factory=list)
+    finals: list[Trial] = field(default_factory=list)
+    finish: Finish | None = None
+
+    @property
+    def any(self) -> Trial:
+        """A trial, for what all of them have: workload and device."""
+        return (self.search or self.finals)[0]
+
+    @property
+    def time(self) -> str:
+        """When the last of it was written."""
+        return max(r.time for r in (*self.search, *self.finals, *([self.finish] if self.finish else [])))
+
+    @property
+    def best(self) -> Trial | None:
+        """The last time of what the run found best; of one that was stopped, the fastest so far."""
+        if self.finish is not None:
+            return self.last(self.finish.best)
+        return min((t for t in self.search if t.times), key=lambda t: t.times.median, default=None)  # type: ignore[union-attr]
+
+    @property
+    def default(self) -> Trial | None:
+        """The last time of the untuned default; None in a run that was stopped, which does not say what it is."""
+        return self.last(self.finish.default) if self.finish is not None else None
+
+    def last(self, choice: Choice | None) -> Trial | None:
+        """The last trial of a configuration that has a time."""
+        same = [t for t in (*self.search, *self.finals) if t.times is not None and t.choice == choice]
+        return same[-1] if same else None
+
+    @property
+    def gain(self) -> Gain | None:
+        """Over the default."""
+        return gain_of(Journal(self.path, self.run, [*self.search, *self.finals], self.finish))
+
+    @property
+    def failures(self) -> list[tuple[str, int]]:
+        """Reasons and how many trials failed for each, the most frequent first."""
+        return Counter(first_line(t.error, 90) for t in self.search if t.error).most_common()
+
+    def curve(self) -> list[tuple[int, float, float]]:
+        """Of each trial that ran: its number, µs a step, and the best until then."""
+        points, best = [], float("inf")
+        for number, trial in enumerate(self.search, 1):
+            if trial.times is not None:
+                best = min(best, trial.times.median)
+                points.append((number, trial.times.median, best))
+        return points
+
+
+def searches(log: Log) -> list[SearchRun]:
+    """The runs of a log that measured anything, the latest first."""
+    found: dict[tuple[Path, str], SearchRun] = {}
+    for line in log.lines:
+        record = line.record
+        run = found.setdefault((line.path, record.run), SearchRun(line.path, record.run))
+        if isinstance(record, Trial):
+            (run.finals if record.stage == "final" else run.search).append(record)
+        elif isinstance(record, Finish):
+            run.finish = record
+        else:
+            run.start = record
+    return sorted((r for r in found.values() if any(t.times for t in r.search)), key=lambda r: r.time, reverse=True)

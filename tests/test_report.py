@@ -1,0 +1,155 @@
+"""The page of a tuning log: what it shows is what the log has, nothing is loaded, and no name in a log is markup."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from ecornn.cli import main
+from ecornn.device import Device
+from ecornn.report import page, svg
+from ecornn.report.effects import effects, explained
+from ecornn.report.layers import layers, task_of, teraflops
+from ecornn.report.searches import searches
+from ecornn.tune.folders import shipped_folder
+from ecornn.tune.log import Line, Log, read
+from ecornn.tune.record import Choice, Finish, Times, Trial
+from ecornn.workload import Workload
+
+HOSTILE = "</code><script>alert(1)</script>"
+VOID = {"meta"}
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Log:
+    """A few layers of an H100."""
+    log = read(shipped_folder() / "h100.jsonl.xz")
+    return Log([line for line in log.lines if isinstance(line.record, Trial | Finish)
+                and (isinstance(line.record, Finish) or line.record.workload.cell == "rnn_tanh")])
+
+
+class Balanced(HTMLParser):
+    """Fails on tags that do not match; ``names`` are all tags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.names: set[str] = set()
+
+    def handle_starttag(self, tag: str, attributes: object) -> None:
+        self.names.add(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: object) -> None:
+        self.names.add(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def parsed(text: str) -> Balanced:
+    found = Balanced()
+    found.feed(text)
+    assert not found.open
+    return found
+
+
+def trial(index: int, us: float, **changes: object) -> Trial:
+    fields = {"run": "ab-1", "index": index, "stage": "search", "workload": Workload("lstm", 8, 8, 2, 5, "float32"),
+              "device": Device("llvm", "znver4", "CPU", 4), "schedule": "no_more", "revision": 1,
+              "config": {"a": index % 2}, "versions": {"ecornn": "0"},
+              "seed": 0, "seconds": 1.0, "times": Times.of([us]), "check": 1e-7}
+    return Trial(**{**fields, **changes})
+
+
+def logged(*records: Trial | Finish) -> Log:
+    return Log([Line(Path("x.jsonl"), number, record) for number, record in enumerate(records, 1)])
+
+
+def test_a_page_of_what_ships(shipped):
+    text = page.render(shipped, most=2)
+    found = parsed(text)
+    assert "svg" in found.names and not {"script", "link", "img", "iframe"} & found.names
+    assert not re.search(r"https?://|url\(|@import|src=", text)
+    run = searches(shipped)[0]
+    assert f"{run.best.times.median:.4g} µs a step" in text and str(run.best.workload) in text
+    assert text.count("<section>") == 2 and "The latest 2 of " in text and "Time of a step by size" in text
+    assert "explains " in text and "of what the cost model gains" in text and "Against the floor" in text
+
+
+def test_a_search_is_told_as_it_went():
+    finish = Finish(run="ab-1", reason="time", trials=4, seconds=2.0, best=Choice("no_more", {"a": 1}), best_us=2.5,
+                    default=Choice("no_more", {"a": 0}), default_us=5.0)
+    (run,) = searches(logged(
+        trial(0, 4.0), trial(1, 2.0), trial(2, 9.0, times=None, error="run: wrong output\nmore"), trial(3, 3.0),
+        trial(4, 2.5, stage="final", config={"a": 1}), trial(5, 5.0, stage="final", config={"a": 0}), finish))
+    assert run.curve() == [(1, 4.0, 4.0), (2, 2.0, 2.0), (4, 3.0, 2.0)]
+    assert run.best.times.median == 2.5 and run.default.times.median == 5.0 and run.gain.ratio == 2.0
+    assert run.failures == [("run: wrong output", 1)]
+    (effect,) = effects(run, None)
+    assert [(v.value, v.count, v.fastest, v.median, v.chosen) for v in effect.values] == [
+        (0, 1, 4.0, 4.0, False), (1, 2, 2.0, 2.5, True)]
+
+
+def test_the_share_of_a_knob_is_that_of_an_analysis_of_variance():
+    rng = np.random.default_rng(0)
+    groups = [list(np.exp(rng.normal(mean, 0.3, 50))) for mean in (0.0, 0.5, 1.5)]
+    means = np.repeat([np.log(g).mean() for g in groups], 50)
+    assert explained(groups) == pytest.approx(np.var(means) / np.var(np.log(groups)), rel=1e-9)
+    assert explained([[2.0, 2.0], [2.0]]) == 0.0
+
+
+def test_operations_of_a_step_are_counted():
+    one = trial(0, 10.0, workload=Workload("lstm", 64, 32, 4, 10, "float32"))
+    found = page.step_of(task_of(one))
+    assert teraflops(one, found) == pytest.approx(2 * 4 * (4 * 64 * 64 + 4 * 64 * 32) / 10e-6 / 1e12)
+
+
+def test_names_in_a_log_are_no_markup():
+    named = trial(0, 4.0, config={HOSTILE: HOSTILE}, versions={HOSTILE: HOSTILE}, schedule=HOSTILE,
+                  device=msgspec.structs.replace(trial(0, 1.0).device, name=HOSTILE), times=Times.of([4.0]))
+    other = msgspec.structs.replace(named, index=1, config={HOSTILE: "b"}, times=Times.of([5.0]))
+    failed = msgspec.structs.replace(named, index=2, times=None, error=HOSTILE)
+    text = page.render(replace(logged(named, other, failed), problems=[HOSTILE]), title=HOSTILE)
+    assert "script" not in parsed(text).names and "&lt;script&gt;" in text
+
+
+def test_axes_have_round_marks_within():
+    for low, high in ((0.93, 1.07), (1e-3, 5e4), (976.5, 3436.0), (3.0, 3.0)):
+        axis = svg.Axis.of([low, high], 0, 100, log=True)
+        marks = axis.ticks()
+        assert 2 <= len(marks) <= 10 and all(axis.low <= m <= axis.high for m in marks), (low, high, marks)
+        assert axis(axis.low) == 0 and axis(axis.high) == 100 and axis(math.sqrt(axis.low * axis.high)) == 50
+    places = svg.beside([100, 101, 102, 5, 260, 261])
+    assert all(abs(a - b) >= 13.9 for i, a in enumerate(places) for b in places[:i])
+    assert all(0 < p < svg.HEIGHT for p in places)
+
+
+def test_layers_have_floors_where_a_gpu_is_known(shipped):
+    found = layers(shipped)
+    assert len(found) > 10 and all(one.floor and one.floor.total_us > 0 for one in found)
+    assert [one.floor for one in layers(logged(trial(0, 4.0, schedule="cpu_sequence")))] == [None]
+
+
+def test_the_command_writes_a_page_or_says_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setenv("ECORNN_TUNING_LOGS", str(tmp_path / "logs"))
+    out = str(tmp_path / "pages" / "r.html")
+    done = CliRunner().invoke(main, ["report", "-o", out])
+    assert done.exit_code == 2 and "`ecornn tune` makes one" in done.output
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "x.jsonl").write_bytes(msgspec.json.encode(trial(0, 4.0)) + b"\n")
+    done = CliRunner().invoke(main, ["report", "-o", out], catch_exceptions=False)
+    assert done.exit_code == 0 and parsed(Path(out).read_text()).names >= {"section", "svg"}
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    done = CliRunner().invoke(main, ["report", "-o", out])
+    assert done.exit_code == 2 and "pip install 'jinja2>=3.1'" in done.output
