@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cuda_on_cpu import Emulated
 from emulated import TINY
+from msgspec.structs import replace
 
 import ecornn
 from ecornn import Cell, pointwise, product
@@ -49,12 +50,12 @@ class BlockRNN(Cell):
         return [pointwise(lambda b, j: z[b, j] * h[b, j] + (1.0 - z[b, j]) * n[b, j], h)]
 
 
-def drawn(cell: Cell, hidden: int, seed: int = 0) -> tuple[Any, dict[str, Any], Any]:
+def drawn(cell: Cell, hidden: int, seed: int = 0, batch: int = B) -> tuple[Any, dict[str, Any], Any]:
     """x, parameters in te shape and the first state, float32."""
     rng = np.random.default_rng(seed)
     parameters = {n: rng.uniform(-1, 1, s).astype(np.float32) for n, s in cell.parameters(I, hidden).items()}
-    return (rng.normal(size=(T, B, I)).astype(np.float32), parameters,
-            rng.normal(size=(B, hidden)).astype(np.float32))
+    return (rng.normal(size=(T, batch, I)).astype(np.float32), parameters,
+            rng.normal(size=(batch, hidden)).astype(np.float32))
 
 
 def filled(parameters: dict[str, Any], heads: int) -> dict[str, Any]:
@@ -168,18 +169,30 @@ def test_x_has_no_heads():
         analyse(Wrong(3), 12, 12)
 
 
-GPU = [(s, heads, whole, hidden) for s in ("fused_step", "layout_transform", "persistent") for heads, whole, hidden in (
-    (2, False, 64), (2, True, 64), (5, False, 70)) if s == "fused_step" or (hidden == 64 and not (
-        whole and s == "persistent"))]
+CUT = {"units": 8, "fences": "rare", "carrier": "cluster"}
+GPU = [("fused_step", 2, False, 64, "float32", 3, {}), ("fused_step", 5, True, 70, "float32", 3, {}),
+       ("persistent", 2, False, 64, "float32", 3, {}), ("layout_transform", 2, True, 64, "float32", 3, {}),
+       ("layout_transform", 2, False, 64, "float16", 3, {}),
+       ("persistent", 2, False, 64, "float16", 12, {"units": 8, "groups": 2, "carrier": "l2"}),
+       ("persistent", 4, False, 64, "float16", 3, CUT)]
 
 
-@pytest.mark.parametrize(("schedule", "heads", "whole", "hidden"), GPU)
-def test_emulated_on_a_gpu(schedule: str, heads: int, whole: bool, hidden: int, tmp_path: Path):
-    """Heads of whole tiles, and such that end within them."""
+@pytest.mark.parametrize(("schedule", "heads", "whole", "hidden", "dtype", "batch", "knobs"), GPU)
+def test_emulated_on_a_gpu(schedule: str, heads: int, whole: bool, hidden: int, dtype: str, batch: int,
+                           knobs: dict[str, Any], tmp_path: Path):
+    """Heads of whole tiles, and such that end within them; of one block, of several, of a cluster; rows in groups."""
     cell = BlockRNN(heads, whole)
-    x, parameters, h = drawn(cell, hidden)
+    x, parameters, h = drawn(cell, hidden, batch=batch)
     y, last = by_the_dense_cell(heads, whole, x, parameters, h)
-    task, found = Task(Workload(cell.name, hidden, I, B, T), analyse(cell, I, hidden), TINY), all_schedules()[schedule]
+    device = replace(TINY, cores=24) if knobs else TINY
+    work = Workload(cell.name, hidden, I, batch, T, dtype)
+    task, found = Task(work, analyse(cell, I, hidden), device), all_schedules()[schedule]
     assert found.serves(task) is None
-    got, after = Emulated(found.program(task, found.default(task)), tmp_path).run(x, {"h": h}, parameters)
-    assert relative_error(got, y) <= 2e-5 and relative_error(after["h"], last) <= 2e-5
+    config = {**found.default(task), **knobs}
+    if knobs:
+        config |= {"warps": 1, "gate_warps": 2 if knobs["carrier"] == "l2" else 1, "registers": 100}
+    assert found.check(task, config) is None
+    emulated = Emulated(found.program(task, config), tmp_path)
+    got, after = emulated.run(x.astype(dtype), {"h": h.astype(dtype)}, parameters)
+    limit = 2e-5 if dtype == "float32" else 2e-3
+    assert relative_error(got, y) <= limit and relative_error(after["h"], last) <= limit
