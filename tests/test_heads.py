@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cpu_training_sample import Call
 from cuda_on_cpu import Emulated
-from emulated import TINY
+from emulated import TINY, training_program
 from msgspec.structs import replace
+from test_backward_emulated import LIMITS, Step
 
 import ecornn
 from ecornn import Cell, pointwise, product
@@ -20,7 +22,7 @@ from ecornn.analysis.heads import heads_of
 from ecornn.errors import CellError
 from ecornn.schedules import Task, all_schedules
 from ecornn.tune.oracle import relative_error
-from ecornn.workload import Workload
+from ecornn.workload import Traversal, Workload
 
 T, B, I = 5, 3, 4
 
@@ -51,11 +53,14 @@ class BlockRNN(Cell):
 
 
 def drawn(cell: Cell, hidden: int, seed: int = 0, batch: int = B) -> tuple[Any, dict[str, Any], Any]:
-    """x, parameters in te shape and the first state, float32."""
+    """x, parameters in te shape and the first state: values of float16 in float32."""
     rng = np.random.default_rng(seed)
-    parameters = {n: rng.uniform(-1, 1, s).astype(np.float32) for n, s in cell.parameters(I, hidden).items()}
-    return (rng.normal(size=(T, batch, I)).astype(np.float32), parameters,
-            rng.normal(size=(batch, hidden)).astype(np.float32))
+
+    def values(shape: tuple[int, ...], scale: float = 1.0) -> Any:
+        return (rng.uniform(-1, 1, shape) * scale).astype(np.float16).astype(np.float32)
+
+    parameters = {n: values(s, 2 * s[-1] ** -0.5) for n, s in cell.parameters(I, hidden).items()}
+    return values((T, batch, I)), parameters, values((batch, hidden))
 
 
 def filled(parameters: dict[str, Any], heads: int) -> dict[str, Any]:
@@ -102,7 +107,7 @@ def gradients(heads: int, whole: bool, hidden: int) -> tuple[Any, ...]:
     cell = BlockRNN(heads, whole)
     x, parameters, h = drawn(cell, hidden)
     rng = np.random.default_rng(1)
-    dy, dh = (rng.normal(size=s).astype(np.float32) for s in ((T, B, hidden), (B, hidden)))
+    dy, dh = (rng.normal(size=s).astype(np.float16).astype(np.float32) for s in ((T, B, hidden), (B, hidden)))
     graph = analyse(BlockRNN(heads, whole, dense=True), I, hidden)
     dx, found, (first,) = backpropagate(adjoint(graph, hidden), x, filled(parameters, heads), [h], dy, [dh])
     own = hidden // heads
@@ -196,3 +201,28 @@ def test_emulated_on_a_gpu(schedule: str, heads: int, whole: bool, hidden: int, 
     got, after = emulated.run(x.astype(dtype), {"h": h.astype(dtype)}, parameters)
     limit = 2e-5 if dtype == "float32" else 2e-3
     assert relative_error(got, y) <= limit and relative_error(after["h"], last) <= limit
+
+
+class TrainingStep(Step):
+    """A layer of a cell with heads, and one training step of it."""
+
+    def __init__(self, folder: Path, schedule: str, cell: BlockRNN, hidden: int, dtype: str) -> None:
+        self.name, self.dtype, self.traversal = cell.name, dtype, Traversal(keep="states")
+        work = Workload(cell.name, hidden, I, B, T, dtype)
+        self.task = Task(work, analyse(cell, I, hidden), TINY, self.traversal)
+        self.program = training_program(all_schedules()[schedule], self.task)
+        self.emulated = Emulated(self.program, folder)
+
+
+@pytest.mark.parametrize(("schedule", "heads", "whole", "hidden", "dtype"), [
+    ("persistent", 2, False, 64, "float32"), ("layout_transform", 2, True, 64, "float32"),
+    pytest.param("persistent", 2, False, 128, "float16", marks=pytest.mark.exhaustive)])
+def test_trains_emulated_on_a_gpu(schedule: str, heads: int, whole: bool, hidden: int, dtype: str, tmp_path: Path):
+    cell, x, parameters, h, dy, dh, dx, wanted, first = gradients(heads, whole, hidden)
+    step = TrainingStep(tmp_path, schedule, cell, hidden, dtype)
+    found = step.run(Call(x, [h], dy, [dh], parameters))
+    y, last = by_the_dense_cell(heads, whole, x, parameters, h)
+    limit = LIMITS[dtype]
+    for name, value in {"y": y, "h_out": last, "dx": dx, "dh_in": first,
+                        **{f"gradient_{n}": g for n, g in wanted.items()}}.items():
+        assert relative_error(found[name].reshape(value.shape), value) <= limit, name

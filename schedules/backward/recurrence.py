@@ -37,8 +37,9 @@ def recurrence_task(layer: Task, adjoint: Adjoint) -> Task:
 def beyond(task: Task) -> str | None:
     """None, or what a recurrence has that no schedule carries out yet."""
     graph: StepGraph = task.graph
-    if most_heads(graph) > 1:
-        return f"step {graph.cell!r} has products with heads, whose weights have no gradients on GPUs yet"
+    heads, whole = most_heads(graph), 64 if task.workload.itemsize == 2 else 32
+    if heads > 1 and task.workload.hidden // heads % whole:
+        return f"trains heads of a multiple of {whole} units on a GPU, not of {task.workload.hidden // heads}"
     for phase in graph.phases:
         terms = [t for p in phase.products for t in p.terms]
         if len({t.transposed for t in terms}) > 1:
