@@ -166,8 +166,7 @@ def beyond_forward(graph: StepGraph) -> str | None:
     products = (product for phase in graph.phases for product in phase.products)
     found = {"inputs that are not multiplied": graph.given, "outputs beside y": graph.outputs,
              "values summed over steps": graph.sums, "weight gradients": graph.outer_products,
-             "products of several terms or transposed weights": [
-                 p for p in products if len(p.terms) > 1 or p.terms[0].transposed],
+             "products of transposed weights": [p for p in products if p.terms[0].transposed],
              "no state": not graph.states}
     return next((f"step {graph.cell!r} has {what}, which no schedule carries out" for what, has in found.items()
                  if has), None)

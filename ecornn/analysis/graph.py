@@ -18,6 +18,7 @@ from ecornn.analysis.scalar import children, is_constant, rebuild, terms, transf
 from ecornn.analysis.source import Source
 from ecornn.analysis.statistics import Statistics
 from ecornn.analysis.step import Assign, Phase, Product, StepGraph, Term, Vector
+from ecornn.analysis.sums import summed
 from ecornn.errors import CellError
 
 if TYPE_CHECKING:
@@ -29,13 +30,14 @@ BATCH = 3  # any size unlike the others: te needs numbers, the graph does not ke
 INVARIANT, INPUT, NORMALIZED, STATE = -3, -2, -1, 0
 
 
-def analyse(cell: Source, input: int, hidden: int) -> StepGraph:
+def analyse(cell: Source, input: int, hidden: int, sums: bool = True) -> StepGraph:
     """The step graph of ``cell`` for H = ``hidden`` and rows of ``input`` values: the I of x, and H of each of the
-    cell's inputs.
+    cell's inputs. ``sums``: whether products that are only added up are one.
 
     Raises :class:`CellError`, naming the tensor, where an operation cannot be scheduled.
     """
-    return _Walk(cell, input, hidden).run()
+    graph = _Walk(cell, input, hidden).run()
+    return summed(graph) if sums else graph
 
 
 class _Walk:

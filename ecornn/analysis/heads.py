@@ -62,8 +62,9 @@ def multiplied(graph: StepGraph, hidden: int) -> int:
     return sum(len(p.products) * hidden * (hidden // heads_of(p)) for p in graph.phases)
 
 
-def product_of(operand: Array, matrix: Array, term: Term) -> Array:
+def product_of(operand: Array | None, matrix: Array, term: Term) -> Array:
     """A term: operand (..., B, K) with a gate (H, K) or (H, K / heads) of its parameter."""
+    assert operand is not None, "products of x are given x"
     if term.heads == 1:
         return operand @ (matrix if term.transposed else matrix.T)
     blocks = matrix.reshape(term.heads, -1, matrix.shape[1])

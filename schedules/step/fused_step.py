@@ -6,10 +6,12 @@ cell's scalars and stores the new state. The input's products are hoisted out of
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from ecornn.analysis.heads import heads_of, most_heads, multiplied
 from ecornn.analysis.liveness import late_operands, phase_count
+from ecornn.analysis.sums import one_by_one
 from ecornn.program import Buffer, Launch, Program
 from ecornn.schedules.assemble import assemble, shared_buffers
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, joined, no_room
@@ -60,7 +62,7 @@ class FusedStep(Schedule):
         )
 
     def check(self, task: Task, config: Config) -> str | None:
-        tile = tile_of(config)
+        task, tile = plain(task), tile_of(config)
         if not 32 <= tile.threads <= 1024 or tile.threads % 32:
             return f"{tile.threads} threads a block"
         if tile.depth % tile.split:
@@ -78,6 +80,7 @@ class FusedStep(Schedule):
 
     def _first_valid(self, task: Task) -> Config | None:
         """Blocks as wide as the batch allows and threads to fill them; less of it until it fits."""
+        task = plain(task)
         batch, math = task.workload.batch, "exact" if task.workload.dtype == "float32" else "fast"
         gates = max(g for g, _ in _products(task))
         most = max(1, 32 // max(gates, 1))
@@ -103,7 +106,8 @@ class FusedStep(Schedule):
         return None
 
     def features(self, task: Task, config: Config) -> dict[str, float]:
-        tile, w = tile_of(config), task.workload
+        task, tile = plain(task), tile_of(config)
+        w = task.workload
         columns, rows = -(-w.hidden // tile.units), -(-w.batch // tile.rows)
         weights, shared = multiplied(task.graph, w.hidden), _shared(task, tile)
         return {
@@ -114,7 +118,7 @@ class FusedStep(Schedule):
             "chain": w.hidden // most_heads(task.graph) / tile.split, "estimate": estimate(task, tile)}
 
     def program(self, task: Task, config: Config) -> Program:
-        tile, math = tile_of(config), str(config["math"])
+        task, tile, math = plain(task), tile_of(config), str(config["math"])
         w, graph = task.workload, task.graph
         width = -(-w.hidden // tile.depth) * tile.depth
         layout = Layout(-(-w.batch // tile.rows) * tile.rows, width, width)
@@ -135,6 +139,12 @@ class FusedStep(Schedule):
         if late_operands(graph):  # which the beginning reads
             return assemble(task, lambda kept: joined(begin, steps(kept)), inputs, projection)
         return assemble(task, steps, inputs, joined(begin, projection))
+
+
+def plain(task: Task) -> Task:
+    """The task with products of one operand each: a thread's sums are of one row of weights."""
+    several = any(len(product.terms) > 1 for phase in task.graph.phases for product in phase.products)
+    return replace(task, graph=one_by_one(task.graph)) if several else task
 
 
 def _shape(task: Task, p: int) -> tuple[int, int]:
