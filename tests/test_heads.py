@@ -19,10 +19,11 @@ from ecornn.analysis import analyse
 from ecornn.analysis.adjoint import adjoint
 from ecornn.analysis.backpropagation import backpropagate
 from ecornn.analysis.heads import heads_of
+from ecornn.cli.step_text import step_text
 from ecornn.errors import CellError
 from ecornn.schedules import Task, all_schedules
 from ecornn.tune.oracle import relative_error
-from ecornn.workload import Traversal, Workload
+from ecornn.workload import Stack, Traversal, Workload
 
 T, B, I = 5, 3, 4
 
@@ -226,3 +227,9 @@ def test_trains_emulated_on_a_gpu(schedule: str, heads: int, whole: bool, hidden
     for name, value in {"y": y, "h_out": last, "dx": dx, "dh_in": first,
                         **{f"gradient_{n}": g for n, g in wanted.items()}}.items():
         assert relative_error(found[name].reshape(value.shape), value) <= limit, name
+
+
+def test_the_text_of_a_step_tells_of_heads():
+    text = step_text(analyse(BlockRNN(3), I, 12), Workload("block", 12, I, B, T), Stack())
+    assert "every unit sees its own of 3 heads of h" in text and "R[0] @ h in 3 heads" in text
+    assert f"recurrent {3 * 12 * 4 * 4:>15}" in text  # bytes of the blocks

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from ecornn.analysis.heads import heads_of
 from ecornn.analysis.liveness import carried
 from ecornn.analysis.operators import key_of
 from ecornn.analysis.scalar import children
@@ -143,7 +144,9 @@ class Names:
     def exchanged(self, phase: Phase) -> str:
         """What units must know of each other before a phase."""
         seen, summed = self.listed(phase.operands), self.listed(o for s in phase.statistics for o in s.operands)
-        return "; ".join(filter(None, (f"every unit sees all of {seen}" if seen else "",
+        heads = heads_of(phase)
+        sees = "every unit sees all of" if heads == 1 else f"every unit sees its own of {heads} heads of"
+        return "; ".join(filter(None, (f"{sees} {seen}" if seen else "",
                                        f"units add up {summed}" if summed else "")))
 
     def multiplied(self, products: Sequence[Product]) -> list[str]:
