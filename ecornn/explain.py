@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from ecornn.analysis.heads import heads_of, most_heads
 from ecornn.floor import Step, floor_of, machine_of
 from ecornn.tune.choose import candidates, refusal
 from ecornn.tune.record import Trial
@@ -151,7 +152,8 @@ def _part(labels: list[str], task: Task, found: Found, entry: str) -> Part:
         of = trial.workload
         record = RecordUsed(found.line.path.name, found.line.number, trial.time, trial.device.name, of.batch, of.input,
                             of.seq, trial.times.median, trial.times.p20, trial.times.p80)
-    least = floor_terms(task) if entry == "run" and graph.product_phases else None
+    bounded = entry == "run" and graph.product_phases and most_heads(graph) == 1
+    least = floor_terms(task) if bounded else None
     expected = None if estimate is None else estimate / 1e3
     best = record.us if record is not None else expected
     return Part(labels, entry, str(work), step, alternatives(task, found), found.schedule.name, dict(found.config),
@@ -170,7 +172,7 @@ def summary(task: Task) -> StepSummary:
     products = sum(len(product.terms) for p in phases for product in p.products)
     size = 2.0 if work.weights in ("bfloat16", "int16") else {"int8": 1.0, "int21": 8 / 3}.get(
         work.weights or "", float(work.itemsize))
-    weights = products * work.hidden ** 2
+    weights = sum(len(q.terms) * work.hidden ** 2 // heads_of(p) for p in phases for q in p.products)
     return StepSummary(list(graph.states), graph.output, len(graph.hoisted_products), products,
                        len(graph.statistics), exchanged, stays, weights, round(weights * size), weights * work.batch)
 

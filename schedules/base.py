@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ecornn.analysis import StepGraph
+from ecornn.analysis.heads import most_heads
 from ecornn.device import Device
 from ecornn.program import Buffer, Call, Concurrent, Program
 from ecornn.workload import ALONE, Traversal, Workload
@@ -87,6 +88,7 @@ class Schedule(ABC):
     kind : ``cuda`` or ``llvm``
     weights : data types that weights may be rounded to, besides that of the layer
     sequences : whether a column of the batch may work on one sequence after the other
+    heads : whether it carries out products with heads
     backward : whether it carries out the recurrence of an adjoint, too, a task whose traversal is ``backward``
     doubt : of these, where it competes without a record: how many times as long as it expects is believed, since the
         estimates of two schedules have errors of their own
@@ -97,11 +99,14 @@ class Schedule(ABC):
     kind: str
     weights: tuple[str, ...] = ()
     sequences: bool = False
+    heads: bool = False
     backward: bool = False
     doubt: float = 1.0
 
     def serves(self, task: Task) -> str | None:
         """None, or the reason why this schedule cannot serve the task."""
+        if most_heads(task.graph) > 1 and not self.heads:
+            return f"{self.name} does not carry out products with heads"
         if task.traversal.backward:
             return self.refuses(task) if self.backward else f"{self.name} does not carry out adjoints"
         return beyond_forward(task.graph) or self.refuses(task)
@@ -161,8 +166,7 @@ def beyond_forward(graph: StepGraph) -> str | None:
     products = (product for phase in graph.phases for product in phase.products)
     found = {"inputs that are not multiplied": graph.given, "outputs beside y": graph.outputs,
              "values summed over steps": graph.sums, "weight gradients": graph.outer_products,
-             "products of several terms or transposed weights": [
-                 p for p in products if len(p.terms) > 1 or p.terms[0].transposed],
+             "products of transposed weights": [p for p in products if p.terms[0].transposed],
              "no state": not graph.states}
     return next((f"step {graph.cell!r} has {what}, which no schedule carries out" for what, has in found.items()
                  if has), None)

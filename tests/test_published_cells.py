@@ -21,7 +21,7 @@ from ecornn.schedules import Task, all_schedules
 from ecornn.tune.oracle import relative_error
 from ecornn.workload import Workload
 
-T, B, I, H = 5, 3, 5, 7
+T, B, I = 5, 3, 5
 LIMIT = 1e-5  # relative; some roundings of float32
 # Each of these has the products and exchanges of another cell.
 LATER = {"lstm_1997", "lstm_slim3", "sublstm", "mgu2", "ligru", "mut1", "mut2", "caru", "fast_rnn", "mi_rnn", "ct_rnn",
@@ -31,12 +31,12 @@ GPU = [s for s in all_schedules().values() if s.kind == "cuda"]
 
 def drawn(cell: Published, seed: int = 0) -> tuple[Any, dict[str, Any], list[Any]]:
     """x (T, B, I), parameters in te shape, and first states; values of float32."""
-    rng, width = np.random.default_rng(seed), H if cell.square else I
-    parameters = {}
-    for name, shape in cell.parameters(width, H).items():
+    rng, hidden = np.random.default_rng(seed), cell.hidden
+    parameters, width = {}, hidden if cell.square else I
+    for name, shape in cell.parameters(width, hidden).items():
         low, high = cell.ranges.get(name, (-1.0, 1.0))
         parameters[name] = rng.uniform(low, high, shape).astype(np.float32)
-    states = [rng.uniform(-1, 1, (B, H)).astype(np.float32) for _ in cell.states]
+    states = [rng.uniform(-1, 1, (B, hidden)).astype(np.float32) for _ in cell.states]
     states = [abs(s) if n in cell.nonnegative else s for n, s in zip(cell.states, states, strict=True)]
     return rng.normal(size=(T, B, width)).astype(np.float32), parameters, states
 
@@ -87,7 +87,7 @@ def test_compiled_for_the_cpu(name: str):
     cell = CELLS[name]
     x, parameters, states = drawn(cell)
     wanted, last = formula(cell, x, parameters, states)
-    module = ecornn.compile(cell, hidden=H, input=x.shape[2], batch=B, seq=T, target="cpu")
+    module = ecornn.compile(cell, hidden=cell.hidden, input=x.shape[2], batch=B, seq=T, target="cpu")
     y, after = module.bind(flat(cell, parameters), threads=1)(x, states)
     for what, got, want in zip(("y", *cell.states), (y, *after), (wanted, *last), strict=True):
         assert relative_error(got, want) <= LIMIT, what
@@ -100,7 +100,8 @@ def test_emulated_on_a_gpu(name: str, tmp_path: Path):
     cell = CELLS[name]
     x, parameters, states = drawn(cell)
     wanted, last = formula(cell, x, parameters, states)
-    task = Task(Workload(cell.identity(), H, x.shape[2], B, T), analyse(cell, x.shape[2], H), TINY)
+    work = Workload(cell.identity(), cell.hidden, x.shape[2], B, T)
+    task = Task(work, analyse(cell, x.shape[2], cell.hidden), TINY)
     serving = [s for s in GPU if s.serves(task) is None]
     for schedule in serving:
         (folder := tmp_path / schedule.name).mkdir()

@@ -265,8 +265,8 @@ def made_by(phase: Phase) -> list[Var]:
 def outer_products(products: tuple[Product, ...], gradients: dict[Var, Var]) -> list[OuterProduct]:
     """The gradients of the matrices of ``products`` whose own are known."""
     def one(gradient: Var, term: Term) -> OuterProduct:
-        sides = (term.operand, gradient) if term.transposed else (gradient, term.operand)
-        return OuterProduct(term.parameter, term.gate, *sides)
+        value, operand = (term.operand, gradient) if term.transposed else (gradient, term.operand)
+        return OuterProduct(term.parameter, term.gate, value, operand, term.heads)
 
     return [one(gradients[p.var], term) for p in products if p.var in gradients for term in p.terms]
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from ecornn.analysis.adjoint import Adjoint
 from ecornn.analysis.evaluate import Array, Values, Weights, at, hoist, inputs_of, start, step
+from ecornn.analysis.heads import outer
 from ecornn.analysis.kept import Kept, kept
 from ecornn.analysis.step import StepGraph
 
@@ -81,7 +82,7 @@ def carry_out(adjoint: Adjoint, x: Any, parameters: Mapping[str, Any], states: S
     x = x[..., :own.shape[-1]]
     for o in (*adjoint.recurrence.outer_products, *graph.outer_products):
         value, operand = (x if v is None else np.broadcast_to(values[v], dy.shape) for v in (o.value, o.operand))
-        gradients[o.parameter][o.gate] += value.reshape(-1, value.shape[-1]).T @ operand.reshape(-1, operand.shape[-1])
+        gradients[o.parameter][o.gate] += outer(value, operand, o.heads)
     values = start(adjoint.once, weights, totals)
     for vector in adjoint.vectors:
         gradients[vector.parameter][vector.gate] += values[vector.var]

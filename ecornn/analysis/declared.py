@@ -56,9 +56,10 @@ def shapes_of(cell: Source, input: int, hidden: int, lines: Lines) -> Shapes:
         if name in cell.inputs:
             raise CellError(f"cell {cell.name!r}: parameter {name!r} has the name of an input")
         if len(shape) not in (2, 3) or shape[0] < 1 or shape[1] != hidden or (
-                len(shape) == 3 and shape[2] not in (input, hidden)):
+                len(shape) == 3 and shape[2] not in (input, hidden) and (shape[2] < 1 or hidden % shape[2])):
             raise CellError(f"cell {cell.name!r}: parameter {name!r} has shape {shape}; expected "
-                            f"(G, H={hidden}) or (G, H={hidden}, K) with G >= 1 and K = I or H")
+                            f"(G, H={hidden}) or (G, H={hidden}, K) with G >= 1 and K = I or H, or "
+                            "H / heads of a product with heads")
     return shapes
 
 

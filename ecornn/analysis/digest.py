@@ -12,6 +12,7 @@ from ecornn.errors import CellError
 # Of all orders of magnitude, since a step may be another where H is large; a cell that reads x at [b, j] needs I = H,
 # one with heads or groups a multiple of their number.
 SIZES = ((2, 3), (3, 3), (8, 8), (64, 64), (384, 384), (1024, 1024), (4096, 4096), (16384, 16384))
+OTHERWISE = ((5040, 5040),)  # a multiple of 5, 7, 9, 10: of a cell that can have none of these sizes
 
 
 def digest(cell: Source) -> str:
@@ -21,9 +22,11 @@ def digest(cell: Source) -> str:
     """
     first: CellError | None = None
     found: dict[tuple[int, int], StepGraph] = {}
-    for size in SIZES:
+    for size in (*SIZES, *OTHERWISE):
+        if size in OTHERWISE and found:
+            continue
         try:
-            found[size] = analyse(cell, size[0] + len(cell.inputs) * size[1], size[1])
+            found[size] = analyse(cell, size[0] + len(cell.inputs) * size[1], size[1], sums=False)
         except CellError as error:
             first = first or error
     if not found:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ecornn.analysis.heads import product_of
 from ecornn.analysis.operators import operator_of
 from ecornn.analysis.scalar import children, is_constant
 from ecornn.analysis.step import Assign, Product, Statistic, StepGraph
@@ -43,7 +44,7 @@ def multiply(products: Iterable[Product], values: Values, weights: Weights, x: A
         for term in product.terms:
             matrix = weights[term.parameter][term.gate]
             operand = x if term.operand is None else values[term.operand]
-            parts.append(operand @ (matrix if term.transposed else matrix.T))
+            parts.append(product_of(operand, matrix, term))
         values[product.var] = sum(parts[1:], parts[0])
 
 

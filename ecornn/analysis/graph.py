@@ -11,12 +11,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ecornn.analysis.declared import check_names, check_read, shapes_of
+from ecornn.analysis.heads import by_heads, heads_at
 from ecornn.analysis.lines import Lines
 from ecornn.analysis.operators import operator_of
 from ecornn.analysis.scalar import children, is_constant, rebuild, terms, transform, variables
 from ecornn.analysis.source import Source
 from ecornn.analysis.statistics import Statistics
 from ecornn.analysis.step import Assign, Phase, Product, StepGraph, Term, Vector
+from ecornn.analysis.sums import summed
 from ecornn.errors import CellError
 
 if TYPE_CHECKING:
@@ -28,13 +30,14 @@ BATCH = 3  # any size unlike the others: te needs numbers, the graph does not ke
 INVARIANT, INPUT, NORMALIZED, STATE = -3, -2, -1, 0
 
 
-def analyse(cell: Source, input: int, hidden: int) -> StepGraph:
+def analyse(cell: Source, input: int, hidden: int, sums: bool = True) -> StepGraph:
     """The step graph of ``cell`` for H = ``hidden`` and rows of ``input`` values: the I of x, and H of each of the
-    cell's inputs.
+    cell's inputs. ``sums``: whether products that are only added up are one.
 
     Raises :class:`CellError`, naming the tensor, where an operation cannot be scheduled.
     """
-    return _Walk(cell, input, hidden).run()
+    graph = _Walk(cell, input, hidden).run()
+    return summed(graph) if sums else graph
 
 
 class _Walk:
@@ -210,15 +213,22 @@ class _Walk:
         if names[0] is not None or weight is None or len(weight_at) != 3:
             raise fault
         place = [transform(i, lambda e: where.get(e, e) if type(e).__name__ == "Var" else None)
-                 for i in (*at, *weight_at)]
-        if not (len(at) == 2 and self.same(place[0], self.b) and self.same(place[1], k)
-                and self.same(place[3], self.j) and self.same(place[4], k)):
+                 for i in (*at[:1], *weight_at)]
+        if not (len(at) == 2 and self.same(place[0], self.b) and self.same(place[2], self.j)
+                and self.same(place[3], k)):
             raise fault
-        extent, here = extent_of(body.axis[0]), (int(operand.shape[1]), self.shapes[weight][2])
+        width, own = int(operand.shape[1]), self.shapes[weight][2]
+        heads = heads_at(at[1], next(v for v, e in where.items() if self.same(e, self.j)), k, width, own)
+        if not heads:
+            raise fault
+        if heads > 1 and operand == self.x_tensor:
+            raise CellError(f"cell {self.cell.name!r}: product {name!r} of x has {heads} heads; heads are of products "
+                            f"of H values: pass the blocks of {weight} within zeros")
+        extent, here = extent_of(body.axis[0]), (width // heads, own)
         if (extent, extent) != here:
             raise CellError(f"cell {self.cell.name!r}: product {name!r} sums {extent} terms of {operand.op.name}, "
                             f"which has {here[0]} values a row, and {weight}, whose rows have {here[1]}")
-        gate = self.gate(place[2], weight)
+        gate = self.gate(place[1], weight)
         if operand == self.x_tensor:
             source_var, level = None, INPUT
         else:
@@ -232,7 +242,7 @@ class _Walk:
         origin = "x" if source_var is None else source_var.name
         var = self.leaf(key, f"{origin}_{weight}_{gate}", level)
         if fresh:
-            self.products.append((level, Product(var, (Term(source_var, weight, gate),))))
+            self.products.append((level, Product(var, (Term(source_var, weight, gate, heads=heads),))))
         return var
 
     def statistic(self, name: str, body: Reduce, where: dict[Var, Expr]) -> Var:
@@ -360,7 +370,7 @@ class _Walk:
         for p in range(1, last + 1):
             products = tuple(product for lv, product in self.products if lv == p)
             operands = tuple(dict.fromkeys(product.term.operand for product in products))
-            phases.append(Phase(operands, products, at(p), self.statistics.at(p, self.leaves)))
+            phases += by_heads(Phase(operands, products, at(p), self.statistics.at(p, self.leaves)))
         read = self.read_since(STATE) | dict.fromkeys(results.values())
         hoisted = [v for v in read if self.level[v] in (INPUT, NORMALIZED)]
         projected = [v for v in self.read_since(NORMALIZED) | read if self.level[v] == INPUT]

@@ -33,12 +33,14 @@ class Assign:
 @dataclass(frozen=True)
 class Term:
     """``sum_k operand[b, k] * parameter[gate, j, k]``, or ``parameter[gate, k, j]`` if ``transposed``; operand None is
-    the input x."""
+    the input x. With ``heads`` the parameter is (G, H, H / heads), blocks on a diagonal (``heads.py``); transposed,
+    each block is."""
 
     operand: Var | None
     parameter: str
     gate: int
     transposed: bool = False
+    heads: int = 1
 
     @property
     def source(self) -> tuple[str, int]:
@@ -48,7 +50,8 @@ class Term:
     def text(self) -> str:
         """As the cell's text has it."""
         source = "x" if self.operand is None else self.operand.name
-        return f"{source}[b, k] * {self.parameter}[{self.gate}, {'k, j' if self.transposed else 'j, k'}]"
+        text = f"{source}[b, k] * {self.parameter}[{self.gate}, {'k, j' if self.transposed else 'j, k'}]"
+        return text if self.heads == 1 else f"{text} in {self.heads} heads"
 
 
 @dataclass(frozen=True)
@@ -108,12 +111,14 @@ class Sum:
 @dataclass(frozen=True)
 class OuterProduct:
     """Outer products added up over all steps and batch rows, one matrix product once the steps are done:
-    ``parameter[gate, j, k]`` gets ``sum_t sum_b value[t, b, j] * operand[t, b, k]``; None is the input x."""
+    ``parameter[gate, j, k]`` gets ``sum_t sum_b value[t, b, j] * operand[t, b, k]``; None is the input x. With
+    ``heads`` k goes over the values of j's own head."""
 
     parameter: str
     gate: int
     value: Var | None
     operand: Var | None
+    heads: int = 1
 
 
 @dataclass(frozen=True)
@@ -238,7 +243,8 @@ class StepGraph:
         lines += [f"  {s.var.name}[j] += sum_b {s.value.name}" for s in self.sums]
         for o in self.outer_products:
             value, operand = ("x" if v is None else v.name for v in (o.value, o.operand))
-            lines.append(f"  {o.parameter}[{o.gate}, j, k] += sum_b {value}[b, j] * {operand}[b, k]")
+            lines.append(f"  {o.parameter}[{o.gate}, j, k] += sum_b {value}[b, j] * {operand}[b, k]"
+                         + (f" in {o.heads} heads" if o.heads > 1 else ""))
         return "\n".join(lines)
 
 

@@ -66,9 +66,9 @@ class Cell(ABC):
     def parameters(self, input: int, hidden: int) -> Mapping[str, Shape]:
         """Shapes of the parameters.
 
-        ``(G, H, K)`` for G matrices that map K values to H (K is ``input`` or ``hidden``), ``(G, H)``
-        for G vectors. A user passes them flattened over the first two axes, as PyTorch stores
-        them: ``(G*H, K)`` and ``(G*H,)``.
+        ``(G, H, K)`` for G matrices that map K values to H (K is ``input`` or ``hidden``, or H / heads of a
+        :func:`product` with heads), ``(G, H)`` for G vectors. A user passes them flattened over the first two axes, as
+        PyTorch stores them: ``(G*H, K)`` and ``(G*H,)``.
         """
 
     @abstractmethod
@@ -112,20 +112,31 @@ class Cell(ABC):
         return f"{self.name}@{digest(self)}"
 
 
-def product(source: Tensor, weight: Tensor, gates: Sequence[int] | int | None = None, name: str = "") -> Tensor:
+def product(source: Tensor, weight: Tensor, gates: Sequence[int] | int | None = None, name: str = "",
+            heads: int = 1) -> Tensor:
     """Matrix products of ``source`` (B, K) with gates of ``weight`` (G, H, K).
 
     ``gates`` selects: a sequence (default: all G) gives a tensor (B, len(gates), H), whose entry
     ``[b, g, j]`` is ``sum_k source[b, k] * weight[gates[g], j, k]``; one integer gives (B, H).
-    """
-    from tvm import te
 
-    k = te.reduce_axis((0, source.shape[1]), "k")
+    With ``heads`` a matrix has blocks on its diagonal, and ``weight`` (G, H, H / heads) these alone: row j multiplies
+    the H / heads values of ``source`` (B, H) that belong to j's own head, ``j // (H / heads)``. In memory that is
+    (G, heads, H / heads, H / heads). Raises :class:`CellError` where H is no multiple of ``heads``, or ``weight`` has
+    another shape.
+    """
+    from tvm import te, tirx
+
     batch, hidden = source.shape[0], weight.shape[1]
     name = name or f"{source.op.name}_{weight.op.name}"
+    own = _head_size(source, weight, heads)
+    k = te.reduce_axis((0, own), "k")
+
+    def at(j: Expr) -> Expr:
+        return k if heads == 1 else tirx.floordiv(j, tirx.const(own, "int32")) * own + k
+
     if isinstance(gates, int):
         return te.compute((batch, hidden),
-                          lambda b, j: te.sum(source[b, k] * weight[gates, j, k], axis=k), name=name)
+                          lambda b, j: te.sum(source[b, at(j)] * weight[gates, j, k], axis=k), name=name)
     chosen = range(int(weight.shape[0])) if gates is None else gates
     if not len(chosen):
         raise CellError("product(..., gates=[]): there must be one gate at least")
@@ -134,7 +145,23 @@ def product(source: Tensor, weight: Tensor, gates: Sequence[int] | int | None = 
         raise CellError(f"product(..., gates={list(chosen)}): gates must be consecutive")
     return te.compute(
         (batch, count, hidden),
-        lambda b, g, j: te.sum(source[b, k] * weight[g + first, j, k], axis=k), name=name)
+        lambda b, g, j: te.sum(source[b, at(j)] * weight[g + first, j, k], axis=k), name=name)
+
+
+def _head_size(source: Tensor, weight: Tensor, heads: int) -> Any:
+    """Values that a unit's row of ``weight`` multiplies."""
+    if heads == 1:
+        return source.shape[1]
+    shape, width, name = tuple(int(s) for s in weight.shape), int(source.shape[1]), weight.op.name
+    if not isinstance(heads, int) or heads < 1:
+        raise CellError(f"product(..., {name}, heads={heads!r}): heads must be an integer, 1 at least")
+    if shape[1] != width:
+        raise CellError(f"product({source.op.name}, {name}, heads={heads}): heads are of products of H = {shape[1]} "
+                        f"values, {source.op.name} has {width}")
+    if width % heads or len(shape) != 3 or shape[2] != width // heads:
+        raise CellError(f"product(..., {name}, heads={heads}): H = {width} must be a multiple of heads, and {name} "
+                        f"(G, H, H / heads); it is {shape}")
+    return width // heads
 
 
 def pointwise(function: Callable[[Var, Var], Expr | tuple[Expr, ...]], like: Tensor, name: str = "") -> Any:

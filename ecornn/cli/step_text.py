@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from ecornn.analysis.heads import heads_of
 from ecornn.analysis.liveness import carried
 from ecornn.analysis.operators import key_of
 from ecornn.analysis.scalar import children
-from ecornn.analysis.step import Assign, Phase, Product, Statistic, StepGraph
+from ecornn.analysis.step import Assign, Phase, Product, Statistic, StepGraph, Term
 from ecornn.workload import Stack, Workload
 
 if TYPE_CHECKING:
@@ -70,6 +71,11 @@ def what(shape: Sequence[int]) -> str:
     return f"{shape[0]} {one if shape[0] == 1 else many} {kind}"
 
 
+def in_heads(term: Term) -> str:
+    """What the text of a product says of its heads."""
+    return f" in {term.heads} heads" if term.heads > 1 else ""
+
+
 def wrapped(text: str, depth: int = 1) -> list[str]:
     """``text`` on lines of 80 columns."""
     indent = "  " * depth
@@ -105,7 +111,7 @@ class Names:
             if e in self.products:
                 return bracketed(" + ".join(
                     f"{t.parameter}[{t.gate}]{'.T' if t.transposed else ''} @ "
-                    f"{self.operand(t.operand)}"
+                    f"{self.operand(t.operand)}{in_heads(t)}"
                     for t in self.products[e].terms), MATRIX, tight)
             return self.vectors.get(e) or self.names.get(e, e.name)
         if kind in ("FloatImm", "IntImm"):
@@ -124,7 +130,8 @@ class Names:
         found: dict[tuple[object, ...], list[int]] = {}
         for v in dict.fromkeys(values):
             terms = self.products[v].terms if v in self.products else ()
-            key = (terms[0].parameter, terms[0].operand) if len(terms) == 1 and not terms[0].transposed else (v,)
+            plain = len(terms) == 1 and not terms[0].transposed and terms[0].heads == 1
+            key = (terms[0].parameter, terms[0].operand) if plain else (v,)
             found.setdefault(key, []).append(terms[0].gate if len(key) == 2 else 0)
         return ", ".join(
             f"{key[0]}[{', '.join(map(str, sorted(gates)))}] @ {self.operand(key[1])}" if len(key) == 2
@@ -137,7 +144,9 @@ class Names:
     def exchanged(self, phase: Phase) -> str:
         """What units must know of each other before a phase."""
         seen, summed = self.listed(phase.operands), self.listed(o for s in phase.statistics for o in s.operands)
-        return "; ".join(filter(None, (f"every unit sees all of {seen}" if seen else "",
+        heads = heads_of(phase)
+        sees = "every unit sees all of" if heads == 1 else f"every unit sees its own of {heads} heads of"
+        return "; ".join(filter(None, (f"{sees} {seen}" if seen else "",
                                        f"units add up {summed}" if summed else "")))
 
     def multiplied(self, products: Sequence[Product]) -> list[str]:

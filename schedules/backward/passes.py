@@ -191,18 +191,19 @@ def operands_of(name: str, products: Sequence[Product], columns: Mapping[Var | N
                 itemsize: int) -> tuple[Operand, ...]:
     """What is multiplied, each once if nothing multiplies it twice; neighbours in memory are one where that is
     possible."""
-    slots: list[tuple[Columns, bool, list[tuple[str, int]]]] = []
+    slots: list[tuple[Columns, bool, list[tuple[str, int]], int]] = []
     for r, product in enumerate(products):
         taken: set[int] = set()
         for term in product.terms:
             where = columns[term.operand]
-            free = (s for s, slot in enumerate(slots) if slot[:2] == (where, term.transposed) and s not in taken)
+            free = (s for s, slot in enumerate(slots) if slot[:2] == (where, term.transposed)
+                    and slot[3] == term.heads and s not in taken)
             s = next(free, len(slots))
             if s == len(slots):
-                slots.append((where, term.transposed, [("", 0)] * len(products)))
+                slots.append((where, term.transposed, [("", 0)] * len(products), term.heads))
             slots[s][2][r] = term.source
             taken.add(s)
-    if len(products) == 1 and len(slots) > 1:
+    if len(products) == 1 and len(slots) > 1 and all(slot[3] == 1 for slot in slots):
         slots.sort(key=lambda slot: (slot[0].name, slot[0].offset))
         first, width = slots[0][0], sum(slot[0].width for slot in slots)
         beside = all(a[0].offset + a[0].width == b[0].offset and a[0].name == b[0].name
@@ -210,8 +211,8 @@ def operands_of(name: str, products: Sequence[Product], columns: Mapping[Var | N
         if beside and all(slot[1] for slot in slots) and width * itemsize % LINE == 0:
             whole = Columns(first.name, width, first.stride, first.offset)
             return (Operand(whole, f"{name}_weights", tuple(s for slot in slots for s in slot[2]), True, len(slots)),)
-    return tuple(Operand(where, f"{name}_weights_{n}", tuple(sources), transposed)
-                 for n, (where, transposed, sources) in enumerate(slots))
+    return tuple(Operand(where, f"{name}_weights_{n}", tuple(sources), transposed, heads=heads)
+                 for n, (where, transposed, sources, heads) in enumerate(slots))
 
 
 def unique_invariants(*graphs: StepGraph) -> tuple[Assign, ...]:

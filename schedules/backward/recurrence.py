@@ -14,6 +14,7 @@ from msgspec import structs
 
 from ecornn.analysis import StepGraph
 from ecornn.analysis.adjoint import Adjoint
+from ecornn.analysis.heads import most_heads
 from ecornn.program import KEPT, Buffer, Extent, Program
 from ecornn.schedules.assemble import call_buffers, vector_buffer
 from ecornn.schedules.base import Component, Task
@@ -36,6 +37,9 @@ def recurrence_task(layer: Task, adjoint: Adjoint) -> Task:
 def beyond(task: Task) -> str | None:
     """None, or what a recurrence has that no schedule carries out yet."""
     graph: StepGraph = task.graph
+    heads, whole = most_heads(graph), 64 if task.workload.itemsize == 2 else 32
+    if heads > 1 and task.workload.hidden // heads % whole:
+        return f"trains heads of a multiple of {whole} units on a GPU, not of {task.workload.hidden // heads}"
     for phase in graph.phases:
         terms = [t for p in phase.products for t in p.terms]
         if len({t.transposed for t in terms}) > 1:

@@ -5,8 +5,8 @@ Values that lie side by side are taken together: all gates of an LSTM are the co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
 
@@ -28,13 +28,15 @@ WGMMA = True  # off only to compare the two kernels
 
 @dataclass(frozen=True)
 class Group:
-    """Outer products of neighbouring ``values`` and one operand: one gate of ``parameter`` for each of these."""
+    """Outer products of neighbouring ``values`` and one operand: one gate of ``parameter`` for each of these. With
+    ``heads`` the operand's columns are those of the first head."""
 
     parameter: str
     gates: tuple[int, ...]
     values: Columns
     operand: Columns
     first: bool  # to write these gates
+    heads: int = 1
 
 
 def weight_gradients(memory: Memory, places: Mapping[Var, Place], add: bool = False) -> Component:
@@ -55,38 +57,44 @@ def weight_gradients(memory: Memory, places: Mapping[Var, Place], add: bool = Fa
                   zeros(forward, unused, memory.task.device.cores))
 
 
-def groups_of(memory: Memory, outers: Iterable[OuterProduct], places: Mapping[Var, Place]) -> list[Group]:
+def groups_of(memory: Memory, outers: Sequence[OuterProduct], places: Mapping[Var, Place]) -> list[Group]:
     """What one kernel does: values one behind the other in memory, with one operand, for one parameter."""
     def columns(var: Var | None) -> Columns:
         return memory.x if var is None else places[var].columns
 
-    items = sorted({(o.parameter, columns(o.operand), columns(o.value), o.gate) for o in outers},
+    def of_head(o: OuterProduct) -> Columns:
+        whole = columns(o.operand)
+        return replace(whole, width=whole.width // o.heads)
+
+    heads = {o.parameter: o.heads for o in outers}
+    items = sorted({(o.parameter, of_head(o), columns(o.value), o.gate) for o in outers},
                    key=lambda i: (i[0], i[1].name, i[1].offset, i[2].name, i[2].offset, i[3]))
     found: list[Group] = []
     for (parameter, operand, _), those in groupby(items, key=lambda i: (i[0], i[1], i[2].name)):
         run: list[tuple[Columns, int]] = []
         for value, gate in [(v, g) for _, _, v, g in those]:
             if run and (value.offset != run[-1][0].offset + run[-1][0].width or gate in [g for _, g in run]):
-                found.append(_group(parameter, operand, run, found))
+                found.append(_group(parameter, operand, run, found, heads[parameter]))
                 run = []
             run.append((value, gate))
-        found.append(_group(parameter, operand, run, found))
+        found.append(_group(parameter, operand, run, found, heads[parameter]))
     return found
 
 
-def _group(parameter: str, operand: Columns, run: Sequence[tuple[Columns, int]], before: Sequence[Group]) -> Group:
+def _group(parameter: str, operand: Columns, run: Sequence[tuple[Columns, int]], before: Sequence[Group],
+           heads: int) -> Group:
     first = run[0][0]
     values = Columns(first.name, sum(v.width for v, _ in run), first.stride, first.offset)
     gates = tuple(g for _, g in run)
     return Group(parameter, gates, values, operand,
-                 not any(g.parameter == parameter and set(g.gates) & set(gates) for g in before))
+                 not any(g.parameter == parameter and set(g.gates) & set(gates) for g in before), heads)
 
 
 def _outer(memory: Memory, number: int, group: Group, add: bool) -> Component:
     """The sums of all rows; or two kernels: sums of parts of the rows, and their sum."""
     w, task = memory.task.workload, memory.task
     job = OuterJob(f"outer_{number}", task.device, w.dtype, w.arithmetic, group.values, group.operand, w.seq * w.batch,
-                   rows_mask(task.traversal))
+                   rows_mask(task.traversal), group.heads)
     hopper, adder, blocks = hopper_shape(job) if WGMMA else None, f"add_outer_{number}", 2 * task.device.cores
     shape = hopper or outer_shape(job)
     height, width = job.values.width, job.operand.width

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from ecornn.analysis.heads import most_heads
 from ecornn.program import Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
 from ecornn.schedules.cpu.cost import best_team, best_tile, beyond_l2, features, gates_at_once, shape_of, tiles
-from ecornn.schedules.cpu.tiling import column_choices, registers_of, registers_used, row_choices
+from ecornn.schedules.cpu.tiling import column_choices, head_vectors, registers_of, registers_used, row_choices
 from ecornn.schedules.rates import cpu_rates
 from ecornn.workload import SERVED
 
@@ -31,6 +32,7 @@ class CPUSequence(Schedule):
     revision = 2
     kind = "llvm"
     weights = ("bfloat16", "int21", "int16", "int8")
+    heads = True
 
     def refuses(self, task: Task) -> str | None:
         """None, or the reason: another target or data type than a CPU's, or instructions that it lacks."""
@@ -40,6 +42,8 @@ class CPUSequence(Schedule):
             return f"computes in {' or '.join(SERVED['llvm'])}; {task.workload.dtype} is served on GPUs only"
         if task.traversal.keep is not None and task.workload.weights is not None:
             return f"trains with {task.workload.dtype} weights, not {task.workload.weights}"
+        if task.workload.weights == "int8" and most_heads(task.graph) > 1:
+            return "has int8 weights for products of whole rows, not for heads"
         if task.workload.weights == "int8":
             if not {"avx512vnni", "avxvnni"} & set(task.device.features):
                 return f"needs VNNI (avx512vnni or avxvnni) for int8 weights, which {task.device.arch} lacks"
@@ -78,12 +82,14 @@ class CPUSequence(Schedule):
 
     def check(self, task: Task, config: Config) -> str | None:
         """None, or that a tile needs more vector registers than the CPU has."""
-        available = registers_of(task.device)
+        available, head = registers_of(task.device), head_vectors(task)
         for name, tile, gates in tiles(task, config):
             if tile.pairs and tile.ahead:
                 return f"{name}: weights are asked for ahead in plain products, not in those of pairs"
             if tile.pairs and task.workload.stored != "float32":
                 return f"{name}: products of pairs are of float32 weights, not of {task.workload.stored}"
+            if tile.pairs and head and name != "hoisted":
+                return f"{name}: products of pairs are of whole rows, not of heads"
             if tile.gates and (tile.pairs or task.workload.weights == "int8"):
                 return f"{name}: products of pairs and of integers are of all gates at the same time"
             need = registers_used(tile, gates, task.workload.weights or "")
@@ -102,8 +108,10 @@ class CPUSequence(Schedule):
         pay = workload.weights is None and workload.dtype == "float32" and workload.batch > 1 and rates.adds_apart
 
         def best(rows: int, gates: list[int], prefix: str) -> tuple[int, int, int, int]:
+            head = 0 if prefix else head_vectors(task)
             return best_tile(task, rows, gates, values[f"{prefix}rows"], values[f"{prefix}columns"],
-                             PAIRS if pay and any(gates) else (0,), gates_at_once(task), bool(prefix))
+                             PAIRS if pay and any(gates) and not head else (0,), gates_at_once(task), bool(prefix),
+                             head)
 
         phases = [len(p.products) for p in graph.phases if p.products] or [0]
         rows, columns, pairs, gates = best(workload.batch, phases, "")

@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import product
 
+from ecornn.analysis.heads import heads_of, multiplied
 from ecornn.schedules.base import Config, Task
 from ecornn.schedules.cpu.stored import STORED
-from ecornn.schedules.cpu.tiling import Shape, Tile, lanes_of, registers_of, registers_used, vectors_of
+from ecornn.schedules.cpu.tiling import (
+    Shape,
+    Tile,
+    head_vectors,
+    lanes_for,
+    registers_of,
+    registers_used,
+    vectors_of,
+)
 from ecornn.schedules.rates import CPURates, cpu_rates
 
 PAIRS_REACH = 0.75  # of the rate that the units would allow: layers of pairs
@@ -17,10 +26,11 @@ COPY_VECTOR, COPY_ROW, COPY_BARRIER = 8, 200, 2000
 
 def tiles(task: Task, config: Config) -> list[tuple[str, Tile, int]]:
     """(stage, tile, gates) of the hoisted product, then of each phase of a step."""
-    graph, unroll = task.graph, int(config["unroll"])
+    graph, unroll, head = task.graph, int(config["unroll"]), head_vectors(task)
 
     def tile(prefix: str, gates: int) -> Tile:
-        return Tile(int(config[f"{prefix}rows"]), vectors_of(int(config[f"{prefix}columns"]), gates), unroll,
+        vectors = vectors_of(int(config[f"{prefix}columns"]), gates, 0 if prefix else head)
+        return Tile(int(config[f"{prefix}rows"]), vectors, unroll,
                     int(config[f"{prefix}pairs"]) if gates else 0, bool(gates and not prefix and config["ahead"]),
                     int(config[f"{prefix}gates"]))
 
@@ -35,7 +45,7 @@ def tiles(task: Task, config: Config) -> list[tuple[str, Tile, int]]:
 def shape_of(task: Task, config: Config) -> Shape:
     """The sizes that the code of a configuration is generated for."""
     workload = task.workload
-    return Shape(workload.batch, task.own_input, workload.hidden, lanes_of(task.device, workload.dtype),
+    return Shape(workload.batch, task.own_input, workload.hidden, lanes_for(task),
                  int(config["chunk"]), {name: tile for name, tile, _ in tiles(task, config)},
                  workload.stored, int(config["team"]))
 
@@ -73,15 +83,16 @@ def heights_of(rows: int, tile: Tile, hoisted: bool) -> dict[int, int]:
 
 def beyond_l2(task: Task) -> bool:
     """Whether a thread has more recurrent weights than its L2 holds."""
-    weights = task.workload.hidden ** 2 * sum(len(p.products) for p in task.graph.phases)
-    return weights * STORED[task.workload.stored].bytes > task.device.l2 * max(1, task.device.cores)
+    weights = multiplied(task.graph, task.workload.hidden) * STORED[task.workload.stored].bytes
+    return weights > task.device.l2 * max(1, task.device.cores)
 
 
 def best_tile(task: Task, rows: int, gates: list[int], row_choices: tuple[int, ...], column_choices: tuple[int, ...],
               pair_choices: tuple[int, ...], gate_choices: tuple[int, ...],
-              hoisted: bool) -> tuple[int, int, int, int]:
-    """(rows, columns, pairs, gates) with the smallest estimate, for products of ``gates`` over ``rows`` batch rows."""
-    lanes, registers = lanes_of(task.device, task.workload.dtype), registers_of(task.device)
+              hoisted: bool, head: int = 0) -> tuple[int, int, int, int]:
+    """(rows, columns, pairs, gates) with the smallest estimate, for products of ``gates`` over ``rows`` batch rows;
+    ``head``: as of :func:`vectors_of`."""
+    lanes, registers = lanes_for(task), registers_of(task.device)
     threads, hidden, rates, stalls = max(1, task.device.cores), task.workload.hidden, cpu_rates(task.device), (0.0, 0.0)
     if task.workload.batch > 1:
         from_l3 = not hoisted and beyond_l2(task)
@@ -90,7 +101,7 @@ def best_tile(task: Task, rows: int, gates: list[int], row_choices: tuple[int, .
     def estimate(choice: tuple[int, int, int, int]) -> tuple[float, int, int]:
         total, sums, wide = 0.0, -choice[0] * choice[1], 0
         for g in gates:
-            tile = Tile(choice[0], vectors_of(choice[1], g), 1, choice[2] if g else 0, gates=choice[3])
+            tile = Tile(choice[0], vectors_of(choice[1], g, head), 1, choice[2] if g else 0, gates=choice[3])
             if choice[2] and choice[3]:
                 return float("inf"), 0, 0
             if registers_used(tile, g, task.workload.weights or "") > registers and (tile.rows, tile.vectors) != (1, 1):
@@ -115,9 +126,9 @@ def gates_at_once(task: Task) -> tuple[int, ...]:
 def best_team(task: Task) -> int:
     """1 where a step is so short that waiting for other threads takes longer than what they would do; else 0."""
     graph, workload = task.graph, task.workload
-    values = sum(len(phase.products) for phase in graph.phases) * workload.batch * workload.hidden ** 2
+    values = multiplied(task.graph, task.workload.hidden) * workload.batch
     barriers = cpu_rates(task.device).barrier * len(graph.phases)
-    return int(bool(graph.phases) and values <= barriers * lanes_of(task.device, workload.dtype))
+    return int(bool(graph.phases) and values <= barriers * lanes_for(task))
 
 
 def features(task: Task, config: Config) -> dict[str, float]:
@@ -130,26 +141,26 @@ def features(task: Task, config: Config) -> dict[str, float]:
         if not gates:
             continue
         hoisted = name == "hoisted"
+        deep = workload.input if hoisted else workload.hidden // heads_of(task.graph.phases[int(name[5:]) - 1])
         rows = shape.chunk * workload.batch if hoisted else workload.batch
         heights, units = heights_of(rows, tile, hoisted), shape.units(tile)
-        row_tiles, multiplied = sum(heights.values()), sum(height * count for height, count in heights.items())
+        row_tiles, computed = sum(heights.values()), sum(height * count for height, count in heights.items())
         prefix = "project" if hoisted else name
         found[f"{prefix}_registers"] = float(registers_used(tile, gates, shape.weights))
         found[f"{prefix}_sums"] = float(tile.rows * gates * tile.vectors)
         found[f"{prefix}_tasks"] = float(row_tiles * units)
         found[f"{prefix}_imbalance"] = -(-row_tiles * units // threads) * threads / (row_tiles * units)
-        found[f"{prefix}_waste"] = (multiplied * units * tile.vectors * shape.lanes
+        found[f"{prefix}_waste"] = (computed * units * tile.vectors * shape.lanes
                                     / (rows * workload.hidden))
         found[f"{prefix}_cycles"] = cycles(heights, workload.hidden, tile, gates, shape.lanes, threads,
                                            cpu_rates(task.device))
         found[f"{prefix}_tile_bytes"] = float(
-            STORED[shape.weights].bytes * gates * tile.vectors * shape.lanes
-            * (workload.input if hoisted else workload.hidden))
+            STORED[shape.weights].bytes * gates * tile.vectors * shape.lanes * deep)
         if not hoisted:
-            weights += STORED[shape.weights].bytes * gates * shape.width * workload.hidden
-            useful += 2.0 * gates * workload.batch * workload.hidden ** 2
-            padded += 2.0 * gates * multiplied * shape.width * workload.hidden
-            busiest += found[f"{prefix}_cycles"] * workload.hidden
+            weights += STORED[shape.weights].bytes * gates * shape.width * deep
+            useful += 2.0 * gates * workload.batch * workload.hidden * deep
+            padded += 2.0 * gates * computed * shape.width * deep
+            busiest += found[f"{prefix}_cycles"] * deep
     found["threads"] = float(threads)
     found["thread_weight_bytes"] = weights / threads
     found["step_flops"], found["step_padded_flops"] = useful, padded

@@ -27,7 +27,7 @@ class Emitter:
         from tvm import ir, tirx
 
         self.ir, self.tirx, self.lanes, self.real = ir, tirx, lanes, real
-        self.vector_type = f"{real}x{lanes}"
+        self.vector_type = self.lanes_of(real)
         self.parameters: list[Var] = []
         self.stack: list[list[Stmt]] = [[]]
 
@@ -123,7 +123,7 @@ class Emitter:
     def splat(self, value: Expr | float, dtype: str | None = None) -> Expr:
         """A vector of equal lanes; a number becomes ``dtype``."""
         scalar = self.number(value, dtype) if isinstance(value, (int, float)) else value
-        return self.tirx.Broadcast(scalar, self.lanes)
+        return self.splat_bool(scalar)
 
     def type_of(self, scalar: Expr) -> str:
         """The type that a scalar of the cell has here: what it calls float32 is the layer's."""
@@ -131,7 +131,7 @@ class Emitter:
 
     def splat_bool(self, value: Expr) -> Expr:
         """A vector of equal conditions."""
-        return self.tirx.Broadcast(value, self.lanes)
+        return self.tirx.Broadcast(value, self.lanes) if self.lanes > 1 else value
 
     def intrinsic(self, name: str, *operands: Expr) -> Expr:
         """A TIR intrinsic that returns the type of its first operand."""
@@ -165,11 +165,16 @@ class Emitter:
         self.add(self.tirx.Evaluate(self.tirx.call_llvm_intrin("void", "llvm.prefetch", place, *flags)))
 
     def ramp(self, index: Expr | int) -> Expr:
-        return self.tirx.Ramp(self.index(index), self.index(1), self.lanes)
+        first = self.index(index)
+        return self.tirx.Ramp(first, self.index(1), self.lanes) if self.lanes > 1 else first
 
     def cast(self, dtype: str, value: Expr) -> Expr:
         """A vector converted to lanes of ``dtype``."""
-        return self.tirx.Cast(f"{dtype}x{self.lanes}", value)
+        return self.tirx.Cast(self.lanes_of(dtype), value)
+
+    def lanes_of(self, dtype: str) -> str:
+        """The type of a vector of ``dtype``; one lane is no vector."""
+        return f"{dtype}x{self.lanes}" if self.lanes > 1 else dtype
 
     def local(self, name: str, dtype: str | None = None) -> TirBuffer:
         """One vector of its own; LLVM makes it a register where every access is a whole vector."""

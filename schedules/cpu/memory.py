@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ecornn.analysis.step import Term
 from ecornn.program import Buffer
 from ecornn.schedules.builder import Expr, TirBuffer, Var
 from ecornn.schedules.cpu import paired
@@ -83,6 +84,10 @@ class Memory:
         """Values of a row of an operand."""
         return self.shape.input if operand is None else self.shape.hidden
 
+    def depth(self, term: Term) -> int:
+        """Values that a unit's weights multiply: a row of the operand, or its head's part of one."""
+        return self.length(term.operand) // term.heads
+
     @property
     def x_stride(self) -> int:
         """Values of a row of the caller's x: those of x itself, and the cell's inputs."""
@@ -92,7 +97,7 @@ class Memory:
     def work(self) -> int:
         """Multiply-adds of a row in a step, about."""
         products = (p for stage in (*self.plan.hoisted, *self.plan.steps) for p in stage.rows)
-        multiplied = sum(self.length(term.operand) for product in products for term in product.terms)
+        multiplied = sum(self.depth(term) for product in products for term in product.terms)
         return self.shape.hidden * (multiplied + SCALAR * len(self.plan.definition))
 
     def slot(self, state: str, t: Expr) -> Expr:

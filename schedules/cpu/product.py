@@ -30,10 +30,18 @@ class Ahead:
 
 
 def packing(terms: Sequence[Term], hidden: int, k: int, vectors: int, lanes: int, kind: str) -> Packing:
-    """Weights of ``terms``, each (H, K), or (K, H) where transposed, as (tile, K / group, gate, vector, lane, group);
+    """Weights of ``terms``, each (H, K), or (K, H) where transposed; with heads (H, K) of the K of a head, in which a
+    whole number of tiles lies, and blocks (K, K) where transposed; as (tile, K / group, gate, vector, lane, group);
     of int16 and int21 as (..., vector, word, lane)."""
     tiles, gates, group = -(-hidden // (vectors * lanes)), len(terms), STORED[kind].group
     groups, sources = -(-k // group), tuple(t.source for t in terms)
+    if terms[0].heads > 1:
+        assert k % (vectors * lanes) == 0 and hidden == k * terms[0].heads
+    if terms[0].transposed and terms[0].heads > 1:
+        assert group == 1  # what trains has whole words
+        each = k // (vectors * lanes)
+        return Packing(sources, pad=(gates, hidden, k), split=(gates, terms[0].heads, k, each, vectors, lanes),
+                       order=(1, 3, 2, 0, 4, 5), dtype=kind)
     if terms[0].transposed:
         return Packing(sources, pad=(gates, groups * group, tiles * vectors * lanes),
                        split=(gates, groups, group, tiles, vectors, lanes), order=(3, 1, 0, 4, 5, 2), dtype=kind)

@@ -118,7 +118,7 @@ def groups(rows: tuple[Product, ...], most: int = 0) -> list[Group]:
     """Products by their operands, in the order of the first product of each; no more than ``most`` in one (0: all)."""
     found: dict[tuple, list[Product]] = {}
     for row in rows:
-        found.setdefault(tuple((t.operand, t.transposed) for t in row.terms), []).append(row)
+        found.setdefault(tuple((t.operand, t.transposed, t.heads) for t in row.terms), []).append(row)
     made, first = [], 0
     for members in found.values():
         each = most or len(members)
@@ -129,6 +129,6 @@ def groups(rows: tuple[Product, ...], most: int = 0) -> list[Group]:
 
 
 def operands(rows: tuple[Product, ...]) -> list[tuple[int, Var | None]]:
-    """The number and the operand of each term."""
+    """The number and the operand of each term, none of which has heads."""
     return [(number, operand) for group in groups(rows)
             for number, (operand, _) in enumerate(group.parts, group.first)]

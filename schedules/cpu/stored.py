@@ -70,4 +70,4 @@ def widen(e: Emitter, words: Sequence[Expr], place: int, kind: str) -> Expr:
         bits = words[place]
     else:
         bits = words[0] << e.splat(21, "uint32") | (words[1] << e.splat(10, "uint32") & e.splat(THIRD, "uint32"))
-    return e.let("weight", e.cast("float32", e.tirx.reinterpret(f"int32x{e.lanes}", bits)))
+    return e.let("weight", e.cast("float32", e.tirx.reinterpret(e.lanes_of("int32"), bits)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 
+from ecornn.analysis.step import Term
 from ecornn.schedules.builder import Expr, TirBuffer, Var
 from ecornn.schedules.cpu.math import vector
 from ecornn.schedules.cpu.memory import Memory, Place, Span
@@ -35,8 +36,8 @@ class TileTask:
         for group in groups(self.stage.rows, tile.gates):
             columns = len(group.products) * tile.vectors
             into: list[list[TirBuffer]] = []
-            for number, (operand, _) in enumerate(group.parts, group.first):
-                add = (self.pairs if tile.pairs else self.plain)(number, operand, columns)
+            for number, (operand, terms) in enumerate(group.parts, group.first):
+                add = (self.pairs if tile.pairs else self.plain)(number, terms[0], columns)
                 into = into or accumulators(e, tile.rows, columns, f"sum{number}", s.weights)
                 some = None if operand is None else self.o.timeline.any_live(self.t, self.top, tile.rows)
                 with nullcontext() if some is None else e.when(some):
@@ -49,11 +50,14 @@ class TileTask:
             for v in range(tile.vectors):
                 self.pointwise(m, v)
 
-    def plain(self, number: int, operand: Var | None, columns: int) -> Callable[[list[list[TirBuffer]]], None]:
+    def plain(self, number: int, term: Term, columns: int) -> Callable[[list[list[TirBuffer]]], None]:
         """What adds a product to registers."""
         e, s = self.e, self.s
-        k = self.o.length(operand)
-        data, starts = self.operand(number, operand)
+        k = self.o.depth(term)
+        data, starts = self.operand(number, term.operand)
+        if term.heads > 1:  # that of the tile's units
+            head = e.let("head", e.div(self.units, k // (self.tile.vectors * s.lanes)) * e.index(k))
+            starts = [e.let("start", start + head) for start in starts]
         weights = self.o.data[f"{self.stage.name}_weights_{number}"]
         size = STORED[s.weights].size(k, columns * s.lanes)
 
@@ -71,7 +75,7 @@ class TileTask:
         share = -(-size // parts)
         return Ahead(e.let("ahead", units * e.index(size) + part * e.index(share)), share)
 
-    def pairs(self, number: int, operand: Var | None, columns: int) -> Callable[[list[list[TirBuffer]]], None]:
+    def pairs(self, number: int, term: Term, columns: int) -> Callable[[list[list[TirBuffer]]], None]:
         """The same by pairs, of the copies that were made of the operand's rows."""
         e, s, data = self.e, self.s, self.o.data
         copy, vectors = self.o.paired[self.stage.name, number], self.tile.vectors

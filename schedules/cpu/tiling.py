@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
+from ecornn.analysis.heads import heads_of
 from ecornn.device import Device
+from ecornn.schedules.base import Task
 from ecornn.workload import ITEMSIZE, Workload
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28)
@@ -75,6 +78,24 @@ def lanes_of(device: Device, dtype: str = "float32") -> int:
     return (64 if "avx512f" in device.features else 32 if wide else 16) // ITEMSIZE[dtype]
 
 
+def head_size(task: Task) -> int:
+    """What tiles of units must divide where products have heads: the units of a head, of all phases in common; else
+    0."""
+    heads = {heads_of(phase) for phase in task.graph.phases} - {1}
+    return gcd(*(task.workload.hidden // n for n in heads)) if heads else 0
+
+
+def head_vectors(task: Task) -> int:
+    """A head in vectors; 0 without heads."""
+    return head_size(task) // lanes_for(task)
+
+
+def lanes_for(task: Task) -> int:
+    """Lanes that a layer's code uses: as many as divide a head, which may leave a register part empty."""
+    lanes = lanes_of(task.device, task.workload.dtype)
+    return gcd(lanes, head_size(task) or lanes)
+
+
 def registers_of(device: Device) -> int:
     """Vector registers: 32 with AVX-512 and on arm64, else 16."""
     return 32 if "avx512f" in device.features or "neon" in device.features else 16
@@ -93,9 +114,11 @@ def registers_used(tile: Tile, gates: int, weights: str = "float32") -> int:
     return tile.rows * columns + (columns if tile.rows > 1 else 0) + 1
 
 
-def vectors_of(columns: int, gates: int) -> int:
-    """Vectors of units in a tile of ``columns`` vectors that all gates of a stage share."""
-    return max(1, columns // max(1, gates))
+def vectors_of(columns: int, gates: int, head: int = 0) -> int:
+    """Vectors of units in a tile of ``columns`` vectors that all gates of a stage share; of heads of ``head`` vectors
+    (0: there are none) a whole number of tiles each."""
+    most = max(1, columns // max(1, gates))
+    return max(v for v in range(1, most + 1) if head % v == 0)
 
 
 def row_choices(device: Device, most: int) -> tuple[int, ...]:

@@ -62,8 +62,8 @@ class Worker(Memory):
         s = self.shape
         for stage in (stage for stage in stages if stage.rows):
             for group in groups(stage.rows, s.tiles[stage.name].gates):
-                for number, (operand, terms) in enumerate(group.parts, group.first):
-                    k = self.length(operand)
+                for number, (_, terms) in enumerate(group.parts, group.first):
+                    k = self.depth(terms[0])
                     if s.tiles[stage.name].pairs:
                         self.declare_paired(stage, number, terms, k)
                         continue

@@ -50,7 +50,8 @@ class Operand:
     """What is multiplied, and by what: packed ``weights``, made of ``sources``, one for each product.
 
     ``transposed``: a source is (K, units), not (units, K). Then K may be ``pieces`` sources one behind the other,
-    without padding between them.
+    without padding between them. With ``heads`` a source is blocks on a diagonal: units multiply the values of their
+    own head, of which there are whole tiles.
     """
 
     columns: Columns
@@ -58,6 +59,12 @@ class Operand:
     sources: tuple[Source, ...]
     transposed: bool = False
     pieces: int = 1
+    heads: int = 1
+
+    @property
+    def depth(self) -> int:
+        """Values that a unit multiplies."""
+        return self.columns.width // self.heads
 
     def packing(self, rows: int, across: tuple[int, ...], along: tuple[int, ...], order: Sequence[int],
                 dtype: str) -> Packing:
@@ -66,10 +73,16 @@ class Operand:
         if not self.transposed:
             assert self.pieces == 1
             return Packing(self.sources, (rows, units, inputs), (rows, *across, *along), tuple(order), dtype)
+        if self.heads > 1:  # axis 1 is the heads then, and the first of the units' axes is of one of them
+            assert inputs == self.depth and across[0] % self.heads == 0, "padding within heads"
+            place = [[0], [1, 2 + k], *([3 + k + i] for i in range(n - 1)), *([2 + i] for i in range(k))]
+            return Packing(self.sources, (rows, self.heads * inputs, units // self.heads),
+                           (rows, self.heads, *along, across[0] // self.heads, *across[1:]),
+                           tuple(axis for i in order for axis in place[i]), dtype)
         assert self.pieces == 1 or inputs == self.columns.width, "padding between pieces"
-        place = [0, *(1 + k + i for i in range(n)), *(1 + i for i in range(k))]  # of each axis, K before units
+        places = [0, *(1 + k + i for i in range(n)), *(1 + i for i in range(k))]  # of each axis, K before units
         return Packing(self.sources, (rows * self.pieces, inputs // self.pieces, units), (rows, *along, *across),
-                       tuple(place[i] for i in order), dtype)
+                       tuple(places[i] for i in order), dtype)
 
     def buffer(self, packing: Packing, dtype: str) -> Buffer:
         """The packed weights."""

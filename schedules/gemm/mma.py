@@ -89,12 +89,14 @@ def shape_of(job: Job) -> Shape:
     rows = job.rows
     wide = WIDE // 2 if job.arithmetic == "float32" else WIDE  # sums of k-tiles need registers, too
     octets = max(1, wide // max(rows, 1))
+    heads = [o.depth for o in job.operands if o.heads > 1]
+    octets = max(n for n in range(1, octets + 1) if n == 1 or all(own % (8 * WARP_COLUMNS * n) == 0 for own in heads))
     accumulators = octets * max(rows, 1)
     tiles = 4 if accumulators <= 8 else 2 if accumulators <= 16 else 1
     if job.arithmetic == "float32":
         tiles = min(tiles, 2)
     columns = -(-job.units // (8 * WARP_COLUMNS * octets))
-    parts = tuple(-(-words(o.columns.width, job.dtype) // (SPAN * 16)) for o in job.operands)
+    parts = tuple(-(-words(o.depth, job.dtype) // (SPAN * 16)) for o in job.operands)
     shape = Shape(rows, job.outputs, octets, tiles, columns, parts, STAGES)
     while shape.shared > job.device.shared and (shape.stages, shape.tiles) != (2, 1):
         shape = replace(shape, stages=2) if shape.stages > 2 else replace(shape, tiles=shape.tiles // 2)

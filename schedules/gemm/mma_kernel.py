@@ -10,6 +10,7 @@ value by value.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
 from ecornn.schedules.gemm.job import Columns, Epilogue, Job, Operand
@@ -121,13 +122,17 @@ class Team:
 
     def _load_slab(self, operand: Operand, base: Expr, row: Expr, end: Expr, column: Expr, slab: Expr,
                    slabs: int) -> None:
-        s, pw = self.shape, per_word(self.job.dtype)
+        s, pw, columns = self.shape, per_word(self.job.dtype), operand.columns
+        head = None  # where that of the tile's units starts
+        if operand.heads > 1:
+            columns = replace(columns, width=operand.depth)
+            head = T.let("head", column * (8 * s.block_octets) // operand.depth * operand.depth)
         for count in (4, 1):
-            if operand.columns.together(count * pw) == count * pw:
-                self._copy_rows(operand.columns, base, row, end, slab, count)
+            if columns.together(count * pw) == count * pw:
+                self._copy_rows(columns, base, row, end, slab, count, head)
                 break
         else:
-            self._copy_values(operand.columns, base, row, end, slab)
+            self._copy_values(columns, base, row, end, slab)
         chunks = s.weight_words // 4
         for r in range(-(-chunks // THREADS)):
             index = T.let("index", r * THREADS + self.thread)
@@ -137,7 +142,8 @@ class Team:
                     self.shared.ptr_to([base + s.block_rows * ROW + index * 4]),
                     self.arguments[operand.weights].ptr_to([source]), 16))
 
-    def _copy_rows(self, x: Columns, base: Expr, row: Expr, end: Expr, slab: Expr, count: int) -> None:
+    def _copy_rows(self, x: Columns, base: Expr, row: Expr, end: Expr, slab: Expr, count: int,
+                   head: Expr | None = None) -> None:
         """Copies a slab of each row, ``count`` words at a time; what lies outside of it becomes zero."""
         s, pw, copies = self.shape, per_word(self.job.dtype), SPAN * 16 // count
         kind = "cp.async.cg.shared.global" if count == 4 else "cp.async.ca.shared.global"
@@ -146,7 +152,8 @@ class Team:
             local, word = T.let("local", index // copies), T.let("word", index % copies * count)
             value = T.let("value", (slab * (SPAN * 16) + word) * pw)
             inside = T.let("inside", T.And(row + local < end, value < x.width))
-            source = T.Select(inside, x.place(row + local, value), T.int64(0))
+            at = value if head is None else head + value
+            source = T.Select(inside, x.place(row + local, at), T.int64(0))
             T.evaluate(T.ptx[kind](self.shared.ptr_to([base + local * ROW + word]),
                                    self.arguments[x.name].ptr_to([source]), count * 4,
                                    T.Select(inside, T.uint32(count * 4), T.uint32(0))))

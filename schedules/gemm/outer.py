@@ -41,6 +41,8 @@ class OuterJob:
     name : of the kernel
     rows : T*B that the sizes are chosen for; any number may come
     mask : of :func:`~ecornn.schedules.timeline.rows_mask`: rows that take no part in their step count as zeros
+    heads : of more than one ``operand`` has the columns of the first; those of the others are behind them, each for its
+        own part of ``values``, which has all heads of a gate before those of the next one
     """
 
     name: str
@@ -51,6 +53,7 @@ class OuterJob:
     operand: Columns
     rows: int
     mask: str | None = None
+    heads: int = 1
 
     @property
     def itemsize(self) -> int:
@@ -162,6 +165,9 @@ def outer_shape(job: OuterJob) -> OuterShape:
     """The tiles of 256 threads, of which a multiprocessor holds two."""
     most = 2 if per_word(job.dtype) == 1 else 4
     m_tiles = next(n for n in (1, 2, 4) if n == most or ROW_WARPS * 16 * n >= job.values.width)
+    if job.heads > 1:  # a tile's values are of one head
+        whole = [n for n in (1, 2, 4) if n <= m_tiles and job.operand.width % (ROW_WARPS * 16 * n) == 0]
+        m_tiles = max(whole)
     n_tiles = next(n for n in (2, 4) if n == 4 or COLUMN_WARPS * 8 * n >= job.operand.width)
     tile = OuterShape(m_tiles, n_tiles, 1, 1, 1, job.itemsize)
     down, across = -(-job.values.width // tile.height), -(-job.operand.width // tile.width)

@@ -43,6 +43,8 @@ class _Block:
         self.part, tile = T.let("part", block // tiles), T.let("tile", block % tiles)
         self.m0 = T.let("m0", tile // shape.across * shape.height)
         self.n0 = T.let("n0", tile % shape.across * shape.width)
+        own = job.operand.width
+        self.head = T.let("head", self.m0 % (job.heads * own) // own * own) if job.heads > 1 else None
         rows = T.let("rows", steps * batch)
         stages = T.let("stages", (rows + (shape.depth - 1)) // shape.depth)
         each = T.let("each", (stages + (shape.parts - 1)) // shape.parts)  # stages of a part
@@ -86,9 +88,10 @@ class _Block:
         base = T.let("base", stage * s.stage_values)
         row0 = T.let("row0", (self.first + number) * s.depth)
         self._copy("values", self.job.values, base, s.height, self.m0, row0)
-        self._copy("operand", self.job.operand, base + s.depth * (s.height + PAD), s.width, self.n0, row0)
+        self._copy("operand", self.job.operand, base + s.depth * (s.height + PAD), s.width, self.n0, row0, self.head)
 
-    def _copy(self, name: str, source: Columns, base: Expr, width: int, first: Expr, row0: Expr) -> None:
+    def _copy(self, name: str, source: Columns, base: Expr, width: int, first: Expr, row0: Expr,
+              head: Expr | None = None) -> None:
         """``width`` columns of the stage's rows; what lies outside, or takes no part, becomes zero."""
         s, buffer, size = self.shape, self.arguments[name], self.job.itemsize
         together = source.together(16 // size)
@@ -105,6 +108,7 @@ class _Block:
                 live = takes_part(mask, self.arguments[mask], row, self.batch, inside)
                 inside = T.let("live", T.And(inside, live))
             place = T.let("place", base + local * (width + PAD) + value)
+            column = column if head is None else head + column
             if bytes_ >= 4:
                 at = T.Select(inside, source.place(row, column), T.int64(0))
                 kind = "cp.async.cg.shared.global" if bytes_ == 16 else "cp.async.ca.shared.global"

@@ -67,6 +67,8 @@ def hopper_shape(job: OuterJob) -> OuterHopper | None:
     turns better."""
     if job.device.arch != "sm_90a" or job.itemsize != 2 or job.values.together(8) < 2 or job.operand.together(8) < 2:
         return None
+    if job.heads > 1:
+        return None
     panels = -(-job.operand.width // PANEL)
     made = [_cut(job, panels, across) for across in range(-(-panels // MOST_ACROSS), -(-panels // LEAST_ACROSS) + 1)]
     return min((one for one in made if one is not None), key=lambda one: one[0], default=(0.0, None))[1]

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import product
 from math import prod
 
+from ecornn.analysis.heads import heads_of, most_heads
 from ecornn.analysis.liveness import late_operands
 from ecornn.device import Device
 from ecornn.program import PACKED, WORKSPACE, Buffer, Call, Extent, Fill, Launch, Program
@@ -62,6 +63,7 @@ class Persistent(Schedule):
     kind = "cuda"
     sequences = True
     backward = True
+    heads = True
 
     def __init__(self) -> None:
         self._known: dict[tuple[Workload, Device, Traversal], Config | None] = {}
@@ -71,6 +73,11 @@ class Persistent(Schedule):
             return reason
         if not task.graph.product_phases:
             return f"cell {task.graph.cell!r} has no recurrent product"
+        if most_heads(task.graph) > 1:
+            if len({heads_of(phase) for phase in task.graph.product_phases}) > 1:
+                return f"cell {task.graph.cell!r} has products of several numbers of heads"
+            if task.graph.statistics:
+                return f"cell {task.graph.cell!r} has statistics of all units beside products with heads"
         if not task.graph.phases[0].products:
             return f"cell {task.graph.cell!r} has statistics before its first product"
         if task.graph.hoisted_statistics and (late := late_operands(task.graph)):
@@ -88,13 +95,16 @@ class Persistent(Schedule):
         step = unit_step(task, 0)
         wide = any(len(p.products) == 3 for p in task.graph.product_phases)
         small = unit_step(task, 4) if wide else step
+        heads = most_heads(task.graph)
         # of those that make the same number of blocks, the fewest
         units = tuple({-(-w.hidden // u): u for u in range(128 // small * small, 0, -small)
-                       if -(-w.hidden // u) <= task.device.cores}.values())
+                       if -(-w.hidden // u) <= task.device.cores and (heads == 1 or w.hidden // heads % u == 0)
+                       }.values())
         groups = {-(-w.batch // rows) for rows in ROWS}
         scarce = self._weights(task) > HELD * task.device.cores
         if clusters := self._clusters(task, units):
-            few = [-(-w.batch // count) for count in map(task.device.clusters, (8, LARGEST)) if count]
+            few = [-(-w.batch // count) for count in
+                   (task.device.clusters(size) // heads for size in (8, LARGEST)) if count]
             groups |= {-(-w.batch // rows) for rows in few}
         return (
             Knob("groups", tuple(sorted(groups)), "smaller exchanges and products a group, against fewer SMs for each"),
@@ -125,9 +135,10 @@ class Persistent(Schedule):
     def _clusters(task: Task, units: tuple[int, ...]) -> bool:
         """Whether groups may be clusters worth a trial: where they hold all weights without much of them in shared
         memory, which then takes longer than the way through L2."""
-        w = task.workload
-        return (Persistent._weights(task) <= LARGEST * HELD
-                and min(units, default=w.hidden) < w.hidden <= LARGEST * max(units)
+        heads = most_heads(task.graph)
+        own = task.workload.hidden // heads
+        return (Persistent._weights(task) <= heads * LARGEST * HELD
+                and min(units, default=own) < own <= LARGEST * max(units)
                 and task.device.clusters(LARGEST) > 0)
 
     @staticmethod
@@ -135,22 +146,25 @@ class Persistent(Schedule):
         """Bytes of the recurrent weights."""
         w = task.workload
         rows = sum(len(p.products) * len(p.operands) for p in task.graph.product_phases)
-        return rows * w.hidden * words(w.hidden, w.dtype) * 4
+        return rows * w.hidden * words(w.hidden // most_heads(task.graph), w.dtype) * 4
 
     def check(self, task: Task, config: Config) -> str | None:
         # What needs few knobs comes first: a search learns from the knobs that were read which others
         # need not be asked for.
         device, w = task.device, task.workload
-        units, groups = int(config["units"]), int(config["groups"])
+        units, groups, heads = int(config["units"]), int(config["groups"]), most_heads(task.graph)
+        own = w.hidden // heads
+        if heads > 1 and own % units:
+            return f"units={units} does not divide a head of {own}"
         blocks = groups * -(-w.hidden // units)
         if blocks > device.cores:
             return f"{blocks} blocks on {device.cores} multiprocessors"
         if config["carrier"] == "cluster":
-            size = blocks // groups
+            size = blocks // (groups * heads)
             if not 2 <= size <= LARGEST:
                 return f"{size} blocks in a cluster, 2 to {LARGEST} are possible"
-            if groups > (most := task.device.clusters(size)):
-                return f"{groups} clusters of {size} blocks, of which {most} are on the chip at once"
+            if groups * heads > (most := task.device.clusters(size)):
+                return f"{groups * heads} clusters of {size} blocks, of which {most} are on the chip at once"
         elif groups not in {-(-w.batch // r) for r in ROWS}:
             return f"{groups} groups are for clusters"
         rows = -(-w.batch // groups)
@@ -168,7 +182,7 @@ class Persistent(Schedule):
         step = unit_step(task, int(config["interleave"]))
         if units % step:
             return f"units={units} is no multiple of {step}"
-        warps, of_state = int(config["warps"]), words(w.hidden, w.dtype)
+        warps, of_state = int(config["warps"]), words(own, w.dtype)
         threads += 32 * warps
         if threads > 1024:
             return f"{threads} threads a block"
@@ -176,6 +190,8 @@ class Persistent(Schedule):
             return "registers are given out to four warps at a time, and there is work for another gate warp"
         if (warps - 1) * -(-of_state // (PAIR * warps)) * PAIR >= of_state:
             return "a product warp without work"
+        if heads > 1 and task.traversal.backward and of_state % (PAIR * warps):
+            return f"{of_state} words of a head do not fill pairs of k-tiles of {warps} warps"
         # neither another chain nor the projection beside makes room for what does not fit without them
         if task.graph.hoisted_statistics and config["ahead"] != 100:
             return "statistics of the projection are computed after all of it"
@@ -290,7 +306,7 @@ class Persistent(Schedule):
 
     def together(self, task: Task, config: Config) -> int:
         plan = plan_of(task, config)
-        return together(task.traversal, plan.groups, plan.rows)
+        return together(task.traversal, plan.groups // plan.heads, plan.rows)
 
     def program(self, task: Task, config: Config) -> Program:
         plan, layout = plan_of(task, config), hoisted_of(task, config)

@@ -23,7 +23,7 @@ from ecornn.schedules.isa.mbarrier import mbarrier_init, mbarrier_wait
 from ecornn.schedules.isa.tensor_core import pack_pair, words
 from ecornn.schedules.persistent.exchange import pair_place, within
 from ecornn.schedules.persistent.plan import PersistentPlan, PhasePlan
-from ecornn.schedules.persistent.start import initial_values, located
+from ecornn.schedules.persistent.start import head_of, initial_values, located
 from ecornn.schedules.sequence_kernel import SequenceKernel
 
 LARGEST = 16  # blocks of a cluster; more than 8 are not portable, but every GPU of compute capability 9.0 has them
@@ -89,9 +89,9 @@ class Cluster:
                 if p == 0:
                     at = [located(plan, phase, group, place) for place in places]
                     vectors = arguments["vectors"]
-                    hoisted = arguments.get("hoisted")
+                    hoisted, head = arguments.get("hoisted"), head_of(plan, group)
                     found = [self._given(*initial_values(task, states, vectors, timeline, one, kernel.math, hoisted,
-                                                         kernel.hoisted)) for one in at]
+                                                         kernel.hoisted, head)) for one in at]
                 for place, word in zip(places, found, strict=True):
                     with T.If(place < total), T.Then():
                         T.buffer_store(self.words, word, [first + place])
@@ -170,4 +170,4 @@ class Cluster:
 
 def expected_bytes(plan: PersistentPlan, phase: PhasePlan) -> int:
     """Bytes that a block gets in every step."""
-    return phase.operands * plan.rows * words(plan.hidden, plan.dtype) * 4
+    return phase.operands * plan.rows * words(plan.own, plan.dtype) * 4

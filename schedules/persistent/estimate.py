@@ -47,7 +47,7 @@ def estimate(task: Task, plan: PersistentPlan) -> float:
     if task.traversal.backward and not plan.cluster:
         return hoisted + gathered(plan, rates)
     if plan.cluster:
-        values = plan.groups * plan.rows * plan.hidden * len(task.graph.hoisted_outputs)
+        values = plan.groups * plan.rows * plan.own * len(task.graph.hoisted_outputs)
         return hoisted + READ * values + in_clusters(plan, rates)
     if not plan.workers:
         return hoisted + recurrence(plan, rates)

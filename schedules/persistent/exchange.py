@@ -49,7 +49,7 @@ def pack(values: list[Expr], dtype: str) -> Expr:
 
 
 def word_of(plan: PersistentPlan, phase: PhasePlan, operand: int, unit: Expr, column: Expr) -> Expr:
-    """Place in a slot of the word that holds ``unit`` (of H) in batch row ``column`` of the group."""
+    """Place in a slot of the word that holds ``unit`` (of the group's) in batch row ``column`` of the group."""
     k = unit // per_word(plan.dtype)
     pair, quarter, part = k // PAIR, k // 4 % 4, k % 4
     tiles = (operand * plan.warps * phase.warp_pairs + pair) * plan.tiles + column // 8

@@ -25,7 +25,12 @@ class Gates(GateThreads):
                  group: Expr, member: Expr, thread: Expr, beside: ProjectionWorkers | None) -> None:
         """``shared``: the block's memory, float32; ``member``: the block in its group; ``thread``: of gate threads."""
         share = Share(plan.lanes, plan.rows, plan.gate_warps * 32)
-        super().__init__(kernel, share, group, member * plan.units, thread,
+        rows, first = group, member * plan.units
+        self.head_first: Expr = 0  # unit of the group
+        if plan.heads > 1:
+            self.head_first = T.let("head_first", group % plan.heads * plan.own)
+            rows, first = T.let("rows_group", group // plan.heads), T.let("first", self.head_first + first)
+        super().__init__(kernel, share, rows, first, thread,
                          None if plan.lanes == plan.units else plan.units)
         self.plan, self.carrier, self.shared, self.beside = plan, carrier, shared, beside
         if plan.lanes != plan.units:  # the others read the partial sums of a unit that there is
@@ -139,7 +144,8 @@ class Gates(GateThreads):
             carrier.write(p, step, slot, self._place(i, plan.phases[p], o), word, self._mine(i))
 
     def _place(self, i: int, phase: PhasePlan, operand: int) -> Expr:
-        return word_of(self.plan, phase, operand, self.unit[i], self.column[i])
+        unit = self.unit[i] if self.plan.heads == 1 else self.unit[i] - self.head_first
+        return word_of(self.plan, phase, operand, unit, self.column[i])
 
     def _mine(self, i: int) -> Expr:
         """Whether this thread sends a word of item i: there is none for units beyond H."""

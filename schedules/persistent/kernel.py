@@ -1,6 +1,6 @@
 """The persistent kernel: one launch for the whole sequence, recurrent weights on chip throughout.
 
-Blocks form groups; a group serves its own batch rows and holds all recurrent weights, a block the
+Blocks form groups; a group serves its own batch rows and holds all recurrent weights, or those of a head, a block the
 rows of ``units`` hidden units. In every block
 
 * product warps split the hidden axis (K) among them. Each waits for its part of the exchanged state, which it reads
@@ -76,6 +76,7 @@ def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, math: 
 
         def recurrence() -> None:
             group, member = T.let("group", block // plan.blocks), T.let("member", block % plan.blocks)
+            place = T.let("place", group % plan.heads * plan.blocks + member) if plan.heads > 1 else member
             warp, lane = T.let("warp", thread // 32), T.let("lane", thread % 32)
             carrier: Ring | Cluster = Ring(plan, rings, group)
             if plan.cluster:
@@ -83,7 +84,7 @@ def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, math: 
                 carrier.begin(kernel, group, thread)
             with T.If(warp < plan.warps):
                 with T.Then():
-                    products(plan, steps, Position(member, warp, lane), weights, carrier, shared)
+                    products(plan, steps, Position(place, warp, lane), weights, carrier, shared)
                 with T.Else(), T.If(warp < plan.warps + plan.gate_warps), T.Then():
                     Gates(kernel, plan, carrier, shared, group, member,
                           T.let("gate_thread", thread - plan.warps * 32), beside).run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import gcd, lcm, prod
 from typing import NamedTuple
 
+from ecornn.analysis.heads import most_heads
 from ecornn.program import Packing
 from ecornn.schedules.base import Config, Task
 from ecornn.schedules.builder import Expr
@@ -61,7 +62,11 @@ class PhasePlan(NamedTuple):  # which a search makes by the ten thousand, in a s
 
 
 class PersistentPlan(NamedTuple):
-    """The cut: ``groups`` of ``blocks`` blocks, each group with all weights and its own batch rows."""
+    """The cut: ``groups`` of ``blocks`` blocks, each group with all weights and its own batch rows.
+
+    Of a layer with heads, whose units see only those of their own head, a group has a head and its weights: it is the
+    group of a layer of ``own`` units, and the heads of the same rows are neighbours.
+    """
 
     hidden: int
     dtype: str
@@ -80,6 +85,12 @@ class PersistentPlan(NamedTuple):
     sums: tuple[int, ...]  # statistics of each exchange of them, as sums.py says
     kept: int  # values that a gate thread keeps for each item: states, inputs of two steps, what masks say
     phases: tuple[PhasePlan, ...]
+    heads: int = 1
+
+    @property
+    def own(self) -> int:
+        """Units of a group."""
+        return self.hidden // self.heads
 
     @property
     def threads(self) -> int:
@@ -244,18 +255,18 @@ def plan_of(task: Task, config: Config, chains: int | None = None, ahead: int | 
     ``check`` says that."""
     w = task.workload
     chains, ahead = chains or int(config["chains"]), int(config["ahead"]) if ahead is None else ahead
-    groups, units = int(config["groups"]), int(config["units"])
+    groups, units, heads = int(config["groups"]), int(config["units"]), most_heads(task.graph)
     warps = int(config["warps"])
     phases = []
     for phase in task.graph.product_phases:
         interleave = _interleave(len(phase.products), int(config["interleave"]))
         gates = -(-len(phase.products) // interleave) * interleave
-        pairs_of_state = -(-words(w.hidden, w.dtype) // PAIR)
+        pairs_of_state = -(-words(w.hidden // heads, w.dtype) // PAIR)
         warp_pairs = -(-pairs_of_state // warps)
         pairs = len(phase.operands) * warp_pairs
         registers = -(-pairs * int(config["registers"]) // 100)
         phases.append(PhasePlan(gates, interleave, len(phase.operands), warp_pairs, registers, 0, pairs))
-    rows, blocks = -(-w.batch // groups), -(-w.hidden // units)
+    rows, blocks, groups = -(-w.batch // groups), -(-(w.hidden // heads) // units), groups * heads
     masks = task.traversal.lengths + task.traversal.resets + task.traversal.sequences * (3 + len(task.graph.states))
     cluster, statistics = config["carrier"] == "cluster", len(task.graph.statistics)
     plan = PersistentPlan(
@@ -266,7 +277,7 @@ def plan_of(task: Task, config: Config, chains: int | None = None, ahead: int | 
         sums=tuple(len(p.statistics) for p in task.graph.phases if p.statistics),
         kept=len(task.graph.states) + 2 * len(task.graph.hoisted_outputs) + masks + 4 * statistics
         + 4 * len(task.graph.hoisted_statistics),
-        phases=tuple(phases))
+        phases=tuple(phases), heads=heads)
     pair_bytes = [4 * plan.warps * p.octets(units) * OCTET for p in phases]
     needed = [(p.pairs - p.register_pairs) * size for p, size in zip(phases, pair_bytes, strict=True)]
     room = max(0, task.device.shared - plan.shared)
@@ -327,7 +338,11 @@ def packing_of(task: Task, plan: PersistentPlan, index: int) -> Packing:
         sources += rows + [("", 0)] * (p.gates - len(rows))
     e, n = p.interleave, per_word(plan.dtype)
     first = (p.operands, p.gates // e, e)
-    made, multiplied = (plan.blocks, plan.units * e // 8, 8 // e), (plan.warps, p.warp_pairs, 4, 2, 2, n)
+    made, multiplied = (plan.heads * plan.blocks, plan.units * e // 8, 8 // e), (plan.warps, p.warp_pairs, 4, 2, 2, n)
+    if phase.products[0].terms[0].transposed and plan.heads > 1:  # each block is
+        made = (plan.blocks, *made[1:])
+        return Packing(tuple(sources), (len(sources), plan.heads * prod(multiplied), prod(made)),
+                       (*first, plan.heads, *multiplied, *made), (3, 10, 4, 0, 5, 1, 11, 12, 2, 6, 7, 8, 9), plan.dtype)
     if phase.products[0].terms[0].transposed:
         return Packing(tuple(sources), (len(sources), prod(multiplied), prod(made)), (*first, *multiplied, *made),
                        (9, 3, 0, 4, 1, 10, 11, 2, 5, 6, 7, 8), plan.dtype)

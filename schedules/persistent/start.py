@@ -5,6 +5,8 @@ It also clears the counters of the projection that runs beside.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ecornn.analysis.liveness import before_first, late_operands
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
@@ -17,6 +19,14 @@ from ecornn.schedules.scalars.pointwise import emit, invariants
 from ecornn.schedules.timeline import Timeline, row_arguments
 
 THREADS = 256
+
+
+@dataclass(frozen=True)
+class Head:
+    """The ``first`` unit of a head, and how many it has."""
+
+    first: Expr
+    units: int
 
 
 def start_kernel(task: Task, plan: PersistentPlan, layout: Hoisted, blocks: int, math: str) -> PrimFunc:
@@ -55,13 +65,14 @@ def start_kernel(task: Task, plan: PersistentPlan, layout: Hoisted, blocks: int,
                     slot = T.let("slot", place // words % plan.ring)
                     group = T.let("group", place // (words * plan.ring))
                     at = located(plan, phase, group, within)
-                    rest = T.let("rest", T.Select(at[0] < plan.hidden, T.uint32(SENTINEL), T.uint32(0)))
+                    rest = T.let("rest", T.Select(at[0] < plan.own, T.uint32(SENTINEL), T.uint32(0)))
                     if index:
                         T.buffer_store(ring, rest, [place])
                         continue
                     with T.If(slot == 0):
                         with T.Then():
-                            values = initial_values(task, states, vectors, timeline, at, math, hoisted, layout)
+                            values = initial_values(task, states, vectors, timeline, at, math, hoisted, layout,
+                                                    head_of(plan, group))
                             T.buffer_store(ring, pack(values, plan.dtype), [place])
                         with T.Else():
                             T.buffer_store(ring, rest, [place])
@@ -69,34 +80,43 @@ def start_kernel(task: Task, plan: PersistentPlan, layout: Hoisted, blocks: int,
 
 
 def located(plan: PersistentPlan, phase: PhasePlan, group: Expr, place: Expr) -> tuple[Expr, Expr, Expr]:
-    """The first unit, the batch row and the operand of a word of a slot."""
+    """The first unit, of the group's, the batch row and the operand of a word of a slot."""
     part, lane = place % 4, place // 4 % 32
     tile, pair = place // 128 % plan.tiles, T.let("pair", place // (128 * plan.tiles))
     per_operand = plan.warps * phase.warp_pairs
     unit = T.let("unit", (pair % per_operand * PAIR + lane % 4 * 4 + part) * per_word(plan.dtype))
-    return unit, T.let("row", group * plan.rows + tile * 8 + lane // 4), pair // per_operand
+    rows = group if plan.heads == 1 else group // plan.heads
+    return unit, T.let("row", rows * plan.rows + tile * 8 + lane // 4), pair // per_operand
+
+
+def head_of(plan: PersistentPlan, group: Expr) -> Head | None:
+    """What a group has of a layer with heads."""
+    return Head(T.let("head_first", group % plan.heads * plan.own), plan.own) if plan.heads > 1 else None
 
 
 def initial_values(task: Task, states: dict[str, TirBuffer], vectors: TirBuffer, timeline: Timeline,
                    at: tuple[Expr, Expr, Expr], math: str, hoisted: TirBuffer | None = None,
-                   layout: Hoisted | None = None) -> list[Expr]:
+                   layout: Hoisted | None = None, head: Head | None = None) -> list[Expr]:
     """What a word of the first phase's first slot holds, as one or two float32 values; ``hoisted``, in ``layout``,
     where operands take inputs."""
     unit, row, operand = at
     return [initial_operand(task, states, vectors, timeline, row, T.let("own_unit", unit + e), operand, math, hoisted,
-                            layout)
+                            layout, head)
             for e in range(per_word(task.workload.dtype))]
 
 
 def initial_operand(task: Task, states: dict[str, TirBuffer], vectors: TirBuffer, timeline: Timeline, row: Expr,
                     unit: Expr, operand: Expr, math: str, hoisted: TirBuffer | None = None,
-                    layout: Hoisted | None = None) -> Expr:
-    """The first phase's operand for the state that the call was given; zero outside of it."""
+                    layout: Hoisted | None = None, head: Head | None = None) -> Expr:
+    """The first phase's operand for the state that the call was given; zero outside of it. ``unit``: of the ``head``'s
+    if there is one."""
     graph, H, batch = task.graph, task.workload.hidden, timeline.batch
-    at, b = T.let("at", T.min(unit, H - 1)), T.let("b", T.min(row, batch - 1))
+    count = H if head is None else head.units
+    nearest = T.min(unit, count - 1)
+    at, b = T.let("at", nearest if head is None else head.first + nearest), T.let("b", T.min(row, batch - 1))
     env = {v.var: T.let(v.var.name, vectors[i * H + at]) for i, v in enumerate(graph.vectors)} if graph.prologue else {}
     env = invariants(graph, env, math) if graph.prologue else env
-    from_row, inside = b, T.And(unit < H, row < batch)
+    from_row, inside = b, T.And(unit < count, row < batch)
     if task.traversal.sequences:
         number = T.let("number", timeline.number(0, b))
         from_row, inside = T.cast(timeline.sequence(T.max(number, 0)), "int64"), T.And(inside, number >= 0)

@@ -6,9 +6,12 @@ cell's scalars and stores the new state. The input's products are hoisted out of
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
+from ecornn.analysis.heads import heads_of, most_heads, multiplied
 from ecornn.analysis.liveness import late_operands, phase_count
+from ecornn.analysis.sums import one_by_one
 from ecornn.program import Buffer, Launch, Program
 from ecornn.schedules.assemble import assemble, shared_buffers
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, joined, no_room
@@ -39,6 +42,7 @@ class FusedStep(Schedule):
     name = "fused_step"
     revision = 1
     kind = "cuda"
+    heads = True
 
     def refuses(self, task: Task) -> str | None:
         if task.device.capability < 80:
@@ -58,14 +62,14 @@ class FusedStep(Schedule):
         )
 
     def check(self, task: Task, config: Config) -> str | None:
-        tile = tile_of(config)
+        task, tile = plain(task), tile_of(config)
         if not 32 <= tile.threads <= 1024 or tile.threads % 32:
             return f"{tile.threads} threads a block"
         if tile.depth % tile.split:
             return f"a tile of depth {tile.depth} cannot be split in {tile.split}"
         if tile.groups > 1 and tile.rows >= 2 * task.workload.batch:
             return f"{tile.rows} rows a block for a batch of {task.workload.batch}"
-        shared = max(tile.shared(g, o) for g, o in _products(task))
+        shared = _shared(task, tile)
         registers = max(g for g, _ in _products(task)) * tile.thread_rows + REGISTERS
         return no_room(task.device, shared, tile.threads, registers)
 
@@ -76,6 +80,7 @@ class FusedStep(Schedule):
 
     def _first_valid(self, task: Task) -> Config | None:
         """Blocks as wide as the batch allows and threads to fill them; less of it until it fits."""
+        task = plain(task)
         batch, math = task.workload.batch, "exact" if task.workload.dtype == "float32" else "fast"
         gates = max(g for g, _ in _products(task))
         most = max(1, 32 // max(gates, 1))
@@ -101,25 +106,24 @@ class FusedStep(Schedule):
         return None
 
     def features(self, task: Task, config: Config) -> dict[str, float]:
-        tile, w = tile_of(config), task.workload
+        task, tile = plain(task), tile_of(config)
+        w = task.workload
         columns, rows = -(-w.hidden // tile.units), -(-w.batch // tile.rows)
-        gates = sum(len(p.products) for p in task.graph.phases)
-        shared = max(tile.shared(g, o) for g, o in _products(task))
+        weights, shared = multiplied(task.graph, w.hidden), _shared(task, tile)
         return {
             "blocks": columns * rows, "waves": columns * rows / task.device.cores, "threads": tile.threads,
-            "weight_bytes": gates * w.hidden * w.hidden * w.itemsize * rows,
-            "flops": 2.0 * gates * w.hidden * w.hidden * w.batch,
+            "weight_bytes": weights * w.itemsize * rows, "flops": 2.0 * weights * w.batch,
             "waste": columns * tile.units * rows * tile.rows / (w.hidden * w.batch),
-            "barriers": 2.0 * -(-w.hidden // tile.depth) * phase_count(task.graph), "shared": shared,
-            "chain": w.hidden / tile.split, "estimate": estimate(task, tile)}
+            "barriers": 2.0 * _turns(task, tile), "shared": shared,
+            "chain": w.hidden // most_heads(task.graph) / tile.split, "estimate": estimate(task, tile)}
 
     def program(self, task: Task, config: Config) -> Program:
-        tile, math = tile_of(config), str(config["math"])
+        task, tile, math = plain(task), tile_of(config), str(config["math"])
         w, graph = task.workload, task.graph
         width = -(-w.hidden // tile.depth) * tile.depth
         layout = Layout(-(-w.batch // tile.rows) * tile.rows, width, width)
         own = [*workspaces(task, layout),
-               *(weights_buffer(f"recurrent_{p}", task, tile, phase.products, w.hidden)
+               *(weights_buffer(f"recurrent_{p}", task, tile, phase.products, w.hidden // heads_of(phase))
                  for p, phase in enumerate(graph.phases) if phase.products)]
         inputs = in_float32(task)
         buffers = [*shared_buffers(task, inputs), *own]
@@ -128,7 +132,7 @@ class FusedStep(Schedule):
 
         def phase(p: int, known: list[Buffer], name: str) -> tuple[PrimFunc, Launch]:
             return (_step_kernel(task, tile, layout, known, p, math, name),
-                    Launch(name, _grid(task, tile), tile.threads, tile.shared(*_shape(task, p))))
+                    Launch(name, _grid(task, tile), tile.threads, _shared_of(task, tile, p)))
 
         steps = partial(loop, task, layout, own, buffers, math, inputs, phase)
         projection = project_plainly(task, tile, layout, inputs)
@@ -137,11 +141,35 @@ class FusedStep(Schedule):
         return assemble(task, steps, inputs, joined(begin, projection))
 
 
+def plain(task: Task) -> Task:
+    """The task with products of one operand each: a thread's sums are of one row of weights."""
+    several = any(len(product.terms) > 1 for phase in task.graph.phases for product in phase.products)
+    return replace(task, graph=one_by_one(task.graph)) if several else task
+
+
 def _shape(task: Task, p: int) -> tuple[int, int]:
     """Gates and operands of a phase."""
     if not task.graph.phases:
         return 0, 0
     return len(task.graph.phases[p].products), len(task.graph.phases[p].operands)
+
+
+def _shared_of(task: Task, tile: Tile, p: int) -> int:
+    """Bytes of shared memory of a phase's kernel."""
+    (gates, operands), phases = _shape(task, p), task.graph.phases
+    return tile.shared(gates, operands * (tile.heads(task.workload.hidden, heads_of(phases[p])) if phases else 1))
+
+
+def _shared(task: Task, tile: Tile) -> int:
+    """The most of all kernels."""
+    own = (_shared_of(task, tile, p) for p in range(phase_count(task.graph)))
+    return max(tile.shared(len(task.graph.hoisted_products), 1), *own)
+
+
+def _turns(task: Task, tile: Tile) -> int:
+    """Tiles along K that a step goes through."""
+    phases = [heads_of(p) for p in task.graph.phases] or [1]
+    return sum(-(-(task.workload.hidden // heads) // tile.depth) for heads in phases)
 
 
 def estimate(task: Task, tile: Tile) -> float:
@@ -153,9 +181,9 @@ def estimate(task: Task, tile: Tile) -> float:
     """
     w, phases = task.workload, phase_count(task.graph)
     most = -(-_grid(task, tile) // task.device.cores)
-    weights = sum(len(p.products) for p in task.graph.phases) * w.hidden * tile.units  # of a block
+    weights = multiplied(task.graph, w.hidden) * tile.units // w.hidden  # of a block
     chain = weights * tile.rows / tile.threads
-    barriers = 2.0 * -(-w.hidden // tile.depth) * phases
+    barriers = 2.0 * _turns(task, tile)
     return gpu_rates(task.device).launch * phases + CHAINED * chain + most * (
         TILE_BARRIER * barriers + WEIGHT * weights + PRODUCT * chain * tile.threads)
 
@@ -183,14 +211,15 @@ def _step_kernel(task: Task, tile: Tile, layout: Layout, buffers: list[Buffer], 
         scalars = StepScalars(task, layout, a, math)
         T.device_entry()
         block, thread = T.block(_grid(task, tile)), T.thread(tile.threads)
-        memory = T.shared(tile.shared(*_shape(task, p)) // 4)  # BlockProduct's
+        memory = T.shared(_shared_of(task, tile, p) // 4)  # BlockProduct's
         column, row0 = T.let("column", block % columns), T.let("row0", block // columns * tile.rows)
         with T.If(row0 < a["B"]), T.Then():
-            product = BlockProduct(tile, rows, memory, thread)
+            heads = heads_of(graph.phases[p]) if graph.phases else 1
+            product = BlockProduct(tile, rows, memory, thread, heads, w.hidden)
             if rows:
                 base = T.let("base", scalars.operand_base(p, a["t"] % 2 if p == 0 else 0))
                 source = a[f"operands_{p}"]
-                product.run(a[f"recurrent_{p}"], column, w.hidden, lambda o, row, k: T.cast(
+                product.run(a[f"recurrent_{p}"], column, w.hidden // heads, lambda o, row, k: T.cast(
                     source[base + scalars.wide(o) * layout.size + layout.place(scalars.wide(row0 + row), k)],
                     "float32"))
             with T.serial("turn", 0, -(-tile.units * tile.rows // tile.threads)) as turn:

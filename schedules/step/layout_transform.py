@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product as combinations
 
+from ecornn.analysis.heads import most_heads
 from ecornn.program import Buffer, Launch, Program
 from ecornn.schedules.assemble import assemble, shared_buffers
 from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond, recurrence_buffers
@@ -17,11 +18,12 @@ from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, joine
 from ecornn.schedules.builder import Expr, PrimFunc, T
 from ecornn.schedules.gemm.projection import no_projection
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred
+from ecornn.schedules.isa.tensor_core import words
 from ecornn.schedules.keeping import NOTHING, Stored
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
 from ecornn.schedules.step.loop import loop
-from ecornn.schedules.step.mma_product import TensorProduct, TilePlan, plan_of, unit_step, weights_buffer
+from ecornn.schedules.step.mma_product import PAIR, TensorProduct, TilePlan, plan_of, unit_step, weights_buffer
 from ecornn.schedules.step.scalars import (
     Layout,
     StepScalars,
@@ -44,6 +46,7 @@ class LayoutTransform(Schedule):
     revision = 2
     kind = "cuda"
     backward = True
+    heads = True
     doubt = 1.6  # LSTM 256x64x2048 on an H200 took 33 us a step, 20.5 were expected
 
     def refuses(self, task: Task) -> str | None:
@@ -54,6 +57,9 @@ class LayoutTransform(Schedule):
         if fault := no_projection(task):
             return fault
         if next(self._candidates(task), None) is None:
+            if (heads := most_heads(task.graph)) > 1:
+                return (f"cell {task.graph.cell!r} has heads of {task.workload.hidden // heads} units, which are no "
+                        f"whole tiles of tensor cores")
             return f"cell {task.graph.cell!r} has too many gates for a block"
         return None
 
@@ -88,6 +94,10 @@ class LayoutTransform(Schedule):
         if plan.rows % (8 * plan.batch_warps):
             return f"{plan.rows} batch rows for {plan.batch_warps} warps"
         for p in range(len(plan.gates)):
+            whole = words(plan.own(p), plan.dtype) == PAIR * plan.phase_pairs(p) and plan.own(p) % plan.units == 0
+            if plan.heads[p] > 1 and not whole:
+                return (f"units={plan.units} and stages of {plan.stage_pairs} pairs of k-tiles do not divide a head of "
+                        f"{plan.own(p)}")
             if plan.weight_rows(p) % (16 * plan.row_warps):
                 return f"{plan.weight_rows(p)} weight rows for {plan.row_warps} warps"
             if fault := no_room(device, plan.shared(p), plan.threads, plan.registers(p)):
@@ -121,7 +131,7 @@ class LayoutTransform(Schedule):
         phases = range(len(plan.gates))
         rows, width = -(-w.batch // plan.rows), plan.pairs * (32 if w.dtype != "float32" else 16)
         blocks = plan.columns * rows
-        products = sum(g * o for g, o in zip(plan.gates, plan.operands, strict=True))
+        products = sum(g * o / h for g, o, h in zip(plan.gates, plan.operands, plan.heads, strict=True))
         return {
             "blocks": blocks, "waves": blocks / task.device.cores, "threads": plan.threads,
             "weight_bytes": products * w.hidden * width * w.itemsize * rows,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import gcd, lcm, prod
 
 from ecornn.analysis import Product
+from ecornn.analysis.heads import heads_of
 from ecornn.program import PACKED, Buffer, Extent, Packing
 from ecornn.schedules.base import Config, Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
@@ -39,6 +40,7 @@ class TilePlan:
     stages: int
     gates: tuple[int, ...]  # of each phase
     operands: tuple[int, ...]  # of each phase
+    heads: tuple[int, ...]  # of each phase; a block's units are of one
 
     @property
     def threads(self) -> int:
@@ -60,7 +62,15 @@ class TilePlan:
 
     def turns(self, p: int) -> int:
         """Stages that a launch of phase p goes through."""
-        return self.operands[p] * self.pairs // self.stage_pairs
+        return self.operands[p] * self.phase_pairs(p) // self.stage_pairs
+
+    def own(self, p: int) -> int:
+        """Values of an operand of phase p that a unit multiplies."""
+        return self.hidden // self.heads[p]
+
+    def phase_pairs(self, p: int) -> int:
+        """Pairs of k-tiles of these, padded to whole stages."""
+        return -(-words(self.own(p), self.dtype) // (PAIR * self.stage_pairs)) * self.stage_pairs
 
     def weight_rows(self, p: int) -> int:
         return self.gates[p] * self.units
@@ -109,7 +119,8 @@ def plan_of(task: Task, config: Config) -> TilePlan:
     cut = {k: int(config[k]) for k in ("units", "rows", "row_warps", "batch_warps", "split", "depth", "stages")}
     return TilePlan(hidden=task.workload.hidden, dtype=task.workload.dtype,
                 arithmetic=task.workload.arithmetic, **cut,
-                gates=tuple(len(p.products) for p in phases), operands=tuple(len(p.operands) for p in phases))
+                gates=tuple(len(p.products) for p in phases), operands=tuple(len(p.operands) for p in phases),
+                heads=tuple(heads_of(p) for p in phases))
 
 
 def weights_buffer(task: Task, plan: TilePlan, p: int) -> Buffer:
@@ -122,9 +133,13 @@ def weights_buffer(task: Task, plan: TilePlan, p: int) -> Buffer:
     sources: list[tuple[str, int]] = []
     for operand in phase.operands:
         sources += [product.source(operand) for product in phase.products]
-    made, multiplied = (plan.columns, plan.units), (plan.pairs, PAIR * n)
+    made, multiplied = (plan.columns, plan.units), (plan.phase_pairs(p), PAIR * n)
     first, count = (plan.operands[p], plan.gates[p]), len(sources)
-    if phase.products[0].terms[0].transposed:
+    if phase.products[0].terms[0].transposed and plan.heads[p] > 1:  # each block is
+        heads, made = plan.heads[p], (plan.columns // plan.heads[p], plan.units)
+        packing = Packing(tuple(sources), (count, heads * prod(multiplied), prod(made)),
+                          (*first, heads, *multiplied, *made), (2, 5, 0, 3, 1, 6, 4), plan.dtype)
+    elif phase.products[0].terms[0].transposed:
         packing = Packing(tuple(sources), (count, prod(multiplied), prod(made)), (*first, *multiplied, *made),
                           (4, 0, 2, 1, 5, 3), plan.dtype)
     else:
@@ -160,7 +175,8 @@ class TensorProduct:
         operands start.
         """
         plan, p = self.plan, self.p
-        turns = plan.turns(p)
+        turns, own = plan.turns(p), plan.own(p)
+        self.head = T.let("head", column * plan.units // own * own) if plan.heads[p] > 1 else None
         # (m16 tile of weight rows, n8 tile of batch rows, 4)
         acc = T.local("acc", (plan.tiles(p), plan.octets, 4), "float32")
         with T.unroll("m", plan.tiles(p)) as m, T.unroll("n", plan.octets) as n, T.unroll("i", 4) as i:
@@ -209,7 +225,7 @@ class TensorProduct:
     def _load_operand(self, operands: TirBuffer, base: Expr, row0: Expr, turn: Expr, place: Expr,
                       layout: Layout) -> None:
         plan, n = self.plan, per_word(self.plan.dtype)
-        stages = plan.pairs // plan.stage_pairs  # of one operand
+        stages = plan.phase_pairs(self.p) // plan.stage_pairs  # of one operand
         start = T.let("start", place + plan.stage_pairs * plan.weight_rows(self.p) * PAIR)
         operand = T.let("operand", base + turn // stages * layout.size) if plan.operands[self.p] > 1 else base
         pair0 = T.let("pair0", turn % stages * plan.stage_pairs)
@@ -219,7 +235,8 @@ class TensorProduct:
                 pair, row = index // 4 % plan.stage_pairs, index // (4 * plan.stage_pairs)
             else:
                 pair, row = index // (4 * plan.rows), index // 4 % plan.rows
-            source = operand + layout.place(row0 + row, (pair0 + pair) * (PAIR * n) + quarter * (4 * n))
+            value = (pair0 + pair) * (PAIR * n) + quarter * (4 * n)
+            source = operand + layout.place(row0 + row, value if self.head is None else self.head + value)
             T.evaluate(T.ptx["cp.async.cg.shared.global"](
                 self.shared.ptr_to([start + (pair * plan.rows + row) * PAIR + quarter * 4]),
                 operands.ptr_to([source]), 16))

@@ -41,8 +41,15 @@ class Tile:
     def weight_floats(self, gates: int) -> int:
         return self.depth * gates * self.units
 
+    def heads(self, hidden: int, heads: int) -> int:
+        """Of a layer's ``heads``, those that a block's units may belong to."""
+        own = hidden // heads
+        if heads == 1 or own % self.units == 0:
+            return 1
+        return min(heads, -(-self.units // own) + (self.units % own != 0))
+
     def shared(self, gates: int, operands: int) -> int:
-        """Bytes of shared memory: tiles while multiplying, partial sums afterwards."""
+        """Bytes of shared memory: tiles while multiplying, partial sums afterwards; ``operands`` of each head."""
         tiles = self.weight_floats(gates) + operands * self.rows * (self.depth + 1)
         return 4 * max(tiles, self.split * self.rows * gates * self.units, 4)
 
@@ -53,7 +60,8 @@ def tile_of(config: Config) -> Tile:
 
 
 def weights_buffer(name: str, task: Task, tile: Tile, rows: tuple[Product, ...], inputs: int) -> Buffer:
-    """Packed weights in the order (unit block, K tile, k, gate, unit): a block's tile is contiguous."""
+    """Packed weights, of ``inputs`` values a unit, in the order (unit block, K tile, k, gate, unit): a block's tile is
+    contiguous."""
     blocks, chunks = -(-task.workload.hidden // tile.units), -(-inputs // tile.depth)
     pad = (len(rows), blocks * tile.units, chunks * tile.depth)
     split = (len(rows), blocks, tile.units, chunks, tile.depth)
@@ -64,17 +72,22 @@ def weights_buffer(name: str, task: Task, tile: Tile, rows: tuple[Product, ...],
 class BlockProduct:
     """Emits the products ``rows`` of one block.
 
+    With heads the tile of the operands has their parts for each head of the block; a thread reads that of its unit.
+
     Parameters
     ----------
     memory : the block's shared memory, float32: a tile of weights (k, gate, unit) and one of the operands (operand,
         row, k); afterwards partial sums (part of K, row, gate, unit)
     thread : the thread's number
     operand : ``operand(o, row, k)``: operand number o at a row of the block and an index k below the
-        padded K, float32; zero or finite wherever a weight is padding
+        padded K, float32; zero or finite wherever a weight is padding; with heads an index below H
+    heads : how many there are, of H = ``hidden``
     """
 
-    def __init__(self, tile: Tile, rows: tuple[Product, ...], memory: TirBuffer, thread: Expr) -> None:
+    def __init__(self, tile: Tile, rows: tuple[Product, ...], memory: TirBuffer, thread: Expr, heads: int = 1,
+                 hidden: int = 0) -> None:
         self.tile, self.rows, self.memory, self.thread = tile, rows, memory, thread
+        self.heads, self.own, self.near = heads, hidden // heads, tile.heads(hidden, heads)
         self.operands = {v: o for o, v in enumerate(dict.fromkeys(r.term.operand for r in rows))}  # as in the phase
         self.unit = T.let("unit", thread % tile.units)
         self.group = T.let("group", thread // tile.units % tile.groups)
@@ -85,6 +98,10 @@ class BlockProduct:
         tile, gates = self.tile, len(self.rows)
         if not gates:
             return
+        if self.heads > 1:
+            first_head = T.let("first_head", block * tile.units // self.own)
+            last = T.min(block * tile.units + self.unit, self.heads * self.own - 1)
+            self.head = T.let("head", last // self.own - first_head) if self.near > 1 else T.int32(0)
         acc = T.local("acc", (gates, tile.thread_rows), "float32")  # (gate, batch row of the thread)
         with T.unroll("g", gates) as g, T.unroll("r", tile.thread_rows) as r:
             T.buffer_store(acc, T.float32(0), [g, r])
@@ -96,12 +113,19 @@ class BlockProduct:
                 index = T.let("index", turn * tile.threads + self.thread)
                 with T.If(index < size), T.Then():
                     T.buffer_store(self.memory, T.cast(weights[first + index], "float32"), [index])
-            vectors = len(self.operands) * tile.rows
+            vectors = len(self.operands) * self.near * tile.rows
             with T.unroll("turn", -(-vectors * tile.depth // tile.threads)) as turn:
                 index = T.let("index", turn * tile.threads + self.thread)
                 with T.If(index < vectors * tile.depth), T.Then():
                     vector, k = T.let("vector", index // tile.depth), T.let("k", index % tile.depth)
-                    value = operand(vector // tile.rows, vector % tile.rows, chunk * tile.depth + k)
+                    row, of, at = vector % tile.rows, vector // tile.rows, chunk * tile.depth + k
+                    if self.heads == 1:
+                        value = operand(of, row, at)
+                    else:  # a block's last heads may be behind the layer's last one
+                        head = T.let("of_head", T.min(first_head + of % self.near, self.heads - 1))
+                        inside = T.let("inside", at < self.own)
+                        place = T.let("place", head * self.own + T.Select(inside, at, 0))
+                        value = T.Select(inside, operand(of // self.near, row, place), T.float32(0))
                     T.buffer_store(self.memory, value, [size + vector * (tile.depth + 1) + k])
             T.evaluate(T.cuda.cta_sync())
             steps = tile.depth // tile.split
@@ -118,7 +142,9 @@ class BlockProduct:
     def _multiply(self, acc: TirBuffer, k: Expr, size: int) -> None:
         tile, gates = self.tile, len(self.rows)
         row = self.group * tile.thread_rows
-        values = [[T.let("value", self.memory[size + (o * tile.rows + row + r) * (tile.depth + 1) + k])
+        if self.near > 1:
+            row = T.let("row", self.head * tile.rows + row)
+        values = [[T.let("value", self.memory[size + (o * self.near * tile.rows + row + r) * (tile.depth + 1) + k])
                    for r in range(tile.thread_rows)] for o in range(len(self.operands))]
         for g, source in enumerate(self.rows):
             weight = T.let("weight", self.memory[(k * gates + g) * tile.units + self.unit])

@@ -15,11 +15,12 @@ class Published(Cell):
     """A cell whose ``shapes`` say (G, "I"), (G, "H") or (G,) of each parameter.
 
     ``numpy(x, s, p)`` is its step on arrays: x (B, I), the states by name, and parameters (G, H, K) and (G, H), to the
-    new states in their order. ``square``: it reads x at each unit, so that I = H. ``ranges``: where the values of some
-    parameters are drawn from, instead of around 0.
+    new states in their order. ``hidden``: an H that it can have. ``square``: it reads x at each unit, so that I = H.
+    ``ranges``: where the values of some parameters are drawn from, instead of around 0.
     """
 
     shapes: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    hidden: ClassVar[int] = 7
     square: ClassVar[bool] = False
     ranges: ClassVar[dict[str, tuple[float, float]]] = {}
 

@@ -14,7 +14,7 @@ from ecornn.schedules.cpu.cost import best_tile, beyond_l2, gates_at_once, shape
 from ecornn.schedules.cpu.sequence import sequence
 from ecornn.schedules.cpu.stages import StepPlan
 from ecornn.schedules.cpu.stages import plan as plan_step
-from ecornn.schedules.cpu.tiling import Shape, Tile, column_choices, row_choices, vectors_of
+from ecornn.schedules.cpu.tiling import Shape, Tile, column_choices, head_vectors, row_choices, vectors_of
 from ecornn.schedules.cpu.training.backward import BackwardWorker
 from ecornn.schedules.cpu.training.forward import KeepingSequence
 from ecornn.schedules.cpu.training.graphs import Backward, backward_plans
@@ -58,10 +58,12 @@ def backward_shapes(task: Task, plans: Backward, forward: Shape) -> tuple[Shape,
             return Tile(1, 1, 1)
         heights = row_choices(of.device, rows)
         columns = column_choices(of.device, gates, of.workload)
+        head = head_vectors(task) if of is task else 0
         height, width, _, at_once = best_tile(of, rows, [gates], heights, columns, (0,), gates_at_once(of),
-                                              not every_step)
+                                              not every_step, head)
         ahead = cpu_rates(of.device).slow_l3 and every_step and beyond_l2(task) and rows > height
-        return Tile(height, vectors_of(width, gates), 4 if height * width <= 12 else 2, ahead=ahead, gates=at_once)
+        return Tile(height, vectors_of(width, gates, head), 4 if height * width <= 12 else 2, ahead=ahead,
+                    gates=at_once)
 
     whole = chunk * work.batch
     made = {**tiles(plans.replay, whole, task, False), **tiles(plans.recurrence, work.batch, task, True),

@@ -117,8 +117,8 @@ class BackwardWorker:
     @property
     def work(self) -> int:
         """Multiply-adds of a row in a step, about."""
-        outer = (self.outer(o) for o in self.outer_products)
-        return sum(part.work for part in (self.recurrence, *self.passes)) + sum(o.rows * o.columns for o in outer)
+        outer = sum(o.heads * o.rows * o.columns for o in map(self.outer, self.outer_products))
+        return sum(part.work for part in (self.recurrence, *self.passes)) + outer
 
     # -- declarations ---------------------------------------------------------------------------
     def declare(self) -> None:
@@ -292,8 +292,8 @@ class BackwardWorker:
         rows, columns = (self.shape.input if v is None else self.shape.hidden for v in (o.value, o.operand))
         value, operand = (self.x if v is None else self.places[v] for v in (o.value, o.operand))
         assert value is not None and operand is not None
-        return Outer(self.root.data[f"gradient_{o.parameter}"], o.gate * rows * columns, rows, columns, value,
-                     operand)
+        rows, columns, gate = rows // o.heads, columns // o.heads, rows * (columns // o.heads)
+        return Outer(self.root.data[f"gradient_{o.parameter}"], o.gate * gate, rows, columns, value, operand, o.heads)
 
     def epilogue(self) -> None:
         """Gradients of the first states, and of parameter vectors."""

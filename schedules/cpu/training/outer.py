@@ -24,7 +24,8 @@ COPIED = 8  # panels that a thread copies side by side: what it reads of a row a
 @dataclass(frozen=True)
 class Outer:
     """``data[start + j * columns + k]``, j < ``rows`` and k < ``columns``, gets outer products of ``value`` and
-    ``operand``."""
+    ``operand``; with ``heads`` these are of the first one, and those of the others follow, in memory and in both
+    sides."""
 
     data: TirBuffer
     start: int
@@ -32,17 +33,21 @@ class Outer:
     columns: int
     value: Place
     operand: Place
+    heads: int = 1
 
 
 @dataclass(frozen=True)
 class Panels:
-    """Copies of ``count`` panels of ``width`` elements a row, ``stride`` apart."""
+    """Copies of ``count`` panels of ``width`` elements a row, ``stride`` apart; with ``heads`` of ``length`` elements
+    each so many."""
 
     data: TirBuffer
     source: Place
     width: int
     count: int
     stride: int
+    heads: int = 1
+    length: int = 0
 
 
 class OuterProducts:
@@ -52,16 +57,17 @@ class OuterProducts:
         self.worker, self.outers = worker, outers
         lanes = worker.e.lanes
         self.height, self.vectors = (8, 3) if registers > 16 else (6, 2)
-        self.panels: dict[tuple[Place, int], Panels] = {}
+        self.panels: dict[tuple[Place, int, int], Panels] = {}
         for outer in outers:
             for place, width, length in ((outer.value, self.height, outer.rows),
                                          (outer.operand, self.vectors * lanes, outer.columns)):
-                if (place, width) not in self.panels:
+                if (place, width, outer.heads) not in self.panels:
                     # room for the last row's vector, which may be wider than a panel
                     count, stride = -(-length // width), -(-rooms * width // lanes) * lanes + lanes
                     name = f"panels_{len(self.panels)}"
-                    worker.buffer(name, WORKSPACE, Extent(count * stride))
-                    self.panels[place, width] = Panels(worker.data[name], place, width, count, stride)
+                    worker.buffer(name, WORKSPACE, Extent(outer.heads * count * stride))
+                    self.panels[place, width, outer.heads] = Panels(worker.data[name], place, width, count, stride,
+                                                                    outer.heads, length)
 
     def add(self, rows: Expr) -> None:
         """Adds those of ``rows`` rows."""
@@ -76,35 +82,50 @@ class OuterProducts:
     def _copy(self, panels: Panels, rows: Expr) -> None:
         """A vector that reaches past its panel's row is written before the next row is."""
         e, lanes, width = self.worker.e, self.worker.e.lanes, panels.width
-        with self.worker.tasks("copy", e.index(-(-panels.count // COPIED))) as task:
+        with self.worker.tasks("copy", e.index(-(-panels.count * panels.heads // COPIED))) as task:
             first = e.let("first_panel", task * e.index(COPIED))
-            count = e.let("panels_here", e.tirx.Min(e.index(COPIED), e.index(panels.count) - first))
+            count = e.let("panels_here", e.tirx.Min(e.index(COPIED),
+                                                           e.index(panels.count * panels.heads) - first))
             with e.loop("row", rows) as row, e.loop("panel", count) as number:
                 panel = first + number
-                source = e.let("source", panels.source.at(e, row) + panel * e.index(width))
+                inside = panel * e.index(width)
+                if panels.heads > 1:
+                    inside = (e.div(panel, panels.count) * e.index(panels.length)
+                              + e.mod(panel, panels.count) * e.index(width))
+                source = e.let("source", panels.source.at(e, row) + inside)
                 into = e.let("into", panel * e.index(panels.stride) + row * e.index(width))
                 for at in range(0, width, lanes):
                     e.vstore(panels.data, into + e.index(at), e.vload(panels.source.data, source + e.index(at)))
 
     def _outer(self, outer: Outer, rows: Expr) -> None:
         e, wide = self.worker.e, self.vectors * self.worker.e.lanes
-        values, operands = self.panels[outer.value, self.height], self.panels[outer.operand, wide]
+        values = self.panels[outer.value, self.height, outer.heads]
+        operands = self.panels[outer.operand, wide, outer.heads]
         blocks = -(-values.count // TOGETHER)
         each = -(-values.count // blocks)
-        with self.worker.tasks("outer", e.index(blocks * operands.count)) as task:
+        with self.worker.tasks("outer", e.index(outer.heads * blocks * operands.count)) as task:
             panel = e.let("k_panel", e.mod(task, operands.count))
-            top = e.let("first_tile", e.div(task, operands.count) * e.index(each))
+            head, part = None, e.div(task, operands.count)
+            if outer.heads > 1:
+                head, part = e.let("head", e.div(part, blocks)), e.mod(part, blocks)
+            top = e.let("first_tile", part * e.index(each))
             with e.loop("tile", e.tirx.Min(e.index(each), e.index(values.count) - top)) as number:
-                self._tile(outer, values, operands, e.let("j_tile", top + number), panel, rows)
+                self._tile(outer, values, operands, e.let("j_tile", top + number), panel, rows, head)
 
-    def _tile(self, outer: Outer, values: Panels, operands: Panels, tile: Expr, panel: Expr, rows: Expr) -> None:
-        """Adds those of a tile of j and a panel of k."""
+    def _tile(self, outer: Outer, values: Panels, operands: Panels, tile: Expr, panel: Expr, rows: Expr,
+              head: Expr | None) -> None:
+        """Adds those of a tile of j and a panel of k, of a head if there are several."""
         e, lanes, height, vectors = self.worker.e, self.worker.e.lanes, self.height, self.vectors
         j, k = e.let("j", tile * e.index(height)), e.let("k", panel * e.index(operands.width))
-        left, right = e.let("left", tile * e.index(values.stride)), e.let("right", panel * e.index(operands.stride))
+        first, left, right = e.index(outer.start), tile, panel
+        if head is not None:
+            first = e.let("first", first + head * e.index(outer.rows * outer.columns))
+            left, right = head * e.index(values.count) + left, head * e.index(operands.count) + right
+        left = e.let("left", left * e.index(values.stride))
+        right = e.let("right", right * e.index(operands.stride))
         sums = [[e.local(f"outer_{m}_{n}") for n in range(vectors)] for m in range(height)]
         for m, registers in enumerate(sums):
-            e.prefetch(outer.data, e.index(outer.start) + (j + e.index(m)) * e.index(outer.columns) + k)
+            e.prefetch(outer.data, first + (j + e.index(m)) * e.index(outer.columns) + k)
             for register in registers:
                 e.vstore(register, 0, e.splat(0.0))
         with e.loop("row", rows) as row:
@@ -118,14 +139,14 @@ class OuterProducts:
                                             k + e.index(vectors * lanes) <= e.index(outer.columns)))
         with e.when(inside):
             for m in range(height):
-                start = e.let("start", e.index(outer.start) + (j + e.index(m)) * e.index(outer.columns) + k)
+                start = e.let("start", first + (j + e.index(m)) * e.index(outer.columns) + k)
                 for n in range(vectors):
                     at = start + e.index(n * lanes)
                     e.vstore(outer.data, at, e.vload(outer.data, at) + e.vload(sums[m][n], 0))
         with e.when(e.tirx.Not(inside)):
-            self._edge(outer, j, k, sums)
+            self._edge(outer, first, j, k, sums)
 
-    def _edge(self, outer: Outer, j: Expr, k: Expr, sums: list[list[TirBuffer]]) -> None:
+    def _edge(self, outer: Outer, first: Expr, j: Expr, k: Expr, sums: list[list[TirBuffer]]) -> None:
         """Adds what of a tile is within the matrix, element by element."""
         e, lanes, height, vectors = self.worker.e, self.worker.e.lanes, self.height, self.vectors
         tile = e.tirx.decl_buffer([height * vectors * lanes], e.real, "tile", scope="local")
@@ -136,5 +157,5 @@ class OuterProducts:
         high = e.tirx.Min(e.index(height), e.index(outer.rows) - j)
         wide = e.tirx.Min(e.index(vectors * lanes), e.index(outer.columns) - k)
         with e.loop("m", high) as m, e.loop("n", wide) as n:
-            at = e.index(outer.start) + (j + m) * e.index(outer.columns) + k + n
+            at = first + (j + m) * e.index(outer.columns) + k + n
             e.store(outer.data, at, e.load(outer.data, at) + e.load(tile, m * e.index(vectors * lanes) + n))

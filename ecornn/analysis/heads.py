@@ -1,0 +1,79 @@
+"""Products with heads: block-diagonal matrices, of which parameters have the blocks alone.
+
+    product[b, j] = sum_k operand[b, head * K + k] * parameter[gate, j, k],    head = j // K,  K = H / heads
+
+Units of a head see each other, and no others. A phase has products of one number of heads: what schedules lay out, and
+exchange, is then the same for all of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ecornn.analysis.step import Phase, Product, StepGraph, Term
+
+if TYPE_CHECKING:
+    from tvm.ir import Expr
+    from tvm.tirx import Var
+
+Array = NDArray[Any]
+
+
+def heads_at(place: Expr, j: Var, k: Var, hidden: int, own: int) -> int:
+    """The heads of a product that reads its operand, of ``hidden`` values, at ``place``, and a parameter, whose rows
+    have ``own`` values, at [j, k]; 0 where it is none."""
+    from tvm import sym, tirx
+
+    if hasattr(place, "same_as") and place.same_as(k):
+        return 1
+    if own < 1 or hidden % own:
+        return 0
+    wanted = tirx.floordiv(j, tirx.const(own, "int32")) * own + k
+    return hidden // own if sym.Analyzer().can_prove_equal(place, wanted) else 0
+
+
+def heads_of(phase: Phase) -> int:
+    """Of the products of a phase."""
+    return phase.products[0].terms[0].heads if phase.products else 1
+
+
+def most_heads(graph: StepGraph) -> int:
+    """Of the phases of a step."""
+    return max((heads_of(phase) for phase in graph.phases), default=1)
+
+
+def by_heads(phase: Phase) -> list[Phase]:
+    """A phase as several, one for each number of heads; statistics, and what follows, are in the last one."""
+    kinds: dict[int, list[Product]] = {}
+    for product in phase.products:
+        kinds.setdefault(product.terms[0].heads, []).append(product)
+    if len(kinds) < 2:
+        return [phase]
+    found = [Phase(tuple(dict.fromkeys(t.operand for p in those for t in p.terms)), tuple(those), ())
+             for those in kinds.values()]
+    return [*found[:-1], Phase(found[-1].operands, found[-1].products, phase.assigns, phase.statistics)]
+
+
+def multiplied(graph: StepGraph, hidden: int) -> int:
+    """Values of the matrices of a step, of one operand each; that is multiply-adds of a row."""
+    return sum(len(p.products) * hidden * (hidden // heads_of(p)) for p in graph.phases)
+
+
+def product_of(operand: Array | None, matrix: Array, term: Term) -> Array:
+    """A term: operand (..., B, K) with a gate (H, K) or (H, K / heads) of its parameter."""
+    assert operand is not None, "products of x are given x"
+    if term.heads == 1:
+        return operand @ (matrix if term.transposed else matrix.T)
+    blocks = matrix.reshape(term.heads, -1, matrix.shape[1])
+    parts = operand.reshape(*operand.shape[:-1], term.heads, -1)
+    found = np.einsum("...nk,nkj->...nj" if term.transposed else "...nk,njk->...nj", parts, blocks)
+    return found.reshape(*operand.shape[:-1], -1)
+
+
+def outer(value: Array, operand: Array, heads: int) -> Array:
+    """Outer products of rows (..., H) added up, (H, K / heads): the gradient of a gate."""
+    left, right = (a.reshape(-1, heads, a.shape[-1] // heads) for a in (value, operand))
+    return np.concatenate([left[:, n].T @ right[:, n] for n in range(heads)])
