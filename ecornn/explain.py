@@ -171,7 +171,8 @@ def summary(task: Task) -> StepSummary:
     size = 2.0 if work.weights in ("bfloat16", "int16") else {"int8": 1.0, "int21": 8 / 3}.get(
         work.weights or "", float(work.itemsize))
     weights = products * work.hidden ** 2
-    return StepSummary(list(graph.states), graph.output, len(graph.hoisted_products), products,
+    output = graph.output or ", ".join(v.name for v in graph.outputs)
+    return StepSummary(list(graph.states), output, len(graph.hoisted_products), products,
                        len(graph.statistics), exchanged, stays, weights, round(weights * size), weights * work.batch)
 
 

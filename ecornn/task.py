@@ -63,7 +63,7 @@ def make_program(schedule: Schedule, task: Task, config: Config,
 def make_manifest(cell: Cell, task: Task, schedule: Schedule, config: Config, program: Program,
                   provenance: str, stack: Stack = SINGLE, overlap: Overlap = SERIAL) -> Manifest:
     """What the module file will say about itself; ``task`` is of the first part of the stack, on the whole device."""
-    parameters = []
+    parameters, outputs = [], cell.output_names()
     for part in stack.parts(task.workload):
         prefix = parameter_prefix(stack, part)
         own = cell.own_input(part.workload.input, part.workload.hidden)
@@ -73,11 +73,12 @@ def make_manifest(cell: Cell, task: Task, schedule: Schedule, config: Config, pr
             parameters.append(Parameter(name, prefix + key, shape, gates))
     return Manifest(
         workload=task.workload, device=task.device, schedule=schedule.name, config=dict(config),
-        provenance=provenance, states=tuple(task.graph.states), output=task.graph.output,
+        provenance=provenance, states=tuple(task.graph.states), output=outputs[0],
         parameters=tuple(parameters), buffers=program.buffers,
         entries={name: entry.takes for name, entry in program.entries.items()}, versions=versions(), stack=stack,
         overlap=overlap, together=program.together or task.workload.batch, inputs=tuple(cell.inputs) or msgspec.UNSET,
-        optional=leaves_out(program) or msgspec.UNSET)
+        optional=leaves_out(program) or msgspec.UNSET,
+        outputs=outputs if len(outputs) > 1 else msgspec.UNSET)
 
 
 def versions() -> dict[str, str]:

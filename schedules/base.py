@@ -159,7 +159,7 @@ class Schedule(ABC):
 def beyond_forward(graph: StepGraph) -> str | None:
     """None, or what the graph has that no schedule carries out in a layer: cells have none of it, adjoints do."""
     products = (product for phase in graph.phases for product in phase.products)
-    found = {"inputs that are not multiplied": graph.given, "outputs beside y": graph.outputs,
+    found = {"inputs that are not multiplied": graph.given,
              "values summed over steps": graph.sums, "weight gradients": graph.outer_products,
              "products of several terms or transposed weights": [
                  p for p in products if len(p.terms) > 1 or p.terms[0].transposed],

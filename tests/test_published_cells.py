@@ -17,6 +17,7 @@ from published.base import Published
 import ecornn
 from ecornn.analysis import analyse
 from ecornn.build.link import find_compiler
+from ecornn.interpreter import output_numbers
 from ecornn.schedules import Task, all_schedules
 from ecornn.tune.oracle import relative_error
 from ecornn.workload import Workload
@@ -45,8 +46,9 @@ def formula(cell: Published, x: Any, parameters: dict[str, Any], states: list[An
     """y and the last states by the cell's formula, in float64."""
     p, now, y = {n: v.astype(np.float64) for n, v in parameters.items()}, [s.astype(np.float64) for s in states], []
     for row in x.astype(np.float64):
-        now = list(cell.numpy(row, dict(zip(cell.states, now, strict=True)), p))
-        y.append(now[cell.states.index(cell.output_state())])
+        made = list(cell.numpy(row, dict(zip(cell.states, now, strict=True)), p))
+        now = made[:len(now)]
+        y.append(np.concatenate([made[n] for n in output_numbers(cell)], axis=1))
     return np.stack(y), now
 
 

@@ -331,21 +331,28 @@ class _Walk:
             except Exception as error:  # TVM and the user's own code raise what they like
                 raise self.lines.failed(self.cell.name, error) from error
         outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
-        if len(outputs) != len(self.cell.states):
+        names = self.cell.returned_names()
+        if len(outputs) != len(names):
+            beside = names[len(self.cell.states):]
             raise CellError(f"cell {self.cell.name!r}: step() returned {len(outputs)} tensors for "
-                            f"{len(self.cell.states)} states {self.cell.states}")
-        results = {}
-        for name, tensor in zip(self.cell.states, outputs, strict=True):
+                            f"{len(self.cell.states)} states {self.cell.states}"
+                            + (f" and {len(beside)} outputs {beside} behind them" if beside else ""))
+        returned = {}
+        for name, tensor in zip(names, outputs, strict=True):
+            what = f"new state {name!r}" if name in self.cell.states else f"output {name!r}"
             if not hasattr(tensor, "op"):
-                raise CellError(f"cell {self.cell.name!r}: new state {name!r} is no tensor: {tensor!r}")
+                raise CellError(f"cell {self.cell.name!r}: {what} is no tensor: {tensor!r}")
             if tuple(int(s) for s in tensor.shape) != (BATCH, self.hidden):
                 raise self.lines.located(CellError(
-                    f"cell {self.cell.name!r}: new state {name!r} has shape {tuple(int(s) for s in tensor.shape)}; "
+                    f"cell {self.cell.name!r}: {what} has shape {tuple(int(s) for s in tensor.shape)}; "
                     f"expected (B, H), here ({BATCH}, {self.hidden})"), tensor.op)
             value = self.scalar(tensor, [self.b, self.j])
             if is_constant(value):
-                raise CellError(f"cell {self.cell.name!r}: new state {name!r} is a constant")
-            results[name] = value
+                raise CellError(f"cell {self.cell.name!r}: {what} is a constant")
+            returned[name] = value
+        results = {name: returned[name] for name in self.cell.states}
+        (output, *others) = self.cell.output_names()
+        written = () if output in results and not others else tuple(returned[n] for n in (output, *others))
         check_read(self.cell, self.shapes, {(v.parameter, v.gate) for v in self.vectors}
                    | {p.term.source for _, p in self.products}, self.lines)
         inputs = {n: self.leaf(("input", n), n, INPUT) for n in self.cell.inputs if ("input", n) in self.leaves}
@@ -361,7 +368,7 @@ class _Walk:
             products = tuple(product for lv, product in self.products if lv == p)
             operands = tuple(dict.fromkeys(product.term.operand for product in products))
             phases.append(Phase(operands, products, at(p), self.statistics.at(p, self.leaves)))
-        read = self.read_since(STATE) | dict.fromkeys(results.values())
+        read = self.read_since(STATE) | dict.fromkeys((*results.values(), *written))
         hoisted = [v for v in read if self.level[v] in (INPUT, NORMALIZED)]
         projected = [v for v in self.read_since(NORMALIZED) | read if self.level[v] == INPUT]
         if not self.statistics.at(NORMALIZED, self.leaves):
@@ -369,7 +376,7 @@ class _Walk:
         most = max(len(projected), len(hoisted)) if hoisted else 0
         return StepGraph(
             cell=self.cell.name, parameters=self.shapes, states=states, results=results,
-            output=self.cell.output_state(), x=self.x, vectors=tuple(self.vectors),
+            output="" if written else output, outputs=written, x=self.x, vectors=tuple(self.vectors),
             invariants=at(INVARIANT), hoisted_products=tuple(p for lv, p in self.products if lv == INPUT),
             hoisted=at(INPUT), inputs=inputs, prologue=at(STATE), phases=tuple(phases),
             hoisted_outputs=repeated(hoisted, most), projected=repeated(projected, most),

@@ -136,7 +136,7 @@ class StepGraph:
     parameters : name -> te shape, (G, H, K) or (G, H)
     states : name -> leaf, the value of the state before the step
     results : name -> variable or leaf that is the state after the step
-    output : name of the state that is y
+    output : name of the state that is y; empty where y is what ``outputs`` has
     x : leaf of x[b, j] used outside products (then I == H), or None
     inputs : name -> leaf of each sequence beside x, given for each step, row and unit: in memory behind x in its rows,
         in this order
@@ -155,7 +155,8 @@ class StepGraph:
     phases : the recurrent products and statistics in order, each with the assignments that follow it
     given : leaves of level -2 that are inputs of each step as they are, not multiplied: gradients of y, what the
         forward pass kept. Of a cell none
-    outputs : values that each step writes, beside y
+    outputs : values that each step writes in place of y, in their order: of a cell whose output is no state, or that
+        has several; and of adjoints
     sums, outer_products : what is accumulated over all steps
 
     A graph without states is a pass over all steps at once.
@@ -193,6 +194,11 @@ class StepGraph:
         """Leaf of each input -> where its H values begin in such a row."""
         first = self.own_input(width, hidden)
         return {var: first + n * hidden for n, var in enumerate(self.inputs.values())}
+
+    @property
+    def written(self) -> int:
+        """Values that a step writes for each unit: those of ``outputs``, or one, y."""
+        return max(1, len(self.outputs))
 
     @property
     def product_phases(self) -> tuple[Phase, ...]:

@@ -47,7 +47,9 @@ class Cell(ABC):
     ----------------
     name : short identifier, lower case
     states : names of the states, in the order in which ``step`` takes and returns them
-    output : the state that is the layer's output y; the first one unless said otherwise
+    output : what is the layer's output y: the name of a state, whose new value it is, or another name, of a tensor
+        (B, H) that ``step`` returns behind the states; or several such names, for as many outputs. Default: the first
+        state
     nonnegative : states, and inputs, that are never below 0, so that the random ones that a candidate is checked with
         are not either: a quotient by such a state may have no exact value otherwise
     inputs : names of sequences beside x, a value for each step, batch row and unit: ``step`` finds each among its
@@ -57,7 +59,7 @@ class Cell(ABC):
 
     name: str
     states: tuple[str, ...]
-    output: str = ""
+    output: str | tuple[str, ...] = ""
     nonnegative: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
@@ -73,8 +75,8 @@ class Cell(ABC):
 
     @abstractmethod
     def step(self, x: Tensor, states: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Sequence[Tensor]:
-        """One step on te tensors: x (B, I) and states (B, H) to the new states, each (B, H); ``parameters`` by name,
-        and ``inputs``, (B, H) each."""
+        """One step on te tensors: x (B, I) and states (B, H) to the new states, each (B, H), and behind them those of
+        ``output`` that are no states; ``parameters`` by name, and ``inputs``, (B, H) each."""
 
     def sample(self, name: str, shape: Shape, rng: Generator) -> Any:
         """Values of the parameter ``name``, of that shape (G, H, K) or (G, H), as a trained layer might have them: what
@@ -98,11 +100,21 @@ class Cell(ABC):
         """The name under which a user passes a parameter; PyTorch's, with its suffix."""
         return f"{name}_l{layer}" + ("_reverse" if reverse else "")
 
+    def output_names(self) -> tuple[str, ...]:
+        """Names of the outputs: of states, or of what ``step`` returns behind these."""
+        if isinstance(self.output, str):
+            return (self.output or self.states[0],)
+        return tuple(self.output)
+
+    def returned_names(self) -> tuple[str, ...]:
+        """Names of all that ``step`` returns, in order."""
+        return (*self.states, *(name for name in self.output_names() if name not in self.states))
+
     def output_state(self) -> str:
-        """Name of the state that is y."""
-        name = self.output or self.states[0]
-        if name not in self.states:
-            raise CellError(f"cell {self.name!r}: output {name!r} is not one of {self.states}")
+        """Name of the state that is y. Raises :class:`~ecornn.errors.CellError` where y is no state, or not one."""
+        (name, *others) = self.output_names()
+        if name not in self.states or others:
+            raise CellError(f"cell {self.name!r}: output {self.output!r} is not one of its states {self.states}")
         return name
 
     def identity(self) -> str:

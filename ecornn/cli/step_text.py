@@ -59,7 +59,7 @@ def step_text(graph: StepGraph, work: Workload, stack: Stack) -> str:
     if not graph.phases:
         lines += wrapped("no exchange: each unit sees itself only, so that steps wait for nothing", 1)
     lines += wrapped(", ".join(f"{n}' = {names.text(v)}" for n, v in graph.results.items())
-                     + f"; y is {graph.output}'", 1)
+                     + f"; y is {names.output(graph)}", 1)
     return "\n".join([*lines, "", *sizes(graph, work, names)])
 
 
@@ -118,6 +118,10 @@ class Names:
             left, right = self.text(parts[0], own), self.text(parts[1], own + (key not in ("Add", "Mul")))
             return bracketed(f"{left} {sign} {right}", own, tight)
         return f"{CALLED.get(key, key)}({', '.join(self.text(c) for c in parts)})"
+
+    def output(self, graph: StepGraph) -> str:
+        """What y is."""
+        return ", ".join(self.text(v) for v in graph.outputs) if graph.outputs else f"{graph.output}'"
 
     def listed(self, values: Iterable[Var]) -> str:
         """Several values, each once; products of one parameter and operand as one."""
@@ -184,7 +188,8 @@ def sizes(graph: StepGraph, work: Workload, names: Names) -> list[str]:
     seen = [v for phase in graph.phases for v in phase.operands]
     sums = sum(len(s.made) for s in graph.statistics)
     hoisted = list(dict.fromkeys(graph.hoisted_outputs))
-    table = [("Bytes a step", 0, ""), ("  x", work.batch * work.input * item, ""), ("  y", row * item, ""),
+    table = [("Bytes a step", 0, ""), ("  x", work.batch * work.input * item, ""),
+             ("  y", graph.written * row * item, ""),
              ("  hoisted", len(hoisted) * row * wide, names.listed(hoisted)),
              ("  exchanged", len(seen) * row * item + sums * work.batch * 4, "; ".join(filter(None, (
                  names.listed(seen), f"{sums} sums a row" if sums else ""))) or "nothing"),

@@ -14,9 +14,9 @@ from ecornn import Cell, product
 class Published(Cell):
     """A cell whose ``shapes`` say (G, "I"), (G, "H") or (G,) of each parameter.
 
-    ``numpy(x, s, p)`` is its step on arrays: x (B, I), the states by name, and parameters (G, H, K) and (G, H), to the
-    new states in their order. ``square``: it reads x at each unit, so that I = H. ``ranges``: where the values of some
-    parameters are drawn from, instead of around 0.
+    ``numpy(x, s, p)`` is its step on arrays: x (B, I), the states by name, and parameters (G, H, K) and (G, H), to
+    the new states in their order, and behind them outputs that are none. ``square``: it reads x at each unit, so that
+    I = H. ``ranges``: where the values of some parameters are drawn from, instead of around 0.
     """
 
     shapes: ClassVar[dict[str, tuple[Any, ...]]] = {}
@@ -33,7 +33,7 @@ class Published(Cell):
     @staticmethod
     @abstractmethod
     def numpy(x: Any, s: Mapping[str, Any], p: Mapping[str, Any]) -> Sequence[Any]:
-        """The formula as published: new states of x (B, I), states (B, H) by name and parameters by name."""
+        """The formula as published: what the step returns, of x (B, I), states (B, H) and parameters by name."""
 
 
 def sums(x: Any, h: Any, p: Mapping[str, Any]) -> Callable[[Any, int, Any], Any]:
