@@ -156,6 +156,9 @@ class Step:
         shape = extents[:len(op.axis)]
         if not reduction:
             return np.array(np.broadcast_to(self.value(body, places), shape))
+        if type(body.combiner.result[body.value_index]).__name__ == "Max":
+            whole = np.broadcast_to(self.value(self.parts(op.name, body)[1], places), extents)
+            return np.asarray(whole.max(axis=tuple(range(len(shape), len(extents)))))
         start, combined = self.parts(op.name, body)
         values = self.multiplied(factors(combined), places)
         return np.asarray(self.product(values, extents, len(shape))) + (
@@ -169,10 +172,10 @@ class Step:
         """Where a sum starts, if not at 0, and what it is of."""
         n, combiner = body.value_index, body.combiner
         result = combiner.result[n]
-        sides = (combiner.lhs[n], combiner.rhs[n])
-        if type(result).__name__ != "Add" or not all(a.same_as(b) for a, b in zip((result.a, result.b), sides,
-                                                                               strict=True)):
-            raise CellError(f"NumPy has no reference for the reduction {name!r}, which is no sum")
+        sides, known = (combiner.lhs[n], combiner.rhs[n]), type(result).__name__ in ("Add", "Max")
+        if not known or not all(a.same_as(b) for a, b in zip((result.a, result.b), sides, strict=True)):
+            raise CellError(f"NumPy has no reference for the reduction {name!r}, which is neither a sum "
+                            "nor a maximum")
         if type(body.condition).__name__ != "IntImm" or not int(body.condition):
             raise CellError(f"NumPy has no reference for the sum {name!r}, which has a condition")
         return (body.init[n] if len(body.init) else None), body.source[n]

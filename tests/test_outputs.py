@@ -12,8 +12,9 @@ import pytest
 import step_cells
 import torch
 from analysed_step import run_analysed
-from cuda_on_cpu import DTYPES, GUARD, Emulated, pack
+from cuda_on_cpu import DTYPES
 from emulated import TINY, check_numbers, training_program
+from emulated_training import check, train
 from exact import ALL_CELLS
 
 import ecornn
@@ -25,7 +26,6 @@ from ecornn.cli.cell_checks import RIGHT, Checks
 from ecornn.cli.step_text import step_text
 from ecornn.errors import ArgumentError, CellError, EcornnError, ShapeError
 from ecornn.outputs import by_output
-from ecornn.program import BACKWARD, FORWARD, PACKED, TENSORS
 from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Task
 from ecornn.torch import Recurrent
@@ -127,32 +127,12 @@ def test_a_training_step_of_a_gpu(tmp_path: Path, cell: str, dtype: str):
     for n, first, dlast in zip(drawn.cell.states, drawn.first, drawn.dlast, strict=True):
         given |= {f"{n}_in": first, f"d{n}_out": dlast}
     sizes = {"y": drawn.y.size, "dx": drawn.x.size}
-    memory: dict[str, Any] = {}
-    for b in program.buffers:
-        if b.role == PACKED:
-            memory[b.name] = pack(b.packing, {n: v.astype(np.float32) for n, v in drawn.parameters.items()}).reshape(-1)
-            continue
-        content = np.zeros_like(drawn.parameters[b.state]) if b.tensor == "gradient" else given.get(b.name)
-        count = sizes.get(b.name, B * H if (b.tensor or "").endswith(("state_out", "state_in")) else b.extent.at(T))
-        count = count if content is None else content.size
-        raw = np.full(count * DTYPES[b.dtype].itemsize + GUARD, 0xFF, np.uint8)
-        raw[-GUARD:] = 0xA5
-        memory[b.name] = raw.view(DTYPES[b.dtype])
-        if content is not None:
-            memory[b.name][:count] = content.reshape(-1).astype(DTYPES[b.dtype])
-    emulated = Emulated(program, tmp_path)
-    for entry in (FORWARD, BACKWARD):
-        emulated.carry_out({n: memory[n] for n in program.entries[entry].takes}, T, B, entry)
-    assert all((memory[b.name].view(np.uint8)[-GUARD:] == 0xA5).all() for b in program.buffers if b.role != PACKED)
+    sizes |= {name: B * H for n in drawn.cell.states for name in (f"{n}_out", f"d{n}_in")}
+    found = train(program, tmp_path, given, sizes, drawn.parameters, T, B)
     dx, parameters, states = drawn.gradients()
-    wanted = {"y": drawn.y, "dx": dx, **{f"gradient_{n}": v for n, v in parameters.items()},
-              **{f"d{n}_in": v for n, v in zip(drawn.cell.states, states, strict=True)}}
-    found = {b.name: memory[b.name][:-GUARD // b.itemsize].astype(np.float64) for b in program.buffers
-             if b.tensor in TENSORS}
-    limit = {"float32": 2e-5, "bfloat16": 8 * 2.0 ** -8}[dtype]
-    for name, value in wanted.items():
-        error = np.linalg.norm(found[name].reshape(-1) - value.reshape(-1)) / np.linalg.norm(value)
-        assert error < limit, f"{name}: {error}"
+    check(found, {"y": drawn.y, "dx": dx, **{f"gradient_{n}": v for n, v in parameters.items()},
+                  **{f"d{n}_in": v for n, v in zip(drawn.cell.states, states, strict=True)}},
+          {"float32": 2e-5, "bfloat16": 8 * 2.0 ** -8}[dtype])
 
 
 @pytest.fixture(scope="module")

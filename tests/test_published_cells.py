@@ -36,7 +36,8 @@ def drawn(cell: Published, seed: int = 0) -> tuple[Any, dict[str, Any], list[Any
     parameters = {}
     for name, shape in cell.parameters(width, H).items():
         low, high = cell.ranges.get(name, (-1.0, 1.0))
-        parameters[name] = rng.uniform(low, high, shape).astype(np.float32)
+        value = cell.fixed[name](H) if name in cell.fixed else rng.uniform(low, high, shape)
+        parameters[name] = np.float32(value)
     states = [rng.uniform(-1, 1, (B, H)).astype(np.float32) for _ in cell.states]
     states = [abs(s) if n in cell.nonnegative else s for n, s in zip(cell.states, states, strict=True)]
     return rng.normal(size=(T, B, width)).astype(np.float32), parameters, states

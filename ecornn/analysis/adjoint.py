@@ -227,7 +227,7 @@ class _Builder:
         for var, gradient in self.hoisted.items():
             sweep.add(var, 1.0, gradient, INPUT)
         sweep.reverse(forward.normalized)
-        made = [v for s in forward.hoisted_statistics for v in s.made]
+        made = [v for s in forward.hoisted_statistics if not s.shift for v in s.made]
         gradients = {v: d for v in made if (d := sweep.total(v)) is not None}
         if gradients:
             exchanges[-1] = Exchange((), sweep.statistics(forward.hoisted_statistics, gradients, -1))
@@ -261,8 +261,8 @@ class _Builder:
 
 
 def made_by(phase: Phase) -> list[Var]:
-    """The variables of a phase's exchange."""
-    return [*(p.var for p in phase.products), *(v for s in phase.statistics for v in s.made)]
+    """The variables of a phase's exchange that have gradients."""
+    return [*(p.var for p in phase.products), *(v for s in phase.statistics if not s.shift for v in s.made)]
 
 
 def outer_products(products: tuple[Product, ...], gradients: dict[Var, Var]) -> list[OuterProduct]:

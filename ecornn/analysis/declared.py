@@ -10,6 +10,7 @@ from ecornn.analysis.source import Source
 from ecornn.errors import CellError
 
 NAME = r"[A-Za-z][A-Za-z0-9_]{0,63}"  # of a cell and of a state: also part of file names and of generated names
+SHIFT = "ecornn.shift"  # attribute of an operation: a maximum that has no gradient, as that of a softmax
 ALLOWED = "has letters, digits and underscores, 64 at most, and starts with a letter"
 
 Shapes = dict[str, tuple[int, ...]]

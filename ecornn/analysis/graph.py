@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ecornn.analysis.declared import check_names, check_read, shapes_of
+from ecornn.analysis.declared import SHIFT, check_names, check_read, shapes_of
 from ecornn.analysis.lines import Lines
 from ecornn.analysis.operators import operator_of
 from ecornn.analysis.scalar import children, is_constant, rebuild, terms, transform, variables
@@ -141,8 +141,8 @@ class _Walk:
             body = op.body[tensor.value_index]
             try:
                 if type(body).__name__ == "Reduce":
-                    reduction = self.product if len(op.axis) > 1 else self.statistic
-                    self.values[key] = reduction(op.name, body, where)
+                    self.values[key] = (self.product(op.name, body, where) if len(op.axis) > 1 else
+                                        self.statistic(op.name, body, where, SHIFT in (op.attrs or ())))
                 else:
                     value = self.inline(body, where)
                     self.check(op.name, value)
@@ -235,12 +235,15 @@ class _Walk:
             self.products.append((level, Product(var, (Term(source_var, weight, gate),))))
         return var
 
-    def statistic(self, name: str, body: Reduce, where: dict[Var, Expr]) -> Var:
-        """A reduction to one value a batch row: a sum over the hidden axis, and over axes that are unrolled."""
+    def statistic(self, name: str, body: Reduce, where: dict[Var, Expr], shift: bool) -> Var:
+        """A reduction to one value a batch row: a sum or maximum over the hidden axis, and over axes that are unrolled.
+        """
         fault = CellError(f"cell {self.cell.name!r}: the reduction {name!r} is not a sum over the hidden axis, "
-                          "[b] = sum_k value[b, k], nor one over gates too, sum_g sum_k value[b, g, k]")
+                          "[b] = sum_k value[b, k], nor one over gates too, sum_g sum_k value[b, g, k], nor a maximum "
+                          "over these")
         (index,) = where.values()
-        if not is_sum(body) or not self.same(index, self.b):
+        largest = reduces(body, "Max")
+        if not (is_sum(body) or largest) or not self.same(index, self.b):
             raise fault
         error: CellError | None = None
         for axis in reversed(body.axis):  # where several axes have H values, that which is read as the hidden one
@@ -254,19 +257,23 @@ class _Walk:
                 error = found
         else:
             raise error or fault
-        squared = self.statistics.squares(terms)
+        squared = None if largest else self.statistics.squares(terms)
         if squared is not None:
             return self.leaf(("squares", squared), f"{squared.name}_squares", self.level[squared])
         operands = tuple(self.name_of(self.level_by_level(t, name), name) for t in terms)
         if any(is_constant(o) for o in operands):
-            raise CellError(f"cell {self.cell.name!r}: the sum {name!r} has a term that is a constant")
+            kind = "maximum" if largest else "sum"
+            raise CellError(f"cell {self.cell.name!r}: the {kind} {name!r} has a term that is a constant")
         level = max(self.level[o] for o in operands)
         if level < INPUT:
             raise CellError(f"cell {self.cell.name!r}: the sum {name!r} depends on neither x nor a state")
         # a statistic of what needed one of x before is left to the step
         after = NORMALIZED if level == INPUT else max(STATE, level) + 1
-        total = self.leaf(("total", operands), f"{name}_{len(self.statistics.found)}", after)
+        key = ("largest", shift, operands) if largest else ("total", operands)
+        total = self.leaf(key, f"{name}_{len(self.statistics.found)}", after)
         self.statistics.add(after, total, operands)
+        if largest:
+            self.statistics.maxima[total] = shift
         return total
 
     # -- scalars --------------------------------------------------------------------------------
@@ -413,8 +420,13 @@ def every(axes: list[IterVar]) -> list[dict[Var, Expr]]:
 
 def is_sum(body: Reduce) -> bool:
     """True for a reduction by addition that starts at 0, over all of its axes."""
+    return reduces(body, "Add")
+
+
+def reduces(body: Reduce, kind: str) -> bool:
+    """True for a reduction by that operator, from its neutral value on, over all of its axes."""
     (result, *others), always = body.combiner.result, body.condition
-    if others or body.init or type(result).__name__ != "Add":
+    if others or body.init or type(result).__name__ != kind:
         return False
     return type(always).__name__ == "IntImm" and bool(int(always))
 

@@ -84,12 +84,16 @@ class Statistic:
     """Sums of a batch row over the hidden units, and over several ``operands``.
 
     ``total[b] = sum_o sum_k operand_o[b, k]``; with N terms in it, where the cell asks for it,
-    ``squares[b] = sum_o sum_k (operand_o[b, k] - total[b] / N) ** 2``, which needs no exchange of its own.
+    ``squares[b] = sum_o sum_k (operand_o[b, k] - total[b] / N) ** 2``, which needs no exchange of its own. Or
+    ``largest``: ``total[b] = max_o max_k operand_o[b, k]``; one that is a ``shift`` has no gradient, since what it is
+    subtracted from does not depend on it in the end.
     """
 
     total: Var
     squares: Var | None
     operands: tuple[Var, ...]
+    largest: bool = False
+    shift: bool = False
 
     @property
     def made(self) -> tuple[Var, ...]:
@@ -225,7 +229,8 @@ class StepGraph:
                 lines.append(f"  {p.var.name} = sum_k {' + '.join(t.text() for t in p.terms)}")
             for s in statistics:
                 names = ", ".join(v.name for v in s.operands)
-                lines.append(f"  {s.total.name} = sum of {names} over all units")
+                kind = ("shift, " if s.shift else "") + ("maximum" if s.largest else "sum")
+                lines.append(f"  {s.total.name} = {kind} of {names} over all units")
                 if s.squares is not None:
                     lines.append(f"  {s.squares.name} = sum of the squares of their deviations from its mean")
             lines.extend(f"  {a.var.name} = {text(a.value)}" for a in assigns)

@@ -29,6 +29,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ecornn.analysis.declared import SHIFT
 from ecornn.errors import CellError
 
 if TYPE_CHECKING:
@@ -179,6 +180,30 @@ def normalized(source: Tensor, epsilon: float = 1e-5, name: str = "") -> Tensor:
     return te.compute(source.shape, lambda *at: apart[at] * scale[at[0]], name=name)
 
 
+def largest(source: Tensor, name: str = "") -> Tensor:
+    """The maximum (B,) of each batch row of ``source``, (B, H), or over all gates together of (B, G, H). Its gradient
+    is shared among all values that are the maximum, as of PyTorch's ``amax``."""
+    return _largest(source, name or f"{source.op.name}_largest", {})
+
+
+def softmax(source: Tensor, name: str = "") -> Tensor:
+    """exp(source) / sum(exp(source)) over the hidden units of each batch row of ``source``, (B, H).
+
+    The row's maximum is subtracted before, so that no exponential is too large: a maximum, and a sum that waits for it.
+    """
+    from tvm import te
+
+    if len(source.shape) != 2:
+        raise CellError(f"softmax({source.op.name}): expected a tensor (B, H), such as a product with one gate's "
+                        f"number, not one with {len(source.shape)} axes")
+    name = name or f"{source.op.name}_softmax"
+    shift = _largest(source, f"{name}_shift", {SHIFT: 1})
+    power = te.compute(source.shape, lambda b, j: te.exp(source[b, j] - shift[b]), name=f"{name}_exp")
+    k = te.reduce_axis((0, source.shape[1]), "k")
+    total = te.compute((source.shape[0],), lambda b: te.sum(power[b, k], axis=k), name=f"{name}_sum")
+    return te.compute(source.shape, lambda b, j: power[b, j] / total[b], name=name)
+
+
 def scaled(source: Tensor, gain: Tensor, first: int = 0) -> Tensor:
     """:func:`normalized` ``source`` (B, G, H), times gates ``first``, ``first`` + 1, ... of ``gain`` (G', H)."""
     from tvm import te
@@ -186,6 +211,13 @@ def scaled(source: Tensor, gain: Tensor, first: int = 0) -> Tensor:
     value = normalized(source)
     return te.compute(source.shape, lambda b, g, j: value[b, g, j] * gain[g + first, j],
                       name=f"{source.op.name}_scaled")
+
+
+def _largest(source: Tensor, name: str, attributes: dict[str, int]) -> Tensor:
+    from tvm import te
+
+    axes = [te.reduce_axis((0, extent), "k") for extent in source.shape[1:]]
+    return te.compute((source.shape[0],), lambda b: te.max(source(b, *axes), axis=axes), name=name, attrs=attributes)
 
 
 def _mean(source: Tensor, function: Callable[[Expr], Expr], name: str) -> Tensor:

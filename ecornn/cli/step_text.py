@@ -140,9 +140,12 @@ class Names:
 
     def exchanged(self, phase: Phase) -> str:
         """What units must know of each other before a phase."""
-        seen, summed = self.listed(phase.operands), self.listed(o for s in phase.statistics for o in s.operands)
+        seen = self.listed(phase.operands)
+        summed, compared = (self.listed(o for s in phase.statistics if s.largest is kind for o in s.operands)
+                            for kind in (False, True))
         return "; ".join(filter(None, (f"every unit sees all of {seen}" if seen else "",
-                                       f"units add up {summed}" if summed else "")))
+                                       f"units add up {summed}" if summed else "",
+                                       f"units find the largest of {compared}" if compared else "")))
 
     def multiplied(self, products: Sequence[Product]) -> list[str]:
         """The products, on one line."""
@@ -153,9 +156,10 @@ class Names:
         return (f"{self.names[a.var]} = {self.text(a.value)}" for a in assigns)
 
     def summed(self, statistics: Iterable[Statistic]) -> Iterator[str]:
-        """Sums over all units, one a line."""
+        """Sums and maxima over all units, one a line."""
         for s in statistics:
-            yield f"{self.names[s.total]} = sum over all units of {self.listed(s.operands)}"
+            kind = "maximum" if s.largest else "sum"
+            yield f"{self.names[s.total]} = {kind} over all units of {self.listed(s.operands)}"
             if s.squares is not None:
                 yield f"{self.names[s.squares]} = sum of the squares of their distances from the mean"
 
