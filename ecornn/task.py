@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
+from msgspec import structs
 
 from ecornn.cells import Cell
 from ecornn.compose import parameter_prefix
 from ecornn.device import Device
 from ecornn.manifest import Manifest, Parameter
 from ecornn.program import Program, leaves_out
-from ecornn.schedules.base import Config, Schedule, Task
+from ecornn.schedules.base import After, Config, Schedule, Task
 from ecornn.workload import ALONE, SERIAL, SINGLE, Overlap, Stack, Traversal, Workload
 
 PACKAGES = {"ecornn": "ecornn", "tvm": "apache-tvm", "tvm_ffi": "apache-tvm-ffi"}
@@ -25,7 +27,19 @@ def make_task(cell: Cell, workload: Workload, device: Device, traversal: Travers
     from ecornn.analysis import analyse
 
     task = Task(workload, analyse(cell, workload.input, workload.hidden), device, traversal)
-    return adjoint_task(task) if workload.backward else task
+    return adjoint_task(task) if workload.backward else read_out_task(task)
+
+
+def read_out_task(task: Task) -> Task:
+    """The loop of a task, and what can follow it; on a GPU, where nothing is kept for a backward pass."""
+    from ecornn.analysis.read_out import read_out
+
+    parts = None if task.device.kind != "cuda" or task.traversal.keep is not None else read_out(task.graph)
+    if parts is None:
+        return task
+    # what the loop writes is its own, whatever other direction there is
+    return replace(task, graph=parts.loop, traversal=structs.replace(task.traversal, directions=1),
+                   after=After(parts.after, task.traversal))
 
 
 def adjoint_task(task: Task) -> Task:
@@ -52,6 +66,10 @@ def make_program(schedule: Schedule, task: Task, config: Config,
     ``overlap`` : of its stack
     """
     program = schedule.program(task, config)
+    if task.after is not None:
+        from ecornn.schedules.backward.read_out import with_read_out
+
+        return with_read_out(task, program)
     if not tunes_backward(task):
         return program
     from ecornn.schedules.training import with_backward

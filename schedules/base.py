@@ -39,13 +39,23 @@ class Knob:
 
 
 @dataclass(frozen=True)
+class After:
+    """A pass over all steps at once that follows a sequence: its graph, and where its outputs lie in y."""
+
+    graph: StepGraph
+    traversal: Traversal
+
+
+@dataclass(frozen=True)
 class Task:
-    """What a schedule is asked for: one sequence, and how it sits in the layer around it."""
+    """What a schedule is asked for: one sequence, and how it sits in the layer around it. ``after``: a pass that
+    somebody else makes of what the sequence writes, if it is not y."""
 
     workload: Workload
     graph: StepGraph
     device: Device
     traversal: Traversal = ALONE
+    after: After | None = None
 
     @property
     def own_input(self) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ecornn.cells import Cell, pointwise, product
+from ecornn.cells import Cell, normalized, pointwise, product
 
 
 def sigmoid(z: Any) -> Any:
@@ -112,4 +112,35 @@ class Read(Cell):
         return {"h": h, "y": h @ p["C"][0].T}, ("y",)
 
 
-CELLS: dict[str, Any] = {cell.name: cell for cell in (Gate(), Many(), Split(), Read())}
+class Mixed(Cell):
+    """A linear recurrence without a product; y is a product of the new state, normalized, and of x, through a gate of
+    the state before; and the state is an output, too."""
+
+    name, states, output = "mixed", ("h", "c"), ("y", "h")
+
+    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {"W": (1, hidden, input), "C": (2, hidden, hidden), "D": (2, hidden, input), "v": (2, hidden)}
+
+    def step(self, x: Any, states: Any, p: Any) -> Any:
+        from tvm import te
+
+        (h, c), wx, dx, v = states, product(x, p["W"], 0), product(x, p["D"]), p["v"]
+        new = pointwise(lambda b, j: te.sigmoid(v[0, j]) * h[b, j] + wx[b, j] + 0.25 * c[b, j], h, "new")
+        other = pointwise(lambda b, j: 0.5 * c[b, j] + te.tanh(dx[b, 0, j]), h, "other")
+        seen, shown = normalized(product(new, p["C"], 0)), product(other, p["C"], 1)
+        gate = pointwise(lambda b, j: te.sigmoid(h[b, j] + v[1, j]), h, "gate")
+        return [new, other, pointwise(lambda b, j: gate[b, j] * (seen[b, j] + shown[b, j]) + te.tanh(dx[b, 0, j])
+                                      * dx[b, 1, j], h, "y")]
+
+    @staticmethod
+    def formula(x: Any, s: Any, p: Any) -> Any:
+        d, e = (x @ w.T for w in p["D"])
+        h = sigmoid(p["v"][0]) * s["h"] + x @ p["W"][0].T + 0.25 * s["c"]
+        c = 0.5 * s["c"] + np.tanh(d)
+        seen = h @ p["C"][0].T
+        seen = (seen - seen.mean(axis=1)[:, None]) / np.sqrt(seen.var(axis=1)[:, None] + 1e-5)
+        y = sigmoid(s["h"] + p["v"][1]) * (seen + c @ p["C"][1].T) + np.tanh(d) * e
+        return {"h": h, "c": c, "y": y}, ("y", "h")
+
+
+CELLS: dict[str, Any] = {cell.name: cell for cell in (Gate(), Many(), Split(), Read(), Mixed())}

@@ -3,6 +3,7 @@ refused."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from cuda_on_cpu import DTYPES
 from emulated import TINY, check_numbers, training_program
 from emulated_training import check, train
 from exact import ALL_CELLS
+from msgspec import structs
 
 import ecornn
 from ecornn.analysis import analyse
@@ -28,6 +30,7 @@ from ecornn.errors import ArgumentError, CellError, EcornnError, ShapeError
 from ecornn.outputs import by_output
 from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Task
+from ecornn.task import make_program, read_out_task
 from ecornn.torch import Recurrent
 from ecornn.workload import ALONE, SINGLE, Traversal, Workload
 
@@ -55,6 +58,42 @@ def test_results(tmp_path: Path, cell: str, schedule: str, dtype: str, traversal
     task, found = task_of(cell, dtype, traversal), all_schedules()[schedule]
     assert found.serves(task) is None
     check_numbers(tmp_path, found, task, found.default(task))
+
+
+class Loop:
+    """A schedule of a layer of which it has the loop."""
+
+    def __init__(self, schedule: Any, task: Task) -> None:
+        self.schedule, self.task = schedule, task
+
+    def check(self, _: Task, config: Any) -> str | None:
+        return self.schedule.check(self.task, config)
+
+    def program(self, _: Task, config: Any) -> Any:
+        return make_program(self.schedule, self.task, config)
+
+
+@pytest.mark.parametrize(("cell", "schedule", "dtype", "traversal"), [
+    ("read", "persistent", "float32", BOTH), ("read", "persistent_wide", "bfloat16", ALONE),
+    ("read", "fused_step", "float32", Traversal(lengths=True)), ("mixed", "elementwise", "float32", BOTH),
+    ("mixed", "elementwise", "float16", Traversal(resets=True)), ("many", "persistent", "bfloat16", BOTH),
+    ("shown", "persistent", "float16", Traversal(sequences=True))], ids=str)
+def test_what_only_outputs_need_follows_the_loop(tmp_path: Path, cell: str, schedule: str, dtype: str,
+                                                 traversal: Traversal):
+    whole, found = task_of(cell, dtype, traversal), all_schedules()[schedule]
+    task = read_out_task(whole)
+    assert task.after is not None and found.serves(task) is None
+    left, all_of_them = (sum(len(p.products) for p in t.graph.phases) for t in (task, whole))
+    assert left == all_of_them - (1 + (cell == "mixed")) and len(task.graph.outputs) <= 4
+    check_numbers(tmp_path, Loop(found, task), whole, found.default(task))  # type: ignore[arg-type]
+
+
+def test_what_has_no_read_out():
+    """A cell whose outputs need nothing more; CPUs, and layers that train, which have one loop."""
+    assert read_out_task(task_of("split", "float32")).after is None
+    assert read_out_task(task_of("read", "float32", Traversal(keep="states"))).after is None
+    host = replace(task_of("read", "float32"), device=structs.replace(TINY, kind="llvm"))
+    assert read_out_task(host) is host
 
 
 class Drawn:

@@ -26,6 +26,7 @@ from typing import Any
 
 from ecornn.analysis.adjoint import Adjoint
 from ecornn.analysis.kept import Kept
+from ecornn.analysis.step import StepGraph
 from ecornn.program import Buffer, Extent
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
@@ -96,6 +97,11 @@ class Memory:
     task: Task
     adjoint: Adjoint
     kept: Kept
+
+    @property
+    def forward(self) -> StepGraph:
+        """The step of the layer."""
+        return self.adjoint.forward
 
     @property
     def dtype(self) -> str:
