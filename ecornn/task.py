@@ -31,11 +31,13 @@ def make_task(cell: Cell, workload: Workload, device: Device, traversal: Travers
 
 
 def read_out_task(task: Task) -> Task:
-    """The loop of a task, and what can follow it; on a GPU, where nothing is kept for a backward pass."""
+    """The loop of a task, and what can follow it, where nothing is kept for a backward pass; on a CPU with weights as
+    they are, and of several rows without products of x, which there are faster in the chunk's projection."""
     from ecornn.analysis.read_out import read_out
 
-    parts = None if task.device.kind != "cuda" or task.traversal.keep is not None else read_out(task.graph)
-    if parts is None:
+    whole = task.traversal.keep is not None or task.workload.weights is not None
+    parts = None if whole else read_out(task.graph)
+    if parts is None or (task.device.kind == "llvm" and task.workload.batch > 1 and parts.after.hoisted_products):
         return task
     # what the loop writes is its own, whatever other direction there is
     return replace(task, graph=parts.loop, traversal=structs.replace(task.traversal, directions=1),
@@ -66,7 +68,7 @@ def make_program(schedule: Schedule, task: Task, config: Config,
     ``overlap`` : of its stack
     """
     program = schedule.program(task, config)
-    if task.after is not None:
+    if task.after is not None and task.device.kind == "cuda":  # on a CPU it is within the program
         from ecornn.schedules.backward.read_out import with_read_out
 
         return with_read_out(task, program)

@@ -89,11 +89,37 @@ def test_what_only_outputs_need_follows_the_loop(tmp_path: Path, cell: str, sche
 
 
 def test_what_has_no_read_out():
-    """A cell whose outputs need nothing more; CPUs, and layers that train, which have one loop."""
+    """A cell whose outputs need nothing more; layers that train, and rounded weights, have one loop."""
     assert read_out_task(task_of("split", "float32")).after is None
     assert read_out_task(task_of("read", "float32", Traversal(keep="states"))).after is None
-    host = replace(task_of("read", "float32"), device=structs.replace(TINY, kind="llvm"))
-    assert read_out_task(host) is host
+    task = task_of("read", "float32")
+    rounded = replace(task, workload=structs.replace(task.workload, weights="bfloat16"))
+    assert read_out_task(rounded) is rounded
+
+
+@pytest.mark.parametrize(("cell", "batch", "options"), [
+    ("mixed", 1, {"bidirectional": True, "lengths": True}), ("read", B, {"lengths": True}),
+    ("many", 1, {"reverse": True})], ids=str)
+def test_on_this_cpu_it_follows_the_steps_of_a_chunk(cell: str, batch: int, options: dict[str, bool]):
+    """Of more steps than a chunk has, by several threads."""
+    drawn, steps = Drawn(cell), 2 * T + 1
+    module = ecornn.compile(drawn.cell, hidden=H, input=I, batch=batch, seq=2, dtype="float64", target="cpu", **options)
+    assert module.manifest.config["chunk"] == 2
+    assert any(b.name.endswith("left_0") for b in module.manifest.buffers)
+    rng, both = np.random.default_rng(7), options.get("bidirectional", False)
+    x, ends = rng.uniform(-1, 1, (steps, batch, I)), np.array([9, steps, 0, 5])[:batch]
+    weights = {p.name: rng.uniform(-0.25, 0.25, p.shape) for p in module.manifest.parameters}
+    masks = {"lengths": ends} if "lengths" in options else {}
+    if options.get("reverse"):
+        wanted, last = ecornn.reference(drawn.cell, x[::-1], weights)
+        wanted = {n: v[::-1] for n, v in wanted.items()}
+    else:
+        wanted, last = ecornn.reference(drawn.cell, x, weights, **masks)
+    y, after = module.bind(weights, threads=3)(x, **masks)
+    pairs = [*zip(y.values(), wanted.values(), strict=True)] if isinstance(wanted, dict) else [(y, wanted)]
+    assert module.manifest.y_width == (1 + both) * len(drawn.names) * H
+    for got, exact in (*pairs, *zip(after, last, strict=True)):
+        assert np.abs(got - exact).max() < 1e-7  # constants of a step are float32
 
 
 class Drawn:

@@ -49,9 +49,12 @@ def read_out(graph: StepGraph) -> ReadOut | None:
             break
         late |= more
     level = levels(graph)
-    edge = dict.fromkeys(v for u in level if u in late for v in reads.get(u, ()) if v not in late and level[v] >= 0)
-    edge |= dict.fromkeys(v for v in graph.outputs if v not in late and level[v] >= 0)
-    outputs = tuple(edge)
+    read = [v for u in level if u in late for v in reads.get(u, ())]
+    seen = [v for v in dict.fromkeys((*read, *graph.outputs)) if v not in late]
+    edge = [v for v in seen if level[v] >= 0]
+    # what the loop has of x besides is not computed twice
+    shared = {*_loop(graph, state | _closure(reads, edge), tuple(edge)).hoisted_outputs}
+    outputs = tuple(v for v in seen if level[v] >= 0 or v in shared)
     after = recompute(graph, tuple(dict.fromkeys(graph.outputs)), {*outputs, *rows_of(graph)})
     return ReadOut(_loop(graph, state | _closure(reads, outputs), outputs), replace(after, outputs=graph.outputs))
 
