@@ -173,7 +173,8 @@ def summary(task: Task) -> StepSummary:
     size = 2.0 if work.weights in ("bfloat16", "int16") else {"int8": 1.0, "int21": 8 / 3}.get(
         work.weights or "", float(work.itemsize))
     weights = sum(len(q.terms) * work.hidden ** 2 // heads_of(p) for p in phases for q in p.products)
-    return StepSummary(list(graph.states), graph.output, len(graph.hoisted_products), products,
+    output = graph.output or ", ".join(v.name for v in graph.outputs)
+    return StepSummary(list(graph.states), output, len(graph.hoisted_products), products,
                        len(graph.statistics), exchanged, stays, weights, round(weights * size), weights * work.batch)
 
 

@@ -49,15 +49,23 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 def interpret(cell: Cell, x: Any, parameters: Mapping[str, Any],
               states: Sequence[Any]) -> tuple[Array, tuple[Array, ...]]:
     """One layer: x (T, B, I), ``parameters`` by the cell's names in te shape, states (B, H) each,
-    to y (T, B, H) and the final states; float64. :class:`CellError` for an operation that is not known here."""
+    to y (T, B, H), or (T, B, O H) of O outputs side by side, and the final states; float64.
+    :class:`CellError` for an operation that is not known here."""
     now = tuple(np.asarray(s, np.float64) for s in states)
     rows = np.asarray(x, np.float64)
     given = {n: np.asarray(p, np.float64) for n, p in parameters.items()}
-    step, y = Step(cell, rows.shape[1:], now[0].shape), []
+    step, y, outputs = Step(cell, rows.shape[1:], now[0].shape), [], output_numbers(cell)
     for row in rows:
-        now = step(row, now, given)
-        y.append(now[cell.states.index(cell.output_state())])
+        made = step(row, now, given)
+        now = made[:len(now)]
+        y.append(np.concatenate([made[n] for n in outputs], axis=1))
     return np.stack(y), now
+
+
+def output_numbers(cell: Cell) -> tuple[int, ...]:
+    """Which of what a step returns the outputs are."""
+    returned = cell.returned_names()
+    return tuple(returned.index(name) for name in cell.output_names())
 
 
 def formula_of_cell(cell: Cell, x: Any, weights: Mapping[str, Any], state: Sequence[Any] | None) -> Formula:
@@ -78,7 +86,7 @@ def formula_of_cell(cell: Cell, x: Any, weights: Mapping[str, Any], state: Seque
 
     return Formula(cell.name, tuple(cell.parameters(hidden, hidden)), cell.parameter_name,
                    lambda inputs, hidden: list(flat_shapes(cell, inputs, hidden).values()), lambda *_: hidden,
-                   len(cell.states), cell.states.index(cell.output_state()), step)
+                   len(cell.states), output_numbers(cell), step)
 
 
 def flat_shapes(cell: Cell, width: int, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -119,7 +127,7 @@ class Step:
         self.known: dict[tuple[Operation, int], Array] = {}  # (operation, output) -> its values in this step
 
     def __call__(self, x: Array, states: Sequence[Array], parameters: Mapping[str, Array]) -> tuple[Array, ...]:
-        """The new states; parameters by the cell's names, in te shape."""
+        """The new states, and other outputs behind them; parameters by the cell's names, in te shape."""
         self.known = {(tensor.op, 0): parameters[name] for name, tensor in self.parameters.items()}
         given = np.split(x[:, self.own:], len(self.inputs), axis=1) if self.inputs else []
         for tensor, value in zip((self.x, *self.inputs, *self.states), (x[:, :self.own], *given, *states), strict=True):
@@ -148,6 +156,9 @@ class Step:
         shape = extents[:len(op.axis)]
         if not reduction:
             return np.array(np.broadcast_to(self.value(body, places), shape))
+        if type(body.combiner.result[body.value_index]).__name__ == "Max":
+            whole = np.broadcast_to(self.value(self.parts(op.name, body)[1], places), extents)
+            return np.asarray(whole.max(axis=tuple(range(len(shape), len(extents)))))
         start, combined = self.parts(op.name, body)
         values = self.multiplied(factors(combined), places)
         return np.asarray(self.product(values, extents, len(shape))) + (
@@ -161,10 +172,10 @@ class Step:
         """Where a sum starts, if not at 0, and what it is of."""
         n, combiner = body.value_index, body.combiner
         result = combiner.result[n]
-        sides = (combiner.lhs[n], combiner.rhs[n])
-        if type(result).__name__ != "Add" or not all(a.same_as(b) for a, b in zip((result.a, result.b), sides,
-                                                                               strict=True)):
-            raise CellError(f"NumPy has no reference for the reduction {name!r}, which is no sum")
+        sides, known = (combiner.lhs[n], combiner.rhs[n]), type(result).__name__ in ("Add", "Max")
+        if not known or not all(a.same_as(b) for a, b in zip((result.a, result.b), sides, strict=True)):
+            raise CellError(f"NumPy has no reference for the reduction {name!r}, which is neither a sum "
+                            "nor a maximum")
         if type(body.condition).__name__ != "IntImm" or not int(body.condition):
             raise CellError(f"NumPy has no reference for the sum {name!r}, which has a condition")
         return (body.init[n] if len(body.init) else None), body.source[n]

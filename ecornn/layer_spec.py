@@ -64,6 +64,9 @@ class LayerSpec:
         precision = None if self.precision == "exact" else self.precision
         whole = Workload(self.loaded.identity(), self.hidden, input, self.batch, self.seq, self.dtype, weights,
                          precision)
+        if self.layers != 1 and len(outputs := self.loaded.output_names()) > 1:
+            raise ArgumentError("layers", self.layers, f"1: cell {self.loaded.name!r} has outputs {', '.join(outputs)}"
+                                ", of which nobody can say what the next layer sees")
         if not self.loaded.inputs:
             return whole
         if self.layers != 1:

@@ -34,6 +34,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     program's; modules from before it have 1. ``inputs``, unset where there are none, are names of sequences beside x,
     of which rows of x have H values each behind the I of x, in this order: the workload's input size counts all.
     ``optional``, unset where there are none, are tensors that a call of ``backward`` may have null for.
+    ``output`` is the name of y; ``outputs``, unset where there is one, are the names of several, of each of which rows
+    of y have H values, in this order, of one direction after the other.
     """
 
     workload: Workload
@@ -53,6 +55,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     together: int = 1
     inputs: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
     optional: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    outputs: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def own_input(self) -> int:
@@ -60,10 +63,15 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.workload.input - len(self.inputs or ()) * self.workload.hidden
 
     @property
+    def y_width(self) -> int:
+        """Values of a row of y: H of each output, in each direction."""
+        return self.stack.directions * max(1, len(self.outputs or ())) * self.workload.hidden
+
+    @property
     def longest(self) -> int:
         """The largest T of a call: no buffer may have more elements than an int32 counts."""
         work = self.workload
-        widest = max(work.input, self.stack.directions * work.hidden)
+        widest = max(work.input, self.y_width)
         limits = [_INDEX_LIMIT // (work.batch * widest)]
         limits += [(_INDEX_LIMIT - b.extent.fixed) // b.extent.per_step for b in self.buffers if b.extent.per_step]
         return min(limits)

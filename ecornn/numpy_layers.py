@@ -30,8 +30,8 @@ class Formula:
     named : of (kind, layer, whether it goes backwards) the name under which a user passes it
     shapes : of (I, H) the weights' shapes as a user passes them
     hidden : of (I, the weights by name, the shape of a state or None) H
-    states, output : how many states, and which of them is y
-    step : of (x (B, I), states (B, H), weights) the new states
+    states, outputs : how many states, and which of what ``step`` returns are y, side by side
+    step : of (x (B, I), states (B, H), weights) the new states, and behind them outputs that are none
     """
 
     cell: str
@@ -40,7 +40,7 @@ class Formula:
     shapes: Callable[[int, int], Sequence[tuple[int, ...]]]
     hidden: Callable[[int, Mapping[str, Any], tuple[int, ...] | None], int]
     states: int
-    output: int
+    outputs: tuple[int, ...]
     step: Callable[[Any, States, Sequence[Any]], States]
 
 
@@ -104,13 +104,15 @@ def run(call: Call) -> tuple[Any, tuple[Any, ...]]:
             groups = [slice(None)] if call.whole else [slice(b, b + 1) for b in range(y.shape[1])]
             for rows in groups:  # one row at a time, cut into its sequences
                 now = tuple(s[rows] for s in first)
-                out = [np.zeros(now[0].shape)] * len(y)
+                out = [np.zeros((len(now[0]), len(formula.outputs) * now[0].shape[1]))] * len(y)
                 for low, high, fresh in _sequences(call.starts[:, rows], int(call.ends[rows].max(initial=0)), reverse,
                                                    call.whole):
                     now = tuple(np.zeros_like(s) for s in now) if fresh else now
                     for t in range(high - 1, low - 1, -1) if reverse else range(low, high):
-                        now = formula.step(y[t, rows], now, weights)
-                        out[t] = now[formula.output]
+                        made = formula.step(y[t, rows], now, weights)
+                        now = made[:formula.states]
+                        ends = [made[n] for n in formula.outputs]
+                        out[t] = np.concatenate(ends, axis=1) if ends[1:] else ends[0]
                 columns.append(np.stack(out) if out else np.zeros((0, *now[0].shape)))
                 last.append(now)
             outputs.append(np.concatenate(columns, axis=1) if columns else np.zeros((len(y), 0, first[0].shape[1])))

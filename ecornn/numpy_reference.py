@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ecornn.errors import ArgumentError
 from ecornn.numpy_layers import Array, Formula, States, checked, run, weight
+from ecornn.outputs import by_output
 
 if TYPE_CHECKING:
     from ecornn.cells import Cell
@@ -128,7 +129,7 @@ def formula_of(cell: str) -> Formula:
         return found
 
     return Formula(cell, _kinds(cell), _as_in_pytorch, lambda inputs, size: _shapes(cell, inputs, size), hidden, count,
-                   0, step)
+                   (0,), step)
 
 
 def _as_in_pytorch(kind: str, layer: int, reverse: bool) -> str:
@@ -136,7 +137,7 @@ def _as_in_pytorch(kind: str, layer: int, reverse: bool) -> str:
 
 
 def reference(cell: str | Cell, x: Any, weights: Mapping[str, Any], state: Sequence[Any] | None = None, *,
-              lengths: Any = None, resets: Any = None) -> tuple[Array, States]:
+              lengths: Any = None, resets: Any = None) -> tuple[Any, States]:
     """Runs a layer, or a stack of them, in float64. Layers and directions are those of the weights' names.
 
     Parameters
@@ -158,7 +159,7 @@ def reference(cell: str | Cell, x: Any, weights: Mapping[str, Any], state: Seque
 
     Returns
     -------
-    y : (T, B, D*H) float64
+    y : (T, B, D*H) float64; of a Cell with several outputs a dict of these, by name
     state : the states after the last step, of the shape of ``state``, float64
 
     Raises
@@ -174,7 +175,11 @@ def reference(cell: str | Cell, x: Any, weights: Mapping[str, Any], state: Seque
         from ecornn.interpreter import formula_of_cell
 
         formula = formula_of_cell(cell, x, weights, state)
-    return run(checked(formula, x, weights, state, lengths, resets))
+    call = checked(formula, x, weights, state, lengths, resets)
+    y, last = run(call)
+    if isinstance(cell, str) or len(formula.outputs) == 1:
+        return y, last
+    return by_output(y, cell.output_names(), call.directions), last
 
 
 def _kinds(cell: str) -> tuple[str, ...]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
+from msgspec import structs
 
 from ecornn.cells import Cell
 from ecornn.compose import parameter_prefix
 from ecornn.device import Device
 from ecornn.manifest import Manifest, Parameter
 from ecornn.program import Program, leaves_out
-from ecornn.schedules.base import Config, Schedule, Task
+from ecornn.schedules.base import After, Config, Schedule, Task
 from ecornn.workload import ALONE, SERIAL, SINGLE, Overlap, Stack, Traversal, Workload
 
 PACKAGES = {"ecornn": "ecornn", "tvm": "apache-tvm", "tvm_ffi": "apache-tvm-ffi"}
@@ -25,7 +27,21 @@ def make_task(cell: Cell, workload: Workload, device: Device, traversal: Travers
     from ecornn.analysis import analyse
 
     task = Task(workload, analyse(cell, workload.input, workload.hidden), device, traversal)
-    return adjoint_task(task) if workload.backward else task
+    return adjoint_task(task) if workload.backward else read_out_task(task)
+
+
+def read_out_task(task: Task) -> Task:
+    """The loop of a task, and what can follow it, where nothing is kept for a backward pass; on a CPU with weights as
+    they are, and of several rows without products of x, which there are faster in the chunk's projection."""
+    from ecornn.analysis.read_out import read_out
+
+    whole = task.traversal.keep is not None or task.workload.weights is not None
+    parts = None if whole else read_out(task.graph)
+    if parts is None or (task.device.kind == "llvm" and task.workload.batch > 1 and parts.after.hoisted_products):
+        return task
+    # what the loop writes is its own, whatever other direction there is
+    return replace(task, graph=parts.loop, traversal=structs.replace(task.traversal, directions=1),
+                   after=After(parts.after, task.traversal))
 
 
 def adjoint_task(task: Task) -> Task:
@@ -52,6 +68,10 @@ def make_program(schedule: Schedule, task: Task, config: Config,
     ``overlap`` : of its stack
     """
     program = schedule.program(task, config)
+    if task.after is not None and task.device.kind == "cuda":  # on a CPU it is within the program
+        from ecornn.schedules.backward.read_out import with_read_out
+
+        return with_read_out(task, program)
     if not tunes_backward(task):
         return program
     from ecornn.schedules.training import with_backward
@@ -63,7 +83,7 @@ def make_program(schedule: Schedule, task: Task, config: Config,
 def make_manifest(cell: Cell, task: Task, schedule: Schedule, config: Config, program: Program,
                   provenance: str, stack: Stack = SINGLE, overlap: Overlap = SERIAL) -> Manifest:
     """What the module file will say about itself; ``task`` is of the first part of the stack, on the whole device."""
-    parameters = []
+    parameters, outputs = [], cell.output_names()
     for part in stack.parts(task.workload):
         prefix = parameter_prefix(stack, part)
         own = cell.own_input(part.workload.input, part.workload.hidden)
@@ -73,11 +93,12 @@ def make_manifest(cell: Cell, task: Task, schedule: Schedule, config: Config, pr
             parameters.append(Parameter(name, prefix + key, shape, gates))
     return Manifest(
         workload=task.workload, device=task.device, schedule=schedule.name, config=dict(config),
-        provenance=provenance, states=tuple(task.graph.states), output=task.graph.output,
+        provenance=provenance, states=tuple(task.graph.states), output=outputs[0],
         parameters=tuple(parameters), buffers=program.buffers,
         entries={name: entry.takes for name, entry in program.entries.items()}, versions=versions(), stack=stack,
         overlap=overlap, together=program.together or task.workload.batch, inputs=tuple(cell.inputs) or msgspec.UNSET,
-        optional=leaves_out(program) or msgspec.UNSET)
+        optional=leaves_out(program) or msgspec.UNSET,
+        outputs=outputs if len(outputs) > 1 else msgspec.UNSET)
 
 
 def versions() -> dict[str, str]:

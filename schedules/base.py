@@ -40,13 +40,23 @@ class Knob:
 
 
 @dataclass(frozen=True)
+class After:
+    """A pass over all steps at once that follows a sequence: its graph, and where its outputs lie in y."""
+
+    graph: StepGraph
+    traversal: Traversal
+
+
+@dataclass(frozen=True)
 class Task:
-    """What a schedule is asked for: one sequence, and how it sits in the layer around it."""
+    """What a schedule is asked for: one sequence, and how it sits in the layer around it. ``after``: a pass that
+    somebody else makes of what the sequence writes, if it is not y."""
 
     workload: Workload
     graph: StepGraph
     device: Device
     traversal: Traversal = ALONE
+    after: After | None = None
 
     @property
     def own_input(self) -> int:
@@ -164,7 +174,7 @@ class Schedule(ABC):
 def beyond_forward(graph: StepGraph) -> str | None:
     """None, or what the graph has that no schedule carries out in a layer: cells have none of it, adjoints do."""
     products = (product for phase in graph.phases for product in phase.products)
-    found = {"inputs that are not multiplied": graph.given, "outputs beside y": graph.outputs,
+    found = {"inputs that are not multiplied": graph.given,
              "values summed over steps": graph.sums, "weight gradients": graph.outer_products,
              "products of transposed weights": [p for p in products if p.terms[0].transposed],
              "no state": not graph.states}

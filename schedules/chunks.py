@@ -52,7 +52,7 @@ def in_chunks(part: Component, around: Iterable[Buffer], task: Task, steps: int,
     prefix : of the names of workspaces of a chunk
     """
     w, traversal = task.workload, task.traversal
-    sizes = {"I": w.input, "H": w.hidden, "W": traversal.y_width(w.hidden)}
+    sizes = {"I": w.input, "H": w.hidden, "W": traversal.y_width(task.graph.written * w.hidden)}
     rows = {b.name: size for b in around if b.tensor is not None
             if (size := TENSORS[b.tensor].row(sizes)) is not None}
     names = {b.name: prefix + b.name for b in part.buffers if b.role == WORKSPACE and b.extent.per_step}

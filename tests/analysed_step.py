@@ -23,5 +23,6 @@ def run_analysed(graph: StepGraph, x: Any, parameters: Mapping[str, Any],
         now = at(values, t, values) | dict(zip(graph.states.values(), current, strict=True))
         step(graph, weights, now, shape)
         current = [np.broadcast_to(now[v], shape) for v in graph.results.values()]
-        steps.append(current[list(graph.states).index(graph.output)])
+        outputs = graph.outputs or (graph.results[graph.output],)
+        steps.append(np.concatenate([np.broadcast_to(now[v], shape) for v in outputs], axis=1))
     return np.stack(steps), tuple(current)

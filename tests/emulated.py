@@ -63,7 +63,7 @@ def check_numbers(folder: Path, schedule: Schedule, task: Task, config: Config, 
         more = np.random.default_rng(1).uniform(-1, 1, (len(states), count, w.hidden))
         states = {name: value.astype(x.dtype) for name, value in zip(states, more, strict=True)}
     emulated = Emulated(program, folder, lazy=lazy)
-    rows, after = emulated.run(x, states, parameters, masks, traversal.directions, *program.entries)
+    rows, after = emulated.run(x, states, parameters, masks, traversal.directions * graph.written, *program.entries)
 
     def exact(tensors: dict[str, np.ndarray]) -> dict[str, Any]:
         return {name: value.astype(np.float64) for name, value in tensors.items()}
@@ -72,7 +72,8 @@ def check_numbers(folder: Path, schedule: Schedule, task: Task, config: Config, 
         return expected(w.cell, traversal, x.astype(np.float64), exact(states), exact(parameters), masks, forward)
 
     wanted = Wanted(w.arithmetic, reference)
-    own = slice(traversal.y_offset(w.hidden), traversal.y_offset(w.hidden) + w.hidden)
+    values = graph.written * w.hidden
+    own = slice(traversal.y_offset(values), traversal.y_offset(values) + values)
     others = np.ascontiguousarray(np.delete(rows, own, axis=2))
     assert (others.view(np.uint8) == 0xFF).all(), "y of the other direction was written"
     y = rows[..., own]
@@ -83,7 +84,8 @@ def check_numbers(folder: Path, schedule: Schedule, task: Task, config: Config, 
         assert not y[masks["sequences"] < 0].astype(np.float32).any()
     for state in [b.state for b in program.buffers if b.tensor == "state_kept"]:
         whole = emulated.kept[f"{state}_kept"]
-        found, rest = whole[:y.size].reshape(y.shape), whole[y.size:-GUARD // w.itemsize]
+        size = w.seq * len(x[0]) * w.hidden
+        found, rest = whole[:size].reshape(w.seq, -1, w.hidden), whole[size:-GUARD // w.itemsize]
         assert whole.dtype == y.dtype and (rest.view(np.uint8) == 0xFF).all(), "rows that the call has not were written"
         wanted = Wanted(w.arithmetic, partial(lambda name, forward: reference(after_each_step(forward, name)), state))
         wanted.check(found)

@@ -41,7 +41,8 @@ def expected(cell: str, traversal: Traversal, x: np.ndarray, states: dict[str, A
     if traversal == ALONE:
         return forward(cell, x, states, parameters)
     steps, batch = x.shape[:2]
-    y = np.zeros((steps, batch, next(iter(states.values())).shape[1]))
+    outputs = len(ALL_CELLS[cell].output_names()) if cell in ALL_CELLS else 1
+    y = np.zeros((steps, batch, outputs * next(iter(states.values())).shape[1]))
     last = {name: value.copy() for name, value in states.items()}
     table = unmarked(masks["sequences"]) if traversal.sequences else np.full((1, 1), -1)
     for number in range(table.max() + 1):

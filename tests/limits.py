@@ -16,7 +16,7 @@ import numpy as np
 from exact import ALL_CELLS, Forward, in_float64
 
 from ecornn.cells import get
-from ecornn.interpreter import Step
+from ecornn.interpreter import Step, output_numbers
 from ecornn.runtime.packing import tf32
 from ecornn.tune.oracle import rounded
 
@@ -73,13 +73,16 @@ def library(arithmetic: str) -> Forward:
 
     def forward(cell: str, x: Any, states: dict[str, Any], parameters: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         found, now, y = ALL_CELLS.get(cell) or get(cell), list(states.values()), []
-        place = found.states.index(found.output_state())
+        places, count = output_numbers(found), len(now)
+        state = places[0] if places[1:] == () and places[0] < count else None  # then y is a state, and rounded as such
         key = cell, x.shape[1:], now[0].shape
         step = steps.setdefault(key, steps.get(key) or Rounded(found, *key[1:], arithmetic))
         for row in x:
-            now = list(step(row, now, parameters))
-            now[place] = stored(now[place], arithmetic)
-            y.append(now[place])
+            made = list(step(row, now, parameters))
+            if state is not None:
+                made[state] = stored(made[state], arithmetic)
+            y.append(np.concatenate([stored(made[n], arithmetic) for n in places], axis=1))
+            now = made[:count]
         return np.stack(y), {n: stored(s, arithmetic) for n, s in zip(states, now, strict=True)}
 
     return forward

@@ -217,11 +217,13 @@ ROW_BY_ROW = ("contrast",)  # statistics, but no product, of a state
 
 
 def run(cell: Cell, x: Any, states: Mapping[str, Any], parameters: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    """y (T, B, H) and the last states, float64; parameters (G, H[, K])."""
+    """y (T, B, H), or (T, B, O H) of several outputs, and the last states, float64; parameters (G, H[, K]). A formula
+    gives the new states, other outputs among them, and the name of y, or a tuple of names."""
     y = []
     for row in x:
-        states, output = cell.formula(row, states, parameters)  # type: ignore[attr-defined]
-        y.append(states[output])
+        made, output = cell.formula(row, states, parameters)  # type: ignore[attr-defined]
+        states = {name: made[name] for name in cell.states}
+        y.append(np.concatenate([made[n] for n in ((output,) if isinstance(output, str) else output)], axis=1))
     return np.stack(y), states
 
 

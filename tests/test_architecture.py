@@ -38,9 +38,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cells": {"analysis", "errors"},
     "layer_spec": {"cells", "errors", "workload"},
     # What outputs are checked against: layers of any step, te graphs as they were written, formulas.
+    "outputs": set(),
     "numpy_layers": {"errors"},
     "interpreter": {"cells", "errors", "numpy_layers"},
-    "numpy_reference": {"cells", "errors", "interpreter", "numpy_layers"},
+    "numpy_reference": {"cells", "errors", "interpreter", "numpy_layers", "outputs"},
     "numpy_tape": set(),
     "numpy_gradients": {"errors", "numpy_layers", "numpy_reference", "numpy_tape"},
     "schedules.base": {"analysis", "device", "program", "workload"},
@@ -72,7 +73,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "task": BASE | {"analysis", "cells", "compose", "schedules.backward", "schedules.base", "schedules.training"},
     "build": BASE | HOSTS | {"checksum"},
     # A machine that only runs modules has no TVM: nothing of the compiler may be needed there.
-    "runtime": BASE | HOSTS | {"checksum", "manifest_format1", "weight_files"},
+    "runtime": BASE | HOSTS | {"checksum", "manifest_format1", "outputs", "weight_files"},
     "weight_files": {"errors"},
     "tuning_logs": set(),
 }
@@ -90,7 +91,7 @@ MAY_IMPORT["module_folders"] = {"errors", "layer_spec", "manifest", "runtime"}
 MAY_IMPORT["module_cache"] = {"build", "compiler", "layer_spec", "module_folders", "runtime", "schedules", "task",
                               "tune"} | HOSTS
 MAY_IMPORT["torch"] = {"build", "cells", "errors", "layer_spec", "module_cache", "module_folders", "program", "runtime",
-                       "workload"}
+                       "outputs", "workload"}
 MAY_IMPORT["jax"] = {"build", "checksum", "errors", "host_cpu", "program", "runtime", "workload"}
 MAY_IMPORT["onnx"] = {"cells", "compiler", "device", "errors", "layer_spec", "runtime", "workload"}
 MAY_IMPORT[""] = {"cells", "compiler", "errors", "numpy_gradients", "numpy_reference", "runtime", "tune"}

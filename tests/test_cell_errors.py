@@ -46,12 +46,12 @@ def started(x: Any, h: Any, p: Any) -> Any:
     return [good]
 
 
-def softmax(x: Any, h: Any, p: Any) -> Any:
+def smallest(x: Any, h: Any, p: Any) -> Any:
     from tvm import te
 
     k = te.reduce_axis((0, h.shape[1]), "k")
-    largest = te.compute((h.shape[0],), lambda b: te.max(h[b, k], axis=k), name="largest")  # here
-    return [pointwise(lambda b, j: h[b, j] - largest[b], h)]
+    least = te.compute((h.shape[0],), lambda b: te.min(h[b, k], axis=k), name="least")  # here
+    return [pointwise(lambda b, j: h[b, j] - least[b], h)]
 
 
 def largest_product(x: Any, h: Any, p: Any) -> Any:
@@ -164,7 +164,7 @@ def no_such_part(x: Any, h: Any, p: Any) -> Any:
     (residual, "needs an input size of H; here I = 4 and H = 6"),
     (wrong_weight, "sums 6 terms of h, which has 6 values a row, and W, whose rows have 4"),
     (part_of_a_row, "sums 3 terms of h, which has 6 values a row, and R, whose rows have 6"),
-    (neighbour, "must be read at [b, j]"), (softmax, "is not a sum"), (largest_product, "is not a product"),
+    (neighbour, "must be read at [b, j]"), (smallest, "is not a sum"), (largest_product, "is not a product"),
     (started, "is not a product"),
     (half, "is not a sum"), (other_row, "is not a sum"), (of_parameters, "neither x nor a state"),
     (transposed, "is not a product"),

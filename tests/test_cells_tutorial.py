@@ -51,7 +51,7 @@ def test_its_cells_are_their_formulas(documented: dict[str, Cell], name: str):
     assert cell.states == ours.states
     for got, want in zip((y, *after), (wanted, *last), strict=True):
         assert relative_error(got, want) <= LIMIT
-    assert analyse(cell, x.shape[2], 7).output == ours.output_state()
+    assert cell.output_names() == ours.output_names()
 
 
 def test_a_stack_of_the_first_one_is_its_reference(documented: dict[str, Cell]):

@@ -17,6 +17,7 @@ from published.base import Published
 import ecornn
 from ecornn.analysis import analyse
 from ecornn.build.link import find_compiler
+from ecornn.interpreter import output_numbers
 from ecornn.schedules import Task, all_schedules
 from ecornn.tune.oracle import relative_error
 from ecornn.workload import Workload
@@ -35,7 +36,8 @@ def drawn(cell: Published, seed: int = 0) -> tuple[Any, dict[str, Any], list[Any
     parameters, width = {}, hidden if cell.square else I
     for name, shape in cell.parameters(width, hidden).items():
         low, high = cell.ranges.get(name, (-1.0, 1.0))
-        parameters[name] = rng.uniform(low, high, shape).astype(np.float32)
+        value = cell.fixed[name](hidden) if name in cell.fixed else rng.uniform(low, high, shape)
+        parameters[name] = np.float32(value)
     states = [rng.uniform(-1, 1, (B, hidden)).astype(np.float32) for _ in cell.states]
     states = [abs(s) if n in cell.nonnegative else s for n, s in zip(cell.states, states, strict=True)]
     return rng.normal(size=(T, B, width)).astype(np.float32), parameters, states
@@ -45,8 +47,9 @@ def formula(cell: Published, x: Any, parameters: dict[str, Any], states: list[An
     """y and the last states by the cell's formula, in float64."""
     p, now, y = {n: v.astype(np.float64) for n, v in parameters.items()}, [s.astype(np.float64) for s in states], []
     for row in x.astype(np.float64):
-        now = list(cell.numpy(row, dict(zip(cell.states, now, strict=True)), p))
-        y.append(now[cell.states.index(cell.output_state())])
+        made = list(cell.numpy(row, dict(zip(cell.states, now, strict=True)), p))
+        now = made[:len(now)]
+        y.append(np.concatenate([made[n] for n in output_numbers(cell)], axis=1))
     return np.stack(y), now
 
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import step_cells
 import torch
-from cuda_on_cpu import DTYPES, GUARD, Emulated, pack
+from cuda_on_cpu import DTYPES
 from emulated import TINY, check_numbers, training_program
+from emulated_training import check, train
 from exact import ALL_CELLS
 
 import ecornn
@@ -23,7 +24,6 @@ from ecornn.cli.cell_checks import RIGHT, Checks
 from ecornn.cli.step_text import step_text
 from ecornn.errors import ArgumentError, CellError, EcornnError, ShapeError
 from ecornn.interpreter import interpret
-from ecornn.program import BACKWARD, FORWARD, PACKED, TENSORS
 from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Task
 from ecornn.torch import Recurrent
@@ -133,33 +133,13 @@ def test_a_training_step_of_a_gpu(tmp_path: Path, cell: str, dtype: str):
     program = training_program(schedule, task)
     given = {"x": drawn.x, "dy": drawn.dy, "h_in": drawn.h, "dh_out": np.zeros((B, H))}
     sizes = {"y": T * B * H, "dx": drawn.x.size, "h_out": B * H, "dh_in": B * H}
-    memory: dict[str, Any] = {}
-    for b in program.buffers:
-        if b.role == PACKED:
-            memory[b.name] = pack(b.packing, {n: v.astype(np.float32) for n, v in drawn.parameters.items()}).reshape(-1)
-            continue
-        content = np.zeros_like(drawn.parameters[b.state]) if b.tensor == "gradient" else given.get(b.name)
-        count = sizes.get(b.name, b.extent.at(T)) if content is None else content.size
-        raw = np.full(count * DTYPES[b.dtype].itemsize + GUARD, 0xFF, np.uint8)
-        raw[-GUARD:] = 0xA5
-        memory[b.name] = raw.view(DTYPES[b.dtype])
-        if content is not None:
-            memory[b.name][:count] = content.reshape(-1).astype(DTYPES[b.dtype])
-    emulated = Emulated(program, tmp_path)
-    for entry in (FORWARD, BACKWARD):
-        emulated.carry_out({n: memory[n] for n in program.entries[entry].takes}, T, B, entry)
-    assert all((memory[b.name].view(np.uint8)[-GUARD:] == 0xA5).all() for b in program.buffers if b.role != PACKED)
+    found = train(program, tmp_path, given, sizes, drawn.parameters, T, B)
     dx, parameters, (dh,) = drawn.gradients()
     wanted = {"y": drawn.y, "dh_in": dh, **{f"gradient_{n}": v for n, v in parameters.items()}}
-    found = {b.name: memory[b.name][:-GUARD // b.itemsize].astype(np.float64) for b in program.buffers
-             if b.tensor in TENSORS}
     for n in range(len(drawn.cell.inputs) + 1):  # each by itself: they are of different size
         part = np.s_[..., :I] if n == 0 else np.s_[..., I + (n - 1) * H:I + n * H]
         wanted[f"dx{n}"], found[f"dx{n}"] = dx[part], found["dx"].reshape(dx.shape)[part]
-    limit = {"float32": 2e-5, "bfloat16": 8 * 2.0 ** -8}[dtype]
-    for name, value in wanted.items():
-        error = np.linalg.norm(found[name].reshape(-1) - value.reshape(-1)) / np.linalg.norm(value)
-        assert error < limit, f"{name}: {error}"
+    check(found, wanted, {"float32": 2e-5, "bfloat16": 8 * 2.0 ** -8}[dtype])
 
 
 @pytest.fixture(scope="module")

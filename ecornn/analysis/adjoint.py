@@ -32,7 +32,7 @@ class Adjoint:
 
     Attributes
     ----------
-    recurrence : the adjoint step, from the last step of time to the first. ``given``: ``dy`` and values of the forward
+    recurrence : the adjoint step, from the last step of time to the first. ``given``: ``dys`` and values of the forward
         step, by their forward variables; ``outputs``: gradients of what the forward step read of its hoisted part, and
         of its products
     rotated : whether it begins with the exchange
@@ -45,7 +45,7 @@ class Adjoint:
     dinputs : leaf of a sequence beside x -> its gradient, an output of ``inputs``, (T, B, H); None where it is zero
     once : of parameters alone, from the sums of the other graphs (H,)
     vectors : gradients of parameter vectors, outputs of ``once``; one that is listed twice has the sum
-    dy : the leaf of the gradient of y
+    dys : the leaves of the gradients of the outputs; mostly of one, y
     """
 
     forward: StepGraph
@@ -59,7 +59,7 @@ class Adjoint:
     dinputs: dict[Var, Var | None]
     once: StepGraph
     vectors: tuple[Vector, ...]
-    dy: Var
+    dys: tuple[Var, ...]
 
     @property
     def needed(self) -> tuple[Var, ...]:
@@ -93,7 +93,8 @@ def rotates(graph: StepGraph) -> bool:
 class _Builder:
     def __init__(self, forward: StepGraph, hidden: int, rotated: bool) -> None:
         self.forward, self.hidden, self.levels = forward, hidden, levels(forward)
-        self.rotated, self.dy = rotated, self.leaf("dy")
+        self.rotated, count = rotated, forward.written
+        self.dys = tuple(self.leaf("dy" if count == 1 else f"dy{n}") for n in range(count))
         self.sums: dict[Var, Var] = {}  # variable of parameters alone -> its gradient, (H,)
 
     def leaf(self, name: str) -> Var:
@@ -106,7 +107,7 @@ class _Builder:
         self.invert_inputs()
         once, vectors = self.invert_parameters()
         return Adjoint(self.forward, self.recurrence, self.rotated, self.first, self.finish, self.gradients,
-                       self.inputs, self.dx, self.dinputs, once, vectors, self.dy)
+                       self.inputs, self.dx, self.dinputs, once, vectors, self.dys)
 
     # -- the recurrence -------------------------------------------------------------------------
     def recur(self) -> None:
@@ -140,7 +141,8 @@ class _Builder:
         """From the gradients of a step's results to those of what it read; but for the first exchange, if rotated."""
         forward, body, outer = self.forward, Sweep(self.partials, self.hidden), list[OuterProduct]()
         body.level.update(tail.level)
-        body.add(forward.results[forward.output], 1.0, self.dy, INPUT)
+        for var, dy in zip(forward.outputs or (forward.results[forward.output],), self.dys, strict=True):
+            body.add(var, 1.0, dy, INPUT)
         for name, var in forward.results.items():
             body.add(var, 1.0, self.gradients[name])
         for p in range(len(forward.phases) - 1, -1, -1):
@@ -173,7 +175,8 @@ class _Builder:
                 if whole:
                     sums.append(Sum(self.sum_of(var), body.named(whole, f"d_{var.name}")))
         factors, assigns = list(self.partials.assigns), [*tail.assigns, *body.assigns]
-        level = {**body.level, **tail.level, **dict.fromkeys(self.states.values(), STATE), self.dy: INPUT}
+        level = {**body.level, **tail.level, **dict.fromkeys(self.states.values(), STATE)}
+        level |= dict.fromkeys(self.dys, INPUT)
         after = Parts(forward, factors, tail.assigns, level, {1: self.exchanges[1]} if self.rotated else {})
         finished = {name: self.fill(gradient) for name, gradient in self.gradients.items()}
         self.finish = after.graph(f"{forward.cell}_finish", {}, {}, finished.values(), left)
@@ -224,7 +227,7 @@ class _Builder:
         for var, gradient in self.hoisted.items():
             sweep.add(var, 1.0, gradient, INPUT)
         sweep.reverse(forward.normalized)
-        made = [v for s in forward.hoisted_statistics for v in s.made]
+        made = [v for s in forward.hoisted_statistics if not s.shift for v in s.made]
         gradients = {v: d for v in made if (d := sweep.total(v)) is not None}
         if gradients:
             exchanges[-1] = Exchange((), sweep.statistics(forward.hoisted_statistics, gradients, -1))
@@ -258,8 +261,8 @@ class _Builder:
 
 
 def made_by(phase: Phase) -> list[Var]:
-    """The variables of a phase's exchange."""
-    return [*(p.var for p in phase.products), *(v for s in phase.statistics for v in s.made)]
+    """The variables of a phase's exchange that have gradients."""
+    return [*(p.var for p in phase.products), *(v for s in phase.statistics if not s.shift for v in s.made)]
 
 
 def outer_products(products: tuple[Product, ...], gradients: dict[Var, Var]) -> list[OuterProduct]:

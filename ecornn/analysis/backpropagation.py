@@ -43,7 +43,7 @@ def backpropagate(adjoint: Adjoint, x: Any, parameters: Mapping[str, Any], state
 
     Parameters
     ----------
-    x, dy : (T, B, I) and (T, B, H), the input and the gradient of y
+    x, dy : (T, B, I) and (T, B, H), the input and the gradient of y; of several outputs (T, B, O H)
     parameters : by the cell's names in te shape, (G, H, K) or (G, H)
     states, dstates : (B, H) each, the first states, and the gradients of the last ones
     keep : what the forward pass keeps, one of :data:`~ecornn.analysis.kept.KEEP`
@@ -63,31 +63,32 @@ def carry_out(adjoint: Adjoint, x: Any, parameters: Mapping[str, Any], states: S
     weights = {n: np.asarray(p, np.float64) for n, p in parameters.items()}
     x, dy = np.asarray(x, np.float64), np.asarray(dy, np.float64)
     known = replayed(forward, kept(adjoint, keep), weights, x, [np.asarray(s, np.float64) for s in states])
-    known[adjoint.dy] = dy
+    known |= zip(adjoint.dys, np.split(dy, len(adjoint.dys), axis=-1), strict=True)
+    shape = known[adjoint.dys[0]].shape
     gradients = {n: np.zeros_like(w) for n, w in weights.items()}
     totals: Values = {}
     hoisted, first, last = _recur(adjoint, weights, known, dstates, totals)
     found = _finish(adjoint, weights, last, totals)
     graph, values = adjoint.inputs, start(adjoint.inputs, weights, known)
-    hoist(graph, weights, values, None, dy.shape)
-    step(graph, weights, values, dy.shape)
-    _add_sums(graph, values, totals, dy.shape)
+    hoist(graph, weights, values, None, shape)
+    step(graph, weights, values, shape)
+    _add_sums(graph, values, totals, shape)
     dx = np.zeros_like(x)
-    own = dx[..., :forward.own_input(x.shape[-1], dy.shape[-1])]
+    own = dx[..., :forward.own_input(x.shape[-1], shape[-1])]
     if adjoint.dx is not None:
         own[:] = values[adjoint.dx]
-    for var, at_value in forward.input_offsets(x.shape[-1], dy.shape[-1]).items():
+    for var, at_value in forward.input_offsets(x.shape[-1], shape[-1]).items():
         if (gradient := adjoint.dinputs[var]) is not None:
-            dx[..., at_value:at_value + dy.shape[-1]] = values[gradient]
+            dx[..., at_value:at_value + shape[-1]] = values[gradient]
     x = x[..., :own.shape[-1]]
     for o in (*adjoint.recurrence.outer_products, *graph.outer_products):
-        value, operand = (x if v is None else np.broadcast_to(values[v], dy.shape) for v in (o.value, o.operand))
+        value, operand = (x if v is None else np.broadcast_to(values[v], shape) for v in (o.value, o.operand))
         gradients[o.parameter][o.gate] += outer(value, operand, o.heads)
     values = start(adjoint.once, weights, totals)
     for vector in adjoint.vectors:
         gradients[vector.parameter][vector.gate] += values[vector.var]
     graph = adjoint.recurrence
-    outputs = _together([known[v] for v in graph.outputs], dy.shape)
+    outputs = _together([known[v] for v in graph.outputs], shape)
     return Backpropagated(dx, gradients, found, hoisted, outputs, first, last)
 
 
@@ -117,7 +118,7 @@ def _recur(adjoint: Adjoint, weights: Weights, known: Values, dstates: Sequence[
            totals: Values) -> tuple[Array, dict[str, Array], dict[str, Array]]:
     """Adds the recurrence's outputs to ``known`` and its sums to ``totals``; what it read of each step, and its states
     before and after."""
-    graph, (length, *shape) = adjoint.recurrence, known[adjoint.dy].shape
+    graph, (length, *shape) = adjoint.recurrence, known[adjoint.dys[0]].shape
     values = start(graph, weights, known)
     hoist(graph, weights, values, None, (length, *shape))
     current = {v: np.zeros(shape) for v in graph.states.values()}

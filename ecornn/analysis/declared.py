@@ -10,6 +10,7 @@ from ecornn.analysis.source import Source
 from ecornn.errors import CellError
 
 NAME = r"[A-Za-z][A-Za-z0-9_]{0,63}"  # of a cell and of a state: also part of file names and of generated names
+SHIFT = "ecornn.shift"  # attribute of an operation: a maximum that has no gradient, as that of a softmax
 ALLOWED = "has letters, digits and underscores, 64 at most, and starts with a letter"
 
 Shapes = dict[str, tuple[int, ...]]
@@ -28,6 +29,7 @@ def check_names(cell: Source) -> None:
             raise CellError(f"cell {cell.name!r}: state {state!r}: the name of a state {ALLOWED}")
     if len(set(states)) != len(states):
         raise CellError(f"cell {cell.name!r}: states {states} are not all different")
+    check_outputs(cell)
     if not isinstance(cell.inputs, (tuple, list)):
         raise CellError(f"cell {cell.name!r}: inputs is {cell.inputs!r}; expected a tuple of names, such as ('dt',)")
     for name in cell.inputs:
@@ -35,6 +37,21 @@ def check_names(cell: Source) -> None:
             raise CellError(f"cell {cell.name!r}: input {name!r}: the name of an input {ALLOWED}")
     if len({"x", *cell.inputs, *states}) != 1 + len(cell.inputs) + len(states):
         raise CellError(f"cell {cell.name!r}: x, inputs {cell.inputs} and states {states} are not all different")
+    if taken := {"x", *cell.inputs} & {*cell.output_names()}:
+        raise CellError(f"cell {cell.name!r}: output {min(taken)!r} has the name of x, or of an input")
+
+
+def check_outputs(cell: Source) -> None:
+    """Raises :class:`CellError` where the names of its outputs cannot be used."""
+    given = cell.output
+    if not isinstance(given, (str, tuple, list)) or not (isinstance(given, str) or given):
+        raise CellError(f"cell {cell.name!r}: output is {given!r}; expected a name, or a tuple of at least one name, "
+                        "such as ('h', 'gate')")
+    for name in cell.output_names():
+        if not isinstance(name, str) or not re.fullmatch(NAME, name):
+            raise CellError(f"cell {cell.name!r}: output {name!r}: the name of an output {ALLOWED}")
+    if len(set(cell.output_names())) != len(cell.output_names()):
+        raise CellError(f"cell {cell.name!r}: outputs {cell.output_names()} are not all different")
 
 
 def shapes_of(cell: Source, input: int, hidden: int, lines: Lines) -> Shapes:

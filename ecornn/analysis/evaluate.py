@@ -52,7 +52,7 @@ def summarize(statistics: Iterable[Statistic], values: Values, shape: tuple[int,
     """Adds the variables of ``statistics``, (..., B, 1) each; their operands broadcast to ``shape``, (..., B, H)."""
     for one in statistics:
         operands = np.stack([np.broadcast_to(values[o], shape) for o in one.operands])
-        values[one.total] = operands.sum(axis=(0, -1))[..., None]
+        values[one.total] = (operands.max if one.largest else operands.sum)(axis=(0, -1))[..., None]
         if one.squares is not None:
             mean = operands.mean(axis=(0, -1))[..., None]
             values[one.squares] = np.square(operands - mean).sum(axis=(0, -1))[..., None]

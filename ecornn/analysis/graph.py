@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ecornn.analysis.declared import check_names, check_read, shapes_of
+from ecornn.analysis.declared import SHIFT, check_names, check_read, shapes_of
 from ecornn.analysis.heads import by_heads, heads_at
 from ecornn.analysis.lines import Lines
 from ecornn.analysis.operators import operator_of
@@ -144,8 +144,8 @@ class _Walk:
             body = op.body[tensor.value_index]
             try:
                 if type(body).__name__ == "Reduce":
-                    reduction = self.product if len(op.axis) > 1 else self.statistic
-                    self.values[key] = reduction(op.name, body, where)
+                    self.values[key] = (self.product(op.name, body, where) if len(op.axis) > 1 else
+                                        self.statistic(op.name, body, where, SHIFT in (op.attrs or ())))
                 else:
                     value = self.inline(body, where)
                     self.check(op.name, value)
@@ -245,12 +245,15 @@ class _Walk:
             self.products.append((level, Product(var, (Term(source_var, weight, gate, heads=heads),))))
         return var
 
-    def statistic(self, name: str, body: Reduce, where: dict[Var, Expr]) -> Var:
-        """A reduction to one value a batch row: a sum over the hidden axis, and over axes that are unrolled."""
+    def statistic(self, name: str, body: Reduce, where: dict[Var, Expr], shift: bool) -> Var:
+        """A reduction to one value a batch row: a sum or maximum over the hidden axis, and over axes that are unrolled.
+        """
         fault = CellError(f"cell {self.cell.name!r}: the reduction {name!r} is not a sum over the hidden axis, "
-                          "[b] = sum_k value[b, k], nor one over gates too, sum_g sum_k value[b, g, k]")
+                          "[b] = sum_k value[b, k], nor one over gates too, sum_g sum_k value[b, g, k], nor a maximum "
+                          "over these")
         (index,) = where.values()
-        if not is_sum(body) or not self.same(index, self.b):
+        largest = reduces(body, "Max")
+        if not (is_sum(body) or largest) or not self.same(index, self.b):
             raise fault
         error: CellError | None = None
         for axis in reversed(body.axis):  # where several axes have H values, that which is read as the hidden one
@@ -264,19 +267,23 @@ class _Walk:
                 error = found
         else:
             raise error or fault
-        squared = self.statistics.squares(terms)
+        squared = None if largest else self.statistics.squares(terms)
         if squared is not None:
             return self.leaf(("squares", squared), f"{squared.name}_squares", self.level[squared])
         operands = tuple(self.name_of(self.level_by_level(t, name), name) for t in terms)
         if any(is_constant(o) for o in operands):
-            raise CellError(f"cell {self.cell.name!r}: the sum {name!r} has a term that is a constant")
+            kind = "maximum" if largest else "sum"
+            raise CellError(f"cell {self.cell.name!r}: the {kind} {name!r} has a term that is a constant")
         level = max(self.level[o] for o in operands)
         if level < INPUT:
             raise CellError(f"cell {self.cell.name!r}: the sum {name!r} depends on neither x nor a state")
         # a statistic of what needed one of x before is left to the step
         after = NORMALIZED if level == INPUT else max(STATE, level) + 1
-        total = self.leaf(("total", operands), f"{name}_{len(self.statistics.found)}", after)
+        key = ("largest", shift, operands) if largest else ("total", operands)
+        total = self.leaf(key, f"{name}_{len(self.statistics.found)}", after)
         self.statistics.add(after, total, operands)
+        if largest:
+            self.statistics.maxima[total] = shift
         return total
 
     # -- scalars --------------------------------------------------------------------------------
@@ -341,21 +348,28 @@ class _Walk:
             except Exception as error:  # TVM and the user's own code raise what they like
                 raise self.lines.failed(self.cell.name, error) from error
         outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
-        if len(outputs) != len(self.cell.states):
+        names = self.cell.returned_names()
+        if len(outputs) != len(names):
+            beside = names[len(self.cell.states):]
             raise CellError(f"cell {self.cell.name!r}: step() returned {len(outputs)} tensors for "
-                            f"{len(self.cell.states)} states {self.cell.states}")
-        results = {}
-        for name, tensor in zip(self.cell.states, outputs, strict=True):
+                            f"{len(self.cell.states)} states {self.cell.states}"
+                            + (f" and {len(beside)} outputs {beside} behind them" if beside else ""))
+        returned = {}
+        for name, tensor in zip(names, outputs, strict=True):
+            what = f"new state {name!r}" if name in self.cell.states else f"output {name!r}"
             if not hasattr(tensor, "op"):
-                raise CellError(f"cell {self.cell.name!r}: new state {name!r} is no tensor: {tensor!r}")
+                raise CellError(f"cell {self.cell.name!r}: {what} is no tensor: {tensor!r}")
             if tuple(int(s) for s in tensor.shape) != (BATCH, self.hidden):
                 raise self.lines.located(CellError(
-                    f"cell {self.cell.name!r}: new state {name!r} has shape {tuple(int(s) for s in tensor.shape)}; "
+                    f"cell {self.cell.name!r}: {what} has shape {tuple(int(s) for s in tensor.shape)}; "
                     f"expected (B, H), here ({BATCH}, {self.hidden})"), tensor.op)
             value = self.scalar(tensor, [self.b, self.j])
             if is_constant(value):
-                raise CellError(f"cell {self.cell.name!r}: new state {name!r} is a constant")
-            results[name] = value
+                raise CellError(f"cell {self.cell.name!r}: {what} is a constant")
+            returned[name] = value
+        results = {name: returned[name] for name in self.cell.states}
+        (output, *others) = self.cell.output_names()
+        written = () if output in results and not others else tuple(returned[n] for n in (output, *others))
         check_read(self.cell, self.shapes, {(v.parameter, v.gate) for v in self.vectors}
                    | {p.term.source for _, p in self.products}, self.lines)
         inputs = {n: self.leaf(("input", n), n, INPUT) for n in self.cell.inputs if ("input", n) in self.leaves}
@@ -371,7 +385,7 @@ class _Walk:
             products = tuple(product for lv, product in self.products if lv == p)
             operands = tuple(dict.fromkeys(product.term.operand for product in products))
             phases += by_heads(Phase(operands, products, at(p), self.statistics.at(p, self.leaves)))
-        read = self.read_since(STATE) | dict.fromkeys(results.values())
+        read = self.read_since(STATE) | dict.fromkeys((*results.values(), *written))
         hoisted = [v for v in read if self.level[v] in (INPUT, NORMALIZED)]
         projected = [v for v in self.read_since(NORMALIZED) | read if self.level[v] == INPUT]
         if not self.statistics.at(NORMALIZED, self.leaves):
@@ -379,7 +393,7 @@ class _Walk:
         most = max(len(projected), len(hoisted)) if hoisted else 0
         return StepGraph(
             cell=self.cell.name, parameters=self.shapes, states=states, results=results,
-            output=self.cell.output_state(), x=self.x, vectors=tuple(self.vectors),
+            output="" if written else output, outputs=written, x=self.x, vectors=tuple(self.vectors),
             invariants=at(INVARIANT), hoisted_products=tuple(p for lv, p in self.products if lv == INPUT),
             hoisted=at(INPUT), inputs=inputs, prologue=at(STATE), phases=tuple(phases),
             hoisted_outputs=repeated(hoisted, most), projected=repeated(projected, most),
@@ -416,8 +430,13 @@ def every(axes: list[IterVar]) -> list[dict[Var, Expr]]:
 
 def is_sum(body: Reduce) -> bool:
     """True for a reduction by addition that starts at 0, over all of its axes."""
+    return reduces(body, "Add")
+
+
+def reduces(body: Reduce, kind: str) -> bool:
+    """True for a reduction by that operator, from its neutral value on, over all of its axes."""
     (result, *others), always = body.combiner.result, body.condition
-    if others or body.init or type(result).__name__ != "Add":
+    if others or body.init or type(result).__name__ != kind:
         return False
     return type(always).__name__ == "IntImm" and bool(int(always))
 

@@ -16,6 +16,7 @@ class Source(Protocol):
     states: tuple[str, ...]
     inputs: tuple[str, ...]
     unread: tuple[str, ...]
+    output: str | tuple[str, ...]
 
     def parameters(self, input: int, hidden: int) -> Mapping[str, tuple[int, ...]]:
         """Shapes by name."""
@@ -23,5 +24,8 @@ class Source(Protocol):
     def step(self, x: Tensor, states: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Sequence[Tensor]:
         """One step on te tensors."""
 
-    def output_state(self) -> str:
-        """Name of the state that is y."""
+    def output_names(self) -> tuple[str, ...]:
+        """Names of the outputs."""
+
+    def returned_names(self) -> tuple[str, ...]:
+        """Names of all that ``step`` returns, in order."""

@@ -24,6 +24,7 @@ class Statistics:
     def __init__(self, cell: str, hidden: int) -> None:
         self.cell, self.hidden = cell, hidden
         self.found: dict[Var, tuple[int, tuple[Var, ...]]] = {}  # total -> level and operands
+        self.maxima: dict[Var, bool] = {}  # of those that are no sums, whether they are a shift
         self.definition: dict[Var, Expr] = {}
 
     def define(self, var: Var, value: Expr) -> None:
@@ -40,7 +41,8 @@ class Statistics:
 
     def at(self, level: int, leaves: dict[tuple, Var]) -> tuple[Statistic, ...]:
         """The statistics of a level; ``leaves`` has the sums of squares that were asked for."""
-        return tuple(Statistic(total, leaves.get(("squares", total)), operands)
+        most = self.maxima
+        return tuple(Statistic(total, leaves.get(("squares", total)), operands, total in most, most.get(total, False))
                      for total, (at, operands) in self.found.items() if at == level)
 
     def squares(self, terms: list[Expr]) -> Var | None:
@@ -49,6 +51,8 @@ class Statistics:
         if len(parts) < len(terms):
             return None
         for total, (_, operands) in self.found.items():
+            if total in self.maxima:
+                continue
             if (len(operands) == len(parts) and all(v.same_as(o) for (v, _), o in zip(parts, operands, strict=True))
                     and all(self._is_mean(m, total, len(operands) * self.hidden) for _, m in parts)):
                 return total

@@ -87,12 +87,16 @@ class Statistic:
     """Sums of a batch row over the hidden units, and over several ``operands``.
 
     ``total[b] = sum_o sum_k operand_o[b, k]``; with N terms in it, where the cell asks for it,
-    ``squares[b] = sum_o sum_k (operand_o[b, k] - total[b] / N) ** 2``, which needs no exchange of its own.
+    ``squares[b] = sum_o sum_k (operand_o[b, k] - total[b] / N) ** 2``, which needs no exchange of its own. Or
+    ``largest``: ``total[b] = max_o max_k operand_o[b, k]``; one that is a ``shift`` has no gradient, since what it is
+    subtracted from does not depend on it in the end.
     """
 
     total: Var
     squares: Var | None
     operands: tuple[Var, ...]
+    largest: bool = False
+    shift: bool = False
 
     @property
     def made(self) -> tuple[Var, ...]:
@@ -141,7 +145,7 @@ class StepGraph:
     parameters : name -> te shape, (G, H, K) or (G, H)
     states : name -> leaf, the value of the state before the step
     results : name -> variable or leaf that is the state after the step
-    output : name of the state that is y
+    output : name of the state that is y; empty where y is what ``outputs`` has
     x : leaf of x[b, j] used outside products (then I == H), or None
     inputs : name -> leaf of each sequence beside x, given for each step, row and unit: in memory behind x in its rows,
         in this order
@@ -160,7 +164,8 @@ class StepGraph:
     phases : the recurrent products and statistics in order, each with the assignments that follow it
     given : leaves of level -2 that are inputs of each step as they are, not multiplied: gradients of y, what the
         forward pass kept. Of a cell none
-    outputs : values that each step writes, beside y
+    outputs : values that each step writes in place of y, in their order: of a cell whose output is no state, or that
+        has several; and of adjoints
     sums, outer_products : what is accumulated over all steps
 
     A graph without states is a pass over all steps at once.
@@ -200,6 +205,11 @@ class StepGraph:
         return {var: first + n * hidden for n, var in enumerate(self.inputs.values())}
 
     @property
+    def written(self) -> int:
+        """Values that a step writes for each unit: those of ``outputs``, or one, y."""
+        return max(1, len(self.outputs))
+
+    @property
     def product_phases(self) -> tuple[Phase, ...]:
         """The phases with a product."""
         return tuple(phase for phase in self.phases if phase.products)
@@ -224,7 +234,8 @@ class StepGraph:
                 lines.append(f"  {p.var.name} = sum_k {' + '.join(t.text() for t in p.terms)}")
             for s in statistics:
                 names = ", ".join(v.name for v in s.operands)
-                lines.append(f"  {s.total.name} = sum of {names} over all units")
+                kind = ("shift, " if s.shift else "") + ("maximum" if s.largest else "sum")
+                lines.append(f"  {s.total.name} = {kind} of {names} over all units")
                 if s.squares is not None:
                     lines.append(f"  {s.squares.name} = sum of the squares of their deviations from its mean")
             lines.extend(f"  {a.var.name} = {text(a.value)}" for a in assigns)

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from tvm.tirx import Var
 
 
+TIE = 4e-7  # relative: values that are this near to a maximum are one
+
+
 class Sweep:
     """Gradients, as assignments in order, each with a level as in :mod:`ecornn.analysis.step`.
 
@@ -97,6 +100,9 @@ class Sweep:
                 total = tirx.Var(f"d_{made.name}_sum", "float32")
                 self.level[total] = level
                 found.append(Statistic(total, None, (gradients[made],)))
+                if s.largest:
+                    found.append(self._maximum(s, total, level))
+                    continue
                 for operand in s.operands:
                     factor: Factor = 1.0
                     if made is s.squares or made.same_as(s.squares):
@@ -105,6 +111,24 @@ class Sweep:
                         factor = self.factor(self.partials.named(two * (operand - s.total * count), operand.name))
                     self.add(operand, factor, total)
         return tuple(found)
+
+
+    def _maximum(self, s: Statistic, gradient: Var, level: int) -> Statistic:
+        """Shares the gradient of a maximum among the operands that have it, alike; how many these are. What is a little
+        less counts, too: it may be the same value, rounded in another way."""
+        from tvm import tirx
+
+        one, zero, close = (tirx.const(v, "float32") for v in (1.0, 0.0, TIE))
+        m = s.total
+        lowest = m - close * tirx.max(m, zero - m)
+        has = [self.factor(self.partials.named(tirx.Select(o >= lowest, one, zero), o.name)) for o in s.operands]
+        count, share = (tirx.Var(f"d_{m.name}_{end}", "float32") for end in ("count", "share"))
+        self.level.update({count: level, share: level})
+        # before the first step of a rotated adjoint there are none
+        self.assigns.append(Assign(share, gradient / tirx.max(count, one)))
+        for operand, factor in zip(s.operands, has, strict=True):
+            self.add(operand, factor, share)
+        return Statistic(count, None, tuple(v for v in has if not isinstance(v, float)))
 
 
 def unique(variables: Iterable[Var]) -> tuple[Var, ...]:

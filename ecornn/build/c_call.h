@@ -122,7 +122,7 @@ class Invocation {
       return fail_(ECORNN_ARGUMENT, "threads is %d; expected 1 to 1024, or 0 for those of the layer", call_.threads);
     }
     if (const int32_t code = Check(fail_, x, Of("x", 3, steps_, batch_, d.input))) return code;
-    return Check(fail_, call_.y, Of("y", 3, steps_, batch_, d.directions * d.hidden));
+    return Check(fail_, call_.y, Of("y", 3, steps_, batch_, tables_.y_width));
   }
 
   // One for each state.
@@ -196,7 +196,7 @@ class Invocation {
     if (!gradients_->dstate_out && rows_ > d.batch) {
       return fail_(ECORNN_ARGUMENT, "dstate_out is NULL with more sequences than rows of a batch");
     }
-    if (const int32_t code = Check(fail_, gradients_->dy, Of("dy", 3, steps_, batch_, d.directions * d.hidden))) return code;
+    if (const int32_t code = Check(fail_, gradients_->dy, Of("dy", 3, steps_, batch_, tables_.y_width))) return code;
     if (const int32_t code = Check(fail_, gradients_->dx, Of("dx", 3, steps_, batch_, d.input))) return code;
     if (const int32_t code = CheckEach("dstate_out", gradients_->dstate_out)) return code;
     if (const int32_t code = CheckEach("dstate_in", gradients_->dstate_in)) return code;
@@ -272,7 +272,7 @@ class Invocation {
     static const char* const kNames[] = {"run", "forward", "backward"};
     if (ecornn_functions[entry_](nullptr, args, static_cast<int32_t>(count), &none)) return Raised(fail_, kNames[entry_]);
     if (active_ < steps_) {
-      const int64_t row = batch_ * tables_.description.directions * tables_.description.hidden * tables_.itemsize();
+      const int64_t row = batch_ * tables_.y_width * tables_.itemsize();
       memset(DataOf(*call_.y) + active_ * row, 0, static_cast<size_t>((steps_ - active_) * row));
     }
     return ECORNN_OK;

@@ -49,7 +49,7 @@ class Tables {
     d.device_type = static_cast<DLDeviceType>(Number());
     d.dtype = Type();
     d.gradient_dtype = Type();
-    for (int64_t* size : {&d.input, &d.hidden, &d.batch, &d.longest}) *size = Number();
+    for (int64_t* size : {&d.input, &d.hidden, &d.batch, &d.longest, &y_width}) *size = Number();
     for (int32_t* size : {&d.layers, &d.directions, &d.lengths, &d.resets, &d.sequences, &d.training}) {
       *size = static_cast<int32_t>(Number());
     }
@@ -90,6 +90,7 @@ class Tables {
 
   ecornn_description description{};
   const char* arch;
+  int64_t y_width;  // values of a row of y
   std::vector<const char*> flags;  // what the CPU must have, as /proc/cpuinfo names it
   std::vector<const char*> states;
   std::vector<ecornn_parameter> parameters;

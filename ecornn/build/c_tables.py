@@ -57,8 +57,8 @@ def tables(manifest: Manifest, entries: Container[str]) -> bytes:
     made = _Tables()
     cuda = device.kind == "cuda"
     made.numbers(2 if cuda else 1, *TYPES[work.dtype], *TYPES[summed(work.dtype)], work.input, work.hidden, work.batch,
-                 manifest.longest, stack.layers, stack.directions, stack.lengths, stack.resets, stack.sequences,
-                 BACKWARD in taken)
+                 manifest.longest, manifest.y_width, stack.layers, stack.directions, stack.lengths, stack.resets,
+                 stack.sequences, BACKWARD in taken)
     made.strings(work.cell, device.arch)
     made.strings(*_flags(() if cuda else device.features), counted=True)
     made.strings(*manifest.states, counted=True)

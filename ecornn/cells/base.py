@@ -29,6 +29,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ecornn.analysis.declared import SHIFT
 from ecornn.errors import CellError
 
 if TYPE_CHECKING:
@@ -47,7 +48,9 @@ class Cell(ABC):
     ----------------
     name : short identifier, lower case
     states : names of the states, in the order in which ``step`` takes and returns them
-    output : the state that is the layer's output y; the first one unless said otherwise
+    output : what is the layer's output y: the name of a state, whose new value it is, or another name, of a tensor
+        (B, H) that ``step`` returns behind the states; or several such names, for as many outputs. Default: the first
+        state
     nonnegative : states, and inputs, that are never below 0, so that the random ones that a candidate is checked with
         are not either: a quotient by such a state may have no exact value otherwise
     inputs : names of sequences beside x, a value for each step, batch row and unit: ``step`` finds each among its
@@ -57,7 +60,7 @@ class Cell(ABC):
 
     name: str
     states: tuple[str, ...]
-    output: str = ""
+    output: str | tuple[str, ...] = ""
     nonnegative: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
@@ -73,8 +76,8 @@ class Cell(ABC):
 
     @abstractmethod
     def step(self, x: Tensor, states: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Sequence[Tensor]:
-        """One step on te tensors: x (B, I) and states (B, H) to the new states, each (B, H); ``parameters`` by name,
-        and ``inputs``, (B, H) each."""
+        """One step on te tensors: x (B, I) and states (B, H) to the new states, each (B, H), and behind them those of
+        ``output`` that are no states; ``parameters`` by name, and ``inputs``, (B, H) each."""
 
     def sample(self, name: str, shape: Shape, rng: Generator) -> Any:
         """Values of the parameter ``name``, of that shape (G, H, K) or (G, H), as a trained layer might have them: what
@@ -98,11 +101,21 @@ class Cell(ABC):
         """The name under which a user passes a parameter; PyTorch's, with its suffix."""
         return f"{name}_l{layer}" + ("_reverse" if reverse else "")
 
+    def output_names(self) -> tuple[str, ...]:
+        """Names of the outputs: of states, or of what ``step`` returns behind these."""
+        if isinstance(self.output, str):
+            return (self.output or self.states[0],)
+        return tuple(self.output)
+
+    def returned_names(self) -> tuple[str, ...]:
+        """Names of all that ``step`` returns, in order."""
+        return (*self.states, *(name for name in self.output_names() if name not in self.states))
+
     def output_state(self) -> str:
-        """Name of the state that is y."""
-        name = self.output or self.states[0]
-        if name not in self.states:
-            raise CellError(f"cell {self.name!r}: output {name!r} is not one of {self.states}")
+        """Name of the state that is y. Raises :class:`~ecornn.errors.CellError` where y is no state, or not one."""
+        (name, *others) = self.output_names()
+        if name not in self.states or others:
+            raise CellError(f"cell {self.name!r}: output {self.output!r} is not one of its states {self.states}")
         return name
 
     def identity(self) -> str:
@@ -194,6 +207,30 @@ def normalized(source: Tensor, epsilon: float = 1e-5, name: str = "") -> Tensor:
     return te.compute(source.shape, lambda *at: apart[at] * scale[at[0]], name=name)
 
 
+def largest(source: Tensor, name: str = "") -> Tensor:
+    """The maximum (B,) of each batch row of ``source``, (B, H), or over all gates together of (B, G, H). Its gradient
+    is shared among all values that are the maximum, as of PyTorch's ``amax``."""
+    return _largest(source, name or f"{source.op.name}_largest", {})
+
+
+def softmax(source: Tensor, name: str = "") -> Tensor:
+    """exp(source) / sum(exp(source)) over the hidden units of each batch row of ``source``, (B, H).
+
+    The row's maximum is subtracted before, so that no exponential is too large: a maximum, and a sum that waits for it.
+    """
+    from tvm import te
+
+    if len(source.shape) != 2:
+        raise CellError(f"softmax({source.op.name}): expected a tensor (B, H), such as a product with one gate's "
+                        f"number, not one with {len(source.shape)} axes")
+    name = name or f"{source.op.name}_softmax"
+    shift = _largest(source, f"{name}_shift", {SHIFT: 1})
+    power = te.compute(source.shape, lambda b, j: te.exp(source[b, j] - shift[b]), name=f"{name}_exp")
+    k = te.reduce_axis((0, source.shape[1]), "k")
+    total = te.compute((source.shape[0],), lambda b: te.sum(power[b, k], axis=k), name=f"{name}_sum")
+    return te.compute(source.shape, lambda b, j: power[b, j] / total[b], name=name)
+
+
 def scaled(source: Tensor, gain: Tensor, first: int = 0) -> Tensor:
     """:func:`normalized` ``source`` (B, G, H), times gates ``first``, ``first`` + 1, ... of ``gain`` (G', H)."""
     from tvm import te
@@ -201,6 +238,13 @@ def scaled(source: Tensor, gain: Tensor, first: int = 0) -> Tensor:
     value = normalized(source)
     return te.compute(source.shape, lambda b, g, j: value[b, g, j] * gain[g + first, j],
                       name=f"{source.op.name}_scaled")
+
+
+def _largest(source: Tensor, name: str, attributes: dict[str, int]) -> Tensor:
+    from tvm import te
+
+    axes = [te.reduce_axis((0, extent), "k") for extent in source.shape[1:]]
+    return te.compute((source.shape[0],), lambda b: te.max(source(b, *axes), axis=axes), name=name, attrs=attributes)
 
 
 def _mean(source: Tensor, function: Callable[[Expr], Expr], name: str) -> Tensor:

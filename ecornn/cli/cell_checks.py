@@ -145,9 +145,9 @@ class Checks:
         """Random ones, with gradients of y and of the last states."""
         rng = np.random.default_rng(0)
         given = oracle.draw(self.cell, work, rng)
-        shape = work.batch, work.hidden
+        shape, width = (work.batch, work.hidden), len(self.cell.output_names()) * work.hidden
         dy, *dstates = (oracle.rounded(rng.uniform(-1, 1, s), work.dtype)
-                        for s in ((oracle.STEPS, *shape), *(shape for _ in self.cell.states)))
+                        for s in ((oracle.STEPS, work.batch, width), *(shape for _ in self.cell.states)))
         return given, (dy, dstates)
 
     def derived(self, given: oracle.Inputs, upstream: adjoint_oracle.Upstream) -> Backpropagated:
@@ -195,6 +195,7 @@ class Checks:
             module = compile(self.cell, hidden=self.hidden, input=self.input, batch=self.batch, seq=oracle.STEPS,
                              dtype=dtype, weights=weights, training=training, target=device, schedule=schedule.name)
             layer = module.bind(typed(given.flat, dtype))
+            layer.whole_rows = True
             y, state = layer(given.x.astype(dtype), [s.astype(dtype) for s in given.states])
             wanted, last = interpret(self.cell, given.x, given.shaped, given.states)
             return compared(zip((y, *state), (wanted, *last), strict=True), tolerance(work))

@@ -60,7 +60,7 @@ def step_text(graph: StepGraph, work: Workload, stack: Stack) -> str:
     if not graph.phases:
         lines += wrapped("no exchange: each unit sees itself only, so that steps wait for nothing", 1)
     lines += wrapped(", ".join(f"{n}' = {names.text(v)}" for n, v in graph.results.items())
-                     + f"; y is {graph.output}'", 1)
+                     + f"; y is {names.output(graph)}", 1)
     return "\n".join([*lines, "", *sizes(graph, work, names)])
 
 
@@ -125,6 +125,10 @@ class Names:
             return bracketed(f"{left} {sign} {right}", own, tight)
         return f"{CALLED.get(key, key)}({', '.join(self.text(c) for c in parts)})"
 
+    def output(self, graph: StepGraph) -> str:
+        """What y is."""
+        return ", ".join(self.text(v) for v in graph.outputs) if graph.outputs else f"{graph.output}'"
+
     def listed(self, values: Iterable[Var]) -> str:
         """Several values, each once; products of one parameter and operand as one."""
         found: dict[tuple[object, ...], list[int]] = {}
@@ -143,11 +147,13 @@ class Names:
 
     def exchanged(self, phase: Phase) -> str:
         """What units must know of each other before a phase."""
-        seen, summed = self.listed(phase.operands), self.listed(o for s in phase.statistics for o in s.operands)
-        heads = heads_of(phase)
+        seen, heads = self.listed(phase.operands), heads_of(phase)
         sees = "every unit sees all of" if heads == 1 else f"every unit sees its own of {heads} heads of"
+        summed, compared = (self.listed(o for s in phase.statistics if s.largest is kind for o in s.operands)
+                            for kind in (False, True))
         return "; ".join(filter(None, (f"{sees} {seen}" if seen else "",
-                                       f"units add up {summed}" if summed else "")))
+                                       f"units add up {summed}" if summed else "",
+                                       f"units find the largest of {compared}" if compared else "")))
 
     def multiplied(self, products: Sequence[Product]) -> list[str]:
         """The products, on one line."""
@@ -158,9 +164,10 @@ class Names:
         return (f"{self.names[a.var]} = {self.text(a.value)}" for a in assigns)
 
     def summed(self, statistics: Iterable[Statistic]) -> Iterator[str]:
-        """Sums over all units, one a line."""
+        """Sums and maxima over all units, one a line."""
         for s in statistics:
-            yield f"{self.names[s.total]} = sum over all units of {self.listed(s.operands)}"
+            kind = "maximum" if s.largest else "sum"
+            yield f"{self.names[s.total]} = {kind} over all units of {self.listed(s.operands)}"
             if s.squares is not None:
                 yield f"{self.names[s.squares]} = sum of the squares of their distances from the mean"
 
@@ -193,7 +200,8 @@ def sizes(graph: StepGraph, work: Workload, names: Names) -> list[str]:
     seen = [v for phase in graph.phases for v in phase.operands]
     sums = sum(len(s.made) for s in graph.statistics)
     hoisted = list(dict.fromkeys(graph.hoisted_outputs))
-    table = [("Bytes a step", 0, ""), ("  x", work.batch * work.input * item, ""), ("  y", row * item, ""),
+    table = [("Bytes a step", 0, ""), ("  x", work.batch * work.input * item, ""),
+             ("  y", graph.written * row * item, ""),
              ("  hoisted", len(hoisted) * row * wide, names.listed(hoisted)),
              ("  exchanged", len(seen) * row * item + sums * work.batch * 4, "; ".join(filter(None, (
                  names.listed(seen), f"{sums} sums a row" if sums else ""))) or "nothing"),

@@ -15,6 +15,7 @@ from ecornn.host_cpu import physical_cores
 from ecornn.jax.handler import TARGET, register
 from ecornn.program import FORWARD
 from ecornn.runtime.loader import Module
+from ecornn.runtime.outputs import named
 from ecornn.runtime.training import kept_layout
 from ecornn.workload import summed
 
@@ -120,7 +121,7 @@ class Recurrent:
                 raise ShapeError(f"{name}.shape", mask.shape, str(wanted))
             masks.append(mask)
         y, after = self._function(x, tuple(masks), tuple(states), self._ordered(weights))
-        return y, after
+        return named(self._manifest, y), after
 
     def _check(self, name: str, value: Any, axes: int, dtype: Any) -> tuple[int, ...]:
         if not hasattr(value, "shape") or not hasattr(value, "dtype"):
@@ -150,8 +151,8 @@ class Recurrent:
     # What XLA calls. x (T, B, I), masks, states and weights as tuples of arrays.
     def _results(self, x: jax.Array) -> list[jax.ShapeDtypeStruct]:
         """Of y and the last states."""
-        work, (steps, batch) = self._manifest.workload, x.shape[:2]
-        y = (steps, batch, self._manifest.stack.directions * work.hidden)
+        steps, batch = x.shape[:2]
+        y = (steps, batch, self._manifest.y_width)
         state = jax.ShapeDtypeStruct(self._state_shape(batch), self._dtype)
         return [jax.ShapeDtypeStruct(y, self._dtype), *[state] * len(self._manifest.states)]
 

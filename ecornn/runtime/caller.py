@@ -20,6 +20,7 @@ from ecornn.runtime.inputs import rows_with
 from ecornn.runtime.library import Library
 from ecornn.runtime.masks import place_lengths, place_resets, place_sequences
 from ecornn.runtime.memory import DeviceMemory, Pool, layout
+from ecornn.runtime.outputs import named
 from ecornn.runtime.plan import MASKS, SCALARS, make_plan
 from ecornn.runtime.repacking import HostPacking
 from ecornn.runtime.training import Training, TrainingCalls
@@ -55,7 +56,8 @@ class Caller(TrainingCalls):
         self._offsets = (0, *self._plan.offsets(0))  # of the last T
         work = manifest.workload
         self._batch, self._input, self._hidden, self._dtype = work.batch, work.input, work.hidden, work.dtype
-        self._stack, self.width = manifest.stack, manifest.stack.directions * work.hidden
+        self._stack, self.width = manifest.stack, manifest.y_width
+        self.whole_rows = not manifest.outputs  # y is given as it lies in memory, not by output
         self._on_cpu = threads is not None
         self._place = "cpu" if self._on_cpu else f"cuda:{device}"
         self._names, self._inputs = manifest.states, manifest.inputs or ()
@@ -92,7 +94,8 @@ class Caller(TrainingCalls):
 
         Returns
         -------
-        y : (T, B, D*H), the output state after each step; ``out`` if it was given
+        y : (T, B, D*H), the output of each step; ``out`` if it was given. For a cell with several outputs a dict of
+            these, by name; but ``out`` itself, which has rows of all, (T, B, D*O*H), if it was given
         state : the states after the last step, of the shape of ``state``
 
         Torch CUDA tensors run on torch's current stream, without waiting for it; NumPy arrays on CUDA wait.
@@ -134,6 +137,8 @@ class Caller(TrainingCalls):
         result = arrays.give(y) if out is None else out
         if batch_first:
             result = arrays.swapped(result)
+        if not self.whole_rows and out is None:
+            result = named(self.manifest, result)
         return result, tuple([arrays.give(s) for s, _ in after])
 
     def state_shape(self, batch: int) -> Shape:
@@ -346,7 +351,7 @@ class Caller(TrainingCalls):
         y = arrays.take(out, "out")
         shape, dtype, place = arrays.facts(y)
         if shape != wanted:
-            raise ShapeError("out.shape", shape, f"{wanted}: (T, B, D*H)")
+            raise ShapeError("out.shape", shape, f"{wanted}: (T, B, D*{'O*' if self.manifest.outputs else ''}H)")
         self.check_kind(arrays, "out", dtype, place)
         placed = arrays.in_place(y)
         if placed is None:

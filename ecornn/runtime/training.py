@@ -13,6 +13,7 @@ from ecornn.runtime.arrays import Arrays, Placed, Shape
 from ecornn.runtime.frameworks import arrays_of
 from ecornn.runtime.inputs import Widths, parts_of, rows_with
 from ecornn.runtime.memory import GivenMemory, Memory, Pool, layout
+from ecornn.runtime.outputs import named, rows_of
 from ecornn.runtime.plan import SCALARS, EntryPlan, entry_plan
 from ecornn.workload import summed
 
@@ -198,7 +199,7 @@ class TrainingCalls:
 
         Returns
         -------
-        y : (T, B, D*H), the output state after each step
+        y : (T, B, D*H), the output of each step; of several outputs a dict, by name
         state : the states after the last step
         kept : for :meth:`backward`. It holds x and y: do not write them before; ``kept.nbytes`` is what it holds
             besides, :meth:`kept_bytes` says it before the call
@@ -213,12 +214,14 @@ class TrainingCalls:
         after = [arrays.empty(shape, like, self.library) for _ in self.manifest.states]
         kept = training.forward(arrays, placed, states, masks, y, after, steps, batch, rows, room)
         kept.widths = widths
-        return arrays.give(y[0]), tuple(arrays.give(a) for a, _ in after), kept
+        rows = arrays.give(y[0])
+        return rows if self.whole_rows else named(self.manifest, rows), tuple(arrays.give(a) for a, _ in after), kept
 
     def kept_in(self: Any, memory: Any, x: Any, y: Any, state: Sequence[Any] | None = None, *, lengths: Any = None,
                 resets: Any = None, sequences: Any = None, inputs: Mapping[str, Any] | None = None) -> Kept:
         """What a call of :meth:`forward` with these arguments kept in ``memory``, for :meth:`backward`, for callers
-        that hold arrays alone. ``memory`` may be a copy; :meth:`backward` leaves it as it is."""
+        that hold arrays alone. ``memory`` may be a copy; :meth:`backward` leaves it as it is. Of several outputs ``y``
+        is the rows of all."""
         x, widths = self._with_inputs(x, inputs)
         arrays, placed, masks, states, steps, batch, rows = self._first(x, state, lengths, resets, sequences)
         result = self._gradient(arrays, y, "y", (steps, batch, self.width), placed[0])
@@ -232,7 +235,8 @@ class TrainingCalls:
         Parameters
         ----------
         kept : what that call gave, which is used up
-        dy : (T, B, D*H), the gradient of y; None: zeros
+        dy : (T, B, D*H), the gradient of y; None: zeros. Of several outputs a dict by name, whose missing ones are
+            zeros; or rows of all
         dstate : the gradients of the final states, shaped as these; None: zeros
         gradients : arrays by the weights' names to add those of the weights to: of the type and shapes of
             :attr:`Gradients.weights`, contiguous; default: new ones
@@ -249,6 +253,7 @@ class TrainingCalls:
                                 "one backward()")
         arrays, like, shape = kept.arrays, kept.x[0], self.state_shape(kept.rows)
         wanted = kept.steps, kept.batch, self.width
+        dy = rows_of(self.manifest, arrays, dy, kept.steps, kept.batch, like)
         placed = self._gradient(arrays, dy, "dy", wanted, like)
         states = [None] * len(self.manifest.states) if dstate is None else dstate
         if not isinstance(states, (tuple, list)) or len(states) != len(self.manifest.states):

@@ -29,6 +29,7 @@ class BoundLayer:
     def __init__(self, kind: Kind, module: Module, weights: Sequence[torch.Tensor], x: torch.Tensor) -> None:
         device, threads = (None, torch.get_num_threads()) if x.is_cpu else (x.device.index, None)
         self.layer: Layer = module.bind(parameters(kind, weights), device or 0, threads=threads)
+        self.layer.whole_rows = True  # operators have one tensor for y
         self.busy = self.packs = 0  # calls that are under way
         self.snapshot = Snapshot(weights)
         there = HostWeights if x.is_cpu else DeviceWeights

@@ -88,13 +88,18 @@ class Kind:
 
     @cached_property
     def width(self) -> int:
-        """Values of one direction of y, and of h."""
+        """Values of one direction of an output, and of h."""
         return self.projection or self.hidden
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
         """Of each state, as a call returns them: (L*D, B, width)."""
         return (self.width, *[self.hidden] * (len(get(self.cell).states) - 1))
+
+    @cached_property
+    def outputs(self) -> int:
+        """How many a row of y has, of ``width`` values each, in each direction."""
+        return len(get(self.cell).output_names()) if self.name else 1
 
     @cached_property
     def single(self) -> bool:

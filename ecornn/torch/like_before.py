@@ -98,7 +98,7 @@ class Call:
         single, self._dtype = x.dim() == 2, x.dtype
         self._swaps = bool(module.batch_first) and not single and min(steps, batch) > 1
         axes = (steps, batch) if self._swaps else (*x.shape[:-1],)
-        self._y = (*axes, (1 + module.bidirectional) * hidden)
+        self._y = (*axes, (1 + module.bidirectional) * len(module.output_names) * hidden)
         self._state = (*axes, hidden) if self.one_step else (rows, hidden) if single else (rows, batch, hidden)
         self.one: BoundLayer | None = None
         self._run: Any = None

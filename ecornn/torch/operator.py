@@ -33,8 +33,8 @@ def _(x: torch.Tensor, state: list[torch.Tensor], lengths: torch.Tensor | None, 
 
 def output_shapes(kind: Kind, x: torch.Tensor) -> list[tuple[int, ...]]:
     """Of y and the states."""
-    rows = kind.layers * kind.directions
-    return [(*x.shape[:2], kind.directions * kind.width), *((rows, x.shape[1], width) for width in kind.widths)]
+    rows, y = kind.layers * kind.directions, kind.directions * kind.outputs * kind.width
+    return [(*x.shape[:2], y), *((rows, x.shape[1], width) for width in kind.widths)]
 
 
 @recurrent.register_vmap

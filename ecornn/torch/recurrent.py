@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ecornn.cells import Cell, get
 from ecornn.errors import ArgumentError, ShapeError
+from ecornn.outputs import by_output
 from ecornn.torch import engine
 from ecornn.torch.cell_names import name_of
 from ecornn.torch.compiling import checked_keep
@@ -35,7 +36,8 @@ class Recurrent(Sequences, torch.nn.Module):
     for all units; laid out as x is, batch first or not, without the axis of the batch, or packed alike. They have
     gradients, too.
 
-    A call gives y (T, B, D*H) and the last states, each (L*D, B, H): a tuple of them where the cell has several. It
+    A call gives y (T, B, D*H), or a dict of the outputs by name where the cell has several, and the last states, each
+    (L*D, B, H): a tuple of them where the cell has several. It
     computes on CPUs in float32 and float64, and on GPUs, and raises :class:`~ecornn.errors.FallbackError`
     elsewhere: PyTorch has no such layer. Also in a program of ``torch.export``, in a process that can import the cell's
     class.
@@ -54,6 +56,7 @@ class Recurrent(Sequences, torch.nn.Module):
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
         self.batch_first, self.dropout, self.bidirectional = batch_first, float(dropout), bidirectional
         self.state_names, self.tf32, self.keep = tuple(self.cell.states), tf32, checked_keep(keep)
+        self.output_names = self.cell.output_names()
         self.cell_name = f":{name_of(self.cell)}"
         kind = kind_of(text_of(self))
         kind.spec(1, 1, "float32", "")  # which checks the sizes
@@ -66,7 +69,17 @@ class Recurrent(Sequences, torch.nn.Module):
         """As ``torch.nn``'s, with the cell's ``inputs``. Raises as :meth:`Sequences.forward`."""
         if self.cell.inputs or inputs is not None:
             input = self._beside(input, inputs)
-        return super().forward(input, hx)
+        y, states = super().forward(input, hx)
+        if len(self.output_names) == 1 or isinstance(y, torch.fx.Proxy):
+            return y, states
+        return self._named(y), states
+
+    def _named(self, y: Any) -> dict[str, Any]:
+        """The outputs of rows of y, packed or not."""
+        if not isinstance(y, PackedSequence):
+            return by_output(y, self.output_names, 1 + self.bidirectional)
+        parts = by_output(y.data, self.output_names, 1 + self.bidirectional)
+        return {name: PackedSequence(rows, *y[1:]) for name, rows in parts.items()}
 
     @property
     def _row_width(self) -> int:

@@ -36,6 +36,7 @@ class Sequences:
 
     TORCH: type[torch.nn.RNNBase] | None = None
     state_names: tuple[str, ...] = ("h",)
+    output_names: tuple[str, ...] = ("h",)
     cell_name = ""
     tf32: bool | None = None
     keep: str | None = None

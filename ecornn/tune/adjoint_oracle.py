@@ -50,7 +50,7 @@ def answers(cell: Cell, work: Workload, rng: np.random.Generator) -> Answers:
     made = replace(made, recurrence=recurrence_graph(made))
     given = draw(cell, work, rng)
     shape = work.batch, work.hidden
-    sizes = (STEPS, *shape), *(shape for _ in cell.states)
+    sizes = (STEPS, work.batch, made.forward.written * work.hidden), *(shape for _ in cell.states)
     dy, *dstates = (rounded(rng.uniform(-1, 1, size), work.dtype) for size in sizes)
     found = carry_out(made, given.x, given.shaped, given.states, dy, dstates)
     if fault := disagreement(cell, given, (dy, dstates), found, rng):

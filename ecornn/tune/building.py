@@ -15,7 +15,7 @@ from ecornn.cells.naming import load_cell
 from ecornn.device import Device
 from ecornn.errors import ScheduleError
 from ecornn.schedules.base import Task
-from ecornn.task import make_manifest, make_task, versions
+from ecornn.task import make_manifest, make_program, make_task, versions
 from ecornn.workload import Workload
 
 
@@ -79,7 +79,7 @@ def generate(request: Build) -> tuple[str, bytes]:
 
     task = task_of(request.cell, request.workload, request.device)
     schedule = all_schedules()[request.schedule]
-    program = schedule.program(task, request.config)
+    program = make_program(schedule, task, request.config)
     manifest = make_manifest(load_cell(request.cell), task, schedule, request.config, program,
                              "built while tuning")
     with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:

@@ -1,7 +1,8 @@
 """Where the values of a backward pass lie: rows are those of T*B in x's time, whatever the direction.
 
     x, dx                 (T, B, I), and behind it H of each of the cell's inputs
-    y, dy                 (T, B, W), this direction's H from an offset on; y is zero where a row takes no part
+    y, dy                 (T, B, W), this direction's H of each output from an offset on; y is zero where a row takes
+                          no part
     <state>_kept          (T, B, H), a state after each step; of the output state that is y
     value<n>_kept         (T, B, H), with keep="gates" other values of each step
     before_<state>        (T, B, H), a state before each step, by ``gather.py``
@@ -25,6 +26,7 @@ from typing import Any
 
 from ecornn.analysis.adjoint import Adjoint
 from ecornn.analysis.kept import Kept
+from ecornn.analysis.step import StepGraph
 from ecornn.program import Buffer, Extent
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
@@ -97,6 +99,11 @@ class Memory:
     kept: Kept
 
     @property
+    def forward(self) -> StepGraph:
+        """The step of the layer."""
+        return self.adjoint.forward
+
+    @property
     def dtype(self) -> str:
         return self.task.workload.dtype
 
@@ -105,10 +112,11 @@ class Memory:
         """:func:`rows_of_states`."""
         return rows_of_states(self.task.traversal)
 
-    def y(self, name: str) -> Columns:
-        """y, or its gradient."""
-        w, traversal = self.task.workload, self.task.traversal
-        return Columns(name, w.hidden, traversal.y_width(w.hidden), traversal.y_offset(w.hidden))
+    def y(self, name: str, output: int = 0) -> Columns:
+        """y, or its gradient; of several outputs the one of that number."""
+        H, traversal = self.task.workload.hidden, self.task.traversal
+        own = self.adjoint.forward.written * H
+        return Columns(name, H, traversal.y_width(own), traversal.y_offset(own) + output * H)
 
     def after(self, state: str) -> Columns:
         """A state after each step."""
@@ -138,7 +146,7 @@ class Memory:
         if forward.x is not None:
             found[forward.x] = Place(self.x, self.dtype)
         found |= self.inputs("x", self.dtype)
-        return found | {self.adjoint.dy: Place(self.y("dy"), self.dtype)}
+        return found | {v: Place(self.y("dy", n), self.dtype) for n, v in enumerate(self.adjoint.dys)}
 
     def outputs(self) -> dict[Var, Place]:
         """What the recurrence writes."""

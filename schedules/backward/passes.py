@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Protocol
 
 from ecornn.analysis.liveness import needed
 from ecornn.analysis.merging import merged
 from ecornn.analysis.scalar import variables
 from ecornn.analysis.step import Assign, Product, Statistic, StepGraph
 from ecornn.program import WORKSPACE
-from ecornn.schedules.backward.memory import Memory, Place, Workspaces
+from ecornn.schedules.backward.memory import Place, Workspaces
 from ecornn.schedules.backward.rows import scalar_pass
 from ecornn.schedules.backward.scalars import Pointwise, Scalars
-from ecornn.schedules.base import Component, joined
+from ecornn.schedules.base import Component, Task, joined
 from ecornn.schedules.builder import Var
 from ecornn.schedules.gemm.job import STEPS, Columns, Job, Operand
 from ecornn.schedules.gemm.over_rows import over_rows
@@ -93,6 +94,19 @@ class Wanted:
         return {*(v for v, _ in self.stores), *self.hoisted}
 
 
+class Around(Protocol):
+    """What a pass asks of the memory around it; ``forward``: the step whose parameter vectors it reads."""
+
+    @property
+    def task(self) -> Task: ...
+    @property
+    def forward(self) -> StepGraph: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def x(self) -> Columns: ...
+
+
 @dataclass(frozen=True)
 class RowPass:
     """A pass.
@@ -107,7 +121,7 @@ class RowPass:
     units : of the last product, where these are not hidden units
     """
 
-    memory: Memory
+    memory: Around
     name: str
     leaves: Mapping[Var, Place]
     invariants: tuple[Assign, ...]
@@ -166,7 +180,7 @@ class RowPass:
 
     def _kernel(self, name: str, stage: _Stage, wanted: Wanted, leaves: Mapping[Var, Place],
                 operands: Mapping[Var, Place]) -> Component:
-        task, forward = self.memory.task, self.memory.adjoint.forward
+        task, forward = self.memory.task, self.memory.forward
         products, assigns = merged(stage.products, stage.assigns, wanted.variables)
         made = {*(a.var for a in assigns), *(p.var for p in products)}
         math = MATH_FOR[task.workload.dtype][min(1, len(MATH_FOR[task.workload.dtype]) - 1)]

@@ -5,14 +5,24 @@ from __future__ import annotations
 from ecornn.analysis.heads import most_heads
 from ecornn.program import Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
-from ecornn.schedules.cpu.cost import best_team, best_tile, beyond_l2, features, gates_at_once, shape_of, tiles
+from ecornn.schedules.cpu.cost import (
+    PAIRS,
+    best_team,
+    best_tile,
+    beyond_l2,
+    features,
+    gates_at_once,
+    left_for_read_out,
+    pairs_pay,
+    shape_of,
+    tiles,
+)
 from ecornn.schedules.cpu.tiling import column_choices, head_vectors, registers_of, registers_used, row_choices
 from ecornn.schedules.rates import cpu_rates
 from ecornn.workload import SERVED
 
 UNROLL = (1, 2, 4, 8)
 LONGEST_INT8 = 1 << 16  # 2**16 * 255 * 127 < 2**31
-PAIRS = (0, 3, 4)
 GATES = (0, 1, 2)
 TEAM = (0, 1, 2, 4, 8)
 CHUNK = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -102,14 +112,13 @@ class CPUSequence(Schedule):
     def default(self, task: Task) -> Config:
         """The largest tile that fits the registers and wastes the fewest rows and vectors."""
         workload, graph, rates = task.workload, task.graph, cpu_rates(task.device)
-        values = {k.name: tuple(int(v) for v in k.values) for k in self.knobs(task)}
+        choices = {k.name: tuple(int(v) for v in k.values) for k in self.knobs(task)}
 
-        # with one batch row it is bytes that take the time
-        pay = workload.weights is None and workload.dtype == "float32" and workload.batch > 1 and rates.adds_apart
+        pay = pairs_pay(task)
 
         def best(rows: int, gates: list[int], prefix: str) -> tuple[int, int, int, int]:
             head = 0 if prefix else head_vectors(task)
-            return best_tile(task, rows, gates, values[f"{prefix}rows"], values[f"{prefix}columns"],
+            return best_tile(task, rows, gates, choices[f"{prefix}rows"], choices[f"{prefix}columns"],
                              PAIRS if pay and any(gates) and not head else (0,), gates_at_once(task), bool(prefix),
                              head)
 
@@ -120,9 +129,10 @@ class CPUSequence(Schedule):
         # L3 should work while tiles multiply; with one tile of rows it does so of itself
         ahead = rates.slow_l3 and beyond_l2(task) and not pairs and workload.batch > rows
         # hoisted values of a chunk should stay in the caches between their making and their use
-        step_bytes = workload.itemsize * workload.batch * workload.hidden * max(1, len(graph.hoisted_outputs))
+        values = max(1, len(graph.hoisted_outputs)) + left_for_read_out(task)
+        step_bytes = workload.itemsize * workload.batch * workload.hidden * values
         target = 2 * max(task.device.l2, 1 << 19) * max(1, task.device.cores)
-        chunk = max((c for c in values["chunk"] if c * step_bytes <= target), default=1)
+        chunk = max((c for c in choices["chunk"] if c * step_bytes <= target), default=1)
         return {"rows": rows, "columns": columns, "unroll": 4 if rows * columns <= 12 else 2,
                 "project_rows": project_rows, "project_columns": project_columns, "pairs": pairs,
                 "project_pairs": project_pairs, "gates": gates, "project_gates": project_gates,
@@ -140,4 +150,8 @@ class CPUSequence(Schedule):
 
         if task.traversal.keep is not None:
             return training_program(task, config)
+        if task.after is not None:
+            from ecornn.schedules.cpu.read_out import sequence_with_read_out
+
+            return sequence_with_read_out(task, plan(task.graph), shape_of(task, config))
         return sequence(plan(task.graph), shape_of(task, config), task.traversal)

@@ -19,6 +19,7 @@ from ecornn.schedules.cpu.tiling import (
 )
 from ecornn.schedules.rates import CPURates, cpu_rates
 
+PAIRS = (0, 3, 4)
 PAIRS_REACH = 0.75  # of the rate that the units would allow: layers of pairs
 # cycles to copy the operand for pairs: of a vector, of a row, and of the barrier behind it
 COPY_VECTOR, COPY_ROW, COPY_BARRIER = 8, 200, 2000
@@ -79,6 +80,22 @@ def heights_of(rows: int, tile: Tile, hoisted: bool) -> dict[int, int]:
     last = 0 if hoisted else tile.short(rows)
     counts = {tile.rows: full + bool(short and not last), last: int(bool(last))}
     return {height: count for height, count in counts.items() if count}
+
+
+def pairs_pay(task: Task) -> bool:
+    """Whether products of pairs may gain anything; with one batch row it is bytes that take the time."""
+    work = task.workload
+    return (work.weights is None and work.dtype == "float32" and work.batch > 1
+            and cpu_rates(task.device).adds_apart)
+
+
+def left_for_read_out(task: Task) -> int:
+    """Values of a unit and step that lie in memory between the steps of a chunk and what follows them."""
+    if task.after is None:
+        return 0
+    graph = task.after.graph
+    products = len(graph.hoisted_products) + sum(len(p.products) for p in graph.phases)
+    return len(task.graph.outputs) + products + len(graph.outputs)
 
 
 def beyond_l2(task: Task) -> bool:

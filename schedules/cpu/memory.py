@@ -111,10 +111,10 @@ class Memory:
         e, s = self.e, self.shape
         if operand is None:
             return self.data["x"], e.let("x_first", first * self.batch * e.index(self.x_stride)), self.x_stride
+        if operand in self.kept:
+            return self.kept[operand], e.index(0), s.width
         if operand in self.given:
             place = self.given[operand]
             return place.data, place.at(e, e.index(0)), place.stride
-        name = next((n for n, v in self.graph.states.items() if v.same_as(operand)), None)
-        if name is None:
-            return self.kept[operand], e.index(0), s.width
+        name = next(n for n, v in self.graph.states.items() if v.same_as(operand))
         return self.data[f"{name}_state"], self.slot(name, t), s.width

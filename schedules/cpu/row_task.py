@@ -12,6 +12,7 @@ from ecornn.schedules.cpu.tile_task import TileTask
 from ecornn.schedules.cpu.tiling import Tile
 
 ONE = Tile(1, 1, 1)  # a vector of units of the row
+LOWEST = {"float32": -3.4028234663852886e38, "float64": -1.7976931348623157e308}  # no number is below
 
 
 class RowTask:
@@ -48,27 +49,31 @@ class RowTask:
             self.keep(s.squares, self.over(s, squared))
 
     def over(self, s: Statistic, function: Callable[[Expr], Expr]) -> Expr:
-        """The sum of a function of all operands and units."""
+        """The sum of a function of all operands and units; or the largest."""
         e, whole = self.e, self.hidden // self.lanes
+        nothing = LOWEST[self.o.shape.real] if s.largest else 0.0
         sums = e.local("sums")
-        e.vstore(sums, 0, e.splat(0.0))
+        e.vstore(sums, 0, e.splat(nothing))
+
+        def combined(a: Expr, b: Expr) -> Expr:
+            return e.tirx.Max(a, b) if s.largest else a + b
 
         def add(vector: Expr, inside: Expr | None) -> None:
             values = self.task(vector)
             values.locate(0, 0)
             for operand in s.operands:
                 value = e.let("term", function(values.value(operand)))
-                value = value if inside is None else e.tirx.Select(inside, value, e.splat(0.0))
-                e.vstore(sums, 0, e.vload(sums, 0) + value)
+                value = value if inside is None else e.tirx.Select(inside, value, e.splat(nothing))
+                e.vstore(sums, 0, combined(e.vload(sums, 0), value))
 
         with e.loop("vector", whole) as vector:
             add(vector, None)
         if left := self.hidden % self.lanes:
             add(e.index(whole), e.tirx.LT(e.ramp(0), e.splat(left, "int64")))
         total = e.local("total")
-        e.store(total, 0, e.number(0.0))
+        e.store(total, 0, e.number(nothing))
         with e.loop("lane", self.lanes) as lane:
-            e.store(total, 0, e.load(total, 0) + e.load(sums, lane))
+            e.store(total, 0, combined(e.load(total, 0), e.load(sums, lane)))
         return e.let("total_value", e.load(total, 0))
 
     def keep(self, var: Var, value: Expr) -> None:

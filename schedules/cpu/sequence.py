@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from ecornn.program import WORKSPACE, Extent, Parallel, Program
 from ecornn.schedules.assemble import call_buffers
-from ecornn.schedules.builder import PrimFunc
+from ecornn.schedules.builder import Expr, PrimFunc
 from ecornn.schedules.cpu.stages import StepPlan
 from ecornn.schedules.cpu.tiling import Shape
 from ecornn.schedules.cpu.timeline import Timeline
@@ -83,8 +83,12 @@ class Sequence(Worker):
                         e.call("ecornn_barrier")
             if not self.plan.barriers:
                 e.call("ecornn_barrier")
+            self.after_steps(low, count)
         self.epilogue()
         return e.function(name)
+
+    def after_steps(self, low: Expr, count: Expr) -> None:
+        """What follows the steps of a chunk, the first of which in x's time is ``low``: nothing."""
 
     def prelude(self) -> None:
         e, s = self.e, self.shape

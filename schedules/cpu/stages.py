@@ -78,7 +78,7 @@ def plan(graph: StepGraph) -> StepPlan:
     later = carried(graph)
     multiplied = (operand for phase in graph.phases for operand in phase.operands if operand not in states)
     for var in dict.fromkeys((*multiplied, *(v for v in made if v in later))):
-        kept[level[var]].append(var)
+        kept[max(0, level.get(var, 0))].append(var)  # of an adjoint also gradients of outputs, and what they determine
 
     def stage(p: int, by_row: bool) -> Stage:
         phase = graph.phases[p]

@@ -125,6 +125,8 @@ class TileTask:
         e, stage = self.e, self.stage
         kept = [(var, self.value(var)) for var in stage.keep]
         results = {n: self.value(r) for n, r in self.o.graph.results.items()} if stage.last else {}
+        if stage.last:
+            self.outputs = self.made_outputs()
         for var, value in kept:
             if stage.level < 0:
                 place = self.hoisted(self.at_row, (self.o.projected if stage.level == -2 else self.o.place)[var])
@@ -133,6 +135,10 @@ class TileTask:
                 e.vstore(self.o.kept[var], self.at, value)
         if stage.last:
             self.finish(results)
+
+    def made_outputs(self) -> list[Expr]:
+        """What is y in place of a state."""
+        return [self.value(var) for var in self.o.graph.outputs]
 
     def finish(self, results: dict[str, Expr]) -> None:
         """Stores the states before the next step, and y."""
@@ -150,12 +156,16 @@ class TileTask:
         """Stores y; zero where the row takes no part."""
         e, s, o, timeline, traversal = self.e, self.s, self.o, self.o.timeline, self.o.traversal
         y_row = timeline.at(self.t) * o.batch + self.at_row
-        start = y_row * e.index(traversal.y_width(s.hidden)) + self.unit
-        if traversal.y_offset(s.hidden):
-            start = start + e.index(traversal.y_offset(s.hidden))
+        own = o.graph.written * s.hidden
+        start = y_row * e.index(traversal.y_width(own)) + self.unit
+        if traversal.y_offset(own):
+            start = start + e.index(traversal.y_offset(own))
         valid = e.tirx.Select(self.at_row < o.batch, e.index(s.hidden) - self.unit, e.index(0))
-        output = timeline.masked(live, results[o.graph.output], e.splat(0.0))
-        e.vstore_part("y_part", o.data["y"], e.let("y_at", start), output, e.let("valid", valid))
+        outputs = [timeline.masked(live, v, e.splat(0.0)) for v in self.outputs or [results[o.graph.output]]]
+        at, valid = e.let("y_at", start), e.let("valid", valid)
+        for number, output in enumerate(outputs):
+            place = at + e.index(number * s.hidden) if number else at
+            e.vstore_part("y_part", o.data["y"], place, output, valid)
 
     def hoisted(self, row: Expr, place: int) -> Expr:
         """Where a hoisted value of a row of the chunk is."""

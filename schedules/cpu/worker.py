@@ -130,7 +130,7 @@ class Worker(Memory):
         for part, pack in packs.items():
             size = prod(pack.split) if part == "weights" else prod(pack.pad[:-1])
             self.buffer(f"{stage.name}_{part}_{number}", PACKED, Extent(size), pack)
-        room = s.padded_batch if stage.name != "hoisted" else s.chunk * s.batch + tile.rows
+        room = self.room(stage)
         names = [f"{stage.name}_{part}_{number}" for part in ("copy", "factors", "sums")]
         made = paired.Paired((), None, None, k, tile.pairs, s.lanes)
         self.buffer(names[0], WORKSPACE, Extent(room * made.width))
@@ -143,6 +143,11 @@ class Worker(Memory):
             self.aliases[alias] = names[0]
         self.paired[stage.name, number] = replace(made, copies=copies, factors=self.data[names[1]],
                                                   sums=self.data[names[2]])
+
+    def room(self, stage: Stage) -> int:
+        """Rows of a stage that there must be memory for."""
+        s = self.shape
+        return s.padded_batch if stage.name != "hoisted" else s.chunk * s.batch + s.tiles["hoisted"].rows
 
     # -- tasks ----------------------------------------------------------------------------------
     def share(self, name: str, total: Expr) -> tuple[Expr, Expr]:

@@ -149,7 +149,7 @@ def estimate(task: Task, config: Config) -> float:
 def _step_bytes(task: Task, config: Config) -> int:
     """Bytes of a step that are read and written."""
     w, graph = task.workload, task.graph
-    made = len(graph.outputs) if task.traversal.backward else 1
+    made = len(graph.outputs) if task.traversal.backward else graph.written
     return w.batch * w.hidden * (len(graph.hoisted_outputs) * _input_bytes(task, config) + made * w.itemsize)
 
 

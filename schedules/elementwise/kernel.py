@@ -95,7 +95,8 @@ class _Units:
         apart = T.cast(-batch if place.reverse else batch, "int64")
         self.input = T.let("inputs_first", first * hoisted.row)
         self.inputs_apart = T.let("inputs_apart", apart * hoisted.row)
-        width, own = place.y_width(w.hidden), place.y_offset(w.hidden)
+        values = self.graph.written * w.hidden
+        width, own = place.y_width(values), place.y_offset(values)
         if place.backward:
             width, own = len(self.graph.outputs) * w.hidden, 0
         self.output = T.let("y_first", first * width + (unit + own))
@@ -210,7 +211,9 @@ class _Units:
                      for (name, var), old in zip(graph.results.items(), before, strict=True)}
             for s, value in enumerate(after.values()):
                 T.buffer_store(self.states, value, [s, e])
-            made = [env[v] for v in graph.outputs] if self.task.traversal.backward else [after[graph.output]]
+            made = [env[v] for v in graph.outputs]
+            if not made and not self.task.traversal.backward:
+                made = [after[graph.output]]
             outputs.append([timeline.masked(live, value, T.float32(0)) for value in made])
             for name, value in self.kept.found(after, env).items():
                 kept_values.setdefault(name, []).append(timeline.masked(live, value, T.float32(0)))

@@ -17,13 +17,15 @@ from abc import ABC, abstractmethod
 from ecornn.analysis import Statistic
 from ecornn.schedules.builder import Expr, T, Var
 from ecornn.schedules.persistent.plan import PersistentPlan
-from ecornn.schedules.scalars.row_sums import across_warp
+from ecornn.schedules.scalars.row_sums import Kind, across_warp, combine, neutral
 
+LOWEST_BITS = 0xFF7FFFFF  # the lowest float32
 FINITE = 1e30  # a mean beyond is no good as the next step's s, nor is one that is no number
 
 
 class Sums(ABC):
-    """Emits the gate warps' part. ``statistics``: of each exchange."""
+    """Emits the gate warps' part. ``statistics``: of each exchange. Of a maximum both sums are it, and what is said of
+    sums here means the larger one."""
 
     def __init__(self, plan: PersistentPlan, statistics: list[tuple[Statistic, ...]], group: Expr, member: Expr,
                  thread: Expr) -> None:
@@ -50,11 +52,15 @@ class Sums(ABC):
         each = [(i, n, s) for i in range(plan.items) for n, s in enumerate(statistics)]
         sums = []
         for i, n, s in each:
+            if s.largest:  # in place of both sums
+                value = added([envs[i][o] for o in s.operands], True)
+                sums += [T.let("largest", T.Select(owners[i], value, neutral(True)))] * 2
+                continue
             shift = None if s.squares is None else self.means[i, first + n]
             parts = [T.let("part", envs[i][o] if shift is None else envs[i][o] - shift) for o in s.operands]
             for value in (added(parts), added([T.let("square", p * p) for p in parts])):
                 sums.append(T.let("sum", T.Select(owners[i], value, T.float32(0))))
-        sums = across_warp(sums, self.lanes)
+        sums = across_warp(sums, self.lanes, [s.largest for _, _, s in each for _ in range(2)])
         size, slot = 2 * len(statistics), T.let("slot", self.slot(e, t))
         for i in range(plan.items):
             self.send(e, t, slot, i, sums[i * size:(i + 1) * size])
@@ -92,9 +98,9 @@ class Sums(ABC):
         """Takes back what was sent in the step before."""
 
 
-def added(values: list[Expr]) -> Expr:
-    """The sum, as a tree."""
+def added(values: list[Expr], largest: Kind = False) -> Expr:
+    """The sum, or the largest one, as a tree."""
     while len(values) > 1:
-        pairs = [T.let("pair", a + b) for a, b in zip(values[::2], values[1::2], strict=False)]
+        pairs = [T.let("pair", combine(a, b, largest)) for a, b in zip(values[::2], values[1::2], strict=False)]
         values = pairs + values[len(pairs) * 2:]
     return values[0]

@@ -17,7 +17,7 @@ from ecornn.schedules.builder import Expr, T
 from ecornn.schedules.isa.mbarrier import mbarrier_wait
 from ecornn.schedules.persistent.cluster import Cluster
 from ecornn.schedules.persistent.plan import PersistentPlan
-from ecornn.schedules.persistent.sums import Sums, added
+from ecornn.schedules.persistent.sums import LOWEST_BITS, Sums, added
 from ecornn.schedules.scalars.row_sums import across_warp
 
 LOADS = 16  # of 16 bytes a lane and row, at most; beyond, lanes share the parts and shuffle
@@ -62,11 +62,13 @@ class ClusterSums(Sums):
         lanes = 1  # that share the parts of a row
         while plan.sum_parts > LOADS * lanes and lanes < self.lanes:
             lanes *= 2
-        totals = []
+        totals, kinds = [], []
         for i in range(plan.items):
             for n in range(0, len(self.all[e]), 2):
-                totals += self._read(slot + self._row(e, n, self.rows[i]), self._width(e, n), lanes)
-        return across_warp(totals, lanes)
+                largest = [s.largest for s in self.all[e][n:n + 2] for _ in range(2)]
+                totals += self._read(slot + self._row(e, n, self.rows[i]), largest, lanes)
+                kinds += largest
+        return across_warp(totals, lanes, kinds)
 
     def wipe(self, t: Expr) -> None:
         """Nothing needs to be taken back; the slots' next phases begin."""
@@ -83,9 +85,12 @@ class ClusterSums(Sums):
         plan = self.plan
         return n * 2 * plan.rows * plan.sum_padded + row * plan.sum_padded * self._width(e, n)
 
-    def _read(self, first: Expr, width: int, lanes: int) -> list[Expr]:
-        """Sums of the parts that this lane reads, of ``lanes`` that share them: one, or two neighbours, in 16 bytes."""
-        plan, per = self.plan, 4 // width
+    def _read(self, first: Expr, largest: list[bool], lanes: int) -> list[Expr]:
+        """Sums of the parts that this lane reads, of ``lanes`` that share them: one, or two neighbours, in 16 bytes.
+        ``largest``: which of the part's words are of maxima."""
+        plan, width = self.plan, len(largest)
+        per = 4 // width
+        nothing = [T.uint32(LOWEST_BITS if largest[k % width] else 0) for k in range(4)]
         turns = -(-plan.sum_parts // (per * lanes))
         words = T.local("words", (turns, 4), "uint32")  # each turn: two statistics of a part, or one of two parts
         at = T.let("at", first + self.lane % lanes * 4)
@@ -96,15 +101,15 @@ class ClusterSums(Sums):
                 self._load(place, at + j * lanes * 4)
                 continue
             for k in range(4):
-                T.buffer_store(words, T.uint32(0), [j, k])
+                T.buffer_store(words, nothing[k], [j, k])
             with T.If(self.lane % lanes * per < left), T.Then():
                 self._load(place, at + j * lanes * 4)
             if left % per:  # behind the last part is one that nobody sends
                 with T.If(self.lane % lanes * per == left - 1), T.Then():
                     for k in range(2, 4):
-                        T.buffer_store(words, T.uint32(0), [j, k])
+                        T.buffer_store(words, nothing[k], [j, k])
         values = [[T.let("value", T.reinterpret("float32", words[j, k])) for k in range(4)] for j in range(turns)]
-        return [added([v[k] for v in values for k in range(f, 4, width)]) for f in range(width)]
+        return [added([v[k] for v in values for k in range(f, 4, width)], largest[f]) for f in range(width)]
 
     def _load(self, into: list[Expr], place: Expr) -> None:
         T.evaluate(T.ptx["ld.shared.v4.b32"](*into, self.carrier.words.ptr_to([place])))

@@ -23,8 +23,8 @@ from ecornn.analysis import Statistic
 from ecornn.schedules.builder import Expr, T, TirBuffer
 from ecornn.schedules.persistent.exchange import SENTINEL, pack
 from ecornn.schedules.persistent.plan import PersistentPlan
-from ecornn.schedules.persistent.sums import Sums, added
-from ecornn.schedules.scalars.row_sums import across_lanes
+from ecornn.schedules.persistent.sums import LOWEST_BITS, Sums, added
+from ecornn.schedules.scalars.row_sums import Kind, across_lanes
 
 SUMMED = 3  # named barrier of gate warps
 PAUSE = 300  # cycles before the first poll, which disturbs what is on its way and finds nothing yet
@@ -76,23 +76,25 @@ class RingSums(Sums):
         turns = -(-plan.sum_parts // beside)
         words = T.local("words", (quads // across * turns, 4), "uint32")  # (outer, turn), word of a quad
         loads: list[tuple[Expr, Expr]] = []
+        kinds: list[list[Kind]] = []  # of the words of each quad
         for outer in range(quads // across):
             quad = T.let("quad", self.thread % across + outer * across)
+            kinds.append(self._kinds(e, quad))
             for j in range(turns):
                 part = T.let("part", self.thread // across + j * beside)
                 inside = T.let("inside", T.And(quad < entries, part < plan.sum_parts))
                 for k in range(4):
-                    T.buffer_store(words, T.uint32(0), [len(loads), k])
+                    T.buffer_store(words, _nothing(kinds[-1][k]), [len(loads), k])
                 loads.append((T.let("at", slot + part * plan.sum_stride(e) + quad * 4), inside))
         self._poll(e, words, loads)
         side, used = T.let("side", (t * len(self.all) + e) % 2), min(4, 2 * count)
         for outer in range(quads // across):
             sums = [added([T.let("sum", T.reinterpret("float32", words[n, k]))
-                           for n in range(outer * turns, (outer + 1) * turns)]) for k in range(used)]
+                           for n in range(outer * turns, (outer + 1) * turns)], kinds[outer][k]) for k in range(used)]
             lanes = 32
             while lanes > across:
                 lanes //= 2
-                sums = across_lanes(sums, lanes)
+                sums = across_lanes(sums, lanes, kinds[outer][:used])
             own = [T.reinterpret("uint32", v) for v in sums] + [T.uint32(0)] * (4 - used)
             with T.If(self.thread % 32 < across), T.Then():
                 at = self._between(side, self.thread // 32) + (self.thread % 32 + outer * across) * 4
@@ -103,8 +105,25 @@ class RingSums(Sums):
             for n in range(count):
                 pairs = [self._pair(side, w, (self.rows[i] * plan.row_quads(e) + n // 2) * 4 + n % 2 * 2)
                          for w in range(plan.gate_warps)]
-                totals += [added([p[k] for p in pairs]) for k in range(2)]
+                totals += [added([p[k] for p in pairs], self.all[e][n].largest) for k in range(2)]
         return totals
+
+    def _kinds(self, e: int, quad: Expr) -> list[Kind]:
+        """Which words of a quad are of maxima: it has those of statistics 2 p and 2 p + 1, p the place in its row."""
+        largest = [s.largest for s in self.all[e]]
+        largest += [False] * (2 * self.plan.row_quads(e) - len(largest))
+        found: list[Kind] = []
+        for side in (largest[::2], largest[1::2]):
+            places = [p for p, one in enumerate(side) if one]
+            if len(places) in (0, len(side)):
+                found += [bool(places)] * 2
+                continue
+            place = T.let("place", quad % self.plan.row_quads(e))
+            which = place == places[0]
+            for p in places[1:]:
+                which = T.Or(which, place == p)
+            found += [T.let("is_largest", which)] * 2
+        return found
 
     def _poll(self, e: int, words: TirBuffer, loads: list[tuple[Expr, Expr]]) -> None:
         missing = T.local("missing", (1,), "int32")
@@ -132,3 +151,10 @@ class RingSums(Sums):
         T.evaluate(T.ptx["ld.shared.v2.b32"](found[0], found[1],
                                              self.words.ptr_to([self._between(side, warp) + place])))
         return [T.let("sum", T.reinterpret("float32", found[k])) for k in range(2)]
+
+
+def _nothing(largest: Kind) -> Expr:
+    """The word of a part that there is not."""
+    if isinstance(largest, bool):
+        return T.uint32(LOWEST_BITS if largest else 0)
+    return T.Select(largest, T.uint32(LOWEST_BITS), T.uint32(0))

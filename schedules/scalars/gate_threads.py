@@ -289,13 +289,14 @@ class GateThreads(ABC):
                     self._leave(i, T.cast(self.timeline.sequence(number), "int64"), ended)
 
     def _write(self, i: int, t: Expr, ended: Ended, outputs: list[Expr]) -> None:
-        """Stores y of step t, (T, B, W), and what is kept, (T, B, H); or the ``outputs`` of an adjoint's recurrence,
-        (T, B, O, H)."""
+        """Stores y of step t, (T, B, W), the graph's ``outputs`` where it has such, and what is kept, (T, B, H); or the
+        ``outputs`` of an adjoint's recurrence, (T, B, O, H)."""
         w, traversal = self.task.workload, self.task.traversal
         H, name, width, first = w.hidden, "outputs", len(outputs) * w.hidden, 0
         if not traversal.backward:
-            name, width, first = "y", traversal.y_width(H), traversal.y_offset(H)
-            outputs = [ended.new[self.graph.output]]
+            own = self.graph.written * H
+            name, width, first = "y", traversal.y_width(own), traversal.y_offset(own)
+            outputs = outputs or [ended.new[self.graph.output]]
         values = [self.timeline.masked(ended.live, value, T.float32(0)) for value in outputs]
         row = T.cast(self.timeline.at(t) * self.batch + self.row[i], "int64")
         row = T.let("step_row", row) if self.kept else row

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ecornn.analysis import Statistic, StepGraph
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
@@ -30,21 +31,52 @@ _ACROSS = """
 __device__ __forceinline__ float ecornn_across(float value, int lanes) {
   return value + __shfl_xor_sync(0xffffffffu, value, lanes);
 }"""
+_LARGEST = """
+__device__ __forceinline__ float ecornn_largest_across(float value, int lanes) {
+  return fmaxf(value, __shfl_xor_sync(0xffffffffu, value, lanes));
+}"""
+
+Kind = Any  # whether a statistic is a maximum, not a sum: a bool, or an expression where only a thread knows
+LOWEST = -3.4028234663852886e38  # below all numbers of float32 that there are
 
 
-def across_warp(values: list[Expr], lanes: int = 32) -> list[Expr]:
+def combine(a: Expr, b: Expr, largest: Kind) -> Expr:
+    """The sum of two parts of a statistic, or the larger one."""
+    if isinstance(largest, bool):
+        return T.max(a, b) if largest else a + b
+    return T.Select(largest, T.max(a, b), a + b)
+
+
+def neutral(largest: Kind) -> Expr:
+    """What changes nothing there."""
+    if isinstance(largest, bool):
+        return T.float32(LOWEST if largest else 0)
+    return T.Select(largest, T.float32(LOWEST), T.float32(0))
+
+
+def across_warp(values: list[Expr], lanes: int = 32, largest: Sequence[Kind] = ()) -> list[Expr]:
     """The sums over ``lanes`` neighbouring lanes (a power of two), the same bits for each of them; of several values at
-    a time, since a shuffle takes long and another one can follow at once."""
+    a time, since a shuffle takes long and another one can follow at once. ``largest``: which of them are maxima."""
     while lanes > 1:
         lanes //= 2
-        values = across_lanes(values, lanes)
+        values = across_lanes(values, lanes, largest)
     return values
 
 
-def across_lanes(values: list[Expr], lanes: int) -> list[Expr]:
+def across_lanes(values: list[Expr], lanes: int, largest: Sequence[Kind] = ()) -> list[Expr]:
     """The sums of each lane's and another one's that is ``lanes`` (a power of two) away."""
-    return [T.let("sum", T.cuda.func_call("ecornn_across", value, T.int32(lanes), source_code=_ACROSS,
-                                          return_type="float32")) for value in values]
+    def across(value: Expr, largest: bool) -> Expr:
+        name, source = ("ecornn_largest_across", _LARGEST) if largest else ("ecornn_across", _ACROSS)
+        return T.cuda.func_call(name, value, T.int32(lanes), source_code=source, return_type="float32")
+
+    found = []
+    for value, kind in zip(values, largest or [False] * len(values), strict=True):
+        if isinstance(kind, bool):
+            found.append(T.let("sum", across(value, kind)))
+        else:  # all lanes shuffle
+            added, most = T.let("sum", across(value, False)), T.let("largest", across(value, True))
+            found.append(T.let("sum", T.Select(kind, most, added)))
+    return found
 
 
 class RowSums:
@@ -84,19 +116,20 @@ class RowSums:
         if not count:
             return []
         sums = T.local("sums", (count,), "float32")  # a statistic each
+        kinds = [s.largest for s in statistics]
         for n in range(count):
-            T.buffer_store(sums, T.float32(0), [n])
+            T.buffer_store(sums, neutral(kinds[n]), [n])
 
         def add(env: Env) -> None:
             for n, s in enumerate(statistics):
                 total = sums[n]
                 for operand in s.operands:
-                    total = total + function(s, env[operand])
+                    total = combine(total, function(s, env[operand]), s.largest)
                 T.buffer_store(sums, total, [n])
 
         each(add)
         T.evaluate(T.cuda.cta_sync())  # what was there before has been read
-        for n, total in enumerate(across_warp([sums[n] for n in range(count)])):
+        for n, total in enumerate(across_warp([sums[n] for n in range(count)], largest=kinds)):
             with T.If(self.thread % 32 == 0), T.Then():
                 T.buffer_store(self.memory, total, [self.first + n * self.warps + self.thread // 32])
         T.evaluate(T.cuda.cta_sync())
@@ -104,6 +137,6 @@ class RowSums:
         for n in range(count):
             total = self.memory[self.first + n * self.warps]
             for warp in range(1, self.warps):
-                total = total + self.memory[self.first + n * self.warps + warp]
+                total = combine(total, self.memory[self.first + n * self.warps + warp], kinds[n])
             found.append(T.let("sum", total))
         return found

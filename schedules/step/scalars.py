@@ -206,8 +206,10 @@ class StepScalars:
             self._leave(row, unit, dict(zip(graph.results, following, strict=True)))  # they may have been cleared
             return
         results = dict(zip(graph.results, after, strict=True))
+        outputs = [env[v] for v in graph.outputs] or [results[graph.output]]
         values = {b: env[v] for b, v in values_of(graph, self.kept, p).items()}
-        self._store_results(row, unit, results, {f"{s}_kept": results[s] for s in self.kept.states} | values, live)
+        self._store_results(row, unit, results, outputs, {f"{s}_kept": results[s] for s in self.kept.states} | values,
+                            live)
 
     def before(self, p: int, row: Expr, unit: Expr, known: dict[Var, Expr]) -> dict[Var, Expr]:
         """What the statistics of phase ``p`` read; ``known``: those of this row that this kernel has computed."""
@@ -274,14 +276,16 @@ class StepScalars:
         place = T.cast(self.timeline.at(a["t"]) * a["B"] + row, "int64")
         return T.let("step_row", place) if self.kept else place
 
-    def _store_results(self, row: Expr, unit: Expr, after: dict[str, Expr], kept: dict[str, Expr],
+    def _store_results(self, row: Expr, unit: Expr, after: dict[str, Expr], outputs: list[Expr], kept: dict[str, Expr],
                        live: Expr | None) -> None:
         a, w, traversal = self.arguments, self.task.workload, self.task.traversal
         step_row = self._step_row(row)
-        first = step_row * traversal.y_width(w.hidden) + unit
-        at = T.let("at", first + traversal.y_offset(w.hidden) if traversal.y_offset(w.hidden) else first)
-        output = self.timeline.masked(live, after[self.graph.output], T.float32(0))
-        T.buffer_store(a["y"], T.cast(output, w.dtype), [at])
+        own = len(outputs) * w.hidden
+        first = step_row * traversal.y_width(own) + unit
+        at = T.let("at", first + traversal.y_offset(own) if traversal.y_offset(own) else first)
+        for o, output in enumerate(outputs):
+            value = self.timeline.masked(live, output, T.float32(0))
+            T.buffer_store(a["y"], T.cast(value, w.dtype), [at + o * w.hidden if o else at])
         self._keep(step_row, unit, kept, live)
         self._leave(row, unit, after)
 

@@ -1,16 +1,16 @@
 """Published cells as a user would write them, each with its formula in NumPy float64, written apart from the te step.
 
 By family: ``lstms``, ``grus``, ``additive`` (no product of a state), ``multiplicative``, ``continuous`` (steps of
-differential equations), ``memories``, ``spiking`` ones and those with ``heads``.
+differential equations), ``memories``, ``attention`` (softmaxes over units), ``spiking`` ones and those with ``heads``.
 Parameters that a paper has as one scalar are vectors here.
 """
 
 from __future__ import annotations
 
-from published import additive, continuous, grus, heads, lstms, memories, multiplicative, spiking
+from published import additive, attention, continuous, grus, heads, lstms, memories, multiplicative, spiking
 from published.base import Published
 
-FAMILIES = (lstms, grus, multiplicative, additive, continuous, memories, spiking, heads)
+FAMILIES = (lstms, grus, multiplicative, additive, continuous, memories, attention, spiking, heads)
 CELLS: dict[str, Published] = {
     kind.name: kind() for family in FAMILIES for kind in vars(family).values()
     if isinstance(kind, type) and issubclass(kind, Published) and kind.__module__ == family.__name__ and "name" in vars(

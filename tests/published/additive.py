@@ -230,13 +230,13 @@ class RWKV4(Published):
     """Time mixing of RWKV-4 (Peng et al. 2023, arXiv 2305.13048): a weighted mean of all values, with its numerator and
     denominator over exp(m); ``v`` are the bonus u and the log of the decay."""
 
-    name, states, nonnegative = "rwkv4", ("y", "a", "d", "m"), ("d",)
+    name, states, output, nonnegative = "rwkv4", ("a", "d", "m"), "y", ("d",)
     shapes = {"W": (3, "I"), "v": (2,)}
 
     def step(self, x, states, p):
         from tvm import te, tirx
 
-        (_, a, d, m), wx, v = states, product(x, p["W"]), p["v"]
+        (a, d, m), wx, v = states, product(x, p["W"]), p["v"]
         top = pointwise(lambda b, j: tirx.max(m[b, j], v[0, j] + wx[b, 1, j]), a)
         old = pointwise(lambda b, j: te.exp(m[b, j] - top[b, j]), a)
         now = pointwise(lambda b, j: te.exp(v[0, j] + wx[b, 1, j] - top[b, j]), a)
@@ -246,8 +246,8 @@ class RWKV4(Published):
         new = pointwise(lambda b, j: tirx.max(faded[b, j], wx[b, 1, j]), a)
         kept = pointwise(lambda b, j: te.exp(faded[b, j] - new[b, j]), a)
         added = pointwise(lambda b, j: te.exp(wx[b, 1, j] - new[b, j]), a)
-        return [y, pointwise(lambda b, j: kept[b, j] * a[b, j] + added[b, j] * wx[b, 2, j], a),
-                pointwise(lambda b, j: kept[b, j] * d[b, j] + added[b, j], a), new]
+        return [pointwise(lambda b, j: kept[b, j] * a[b, j] + added[b, j] * wx[b, 2, j], a),
+                pointwise(lambda b, j: kept[b, j] * d[b, j] + added[b, j], a), new, y]
 
     @staticmethod
     def numpy(x, s, p):
@@ -257,7 +257,7 @@ class RWKV4(Published):
         y = sig(r) * (a + np.exp(u + k) * v) / (d + np.exp(u + k))
         m = np.maximum(s["m"] - decay, k)
         a, d = (np.exp(-decay) * old + np.exp(k) * new for old, new in ((a, v), (d, 1.0)))
-        return y, a / np.exp(m), d / np.exp(m), m
+        return a / np.exp(m), d / np.exp(m), m, y
 
 
 class BRC(Published):

@@ -15,26 +15,30 @@ class Published(Cell):
     """A cell whose ``shapes`` say (G, "I"), (G, "H") or (G,) of each parameter.
 
     ``numpy(x, s, p)`` is its step on arrays: x (B, I), the states by name, and parameters (G, H, K) and (G, H), to the
-    new states in their order. ``hidden``: an H that it can have. ``square``: it reads x at each unit, so that I = H.
-    ``ranges``: where the values of some parameters are drawn from, instead of around 0.
+    new states in their order, and behind them outputs that are none. ``hidden``: an H that it can have. ``square``: it
+    reads x at each unit, so that I = H. ``ranges``: where the values of some parameters are drawn from, instead of
+    around 0. ``fixed``: of those that are no weights, the values (G, H[, K]) for H.
     """
 
     shapes: ClassVar[dict[str, tuple[Any, ...]]] = {}
     hidden: ClassVar[int] = 7
     square: ClassVar[bool] = False
     ranges: ClassVar[dict[str, tuple[float, float]]] = {}
+    fixed: ClassVar[dict[str, Callable[[int], Any]]] = {}
 
     def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
         sizes = {"I": input, "H": hidden}
         return {n: (g, hidden, *(sizes[k] for k in more)) for n, (g, *more) in self.shapes.items()}
 
     def sample(self, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Any:
+        if name in self.fixed:
+            return self.fixed[name](shape[1])
         return rng.uniform(*self.ranges[name], shape) if name in self.ranges else super().sample(name, shape, rng)
 
     @staticmethod
     @abstractmethod
     def numpy(x: Any, s: Mapping[str, Any], p: Mapping[str, Any]) -> Sequence[Any]:
-        """The formula as published: new states of x (B, I), states (B, H) by name and parameters by name."""
+        """The formula as published: what the step returns, of x (B, I), states (B, H) and parameters by name."""
 
 
 def sums(x: Any, h: Any, p: Mapping[str, Any]) -> Callable[[Any, int, Any], Any]:

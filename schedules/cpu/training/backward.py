@@ -157,7 +157,8 @@ class BackwardWorker:
         adjoint, forward, root, units = self.plans.adjoint, self.forward, self.root, self.shape.hidden
         graphs, pairs = (self.plans.kept.replay, adjoint.recurrence, adjoint.inputs), self.outer_products
         read = {v for g in graphs for v in g.given} | {v for o in pairs for v in (o.value, o.operand) if v is not None}
-        y_width, y_offset = self.task.traversal.y_width(units), self.task.traversal.y_offset(units)
+        own, traversal = forward.written * units, self.task.traversal
+        y_width, y_offset = traversal.y_width(own), traversal.y_offset(own)
         for name, leaf in forward.states.items():
             after = (Place(root.data["y"], y_width, y_offset, units) if name == forward.output
                      else Place(root.data.get(f"{name}_kept"), units, 0, units))
@@ -167,8 +168,10 @@ class BackwardWorker:
                 self.bring(result, f"after_{name}", "at", after)
         for number, var in enumerate(self.plans.kept.values):
             self.bring(var, f"value_{number}", "at", Place(root.data[f"value{number}_kept"], units, 0, units))
-        if adjoint.dy in read:
-            self.bring(adjoint.dy, "dy_rows", "live", Place(root.data["dy"], y_width, y_offset, units))
+        for number, var in enumerate(adjoint.dys):
+            if var in read:
+                at = Place(root.data["dy"], y_width, y_offset + number * units, units)
+                self.bring(var, f"{var.name}_rows", "live", at)
         for var, offset in forward.input_offsets(self.stride, units).items():
             self.bring(var, f"{var.name}_rows", "at", Place(root.data["x"], self.stride, offset, units))
         self.x = None

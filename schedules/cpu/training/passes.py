@@ -24,6 +24,9 @@ class Pass(Worker):
         self.totals = {v: i for i, v in enumerate(v for s in plan.steps for t in s.statistics for v in t.made)}
         self.hoisted_totals = {}
 
+    def room(self, stage: Stage) -> int:
+        return self.rooms
+
     def every_step(self, stage: Stage) -> bool:
         return False
 

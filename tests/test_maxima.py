@@ -1,0 +1,201 @@
+"""Maxima and softmaxes over hidden units: every schedule, gradients, the reference; what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import maximum_cells
+import numpy as np
+import pytest
+import step_cells
+import torch
+from analysed_step import run_analysed
+from cuda_on_cpu import DTYPES
+from emulated import TINY, check_numbers, training_program
+from emulated_training import check, train
+from exact import ALL_CELLS
+from msgspec import structs
+from test_persistent_emulated import SMALL, cut
+
+import ecornn
+from ecornn.analysis import analyse
+from ecornn.analysis.adjoint import adjoint
+from ecornn.analysis.backpropagation import backpropagate
+from ecornn.cells import Cell, largest, pointwise, product, softmax
+from ecornn.cli.step_text import step_text
+from ecornn.errors import CellError
+from ecornn.schedules import all_schedules
+from ecornn.schedules.base import Task
+from ecornn.schedules.persistent.plan import plan_of
+from ecornn.workload import ALONE, SINGLE, Traversal, Workload
+
+T, B, I, H = 6, 4, 5, 22
+BOTH = Traversal(True, 2, True, True)
+CELLS = maximum_cells.CELLS
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, cell in CELLS.items():
+        monkeypatch.setitem(step_cells.CELLS, name, cell)
+        monkeypatch.setitem(ALL_CELLS, name, cell)
+
+
+def task_of(cell: str, dtype: str, traversal: Traversal = ALONE, hidden: int = H) -> Task:
+    return Task(Workload(cell, hidden, I, B, T, dtype), analyse(CELLS[cell], I, hidden), TINY, traversal)
+
+
+@pytest.mark.parametrize(("cell", "schedule", "dtype", "traversal"), [
+    ("peaks", "fused_step", "float32", BOTH), ("peaks", "layout_transform", "float16", ALONE),
+    ("attending", "fused_step", "float32", BOTH)], ids=str)
+def test_results(tmp_path: Path, cell: str, schedule: str, dtype: str, traversal: Traversal):
+    task, found = task_of(cell, dtype, traversal), all_schedules()[schedule]
+    assert found.serves(task) is None
+    check_numbers(tmp_path, found, task, found.default(task))
+
+
+@pytest.mark.parametrize(("hidden", "dtype", "change", "traversal"), [
+    (22, "float32", {"carrier": "l2", "units": 8}, BOTH), (40, "float16", {"carrier": "l2", "units": 32}, ALONE),
+    (40, "bfloat16", {"carrier": "cluster", "units": 16}, Traversal(sequences=True)),
+    (22, "float32", {"carrier": "cluster", "units": 8}, BOTH)], ids=str)
+def test_exchanged_between_blocks(tmp_path: Path, hidden: int, dtype: str, change: dict[str, Any],
+                                  traversal: Traversal):
+    """A maximum beside two means in one exchange; lanes and parts that have no value."""
+    task = replace(task_of("peaks", dtype, traversal, hidden), device=structs.replace(SMALL, cores=15))
+    config = cut(task, fences="rare", **change)
+    assert plan_of(task, config).sums == (3, 1, 1, 1)
+    check_numbers(tmp_path, all_schedules()["persistent"], task, config)
+
+
+class Drawn:
+    """Random arguments of a layer of such a cell, and what comes of them in float64."""
+
+    def __init__(self, name: str, kind: Any = np.float64) -> None:
+        rng, self.cell = np.random.default_rng(4), CELLS[name]
+
+        def drawn(*shape: int) -> Any:
+            return rng.uniform(-1, 1, shape).astype(kind).astype(np.float64)
+
+        self.x, self.dy = drawn(T, B, I), drawn(T, B, H)
+        self.first, self.dlast = [drawn(B, H) for _ in self.cell.states], [drawn(B, H) for _ in self.cell.states]
+        self.parameters = {n: drawn(*s) * 0.5 for n, s in self.cell.parameters(I, H).items()}
+        self.weights = {f"{n}_l0": v.reshape(-1, *v.shape[2:]) for n, v in self.parameters.items()}
+
+    def run(self, **moved: Any) -> tuple[Any, list[Any]]:
+        first = dict(zip(self.cell.states, self.first, strict=True))
+        y, last = step_cells.run(self.cell, moved.pop("x", self.x), first, {**self.parameters, **moved})
+        return y, [last[n] for n in self.cell.states]
+
+    def gradients(self, **options: Any) -> tuple[Any, dict[str, Any], tuple[Any, ...]]:
+        made = adjoint(analyse(self.cell, I, H), H)
+        return backpropagate(made, self.x, self.parameters, self.first, self.dy, self.dlast, **options)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_the_analysis_and_its_gradients(name: str):
+    """Against differences of the formula, whatever is kept."""
+    drawn, rng = Drawn(name), np.random.default_rng(1)
+    y, last = drawn.run()
+    for found in (run_analysed(analyse(drawn.cell, I, H), drawn.x, drawn.parameters, drawn.first),
+                  ecornn.reference(drawn.cell, drawn.x, drawn.weights, drawn.first)):
+        assert all(abs(a - b).max() < 1e-7 for a, b in zip((found[0], *found[1]), (y, *last), strict=True))
+    for keep in ("gates", "states"):
+        dx, parameters, _ = drawn.gradients(keep=keep)
+        for where, gradient in {"x": dx, **parameters}.items():
+            along = rng.standard_normal(gradient.shape) * 1e-6
+            base = drawn.x if where == "x" else drawn.parameters[where]
+            up, down = (sum((v * d).sum() for v, d in zip((moved[0], *moved[1]), (drawn.dy, *drawn.dlast), strict=True))
+                        for moved in (drawn.run(**{where: base + s * along}) for s in (1, -1)))
+            assert abs((up - down) / 2 - (gradient * along).sum()) < 1e-6 * np.linalg.norm(gradient) * 1e-6 * 22, where
+
+
+def test_a_training_step_on_this_cpu():
+    drawn = Drawn("peaks")
+    module = ecornn.compile(drawn.cell, hidden=H, input=I, batch=B, dtype="float64", target="cpu", training=True)
+    layer, (y, last) = module.bind(drawn.weights, threads=2), drawn.run()
+    got, after, kept = layer.forward(drawn.x, drawn.first)
+    assert all(abs(a - b).max() < 1e-7 for a, b in zip((got, *after), (y, *last), strict=True))
+    found, (dx, parameters, states) = layer.backward(kept, drawn.dy, drawn.dlast), drawn.gradients()
+    assert abs(found.x - dx).max() < 1e-9 and all(abs(a - b).max() < 1e-9 for a, b in zip(found.state, states,
+                                                                                        strict=True))
+    for name, value in parameters.items():
+        assert abs(found.weights[f"{name}_l0"] - value.reshape(-1, *value.shape[2:])).max() < 1e-9
+
+
+@pytest.mark.parametrize(("dtype", "keep"), [("float32", "states"), ("bfloat16", "gates")])
+def test_a_training_step_of_a_gpu(tmp_path: Path, dtype: str, keep: str):
+    """Emulated. Where values have 16 bits another one may be the largest."""
+    drawn, schedule = Drawn("peaks", DTYPES[dtype]), all_schedules()["persistent"]
+    program = training_program(schedule, task_of("peaks", dtype, Traversal(keep=keep)))
+    given, sizes = {"x": drawn.x, "dy": drawn.dy}, {"y": T * B * H, "dx": drawn.x.size}
+    for n, first, dlast in zip(drawn.cell.states, drawn.first, drawn.dlast, strict=True):
+        given |= {f"{n}_in": first, f"d{n}_out": dlast}
+        sizes |= {f"{n}_out": B * H, f"d{n}_in": B * H}
+    found = train(program, tmp_path, given, sizes, drawn.parameters, T, B)
+    dx, parameters, states = drawn.gradients()
+    check(found, {"y": drawn.run()[0], "dx": dx, **{f"gradient_{n}": v for n, v in parameters.items()},
+                  **{f"d{n}_in": v for n, v in zip(drawn.cell.states, states, strict=True)}},
+          {"float32": 2e-5, "bfloat16": 16 * 2.0 ** -8}[dtype])
+
+
+class Most(Cell):
+    """Each unit becomes the largest one: values that are equal share the gradient."""
+
+    name, states = "most", ("h",)
+
+    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def step(self, x: Any, states: Any, p: Any) -> Any:
+        (h,) = states
+        top = largest(h)
+        return [pointwise(lambda b, j: h[b, j] * 0.5 + top[b] * x[b, j], h)]
+
+
+def test_equal_values_share_the_gradient():
+    """As those of PyTorch's amax do."""
+    h = np.array([[2.0, -1.0, 2.0, 1.0], [-3.0, -3.0, -3.0, -3.0]])
+    x, d = np.random.default_rng(0).normal(size=(1, 2, 4)), np.arange(8.0).reshape(2, 4)
+    first = torch.tensor(h, requires_grad=True)
+    (first * 0.5 + first.amax(dim=1, keepdim=True) * torch.tensor(x[0])).backward(torch.tensor(d))
+    _, _, (found,) = backpropagate(adjoint(analyse(Most(), 4, 4), 4), x, {}, [h], d[None], [np.zeros((2, 4))])
+    np.testing.assert_allclose(found, first.grad.numpy(), rtol=1e-12)
+
+
+def test_how_it_is_understood():
+    """A softmax: a maximum, and a sum that waits for it; backwards its maximum has no exchange."""
+    task = task_of("attending", "float32")
+    text = " ".join(step_text(task.graph, task.workload, SINGLE).split())
+    assert "exchange 1: units find the largest of scores" in text and "exchange 2: units add up seen" not in text
+    assert "exchange 2: units add up share_exp" in text and "= maximum over all units of scores" in text
+    assert [len(p.statistics) for p in task.graph.phases] == [1, 1]
+    assert [len(p.statistics) for p in adjoint(task.graph, H).recurrence.phases] == [1]
+    assert "shift, maximum of scores" in task.graph.describe()
+
+
+class Wrong(Cell):
+    name, states, kind = "wrong", ("h",), ""
+
+    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {"R": (2, hidden, hidden), "W": (1, hidden, input)}
+
+    def step(self, x: Any, states: Any, p: Any) -> Any:
+        from tvm import te
+
+        (h,), k = states, te.reduce_axis((0, states[0].shape[1]), "k")
+        rh, wx = product(h, p["R"]), product(x, p["W"], 0)
+        if self.kind == "gates":
+            return [softmax(rh)]
+        least = te.compute((h.shape[0],), lambda b: te.min(wx[b, k] + rh[b, 0, k] + rh[b, 1, k], axis=k), name="least")
+        return [pointwise(lambda b, j: least[b] + h[b, j], h)]
+
+
+def test_cells_that_are_wrong_are_told_so():
+    cell = Wrong()
+    with pytest.raises(CellError, match=r"'least' is not a sum over the hidden.*nor a maximum over these\n.*test_max"):
+        analyse(cell, 5, 6)
+    cell.kind = "gates"
+    with pytest.raises(CellError, match=r"softmax\(h_R\): expected a tensor \(B, H\), such as a product with one"):
+        analyse(cell, 5, 6)
