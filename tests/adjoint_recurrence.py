@@ -56,7 +56,7 @@ def draw(task: Task, adjoint: Adjoint, layout: Hoisted, seed: int = 0) -> Sample
     forward = adjoint.forward
     width = next((forward.parameters[p.terms[0].parameter][-1] for p in forward.hoisted_products), w.hidden)
     known = replayed(forward, kept(adjoint, "gates"), weights, rng.normal(size=(*shape[:2], width)), states)
-    values = start(graph, weights, known | {adjoint.dy: rng.normal(size=shape)})
+    values = start(graph, weights, known | {dy: rng.normal(size=shape) for dy in adjoint.dys})
     hoist(graph, weights, values, None, shape)
     hoisted = [np.broadcast_to(values[v], shape) for v in graph.hoisted_outputs]
     rows = np.stack(hoisted, axis=2).reshape(-1, len(hoisted), w.hidden) if hoisted else np.zeros((0, 0, 0))

@@ -274,7 +274,7 @@ def test_emit_prints_the_code(kind, tmp_path):
     assert "--emit" in output
 
 
-@pytest.mark.parametrize(("target", "kind", "allowed"), [("cpu", "ptx", "tir, asm, object for llvm"),
+@pytest.mark.parametrize(("target", "kind", "allowed"), [("cpu", "ptx", "tir, asm, object, archive for llvm"),
                                                          ("sm_90a", "asm", "cuda, tir, ptx for cuda")])
 def test_code_that_the_target_has_not_is_refused_before_anything_is_written(target, kind, allowed, tmp_path):
     file = tmp_path / "m.so"

@@ -67,7 +67,7 @@ def test_gradients_stop_where_states_did(name: str, masked: tuple[bool, bool], r
         step(graph, s.parameters, steps[t], (B, H))
         now = [np.where(live, steps[t][v], old) for v, old in zip(graph.results.values(), before, strict=True)]
     known = {v: np.stack([np.broadcast_to(steps[t][v], (B, H)) for t in range(T)]) for v in made.needed
-             if v in steps[0]} | {made.dy: s.dy}
+             if v in steps[0]} | {made.dys[0]: s.dy}
     task = recurrence_task(layer, made)
     values = start(task.graph, s.parameters, known)
     hoist(task.graph, s.parameters, values, None, (T, B, H))

@@ -88,10 +88,10 @@ def test_the_interpreter_knows_sums_of_anything_and_refuses_what_it_does_not():
             return [pointwise(lambda b, j: tirx.Cast("float32", tirx.Cast("int32", total[b] * 2.0)) + late[b, j]
                               + te.if_then_else(j % 2 == 0, h[b, (j + 1) // 2], x[b, 2 - j]), h)]
 
-    class Highest(Scaled):
+    class Lowest(Scaled):
         def step(self, x, states, parameters):
             (h,), k = states, te.reduce_axis((0, 3), "k")
-            top = te.compute((3,), lambda b: te.max(h[b, k], axis=k), name="top")
+            top = te.compute((3,), lambda b: te.min(h[b, k], axis=k), name="top")
             return [pointwise(lambda b, j: h[b, j] - top[b], h)]
 
     rng = np.random.default_rng(5)
@@ -101,8 +101,8 @@ def test_the_interpreter_knows_sums_of_anything_and_refuses_what_it_does_not():
     wanted = np.array([[np.trunc(2 * (2 + h[b].sum())) + sum(2 * x[0, b, n] * W[0, n, j] * h[n, b] for n in (1, 2))
                         + (h[b, (j + 1) // 2] if j % 2 == 0 else x[0, b, 2 - j]) for j in range(3)] for b in range(3)])
     np.testing.assert_allclose(y[0], wanted, rtol=1e-12)
-    with pytest.raises(CellError, match="reduction 'top', which is no sum"):
-        interpret(Highest(), x, weights, [h])
+    with pytest.raises(CellError, match="reduction 'top', which is neither a sum nor a maximum"):
+        interpret(Lowest(), x, weights, [h])
 
 
 class OneMore(_Walk):

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ecornn.analysis.step import Phase, Product, StepGraph, Term
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from tvm.ir import Expr
     from tvm.tirx import Var
 
-Array = NDArray[Any]
+    Array = NDArray[Any]
 
 
 def heads_at(place: Expr, j: Var, k: Var, hidden: int, own: int) -> int:
@@ -64,6 +62,8 @@ def multiplied(graph: StepGraph, hidden: int) -> int:
 
 def product_of(operand: Array | None, matrix: Array, term: Term) -> Array:
     """A term: operand (..., B, K) with a gate (H, K) or (H, K / heads) of its parameter."""
+    import numpy as np
+
     assert operand is not None, "products of x are given x"
     if term.heads == 1:
         return operand @ (matrix if term.transposed else matrix.T)
@@ -75,5 +75,7 @@ def product_of(operand: Array | None, matrix: Array, term: Term) -> Array:
 
 def outer(value: Array, operand: Array, heads: int) -> Array:
     """Outer products of rows (..., H) added up, (H, K / heads): the gradient of a gate."""
+    import numpy as np
+
     left, right = (a.reshape(-1, heads, a.shape[-1] // heads) for a in (value, operand))
     return np.concatenate([left[:, n].T @ right[:, n] for n in range(heads)])

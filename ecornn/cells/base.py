@@ -29,7 +29,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ecornn.analysis.declared import SHIFT
 from ecornn.errors import CellError
 
 if TYPE_CHECKING:
@@ -219,6 +218,8 @@ def softmax(source: Tensor, name: str = "") -> Tensor:
     The row's maximum is subtracted before, so that no exponential is too large: a maximum, and a sum that waits for it.
     """
     from tvm import te
+
+    from ecornn.analysis.declared import SHIFT
 
     if len(source.shape) != 2:
         raise CellError(f"softmax({source.op.name}): expected a tensor (B, H), such as a product with one gate's "

@@ -29,7 +29,7 @@ class CompiledCell(torch.nn.RNNCellBase):
     state_names: tuple[str, ...] = ("h",)
     # as of a layer
     num_layers, bidirectional, proj_size, dropout, cell_name, tf32, batch_first = 1, False, 0, 0.0, "", None, False
-    keep = None
+    keep, output_names, _drops = None, ("h",), False
     one_step = True
     least = 0  # multiply-adds of a call, below which PyTorch's own cell trains
 
