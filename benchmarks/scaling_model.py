@@ -209,7 +209,8 @@ def section(path: Path) -> str:
                      f"{few['all_blocks']['ms']:.2f} ms.")
     gradients = parallel["gradients"]
     lines.append(f"- Gradients of {gpus} processes: error {gradients['many']:.1e} against float64, of one process with "
-                 f"the whole batch {gradients['one']:.1e}.")
+                 f"the whole batch {gradients['one']:.1e}; each by itself is at most {gradients['most_of_limit']:.2f} "
+                 "times twice the error of that one.")
     if "step" in sharded:
         lines.append(f"- FSDP2: {sharded['step']['ms']:.2f} ms a step, {sharded['held']:.0%} of the weights on each "
                      f"GPU between calls.")
