@@ -41,7 +41,8 @@ def results(cost: float) -> dict[str, Any]:
     one = {str(rows): {side: times(ms) for side, ms in by.items()} for rows, by in alone.items()}
     return {"speech": {"sizes": SPEECH, "one": one, "many": many},
             "data_parallel": {"messages": {str(m): 1e3 * LINK.all_reduce(m, 2, 0.0) for m in messages}, "ready": ready,
-                              "overlap": overlap, "rows": 8, "gradients": {"many": 1e-3, "one": 1e-3, "most_of_limit": 0.5}}}
+                              "overlap": overlap, "rows": 8,
+                              "gradients": {"many": 1e-3, "one": 1e-3, "most_of_limit": 0.5}}}
 
 
 def test_buckets_are_of_all_gradients_the_last_layers_first():
