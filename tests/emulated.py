@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace as changed
 from functools import partial
 from itertools import pairwise
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import step_cells
 from cuda_on_cpu import GUARD, Emulated, inputs
 from exact import ALL_CELLS, Forward, expected, unmarked
@@ -29,6 +31,17 @@ TINY = replace(KNOWN["sm_90a"], cores=3)  # few blocks to emulate
 
 # (T, B, I, H): the smallest of everything; odd rows; one more than a tile; more rows than a tile; whole tiles
 SHAPES = [(1, 1, 1, 1), (3, 2, 5, 7), (5, 20, 33, 65), (4, 33, 31, 129), (7, 3, 64, 128)]
+
+
+def known_by_name(cells: Mapping[str, Cell]) -> Any:
+    """A fixture of a file of tests: helpers find these cells by their names, as those of step_cells.py."""
+    @pytest.fixture(autouse=True)
+    def known(monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, cell in cells.items():
+            monkeypatch.setitem(step_cells.CELLS, name, cell)
+            monkeypatch.setitem(ALL_CELLS, name, cell)
+
+    return known
 
 
 def task_of(cell: str, sizes: tuple[int, int, int, int], dtype: str, device: Device = TINY,

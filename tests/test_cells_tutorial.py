@@ -68,12 +68,12 @@ def test_a_stack_of_the_first_one_is_its_reference(documented: dict[str, Cell]):
 def test_the_step_of_pytorch_is_the_first_cell(documented: dict[str, Cell]):
     """Both are update gate RNNs."""
     cell, rng = documented["of PyTorch"], np.random.default_rng(0)
-    weights = {n: w.numpy() for n, w in cell.weights().items()}
+    weights = {n: w.double().numpy() for n, w in cell.weights().items()}
     x = rng.normal(size=(5, 3, 6))
     names = {"weight_ih_l0": "x_weight_l0", "weight_hh_l0": "h_weight_l0"}
     other = {n: weights[w] for n, w in names.items()} | {"bias_l0": weights["x_bias_l0"] + weights["h_bias_l0"]}
     y, _ = ecornn.reference(cell, x, weights)
-    np.testing.assert_allclose(y, ecornn.reference(documented["ugrnn"], x, other)[0], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(y, ecornn.reference(documented["ugrnn"], x, other)[0], rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize(("written", "message"), ROWS)

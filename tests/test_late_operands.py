@@ -9,7 +9,7 @@ import late_cells
 import numpy as np
 import pytest
 import step_cells
-from emulated import TINY, check_numbers, task_of
+from emulated import TINY, check_numbers, known_by_name, task_of
 from exact import ALL_CELLS
 from msgspec.structs import replace
 from test_backward_recurrence_emulated import check_recurrence
@@ -26,13 +26,7 @@ from ecornn.workload import ALONE, Traversal
 
 SIZES = (6, 5, 9, 22)
 BOTH = Traversal(True, 2, True, True)
-
-
-@pytest.fixture(autouse=True)
-def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, cell in late_cells.CELLS.items():
-        monkeypatch.setitem(step_cells.CELLS, name, cell)
-        monkeypatch.setitem(ALL_CELLS, name, cell)
+known = known_by_name(late_cells.CELLS)
 
 
 @pytest.mark.parametrize(("cell", "schedule", "dtype", "change", "traversal"), [

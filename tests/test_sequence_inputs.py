@@ -11,9 +11,8 @@ import pytest
 import step_cells
 import torch
 from cuda_on_cpu import DTYPES
-from emulated import TINY, check_numbers, training_program
+from emulated import TINY, check_numbers, known_by_name, training_program
 from emulated_training import check, train
-from exact import ALL_CELLS
 
 import ecornn
 from ecornn.analysis import analyse
@@ -33,13 +32,7 @@ from ecornn.workload import ALONE, SINGLE, Traversal, Workload
 T, B, I, H = 6, 4, 5, 22
 BOTH = Traversal(True, 2, True, True)
 CELLS = input_cells.CELLS
-
-
-@pytest.fixture(autouse=True)
-def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, cell in CELLS.items():
-        monkeypatch.setitem(step_cells.CELLS, name, cell)
-        monkeypatch.setitem(ALL_CELLS, name, cell)
+known = known_by_name(CELLS)
 
 
 def task_of(cell: str, dtype: str, traversal: Traversal = ALONE) -> Task:
