@@ -25,8 +25,8 @@ def loop(task: Task, layout: Layout, own: Sequence[Buffer], buffers: Sequence[Bu
     functions, steps, parts, w = {}, [], list(parts_of(task.graph)), task.workload
     for number, part in enumerate(parts, 1):
         first = part[0] if isinstance(part, tuple) else part
-        finished = part if isinstance(part, tuple) else (part,)
-        finished = tuple(p for p in finished if not (isinstance(part, tuple) and task.graph.phases[p].products))
+        # a pass over rows leaves a phase with a product to the launch behind it
+        finished = tuple(p for p in part if not task.graph.phases[p].products) if isinstance(part, tuple) else (part,)
         stores = (number == len(parts) and kept) or any(values_of(task.graph, kept, p) for p in finished)
         known = [*buffers, *(kept.buffers(w.batch, w.hidden, w.dtype) if stores else ())]
         name = keeping(f"{'rows' if isinstance(part, tuple) else 'step'}_{first}", kept if stores else NOTHING)
