@@ -28,7 +28,7 @@ def in_float64(cell: str, x: np.ndarray, states: dict[str, Any], parameters: dic
     if cell in step_cells.CELLS:
         return step_cells.run(step_cells.CELLS[cell], x, states, parameters)
     if cell not in STEPS | NORMALIZED:  # another one with options; tests/test_variants.py has their formulas
-        y, last = interpret(get(cell), x, parameters, list(states.values()))
+        y, last = interpret(ALL_CELLS.get(cell) or get(cell), x, parameters, list(states.values()))
         return y, dict(zip(states, last, strict=True))
     weights = {f"{n}_l0": v.reshape(-1, *v.shape[2:]) for n, v in parameters.items()}
     y, last = reference(cell, x, weights, list(states.values()))

@@ -144,14 +144,32 @@ CASES = {
     "training stack": case("persistent", "lstm", "float16", (9, 5, 24, 72), training=True, **ALL),
     "training gates": case("persistent", "lstm", "bfloat16", (12, 9, 24, 72), training=True, keep="gates",
                            lengths=True),
+    # products with heads, whole ones of the same state beside them; maxima and softmaxes of units
+    "heads": case("persistent", "block_3_whole", "bfloat16", (12, 9, 24, 72)),
+    "heads layout": case("layout_transform", "block_3_whole", "float16", (6, 9, 24, 72)),
+    "maxima": case("persistent", "peaks", "float16", (12, 9, 17, 48)),
+    "maxima layout": case("layout_transform", "peaks", "float32", (6, 9, 17, 48)),
+    "training heads": case("persistent", "block_3_whole", "float16", (9, 5, 24, 72), training=True, keep="gates"),
+    "training maxima": case("persistent", "peaks", "float32", (6, 5, 13, 40), training=True),
     "training gates layout": case("layout_transform", "gru_reset_before", "float32", (5, 3, 13, 40), training=True,
                                   keep="gates"),
 }
 
 
+def cell_of(name: str) -> Any:
+    """A cell by its name, also of those that only tests have."""
+    import exact
+    import maximum_cells
+    import test_heads
+
+    from ecornn.cells import get
+
+    exact.ALL_CELLS.update((c.name, c) for c in (maximum_cells.Peaks(), test_heads.BlockRNN(3, whole=True)))
+    return exact.ALL_CELLS.get(name) or get(name)
+
+
 def build(name: str, folder: str) -> None:
     """Compiles a case into ``folder``."""
-    import step_cells
     from msgspec.structs import replace
 
     import ecornn
@@ -160,8 +178,7 @@ def build(name: str, folder: str) -> None:
     of, device = CASES[name], resolve("cuda")
     T, B, I, H = of["sizes"]
     target = replace(device, shared=of["shared"] << 10) if "shared" in of else device
-    cell = step_cells.CELLS.get(of["cell"], of["cell"])
-    ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, dtype=of["dtype"], target=target,
+    ecornn.compile(cell_of(of["cell"]), hidden=H, input=I, batch=B, seq=T, dtype=of["dtype"], target=target,
                    schedule=of["schedule"], config=of["config"] or None, **of["stack"]).save(file_of(name, folder))
 
 
@@ -203,32 +220,26 @@ def once(name: str, folder: str) -> tuple[float, float]:
 
 def wanted_of(layer: Any, x: Any, weights: dict[str, Any], masks: dict[str, Any]) -> Any:
     """What ``layer`` computes from states of zeros, and how near to it y must be."""
-    from exact import ALL_CELLS, of_stack
+    from exact import of_stack
     from limits import Wanted
-
-    from ecornn.cells import get
 
     work, stack = layer.manifest.workload, layer.manifest.stack
     name = work.cell.partition("@")[0]  # of a cell of step_cells.py
     size = (x.shape[1], work.hidden) if stack.count == 1 else (stack.count, x.shape[1], work.hidden)
-    states = [np.zeros(size)] * len((ALL_CELLS.get(name) or get(name)).states)
+    states = [np.zeros(size)] * len(cell_of(name).states)
     return Wanted(work.arithmetic, lambda forward: of_stack(
         name, stack, x.double().numpy(), states, weights, masks, forward))
 
 
 def weights_of(of: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
     """Random weights of a case, by the names that ``bind`` takes."""
-    import step_cells
-
-    from ecornn.cells import get
     from ecornn.numpy_reference import NORMALIZED, STEPS, random_weights
 
     (_, _, I, H), stack = of["sizes"], of["stack"]
     if of["cell"] in STEPS or of["cell"] in NORMALIZED:
         return random_weights(of["cell"], I, H, 1, stack.get("layers", 1), 1 + stack.get("bidirectional", False))
-    cell = step_cells.CELLS.get(of["cell"]) or get(of["cell"])
     return {f"{n}_l0": rng.uniform(-1, 1, (s[0] * s[1], *s[2:])) * H ** -0.5
-            for n, s in cell.parameters(I, H).items()}
+            for n, s in cell_of(of["cell"]).parameters(I, H).items()}
 
 
 def laid(layer: Any, rng: np.random.Generator, kind: Any, weights: Any) -> tuple[float, float]:
@@ -259,7 +270,6 @@ def trained(layer: Any, of: dict[str, Any], rng: np.random.Generator, kind: Any,
     import torch
     from limits import relative
 
-    import ecornn
 
     (T, B, I, H), stack = of["sizes"], layer.manifest.stack
 
@@ -277,12 +287,30 @@ def trained(layer: Any, of: dict[str, Any], rng: np.random.Generator, kind: Any,
     _, _, kept = layer.forward(x.cuda(), [s.cuda() for s in states],
                                **{k: torch.tensor(v).cuda() for k, v in masks.items()})
     found = layer.backward(kept, dy.cuda(), [s.cuda() for s in dstates])
-    dx, dweights, before = ecornn.reference_gradients(
-        of["cell"], x.double().numpy(), weights, [s.double().numpy() for s in states], dy=dy.double().numpy(),
-        dstate=[s.double().numpy() for s in dstates], **masks)
+    dx, dweights, before = gradients_of(
+        of["cell"], x.double().numpy(), weights, [s.double().numpy() for s in states], dy.double().numpy(),
+        [s.double().numpy() for s in dstates], masks)
     pairs = [(found.x, dx), *((found.weights[n], g) for n, g in dweights.items())]
     pairs += [(a, b.reshape(a.shape)) for a, b in zip(found.state, before, strict=True)]
     return max(relative(a.double().cpu().numpy(), b) for a, b in pairs), GRADIENTS[of["dtype"]]
+
+
+def gradients_of(name: str, x: Any, weights: dict[str, Any], states: list[Any], dy: Any, dstates: list[Any],
+                 masks: dict[str, Any]) -> tuple[Any, dict[str, Any], Any]:
+    """Those of x, weights by ``bind``'s names and first states, in float64. Of cells without a formula in NumPy it is
+    the adjoint that is compiled: tests have their numbers, and here an error would be of a kernel."""
+    import ecornn
+    from ecornn.analysis import analyse
+    from ecornn.analysis.adjoint import adjoint
+    from ecornn.analysis.backpropagation import backpropagate
+    from ecornn.numpy_reference import NORMALIZED, STEPS
+
+    if name in STEPS or name in NORMALIZED:
+        return ecornn.reference_gradients(name, x, weights, states, dy=dy, dstate=dstates, **masks)
+    cell, I, H = cell_of(name), x.shape[2], dy.shape[2]
+    parameters = {n: weights[f"{n}_l0"].reshape(s) for n, s in cell.parameters(I, H).items()}
+    dx, found, before = backpropagate(adjoint(analyse(cell, I, H), H), x, parameters, states, dy, dstates)
+    return dx, {f"{n}_l0": g.reshape(weights[f"{n}_l0"].shape) for n, g in found.items()}, before
 
 
 def checked(name: str, tool: str, folder: str) -> tuple[bool, str]:
