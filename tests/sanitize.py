@@ -145,11 +145,11 @@ CASES = {
     "training gates": case("persistent", "lstm", "bfloat16", (12, 9, 24, 72), training=True, keep="gates",
                            lengths=True),
     # products with heads, whole ones of the same state beside them; maxima and softmaxes of units
-    "heads": case("persistent", "block_3_whole", "bfloat16", (12, 9, 24, 72)),
+    "heads": case("persistent", "block_4", "bfloat16", (12, 9, 24, 128)),
     "heads layout": case("layout_transform", "block_3_whole", "float16", (6, 9, 24, 72)),
     "maxima": case("persistent", "peaks", "float16", (12, 9, 17, 48)),
     "maxima layout": case("layout_transform", "peaks", "float32", (6, 9, 17, 48)),
-    "training heads": case("persistent", "block_3_whole", "float16", (9, 5, 24, 72), training=True, keep="gates"),
+    "training heads": case("persistent", "block_4", "float16", (9, 5, 24, 128), training=True, keep="gates"),
     "training maxima": case("persistent", "peaks", "float32", (6, 5, 13, 40), training=True),
     "training gates layout": case("layout_transform", "gru_reset_before", "float32", (5, 3, 13, 40), training=True,
                                   keep="gates"),
@@ -164,12 +164,13 @@ def cell_of(name: str) -> Any:
 
     from ecornn.cells import get
 
-    exact.ALL_CELLS.update((c.name, c) for c in (maximum_cells.Peaks(), test_heads.BlockRNN(3, whole=True)))
+    more = maximum_cells.Peaks(), test_heads.BlockRNN(4), test_heads.BlockRNN(3, whole=True)
+    exact.ALL_CELLS.update((c.name, c) for c in more)
     return exact.ALL_CELLS.get(name) or get(name)
 
 
 def build(name: str, folder: str) -> None:
-    """Compiles a case into ``folder``."""
+    """Compiles a case into ``folder``. Where that fails, its runs find no file and say so."""
     from msgspec.structs import replace
 
     import ecornn
@@ -345,7 +346,9 @@ def main() -> int:
     report, failed = [], 0
     with tempfile.TemporaryDirectory(prefix="ecornn-sanitize-") as folder:
         with ProcessPoolExecutor(args.jobs, get_context("spawn")) as builders:
-            list(builders.map(build, names, [folder] * len(names)))
+            for name, built in [(n, builders.submit(build, n, folder)) for n in names]:
+                if (error := built.exception()) is not None:
+                    print(f"FAILED to build {name}: {error}", flush=True)
         with ThreadPoolExecutor(args.jobs) as threads:
             runs = [(n, t, threads.submit(checked, n, t, folder)) for n in names for t in TOOLS]
             for name, tool, run in runs:

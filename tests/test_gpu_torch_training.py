@@ -385,13 +385,12 @@ def test_500_steps_stay_with_torch_nn():
 
 
 def test_a_long_sequence_in_bounded_memory():
-    """T = 100,000, of which states are kept, in less than 3 GB with x, y and their gradients; twice cuDNN's error."""
+    """T = 100,000, of which states are kept, in less than 3 GB with x, y and their gradients. cuDNN takes no such
+    sequence in float16: gradients are within eight roundings of its own in float32."""
     steps, batch, hidden = 100_000, 4, 256
+    ours = ecornn.torch.LSTM(hidden, hidden, device="cuda", dtype=torch.float16, keep="states")
     exact = torch.nn.LSTM(hidden, hidden, device="cuda")
-    ours, theirs = ecornn.torch.LSTM(hidden, hidden, device="cuda", dtype=torch.float16, keep="states"), copy.deepcopy(
-        exact).half()
-    ours.load_state_dict(theirs.state_dict())
-    exact.load_state_dict({k: v.float() for k, v in theirs.state_dict().items()})
+    exact.load_state_dict({k: v.float() for k, v in ours.state_dict().items()})
     x, dy = (torch.randn(steps, batch, hidden, device="cuda").half() for _ in range(2))
 
     def gradients(layer: torch.nn.Module) -> list[torch.Tensor]:
@@ -406,9 +405,8 @@ def test_a_long_sequence_in_bounded_memory():
     before = torch.cuda.memory_allocated()
     found = gradients(ours)
     assert torch.cuda.max_memory_allocated() - before + 2 * x.nbytes < 3e9
-    wanted, library = gradients(exact), gradients(theirs)
-    for one, other, value in zip(found, library, wanted, strict=True):
-        assert error(one.cpu(), value.double().cpu()) < 2 * error(other.cpu(), value.double().cpu()) + 1e-6
+    for one, value in zip(found, gradients(exact), strict=True):
+        assert error(one.cpu(), value.double().cpu()) < 8 * 2.0**-11
 
 
 def test_what_is_wrong_is_refused():
