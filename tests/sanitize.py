@@ -146,7 +146,7 @@ CASES = {
                            lengths=True),
     # products with heads, whole ones of the same state beside them; maxima and softmaxes of units
     "heads": case("persistent", "block_4", "bfloat16", (12, 9, 24, 128)),
-    "heads layout": case("layout_transform", "block_3_whole", "float16", (6, 9, 24, 72)),
+    "heads layout": case("layout_transform", "block_4", "float16", (6, 9, 24, 128)),
     "maxima": case("persistent", "peaks", "float16", (12, 9, 17, 48)),
     "maxima layout": case("layout_transform", "peaks", "float32", (6, 9, 17, 48)),
     "training heads": case("persistent", "block_4", "float16", (9, 5, 24, 128), training=True, keep="gates"),
@@ -164,7 +164,7 @@ def cell_of(name: str) -> Any:
 
     from ecornn.cells import get
 
-    more = maximum_cells.Peaks(), test_heads.BlockRNN(4), test_heads.BlockRNN(3, whole=True)
+    more = maximum_cells.Peaks(), test_heads.BlockRNN(4)
     exact.ALL_CELLS.update((c.name, c) for c in more)
     return exact.ALL_CELLS.get(name) or get(name)
 
