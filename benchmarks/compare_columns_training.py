@@ -54,13 +54,18 @@ def build(shape: Shape, width: int, kind: str, folder: str) -> str:
     return out
 
 
-def graphs_of(layer: Any, x: torch.Tensor, dy: torch.Tensor, **masks: Any) -> dict[str, torch.cuda.CUDAGraph]:
-    """The backward pass alone, and a whole step."""
+def runs_of(layer: Any, x: torch.Tensor, dy: torch.Tensor, **masks: Any) -> dict[str, Any]:
+    """The backward pass alone, and a whole step; they hold what their graphs read."""
     def step() -> Any:
         return layer.backward(layer.forward(x, **masks)[2], dy)
 
     _, _, kept = layer.forward(x, **masks)
-    return {"": graph_of(lambda: layer.backward(dataclasses.replace(kept), dy)), "_step": graph_of(step)}
+    backward = graph_of(lambda: layer.backward(dataclasses.replace(kept), dy))
+
+    def again(kept: Any = kept) -> None:
+        backward.replay()
+
+    return {"": again, "_step": graph_of(step).replay}
 
 
 def gradients(library: torch.nn.RNNBase, rows: list[torch.Tensor], drows: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -104,10 +109,10 @@ def compare(shape: Shape, width: int, lengths: Any, library: Any, layers: dict[s
     full, dfull = drawn(least, width, I), drawn(least, width, H * (1 + both))
     counts = torch.as_tensor(lengths).int().cuda()
     with torch.no_grad():
-        sides = {"columns": graphs_of(layers["columns"], laid_x, laid_dy, sequences=columns),
-                 "alone": graphs_of(layers["alone"], full, dfull),
-                 "lengths": graphs_of(layers["lengths"], x, dy, lengths=counts)}
-    runs = {name + part: graph.replay for name, graphs in sides.items() for part, graph in graphs.items()}
+        sides = {"columns": runs_of(layers["columns"], laid_x, laid_dy, sequences=columns),
+                 "alone": runs_of(layers["alone"], full, dfull),
+                 "lengths": runs_of(layers["lengths"], x, dy, lengths=counts)}
+    runs = {name + part: run for name, of in sides.items() for part, run in of.items()}
     times = take_turns(runs | {"cudnn_step": lambda: gradients(library, rows, drows)}, lambda: None, repeats,
                        float("inf"))
     row: dict[str, Any] = {"longest": longest, "valid": int(lengths.sum()), "together": layers["columns"].together,
