@@ -17,6 +17,7 @@ from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
 from ecornn.schedules.hoisted import Hoisted, Piece
 from ecornn.schedules.isa.tensor_core import pack_pair
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
+from ecornn.schedules.scalars.operands import for_products
 from ecornn.schedules.scalars.pointwise import emit, invariants
 from ecornn.schedules.sequence_kernel import SequenceKernel
 from ecornn.schedules.timeline import row_arguments
@@ -214,7 +215,7 @@ class _Units:
             made = [env[v] for v in graph.outputs]
             if not made and not self.task.traversal.backward:
                 made = [after[graph.output]]
-            outputs.append([timeline.masked(live, value, T.float32(0)) for value in made])
+            outputs.append([for_products(timeline.masked(live, value, T.float32(0)), self.task) for value in made])
             for name, value in self.kept.found(after, env).items():
                 kept_values.setdefault(name, []).append(timeline.masked(live, value, T.float32(0)))
         at = T.let("y_at", self.output + T.cast(t, "int64") * self.outputs_apart)

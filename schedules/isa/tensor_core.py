@@ -67,6 +67,12 @@ def unpack_half(word: Expr, upper: bool, dtype: str) -> Expr:
                                            return_type="float32"))
 
 
+def rounded_to_tf32(value: Expr) -> Expr:
+    """A float32 value without what TF32's products leave out, rounded to nearest."""
+    word = T.cuda.func_call("ecornn_tf32", T.reinterpret("uint32", value), source_code=_ROUND, return_type="uint32")
+    return T.let("rounded", T.reinterpret("float32", word))
+
+
 def split(word: Expr, arithmetic: str) -> tuple[Expr, ...]:
     """A word as the parts that are multiplied: itself, rounded, or its high and low tf32 halves."""
     if arithmetic == "tf32":

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from ecornn.analysis.liveness import late_operands, urgent
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
+from ecornn.schedules.scalars.operands import for_products
 from ecornn.schedules.scalars.pointwise import emit, invariants
 from ecornn.schedules.sequence_kernel import SequenceKernel
 
@@ -303,7 +304,8 @@ class GateThreads(ABC):
         at = row * width + self.unit[i]
         for o, value in enumerate(values):
             place = first + o * H
-            T.buffer_store(self.arguments[name], T.cast(value, w.dtype), [at + place if place else at])
+            T.buffer_store(self.arguments[name], T.cast(for_products(value, self.task), w.dtype),
+                           [at + place if place else at])
         for buffer, value in self.kept.found(ended.new, ended.env).items():
             value = self.timeline.masked(ended.live, value, T.float32(0))
             T.buffer_store(self.arguments[buffer], T.cast(value, w.dtype), [row * H + self.unit[i]])

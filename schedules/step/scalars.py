@@ -31,6 +31,7 @@ from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var
 from ecornn.schedules.hoisted import Hoisted, in_float32
 from ecornn.schedules.keeping import NOTHING, Stored, stored
+from ecornn.schedules.scalars.operands import for_products
 from ecornn.schedules.scalars.pointwise import emit, invariants
 from ecornn.schedules.timeline import Timeline
 
@@ -302,7 +303,7 @@ class StepScalars:
         first = T.let("at", step_row * (len(outputs) * w.hidden) + unit)
         for o, output in enumerate(outputs):
             value = self.timeline.masked(live, output, T.float32(0))
-            T.buffer_store(a["outputs"], T.cast(value, w.dtype), [first + o * w.hidden])
+            T.buffer_store(a["outputs"], T.cast(for_products(value, self.task), w.dtype), [first + o * w.hidden])
 
     def _leave(self, row: Expr, unit: Expr, last: dict[str, Expr]) -> None:
         """Stores the last states, at the end."""
