@@ -15,7 +15,7 @@ import runtime_sample
 from c_abi_sample import BACKWARD, HERE, close, compiled, read, run, weights_of, write
 
 import ecornn
-from ecornn import compiler
+from ecornn import checksum, compiler
 from ecornn.build.generated import Generated
 from ecornn.build.link import link
 from ecornn.layer_spec import LayerSpec
@@ -66,6 +66,41 @@ def documented(folder: Path) -> Module:
 def program(folder: Path) -> Path:
     return compiled(HERE / "c_program.c", folder / "c_program")
 
+
+OPENS = """#include <ecornn.h>
+int main(int count, char** paths) {
+  for (int n = 1; n < count; ++n) {
+    ecornn_error error = {0, ""};
+    ecornn_module module;
+    int32_t code = ecornn_open(paths[n], &module, &error);
+    printf("%d %s\\n", code, error.message);
+    ecornn_close(&module);
+  }
+  return 0;
+}
+"""
+
+
+def test_a_file_whose_bytes_have_changed_is_refused_from_c(folder: Path, lstm: Module):
+    """And contents of each length to two blocks of SHA-256, with Python's digest behind them, reach the loader."""
+    (folder / "opens.c").write_text(OPENS)
+    whole, rng = lstm.path.read_bytes(), np.random.default_rng(9)
+    places = [0, len(whole) // 2, len(whole) - checksum.SIZE - 1, len(whole) - checksum.SIZE, len(whole) - 17]
+    damaged, sound = [], []
+    for at in places:
+        damaged.append(folder / f"changed{at}.so")
+        damaged[-1].write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1:])
+    for size in range(130):
+        sound.append(folder / f"sound{size}")
+        sound[-1].write_bytes(rng.bytes(size))
+        checksum.append(sound[-1])
+    lines = run(compiled(folder / "opens.c", folder / "opens"), lstm.path, *damaged, *sound).splitlines()
+    assert lines[0] == "0 "
+    for line in lines[1:1 + len(damaged)]:
+        assert line.startswith("10 ") and "has changed since it was written" in line
+    assert len(lines) == 1 + len(damaged) + len(sound)
+    for line in lines[1 + len(damaged):]:  # the loader's own word: no shared library
+        assert line.startswith("10 ") and "has changed" not in line and "no module file" not in line, line
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_layer_from_c(folder: Path, lstm: Module, program: Path, threads: int):

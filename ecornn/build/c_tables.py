@@ -18,6 +18,7 @@ from ecornn.workload import summed
 
 SYMBOL = "ecornn_c_tables"
 FILES = ("c_api.cc", "c_call.h", "c_layer.h", "c_pack.h", "c_tables.h", "c_tensor.h")
+HEADERS = ("ecornn.h", "ecornn_checksum.h")
 # what c_api.cc calls, in its order; 0 stands for what a module does not have
 FUNCTIONS = (RUN, FORWARD, BACKWARD, "pack", "alloc", "free", "copy", "synchronize")
 TYPES = {"float64": (2, 64), "float32": (2, 32), "float16": (2, 16), "bfloat16": (4, 16)}  # DLDataType
@@ -31,7 +32,8 @@ PACKINGS = ("float64", "float32", "float16", "bfloat16", "tf32", "int8", "scale"
 def sources() -> dict[str, str]:
     """File name -> C++ text."""
     folder, headers = resources.files("ecornn.build"), resources.files("ecornn").joinpath("include")
-    return {name: (folder / name).read_text() for name in FILES} | {"ecornn.h": (headers / "ecornn.h").read_text()}
+    places = [(folder, name) for name in FILES] + [(headers, name) for name in HEADERS]
+    return {name: (place / name).read_text() for place, name in places}
 
 
 def functions(entries: Iterable[str], device: Device) -> tuple[str, ...]:

@@ -23,6 +23,8 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "ecornn_checksum.h"
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -162,22 +164,16 @@ static inline int32_t ecornn_refuse_(ecornn_error* error, ecornn_status code, co
   return (int32_t)code;
 }
 
-/* Loads a module file, whose code runs in this process: open only files that you trust. That the file is complete is
- * checked, by the mark at its end, but not its checksum, as in Python. */
+/* Loads a module file, whose code runs in this process: open only files that you trust. One whose bytes have changed since
+ * it was written, as its checksum says, is ECORNN_FILE before the dynamic loader has it. */
 static inline int32_t ecornn_open(const char* path, ecornn_module* module, ecornn_error* error) {
-  static const char kMark[] = "ecornn checksum\n";
-  char end[sizeof kMark] = {0}, name[4096];
-  FILE* file = fopen(path, "rb");
+  const char* damage = ecornn_damage_(path);
+  char name[4096];
   ecornn_module_api_function function;
   void* found;
   module->library = NULL;
   module->api = NULL;
-  if (!file) return ecornn_refuse_(error, ECORNN_FILE, path, "cannot be read");
-  if (fseek(file, 1 - (long)sizeof kMark, SEEK_END) != 0 || fread(end, 1, sizeof kMark - 1, file) != sizeof kMark - 1) {
-    end[0] = 0;
-  }
-  fclose(file);
-  if (strcmp(end, kMark) != 0) return ecornn_refuse_(error, ECORNN_FILE, path, "is no module file, or a damaged one");
+  if (damage) return ecornn_refuse_(error, ECORNN_FILE, path, damage);
   /* without a slash the loader would look elsewhere */
   if (snprintf(name, sizeof name, "%s%s", strchr(path, '/') ? "" : "./", path) >= (int)sizeof name) {
     return ecornn_refuse_(error, ECORNN_FILE, path, "is too long a name");

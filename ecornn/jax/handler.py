@@ -40,7 +40,8 @@ def library() -> ctypes.CDLL:
 
 
 def _texts() -> Sequence[str]:
-    return [(resources.files("ecornn") / name).read_text() for name in ("jax/handler.cc", "include/ecornn.h")]
+    names = ("jax/handler.cc", "include/ecornn.h", "include/ecornn_checksum.h")
+    return [(resources.files("ecornn") / name).read_text() for name in names]
 
 
 def _compiled() -> bytes:
