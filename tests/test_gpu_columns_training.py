@@ -24,8 +24,8 @@ LIMITS = {"float32": 2e-5, "float16": 8 * 2.0 ** -11, "bfloat16": 8 * 2.0 ** -8}
     ("persistent", "lstm", "float32", (24, 9, 24, 64), {}), ("persistent", "gru", "bfloat16", (40, 16, 96, 256), {}),
     ("persistent", "gru_reset_before", "float16", (24, 9, 24, 64), {"reverse": True}),
     ("persistent", "lstm(layer_norm)", "float32", (24, 9, 24, 64), {}),
-    ("persistent", "lstm", "float16", (100, 16, 256, 512), {"layers": 2, "bidirectional": True}),
-    ("persistent_wide", "lstm", "bfloat16", (40, 32, 128, 512), {"layers": 2}),
+    ("persistent", "lstm", "float16", (40, 9, 64, 128), {"layers": 2, "bidirectional": True}),
+    ("persistent_wide", "lstm", "bfloat16", (24, 16, 64, 256), {"layers": 2}),
     ("persistent_wide", "rnn_tanh", "float16", (40, 48, 64, 136), {"bidirectional": True}),
 ], ids=str)
 def test_a_training_step(schedule, cell, dtype, sizes, stack):
