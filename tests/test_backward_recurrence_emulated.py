@@ -27,6 +27,7 @@ from ecornn.schedules.elementwise import Elementwise
 from ecornn.schedules.hoisted import hoisted_of
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.persistent.plan import plan_of
+from ecornn.schedules.step.layout_transform import LayoutTransform
 from ecornn.targets import KNOWN
 from ecornn.workload import ALONE, Traversal
 
@@ -73,6 +74,8 @@ def check_recurrence(folder: Path, schedule: Schedule, layer: Task, config: Conf
         close(last, exact_last[name], library_last[name], w.arithmetic, name)
     for b, n in enumerate(masks.get("lengths", ())):
         assert not outputs[n:, b].astype(np.float32).any()
+    if w.arithmetic == "tf32":  # dx's products would cut off the last 13 bits
+        assert not (outputs.view(np.uint32) & 0x1FFF).any()
     return config
 
 
@@ -152,6 +155,10 @@ def test_cells_without_recurrent_products(tmp_path, cell, sizes, dtype, change, 
     assert schedule.features(task, default)["estimate"] == schedule.expected(task) > 0
     config = {**default, "prefetch": 8, "group": 4, **change}
     check_recurrence(tmp_path, schedule, layer, config, batch)
+
+
+def test_a_step_a_launch_with_tf32(tmp_path):
+    check_recurrence(tmp_path, LayoutTransform(), task_of("lstm", (3, 5, 9, 32), "tf32", SMALL))
 
 
 @pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), L2, ids=lambda v: str(v).replace(" ", ""))

@@ -8,8 +8,9 @@ K goes through a ring of stages in shared memory, 128 bytes of every row each, 6
     weights  core matrices, 8 columns x 16 bytes in one piece, those of 16 bytes of K one behind the other:
              an order that ``bind`` packs, so that one bulk copy fetches a stage's weights
 
-TF32's products take float32 values and leave out what is beyond 10 bits of mantissa. ``bind`` rounds the weights, x
-is cut off: of an LSTM's error of 3.4e-4 (both rounded) that makes 4.5e-4, where 6.8e-4 would be of both cut off.
+TF32's products take float32 values and leave out what is beyond 10 bits of mantissa. ``bind`` rounds the weights,
+adjoints' recurrences what they write (scalars/operands.py), x is cut off: of an LSTM's error of 3.4e-4
+(both rounded) that makes 4.5e-4, where 6.8e-4 would be of both cut off.
 
 ``wgmma_kernel.py`` has the code.
 """
