@@ -71,6 +71,11 @@ def packed(case: str, fits: Callable[[dict[str, Any]], bool]) -> str:
     return span(r["ratio"] for r in rows("h100_packed.json") if r["case"] == case and fits(r))
 
 
+def packed_training(key: str) -> str:
+    """Of pytorch#149194's model with 64 units in training."""
+    return span(r[key] for r in rows("h100_packed_training.json") if r["H"] == 64)
+
+
 def issue(H: int, fits: Callable[[int], bool]) -> Callable[[], str]:
     return lambda: packed("pytorch#149194", lambda r: r["H"] == H and fits(r["T"]))
 
@@ -159,6 +164,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "packed.issue64": issue(64, lambda T: T >= 500),
     "packed.issue256": issue(256, lambda T: T >= 500),
     "packed.issue100": lambda: packed("pytorch#149194", lambda r: r["T"] == 100),
+    "packed.training64": lambda: packed_training("ratio"),
+    "padded.training64": lambda: packed_training("packing_costs"),
     "columns.more": lambda: f"{max(1 / s - 1 for r in rows('h100_columns.json') for s in r['share']):.0%}",
     "variants.little": lambda: f"{max(variants(LITTLE, ('lstm', 'gru'))) - 1:.0%}",
     "variants.vanilla256": lambda: cost(variants(LITTLE, ("rnn_tanh",), (256,))),
