@@ -76,7 +76,8 @@ class FallbackError(EcornnError, RuntimeError):
 
 
 class DerivativeError(EcornnError, NotImplementedError):
-    """A derivative that compiled modules do not have, as forward ones; PyTorch raises NotImplementedError for such."""
+    """A derivative that compiled modules do not have, such as a forward one. PyTorch raises NotImplementedError for
+    those that it lacks: this is one, too, so that a program that catches it there goes on as before."""
 
 
 class CopyError(EcornnError, TypeError):
