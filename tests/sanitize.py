@@ -144,15 +144,15 @@ CASES = {
     "training stack": case("persistent", "lstm", "float16", (9, 5, 24, 72), training=True, **ALL),
     "training gates": case("persistent", "lstm", "bfloat16", (12, 9, 24, 72), training=True, keep="gates",
                            lengths=True),
-    # products with heads, whole ones of the same state beside them; maxima and softmaxes of units
+    "training gates layout": case("layout_transform", "gru_reset_before", "float32", (5, 3, 13, 40), training=True,
+                                  keep="gates"),
+    # products with heads; maxima and softmaxes of units, of a cell whose values grow
     "heads": case("persistent", "block_4", "bfloat16", (12, 9, 24, 128)),
     "heads layout": case("layout_transform", "block_4", "float16", (6, 9, 24, 128)),
-    "maxima": case("persistent", "peaks", "float16", (4, 9, 17, 48)),  # its values grow
+    "maxima": case("persistent", "peaks", "float16", (4, 9, 17, 48)),
     "maxima layout": case("layout_transform", "peaks", "float32", (6, 9, 17, 48)),
     "training heads": case("persistent", "block_2", "float16", (9, 5, 24, 128), training=True, keep="gates"),
     "training maxima": case("persistent", "peaks", "float32", (6, 5, 13, 40), training=True),
-    "training gates layout": case("layout_transform", "gru_reset_before", "float32", (5, 3, 13, 40), training=True,
-                                  keep="gates"),
 }
 
 
@@ -225,7 +225,7 @@ def wanted_of(layer: Any, x: Any, weights: dict[str, Any], masks: dict[str, Any]
     from limits import Wanted
 
     work, stack = layer.manifest.workload, layer.manifest.stack
-    name = work.cell.partition("@")[0]  # of a cell of step_cells.py
+    name = work.cell.partition("@")[0]  # of a cell that only tests have
     size = (x.shape[1], work.hidden) if stack.count == 1 else (stack.count, x.shape[1], work.hidden)
     states = [np.zeros(size)] * len(cell_of(name).states)
     return Wanted(work.arithmetic, lambda forward: of_stack(
@@ -270,7 +270,6 @@ def trained(layer: Any, of: dict[str, Any], rng: np.random.Generator, kind: Any,
     """The largest error of a gradient, and what it may be."""
     import torch
     from limits import relative
-
 
     (T, B, I, H), stack = of["sizes"], layer.manifest.stack
 

@@ -102,6 +102,7 @@ def test_a_file_whose_bytes_have_changed_is_refused_from_c(folder: Path, lstm: M
     for line in lines[1 + len(damaged):]:  # the loader's own word: no shared library
         assert line.startswith("10 ") and "has changed" not in line and "no module file" not in line, line
 
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_layer_from_c(folder: Path, lstm: Module, program: Path, threads: int):
     rng, weights, here = np.random.default_rng(1), weights_of(lstm), folder / "of_lstm"
@@ -181,7 +182,7 @@ def test_the_program_of_the_documentation(folder: Path, documented: Module, lang
         x = np.zeros((3, 1, documented.manifest.workload.input))
         x[:, 0, 0] = range(3)
         wanted = ecornn.reference("lstm", x, weights)[0][:, 0, 0]
-        # six decimals are printed, of float32
+        # six decimals are printed: half of the last is 5e-7, the rest is float32's, of which 1e-7 is two roundings
         np.testing.assert_allclose([float(v) for v in re.findall(r"= (\S+)", said)], wanted, atol=6e-7)
     else:
         assert said == "y[T-1][0] = 0\n"
