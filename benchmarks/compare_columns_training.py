@@ -13,7 +13,8 @@ the same bits.
 
 ``--issue``: the model of pytorch#149194 in training, as ``compare_stacks.py --packed`` has it: it packs padded x, calls
 the layer, pads y and takes the gradients of the mean of y, by ``ecornn.torch``, by PyTorch, and by PyTorch on padded
-rows (``padded``), as they are called, in float32.
+rows (``padded``), as they are called, in float32. ``packing`` is what all but ``padded`` have of PyTorch: packing, padding
+and its gradient, around no layer.
 """
 
 from __future__ import annotations
@@ -159,11 +160,21 @@ def issue(shape: Shape, repeats: int) -> dict[str, Any]:
     def padded() -> Any:
         return torch.autograd.grad(library(x)[0].mean(), [*library.parameters()])
 
+    def packing() -> Any:
+        leaves: list[torch.Tensor] = []
+
+        def nothing(packed: Any) -> tuple[Any]:
+            leaves.append(packed.data[:, :H].clone().requires_grad_())
+            return (packed._replace(data=leaves[0]),)
+
+        return torch.autograd.grad(packed_and_padded(nothing, x, lengths).mean(), leaves)
+
     exact = step(copy.deepcopy(library).double())
     errors = [max(map(relative, step(layer), exact)) for layer in (ours, library)]
     if not errors[0] <= max(2e-5, 2 * errors[1]):
         sys.exit(f"{shape}: error {errors[0]:.2e}, PyTorch's {errors[1]:.2e}")
-    row = timed({"ecornn": lambda: step(ours), "cudnn": lambda: step(library), "padded": padded},
+    row = timed({"ecornn": lambda: step(ours), "cudnn": lambda: step(library), "padded": padded,
+                 "packing": packing},
                 max(3, min(repeats, repeats * 1000 // T)), lambda: None, 1 / (T * layers))
     return {"T": T, "B": B, "I": I, "H": H, "layers": layers, "error": errors[0], "cudnn_error": errors[1], **row,
             "ratio": row["cudnn_us"] / row["ecornn_us"], "packing_costs": row["ecornn_us"] / row["padded_us"]}
@@ -185,7 +196,8 @@ def main() -> None:
             rows.append(issue(ISSUE[n], arguments.repeats))
             r = rows[-1]
             print(f"{ISSUE[n]} ecornn {r['ecornn_us']:.2f}, cuDNN {r['cudnn_us']:.2f}, cuDNN padded "
-                  f"{r['padded_us']:.2f} us/step; {r['ratio']:.2f}x, {r['packing_costs']:.2f} of padded; error "
+                  f"{r['padded_us']:.2f} us/step; {r['ratio']:.2f}x, {r['packing_costs']:.2f} of padded, "
+                  f"{r['packing_us']:.2f} of it packing; error "
                   f"{r['error']:.1e} / {r['cudnn_error']:.1e}", flush=True)
     else:
         rows = measured([CASES[n] for n in arguments.cases or range(len(CASES))], arguments.draws, arguments.repeats)

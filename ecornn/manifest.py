@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+from msgspec import structs
 
 from ecornn import manifest_format1
 from ecornn.device import Device
@@ -10,7 +11,8 @@ from ecornn.errors import ModuleError
 from ecornn.program import Buffer
 from ecornn.workload import SERIAL, SINGLE, Overlap, Stack, Workload
 
-FORMAT = 2
+FORMAT = 3
+WITHOUT_WHOLE = 2  # the same, but that no packing has :data:`~ecornn.program.WHOLE`, which a reader of it does not know
 _INDEX_LIMIT = 2**31 - 1  # kernels count elements in int32
 
 
@@ -90,11 +92,11 @@ def decode(text: str) -> Manifest:
     """
     try:
         found = msgspec.json.decode(text, type=_Said).format
-        if found == FORMAT:
-            return msgspec.json.decode(text, type=Manifest)
+        if found in (WITHOUT_WHOLE, FORMAT):
+            return structs.replace(msgspec.json.decode(text, type=Manifest), format=FORMAT)
         if found == manifest_format1.FORMAT:
             return msgspec.convert(manifest_format1.converted(text) | {"format": FORMAT}, Manifest)
     except msgspec.MsgspecError as error:
         raise ModuleError(f"not a module of this version of ecornn: {error}") from error
     raise ModuleError(f"not a module of this version of ecornn: its manifest is of format {found}; formats "
-                      f"{manifest_format1.FORMAT} and {FORMAT} are read")
+                      f"{manifest_format1.FORMAT} to {FORMAT} are read")

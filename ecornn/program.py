@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tvm.tirx import PrimFunc
 
 Source = tuple[str, int]  # (parameter, gate)
+WHOLE = -1  # in place of a gate: all of them, one behind the other
 
 # In ``sequences``, beside the number of a sequence that lies in two pieces, in neighbouring columns: this one is the
 # first or the second of them in x's time. The one that a kernel works on first ends at least as many steps as
@@ -109,7 +110,8 @@ class Packing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How one packed weight buffer is made from the cell's parameters, done once by ``bind``.
 
     The ``sources`` are stacked on a new first axis (each is ``parameter[gate]``: (H, K) for a
-    matrix, (H,) for a vector; a source ``("", 0)`` is zeros), padded at the end with zeros to
+    matrix, (H,) for a vector; a source ``("", 0)`` is zeros, and gate :data:`WHOLE` of a matrix is (G*H, K), the
+    parameter as PyTorch has it), padded at the end with zeros to
     ``pad``, reshaped to ``split``, transposed by ``order`` and stored as ``dtype``: a floating-point type;
     ``tf32``, float32 rounded to 10 bits of mantissa; ``int8``, each row (the last axis of ``pad``) divided by its
     scale, rounded to nearest even, with 128 added; ``scale``, float32, those scales: a row's largest magnitude /

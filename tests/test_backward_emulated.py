@@ -21,6 +21,8 @@ from ecornn.numpy_reference import random_weights
 from ecornn.program import BACKWARD, FORWARD, PACKED, WORKSPACE, Chunks, Concurrent, launches
 from ecornn.schedules import all_schedules, chunks
 from ecornn.schedules.base import Task
+from ecornn.schedules.gemm import aligned
+from ecornn.schedules.gemm.aligned import NAME
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.persistent_wide import PersistentWide
 from ecornn.targets import KNOWN
@@ -98,9 +100,10 @@ class Step:
 
 @pytest.mark.parametrize(("schedule", "name", "sizes", "dtype", "traversal"), [
     ("persistent", "lstm", (5, 3, 6, H), "float32", Traversal(lengths=True, resets=True)),
-    ("persistent", "lstm", (4, 3, 16, H), "bfloat16", ALONE),
+    ("persistent", "lstm", (4, 3, 16, H), "bfloat16", ALONE),  # all gates are one operand of dx
     ("persistent", "gru", (5, 2, 7, H), "float32", Traversal(reverse=True, lengths=True)),
     ("persistent", "gru", (4, 5, 8, 40), "float16", Traversal(resets=True)),
+    ("persistent", "gru", (4, 5, 6, 26), "bfloat16", ALONE),
     ("persistent", "rnn_tanh", (3, 1, 1, 1), "float32", ALONE),
     ("persistent", "lstm(peepholes)", (3, 2, 5, H), "float32", Traversal(reverse=True, resets=True)),
     ("layout_transform", "gru_reset_before", (3, 2, 5, H), "float32", ALONE),
@@ -108,6 +111,20 @@ class Step:
 ], ids=str)
 def test_a_training_step(schedule, name, sizes, dtype, traversal, tmp_path):
     check(Step(tmp_path, schedule, name, sizes, dtype, traversal), name, sizes, dtype, traversal)
+
+
+@pytest.mark.parametrize(("name", "sizes", "dtype", "traversal", "keep"), [
+    ("lstm", (5, 3, 6, H), "bfloat16", Traversal(lengths=True), "states"),
+    ("gru", (4, 3, 74, H), "float16", Traversal(reverse=True), "gates"),
+], ids=str)
+def test_x_is_copied_to_rows_that_are_aligned(name, sizes, dtype, traversal, keep, tmp_path, monkeypatch):
+    """As it is where many tiles read it: then products, and steps that multiply nothing, read the copy."""
+    monkeypatch.setattr(aligned, "WORDS", 1e9)
+    step = Step(tmp_path, "persistent", name, sizes, dtype, traversal, keep)
+    for entry in step.program.entries.values():
+        assert [call.names["into"] for call in launches(entry.calls) if "align" in call.function] == [
+            "backward_" * (entry is step.program.entries[BACKWARD]) + NAME]
+    check(step, name, sizes, dtype, traversal)
 
 
 @pytest.mark.parametrize(("schedule", "name", "sizes", "dtype", "traversal"), [

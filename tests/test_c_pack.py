@@ -15,7 +15,7 @@ import runtime_sample as sample
 
 from ecornn.build import c_tables
 from ecornn.build.link import find_compiler
-from ecornn.program import Buffer, Extent, Packing
+from ecornn.program import WHOLE, Buffer, Extent, Packing
 from ecornn.runtime.packing import pack
 
 G, H, K = 3, 6, 20
@@ -25,9 +25,10 @@ MATRIX = dict(sources=SOURCES, pad=(3, 8, 24), split=(3, 2, 4, 12, 2), order=(1,
 THREES = dict(sources=SOURCES, pad=(3, 8, 24), split=(3, 2, 4, 8, 3), order=(1, 3, 0, 2, 4))
 PAIRS = dict(sources=SOURCES, pad=(3, 8, 24), split=(3, 8, 2, 12), order=(0, 1, 2, 3))
 VECTOR = dict(sources=(("b", 1), ("b", 0)), pad=(4, 8), split=(4, 2, 4), order=(1, 0, 2))
+WHOLE_MATRIX = dict(sources=(("W", WHOLE),), pad=(1, 24, 24), split=(1, 6, 4, 12, 2), order=(1, 0, 3, 2, 4))
 CASES = {kind: MATRIX for kind in c_tables.PACKINGS} | {"int21": THREES, "pairs": PAIRS}
 PACKINGS = [*(Packing(dtype=kind, **case) for kind, case in CASES.items()), Packing(dtype="float32", **VECTOR),
-            Packing(dtype="bfloat16", **VECTOR)]
+            Packing(dtype="bfloat16", **VECTOR), Packing(dtype="bfloat16", **WHOLE_MATRIX)]
 
 
 @pytest.fixture(scope="module")

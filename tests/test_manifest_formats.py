@@ -1,6 +1,6 @@
-"""Manifests of format 1, as modules have them that were compiled before format 2; and formats that are not read.
+"""Manifests of earlier formats, as modules have them that were compiled before; and formats that are not read.
 
-``data/format1_*.json`` were written by the code that wrote format 1.
+``data/format1_*.json`` and ``data/format2_*.json`` were written by the code that wrote these formats.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ecornn.compiler import plan
 from ecornn.compose import compose
 from ecornn.errors import ModuleError
 from ecornn.manifest import FORMAT, Manifest, decode
+from ecornn.program import WHOLE
 from ecornn.runtime.plan import SCALARS, make_plan
 from ecornn.task import make_manifest
 
@@ -54,6 +55,18 @@ def test_nothing_of_a_manifest_is_lost(name: str):
             assert [buffers[p - SCALARS].name for p in each] == [f"{prefix}{state}_{end}" for prefix in prefixes]
     masks = {b.name for b in buffers if b.name in ("lengths", "resets", "sequences")}
     assert masks == {buffers[p - SCALARS].name for p in (*plan.lengths, *plan.resets, *plan.sequences)}
+
+
+def test_format_2_is_this_one_without_whole_parameters():
+    (path,) = Path(__file__).with_name("data").glob("format2_*.json")
+    fields = msgspec.json.decode(path.read_text())
+    found = decode(path.read_text())
+    again = msgspec.json.decode(msgspec.json.encode(found))
+    assert fields["format"] == 2 and again == fields | {"format": FORMAT}
+    assert not any(gate == WHOLE for b in found.buffers if b.packing for _, gate in b.packing.sources)
+    made = plan("lstm", hidden=34, input=21, batch=3, dtype="bfloat16", target="sm_90a", training=True)
+    now = compose(made.stack, made.workload, made.programs())
+    assert any(gate == WHOLE for b in now.buffers if b.packing for _, gate in b.packing.sources)
 
 
 def test_there_are_files_of_both_kinds_of_device():
@@ -92,10 +105,10 @@ def test_modules_of_format_1_run(tmp_path: Path, cell: str, options: dict[str, A
             np.testing.assert_allclose(one, other, atol=2e-6)
 
 
-@pytest.mark.parametrize("found", [0, 3, 9, -1])
+@pytest.mark.parametrize("found", [0, 4, 9, -1])
 def test_other_formats_are_refused(found: int):
     fields = msgspec.to_builtins(sample.manifest()) | {"format": found}
-    with pytest.raises(ModuleError, match=rf"is of format {found}; formats 1 and 2 are read"):
+    with pytest.raises(ModuleError, match=rf"is of format {found}; formats 1 to 3 are read"):
         ecornn.load(sample.build_text(msgspec.json.encode(fields).decode()))
 
 

@@ -14,19 +14,23 @@ from hypothesis import strategies as st
 
 import ecornn
 from ecornn.errors import ModuleError, ShapeError, WeightsError
-from ecornn.program import Packing
+from ecornn.program import WHOLE, Packing
 from ecornn.runtime.packing import bfloat16_bits, cast, pack
 
 
 @st.composite
 def packings(draw: Any) -> tuple[Packing, dict[str, np.ndarray]]:
-    """A packing of one or two parameters with G gates of (H, K) or (H,), each element distinct."""
+    """A packing of one or two parameters with G gates of (H, K) or (H,), each element distinct; or of whole ones."""
     gates, part = draw(st.integers(1, 4)), tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=2)))
     names = draw(st.lists(st.sampled_from(["weight_ih", "weight_hh"]), min_size=1, max_size=2, unique=True))
     size = gates * prod(part)
     parameters = {name: np.arange(1 + i * size, 1 + (i + 1) * size, dtype=np.float64).reshape(gates, *part)
                   for i, name in enumerate(names)}
-    source = st.tuples(st.sampled_from(names), st.integers(0, gates - 1)) | st.just(("", 0))
+    whole = len(part) == 2 and draw(st.booleans())
+    kind = st.just(WHOLE) if whole else st.integers(0, gates - 1)
+    if whole:
+        part = (gates * part[0], part[1])
+    source = st.tuples(st.sampled_from(names), kind) | st.just(("", 0))
     sources = tuple(draw(st.lists(source, min_size=1, max_size=5)))
     split: list[int] = []
     pad = []
@@ -49,7 +53,8 @@ def test_packing_is_invertible_and_pads_with_zeros(case: tuple[Packing, dict[str
     back = packed.transpose(np.argsort(packing.order)).reshape(packing.pad).copy()
     for index, (name, gate) in enumerate(packing.sources):
         if name:
-            whole = parameters[name][gate]
+            of = parameters[name]
+            whole = of[gate] if gate >= 0 else of.reshape(-1, of.shape[-1])
             inside = back[index][tuple(slice(size) for size in whole.shape)]
             np.testing.assert_array_equal(inside, whole)
             inside[...] = 0

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from ecornn.analysis.assemble import INPUT, STATE, Exchange, Parts, constants
 from ecornn.analysis.liveness import levels, opening
 from ecornn.analysis.partials import Factor, Partials
+from ecornn.analysis.scalar import variables
 from ecornn.analysis.step import Assign, OuterProduct, Phase, Product, StepGraph, Sum, Term, Vector
 from ecornn.analysis.sweep import Sweep, unique
 
@@ -88,6 +89,14 @@ def rotates(graph: StepGraph) -> bool:
     known = {*graph.states.values(), *(a.var for a in opening(graph))}
     first = graph.phases[0]
     return known.issuperset((*first.operands, *(o for s in first.statistics for o in s.operands)))
+
+
+def gates_of_x(graph: StepGraph) -> dict[Var, int]:
+    """The gate of the weights that each hoisted value is a product of x with, where it is of one: gradients that lie in
+    this order are multiplied by all gates at once, as the parameter has them."""
+    of = {p.var: p.term.source[1] for p in graph.hoisted_products}
+    found = {a.var: {of[v] for v in variables(a.value) if v in of} for a in graph.hoisted}
+    return of | {v: gates.pop() for v, gates in found.items() if len(gates) == 1}
 
 
 class _Builder:
@@ -162,8 +171,12 @@ class _Builder:
         read = unique((*forward.hoisted_outputs, *((forward.x,) if forward.x is not None else ()),
                        *forward.inputs.values()))
         self.hoisted = {q: d for q in read if (d := body.total(q)) is not None}
-        outputs = unique((*self.hoisted.values(), *(v for o in outer for v in (o.value, o.operand)
-                                                    if v not in self.levels)))
+        multiplied = unique(v for o in outer for v in (o.value, o.operand) if v not in self.levels)
+        made = list(self.hoisted.values())
+        if set(multiplied) <= set(made):  # else values of one parameter would not lie side by side
+            gates = gates_of_x(forward)
+            made = [d for _, d in sorted(self.hoisted.items(), key=lambda item: gates.get(item[0], len(gates)))]
+        outputs = unique((*made, *multiplied))
         left, sums = [], []
         for var, at in self.levels.items():
             if at == -3:

@@ -265,9 +265,9 @@ struct Layer : ecornn_layer {
     if (parameter < 0) return;
     const Weight& weight = weights[static_cast<size_t>(parameter)];
     const DLTensor& t = *weight.tensor;
-    const int64_t all = t.shape[0] / weight.gates;
+    const int64_t all = gate < 0 ? t.shape[0] : t.shape[0] / weight.gates;  // gate -1: the whole matrix
     const int64_t rows = t.ndim > 1 ? all : 1, columns = t.ndim > 1 ? t.shape[1] : all;
-    jobs->push_back({to + 4 * placing.gates[number], Address(DataOf(t)) + 4 * gate * rows * columns, rows, columns,
+    jobs->push_back({to + 4 * placing.gates[number], Address(DataOf(t)) + 4 * std::max<int64_t>(gate, 0) * rows * columns, rows, columns,
                      Address(placing.rows.data()), Address(placing.columns.data()), placing.run});
   }
 

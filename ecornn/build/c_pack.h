@@ -123,12 +123,13 @@ class Packer {
       if (parameter < 0) continue;
       const Weight& weight = weights[static_cast<size_t>(parameter)];
       const DLTensor& t = *weight.tensor;
-      const int64_t rows = t.shape[0] / weight.gates, columns = matrix ? t.shape[1] : 1;
+      const int64_t rows = gate < 0 ? t.shape[0] : t.shape[0] / weight.gates;  // gate -1: the whole matrix
+      const int64_t columns = matrix ? t.shape[1] : 1, first = std::max<int64_t>(gate, 0) * rows;
       wide_ = wide_ || weight.wide();
       double* place = values_.data() + static_cast<int64_t>(n) * gate_size;
       for (int64_t row = 0; row < rows; ++row) {
         for (int64_t column = 0; column < columns; ++column) {
-          place[matrix ? row * row_ + column : row] = weight.At(gate * rows + row, column);
+          place[matrix ? row * row_ + column : row] = weight.At(first + row, column);
         }
       }
     }

@@ -120,7 +120,7 @@ class _Tables:
             self.made += text + bytes(8 - len(text) % 8)  # with a zero behind it
 
     def packing(self, packing: Packing, of: dict[str, int]) -> None:
-        """Its kind, sources, and axes; a source of zeros has parameter -1."""
+        """Its kind, sources, and axes; a source of zeros has parameter -1, a whole parameter gate -1."""
         self.numbers(PACKINGS.index(packing.dtype), len(packing.sources))
         for name, gate in packing.sources:
             self.numbers(of[name] if name else -1, gate)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ecornn.errors import ModuleError
 from ecornn.manifest import Manifest
-from ecornn.program import Packing
+from ecornn.program import WHOLE, Packing
 from ecornn.runtime.packing import consistent
 
 # The structures of pack_weights.cu.
@@ -92,7 +92,8 @@ def _launch(manifest: Manifest, group: Sequence[Packing], packings: Mapping[Pack
         jobs.append((packings[packing], KINDS[packing.dtype], len(own), sum(map(len, places)), rows, columns, padded,
                      _magic(padded, packing.pad[0]), sum(map(len, sources)), len(packing.sources),
                      _alike(own, 16 // SIZES.get(packing.dtype, 4))))
-        sources.append(np.array([(given[name] if name else -1, gate) for name, gate in packing.sources], SOURCE))
+        sources.append(np.array([(given[name] if name else -1, max(gate, 0)) for name, gate in packing.sources],
+                                SOURCE))
         places.append(own)
         work = np.zeros(len(pieces), WORK)
         work["place"], work["job"], work["piece"] = pieces, number, np.arange(len(pieces))
@@ -103,8 +104,9 @@ def _launch(manifest: Manifest, group: Sequence[Packing], packings: Mapping[Pack
 
 def _shape(manifest: Manifest, packing: Packing) -> tuple[int, int]:
     """Rows and columns of each source; a vector is a row."""
-    shapes = {p.key: (p.shape[0] // p.gates, *p.shape[1:]) for p in manifest.parameters}
-    found = {shapes[name] for name, _ in packing.sources if name} or {(0,) * (len(packing.pad) - 1)}
+    known = {p.key: p for p in manifest.parameters}
+    found = {(known[name].shape[0] // (1 if gate == WHOLE else known[name].gates), *known[name].shape[1:])
+             for name, gate in packing.sources if name} or {(0,) * (len(packing.pad) - 1)}
     room, fits = packing.pad[1:], len(packing.pad) in (2, 3) and packing.dtype in KINDS
     if len(found) > 1 or not fits or any(len(shape) != len(room) or any(
             a > b for a, b in zip(shape, room, strict=True)) for shape in found):

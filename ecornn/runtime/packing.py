@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ecornn.errors import ModuleError
-from ecornn.program import Packing
+from ecornn.program import WHOLE, Packing
 from ecornn.runtime import fixed_point
 
 Array = NDArray[Any]
@@ -56,7 +56,7 @@ def consistent(packing: Packing) -> None:
 def fitting(packing: Packing, parameters: Mapping[str, Any]) -> list[Any]:
     """The sources of a packing, None for zeros; :class:`ModuleError` where they do not fit."""
     try:
-        gates = [parameters[name][gate] if name else None for name, gate in packing.sources]
+        gates = [source_of(parameters[name], gate) if name else None for name, gate in packing.sources]
     except (KeyError, IndexError) as error:
         raise ModuleError(f"the module packs a parameter that it does not declare: {error}") from error
     shapes = {tuple(gate.shape) for gate in gates if gate is not None}
@@ -67,6 +67,11 @@ def fitting(packing: Packing, parameters: Mapping[str, Any]) -> list[Any]:
     if not fits:
         raise ModuleError(f"the module packs parts of shapes {sorted(shapes)} into {packing.pad}")
     return gates
+
+
+def source_of(parameter: Any, gate: int) -> Any:
+    """A gate of a parameter in te shape, or all of them as the rows of one matrix."""
+    return parameter.reshape(-1, parameter.shape[-1]) if gate == WHOLE else parameter[gate]
 
 
 def _stack(packing: Packing, parameters: Mapping[str, Array]) -> Array:

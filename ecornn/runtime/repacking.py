@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ecornn.manifest import Manifest
-from ecornn.program import Packing
+from ecornn.program import WHOLE, Packing
 from ecornn.runtime.library import Library
 from ecornn.runtime.memory import HostMemory, address
 from ecornn.runtime.packing import pack
@@ -74,7 +74,9 @@ class Repacking:
         found = []
         for number, (name, gate) in enumerate(self.packing.sources):
             if name:
-                shape = shapes[name][1:] if len(shapes[name]) == 3 else (1, *shapes[name][1:])
+                gates, *shape = shapes[name] if len(shapes[name]) == 3 else (shapes[name][0], 1, *shapes[name][1:])
+                if gate == WHOLE:
+                    gate, shape = 0, [gates * shape[0], shape[1]]
                 found.append((name, 4 * gate * prod(shape), (to[number], 0, *shape, rows, columns, self._run)))
         return found
 

@@ -14,6 +14,7 @@ from ecornn.schedules.backward.sequences import count_sequences
 from ecornn.schedules.backward.sums import step_sums, vector_gradients
 from ecornn.schedules.backward.weights import weight_gradients
 from ecornn.schedules.base import Component, Task, beside, joined
+from ecornn.schedules.gemm.aligned import align
 from ecornn.schedules.hoisted import Hoisted
 
 
@@ -46,6 +47,7 @@ def parts_of(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurren
     of_weights = weight_gradients(memory, multiplied, add)
     alone = any(space.variables for space in made_of_inputs(memory))  # what the one makes, the other reads
     after = joined(of_x, of_weights) if alone else beside(of_x, of_weights)
-    rows = joined(Component(buffers=own), gather(memory, first, chunked), replay(memory, layout), recurrence, after)
+    begin = joined(Component(buffers=own), align(task), gather(memory, first, chunked))
+    rows = joined(begin, replay(memory, layout), recurrence, after)
     counted = count_sequences(task.traversal) if task.traversal.sequences else Component()
     return rows, joined(counted, state_gradients(memory), vector_gradients(memory, add))

@@ -32,18 +32,19 @@ def gather(memory: Memory, first: bool = True, chunked: bool = False) -> Compone
 
 
 def _gather(memory: Memory, state: str, first: bool, chunked: bool) -> Component:
-    w, after = memory.task.workload, memory.after(state)
+    w, after, before = memory.task.workload, memory.after(state), memory.before(state)
     blocks, of_y = BLOCKS * memory.task.device.cores, after.name == "y"
     function = "gather_y" if of_y else "gather"
-    names = {"after": after.name, "before": f"before_{state}"} | ({"first": f"{state}_in"} if first else {})
-    return Component({function: _kernel(memory.task, function, after, blocks, first, chunked)},
-                     (Buffer(names["before"], WORKSPACE, w.dtype, Extent(0, w.batch * w.hidden)),),
+    names = {"after": after.name, "before": before.name} | ({"first": f"{state}_in"} if first else {})
+    return Component({function: _kernel(memory.task, function, after, before.stride, blocks, first, chunked)},
+                     (Buffer(before.name, WORKSPACE, w.dtype, Extent(0, w.batch * before.stride)),),
                      (Launch(function, blocks, THREADS, names=names),))
 
 
-def _kernel(task: Task, name: str, source: Columns, blocks: int, has_first: bool, chunked: bool) -> PrimFunc:
+def _kernel(task: Task, name: str, source: Columns, stride: int, blocks: int, has_first: bool,
+            chunked: bool) -> PrimFunc:
     """``(T, B, first_step, all_steps, after, first, before, lengths, resets)``: threads take some neighbouring units
-    each, as many as are 16 bytes, if rows are aligned to these."""
+    each, as many as are 16 bytes, if rows are aligned to these. ``stride``: of what is made."""
     from tvm.script.ir_builder import IRBuilder
 
     w, traversal = task.workload, task.traversal
@@ -77,7 +78,7 @@ def _kernel(task: Task, name: str, source: Columns, blocks: int, has_first: bool
             if first is not None:
                 with T.If(T.And(T.Not(origin.zero), origin.earliest)), T.Then():
                     _load(values, words, first, T.cast(origin.first, "int64") * w.hidden + unit)
-            place = T.let("place", T.cast(row, "int64") * w.hidden + unit)
+            place = T.let("place", T.cast(row, "int64") * stride + unit)
             if words:
                 store = T.ptx[f"st.global.{_kind(words)}"]
                 T.evaluate(store(before.ptr_to([place]), *(values[k] for k in range(words))))

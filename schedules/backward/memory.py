@@ -1,11 +1,12 @@
 """Where the values of a backward pass lie: rows are those of T*B in x's time, whatever the direction.
 
-    x, dx                 (T, B, I), and behind it H of each of the cell's inputs
+    x, dx                 (T, B, I), and behind it H of each of the cell's inputs; of x there may be ``x_aligned``
     y, dy                 (T, B, W), this direction's H of each output from an offset on; y is zero where a row takes
                           no part
     <state>_kept          (T, B, H), a state after each step; of the output state that is y
     value<n>_kept         (T, B, H), with keep="gates" other values of each step
-    before_<state>        (T, B, H), a state before each step, by ``gather.py``
+    before_<state>        (T, B, P), a state before each step, by ``gather.py``: H values and, where they end within 16
+                          bytes, what fills these up and nobody reads
     hoisted               what the recurrence reads, as ``Hoisted`` lays it out; by ``replay.py``
     outputs               (T, B, O, H), what the recurrence writes: ``written``; zero where a row takes no part
     last_<state>          (B, H), a state of the recurrence after its last step; (S, H) of S sequences in columns
@@ -30,7 +31,8 @@ from ecornn.analysis.step import StepGraph
 from ecornn.program import Buffer, Extent
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
-from ecornn.schedules.gemm.job import BATCH, SEQUENCES, Columns
+from ecornn.schedules.gemm.aligned import x_of
+from ecornn.schedules.gemm.job import BATCH, SEQUENCES, Columns, whole_chunks
 from ecornn.schedules.isa.tensor_core import pack_pair, unpack_half
 from ecornn.workload import Traversal
 
@@ -123,9 +125,15 @@ class Memory:
         H = self.task.workload.hidden
         return self.y("y") if state == self.adjoint.forward.output else Columns(f"{state}_kept", H, H)
 
+    def before(self, state: str) -> Columns:
+        """A state before each step."""
+        H = self.task.workload.hidden
+        return Columns(f"before_{state}", H, whole_chunks(H, self.task.workload.itemsize))
+
     @property
     def x(self) -> Columns:
-        return Columns("x", self.task.own_input, self.task.workload.input)
+        """Where products read it, and steps."""
+        return x_of(self.task)
 
     def inputs(self, name: str, dtype: str) -> dict[Var, Place]:
         """The cell's inputs in the rows of x, or of dx."""
@@ -142,7 +150,7 @@ class Memory:
         for number, var in enumerate(self.kept.values):
             found[var] = Place(Columns(f"value{number}_kept", H, H), self.dtype)
         for name in read_before(self.adjoint, self.kept):
-            found[forward.states[name]] = Place(Columns(f"before_{name}", H, H), self.dtype)
+            found[forward.states[name]] = Place(self.before(name), self.dtype)
         if forward.x is not None:
             found[forward.x] = Place(self.x, self.dtype)
         found |= self.inputs("x", self.dtype)

@@ -16,13 +16,13 @@ from ecornn.analysis.liveness import needed
 from ecornn.analysis.merging import merged
 from ecornn.analysis.scalar import variables
 from ecornn.analysis.step import Assign, Product, Statistic, StepGraph
-from ecornn.program import WORKSPACE
+from ecornn.program import WHOLE, WORKSPACE
 from ecornn.schedules.backward.memory import Place, Workspaces
 from ecornn.schedules.backward.rows import scalar_pass
 from ecornn.schedules.backward.scalars import Pointwise, Scalars
 from ecornn.schedules.base import Component, Task, joined
 from ecornn.schedules.builder import Var
-from ecornn.schedules.gemm.job import STEPS, Columns, Job, Operand
+from ecornn.schedules.gemm.job import CHUNK, STEPS, Columns, Job, Operand
 from ecornn.schedules.gemm.over_rows import over_rows
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.scalars.pointwise import MATH_FOR
@@ -197,14 +197,14 @@ class RowPass:
         expected = w.seq * w.batch if self.each == STEPS else w.batch
         return Job(name, self.memory.task.device, w.dtype, w.arithmetic,
                    operands_of(name, products, {v: p.columns for v, p in operands.items()} | {None: self.memory.x},
-                               w.itemsize),
+                               w.itemsize, {n: shape[0] for n, shape in self.memory.forward.parameters.items()}),
                    len(products), self.units or w.hidden, 0, vectors, self.each, expected)
 
 
-def operands_of(name: str, products: Sequence[Product], columns: Mapping[Var | None, Columns],
-                itemsize: int) -> tuple[Operand, ...]:
-    """What is multiplied, each once if nothing multiplies it twice; neighbours in memory are one where that is
-    possible."""
+def operands_of(name: str, products: Sequence[Product], columns: Mapping[Var | None, Columns], itemsize: int,
+                gates: Mapping[str, int]) -> tuple[Operand, ...]:
+    """What is multiplied, each once if nothing multiplies it twice; neighbours in memory are one where they are whole
+    stages, or where all ``gates`` of a parameter multiply them and rows are aligned better than each of them."""
     slots: list[tuple[Columns, bool, list[tuple[str, int]], int]] = []
     for r, product in enumerate(products):
         taken: set[int] = set()
@@ -225,6 +225,12 @@ def operands_of(name: str, products: Sequence[Product], columns: Mapping[Var | N
         if beside and all(slot[1] for slot in slots) and width * itemsize % LINE == 0:
             whole = Columns(first.name, width, first.stride, first.offset)
             return (Operand(whole, f"{name}_weights", tuple(s for slot in slots for s in slot[2]), True, len(slots)),)
+        parameter, most = slots[0][2][0][0], CHUNK // itemsize
+        every = [(parameter, gate) for gate in range(gates.get(parameter, 0))]
+        if beside and [slot[1:3] for slot in slots] == [(True, [source]) for source in every]:
+            whole = Columns(first.name, width, first.stride, first.offset)
+            if whole.copied(most) > min(slot[0].copied(most) for slot in slots):
+                return (Operand(whole, f"{name}_weights", ((parameter, WHOLE),), True),)
     return tuple(Operand(where, f"{name}_weights_{n}", tuple(sources), transposed, heads=heads)
                  for n, (where, transposed, sources, heads) in enumerate(slots))
 

@@ -22,6 +22,7 @@ from ecornn.workload import ITEMSIZE
 # the workspace ``count`` has the number.
 STEPS, BATCH, SEQUENCES = "steps", "batch", "sequences"
 COUNT = "count"
+CHUNK = 16  # bytes that one instruction copies at most
 
 Vectors = Callable[[int], Expr]  # number of a parameter vector -> its value
 
@@ -39,10 +40,20 @@ class Columns:
         """Neighbouring values, of ``most`` at most, that are aligned to as many in every row."""
         return gcd(self.width, self.stride, self.offset, most)
 
+    def copied(self, most: int) -> int:
+        """Neighbouring values, of ``most`` at most, that begin at a multiple of as many in every row. The last ones of
+        a row may be fewer: what lies behind them is the row's, too."""
+        return gcd(self.stride, self.offset, most)
+
     def place(self, row: Expr, value: Expr) -> Expr:
         """Where a value of a row is, int64."""
         first = T.cast(row, "int64") * self.stride + value
         return first + self.offset if self.offset else first
+
+
+def whole_chunks(values: int, itemsize: int) -> int:
+    """As many, and what the last chunk lacks, of 16 bytes."""
+    return -(-values * itemsize // CHUNK) * CHUNK // itemsize
 
 
 @dataclass(frozen=True)

@@ -65,9 +65,9 @@ class OuterHopper:
 def hopper_shape(job: OuterJob) -> OuterHopper | None:
     """The tiles; None where this kernel does not serve the job. Narrower ones than necessary where they fill the chip's
     turns better."""
-    if job.device.arch != "sm_90a" or job.itemsize != 2 or job.values.together(8) < 2 or job.operand.together(8) < 2:
+    if job.device.arch != "sm_90a" or job.itemsize != 2 or job.heads > 1 or job.operand.width % 2:
         return None
-    if job.heads > 1:
+    if job.values.copied(8) < 2 or job.operand.copied(8) < 2:
         return None
     panels = -(-job.operand.width // PANEL)
     made = [_cut(job, panels, across) for across in range(-(-panels // MOST_ACROSS), -(-panels // LEAST_ACROSS) + 1)]

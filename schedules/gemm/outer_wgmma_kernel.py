@@ -190,8 +190,9 @@ class _Ring:
         return T.let("live", inside)
 
     def _copy(self, name: str, source: Columns, to: Expr, at: Expr, column: Expr, live: Expr) -> None:
-        """16 bytes, in as many copies as the operand's alignment takes; of none of them nothing is read."""
-        values = source.together(CHUNK)
+        """16 bytes, in as many copies as the alignment of rows takes; of none of them nothing is read. What comes from
+        behind a row's values is multiplied for sums that nobody stores."""
+        values = source.copied(CHUNK)
         kind = "cp.async.cg.shared.global" if values == CHUNK else "cp.async.ca.shared.global"
         for v in range(0, CHUNK, values):
             there = T.And(live, column + v < source.width)

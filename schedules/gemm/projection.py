@@ -12,8 +12,11 @@ rest is then for blocks of its own to do while others are busy with the recurren
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ecornn.program import WORKSPACE, Buffer, Extent
 from ecornn.schedules.base import Component, Task, joined
+from ecornn.schedules.gemm.aligned import align, x_of
 from ecornn.schedules.gemm.job import Columns, Job, Operand
 from ecornn.schedules.gemm.mma import LEAST_ROWS, shape_of
 from ecornn.schedules.gemm.outputs import HoistedValues
@@ -67,7 +70,8 @@ def project(task: Task, layout: Hoisted | None = None, ahead: int = 100) -> Comp
         return Component()
     epilogue = HoistedValues(task, layout or in_float32(task))
     if ahead == 100:
-        return over_rows(job, epilogue)
+        operands = tuple(replace(o, columns=x_of(task)) for o in job.operands)
+        return joined(align(task), over_rows(replace(job, operands=operands), epilogue))
     ready = Component(buffers=(Buffer("ready", WORKSPACE, "uint32", Extent(1, -(-w.batch // LEAST_ROWS))),))
     if ahead == 0:  # workers read the other packing
         return joined(Component(buffers=weights_of(job)), ready)

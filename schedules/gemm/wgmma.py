@@ -107,7 +107,7 @@ def shape_of(job: Job) -> Shape | None:
     rows, size = job.rows, job.itemsize
     if (job.device.arch != "sm_90a" or job.arithmetic == "float32" or not 0 < rows <= COLUMNS // 16
             or any(o.heads > 1 for o in job.operands)
-            or any(o.columns.together(CHUNK // size) * size % 4 for o in job.operands)):
+            or any(o.columns.copied(CHUNK // size) * size % 4 for o in job.operands)):
         return None
     pairs, columns = -(-job.units // 16), _columns(job)  # pairs of octets
     parts = tuple(-(-o.columns.width * size // (LINE * 4)) for o in job.operands)

@@ -192,22 +192,25 @@ class _Ring:
             T.uint32(s.weight_bytes), self._full(stage)))
 
     def _copy_rows(self, x: Columns, stage: Expr, group: Expr, slab: Expr) -> None:
-        """A thread's eight chunks, one of every 16th row, in as many copies as the operand's alignment takes; what lies
-        outside of it becomes zero."""
+        """A thread's eight chunks, one of every 16th row, in as many copies as the alignment of rows takes; what lies
+        outside of the operand becomes zero."""
         size, chunked = self.shape.size, CHUNK // self.shape.size
         first, chunk = T.let("first", self.thread // 8), T.let("chunk", self.thread % 8)
         row, value = T.let("row", group * ROWS + first), T.let("value", slab * self.shape.depth + chunk * chunked)
         source = T.let("source", x.place(row, value))
         place = T.let("place", first * LINE + T.bitwise_xor(chunk, first % 8) * 4)
-        values = x.together(chunked)  # of a copy
+        values = x.copied(chunked)  # of a copy
         kind = "cp.async.cg.shared.global" if values == chunked else "cp.async.ca.shared.global"
         for r in range(0, ROWS, GROUP // 8):
             for v in range(0, chunked, values):
                 inside = T.And(row + r < self.rows, value + v < x.width)
+                there: Expr = T.uint32(size * values)
+                if rest := x.width % values:
+                    there = T.Select(value + v == x.width - rest, T.uint32(size * rest), there)
                 T.evaluate(T.ptx[kind](
                     self._at(stage, place + (r * LINE + v * size // 4)),
                     self.arguments[x.name].ptr_to([source + (r * x.stride + v)]), size * values,
-                    T.Select(inside, T.uint32(size * values), T.uint32(0))))
+                    T.Select(inside, there, T.uint32(0))))
 
     def _copy_vectors(self, place: Expr, unit0: Expr, member: Expr) -> None:
         """The parameter vectors of a tile's units."""
