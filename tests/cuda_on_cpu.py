@@ -28,6 +28,7 @@ from ecornn.program import (
     PACKED,
     RUN,
     TENSORS,
+    WHOLE,
     WORKSPACE,
     Buffer,
     Call,
@@ -224,10 +225,11 @@ def _mixed(branches: list[Iterator[Single]]) -> Iterator[Single]:
 
 def pack(packing: Packing, parameters: Mapping[str, np.ndarray]) -> np.ndarray:
     """A packed weight buffer, as :class:`~ecornn.program.Packing` defines it; parameters (G, H[, K])."""
-    shapes = [parameters[name][gate].shape for name, gate in packing.sources if name]
-    shape = shapes[0] if shapes else packing.pad[1:]
-    stack = np.stack([parameters[name][gate].astype(np.float32) if name else np.zeros(shape, np.float32)
-                      for name, gate in packing.sources])
+    sources = [None if not name else np.concatenate(parameters[name]) if gate == WHOLE else parameters[name][gate]
+               for name, gate in packing.sources]
+    shape = next((source.shape for source in sources if source is not None), packing.pad[1:])
+    stack = np.stack([np.zeros(shape, np.float32) if source is None else source.astype(np.float32)
+                      for source in sources])
     full = np.zeros(packing.pad, np.float32)
     full[tuple(slice(0, n) for n in stack.shape)] = stack
     if packing.dtype == "tf32":
