@@ -22,7 +22,7 @@ from ecornn.onnxruntime.replacing import DOMAIN, Names, Replacement, apply
 from ecornn.onnxruntime.sizes import Sizes
 
 OPSET = 7  # the recurrent operators are as they are since then
-_EXTERNAL = 1 << 30  # bytes of weights above which they are in a file of their own: a protobuf has room for 2 GiB
+EXTERNAL = 1 << 30  # bytes of weights above which they are in a file of their own: a protobuf has room for 2 GiB
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ def rewrite(model: Any, out: str | os.PathLike[str], *, batch: int | None = None
             target: str | Device | None = None, dtype: str | None = None) -> Rewritten:
     """Writes a model whose LSTM, GRU and RNN nodes are compiled, for :func:`ecornn.onnxruntime.session_options`.
 
-    Beside ``out``, for example fast.onnx, is a folder, fast.modules, with the operator library and the modules; its files
-    stay together, the model may lie elsewhere. Weights are tensors of the new model, those of the nodes are taken out.
+    Beside ``out``, for example fast.onnx, is a folder, fast.modules, with the operator library and the modules, which
+    stay together; the model may lie elsewhere. Weights are tensors of the new model, in place of those of the nodes.
 
     Parameters
     ----------
@@ -148,7 +148,7 @@ def _save(model: Any, out: Path) -> None:
     if all(o.domain != DOMAIN for o in model.opset_import):
         model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
     made = out.parent / f".{out.name}.{secrets.token_hex(8)}"
-    large = sum(len(t.raw_data) for t in model.graph.initializer) > _EXTERNAL
+    large = sum(len(t.raw_data) for t in model.graph.initializer) > EXTERNAL
     more: dict[str, Any] = {"save_as_external_data": True, "location": f"{out.name}.data"} if large else {}
     try:
         if large:
