@@ -106,6 +106,10 @@ def test_on_a_gpu(tmp_path: Path, program: Path, fake: Path):
     close(read(tmp_path, "out0", T, B, H), y)
     close(read(tmp_path, "out1", 1, B, H)[0], state)
     assert "stream=7" in notes and "cuDeviceGet 1" in notes and "cuDeviceGet 0" not in notes
+    more = [word.replace(f":{T},{B},", f":{T},{B + 1},").replace(f":1,{B},", f":1,{B + 1},") for word in given]
+    refused = subprocess.run([program, *more], capture_output=True, text=True, check=False,
+                             env={"FAKE_KERNELS": str(tmp_path / "kernels.so"), "LD_LIBRARY_PATH": str(fake)})
+    assert refused.returncode == 3 and "no more rows than its module was compiled for" in refused.stdout
     refused = subprocess.run([program, *(word.replace("Cuda", "Cpu") for word in given)], capture_output=True,
                              text=True, env={"LD_LIBRARY_PATH": str(fake)}, check=False)
     assert refused.returncode == 3 and "its module is for GPUs" in refused.stdout

@@ -21,7 +21,8 @@ Examples:
 @click.argument("model", metavar="MODEL.onnx", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.onnx",
               help="The new model. Its modules and the operator library come into a folder beside it, FILE.modules.")
-@click.option("--batch", type=SIZE, help="Largest batch B to serve.  [default: the model's; 20 where it is open]")
+@click.option("--batch", type=SIZE, help="Largest batch B to serve at once.  [default: the model's; 20 where it is "
+              "open]")
 @click.option("--seq", type=SIZE, help="Sequence length T to expect; every T is served.  [default: the model's; 300 "
               "where it is open]")
 @click.option("--dtype", type=click.Choice(DTYPES), help="What the nodes compute in.  [default: their own; on a CPU "

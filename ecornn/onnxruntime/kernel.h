@@ -2,6 +2,7 @@
 #ifndef ECORNN_ORT_KERNEL_H_
 #define ECORNN_ORT_KERNEL_H_
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <vector>
@@ -45,52 +46,61 @@ class Kernel {
     const ecornn_description& d = module_.description();
     const std::optional<Array> x = Find(context, kX);
     if (!x || x->shape.size() != 3) throw Refused("X must have three axes");
-    const int64_t rows = x->shape[1], directions = d.directions;
-    if (rows > d.batch) {
-      throw Refused("X has " + std::to_string(rows) + " rows; its module was compiled for " + std::to_string(d.batch) +
-                    ": rewrite the model with --batch");
-    }
-    const std::vector<int64_t> state{directions, rows, d.hidden};
-    Tensors tensors({d.device_type, device_});
-    std::vector<const DLTensor*> before;
-    std::vector<DLTensor*> after;
+    const int64_t rows = x->shape[1];
+    Given given{*x, Make(context, 0, {x->shape[0], rows, d.directions * d.hidden}), Find(context, kLengths), {}, {}};
     for (size_t n = 0; n < static_cast<size_t>(d.state_count); ++n) {
-      after.push_back(Own(tensors.Write(Make(context, 1 + n, state)), directions));
-      if (const std::optional<Array> given = Find(context, kStates + n)) {
-        before.resize(n + 1);
-        before[n] = Own(tensors.Read(*given), directions);
+      given.before.push_back(Find(context, kStates + n));
+      given.after.push_back(Make(context, 1 + n, {d.directions, rows, d.hidden}));
+    }
+    void* stream = nullptr;
+    if (d.device_type == kDLCUDA) Must(api_.stream(context, &stream));
+    const auto run = [&](const ecornn::Layer& layer) {
+      for (int64_t first = 0; first < rows; first += d.batch) {  // as many at a time as the module was compiled for
+        Run(layer, given, {rows, first, std::min(d.batch, rows - first)}, stream);
       }
-    }
-    if (!before.empty()) {
-      before.resize(after.size());
-      for (const DLTensor*& one : before) {
-        if (one) continue;
-        if (d.device_type == kDLCUDA) throw Refused("on a GPU it must have both initial_h and initial_c, or none");
-        one = Own(tensors.Zeros(x->type, state), directions);
-      }
-    }
-    ecornn_call call{};
-    call.size = sizeof call;
-    call.x = tensors.Read(*x);
-    call.y = tensors.Write(Make(context, 0, {x->shape[0], rows, directions * d.hidden}));
-    call.state_in = before.empty() ? nullptr : before.data();
-    call.state_out = after.data();
-    if (const std::optional<Array> lengths = Find(context, kLengths)) call.lengths = tensors.Read(*lengths);
-    if (d.device_type == kDLCUDA) Must(api_.stream(context, &call.stream));
-    if (layer_) {
-      Run(*layer_, call);
-    } else {
-      std::vector<const Value*> values(weights_);
-      for (size_t n = 0; n < weights_; ++n) Must(api_.input(context, kWeights + n, &values[n]));
-      Run(Bind(values), call);
-    }
-    tensors.Finish();
+    };
+    if (layer_) return run(*layer_);
+    std::vector<const Value*> values(weights_);
+    for (size_t n = 0; n < weights_; ++n) Must(api_.input(context, kWeights + n, &values[n]));
+    run(Bind(values));
   }
 
  private:
-  static void Run(const ecornn::Layer& layer, const ecornn_call& call) {
+  // A call's arrays but for the weights.
+  struct Given {
+    Array x, y;
+    std::optional<Array> lengths;
+    std::vector<std::optional<Array>> before;
+    std::vector<Array> after;
+  };
+
+  void Run(const ecornn::Layer& layer, const Given& given, Rows rows, void* stream) const {
+    const ecornn_description& d = module_.description();
+    Tensors tensors({d.device_type, device_}, rows);
+    std::vector<const DLTensor*> before;
+    std::vector<DLTensor*> after;
+    bool begins = false;
+    for (const std::optional<Array>& state : given.before) begins |= state.has_value();
+    for (const std::optional<Array>& state : given.before) {
+      if (!begins) break;
+      if (!state && d.device_type == kDLCUDA) {
+        throw Refused("on a GPU it must have both initial_h and initial_c, or none");
+      }
+      before.push_back(Own(state ? tensors.Read(*state)
+                                 : tensors.Zeros(given.x.type, {d.directions, rows.count, d.hidden}), d.directions));
+    }
+    for (const Array& state : given.after) after.push_back(Own(tensors.Write(state), d.directions));
+    ecornn_call call{};
+    call.size = sizeof call;
+    call.x = tensors.Read(given.x);
+    call.y = tensors.Write(given.y);
+    call.state_in = begins ? before.data() : nullptr;
+    call.state_out = after.data();
+    if (given.lengths) call.lengths = tensors.Read(*given.lengths);
+    call.stream = stream;
     ecornn_error error{};
     ecornn::detail::Throw(ecornn_run(layer.get(), &call, &error), error);
+    tensors.Finish();
   }
 
   // A state (D, B, H), which modules of one direction have as (B, H).

@@ -65,7 +65,8 @@ def rewrite(model: Any, out: str | os.PathLike[str], *, batch: int | None = None
     ----------
     model : a file's name or an ``onnx.ModelProto``, which stays as it is
     out : the new model's file; an older one is replaced
-    batch : the largest B of a call; default: the model's, and 20 where it leaves it open
+    batch : the largest B that a module takes at once; on a CPU calls may have more, which it takes part by part.
+        Default: the model's, and 20 where it leaves it open
     seq : the length T to expect, of which every one is served; default: the model's, and 300 where it leaves it open
     target : as of :func:`ecornn.compile`. Nodes for a GPU run where the session has the CUDA execution provider
     dtype : what the nodes compute in; default: their own, but on a CPU float32 for those of 16 bits

@@ -51,26 +51,26 @@ struct Array {
   }
 };
 
-// What a call reads and writes, where the module runs.
+// Rows of a batch, which are the second axis of X, y and states, and the only one of lengths.
+struct Rows {
+  int64_t all, first, count;
+};
+
+// What a call of a module reads and writes, where the module runs.
 class Tensors {
  public:
-  explicit Tensors(DLDevice device) : device_(device) {}
+  Tensors(DLDevice device, Rows rows) : device_(device), rows_(rows) {}
 
-  DLTensor* Read(Array array) {
-    if (Misplaced(array)) {
-      void* made = Room(array.bytes());
-      std::memcpy(made, array.data, array.bytes());
-      array.data = made;
-    }
-    return Keep(std::move(array));
+  DLTensor* Read(const Array& array) {
+    if (InPlace(array)) return Keep(array);
+    Copied copy = Part(array);
+    copy.ToPart();
+    return Keep(std::move(copy.part));
   }
-  DLTensor* Write(Array array) {
-    if (Misplaced(array)) {
-      void* made = Room(array.bytes());
-      back_.push_back({array.data, made, array.bytes()});
-      array.data = made;
-    }
-    return Keep(std::move(array));
+  DLTensor* Write(const Array& array) {
+    if (InPlace(array)) return Keep(array);
+    back_.push_back(Part(array));
+    return Keep(back_.back().part);
   }
   // On a CPU.
   DLTensor* Zeros(Type type, std::vector<int64_t> shape) {
@@ -80,22 +80,52 @@ class Tensors {
   }
   // After the call.
   void Finish() const {
-    for (const Copy& copy : back_) std::memcpy(copy.to, copy.from, copy.bytes);
+    for (const Copied& copy : back_) copy.ToWhole();
   }
 
  private:
   struct alignas(64) Line {
     char bytes[64];
   };
-  struct Copy {
-    void* to;
-    const void* from;
-    size_t bytes;
+
+  // Rows of an array, and a copy of them by themselves: `outer` pieces of `bytes`, in the whole `stride` apart.
+  struct Copied {
+    Array part;
+    char* whole;
+    size_t outer, stride, bytes;
+
+    void ToPart() const {
+      for (size_t n = 0; n < outer; ++n) std::memcpy(At(n), whole + n * stride, bytes);
+    }
+    void ToWhole() const {
+      for (size_t n = 0; n < outer; ++n) std::memcpy(whole + n * stride, At(n), bytes);
+    }
+    char* At(size_t n) const { return static_cast<char*>(part.data) + n * bytes; }
   };
 
   // Modules want 16 bytes; arrays of a caller's on the host may begin anywhere.
-  bool Misplaced(const Array& array) const {
-    return device_.device_type == kDLCPU && reinterpret_cast<uintptr_t>(array.data) % 16 != 0;
+  bool InPlace(const Array& array) const {
+    const bool all = rows_.count == rows_.all;
+    if (device_.device_type != kDLCPU) {
+      if (!all) throw Refused("on a GPU a call must have no more rows than its module was compiled for");
+      return true;
+    }
+    return all && reinterpret_cast<uintptr_t>(array.data) % 16 == 0;
+  }
+  Copied Part(const Array& array) {
+    const size_t axis = array.shape.size() > 1;
+    if (array.shape.empty() || array.shape[axis] != rows_.all) {
+      throw Refused("an input has other rows than X, which has " + std::to_string(rows_.all));
+    }
+    Copied copy{array, nullptr, 1, array.bytes(), 0};
+    if (axis) copy.outer = static_cast<size_t>(array.shape[0]);
+    copy.stride = copy.outer ? array.bytes() / copy.outer : 0;
+    const size_t row = copy.stride / static_cast<size_t>(rows_.all);
+    copy.bytes = row * static_cast<size_t>(rows_.count);
+    copy.whole = static_cast<char*>(array.data) + row * static_cast<size_t>(rows_.first);
+    copy.part.shape[axis] = rows_.count;
+    copy.part.data = Room(copy.part.bytes());
+    return copy;
   }
   void* Room(size_t bytes) {
     made_.push_back(std::make_unique<Line[]>(bytes / sizeof(Line) + 1));
@@ -110,10 +140,11 @@ class Tensors {
   }
 
   const DLDevice device_;
+  const Rows rows_;
   std::deque<Array> arrays_;
   std::deque<DLTensor> tensors_;
   std::vector<std::unique_ptr<Line[]>> made_;
-  std::vector<Copy> back_;
+  std::vector<Copied> back_;
 };
 
 }  // namespace ort
