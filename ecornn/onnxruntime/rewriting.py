@@ -113,6 +113,8 @@ def rewrite(model: Any, out: str | os.PathLike[str], *, batch: int | None = None
 def _taken(scope: Scope, node: Any, names: Names, sizes: Sizes, modules: Modules,
            dtype: str | None) -> tuple[Replacement, Taken]:
     """What takes a node's place. Raises what reading and compiling it raise."""
+    if not node.input or not node.input[0]:
+        raise ModuleError(f"node {title(node)}: it has no X")
     meaning = from_proto(node, {name: scope.constant(name) for name in node.input[1:] if name})
     batch, seq = sizes.of(meaning, node.input[0])
     layer = spec_of(meaning, modules.device, batch, seq, dtype, lengths="sequence_lens" in meaning.inputs)
