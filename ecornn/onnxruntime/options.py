@@ -24,7 +24,7 @@ def session_options(model: str | os.PathLike[str], options: Any = None, *, threa
     Parameters
     ----------
     model : the model's file, which has its folder beside it
-    options : ``onnxruntime.SessionOptions`` to which the library is added; default: new ones
+    options : ``onnxruntime.SessionOptions`` for this model alone, to which the library is added; default: new ones
     threads : CPU threads of a compiled node; default: ``options.intra_op_num_threads``, and where that is 0 the
         physical cores that this process may use
 

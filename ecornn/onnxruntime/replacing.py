@@ -70,7 +70,8 @@ class Replacement:
         if device == "cuda" and any(before) and not all(before):
             raise ArgumentError(self._title, "one of initial_h and initial_c", "both or none on a GPU")
         x, *states = (self._inwards(name, dtype) for name in (given["X"], *before))
-        weights = [self._tensor(name, self._meaning.weights[name]) for name in parameters]
+        wide = np.float64 if dtype == "float64" else np.float32  # what weights are to our operators
+        weights = [self._tensor(name, self._meaning.weights[name].astype(wide)) for name in parameters]
         to = [*self.node.output, *[""] * 3][:1 + len(kinds)]
         place = len(self.nodes)
         cast = self._cast(dtype, self._meaning.dtype)
