@@ -143,6 +143,15 @@ def workloads(*names: str) -> str:
     return str(len({r.workload for r in records if isinstance(r, Trial)}))
 
 
+def served(sessions: int, side: str) -> Callable[[], str]:
+    """Requests a second of a service, and the 50th and 99th percentile of one."""
+    def cell() -> str:
+        (row,) = (r[side] for r in rows("serving_cpu.json") if r["sessions"] == sessions)
+        return f"{row['rate']:.0f}, {row['p50_ms']:.1f}, {row['p99_ms']:.1f}"
+
+    return cell
+
+
 LITTLE = "clip|zoneout|peepholes|coupled|heads"
 # What is said of them, a line each; a figure that a page does not have is not missed.
 FIGURES: dict[str, Callable[[], str]] = {
@@ -189,7 +198,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "search.random_near": random_near,
     "search.others_until": lambda: until("others"),
     "search.none_until": lambda: until("none"),
-}
+} | {f"served.{side}{sessions}": served(sessions, side) for side in ("ecornn", "torch") for sessions in (1, 100, 1000)}
 
 
 def differences(text: str) -> list[tuple[str, str, str]]:

@@ -94,6 +94,8 @@ MAY_IMPORT["torch"] = {"build", "cells", "errors", "layer_spec", "module_cache",
                        "outputs", "workload"}
 MAY_IMPORT["jax"] = {"build", "checksum", "errors", "host_cpu", "program", "runtime", "workload"}
 MAY_IMPORT["onnx"] = {"cells", "compiler", "device", "errors", "layer_spec", "runtime", "workload"}
+MAY_IMPORT["onnxruntime"] = {"build", "checksum", "compiler", "device", "errors", "layer_spec", "onnx", "runtime",
+                             "workload"}
 MAY_IMPORT[""] = {"cells", "compiler", "errors", "numpy_gradients", "numpy_reference", "runtime", "tune"}
 MAY_IMPORT["cli"] = {*MAY_IMPORT} - {"jax", "torch"}
 MAY_IMPORT["console"] = {"cli"}

@@ -136,12 +136,13 @@ def test_what_is_refused(lstm: ecornn.jax.Recurrent, gru: ecornn.jax.Recurrent):
         jax.block_until_ready(gru(weights_of(gru.module), x, lengths=np.array([1, T + 1])))
 
 
-def test_the_program_of_the_documentation(capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(("number", "needs", "lower"), [(0, "jax", 10), (1, "equinox", 2)])
+def test_the_programs_of_the_documentation(capsys: pytest.CaptureFixture[str], number: int, needs: str, lower: float):
+    pytest.importorskip(needs)
     text = (Path(__file__).parent.parent / "docs" / "JAX.md").read_text()
-    (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    exec(program, {})
+    exec(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[number], {"__name__": __name__})
     losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
-    assert len(losses) == 5 and losses[-1] < losses[0] / 10
+    assert len(losses) == 5 and losses[-1] < losses[0] / lower
 
 
 def test_a_program_of_another_process(lstm: ecornn.jax.Recurrent, tmp_path: Path):

@@ -9,7 +9,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-PACKAGES = ("ecornn", "ecornn.torch", "ecornn.onnx", "ecornn.tune")
+PACKAGES = ("ecornn", "ecornn.torch", "ecornn.onnx", "ecornn.onnxruntime", "ecornn.tune")
 ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):`(?:[^`<]*<)?[~]?(.+?)>?`")
 FIELD = re.compile(r"^(\*{0,2}\w+(?:, \*{0,2}\w+)*) : (.*)$")
 

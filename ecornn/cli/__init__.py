@@ -13,6 +13,7 @@ from ecornn.cli.explain_command import explain
 from ecornn.cli.log_command import log
 from ecornn.cli.log_files import export, import_files, merge_files, prune
 from ecornn.cli.log_verify import verify
+from ecornn.cli.onnx_rewrite_command import onnx_rewrite
 from ecornn.cli.report_command import report
 from ecornn.cli.serve_command import serve
 from ecornn.cli.tune_command import tune
@@ -37,7 +38,7 @@ def main() -> None:
     """Compiles recurrent layers (LSTM, GRU, your own cell) with TVM, for CUDA GPUs and CPUs."""
 
 
-for command in (tune, compile, explain, check_cell, bench, report, log, serve, doctor, config):
+for command in (tune, compile, explain, check_cell, bench, onnx_rewrite, report, log, serve, doctor, config):
     main.add_command(command)
 for command in (merge_files, export, import_files, prune, verify):
     log.add_command(command)

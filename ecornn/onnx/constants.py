@@ -6,7 +6,7 @@ evaluated by the reference that the onnx package has for each operator.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,11 @@ class Scope:
     graph : an ``onnx.GraphProto``
     opsets : the versions of the operators that it uses
     outer : the scope of the node whose body this graph is; None of the model itself
+
+    ``variable``: tensors that are no constants though the graph holds a value of them.
     """
 
-    def __init__(self, graph: Any, opsets: Any, outer: Scope | None = None) -> None:
+    def __init__(self, graph: Any, opsets: Any, outer: Scope | None = None, variable: Collection[str] = ()) -> None:
         self.graph, self.opsets, self.outer = graph, opsets, outer
         self._sources: dict[str, list[Any]] = {}  # name -> the tensors that it holds, and the nodes that make it
         for tensor in graph.initializer:
@@ -37,7 +39,7 @@ class Scope:
         for node in graph.node:
             for output in filter(None, node.output):
                 self._sources.setdefault(output, []).append(node)
-        self._known: dict[str, Any] = {}
+        self._known: dict[str, Any] = dict.fromkeys(variable)
 
     def inner(self) -> Iterator[Scope]:
         """This scope, and those of the bodies of its nodes, such as of ``If`` and ``Loop``."""

@@ -111,11 +111,17 @@ def compile(node: Node, *, batch: int = BATCH, seq: int = SEQ, target: str | Dev
     if not isinstance(node, Node):
         raise ArgumentError("node", type(node), "a Node, as ecornn.onnx.read() gives it")
     device = device_of(target)
+    module = compile_layer(spec_of(node, device, batch, seq, dtype), target=device)
+    return OnnxLayer(node, module.bind(node.weights))
+
+
+def spec_of(node: Node, device: Device, batch: int, seq: int, dtype: str | None = None,
+            lengths: bool = True) -> LayerSpec:
+    """The layer that a node is on a device; ``dtype`` as of :func:`compile`, which raises the same."""
     if dtype is None and node.dtype == "float64" and device.kind == "cuda":
         raise DTypeError("dtype", node.dtype, "of the node on a GPU float32, float16 or bfloat16; or dtype='float32' "
                          "of this call, with relative errors of about 1e-6; or target='cpu'")
     chosen = dtype or (node.dtype if device.kind == "cuda" or node.dtype == "float64" else "float32")
-    module = compile_layer(LayerSpec(
-        node.cell, node.hidden, node.input, batch, seq, chosen, bidirectional=node.direction == "bidirectional",
-        reverse=node.direction == "reverse", lengths=True), target=device)
-    return OnnxLayer(node, module.bind(node.weights))
+    return LayerSpec(node.cell, node.hidden, node.input, batch, seq, chosen,
+                     bidirectional=node.direction == "bidirectional", reverse=node.direction == "reverse",
+                     lengths=lengths)

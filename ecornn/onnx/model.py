@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,16 @@ def read(model: Any, node: str | None = None) -> Node:
     Raises :class:`ModuleError` where the file cannot be read or the model contradicts itself, :class:`ArgumentError`
     where onnx is not installed or not one node is of that name, and what :func:`ecornn.onnx.node.interpret` raises.
     """
+    model = load(model)
+    try:
+        scope, found = choose(model, node)
+        return from_proto(found, {name: scope.constant(name) for name in found.input[1:] if name})
+    except RecursionError as error:
+        raise ModuleError("the model's graphs or constants are nested too deeply") from error
+
+
+def load(model: Any) -> Any:
+    """A model of a file's name, or an ``onnx.ModelProto`` as it is. Raises as :func:`read`."""
     try:
         import onnx
     except ImportError as error:
@@ -41,20 +51,27 @@ def read(model: Any, node: str | None = None) -> Node:
             raise ModuleError(f"{model} cannot be read as an ONNX model: {error}") from error
     if not isinstance(model, onnx.ModelProto):
         raise ArgumentError("model", type(model), "a file's name or an onnx.ModelProto")
-    try:
-        scope, found = choose(model, node)
-        return from_proto(found, {name: scope.constant(name) for name in found.input[1:] if name})
-    except RecursionError as error:
-        raise ModuleError("the model's graphs or constants are nested too deeply") from error
+    return model
+
+
+def recurrent(model: Any, variable: Collection[str] = ()) -> tuple[list[tuple[Scope, Any]], list[tuple[str, Any]]]:
+    """The recurrent nodes of a model's graphs, each with its scope, and those of its functions, each with the
+    function's name. ``variable``: tensors of the model's that are no constants though it holds a value of them."""
+    own = {f.name for f in model.functions if f.domain in DOMAINS}  # a model's functions go before ONNX's operators
+    known = GATES.keys() - own
+
+    def are(nodes: Any) -> list[Any]:
+        return [n for n in nodes if n.op_type in known and n.domain in DOMAINS]
+
+    graphs = Scope(model.graph, model.opset_import, variable=variable).inner()
+    return ([(scope, n) for scope in graphs for n in are(scope.graph.node)],
+            [(f.name, n) for f in model.functions for n in are(f.node)])
 
 
 def choose(model: Any, name: str | None) -> tuple[Scope, Any]:
     """The one recurrent node of that name, or with an output of it, and where it is; :class:`ArgumentError` where it is
     not one."""
-    own = {f.name for f in model.functions if f.domain in DOMAINS}  # a model's functions go before ONNX's operators
-    known = GATES.keys() - own
-    nodes = [(scope, n) for scope in Scope(model.graph, model.opset_import).inner() for n in scope.graph.node
-             if n.op_type in known and n.domain in DOMAINS]
+    nodes, inside = recurrent(model)
     named = [(s, n) for s, n in nodes if name is None or name == n.name or (name and name in n.output)]
     if len(named) == 1:
         return named[0]
@@ -63,8 +80,7 @@ def choose(model: Any, name: str | None) -> tuple[Scope, Any]:
         raise ArgumentError("node", name, f"a name that one node has; by their outputs these are {outputs}")
     names = [n.name for _, n in nodes]
     listed = [f"{title(n, names.count(n.name) > 1)} ({n.op_type})" for _, n in nodes]
-    hidden = [f"{title(n)} ({n.op_type}) of the function {f.name}" for f in model.functions for n in f.node
-              if n.op_type in known and n.domain in DOMAINS]
+    hidden = [f"{title(n)} ({n.op_type}) of the function {function}" for function, n in inside]
     allowed = f"one of {', '.join(listed)}" if nodes else "a model with an LSTM, GRU or RNN of ONNX's"
     if hidden:
         allowed += f"; inline the model's functions (onnx.inliner) for {', '.join(hidden)}"

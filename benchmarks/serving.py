@@ -1,0 +1,80 @@
+"""The service of examples/12_serving.py with a compiled module and with torch.nn.LSTM, under the load of many sessions.
+
+    python benchmarks/serving.py --output benchmarks/results/serving_cpu.json
+
+Each side is a process of its own, both are under load in turns, --seconds each, the first of which warms up; clients
+are one process more, on the same machine, and a session's answers are compared with float64. A row has, of both sides,
+the median of turns' requests a second with their 20th and 80th percentile, the 50th and 99th percentile of all requests
+in milliseconds, and `ratio`, the median of turns' ratios of requests a second, above 1 where more are served than with
+PyTorch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import datetime
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import ecornn
+from ecornn.host_cpu import detect
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+SERVING = importlib.import_module("12_serving")
+LOAD = importlib.import_module("serving_load").load
+
+
+def row_of(sessions: int, ports: dict[str, int], arguments: argparse.Namespace) -> dict[str, Any]:
+    """So many sessions, on both sides in turns."""
+    rates: dict[str, list[float]] = {side: [] for side in ports}
+    seconds: dict[str, list[float]] = {side: [] for side in ports}
+    for turn in range(arguments.turns + 1):
+        for side in [*ports][::1 if turn % 2 else -1]:
+            found = asyncio.run(LOAD(ports[side], sessions, arguments.input, arguments.seconds))
+            SERVING.check(found, arguments.hidden, arguments.input)
+            if turn:
+                rates[side].append(found.rate)
+                seconds[side] += found.seconds
+    row: dict[str, Any] = {"sessions": sessions, "H": arguments.hidden, "I": arguments.input, "batch": arguments.batch}
+    for side in ports:
+        low, rate, high = np.percentile(rates[side], [20, 50, 80])
+        p50, p99 = np.percentile(seconds[side], [50, 99]) * 1e3
+        row[side] = {"rate": round(rate, 1), "rate_p20": round(low, 1), "rate_p80": round(high, 1),
+                     "p50_ms": round(p50, 3), "p99_ms": round(p99, 3)}
+        print(f"{sessions:5} sessions, {side:7} {rate:7.0f} requests/s [{low:.0f}, {high:.0f}], p50 {p50:.2f} ms, "
+              f"p99 {p99:.2f} ms", flush=True)
+    row["ratio"] = round(float(np.median(np.divide(rates["ecornn"], rates["torch"]))), 3)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--sessions", type=int, nargs="+", default=[1, 100, 1000], help="[%(default)s]")
+    parser.add_argument("--hidden", type=int, default=512, help="H [%(default)s]")
+    parser.add_argument("--input", type=int, default=128, help="I [%(default)s]")
+    parser.add_argument("--batch", type=int, default=64, help="steps of a call at most [%(default)s]")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each turn [%(default)s]")
+    parser.add_argument("--turns", type=int, default=9, help="of each side [%(default)s]")
+    arguments = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        ports = {side: stack.enter_context(SERVING.service(side, arguments)) for side in SERVING.SIDES}
+        rows = [row_of(sessions, ports, arguments) for sessions in arguments.sessions]
+    device = detect()
+    where = {"cpu": device.name, "arch": device.arch, "cores": device.cores, "ecornn": ecornn.__version__,
+             "torch": torch.__version__, "command": " ".join(["python", *sys.argv]),
+             "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")}
+    if arguments.output:
+        arguments.output.write_text(json.dumps({"environment": where, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""``ecornn onnx-rewrite``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ecornn.cli.common import JSON, SIZE, as_json, ended_like_ctrl_c, plain_errors
+from ecornn.workload import DTYPES
+
+EPILOG = """\b
+Examples:
+  ecornn onnx-rewrite speech.onnx -o speech.fast.onnx
+  ecornn onnx-rewrite speech.onnx -o speech.fast.onnx --batch 8 --seq 500
+  ecornn onnx-rewrite speech.onnx -o speech.gpu.onnx --target cuda
+"""
+
+
+@click.command("onnx-rewrite", epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("model", metavar="MODEL.onnx", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.onnx",
+              help="The new model. Its modules and the operator library come into a folder beside it, FILE.modules.")
+@click.option("--batch", type=SIZE, help="Largest batch B to serve at once.  [default: the model's; 20 where it is "
+              "open]")
+@click.option("--seq", type=SIZE, help="Sequence length T to expect; every T is served.  [default: the model's; 300 "
+              "where it is open]")
+@click.option("--dtype", type=click.Choice(DTYPES), help="What the nodes compute in.  [default: their own; on a CPU "
+              "float32 for those of 16 bits]")
+@click.option("--target", metavar="cuda|cpu|ARCH", help="As of `ecornn compile`; for a GPU the session needs the CUDA "
+              "execution provider.  [default: cuda if there is a GPU, else cpu]")
+@JSON
+@plain_errors
+@ended_like_ctrl_c()
+def onnx_rewrite(model: Path, output: Path, batch: int | None, seq: int | None, dtype: str | None, target: str | None,
+                 json: bool) -> None:
+    """Writes an ONNX model for ONNX Runtime whose LSTM, GRU and RNN nodes are compiled.
+
+    Other nodes stay as they are, and so do those that cannot be compiled, which are named with the reason.
+    """
+    from ecornn.onnxruntime import rewrite
+    from ecornn.tune.quick_tvm import import_tvm
+
+    import_tvm()
+    made = rewrite(model, output, batch=batch, seq=seq, target=target, dtype=dtype)
+    for taken in made.taken:
+        click.echo(f"compiled {taken.node} ({taken.op}): {taken.layer.workload} in {taken.module.name}", err=True)
+    for left in made.left:
+        click.echo(f"stays {left.node} ({left.op}): {left.reason}", err=True)
+    options = f'ecornn.onnxruntime.session_options("{made.model}")'
+    click.echo(f"wrote {made.model} and {made.library.parent}\n"
+               f'use it: onnxruntime.InferenceSession("{made.model}", {options})\n'
+               f'without ecornn: SessionOptions.register_custom_ops_library("{made.library}")', err=True)
+    if json:
+        as_json({"model": str(made.model), "library": str(made.library),
+                 "taken": [{"node": t.node, "op": t.op, "workload": t.layer.workload, "stack": t.layer.stack,
+                            "module": str(t.module)} for t in made.taken],
+                 "left": [{"node": x.node, "op": x.op, "reason": x.reason} for x in made.left]})

@@ -1,0 +1,162 @@
+"""``rewrite()``: a model whose recurrent nodes are compiled, beside it the modules and the library that calls them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ecornn.compiler import device_of
+from ecornn.device import Device
+from ecornn.errors import ArgumentError, BuildError, EcornnError, ModuleError
+from ecornn.layer_spec import LayerSpec
+from ecornn.onnx.constants import DOMAINS, Scope
+from ecornn.onnx.layer import spec_of
+from ecornn.onnx.model import from_proto, load, recurrent, title
+from ecornn.onnxruntime import library
+from ecornn.onnxruntime.modules import Modules
+from ecornn.onnxruntime.options import folder_of
+from ecornn.onnxruntime.replacing import DOMAIN, Names, Replacement, apply
+from ecornn.onnxruntime.sizes import Sizes
+
+OPSET = 7  # the recurrent operators are as they are since then
+EXTERNAL = 1 << 30  # bytes of weights above which they are in a file of their own: a protobuf has room for 2 GiB
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A node that is compiled: its name, its operator, the layer, and the module's file."""
+
+    node: str
+    op: str
+    layer: LayerSpec
+    module: Path
+
+
+@dataclass(frozen=True)
+class Left:
+    """A node that stays as it is: its name, its operator, and why."""
+
+    node: str
+    op: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """What :func:`rewrite` wrote."""
+
+    model: Path
+    library: Path
+    taken: tuple[Taken, ...]
+    left: tuple[Left, ...]
+
+
+def rewrite(model: Any, out: str | os.PathLike[str], *, batch: int | None = None, seq: int | None = None,
+            target: str | Device | None = None, dtype: str | None = None) -> Rewritten:
+    """Writes a model whose LSTM, GRU and RNN nodes are compiled, for :func:`ecornn.onnxruntime.session_options`.
+
+    Beside ``out``, for example fast.onnx, is a folder, fast.modules, with the operator library and the modules, which
+    stay together; the model may lie elsewhere. Weights are tensors of the new model, in place of those of the nodes.
+
+    Parameters
+    ----------
+    model : a file's name or an ``onnx.ModelProto``, which stays as it is
+    out : the new model's file; an older one is replaced
+    batch : the largest B that a module takes at once; on a CPU calls may have more, which it takes part by part.
+        Default: the model's, and 20 where it leaves it open
+    seq : the length T to expect, of which every one is served; default: the model's, and 300 where it leaves it open
+    target : as of :func:`ecornn.compile`. Nodes for a GPU run where the session has the CUDA execution provider
+    dtype : what the nodes compute in; default: their own, but on a CPU float32 for those of 16 bits
+
+    Raises
+    ------
+    ArgumentError : ``out`` is the model itself; it has no node that can be compiled: the message has the reasons
+    ModuleError : the model cannot be read, or contradicts itself
+    BuildError : there is no C++ compiler
+    """
+    out = Path(out)
+    if out.suffix != ".onnx" or (isinstance(model, (str, os.PathLike)) and out.exists() and out.samefile(model)):
+        raise ArgumentError("out", str(out), "another file than the model's, with a name that ends with .onnx")
+    device, changed = device_of(target), _own(model)
+    opset = next((o.version for o in changed.opset_import if o.domain in DOMAINS), 0)
+    if opset < OPSET:
+        raise ArgumentError("model", f"one with ONNX's operators of version {opset}",
+                            f"{OPSET} or newer: see onnx.version_converter")
+    sizes, modules = Sizes(changed, batch, seq), Modules(folder_of(out), device)
+    try:
+        names = Names(Scope(changed.graph, changed.opset_import).inner())
+        found, inside = recurrent(changed, _variable(changed))
+        taken: list[tuple[Scope, Replacement, Taken]] = []
+        left = [Left(title(n), n.op_type, f"it is in the function {name}: inline the model's functions (onnx.inliner)")
+                for name, n in inside]
+        for scope, node in found:
+            try:
+                taken.append((scope, *_taken(scope, node, names, sizes, modules, dtype)))
+            except BuildError:
+                raise
+            except EcornnError as error:
+                left.append(Left(title(node), node.op_type, str(error)))
+    except RecursionError as error:
+        raise ModuleError("the model's graphs or constants are nested too deeply") from error
+    if not taken:
+        reasons = "; ".join(f"{one.node} ({one.op}): {one.reason}" for one in left) or "it has none"
+        raise ArgumentError("model", _title(model), f"one with an LSTM, GRU or RNN that can be compiled; {reasons}")
+    apply(changed, [(scope, replacement) for scope, replacement, _ in taken])
+    made = library.write(modules.folder)
+    _save(changed, out)
+    return Rewritten(out, made, tuple(one for *_, one in taken), tuple(left))
+
+
+def _taken(scope: Scope, node: Any, names: Names, sizes: Sizes, modules: Modules,
+           dtype: str | None) -> tuple[Replacement, Taken]:
+    """What takes a node's place. Raises what reading and compiling it raise."""
+    if not node.input or not node.input[0]:
+        raise ModuleError(f"node {title(node)}: it has no X")
+    meaning = from_proto(node, {name: scope.constant(name) for name in node.input[1:] if name})
+    batch, seq = sizes.of(meaning, node.input[0])
+    layer = spec_of(meaning, modules.device, batch, seq, dtype, lengths="sequence_lens" in meaning.inputs)
+    module, path, digest = modules.of(layer)
+    replacement = Replacement(node, meaning, names)
+    parameters = [p.name for p in module.manifest.parameters]
+    replacement.make(modules.device.kind, layer.workload.dtype, path.name, digest, parameters)
+    return replacement, Taken(title(node), node.op_type, layer, path)
+
+
+def _title(model: Any) -> Any:
+    return str(model) if isinstance(model, (str, os.PathLike)) else type(model)
+
+
+def _own(model: Any) -> Any:
+    """A model that may be changed."""
+    found = load(model)
+    if found is model:
+        found = type(model)()
+        found.CopyFrom(model)
+    return found
+
+
+def _variable(model: Any) -> set[str]:
+    """Tensors of the model's that a call may bring others for: since version 4 of the format these are inputs, too."""
+    return {value.name for value in model.graph.input} if model.ir_version >= 4 else set()
+
+
+def _save(model: Any, out: Path) -> None:
+    """Complete or not at all, but for weights in a file of their own."""
+    import onnx
+    from onnx import helper
+
+    if all(o.domain != DOMAIN for o in model.opset_import):
+        model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
+    made = out.parent / f".{out.name}.{secrets.token_hex(8)}"
+    large = sum(len(t.raw_data) for t in model.graph.initializer) > EXTERNAL
+    more: dict[str, Any] = {"save_as_external_data": True, "location": f"{out.name}.data"} if large else {}
+    try:
+        if large:
+            (out.parent / f"{out.name}.data").unlink(missing_ok=True)  # onnx adds to a file that is there
+        onnx.save(model, made, **more)
+        made.replace(out)
+    finally:
+        made.unlink(missing_ok=True)

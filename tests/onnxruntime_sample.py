@@ -1,0 +1,112 @@
+"""Models for ONNX Runtime, and sessions of them before and after."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+from onnx import TensorProto, helper, numpy_helper
+
+import ecornn.onnxruntime
+
+T, B, I, H = 7, 3, 5, 6
+GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+FLOATS = {"float32": TensorProto.FLOAT, "float64": TensorProto.DOUBLE, "float16": TensorProto.FLOAT16}
+LIMIT = 1e-5  # relative, of float32
+
+
+def model_of(op: str, inputs: Sequence[str] = (), *, dtype: str = "float32", outputs: Sequence[bool] = (True,) * 3,
+             seed: int = 0, **attributes: Any) -> Any:
+    """A model of one node named `node` with random weights, which takes of lens, h0 and c0 those of ``inputs``, whose T
+    and B are open; ``outputs``: which of Y, Y_h and Y_c it has. P where ``inputs`` has it."""
+    both = 1 + (attributes.get("direction") == "bidirectional")
+    rng, gates = np.random.default_rng(seed), GATES[op] * H
+    weights = {"W": (both, gates, I), "R": (both, gates, H), "B": (both, 2 * gates), "P": (both, 3 * H)}
+    tensors = [numpy_helper.from_array(rng.uniform(-0.5, 0.5, shape).astype(dtype), name)
+               for name, shape in weights.items() if name != "P" or name in inputs]
+    given = ["X", "W", "R", "B", *(name if name in inputs else "" for name in ("lens", "h0", "c0", "P"))]
+    made = [name if there else "" for name, there in zip(("Y", "Y_h", "Y_c"), outputs, strict=True)]
+    node = helper.make_node(op, given if op == "LSTM" else given[:6], made if op == "LSTM" else made[:2], name="node",
+                            hidden_size=H, **attributes)
+    layout = attributes.get("layout", 0)
+    shapes = {"X": ["B", "T", I] if layout else ["T", "B", I], "lens": ["B"],
+              **dict.fromkeys(("h0", "c0"), ["B", both, H] if layout else [both, "B", H])}
+    kinds = {"lens": TensorProto.INT32}
+    graph = helper.make_graph(
+        [node], "g", [helper.make_tensor_value_info(n, kinds.get(n, FLOATS[dtype]), s) for n, s in shapes.items()
+                      if n in node.input],
+        [helper.make_tensor_value_info(n, FLOATS[dtype], None) for n in node.output if n], tensors)
+    return whole(graph)
+
+
+def whole(graph: Any, **more: Any) -> Any:
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10, **more)
+
+
+def feeds_of(model: Any, seed: int = 1, rows: int = B) -> dict[str, np.ndarray]:
+    """Random inputs of a model."""
+    rng, sizes = np.random.default_rng(seed), {"T": T, "B": rows}
+    feeds = {}
+    for value in model.graph.input:
+        shape = [d.dim_value or sizes[d.dim_param] for d in value.type.tensor_type.shape.dim]
+        dtype = helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+        found = rng.integers(1, T + 1, shape) if dtype == np.int32 else rng.uniform(-1, 1, shape)
+        feeds[value.name] = found.astype(dtype)
+    return feeds
+
+
+def session(model: Any, options: Any = None) -> Any:
+    """On the CPU, of a file or a model."""
+    given = str(model) if isinstance(model, Path) else model.SerializeToString()
+    return onnxruntime.InferenceSession(given, options, providers=["CPUExecutionProvider"])
+
+
+def rewritten(model: Any, folder: Path, threads: int = 1, **more: Any) -> tuple[Any, Any]:
+    """What :func:`ecornn.onnxruntime.rewrite` says, for a CPU, and a session."""
+    out = folder / "fast.onnx"
+    made = ecornn.onnxruntime.rewrite(model, out, target="cpu", **more)
+    return made, session(out, ecornn.onnxruntime.session_options(out, threads=threads))
+
+
+def alike(one: Any, other: Any, feeds: Mapping[str, np.ndarray], limit: float = LIMIT) -> None:
+    """That two sessions have the same outputs."""
+    names = [o.name for o in one.get_outputs()]
+    assert [o.name for o in other.get_outputs()] == names
+    for name, found, wanted in zip(names, one.run(None, feeds), other.run(None, feeds), strict=True):
+        assert found.dtype == wanted.dtype and found.shape == wanted.shape, name
+        error = np.linalg.norm(found.astype(float) - wanted.astype(float))
+        assert error <= limit * np.linalg.norm(wanted.astype(float)), f"{name}: {error}"
+
+
+def speech(path: Path) -> None:
+    """A small recognizer as PyTorch exports it: two layers both ways, a GRU, an RNN with the batch first."""
+    import torch
+
+    class Speech(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = torch.nn.LSTM(20, 32, 2, bidirectional=True)
+            self.middle = torch.nn.GRU(64, 24)
+            self.last = torch.nn.RNN(24, 16, batch_first=True)
+            self.out = torch.nn.Linear(16, 29)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y, _ = self.encoder(x)
+            y, h = self.middle(y)
+            y, _ = self.last(y.transpose(0, 1))
+            return self.out(y).log_softmax(-1), h
+
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this exporter is old, and that batches are fixed, which they are not
+        torch.onnx.export(Speech().eval(), (torch.randn(40, 3, 20),), str(path), dynamo=False, input_names=["x"],
+                          output_names=["y", "h"], dynamic_axes={"x": {0: "T", 1: "B"}})
+
+
+def operators(model: Path | Any) -> list[str]:
+    return [n.op_type for n in (onnx.load(model) if isinstance(model, Path) else model).graph.node]
