@@ -58,14 +58,13 @@ class HostTurns:
 
 
 def take_turns(sides: Mapping[str, Run], fresh: Callable[[], object], repeats: int, seconds: float = float("inf"),
-               fewest: int = 3, clock: Callable[[Run], float] = seconds_of,
-               told: Callable[[int], object] = lambda rounds: None) -> HostTurns:
+               fewest: int = 3, clock: Callable[[Run], float] = seconds_of) -> HostTurns:
     """``repeats`` rounds, or as many as ``seconds`` allow, ``fewest`` at least.
 
     ``fresh`` makes the next round's input. In its turn a side waits until the threads of the one before have stopped
     spinning; then come as many runs that are not timed, which wake threads and bring weights back to the caches, as
     timed ones. A round in which other processes used the processors is made again, within ``seconds``, and up to
-    ``AGAIN`` times as many in all. ``told`` is called with how many rounds were made.
+    ``AGAIN`` times as many in all.
     """
     counts, long = {}, {}
     for name, run in sides.items():
@@ -83,7 +82,6 @@ def take_turns(sides: Mapping[str, Run], fresh: Callable[[], object], repeats: i
                 run()
             round_[name] = [clock(run) for _ in range(counts[name])]
         used, made = foreign() - before, made + 1
-        told(made)
         if (used > max(FOREIGN, FOREIGN * (time.perf_counter() - start)) and made <= AGAIN * repeats
                 and time.monotonic() < end):
             continue

@@ -12,11 +12,9 @@ FEWEST, WARM = 7, 3  # rounds
 
 
 def take_turns(sides: Mapping[str, Run], fresh: Callable[[], object], repeats: int, seconds: float,
-               clock: Callable[[Run], float], told: Callable[[int], object] = lambda rounds: None
-               ) -> dict[str, list[float]]:
+               clock: Callable[[Run], float]) -> dict[str, list[float]]:
     """What ``clock`` says of every run; ``repeats`` of each side after ``WARM`` that do not count, or as many as
-    ``seconds`` allow, ``FEWEST`` at least. ``fresh`` makes the next input; ``told`` is called with each round's number.
-    """
+    ``seconds`` allow, ``FEWEST`` at least. ``fresh`` makes the next input."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     end = float("inf")
     for count in range(WARM + repeats):
@@ -29,7 +27,6 @@ def take_turns(sides: Mapping[str, Run], fresh: Callable[[], object], repeats: i
             taken = clock(run)
             if count >= WARM:
                 times[name].append(taken)
-        told(count + 1)
     return times
 
 
