@@ -15,4 +15,4 @@ FUNCTIONS = {name: f"torch.{name}({{0}})" for name in (
     "fabs": "torch.abs({0})", "nearbyint": "torch.round({0})", "exp10": "torch.pow(10.0, {0})",
     "pow": "torch.pow({0}, {1})", "atan2": "torch.atan2({0}, {1})", "if_then_else": "torch.where({0}, {1}, {2})"}
 
-NUMBERS = {"pow", "if_then_else", "exp10", *BINARY} - {"And", "Or"}  # those that take Python's numbers beside tensors
+NUMBERS = {"pow", *BINARY} - {"And", "Or"}  # those that take Python's numbers beside tensors

@@ -244,7 +244,7 @@ class _Writer:
             return self.applied("torch.logical_not({0})", np.logical_not, [self.value(e.a, places)])
         if kind == "Select":
             arguments = [self.value(c, places) for c in (e.condition, e.true_value, e.false_value)]
-            return self.applied(FUNCTIONS["if_then_else"], np.where, arguments, numbers=True)
+            return self.chosen(arguments)
         if kind in BINARY:
             arguments = [self.value(e.a, places), self.value(e.b, places)]
             number = [isinstance(a, np.ndarray) and a.size == 1 for a in arguments]
@@ -254,8 +254,15 @@ class _Writer:
         name = (e.op.name if kind == "Call" else kind).rsplit(".", 1)[-1]
         if kind != "Call" or name not in FUNCTIONS:
             raise CellError(f"the cell uses {name}, for which no operation of PyTorch is known here")
-        return self.applied(FUNCTIONS[name], NUMPY_FUNCTIONS[name], [self.value(a, places) for a in e.args],
-                            name in NUMBERS)
+        arguments = [self.value(a, places) for a in e.args]
+        if name == "if_then_else":
+            return self.chosen(arguments)
+        return self.applied(FUNCTIONS[name], NUMPY_FUNCTIONS[name], arguments, name in NUMBERS)
+
+    def chosen(self, arguments: Sequence[Value]) -> Value:
+        """One of two values; of two numbers PyTorch would make its default type."""
+        numbers = any(not isinstance(a, np.ndarray) or a.size > 1 for a in arguments[1:])
+        return self.applied(FUNCTIONS["if_then_else"], np.where, arguments, numbers)
 
     def applied(self, code: str, known: Callable[..., Any], arguments: Sequence[Value], numbers: bool = False) -> Value:
         """An operator; at once where all is known."""
