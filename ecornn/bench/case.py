@@ -1,4 +1,4 @@
-"""What is timed: a layer by its properties, or a module file; as a row of a result, and as the command that times it."""
+"""What is timed: a layer by its properties, or a module file; in a row of a result, and as a command."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,8 @@ from ecornn.tune.oracle import has_formula, norm
 from ecornn.tune.tolerance import GRADIENTS, INTEGERS, TOLERANCE
 
 Exact = Mapping[str, np.ndarray]  # as a side's results
-EXACT = 1e-12  # of gradients in float64, and between two references
+EXACT = 1e-12  # of gradients in float64
+AGREE = 1e-9  # between two references, of which each has its roundings in float64
 ROUNDED = {"bfloat16": 1e-1, "float16": 1e-2}  # weights that are rounded to these in a layer of float32
 PEER = 4.0  # times as far from float64 as ours alone may be a library of 16 bits, which rounds its states in each step
 FAINT = 1e-6  # a gradient is held against the largest one's norm, times this, if it is smaller still
@@ -23,9 +25,10 @@ ALONE = "ecornn"
 
 
 def expected(subject: Subject, cell: Cell, weights: Weights) -> Exact:
-    """The results of a layer of the cell, on the inputs as they are: by formulas in NumPy, else by its te graph as it
-    was written. Gradients of a cell that has no formula are PyTorch's, in float64, of a loop over the graph whose y is
-    that of NumPy; :class:`MissingPackageError` without PyTorch.
+    """The results of a layer of the cell, on the inputs as they are: y by formulas in NumPy, else by the te graph as it
+    was written. Gradients are PyTorch's, of its own layer in float64 or of a loop over the te graph, whose y must be
+    that of NumPy; in a process without PyTorch those of the formulas, which take long, and
+    :class:`MissingPackageError` where a cell has none.
     """
     arrays, reverse = subject.machine.arrays, subject.stack.reverse
     x = arrays.get(subject.inputs["x"])
@@ -36,12 +39,15 @@ def expected(subject: Subject, cell: Cell, weights: Weights) -> Exact:
     dy = arrays.get(subject.inputs["dy"])
     width = subject.stack.directions * len(cell.output_names()) * subject.work.hidden
     dy = (dy[::-1] if reverse else dy)[..., :width]
-    if has_formula(cell):
+    if importlib.util.find_spec("torch") is not None:
+        dx, found = _by_torch(subject, cell, x, weights, dy)
+    elif has_formula(cell):
         from ecornn.numpy_gradients import reference_gradients
 
         dx, found, _ = reference_gradients(cell.identity(), x, weights, dy=dy)
     else:
-        dx, found = _by_torch(subject, cell, x, weights, dy)
+        raise MissingPackageError(f"torch is not installed, by which the gradients of cell {cell.name!r} are checked: "
+                                  "install ecornn's extra [bench], or pip install torch")
     return {"x": dx[::-1] if reverse else dx, **found}
 
 
@@ -63,27 +69,18 @@ def _forward(subject: Subject, cell: Cell, x: Any, weights: Weights) -> Any:
 
 
 def _by_torch(subject: Subject, cell: Cell, x: Any, weights: Weights, dy: Any) -> tuple[Any, dict[str, Any]]:
-    """Gradients of x and the weights."""
-    import importlib.util
-
-    from msgspec import structs
-
-    if importlib.util.find_spec("torch") is None:
-        raise MissingPackageError(f"torch is not installed, by which the gradients of cell {cell.name!r} are checked: "
-                                  "install ecornn's extra [bench], or pip install 'torch>=2.4'")
+    """Gradients of x and the weights; x and dy in the order in which they are read."""
     import torch
 
-    from ecornn.bench.step_loop import StepLoop
+    from ecornn.bench.torch_layers import exact_layer
 
-    stack = structs.replace(subject.stack, reverse=False)  # x is in the order in which it is read
-    loop = StepLoop(cell, subject.work, stack, subject.rows, subject.kind, "float64")
-    parameters = loop.tensors(weights)
-    rows = torch.as_tensor(x.copy()).to(loop.device).requires_grad_()
-    y = loop(rows, parameters)
-    if relative(y.detach().cpu().numpy(), _forward(subject, cell, x, weights)) > EXACT:
+    run, parameters, device = exact_layer(subject, cell, weights)
+    rows, above = (torch.as_tensor(np.ascontiguousarray(value)).to(device) for value in (x, dy))
+    rows.requires_grad_()
+    y = run(rows, parameters)
+    if relative(y.detach().cpu().numpy(), _forward(subject, cell, x, weights)) > AGREE:
         raise CellError(f"cell {cell.name!r}: PyTorch and NumPy, both in float64, do not agree on what its step is")
-    found = torch.autograd.grad(y, [rows, *parameters.values()], torch.as_tensor(dy.copy()).to(loop.device))
-    dx, *others = (g.cpu().numpy() for g in found)
+    dx, *others = (g.cpu().numpy() for g in torch.autograd.grad(y, [rows, *parameters.values()], above))
     return dx, dict(zip(parameters, others, strict=True))
 
 

@@ -30,7 +30,9 @@ class Ready:
 class Machine(Protocol):
     """A device with its memory."""
 
-    arrays: Arrays
+    @property
+    def arrays(self) -> Arrays:
+        """What its memory takes and gives."""
 
     def refill(self, inputs: Inputs, shapes: Mapping[str, tuple[int, ...]], positive: Sequence[slice]) -> None:
         """New random values, from the normal distribution, where sides read them; of x those in the slices of rows
@@ -71,19 +73,19 @@ class Host:
 class Gpu:
     """A GPU through PyTorch: every side is a CUDA graph, which reads inputs where they lay when it was captured."""
 
-    def __init__(self, arrays: TorchArrays, seed: int) -> None:
+    def __init__(self, arrays: TorchArrays, seed: int, device: str = "cuda") -> None:
         import torch
 
-        self.arrays, self.torch = arrays, torch
+        self.arrays, self.torch, self.device = arrays, torch, device
         torch.manual_seed(seed)
 
     def refill(self, inputs: Inputs, shapes: Mapping[str, tuple[int, ...]], positive: Sequence[slice]) -> None:
         for name, shape in shapes.items():
-            values = self.torch.randn(shape, device="cuda")
+            values = self.torch.randn(shape, device=self.device)
             for part in positive if name == "x" else ():
                 values[..., part].abs_()
             if name not in inputs:
-                inputs[name] = self.torch.empty(shape, dtype=self.arrays.dtype, device="cuda")
+                inputs[name] = self.torch.empty(shape, dtype=self.arrays.dtype, device=self.device)
             inputs[name].copy_(values)
 
     def ready(self, function: Callable[[], Results]) -> Ready:

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from msgspec import structs
@@ -101,7 +102,7 @@ def _threads(case: Case, kind: str) -> int | None:
 
 def _whole(case: Case, subject: Subject) -> Case:
     """The case with what it left open, so that its command does not depend on defaults, or on the machine."""
-    open_ = {"seq": subject.steps, "batch": subject.rows, "threads": subject.threads}
+    open_: dict[str, Any] = {"seq": subject.steps, "batch": subject.rows, "threads": subject.threads}
     if case.module is None:
         open_ |= {"dtype": subject.work.dtype, "target": "cuda" if subject.kind == "cuda" else "cpu"}
     return structs.replace(case, **{name: value for name, value in open_.items() if getattr(case, name) is None})

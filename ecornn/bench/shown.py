@@ -25,6 +25,8 @@ def shown(row: Row) -> list[str]:
         lines.append(f"{name:11} {t.median:10.4g} µs/step  p20 {t.p20:.4g}  p80 {t.p80:.4g}  p95 {t.p95:.4g}  "
                      f"p99 {t.p99:.4g}  {t.median * row.seq / 1e3:.4g} ms in all, {t.runs} runs, "
                      + (f"error {error:.1e}" if error is not None else "not checked"))
+    if row.disturbed:
+        lines.append(f"{row.disturbed} rounds were made again: other processes used the processors")
     lines += [f"{name} ({row.about[name]}) takes {ratio:.2f} times as long as ecornn"
               for name, ratio in row.ratios.items()]
     lines += [f"{name} took {before:.4g} µs/step then, {row.us_per_step[name].median / before:.2f} times as long now"

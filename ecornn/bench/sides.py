@@ -127,4 +127,5 @@ def ours(subject: Subject, weights: Weights) -> Side:
         found = layer.backward(kept, inputs["dy"], want_state=False)
         return {"x": found.x, **found.weights}
 
-    return Side("ecornn", step if subject.training else forward, subject.module.manifest.schedule, subject.cell, weights)
+    call = step if subject.training else forward
+    return Side("ecornn", call, subject.module.manifest.schedule, subject.cell, weights)

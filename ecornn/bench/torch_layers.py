@@ -86,6 +86,21 @@ def nearest(cell: Cell, work: Workload) -> str | None:
     return found if count and abs(PRODUCTS[found] - count) <= 1 else None
 
 
+def exact_layer(subject: Subject, cell: Cell, weights: Weights) -> tuple[Callable[..., Any], dict[str, Any], str]:
+    """A layer of the cell in float64 that goes forward, or both ways: y of x and the weights, these as parameters, and
+    the device that it is on."""
+    from msgspec import structs
+
+    work = structs.replace(subject.work, cell=cell.identity(), dtype="float64", weights=None, precision=None)
+    stack = structs.replace(subject.stack, reverse=False)
+    layer = layer_of(work, stack, subject.kind)
+    device = "cuda" if subject.kind == "cuda" else "cpu"
+    if layer is not None:
+        return *_loaded(layer, weights, True), device
+    loop = StepLoop(cell, work, stack, subject.rows, subject.kind, "float64")
+    return loop, loop.tensors(weights), device
+
+
 def _loaded(layer: Any, weights: Weights, training: bool) -> tuple[Callable[..., Any], dict[str, Any]]:
     """y of x by the layer with these weights, and these as parameters."""
     import torch

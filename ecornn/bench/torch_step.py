@@ -84,10 +84,11 @@ class _Writer:
         of, parameters = self.step, []
         width = of.own
         rows, hidden = (int(n) for n in of.states[0].shape)
-        self.given(of.x, self.line(f"x[:, :{width}]", (rows, width), []) if of.inputs else Term("x", (rows, width), False))
+        x = Term("x", (rows, width), False)
+        self.given(of.x, self.line(f"x[:, :{width}]", x.shape, [x]) if of.inputs else x)
         for n, tensor in enumerate(of.inputs):
             at = width + n * hidden
-            self.given(tensor, self.line(f"x[:, {at}:{at + hidden}]", (rows, hidden), []))
+            self.given(tensor, self.line(f"x[:, {at}:{at + hidden}]", (rows, hidden), [x]))
         for n, tensor in enumerate(of.states):
             self.given(tensor, Term(f"s{n}", (rows, hidden), False))
         for n, tensor in enumerate(of.parameters.values()):
@@ -121,7 +122,7 @@ class _Writer:
     def line(self, code: str, shape: Shape, of: Sequence[Value]) -> Term:
         """A line that makes ``code`` of these values; an earlier one that does the same serves."""
         if code not in self.lines:
-            fixed = bool(of) and all(not isinstance(v, Term) or v.fixed for v in of)
+            fixed = all(not isinstance(v, Term) or v.fixed for v in of)
             self.lines[code] = Term(f"v{len(self.lines)}", shape, fixed)
         return self.lines[code]
 
@@ -168,7 +169,7 @@ class _Writer:
             return self.line(f"torch.amax({self.named(whole)}, {over})", shape, [whole])
         found = self.product([self.value(f, places) for f in factors(combined)], extents, len(shape))
         begin = None if start is None else self.value(start, places)
-        if begin is not None and np.any(begin):
+        if begin is not None and (isinstance(begin, Term) or begin.any()):
             found = self.line(f"{self.named(found)} + {self.written_as(begin)}", found.shape, [found, begin])
         return self.expanded(found, shape)
 
@@ -277,7 +278,8 @@ class _Writer:
             return value.astype(np.float64 if kind.startswith("float") else kind)
         if kind in ("float32", "float64"):
             return self.line(f"{value.name}.to(kind)", value.shape, [value])
-        return self.line(f"{value.name}.to(torch.{kind})" + ".to(kind)" * kind.startswith("float"), value.shape, [value])
+        back = ".to(kind)" if kind.startswith("float") else ""
+        return self.line(f"{value.name}.to(torch.{kind}){back}", value.shape, [value])
 
     def load(self, source: Value, indices: Sequence[Value], axes: int) -> Value:
         """``source`` at the places that ``indices`` are, one for each of its dimensions."""

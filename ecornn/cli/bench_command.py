@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ecornn.cli.common import JSON, PROPERTIES, SIZE, TARGET, as_json, ended_like_ctrl_c, every, plain_errors
+from ecornn.cli.common import JSON, PROPERTIES, TARGET, as_json, ended_like_ctrl_c, every, plain_errors
 from ecornn.errors import ArgumentError
 
 if TYPE_CHECKING:
     from ecornn.bench.case import Case
     from ecornn.bench.measure import Plan
-    from ecornn.bench.results import Row
+    from ecornn.bench.results import Earlier, Row
 
 EPILOG = """\b
 Examples:
@@ -55,8 +55,8 @@ OF_CALL = ("cell", "batch", "seq", "training", "threads")  # what a module's fil
 @click.option("--threads", type=click.IntRange(1, 1024),
               help="Of every side, on a CPU.  [default: the physical cores]")
 @click.option("--against", metavar="SIDE,...", help=(
-    "Whom to compare with: cudnn, torch, onnxruntime, or none. torch is torch.nn's layer, on a GPU without cuDNN, and "
-    "of a cell that torch.nn has not a loop over its step; cudnn is, of such a cell, its nearest.  [default: cudnn on a "
+    "Whom to compare with: cudnn, torch, onnxruntime, or none. torch is torch.nn's layer, on a GPU without cuDNN; of a "
+    "cell that torch.nn has not a loop over its step. cudnn is, of such a cell, its nearest.  [default: cudnn on a "
     "GPU, torch on a CPU, if PyTorch is installed]"))
 @click.option("--grid", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
               help="Many layers: CSV, or a JSON list of objects, with the options' names. What a line leaves open the "
@@ -82,7 +82,8 @@ def bench(module: Path | None, target: str | None, threads: int | None, against:
     """
     from ecornn.bench.measure import Plan
     from ecornn.bench.peers import named
-    from ecornn.bench.results import CsvFile, Earlier, environment, read_row
+    from ecornn.bench.results import CsvFile, environment, read_row
+    from ecornn.bench.shown import shown
     from ecornn.cli.saying import Saying
 
     given = {name: value for name, value in (layer | {"target": target, "threads": threads}).items()
@@ -101,8 +102,6 @@ def bench(module: Path | None, target: str | None, threads: int | None, against:
                 if file is not None:
                     file.add(row)
                 if not json:
-                    from ecornn.bench.shown import shown
-
                     click.echo("\n".join(shown(row)))
         except KeyboardInterrupt:
             stopped = True
@@ -117,7 +116,7 @@ def bench(module: Path | None, target: str | None, threads: int | None, against:
         raise SystemExit(130 if stopped else 1)
 
 
-def asked(module: Path | None, grid: Path | None, earlier: Any, given: dict[str, Any]) -> list[Case]:
+def asked(module: Path | None, grid: Path | None, earlier: Earlier | None, given: dict[str, Any]) -> list[Case]:
     """The cases. Raises :class:`ArgumentError` for options that do not go together."""
     from ecornn.bench.case import Case
     from ecornn.bench.results import read_cases
@@ -129,24 +128,15 @@ def asked(module: Path | None, grid: Path | None, earlier: Any, given: dict[str,
     if grid is not None:
         if module is not None:
             raise ArgumentError("--grid", str(grid), "none beside a module's file")
-        from msgspec import structs
+        from msgspec import structs, to_builtins
 
-        read = read_cases(grid)
-        return [structs.replace(Case(**given), **set_of(case)) for case in read]
+        return [structs.replace(Case(**given), **to_builtins(case)) for case in read_cases(grid)]
     if module is not None and (beside := [name for name in given if name not in OF_CALL]):
         raise ArgumentError(f"--{beside[0]}", given[beside[0]], "none beside a module's file, which says it")
     return [Case(**given, module=str(module) if module is not None else None)]
 
 
-def set_of(case: Case) -> dict[str, Any]:
-    """What a line says."""
-    from msgspec import to_builtins
-
-    found: dict[str, Any] = to_builtins(case)
-    return found
-
-
-def measured(cases: list[Case], plan: Plan, earlier: Any) -> Iterator[Row]:
+def measured(cases: list[Case], plan: Plan, earlier: Earlier | None) -> Iterator[Row]:
     """Rows as they are done. One layer of a grid that cannot be measured does not end the others."""
     from ecornn.bench.measure import failed, measure
     from ecornn.errors import EcornnError, MissingPackageError
@@ -165,7 +155,8 @@ def measured(cases: list[Case], plan: Plan, earlier: Any) -> Iterator[Row]:
             row = failed(case, plan, str(error))
         if earlier is not None:
             row.earlier = earlier.medians
-            for what, then, now in (("device", earlier.device, row.device), ("schedule", earlier.schedule, row.schedule)):
+            for what in ("device", "schedule"):
+                then, now = getattr(earlier, what), getattr(row, what)
                 if then != now:
                     click.echo(f"the {what} was {then} then, and is {now} now", err=True)
         yield row

@@ -106,8 +106,9 @@ PROPERTIES: dict[str, dict[str, Any]] = {
 }
 
 TARGET = click.option("--target", metavar="cuda|cpu|ARCH", help=(
-    "The GPU at hand, this CPU, a GPU's architecture such as sm_90a, or LLVM's name of a CPU such as neoverse-v1; to tune "
-    "and to time, one that is in this machine, or to tune behind --tracker.  [default: cuda if there is a GPU, else cpu]"))
+    "The GPU at hand, this CPU, a GPU's architecture such as sm_90a, or LLVM's name of a CPU such as neoverse-v1; to "
+    "tune or time, one that is in this machine or, to tune, behind --tracker.  [default: cuda if there is a GPU, "
+    "else cpu]"))
 
 
 def layer_options(required: bool = True, many: bool = False, target: bool = True) -> Callable[[F], F]:
