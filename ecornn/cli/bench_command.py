@@ -88,6 +88,8 @@ def bench(module: Path | None, target: str | None, threads: int | None, against:
 
     given = {name: value for name, value in (layer | {"target": target, "threads": threads}).items()
              if value not in (None, False)}
+    if reproduce is not None and (given or module is not None or grid is not None):
+        raise ArgumentError("--reproduce", reproduce, "nothing beside it that says what is timed: its row does")
     earlier: Earlier | None = read_row(reproduce) if reproduce is not None else None
     cases = asked(module, grid, earlier, given)
     sides = named(against) if against is not None else earlier.against if earlier is not None else None
@@ -122,8 +124,6 @@ def asked(module: Path | None, grid: Path | None, earlier: Earlier | None, given
     from ecornn.bench.results import read_cases
 
     if earlier is not None:
-        if given or module is not None or grid is not None:
-            raise ArgumentError("--reproduce", "beside a layer", "nothing else that says what is timed")
         return [earlier.case]
     if grid is not None:
         if module is not None:
