@@ -23,7 +23,7 @@ from ecornn.bench.expected import limits_of
 from ecornn.bench.measure import Plan
 from ecornn.bench.results import read_cases, read_row
 from ecornn.bench.sides import Side
-from ecornn.cli import main
+from ecornn.cli import main, saying
 from ecornn.errors import ArgumentError, MissingPackageError
 from ecornn.tune.arrays import TorchArrays
 from ecornn.workload import Workload
@@ -196,7 +196,7 @@ def test_a_graph_s_results_are_those_of_its_replays(module: Path, monkeypatch: p
         return SimpleNamespace(replay=replay), found
 
     monkeypatch.setattr(cuda_graphs, "captured", captured)
-    monkeypatch.setattr(cuda_graphs, "clock", host_turns.seconds_of)
+    monkeypatch.setattr(cuda_graphs, "clock", lambda run, wait: host_turns.seconds_of(run))
     monkeypatch.setattr(measure, "machine_of", lambda module, seed: machines.Gpu(OnCpu("float32"), seed, "cpu"))
     row = measure.measure(Case(module=str(module), cell=OWN, training=True), Plan(("torch",), 0.02))
     assert row.good and not row.wrong and row.us_per_step["torch"].runs >= 7
@@ -231,3 +231,12 @@ def test_the_repository_s_comparison_on_a_cpu_uses_it():
         row = compare_cpu.compare("grid", "gru", (4, 2, 5, 6), 1, 2)
     assert row["repetitions"] == 2 and row["disturbed"] == 0 and row["ecornn_error"] < 1e-6
     assert row["ratio"] == min(row["torch_ms"], row["onnxruntime_ms"]) / row["ecornn_ms"]
+
+
+def test_nobody_waits_in_silence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    monkeypatch.setattr(saying, "EVERY", 0.05)
+    with saying.Saying() as told:
+        told("compiling")
+        time.sleep(0.3)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "compiling" and lines[1].startswith("  still compiling, ")

@@ -15,16 +15,19 @@ if TYPE_CHECKING:
     from ecornn.runtime.loader import Module
 
 ROUNDS = 100  # at most
+LONG = 4_000_000  # cycles, about 2 ms: longer than it takes to launch a graph of thousands of kernels
 Results = Mapping[str, Any]
 Inputs = dict[str, Any]  # by name: x, and dy of a training step
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A side that can be run: ``run`` is what is timed, ``results`` runs it and has what came of it, by name."""
+    """A side that can be run: ``run`` is what is timed, ``results`` runs it and has what came of it, by name; ``kept``
+    is what a graph reads, which must stay as long."""
 
     run: Callable[[], object]
     results: Callable[[], Results]
+    kept: object = None
 
 
 class Machine(Protocol):
@@ -98,12 +101,12 @@ class Gpu:
             graph.replay()
             return found
 
-        return Ready(graph.replay, results)
+        return Ready(graph.replay, results, function)
 
     def take_turns(self, sides: Mapping[str, Ready], fresh: Callable[[], object],
                    seconds: float) -> tuple[dict[str, list[float]], int]:
         return turns.take_turns({name: side.run for name, side in sides.items()}, fresh, ROUNDS, seconds,
-                                cuda_graphs.clock), 0
+                                lambda run: cuda_graphs.clock(run, LONG)), 0
 
 
 def machine_of(module: Module, seed: int) -> Machine:

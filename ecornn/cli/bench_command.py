@@ -58,7 +58,7 @@ OF_CALL = ("cell", "batch", "seq", "training", "threads")  # what a module's fil
     "Whom to compare with: cudnn, torch, onnxruntime, or none. torch is torch.nn's layer, on a GPU without cuDNN; of a "
     "cell that torch.nn has not a loop over its step. cudnn is, of such a cell, its nearest.  [default: cudnn on a "
     "GPU, torch on a CPU, if PyTorch is installed]"))
-@click.option("--grid", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
+@click.option("--grid", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="Many layers: CSV, or a JSON list of objects, with the options' names. What a line leaves open the "
                    "options say.")
 @click.option("--reproduce", metavar="FILE[:N]",
