@@ -21,8 +21,9 @@ from ecornn.bench import cuda_graphs, host_turns, machines, measure
 from ecornn.bench.case import Case
 from ecornn.bench.expected import limits_of
 from ecornn.bench.measure import Plan
-from ecornn.bench.results import read_cases, read_row
+from ecornn.bench.results import CsvFile, Row, read_cases, read_row
 from ecornn.bench.sides import Side
+from ecornn.bench.turns import Times
 from ecornn.cli import main, saying
 from ecornn.errors import ArgumentError, MissingPackageError
 from ecornn.tune.arrays import TorchArrays
@@ -76,6 +77,11 @@ def test_a_layer_against_others(tmp_path: Path):
         assert earlier.case == Case(**found["case"]) and earlier.medians["ecornn"] == pytest.approx(own)
         assert {"torch", "onnxruntime"} <= {*earlier.against}
     again = run("--reproduce", str(tmp_path / "rows.csv"), "--seconds", "0.02").stdout
+    flags = Row(case=Case(cell="gru", hidden=8, training=True, reverse=True, layers=2), command="",
+                us_per_step={"ecornn": Times.of([1e-5], 4)})
+    with (tmp_path / "flags.csv").open("w", newline="") as file:
+        CsvFile(file).add(flags)
+    assert read_row(str(tmp_path / "flags.csv")).case == flags.case
     assert "lstm T=4 B=2 I=8 H=8 float32 on " in again and "torch (torch.nn.LSTM) takes " in again
     assert again.count("times as long now") == 3
 
@@ -142,6 +148,18 @@ def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch):
     calls = iter(range(1000))
     monkeypatch.setattr(measure, "ours", lambda *arguments: off(real(*arguments), lambda: 1 + 1e-7 * next(calls)))
     assert "two runs on one input differ" in run(*LSTM, "--against", "none", code=1).stdout
+
+
+def test_a_library_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch):
+    def fails() -> Any:
+        raise RuntimeError("not on this device\nand a stack of calls")
+
+    others = measure.peer
+    monkeypatch.setattr(measure, "peer", lambda *arguments: replace(others(*arguments), call=fails))
+    found = json.loads(run(*LSTM, "--against", "torch", "--json").stdout)
+    assert found["left_out"] == {"torch": "RuntimeError: not on this device"} and {*found["errors"]} == {"ecornn"}
+    monkeypatch.setattr(measure, "ours", lambda *arguments: fails())
+    assert isinstance(CliRunner().invoke(main, ["bench", *LSTM]).exception, RuntimeError)
 
 
 def test_a_side_that_is_not_installed(monkeypatch: pytest.MonkeyPatch):

@@ -137,7 +137,15 @@ def _checked(row: Row, subject: Subject, sides: Mapping[str, Side], plan: Plan) 
     ready: dict[str, Ready] = {}
     for name, side in sides.items():
         plan.told(f"making {name} ready")
-        ready[name] = subject.machine.ready(side.call)
+        try:
+            ready[name] = subject.machine.ready(side.call)
+            ready[name].run()
+        except Exception as error:  # whatever a library cannot do, the others are timed
+            if name == OURS:
+                raise
+            row.left_out[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            plan.told(f"{name} is left out: {row.left_out[name]}")
+    sides = {name: side for name, side in sides.items() if name not in row.left_out}
     subject.refill()  # so that what a graph wrote when it was captured is nobody's result
     errors: dict[str, dict[str, float]] = {}
     answers: dict[int, Mapping[str, np.ndarray]] = {}
@@ -159,7 +167,7 @@ def _checked(row: Row, subject: Subject, sides: Mapping[str, Side], plan: Plan) 
             row.wrong[name] = f"{what}: error {found[worst]:.2e}, allowed {limits[worst]:.2e}"
     if OURS not in row.wrong and not _repeats(subject, ready[OURS]):
         row.wrong[OURS] = "two runs on one input differ"
-    return {name: side for name, side in ready.items() if name not in row.wrong}
+    return {name: ready[name] for name in sides if name not in row.wrong}
 
 
 def _repeats(subject: Subject, side: Ready) -> bool:

@@ -7,7 +7,7 @@ import importlib.util
 import numpy as np
 
 from ecornn.bench.sides import Side, Subject, Weights
-from ecornn.errors import ArgumentError, DeviceError, MissingPackageError
+from ecornn.errors import ArgumentError, CellError, DeviceError, MissingPackageError
 from ecornn.tune.arrays import torch_sees_gpu
 
 PACKAGES = {"cudnn": ("torch",), "torch": ("torch",), "onnxruntime": ("onnxruntime", "onnx")}
@@ -51,4 +51,9 @@ def peer(name: str, subject: Subject, weights: Weights, rng: np.random.Generator
 
     if name == "cudnn":
         return cudnn_side(subject, weights, rng)
-    return torch_side(subject, weights) if name == "torch" else onnx_side(subject, weights)
+    if name == "onnxruntime":
+        return onnx_side(subject, weights)
+    try:
+        return torch_side(subject, weights)
+    except CellError as error:  # an operation that the loop over the step has not
+        return str(error)
