@@ -26,10 +26,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from compare_cpu import settle
 
 import ecornn
 import ecornn.torch
+from ecornn.bench.host_turns import settle
 from ecornn.host_cpu import detect
 from ecornn.torch import cells
 

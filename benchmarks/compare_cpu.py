@@ -6,9 +6,9 @@ Every side gets the same weights, the same fresh random input in every repetitio
 threads. Outputs are compared with the float64 reference first; ours must be within 1e-5 relative in float32
 (rounded weights: the error is reported). In a repetition the sides take turns: the next one waits until the threads
 of the one before have stopped spinning, then one run is not timed, the next ones are. A repetition in which other
-processes used the processors is made again, up to four times as many in all. A row is a median with its 20th and
-80th percentile, in milliseconds. Rows that --output already has stay unless they are measured again, so a suite may
-be done in parts (--cell, --only).
+processes used the processors is made again, up to four times as many in all (ecornn/bench/host_turns.py). A row is a
+median with its 20th and 80th percentile, in milliseconds. Rows that --output already has stay unless they are measured
+again, so a suite may be done in parts (--cell, --only).
 
 Suites: layers (300x20x800, with products and pointwise operations one by one as the unfused side, as MXNet's cells
 are, see unfused.py), stacks (the same, five layers in both directions), latency (B=1, T=100, with int21 weights, too),
@@ -23,9 +23,7 @@ import datetime
 import importlib.metadata
 import importlib.util
 import json
-import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,6 +31,8 @@ import numpy as np
 import torch
 
 import ecornn
+from ecornn.bench.host_turns import take_turns
+from ecornn.bench.onnx_layer import session
 from ecornn.host_cpu import detect
 
 CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -49,10 +49,6 @@ SUITES: dict[str, list[tuple[str, tuple[int, int, int, int]]]] = {
 }
 ROUNDED = {"int21": 1e-5, "int16": 1e-4, "bfloat16": 0.1, "int8": 0.1}  # and the error that is too much
 STACK = 5  # layers, each in both directions
-LONG = 1.0  # seconds; longer runs are not preceded by one that is not timed
-SAMPLE = 2e-3  # seconds; shorter runs are timed several at once
-PAUSE = 0.005  # seconds in which no thread of this process must run before a side's turn
-FOREIGN = 0.03  # seconds of other processes in a repetition that are too many, and share of its time
 Run = Callable[[np.ndarray], np.ndarray]
 
 
@@ -91,47 +87,6 @@ def unfused(cell: str, library: torch.nn.Module, hidden: int) -> Run:
     return run
 
 
-def onnx_runtime(cell: str, library: torch.nn.Module, threads: int, hidden: int) -> Run:
-    """The operators LSTM, GRU or RNN of ONNX, one a layer; their gates are in another order."""
-    import onnx
-    import onnxruntime
-    from onnx import TensorProto, helper, numpy_helper
-
-    order = {"lstm": (0, 3, 1, 2), "gru": (1, 0, 2)}.get(cell, (0,))
-    kind, more = {"lstm": ("LSTM", {}), "gru": ("GRU", {"linear_before_reset": 1}),
-                  "rnn_tanh": ("RNN", {"activations": ["Tanh"]}), "rnn_relu": ("RNN", {"activations": ["Relu"]})}[cell]
-    both = library.bidirectional
-    if both:
-        more = {**more, "direction": "bidirectional", **{k: v * 2 for k, v in more.items() if k == "activations"}}
-    nodes, initial = [], [numpy_helper.from_array(np.array([0, 0, -1] if both else [1], np.int64), "shape")]
-
-    def sorted_gates(name: str) -> np.ndarray:
-        value = getattr(library, name).detach().numpy()
-        return np.concatenate([value[g * hidden:(g + 1) * hidden] for g in order])
-
-    above = "x"
-    for n, ends in enumerate(directions(library)):
-        parts = {f"W{n}": [sorted_gates(f"weight_ih{e}") for e in ends],
-                 f"R{n}": [sorted_gates(f"weight_hh{e}") for e in ends],
-                 f"B{n}": [np.concatenate([sorted_gates(f"bias_ih{e}"), sorted_gates(f"bias_hh{e}")]) for e in ends]}
-        initial += [numpy_helper.from_array(np.stack(value), name) for name, value in parts.items()]
-        nodes.append(helper.make_node(kind, [above, *parts], [f"four{n}"], hidden_size=hidden, **more))
-        if both:  # (T, 2, B, H) -> (T, B, 2 H)
-            nodes.append(helper.make_node("Transpose", [f"four{n}"], [f"turned{n}"], perm=[0, 2, 1, 3]))
-        nodes.append(helper.make_node("Reshape", [f"turned{n}", "shape"], [f"y{n}"]) if both else
-                     helper.make_node("Squeeze", [f"four{n}", "shape"], [f"y{n}"]))
-        above = f"y{n}"
-    graph = helper.make_graph(
-        nodes, "layer", [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["T", "B", library.input_size])],
-        [helper.make_tensor_value_info(above, TensorProto.FLOAT, ["T", "B", (1 + both) * hidden])], initial)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
-    onnx.checker.check_model(model)
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return lambda x: session.run(None, {"x": x})[0]
-
-
 def sides_of(suite: str, cell: str, shape: tuple[int, int, int, int], threads: int,
              library: torch.nn.Module) -> tuple[dict[str, Run], dict[str, object]]:
     """Name -> one forward pass, ours first; and what the row says about ours."""
@@ -157,25 +112,11 @@ def sides_of(suite: str, cell: str, shape: tuple[int, int, int, int], threads: i
             sides["ecornn_int21"] = ours(threads, weights="int21")[0]
         sides["torch"] = lambda x: library(torch.from_numpy(x))[0].numpy()
         if importlib.util.find_spec("onnxruntime") and importlib.util.find_spec("onnx"):
-            sides["onnxruntime"] = onnx_runtime(cell, library, threads, H)
+            sides["onnxruntime"] = session(cell, {name: value.numpy() for name, value in weights.items()}, H,
+                                           library.num_layers, library.bidirectional, threads)
         if suite in ("layers", "stacks"):
             sides["unfused"] = unfused(cell, library, H)
     return sides, about
-
-
-def settle() -> None:
-    """Waits until no thread of this process spins any more; ONNX Runtime's do for some 40 ms."""
-    for _ in range(100):
-        before = time.process_time()
-        time.sleep(PAUSE)
-        if time.process_time() - before < PAUSE / 5:
-            return
-
-
-def foreign() -> float:
-    """Seconds of processor time that other processes, and other machines on this host, have used so far."""
-    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
 def compare(suite: str, cell: str, shape: tuple[int, int, int, int], threads: int, repeats: int) -> dict:
@@ -188,37 +129,19 @@ def compare(suite: str, cell: str, shape: tuple[int, int, int, int], threads: in
     numpy_weights = {name: value.detach().numpy() for name, value in library.named_parameters()}
     expected = ecornn.reference(cell, x, numpy_weights)[0]
     row: dict = {"suite": suite, "cell": cell, "T": T, "B": B, "I": I, "H": H, "threads": threads, **about}
-    counts, long = {}, {}
     for name, run in sides.items():
         error = float(np.linalg.norm(run(x) - expected) / np.linalg.norm(expected))
         row[f"{name}_error"] = error
         if not error <= ROUNDED.get(name.removeprefix("ecornn_"), 1e-5):
             sys.exit(f"{cell} {shape}: {name} has error {error:.2e}")
-        begin = time.perf_counter()
-        run(x)
-        took = time.perf_counter() - begin
-        counts[name] = max(1, min(50, int(SAMPLE / took)))
-        long[name] = took > LONG
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    again = 0
-    while len(times["ecornn"]) < repeats:
-        start, before, sample = time.perf_counter(), foreign(), {}
+
+    def fresh() -> None:
+        nonlocal x
         x = rng.standard_normal(shape[:3], np.float32)
-        for name, run in sides.items():
-            settle()
-            # wakes the threads, brings the weights back to the caches
-            for _ in range(0 if long[name] else counts[name]):
-                run(x)
-            begin = time.perf_counter()
-            for _ in range(counts[name]):
-                run(x)
-            sample[name] = (time.perf_counter() - begin) / counts[name] * 1e3
-        used, again = foreign() - before, again + 1
-        if used > max(FOREIGN, FOREIGN * (time.perf_counter() - start)) and again <= 4 * repeats:
-            continue
-        for name, value in sample.items():
-            times[name].append(value)
-    row["repetitions"], row["disturbed"] = repeats, again - repeats
+
+    found = take_turns({name: lambda run=run: run(x) for name, run in sides.items()}, fresh, repeats)
+    times = {name: [1e3 * seconds for seconds in found.means(name)] for name in sides}
+    row["repetitions"], row["disturbed"] = repeats, found.disturbed
     for name, values in times.items():
         p20, median, p80 = np.percentile(values, [20, 50, 80])
         row |= {f"{name}_ms": float(median), f"{name}_p20": float(p20), f"{name}_p80": float(p80)}

@@ -31,10 +31,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from compare_cpu import CELLS, SUITES, library_of, settle
+from compare_cpu import CELLS, SUITES, library_of
 
 import ecornn
 import ecornn.torch
+from ecornn.bench.host_turns import settle
 from ecornn.host_cpu import detect
 
 SINGLE = ("layers", "latency", "grid")  # the suites of single layers

@@ -16,10 +16,10 @@ import time
 
 import numpy as np
 import torch
-from compare_cpu import settle
 from torch.func import functional_call
 
 import ecornn.torch
+from ecornn.bench.host_turns import settle
 from ecornn.host_cpu import detect
 
 

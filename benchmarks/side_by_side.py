@@ -2,7 +2,7 @@
 
 Both run as CUDA graphs. Every repetition copies fresh random inputs into the buffer that both read, then replays one
 graph after the other; a kernel that waits goes first each time, so that a graph is queued before it starts and the
-time between its events is the GPU's alone.
+time between its events is the GPU's alone. The turns and the clock are those of ``ecornn bench`` (ecornn/bench/).
 """
 
 from __future__ import annotations
@@ -10,18 +10,21 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import sys
-import time
 from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 
 import ecornn
+from ecornn.bench import cuda_graphs, turns
+from ecornn.bench.cuda_graphs import graph_of
+from ecornn.bench.turns import FEWEST, WARM
 
+__all__ = ["CELLS", "DEVICE", "FEWEST", "WAIT", "WARM", "WrongResultError", "clock", "compare", "environment",
+           "float64_forward", "graph_of", "relative", "summary", "take_turns"]
 CELLS = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn_tanh": torch.nn.RNN}
 DEVICE = "cuda"
-WAIT = 400_000  # cycles, about 0.2 ms: longer than a launch takes
-FEWEST, WARM = 7, 3  # repetitions
+WAIT = cuda_graphs.WAIT  # cycles before each run
 
 
 class WrongResultError(Exception):
@@ -57,48 +60,15 @@ def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
     return ((value.double() - reference).norm() / reference.norm()).item()
 
 
-def graph_of(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of one call, captured after warm-up."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            function()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph
-
-
 def clock(run: Callable[[], object]) -> float:
     """Microseconds of a run on an idle GPU."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    torch.cuda._sleep(WAIT)
-    start.record()
-    run()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop) * 1e3
+    return cuda_graphs.clock(run, WAIT) * 1e6
 
 
 def take_turns(sides: Mapping[str, Callable[[], object]], fresh: Callable[[], object], repeats: int,
                seconds: float) -> dict[str, list[float]]:
     """Microseconds of every run; ``repeats`` of each side, or as many as ``seconds`` allow."""
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    end = float("inf")
-    for count in range(WARM + repeats):
-        if count == WARM:
-            end = time.monotonic() + seconds
-        if count >= WARM + FEWEST and time.monotonic() > end:
-            break
-        fresh()
-        for name, run in sides.items():
-            taken = clock(run)
-            if count >= WARM:
-                times[name].append(taken)
-    return times
+    return turns.take_turns(sides, fresh, repeats, seconds, clock)
 
 
 def summary(name: str, times: list[float], steps: int) -> dict[str, float]:

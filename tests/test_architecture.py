@@ -87,6 +87,9 @@ MAY_IMPORT["compiler"] = BASE | {"build", "cells", "compose", "layer_spec", "ove
 MAY_IMPORT["floor"] = set()
 MAY_IMPORT["explain"] = BASE | {"analysis", "compiler", "floor", "schedules", "schedules.base", "task", "tune"}
 MAY_IMPORT["report"] = BASE | {"cells", "explain", "floor", "schedules", "schedules.base", "task", "tune"}
+# What stands beside ours, and what both are checked against, as the tuner checks: never from schedules.
+MAY_IMPORT["bench"] = BASE | HOSTS | {"analysis", "cells", "compiler", "interpreter", "layer_spec", "numpy_gradients",
+                                      "numpy_layers", "numpy_reference", "runtime", "tune"}
 MAY_IMPORT["module_folders"] = {"errors", "layer_spec", "manifest", "runtime"}
 MAY_IMPORT["module_cache"] = {"build", "compiler", "layer_spec", "module_folders", "runtime", "schedules", "task",
                               "tune"} | HOSTS
@@ -169,7 +172,8 @@ def test_imports_go_down_the_layers():
 
 def test_what_outputs_are_checked_against_is_apart_from_what_makes_kernels():
     modules = sources()
-    for name in ("ecornn.tune.oracle", "ecornn.interpreter", "ecornn.numpy_layers", "ecornn.numpy_reference"):
+    for name in ("ecornn.tune.oracle", "ecornn.interpreter", "ecornn.numpy_layers", "ecornn.numpy_reference",
+                 "ecornn.bench.torch_step", "ecornn.bench.step_loop", "ecornn.bench.expected"):
         for target in imports(ast.parse(modules[name].read_text()), modules):
             assert layer(target) not in ("analysis", "schedules", "task", "build", "compiler"), f"{name}: {target}"
 

@@ -119,7 +119,7 @@ def test_seconds_end_a_row(monkeypatch: pytest.MonkeyPatch):
         return now[0]
 
     monkeypatch.setattr(side_by_side, "clock", clock)
-    monkeypatch.setattr(side_by_side.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     sides = {"a": lambda: None, "b": lambda: None}
     assert len(side_by_side.take_turns(sides, lambda: None, 30, 25.0)["a"]) == 13
     times = side_by_side.take_turns(sides, lambda: None, 30, 0.0)

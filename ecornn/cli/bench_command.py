@@ -2,112 +2,161 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ecornn.cli.common import JSON, SIZE, as_json, plain_errors
-from ecornn.cli.torch_peer import layer_of
-from ecornn.workload import SERIAL
+from ecornn.cli.common import JSON, PROPERTIES, TARGET, as_json, ended_like_ctrl_c, every, plain_errors
+from ecornn.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from ecornn.manifest import Manifest
+    from ecornn.bench.case import Case
+    from ecornn.bench.measure import Plan
+    from ecornn.bench.results import Earlier, Row
+
+EPILOG = """\b
+Examples:
+  ecornn bench --cell lstm --hidden 512 --batch 16 \\
+      --against cudnn,torch,onnxruntime
+  ecornn bench --cell gru --hidden 768 --training
+  ecornn bench --cell mine.py:Mine --hidden 256 \\
+      --against torch,cudnn
+  ecornn bench lstm800.so --seq 300 --batch 20
+  ecornn bench --grid layers.csv --against torch \\
+      --csv times.csv --json > times.json
+  ecornn bench --reproduce times.csv:3
+
+\b
+A grid has the options' names in its first line:
+  cell,hidden,batch,seq
+  lstm,512,16,300
+  gru,768,1,100
+
+\b
+Exit code 1: our result is wrong, or a layer of a
+grid failed; 130: stopped, what was done is printed.
+"""
+LAYER = ("cell", "hidden", "input", "batch", "seq", "dtype", "weights", "precision", "layers", "bidirectional",
+         "reverse", "training", "keep")
+CHANGED: dict[str, dict[str, Any]] = {
+    "batch": {"default": None, "show_default": False, "help": "B.  [default: 20, or the module's]"},
+    "seq": {"default": None, "show_default": False, "help": "T.  [default: 300, or the module's]"},
+    "training": {"help": "Time forward and backward, with the gradients of x and all weights."}}
+OF_CALL = ("cell", "batch", "seq", "training", "threads")  # what a module's file leaves open
 
 
-
-@click.command(epilog="\b\nExample:\n  ecornn bench lstm800.so --seq 300 --batch 20",
-               context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("module", type=click.Path(path_type=Path))
-@click.option("--seq", type=SIZE, help="T.  [default: the module's]")
-@click.option("--batch", type=SIZE, help="B.  [default: the module's]")
+@click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("module", required=False, type=click.Path(dir_okay=False, path_type=Path))
+@every([click.option(f"--{name}", **PROPERTIES[name] | CHANGED.get(name, {})) for name in LAYER])
+@TARGET
+@click.option("--threads", type=click.IntRange(1, 1024),
+              help="Of every side, on a CPU.  [default: the physical cores]")
+@click.option("--against", metavar="SIDE,...", help=(
+    "Whom to compare with: cudnn, torch, onnxruntime, or none. torch is torch.nn's layer, on a GPU without cuDNN; of a "
+    "cell that torch.nn has not a loop over its step. cudnn is, of such a cell, its nearest.  [default: cudnn on a "
+    "GPU, torch on a CPU, if PyTorch is installed]"))
+@click.option("--grid", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+              help="Many layers: CSV, or a JSON list of objects, with the options' names. What a line leaves open the "
+                   "options say.")
+@click.option("--reproduce", metavar="FILE[:N]",
+              help="The N-th row of results, of --json or --csv, again, and beside it.")
 @click.option("--seconds", type=click.FloatRange(min=0.01), default=2.0, show_default=True,
-              help="About so long at most for each contestant: 3 to 20 samples, up to 80 where they do not settle.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the data.")
+              help="Of timing each side, about; a few runs at least.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of weights and inputs.")
+@click.option("--csv", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+              help="Also write a line for each layer to this file, as they are done.")
 @JSON
 @plain_errors
-def bench(module: Path, seq: int | None, batch: int | None, seconds: float, seed: int, json: bool) -> None:
-    """Times a module, against PyTorch on the same device if it is installed.
+@ended_like_ctrl_c()
+def bench(module: Path | None, target: str | None, threads: int | None, against: str | None, grid: Path | None,
+          reproduce: str | None, seconds: float, seed: int, csv: Path | None, json: bool, **layer: Any) -> None:
+    """Times a layer, or a module's file, against other libraries.
 
-    Contestants take turns; x and weights are random; the times are of whole layers, weights bound.
+    The layer is compiled with the best tuning records that apply. All sides get the same random weights and inputs.
+    Each one's output, or gradients, are held against float64 first: what is wrong is not timed. Then sides take turns,
+    after a warm-up, on inputs that are new in each; on a GPU as CUDA graphs. Times are microseconds a step: the median
+    and percentiles of whole calls, divided by T.
     """
-    import numpy as np
+    from ecornn.bench.measure import Plan
+    from ecornn.bench.peers import named
+    from ecornn.bench.results import CsvFile, environment, read_row
+    from ecornn.bench.shown import shown
+    from ecornn.cli.saying import Saying
 
-    from ecornn.errors import ArgumentError
-    from ecornn.runtime.host_check import check_host
-    from ecornn.runtime.loader import load
-    from ecornn.tune.arrays import arrays_for
-    from ecornn.tune.timing import Contestant, race
-
-    loaded = load(module)
-    check_host(loaded.manifest.device, 0)
-    manifest, work = loaded.manifest, loaded.manifest.workload
-    steps, rows = seq or work.seq, batch or work.batch
-    if rows > work.batch:
-        raise ArgumentError("--batch", rows, f"at most {work.batch}, what the module was compiled for")
-    memory, rng = arrays_for(loaded), np.random.default_rng(seed)
-    bound = work.hidden ** -0.5
-    weights = {p.name: rng.uniform(-bound, bound, p.shape).astype(np.float32) for p in manifest.parameters}
-    x = memory.put(rng.uniform(-1, 1, (steps, rows, work.input)))
-    layer = loaded.bind(weights)
-    contestants = {"ecornn": Contestant(lambda: layer(x), memory.clock)}
-    other = torch_layer(manifest, weights, x)
-    if other is not None:
-        contestants["PyTorch"] = Contestant(other, memory.clock)
-    of = f", {manifest.stack}" if str(manifest.stack) else ""
-    of += f", {manifest.overlap}" if manifest.overlap != SERIAL else ""
-    if not json:  # before some seconds of silence
-        click.echo(f"{work.cell} T={steps} B={rows} I={work.input} H={work.hidden} {work.dtype}{of} "
-                   f"on {manifest.device.name}, {manifest.schedule}")
-    times = race(list(contestants.values()), span=seconds)
+    given = {name: value for name, value in (layer | {"target": target, "threads": threads}).items()
+             if value not in (None, False)}
+    if reproduce is not None and (given or module is not None or grid is not None):
+        raise ArgumentError("--reproduce", reproduce, "nothing beside it that says what is timed: its row does")
+    earlier: Earlier | None = read_row(reproduce) if reproduce is not None else None
+    cases = asked(module, grid, earlier, given)
+    sides = named(against) if against is not None else earlier.against if earlier is not None else None
+    rows: list[Row] = []
+    stopped = False
+    with contextlib.ExitStack() as stack:
+        plan = Plan(sides, seconds, seed, stack.enter_context(Saying()))
+        file = CsvFile(stack.enter_context(csv.open("w", newline=""))) if csv is not None else None
+        try:
+            for row in measured(cases, plan, earlier):
+                rows.append(row)
+                if file is not None:
+                    file.add(row)
+                if not json:
+                    click.echo("\n".join(shown(row)))
+        except KeyboardInterrupt:
+            stopped = True
+    if stopped:
+        click.echo(f"stopped: {len(rows)} of {len(cases)} layers were done", err=True)
     if json:
-        as_json(measured(manifest, steps, rows, dict(zip(contestants, times, strict=True))))
-        return
-    medians = {}
-    for name, runs in zip(contestants, times, strict=True):
-        low, middle, high = (float(v) for v in np.percentile(runs, (20, 50, 80)) * 1e6 / steps)
-        medians[name] = middle
-        click.echo(f"{name:8} {middle:10.4g} µs/step   p20 {low:.4g}  p80 {high:.4g}   "
-                   f"{middle * steps / 1e3:.4g} ms a sequence, {len(runs)} runs")
-    if "PyTorch" in medians:
-        click.echo(f"ecornn takes {medians['ecornn'] / medians['PyTorch']:.3f} of PyTorch's time")
+        from msgspec import to_builtins
+
+        whole = {"environment": environment()}
+        as_json(whole | ({"rows": rows} if grid is not None or not rows else to_builtins(rows[0])))
+    if stopped or not all(row.good for row in rows):
+        raise SystemExit(130 if stopped else 1)
 
 
-def measured(manifest: Manifest, steps: int, rows: int, times: dict[str, list[float]]) -> dict[str, Any]:
-    """What was timed and each contestant's µs a step, for programs."""
-    import numpy as np
+def asked(module: Path | None, grid: Path | None, earlier: Earlier | None, given: dict[str, Any]) -> list[Case]:
+    """The cases. Raises :class:`ArgumentError` for options that do not go together."""
+    from ecornn.bench.case import Case
+    from ecornn.bench.results import read_cases
 
-    sides = {}
-    for name, runs in times.items():
-        low, middle, high = (float(v) for v in np.percentile(runs, (20, 50, 80)) * 1e6 / steps)
-        sides[name] = {"p20": low, "median": middle, "p80": high, "runs": len(runs)}
-    return {"workload": manifest.workload, "stack": manifest.stack, "device": manifest.device.name,
-            "schedule": manifest.schedule, "seq": steps, "batch": rows, "us_per_step": sides}
+    if earlier is not None:
+        return [earlier.case]
+    if grid is not None:
+        if module is not None:
+            raise ArgumentError("--grid", str(grid), "none beside a module's file")
+        from msgspec import structs, to_builtins
+
+        return [structs.replace(Case(**given), **to_builtins(case)) for case in read_cases(grid)]
+    if module is not None and (beside := [name for name in given if name not in OF_CALL]):
+        raise ArgumentError(f"--{beside[0]}", given[beside[0]], "none beside a module's file, which says it")
+    return [Case(**given, module=str(module) if module is not None else None)]
 
 
-def torch_layer(manifest: Manifest, weights: dict[str, Any], x: Any) -> Callable[[], Any] | None:
-    """PyTorch's layer with the same weights on ``x``; None (and why, printed) where it has none."""
-    import importlib.util
+def measured(cases: list[Case], plan: Plan, earlier: Earlier | None) -> Iterator[Row]:
+    """Rows as they are done. One layer of a grid that cannot be measured does not end the others."""
+    from ecornn.bench.measure import failed, measure
+    from ecornn.errors import EcornnError, MissingPackageError
 
-    from ecornn.tune.arrays import torch_sees_gpu
-
-    work, on_gpu = manifest.workload, manifest.device.kind == "cuda"
-    if importlib.util.find_spec("torch") is None or (on_gpu and not torch_sees_gpu()):
-        click.echo("PyTorch is not installed for this device: nothing to compare with", err=True)
-        return None
-    layer = layer_of(work, manifest.stack, manifest.device.kind)
-    if layer is None:
-        what = f"layer that goes in reverse only: {work.cell}" if manifest.stack.reverse else f"cell {work.cell}"
-        click.echo(f"PyTorch has no {what}: nothing to compare with", err=True)
-        return None
-    import torch
-
-    layer.load_state_dict({n: torch.from_numpy(w) for n, w in weights.items()})
-    data = x if isinstance(x, torch.Tensor) else torch.from_numpy(x)
-
-    def run() -> Any:
-        with torch.inference_mode():
-            return layer(data)
-
-    return run
+    for number, case in enumerate(cases, 1):
+        if len(cases) > 1:
+            plan.told(f"[{number}/{len(cases)}]")
+        try:
+            row = measure(case, plan)
+        except MissingPackageError:  # of which every other layer would say the same
+            raise
+        except EcornnError as error:
+            if len(cases) == 1:
+                raise
+            click.echo(f"[{number}/{len(cases)}] error: {error}", err=True)
+            row = failed(case, plan, str(error))
+        if earlier is not None:
+            row.earlier = earlier.medians
+            for what in ("device", "schedule"):
+                then, now = getattr(earlier, what), getattr(row, what)
+                if then != now:
+                    click.echo(f"the {what} was {then} then, and is {now} now", err=True)
+        yield row

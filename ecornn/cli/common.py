@@ -105,6 +105,11 @@ PROPERTIES: dict[str, dict[str, Any]] = {
                      "than states.  [default: gates, up to 1 GiB; else states]"},
 }
 
+TARGET = click.option("--target", metavar="cuda|cpu|ARCH", help=(
+    "The GPU at hand, this CPU, a GPU's architecture such as sm_90a, or LLVM's name of a CPU such as neoverse-v1; to "
+    "tune or time, one that is in this machine or, to tune, behind --tracker.  [default: cuda if there is a GPU, "
+    "else cpu]"))
+
 
 def layer_options(required: bool = True, many: bool = False, target: bool = True) -> Callable[[F], F]:
     """The properties of a workload, and --target, unless without ``target``.
@@ -121,10 +126,7 @@ def layer_options(required: bool = True, many: bool = False, target: bool = True
                 more |= {"default": (settings["default"],)} if "default" in settings else {}
             options.append(click.option(f"--{name}", **settings | more))
     if target:
-        options.append(click.option("--target", metavar="cuda|cpu|ARCH", help=(
-            "The GPU at hand, this CPU, a GPU's architecture such as sm_90a, or LLVM's name of a CPU such as "
-            "neoverse-v1; to tune, one that is in this machine or behind --tracker.  [default: cuda if there is a GPU, "
-            "else cpu]")))
+        options.append(TARGET)
     return every(options)
 
 

@@ -1,4 +1,4 @@
-"""PyTorch's layer of the same sizes beside ours: for `ecornn bench`, and as a mark in the display of `ecornn tune`."""
+"""PyTorch's layer of the same sizes as a mark in the display of `ecornn tune`."""
 
 from __future__ import annotations
 
@@ -6,28 +6,16 @@ import importlib.util
 import json
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ecornn.workload import SINGLE, Stack, Workload
+from ecornn.bench.torch_layers import TORCH, layer_of
+from ecornn.workload import SINGLE, Workload
 
 if TYPE_CHECKING:
     from ecornn.device import Device
 
-TORCH = {"lstm": ("LSTM", {}), "gru": ("GRU", {}), "rnn_tanh": ("RNN", {"nonlinearity": "tanh"}),
-         "rnn_relu": ("RNN", {"nonlinearity": "relu"})}
 SECONDS = 1.0  # of runs
 PATIENCE = 20.0  # seconds, with the import of PyTorch
-
-
-def layer_of(work: Workload, stack: Stack, kind: str) -> Any:
-    """``torch.nn``'s layer with weights of its own, on the device; None where PyTorch has none like it."""
-    if work.cell not in TORCH or stack.reverse:
-        return None
-    import torch
-
-    name, options = TORCH[work.cell]
-    layer = getattr(torch.nn, name)(work.input, work.hidden, stack.layers, bidirectional=stack.bidirectional, **options)
-    return layer.to(device="cuda" if kind == "cuda" else "cpu", dtype=getattr(torch, work.dtype))
 
 
 def torch_us(work: Workload, device: Device) -> float | None:

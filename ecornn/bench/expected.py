@@ -1,0 +1,121 @@
+"""What must come of a layer, in float64, and how near to it a side must be."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ecornn.bench.machines import Results
+from ecornn.bench.sides import Side, Subject, Weights
+from ecornn.cells import Cell
+from ecornn.errors import CellError, MissingPackageError
+from ecornn.tune.oracle import has_formula, norm
+from ecornn.tune.tolerance import GRADIENTS, INTEGERS, TOLERANCE
+
+Exact = Mapping[str, np.ndarray]  # as a side's results
+EXACT = 1e-12  # of gradients in float64
+AGREE = 1e-9  # between two references, of which each has its roundings in float64
+ROUNDED = {"bfloat16": 1e-1, "float16": 1e-2}  # weights that are rounded to these in a layer of float32
+PEER = 4.0  # times as far from float64 as ours alone may be a library of 16 bits, which rounds its states in each step
+FAINT = 1e-6  # a gradient is held against the largest one's norm, times this, if it is smaller still
+ALONE = "ecornn"
+
+
+def expected(subject: Subject, cell: Cell, weights: Weights) -> Exact:
+    """The results of a layer of the cell, on the inputs as they are: y by formulas in NumPy, else by the te graph as it
+    was written. Gradients are PyTorch's, of its own layer in float64 or of a loop over the te graph, whose y must be
+    that of NumPy; in a process without PyTorch those of the formulas, which take long, and
+    :class:`MissingPackageError` where a cell has none.
+    """
+    arrays, reverse = subject.machine.arrays, subject.stack.reverse
+    x = arrays.get(subject.inputs["x"])
+    x = x[::-1] if reverse else x
+    if not subject.training:
+        y = _forward(subject, cell, x, weights)
+        return {"y": y[::-1] if reverse else y}
+    dy = arrays.get(subject.inputs["dy"])
+    width = subject.stack.directions * len(cell.output_names()) * subject.work.hidden
+    dy = (dy[::-1] if reverse else dy)[..., :width]
+    if importlib.util.find_spec("torch") is not None:
+        dx, found = _by_torch(subject, cell, x, weights, dy)
+    elif has_formula(cell):
+        from ecornn.numpy_gradients import reference_gradients
+
+        dx, found, _ = reference_gradients(cell.identity(), x, weights, dy=dy)
+    else:
+        raise MissingPackageError(f"torch is not installed, by which the gradients of cell {cell.name!r} are checked: "
+                                  "install ecornn's extra [bench], or pip install torch")
+    return {"x": dx[::-1] if reverse else dx, **found}
+
+
+def _forward(subject: Subject, cell: Cell, x: Any, weights: Weights) -> Any:
+    """y (T, B, D*O*H) of x."""
+    from ecornn.numpy_layers import checked, run
+    from ecornn.numpy_reference import formula_of
+
+    work, count = subject.work, subject.stack.count
+    shape = (count, subject.rows, work.hidden) if count > 1 else (subject.rows, work.hidden)
+    state = [np.zeros(shape) for _ in cell.states]  # which says how large H is
+    if has_formula(cell):
+        formula = formula_of(cell.identity())
+    else:
+        from ecornn.interpreter import formula_of_cell
+
+        formula = formula_of_cell(cell, x, weights, state)
+    return run(checked(formula, x, weights, state, None, None))[0]
+
+
+def _by_torch(subject: Subject, cell: Cell, x: Any, weights: Weights, dy: Any) -> tuple[Any, dict[str, Any]]:
+    """Gradients of x and the weights; x and dy in the order in which they are read."""
+    import torch
+
+    from ecornn.bench.torch_layers import exact_layer
+
+    run, parameters, device = exact_layer(subject, cell, weights)
+    rows, above = (torch.as_tensor(np.ascontiguousarray(value)).to(device) for value in (x, dy))
+    rows.requires_grad_()
+    y = run(rows, parameters)
+    if relative(y.detach().cpu().numpy(), _forward(subject, cell, x, weights)) > AGREE:
+        raise CellError(f"cell {cell.name!r}: PyTorch and NumPy, both in float64, do not agree on what its step is")
+    dx, *others = (g.cpu().numpy() for g in torch.autograd.grad(y, [rows, *parameters.values()], above))
+    return dx, dict(zip(parameters, others, strict=True))
+
+
+def relative(value: Any, exact: Any, least: float = 0.0) -> float:
+    """||value - exact|| / ||exact||, or to ``least`` if that is more; infinite where value has what is no number."""
+    if value.shape != exact.shape or not np.isfinite(value).all():
+        return float("inf")
+    return norm(value - exact) / max(norm(exact), least, 1e-300)
+
+
+def errors_of(subject: Subject, found: Results, exact: Exact) -> dict[str, float]:
+    """Of each result."""
+    least = FAINT * max(map(norm, exact.values()))
+    return {name: relative(subject.machine.arrays.get(found[name]), value, least) for name, value in exact.items()}
+
+
+def own_limit(subject: Subject) -> float:
+    """How far ours may be where no library says how far one is."""
+    work = subject.work
+    if subject.training:
+        return EXACT if work.dtype == "float64" else GRADIENTS[work.arithmetic]
+    if work.weights is not None:
+        return INTEGERS.get(work.weights) or ROUNDED.get(work.weights, TOLERANCE[work.arithmetic])
+    return TOLERANCE[work.arithmetic]
+
+
+def limits_of(subject: Subject, side: Side, errors: Mapping[str, Mapping[str, float]],
+              sides: Mapping[str, Side]) -> dict[str, float]:
+    """How far each result of a side may be. Ours in 16 bits or TF32: twice as far as the farthest library that computes
+    the same in that type, and else as :func:`own_limit` says; so is every other in float32 and float64."""
+    own, arithmetic = own_limit(subject), subject.work.arithmetic
+    names = errors[side.name]
+    if arithmetic in ("float32", "float64") or subject.work.weights is not None:
+        return dict.fromkeys(names, own)
+    if side.name != ALONE:
+        return dict.fromkeys(names, PEER * own)
+    peers = [of for name, of in errors.items() if name != ALONE and sides[name].cell is side.cell]
+    return {name: max((2 * of[name] + 1e-6 for of in peers if of[name] <= PEER * own), default=own) for name in names}

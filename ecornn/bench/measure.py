@@ -1,0 +1,194 @@
+"""A case measured: ours made ready, every side checked, and those that are right timed in turns."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from msgspec import structs
+
+from ecornn.bench.case import Case
+from ecornn.bench.expected import errors_of, expected, limits_of
+from ecornn.bench.machines import Ready, machine_of
+from ecornn.bench.peers import installed, peer, usual
+from ecornn.bench.results import OURS, Row
+from ecornn.bench.sides import Side, Subject, ours, random_weights, uniform_weights
+from ecornn.bench.turns import Times
+from ecornn.cells import Cell
+from ecornn.errors import ArgumentError
+from ecornn.runtime.host_check import check_host
+from ecornn.runtime.loader import Module, load
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How cases are measured: against whom (None: who is there), ``seconds`` of timing a side, ``seed`` of the weights
+    and inputs; ``told`` is called with what comes next."""
+
+    against: tuple[str, ...] | None
+    seconds: float = 2.0
+    seed: int = 0
+    told: Callable[[str], object] = lambda text: None
+
+
+def measure(case: Case, plan: Plan) -> Row:
+    """Times a case.
+
+    Raises what :func:`ecornn.compile` and ``ecornn.load`` raise; :class:`~ecornn.errors.MissingPackageError` where a
+    side that was asked for is not installed; :class:`~ecornn.errors.ArgumentError` for what a module was not compiled
+    for.
+    """
+    with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
+        module, cell, against = made(case, plan, Path(folder) / "layer.so")
+        rng, manifest = np.random.default_rng(plan.seed), module.manifest
+        subject = Subject(module, cell, case.seq or manifest.workload.seq, case.batch or manifest.workload.batch,
+                          _threads(case, manifest.device.kind), case.training, machine_of(module, plan.seed))
+        weights = (uniform_weights(module, rng) if cell is None else
+                   random_weights(cell, subject.work, subject.stack, rng))
+        case = _whole(case, subject)
+        row = Row(case=case, command=shlex.join(case.command(against)), device=manifest.device.name,
+                  workload=subject.work, stack=subject.stack, seq=subject.steps, batch=subject.rows,
+                  schedule=manifest.schedule, config=manifest.config, provenance=manifest.provenance)
+        sides = {OURS: ours(subject, weights)}
+        for name in against:
+            found = peer(name, subject, weights, rng)
+            if isinstance(found, str):
+                row.left_out[name] = found
+                plan.told(f"{name} is left out: {found}")
+            else:
+                sides[name] = found
+        row.about = {name: side.about for name, side in sides.items()}
+        _time(row, subject, _checked(row, subject, sides, plan), plan)
+        return row
+
+
+def made(case: Case, plan: Plan, out: Path) -> tuple[Module, Cell | None, tuple[str, ...]]:
+    """The module, compiled to ``out`` where it is not there; its cell, if that is known; and whom it is compared with,
+    all of whom are installed."""
+    if case.module is not None:
+        module = load(case.module)
+        check_host(module.manifest.device, 0)
+        return module, _cell_of(module, case), _against(plan, module.manifest.device.kind)
+    from ecornn.compiler import build, plan_layer
+
+    layer = case.layer()
+    plan.told(f"planning {layer.workload}")
+    planned = plan_layer(layer, target=case.target)
+    check_host(planned.device, 0)
+    against = _against(plan, planned.device.kind)
+    for of, text, why in planned.why():
+        plan.told(f"schedule{f' of {of}' if of else ''}: {text} ({why})")
+    plan.told("compiling")
+    build(planned, out)
+    return load(out), planned.cell, against
+
+
+def _threads(case: Case, kind: str) -> int | None:
+    """Of every side, on a CPU."""
+    if kind != "llvm":
+        if case.threads is not None:
+            raise ArgumentError("--threads", case.threads, "none on a GPU")
+        return None
+    from ecornn.host_cpu import physical_cores
+
+    return case.threads or physical_cores(sorted(os.sched_getaffinity(0)))
+
+
+def _whole(case: Case, subject: Subject) -> Case:
+    """The case with what it left open, so that its command does not depend on defaults, or on the machine."""
+    open_: dict[str, Any] = {"seq": subject.steps, "batch": subject.rows, "threads": subject.threads}
+    if case.module is None:
+        open_ |= {"dtype": subject.work.dtype, "target": "cuda" if subject.kind == "cuda" else "cpu"}
+    return structs.replace(case, **{name: value for name, value in open_.items() if getattr(case, name) is None})
+
+
+def _against(plan: Plan, kind: str) -> tuple[str, ...]:
+    if plan.against is None:
+        found = usual(kind)
+        if not found:
+            plan.told("PyTorch is not installed for this device: nothing to compare with")
+        return found
+    installed(plan.against, kind)
+    return plan.against
+
+
+def _cell_of(module: Module, case: Case) -> Cell | None:
+    """A module's cell: a built-in one, or the one that is named, if the module is of that."""
+    from ecornn.cells import BUILTIN, get
+    from ecornn.cells.naming import load_cell
+
+    name = module.manifest.workload.cell
+    if case.cell is None:
+        return get(name) if "@" not in name and name.partition("(")[0] in BUILTIN else None
+    cell = load_cell(case.cell)
+    if cell.identity() != name:
+        raise ArgumentError("--cell", case.cell, f"the cell of {module.path}, {name}; this one is {cell.identity()}")
+    return cell
+
+
+def _checked(row: Row, subject: Subject, sides: Mapping[str, Side], plan: Plan) -> dict[str, Ready]:
+    """The sides whose results are right; the row has the others."""
+    ready: dict[str, Ready] = {}
+    for name, side in sides.items():
+        plan.told(f"making {name} ready")
+        try:
+            ready[name] = subject.machine.ready(side.call)
+            ready[name].run()
+        except Exception as error:  # whatever a library cannot do, the others are timed
+            if name == OURS:
+                raise
+            row.left_out[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            plan.told(f"{name} is left out: {row.left_out[name]}")
+    sides = {name: side for name, side in sides.items() if name not in row.left_out}
+    subject.refill()  # so that what a graph wrote when it was captured is nobody's result
+    errors: dict[str, dict[str, float]] = {}
+    answers: dict[int, Mapping[str, np.ndarray]] = {}
+    for name, side in sides.items():
+        if side.cell is None:
+            plan.told(f"{name} is not checked: the module does not hold the cell's step; name it with --cell")
+            row.errors[name] = None
+            continue
+        if id(side.weights) not in answers:
+            plan.told(f"computing what {name} must give, in float64")
+            answers[id(side.weights)] = expected(subject, side.cell, side.weights)
+        errors[name] = errors_of(subject, ready[name].results(), answers[id(side.weights)])
+    for name, found in errors.items():
+        limits = limits_of(subject, sides[name], errors, sides)
+        worst = max(found, key=lambda result: found[result] / limits[result])
+        row.errors[name], row.limits[name] = found[worst], limits[worst]
+        if not found[worst] <= limits[worst]:
+            what = f"gradient of {worst}" if subject.training else worst
+            row.wrong[name] = f"{what}: error {found[worst]:.2e}, allowed {limits[worst]:.2e}"
+    if OURS not in row.wrong and not _repeats(subject, ready[OURS]):
+        row.wrong[OURS] = "two runs on one input differ"
+    return {name: ready[name] for name in sides if name not in row.wrong}
+
+
+def _repeats(subject: Subject, side: Ready) -> bool:
+    """Whether two runs give the same bits."""
+    get = subject.machine.arrays.get
+    first = {name: get(value).copy() for name, value in side.results().items()}
+    return all(np.array_equal(first[name], get(value), equal_nan=True) for name, value in side.results().items())
+
+
+def _time(row: Row, subject: Subject, ready: Mapping[str, Ready], plan: Plan) -> None:
+    """Fills in the times."""
+    if not ready:
+        return
+    plan.told(f"timing {', '.join(ready)}")
+    times, row.disturbed = subject.machine.take_turns(ready, subject.refill, plan.seconds * len(ready))
+    row.us_per_step = {name: Times.of(of, subject.steps) for name, of in times.items()}
+    if OURS in row.us_per_step:
+        own = row.us_per_step[OURS].median
+        row.ratios = {name: of.median / own for name, of in row.us_per_step.items() if name != OURS}
+
+
+def failed(case: Case, plan: Plan, why: str) -> Row:
+    """A row of a case that could not be measured."""
+    return Row(case=case, command=shlex.join(case.command(plan.against or ())), failed=why)
