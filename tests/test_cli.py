@@ -43,16 +43,7 @@ def run(*arguments: str, code: int = 0) -> str:
     return result.output
 
 
-@pytest.mark.parametrize("command", [
-    "tune", "compile", "check-cell", "bench", "report", "serve", "doctor", "log", "log ls", "log best", "log stats",
-    "log merge", "log export", "log import", "log prune", "log verify"])
-def test_every_command_has_help(command):
-    assert "Usage:" in run(*command.split(), "--help")
-
-
-def test_help_teaches_by_examples_and_is_fast():
-    for command in ("tune", "compile", "check-cell", "bench"):
-        assert "Example" in run(command, "--help")
+def test_help_is_fast():
     program = "import ecornn.cli, sys; assert not {'tvm', 'numpy', 'torch', 'xgboost'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
 

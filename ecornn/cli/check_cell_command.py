@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 EPILOG = """\b
 Examples:
-  ecornn check-cell mine.py:Mine                     this CPU, and code for an H100
-  ecornn check-cell mine.py:Mine --hidden 96         for cells with heads or groups
+  ecornn check-cell mine.py:Mine              this CPU, and code for an H100
+  ecornn check-cell mine.py:Mine --hidden 96  for cells with heads or groups
   ecornn check-cell mine.py:Mine --target sm_80 --target sm_90a --json
-  ecornn check-cell 'lstm(peepholes)'                built-in cells, too
+  ecornn check-cell 'lstm(peepholes)'         built-in cells, too
 
 \b
 What the columns say:
   right   built, run, and within its limit of the te step in NumPy float64
-  wrong   beyond it: a fault of ecornn, or of an operator that is not continuous
+  wrong   beyond it: a fault of ecornn, or of an operator that jumps
   yes     the schedule serves the cell, and its CUDA code was generated
   no      it does not; the reason is below the table
   fails   an error that nobody foresaw
-Exits with 1 where the step cannot be analysed, or anything is wrong or fails.
+Exits with 1 where a step cannot be analysed, or anything is wrong or fails.
 """
 WIDTH = 80
 EVERY = 5.0  # seconds between two lines of progress where there is no terminal

@@ -9,23 +9,24 @@ from typing import TYPE_CHECKING
 import click
 
 from ecornn.cli.common import JSON, as_json, plain_errors
+from ecornn.cli.help_text import Commands
 
 if TYPE_CHECKING:
     from ecornn.tune.log import Line, Log
 
 EPILOG = """\b
 Without FILES the commands read your data folder and the logs that ship:
-  ecornn log ls                                files, runs, trials
-  ecornn log best                              the fastest schedule of each layer and device
-  ecornn log verify --sample 4                 measure some of them again, here
+  ecornn log ls                           files, runs, trials
+  ecornn log best                         fastest of each layer and device
+  ecornn log verify --sample 4            measure some of them again, here
 Sharing:
-  ecornn log export --best -o mine.jsonl       what an application or a friend needs
-  ecornn log import theirs.jsonl               into your folder, where look-up finds them
+  ecornn log export --best -o mine.jsonl  what an application needs
+  ecornn log import theirs.jsonl          into your folder, for look-up
   ecornn log merge mine.jsonl theirs.jsonl -o both.jsonl
 """
 
 
-@click.group(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 def log() -> None:
     """Shows, shares and checks tuning records."""
 

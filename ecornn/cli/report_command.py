@@ -11,7 +11,7 @@ from ecornn.cli.log_command import collect
 
 EPILOG = """\b
 Examples:
-  ecornn report -o report.html                       what was tuned on this machine
+  ecornn report -o report.html     what was tuned on this machine
   ecornn report theirs.jsonl -o theirs.html
 """
 

@@ -8,8 +8,10 @@ import click
 
 from ecornn.cli.common import ended_like_ctrl_c, plain_errors
 
-EPILOG = """\b
+EPILOG = """\
 One tracker, a server on each GPU or CPU, and a tuner, which has all servers of its key until it ends:
+
+\b
   python -m tvm.exec.rpc_tracker --host 127.0.0.1 --port 9190
   CUDA_VISIBLE_DEVICES=0 ecornn serve --tracker 127.0.0.1:9190 --key h100
   CUDA_VISIBLE_DEVICES=1 ecornn serve --tracker 127.0.0.1:9190 --key h100
