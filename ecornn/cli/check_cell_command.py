@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ecornn.cli.common import SIZE, plain_errors
+from ecornn.cli.common import JSON, SIZE, as_json, plain_errors
 
 if TYPE_CHECKING:
     from ecornn.cli.cell_checks import Outcome, Report
@@ -41,16 +41,14 @@ EVERY = 5.0  # seconds between two lines of progress where there is no terminal
 @click.option("--batch", type=SIZE, default=4, show_default=True, help="Batch B.")
 @click.option("--target", "targets", multiple=True, metavar="cpu|ARCH", default=("cpu", "sm_90a"), show_default=True,
               help="This CPU, or a GPU's architecture, which needs no GPU. May be repeated.")
-@click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
+@JSON
 @plain_errors
-def check_cell(cell: str, hidden: int, input: int | None, batch: int, targets: tuple[str, ...], as_json: bool) -> None:
+def check_cell(cell: str, hidden: int, input: int | None, batch: int, targets: tuple[str, ...], json: bool) -> None:
     """Tries a cell with every schedule and type, at a small size, and says what serves it and why the rest does not.
 
     Whether its step can be analysed and differentiated, whether a CPU's result and gradients are those of the step
     carried out in NumPy float64, and what a GPU has code for. It takes about twenty seconds, and no GPU.
     """
-    import msgspec
-
     from ecornn.cells.naming import load_cell
     from ecornn.cli.cell_checks import check_cell as checked
     from ecornn.targets import resolve
@@ -67,7 +65,10 @@ def check_cell(cell: str, hidden: int, input: int | None, batch: int, targets: t
             click.echo(f"... {text}", err=True)
 
     report = checked(cell, load_cell(cell), hidden, input, batch, devices, told)
-    click.echo(msgspec.json.format(msgspec.json.encode(report)).decode() if as_json else table(report))
+    if json:
+        as_json(report)
+    else:
+        click.echo(table(report))
     if not report.good:
         raise SystemExit(1)
 

@@ -19,11 +19,12 @@ from ecornn.layer_spec import usual_dtype
 from ecornn.workload import BATCH, DTYPES, KEEPS, PRECISIONS, SEQ, WEIGHTS, Workload
 
 F = TypeVar("F", bound=Callable[..., Any])
+STOPPED = 130  # as shells say of a program that SIGINT has ended
 SIZE = click.IntRange(min=1, max=1 << 20)
 
 
 def plain_errors(function: F) -> F:
-    """An :class:`EcornnError`, and what the system says of a file, become one message and exit code 2."""
+    """An :class:`EcornnError`, and what the system says of a file, become one message and exit code 2, Ctrl-C 130."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -40,6 +41,9 @@ def plain_errors(function: F) -> F:
                 raise
             click.echo(f"error: {error}", err=True)
             raise SystemExit(2) from None
+        except KeyboardInterrupt:  # of which click would make a 1, which says that something failed
+            click.echo("\nstopped", err=True)
+            raise SystemExit(STOPPED) from None
 
     return wrapper  # type: ignore[return-value]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from ecornn.cli.common import JSON, as_json, command_line, ended_like_ctrl_c, layer_options, plain_errors
+from ecornn.cli.common import JSON, STOPPED, as_json, command_line, ended_like_ctrl_c, layer_options, plain_errors
 from ecornn.cli.workload_files import NAMES, combinations, read
 from ecornn.workload import Workload
 
@@ -114,7 +114,7 @@ def tune(context: click.Context, target: str | None, timeout: float, seed: int, 
     except KeyboardInterrupt:
         click.echo("\nStopped. Every trial that was done is in the log; the same command goes on"
                    + ("" if options["resume"] else ", without --no-resume") + ".", err=True)
-        raise SystemExit(130) from None
+        raise SystemExit(STOPPED) from None
     if json:
         as_json([{"workload": one.workload, "device": one.device.name, "log": str(one.log), "finish": one.finish,
                   "failures": one.failures, "gain": one.gain} for one in found])
