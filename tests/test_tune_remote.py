@@ -82,6 +82,8 @@ def servers(tracker: Tracker, count: int, target: str = "cpu") -> Iterator[list[
     finally:
         for process in started:
             kill_tree(process)
+            assert process.stdout is not None
+            process.stdout.close()
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import click
 
@@ -32,7 +32,7 @@ def folded(paragraph: str, room: int) -> Iterator[str]:
 class Formatter(click.HelpFormatter):
     """Click's, for narrow terminals, too."""
 
-    def write_dl(self, rows: Sequence[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
+    def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
         """Options or commands with what they mean."""
         super().write_dl(rows, col_max if self.width >= NARROW else NAMES, col_spacing)
 

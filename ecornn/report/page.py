@@ -9,14 +9,16 @@ from typing import Any
 
 from ecornn.errors import MissingPackageError
 from ecornn.explain import FloorTerms, StepSummary
-from ecornn.report import svg
+from ecornn.report import chip_map, svg
 from ecornn.report.effects import Effect, effects
-from ecornn.report.layers import Layer, chip, floor_of, layers, step_of, task_of, teraflops
+from ecornn.report.layers import Layer, chip, cut_of, floor_of, layers, stages_of, step_of, task_of, teraflops
+from ecornn.report.rooflines import rooflines
 from ecornn.report.searches import SearchRun, searches
 from ecornn.tune.gain import words
 from ecornn.tune.log import Log
 
 SEARCHES, LAYERS = 12, 200  # shown of each, the latest and the first
+TERMS = {"exchange": "fill0", "products": "fill1", "product of x": "fill2", "bytes": "fill3", "gates": "fill4"}
 SERIES, LINES = 3, 6  # sizes that make a line, and lines of a picture
 
 
@@ -32,8 +34,11 @@ class Section:
     step: StepSummary | None
     teraflops: float | None
     chip: dict[str, float]
+    map: str
+    map_words: str
     floor: FloorTerms | None
-    floor_picture: str
+    stages: dict[str, float]
+    time_picture: str
 
 
 def render(log: Log, *, most: int = SEARCHES, title: str = "ecornn tuning report") -> str:
@@ -54,7 +59,8 @@ def render(log: Log, *, most: int = SEARCHES, title: str = "ecornn tuning report
     template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     return template.render(title=title, version=version("ecornn"), sections=[section(run) for run in runs[:most]],
                            searches=len(runs), trials=sum(len(r.search) for r in runs), layers=found[:LAYERS],
-                           more_layers=max(0, len(found) - LAYERS), plots=plots(found), problems=log.problems)
+                           more_layers=max(0, len(found) - LAYERS), plots=plots(found), roofs=rooflines(found),
+                           problems=log.problems)
 
 
 def section(run: SearchRun) -> Section:
@@ -63,14 +69,26 @@ def section(run: SearchRun) -> Section:
     assert best is not None and best.times is not None
     task = task_of(best)
     floor, step = floor_of(best), step_of(task)
-    terms = [("exchange", floor.exchange_us), ("products", floor.products_us), ("product of x", floor.hoisted_us),
-             ("bytes", floor.bytes_us)] if floor else []
-    shown = [(one, svg.bars([(str(v.value), v.fastest, v.median, v.chosen) for v in one.values[:24]], "µs"))
+    cut, stages = cut_of(best, task), stages_of(best, task)
+    shown = [(one, svg.ranges([(str(v.value), v.fastest, v.median, v.chosen) for v in one.values[:24]], "µs"))
              for one in effects(run, task)]
     default_us = default.times.median if default is not None and default.times else None
     return Section(run, str(best.workload), words(gain, default_us) if gain and default_us else "",
-                   svg.curve(run.curve(), default_us), shown, step, teraflops(best, step), chip(best, task), floor,
-                   svg.stacked(terms, best.times.median) if terms else "")
+                   svg.curve(run.curve(), default_us), shown, step, teraflops(best, step), chip(best, task),
+                   chip_map.picture(cut, best.device) if cut else "", chip_map.words(cut, best.device) if cut else "",
+                   floor, stages, time_picture(floor, stages, best.times.median))
+
+
+def time_picture(floor: FloorTerms | None, stages: dict[str, float], measured: float) -> str:
+    """The floor, the estimate by its stages and the measured time, µs, on one scale; nothing without the first two."""
+    rows: list[Any] = []
+    if floor is not None:
+        rows.append(("floor", [
+            (TERMS["exchange"], "exchange", floor.exchange_us), (TERMS["products"], "products", floor.products_us),
+            (TERMS["product of x"], "product of x", floor.hoisted_us), (TERMS["bytes"], "bytes", floor.bytes_us)]))
+    if stages:
+        rows.append(("estimate", [(TERMS[name], name, us) for name, us in stages.items()]))
+    return svg.stacked([*rows, ("measured", [("measured", "measured", measured)])], "µs") if rows else ""
 
 
 def plots(found: list[Layer]) -> list[tuple[str, str]]:
