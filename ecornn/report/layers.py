@@ -82,33 +82,33 @@ def schedule_of(trial: Trial, task: Task | None) -> Schedule | None:
     return schedule if task is not None and schedule is not None and schedule.revision == trial.revision else None
 
 
-def asked(trial: Trial, task: Task | None, question: Callable[[Schedule, Task], T], nothing: T) -> T:
-    """What a schedule says of a configuration; ``nothing`` where it is not, or no longer, its."""
+def asked(trial: Trial, task: Task | None, question: Callable[[Schedule, Task], T]) -> T | None:
+    """What a schedule says of a configuration; None where it is not, or no longer, its."""
     schedule = schedule_of(trial, task)
     if schedule is None or task is None:
-        return nothing
+        return None
     try:
         return question(schedule, task)
     except (EcornnError, KeyError, ValueError):  # of a knob that there is no more
-        return nothing
+        return None
 
 
 def chip(trial: Trial, task: Task | None) -> dict[str, float]:
     """What a configuration takes on the chip, by name."""
-    said = asked(trial, task, lambda schedule, task: schedule.features(task, trial.config), {})
+    said = asked(trial, task, lambda schedule, task: schedule.features(task, trial.config)) or {}
     names = CHIP | (ON_A_CPU if trial.device.kind == "llvm" else {})
     return {words: said[name] for name, words in names.items() if name in said}
 
 
 def stages_of(trial: Trial, task: Task | None) -> dict[str, float]:
     """µs of a step by stages, as the schedule's estimate has them."""
-    said = asked(trial, task, lambda schedule, task: schedule.stages(task, trial.config), {})
+    said = asked(trial, task, lambda schedule, task: schedule.stages(task, trial.config)) or {}
     return {name: ns / 1e3 for name, ns in said.items()}
 
 
 def cut_of(trial: Trial, task: Task | None) -> Cut | None:
     """How it lies on the chip."""
-    return asked(trial, task, lambda schedule, task: schedule.cut(task, trial.config), None)
+    return asked(trial, task, lambda schedule, task: schedule.cut(task, trial.config))
 
 
 def teraflops(trial: Trial, step: StepSummary | None) -> float | None:
