@@ -10,6 +10,7 @@ from typing import Any
 from ecornn.errors import MissingPackageError
 from ecornn.explain import FloorTerms, StepSummary
 from ecornn.report import chip_map, svg
+from ecornn.report.code import MarkedCode, marked
 from ecornn.report.effects import Effect, effects
 from ecornn.report.layers import Layer, chip, cut_of, floor_of, layers, stages_of, step_of, task_of, teraflops
 from ecornn.report.rooflines import rooflines
@@ -18,6 +19,7 @@ from ecornn.tune.gain import words
 from ecornn.tune.log import Log
 
 SEARCHES, LAYERS = 12, 200  # shown of each, the latest and the first
+CODES = 2  # searches whose code is shown, the latest
 TERMS = {"exchange": "fill0", "products": "fill1", "product of x": "fill2", "bytes": "fill3", "gates": "fill4"}
 SERIES, LINES = 3, 6  # sizes that make a line, and lines of a picture
 
@@ -39,6 +41,7 @@ class Section:
     floor: FloorTerms | None
     stages: dict[str, float]
     time_picture: str
+    code: MarkedCode | None
 
 
 def render(log: Log, *, most: int = SEARCHES, title: str = "ecornn tuning report") -> str:
@@ -57,14 +60,15 @@ def render(log: Log, *, most: int = SEARCHES, title: str = "ecornn tuning report
                                      lstrip_blocks=True)
     environment.filters["us"] = lambda value: f"{value:.4g}"
     template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-    return template.render(title=title, version=version("ecornn"), sections=[section(run) for run in runs[:most]],
+    sections = [section(run, number < CODES) for number, run in enumerate(runs[:most])]
+    return template.render(title=title, version=version("ecornn"), sections=sections,
                            searches=len(runs), trials=sum(len(r.search) for r in runs), layers=found[:LAYERS],
                            more_layers=max(0, len(found) - LAYERS), plots=plots(found), roofs=rooflines(found),
                            problems=log.problems)
 
 
-def section(run: SearchRun) -> Section:
-    """What the page says of a search."""
+def section(run: SearchRun, code: bool = False) -> Section:
+    """What the page says of a search; ``code``: also what was generated."""
     best, default, gain = run.best, run.default, run.gain
     assert best is not None and best.times is not None
     task = task_of(best)
@@ -76,7 +80,8 @@ def section(run: SearchRun) -> Section:
     return Section(run, str(best.workload), words(gain, default_us) if gain and default_us else "",
                    svg.curve(run.curve(), default_us), shown, step, teraflops(best, step), chip(best, task),
                    chip_map.picture(cut, best.device) if cut else "", chip_map.words(cut, best.device) if cut else "",
-                   floor, stages, time_picture(floor, stages, best.times.median))
+                   floor, stages, time_picture(floor, stages, best.times.median),
+                   marked(best, task) if code else None)
 
 
 def time_picture(floor: FloorTerms | None, stages: dict[str, float], measured: float) -> str:
