@@ -93,6 +93,9 @@ def _choice(part: Part) -> Iterator[str]:
     chip = [form.format(part.chip[name]) for name, form in CHIP.items() if name in part.chip]
     if chip:
         yield f"on the chip: {', '.join(chip)}"
+    if part.held_bytes:
+        held = ", ".join(f"{size:,} bytes in {where}" for where, size in part.held_bytes.items())
+        yield f"weights of a block: {held}"
 
 
 def _time(part: Part, no_floor: str | None) -> Iterator[str]:
@@ -104,6 +107,8 @@ def _time(part: Part, no_floor: str | None) -> Iterator[str]:
     if part.expected_us is not None:
         words.append(f"{part.expected_us:.3g} by the schedule's estimate")
     yield f"expected: {'; '.join(words) or 'nobody can say before it is measured'}"
+    if part.stages_us:
+        yield f"the estimate: {', '.join(f'{name} {us:.2g}' for name, us in part.stages_us.items())}"
     if part.floor is not None:
         f = part.floor
         yield (f"floor: {f.total_us:.3g} µs a step: exchange {f.exchange_us:.2g}, products {f.products_us:.2g}, "
