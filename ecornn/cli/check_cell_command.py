@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import textwrap
-import time
 from typing import TYPE_CHECKING
 
 import click
 
-from ecornn.cli.common import JSON, SIZE, as_json, plain_errors
+from ecornn.cli.common import JSON, SIZE, as_json, plain_errors, teller
 
 if TYPE_CHECKING:
     from ecornn.cli.cell_checks import Outcome, Report
@@ -31,7 +29,6 @@ What the columns say:
 Exits with 1 where a step cannot be analysed, or anything is wrong or fails.
 """
 WIDTH = 80
-EVERY = 5.0  # seconds between two lines of progress where there is no terminal
 
 
 @click.command("check-cell", epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
@@ -56,15 +53,7 @@ def check_cell(cell: str, hidden: int, input: int | None, batch: int, targets: t
 
     import_tvm()
     devices = [resolve(target) for target in dict.fromkeys(targets)]
-    last = time.monotonic()
-
-    def told(text: str) -> None:
-        nonlocal last
-        if sys.stderr.isatty() or time.monotonic() - last > EVERY:
-            last = time.monotonic()
-            click.echo(f"... {text}", err=True)
-
-    report = checked(cell, load_cell(cell), hidden, input, batch, devices, told)
+    report = checked(cell, load_cell(cell), hidden, input, batch, devices, teller())
     if json:
         as_json(report)
     else:

@@ -9,6 +9,7 @@ import shlex
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from ecornn.layer_spec import usual_dtype
 from ecornn.workload import BATCH, DTYPES, KEEPS, PRECISIONS, SEQ, WEIGHTS, Workload
 
 F = TypeVar("F", bound=Callable[..., Any])
+EVERY = 5.0  # seconds between two lines of what goes on
 STOPPED = 130  # as shells say of a program that SIGINT has ended
 SIZE = click.IntRange(min=1, max=1 << 20)
 
@@ -66,6 +68,19 @@ def ended_like_ctrl_c() -> Iterator[None]:
     finally:
         for which, handler in before.items():
             signal.signal(which, handler)
+
+
+def teller() -> Callable[[str], None]:
+    """Says on standard error what goes on; where that is no terminal, a line every few seconds."""
+    last = time.monotonic()
+
+    def told(text: str) -> None:
+        nonlocal last
+        if sys.stderr.isatty() or time.monotonic() - last > EVERY:
+            last = time.monotonic()
+            click.echo(f"... {text}", err=True)
+
+    return told
 
 
 JSON = click.option("--json", is_flag=True, help="The result as JSON on standard output; keys only ever get more.")

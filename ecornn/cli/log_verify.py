@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ecornn.cli.common import JSON, as_json, plain_errors
+from ecornn.cli.common import JSON, as_json, plain_errors, teller
 from ecornn.cli.log_command import FILES, collect, text_of
 
 if TYPE_CHECKING:
@@ -44,7 +44,10 @@ def verify(files: tuple[Path, ...], count: int, tolerance: float, target: str | 
         drawn, left = sample(best_lines(found, revisions()), device, count, seed)
         for reason, number in left.items():
             click.echo(f"{number} left out, {reason}", err=True)
+        told = teller()
+        told(f"building {len(drawn)} modules")
         for check in measure(drawn, session):
+            told(f"measured {len(checks) + 1}/{len(drawn)}")
             holds = check.drift is not None and abs(check.drift - 1) * 100 <= tolerance
             checks.append({"file": str(check.line.path), "line": check.line.number, "trial": check.line.record,
                            "times": check.outcome.times, "drift": check.drift, "noisy": check.outcome.noisy,

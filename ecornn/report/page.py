@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -44,23 +45,29 @@ class Section:
     code: MarkedCode | None
 
 
-def render(log: Log, *, most: int = SEARCHES, title: str = "ecornn tuning report") -> str:
+def render(log: Log, *, most: int = SEARCHES, title: str = "ecornn tuning report",
+           told: Callable[[str], None] = lambda text: None) -> str:
     """One HTML page, all of it in the text: no script, nothing that is loaded.
 
-    ``most``: searches that have a section, the latest ones; all of them count in the table of layers. Raises
-    :class:`~ecornn.errors.MissingPackageError` without Jinja.
+    ``most``: searches that have a section, the latest ones; all of them count in the table of layers. ``told`` is
+    called with what goes on. Raises :class:`~ecornn.errors.MissingPackageError` without Jinja.
     """
     try:
         import jinja2
     except ImportError as error:
         raise MissingPackageError("jinja2 is not installed, by which pages are written: pip install 'jinja2>=3.1'"
                                   ) from error
+    told("the best of all layers")
     runs, found = searches(log), layers(log)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
                                      lstrip_blocks=True)
     environment.filters["us"] = lambda value: f"{value:.4g}"
     template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-    sections = [section(run, number < CODES) for number, run in enumerate(runs[:most])]
+    sections = []
+    for number, run in enumerate(runs[:most]):
+        told(f"search {number + 1}/{min(most, len(runs))}")
+        sections.append(section(run, number < CODES))
+    told("pictures of all layers")
     return template.render(title=title, version=version("ecornn"), sections=sections,
                            searches=len(runs), trials=sum(len(r.search) for r in runs), layers=found[:LAYERS],
                            more_layers=max(0, len(found) - LAYERS), plots=plots(found), roofs=rooflines(found),
