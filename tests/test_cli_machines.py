@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 from test_cli_help import COMMANDS
 from test_records import trial
 
-from ecornn.cli import main
+from ecornn.cli import common, main
 from ecornn.tune.log import append
 from ecornn.tune.record import Times
 
@@ -91,6 +91,16 @@ def test_a_page_for_programs(log, tmp_path):
 def test_what_was_written_is_no_result(log, arguments, said):
     done = run(*arguments)
     assert said in done.stderr and not done.stdout
+
+
+def test_what_takes_long_is_said_meanwhile(monkeypatch, capfd):
+    monkeypatch.setattr(common, "EVERY", 0.05)
+    with common.said_while("compiling"):
+        time.sleep(0.3)
+    with common.said_while("loading"), pytest.raises(KeyError):
+        raise KeyError
+    said = capfd.readouterr()
+    assert 2 <= said.err.count("... compiling\n") <= 6 and "loading" not in said.err and not said.out
 
 
 def test_exit_codes_of_the_reference():

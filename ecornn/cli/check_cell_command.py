@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ecornn.cli.common import JSON, SIZE, as_json, plain_errors, teller
+from ecornn.cli.common import JSON, SIZE, as_json, load_tvm, plain_errors, teller
 
 if TYPE_CHECKING:
     from ecornn.cli.cell_checks import Outcome, Report
@@ -49,9 +49,8 @@ def check_cell(cell: str, hidden: int, input: int | None, batch: int, targets: t
     from ecornn.cells.naming import load_cell
     from ecornn.cli.cell_checks import check_cell as checked
     from ecornn.targets import resolve
-    from ecornn.tune.quick_tvm import import_tvm
 
-    import_tvm()
+    load_tvm()
     devices = [resolve(target) for target in dict.fromkeys(targets)]
     report = checked(cell, load_cell(cell), hidden, input, batch, devices, teller())
     if json:

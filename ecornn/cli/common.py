@@ -70,6 +70,32 @@ def ended_like_ctrl_c() -> Iterator[None]:
             signal.signal(which, handler)
 
 
+@contextlib.contextmanager
+def said_while(what: str) -> Iterator[None]:
+    """Says every few seconds, on standard error, that it is at ``what``, which cannot say so itself."""
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(EVERY):
+            click.echo(f"... {what}", err=True)
+
+    thread = threading.Thread(target=beat, name="said_while", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def load_tvm() -> None:
+    """Imports TVM; the first time in an environment that takes many seconds."""
+    from ecornn.tune.quick_tvm import import_tvm
+
+    with said_while("loading TVM"):
+        import_tvm()
+
+
 def teller() -> Callable[[str], None]:
     """Says on standard error what goes on; where that is no terminal, a line every few seconds."""
     last = time.monotonic()

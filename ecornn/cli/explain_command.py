@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ecornn.cli.common import JSON, as_json, ended_like_ctrl_c, plain_errors
+from ecornn.cli.common import JSON, as_json, ended_like_ctrl_c, load_tvm, plain_errors
 from ecornn.cli.planning import Asked, plan_options
 
 if TYPE_CHECKING:
@@ -36,9 +36,8 @@ def explain(asked: Asked, json: bool) -> None:
     chip, and how long a step should take beside the least that it can. A GPU by its name needs none.
     """
     from ecornn.explain import explain as explained
-    from ecornn.tune.quick_tvm import import_tvm
 
-    import_tvm()
+    load_tvm()
     found = explained(asked.plan(asked.layer()))
     if json:
         as_json(found)
