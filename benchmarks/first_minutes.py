@@ -76,8 +76,8 @@ TORCH = [
 
 @dataclass(frozen=True)
 class Ran:
-    """What a command printed, on both outputs as it came, and how long it took, seconds; ``quiet``: the line after which
-    it said nothing for longest."""
+    """What a command printed, on both outputs as it came, and how long it took, seconds; ``quiet``: the line after
+    which it said nothing for longest."""
 
     output: str
     code: int
