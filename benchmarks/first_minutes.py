@@ -76,27 +76,33 @@ TORCH = [
 
 @dataclass(frozen=True)
 class Ran:
-    """What a command printed, on both outputs as it came, and how long it took; seconds."""
+    """What a command printed, on both outputs as it came, and how long it took, seconds; ``quiet``: the line after
+    which it said nothing for longest."""
 
     output: str
     code: int
     seconds: float
     silence: float
+    quiet: str
 
 
 def carry_out(command: str, folder: Path, environment: dict[str, str]) -> Ran:
     """Runs a command of the shell."""
     began = last = time.monotonic()
-    lines, silence = [], 0.0
+    lines, silence, before, quiet = [], 0.0, "", ""
     with subprocess.Popen(["bash", "-c", command], cwd=folder, env=environment, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, text=True, errors="replace") as running:
         assert running.stdout is not None
         for line in running.stdout:
             now = time.monotonic()
-            silence, last = max(silence, now - last), now
+            if now - last > silence:
+                silence, quiet = now - last, before
+            last, before = now, line
             lines.append(line)
     end = time.monotonic()
-    return Ran("".join(lines), running.returncode, end - began, max(silence, end - last))
+    if end - last > silence:
+        silence, quiet = end - last, before
+    return Ran("".join(lines), running.returncode, end - began, silence, quiet.strip())
 
 
 def shown(step: Step, ran: Ran) -> Iterator[str]:
@@ -109,7 +115,8 @@ def shown(step: Step, ran: Ran) -> Iterator[str]:
 
 def environment_of(home: Path) -> dict[str, str]:
     """A user's who has nothing of ecornn yet. Pip says errors alone: what else it says is of the index that it uses."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("ECORNN", "XDG", "VIRTUAL_ENV"))}
+    gone = ("ECORNN", "PYTHON", "VIRTUAL_ENV", "XDG")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(gone)}
     return kept | {"HOME": str(home), "ECORNN": str(ROOT), "PIP_QUIET": "2", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 
@@ -122,7 +129,8 @@ def page(steps: list[Step], title: str, note: str, folder: Path) -> tuple[str, b
     for step in [Step("A clone:", CLONE), *steps]:
         within = folder if step.command == CLONE else folder / "ecornn"
         ran = carry_out(step.command, within, environment)
-        print(f"{ran.seconds:6.1f} s, silent {ran.silence:4.1f} s, code {ran.code}: {step.command}", flush=True)
+        print(f"{ran.seconds:6.1f} s, silent {ran.silence:4.1f} s after {ran.quiet[:40]!r}, code {ran.code}: "
+              f"{step.command}", flush=True)
         good &= ran.code == step.code
         if step.command == CLONE and ran.code == 0:
             (folder / "ecornn" / "leaky.py").write_text(CELL)

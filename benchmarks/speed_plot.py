@@ -18,8 +18,8 @@ from grid_log import GridLog
 from grid_summary import Summary
 from grid_tables import layer
 
-WIDTH, HEIGHT = 760, 340
-LEFT, RIGHT, TOP, BOTTOM = 52, 12, 44, 44
+WIDTH, HEIGHT = 520, 340  # words can still be read where a phone shows it
+LEFT, RIGHT, TOP, BOTTOM = 44, 10, 62, 44
 MOST = 16.0  # ratio at the upper end
 KINDS = {"16 bits": ("float16", "bfloat16"), "TF32 on both sides": ("tf32-both",),
          "float32, cuDNN in TF32": ("tf32",), "float32": ("float32",)}
@@ -51,7 +51,7 @@ def dots(rows: Iterable[dict], sizes: list[int]) -> list[str]:
         for place, row in enumerate(column):
             kind = next(i for i, of in enumerate(KINDS.values()) if row["dtype"] in of)
             x = LEFT + step * (number + 0.5 + 0.6 * ((place * 0.618) % 1 - 0.5))  # spread, and the same every time
-            lines.append(f'<circle class="k{kind}" cx="{x:.1f}" cy="{height(row["ratio"]):.1f}" r="4.5"><title>'
+            lines.append(f'<circle class="k{kind}" cx="{x:.1f}" cy="{height(row["ratio"]):.1f}" r="4"><title>'
                          f'{layer(row)} {row["dtype"]}: {row["ratio"]:.2f}x</title></circle>')
         lines.append(f'<text x="{LEFT + step * (number + 0.5):.1f}" y="{HEIGHT - BOTTOM + 18}" '
                      f'text-anchor="middle">{size}</text>')
@@ -72,10 +72,10 @@ def svg(log: GridLog) -> str:
                      f'y2="{y:.1f}"/><text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{ratio:g}x</text>')
     lines += dots(rows, sizes)
     lines.append(f'<text x="{LEFT + 4}" y="{height(1) + 16:.1f}">below this line cuDNN is faster</text>')
-    x = LEFT
     for number, name in enumerate(KINDS):
-        lines.append(f'<circle class="k{number}" cx="{x + 6}" cy="16" r="5"/><text x="{x + 16}" y="20">{name}</text>')
-        x += 36 + 7.2 * len(name)
+        x, y = LEFT + 220 * (number % 2), 16 + 20 * (number // 2)
+        lines.append(f'<circle class="k{number}" cx="{x + 6}" cy="{y}" r="5"/>'
+                     f'<text x="{x + 16}" y="{y + 4}">{name}</text>')
     lines.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 8}" text-anchor="end">hidden size H; {len(rows)} layers on '
                  f'{log.environment["gpu"]}</text>')
     return "\n".join([*lines, "</svg>", ""])

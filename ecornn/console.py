@@ -32,6 +32,8 @@ def _run(name: str) -> None:
         getattr(ecornn.cli, name)(prog_name="ecornn" if name == "main" else f"ecornn-{name}")
     except ModuleNotFoundError as error:
         _missing(error)
+    except KeyboardInterrupt:  # before a command begins, which has its own way to end
+        raise SystemExit(130) from None
 
 
 def _missing(error: ModuleNotFoundError) -> NoReturn:

@@ -84,7 +84,9 @@ class Part(msgspec.Struct, frozen=True):
 
     ``chip``: what the configuration takes there, by name: blocks, threads of a block, registers of a thread, bytes of
     shared memory of a block; on a CPU threads and bytes of weights of each. ``expected_us``: by the schedule's own
-    estimate, None where it has none. ``sequence_us``: of all T steps, by the record, or else the estimate.
+    estimate, None where it has none; ``stages_us`` what that is made of, but for what runs beside the recurrence.
+    ``held_bytes``: where a block's recurrent weights are while steps go by. ``sequence_us``: of all T steps, by the
+    record, or else the estimate.
     """
 
     labels: list[str]
@@ -100,6 +102,8 @@ class Part(msgspec.Struct, frozen=True):
     expected_us: float | None
     floor: FloorTerms | None
     sequence_us: float | None
+    stages_us: dict[str, float]
+    held_bytes: dict[str, int]
 
 
 class Explanation(msgspec.Struct, frozen=True):
@@ -156,9 +160,12 @@ def _part(labels: list[str], task: Task, found: Found, entry: str) -> Part:
     least = floor_terms(task) if bounded else None
     expected = None if estimate is None else estimate / 1e3
     best = record.us if record is not None else expected
+    stages = {name: ns / 1e3 for name, ns in found.schedule.stages(task, found.config).items()}
+    cut = found.schedule.cut(task, found.config)
     return Part(labels, entry, str(work), step, alternatives(task, found), found.schedule.name, dict(found.config),
                 found.provenance, record, {names[n]: float(v) for n, v in features.items() if n in names}, expected,
-                least, None if best is None else best * work.seq)
+                least, None if best is None else best * work.seq, stages,
+                {where: size for where, size in cut.held.items() if size} if cut is not None else {})
 
 
 def summary(task: Task) -> StepSummary:

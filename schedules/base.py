@@ -65,6 +65,27 @@ class Task:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """How a persistent layer lies on a GPU, a block on each multiprocessor.
+
+    ``groups`` of ``blocks`` blocks exchange state ``by`` L2 or in a cluster, each group for ``rows`` rows of the batch
+    and one of ``heads`` heads; ``units`` hidden units are those of a block, or of ``parts`` blocks that share K.
+    ``workers`` are blocks besides, which multiply x. ``held``: where a block's recurrent weights are while steps go by,
+    in bytes.
+    """
+
+    groups: int
+    blocks: int
+    units: int
+    rows: int
+    by: str
+    held: Mapping[str, int]
+    parts: int = 1
+    heads: int = 1
+    workers: int = 0
+
+
+@dataclass(frozen=True)
 class Component:
     """A piece of a program: functions, the buffers that it needs beside those around it, and its calls in order."""
 
@@ -154,6 +175,15 @@ class Schedule(ABC):
     def features(self, task: Task, config: Config) -> dict[str, float]:
         """What the cost model sees besides the knobs: bytes, products, occupancy, exchanges; and as ``estimate``, where
         somebody can say, nanoseconds of a step, which it starts from."""
+
+    def stages(self, task: Task, config: Config) -> dict[str, float]:
+        """What the estimate of a step is made of, by name, nanoseconds; empty where there is none. What runs beside the
+        recurrence is not in it."""
+        return {}
+
+    def cut(self, task: Task, config: Config) -> Cut | None:
+        """How the layer lies on the chip; None where blocks keep nothing from step to step."""
+        return None
 
     @abstractmethod
     def program(self, task: Task, config: Config) -> Program:

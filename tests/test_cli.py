@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import msgspec
-import psutil
 import pytest
 import runtime_sample
 from click.testing import CliRunner
@@ -43,16 +42,7 @@ def run(*arguments: str, code: int = 0) -> str:
     return result.output
 
 
-@pytest.mark.parametrize("command", [
-    "tune", "compile", "check-cell", "bench", "report", "serve", "doctor", "log", "log ls", "log best", "log stats",
-    "log merge", "log export", "log import", "log prune", "log verify"])
-def test_every_command_has_help(command):
-    assert "Usage:" in run(*command.split(), "--help")
-
-
-def test_help_teaches_by_examples_and_is_fast():
-    for command in ("tune", "compile", "check-cell", "bench"):
-        assert "Example" in run(command, "--help")
+def test_help_is_fast():
     program = "import ecornn.cli, sys; assert not {'tvm', 'numpy', 'torch', 'xgboost'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
 
@@ -321,26 +311,6 @@ def test_interrupting_keeps_the_trials_and_exits_with_130(folder):
     log = read(path)
     assert log.trials() and not log.problems
     assert not any(isinstance(line.record, Finish) for line in log.lines)
-
-
-def test_a_compilation_that_is_terminated_leaves_nothing_behind(tmp_path):
-    temporary, compiler = tmp_path / "temporary", tmp_path / "c++"
-    temporary.mkdir()
-    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] || exec sleep 60\n')
-    compiler.chmod(0o755)
-    command = [sys.executable, "-m", "ecornn", "compile", *LAYER, "-o", str(tmp_path / "m.so")]
-    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={
-        **os.environ, "TMPDIR": str(temporary), "CXX": str(compiler), "ECORNN_CACHE": "off"})
-    below = []
-    while not any(process.name() == "sleep" for process in below):
-        assert running.poll() is None
-        time.sleep(0.1)
-        below = psutil.Process(running.pid).children(recursive=True)
-    running.terminate()
-    said = running.communicate(timeout=60)[1]
-    _, alive = psutil.wait_procs(below, timeout=10)
-    assert running.returncode == 1 and "Traceback" not in said
-    assert not alive and not list(temporary.iterdir()) and not (tmp_path / "m.so").exists()
 
 
 def test_tuning_a_cell_of_a_file(folder, tmp_path):

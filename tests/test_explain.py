@@ -49,6 +49,8 @@ def test_a_layer_with_a_record():
     assert part.floor.total_us == least.total < part.record.us
     assert math.isclose(part.floor.total_us, part.floor.exchange_us + part.floor.products_us + part.floor.hoisted_us
                         + part.floor.bytes_us)
+    assert set(part.stages_us) == {"product of x", "exchange", "products", "gates"}
+    assert step.weight_bytes <= part.chip["blocks"] * sum(part.held_bytes.values())  # of padded tiles
     assert 0 < part.chip["shared_bytes"] <= planned.device.shared and 0 < part.chip["blocks"] <= 132
 
 
@@ -91,7 +93,7 @@ def test_the_text_and_json():
     heads = [re.match(r" *(->)?\s*[\w:]+", line)[0].split()[-1] for line in text.splitlines() if line]
     assert [head for head in heads if not head.isdigit()] == [
         "lstm", "step", "c:", "schedules", "persistent", "persistent_wide", "elementwise", "layout_transform",
-        "fused_step", "chosen:", "why:", "on", "expected:", "floor:", "a"]
+        "fused_step", "chosen:", "why:", "on", "weights", "expected:", "the", "floor:", "a"]
     found = json.loads(run(*words, "--json"))
     (part,) = found["parts"]
     assert found["device"] in text and part["why"] in text and part["schedule"] == "persistent"

@@ -84,7 +84,8 @@ def test_a_page_of_what_ships(shipped):
     run = searches(shipped)[0]
     assert f"{run.best.times.median:.4g} µs a step" in text and str(run.best.workload) in text
     assert text.count("<section>") == 2 and "The latest 2 of " in text and "Time of a step by size" in text
-    assert "explains " in text and "of what the cost model gains" in text and "Against the floor" in text
+    assert "explains " in text and "of what the cost model gains" in text and "against the floor" in text
+    assert "Map of the chip" in text and 'class="made"' in text
 
 
 def test_a_search_is_told_as_it_went():
@@ -99,6 +100,15 @@ def test_a_search_is_told_as_it_went():
     (effect,) = effects(run, None)
     assert [(v.value, v.count, v.fastest, v.median, v.chosen) for v in effect.values] == [
         (0, 1, 4.0, 4.0, False), (1, 2, 2.0, 2.5, True)]
+
+
+def test_a_run_whose_best_trial_is_gone_shows_the_fastest_that_is_left():
+    """As in a log that was pruned, or merged from parts."""
+    gone = Finish(run="ab-1", reason="trials", trials=9, seconds=2.0, best=Choice("no_more", {"a": 7}), best_us=1.5,
+                  default=Choice("no_more", {"a": 8}), default_us=5.0)
+    log = logged(trial(0, 4.0), trial(1, 2.0), gone)
+    assert searches(log)[0].best.times.median == 2.0
+    assert "2 µs a step" in page.render(log)
 
 
 def test_the_share_of_a_knob_is_that_of_an_analysis_of_variance():

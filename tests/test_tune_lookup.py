@@ -57,6 +57,24 @@ def test_without_records_the_heuristic_is_used_and_said():
     assert result.provenance == "untuned default of fake: no record applies"
 
 
+def test_records_that_are_too_far_are_named():
+    """Who tunes B = 20 and compiles B = 1 must not think that nothing is there: the nearest ones alone, none that
+    failed or is another cell's, H's or kind of device's."""
+    said = "untuned default of fake: no record applies; there are some for "
+    far = trial(batch=32)
+    assert found(far).provenance == said + "B=32"
+    assert found(far, trial(workload=Workload("lstm", 8, 8, 64, 10, "bfloat16"))).provenance == said + "B=32"
+    assert found(trial(workload=Workload("lstm", 8, 8, 4, 10, "bfloat16"))).provenance == said + "bfloat16"
+    assert found(trial(workload=Workload("lstm", 8, 8, 4, 10, weights="int16"))).provenance == said + "weights in int16"
+    assert found(trial(workload=Workload("lstm", 8, 4, 4, 10))).provenance == said + "I=4"
+    many = [trial(batch=batch) for batch in (32, 64, 128, 256)]
+    assert found(*many).provenance == said + "B=128, B=256, B=32 and more"
+    nothing = (trial(workload=Workload("gru", 8, 8, 32, 10)), trial(workload=Workload("lstm", 16, 16, 32, 10)),
+               trial(batch=32, times=None, check=None, error="run: wrong"),
+               trial(batch=32, device=msgspec.structs.replace(DEVICE, kind="cuda")))
+    assert found(*nothing).provenance == "untuned default of fake: no record applies"
+
+
 def test_the_fastest_applies_and_is_named():
     result = found(trial(10.0, a=1), trial(5.0, a=2), trial(7.0, a=3))
     assert result.config["a"] == 2

@@ -73,14 +73,17 @@ def wait_for(condition) -> None:
 @contextlib.contextmanager
 def servers(tracker: Tracker, count: int, target: str = "cpu") -> Iterator[list[subprocess.Popen]]:
     command = [sys.executable, "-m", "ecornn", "serve", "--tracker", str(tracker),
-               "--key", tracker.key, "--target", target]
-    started = [subprocess.Popen([*command, "--port", str(free_port())]) for _ in range(count)]
+               "--key", tracker.key, "--target", target, "--json"]
+    started = [subprocess.Popen([*command, "--port", str(free_port())], stdout=subprocess.PIPE, text=True)
+               for _ in range(count)]
     try:
         wait_for(lambda: tracker.servers() == count)
         yield started
     finally:
         for process in started:
             kill_tree(process)
+            assert process.stdout is not None
+            process.stdout.close()
 
 
 @pytest.mark.slow
@@ -107,6 +110,9 @@ def test_a_server_that_is_killed_costs_a_retry_and_nothing_else(target: str, tra
 def test_the_command_line_and_a_server_without_its_parent(tracker, tmp_path):
     output = tmp_path / "log.jsonl"
     with servers(tracker, 1) as (server,):
+        assert server.stdout is not None
+        where = json.loads("".join(iter(server.stdout.readline, "}\n")) + "}")  # said once it listens
+        assert where["key"] == tracker.key and where["tracker"] == str(tracker) and where["port"] > 0
         found = CliRunner().invoke(main, [
             "tune", "--cell", "rnn_tanh", "--hidden", "16", "--batch", "2", "--seq", "8", "--trials", "3",
             "--tracker", str(tracker), "--key", tracker.key, "--output", str(output)])

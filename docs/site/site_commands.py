@@ -11,14 +11,16 @@ import click
 INTRO = """# Commands
 
 `ecornn COMMAND`; `ecornn-tune` and `ecornn-compile` are `ecornn tune` and `ecornn compile`, and `python -m ecornn`
-works where no script is installed. Results are written to standard output, everything else to standard error.
+works where no script is installed. Results are written to standard output, everything else to standard error:
+how it goes, what is wrong, and where a command writes a file, what it wrote. With `--json` standard output has one JSON
+value and nothing else.
 
 | exit code | meaning |
 |---|---|
 | 0 | done |
 | 1 | the command ran, and its answer is no: nothing was found that works, or a check failed |
 | 2 | what was asked for cannot be done: wrong arguments, a file that is no log or module, a missing compiler |
-| 130 | stopped by Ctrl-C; what was done is kept |
+| 130 | stopped by Ctrl-C; what was done is kept. `serve`, which has no other end, exits with 0 |
 """
 
 

@@ -10,6 +10,7 @@ from ecornn.cli.compile_command import compile
 from ecornn.cli.config_command import config
 from ecornn.cli.doctor_command import doctor
 from ecornn.cli.explain_command import explain
+from ecornn.cli.help_text import Commands
 from ecornn.cli.log_command import log
 from ecornn.cli.log_files import export, import_files, merge_files, prune
 from ecornn.cli.log_verify import verify
@@ -32,7 +33,7 @@ A first session:
 """
 
 
-@click.group(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="ecornn")
 def main() -> None:
     """Compiles recurrent layers (LSTM, GRU, your own cell) with TVM, for CUDA GPUs and CPUs."""

@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import sys
 import textwrap
-import time
 from typing import TYPE_CHECKING
 
 import click
 
-from ecornn.cli.common import SIZE, plain_errors
+from ecornn.cli.common import JSON, SIZE, as_json, load_tvm, plain_errors, teller
 
 if TYPE_CHECKING:
     from ecornn.cli.cell_checks import Outcome, Report
 
 EPILOG = """\b
 Examples:
-  ecornn check-cell mine.py:Mine                     this CPU, and code for an H100
-  ecornn check-cell mine.py:Mine --hidden 96         for cells with heads or groups
+  ecornn check-cell mine.py:Mine              this CPU, and code for an H100
+  ecornn check-cell mine.py:Mine --hidden 96  for cells with heads or groups
   ecornn check-cell mine.py:Mine --target sm_80 --target sm_90a --json
-  ecornn check-cell 'lstm(peepholes)'                built-in cells, too
+  ecornn check-cell 'lstm(peepholes)'         built-in cells, too
 
 \b
 What the columns say:
   right   built, run, and within its limit of the te step in NumPy float64
-  wrong   beyond it: a fault of ecornn, or of an operator that is not continuous
+  wrong   beyond it: a fault of ecornn, or of an operator that jumps
   yes     the schedule serves the cell, and its CUDA code was generated
   no      it does not; the reason is below the table
   fails   an error that nobody foresaw
-Exits with 1 where the step cannot be analysed, or anything is wrong or fails.
+Exits with 1 where a step cannot be analysed, or anything is wrong or fails.
 """
 WIDTH = 80
-EVERY = 5.0  # seconds between two lines of progress where there is no terminal
 
 
 @click.command("check-cell", epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
@@ -41,33 +38,25 @@ EVERY = 5.0  # seconds between two lines of progress where there is no terminal
 @click.option("--batch", type=SIZE, default=4, show_default=True, help="Batch B.")
 @click.option("--target", "targets", multiple=True, metavar="cpu|ARCH", default=("cpu", "sm_90a"), show_default=True,
               help="This CPU, or a GPU's architecture, which needs no GPU. May be repeated.")
-@click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
+@JSON
 @plain_errors
-def check_cell(cell: str, hidden: int, input: int | None, batch: int, targets: tuple[str, ...], as_json: bool) -> None:
+def check_cell(cell: str, hidden: int, input: int | None, batch: int, targets: tuple[str, ...], json: bool) -> None:
     """Tries a cell with every schedule and type, at a small size, and says what serves it and why the rest does not.
 
     Whether its step can be analysed and differentiated, whether a CPU's result and gradients are those of the step
     carried out in NumPy float64, and what a GPU has code for. It takes about twenty seconds, and no GPU.
     """
-    import msgspec
-
     from ecornn.cells.naming import load_cell
     from ecornn.cli.cell_checks import check_cell as checked
     from ecornn.targets import resolve
-    from ecornn.tune.quick_tvm import import_tvm
 
-    import_tvm()
+    load_tvm()
     devices = [resolve(target) for target in dict.fromkeys(targets)]
-    last = time.monotonic()
-
-    def told(text: str) -> None:
-        nonlocal last
-        if sys.stderr.isatty() or time.monotonic() - last > EVERY:
-            last = time.monotonic()
-            click.echo(f"... {text}", err=True)
-
-    report = checked(cell, load_cell(cell), hidden, input, batch, devices, told)
-    click.echo(msgspec.json.format(msgspec.json.encode(report)).decode() if as_json else table(report))
+    report = checked(cell, load_cell(cell), hidden, input, batch, devices, teller())
+    if json:
+        as_json(report)
+    else:
+        click.echo(table(report))
     if not report.good:
         raise SystemExit(1)
 

@@ -9,6 +9,7 @@ import shlex
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -19,11 +20,13 @@ from ecornn.layer_spec import usual_dtype
 from ecornn.workload import BATCH, DTYPES, KEEPS, PRECISIONS, SEQ, WEIGHTS, Workload
 
 F = TypeVar("F", bound=Callable[..., Any])
+EVERY = 5.0  # seconds between two lines of what goes on
+STOPPED = 130  # as shells say of a program that SIGINT has ended
 SIZE = click.IntRange(min=1, max=1 << 20)
 
 
 def plain_errors(function: F) -> F:
-    """An :class:`EcornnError`, and what the system says of a file, become one message and exit code 2."""
+    """An :class:`EcornnError`, and what the system says of a file, become one message and exit code 2, Ctrl-C 130."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -40,6 +43,9 @@ def plain_errors(function: F) -> F:
                 raise
             click.echo(f"error: {error}", err=True)
             raise SystemExit(2) from None
+        except KeyboardInterrupt:  # of which click would make a 1, which says that something failed
+            click.echo("\nstopped", err=True)
+            raise SystemExit(STOPPED) from None
 
     return wrapper  # type: ignore[return-value]
 
@@ -62,6 +68,45 @@ def ended_like_ctrl_c() -> Iterator[None]:
     finally:
         for which, handler in before.items():
             signal.signal(which, handler)
+
+
+@contextlib.contextmanager
+def said_while(what: str) -> Iterator[None]:
+    """Says every few seconds, on standard error, that it is at ``what``, which cannot say so itself."""
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(EVERY):
+            click.echo(f"... {what}", err=True)
+
+    thread = threading.Thread(target=beat, name="said_while", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def load_tvm() -> None:
+    """Imports TVM; the first time in an environment that takes many seconds."""
+    from ecornn.tune.quick_tvm import import_tvm
+
+    with said_while("loading TVM"):
+        import_tvm()
+
+
+def teller() -> Callable[[str], None]:
+    """Says on standard error what goes on; where that is no terminal, a line every few seconds."""
+    last = time.monotonic()
+
+    def told(text: str) -> None:
+        nonlocal last
+        if sys.stderr.isatty() or time.monotonic() - last > EVERY:
+            last = time.monotonic()
+            click.echo(f"... {text}", err=True)
+
+    return told
 
 
 JSON = click.option("--json", is_flag=True, help="The result as JSON on standard output; keys only ever get more.")

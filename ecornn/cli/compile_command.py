@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ecornn.cli.common import JSON, as_json, ended_like_ctrl_c, plain_errors
+from ecornn.cli.common import JSON, as_json, ended_like_ctrl_c, load_tvm, plain_errors, said_while
 from ecornn.cli.planning import Asked, plan_options
 from ecornn.errors import ArgumentError
 from ecornn.workload import SERIAL
@@ -57,9 +57,8 @@ def compile(asked: Asked, output: Path | None, emit: str | None, emit_to: Path |
     """
     from ecornn.build.archive import name_of
     from ecornn.compiler import build, build_archive, generate
-    from ecornn.tune.quick_tvm import import_tvm
 
-    import_tvm()
+    load_tvm()
     if output is None and emit is None:
         raise ArgumentError("--output", None, "a file name, or --emit to see the code only")
     if emit_to is not None and emit is None:
@@ -85,7 +84,8 @@ def compile(asked: Asked, output: Path | None, emit: str | None, emit_to: Path |
         of = f" of {labels}" if labels else ""
         click.echo(f"schedule{of}: {chosen}\nwhy: {why}", err=True)
     written: list[Path | None] = []
-    generated = build(planned, output) if output is not None else generate(planned)
+    with said_while("compiling"):
+        generated = build(planned, output) if output is not None else generate(planned)
     if output is not None:
         click.echo(f"wrote {output} ({output.stat().st_size / 1024:.0f} KiB)", err=True)
         weights_from = asked.weights_from

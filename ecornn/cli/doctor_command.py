@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import click
 
-from ecornn.cli.common import JSON, as_json
+from ecornn.cli.common import JSON, as_json, plain_errors
 from ecornn.device import Device
 from ecornn.errors import EcornnError
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @JSON
+@plain_errors
 def doctor(json: bool) -> None:
     """Says what this machine can compile for, tune and run, and what to install for the rest."""
     from ecornn.tune.folders import read_all, shipped_folder, user_folder

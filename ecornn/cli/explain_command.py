@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ecornn.cli.common import JSON, as_json, ended_like_ctrl_c, plain_errors
+from ecornn.cli.common import JSON, as_json, ended_like_ctrl_c, load_tvm, plain_errors
 from ecornn.cli.planning import Asked, plan_options
 
 if TYPE_CHECKING:
@@ -36,9 +36,8 @@ def explain(asked: Asked, json: bool) -> None:
     chip, and how long a step should take beside the least that it can. A GPU by its name needs none.
     """
     from ecornn.explain import explain as explained
-    from ecornn.tune.quick_tvm import import_tvm
 
-    import_tvm()
+    load_tvm()
     found = explained(asked.plan(asked.layer()))
     if json:
         as_json(found)
@@ -93,6 +92,9 @@ def _choice(part: Part) -> Iterator[str]:
     chip = [form.format(part.chip[name]) for name, form in CHIP.items() if name in part.chip]
     if chip:
         yield f"on the chip: {', '.join(chip)}"
+    if part.held_bytes:
+        held = ", ".join(f"{size:,} bytes in {where}" for where, size in part.held_bytes.items())
+        yield f"weights of a block: {held}"
 
 
 def _time(part: Part, no_floor: str | None) -> Iterator[str]:
@@ -104,6 +106,8 @@ def _time(part: Part, no_floor: str | None) -> Iterator[str]:
     if part.expected_us is not None:
         words.append(f"{part.expected_us:.3g} by the schedule's estimate")
     yield f"expected: {'; '.join(words) or 'nobody can say before it is measured'}"
+    if part.stages_us:
+        yield f"the estimate: {', '.join(f'{name} {us:.2g}' for name, us in part.stages_us.items())}"
     if part.floor is not None:
         f = part.floor
         yield (f"floor: {f.total_us:.3g} µs a step: exchange {f.exchange_us:.2g}, products {f.products_us:.2g}, "

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ecornn.cli.common import JSON, as_json, plain_errors
+from ecornn.cli.help_text import Commands
 
 if TYPE_CHECKING:
     from ecornn.tune.log import Line, Log
 
 EPILOG = """\b
 Without FILES the commands read your data folder and the logs that ship:
-  ecornn log ls                                files, runs, trials
-  ecornn log best                              the fastest schedule of each layer and device
-  ecornn log verify --sample 4                 measure some of them again, here
+  ecornn log ls                           files, runs, trials
+  ecornn log best                         fastest of each layer and device
+  ecornn log verify --sample 4            measure some of them again, here
 Sharing:
-  ecornn log export --best -o mine.jsonl       what an application or a friend needs
-  ecornn log import theirs.jsonl               into your folder, where look-up finds them
+  ecornn log export --best -o mine.jsonl  what an application needs
+  ecornn log import theirs.jsonl          into your folder, for look-up
   ecornn log merge mine.jsonl theirs.jsonl -o both.jsonl
 """
+NONE = "no records; make some with: ecornn tune --cell lstm --hidden 800"
 
 
-@click.group(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 def log() -> None:
     """Shows, shares and checks tuning records."""
 
@@ -83,7 +85,7 @@ def ls(files: tuple[Path, ...], json: bool) -> None:
     if json:
         as_json(listed)
     elif not found.lines:
-        click.echo("no records; make some with: ecornn tune --cell lstm --hidden 800")
+        click.echo(NONE, err=True)
 
 
 @log.command()
@@ -116,38 +118,54 @@ def text_of(line: Line) -> str:
 
 @log.command()
 @FILES
+@JSON
 @plain_errors
-def stats(files: tuple[Path, ...]) -> None:
+def stats(files: tuple[Path, ...], json: bool) -> None:
     """Counts by device: workloads, trials, failures and their reasons, stale and noisy records.
 
     And how much faster than the untuned default the best of each workload is.
     """
+    counted = counts(collect(files, strict=True))
+    if json:
+        as_json(counted)
+        return
+    for one in counted:
+        click.echo(f"{one['device']} ({one['arch']}): {one['workloads']} workloads, {one['trials']} trials in the "
+                   f"search, {one['failed']} failed, {one['stale']} stale, {one['noisy']} noisy")
+        for schedule, count in one["schedules"].items():
+            click.echo(f"  {schedule}: {count} trials")
+        for reason, count in list(one["failures"].items())[:5]:
+            click.echo(f"  {count} failed: {reason}")
+        if gains := one["gains"]:
+            click.echo(f"  best against untuned default: {gains['median']:.2f}x in the median of {gains['runs']} "
+                       f"runs, {gains['least']:.2f}x to {gains['most']:.2f}x")
+        if one["seconds"]:
+            click.echo(f"  {one['seconds']:.0f} s of tuning in {one['finished']} finished runs")
+    if not counted:
+        click.echo(NONE, err=True)
+
+
+def counts(found: Log) -> list[dict[str, Any]]:
+    """What is counted of each device; schedules and reasons of failures by how often, the most frequent first."""
     from ecornn.schedules import revisions
     from ecornn.tune.record import Finish, Trial, first_line
 
-    found, now = collect(files, strict=True), revisions()
+    revision, counted = revisions(), []
     trials = [line.record for line in found.lines if isinstance(line.record, Trial)]
-    finishes = [line.record for line in found.lines if isinstance(line.record, Finish)]
-    devices = {t.run: f"{t.device.name} ({t.device.arch})" for t in trials}
-    for name in sorted(set(devices.values())):
-        mine = [t for t in trials if devices[t.run] == name]
+    devices = {t.run: (t.device.name, t.device.arch) for t in trials}
+    for device in sorted(set(devices.values())):
+        mine = [t for t in trials if devices[t.run] == device]
         search = [t for t in mine if t.stage == "search"]
-        stale = sum(t.revision != now.get(t.schedule) for t in mine)
-        click.echo(f"{name}: {len({t.workload for t in mine})} workloads, {len(search)} trials in the search, "
-                   f"{sum(t.error is not None for t in search)} failed, {stale} stale, "
-                   f"{sum(t.noisy for t in mine)} noisy")
-        for schedule, count in Counter(t.schedule for t in search).most_common():
-            click.echo(f"  {schedule}: {count} trials")
-        for reason, count in Counter(first_line(t.error, 80) for t in search if t.error).most_common(5):
-            click.echo(f"  {count} failed: {reason}")
-        gains = sorted(f.default_us / f.best_us for f in finishes
-                       if devices.get(f.run) == name and f.best_us and f.default_us)
-        if gains:
-            click.echo(f"  best against untuned default: {gains[len(gains) // 2]:.2f}x in the median of {len(gains)} "
-                       f"runs, {gains[0]:.2f}x to {gains[-1]:.2f}x")
-        seconds = sum(f.seconds for f in finishes if devices.get(f.run) == name)
-        if seconds:
-            click.echo(f"  {seconds:.0f} s of tuning in {sum(devices.get(f.run) == name for f in finishes)} "
-                       "finished runs")
-    if not trials:
-        click.echo("no records; make some with: ecornn tune --cell lstm --hidden 800")
+        done = [line.record for line in found.lines
+                if isinstance(line.record, Finish) and devices.get(line.record.run) == device]
+        gains = sorted(f.default_us / f.best_us for f in done if f.best_us and f.default_us)
+        counted.append({
+            "device": device[0], "arch": device[1], "workloads": len({t.workload for t in mine}),
+            "trials": len(search), "failed": sum(t.error is not None for t in search),
+            "stale": sum(t.revision != revision.get(t.schedule) for t in mine), "noisy": sum(t.noisy for t in mine),
+            "schedules": dict(Counter(t.schedule for t in search).most_common()),
+            "failures": dict(Counter(first_line(t.error, 80) for t in search if t.error).most_common()),
+            "gains": {"runs": len(gains), "median": gains[len(gains) // 2], "least": gains[0], "most": gains[-1]}
+            if gains else None,
+            "seconds": sum(f.seconds for f in done), "finished": len(done)})
+    return counted

@@ -1,14 +1,15 @@
-"""``ecornn log merge|export|import|prune``: the commands that write logs."""
+"""``ecornn log merge|export|import|prune``: the commands that write logs. What they wrote is said on standard error, or
+with ``--json`` as an object on standard output."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ecornn.cli.common import plain_errors
+from ecornn.cli.common import JSON, as_json, plain_errors
 from ecornn.cli.log_command import FILES, collect
 
 if TYPE_CHECKING:
@@ -31,8 +32,9 @@ def merged(lines: Iterable[Line]) -> Merged:
     return found
 
 
-def write(output: Path, found: Merged, newer: Iterable[bytes] = ()) -> None:
-    """A new log, with these lines of a newer ecornn as they are; :class:`ArgumentError` where the file is there."""
+def write(output: Path, found: Merged, newer: Iterable[bytes] = ()) -> dict[str, Any]:
+    """A new log, with these lines of a newer ecornn as they are, and what is said of it to programs;
+    :class:`ArgumentError` where the file is there."""
     from ecornn.errors import ArgumentError
     from ecornn.tune.log import rewrite
 
@@ -46,7 +48,9 @@ def write(output: Path, found: Merged, newer: Iterable[bytes] = ()) -> None:
 
     rewrite(output, filled)
     click.echo(f"wrote {len(found.lines)} records to {output}"
-               + f", and {len(unread)} lines of a newer ecornn as they are" * bool(unread))
+               + f", and {len(unread)} lines of a newer ecornn as they are" * bool(unread), err=True)
+    return {"file": str(output), "records": len(found.lines), "newer": len(unread),
+            "kept_out": [str(conflict) for conflict in found.conflicts]}
 
 
 def tell(there: Log) -> None:
@@ -61,14 +65,17 @@ def tell(there: Log) -> None:
 @click.command(name="merge")
 @GIVEN
 @NEW
+@JSON
 @plain_errors
-def merge_files(files: tuple[Path, ...], output: Path) -> None:
+def merge_files(files: tuple[Path, ...], output: Path, json: bool) -> None:
     """Makes one log of several: their union, the same whatever their order.
 
     Equal records count once. Of records that contradict each other the one that promises less is
     kept; those, and damaged lines, are reported with file and line and kept out.
     """
-    write(output, merged(collect(files, strict=True).lines))
+    written = write(output, merged(collect(files, strict=True).lines))
+    if json:
+        as_json(written)
 
 
 @click.command()
@@ -76,20 +83,24 @@ def merge_files(files: tuple[Path, ...], output: Path) -> None:
 @NEW
 @click.option("--best", "only_best", is_flag=True,
               help="Only the fastest trial of each workload and device: what an application ships.")
+@JSON
 @plain_errors
-def export(files: tuple[Path, ...], output: Path, only_best: bool) -> None:
+def export(files: tuple[Path, ...], output: Path, only_best: bool, json: bool) -> None:
     """Writes one log to share, without the lines that are damaged. Without FILES: all there is."""
     from ecornn.schedules import revisions
     from ecornn.tune.selection import best_lines
 
     found = collect(files)
-    write(output, merged(best_lines(found, revisions()) if only_best else found.lines))
+    written = write(output, merged(best_lines(found, revisions()) if only_best else found.lines))
+    if json:
+        as_json(written)
 
 
 @click.command(name="import")
 @GIVEN
+@JSON
 @plain_errors
-def import_files(files: tuple[Path, ...]) -> None:
+def import_files(files: tuple[Path, ...], json: bool) -> None:
     """Adds records to imported.jsonl in your folder, where look-up finds them.
 
     Records that are there already are not added again.
@@ -99,16 +110,20 @@ def import_files(files: tuple[Path, ...]) -> None:
     from ecornn.tune.merge import event
 
     target, lines = user_folder() / "imported.jsonl", collect(files, strict=True).lines
+    written: dict[str, Any] = {"file": str(target)}
 
     def union(there: Log) -> list[AnyRecord]:
         tell(there)
         found = merged([*there.lines, *lines])
         known = {event(line.record) for line in there.lines}
         added = sum(event(line.record) not in known for line in found.lines)
-        click.echo(f"{added} records added to {target}, {len(found.lines)} in all")
+        click.echo(f"{added} records added to {target}, {len(found.lines)} in all", err=True)
+        written.update(added=added, records=len(found.lines), kept_out=[str(c) for c in found.conflicts])
         return found.records
 
     rewrite(target, union)
+    if json:
+        as_json(written)
 
 
 @click.command()
@@ -117,8 +132,9 @@ def import_files(files: tuple[Path, ...]) -> None:
               help="Configurations of each workload and device, the fastest ones.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="LOG.jsonl",
               help="File to write; must not exist.  [default: each file in place]")
+@JSON
 @plain_errors
-def prune(files: tuple[Path, ...], keep: int, output: Path | None) -> None:
+def prune(files: tuple[Path, ...], keep: int, output: Path | None, json: bool) -> None:
     """Drops what look-up has no use for: failures, slow configurations, stale ones that are known again.
 
     Runs that are not finished stay whole, so that they can go on. Damaged lines are dropped; those of a newer ecornn
@@ -129,18 +145,23 @@ def prune(files: tuple[Path, ...], keep: int, output: Path | None) -> None:
     from ecornn.tune.log import rewrite
     from ecornn.tune.selection import worth_keeping
 
+    written: list[dict[str, Any]] = []
     if output is not None:
         log = collect(files)
-        write(output, merged(worth_keeping(log.lines, revisions(), keep)), log.newer)
-        return
-    for path in files:
+        one = write(output, merged(worth_keeping(log.lines, revisions(), keep)), log.newer)
+        written.append({**one, "before": len(log.lines)})
+    for path in files if output is None else ():
         if not path.exists():
             raise ArgumentError("FILES", str(path), "a log that exists")
 
         def selected(there: Log, path: Path = path) -> list[AnyRecord]:
             tell(there)
             kept = worth_keeping(there.lines, revisions(), keep)
-            click.echo(f"{path}: {len(kept)} of {len(there.lines)} records kept")
+            click.echo(f"{path}: {len(kept)} of {len(there.lines)} records kept", err=True)
+            written.append({"file": str(path), "records": len(kept), "newer": len(there.newer), "kept_out": [],
+                            "before": len(there.lines)})
             return [line.record for line in kept]
 
         rewrite(path, selected)
+    if json:
+        as_json(written)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ecornn.cli.common import plain_errors
+from ecornn.cli.common import JSON, as_json, plain_errors, teller
 from ecornn.cli.log_command import FILES, collect, text_of
+
+if TYPE_CHECKING:
+    from ecornn.tune.verify import Check
 
 
 @click.command()
@@ -19,8 +23,9 @@ from ecornn.cli.log_command import FILES, collect, text_of
               help="Percent that a time may have drifted.")
 @click.option("--target", metavar="cuda|cpu", help="Device.  [default: cuda if there is a GPU, else cpu]")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the draw and the data.")
+@JSON
 @plain_errors
-def verify(files: tuple[Path, ...], count: int, tolerance: float, target: str | None, seed: int) -> None:
+def verify(files: tuple[Path, ...], count: int, tolerance: float, target: str | None, seed: int, json: bool) -> None:
     """Builds and measures a sample of records again, on this device, and reports drift.
 
     Exit code 1 where one failed or drifted beyond the tolerance. Records of other devices, of other
@@ -33,26 +38,40 @@ def verify(files: tuple[Path, ...], count: int, tolerance: float, target: str | 
     from ecornn.tune.verify import verify as measure
 
     found = collect(files)
+    checks: list[dict[str, Any]] = []
     with Session(target, seed=seed) as session:
-        drawn, left = sample(best_lines(found, revisions()), session.device, count, seed)
+        device = session.device
+        drawn, left = sample(best_lines(found, revisions()), device, count, seed)
         for reason, number in left.items():
-            click.echo(f"{number} left out, {reason}")
-        drifts, bad = [], 0
+            click.echo(f"{number} left out, {reason}", err=True)
+        told = teller()
+        told(f"building {len(drawn)} modules")
         for check in measure(drawn, session):
-            off = check.drift is None or abs(check.drift - 1) * 100 > tolerance
-            bad += off
-            if check.drift is None:
-                said = f"failed: {check.outcome.error}"
-            else:
-                drifts.append(check.drift)
-                assert check.outcome.times is not None
-                said = f"now {check.outcome.times.median:.4g} µs/step, {100 * (check.drift - 1):+.1f}%"
-                said += " (noisy)" if check.outcome.noisy else ""
-            click.echo(f"{'DRIFTED' if off else 'holds':8}{text_of(check.line)}  {said}  ({check.line.place})")
-    if not drawn:
-        click.echo(f"nothing to measure again on {session.device.name}")
-        return
-    middle = f", median drift {100 * (median(drifts) - 1):+.1f}%" if drifts else ""
-    click.echo(f"{len(drawn) - bad} of {len(drawn)} hold within {tolerance:g}%{middle}")
-    if bad:
+            told(f"measured {len(checks) + 1}/{len(drawn)}")
+            holds = check.drift is not None and abs(check.drift - 1) * 100 <= tolerance
+            checks.append({"file": str(check.line.path), "line": check.line.number, "trial": check.line.record,
+                           "times": check.outcome.times, "drift": check.drift, "noisy": check.outcome.noisy,
+                           "error": check.outcome.error, "holds": holds})
+            if not json:
+                click.echo(f"{'holds' if holds else 'DRIFTED':8}{text_of(check.line)}  {now(check)}  "
+                           f"({check.line.place})")
+    good = sum(check["holds"] for check in checks)
+    if json:
+        as_json({"device": device.name, "tolerance_percent": tolerance, "left_out": left, "checks": checks})
+    elif not checks:
+        click.echo(f"nothing to measure again on {device.name}", err=True)
+    else:
+        drifts = [check["drift"] for check in checks if check["drift"] is not None]
+        middle = f", median drift {100 * (median(drifts) - 1):+.1f}%" if drifts else ""
+        click.echo(f"{good} of {len(checks)} hold within {tolerance:g}%{middle}")
+    if good < len(checks):
         raise SystemExit(1)
+
+
+def now(check: Check) -> str:
+    """What came of it."""
+    if check.drift is None:
+        return f"failed: {check.outcome.error}"
+    assert check.outcome.times is not None
+    return (f"now {check.outcome.times.median:.4g} µs/step, {100 * (check.drift - 1):+.1f}%"
+            + " (noisy)" * check.outcome.noisy)

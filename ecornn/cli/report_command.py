@@ -6,12 +6,12 @@ from pathlib import Path
 
 import click
 
-from ecornn.cli.common import plain_errors
+from ecornn.cli.common import JSON, as_json, plain_errors, teller
 from ecornn.cli.log_command import collect
 
 EPILOG = """\b
 Examples:
-  ecornn report -o report.html                       what was tuned on this machine
+  ecornn report -o report.html     what was tuned on this machine
   ecornn report theirs.jsonl -o theirs.html
 """
 
@@ -22,8 +22,9 @@ Examples:
               show_default=True, metavar="PAGE.html", help="File to write; what is there is replaced.")
 @click.option("--searches", type=click.IntRange(1, 1000), default=12, show_default=True,
               help="Searches that have a section, the latest ones.")
+@JSON
 @plain_errors
-def report(files: tuple[Path, ...], output: Path, searches: int) -> None:
+def report(files: tuple[Path, ...], output: Path, searches: int, json: bool) -> None:
     """Makes one HTML page of tuning logs, by default those of your folder, to be read without a network.
 
     Of each search its curve, what each knob did, and what was found, held against the default and the floor; of all
@@ -37,7 +38,11 @@ def report(files: tuple[Path, ...], output: Path, searches: int) -> None:
     if not log.trials():
         raise ArgumentError("LOG", ", ".join(map(str, files)) or str(user_folder()),
                             "logs with trials: `ecornn tune` makes one")
-    page = render(log, most=searches)
+    page = render(log, most=searches, told=teller())
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(page, encoding="utf-8")
-    click.echo(f"wrote {output} ({len(page) / 1024:.0f} KiB)")
+    size = output.stat().st_size
+    click.echo(f"wrote {output} ({size / 1024:.0f} KiB)", err=True)
+    if json:
+        as_json({"page": str(output), "bytes": size, "logs": sorted({str(line.path) for line in log.lines}),
+                 "trials": len(log.trials()), "problems": log.problems})

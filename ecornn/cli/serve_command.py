@@ -6,10 +6,12 @@ import time
 
 import click
 
-from ecornn.cli.common import ended_like_ctrl_c, plain_errors
+from ecornn.cli.common import JSON, as_json, ended_like_ctrl_c, plain_errors
 
-EPILOG = """\b
+EPILOG = """\
 One tracker, a server on each GPU or CPU, and a tuner, which has all servers of its key until it ends:
+
+\b
   python -m tvm.exec.rpc_tracker --host 127.0.0.1 --port 9190
   CUDA_VISIBLE_DEVICES=0 ecornn serve --tracker 127.0.0.1:9190 --key h100
   CUDA_VISIBLE_DEVICES=1 ecornn serve --tracker 127.0.0.1:9190 --key h100
@@ -32,9 +34,10 @@ run any program on these machines, --host and --allow-remote.
 @click.option("--address", help="What tuners connect to, where that is not --host.")
 @click.option("--allow-remote", is_flag=True,
               help="Other addresses than this machine's own. Whoever reaches them can run any code here.")
+@JSON
 @plain_errors
 def serve(tracker: str, key: str, target: str | None, host: str, port: int, address: str | None,
-          allow_remote: bool) -> None:
+          allow_remote: bool, json: bool) -> None:
     """Measures candidates for tuners elsewhere, through TVM's RPC. Ctrl-C ends it."""
     from ecornn.tune.at_hand import present
     from ecornn.tune.choose import default_target
@@ -54,12 +57,16 @@ def serve(tracker: str, key: str, target: str | None, host: str, port: int, addr
     server = start(chosen, (found.host, found.port), key, host, port, address)
     try:
         with ended_like_ctrl_c():
-            click.echo(f"{device.name} ({device.arch}) at {host}:{server.port}, key {key}, tracker {found}")
+            if json:
+                as_json({"device": device.name, "arch": device.arch, "host": host, "port": server.port, "key": key,
+                         "tracker": str(found)})
+            else:
+                click.echo(f"{device.name} ({device.arch}) at {host}:{server.port}, key {key}, tracker {found}")
             while server.proc.is_alive():
                 time.sleep(0.5)
         click.echo("error: the server ended by itself", err=True)
         raise SystemExit(1)
     except KeyboardInterrupt:
-        click.echo("stopped")
+        click.echo("stopped", err=True)
     finally:
         server.terminate()

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from ecornn.cli.common import JSON, as_json, command_line, ended_like_ctrl_c, layer_options, plain_errors
+from ecornn.cli.common import (
+    JSON,
+    STOPPED,
+    as_json,
+    command_line,
+    ended_like_ctrl_c,
+    layer_options,
+    load_tvm,
+    plain_errors,
+    said_while,
+)
 from ecornn.cli.workload_files import NAMES, combinations, read
 from ecornn.workload import Workload
 
@@ -102,10 +112,10 @@ def tune(context: click.Context, target: str | None, timeout: float, seed: int, 
         with ended_like_ctrl_c():
             from rich.console import Console
 
-            from ecornn.tune.quick_tvm import import_tvm
-            from ecornn.tune.session import Session
+            load_tvm()
+            with said_while("loading the tuner"):
+                from ecornn.tune.session import Session
 
-            import_tvm()
             console = Console(soft_wrap=True, highlight=False, quiet=json)  # results; how it goes is on stderr
             found: list[Result] = []
             with Session(target, timeout=timeout, seed=seed,
@@ -114,7 +124,7 @@ def tune(context: click.Context, target: str | None, timeout: float, seed: int, 
     except KeyboardInterrupt:
         click.echo("\nStopped. Every trial that was done is in the log; the same command goes on"
                    + ("" if options["resume"] else ", without --no-resume") + ".", err=True)
-        raise SystemExit(130) from None
+        raise SystemExit(STOPPED) from None
     if json:
         as_json([{"workload": one.workload, "device": one.device.name, "log": str(one.log), "finish": one.finish,
                   "failures": one.failures, "gain": one.gain} for one in found])

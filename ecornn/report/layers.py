@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ecornn.errors import EcornnError
 from ecornn.explain import FloorTerms, StepSummary, floor_terms, summary
-from ecornn.schedules.base import Task
+from ecornn.schedules.base import Config, Cut, Schedule, Task
 from ecornn.tune.log import Log
+from ecornn.tune.lookup import up_to_date
 from ecornn.tune.record import Trial
 from ecornn.tune.selection import best_lines
 
+T = TypeVar("T")
 CHIP = {"blocks": "blocks", "threads": "threads a block", "registers": "registers a thread",
         "shared": "bytes of shared memory a block", "thread_weight_bytes": "bytes of weights a thread"}
 ON_A_CPU = {"threads": "threads"}
@@ -71,19 +75,42 @@ def step_of(task: Task | None) -> StepSummary | None:
     return summary(task) if task is not None else None
 
 
-def chip(trial: Trial, task: Task | None) -> dict[str, float]:
-    """What a configuration takes on the chip, by name."""
+def schedule_of(trial: Trial, task: Task | None) -> Schedule | None:
+    """The schedule of a trial; None where it, or the task, is not what it was."""
     from ecornn.schedules import all_schedules
 
     schedule = all_schedules().get(trial.schedule)
-    if task is None or schedule is None or schedule.revision != trial.revision:
-        return {}
+    return schedule if task is not None and schedule is not None and schedule.revision == trial.revision else None
+
+
+def asked(trial: Trial, task: Task | None, question: Callable[[Schedule, Task, Config], T]) -> T | None:
+    """What a schedule says of a configuration, with the knobs that it has got since then; None where it is not, or no
+    longer, its."""
+    schedule = schedule_of(trial, task)
+    if schedule is None or task is None:
+        return None
     try:
-        said = schedule.features(task, trial.config)
+        return question(schedule, task, up_to_date(trial, schedule, task).config)
     except (EcornnError, KeyError, ValueError):  # of a knob that there is no more
-        return {}
-    names = CHIP | (ON_A_CPU if task.device.kind == "llvm" else {})
+        return None
+
+
+def chip(trial: Trial, task: Task | None) -> dict[str, float]:
+    """What a configuration takes on the chip, by name."""
+    said = asked(trial, task, lambda schedule, task, config: schedule.features(task, config)) or {}
+    names = CHIP | (ON_A_CPU if trial.device.kind == "llvm" else {})
     return {words: said[name] for name, words in names.items() if name in said}
+
+
+def stages_of(trial: Trial, task: Task | None) -> dict[str, float]:
+    """µs of a step by stages, as the schedule's estimate has them."""
+    said = asked(trial, task, lambda schedule, task, config: schedule.stages(task, config)) or {}
+    return {name: ns / 1e3 for name, ns in said.items()}
+
+
+def cut_of(trial: Trial, task: Task | None) -> Cut | None:
+    """How it lies on the chip."""
+    return asked(trial, task, lambda schedule, task, config: schedule.cut(task, config))
 
 
 def teraflops(trial: Trial, step: StepSummary | None) -> float | None:

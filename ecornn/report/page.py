@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -9,14 +10,18 @@ from typing import Any
 
 from ecornn.errors import MissingPackageError
 from ecornn.explain import FloorTerms, StepSummary
-from ecornn.report import svg
+from ecornn.report import chip_map, svg
+from ecornn.report.code import MarkedCode, marked
 from ecornn.report.effects import Effect, effects
-from ecornn.report.layers import Layer, chip, floor_of, layers, step_of, task_of, teraflops
+from ecornn.report.layers import Layer, chip, cut_of, floor_of, layers, stages_of, step_of, task_of, teraflops
+from ecornn.report.rooflines import rooflines
 from ecornn.report.searches import SearchRun, searches
 from ecornn.tune.gain import words
 from ecornn.tune.log import Log
 
 SEARCHES, LAYERS = 12, 200  # shown of each, the latest and the first
+CODES = 2  # searches whose code is shown, the latest
+TERMS = {"exchange": "fill0", "products": "fill1", "product of x": "fill2", "bytes": "fill3", "gates": "fill4"}
 SERIES, LINES = 3, 6  # sizes that make a line, and lines of a picture
 
 
@@ -32,45 +37,70 @@ class Section:
     step: StepSummary | None
     teraflops: float | None
     chip: dict[str, float]
+    map: str
+    map_words: str
     floor: FloorTerms | None
-    floor_picture: str
+    stages: dict[str, float]
+    time_picture: str
+    code: MarkedCode | None
 
 
-def render(log: Log, *, most: int = SEARCHES, title: str = "ecornn tuning report") -> str:
+def render(log: Log, *, most: int = SEARCHES, title: str = "ecornn tuning report",
+           told: Callable[[str], None] = lambda text: None) -> str:
     """One HTML page, all of it in the text: no script, nothing that is loaded.
 
-    ``most``: searches that have a section, the latest ones; all of them count in the table of layers. Raises
-    :class:`~ecornn.errors.MissingPackageError` without Jinja.
+    ``most``: searches that have a section, the latest ones; all of them count in the table of layers. ``told`` is
+    called with what goes on. Raises :class:`~ecornn.errors.MissingPackageError` without Jinja.
     """
     try:
         import jinja2
     except ImportError as error:
         raise MissingPackageError("jinja2 is not installed, by which pages are written: pip install 'jinja2>=3.1'"
                                   ) from error
+    told("the best of all layers")
     runs, found = searches(log), layers(log)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
                                      lstrip_blocks=True)
     environment.filters["us"] = lambda value: f"{value:.4g}"
     template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-    return template.render(title=title, version=version("ecornn"), sections=[section(run) for run in runs[:most]],
+    sections = []
+    for number, run in enumerate(runs[:most]):
+        told(f"search {number + 1}/{min(most, len(runs))}")
+        sections.append(section(run, number < CODES))
+    told("pictures of all layers")
+    return template.render(title=title, version=version("ecornn"), sections=sections,
                            searches=len(runs), trials=sum(len(r.search) for r in runs), layers=found[:LAYERS],
-                           more_layers=max(0, len(found) - LAYERS), plots=plots(found), problems=log.problems)
+                           more_layers=max(0, len(found) - LAYERS), plots=plots(found), roofs=rooflines(found),
+                           problems=log.problems)
 
 
-def section(run: SearchRun) -> Section:
-    """What the page says of a search."""
+def section(run: SearchRun, code: bool = False) -> Section:
+    """What the page says of a search; ``code``: also what was generated."""
     best, default, gain = run.best, run.default, run.gain
     assert best is not None and best.times is not None
     task = task_of(best)
     floor, step = floor_of(best), step_of(task)
-    terms = [("exchange", floor.exchange_us), ("products", floor.products_us), ("product of x", floor.hoisted_us),
-             ("bytes", floor.bytes_us)] if floor else []
-    shown = [(one, svg.bars([(str(v.value), v.fastest, v.median, v.chosen) for v in one.values[:24]], "µs"))
+    cut, stages = cut_of(best, task), stages_of(best, task)
+    shown = [(one, svg.ranges([(str(v.value), v.fastest, v.median, v.chosen) for v in one.values[:24]], "µs"))
              for one in effects(run, task)]
     default_us = default.times.median if default is not None and default.times else None
     return Section(run, str(best.workload), words(gain, default_us) if gain and default_us else "",
-                   svg.curve(run.curve(), default_us), shown, step, teraflops(best, step), chip(best, task), floor,
-                   svg.stacked(terms, best.times.median) if terms else "")
+                   svg.curve(run.curve(), default_us), shown, step, teraflops(best, step), chip(best, task),
+                   chip_map.picture(cut, best.device) if cut else "", chip_map.words(cut, best.device) if cut else "",
+                   floor, stages, time_picture(floor, stages, best.times.median),
+                   marked(best, task) if code else None)
+
+
+def time_picture(floor: FloorTerms | None, stages: dict[str, float], measured: float) -> str:
+    """The floor, the estimate by its stages and the measured time, µs, on one scale; nothing without the first two."""
+    rows: list[Any] = []
+    if floor is not None:
+        rows.append(("floor", [
+            (TERMS["exchange"], "exchange", floor.exchange_us), (TERMS["products"], "products", floor.products_us),
+            (TERMS["product of x"], "product of x", floor.hoisted_us), (TERMS["bytes"], "bytes", floor.bytes_us)]))
+    if stages:
+        rows.append(("estimate", [(TERMS[name], name, us) for name, us in stages.items()]))
+    return svg.stacked([*rows, ("measured", [("measured", "measured", measured)])], "µs") if rows else ""
 
 
 def plots(found: list[Layer]) -> list[tuple[str, str]]:

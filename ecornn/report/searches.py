@@ -35,9 +35,10 @@ class SearchRun:
 
     @property
     def best(self) -> Trial | None:
-        """The last time of what the run found best; of one that was stopped, the fastest so far."""
-        if self.finish is not None:
-            return self.last(self.finish.best)
+        """The last time of what the run found best; where the log no longer has that, as after ``ecornn log prune``,
+        and of a run that was stopped, the fastest that it has."""
+        if self.finish is not None and (found := self.last(self.finish.best)) is not None:
+            return found
         return min((t for t in self.search if t.times), key=lambda t: t.times.median, default=None)  # type: ignore[union-attr]
 
     @property

@@ -1,6 +1,7 @@
 """Pictures as inline SVG, coloured by the page's style, so that they follow light and dark.
 
-All text goes through :func:`text`, which escapes it: names in a log are anybody's.
+All text goes through :func:`text`, which escapes it: names in a log are anybody's. A picture is as wide as a phone, so
+that its words can be read there; elsewhere the page makes it a little larger.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 640, 300
-LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 40
+WIDTH, HEIGHT = 400, 250
+LEFT, RIGHT, TOP, BOTTOM = 60, 10, 12, 40
+NAMES, VALUES, ROW = 84, 66, 22  # of pictures that have a row for each name: columns for names and values, height
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def grid(x: Axis, y: Axis, across: str, up: str, marks: Sequence[float] | None =
     for value in marks if marks is not None else x.ticks():
         yield text(x(value), y.begin + 16, f"{value:.6g}", "tick")
     yield text((x.begin + x.end) / 2, y.begin + 33, across, "name")
-    yield (f'<text class="name" text-anchor="middle" transform="translate(14 {(y.begin + y.end) / 2}) rotate(-90)">'
+    yield (f'<text class="name" text-anchor="middle" transform="translate(11 {(y.begin + y.end) / 2}) rotate(-90)">'
            f"{escape(up)}</text>")
 
 
@@ -102,46 +104,89 @@ def curve(points: Sequence[tuple[int, float, float]], default: float | None) -> 
     return figure(parts, f"time of a step by trial; best {points[-1][2]:.4g} µs")
 
 
-def bars(rows: Sequence[tuple[str, float, float, bool]], unit: str) -> str:
-    """A row for each (name, fastest, median, chosen): a bar to the fastest, a tick at the median, from the least."""
-    height, least = 22, min(fast for _, fast, _, _ in rows)
-    x = Axis(0.0, max(max(median, fast) for _, fast, median, _ in rows) / least * 1.02, 120, WIDTH - 96)
+def ranges(rows: Sequence[tuple[str, float, float, bool]], unit: str) -> str:
+    """A row for each (name, fastest, median, chosen): a dot at the fastest, a mark at the median, a line between."""
+    x = Axis.of([value for _, fast, median, _ in rows for value in (fast, median)], NAMES, WIDTH - VALUES - 6, log=True)
     parts = []
     for number, (name, fast, median, chosen) in enumerate(rows):
-        top = number * height
-        parts.append(text(112, top + 15, name, "chosen" if chosen else "tick", "end"))
-        parts.append(f'<rect class="{"bar chosen" if chosen else "bar"}" x="120" y="{top + 4}" '
-                     f'width="{max(1.0, x(fast / least) - 120):.1f}" height="{height - 8}"/>')
-        parts.append(f'<line class="median" x1="{x(median / least)}" x2="{x(median / least)}" y1="{top + 2}" '
-                     f'y2="{top + height - 2}"/>')
-        parts.append(text(WIDTH - 4, top + 15, f"{fast:.4g} {unit}", "tick", "end"))
-    return figure(parts, "fastest and median by value", len(rows) * height)
+        middle = number * ROW + ROW / 2
+        kind = "chosen" if chosen else "tick"
+        parts.append(f'<line class="grid" x1="{x.begin}" x2="{x.end}" y1="{middle}" y2="{middle}"/>')
+        parts.append(f'<line class="range" x1="{x(fast)}" x2="{x(median)}" y1="{middle}" y2="{middle}"/>')
+        parts.append(f'<line class="median" x1="{x(median)}" x2="{x(median)}" y1="{middle - 6}" y2="{middle + 6}"/>')
+        parts.append(f'<circle class="{"dot chosen" if chosen else "dot"}" cx="{x(fast)}" cy="{middle}" r="5"/>')
+        parts.append(text(NAMES - 8, middle + 4, name, kind, "end"))
+        parts.append(text(WIDTH - 2, middle + 4, f"{fast:.4g} {unit}", kind, "end"))
+    return figure(parts, "fastest and median by value", len(rows) * ROW)
 
 
-def stacked(terms: Sequence[tuple[str, float]], measured: float) -> str:
-    """The terms of a floor beside each other, above the measured time, on one scale."""
-    x = Axis(0.0, max(measured, sum(v for _, v in terms)), 90, WIDTH - 70)
-    parts, at = [text(84, 19, "floor", "tick", "end"), text(84, 47, "measured", "tick", "end")], 0.0
-    for number, (name, value) in enumerate(terms):
-        parts.append(f'<rect class="term{number}" x="{x(at)}" y="6" width="{max(0.0, x(at + value) - x(at)):.1f}" '
-                     f'height="18"><title>{escape(name)}: {value:.3g} µs</title></rect>')
-        at += value
-    parts.append(text(x(at) + 5, 19, f"{at:.3g} µs", "tick", "start"))
-    parts.append(f'<rect class="bar chosen" x="90" y="34" width="{x(measured) - 90:.1f}" height="18"/>')
-    parts.append(text(x(measured) + 5, 47, f"{measured:.4g} µs", "tick", "start"))
-    place = 90
-    for number, (name, value) in enumerate(terms):
-        said = f"{name} {value:.2g}"
-        parts.append(f'<rect class="term{number}" x="{place}" y="66" width="10" height="10"/>')
-        parts.append(text(place + 14, 75, said, "tick", "start"))
-        place += 24 + 8 * len(said)
-    return figure(parts, f"floor {at:.3g} µs of {measured:.4g} µs measured", 82)
+def stacked(rows: Sequence[tuple[str, Sequence[tuple[str, str, float]]]], unit: str) -> str:
+    """A row for each name, of terms (class, name, value) beside each other, all on one scale; terms that have values
+    of their own are explained below."""
+    most = max(sum(value for _, _, value in terms) for _, terms in rows)
+    x, parts = Axis(0.0, most, NAMES, WIDTH - VALUES), []
+    for number, (name, terms) in enumerate(rows):
+        top, at = number * (ROW + 6), 0.0
+        parts.append(text(NAMES - 8, top + 17, name, "tick", "end"))
+        for kind, said, value in terms:
+            width = max(0.0, x(at + value) - x(at))
+            parts.append(f'<rect class="{kind}" x="{x(at)}" y="{top + 4}" width="{width:.1f}" height="18"><title>'
+                         f'{escape(said)}: {value:.3g} {unit}</title></rect>')
+            at += value
+        parts.append(text(WIDTH - 2, top + 17, f"{at:.3g} {unit}", "tick", "end"))
+    legend = dict.fromkeys((kind, said) for _, terms in rows if len(terms) > 1 for kind, said, _ in terms)
+    place, top = 2.0, len(rows) * (ROW + 6) + 8
+    for kind, said in legend:
+        width = 26 + 7.2 * len(said)
+        if place + width > WIDTH:
+            place, top = 2.0, top + 18
+        parts.append(f'<rect class="{kind}" x="{place}" y="{top}" width="10" height="10"/>')
+        parts.append(text(place + 14, top + 9, said, "tick", "start"))
+        place += width
+    return figure(parts, "; ".join(f"{name} {sum(v for _, _, v in terms):.3g} {unit}" for name, terms in rows),
+                  top + 16)
+
+
+def squares(cells: Sequence[tuple[str, str]], across: int = 22) -> str:
+    """A square for each (class, title), ``across`` beside each other."""
+    size = WIDTH / across
+    parts = [f'<rect class="{kind}" x="{number % across * size + 1:.1f}" y="{number // across * size + 1:.1f}" '
+             f'width="{size - 2:.1f}" height="{size - 2:.1f}" rx="2"><title>{escape(title)}</title></rect>'
+             for number, (kind, title) in enumerate(cells)]
+    return figure(parts, f"{len(cells)} multiprocessors", -(-len(cells) // across) * size)
+
+
+def roofline(points: Sequence[tuple[float, float, str]], slopes: Sequence[tuple[str, float]], roof: float) -> str:
+    """Points (operations a byte, 10^12 operations a second, title) below a ``roof``, with dashed lines of so many
+    10^12 bytes a second; both axes logarithmic."""
+    least = min(rate for _, rate, _ in points)
+    x = Axis.of([i for i, _, _ in points], LEFT, WIDTH - RIGHT, log=True)
+    y = Axis.of([least, roof], HEIGHT - BOTTOM, TOP + 8, log=True)
+    marks: list[float] = []
+    for i in sorted({i for i, _, _ in points}):
+        if not marks or x(i) - x(marks[-1]) > 26:
+            marks.append(i)
+    parts = list(grid(x, y, "operations a byte of recurrent weights", "TFLOP/s", marks))
+    parts.append(f'<line class="default" x1="{x.begin}" x2="{x.end}" y1="{y(roof)}" y2="{y(roof)}"/>')
+    parts.append(text(x.begin + 4, y(roof) - 5, "tensor cores", "tick", "start"))
+    names = []
+    for number, (name, rate) in enumerate(slopes):
+        first, last = max(x.low, y.low / rate), min(roof / rate, x.high)
+        if first < last:
+            parts.append(f'<path class="slope" d="{path([(x(i), y(i * rate)) for i in (first, last)])}"/>')
+            at = first * (last / first) ** (0.3 + 0.4 * number)  # names of lines that are near each other, apart
+            names.append(text(x(at) + (6 if number else -6), y(at * rate) + (14 if number else -4), name, "halo tick",
+                              "start" if number else "end"))
+    parts += [f'<circle class="series0" cx="{x(i)}" cy="{y(rate)}" r="3"><title>{escape(title)}</title></circle>'
+              for i, rate, title in points]
+    parts += names
+    return figure(parts, "operations a second by operations a byte")
 
 
 def lines(series: Sequence[tuple[str, Sequence[tuple[float, float]], Sequence[tuple[float, float]]]]) -> str:
     """Lines of (name, points (H, µs), floors (H, µs)), both axes logarithmic; floors dashed."""
     every = [p for _, points, floors in series for p in (*points, *floors)]
-    x = Axis.of([h for h, _ in every], LEFT, WIDTH - RIGHT - 70, log=True)
+    x = Axis.of([h for h, _ in every], LEFT, WIDTH - RIGHT - 46, log=True)
     y = Axis.of([us for _, us in every], HEIGHT - BOTTOM, TOP, log=True)
     marks: list[float] = []
     for h in sorted({h for h, _ in every}):

@@ -114,7 +114,7 @@ def find(task: Task, schedules: Sequence[Schedule], log: Log) -> Found:
                 return Found(by_name[best.trial.schedule], best.trial.config,
                              describe(best, fresh, distance, task, by_name) + said(ignored), best.line)
     first = min(schedules, key=lambda s: s.rank(task))
-    why = "no record applies" if not ignored else "no usable record"
+    why = "no usable record" if ignored else "no record applies" + beyond(task, log)
     return Found(first, first.default(task), f"untuned default of {first.name}: {why}" + said(ignored))
 
 
@@ -159,6 +159,25 @@ def how_far(trial: Trial, workload: Workload, device: Device) -> Distance | None
     # Of two that are equally near the larger one is better: its configuration has room for the rows.
     batch = octaves if octaves >= 0 else -octaves + 1e-6
     return tier, batch, math.log2(of.input / workload.input), int(abs(math.log2(of.seq / workload.seq)))
+
+
+def beyond(task: Task, log: Log) -> str:
+    """What the records of this cell and H are for that are nearest but too far, as the end of a line: who tuned a layer
+    and does not find it again sees why."""
+    work, found = task.workload, {}  # type: Workload, dict[str, int]
+    for line in log.lines:
+        if not isinstance(trial := line.record, Trial) or trial.times is None or trial.device.kind != task.device.kind:
+            continue
+        of = trial.workload
+        if (of.cell, of.hidden, of.entry) == (work.cell, work.hidden, work.entry):
+            words = [of.dtype] if of.dtype != work.dtype else []
+            words += [f"weights in {of.weights or of.dtype}"] if of.weights != work.weights else []
+            words += [of.precision or "exact products"] if of.precision != work.precision else []
+            words += [f"B={of.batch}"] if abs(math.log2(of.batch / work.batch)) > math.log2(REACH) else []
+            words += [f"I={of.input}"] if of.input < work.input else []
+            found[" ".join(words)] = len(words)
+    nearest = sorted(words for words, count in found.items() if count == min(found.values()))
+    return f"; there are some for {', '.join(nearest[:3])}{' and more' * (len(nearest) > 3)}" if nearest else ""
 
 
 def sizes(work: Workload) -> Workload:

@@ -14,7 +14,7 @@ from ecornn.device import Device
 from ecornn.program import PACKED, WORKSPACE, Buffer, Call, Extent, Fill, Launch, Program
 from ecornn.schedules.assemble import assemble
 from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond
-from ecornn.schedules.base import Component, Config, Knob, Schedule, Task
+from ecornn.schedules.base import Component, Config, Cut, Knob, Schedule, Task
 from ecornn.schedules.builder import PrimFunc
 from ecornn.schedules.gemm.mma import shape_of
 from ecornn.schedules.gemm.projection import job_of, project
@@ -22,9 +22,10 @@ from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, 
 from ecornn.schedules.isa.tensor_core import words
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.persistent.cluster import LARGEST
-from ecornn.schedules.persistent.estimate import best_ahead, estimate, recurrence, workers_time
+from ecornn.schedules.persistent.estimate import best_ahead, estimate, parts_of, recurrence, workers_time
 from ecornn.schedules.persistent.kernel import persistent_kernel
 from ecornn.schedules.persistent.plan import (
+    OCTET,
     PAIR,
     PersistentPlan,
     block_shared,
@@ -300,6 +301,18 @@ class Persistent(Schedule):
             "workers": plan.workers, "ring": plan.ring, "acquires": int(plan.fences != "rare"),
             "polls": max(-(-p.pairs // p.polled_pairs) for p in plan.phases),
             "shared_weights": sum(plan.shared_weight_words(p) for p in plan.phases), "streamed": plan.streamed}
+
+    def stages(self, task: Task, config: Config) -> dict[str, float]:
+        return parts_of(task, plan_of(task, config))
+
+    def cut(self, task: Task, config: Config) -> Cut:
+        plan = plan_of(task, config)
+        octets = [(p, plan.warps * p.octets(plan.units) * OCTET * 4) for p in plan.phases]  # bytes of a pair of k-tiles
+        held = {"registers": sum(p.register_pairs * size for p, size in octets),
+                "shared memory": sum(p.shared_pairs * size for p, size in octets),
+                "L2, read every step": plan.streamed}
+        return Cut(plan.groups, plan.blocks, plan.units, plan.rows, "cluster" if plan.cluster else "L2", held,
+                   heads=plan.heads, workers=plan.workers)
 
     def recurrence(self, task: Task, config: Config) -> Component:
         return _recurrence(task, plan_of(task, config), hoisted_of(task, config), str(config["math"]))

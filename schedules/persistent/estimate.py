@@ -42,16 +42,34 @@ RING_ITEM, RING_STATISTIC = 55, 110  # of an item, and of each statistic of it
 
 def estimate(task: Task, plan: PersistentPlan) -> float:
     """Nanoseconds of a step: the projection done ahead, then the slower of recurrence and workers."""
-    hoisted = plan.ahead / 100 * projection_time(task, plan.ahead) / task.device.cores
+    hoisted = before(task, plan)
     rates = gpu_rates(task.device)
     if task.traversal.backward and not plan.cluster:
         return hoisted + gathered(plan, rates)
     if plan.cluster:
-        values = plan.groups * plan.rows * plan.own * len(task.graph.hoisted_outputs)
-        return hoisted + READ * values + in_clusters(plan, rates)
+        return hoisted + read(task, plan) + in_clusters(plan, rates)
     if not plan.workers:
         return hoisted + recurrence(plan, rates)
     return hoisted + max(recurrence(plan, rates) + BESIDE, workers_time(task, plan))
+
+
+def before(task: Task, plan: PersistentPlan) -> float:
+    """Nanoseconds of a step's share of the projection that is done ahead."""
+    return plan.ahead / 100 * projection_time(task, plan.ahead) / task.device.cores
+
+
+def read(task: Task, plan: PersistentPlan) -> float:
+    """Nanoseconds for a step's hoisted values, in clusters."""
+    return READ * (plan.groups * plan.rows * plan.own * len(task.graph.hoisted_outputs))
+
+
+def parts_of(task: Task, plan: PersistentPlan) -> dict[str, float]:
+    """Nanoseconds of what :func:`estimate` adds up, but for what runs beside the recurrence."""
+    rates = gpu_rates(task.device)
+    of_x = before(task, plan) + (read(task, plan) if plan.cluster else 0.0)
+    cycles = (cluster_stages if plan.cluster else stages)(plan, rates)
+    exchange, products, gates = (each / rates.clock for each in cycles)
+    return {"product of x": of_x, "exchange": exchange, "products": products, "gates": gates}
 
 
 def gathered(plan: PersistentPlan, rates: GPURates) -> float:
@@ -79,20 +97,26 @@ def recurrence(plan: PersistentPlan, rates: GPURates) -> float:
     The factors are a least-squares fit to 2622 trials in the logs of an H100 and an H200 that ship:
     half of them within 7%, nine in ten within 18% (five-fold over layers), beside 6.7 µs that a sequence takes once.
     """
-    cycles, exact = 0.0, plan.dtype == "float32"
+    return sum(stages(plan, rates)) / rates.clock
+
+
+def stages(plan: PersistentPlan, rates: GPURates) -> tuple[float, float, float]:
+    """The cycles of that: until state has arrived, of products, of what follows from them."""
+    arrival = multiplied = computed = 0.0
+    exact = plan.dtype == "float32"
     for p in plan.phases:
         tiles = -(-p.octets(plan.units) // 2)
         products = p.pairs * 2 * tiles * plan.tiles * (3 if plan.arithmetic == "float32" else 1)  # of a warp
         polled = plan.slot_words(p) * 4 * plan.rows / plan.columns
         trip = rates.l2_exchange + (0 if plan.units // per_word(plan.dtype) % 8 == 0 else rates.l2_shared_sector)
-        cycles += (trip + POLLED * polled + POLLED_MORE * max(0.0, polled - NARROW)
-                   + POLL * (-(-p.pairs // p.polled_pairs) - 1)
-                   + products * (TILE * plan.warps / 4 + TILE_TURN * -(-plan.warps // 4))
-                   + SHARED * plan.shared_weight_words(p) * 4
-                   + (STREAMED_RING if p.slots else STREAMED) * _streamed(plan, p)
-                   + ADDED * plan.warps * plan.rows * tiles * 64
-                   + plan.items * (ITEM + ITEM_SUM * plan.warps * p.gates + (ITEM_EXACT if exact else 0)))
-    return (cycles + summing(plan)) / rates.clock
+        arrival += (trip + POLLED * polled + POLLED_MORE * max(0.0, polled - NARROW)
+                    + POLL * (-(-p.pairs // p.polled_pairs) - 1))
+        multiplied += (products * (TILE * plan.warps / 4 + TILE_TURN * -(-plan.warps // 4))
+                       + SHARED * plan.shared_weight_words(p) * 4
+                       + (STREAMED_RING if p.slots else STREAMED) * _streamed(plan, p))
+        computed += (ADDED * plan.warps * plan.rows * tiles * 64
+                     + plan.items * (ITEM + ITEM_SUM * plan.warps * p.gates + (ITEM_EXACT if exact else 0)))
+    return arrival, multiplied, computed + summing(plan)
 
 
 def _streamed(plan: PersistentPlan, p: PhasePlan) -> int:
@@ -123,16 +147,20 @@ def in_clusters(plan: PersistentPlan, rates: GPURates) -> float:
     Fitted to 75 times of 17 layers (H = 64 to 1024, B = 1 to 128; two of them float32) on one H100: half of them within
     6%, nine in ten within 11%.
     """
-    cycles, split = 0.0, CLUSTER_SPLIT if plan.arithmetic == "float32" else 0
+    return sum(cluster_stages(plan, rates)) / rates.clock
+
+
+def cluster_stages(plan: PersistentPlan, rates: GPURates) -> tuple[float, float, float]:
+    """As :func:`stages`."""
+    arrival = multiplied = computed = 0.0
+    split = CLUSTER_SPLIT if plan.arithmetic == "float32" else 0
     for p in plan.phases:
         products = p.pairs * 2 * -(-p.octets(plan.units) // 2) * plan.tiles  # of a warp
-        sends = plan.items * plan.gate_warps * plan.blocks * p.operands
-        cycles += (rates.cluster_exchange + SENT * sends
-                   + products * (CLUSTER_TILE * -(-plan.warps // 4) + split)
-                   + CLUSTER_SHARED * plan.shared_weight_words(p) * 4
-                   + STREAMED * _streamed(plan, p)
-                   + p.gates * (GATE + GATE_SUM * plan.warps * plan.items))
-    return (cycles + summing(plan)) / rates.clock
+        arrival += rates.cluster_exchange + SENT * plan.items * plan.gate_warps * plan.blocks * p.operands
+        multiplied += (products * (CLUSTER_TILE * -(-plan.warps // 4) + split)
+                       + CLUSTER_SHARED * plan.shared_weight_words(p) * 4 + STREAMED * _streamed(plan, p))
+        computed += p.gates * (GATE + GATE_SUM * plan.warps * plan.items)
+    return arrival, multiplied, computed + summing(plan)
 
 
 def best_ahead(task: Task, plan: PersistentPlan) -> Iterator[int]:

@@ -9,11 +9,11 @@ from math import prod
 from ecornn.program import PACKED, WORKSPACE, Buffer, Extent, Fill, Launch, Program
 from ecornn.schedules.assemble import assemble
 from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond
-from ecornn.schedules.base import Component, Config, Knob, Schedule, Task
+from ecornn.schedules.base import Component, Config, Cut, Knob, Schedule, Task
 from ecornn.schedules.gemm.projection import no_projection
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
-from ecornn.schedules.persistent_wide.estimate import estimate, product_cycles, recurrence
+from ecornn.schedules.persistent_wide.estimate import estimate, parts_of, product_cycles, recurrence
 from ecornn.schedules.persistent_wide.handover import UNWRITTEN
 from ecornn.schedules.persistent_wide.kernel import wide_kernel
 from ecornn.schedules.persistent_wide.plan import (
@@ -158,6 +158,15 @@ class PersistentWide(Schedule):
                 "products": product_cycles(plan, rates), "items": plan.share.items, "stages": plan.stages,
                 "resident": plan.stages / plan.chunks, "registers": plan.registers, "shared": plan.shared,
                 "recurrence": recurrence(plan, rates), "estimate": estimate(task, plan) - gained(task, config)}
+
+    def stages(self, task: Task, config: Config) -> dict[str, float]:
+        return parts_of(task, plan_of(task, config))
+
+    def cut(self, task: Task, config: Config) -> Cut:
+        plan = plan_of(task, config)
+        held = {"registers": plan.rings * plan.kept * plan.weight_bytes,
+                "shared memory": plan.rings * (plan.chunks - plan.kept) * plan.weight_bytes}
+        return Cut(plan.groups, plan.blocks, plan.units, plan.rows, "L2", held, parts=plan.parts)
 
     def recurrence(self, task: Task, config: Config) -> Component:
         return _recurrence(task, plan_of(task, config), hoisted_of(task, config), str(config["math"]))(NOTHING)
