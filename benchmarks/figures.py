@@ -61,6 +61,11 @@ def cpu(suite: str) -> list[dict[str, Any]]:
     return [r for r in rows("cpu_skylake.json") if r["suite"] == suite]
 
 
+def in_programs(mode: str, ratio: str) -> list[float]:
+    """Times of torch.nn over those of the drop-in, of one mode of cpu_in_programs.py."""
+    return [r[f"ratio_{ratio}"] for r in rows("cpu_in_programs.json") if r["mode"] == mode]
+
+
 def rates(*dtypes: str) -> str:
     """Of the hoisted projection, as shares of cuBLAS's."""
     return span((r["rate"] for r in rows("h100_projection.jsonl") if r["dtype"] in dtypes), "{:.0%}")
@@ -166,6 +171,14 @@ FIGURES: dict[str, Callable[[], str]] = {
     "cpu.grid_least": lambda: f"{min(r['ratio'] for r in cpu('grid')):.2f}x",
     "cpu.grid_below": lambda: str(sum(r["ratio"] < 1 for r in cpu("grid"))),
     "cpu.int21_least": lambda: f"{min(r['ratio_int21'] for r in cpu('latency')):.1f}",
+    "programs.turns_rows": lambda: str(len(in_programs("turns", "ms"))),
+    "programs.turns_mean": lambda: f"{geometric(in_programs('turns', 'ms')):.1f}",
+    "programs.turns_least": lambda: f"{min(in_programs('turns', 'ms')):.2f}",
+    "programs.busy_rows": lambda: str(len(in_programs("busy", "ms"))),
+    "programs.busy": lambda: span(in_programs("busy", "ms"), "{:.1f}"),
+    "programs.busy_p99": lambda: span(in_programs("busy", "p99_ms"), "{:.1f}"),
+    "programs.service": lambda: span(in_programs("service", "ms"), "{:.2f}"),
+    "programs.service_p99": lambda: span(in_programs("service", "p99_ms"), "{:.2f}"),
     "projection.half": lambda: rates("float16", "bfloat16"),
     "projection.tf32": lambda: rates("tf32-both"),
     "projection.float32": lambda: rates("float32"),

@@ -7,11 +7,15 @@ file or binds weights to it and drops them, calls or trains a layer of PyTorch's
 or a copy of a model. Every result is compared with one in float64, of NumPy or torch.nn, that was calculated before.
 ``--busy`` other processes take whole cores meanwhile. A line every ten seconds says how far it is.
 
-Exits with 0 if no result was wrong, no thread raised or stood still, and the memory of the process is flat: what it has
-in the last quarter of the time (median) is at most ``--growth`` MB more than in the quarter before the middle, and what
-malloc() has given and not got back at most half of that more. It is looked at every five seconds while no call is under
-way, since each counts with what it needs itself, and after what was freed has gone back to the system. The heaps of the
-threads keep in pieces what they ever needed at once: that the process has, and malloc() has not given it.
+Exits with 0 if no result was wrong, no thread raised or stood still, and memory is flat, in the last quarter of the
+time against the quarter before the middle, by medians: the process has at most ``--growth`` MB more; malloc() has given
+and not got back at most a quarter of that more, but for workspaces; and no layer keeps more of these than there are
+threads, one for each call that ran at the same time as others. Memory is looked at every five seconds while no call is
+under way, since each counts with what it needs itself, and after what was freed has gone back to the system.
+
+All threads share one heap of malloc()'s. With a heap for each, as glibc has it (``--heaps``), what is free in one is of
+no use to others: the process has 100 MB more, and goes on growing for minutes, while what is in use is the same.
+Then only that must be flat.
 """
 
 from __future__ import annotations
@@ -37,11 +41,11 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from heap import in_use
+from heap import in_use, share_one_heap, workspaces
 from torch.func import functional_call
 from torch.nn.utils.rnn import pack_padded_sequence
 
@@ -178,6 +182,28 @@ def resident() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
+class Memory(NamedTuple):
+    """MB at one time.
+
+    Attributes
+    ----------
+    process : that are in memory, without what was freed
+    given : that malloc() has given and not got back, without ``workspaces``
+    workspaces : that layers keep for later calls
+    pieces : the most that one layer keeps
+    """
+
+    process: float
+    given: float
+    workspaces: float
+    pieces: int
+
+    @classmethod
+    def now(cls) -> Memory:
+        process, (kept, pieces) = resident(), workspaces()
+        return cls(process, ((in_use() or kept) - kept) / 1e6, kept / 1e6, pieces)
+
+
 class Soak:
     """The threads, and what they have seen."""
 
@@ -215,13 +241,12 @@ class Soak:
                     self.faults.append(fault)
             self.seen[number] = time.monotonic()
 
-    def run(self, seconds: float, every: float = 10.0) -> tuple[list[float], list[float]]:
-        """MB every ``EVERY`` seconds, of the process and of what malloc() has given; ends early where something is
-        wrong or stands still."""
+    def run(self, seconds: float, every: float = 10.0) -> list[Memory]:
+        """Memory every ``EVERY`` seconds; ends early where something is wrong or stands still."""
         self.seen = [time.monotonic()] * len(self.seen)
         for thread in self._threads:
             thread.start()
-        begin, told, memory, given = time.monotonic(), 0.0, list[float](), list[float]()
+        begin, told, memory = time.monotonic(), 0.0, list[Memory]()
         while (passed := time.monotonic() - begin) < seconds and not self.faults:
             time.sleep(min(EVERY, seconds - passed))
             try:
@@ -231,25 +256,24 @@ class Soak:
                 self.faults.append(f"a thread has stood still for {STILL} seconds in {kind}")
                 faulthandler.dump_traceback(all_threads=True)
                 break
-            memory.append(now[0])
-            given.append(now[1])
+            memory.append(now)
             if passed - told >= every:
                 told = passed
-                print(f"{passed:6.0f} s  {self.calls.total():8d} calls  {memory[-1]:7.1f} MB, {given[-1]:6.1f} given  "
-                      f"worst error {max(self.worst.values(), default=0):.1e}  {len(self.faults)} wrong", flush=True)
+                print(f"{passed:6.0f} s  {self.calls.total():8d} calls  {now.process:7.1f} MB, {now.given:6.1f} given, "
+                      f"{now.workspaces:5.1f} of workspaces  worst error {max(self.worst.values(), default=0):.1e}  "
+                      f"{len(self.faults)} wrong", flush=True)
         self.seconds = time.monotonic() - begin
         self.ending.set()
         for thread in self._threads:
             thread.join(STILL)
-        return memory, given
+        return memory
 
-    def _at_rest(self) -> tuple[float, float]:
-        """:func:`resident`, and MB that malloc() has given, while all threads wait; ``BrokenBarrierError`` where one
-        does not come to it."""
+    def _at_rest(self) -> Memory:
+        """Memory while all threads wait; ``BrokenBarrierError`` where one does not come to it."""
         self._pausing.set()
         self._pause.wait(STILL)
         self._pausing.clear()
-        found = resident(), (in_use() or 0) / 1e6
+        found = Memory.now()
         self._pause.wait()
         return found
 
@@ -260,18 +284,30 @@ def growth(memory: list[float]) -> float:
     return statistics.median(memory[-quarter:]) - statistics.median(memory[quarter:2 * quarter] or memory[:1])
 
 
+def not_flat(memory: list[Memory], allowed: float, threads: int, one_heap: bool) -> list[str]:
+    """What has grown, by more than ``allowed`` MB of the process, or a quarter of these of what is in use."""
+    process, given = growth([m.process for m in memory]), growth([m.given for m in memory])
+    pieces = max(m.pieces for m in memory)
+    found = {f"memory has grown by {process:.1f} MB": one_heap and process > allowed,
+             f"what malloc() has given has grown by {given:.1f} MB": given > allowed / 4,
+             f"a layer keeps {pieces} workspaces": pieces > threads}
+    return [words for words, so in found.items() if so]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("seconds", type=float, nargs="?", default=600)
     parser.add_argument("--threads", type=int, default=16)
     parser.add_argument("--busy", type=int, default=len(os.sched_getaffinity(0)), help="processes that take cores")
-    parser.add_argument("--growth", type=float, default=8, help="MB more that are still flat")
+    parser.add_argument("--growth", type=float, default=4, help="MB more that are still flat")
+    parser.add_argument("--heaps", action="store_true", help="one for each thread, as the C library has it")
     parser.add_argument("--few", action="store_true", help="of one module and one layer, which compile in seconds")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     faulthandler.enable()
     os.environ.setdefault("ECORNN_STRICT", "1")
     torch.manual_seed(0)
+    one_heap = not arguments.heaps and share_one_heap()
     with tempfile.TemporaryDirectory() as folder:
         cases = [*itertools.chain(module_cases(Path(folder), np.random.default_rng(0), arguments.few),
                                   torch_cases(arguments.few))]
@@ -282,32 +318,31 @@ def main() -> int:
         busy = [subprocess.Popen([sys.executable, "-c", BUSY.format(os.getpid())]) for _ in range(arguments.busy)]
         try:
             soak = Soak(cases, arguments.threads)
-            memory, given = soak.run(arguments.seconds)
+            memory = soak.run(arguments.seconds)
         finally:
             for process in busy:
                 process.kill()
                 process.wait()
-    more = growth(memory)
+    if memory:
+        soak.faults += not_flat(memory, arguments.growth, arguments.threads, one_heap)
     for fault in soak.faults[:5]:
         print(fault)
-    if more > arguments.growth:
-        soak.faults.append(f"memory has grown by {more:.1f} MB")
-    if growth(given) > arguments.growth / 2:
-        soak.faults.append(f"what malloc() has given has grown by {growth(given):.1f} MB")
+    more = {name: growth([getattr(m, name) for m in memory]) for name in ("process", "given") if memory}
     device = detect()
     found = {"environment": {"cpu": device.name, "arch": device.arch, "cores": len(os.sched_getaffinity(0)),
                              "ecornn": ecornn.__version__, "torch": torch.__version__, "python": sys.version.split()[0],
                              "date": datetime.date.today().isoformat(), "load": os.getloadavg()[0]},
              "seconds": round(soak.seconds), "threads": arguments.threads, "busy": arguments.busy,
              "calls": soak.calls.total(), "wrong": len(soak.faults), "faults": soak.faults[:5],
-             "growth_mb": round(more, 1), "memory_mb": [round(m) for m in memory[::max(1, len(memory) // 60)]],
-             "given_growth_mb": round(growth(given), 1),
-             "given_mb": [round(m, 1) for m in given[::max(1, len(given) // 60)]],
+             "one_heap": one_heap, "growth_mb": {name: round(value, 1) for name, value in more.items()},
+             "memory_mb": {name: [round(getattr(m, name), 1) for m in memory[::max(1, len(memory) // 60)]]
+                           for name in Memory._fields},
              "kinds": {name: {"calls": count, "worst_error": float(f"{soak.worst[name]:.2g}")}
                        for name, count in sorted(soak.calls.items())}}
     if arguments.output:
         arguments.output.write_text(json.dumps(found, indent=1) + "\n")
-    print(f"{soak.calls.total()} calls, {len(soak.faults)} faults, {more:+.1f} MB, {growth(given):+.1f} given: "
+    print(f"{soak.calls.total()} calls, {len(soak.faults)} faults, "
+          f"{', '.join(f'{name} {value:+.1f} MB' for name, value in more.items())}: "
           f"{'FAILED' if soak.faults else 'all right'}")
     return 1 if soak.faults else 0
 

@@ -335,3 +335,18 @@ class Own(Cell):
     trials = read(path).trials()
     assert trials[0].workload.cell.startswith("own@") and all(t.check <= 1e-5 for t in trials if t.times)
     assert any(t.times for t in trials)
+
+
+@pytest.mark.parametrize("sizes", [["--seq", "1000000"], ["--batch", "1000000", "--training"]])
+def test_the_command_ends_for_sizes_of_a_million(tmp_path: Path, folder: Path, sizes: list[str]):
+    """Where no record applies, and with a million lines of something else among the logs. Neither ended: candidates had
+    lists with T x B entries, and such lines took 17 s."""
+    folder.mkdir()
+    (folder / "junk.jsonl").write_bytes(b"junk\n" * 1_000_000)
+    file, before = tmp_path / "gru.so", os.times()
+    done = subprocess.run([sys.executable, "-c", "from ecornn.console import compile; compile()", "--cell", "gru",
+                           "--hidden", "24", "--input", "8", "--target", "icelake-server", *sizes, "-o", str(file)],
+                          capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "no record applies" in done.stderr and file.exists() and "and 999999 more" in done.stderr
+    assert os.times().children_user - before.children_user < 20

@@ -90,6 +90,30 @@ for threads in (1, 2, 5, 3):
 """, **({"ECORNN_OPENMP": "off"} if mode == "off" else {}))
 
 
+@pytest.mark.parametrize("wanted", ["", "off"])
+def test_in_pytorchs_threads_with_nothing_set(files, wanted):
+    """Between PyTorch's operations, whose threads go on spinning on the cores: a call's work is theirs, and no thread
+    is made. Where they are not to be used there are two more."""
+    nothing_set = {name: value for name, value in os.environ.items()
+                   if not name.startswith(("OMP_", "GOMP_", "KMP_", "MKL_", "ECORNN_"))}
+    program = PROGRAM + f"""
+del sys.modules["torch"]
+import torch
+torch.set_num_threads(3)
+def operation():
+    torch.full((1 << 20,), 2.0).sqrt_()
+operation()
+alone, call = tasks(), layer(3)
+for _ in range(5):
+    assert right(call())
+    operation()
+assert tasks() - alone == {2 if wanted else 0}, (alone, tasks())
+"""
+    done = subprocess.run([sys.executable, "-c", program, *files], capture_output=True, text=True, timeout=90, env={
+        **nothing_set, **({"ECORNN_OPENMP": wanted, "ECORNN_CROWDED": "off"} if wanted else {})}, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_a_runtime_that_is_loaded_later_is_found(files):
     run(files, """
 call = layer(3)

@@ -61,6 +61,14 @@ def test_a_figure_that_is_not_that_of_the_results():
         figures.differences("<!-- figure: nothing -->1<!-- / -->")
 
 
+def test_in_programs_no_layer_is_slower_than_what_it_replaces():
+    """In turns with PyTorch's operations, and under 2 to 4 times the load of the cores."""
+    assert min(figures.in_programs("turns", "ms")) >= 1
+    assert figures.geometric(figures.in_programs("turns", "ms")) >= 1.5
+    assert min(figures.in_programs("busy", "ms") + figures.in_programs("busy", "p99_ms")) >= 1
+    assert {r["busy"] for r in figures.rows("cpu_in_programs.json") if r["mode"] == "busy"} == {2, 4}
+
+
 def test_every_figure_is_in_some_page():
     text = "".join(page.read_text() for page in figures.pages())
     assert set(figures.FIGURES) == {name for _, name, *_ in figures.MARKED.findall(text)}

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import soak
 
+from ecornn.runtime.memory import HostMemory, Pool
+
 SCRIPT = Path(soak.__file__)
 
 
@@ -53,6 +55,35 @@ def test_threads_that_stand_still_are_a_fault(monkeypatch: pytest.MonkeyPatch):
     one = soak.Soak([soak.Case("slow", lambda: time.sleep(1.5) or [], [])], 1)
     one.run(30)
     assert one.faults == ["a thread has stood still for 0.2 seconds in slow"]
+
+
+def measured(process: float = 600.0, given: float = 150.0, pieces: int = 16) -> soak.Memory:
+    return soak.Memory(process, given, 10.0, pieces)
+
+
+def test_memory_that_grows_is_a_fault():
+    """In use, or of the process where all threads share a heap; and no workspaces more than there are threads."""
+    flat = [measured()] * 20
+    assert not soak.not_flat(flat, 4, 16, True)
+    more = [measured(process=600 + n) for n in range(20)]
+    assert soak.not_flat(more, 4, 16, True) == ["memory has grown by 10.0 MB"] and not soak.not_flat(more, 4, 16, False)
+    leaks = [measured(given=150 + n / 5) for n in range(20)]
+    assert soak.not_flat(leaks, 4, 16, False) == ["what malloc() has given has grown by 2.0 MB"]
+    assert soak.not_flat([*flat, measured(pieces=17)], 4, 16, True) == ["a layer keeps 17 workspaces"]
+
+
+def test_what_is_kept_is_seen():
+    """What malloc() has given counts without the workspaces of layers, which are counted apart."""
+    before = soak.Memory.now()
+    pool, kept = Pool(), [HostMemory(3_000_000) for _ in range(25)]
+    for memory in kept:
+        pool.give("here", memory)
+    after = soak.Memory.now()
+    assert after.workspaces - before.workspaces == pytest.approx(75, abs=0.1) and after.pieces == 25
+    assert abs(after.given - before.given) < 1
+    for key in ("here",) * 25:
+        pool.take(key, 0)
+    assert soak.Memory.now().given - before.given == pytest.approx(75, abs=1) and len(kept) == 25
 
 
 def test_no_number_is_an_error_and_growth_is_seen():

@@ -11,8 +11,10 @@ from ecornn.program import TENSORS
 from ecornn.runtime.memory import HostMemory, layout
 from ecornn.runtime.plan import SCALARS, entry_plan
 from ecornn.runtime.training import kept_layout
+from ecornn.runtime.turns import in_turns
 
 SHORT = 1 << 18  # multiply-adds, of about 10 us: a thread that gives Python's lock away may wait longer to get it back
+TURNS = 1 << 20  # up to which threads take turns: they would wait for Python's lock for longer than such a call takes
 WORKSPACE = 0  # the layer's workspaces, as other calls have them
 
 
@@ -31,7 +33,8 @@ class AddressedCall:
         plan, manifest = entry_plan(layer.manifest, entry), layer.manifest
         work = steps * batch * sum(prod(p.shape) for p in manifest.parameters)
         library = layer.library
-        self._function = (library.held if work <= SHORT else {}).get(entry) or getattr(library, entry)
+        function = (library.held if work <= SHORT else {}).get(entry) or getattr(library, entry)
+        self._function = in_turns(function) if SHORT < work <= TURNS else function
         self._pool = layer.workspaces
         starts, self.kept_bytes = kept_layout(manifest, steps, batch) if plan.kept else ({}, 0)
         self._kept = [starts[b.name] for _, b in plan.kept]

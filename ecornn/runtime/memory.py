@@ -77,6 +77,10 @@ class Pool:
         """For later calls; not after a call that failed, whose work may go on."""
         self._idle.setdefault(key, []).append(memory)
 
+    def idle(self) -> dict[Hashable, list[int]]:
+        """Bytes of each that no call uses, by key."""
+        return {key: [memory.nbytes for memory in kept] for key, kept in [*self._idle.items()]}
+
 
 def layout(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
     """Offsets of parts of these sizes, each aligned, and the bytes of all."""

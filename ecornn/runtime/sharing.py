@@ -19,4 +19,9 @@ def _cores(allowed: frozenset[int]) -> int:
 
 def share_cores(share: Callable[[int, int], None]) -> None:
     """Has a module, whose function ``share`` this is, count its calls among those of the others."""
-    share(ctypes.addressof(_running), _cores(frozenset(os.sched_getaffinity(0))))
+    share(ctypes.addressof(_running), cores())
+
+
+def cores() -> int:
+    """How many this thread may use."""
+    return _cores(frozenset(os.sched_getaffinity(0)))

@@ -1,0 +1,133 @@
+"""Threads with short calls take turns, in their order."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import ecornn.torch
+from ecornn.runtime import addressed
+from ecornn.runtime.turns import Turns
+
+
+def until(said: Callable[[], object]) -> None:
+    end = time.monotonic() + 30
+    while not said():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def come(turns: Turns, order: list[int], number: int) -> threading.Thread:
+    """A thread that waits for its turn."""
+    def work() -> None:
+        with turns:
+            order.append(number)
+
+    waiting, thread = len(turns._waiting), threading.Thread(target=work)
+    thread.start()
+    until(lambda: len(turns._waiting) == waiting + 1)
+    return thread
+
+
+def test_those_that_wait_come_in_their_order():
+    turns, order = Turns(1), list[int]()
+    with turns:
+        threads = [come(turns, order, number) for number in range(5)]
+        assert not order
+    for thread in threads:
+        thread.join()
+    assert order == [*range(5)] and turns._inside == 0 and not turns._waiting
+
+
+def test_no_more_at_once_than_there_are_places():
+    turns, inside, most = Turns(2), list[int](), list[int]()
+
+    def work() -> None:
+        for _ in range(50):
+            with turns:
+                inside.append(0)
+                most.append(len(inside))
+                time.sleep(0.0001)
+                inside.pop()
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(most) == 2 and len(most) == 300 and turns._inside == 0
+
+
+def test_an_error_ends_a_turn():
+    turns = Turns(1)
+    with pytest.raises(KeyError), turns:
+        raise KeyError
+    with turns:
+        pass
+
+
+@pytest.fixture
+def interrupted() -> Iterator[None]:
+    """A signal raises TimeoutError in what waits."""
+    def fail(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_who_is_interrupted_does_not_keep_a_turn(interrupted: None):
+    turns, order, leave = Turns(1), list[int](), threading.Event()
+
+    def hold() -> None:
+        with turns:
+            leave.wait(30)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    until(lambda: turns._inside)
+    with pytest.raises(TimeoutError), turns:
+        raise AssertionError("nobody has left")
+    other = come(turns, order, 1)
+    leave.set()
+    holder.join()
+    other.join()
+    assert order == [1] and turns._inside == 0 and not turns._waiting
+
+
+def test_a_forked_child_begins_anew():
+    turns = Turns(1)
+    with turns:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            with turns:
+                os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_which_calls_take_turns(monkeypatch: pytest.MonkeyPatch):
+    """Those that give Python's lock away for microseconds; not the shortest, which keep it, nor long ones."""
+    seen = list[object]()
+    monkeypatch.setattr(addressed, "in_turns", lambda function: lambda *given: seen.append(function(*given)))
+    layer = torch.nn.RNN(7, 11)  # as other tests compile it
+    theirs, model = copy.deepcopy(layer).double(), torch.nn.Sequential(layer)
+    ecornn.torch.replace(model)
+    for steps, taken in ((1, False), (1500, True), (5000, False)):
+        x = torch.randn(steps, 1, 7)
+        with torch.no_grad():
+            wanted = theirs(x.double())[0]
+            for _ in range(6):  # the short way is taken from the fourth on
+                y = model(x)[0]
+        assert bool(seen) is taken and float((y - wanted).norm()) <= 1e-5 * float(wanted.norm())
+        seen.clear()
