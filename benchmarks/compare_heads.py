@@ -3,12 +3,12 @@
     python benchmarks/compare_heads.py --output benchmarks/results/h100_heads.jsonl
     python benchmarks/compare_heads.py --target sm_90a --compile-only     # no GPU needed
 
-sLSTM and the block GRU of DreamerV3, as tests/published has them, with 8 heads, of inputs as wide as the layer, and of
-narrow ones, whose product counts little. `dense` is the same class with one head; `built_in` ecornn's own `slstm`, of a
-whole matrix, too, whose formula is the same. All sides have the same weights and read the same input. Outputs of all steps
-are held against a loop in float64: they may be as far from it as twice that loop in their own type, or as a candidate of the
-tuner. Whole forward passes in CUDA graphs, interleaved; median, 20th and 80th percentile. The ratio is that to the
-faster one of the dense sides.
+sLSTM and the block GRU of DreamerV3, as tests/published has them, with 8 heads, of inputs as wide as the layer, and
+of narrow ones, whose product counts little. `dense` is the same class with one head; `built_in` ecornn's own `slstm`,
+of a whole matrix, too, whose formula is the same. All sides have the same weights and read the same input. Outputs of
+all steps are held against a loop in float64: they may be as far from it as twice that loop in their own type, or as a
+candidate of the tuner. Whole forward passes in CUDA graphs, interleaved; median, 20th and 80th percentile. The ratio is
+that to the faster one of the dense sides.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from compiled_case import Made
 from grid_log import GridLog
 from grid_tables import table, times
 from measuring_process import Limits
-from published_loop import Published, drawn, loop
-from published.heads import BlockGRU, SLSTMHeads
+from published_loop import Published, drawn, heads, loop
 
 if TYPE_CHECKING:
     import torch
@@ -34,20 +33,20 @@ BUILT_IN = {"W": "weight_ih", "R": "weight_hh", "b": "bias_ih"}  # names that `s
 
 
 @dataclass(frozen=True)
-class SLSTM(SLSTMHeads):
+class SLSTM(heads.SLSTMHeads):
     """With any number of heads."""
 
     heads: int
 
 
 @dataclass(frozen=True)
-class BlockGRUs(BlockGRU):
+class BlockGRU(heads.BlockGRU):
     """With any number of heads."""
 
     heads: int
 
 
-KINDS: dict[str, Any] = {"sLSTM": SLSTM, "block GRU": BlockGRUs}
+KINDS: dict[str, Any] = {"sLSTM": SLSTM, "block GRU": BlockGRU}
 
 
 @dataclass(frozen=True)
@@ -132,9 +131,9 @@ def lines_of(path: Path, log: GridLog) -> list[str]:
         (f"{r['cell']} {r['T']}x{r['B']}x{r['I']}x{r['H']}", f"{times(r, 'heads')}, {_schedule(r, 'heads')}",
          f"{times(r, 'dense')}, {_schedule(r, 'dense')}", times(r, "built_in") if "built_in" in r["sides"] else "",
          f"{r['ratio']:.2f}x") for r in rows))
-    return [*lines, "", f"{rows[0]['dtype'] if rows else ''}; {env['gpu']}, CUDA {env['cuda']}, PyTorch {env['torch']}; "
-            "whole forward passes in CUDA graphs, interleaved, outputs checked against float64. "
-            f"Data: `{path.as_posix()}`; `python benchmarks/compare_heads.py`."]
+    return [*lines, "", f"{', '.join(sorted({r['dtype'] for r in rows}))}; {env['gpu']}, CUDA {env['cuda']}, "
+            f"PyTorch {env['torch']}; whole forward passes in CUDA graphs, interleaved, outputs checked against "
+            f"float64. Data: `{path.as_posix()}`; `python benchmarks/compare_heads.py`."]
 
 
 def _schedule(r: dict, side: str) -> str:

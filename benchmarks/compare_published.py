@@ -5,9 +5,9 @@
 
 Every cell of tests/published at one size, by the schedule and the knobs that it gets untuned, against its formula in
 PyTorch operations (published_loop.py), a step after the other, in the same type; where PyTorch has an operation in
-float32 alone, in that. Weights are those that the cell's ``sample`` draws. Outputs of all steps are held against
-the formula in float64: ours may be as far from it as twice PyTorch's loop, or as a candidate of the tuner. Units of
-spiking cells, and of others that step over a threshold, fall to its other side where roundings differ, on both sides alike.
+float32 alone, in that. Weights are those that the cell's ``sample`` draws. Outputs of all steps are held against the
+formula in float64: ours may be as far from it as twice PyTorch's loop, or as a candidate of the tuner. Units of spiking
+cells, and of others that step over a threshold, fall to its other side where roundings differ, on both sides alike.
 Whole forward passes, interleaved; median, 20th and 80th percentile.
 """
 
@@ -111,8 +111,8 @@ def report(path: Path, log: GridLog) -> list[str]:
     errors = table(("cell", "error", "of PyTorch's loop"), (
         (f"`{r['cell']}`", f"{r['errors']['ecornn']:.1e}", f"{r['errors']['torch']:.1e}")
         for r in log.rows if "failed" not in r))
-    return ["# Published cells against PyTorch's loop over steps", "", *lines_of(path, log), "", "## Errors", "", *errors,
-            "", "## Not compiled or not right", "", *(failed or ["None."]), ""]
+    return ["# Published cells against PyTorch's loop over steps", "", *lines_of(path, log), "",
+            "## Errors", "", *errors, "", "## Not compiled or not right", "", *(failed or ["None."]), ""]
 
 
 def main() -> None:

@@ -21,10 +21,10 @@ from ecornn.tune.oracle import sampled
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from published import CELLS, FAMILIES, base  # noqa: E402
-from published.base import Published  # noqa: E402
+from published import CELLS, FAMILIES, base, heads
+from published.base import Published
 
-__all__ = ["CELLS", "Published", "drawn", "in_torch", "loop"]
+__all__ = ["CELLS", "Published", "drawn", "heads", "in_torch", "loop"]
 
 
 def affine(x: Any, h: Any, p: Mapping[str, Any]) -> list[Any]:
