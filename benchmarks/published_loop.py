@@ -17,7 +17,7 @@ import torch
 import torch._numpy as torch_numpy
 
 from ecornn.interpreter import output_numbers
-from ecornn.tune.oracle import sampled
+from ecornn.tune.oracle import weights_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -65,7 +65,7 @@ def drawn(cell: Published, batch: int, input: int, hidden: int, kind: torch.dtyp
     import numpy as np
 
     rng = np.random.default_rng(0)
-    parameters = {name: torch.from_numpy(sampled(cell, name, tuple(shape), rng)).to(device, kind)
-                  for name, shape in cell.parameters(input, hidden).items()}
+    parameters = {name: torch.from_numpy(value).to(device, kind)
+                  for name, value in weights_of(cell, input, hidden, rng).items()}
     states = [rng.uniform(0 if name in cell.nonnegative else -1, 1, (batch, hidden)) for name in cell.states]
     return [torch.from_numpy(s).to(device, kind) for s in states], parameters

@@ -78,9 +78,25 @@ class Cell(ABC):
         """One step on te tensors: x (B, I) and states (B, H) to the new states, each (B, H), and behind them those of
         ``output`` that are no states; ``parameters`` by name, and ``inputs``, (B, H) each."""
 
+    def learned(self, input: int, hidden: int) -> Mapping[str, Shape]:
+        """Shapes of what is trained, where the step's parameters are computed from it: two axes or three, of any sizes,
+        passed flattened over the first two. Default: the parameters themselves."""
+        return self.parameters(input, hidden)
+
+    def derived(self, p: Mapping[str, Any], xp: Any) -> Mapping[str, Any]:
+        """Those parameters that are computed, of ``p``, what is ``learned``: by name, of the shapes that ``parameters``
+        gives them, or with 1 in place of an axis along which they are all the same. Those that ``learned`` has, too,
+        need not be named. ``xp`` is ``numpy``, ``torch`` or ``jax.numpy``, and the arrays are its own.
+
+        It is carried out once for weights, not in each step. :func:`ecornn.derive` calls it for weights that a module
+        is bound to; an :class:`ecornn.torch.Recurrent` has what is learned as its parameters, with their gradients.
+        """
+        return {}
+
     def sample(self, name: str, shape: Shape, rng: Generator) -> Any:
-        """Values of the parameter ``name``, of that shape (G, H, K) or (G, H), as a trained layer might have them: what
-        candidates of the tuner are checked with. Default: uniform between -1/sqrt(H) and 1/sqrt(H), as PyTorch begins.
+        """Values of the parameter ``name``, or of what is ``learned`` in its place, of that shape, (G, H, K) or (G, H),
+        as a trained layer might have them: what candidates of the tuner are checked with. Default: uniform between
+        -1/sqrt(H) and 1/sqrt(H), as PyTorch begins.
 
         To be overridden where such values tell nothing, or cannot be: a period, a variance, a matrix with small
         eigenvalues. ``rng`` is NumPy's; a value that does not come of it is the same in each check.
