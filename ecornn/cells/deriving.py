@@ -69,7 +69,8 @@ def derive(cell: Cell | str, weights: Mapping[str, Any], input: int, hidden: int
 
     Parameters
     ----------
-    cell : a cell that overrides :meth:`Cell.learned`; of any other, weights are returned as they are
+    cell : a cell that overrides :meth:`Cell.learned`; of any other, a built-in one by name among them, weights are
+        returned as they are
     weights : by name, ``A_l0``, ``A_l0_reverse``, ``A_l1``, ..., as the cell's ``learned`` has them, flattened over
         their first two axes: arrays of NumPy, PyTorch or JAX; where these have gradients, so has what is returned
     input, hidden : I and H of the layer, or of the first one of a stack
@@ -79,10 +80,7 @@ def derive(cell: Cell | str, weights: Mapping[str, Any], input: int, hidden: int
     WeightsError : a name is missing, unknown, or has another shape
     CellError : the cell's ``derived`` fails, or makes something else than its ``parameters``
     """
-    from ecornn.cells import get
-
-    cell = get(cell)
-    if not derives(cell):
+    if isinstance(cell, str) or not derives(cell):
         return dict(weights)
     left, found = dict(weights), {}
     ends = (False, True)[:1 + any(name.endswith("_reverse") for name in weights)]
