@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["Cell", "Columns", "Layer", "Module", "__version__", "compile", "derive", "errors", "largest", "load", "mean",
-           "normalized", "pointwise", "product", "reference", "reference_gradients", "softmax", "tune"]
+__all__ = ["Cell", "Columns", "Layer", "Module", "__version__", "compile", "derive", "errors", "largest", "load",
+           "mean", "normalized", "pointwise", "product", "reference", "reference_gradients", "softmax", "tune"]
 
 # Public name -> (module, name in it); an empty name is the module itself.
 _PLACES = {

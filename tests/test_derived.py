@@ -23,7 +23,6 @@ from ecornn.torch.engine import engine_of, weights_of
 from ecornn.tune import oracle
 from ecornn.workload import Workload
 
-
 T, B, I, H = 4, 3, 5, 8
 pytestmark = pytest.mark.usefixtures("quick_host_code")
 

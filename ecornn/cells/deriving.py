@@ -1,4 +1,4 @@
-"""Parameters that are made of others, once and not in each step: from what a cell has learned to what its step reads."""
+"""Parameters that are made of others, once and not in each step: from what is learned to what a cell's step reads."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ def parameters_of(cell: Cell, given: Mapping[str, Any], input: int, hidden: int)
     wanted = {name: tuple(shape) for name, shape in cell.parameters(input, hidden).items()}
     if not derives(cell):
         return {name: given[name] for name in wanted}
-    xp = namespace(given)
+    xp, made_by = namespace(given), type(cell).derived
     try:
         made = {**given, **cell.derived(given, xp)}
     except Exception as error:  # the user's own code raises what it likes
-        raise _failed(cell, type(cell).derived, f"derived() failed: {type(error).__name__}: {error}") from error
+        raise _failed(cell, made_by, f"derived() failed: {type(error).__name__}: {error}") from error
     if missing := [name for name in wanted if name not in made]:
-        raise _failed(cell, type(cell).derived, f"derived() does not make {', '.join(missing)}, and learned() does not have it")
+        raise _failed(cell, made_by, f"derived() does not make {', '.join(missing)}, and learned() does not have it")
     found = {}
     for name, shape in wanted.items():
         has = tuple(made[name].shape)
         if len(has) != len(shape) or any(n not in (1, m) for n, m in zip(has, shape, strict=True)):
-            raise _failed(cell, type(cell).derived, f"derived() makes {name!r} of shape {has}; expected {shape}, or 1 in place of what is "
+            raise _failed(cell, made_by, f"derived() makes {name!r} of shape {has}; expected {shape}, or 1 in place of what is "
                           "the same all along an axis")
         found[name] = made[name] if has == shape else xp.broadcast_to(made[name], shape)
     return found
