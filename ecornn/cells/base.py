@@ -34,6 +34,7 @@ from ecornn.errors import CellError
 if TYPE_CHECKING:
     from numpy.random import Generator
     from tvm.ir import Expr
+    from tvm.te.tensor import TensorSlice
     from tvm.te import Tensor
     from tvm.tirx import Var
 
@@ -166,6 +167,8 @@ def product(source: Tensor, weight: Tensor, gates: Sequence[int] | int | None = 
         return te.compute((batch, hidden),
                           lambda b, j: te.sum(source[b, at(j)] * weight[gates, j, k], axis=k), name=name)
     chosen = range(int(weight.shape[0])) if gates is None else gates
+    if not isinstance(chosen, Sequence) or not all(isinstance(g, int) for g in chosen):
+        raise CellError(f"product(..., gates={gates!r}): gates must be an integer, or a sequence of integers")
     if not len(chosen):
         raise CellError("product(..., gates=[]): there must be one gate at least")
     first, count = chosen[0], len(chosen)
@@ -193,11 +196,21 @@ def _head_size(source: Tensor, weight: Tensor, heads: int) -> Any:
 
 
 def pointwise(function: Callable[[Var, Var], Expr | tuple[Expr, ...]], like: Tensor, name: str = "") -> Any:
-    """A tensor (B, H), or several, from ``function(b, j)``; ``like`` is any state."""
+    """A tensor (B, H), or several, from ``function(b, j)``; ``like`` is any state. Raises :class:`CellError` where the
+    function returns no values."""
     from tvm import te
+    from tvm.ir import Expr
+    from tvm.te.tensor import TensorSlice
 
-    # TVM looks at the signature, and takes no default arguments
-    return te.compute(like.shape, lambda b, j: function(b, j), name=name or "pointwise")
+    def value(b: Var, j: Var) -> Any:  # TVM looks at the signature, and takes no default arguments
+        found = function(b, j)
+        for one in found if isinstance(found, (tuple, list)) else (found,):
+            if not isinstance(one, (Expr, TensorSlice, int, float)):  # TVM does not survive None
+                raise CellError(f"pointwise(function, ...): function(b, j) returned {one!r}; expected a value such as "
+                                "h[b, j], or several, and floats")
+        return found
+
+    return te.compute(like.shape, value, name=name or "pointwise")
 
 
 def mean(source: Tensor, name: str = "") -> Tensor:

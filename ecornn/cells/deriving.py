@@ -58,8 +58,8 @@ def parameters_of(cell: Cell, given: Mapping[str, Any], input: int, hidden: int)
     for name, shape in wanted.items():
         has = tuple(made[name].shape)
         if len(has) != len(shape) or any(n not in (1, m) for n, m in zip(has, shape, strict=True)):
-            raise _failed(cell, made_by, f"derived() makes {name!r} of shape {has}; expected {shape}, or 1 in place of what is "
-                          "the same all along an axis")
+            raise _failed(cell, made_by, f"derived() makes {name!r} of shape {has}; expected {shape}, or 1 in place "
+                          "of an axis along which all are the same")
         found[name] = made[name] if has == shape else xp.broadcast_to(made[name], shape)
     return found
 
