@@ -5,10 +5,13 @@
     python benchmarks/docs_tables.py benchmarks/results/h100_flashrnn.json
     python benchmarks/docs_tables.py benchmarks/results/h100_stacks.json
     python benchmarks/docs_tables.py benchmarks/results/cpu_skylake.json
+    python benchmarks/docs_tables.py benchmarks/results/h100_published.jsonl
+    python benchmarks/docs_tables.py benchmarks/results/h100_heads.jsonl
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -17,7 +20,7 @@ import numpy as np
 from grid_log import GridLog
 from grid_tables import NAMES, short, table
 
-PAGES = (Path("docs/PERFORMANCE.md"), Path("docs/PERFORMANCE_CPU.md"))  # from the checkout
+PAGES = (Path("docs/PERFORMANCE.md"), Path("docs/PERFORMANCE_CPU.md"), Path("docs/CELLS.md"))  # from the checkout
 
 
 def gpu_table(path: Path, data: dict) -> list[str]:
@@ -105,6 +108,9 @@ def stacks_table(path: Path, data: dict) -> list[str]:
 
 def section(path: Path) -> tuple[str, list[str]]:
     """The name of the part of ``PAGES`` that a file belongs to, and its lines."""
+    for name in ("published", "heads"):
+        if path.stem.endswith(f"_{name}"):
+            return f"measured-{name}", importlib.import_module(f"compare_{name}").lines_of(path, GridLog(path))
     if path.suffix == ".jsonl":
         return "measured-grid", short(path, GridLog(path))
     data = json.loads(path.read_text())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +51,17 @@ class Sides:
         self._graphs[name] = side_by_side.graph_of(call)
         self.row["sides"].append(name)
 
-    def add_module(self, name: str, file: Path | str, weights: Mapping[str, torch.Tensor]) -> bool:
-        """A module of ours; whether there is one. In place of a file stands why there is none."""
+    def add_module(self, name: str, file: Path | str, weights: Mapping[str, torch.Tensor],
+                   states: Sequence[torch.Tensor] | None = None) -> bool:
+        """A module of ours, from ``states``, or zeros; whether there is one. In place of a file stands why there is
+        none."""
         if isinstance(file, str):
             self.row["missing"][name] = file
             return False
         module = ecornn.load(file)
         layer = module.bind(weights)
-        self._kept.append(layer)
-        self.add(name, lambda y: layer(self.x, out=y)[0])
+        self._kept.append((layer, states))
+        self.add(name, lambda y: layer(self.x, states, out=y)[0])
         found = module.manifest
         self.row["configs"][name] = {"schedule": found.schedule, **found.config}
         self.row.setdefault("provenance", {})[name] = found.provenance

@@ -5,10 +5,11 @@
 On a GPU: the layers of docs/PERFORMANCE.md and the whole grid against cuDNN (compare_cudnn.py, compare_grid.py), LSTM
 and vanilla against FlashRNN where it is installed (compare_flashrnn.py), the hoisted projection against cuBLAS
 (compare_projection.py), stacks and rows of different lengths (compare_stacks.py, compare_columns.py), what fusion,
-layout and persistence gain (compare_ablation.py), what variants cost (compare_variants.py), why rows are above their
-floors (why_above_floor.py), how long modules take to compile (compile_times.py); with CSV, Markdown and plots of the
-grid (grid_report.py) and docs' tables (docs_tables.py), all in benchmarks/results, named after the GPU. What
-was interrupted goes on where it stopped.
+layout and persistence gain (compare_ablation.py), what variants cost (compare_variants.py), published cells against
+PyTorch's loop over steps (compare_published.py), heads against whole matrices (compare_heads.py), why rows are above
+their floors (why_above_floor.py), how long modules take to compile (compile_times.py); with CSV, Markdown and plots of
+the grid (grid_report.py) and docs' tables (docs_tables.py), all in benchmarks/results, named after the GPU. What was
+interrupted goes on where it stopped.
 
 Without a GPU: layers, latencies and the grid on the CPU against PyTorch and ONNX Runtime (compare_cpu.py), into
 build/cpu.json.
@@ -73,6 +74,9 @@ def on_gpu(device: Device) -> bool:
     good &= anew(RESULTS / f"{name}_projection.jsonl", "compare_projection.py")
     good &= anew(RESULTS / f"{name}_ablation.jsonl", "compare_ablation.py")
     good &= anew(RESULTS / f"{name}_variants.jsonl", "compare_variants.py")
+    for cells in ("published", "heads"):
+        result = RESULTS / f"{name}_{cells}.jsonl"
+        good &= anew(result, f"compare_{cells}.py") and run("docs_tables.py", result)
     good &= anew(RESULTS / f"{name}_compile_times.jsonl", "compile_times.py", "--jobs",
                  max(1, len(os.sched_getaffinity(0)) // 4))
     if importlib.util.find_spec("flashrnn"):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ecornn import errors, tune
-    from ecornn.cells import Cell, largest, mean, normalized, pointwise, product, softmax
+    from ecornn.cells import Cell, derive, largest, mean, normalized, pointwise, product, softmax
     from ecornn.compiler import compile
     from ecornn.numpy_gradients import reference_gradients
     from ecornn.numpy_reference import reference
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["Cell", "Columns", "Layer", "Module", "__version__", "compile", "errors", "largest", "load", "mean",
-           "normalized", "pointwise", "product", "reference", "reference_gradients", "softmax", "tune"]
+__all__ = ["Cell", "Columns", "Layer", "Module", "__version__", "compile", "derive", "errors", "largest", "load",
+           "mean", "normalized", "pointwise", "product", "reference", "reference_gradients", "softmax", "tune"]
 
 # Public name -> (module, name in it); an empty name is the module itself.
 _PLACES = {
@@ -35,6 +35,7 @@ _PLACES = {
     "Layer": ("ecornn.runtime", "Layer"),
     "Module": ("ecornn.runtime", "Module"),
     "compile": ("ecornn.compiler", "compile"),
+    "derive": ("ecornn.cells", "derive"),
     "errors": ("ecornn.errors", ""),
     "largest": ("ecornn.cells", "largest"),
     "load": ("ecornn.runtime", "load"),

@@ -156,7 +156,68 @@ def no_such_part(x: Any, h: Any, p: Any) -> Any:
     return [pointwise(lambda b, j: parts[b, 2, j], h)]  # here
 
 
+def extern(x: Any, h: Any, p: Any) -> Any:
+    made = te.extern(h.shape, [h], lambda i, o: tirx.call_packed("own", i[0], o[0]), name="made")  # here
+    return [pointwise(lambda b, j: te.tanh(made[b, j]), h)]
+
+
+def scanned(x: Any, h: Any, p: Any) -> Any:
+    before = te.placeholder(h.shape, "float32")
+    first = te.compute((1, h.shape[1]), lambda _, j: te.const(0.0, "float32"))
+    return [te.scan(first, te.compute(h.shape, lambda t, j: before[t - 1, j]), before, name="made")]  # here
+
+
+def own_placeholder(x: Any, h: Any, p: Any) -> Any:
+    other = te.placeholder(h.shape, "float32", name="other")
+    return [pointwise(lambda b, j: h[b, j] + other[b, j], h)]  # here
+
+
+def constant_in_a_product(x: Any, h: Any, p: Any) -> Any:
+    k = te.reduce_axis((0, h.shape[1]), "k")
+    return [te.compute(h.shape, lambda b, j: te.sum(2.0 * h[b, k] * p["R"][0, j, k], axis=k))]  # here
+
+
+def constant_in_a_sum(x: Any, h: Any, p: Any) -> Any:
+    k = te.reduce_axis((0, h.shape[1]), "k")
+    count = te.compute((h.shape[0],), lambda b: te.sum(te.const(1.0, "float32"), axis=k), name="count")  # here
+    return [pointwise(lambda b, j: h[b, j] / count[b], h)]
+
+
+def no_value(x: Any, h: Any, p: Any) -> Any:
+    def forgotten(b: Any, j: Any) -> Any:
+        te.tanh(h[b, j])
+
+    return [pointwise(forgotten, h)]  # here
+
+
+def condition(x: Any, h: Any, p: Any) -> Any:
+    return [pointwise(lambda b, j: h[b, j] > 0.0, h)]  # here
+
+
+def constant(x: Any, h: Any, p: Any) -> Any:
+    return [pointwise(lambda b, j: 0.5, h)]  # here
+
+
+def no_number(x: Any, h: Any, p: Any) -> Any:
+    return [product(h, p["R"], 0.5)]  # here
+
+
+def computed_weight(x: Any, h: Any, p: Any) -> Any:
+    R = p["R"]
+    across = te.compute(R.shape, lambda g, j, k: R[g, j, k] - R[g, k, j], name="across")
+    return [product(h, across, 0)]  # here
+
+
 @pytest.mark.parametrize(("step", "words"), [
+    (extern, "made is a ExternOp; only te.compute is supported"),
+    (scanned, "made is a ScanOp; only te.compute is supported"), (own_placeholder, "other is not an argument of step()"),
+    (constant_in_a_product, "is not a product sum_k source[b, k] * weight[gate, j, k]"),
+    (constant_in_a_sum, "the sum 'count' has a term that is a constant"),
+    (no_value, "function(b, j) returned None; expected a value such as h[b, j]"),
+    (condition, "new state 'h' is a condition; expected a value, such as tirx.Select"),
+    (constant, "'h' is a constant"),
+    (no_number, "gates=0.5): gates must be an integer, or a sequence of integers"),
+    (computed_weight, "with a parameter as it is; what is computed of parameters is made in derived()"),
     (narrow_operand, "compute has 4 values a row; what is read for each hidden unit, or multiplied and not x itself, "
      "has H, here 6"), (wide_operand, "sums 12 terms of compute, which has 12 values a row, and R, whose rows have 6"),
     (narrow_value, "narrow has 4 values a row"), (no_such_part, "there is no parts[b, 2, j]; its shape is (3, 2, 6)"),

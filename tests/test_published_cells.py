@@ -26,7 +26,8 @@ T, B, I = 5, 3, 5
 LIMIT = 1e-5  # relative; some roundings of float32
 # Each of these has the products and exchanges of another cell.
 LATER = {"lstm_1997", "lstm_slim3", "sublstm", "mgu2", "ligru", "mut1", "mut2", "caru", "fast_rnn", "mi_rnn", "ct_rnn",
-         "mega_ema", "t_rnn", "min_gru", "brc", "echo_state", "cfn", "alif", "gru3", "unicornn"}
+         "mega_ema", "t_rnn", "min_gru", "brc", "echo_state", "cfn", "alif", "gru3", "unicornn",
+         "antisymmetric"}
 GPU = [s for s in all_schedules().values() if s.kind == "cuda"]
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container
+from typing import TYPE_CHECKING, Any
 
 from ecornn.analysis.lines import Lines
 from ecornn.analysis.source import Source
 from ecornn.errors import CellError
+
+if TYPE_CHECKING:
+    from tvm.te import Tensor
 
 NAME = r"[A-Za-z][A-Za-z0-9_]{0,63}"  # of a cell and of a state: also part of file names and of generated names
 SHIFT = "ecornn.shift"  # attribute of an operation: a maximum that has no gradient, as that of a softmax
@@ -91,3 +95,24 @@ def check_read(cell: Source, shapes: Shapes, read: Container[tuple[str, int]], l
                 f"cell {cell.name!r}: step() does not read {gates}parameter {name!r}, of shape "
                 f"{shapes[name]}; a parameter that is passed all the same is named in the cell's attribute unread")
             raise lines.declared(error, type(cell).parameters, name)
+
+
+def returned_tensors(cell: Source, outputs: Any, shape: tuple[int, int], lines: Lines) -> dict[str, Tensor]:
+    """What step() returned, by name. Raises :class:`CellError` where these are no tensors (B, H) of values, here of this
+    ``shape``, or more or less than there are names."""
+    found, names = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs], cell.returned_names()
+    if len(found) != len(names):
+        beside = names[len(cell.states):]
+        raise CellError(f"cell {cell.name!r}: step() returned {len(found)} tensors for {len(cell.states)} states "
+                        f"{cell.states}" + (f" and {len(beside)} outputs {beside} behind them" if beside else ""))
+    for name, tensor in zip(names, found, strict=True):
+        what = f"cell {cell.name!r}: {'new state' if name in cell.states else 'output'} {name!r}"
+        if not hasattr(tensor, "op"):
+            raise CellError(f"{what} is no tensor: {tensor!r}")
+        has = tuple(int(s) for s in tensor.shape)
+        if has != shape:
+            raise lines.located(CellError(f"{what} has shape {has}; expected (B, H), here {shape}"), tensor.op)
+        if tensor.dtype == "bool":
+            raise lines.located(CellError(f"{what} is a condition; expected a value, such as "
+                                          "tirx.Select(condition, one, zero)"), tensor.op)
+    return dict(zip(names, found, strict=True))

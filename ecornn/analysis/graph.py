@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ecornn.analysis.declared import SHIFT, check_names, check_read, shapes_of
+from ecornn.analysis.declared import SHIFT, check_names, check_read, returned_tensors, shapes_of
 from ecornn.analysis.heads import by_heads, heads_at
 from ecornn.analysis.lines import Lines
 from ecornn.analysis.operators import operator_of
@@ -135,8 +135,8 @@ class _Walk:
         if type(op).__name__ == "PlaceholderOp":
             return self.placeholder(tensor, indices)
         if type(op).__name__ != "ComputeOp":
-            raise CellError(f"cell {self.cell.name!r}: {op.name} is a {type(op).__name__}; "
-                            "only te.compute is supported")
+            raise self.lines.located(CellError(f"cell {self.cell.name!r}: {op.name} is a {type(op).__name__}; "
+                                               "only te.compute is supported"), op)
         key = (op, tensor.value_index, tuple(str(i) for i in indices))
         if key not in self.values:
             self.within(tensor, indices)
@@ -195,8 +195,9 @@ class _Walk:
 
     def product(self, name: str, body: Reduce, where: dict[Var, Expr]) -> Var:
         """A reduction: must be sum over k of operand[b, k] * weight[gate, j, k]."""
-        fault = CellError(f"cell {self.cell.name!r}: the reduction {name!r} is not a product "
-                          "sum_k source[b, k] * weight[gate, j, k]")
+        fault = CellError(f"cell {self.cell.name!r}: the reduction {name!r} is not a product sum_k source[b, k] * "
+                          "weight[gate, j, k], with a parameter as it is; what is computed of parameters is made in "
+                          "derived()")
         source = body.source[0]
         if len(body.axis) != 1 or type(source).__name__ != "Mul" or not is_sum(body):
             raise fault
@@ -343,30 +344,15 @@ class _Walk:
             try:
                 outputs = self.cell.step(self.x_tensor, self.state_tensors,
                                          {**self.parameter_tensors, **self.input_tensors})
-            except CellError:
-                raise
+            except CellError as error:
+                raise self.lines.running(error, error) from error.__cause__
             except Exception as error:  # TVM and the user's own code raise what they like
                 raise self.lines.failed(self.cell.name, error) from error
-        outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
-        names = self.cell.returned_names()
-        if len(outputs) != len(names):
-            beside = names[len(self.cell.states):]
-            raise CellError(f"cell {self.cell.name!r}: step() returned {len(outputs)} tensors for "
-                            f"{len(self.cell.states)} states {self.cell.states}"
-                            + (f" and {len(beside)} outputs {beside} behind them" if beside else ""))
         returned = {}
-        for name, tensor in zip(names, outputs, strict=True):
-            what = f"new state {name!r}" if name in self.cell.states else f"output {name!r}"
-            if not hasattr(tensor, "op"):
-                raise CellError(f"cell {self.cell.name!r}: {what} is no tensor: {tensor!r}")
-            if tuple(int(s) for s in tensor.shape) != (BATCH, self.hidden):
-                raise self.lines.located(CellError(
-                    f"cell {self.cell.name!r}: {what} has shape {tuple(int(s) for s in tensor.shape)}; "
-                    f"expected (B, H), here ({BATCH}, {self.hidden})"), tensor.op)
-            value = self.scalar(tensor, [self.b, self.j])
-            if is_constant(value):
-                raise CellError(f"cell {self.cell.name!r}: {what} is a constant")
-            returned[name] = value
+        for name, tensor in returned_tensors(self.cell, outputs, (BATCH, self.hidden), self.lines).items():
+            returned[name] = self.scalar(tensor, [self.b, self.j])
+            if is_constant(returned[name]):
+                raise self.lines.located(CellError(f"cell {self.cell.name!r}: {name!r} is a constant"), tensor.op)
         results = {name: returned[name] for name in self.cell.states}
         (output, *others) = self.cell.output_names()
         written = () if output in results and not others else tuple(returned[n] for n in (output, *others))

@@ -19,7 +19,7 @@ OWN = str(Path(__file__).resolve().parent.parent)
 
 
 class Lines:
-    """Notes the caller of every ``te.compute`` while it is entered; as a profiler of this thread, since
+    """Notes the caller of every ``te.compute``, and of what else makes tensors, while it is entered; as a profiler of this thread, since
     tensor expressions keep no trace of their source. Where another profiler is at work nothing is noted: one of C, as
     ``cProfile``, could not be set again. Built-in cells are looked through as TVM is."""
 
@@ -27,7 +27,8 @@ class Lines:
         import tvm
         from tvm import te
 
-        self._code, self._tvm = te.compute.__code__, str(Path(tvm.__file__).parent)
+        # what te has besides compute() is refused, with its line
+        self._makers, self._tvm = {f.__code__ for f in (te.compute, te.extern, te.scan)}, str(Path(tvm.__file__).parent)
         self._found: dict[Operation, tuple[str, int]] = {}  # operation -> file and line
         self._noting = False
 
@@ -43,7 +44,7 @@ class Lines:
             sys.setprofile(None)
 
     def _note(self, frame: FrameType, event: str, result: Any) -> None:
-        if event == "return" and frame.f_code is self._code and result is not None:
+        if event == "return" and frame.f_code in self._makers and result is not None:
             caller = frame.f_back
             while caller is not None and not self._users(caller.f_code.co_filename):
                 caller = caller.f_back
@@ -73,8 +74,14 @@ class Lines:
     def failed(self, cell: str, error: Exception, what: str = "step()") -> CellError:
         """What the cell's own code raised, with the last of the user's lines that was running."""
         made = CellError(f"cell {cell!r}: {what} failed: {type(error).__name__}: {str(error).strip()}")
+        return self.running(made, error)
+
+    def running(self, made: CellError, error: Exception) -> CellError:
+        """The error with the last of the user's lines that was running when ``error`` was raised, unless it has one."""
         frames = [f for f in traceback.extract_tb(error.__traceback__) if self._users(f.filename)]
-        return pointed(made, frames[-1].filename, frames[-1].lineno or 0) if frames else made
+        if made.at is not None or not frames:
+            return made
+        return pointed(made, frames[-1].filename, frames[-1].lineno or 0)
 
 
 def pointed(error: CellError, file: str, line: int) -> CellError:

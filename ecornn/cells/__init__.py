@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ecornn.cells.base import Cell, largest, mean, normalized, pointwise, product, softmax
+from ecornn.cells.deriving import derive
 from ecornn.cells.gru import GRU, GRUResetBefore
 from ecornn.cells.lstm import LSTM
 from ecornn.cells.options import Optioned, parse
@@ -25,4 +26,4 @@ def get(cell: str | Cell) -> Cell:
     return type(BUILTIN[name])(**options) if options else BUILTIN[name]
 
 
-__all__ = ["BUILTIN", "Cell", "get", "largest", "mean", "normalized", "pointwise", "product", "softmax"]
+__all__ = ["BUILTIN", "Cell", "derive", "get", "largest", "mean", "normalized", "pointwise", "product", "softmax"]

@@ -34,6 +34,7 @@ from ecornn.errors import CellError
 if TYPE_CHECKING:
     from numpy.random import Generator
     from tvm.ir import Expr
+    from tvm.te.tensor import TensorSlice
     from tvm.te import Tensor
     from tvm.tirx import Var
 
@@ -78,9 +79,25 @@ class Cell(ABC):
         """One step on te tensors: x (B, I) and states (B, H) to the new states, each (B, H), and behind them those of
         ``output`` that are no states; ``parameters`` by name, and ``inputs``, (B, H) each."""
 
+    def learned(self, input: int, hidden: int) -> Mapping[str, Shape]:
+        """Shapes of what is trained, where the step's parameters are computed from it: two axes or three, of any sizes,
+        passed flattened over the first two. Default: the parameters themselves."""
+        return self.parameters(input, hidden)
+
+    def derived(self, p: Mapping[str, Any], xp: Any) -> Mapping[str, Any]:
+        """Those parameters that are computed, of ``p``, what is ``learned``: by name, of the shapes that ``parameters``
+        gives them, or with 1 in place of an axis along which they are all the same. Those that ``learned`` has, too,
+        need not be named. ``xp`` is ``numpy``, ``torch`` or ``jax.numpy``, and the arrays are its own.
+
+        It is carried out once for weights, not in each step. :func:`ecornn.derive` calls it for weights that a module
+        is bound to; an :class:`ecornn.torch.Recurrent` has what is learned as its parameters, with their gradients.
+        """
+        return {}
+
     def sample(self, name: str, shape: Shape, rng: Generator) -> Any:
-        """Values of the parameter ``name``, of that shape (G, H, K) or (G, H), as a trained layer might have them: what
-        candidates of the tuner are checked with. Default: uniform between -1/sqrt(H) and 1/sqrt(H), as PyTorch begins.
+        """Values of the parameter ``name``, or of what is ``learned`` in its place, of that shape, (G, H, K) or (G, H),
+        as a trained layer might have them: what candidates of the tuner are checked with. Default: uniform between
+        -1/sqrt(H) and 1/sqrt(H), as PyTorch begins.
 
         To be overridden where such values tell nothing, or cannot be: a period, a variance, a matrix with small
         eigenvalues. ``rng`` is NumPy's; a value that does not come of it is the same in each check.
@@ -150,6 +167,8 @@ def product(source: Tensor, weight: Tensor, gates: Sequence[int] | int | None = 
         return te.compute((batch, hidden),
                           lambda b, j: te.sum(source[b, at(j)] * weight[gates, j, k], axis=k), name=name)
     chosen = range(int(weight.shape[0])) if gates is None else gates
+    if not isinstance(chosen, Sequence) or not all(isinstance(g, int) for g in chosen):
+        raise CellError(f"product(..., gates={gates!r}): gates must be an integer, or a sequence of integers")
     if not len(chosen):
         raise CellError("product(..., gates=[]): there must be one gate at least")
     first, count = chosen[0], len(chosen)
@@ -177,11 +196,21 @@ def _head_size(source: Tensor, weight: Tensor, heads: int) -> Any:
 
 
 def pointwise(function: Callable[[Var, Var], Expr | tuple[Expr, ...]], like: Tensor, name: str = "") -> Any:
-    """A tensor (B, H), or several, from ``function(b, j)``; ``like`` is any state."""
+    """A tensor (B, H), or several, from ``function(b, j)``; ``like`` is any state. Raises :class:`CellError` where the
+    function returns no values."""
     from tvm import te
+    from tvm.ir import Expr
+    from tvm.te.tensor import TensorSlice
 
-    # TVM looks at the signature, and takes no default arguments
-    return te.compute(like.shape, lambda b, j: function(b, j), name=name or "pointwise")
+    def value(b: Var, j: Var) -> Any:  # TVM looks at the signature, and takes no default arguments
+        found = function(b, j)
+        for one in found if isinstance(found, (tuple, list)) else (found,):
+            if not isinstance(one, (Expr, TensorSlice, int, float)):  # TVM does not survive None
+                raise CellError(f"pointwise(function, ...): function(b, j) returned {one!r}; expected a value such as "
+                                "h[b, j], or several, and floats")
+        return found
+
+    return te.compute(like.shape, value, name=name or "pointwise")
 
 
 def mean(source: Tensor, name: str = "") -> Tensor:

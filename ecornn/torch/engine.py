@@ -16,6 +16,7 @@ from ecornn.errors import DTypeError, WeightsError
 from ecornn.runtime.loader import Layer
 from ecornn.torch.bound import BoundLayers
 from ecornn.torch.compiling import KEPT
+from ecornn.torch.derived import forget
 from ecornn.torch.kind import Kind, kind_of, text_of
 from ecornn.torch.parameters import narrowed, narrowed_rows, widened
 from ecornn.torch.snapshot import replayed
@@ -159,6 +160,7 @@ def check_type(x: torch.Tensor, weight: torch.Tensor) -> None:
 
 def rebind(module: torch.nn.Module) -> None:
     """:meth:`Engine.rebind` of the engines of a module and of its own weights, as far as these have been called."""
+    forget(module)
     engines = [_modules.get(module)] if hasattr(module, "_flat_weights_names") else []
     with _lock:
         for weight in (*module._parameters.values(), *module._buffers.values()):
@@ -186,8 +188,12 @@ def let_go_if_swapped(module: torch.nn.Module) -> None:
 
 def weights_of(module: Any) -> list[torch.Tensor]:
     """The weights as they are at this moment. ``_flat_weights`` may have others: torch.func.functional_call puts its
-    own into ``_parameters``, and a parametrization makes new ones at each access."""
+    own into ``_parameters``, and a parametrization makes new ones at each access, as a cell that computes its own does.
+    """
     own: dict[str, Any] = module._parameters
+    derived = module.__dict__.get("_derived")
+    if derived is not None:
+        return derived.weights(module)
     try:
         return [*map(own.__getitem__, module._flat_weights_names)]  # a module's getattr() takes its time
     except KeyError:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
 from ecornn.cells import Cell, get
+from ecornn.cells.deriving import flat_shape
 from ecornn.errors import ArgumentError
 from ecornn.layer_spec import LayerSpec
 from ecornn.torch.cell_names import cell_of
@@ -119,12 +121,16 @@ class Kind:
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of the parameters of a cell, by name: gates are folded into the first axis."""
+        return self.flat(get(self.cell).parameters)
+
+    def flat(self, of: Callable[[int, int], Mapping[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
+        """Shapes by a user's names in all layers, of what has the shapes ``of`` a layer's I and H."""
         cell, found = get(self.cell), {}
         for layer in range(self.layers):
             for second in (False, True)[:self.directions]:
                 input = self.directions * self.hidden if layer else self.input
-                for key, (gates, *rest) in cell.parameters(input, self.hidden).items():
-                    found[cell.parameter_name(key, layer, second)] = gates * rest[0], *rest[1:]
+                for key, shape in of(input, self.hidden).items():
+                    found[cell.parameter_name(key, layer, second)] = flat_shape(tuple(shape))
         return found
 
     def spec(self, batch: int, seq: int, dtype: str, masks: str, keep: str | None = None,

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from ecornn.cells import Cell, get
+from ecornn.cells.deriving import derives, learned_shapes
 from ecornn.errors import ArgumentError, ShapeError
 from ecornn.outputs import by_output
 from ecornn.torch import engine
 from ecornn.torch.cell_names import name_of
 from ecornn.torch.compiling import checked_keep
+from ecornn.torch.derived import Derived
 from ecornn.torch.kind import kind_of, text_of
 from ecornn.torch.sequences import Sequences
 
@@ -30,7 +33,7 @@ class Recurrent(Sequences, torch.nn.Module):
     tf32 : whether products of float32 on a GPU may be in TF32; None: where cuDNN's RNNs may
     keep : what a training step keeps, as of :func:`ecornn.compile`; None: ``gates``
     device, dtype : of the parameters, which have the names and shapes of the cell's, as ``weight_ih_l0`` (G*H, I), and
-        start as torch.nn's, uniform in +-1/sqrt(H)
+        start as torch.nn's, uniform in +-1/sqrt(H); of a cell that computes some, those of what is learned
 
     A cell that has sequences beside x is called with ``inputs``, tensors by name: (T, B, H), or (T, B, 1), one value
     for all units; laid out as x is, batch first or not, without the axis of the batch, or packed alike. They have
@@ -60,16 +63,23 @@ class Recurrent(Sequences, torch.nn.Module):
         self.cell_name = f":{name_of(self.cell)}"
         kind = kind_of(text_of(self))
         kind.spec(1, 1, "float32", "")  # which checks the sizes
-        for name, shape in kind.shapes.items():
+        learned = kind.flat(partial(learned_shapes, self.cell))  # other cells may have the same step
+        for name, shape in learned.items():
             self.register_parameter(name, torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         self._flat_weights_names = list(kind.names)
+        self._derived = Derived(self.cell, input_size, hidden_size, list(learned), list(kind.names)) if derives(
+            self.cell) else None
         self.reset_parameters()
 
     def forward(self, input: Any, hx: Any = None, inputs: Mapping[str, Any] | None = None) -> Any:
         """As ``torch.nn``'s, with the cell's ``inputs``. Raises as :meth:`Sequences.forward`."""
         if self.cell.inputs or inputs is not None:
             input = self._beside(input, inputs)
-        y, states = super().forward(input, hx)
+        if self._derived is None or torch.compiler.is_compiling():
+            y, states = super().forward(input, hx)
+        else:
+            with self._derived.once(self):
+                y, states = super().forward(input, hx)
         if len(self.output_names) == 1 or isinstance(y, torch.fx.Proxy):
             return y, states
         return self._named(y), states
@@ -122,6 +132,7 @@ class Recurrent(Sequences, torch.nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.__dict__.setdefault("_derived", None)  # of before cells computed weights
         name_of(self.cell)  # a process that reads a pickle knows the cell from then on
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ecornn.cells import Cell
+from ecornn.cells.deriving import learned_shapes, parameters_of
 from ecornn.errors import CellError
 from ecornn.numpy_reference import NORMALIZED
 from ecornn.numpy_reference import STEPS as REFERENCES
@@ -59,11 +60,15 @@ def draw(cell: Cell, work: Workload, rng: np.random.Generator) -> Inputs:
     states = [rounded(rng.uniform(-1, 1, (work.batch, work.hidden)), work.dtype) for _ in cell.states]
     states = [abs(state) if name in cell.nonnegative else state
               for name, state in zip(cell.states, states, strict=True)]
-    shaped, flat = {}, {}
-    for name, shape in cell.parameters(own, work.hidden).items():
-        shaped[name] = rounded(sampled(cell, name, tuple(shape), rng), kind)
-        flat[cell.parameter_name(name)] = shaped[name].reshape(-1, *shape[2:])
+    shaped = {name: rounded(value, kind) for name, value in weights_of(cell, own, work.hidden, rng).items()}
+    flat = {cell.parameter_name(name): value.reshape(-1, *value.shape[2:]) for name, value in shaped.items()}
     return Inputs(x, states, shaped, flat)
+
+
+def weights_of(cell: Cell, input: int, hidden: int, rng: np.random.Generator) -> dict[str, Array]:
+    """Random parameters in te shape, in float64: what the cell samples, or computes of that."""
+    learned = {name: sampled(cell, name, shape, rng) for name, shape in learned_shapes(cell, input, hidden).items()}
+    return parameters_of(cell, learned, input, hidden)
 
 
 def sampled(cell: Cell, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Array:

@@ -173,3 +173,29 @@ class GRUODE(Published):
         h, (r, z, _) = s["h"], affine(x, s["h"], p)
         g = np.tanh(x @ p["W"][2].T + (sig(r) * h) @ p["R"][2].T + p["b"][2])
         return (h + 0.25 * (1 - sig(z)) * (g - h),)
+
+
+class AntisymmetricRNN(Published):
+    """Euler steps of a stable equation (Chang et al. 2019, arXiv 1902.09689): step 0.1, diffusion 0.2; its matrix is
+    computed of another one."""
+
+    name, states = "antisymmetric", ("h",)
+    shapes = {"W": (1, "I"), "R": (1, "H"), "b": (1,)}
+
+    def learned(self, input, hidden):
+        shapes = self.parameters(input, hidden)
+        return {"W": shapes["W"], "A": shapes["R"], "b": shapes["b"]}
+
+    def derived(self, p, xp):
+        return {"R": p["A"] - p["A"].swapaxes(1, 2)}
+
+    def step(self, x, states, p):
+        from tvm import te
+
+        (h,), a = states, sums(x, states[0], p)
+        return [pointwise(lambda b, j: h[b, j] + 0.1 * te.tanh(a(b, 0, j) - 0.2 * h[b, j]), h)]
+
+    @staticmethod
+    def numpy(x, s, p):
+        (a,), h = affine(x, s["h"], p), s["h"]
+        return (h + 0.1 * np.tanh(a - 0.2 * h),)

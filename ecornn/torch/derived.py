@@ -1,0 +1,73 @@
+"""Weights of a ``Recurrent`` whose cell computes them: of its parameters, as PyTorch's operations, once in a call."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from ecornn.cells import Cell, derive
+from ecornn.torch.dispatching import watched
+from ecornn.torch.snapshot import Snapshot
+
+# of calls without gradients: what weights were computed of, they themselves, and whether in inference mode
+_known: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Snapshot, list[torch.Tensor], bool]] = \
+    weakref.WeakKeyDictionary()
+_calls = threading.local()  # the weights of modules that this thread is calling
+
+
+class Derived:
+    """What makes the weights, of these names and in this order, of a module's parameters, with their gradients."""
+
+    def __init__(self, cell: Cell, input: int, hidden: int, learned: list[str], names: list[str]) -> None:
+        self._cell, self._input, self._hidden, self._learned, self._names = cell, input, hidden, learned, names
+
+    def weights(self, module: torch.nn.Module) -> list[torch.Tensor]:
+        """Of the module as it is now."""
+        for called, weights in getattr(_calls, "now", ()):
+            if called is module:
+                return weights
+        own = [getattr(module, name) for name in self._learned]
+        if torch.compiler.is_compiling() or watched(own):
+            return self._made(own)
+        if torch.is_grad_enabled() and any(w.requires_grad for w in own):
+            made = self._made(own)
+            for weight in made:
+                if weight.requires_grad:  # an optimizer comes next, and some leave no trace
+                    weight.register_hook(partial(_trained, weakref.ref(module)))
+            return made
+        known = _known.get(module)
+        inference = torch.is_inference_mode_enabled()  # no graph keeps tensors of that
+        if known is None or known[2] != inference or not known[0].holds(own):
+            known = _known[module] = Snapshot(own), self._made(own), inference
+        return known[1]
+
+    def _made(self, own: list[torch.Tensor]) -> list[torch.Tensor]:
+        made = derive(self._cell, dict(zip(self._learned, own, strict=True)), self._input, self._hidden)
+        return [made[name].contiguous() for name in self._names]
+
+    @contextmanager
+    def once(self, module: torch.nn.Module) -> Iterator[None]:
+        """Within it all have the same weights, whose gradients go one way back."""
+        before = getattr(_calls, "now", ())
+        _calls.now = ((module, self.weights(module)), *before)
+        try:
+            yield
+        finally:
+            _calls.now = before
+
+
+def _trained(module: weakref.ref[torch.nn.Module], gradient: torch.Tensor) -> None:
+    """As a hook of a weight."""
+    alive = module()
+    if alive is not None:
+        forget(alive)
+
+
+def forget(module: torch.nn.Module) -> None:
+    """Has the next call compute them again."""
+    _known.pop(module, None)
