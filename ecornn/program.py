@@ -182,6 +182,19 @@ class Fill:
 
 
 @dataclass(frozen=True)
+class Take:
+    """CUDA: ``calls`` in which a workspace ``buffer`` begins with a given state, of ``row`` elements for each row of the
+    batch: as a copy; or, in a call of one step, in that memory itself, unless ``written``, the state afterwards, is in
+    the same place, since some blocks still read what others write."""
+
+    calls: tuple[Call, ...]
+    buffer: str
+    given: str
+    written: str
+    row: int
+
+
+@dataclass(frozen=True)
 class Launch:
     """One kernel launch.
 
@@ -282,7 +295,7 @@ class Chunks:
     reverse: bool = False
 
 
-Call = Fill | Launch | Loop | Parallel | Concurrent | Wave | Chunks
+Call = Fill | Take | Launch | Loop | Parallel | Concurrent | Wave | Chunks
 
 
 @dataclass(frozen=True)
@@ -327,7 +340,7 @@ def launches(calls: Iterable[Call]) -> Iterator[Launch]:
             yield call
         elif isinstance(call, Loop):
             yield from call.calls
-        elif isinstance(call, Chunks):
+        elif isinstance(call, (Take, Chunks)):
             yield from launches(call.calls)
         elif isinstance(call, Concurrent):
             for branch in call.branches:

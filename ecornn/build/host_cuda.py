@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import resources
 
 from ecornn.errors import BuildError
-from ecornn.program import Chunks, Concurrent, Entry, Fill, Launch, Loop, Program, Wave
+from ecornn.program import Chunks, Concurrent, Entry, Fill, Launch, Loop, Program, Take, Wave
 
 FILES = ("host_cuda.cc", "host_cuda.h", "cuda_driver.h", "cuda_streams.h")  # the same for all programs
 LANES = 32  # kMaxLanes of cuda_streams.h
@@ -129,6 +129,8 @@ class _Writer:
             self.lines.append("    for (; t < T; ++t) {")
             self.lines += [f"      {self.launch(i)}" for i in range(first, len(self.launches))]
             self.lines += ["    }", "  }"]
+        elif isinstance(call, Take):
+            self.take(call)
         elif isinstance(call, Concurrent):
             names = self.together(call.branches)
             self.lines += ["  {", f"    const Section sections[] = {{{', '.join(names)}}};",
@@ -178,6 +180,16 @@ class _Writer:
         handed = [f"{{{self.place(first, 'state')}, {self.place(then, 'state')}}}" for first, then in states]
         return [f"    static const Moving moving{number}[] = {{{', '.join([*moving, '{-1, 0}'])}}};",
                 f"    static const Handed handed{number}[] = {{{', '.join([*handed, '{-1, 0}'])}}};"]
+
+    def take(self, call: Take) -> None:
+        """Writes calls in which a workspace is somewhere else, for as long as they are made."""
+        at, given, written = (self.place(name, "Take of") for name in (call.buffer, call.given, call.written))
+        bytes_ = f"INT64_C({call.row * self.itemsize[call.given]}) * B"
+        self.lines += ["  {", f"    const Pointer own = p[{at}];",
+                       f'    ECORNN_TRY(take(&p[{at}], p[{given}], p[{written}], {bytes_}, T, stream, "{call.given}"));']
+        for one in call.calls:
+            self.call(one)
+        self.lines += [f"    p[{at}] = own;", "  }"]
 
     def fill(self, call: Fill) -> None:
         """Writes a memset, whose size is known only with T."""

@@ -1,0 +1,134 @@
+"""Whole step: for one or a few steps a call, each a single launch that multiplies x and the state.
+
+A call of one step is bound by what it reads: all weights once. What any other schedule launches before its recurrence
+(the product of x, then what readies the states) costs more than that. Here a launch does all: warps of a block read
+their parts of both products straight into registers (``warp_product.py``), the first step reads the caller's own
+states, and a call of one step has no workspaces at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product as combinations
+
+from ecornn.analysis.liveness import late_operands
+from ecornn.program import Launch, Loop, Program, Take
+from ecornn.schedules.assemble import assemble, shared_buffers
+from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, no_room
+from ecornn.schedules.hoisted import in_float32
+from ecornn.schedules.rates import gpu_rates
+from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
+from ecornn.schedules.step.scalars import workspaces
+from ecornn.schedules.step.whole_step_kernel import StepPlan, layout_of, plan_of, step_kernel
+
+SHORT = 8  # steps of a call for which it competes
+SPARE_REGISTERS = 40  # of a thread, beside sums and operands: addresses, loops, gate math
+FINISH = 900  # cycles from the last product until the last store: barriers, sums of the warps, the cell's scalars
+SLOWER = {"float32": 6, "tf32": 2}  # than products of 16-bit types
+
+
+class WholeStep(Schedule):
+    """Serves cells with one exchange a step, whose operand is a state."""
+
+    name = "whole_step"
+    revision = 1
+    kind = "cuda"
+
+    def refuses(self, task: Task) -> str | None:
+        graph, traversal = task.graph, task.traversal
+        if task.device.capability < 80:
+            return "needs compute capability 8.0"
+        if len(graph.phases) != 1 or not graph.phases[0].products:
+            return f"cell {graph.cell!r} has {len(graph.product_phases)} recurrent products after each other, not one"
+        operands, states = graph.phases[0].operands, tuple(graph.states.values())
+        if len(operands) != 1 or not any(operands[0].same_as(s) for s in states):
+            return f"cell {graph.cell!r} multiplies something else than a state"
+        if graph.statistics or graph.hoisted_statistics or late_operands(graph):
+            return f"cell {graph.cell!r} has sums over a batch row"
+        if traversal.resets or traversal.keep is not None:
+            return f"does not serve layers with {'resets' if traversal.resets else 'training'}"
+        if next(self._candidates(task), None) is None:
+            return f"cell {graph.cell!r} has too many gates for the registers of a thread"
+        return None
+
+    def knobs(self, task: Task) -> tuple[Knob, ...]:
+        w, gates = task.workload, _gates(task)
+        units = tuple(u for u in (1, 2, 4, 8, 16, 32) if all(g * u % 8 == 0 for g in gates) and (u <= 8 or u < w.hidden))
+        rows = tuple(r for r in (8, 16, 24, 32, 48, 64) if r < w.batch + 8)
+        return (
+            Knob("units", units, "fewer units a block: more blocks; more: fewer reads of x and the state"),
+            Knob("rows", rows, "fewer batch rows a block: more blocks; more: fewer reads of weights"),
+            Knob("warps", (2, 4, 8, 16), "more warps that share K: more loads under way, more sums to add"),
+            Knob("ahead", (1, 2, 4, 8), "more loads ahead of a warp, for registers"),
+            Knob("math", MATH_FOR[w.dtype], MATH_TRADES),
+        )
+
+    def check(self, task: Task, config: Config) -> str | None:
+        plan = plan_of(task, config)
+        registers = max(share.registers for share in plan.shares) + SPARE_REGISTERS
+        return no_room(task.device, plan.shared, plan.threads, registers)
+
+    def default(self, task: Task) -> Config:
+        best = min(self._candidates(task), key=lambda c: estimate(task, plan_of(task, c)), default=None)
+        assert best is not None, "default() is for tasks that serves() accepts"
+        return best
+
+    def expected(self, task: Task) -> float:
+        """Beyond a few steps a call what other schedules keep on the chip is worth more than their launches."""
+        if task.workload.seq > SHORT:
+            return super().expected(task)
+        return estimate(task, plan_of(task, self.default(task)))
+
+    def _candidates(self, task: Task) -> Iterator[Config]:
+        knobs = {k.name: k.values for k in self.knobs(task)}
+        knobs["math"] = ("exact",) if len(knobs["math"]) == 1 else ("fast",)
+        for values in combinations(*knobs.values()):
+            config = dict(zip(knobs, values, strict=True))
+            if self.check(task, config) is None:
+                yield config
+
+    def features(self, task: Task, config: Config) -> dict[str, float]:
+        plan, w = plan_of(task, config), task.workload
+        blocks, moved = plan.blocks(w.batch), sum(share.pairs * share.bytes for share in plan.shares)
+        return {
+            "blocks": blocks, "waves": blocks / task.device.cores, "threads": plan.threads, "bytes": blocks * moved,
+            "under_way": plan.under_way, "turns": max(share.turns for share in plan.shares),
+            "waste": plan.columns * plan.units * plan.rows * -(-w.batch // plan.rows) / (w.hidden * w.batch),
+            "shared": plan.shared, "registers": max(share.registers for share in plan.shares),
+            "estimate": estimate(task, plan)}
+
+    def program(self, task: Task, config: Config) -> Program:
+        plan, w, graph = plan_of(task, config), task.workload, task.graph
+        inputs, layout = in_float32(task), layout_of(task)
+        own = [*workspaces(task, layout), *plan.weights(task)]
+        buffers = [*(b for b in shared_buffers(task, inputs) if b.name != "hoisted"), *own]
+        kernel = step_kernel(task, plan, layout, buffers, str(config["math"]))
+        (state,) = (name for name, var in graph.states.items() if var.same_as(graph.phases[0].operands[0]))
+        step = Launch("step", plan.blocks(w.batch), plan.threads, plan.shared)
+        steps = Take((Loop((step,)),), "operands_0", f"{state}_in", f"{state}_out", w.hidden)
+        return assemble(task, lambda kept: Component({"step": kernel}, tuple(own), (steps,)), inputs, Component())
+
+
+def _gates(task: Task) -> tuple[int, ...]:
+    """Weight rows of a unit, of the products of x and of the state."""
+    found = len(task.graph.hoisted_products), len(task.graph.phases[0].products)
+    return tuple(filter(None, found))
+
+
+def estimate(task: Task, plan: StepPlan) -> float:
+    """Nanoseconds of a step: a launch; then of the multiprocessor with most blocks what it reads, at the rate of L2, or
+    of memory where the weights are more than L2 keeps between two calls, or at that of what its warps have under way;
+    its products, if these take longer; and what follows them."""
+    device, rates, w = task.device, gpu_rates(task.device), task.workload
+    blocks = plan.blocks(w.batch)
+    most = -(-blocks // device.cores)
+    registers = max(share.registers for share in plan.shares) + SPARE_REGISTERS
+    resident = max(1, min(most, device.registers // (plan.threads * registers), rates.threads // plan.threads,
+                          device.shared // plan.shared))
+    moved = sum(share.pairs * share.bytes for share in plan.shares)
+    weights = plan.columns * sum(share.pairs * share.groups * 512 for share in plan.shares)
+    rate = rates.l2_beside if weights < (device.l2 or 50 << 20) / 2 else rates.memory
+    rate = min(rate, resident * plan.under_way / (rates.l2_latency / rates.clock))
+    products = sum(share.pairs * 2 * share.tiles * share.octets for share in plan.shares) * rates.mma * SLOWER.get(
+        w.arithmetic, 1) * 4 / min(4, plan.warps * resident) / rates.clock
+    return rates.launch + rates.l2_latency / rates.clock + most * max(moved / rate, products) + FINISH / rates.clock

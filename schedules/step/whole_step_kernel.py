@@ -1,0 +1,170 @@
+"""The kernel of ``whole_step.py``: how a block is cut, and what it does."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from ecornn.analysis import Product
+from ecornn.program import Buffer
+from ecornn.schedules.base import Config, Task
+from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var
+from ecornn.schedules.gemm.outputs import leaves_of_rows
+from ecornn.schedules.scalars.pointwise import emit
+from ecornn.schedules.step.scalars import Layout, StepScalars, declare
+from ecornn.schedules.step.warp_product import Share, WarpProduct, add_up, sums
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """How a block is cut: ``shares`` of its warps multiply x, where the cell does, and the state."""
+
+    units: int
+    rows: int
+    columns: int  # blocks over the hidden units
+    shares: tuple[Share, ...]
+
+    @property
+    def warps(self) -> int:
+        return sum(share.warps for share in self.shares)
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory, for the sums of all warps."""
+        return 4 * sum(share.floats for share in self.shares)
+
+    @property
+    def under_way(self) -> int:
+        """Bytes that the warps of a block have asked for at a time."""
+        return sum(share.warps * share.slots * share.bytes for share in self.shares)
+
+    def blocks(self, batch: int) -> int:
+        return self.columns * -(-batch // self.rows)
+
+    def weights(self, task: Task) -> list[Buffer]:
+        """Packed weights, of the state and, where the cell multiplies it, of x."""
+        names = ("input_weights", "recurrent_0")[-len(self.shares):]
+        return [share.weights(name, products, self.columns) for name, share, products in
+                zip(names, self.shares, products_of(task), strict=True)]
+
+
+def products_of(task: Task) -> tuple[tuple[Product, ...], ...]:
+    """Those of x, where there are some, and those of the state."""
+    return tuple(filter(None, (task.graph.hoisted_products, task.graph.phases[0].products)))
+
+
+def plan_of(task: Task, config: Config) -> StepPlan:
+    """The plan of a configuration; it need not fit. Warps are shared out by how much each product reads."""
+    w, products = task.workload, products_of(task)
+    units, rows, warps, ahead = (int(config[k]) for k in ("units", "rows", "warps", "ahead"))
+    widths = (task.own_input, w.hidden)[-len(products):]
+    sizes = [width * (8 * rows + len(own) * units) for width, own in zip(widths, products, strict=True)]
+    first = max(1, min(warps - 1, round(warps * sizes[0] / sum(sizes))))
+    parts = (first, warps - first) if len(products) == 2 else (warps,)
+    shares = tuple(Share(w.dtype, w.arithmetic, units, rows, len(own), width, part, ahead)
+                   for own, width, part in zip(products, widths, parts, strict=True))
+    return StepPlan(units, rows, -(-w.hidden // units), shares)
+
+
+def layout_of(task: Task) -> Layout:
+    """Of the operand: as the caller's states lie."""
+    w = task.workload
+    return Layout(w.batch, w.hidden, w.hidden)
+
+
+class StepStates(StepScalars):
+    """Scalars of a step whose first one reads the caller's states, and whose last one leaves nothing for another."""
+
+    def states_before(self, row: Expr, unit: Expr) -> list[Expr]:
+        a, found = self.arguments, []
+        for s, name in enumerate(self.graph.states):
+            value = T.local(f"{name}_before", (1,), "float32")
+            with T.If(a["t"] == 0):
+                with T.Then():
+                    T.buffer_store(value, T.cast(a[f"{name}_in"][self.at(0, row, unit)], "float32"), [0])
+                with T.Else():
+                    T.buffer_store(value, a["states"][self.at(s, row, unit)], [0])
+            found.append(T.let(f"{name}_before", value[0]))
+        return found
+
+    def store_states(self, row: Expr, unit: Expr, values: list[Expr]) -> None:
+        with T.If(self.arguments["t"] + 1 < self.arguments["T"]), T.Then():
+            super().store_states(row, unit, values)
+
+    def store_first_operands(self, row: Expr, unit: Expr, states: list[Expr], constants: dict[Var, Expr],
+                             t: Expr, parity: Expr) -> None:
+        with T.If(t < self.arguments["T"]), T.Then():
+            super().store_first_operands(row, unit, states, constants, t, parity)
+
+
+def step_kernel(task: Task, plan: StepPlan, layout: Layout, buffers: list[Buffer], math: str) -> PrimFunc:
+    """``step``: step t, whole."""
+    from tvm.script.ir_builder import IRBuilder
+
+    w, graph, products = task.workload, task.graph, products_of(task)
+    H, shares = w.hidden, plan.shares
+    firsts = [sum(share.floats for share in shares[:i]) for i in range(len(shares))]
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("step")
+        a = declare(buffers)
+        scalars = StepStates(task, layout, a, math)
+        T.device_entry()
+        block, thread = T.block(plan.blocks(w.batch)), T.thread(plan.threads)
+        memory = T.shared(plan.shared // 4)  # sums of the shares' warps
+        column, row0 = T.let("column", block % plan.columns), T.let("row0", block // plan.columns * plan.rows)
+        with T.If(row0 < a["B"]), T.Then():
+            warp, lane = T.let("warp", thread // 32), T.let("lane", thread % 32)
+            time = T.let("time", scalars.timeline.at(a["t"]))
+
+            def multiply(i: int) -> None:
+                """Share i, which is of x unless it is the last one."""
+                share, of_state = shares[i], i == len(shares) - 1
+                starts = []
+                for n in range(share.octets):  # rows beyond the batch are sums that nobody reads
+                    row = T.let("row", T.min(row0 + (n * 8 + lane // 4), a["B"] - 1))
+                    if of_state:
+                        start = scalars.operand_base(0, a["t"] % 2) + scalars.wide(row) * H
+                    else:
+                        start = T.cast(time * a["B"] + row, "int64") * w.input
+                    starts.append(T.let("start", start))
+                own = warp if i == 0 else T.let("own_warp", warp - shares[0].warps)
+                product = WarpProduct(share, memory, firsts[i], own, lane)
+                product.run(a["recurrent_0" if of_state else "input_weights"], column,
+                            a["operands_0" if of_state else "x"], starts, H if of_state else w.input)
+
+            with ExitStack() as scope:
+                if len(shares) == 2:
+                    scope.enter_context(T.If(warp < shares[0].warps))
+                    with T.Then():
+                        multiply(0)
+                    scope.enter_context(T.Else())
+                multiply(len(shares) - 1)
+            T.evaluate(T.cuda.cta_sync())
+            for share, first in zip(shares, firsts, strict=True):
+                add_up(share, memory, first, thread, plan.threads)
+            T.evaluate(T.cuda.cta_sync())
+            with T.serial("turn", 0, -(-plan.units * plan.rows // plan.threads)) as turn:
+                item = T.let("item", turn * plan.threads + thread)
+                row, unit = T.let("row", item // plan.units), T.let("unit", item % plan.units)
+                b, j = T.let("b", row0 + row), T.let("j", column * plan.units + unit)
+                with T.If(T.And(row < plan.rows, T.And(b < a["B"], j < H))), T.Then():
+                    found = [sums(share, own, memory, first, row, unit) for share, own, first in
+                             zip(shares, products, firsts, strict=True)]
+                    x_row = T.cast(time * a["B"] + b, "int64") * w.input
+                    hoisted = _hoisted(task, scalars, a, x_row, j, found[0] if len(shares) == 2 else {})
+                    scalars.finish(0, b, j, found[-1], hoisted)
+    return builder.get()
+
+
+def _hoisted(task: Task, scalars: StepScalars, a: dict[str, TirBuffer], x_row: Expr, unit: Expr,
+             found: dict[Var, Expr]) -> list[Expr]:
+    """What other schedules compute of all steps before the first one, of a unit, from the products of x."""
+    env = scalars.constants(unit) | found
+    for var, offset in leaves_of_rows(task).items():
+        env[var] = T.let(var.name, T.cast(a["x"][x_row + unit + offset], "float32"))
+    env = emit(task.graph.hoisted, env)
+    return [env[v] for v in task.graph.hoisted_outputs]
