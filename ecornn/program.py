@@ -201,7 +201,9 @@ class Launch:
     A parameter of the function is the buffer that ``names`` gives for it, or the buffer of its own
     name, or one of the scalars ``T``, ``B`` (of the call) and ``t`` (of the step, in a loop), all int32.
 
-    ``wanted`` are parameters that it makes: where a call has null for all of them, the launch is left out.
+    ``wanted`` are parameters that it makes: where a call has null for all of them, the launch is left out. One that is
+    ``early`` may begin before the launch ahead of it in its stream has ended, as soon as that allows it: the kernel
+    itself waits for the end (``griddepcontrol``) before it reads what launches write, or writes anything.
     """
 
     function: str
@@ -212,6 +214,7 @@ class Launch:
     cluster: int = 1
     names: Mapping[str, str] = field(default_factory=dict)
     wanted: tuple[str, ...] = ()
+    early: bool = False
 
 
 @dataclass(frozen=True)

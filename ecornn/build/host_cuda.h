@@ -12,6 +12,7 @@ struct State;  // what a module keeps for one device
 enum : int {
   kLaunchCooperative = 2,  // CU_LAUNCH_ATTRIBUTE_COOPERATIVE
   kLaunchCluster = 4,      // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+  kLaunchEarly = 6,        // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 };
 
 // CUlaunchAttribute: an id, padding to 8 bytes, and a union of 64 bytes.
@@ -33,7 +34,7 @@ struct Kernel {
 struct Shape {
   unsigned grid, threads, shared;
   unsigned attribute_count;
-  LaunchAttribute attributes[2];
+  LaunchAttribute attributes[3];
 };
 
 // Of program.cc.

@@ -251,6 +251,8 @@ def shape(number: int, launch: Launch) -> str:
     attributes = ["{kLaunchCooperative, 0, {1}}"] if launch.cooperative else []
     if launch.cluster > 1:
         attributes.append(f"{{kLaunchCluster, 0, {{{launch.cluster}, 1, 1}}}}")
+    if launch.early:
+        attributes.append("{kLaunchEarly, 0, {1}}")
     return (f"static const Shape kShape{number} = {{{launch.grid}, {launch.threads}, {launch.shared}, "
             f"{len(attributes)}, {{{', '.join(attributes)}}}}};  // {launch.function}")
 

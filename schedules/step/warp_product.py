@@ -10,7 +10,7 @@ memory, where they are added in a fixed order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -116,11 +116,13 @@ class WarpProduct:
     def __init__(self, share: Share, memory: TirBuffer, first: int, warp: Expr, lane: Expr) -> None:
         self.share, self.memory, self.first, self.warp, self.lane = share, memory, first, warp, lane
 
-    def run(self, weights: TirBuffer, column: Expr, source: TirBuffer, starts: list[Expr], stride: int) -> None:
+    def run(self, weights: TirBuffer, column: Expr, source: TirBuffer, starts: list[Expr], stride: int,
+            before: Callable[[], None]) -> None:
         """Leaves the warp's sums in shared memory.
 
         ``column`` is the block's place among the units; element k of the row of octet n that is the lane's is at
         ``starts[n] + k`` of ``source``, whose rows are ``stride`` elements apart; its first element is aligned.
+        ``before``: emits what must come before ``source`` is read.
         """
         share = self.share
         self.acc = T.local("acc", (share.tiles, share.octets, 4), "float32")
@@ -131,19 +133,25 @@ class WarpProduct:
         block = T.let("weights_of", T.cast(column, "int64") * (share.pairs * share.groups * GROUP * self._n))
         aligned = stride * 4 // self._n
 
-        def load(slot: int, turn: Expr | int) -> None:
-            with self._pair(turn) as pair:
-                first = T.let("first", block + T.cast(pair * (share.groups * GROUP * self._n) + self.lane * (4 * self._n),
-                                                      "int64"))
-                for g in range(share.groups):
-                    T.evaluate(T.ptx["ld.global.v4.b32"](*(self.a[slot, g, i] for i in range(4)),
-                                                         weights.ptr_to([first + g * (GROUP * self._n)])))
-                k = T.let("k", pair * (PAIR * self._n) + self.lane % 4 * (4 * self._n))
-                for n, start in enumerate(starts):
-                    self._operand(slot, n, source, start, k, aligned)
+        def load_weights(slot: int, pair: Expr) -> None:
+            place = pair * (share.groups * GROUP * self._n) + self.lane * (4 * self._n)
+            first = T.let("first", block + T.cast(place, "int64"))
+            for g in range(share.groups):
+                T.evaluate(T.ptx["ld.global.v4.b32"](*(self.a[slot, g, i] for i in range(4)),
+                                                     weights.ptr_to([first + g * (GROUP * self._n)])))
 
-        for slot in range(share.slots):
-            load(slot, slot)
+        def load_operand(slot: int, pair: Expr) -> None:
+            k = T.let("k", pair * (PAIR * self._n) + self.lane % 4 * (4 * self._n))
+            for n, start in enumerate(starts):
+                self._operand(slot, n, source, start, k, aligned)
+
+        for load in (load_weights, load_operand):
+            for slot in range(share.slots):
+                with self._pair(slot) as pair:
+                    load(slot, pair)
+            if load is load_weights:
+                before()
+        T.evaluate(T.cuda.warp_sync())  # so that no load waits behind a product for a register to become free
         if share.turns <= share.slots:
             for slot in range(share.slots):
                 with self._pair(slot):
@@ -153,7 +161,9 @@ class WarpProduct:
                 for slot in range(share.slots):
                     with self._pair(r * share.slots + slot, share.turns % share.slots != 0):
                         self._multiply(slot)
-                    load(slot, T.let("turn_ahead", r * share.slots + (slot + share.slots)))
+                    with self._pair(r * share.slots + (slot + share.slots)) as pair:
+                        load_weights(slot, pair)
+                        load_operand(slot, pair)
         self._store()
 
     @property

@@ -60,6 +60,7 @@ class WholeStep(Schedule):
             Knob("rows", rows, "fewer batch rows a block: more blocks; more: fewer reads of weights"),
             Knob("warps", (2, 4, 8, 16), "more warps that share K: more loads under way, more sums to add"),
             Knob("ahead", (1, 2, 4, 8), "more loads ahead of a warp, for registers"),
+            Knob("chained", (False, True), "a launch begins, and reads weights, before the one ahead of it has ended"),
             Knob("math", MATH_FOR[w.dtype], MATH_TRADES),
         )
 
@@ -80,7 +81,7 @@ class WholeStep(Schedule):
         return estimate(task, plan_of(task, self.default(task)))
 
     def _candidates(self, task: Task) -> Iterator[Config]:
-        knobs = {k.name: k.values for k in self.knobs(task)}
+        knobs = {k.name: k.values for k in self.knobs(task)} | {"chained": (True,)}
         knobs["math"] = ("exact",) if len(knobs["math"]) == 1 else ("fast",)
         for values in combinations(*knobs.values()):
             config = dict(zip(knobs, values, strict=True))
@@ -104,7 +105,7 @@ class WholeStep(Schedule):
         buffers = [*(b for b in shared_buffers(task, inputs) if b.name != "hoisted"), *own]
         kernel = step_kernel(task, plan, layout, buffers, str(config["math"]))
         (state,) = (name for name, var in graph.states.items() if var.same_as(graph.phases[0].operands[0]))
-        step = Launch("step", plan.blocks(w.batch), plan.threads, plan.shared)
+        step = Launch("step", plan.blocks(w.batch), plan.threads, plan.shared, early=plan.chained)
         steps = Take((Loop((step,)),), "operands_0", f"{state}_in", f"{state}_out", w.hidden)
         return assemble(task, lambda kept: Component({"step": kernel}, tuple(own), (steps,)), inputs, Component())
 

@@ -22,6 +22,7 @@ class StepPlan:
     units: int
     rows: int
     columns: int  # blocks over the hidden units
+    chained: bool  # the next launch may begin before this one has ended
     shares: tuple[Share, ...]
 
     @property
@@ -67,7 +68,7 @@ def plan_of(task: Task, config: Config) -> StepPlan:
     parts = (first, warps - first) if len(products) == 2 else (warps,)
     shares = tuple(Share(w.dtype, w.arithmetic, units, rows, len(own), width, part, ahead)
                    for own, width, part in zip(products, widths, parts, strict=True))
-    return StepPlan(units, rows, -(-w.hidden // units), shares)
+    return StepPlan(units, rows, -(-w.hidden // units), bool(config["chained"]), shares)
 
 
 def layout_of(task: Task) -> Layout:
@@ -90,6 +91,17 @@ class StepStates(StepScalars):
                     T.buffer_store(value, a["states"][self.at(s, row, unit)], [0])
             found.append(T.let(f"{name}_before", value[0]))
         return found
+
+    def prefetch(self, row: Expr, unit: Expr) -> None:
+        """Asks for what :meth:`states_before` reads."""
+        a = self.arguments
+        with T.If(a["t"] == 0):
+            with T.Then():
+                for name in self.graph.states:
+                    T.evaluate(T.ptx["prefetch.global.L1"](a[f"{name}_in"].ptr_to([self.at(0, row, unit)])))
+            with T.Else():
+                for s in range(len(self.graph.states)):
+                    T.evaluate(T.ptx["prefetch.global.L1"](a["states"].ptr_to([self.at(s, row, unit)])))
 
     def store_states(self, row: Expr, unit: Expr, values: list[Expr]) -> None:
         with T.If(self.arguments["t"] + 1 < self.arguments["T"]), T.Then():
@@ -116,9 +128,21 @@ def step_kernel(task: Task, plan: StepPlan, layout: Layout, buffers: list[Buffer
         block, thread = T.block(plan.blocks(w.batch)), T.thread(plan.threads)
         memory = T.shared(plan.shared // 4)  # sums of the shares' warps
         column, row0 = T.let("column", block % plan.columns), T.let("row0", block // plan.columns * plan.rows)
+        if plan.chained:
+            T.evaluate(T.ptx["griddepcontrol.launch_dependents"]())
+            with T.If(row0 >= a["B"]), T.Then():  # a launch that has ended has waited for all before it
+                T.evaluate(T.ptx["griddepcontrol.wait"]())
         with T.If(row0 < a["B"]), T.Then():
             warp, lane = T.let("warp", thread // 32), T.let("lane", thread % 32)
             time = T.let("time", scalars.timeline.at(a["t"]))
+            _prefetch(a["vectors"], len(graph.vectors), plan, column, thread, H)
+
+            def before() -> None:
+                """Nothing but weights may be read before, and nothing written."""
+                if plan.chained:
+                    T.evaluate(T.ptx["griddepcontrol.wait"]())
+                scalars.prefetch(T.min(row0 + thread // plan.units, a["B"] - 1),
+                                 T.min(column * plan.units + thread % plan.units, H - 1))
 
             def multiply(i: int) -> None:
                 """Share i, which is of x unless it is the last one."""
@@ -134,7 +158,7 @@ def step_kernel(task: Task, plan: StepPlan, layout: Layout, buffers: list[Buffer
                 own = warp if i == 0 else T.let("own_warp", warp - shares[0].warps)
                 product = WarpProduct(share, memory, firsts[i], own, lane)
                 product.run(a["recurrent_0" if of_state else "input_weights"], column,
-                            a["operands_0" if of_state else "x"], starts, H if of_state else w.input)
+                            a["operands_0" if of_state else "x"], starts, H if of_state else w.input, before)
 
             with ExitStack() as scope:
                 if len(shares) == 2:
@@ -158,6 +182,15 @@ def step_kernel(task: Task, plan: StepPlan, layout: Layout, buffers: list[Buffer
                     hoisted = _hoisted(task, scalars, a, x_row, j, found[0] if len(shares) == 2 else {})
                     scalars.finish(0, b, j, found[-1], hoisted)
     return builder.get()
+
+
+def _prefetch(vectors: TirBuffer, count: int, plan: StepPlan, column: Expr, thread: Expr, hidden: int) -> None:
+    """Asks for the block's part of each parameter vector, which is needed at the end."""
+    for first in range(0, count * plan.units, plan.threads):
+        item = T.let("item", first + thread)
+        unit = T.let("unit", column * plan.units + item % plan.units)
+        with T.If(T.And(item < count * plan.units, unit < hidden)), T.Then():
+            T.evaluate(T.ptx["prefetch.global.L1"](vectors.ptr_to([item // plan.units * hidden + unit])))
 
 
 def _hoisted(task: Task, scalars: StepScalars, a: dict[str, TirBuffer], x_row: Expr, unit: Expr,
