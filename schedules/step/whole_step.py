@@ -24,6 +24,7 @@ from ecornn.schedules.step.whole_step_kernel import StepPlan, layout_of, plan_of
 SHORT = 8  # steps of a call for which it competes
 SPARE_REGISTERS = 40  # of a thread, beside sums and operands: addresses, loops, gate math
 FINISH = 900  # cycles from the last product until the last store: barriers, sums of the warps, the cell's scalars
+TURN, LOAD, ADDED = 40, 8, 2  # cycles of a warp beside products: of a turn, of a load; of a sum of a thread
 SLOWER = {"float32": 6, "tf32": 2}  # than products of 16-bit types
 
 
@@ -130,6 +131,11 @@ def estimate(task: Task, plan: StepPlan) -> float:
     weights = plan.columns * sum(share.pairs * share.groups * 512 for share in plan.shares)
     rate = rates.l2_beside if weights < (device.l2 or 50 << 20) / 2 else rates.memory
     rate = min(rate, resident * plan.under_way / (rates.l2_latency / rates.clock))
-    products = sum(share.pairs * 2 * share.tiles * share.octets for share in plan.shares) * rates.mma * SLOWER.get(
-        w.arithmetic, 1) * 4 / min(4, plan.warps * resident) / rates.clock
-    return rates.launch + rates.l2_latency / rates.clock + most * max(moved / rate, products) + FINISH / rates.clock
+    cost, tensor_cores = SLOWER.get(w.arithmetic, 1), min(4, plan.warps * resident)
+    tiles = sum(share.pairs * 2 * share.tiles * share.octets for share in plan.shares)
+    products = tiles * rates.mma * cost * 4 / tensor_cores
+    warp = max(share.turns * (TURN + LOAD * (share.groups + share.octets) + 2 * share.tiles * share.octets * cost *
+                              rates.mma * 4) for share in plan.shares)
+    sums = sum(share.floats for share in plan.shares) / plan.threads * ADDED
+    busy = max(moved / rate, products / rates.clock, warp / resident / rates.clock)
+    return rates.launch + most * busy + (rates.l2_latency + FINISH + sums) / rates.clock
