@@ -18,7 +18,7 @@ from ecornn.errors import BuildError, ModuleError
 from ecornn.host_cpu import detect
 from ecornn.host_gpu import detect as detect_gpu
 from ecornn.manifest import Manifest
-from ecornn.program import BACKWARD, Buffer, Call, Entry, Extent, Fill, Launch, Parallel, Program, Wave, WaveLayer
+from ecornn.program import BACKWARD, Buffer, Call, Entry, Extent, Fill, Launch, Parallel, Program, Take, Wave, WaveLayer
 from ecornn.runtime.plan import make_plan
 from ecornn.schedules.cpu.emit import Emitter
 from ecornn.targets import KNOWN
@@ -60,6 +60,23 @@ def test_a_launch_whose_results_nobody_wants_is_left_out(tmp_path: Path, fake: P
     for pointers, launches in (("2000, 3000", 2), ("2000, 0", 2), ("0, 3000", 2), ("0, 0", 1)):
         done = child(f"m['end'](16, 1, 0, 7, {pointers}, 4000)\n", out, fake, FAKE_MAJOR="9")
         assert sum(note.startswith("cuLaunchKernelEx") for note in done.calls) == launches, pointers
+
+
+@pytest.mark.skipif(detect_gpu() is not None, reason="the driver without a GPU serves modules for sm_90a")
+def test_a_state_is_taken_as_it_is_or_as_a_copy(tmp_path: Path, fake: Path):
+    """One step reads the state where it is, unless it writes there, too; more steps read a copy."""
+    read = replace(LAST, names={"h_in": "mask"})
+    program = with_entry(Take((read,), "mask", "h_in", "h_out", 64), read, takes=("mask", "h_out", "y", "h_in"))
+    out = tmp_path / "take.so"
+    build_module(program, cuda_sample.manifest(KNOWN["sm_90a"]), out)
+    for steps, written, given, taken in ((1, 2000, 4000, True), (2, 2000, 4000, False), (1, 4000, 4000, False),
+                                         (1, 4255, 4000, False), (1, 4256, 4000, True), (1, 3745, 4000, False)):
+        code = f"m['end']({steps}, 2, 0, 7, 1000, {written}, 9000, {given})\n"
+        notes = child(code, out, fake, FAKE_MAJOR="9").calls
+        launched = [note.split("arguments ")[1].split() for note in notes if note.startswith("cuLaunchKernelEx")]
+        assert [one[0] for one in launched] == [str(given) if taken else "1000", "1000"]  # afterwards it is a workspace
+        copies = [note for note in notes if note.startswith("cuMemcpyAsync")]
+        assert copies == ([] if taken else [f"cuMemcpyAsync 1000 {given} 256 stream=7"])
 
 
 @pytest.mark.skipif(detect_gpu() is not None, reason="the driver without a GPU serves modules for sm_90a")

@@ -15,13 +15,13 @@ from ecornn.analysis.liveness import late_operands
 from ecornn.program import Launch, Loop, Program, Take
 from ecornn.schedules.assemble import assemble, shared_buffers
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, no_room
-from ecornn.schedules.hoisted import in_float32
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
 from ecornn.schedules.step.scalars import workspaces
 from ecornn.schedules.step.whole_step_kernel import StepPlan, layout_of, plan_of, step_kernel
+from ecornn.workload import FEW
 
-SHORT = 8  # steps of a call for which it competes
+BEFORE = 12_000  # nanoseconds of a call of other schedules beside its steps: launches, weights that go on the chip
 SPARE_REGISTERS = 40  # of a thread, beside sums and operands: addresses, loops, gate math
 FINISH = 900  # cycles from the last product until the last store: barriers, sums of the warps, the cell's scalars
 TURN, LOAD, ADDED = 40, 8, 2  # cycles of a warp beside products: of a turn, of a load; of a sum of a thread
@@ -34,18 +34,21 @@ class WholeStep(Schedule):
     name = "whole_step"
     revision = 1
     kind = "cuda"
+    few_steps = True
 
     def refuses(self, task: Task) -> str | None:
         graph, traversal = task.graph, task.traversal
+        if task.workload.seq > FEW:
+            return f"is for calls of {FEW} steps at most"
         if task.device.capability < 80:
             return "needs compute capability 8.0"
+        if graph.statistics or graph.hoisted_statistics:
+            return f"cell {graph.cell!r} has sums over a batch row"
         if len(graph.phases) != 1 or not graph.phases[0].products:
             return f"cell {graph.cell!r} has {len(graph.product_phases)} recurrent products after each other, not one"
         operands, states = graph.phases[0].operands, tuple(graph.states.values())
-        if len(operands) != 1 or not any(operands[0].same_as(s) for s in states):
+        if len(operands) != 1 or not any(operands[0].same_as(s) for s in states) or late_operands(graph):
             return f"cell {graph.cell!r} multiplies something else than a state"
-        if graph.statistics or graph.hoisted_statistics or late_operands(graph):
-            return f"cell {graph.cell!r} has sums over a batch row"
         if traversal.resets or traversal.keep is not None:
             return f"does not serve layers with {'resets' if traversal.resets else 'training'}"
         if next(self._candidates(task), None) is None:
@@ -76,10 +79,11 @@ class WholeStep(Schedule):
         return best
 
     def expected(self, task: Task) -> float:
-        """Beyond a few steps a call what other schedules keep on the chip is worth more than their launches."""
-        if task.workload.seq > SHORT:
-            return super().expected(task)
         return estimate(task, plan_of(task, self.default(task)))
+
+    def rank(self, task: Task) -> float:
+        """What others expect of a step leaves out what a call takes beside its steps."""
+        return self.expected(task) - BEFORE / task.workload.seq
 
     def _candidates(self, task: Task) -> Iterator[Config]:
         knobs = {k.name: k.values for k in self.knobs(task)} | {"chained": (True,)}
@@ -101,14 +105,14 @@ class WholeStep(Schedule):
 
     def program(self, task: Task, config: Config) -> Program:
         plan, w, graph = plan_of(task, config), task.workload, task.graph
-        inputs, layout = in_float32(task), layout_of(task)
+        layout = layout_of(task)
         own = [*workspaces(task, layout), *plan.weights(task)]
-        buffers = [*(b for b in shared_buffers(task, inputs) if b.name != "hoisted"), *own]
+        buffers = [*shared_buffers(task, None), *own]
         kernel = step_kernel(task, plan, layout, buffers, str(config["math"]))
         (state,) = (name for name, var in graph.states.items() if var.same_as(graph.phases[0].operands[0]))
         step = Launch("step", plan.blocks(w.batch), plan.threads, plan.shared, early=plan.chained)
         steps = Take((Loop((step,)),), "operands_0", f"{state}_in", f"{state}_out", w.hidden)
-        return assemble(task, lambda kept: Component({"step": kernel}, tuple(own), (steps,)), inputs, Component())
+        return assemble(task, lambda kept: Component({"step": kernel}, tuple(own), (steps,)), None)
 
 
 def _gates(task: Task) -> tuple[int, ...]:
