@@ -183,9 +183,9 @@ class Fill:
 
 @dataclass(frozen=True)
 class Take:
-    """CUDA: ``calls`` in which a workspace ``buffer`` begins with a given state, of ``row`` elements for each row of the
-    batch: as a copy; or, in a call of one step, in that memory itself, unless ``written``, the state afterwards, is in
-    the same place, since some blocks still read what others write."""
+    """CUDA: ``calls`` in which a workspace ``buffer`` begins with a given state, of ``row`` elements for each row of
+    the batch: as a copy; or, in a call of one step, as that memory itself, unless ``written``, the state afterwards, is
+    in the same place: some blocks still read the one when others write the other."""
 
     calls: tuple[Call, ...]
     buffer: str

@@ -30,8 +30,8 @@ def assemble(task: Task, recurrence: Callable[[Stored], Component], layout: Hois
     Parameters
     ----------
     recurrence : makes one that stores what it is told of each step, with the buffers of one that stores nothing
-    layout : of the workspace ``hoisted``, which the projection writes and the recurrence reads; None: there is none, the
-        recurrence multiplies x itself
+    layout : of the workspace ``hoisted``, which the projection writes and the recurrence reads; None: there is none,
+        since the recurrence multiplies x itself
     projection : what fills it, before anything else; default: :func:`~ecornn.schedules.gemm.projection.project` of all
         rows
     deferred : the recurrence applies the statistics of hoisted values itself, from the workspace ``row_sums``

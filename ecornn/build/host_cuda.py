@@ -185,8 +185,8 @@ class _Writer:
         """Writes calls in which a workspace is somewhere else, for as long as they are made."""
         at, given, written = (self.place(name, "Take of") for name in (call.buffer, call.given, call.written))
         bytes_ = f"INT64_C({call.row * self.itemsize[call.given]}) * B"
-        self.lines += ["  {", f"    const Pointer own = p[{at}];",
-                       f'    ECORNN_TRY(take(&p[{at}], p[{given}], p[{written}], {bytes_}, T, stream, "{call.given}"));']
+        taken = f'take(&p[{at}], p[{given}], p[{written}], {bytes_}, T, stream, "{call.given}")'
+        self.lines += ["  {", f"    const Pointer own = p[{at}];", f"    ECORNN_TRY({taken});"]
         for one in call.calls:
             self.call(one)
         self.lines += [f"    p[{at}] = own;", "  }"]

@@ -61,8 +61,8 @@ compiled.cache_clear, compiled.cache_info = _found.cache_clear, _found.cache_inf
 
 
 def few_steps(steps: int) -> int:
-    """The T that a layer on a GPU is compiled for where a call has few ``steps``: 1, 2, 4 or 8, so that lengths that are
-    much the same share one; 0 where they are many, and the T of the first call serves all."""
+    """The T that a layer on a GPU is compiled for where a call has few ``steps``: 1, 2, 4 or 8, so that lengths that
+    are much the same share one; 0 where they are many, and the T of the first call serves all."""
     return 1 << (steps - 1).bit_length() if steps <= FEW else 0
 
 

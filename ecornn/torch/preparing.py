@@ -110,7 +110,8 @@ def specs(module: Any, call: Call) -> list[LayerSpec]:
     kinds = [text_of(module, layer) for layer in range(module.num_layers)] if alone else [text_of(module)]
     keep = KEPT[call.target] if call.asked else None
     few = few_steps(call.steps) if call.target == "cuda" and not call.asked else 0
-    return [kind_of(kind).spec(call.batch, few or call.steps, call.dtype, call.masks, keep, call.precision) for kind in kinds]
+    steps = few or call.steps
+    return [kind_of(kind).spec(call.batch, steps, call.dtype, call.masks, keep, call.precision) for kind in kinds]
 
 
 def compile_all(wanted: Sequence[tuple[LayerSpec, str]], processes: int) -> None:

@@ -4,7 +4,8 @@ A record is near or far by the device that it was measured on, then by its batch
 sequence length (within a factor of two all are near: a module serves every T). The recurrence does not see the input:
 only the product that is hoisted out of it does. Where that is made beside the recurrence it must keep up, so a record
 of a smaller input says nothing. A call of a few steps takes longer for what is beside them, of which a record of long
-ones does not tell: a schedule that is for such calls competes with it by what it expects. Among the nearest ones the configuration that is expected to be fastest is used:
+ones does not tell: a schedule that is for such calls competes with it by what it expects. Among the nearest ones the
+configuration that is expected to be fastest is used:
 
 1. measured on this device (same name and number of cores);
 2. on another device of the same architecture, with no more cores, shared memory or registers;
@@ -122,8 +123,8 @@ def find(task: Task, schedules: Sequence[Schedule], log: Log) -> Found:
 
 
 def _for_few_steps(best: Evidence, schedules: Sequence[Schedule], task: Task) -> Found | None:
-    """The default of a schedule for calls of a few steps, if it is expected to be faster than the ``best`` record, which
-    is of longer ones."""
+    """The default of a schedule for calls of a few steps, if it is expected to be faster than the ``best`` record,
+    which is of longer ones."""
     steps, of = task.workload.seq, best.trial.workload.seq
     made = [s for s in schedules if s.few_steps and s.name != best.trial.schedule]
     if not made or steps > FEW or of <= FEW:
@@ -131,8 +132,8 @@ def _for_few_steps(best: Evidence, schedules: Sequence[Schedule], task: Task) ->
     first = min(made, key=lambda s: s.rank(task))
     if first.rank(task) >= best.expected * 1000:
         return None
-    return Found(first, first.default(task), f"untuned default of {first.name}: for T={steps} it is expected to be faster "
-                 f"than {best.trial.schedule}, of which record {best.line.place} says what T={of} takes")
+    return Found(first, first.default(task), f"untuned default of {first.name}: for T={steps} it is expected to be "
+                 f"faster than {best.trial.schedule}, of which record {best.line.place} says what T={of} takes")
 
 
 def up_to_date(trial: Trial, schedule: Schedule | None, task: Task) -> Trial:

@@ -3,8 +3,8 @@
 Weights are operand A of tensor cores, in groups of eight rows (of gates x units), what they multiply is operand B, in
 octets of eight batch rows, and a lane reads 16 bytes of either, four neighbouring words of a row, as in
 ``mma_product.py``: K is permuted alike in both. Every weight is read by one warp of one block, so nothing is gained by
-shared memory on its way; a warp asks for the next ``ahead`` pairs of k-tiles before it multiplies the first one, and
-that no barrier is between them keeps as many bytes under way as the registers hold. The sums of all warps meet in shared
+shared memory on its way. A warp asks for the next ``ahead`` pairs of k-tiles before it multiplies the first one, and no
+barrier lies between them: so as many bytes are under way as the registers hold. The sums of all warps meet in shared
 memory, where they are added in a fixed order.
 """
 
@@ -173,7 +173,7 @@ class WarpProduct:
 
     @contextmanager
     def _pair(self, turn: Expr | int, beyond: bool | None = None) -> Iterator[Expr]:
-        """The pair of a turn, in a scope where there is one; ``beyond``: whether the turn may be behind the last one."""
+        """The pair of a turn, in a scope where there is one; ``beyond``: whether the turn may be behind the last."""
         share = self.share
         pair = T.let("pair", turn * share.warps + self.warp)
         beyond = not isinstance(turn, int) if beyond is None else beyond
@@ -184,8 +184,8 @@ class WarpProduct:
                 yield pair
 
     def _operand(self, slot: int, n: int, source: TirBuffer, start: Expr, k: Expr, row_bytes: int) -> None:
-        """A lane's four words of a row from value k on, zeros beyond its end; by the widest loads for which all rows are
-        aligned."""
+        """A lane's four words of a row from value k on, zeros beyond its end; by the widest loads for which all rows
+        are aligned."""
         into, values, width = [self.b[slot, n, i] for i in range(4)], self._n, self.share.width
 
         def zero(i: int) -> None:

@@ -57,7 +57,7 @@ class WholeStep(Schedule):
 
     def knobs(self, task: Task) -> tuple[Knob, ...]:
         w, gates = task.workload, _gates(task)
-        units = tuple(u for u in (1, 2, 4, 8, 16, 32) if all(g * u % 8 == 0 for g in gates) and (u <= 8 or u < w.hidden))
+        units = tuple(u for u in (1, 2, 4, 8, 16, 32) if all(g * u % 8 == 0 for g in gates) and u < max(9, w.hidden))
         rows = tuple(r for r in (8, 16, 24, 32, 48, 64) if r < w.batch + 8)
         return (
             Knob("units", units, "fewer units a block: more blocks; more: fewer reads of x and the state"),
