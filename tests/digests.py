@@ -186,7 +186,9 @@ def code_of(program: Program, device: Device) -> tuple[str, str]:
 
 def interface_of(program: Program) -> str:
     """Buffers with their packings, and entries, as text."""
-    entries = repr(program.entries).replace(", wanted=()", "")  # a field that launches have had since then
+    entries = repr(program.entries)
+    for later in (", wanted=()", ", early=False"):  # fields that launches have had since then
+        entries = entries.replace(later, "")
     return msgspec.json.encode(program.buffers).decode() + entries + str(program.together)
 
 
