@@ -67,6 +67,8 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return f"emu::mbarrier_arrive({every})"
     if name.startswith("cp.async.mbarrier.arrive.noinc"):
         return f"emu::cp_async_arrive({every})"
+    if name.startswith("cp.async.bulk.shared::cluster.global.mbarrier") and "multicast" in name:
+        return f"emu::multicast({every})"
     if name.startswith("cp.async.bulk.shared::cluster.global.mbarrier"):
         return f"emu::bulk_copy({every})"
     if name == "cp.async.wait_all":

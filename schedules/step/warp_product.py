@@ -18,8 +18,8 @@ from ecornn.analysis import Product
 from ecornn.program import PACKED, Buffer, Extent, Packing
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
 from ecornn.schedules.isa.tensor_core import mma, per_word, split, words
+from ecornn.schedules.step.operand_rows import PAIR, Operand
 
-PAIR = 16  # words of a pair of k-tiles
 GROUP = 8 * PAIR  # words of a group of weight rows
 
 
@@ -33,6 +33,7 @@ class Share:
     gates : weight rows of a unit
     width : K
     warps, ahead : that share K; pairs of k-tiles that each of them asks for ahead
+    staged : what it multiplies comes from shared memory, not ahead from memory
     """
 
     dtype: str
@@ -43,6 +44,7 @@ class Share:
     width: int
     warps: int
     ahead: int
+    staged: bool = False
 
     @property
     def groups(self) -> int:
@@ -88,13 +90,23 @@ class Share:
     def registers(self) -> int:
         """Of a thread, for sums and operands."""
         parts = 2 if self.arithmetic == "float32" else 1
-        return 4 * (self.tiles * self.octets + self.slots * (self.groups + self.octets)) + 4 * (parts - 1) * (
-            2 * self.tiles + self.octets)
+        return 4 * (self.tiles * self.octets + self.slots * self.groups + self.operand_slots * self.octets
+                    + (parts - 1) * (2 * self.tiles + self.octets))
 
     @property
-    def bytes(self) -> int:
-        """Of a pair of k-tiles, from memory."""
-        return (self.groups + self.octets) * GROUP * 4
+    def operand_slots(self) -> int:
+        """Pairs of what it multiplies that it keeps there."""
+        return 1 if self.staged else self.slots
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a pair of k-tiles."""
+        return self.groups * GROUP * 4
+
+    @property
+    def operand_bytes(self) -> int:
+        """Of a pair of k-tiles."""
+        return self.octets * GROUP * 4
 
     def weights(self, name: str, products: tuple[Product, ...], columns: int) -> Buffer:
         """Packed weights: (block, pair of k-tiles, gate, unit, 16 words)."""
@@ -116,37 +128,38 @@ class WarpProduct:
     def __init__(self, share: Share, memory: TirBuffer, first: int, warp: Expr, lane: Expr) -> None:
         self.share, self.memory, self.first, self.warp, self.lane = share, memory, first, warp, lane
 
-    def run(self, weights: TirBuffer, column: Expr, source: TirBuffer, starts: list[Expr], stride: int,
-            before: Callable[[], None]) -> None:
+    def run(self, weights: TirBuffer, column: Expr, operand: Operand, before: Callable[[], None]) -> None:
         """Leaves the warp's sums in shared memory.
 
-        ``column`` is the block's place among the units; element k of the row of octet n that is the lane's is at
-        ``starts[n] + k`` of ``source``, whose rows are ``stride`` elements apart; its first element is aligned.
-        ``before``: emits what must come before ``source`` is read.
+        ``column`` is the block's place among the units; ``before`` emits what must come before ``operand`` is read.
         """
-        share = self.share
+        share, n = self.share, per_word(self.share.dtype)
         self.acc = T.local("acc", (share.tiles, share.octets, 4), "float32")
         self.a = T.local("a", (share.slots, share.groups, 4), "uint32")  # words of a lane's row
-        self.b = T.local("b", (share.slots, share.octets, 4), "uint32")
-        with T.unroll("m", share.tiles) as m, T.unroll("n", share.octets) as n, T.unroll("i", 4) as i:
-            T.buffer_store(self.acc, T.float32(0), [m, n, i])
-        block = T.let("weights_of", T.cast(column, "int64") * (share.pairs * share.groups * GROUP * self._n))
-        aligned = stride * 4 // self._n
+        self.b = T.local("b", (share.operand_slots, share.octets, 4), "uint32")
+        with T.unroll("m", share.tiles) as m, T.unroll("n", share.octets) as o, T.unroll("i", 4) as i:
+            T.buffer_store(self.acc, T.float32(0), [m, o, i])
+        block = T.let("weights_of", T.cast(column, "int64") * (share.pairs * share.groups * GROUP * n))
 
         def load_weights(slot: int, pair: Expr) -> None:
-            place = pair * (share.groups * GROUP * self._n) + self.lane * (4 * self._n)
+            place = pair * (share.groups * GROUP * n) + self.lane * (4 * n)
             first = T.let("first", block + T.cast(place, "int64"))
             for g in range(share.groups):
                 T.evaluate(T.ptx["ld.global.v4.b32"](*(self.a[slot, g, i] for i in range(4)),
-                                                     weights.ptr_to([first + g * (GROUP * self._n)])))
+                                                     weights.ptr_to([first + g * (GROUP * n)])))
 
         def load_operand(slot: int, pair: Expr) -> None:
-            k = T.let("k", pair * (PAIR * self._n) + self.lane % 4 * (4 * self._n))
-            for n, start in enumerate(starts):
-                self._operand(slot, n, source, start, k, aligned)
+            for o in range(share.octets):
+                operand.load(self.b, (slot, o), pair, self.lane % 4)
 
+        def multiply(slot: int, pair: Expr) -> None:
+            if share.staged:
+                load_operand(0, pair)
+            self._multiply(slot, 0 if share.staged else slot)
+
+        ahead = (load_weights,) if share.staged else (load_weights, load_operand)
         for load in (load_weights, load_operand):
-            for slot in range(share.slots):
+            for slot in range(share.slots if load in ahead else 0):
                 with self._pair(slot) as pair:
                     load(slot, pair)
             if load is load_weights:
@@ -154,22 +167,17 @@ class WarpProduct:
         T.evaluate(T.cuda.warp_sync())  # so that no load waits behind a product for a register to become free
         if share.turns <= share.slots:
             for slot in range(share.slots):
-                with self._pair(slot):
-                    self._multiply(slot)
+                with self._pair(slot) as pair:
+                    multiply(slot, pair)
         else:
             with T.serial("round", 0, -(-share.turns // share.slots)) as r:
                 for slot in range(share.slots):
-                    with self._pair(r * share.slots + slot, share.turns % share.slots != 0):
-                        self._multiply(slot)
+                    with self._pair(r * share.slots + slot, share.turns % share.slots != 0) as pair:
+                        multiply(slot, pair)
                     with self._pair(r * share.slots + (slot + share.slots)) as pair:
-                        load_weights(slot, pair)
-                        load_operand(slot, pair)
+                        for load in ahead:
+                            load(slot, pair)
         self._store()
-
-    @property
-    def _n(self) -> int:
-        """Values of a word."""
-        return per_word(self.share.dtype)
 
     @contextmanager
     def _pair(self, turn: Expr | int, beyond: bool | None = None) -> Iterator[Expr]:
@@ -183,45 +191,10 @@ class WarpProduct:
             with T.If(pair < share.pairs), T.Then():
                 yield pair
 
-    def _operand(self, slot: int, n: int, source: TirBuffer, start: Expr, k: Expr, row_bytes: int) -> None:
-        """A lane's four words of a row from value k on, zeros beyond its end; by the widest loads for which all rows
-        are aligned."""
-        into, values, width = [self.b[slot, n, i] for i in range(4)], self._n, self.share.width
-
-        def zero(i: int) -> None:
-            T.buffer_store(self.b, T.uint32(0), [slot, n, i])
-
-        if row_bytes % 16 == 0 and width * 4 // values % 16 == 0:
-            load = T.ptx["ld.global.v4.b32"](*into, source.ptr_to([start + k]))
-            if width % (PAIR * values) == 0:
-                T.evaluate(load)
-                return
-            with T.If(k < width):
-                with T.Then():
-                    T.evaluate(load)
-                with T.Else():
-                    for i in range(4):
-                        zero(i)
-            return
-        whole = row_bytes % 4 == 0 and width % values == 0
-        for i in range(4):
-            zero(i)
-            with T.If(k + i * values < width), T.Then():
-                place = start + (k + i * values)
-                if whole:
-                    T.evaluate(T.ptx["ld.global.b32"](into[i], source.ptr_to([place])))
-                    continue
-                half = T.local("half", (2,), "uint32")
-                T.evaluate(T.ptx["ld.global.u16"](half[0], source.ptr_to([place])))
-                T.buffer_store(half, T.uint32(0), [1])
-                with T.If(k + (i * values + 1) < width), T.Then():
-                    T.evaluate(T.ptx["ld.global.u16"](half[1], source.ptr_to([place + 1])))
-                T.buffer_store(self.b, T.bitwise_or(half[0], T.shift_left(half[1], T.uint32(16))), [slot, n, i])
-
-    def _multiply(self, slot: int) -> None:
+    def _multiply(self, slot: int, operand: int) -> None:
         share, arithmetic = self.share, self.share.arithmetic
         for tile in range(2):
-            right = [[split(self.b[slot, n, tile * 2 + i], arithmetic) for i in range(2)] for n in range(share.octets)]
+            right = [[split(self.b[operand, n, tile * 2 + i], arithmetic) for i in range(2)] for n in range(share.octets)]
             for m in range(share.tiles):
                 left = [split(self.a[slot, 2 * m + v, tile * 2 + i] if 2 * m + v < share.groups else T.uint32(0),
                               arithmetic) for i in range(2) for v in range(2)]

@@ -17,6 +17,7 @@ from ecornn.schedules.assemble import assemble, shared_buffers
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, no_room
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
+from ecornn.schedules.step.operand_rows import whole_pieces
 from ecornn.schedules.step.scalars import workspaces
 from ecornn.schedules.step.whole_step_kernel import StepPlan, layout_of, plan_of, step_kernel
 from ecornn.workload import FEW
@@ -59,11 +60,15 @@ class WholeStep(Schedule):
         w, gates = task.workload, _gates(task)
         units = tuple(u for u in (1, 2, 4, 8, 16, 32) if all(g * u % 8 == 0 for g in gates) and u < max(9, w.hidden))
         rows = tuple(r for r in (8, 16, 24, 32, 48, 64) if r < w.batch + 8)
+        pieces = all(whole_pieces(n, w.dtype) for n in (w.hidden, w.input, task.own_input))
+        clusters = tuple(n for n in (1, 2, 4, 8) if n == 1 or (pieces and task.device.clusters(n) > 0))
         return (
             Knob("units", units, "fewer units a block: more blocks; more: fewer reads of x and the state"),
             Knob("rows", rows, "fewer batch rows a block: more blocks; more: fewer reads of weights"),
             Knob("warps", (2, 4, 8, 16), "more warps that share K: more loads under way, more sums to add"),
             Knob("ahead", (1, 2, 4, 8), "more loads ahead of a warp, for registers"),
+            Knob("cluster", clusters, "more blocks that read x and the state once for all: less from L2, a copy that is "
+                 "waited for"),
             Knob("chained", (False, True), "a launch begins, and reads weights, before the one ahead of it has ended"),
             Knob("math", MATH_FOR[w.dtype], MATH_TRADES),
         )
@@ -71,6 +76,8 @@ class WholeStep(Schedule):
     def check(self, task: Task, config: Config) -> str | None:
         plan = plan_of(task, config)
         registers = max(share.registers for share in plan.shares) + SPARE_REGISTERS
+        if plan.cluster > 1 and 2 * plan.rows > plan.threads:
+            return f"{plan.threads} threads to copy {2 * plan.rows} rows"
         return no_room(task.device, plan.shared, plan.threads, registers)
 
     def default(self, task: Task) -> Config:
@@ -86,7 +93,7 @@ class WholeStep(Schedule):
         return self.expected(task) - BEFORE / task.workload.seq
 
     def _candidates(self, task: Task) -> Iterator[Config]:
-        knobs = {k.name: k.values for k in self.knobs(task)} | {"chained": (True,)}
+        knobs = {k.name: k.values for k in self.knobs(task)} | {"chained": (True,), "cluster": (1,)}
         knobs["math"] = ("exact",) if len(knobs["math"]) == 1 else ("fast",)
         for values in combinations(*knobs.values()):
             config = dict(zip(knobs, values, strict=True))
@@ -95,9 +102,9 @@ class WholeStep(Schedule):
 
     def features(self, task: Task, config: Config) -> dict[str, float]:
         plan, w = plan_of(task, config), task.workload
-        blocks, moved = plan.blocks(w.batch), sum(share.pairs * share.bytes for share in plan.shares)
+        blocks = plan.blocks(w.batch)
         return {
-            "blocks": blocks, "waves": blocks / task.device.cores, "threads": plan.threads, "bytes": blocks * moved,
+            "blocks": blocks, "waves": blocks / task.device.cores, "threads": plan.threads, "bytes": blocks * plan.moved,
             "under_way": plan.under_way, "turns": max(share.turns for share in plan.shares),
             "waste": plan.columns * plan.units * plan.rows * -(-w.batch // plan.rows) / (w.hidden * w.batch),
             "shared": plan.shared, "registers": max(share.registers for share in plan.shares),
@@ -110,7 +117,8 @@ class WholeStep(Schedule):
         buffers = [*shared_buffers(task, None), *own]
         kernel = step_kernel(task, plan, layout, buffers, str(config["math"]))
         (state,) = (name for name, var in graph.states.items() if var.same_as(graph.phases[0].operands[0]))
-        step = Launch("step", plan.blocks(w.batch), plan.threads, plan.shared, early=plan.chained)
+        step = Launch("step", plan.blocks(w.batch), plan.threads, plan.shared, early=plan.chained,
+                      cluster=plan.cluster)
         steps = Take((Loop((step,)),), "operands_0", f"{state}_in", f"{state}_out", w.hidden)
         return assemble(task, lambda kept: Component({"step": kernel}, tuple(own), (steps,)), None)
 
@@ -131,8 +139,7 @@ def estimate(task: Task, plan: StepPlan) -> float:
     registers = max(share.registers for share in plan.shares) + SPARE_REGISTERS
     resident = max(1, min(most, device.registers // (plan.threads * registers), rates.threads // plan.threads,
                           device.shared // plan.shared))
-    moved = sum(share.pairs * share.bytes for share in plan.shares)
-    weights = plan.columns * sum(share.pairs * share.groups * 512 for share in plan.shares)
+    weights = plan.columns * sum(share.pairs * share.weight_bytes for share in plan.shares)
     rate = rates.l2_beside if weights < (device.l2 or 50 << 20) / 2 else rates.memory
     rate = min(rate, resident * plan.under_way / (rates.l2_latency / rates.clock))
     cost, tensor_cores = SLOWER.get(w.arithmetic, 1), min(4, plan.warps * resident)
@@ -141,5 +148,5 @@ def estimate(task: Task, plan: StepPlan) -> float:
     warp = max(share.turns * (TURN + LOAD * (share.groups + share.octets) + 2 * share.tiles * share.octets * cost *
                               rates.mma * 4) for share in plan.shares)
     sums = sum(share.floats for share in plan.shares) / plan.threads * ADDED
-    busy = max(moved / rate, products / rates.clock, warp / resident / rates.clock)
+    busy = max(plan.moved / rate, products / rates.clock, warp / resident / rates.clock)
     return rates.launch + most * busy + (rates.l2_latency + FINISH + sums) / rates.clock

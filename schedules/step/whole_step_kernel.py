@@ -11,6 +11,7 @@ from ecornn.schedules.base import Config, Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var
 from ecornn.schedules.gemm.outputs import leaves_of_rows
 from ecornn.schedules.scalars.pointwise import emit
+from ecornn.schedules.step.operand_rows import Operand, RowsInMemory, StagedRows, announce, arrived, staged_words
 from ecornn.schedules.step.scalars import Layout, StepScalars, declare
 from ecornn.schedules.step.warp_product import Share, WarpProduct, add_up, sums
 
@@ -23,6 +24,7 @@ class StepPlan:
     rows: int
     columns: int  # blocks over the hidden units
     chained: bool  # the next launch may begin before this one has ended
+    cluster: int  # blocks that read x and the state once for all
     shares: tuple[Share, ...]
 
     @property
@@ -34,14 +36,26 @@ class StepPlan:
         return 32 * self.warps
 
     @property
+    def staged(self) -> int:
+        """Words of x and the state in shared memory."""
+        return sum(self.rows * staged_words(share.width, share.dtype) for share in self.shares if share.staged)
+
+    @property
     def shared(self) -> int:
-        """Bytes of shared memory, for the sums of all warps."""
-        return 4 * sum(share.floats for share in self.shares)
+        """Bytes of shared memory: sums of all warps; x and the state, and a barrier, where these come from there."""
+        return 4 * (sum(share.floats for share in self.shares) + (self.staged + 4 if self.staged else 0))
 
     @property
     def under_way(self) -> int:
         """Bytes that the warps of a block have asked for at a time."""
-        return sum(share.warps * share.slots * share.bytes for share in self.shares)
+        return sum(share.warps * (share.slots * share.weight_bytes + (share.slots * share.operand_bytes
+                                                                      if not share.staged else 0))
+                   for share in self.shares)
+
+    @property
+    def moved(self) -> float:
+        """Bytes that a block reads."""
+        return sum(share.pairs * (share.weight_bytes + share.operand_bytes / self.cluster) for share in self.shares)
 
     def blocks(self, batch: int) -> int:
         return self.columns * -(-batch // self.rows)
@@ -61,14 +75,15 @@ def products_of(task: Task) -> tuple[tuple[Product, ...], ...]:
 def plan_of(task: Task, config: Config) -> StepPlan:
     """The plan of a configuration; it need not fit. Warps are shared out by how much each product reads."""
     w, products = task.workload, products_of(task)
-    units, rows, warps, ahead = (int(config[k]) for k in ("units", "rows", "warps", "ahead"))
+    units, rows, warps, ahead, cluster = (int(config[k]) for k in ("units", "rows", "warps", "ahead", "cluster"))
     widths = (task.own_input, w.hidden)[-len(products):]
     sizes = [width * (8 * rows + len(own) * units) for width, own in zip(widths, products, strict=True)]
     first = max(1, min(warps - 1, round(warps * sizes[0] / sum(sizes))))
     parts = (first, warps - first) if len(products) == 2 else (warps,)
-    shares = tuple(Share(w.dtype, w.arithmetic, units, rows, len(own), width, part, ahead)
+    shares = tuple(Share(w.dtype, w.arithmetic, units, rows, len(own), width, part, ahead, cluster > 1)
                    for own, width, part in zip(products, widths, parts, strict=True))
-    return StepPlan(units, rows, -(-w.hidden // units), bool(config["chained"]), shares)
+    columns = -(-w.hidden // (units * cluster)) * cluster
+    return StepPlan(units, rows, columns, bool(config["chained"]), cluster, shares)
 
 
 def layout_of(task: Task) -> Layout:
@@ -137,28 +152,52 @@ def step_kernel(task: Task, plan: StepPlan, layout: Layout, buffers: list[Buffer
             time = T.let("time", scalars.timeline.at(a["t"]))
             _prefetch(a["vectors"], len(graph.vectors), plan, column, thread, H)
 
+            def start(i: int, row: Expr) -> Expr:
+                """Where a row of what share i multiplies begins; of rows beyond the batch nobody reads the sums."""
+                row = T.let("row", T.min(row0 + row, a["B"] - 1))
+                if i == len(shares) - 1:
+                    return T.let("start", scalars.operand_base(0, a["t"] % 2) + scalars.wide(row) * H)
+                return T.let("start", T.cast(time * a["B"] + row, "int64") * w.input)
+
+            sources = [a["x"], a["operands_0"]][-len(shares):]
+            words, staged = memory.view("uint32"), []
+            if plan.cluster > 1:
+                place = sum(share.floats for share in shares)
+                for share in shares:
+                    staged.append(StagedRows(words, place, plan.rows, share.width, w.dtype, T.let("row", lane // 4)))
+                    place += plan.rows * staged_words(share.width, w.dtype)
+                barrier = words.ptr_to([place])
+                with T.If(thread == 0), T.Then():
+                    announce(barrier, sum(plan.rows * share.width * w.itemsize for share in shares))
+                for one in staged:
+                    one.clear(thread, plan.threads)
+                T.evaluate(T.ptx["barrier.cluster.arrive.release.aligned"]())
+
             def before() -> None:
                 """Nothing but weights may be read before, and nothing written."""
                 if plan.chained:
                     T.evaluate(T.ptx["griddepcontrol.wait"]())
                 scalars.prefetch(T.min(row0 + thread // plan.units, a["B"] - 1),
                                  T.min(column * plan.units + thread % plan.units, H - 1))
+                if plan.cluster > 1:
+                    T.evaluate(T.ptx["barrier.cluster.wait.acquire.aligned"]())  # behind it all barriers are there
+                    for i, one in enumerate(staged):
+                        own = T.let("own_row", thread - i * plan.rows)
+                        with T.If(T.And(own >= 0, own < plan.rows)), T.Then():
+                            one.copy(sources[i], start(i, own), own, block % plan.cluster, plan.cluster, barrier)
+                    arrived(barrier)
 
             def multiply(i: int) -> None:
                 """Share i, which is of x unless it is the last one."""
                 share, of_state = shares[i], i == len(shares) - 1
-                starts = []
-                for n in range(share.octets):  # rows beyond the batch are sums that nobody reads
-                    row = T.let("row", T.min(row0 + (n * 8 + lane // 4), a["B"] - 1))
-                    if of_state:
-                        start = scalars.operand_base(0, a["t"] % 2) + scalars.wide(row) * H
-                    else:
-                        start = T.cast(time * a["B"] + row, "int64") * w.input
-                    starts.append(T.let("start", start))
+                if plan.cluster > 1:
+                    operand: Operand = staged[i]
+                else:
+                    starts = [start(i, n * 8 + lane // 4) for n in range(share.octets)]
+                    operand = RowsInMemory(sources[i], starts, share.width, H if of_state else w.input, w.dtype)
                 own = warp if i == 0 else T.let("own_warp", warp - shares[0].warps)
-                product = WarpProduct(share, memory, firsts[i], own, lane)
-                product.run(a["recurrent_0" if of_state else "input_weights"], column,
-                            a["operands_0" if of_state else "x"], starts, H if of_state else w.input, before)
+                WarpProduct(share, memory, firsts[i], own, lane).run(
+                    a["recurrent_0" if of_state else "input_weights"], column, operand, before)
 
             with ExitStack() as scope:
                 if len(shares) == 2:
