@@ -182,19 +182,6 @@ class Fill:
 
 
 @dataclass(frozen=True)
-class Take:
-    """CUDA: ``calls`` in which a workspace ``buffer`` begins with a given state, of ``row`` elements for each row of
-    the batch: as a copy; or, in a call of one step, as that memory itself, unless ``written``, the state afterwards, is
-    in the same place: some blocks still read the one when others write the other."""
-
-    calls: tuple[Call, ...]
-    buffer: str
-    given: str
-    written: str
-    row: int
-
-
-@dataclass(frozen=True)
 class Launch:
     """One kernel launch.
 
@@ -222,6 +209,21 @@ class Loop:
     """``calls`` for t = 0 .. T-1, in order."""
 
     calls: tuple[Launch, ...]
+
+
+@dataclass(frozen=True)
+class Relay:
+    """CUDA: a :class:`Loop` whose steps pass a state on. Each finds it in ``before`` and leaves it for the next one in
+    ``after``, two workspaces that change places; the first one finds it in ``given``, of ``row`` elements for each row
+    of the batch, the caller's memory. Of a call of one step that is copied, if ``written``, the state afterwards, is in
+    the same place: some blocks still read the one when others write the other."""
+
+    calls: tuple[Launch, ...]
+    before: str
+    after: str
+    given: str
+    written: str
+    row: int
 
 
 @dataclass(frozen=True)
@@ -298,7 +300,7 @@ class Chunks:
     reverse: bool = False
 
 
-Call = Fill | Take | Launch | Loop | Parallel | Concurrent | Wave | Chunks
+Call = Fill | Launch | Loop | Relay | Parallel | Concurrent | Wave | Chunks
 
 
 @dataclass(frozen=True)
@@ -341,9 +343,9 @@ def launches(calls: Iterable[Call]) -> Iterator[Launch]:
     for call in calls:
         if isinstance(call, Launch):
             yield call
-        elif isinstance(call, Loop):
+        elif isinstance(call, (Loop, Relay)):
             yield from call.calls
-        elif isinstance(call, (Take, Chunks)):
+        elif isinstance(call, Chunks):
             yield from launches(call.calls)
         elif isinstance(call, Concurrent):
             for branch in call.branches:

@@ -18,7 +18,20 @@ from ecornn.errors import BuildError, ModuleError
 from ecornn.host_cpu import detect
 from ecornn.host_gpu import detect as detect_gpu
 from ecornn.manifest import Manifest
-from ecornn.program import BACKWARD, Buffer, Call, Entry, Extent, Fill, Launch, Parallel, Program, Take, Wave, WaveLayer
+from ecornn.program import (
+    BACKWARD,
+    Buffer,
+    Call,
+    Entry,
+    Extent,
+    Fill,
+    Launch,
+    Parallel,
+    Program,
+    Relay,
+    Wave,
+    WaveLayer,
+)
 from ecornn.runtime.plan import make_plan
 from ecornn.schedules.cpu.emit import Emitter
 from ecornn.targets import KNOWN
@@ -63,20 +76,26 @@ def test_a_launch_whose_results_nobody_wants_is_left_out(tmp_path: Path, fake: P
 
 
 @pytest.mark.skipif(detect_gpu() is not None, reason="the driver without a GPU serves modules for sm_90a")
-def test_a_state_is_taken_as_it_is_or_as_a_copy(tmp_path: Path, fake: Path):
-    """One step reads the state where it is, unless it writes there, too; more steps read a copy."""
-    read = replace(LAST, names={"h_in": "mask"})
-    program = with_entry(Take((read,), "mask", "h_in", "h_out", 64), read, takes=("mask", "h_out", "y", "h_in"))
-    out = tmp_path / "take.so"
+def test_steps_pass_a_state_on(tmp_path: Path, fake: Path):
+    """From the caller's memory through two workspaces; one step reads a copy if it writes where it reads."""
+    step = replace(LAST, names={"h_in": "mask", "y": "sums"})
+    program = with_entry(Relay((step,), "mask", "sums", "h_in", "h_out", 64), LAST,
+                         takes=("mask", "sums", "h_out", "y", "h_in"))
+    out = tmp_path / "relay.so"
     build_module(program, cuda_sample.manifest(KNOWN["sm_90a"]), out)
-    for steps, written, given, taken in ((1, 2000, 4000, True), (2, 2000, 4000, False), (1, 4000, 4000, False),
-                                         (1, 4255, 4000, False), (1, 4256, 4000, True), (1, 3745, 4000, False)):
-        code = f"m['end']({steps}, 2, 0, 7, 1000, {written}, 9000, {given})\n"
+    one, other, given = 1000, 1500, 4000
+    apart, copied = [(given, other)], [(one, other)]
+    for steps, written, passed in (
+            (1, 2000, apart), (1, given, copied), (1, given + 255, copied), (1, given + 256, apart),
+            (1, given - 255, copied), (1, given - 256, apart),
+            (4, given, [(given, other), (other, one), (one, other), (other, one)])):
+        code = f"m['end']({steps}, 2, 0, 7, {one}, {other}, {written}, 9000, {given})\n"
         notes = child(code, out, fake, FAKE_MAJOR="9").calls
         launched = [note.split("arguments ")[1].split() for note in notes if note.startswith("cuLaunchKernelEx")]
-        assert [one[0] for one in launched] == [str(given) if taken else "1000", "1000"]  # afterwards it is a workspace
+        found = [(int(first), int(then)) for first, _, then, _ in launched]  # of h_in, h_out, y, T
+        assert found == [*passed, (given, 9000)]
         copies = [note for note in notes if note.startswith("cuMemcpyAsync")]
-        assert copies == ([] if taken else [f"cuMemcpyAsync 1000 {given} 256 stream=7"])
+        assert copies == ([f"cuMemcpyAsync {one} {given} 256 stream=7"] if passed is copied else [])
 
 
 @pytest.mark.skipif(detect_gpu() is not None, reason="the driver without a GPU serves modules for sm_90a")

@@ -16,7 +16,7 @@ from ecornn.build.cuda import lower
 from ecornn.build.host_cuda import host_sources
 from ecornn.build.nvcc import compile_cubin
 from ecornn.compiler import plan
-from ecornn.program import Loop, Take
+from ecornn.program import Relay
 from ecornn.schedules.base import Task
 from ecornn.schedules.step.whole_step import WholeStep
 from ecornn.schedules.step.whole_step_kernel import plan_of
@@ -35,6 +35,9 @@ SCHEDULE = WholeStep()
     ("rnn_tanh", (8, 33, 10, 129), "tf32", {"units": 16, "rows": 16, "warps": 2, "ahead": 2}),
     ("slstm", (4, 3, 64, 64), "float16", {"chained": False}),  # four states
     ("lstm(peepholes)", (2, 3, 16, 24), "float32", {}),
+    ("gru", (3, 20, 40, 72), "bfloat16", {"units": 8, "rows": 16, "warps": 4, "cluster": 4}),  # rows with an end
+    ("lstm", (1, 3, 28, 52), "float32", {"units": 8, "warps": 4, "cluster": 2}),
+    ("rnn_tanh", (2, 9, 64, 128), "float16", {"units": 8, "ahead": 1, "warps": 2, "cluster": 8}),
 ], ids=str)
 def test_results(tmp_path: Path, cell: str, sizes: tuple[int, int, int, int], dtype: str, knobs: dict[str, Any]):
     task = task_of(cell, sizes, dtype)
@@ -77,7 +80,7 @@ def test_a_call_of_one_step_uses_no_workspace(tmp_path: Path):
     memory = {b.name: emulated._allocate(b, x, states, parameters, (1, 3, 3 * 40, 40)) for b in program.buffers}
     emulated.carry_out(memory, 1, 3)
     spaces = [b.name for b in program.buffers if b.role == "workspace"]
-    assert spaces == ["states", "operands_0"]
+    assert spaces == ["states", "state_before", "state_after"]
     assert all((memory[name].view(np.uint8)[:-256] == 0xFF).all() for name in spaces)
 
 
@@ -101,7 +104,7 @@ def test_launches_may_begin_early():
         text = host_sources(program, kernels, "sm_90a")["program.cc"]
         assert ("kLaunchEarly" in text) == ("griddepcontrol.wait" in source) == chained
         (call,) = program.calls
-        assert isinstance(call, Take) and isinstance(call.calls[0], Loop)
+        assert isinstance(call, Relay)
 
 
 @pytest.mark.parametrize(("cell", "traversal", "reason"), [

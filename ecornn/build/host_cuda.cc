@@ -129,11 +129,10 @@ int fill(Pointer pointer, unsigned char byte, int64_t bytes, Stream stream, cons
   return 0;
 }
 
-int take(Pointer* workspace, Pointer given, Pointer written, int64_t bytes, int32_t T, Stream stream,
-         const char* name) {
+int taken(Pointer* workspace, Pointer given, Pointer written, int64_t bytes, int32_t T, Stream stream,
+          const char* name) {
   const Pointer size = static_cast<Pointer>(bytes);
-  const bool apart = given + size <= written || written + size <= given;
-  if (T == 1 && apart)
+  if (T > 1 || given + size <= written || written + size <= given)
     *workspace = given;
   else
     ECORNN_CALL(name, cuMemcpyAsync, *workspace, given, static_cast<size_t>(bytes), stream);

@@ -64,8 +64,8 @@ struct WaveLayer {
 int enter(const char* signature, Section calls, int pointers, const void* arguments, int32_t count);
 int launch(const State& state, int kernel, const Shape& shape, Stream stream, void** arguments);
 int fill(Pointer pointer, unsigned char byte, int64_t bytes, Stream stream, const char* name);
-// What a workspace of a call of T steps begins with; afterwards it is there or, `given` itself, elsewhere.
-int take(Pointer* workspace, Pointer given, Pointer written, int64_t bytes, int32_t T, Stream stream, const char* name);
+// Where the first step of T finds a state: `given`, or a copy in *workspace, which becomes that.
+int taken(Pointer* workspace, Pointer given, Pointer written, int64_t bytes, int32_t T, Stream stream, const char* name);
 // At the same time: after what the stream has been given before, and before what it is given next.
 int beside(const State& state, int count, const Section* sections, int32_t T, int32_t B, Stream stream, Pointer* p);
 int wave(const State& state, int count, const WaveLayer* layers, int chunks, int least, int32_t T, int32_t B,

@@ -1,8 +1,8 @@
-"""Where a lane gets the words of an operand that it multiplies: rows of x or of a state, from memory or shared memory.
+"""Where a lane gets the words that it multiplies: rows of x or of a state, from memory or from shared memory.
 
-A lane of ``warp_product.py`` reads four words of the row lane / 4 of each octet of batch rows. Straight from memory every
-block reads all rows. The blocks of a cluster may have them read once for all: each copies a part of every row into the
-shared memory of all (a multicast), where a lane's 16 bytes of neighbouring rows lie in different banks.
+A lane of ``warp_product.py`` reads four words of the row lane / 4 of each octet of batch rows. Straight from memory
+every block reads all rows. The blocks of a cluster may have them read once for all: each copies a part of every row
+into the shared memory of all (a multicast), where the 16 bytes of lanes that read together lie in different banks.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _MULTICAST = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.
 class Operand(Protocol):
     """What a product reads beside its weights."""
 
-    def load(self, into: TirBuffer, place: tuple[int, int], pair: Expr, quarter: Expr) -> None:
-        """The lane's four words of octet ``place[1]``, zeros beyond the row's end, into ``into[*place, :]``; ``quarter``
-        of the pair's 16 words."""
+    def load(self, into: TirBuffer, slot: int, octet: int, pair: Expr, quarter: Expr) -> None:
+        """The lane's four words of an octet, zeros beyond the row's end, into ``into[slot, octet]``; ``quarter`` of the
+        pair's 16 words."""
 
 
 @dataclass(frozen=True)
 class RowsInMemory:
-    """Rows of ``width`` values, ``stride`` apart in ``source``, which begins where a row may: that of the lane in octet n
-    at ``starts[n]``."""
+    """Rows of ``width`` values, ``stride`` apart in ``source``, which begins where a row may: that of the lane in octet
+    n at ``starts[n]``."""
 
     source: TirBuffer
     starts: list[Expr]
@@ -37,13 +37,13 @@ class RowsInMemory:
     stride: int
     dtype: str
 
-    def load(self, into: TirBuffer, place: tuple[int, int], pair: Expr, quarter: Expr) -> None:
+    def load(self, into: TirBuffer, slot: int, octet: int, pair: Expr, quarter: Expr) -> None:
         """By the widest loads for which all rows are aligned."""
         n, width = per_word(self.dtype), self.width
         k = T.let("k", pair * (PAIR * n) + quarter * (4 * n))
-        at = self.starts[place[1]] + k
+        at = self.starts[octet] + k
         if whole_pieces(self.stride, self.dtype) and whole_pieces(width, self.dtype):
-            load = T.ptx["ld.global.v4.b32"](*(into[*place, i] for i in range(4)), self.source.ptr_to([at]))
+            load = T.ptx["ld.global.v4.b32"](*(into[slot, octet, i] for i in range(4)), self.source.ptr_to([at]))
             if width % (PAIR * n) == 0:
                 T.evaluate(load)
                 return
@@ -52,20 +52,20 @@ class RowsInMemory:
                     T.evaluate(load)
                 with T.Else():
                     for i in range(4):
-                        T.buffer_store(into, T.uint32(0), [*place, i])
+                        T.buffer_store(into, T.uint32(0), [slot, octet, i])
             return
         for i in range(4):
-            T.buffer_store(into, T.uint32(0), [*place, i])
+            T.buffer_store(into, T.uint32(0), [slot, octet, i])
             with T.If(k + i * n < width), T.Then():
                 if self.stride % n == 0 and width % n == 0:
-                    T.evaluate(T.ptx["ld.global.b32"](into[*place, i], self.source.ptr_to([at + i * n])))
+                    T.evaluate(T.ptx["ld.global.b32"](into[slot, octet, i], self.source.ptr_to([at + i * n])))
                     continue
                 half = T.local("half", (2,), "uint32")
                 T.evaluate(T.ptx["ld.global.u16"](half[0], self.source.ptr_to([at + i * n])))
                 T.buffer_store(half, T.uint32(0), [1])
                 with T.If(k + (i * n + 1) < width), T.Then():
                     T.evaluate(T.ptx["ld.global.u16"](half[1], self.source.ptr_to([at + (i * n + 1)])))
-                T.buffer_store(into, T.bitwise_or(half[0], T.shift_left(half[1], T.uint32(16))), [*place, i])
+                T.buffer_store(into, T.bitwise_or(half[0], T.shift_left(half[1], T.uint32(16))), [slot, octet, i])
 
 
 def whole_pieces(values: int, dtype: str) -> bool:
@@ -91,9 +91,9 @@ class StagedRows:
     dtype: str
     lane_row: Expr
 
-    def load(self, into: TirBuffer, place: tuple[int, int], pair: Expr, quarter: Expr) -> None:
-        at = (self.lane_row + place[1] * 8) * staged_words(self.width, self.dtype) + pair * PAIR + quarter * 4
-        T.evaluate(T.ptx["ld.shared.v4.b32"](*(into[*place, i] for i in range(4)),
+    def load(self, into: TirBuffer, slot: int, octet: int, pair: Expr, quarter: Expr) -> None:
+        at = (self.lane_row + octet * 8) * staged_words(self.width, self.dtype) + pair * PAIR + quarter * 4
+        T.evaluate(T.ptx["ld.shared.v4.b32"](*(into[slot, octet, i] for i in range(4)),
                                              self.words.ptr_to([self.first + at])))
 
     def clear(self, thread: Expr, threads: int) -> None:

@@ -150,7 +150,7 @@ class WarpProduct:
 
         def load_operand(slot: int, pair: Expr) -> None:
             for o in range(share.octets):
-                operand.load(self.b, (slot, o), pair, self.lane % 4)
+                operand.load(self.b, slot, o, pair, self.lane % 4)
 
         def multiply(slot: int, pair: Expr) -> None:
             if share.staged:
@@ -194,7 +194,8 @@ class WarpProduct:
     def _multiply(self, slot: int, operand: int) -> None:
         share, arithmetic = self.share, self.share.arithmetic
         for tile in range(2):
-            right = [[split(self.b[operand, n, tile * 2 + i], arithmetic) for i in range(2)] for n in range(share.octets)]
+            right = [[split(self.b[operand, n, tile * 2 + i], arithmetic) for i in range(2)]
+                     for n in range(share.octets)]
             for m in range(share.tiles):
                 left = [split(self.a[slot, 2 * m + v, tile * 2 + i] if 2 * m + v < share.groups else T.uint32(0),
                               arithmetic) for i in range(2) for v in range(2)]

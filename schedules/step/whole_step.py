@@ -12,14 +12,13 @@ from collections.abc import Iterator
 from itertools import product as combinations
 
 from ecornn.analysis.liveness import late_operands
-from ecornn.program import Launch, Loop, Program, Take
+from ecornn.program import WORKSPACE, Buffer, Extent, Launch, Program, Relay
 from ecornn.schedules.assemble import assemble, shared_buffers
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, no_room
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
 from ecornn.schedules.step.operand_rows import whole_pieces
-from ecornn.schedules.step.scalars import workspaces
-from ecornn.schedules.step.whole_step_kernel import StepPlan, layout_of, plan_of, step_kernel
+from ecornn.schedules.step.whole_step_kernel import StepPlan, operand_of, plan_of, step_kernel
 from ecornn.workload import FEW
 
 BEFORE = 12_000  # nanoseconds of a call of other schedules beside its steps: launches, weights that go on the chip
@@ -67,8 +66,8 @@ class WholeStep(Schedule):
             Knob("rows", rows, "fewer batch rows a block: more blocks; more: fewer reads of weights"),
             Knob("warps", (2, 4, 8, 16), "more warps that share K: more loads under way, more sums to add"),
             Knob("ahead", (1, 2, 4, 8), "more loads ahead of a warp, for registers"),
-            Knob("cluster", clusters, "more blocks that read x and the state once for all: less from L2, a copy that is "
-                 "waited for"),
+            Knob("cluster", clusters,
+                 "more blocks that read x and the state once for all: less from L2, a copy that is waited for"),
             Knob("chained", (False, True), "a launch begins, and reads weights, before the one ahead of it has ended"),
             Knob("math", MATH_FOR[w.dtype], MATH_TRADES),
         )
@@ -104,23 +103,25 @@ class WholeStep(Schedule):
         plan, w = plan_of(task, config), task.workload
         blocks = plan.blocks(w.batch)
         return {
-            "blocks": blocks, "waves": blocks / task.device.cores, "threads": plan.threads, "bytes": blocks * plan.moved,
-            "under_way": plan.under_way, "turns": max(share.turns for share in plan.shares),
+            "blocks": blocks, "waves": blocks / task.device.cores, "threads": plan.threads,
+            "bytes": blocks * plan.moved, "under_way": plan.under_way,
+            "turns": max(share.turns for share in plan.shares),
             "waste": plan.columns * plan.units * plan.rows * -(-w.batch // plan.rows) / (w.hidden * w.batch),
             "shared": plan.shared, "registers": max(share.registers for share in plan.shares),
             "estimate": estimate(task, plan)}
 
     def program(self, task: Task, config: Config) -> Program:
         plan, w, graph = plan_of(task, config), task.workload, task.graph
-        layout = layout_of(task)
-        own = [*workspaces(task, layout), *plan.weights(task)]
-        buffers = [*shared_buffers(task, None), *own]
-        kernel = step_kernel(task, plan, layout, buffers, str(config["math"]))
-        (state,) = (name for name, var in graph.states.items() if var.same_as(graph.phases[0].operands[0]))
+        rows = Extent(w.batch * w.hidden)
+        own = (Buffer("states", WORKSPACE, "float32", Extent(len(graph.states) * rows.fixed)),
+               Buffer("state_before", WORKSPACE, w.dtype, rows), Buffer("state_after", WORKSPACE, w.dtype, rows),
+               *plan.weights(task))
+        kernel = step_kernel(task, plan, [*shared_buffers(task, None), *own], str(config["math"]))
         step = Launch("step", plan.blocks(w.batch), plan.threads, plan.shared, early=plan.chained,
                       cluster=plan.cluster)
-        steps = Take((Loop((step,)),), "operands_0", f"{state}_in", f"{state}_out", w.hidden)
-        return assemble(task, lambda kept: Component({"step": kernel}, tuple(own), (steps,)), None)
+        state = operand_of(task)
+        steps = Relay((step,), "state_before", "state_after", f"{state}_in", f"{state}_out", w.hidden)
+        return assemble(task, lambda kept: Component({"step": kernel}, own, (steps,)), None)
 
 
 def _gates(task: Task) -> tuple[int, ...]:

@@ -86,10 +86,10 @@ def plan_of(task: Task, config: Config) -> StepPlan:
     return StepPlan(units, rows, columns, bool(config["chained"]), cluster, shares)
 
 
-def layout_of(task: Task) -> Layout:
-    """Of the operand: as the caller's states lie."""
-    w = task.workload
-    return Layout(w.batch, w.hidden, w.hidden)
+def operand_of(task: Task) -> str:
+    """The name of the state that is multiplied."""
+    (operand,) = task.graph.phases[0].operands
+    return next(name for name, var in task.graph.states.items() if var.same_as(operand))
 
 
 class StepStates(StepScalars):
@@ -124,11 +124,13 @@ class StepStates(StepScalars):
 
     def store_first_operands(self, row: Expr, unit: Expr, states: list[Expr], constants: dict[Var, Expr],
                              t: Expr, parity: Expr) -> None:
+        value = states[[*self.graph.states].index(operand_of(self.task))]
         with T.If(t < self.arguments["T"]), T.Then():
-            super().store_first_operands(row, unit, states, constants, t, parity)
+            T.buffer_store(self.arguments["state_after"], T.cast(value, self.task.workload.dtype),
+                           [self.at(0, row, unit)])
 
 
-def step_kernel(task: Task, plan: StepPlan, layout: Layout, buffers: list[Buffer], math: str) -> PrimFunc:
+def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer], math: str) -> PrimFunc:
     """``step``: step t, whole."""
     from tvm.script.ir_builder import IRBuilder
 
@@ -138,7 +140,7 @@ def step_kernel(task: Task, plan: StepPlan, layout: Layout, buffers: list[Buffer
     with IRBuilder() as builder, T.prim_func():
         T.func_name("step")
         a = declare(buffers)
-        scalars = StepStates(task, layout, a, math)
+        scalars = StepStates(task, Layout(w.batch, H, H), a, math)  # states as the caller's lie
         T.device_entry()
         block, thread = T.block(plan.blocks(w.batch)), T.thread(plan.threads)
         memory = T.shared(plan.shared // 4)  # sums of the shares' warps
@@ -156,10 +158,10 @@ def step_kernel(task: Task, plan: StepPlan, layout: Layout, buffers: list[Buffer
                 """Where a row of what share i multiplies begins; of rows beyond the batch nobody reads the sums."""
                 row = T.let("row", T.min(row0 + row, a["B"] - 1))
                 if i == len(shares) - 1:
-                    return T.let("start", scalars.operand_base(0, a["t"] % 2) + scalars.wide(row) * H)
+                    return T.let("start", scalars.wide(row) * H)
                 return T.let("start", T.cast(time * a["B"] + row, "int64") * w.input)
 
-            sources = [a["x"], a["operands_0"]][-len(shares):]
+            sources = [a["x"], a["state_before"]][-len(shares):]
             words, staged = memory.view("uint32"), []
             if plan.cluster > 1:
                 place = sum(share.floats for share in shares)
