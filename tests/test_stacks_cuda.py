@@ -58,7 +58,7 @@ CASES = [("fused_step", "lstm", Stack(2, True, True, True), "float32"),
          ("persistent", "gru", Stack(3, False, True, True), "float16"),
          ("persistent", "gru_reset_before", Stack(1, True, True, True), "float32"),
          ("persistent_wide", "lstm", Stack(2, True, True, True), "float16"),
-         ("whole_step", "lstm", Stack(2, True, True), "float16"),
+         ("whole_step", "lstm", Stack(2, True, True, True), "float16"),
          ("fused_step", "lstm(layer_norm)", Stack(2, True, True, True), "float32"),
          ("persistent", "lstm(layer_norm)", Stack(2, True, True, True), "float16")]
 
@@ -83,7 +83,7 @@ WAVES = [("fused_step", "gru_reset_before", Stack(3, False, True, True), "float3
                       marks=pytest.mark.exhaustive),
          ("persistent", "lstm", Stack(2, False, True, True), "float16", 2, {}),
          ("persistent_wide", "lstm", Stack(2, False, True, True), "float16", 2, {}),
-         ("whole_step", "gru", Stack(3, False, True), "float32", 3, {}),
+         ("whole_step", "gru", Stack(3, False, True, True), "float32", 3, {}),
          ("persistent", "gru(layer_norm)", Stack(2, False, True, True), "float32", 2, {})]
 
 

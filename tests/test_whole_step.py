@@ -44,10 +44,11 @@ def test_results(tmp_path: Path, cell: str, sizes: tuple[int, int, int, int], dt
     check_numbers(tmp_path, SCHEDULE, task, {**SCHEDULE.default(task), **knobs})
 
 
-@pytest.mark.parametrize("traversal", [Traversal(lengths=True, reverse=True, directions=2), Traversal(lengths=True)],
-                         ids=str)
-def test_directions_and_lengths(tmp_path: Path, traversal: Traversal):
-    task = task_of("gru", (3, 9, 24, 40), "float16", traversal=traversal)
+@pytest.mark.parametrize(("traversal", "steps"), [
+    (Traversal(lengths=True, resets=True, reverse=True, directions=2), 3), (Traversal(lengths=True), 3),
+    (Traversal(resets=True), 1), (Traversal(resets=True, reverse=True), 2)], ids=str)
+def test_directions_lengths_and_resets(tmp_path: Path, traversal: Traversal, steps: int):
+    task = task_of("gru", (steps, 9, 24, 40), "float16", traversal=traversal)
     check_numbers(tmp_path, SCHEDULE, task, SCHEDULE.default(task), batch=7)
 
 
@@ -110,8 +111,7 @@ def test_launches_may_begin_early():
 @pytest.mark.parametrize(("cell", "traversal", "reason"), [
     ("gru_reset_before", Traversal(), "2 recurrent products after each other"),
     ("indrnn", Traversal(), "0 recurrent products"), ("pair", Traversal(), "something else than a state"),
-    ("lstm(layer_norm)", Traversal(), "sums over a batch row"), ("lstm", Traversal(resets=True), "resets"),
-    ("lstm", Traversal(keep="gates"), "training")])
+    ("lstm(layer_norm)", Traversal(), "sums over a batch row"), ("lstm", Traversal(keep="gates"), "keeps nothing")])
 def test_what_it_does_not_serve(cell: str, traversal: Traversal, reason: str):
     assert reason in str(SCHEDULE.serves(task_of(cell, (1, 4, 16, 16), "float32", KNOWN["sm_90a"], traversal)))
 

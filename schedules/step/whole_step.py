@@ -49,8 +49,8 @@ class WholeStep(Schedule):
         operands, states = graph.phases[0].operands, tuple(graph.states.values())
         if len(operands) != 1 or not any(operands[0].same_as(s) for s in states) or late_operands(graph):
             return f"cell {graph.cell!r} multiplies something else than a state"
-        if traversal.resets or traversal.keep is not None:
-            return f"does not serve layers with {'resets' if traversal.resets else 'training'}"
+        if traversal.keep is not None:
+            return "keeps nothing for a backward pass"
         if next(self._candidates(task), None) is None:
             return f"cell {graph.cell!r} has too many gates for the registers of a thread"
         return None

@@ -95,6 +95,12 @@ def operand_of(task: Task) -> str:
 class StepStates(StepScalars):
     """Scalars of a step whose first one reads the caller's states, and whose last one leaves nothing for another."""
 
+    def begins(self, row: Expr) -> Expr | None:
+        """Whether this is a first step before which a row's states are cleared; None: never. Later ones find them
+        cleared."""
+        fresh = self.timeline.fresh(T.int32(0), row, self.timeline.limit(row))
+        return None if fresh is None else T.let("begins", T.And(self.arguments["t"] == 0, fresh))
+
     def states_before(self, row: Expr, unit: Expr) -> list[Expr]:
         a, found = self.arguments, []
         for s, name in enumerate(self.graph.states):
@@ -105,7 +111,7 @@ class StepStates(StepScalars):
                 with T.Else():
                     T.buffer_store(value, a["states"][self.at(s, row, unit)], [0])
             found.append(T.let(f"{name}_before", value[0]))
-        return found
+        return self.timeline.started(self.begins(row), found)
 
     def prefetch(self, row: Expr, unit: Expr) -> None:
         """Asks for what :meth:`states_before` reads."""
@@ -221,7 +227,10 @@ def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer], math: str) ->
                              zip(shares, products, firsts, strict=True)]
                     x_row = T.cast(time * a["B"] + b, "int64") * w.input
                     hoisted = _hoisted(task, scalars, a, x_row, j, found[0] if len(shares) == 2 else {})
-                    scalars.finish(0, b, j, found[-1], hoisted)
+                    begins = scalars.begins(b)  # with states of zero
+                    products_of_state = found[-1] if begins is None else {
+                        var: T.let(var.name, T.Select(begins, T.float32(0), value)) for var, value in found[-1].items()}
+                    scalars.finish(0, b, j, products_of_state, hoisted)
     return builder.get()
 
 
