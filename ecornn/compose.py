@@ -32,6 +32,7 @@ from ecornn.program import (
     Loop,
     Parallel,
     Program,
+    Relay,
     Wave,
     WaveLayer,
     chunk_extent,
@@ -236,6 +237,9 @@ def _renamed(call: Call, names: dict[str, str], known: dict[str, str]) -> Call:
         return replace(call, buffer=names[call.buffer])
     if isinstance(call, Loop):
         return Loop(tuple(_launch(one, names, known) for one in call.calls))
+    if isinstance(call, Relay):
+        return Relay(tuple(_launch(one, names, known) for one in call.calls), names[call.before], names[call.after],
+                     names[call.given], names[call.written], call.row)
     if isinstance(call, Chunks):
         return replace(call, calls=tuple(_renamed(one, names, known) for one in call.calls),
                        rows={names[n]: size for n, size in call.rows.items()},

@@ -188,7 +188,9 @@ class Launch:
     A parameter of the function is the buffer that ``names`` gives for it, or the buffer of its own
     name, or one of the scalars ``T``, ``B`` (of the call) and ``t`` (of the step, in a loop), all int32.
 
-    ``wanted`` are parameters that it makes: where a call has null for all of them, the launch is left out.
+    ``wanted`` are parameters that it makes: where a call has null for all of them, the launch is left out. One that is
+    ``early`` may begin before the launch ahead of it in its stream has ended, as soon as that allows it: the kernel
+    itself waits for the end (``griddepcontrol``) before it reads what launches write, or writes anything.
     """
 
     function: str
@@ -199,6 +201,7 @@ class Launch:
     cluster: int = 1
     names: Mapping[str, str] = field(default_factory=dict)
     wanted: tuple[str, ...] = ()
+    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -206,6 +209,21 @@ class Loop:
     """``calls`` for t = 0 .. T-1, in order."""
 
     calls: tuple[Launch, ...]
+
+
+@dataclass(frozen=True)
+class Relay:
+    """CUDA: a :class:`Loop` whose steps pass a state on. Each finds it in ``before`` and leaves it for the next one in
+    ``after``, two workspaces that change places; the first one finds it in ``given``, of ``row`` elements for each row
+    of the batch, the caller's memory. Of a call of one step that is copied, if ``written``, the state afterwards, is in
+    the same place: some blocks still read the one when others write the other."""
+
+    calls: tuple[Launch, ...]
+    before: str
+    after: str
+    given: str
+    written: str
+    row: int
 
 
 @dataclass(frozen=True)
@@ -282,7 +300,7 @@ class Chunks:
     reverse: bool = False
 
 
-Call = Fill | Launch | Loop | Parallel | Concurrent | Wave | Chunks
+Call = Fill | Launch | Loop | Relay | Parallel | Concurrent | Wave | Chunks
 
 
 @dataclass(frozen=True)
@@ -325,7 +343,7 @@ def launches(calls: Iterable[Call]) -> Iterator[Launch]:
     for call in calls:
         if isinstance(call, Launch):
             yield call
-        elif isinstance(call, Loop):
+        elif isinstance(call, (Loop, Relay)):
             yield from call.calls
         elif isinstance(call, Chunks):
             yield from launches(call.calls)

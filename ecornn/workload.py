@@ -11,6 +11,7 @@ from ecornn.errors import ArgumentError, DTypeError
 SERVED = {"cuda": ("float32", "float16", "bfloat16"), "llvm": ("float32", "float64")}  # kind of device -> data types
 # B and T of who leaves them open, in every command and function: so that what is tuned is what is compiled
 BATCH, SEQ = 20, 300
+FEW = 8  # steps of a call on a GPU, up to which what it takes beside its steps may decide what is best
 DTYPES = (*SERVED["cuda"], "float64")
 WEIGHTS = ("float32", "float16", "bfloat16", "int21", "int16", "int8")
 PRECISIONS = ("exact", "tf32")

@@ -16,9 +16,11 @@ def all_schedules() -> dict[str, Schedule]:
     from ecornn.schedules.persistent_wide import PersistentWide
     from ecornn.schedules.step.fused_step import FusedStep
     from ecornn.schedules.step.layout_transform import LayoutTransform
+    from ecornn.schedules.step.whole_step import WholeStep
 
     return {s.name: s for s in (
-        Persistent(), PersistentWide(), Elementwise(), LayoutTransform(), FusedStep(), CPUSequence())}
+        Persistent(), PersistentWide(), Elementwise(), LayoutTransform(), WholeStep(), FusedStep(),
+        CPUSequence())}
 
 
 def revisions() -> dict[str, int]:

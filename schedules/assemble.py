@@ -23,20 +23,22 @@ from ecornn.schedules.timeline import piece_buffers
 from ecornn.workload import Traversal
 
 
-def assemble(task: Task, recurrence: Callable[[Stored], Component], layout: Hoisted,
+def assemble(task: Task, recurrence: Callable[[Stored], Component], layout: Hoisted | None,
              projection: Component | None = None, deferred: bool = False, together: int = 1) -> Program:
     """The program that runs a recurrence; of a task that trains, with the entry ``forward`` besides.
 
     Parameters
     ----------
     recurrence : makes one that stores what it is told of each step, with the buffers of one that stores nothing
-    layout : of the workspace ``hoisted``, which the projection writes and the recurrence reads
+    layout : of the workspace ``hoisted``, which the projection writes and the recurrence reads; None: there is none,
+        since the recurrence multiplies x itself
     projection : what fills it, before anything else; default: :func:`~ecornn.schedules.gemm.projection.project` of all
         rows
     deferred : the recurrence applies the statistics of hoisted values itself, from the workspace ``row_sums``
     together : as :class:`~ecornn.program.Program` has it
     """
-    before = joined(projection or project(task, layout), normalize(task, layout, deferred))
+    before = Component() if layout is None else joined(
+        projection or project(task, layout), normalize(task, layout, deferred))
     made = joined(before, recurrence(NOTHING))
     pieces = piece_buffers(task.traversal, task.workload, len(task.graph.states))
     run = Program.running(dict(made.functions), (*shared_buffers(task, layout), *made.buffers, *pieces), made.calls,
@@ -58,12 +60,12 @@ def assemble(task: Task, recurrence: Callable[[Stored], Component], layout: Hois
                    entries={**run.entries, FORWARD: Entry(part.calls, takes)})
 
 
-def shared_buffers(task: Task, layout: Hoisted) -> list[Buffer]:
+def shared_buffers(task: Task, layout: Hoisted | None) -> list[Buffer]:
     """What any kernel of the program may use: the tensors of the call, ``vectors`` (V, H), float32, the cell's
     parameter vectors, and ``hoisted``, where there is anything to keep there."""
     w, graph = task.workload, task.graph
     found = [*call_buffers(graph.states, task.traversal, w.dtype), vector_buffer(task)]
-    return [*found, layout.buffer(w.batch)] if graph.hoisted_outputs else found
+    return [*found, layout.buffer(w.batch)] if layout is not None and graph.hoisted_outputs else found
 
 
 def vector_buffer(task: Task) -> Buffer:

@@ -120,6 +120,8 @@ class Schedule(ABC):
     weights : data types that weights may be rounded to, besides that of the layer
     sequences : whether a column of the batch may work on one sequence after the other
     heads : whether it carries out products with heads
+    few_steps : whether it is for calls of a few steps; it competes with records of longer ones, which do not say what a
+        call takes beside its steps
     backward : whether it carries out the recurrence of an adjoint, too, a task whose traversal is ``backward``
     doubt : of these, where it competes without a record: how many times as long as it expects is believed, since the
         estimates of two schedules have errors of their own
@@ -131,6 +133,7 @@ class Schedule(ABC):
     weights: tuple[str, ...] = ()
     sequences: bool = False
     heads: bool = False
+    few_steps: bool = False
     backward: bool = False
     doubt: float = 1.0
 

@@ -43,7 +43,7 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return f"emu::wgmma_wait({text.split(' ')[1].rstrip(';')})"
     if name.startswith("wgmma.commit_group"):
         return "emu::wgmma_commit()"
-    if name.startswith(("wgmma.fence", "setmaxnreg.")):
+    if name.startswith(("wgmma.fence", "setmaxnreg.", "griddepcontrol.")):  # launches come one after the other
         return "(void)0"
     if "mbarrier.try_wait.parity" in text and "@!done bra again" in text:
         return f"emu::mbarrier_wait({every})"
@@ -67,6 +67,8 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return f"emu::mbarrier_arrive({every})"
     if name.startswith("cp.async.mbarrier.arrive.noinc"):
         return f"emu::cp_async_arrive({every})"
+    if name.startswith("cp.async.bulk.shared::cluster.global.mbarrier") and "multicast" in name:
+        return f"emu::multicast({every})"
     if name.startswith("cp.async.bulk.shared::cluster.global.mbarrier"):
         return f"emu::bulk_copy({every})"
     if name == "cp.async.wait_all":

@@ -360,6 +360,18 @@ void bulk_copy(unsigned to, const void* from, unsigned size, unsigned address) {
   if (order::on) order::overwritten(at(to), size), from = order::seen(from, size, true);
   later(address, {{{at(to), from, size, size, true}}, 0, size});
 }
+// The same to the blocks of the cluster whose bits are set, in each at the same place and barrier.
+void multicast(unsigned to, const void* from, unsigned size, unsigned address, unsigned blocks) {
+  if (to % 16 || uintptr_t(from) % 16 || size % 16) fail("a misaligned bulk copy");
+  if (blocks >> cluster) fail("a block that the cluster does not have");
+  if (order::on) fail("memory order of a multicast, which is not emulated");
+  at(to + size - 1);
+  for (unsigned rank = 0; rank < cluster; ++rank)
+    if (blocks >> rank & 1) {
+      Block& block = block_at(mapa(to, rank));
+      later(block, address, {{{block.memory + to, from, size, size, true}}, 0, size});
+    }
+}
 template <typename E> float element(uint32_t word, int half_index) {
   E value;
   uint16_t bits = word >> (16 * half_index);

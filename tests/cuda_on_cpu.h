@@ -72,6 +72,7 @@ void cp_async_arrive(unsigned address);
 void commit();
 void wait_group(size_t pending);
 void bulk_copy(unsigned to, const void* from, unsigned size, unsigned address);
+void multicast(unsigned to, const void* from, unsigned size, unsigned address, unsigned blocks);
 // Mbarriers, by address; above bit 24 of an address in a cluster is the block's rank + 1.
 void mbarrier_init(unsigned address, unsigned count);
 void mbarrier_arrive(unsigned address, int64_t announced = 0);

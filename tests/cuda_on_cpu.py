@@ -39,6 +39,7 @@ from ecornn.program import (
     Loop,
     Packing,
     Program,
+    Relay,
     Wave,
     WaveLayer,
 )
@@ -206,6 +207,16 @@ def _in_turn(calls: Iterable[Call], values: dict[str, int], memory: Memory) -> I
                 steps = min(call.steps, values["T"] - first)
                 yield from _in_turn(call.calls, values | {"T": steps, "first_step": first, "all_steps": values["T"]},
                                     own)
+        elif isinstance(call, Relay):
+            size, places = values["B"] * call.row, [memory[call.before], memory[call.after]]
+            found = memory[call.given]
+            if values["T"] == 1 and np.shares_memory(found[:size], memory[call.written][:size]):
+                places[0][:size] = found[:size]
+                found = places[0]
+            for t in range(values["T"]):
+                own = memory | {call.before: found, call.after: places[(t + 1) % 2]}
+                yield from ((one, values | {"t": t}, own) for one in call.calls)
+                found = places[(t + 1) % 2]
         elif isinstance(call, Loop):
             yield from ((one, values | {"t": t}, memory) for t in range(values["T"]) for one in call.calls)
         else:

@@ -118,6 +118,12 @@ CASES = {
     "same layout": case("layout_transform", "gru", "bfloat16", (6, 17, 33, 65), {"hoisted": "same"}),
     "same elementwise": case("elementwise", "indrnn", "bfloat16", (37, 5, 24, 72),
                              {"units": 4, "prefetch": 16, "hoisted": "same"}),
+    # a call of one step and of several, loads behind products and all at once, rows that are not aligned
+    "whole": case("whole_step", "lstm", "float16", (1, 9, 24, 72)),
+    "whole steps": case("whole_step", "gru", "bfloat16", (5, 17, 33, 65), {"warps": 2, "ahead": 1}),
+    "whole cluster": case("whole_step", "lstm", "bfloat16", (2, 9, 40, 72), {"units": 8, "cluster": 2}),
+    "whole f32": case("whole_step", "gru", "float32", (3, 3, 13, 40), {"chained": False}),
+    "stack whole": case("whole_step", "lstm", "float16", (2, 5, 24, 72), overlap="none", **ALL),
     "fused": case("fused_step", "lstm", "float16", (5, 9, 17, 48)),
     "fused f32": case("fused_step", "gru", "float32", (5, 3, 13, 40)),
     **{f"stack {schedule}": case(schedule, "lstm", "float16", (9, 5, 24, 72), overlap="none", **ALL)

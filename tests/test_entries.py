@@ -18,7 +18,20 @@ from ecornn.errors import BuildError, ModuleError
 from ecornn.host_cpu import detect
 from ecornn.host_gpu import detect as detect_gpu
 from ecornn.manifest import Manifest
-from ecornn.program import BACKWARD, Buffer, Call, Entry, Extent, Fill, Launch, Parallel, Program, Wave, WaveLayer
+from ecornn.program import (
+    BACKWARD,
+    Buffer,
+    Call,
+    Entry,
+    Extent,
+    Fill,
+    Launch,
+    Parallel,
+    Program,
+    Relay,
+    Wave,
+    WaveLayer,
+)
 from ecornn.runtime.plan import make_plan
 from ecornn.schedules.cpu.emit import Emitter
 from ecornn.targets import KNOWN
@@ -60,6 +73,29 @@ def test_a_launch_whose_results_nobody_wants_is_left_out(tmp_path: Path, fake: P
     for pointers, launches in (("2000, 3000", 2), ("2000, 0", 2), ("0, 3000", 2), ("0, 0", 1)):
         done = child(f"m['end'](16, 1, 0, 7, {pointers}, 4000)\n", out, fake, FAKE_MAJOR="9")
         assert sum(note.startswith("cuLaunchKernelEx") for note in done.calls) == launches, pointers
+
+
+@pytest.mark.skipif(detect_gpu() is not None, reason="the driver without a GPU serves modules for sm_90a")
+def test_steps_pass_a_state_on(tmp_path: Path, fake: Path):
+    """From the caller's memory through two workspaces; one step reads a copy if it writes where it reads."""
+    step = replace(LAST, names={"h_in": "mask", "y": "sums"})
+    program = with_entry(Relay((step,), "mask", "sums", "h_in", "h_out", 64), LAST,
+                         takes=("mask", "sums", "h_out", "y", "h_in"))
+    out = tmp_path / "relay.so"
+    build_module(program, cuda_sample.manifest(KNOWN["sm_90a"]), out)
+    one, other, given = 1000, 1500, 4000
+    apart, copied = [(given, other)], [(one, other)]
+    for steps, written, passed in (
+            (1, 2000, apart), (1, given, copied), (1, given + 255, copied), (1, given + 256, apart),
+            (1, given - 255, copied), (1, given - 256, apart),
+            (4, given, [(given, other), (other, one), (one, other), (other, one)])):
+        code = f"m['end']({steps}, 2, 0, 7, {one}, {other}, {written}, 9000, {given})\n"
+        notes = child(code, out, fake, FAKE_MAJOR="9").calls
+        launched = [note.split("arguments ")[1].split() for note in notes if note.startswith("cuLaunchKernelEx")]
+        found = [(int(first), int(then)) for first, _, then, _ in launched]  # of h_in, h_out, y, T
+        assert found == [*passed, (given, 9000)]
+        copies = [note for note in notes if note.startswith("cuMemcpyAsync")]
+        assert copies == ([f"cuMemcpyAsync {one} {given} 256 stream=7"] if passed is copied else [])
 
 
 @pytest.mark.skipif(detect_gpu() is not None, reason="the driver without a GPU serves modules for sm_90a")

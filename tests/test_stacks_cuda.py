@@ -22,11 +22,12 @@ from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.persistent_wide import PersistentWide
 from ecornn.schedules.step.fused_step import FusedStep
 from ecornn.schedules.step.layout_transform import LayoutTransform
+from ecornn.schedules.step.whole_step import WholeStep
 from ecornn.targets import KNOWN
 from ecornn.workload import SERIAL, Overlap, Stack, Workload
 
 TINY = replace(KNOWN["sm_90a"], cores=3)  # few blocks to emulate
-SCHEDULES = {s.name: s for s in (FusedStep(), LayoutTransform(), Persistent(), PersistentWide())}
+SCHEDULES = {s.name: s for s in (FusedStep(), LayoutTransform(), Persistent(), PersistentWide(), WholeStep())}
 T, B, I, H = 5, 6, 7, 37
 
 
@@ -57,6 +58,7 @@ CASES = [("fused_step", "lstm", Stack(2, True, True, True), "float32"),
          ("persistent", "gru", Stack(3, False, True, True), "float16"),
          ("persistent", "gru_reset_before", Stack(1, True, True, True), "float32"),
          ("persistent_wide", "lstm", Stack(2, True, True, True), "float16"),
+         ("whole_step", "lstm", Stack(2, True, True, True), "float16"),
          ("fused_step", "lstm(layer_norm)", Stack(2, True, True, True), "float32"),
          ("persistent", "lstm(layer_norm)", Stack(2, True, True, True), "float16")]
 
@@ -81,6 +83,7 @@ WAVES = [("fused_step", "gru_reset_before", Stack(3, False, True, True), "float3
                       marks=pytest.mark.exhaustive),
          ("persistent", "lstm", Stack(2, False, True, True), "float16", 2, {}),
          ("persistent_wide", "lstm", Stack(2, False, True, True), "float16", 2, {}),
+         ("whole_step", "gru", Stack(3, False, True, True), "float32", 3, {}),
          ("persistent", "gru(layer_norm)", Stack(2, False, True, True), "float32", 2, {})]
 
 

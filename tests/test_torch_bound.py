@@ -169,6 +169,18 @@ def test_fewer_rows_use_what_was_compiled(gpu: Any):
     assert call(layers, weights, 9) is not first and gpu.rooms == [8, 16]
 
 
+def test_calls_of_few_steps_have_layers_of_their_own(gpu: Any, monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    monkeypatch.setattr(bound, "compiled", lambda spec, target: asked.append(spec.seq) or gpu.module)
+    layers, weights, seen = BoundLayers(KIND, trains=False), weights_of(), {}
+    for steps in (1, 300, 1, 2, 3, 4, 7, 8, 9, 500):
+        one = layers.take(weights, x_of(), (steps, 2))
+        seen[steps] = one
+        layers.give(one)
+    assert asked == [1, 300, 2, 4, 8]
+    assert seen[3] is seen[4] and seen[7] is seen[8] and seen[9] is seen[500] is seen[300]
+
+
 def test_weights_elsewhere_are_refused(gpu: Any):
     with pytest.raises(DeviceError, match=r"weights\.device='cpu'.*cuda:1"), \
             BoundLayers(KIND).layer(weights_of(), x_of(device="cuda:1"), ""):

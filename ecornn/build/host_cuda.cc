@@ -129,6 +129,16 @@ int fill(Pointer pointer, unsigned char byte, int64_t bytes, Stream stream, cons
   return 0;
 }
 
+int taken(Pointer* workspace, Pointer given, Pointer written, int64_t bytes, int32_t T, Stream stream,
+          const char* name) {
+  const Pointer size = static_cast<Pointer>(bytes);
+  if (T > 1 || given + size <= written || written + size <= given)
+    *workspace = given;
+  else
+    ECORNN_CALL(name, cuMemcpyAsync, *workspace, given, static_cast<size_t>(bytes), stream);
+  return 0;
+}
+
 int beside(const State& state, int count, const Section* sections, int32_t T, int32_t B, Stream stream, Pointer* p) {
   LaneSet* set;
   ECORNN_TRY(find_lanes(&state.lanes, &lock, stream, &set));

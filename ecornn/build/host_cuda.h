@@ -12,6 +12,7 @@ struct State;  // what a module keeps for one device
 enum : int {
   kLaunchCooperative = 2,  // CU_LAUNCH_ATTRIBUTE_COOPERATIVE
   kLaunchCluster = 4,      // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+  kLaunchEarly = 6,        // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 };
 
 // CUlaunchAttribute: an id, padding to 8 bytes, and a union of 64 bytes.
@@ -33,7 +34,7 @@ struct Kernel {
 struct Shape {
   unsigned grid, threads, shared;
   unsigned attribute_count;
-  LaunchAttribute attributes[2];
+  LaunchAttribute attributes[3];
 };
 
 // Of program.cc.
@@ -63,6 +64,8 @@ struct WaveLayer {
 int enter(const char* signature, Section calls, int pointers, const void* arguments, int32_t count);
 int launch(const State& state, int kernel, const Shape& shape, Stream stream, void** arguments);
 int fill(Pointer pointer, unsigned char byte, int64_t bytes, Stream stream, const char* name);
+// Where the first step of T finds a state: `given`, or a copy in *workspace, which becomes that.
+int taken(Pointer* workspace, Pointer given, Pointer written, int64_t bytes, int32_t T, Stream stream, const char* name);
 // At the same time: after what the stream has been given before, and before what it is given next.
 int beside(const State& state, int count, const Section* sections, int32_t T, int32_t B, Stream stream, Pointer* p);
 int wave(const State& state, int count, const WaveLayer* layers, int chunks, int least, int32_t T, int32_t B,

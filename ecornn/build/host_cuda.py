@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import resources
 
 from ecornn.errors import BuildError
-from ecornn.program import Chunks, Concurrent, Entry, Fill, Launch, Loop, Program, Wave
+from ecornn.program import Chunks, Concurrent, Entry, Fill, Launch, Loop, Program, Relay, Wave
 
 FILES = ("host_cuda.cc", "host_cuda.h", "cuda_driver.h", "cuda_streams.h")  # the same for all programs
 LANES = 32  # kMaxLanes of cuda_streams.h
@@ -121,14 +121,9 @@ class _Writer:
             self.prepare(call, "  ", in_loop=False)
             self.lines.append(f"  {self.launch(len(self.launches) - 1)}")
         elif isinstance(call, Loop):
-            # Arguments are prepared once: only the value of t changes from step to step.
-            self.lines += ["  {", "    int32_t t = 0;", "    (void)t;"]
-            first = len(self.launches)
-            for launch in call.calls:
-                self.prepare(launch, "    ", in_loop=True)
-            self.lines.append("    for (; t < T; ++t) {")
-            self.lines += [f"      {self.launch(i)}" for i in range(first, len(self.launches))]
-            self.lines += ["    }", "  }"]
+            self.loop(call)
+        elif isinstance(call, Relay):
+            self.relay(call)
         elif isinstance(call, Concurrent):
             names = self.together(call.branches)
             self.lines += ["  {", f"    const Section sections[] = {{{', '.join(names)}}};",
@@ -178,6 +173,28 @@ class _Writer:
         handed = [f"{{{self.place(first, 'state')}, {self.place(then, 'state')}}}" for first, then in states]
         return [f"    static const Moving moving{number}[] = {{{', '.join([*moving, '{-1, 0}'])}}};",
                 f"    static const Handed handed{number}[] = {{{', '.join([*handed, '{-1, 0}'])}}};"]
+
+    def loop(self, call: Loop | Relay, between: str = "") -> None:
+        """Writes the launches of all steps, and what comes between two. Arguments are prepared once: only the value of
+        t, and where their pointers point, changes from step to step."""
+        self.lines += ["  {", "    int32_t t = 0;", "    (void)t;"]
+        first = len(self.launches)
+        for launch in call.calls:
+            self.prepare(launch, "    ", in_loop=True)
+        self.lines.append("    for (; t < T; ++t) {")
+        self.lines += [f"      {self.launch(i)}" for i in range(first, len(self.launches))]
+        self.lines += [f"      {between}"] * bool(between) + ["    }", "  }"]
+
+    def relay(self, call: Relay) -> None:
+        """Writes a loop between whose steps two workspaces change places, of which the first step has another one."""
+        names = (call.before, call.after, call.given, call.written)
+        before, after, given, written = (self.place(name, "Relay of") for name in names)
+        bytes_ = f"INT64_C({call.row * self.itemsize[call.given]}) * B"
+        self.lines += [
+            "  {", f"    const Pointer one = p[{before}], other = p[{after}];",
+            f'    ECORNN_TRY(taken(&p[{before}], p[{given}], p[{written}], {bytes_}, T, stream, "{call.given}"));']
+        self.loop(call, f"p[{before}] = p[{after}], p[{after}] = p[{after}] == other ? one : other;")
+        self.lines += [f"    p[{before}] = one, p[{after}] = other;", "  }"]
 
     def fill(self, call: Fill) -> None:
         """Writes a memset, whose size is known only with T."""
@@ -239,6 +256,8 @@ def shape(number: int, launch: Launch) -> str:
     attributes = ["{kLaunchCooperative, 0, {1}}"] if launch.cooperative else []
     if launch.cluster > 1:
         attributes.append(f"{{kLaunchCluster, 0, {{{launch.cluster}, 1, 1}}}}")
+    if launch.early:
+        attributes.append("{kLaunchEarly, 0, {1}}")
     return (f"static const Shape kShape{number} = {{{launch.grid}, {launch.threads}, {launch.shared}, "
             f"{len(attributes)}, {{{', '.join(attributes)}}}}};  // {launch.function}")
 

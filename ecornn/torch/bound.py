@@ -13,7 +13,7 @@ import torch
 
 from ecornn.errors import ArgumentError, DeviceError, NotFiniteError
 from ecornn.runtime.loader import Layer, Module
-from ecornn.torch.compiling import KEPT, NAMES, compiled, fitting
+from ecornn.torch.compiling import KEPT, NAMES, compiled, few_steps, fitting
 from ecornn.torch.kind import Kind
 from ecornn.torch.packed_weights import DeviceWeights, HostWeights
 from ecornn.torch.parameters import parameters
@@ -106,7 +106,8 @@ class BoundLayers:
               again: bool) -> BoundLayer:
         steps, batch = sizes
         precision = precision_of(self._kind, x)
-        alike, where = (x.device, x.dtype, masks, precision), _where(x) if self._trains or x.is_cpu else None
+        few = 0 if self._trains or x.is_cpu else few_steps(steps)
+        alike, where = (x.device, x.dtype, masks, precision, few), _where(x) if self._trains or x.is_cpu else None
         bound = self._bound.setdefault((*alike, where), {})
         room = fitting(bound, batch, _most(batch, masks))
         known = bound.get(room)
@@ -120,7 +121,7 @@ class BoundLayers:
         target = "cpu" if x.is_cpu else "cuda"
         keep = (self._kind.keep or KEPT[target]) if self._trains else None
         # made where something is compiled alone: the identity of a cell of one's own takes its analysis, 50 ms
-        spec = partial(self._kind.spec, room, steps, NAMES[x.dtype], masks, keep, precision)
+        spec = partial(self._kind.spec, room, few or steps, NAMES[x.dtype], masks, keep, precision)
         try:
             if known is not None and not known.busy and where is not None:
                 known.pack(weights)

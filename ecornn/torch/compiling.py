@@ -11,7 +11,7 @@ import torch
 from ecornn.errors import ArgumentError, ScheduleError
 from ecornn.layer_spec import LayerSpec
 from ecornn.runtime.loader import Module
-from ecornn.workload import DTYPES, KEEPS, SERVED
+from ecornn.workload import DTYPES, FEW, KEEPS, SERVED
 
 NAMES = {getattr(torch, name): name for name in DTYPES}
 # What is kept, by kind of device: whatever T is, which graphs leave open. PyTorch keeps about as much.
@@ -58,6 +58,12 @@ def compiled(layer: LayerSpec, target: str, infinite: bool = False) -> Module:
 
 
 compiled.cache_clear, compiled.cache_info = _found.cache_clear, _found.cache_info  # type: ignore[attr-defined]
+
+
+def few_steps(steps: int) -> int:
+    """The T that a layer on a GPU is compiled for where a call has few ``steps``: 1, 2, 4 or 8, so that lengths that
+    are much the same share one; 0 where they are many, and the T of the first call serves all."""
+    return 1 << (steps - 1).bit_length() if steps <= FEW else 0
 
 
 def fitting(bound: Collection[int], batch: int, most: int) -> int:

@@ -20,7 +20,7 @@ from ecornn.layer_spec import LayerSpec
 from ecornn.module_cache import known
 from ecornn.torch import layer_by_layer
 from ecornn.torch.classes import COMPILED, base_of, original_class, reclass
-from ecornn.torch.compiling import KEPT, NAMES, compiled
+from ecornn.torch.compiling import KEPT, NAMES, compiled, few_steps
 from ecornn.torch.engine import weights_of
 from ecornn.torch.falling_back import obstacle
 from ecornn.torch.kind import kind_of, text_of
@@ -109,7 +109,9 @@ def specs(module: Any, call: Call) -> list[LayerSpec]:
     alone = module._drops or (call.asked and layer_by_layer.wanted(module, weights_of(module)))
     kinds = [text_of(module, layer) for layer in range(module.num_layers)] if alone else [text_of(module)]
     keep = KEPT[call.target] if call.asked else None
-    return [kind_of(kind).spec(call.batch, call.steps, call.dtype, call.masks, keep, call.precision) for kind in kinds]
+    few = few_steps(call.steps) if call.target == "cuda" and not call.asked else 0
+    steps = few or call.steps
+    return [kind_of(kind).spec(call.batch, steps, call.dtype, call.masks, keep, call.precision) for kind in kinds]
 
 
 def compile_all(wanted: Sequence[tuple[LayerSpec, str]], processes: int) -> None:

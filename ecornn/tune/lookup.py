@@ -3,7 +3,9 @@
 A record is near or far by the device that it was measured on, then by its batch, then by its input size, then by its
 sequence length (within a factor of two all are near: a module serves every T). The recurrence does not see the input:
 only the product that is hoisted out of it does. Where that is made beside the recurrence it must keep up, so a record
-of a smaller input says nothing. Among the nearest ones the configuration that is expected to be fastest is used:
+of a smaller input says nothing. A call of a few steps takes longer for what is beside them, of which a record of long
+ones does not tell: a schedule that is for such calls competes with it by what it expects. Among the nearest ones the
+configuration that is expected to be fastest is used:
 
 1. measured on this device (same name and number of cores);
 2. on another device of the same architecture, with no more cores, shared memory or registers;
@@ -35,7 +37,7 @@ from ecornn.tune.plausible import credible, possible
 from ecornn.tune.record import Trial
 from ecornn.tune.space import Candidate
 from ecornn.tune.tolerance import proven
-from ecornn.workload import Workload
+from ecornn.workload import FEW, Workload
 
 STALE = 1.1  # of the persistent schedule's first two revisions: between 0.97 and 1.09
 ONCE = 1.03  # the fastest of many times measured once is faster than it really is
@@ -110,12 +112,28 @@ def find(task: Task, schedules: Sequence[Schedule], log: Log) -> Found:
         for rivals in (*(of for of in first_of if not all(one.stale for one in of)), evidence):
             if rivals:
                 best = min(rivals, key=lambda one: one.order)
+                if (instead := _for_few_steps(best, schedules, task)) is not None:
+                    return replace(instead, provenance=instead.provenance + said(ignored))
                 fresh = min((one for one in rivals if not one.stale), key=lambda one: one.order, default=None)
                 return Found(by_name[best.trial.schedule], best.trial.config,
                              describe(best, fresh, distance, task, by_name) + said(ignored), best.line)
     first = min(schedules, key=lambda s: s.rank(task))
     why = "no usable record" if ignored else "no record applies" + beyond(task, log)
     return Found(first, first.default(task), f"untuned default of {first.name}: {why}" + said(ignored))
+
+
+def _for_few_steps(best: Evidence, schedules: Sequence[Schedule], task: Task) -> Found | None:
+    """The default of a schedule for calls of a few steps, if it is expected to be faster than the ``best`` record,
+    which is of longer ones."""
+    steps, of = task.workload.seq, best.trial.workload.seq
+    made = [s for s in schedules if s.few_steps and s.name != best.trial.schedule]
+    if not made or steps > FEW or of <= FEW:
+        return None
+    first = min(made, key=lambda s: s.rank(task))
+    if first.rank(task) >= best.expected * 1000:
+        return None
+    return Found(first, first.default(task), f"untuned default of {first.name}: for T={steps} it is expected to be "
+                 f"faster than {best.trial.schedule}, of which record {best.line.place} says what T={of} takes")
 
 
 def up_to_date(trial: Trial, schedule: Schedule | None, task: Task) -> Trial:

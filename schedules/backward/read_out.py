@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ecornn.analysis.step import StepGraph
-from ecornn.program import RUN, WORKSPACE, Buffer, Call, Entry, Extent, Fill, Launch, Loop, Program
+from ecornn.program import RUN, WORKSPACE, Buffer, Call, Entry, Extent, Fill, Launch, Loop, Program, Relay
 from ecornn.schedules.backward.memory import Place
 from ecornn.schedules.backward.passes import RowPass, Wanted, items_of
 from ecornn.schedules.base import Task
@@ -65,8 +65,8 @@ def _elsewhere(call: Call) -> Call:
     """A call of the loop, whose y is the workspace."""
     if isinstance(call, Fill):
         return call
-    if isinstance(call, Loop):
-        return Loop(tuple(map(_launch, call.calls)))
+    if isinstance(call, (Loop, Relay)):
+        return replace(call, calls=tuple(map(_launch, call.calls)))
     assert isinstance(call, Launch), "a sequence runs in one stream"
     return _launch(call)
 

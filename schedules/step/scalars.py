@@ -229,7 +229,7 @@ class StepScalars:
         a, graph = self.arguments, self.graph
         hoisted = dict(zip(graph.hoisted_outputs, self.inputs.values(loaded)[0], strict=True))
         constants = self.constants(unit)
-        states = [T.let(f"{name}_before", a["states"][self.at(s, row, unit)]) for s, name in enumerate(graph.states)]
+        states = self.states_before(row, unit)
         env = constants | hoisted | dict(zip(graph.states.values(), states, strict=True))
         env, read = emit(graph.prologue, env, self.math), reads(graph, p)
         for number, (var, made) in enumerate(self.carried.items()):
@@ -239,6 +239,11 @@ class StepScalars:
             if made <= p and var in read and var not in known:
                 env[var] = T.let(var.name, a["statistics"][self._of_row(number, row)])
         return states, constants, env
+
+    def states_before(self, row: Expr, unit: Expr) -> list[Expr]:
+        """The states before the step, in the order of ``graph.states``."""
+        return [T.let(f"{name}_before", self.arguments["states"][self.at(s, row, unit)])
+                for s, name in enumerate(self.graph.states)]
 
     def _of_row(self, number: int, row: Expr) -> Expr:
         return number * self.task.workload.batch + row

@@ -1,0 +1,135 @@
+"""Where a lane gets the words that it multiplies: rows of x or of a state, from memory or from shared memory.
+
+A lane of ``warp_product.py`` reads four words of the row lane / 4 of each octet of batch rows. Straight from memory
+every block reads all rows. The blocks of a cluster may have them read once for all: each copies a part of every row
+into the shared memory of all (a multicast), where the 16 bytes of lanes that read together lie in different banks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.isa.mbarrier import mbarrier_init, mbarrier_wait
+from ecornn.schedules.isa.tensor_core import per_word
+
+PAIR = 16  # words of a pair of k-tiles
+_MULTICAST = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+
+
+class Operand(Protocol):
+    """What a product reads beside its weights."""
+
+    def load(self, into: TirBuffer, slot: int, octet: int, pair: Expr, quarter: Expr) -> None:
+        """The lane's four words of an octet, zeros beyond the row's end, into ``into[slot, octet]``; ``quarter`` of the
+        pair's 16 words."""
+
+
+@dataclass(frozen=True)
+class RowsInMemory:
+    """Rows of ``width`` values, ``stride`` apart in ``source``, which begins where a row may: that of the lane in octet
+    n at ``starts[n]``."""
+
+    source: TirBuffer
+    starts: list[Expr]
+    width: int
+    stride: int
+    dtype: str
+
+    def load(self, into: TirBuffer, slot: int, octet: int, pair: Expr, quarter: Expr) -> None:
+        """By the widest loads for which all rows are aligned."""
+        n, width = per_word(self.dtype), self.width
+        k = T.let("k", pair * (PAIR * n) + quarter * (4 * n))
+        at = self.starts[octet] + k
+        if whole_pieces(self.stride, self.dtype) and whole_pieces(width, self.dtype):
+            load = T.ptx["ld.global.v4.b32"](*(into[slot, octet, i] for i in range(4)), self.source.ptr_to([at]))
+            if width % (PAIR * n) == 0:
+                T.evaluate(load)
+                return
+            with T.If(k < width):
+                with T.Then():
+                    T.evaluate(load)
+                with T.Else():
+                    for i in range(4):
+                        T.buffer_store(into, T.uint32(0), [slot, octet, i])
+            return
+        for i in range(4):
+            T.buffer_store(into, T.uint32(0), [slot, octet, i])
+            with T.If(k + i * n < width), T.Then():
+                if self.stride % n == 0 and width % n == 0:
+                    T.evaluate(T.ptx["ld.global.b32"](into[slot, octet, i], self.source.ptr_to([at + i * n])))
+                    continue
+                half = T.local("half", (2,), "uint32")
+                T.evaluate(T.ptx["ld.global.u16"](half[0], self.source.ptr_to([at + i * n])))
+                T.buffer_store(half, T.uint32(0), [1])
+                with T.If(k + (i * n + 1) < width), T.Then():
+                    T.evaluate(T.ptx["ld.global.u16"](half[1], self.source.ptr_to([at + (i * n + 1)])))
+                T.buffer_store(into, T.bitwise_or(half[0], T.shift_left(half[1], T.uint32(16))), [slot, octet, i])
+
+
+def whole_pieces(values: int, dtype: str) -> bool:
+    """Whether so many values are whole pieces of 16 bytes."""
+    return values * 4 % (16 * per_word(dtype)) == 0
+
+
+@dataclass(frozen=True)
+class StagedRows:
+    """Rows in shared memory, from word ``first`` on, 64 bytes modulo 128 apart.
+
+    Attributes
+    ----------
+    words : the block's shared memory, uint32
+    rows : of the block, all of them
+    lane_row : that of the lane in an octet
+    """
+
+    words: TirBuffer
+    first: int
+    rows: int
+    width: int
+    dtype: str
+    lane_row: Expr
+
+    def load(self, into: TirBuffer, slot: int, octet: int, pair: Expr, quarter: Expr) -> None:
+        at = (self.lane_row + octet * 8) * staged_words(self.width, self.dtype) + pair * PAIR + quarter * 4
+        T.evaluate(T.ptx["ld.shared.v4.b32"](*(into[slot, octet, i] for i in range(4)),
+                                             self.words.ptr_to([self.first + at])))
+
+    def clear(self, thread: Expr, threads: int) -> None:
+        """Zeros behind the end of each row."""
+        row, own = staged_words(self.width, self.dtype), self.width // per_word(self.dtype)
+        count = self.rows * (row - own)
+        with T.serial("turn", 0, -(-count // threads)) as turn:
+            item = T.let("item", turn * threads + thread)
+            with T.If(item < count), T.Then():
+                T.buffer_store(self.words, T.uint32(0), [self.first + item // (row - own) * row + (
+                    own + item % (row - own))])
+
+    def copy(self, source: TirBuffer, start: Expr, row: Expr, part: Expr, parts: int, barrier: Expr) -> None:
+        """Copies one of ``parts`` of a row, which begins at ``start`` of ``source``, to all blocks of the cluster."""
+        n = per_word(self.dtype)
+        pieces = self.width // n // 4
+        each = -(-pieces // parts)
+        size = T.let("size", T.min(pieces - part * each, each) * 16)
+        to = self.first + row * staged_words(self.width, self.dtype) + part * (each * 4)
+        with T.If(size > 0), T.Then():
+            T.evaluate(T.ptx[_MULTICAST](self.words.ptr_to([to]), source.ptr_to([start + part * (each * 4 * n)]),
+                                         T.cast(size, "uint32"), barrier, T.uint16((1 << parts) - 1)))
+
+
+def staged_words(width: int, dtype: str) -> int:
+    """Words from one row to the next: an odd number of pairs."""
+    return (-(-width // (PAIR * per_word(dtype))) | 1) * PAIR
+
+
+def announce(barrier: Expr, count: int) -> None:
+    """Makes the barrier of a block (a pointer), which waits for ``count`` bytes from the blocks of its cluster."""
+    mbarrier_init(barrier, 1)
+    T.evaluate(T.ptx["fence.mbarrier_init.release.cluster"]())
+    T.evaluate(T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"](barrier, T.uint32(count)))
+
+
+def arrived(barrier: Expr) -> None:
+    """Waits for them."""
+    mbarrier_wait(barrier, T.uint32(0), cluster=True)

@@ -1,0 +1,237 @@
+"""Products of a step whose operands go from memory straight to registers: the warps of a block share K.
+
+Weights are operand A of tensor cores, in groups of eight rows (of gates x units), what they multiply is operand B, in
+octets of eight batch rows, and a lane reads 16 bytes of either, four neighbouring words of a row, as in
+``mma_product.py``: K is permuted alike in both. Every weight is read by one warp of one block, so nothing is gained by
+shared memory on its way. A warp asks for the next ``ahead`` pairs of k-tiles before it multiplies the first one, and no
+barrier lies between them: so as many bytes are under way as the registers hold. The sums of all warps meet in shared
+memory, where they are added in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ecornn.analysis import Product
+from ecornn.program import PACKED, Buffer, Extent, Packing
+from ecornn.schedules.builder import Expr, T, TirBuffer, Var
+from ecornn.schedules.isa.tensor_core import mma, per_word, split, words
+from ecornn.schedules.step.operand_rows import PAIR, Operand
+
+GROUP = 8 * PAIR  # words of a group of weight rows
+
+
+@dataclass(frozen=True)
+class Share:
+    """A product of a block, and the warps that share it.
+
+    Attributes
+    ----------
+    units, rows : of the block: hidden units, and batch rows
+    gates : weight rows of a unit
+    width : K
+    warps, ahead : that share K; pairs of k-tiles that each of them asks for ahead
+    staged : what it multiplies comes from shared memory, not ahead from memory
+    """
+
+    dtype: str
+    arithmetic: str
+    units: int
+    rows: int
+    gates: int
+    width: int
+    warps: int
+    ahead: int
+    staged: bool = False
+
+    @property
+    def groups(self) -> int:
+        """Groups of eight weight rows."""
+        return self.gates * self.units // 8
+
+    @property
+    def tiles(self) -> int:
+        """m16 tiles, of which the last one may have one group."""
+        return -(-self.groups // 2)
+
+    @property
+    def octets(self) -> int:
+        """n8 tiles."""
+        return self.rows // 8
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of k-tiles."""
+        return -(-words(self.width, self.dtype) // PAIR)
+
+    @property
+    def turns(self) -> int:
+        """Pairs of a warp."""
+        return -(-self.pairs // self.warps)
+
+    @property
+    def slots(self) -> int:
+        """Pairs that it keeps in registers."""
+        return min(self.ahead, self.turns)
+
+    @property
+    def stride(self) -> int:
+        """Floats between batch rows of the sums: 4 modulo 8, so that no banks conflict."""
+        return self.gates * self.units + 4
+
+    @property
+    def floats(self) -> int:
+        """Of the sums of all warps."""
+        return self.warps * self.rows * self.stride
+
+    @property
+    def registers(self) -> int:
+        """Of a thread, for sums and operands."""
+        parts = 2 if self.arithmetic == "float32" else 1
+        return 4 * (self.tiles * self.octets + self.slots * self.groups + self.operand_slots * self.octets
+                    + (parts - 1) * (2 * self.tiles + self.octets))
+
+    @property
+    def operand_slots(self) -> int:
+        """Pairs of what it multiplies that it keeps there."""
+        return 1 if self.staged else self.slots
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a pair of k-tiles."""
+        return self.groups * GROUP * 4
+
+    @property
+    def operand_bytes(self) -> int:
+        """Of a pair of k-tiles."""
+        return self.octets * GROUP * 4
+
+    def weights(self, name: str, products: tuple[Product, ...], columns: int) -> Buffer:
+        """Packed weights: (block, pair of k-tiles, gate, unit, 16 words)."""
+        n = PAIR * per_word(self.dtype)
+        pad, cut = (self.gates, columns * self.units, self.pairs * n), (columns, self.units, self.pairs, n)
+        packing = Packing(tuple(p.term.source for p in products), pad, (self.gates, *cut), (1, 3, 0, 2, 4), self.dtype)
+        return Buffer(name, PACKED, self.dtype, Extent(pad[0] * pad[1] * pad[2]), packing)
+
+
+class WarpProduct:
+    """Emits one share of a block's products.
+
+    Parameters
+    ----------
+    memory, first : the block's shared memory, float32, and where in it the sums are: (warp, batch row, weight row)
+    warp, lane : the warp's number in the share, and the lane
+    """
+
+    def __init__(self, share: Share, memory: TirBuffer, first: int, warp: Expr, lane: Expr) -> None:
+        self.share, self.memory, self.first, self.warp, self.lane = share, memory, first, warp, lane
+
+    def run(self, weights: TirBuffer, column: Expr, operand: Operand, before: Callable[[], None]) -> None:
+        """Leaves the warp's sums in shared memory.
+
+        ``column`` is the block's place among the units; ``before`` emits what must come before ``operand`` is read.
+        """
+        share, n = self.share, per_word(self.share.dtype)
+        self.acc = T.local("acc", (share.tiles, share.octets, 4), "float32")
+        self.a = T.local("a", (share.slots, share.groups, 4), "uint32")  # words of a lane's row
+        self.b = T.local("b", (share.operand_slots, share.octets, 4), "uint32")
+        with T.unroll("m", share.tiles) as m, T.unroll("n", share.octets) as o, T.unroll("i", 4) as i:
+            T.buffer_store(self.acc, T.float32(0), [m, o, i])
+        block = T.let("weights_of", T.cast(column, "int64") * (share.pairs * share.groups * GROUP * n))
+
+        def load_weights(slot: int, pair: Expr) -> None:
+            place = pair * (share.groups * GROUP * n) + self.lane * (4 * n)
+            first = T.let("first", block + T.cast(place, "int64"))
+            for g in range(share.groups):
+                T.evaluate(T.ptx["ld.global.v4.b32"](*(self.a[slot, g, i] for i in range(4)),
+                                                     weights.ptr_to([first + g * (GROUP * n)])))
+
+        def load_operand(slot: int, pair: Expr) -> None:
+            for o in range(share.octets):
+                operand.load(self.b, slot, o, pair, self.lane % 4)
+
+        def multiply(slot: int, pair: Expr) -> None:
+            if share.staged:
+                load_operand(0, pair)
+            self._multiply(slot, 0 if share.staged else slot)
+
+        ahead = (load_weights,) if share.staged else (load_weights, load_operand)
+        for load in (load_weights, load_operand):
+            for slot in range(share.slots if load in ahead else 0):
+                with self._pair(slot) as pair:
+                    load(slot, pair)
+            if load is load_weights:
+                before()
+        T.evaluate(T.cuda.warp_sync())  # so that no load waits behind a product for a register to become free
+        if share.turns <= share.slots:
+            for slot in range(share.slots):
+                with self._pair(slot) as pair:
+                    multiply(slot, pair)
+        else:
+            with T.serial("round", 0, -(-share.turns // share.slots)) as r:
+                for slot in range(share.slots):
+                    with self._pair(r * share.slots + slot, share.turns % share.slots != 0) as pair:
+                        multiply(slot, pair)
+                    with self._pair(r * share.slots + (slot + share.slots)) as pair:
+                        for load in ahead:
+                            load(slot, pair)
+        self._store()
+
+    @contextmanager
+    def _pair(self, turn: Expr | int, beyond: bool | None = None) -> Iterator[Expr]:
+        """The pair of a turn, in a scope where there is one; ``beyond``: whether the turn may be behind the last."""
+        share = self.share
+        pair = T.let("pair", turn * share.warps + self.warp)
+        beyond = not isinstance(turn, int) if beyond is None else beyond
+        if share.pairs % share.warps == 0 and not beyond:
+            yield pair
+        else:
+            with T.If(pair < share.pairs), T.Then():
+                yield pair
+
+    def _multiply(self, slot: int, operand: int) -> None:
+        share, arithmetic = self.share, self.share.arithmetic
+        for tile in range(2):
+            right = [[split(self.b[operand, n, tile * 2 + i], arithmetic) for i in range(2)]
+                     for n in range(share.octets)]
+            for m in range(share.tiles):
+                left = [split(self.a[slot, 2 * m + v, tile * 2 + i] if 2 * m + v < share.groups else T.uint32(0),
+                              arithmetic) for i in range(2) for v in range(2)]
+                for n in range(share.octets):
+                    mma([self.acc[m, n, i] for i in range(4)], left, right[n], arithmetic, apart=True)
+
+    def _store(self) -> None:
+        share = self.share
+        row = self.warp * share.rows + self.lane % 4 * 2
+        first = T.let("first", row * share.stride + self.lane // 4 + self.first)
+        for m in range(share.tiles):
+            for n in range(share.octets):
+                for i in range(4):
+                    if 2 * m + i // 2 < share.groups:
+                        place = first + (n * 8 + i % 2) * share.stride + m * 16 + i // 2 * 8
+                        T.buffer_store(self.memory, self.acc[m, n, i], [place])
+
+
+def add_up(share: Share, memory: TirBuffer, first: int, thread: Expr, threads: int) -> None:
+    """Adds the sums of all warps where those of the first one are; all threads, between two barriers."""
+    if share.warps == 1:
+        return
+    rows = share.gates * share.units
+    count = share.rows * rows
+    with T.serial("turn", 0, -(-count // threads)) as turn:
+        item = T.let("item", turn * threads + thread)
+        with T.If(item < count), T.Then():
+            place = T.let("place", item // rows * share.stride + item % rows + first)
+            total = memory[place]
+            for warp in range(1, share.warps):
+                total = total + memory[place + warp * (share.rows * share.stride)]
+            T.buffer_store(memory, total, [place])
+
+
+def sums(share: Share, products: tuple[Product, ...], memory: TirBuffer, first: int, row: Expr,
+         unit: Expr) -> dict[Var, Expr]:
+    """The finished products of a row and a unit of the block."""
+    return {p.var: T.let(p.var.name, memory[row * share.stride + unit + (g * share.units + first)])
+            for g, p in enumerate(products)}

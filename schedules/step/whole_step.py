@@ -1,0 +1,153 @@
+"""Whole step: for one or a few steps a call, each a single launch that multiplies x and the state.
+
+A call of one step is bound by what it reads: all weights once. What any other schedule launches before its recurrence
+(the product of x, then what readies the states) costs more than that. Here a launch does all: warps of a block read
+their parts of both products straight into registers (``warp_product.py``), the first step reads the caller's own
+states, and a call of one step has no workspaces at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product as combinations
+
+from ecornn.analysis.liveness import late_operands
+from ecornn.program import WORKSPACE, Buffer, Extent, Launch, Program, Relay
+from ecornn.schedules.assemble import assemble, shared_buffers
+from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, no_room
+from ecornn.schedules.rates import gpu_rates
+from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
+from ecornn.schedules.step.operand_rows import whole_pieces
+from ecornn.schedules.step.whole_step_kernel import StepPlan, operand_of, plan_of, step_kernel
+from ecornn.workload import FEW
+
+BEFORE = 12_000  # nanoseconds of a call of other schedules beside its steps: launches, weights that go on the chip
+SPARE_REGISTERS = 40  # of a thread, beside sums and operands: addresses, loops, gate math
+FINISH = 900  # cycles from the last product until the last store: barriers, sums of the warps, the cell's scalars
+TURN, LOAD, ADDED = 40, 8, 2  # cycles of a warp beside products: of a turn, of a load; of a sum of a thread
+SLOWER = {"float32": 6, "tf32": 2}  # than products of 16-bit types
+
+
+class WholeStep(Schedule):
+    """Serves cells with one exchange a step, whose operand is a state."""
+
+    name = "whole_step"
+    revision = 1
+    kind = "cuda"
+    few_steps = True
+
+    def refuses(self, task: Task) -> str | None:
+        graph, traversal = task.graph, task.traversal
+        if task.workload.seq > FEW:
+            return f"is for calls of {FEW} steps at most"
+        if task.device.capability < 80:
+            return "needs compute capability 8.0"
+        if graph.statistics or graph.hoisted_statistics:
+            return f"cell {graph.cell!r} has sums over a batch row"
+        if len(graph.phases) != 1 or not graph.phases[0].products:
+            return f"cell {graph.cell!r} has {len(graph.product_phases)} recurrent products after each other, not one"
+        operands, states = graph.phases[0].operands, tuple(graph.states.values())
+        if len(operands) != 1 or not any(operands[0].same_as(s) for s in states) or late_operands(graph):
+            return f"cell {graph.cell!r} multiplies something else than a state"
+        if traversal.keep is not None:
+            return "keeps nothing for a backward pass"
+        if next(self._candidates(task), None) is None:
+            return f"cell {graph.cell!r} has too many gates for the registers of a thread"
+        return None
+
+    def knobs(self, task: Task) -> tuple[Knob, ...]:
+        w, gates = task.workload, _gates(task)
+        units = tuple(u for u in (1, 2, 4, 8, 16, 32) if all(g * u % 8 == 0 for g in gates) and u < max(9, w.hidden))
+        rows = tuple(r for r in (8, 16, 24, 32, 48, 64) if r < w.batch + 8)
+        pieces = all(whole_pieces(n, w.dtype) for n in (w.hidden, w.input, task.own_input))
+        clusters = tuple(n for n in (1, 2, 4, 8) if n == 1 or (pieces and task.device.clusters(n) > 0))
+        return (
+            Knob("units", units, "fewer units a block: more blocks; more: fewer reads of x and the state"),
+            Knob("rows", rows, "fewer batch rows a block: more blocks; more: fewer reads of weights"),
+            Knob("warps", (2, 4, 8, 16), "more warps that share K: more loads under way, more sums to add"),
+            Knob("ahead", (1, 2, 4, 8), "more loads ahead of a warp, for registers"),
+            Knob("cluster", clusters,
+                 "more blocks that read x and the state once for all: less from L2, a copy that is waited for"),
+            Knob("chained", (False, True), "a launch begins, and reads weights, before the one ahead of it has ended"),
+            Knob("math", MATH_FOR[w.dtype], MATH_TRADES),
+        )
+
+    def check(self, task: Task, config: Config) -> str | None:
+        plan = plan_of(task, config)
+        registers = max(share.registers for share in plan.shares) + SPARE_REGISTERS
+        if plan.cluster > 1 and 2 * plan.rows > plan.threads:
+            return f"{plan.threads} threads to copy {2 * plan.rows} rows"
+        return no_room(task.device, plan.shared, plan.threads, registers)
+
+    def default(self, task: Task) -> Config:
+        best = min(self._candidates(task), key=lambda c: estimate(task, plan_of(task, c)), default=None)
+        assert best is not None, "default() is for tasks that serves() accepts"
+        return best
+
+    def expected(self, task: Task) -> float:
+        return estimate(task, plan_of(task, self.default(task)))
+
+    def rank(self, task: Task) -> float:
+        """What others expect of a step leaves out what a call takes beside its steps."""
+        return self.expected(task) - BEFORE / task.workload.seq
+
+    def _candidates(self, task: Task) -> Iterator[Config]:
+        knobs = {k.name: k.values for k in self.knobs(task)} | {"chained": (True,), "cluster": (1,)}
+        knobs["math"] = ("exact",) if len(knobs["math"]) == 1 else ("fast",)
+        for values in combinations(*knobs.values()):
+            config = dict(zip(knobs, values, strict=True))
+            if self.check(task, config) is None:
+                yield config
+
+    def features(self, task: Task, config: Config) -> dict[str, float]:
+        plan, w = plan_of(task, config), task.workload
+        blocks = plan.blocks(w.batch)
+        return {
+            "blocks": blocks, "waves": blocks / task.device.cores, "threads": plan.threads,
+            "bytes": blocks * plan.moved, "under_way": plan.under_way,
+            "turns": max(share.turns for share in plan.shares),
+            "waste": plan.columns * plan.units * plan.rows * -(-w.batch // plan.rows) / (w.hidden * w.batch),
+            "shared": plan.shared, "registers": max(share.registers for share in plan.shares),
+            "estimate": estimate(task, plan)}
+
+    def program(self, task: Task, config: Config) -> Program:
+        plan, w, graph = plan_of(task, config), task.workload, task.graph
+        rows = Extent(w.batch * w.hidden)
+        own = (Buffer("states", WORKSPACE, "float32", Extent(len(graph.states) * rows.fixed)),
+               Buffer("state_before", WORKSPACE, w.dtype, rows), Buffer("state_after", WORKSPACE, w.dtype, rows),
+               *plan.weights(task))
+        kernel = step_kernel(task, plan, [*shared_buffers(task, None), *own], str(config["math"]))
+        step = Launch("step", plan.blocks(w.batch), plan.threads, plan.shared, early=plan.chained,
+                      cluster=plan.cluster)
+        state = operand_of(task)
+        steps = Relay((step,), "state_before", "state_after", f"{state}_in", f"{state}_out", w.hidden)
+        return assemble(task, lambda kept: Component({"step": kernel}, own, (steps,)), None)
+
+
+def _gates(task: Task) -> tuple[int, ...]:
+    """Weight rows of a unit, of the products of x and of the state."""
+    found = len(task.graph.hoisted_products), len(task.graph.phases[0].products)
+    return tuple(filter(None, found))
+
+
+def estimate(task: Task, plan: StepPlan) -> float:
+    """Nanoseconds of a step: a launch; then of the multiprocessor with most blocks what it reads, at the rate of L2, or
+    of memory where the weights are more than L2 keeps between two calls, or at that of what its warps have under way;
+    its products, if these take longer; and what follows them."""
+    device, rates, w = task.device, gpu_rates(task.device), task.workload
+    blocks = plan.blocks(w.batch)
+    most = -(-blocks // device.cores)
+    registers = max(share.registers for share in plan.shares) + SPARE_REGISTERS
+    resident = max(1, min(most, device.registers // (plan.threads * registers), rates.threads // plan.threads,
+                          device.shared // plan.shared))
+    weights = plan.columns * sum(share.pairs * share.weight_bytes for share in plan.shares)
+    rate = rates.l2_beside if weights < (device.l2 or 50 << 20) / 2 else rates.memory
+    rate = min(rate, resident * plan.under_way / (rates.l2_latency / rates.clock))
+    cost, tensor_cores = SLOWER.get(w.arithmetic, 1), min(4, plan.warps * resident)
+    tiles = sum(share.pairs * 2 * share.tiles * share.octets for share in plan.shares)
+    products = tiles * rates.mma * cost * 4 / tensor_cores
+    warp = max(share.turns * (TURN + LOAD * (share.groups + share.octets) + 2 * share.tiles * share.octets * cost *
+                              rates.mma * 4) for share in plan.shares)
+    sums = sum(share.floats for share in plan.shares) / plan.threads * ADDED
+    busy = max(plan.moved / rate, products / rates.clock, warp / resident / rates.clock)
+    return rates.launch + most * busy + (rates.l2_latency + FINISH + sums) / rates.clock
