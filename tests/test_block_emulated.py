@@ -18,12 +18,43 @@ CUT = {"products": "fma", "rows": 1, "units": 1, "lanes": 2, "registers": 100, "
 MMA = {"products": "mma", "lanes": 1}
 
 CASES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
-    ("lstm", (5, 1, 24, 64), "float32", {}),
-    ("lstm", (7, 3, 5, 17), "float32", {"lanes": 4, "rows": 3, "math": "relative"}),
-    ("gru", (4, 7, 3, 40), "float16", MMA | {"rows": 7}),
+    ("lstm", (5, 1, 24, 64), "float32", {"math": "relative"}),
+    ("lstm", (7, 3, 5, 17), "float32", {"lanes": 4, "rows": 3}),  # three rows that all lanes add
+    ("lstm", (4, 70, 6, 5), "float16", {"rows": 8, "units": 2}),  # blocks in turns, the last one of six rows
+    ("lstm", (3, 13, 6, 20), "tf32", {"rows": 6, "lanes": 4, "units": 2, "registers": 50}),
+    ("gru", (4, 4, 3, 40), "bfloat16", {"rows": 2, "lanes": 8, "registers": 0}),
+    ("rnn_tanh", (1, 3, 9, 33), "float32", {"rows": 3, "lanes": 1}),  # one sum a thread, in chains
+    ("rnn_relu", (1, 1, 1, 1), "float16", {"lanes": 1}),
+    ("gru_reset_before", (4, 5, 9, 20), "float32", {"rows": 4, "units": 4, "lanes": 4}),  # two phases
+    ("pair", (4, 3, 24, 40), "bfloat16", {"rows": 2}),  # products of two operands
+    ("slstm", (5, 3, 24, 40), "float16", {"math": "fast"}),
+    ("lstm", (5, 1, 24, 64), "float16", MMA | {"units": 2, "hoisted": "same"}),  # a row in all columns
+    ("lstm", (7, 3, 5, 17), "bfloat16", MMA | {"rows": 2, "math": "approx"}),
+    ("lstm", (4, 70, 6, 5), "tf32", MMA | {"rows": 12}),  # two tiles, blocks in turns
+    ("gru", (4, 7, 3, 40), "float16", MMA | {"rows": 7, "hoisted": "same"}),  # one tile, three products; odd values
+    ("gru", (3, 3, 3, 40), "float16", MMA | {"rows": 3, "units": 4, "registers": 50}),
+    ("lstm", (4, 4, 9, 20), "float32", MMA | {"rows": 4}),
+    ("rnn_tanh", (6, 9, 5, 24), "bfloat16", MMA | {"rows": 9, "registers": 0}),
+    ("gru_reset_before", (4, 5, 9, 20), "float16", MMA | {"rows": 1, "units": 2}),
+    ("pair", (4, 3, 24, 40), "bfloat16", MMA | {"rows": 2}),
 ]
 
+TRAVERSALS: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Traversal]] = [
+    ("lstm", (7, 5, 9, 17), "float32", {"rows": 2}, Traversal(True, 2, True, True)),
+    ("lstm", (7, 5, 9, 17), "float16", {"rows": 2}, Traversal(False, 1, True, True)),
+    ("gru", (7, 5, 17, 24), "bfloat16", MMA | {"rows": 5}, Traversal(False, 2, True, True)),
+    ("gru_reset_before", (6, 10, 9, 20), "float16", MMA | {"rows": 4}, Traversal(True, resets=True)),
+    ("lstm", (12, 9, 7, 20), "float16", {"rows": 3, "hoisted": "same"}, Traversal(sequences=True)),
+    ("gru", (12, 9, 7, 20), "bfloat16", MMA | {"rows": 6, "hoisted": "same"}, Traversal(True, 2, sequences=True)),
+]
 
 @pytest.mark.parametrize(("cell", "sizes", "dtype", "change"), CASES, ids=lambda v: str(v).replace(" ", ""))
 def test_matches_float64(tmp_path, cell, sizes, dtype, change):
     check_numbers(tmp_path, PersistentBlock(), task_of(cell, sizes, dtype, SMALL), CUT | change)
+
+
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), TRAVERSALS,
+                         ids=lambda v: str(v).replace(" ", ""))
+def test_directions_lengths_and_resets(tmp_path, cell, sizes, dtype, change, traversal):
+    task = task_of(cell, sizes, dtype, SMALL, traversal)
+    check_numbers(tmp_path, PersistentBlock(), task, CUT | change)
