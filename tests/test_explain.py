@@ -90,8 +90,8 @@ def test_the_text_and_json():
     text = run(*words)
     heads = [re.match(r" *(->)?\s*[\w:]+", line)[0].split()[-1] for line in text.splitlines() if line]
     assert [head for head in heads if not head.isdigit()] == [
-        "lstm", "step", "c:", "schedules", "persistent", "persistent_wide", "elementwise", "layout_transform",
-        "fused_step", "chosen:", "why:", "on", "expected:", "floor:", "a"]
+        "lstm", "step", "c:", "schedules", "persistent", "persistent_wide", "persistent_block", "elementwise",
+        "layout_transform", "fused_step", "chosen:", "why:", "on", "expected:", "floor:", "a"]
     found = json.loads(run(*words, "--json"))
     (part,) = found["parts"]
     assert found["device"] in text and part["why"] in text and part["schedule"] == "persistent"
