@@ -15,7 +15,7 @@ from ecornn.workload import Traversal
 SMALL = replace(KNOWN["sm_90a"], cores=6)
 CUT = {"products": "fma", "rows": 1, "units": 1, "lanes": 2, "registers": 100, "resident": 1, "hoisted": "float32",
        "math": "exact"}
-MMA = {"products": "mma", "lanes": 1}
+MMA, WGMMA = {"products": "mma", "lanes": 1}, {"products": "wgmma", "lanes": 1}
 
 CASES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
     ("lstm", (5, 1, 24, 64), "float32", {"math": "relative"}),
@@ -37,6 +37,11 @@ CASES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
     ("rnn_tanh", (6, 9, 5, 24), "bfloat16", MMA | {"rows": 9, "registers": 0}),
     ("gru_reset_before", (4, 5, 9, 20), "float16", MMA | {"rows": 1, "units": 2}),
     ("pair", (4, 3, 24, 40), "bfloat16", MMA | {"rows": 2}),
+    ("lstm", (5, 1, 24, 64), "float16", WGMMA | {"units": 2}),
+    ("gru", (7, 3, 5, 17), "bfloat16", WGMMA | {"rows": 3, "units": 2}),
+    ("lstm", (4, 13, 5, 40), "float16", WGMMA | {"rows": 13, "hoisted": "same"}),
+    ("pair", (4, 3, 24, 40), "bfloat16", WGMMA | {"rows": 2}),
+    ("gru_reset_before", (3, 6, 5, 20), "bfloat16", WGMMA | {"rows": 6}),
 ]
 
 TRAVERSALS: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Traversal]] = [

@@ -16,7 +16,7 @@ from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, 
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.persistent_block.estimate import cycles, estimate
 from ecornn.schedules.persistent_block.kernel import block_kernel
-from ecornn.schedules.persistent_block.plan import RESERVED, BlockPlan, packing_of, plan_of, register_limit
+from ecornn.schedules.persistent_block.plan import RESERVED, TEAM, BlockPlan, packing_of, plan_of, register_limit
 from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
 from ecornn.schedules.timeline import together
 from ecornn.workload import Traversal, Workload
@@ -63,10 +63,12 @@ class PersistentBlock(Schedule):
         w = task.workload
         # of those that make the same number of blocks, the fewest
         fair = {-(-w.batch // (task.device.cores * turns)) for turns in (1, 2)}
+        wide = task.device.arch == "sm_90a" and w.dtype != "float32"
+        kinds = ("fma", "mma", "wgmma") if wide else ("fma", "mma")
         rows = {r for r in {*ROWS, *fair} if r <= min(w.batch, ROWS[-1])}
         return (
-            Knob("products", ("fma", "mma"), "fma: multiply-adds of float32, for few rows; mma: tensor cores, which "
-                 "always multiply eights of rows"),
+            Knob("products", kinds, "fma: multiply-adds of float32, for few rows; mma: tensor cores, which always "
+                 "multiply eights of rows; wgmma: those of Hopper, faster, which read the state from shared memory"),
             Knob("rows", tuple(sorted(rows)), "batch rows of a block. More: weights are read for more rows; fewer: more "
                  "blocks, a shorter step"),
             Knob("units", UNITS, "of the lanes that share K, or eights of units of a warp of mma. More: fewer threads, "
@@ -83,9 +85,11 @@ class PersistentBlock(Schedule):
     def check(self, task: Task, config: Config) -> str | None:
         device, w = task.device, task.workload
         rows, units, lanes, resident = (int(config[k]) for k in ("rows", "units", "lanes", "resident"))
-        mma = config["products"] == "mma"
+        mma, wide = config["products"] != "fma", config["products"] == "wgmma"
         if mma and lanes > 1:
             return "lanes share K of multiply-adds alone"
+        if wide and config["registers"] != 100:
+            return "warpgroups have all weights in registers"
         blocks = -(-w.batch // rows)
         if blocks <= device.cores * (resident - 1):
             return f"{blocks} blocks, {resident} of them on each of {device.cores} multiprocessors"
@@ -94,6 +98,7 @@ class PersistentBlock(Schedule):
         if not mma and 4 * (lanes - 1) >= w.hidden:
             return "a lane without a part of K"
         threads = (-(-w.hidden // (8 * units)) if mma else -(-(-(-w.hidden // units) * lanes) // 32)) * 32
+        threads = -(-threads // TEAM) * TEAM if wide else threads
         if threads > THREADS:
             return f"{threads} threads a block"
         plan = plan_of(task, config)

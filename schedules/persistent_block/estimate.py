@@ -17,6 +17,7 @@ LOAD = 33  # until a value from shared memory is there
 SUM = 27  # a level of a sum over lanes
 GATES = {"exact": 290, "relative": 170, "fast": 150, "approx": 120}  # from sums to the new state
 MMA = 34  # an mma that waits for the one before
+WGMMA = 90  # the fence between stores and warpgroup products, and these until their sums are there
 BARRIER = 30  # of the block, and for each of its warps:
 BARRIER_WARP = 2.0
 
@@ -27,6 +28,7 @@ ITEM = {"exact": 34, "relative": 21, "fast": 17, "approx": 10}  # scalars of a v
 BESIDE = 24  # of a pair: loads and stores of memory, of inputs and y
 TENSOR = 6.0  # an m16n8k16 product of a warp; of float32 it is three and
 TENSOR_SPLIT = 14.0  # as much for splitting a word
+WARPGROUP = 4.2  # an m64n8k16 product of a warp's four
 SHARED = 4.5  # 16 bytes of a lane from shared memory, all different
 BROADCAST = 2.0  # the same where lanes load the same
 
@@ -55,7 +57,7 @@ def cycles(task: Task, plan: BlockPlan, math: str) -> tuple[float, float]:
     for phase in range(len(plan.operands)):
         parts = [p for p in plan.parts if p.phase == phase]
         waits += LOAD + BARRIER + BARRIER_WARP * plan.threads / 32 + (
-            MMA * _longest(plan, parts) if plan.mma else SUM * (plan.lanes.bit_length() - 1))
+            WGMMA if plan.wgmma else MMA * _longest(plan, parts) if plan.mma else SUM * (plan.lanes.bit_length() - 1))
         issued += turns * sum(map(_tensor if plan.mma else _added, [plan] * len(parts), parts))
         if not plan.mma:
             issued += turns * SHUFFLED * _shuffles(plan, sum(len(p.products) for p in parts))
@@ -74,6 +76,8 @@ def _added(plan: BlockPlan, part: Part) -> float:
 def _tensor(plan: BlockPlan, part: Part) -> float:
     """The same for its mma."""
     own = len(part.products) * plan.units
+    if plan.wgmma:
+        return part.pieces * 2 * -(-own // 2) * plan.tiles * WARPGROUP
     products = part.pieces * 2 * -(-own // 2) * plan.tiles
     three = plan.arithmetic == "float32"
     split = 0.0 if plan.dtype != "float32" else part.pieces * (own + plan.tiles) * 4 * TENSOR_SPLIT * (1 if three else .3)

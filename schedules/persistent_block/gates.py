@@ -70,6 +70,7 @@ class Gates(GateThreads):
                 env |= self._before(i)
             self._announce(i, 0, T.int32(0), emit(before_first(self.graph), env, self.math))
         self._fetch(T.int32(1))
+        self.products.stored()
         T.evaluate(T.cuda.cta_sync())
         with T.serial("t", 0, self.steps) as t:
             self._step(t)
@@ -86,6 +87,7 @@ class Gates(GateThreads):
                 if not last:
                     self._announce(i, p + 1, t, envs[i])
             ended: list[Ended] = [self._finish(i, envs[i], t) for i in range(self.items)] if last else []
+            self.products.stored()
             T.evaluate(T.cuda.cta_sync())
             if last:  # what nobody waits for, while the next products are under way
                 for i in range(self.items):

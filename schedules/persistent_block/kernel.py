@@ -22,7 +22,7 @@ from ecornn.schedules.persistent_block.fma import MultiplyAdds
 from ecornn.schedules.persistent_block.gates import Gates
 from ecornn.schedules.persistent_block.plan import BlockPlan
 from ecornn.schedules.persistent_block.products import Products
-from ecornn.schedules.persistent_block.tensor import TensorProducts
+from ecornn.schedules.persistent_block.tensor import TensorProducts, WarpgroupProducts
 from ecornn.schedules.sequence_kernel import SequenceKernel
 from ecornn.schedules.timeline import piece_arguments, row_arguments
 
@@ -52,7 +52,7 @@ def block_kernel(task: Task, plan: BlockPlan, hoisted: Hoisted, math: str, kept:
         shared = T.shared(plan.shared // 4)
         kernel = SequenceKernel(task, hoisted, math, arguments, steps, batch, kept)
         with T.If(block * plan.rows < batch), T.Then():
-            kind: type[Products] = TensorProducts if plan.mma else MultiplyAdds
-            products = kind(task, plan, shared, weights, thread)
+            kinds: dict[str, type[Products]] = {"fma": MultiplyAdds, "mma": TensorProducts, "wgmma": WarpgroupProducts}
+            products = kinds[plan.products](task, plan, shared, weights, thread)
             Gates(kernel, plan, products, block, thread).run()
     return builder.get()

@@ -11,6 +11,7 @@ from ecornn.schedules.base import Config, Task
 from ecornn.schedules.hoisted import hoisted_of
 from ecornn.schedules.isa.tensor_core import per_word, words
 
+TEAM = 128  # threads of a warpgroup
 PAIR = 16  # words of a pair of k-tiles
 CHAINS = 4  # dependent sums that a thread has at least: as many cycles as a multiply-add takes
 DEPTHS = (8, 4, 2)  # steps that inputs are copied ahead, in turn for this many bytes at most:
@@ -40,8 +41,8 @@ class Part(NamedTuple):
 class BlockPlan(NamedTuple):
     """The cut: ``blocks`` of ``rows`` batch rows, each with all weights.
 
-    With ``mma`` a warp has ``units`` times eight units of all rows; without, ``lanes`` neighbouring threads share K of
-    ``units`` units of all rows, and then have some of these (unit, row) pairs each.
+    On tensor cores a warp has ``units`` times eight units of all rows; with ``fma``, ``lanes`` neighbouring threads
+    share K of ``units`` units of all rows, and then have some of these (unit, row) pairs each.
     """
 
     hidden: int
@@ -49,7 +50,7 @@ class BlockPlan(NamedTuple):
     arithmetic: str
     blocks: int
     rows: int
-    mma: bool
+    products: str  # fma, mma or wgmma
     units: int
     lanes: int
     resident: int  # blocks that a multiprocessor has at once
@@ -60,12 +61,23 @@ class BlockPlan(NamedTuple):
     parts: tuple[Part, ...]
 
     @property
+    def mma(self) -> bool:
+        """Whether tensor cores multiply."""
+        return self.products != "fma"
+
+    @property
+    def wgmma(self) -> bool:
+        return self.products == "wgmma"
+
+    @property
     def groups(self) -> int:
         """Warps of mma, or groups of lanes, that have units."""
         return -(-self.hidden // (8 * self.units if self.mma else self.units))
 
     @property
     def threads(self) -> int:
+        if self.wgmma:
+            return -(-self.groups // 4) * TEAM
         return self.groups * 32 if self.mma else -(-self.groups * self.lanes // 32) * 32
 
     @property
@@ -99,6 +111,8 @@ class BlockPlan(NamedTuple):
     def chains(self, phase: int) -> int:
         """Independent sums of each product."""
         own = max(len(p.products) for p in self.parts if p.phase == phase)
+        if self.wgmma:
+            return 1
         if self.mma:
             return 2 if -(-own * self.units // 2) * self.tiles < CHAINS else 1
         return -(-CHAINS // (own * self.units * self.rows))
@@ -118,6 +132,8 @@ class BlockPlan(NamedTuple):
     @property
     def operand_words(self) -> int:
         """Words of an operand of all rows."""
+        if self.wgmma:
+            return self.depth_of_k * PAIR * self.tiles * 8
         return self.depth_of_k * self.rows * (PAIR if self.mma else 1)
 
     def operand_place(self, phase: int, operand: int) -> int:
@@ -184,7 +200,7 @@ def plan_of(task: Task, config: Config) -> BlockPlan:
     masks = traversal.lengths + 2 * traversal.resets + traversal.sequences * (3 + len(graph.states))
     plan = BlockPlan(
         hidden=w.hidden, dtype=w.dtype, arithmetic=w.arithmetic, blocks=-(-w.batch // rows), rows=rows,
-        mma=config["products"] == "mma", units=int(config["units"]), lanes=int(config["lanes"]),
+        products=str(config["products"]), units=int(config["units"]), lanes=int(config["lanes"]),
         resident=int(config["resident"]), depth=DEPTHS[0], words=hoisted_of(task, config).words(),
         kept=len(graph.states) + len(graph.invariant_outputs) + 2 * len(graph.hoisted_outputs) + masks,
         operands=tuple(len(p.operands) for p in phases), parts=())
@@ -206,9 +222,11 @@ def packing_of(task: Task, plan: BlockPlan, part: Part) -> Packing:
     sources = tuple(phase.products[i].term.source for i in part.products)
     G = len(sources)
     if plan.mma:
-        made = (plan.groups, plan.units, 8)
+        made = (plan.threads // 32, plan.units, 8)
         multiplied = (plan.depth_of_k, 4, 2, 2, per_word(plan.dtype))  # pair, lane of a quad, k-tile, half of it
-        return Packing(sources, (G, prod(made), prod(multiplied)), (G, *made, *multiplied), (1, 4, 2, 0, 3, 5, 6, 7, 8),
-                       plan.dtype)
+        order = (1, 4, 2, 0, 3, 5, 6, 7, 8)
+        if plan.wgmma:  # as wgmma has K: pair, k-tile, half, lane
+            multiplied, order = (plan.depth_of_k, 2, 2, 4, 2), (1, 4, 2, 0, 3, 7, 5, 6, 8)
+        return Packing(sources, (G, prod(made), prod(multiplied)), (G, *made, *multiplied), order, plan.dtype)
     made, multiplied = (plan.threads // plan.lanes, plan.units), (part.pieces, plan.lanes, 4)
     return Packing(sources, (G, prod(made), prod(multiplied)), (G, *made, *multiplied), (3, 0, 2, 1, 4, 5), "float32")

@@ -32,6 +32,9 @@ class Products(ABC):
     def store(self, first: Expr, unit: Expr, column: Expr, value: Expr) -> None:
         """Stores a value of an operand whose buffer begins at word ``first``."""
 
+    def stored(self) -> None:
+        """Behind a thread's last :meth:`store`, before the barrier."""
+
     @abstractmethod
     def multiply(self, phase: int, side: Expr) -> list[dict[Var, Expr]]:
         """The products of a phase, of each item; ``side``: which buffer of the operands."""

@@ -6,7 +6,8 @@ four rows the columns repeat them, so that all lanes of a quad have sums, and sh
 ``q % period``, and of every ``spread`` eights one.
 
 A row of state lies in shared memory in pairs of k-tiles, in the order of its units: 16 bytes of a lane are words of
-both tiles, as persistent/exchange.py has it.
+both tiles, as persistent/exchange.py has it. Warpgroup products read the state from shared memory themselves, in
+matrices of 8 columns by 16 bytes of K; repeated rows are then stored as often as they repeat.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
 from ecornn.schedules.isa.tensor_core import mma, per_word, split
+from ecornn.schedules.isa.wgmma import descriptor, wgmma_registers, wgmma_wait
 from ecornn.schedules.persistent_block.plan import PAIR, BlockPlan, Part
 from ecornn.schedules.persistent_block.products import Products
 
@@ -110,3 +112,38 @@ class TensorProducts(Products):
     def _weight(self, part: Part, n: int) -> Expr:
         each = len(part.products) * self.plan.units
         return (self.warp * (part.pieces * each) + n) * 32 + self.tile_lane
+
+
+class WarpgroupProducts(TensorProducts):
+    """Emits them by warpgroups: of an m64 tile each warp has the same sixteen rows as of an mma's m16 tile."""
+
+    def store(self, first: Expr, unit: Expr, column: Expr, value: Expr) -> None:
+        plan, value = self.plan, T.let("rounded", T.cast(value, self.plan.dtype))
+        for copy in range(plan.spread if plan.row_period else 1):
+            at = (column + copy * plan.row_period) * 2 if plan.row_period else column
+            matrix = unit // 8 * plan.tiles + (0 if plan.row_period else at // 8)
+            T.buffer_store(self.values, value, [first * 2 + (matrix * 8 + at % 8) * 8 + unit % 8])
+
+    def stored(self) -> None:
+        T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())
+
+    def _part(self, number: int, part: Part, first: Expr, chains: int) -> TirBuffer:
+        plan = self.plan
+        octets, apart = len(part.products) * plan.units, plan.tiles * 128  # bytes between matrices of the same columns
+        tiles, zero = -(-octets // 2), T.uint32(0)
+        acc = T.local("acc", (1, tiles, plan.tiles, 4), "float32")
+        address = T.cuda.cvta_generic_to_shared(self.words.ptr_to([first]))
+        state = T.let("state", descriptor(address, apart, 128, swizzled=False))
+        T.evaluate(T.ptx["wgmma.fence.sync.aligned"]())
+        for pair in range(part.pieces):
+            weights = self.piece(number, pair)
+            for tile in range(2):
+                step = pair * 2 + tile
+                for m in range(tiles):
+                    rows = [weights[v][tile * 2 + half] if v < octets else zero
+                            for half in range(2) for v in (2 * m, 2 * m + 1)]
+                    wgmma_registers([acc[0, m, n, i] for n in range(plan.tiles) for i in range(4)], rows,
+                                    state + T.uint64(step * 2 * apart // 16), T.uint32(1 if step else 0), plan.dtype)
+        T.evaluate(T.ptx["wgmma.commit_group.sync.aligned"]())
+        wgmma_wait([acc[0, m, n, i] for m in range(tiles) for n in range(plan.tiles) for i in range(4)])
+        return acc
