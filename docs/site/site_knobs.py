@@ -10,7 +10,8 @@ from site_api import markdown
 # Layers by which a schedule is asked for its knobs: those that it has for some only are of the first that has them.
 ASKED = (("lstm", 800, 20, "float16", "sm_90a"), ("lstm", 1024, 128, "bfloat16", "sm_90a"),
          ("gru", 512, 8, "float32", "sm_80"), ("indrnn", 512, 16, "float16", "sm_90a"),
-         ("gru", 512, 8, "float32", "znver4"), ("lstm", 512, 1, "float32", "skylake-avx512"))
+         ("gru", 512, 8, "float32", "znver4"), ("lstm", 512, 1, "float32", "skylake-avx512"),
+         ("lstm", 64, 32, "float16", "sm_90a"))
 
 
 @cache
