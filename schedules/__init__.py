@@ -19,7 +19,8 @@ def all_schedules() -> dict[str, Schedule]:
     from ecornn.schedules.step.layout_transform import LayoutTransform
 
     return {s.name: s for s in (
-        Persistent(), PersistentWide(), PersistentBlock(), Elementwise(), LayoutTransform(), FusedStep(), CPUSequence())}
+        Persistent(), PersistentWide(), PersistentBlock(), Elementwise(), LayoutTransform(), FusedStep(),
+        CPUSequence())}
 
 
 def revisions() -> dict[str, int]:

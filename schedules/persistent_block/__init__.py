@@ -69,8 +69,8 @@ class PersistentBlock(Schedule):
         return (
             Knob("products", kinds, "fma: multiply-adds of float32, for few rows; mma: tensor cores, which always "
                  "multiply eights of rows; wgmma: those of Hopper, faster, which read the state from shared memory"),
-            Knob("rows", tuple(sorted(rows)), "batch rows of a block. More: weights are read for more rows; fewer: more "
-                 "blocks, a shorter step"),
+            Knob("rows", tuple(sorted(rows)), "batch rows of a block. More: a weight is loaded for more rows; fewer: "
+                 "more blocks, a shorter step"),
             Knob("units", UNITS, "of the lanes that share K, or eights of units of a warp of mma. More: fewer threads, "
                  "which load the state more seldom, with more registers for each"),
             Knob("lanes", LANES, "that share K of a multiply-add: more threads with fewer weights each, and more sums "

@@ -1,8 +1,8 @@
 """How long a step of a configuration takes, roughly: for ordering configurations, not for reporting.
 
 A step is a chain: state is loaded, multiplied, added up over lanes; gates are computed and stored; the block's threads
-wait for each other. Blocks that share a multiprocessor hide each other's waiting, but not what they issue. Cycles are by
-hand, from latencies of an H100's instructions and drafts in CUDA: nothing is fitted to measurements yet.
+wait for each other. Blocks that share a multiprocessor hide each other's waiting, but not what they issue. Cycles are
+by hand, from latencies of an H100's instructions and drafts in CUDA: nothing is fitted to measurements yet.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHUFFLED = 4.0  # a value that goes to another lane
 ITEM = {"exact": 34, "relative": 21, "fast": 17, "approx": 10}  # scalars of a value of a pair: sums, gates, states
 BESIDE = 24  # of a pair: loads and stores of memory, of inputs and y
 TENSOR = 6.0  # an m16n8k16 product of a warp; of float32 it is three and
-TENSOR_SPLIT = 14.0  # as much for splitting a word
+TENSOR_SPLIT, TENSOR_ROUND = 6.0, 2.0  # splitting a word of float32, or rounding it
 WARPGROUP = 4.2  # an m64n8k16 product of a warp's four
 SHARED = 4.5  # 16 bytes of a lane from shared memory, all different
 BROADCAST = 2.0  # the same where lanes load the same
@@ -80,7 +80,8 @@ def _tensor(plan: BlockPlan, part: Part) -> float:
         return part.pieces * 2 * -(-own // 2) * plan.tiles * WARPGROUP
     products = part.pieces * 2 * -(-own // 2) * plan.tiles
     three = plan.arithmetic == "float32"
-    split = 0.0 if plan.dtype != "float32" else part.pieces * (own + plan.tiles) * 4 * TENSOR_SPLIT * (1 if three else .3)
+    split = 0.0 if plan.dtype != "float32" else part.pieces * (own + plan.tiles) * 4 * (
+        TENSOR_SPLIT if three else TENSOR_ROUND)
     return (products * TENSOR * (3 if three else 1) + split + part.pieces * plan.tiles * SHARED
             + (part.pieces - part.kept) * own * SHARED)
 

@@ -225,8 +225,9 @@ def packing_of(task: Task, plan: BlockPlan, part: Part) -> Packing:
         made = (plan.threads // 32, plan.units, 8)
         multiplied = (plan.depth_of_k, 4, 2, 2, per_word(plan.dtype))  # pair, lane of a quad, k-tile, half of it
         order = (1, 4, 2, 0, 3, 5, 6, 7, 8)
-        if plan.wgmma:  # as wgmma has K: pair, k-tile, half, lane
+        if plan.wgmma:  # K is as in memory: pair, k-tile, half, lane
             multiplied, order = (plan.depth_of_k, 2, 2, 4, 2), (1, 4, 2, 0, 3, 7, 5, 6, 8)
         return Packing(sources, (G, prod(made), prod(multiplied)), (G, *made, *multiplied), order, plan.dtype)
-    made, multiplied = (plan.threads // plan.lanes, plan.units), (part.pieces, plan.lanes, 4)
-    return Packing(sources, (G, prod(made), prod(multiplied)), (G, *made, *multiplied), (3, 0, 2, 1, 4, 5), "float32")
+    groups, K = plan.threads // plan.lanes, part.pieces * plan.lanes * 4
+    return Packing(sources, (G, groups * plan.units, K), (G, groups, plan.units, part.pieces, plan.lanes, 4),
+                   (3, 0, 2, 1, 4, 5), "float32")

@@ -32,7 +32,7 @@ class Products(ABC):
     def store(self, first: Expr, unit: Expr, column: Expr, value: Expr) -> None:
         """Stores a value of an operand whose buffer begins at word ``first``."""
 
-    def stored(self) -> None:
+    def stored(self) -> None:  # noqa: B027  who has nothing to say leaves it as it is
         """Behind a thread's last :meth:`store`, before the barrier."""
 
     @abstractmethod
