@@ -9,9 +9,11 @@ lanes add alike, and the first one of these stores.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
-from ecornn.schedules.persistent_block.plan import BlockPlan, Part
+from ecornn.schedules.persistent_block.plan import AHEAD, BlockPlan, Part
 from ecornn.schedules.persistent_block.products import Products
 from ecornn.schedules.scalars.row_sums import across_lanes
 
@@ -39,9 +41,10 @@ class MultiplyAdds(Products):
     def store(self, first: Expr, unit: Expr, column: Expr, value: Expr) -> None:
         T.buffer_store(self.shared, value, [first + column * self.plan.depth_of_k + unit])
 
-    def multiply(self, phase: int, side: Expr) -> list[dict[Var, Expr]]:
+    def multiply(self, phase: int, side: Expr, meanwhile: Callable[[], None] = lambda: None) -> list[dict[Var, Expr]]:
         plan, products = self.plan, self.task.graph.product_phases[phase].products
         chains, rows = plan.chains(phase), plan.rows
+        first = next(number for number, part in enumerate(plan.parts) if part.phase == phase)
         # (product, unit, chain, row)
         sums = T.local("sums", (len(products), plan.units, chains, rows), "float32")
         for p in range(len(products)):
@@ -51,8 +54,8 @@ class MultiplyAdds(Products):
                         T.buffer_store(sums, T.float32(0), [p, u, c, r])
         for number, part in enumerate(plan.parts):
             if part.phase == phase:
-                self._part(number, part, T.let("operand", self.first(phase, part.operand, side) + self.lane * 4), sums,
-                           chains)
+                operand = T.let("operand", self.first(phase, part.operand, side) + self.lane * 4)
+                self._part(number, part, operand, sums, chains, meanwhile if number == first else lambda: None)
         # pairs in the order of their numbers, each with all products
         pairs = [[self._total(sums, p, u, r, chains) for p in range(len(products))]
                  for r in range(rows) for u in range(plan.units)]
@@ -62,21 +65,31 @@ class MultiplyAdds(Products):
             pairs = self._added(pairs, lanes)
         return [{product.var: value for product, value in zip(products, own, strict=True)} for own in pairs]
 
-    def _part(self, number: int, part: Part, first: Expr, sums: TirBuffer, chains: int) -> None:
+    def _part(self, number: int, part: Part, first: Expr, sums: TirBuffer, chains: int,
+              meanwhile: Callable[[], None]) -> None:
         plan = self.plan
-        state = T.local("state", (plan.rows, 4), "float32")
-        for piece in range(part.pieces):
-            weights = self.piece(number, piece)
+        ahead = min(part.pieces, max(1, AHEAD // plan.rows))
+        state = T.local("state", (ahead, plan.rows, 4), "float32")
+
+        def load(piece: int) -> None:
             with T.unroll("r", plan.rows) as r:
                 at = self.shared.ptr_to([first + r * plan.depth_of_k + piece * 4 * plan.lanes])
-                T.evaluate(T.ptx["ld.shared.v4.f32"](*(state[r, i] for i in range(4)), at))
+                T.evaluate(T.ptx["ld.shared.v4.f32"](*(state[piece % ahead, r, i] for i in range(4)), at))
+
+        for piece in range(ahead):
+            load(piece)
+        meanwhile()
+        for piece in range(part.pieces):
+            weights = self.piece(number, piece)
             for i in range(4):
                 for n, word in enumerate(weights):
                     p, u = part.products[n // plan.units], n % plan.units
                     with T.unroll("r", plan.rows) as r:
                         into = [p, u, i % chains, r]
                         weight = T.reinterpret("float32", word[i])
-                        T.buffer_store(sums, sums[tuple(into)] + weight * state[r, i], into)
+                        T.buffer_store(sums, sums[tuple(into)] + weight * state[piece % ahead, r, i], into)
+            if piece + ahead < part.pieces:
+                load(piece + ahead)
 
     @staticmethod
     def _total(sums: TirBuffer, p: int, u: int, r: int, chains: int) -> Expr:

@@ -6,7 +6,9 @@ looks at: a step is shorter than the way to memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from ecornn.analysis.liveness import before_first
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
@@ -72,6 +74,8 @@ class Gates(GateThreads):
         self._fetch(T.int32(1))
         self.products.stored()
         T.evaluate(T.cuda.cta_sync())
+        self.sums = T.local("sums", (self.items, len(self.graph.phases[0].products)), "float32")  # of the first phase
+        self._multiply(T.int32(0))
         with T.serial("t", 0, self.steps) as t:
             self._step(t)
         T.evaluate(T.ptx["cp.async.wait_all"]())  # no thread leaves before its copies have landed
@@ -80,7 +84,11 @@ class Gates(GateThreads):
         graph = self.graph
         envs = [self._before(i) for i in range(self.items)]
         for p, phase in enumerate(graph.phases):
-            sums = self.products.multiply(p, self._side(t))
+            if p:
+                sums = self.products.multiply(p, self._side(t))
+            else:
+                sums = [{product.var: self.sums[i, n] for n, product in enumerate(phase.products)}
+                        for i in range(self.items)]
             last = p + 1 == len(graph.phases)
             for i in range(self.items):
                 envs[i] = emit(self.urgent.first if last else phase.assigns, envs[i] | sums[i], self.math)
@@ -89,9 +97,20 @@ class Gates(GateThreads):
             ended: list[Ended] = [self._finish(i, envs[i], t) for i in range(self.items)] if last else []
             self.products.stored()
             T.evaluate(T.cuda.cta_sync())
-            if last:  # what nobody waits for, while the next products are under way
-                for i in range(self.items):
-                    self._store(i, t, ended[i])
+            if last:
+                self._multiply(t + 1, partial(self._after, t, ended))
+
+    def _multiply(self, t: Expr, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """The first products of step t, also of the one behind the last, which nobody looks at."""
+        sums = self.products.multiply(0, self._side(t), meanwhile)
+        for i, own in enumerate(sums):
+            for n, product in enumerate(self.graph.phases[0].products):
+                T.buffer_store(self.sums, own[product.var], [i, n])
+
+    def _after(self, t: Expr, ended: list[Ended]) -> None:
+        """What nobody waits for."""
+        for i in range(self.items):
+            self._store(i, t, ended[i])
         self._advance()
         self._fetch(T.let("after_next", t + 2))
 

@@ -14,6 +14,7 @@ from ecornn.schedules.isa.tensor_core import per_word, words
 TEAM = 128  # threads of a warpgroup
 PAIR = 16  # words of a pair of k-tiles
 CHAINS = 4  # dependent sums that a thread has at least: as many cycles as a multiply-add takes
+AHEAD = 8  # loads of 16 bytes of state that a thread has under way
 DEPTHS = (8, 4, 2)  # steps that inputs are copied ahead, in turn for this many bytes at most:
 INPUT_BYTES = 32 << 10
 SPARE_REGISTERS = 40  # addresses, loop state and the math of gates beside weights and sums
@@ -171,12 +172,13 @@ class BlockPlan(NamedTuple):
     def registers(self) -> int:
         """Estimate of a thread's registers."""
         weights = sum(p.kept * len(p.products) * self.units * 4 for p in self.parts)
-        sums = [0] * len(self.operands)
+        sums, pieces = [0] * len(self.operands), max((p.pieces for p in self.parts), default=1)
+        loads = self.tiles if self.mma else self.rows  # of a piece
         for p in self.parts:
             own = len(p.products) * self.units
             tiles = -(-own // 2) * 4 * self.tiles if self.mma else own * self.rows
             sums[p.phase] += tiles * self.chains(p.phase)
-        state = 4 * (self.tiles if self.mma else min(self.rows, 8))
+        state = 0 if self.wgmma else 4 * max(min(AHEAD, pieces * loads), loads)
         loaded = max((len(p.products) * self.units * 4 for p in self.parts if p.kept < p.pieces), default=0)
         exact = 16 if self.mma and self.arithmetic == "float32" else 0
         return weights + max(sums) + state + loaded + exact + self.items * (self.kept + 4) + SPARE_REGISTERS

@@ -7,6 +7,7 @@ the new state goes through shared memory, and one barrier of the block is all th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
@@ -36,8 +37,9 @@ class Products(ABC):
         """Behind a thread's last :meth:`store`, before the barrier."""
 
     @abstractmethod
-    def multiply(self, phase: int, side: Expr) -> list[dict[Var, Expr]]:
-        """The products of a phase, of each item; ``side``: which buffer of the operands."""
+    def multiply(self, phase: int, side: Expr, meanwhile: Callable[[], None] = lambda: None) -> list[dict[Var, Expr]]:
+        """The products of a phase, of each item; ``side``: which buffer of the operands. ``meanwhile`` emits what is
+        done while the state is on its way from shared memory."""
 
     def begin(self) -> None:
         """Weights, into registers and shared memory."""

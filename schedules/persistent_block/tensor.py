@@ -12,11 +12,13 @@ matrices of 8 columns by 16 bytes of K; repeated rows are then stored as often a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
 from ecornn.schedules.isa.tensor_core import mma, per_word, split
 from ecornn.schedules.isa.wgmma import descriptor, wgmma_registers, wgmma_wait
-from ecornn.schedules.persistent_block.plan import PAIR, BlockPlan, Part
+from ecornn.schedules.persistent_block.plan import AHEAD, PAIR, BlockPlan, Part
 from ecornn.schedules.persistent_block.products import Products
 
 
@@ -52,18 +54,21 @@ class TensorProducts(Products):
         at = first * per + (unit // (PAIR * per) * plan.rows + column) * (PAIR * per) + unit % (PAIR * per)
         T.buffer_store(self.values, T.cast(value, plan.dtype), [at])
 
-    def multiply(self, phase: int, side: Expr) -> list[dict[Var, Expr]]:
+    def multiply(self, phase: int, side: Expr, meanwhile: Callable[[], None] = lambda: None) -> list[dict[Var, Expr]]:
         found: list[dict[Var, Expr]] = [{} for _ in self.items]
+        first = next(number for number, part in enumerate(self.plan.parts) if part.phase == phase)
         for number, part in enumerate(self.plan.parts):
             if part.phase == phase:
-                acc = self._part(number, part, self.first(phase, part.operand, side), self.plan.chains(phase))
+                acc = self._part(number, part, self.first(phase, part.operand, side), self.plan.chains(phase),
+                                 meanwhile if number == first else lambda: None)
                 for own, item in zip(found, self.items, strict=True):
                     own |= self._sums(acc, part, item)
         return found
 
-    def _part(self, number: int, part: Part, first: Expr, chains: int) -> TirBuffer:
+    def _part(self, number: int, part: Part, first: Expr, chains: int, meanwhile: Callable[[], None]) -> TirBuffer:
+        """The sums of a part, as fragments C."""
         plan = self.plan
-        octets = len(part.products) * plan.units
+        octets, ahead = len(part.products) * plan.units, min(part.pieces, max(1, AHEAD // plan.tiles))
         tiles = -(-octets // 2)
         # (chain, m16 tile of weight rows, n8 tile of batch rows, 4 of fragment C)
         acc = T.local("acc", (chains, tiles, plan.tiles, 4), "float32")
@@ -72,14 +77,21 @@ class TensorProducts(Products):
                 for n in range(plan.tiles):
                     for i in range(4):
                         T.buffer_store(acc, T.float32(0), [c, m, n, i])
-        state = T.local("state", (plan.tiles, 4), "uint32")  # (n8 tile, 2 words of fragment B of each k-tile)
-        for pair in range(part.pieces):
-            weights = self.piece(number, pair)
+        # (pair, n8 tile, 2 words of fragment B of each k-tile)
+        state = T.local("state", (ahead, plan.tiles, 4), "uint32")
+
+        def load(pair: int) -> None:
             for n, row in enumerate(self.loads):
                 at = self.words.ptr_to([first + (pair * plan.rows + row) * PAIR + self.tile_lane % 4 * 4])
-                T.evaluate(T.ptx["ld.shared.v4.b32"](*(state[n, i] for i in range(4)), at))
+                T.evaluate(T.ptx["ld.shared.v4.b32"](*(state[pair % ahead, n, i] for i in range(4)), at))
+
+        for pair in range(ahead):
+            load(pair)
+        meanwhile()
+        for pair in range(part.pieces):
+            weights = self.piece(number, pair)
             for tile in range(2):
-                columns = [[split(state[n, tile * 2 + half], plan.arithmetic) for half in range(2)]
+                columns = [[split(state[pair % ahead, n, tile * 2 + half], plan.arithmetic) for half in range(2)]
                            for n in range(plan.tiles)]
                 for m in range(tiles):
                     rows = [split(weights[v][tile * 2 + half], plan.arithmetic) if v < octets
@@ -88,6 +100,8 @@ class TensorProducts(Products):
                         chain = (2 * pair + tile) % chains
                         mma([acc[chain, m, n, i] for i in range(4)], rows, columns[n], plan.arithmetic,
                             apart=False)  # the sums are short
+            if pair + ahead < part.pieces:
+                load(pair + ahead)
         return acc
 
     def _sums(self, acc: TirBuffer, part: Part, item: tuple[int, int, int]) -> dict[Var, Expr]:
@@ -127,7 +141,7 @@ class WarpgroupProducts(TensorProducts):
     def stored(self) -> None:
         T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())
 
-    def _part(self, number: int, part: Part, first: Expr, chains: int) -> TirBuffer:
+    def _part(self, number: int, part: Part, first: Expr, chains: int, meanwhile: Callable[[], None]) -> TirBuffer:
         plan = self.plan
         octets, apart = len(part.products) * plan.units, plan.tiles * 128  # bytes between matrices of the same columns
         tiles, zero = -(-octets // 2), T.uint32(0)
@@ -145,5 +159,6 @@ class WarpgroupProducts(TensorProducts):
                     wgmma_registers([acc[0, m, n, i] for n in range(plan.tiles) for i in range(4)], rows,
                                     state + T.uint64(step * 2 * apart // 16), T.uint32(1 if step else 0), plan.dtype)
         T.evaluate(T.ptx["wgmma.commit_group.sync.aligned"]())
+        meanwhile()
         wgmma_wait([acc[0, m, n, i] for m in range(tiles) for n in range(plan.tiles) for i in range(4)])
         return acc
