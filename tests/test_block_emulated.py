@@ -71,6 +71,23 @@ def test_directions_lengths_and_resets(tmp_path, cell, sizes, dtype, change, tra
     check_numbers(tmp_path, PersistentBlock(), task, CUT | change)
 
 
+def test_fewer_rows_than_compiled_and_what_is_kept(tmp_path):
+    """Blocks without rows, and a part of one."""
+    task = task_of("lstm", (5, 9, 7, 17), "float16", SMALL, Traversal(True, 2, True, True, keep="gates"))
+    check_numbers(tmp_path, PersistentBlock(), task, CUT | {"rows": 2}, batch=3)
+
+
+def test_another_batch():
+    """Of a configuration whose blocks share multiprocessors."""
+    schedule, device = PersistentBlock(), KNOWN["sm_90a"]
+    config = schedule.default(task_of("lstm", (9, 1000, 64, 64), "float32", device))
+    assert (config["rows"], config["resident"]) == (4, 2)
+    for batch, expected in ((3, (3, 1)), (500, (4, 1)), (2000, (4, 2))):
+        task = task_of("lstm", (9, batch, 64, 64), "float32", device)
+        found = schedule.rebatched(config, 1000, task)
+        assert (found["rows"], found["resident"]) == expected and schedule.check(task, found) is None
+
+
 @pytest.mark.parametrize("products", ["fma", *(pytest.param(kind, marks=pytest.mark.exhaustive)
                                               for kind in ("mma", "wgmma"))])
 def test_every_barrier_is_missed(tmp_path, products):

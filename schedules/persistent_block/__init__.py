@@ -122,8 +122,10 @@ class PersistentBlock(Schedule):
         return best
 
     def rebatched(self, config: Config, batch: int, task: Task) -> Config:
-        """As many rows a block, while there are as many."""
-        return {**config, "rows": min(int(config["rows"]), task.workload.batch)}
+        """As many rows a block, and as many blocks at once, while there are as many."""
+        rows = min(int(config["rows"]), task.workload.batch)
+        together = -(-task.workload.batch // (rows * task.device.cores))
+        return {**config, "rows": rows, "resident": min(int(config["resident"]), together)}
 
     def expected(self, task: Task) -> float:
         config = self.default(task)
