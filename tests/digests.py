@@ -82,7 +82,7 @@ CLUSTER = (("carrier", "cluster"), ("groups", 1), ("units", 44), ("warps", 4), (
 # a layer in a block, by each kind of product
 BLOCK = {"fma": (("products", "fma"), ("rows", 2), ("units", 2), ("lanes", 4), ("registers", 50)),
          "mma": (("products", "mma"), ("rows", 3), ("units", 2), ("lanes", 1)),
-         "wgmma": (("products", "wgmma"), ("rows", 9), ("units", 1), ("lanes", 1), ("hoisted", "same"))}
+         "wgmma": (("products", "wgmma"), ("rows", 12), ("units", 1), ("lanes", 1), ("hoisted", "same"))}
 OPTIONS = ("lstm(peepholes)", "lstm(coupled)", "lstm(layer_norm)", "lstm(clip=3)", "lstm(clip_state=5)",
            "lstm(projection)", "lstm(zoneout_h=0.1,zoneout_c=0.2)", "lstm(gate=hard_sigmoid,new=softsign,out=relu)",
            "gru(layer_norm)", "gru(clip=2,zoneout=0.1)", "gru_reset_before(layer_norm)", "rnn_tanh(clip=1,zoneout=0.3)",

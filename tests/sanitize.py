@@ -81,8 +81,8 @@ CASES = {
                               "rare", "cluster"),
     # a layer in a block: by multiply-adds with lanes that halve and add, and weights in shared memory; by mma, two
     # phases and tiles; by warpgroups, rows that repeat; columns of sequences, blocks in turns
-    "block": block("lstm", "float32", (20, 9, 17, 64), "fma", 6, 2, 4, 50, "relative"),
-    "block mma": block("gru_reset_before", "float16", (12, 13, 24, 40), "mma", 9, 1, 1, 100, "fast", "same"),
+    "block": block("lstm", "float32", (20, 9, 17, 64), "fma", 6, 1, 2, 50, "relative"),
+    "block mma": block("gru_reset_before", "float16", (12, 13, 24, 40), "mma", 12, 1, 1, 100, "fast", "same"),
     "block wgmma": block("lstm", "bfloat16", (12, 5, 64, 128), "wgmma", 2, 2, 1, 100, "approx", "same"),
     "block masks": block("gru", "float32", (20, 9, 17, 33), "fma", 2, 1, 2, 100, "exact") | {"stack": ALL},
     # weights from L2, as if there were less shared memory: rings of two slots, and of three in each of two phases

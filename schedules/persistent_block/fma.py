@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
-from ecornn.schedules.persistent_block.plan import AHEAD, BlockPlan, Part
+from ecornn.schedules.persistent_block.plan import BlockPlan, Part
 from ecornn.schedules.persistent_block.products import Products
 from ecornn.schedules.scalars.row_sums import across_lanes
 
@@ -68,7 +68,7 @@ class MultiplyAdds(Products):
     def _part(self, number: int, part: Part, first: Expr, sums: TirBuffer, chains: int,
               meanwhile: Callable[[], None]) -> None:
         plan = self.plan
-        ahead = min(part.pieces, max(1, AHEAD // plan.rows))
+        ahead = plan.ahead(part)
         state = T.local("state", (ahead, plan.rows, 4), "float32")
 
         def load(piece: int) -> None:

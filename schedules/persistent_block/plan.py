@@ -119,6 +119,15 @@ class BlockPlan(NamedTuple):
         return -(-CHAINS // (own * self.units * self.rows))
 
     @property
+    def loads(self) -> int:
+        """Loads of 16 bytes of state for a piece of K."""
+        return self.tiles if self.mma else self.rows
+
+    def ahead(self, part: Part) -> int:
+        """Pieces that a thread loads before it multiplies."""
+        return min(part.pieces, max(1, AHEAD // self.loads))
+
+    @property
     def buffers(self) -> int:
         """Of an exchanged operand: with one phase, of which the next step's follows at once, two."""
         return 2 if len(self.operands) == 1 else 1
@@ -172,13 +181,12 @@ class BlockPlan(NamedTuple):
     def registers(self) -> int:
         """Estimate of a thread's registers."""
         weights = sum(p.kept * len(p.products) * self.units * 4 for p in self.parts)
-        sums, pieces = [0] * len(self.operands), max((p.pieces for p in self.parts), default=1)
-        loads = self.tiles if self.mma else self.rows  # of a piece
+        sums = [0] * len(self.operands)
         for p in self.parts:
             own = len(p.products) * self.units
             tiles = -(-own // 2) * 4 * self.tiles if self.mma else own * self.rows
             sums[p.phase] += tiles * self.chains(p.phase)
-        state = 0 if self.wgmma else 4 * max(min(AHEAD, pieces * loads), loads)
+        state = 0 if self.wgmma else max(4 * self.loads * self.ahead(p) for p in self.parts)
         loaded = max((len(p.products) * self.units * 4 for p in self.parts if p.kept < p.pieces), default=0)
         exact = 16 if self.mma and self.arithmetic == "float32" else 0
         return weights + max(sums) + state + loaded + exact + self.items * (self.kept + 4) + SPARE_REGISTERS

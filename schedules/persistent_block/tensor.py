@@ -18,7 +18,7 @@ from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
 from ecornn.schedules.isa.tensor_core import mma, per_word, split
 from ecornn.schedules.isa.wgmma import descriptor, wgmma_registers, wgmma_wait
-from ecornn.schedules.persistent_block.plan import AHEAD, PAIR, BlockPlan, Part
+from ecornn.schedules.persistent_block.plan import PAIR, BlockPlan, Part
 from ecornn.schedules.persistent_block.products import Products
 
 
@@ -68,7 +68,7 @@ class TensorProducts(Products):
     def _part(self, number: int, part: Part, first: Expr, chains: int, meanwhile: Callable[[], None]) -> TirBuffer:
         """The sums of a part, as fragments C."""
         plan = self.plan
-        octets, ahead = len(part.products) * plan.units, min(part.pieces, max(1, AHEAD // plan.tiles))
+        octets, ahead = len(part.products) * plan.units, plan.ahead(part)
         tiles = -(-octets // 2)
         # (chain, m16 tile of weight rows, n8 tile of batch rows, 4 of fragment C)
         acc = T.local("acc", (chains, tiles, plan.tiles, 4), "float32")
