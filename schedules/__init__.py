@@ -13,13 +13,14 @@ def all_schedules() -> dict[str, Schedule]:
     from ecornn.schedules.cpu import CPUSequence
     from ecornn.schedules.elementwise import Elementwise
     from ecornn.schedules.persistent import Persistent
+    from ecornn.schedules.persistent_block import PersistentBlock
     from ecornn.schedules.persistent_wide import PersistentWide
     from ecornn.schedules.step.fused_step import FusedStep
     from ecornn.schedules.step.layout_transform import LayoutTransform
     from ecornn.schedules.step.whole_step import WholeStep
 
     return {s.name: s for s in (
-        Persistent(), PersistentWide(), Elementwise(), LayoutTransform(), WholeStep(), FusedStep(),
+        Persistent(), PersistentWide(), PersistentBlock(), Elementwise(), LayoutTransform(), WholeStep(), FusedStep(),
         CPUSequence())}
 
 

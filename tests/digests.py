@@ -79,6 +79,10 @@ L2 = (("carrier", "l2"), ("groups", 1), ("units", 40), ("warps", 4), ("gate_warp
       ("ahead", 50), ("fences", "products"), ("hoisted", "float32"))
 CLUSTER = (("carrier", "cluster"), ("groups", 1), ("units", 44), ("warps", 4), ("gate_warps", 4), ("registers", 50),
            ("fences", "rare"))
+# a layer in a block, by each kind of product
+BLOCK = {"fma": (("products", "fma"), ("rows", 2), ("units", 2), ("lanes", 4), ("registers", 50)),
+         "mma": (("products", "mma"), ("rows", 3), ("units", 2), ("lanes", 1)),
+         "wgmma": (("products", "wgmma"), ("rows", 12), ("units", 1), ("lanes", 1), ("hoisted", "same"))}
 OPTIONS = ("lstm(peepholes)", "lstm(coupled)", "lstm(layer_norm)", "lstm(clip=3)", "lstm(clip_state=5)",
            "lstm(projection)", "lstm(zoneout_h=0.1,zoneout_c=0.2)", "lstm(gate=hard_sigmoid,new=softsign,out=relu)",
            "gru(layer_norm)", "gru(clip=2,zoneout=0.1)", "gru_reset_before(layer_norm)", "rnn_tanh(clip=1,zoneout=0.3)",
@@ -121,6 +125,14 @@ def layers() -> Iterator[Layer]:
         yield Layer(cell, dtype=dtype, schedule="whole_step", sizes=sizes)
     yield Layer("lstm", schedule="persistent", config=L2, sizes=(100, 8, 512, 512))
     yield Layer("lstm", schedule="persistent", config=CLUSTER)
+    for cell, dtype, sizes in (("lstm", "float32", (100, 32, 64, 64)), ("gru", "float32", (50, 200, 100, 100)),
+                               ("rnn_tanh", "tf32", (50, 5, 33, 33)), ("gru_reset_before", "float16", (50, 1, 40, 40)),
+                               ("pair", "bfloat16", (20, 5, 40, 96))):
+        yield Layer(cell, dtype=dtype, schedule="persistent_block", sizes=sizes)
+    for config in BLOCK.values():
+        yield Layer("lstm", schedule="persistent_block", sizes=(50, 20, 40, 40), config=config)
+    for stack in (Stack(2, True, True, True), Stack(sequences=True)):
+        yield Layer("lstm", schedule="persistent_block", sizes=(40, 16, 64, 64), stack=stack)
     for cell in ("lstm", "gru"):
         yield Layer(cell, "sm_80", "float16")
         yield Layer(cell, "sm_80", "tf32", schedule="layout_transform")

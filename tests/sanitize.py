@@ -42,6 +42,14 @@ def persistent(cell: str, dtype: str, sizes: tuple[int, int, int, int], cut: tup
         "ahead": ahead, "fences": fences, "carrier": carrier, "hoisted": hoisted, "math": math})
 
 
+def block(cell: str, dtype: str, sizes: tuple[int, int, int, int], products: str, rows: int, units: int, lanes: int,
+          registers: int, math: str, hoisted: str = "float32") -> dict[str, Any]:
+    """A configuration of `persistent_block`."""
+    return case("persistent_block", cell, dtype, sizes, {
+        "products": products, "rows": rows, "units": units, "lanes": lanes, "registers": registers, "resident": 1,
+        "hoisted": hoisted, "math": math})
+
+
 def wide(cell: str, dtype: str, sizes: tuple[int, int, int, int], groups: int, units: int, registers: int,
          parts: int = 1, row_teams: int = 1, hoisted: str = "float32") -> dict[str, Any]:
     """A configuration of `persistent_wide`."""
@@ -71,6 +79,12 @@ CASES = {
                                 "cluster"),
     "cluster two": persistent("gru_reset_before", "float32", (9, 3, 8, 24), (1, 8, 2, 1), 2, 50, 0, 100, "exact",
                               "rare", "cluster"),
+    # a layer in a block: by multiply-adds with lanes that halve and add, and weights in shared memory; by mma, two
+    # phases and tiles; by warpgroups, rows that repeat; columns of sequences, blocks in turns
+    "block": block("lstm", "float32", (20, 9, 17, 64), "fma", 6, 1, 2, 50, "relative"),
+    "block mma": block("gru_reset_before", "float16", (12, 13, 24, 40), "mma", 12, 1, 1, 100, "fast", "same"),
+    "block wgmma": block("lstm", "bfloat16", (12, 5, 64, 128), "wgmma", 2, 2, 1, 100, "approx", "same"),
+    "block masks": block("gru", "float32", (20, 9, 17, 33), "fma", 2, 1, 2, 100, "exact") | {"stack": ALL},
     # weights from L2, as if there were less shared memory: rings of two slots, and of three in each of two phases
     "streamed": persistent("lstm", "float16", (7, 9, 24, 300), (1, 60, 2, 6), 1, 0, 0, 100, "fast") | {"shared": 136},
     "streamed two": persistent("gru_reset_before", "bfloat16", (6, 5, 24, 260), (1, 56, 2, 2), 1, 0, 0, 100, "fast") | {

@@ -64,6 +64,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedules.backward": KERNEL | {"schedules.assemble", "schedules.gemm"},
     "schedules.persistent": KERNEL | {"schedules.assemble", "schedules.backward", "schedules.gemm",
                                       "schedules.keeping"},
+    "schedules.persistent_block": KERNEL | {"schedules.assemble", "schedules.gemm", "schedules.keeping"},
     "schedules.persistent_wide": KERNEL | {"schedules.assemble", "schedules.backward", "schedules.gemm",
                                            "schedules.keeping", "schedules.persistent"},
     "schedules.training": TEMPLATE | {"errors", "schedules.assemble", "schedules.backward", "schedules.chunks",

@@ -28,6 +28,7 @@ def test_rows():
 
 @pytest.mark.parametrize(("cell", "sizes", "schedules"), [
     ("lstm", (50, 16, 256, 256), ("persistent", "persistent_wide", "layout_transform", "fused_step")),
+    ("lstm", (50, 16, 64, 64), ("persistent_block",)),
     ("indrnn", (50, 16, 256, 256), ("elementwise",))])
 def test_estimates_read_the_row(monkeypatch: pytest.MonkeyPatch, cell: str, sizes: tuple[int, int, int, int],
                                 schedules: tuple[str, ...]):

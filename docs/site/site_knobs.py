@@ -11,7 +11,8 @@ from site_api import markdown
 ASKED = (("lstm", 800, 20, 300, "float16", "sm_90a"), ("lstm", 1024, 128, 300, "bfloat16", "sm_90a"),
          ("gru", 512, 8, 300, "float32", "sm_80"), ("indrnn", 512, 16, 300, "float16", "sm_90a"),
          ("lstm", 1024, 16, 1, "float16", "sm_90a"), ("gru", 512, 8, 300, "float32", "znver4"),
-         ("lstm", 512, 1, 300, "float32", "skylake-avx512"))
+         ("lstm", 512, 1, 300, "float32", "skylake-avx512"),
+         ("lstm", 64, 32, 300, "float16", "sm_90a"))
 
 
 @cache

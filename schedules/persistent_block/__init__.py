@@ -1,0 +1,192 @@
+"""Block schedule: one launch for the whole sequence, of blocks that each hold all recurrent weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from math import prod
+
+from ecornn.device import Device
+from ecornn.program import PACKED, Buffer, Extent, Launch, Program
+from ecornn.schedules.assemble import assemble
+from ecornn.schedules.base import Component, Config, Knob, Schedule, Task
+from ecornn.schedules.gemm.projection import no_projection
+from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred
+from ecornn.schedules.keeping import NOTHING, Stored, keeping
+from ecornn.schedules.persistent_block.estimate import cycles, estimate
+from ecornn.schedules.persistent_block.kernel import block_kernel
+from ecornn.schedules.persistent_block.plan import RESERVED, TEAM, BlockPlan, packing_of, plan_of, register_limit
+from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
+from ecornn.schedules.timeline import together
+from ecornn.workload import Traversal, Workload
+
+MARGIN = 1.15  # what it must be expected to gain, while its estimate is by hand
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+UNITS, LANES, RESIDENT = (1, 2, 4), (1, 2, 4, 8, 16), (1, 2, 3, 4)
+REGISTERS = (100, 75, 50, 25, 0)  # percent
+ITEMS = 16  # (unit, batch row) pairs of a thread, at most
+THREADS = 1024
+CODE = 4096  # multiply-adds of unrolled code, at most
+
+
+class PersistentBlock(Schedule):
+    """Serves small layers: cells with recurrent products whose weights fit in one multiprocessor."""
+
+    name = "persistent_block"
+    revision = 1
+    kind = "cuda"
+    sequences = True
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Workload, Device, Traversal], Config | None] = {}
+
+    def refuses(self, task: Task) -> str | None:
+        graph, w = task.graph, task.workload
+        if not graph.product_phases:
+            return f"cell {graph.cell!r} has no recurrent product"
+        if graph.statistics:
+            return f"cell {graph.cell!r} has statistics of all units"
+        if fault := no_projection(task):
+            return fault
+        if self._weights(task) > task.device.shared + 4 * task.device.registers or self._best(task) is None:
+            return f"the recurrent weights of {w} do not fit on one multiprocessor of {task.device.name}"
+        return None
+
+    @staticmethod
+    def _weights(task: Task) -> int:
+        """Bytes of the recurrent weights."""
+        w = task.workload
+        return sum(len(p.products) for p in task.graph.product_phases) * w.hidden * w.hidden * w.itemsize
+
+    def knobs(self, task: Task) -> tuple[Knob, ...]:
+        w = task.workload
+        # of those that make the same number of blocks, the fewest
+        fair = {-(-w.batch // (task.device.cores * turns)) for turns in (1, 2)}
+        wide = task.device.arch == "sm_90a" and w.dtype != "float32"
+        kinds = ("fma", "mma", "wgmma") if wide else ("fma", "mma")
+        rows = {r for r in {*ROWS, *fair} if r <= min(w.batch, ROWS[-1])}
+        return (
+            Knob("products", kinds, "fma: multiply-adds of float32, for few rows; mma: tensor cores, which always "
+                 "multiply eights of rows; wgmma: those of Hopper, faster, which read the state from shared memory"),
+            Knob("rows", tuple(sorted(rows)), "batch rows of a block. More: a weight is loaded for more rows; fewer: "
+                 "more blocks, a shorter step"),
+            Knob("units", UNITS, "of the lanes that share K, or eights of units of a warp of mma. More: fewer threads, "
+                 "which load the state more seldom, with more registers for each"),
+            Knob("lanes", LANES, "that share K of a multiply-add: more threads with fewer weights each, and more sums "
+                 "that they exchange"),
+            Knob("registers", REGISTERS, "percent of weights in registers; the rest in shared memory"),
+            Knob("resident", RESIDENT, "blocks that a multiprocessor has room for: while one waits, another computes; "
+                 "registers are fewer for each"),
+            hoisted_knob(task),
+            Knob("math", math_for(task), MATH_TRADES + "; relative: as the second, with a polynomial for tanh near 0"),
+        )
+
+    def check(self, task: Task, config: Config) -> str | None:
+        device, w = task.device, task.workload
+        rows, units, lanes, resident = (int(config[k]) for k in ("rows", "units", "lanes", "resident"))
+        mma, wide = config["products"] != "fma", config["products"] == "wgmma"
+        if mma and lanes > 1:
+            return "lanes share K of multiply-adds alone"
+        if wide and config["registers"] != 100:
+            return "warpgroups have all weights in registers"
+        blocks = -(-w.batch // rows)
+        if blocks <= device.cores * (resident - 1):
+            return f"{blocks} blocks, {resident} of them on each of {device.cores} multiprocessors"
+        if units > 1 and (8 * (units - 1) if mma else units - 1) >= w.hidden:
+            return "units that the layer has not"
+        if not mma and 4 * (lanes - 1) >= w.hidden:
+            return "a lane without a part of K"
+        threads = (-(-w.hidden // (8 * units)) if mma else -(-(-(-w.hidden // units) * lanes) // 32)) * 32
+        threads = -(-threads // TEAM) * TEAM if wide else threads
+        if threads > THREADS:
+            return f"{threads} threads a block"
+        plan = plan_of(task, config)
+        if plan.items > ITEMS:
+            return f"{plan.items} items a thread"
+        if config["registers"] != 100 and all(p.kept == p.pieces for p in plan.parts):
+            return "all weights are in registers"
+        if sum(p.pieces * len(p.products) for p in plan.parts) * units * 4 > CODE:
+            return "too many products of a thread in unrolled code"
+        limit = register_limit(task, plan)
+        if plan.registers > limit:
+            return f"about {plan.registers} registers a thread, {limit} available"
+        room = min(device.shared, (device.shared + RESERVED) // resident - RESERVED)
+        if plan.shared > room:
+            return f"{plan.shared} bytes of shared memory, {room} available"
+        return None
+
+    def default(self, task: Task) -> Config:
+        best = self._best(task)
+        assert best is not None, "default() is for tasks that serves() accepts"
+        return best
+
+    def rebatched(self, config: Config, batch: int, task: Task) -> Config:
+        """As many rows a block, and as many blocks at once, while there are as many."""
+        rows = min(int(config["rows"]), task.workload.batch)
+        together = -(-task.workload.batch // (rows * task.device.cores))
+        return {**config, "rows": rows, "resident": min(int(config["resident"]), together)}
+
+    def expected(self, task: Task) -> float:
+        config = self.default(task)
+        return estimate(task, plan_of(task, config), config) - gained(task, config)
+
+    def rank(self, task: Task) -> float:
+        return self.expected(task) * MARGIN
+
+    def _best(self, task: Task) -> Config | None:
+        """The valid configuration of least estimated time, kept for the next question."""
+        key = task.workload, task.device, task.traversal
+        if key not in self._known:
+            found = min(self.candidates(task), key=lambda c: estimate(task, plan_of(task, c), c), default=None)
+            if found is not None:
+                found = {**found, "hoisted": preferred(task, estimate(task, plan_of(task, found), found))}
+                if self.check(task, found) is not None:
+                    found = {**found, "hoisted": "float32"}
+            self._known[key] = found
+        return self._known[key]
+
+    def candidates(self, task: Task) -> Iterator[Config]:
+        """Of all cuts, those that keep as many weights in registers as possible."""
+        knobs = {k.name: k.values for k in self.knobs(task)}
+        cut, math = ("products", "rows", "units", "lanes", "resident"), math_for(task)
+        for values in product(*(knobs[name] for name in cut)):
+            for registers in REGISTERS:
+                config: Config = {**dict(zip(cut, values, strict=True)), "registers": registers,
+                                  "hoisted": "float32", "math": math[1]}
+                if (reason := self.check(task, config)) is None:
+                    yield config
+                if reason is None or not reason.startswith("about"):
+                    break  # fewer in registers only help where these are what is missing
+
+    def features(self, task: Task, config: Config) -> dict[str, float]:
+        plan = plan_of(task, config)
+        waits, issued = cycles(task, plan, str(config["math"]))
+        return {"blocks": plan.blocks, "threads": plan.threads, "turns": -(-plan.blocks // (
+                    task.device.cores * plan.resident)), "items": plan.items, "registers": plan.registers,
+                "shared": plan.shared, "waits": waits, "issued": issued, "depth": plan.depth,
+                "shared_weights": sum(map(plan.shared_words, plan.parts)),
+                "estimate": estimate(task, plan, config) - gained(task, config)}
+
+    def together(self, task: Task, config: Config) -> int:
+        plan = plan_of(task, config)
+        return together(task.traversal, plan.blocks, plan.rows)
+
+    def program(self, task: Task, config: Config) -> Program:
+        plan, layout = plan_of(task, config), hoisted_of(task, config)
+        return assemble(task, partial(_recurrence, task, plan, layout, str(config["math"])), layout,
+                        together=self.together(task, config))
+
+
+def math_for(task: Task) -> tuple[str, ...]:
+    """What the scalars may be computed by; the second one is the default."""
+    return ("exact", "relative") if task.workload.dtype == "float32" else MATH_FOR[task.workload.dtype]
+
+
+def _recurrence(task: Task, plan: BlockPlan, layout: Hoisted, math: str, kept: Stored = NOTHING) -> Component:
+    packings = [packing_of(task, plan, part) for part in plan.parts]
+    buffers = tuple(Buffer(f"recurrent_{i}", PACKED, packing.dtype, Extent(prod(packing.pad)), packing)
+                    for i, packing in enumerate(packings))
+    name = keeping("persistent_block", kept)
+    return Component({name: block_kernel(task, plan, layout, math, kept)}, buffers,
+                     (Launch(name, plan.blocks, plan.threads, plan.shared),))

@@ -1,0 +1,102 @@
+"""How long a step of a configuration takes, roughly: for ordering configurations, not for reporting.
+
+A step is a chain: state is loaded, multiplied, added up over lanes; gates are computed and stored; the block's threads
+wait for each other. Blocks that share a multiprocessor hide each other's waiting, but not what they issue. Cycles are
+by hand, from latencies of an H100's instructions and drafts in CUDA: nothing is fitted to measurements yet.
+"""
+
+from __future__ import annotations
+
+from ecornn.schedules.base import Config, Task
+from ecornn.schedules.gemm.projection import projection_time
+from ecornn.schedules.persistent_block.plan import BlockPlan, Part
+from ecornn.schedules.rates import GPURates, gpu_rates
+
+# Cycles of a chain
+LOAD = 33  # until a value from shared memory is there
+SUM = 27  # a level of a sum over lanes
+GATES = {"exact": 290, "relative": 170, "fast": 150, "approx": 120}  # from sums to the new state
+MMA = 34  # an mma that waits for the one before
+WGMMA = 90  # the fence between stores and warpgroup products, and these until their sums are there
+BARRIER = 30  # of the block, and for each of its warps:
+BARRIER_WARP = 2.0
+
+# Cycles of a multiprocessor's quarter for each of its warps, where nothing waits
+ISSUE = 1.1  # a multiply-add
+SHUFFLED = 4.0  # a value that goes to another lane
+ITEM = {"exact": 34, "relative": 21, "fast": 17, "approx": 10}  # scalars of a value of a pair: sums, gates, states
+BESIDE = 24  # of a pair: loads and stores of memory, of inputs and y
+TENSOR = 6.0  # an m16n8k16 product of a warp; of float32 it is three and
+TENSOR_SPLIT, TENSOR_ROUND = 6.0, 2.0  # splitting a word of float32, or rounding it
+WARPGROUP = 4.2  # an m64n8k16 product of a warp's four
+SHARED = 4.5  # 16 bytes of a lane from shared memory, all different
+BROADCAST = 2.0  # the same where lanes load the same
+
+TURN = 6_000.0  # nanoseconds of a sequence that a further turn of blocks costs: loading weights, mostly
+
+
+def estimate(task: Task, plan: BlockPlan, config: Config) -> float:
+    """Nanoseconds of a step: the projection, then the recurrence, as often as blocks take turns."""
+    turns = -(-plan.blocks // (task.device.cores * plan.resident))
+    step = recurrence(task, plan, config, gpu_rates(task.device))
+    return projection_time(task) / task.device.cores + turns * step + (turns - 1) * TURN / task.workload.seq
+
+
+def recurrence(task: Task, plan: BlockPlan, config: Config, rates: GPURates) -> float:
+    """Nanoseconds of a step of the blocks of a multiprocessor."""
+    together = min(plan.resident, -(-plan.blocks // task.device.cores))
+    alone, busy = cycles(task, plan, str(config["math"]))
+    return max(alone + busy, together * busy) / rates.clock
+
+
+def cycles(task: Task, plan: BlockPlan, math: str) -> tuple[float, float]:
+    """Of one block's step: what it waits, and what its warps issue one after the other in a quarter."""
+    turns = -(-plan.threads // 128)  # warps of a quarter
+    waits = issued = 0.0
+    graph = task.graph
+    for phase in range(len(plan.operands)):
+        parts = [p for p in plan.parts if p.phase == phase]
+        waits += LOAD + BARRIER + BARRIER_WARP * plan.threads / 32 + (
+            WGMMA if plan.wgmma else MMA * _longest(plan, parts) if plan.mma else SUM * (plan.lanes.bit_length() - 1))
+        issued += turns * sum(map(_tensor if plan.mma else _added, [plan] * len(parts), parts))
+        if not plan.mma:
+            issued += turns * SHUFFLED * _shuffles(plan, sum(len(p.products) for p in parts))
+    values = len(graph.prologue) + sum(len(p.assigns) + len(p.products) for p in graph.phases)
+    waits += GATES[math] * (1 if len(plan.operands) == 1 else 0.7 * len(plan.operands))
+    issued += turns * plan.items * (ITEM[math] * values + BESIDE)
+    return waits, issued
+
+
+def _added(plan: BlockPlan, part: Part) -> float:
+    """Cycles that a warp issues for the multiply-adds of a part."""
+    own = len(part.products) * plan.units
+    return part.pieces * plan.rows * (own * 4 * ISSUE + BROADCAST) + (part.pieces - part.kept) * own * SHARED
+
+
+def _tensor(plan: BlockPlan, part: Part) -> float:
+    """The same for its mma."""
+    own = len(part.products) * plan.units
+    if plan.wgmma:
+        return part.pieces * 2 * -(-own // 2) * plan.tiles * WARPGROUP
+    products = part.pieces * 2 * -(-own // 2) * plan.tiles
+    three = plan.arithmetic == "float32"
+    split = 0.0 if plan.dtype != "float32" else part.pieces * (own + plan.tiles) * 4 * (
+        TENSOR_SPLIT if three else TENSOR_ROUND)
+    return (products * TENSOR * (3 if three else 1) + split + part.pieces * plan.tiles * SHARED
+            + (part.pieces - part.kept) * own * SHARED)
+
+
+def _longest(plan: BlockPlan, parts: list[Part]) -> float:
+    """Products of a part that wait for each other."""
+    three = 3 if plan.arithmetic == "float32" else 1
+    return max(p.pieces * 2 * three / plan.chains(p.phase) for p in parts) if parts else 0
+
+
+def _shuffles(plan: BlockPlan, products: int) -> int:
+    """Values that a lane hands to another one."""
+    pairs, lanes, found = plan.units * plan.rows, plan.lanes, 0
+    while lanes > 1:
+        lanes //= 2
+        pairs = pairs // 2 if pairs % 2 == 0 else pairs
+        found += pairs * products
+    return found

@@ -1,0 +1,186 @@
+"""The gates, by the threads that multiply: sums to the new state, and inputs that are copied ahead.
+
+What a thread needs of hoisted inputs it copies itself, some steps ahead, to slots in shared memory that nobody else
+looks at: a step is shorter than the way to memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from ecornn.analysis.liveness import before_first
+from ecornn.schedules.builder import Expr, T, TirBuffer, Var
+from ecornn.schedules.persistent_block.plan import BlockPlan
+from ecornn.schedules.persistent_block.products import Products
+from ecornn.schedules.scalars.gate_threads import Ended, GateThreads, Share
+from ecornn.schedules.scalars.pointwise import emit
+from ecornn.schedules.sequence_kernel import SequenceKernel
+
+
+@dataclass(frozen=True)
+class Pairs(Share):
+    """So many (unit, batch row) pairs of a thread, wherever they are."""
+
+    count: int = 1
+
+    @property
+    def items(self) -> int:
+        return self.count
+
+
+class Gates(GateThreads):
+    """Emits a thread's whole life."""
+
+    def __init__(self, kernel: SequenceKernel, plan: BlockPlan, products: Products, block: Expr, thread: Expr) -> None:
+        self.plan, self.products = plan, products
+        super().__init__(kernel, Pairs(plan.hidden, plan.rows, plan.threads, count=plan.items), block, 0, thread)
+        # whether a sequence starts at the step after ``fresh``'s: loaded, not looked at
+        self.marks = T.local("marks", (self.items,), "int32") if kernel.task.traversal.resets else None
+
+    def _locate(self, thread: Expr) -> None:
+        place = self.products.place
+        self.unit = [T.let("unit", unit) for unit, _, _ in place]
+        self.local = self.unit
+        self.owner = [T.let("owner", owner) for _, _, owner in place]
+        self.column = [T.let("column", T.Select(owner, column, 0))
+                       for owner, (_, column, _) in zip(self.owner, place, strict=True)]
+        self.row = [T.let("row", self.group * self.plan.rows + column) for column in self.column]
+        self.valid = [T.let("valid", T.And(owner, T.And(unit < self.plan.hidden, row < self.batch)))
+                      for owner, unit, row in zip(self.owner, self.unit, self.row, strict=True)]
+
+    def run(self) -> None:
+        """The whole sequence."""
+        plan, words = self.plan, self.plan.weights_place
+        self.products.begin()
+        with T.serial("turn", 0, -(-words // plan.threads)) as turn:  # beyond the layer's units it stays zero
+            place = T.let("place", turn * plan.threads + self.thread)
+            with T.If(place < words), T.Then():
+                T.buffer_store(self.products.words, T.uint32(0), [place])
+        self.begin()
+        self._mark(T.int32(0))
+        for t in range(plan.depth - 1 if self.hoisted.outputs else 0):
+            self._copy(T.int32(t))
+        self._fetch(T.int32(0))
+        self._advance()
+        T.evaluate(T.cuda.cta_sync())
+        for i in range(self.items):
+            env = {v: self.states[i, s] for s, v in enumerate(self.graph.states.values())}
+            env |= {v: self.constants[i, k] for k, v in enumerate(self.graph.invariant_outputs)}
+            if self.late:
+                env |= self._before(i)
+            self._announce(i, 0, T.int32(0), emit(before_first(self.graph), env, self.math))
+        self._fetch(T.int32(1))
+        self.products.stored()
+        T.evaluate(T.cuda.cta_sync())
+        self.sums = T.local("sums", (self.items, len(self.graph.phases[0].products)), "float32")  # of the first phase
+        self._multiply(T.int32(0))
+        with T.serial("t", 0, self.steps) as t:
+            self._step(t)
+        T.evaluate(T.ptx["cp.async.wait_all"]())  # no thread leaves before its copies have landed
+
+    def _step(self, t: Expr) -> None:
+        graph = self.graph
+        envs = [self._before(i) for i in range(self.items)]
+        for p, phase in enumerate(graph.phases):
+            if p:
+                sums = self.products.multiply(p, self._side(t))
+            else:
+                sums = [{product.var: self.sums[i, n] for n, product in enumerate(phase.products)}
+                        for i in range(self.items)]
+            last = p + 1 == len(graph.phases)
+            for i in range(self.items):
+                envs[i] = emit(self.urgent.first if last else phase.assigns, envs[i] | sums[i], self.math)
+                if not last:
+                    self._announce(i, p + 1, t, envs[i])
+            ended: list[Ended] = [self._finish(i, envs[i], t) for i in range(self.items)] if last else []
+            self.products.stored()
+            T.evaluate(T.cuda.cta_sync())
+            if last:
+                self._multiply(t + 1, partial(self._after, t, ended))
+
+    def _multiply(self, t: Expr, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """The first products of step t, also of the one behind the last, which nobody looks at."""
+        sums = self.products.multiply(0, self._side(t), meanwhile)
+        for i, own in enumerate(sums):
+            for n, product in enumerate(self.graph.phases[0].products):
+                T.buffer_store(self.sums, own[product.var], [i, n])
+
+    def _after(self, t: Expr, ended: list[Ended]) -> None:
+        """What nobody waits for."""
+        for i in range(self.items):
+            self._store(i, t, ended[i])
+        self._advance()
+        self._fetch(T.let("after_next", t + 2))
+
+    def _side(self, t: Expr) -> Expr:
+        """Which buffer of the operands step t reads."""
+        return t % 2 if self.plan.buffers > 1 else 0
+
+    def _announce(self, i: int, p: int, step: Expr, env: dict[Var, Expr]) -> None:
+        """Stores this thread's operands of phase p; units beyond H stay zero."""
+        with T.If(T.And(self.owner[i], self.unit[i] < self.plan.hidden)), T.Then():
+            for o, operand in enumerate(self.graph.product_phases[p].operands):
+                self.products.store(self.products.first(p, o, self._side(step)), self.unit[i], self.column[i],
+                                    env[operand])
+
+    def _start_at(self, t: Expr) -> None:
+        if self.fresh is None or self.marks is None:
+            super()._start_at(t)
+            return
+        for i in range(self.items):
+            starts = self.timeline.starts(t, self._limit(i), self.marks[i])
+            T.buffer_store(self.fresh, T.cast(starts, "int32"), [i])
+        self._mark(t + 1)
+
+    def _mark(self, t: Expr) -> None:
+        """Loads whether a sequence starts at step t."""
+        for i in range(self.items if self.marks is not None else 0):
+            row = T.let("some_row", T.min(self.row[i], self.batch - 1))
+            mark = self.timeline.mark(T.min(t, self.steps - 1), row)
+            T.buffer_store(self.marks, T.cast(mark, "int32"), [i])
+
+    def _load_inputs(self, t: Expr, into: TirBuffer) -> None:
+        """Takes the inputs of step t, and copies later ones to where those of the step before were."""
+        if not self.hoisted.outputs:
+            return
+        self._copy(t + (self.plan.depth - 1))
+        T.evaluate(T.ptx["cp.async.wait_group"](self.plan.depth - 1))
+        slot = t % self.plan.depth
+        for i in range(self.items):
+            done, kind = 0, "b32" if self.hoisted.packed else "f32"
+            nothing = T.uint32(0) if self.hoisted.packed else T.float32(0)
+            for k in range(self.hoisted.words()):
+                T.buffer_store(into, nothing, [i, k])
+            with T.If(T.And(self.valid[i], t < self.steps)), T.Then():
+                for piece in self.hoisted.pieces():
+                    width = f"v{piece.words}." if piece.words > 1 else ""
+                    T.evaluate(T.ptx[f"ld.shared.{width}{kind}"](*(into[i, done + k] for k in range(piece.words)),
+                                                                 self._slot(slot, i, done, piece.words)))
+                    if self.hoisted.packed and piece.apart == 1:  # of two neighbouring units
+                        half = T.shift_right(into[i, done], T.cast(self.unit[i] % 2 * 16, "uint32"))
+                        T.buffer_store(into, half, [i, done])
+                    done += piece.words
+
+    def _copy(self, t: Expr) -> None:
+        """Begins to copy the inputs of step t."""
+        slot = t % self.plan.depth
+        for i in range(self.items):
+            with T.If(T.And(self.valid[i], t < self.steps)), T.Then():
+                row = T.cast(self.timeline.at(t) * self.batch + self.row[i], "int64")
+                first, done = T.let("first", row * self.hoisted.row), 0
+                for piece in self.hoisted.pieces():
+                    pair = self.hoisted.packed and piece.apart == 1
+                    unit = self.unit[i] // 2 * 2 if pair else self.unit[i] * piece.apart
+                    T.evaluate(T.ptx["cp.async.ca.shared.global"](
+                        self._slot(slot, i, done, piece.words),
+                        self.arguments["hoisted"].ptr_to([first + piece.base + unit]), 4 * piece.words))
+                    done += piece.words
+        T.evaluate(T.ptx["cp.async.commit_group"]())
+
+    def _slot(self, slot: Expr, i: int, done: int, words: int) -> Expr:
+        """Where this thread's piece of item i behind ``done`` words is."""
+        plan = self.plan
+        place = (slot * plan.items + i) * plan.words + done
+        return self.products.shared.ptr_to([plan.inputs_place + place * plan.threads + self.thread * words])

@@ -1,0 +1,58 @@
+"""The block kernel: each block takes some batch rows through all of time, and nothing leaves it.
+
+A block holds all recurrent weights in registers and shared memory. In every step its threads multiply the state, which
+lies in shared memory, compute the gates of the (unit, row) pairs whose sums they have (``products.py``), and store the
+new state for the next step. A barrier lies between, one for each phase of the step.
+
+State has two buffers, if the step has one phase: the state that step t + 1 reads is stored before the barrier at the
+end of step t, by threads that have not waited since others may still read that of step t. What is stored two steps
+later, where that was, comes behind a barrier that all reach once they have read it. With more phases a barrier lies
+between anyway.
+
+Blocks know nothing of each other: there may be as many as there are rows, in turns where the chip has no room.
+"""
+
+from __future__ import annotations
+
+from ecornn.schedules.base import Task
+from ecornn.schedules.builder import PrimFunc, T
+from ecornn.schedules.hoisted import Hoisted
+from ecornn.schedules.keeping import NOTHING, Stored, keeping
+from ecornn.schedules.persistent_block.fma import MultiplyAdds
+from ecornn.schedules.persistent_block.gates import Gates
+from ecornn.schedules.persistent_block.plan import BlockPlan
+from ecornn.schedules.persistent_block.products import Products
+from ecornn.schedules.persistent_block.tensor import TensorProducts, WarpgroupProducts
+from ecornn.schedules.sequence_kernel import SequenceKernel
+from ecornn.schedules.timeline import piece_arguments, row_arguments
+
+
+def block_kernel(task: Task, plan: BlockPlan, hoisted: Hoisted, math: str, kept: Stored = NOTHING) -> PrimFunc:
+    """``persistent_block(T, B, [hoisted,] vectors, <state>_in, <state>_out, recurrent_<part>, y)``;
+    ``persistent_block_keeping`` stores what is ``kept``, too."""
+    from tvm.script.ir_builder import IRBuilder
+
+    graph, dtype, big = task.graph, plan.dtype, T.int64(1 << 40)
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name(keeping("persistent_block", kept))
+        steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
+        arguments = {"hoisted": T.arg("hoisted", T.buffer((big,), hoisted.dtype))} if graph.hoisted_outputs else {}
+        arguments["vectors"] = T.arg("vectors", T.buffer((big,), "float32"))
+        for s in graph.states:
+            for name in (f"{s}_in", f"{s}_out"):
+                arguments[name] = T.arg(name, T.buffer((big,), dtype))
+        stored = dtype if plan.mma else "float32"
+        weights = [T.arg(f"recurrent_{i}", T.buffer((big,), stored)) for i in range(len(plan.parts))]
+        arguments["y"] = T.arg("y", T.buffer((big,), dtype))
+        arguments |= kept.arguments(dtype) | row_arguments(task.traversal) | piece_arguments(task.traversal)
+        T.device_entry()
+        block, thread = T.block(plan.blocks), T.thread(plan.threads)
+        T.attr({"tirx.launch_bounds_min_blocks_per_sm": plan.resident})
+        # in order: state, weights, inputs that are copied ahead
+        shared = T.shared(plan.shared // 4)
+        kernel = SequenceKernel(task, hoisted, math, arguments, steps, batch, kept)
+        with T.If(block * plan.rows < batch), T.Then():
+            kinds: dict[str, type[Products]] = {"fma": MultiplyAdds, "mma": TensorProducts, "wgmma": WarpgroupProducts}
+            products = kinds[plan.products](task, plan, shared, weights, thread)
+            Gates(kernel, plan, products, block, thread).run()
+    return builder.get()

@@ -1,0 +1,243 @@
+"""How a configuration of the block schedule cuts a layer, and what a block needs on chip."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+from ecornn.analysis.step import Phase
+from ecornn.program import Packing
+from ecornn.schedules.base import Config, Task
+from ecornn.schedules.hoisted import hoisted_of
+from ecornn.schedules.isa.tensor_core import per_word, words
+
+TEAM = 128  # threads of a warpgroup
+PAIR = 16  # words of a pair of k-tiles
+CHAINS = 4  # dependent sums that a thread has at least: as many cycles as a multiply-add takes
+AHEAD = 8  # loads of 16 bytes of state that a thread has under way
+DEPTHS = (8, 4, 2)  # steps that inputs are copied ahead, in turn for this many bytes at most:
+INPUT_BYTES = 32 << 10
+SPARE_REGISTERS = 40  # addresses, loop state and the math of gates beside weights and sums
+RESERVED = 1 << 10  # bytes of shared memory that every block takes besides
+
+
+class Part(NamedTuple):
+    """Products of one phase that read one operand, and where their weights are.
+
+    Attributes
+    ----------
+    phase, operand : numbers of both
+    products : numbers of the phase's products
+    pieces : of K that a thread multiplies one after the other: four values, or of mma a pair of k-tiles
+    kept : the first ones, whose weights are in registers; those of the others are in shared memory
+    """
+
+    phase: int
+    operand: int
+    products: tuple[int, ...]
+    pieces: int
+    kept: int
+
+
+class BlockPlan(NamedTuple):
+    """The cut: ``blocks`` of ``rows`` batch rows, each with all weights.
+
+    On tensor cores a warp has ``units`` times eight units of all rows; with ``fma``, ``lanes`` neighbouring threads
+    share K of ``units`` units of all rows, and then have some of these (unit, row) pairs each.
+    """
+
+    hidden: int
+    dtype: str
+    arithmetic: str
+    blocks: int
+    rows: int
+    products: str  # fma, mma or wgmma
+    units: int
+    lanes: int
+    resident: int  # blocks that a multiprocessor has at once
+    depth: int  # steps that inputs are copied ahead
+    words: int  # of a pair's inputs
+    kept: int  # values that a thread keeps for each pair: states, inputs of two steps, what masks say
+    operands: tuple[int, ...]  # of each phase
+    parts: tuple[Part, ...]
+
+    @property
+    def mma(self) -> bool:
+        """Whether tensor cores multiply."""
+        return self.products != "fma"
+
+    @property
+    def wgmma(self) -> bool:
+        return self.products == "wgmma"
+
+    @property
+    def groups(self) -> int:
+        """Warps of mma, or groups of lanes, that have units."""
+        return -(-self.hidden // (8 * self.units if self.mma else self.units))
+
+    @property
+    def threads(self) -> int:
+        if self.wgmma:
+            return -(-self.groups // 4) * TEAM
+        return self.groups * 32 if self.mma else -(-self.groups * self.lanes // 32) * 32
+
+    @property
+    def tiles(self) -> int:
+        """n8 tiles of a block's rows."""
+        return -(-self.rows // 8)
+
+    @property
+    def row_period(self) -> int:
+        """Where mma has few rows, its columns repeat: the rows, padded to 1, 2 or 4; else 0."""
+        return 0 if self.rows > 4 else 1 << (self.rows - 1).bit_length()
+
+    @property
+    def spread(self) -> int:
+        """Lanes of a quad that then share the units of a row."""
+        return 4 // self.row_period
+
+    @property
+    def halvings(self) -> int:
+        """How often lanes that share K can split the pairs that they add up."""
+        pairs = self.units * self.rows
+        return min(self.lanes.bit_length() - 1, (pairs & -pairs).bit_length() - 1)
+
+    @property
+    def items(self) -> int:
+        """(unit, batch row) pairs of a thread."""
+        if not self.mma:
+            return self.units * self.rows >> self.halvings
+        return -(-self.units // self.spread) if self.row_period else self.units * self.tiles * 2
+
+    def chains(self, phase: int) -> int:
+        """Independent sums of each product."""
+        own = max(len(p.products) for p in self.parts if p.phase == phase)
+        if self.wgmma:
+            return 1
+        if self.mma:
+            return 2 if -(-own * self.units // 2) * self.tiles < CHAINS else 1
+        return -(-CHAINS // (own * self.units * self.rows))
+
+    @property
+    def loads(self) -> int:
+        """Loads of 16 bytes of state for a piece of K."""
+        return self.tiles if self.mma else self.rows
+
+    def ahead(self, part: Part) -> int:
+        """Pieces that a thread loads before it multiplies."""
+        return min(part.pieces, max(1, AHEAD // self.loads))
+
+    @property
+    def buffers(self) -> int:
+        """Of an exchanged operand: with one phase, of which the next step's follows at once, two."""
+        return 2 if len(self.operands) == 1 else 1
+
+    @property
+    def depth_of_k(self) -> int:
+        """Values of K, padded, of FMA; or pairs of k-tiles of mma."""
+        if self.mma:
+            return -(-words(self.hidden, self.dtype) // PAIR)
+        return -(-self.hidden // (4 * self.lanes)) * 4 * self.lanes
+
+    @property
+    def operand_words(self) -> int:
+        """Words of an operand of all rows."""
+        if self.wgmma:
+            return self.depth_of_k * PAIR * self.tiles * 8
+        return self.depth_of_k * self.rows * (PAIR if self.mma else 1)
+
+    def operand_place(self, phase: int, operand: int) -> int:
+        """First word of an operand in shared memory; its second buffer follows that of all of its phase."""
+        return (sum(self.operands[:phase]) * self.buffers + operand) * self.operand_words
+
+    @property
+    def weights_place(self) -> int:
+        """First word of weights in shared memory."""
+        return self.buffers * sum(self.operands) * self.operand_words
+
+    def piece_words(self, part: Part) -> int:
+        """Words of the weights of all threads for one piece."""
+        return self.threads * len(part.products) * self.units * 4
+
+    def shared_words(self, part: Part) -> int:
+        return (part.pieces - part.kept) * self.piece_words(part)
+
+    @property
+    def inputs_place(self) -> int:
+        """First word of the inputs that are copied ahead."""
+        return self.weights_place + sum(map(self.shared_words, self.parts))
+
+    @property
+    def input_words(self) -> int:
+        """Words of a step's inputs."""
+        return self.items * self.words * self.threads
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a block."""
+        return 4 * (self.inputs_place + self.depth * self.input_words)
+
+    @property
+    def registers(self) -> int:
+        """Estimate of a thread's registers."""
+        weights = sum(p.kept * len(p.products) * self.units * 4 for p in self.parts)
+        sums = [0] * len(self.operands)
+        for p in self.parts:
+            own = len(p.products) * self.units
+            tiles = -(-own // 2) * 4 * self.tiles if self.mma else own * self.rows
+            sums[p.phase] += tiles * self.chains(p.phase)
+        state = 0 if self.wgmma else max(4 * self.loads * self.ahead(p) for p in self.parts)
+        loaded = max((len(p.products) * self.units * 4 for p in self.parts if p.kept < p.pieces), default=0)
+        exact = 16 if self.mma and self.arithmetic == "float32" else 0
+        return weights + max(sums) + state + loaded + exact + self.items * (self.kept + 4) + SPARE_REGISTERS
+
+
+def parts_of(phases: tuple[Phase, ...], pieces: int, percent: int) -> tuple[Part, ...]:
+    """The parts of all phases, with so many percent of the weights in registers."""
+    found = []
+    for number, phase in enumerate(phases):
+        for o, operand in enumerate(phase.operands):
+            own = tuple(i for i, product in enumerate(phase.products) if operand.same_as(product.term.operand))
+            if own:
+                found.append(Part(number, o, own, pieces, -(-pieces * percent // 100)))
+    return tuple(found)
+
+
+def plan_of(task: Task, config: Config) -> BlockPlan:
+    """The plan of a configuration; it need not fit, ``check`` says that."""
+    w, graph, traversal = task.workload, task.graph, task.traversal
+    rows, phases = int(config["rows"]), graph.product_phases
+    masks = traversal.lengths + 2 * traversal.resets + traversal.sequences * (3 + len(graph.states))
+    plan = BlockPlan(
+        hidden=w.hidden, dtype=w.dtype, arithmetic=w.arithmetic, blocks=-(-w.batch // rows), rows=rows,
+        products=str(config["products"]), units=int(config["units"]), lanes=int(config["lanes"]),
+        resident=int(config["resident"]), depth=DEPTHS[0], words=hoisted_of(task, config).words(),
+        kept=len(graph.states) + len(graph.invariant_outputs) + 2 * len(graph.hoisted_outputs) + masks,
+        operands=tuple(len(p.operands) for p in phases), parts=())
+    pieces = plan.depth_of_k if plan.mma else plan.depth_of_k // (4 * plan.lanes)
+    depth = next((d for d in DEPTHS if d * plan.input_words * 4 <= INPUT_BYTES), DEPTHS[-1])
+    return plan._replace(parts=parts_of(phases, pieces, int(config["registers"])), depth=depth)
+
+
+def register_limit(task: Task, plan: BlockPlan) -> int:
+    """Registers that a thread can have."""
+    threads = -(-plan.threads // 128) * 128 * plan.resident  # they are given out to four warps at a time
+    return min(255, task.device.registers // threads // 8 * 8)
+
+
+def packing_of(task: Task, plan: BlockPlan, part: Part) -> Packing:
+    """The weights of a part, 16 bytes a thread for each (piece, product, unit) of FMA, in float32, or for each (piece,
+    eight units, product) of mma: fragments of operand A, whose K is permuted as that of the state is."""
+    phase = task.graph.product_phases[part.phase]
+    sources = tuple(phase.products[i].term.source for i in part.products)
+    G = len(sources)
+    if plan.mma:
+        made = (plan.threads // 32, plan.units, 8)
+        multiplied = (plan.depth_of_k, 4, 2, 2, per_word(plan.dtype))  # pair, lane of a quad, k-tile, half of it
+        order = (1, 4, 2, 0, 3, 5, 6, 7, 8)
+        if plan.wgmma:  # K is as in memory: pair, k-tile, half, lane
+            multiplied, order = (plan.depth_of_k, 2, 2, 4, 2), (1, 4, 2, 0, 3, 7, 5, 6, 8)
+        return Packing(sources, (G, prod(made), prod(multiplied)), (G, *made, *multiplied), order, plan.dtype)
+    groups, K = plan.threads // plan.lanes, part.pieces * plan.lanes * 4
+    return Packing(sources, (G, groups * plan.units, K), (G, groups, plan.units, part.pieces, plan.lanes, 4),
+                   (3, 0, 2, 1, 4, 5), "float32")

@@ -1,0 +1,145 @@
+"""The block kernel, emulated on the CPU: every way in which a layer can be cut."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cuda_on_cpu import Emulated, Fault, inputs
+from emulated import check_numbers, only, task_of
+from limits import relative
+from msgspec.structs import replace
+
+from ecornn.program import RUN
+from ecornn.schedules.persistent_block import PersistentBlock
+from ecornn.targets import KNOWN
+from ecornn.workload import Traversal
+
+SMALL = replace(KNOWN["sm_90a"], cores=6)
+CUT = {"products": "fma", "rows": 1, "units": 1, "lanes": 2, "registers": 100, "resident": 1, "hoisted": "float32",
+       "math": "exact"}
+MMA, WGMMA = {"products": "mma", "lanes": 1}, {"products": "wgmma", "lanes": 1}
+
+CASES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
+    ("lstm", (5, 1, 24, 64), "float32", {"math": "relative"}),
+    ("lstm", (7, 3, 5, 17), "float32", {"lanes": 4, "rows": 3}),  # three rows that all lanes add
+    ("lstm", (4, 70, 6, 5), "float16", {"rows": 8}),  # blocks in turns, the last one of six rows
+    ("lstm", (3, 13, 6, 20), "tf32", {"rows": 6, "lanes": 4, "units": 2, "registers": 50}),
+    ("gru", (4, 4, 3, 40), "bfloat16", {"rows": 2, "lanes": 8, "registers": 0}),
+    ("rnn_tanh", (1, 3, 9, 33), "float32", {"rows": 3, "lanes": 1}),  # one sum a thread, in chains
+    ("rnn_relu", (1, 1, 1, 1), "float16", {"lanes": 1}),
+    ("gru_reset_before", (4, 5, 9, 20), "float32", {"rows": 4, "units": 4, "lanes": 4}),  # two phases
+    ("pair", (4, 3, 24, 40), "bfloat16", {"rows": 2}),  # products of two operands
+    ("slstm", (5, 3, 24, 40), "float16", {"math": "fast"}),
+    ("lstm", (5, 1, 24, 64), "float16", MMA | {"units": 2, "hoisted": "same"}),  # a row in all columns
+    ("lstm", (7, 3, 5, 17), "bfloat16", MMA | {"rows": 2, "math": "approx"}),
+    ("lstm", (4, 70, 6, 5), "tf32", MMA | {"rows": 12}),  # two tiles, blocks in turns
+    ("gru", (4, 7, 3, 40), "float16", MMA | {"rows": 7, "hoisted": "same"}),  # one tile, three products; odd values
+    ("gru", (3, 3, 3, 40), "float16", MMA | {"rows": 3, "units": 4, "registers": 50}),
+    ("lstm", (4, 4, 9, 20), "float32", MMA | {"rows": 4}),
+    ("rnn_tanh", (6, 9, 5, 24), "bfloat16", MMA | {"rows": 9, "registers": 0}),
+    ("gru_reset_before", (4, 5, 9, 20), "float16", MMA | {"rows": 1, "units": 2}),
+    ("pair", (4, 3, 24, 40), "bfloat16", MMA | {"rows": 2}),
+    ("lstm", (5, 1, 24, 64), "float16", WGMMA | {"units": 2}),
+    ("gru", (7, 3, 5, 17), "bfloat16", WGMMA | {"rows": 3, "units": 2}),
+    ("lstm", (4, 13, 5, 40), "float16", WGMMA | {"rows": 13, "hoisted": "same"}),
+    ("pair", (4, 3, 24, 40), "bfloat16", WGMMA | {"rows": 2}),
+    ("gru_reset_before", (3, 6, 5, 20), "bfloat16", WGMMA | {"rows": 6}),
+]
+
+TRAVERSALS: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Traversal]] = [
+    ("lstm", (7, 5, 9, 17), "float32", {"rows": 2}, Traversal(True, 2, True, True)),
+    ("lstm", (7, 5, 9, 17), "float16", {"rows": 2}, Traversal(False, 1, True, True)),
+    ("gru", (7, 5, 17, 24), "bfloat16", MMA | {"rows": 5}, Traversal(False, 2, True, True)),
+    ("gru_reset_before", (6, 10, 9, 20), "float16", MMA | {"rows": 4}, Traversal(True, resets=True)),
+    ("lstm", (12, 9, 7, 20), "float16", {"rows": 3, "hoisted": "same"}, Traversal(sequences=True)),
+    ("gru", (12, 9, 7, 20), "bfloat16", MMA | {"rows": 6, "hoisted": "same"}, Traversal(True, 2, sequences=True)),
+]
+
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change"), CASES, ids=lambda v: str(v).replace(" ", ""))
+def test_matches_float64(tmp_path, cell, sizes, dtype, change):
+    check_numbers(tmp_path, PersistentBlock(), task_of(cell, sizes, dtype, SMALL), CUT | change)
+
+
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), TRAVERSALS,
+                         ids=lambda v: str(v).replace(" ", ""))
+def test_directions_lengths_and_resets(tmp_path, cell, sizes, dtype, change, traversal):
+    task = task_of(cell, sizes, dtype, SMALL, traversal)
+    check_numbers(tmp_path, PersistentBlock(), task, CUT | change)
+
+
+def test_fewer_rows_than_compiled_and_what_is_kept(tmp_path):
+    """Blocks without rows, and a part of one."""
+    task = task_of("lstm", (5, 9, 7, 17), "float16", SMALL, Traversal(True, 2, True, True, keep="gates"))
+    check_numbers(tmp_path, PersistentBlock(), task, CUT | {"rows": 2}, batch=3)
+
+
+def test_another_batch():
+    """Of a configuration whose blocks share multiprocessors."""
+    schedule, device = PersistentBlock(), KNOWN["sm_90a"]
+    config = schedule.default(task_of("lstm", (9, 1000, 64, 64), "float32", device))
+    assert (config["rows"], config["resident"]) == (4, 2)
+    for batch, expected in ((3, (3, 1)), (500, (4, 1)), (2000, (4, 2))):
+        task = task_of("lstm", (9, batch, 64, 64), "float32", device)
+        found = schedule.rebatched(config, 1000, task)
+        assert (found["rows"], found["resident"]) == expected and schedule.check(task, found) is None
+
+
+@pytest.mark.parametrize("products", ["fma", *(pytest.param(kind, marks=pytest.mark.exhaustive)
+                                              for kind in ("mma", "wgmma"))])
+def test_every_barrier_is_missed(tmp_path, products):
+    """The one behind zeros, that behind the first state, and the step's; of warpgroups the fence before it, too."""
+    task = task_of("lstm", (4, 3, 5, 24), "float16", SMALL)
+    config = CUT | {"products": products, "rows": 3, "lanes": 2 if products == "fma" else 1}
+    assert PersistentBlock().check(task, config) is None
+    program = only(PersistentBlock().program(task, config), RUN)
+    given = inputs("lstm", (4, 3, 5, 24), "float16", task.graph.parameters, tuple(task.graph.states))
+
+    def run(dropped: int | None) -> Any:
+        def change(text: str) -> str:
+            at = text.rindex('extern "C" __global__')
+            sites = [*SITE.finditer(text, at)]
+            assert len(sites) == (5 if products == "wgmma" else 3), [s[0] for s in sites]
+            if dropped is None:
+                return text
+            place = sites[dropped].start(1)
+            return f"{text[:place]}//{text[place:]}"
+
+        own = Path(tempfile.mkdtemp(dir=tmp_path))
+        return Emulated(program, own, ordered=products == "wgmma", change=change).run(*given)[0]
+
+    right = run(None).astype("float64")
+    for dropped in range(5 if products == "wgmma" else 3):
+        try:
+            y = run(dropped)
+        except Fault:
+            continue
+        assert not relative(y, right) < 0.01, dropped
+
+
+SITE = re.compile(r"^ *(\S*(?:cta_sync|__syncthreads|fence_proxy)\w*\()", re.M)
+
+
+def test_what_does_not_fit_is_refused():
+    schedule, device = PersistentBlock(), KNOWN["sm_90a"]
+    assert "no recurrent product" in str(schedule.serves(task_of("indrnn", (9, 3, 64, 64), "float16", device)))
+    assert "statistics" in str(schedule.serves(task_of("lstm(layer_norm)", (9, 3, 64, 64), "float16", device)))
+    assert "do not fit" in str(schedule.serves(task_of("lstm", (9, 3, 64, 256), "float16", device)))
+    assert "do not fit" in str(schedule.serves(task_of("lstm", (9, 3, 64, 200), "float32", device)))
+    for hidden, dtype in ((64, "float32"), (128, "float16"), (128, "bfloat16"), (96, "tf32")):
+        assert schedule.serves(task_of("lstm", (9, 3, 64, hidden), dtype, device)) is None
+    task = task_of("lstm", (9, 32, 64, 64), "float32", device)
+    knobs = {knob.name: knob.values for knob in schedule.knobs(task)}
+    assert knobs["products"] == ("fma", "mma") and knobs["rows"] == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+
+    def reason(**change: Any) -> str:
+        return schedule.check(task, CUT | change) or ""
+
+    assert not reason() and "share K" in reason(products="mma") and "registers a thread" in reason(lanes=1)
+    assert "each of 132" in reason(resident=2) and "part of K" in reason(lanes=32)
+    assert "items" in reason(rows=32, lanes=1) and "in registers" in reason(registers=75, lanes=16, units=4, rows=1)
+    assert "threads a block" in (schedule.check(task_of("rnn_tanh", (9, 3, 64, 100), "float32", device),
+                                                CUT | {"lanes": 16}) or "")
