@@ -13,8 +13,8 @@ the same bits.
 
 ``--issue``: the model of pytorch#149194 in training, as ``compare_stacks.py --packed`` has it: it packs padded x, calls
 the layer, pads y and takes the gradients of the mean of y, by ``ecornn.torch``, by PyTorch, and by PyTorch on padded
-rows (``padded``), as they are called, in float32. ``packing`` is what all but ``padded`` have of PyTorch: packing, padding
-and its gradient, around no layer.
+rows (``padded``), as they are called, in float32. ``packing`` is what all but ``padded`` have of PyTorch: packing,
+padding and its gradient, around no layer.
 """
 
 from __future__ import annotations

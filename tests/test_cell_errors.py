@@ -210,7 +210,8 @@ def computed_weight(x: Any, h: Any, p: Any) -> Any:
 
 @pytest.mark.parametrize(("step", "words"), [
     (extern, "made is a ExternOp; only te.compute is supported"),
-    (scanned, "made is a ScanOp; only te.compute is supported"), (own_placeholder, "other is not an argument of step()"),
+    (scanned, "made is a ScanOp; only te.compute is supported"),
+    (own_placeholder, "other is not an argument of step()"),
     (constant_in_a_product, "is not a product sum_k source[b, k] * weight[gate, j, k]"),
     (constant_in_a_sum, "the sum 'count' has a term that is a constant"),
     (no_value, "function(b, j) returned None; expected a value such as h[b, j]"),

@@ -98,8 +98,8 @@ def check_read(cell: Source, shapes: Shapes, read: Container[tuple[str, int]], l
 
 
 def returned_tensors(cell: Source, outputs: Any, shape: tuple[int, int], lines: Lines) -> dict[str, Tensor]:
-    """What step() returned, by name. Raises :class:`CellError` where these are no tensors (B, H) of values, here of this
-    ``shape``, or more or less than there are names."""
+    """What step() returned, by name. Raises :class:`CellError` where these are no tensors (B, H) of values, here of
+    this ``shape``, or more or less than there are names."""
     found, names = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs], cell.returned_names()
     if len(found) != len(names):
         beside = names[len(cell.states):]

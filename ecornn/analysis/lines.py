@@ -19,9 +19,9 @@ OWN = str(Path(__file__).resolve().parent.parent)
 
 
 class Lines:
-    """Notes the caller of every ``te.compute``, and of what else makes tensors, while it is entered; as a profiler of this thread, since
-    tensor expressions keep no trace of their source. Where another profiler is at work nothing is noted: one of C, as
-    ``cProfile``, could not be set again. Built-in cells are looked through as TVM is."""
+    """Notes the caller of every ``te.compute``, and of what else makes tensors, while it is entered; as a profiler of
+    this thread, since tensor expressions keep no trace of their source. Where another profiler is at work nothing is
+    noted: one of C, as ``cProfile``, could not be set again. Built-in cells are looked through as TVM is."""
 
     def __init__(self) -> None:
         import tvm

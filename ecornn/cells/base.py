@@ -34,7 +34,6 @@ from ecornn.errors import CellError
 if TYPE_CHECKING:
     from numpy.random import Generator
     from tvm.ir import Expr
-    from tvm.te.tensor import TensorSlice
     from tvm.te import Tensor
     from tvm.tirx import Var
 

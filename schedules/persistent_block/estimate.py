@@ -2,7 +2,8 @@
 
 A step is a chain: state is loaded, multiplied, added up over lanes; gates are computed and stored; the block's threads
 wait for each other. Blocks that share a multiprocessor hide each other's waiting, but not what they issue. Cycles are
-by hand, from latencies of an H100's instructions and drafts in CUDA: nothing is fitted to measurements yet.
+by hand, from latencies of an H100's instructions and drafts in CUDA, but for ``WGMMA_EACH``, which is fitted to 20
+configurations (benchmarks/notes/persistent_block.md).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ LOAD = 33  # until a value from shared memory is there
 SUM = 27  # a level of a sum over lanes
 GATES = {"exact": 290, "relative": 170, "fast": 150, "approx": 120}  # from sums to the new state
 MMA = 34  # an mma that waits for the one before
-WGMMA = 90  # the fence between stores and warpgroup products, and these until their sums are there
+WGMMA, WGMMA_EACH = 90, 60  # the fence between stores and warpgroup products; each of these until the next one
 BARRIER = 30  # of the block, and for each of its warps:
 BARRIER_WARP = 2.0
 
@@ -56,8 +57,11 @@ def cycles(task: Task, plan: BlockPlan, math: str) -> tuple[float, float]:
     graph = task.graph
     for phase in range(len(plan.operands)):
         parts = [p for p in plan.parts if p.phase == phase]
-        waits += LOAD + BARRIER + BARRIER_WARP * plan.threads / 32 + (
-            WGMMA if plan.wgmma else MMA * _longest(plan, parts) if plan.mma else SUM * (plan.lanes.bit_length() - 1))
+        if plan.mma:
+            products = _longest(plan, parts) * (WGMMA_EACH if plan.wgmma else MMA) + WGMMA * plan.wgmma
+        else:
+            products = SUM * (plan.lanes.bit_length() - 1)
+        waits += LOAD + BARRIER + BARRIER_WARP * plan.threads / 32 + products
         issued += turns * sum(map(_tensor if plan.mma else _added, [plan] * len(parts), parts))
         if not plan.mma:
             issued += turns * SHUFFLED * _shuffles(plan, sum(len(p.products) for p in parts))

@@ -55,7 +55,7 @@ class SLSTMHeads(WithHeads):
     @staticmethod
     def numpy(x, s, p):
         i, f, z, o = (x @ w.T + r + b for w, r, b in zip(p["W"], each_head(s["h"], p["R"]), p["b"], strict=True))
-        log_f = -np.logaddexp(0.0, -f)
+        log_f = -np.logaddexp(0.0 * f, -f)  # no number: where f lies
         m = np.maximum(log_f + s["m"], i)
         i, f = np.exp(i - m), np.exp(log_f + s["m"] - m)
         c, n = f * s["c"] + i * np.tanh(z), f * s["n"] + i
