@@ -115,7 +115,7 @@ def test_compiles_without_spills(cell, hidden, input, dtype, wide):
         pytest.skip("nvcc is optional, and this reads what its ptxas says")
     made = task(cell, (64, 16, input, hidden), dtype, 132)
     part = project(made)
-    assert part.calls[0].threads == THREADS
+    assert part.calls[-1].threads == THREADS  # x may be copied before
     buffers = (*shared_buffers(made, in_float32(made)), *part.buffers)
     source = lower(Program.running(dict(part.functions), buffers, part.calls), "sm_90a")[1]
     # not compile_cubin: warnings are what this looks for

@@ -14,8 +14,15 @@ from ecornn.cli.log_command import FILES, collect, text_of
 if TYPE_CHECKING:
     from ecornn.tune.verify import Check
 
+EPILOG = """\b
+Examples:
+  ecornn log verify                          8 records of this device
+  ecornn log verify mine.jsonl --sample 30   more of a log of one's own
+  ecornn log verify --target cpu --json
+"""
 
-@click.command()
+
+@click.command(epilog=EPILOG)
 @FILES
 @click.option("--sample", "count", type=click.IntRange(min=1), default=8, show_default=True,
               help="Records to measure again, drawn at random from the best of each workload.")

@@ -47,6 +47,8 @@ class PersistentBlock(Schedule):
             return f"cell {graph.cell!r} has no recurrent product"
         if graph.statistics:
             return f"cell {graph.cell!r} has statistics of all units"
+        if any(len(product.terms) != 1 for phase in graph.product_phases for product in phase.products):
+            return f"cell {graph.cell!r} adds products of several values"
         if fault := no_projection(task):
             return fault
         if self._weights(task) > task.device.shared + 4 * task.device.registers or self._best(task) is None:
