@@ -1,6 +1,6 @@
 """What the compiler generates, as digests: a change that is meant to move code and not to change it must keep them.
 
-    python tests/digests.py            what differs from digests.json
+    python tests/digests.py            what differs from digests.json; exit code 1 where anything does
     python tests/digests.py --renew    writes it anew, after a change that is meant to change generated code
 
 Of each layer four digests are kept. ``code``: kernels, letter for letter. ``structure``: the same with every name that
@@ -255,10 +255,10 @@ def main() -> None:
         FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
         print(f"{len(found)} layers in {FILE}")
         return
-    for name, digests in found.items():
-        for kind, value in digests.items():
-            if kept().get(name, {}).get(kind) != value:
-                print(f"{kind} differs: {name}")
+    differ = [f"{kind} differs: {name}" for name, digests in found.items() for kind, value in digests.items()
+              if kept().get(name, {}).get(kind) != value]
+    print("\n".join(differ) or f"{len(found)} layers are as they were")
+    sys.exit(bool(differ))
 
 
 if __name__ == "__main__":

@@ -95,12 +95,15 @@ def test_what_was_written_is_no_result(log, arguments, said):
 
 def test_what_takes_long_is_said_meanwhile(monkeypatch, capfd):
     monkeypatch.setattr(common, "EVERY", 0.05)
-    with common.said_while("compiling"):
+    with common.said_while("compiling") as told:
+        time.sleep(0.3)
+        told("linking")
         time.sleep(0.3)
     with common.said_while("loading"), pytest.raises(KeyError):
         raise KeyError
     said = capfd.readouterr()
-    assert 2 <= said.err.count("... compiling\n") <= 6 and "loading" not in said.err and not said.out
+    assert 2 <= said.err.count("... compiling\n") <= 6 and "... linking\n" in said.err and not said.out
+    assert "loading" not in said.err
 
 
 def test_exit_codes_of_the_reference():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ecornn.cli.common import JSON, SIZE, as_json, load_tvm, plain_errors, teller
+from ecornn.cli.common import JSON, SIZE, as_json, load_tvm, plain_errors, said_while
 
 if TYPE_CHECKING:
     from ecornn.cli.cell_checks import Outcome, Report
@@ -52,7 +52,8 @@ def check_cell(cell: str, hidden: int, input: int | None, batch: int, targets: t
 
     load_tvm()
     devices = [resolve(target) for target in dict.fromkeys(targets)]
-    report = checked(cell, load_cell(cell), hidden, input, batch, devices, teller())
+    with said_while("analysing the cell") as told:
+        report = checked(cell, load_cell(cell), hidden, input, batch, devices, told)
     if json:
         as_json(report)
     else:

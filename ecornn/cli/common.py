@@ -9,7 +9,6 @@ import shlex
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -71,18 +70,24 @@ def ended_like_ctrl_c() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def said_while(what: str) -> Iterator[None]:
-    """Says every few seconds, on standard error, that it is at ``what``, which cannot say so itself."""
-    done = threading.Event()
+def said_while(what: str) -> Iterator[Callable[[str], None]]:
+    """Says every few seconds, on standard error, that it is at ``what``, or at what the function was last called with
+    that it gives; on a terminal also at each call."""
+    done, now = threading.Event(), [what]
 
     def beat() -> None:
         while not done.wait(EVERY):
-            click.echo(f"... {what}", err=True)
+            click.echo(f"... {now[0]}", err=True)
+
+    def told(text: str) -> None:
+        now[0] = text
+        if sys.stderr.isatty():
+            click.echo(f"... {text}", err=True)
 
     thread = threading.Thread(target=beat, name="said_while", daemon=True)
     thread.start()
     try:
-        yield
+        yield told
     finally:
         done.set()
         thread.join()
@@ -94,19 +99,6 @@ def load_tvm() -> None:
 
     with said_while("loading TVM"):
         import_tvm()
-
-
-def teller() -> Callable[[str], None]:
-    """Says on standard error what goes on; where that is no terminal, a line every few seconds."""
-    last = time.monotonic()
-
-    def told(text: str) -> None:
-        nonlocal last
-        if sys.stderr.isatty() or time.monotonic() - last > EVERY:
-            last = time.monotonic()
-            click.echo(f"... {text}", err=True)
-
-    return told
 
 
 JSON = click.option("--json", is_flag=True, help="The result as JSON on standard output; keys only ever get more.")

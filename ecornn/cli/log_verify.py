@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ecornn.cli.common import JSON, as_json, plain_errors, teller
+from ecornn.cli.common import JSON, as_json, plain_errors, said_while
 from ecornn.cli.log_command import FILES, collect, text_of
 
 if TYPE_CHECKING:
@@ -46,13 +46,11 @@ def verify(files: tuple[Path, ...], count: int, tolerance: float, target: str | 
 
     found = collect(files)
     checks: list[dict[str, Any]] = []
-    with Session(target, seed=seed) as session:
+    with Session(target, seed=seed) as session, said_while("building modules") as told:
         device = session.device
         drawn, left = sample(best_lines(found, revisions()), device, count, seed)
         for reason, number in left.items():
             click.echo(f"{number} left out, {reason}", err=True)
-        told = teller()
-        told(f"building {len(drawn)} modules")
         for check in measure(drawn, session):
             told(f"measured {len(checks) + 1}/{len(drawn)}")
             holds = check.drift is not None and abs(check.drift - 1) * 100 <= tolerance

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ecornn.cli.common import JSON, as_json, plain_errors, teller
+from ecornn.cli.common import JSON, as_json, plain_errors, said_while
 from ecornn.cli.log_command import collect
 
 EPILOG = """\b
@@ -38,7 +38,8 @@ def report(files: tuple[Path, ...], output: Path, searches: int, json: bool) -> 
     if not log.trials():
         raise ArgumentError("LOG", ", ".join(map(str, files)) or str(user_folder()),
                             "logs with trials: `ecornn tune` makes one")
-    page = render(log, most=searches, told=teller())
+    with said_while("the best of all layers") as told:
+        page = render(log, most=searches, told=told)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(page, encoding="utf-8")
     size = output.stat().st_size

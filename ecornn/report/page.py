@@ -57,7 +57,6 @@ def render(log: Log, *, most: int = SEARCHES, title: str = "ecornn tuning report
     except ImportError as error:
         raise MissingPackageError("jinja2 is not installed, by which pages are written: pip install 'jinja2>=3.1'"
                                   ) from error
-    told("the best of all layers")
     runs, found = searches(log), layers(log)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
                                      lstrip_blocks=True)

@@ -21,25 +21,25 @@ def estimate(task: Task, plan: WidePlan) -> float:
 
 def recurrence(plan: WidePlan, rates: GPURates) -> float:
     """Nanoseconds of a step's recurrence."""
-    return sum(stages(plan, rates)) / rates.clock
+    return cycles(plan, rates)[0] / rates.clock
 
 
-def stages(plan: WidePlan, rates: GPURates) -> tuple[float, float, float]:
-    """The cycles of that: of the exchange, as far as products do not hide it, of products, of gates."""
+def cycles(plan: WidePlan, rates: GPURates) -> tuple[float, float, float]:
+    """The cycles of that, in all, of products and of gates; the rest is the exchange that products do not hide."""
     copied = plan.copied_bytes / min(rates.l2_bulk, rates.l2_chip / (plan.groups * plan.blocks))
     multiplied = product_cycles(plan, rates)
     behind = BEHIND * min(copied, multiplied)
     gates = GATES + plan.columns * plan.stride * 4 * plan.rings * 2 / rates.shared + ITEM * plan.share.items
     handed = rates.l2_handover + plan.handed_bytes / HANDED_BYTES if plan.parts > 1 else 0.0
-    return rates.l2_counted + max(0.0, copied - multiplied) + behind + handed, multiplied, gates
+    return rates.l2_counted + max(copied, multiplied) + behind + handed + gates, multiplied, gates
 
 
 def parts_of(task: Task, plan: WidePlan) -> dict[str, float]:
     """Nanoseconds of what :func:`estimate` adds up."""
     rates = gpu_rates(task.device)
-    exchange, products, gates = (cycles / rates.clock for cycles in stages(plan, rates))
-    return {"product of x": projection_time(task) / task.device.cores, "exchange": exchange, "products": products,
-            "gates": gates}
+    step, products, gates = (one / rates.clock for one in cycles(plan, rates))
+    return {"product of x": projection_time(task) / task.device.cores, "exchange": step - products - gates,
+            "products": products, "gates": gates}
 
 
 def product_cycles(plan: WidePlan, rates: GPURates) -> float:
