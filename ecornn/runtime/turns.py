@@ -1,7 +1,7 @@
 """Turns of threads whose calls are short.
 
 A thread that gives Python's lock away for some microseconds has it back before another one, which that wakes, runs; the
-other waits anew. So a thread goes on until the system takes its processor away: of eight threads with calls of 20 us each
+other waits anew. So a thread goes on until the system takes its processor away: of eight threads with calls of 20 us
 one call in a hundred takes 5 ms, and one in a thousand 45. Those that sleep here come in their order.
 """
 
