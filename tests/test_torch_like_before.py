@@ -160,3 +160,37 @@ def test_who_watches_sees_the_operator(name: str, taken: list[Any]):
     assert not taken
     ours(x)
     assert len(taken) == 1
+
+
+@pytest.mark.parametrize("name", [*NAMES, "LSTMCell", "GRUCell"])
+def test_zeros_without_memory(name: str, taken: list[Any]):
+    """As autograd has them: an input, a state, a weight, a gradient. They ended the process."""
+    theirs = getattr(torch.nn, name)(I, H)
+    model = torch.nn.Sequential(copy.deepcopy(theirs))
+    ecornn.torch.replace(model)
+    ours, exact = model[0], theirs.double()
+    cell, count = name.endswith("Cell"), 2 if name.startswith("LSTM") else 1
+    zero = torch._efficientzerotensor((3, I) if cell else (5, 3, I))
+    zeros = [torch._efficientzerotensor((3, H) if cell else (1, 3, H))] * count
+    x, state = torch.randn(zero.shape), tuple(zeros) if count > 1 else zeros[0]
+    often(ours, x)
+    agree(flat(ours(zero)), flat(exact(torch.zeros(zero.shape).double())))
+    often(ours, x, state)
+    taken.clear()
+    agree(flat(ours(x, state)), flat(exact(x.double())))
+    assert len(taken) == 1
+    with torch.enable_grad():
+        y, wanted = (flat(layer(given)) for layer, given in ((ours, x), (exact, x.double())))
+        gradients = [torch._efficientzerotensor(y[0].shape), *map(torch.ones_like, y[1:])]
+        found = torch.autograd.grad(y, [*ours.parameters()], gradients, materialize_grads=True)
+        exact_ones = [torch.zeros_like(wanted[0]), *map(torch.ones_like, wanted[1:])]
+        those = torch.autograd.grad(wanted, [*exact.parameters()], exact_ones, materialize_grads=True)
+    for one, other in zip(found, those, strict=True):
+        assert float((one - other).norm()) <= 2e-5 * float(other.norm())
+    (weight,) = (n for n, _ in ours.named_parameters() if n.startswith("weight_hh"))
+    getattr(ours, weight).data = torch._efficientzerotensor(getattr(ours, weight).shape)
+    getattr(exact, weight).zero_()
+    hx = torch.randn(zeros[0].shape)
+    hx = (hx, hx) if count > 1 else hx
+    as_double = tuple(h.double() for h in hx) if count > 1 else hx.double()
+    agree(flat(often(ours, x, hx)), flat(exact(x.double(), as_double)))

@@ -89,9 +89,9 @@ class TorchArrays(Arrays):
 
     def ready(self, array: Any, name: str) -> Placed:
         pointer = array.data_ptr()
-        if not pointer:
+        if not pointer and not array._is_zerotensor():  # as autograd has zeros
             raise ArgumentError(name, f"a {type(array).__name__} without memory of its own", "a tensor with memory")
-        if not pointer % ALIGNMENT and array.is_contiguous() and not array.is_neg():
+        if pointer and not pointer % ALIGNMENT and array.is_contiguous() and not array.is_neg():
             return array, pointer
         copy = array.detach().clone(memory_format=self._torch.contiguous_format)
         return copy, copy.data_ptr()

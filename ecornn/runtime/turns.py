@@ -1,8 +1,8 @@
 """Turns of threads whose calls are short.
 
-A thread that gives Python's lock away for some microseconds has it back before another one has woken up. The others
-then wait until Python takes it from that thread, which is after 5 ms, and for each other: of eight threads with calls
-of 20 us each one in a hundred takes 5 ms, and one in a thousand 40. Those that sleep here come in their order.
+A thread that gives Python's lock away for some microseconds has it back before another one, which that wakes, runs; the
+other waits anew. So a thread goes on until the system takes its processor away: of eight threads with calls of 20 us
+one call in a hundred takes 5 ms, and one in a thousand 45. Those that sleep here come in their order.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from ecornn.torch.kind import Kind
 
 def parameters(kind: Kind, weights: Sequence[torch.Tensor]) -> dict[str, Any]:
     """Weights by name; without biases, zeros in their place, and around those of a projection."""
-    found = {name: w.detach() for name, w in zip(kind.names, weights, strict=True)}
+    with_memory = [w.clone() if w._is_zerotensor() else w for w in weights]  # zeros of autograd's have none
+    found = {name: w.detach() for name, w in zip(kind.names, with_memory, strict=True)}
     if not kind.bias:
         for name in [n for n in found if n.startswith("weight_hh")]:
             zeros = torch.zeros(found[name].shape[0], dtype=found[name].dtype, device=found[name].device)

@@ -225,6 +225,7 @@ def rows_of(x: torch.Tensor) -> int:
 
 def ready(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy that a module can read."""
-    if tensor.is_contiguous() and not tensor.data_ptr() % ALIGNMENT and not tensor.is_neg():
+    pointer = tensor.data_ptr()  # none of autograd's zeros without memory
+    if pointer and not pointer % ALIGNMENT and tensor.is_contiguous() and not tensor.is_neg():
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
