@@ -27,7 +27,7 @@ T, B = 5, 3
 FACTORS: Mapping[str, Sequence[Any]] = {
     "reverse": (False, True), "rows": ("whole", "lengths", "resets", "lengths and resets"), "keep": ("gates", "states"),
     "dtype": ("float32", "float64")}
-NUMBERS = {"clip": 0.5, "clip_state": 0.3, "zoneout": 0.2, "zoneout_h": 0.1, "zoneout_c": 0.25}
+NUMBERS = {"clip": 0.5, "clip_state": 0.3, "zoneout": 0.2, "zoneout_h": 0.1, "zoneout_c": 0.25, "heads": 2}
 NAMES = {"gate": "hard_sigmoid", "new": "softsign", "out": "elu:0.8"}
 
 

@@ -16,7 +16,7 @@ import ecornn
 from ecornn.analysis import analyse
 from ecornn.cells import get
 from ecornn.cells.naming import load_cell, spec_of
-from ecornn.errors import ArgumentError
+from ecornn.errors import ArgumentError, CellError
 from ecornn.interpreter import interpret
 from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Task
@@ -100,8 +100,10 @@ def rnn(x: Any, states: list[Any], p: dict[str, Any], o: dict[str, Any], default
 
 def slstm(x: Any, states: list[Any], p: dict[str, Any], o: dict[str, Any]) -> list[Any]:
     _, c, n, m = states
-    i, f, z, out = (x @ w.T + b + states[0] @ r.T for w, b, r in zip(p["weight_ih"], p["bias_ih"], p["weight_hh"],
-                                                                   strict=True))
+    own = p["weight_hh"].shape[2]  # of a head
+    i, f, z, out = (x @ w.T + b + np.concatenate([states[0][:, at:at + own] @ r[at:at + own].T
+                                                  for at in range(0, len(r), own)], axis=1)
+                    for w, b, r in zip(p["weight_ih"], p["bias_ih"], p["weight_hh"], strict=True))
     decayed = m + np.log(sigmoid(f))
     top = np.where(n == 0, i, np.maximum(i, decayed))
     c = np.exp(decayed - top) * c + np.exp(i - top) * np.tanh(z)
@@ -123,7 +125,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("lstm", {"projection": True, "peepholes": True, "zoneout_h": 0.25}), ("slstm", {}),
     ("lstm", {"layer_norm": True}), ("gru", {"layer_norm": True}),
     ("gru_reset_before", {"layer_norm": True, "zoneout": 0.1}),
-    ("lstm", {"layer_norm": True, "projection": True, "peepholes": True, "clip": 0.75})]
+    ("lstm", {"layer_norm": True, "projection": True, "peepholes": True, "clip": 0.75}), ("slstm", {"heads": 3})]
 
 
 def problem(cell: Any, dtype: str = "float32") -> tuple[Any, dict[str, Any], dict[str, Any]]:
@@ -160,7 +162,7 @@ def test_the_step_is_the_formula_as_written_and_as_analysed(name: str, options: 
 
 
 @pytest.mark.parametrize(("name", "options"), [CASES[3], CASES[4], CASES[7], CASES[9], CASES[12], CASES[13],
-                                              CASES[14], CASES[15], CASES[17]], ids=str)
+                                              CASES[14], CASES[15], CASES[17], CASES[18]], ids=str)
 def test_modules_for_this_cpu(name: str, options: dict[str, Any]):
     cell = type(get(name))(**options)
     x, states, p = problem(cell)
@@ -194,7 +196,13 @@ def test_the_forget_gates_weights_are_not_read_where_gates_are_coupled():
     assert len(analyse(get("lstm(coupled)"), I, H).phases[0].products) == 3
 
 
-@pytest.mark.parametrize("text", ["lstm", "lstm(peepholes)", "lstm(coupled,clip=3)", "gru(gate=hard_sigmoid:0.25:0.5)"])
+def test_heads_divide_the_units():
+    with pytest.raises(CellError, match=r"cell 'slstm\(heads=4\)': H = 18 must be a multiple of heads"):
+        ecornn.compile("slstm(heads=4)", hidden=H, target="cpu")
+
+
+@pytest.mark.parametrize("text", ["lstm", "lstm(peepholes)", "lstm(coupled,clip=3)", "gru(gate=hard_sigmoid:0.25:0.5)",
+                                  "slstm(heads=8)"])
 def test_names_of_cells_go_round(text: str):
     cell = load_cell(text)
     assert cell.identity() == text == spec_of(cell)
@@ -206,7 +214,9 @@ def test_names_of_cells_go_round(text: str):
     ("lstm(clip", "NAME(OPTION"),
     ("lstm(clip=1,clip=2)", "each option once"), ("lstm(gate=tanhh)", "one of sigmoid, tanh"),
     ("lstm(gate=elu:1:2)", "elu:ALPHA"), ("lstm(gate=elu:nan)", "elu:ALPHA"), ("gru(zoneout=2)", "from 0 to 1"),
-    ("lstm(peepholes=3)", "True or False"), ("lstm(__import__('os'))", "NAME(OPTION")])
+    ("lstm(peepholes=3)", "True or False"),
+    ("slstm(heads=0)", "an integer, 1 at least"), ("slstm(heads=1.5)", "an integer, 1 at least"),
+    ("slstm(heads)", "an integer, 1 at least"), ("lstm(__import__('os'))", "NAME(OPTION")])
 def test_bad_options_are_named(text: str, words: str):
     with pytest.raises(ArgumentError) as caught:
         ecornn.compile(text, hidden=H, target="cpu")

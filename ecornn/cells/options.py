@@ -21,7 +21,7 @@ class Optioned(Cell):
     """A cell with options.
 
     ``OPTIONS`` are names and defaults: False for a switch, a number (0 for none) for a bound or a share,
-    a text for an activation. Raises :class:`ArgumentError` for what is none of them.
+    an integer for a count, a text for an activation. Raises :class:`ArgumentError` for what is none of them.
     """
 
     OPTIONS: ClassVar[dict[str, Value]] = {}
@@ -80,6 +80,9 @@ def check(where: str, name: str, value: Any, default: Value) -> None:
             raise ArgumentError(where, value, "True or False")
     elif isinstance(default, str):
         check_activation(where, value)
+    elif name == "heads":
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1 or value % 1:
+            raise ArgumentError(where, value, "an integer, 1 at least")
     elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
         raise ArgumentError(where, value, "a number >= 0")
     elif name.startswith("zoneout") and value > 1:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ecornn.cells.base import Shape, pointwise, product
 from ecornn.cells.options import Optioned
+from ecornn.errors import CellError
 
 if TYPE_CHECKING:
     from tvm.te import Tensor
@@ -17,7 +18,8 @@ class SLSTM(Optioned):
 
     i, f, z, o = W x + b + R h; m' = max(i, logsigmoid(f) + m), or i where n = 0;
     p = exp(i - m'), q = exp(logsigmoid(f) + m - m'); c' = q c + p tanh(z); n' = q n + p; h' = sigmoid(o) c' / n'.
-    Gates in the order i, f, z, o. Heads are blocks on R's diagonal: the other values are passed as zeros.
+    Gates in the order i, f, z, o. With ``heads`` R has as many blocks on its diagonal, and ``weight_hh``,
+    (4, H, H / heads), these alone: row j is what unit j multiplies the values of its own head by.
 
     h', which the next step waits for, is computed from r = p / q = exp(i - m) (1 + exp(-f)), without m':
     h' = sigmoid(o) (c + r tanh(z)) / (n + r).
@@ -26,15 +28,25 @@ class SLSTM(Optioned):
     name = "slstm"
     states = ("h", "c", "n", "m")
     nonnegative = ("n",)
+    OPTIONS = {"heads": 1}  # noqa: RUF012
+
+    @property
+    def heads(self) -> int:
+        """How many blocks R has."""
+        return int(self.options["heads"])
 
     def parameters(self, input: int, hidden: int) -> dict[str, Shape]:
-        return {"weight_ih": (4, hidden, input), "weight_hh": (4, hidden, hidden), "bias_ih": (4, hidden)}
+        own, rest = divmod(hidden, self.heads)
+        if rest:
+            raise CellError(f"cell {self.spec()!r}: H = {hidden} must be a multiple of heads")
+        return {"weight_ih": (4, hidden, input), "weight_hh": (4, hidden, own), "bias_ih": (4, hidden)}
 
     def step(self, x: Tensor, states: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Sequence[Tensor]:
         from tvm import te, tirx
 
         h, c, n, m = states
-        gx, gh, bias = product(x, parameters["weight_ih"]), product(h, parameters["weight_hh"]), parameters["bias_ih"]
+        gx, bias = product(x, parameters["weight_ih"]), parameters["bias_ih"]
+        gh = product(h, parameters["weight_hh"], heads=self.heads)
         zero, one = tirx.const(0.0, "float32"), tirx.const(1.0, "float32")
         gate = te.compute(gx.shape, lambda b, g, j: gx[b, g, j] + bias[g, j] + gh[b, g, j], name="gate")
         # logsigmoid(f) = min(f, 0) - log(1 + exp(-|f|)), which does not overflow

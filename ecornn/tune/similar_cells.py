@@ -10,6 +10,7 @@ from functools import cache
 
 from msgspec import structs
 
+from ecornn.analysis.heads import heads_of
 from ecornn.analysis.step import StepGraph
 from ecornn.cells import Cell
 from ecornn.errors import ArgumentError
@@ -51,8 +52,8 @@ def lent(task: Task, log: Log) -> tuple[str, Log] | None:
 
 
 def products(graph: StepGraph) -> tuple[object, ...]:
-    """What a schedule's choices depend on most: the states, and each product's rows and operands."""
-    return len(graph.states), *((len(p.products), len(p.operands)) for p in graph.product_phases)
+    """What a schedule's choices depend on most: the states, and each product's rows, operands and heads."""
+    return len(graph.states), *((len(p.products), len(p.operands), heads_of(p)) for p in graph.product_phases)
 
 
 def akin(one: str, other: str) -> bool:
