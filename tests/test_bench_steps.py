@@ -48,6 +48,7 @@ def test_every_cell_is_what_numpy_makes_of_it(cell: Cell):
     for batch in (1, 3):
         for found, wanted in zip(*run(cell, 8, 8, batch), strict=True):
             assert found.shape == wanted.shape and found.dtype == torch.float64
+            # both are float64, in other orders of summation and by other libraries' functions
             np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-12, atol=1e-13)
 
 
@@ -90,6 +91,7 @@ def test_a_loop_goes_through_stacks_and_has_their_gradients(cell: str):
     found = torch.autograd.grad(y, [rows, *parameters.values()], torch.tensor(dy))
     dx, dweights, _ = reference_gradients(cell, x, weights, dy=dy)
     for gradient, wanted in zip(found, (dx, *(dweights[n] for n in parameters)), strict=True):
+        # float64 again, through four steps and two layers; sums of many terms may cancel
         np.testing.assert_allclose(gradient.numpy(), wanted, rtol=1e-10, atol=1e-13)
 
 

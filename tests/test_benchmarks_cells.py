@@ -23,6 +23,7 @@ def test_the_loop_is_the_formula(name: str):
     cell, x = CELLS[name], torch.randn(3, 2, 8, dtype=torch.float64)
     states, weights = drawn(cell, 2, 8, 8, torch.float64, "cpu")
     wanted, _ = formula(cell, x.numpy(), {n: w.numpy() for n, w in weights.items()}, [s.numpy() for s in states])
+    # both are float64, in other orders of summation
     np.testing.assert_allclose(loop(cell, x, states, weights).numpy(), wanted, rtol=1e-12, atol=1e-12)
 
 
