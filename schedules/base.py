@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from itertools import product as combinations
+from typing import TYPE_CHECKING, Any
 
 from ecornn.analysis import StepGraph
 from ecornn.analysis.heads import most_heads
@@ -191,6 +192,13 @@ class Schedule(ABC):
     @abstractmethod
     def program(self, task: Task, config: Config) -> Program:
         """Generates the code."""
+
+    def valid(self, task: Task, values: Mapping[str, Sequence[Any]]) -> Iterator[Config]:
+        """The configurations of these ``values`` of all knobs that :meth:`check` accepts."""
+        for chosen in combinations(*values.values()):
+            config = dict(zip(values, chosen, strict=True))
+            if self.check(task, config) is None:
+                yield config
 
     def recurrence(self, task: Task, config: Config) -> Component:
         """The recurrence of an adjoint, of schedules with ``backward``: from ``hoisted``, as

@@ -8,7 +8,6 @@ the hidden axis innermost, or the batch inside blocks of the hidden axis. Input 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product as combinations
 
 from ecornn.analysis.heads import most_heads
 from ecornn.program import Buffer, Launch, Program
@@ -121,10 +120,7 @@ class LayoutTransform(Schedule):
         knobs = {k.name: k.values for k in self.knobs(task)} | {"layout": ("batch",), "stages": (4, 2), "depth": (1, 2)}
         knobs["hoisted"] = ("float32",)
         knobs["math"] = ("exact",) if len(knobs["math"]) == 1 else ("fast",)
-        for values in combinations(*knobs.values()):
-            config = dict(zip(knobs, values, strict=True))
-            if self.check(task, config) is None:
-                yield config
+        return self.valid(task, knobs)
 
     def features(self, task: Task, config: Config) -> dict[str, float]:
         plan, w = plan_of(task, config), task.workload

@@ -9,7 +9,6 @@ states, and a call of one step has no workspaces at all.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product as combinations
 
 from ecornn.analysis.liveness import late_operands
 from ecornn.program import WORKSPACE, Buffer, Extent, Launch, Program, Relay
@@ -100,10 +99,7 @@ class WholeStep(Schedule):
     def _candidates(self, task: Task) -> Iterator[Config]:
         knobs = {k.name: k.values for k in self.knobs(task)} | {"chained": (True,), "cluster": (1,)}
         knobs["math"] = ("exact",) if len(knobs["math"]) == 1 else ("fast",)
-        for values in combinations(*knobs.values()):
-            config = dict(zip(knobs, values, strict=True))
-            if self.check(task, config) is None:
-                yield config
+        return self.valid(task, knobs)
 
     def features(self, task: Task, config: Config) -> dict[str, float]:
         plan, w = plan_of(task, config), task.workload
