@@ -2,10 +2,10 @@
 
     python benchmarks/many_gpus_tuning.py COUNT TRIALS FILE
 
-A list of layers is tuned by ``ecornn tune --workloads``: through a server of one GPU, then through COUNT servers, one
-for each; into logs and a build cache of their own. Trials a minute are those from the first one to the last. Last a
-shorter list, while which one of the servers is killed: no trial may fail, nor be missing. On a machine without a GPU
-servers measure on the CPU.
+A list of layers is tuned by ``ecornn tune --workloads``: through a server of one GPU, the same on one COUNTth of the
+cores, as a host with that GPU alone has them, then through COUNT servers, one for each GPU, on all cores; into logs and
+a build cache of their own. Trials a minute are those from the first one to the last. Last a shorter list, while one of
+the servers is killed: no trial may fail, nor be missing. On a machine without a GPU servers measure on the CPU.
 """
 
 from __future__ import annotations
@@ -56,20 +56,22 @@ def main() -> None:
 
         started += [serve("one", 0), *(serve("many", gpu) for gpu in range(count))]
         wait(lambda: servers(one) == 1 and servers(many) == count, started)
-        for tracker in (one, many):
-            found[tracker.key] = tuned(tracker, LISTS[kind], trials, folder)
+        cores = sorted(os.sched_getaffinity(0))
+        share = cores[:max(1, len(cores) // count)]
+        for name, tracker, used in (("one", one, cores), ("share", one, share), ("many", many, cores)):
+            found[name] = tuned(name, tracker, LISTS[kind], trials, folder, used)
             path.write_text(json.dumps(found))
-        found["gain"] = found["many"]["trials_per_minute"] / found["one"]["trials_per_minute"]
+        for gain, name in (("gain", "one"), ("gain_of_share", "share")):
+            found[gain] = found["many"]["trials_per_minute"] / found[name]["trials_per_minute"]
         path.write_text(json.dumps(found))
         if count > 1:
-            found["killed"] = tuned(many, LISTS[kind][:2], max(8, trials // 3), folder, killed=started[-1])
+            found["killed"] = tuned("killed", many, LISTS[kind][:2], max(8, trials // 8), folder, cores, started[-1])
             path.write_text(json.dumps(found))
 
 
-def tuned(tracker: Tracker, layers: list[str], trials: int, folder: Path,
+def tuned(name: str, tracker: Tracker, layers: list[str], trials: int, folder: Path, cores: list[int],
           killed: subprocess.Popen[bytes] | None = None) -> dict[str, Any]:
     """One run of the list through the servers of the tracker; ``killed``: a server to kill in the midst of it."""
-    name = f"{tracker.key}_killed" if killed else tracker.key
     listed, log = folder / f"{name}.txt", folder / f"{name}.jsonl"
     listed.write_text("\n".join(layers) + "\n")
     command = [sys.executable, "-m", "ecornn", "tune", "--workloads", str(listed), "--trials", str(trials),
@@ -77,7 +79,8 @@ def tuned(tracker: Tracker, layers: list[str], trials: int, folder: Path,
                str(log), "--json"]
     environment = os.environ | {"ECORNN_CACHE": str(folder / f"{name}_cache")}
     begun, times, victim = time.monotonic(), list[float](), killed
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment,
+                               preexec_fn=lambda: os.sched_setaffinity(0, cores))
     while process.poll() is None:
         time.sleep(0.02)  # records have the time to a second
         if log.exists():
@@ -91,7 +94,7 @@ def tuned(tracker: Tracker, layers: list[str], trials: int, folder: Path,
     if process.returncode:
         sys.exit(f"{' '.join(command)} ended with {process.returncode}")
     results = json.loads(output)
-    return {"servers": tracker.servers(), "trials": len(times), "wanted": trials * len(layers),
+    return {"servers": tracker.servers(), "cores": len(cores), "trials": len(times), "wanted": trials * len(layers),
             "failed": sum(sum(one["failures"].values()) for one in results), "seconds": time.monotonic() - begun,
             "trials_per_minute": 60 * (len(times) - 1) / (times[-1] - times[0]),
             "best_us": {f"{one['workload']['cell']} {one['workload']['hidden']}": one["finish"]["best_us"]

@@ -13,8 +13,8 @@ speech (35)         a training step of five layers of LSTM 800 in both direction
 data_parallel (40)  gradients of all GPUs against one with the whole batch; when they leave, layer by layer and as one
                     node; what that gains; how fast all-reduces are; FSDP2
 deep (30)           as speech, seven layers of LSTM 768 in one direction
-tune (75)           `ecornn tune --workloads` through a tracker, with a server of one GPU, one for each, and one that is
-                    killed
+tune (230)          `ecornn tune --workloads` through a tracker, with a server of one GPU, on all cores and on its share
+                    of them, with one for each GPU, and one that is killed
 inference (15)      calls of a stack on all GPUs by a thread each, and all by all in turns
 
 Weights and gradients are float32, products bfloat16 by autocast. Times are medians with 20th and 80th percentiles in
@@ -44,7 +44,8 @@ from rpc_servers import free_port
 
 HERE = Path(__file__).resolve().parent
 # seconds at most: others of a part are stopped, and what it had found until then counts
-PARTS = {"build": 120.0, "speech": 90.0, "data_parallel": 90.0, "deep": 80.0, "tune": 120.0, "inference": 45.0}
+PARTS = {"build": 120.0, "speech": 90.0, "data_parallel": 90.0, "deep": 80.0, "tune": 300.0, "inference": 45.0}
+TUNED = ("one", "share", "many")
 TRAINING = ("speech", "data_parallel", "deep")
 
 
@@ -56,8 +57,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=[*PARTS], help="parts; may repeat [all]")
     parser.add_argument("--seconds", type=float, default=1.0, help="of timing, for each point")
-    parser.add_argument("--limit", type=float, default=265.0, help="seconds for everything: later parts are left out")
-    parser.add_argument("--trials", type=int, default=24, help="for each layer that is tuned")
+    parser.add_argument("--limit", type=float, default=500.0, help="seconds for everything: later parts are left out")
+    parser.add_argument("--trials", type=int, default=64, help="for each layer that is tuned")
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 2)
     parser.add_argument("--output", type=Path, help="JSON file of results")
     arguments = parser.parse_args()
@@ -141,7 +142,7 @@ def wrong(part: str, found: Mapping[str, Any]) -> str:
     if part == "data_parallel" and not found["gradients"]["within"]:
         return "gradients of several processes are not those of one"
     if part == "tune":
-        for run in (found["one"], found["many"], found.get("killed", {"failed": 0, "trials": 0, "wanted": 0})):
+        for run in (found[name] for name in (*TUNED, "killed") if name in found):
             if run["failed"] or run["trials"] != run["wanted"]:
                 return f"{run['failed']} trials failed, {run['trials']} of {run['wanted']} were made"
     return ""
@@ -190,12 +191,12 @@ def data_parallel_lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def tune_lines(found: Mapping[str, Any]) -> list[str]:
-    rows = [f"{run['servers']} server(s): {run['trials']} trials, {run['failed']} failed, "
-            f"{run['trials_per_minute']:.0f} a minute, best {run['best_us']}" for run in (found["one"], found["many"])]
+    rows = [f"{run['servers']} server(s), {run['cores']} cores: {run['trials']} trials, {run['failed']} failed, "
+            f"{run['trials_per_minute']:.0f} a minute, best {run['best_us']}" for run in map(found.get, TUNED) if run]
     if "killed" in found:
         run = found["killed"]
         rows.append(f"with a server killed: {run['trials']} of {run['wanted']} trials, {run['failed']} failed")
-    return [*rows, f"gain {found['gain']:.2f}x"]
+    return [*rows, f"gain {found['gain']:.2f}x, {found['gain_of_share']:.2f}x over one with its share of the cores"]
 
 
 def inference_lines(found: Mapping[str, Any]) -> list[str]:

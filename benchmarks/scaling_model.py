@@ -216,7 +216,9 @@ def section(path: Path) -> str:
                      f"GPU between calls.")
     if "many" in (tune := parts.get("tune", {})):
         lines.append(f"- Tuning: {tune['one']['trials_per_minute']:.0f} trials a minute through one server, "
-                     f"{tune['many']['trials_per_minute']:.0f} through {tune['many']['servers']}, {tune['gain']:.2f}x.")
+                     f"{tune['many']['trials_per_minute']:.0f} through {tune['many']['servers']}, {tune['gain']:.2f}x; "
+                     f"{tune['gain_of_share']:.2f}x that of one on {tune['share']['cores']} of the "
+                     f"{tune['many']['cores']} cores.")
     if "gain" in (inference := parts.get("inference", {})):
         lines.append(f"- Inference: {inference['one']:.0f} calls a second on one GPU, {inference['all']:.0f} on "
                      f"{inference['gpus']} from as many threads, {inference['gain']:.2f}x.")
