@@ -23,7 +23,7 @@ class Products:
                  weights: TirBuffer) -> None:
         self.plan, self.memory, self.role, self.home, self.team = plan, memory, role, team, team
         self.warp, self.lane = T.let("warp", team_thread // 32), T.let("lane", team_thread % 32)
-        self.base = T.let("base", T.cuda.cvta_generic_to_shared(memory.words.ptr_to([0])))
+        self.base = self.begin = T.let("base", T.cuda.cvta_generic_to_shared(memory.words.ptr_to([0])))
         # (m64 tile of weight rows, n8 tile of batch rows, 4 of fragment C)
         self.acc = T.local("acc", (plan.own_tiles, plan.columns // 8, 4), "float32")
         # (position of a chunk, step of K, m64 tile), 4 of fragment A
@@ -55,6 +55,8 @@ class Products:
         plan = self.plan
         home = self.home if plan.rings > 1 else multiplier() // TEAM
         self.team = uniform("team", home)  # anew: addresses computed before the loop would take too many registers
+        if plan.streamed:  # of more chunks; the same
+            self.base = T.cast(pinned("base", T.cast(self.begin, "int32")), "uint32")
         every = [[self.acc[m, n, i] for n in range(plan.columns // 8) for i in range(4)] for m in range(plan.own_tiles)]
         for p in range(plan.chunks):
             stage = p % plan.stages

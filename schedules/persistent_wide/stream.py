@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
 from ecornn.schedules.isa.mbarrier import mbarrier_wait
-from ecornn.schedules.persistent_wide.block_role import BlockRole
+from ecornn.schedules.persistent_wide.block_role import BlockRole, opaque
 from ecornn.schedules.persistent_wide.copies import BULK, Memory, announce, chunk_at
 from ecornn.schedules.persistent_wide.plan import WidePlan
 
@@ -26,19 +26,23 @@ def stream(steps: Expr, plan: WidePlan, memory: Memory, role: BlockRole, ring: E
     if plan.lasting < count:
         T.evaluate(T.ptx["createpolicy.fractional.L2::evict_last.b64"](policies[0]))
         T.evaluate(T.ptx["createpolicy.fractional.L2::evict_first.b64"](policies[1]))
-    with T.serial("t", 0, steps) as t, T.serial("number", 0, count) as number:
-        position = T.let("position", plan.kept + (number * among + among - 1) // count)
-        piece = T.let("piece", role.member * plan.packed_chunks + chunk_at(plan, role, ring, position))
-        source = weights.ptr_to([T.cast(piece, "int64") * (plan.weight_bytes // 4)])
-        slot = T.let("slot", number % plan.slots)
-        mbarrier_wait(memory.used(ring, slot), T.bitwise_xor(parity_of(plan, t, number), T.uint32(1)))
-        announce(memory.filled(ring, slot), plan.weight_bytes)
-        to, size = memory.words.ptr_to([memory.slot(ring, slot)]), T.uint32(plan.weight_bytes)
-        if plan.lasting < count:
-            policy = T.Select(number < plan.lasting, policies[0], policies[1])
-            T.evaluate(T.ptx[f"{BULK}.L2::cache_hint"](to, source, size, memory.filled(ring, slot), policy))
-        else:
-            T.evaluate(T.ptx[BULK](to, source, size, memory.filled(ring, slot)))
+    turn = T.local("turn", (1,), "int32")  # a loop that is not unrolled: a thread that copies has few registers
+    with T.serial("t", 0, steps) as t:
+        T.buffer_store(turn, T.int32(0), [0])
+        with T.While(turn[0] < count):
+            number = opaque("number", turn[0])
+            slot, position = opaque("slot", number % plan.slots), plan.kept + (number * among + among - 1) // count
+            piece = role.member * plan.packed_chunks + chunk_at(plan, role, ring, opaque("position", position))
+            source = weights.ptr_to([T.cast(opaque("piece", piece), "int64") * (plan.weight_bytes // 4)])
+            mbarrier_wait(memory.used(ring, slot), T.bitwise_xor(parity_of(plan, t, number), T.uint32(1)))
+            announce(memory.filled(ring, slot), plan.weight_bytes)
+            to, size = memory.words.ptr_to([memory.slot(ring, slot)]), T.uint32(plan.weight_bytes)
+            if plan.lasting < count:
+                policy = T.Select(number < plan.lasting, policies[0], policies[1])
+                T.evaluate(T.ptx[f"{BULK}.L2::cache_hint"](to, source, size, memory.filled(ring, slot), policy))
+            else:
+                T.evaluate(T.ptx[BULK](to, source, size, memory.filled(ring, slot)))
+            T.buffer_store(turn, number + 1, [0])
 
 
 def parity_of(plan: WidePlan, t: Expr, number: Expr) -> Expr:
