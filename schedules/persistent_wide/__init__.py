@@ -41,7 +41,7 @@ COLUMNS = 256  # of a wgmma, at most
 WIDEST, WIDEST_SUM = 128, 256  # units of a set at most: of a layer, and where a unit has one row of several operands
 STREAMED = (0, 10, 20, 30, 40, 45, 50, 55, 60, 65, 70, 75, 80, 85, 90)  # percent
 LASTING = (100, 75, 50, 25, 0)  # percent of streamed weights
-LARGE = 248 << 10  # bytes of weights for each multiprocessor that may not all stay: some from here on fit no other way
+LARGE = 256 << 10  # bytes of weights for each multiprocessor that may not all stay: some from here on fit no other way
 BUSY = 4  # stages of state that L2 is kept at work with, beside streamed weights
 KEPT = (100, 88, 75, 63, 50, 43, 38, 31, 25, 19, 13, 0)  # percent
 
