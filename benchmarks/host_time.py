@@ -95,7 +95,8 @@ def main() -> None:
         where = torch.cuda.get_device_name()
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     found: dict[str, Any] = {"device": where, "torch": torch.__version__, "ecornn": ecornn.__version__,
-                             "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "rows": []}
+                             "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+                             "rows": []}
     for cell in CELLS:
         for steps in STEPS:
             sides = timed(sides_of(cell, steps, device), arguments.repeats, wait)

@@ -121,8 +121,8 @@ PAST: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
     pytest.param(*("rnn_tanh", (6, 9, 5, 600), "bfloat16", {"units": 128, "row_teams": 2, "streamed": 70,
                                                             "registers": 20}), marks=pytest.mark.exhaustive),
     ("gru", (5, 7, 9, 330), "float16", {"units": 112, "row_teams": 2, "parts": 2, "registers": 0, "streamed": 60}),
-    pytest.param(*("rnn_tanh", (3, 9, 5, 2112), "float16", {"units": 128, "row_teams": 2, "registers": 20,
-                                                            "streamed": 60}), marks=pytest.mark.exhaustive),  # 33 chunks
+    pytest.param(*("rnn_tanh", (3, 9, 5, 2112), "float16", {"units": 128, "row_teams": 2, "registers": 20,  # 33 chunks
+                                                            "streamed": 60}), marks=pytest.mark.exhaustive),
 ]
 
 

@@ -85,8 +85,8 @@ class PersistentWide(Schedule):
                        if -(-w.hidden // u) <= task.device.cores}.values())
         streamed = Knob("streamed", STREAMED, "percent of weights that are read from L2 or memory in every step: what "
                         "registers and shared memory have no room for", before=0)
-        lasting = Knob("lasting", LASTING, "percent of streamed weights that L2 is asked to keep, where it has no room for "
-                       "all; 100: it is asked nothing", before=100)
+        lasting = Knob("lasting", LASTING, "percent of streamed weights that L2 is asked to keep, where it has no "
+                       "room for all; 100: it is asked nothing", before=100)
         return (
             Knob("groups", tuple(groups), "more: fewer batch rows for each, whose blocks hold more of the weights"),
             Knob("units", units, "more units a block: fewer blocks that read the state, more weights for each"),
@@ -186,7 +186,8 @@ class PersistentWide(Schedule):
                 "waste": plan.own_tiles * plan.sharers * 64 / (plan.gates * plan.units), "copied": plan.copied_bytes,
                 "handed": plan.handed_bytes,
                 "products": product_cycles(plan, rates), "items": plan.share.items, "stages": plan.stages,
-                "resident": plan.stages / plan.chunks, "streamed": plan.streamed_bytes, "registers": plan.registers, "shared": plan.shared,
+                "resident": plan.stages / plan.chunks, "streamed": plan.streamed_bytes,
+                "registers": plan.registers, "shared": plan.shared,
                 "recurrence": recurrence(plan, rates), "estimate": estimate(task, plan) - gained(task, config)}
 
     def stages(self, task: Task, config: Config) -> dict[str, float]:

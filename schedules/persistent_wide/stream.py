@@ -1,9 +1,9 @@
 """Weights that do not fit on the chip: a warp for each ring brings them in every step, chunk by chunk, by bulk copies.
 
-Whose weights come next is known ahead, whatever the state is. So they go through slots of their own, apart from stages of
-state: while a step waits for state, the weights of its first streamed chunks arrive. A slot is written again when each
-warp that multiplies has arrived at its ``empty``, behind its products (wgmma) of what the slot had; weights are never
-written while the kernel runs, and nothing else orders these copies. Which slot a chunk has does not depend on the step;
+Whose weights come next is known ahead, whatever the state is. So they go through slots of their own, apart from stages
+of state: while a step waits for state, the weights of its first streamed chunks arrive. A slot is written again when
+each warp that multiplies has arrived at its ``used``, behind its products (wgmma) of what the slot had; nobody writes
+weights while the kernel runs, and nothing else orders these copies. Which slot a chunk has does not depend on the step;
 how often a slot has been filled says which parity to wait for.
 
 Weights beyond what L2 holds would drive each other out of it: read in the same order in every step, none would be there
