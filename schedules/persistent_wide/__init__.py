@@ -153,21 +153,24 @@ class PersistentWide(Schedule):
         of them, as many as possible in shared memory."""
         knobs = {k.name: k.values for k in self.knobs(task)}
         cut, math = ("groups", "units", "parts", "row_teams"), "exact" if len(knobs["math"]) == 1 else "fast"
+        rest: Config = {"hoisted": "float32", "math": math}
+        if "streamed" in knobs:
+            rest = {"streamed": 0, "lasting": 100, **rest}
         for streamed in ((0,), STREAMED[1:]) if "streamed" in knobs else ((0,),):
             none = True
             for values in product(*(knobs[name] for name in cut)):
-                config: Config = {**dict(zip(cut, values, strict=True)), "hoisted": "float32", "math": math}
-                if (found := self._fullest(task, config, streamed)) is not None:
+                found = self._fullest(task, dict(zip(cut, values, strict=True)), rest, streamed)
+                if found is not None:
                     none = False
                     yield found
             if not none:
                 break
 
-    def _fullest(self, task: Task, config: Config, streamed: tuple[int, ...]) -> Config | None:
+    def _fullest(self, task: Task, cut: Config, rest: Config, streamed: tuple[int, ...]) -> Config | None:
         """A cut with as many weights in registers, and then in shared memory, as there is room for."""
         for registers in KEPT:
             for percent in streamed:
-                tried: Config = {**config, "registers": registers, **({"streamed": percent} if percent else {})}
+                tried: Config = {**cut, "registers": registers, **rest, **({"streamed": percent} if percent else {})}
                 reason = self.check(task, tried)
                 if reason is None and percent:
                     plan = plan_of(task, tried)
