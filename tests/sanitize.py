@@ -103,7 +103,7 @@ CASES = {
     "wide two parts": wide("lstm", "bfloat16", (9, 23, 66, 140), 1, 48, 0, parts=2, row_teams=3),
     # weights read in every step, as on a GPU of six multiprocessors: two slots for four chunks of a ring
     "wide past": wide("lstm", "float16", (9, 9, 31, 448), 1, 76, 0, streamed=90, lasting=50) | {"cores": 6},
-    "wide past rows": wide("gru", "bfloat16", (9, 12, 64, 512), 1, 88, 25, row_teams=2, streamed=50) | {"cores": 6},
+    "wide past rows": wide("gru", "bfloat16", (9, 12, 64, 520), 1, 88, 25, row_teams=2, streamed=50) | {"cores": 6},
     # statistics of hidden units: beside a product and after it, through L2 and in a cluster; row by row
     "sums": persistent("blend", "float16", (30, 9, 17, 48), (2, 16, 2, 2), 1, 100, 0, 100, "fast", "rare"),
     "sums cluster": persistent("blend", "bfloat16", (12, 9, 64, 80), (2, 16, 2, 2), 1, 100, 0, 100, "fast", "rare",
