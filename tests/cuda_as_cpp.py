@@ -69,6 +69,10 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return f"emu::cp_async_arrive({every})"
     if name.startswith("cp.async.bulk.shared::cluster.global.mbarrier") and "multicast" in name:
         return f"emu::multicast({every})"
+    if name.startswith("createpolicy."):
+        return f"{outs[0]} = 1"
+    if name.startswith("cp.async.bulk.shared::cluster.global.mbarrier") and "cache_hint" in name:
+        return f"emu::bulk_copy({', '.join(ins[:4])})"
     if name.startswith("cp.async.bulk.shared::cluster.global.mbarrier"):
         return f"emu::bulk_copy({every})"
     if name == "cp.async.wait_all":

@@ -51,11 +51,11 @@ def block(cell: str, dtype: str, sizes: tuple[int, int, int, int], products: str
 
 
 def wide(cell: str, dtype: str, sizes: tuple[int, int, int, int], groups: int, units: int, registers: int,
-         parts: int = 1, row_teams: int = 1, hoisted: str = "float32") -> dict[str, Any]:
+         parts: int = 1, row_teams: int = 1, hoisted: str = "float32", **streamed: int) -> dict[str, Any]:
     """A configuration of `persistent_wide`."""
     return case("persistent_wide", cell, dtype, sizes, {
         "groups": groups, "units": units, "parts": parts, "row_teams": row_teams, "registers": registers,
-        "hoisted": hoisted, "math": "fast"})
+        **streamed, "hoisted": hoisted, "math": "fast"})
 
 
 ALL = {"layers": 2, "bidirectional": True, "lengths": True, "resets": True}
@@ -101,6 +101,9 @@ CASES = {
     "wide parts": wide("gru", "float16", (12, 9, 64, 256), 1, 64, 50, parts=3, row_teams=3),
     "wide four parts": wide("rnn_tanh", "bfloat16", (12, 23, 31, 300), 2, 104, 100, parts=4, row_teams=2),
     "wide two parts": wide("lstm", "bfloat16", (9, 23, 66, 140), 1, 48, 0, parts=2, row_teams=3),
+    # weights read in every step, as on a GPU of six multiprocessors: two slots for four chunks of a ring
+    "wide past": wide("lstm", "float16", (9, 9, 31, 448), 1, 76, 0, streamed=90, lasting=50) | {"cores": 6},
+    "wide past rows": wide("gru", "bfloat16", (9, 12, 64, 520), 1, 88, 25, row_teams=2, streamed=50) | {"cores": 6},
     # statistics of hidden units: beside a product and after it, through L2 and in a cluster; row by row
     "sums": persistent("blend", "float16", (30, 9, 17, 48), (2, 16, 2, 2), 1, 100, 0, 100, "fast", "rare"),
     "sums cluster": persistent("blend", "bfloat16", (12, 9, 64, 80), (2, 16, 2, 2), 1, 100, 0, 100, "fast", "rare",
@@ -199,6 +202,7 @@ def build(name: str, folder: str) -> None:
     of, device = CASES[name], resolve("cuda")
     T, B, I, H = of["sizes"]
     target = replace(device, shared=of["shared"] << 10) if "shared" in of else device
+    target = replace(target, cores=of["cores"]) if "cores" in of else target
     ecornn.compile(cell_of(of["cell"]), hidden=H, input=I, batch=B, seq=T, dtype=of["dtype"], target=target,
                    schedule=of["schedule"], config=of["config"] or None, **of["stack"]).save(file_of(name, folder))
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from math import prod
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import numpy as np
 from ecornn.errors import ArgumentError, DeviceError, DTypeError, ModuleError, ShapeError
 from ecornn.manifest import Manifest
 from ecornn.runtime.addressed import AddressedCall
+from ecornn.runtime.arranged import Order
 from ecornn.runtime.arrays import Arrays, Placed, Shape
 from ecornn.runtime.binding import Bound
 from ecornn.runtime.frameworks import arrays_of
@@ -21,7 +21,7 @@ from ecornn.runtime.library import Library
 from ecornn.runtime.masks import place_lengths, place_resets, place_sequences
 from ecornn.runtime.memory import DeviceMemory, Pool, layout
 from ecornn.runtime.outputs import named
-from ecornn.runtime.plan import MASKS, SCALARS, make_plan
+from ecornn.runtime.plan import MASKS, make_plan
 from ecornn.runtime.repacking import HostPacking
 from ecornn.runtime.training import Training, TrainingCalls
 from ecornn.runtime.weights import read_weights
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _COPIES = "copies"  # key of the device memory for host arrays
-_place_of = itemgetter(1)
 
 
 class Caller(TrainingCalls):
@@ -56,6 +55,7 @@ class Caller(TrainingCalls):
         self._offsets = (0, *self._plan.offsets(0))  # of the last T
         work = manifest.workload
         self._batch, self._input, self._hidden, self._dtype = work.batch, work.input, work.hidden, work.dtype
+        self._state_bytes = work.hidden * work.itemsize  # of a row
         self._stack, self.width = manifest.stack, manifest.y_width
         self.whole_rows = not manifest.outputs  # y is given as it lies in memory, not by output
         self._on_cpu = threads is not None
@@ -63,6 +63,9 @@ class Caller(TrainingCalls):
         self._names, self._inputs = manifest.states, manifest.inputs or ()
         self.together = manifest.together
         self._addressed: dict[tuple[Any, ...], AddressedCall] = {}
+        self._orders = [Order(self._plan, self._bound.arguments, with_states) for with_states in (False, True)]
+        self._count = self._stack.count
+        self._masked = any(getattr(self._stack, name) for name in MASKS)
 
     def __call__(self, x: Any, state: Sequence[Any] | None = None, *, lengths: Any = None, resets: Any = None,
                  sequences: Any = None, inputs: Mapping[str, Any] | None = None, batch_first: bool = False,
@@ -116,7 +119,10 @@ class Caller(TrainingCalls):
             x = arrays.swapped(x)
         steps, batch = self._check_x(arrays, x)
         x, x_at = arrays.ready(x, "x")
-        masks, active, rows = self._masks(arrays, x, steps, batch, lengths, resets, sequences)
+        masks: list[Placed] = []
+        active, rows = steps, batch
+        if self._masked or not (lengths is None and resets is None and sequences is None):
+            masks, active, rows = self._masks(arrays, x, steps, batch, lengths, resets, sequences)
         states = None if state is None else self._check_state(arrays, state, rows)
         library = self.library
         if out is None:
@@ -125,15 +131,14 @@ class Caller(TrainingCalls):
             y, y_at = self._check_out(arrays, out, (steps, batch, self.width), [(x, x_at), *(states or ())])
         if active < steps and not arrays.clear(y, active):
             active = steps
-        after = [arrays.empty(self.state_shape(rows), x, library) for _ in self._names]
+        shape = self.state_shape(rows)
+        after = [arrays.empty(shape, x, library) for _ in self._names]
         read, outputs = [(x, x_at), *(states or ()), *masks], [(y, y_at), *after]
         if arrays.staged and not self._on_cpu:
             self._by_copies(active, batch, rows, states is not None, read, outputs)
         else:
             queue: int = self.threads or arrays.queue(self.device)
-            arguments = self._arguments(active, batch, rows, queue, states is not None, map(_place_of, read),
-                                        map(_place_of, outputs))
-            self._launch(arrays, x, queue, arguments)
+            self._launch(arrays, x, queue, (active, batch, rows), states is not None, [at for _, at in read + outputs])
         result = arrays.give(y) if out is None else out
         if batch_first:
             result = arrays.swapped(result)
@@ -143,7 +148,7 @@ class Caller(TrainingCalls):
 
     def state_shape(self, batch: int) -> Shape:
         """Of each state of a call: (B, H), or (L*D, B, H)."""
-        count = self._stack.count
+        count = self._count
         return (batch, self._hidden) if count == 1 else (count, batch, self._hidden)
 
     def zero_state(self, batch: int) -> Placed:
@@ -241,18 +246,20 @@ class Caller(TrainingCalls):
         states = None if state is None else self._check_state(arrays, state, rows)
         return arrays, placed, dict(zip(names, masks, strict=True)), states, steps, batch, rows
 
-    def _launch(self, arrays: Arrays, like: Any, queue: int, arguments: list[int]) -> None:
-        """Runs with a workspace, which is kept for later calls."""
-        offsets, total = self._scratch(arguments[0])
+    def _launch(self, arrays: Arrays, like: Any, queue: int, sizes: tuple[int, int, int], with_states: bool,
+                given: list[int]) -> None:
+        """Runs with a workspace, which is kept for later calls; ``sizes`` T, B and the rows of states."""
+        offsets, total = self._scratch(sizes[0])
         if not total:
-            self._run(*arguments)
+            self._run(*self._arguments(sizes, queue, with_states, given, ()))
             return
         key = 0 if self._on_cpu else queue
         keep = self._on_cpu or arrays.keeps_workspace()
         memory = self.workspaces.take(key, total) if keep else None
         if memory is None:
             memory = arrays.workspace(total, like, self.library)
-        self._run(*self._with_scratch(arguments, memory.pointer, offsets))
+        base = memory.pointer
+        self._run(*self._arguments(sizes, queue, with_states, given, [base + offset for offset in offsets]))
         if keep:
             self.workspaces.give(key, memory)
 
@@ -267,8 +274,8 @@ class Caller(TrainingCalls):
         there, back = places[:len(inputs)], places[len(inputs):-1]
         for (array, pointer), place in zip(inputs, there, strict=True):
             library.copy(device, place, pointer, array.nbytes, 0)
-        arguments = self._arguments(steps, batch, rows, 0, with_states, there, back)
-        self._run(*self._with_scratch(arguments, places[-1], offsets))
+        at = [places[-1] + offset for offset in offsets]
+        self._run(*self._arguments((steps, batch, rows), 0, with_states, there + back, at))
         sizes = [steps * batch * self.width * self.manifest.workload.itemsize]  # y, less what was not run
         sizes += [array.nbytes for array, _ in outputs[1:]]
         for (_, pointer), place, nbytes in zip(outputs, back, sizes, strict=True):
@@ -276,26 +283,14 @@ class Caller(TrainingCalls):
         library.synchronize(device, 0)
         self.workspaces.give(_COPIES, memory)
 
-    def _arguments(self, steps: int, batch: int, rows: int, queue: int, with_states: bool, inputs: Iterable[int],
-                   outputs: Iterable[int]) -> list[int]:
-        """The arguments of ``run``, all but the workspace. ``inputs``: x, states unless they are zero,
-        lengths, resets, sequences; ``outputs``: y, states, of ``rows`` rows."""
-        plan, given, made = self._plan, iter(inputs), iter(outputs)
-        arguments = self._bound.arguments.copy()
-        arguments[:SCALARS] = steps, batch, self.device, queue
-        arguments[plan.x], arguments[plan.y] = next(given), next(made)
-        size = rows * self._hidden * self.manifest.workload.itemsize
-        zeros = 0 if with_states else self._bound.zeros(size * self._stack.count)
-        for positions in plan.state_in:
-            start = next(given) if with_states else zeros
-            for part, position in enumerate(positions):
-                arguments[position] = start + part * size
-        for positions, start in zip(plan.state_out, made, strict=True):
-            for part, position in enumerate(positions):
-                arguments[position] = start + part * size
-        for position, pointer in zip((*plan.lengths, *plan.resets, *plan.sequences), given, strict=True):
-            arguments[position] = pointer
-        return arguments
+    def _arguments(self, sizes: tuple[int, int, int], queue: int, with_states: bool, given: list[int],
+                   scratch: Sequence[int]) -> tuple[int, ...]:
+        """The arguments of ``run``. ``sizes``: T, B and the rows of states; ``given``: x, states unless they are zero,
+        lengths, resets, sequences, y, states; ``scratch``: the workspaces."""
+        steps, batch, rows = sizes
+        size = rows * self._state_bytes
+        zeros = 0 if with_states else self._bound.zeros(size * self._count)
+        return self._orders[with_states].of((steps, batch, self.device, queue), zeros, scratch, given, size)
 
     def _scratch(self, steps: int) -> tuple[tuple[int, ...], int]:
         """Offsets of the workspace buffers and their bytes, kept from the call before if T is the same."""
@@ -303,11 +298,6 @@ class Caller(TrainingCalls):
         if last[0] != steps:
             last = self._offsets = (steps, *self._plan.offsets(steps))
         return last[1], last[2]
-
-    def _with_scratch(self, arguments: list[int], base: int, offsets: Sequence[int]) -> list[int]:
-        for position, offset in zip(self._plan.workspace, offsets, strict=True):
-            arguments[position] = base + offset
-        return arguments
 
     def _check_x(self, arrays: Arrays, x: Any) -> tuple[int, int]:
         """T and B."""

@@ -13,7 +13,7 @@ from ecornn.schedules.base import Component, Config, Cut, Knob, Schedule, Task
 from ecornn.schedules.gemm.projection import no_projection
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
-from ecornn.schedules.persistent_wide.estimate import estimate, parts_of, product_cycles, recurrence
+from ecornn.schedules.persistent_wide.estimate import L2_BYTES, estimate, parts_of, product_cycles, recurrence
 from ecornn.schedules.persistent_wide.handover import UNWRITTEN
 from ecornn.schedules.persistent_wide.kernel import wide_kernel
 from ecornn.schedules.persistent_wide.plan import (
@@ -39,6 +39,10 @@ START_BLOCKS = 128
 ITEMS = 8  # (unit, batch row) pairs of a thread, at most
 COLUMNS = 256  # of a wgmma, at most
 WIDEST, WIDEST_SUM = 128, 256  # units of a set at most: of a layer, and where a unit has one row of several operands
+STREAMED = (0, 10, 20, 30, 40, 45, 50, 55, 60, 65, 70, 75, 80, 85, 90)  # percent
+LASTING = (100, 75, 50, 25, 0)  # percent of streamed weights
+LARGE = 256 << 10  # bytes of weights for each multiprocessor that may not all stay: some from here on fit no other way
+BUSY = 4  # stages of state that L2 is kept at work with, beside streamed weights
 KEPT = (100, 88, 75, 63, 50, 43, 38, 31, 25, 19, 13, 0)  # percent
 
 
@@ -79,6 +83,10 @@ class PersistentWide(Schedule):
         # of those that make the same number of blocks, the fewest
         units = tuple({-(-w.hidden // u): u for u in range(widest // step * step, 0, -step)
                        if -(-w.hidden // u) <= task.device.cores}.values())
+        streamed = Knob("streamed", STREAMED, "percent of weights that are read from L2 or memory in every step: what "
+                        "registers and shared memory have no room for", before=0)
+        lasting = Knob("lasting", LASTING, "percent of streamed weights that L2 is asked to keep, where it has no "
+                       "room for all; 100: it is asked nothing", before=100)
         return (
             Knob("groups", tuple(groups), "more: fewer batch rows for each, whose blocks hold more of the weights"),
             Knob("units", units, "more units a block: fewer blocks that read the state, more weights for each"),
@@ -88,6 +96,7 @@ class PersistentWide(Schedule):
                  "the state for all; 1: two that share K, which small blocks need", before=1),
             Knob("registers", KEPT,
                  "percent of weights in registers, which products need not read; the rest leaves less room for state"),
+            *([streamed, lasting] if _large(task) else []),
             hoisted_knob(task),
             Knob("math", MATH_FOR["float32" if task.traversal.backward else w.dtype], MATH_TRADES),
         )
@@ -106,8 +115,10 @@ class PersistentWide(Schedule):
         if parts > 1 and row_teams == 1:
             return "warpgroups that share K in blocks that share K"
         plan = plan_of(task, config)
-        if plan.chunks > LANES:
-            return f"{plan.chunks} chunks of K for a warp that copies {LANES}"
+        if plan.resident < 0:
+            return f"{plan.kept} and {plan.streamed} of {plan.chunks} chunks in registers and streamed"
+        if plan.chunks > plan.most_chunks:
+            return f"{plan.chunks} chunks of K for a warp that copies {plan.most_chunks}, in {plan.stages} stages"
         if plan.tiles < plan.sharers:
             return f"{plan.tiles} tiles of 64 rows for {plan.sharers} warpgroups"
         if plan.finishers < parts:
@@ -138,17 +149,39 @@ class PersistentWide(Schedule):
         return estimate(task, plan_of(task, config)) - gained(task, config)
 
     def candidates(self, task: Task) -> Iterator[Config]:
-        """Of all cuts, those that keep as many weights in registers as possible."""
+        """Of all cuts, those that keep as many weights in registers as possible; and where not all weights fit in any
+        of them, as many as possible in shared memory."""
         knobs = {k.name: k.values for k in self.knobs(task)}
         cut, math = ("groups", "units", "parts", "row_teams"), "exact" if len(knobs["math"]) == 1 else "fast"
-        for values in product(*(knobs[name] for name in cut)):
-            for registers in KEPT:
-                config: Config = {**dict(zip(cut, values, strict=True)), "registers": registers,
-                                  "hoisted": "float32", "math": math}
-                if (reason := self.check(task, config)) is None:
-                    yield config
-                if reason is None or not reason.startswith("about"):
-                    break  # fewer in registers only help where these are what is missing
+        rest: Config = {"hoisted": "float32", "math": math}
+        if "streamed" in knobs:
+            rest = {"streamed": 0, "lasting": 100, **rest}
+        for streamed in ((0,), STREAMED[1:]) if "streamed" in knobs else ((0,),):
+            none = True
+            for values in product(*(knobs[name] for name in cut)):
+                found = self._fullest(task, dict(zip(cut, values, strict=True)), rest, streamed)
+                if found is not None:
+                    none = False
+                    yield found
+            if not none:
+                break
+
+    def _fullest(self, task: Task, cut: Config, rest: Config, streamed: tuple[int, ...]) -> Config | None:
+        """A cut with as many weights in registers, and then in shared memory, as there is room for."""
+        for registers in KEPT:
+            for percent in streamed:
+                tried: Config = {**cut, "registers": registers, **rest, **({"streamed": percent} if percent else {})}
+                reason = self.check(task, tried)
+                if reason is None and percent:
+                    plan = plan_of(task, tried)
+                    reason = None if plan.stages >= min(BUSY, plan.chunks) else "few stages"
+                if reason is None:
+                    return {**tried, "lasting": _lasting(plan_of(task, tried))} if percent else tried
+                if "shared memory" not in reason and "stages" not in reason:
+                    break  # more that is streamed only helps where room is what is missing
+            if not reason.startswith("about") and " in registers and streamed" not in reason:
+                return None  # fewer in registers only help where these are what is missing
+        return None
 
     def features(self, task: Task, config: Config) -> dict[str, float]:
         plan, rates = plan_of(task, config), gpu_rates(task.device)
@@ -156,7 +189,8 @@ class PersistentWide(Schedule):
                 "waste": plan.own_tiles * plan.sharers * 64 / (plan.gates * plan.units), "copied": plan.copied_bytes,
                 "handed": plan.handed_bytes,
                 "products": product_cycles(plan, rates), "items": plan.share.items, "stages": plan.stages,
-                "resident": plan.stages / plan.chunks, "registers": plan.registers, "shared": plan.shared,
+                "resident": plan.stages / plan.chunks, "streamed": plan.streamed_bytes,
+                "registers": plan.registers, "shared": plan.shared,
                 "recurrence": recurrence(plan, rates), "estimate": estimate(task, plan) - gained(task, config)}
 
     def stages(self, task: Task, config: Config) -> dict[str, float]:
@@ -165,7 +199,8 @@ class PersistentWide(Schedule):
     def cut(self, task: Task, config: Config) -> Cut:
         plan = plan_of(task, config)
         held = {"registers": plan.rings * plan.kept * plan.weight_bytes,
-                "shared memory": plan.rings * (plan.chunks - plan.kept) * plan.weight_bytes}
+                "shared memory": plan.rings * plan.resident * plan.weight_bytes,
+                "L2 and memory, read every step": plan.streamed_bytes}
         return Cut(plan.groups, plan.blocks, plan.units, plan.rows, "L2", held, parts=plan.parts)
 
     def recurrence(self, task: Task, config: Config) -> Component:
@@ -181,6 +216,19 @@ class PersistentWide(Schedule):
             return assemble_recurrence(task, self.recurrence(task, config), layout, self.together(task, config))
         return assemble(task, _recurrence(task, plan, layout, str(config["math"])), layout,
                         together=self.together(task, config))
+
+
+def _lasting(plan: WidePlan) -> int:
+    """Percent of streamed weights that L2 keeps."""
+    room = 100 * L2_BYTES // (plan.groups * plan.blocks * plan.streamed_bytes)
+    return next(percent for percent in LASTING if percent <= room)
+
+
+def _large(task: Task) -> bool:
+    """Whether some weights of a layer may have to be streamed."""
+    (phase,), w = task.graph.phases, task.workload
+    weights = len(phase.products) * w.hidden * w.hidden * w.itemsize
+    return not task.traversal.backward and weights > LARGE * task.device.cores
 
 
 def _recurrence(task: Task, plan: WidePlan, layout: Hoisted, math: str) -> Callable[[Stored], Component]:

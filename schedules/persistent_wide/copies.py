@@ -12,10 +12,10 @@ from ecornn.schedules.builder import Expr, T, TirBuffer
 from ecornn.schedules.isa.mbarrier import mbarrier_test
 from ecornn.schedules.persistent_wide.block_role import BlockRole, opaque
 from ecornn.schedules.persistent_wide.exchange import counter_of, slot_base, writers
-from ecornn.schedules.persistent_wide.plan import DEPTH, SLOTS, WidePlan
+from ecornn.schedules.persistent_wide.plan import DEPTH, LANES, SLOTS, WidePlan
 from ecornn.schedules.sequence_kernel import SequenceKernel
 
-_BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
 
 
 class Memory:
@@ -29,9 +29,15 @@ class Memory:
         return (ring * self.plan.stages + stage) * (self.plan.stage_bytes // 4)
 
     def weights(self, ring: Expr, position: Expr) -> Expr:
-        """Of the weights of the chunk at a position from ``kept`` on."""
-        within = ring * (self.plan.chunks - self.plan.kept) + position - self.plan.kept
+        """Of the weights of the chunk at a position from ``kept`` on, if they stay."""
+        within = ring * self.plan.resident + position - self.plan.kept
+        if self.plan.streamed:
+            within = within - self.plan.streamed_before(position)
         return self.plan.first_weight // 4 + within * (self.plan.weight_bytes // 4)
+
+    def slot(self, ring: Expr, slot: Expr) -> Expr:
+        """Of a slot for streamed weights."""
+        return self.plan.first_slot // 4 + (ring * self.plan.slots + slot) * (self.plan.weight_bytes // 4)
 
     def sums(self, ring: Expr) -> Expr:
         return self.plan.first_sum // 4 + ring * (self.plan.columns * self.plan.stride)
@@ -48,8 +54,16 @@ class Memory:
         """A pointer: weights are in shared memory."""
         return self._barrier(ring, 2 * self.plan.stages)
 
+    def filled(self, ring: Expr, slot: Expr) -> Expr:
+        """A pointer: this slot has its weights."""
+        return self._barrier(ring, 2 * self.plan.stages + 1 + slot)
+
+    def used(self, ring: Expr, slot: Expr) -> Expr:
+        """A pointer: this slot's weights have been multiplied."""
+        return self._barrier(ring, 2 * self.plan.stages + 1 + self.plan.slots + slot)
+
     def _barrier(self, ring: Expr, index: Expr) -> Expr:
-        place = self.plan.first_barrier // 4 + (ring * (2 * self.plan.stages + 1) + index) * 2
+        place = self.plan.first_barrier // 4 + (ring * self.plan.barriers + index) * 2
         return self.words.ptr_to([place])
 
 
@@ -64,13 +78,13 @@ def copy(kernel: SequenceKernel, plan: WidePlan, memory: Memory, role: BlockRole
     weights, exchange, counters = (kernel.arguments[name] for name in ("recurrent", "exchange", "counters"))
     if plan.copiers == 1:
         ring, keep, chunk = warp, T.let, T.let("chunk", chunk_at(plan, role, warp, lane))
-        _weights(plan, memory, role.member, ring, lane, chunk, weights)
+        _weights(plan, memory, role, ring, lane, chunk, weights)
         stage, turn = T.let("stage", lane % S), T.let("turn", lane // S)
         mine, every = lane < C, (1 << C) - 1
     else:
         ring, keep = 0, opaque
         with T.If(warp == 0), T.Then():
-            _weights(plan, memory, role.member, ring, lane, T.let("chunk", chunk_at(plan, role, ring, lane)),
+            _weights(plan, memory, role, ring, lane, T.let("chunk", chunk_at(plan, role, ring, lane)),
                      weights)
         stage, turn = keep("stage", warp + lane % each * plan.copiers), keep("turn", lane // each)
         position = keep("position", turn * S + stage)
@@ -100,7 +114,7 @@ def copy(kernel: SequenceKernel, plan: WidePlan, memory: Memory, role: BlockRole
                         # The copies of several lanes issue as one instruction, which a race checker takes for the
                         # first lane's: that one must have seen what the others have waited for.
                         T.evaluate(T.cuda.func_call("ecornn_meet", source_code=_MEET))
-                        _announce(memory.full(ring, stage), plan.stage_bytes)
+                        announce(memory.full(ring, stage), plan.stage_bytes)
                         T.evaluate(T.ptx["fence.proxy.async.global"]())
                         _bulk(memory.words.ptr_to([memory.stage(ring, stage)]), exchange.ptr_to([source]),
                               plan.stage_bytes, memory.full(ring, stage))
@@ -111,27 +125,33 @@ def copy(kernel: SequenceKernel, plan: WidePlan, memory: Memory, role: BlockRole
                                                     return_type="uint32"), [0])
 
 
-def _weights(plan: WidePlan, memory: Memory, member: Expr, ring: Expr, lane: Expr, chunk: Expr,
+def _weights(plan: WidePlan, memory: Memory, role: BlockRole, ring: Expr, lane: Expr, chunk: Expr,
              weights: TirBuffer) -> None:
     """Weights that are kept in shared memory."""
-    if plan.kept == plan.chunks:
+    if not plan.resident:
         return
-    with T.If(T.And(lane >= plan.kept, lane < plan.chunks)), T.Then():
-        _announce(memory.stored(ring), plan.weight_bytes)
-        piece = T.cast(member * plan.packed_chunks + chunk, "int64")
-        _bulk(memory.words.ptr_to([memory.weights(ring, lane)]),
-              weights.ptr_to([piece * (plan.weight_bytes // 4)]), plan.weight_bytes, memory.stored(ring))
+    for first in range(0, plan.chunks, LANES):
+        position = lane + first if first else lane
+        mine = T.And(position >= plan.kept, position < plan.chunks)
+        if plan.streamed:
+            mine = T.And(mine, plan.streamed_before(position + 1) == plan.streamed_before(position))
+        with T.If(mine), T.Then():
+            announce(memory.stored(ring), plan.weight_bytes)
+            chunk = chunk_at(plan, role, ring, position) if first else chunk
+            piece = T.cast(role.member * plan.packed_chunks + chunk, "int64")
+            _bulk(memory.words.ptr_to([memory.weights(ring, position)]),
+                  weights.ptr_to([piece * (plan.weight_bytes // 4)]), plan.weight_bytes, memory.stored(ring))
     T.evaluate(T.cuda.warp_sync())
 
 
-def _announce(barrier: Expr, count: int) -> None:
+def announce(barrier: Expr, count: int) -> None:
     """Arrives at a barrier whose phase ends when ``count`` bytes have come, too."""
     T.evaluate(T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"](barrier, T.uint32(count)))
 
 
 def _bulk(to: Expr, source: Expr, count: int, barrier: Expr) -> None:
     """Copies ``count`` bytes, and counts them at the barrier."""
-    T.evaluate(T.ptx[_BULK](to, source, T.uint32(count), barrier))
+    T.evaluate(T.ptx[BULK](to, source, T.uint32(count), barrier))
 
 
 _BALLOT = """

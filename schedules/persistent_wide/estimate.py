@@ -10,6 +10,7 @@ from ecornn.schedules.rates import GPURates, gpu_rates
 HANDED_BYTES = 9.0  # of partial sums that a block gets in a cycle
 HELD = 1.75  # times the tensor cores' time of a product: that of one with weights in registers
 PRODUCT = 16  # cycles of the smallest product
+L2_BYTES = 24 << 20  # of weights that L2 keeps from step to step, beside all else that goes through it
 BEHIND = 0.15  # of the shorter of copies and products: what the longer one does not hide
 GATES, ITEM = 250, 90  # cycles of the gates of a step, and of each of a thread's items
 
@@ -27,11 +28,23 @@ def recurrence(plan: WidePlan, rates: GPURates) -> float:
 def cycles(plan: WidePlan, rates: GPURates) -> tuple[float, float, float]:
     """The cycles of that, in all, of products and of gates; the rest is the exchange that products do not hide."""
     copied = plan.copied_bytes / min(rates.l2_bulk, rates.l2_chip / (plan.groups * plan.blocks))
+    if plan.streamed:
+        copied += _streamed(plan, rates)
     multiplied = product_cycles(plan, rates)
     behind = BEHIND * min(copied, multiplied)
     gates = GATES + plan.columns * plan.stride * 4 * plan.rings * 2 / rates.shared + ITEM * plan.share.items
     handed = rates.l2_handover + plan.handed_bytes / HANDED_BYTES if plan.parts > 1 else 0.0
     return rates.l2_counted + max(copied, multiplied) + behind + handed + gates, multiplied, gates
+
+
+def _streamed(plan: WidePlan, rates: GPURates) -> float:
+    """Cycles that streamed weights take, but for those that come while a step waits for state."""
+    blocks, ahead = plan.groups * plan.blocks, plan.rings * plan.slots * plan.weight_bytes
+    found = (plan.streamed_bytes - ahead) / min(rates.l2_bulk, rates.l2_chip / blocks)
+    if plan.streamed_bytes * blocks > L2_BYTES:
+        from_memory = blocks * plan.streamed_bytes - L2_BYTES
+        found = max(found, from_memory / rates.memory_beside * rates.clock)
+    return found
 
 
 def parts_of(task: Task, plan: WidePlan) -> dict[str, float]:

@@ -8,7 +8,8 @@ set the rows of ``units`` hidden units, each block of it for a part of K. In eve
 * two or three warpgroups multiply, each its half of K or its own rows, with weights in registers and in shared
   memory (``products.py``), hand the partial sums of units that another block of the set finishes over to it
   (``handover.py``), add those of their own, compute the cell's scalars, and write the new state to the
-  exchange first and y afterwards (``gates.py``).
+  exchange first and y afterwards (``gates.py``);
+* where not all weights fit, a warp for each ring copies the others in every step (``stream.py``).
 
 What registers the copying warpgroup does not need, the multiplying ones get.
 """
@@ -24,6 +25,7 @@ from ecornn.schedules.persistent_wide.copies import Memory, copy
 from ecornn.schedules.persistent_wide.gates import Gates
 from ecornn.schedules.persistent_wide.plan import REGISTERS, TEAM, WidePlan
 from ecornn.schedules.persistent_wide.products import Products
+from ecornn.schedules.persistent_wide.stream import stream
 from ecornn.schedules.sequence_kernel import SequenceKernel
 from ecornn.schedules.timeline import piece_arguments, row_arguments
 
@@ -62,6 +64,10 @@ def wide_kernel(task: Task, plan: WidePlan, hoisted: Hoisted, math: str, kept: S
                 T.evaluate(T.ptx["setmaxnreg.dec.sync.aligned.u32"](copying))
                 with T.If(thread < plan.rings * plan.copiers * 32), T.Then():
                     copy(kernel, plan, memory, role, T.let("warp", thread // 32), T.let("lane", thread % 32))
+                if plan.streamed:
+                    ring = T.let("ring", thread // 32 - plan.rings * plan.copiers)
+                    with T.If(T.And(T.And(ring >= 0, ring < plan.rings), thread % 32 == 0)), T.Then():
+                        stream(kernel.steps, plan, memory, role, ring, a["recurrent"])
             with T.Else():
                 T.evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](multiplying))
                 worker = T.let("worker", thread - TEAM)
@@ -84,9 +90,12 @@ def _prepare(plan: WidePlan, memory: Memory, thread: Expr) -> None:
             for stage in range(plan.stages):
                 T.evaluate(T.ptx["mbarrier.init.shared::cta.b64"](memory.full(ring, stage), T.uint32(1)))
                 T.evaluate(T.ptx["mbarrier.init.shared::cta.b64"](memory.empty(ring, stage), arrivals))
-            if plan.kept < plan.chunks:
-                count = T.uint32(plan.chunks - plan.kept)
+            if plan.resident:
+                count = T.uint32(plan.resident)
                 T.evaluate(T.ptx["mbarrier.init.shared::cta.b64"](memory.stored(ring), count))
+            for slot in range(plan.slots):
+                T.evaluate(T.ptx["mbarrier.init.shared::cta.b64"](memory.filled(ring, slot), T.uint32(1)))
+                T.evaluate(T.ptx["mbarrier.init.shared::cta.b64"](memory.used(ring, slot), arrivals))
         T.evaluate(T.ptx["fence.mbarrier_init.release.cluster"]())
         T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())  # bulk copies arrive through this proxy
     T.evaluate(T.cuda.cta_sync())

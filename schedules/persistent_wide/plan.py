@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import gcd
+from typing import Any
 
 from ecornn.analysis.liveness import late_operands
 from ecornn.program import Packing
@@ -22,6 +23,7 @@ SPACING = 32  # words from counter to counter: each has a line of its own
 SPARE_REGISTERS = {1: 20, 2: 28}  # by rings: addresses, descriptors, loop state; with one ring, many are made anew
 OUTPUTS = 5  # registers of an item for where an adjoint's outputs go; with one ring, these are made anew
 REGISTERS = {2: (40, 232), 3: (24, 160)}  # of a copying and a multiplying thread, by multiplying warpgroups
+AHEAD_BYTES = 48 << 10  # of streamed weights a block has room for: what L2 sends while a step waits for state
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class WidePlan:
     rings : of stages in a block: one for each team, which share K, or one for all, which share rows
     chunks : of K, for each ring
     kept : chunks of a ring whose weights are in registers; the others' are in shared memory
+    streamed : chunks of a ring whose weights get there in every step, see stream.py
+    lasting : of these, the first ones, which L2 is asked to keep; all: it is asked nothing
     stages : of a ring
     values : that a thread keeps for each item
     """
@@ -58,6 +62,8 @@ class WidePlan:
     kept: int
     stages: int
     values: int
+    streamed: int = 0
+    lasting: int = 0
 
     @property
     def blocks(self) -> int:
@@ -115,12 +121,38 @@ class WidePlan:
     @property
     def copiers(self) -> int:
         """Warps that copy for one ring."""
-        return 1 if self.rings > 1 else min(4, self.stages)
+        return 1 if self.rings > 1 else min(3 if self.streamed else 4, self.stages)
 
     @property
     def copier_stages(self) -> int:
         """Stages that such a warp fills, at most."""
         return -(-self.stages // self.copiers)
+
+    @property
+    def most_chunks(self) -> int:
+        """Of a ring, that its copying warps have lanes for."""
+        apart = self.streamed and self.copiers > 1
+        return self.stages * (LANES // self.copier_stages) if apart else LANES
+
+    @property
+    def resident(self) -> int:
+        """Chunks of a ring whose weights stay in shared memory."""
+        return self.chunks - self.kept - self.streamed
+
+    @property
+    def slots(self) -> int:
+        """Of a ring, for streamed weights of a chunk each."""
+        return min(self.streamed, max(2, -(-AHEAD_BYTES // (self.rings * self.weight_bytes))))
+
+    def streamed_before(self, position: Any) -> Any:
+        """Chunks of a ring before this position, from ``kept`` on, whose weights are streamed: as evenly among the
+        others as may be, so that L2 is at work all the time."""
+        return (position - self.kept) * self.streamed // max(1, self.chunks - self.kept)
+
+    def stream(self, position: int) -> int | None:
+        """Number among the streamed chunks of the one at a position, None where it is none."""
+        before = self.streamed_before(position)
+        return before if position >= self.kept and self.streamed_before(position + 1) > before else None
 
     @property
     def weight_bytes(self) -> int:
@@ -142,18 +174,28 @@ class WidePlan:
         return self.rings * self.stages * self.stage_bytes
 
     @property
+    def first_slot(self) -> int:
+        """Where slots for streamed weights begin."""
+        return self.first_weight + self.rings * self.resident * self.weight_bytes
+
+    @property
     def first_sum(self) -> int:
-        return self.first_weight + self.rings * (self.chunks - self.kept) * self.weight_bytes
+        return self.first_slot + self.rings * self.slots * self.weight_bytes
 
     @property
     def first_barrier(self) -> int:
-        """Of each ring: full and empty of each stage, and that of the weights."""
+        """Of each ring: full and empty of each stage, that of the weights, and full and empty of each slot."""
         return self.first_sum + self.rings * self.columns * self.stride * 4
+
+    @property
+    def barriers(self) -> int:
+        """Of a ring."""
+        return 2 * self.stages + 1 + 2 * self.slots
 
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory."""
-        end = self.first_barrier + self.rings * (2 * self.stages + 1) * 8
+        end = self.first_barrier + self.rings * self.barriers * 8
         return max(end, self.first_sum + -self.octets % 8 * 128)  # behind the last weights
 
     @property
@@ -186,6 +228,11 @@ class WidePlan:
     def copied_bytes(self) -> int:
         """Of state, to one block in a step."""
         return self.rings * self.chunks * self.stage_bytes
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Of weights, to one block in a step."""
+        return self.rings * self.streamed * self.weight_bytes
 
     @property
     def handed_bytes(self) -> int:
@@ -225,10 +272,12 @@ def plan_of(task: Task, config: Config) -> WidePlan:
         values += OUTPUTS if rings > 1 else 0
     if late_operands(graph):  # the next step's inputs, too
         values += hoisted_of(task, config).words()
+    streamed = -(-chunks * int(config.get("streamed", 0)) // 100)
     plan = WidePlan(hidden=w.hidden, dtype=w.dtype, operands=operands, groups=groups, sets=-(-w.hidden // units),
                 parts=parts, units=units, rows=-(-w.batch // groups), gates=gates, interleave=gcd(gates, 8),
                 teams=teams, rings=rings, chunks=chunks, kept=-(-chunks * int(config["registers"]) // 100),
-                stages=1, values=values)
+                stages=1, values=values, streamed=streamed,
+                lasting=streamed * int(config.get("lasting", 100)) // 100)
     stage = rings * (plan.stage_bytes + 16)
     return replace(plan, stages=max(1, min(chunks, 1 + (task.device.shared - plan.shared) // stage)))
 

@@ -11,6 +11,7 @@ from ecornn.schedules.persistent_wide import handover
 from ecornn.schedules.persistent_wide.block_role import BlockRole, multiplier, opaque, pinned
 from ecornn.schedules.persistent_wide.copies import Memory, chunk_at
 from ecornn.schedules.persistent_wide.plan import DEPTH, TEAM, WidePlan
+from ecornn.schedules.persistent_wide.stream import parity_of
 
 STEPS = DEPTH // 16  # products of a chunk and tile
 
@@ -22,7 +23,7 @@ class Products:
                  weights: TirBuffer) -> None:
         self.plan, self.memory, self.role, self.home, self.team = plan, memory, role, team, team
         self.warp, self.lane = T.let("warp", team_thread // 32), T.let("lane", team_thread % 32)
-        self.base = T.let("base", T.cuda.cvta_generic_to_shared(memory.words.ptr_to([0])))
+        self.base = self.begin = T.let("base", T.cuda.cvta_generic_to_shared(memory.words.ptr_to([0])))
         # (m64 tile of weight rows, n8 tile of batch rows, 4 of fragment C)
         self.acc = T.local("acc", (plan.own_tiles, plan.columns // 8, 4), "float32")
         # (position of a chunk, step of K, m64 tile), 4 of fragment A
@@ -37,7 +38,7 @@ class Products:
                         piece = (chunk * (DEPTH // 8) + 2 * k + i // 2) * plan.octets + octet
                         T.buffer_store(self.held, weights[T.cast(piece, "int64") * 32 + self.lane],
                                        [(p * STEPS + k) * plan.own_tiles + m, i])
-        if plan.kept < plan.chunks:
+        if plan.resident:
             mbarrier_wait(memory.stored(self.ring), T.uint32(0))
 
     @property
@@ -54,12 +55,16 @@ class Products:
         plan = self.plan
         home = self.home if plan.rings > 1 else multiplier() // TEAM
         self.team = uniform("team", home)  # anew: addresses computed before the loop would take too many registers
+        if plan.streamed:  # of more chunks; the same
+            self.base = T.cast(pinned("base", T.cast(self.begin, "int32")), "uint32")
         every = [[self.acc[m, n, i] for n in range(plan.columns // 8) for i in range(4)] for m in range(plan.own_tiles)]
         for p in range(plan.chunks):
             stage = p % plan.stages
             uses = (plan.chunks - 1 - stage) // plan.stages + 1  # of the stage, in a step
             parity = T.cast(T.bitwise_and(t * uses + p // plan.stages, 1), "uint32")
             mbarrier_wait(self.memory.full(self.ring, stage), parity)
+            if (number := plan.stream(p)) is not None:
+                mbarrier_wait(self.memory.filled(self.ring, number % plan.slots), parity_of(plan, t, number))
             T.evaluate(T.ptx["wgmma.fence.sync.aligned"]())
             state = self._address(self.memory.stage(self.ring, stage))
             b = T.let("b", descriptor(state, 16, 8 * DEPTH * 2, swizzled=True))
@@ -84,7 +89,9 @@ class Products:
             row = (p * STEPS + k) * plan.own_tiles + m
             wgmma_registers(acc, [self.held[row, i] for i in range(4)], b, keep, plan.dtype)
         else:  # two pieces of eight values of K; a tile is eight octets of 128 bytes
-            place, within = self.memory.weights(self.ring, p), m
+            number, within = plan.stream(p), m
+            place = (self.memory.weights(self.ring, p) if number is None
+                     else self.memory.slot(self.ring, number % plan.slots))
             if plan.rings == 1:  # rows beyond the last tile are multiplied as others, and not stored
                 first = self._tile(0) if plan.tiles % plan.sharers == 0 else T.min(self._tile(m), plan.tiles - 1)
                 place, within = place + first * 256, m if plan.tiles % plan.sharers == 0 else 0
@@ -95,10 +102,13 @@ class Products:
         return self.base + T.cast(word * 4, "uint32")
 
     def _release(self, p: int) -> None:
-        """This warp has multiplied the chunk at position p: its stage may be written again."""
-        empty = self.memory.empty(self.ring, p % self.plan.stages)
+        """This warp has multiplied the chunk at position p: its stage may be written again, and its slot."""
+        empty, number = [self.memory.empty(self.ring, p % self.plan.stages)], self.plan.stream(p)
+        if number is not None:
+            empty.append(self.memory.used(self.ring, number % self.plan.slots))
         with T.If(self.lane == 0), T.Then():
-            T.evaluate(T.ptx["mbarrier.arrive.shared::cta.b64"](empty))
+            for barrier in empty:
+                T.evaluate(T.ptx["mbarrier.arrive.shared::cta.b64"](barrier))
 
     def store(self, handed: TirBuffer | None) -> None:
         """Leaves the partial sums in shared memory, and hands over those that other blocks finish: a column of

@@ -1,0 +1,52 @@
+"""Weights that do not fit on the chip: a warp for each ring brings them in every step, chunk by chunk, by bulk copies.
+
+Whose weights come next is known ahead, whatever the state is. So they go through slots of their own, apart from stages
+of state: while a step waits for state, the weights of its first streamed chunks arrive. A slot is written again when
+each warp that multiplies has arrived at its ``used``, behind its products (wgmma) of what the slot had; nobody writes
+weights while the kernel runs, and nothing else orders these copies. Which slot a chunk has does not depend on the step;
+how often a slot has been filled says which parity to wait for.
+
+Weights beyond what L2 holds would drive each other out of it: read in the same order in every step, none would be there
+when it is read again. So the first ones of a step are asked to stay, and the others to go first.
+"""
+
+from __future__ import annotations
+
+from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.isa.mbarrier import mbarrier_wait
+from ecornn.schedules.persistent_wide.block_role import BlockRole, opaque
+from ecornn.schedules.persistent_wide.copies import BULK, Memory, announce, chunk_at
+from ecornn.schedules.persistent_wide.plan import WidePlan
+
+
+def stream(steps: Expr, plan: WidePlan, memory: Memory, role: BlockRole, ring: Expr, weights: TirBuffer) -> None:
+    """One thread's whole life: all streamed chunks of a ring, step after step."""
+    count, among = plan.streamed, plan.chunks - plan.kept
+    policies = T.local("policies", (2,), "uint64")
+    if plan.lasting < count:
+        T.evaluate(T.ptx["createpolicy.fractional.L2::evict_last.b64"](policies[0]))
+        T.evaluate(T.ptx["createpolicy.fractional.L2::evict_first.b64"](policies[1]))
+    turn = T.local("turn", (1,), "int32")  # a loop that is not unrolled: a thread that copies has few registers
+    with T.serial("t", 0, steps) as t:
+        T.buffer_store(turn, T.int32(0), [0])
+        with T.While(turn[0] < count):
+            number = opaque("number", turn[0])
+            slot, position = opaque("slot", number % plan.slots), plan.kept + (number * among + among - 1) // count
+            piece = role.member * plan.packed_chunks + chunk_at(plan, role, ring, opaque("position", position))
+            source = weights.ptr_to([T.cast(opaque("piece", piece), "int64") * (plan.weight_bytes // 4)])
+            mbarrier_wait(memory.used(ring, slot), T.bitwise_xor(parity_of(plan, t, number), T.uint32(1)))
+            announce(memory.filled(ring, slot), plan.weight_bytes)
+            to, size = memory.words.ptr_to([memory.slot(ring, slot)]), T.uint32(plan.weight_bytes)
+            if plan.lasting < count:
+                policy = T.Select(number < plan.lasting, policies[0], policies[1])
+                T.evaluate(T.ptx[f"{BULK}.L2::cache_hint"](to, source, size, memory.filled(ring, slot), policy))
+            else:
+                T.evaluate(T.ptx[BULK](to, source, size, memory.filled(ring, slot)))
+            T.buffer_store(turn, number + 1, [0])
+
+
+def parity_of(plan: WidePlan, t: Expr, number: Expr) -> Expr:
+    """Of the phase of its slot in which a streamed chunk is there, in step t."""
+    slot = number % plan.slots
+    uses = (plan.streamed - 1 - slot) // plan.slots + 1  # of the slot, in a step
+    return T.cast(T.bitwise_and(t * uses + number // plan.slots, 1), "uint32")
