@@ -36,6 +36,7 @@ class PersistentBlock(Schedule):
     name = "persistent_block"
     revision = 1
     kind = "cuda"
+    since = "2026-11-25T10:00:00Z"
     sequences = True
 
     def __init__(self) -> None:
