@@ -123,7 +123,7 @@ class Schedule(ABC):
     heads : whether it carries out products with heads
     few_steps : whether it is for calls of a few steps; it competes with records of longer ones, which do not say what a
         call takes beside its steps
-    since : when it came to be, as records have their times: an older one does not say that others are faster, so that it
+    since : when it came to be, as records have their times: an older one does not say that others are faster, so it
         competes with that by what it expects; empty: before all records
     backward : whether it carries out the recurrence of an adjoint, too, a task whose traversal is ``backward``
     doubt : of these, where it competes without a record: how many times as long as it expects is believed, since the
