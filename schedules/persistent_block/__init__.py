@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
+from math import inf, prod
 
 from ecornn.device import Device
 from ecornn.program import PACKED, Buffer, Extent, Launch, Program
@@ -137,7 +137,7 @@ class PersistentBlock(Schedule):
     def rank(self, task: Task) -> float:
         """Others leave out what memory takes, and expect of hoisted values in 16 bits what these gain."""
         config = self.default(task)
-        return (estimate(task, plan_of(task, config), config, math.inf) - gained(task, config)) * DOUBT
+        return (estimate(task, plan_of(task, config), config, inf) - gained(task, config)) * DOUBT
 
     def _best(self, task: Task) -> Config | None:
         """The valid configuration of least estimated time, kept for the next question."""
@@ -154,11 +154,11 @@ class PersistentBlock(Schedule):
     def candidates(self, task: Task) -> Iterator[Config]:
         """Of all cuts, those that keep as many weights in registers as possible."""
         knobs = {k.name: k.values for k in self.knobs(task)}
-        cut, by = ("products", "rows", "units", "lanes", "resident"), math_for(task)[1]
+        cut, math = ("products", "rows", "units", "lanes", "resident"), math_for(task)
         for values in product(*(knobs[name] for name in cut)):
             for registers in REGISTERS:
                 config: Config = {**dict(zip(cut, values, strict=True)), "registers": registers,
-                                  "hoisted": "float32", "math": by}
+                                  "hoisted": "float32", "math": math[1]}
                 if (reason := self.check(task, config)) is None:
                     yield config
                 if reason is None or not reason.startswith("about"):
@@ -190,7 +190,7 @@ def math_for(task: Task) -> tuple[str, ...]:
 
 def _recurrence(task: Task, plan: BlockPlan, layout: Hoisted, math: str, kept: Stored = NOTHING) -> Component:
     packings = [packing_of(task, plan, part) for part in plan.parts]
-    buffers = tuple(Buffer(f"recurrent_{i}", PACKED, packing.dtype, Extent(math.prod(packing.pad)), packing)
+    buffers = tuple(Buffer(f"recurrent_{i}", PACKED, packing.dtype, Extent(prod(packing.pad)), packing)
                     for i, packing in enumerate(packings))
     name = keeping("persistent_block", kept)
     return Component({name: block_kernel(task, plan, layout, math, kept)}, buffers,
