@@ -178,6 +178,10 @@ class Schedule(ABC):
         """By which it competes without a record: the least is preferred."""
         return self.expected(task) * (self.doubt if task.traversal.backward else 1.0)
 
+    def beside(self, task: Task) -> float:
+        """Nanoseconds of a sequence that records have in what a step takes, and :meth:`rank` has not."""
+        return 0.0
+
     @abstractmethod
     def features(self, task: Task, config: Config) -> dict[str, float]:
         """What the cost model sees besides the knobs: bytes, products, occupancy, exchanges; and as ``estimate``, where

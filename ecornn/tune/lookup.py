@@ -5,9 +5,8 @@ sequence length (within a factor of two all are near: a module serves every T). 
 only the product that is hoisted out of it does. Where that is made beside the recurrence it must keep up, so a record
 of a smaller input says nothing. A call of a few steps takes longer for what is beside them, of which a record of long
 ones does not tell: a schedule that is for such calls competes with it by what it expects. So does one that is younger
-than the record, whose search did not know it, unless the nearest records have a time of it, too; without what the
-record's sequence took beside its steps, which estimates leave out. Among the nearest ones the configuration that is
-expected to be fastest is used:
+than the record, whose search did not know it, unless the nearest records have a time of it, too. Among the nearest ones
+the configuration that is expected to be fastest is used:
 
 1. measured on this device (same name and number of cores);
 2. on another device of the same architecture, with no more cores, shared memory or registers;
@@ -34,7 +33,6 @@ import msgspec
 
 from ecornn.device import Device
 from ecornn.schedules.base import Config, Knob, Schedule, Task, Value
-from ecornn.schedules.rates import gpu_rates
 from ecornn.tune.log import Line, Log
 from ecornn.tune.plausible import credible, possible
 from ecornn.tune.record import Trial
@@ -137,8 +135,7 @@ def _by_estimate(best: Evidence, tried: Collection[str], schedules: Sequence[Sch
     if not made:
         return None
     first = min(made, key=lambda s: s.rank(task))
-    beside = 0.0 if task.device.kind != "cuda" or of <= FEW else gpu_rates(task.device).sequence / of
-    if first.rank(task) >= best.expected * 1000 - beside:
+    if first.rank(task) + first.beside(task) / of >= best.expected * 1000:
         return None
     why = (f"for T={steps} it is expected to be faster than {best.trial.schedule}, of which record {best.line.place} "
            f"says what T={of} takes" if first.few_steps else

@@ -17,6 +17,7 @@ from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.persistent_block.estimate import cycles, estimate
 from ecornn.schedules.persistent_block.kernel import block_kernel
 from ecornn.schedules.persistent_block.plan import RESERVED, TEAM, BlockPlan, packing_of, plan_of, register_limit
+from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
 from ecornn.schedules.timeline import together
 from ecornn.workload import Traversal, Workload
@@ -138,6 +139,9 @@ class PersistentBlock(Schedule):
         """Others leave out what memory takes, and expect of hoisted values in 16 bits what these gain."""
         config = self.default(task)
         return (estimate(task, plan_of(task, config), config, inf) - gained(task, config)) * DOUBT
+
+    def beside(self, task: Task) -> float:
+        return gpu_rates(task.device).sequence
 
     def _best(self, task: Task) -> Config | None:
         """The valid configuration of least estimated time, kept for the next question."""
