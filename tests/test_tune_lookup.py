@@ -111,8 +111,7 @@ def test_a_schedule_that_is_younger_than_the_record_competes_by_what_it_expects(
 
     result = chosen(trial(4.6, a=2))
     assert result.schedule is young and result.config == young.default(TASK)
-    assert result.provenance == ("untuned default of young: it is expected to be faster than fake, of which record "
-                                 "log.jsonl:1 of 2026-01-31T12:00:00Z says 4.738 µs per step, and younger than that")
+    assert "faster than fake, of which record log.jsonl:1 of 2026-01-31T12:00:00Z says 4.738" in result.provenance
     assert chosen(trial(4.3, a=2)).config["a"] == 2, "beside its steps"
     assert chosen(trial(4.6, a=2, time="2026-02-01T12:00:00Z")).config["a"] == 2, "it was there"
     tried = trial(4.7, a=3, schedule="young", time="2026-02-02T12:00:00Z")
