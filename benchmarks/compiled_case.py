@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ecornn.cells import Cell
+from ecornn.errors import ScheduleError
 
 if TYPE_CHECKING:
     from ecornn.compiler import LayerPlan
     from ecornn.device import Device
 
+ALIKE = "the same as with records"
 Knobs = tuple[tuple[str, Any], ...]
 
 
@@ -25,6 +27,7 @@ class Made:
     schedule : by name; None for what is expected to be fastest
     config : all knobs; empty for the best record or the heuristic
     changed : knobs that are then set to something else
+    untuned : True: as if there were no records; it is not made where that is what records say (``ALIKE``)
     like : another cell, whose schedule and knobs at this size are taken instead
     multiplied : False: without recurrent products (unmultiplied.py)
     """
@@ -39,6 +42,7 @@ class Made:
     config: Knobs = ()
     changed: Knobs = ()
     precision: str | None = None
+    untuned: bool = False
     like: str | None = None
     multiplied: bool = True
 
@@ -63,6 +67,14 @@ class Made:
             "hidden": self.H, "input": self.I, "batch": self.B, "seq": self.T, "dtype": self.dtype,
             "precision": self.precision, "target": device}
         found = plan(self.like or self.cell, schedule=self.schedule, config=dict(self.config), **asked)
+        if self.untuned:
+            from ecornn.tune.choose import serving_or_raise
+
+            first = serving_or_raise(found.task)[0]
+            config = first.default(found.task)
+            if (first.name, config) == (found.found.schedule.name, dict(found.found.config)):
+                raise ScheduleError(ALIKE)
+            return plan(self.cell, schedule=first.name, config=config, **asked)
         if not (self.like or self.changed):
             return found
         return plan(self.cell, schedule=found.found.schedule.name,

@@ -82,6 +82,35 @@ PAST = [_square("lstm", 256, 1, 2816), _square("lstm", 256, 8, 2816), _square("l
         _square("rnn_tanh", 256, 1, 5120), _square("gru", 256, 1, 2048, "float32"),
         _square("lstm", 256, 1, 2048, "float32")]
 
+# Outside that grid, what compare_classes.py compares: layers in daily use for which the usual schedules are not made.
+# Some of their sizes are on tiles, some off
+CLASSES = {
+    "small": [*(_square("lstm", 300, B, 64, "float32") for B in (1, 32, 132)), _square("lstm", 300, 16, 40, "float32"),
+              _square("lstm", 300, 8, 100, "float32"), _square("gru", 300, 32, 64, "float32"),
+              _square("rnn_tanh", 300, 32, 128, "float32"), _square("lstm", 300, 32, 64),
+              _square("lstm", 300, 1, 64, "bfloat16"), _square("lstm", 300, 32, 128),
+              _square("lstm", 300, 1, 128, "bfloat16"), _square("gru", 300, 1, 128), _square("gru", 300, 20, 90),
+              _square("rnn_tanh", 300, 4, 50, "bfloat16")],
+    "one_step": [*(_square("lstm", 1, 16, 1024, dtype) for dtype in ("float16", "bfloat16", "float32")),
+                 _square("gru", 1, 64, 512), _square("gru", 1, 1, 2816), _square("lstm", 1, 1, 256, "float32"),
+                 Row("gru", 1, 5, 100, 300, "float32"), _square("lstm", 1, 20, 650), _square("rnn_tanh", 1, 8, 1024),
+                 *(_square("lstm", T, 16, 1024) for T in (2, 8)), _square("gru", 2, 64, 512),
+                 _square("lstm", 4, 32, 512, "bfloat16"), Row("gru", 4, 5, 100, 300, "float32"),
+                 _square("lstm", 8, 1, 256, "float32")],
+    "past_chip": [_square("gru", 128, 64, 3072), _square("gru", 128, 16, 3072, "bfloat16"),
+                  _square("lstm", 128, 32, 2816), _square("lstm", 128, 16, 4096),
+                  _square("lstm", 128, 20, 3000, "bfloat16"), _square("rnn_tanh", 128, 32, 6144),
+                  _square("gru", 128, 32, 2048, "float32"), _square("gru", 128, 17, 3333)],
+    "many_rows": [_square("lstm", 300, 512, 256), _square("lstm", 300, 480, 256, "bfloat16"),
+                  *(_square("gru", 300, 2048, 128, dtype) for dtype in ("float16", "bfloat16")),
+                  _square("lstm", 300, 384, 384), _square("gru", 300, 256, 512), _square("lstm", 300, 1056, 128),
+                  _square("lstm", 300, 700, 200), _square("gru", 300, 300, 300, "bfloat16"),
+                  _square("lstm", 32, 65536, 64), _square("gru", 100, 4096, 64, "float32"),
+                  _square("lstm", 100, 1000, 100, "float32"), _square("rnn_tanh", 100, 256, 512, "float32"),
+                  _square("gru", 100, 512, 256, "float32")],
+    "forecasting": [_square("gru", 300, 200, 100, "float32"), Row("gru", 64, 200, 20, 100, "float32")],
+}
+
 CLIFF = 1.3  # how much longer the smaller one of a pair may take
 
 # µs a step that a layer must stay under, and how many times as fast as cuDNN it must be at least

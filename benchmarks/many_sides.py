@@ -17,7 +17,7 @@ LONG = 4_000_000  # cycles, about 2 ms: longer than it takes to launch a graph o
 
 
 class Sides:
-    """Sides that read one x (T, B, I) and write a y (T, B, H) of their own.
+    """Sides that read one x (T, B, I) and write a y (T, B, H) of their own, in ``calls`` calls a graph.
 
     Attributes
     ----------
@@ -26,8 +26,9 @@ class Sides:
         which of these are ``wrong``
     """
 
-    def __init__(self, shape: tuple[int, int, int, int], dtype: str) -> None:
+    def __init__(self, shape: tuple[int, int, int, int], dtype: str, calls: int = 1) -> None:
         self.T, self.B, self.I, self.H = shape
+        self.calls = calls
         self.kind = getattr(torch, dtype)
         self.x = self.random()
         self.row: dict[str, Any] = {"sides": [], "missing": {}, "wrong": [], "errors": {}, "configs": {}}
@@ -48,7 +49,7 @@ class Sides:
             if isinstance(found, torch.Tensor):
                 self._outputs[name] = found
 
-        self._graphs[name] = side_by_side.graph_of(call)
+        self._graphs[name] = side_by_side.graph_of(lambda: [call() for _ in range(self.calls)])
         self.row["sides"].append(name)
 
     def add_module(self, name: str, file: Path | str, weights: Mapping[str, torch.Tensor],
@@ -102,6 +103,6 @@ class Sides:
         finally:
             side_by_side.WAIT = before
         for name, values in times.items():
-            self.row |= summary(name, values, self.T)
+            self.row |= summary(name, values, self.T * self.calls)
         self.row["repetitions"] = len(next(iter(times.values())))
         return self.row

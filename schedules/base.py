@@ -123,6 +123,8 @@ class Schedule(ABC):
     heads : whether it carries out products with heads
     few_steps : whether it is for calls of a few steps; it competes with records of longer ones, which do not say what a
         call takes beside its steps
+    since : when it came to be, as records have their times: an older one does not say that others are faster, so it
+        competes with that by what it expects; empty: before all records
     backward : whether it carries out the recurrence of an adjoint, too, a task whose traversal is ``backward``
     doubt : of these, where it competes without a record: how many times as long as it expects is believed, since the
         estimates of two schedules have errors of their own
@@ -135,6 +137,7 @@ class Schedule(ABC):
     sequences: bool = False
     heads: bool = False
     few_steps: bool = False
+    since: str = ""
     backward: bool = False
     doubt: float = 1.0
 
@@ -174,6 +177,10 @@ class Schedule(ABC):
     def rank(self, task: Task) -> float:
         """By which it competes without a record: the least is preferred."""
         return self.expected(task) * (self.doubt if task.traversal.backward else 1.0)
+
+    def beside(self, task: Task) -> float:
+        """Nanoseconds of a sequence that records have in what a step takes, and :meth:`rank` has not."""
+        return 0.0
 
     @abstractmethod
     def features(self, task: Task, config: Config) -> dict[str, float]:

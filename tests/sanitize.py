@@ -43,11 +43,11 @@ def persistent(cell: str, dtype: str, sizes: tuple[int, int, int, int], cut: tup
 
 
 def block(cell: str, dtype: str, sizes: tuple[int, int, int, int], products: str, rows: int, units: int, lanes: int,
-          registers: int, math: str, hoisted: str = "float32") -> dict[str, Any]:
+          registers: int, math: str, hoisted: str = "float32", cluster: int = 1) -> dict[str, Any]:
     """A configuration of `persistent_block`."""
     return case("persistent_block", cell, dtype, sizes, {
         "products": products, "rows": rows, "units": units, "lanes": lanes, "registers": registers, "resident": 1,
-        "hoisted": hoisted, "math": math})
+        "cluster": cluster, "hoisted": hoisted, "math": math})
 
 
 def wide(cell: str, dtype: str, sizes: tuple[int, int, int, int], groups: int, units: int, registers: int,
@@ -84,6 +84,8 @@ CASES = {
     "block": block("lstm", "float32", (20, 9, 17, 64), "fma", 6, 1, 2, 50, "relative"),
     "block mma": block("gru_reset_before", "float16", (12, 13, 24, 40), "mma", 12, 1, 1, 100, "fast", "same"),
     "block wgmma": block("lstm", "bfloat16", (12, 5, 64, 128), "wgmma", 2, 2, 1, 100, "approx", "same"),
+    "block cluster": block("lstm", "float16", (12, 20, 24, 64), "mma", 12, 1, 1, 50, "fast", "same", cluster=2),
+    "block cluster f32": block("gru", "float32", (9, 9, 13, 64), "mma", 9, 2, 1, 100, "exact", cluster=4),
     "block masks": block("gru", "float32", (20, 9, 17, 33), "fma", 2, 1, 2, 100, "exact") | {"stack": ALL},
     # weights from L2, as if there were less shared memory: rings of two slots, and of three in each of two phases
     "streamed": persistent("lstm", "float16", (7, 9, 24, 300), (1, 60, 2, 6), 1, 0, 0, 100, "fast") | {"shared": 136},

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import cases
 import compare_ablation
+import compare_classes
 import compare_projection
 import compare_variants
 import fake_measuring
 import numpy as np
 import pytest
 import why_above_floor
-from compiled_case import Made, knobs
+from compiled_case import ALIKE, Made, knobs
 from cuda_on_cpu import Emulated, inputs
 from grid import Row
 from grid_log import GridLog
@@ -119,6 +120,22 @@ def test_the_faster_persistent_schedule_stands_for_both():
            "persistent_wide_us": 2.0, "cudnn_us": 4.0}
     assert compare_ablation.chain(row)["persistent"] == "persistent_wide"
     assert compare_ablation.gains(row) == {"layout": (None, 4 / 6), "persistent": (3.0, 2.0), "cudnn": (None, 1.0)}
+
+
+@pytest.mark.slow
+def test_classes(on_cpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What is chosen without records is what is chosen with them, where there are none: made and timed once."""
+    row = compare_classes.Case("one_step", "gru", 2, 3, 4, 8, "float32")
+    monkeypatch.setattr(compare_classes, "CASES", [row])
+    monkeypatch.setattr(compare_classes, "MOST", {row: 1e-6})
+    path = tmp_path / "classes.jsonl"
+    assert run(monkeypatch, compare_classes, "--output", path) == 0
+    (found,) = rows_of(path)
+    assert found["sides"] == ["chosen", "cudnn"] and found["missing"]["default"].endswith(ALIKE)
+    assert found["default_ratio"] == found["chosen_ratio"] == found["cudnn_us"] / found["chosen_us"]
+    assert found["errors"]["chosen"] < 1e-6
+    text = path.with_suffix(".md").read_text()
+    assert "| one step | 1 of 15 |" in text and "1e-06 **missed** | cpu_sequence" in text
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ from ecornn.targets import KNOWN
 from ecornn.workload import Traversal
 
 SMALL = replace(KNOWN["sm_90a"], cores=6)
-CUT = {"products": "fma", "rows": 1, "units": 1, "lanes": 2, "registers": 100, "resident": 1, "hoisted": "float32",
-       "math": "exact"}
+CUT = {"products": "fma", "rows": 1, "units": 1, "lanes": 2, "registers": 100, "resident": 1, "cluster": 1,
+       "hoisted": "float32", "math": "exact"}
 MMA, WGMMA = {"products": "mma", "lanes": 1}, {"products": "wgmma", "lanes": 1}
 
 CASES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
@@ -48,6 +48,10 @@ CASES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
     ("lstm", (4, 13, 5, 40), "float16", WGMMA | {"rows": 13, "hoisted": "same"}),
     ("pair", (4, 3, 24, 40), "bfloat16", WGMMA | {"rows": 2}),
     ("gru_reset_before", (3, 6, 5, 20), "bfloat16", WGMMA | {"rows": 6}),
+    ("lstm", (5, 9, 6, 32), "float16", MMA | {"rows": 9, "cluster": 2, "hoisted": "same"}),  # two units a word
+    ("gru", (4, 30, 5, 48), "bfloat16", MMA | {"rows": 12, "cluster": 3, "units": 2, "registers": 0}),  # in turns
+    ("lstm", (3, 6, 5, 32), "float32", MMA | {"rows": 6, "cluster": 4}),  # a unit a word
+    ("rnn_tanh", (1, 5, 3, 16), "tf32", MMA | {"rows": 5, "cluster": 2}),
 ]
 
 TRAVERSALS: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Traversal]] = [
@@ -57,6 +61,8 @@ TRAVERSALS: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Trav
     ("gru_reset_before", (6, 10, 9, 20), "float16", MMA | {"rows": 4}, Traversal(True, resets=True)),
     ("lstm", (12, 9, 7, 20), "float16", {"rows": 3, "hoisted": "same"}, Traversal(sequences=True)),
     ("gru", (12, 9, 7, 20), "bfloat16", MMA | {"rows": 6, "hoisted": "same"}, Traversal(True, 2, sequences=True)),
+    ("lstm", (7, 13, 9, 32), "bfloat16", MMA | {"rows": 7, "cluster": 2}, Traversal(True, 2, True, True)),
+    ("gru", (12, 9, 7, 32), "float16", MMA | {"rows": 9, "cluster": 2}, Traversal(sequences=True)),
 ]
 
 @pytest.mark.parametrize(("cell", "sizes", "dtype", "change"), CASES, ids=lambda v: str(v).replace(" ", ""))

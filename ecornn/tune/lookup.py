@@ -4,8 +4,9 @@ A record is near or far by the device that it was measured on, then by its batch
 sequence length (within a factor of two all are near: a module serves every T). The recurrence does not see the input:
 only the product that is hoisted out of it does. Where that is made beside the recurrence it must keep up, so a record
 of a smaller input says nothing. A call of a few steps takes longer for what is beside them, of which a record of long
-ones does not tell: a schedule that is for such calls competes with it by what it expects. Among the nearest ones the
-configuration that is expected to be fastest is used:
+ones does not tell: a schedule that is for such calls competes with it by what it expects. So does one that is younger
+than the record, whose search did not know it, unless the nearest records have a time of it, too. Among the nearest ones
+the configuration that is expected to be fastest is used:
 
 1. measured on this device (same name and number of cores);
 2. on another device of the same architecture, with no more cores, shared memory or registers;
@@ -25,7 +26,7 @@ near, the user's folder goes before the one that ships, unless all it has is sta
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -99,6 +100,7 @@ def find(task: Task, schedules: Sequence[Schedule], log: Log) -> Found:
     for distance in sorted(groups):
         lines = [replace(line, record=rebatched(line.record, by_name, task))  # type: ignore[arg-type]  # trials, all
                  for line in groups[distance]]
+        timed = {line.record.schedule for line in lines if proven(line.record)}  # type: ignore[arg-type,union-attr]
         evidence, missed = collect(lines, by_name, task, ignored)
         while evidence and not credible((best := min(evidence, key=lambda one: one.order)).trial, task,
                                         by_name[best.trial.schedule]):
@@ -112,7 +114,7 @@ def find(task: Task, schedules: Sequence[Schedule], log: Log) -> Found:
         for rivals in (*(of for of in first_of if not all(one.stale for one in of)), evidence):
             if rivals:
                 best = min(rivals, key=lambda one: one.order)
-                if (instead := _for_few_steps(best, schedules, task)) is not None:
+                if (instead := _by_estimate(best, timed, schedules, task)) is not None:
                     return replace(instead, provenance=instead.provenance + said(ignored))
                 fresh = min((one for one in rivals if not one.stale), key=lambda one: one.order, default=None)
                 return Found(by_name[best.trial.schedule], best.trial.config,
@@ -122,18 +124,24 @@ def find(task: Task, schedules: Sequence[Schedule], log: Log) -> Found:
     return Found(first, first.default(task), f"untuned default of {first.name}: {why}" + said(ignored))
 
 
-def _for_few_steps(best: Evidence, schedules: Sequence[Schedule], task: Task) -> Found | None:
-    """The default of a schedule for calls of a few steps, if it is expected to be faster than the ``best`` record,
-    which is of longer ones."""
+def _by_estimate(best: Evidence, tried: Collection[str], schedules: Sequence[Schedule], task: Task) -> Found | None:
+    """The default of a schedule of which the ``best`` record cannot know, if it is expected to be faster: one for calls
+    of a few steps, where the record is of longer ones, or one that is younger than the record and was not ``tried``
+    since. By its rank, which has in it how far its estimate is believed."""
     steps, of = task.workload.seq, best.trial.workload.seq
-    made = [s for s in schedules if s.few_steps and s.name != best.trial.schedule]
-    if not made or steps > FEW or of <= FEW:
+    few = steps <= FEW < of
+    made = [s for s in schedules if s.name != best.trial.schedule and (
+        (few and s.few_steps) or (best.trial.time < s.since and s.name not in tried))]
+    if not made:
         return None
     first = min(made, key=lambda s: s.rank(task))
-    if first.rank(task) >= best.expected * 1000:
+    if first.rank(task) + first.beside(task) / of >= best.expected * 1000:
         return None
-    return Found(first, first.default(task), f"untuned default of {first.name}: for T={steps} it is expected to be "
-                 f"faster than {best.trial.schedule}, of which record {best.line.place} says what T={of} takes")
+    why = (f"for T={steps} it is expected to be faster than {best.trial.schedule}, of which record {best.line.place} "
+           f"says what T={of} takes" if first.few_steps else
+           f"it is expected to be faster than {best.trial.schedule}, of which record {best.line.place} of "
+           f"{best.trial.time} says {best.expected:g} µs per step, and younger than that")
+    return Found(first, first.default(task), f"untuned default of {first.name}: {why}")
 
 
 def up_to_date(trial: Trial, schedule: Schedule | None, task: Task) -> Trial:

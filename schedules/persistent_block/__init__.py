@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
-from math import prod
+from math import inf, prod
 
 from ecornn.device import Device
 from ecornn.program import PACKED, Buffer, Extent, Launch, Program
@@ -14,19 +14,21 @@ from ecornn.schedules.base import Component, Config, Knob, Schedule, Task
 from ecornn.schedules.gemm.projection import no_projection
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
-from ecornn.schedules.persistent_block.estimate import cycles, estimate
+from ecornn.schedules.persistent_block.cluster import SIZES
+from ecornn.schedules.persistent_block.estimate import cycles, estimate, turns_of
 from ecornn.schedules.persistent_block.kernel import block_kernel
 from ecornn.schedules.persistent_block.plan import RESERVED, TEAM, BlockPlan, packing_of, plan_of, register_limit
+from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
 from ecornn.schedules.timeline import together
 from ecornn.workload import Traversal, Workload
 
-MARGIN = 1.15  # what it must be expected to gain, while its estimate is by hand
+DOUBT = 1.15  # as of other schedules: what its estimate may be off
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 UNITS, LANES, RESIDENT = (1, 2, 4), (1, 2, 4, 8, 16), (1, 2, 3, 4)
 REGISTERS = (100, 75, 50, 25, 0)  # percent
 ITEMS = 16  # (unit, batch row) pairs of a thread, at most
-THREADS = 1024
+THREADS, QUAD = 1024, 4
 CODE = 4096  # multiply-adds of unrolled code, at most
 
 
@@ -36,6 +38,7 @@ class PersistentBlock(Schedule):
     name = "persistent_block"
     revision = 1
     kind = "cuda"
+    since = "2026-11-25T10:00:00Z"
     sequences = True
 
     def __init__(self) -> None:
@@ -51,9 +54,19 @@ class PersistentBlock(Schedule):
             return f"cell {graph.cell!r} adds products of several values"
         if fault := no_projection(task):
             return fault
-        if self._weights(task) > task.device.shared + 4 * task.device.registers or self._best(task) is None:
-            return f"the recurrent weights of {w} do not fit on one multiprocessor of {task.device.name}"
+        most = max(self._clusters(task))
+        if self._weights(task) > most * (task.device.shared + 4 * task.device.registers) or self._best(task) is None:
+            where = "one multiprocessor" if most == 1 else f"{most} multiprocessors"
+            return f"the recurrent weights of {w} do not fit on {where} of {task.device.name}"
         return None
+
+    @staticmethod
+    def _clusters(task: Task) -> tuple[int, ...]:
+        """Blocks that may share the weights, each with as many eights of units."""
+        (first, *more), w = task.graph.product_phases, task.workload
+        one = more or len(first.operands) > 1 or len(task.graph.phases) > 1
+        return tuple(n for n in SIZES if n == 1 or (
+            not one and w.batch > QUAD and w.hidden % (8 * n) == 0 and task.device.clusters(n) > 0))
 
     @staticmethod
     def _weights(task: Task) -> int:
@@ -64,7 +77,8 @@ class PersistentBlock(Schedule):
     def knobs(self, task: Task) -> tuple[Knob, ...]:
         w = task.workload
         # of those that make the same number of blocks, the fewest
-        fair = {-(-w.batch // (task.device.cores * turns)) for turns in (1, 2)}
+        at_once = [task.device.clusters(n) if n > 1 else task.device.cores for n in self._clusters(task)]
+        fair = {-(-w.batch // (blocks * turns)) for blocks in at_once for turns in (1, 2)}
         wide = task.device.arch == "sm_90a" and w.dtype != "float32"
         kinds = ("fma", "mma", "wgmma") if wide else ("fma", "mma")
         rows = {r for r in {*ROWS, *fair} if r <= min(w.batch, ROWS[-1])}
@@ -78,6 +92,8 @@ class PersistentBlock(Schedule):
             Knob("lanes", LANES, "that share K of a multiply-add: more threads with fewer weights each, and more sums "
                  "that they exchange"),
             Knob("registers", REGISTERS, "percent of weights in registers; the rest in shared memory"),
+            Knob("cluster", self._clusters(task), "blocks that share the weights, of more rows each; state travels "
+                 "between them in every step", before=1),
             Knob("resident", RESIDENT, "blocks that a multiprocessor has room for: while one waits, another computes; "
                  "registers are fewer for each"),
             hoisted_knob(task),
@@ -92,14 +108,18 @@ class PersistentBlock(Schedule):
             return "lanes share K of multiply-adds alone"
         if wide and config["registers"] != 100:
             return "warpgroups have all weights in registers"
-        blocks = -(-w.batch // rows)
+        cluster, blocks = int(config["cluster"]), -(-w.batch // rows)
+        if cluster > 1 and (config["products"] != "mma" or resident > 1 or rows <= QUAD):
+            return "clusters are for mma of more rows than a quad has lanes, a block on each multiprocessor"
+        if cluster > 1 and w.hidden % (8 * units * cluster):
+            return "a warp of a cluster with fewer units than others"
         if blocks <= device.cores * (resident - 1):
             return f"{blocks} blocks, {resident} of them on each of {device.cores} multiprocessors"
-        if units > 1 and (8 * (units - 1) if mma else units - 1) >= w.hidden:
+        if units > 1 and (8 * (units - 1) if mma else units - 1) >= w.hidden // cluster:
             return "units that the layer has not"
         if not mma and 4 * (lanes - 1) >= w.hidden:
             return "a lane without a part of K"
-        threads = (-(-w.hidden // (8 * units)) if mma else -(-(-(-w.hidden // units) * lanes) // 32)) * 32
+        threads = (-(-w.hidden // (8 * units * cluster)) if mma else -(-(-(-w.hidden // units) * lanes) // 32)) * 32
         threads = -(-threads // TEAM) * TEAM if wide else threads
         if threads > THREADS:
             return f"{threads} threads a block"
@@ -126,21 +146,35 @@ class PersistentBlock(Schedule):
     def rebatched(self, config: Config, batch: int, task: Task) -> Config:
         """As many rows a block, and as many blocks at once, while there are as many."""
         rows = min(int(config["rows"]), task.workload.batch)
+        if int(config["cluster"]) > 1:
+            return {**config, "rows": rows}
         together = -(-task.workload.batch // (rows * task.device.cores))
         return {**config, "rows": rows, "resident": min(int(config["resident"]), together)}
 
     def expected(self, task: Task) -> float:
         config = self.default(task)
-        return estimate(task, plan_of(task, config), config) - gained(task, config)
+        return estimate(task, plan_of(task, config), config)
 
     def rank(self, task: Task) -> float:
-        return self.expected(task) * MARGIN
+        """Others leave out what memory takes, and expect of hoisted values in 16 bits what these gain."""
+        config = self.default(task)
+        plan = plan_of(task, config)
+        if plan.cluster > 1:  # until somebody has measured some
+            return inf
+        return (estimate(task, plan, config, inf) - gained(task, config)) * DOUBT
+
+    def beside(self, task: Task) -> float:
+        return gpu_rates(task.device).sequence
 
     def _best(self, task: Task) -> Config | None:
-        """The valid configuration of least estimated time, kept for the next question."""
+        """The valid configuration of least estimated time, of clusters only where a block cannot hold the weights; kept
+        for the next question."""
+        def order(config: Config) -> tuple[bool, float]:
+            return int(config["cluster"]) > 1, estimate(task, plan_of(task, config), config)
+
         key = task.workload, task.device, task.traversal
         if key not in self._known:
-            found = min(self.candidates(task), key=lambda c: estimate(task, plan_of(task, c), c), default=None)
+            found = min(self.candidates(task), key=order, default=None)
             if found is not None:
                 found = {**found, "hoisted": preferred(task, estimate(task, plan_of(task, found), found))}
                 if self.check(task, found) is not None:
@@ -151,7 +185,7 @@ class PersistentBlock(Schedule):
     def candidates(self, task: Task) -> Iterator[Config]:
         """Of all cuts, those that keep as many weights in registers as possible."""
         knobs = {k.name: k.values for k in self.knobs(task)}
-        cut, math = ("products", "rows", "units", "lanes", "resident"), math_for(task)
+        cut, math = ("products", "rows", "units", "lanes", "cluster", "resident"), math_for(task)
         for values in product(*(knobs[name] for name in cut)):
             for registers in REGISTERS:
                 config: Config = {**dict(zip(cut, values, strict=True)), "registers": registers,
@@ -164,11 +198,10 @@ class PersistentBlock(Schedule):
     def features(self, task: Task, config: Config) -> dict[str, float]:
         plan = plan_of(task, config)
         waits, issued = cycles(task, plan, str(config["math"]))
-        return {"blocks": plan.blocks, "threads": plan.threads, "turns": -(-plan.blocks // (
-                    task.device.cores * plan.resident)), "items": plan.items, "registers": plan.registers,
-                "shared": plan.shared, "waits": waits, "issued": issued, "depth": plan.depth,
-                "shared_weights": sum(map(plan.shared_words, plan.parts)),
-                "estimate": estimate(task, plan, config) - gained(task, config)}
+        return {"blocks": plan.blocks * plan.cluster, "threads": plan.threads, "turns": turns_of(task, plan),
+                "items": plan.items, "registers": plan.registers, "shared": plan.shared, "waits": waits,
+                "issued": issued, "depth": plan.depth, "shared_weights": sum(map(plan.shared_words, plan.parts)),
+                "estimate": estimate(task, plan, config)}
 
     def together(self, task: Task, config: Config) -> int:
         plan = plan_of(task, config)
@@ -191,4 +224,4 @@ def _recurrence(task: Task, plan: BlockPlan, layout: Hoisted, math: str, kept: S
                     for i, packing in enumerate(packings))
     name = keeping("persistent_block", kept)
     return Component({name: block_kernel(task, plan, layout, math, kept)}, buffers,
-                     (Launch(name, plan.blocks, plan.threads, plan.shared),))
+                     (Launch(name, plan.blocks * plan.cluster, plan.threads, plan.shared, cluster=plan.cluster),))

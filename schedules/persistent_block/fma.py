@@ -21,8 +21,9 @@ from ecornn.schedules.scalars.row_sums import across_lanes
 class MultiplyAdds(Products):
     """Emits them. A pair's number is ``row * units + unit``."""
 
-    def __init__(self, task: Task, plan: BlockPlan, shared: TirBuffer, sources: list[TirBuffer], thread: Expr) -> None:
-        super().__init__(task, plan, shared, sources, thread)
+    def __init__(self, task: Task, plan: BlockPlan, shared: TirBuffer, sources: list[TirBuffer], thread: Expr,
+                 rank: Expr) -> None:
+        super().__init__(task, plan, shared, sources, thread, rank)
         self.lane, self.group = T.let("k_lane", thread % plan.lanes), T.let("k_group", thread // plan.lanes)
         first: Expr = 0
         left, lanes, owner = plan.units * plan.rows, plan.lanes, self.group < plan.groups

@@ -12,8 +12,11 @@ from functools import partial
 
 from ecornn.analysis.liveness import before_first
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
+from ecornn.schedules.isa.tensor_core import per_word
+from ecornn.schedules.persistent_block.cluster import Sent
 from ecornn.schedules.persistent_block.plan import BlockPlan
 from ecornn.schedules.persistent_block.products import Products
+from ecornn.schedules.persistent_block.tensor import TensorProducts
 from ecornn.schedules.scalars.gate_threads import Ended, GateThreads, Share
 from ecornn.schedules.scalars.pointwise import emit
 from ecornn.schedules.sequence_kernel import SequenceKernel
@@ -34,7 +37,10 @@ class Gates(GateThreads):
     """Emits a thread's whole life."""
 
     def __init__(self, kernel: SequenceKernel, plan: BlockPlan, products: Products, block: Expr, thread: Expr) -> None:
+        """``block``: the number of the block, or cluster, of these rows."""
         self.plan, self.products = plan, products
+        self.sent = Sent(plan, products.words, kernel.steps, thread) if plan.cluster > 1 else None
+        self.values: list[Expr] = []  # of items, until all of them are sent
         super().__init__(kernel, Pairs(plan.hidden, plan.rows, plan.threads, count=plan.items), block, 0, thread)
         # whether a sequence starts at the step after ``fresh``'s: loaded, not looked at
         self.marks = T.local("marks", (self.items,), "int32") if kernel.task.traversal.resets else None
@@ -64,7 +70,10 @@ class Gates(GateThreads):
             self._copy(T.int32(t))
         self._fetch(T.int32(0))
         self._advance()
-        T.evaluate(T.cuda.cta_sync())
+        if self.sent is not None:
+            self.sent.begin()
+        else:
+            T.evaluate(T.cuda.cta_sync())
         for i in range(self.items):
             env = {v: self.states[i, s] for s, v in enumerate(self.graph.states.values())}
             env |= {v: self.constants[i, k] for k, v in enumerate(self.graph.invariant_outputs)}
@@ -72,8 +81,7 @@ class Gates(GateThreads):
                 env |= self._before(i)
             self._announce(i, 0, T.int32(0), emit(before_first(self.graph), env, self.math))
         self._fetch(T.int32(1))
-        self.products.stored()
-        T.evaluate(T.cuda.cta_sync())
+        self._meet(T.int32(0))
         self.sums = T.local("sums", (self.items, len(self.graph.phases[0].products)), "float32")  # of the first phase
         self._multiply(T.int32(0))
         with T.serial("t", 0, self.steps) as t:
@@ -95,10 +103,17 @@ class Gates(GateThreads):
                 if not last:
                     self._announce(i, p + 1, t, envs[i])
             ended: list[Ended] = [self._finish(i, envs[i], t) for i in range(self.items)] if last else []
-            self.products.stored()
-            T.evaluate(T.cuda.cta_sync())
+            self._meet(t + 1)
             if last:
                 self._multiply(t + 1, partial(self._after, t, ended))
+
+    def _meet(self, step: Expr) -> None:
+        """Until what all threads announced is there; of a cluster that is the state before ``step``."""
+        if self.sent is not None:
+            self.sent.wait(step)
+            return
+        self.products.stored()
+        T.evaluate(T.cuda.cta_sync())
 
     def _multiply(self, t: Expr, meanwhile: Callable[[], None] = lambda: None) -> None:
         """The first products of step t, also of the one behind the last, which nobody looks at."""
@@ -120,10 +135,34 @@ class Gates(GateThreads):
 
     def _announce(self, i: int, p: int, step: Expr, env: dict[Var, Expr]) -> None:
         """Stores this thread's operands of phase p; units beyond H stay zero."""
+        if self.sent is not None:
+            (operand,) = self.graph.product_phases[p].operands
+            self.values.append(env[operand])
+            if len(self.values) == self.items:
+                self._send(self.sent, step)
+            return
         with T.If(T.And(self.owner[i], self.unit[i] < self.plan.hidden)), T.Then():
             for o, operand in enumerate(self.graph.product_phases[p].operands):
                 self.products.store(self.products.first(p, o, self._side(step)), self.unit[i], self.column[i],
                                     env[operand])
+
+    def _send(self, sent: Sent, step: Expr) -> None:
+        """All items' operands to the blocks of the cluster, as words; two items are neighbouring rows of a unit."""
+        products, values, self.values = self.products, self.values, []
+        assert isinstance(products, TensorProducts)
+        first, per = products.first(0, 0, self._side(step)), per_word(self.plan.dtype)
+        odd = T.let("odd", products.tile_lane // 4 % 2 != 0)
+        for i in range(0, self.items, per):
+            if per == 1:
+                unit, column, word = self.unit[i], self.column[i], T.let("word", T.reinterpret("uint32", values[i]))
+                owner = self.owner[i]
+            else:
+                word = sent.pair((values[i], values[i + 1]), odd)
+                unit = self.unit[i] // 2 * 2
+                column = T.Select(odd, self.column[i + 1], self.column[i])
+                owner = T.Select(odd, self.owner[i + 1], self.owner[i])
+            with T.If(owner), T.Then():
+                sent.send(step, first + products.place_of(unit, column) // per, word)
 
     def _start_at(self, t: Expr) -> None:
         if self.fresh is None or self.marks is None:

@@ -9,7 +9,8 @@ end of step t, by threads that have not waited since others may still read that 
 later, where that was, comes behind a barrier that all reach once they have read it. With more phases a barrier lies
 between anyway.
 
-Blocks know nothing of each other: there may be as many as there are rows, in turns where the chip has no room.
+Blocks, or clusters of blocks that share the weights (``cluster.py``), know nothing of each other: there may be as many
+as there are rows, in turns where the chip has no room.
 """
 
 from __future__ import annotations
@@ -46,13 +47,16 @@ def block_kernel(task: Task, plan: BlockPlan, hoisted: Hoisted, math: str, kept:
         arguments["y"] = T.arg("y", T.buffer((big,), dtype))
         arguments |= kept.arguments(dtype) | row_arguments(task.traversal) | piece_arguments(task.traversal)
         T.device_entry()
-        block, thread = T.block(plan.blocks), T.thread(plan.threads)
+        block, thread = T.block(plan.blocks * plan.cluster), T.thread(plan.threads)
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": plan.resident})
-        # in order: state, weights, inputs that are copied ahead
+        group, rank = block, T.int32(0)
+        if plan.cluster > 1:
+            group, rank = T.let("group", block // plan.cluster), T.let("rank", block % plan.cluster)
+        # in order: state, weights, inputs that are copied ahead, barriers of a cluster
         shared = T.shared(plan.shared // 4)
         kernel = SequenceKernel(task, hoisted, math, arguments, steps, batch, kept)
-        with T.If(block * plan.rows < batch), T.Then():
+        with T.If(group * plan.rows < batch), T.Then():
             kinds: dict[str, type[Products]] = {"fma": MultiplyAdds, "mma": TensorProducts, "wgmma": WarpgroupProducts}
-            products = kinds[plan.products](task, plan, shared, weights, thread)
-            Gates(kernel, plan, products, block, thread).run()
+            products = kinds[plan.products](task, plan, shared, weights, thread, rank)
+            Gates(kernel, plan, products, group, thread).run()
     return builder.get()

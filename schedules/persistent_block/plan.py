@@ -17,7 +17,6 @@ CHAINS = 4  # dependent sums that a thread has at least: as many cycles as a mul
 AHEAD = 8  # loads of 16 bytes of state that a thread has under way
 DEPTHS = (8, 4, 2)  # steps that inputs are copied ahead, in turn for this many bytes at most:
 INPUT_BYTES = 32 << 10
-SPARE_REGISTERS = 40  # addresses, loop state and the math of gates beside weights and sums
 RESERVED = 1 << 10  # bytes of shared memory that every block takes besides
 
 
@@ -40,7 +39,8 @@ class Part(NamedTuple):
 
 
 class BlockPlan(NamedTuple):
-    """The cut: ``blocks`` of ``rows`` batch rows, each with all weights.
+    """The cut: ``blocks`` of ``rows`` batch rows, each with all weights; or as many clusters of ``cluster`` blocks, of
+    which each has the weights of as many units.
 
     On tensor cores a warp has ``units`` times eight units of all rows; with ``fma``, ``lanes`` neighbouring threads
     share K of ``units`` units of all rows, and then have some of these (unit, row) pairs each.
@@ -51,6 +51,7 @@ class BlockPlan(NamedTuple):
     arithmetic: str
     blocks: int
     rows: int
+    cluster: int
     products: str  # fma, mma or wgmma
     units: int
     lanes: int
@@ -71,9 +72,14 @@ class BlockPlan(NamedTuple):
         return self.products == "wgmma"
 
     @property
+    def own(self) -> int:
+        """Units of a block."""
+        return self.hidden // self.cluster
+
+    @property
     def groups(self) -> int:
         """Warps of mma, or groups of lanes, that have units."""
-        return -(-self.hidden // (8 * self.units if self.mma else self.units))
+        return -(-self.own // (8 * self.units if self.mma else self.units))
 
     @property
     def threads(self) -> int:
@@ -173,9 +179,14 @@ class BlockPlan(NamedTuple):
         return self.items * self.words * self.threads
 
     @property
+    def barriers_place(self) -> int:
+        """First word of the barriers of a cluster's states."""
+        return self.inputs_place + self.depth * self.input_words
+
+    @property
     def shared(self) -> int:
         """Bytes of shared memory of a block."""
-        return 4 * (self.inputs_place + self.depth * self.input_words)
+        return 4 * (self.barriers_place + (4 if self.cluster > 1 else 0))
 
     @property
     def registers(self) -> int:
@@ -189,7 +200,8 @@ class BlockPlan(NamedTuple):
         state = 0 if self.wgmma else max(4 * self.loads * self.ahead(p) for p in self.parts)
         loaded = max((len(p.products) * self.units * 4 for p in self.parts if p.kept < p.pieces), default=0)
         exact = 16 if self.mma and self.arithmetic == "float32" else 0
-        return weights + max(sums) + state + loaded + exact + self.items * (self.kept + 4) + SPARE_REGISTERS
+        item, spare = (2, 30) if self.mma else (4, 40)  # addresses, loop state and the math of gates
+        return weights + max(sums) + state + loaded + exact + self.items * (self.kept + item) + spare
 
 
 def parts_of(phases: tuple[Phase, ...], pieces: int, percent: int) -> tuple[Part, ...]:
@@ -210,9 +222,10 @@ def plan_of(task: Task, config: Config) -> BlockPlan:
     masks = traversal.lengths + 2 * traversal.resets + traversal.sequences * (3 + len(graph.states))
     plan = BlockPlan(
         hidden=w.hidden, dtype=w.dtype, arithmetic=w.arithmetic, blocks=-(-w.batch // rows), rows=rows,
+        cluster=int(config["cluster"]),
         products=str(config["products"]), units=int(config["units"]), lanes=int(config["lanes"]),
         resident=int(config["resident"]), depth=DEPTHS[0], words=hoisted_of(task, config).words(),
-        kept=len(graph.states) + len(graph.invariant_outputs) + 2 * len(graph.hoisted_outputs) + masks,
+        kept=len(graph.states) + len(graph.invariant_outputs) + 2 * hoisted_of(task, config).words() + masks,
         operands=tuple(len(p.operands) for p in phases), parts=())
     pieces = plan.depth_of_k if plan.mma else plan.depth_of_k // (4 * plan.lanes)
     depth = next((d for d in DEPTHS if d * plan.input_words * 4 <= INPUT_BYTES), DEPTHS[-1])
@@ -232,7 +245,7 @@ def packing_of(task: Task, plan: BlockPlan, part: Part) -> Packing:
     sources = tuple(phase.products[i].term.source for i in part.products)
     G = len(sources)
     if plan.mma:
-        made = (plan.threads // 32, plan.units, 8)
+        made = (plan.cluster * plan.threads // 32, plan.units, 8)
         multiplied = (plan.depth_of_k, 4, 2, 2, per_word(plan.dtype))  # pair, lane of a quad, k-tile, half of it
         order = (1, 4, 2, 0, 3, 5, 6, 7, 8)
         if plan.wgmma:  # K is as in memory: pair, k-tile, half, lane

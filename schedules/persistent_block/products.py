@@ -22,9 +22,11 @@ class Products(ABC):
     place : of each item the unit, the batch row of the block, and whether it is this thread's alone
     """
 
-    def __init__(self, task: Task, plan: BlockPlan, shared: TirBuffer, sources: list[TirBuffer], thread: Expr) -> None:
-        """``shared``: the block's memory, float32; ``sources``: the packed weights of each part."""
-        self.task, self.plan, self.shared, self.thread = task, plan, shared, thread
+    def __init__(self, task: Task, plan: BlockPlan, shared: TirBuffer, sources: list[TirBuffer], thread: Expr,
+                 rank: Expr) -> None:
+        """``shared``: the block's memory, float32; ``sources``: the packed weights of each part; ``rank``: the block's
+        in its cluster."""
+        self.task, self.plan, self.shared, self.thread, self.rank = task, plan, shared, thread, rank
         self.words = shared.view("uint32")
         self.sources, self.weights = sources, list[TirBuffer]()
         self.place: list[tuple[Expr, Expr, Expr]] = []

@@ -25,10 +25,13 @@ from ecornn.schedules.persistent_block.products import Products
 class TensorProducts(Products):
     """Emits them."""
 
-    def __init__(self, task: Task, plan: BlockPlan, shared: TirBuffer, sources: list[TirBuffer], thread: Expr) -> None:
-        super().__init__(task, plan, shared, sources, thread)
+    def __init__(self, task: Task, plan: BlockPlan, shared: TirBuffer, sources: list[TirBuffer], thread: Expr,
+                 rank: Expr) -> None:
+        super().__init__(task, plan, shared, sources, thread, rank)
         self.values = shared if plan.dtype == "float32" else shared.view(plan.dtype)
         self.warp, self.tile_lane = T.let("warp", thread // 32), T.let("lane", thread % 32)
+        if plan.cluster > 1:  # among the warps of all blocks
+            self.warp = T.let("cluster_warp", rank * (plan.threads // 32) + self.warp)
         column, quad = self.tile_lane // 4, T.let("quad", self.tile_lane % 4)
         # of each n8 tile, the row whose state a lane loads
         rows = [column // 2 % plan.row_period] if plan.row_period else [n * 8 + column for n in range(plan.tiles)]
@@ -50,9 +53,13 @@ class TensorProducts(Products):
                     self.place.append((first + u * 8, row, row < plan.rows))
 
     def store(self, first: Expr, unit: Expr, column: Expr, value: Expr) -> None:
-        plan, per = self.plan, per_word(self.plan.dtype)
-        at = first * per + (unit // (PAIR * per) * plan.rows + column) * (PAIR * per) + unit % (PAIR * per)
-        T.buffer_store(self.values, T.cast(value, plan.dtype), [at])
+        at = first * per_word(self.plan.dtype) + self.place_of(unit, column)
+        T.buffer_store(self.values, T.cast(value, self.plan.dtype), [at])
+
+    def place_of(self, unit: Expr, column: Expr) -> Expr:
+        """Of a value in its operand."""
+        each = PAIR * per_word(self.plan.dtype)
+        return (unit // each * self.plan.rows + column) * each + unit % each
 
     def multiply(self, phase: int, side: Expr, meanwhile: Callable[[], None] = lambda: None) -> list[dict[Var, Expr]]:
         found: list[dict[Var, Expr]] = [{} for _ in self.items]

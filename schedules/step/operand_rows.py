@@ -123,10 +123,15 @@ def staged_words(width: int, dtype: str) -> int:
     return (-(-width // (PAIR * per_word(dtype))) | 1) * PAIR
 
 
-def announce(barrier: Expr, count: int) -> None:
-    """Makes the barrier of a block (a pointer), which waits for ``count`` bytes from the blocks of its cluster."""
+def make_barrier(barrier: Expr) -> None:
+    """Makes the barrier of a block (a pointer), for bytes that come from the blocks of its cluster. A barrier of the
+    cluster must lie between this and all that uses it."""
     mbarrier_init(barrier, 1)
     T.evaluate(T.ptx["fence.mbarrier_init.release.cluster"]())
+
+
+def announce(barrier: Expr, count: int) -> None:
+    """Says how many bytes it waits for. Some of them may have come: it counts, and lacks this arrival until now."""
     T.evaluate(T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"](barrier, T.uint32(count)))
 
 

@@ -21,8 +21,10 @@ from ecornn.schedules.step.whole_step_kernel import StepPlan, operand_of, plan_o
 from ecornn.workload import FEW
 
 # Nanoseconds, of an H100's calls (benchmarks/results/h100_few_steps.txt): of a call beside its steps, of this schedule
-# and of others, which launch more and put weights on the chip; and what a step hides behind the one before it
-CALL, OTHERS, HIDDEN = 7_000, 20_000, 3_500
+# and of others, which launch more, and before their first step read all weights besides; and what a step hides behind
+# the one before it
+CALL, OTHERS, HIDDEN = 7_000, 18_000, 3_500
+L2_KEEPS = 0.8  # of L2: weights that are more come from memory in each step
 SPARE_REGISTERS = 40  # of a thread, beside sums and operands: addresses, loops, gate math
 FINISH = 900  # cycles from the last product until the last store: barriers, sums of the warps, the cell's scalars
 TURN, LOAD, ADDED = 40, 8, 2  # cycles of a warp beside products: of a turn, of a load; of a sum of a thread
@@ -94,7 +96,12 @@ class WholeStep(Schedule):
 
     def rank(self, task: Task) -> float:
         """What others expect of a step leaves out what a call takes beside its steps."""
-        return self.expected(task) - OTHERS / task.workload.seq
+        w, rates = task.workload, gpu_rates(task.device)
+        (phase,) = task.graph.phases
+        weights = w.hidden * w.itemsize * (len(task.graph.hoisted_products) * task.own_input
+                                           + len(phase.products) * w.hidden)
+        others = OTHERS + weights / (rates.memory * task.device.cores)
+        return self.expected(task) - others / w.seq
 
     def _candidates(self, task: Task) -> Iterator[Config]:
         knobs = {k.name: k.values for k in self.knobs(task)} | {"chained": (True,), "cluster": (1,)}
@@ -134,8 +141,8 @@ def _gates(task: Task) -> tuple[int, ...]:
 
 def estimate(task: Task, plan: StepPlan) -> float:
     """Nanoseconds of a step: a launch; then of the multiprocessor with most blocks what it reads, at the rate of L2, or
-    of memory where the weights are more than L2 keeps between two calls, or at that of what its warps have under way;
-    its products, if these take longer; and what follows them."""
+    at that of what its warps have under way; its products, or the weights of all blocks from memory, where they are
+    more than L2 keeps between two steps, if these take longer; and what follows them."""
     device, rates, w = task.device, gpu_rates(task.device), task.workload
     blocks = plan.blocks(w.batch)
     most = -(-blocks // device.cores)
@@ -143,8 +150,8 @@ def estimate(task: Task, plan: StepPlan) -> float:
     resident = max(1, min(most, device.registers // (plan.threads * registers), rates.threads // plan.threads,
                           device.shared // plan.shared))
     weights = plan.columns * sum(share.pairs * share.weight_bytes for share in plan.shares)
-    rate = rates.l2_beside if weights < 0.8 * (device.l2 or 50 << 20) else rates.memory
-    rate = min(rate, resident * plan.under_way / (rates.l2_latency / rates.clock))
+    memory = 0.0 if weights < L2_KEEPS * (device.l2 or 50 << 20) else weights / (rates.memory * device.cores)
+    rate = min(rates.l2_beside, resident * plan.under_way / (rates.l2_latency / rates.clock))
     cost, tensor_cores = SLOWER.get(w.arithmetic, 1), min(4, plan.warps * resident)
     tiles = sum(share.pairs * 2 * share.tiles * share.octets for share in plan.shares)
     products = tiles * rates.mma * cost * 4 / tensor_cores
@@ -152,4 +159,4 @@ def estimate(task: Task, plan: StepPlan) -> float:
                               rates.mma * 4) for share in plan.shares)
     sums = sum(share.floats for share in plan.shares) / plan.threads * ADDED
     busy = max(plan.moved / rate, products / rates.clock, warp / resident / rates.clock)
-    return rates.launch + most * busy + (rates.l2_latency + FINISH + sums) / rates.clock
+    return rates.launch + max(most * busy, memory) + (rates.l2_latency + FINISH + sums) / rates.clock

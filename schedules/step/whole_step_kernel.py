@@ -11,7 +11,15 @@ from ecornn.schedules.base import Config, Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var
 from ecornn.schedules.gemm.outputs import leaves_of_rows
 from ecornn.schedules.scalars.pointwise import emit
-from ecornn.schedules.step.operand_rows import Operand, RowsInMemory, StagedRows, announce, arrived, staged_words
+from ecornn.schedules.step.operand_rows import (
+    Operand,
+    RowsInMemory,
+    StagedRows,
+    announce,
+    arrived,
+    make_barrier,
+    staged_words,
+)
 from ecornn.schedules.step.scalars import Layout, StepScalars, declare
 from ecornn.schedules.step.warp_product import Share, WarpProduct, add_up, sums
 
@@ -176,7 +184,7 @@ def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer], math: str) ->
                     place += plan.rows * staged_words(share.width, w.dtype)
                 barrier = words.ptr_to([place])
                 with T.If(thread == 0), T.Then():
-                    announce(barrier, sum(plan.rows * share.width * w.itemsize for share in shares))
+                    make_barrier(barrier)
                 for one in staged:
                     one.clear(thread, plan.threads)
                 T.evaluate(T.ptx["barrier.cluster.arrive.release.aligned"]())
@@ -189,6 +197,8 @@ def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer], math: str) ->
                                  T.min(column * plan.units + thread % plan.units, H - 1))
                 if plan.cluster > 1:
                     T.evaluate(T.ptx["barrier.cluster.wait.acquire.aligned"]())  # behind it all barriers are there
+                    with T.If(thread == 0), T.Then():
+                        announce(barrier, sum(plan.rows * share.width * w.itemsize for share in shares))
                     for i, one in enumerate(staged):
                         own = T.let("own_row", thread - i * plan.rows)
                         with T.If(T.And(own >= 0, own < plan.rows)), T.Then():
