@@ -118,10 +118,10 @@ def test_the_reference_and_the_analysed_step(cell: Any):
     y, after = ecornn.reference(cell, x, flat(parameters), states)
     np.testing.assert_allclose(y, wanted, rtol=1e-13, atol=1e-13)
     np.testing.assert_allclose(after[0], last, rtol=1e-13, atol=1e-13)
-    graph = analyse(cell, I, 12)
+    graph, parameters = analyse(cell, I, 12), {n: v.astype(float) for n, v in parameters.items()}
     values = start(graph, parameters)
-    hoist(graph, parameters, values, x[:1], (1, B, 12))
-    values |= dict(zip(graph.states.values(), states, strict=True))
+    hoist(graph, parameters, values, x[:1].astype(float), (1, B, 12))
+    values |= {v: s.astype(float) for v, s in zip(graph.states.values(), states, strict=True)}
     step(graph, parameters, values, (1, B, 12))
     np.testing.assert_allclose(values[graph.results[cell.states[0]]][0], wanted[0], rtol=1e-12, atol=1e-12)
 
