@@ -136,8 +136,8 @@ def no_such_vector(x: Any, h: Any, p: Any) -> Any:
 
 
 def narrow_operand(x: Any, h: Any, p: Any) -> Any:
-    narrow = te.compute((h.shape[0], 4), lambda b, j: te.tanh(h[b, j]))
-    return [product(narrow, p["W"], 0)]  # here
+    narrow = te.compute((h.shape[0], 4), lambda b, j: te.tanh(h[b, j]))  # here
+    return [product(narrow, p["W"], 0)]
 
 
 def wide_operand(x: Any, h: Any, p: Any) -> Any:

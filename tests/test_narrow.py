@@ -144,7 +144,7 @@ def test_on_a_cpu(cell: Any, hidden: int, weights: str | None, limit: float):
 
 
 L2 = {"units": 8, "warps": 1, "groups": 2, "gate_warps": 2, "registers": 100, "carrier": "l2"}
-CLUSTER = {"units": 8, "warps": 1, "groups": 1, "gate_warps": 1, "registers": 100, "fences": "rare", "carrier": "cluster"}
+CLUSTER = L2 | {"groups": 1, "gate_warps": 1, "fences": "rare", "carrier": "cluster"}
 
 
 @pytest.mark.parametrize(("schedule", "cell", "hidden", "dtype", "batch", "knobs"), [
