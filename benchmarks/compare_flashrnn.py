@@ -1,17 +1,21 @@
-"""LSTM and vanilla layers against FlashRNN's fused CUDA backend, through its own API, interleaved in one run.
+"""LSTM, vanilla and sLSTM layers against FlashRNN's fused backends, through its own API, interleaved in one run.
 
     pip install flashrnn==1.0.8
     python benchmarks/compare_flashrnn.py --output benchmarks/results/h100_flashrnn.json
+    python benchmarks/compare_flashrnn.py --output benchmarks/results/h100_flashrnn.json --only slstm
 
 FlashRNN has no input projection: it is given W x + b, in the layouts that it uses inside, and computes the recurrence.
 So ours is timed twice: the whole layer, projection included, and a layer of one input value (I = 1), whose projection
 is little but writing its result; recurrence alone would take no longer. All of them are checked against float64. Ours
 are CUDA graphs; FlashRNN is called as its users call it, with its launches behind a kernel that waits, so that only
-the GPU's time counts. Medians in microseconds a step with 20th and 80th percentiles.
+the GPU's time counts. Medians in microseconds a step with 20th and 80th percentiles. sLSTM has one head, or eight, of
+which ours has the blocks alone as well; heads of up to 64 units FlashRNN's Triton backend takes, too, and the ratio is
+that to the faster one of both.
 
-FlashRNN compiles an extension for each layer, which takes about a minute of nvcc: a process for each does that at the
-same time as the others, and has the GPU to itself while it uses it. On a machine where something else measures too,
---lock FILE holds an exclusive lock on FILE meanwhile. --builds FOLDER keeps the extensions for the next time.
+With ``--only`` rows of other layers stay as the file has them. FlashRNN compiles an extension for each layer, which
+takes about a minute of nvcc: a process for each does that at the same time as the others, and has the GPU to itself
+while it uses it. On a machine where something else measures too, --lock FILE holds an exclusive lock on FILE meanwhile.
+--builds FOLDER keeps the extensions for the next time.
 """
 
 from __future__ import annotations
@@ -34,13 +38,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import ecornn
+from ecornn.cells import get
 from ecornn.errors import ScheduleError
 from ecornn.targets import resolve
 from ecornn.tune.choose import default_target
 
-LAYERS = [(cell, H) for cell in ("lstm", "rnn_tanh") for H in (768, 1024)]
+LAYERS = [*((cell, H) for cell in ("lstm", "rnn_tanh", "slstm") for H in (768, 1024)),
+          *(("slstm(heads=8)", H) for H in (512, 1024, 2048))]
 T, B = 1024, 16
-FUNCTIONS = {"lstm": ("lstm", 4, 2), "rnn_tanh": ("elman", 1, 1)}  # its name, gates, states
+FUNCTIONS = {"lstm": ("lstm", 4, 2), "rnn_tanh": ("elman", 1, 1), "slstm": ("slstm", 4, 4)}  # its name, gates, states
+TRITON = 64  # units of a head, at most, that its Triton backend takes
 LIMIT = 2e-2  # relative error of a side; a bfloat16 has 2^-9, and errors go on from step to step
 WAIT = 4_000_000  # cycles, about 2 ms: longer than FlashRNN's Python takes
 DTYPE = "bfloat16"
@@ -86,28 +93,61 @@ def adapt(gpu: Gpu) -> None:
     cuda_init_parametric.cst.solve_constrint = leaving(cuda_init_parametric.cst.solve_constrint)
 
 
+def described(cell: str) -> tuple[str, int, int, int]:
+    """FlashRNN's name of a cell, its gates, states and heads."""
+    found = get(cell)
+    return *FUNCTIONS[found.name], getattr(found, "heads", 1)
+
+
 def flashrnn_of(cell: str, hidden: int, batch: int, backend: str = "cuda_fused"):
-    """A function of (Wx, R, b, states) in the layouts that FlashRNN's fused backend uses inside: (T, B, 1, H, G),
-    (1, H, G, H), (1, H, G), (S, 1, B, 1, H) to all states (S, T, B, 1, H)."""
+    """A function of (Wx, R, b, states) in the layouts that FlashRNN's fused backend uses inside: (T, B, N, D, G),
+    (N, D, G, D), (N, D, G), (S, 1, B, N, D) of N heads with D units to all states (S, T, B, N, D)."""
     from flashrnn import FlashRNNConfig, flashrnn
 
+    function, _, _, heads = described(cell)
     config = FlashRNNConfig(
-        backend=backend, function=FUNCTIONS[cell][0], num_heads=1, head_dim=hidden, hidden_dim=hidden,
+        backend=backend, function=function, num_heads=heads, head_dim=hidden // heads, hidden_dim=hidden,
         batch_size=batch, dtype=DTYPE, input_shape="TBHDG", recurrent_shape="HDGP", bias_shape="HDG",
         output_shape="STBHD")
     return lambda wx, r, b, states: flashrnn(wx, r, b, states=states, config=config)[0]
 
 
+def backends(cell: str, hidden: int) -> dict[str, str]:
+    """FlashRNN's sides of a row, and which backend each is."""
+    function, _, _, heads = described(cell)
+    triton = {"flashrnn_triton": "triton_fused"} if function != "elman" and hidden // heads <= TRITON else {}
+    return {"flashrnn": "cuda_fused"} | triton
+
+
 def their_inputs(cell: str, gates, weight_hh):
-    """(Wx, R, b, states) of preactivations (T, B, G*H) and PyTorch's weight_hh (G*H, H)."""
+    """(Wx, R, b, states) of preactivations (T, B, G*H) and recurrent weights (G*H, D), of each unit those of its
+    head."""
     import torch
 
-    _, count, states = FUNCTIONS[cell]
-    steps, batch, hidden = gates.shape[0], gates.shape[1], weight_hh.shape[1]
+    _, count, states, heads = described(cell)
+    steps, batch, own = gates.shape[0], gates.shape[1], weight_hh.shape[1]
     like = {"device": gates.device, "dtype": gates.dtype}
-    return (gates.reshape(steps, batch, 1, count, hidden).transpose(3, 4).contiguous(),
-            weight_hh.reshape(count, hidden, hidden).transpose(0, 1)[None].contiguous(),
-            torch.zeros(1, hidden, count, **like), torch.zeros(states, 1, batch, 1, hidden, **like))
+    return (gates.reshape(steps, batch, count, heads, own).permute(0, 1, 3, 4, 2).contiguous(),
+            weight_hh.reshape(count, heads, own, own).permute(1, 2, 0, 3).contiguous(),
+            torch.zeros(heads, own, count, **like), torch.zeros(states, 1, batch, heads, own, **like))
+
+
+def whole(cell: str, weight_hh):
+    """Recurrent weights (G*H, D) as (G*H, H), with zeros between units of different heads."""
+    import torch
+
+    _, count, _, heads = described(cell)
+    return torch.cat([torch.block_diag(*gate.chunk(heads)) for gate in weight_hh.chunk(count)])
+
+
+def drawn(cell: str, inputs: int, hidden: int) -> dict[str, Any]:
+    """Weights of a layer, as ours and PyTorch's take them, uniform as PyTorch begins."""
+    import torch
+    from side_by_side import DEVICE
+
+    shapes = get(cell).parameters(inputs, hidden)
+    return {f"{name}_l0": torch.empty(gates * H, *rest, device=DEVICE).uniform_(-1, 1).div(hidden ** 0.5).bfloat16()
+            for name, (gates, H, *rest) in shapes.items()}
 
 
 def prepare(folder: Path, cell: str, hidden: int) -> None:
@@ -135,34 +175,39 @@ def compare(cell: str, hidden: int, gpu: Gpu, repeats: int, seconds: float) -> d
     """One row: all sides built, checked and timed."""
     import side_by_side
     import torch
-    from side_by_side import CELLS, DEVICE, WrongResultError, float64_forward, graph_of, relative, summary, take_turns
+    from side_by_side import DEVICE, WrongResultError, float64_forward, graph_of, relative, summary, take_turns
 
     side_by_side.WAIT = WAIT
-    count = FUNCTIONS[cell][1]
+    base, count = get(cell).name, described(cell)[1]
     row: dict = {"cell": cell, "T": T, "B": B, "H": hidden, "dtype": DTYPE}
-    sides, inputs, kept = {}, [], []  # what graphs read must stay
+    sides: dict[str, Callable[[], object]] = {}
+    inputs, kept = [], []  # what graphs read must stay
 
     def check(name: str, y: torch.Tensor, x: torch.Tensor, weights: dict[str, torch.Tensor]) -> None:
-        row[f"{name}_error"] = relative(y, float64_forward(cell, x, weights))
+        zero = torch.zeros(count * hidden, device=DEVICE)
+        weights = {"bias_ih_l0": zero, "bias_hh_l0": zero} | weights
+        weights["weight_hh_l0"] = whole(cell, weights["weight_hh_l0"])
+        row[f"{name}_error"] = relative(y, float64_forward(base, x, weights))
         if not row[f"{name}_error"] <= LIMIT:
             raise WrongResultError(f"{name} has error {row[f'{name}_error']:.2e}")
 
     modules = modules_of(cell, hidden)
     adapt(gpu)
     gpu.take()
-    theirs = flashrnn_of(cell, hidden, B)
     with torch.no_grad():
         gates = torch.randn(T, B, count * hidden, device=DEVICE).bfloat16()
-        weight = torch.empty(count * hidden, hidden, device=DEVICE).uniform_(-1, 1).div(hidden ** 0.5).bfloat16()
-        arguments, zero = their_inputs(cell, gates, weight), torch.zeros(count * hidden, device=DEVICE)
-        y = theirs(*arguments)[0].reshape(T, B, hidden)
-        check("flashrnn", y, gates, {"weight_ih_l0": torch.eye(count * hidden, device=DEVICE), "bias_ih_l0": zero,
-                                     "weight_hh_l0": weight, "bias_hh_l0": zero})
+        weight = drawn(cell, 1, hidden)["weight_hh_l0"]
+        arguments = their_inputs(cell, gates, weight)
+        inputs.append(arguments[0])
+        for name, backend in backends(cell, hidden).items():
+            theirs = flashrnn_of(cell, hidden, B, backend)
+            check(name, theirs(*arguments)[0].reshape(T, B, hidden), gates,
+                  {"weight_ih_l0": torch.eye(count * hidden, device=DEVICE), "weight_hh_l0": weight})
+            sides[name] = partial(theirs, *arguments)
         for name, module in modules.items():
-            kwargs = {"nonlinearity": "tanh"} if cell == "rnn_tanh" else {}
-            library = CELLS[cell](module.manifest.workload.input, hidden, device=DEVICE, **kwargs).bfloat16()
-            weights = {k: v.detach() for k, v in library.named_parameters()}
-            layer, x = module.bind(weights), torch.randn(T, B, library.input_size, device=DEVICE).bfloat16()
+            weights = drawn(cell, module.manifest.workload.input, hidden)
+            x = torch.randn(T, B, module.manifest.workload.input, device=DEVICE).bfloat16()
+            layer = module.bind(weights)
             y = torch.full((T, B, hidden), float("nan"), device=DEVICE, dtype=torch.bfloat16)
             graph = graph_of(partial(layer, x, out=y))
             y.fill_(float("nan"))
@@ -172,13 +217,11 @@ def compare(cell: str, hidden: int, gpu: Gpu, repeats: int, seconds: float) -> d
             inputs.append(x)
             kept.append((layer, y))
             row[f"{name}_config"] = {"schedule": module.manifest.schedule, **module.manifest.config}
-        sides["flashrnn"] = lambda: theirs(*arguments)
-        inputs.append(arguments[0])
         times = take_turns(sides, lambda: [x.copy_(torch.randn_like(x)) for x in inputs], repeats, seconds)
     for name, values in times.items():
         row |= summary(name, values, T)
-    row["ratio"], row["ratio_recurrence"] = (row["flashrnn_us"] / row[f"{name}_us"]
-                                             for name in ("ecornn", "ecornn_recurrence"))
+    least = min(row[f"{name}_us"] for name in backends(cell, hidden))
+    row["ratio"], row["ratio_recurrence"] = (least / row[f"{name}_us"] for name in ("ecornn", "ecornn_recurrence"))
     return row
 
 
@@ -197,10 +240,12 @@ def serve(pipe: Connection, cell: str, hidden: int, arguments: argparse.Namespac
 
 
 def measure_all(arguments: argparse.Namespace) -> bool:
-    """Measures every layer; whether all of them could be."""
-    context, rows = multiprocessing.get_context("spawn"), []
+    """Measures the layers that are asked for; whether all of them could be."""
+    layers = [(cell, H) for cell, H in LAYERS if all(w in f"{cell} {H}" for w in (arguments.only or "").split())]
+    context, rows = multiprocessing.get_context("spawn"), others(arguments.output, layers) if arguments.only else []
     waiting: dict[Any, Any] = {}  # pipe -> process
-    for cell, hidden in LAYERS:
+    measured = 0
+    for cell, hidden in layers:
         ours, other = context.Pipe()
         process = context.Process(target=serve, args=(other, cell, hidden, arguments))
         process.start()
@@ -217,12 +262,20 @@ def measure_all(arguments: argparse.Namespace) -> bool:
             finally:
                 process.join()
             rows.append(row)
-            print(f"{row['cell']:8} H={row['H']:4} ecornn {row['ecornn_us']:.2f}, recurrence "
-                  f"{row['ecornn_recurrence_us']:.2f}, FlashRNN {row['flashrnn_us']:.2f}  "
+            measured += 1
+            theirs = ", ".join(f"{row[f'{name}_us']:.2f}" for name in backends(row["cell"], row["H"]))
+            print(f"{row['cell']:14} H={row['H']:4} ecornn {row['ecornn_us']:.2f}, recurrence "
+                  f"{row['ecornn_recurrence_us']:.2f}, FlashRNN {theirs}  "
                   f"{row['ratio_recurrence']:.2f}x ({row['ratio']:.2f}x whole)", flush=True)
             if arguments.output:
                 write(arguments.output, environment, rows)
-    return len(rows) == len(LAYERS)
+    return measured == len(layers)
+
+
+def others(path: Path | None, layers: list[tuple[str, int]]) -> list[dict]:
+    """Rows that a file has of other layers than these."""
+    found = json.loads(path.read_text())["rows"] if path and path.exists() else []
+    return [row for row in found if (row["cell"], row["H"]) not in layers]
 
 
 def write(path: Path, environment: dict, rows: list[dict]) -> None:
@@ -238,6 +291,7 @@ def write(path: Path, environment: dict, rows: list[dict]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--only", metavar="WORDS", help="layers with all of these words in cell and H")
     parser.add_argument("--repeats", type=int, default=30, help="timed repetitions a row, at most")
     parser.add_argument("--seconds", type=float, default=1.0, help="of measuring a row (default: 1)")
     parser.add_argument("--builds", type=Path, metavar="FOLDER", help="where to keep FlashRNN's extensions")

@@ -79,13 +79,16 @@ def flashrnn_table(path: Path, data: dict) -> list[str]:
     """The table of ``compare_flashrnn.py``."""
     env, rows = data["environment"], []
     for r in data["rows"]:
+        theirs = min((s for s in ("flashrnn", "flashrnn_triton") if f"{s}_us" in r), key=lambda s: r[f"{s}_us"])
         sides = [f"{r[f'{side}_us']:.2f} [{r[f'{side}_p20']:.2f}, {r[f'{side}_p80']:.2f}]"
-                 for side in ("ecornn_recurrence", "ecornn", "flashrnn")]
+                 for side in ("ecornn_recurrence", "ecornn", theirs)]
+        sides[-1] += " (Triton)" * (theirs == "flashrnn_triton")
         rows.append((f"{NAMES[r['cell']]} {r['T']}x{r['B']}x{r['H']}", *sides, f"{r['ratio_recurrence']:.2f}x"))
     return [*table(("bfloat16, µs/step [p20, p80]", "ecornn, recurrence", "ecornn, whole layer",
                     "FlashRNN, recurrence", "ratio"), rows), "",
-            f"FlashRNN {env['flashrnn']} (`cuda_fused`) through its own API on {env['gpu']}, PyTorch {env['torch']}; "
-            f"both sides in CUDA graphs, interleaved, outputs checked against float64. {env['recurrence']} Data: "
+            f"FlashRNN {env['flashrnn']} (`cuda_fused`, or `triton_fused` where it takes the heads and is faster) "
+            f"through its own API on {env['gpu']}, PyTorch {env['torch']}; ours in CUDA graphs, its launches queued "
+            f"behind a kernel that waits; interleaved, outputs checked against float64. {env['recurrence']} Data: "
             f"`{path.as_posix()}`; `make bench`."]
 
 

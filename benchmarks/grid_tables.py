@@ -9,7 +9,8 @@ from grid import CLIFF
 from grid_log import GridLog
 from grid_summary import HIGH, Summary
 
-NAMES = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "vanilla tanh", "rnn_relu": "vanilla relu"}
+NAMES = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "vanilla tanh", "rnn_relu": "vanilla relu",
+         "slstm": "sLSTM", "slstm(heads=8)": "sLSTM with 8 heads,"}
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     """Lines of a Markdown table."""

@@ -37,7 +37,7 @@ def float64_forward(cell: str, x: torch.Tensor, p: Mapping[str, torch.Tensor]) -
     gates = x.double() @ p["weight_ih_l0"].T + p["bias_ih_l0"]
     hidden = p["weight_hh_l0"].shape[1]
     h = torch.zeros(x.shape[1], hidden, dtype=torch.float64, device=x.device)
-    c, out = h.clone(), []
+    c, s, m, out = h, h, h, []
     for g in gates:
         r = h @ p["weight_hh_l0"].T + p["bias_hh_l0"]
         if cell == "lstm":
@@ -49,6 +49,13 @@ def float64_forward(cell: str, x: torch.Tensor, p: Mapping[str, torch.Tensor]) -
             n = (gn + (gr + rr).sigmoid() * rn).tanh()
             z = (gz + rz).sigmoid()
             h = (1 - z) * n + z * h
+        elif cell == "slstm":
+            i, f, z, o = (g + r).chunk(4, 1)
+            f = torch.nn.functional.logsigmoid(f) + m
+            m = i if not out else torch.maximum(i, f)  # nothing is remembered before the first step
+            i, f = (i - m).exp(), (f - m).exp()
+            c, s = f * c + i * z.tanh(), f * s + i
+            h = o.sigmoid() * c / s
         else:
             h = (g + r).tanh()
         out.append(h)

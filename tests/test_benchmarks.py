@@ -232,6 +232,33 @@ def test_float64_forward_is_the_reference():
         np.testing.assert_allclose(float64_forward(cell, x, weights).numpy(), expected, rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.parametrize("heads", [1, 3])
+def test_the_slstm_beside_flashrnn(heads: int):
+    """What FlashRNN is given, in its layouts, and what is expected of it, against `ecornn.reference`."""
+    import compare_flashrnn as flash
+    import torch
+    from side_by_side import float64_forward
+
+    import ecornn
+    from ecornn.cells import get
+
+    cell, steps, batch, hidden = f"slstm(heads={heads})" if heads > 1 else "slstm", 5, 2, 6
+    gates, weight = torch.randn(steps, batch, 4 * hidden), torch.randn(4 * hidden, hidden // heads)
+    weights = {"weight_ih_l0": torch.eye(4 * hidden), "weight_hh_l0": weight, "bias_ih_l0": torch.zeros(4 * hidden)}
+    y, _ = ecornn.reference(get(cell), gates.numpy(), {k: v.numpy() for k, v in weights.items()})
+    matrix = flash.whole(cell, weight)
+    found = float64_forward("slstm", gates, weights | {"weight_hh_l0": matrix, "bias_hh_l0": torch.zeros(4 * hidden)})
+    np.testing.assert_allclose(found.numpy(), y, rtol=1e-11, atol=1e-14)  # quotients of sums in other orders
+
+    wx, r, b, states = flash.their_inputs(cell, gates, weight)
+    own = hidden // heads
+    assert states.shape == (4, 1, batch, heads, own) and b.shape == (heads, own, 4)
+    h = torch.randn(batch, hidden)
+    theirs = torch.einsum("bnp,ndgp->bndg", h.reshape(batch, heads, own), r) + wx[2]
+    ours = (h @ matrix.T + gates[2]).reshape(batch, 4, heads, own)
+    torch.testing.assert_close(theirs, ours.permute(0, 2, 3, 1))
+
+
 def test_what_a_log_is_worth_elsewhere():
     from compare_logs import summary, worth
 

@@ -136,8 +136,8 @@ def no_such_vector(x: Any, h: Any, p: Any) -> Any:
 
 
 def narrow_operand(x: Any, h: Any, p: Any) -> Any:
-    narrow = te.compute((h.shape[0], 4), lambda b, j: te.tanh(h[b, j]))
-    return [product(narrow, p["W"], 0)]  # here
+    narrow = te.compute((h.shape[0], 4), lambda b, j: te.tanh(h[b, j]))  # here
+    return [product(narrow, p["W"], 0)]
 
 
 def wide_operand(x: Any, h: Any, p: Any) -> Any:
@@ -219,8 +219,8 @@ def computed_weight(x: Any, h: Any, p: Any) -> Any:
     (constant, "'h' is a constant"),
     (no_number, "gates=0.5): gates must be an integer, or a sequence of integers"),
     (computed_weight, "with a parameter as it is; what is computed of parameters is made in derived()"),
-    (narrow_operand, "compute has 4 values a row; what is read for each hidden unit, or multiplied and not x itself, "
-     "has H, here 6"), (wide_operand, "sums 12 terms of compute, which has 12 values a row, and R, whose rows have 6"),
+    (narrow_operand, "h[b, j] is read beside 4 values a row; what is narrower than H is computed of products"),
+    (wide_operand, "sums 12 terms of compute, which has 12 values a row, and R, whose rows have 6"),
     (narrow_value, "narrow has 4 values a row"), (no_such_part, "there is no parts[b, 2, j]; its shape is (3, 2, 6)"),
     (no_such_gate, "there is no gate 3 of R, which has 1"), (no_such_vector, "there is no gate 1 of b, which has 1"),
     (residual, "needs an input size of H; here I = 4 and H = 6"),

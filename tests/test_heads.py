@@ -150,7 +150,8 @@ def test_trains_on_a_cpu(heads: int, whole: bool, hidden: int):
     (5, (1, 12, 2), r"product\(\.\.\., R, heads=5\): H = 12 must be a multiple of heads"),
     (3, (1, 12, 12), r"R \(G, H, H / heads\); it is \(1, 12, 12\)"),
     (0, (1, 12, 12), r"heads=0\): heads must be an integer, 1 at least"),
-    (3, (1, 12, 5), r"'R' has shape \(1, 12, 5\); expected .*H / heads"),
+    (3, (1, 12, 13), r"'R' has shape \(1, 12, 13\); expected .*H / heads"),
+    (3, (1, 12, 5), r"H = 12 must be a multiple of heads, and R \(G, H, H / heads\); it is \(1, 12, 5\)"),
     (1, (1, 12, 4), r"sums 12 terms of h, which has 12 values a row, and R, whose rows have 4")])
 def test_what_is_wrong_is_said(heads: int, shape: tuple[int, ...], says: str):
     class Wrong(BlockRNN):

@@ -76,11 +76,11 @@ def shapes_of(cell: Source, input: int, hidden: int, lines: Lines) -> Shapes:
             raise CellError(f"cell {cell.name!r}: parameter {name!r}: a name is a string")
         if name in cell.inputs:
             raise CellError(f"cell {cell.name!r}: parameter {name!r} has the name of an input")
-        if len(shape) not in (2, 3) or shape[0] < 1 or shape[1] != hidden or (
-                len(shape) == 3 and shape[2] not in (input, hidden) and (shape[2] < 1 or hidden % shape[2])):
+        if len(shape) not in (2, 3) or min(shape) < 1 or shape[1] > hidden or (
+                shape[1] != hidden if len(shape) == 2 else shape[2] != input and shape[2] > hidden):
             raise CellError(f"cell {cell.name!r}: parameter {name!r} has shape {shape}; expected "
-                            f"(G, H={hidden}) or (G, H={hidden}, K) with G >= 1 and K = I or H, or "
-                            "H / heads of a product with heads")
+                            f"(G, H={hidden}) or (G, H={hidden}, K) with G >= 1 and K = I or H, "
+                            "H / heads of a product with heads, or less than H in place of H or K of a narrow matrix")
     return shapes
 
 

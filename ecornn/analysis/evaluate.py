@@ -37,14 +37,16 @@ def assign(assigns: Iterable[Assign], values: Values) -> None:
         values[a.var] = evaluate(a.value, values)
 
 
-def multiply(products: Iterable[Product], values: Values, weights: Weights, x: Array | None = None) -> None:
-    """Adds the variables of ``products``; those of x where an operand is None."""
+def multiply(products: Iterable[Product], values: Values, weights: Weights, hidden: int,
+             x: Array | None = None) -> None:
+    """Adds the variables of ``products``, of H = ``hidden`` units each; those of x where an operand is None."""
     for product in products:
         parts = []
         for term in product.terms:
             matrix = weights[term.parameter][term.gate]
-            operand = x if term.operand is None else values[term.operand]
-            parts.append(product_of(operand, matrix, term))
+            operand = x if term.operand is None else values[term.operand][..., :term.columns or None]
+            part = product_of(operand, matrix, term)
+            parts.append(np.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, hidden - term.rows)]) if term.rows else part)
         values[product.var] = sum(parts[1:], parts[0])
 
 
@@ -73,7 +75,7 @@ def hoist(graph: StepGraph, weights: Weights, values: Values, x: Array | None, s
         x = x[..., :graph.own_input(x.shape[-1], shape[-1])]
     if graph.x is not None and x is not None:
         values[graph.x] = x
-    multiply(graph.hoisted_products, values, weights, x)
+    multiply(graph.hoisted_products, values, weights, shape[-1], x)
     assign(graph.hoisted, values)
     summarize(graph.hoisted_statistics, values, shape)
     assign(graph.normalized, values)
@@ -89,7 +91,7 @@ def step(graph: StepGraph, weights: Weights, values: Values, shape: tuple[int, .
     assign(graph.prologue, values)
     for phase in graph.phases:
         summarize(phase.statistics, values, shape)
-        multiply(phase.products, values, weights)
+        multiply(phase.products, values, weights, shape[-1])
         assign(phase.assigns, values)
 
 

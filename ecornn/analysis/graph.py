@@ -8,23 +8,27 @@ the cell's.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ecornn.analysis.declared import SHIFT, check_names, check_read, returned_tensors, shapes_of
 from ecornn.analysis.heads import by_heads, heads_at
 from ecornn.analysis.lines import Lines
+from ecornn.analysis.narrow import finite
 from ecornn.analysis.operators import operator_of
 from ecornn.analysis.scalar import children, is_constant, rebuild, terms, transform, variables
 from ecornn.analysis.source import Source
 from ecornn.analysis.statistics import Statistics
 from ecornn.analysis.step import Assign, Phase, Product, StepGraph, Term, Vector
 from ecornn.analysis.sums import summed
+from ecornn.analysis.te_forms import every, extent_of, is_load, is_sum, load_parts, reduces
 from ecornn.errors import CellError
 
 if TYPE_CHECKING:
     from tvm.ir import Expr
     from tvm.te import Tensor
-    from tvm.tirx import IterVar, Reduce, Var
+    from tvm.tirx import Reduce, Var
 
 BATCH = 3  # any size unlike the others: te needs numbers, the graph does not keep it
 INVARIANT, INPUT, NORMALIZED, STATE = -3, -2, -1, 0
@@ -54,6 +58,7 @@ class _Walk:
         self.state_tensors = [te.placeholder((BATCH, hidden), "float32", name=n) for n in cell.states]
         self.input_tensors = {n: te.placeholder((BATCH, hidden), "float32", name=n) for n in cell.inputs}
         self.shapes = shapes = shapes_of(cell, input, hidden, self.lines)
+        self.width = hidden  # values a row of what is walked: H, less where it is multiplied by a narrow matrix
         self.parameter_tensors = {n: te.placeholder(s, "float32", name=n) for n, s in shapes.items()}
         self.b, self.j = tirx.Var("b", "int32"), tirx.Var("j", "int32")
         self.level: dict[Var, int] = {}
@@ -74,6 +79,9 @@ class _Walk:
         return self.leaves[key]
 
     def placeholder(self, tensor: Tensor, indices: list[Expr]) -> Var:
+        if self.width != self.hidden and tensor not in self.parameter_tensors.values():
+            raise CellError(f"cell {self.cell.name!r}: {tensor.op.name}{indices} is read beside {self.width} values a "
+                            "row; what is narrower than H is computed of products as narrow, and of vectors, alone")
         for name, state in zip(self.cell.states, self.state_tensors, strict=True):
             if tensor.same_as(state) or tensor == state:
                 self.at_own_unit(tensor, indices)
@@ -159,9 +167,10 @@ class _Walk:
         parameter tells."""
         product = type(tensor.op.body[tensor.value_index]).__name__ == "Reduce"
         for extent, e in zip(map(int, tensor.shape), indices, strict=True):
-            if self.same(e, self.j) and extent != self.hidden:
+            if self.same(e, self.j) and extent != self.width:
                 raise CellError(f"cell {self.cell.name!r}: {tensor.op.name} has {extent} values a row; what is read "
-                                f"for each hidden unit, or multiplied and not x itself, has H, here {self.hidden}")
+                                + (f"beside it has {self.width}" if self.width != self.hidden else
+                                   f"for each hidden unit has H, here {self.hidden}"))
             if type(e).__name__ == "IntImm" and not 0 <= int(e) < extent and not product:
                 at = ", ".join(map(str, indices))
                 raise CellError(f"cell {self.cell.name!r}: there is no {tensor.op.name}[{at}]; "
@@ -229,11 +238,17 @@ class _Walk:
         if (extent, extent) != here:
             raise CellError(f"cell {self.cell.name!r}: product {name!r} sums {extent} terms of {operand.op.name}, "
                             f"which has {here[0]} values a row, and {weight}, whose rows have {here[1]}")
-        gate = self.gate(place[1], weight)
+        gate, made = self.gate(place[1], weight), self.shapes[weight][1]
+        if made != self.width:
+            raise CellError(f"cell {self.cell.name!r}: product {name!r} has {self.width} values a row, and {weight} "
+                            f"has {made} rows")
+        if heads > 1 and (made, width) != (self.hidden, self.hidden):
+            raise CellError(f"cell {self.cell.name!r}: product {name!r} has {heads} heads; heads are of products of H "
+                            "values by H rows")
         if operand == self.x_tensor:
             source_var, level = None, INPUT
         else:
-            source_var = self.scalar(operand, [self.b, self.j])
+            source_var = self.operand(operand, width)
             if self.level[source_var] < STATE:
                 raise CellError(f"cell {self.cell.name!r}: product {name!r} reads {operand.op.name}, "
                                 "which depends on no state; only x itself can be hoisted")
@@ -243,8 +258,31 @@ class _Walk:
         origin = "x" if source_var is None else source_var.name
         var = self.leaf(key, f"{origin}_{weight}_{gate}", level)
         if fresh:
-            self.products.append((level, Product(var, (Term(source_var, weight, gate, heads=heads),))))
+            term = Term(source_var, weight, gate, heads=heads, rows=made % self.hidden,
+                        columns=0 if operand == self.x_tensor else width % self.hidden)
+            self.products.append((level, Product(var, (term,))))
         return var
+
+    def operand(self, tensor: Tensor, width: int) -> Expr:
+        """The scalar of what a product multiplies, which has ``width`` values a row."""
+        if width > self.hidden:
+            raise CellError(f"cell {self.cell.name!r}: {tensor.op.name} has {width} values a row; what is multiplied "
+                            f"and not x itself has H at most, here {self.hidden}: add two products of its parts")
+        with self.of_width(width):
+            found = self.scalar(tensor, [self.b, self.j])
+        if width < self.hidden and not finite(found, (a for _, a in self.assigns)):
+            raise CellError(f"cell {self.cell.name!r}: {tensor.op.name}, of {width} values a row, is not finite where "
+                            "the products that it is computed of are 0")
+        return found
+
+    @contextlib.contextmanager
+    def of_width(self, width: int) -> Iterator[None]:
+        """Within it tensors of that many values a row are read."""
+        before, self.width = self.width, width
+        try:
+            yield
+        finally:
+            self.width = before
 
     def statistic(self, name: str, body: Reduce, where: dict[Var, Expr], shift: bool) -> Var:
         """A reduction to one value a batch row: a sum or maximum over the hidden axis, and over axes that are unrolled.
@@ -262,7 +300,8 @@ class _Walk:
                 continue
             places = [where | {axis.var: self.j} | at for at in every([a for a in body.axis if not a.same_as(axis)])]
             try:
-                terms = [self.inline(body.source[0], place) for place in places]
+                with self.of_width(self.hidden):
+                    terms = [self.inline(body.source[0], place) for place in places]
                 break
             except CellError as found:
                 error = found
@@ -395,46 +434,3 @@ class _Walk:
 def repeated(items: list[Var], count: int) -> tuple[Var, ...]:
     """``items``, the last one repeated until there are ``count``."""
     return (*items, *items[-1:] * (count - len(items)))
-
-
-def extent_of(axis: IterVar) -> int | None:
-    """Values of a reduction axis that starts at 0."""
-    low, extent = axis.dom.min, axis.dom.extent
-    fixed = type(extent).__name__ == "IntImm" and int(low) == 0
-    return int(extent) if fixed else None
-
-
-def every(axes: list[IterVar]) -> list[dict[Var, Expr]]:
-    """All places on reduction axes: axis variable -> constant."""
-    from tvm import tirx
-
-    found: list[dict[Var, Expr]] = [{}]
-    for axis in axes:
-        found = [at | {axis.var: tirx.const(n, "int32")} for at in found for n in range(extent_of(axis) or 0)]
-    return found
-
-
-def is_sum(body: Reduce) -> bool:
-    """True for a reduction by addition that starts at 0, over all of its axes."""
-    return reduces(body, "Add")
-
-
-def reduces(body: Reduce, kind: str) -> bool:
-    """True for a reduction by that operator, from its neutral value on, over all of its axes."""
-    (result, *others), always = body.combiner.result, body.condition
-    if others or body.init or type(result).__name__ != kind:
-        return False
-    return type(always).__name__ == "IntImm" and bool(int(always))
-
-
-def is_load(e: Expr) -> bool:
-    """True where e reads an element of a te tensor."""
-    return type(e).__name__ in ("TensorLoad", "ProducerLoad") or (
-        type(e).__name__ == "Call" and getattr(e.op, "name", "") == "te.tensor_load")
-
-
-def load_parts(e: Expr) -> tuple[Tensor, list[Expr]]:
-    """Tensor and indices of a load."""
-    if type(e).__name__ == "Call":
-        return e.args[0], list(e.args[1:])
-    return e.source, list(e.indices)

@@ -34,13 +34,16 @@ class Assign:
 class Term:
     """``sum_k operand[b, k] * parameter[gate, j, k]``, or ``parameter[gate, k, j]`` if ``transposed``; operand None is
     the input x. With ``heads`` the parameter is (G, H, H / heads), blocks on a diagonal (``heads.py``); transposed,
-    each block is."""
+    each block is. A parameter that is narrower than H has ``rows`` of its own, less than H units, beyond which the
+    product is 0, or ``columns``, the first of the operand's values; 0: all (``narrow.py``)."""
 
     operand: Var | None
     parameter: str
     gate: int
     transposed: bool = False
     heads: int = 1
+    rows: int = 0
+    columns: int = 0
 
     @property
     def source(self) -> tuple[str, int]:
@@ -52,6 +55,11 @@ class Term:
         source = "x" if self.operand is None else self.operand.name
         text = f"{source}[b, k] * {self.parameter}[{self.gate}, {'k, j' if self.transposed else 'j, k'}]"
         return text if self.heads == 1 else f"{text} in {self.heads} heads"
+
+    @property
+    def narrow(self) -> bool:
+        """Whether the parameter has less than H rows, or columns."""
+        return bool(self.rows or self.columns)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def fitting(packing: Packing, parameters: Mapping[str, Any]) -> list[Any]:
     except (KeyError, IndexError) as error:
         raise ModuleError(f"the module packs a parameter that it does not declare: {error}") from error
     shapes = {tuple(gate.shape) for gate in gates if gate is not None}
-    fits = len(shapes) <= 1 and len(gates) <= packing.pad[0] and all(
+    fits = len(gates) <= packing.pad[0] and all(
         len(shape) == len(packing.pad) - 1
         and all(size <= room for size, room in zip(shape, packing.pad[1:], strict=True))
         for shape in shapes)

@@ -86,7 +86,7 @@ class Memory:
 
     def depth(self, term: Term) -> int:
         """Values that a unit's weights multiply: a row of the operand, or its head's part of one."""
-        return self.length(term.operand) // term.heads
+        return term.columns or self.length(term.operand) // term.heads
 
     @property
     def x_stride(self) -> int:
@@ -97,8 +97,9 @@ class Memory:
     def work(self) -> int:
         """Multiply-adds of a row in a step, about."""
         products = (p for stage in (*self.plan.hoisted, *self.plan.steps) for p in stage.rows)
-        multiplied = sum(self.depth(term) for product in products for term in product.terms)
-        return self.shape.hidden * (multiplied + SCALAR * len(self.plan.definition))
+        hidden = self.shape.hidden
+        multiplied = sum(self.depth(term) * (term.rows or hidden) for product in products for term in product.terms)
+        return multiplied + hidden * SCALAR * len(self.plan.definition)
 
     def slot(self, state: str, t: Expr) -> Expr:
         """Where a state before step ``t`` starts in its workspace."""

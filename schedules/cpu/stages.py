@@ -118,7 +118,8 @@ def groups(rows: tuple[Product, ...], most: int = 0) -> list[Group]:
     """Products by their operands, in the order of the first product of each; no more than ``most`` in one (0: all)."""
     found: dict[tuple, list[Product]] = {}
     for row in rows:
-        found.setdefault(tuple((t.operand, t.transposed, t.heads) for t in row.terms), []).append(row)
+        alike = tuple((t.operand, t.transposed, t.heads, t.rows, t.columns) for t in row.terms)
+        found.setdefault(alike, []).append(row)
     made, first = [], 0
     for members in found.values():
         each = most or len(members)
@@ -128,7 +129,7 @@ def groups(rows: tuple[Product, ...], most: int = 0) -> list[Group]:
     return made
 
 
-def operands(rows: tuple[Product, ...]) -> list[tuple[int, Var | None]]:
-    """The number and the operand of each term, none of which has heads."""
-    return [(number, operand) for group in groups(rows)
-            for number, (operand, _) in enumerate(group.parts, group.first)]
+def operands(rows: tuple[Product, ...]) -> list[tuple[int, Term]]:
+    """The number of each operand of products, none of which has heads, and a term of it."""
+    return [(number, terms[0]) for group in groups(rows)
+            for number, (_, terms) in enumerate(group.parts, group.first)]

@@ -40,6 +40,9 @@ class TileTask:
                 add = (self.pairs if tile.pairs else self.plain)(number, terms[0], columns)
                 into = into or accumulators(e, tile.rows, columns, f"sum{number}", s.weights)
                 some = None if operand is None else self.o.timeline.any_live(self.t, self.top, tile.rows)
+                if terms[0].rows:  # units beyond them have no weights
+                    has = e.let("has", self.units < e.index(-(-terms[0].rows // (tile.vectors * s.lanes))))
+                    some = has if some is None else e.tirx.And(has, some)
                 with nullcontext() if some is None else e.when(some):
                     add(into)
             for gate, row in enumerate(group.products):

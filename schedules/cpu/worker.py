@@ -218,9 +218,9 @@ class Worker(Memory):
     def quantize(self, stage: Stage, first: Expr, t: Expr, rows: Expr) -> None:
         """The operands of a stage as integers."""
         e = self.e
-        for number, operand in operands(stage.rows):
-            into, k = self.integers[stage.name, number], self.length(operand)
-            data, start, stride = self.operand(operand, first, t)
+        for number, term in operands(stage.rows):
+            into, k = self.integers[stage.name, number], self.depth(term)
+            data, start, stride = self.operand(term.operand, first, t)
             with self.tasks("quantize", rows) as row:
                 base = e.let("base", start + row * e.index(stride))
 
@@ -232,9 +232,9 @@ class Worker(Memory):
     def prepare(self, stage: Stage, first: Expr, t: Expr, rows: Expr) -> None:
         """The operands of a stage as copies for products of pairs."""
         e = self.e
-        for number, operand in operands(stage.rows):
+        for number, term in operands(stage.rows):
             into = self.paired[stage.name, number]
-            data, start, stride = self.operand(operand, first, t)
+            data, start, stride = self.operand(term.operand, first, t)
             with self.tasks("prepare", rows) as row:
                 base = e.let("base", start + row * e.index(stride))
 

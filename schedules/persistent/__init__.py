@@ -10,6 +10,7 @@ from math import prod
 
 from ecornn.analysis.heads import heads_of, most_heads
 from ecornn.analysis.liveness import late_operands
+from ecornn.analysis.narrow import columns_of
 from ecornn.device import Device
 from ecornn.program import PACKED, WORKSPACE, Buffer, Call, Extent, Fill, Launch, Program
 from ecornn.schedules.assemble import assemble
@@ -146,8 +147,8 @@ class Persistent(Schedule):
     def _weights(task: Task) -> int:
         """Bytes of the recurrent weights."""
         w = task.workload
-        rows = sum(len(p.products) * len(p.operands) for p in task.graph.product_phases)
-        return rows * w.hidden * words(w.hidden // most_heads(task.graph), w.dtype) * 4
+        return sum(len(p.products) * len(p.operands) * words(columns_of(p, w.hidden), w.dtype)
+                   for p in task.graph.product_phases) * w.hidden * 4
 
     def check(self, task: Task, config: Config) -> str | None:
         # What needs few knobs comes first: a search learns from the knobs that were read which others

@@ -170,4 +170,4 @@ class Cluster:
 
 def expected_bytes(plan: PersistentPlan, phase: PhasePlan) -> int:
     """Bytes that a block gets in every step."""
-    return phase.operands * plan.rows * words(plan.own, plan.dtype) * 4
+    return phase.operands * plan.rows * words(phase.units, plan.dtype) * 4

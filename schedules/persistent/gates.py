@@ -141,15 +141,16 @@ class Gates(GateThreads):
         for o, operand in enumerate(self.graph.product_phases[p].operands):
             value = T.let(f"{operand.name}_sent", T.Select(self.unit[i] < plan.hidden, env[operand], T.float32(0)))
             word = carrier.word(value, None if plan.dtype == "float32" else self._neighbour(value))
-            carrier.write(p, step, slot, self._place(i, plan.phases[p], o), word, self._mine(i))
+            carrier.write(p, step, slot, self._place(i, plan.phases[p], o), word, self._mine(i, plan.phases[p]))
 
     def _place(self, i: int, phase: PhasePlan, operand: int) -> Expr:
         unit = self.unit[i] if self.plan.heads == 1 else self.unit[i] - self.head_first
         return word_of(self.plan, phase, operand, unit, self.column[i])
 
-    def _mine(self, i: int) -> Expr:
-        """Whether this thread sends a word of item i: there is none for units beyond H."""
-        mine = T.And(self.owner[i], self.unit[i] < self.plan.hidden)
+    def _mine(self, i: int, phase: PhasePlan) -> Expr:
+        """Whether this thread sends a word of item i: there is none for units beyond H, or what is exchanged of it."""
+        units = self.plan.hidden if phase.units == self.plan.own else phase.units
+        mine = T.And(self.owner[i], self.unit[i] < units)
         if self.plan.dtype != "float32":  # the thread of the even unit sends for both
             mine = T.And(mine, self.local[i] % 2 == 0)
         return mine
@@ -157,7 +158,7 @@ class Gates(GateThreads):
     def _places(self, p: int) -> list[tuple[Expr, Expr]]:
         """The words that this thread sends."""
         phase = self.plan.phases[p]
-        return [(self._place(i, phase, o), self._mine(i))
+        return [(self._place(i, phase, o), self._mine(i, phase))
                 for i in range(self.plan.items) for o in range(phase.operands)]
 
 

@@ -6,6 +6,7 @@ from math import gcd, lcm, prod
 from typing import NamedTuple
 
 from ecornn.analysis.heads import most_heads
+from ecornn.analysis.narrow import columns_of
 from ecornn.program import Packing
 from ecornn.schedules.base import Config, Task
 from ecornn.schedules.builder import Expr
@@ -35,6 +36,7 @@ class PhasePlan(NamedTuple):  # which a search makes by the ten thousand, in a s
     register_pairs : of a warp's ``operands * warp_pairs`` pairs, those with weights in registers, behind the streamed
     shared_pairs : the following ones, with weights in shared memory
     polled_pairs : pairs of state that a warp waits for and multiplies at a time
+    units : of the operands that are exchanged: those of a group, or the first ones of narrow products
     slots : of a warp's ring in shared memory, for streamed pairs (stream.py); 0: they go straight into registers
     """
 
@@ -45,6 +47,7 @@ class PhasePlan(NamedTuple):  # which a search makes by the ten thousand, in a s
     register_pairs: int
     shared_pairs: int
     polled_pairs: int
+    units: int
     slots: int = 0
 
     @property
@@ -261,11 +264,12 @@ def plan_of(task: Task, config: Config, chains: int | None = None, ahead: int | 
     for phase in task.graph.product_phases:
         interleave = _interleave(len(phase.products), int(config["interleave"]))
         gates = -(-len(phase.products) // interleave) * interleave
-        pairs_of_state = -(-words(w.hidden // heads, w.dtype) // PAIR)
+        exchanged = columns_of(phase, w.hidden)
+        pairs_of_state = -(-words(exchanged, w.dtype) // PAIR)
         warp_pairs = -(-pairs_of_state // warps)
         pairs = len(phase.operands) * warp_pairs
         registers = -(-pairs * int(config["registers"]) // 100)
-        phases.append(PhasePlan(gates, interleave, len(phase.operands), warp_pairs, registers, 0, pairs))
+        phases.append(PhasePlan(gates, interleave, len(phase.operands), warp_pairs, registers, 0, pairs, exchanged))
     rows, blocks, groups = -(-w.batch // groups), -(-(w.hidden // heads) // units), groups * heads
     masks = task.traversal.lengths + task.traversal.resets + task.traversal.sequences * (3 + len(task.graph.states))
     cluster, statistics = config["carrier"] == "cluster", len(task.graph.statistics)

@@ -65,7 +65,7 @@ def start_kernel(task: Task, plan: PersistentPlan, layout: Hoisted, blocks: int,
                     slot = T.let("slot", place // words % plan.ring)
                     group = T.let("group", place // (words * plan.ring))
                     at = located(plan, phase, group, within)
-                    rest = T.let("rest", T.Select(at[0] < plan.own, T.uint32(SENTINEL), T.uint32(0)))
+                    rest = T.let("rest", T.Select(at[0] < phase.units, T.uint32(SENTINEL), T.uint32(0)))
                     if index:
                         T.buffer_store(ring, rest, [place])
                         continue

@@ -1,0 +1,49 @@
+"""Values of less than H units: W1 (W2 h) of two narrow matrices, or a projection of H to P values.
+
+    u[b, p] = sum_k h[b, k] * W2[0, p, k], p < P,    and then    sum_p f(u[b, p]) * W1[gate, j, p]
+
+A scalar of a step graph has H units. One of less is the same scalar in units below P; what it has beyond them is
+multiplied by nothing, or by zeros, with which packings are filled. So it must be finite where its products are 0.
+What reads a narrow value reads no other that is not.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from ecornn.analysis.step import Assign, Phase, StepGraph, Term
+
+if TYPE_CHECKING:
+    from tvm.tirx import Var
+
+
+def finite(var: Var, assigns: Iterable[Assign]) -> bool:
+    """Whether a value is finite where all that it is computed from is 0."""
+    import numpy as np
+
+    from ecornn.analysis.evaluate import evaluate
+
+    values: defaultdict[Var, Any] = defaultdict(float)
+    with np.errstate(all="ignore"):
+        for a in assigns:
+            values[a.var] = evaluate(a.value, values)
+    return bool(np.isfinite(values[var]))
+
+
+def narrow_terms(graph: StepGraph) -> list[Term]:
+    """The products of a step whose parameters are narrower than H."""
+    products = (*graph.hoisted_products, *(p for phase in graph.phases for p in phase.products))
+    return [term for product in products for term in product.terms if term.narrow]
+
+
+def columns_of(phase: Phase, hidden: int) -> int:
+    """How many of its operands' values the products of a phase read, in all."""
+    terms = [term for product in phase.products for term in product.terms]
+    return max((term.columns or hidden // term.heads for term in terms), default=hidden)
+
+
+def rows_of(phase: Phase, hidden: int) -> int:
+    """How many units the products of a phase have, in all."""
+    return max((term.rows or hidden for product in phase.products for term in product.terms), default=hidden)

@@ -1,0 +1,53 @@
+"""The forms of te that the walk of a step (``graph.py``) tells apart: loads, and reductions over axes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tvm.ir import Expr
+    from tvm.te import Tensor
+    from tvm.tirx import IterVar, Reduce, Var
+
+
+def extent_of(axis: IterVar) -> int | None:
+    """Values of a reduction axis that starts at 0."""
+    low, extent = axis.dom.min, axis.dom.extent
+    fixed = type(extent).__name__ == "IntImm" and int(low) == 0
+    return int(extent) if fixed else None
+
+
+def every(axes: list[IterVar]) -> list[dict[Var, Expr]]:
+    """All places on reduction axes: axis variable -> constant."""
+    from tvm import tirx
+
+    found: list[dict[Var, Expr]] = [{}]
+    for axis in axes:
+        found = [at | {axis.var: tirx.const(n, "int32")} for at in found for n in range(extent_of(axis) or 0)]
+    return found
+
+
+def is_sum(body: Reduce) -> bool:
+    """True for a reduction by addition that starts at 0, over all of its axes."""
+    return reduces(body, "Add")
+
+
+def reduces(body: Reduce, kind: str) -> bool:
+    """True for a reduction by that operator, from its neutral value on, over all of its axes."""
+    (result, *others), always = body.combiner.result, body.condition
+    if others or body.init or type(result).__name__ != kind:
+        return False
+    return type(always).__name__ == "IntImm" and bool(int(always))
+
+
+def is_load(e: Expr) -> bool:
+    """True where e reads an element of a te tensor."""
+    return type(e).__name__ in ("TensorLoad", "ProducerLoad") or (
+        type(e).__name__ == "Call" and getattr(e.op, "name", "") == "te.tensor_load")
+
+
+def load_parts(e: Expr) -> tuple[Tensor, list[Expr]]:
+    """Tensor and indices of a load."""
+    if type(e).__name__ == "Call":
+        return e.args[0], list(e.args[1:])
+    return e.source, list(e.indices)

@@ -1,0 +1,205 @@
+"""Matrices narrower than H: against a loop in NumPy, and against the same cell with zeros in their place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda_on_cpu import Emulated
+from emulated import TINY
+from msgspec.structs import replace
+
+import ecornn
+from ecornn import Cell, mean, pointwise, product
+from ecornn.analysis import analyse
+from ecornn.analysis.evaluate import hoist, start, step
+from ecornn.analysis.narrow import columns_of, rows_of
+from ecornn.errors import CellError
+from ecornn.schedules import Task, all_schedules
+from ecornn.tune.oracle import relative_error
+from ecornn.workload import Workload
+
+T, B, I = 5, 3, 4
+
+
+def sig(v: Any) -> Any:
+    return 1 / (1 + np.exp(-v))
+
+
+class LowRank(Cell):
+    """A gated unit whose recurrent matrices are U f(V h), of ``rank`` values with a bias; if ``whole`` beside a whole
+    matrix, in sums with both."""
+
+    def __init__(self, rank: int, whole: bool = False) -> None:
+        self.rank, self.whole, self.name, self.states = rank, whole, f"low_rank_{rank}{'_whole' * whole}", ("h",)
+
+    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
+        found = {"W": (2, hidden, input), "V": (1, self.rank, hidden), "U": (2, hidden, self.rank), "b": (3, hidden)}
+        return found | ({"R": (1, hidden, hidden)} if self.whole else {})
+
+    def step(self, x, states, p):
+        from tvm import te
+
+        (h,), a, v = states, product(x, p["W"]), p["b"]
+        narrow = product(h, p["V"], 0)
+        deep = product(pointwise(lambda b, j: te.tanh(narrow[b, j] + v[2, j]), narrow), p["U"])
+        z = pointwise(lambda b, j: te.sigmoid(a[b, 0, j] + deep[b, 0, j] + v[0, j]), h)
+        kept = pointwise(lambda b, j: z[b, j] * h[b, j], h)
+        new = product(kept, p["R"], 0) if self.whole else kept
+        n = pointwise(lambda b, j: te.tanh(a[b, 1, j] + deep[b, 1, j] + new[b, j] + v[1, j]), h)
+        return [pointwise(lambda b, j: kept[b, j] + (1.0 - z[b, j]) * n[b, j], h)]
+
+    def numpy(self, x: Any, h: Any, p: dict[str, Any]) -> tuple[Any, Any]:
+        y, p = [], {n: v.astype(float) for n, v in p.items()}
+        for row in x.astype(float):
+            a, deep = row @ p["W"].swapaxes(1, 2), np.tanh(h @ p["V"][0].T + p["b"][2, :self.rank])
+            deep = deep @ p["U"].swapaxes(1, 2)
+            z = sig(a[0] + deep[0] + p["b"][0])
+            n = np.tanh(a[1] + deep[1] + p["b"][1] + (z * h @ p["R"][0].T if self.whole else z * h))
+            h = z * h + (1 - z) * n
+            y.append(h)
+        return np.stack(y), h
+
+
+class Projected(Cell):
+    """An LSTM whose gates see a projection r (P) of its output (Sak et al. 2014, arXiv 1402.1128); its state is what is
+    projected."""
+
+    name, states, width = "lstm_projected", ("m", "c"), 3
+
+    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {"W": (4, hidden, input), "R": (4, hidden, self.width), "P": (1, self.width, hidden), "b": (4, hidden)}
+
+    def step(self, x, states, p):
+        from tvm import te
+
+        (m, c), a, v = states, product(x, p["W"]), p["b"]
+        r = product(product(m, p["P"], 0), p["R"])
+        i, f, o = (pointwise(lambda b, j, g=g: te.sigmoid(a[b, g, j] + r[b, g, j] + v[g, j]), m) for g in (0, 1, 3))
+        z = pointwise(lambda b, j: te.tanh(a[b, 2, j] + r[b, 2, j] + v[2, j]), m)
+        new = pointwise(lambda b, j: f[b, j] * c[b, j] + i[b, j] * z[b, j], c)
+        return [pointwise(lambda b, j: o[b, j] * te.tanh(new[b, j]), m), new]
+
+    def numpy(self, x: Any, m: Any, p: dict[str, Any]) -> tuple[Any, Any]:
+        y, p, c = [], {n: v.astype(float) for n, v in p.items()}, np.zeros_like(m, float)
+        for row in x.astype(float):
+            i, f, z, o = row @ p["W"].swapaxes(1, 2) + m @ p["P"][0].T @ p["R"].swapaxes(1, 2) + p["b"][:, None]
+            c = sig(f) * c + sig(i) * np.tanh(z)
+            m = sig(o) * np.tanh(c)
+            y.append(m)
+        return np.stack(y), m
+
+
+def drawn(cell: Cell, hidden: int, batch: int = B) -> tuple[Any, dict[str, Any], list[Any]]:
+    """x, parameters in te shape and first states: values of float16 in float32; other states are zero."""
+    rng = np.random.default_rng(0)
+
+    def values(shape: tuple[int, ...], scale: float = 1.0) -> Any:
+        return (rng.uniform(-1, 1, shape) * scale).astype(np.float16).astype(np.float32)
+
+    parameters = {n: values(s, 2 * s[-1] ** -0.5) for n, s in cell.parameters(I, hidden).items()}
+    zeros = [np.zeros((batch, hidden), np.float32)] * (len(cell.states) - 1)
+    return values((T, batch, I)), parameters, [values((batch, hidden)), *zeros]
+
+
+def flat(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {f"{n}_l0": v.reshape(-1, *v.shape[2:]) for n, v in parameters.items()}
+
+
+CELLS = [LowRank(3), LowRank(5, whole=True), Projected()]
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda c: c.name)
+def test_the_reference_and_the_analysed_step(cell: Any):
+    x, parameters, states = drawn(cell, 12)
+    wanted, last = cell.numpy(x, states[0], parameters)
+    y, after = ecornn.reference(cell, x, flat(parameters), states)
+    np.testing.assert_allclose(y, wanted, rtol=1e-13, atol=1e-13)
+    np.testing.assert_allclose(after[0], last, rtol=1e-13, atol=1e-13)
+    graph, parameters = analyse(cell, I, 12), {n: v.astype(float) for n, v in parameters.items()}
+    values = start(graph, parameters)
+    hoist(graph, parameters, values, x[:1].astype(float), (1, B, 12))
+    values |= {v: s.astype(float) for v, s in zip(graph.states.values(), states, strict=True)}
+    step(graph, parameters, values, (1, B, 12))
+    np.testing.assert_allclose(values[graph.results[cell.states[0]]][0], wanted[0], rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_exchanged_is_narrow():
+    phases = analyse(LowRank(3), I, 12).phases
+    assert [(rows_of(p, 12), columns_of(p, 12)) for p in phases] == [(3, 12), (12, 3)]
+    assert len(analyse(LowRank(12), I, 12).phases) == 2 and rows_of(analyse(LowRank(12), I, 12).phases[0], 12) == 12
+
+
+@pytest.mark.parametrize(("cell", "hidden", "weights", "limit"), [
+    (CELLS[0], 40, None, 2e-6), (CELLS[1], 40, "int8", 3e-2), (CELLS[2], 33, "int16", 2e-4),
+    pytest.param(LowRank(17), 70, None, 2e-6, marks=pytest.mark.exhaustive)])
+def test_on_a_cpu(cell: Any, hidden: int, weights: str | None, limit: float):
+    x, parameters, states = drawn(cell, hidden)
+    y, last = cell.numpy(x, states[0], parameters)
+    module = ecornn.compile(cell, hidden=hidden, input=I, batch=B, seq=T, target="cpu", weights=weights)
+    got, after = module.bind(flat(parameters), threads=2)(x, states)
+    assert relative_error(got, y) <= limit and relative_error(after[0], last) <= limit
+
+
+L2 = {"units": 8, "warps": 1, "groups": 2, "gate_warps": 2, "registers": 100, "carrier": "l2"}
+CLUSTER = L2 | {"groups": 1, "gate_warps": 1, "fences": "rare", "carrier": "cluster"}
+
+
+@pytest.mark.parametrize(("schedule", "cell", "hidden", "dtype", "batch", "knobs"), [
+    ("persistent", LowRank(5), 40, "float32", 3, {}), ("persistent", LowRank(18), 64, "float16", 12, L2),
+    ("persistent", LowRank(7), 40, "float16", 3, CLUSTER), ("layout_transform", LowRank(5, True), 40, "float16", 3, {}),
+    ("persistent_block", LowRank(5, True), 40, "float32", 3, {}), ("fused_step", Projected(), 40, "float32", 3, {})])
+def test_emulated_on_a_gpu(schedule: str, cell: Any, hidden: int, dtype: str, batch: int, knobs: dict[str, Any],
+                           tmp_path: Path):
+    """Narrow values of a part of a block, of one and a half, and of blocks that send none."""
+    x, parameters, states = drawn(cell, hidden, batch)
+    y, last = cell.numpy(x, states[0], parameters)
+    work = Workload(cell.name, hidden, I, batch, T, dtype)
+    task = Task(work, analyse(cell, I, hidden), replace(TINY, cores=24) if knobs else TINY)
+    found = all_schedules()[schedule]
+    assert found.serves(task) is None
+    config = {**found.default(task), **knobs}
+    assert found.check(task, config) is None
+    emulated = Emulated(found.program(task, config), tmp_path)
+    got, after = emulated.run(x.astype(dtype), {n: s.astype(dtype) for n, s in zip(cell.states, states, strict=True)},
+                              parameters)
+    limit = 2e-5 if dtype == "float32" else 2e-3
+    assert relative_error(got, y) <= limit and relative_error(after[cell.states[0]], last) <= limit
+
+
+class Wrong(Cell):
+    name, states = "wrong", ("h",)
+
+    def __init__(self, step: Any, **shapes: tuple[int, ...]) -> None:
+        self.made, self.shapes, self.unread = step, shapes, tuple(shapes)
+
+    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
+        return self.shapes
+
+    def step(self, x, states, p):
+        return [self.made(states[0], p)]
+
+
+def through(value: Any) -> Any:
+    """A step that multiplies ``value(narrow, h, b, j)`` of a narrow product by U."""
+    def step(h: Any, p: Any) -> Any:
+        narrow = product(h, p["V"], 0)
+        return product(pointwise(lambda b, j: value(narrow[b, j], h, b, j), narrow), p["U"], 0)
+
+    return step
+
+
+@pytest.mark.parametrize(("step", "says"), [
+    (through(lambda v, h, b, j: v + h[b, j]), "h[b, j] is read beside 3 values a row"),
+    (through(lambda v, h, b, j: 1.0 / v), "of 3 values a row, is not finite where the products that it is computed of"),
+    (lambda h, p: product(h, p["V"], 0), "new state 'h' has shape (3, 3); expected (B, H), here (3, 6)"),
+    (lambda h, p: pointwise(lambda b, j: product(h, p["V"], 0)[b, j] + h[b, j], h), "h_V has 3 values a row; what is "
+     "read for each hidden unit has H, here 6"),
+    (lambda h, p: pointwise(lambda b, j: h[b, j] - mean(product(h, p["V"], 0))[b], h), "is not a sum over the hidden"),
+    (lambda h, p: product(product(h, p["V"], 0), p["T"], 0), "sums 3 terms of h_V, which has 3 values a row, and T")])
+def test_what_is_wrong_is_said(step: Any, says: str):
+    with pytest.raises(CellError) as caught:
+        analyse(Wrong(step, V=(1, 3, 6), U=(1, 6, 3), T=(1, 6, 2)), 4, 6)
+    assert says in str(caught.value) and caught.value.at is not None
