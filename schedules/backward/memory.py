@@ -8,7 +8,8 @@
     before_<state>        (T, B, P), a state before each step, by ``gather.py``: H values and, where they end within 16
                           bytes, what fills these up and nobody reads
     hoisted               what the recurrence reads, as ``Hoisted`` lays it out; by ``replay.py``
-    outputs               (T, B, O, H), what the recurrence writes: ``written``; zero where a row takes no part
+    outputs               (T, B, O, H), what the recurrence writes: ``written``; zero where a row takes no part; with
+                          TF32 each value is ``raised``
     last_<state>          (B, H), a state of the recurrence after its last step; (S, H) of S sequences in columns
     d_<parameter>         gradients, float32, in te shape
     d_<state>_in          (B, H) or (S, H), gradients of first states
@@ -33,7 +34,7 @@ from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
 from ecornn.schedules.gemm.aligned import x_of
 from ecornn.schedules.gemm.job import BATCH, SEQUENCES, Columns, whole_chunks
-from ecornn.schedules.isa.tensor_core import pack_pair, unpack_half
+from ecornn.schedules.isa.tensor_core import lowered, pack_pair, unpack_half
 from ecornn.workload import Traversal
 
 Within = Callable[[Expr, int], Expr]  # (unit, e) -> unit + e, or one that there is
@@ -50,6 +51,11 @@ class Place:
              aligned: bool = False) -> list[Expr]:
         """``span`` (1, 2 or 4) neighbouring units from ``unit`` on, a multiple of as many, in float32. ``aligned``: so
         is their place, whatever the buffer's rows are."""
+        values = self._as_stored(arguments, row, unit, within, span, aligned)
+        return [lowered(value) for value in values] if self.columns.raised else values
+
+    def _as_stored(self, arguments: Mapping[str, TirBuffer], row: Expr, unit: Expr, within: Within, span: int,
+                   aligned: bool) -> list[Expr]:
         buffer, columns = arguments[self.columns.name], self.columns
         if span == 1 or not (aligned or columns.together(span) == span):
             places = [columns.place(row, within(unit, e)) for e in range(span)]
@@ -158,8 +164,9 @@ class Memory:
 
     def outputs(self) -> dict[Var, Place]:
         """What the recurrence writes."""
-        H, values = self.task.workload.hidden, written(self.adjoint)
-        return {v: Place(Columns("outputs", H, len(values) * H, o * H), self.dtype) for o, v in enumerate(values)}
+        H, values, raised = self.task.workload.hidden, written(self.adjoint), self.task.workload.arithmetic == "tf32"
+        return {v: Place(Columns("outputs", H, len(values) * H, o * H, raised), self.dtype)
+                for o, v in enumerate(values)}
 
     def last(self) -> dict[Var, Place]:
         """What it leaves after the last step; a row for each of the batch."""
