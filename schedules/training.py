@@ -28,7 +28,7 @@ from ecornn.program import (
 )
 from ecornn.schedules.assemble import tensor_buffers, vector_buffer
 from ecornn.schedules.backward.assemble import parts_of
-from ecornn.schedules.backward.memory import rows_extent, rows_of_states
+from ecornn.schedules.backward.memory import outputs_row, rows_extent, rows_of_states
 from ecornn.schedules.backward.recurrence import recurrence_task
 from ecornn.schedules.base import Component, Config, Schedule, Task, joined
 from ecornn.schedules.builder import PrimFunc
@@ -49,7 +49,7 @@ def with_backward(task: Task, forward: Program, schedule: Schedule, config: Conf
     """
     w, traversal = task.workload, task.traversal
     made = adjoint(task.graph, w.hidden, starts_anew=traversal.resets)
-    inner = recurrence_task(task, made)
+    inner = replace(recurrence_task(task, made), row=outputs_row(task, made))
     layout = hoisted_of(inner, config)
     together = gcd(forward.together, schedule.together(inner, config)) if traversal.sequences else 1
     # the gradient of x of a second direction is added to the first one's, at once or by somebody else, not rounded

@@ -20,6 +20,7 @@ from ecornn.numpy_gradients import reference_gradients
 from ecornn.numpy_reference import random_weights
 from ecornn.program import BACKWARD, FORWARD, PACKED, WORKSPACE, Chunks, Concurrent, launches
 from ecornn.schedules import all_schedules, chunks
+from ecornn.schedules.backward import memory as backward_memory
 from ecornn.schedules.base import Task
 from ecornn.schedules.gemm import aligned
 from ecornn.schedules.gemm.aligned import NAME
@@ -143,8 +144,10 @@ def test_x_is_copied_to_rows_that_are_aligned(name, sizes, dtype, traversal, kee
     pytest.param("persistent_wide", "lstm", (6, 9, 6, H), "float16", Traversal(lengths=True),
                  marks=pytest.mark.exhaustive),
 ], ids=str)
-def test_a_training_step_from_gates(schedule, name, sizes, dtype, traversal, tmp_path):
-    """Forward keeps them, and backward multiplies none of what they have again."""
+def test_a_training_step_from_gates(schedule, name, sizes, dtype, traversal, tmp_path, monkeypatch):
+    """Forward keeps them, and backward multiplies none of what they have again. What the recurrence writes is in rows
+    of whole lines of memory, as those of large layers are."""
+    monkeypatch.setattr(backward_memory, "LINES", 0)
     step = Step(tmp_path, schedule, name, sizes, dtype, traversal, "gates")
     values = [b for b in step.program.buffers if b.tensor == "value_kept"]
     again = [b for b in step.program.buffers if b.name.startswith("backward_replay") and b.role == PACKED]
