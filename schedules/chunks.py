@@ -15,7 +15,7 @@ from ecornn.schedules.base import Component, Task
 from ecornn.schedules.timeline import cleared_between, remaining_lengths
 
 ROOM = 18 << 20  # bytes of the workspaces that grow with a chunk
-# By what is kept: who keeps states alone wants less memory, and pays with 4% of the time.
+# By what is kept: who keeps states alone wants less memory.
 LEAST = {"gates": 256, "states": 128}  # steps of a chunk of forward, whose workspaces are few
 # nanoseconds of a recurrence for which a chunk of backward starts its kernels, and loads weights
 BACKWARD = {"gates": 120_000, "states": 88_000}
