@@ -16,6 +16,7 @@ import gc
 import json
 import sys
 import tempfile
+import time
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -124,6 +125,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="for these, after which there are at least seven")
     parser.add_argument("--processes", type=int, default=8, help="that compile")
     parser.add_argument("--curve", action="store_true", help="an LSTM at B from 1 to 128 in place of these rows")
+    parser.add_argument("--add", action="store_true", help="keep what --output has, and measure the other rows")
+    parser.add_argument("--time-limit", type=float, help="seconds after which no row begins")
     parser.add_argument("--keep", choices=("gates", "states"), help="what forward keeps [what it keeps if nobody says]")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -131,11 +134,18 @@ def main() -> None:
     rows = [r for r in (CURVE if arguments.curve else ROWS)
             if not arguments.only or any(part in str(r) for part in arguments.only)]
     done: list[dict] = []
+    if arguments.add and arguments.output and arguments.output.exists():
+        done = json.loads(arguments.output.read_text())["rows"]
+        rows = [r for r in rows if str(r) not in {one["row"] for one in done}]
+    end = time.monotonic() + (arguments.time_limit or float("inf"))
     with tempfile.TemporaryDirectory(prefix="ecornn-") as folder, \
             ProcessPoolExecutor(arguments.processes, get_context("spawn")) as pool:
         paths = [str(Path(folder, f"{n}.so")) for n in range(len(rows))]
         faults = pool.map(partial(build, keep=arguments.keep), rows, paths)
         for row, path, fault in zip(rows, paths, faults, strict=True):
+            if time.monotonic() > end:
+                pool.shutdown(cancel_futures=True)
+                break
             torch.manual_seed(0)
             try:
                 made = {"fault": fault} if fault else compare(row, path, arguments.repeats, arguments.seconds)

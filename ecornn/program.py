@@ -316,6 +316,7 @@ class Program:
     """Functions (by name, parameters named after buffers and scalars), buffers, and entries by name.
 
     ``together``: neighbouring columns of ``sequences`` that may share one; 1 where none may, 0 where all may.
+    ``dx_in``: a buffer that is kept, of as many bytes as the gradient of x, in whose place that may be written.
     """
 
     functions: dict[str, PrimFunc]
@@ -323,6 +324,7 @@ class Program:
     entries: Mapping[str, Entry]
     notes: dict[str, str] = field(default_factory=dict)  # shown by --emit and in the manifest
     together: int = 1
+    dx_in: str | None = None
 
     @classmethod
     def running(cls, functions: dict[str, PrimFunc], buffers: Iterable[Buffer], calls: Iterable[Call],

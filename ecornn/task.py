@@ -98,7 +98,7 @@ def make_manifest(cell: Cell, task: Task, schedule: Schedule, config: Config, pr
         entries={name: entry.takes for name, entry in program.entries.items()}, versions=versions(), stack=stack,
         overlap=overlap, together=program.together or task.workload.batch, inputs=tuple(cell.inputs) or msgspec.UNSET,
         optional=leaves_out(program) or msgspec.UNSET,
-        outputs=outputs if len(outputs) > 1 else msgspec.UNSET)
+        outputs=outputs if len(outputs) > 1 else msgspec.UNSET, dx_in=program.dx_in or msgspec.UNSET)
 
 
 def versions() -> dict[str, str]:

@@ -51,13 +51,15 @@ class After:
 @dataclass(frozen=True)
 class Task:
     """What a schedule is asked for: one sequence, and how it sits in the layer around it. ``after``: a pass that
-    somebody else makes of what the sequence writes, if it is not y."""
+    somebody else makes of what the sequence writes, if it is not y. ``row``: values from one row of an adjoint's
+    ``outputs`` to the next, where these are more than there are outputs."""
 
     workload: Workload
     graph: StepGraph
     device: Device
     traversal: Traversal = ALONE
     after: After | None = None
+    row: int = 0
 
     @property
     def own_input(self) -> int:

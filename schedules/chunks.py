@@ -15,8 +15,10 @@ from ecornn.schedules.base import Component, Task
 from ecornn.schedules.timeline import cleared_between, remaining_lengths
 
 ROOM = 18 << 20  # bytes of the workspaces that grow with a chunk
-LEAST = 256  # steps of a chunk of forward, whose workspaces are few
-BACKWARD = 120_000  # nanoseconds of a recurrence for which a chunk of backward starts its kernels, and loads weights
+# By what is kept: who keeps states alone wants less memory.
+LEAST = {"gates": 256, "states": 128}  # steps of a chunk of forward, whose workspaces are few
+# nanoseconds of a recurrence for which a chunk of backward starts its kernels, and loads weights
+BACKWARD = {"gates": 120_000, "states": 88_000}
 SHORTEST = 512  # steps of a sequence that is cut
 
 
@@ -33,7 +35,8 @@ def chunk_for(task: Task, buffers: Iterable[Buffer], expected: float | None = No
     step = sum(b.extent.per_step * b.itemsize for b in own)
     if seq < SHORTEST or step * seq <= ROOM or traversal.sequences:
         return None
-    least = LEAST if expected is None else max(8, int(BACKWARD / expected))
+    keep = traversal.keep or "gates"
+    least = LEAST[keep] if expected is None else max(8, int(BACKWARD[keep] / expected))
     most = max(least, ROOM // step // 8 * 8)
     count = -(-seq // most)
     return (-(-seq // count) + 7) // 8 * 8

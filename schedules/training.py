@@ -28,7 +28,7 @@ from ecornn.program import (
 )
 from ecornn.schedules.assemble import tensor_buffers, vector_buffer
 from ecornn.schedules.backward.assemble import parts_of
-from ecornn.schedules.backward.memory import rows_extent, rows_of_states
+from ecornn.schedules.backward.memory import outputs_row, rows_extent, rows_of_states
 from ecornn.schedules.backward.recurrence import recurrence_task
 from ecornn.schedules.base import Component, Config, Schedule, Task, joined
 from ecornn.schedules.builder import PrimFunc
@@ -36,8 +36,10 @@ from ecornn.schedules.chunks import chunk_for, in_chunks
 from ecornn.schedules.hoisted import hoisted_of
 from ecornn.schedules.keeping import stored
 from ecornn.schedules.timeline import piece_buffers
+from ecornn.schedules.workspaces import Uses, free_for, overlaid
 
 OWN = "backward_"  # of names of functions and buffers that nothing else uses
+RECURRENCE = OWN + "recurrence_"  # and of those that are the recurrence's alone
 SCALARS = ("T", "B", "t", "first_step", "all_steps")
 
 
@@ -47,7 +49,7 @@ def with_backward(task: Task, forward: Program, schedule: Schedule, config: Conf
     """
     w, traversal = task.workload, task.traversal
     made = adjoint(task.graph, w.hidden, starts_anew=traversal.resets)
-    inner = recurrence_task(task, made)
+    inner = replace(recurrence_task(task, made), row=outputs_row(task, made))
     layout = hoisted_of(inner, config)
     together = gcd(forward.together, schedule.together(inner, config)) if traversal.sequences else 1
     # the gradient of x of a second direction is added to the first one's, at once or by somebody else, not rounded
@@ -74,11 +76,21 @@ def with_backward(task: Task, forward: Program, schedule: Schedule, config: Conf
         pairs = [(names.get(a, OWN + a), names.get(b, OWN + b)) for a, b in handed]
         rows = in_chunks(rows, tensors, task, steps, pairs, not traversal.reverse)
     part = joined(_named(before, names), rows, _named(after, names))
+    part = overlaid(part, w.seq, [b.name for b in part.buffers if b.name.startswith(RECURRENCE)])
     taken = (*tensors, vector_buffer(task), *part.buffers)
     buffers = {b.name: b for b in (*forward.buffers, *taken)}
     entry = Entry(part.calls, tuple(dict.fromkeys(b.name for b in taken)))
     return replace(forward, functions={**forward.functions, **part.functions}, buffers=tuple(buffers.values()),
-                   entries={**forward.entries, BACKWARD: entry}, together=together)
+                   entries={**forward.entries, BACKWARD: entry}, together=together,
+                   dx_in=_room_for_dx(task, Uses(part.functions), entry))
+
+
+def _room_for_dx(task: Task, uses: Uses, entry: Entry) -> str | None:
+    """What is kept, if it is one buffer and as large as the gradient of x, which may then be written over it."""
+    w, rooms = task.workload, [b.name for b in stored(task).buffers(1, 1, task.workload.dtype)]
+    if len(rooms) > 1 or w.input != w.hidden or task.traversal.sequences or task.traversal.directions > 1:
+        return None
+    return next(iter(free_for("dx", uses, entry.calls, rooms)), None)
 
 
 def _recurrence(task: Task, adjoint: Adjoint, kernel: Component) -> tuple[Component, Component,
@@ -92,7 +104,7 @@ def _recurrence(task: Task, adjoint: Adjoint, kernel: Component) -> tuple[Compon
     names = {f"{s}_in": f"d{first[s]}_out" if s in first else zeros[s] for s in graph.states}
     names |= {f"{s}_out": f"last_{s}" for s in graph.states}
     vectors = vector_buffer(task)  # in the order of the recurrence
-    own = {b.name: f"recurrence_{b.name}" for b in (*kernel.buffers, vectors)}
+    own = {b.name: RECURRENCE.removeprefix(OWN) + b.name for b in (*kernel.buffers, vectors)}
     made = _named(kernel, {**names, **own}, everything=False)
     size = rows_extent(rows_of_states(task.traversal), w.batch * w.hidden)
     spaces = [Buffer(f"last_{s}", WORKSPACE, w.dtype, size) for s in graph.states]

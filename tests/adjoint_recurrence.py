@@ -70,6 +70,11 @@ def laid(layout: Hoisted, rows: Array) -> Array:
     return layout.laid(rows).astype(DTYPES[layout.dtype]).reshape(-1)
 
 
+def lowered(outputs: Array) -> Array:
+    """What a recurrence with TF32 products has left as ``raised`` values."""
+    return (outputs.view(np.uint32) - np.uint32(0x1000)).view(np.float32)
+
+
 def recur(task: Task, sample: Sample, masks: Mapping[str, Array], kind: str = "float32",
           multiply: Multiply = np.matmul) -> tuple[Array, dict[str, Array]]:
     """The outputs (T, B, O, H) and the last states, each row apart, in float64; ``kind``: what products multiply is

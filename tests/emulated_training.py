@@ -16,7 +16,7 @@ def train(program: Program, folder: Path, given: Mapping[str, Any], made: Mappin
           parameters: Mapping[str, Any], steps: int, batch: int) -> dict[str, Any]:
     """What the two entries make of ``given``, arrays by the names of buffers, and of parameters in te shape: float64,
     by the names of buffers. ``made``: elements of those that have no extent. What is written holds NaN before, and has
-    a guard behind it."""
+    a guard behind it. The gradient of x is written over what is kept where the program allows it."""
     memory: dict[str, Any] = {}
     for b in program.buffers:
         if b.role == PACKED:
@@ -29,6 +29,9 @@ def train(program: Program, folder: Path, given: Mapping[str, Any], made: Mappin
         memory[b.name] = raw.view(DTYPES[b.dtype])
         if content is not None:
             memory[b.name][:count] = content.reshape(-1).astype(DTYPES[b.dtype])
+    if program.dx_in:
+        assert memory["dx"].nbytes == memory[program.dx_in].nbytes
+        memory["dx"] = memory[program.dx_in]
     emulated = Emulated(program, folder)
     for entry in (FORWARD, BACKWARD):
         emulated.carry_out({n: memory[n] for n in program.entries[entry].takes}, steps, batch, entry)

@@ -121,13 +121,16 @@ def test_what_follows_the_recurrence(tmp_path, cell, sizes, dtype, traversal, ad
     factors = memory.leaves() | memory.outputs() | replayed(memory) | places_of_inputs(memory)
     part = joined(input_gradients(memory, add), weight_gradients(memory, factors, add), step_sums(memory),
                   state_gradients(memory), vector_gradients(memory, add))
+    if dtype == "tf32":
+        values["outputs"] = (values["outputs"].view(np.uint32) + np.uint32(0x1000)).view(np.float32)
     found = Passes(part, tmp_path, given).run(*rows, values | {"vectors": vectors} | masks | there, parameters)
     again = cell in ("lstm(layer_norm)",)
     for name, exactly in wanted.items():
         if name in there and not name.endswith("_in"):
             exactly = exactly + there[name].astype(np.float64)
         rounded = 0.0 if name[2:] in parameters else ROUNDED[dtype]
-        limit = rounded * np.abs(exactly) + SUMS[dtype] * (1 + 9 * again) * max(1.0, np.abs(exactly).max())
+        sums = SUMS["float32" if exactly.ndim == 2 and name[2:] in parameters else dtype]  # without products
+        limit = rounded * np.abs(exactly) + sums * (1 + 9 * again) * max(1.0, np.abs(exactly).max())
         error = np.abs(found[name].astype(np.float64) - exactly)
         assert (error <= limit).all(), (name, float((error - limit).max()), float(np.abs(exactly).max()))
 

@@ -20,6 +20,7 @@ from ecornn.numpy_gradients import reference_gradients
 from ecornn.numpy_reference import random_weights
 from ecornn.program import BACKWARD, FORWARD, PACKED, WORKSPACE, Chunks, Concurrent, launches
 from ecornn.schedules import all_schedules, chunks
+from ecornn.schedules.backward import memory as backward_memory
 from ecornn.schedules.base import Task
 from ecornn.schedules.gemm import aligned
 from ecornn.schedules.gemm.aligned import NAME
@@ -30,6 +31,7 @@ from ecornn.workload import ALONE, Traversal, Workload
 
 # relative, of the largest error in a gradient: of 16 bits, some roundings of what is kept and exchanged
 LIMITS = {"float32": 2e-5, "float16": 8 * 2.0 ** -11, "bfloat16": 8 * 2.0 ** -8}
+EIGHT = {"gates": 8, "states": 8}  # steps of a chunk
 
 
 class Step:
@@ -83,6 +85,8 @@ class Step:
             memory[b.name] = raw.view(DTYPES[b.dtype])
             if b.name in given:
                 memory[b.name][:count] = given[b.name].reshape(-1).astype(DTYPES[b.dtype])
+        if self.program.dx_in and batch == work.batch:  # as large then
+            memory["dx"] = memory[self.program.dx_in]
         for entry in (FORWARD, BACKWARD):
             for b in self.program.buffers:  # workspaces hold nothing between calls
                 if b.role == "workspace":
@@ -140,8 +144,10 @@ def test_x_is_copied_to_rows_that_are_aligned(name, sizes, dtype, traversal, kee
     pytest.param("persistent_wide", "lstm", (6, 9, 6, H), "float16", Traversal(lengths=True),
                  marks=pytest.mark.exhaustive),
 ], ids=str)
-def test_a_training_step_from_gates(schedule, name, sizes, dtype, traversal, tmp_path):
-    """Forward keeps them, and backward multiplies none of what they have again."""
+def test_a_training_step_from_gates(schedule, name, sizes, dtype, traversal, tmp_path, monkeypatch):
+    """Forward keeps them, and backward multiplies none of what they have again. What the recurrence writes is in rows
+    of whole lines of memory, as those of large layers are."""
+    monkeypatch.setattr(backward_memory, "LINES", 0)
     step = Step(tmp_path, schedule, name, sizes, dtype, traversal, "gates")
     values = [b for b in step.program.buffers if b.tensor == "value_kept"]
     again = [b for b in step.program.buffers if b.name.startswith("backward_replay") and b.role == PACKED]
@@ -196,15 +202,18 @@ def check(step, name, sizes, dtype, traversal):
     ("lstm(peepholes)", (20, 2, 5, H), Traversal(resets=True)),
     ("lstm", (20, 3, 6, H), Traversal(reverse=True, lengths=True, resets=True)),
     ("gru", (17, 4, 5, H), Traversal(reverse=True, resets=True)),
+    ("lstm", (20, 3, H, H), Traversal(resets=True)),  # the gradient of x lies where states were kept
+    ("lstm", (20, 3, H, H), Traversal(reverse=True, lengths=True)),
 ], ids=str)
 def test_a_training_step_in_chunks(name, sizes, traversal, tmp_path, monkeypatch):
     """Of 8 steps, the last one of fewer; the same bits in every run."""
-    for constant, value in {"ROOM": 1, "LEAST": 8, "BACKWARD": 1, "SHORTEST": 1}.items():
+    for constant, value in {"ROOM": 1, "LEAST": EIGHT, "BACKWARD": EIGHT, "SHORTEST": 1}.items():
         monkeypatch.setattr(chunks, constant, value)
     step = Step(tmp_path, "persistent", name, sizes, "float32", traversal)
     for entry in (FORWARD, BACKWARD):
         cut = [c for c in step.program.entries[entry].calls if isinstance(c, Chunks)]
         assert [(c.steps, c.reverse) for c in cut] == [(8, traversal.reverse == (entry == FORWARD))]
+    assert step.program.dx_in == ("c_kept" if sizes[2] == H else None)
     call = step.arguments(*sizes[:2])
     found, wanted = step.run(call), reference(name, call, traversal.reverse)
     for what, value in wanted.items():
@@ -227,7 +236,7 @@ def large_batches(monkeypatch: pytest.MonkeyPatch, cut: dict[str, Any]) -> None:
     ("gru", (18, 9, 6, 72), Traversal(resets=True), {"units": 80, "parts": 2, "row_teams": 2, "groups": 1})], ids=str)
 def test_a_training_step_of_large_batches(name, sizes, traversal, cut, tmp_path, monkeypatch):
     """In chunks, with a recurrence whose blocks share K, and one whose blocks do not."""
-    for constant, value in {"ROOM": 1, "LEAST": 8, "BACKWARD": 1, "SHORTEST": 1}.items():
+    for constant, value in {"ROOM": 1, "LEAST": EIGHT, "BACKWARD": EIGHT, "SHORTEST": 1}.items():
         monkeypatch.setattr(chunks, constant, value)
     large_batches(monkeypatch, cut)
     step = Step(tmp_path, "persistent_wide", name, sizes, "float16", traversal)

@@ -63,6 +63,8 @@ def test_matches_float64(tmp_path, monkeypatch, cell, sizes, dtype, traversal, p
             for name in ("outputs", "before_h"):
                 values[name][n:, b] = exact[name][n:, b] = 0
     values["before_h"] = filled_up(values["before_h"], memory)
+    if dtype == "tf32":  # raised, as recurrences leave them
+        values["outputs"] = (values["outputs"].view(np.uint32) + np.uint32(0x1000)).view(np.float32)
     given = {n: (v.shape, kind) for n, v in values.items()} | {n: (v.shape, "int32") for n, v in masks.items()}
     given |= {f"d_{n}": (s, "float32") for n, s in task.graph.parameters.items() if len(s) == 3}
     where = {v: o for o, v in enumerate(memory.outputs())}

@@ -14,6 +14,7 @@ import torch
 import ecornn
 from ecornn.errors import ArgumentError, DeviceError, DTypeError
 from ecornn.runtime import Layer
+from ecornn.runtime.torch_arrays import TorchMemory
 
 H, I, BATCH = sample.H, sample.I, sample.BATCH
 WEIGHTS = sample.weights()
@@ -117,3 +118,10 @@ print(layer(np.ones((2, 1, {I}), "f4"))[0][0, 0, 0])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) == I + 1
+
+
+def test_a_workspace_as_an_array():
+    memory = TorchMemory(torch, 1024, "cpu")
+    array = memory.array(torch.float16, (3, 5))
+    assert array.data_ptr() == memory.pointer and array.shape == (3, 5) and array.dtype == torch.float16
+    assert array.is_contiguous() and memory.pointer % 256 == 0

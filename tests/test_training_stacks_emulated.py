@@ -23,6 +23,7 @@ from ecornn.workload import SERIAL, Overlap, Stack, Workload
 T, B, I, H = 5, 3, 6, 20
 SIDES = Overlap("directions", 2)
 LIMITS = {"float32": 2e-5, "bfloat16": 8 * 2.0 ** -8}  # relative, of the largest error in a gradient
+EIGHT = {"gates": 8, "states": 8}  # steps of a chunk
 
 
 def program_of(cell: str, stack: Stack, dtype: str, overlap: Overlap, steps: int) -> Program:
@@ -117,7 +118,7 @@ def test_directions(tmp_path: Path, cell: str, layers: int, dtype: str, overlap:
 
 def test_directions_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Side by side, each in chunks of its own."""
-    for constant, value in {"ROOM": 1, "LEAST": 8, "BACKWARD": 1, "SHORTEST": 1}.items():
+    for constant, value in {"ROOM": 1, "LEAST": EIGHT, "BACKWARD": EIGHT, "SHORTEST": 1}.items():
         monkeypatch.setattr(chunks, constant, value)
     stack = Stack(1, True, keep="states")
     program = program_of("gru", stack, "float32", SIDES, 20)

@@ -69,6 +69,11 @@ class Arrays(ABC):
     def workspace(self, nbytes: int, like: Any, library: Library) -> Memory:
         """Scratch memory on the device of ``like``."""
 
+    def over(self, memory: Memory, like: Any, shape: Shape) -> Placed | None:
+        """An array of the type of ``like`` in the place of a workspace that is as large; None where it cannot be one.
+        """
+        return None
+
     def swapped(self, array: Any) -> Any:
         """A view with the first two axes exchanged."""
         raise ArgumentError("batch_first", True, f"False for {self.name}: pass time first")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,11 @@ class TorchMemory:
         self._tensor = torch.empty(nbytes + WORKSPACE_ALIGNMENT, dtype=torch.uint8, device=device)
         start = self._tensor.data_ptr()
         self.pointer, self.nbytes = start + -start % WORKSPACE_ALIGNMENT, nbytes
+
+    def array(self, dtype: Any, shape: Shape) -> Any:
+        """It, as a tensor."""
+        first = self.pointer - self._tensor.data_ptr()
+        return self._tensor[first:first + self.nbytes].view(dtype)[:prod(shape)].view(shape)
 
 
 class TorchArrays(Arrays):
@@ -182,6 +188,9 @@ class TorchArrays(Arrays):
         if self._raw_stream is not None:
             return self._raw_stream(device)
         return self._torch.cuda.current_stream(device).cuda_stream
+
+    def over(self, memory: Memory, like: Any, shape: Shape) -> Placed | None:
+        return (memory.array(like.dtype, shape), memory.pointer) if isinstance(memory, TorchMemory) else None
 
     def keeps_workspace(self) -> bool:
         # Memory that is allocated during a capture belongs to the graph, and to its replays alone.

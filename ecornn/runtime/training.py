@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from ecornn.errors import ArgumentError, DTypeError, ModuleError, ShapeError
 from ecornn.manifest import Manifest
 from ecornn.program import BACKWARD, FORWARD, KEPT
@@ -153,6 +155,13 @@ class Training:
         if self._caller.threads is not None and memory is not None and not isinstance(memory, GivenMemory):
             self._kept.give(0, memory)
 
+    def room_for_dx(self, kept: Kept) -> Placed | None:
+        """The place of what is kept, for the gradient of x, where the program says that nobody reads it by then."""
+        work, memory = self._caller.manifest, kept.memory
+        if memory is None or work.dx_in is msgspec.UNSET:
+            return None
+        return kept.arrays.over(memory, kept.x[0], (kept.steps, kept.batch, work.workload.input))
+
     def _by_part(self, states: Sequence[Placed], rows: int) -> list[int]:
         """Pointers by state and then by sequence."""
         work, count = self._caller.manifest.workload, self._caller.manifest.stack.count
@@ -262,7 +271,8 @@ class TrainingCalls:
         dstates = [self.zero_state(kept.batch) if value is None else
                    self._gradient(arrays, value, f"dstate[{n}]", shape, like) for n, value in enumerate(states)]
         sums = dict(self._sums(arrays, gradients, like))
-        dx = arrays.empty((kept.steps, kept.batch, self.manifest.workload.input), like, self.library)
+        dx = training.room_for_dx(kept) or arrays.empty((kept.steps, kept.batch, self.manifest.workload.input), like,
+                                                        self.library)
         needed = want_state or "dstate_in" not in (self.manifest.optional or ())
         before = [arrays.empty(shape, like, self.library) for _ in states] if needed else []
         kept.taken = True

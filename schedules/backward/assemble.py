@@ -40,7 +40,7 @@ def parts_of(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurren
     In chunks gradients are added to, and so are the sums of ``sums_<...>_parts``, zeros at first. ``dx``: its data
     type, if not the layer's."""
     w, memory = task.workload, Memory(task, adjoint, kept)
-    step = w.batch * len(written(adjoint)) * w.hidden
+    step = w.batch * memory.outputs_row if written(adjoint) else 0
     own = (Buffer("outputs", WORKSPACE, w.dtype, Extent(0, step)),) if step else ()
     multiplied = memory.leaves() | memory.outputs() | replayed(memory) | places_of_inputs(memory)
     of_x = joined(input_gradients(memory, add_dx, dx), step_sums(memory, chunked))

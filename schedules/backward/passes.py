@@ -8,7 +8,7 @@ that a later kernel reads are left in workspaces: in float32, or, where they are
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Protocol
 
@@ -223,12 +223,12 @@ def operands_of(name: str, products: Sequence[Product], columns: Mapping[Var | N
         beside = all(a[0].offset + a[0].width == b[0].offset and a[0].name == b[0].name
                      for a, b in pairwise(slots))
         if beside and all(slot[1] for slot in slots) and width * itemsize % LINE == 0:
-            whole = Columns(first.name, width, first.stride, first.offset)
+            whole = replace(first, width=width)
             return (Operand(whole, f"{name}_weights", tuple(s for slot in slots for s in slot[2]), True, len(slots)),)
         parameter, most = slots[0][2][0][0], CHUNK // itemsize
         every = [(parameter, gate) for gate in range(gates.get(parameter, 0))]
         if beside and [slot[1:3] for slot in slots] == [(True, [source]) for source in every]:
-            whole = Columns(first.name, width, first.stride, first.offset)
+            whole = replace(first, width=width)
             if whole.copied(most) > min(slot[0].copied(most) for slot in slots):
                 return (Operand(whole, f"{name}_weights", ((parameter, WHOLE),), True),)
     return tuple(Operand(where, f"{name}_weights_{n}", tuple(sources), transposed, heads=heads)

@@ -7,7 +7,7 @@ same bits, and computes the gradients.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 from ecornn.program import WORKSPACE, Buffer, Extent, Launch
@@ -17,7 +17,7 @@ from ecornn.schedules.backward.memory import Memory, Place
 from ecornn.schedules.backward.weights import zeros
 from ecornn.schedules.base import Component, joined
 from ecornn.schedules.builder import Expr, PrimFunc, T, Var
-from ecornn.schedules.gemm.job import STEPS, Columns, counted, rows_of
+from ecornn.schedules.gemm.job import STEPS, counted, rows_of
 from ecornn.schedules.scalars.pointwise import emit
 
 THREADS = 256
@@ -118,7 +118,7 @@ def _partial_kernel(name: str, group: _Group, hidden: int, span: int, blocks: in
         for k in reversed(range(count - 1)):
             offset = T.Select(s == k, T.int32(group.values[k][1].columns.offset), offset)
         first = T.let("first", offset + unit)  # of the row
-        whole = Place(Columns(group.name, place.columns.stride, place.columns.stride), place.dtype)
+        whole = replace(place, columns=replace(place.columns, width=place.columns.stride, offset=0))
         turns = T.let("turns", (each + (warps * UNROLL - 1)) // (warps * UNROLL))
         with T.If(unit < hidden), T.Then(), T.serial("turn", 0, turns) as turn:
             for k in range(UNROLL):

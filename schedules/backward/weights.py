@@ -83,8 +83,7 @@ def groups_of(memory: Memory, outers: Sequence[OuterProduct], places: Mapping[Va
 
 def _group(parameter: str, operand: Columns, run: Sequence[tuple[Columns, int]], before: Sequence[Group],
            heads: int) -> Group:
-    first = run[0][0]
-    values = Columns(first.name, sum(v.width for v, _ in run), first.stride, first.offset)
+    values = replace(run[0][0], width=sum(v.width for v, _ in run))
     gates = tuple(g for _, g in run)
     return Group(parameter, gates, values, operand,
                  not any(g.parameter == parameter and set(g.gates) & set(gates) for g in before), heads)

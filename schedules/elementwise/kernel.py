@@ -99,7 +99,7 @@ class _Units:
         values = self.graph.written * w.hidden
         width, own = place.y_width(values), place.y_offset(values)
         if place.backward:
-            width, own = len(self.graph.outputs) * w.hidden, 0
+            width, own = self.task.row or len(self.graph.outputs) * w.hidden, 0
         self.output = T.let("y_first", first * width + (unit + own))
         self.outputs_apart = T.let("y_apart", apart * width)
         if self.kept:

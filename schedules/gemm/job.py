@@ -29,12 +29,14 @@ Vectors = Callable[[int], Expr]  # number of a parameter vector -> its value
 
 @dataclass(frozen=True)
 class Columns:
-    """``width`` values of each row of a buffer (T*B, ``stride``), from value ``offset`` on."""
+    """``width`` values of each row of a buffer (T*B, ``stride``), from value ``offset`` on. ``raised``: as of
+    :func:`~ecornn.schedules.isa.tensor_core.raised`."""
 
     name: str
     width: int
     stride: int
     offset: int = 0
+    raised: bool = False
 
     def together(self, most: int) -> int:
         """Neighbouring values, of ``most`` at most, that are aligned to as many in every row."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import reduce
 
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
 from ecornn.schedules.gemm.job import Columns, Epilogue, Job, Operand
@@ -100,8 +101,9 @@ class Team:
                 self._load_stage(row, end, column, ahead, ahead % s.stages)
             T.evaluate(T.ptx["cp.async.commit_group"]())
             base = T.let("base", slab % s.stages * s.stage_words)
+            cut = self._raised(slab)
             for span in range(SPAN):
-                self._multiply(base, span)
+                self._multiply(base, span, cut)
         T.evaluate(self.barrier())  # the next tile's copies overwrite the stages
 
     def _load_stage(self, row: Expr, end: Expr, column: Expr, slab: Expr, stage: Expr) -> None:
@@ -172,8 +174,19 @@ class Team:
                 half = loaded if self.job.dtype == "float16" else T.reinterpret("float16", loaded)
                 T.buffer_store(self.halves, half, [place])
 
-    def _multiply(self, base: Expr, span: int) -> None:
-        """Adds the products of one pair of k-tiles of a stage."""
+    def _raised(self, slab: Expr) -> Expr | bool:
+        """Whether the operand of a slab is raised: one answer for all, or for each."""
+        raised = [o.columns.raised for o in self.job.operands]
+        if len(set(raised)) == 1:
+            return raised[0]
+        first, found = 0, []
+        for own, slabs in zip(raised, self.shape.parts, strict=True):
+            found += [T.And(slab >= first, slab < first + slabs)] if own else []
+            first += slabs
+        return T.let("raised", reduce(T.Or, found))
+
+    def _multiply(self, base: Expr, span: int, cut: Expr | bool) -> None:
+        """Adds the products of one pair of k-tiles of a stage; ``cut``: of the operand, as of :func:`split`."""
         s, kind, a, b = self.shape, self.job.arithmetic, self.a, self.b
         first = base + s.block_rows * ROW + span * (s.weight_words // SPAN)
         with T.unroll("n", s.products) as n:
@@ -186,7 +199,7 @@ class Team:
                 T.evaluate(T.ptx["ldmatrix.sync.aligned.m8n8.x4.shared.b16"](
                     *(a[m, i] for i in range(4)), self.shared.ptr_to([place])))
             with T.unroll("m", s.tiles) as m:
-                rows = [split(a[m, i], kind) for i in range(4)]
+                rows = [split(a[m, i], kind, cut) for i in range(4)]
                 with T.unroll("n", s.products) as n:
                     mma([self.acc[m, n, i] for i in range(4)], rows,
                         [split(b[n, tile * 2 + i], kind) for i in range(2)], kind, apart=True)

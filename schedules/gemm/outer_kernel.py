@@ -134,10 +134,10 @@ class _Block:
         read = self._read_halves if per_word(self.job.dtype) == 2 else self._read_words
         read(base, across, k)
         with T.unroll("m", s.m_tiles) as m:
-            rows = [split(self.a[m, i], kind) for i in range(4)]
+            rows = [split(self.a[m, i], kind, self.job.values.raised) for i in range(4)]
             with T.unroll("n", s.n_tiles) as n:
-                mma([self.acc[m, n, i] for i in range(4)], rows, [split(self.b[n, i], kind) for i in range(2)], kind,
-                    apart=True)
+                columns = [split(self.b[n, i], kind, self.job.operand.raised) for i in range(2)]
+                mma([self.acc[m, n, i] for i in range(4)], rows, columns, kind, apart=True)
 
     def _read_halves(self, base: Expr, across: Expr, k: int) -> None:
         """Both operands lie as (k, column): matrices of 8 x 8 values come transposed."""

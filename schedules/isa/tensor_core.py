@@ -25,6 +25,10 @@ __device__ __forceinline__ unsigned ecornn_tf32(unsigned word) {
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(__uint_as_float(word)));
   return r;
 }"""
+_RAISE = """
+__device__ __forceinline__ float ecornn_raised(float value) {  // NaN may have all bits, and would be -0 then
+  return value != value ? value : __uint_as_float(__float_as_uint(value) + 0x1000u);
+}"""
 _PACK = """
 __device__ __forceinline__ unsigned ecornn_pack_{name}(float low, float high) {{
   unsigned r;
@@ -67,16 +71,26 @@ def unpack_half(word: Expr, upper: bool, dtype: str) -> Expr:
                                            return_type="float32"))
 
 
-def rounded_to_tf32(value: Expr) -> Expr:
-    """A float32 value without what TF32's products leave out, rounded to nearest."""
-    word = T.cuda.func_call("ecornn_tf32", T.reinterpret("uint32", value), source_code=_ROUND, return_type="uint32")
-    return T.let("rounded", T.reinterpret("float32", word))
+def raised(value: Expr) -> Expr:
+    """A float32 value with half a unit of TF32's last place added to its bits: products that cut off what TF32 has no
+    bits for then round it to nearest, and :func:`lowered` still has all of it."""
+    return T.let("raised", T.cuda.func_call("ecornn_raised", value, source_code=_RAISE, return_type="float32"))
 
 
-def split(word: Expr, arithmetic: str) -> tuple[Expr, ...]:
-    """A word as the parts that are multiplied: itself, rounded, or its high and low tf32 halves."""
+def lowered(value: Expr) -> Expr:
+    """The value that was ``raised``."""
+    return T.let("lowered", T.reinterpret("float32", T.reinterpret("uint32", value) - T.uint32(0x1000)))
+
+
+def split(word: Expr, arithmetic: str, cut: Expr | bool = False) -> tuple[Expr, ...]:
+    """A word as the parts that are multiplied: itself, rounded, or its high and low tf32 halves. ``cut``: whether
+    cutting off rounds it, as it is :func:`raised`."""
     if arithmetic == "tf32":
-        return (T.let("rounded", T.cuda.func_call("ecornn_tf32", word, source_code=_ROUND, return_type="uint32")),)
+        whole = T.bitwise_and(word, T.uint32(0xFFFFE000))
+        if cut is True:
+            return (T.let("rounded", whole),)
+        rounded = T.cuda.func_call("ecornn_tf32", word, source_code=_ROUND, return_type="uint32")
+        return (T.let("rounded", rounded if cut is False else T.Select(cut, whole, rounded)),)
     if arithmetic != "float32":
         return (word,)
     high = T.let("high", T.bitwise_and(word, T.uint32(0xFFFFE000)))

@@ -293,7 +293,7 @@ class GateThreads(ABC):
         """Stores y of step t, (T, B, W), the graph's ``outputs`` where it has such, and what is kept, (T, B, H); or the
         ``outputs`` of an adjoint's recurrence, (T, B, O, H)."""
         w, traversal = self.task.workload, self.task.traversal
-        H, name, width, first = w.hidden, "outputs", len(outputs) * w.hidden, 0
+        H, name, width, first = w.hidden, "outputs", self.task.row or len(outputs) * w.hidden, 0
         if not traversal.backward:
             own = self.graph.written * H
             name, width, first = "y", traversal.y_width(own), traversal.y_offset(own)

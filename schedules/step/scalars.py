@@ -305,7 +305,7 @@ class StepScalars:
         """Those of an adjoint's recurrence, (T, B, O, H)."""
         a, w = self.arguments, self.task.workload
         step_row = T.cast(self.timeline.at(a["t"]) * a["B"] + row, "int64")
-        first = T.let("at", step_row * (len(outputs) * w.hidden) + unit)
+        first = T.let("at", step_row * (self.task.row or len(outputs) * w.hidden) + unit)
         for o, output in enumerate(outputs):
             value = self.timeline.masked(live, output, T.float32(0))
             T.buffer_store(a["outputs"], T.cast(for_products(value, self.task), w.dtype), [first + o * w.hidden])

@@ -1,0 +1,132 @@
+"""Where a training step of the language model goes: what both sides share, and the kernels of each.
+
+    python benchmarks/model_stages.py --output benchmarks/results/h100_model_stages.json
+
+The model and its step are those of ``compare_models.py``, as one CUDA graph. A third model, ``rest``, has the same
+parameters, but its recurrent layers pass on what they get, and zeros as the gradients of their weights: what
+embedding, dropout, scores, loss, clipping and Adam take. All three take turns. No recurrent layers, however fast, make
+a step shorter than ``rest``, so that ``torch / rest`` bounds what can be reached, and ``torch / wanted - rest`` is what
+is left to them. Kernels are those of the graphs, by CUPTI through PyTorch's profiler, in microseconds a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import json
+import os
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from compare_models import KINDS, language, side_by_side
+from torch import nn
+from training_steps import DEVICE, middle, take_turns
+
+import ecornn.torch
+
+STEPS = 5  # that are profiled
+# Kernels of ecornn are named by what they do; of other libraries they have longer names.
+STAGES = {"pack": "ecornn_pack_weights", "recurrence backward": "backward_(persistent|layout|step|start)",
+          "recurrence forward": "(persistent|fused|layout|step|start|whole)", "dx": "backward_inputs",
+          "weights": "backward_(add_)?outer", "projection": "(project|align)",
+          "replay": "backward_(replay|gather|align)", "sums": "backward_(sums|once|finish|no_)"}
+
+
+class _Through(torch.autograd.Function):
+    """x as it is, with zeros for the gradients of weights."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.like = weights
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gradient, *(torch.zeros_like(weight) for weight in ctx.like)
+
+
+class Through(nn.Module):
+    """Layers of as many units as inputs that do nothing."""
+
+    def __init__(self, layers: nn.RNNBase) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+        return _Through.apply(x, *self.layers.parameters()), state
+
+
+def kernels(run: Any) -> dict[str, tuple[float, float]]:
+    """Microseconds and launches a step."""
+    run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(STEPS):
+            run()
+        torch.cuda.synchronize()
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            found[event.name].append(event.time_range.elapsed_us())
+    return {name: (sum(values) / STEPS, len(values) / STEPS)
+            for name, values in sorted(found.items(), key=lambda each: -sum(each[1]))}
+
+
+def stages(found: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """Microseconds a step of kernels of the recurrent layers, by what they do, and of all others."""
+    times: defaultdict[str, float] = defaultdict(float)
+    for name, (microseconds, _) in found.items():
+        stage = next((stage for stage, pattern in STAGES.items() if re.match(pattern, name)), "others")
+        times[stage] += microseconds
+    return dict(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--language", default="35,20,650,10000", metavar="T,B,H,V", help="sizes [%(default)s]")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of turns [%(default)s]")
+    arguments = parser.parse_args()
+    if DEVICE != "cuda":
+        sys.exit("this needs a CUDA GPU and a PyTorch that sees it")
+    os.environ["ECORNN_STRICT"] = "1"
+    torch.manual_seed(0)
+    case = language(*map(int, arguments.language.split(",")))
+    models = {"torch": case.model.to(DEVICE)}
+    models |= {name: copy.deepcopy(models["torch"]) for name in ("ecornn", "rest")}
+    ecornn.torch.replace(models["ecornn"], fullgraph=True)
+    rest: Any = models["rest"]
+    rest.recurrent = Through(rest.recurrent)
+    batches = itertools.cycle([case.draw() for _ in range(8)])
+    sides, graphs = {}, {}
+    for name, model in models.items():
+        step = case.step(model, KINDS["bf16"])
+        graphs[name] = step.graphed()
+        sides[name] = lambda step=step, run=graphs[name]: (step.load(*next(batches)), run())
+    row: dict[str, Any] = {"model": case.name, **case.sizes, "dtype": "bf16", "way": "graph", "wanted": case.wanted}
+    for name, times in take_turns(sides, arguments.seconds, 5, 7).items():
+        median, p20, p80 = middle(times)
+        row |= {f"{name}_ms": median * 1e3, f"{name}_p20": p20 * 1e3, f"{name}_p80": p80 * 1e3}
+    row |= {"ratio": row["torch_ms"] / row["ecornn_ms"], "bound": row["torch_ms"] / row["rest_ms"],
+            "layers_ms": {name: row[f"{name}_ms"] - row["rest_ms"] for name in ("ecornn", "torch")},
+            "left_ms": row["torch_ms"] / case.wanted - row["rest_ms"]}
+    found = {name: kernels(graph) for name, graph in graphs.items()}
+    row |= {"stages_us": stages(found["ecornn"]), "kernels_us": found}
+    print(f"torch.nn {row['torch_ms']:.3f} ms, ecornn {row['ecornn_ms']:.3f} ({row['ratio']:.2f}x of "
+          f"{case.wanted:.1f}x), the rest {row['rest_ms']:.3f}; recurrent layers {row['layers_ms']['torch']:.3f} and "
+          f"{row['layers_ms']['ecornn']:.3f}, for {case.wanted:.1f}x {row['left_ms']:.3f}")
+    for stage, microseconds in sorted(row["stages_us"].items(), key=lambda each: -each[1]):
+        print(f"  {stage:20} {microseconds:8.1f} us")
+    if arguments.output:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps({"environment": side_by_side.environment(), "rows": [row]}, indent=1)
+                                    + "\n")
+
+
+if __name__ == "__main__":
+    main()

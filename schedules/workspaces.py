@@ -1,0 +1,110 @@
+"""Which memory nobody uses any more: workspaces lie where earlier ones were, and a result where something was kept."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from msgspec import structs
+
+from ecornn.program import WORKSPACE, Buffer, Call, Chunks, Concurrent, Extent, Fill, Launch, Loop, launches
+from ecornn.schedules.base import Component
+from ecornn.schedules.builder import PrimFunc
+
+
+def overlaid(part: Component, steps: int, apart: Collection[str]) -> Component:
+    """The calls of ``part``, whose workspaces take less memory: one may be that of others which no call uses any more
+    when the first one uses it. That call writes all of it that is read later; of workspaces ``apart`` that is not so,
+    or nobody knows, and of those that calls of chunks of time and others use.
+
+    Parameters
+    ----------
+    steps : for which workspaces are matched; they are large enough for any
+    """
+    chunks = [call for call in part.calls if isinstance(call, Chunks)]
+    levels = [tuple(call for call in part.calls if call not in chunks), *(call.calls for call in chunks)]
+    uses = Uses(part.functions)
+    inside = [set().union(*map(uses.of, level)) for level in levels]
+    apart = {*apart}.union(*(pair for call in chunks for pair in call.states))
+    instead: dict[str, str] = {}
+    sizes = {b.name: b for b in part.buffers}
+    for calls, own in zip(levels, inside, strict=True):
+        taken = {*apart}.union(*(names for names in inside if names is not own))
+        taken |= {call.buffer for call in calls if isinstance(call, Fill)}
+        free = [b for b in sizes.values() if b.role == WORKSPACE and b.name in own - taken]
+        instead |= _matched(free, [uses.of(call) for call in calls], steps, sizes)
+    buffers = tuple(b for name, b in sizes.items() if name not in instead)
+    return Component(part.functions, buffers, tuple(_with(call, instead, part.functions) for call in part.calls))
+
+
+def free_for(result: str, uses: Uses, calls: Iterable[Call], names: Iterable[str]) -> list[str]:
+    """Those of ``names`` that nothing uses from the first call on that uses ``result``, of one chunk of time where
+    calls go by these. A chunk uses its own rows of what is kept, and the one before them in its order, whose results
+    come later."""
+    moments = [uses.of(call) for call in _flat(calls)]
+    first = next((n for n, names in enumerate(moments) if result in names), len(moments))
+    later = set().union(*moments[first:])
+    return [name for name in names if name not in later]
+
+
+@dataclass(frozen=True)
+class Uses:
+    """The buffers that calls use; ``functions``: what they launch, by name."""
+
+    functions: Mapping[str, PrimFunc]
+
+    def of(self, call: Call) -> set[str]:
+        """Those of one call."""
+        if isinstance(call, Fill):
+            return {call.buffer}
+        if isinstance(call, Concurrent):
+            return set().union(*(self.of(each) for branch in call.branches for each in branch))
+        if isinstance(call, Chunks):
+            return {name for pair in call.states for name in pair}.union(*map(self.of, call.calls))
+        return {one.names.get(p.name, p.name) for one in launches([call]) for p in self.functions[one.function].params}
+
+
+def _flat(calls: Iterable[Call]) -> Iterator[Call]:
+    for call in calls:
+        yield from _flat(call.calls) if isinstance(call, Chunks) else [call]
+
+
+def _matched(free: Sequence[Buffer], moments: Sequence[set[str]], steps: int,
+             sizes: dict[str, Buffer]) -> dict[str, str]:
+    """What lies in another one's place, which grows to hold both in ``sizes``; ``moments``: what each call uses."""
+    times = {b.name: [n for n, names in enumerate(moments) if b.name in names] for b in free}
+    instead, last = dict[str, str](), dict[str, int]()  # last: of a place, the last use of what lies there
+    for b in sorted(free, key=lambda b: (times[b.name][0], -b.nbytes(steps))):
+        places = {name: sizes[name].nbytes(steps) + b.nbytes(steps) - _holding(sizes[name], b).nbytes(steps)
+                  for name, end in last.items() if end < times[b.name][0]}
+        place = max(places, key=places.__getitem__, default="")
+        if place and places[place] > 0:
+            instead[b.name], sizes[place] = place, _holding(sizes[place], b)
+        last[instead.get(b.name, b.name)] = times[b.name][-1]
+    return instead
+
+
+def _holding(place: Buffer, other: Buffer) -> Buffer:
+    """A workspace that is large enough for either."""
+    def elements(own: int, others: int) -> int:
+        return max(own, -(-others * other.itemsize // place.itemsize))
+
+    size = Extent(elements(place.extent.fixed, other.extent.fixed),
+                  elements(place.extent.per_step, other.extent.per_step))
+    return structs.replace(place, extent=size)
+
+
+def _with(call: Call, instead: Mapping[str, str], functions: Mapping[str, PrimFunc]) -> Call:
+    def launch(one: Launch) -> Launch:
+        names = {p.name: one.names.get(p.name, p.name) for p in functions[one.function].params}
+        return replace(one, names=dict(one.names) | {p: instead[b] for p, b in names.items() if b in instead})
+
+    if isinstance(call, Launch):
+        return launch(call)
+    if isinstance(call, Loop):
+        return Loop(tuple(map(launch, call.calls)))
+    if isinstance(call, Concurrent):
+        return Concurrent(tuple(tuple(_with(one, instead, functions) for one in branch) for branch in call.branches))
+    if isinstance(call, Chunks):
+        return replace(call, calls=tuple(_with(one, instead, functions) for one in call.calls))
+    return call
