@@ -73,3 +73,37 @@ def test_a_frozen_weight_that_is_written_in_training_is_seen():
         ours.weight_ih_l0.data.mul_(0.5)
         theirs.load_state_dict({k: v.double() for k, v in ours.state_dict().items()})
         agree([t.detach() for t in flat(ours(x))], [t.detach() for t in flat(theirs(double(x)))])
+
+
+def slices(weight: torch.Tensor) -> torch.Tensor:
+    """The same values as a slice of a larger tensor."""
+    room = torch.zeros([2 * size for size in weight.shape], dtype=weight.dtype)
+    found = room[tuple(slice(None, None, 2) for _ in weight.shape)]
+    return found.copy_(weight)
+
+
+def turned(weight: torch.Tensor) -> torch.Tensor:
+    """The same values, the last axis first in memory."""
+    return weight.T.contiguous().T if weight.dim() == 2 else slices(weight)
+
+
+def negative(weight: torch.Tensor) -> torch.Tensor:
+    """The same values as the imaginary part of a conjugate, which PyTorch has as a view with a bit."""
+    return torch.complex(weight, -weight).conj().imag
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("laid", [slices, turned, negative])
+def test_such_writes_to_weights_with_gaps_are_seen(laid: Callable[[Any], Any], dtype: torch.dtype):
+    theirs, ours = pair("GRU")
+    ours.to(dtype)
+    x = torch.randn(T, B, I, dtype=dtype)
+    for name, weight in [*ours.named_parameters()]:
+        setattr(ours, name, torch.nn.Parameter(laid(weight.detach())))
+    with torch.no_grad():
+        agree(ours(x), theirs(double(x)))
+        for name in ("weight_hh_l0", "weight_ih_l0", "bias_hh_l0"):
+            for write in (halved, clamped, averaged):
+                write(getattr(ours, name))
+                theirs.load_state_dict({k: v.double() for k, v in ours.state_dict().items()})
+                agree(ours(x), theirs(double(x)))
