@@ -42,7 +42,7 @@ def compiled(folder: Path) -> Path:
 def prepared(cell: str, hidden: int, inputs: int, steps: int, folder: Path) -> dict:
     """A module with its arrays in a folder, and what y must be."""
     folder.mkdir()
-    module = ecornn.compile(cell, hidden=hidden, input=inputs, seq=1, target="cpu", out=folder / "module.so")
+    module = ecornn.compile(cell, hidden=hidden, input=inputs, batch=1, seq=1, target="cpu", out=folder / "module.so")
     rng = np.random.default_rng(0)
     scale = 1 / np.sqrt(hidden)
     weights = {p.name: rng.uniform(-scale, scale, p.shape).astype(np.float32) for p in module.manifest.parameters}

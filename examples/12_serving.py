@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -26,8 +27,9 @@ import numpy as np
 import torch
 from serving_load import load
 from tornado.httpserver import HTTPServer
+from tornado.httputil import HTTPHeaders, HTTPServerRequest, ResponseStartLine, responses
 from tornado.netutil import bind_sockets
-from tornado.web import Application, HTTPError, RequestHandler
+from tornado.web import HTTPError
 
 import ecornn
 
@@ -109,22 +111,33 @@ class Sessions:
             asyncio.get_running_loop().call_soon(self._run)
 
 
-class Session(RequestHandler):
-    """One session's requests."""
+def answering(sessions: Sessions) -> Callable[[HTTPServerRequest], None]:
+    """What Tornado's server calls with each request; its web framework, with a handler and an Etag for each of them,
+    would take longer than the steps do."""
 
-    def initialize(self, sessions: Sessions) -> None:
-        self._sessions = sessions
+    def answer(request: HTTPServerRequest) -> None:
+        def reply(code: int, body: bytes = b"", reason: str | None = None) -> None:
+            line = ResponseStartLine("", code, reason or responses[code])
+            request.connection.write_headers(line, HTTPHeaders({"Content-Length": str(len(body))}), body)
+            request.connection.finish()
 
-    async def post(self, name: str) -> None:
-        if len(self.request.body) != 4 * self._sessions.input:
-            raise HTTPError(400, reason=f"expected {self._sessions.input} float32 numbers")
-        y = await self._sessions.step(name, np.frombuffer(self.request.body, np.float32))
-        self.set_header("Content-Type", "application/octet-stream")
-        self.finish(y.tobytes())
+        name = re.fullmatch(r"/sessions/(\w+)", request.path)
+        if not name or request.method not in ("POST", "DELETE"):
+            reply(404)
+        elif request.method == "DELETE":
+            sessions.end(name[1])
+            reply(200)
+        elif len(request.body) != 4 * sessions.input:
+            reply(400, reason=f"expected {sessions.input} float32 numbers")
+        else:
+            try:
+                step = sessions.step(name[1], np.frombuffer(request.body, np.float32))
+            except HTTPError as error:
+                reply(error.status_code, reason=error.reason)
+            else:
+                step.add_done_callback(lambda done: reply(200, done.result().tobytes()))
 
-    def delete(self, name: str) -> None:
-        self._sessions.end(name)
-        self.set_status(204)
+    return answer
 
 
 async def serve(arguments: argparse.Namespace) -> None:
@@ -132,8 +145,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     sizes = arguments.hidden, arguments.input
     layer = layer_of(arguments.serve, *sizes, arguments.batch)
     sessions = Sessions(layer, *sizes, arguments.batch, arguments.capacity)
-    routes = [(r"/sessions/(\w+)", Session, {"sessions": sessions})]
-    server = HTTPServer(Application(routes, log_function=lambda _: None))  # a line for each request takes its time
+    server = HTTPServer(answering(sessions))
     sockets = bind_sockets(arguments.port, "127.0.0.1", backlog=1024)
     server.add_sockets(sockets)
     print(sockets[0].getsockname()[1], flush=True)

@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclass(repr=False)  # asyncio.run() makes a text of what is returned, at its end
 class Load:
-    """What clients saw: seconds of requests but the first of each, requests a second, the steps of one session."""
+    """What clients saw: seconds of requests, requests a second, the steps of one session."""
 
     seconds: list[float] = field(default_factory=list)
     rate: float = 0.0
@@ -20,39 +20,54 @@ class Load:
     got: list[np.ndarray] = field(default_factory=list)
 
 
-async def client(port: int, name: str, input: int, until: float, found: Load, keep: bool) -> None:
-    """One session, from zeros, over a connection of its own; those that ``keep`` note what was sent and what came."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    draw, first = np.random.default_rng(zlib.crc32(name.encode())), True
+class Client:
+    """One session, over a connection of its own; one that ``keeps`` notes what was sent and what came."""
 
-    async def ask(method: str, body: bytes = b"") -> bytes:
-        writer.write(f"{method} /sessions/{name} HTTP/1.1\r\nHost: ecornn\r\n"
-                     f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        head = await reader.readuntil(b"\r\n\r\n")
+    def __init__(self, port: int, name: str, input: int, found: Load, keeps: bool) -> None:
+        self._port, self._name, self._input, self._found, self._keeps = port, name, input, found, keeps
+        self._draw = np.random.default_rng(zlib.crc32(name.encode()))
+
+    async def begin(self) -> None:
+        """Connects, and makes the first step, from zeros."""
+        self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port)
+        await self._step()
+
+    async def go_on(self, until: float) -> None:
+        """One step after the other."""
+        while (begin := time.perf_counter()) < until:
+            await self._step()
+            self._found.seconds.append(time.perf_counter() - begin)
+
+    async def end(self) -> None:
+        await self._ask("DELETE")
+        self._writer.close()
+
+    async def _step(self) -> None:
+        x = self._draw.standard_normal(self._input, np.float32)
+        y = np.frombuffer(await self._ask("POST", x.tobytes()), np.float32)
+        if self._keeps:
+            self._found.sent.append(x)
+            self._found.got.append(y)
+
+    async def _ask(self, method: str, body: bytes = b"") -> bytes:
+        self._writer.write(f"{method} /sessions/{self._name} HTTP/1.1\r\nHost: ecornn\r\n"
+                           f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        head = await self._reader.readuntil(b"\r\n\r\n")
         lines = head.decode().lower().split("\r\n")
         size = next((int(line[15:]) for line in lines if line.startswith("content-length:")), 0)
-        answer = await reader.readexactly(size)
+        answer = await self._reader.readexactly(size)
         if " 20" not in lines[0]:
-            raise RuntimeError(f"{method} {name}: {lines[0]} {answer.decode(errors='replace')}")
+            raise RuntimeError(f"{method} {self._name}: {lines[0]} {answer.decode(errors='replace')}")
         return answer
-
-    while time.perf_counter() < until:
-        x = draw.standard_normal(input, np.float32)
-        begin = time.perf_counter()
-        y = np.frombuffer(await ask("POST", x.tobytes()), np.float32)
-        if not first:  # all connect at once, which is no step
-            found.seconds.append(time.perf_counter() - begin)
-        first = False
-        if keep:
-            found.sent.append(x)
-            found.got.append(y)
-    await ask("DELETE")
-    writer.close()
 
 
 async def load(port: int, sessions: int, input: int, seconds: float) -> Load:
-    """So many sessions for so long, the first of which is kept."""
-    found, begin = Load(), time.perf_counter()
-    await asyncio.gather(*(client(port, f"s{n}", input, begin + seconds, found, not n) for n in range(sessions)))
+    """So many sessions for so long from when all of them are there; the steps of the first are kept."""
+    found = Load()
+    clients = [Client(port, f"s{n}", input, found, not n) for n in range(sessions)]
+    await asyncio.gather(*(one.begin() for one in clients))
+    begin = time.perf_counter()
+    await asyncio.gather(*(one.go_on(begin + seconds) for one in clients))
     found.rate = len(found.seconds) / (time.perf_counter() - begin)
+    await asyncio.gather(*(one.end() for one in clients))
     return found

@@ -6,7 +6,7 @@ import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,13 @@ def flags() -> list[str]:
     return shlex.split(result.output)
 
 
-def compiled(source: Path, out: Path, *more: str) -> Path:
-    """The program of a source in C or C++."""
+def compiled(source: Path, out: Path, *more: str, last: Sequence[str] = ()) -> Path:
+    """The program of a source in C or C++; ``last``: further libraries."""
     c = source.suffix == ".c"
     compiler = shutil.which("cc" if c else "c++")
     assert compiler, "these tests need a C and a C++ compiler"
     standard = ["-std=c11", "-D_GNU_SOURCE"] if c else ["-std=c++17", "-pthread"]
-    command = [compiler, *standard, *STRICT, "-O1", *more, str(source), *flags(), "-lm", "-o", str(out)]
+    command = [compiler, *standard, *STRICT, "-O1", *more, str(source), *flags(), *last, "-lm", "-o", str(out)]
     subprocess.run(command, check=True)
     return out
 

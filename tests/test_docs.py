@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = figures.pages()
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 BLOCK = re.compile(r"((?:<!-- not run: [^>]+ -->\n)?)^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-RUN = ["README.md", "docs/GETTING_STARTED.md", *(name for name in NAMES if name.startswith("docs/tutorials/"))]
+RUN = ["README.md", "docs/GETTING_STARTED.md", "docs/EXPORT.md",
+       *(name for name in NAMES if name.startswith("docs/tutorials/"))]
 RUN = [name for name in RUN if "```python" in (ROOT / name).read_text()]
 
 

@@ -136,7 +136,7 @@ def test_what_is_refused(lstm: ecornn.jax.Recurrent, gru: ecornn.jax.Recurrent):
         jax.block_until_ready(gru(weights_of(gru.module), x, lengths=np.array([1, T + 1])))
 
 
-@pytest.mark.parametrize(("number", "needs", "lower"), [(0, "jax", 10), (1, "equinox", 2)])
+@pytest.mark.parametrize(("number", "needs", "lower"), [(0, "jax", 10), (1, "equinox", 2), (2, "flax", 2)])
 def test_the_programs_of_the_documentation(capsys: pytest.CaptureFixture[str], number: int, needs: str, lower: float):
     pytest.importorskip(needs)
     text = (Path(__file__).parent.parent / "docs" / "JAX.md").read_text()
