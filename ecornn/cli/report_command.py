@@ -13,6 +13,7 @@ EPILOG = """\b
 Examples:
   ecornn report -o report.html     what was tuned on this machine
   ecornn report theirs.jsonl -o theirs.html
+  ecornn report --results times.json     beside other libraries
 """
 
 
@@ -22,15 +23,18 @@ Examples:
               show_default=True, metavar="PAGE.html", help="File to write; what is there is replaced.")
 @click.option("--searches", type=click.IntRange(1, 1000), default=12, show_default=True,
               help="Searches that have a section, the latest ones.")
+@click.option("--results", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
+              help="Also show times of other libraries, as `ecornn bench --json` or --csv wrote them; several times.")
 @JSON
 @plain_errors
-def report(files: tuple[Path, ...], output: Path, searches: int, json: bool) -> None:
+def report(files: tuple[Path, ...], output: Path, searches: int, results: tuple[Path, ...], json: bool) -> None:
     """Makes one HTML page of tuning logs, by default those of your folder, to be read without a network.
 
     Of each search its curve, what each knob did, and what was found, held against the default and the floor; of all
     layers the best. Needs Jinja: pip install 'ecornn[report]'.
     """
     from ecornn.errors import ArgumentError
+    from ecornn.report.measured import measured
     from ecornn.report.page import render
     from ecornn.tune.folders import read_all, user_folder
 
@@ -38,8 +42,9 @@ def report(files: tuple[Path, ...], output: Path, searches: int, json: bool) -> 
     if not log.trials():
         raise ArgumentError("LOG", ", ".join(map(str, files)) or str(user_folder()),
                             "logs with trials: `ecornn tune` makes one")
+    beside = measured(results)
     with said_while("the best of all layers") as told:
-        page = render(log, most=searches, told=told)
+        page = render(log, most=searches, results=beside, told=told)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(page, encoding="utf-8")
     size = output.stat().st_size
