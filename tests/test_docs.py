@@ -7,6 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
+import chromium
 import click
 import figures
 import pytest
@@ -19,6 +20,9 @@ NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 BLOCK = re.compile(r"((?:<!-- not run: [^>]+ -->\n)?)^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 RUN = ["README.md", "docs/GETTING_STARTED.md", *(name for name in NAMES if name.startswith("docs/tutorials/"))]
 RUN = [name for name in RUN if "```python" in (ROOT / name).read_text()]
+
+# Pages of the site whose layout is looked at: each has what others have not.
+LAID_OUT = ("index", "CONCEPTS", "FIRST_MINUTES_CPU", "PERFORMANCE", "reference/commands", "reference/api")
 
 
 def blocks(name: str, language: str) -> list[str]:
@@ -109,7 +113,7 @@ def test_the_readme_is_short():
 
 
 def test_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    """It builds without warnings, and no page asks a network for anything."""
+    """It builds without warnings, no page asks a network for anything, and none scrolls sideways on a phone."""
     build = pytest.importorskip("mkdocs.commands.build")
     from mkdocs.config import load_config
 
@@ -126,3 +130,5 @@ def test_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytes
         assert not fetched, page
     knobs = (tmp_path / "site" / "reference" / "knobs.html").read_text()
     assert "more product warps: less work each" in knobs
+    if chromium.program() is not None:
+        chromium.fits(chromium.looked(tmp_path / "site", [f"{page}.html" for page in LAID_OUT]))
