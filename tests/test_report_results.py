@@ -97,3 +97,15 @@ def test_the_command_takes_them_or_says_what_is_no_result(tmp_path: Path, monkey
     (tmp_path / "r.jsonl").write_text("junk\n")
     done = CliRunner().invoke(main, [*words, str(tmp_path / "r.jsonl")], catch_exceptions=False)
     assert done.exit_code == 2 and "r.jsonl:1" in done.output
+
+
+def test_some_layers_alone(tmp_path: Path):
+    one = timed()
+    other = timed(run="cd-1", workload=msgspec.structs.replace(one.workload, hidden=16, input=16))
+    log, out = tmp_path / "x.jsonl", tmp_path / "r.html"
+    log.write_bytes(b"\n".join(msgspec.json.encode(t) for t in (one, other)) + b"\n")
+    words = ["report", str(log), "-o", str(out), "--only"]
+    assert CliRunner().invoke(main, [*words, "H=16"], catch_exceptions=False).exit_code == 0
+    assert str(other.workload) in out.read_text() and str(one.workload) not in out.read_text()
+    done = CliRunner().invoke(main, [*words, "H=17"], catch_exceptions=False)
+    assert done.exit_code == 2 and str(other.workload) in done.output
