@@ -25,7 +25,7 @@ Examples:
 @click.option("--searches", type=click.IntRange(1, 1000), default=12, show_default=True,
               help="Searches that have a section, the latest ones.")
 @click.option("--only", default="", metavar="TEXT", help="Layers whose name has this in it, as 'lstm T=300 B=20'.")
-@click.option("--results", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
+@click.option("--results", multiple=True, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="Also show times of other libraries, as `ecornn bench --json` or --csv wrote them; several times.")
 @JSON
 @plain_errors

@@ -95,13 +95,14 @@ def curve(points: Sequence[tuple[int, float, float]], default: float | None) -> 
     parts = list(grid(x, y, "trial", "µs a step"))
     if default:
         parts.append(f'<line class="default" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(default)}" y2="{y(default)}"/>')
-        parts.append(text(WIDTH - RIGHT - 4, y(default) - 5, "untuned default", "tick", "end"))
     parts += [f'<circle class="trial" cx="{x(n)}" cy="{y(us)}" r="3"><title>trial {n}: {us:.5g} µs</title></circle>'
               for n, us, _ in points]
     steps = [(x(points[0][0]), y(points[0][2]))]
     for n, _, best in points[1:]:
         steps += [(x(n), steps[-1][1]), (x(n), y(best))]
     parts.append(f'<path class="best" d="{path(steps)}"/>')
+    if default:
+        parts.append(text(WIDTH - RIGHT - 4, y(default) - 6, "untuned default", "halo tick", "end"))
     return figure(parts, f"time of a step by trial; best {points[-1][2]:.4g} µs")
 
 
