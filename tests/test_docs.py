@@ -106,6 +106,14 @@ def test_what_works_where():
     assert there == " ".join(site_support.support()).split()
 
 
+def test_nothing_is_installed_by_a_name_that_no_index_has():
+    """Of ecornn there are checkouts and wheel files; a package of that name on an index would be somebody else's."""
+    files = [*ROOT.glob("*.md"), ROOT / "Makefile", *(path for name in ("benchmarks", "docs", "ecornn", "examples")
+                                                      for path in (ROOT / name).rglob("*") if path.suffix in (".md", ".py"))]
+    found = {path.name for path in files if re.search(r"pip install (-\S+ )*['\"]?ecornn(?!-\d)", path.read_text())}
+    assert len(files) > 200 and not found - {"FIRST_MINUTES_CPU.md"}
+
+
 def test_the_readme_is_short():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 110

@@ -34,7 +34,7 @@ def report(files: tuple[Path, ...], output: Path, searches: int, only: str, resu
     """Makes one HTML page of tuning logs, by default those of your folder, to be read without a network.
 
     Of each search its curve, what each knob did, and what was found, held against the default and the floor; of all
-    layers the best. Needs Jinja: pip install 'ecornn[report]'.
+    layers the best. Needs Jinja: pip install jinja2.
     """
     from ecornn.errors import ArgumentError
     from ecornn.report.measured import measured
