@@ -2,6 +2,8 @@
 
     python benchmarks/first_minutes.py             # writes docs/FIRST_MINUTES_CPU.md, or _GPU.md where there is a GPU
     python benchmarks/first_minutes.py --torch     # with PyTorch, a large download: replace() and a comparison
+    python benchmarks/first_minutes.py --in-place  # by this interpreter, where pip has nothing to install from
+    python benchmarks/first_minutes.py --read first_minutes.jsonl                # the page again, of what --raw wrote
 
 Everything is done in a temporary home: no log, module or compiled code of before is found there. Of each command it is
 said how long it took, and how long it was silent at most. Ends with 1 where a command ended otherwise than it should.
@@ -11,14 +13,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
+import site
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
+
+import msgspec
 
 from ecornn.targets import resolve
 from ecornn.tune.choose import default_target
@@ -74,6 +80,25 @@ TORCH = [
 ]
 
 
+# Of the tree itself, by PYTHONPATH. What is installed is this interpreter's.
+RUN = "python -m ecornn"
+IN_PLACE = [
+    Step("What there is here:", f"{RUN} doctor"),
+    Step("Search an LSTM of 800 units for a minute:", f"{RUN} tune --cell lstm --hidden 800 --time-limit 60"),
+    Step("Compile what was found:", f"{RUN} compile --cell lstm --hidden 800 -o lstm800.so"),
+    Step("Run it and check the result:", 'python "$ECORNN"/examples/00_first_run.py lstm800.so'),
+    Step("How fast:", f"{RUN} bench lstm800.so"),
+    Step("Why that module, and what to expect of it:", f"{RUN} explain --cell lstm --hidden 800"),
+    Step("What was searched as a page, `report.html`:", f"{RUN} report"),
+    Step("Another layer, which nobody has searched here; records that ship serve it:",
+         f"{RUN} bench --cell gru --hidden 512 --batch 16 --dtype float16 --against cudnn,torch"),
+    Step("A cell of one's own, in `leaky.py`, as a module:",
+         f"{RUN} compile --cell leaky.py:Leaky --hidden 256 --batch 4 -o leaky.so"),
+    Step("A mistake:", f"{RUN} compile --cell lstn --hidden 800 -o x.so", 2),
+]
+CHECKED = "relative error of y"  # a line of examples/00_first_run.py
+
+
 @dataclass(frozen=True)
 class Ran:
     """What a command printed, on both outputs as it came, and how long it took, seconds; ``quiet``: the line after
@@ -113,55 +138,110 @@ def shown(step: Step, ran: Ran) -> Iterator[str]:
     yield f"{ran.seconds:.1f} s{ended}; silent for {ran.silence:.1f} s at most.\n"
 
 
-def environment_of(home: Path) -> dict[str, str]:
-    """A user's who has nothing of ecornn yet. Pip says errors alone: what else it says is of the index that it uses."""
-    gone = ("ECORNN", "PYTHON", "VIRTUAL_ENV", "XDG")
+def environment_of(home: Path, in_place: bool) -> dict[str, str]:
+    """A user's who has nothing of ecornn yet; ``in_place``: but this interpreter's packages. Pip says errors alone:
+    what else it says is of the index that it uses."""
+    gone = ("ECORNN", "VIRTUAL_ENV", "XDG") + (() if in_place else ("PYTHON",))
     kept = {name: value for name, value in os.environ.items() if not name.startswith(gone)}
+    if in_place:
+        (home / "bin").mkdir()
+        python = home / "bin" / "python"
+        python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')  # a link would lose its packages
+        python.chmod(0o755)
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        kept |= {"PYTHONPATH": path, "PYTHONUSERBASE": site.getuserbase(),
+                 "PATH": f"{home / 'bin'}{os.pathsep}{os.environ['PATH']}"}
     return kept | {"HOME": str(home), "ECORNN": str(ROOT), "PIP_QUIET": "2", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 
-def page(steps: list[Step], title: str, note: str, folder: Path) -> tuple[str, bool]:
-    """The page, and whether all went as it should."""
+@dataclass(frozen=True)
+class Head:
+    """Of all steps: on what, whether in place, and a sentence to say at the top."""
+
+    title: str
+    in_place: bool
+    note: str = ""
+
+
+def done(steps: list[Step], folder: Path, in_place: bool) -> Iterator[tuple[Step, Ran]]:
+    """The steps, one after the other; a line on each."""
     home = folder / "home"
     home.mkdir()
-    environment, good, to_result = environment_of(home), True, 0.0
-    text = []
-    for step in [Step("A clone:", CLONE), *steps]:
-        within = folder if step.command == CLONE else folder / "ecornn"
+    environment = environment_of(home, in_place)
+    within = folder
+    if in_place:
+        (folder / "leaky.py").write_text(CELL)
+    for step in steps:
         ran = carry_out(step.command, within, environment)
         print(f"{ran.seconds:6.1f} s, silent {ran.silence:4.1f} s after {ran.quiet[:40]!r}, code {ran.code}: "
               f"{step.command}", flush=True)
-        good &= ran.code == step.code
-        if step.command == CLONE and ran.code == 0:
-            (folder / "ecornn" / "leaky.py").write_text(CELL)
-        if step.command in (CLONE, "make run"):
-            to_result += ran.seconds
+        if step.command == CLONE:
+            within = folder / "ecornn"
+            (within / "leaky.py").write_text(CELL)
+        yield step, Ran(*(v.replace(str(folder), "/tmp/first").replace(str(ROOT), "/tmp/ecornn")  # of no interest
+                          if isinstance(v, str) else v for v in astuple(ran)))
+
+
+def page(head: Head, steps: list[tuple[Step, Ran]]) -> str:
+    """The page."""
+    until = next((n for n, (_, ran) in enumerate(steps, 1) if CHECKED in ran.output), 0)
+    seconds = sum(ran.seconds for _, ran in steps[:until])
+    began = "From the clone" if not head.in_place else (
+        "Installing is not among it: pip had nothing to install from on that machine, so that the clone itself is run, "
+        "by `PYTHONPATH`, with a Python that has what it requires. From `doctor`")
+    text = [f"# The first ten minutes, {head.title}", "",
+            "Made by `python benchmarks/first_minutes.py" + " --in-place" * head.in_place + "`: commands and what they "
+            f"print, unedited. {began} to the first checked result it takes {seconds:.0f} s."
+            + (f" {head.note}" if head.note else ""), ""]
+    for step, ran in steps:
         text += shown(step, ran)
-    head = (f"# The first ten minutes, {title}\n\nMade by `python benchmarks/first_minutes.py`: commands and what they "
-            f"print, unedited. From the clone to the first checked result it takes {to_result:.0f} s."
-            f"{' ' + note if note else ''}\n")
-    return "\n".join([head, *text]), good
+    return "\n".join(text)
+
+
+def carried_out(arguments: argparse.Namespace) -> tuple[Head, list[tuple[Step, Ran]]]:
+    """All of it here, now; also written to ``--raw`` as it goes."""
+    device = resolve(default_target())
+    cores = len(os.sched_getaffinity(0))
+    title = f"on {device.name}" + ("" if device.kind == "cuda" else f", {cores} cores")
+    head = Head(title, arguments.in_place, arguments.note)
+    steps = IN_PLACE if arguments.in_place else [Step("A clone:", CLONE), *FIRST, *(TORCH if arguments.torch else [])]
+    folder, raw, found = Path(tempfile.mkdtemp(prefix="first-minutes-")), arguments.raw, []
+    if raw is not None:
+        raw.write_bytes(msgspec.json.encode(head) + b"\n")
+    try:
+        for one in done(steps, folder, arguments.in_place):
+            found.append(one)
+            if raw is not None:
+                with raw.open("ab") as file:
+                    file.write(msgspec.json.encode(one) + b"\n")
+        report = folder / ("." if arguments.in_place else "ecornn") / "report.html"
+        if arguments.keep is not None and report.exists():
+            shutil.copy(report, arguments.keep)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return head, found
+
+
+def read(path: Path) -> tuple[Head, list[tuple[Step, Ran]]]:
+    """What ``--raw`` wrote."""
+    first, *others = path.read_bytes().splitlines()
+    return msgspec.json.decode(first, type=Head), [msgspec.json.decode(o, type=tuple[Step, Ran]) for o in others]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch", action="store_true", help="install PyTorch, too")
+    parser.add_argument("--in-place", action="store_true", help="install nothing, run the tree by this interpreter")
     parser.add_argument("--note", default="", help="a sentence to say at the top, as of a machine that is not quiet")
+    parser.add_argument("--raw", type=Path, metavar="FILE.jsonl", help="also write each step to this file, as it ends")
+    parser.add_argument("--read", type=Path, metavar="FILE.jsonl", help="carry out nothing, make the page of that file")
+    parser.add_argument("--keep", type=Path, metavar="PAGE.html", help="keep the report that was made")
     parser.add_argument("--output", type=Path, help="[docs/FIRST_MINUTES_CPU.md or _GPU.md]")
     arguments = parser.parse_args()
-    target = default_target()
-    device = resolve(target)
-    cores = len(os.sched_getaffinity(0))
-    title = f"on {device.name}" + ("" if target == "cuda" else f", {cores} cores")
-    folder = Path(tempfile.mkdtemp(prefix="first-minutes-"))
-    try:
-        text, good = page(FIRST + (TORCH if arguments.torch else []), title, arguments.note, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    text = text.replace(str(folder), "/tmp/first")  # where it was done is of no interest
-    kind = "GPU" if target == "cuda" else "CPU"
-    (arguments.output or ROOT / "docs" / f"FIRST_MINUTES_{kind}.md").write_text(text)
-    sys.exit(not good)
+    head, steps = read(arguments.read) if arguments.read else carried_out(arguments)
+    kind = "GPU" if "NVIDIA" in head.title else "CPU"
+    (arguments.output or ROOT / "docs" / f"FIRST_MINUTES_{kind}.md").write_text(page(head, steps))
+    sys.exit(not all(ran.code == step.code for step, ran in steps))
 
 
 if __name__ == "__main__":

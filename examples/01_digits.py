@@ -1,6 +1,6 @@
 """Reads handwritten digits row by row with a trained LSTM: tune, compile, load, bind, run.
 
-    pip install "ecornn[examples]"
+    pip install ".[examples]"    # in the checkout
     python examples/01_digits.py
 
 The weights come from train_digits.py, which trained them with PyTorch. Every prediction is compared

@@ -1,6 +1,6 @@
 """The recurrent layers of three PyTorch models, replaced: same outputs, and the time before and after.
 
-    pip install "ecornn[examples]"
+    pip install ".[examples]"    # in the checkout
     python examples/04_replace.py [--seconds 5]
 
 An acoustic model as Deep Speech 2 (Amodei et al. 2016), a language model as AWD-LSTM (Merity et al. 2018), and

@@ -24,7 +24,7 @@ HELP = f"""Trains a language model of words, two LSTMs with dropout as the mediu
 `ecornn.torch.replace(model)`, from the same weights, for several seeds.
 
 \b
-    pip install "ecornn[examples]"
+    pip install ".[examples]"    # in the checkout
     python examples/05_language_model.py
     python examples/05_language_model.py --hidden 650 --text docstrings   # the real size, as on a GPU
 

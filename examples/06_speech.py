@@ -24,7 +24,7 @@ known: words of Python's reference, each letter two tones that glide into the ne
 loudness, in noise; the model gets its spectrum each 20 ms.
 
 \b
-    pip install "ecornn[examples]"
+    pip install ".[examples]"    # in the checkout
     python examples/06_speech.py
     python examples/06_speech.py --hidden 800 --frames 300 --batch 20   # the real size, as on a GPU
 

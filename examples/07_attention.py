@@ -23,7 +23,7 @@ HELP = f"""Trains an encoder in both directions and a decoder with additive atte
 1409.0473) by compiled layers. It reads lines of dates, written in many ways, and writes them as 1984-03-27.
 
 \b
-    pip install "ecornn[examples]"
+    pip install ".[examples]"    # in the checkout
     python examples/07_attention.py
     python examples/07_attention.py --hidden 512 --dates 4 --batch 64   # the real size, as on a GPU
 

@@ -21,7 +21,7 @@ HELP = f"""Trains a residual network of a hundred recurrent layers on one device
 and says which one comes next. All layers have one compiled module, each its own weights.
 
 \b
-    pip install "ecornn[examples]"
+    pip install ".[examples]"    # in the checkout
     python examples/08_hundred_layers.py
     python examples/08_hundred_layers.py --hidden 1152 --steps 256 --batch 4   # the real size, as on a GPU
 

@@ -1,6 +1,6 @@
 """A step that is written in PyTorch, trained as a layer of compiled kernels: the loop's results, and the time of both.
 
-    pip install "ecornn[examples]"
+    pip install ".[examples]"    # in the checkout
     python examples/09_cell_in_pytorch.py [--steps 20]
 
 The minimal gated unit of Zhou et al. 2016 with layer normalization, as somebody may have it in a file of their own:

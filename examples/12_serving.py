@@ -1,6 +1,6 @@
 """A service of many sessions over HTTP, each with states of its own, which are stepped together.
 
-    pip install "ecornn[examples]"
+    pip install ".[examples]"    # in the checkout
     python examples/12_serving.py [--sessions 1 100 1000] [--hidden 512]
     python examples/12_serving.py --serve ecornn --port 8080
 

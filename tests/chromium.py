@@ -8,8 +8,10 @@ from __future__ import annotations
 import functools
 import html
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,7 +24,7 @@ from typing import Any
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 WIDTHS = (390, 1280)  # a phone's and a desktop's, px
 THEMES = {"light": [], "dark": ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"]}
-LIMIT = 120  # seconds
+LIMIT = 240  # seconds, on a busy machine
 
 # Frames of every page at every width; of each how far it scrolls sideways, by which elements, and texts of pictures
 # that are too small or outside. They are of one origin, so that the script may look into them.
@@ -67,15 +69,21 @@ def run(*arguments: str, theme: str = "light") -> str:
     """What it prints, without a window, a sandbox (containers have none) or anything of its user's."""
     found = program()
     assert found is not None
-    with tempfile.TemporaryDirectory() as profile:
-        done = subprocess.run(
-            [found, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
-             f"--user-data-dir={profile}", *THEMES[theme], *arguments],
-            capture_output=True, text=True, timeout=LIMIT, check=True)
-    return done.stdout
+    words = [found, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
+             *THEMES[theme], *arguments]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, subprocess.Popen(
+            [*words, f"--user-data-dir={profile}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            start_new_session=True) as running:
+        try:
+            out, said = running.communicate(timeout=LIMIT)
+        finally:
+            if running.poll() is None:
+                os.killpg(running.pid, signal.SIGKILL)  # it has a dozen processes
+    assert running.returncode == 0, said[-2000:]
+    return out
 
 
-def looked(folder: Path, pages: Sequence[str], theme: str = "light") -> list[dict[str, Any]]:
+def looked(folder: Path, pages: Sequence[str]) -> list[dict[str, Any]]:
     """What is found in pages below a folder, at each of WIDTHS: ``scroll`` and ``client`` widths, elements that are too
     ``wide``, texts that are too ``small`` or ``outside`` of their picture, and how many letters of ``text``."""
     frames = "".join(f'<iframe data-page="{html.escape(page)}" src="{html.escape(page)}" width="{width}" height="900">'
@@ -86,13 +94,21 @@ def looked(folder: Path, pages: Sequence[str], theme: str = "light") -> list[dic
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
             text = run("--virtual-time-budget=20000", "--dump-dom",
-                       f"http://127.0.0.1:{server.server_port}/frames.html", theme=theme)
+                       f"http://127.0.0.1:{server.server_port}/frames.html")
         finally:
             server.shutdown()
             (folder / "frames.html").unlink()
     found = re.search(r'<pre id="found">(.+?)</pre>', text, re.DOTALL)
     assert found, text[-2000:]
     return json.loads(html.unescape(found[1]))
+
+
+def fits(found: list[dict[str, Any]]) -> None:
+    """Fails where a page is wider than its window, or a picture's words are too small or leave it."""
+    for one in found:
+        assert one["text"] > 200, f"{one['page']} is empty"
+        assert one["scroll"] <= one["client"], one
+        assert not one["small"] and not one["outside"], one
 
 
 class Quiet(SimpleHTTPRequestHandler):

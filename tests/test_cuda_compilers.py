@@ -105,7 +105,7 @@ def test_a_missing_cuda_compiler_says_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setattr(nvrtc, "available", lambda: False)
     for choice in ("", "nvcc", "nvrtc"):
         monkeypatch.setenv(nvcc.ENVIRONMENT, choice)
-        with pytest.raises(BuildError, match=r"pip install 'ecornn\[cuda\]'"):
+        with pytest.raises(BuildError, match=r"pip install '\.\[cuda\]'"):
             nvcc.compile_cubin("", "sm_90a")
     monkeypatch.setenv(nvcc.ENVIRONMENT, "clang")
     with pytest.raises(ArgumentError, match=nvcc.ENVIRONMENT):

@@ -7,6 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
+import chromium
 import click
 import figures
 import pytest
@@ -20,6 +21,9 @@ BLOCK = re.compile(r"((?:<!-- not run: [^>]+ -->\n)?)^```(\w+)\n(.*?)^```", re.D
 RUN = ["README.md", "docs/GETTING_STARTED.md", "docs/EXPORT.md",
        *(name for name in NAMES if name.startswith("docs/tutorials/"))]
 RUN = [name for name in RUN if "```python" in (ROOT / name).read_text()]
+
+# Pages of the site whose layout is looked at: each has what others have not.
+LAID_OUT = ("index", "CONCEPTS", "FIRST_MINUTES_CPU", "PERFORMANCE", "reference/commands", "reference/api")
 
 
 def blocks(name: str, language: str) -> list[str]:
@@ -103,6 +107,15 @@ def test_what_works_where():
     assert there == " ".join(site_support.support()).split()
 
 
+def test_nothing_is_installed_by_a_name_that_no_index_has():
+    """Of ecornn there are checkouts and wheel files; a package of that name on an index would be somebody else's."""
+    folders = [ROOT / name for name in ("benchmarks", "docs", "ecornn", "examples")]
+    files = [*ROOT.glob("*.md"), ROOT / "Makefile",
+             *(path for folder in folders for path in folder.rglob("*") if path.suffix in (".md", ".py"))]
+    found = {path.name for path in files if re.search(r"pip install (-\S+ )*['\"]?ecornn(?!-\d)", path.read_text())}
+    assert len(files) > 200 and not found - {"FIRST_MINUTES_CPU.md"}
+
+
 def test_the_readme_is_short():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 110
@@ -110,7 +123,7 @@ def test_the_readme_is_short():
 
 
 def test_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    """It builds without warnings, and no page asks a network for anything."""
+    """It builds without warnings, no page asks a network for anything, and none scrolls sideways on a phone."""
     build = pytest.importorskip("mkdocs.commands.build")
     from mkdocs.config import load_config
 
@@ -127,3 +140,5 @@ def test_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytes
         assert not fetched, page
     knobs = (tmp_path / "site" / "reference" / "knobs.html").read_text()
     assert "more product warps: less work each" in knobs
+    if chromium.program() is not None:
+        chromium.fits(chromium.looked(tmp_path / "site", [f"{page}.html" for page in LAID_OUT]))

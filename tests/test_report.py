@@ -83,7 +83,7 @@ def test_a_page_of_what_ships(shipped):
     assert not re.search(r"https?://|url\(|@import|src=", text)
     run = searches(shipped)[0]
     assert f"{run.best.times.median:.4g} µs a step" in text and str(run.best.workload) in text
-    assert text.count("<section>") == 2 and "The latest 2 of " in text and "Time of a step by size" in text
+    assert text.count("<section ") == 2 and "The latest 2 of " in text and "Time of a step by size" in text
     assert "explains " in text and "of what the cost model gains" in text and "against the floor" in text
     assert "Map of the chip" in text and 'class="made"' in text
 

@@ -124,10 +124,10 @@ def errors_page() -> str:
     """Every error that a user can cause."""
     from ecornn import errors
 
-    lines = ["# Errors\n", markdown(errors.__doc__ or "") + "\n", "| error | also a | when |", "|---|---|---|"]
+    lines = ["# Errors\n", markdown(errors.__doc__ or "") + "\n"]
     for name, kind in vars(errors).items():
         if inspect.isclass(kind) and issubclass(kind, Exception) and kind.__module__ == errors.__name__:
             first = inspect.cleandoc(kind.__doc__ or "").split("\n\n")[0]
             bases = ", ".join(f"`{b.__name__}`" for b in kind.__bases__)
-            lines.append(f"| `{name}` | {bases} | {inline(' '.join(first.split()))} |")
+            lines.append(f"`{name}`, also {bases}\n:   {inline(' '.join(first.split()))}\n")
     return "\n".join([*lines, ""])

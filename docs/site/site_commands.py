@@ -25,8 +25,8 @@ value and nothing else.
 
 
 def one_line(text: str) -> str:
-    """For a cell of a table."""
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    """The meaning of an option, in which nothing is markup but code."""
+    return " ".join(text.split()).replace("<", "&lt;")
 
 
 def described(command: click.Command, names: tuple[str, ...], parent: click.Context | None) -> Iterator[str]:
@@ -40,8 +40,7 @@ def described(command: click.Command, names: tuple[str, ...], parent: click.Cont
         yield f"```text\necornn {' '.join(names[1:])} {usage}\n```\n"
     options = [record for p in command.params if (record := p.get_help_record(context)) is not None]
     if options and len(names) > 1:
-        yield "\n".join(["| option | meaning |", "|---|---|",
-                         *(f"| `{one_line(name)}` | {one_line(text)} |" for name, text in options)]) + "\n"
+        yield "\n".join(f"`{name}`\n:   {one_line(text)}\n" for name, text in options if text)
     if command.epilog and len(names) > 1:
         yield "```text\n" + command.epilog.replace("\b\n", "").strip() + "\n```\n"
     if isinstance(command, click.Group):

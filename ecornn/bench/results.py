@@ -121,7 +121,7 @@ class Earlier(msgspec.Struct):
 def read_cases(path: Path) -> list[Case]:
     """The cases of a file: CSV with options' names in the first line, a JSON list of objects with these, or results of
     either kind. Raises :class:`ArgumentError` where it is none."""
-    return [case_of(_case(values), f"{path}:{n}") for n, values in _lines(path)]
+    return [case_of(_case(values), f"{path}:{n}") for n, values in lines_of(path)]
 
 
 def read_row(text: str) -> Earlier:
@@ -129,11 +129,11 @@ def read_row(text: str) -> Earlier:
     where there is none."""
     name, colon, number = text.rpartition(":")
     path, chosen = (Path(name), int(number)) if colon and number.isdecimal() else (Path(text), None)
-    rows = list(_lines(path))
+    rows = list(lines_of(path))
     if not 1 <= (chosen or 1) <= len(rows) or (chosen is None and len(rows) > 1):
         raise ArgumentError("--reproduce", text, f"FILE:N with N from 1 to {len(rows)}")
     n, values = rows[(chosen or 1) - 1]
-    medians = {s: float(v) for s in SIDES if (v := _median(values, s)) not in ("", None)}
+    medians = {s: float(v) for s in SIDES if (v := median_of(values, s)) not in ("", None)}
     against = tuple(s for s in SIDES if s in {*medians, *values.get("left_out", ())} and s != OURS)
     if not medians:
         raise ArgumentError("--reproduce", text, "a row of results, with the times of a side")
@@ -141,7 +141,8 @@ def read_row(text: str) -> Earlier:
                    values.get("schedule", ""), medians)
 
 
-def _median(values: dict[str, Any], side: str) -> Any:
+def median_of(values: dict[str, Any], side: str) -> Any:
+    """Of a side in a line, microseconds a step; nothing, or an empty text, where it was not timed."""
     return values.get("us_per_step", {}).get(side, {}).get("median", values.get(f"{side}_median"))
 
 
@@ -153,8 +154,8 @@ def _case(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if not results or name in FIELDS}
 
 
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a file, numbered from 1."""
+def lines_of(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a file, numbered from 1. Raises :class:`ArgumentError` where it has none."""
     if path.suffix == ".json":
         try:
             found = msgspec.json.decode(path.read_bytes())

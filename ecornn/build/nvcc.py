@@ -26,7 +26,7 @@ FIELDS = ("registers", "stack", "spill_stores", "spill_loads", "shared")
 ENVIRONMENT = "ECORNN_CUDA_COMPILER"
 FLAGS = ("-O3", "-std=c++17", "-w", "-Xptxas=-v")  # of nvcc
 INSTALL = ("install the CUDA toolkit so that nvcc is on the PATH or below $CUDA_HOME, "
-           "or NVRTC with: pip install 'ecornn[cuda]'")
+           "or NVRTC, in a checkout of ecornn, with: pip install '.[cuda]'")
 # How nvcc's front end begins an error: `kernels.cu(3): error: ...`, or the preprocessor's `fatal error: ...`.
 _NOT_UNDERSTOOD = re.compile(r"\(\d+\): (?:catastrophic )?error|:\d+: fatal error:")
 

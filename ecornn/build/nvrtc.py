@@ -83,7 +83,7 @@ def include_folder() -> Path:
     for root in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
         if root and (Path(root) / "include" / "cuda_fp16.h").is_file():
             return Path(root) / "include"
-    raise BuildError("NVRTC is installed but CUDA's headers are not; pip install 'ecornn[cuda]'")
+    raise BuildError("NVRTC is installed but CUDA's headers are not: in a checkout of ecornn, pip install '.[cuda]'")
 
 
 def _check(nvrtc: Any, function: str, *arguments: Any) -> Any:
@@ -91,7 +91,7 @@ def _check(nvrtc: Any, function: str, *arguments: Any) -> Any:
     try:
         result, *values = getattr(nvrtc, function)(*arguments)
     except RuntimeError as error:  # the bindings are there, libnvrtc.so is not
-        raise BuildError(f"NVRTC cannot be loaded: {error}; pip install 'ecornn[cuda]'") from error
+        raise BuildError(f"NVRTC cannot be loaded: {error}; in a checkout of ecornn, pip install '.[cuda]'") from error
     if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise BuildError(f"{function}: {result.name}")
     return values[0] if values else None

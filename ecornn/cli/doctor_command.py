@@ -129,8 +129,8 @@ EXAMINED: dict[str, Callable[[], Finding]] = {
     "TVM": examine_package("apache-tvm", "pip install apache-tvm: needed to compile and tune"),
     "tvm-ffi": examine_package("apache-tvm-ffi", "pip install apache-tvm-ffi: needed to run modules"),
     "XGBoost": examine_package("xgboost-cpu", "pip install xgboost-cpu: needed to tune"),
-    "tornado": examine_package("tornado", "pip install 'ecornn[rpc]': optional; `ecornn serve` and TVM's RPC tracker "
-                               "measure with it on other machines' devices"),
+    "tornado": examine_package("tornado", "pip install tornado cloudpickle: optional; `ecornn serve` and TVM's RPC "
+                               "tracker measure with it on other machines' devices"),
     "PyTorch": examine_package("torch", "pip install torch: optional; `ecornn bench` compares with it, "
                                "and tuning for a GPU times with its CUDA events"),
 }

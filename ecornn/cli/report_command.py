@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -12,7 +13,8 @@ from ecornn.cli.log_command import collect
 EPILOG = """\b
 Examples:
   ecornn report -o report.html     what was tuned on this machine
-  ecornn report theirs.jsonl -o theirs.html
+  ecornn report theirs.jsonl --only "lstm T=300" -o page.html
+  ecornn report --results times.json     beside other libraries
 """
 
 
@@ -22,15 +24,20 @@ Examples:
               show_default=True, metavar="PAGE.html", help="File to write; what is there is replaced.")
 @click.option("--searches", type=click.IntRange(1, 1000), default=12, show_default=True,
               help="Searches that have a section, the latest ones.")
+@click.option("--only", default="", metavar="TEXT", help="Layers whose name has this in it, as 'lstm T=300 B=20'.")
+@click.option("--results", multiple=True, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+              help="Also show times of other libraries, as `ecornn bench --json` or --csv wrote them; several times.")
 @JSON
 @plain_errors
-def report(files: tuple[Path, ...], output: Path, searches: int, json: bool) -> None:
+def report(files: tuple[Path, ...], output: Path, searches: int, only: str, results: tuple[Path, ...],
+           json: bool) -> None:
     """Makes one HTML page of tuning logs, by default those of your folder, to be read without a network.
 
     Of each search its curve, what each knob did, and what was found, held against the default and the floor; of all
-    layers the best. Needs Jinja: pip install 'ecornn[report]'.
+    layers the best. Needs Jinja: pip install jinja2.
     """
     from ecornn.errors import ArgumentError
+    from ecornn.report.measured import measured
     from ecornn.report.page import render
     from ecornn.tune.folders import read_all, user_folder
 
@@ -38,8 +45,14 @@ def report(files: tuple[Path, ...], output: Path, searches: int, json: bool) -> 
     if not log.trials():
         raise ArgumentError("LOG", ", ".join(map(str, files)) or str(user_folder()),
                             "logs with trials: `ecornn tune` makes one")
+    runs = {trial.run for trial in log.trials() if only in str(trial.workload)}
+    if not runs:
+        raise ArgumentError("--only", only, "a part of the name of a layer in these logs, as "
+                            f"{str(log.trials()[-1].workload)!r}")
+    log = replace(log, lines=[line for line in log.lines if line.record.run in runs])
+    beside = measured(results)
     with said_while("the best of all layers") as told:
-        page = render(log, most=searches, told=told)
+        page = render(log, most=searches, results=beside, told=told)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(page, encoding="utf-8")
     size = output.stat().st_size

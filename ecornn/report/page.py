@@ -14,6 +14,7 @@ from ecornn.report import chip_map, svg
 from ecornn.report.code import MarkedCode, marked
 from ecornn.report.effects import Effect, effects
 from ecornn.report.layers import Layer, chip, cut_of, floor_of, layers, stages_of, step_of, task_of, teraflops
+from ecornn.report.measured import NOTHING, Measured
 from ecornn.report.rooflines import rooflines
 from ecornn.report.searches import SearchRun, searches
 from ecornn.tune.gain import words
@@ -21,8 +22,11 @@ from ecornn.tune.log import Log
 
 SEARCHES, LAYERS = 12, 200  # shown of each, the latest and the first
 CODES = 2  # searches whose code is shown, the latest
-TERMS = {"exchange": "fill0", "products": "fill1", "product of x": "fill2", "bytes": "fill3", "gates": "fill4"}
-SERIES, LINES = 3, 6  # sizes that make a line, and lines of a picture
+TERMS = {"exchange": "fill0", "products": "fill1", "product of x": "fill2", "bytes": "fill3", "gates": "fill4",
+         "recurrence": "fill5"}
+SERIES, LINES = 3, 4  # sizes that make a line, and lines of a picture, those of most sizes
+FEW = 24  # layers in a table that is open
+NAMES = {"cudnn": "cuDNN", "torch": "PyTorch", "onnxruntime": "ONNX Runtime"}
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class Section:
     run: SearchRun
     title: str
     gain: str
+    peers: dict[str, float]
     curve: str
     effects: list[tuple[Effect, str]]
     step: StepSummary | None
@@ -41,16 +46,18 @@ class Section:
     map_words: str
     floor: FloorTerms | None
     stages: dict[str, float]
+    left_out: dict[str, float]
     time_picture: str
     code: MarkedCode | None
 
 
-def render(log: Log, *, most: int = SEARCHES, title: str = "ecornn tuning report",
+def render(log: Log, *, most: int = SEARCHES, title: str = "ecornn tuning report", results: Measured = NOTHING,
            told: Callable[[str], None] = lambda text: None) -> str:
     """One HTML page, all of it in the text: no script, nothing that is loaded.
 
-    ``most``: searches that have a section, the latest ones; all of them count in the table of layers. ``told`` is
-    called with what goes on. Raises :class:`~ecornn.errors.MissingPackageError` without Jinja.
+    ``most``: searches that have a section, the latest ones; all of them count in the table of layers. ``results``: what
+    was measured beside them. ``told`` is called with what goes on. Raises
+    :class:`~ecornn.errors.MissingPackageError` without Jinja.
     """
     try:
         import jinja2
@@ -65,45 +72,56 @@ def render(log: Log, *, most: int = SEARCHES, title: str = "ecornn tuning report
     sections = []
     for number, run in enumerate(runs[:most]):
         told(f"search {number + 1}/{min(most, len(runs))}")
-        sections.append(section(run, number < CODES))
+        sections.append(section(run, number < CODES, results))
     told("pictures of all layers")
     return template.render(title=title, version=version("ecornn"), sections=sections,
                            searches=len(runs), trials=sum(len(r.search) for r in runs), layers=found[:LAYERS],
-                           more_layers=max(0, len(found) - LAYERS), plots=plots(found), roofs=rooflines(found),
-                           problems=log.problems)
+                           more_layers=max(0, len(found) - LAYERS), plots=plots(found, results), roofs=rooflines(found),
+                           problems=log.problems, results=results.files, names=NAMES, few=FEW)
 
 
-def section(run: SearchRun, code: bool = False) -> Section:
+def section(run: SearchRun, code: bool = False, results: Measured = NOTHING) -> Section:
     """What the page says of a search; ``code``: also what was generated."""
     best, default, gain = run.best, run.default, run.gain
     assert best is not None and best.times is not None
     task = task_of(best)
     floor, step = floor_of(best), step_of(task)
-    cut, stages = cut_of(best, task), stages_of(best, task)
+    cut, stages, left_out = cut_of(best, task), stages_of(best, task), results.stages(best)
     shown = [(one, svg.ranges([(str(v.value), v.fastest, v.median, v.chosen) for v in one.values[:24]], "µs"))
              for one in effects(run, task)]
     default_us = default.times.median if default is not None and default.times else None
     return Section(run, str(best.workload), words(gain, default_us) if gain and default_us else "",
+                   results.peers(best),
                    svg.curve(run.curve(), default_us), shown, step, teraflops(best, step), chip(best, task),
                    chip_map.picture(cut, best.device) if cut else "", chip_map.words(cut, best.device) if cut else "",
-                   floor, stages, time_picture(floor, stages, best.times.median),
+                   floor, stages, left_out, time_picture(floor, stages, left_out, best.times.median),
                    marked(best, task) if code else None)
 
 
-def time_picture(floor: FloorTerms | None, stages: dict[str, float], measured: float) -> str:
-    """The floor, the estimate by its stages and the measured time, µs, on one scale; nothing without the first two."""
+def time_picture(floor: FloorTerms | None, stages: dict[str, float], left_out: dict[str, float],
+                 measured: float) -> str:
+    """The floor, the estimate by its stages, these as measured, and the whole, µs, on one scale; nothing where the
+    whole is all there is."""
     rows: list[Any] = []
     if floor is not None:
         rows.append(("floor", [
             (TERMS["exchange"], "exchange", floor.exchange_us), (TERMS["products"], "products", floor.products_us),
             (TERMS["product of x"], "product of x", floor.hoisted_us), (TERMS["bytes"], "bytes", floor.bytes_us)]))
     if stages:
-        rows.append(("estimate", [(TERMS[name], name, us) for name, us in stages.items()]))
+        rows.append(("estimate", terms(stages)))
+    if left_out:
+        rows.append(("stages", terms(left_out)))
     return svg.stacked([*rows, ("measured", [("measured", "measured", measured)])], "µs") if rows else ""
 
 
-def plots(found: list[Layer]) -> list[tuple[str, str]]:
-    """µs a step against H, a line for each B; one picture for each device, cell and type that has lines."""
+def terms(stages: dict[str, float]) -> list[tuple[str, str, float]]:
+    """Of a row of a picture, in the order of all of them."""
+    return [(TERMS[name], name, stages[name]) for name in TERMS if name in stages]
+
+
+def plots(found: list[Layer], results: Measured = NOTHING) -> list[tuple[str, str]]:
+    """µs a step against H, a line for each B, beside the floor and the fastest other library; one picture for each
+    device, cell and type that has lines."""
     groups: dict[str, dict[int, dict[int, Layer]]] = {}
     for one in found:
         work = one.trial.workload
@@ -119,8 +137,11 @@ def plots(found: list[Layer]) -> list[tuple[str, str]]:
         for batch, sizes in sorted(batches.items()):
             points = [(float(h), one.trial.times.median) for h, one in sorted(sizes.items()) if one.trial.times]
             floors = [(float(h), one.floor.total_us) for h, one in sorted(sizes.items()) if one.floor]
+            others = [(float(h), min(peers.values())) for h, one in sorted(sizes.items())
+                      if (peers := results.peers(one.trial))]
             if len(points) >= SERIES:
-                series.append((f"B={batch}", points, floors))
+                series.append((f"B={batch}", points, floors, others))
         if series:
-            pictures.append((name, svg.lines(series[:LINES])))
+            most = sorted(series, key=lambda one: -len(one[1]))[:LINES]
+            pictures.append((name, svg.lines([one for one in series if one in most])))
     return pictures

@@ -32,7 +32,7 @@ def rooflines(found: list[Layer]) -> list[tuple[str, str]]:
     for (device, arithmetic), points in sorted(groups.items()):
         machine = machine_of(device)
         if machine is not None and len({x for x, _, _ in points}) >= LEAST:
-            slopes = [("L2", machine.l2_rate / 1e6), ("device memory", machine.memory_rate / 1e6)]
+            slopes = [("L2", machine.l2_rate / 1e6), ("memory", machine.memory_rate / 1e6)]
             pictures.append((f"{arithmetic} on {device}",
                              svg.roofline(points, slopes, machine.tensor_rate / SLOWER[arithmetic] / 1e6)))
     return pictures

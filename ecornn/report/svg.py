@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
+Points = Sequence[tuple[float, float]]
 WIDTH, HEIGHT = 400, 250
 LEFT, RIGHT, TOP, BOTTOM = 60, 10, 12, 40
 NAMES, VALUES, ROW = 84, 66, 22  # of pictures that have a row for each name: columns for names and values, height
@@ -94,13 +95,14 @@ def curve(points: Sequence[tuple[int, float, float]], default: float | None) -> 
     parts = list(grid(x, y, "trial", "µs a step"))
     if default:
         parts.append(f'<line class="default" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(default)}" y2="{y(default)}"/>')
-        parts.append(text(WIDTH - RIGHT - 4, y(default) - 5, "untuned default", "tick", "end"))
     parts += [f'<circle class="trial" cx="{x(n)}" cy="{y(us)}" r="3"><title>trial {n}: {us:.5g} µs</title></circle>'
               for n, us, _ in points]
     steps = [(x(points[0][0]), y(points[0][2]))]
     for n, _, best in points[1:]:
         steps += [(x(n), steps[-1][1]), (x(n), y(best))]
     parts.append(f'<path class="best" d="{path(steps)}"/>')
+    if default:
+        parts.append(text(WIDTH - RIGHT - 4, y(default) - 6, "untuned default", "halo tick", "end"))
     return figure(parts, f"time of a step by trial; best {points[-1][2]:.4g} µs")
 
 
@@ -137,7 +139,7 @@ def stacked(rows: Sequence[tuple[str, Sequence[tuple[str, str, float]]]], unit: 
     legend = dict.fromkeys((kind, said) for _, terms in rows if len(terms) > 1 for kind, said, _ in terms)
     place, top = 2.0, len(rows) * (ROW + 6) + 8
     for kind, said in legend:
-        width = 26 + 7.2 * len(said)
+        width = 26 + 6.8 * len(said)
         if place + width > WIDTH:
             place, top = 2.0, top + 18
         parts.append(f'<rect class="{kind}" x="{place}" y="{top}" width="10" height="10"/>')
@@ -160,7 +162,7 @@ def roofline(points: Sequence[tuple[float, float, str]], slopes: Sequence[tuple[
     """Points (operations a byte, 10^12 operations a second, title) below a ``roof``, with dashed lines of so many
     10^12 bytes a second; both axes logarithmic."""
     least = min(rate for _, rate, _ in points)
-    x = Axis.of([i for i, _, _ in points], LEFT, WIDTH - RIGHT, log=True)
+    x = Axis.of([i for i, _, _ in points], LEFT, WIDTH - RIGHT - 80, log=True)
     y = Axis.of([least, roof], HEIGHT - BOTTOM, TOP + 8, log=True)
     marks: list[float] = []
     for i in sorted({i for i, _, _ in points}):
@@ -168,35 +170,36 @@ def roofline(points: Sequence[tuple[float, float, str]], slopes: Sequence[tuple[
             marks.append(i)
     parts = list(grid(x, y, "operations a byte of recurrent weights", "TFLOP/s", marks))
     parts.append(f'<line class="default" x1="{x.begin}" x2="{x.end}" y1="{y(roof)}" y2="{y(roof)}"/>')
-    parts.append(text(x.begin + 4, y(roof) - 5, "tensor cores", "tick", "start"))
-    names = []
-    for number, (name, rate) in enumerate(slopes):
+    parts += [f'<circle class="layer" cx="{x(i)}" cy="{y(rate)}" r="3"><title>{escape(title)}</title></circle>'
+              for i, rate, title in points]
+    ends = [("tensor cores", (x.end, y(roof)))]
+    for name, rate in slopes:
         first, last = max(x.low, y.low / rate), min(roof / rate, x.high)
         if first < last:
             parts.append(f'<path class="slope" d="{path([(x(i), y(i * rate)) for i in (first, last)])}"/>')
-            at = first * (last / first) ** (0.3 + 0.4 * number)  # names of lines that are near each other, apart
-            names.append(text(x(at) + (6 if number else -6), y(at * rate) + (14 if number else -4), name, "halo tick",
-                              "start" if number else "end"))
-    parts += [f'<circle class="series0" cx="{x(i)}" cy="{y(rate)}" r="3"><title>{escape(title)}</title></circle>'
-              for i, rate, title in points]
-    parts += names
+            ends.append((name, (x(last), y(last * rate))))
+    for (name, end), place in zip(ends, beside([end[1] for _, end in ends]), strict=True):
+        parts.append(f'<path class="grid" d="{path([end, (x.end + 6, place - 4)])}"/>')
+        parts.append(text(x.end + 8, place, name, "tick", "start"))
     return figure(parts, "operations a second by operations a byte")
 
 
-def lines(series: Sequence[tuple[str, Sequence[tuple[float, float]], Sequence[tuple[float, float]]]]) -> str:
-    """Lines of (name, points (H, µs), floors (H, µs)), both axes logarithmic; floors dashed."""
-    every = [p for _, points, floors in series for p in (*points, *floors)]
+def lines(series: Sequence[tuple[str, Points, Points, Points]]) -> str:
+    """Lines of (name, points (H, µs), floors, others), both axes logarithmic; floors dashed, others open dots."""
+    every = [p for _, *several in series for points in several for p in points]
     x = Axis.of([h for h, _ in every], LEFT, WIDTH - RIGHT - 46, log=True)
     y = Axis.of([us for _, us in every], HEIGHT - BOTTOM, TOP, log=True)
     marks: list[float] = []
     for h in sorted({h for h, _ in every}):
         if not marks or x(h) - x(marks[-1]) > 34:
             marks.append(h)
-    parts, places = list(grid(x, y, "hidden units H", "µs a step", marks)), beside([y(p[-1][1]) for _, p, _ in series])
-    for number, (name, points, floors) in enumerate(series):
+    parts, places = list(grid(x, y, "hidden units H", "µs a step", marks)), beside([y(p[-1][1]) for _, p, *_ in series])
+    for number, (name, points, floors, others) in enumerate(series):
         kind = f"series{number % 6}"
         if len(floors) > 1:
             parts.append(f'<path class="{kind} floor" d="{path([(x(h), y(us)) for h, us in floors])}"/>')
+        parts += [f'<circle class="{kind} other" cx="{x(h)}" cy="{y(us)}" r="3"><title>{escape(name)} H={h:g}, another '
+                  f"library: {us:.4g} µs</title></circle>" for h, us in others]
         parts.append(f'<path class="{kind}" d="{path([(x(h), y(us)) for h, us in points])}"/>')
         parts += [f'<circle class="{kind}" cx="{x(h)}" cy="{y(us)}" r="3"><title>{escape(name)} H={h:g}: {us:.4g} µs'
                   f"</title></circle>" for h, us in points]

@@ -1,0 +1,131 @@
+"""What results say of the layers of a log: times of other libraries, and of the stages of a step.
+
+Results are files of ``ecornn bench --json`` or ``--csv``, or JSON lines of ``benchmarks/``, of which those of
+``why_above_floor.py`` have stages, measured by leaving them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ecornn.bench.results import OURS, SIDES, lines_of, median_of
+from ecornn.errors import ArgumentError
+from ecornn.schedules.base import Config
+from ecornn.tune.record import Trial
+from ecornn.workload import Workload
+
+PEERS = tuple(side for side in SIDES if side != OURS)
+STAGES = {"gate math": "gates", "projection": "product of x"}  # as estimates name them
+# Of a row of the grid: in `tf32` the library rounds its factors alone, which is not the same layer.
+KINDS: dict[str, tuple[str, str | None]] = {"tf32-both": ("float32", "tf32")} | {
+    name: (name, None) for name in ("float32", "float16", "bfloat16")}
+
+
+@dataclass
+class Beside:
+    """Of one layer on one device: µs a step of other libraries by name, and of stages, with the configuration that
+    these are of."""
+
+    peers: dict[str, float] = field(default_factory=dict)
+    stages: dict[str, float] = field(default_factory=dict)
+    schedule: str = ""
+    config: Config = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All that the files say, by device and layer; ``files``: their names."""
+
+    rows: Mapping[tuple[object, ...], Beside]
+    files: tuple[str, ...] = ()
+
+    def peers(self, trial: Trial) -> dict[str, float]:
+        """Other libraries' µs a step in the trial's layer on its device, the fastest first."""
+        found = self.rows.get(key(trial.workload, trial.device.name), Beside()).peers
+        return dict(sorted(found.items(), key=lambda one: one[1]))
+
+    def stages(self, trial: Trial) -> dict[str, float]:
+        """µs of the stages of a step, where those of this very configuration were measured."""
+        found = self.rows.get(key(trial.workload, trial.device.name), Beside())
+        return found.stages if (found.schedule, found.config) == (trial.schedule, trial.config) else {}
+
+
+NOTHING = Measured({})
+
+
+def key(work: Workload, device: str) -> tuple[object, ...]:
+    """What has to be the same."""
+    return (device, work.cell, work.hidden, work.input, work.batch, work.seq, work.dtype, work.precision, work.weights,
+            str(work.entry))
+
+
+def measured(paths: Iterable[Path]) -> Measured:
+    """What files say; of what several say the last one counts. Raises :class:`~ecornn.errors.ArgumentError` for a file
+    that has no results."""
+    rows: dict[tuple[object, ...], Beside] = {}
+    names = []
+    for path in paths:
+        found = list(_grid(path) if path.suffix == ".jsonl" else _bench(path))
+        if not found:
+            raise ArgumentError("--results", str(path), "results of `ecornn bench --json` or --csv, or JSON lines of "
+                                "benchmarks/, with times of single layers")
+        for name, one in found:
+            known = rows.setdefault(name, Beside())
+            known.peers |= one.peers
+            if one.stages:
+                known.stages, known.schedule, known.config = one.stages, one.schedule, one.config
+        names.append(path.name)
+    return Measured(rows, tuple(names))
+
+
+def _bench(path: Path) -> Iterator[tuple[tuple[object, ...], Beside]]:
+    """Rows of ``ecornn bench`` that are one sequence, forward."""
+    for _, values in lines_of(path):
+        case = values.get("case", values)
+        try:
+            if values.get("workload"):
+                work = msgspec.convert(values["workload"], Workload)
+            else:
+                hidden = int(case["hidden"])
+                work = Workload(case["cell"], hidden, int(case["input"] or hidden), int(case["batch"]),
+                                int(case["seq"]), case["dtype"], precision=case.get("precision") or None,
+                                weights=case.get("weights") or None)
+            several = int(case.get("layers") or 1) > 1
+        except (KeyError, ValueError, TypeError, msgspec.ValidationError):  # not a row of results
+            continue
+        if several or any(_yes(case.get(name)) for name in ("training", "bidirectional")):
+            continue
+        times = {side: float(us) for side in PEERS if (us := median_of(values, side)) not in ("", None)}
+        if times:
+            work = msgspec.structs.replace(work, seq=int(values.get("seq") or work.seq),
+                                           batch=int(values.get("batch") or work.batch))
+            yield key(work, values.get("device", "")), Beside(times)
+
+
+def _yes(value: object) -> bool:
+    """Of JSON, or a word of CSV."""
+    return value is True or str(value) == "True"
+
+
+def _grid(path: Path) -> Iterator[tuple[tuple[object, ...], Beside]]:
+    """Rows of the logs that ``benchmarks/`` append to."""
+    device = ""
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            entry: dict[str, Any] = msgspec.json.decode(line)
+            device = entry.get("environment", {}).get("gpu", device)
+            row = entry.get("row", {})
+            kind = KINDS.get(row.get("dtype"))
+        except (msgspec.DecodeError, AttributeError):
+            raise ArgumentError("--results", f"{path}:{number}", "a line of results") from None
+        if kind is None or not {"cell", "T", "B", "I", "H"} <= set(row):
+            continue
+        work = Workload(row["cell"], row["H"], row["I"], row["B"], row["T"], kind[0], precision=kind[1])
+        stages = {STAGES.get(name, name): max(0.0, us) for name, us in row.get("stages", {}).items()}
+        yield key(work, device), Beside({side: row[f"{side}_us"] for side in PEERS if row.get(f"{side}_us")}, stages,
+                                        row.get("schedule", ""), dict(row.get("config", {})))
