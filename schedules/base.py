@@ -171,6 +171,10 @@ class Schedule(ABC):
         """Nanoseconds of a step that the default is expected to take; infinity where nobody can say."""
         return math.inf
 
+    def newly(self, task: Task) -> bool:
+        """Whether it serves the task since later than most records were made, so that these say nothing of it."""
+        return False
+
     def rank(self, task: Task) -> float:
         """By which it competes without a record: the least is preferred."""
         return self.expected(task) * (self.doubt if task.traversal.backward else 1.0)

@@ -4,7 +4,8 @@ A record is near or far by the device that it was measured on, then by its batch
 sequence length (within a factor of two all are near: a module serves every T). The recurrence does not see the input:
 only the product that is hoisted out of it does. Where that is made beside the recurrence it must keep up, so a record
 of a smaller input says nothing. A call of a few steps takes longer for what is beside them, of which a record of long
-ones does not tell: a schedule that is for such calls competes with it by what it expects. Among the nearest ones the
+ones does not tell: a schedule that is for such calls competes with it by what it expects. So does one that has come to
+serve the layer since its records were made, which have no trial of it. Among the nearest ones the
 configuration that is expected to be fastest is used:
 
 1. measured on this device (same name and number of cores);
@@ -43,6 +44,7 @@ STALE = 1.1  # of the persistent schedule's first two revisions: between 0.97 an
 ONCE = 1.03  # the fastest of many times measured once is faster than it really is
 MISSED = 1.25
 REACH = 4.0
+MUCH = 2.0  # times as much as it expects, and a schedule that no record has tried goes before the best one
 FANCIFUL = "faster than such a device can be"
 HERE, SMALLER, ELSEWHERE = range(3)  # tiers of devices
 
@@ -112,7 +114,9 @@ def find(task: Task, schedules: Sequence[Schedule], log: Log) -> Found:
         for rivals in (*(of for of in first_of if not all(one.stale for one in of)), evidence):
             if rivals:
                 best = min(rivals, key=lambda one: one.order)
-                if (instead := _for_few_steps(best, schedules, task)) is not None:
+                tried = {one.trial.schedule for one in evidence}
+                instead = _for_few_steps(best, schedules, task) or _since(best, tried, schedules, task)
+                if instead is not None:
                     return replace(instead, provenance=instead.provenance + said(ignored))
                 fresh = min((one for one in rivals if not one.stale), key=lambda one: one.order, default=None)
                 return Found(by_name[best.trial.schedule], best.trial.config,
@@ -134,6 +138,17 @@ def _for_few_steps(best: Evidence, schedules: Sequence[Schedule], task: Task) ->
         return None
     return Found(first, first.default(task), f"untuned default of {first.name}: for T={steps} it is expected to be "
                  f"faster than {best.trial.schedule}, of which record {best.line.place} says what T={of} takes")
+
+
+def _since(best: Evidence, tried: set[str], schedules: Sequence[Schedule], task: Task) -> Found | None:
+    """The default of a schedule that serves the task since later than its records, which have ``tried`` others only, if
+    it is expected to be much faster than the ``best`` of them."""
+    made = [s for s in schedules if s.name not in tried and s.newly(task)]
+    first = min(made, key=lambda s: s.rank(task), default=None)
+    if first is None or first.rank(task) * MUCH >= best.expected * 1000:
+        return None
+    return Found(first, first.default(task), f"untuned default of {first.name}: it is expected to be faster than "
+                 f"{best.trial.schedule} of record {best.line.place}, whose search did not have it")
 
 
 def up_to_date(trial: Trial, schedule: Schedule | None, task: Task) -> Trial:

@@ -13,7 +13,14 @@ from ecornn.schedules.base import Component, Config, Cut, Knob, Schedule, Task
 from ecornn.schedules.gemm.projection import no_projection
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
-from ecornn.schedules.persistent_wide.estimate import L2_BYTES, LASTING_BYTES, estimate, parts_of, product_cycles, recurrence
+from ecornn.schedules.persistent_wide.estimate import (
+    L2_BYTES,
+    LASTING_BYTES,
+    estimate,
+    parts_of,
+    product_cycles,
+    recurrence,
+)
 from ecornn.schedules.persistent_wide.handover import UNWRITTEN
 from ecornn.schedules.persistent_wide.kernel import wide_kernel
 from ecornn.schedules.persistent_wide.plan import (
@@ -88,8 +95,8 @@ class PersistentWide(Schedule):
                         "registers and shared memory have no room for", before=0)
         lasting = Knob("lasting", LASTING, "percent of streamed weights that L2 is asked to keep, where it has no "
                        "room for all; 100: it is asked nothing", before=100)
-        ahead = Knob("ahead", AHEAD, "KB of streamed weights that a block has on their way; more: less room for those that "
-                     "stay", before=AHEAD[0])
+        ahead = Knob("ahead", AHEAD, "KB of streamed weights that a block has on their way; more: less room for "
+                     "those that stay", before=AHEAD[0])
         return (
             Knob("groups", tuple(groups), "more: fewer batch rows for each, whose blocks hold more of the weights"),
             Knob("units", units, "more units a block: fewer blocks that read the state, more weights for each"),
@@ -150,6 +157,9 @@ class PersistentWide(Schedule):
     def expected(self, task: Task) -> float:
         config = self.default(task)
         return estimate(task, plan_of(task, config)) - gained(task, config)
+
+    def newly(self, task: Task) -> bool:
+        return _large(task) and int(self.default(task)["streamed"]) > 0
 
     def candidates(self, task: Task) -> Iterator[Config]:
         """Of all cuts, those that keep as many weights in registers as possible; and where not all weights fit in any
