@@ -3,11 +3,11 @@
     python benchmarks/compare_past_chip.py --output benchmarks/results/h100_past_chip.jsonl
     python benchmarks/compare_past_chip.py --target sm_90a --compile-only     # no GPU needed
 
-`ours` is what a compilation without records chooses, `before` a launch a step (layout_transform's default), or
-`persistent` where it serves the layer; the others are `persistent_wide` with what stays on the chip cut in other ways:
-blocks that share K in 1, 2 and 3 parts, each with the best that is expected, and without a word to L2 about what it
-should keep. Whole forward passes in CUDA graphs, interleaved; each side is checked against float64, two runs must be
-equal; median, 20th and 80th percentile.
+`ours` is what a compilation chooses, `before` a launch a step (layout_transform), or `persistent` where it serves
+the layer; `wide` the default of `persistent_wide` where that is not chosen. The others are `persistent_wide` with what
+stays on the chip cut in other ways: blocks that share K in 1, 2 and 3 parts, with less or more weights on their way,
+and other parts of them that L2 is asked to keep. Whole forward passes in CUDA graphs, interleaved; each side is checked
+against float64, two runs must be equal; median, 20th and 80th percentile.
 """
 
 from __future__ import annotations
@@ -64,18 +64,28 @@ class Case:
         serving = {schedule.name: schedule for schedule in serving_or_raise(task)}
         chosen, wide = choose(task, None, None), PersistentWide()
         before = next(name for name in ("persistent", "layout_transform") if name in serving)
-        found = [] if chosen.schedule.name == before else [("before", before, serving[before].default(task))]
-        if self.few or wide.serves(task):
+        known = choose(task, before, None)
+        found = [] if chosen.schedule.name == before else [("before", before, known.config)]
+        if wide.serves(task):
             return found
         best = wide.default(task)
+        if chosen.schedule.name != wide.name:
+            found.append(("wide", wide.name, best))
+        if self.few:
+            return found
         for parts in (1, 2, 3):
             some = [c for c in wide.candidates(task) if c["parts"] == parts]
-            if some:
-                one = {**min(some, key=lambda c: estimate(task, plan_of(task, c))), "hoisted": best["hoisted"]}
-                if one != dict(chosen.config):
-                    found.append((f"{parts} parts", wide.name, one))
-        if "lasting" in best:
-            found += [(f"lasting {n}", wide.name, {**best, "lasting": n}) for n in (100, 50, 0) if n != best["lasting"]]
+            if not some:
+                continue
+            one = {**min(some, key=lambda c: estimate(task, plan_of(task, c))), "hoisted": best["hoisted"]}
+            cut = {name: one[name] for name in ("groups", "units", "parts", "row_teams")}
+            for ahead in (16, 32, 64, 96):
+                made = wide.fullest(task, cut, {**one, "ahead": ahead})
+                if made is not None and made != dict(chosen.config):
+                    found.append((f"{parts} parts, {ahead} KB", wide.name, made))
+        if int(best["streamed"]):
+            found += [(f"lasting {n}", wide.name, {**best, "lasting": n})
+                      for n in (100, 75, 50, 25) if n != best["lasting"]]
         return found
 
     def __str__(self) -> str:
@@ -83,10 +93,12 @@ class Case:
 
 
 CASES = [Case("gru", 64, 3072), Case("lstm", 8, 4096), Case("gru", 32, 3072), Case("lstm", 64, 2560),
+         Case("lstm", 128, 2560),
          *(Case(*layer, few=True) for layer in (
-             ("lstm", 32, 3072), ("lstm", 16, 2816), ("gru", 16, 4096), ("gru", 64, 2816, "bfloat16"),
+             ("lstm", 32, 3072), ("lstm", 16, 2816), ("lstm", 8, 2816), ("lstm", 1, 2816), ("rnn_tanh", 1, 5120),
+             ("gru", 16, 4096), ("gru", 64, 2816, "bfloat16"),
              ("rnn_tanh", 32, 6144), ("gru", 64, 3072, "bfloat16"), ("lstm", 16, 4096, "bfloat16"),
-             ("lstm", 128, 2560), ("lstm", 64, 4096)))]
+             ("lstm", 64, 4096), ("gru", 128, 3072)))]
 
 
 def compare(case: Case, files: Files, limits: Limits) -> dict:
@@ -102,6 +114,7 @@ def compare(case: Case, files: Files, limits: Limits) -> dict:
         return {"failed": files["ours"], "served": False}
     sides = Sides((T, case.B, case.H, case.H), case.dtype)
     library = CELLS[case.cell](case.H, case.H, device=DEVICE).to(sides.kind)
+    library.flatten_parameters()
     weights = {name: value.detach() for name, value in library.named_parameters()}
     with torch.no_grad():
         sides.x.copy_(sides.random())

@@ -125,8 +125,6 @@ class Schedule(ABC):
     heads : whether it carries out products with heads
     few_steps : whether it is for calls of a few steps; it competes with records of longer ones, which do not say what a
         call takes beside its steps
-    since : when it came to be, as records have their times: an older one does not say that others are faster, so it
-        competes with that by what it expects; empty: before all records
     backward : whether it carries out the recurrence of an adjoint, too, a task whose traversal is ``backward``
     doubt : of these, where it competes without a record: how many times as long as it expects is believed, since the
         estimates of two schedules have errors of their own
@@ -139,7 +137,6 @@ class Schedule(ABC):
     sequences: bool = False
     heads: bool = False
     few_steps: bool = False
-    since: str = ""
     backward: bool = False
     doubt: float = 1.0
 
@@ -175,6 +172,10 @@ class Schedule(ABC):
     def expected(self, task: Task) -> float:
         """Nanoseconds of a step that the default is expected to take; infinity where nobody can say."""
         return math.inf
+
+    def since(self, task: Task) -> str:
+        """When it came to serve the task, as records have times: those before it say nothing of it."""
+        return ""
 
     def rank(self, task: Task) -> float:
         """By which it competes without a record: the least is preferred."""

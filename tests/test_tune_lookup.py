@@ -94,7 +94,8 @@ def test_the_same_batch_goes_before_a_faster_other_one_and_then_the_nearest():
 class Young(Fake):
     """It came after some records."""
 
-    since = "2026-02-01T00:00:00Z"
+    def since(self, task: Task) -> str:
+        return "2026-02-01T00:00:00Z"
 
     def expected(self, task: Task) -> float:
         return 4000.0

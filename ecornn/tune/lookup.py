@@ -4,9 +4,9 @@ A record is near or far by the device that it was measured on, then by its batch
 sequence length (within a factor of two all are near: a module serves every T). The recurrence does not see the input:
 only the product that is hoisted out of it does. Where that is made beside the recurrence it must keep up, so a record
 of a smaller input says nothing. A call of a few steps takes longer for what is beside them, of which a record of long
-ones does not tell: a schedule that is for such calls competes with it by what it expects. So does one that is younger
-than the record, whose search did not know it, unless the nearest records have a time of it, too. Among the nearest ones
-the configuration that is expected to be fastest is used:
+ones does not tell: a schedule that is for such calls competes with it by what it expects. So does one that serves the
+layer since later than the record was made, whose search did not know it, unless the nearest records have a time of it,
+too. Among the nearest ones the configuration that is expected to be fastest is used:
 
 1. measured on this device (same name and number of cores);
 2. on another device of the same architecture, with no more cores, shared memory or registers;
@@ -126,12 +126,12 @@ def find(task: Task, schedules: Sequence[Schedule], log: Log) -> Found:
 
 def _by_estimate(best: Evidence, tried: Collection[str], schedules: Sequence[Schedule], task: Task) -> Found | None:
     """The default of a schedule of which the ``best`` record cannot know, if it is expected to be faster: one for calls
-    of a few steps, where the record is of longer ones, or one that is younger than the record and was not ``tried``
-    since. By its rank, which has in it how far its estimate is believed."""
+    of a few steps, where the record is of longer ones, or one that serves the task since later than the record and was
+    not ``tried`` then. By its rank, which has in it how far its estimate is believed."""
     steps, of = task.workload.seq, best.trial.workload.seq
     few = steps <= FEW < of
     made = [s for s in schedules if s.name != best.trial.schedule and (
-        (few and s.few_steps) or (best.trial.time < s.since and s.name not in tried))]
+        (few and s.few_steps) or (best.trial.time < s.since(task) and s.name not in tried))]
     if not made:
         return None
     first = min(made, key=lambda s: s.rank(task))

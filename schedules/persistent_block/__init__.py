@@ -38,7 +38,6 @@ class PersistentBlock(Schedule):
     name = "persistent_block"
     revision = 1
     kind = "cuda"
-    since = "2026-11-25T10:00:00Z"
     sequences = True
 
     def __init__(self) -> None:
@@ -142,6 +141,9 @@ class PersistentBlock(Schedule):
         best = self._best(task)
         assert best is not None, "default() is for tasks that serves() accepts"
         return best
+
+    def since(self, task: Task) -> str:
+        return "2026-11-25T10:00:00Z"
 
     def rebatched(self, config: Config, batch: int, task: Task) -> Config:
         """As many rows a block, and as many blocks at once, while there are as many."""

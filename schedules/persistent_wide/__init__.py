@@ -13,7 +13,14 @@ from ecornn.schedules.base import Component, Config, Cut, Knob, Schedule, Task
 from ecornn.schedules.gemm.projection import no_projection
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
-from ecornn.schedules.persistent_wide.estimate import L2_BYTES, estimate, parts_of, product_cycles, recurrence
+from ecornn.schedules.persistent_wide.estimate import (
+    L2_BYTES,
+    LASTING_BYTES,
+    estimate,
+    parts_of,
+    product_cycles,
+    recurrence,
+)
 from ecornn.schedules.persistent_wide.handover import UNWRITTEN
 from ecornn.schedules.persistent_wide.kernel import wide_kernel
 from ecornn.schedules.persistent_wide.plan import (
@@ -40,7 +47,8 @@ ITEMS = 8  # (unit, batch row) pairs of a thread, at most
 COLUMNS = 256  # of a wgmma, at most
 WIDEST, WIDEST_SUM = 128, 256  # units of a set at most: of a layer, and where a unit has one row of several operands
 STREAMED = (0, 10, 20, 30, 40, 45, 50, 55, 60, 65, 70, 75, 80, 85, 90)  # percent
-LASTING = (100, 75, 50, 25, 0)  # percent of streamed weights
+LASTING = (100, 75, 50, 35, 25, 15, 0)  # percent of streamed weights
+AHEAD = (32, 16, 48, 64, 96)  # KB
 LARGE = 256 << 10  # bytes of weights for each multiprocessor that may not all stay: some from here on fit no other way
 BUSY = 4  # stages of state that L2 is kept at work with, beside streamed weights
 KEPT = (100, 88, 75, 63, 50, 43, 38, 31, 25, 19, 13, 0)  # percent
@@ -87,6 +95,8 @@ class PersistentWide(Schedule):
                         "registers and shared memory have no room for", before=0)
         lasting = Knob("lasting", LASTING, "percent of streamed weights that L2 is asked to keep, where it has no "
                        "room for all; 100: it is asked nothing", before=100)
+        ahead = Knob("ahead", AHEAD, "KB of streamed weights that a block has on their way; more: less room for "
+                     "those that stay", before=AHEAD[0])
         return (
             Knob("groups", tuple(groups), "more: fewer batch rows for each, whose blocks hold more of the weights"),
             Knob("units", units, "more units a block: fewer blocks that read the state, more weights for each"),
@@ -96,7 +106,7 @@ class PersistentWide(Schedule):
                  "the state for all; 1: two that share K, which small blocks need", before=1),
             Knob("registers", KEPT,
                  "percent of weights in registers, which products need not read; the rest leaves less room for state"),
-            *([streamed, lasting] if _large(task) else []),
+            *([streamed, ahead, lasting] if _large(task) else []),
             hoisted_knob(task),
             Knob("math", MATH_FOR["float32" if task.traversal.backward else w.dtype], MATH_TRADES),
         )
@@ -148,25 +158,29 @@ class PersistentWide(Schedule):
         config = self.default(task)
         return estimate(task, plan_of(task, config)) - gained(task, config)
 
+    def since(self, task: Task) -> str:
+        """Weights are streamed since then."""
+        return "2026-11-25T15:00:00Z" if _large(task) and int(self.default(task)["streamed"]) else ""
+
     def candidates(self, task: Task) -> Iterator[Config]:
         """Of all cuts, those that keep as many weights in registers as possible; and where not all weights fit in any
         of them, as many as possible in shared memory."""
         knobs = {k.name: k.values for k in self.knobs(task)}
         cut, math = ("groups", "units", "parts", "row_teams"), "exact" if len(knobs["math"]) == 1 else "fast"
         rest: Config = {"hoisted": "float32", "math": math}
+        tiers = [((0,), rest)]
         if "streamed" in knobs:
-            rest = {"streamed": 0, "lasting": 100, **rest}
-        for streamed in ((0,), STREAMED[1:]) if "streamed" in knobs else ((0,),):
-            none = True
-            for values in product(*(knobs[name] for name in cut)):
-                found = self._fullest(task, dict(zip(cut, values, strict=True)), rest, streamed)
-                if found is not None:
-                    none = False
-                    yield found
-            if not none:
-                break
+            tiers = [((0,), {"streamed": 0, "ahead": AHEAD[0], "lasting": 100, **rest})]
+            tiers += [(STREAMED[1:], {**tiers[0][1], "ahead": ahead}) for ahead in AHEAD[:2]]
+        cuts = [dict(zip(cut, values, strict=True)) for values in product(*(knobs[name] for name in cut))]
+        for streamed, others in tiers:
+            found = (self.fullest(task, one, others, streamed) for one in cuts)
+            if (first := next(filter(None, found), None)) is not None:
+                yield first
+                yield from filter(None, found)
+                return
 
-    def _fullest(self, task: Task, cut: Config, rest: Config, streamed: tuple[int, ...]) -> Config | None:
+    def fullest(self, task: Task, cut: Config, rest: Config, streamed: tuple[int, ...] = STREAMED[1:]) -> Config | None:
         """A cut with as many weights in registers, and then in shared memory, as there is room for."""
         for registers in KEPT:
             for percent in streamed:
@@ -220,8 +234,8 @@ class PersistentWide(Schedule):
 
 def _lasting(plan: WidePlan) -> int:
     """Percent of streamed weights that L2 keeps."""
-    room = 100 * L2_BYTES // (plan.groups * plan.blocks * plan.streamed_bytes)
-    return next(percent for percent in LASTING if percent <= room)
+    every = plan.groups * plan.blocks * plan.streamed_bytes
+    return 100 if every <= L2_BYTES else next(p for p in LASTING if p < 100 and every * p <= 100 * LASTING_BYTES)
 
 
 def _large(task: Task) -> bool:

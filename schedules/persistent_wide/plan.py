@@ -23,7 +23,7 @@ SPACING = 32  # words from counter to counter: each has a line of its own
 SPARE_REGISTERS = {1: 20, 2: 28}  # by rings: addresses, descriptors, loop state; with one ring, many are made anew
 OUTPUTS = 5  # registers of an item for where an adjoint's outputs go; with one ring, these are made anew
 REGISTERS = {2: (40, 232), 3: (24, 160)}  # of a copying and a multiplying thread, by multiplying warpgroups
-AHEAD_BYTES = 48 << 10  # of streamed weights a block has room for: what L2 sends while a step waits for state
+HELD_SLOTS = 2  # for streamed weights, of chunks that are multiplied, while others are on their way
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class WidePlan:
     kept : chunks of a ring whose weights are in registers; the others' are in shared memory
     streamed : chunks of a ring whose weights get there in every step, see stream.py
     lasting : of these, the first ones, which L2 is asked to keep; all: it is asked nothing
+    ahead : bytes of streamed weights that a block has on their way at once
     stages : of a ring
     values : that a thread keeps for each item
     """
@@ -64,6 +65,7 @@ class WidePlan:
     values: int
     streamed: int = 0
     lasting: int = 0
+    ahead: int = 0
 
     @property
     def blocks(self) -> int:
@@ -142,7 +144,7 @@ class WidePlan:
     @property
     def slots(self) -> int:
         """Of a ring, for streamed weights of a chunk each."""
-        return min(self.streamed, max(2, -(-AHEAD_BYTES // (self.rings * self.weight_bytes))))
+        return min(self.streamed, HELD_SLOTS + -(-self.ahead // (self.rings * self.weight_bytes)))
 
     def streamed_before(self, position: Any) -> Any:
         """Chunks of a ring before this position, from ``kept`` on, whose weights are streamed: as evenly among the
@@ -277,7 +279,8 @@ def plan_of(task: Task, config: Config) -> WidePlan:
                 parts=parts, units=units, rows=-(-w.batch // groups), gates=gates, interleave=gcd(gates, 8),
                 teams=teams, rings=rings, chunks=chunks, kept=-(-chunks * int(config["registers"]) // 100),
                 stages=1, values=values, streamed=streamed,
-                lasting=streamed * int(config.get("lasting", 100)) // 100)
+                lasting=streamed * int(config.get("lasting", 100)) // 100,
+                ahead=int(config.get("ahead", 0)) << 10)
     stage = rings * (plan.stage_bytes + 16)
     return replace(plan, stages=max(1, min(chunks, 1 + (task.device.shared - plan.shared) // stage)))
 
