@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -32,6 +33,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                                          "--emit-to", str(file)])
         assert said.exit_code == 0 and f"wrote {file} and {found / name}.h" in said.output, said.output
     return found
+
+
+def test_the_program_of_the_documentation(folder: Path):
+    text = (HERE.parent / "docs" / "C.md").read_text()
+    (found,) = (code for code in re.findall(r"```cpp\n(.*?)```", text, re.DOTALL) if "lstm64_open" in code)
+    (folder / "main.cc").write_text(found.replace("lstm64", "lstm12"))
+    subprocess.run(["c++", "-std=c++17", *STRICT, str(folder / "main.cc"), *cflags(), str(folder / "lstm12.a"),
+                    "-pthread", "-ldl", "-o", str(folder / "main")], check=True)
+    assert run(folder / "main") == "lstm: 5 inputs, 12 units, 4 weights\n"
 
 
 def cflags() -> list[str]:

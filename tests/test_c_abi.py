@@ -172,8 +172,7 @@ def test_under_sanitizers(folder: Path, lstm: Module, generated: Generated, monk
 def test_the_program_of_the_documentation(folder: Path, documented: Module, language: str):
     text = (HERE.parent / "docs" / "C.md").read_text()
     source = folder / f"documented.{ {'c': 'c', 'cpp': 'cc'}[language] }"
-    (found,) = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
-    source.write_text(found)
+    source.write_text(re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)[0])
     said = run(compiled(source, folder / f"documented_{language}"), documented.path)
     if language == "c":
         weights = {p.name: np.zeros(p.shape) for p in documented.manifest.parameters}
@@ -198,6 +197,11 @@ def test_versions(folder: Path, lstm: Module, program: Path):
                             capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert "open: 11 " in result.stderr and "before modules had a C interface" in result.stderr
+
+
+def test_what_version_1_of_the_interface_stays(folder: Path):
+    """Places of members, sizes and numbers that programs and module files of this version have in them."""
+    run(compiled(HERE / "c_version1.c", folder / "c_version1"))
 
 
 def test_steps_allocate_nothing_and_take_no_lock(folder: Path, lstm: Module):

@@ -15,7 +15,7 @@ from ecornn.cells import BUILTIN, get
 from ecornn.host_cpu import detect
 from ecornn.numpy_reference import STEPS, reference
 from ecornn.schedules.cpu import CPUSequence
-from ecornn.schedules.cpu.cost import heights_of
+from ecornn.schedules.cpu.cost import heights_of, shape_of
 from ecornn.schedules.cpu.tiling import Tile
 from ecornn.targets import resolve
 from ecornn.task import make_task
@@ -121,6 +121,16 @@ def test_asks_ahead_where_l3_is_slow_and_weights_come_from_there():
     assert ahead("skylake-avx512", 800, 1) == 0  # L3 is all that a batch row waits for
     assert ahead("skylake-avx512", 256, 20) == 0
     assert ahead("znver4", 800, 20) == 0
+
+
+@pytest.mark.parametrize(("hidden", "vectors"), [(16, 1), (40, 3), (48, 3)])
+def test_a_step_of_one_row_that_one_thread_takes_computes_no_more_vectors_than_it_has(hidden: int, vectors: int):
+    """Tiles of two vectors of units, which two threads would share, have four where there are three."""
+    device = msgspec.structs.replace(detect(), arch="znver4", cores=2, l2=1 << 20, features=("avx2", "avx512f", "fma"))
+    task = make_task(get("lstm"), Workload("lstm", hidden, 1, 1, 1), device)
+    config = CPUSequence().default(task)
+    shape = shape_of(task, config)
+    assert config["team"] == 1 and shape.width == vectors * 16
 
 
 def test_last_row_tile_is_no_higher_than_the_batch():

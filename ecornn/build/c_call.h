@@ -74,10 +74,11 @@ class Invocation {
   }
 
   int32_t Run() {
-    for (const auto check : {&Invocation::CheckSizes, &Invocation::CheckStates, &Invocation::CheckMasks,
-                             &Invocation::CheckKept, &Invocation::CheckGradients}) {
-      if (const int32_t code = (this->*check)()) return code;
-    }
+    if (const int32_t code = CheckSizes()) return code;
+    if (const int32_t code = CheckStates()) return code;
+    if (const int32_t code = CheckMasks()) return code;
+    if (const int32_t code = CheckKept()) return code;
+    if (const int32_t code = CheckGradients()) return code;
     if (call_.workspace) {
       const int64_t wanted = WorkspaceBytes(tables_, entry_, active_, rows_);
       if (Address(call_.workspace) % kAlignment || static_cast<int64_t>(call_.workspace_size) < wanted) {
@@ -236,7 +237,7 @@ class Invocation {
   int32_t Enter(int64_t workspace) const {
     const size_t count = layer_.arguments[entry_].size();
     auto* args = static_cast<TVMFFIAny*>(alloca(count * sizeof(TVMFFIAny)));
-    memcpy(static_cast<void*>(args), layer_.arguments[entry_].data(), count * sizeof(TVMFFIAny));
+    std::copy_n(layer_.arguments[entry_].data(), count, args);
     const int32_t threads = call_.threads ? call_.threads : layer_.threads;
     args[0].v_int64 = active_;
     args[1].v_int64 = batch_;

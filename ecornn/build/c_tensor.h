@@ -73,35 +73,45 @@ struct Wanted {
   int32_t number;
 };
 
-// 0 where the tensor is as it must be; its name may have the number of a state.
-inline int32_t Check(const Failure& fail, const DLTensor* tensor, const Wanted& wanted, int32_t number = -1) {
+inline bool Fits(const DLTensor* tensor, const Wanted& wanted) {
+  if (!tensor || tensor->ndim != wanted.ndim) return false;
+  for (int32_t axis = 0; axis < wanted.ndim; ++axis) {
+    if (tensor->shape[axis] != wanted.shape[axis]) return false;
+  }
+  return Same(tensor->dtype, wanted.type) && There(tensor->device, wanted.device, wanted.number) && Contiguous(*tensor) &&
+         tensor->data && reinterpret_cast<uintptr_t>(DataOf(*tensor)) % 16 == 0;
+}
+
+// Of a tensor that does not fit; its name may have the number of a state. Apart from Fits: callers with deadlines are short
+// of the time that its texts would take on the stack.
+[[gnu::cold, gnu::noinline]] inline int32_t Refuse(const Failure& fail, const DLTensor* tensor, const Wanted& wanted,
+                                                   int32_t number) {
   char name[48], shape[96], other[96], type[32], wanted_type[32];
-  const auto named = [&] {
-    snprintf(name, sizeof name, number < 0 ? "%s" : "%s[%d]", wanted.name, number);
-    return name;
-  };
-  if (!tensor) return fail(ECORNN_ARGUMENT, "%s is NULL", named());
+  snprintf(name, sizeof name, number < 0 ? "%s" : "%s[%d]", wanted.name, number);
+  if (!tensor) return fail(ECORNN_ARGUMENT, "%s is NULL", name);
   bool same = tensor->ndim == wanted.ndim;
   for (int32_t axis = 0; same && axis < wanted.ndim; ++axis) same = tensor->shape[axis] == wanted.shape[axis];
   if (!same) {
-    return fail(ECORNN_SHAPE, "%s has shape %s; expected %s", named(), ShapeOf(tensor->shape, tensor->ndim, shape),
+    return fail(ECORNN_SHAPE, "%s has shape %s; expected %s", name, ShapeOf(tensor->shape, tensor->ndim, shape),
                 ShapeOf(wanted.shape, wanted.ndim, other));
   }
   if (!Same(tensor->dtype, wanted.type)) {
-    return fail(ECORNN_DTYPE, "%s is of %s; expected %s", named(), NameOf(tensor->dtype, type),
+    return fail(ECORNN_DTYPE, "%s is of %s; expected %s", name, NameOf(tensor->dtype, type),
                 NameOf(wanted.type, wanted_type));
   }
   if (!There(tensor->device, wanted.device, wanted.number)) {
-    return fail(ECORNN_DEVICE, "%s is on DLPack's device (%d, %d); the layer runs on (%d, %d)", named(),
+    return fail(ECORNN_DEVICE, "%s is on DLPack's device (%d, %d); the layer runs on (%d, %d)", name,
                 static_cast<int>(tensor->device.device_type), tensor->device.device_id,
                 static_cast<int>(wanted.device), wanted.number);
   }
-  if (!Contiguous(*tensor)) return fail(ECORNN_LAYOUT, "%s is not contiguous", named());
-  if (!tensor->data) return fail(ECORNN_ARGUMENT, "%s has no memory", named());
-  if (reinterpret_cast<uintptr_t>(DataOf(*tensor)) % 16) {
-    return fail(ECORNN_LAYOUT, "%s is not aligned to 16 bytes", named());
-  }
-  return ECORNN_OK;
+  if (!Contiguous(*tensor)) return fail(ECORNN_LAYOUT, "%s is not contiguous", name);
+  if (!tensor->data) return fail(ECORNN_ARGUMENT, "%s has no memory", name);
+  return fail(ECORNN_LAYOUT, "%s is not aligned to 16 bytes", name);
+}
+
+// 0 where the tensor is as it must be.
+inline int32_t Check(const Failure& fail, const DLTensor* tensor, const Wanted& wanted, int32_t number = -1) {
+  return Fits(tensor, wanted) ? ECORNN_OK : Refuse(fail, tensor, wanted, number);
 }
 
 }  // namespace ecornn_c

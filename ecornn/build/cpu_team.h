@@ -69,17 +69,17 @@ inline void Round::Work(int index, int size) {
   current = outer;
 }
 
-// On the calling thread alone: without memory of its own, and without a lock, for callers that have deadlines.
-inline bool Alone(Worker worker, const TVMFFIAny* given, int count) {
-  auto* args = static_cast<TVMFFIAny*>(alloca(sizeof(TVMFFIAny) * count));
-  std::copy(given, given + count, args);
+// On the calling thread alone: without memory of its own, and without a lock, for callers that have deadlines. The first two
+// of `args` are written.
+inline bool Alone(Worker worker, TVMFFIAny* args, int count) {
   args[0].v_int64 = 0;
   args[1].v_int64 = 1;
   TVMFFIAny result{};
-  const Place outer = current;
-  current = {nullptr, 0, 1};
+  Place& here = current;
+  const Place outer = here;
+  here = {nullptr, 0, 1};
   const int code = worker(nullptr, args, count, &result);
-  current = outer;
+  here = outer;
   return code == 0;
 }
 
@@ -257,7 +257,7 @@ inline thread_local Crowding crowding;
 
 // Runs a worker on `size` threads, or on fewer where there are fewer; whether all did what they had to. Throws where no
 // thread can be started.
-inline bool Run(Worker worker, const TVMFFIAny* args, int count, int size) {
+inline bool Run(Worker worker, TVMFFIAny* args, int count, int size) {
   if (size == 1) return Alone(worker, args, count);
   Round round(worker, args, count, size);
   if (const OpenMP openmp = process.openmp().Find(); openmp.Complete()) {

@@ -54,7 +54,7 @@ void ReturnNone(TVMFFIAny* result) {
 }
 
 // On `size` threads; 0, or what is returned of an error.
-int RunWorker(ecornn::Worker worker, const TVMFFIAny* args, int count, int size) {
+int RunWorker(ecornn::Worker worker, TVMFFIAny* args, int count, int size) {
   try {
     if (ecornn::Run(worker, args, count, size)) return 0;
     return Fail("RuntimeError", "a thread of the CPU team failed");
@@ -99,7 +99,7 @@ ECORNN_EXPORT int __tvm_ffi_pack(void*, const TVMFFIAny* args, int32_t count, TV
   const int64_t threads = args[2].v_int64;
   if (threads < 1 || threads > kMaxThreads) return Fail("ValueError", "pack takes 1 to 1024 threads");
   const auto* jobs = reinterpret_cast<const ecornn::PackJob*>(args[0].v_int64);
-  const TVMFFIAny shared[kScalars + 1] = {Integer(0), Integer(0), args[1], Integer(0),
+  TVMFFIAny shared[kScalars + 1] = {Integer(0), Integer(0), args[1], Integer(0),
                                           Pointer(const_cast<ecornn::PackJob*>(jobs))};
   const ecornn::Running running;
   const int size = std::min(running.Share(static_cast<int>(threads)), ecornn::PackingThreads(jobs, args[1].v_int64));

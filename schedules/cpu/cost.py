@@ -110,7 +110,9 @@ def best_tile(task: Task, rows: int, gates: list[int], row_choices: tuple[int, .
     """(rows, columns, pairs, gates) with the smallest estimate, for products of ``gates`` over ``rows`` batch rows;
     ``head``: as of :func:`vectors_of`."""
     lanes, registers = lanes_for(task), registers_of(task.device)
-    threads, hidden, rates, stalls = max(1, task.device.cores), task.workload.hidden, cpu_rates(task.device), (0.0, 0.0)
+    alone = task.workload.batch == 1 and best_team(task) == 1  # then no other thread has part of the tiles
+    threads = 1 if alone else max(1, task.device.cores)
+    hidden, rates, stalls = task.workload.hidden, cpu_rates(task.device), (0.0, 0.0)
     if task.workload.batch > 1:
         from_l3 = not hoisted and beyond_l2(task)
         stalls = rates.unhidden_l3_vector if from_l3 else rates.unhidden_vector, rates.unhidden_row
