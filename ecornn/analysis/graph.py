@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ecornn.analysis.declared import SHIFT, check_names, check_read, returned_tensors, shapes_of
-from ecornn.analysis.heads import by_heads, heads_at
+from ecornn.analysis.heads import by_shape, heads_at
 from ecornn.analysis.lines import Lines
 from ecornn.analysis.narrow import finite
 from ecornn.analysis.operators import operator_of
@@ -409,7 +409,7 @@ class _Walk:
         for p in range(1, last + 1):
             products = tuple(product for lv, product in self.products if lv == p)
             operands = tuple(dict.fromkeys(product.term.operand for product in products))
-            phases += by_heads(Phase(operands, products, at(p), self.statistics.at(p, self.leaves)))
+            phases += by_shape(Phase(operands, products, at(p), self.statistics.at(p, self.leaves)))
         read = self.read_since(STATE) | dict.fromkeys((*results.values(), *written))
         hoisted = [v for v in read if self.level[v] in (INPUT, NORMALIZED)]
         projected = [v for v in self.read_since(NORMALIZED) | read if self.level[v] == INPUT]
