@@ -12,6 +12,7 @@ from cuda_on_cpu import Emulated
 from emulated import TINY, training_program
 from msgspec.structs import replace
 from test_backward_emulated import LIMITS, Step
+from tvm import te
 
 import ecornn
 from ecornn import Cell, mean, pointwise, product
@@ -44,8 +45,6 @@ class LowRank(Cell):
         return found | ({"R": (1, hidden, hidden)} if self.whole else {})
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), a, v = states, product(x, p["W"]), p["b"]
         narrow = product(h, p["V"], 0)
         deep = product(pointwise(lambda b, j: te.tanh(narrow[b, j] + v[2, j]), narrow), p["U"])
@@ -77,8 +76,6 @@ class Projected(Cell):
         return {"W": (4, hidden, input), "R": (4, hidden, self.width), "P": (1, self.width, hidden), "b": (4, hidden)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (m, c), a, v = states, product(x, p["W"]), p["b"]
         r = product(product(m, p["P"], 0), p["R"])
         i, f, o = (pointwise(lambda b, j, g=g: te.sigmoid(a[b, g, j] + r[b, g, j] + v[g, j]), m) for g in (0, 1, 3))
@@ -154,8 +151,6 @@ class NarrowInput(LowRank):
         return {"W": (1, self.rank, input), "V": (1, self.rank, hidden), "U": (1, hidden, self.rank)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), a, b = states, product(x, p["W"], 0), product(states[0], p["V"], 0)
         u = product(pointwise(lambda i, j: te.tanh(a[i, j] + b[i, j]), a), p["U"], 0)
         return [pointwise(lambda i, j: 0.5 * h[i, j] + u[i, j], h)]
@@ -286,7 +281,10 @@ def through(value: Any) -> Any:
 
 @pytest.mark.parametrize(("step", "says"), [
     (through(lambda v, h, b, j: v + h[b, j]), "h[b, j] is read beside 3 values a row"),
-    (through(lambda v, h, b, j: 1.0 / v), "of 3 values a row, is not finite where the products that it is computed of"),
+    (through(lambda v, h, b, j: 1.0 / v),
+     "pointwise, which is multiplied, is narrower than H, and not finite where the products are 0"),
+    (lambda h, p: product(te.compute((3, 12), lambda b, j: h[b, j // 2]), p["X"], 0),
+     "compute, which is multiplied, has 12 values a row; what is not x itself has H at most, here 6"),
     (lambda h, p: product(h, p["V"], 0), "new state 'h' has shape (3, 3); expected (B, H), here (3, 6)"),
     (lambda h, p: pointwise(lambda b, j: product(h, p["V"], 0)[b, j] + h[b, j], h), "h_V has 3 values a row; what is "
      "read for each hidden unit has H, here 6"),
@@ -294,5 +292,5 @@ def through(value: Any) -> Any:
     (lambda h, p: product(product(h, p["V"], 0), p["T"], 0), "sums 3 terms of h_V, which has 3 values a row, and T")])
 def test_what_is_wrong_is_said(step: Any, says: str):
     with pytest.raises(CellError) as caught:
-        analyse(Wrong(step, V=(1, 3, 6), U=(1, 6, 3), T=(1, 6, 2)), 4, 6)
+        analyse(Wrong(step, V=(1, 3, 6), U=(1, 6, 3), T=(1, 6, 2), X=(1, 6, 12)), 12, 6)
     assert says in str(caught.value) and caught.value.at is not None
