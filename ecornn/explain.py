@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ecornn.analysis.heads import heads_of, most_heads
+from ecornn.analysis.heads import most_heads
+from ecornn.analysis.narrow import narrow_terms
 from ecornn.floor import Step, floor_of, machine_of
 from ecornn.tune.choose import candidates, refusal
 from ecornn.tune.record import Trial
@@ -156,7 +157,7 @@ def _part(labels: list[str], task: Task, found: Found, entry: str) -> Part:
         of = trial.workload
         record = RecordUsed(found.line.path.name, found.line.number, trial.time, trial.device.name, of.batch, of.input,
                             of.seq, trial.times.median, trial.times.p20, trial.times.p80)
-    bounded = entry == "run" and graph.product_phases and most_heads(graph) == 1
+    bounded = entry == "run" and graph.product_phases and most_heads(graph) == 1 and not narrow_terms(graph)
     least = floor_terms(task) if bounded else None
     expected = None if estimate is None else estimate / 1e3
     best = record.us if record is not None else expected
@@ -179,7 +180,8 @@ def summary(task: Task) -> StepSummary:
     products = sum(len(product.terms) for p in phases for product in p.products)
     size = 2.0 if work.weights in ("bfloat16", "int16") else {"int8": 1.0, "int21": 8 / 3}.get(
         work.weights or "", float(work.itemsize))
-    weights = sum(len(q.terms) * work.hidden ** 2 // heads_of(p) for p in phases for q in p.products)
+    weights = sum((t.rows or work.hidden) * (t.columns or work.hidden // t.heads)
+                  for p in phases for q in p.products for t in q.terms)
     output = graph.output or ", ".join(v.name for v in graph.outputs)
     return StepSummary(list(graph.states), output, len(graph.hoisted_products), products,
                        len(graph.statistics), exchanged, stays, weights, round(weights * size), weights * work.batch)

@@ -202,6 +202,21 @@ def no_number(x: Any, h: Any, p: Any) -> Any:
     return [product(h, p["R"], 0.5)]  # here
 
 
+def one_index(x: Any, h: Any, p: Any) -> Any:
+    return [pointwise(lambda b, j: h[b], h)]  # here
+
+
+def by_topi(x: Any, h: Any, p: Any) -> Any:
+    from tvm import topi
+
+    return [topi.matmul(h, p["R"])]  # here
+
+
+def constant_operand(x: Any, h: Any, p: Any) -> Any:
+    half = pointwise(lambda b, j: te.const(0.5, "float32"), h)
+    return [product(half, p["R"], 0)]  # here
+
+
 def computed_weight(x: Any, h: Any, p: Any) -> Any:
     R = p["R"]
     across = te.compute(R.shape, lambda g, j, k: R[g, j, k] - R[g, k, j], name="across")
@@ -218,6 +233,8 @@ def computed_weight(x: Any, h: Any, p: Any) -> Any:
     (condition, "new state 'h' is a condition; expected a value, such as tirx.Select"),
     (constant, "'h' is a constant"),
     (no_number, "gates=0.5): gates must be an integer, or a sequence of integers"),
+    (one_index, "Need to provide 2 index in tensor but 1 was provided"), (by_topi, "Tensor dimension mismatch"),
+    (constant_operand, "pointwise, which is multiplied, is a constant"),
     (computed_weight, "with a parameter as it is; what is computed of parameters is made in derived()"),
     (narrow_operand, "h[b, j] is read beside 4 values a row; what is narrower than H is computed of products"),
     (wide_operand, "sums 12 terms of compute, which has 12 values a row, and R, whose rows have 6"),
@@ -263,8 +280,11 @@ def test_parameters_have_a_gate_and_states_names_of_their_own():
 
 
 def test_a_state_that_is_no_tensor():
-    with pytest.raises(CellError, match="no tensor: 3"):
-        analyse(Faulty(lambda x, h, p: [3]), 4, 6)
+    for made, words in ([3], "no tensor: 3"), (None, "no tensor: None"), ({"h": 1}, "no tensor: {'h': 1}"), (
+            [1, 2], "returned 2 tensors for 1 states"):
+        with pytest.raises(CellError, match=words) as caught:
+            analyse(Faulty(lambda x, h, p, made=made: made), 4, 6)
+        assert caught.value.at == (__file__, Faulty.step.__code__.co_firstlineno)
 
 
 def test_a_profiler_that_was_there_stays():

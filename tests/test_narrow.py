@@ -7,19 +7,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cpu_training_sample import Call
 from cuda_on_cpu import Emulated
-from emulated import TINY
+from emulated import TINY, training_program
 from msgspec.structs import replace
+from test_backward_emulated import LIMITS, Step
+from tvm import te
 
 import ecornn
 from ecornn import Cell, mean, pointwise, product
 from ecornn.analysis import analyse
+from ecornn.analysis.adjoint import adjoint
+from ecornn.analysis.backpropagation import backpropagate
 from ecornn.analysis.evaluate import hoist, start, step
 from ecornn.analysis.narrow import columns_of, rows_of
 from ecornn.errors import CellError
 from ecornn.schedules import Task, all_schedules
 from ecornn.tune.oracle import relative_error
-from ecornn.workload import Workload
+from ecornn.workload import Traversal, Workload
 
 T, B, I = 5, 3, 4
 
@@ -40,8 +45,6 @@ class LowRank(Cell):
         return found | ({"R": (1, hidden, hidden)} if self.whole else {})
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), a, v = states, product(x, p["W"]), p["b"]
         narrow = product(h, p["V"], 0)
         deep = product(pointwise(lambda b, j: te.tanh(narrow[b, j] + v[2, j]), narrow), p["U"])
@@ -73,8 +76,6 @@ class Projected(Cell):
         return {"W": (4, hidden, input), "R": (4, hidden, self.width), "P": (1, self.width, hidden), "b": (4, hidden)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (m, c), a, v = states, product(x, p["W"]), p["b"]
         r = product(product(m, p["P"], 0), p["R"])
         i, f, o = (pointwise(lambda b, j, g=g: te.sigmoid(a[b, g, j] + r[b, g, j] + v[g, j]), m) for g in (0, 1, 3))
@@ -143,6 +144,32 @@ def test_on_a_cpu(cell: Any, hidden: int, weights: str | None, limit: float):
     assert relative_error(got, y) <= limit and relative_error(after[0], last) <= limit
 
 
+class NarrowInput(LowRank):
+    """Its narrow values take a narrow product of x, too."""
+
+    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {"W": (1, self.rank, input), "V": (1, self.rank, hidden), "U": (1, hidden, self.rank)}
+
+    def step(self, x, states, p):
+        (h,), a, b = states, product(x, p["W"], 0), product(states[0], p["V"], 0)
+        u = product(pointwise(lambda i, j: te.tanh(a[i, j] + b[i, j]), a), p["U"], 0)
+        return [pointwise(lambda i, j: 0.5 * h[i, j] + u[i, j], h)]
+
+
+def test_a_narrow_product_of_x():
+    cell = NarrowInput(3)
+    x, parameters, (h,) = drawn(cell, 10)
+    W, V, U = (v[0].astype(float) for v in parameters.values())
+    module = ecornn.compile(cell, hidden=10, input=I, batch=B, seq=T, target="cpu")
+    y, (last,) = module.bind(flat(parameters))(x, [h])
+    for t, row in enumerate(x):
+        h = 0.5 * h + np.tanh(row @ W.T + h @ V.T) @ U.T
+        assert relative_error(y[t], h) <= 2e-6
+    assert np.array_equal(last, y[-1])
+    with pytest.raises(CellError, match="the gradient of W, which multiplies x and is narrower than H"):
+        ecornn.compile(cell, hidden=10, input=I, batch=B, seq=T, target="cpu", training=True)
+
+
 L2 = {"units": 8, "warps": 1, "groups": 2, "gate_warps": 2, "registers": 100, "carrier": "l2"}
 CLUSTER = L2 | {"groups": 1, "gate_warps": 1, "fences": "rare", "carrier": "cluster"}
 
@@ -169,6 +196,67 @@ def test_emulated_on_a_gpu(schedule: str, cell: Any, hidden: int, dtype: str, ba
     assert relative_error(got, y) <= limit and relative_error(after[cell.states[0]], last) <= limit
 
 
+def gradients(cell: LowRank, hidden: int) -> tuple[Any, ...]:
+    """A call with gradients, and what must come of it: of the same cell with H rows and columns, those beyond zeros."""
+    x, parameters, (h,) = drawn(cell, hidden)
+    rng = np.random.default_rng(1)
+    dy, dh = (rng.normal(size=s).astype(np.float16).astype(np.float32) for s in ((T, B, hidden), (B, hidden)))
+    filled = {n: np.zeros(s, np.float32) for n, s in LowRank(hidden, cell.whole).parameters(I, hidden).items()}
+    for n, value in parameters.items():
+        filled[n][tuple(map(slice, value.shape))] = value
+    whole = analyse(LowRank(hidden, cell.whole), I, hidden)
+    dx, found, (first,) = backpropagate(adjoint(whole, hidden), x, filled, [h], dy, [dh])
+    cut = {n: found[n][tuple(map(slice, value.shape))] for n, value in parameters.items()}
+    return x, parameters, h, dy, dh, dx, cut, first
+
+
+@pytest.mark.parametrize("cell", [LowRank(3), LowRank(5, whole=True)], ids=lambda c: c.name)
+def test_the_adjoint(cell: LowRank):
+    x, parameters, h, dy, dh, dx, wanted, first = gradients(cell, 9)
+    got = backpropagate(adjoint(analyse(cell, I, 9), 9), x, parameters, [h], dy, [dh])
+    np.testing.assert_allclose(got[0], dx, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(got[2][0], first, rtol=1e-12, atol=1e-12)
+    for name, value in wanted.items():
+        np.testing.assert_allclose(got[1][name], value, rtol=1e-12, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize(("cell", "hidden"), [(LowRank(5), 33), pytest.param(
+    LowRank(18, whole=True), 40, marks=pytest.mark.exhaustive)])
+def test_trains_on_a_cpu(cell: LowRank, hidden: int):
+    x, parameters, h, dy, dh, dx, wanted, first = gradients(cell, hidden)
+    module = ecornn.compile(cell, hidden=hidden, input=I, batch=B, seq=T, target="cpu", training=True)
+    layer = module.bind(flat(parameters), threads=2)
+    y, _, kept = layer.forward(x, [h])
+    assert relative_error(y, cell.numpy(x, h, parameters)[0]) <= 2e-6
+    found = layer.backward(kept, dy, [dh])
+    assert relative_error(found.x, dx) <= 1e-5 and relative_error(found.state[0], first) <= 1e-5
+    for name, value in wanted.items():
+        assert relative_error(found.weights[f"{name}_l0"].reshape(value.shape), value) <= 1e-5, name
+
+
+class TrainingStep(Step):
+    """A layer with narrow matrices, and one training step of it."""
+
+    def __init__(self, folder: Path, schedule: str, cell: LowRank, hidden: int, dtype: str) -> None:
+        self.name, self.dtype, self.traversal = cell.name, dtype, Traversal(keep="states")
+        work = Workload(cell.name, hidden, I, B, T, dtype)
+        self.task = Task(work, analyse(cell, I, hidden), TINY, self.traversal)
+        self.program = training_program(all_schedules()[schedule], self.task)
+        self.emulated = Emulated(self.program, folder)
+
+
+@pytest.mark.parametrize(("schedule", "cell", "hidden", "dtype"), [
+    ("persistent", LowRank(5), 40, "float32"), pytest.param(
+        "layout_transform", LowRank(18, whole=True), 40, "float16", marks=pytest.mark.exhaustive)])
+def test_trains_emulated_on_a_gpu(schedule: str, cell: LowRank, hidden: int, dtype: str, tmp_path: Path):
+    x, parameters, h, dy, dh, dx, wanted, first = gradients(cell, hidden)
+    found = TrainingStep(tmp_path, schedule, cell, hidden, dtype).run(Call(x, [h], dy, [dh], parameters))
+    y, last = cell.numpy(x, h, parameters)
+    for name, value in {"y": y, "h_out": last, "dx": dx, "dh_in": first,
+                        **{f"gradient_{n}": g for n, g in wanted.items()}}.items():
+        assert relative_error(found[name].reshape(value.shape), value) <= LIMITS[dtype], name
+
+
 class Wrong(Cell):
     name, states = "wrong", ("h",)
 
@@ -193,7 +281,10 @@ def through(value: Any) -> Any:
 
 @pytest.mark.parametrize(("step", "says"), [
     (through(lambda v, h, b, j: v + h[b, j]), "h[b, j] is read beside 3 values a row"),
-    (through(lambda v, h, b, j: 1.0 / v), "of 3 values a row, is not finite where the products that it is computed of"),
+    (through(lambda v, h, b, j: 1.0 / v),
+     "pointwise, which is multiplied, is narrower than H, and not finite where the products are 0"),
+    (lambda h, p: product(te.compute((3, 12), lambda b, j: h[b, j // 2]), p["X"], 0),
+     "compute, which is multiplied, has 12 values a row; what is not x itself has H at most, here 6"),
     (lambda h, p: product(h, p["V"], 0), "new state 'h' has shape (3, 3); expected (B, H), here (3, 6)"),
     (lambda h, p: pointwise(lambda b, j: product(h, p["V"], 0)[b, j] + h[b, j], h), "h_V has 3 values a row; what is "
      "read for each hidden unit has H, here 6"),
@@ -201,5 +292,5 @@ def through(value: Any) -> Any:
     (lambda h, p: product(product(h, p["V"], 0), p["T"], 0), "sums 3 terms of h_V, which has 3 values a row, and T")])
 def test_what_is_wrong_is_said(step: Any, says: str):
     with pytest.raises(CellError) as caught:
-        analyse(Wrong(step, V=(1, 3, 6), U=(1, 6, 3), T=(1, 6, 2)), 4, 6)
+        analyse(Wrong(step, V=(1, 3, 6), U=(1, 6, 3), T=(1, 6, 2), X=(1, 6, 12)), 12, 6)
     assert says in str(caught.value) and caught.value.at is not None

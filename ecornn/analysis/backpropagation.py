@@ -83,7 +83,7 @@ def carry_out(adjoint: Adjoint, x: Any, parameters: Mapping[str, Any], states: S
     x = x[..., :own.shape[-1]]
     for o in (*adjoint.recurrence.outer_products, *graph.outer_products):
         value, operand = (x if v is None else np.broadcast_to(values[v], shape) for v in (o.value, o.operand))
-        gradients[o.parameter][o.gate] += outer(value, operand, o.heads)
+        gradients[o.parameter][o.gate] += outer(value[..., :o.rows or None], operand[..., :o.columns or None], o.heads)
     values = start(adjoint.once, weights, totals)
     for vector in adjoint.vectors:
         gradients[vector.parameter][vector.gate] += values[vector.var]

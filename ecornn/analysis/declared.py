@@ -103,12 +103,13 @@ def returned_tensors(cell: Source, outputs: Any, shape: tuple[int, int], lines: 
     found, names = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs], cell.returned_names()
     if len(found) != len(names):
         beside = names[len(cell.states):]
-        raise CellError(f"cell {cell.name!r}: step() returned {len(found)} tensors for {len(cell.states)} states "
-                        f"{cell.states}" + (f" and {len(beside)} outputs {beside} behind them" if beside else ""))
+        error = CellError(f"cell {cell.name!r}: step() returned {len(found)} tensors for {len(cell.states)} states "
+                          f"{cell.states}" + (f" and {len(beside)} outputs {beside} behind them" if beside else ""))
+        raise lines.declared(error, type(cell).step, names[-1])
     for name, tensor in zip(names, found, strict=True):
         what = f"cell {cell.name!r}: {'new state' if name in cell.states else 'output'} {name!r}"
         if not hasattr(tensor, "op"):
-            raise CellError(f"{what} is no tensor: {tensor!r}")
+            raise lines.declared(CellError(f"{what} is no tensor: {tensor!r}"), type(cell).step, name)
         has = tuple(int(s) for s in tensor.shape)
         if has != shape:
             raise lines.located(CellError(f"{what} has shape {has}; expected (B, H), here {shape}"), tensor.op)

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ecornn.analysis.declared import SHIFT, check_names, check_read, returned_tensors, shapes_of
-from ecornn.analysis.heads import by_heads, heads_at
+from ecornn.analysis.heads import by_shape, heads_at
 from ecornn.analysis.lines import Lines
-from ecornn.analysis.narrow import finite
+from ecornn.analysis.narrow import check_value, check_width
 from ecornn.analysis.operators import operator_of
 from ecornn.analysis.scalar import children, is_constant, rebuild, terms, transform, variables
 from ecornn.analysis.source import Source
@@ -265,14 +265,11 @@ class _Walk:
 
     def operand(self, tensor: Tensor, width: int) -> Expr:
         """The scalar of what a product multiplies, which has ``width`` values a row."""
-        if width > self.hidden:
-            raise CellError(f"cell {self.cell.name!r}: {tensor.op.name} has {width} values a row; what is multiplied "
-                            f"and not x itself has H at most, here {self.hidden}: add two products of its parts")
+        what = f"cell {self.cell.name!r}: {tensor.op.name}, which is multiplied,"
+        check_width(what, width, self.hidden)
         with self.of_width(width):
             found = self.scalar(tensor, [self.b, self.j])
-        if width < self.hidden and not finite(found, (a for _, a in self.assigns)):
-            raise CellError(f"cell {self.cell.name!r}: {tensor.op.name}, of {width} values a row, is not finite where "
-                            "the products that it is computed of are 0")
+        check_value(what, found, width < self.hidden, (a for _, a in self.assigns))
         return found
 
     @contextlib.contextmanager
@@ -409,7 +406,7 @@ class _Walk:
         for p in range(1, last + 1):
             products = tuple(product for lv, product in self.products if lv == p)
             operands = tuple(dict.fromkeys(product.term.operand for product in products))
-            phases += by_heads(Phase(operands, products, at(p), self.statistics.at(p, self.leaves)))
+            phases += by_shape(Phase(operands, products, at(p), self.statistics.at(p, self.leaves)))
         read = self.read_since(STATE) | dict.fromkeys((*results.values(), *written))
         hoisted = [v for v in read if self.level[v] in (INPUT, NORMALIZED)]
         projected = [v for v in self.read_since(NORMALIZED) | read if self.level[v] == INPUT]

@@ -43,11 +43,13 @@ def most_heads(graph: StepGraph) -> int:
     return max((heads_of(phase) for phase in graph.phases), default=1)
 
 
-def by_heads(phase: Phase) -> list[Phase]:
-    """A phase as several, one for each number of heads; statistics, and what follows, are in the last one."""
-    kinds: dict[int, list[Product]] = {}
+def by_shape(phase: Phase) -> list[Phase]:
+    """A phase as several, one for each shape of a matrix, which is heads and what is narrow; statistics, and what
+    follows, are in the last one."""
+    kinds: dict[tuple[int, int, int], list[Product]] = {}
     for product in phase.products:
-        kinds.setdefault(product.terms[0].heads, []).append(product)
+        term = product.terms[0]
+        kinds.setdefault((term.heads, term.rows, term.columns), []).append(product)
     if len(kinds) < 2:
         return [phase]
     found = [Phase(tuple(dict.fromkeys(t.operand for p in those for t in p.terms)), tuple(those), ())
@@ -57,7 +59,8 @@ def by_heads(phase: Phase) -> list[Phase]:
 
 def multiplied(graph: StepGraph, hidden: int) -> int:
     """Values of the matrices of a step, of one operand each; that is multiply-adds of a row."""
-    return sum(len(p.products) * hidden * (hidden // heads_of(p)) for p in graph.phases)
+    terms = [product.terms[0] for phase in graph.phases for product in phase.products]
+    return sum((t.rows or hidden) * (t.columns or hidden // t.heads) for t in terms)
 
 
 def product_of(operand: Array | None, matrix: Array, term: Term) -> Array:

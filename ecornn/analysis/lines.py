@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tvm.te import Operation
 
 OWN = str(Path(__file__).resolve().parent.parent)
+FOREIGN = (".pxi", ".pyx", ".cc", ".h")  # what TVM's own code is named in traces, wherever it was built
 
 
 class Lines:
@@ -25,10 +26,12 @@ class Lines:
 
     def __init__(self) -> None:
         import tvm
+        import tvm_ffi
         from tvm import te
 
         # what te has besides compute() is refused, with its line
-        self._makers, self._tvm = {f.__code__ for f in (te.compute, te.extern, te.scan)}, str(Path(tvm.__file__).parent)
+        self._makers = {f.__code__ for f in (te.compute, te.extern, te.scan)}
+        self._tvm = tuple(str(Path(module.__file__ or OWN).parent) for module in (tvm, tvm_ffi))
         self._found: dict[Operation, tuple[str, int]] = {}  # operation -> file and line
         self._noting = False
 
@@ -53,7 +56,7 @@ class Lines:
                 self._found[tensor.op] = caller.f_code.co_filename, caller.f_lineno
 
     def _users(self, file: str) -> bool:
-        return not file.startswith((OWN, self._tvm, "<frozen"))
+        return not (file.startswith((OWN, *self._tvm, "<frozen", "<unknown")) or file.endswith(FOREIGN))
 
     def located(self, error: CellError, op: Operation) -> CellError:
         """The error with the line of ``op``, unless it has one already or none is known."""

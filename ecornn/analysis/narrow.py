@@ -13,23 +13,38 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from ecornn.analysis.scalar import is_constant
 from ecornn.analysis.step import Assign, Phase, StepGraph, Term
+from ecornn.errors import CellError
 
 if TYPE_CHECKING:
-    from tvm.tirx import Var
+    from tvm.ir import Expr
 
 
-def finite(var: Var, assigns: Iterable[Assign]) -> bool:
-    """Whether a value is finite where all that it is computed from is 0."""
+def check_width(what: str, width: int, hidden: int) -> None:
+    """Raises :class:`CellError` where an operand, not x itself, has more than H = ``hidden`` values a row."""
+    if width > hidden:
+        raise CellError(f"{what} has {width} values a row; what is not x itself has H at most, here {hidden}: add two "
+                        "products of its parts")
+
+
+def check_value(what: str, value: Expr, narrow: bool, assigns: Iterable[Assign]) -> None:
+    """Raises :class:`CellError` where an operand is a constant, or ``narrow`` and not finite where all that it is
+    computed from is 0."""
     import numpy as np
 
     from ecornn.analysis.evaluate import evaluate
 
-    values: defaultdict[Var, Any] = defaultdict(float)
+    if is_constant(value):
+        raise CellError(f"{what} is a constant")
+    if not narrow:
+        return
+    values: defaultdict[Expr, Any] = defaultdict(float)
     with np.errstate(all="ignore"):
         for a in assigns:
             values[a.var] = evaluate(a.value, values)
-    return bool(np.isfinite(values[var]))
+    if not np.isfinite(values[value]):
+        raise CellError(f"{what} is narrower than H, and not finite where the products are 0 that it is computed of")
 
 
 def narrow_terms(graph: StepGraph) -> list[Term]:

@@ -124,13 +124,16 @@ class Sum:
 class OuterProduct:
     """Outer products added up over all steps and batch rows, one matrix product once the steps are done:
     ``parameter[gate, j, k]`` gets ``sum_t sum_b value[t, b, j] * operand[t, b, k]``; None is the input x. With
-    ``heads`` k goes over the values of j's own head."""
+    ``heads`` k goes over the values of j's own head; of a parameter that is narrower than H j, or k, over its ``rows``,
+    or ``columns``."""
 
     parameter: str
     gate: int
     value: Var | None
     operand: Var | None
     heads: int = 1
+    rows: int = 0
+    columns: int = 0
 
 
 @dataclass(frozen=True)

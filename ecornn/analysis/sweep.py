@@ -71,7 +71,7 @@ class Sweep:
         for product in products:
             for term in product.terms if product.var in gradients else ():
                 made = Term(gradients[product.var], term.parameter, term.gate, not term.transposed,
-                            term.heads)
+                            term.heads, term.columns, term.rows)
                 same = next((terms for o, terms in found if o is term.operand or (
                     o is not None and o.same_as(term.operand))), None)
                 if same is None:

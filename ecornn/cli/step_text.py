@@ -211,7 +211,7 @@ def sizes(graph: StepGraph, work: Workload, names: Names) -> list[str]:
     table.append(("Bytes of weights", 0, ""))
     for title, used, why in (("  recurrent", recurrent, "read in each step, or kept on the chip"),
                              ("  of x", read - recurrent, "read once for all steps")):
-        one = {p: work.hidden * graph.parameters[p][2] for p, _ in used}
+        one = {p: graph.parameters[p][1] * graph.parameters[p][2] for p, _ in used}
         table.append((title, int(sum(one[p] for p, _ in used) * BITS[work.stored] // 8), why if used else "none"))
     vectors = {(v.parameter, v.gate) for v in graph.vectors}
     table.append(("  vectors", len(vectors) * work.hidden * wide, "once a layer" if vectors else "none"))

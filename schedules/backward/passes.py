@@ -197,7 +197,8 @@ class RowPass:
         expected = w.seq * w.batch if self.each == STEPS else w.batch
         return Job(name, self.memory.task.device, w.dtype, w.arithmetic,
                    operands_of(name, products, {v: p.columns for v, p in operands.items()} | {None: self.memory.x},
-                               w.itemsize, {n: shape[0] for n, shape in self.memory.forward.parameters.items()}),
+                               w.itemsize, {n: shape[0] for n, shape in self.memory.forward.parameters.items()
+                                            if shape[1] == w.hidden}),
                    len(products), self.units or w.hidden, 0, vectors, self.each, expected)
 
 

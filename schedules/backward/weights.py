@@ -62,12 +62,16 @@ def groups_of(memory: Memory, outers: Sequence[OuterProduct], places: Mapping[Va
     def columns(var: Var | None) -> Columns:
         return memory.x if var is None else places[var].columns
 
-    def of_head(o: OuterProduct) -> Columns:
+    def multiplied(o: OuterProduct) -> Columns:
         whole = columns(o.operand)
-        return replace(whole, width=whole.width // o.heads)
+        return replace(whole, width=o.columns or whole.width // o.heads)
+
+    def made(o: OuterProduct) -> Columns:
+        whole = columns(o.value)
+        return replace(whole, width=o.rows or whole.width)
 
     heads = {o.parameter: o.heads for o in outers}
-    items = sorted({(o.parameter, of_head(o), columns(o.value), o.gate) for o in outers},
+    items = sorted({(o.parameter, multiplied(o), made(o), o.gate) for o in outers},
                    key=lambda i: (i[0], i[1].name, i[1].offset, i[2].name, i[2].offset, i[3]))
     found: list[Group] = []
     for (parameter, operand, _), those in groupby(items, key=lambda i: (i[0], i[1], i[2].name)):

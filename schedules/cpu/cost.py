@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import product
 
-from ecornn.analysis.heads import heads_of, multiplied
+from ecornn.analysis.heads import multiplied
+from ecornn.analysis.narrow import columns_of
 from ecornn.schedules.base import Config, Task
 from ecornn.schedules.cpu.stored import STORED
 from ecornn.schedules.cpu.tiling import (
@@ -160,7 +161,7 @@ def features(task: Task, config: Config) -> dict[str, float]:
         if not gates:
             continue
         hoisted = name == "hoisted"
-        deep = workload.input if hoisted else workload.hidden // heads_of(task.graph.phases[int(name[5:]) - 1])
+        deep = workload.input if hoisted else columns_of(task.graph.phases[int(name[5:]) - 1], workload.hidden)
         rows = shape.chunk * workload.batch if hoisted else workload.batch
         heights, units = heights_of(rows, tile, hoisted), shape.units(tile)
         row_tiles, computed = sum(heights.values()), sum(height * count for height, count in heights.items())

@@ -295,6 +295,7 @@ class BackwardWorker:
         rows, columns = (self.shape.input if v is None else self.shape.hidden for v in (o.value, o.operand))
         value, operand = (self.x if v is None else self.places[v] for v in (o.value, o.operand))
         assert value is not None and operand is not None
+        rows, columns = o.rows or rows, o.columns or columns
         rows, columns, gate = rows // o.heads, columns // o.heads, rows * (columns // o.heads)
         return Outer(self.root.data[f"gradient_{o.parameter}"], o.gate * gate, rows, columns, value, operand, o.heads)
 
