@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 from cuda_on_cpu import Emulated, Fault, inputs
 from emulated import check_numbers, only, task_of
+from exact import ALL_CELLS
 from limits import relative
 from msgspec.structs import replace
+from published.heads import BlockGRU
+from test_heads import BlockRNN
 
 from ecornn.program import RUN
 from ecornn.schedules.persistent_block import PersistentBlock
 from ecornn.targets import KNOWN
-from ecornn.workload import Traversal
+from ecornn.workload import ALONE, Traversal
 
 SMALL = replace(KNOWN["sm_90a"], cores=6)
 CUT = {"products": "fma", "rows": 1, "units": 1, "lanes": 2, "registers": 100, "resident": 1, "cluster": 1,
@@ -64,6 +67,43 @@ TRAVERSALS: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Trav
     ("lstm", (7, 13, 9, 32), "bfloat16", MMA | {"rows": 7, "cluster": 2}, Traversal(True, 2, True, True)),
     ("gru", (12, 9, 7, 32), "float16", MMA | {"rows": 9, "cluster": 2}, Traversal(sequences=True)),
 ]
+
+# a head a block, or several; of any number of units by multiply-adds, of whole eights on tensor cores
+HEADS: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Traversal]] = [
+    ("slstm(heads=2)", (5, 3, 9, 64), "float16", {"rows": 1, "math": "fast", "hoisted": "same"}, ALONE),
+    ("block_4", (4, 5, 4, 52), "float32", {"rows": 2, "heads": 2, "lanes": 4}, ALONE),  # two phases; idle threads
+    ("block_2", (4, 5, 5, 48), "float16", MMA | {"rows": 2, "heads": 2}, ALONE),
+    ("slstm(heads=2)", (4, 3, 9, 96), "float16", WGMMA | {"rows": 2, "heads": 2, "units": 2}, ALONE),  # 3 of 4 warps
+    ("slstm(heads=2)", (7, 5, 9, 32), "bfloat16", MMA | {"rows": 2, "heads": 2}, Traversal(False, 2, True, True)),
+    ("slstm(heads=2)", (4, 9, 9, 32), "float16", MMA | {"rows": 5, "cluster": 2}, ALONE),
+]
+MORE_HEADS = [pytest.param(*case, marks=pytest.mark.exhaustive) for case in (
+    ("slstm(heads=3)", (4, 5, 6, 42), "tf32", {"rows": 3, "heads": 3, "lanes": 1, "units": 2, "registers": 25}, ALONE),
+    ("block_3", (4, 3, 5, 30), "bfloat16", {"rows": 2, "heads": 1}, ALONE),
+    ("block_4", (4, 3, 4, 96), "float16", MMA | {"rows": 1, "heads": 2, "hoisted": "same"}, ALONE),
+    ("block_2", (3, 11, 4, 128), "bfloat16", MMA | {"rows": 9, "registers": 50}, ALONE),
+    ("block_3", (4, 3, 5, 24), "float32", MMA | {"rows": 3, "heads": 3}, ALONE),
+    ("block_2", (4, 10, 5, 48), "bfloat16", WGMMA | {"rows": 10, "heads": 1}, ALONE),
+    ("block_2", (7, 5, 4, 30), "float16", {"rows": 2, "hoisted": "same"}, Traversal(True, 2, True, True)),
+    ("slstm(heads=3)", (12, 9, 7, 21), "float16", {"rows": 3, "heads": 3}, Traversal(sequences=True)),
+    ("slstm(heads=2)", (12, 9, 7, 32), "float16", MMA | {"rows": 4}, Traversal(True, sequences=True)),
+    ("block_gru", (4, 11, 5, 64), "bfloat16", MMA | {"rows": 6, "cluster": 2, "hoisted": "same"}, ALONE),
+    ("block_gru", (4, 7, 5, 64), "float32", MMA | {"rows": 5, "cluster": 2}, Traversal(True, 2, True, True)),
+)]
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Helpers find these cells by their names."""
+    for cell in (*map(BlockRNN, (2, 3, 4)), BlockRNN(3, whole=True), BlockGRU()):
+        monkeypatch.setitem(ALL_CELLS, cell.name, cell)
+
+
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), [*HEADS, *MORE_HEADS],
+                         ids=lambda v: str(v).replace(" ", ""))
+def test_heads(tmp_path, cell, sizes, dtype, change, traversal):
+    check_numbers(tmp_path, PersistentBlock(), task_of(cell, sizes, dtype, SMALL, traversal), CUT | change)
+
 
 @pytest.mark.parametrize(("cell", "sizes", "dtype", "change"), CASES, ids=lambda v: str(v).replace(" ", ""))
 def test_matches_float64(tmp_path, cell, sizes, dtype, change):
@@ -134,6 +174,12 @@ def test_what_does_not_fit_is_refused():
     assert "statistics" in str(schedule.serves(task_of("lstm(layer_norm)", (9, 3, 64, 64), "float16", device)))
     assert "do not fit" in str(schedule.serves(task_of("lstm", (9, 3, 64, 256), "float16", device)))
     assert "do not fit" in str(schedule.serves(task_of("lstm", (9, 3, 64, 200), "float32", device)))
+    several = task_of("block_3_whole", (9, 3, 4, 96), "float16", device)
+    assert "several numbers of heads" in str(schedule.serves(several))
+    assert "do not fit" in str(schedule.serves(task_of("slstm(heads=8)", (9, 3, 64, 2048), "float16", device)))
+    of_heads = task_of("slstm(heads=8)", (9, 3, 64, 96), "float16", device)
+    assert next(k.values for k in schedule.knobs(of_heads) if k.name == "heads") == (1, 2, 4, 8)
+    assert "do not divide a head of 12" in str(schedule.check(of_heads, CUT | MMA))
     for hidden, dtype in ((64, "float32"), (128, "float16"), (128, "bfloat16"), (96, "tf32")):
         assert schedule.serves(task_of("lstm", (9, 3, 64, hidden), dtype, device)) is None
     task = task_of("lstm", (9, 32, 64, 64), "float32", device)

@@ -1,4 +1,4 @@
-"""Block schedule: one launch for the whole sequence, of blocks that each hold all recurrent weights."""
+"""Block schedule: one launch for the whole sequence, of blocks that each hold all recurrent weights, or a head's."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 from itertools import product
 from math import inf, prod
 
+from ecornn.analysis.heads import heads_of, most_heads
 from ecornn.device import Device
 from ecornn.program import PACKED, Buffer, Extent, Launch, Program
 from ecornn.schedules.assemble import assemble
@@ -17,7 +18,7 @@ from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.persistent_block.cluster import SIZES
 from ecornn.schedules.persistent_block.estimate import cycles, estimate, turns_of
 from ecornn.schedules.persistent_block.kernel import block_kernel
-from ecornn.schedules.persistent_block.plan import RESERVED, TEAM, BlockPlan, packing_of, plan_of, register_limit
+from ecornn.schedules.persistent_block.plan import RESERVED, BlockPlan, held_of, packing_of, plan_of, register_limit
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
 from ecornn.schedules.timeline import together
@@ -33,12 +34,13 @@ CODE = 4096  # multiply-adds of unrolled code, at most
 
 
 class PersistentBlock(Schedule):
-    """Serves small layers: cells with recurrent products whose weights fit in one multiprocessor."""
+    """Serves small layers and heads: cells with recurrent products whose weights fit in one multiprocessor."""
 
     name = "persistent_block"
     revision = 1
     kind = "cuda"
     sequences = True
+    heads = True
 
     def __init__(self) -> None:
         self._known: dict[tuple[Workload, Device, Traversal], Config | None] = {}
@@ -51,6 +53,8 @@ class PersistentBlock(Schedule):
             return f"cell {graph.cell!r} has statistics of all units"
         if any(len(product.terms) != 1 for phase in graph.product_phases for product in phase.products):
             return f"cell {graph.cell!r} adds products of several values"
+        if len({heads_of(phase) for phase in graph.product_phases}) > 1:
+            return f"cell {graph.cell!r} has products of several numbers of heads"
         if fault := no_projection(task):
             return fault
         most = max(self._clusters(task))
@@ -63,25 +67,31 @@ class PersistentBlock(Schedule):
     def _clusters(task: Task) -> tuple[int, ...]:
         """Blocks that may share the weights, each with as many eights of units."""
         (first, *more), w = task.graph.product_phases, task.workload
+        head = w.hidden // most_heads(task.graph)
         one = more or len(first.operands) > 1 or len(task.graph.phases) > 1
         return tuple(n for n in SIZES if n == 1 or (
-            not one and w.batch > QUAD and w.hidden % (8 * n) == 0 and task.device.clusters(n) > 0))
+            not one and w.batch > QUAD and head % (8 * n) == 0 and task.device.clusters(n) > 0))
 
     @staticmethod
     def _weights(task: Task) -> int:
-        """Bytes of the recurrent weights."""
+        """Bytes of the recurrent weights of a head."""
         w = task.workload
-        return sum(len(p.products) for p in task.graph.product_phases) * w.hidden * w.hidden * w.itemsize
+        own = w.hidden // most_heads(task.graph)
+        return sum(len(p.products) for p in task.graph.product_phases) * own * own * w.itemsize
 
     def knobs(self, task: Task) -> tuple[Knob, ...]:
         w = task.workload
+        heads = most_heads(task.graph)
+        held = [n for n in range(1, heads + 1) if heads % n == 0]
         # of those that make the same number of blocks, the fewest
         at_once = [task.device.clusters(n) if n > 1 else task.device.cores for n in self._clusters(task)]
-        fair = {-(-w.batch // (blocks * turns)) for blocks in at_once for turns in (1, 2)}
+        fair = {-(-w.batch * heads // (n * blocks * turns)) for blocks in at_once for turns in (1, 2) for n in held}
         wide = task.device.arch == "sm_90a" and w.dtype != "float32"
         kinds = ("fma", "mma", "wgmma") if wide else ("fma", "mma")
         rows = {r for r in {*ROWS, *fair} if r <= min(w.batch, ROWS[-1])}
+        several = (Knob("heads", tuple(held), "of a block. More: fewer blocks, each with more work a step"),)
         return (
+            *(several if heads > 1 else ()),
             Knob("products", kinds, "fma: multiply-adds of float32, for few rows; mma: tensor cores, which always "
                  "multiply eights of rows; wgmma: those of Hopper, faster, which read the state from shared memory"),
             Knob("rows", tuple(sorted(rows)), "batch rows of a block. More: a weight is loaded for more rows; fewer: "
@@ -107,19 +117,24 @@ class PersistentBlock(Schedule):
             return "lanes share K of multiply-adds alone"
         if wide and config["registers"] != 100:
             return "warpgroups have all weights in registers"
-        cluster, blocks = int(config["cluster"]), -(-w.batch // rows)
-        if cluster > 1 and (config["products"] != "mma" or resident > 1 or rows <= QUAD):
-            return "clusters are for mma of more rows than a quad has lanes, a block on each multiprocessor"
-        if cluster > 1 and w.hidden % (8 * units * cluster):
+        heads, held, cluster = most_heads(task.graph), held_of(config), int(config["cluster"])
+        head, blocks = w.hidden // heads, -(-w.batch // rows) * (heads // held)
+        own = head // cluster
+        if cluster > 1 and (config["products"] != "mma" or resident > 1 or rows <= QUAD or held > 1):
+            return "clusters are for mma of more rows than a quad has lanes, of a head, a block on each multiprocessor"
+        if cluster > 1 and head % (8 * units * cluster):
             return "a warp of a cluster with fewer units than others"
         if blocks <= device.cores * (resident - 1):
             return f"{blocks} blocks, {resident} of them on each of {device.cores} multiprocessors"
-        if units > 1 and (8 * (units - 1) if mma else units - 1) >= w.hidden // cluster:
+        if units > 1 and (8 * (units - 1) if mma else units - 1) >= own:
             return "units that the layer has not"
-        if not mma and 4 * (lanes - 1) >= w.hidden:
+        if heads > 1 and own % (8 * units if mma else units):
+            return f"{8 * units if mma else units} units do not divide a head of {head}"
+        if not mma and 4 * (lanes - 1) >= head:
             return "a lane without a part of K"
-        threads = (-(-w.hidden // (8 * units * cluster)) if mma else -(-(-(-w.hidden // units) * lanes) // 32)) * 32
-        threads = -(-threads // TEAM) * TEAM if wide else threads
+        groups = -(-own // (8 * units if mma else units))
+        groups = held * (-(-groups // 4) * 4 if wide else groups)  # warps, or groups of lanes
+        threads = (groups if mma else -(-groups * lanes // 32)) * 32
         if threads > THREADS:
             return f"{threads} threads a block"
         plan = plan_of(task, config)
@@ -150,7 +165,8 @@ class PersistentBlock(Schedule):
         rows = min(int(config["rows"]), task.workload.batch)
         if int(config["cluster"]) > 1:
             return {**config, "rows": rows}
-        together = -(-task.workload.batch // (rows * task.device.cores))
+        blocks = -(-task.workload.batch // rows) * (most_heads(task.graph) // held_of(config))
+        together = -(-blocks // task.device.cores)
         return {**config, "rows": rows, "resident": min(int(config["resident"]), together)}
 
     def expected(self, task: Task) -> float:
@@ -187,7 +203,8 @@ class PersistentBlock(Schedule):
     def candidates(self, task: Task) -> Iterator[Config]:
         """Of all cuts, those that keep as many weights in registers as possible."""
         knobs = {k.name: k.values for k in self.knobs(task)}
-        cut, math = ("products", "rows", "units", "lanes", "cluster", "resident"), math_for(task)
+        cut = tuple(n for n in ("heads", "products", "rows", "units", "lanes", "cluster", "resident") if n in knobs)
+        math = math_for(task)
         for values in product(*(knobs[name] for name in cut)):
             for registers in REGISTERS:
                 config: Config = {**dict(zip(cut, values, strict=True)), "registers": registers,
@@ -207,7 +224,7 @@ class PersistentBlock(Schedule):
 
     def together(self, task: Task, config: Config) -> int:
         plan = plan_of(task, config)
-        return together(task.traversal, plan.blocks, plan.rows)
+        return together(task.traversal, plan.blocks // plan.shares, plan.rows)
 
     def program(self, task: Task, config: Config) -> Program:
         plan, layout = plan_of(task, config), hoisted_of(task, config)

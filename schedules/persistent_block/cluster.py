@@ -75,5 +75,5 @@ class Sent:
         return self.words.ptr_to([self.plan.barriers_place + slot * 2])
 
     def _expect(self, step: Expr) -> None:
-        count = self.plan.rows * self.plan.hidden * (4 if self.plan.dtype == "float32" else 2)
+        count = self.plan.rows * self.plan.head * (4 if self.plan.dtype == "float32" else 2)
         T.evaluate(T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"](self._barrier(step % 2), T.uint32(count)))

@@ -22,11 +22,15 @@ class MultiplyAdds(Products):
     """Emits them. A pair's number is ``row * units + unit``."""
 
     def __init__(self, task: Task, plan: BlockPlan, shared: TirBuffer, sources: list[TirBuffer], thread: Expr,
-                 rank: Expr) -> None:
-        super().__init__(task, plan, shared, sources, thread, rank)
+                 rank: Expr, share: Expr) -> None:
+        super().__init__(task, plan, shared, sources, thread, rank, share)
         self.lane, self.group = T.let("k_lane", thread % plan.lanes), T.let("k_group", thread // plan.lanes)
         first: Expr = 0
-        left, lanes, owner = plan.units * plan.rows, plan.lanes, self.group < plan.groups
+        left, lanes, owner = plan.units * plan.rows, plan.lanes, self.group < plan.held * plan.groups
+        group = self.group
+        if plan.held > 1:  # threads beyond the last head's read what is that one's
+            self.head = T.let("head", T.min(self.group // plan.groups, plan.held - 1))
+            group = T.let("head_group", self.group - self.head * plan.groups)
         while lanes > 1:
             lanes //= 2
             if left % 2 == 0:
@@ -37,10 +41,10 @@ class MultiplyAdds(Products):
         first, owner = T.let("first_pair", first), T.let("owner", owner)
         for i in range(plan.items):
             pair = first + i
-            self.place.append((self.group * plan.units + pair % plan.units, pair // plan.units, owner))
+            self.place.append((group * plan.units + pair % plan.units, pair // plan.units, owner))
 
     def store(self, first: Expr, unit: Expr, column: Expr, value: Expr) -> None:
-        T.buffer_store(self.shared, value, [first + column * self.plan.depth_of_k + unit])
+        T.buffer_store(self.shared, value, [first + column * (self.plan.held * self.plan.depth_of_k) + unit])
 
     def multiply(self, phase: int, side: Expr, meanwhile: Callable[[], None] = lambda: None) -> list[dict[Var, Expr]]:
         plan, products = self.plan, self.task.graph.product_phases[phase].products
@@ -55,7 +59,7 @@ class MultiplyAdds(Products):
                         T.buffer_store(sums, T.float32(0), [p, u, c, r])
         for number, part in enumerate(plan.parts):
             if part.phase == phase:
-                operand = T.let("operand", self.first(phase, part.operand, side) + self.lane * 4)
+                operand = T.let("operand", self.first(phase, part.operand, side) + self.lane * 4 + self.head_first)
                 self._part(number, part, operand, sums, chains, meanwhile if number == first else lambda: None)
         # pairs in the order of their numbers, each with all products
         pairs = [[self._total(sums, p, u, r, chains) for p in range(len(products))]
@@ -74,7 +78,7 @@ class MultiplyAdds(Products):
 
         def load(piece: int) -> None:
             with T.unroll("r", plan.rows) as r:
-                at = self.shared.ptr_to([first + r * plan.depth_of_k + piece * 4 * plan.lanes])
+                at = self.shared.ptr_to([first + r * (plan.held * plan.depth_of_k) + piece * 4 * plan.lanes])
                 T.evaluate(T.ptx["ld.shared.v4.f32"](*(state[piece % ahead, r, i] for i in range(4)), at))
 
         for piece in range(ahead):
@@ -117,7 +121,12 @@ class MultiplyAdds(Products):
         return 4
 
     def _weight(self, part: Part, n: int) -> Expr:
-        return n * self.plan.threads + self.thread
+        plan = self.plan
+        if plan.heads == 1:
+            return n * plan.threads + self.thread
+        groups, each = plan.held * plan.groups, part.pieces * len(part.products) * plan.units
+        group = T.min(self.group, groups - 1)  # threads without units have any weights
+        return ((self.share_of_heads * each + n) * groups + group) * plan.lanes + self.lane
 
 
 def exchanged(values: list[Expr], lanes: int) -> list[Expr]:

@@ -37,7 +37,7 @@ class Gates(GateThreads):
     """Emits a thread's whole life."""
 
     def __init__(self, kernel: SequenceKernel, plan: BlockPlan, products: Products, block: Expr, thread: Expr) -> None:
-        """``block``: the number of the block, or cluster, of these rows."""
+        """``block``: the number of the block, or cluster, of these rows, among those that have the same heads."""
         self.plan, self.products = plan, products
         self.sent = Sent(plan, products.words, kernel.steps, thread) if plan.cluster > 1 else None
         self.values: list[Expr] = []  # of items, until all of them are sent
@@ -47,8 +47,13 @@ class Gates(GateThreads):
 
     def _locate(self, thread: Expr) -> None:
         place = self.products.place
-        self.unit = [T.let("unit", unit) for unit, _, _ in place]
-        self.local = self.unit
+        if self.plan.heads == 1:
+            self.unit = [T.let("unit", unit) for unit, _, _ in place]
+            self.local = self.unit
+        else:
+            head = T.let("layer_head", self.products.share_of_heads * self.plan.held + self.products.head)
+            self.unit = [T.let("unit", head * self.plan.head + unit) for unit, _, _ in place]
+            self.local = [T.let("local", self.products.head_first + unit) for unit, _, _ in place]
         self.owner = [T.let("owner", owner) for _, _, owner in place]
         self.column = [T.let("column", T.Select(owner, column, 0))
                        for owner, (_, column, _) in zip(self.owner, place, strict=True)]
@@ -143,7 +148,7 @@ class Gates(GateThreads):
             return
         with T.If(T.And(self.owner[i], self.unit[i] < self.plan.hidden)), T.Then():
             for o, operand in enumerate(self.graph.product_phases[p].operands):
-                self.products.store(self.products.first(p, o, self._side(step)), self.unit[i], self.column[i],
+                self.products.store(self.products.first(p, o, self._side(step)), self.local[i], self.column[i],
                                     env[operand])
 
     def _send(self, sent: Sent, step: Expr) -> None:
@@ -154,11 +159,11 @@ class Gates(GateThreads):
         odd = T.let("odd", products.tile_lane // 4 % 2 != 0)
         for i in range(0, self.items, per):
             if per == 1:
-                unit, column, word = self.unit[i], self.column[i], T.let("word", T.reinterpret("uint32", values[i]))
+                unit, column, word = self.local[i], self.column[i], T.let("word", T.reinterpret("uint32", values[i]))
                 owner = self.owner[i]
             else:
                 word = sent.pair((values[i], values[i + 1]), odd)
-                unit = self.unit[i] // 2 * 2
+                unit = self.local[i] // 2 * 2
                 column = T.Select(odd, self.column[i + 1], self.column[i])
                 owner = T.Select(odd, self.owner[i + 1], self.owner[i])
             with T.If(owner), T.Then():

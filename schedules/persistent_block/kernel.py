@@ -10,13 +10,14 @@ later, where that was, comes behind a barrier that all reach once they have read
 between anyway.
 
 Blocks, or clusters of blocks that share the weights (``cluster.py``), know nothing of each other: there may be as many
-as there are rows, in turns where the chip has no room.
+as there are rows, in turns where the chip has no room. Heads, whose units see no others, know nothing of each other
+either: of a layer with heads a block has one or some of them.
 """
 
 from __future__ import annotations
 
 from ecornn.schedules.base import Task
-from ecornn.schedules.builder import PrimFunc, T
+from ecornn.schedules.builder import Expr, PrimFunc, T
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.persistent_block.fma import MultiplyAdds
@@ -55,8 +56,11 @@ def block_kernel(task: Task, plan: BlockPlan, hoisted: Hoisted, math: str, kept:
         # in order: state, weights, inputs that are copied ahead, barriers of a cluster
         shared = T.shared(plan.shared // 4)
         kernel = SequenceKernel(task, hoisted, math, arguments, steps, batch, kept)
+        share: Expr = 0  # of the heads
+        if plan.shares > 1:
+            share, group = T.let("share", group % plan.shares), T.let("row_group", group // plan.shares)
         with T.If(group * plan.rows < batch), T.Then():
             kinds: dict[str, type[Products]] = {"fma": MultiplyAdds, "mma": TensorProducts, "wgmma": WarpgroupProducts}
-            products = kinds[plan.products](task, plan, shared, weights, thread, rank)
+            products = kinds[plan.products](task, plan, shared, weights, thread, rank, share)
             Gates(kernel, plan, products, group, thread).run()
     return builder.get()

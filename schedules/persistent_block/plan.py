@@ -5,13 +5,13 @@ from __future__ import annotations
 from math import prod
 from typing import NamedTuple
 
+from ecornn.analysis.heads import most_heads
 from ecornn.analysis.step import Phase
 from ecornn.program import Packing
 from ecornn.schedules.base import Config, Task
 from ecornn.schedules.hoisted import hoisted_of
 from ecornn.schedules.isa.tensor_core import per_word, words
 
-TEAM = 128  # threads of a warpgroup
 PAIR = 16  # words of a pair of k-tiles
 CHAINS = 4  # dependent sums that a thread has at least: as many cycles as a multiply-add takes
 AHEAD = 8  # loads of 16 bytes of state that a thread has under way
@@ -40,7 +40,8 @@ class Part(NamedTuple):
 
 class BlockPlan(NamedTuple):
     """The cut: ``blocks`` of ``rows`` batch rows, each with all weights; or as many clusters of ``cluster`` blocks, of
-    which each has the weights of as many units.
+    which each has the weights of as many units. Of a layer with heads, whose units see those of their own head alone,
+    a block has those of ``held`` heads, or a cluster that of one, and the blocks of the same rows are neighbours.
 
     On tensor cores a warp has ``units`` times eight units of all rows; with ``fma``, ``lanes`` neighbouring threads
     share K of ``units`` units of all rows, and then have some of these (unit, row) pairs each.
@@ -61,6 +62,18 @@ class BlockPlan(NamedTuple):
     kept: int  # values that a thread keeps for each pair: states, inputs of two steps, what masks say
     operands: tuple[int, ...]  # of each phase
     parts: tuple[Part, ...]
+    heads: int = 1
+    held: int = 1
+
+    @property
+    def head(self) -> int:
+        """Units of a head; a layer without heads is one."""
+        return self.hidden // self.heads
+
+    @property
+    def shares(self) -> int:
+        """Blocks, or clusters, that have the heads of the same rows."""
+        return self.heads // self.held
 
     @property
     def mma(self) -> bool:
@@ -73,19 +86,22 @@ class BlockPlan(NamedTuple):
 
     @property
     def own(self) -> int:
-        """Units of a block."""
-        return self.hidden // self.cluster
+        """Units of a head that a block has."""
+        return self.head // self.cluster
 
     @property
     def groups(self) -> int:
-        """Warps of mma, or groups of lanes, that have units."""
+        """Warps of mma, or groups of lanes, that have units of a head."""
         return -(-self.own // (8 * self.units if self.mma else self.units))
 
     @property
+    def warps(self) -> int:
+        """Warps of mma of a head; of warpgroups, which read the state of one head, all, some without units."""
+        return -(-self.groups // 4) * 4 if self.wgmma else self.groups
+
+    @property
     def threads(self) -> int:
-        if self.wgmma:
-            return -(-self.groups // 4) * TEAM
-        return self.groups * 32 if self.mma else -(-self.groups * self.lanes // 32) * 32
+        return 32 * self.held * self.warps if self.mma else -(-self.held * self.groups * self.lanes // 32) * 32
 
     @property
     def tiles(self) -> int:
@@ -140,17 +156,22 @@ class BlockPlan(NamedTuple):
 
     @property
     def depth_of_k(self) -> int:
-        """Values of K, padded, of FMA; or pairs of k-tiles of mma."""
+        """Values of K of a head, padded, of FMA; or pairs of k-tiles of mma."""
         if self.mma:
-            return -(-words(self.hidden, self.dtype) // PAIR)
-        return -(-self.hidden // (4 * self.lanes)) * 4 * self.lanes
+            return -(-words(self.head, self.dtype) // PAIR)
+        return -(-self.head // (4 * self.lanes)) * 4 * self.lanes
+
+    @property
+    def head_stride(self) -> int:
+        """Units, padded, that a head has in an operand."""
+        return self.depth_of_k * (PAIR * per_word(self.dtype) if self.mma else 1)
 
     @property
     def operand_words(self) -> int:
         """Words of an operand of all rows."""
         if self.wgmma:
-            return self.depth_of_k * PAIR * self.tiles * 8
-        return self.depth_of_k * self.rows * (PAIR if self.mma else 1)
+            return self.held * self.depth_of_k * PAIR * self.tiles * 8
+        return self.held * self.depth_of_k * self.rows * (PAIR if self.mma else 1)
 
     def operand_place(self, phase: int, operand: int) -> int:
         """First word of an operand in shared memory; its second buffer follows that of all of its phase."""
@@ -218,18 +239,23 @@ def parts_of(phases: tuple[Phase, ...], pieces: int, percent: int) -> tuple[Part
 def plan_of(task: Task, config: Config) -> BlockPlan:
     """The plan of a configuration; it need not fit, ``check`` says that."""
     w, graph, traversal = task.workload, task.graph, task.traversal
-    rows, phases = int(config["rows"]), graph.product_phases
+    rows, phases, heads, held = int(config["rows"]), graph.product_phases, most_heads(graph), held_of(config)
     masks = traversal.lengths + 2 * traversal.resets + traversal.sequences * (3 + len(graph.states))
     plan = BlockPlan(
-        hidden=w.hidden, dtype=w.dtype, arithmetic=w.arithmetic, blocks=-(-w.batch // rows), rows=rows,
-        cluster=int(config["cluster"]),
+        hidden=w.hidden, dtype=w.dtype, arithmetic=w.arithmetic, blocks=-(-w.batch // rows) * (heads // held),
+        rows=rows, cluster=int(config["cluster"]),
         products=str(config["products"]), units=int(config["units"]), lanes=int(config["lanes"]),
         resident=int(config["resident"]), depth=DEPTHS[0], words=hoisted_of(task, config).words(),
         kept=len(graph.states) + len(graph.invariant_outputs) + 2 * hoisted_of(task, config).words() + masks,
-        operands=tuple(len(p.operands) for p in phases), parts=())
+        operands=tuple(len(p.operands) for p in phases), parts=(), heads=heads, held=held)
     pieces = plan.depth_of_k if plan.mma else plan.depth_of_k // (4 * plan.lanes)
     depth = next((d for d in DEPTHS if d * plan.input_words * 4 <= INPUT_BYTES), DEPTHS[-1])
     return plan._replace(parts=parts_of(phases, pieces, int(config["registers"])), depth=depth)
+
+
+def held_of(config: Config) -> int:
+    """Heads of a block; a layer without heads is one."""
+    return int(config.get("heads", 1))
 
 
 def register_limit(task: Task, plan: BlockPlan) -> int:
@@ -240,17 +266,23 @@ def register_limit(task: Task, plan: BlockPlan) -> int:
 
 def packing_of(task: Task, plan: BlockPlan, part: Part) -> Packing:
     """The weights of a part, 16 bytes a thread for each (piece, product, unit) of FMA, in float32, or for each (piece,
-    eight units, product) of mma: fragments of operand A, whose K is permuted as that of the state is."""
+    eight units, product) of mma: fragments of operand A, whose K is permuted as that of the state is. Of a layer with
+    heads it is that of a block for each of ``shares`` blocks, of the threads alone that have units."""
     phase = task.graph.product_phases[part.phase]
     sources = tuple(phase.products[i].term.source for i in part.products)
     G = len(sources)
     if plan.mma:
-        made = (plan.cluster * plan.threads // 32, plan.units, 8)
+        warps = plan.threads // 32 if plan.heads == 1 else plan.heads * plan.groups
+        made = (plan.cluster * warps, plan.units, 8)
         multiplied = (plan.depth_of_k, 4, 2, 2, per_word(plan.dtype))  # pair, lane of a quad, k-tile, half of it
         order = (1, 4, 2, 0, 3, 5, 6, 7, 8)
         if plan.wgmma:  # K is as in memory: pair, k-tile, half, lane
             multiplied, order = (plan.depth_of_k, 2, 2, 4, 2), (1, 4, 2, 0, 3, 7, 5, 6, 8)
         return Packing(sources, (G, prod(made), prod(multiplied)), (G, *made, *multiplied), order, plan.dtype)
-    groups, K = plan.threads // plan.lanes, part.pieces * plan.lanes * 4
+    K = part.pieces * plan.lanes * 4
+    if plan.heads > 1:
+        split = (G, plan.shares, plan.held * plan.groups, plan.units, part.pieces, plan.lanes, 4)
+        return Packing(sources, (G, plan.hidden, K), split, (1, 4, 0, 3, 2, 5, 6), "float32")
+    groups = plan.threads // plan.lanes
     return Packing(sources, (G, groups * plan.units, K), (G, groups, plan.units, part.pieces, plan.lanes, 4),
                    (3, 0, 2, 1, 4, 5), "float32")

@@ -19,21 +19,25 @@ class Products(ABC):
 
     Attributes
     ----------
-    place : of each item the unit, the batch row of the block, and whether it is this thread's alone
+    place : of each item the unit of its head, the batch row of the block, and whether it is this thread's alone
+    head : which one of the block's a thread has units of
     """
 
+    head: Expr = 0
+
     def __init__(self, task: Task, plan: BlockPlan, shared: TirBuffer, sources: list[TirBuffer], thread: Expr,
-                 rank: Expr) -> None:
+                 rank: Expr, share: Expr) -> None:
         """``shared``: the block's memory, float32; ``sources``: the packed weights of each part; ``rank``: the block's
-        in its cluster."""
+        in its cluster; ``share``: which blocks it is of, or clusters, that have the heads of the same rows."""
         self.task, self.plan, self.shared, self.thread, self.rank = task, plan, shared, thread, rank
+        self.share_of_heads = share
         self.words = shared.view("uint32")
         self.sources, self.weights = sources, list[TirBuffer]()
         self.place: list[tuple[Expr, Expr, Expr]] = []
 
     @abstractmethod
     def store(self, first: Expr, unit: Expr, column: Expr, value: Expr) -> None:
-        """Stores a value of an operand whose buffer begins at word ``first``."""
+        """Stores a value of an operand whose buffer begins at word ``first``; ``unit`` counts those before it there."""
 
     def stored(self) -> None:  # noqa: B027  who has nothing to say leaves it as it is
         """Behind a thread's last :meth:`store`, before the barrier."""
@@ -62,6 +66,11 @@ class Products(ABC):
                 at = self.words.ptr_to([place + (n - part.kept * each) * plan.threads * 4 + self.thread * 4])
                 T.evaluate(T.ptx["st.shared.v4.b32"](at, *(loaded[i] for i in range(4))))
             place += plan.shared_words(part)
+
+    @property
+    def head_first(self) -> Expr:
+        """The units in an operand before those of the thread's head."""
+        return self.head * self.plan.head_stride if self.plan.held > 1 else 0
 
     def first(self, phase: int, operand: int, side: Expr) -> Expr:
         """First word of an operand's buffer."""

@@ -26,8 +26,8 @@ class TensorProducts(Products):
     """Emits them."""
 
     def __init__(self, task: Task, plan: BlockPlan, shared: TirBuffer, sources: list[TirBuffer], thread: Expr,
-                 rank: Expr) -> None:
-        super().__init__(task, plan, shared, sources, thread, rank)
+                 rank: Expr, share: Expr) -> None:
+        super().__init__(task, plan, shared, sources, thread, rank, share)
         self.values = shared if plan.dtype == "float32" else shared.view(plan.dtype)
         self.warp, self.tile_lane = T.let("warp", thread // 32), T.let("lane", thread % 32)
         if plan.cluster > 1:  # among the warps of all blocks
@@ -37,20 +37,35 @@ class TensorProducts(Products):
         rows = [column // 2 % plan.row_period] if plan.row_period else [n * 8 + column for n in range(plan.tiles)]
         self.loads = [T.let("load_row", T.min(row, plan.rows - 1)) for row in rows]
         self.items: list[tuple[int, int, int]] = []  # of each item: eight units (or the first of some), tile, column
-        first = T.let("first_unit", self.warp * (8 * plan.units) + column)
+        warp = self.warp
+        if plan.held > 1:
+            self.head = T.let("head", self.warp // plan.warps)
+            warp = T.let("head_warp", self.warp % plan.warps)
+        self.busy: Expr | None = None
+        self.source_warp, source = self.warp, warp
+        if plan.heads > 1:
+            if plan.warps > plan.groups:  # warps without units have any weights
+                self.busy, source = T.let("busy", warp < plan.groups), T.min(warp, plan.groups - 1)
+            head = self.share_of_heads * plan.held + self.head
+            self.source_warp = T.let("source_warp", head * (plan.cluster * plan.groups) + source)
+        first = T.let("first_unit", warp * (8 * plan.units) + column)
         if plan.row_period:
             row, self.share = T.let("quad_row", quad % plan.row_period), T.let("share", quad // plan.row_period)
             for i in range(0, plan.units, plan.spread):
                 self.items.append((i, 0, 0))
                 own = T.And(row < plan.rows, self.share + i < plan.units)
-                self.place.append((first + (i + self.share) * 8, row, own))
+                self.place.append((first + (i + self.share) * 8, row, self._of_units(own)))
             return
         for u in range(plan.units):
             for n in range(plan.tiles):
                 for e in range(2):
                     self.items.append((u, n, e))
                     row = n * 8 + quad * 2 + e
-                    self.place.append((first + u * 8, row, row < plan.rows))
+                    self.place.append((first + u * 8, row, self._of_units(row < plan.rows)))
+
+    def _of_units(self, own: Expr) -> Expr:
+        """In warps that have units."""
+        return own if self.busy is None else T.And(own, self.busy)
 
     def store(self, first: Expr, unit: Expr, column: Expr, value: Expr) -> None:
         at = first * per_word(self.plan.dtype) + self.place_of(unit, column)
@@ -84,6 +99,8 @@ class TensorProducts(Products):
                 for n in range(plan.tiles):
                     for i in range(4):
                         T.buffer_store(acc, T.float32(0), [c, m, n, i])
+        if plan.held > 1:
+            first = T.let("head_first", first + self.head * (plan.depth_of_k * plan.rows * PAIR))
         # (pair, n8 tile, 2 words of fragment B of each k-tile)
         state = T.local("state", (ahead, plan.tiles, 4), "uint32")
 
@@ -94,7 +111,8 @@ class TensorProducts(Products):
 
         for pair in range(ahead):
             load(pair)
-        meanwhile()
+        if plan.heads == 1:
+            meanwhile()
         for pair in range(part.pieces):
             weights = self.piece(number, pair)
             for tile in range(2):
@@ -109,6 +127,8 @@ class TensorProducts(Products):
                             apart=False)  # the sums are short
             if pair + ahead < part.pieces:
                 load(pair + ahead)
+        if plan.heads > 1:  # while products are on their way
+            meanwhile()
         return acc
 
     def _sums(self, acc: TirBuffer, part: Part, item: tuple[int, int, int]) -> dict[Var, Expr]:
@@ -132,7 +152,7 @@ class TensorProducts(Products):
 
     def _weight(self, part: Part, n: int) -> Expr:
         each = len(part.products) * self.plan.units
-        return (self.warp * (part.pieces * each) + n) * 32 + self.tile_lane
+        return (self.source_warp * (part.pieces * each) + n) * 32 + self.tile_lane
 
 
 class WarpgroupProducts(TensorProducts):
@@ -153,6 +173,8 @@ class WarpgroupProducts(TensorProducts):
         octets, apart = len(part.products) * plan.units, plan.tiles * 128  # bytes between matrices of the same columns
         tiles, zero = -(-octets // 2), T.uint32(0)
         acc = T.local("acc", (1, tiles, plan.tiles, 4), "float32")
+        if plan.held > 1:
+            first = first + self.head * (plan.depth_of_k * PAIR * plan.tiles * 8)
         address = T.cuda.cvta_generic_to_shared(self.words.ptr_to([first]))
         state = T.let("state", descriptor(address, apart, 128, swizzled=False))
         T.evaluate(T.ptx["wgmma.fence.sync.aligned"]())
