@@ -35,6 +35,8 @@ class GPURates:
     l2_copied : bytes a cycle of asynchronous copies from L2
     l2_bulk : bytes a cycle of bulk copies from L2
     l2_chip : bytes a cycle of bulk copies from L2 to all multiprocessors
+    l2_kept : bytes that are read in every step, and that L2 keeps, beside all else that goes through it
+    l2_lasting : the same of those that it is asked to keep, if more are read
     l2_beside : bytes a nanosecond from L2 and memory, while other multiprocessors copy, too
     memory : bytes a nanosecond of its share of memory's rate
     memory_beside : bytes a nanosecond of all multiprocessors: what fewer bytes between two kernels gain
@@ -62,6 +64,8 @@ class GPURates:
     l2_copied: float
     l2_bulk: float
     l2_chip: float
+    l2_kept: float
+    l2_lasting: float
     l2_beside: float
     memory: float
     memory_beside: float
@@ -111,8 +115,8 @@ H100 = GPURates(
     clock=1.7, threads=2048, step=2_000, sequence=12_000, launch=2_700, tensor_launch=3_500, barrier=60,
     l2_exchange=1_450, l2_shared_sector=168, l2_counted=2_700, l2_handover=600, l2_latency=1_200,
     memory_latency=1_000, cluster_exchange=497,
-    l2_copied=32, l2_bulk=48, l2_chip=4_800, l2_beside=36, memory=18, memory_beside=1_800,
-    shared=128, fragments=64, mma=1.6, wgmma_column=0.5, mma_gemm=2_100, wgmma_gemm=3_600)
+    l2_copied=32, l2_bulk=48, l2_chip=4_800, l2_kept=27 << 20, l2_lasting=24 << 20, l2_beside=36, memory=18,
+    memory_beside=1_800, shared=128, fragments=64, mma=1.6, wgmma_column=0.5, mma_gemm=2_100, wgmma_gemm=3_600)
 
 # By the product's name, else by its architecture. What is in neither is taken for an H100.
 GPUS = {"sm_90a": H100}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from operator import itemgetter
 from typing import Any
 
 from ecornn.program import TENSORS
-from ecornn.runtime.memory import HostMemory, layout
+from ecornn.runtime.memory import HostMemory, Memory, layout
 from ecornn.runtime.plan import SCALARS, entry_plan
 from ecornn.runtime.training import kept_layout
 from ecornn.runtime.turns import in_turns
@@ -19,7 +19,7 @@ WORKSPACE = 0  # the layer's workspaces, as other calls have them
 
 
 class AddressedCall:
-    """An entry of a layer on a CPU, for one T and B.
+    """An entry of a layer, for one T and B.
 
     Parameters
     ----------
@@ -34,18 +34,21 @@ class AddressedCall:
         work = steps * batch * sum(prod(p.shape) for p in manifest.parameters)
         library = layer.library
         function = (library.held if work <= SHORT else {}).get(entry) or getattr(library, entry)
-        self._function = in_turns(function) if SHORT < work <= TURNS else function
+        self._on_cpu = layer.threads is not None
+        self._function = in_turns(function) if self._on_cpu and SHORT < work <= TURNS else function
         self._pool = layer.workspaces
         starts, self.kept_bytes = kept_layout(manifest, steps, batch) if plan.kept else ({}, 0)
         self._kept = [starts[b.name] for _, b in plan.kept]
         self._offsets, self._room = layout([b.nbytes(steps) for _, b in plan.scratch])
-        fixed = {position: value for position, value in enumerate((steps, batch, layer.device, layer.threads))}
+        scalars = (steps, batch, layer.device, layer.threads)
+        queue = [] if self._on_cpu else [len(scalars) - 1]
+        fixed = {position: value for position, value in enumerate(scalars) if position not in queue}
         fixed |= {position: layer.packed[b.name] for position, b in plan.packed}
         self._fixed = (*fixed.values(),)
         given, parts = self._parts_of(layer, plan.at, batch, tensors)
         self._parts = None if all(number == n and not offset for n, (number, offset) in enumerate(parts)) else parts
-        # what is fixed, workspaces, what is given, what is kept
-        positions = [*fixed, *(p for p, _ in plan.scratch), *given, *(p for p, _ in plan.kept)]
+        # what is fixed, workspaces, a GPU's queue, what is given, what is kept
+        positions = [*fixed, *(p for p, _ in plan.scratch), *queue, *given, *(p for p, _ in plan.kept)]
         assert sorted(positions) == [*range(plan.count)] and plan.count > SCALARS
         self._order = itemgetter(*sorted(range(plan.count), key=positions.__getitem__))
         self._at: dict[int, tuple[int, ...]] = {}  # a workspace -> all that is known with it
@@ -76,6 +79,16 @@ class AddressedCall:
         known = self._at.get(memory.pointer) or self._known(memory.pointer)
         self._function(*self._order(known + addresses))
         self._pool.give(WORKSPACE, memory)
+
+    def on(self, queue: int, addresses: tuple[int, ...], workspace: Callable[[int], Memory]) -> None:
+        """The same on a GPU, put on this stream, which no CUDA graph captures; ``workspace`` makes memory of so many
+        bytes there."""
+        if self._parts is not None:
+            addresses = tuple([addresses[number] + offset for number, offset in self._parts])
+        memory = self._pool.take(queue, self._room) or workspace(self._room)
+        known = self._at.get(memory.pointer) or self._known(memory.pointer)
+        self._function(*self._order((*known, queue, *addresses)))
+        self._pool.give(queue, memory)
 
     def _known(self, workspace: int) -> tuple[int, ...]:
         if len(self._at) >= 64:

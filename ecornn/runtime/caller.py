@@ -219,7 +219,7 @@ class Caller(TrainingCalls):
         return self._bound.host_packing(self.library, self.threads)
 
     def addressed(self, entry: str, steps: int, batch: int, tensors: tuple[str, ...]) -> AddressedCall:
-        """An entry of a layer on a CPU as a function of addresses, for this T and B; it is kept for the next time."""
+        """An entry of a layer as a function of addresses, for this T and B; it is kept for the next time."""
         key = entry, steps, batch, tensors
         found = self._addressed.get(key)
         if found is None:

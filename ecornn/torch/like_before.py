@@ -1,5 +1,5 @@
-"""Calls on a CPU that are like an earlier one, past all that others need: a short layer, or a cell, takes about as long
-as one of PyTorch's operations.
+"""Calls that are like an earlier one, past all that others need: on a CPU a short layer, or a cell, takes about as long
+as one of PyTorch's operations, and on a GPU its launches take no longer.
 
 A call goes through all checks once and again. What it was like is kept, and later ones of the same kind are held
 against that alone: whatever differs, be it an argument that does not fit, takes the long way, which says so.
@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
 from ecornn.program import RUN
+from ecornn.runtime.memory import Memory
+from ecornn.runtime.torch_arrays import TorchMemory
 from ecornn.torch import stepping_training
 from ecornn.torch.bound import BoundLayer
 from ecornn.torch.dispatching import PLAIN, watched, watching
 from ecornn.torch.engine import Engine, known_engine, weights_of
+from ecornn.torch.precision import precision_of
 from ecornn.torch.stepping_training import TENSORS, ready
 
 MOST = 64  # that a module keeps
+_raw: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # of PyTorch with CUDA
+_capturing = torch.cuda.is_current_stream_capturing
 _tracing, _threads, _autocasts = torch._C._is_tracing, torch.get_num_threads, torch.is_autocast_enabled
 
 
@@ -31,8 +37,8 @@ def again(module: Any, x: Any, hx: Any) -> Any:
     if engine is None or type(x) not in PLAIN:
         return None
     call: Call | None = engine.calls.get(_key(module, x))
-    if (call is None or not x.is_cpu or x.layout is not torch.strided or forward_ad._current_level >= 0 or watching()
-            or _tracing() or _autocasts("cpu")):
+    if (call is None or x.layout is not torch.strided or forward_ad._current_level >= 0 or watching() or _tracing()
+            or _autocasts(call.kind) or (call.queue is not None and _capturing())):
         return None
     state = hx if call.count > 1 else (hx,)
     if hx is None:
@@ -41,7 +47,7 @@ def again(module: Any, x: Any, hx: Any) -> Any:
         return None
     weights = weights_of(module)
     if torch.is_grad_enabled() and any([t.requires_grad for t in (x, *state, *weights)]):
-        if not call.one_step or x.dtype is not torch.float32:
+        if not call.one_step or x.dtype is not torch.float32 or call.queue is not None:
             return None
         after = stepping_training.run(engine, weights, x, state)
         return after if call.count > 1 else after[0]
@@ -59,7 +65,7 @@ def again(module: Any, x: Any, hx: Any) -> Any:
 def remember(engine: Engine, module: Any, x: torch.Tensor, weights: Sequence[torch.Tensor], asked: bool) -> None:
     """Has later calls that are like one on this x, which has gone well, go by :func:`again`; ``asked``: it was with
     gradients."""
-    if engine.kind.projection or not x.is_cpu or watched((x, *weights)):
+    if engine.kind.projection or watched((x, *weights)) or not (x.is_cpu or (x.is_cuda and _raw and not _capturing())):
         return
     key, layers, calls = _key(module, x), engine.inference, engine.calls
     call: Call | None = calls.get(key)
@@ -77,7 +83,9 @@ def remember(engine: Engine, module: Any, x: torch.Tensor, weights: Sequence[tor
 
 
 def _key(module: Any, x: torch.Tensor) -> tuple[Any, ...]:
-    return x.shape, x.dtype, module.batch_first, _threads()
+    if x.is_cpu:
+        return x.shape, x.dtype, module.batch_first, _threads()
+    return x.shape, x.dtype, module.batch_first, x.device, x.dtype is torch.float32 and precision_of(module, x)
 
 
 class Call:
@@ -88,6 +96,8 @@ class Call:
     count : states of the cell
     drops : whether a layer may drop what the one before it gives
     one_step : whether the output state is all that is returned
+    kind : of the device
+    queue : of a GPU: what says which stream is the current one
     one : the layer, bound to weights, that it goes by, once there is one
     """
 
@@ -95,7 +105,8 @@ class Call:
         self._steps, self._batch = steps, batch = module.call_sizes(x)
         self.count, self.drops, self.one_step = len(module.state_names), module.num_layers > 1, module.one_step
         rows, hidden = module.num_layers * (1 + module.bidirectional), module.hidden_size
-        single, self._dtype = x.dim() == 2, x.dtype
+        single, self._dtype, self._device, self.kind = x.dim() == 2, x.dtype, x.device, x.device.type
+        self.queue: Any = None if _raw is None or x.is_cpu else partial(_raw, x.device.index)
         self._swaps = bool(module.batch_first) and not single and min(steps, batch) > 1
         axes = (steps, batch) if self._swaps else (*x.shape[:-1],)
         self._y = (*axes, (1 + module.bidirectional) * len(module.output_names) * hidden)
@@ -111,13 +122,16 @@ class Call:
         made._zeros = (one.layer.zero_state(self._batch)[1],) * self.count
         return made
 
+    def _workspace(self, nbytes: int) -> Memory:
+        return TorchMemory(torch, nbytes, self._device)
+
     def takes(self, state: Sequence[Any]) -> bool:
         """Whether such a call may have these states."""
         if len(state) != self.count:
             return False
         for s in state:
-            if (type(s) not in PLAIN or s.dtype is not self._dtype or s.shape != self._state or not s.is_cpu
-                    or s.layout is not torch.strided):
+            if (type(s) not in PLAIN or s.dtype is not self._dtype or s.shape != self._state
+                    or s.layout is not torch.strided or s.device != self._device):
                 return False
         return True
 
@@ -129,6 +143,12 @@ class Call:
         to = [s.data_ptr() for s in after]
         start = [s.data_ptr() for s in given] or self._zeros
         states = tuple(after) if self.count > 1 else after[0]
+        if self.queue is not None:
+            y = x.new_empty(self._y)
+            self._run.on(self.queue(), (rows.data_ptr(), y.data_ptr(), *start, *to), self._workspace)
+            if self.one_step:
+                return states
+            return y.transpose(0, 1) if self._swaps else y, states
         if self.one_step:
             self._run((rows.data_ptr(), to[0], *start, *to))
             return states

@@ -13,14 +13,7 @@ from ecornn.schedules.base import Component, Config, Cut, Knob, Schedule, Task
 from ecornn.schedules.gemm.projection import no_projection
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
-from ecornn.schedules.persistent_wide.estimate import (
-    L2_BYTES,
-    LASTING_BYTES,
-    estimate,
-    parts_of,
-    product_cycles,
-    recurrence,
-)
+from ecornn.schedules.persistent_wide.estimate import estimate, parts_of, product_cycles, recurrence
 from ecornn.schedules.persistent_wide.handover import UNWRITTEN
 from ecornn.schedules.persistent_wide.kernel import wide_kernel
 from ecornn.schedules.persistent_wide.plan import (
@@ -190,7 +183,7 @@ class PersistentWide(Schedule):
                     plan = plan_of(task, tried)
                     reason = None if plan.stages >= min(BUSY, plan.chunks) else "few stages"
                 if reason is None:
-                    return {**tried, "lasting": _lasting(plan_of(task, tried))} if percent else tried
+                    return {**tried, "lasting": _lasting(task, plan_of(task, tried))} if percent else tried
                 if "shared memory" not in reason and "stages" not in reason:
                     break  # more that is streamed only helps where room is what is missing
             if not reason.startswith("about") and " in registers and streamed" not in reason:
@@ -232,10 +225,12 @@ class PersistentWide(Schedule):
                         together=self.together(task, config))
 
 
-def _lasting(plan: WidePlan) -> int:
+def _lasting(task: Task, plan: WidePlan) -> int:
     """Percent of streamed weights that L2 keeps."""
-    every = plan.groups * plan.blocks * plan.streamed_bytes
-    return 100 if every <= L2_BYTES else next(p for p in LASTING if p < 100 and every * p <= 100 * LASTING_BYTES)
+    every, rates = plan.groups * plan.blocks * plan.streamed_bytes, gpu_rates(task.device)
+    if every <= rates.l2_kept:
+        return 100
+    return next(percent for percent in LASTING[1:] if every * percent <= 100 * rates.l2_lasting)
 
 
 def _large(task: Task) -> bool:

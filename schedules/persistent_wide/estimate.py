@@ -10,9 +10,6 @@ from ecornn.schedules.rates import GPURates, gpu_rates
 HANDED_BYTES = 9.0  # of partial sums that a block gets in a cycle
 HELD = 1.75  # times the tensor cores' time of a product: that of one with weights in registers
 PRODUCT = 16  # cycles of the smallest product
-L2_BYTES = 27 << 20  # of weights that L2 keeps from step to step, beside all else that goes through it
-LASTING_BYTES = 24 << 20  # of these, if more come: what it is then asked to keep
-STREAMED_MEMORY = 2_400  # bytes a nanosecond from memory to all blocks
 BEHIND = 0.15  # of the shorter of copies and products: what the longer one does not hide
 GATES, ITEM = 250, 90  # cycles of the gates of a step, and of each of a thread's items
 
@@ -43,9 +40,9 @@ def _streamed(plan: WidePlan, rates: GPURates) -> float:
     """Cycles that streamed weights take, but for those that come while a step waits for state."""
     blocks, ahead = plan.groups * plan.blocks, plan.rings * plan.slots * plan.weight_bytes
     found = (plan.streamed_bytes - ahead) / min(rates.l2_bulk, rates.l2_chip / blocks)
-    if plan.streamed_bytes * blocks > L2_BYTES:
-        from_memory = blocks * plan.streamed_bytes - LASTING_BYTES
-        found = max(found, from_memory / STREAMED_MEMORY * rates.clock)
+    if plan.streamed_bytes * blocks > rates.l2_kept:
+        from_memory = blocks * plan.streamed_bytes - rates.l2_lasting
+        found = max(found, from_memory / (rates.memory * blocks) * rates.clock)
     return found
 
 
