@@ -19,8 +19,10 @@ much slower as all finalists of its run had become by the end; and never as fast
 because they were. A configuration that failed since then is not used, and no time of a trial whose output was wrong.
 What is slower by ``MISSED`` than a configuration of the same records that does not fit the task is no guide to it:
 farther ones are asked. A time that no device can have had is not believed (plausible.py). The batch of a record is at
-most a factor ``REACH`` away, and the schedule says what its configuration becomes at the task's. Of records equally
-near, the user's folder goes before the one that ships, unless all it has is stale.
+most a factor ``REACH`` away, and the schedule says what its configuration becomes at the task's; on a GPU, where it is
+twice as large or half as large, and that configuration is expected to take ``OTHER_BATCH`` times as long as the
+default, the default is used. Of records equally near, the user's folder goes before the one that ships, unless all it
+has is stale.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ STALE = 1.1  # of the persistent schedule's first two revisions: between 0.97 an
 ONCE = 1.03  # the fastest of many times measured once is faster than it really is
 MISSED = 1.25
 REACH = 4.0
+OTHER_BATCH = 1.1  # benchmarks/notes/records.md
 FANCIFUL = "faster than such a device can be"
 HERE, SMALLER, ELSEWHERE = range(3)  # tiers of devices
 
@@ -114,7 +117,10 @@ def find(task: Task, schedules: Sequence[Schedule], log: Log) -> Found:
         for rivals in (*(of for of in first_of if not all(one.stale for one in of)), evidence):
             if rivals:
                 best = min(rivals, key=lambda one: one.order)
-                if (instead := _by_estimate(best, timed, schedules, task)) is not None:
+                instead = _by_estimate(best, timed, schedules, task)
+                if instead is None and distance[1] >= 1 and task.device.kind == "cuda":
+                    instead = _for_this_batch(best, schedules, task)
+                if instead is not None:
                     return replace(instead, provenance=instead.provenance + said(ignored))
                 fresh = min((one for one in rivals if not one.stale), key=lambda one: one.order, default=None)
                 return Found(by_name[best.trial.schedule], best.trial.config,
@@ -142,6 +148,21 @@ def _by_estimate(best: Evidence, tried: Collection[str], schedules: Sequence[Sch
            f"it is expected to be faster than {best.trial.schedule}, of which record {best.line.place} of "
            f"{best.trial.time} says {best.expected:g} µs per step, and younger than that")
     return Found(first, first.default(task), f"untuned default of {first.name}: {why}")
+
+
+def _for_this_batch(best: Evidence, schedules: Sequence[Schedule], task: Task) -> Found | None:
+    """The default for a batch of which the ``best`` record is far, if estimates say that its configuration is slower
+    here than that."""
+    first = min(schedules, key=lambda s: s.rank(task))
+    config, name = first.default(task), best.trial.schedule
+    (schedule,) = (s for s in schedules if s.name == name)
+    expected = schedule.features(task, best.trial.config).get("estimate")
+    own = first.rank(task) if first.rank(task) < math.inf else first.features(task, config).get("estimate", math.inf)
+    if expected is None or expected < OTHER_BATCH * own:
+        return None
+    return Found(first, config, f"untuned default of {first.name}: for B={task.workload.batch} it is expected to be "
+                 f"faster than the configuration of {name} that record {best.line.place} has for "
+                 f"B={best.trial.workload.batch}")
 
 
 def up_to_date(trial: Trial, schedule: Schedule | None, task: Task) -> Trial:
