@@ -98,14 +98,15 @@ def module_of(cell: Any, task: Task, schedule: str, change: dict[str, Any], fold
 @pytest.mark.parametrize(("name", "sizes", "dtype", "schedule", "change"), [
     ("lstm", (3, 40), "bfloat16", "persistent", {"hoisted": "same"}),
     ("gru", (5, 24), "float32", "layout_transform", {}),
-    ("indrnn", (3, 7), "float32", "elementwise", {}),
+    ("indrnn", (3, 7), "tf32", "elementwise", {}),
     ("pair", (2, 24), "float16", "persistent", {"units": 8, "hoisted": "float32"}),
 ], ids=str)
 def test_a_module_of_a_recurrence_is_checked_and_timed(name, sizes, dtype, schedule, change, tmp_path, monkeypatch):
     """As the process with the GPU does it: within the tolerance, and beyond it where a weight or an output is off."""
     batch, hidden = sizes
     cell = step_cells.CELLS.get(name) or get(name)
-    work = Workload(cell.identity(), hidden, hidden, batch, 5, dtype).adjoint
+    kind, precision = ("float32", "tf32") if dtype == "tf32" else (dtype, None)
+    work = Workload(cell.identity(), hidden, hidden, batch, 5, kind, precision=precision).adjoint
     module = module_of(cell, make_task(cell, work, SMALL), schedule, change, tmp_path)
     monkeypatch.setattr("ecornn.runtime.loader.load", lambda path: module)
     monkeypatch.setattr("ecornn.tune.arrays.torch_sees_gpu", lambda: False)
@@ -115,7 +116,8 @@ def test_a_module_of_a_recurrence_is_checked_and_timed(name, sizes, dtype, sched
     adjoint_oracle.write(path, cell, work, seed=1)
     request = Measure(("module.so",), str(path), tolerance(work), work.seq, 0)
     (one,) = measure(request)
-    assert 0 < one.check <= tolerance(work) and one.times[0] > 0
+    # that of indrnn multiplies nothing, and what it leaves has all bits of float32
+    assert 0 < one.check <= (2e-5 if name == "indrnn" else tolerance(work)) and one.times[0] > 0
     assert module.library.runs == 3  # two are checked, one is timed
 
     kept = dict(np.load(path))

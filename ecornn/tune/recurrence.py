@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ecornn.program import PACKED, RUN, WORKSPACE
 from ecornn.runtime.binding import Bound
 from ecornn.runtime.frameworks import arrays_of
@@ -53,6 +55,7 @@ class Recurrence:
         self.bound = Bound(manifest, EntryPlan(len(self.taken) + SCALARS, {}, packed, (), ()), parameters,
                            module.library, 0)
         self.states, self.hidden = manifest.states, manifest.workload.hidden
+        self.raised = manifest.workload.arithmetic == "tf32"
         dtype = buffers["hoisted"].dtype if hoisted else "float32"
         self.layout = Hoisted(dtype, hoisted, self.hidden)
         self.memory: Any = None
@@ -62,6 +65,11 @@ class Recurrence:
         last = [self.like(out, state.shape) for state in first]
         self.ready(hoisted, first, out, last)()
         return out, last
+
+    def values(self, outputs: np.ndarray) -> np.ndarray:
+        """``outputs``, which with TF32 products are stored ``raised``, as they are meant."""
+        words = outputs.astype(np.float32).view(np.uint32)
+        return (words - np.uint32(0x1000)).view(np.float32) if self.raised else outputs
 
     def like(self, array: Any, shape: tuple[int, ...]) -> Any:
         """A new array of the type of another."""
