@@ -33,6 +33,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel of a copy of the checkout, which a build would otherwise fill with build/; the archive lies beside it."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for path in [*ROOT.glob("*.toml"), *ROOT.glob("*.md"), *ROOT.glob("M*"), *ROOT.glob("*.yml"), ROOT / "LICENSE",
+                 ROOT / "setup.py",
                  *(p for place in (*PLACES, *BESIDE) for p in (ROOT / place).rglob("*"))]:
         if path.is_file() and "__pycache__" not in path.parts:
             target = source / path.relative_to(ROOT)
@@ -78,6 +79,23 @@ def test_commands_are_declared(wheel: Path):
     (name,) = (n for n in archive.namelist() if n.endswith("entry_points.txt"))
     text = archive.read(name).decode()
     assert all(f"{command} = ecornn.console:" in text for command in ("ecornn", "ecornn-tune", "ecornn-compile"))
+
+
+def test_links_of_the_packages_page_lead_somewhere(wheel: Path):
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (n for n in archive.namelist() if n.endswith("/METADATA"))
+    text = archive.read(name).decode()
+    assert "Description-Content-Type: text/markdown" in text and "## Two commands" in text and "<!--" not in text
+    targets = re.findall(r"\]\(([^()\s]*)\)", text)
+    assert targets and all(target.startswith("https://") for target in targets), targets
+    sys.path.insert(0, str(ROOT))
+    try:
+        from setup import page
+    finally:
+        sys.path.remove(str(ROOT))
+    text = page((ROOT / "README.md").read_text(), "https://example.org/ecornn/blob/main")
+    assert "](https://example.org/ecornn/blob/main/docs/CONCEPTS.md)" in text
+    assert "![Times" in text and not re.search(r"\]\((?!https://)", text)
 
 
 @pytest.mark.slow

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from ecornn.bench.results import Row
+from ecornn.bench.results import OURS, Row
+
+SETTLED = 1.2  # p80 / p20, up to which a ratio of medians is worth its digits
 
 
 def shown(row: Row) -> list[str]:
@@ -27,8 +29,16 @@ def shown(row: Row) -> list[str]:
                      + (f"error {error:.1e}" if error is not None else "not checked"))
     if row.disturbed:
         lines.append(f"{row.disturbed} rounds were made again: other processes used the processors")
-    lines += [f"{name} ({row.about[name]}) takes {ratio:.2f} times as long as ecornn"
-              for name, ratio in row.ratios.items()]
+    lines += [f"{name} ({row.about[name]}) takes {compared(row, name)}" for name in row.ratios]
     lines += [f"{name} took {before:.4g} µs/step then, {row.us_per_step[name].median / before:.2f} times as long now"
               for name, before in row.earlier.items() if name in row.us_per_step]
     return lines
+
+
+def compared(row: Row, name: str) -> str:
+    """How many times as long a side takes as ours: the ratio where the times of both settled, otherwise its range."""
+    ours, other = row.us_per_step[OURS], row.us_per_step[name]
+    if all(t.p80 <= SETTLED * t.p20 for t in (ours, other)):
+        return f"{row.ratios[name]:.2f} times as long as ecornn"
+    low, high = other.p20 / ours.p80, other.p80 / ours.p20
+    return f"{low:.2f} to {high:.2f} times as long as ecornn; times did not settle"
