@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.profiler import profile
 
 import ecornn.torch
-from ecornn.errors import ArgumentError, DTypeError, ShapeError
+from ecornn.errors import ArgumentError, DTypeError, ShapeError, WeightsError
 from ecornn.torch import like_before
 
 I, H = 7, 11
@@ -194,3 +194,55 @@ def test_zeros_without_memory(name: str, taken: list[Any]):
     hx = (hx, hx) if count > 1 else hx
     as_double = tuple(h.double() for h in hx) if count > 1 else hx.double()
     agree(flat(often(ours, x, hx)), flat(exact(x.double(), as_double)))
+
+
+@pytest.mark.parametrize("kind", ["RNN", "RNNCell"])
+@pytest.mark.parametrize("gone", ["x", "state", "weight"])
+def test_memory_that_was_given_back(kind: str, gone: str):
+    """As FSDP does between calls. Nothing is read where nothing is, also in calls like those before."""
+    layer = getattr(ecornn.torch, kind)(I, H)
+    x, state = torch.randn(5, 4, I), torch.randn(1, 4, H)
+    x, state = (x[0], state[0]) if kind == "RNNCell" else (x, state)
+    weight = layer.weight_hh if kind == "RNNCell" else layer.weight_hh_l0
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            often(layer, x, state)
+            tensor = {"x": x, "state": state, "weight": weight}[gone].detach()
+            values, size = tensor.clone(), tensor.untyped_storage().size()
+            tensor.untyped_storage().resize_(0)
+            with pytest.raises((ArgumentError, RuntimeError)):  # some of PyTorch's own operations come first
+                layer(x, state)
+            tensor.untyped_storage().resize_(size)
+            tensor.copy_(values)
+            layer(x, state)
+
+
+@pytest.mark.parametrize("name, value", [("num_layers", 1), ("bidirectional", False), ("bias", False),
+                                         ("hidden_size", H + 1), ("input_size", I + 1)])
+def test_attributes_that_change(name: str, value: Any, taken: list[Any]):
+    """A layer is what its attributes say now, or it says that its weights are not."""
+    layer = ecornn.torch.GRU(I, H, num_layers=2, bidirectional=True)
+    x = torch.randn(5, 4, I)
+    wanted = often(layer, x)
+    was = getattr(layer, name)
+    setattr(layer, name, value)
+    with pytest.raises((WeightsError, ShapeError)):
+        layer(x)
+    setattr(layer, name, was)
+    agree(layer(x), wanted)
+
+
+@pytest.mark.parametrize("kind", ["GRU", "GRUCell"])
+def test_a_weight_that_is_none(kind: str):
+    layer = getattr(ecornn.torch, kind)(I, H)
+    name, x = ("weight_hh" if kind == "GRUCell" else "weight_hh_l0"), torch.randn(5, 4, I)
+    x = x[0] if kind == "GRUCell" else x
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            often(layer, x)
+            weight = getattr(layer, name)
+            setattr(layer, name, None)
+            del weight
+            with pytest.raises(WeightsError, match=f"{name} .* is None"):
+                layer(x)
+            layer = getattr(ecornn.torch, kind)(I, H)

@@ -33,9 +33,9 @@ class OnnxLayer:
         X is (T, B, I), states (D, B, H); with layout 1 they are (B, T, I) and (B, D, H). Returns Y
         (T, D, B, H), or (B, T, D, H), then Y_h and, for an LSTM, Y_c of the states' shape.
 
-        What is not given is the node's constant; where it has none, all of T and states of zeros. Raises
-        :class:`ArgumentError` where the node takes it from elsewhere in the model, :class:`DTypeError` and
-        :class:`ShapeError` where an array does not fit.
+        The last states of rows without steps are zeros. What is not given is the node's constant; where it has none,
+        all of T and states of zeros. Raises :class:`ArgumentError` where the node takes it from elsewhere in the model,
+        :class:`DTypeError` and :class:`ShapeError` where an array does not fit.
         """
         node = self.node
         sequence_lens, initial_h, initial_c = map(self._input, ("sequence_lens", "initial_h", "initial_c"),
@@ -65,6 +65,9 @@ class OnnxLayer:
         y, after = self.layer(as_type(x, computed), state, lengths=sequence_lens)
         y = y.astype(dtype, copy=False).reshape(*y.shape[:2], directions, node.hidden)
         states = [s.astype(dtype, copy=False).reshape(directions, batch, node.hidden) for s in after]
+        if sequence_lens is not None:  # as ONNX Runtime has them; a layer leaves the first states
+            for s in states:
+                s[:, np.equal(sequence_lens, 0)] = 0
         if node.batch_first:
             return y.swapaxes(0, 1), *(s.swapaxes(0, 1) for s in states)
         return y.swapaxes(1, 2), *states

@@ -3,6 +3,7 @@
 #define ECORNN_ORT_KERNEL_H_
 
 #include <algorithm>
+#include <cstring>
 #include <optional>
 #include <string>
 #include <vector>
@@ -59,10 +60,14 @@ class Kernel {
         Run(layer, given, {rows, first, std::min(d.batch, rows - first)}, stream);
       }
     };
-    if (layer_) return run(*layer_);
-    std::vector<const Value*> values(weights_);
-    for (size_t n = 0; n < weights_; ++n) Must(api_.input(context, kWeights + n, &values[n]));
-    run(Bind(values));
+    if (layer_) {
+      run(*layer_);
+    } else {
+      std::vector<const Value*> values(weights_);
+      for (size_t n = 0; n < weights_; ++n) Must(api_.input(context, kWeights + n, &values[n]));
+      run(Bind(values));
+    }
+    if (given.lengths && d.device_type == kDLCPU) ClearRowsWithoutSteps(given);
   }
 
  private:
@@ -101,6 +106,18 @@ class Kernel {
     ecornn_error error{};
     ecornn::detail::Throw(ecornn_run(layer.get(), &call, &error), error);
     tensors.Finish();
+  }
+
+  // Their last states are zeros in ONNX Runtime's own operators; a module leaves the first ones.
+  static void ClearRowsWithoutSteps(const Given& given) {
+    const int32_t* lengths = static_cast<const int32_t*>(given.lengths->data);
+    for (const Array& state : given.after) {
+      const int64_t rows = state.shape[1];
+      const size_t row = state.bytes() / static_cast<size_t>(std::max<int64_t>(1, state.shape[0] * rows));
+      for (int64_t n = 0; n < state.shape[0] * rows; ++n) {
+        if (lengths[n % rows] == 0) std::memset(static_cast<char*>(state.data) + n * row, 0, row);
+      }
+    }
   }
 
   // A state (D, B, H), which modules of one direction have as (B, H).

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ _modules: weakref.WeakKeyDictionary[torch.nn.Module, Engine] = weakref.WeakKeyDi
 # the first of the weights -> all of them, and their engine, for each layer that has this one
 _weights = WeakTensorKeyDictionary()
 _lock = threading.Lock()
+_said_by = attrgetter("mode", "input_size", "hidden_size", "num_layers", "bias", "bidirectional", "proj_size", "tf32")
 
 
 class Engine:
@@ -125,7 +127,7 @@ def known_engine(module: Any) -> Engine | None:
         return None
     kind, keep = found.kind, module.keep
     kept = kind.keep == keep or (kind.keep is None and keep in KEPT.values())
-    return found if kept and kind.tf32 is module.tf32 and kind.mode == module.mode else None
+    return found if kept and kind.said == _said_by(module) else None
 
 
 def engine_for(kind: Kind, weights: Sequence[torch.Tensor]) -> Engine:
@@ -189,12 +191,18 @@ def let_go_if_swapped(module: torch.nn.Module) -> None:
 def weights_of(module: Any) -> list[torch.Tensor]:
     """The weights as they are at this moment. ``_flat_weights`` may have others: torch.func.functional_call puts its
     own into ``_parameters``, and a parametrization makes new ones at each access, as a cell that computes its own does.
+
+    Raises :class:`WeightsError` where one has been set to None.
     """
-    own: dict[str, Any] = module._parameters
+    own, names = module._parameters, module._flat_weights_names
     derived = module.__dict__.get("_derived")
     if derived is not None:
         return derived.weights(module)
     try:
-        return [*map(own.__getitem__, module._flat_weights_names)]  # a module's getattr() takes its time
+        found = [w for w in map(own.__getitem__, names) if w is not None]  # a module's getattr() takes its time
     except KeyError:
-        return [getattr(module, name) for name in module._flat_weights_names]
+        found = [w for name in names if (w := getattr(module, name)) is not None]
+    if len(found) < len(names):
+        none = ", ".join(name for name in names if getattr(module, name) is None)
+        raise WeightsError(f"{none} of {module} is None; expected a tensor")
+    return found

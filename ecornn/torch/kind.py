@@ -84,6 +84,13 @@ class Kind:
         return f"{self.mode}({sizes})" + (f":{self.name}" if self.name else "")
 
     @cached_property
+    def said(self) -> tuple[Any, ...]:
+        """What a module of this kind has as ``mode``, ``input_size``, ``hidden_size``, ``num_layers``, ``bias``,
+        ``bidirectional``, ``proj_size`` and ``tf32``."""
+        return (self.mode, self.input, self.hidden, self.layers, self.bias, self.bidirectional, self.projection,
+                self.tf32)
+
+    @cached_property
     def directions(self) -> int:
         """D."""
         return 1 + self.bidirectional

@@ -53,5 +53,6 @@ class HostWeights:
         plain = all(w.shape == shape and w.dtype == torch.float32 and w.is_cpu and w.is_contiguous() and not w.is_neg()
                     for w, (_, shape) in zip(given, self._parameters, strict=True))
         numbers = [n for n, (name, _) in enumerate(self._parameters) if name in names]
-        if not plain or not self._layer.repack_here([w.data_ptr() for w in given], numbers):
+        pointers = [w.data_ptr() for w in given] if plain else [0]  # 0 of what has no memory, which is refused below
+        if not all(pointers) or not self._layer.repack_here(pointers, numbers):
             self._layer.repack(known, names)

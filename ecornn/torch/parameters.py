@@ -11,12 +11,17 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
+from ecornn.errors import ArgumentError
 from ecornn.torch.kind import Kind
 
 
 def parameters(kind: Kind, weights: Sequence[torch.Tensor]) -> dict[str, Any]:
     """Weights by name; without biases, zeros in their place, and around those of a projection."""
     with_memory = [w.clone() if w._is_zerotensor() else w for w in weights]  # zeros of autograd's have none
+    if kind.projection:  # torch would copy from nowhere
+        for name, w in zip(kind.names, with_memory, strict=True):
+            if not w.untyped_storage().size() and w.numel():
+                raise ArgumentError(f"weights[{name!r}]", "a tensor without memory of its own", "a tensor with memory")
     found = {name: w.detach() for name, w in zip(kind.names, with_memory, strict=True)}
     if not kind.bias:
         for name in [n for n in found if n.startswith("weight_hh")]:

@@ -13,6 +13,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -51,7 +52,8 @@ class Sample:
 
 def _apart(weight: torch.Tensor) -> NDArray[Any]:
     """Of one with gaps, as a slice of a larger tensor: as many values, evenly."""
-    values = (torch._neg_view(weight) if weight.is_neg() else weight).numpy()
+    # .numpy() would forbid for ever that its memory be given back
+    values = np.from_dlpack(torch._neg_view(weight) if weight.is_neg() else weight)
     if weight.dtype == torch.float64:
         return values
     return values[tuple(slice(None, None, max(1, size // EDGE)) for size in values.shape)]

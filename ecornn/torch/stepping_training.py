@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
+from ecornn.errors import ArgumentError
 from ecornn.program import BACKWARD, FORWARD
 from ecornn.torch.bound import BoundLayer
 from ecornn.torch.direct import each, is_batched
@@ -224,8 +225,10 @@ def rows_of(x: torch.Tensor) -> int:
 
 
 def ready(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy that a module can read."""
-    pointer = tensor.data_ptr()  # none of autograd's zeros without memory
+    """The tensor, or a copy that a module can read; :class:`ArgumentError` where there is nothing to be read."""
+    pointer = tensor.data_ptr()
     if pointer and not pointer % ALIGNMENT and tensor.is_contiguous() and not tensor.is_neg():
         return tensor
+    if not pointer and tensor.numel() and not tensor._is_zerotensor():  # as autograd has zeros
+        raise ArgumentError("an input", f"a {type(tensor).__name__} without memory of its own", "a tensor with memory")
     return tensor.clone(memory_format=torch.contiguous_format)
