@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from test_backward_emulated import LIMITS, Step
 
 import ecornn
-from ecornn import Cell, pointwise, product
+from ecornn import Cell, largest, pointwise, product
 from ecornn.analysis import analyse
 from ecornn.analysis.adjoint import adjoint
 from ecornn.analysis.backpropagation import backpropagate
@@ -228,6 +228,55 @@ def test_trains_emulated_on_a_gpu(schedule: str, heads: int, whole: bool, hidden
     for name, value in {"y": y, "h_out": last, "dx": dx, "dh_in": first,
                         **{f"gradient_{n}": g for n, g in wanted.items()}}.items():
         assert relative_error(found[name].reshape(value.shape), value) <= limit, name
+
+
+class Groups(Cell):
+    """A softmax over each group of units, as docs/CELLS.md has it."""
+
+    name, states, groups = "groups", ("h",), 3
+
+    def parameters(self, input, hidden):
+        return self.learned(input, hidden) | {"ones": (1, hidden, hidden // self.groups)}
+
+    def learned(self, input, hidden):
+        return {"W": (1, hidden, input), "S": (1, hidden, hidden)}
+
+    def derived(self, p, xp):
+        return {"ones": 0 * p["S"][:, :1, :1] + 1}
+
+    def step(self, x, states, p):
+        from tvm import te
+
+        (h,), a, scores = states, product(x, p["W"], 0), product(states[0], p["S"], 0)
+        top = largest(scores)
+        power = pointwise(lambda b, j: te.exp(scores[b, j] - top[b]), h)
+        total = product(power, p["ones"], 0, heads=self.groups)
+        return [pointwise(lambda b, j: te.tanh(a[b, j] + 3.0 * power[b, j] / total[b, j]) - 0.5 * h[b, j], h)]
+
+
+def test_softmax_over_groups():
+    """Of what is learned, with gradients: against PyTorch's."""
+    import torch
+
+    import ecornn.torch
+
+    layer, hidden = ecornn.torch.Recurrent(Groups(), I, 12), 12
+    x = torch.randn(T, B, I, requires_grad=True)
+    y, _ = layer(x)
+    W, S = (getattr(layer, name).detach().double().requires_grad_() for name in ("W_l0", "S_l0"))
+    h, rows, found = torch.zeros(B, hidden).double(), x.detach().double().requires_grad_(), []
+    for row in rows:
+        share = (h @ S.T).reshape(B, 3, 4).softmax(2).reshape(B, hidden)
+        h = torch.tanh(row @ W.T + 3 * share) - 0.5 * h
+        found.append(h)
+    wanted = torch.stack(found)
+    assert relative_error(y.detach().numpy(), wanted.detach().numpy()) <= 2e-6
+    y.square().sum().backward()
+    wanted.square().sum().backward()
+    assert relative_error(x.grad.numpy(), rows.grad.numpy()) <= 1e-5
+    gradients = {name: value.grad.numpy() for name, value in layer.named_parameters()}
+    assert relative_error(gradients["W_l0"], W.grad.numpy()) <= 1e-5
+    assert relative_error(gradients["S_l0"], S.grad.numpy()) <= 1e-5
 
 
 def test_the_text_of_a_step_tells_of_heads():

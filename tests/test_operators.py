@@ -205,6 +205,18 @@ def test_cpus_compute_every_function(dtype: str):
         np.testing.assert_allclose(got, expected, rtol=relative * units, atol=absolute * units, err_msg=key)
 
 
+def test_the_reference_computes_every_function():
+    """Which candidates of the tuner are checked against."""
+    x = np.random.default_rng(0).integers(1, 1024, (1, 3, 16)) / 1024
+    _, states = ecornn.reference(Calls(), x, {}, [np.zeros((3, 16))] * len(CALLS))
+    for key, got in zip(CALLS, states, strict=True):
+        low, high = WITHIN.get(key, (-2, 2))
+        operand = x[0] * (high - low) + low
+        first = [operand > 0] if key == "if_then_else" else [operand]
+        expected = OPERATORS[key].numpy(*first, *[operand] * (arity(key) - 1))
+        np.testing.assert_allclose(got, expected, rtol=1e-13, atol=1e-13, err_msg=key)
+
+
 def test_the_documentation_names_every_operator():
     text = (Path(__file__).parent.parent / "docs" / "CELLS.md").read_text()
     (row,) = [line for line in text.splitlines() if line.startswith("| `+` Add")]
