@@ -287,24 +287,6 @@ def test_the_default_is_computed_only_where_no_record_applies(monkeypatch: pytes
     assert searched
 
 
-class Later(Fake):
-    """A schedule that has come to serve the task when its records were there, and expects 4 us a step."""
-
-    def newly(self, task: Task) -> bool:
-        return True
-
-    def expected(self, task: Task) -> float:
-        return 4_000.0
-
-
-def test_a_schedule_that_has_come_to_serve_a_layer_goes_before_records_that_are_much_slower():
-    both = [SCHEDULE, Later(name="later")]
-    result = find(TASK, both, log_of(trial(10)))
-    assert result.schedule.name == "later" and "whose search did not have it" in result.provenance
-    assert find(TASK, both, log_of(trial(7))).schedule is SCHEDULE
-    assert find(TASK, both, log_of(trial(10), trial(20, schedule="later"))).schedule is SCHEDULE  # the search had it
-
-
 def test_what_cannot_be_used_is_counted():
     stale = trial(1.0, a=1, revision=2)
     result = found(stale)

@@ -161,7 +161,7 @@ class PersistentWide(Schedule):
         knobs = {k.name: k.values for k in self.knobs(task)}
         cut, math = ("groups", "units", "parts", "row_teams"), "exact" if len(knobs["math"]) == 1 else "fast"
         rest: Config = {"hoisted": "float32", "math": math}
-        tiers = [((0,), rest)]
+        tiers: list[tuple[tuple[int, ...], Config]] = [((0,), rest)]
         if "streamed" in knobs:
             tiers = [((0,), {"streamed": 0, "ahead": AHEAD[0], "lasting": 100, **rest})]
             tiers += [(STREAMED[1:], {**tiers[0][1], "ahead": ahead}) for ahead in AHEAD[:2]]
@@ -175,6 +175,7 @@ class PersistentWide(Schedule):
 
     def fullest(self, task: Task, cut: Config, rest: Config, streamed: tuple[int, ...] = STREAMED[1:]) -> Config | None:
         """A cut with as many weights in registers, and then in shared memory, as there is room for."""
+        reason: str | None = None
         for registers in KEPT:
             for percent in streamed:
                 tried: Config = {**cut, "registers": registers, **rest, **({"streamed": percent} if percent else {})}
@@ -186,7 +187,7 @@ class PersistentWide(Schedule):
                     return {**tried, "lasting": _lasting(task, plan_of(task, tried))} if percent else tried
                 if "shared memory" not in reason and "stages" not in reason:
                     break  # more that is streamed only helps where room is what is missing
-            if not reason.startswith("about") and " in registers and streamed" not in reason:
+            if reason and not reason.startswith("about") and " in registers and streamed" not in reason:
                 return None  # fewer in registers only help where these are what is missing
         return None
 
