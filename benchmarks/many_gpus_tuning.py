@@ -2,10 +2,11 @@
 
     python benchmarks/many_gpus_tuning.py COUNT TRIALS FILE
 
-A list of layers is tuned by ``ecornn tune --workloads``: through a server of one GPU, the same on one COUNTth of the
-cores, as a host with that GPU alone has them, then through COUNT servers, one for each GPU, on all cores; into logs and
-a build cache of their own. Trials a minute are those from the first one to the last. Last a shorter list, while one of
-the servers is killed: no trial may fail, nor be missing. On a machine without a GPU servers measure on the CPU.
+A list of layers is tuned by ``ecornn tune --workloads``: through a server of one GPU on one COUNTth of the cores, as a
+host with that GPU alone has them, then through COUNT servers, one for each GPU, on all cores; into logs and a build
+cache of their own. Trials a minute are those from the first one to the last. Then a shorter list, while one of the
+servers is killed: no trial may fail, nor be missing. Last one server on all cores. Each is written as it ends. On a
+machine without a GPU servers measure on the CPU.
 """
 
 from __future__ import annotations
@@ -58,15 +59,19 @@ def main() -> None:
         wait(lambda: servers(one) == 1 and servers(many) == count, started)
         cores = sorted(os.sched_getaffinity(0))
         share = cores[:max(1, len(cores) // count)]
-        for name, tracker, used in (("one", one, cores), ("share", one, share), ("many", many, cores)):
-            found[name] = tuned(name, tracker, LISTS[kind], trials, folder, used)
+
+        def add(name: str, *run: Any) -> None:
+            found[name] = tuned(name, *run)
+            for gain, over in (("gain", "one"), ("gain_of_share", "share")):
+                if over in found and "many" in found:
+                    found[gain] = found["many"]["trials_per_minute"] / found[over]["trials_per_minute"]
             path.write_text(json.dumps(found))
-        for gain, name in (("gain", "one"), ("gain_of_share", "share")):
-            found[gain] = found["many"]["trials_per_minute"] / found[name]["trials_per_minute"]
-        path.write_text(json.dumps(found))
+
+        add("share", one, LISTS[kind], trials, folder, share)
+        add("many", many, LISTS[kind], trials, folder, cores)
         if count > 1:
-            found["killed"] = tuned("killed", many, LISTS[kind][:2], max(8, trials // 8), folder, cores, started[-1])
-            path.write_text(json.dumps(found))
+            add("killed", many, LISTS[kind][:2], max(8, trials // 8), folder, cores, started[-1])
+        add("one", one, LISTS[kind], trials, folder, cores)
 
 
 def tuned(name: str, tracker: Tracker, layers: list[str], trials: int, folder: Path, cores: list[int],
