@@ -123,6 +123,12 @@ def test_fewer_rows_than_compiled_and_what_is_kept(tmp_path):
     check_numbers(tmp_path, PersistentBlock(), task, CUT | {"rows": 2}, batch=3)
 
 
+def test_heads_keep_values(tmp_path):
+    """Of rows that the call has."""
+    task = task_of("block_gru", (5, 9, 7, 32), "float16", SMALL, Traversal(keep="gates"))
+    check_numbers(tmp_path, PersistentBlock(), task, CUT | {"rows": 2, "heads": 2}, batch=3)
+
+
 def test_another_batch():
     """Of a configuration whose blocks share multiprocessors."""
     schedule, device = PersistentBlock(), KNOWN["sm_90a"]

@@ -158,7 +158,7 @@ class PersistentBlock(Schedule):
         return best
 
     def since(self, task: Task) -> str:
-        return "2026-11-25T10:00:00Z"
+        return "2026-11-25T10:00:00Z" if most_heads(task.graph) == 1 else "2026-11-25T16:00:00Z"
 
     def rebatched(self, config: Config, batch: int, task: Task) -> Config:
         """As many rows a block, and as many blocks at once, while there are as many."""

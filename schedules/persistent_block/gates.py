@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ecornn.analysis.liveness import before_first
-from ecornn.schedules.builder import Expr, T, TirBuffer, Var
+from ecornn.schedules.builder import Expr, T, TirBuffer, Var, pinned
 from ecornn.schedules.isa.tensor_core import per_word
 from ecornn.schedules.persistent_block.cluster import Sent
 from ecornn.schedules.persistent_block.plan import BlockPlan
@@ -47,17 +47,18 @@ class Gates(GateThreads):
 
     def _locate(self, thread: Expr) -> None:
         place = self.products.place
+        bind = T.let if self.plan.heads == 1 else pinned  # else each step works it out again
         if self.plan.heads == 1:
             self.unit = [T.let("unit", unit) for unit, _, _ in place]
             self.local = self.unit
         else:
             head = T.let("layer_head", self.products.share_of_heads * self.plan.held + self.products.head)
-            self.unit = [T.let("unit", head * self.plan.head + unit) for unit, _, _ in place]
-            self.local = [T.let("local", self.products.head_first + unit) for unit, _, _ in place]
+            self.unit = [pinned("unit", head * self.plan.head + unit) for unit, _, _ in place]
+            self.local = [pinned("local", self.products.head_first + unit) for unit, _, _ in place]
         self.owner = [T.let("owner", owner) for _, _, owner in place]
         self.column = [T.let("column", T.Select(owner, column, 0))
                        for owner, (_, column, _) in zip(self.owner, place, strict=True)]
-        self.row = [T.let("row", self.group * self.plan.rows + column) for column in self.column]
+        self.row = [bind("row", self.group * self.plan.rows + column) for column in self.column]
         self.valid = [T.let("valid", T.And(owner, T.And(unit < self.plan.hidden, row < self.batch)))
                       for owner, unit, row in zip(self.owner, self.unit, self.row, strict=True)]
 
@@ -146,7 +147,8 @@ class Gates(GateThreads):
             if len(self.values) == self.items:
                 self._send(self.sent, step)
             return
-        with T.If(T.And(self.owner[i], self.unit[i] < self.plan.hidden)), T.Then():
+        within = self.plan.heads > 1  # whose threads have whole units
+        with T.If(self.owner[i] if within else T.And(self.owner[i], self.unit[i] < self.plan.hidden)), T.Then():
             for o, operand in enumerate(self.graph.product_phases[p].operands):
                 self.products.store(self.products.first(p, o, self._side(step)), self.local[i], self.column[i],
                                     env[operand])

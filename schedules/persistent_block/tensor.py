@@ -111,8 +111,7 @@ class TensorProducts(Products):
 
         for pair in range(ahead):
             load(pair)
-        if plan.heads == 1:
-            meanwhile()
+        meanwhile()
         for pair in range(part.pieces):
             weights = self.piece(number, pair)
             for tile in range(2):
@@ -127,8 +126,6 @@ class TensorProducts(Products):
                             apart=False)  # the sums are short
             if pair + ahead < part.pieces:
                 load(pair + ahead)
-        if plan.heads > 1:  # while products are on their way
-            meanwhile()
         return acc
 
     def _sums(self, acc: TirBuffer, part: Part, item: tuple[int, int, int]) -> dict[Var, Expr]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ecornn.schedules.builder import Expr, T
+from ecornn.schedules.builder import Expr, T, opaque
 from ecornn.schedules.persistent_wide.plan import TEAM, WidePlan
 
 
@@ -45,17 +45,6 @@ class BlockRole:
         return T.min(plan.units - self.part * plan.finished, plan.finished)
 
 
-def opaque(name: str, value: Expr) -> Expr:
-    """An int32 value as a variable that TVM does not look into. What TVM sees through it puts into every index that
-    uses it, with 64 bits there, and registers are few."""
-    return T.let(name, T.cuda.func_call("ecornn_named", value, source_code=_NAMED, return_type="int32"))
-
-
-def pinned(name: str, value: Expr) -> Expr:
-    """The same, computed here and not later."""
-    return T.let(name, T.cuda.func_call("ecornn_pinned", value, source_code=_PINNED, return_type="int32"))
-
-
 def multiplier() -> Expr:
     """The number of this thread among those that multiply, read anew: no register keeps it, or what follows from it."""
     return T.let("multiplier", T.bitwise_and(_special("tid") - TEAM, 511))
@@ -66,17 +55,6 @@ def _special(name: str) -> Expr:
     source = _SPECIAL.format(name=name)
     return T.let(name, T.cuda.func_call(f"ecornn_{name}", source_code=source, return_type="int32"))
 
-
-_NAMED = """
-__device__ __forceinline__ int ecornn_named(int value) {
-  return value;
-}"""
-
-_PINNED = """
-__device__ __forceinline__ int ecornn_pinned(int value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}"""
 
 _SPECIAL = """
 __device__ __forceinline__ int ecornn_{name}() {{

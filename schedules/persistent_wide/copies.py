@@ -8,9 +8,9 @@ not all read the same part of L2 at once.
 
 from __future__ import annotations
 
-from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.builder import Expr, T, TirBuffer, opaque
 from ecornn.schedules.isa.mbarrier import mbarrier_test
-from ecornn.schedules.persistent_wide.block_role import BlockRole, opaque
+from ecornn.schedules.persistent_wide.block_role import BlockRole
 from ecornn.schedules.persistent_wide.exchange import counter_of, slot_base, writers
 from ecornn.schedules.persistent_wide.plan import DEPTH, LANES, SLOTS, WidePlan
 from ecornn.schedules.sequence_kernel import SequenceKernel

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ecornn.schedules.builder import Expr, T, Var
+from ecornn.schedules.builder import Expr, T, Var, opaque, pinned
 from ecornn.schedules.persistent.exchange import pack
-from ecornn.schedules.persistent_wide.block_role import BlockRole, multiplier, opaque, pinned
+from ecornn.schedules.persistent_wide.block_role import BlockRole, multiplier
 from ecornn.schedules.persistent_wide.copies import Memory
 from ecornn.schedules.persistent_wide.exchange import counter_of, operand_words, slot_base, word_of
 from ecornn.schedules.persistent_wide.handover import Parcels

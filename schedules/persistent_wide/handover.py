@@ -23,8 +23,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ecornn.schedules.builder import Expr, T, TirBuffer
-from ecornn.schedules.persistent_wide.block_role import BlockRole, opaque
+from ecornn.schedules.builder import Expr, T, TirBuffer, opaque
+from ecornn.schedules.persistent_wide.block_role import BlockRole
 from ecornn.schedules.persistent_wide.plan import HANDED, WidePlan
 
 UNWRITTEN = 0xFF  # a byte of what words begin with

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.builder import Expr, T, TirBuffer, opaque, pinned
 from ecornn.schedules.isa.mbarrier import mbarrier_wait
 from ecornn.schedules.isa.wgmma import descriptor, wgmma, wgmma_registers, wgmma_wait
 from ecornn.schedules.persistent_wide import handover
-from ecornn.schedules.persistent_wide.block_role import BlockRole, multiplier, opaque, pinned
+from ecornn.schedules.persistent_wide.block_role import BlockRole, multiplier
 from ecornn.schedules.persistent_wide.copies import Memory, chunk_at
 from ecornn.schedules.persistent_wide.plan import DEPTH, TEAM, WidePlan
 from ecornn.schedules.persistent_wide.stream import parity_of

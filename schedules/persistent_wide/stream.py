@@ -12,9 +12,9 @@ when it is read again. So the first ones of a step are asked to stay, and the ot
 
 from __future__ import annotations
 
-from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.builder import Expr, T, TirBuffer, opaque
 from ecornn.schedules.isa.mbarrier import mbarrier_wait
-from ecornn.schedules.persistent_wide.block_role import BlockRole, opaque
+from ecornn.schedules.persistent_wide.block_role import BlockRole
 from ecornn.schedules.persistent_wide.copies import BULK, Memory, announce, chunk_at
 from ecornn.schedules.persistent_wide.plan import WidePlan
 
