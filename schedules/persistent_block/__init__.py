@@ -13,7 +13,7 @@ from ecornn.program import PACKED, Buffer, Extent, Launch, Program
 from ecornn.schedules.assemble import assemble
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task
 from ecornn.schedules.gemm.projection import no_projection
-from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred
+from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred, saved
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.persistent_block.cluster import SIZES
 from ecornn.schedules.persistent_block.estimate import cycles, estimate, turns_of
@@ -190,9 +190,8 @@ class PersistentBlock(Schedule):
         if key not in self._known:
             found = min(self.candidates(task), key=order, default=None)
             if found is not None:
-                found = {**found, "hoisted": preferred(task, estimate(task, plan_of(task, found), found))}
-                if self.check(task, found) is not None:
-                    found = {**found, "hoisted": "float32"}
+                other = {**found, "hoisted": preferred(task, estimate(task, plan_of(task, found), found))}
+                found = other if self.check(task, other) is None else found
             self._known[key] = found
         return self._known[key]
 
@@ -200,11 +199,11 @@ class PersistentBlock(Schedule):
         """Of all cuts, those that keep as many weights in registers as possible."""
         knobs = {k.name: k.values for k in self.knobs(task)}
         cut = tuple(n for n in ("heads", "products", "rows", "units", "lanes", "cluster", "resident") if n in knobs)
-        math = math_for(task)
+        math, hoisted = math_for(task), "same" if saved(task) else "float32"
         for values in product(*(knobs[name] for name in cut)):
             for registers in REGISTERS:
                 config: Config = {**dict(zip(cut, values, strict=True)), "registers": registers,
-                                  "hoisted": "float32", "math": math[1]}
+                                  "hoisted": hoisted, "math": math[1]}
                 if (reason := self.check(task, config)) is None:
                     yield config
                 if reason is None or not reason.startswith("about"):
