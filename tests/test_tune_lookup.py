@@ -91,36 +91,6 @@ def test_the_same_batch_goes_before_a_faster_other_one_and_then_the_nearest():
     assert found(trial(batch=32)).line is None and found(trial(batch=1)).line is not None  # REACH
 
 
-class Young(Fake):
-    """It came after some records."""
-
-    def since(self, task: Task) -> str:
-        return "2026-02-01T00:00:00Z"
-
-    def expected(self, task: Task) -> float:
-        return 4000.0
-
-    def beside(self, task: Task) -> float:
-        return 5000.0  # of a sequence of ten steps
-
-
-def test_a_schedule_that_is_younger_than_the_record_competes_by_what_it_expects():
-    young = Young(name="young")
-
-    def chosen(*trials: Trial):
-        return find(TASK, [SCHEDULE, young], log_of(*trials))
-
-    result = chosen(trial(4.9, a=2))
-    assert result.schedule is young and result.config == young.default(TASK)
-    assert "faster than fake, of which record log.jsonl:1 of 2026-01-31T12:00:00Z says 5.047" in result.provenance
-    assert chosen(trial(4.6, a=2)).config["a"] == 2, "with a doubt, and beside its steps"
-    assert chosen(trial(4.9, a=2, time="2026-02-01T12:00:00Z")).config["a"] == 2, "it was there"
-    tried = trial(5.0, a=3, schedule="young", time="2026-02-02T12:00:00Z")
-    assert chosen(trial(4.9, a=2), tried).config["a"] == 2, "it was tried"
-    wrong = trial(schedule="young", a=3, times=None, check=None, error="run: wrong")
-    assert chosen(trial(4.9, a=2), wrong).schedule is young, "what failed says nothing of its default"
-
-
 def test_the_nearest_batch_whose_configuration_fits_is_used():
     too_large = {"a": 7, "b": 7, "behaviour": "ok"}
     result = found(trial(1.0, batch=4, config=too_large), trial(9.0, a=2, batch=8))

@@ -158,7 +158,8 @@ class PersistentBlock(Schedule):
         return best
 
     def since(self, task: Task) -> str:
-        return "2026-11-25T10:00:00Z"
+        """Later in clusters."""
+        return "2026-11-25T10:00:00Z" if int(self.default(task)["cluster"]) == 1 else "2026-11-25T15:00:00Z"
 
     def rebatched(self, config: Config, batch: int, task: Task) -> Config:
         """As many rows a block, and as many blocks at once, while there are as many."""
