@@ -101,7 +101,8 @@ def lines_of(path: Path, log: GridLog) -> list[str]:
     rows = [[r for r in log.rows if r["kind"] == kind and "failed" not in r] for kind in CLASSES]
     lines = table(("class", "rows", "geometric mean, with records", "without", "least ratio", "below 1x"),
                   (_class(of[0]["kind"], of) for of in rows if of))
-    return [*lines, "", _source(path, log)]
+    whole = path.with_suffix(".md").as_posix()
+    return [*lines, "", f"Every row, with its configuration: [{whole}](../{whole}).", "", _source(path, log)]
 
 
 def _class(kind: str, rows: list[dict]) -> tuple[object, ...]:
@@ -117,13 +118,12 @@ def _source(path: Path, log: GridLog) -> str:
     env = log.environment
     return (f"{env['gpu']}, CUDA {env['cuda']}, cuDNN {env['cudnn']} through PyTorch {env['torch']} in a CUDA graph; "
             "µs a step of whole forward passes, interleaved, medians with 20th and 80th percentiles, outputs checked "
-            f"against float64; calls of {FEW} steps or fewer {CALLS} to a graph. Data: `{path.as_posix()}`; "
-            "`make bench`.")
+            f"against float64; calls of {FEW} steps or fewer {CALLS} to a graph. Data: `{path.name}`; `make bench`.")
 
 
 def report(path: Path, log: GridLog) -> list[str]:
     """Every row, in Markdown."""
-    lines = ["# Layers outside the grid", "", *lines_of(path, log), ""]
+    lines = ["# Layers outside the grid", "", _source(path, log), ""]
     for kind in CLASSES:
         of = [r for r in log.rows if r["kind"] == kind and "failed" not in r]
         if not of:

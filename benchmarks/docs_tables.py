@@ -7,6 +7,7 @@
     python benchmarks/docs_tables.py benchmarks/results/cpu_skylake.json
     python benchmarks/docs_tables.py benchmarks/results/h100_published.jsonl
     python benchmarks/docs_tables.py benchmarks/results/h100_heads.jsonl
+    python benchmarks/docs_tables.py benchmarks/results/h100_classes.jsonl
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def stacks_table(path: Path, data: dict) -> list[str]:
 
 def section(path: Path) -> tuple[str, list[str]]:
     """The name of the part of ``PAGES`` that a file belongs to, and its lines."""
-    for name in ("published", "heads"):
+    for name in ("published", "heads", "classes"):
         if path.stem.endswith(f"_{name}"):
             return f"measured-{name}", importlib.import_module(f"compare_{name}").lines_of(path, GridLog(path))
     if path.suffix == ".jsonl":

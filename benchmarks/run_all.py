@@ -74,9 +74,9 @@ def on_gpu(device: Device) -> bool:
     good &= anew(RESULTS / f"{name}_projection.jsonl", "compare_projection.py")
     good &= anew(RESULTS / f"{name}_ablation.jsonl", "compare_ablation.py")
     good &= anew(RESULTS / f"{name}_variants.jsonl", "compare_variants.py")
-    for cells in ("published", "heads"):
-        result = RESULTS / f"{name}_{cells}.jsonl"
-        good &= anew(result, f"compare_{cells}.py") and run("docs_tables.py", result)
+    for what in ("published", "heads", "classes"):
+        result = RESULTS / f"{name}_{what}.jsonl"
+        good &= anew(result, f"compare_{what}.py") and run("docs_tables.py", result)
     good &= anew(RESULTS / f"{name}_compile_times.jsonl", "compile_times.py", "--jobs",
                  max(1, len(os.sched_getaffinity(0)) // 4))
     if importlib.util.find_spec("flashrnn"):

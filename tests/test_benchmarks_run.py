@@ -152,7 +152,8 @@ def test_everything_is_measured_and_put_in_its_place(tmp_path: Path, monkeypatch
         "h100_variants.jsonl": "compare_variants.py", "h100_stacks.json": "compare_stacks.py",
         "h100_packed.json": "compare_stacks.py", "h100_columns.json": "compare_columns.py",
         "h100_projection.jsonl": "compare_projection.py", "h100_compile_times.jsonl": "compile_times.py",
-        "h100_published.jsonl": "compare_published.py", "h100_heads.jsonl": "compare_heads.py"}
+        "h100_published.jsonl": "compare_published.py", "h100_heads.jsonl": "compare_heads.py",
+        "h100_classes.jsonl": "compare_classes.py"}
     assert not list((tmp_path / "build" / "bench").iterdir())
     assert calls.index("why_above_floor.py") > calls.index("compare_grid.py")
 

@@ -21,7 +21,7 @@ from ecornn.targets import KNOWN
 from ecornn.task import make_task
 from ecornn.tune.choose import choose
 from ecornn.tune.log import Line, Log
-from ecornn.tune.lookup import find, unfit, within
+from ecornn.tune.lookup import find, moved, unfit, within
 from ecornn.tune.model import CostModel
 from ecornn.tune.record import Times, Trial, decode, encode
 from ecornn.tune.selection import best_lines
@@ -89,36 +89,6 @@ def test_the_same_batch_goes_before_a_faster_other_one_and_then_the_nearest():
     assert found(trial(1.0, a=1, batch=2), trial(9.0, a=2, batch=8)).config["a"] == 2  # equally near: room for all
     assert found(trial(1.0, a=1, batch=3), trial(9.0, a=2, batch=8)).config["a"] == 1
     assert found(trial(batch=32)).line is None and found(trial(batch=1)).line is not None  # REACH
-
-
-class Young(Fake):
-    """It came after some records."""
-
-    def since(self, task: Task) -> str:
-        return "2026-02-01T00:00:00Z"
-
-    def expected(self, task: Task) -> float:
-        return 4000.0
-
-    def beside(self, task: Task) -> float:
-        return 5000.0  # of a sequence of ten steps
-
-
-def test_a_schedule_that_is_younger_than_the_record_competes_by_what_it_expects():
-    young = Young(name="young")
-
-    def chosen(*trials: Trial):
-        return find(TASK, [SCHEDULE, young], log_of(*trials))
-
-    result = chosen(trial(4.6, a=2))
-    assert result.schedule is young and result.config == young.default(TASK)
-    assert "faster than fake, of which record log.jsonl:1 of 2026-01-31T12:00:00Z says 4.738" in result.provenance
-    assert chosen(trial(4.3, a=2)).config["a"] == 2, "beside its steps"
-    assert chosen(trial(4.6, a=2, time="2026-02-01T12:00:00Z")).config["a"] == 2, "it was there"
-    tried = trial(4.7, a=3, schedule="young", time="2026-02-02T12:00:00Z")
-    assert chosen(trial(4.6, a=2), tried).config["a"] == 2, "it was tried"
-    wrong = trial(schedule="young", a=3, times=None, check=None, error="run: wrong")
-    assert chosen(trial(4.6, a=2), wrong).schedule is young, "what failed says nothing of its default"
 
 
 def test_the_nearest_batch_whose_configuration_fits_is_used():
@@ -391,9 +361,11 @@ def test_a_configuration_of_another_batch_keeps_the_rows_of_a_group(batch, known
     log = log_of(trial(1.0, schedule="persistent", revision=Persistent.revision, config=config, workload=work,
                        device=device))
     task = make_task(get("lstm"), msgspec.structs.replace(work, batch=batch), device)
-    result = find(task, [Persistent()], log)
-    assert result.config == {**config, "groups": becomes}
-    assert [c.config for c in borrowed(task, [Persistent()], log)] == [result.config]
+    expected = {**config, "groups": becomes}
+    assert moved(config, Persistent(), work, task) == expected
+    assert [c.config for c in borrowed(task, [Persistent()], log)] == [expected]
+    here = find(task, [Persistent()], log)  # near enough, or the default for this batch
+    assert (here.config == expected) != here.provenance.startswith(f"untuned default of persistent: for B={batch} ")
 
 
 accepted = st.one_of(st.integers(-(1 << 63), (1 << 63) - 1), st.integers(-2, 64), st.booleans(),

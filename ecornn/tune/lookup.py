@@ -47,6 +47,7 @@ ONCE = 1.03  # the fastest of many times measured once is faster than it really 
 MISSED = 1.25
 REACH = 4.0
 OTHER_BATCH = 1.1  # benchmarks/notes/records.md
+YOUNG = 1.1  # what the estimate of a schedule that is younger than a record may be off
 FANCIFUL = "faster than such a device can be"
 HERE, SMALLER, ELSEWHERE = range(3)  # tiers of devices
 
@@ -141,7 +142,8 @@ def _by_estimate(best: Evidence, tried: Collection[str], schedules: Sequence[Sch
     if not made:
         return None
     first = min(made, key=lambda s: s.rank(task))
-    if first.rank(task) + first.beside(task) / of >= best.expected * 1000:
+    doubt = 1.0 if first.few_steps else YOUNG
+    if first.rank(task) * doubt + first.beside(task) / of >= best.expected * 1000:
         return None
     why = (f"for T={steps} it is expected to be faster than {best.trial.schedule}, of which record {best.line.place} "
            f"says what T={of} takes" if first.few_steps else

@@ -13,7 +13,7 @@ from ecornn.program import PACKED, Buffer, Extent, Launch, Program
 from ecornn.schedules.assemble import assemble
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task
 from ecornn.schedules.gemm.projection import no_projection
-from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred
+from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred, saved
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.persistent_block.cluster import SIZES
 from ecornn.schedules.persistent_block.estimate import cycles, estimate, turns_of
@@ -24,7 +24,7 @@ from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
 from ecornn.schedules.timeline import together
 from ecornn.workload import Traversal, Workload
 
-DOUBT = 1.15  # as of other schedules: what its estimate may be off
+DOUBT = 1.05  # what it must be expected to gain
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 UNITS, LANES, RESIDENT = (1, 2, 4), (1, 2, 4, 8, 16), (1, 2, 3, 4)
 REGISTERS = (100, 75, 50, 25, 0)  # percent
@@ -158,7 +158,10 @@ class PersistentBlock(Schedule):
         return best
 
     def since(self, task: Task) -> str:
-        return "2026-11-25T10:00:00Z" if most_heads(task.graph) == 1 else "2026-11-25T16:00:00Z"
+        """Later with heads, and in clusters."""
+        if most_heads(task.graph) > 1:
+            return "2026-11-25T16:00:00Z"
+        return "2026-11-25T10:00:00Z" if int(self.default(task)["cluster"]) == 1 else "2026-11-25T15:00:00Z"
 
     def rebatched(self, config: Config, batch: int, task: Task) -> Config:
         """As many rows a block, and as many blocks at once, while there are as many."""
@@ -176,27 +179,22 @@ class PersistentBlock(Schedule):
     def rank(self, task: Task) -> float:
         """Others leave out what memory takes, and expect of hoisted values in 16 bits what these gain."""
         config = self.default(task)
-        plan = plan_of(task, config)
-        if plan.cluster > 1:  # until somebody has measured some
-            return inf
-        return (estimate(task, plan, config, inf) - gained(task, config)) * DOUBT
+        return (estimate(task, plan_of(task, config), config, inf) - gained(task, config)) * DOUBT
 
     def beside(self, task: Task) -> float:
         return gpu_rates(task.device).sequence
 
     def _best(self, task: Task) -> Config | None:
-        """The valid configuration of least estimated time, of clusters only where a block cannot hold the weights; kept
-        for the next question."""
-        def order(config: Config) -> tuple[bool, float]:
-            return int(config["cluster"]) > 1, estimate(task, plan_of(task, config), config)
+        """The valid configuration of least estimated time, and of these, whole tiles; kept for the next question."""
+        def order(config: Config) -> tuple[float, bool]:
+            return estimate(task, plan_of(task, config), config), int(config["rows"]) % 8 != 0
 
         key = task.workload, task.device, task.traversal
         if key not in self._known:
             found = min(self.candidates(task), key=order, default=None)
             if found is not None:
-                found = {**found, "hoisted": preferred(task, estimate(task, plan_of(task, found), found))}
-                if self.check(task, found) is not None:
-                    found = {**found, "hoisted": "float32"}
+                other = {**found, "hoisted": preferred(task, estimate(task, plan_of(task, found), found))}
+                found = other if self.check(task, other) is None else found
             self._known[key] = found
         return self._known[key]
 
@@ -204,11 +202,11 @@ class PersistentBlock(Schedule):
         """Of all cuts, those that keep as many weights in registers as possible."""
         knobs = {k.name: k.values for k in self.knobs(task)}
         cut = tuple(n for n in ("heads", "products", "rows", "units", "lanes", "cluster", "resident") if n in knobs)
-        math = math_for(task)
+        math, hoisted = math_for(task), "same" if saved(task) else "float32"
         for values in product(*(knobs[name] for name in cut)):
             for registers in REGISTERS:
                 config: Config = {**dict(zip(cut, values, strict=True)), "registers": registers,
-                                  "hoisted": "float32", "math": math[1]}
+                                  "hoisted": hoisted, "math": math[1]}
                 if (reason := self.check(task, config)) is None:
                     yield config
                 if reason is None or not reason.startswith("about"):
