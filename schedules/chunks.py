@@ -33,13 +33,18 @@ def chunk_for(task: Task, buffers: Iterable[Buffer], expected: float | None = No
     traversal, seq = task.traversal, task.workload.seq
     own = {b.name: b for b in buffers if b.role == WORKSPACE}.values()
     step = sum(b.extent.per_step * b.itemsize for b in own)
-    if seq < SHORTEST or step * seq <= ROOM or traversal.sequences:
+    if not may_be_cut(task) or step * seq <= ROOM:
         return None
     keep = traversal.keep or "gates"
     least = LEAST[keep] if expected is None else max(8, int(BACKWARD[keep] / expected))
     most = max(least, ROOM // step // 8 * 8)
     count = -(-seq // most)
     return (-(-seq // count) + 7) // 8 * 8
+
+
+def may_be_cut(task: Task) -> bool:
+    """Whether the sequence is long enough for chunks, and rows may be cut at any step."""
+    return task.workload.seq >= SHORTEST and not task.traversal.sequences
 
 
 def in_chunks(part: Component, around: Iterable[Buffer], task: Task, steps: int, states: Iterable[tuple[str, str]],

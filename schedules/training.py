@@ -32,7 +32,7 @@ from ecornn.schedules.backward.memory import outputs_row, rows_extent, rows_of_s
 from ecornn.schedules.backward.recurrence import recurrence_task
 from ecornn.schedules.base import Component, Config, Schedule, Task, joined
 from ecornn.schedules.builder import PrimFunc
-from ecornn.schedules.chunks import chunk_for, in_chunks
+from ecornn.schedules.chunks import chunk_for, in_chunks, may_be_cut
 from ecornn.schedules.hoisted import hoisted_of
 from ecornn.schedules.keeping import stored
 from ecornn.schedules.timeline import piece_buffers
@@ -99,8 +99,8 @@ def _recurrence(task: Task, adjoint: Adjoint, kernel: Component) -> tuple[Compon
     zeros, and leaves ``last_<state>``; and these pairs."""
     w, graph = task.workload, task.graph
     first = {state: name for name, state in adjoint.first.items()}
-    columns = task.traversal.sequences  # then there are many zeros, which all states share
-    zeros = {s: "zeros" if columns else f"zeros_{s}" for s in graph.states if s not in first}
+    # those that all states share, unless chunks of time hand each its own
+    zeros = {s: f"zeros_{s}" if may_be_cut(task) else "zeros" for s in graph.states if s not in first}
     names = {f"{s}_in": f"d{first[s]}_out" if s in first else zeros[s] for s in graph.states}
     names |= {f"{s}_out": f"last_{s}" for s in graph.states}
     vectors = vector_buffer(task)  # in the order of the recurrence

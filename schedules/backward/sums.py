@@ -161,7 +161,7 @@ def _once(memory: Memory, at: Mapping[Var, Sequence[tuple[str, int, int]]],
                 total = T.local("total", (1,), "float32")
                 T.buffer_store(total, T.float32(0), [0])
                 for name, s, count in places:
-                    with T.serial("chunk", 0, CHUNKS) as chunk:
+                    with T.unroll("chunk", CHUNKS) as chunk:  # all loads are under way at once
                         T.buffer_store(total, total[0] + a[f"{name}_parts"][(chunk * count + s) * H + unit], [0])
                 env[var] = T.let(var.name, total[0])
             env = emit(back.once.invariants, env)
