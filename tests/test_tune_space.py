@@ -118,3 +118,15 @@ def test_few_calls_of_check_settle_the_space_of_an_h100():
     space = ConfigSpace(task, [counted])
     assert space.combinations() > 400_000 and len(space) > 5000 and calls <= 150_000
     assert "persistent" in space.whole
+
+
+def test_a_knob_that_a_task_has_not_may_be_asked_for():
+    """Only large layers have weights that are streamed; the schedule asks small ones, too, what their knob says."""
+    task = make_task(get("lstm"), Workload("lstm", 256, 256, 8, 300, "bfloat16"), KNOWN["sm_90a"])
+    schedule = all_schedules()["persistent_wide"]
+    space = ConfigSpace(task, [schedule])
+    assert "streamed" not in {knob.name for knob in schedule.knobs(task)}
+    whole, numbers = space.scan_part(schedule.name, 0)
+    assert whole and all(space.fits(Candidate.of(schedule.name, space.config(schedule.name, n))) for n in numbers)
+    watched = Watched({"a": 1})
+    assert watched.get("b", 2) == 2 and watched.get("a") == 1 and list(watched.read) == ["a"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -108,6 +109,8 @@ def _loaded(layer: Any, weights: Weights, training: bool) -> tuple[Callable[...,
     layer.load_state_dict({name: torch.from_numpy(value) for name, value in weights.items()})
     layer.train(training)
     layer.flatten_parameters()
+    # which leaves bfloat16 as it is: a call copies such weights, and its time has that, as in every program
+    warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
     return lambda x, _: layer(x)[0], dict(layer.named_parameters())
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import click
 
-from ecornn.cli.common import JSON, as_json, plain_errors
+from ecornn.cli.common import JSON, as_json, plain_errors, said_while
 from ecornn.device import Device
 from ecornn.errors import EcornnError
 
@@ -21,16 +21,17 @@ def doctor(json: bool) -> None:
 
     said: dict[str, str] = {}
     missing: list[str] = []
-    for name, examine in EXAMINED.items():
-        try:
-            said[name], advice = examine()
-        except EcornnError as error:
-            said[name], advice = "unusable", str(error)
-        if advice:
-            missing.append(f"{name}: {advice}")
-    said["build cache"] = cached()
-    log = read_all()
-    mine = {(d.kind, d.arch) for d in devices()}
+    with said_while("looking at what is here"):
+        for name, examine in EXAMINED.items():
+            try:
+                said[name], advice = examine()
+            except EcornnError as error:
+                said[name], advice = "unusable", str(error)
+            if advice:
+                missing.append(f"{name}: {advice}")
+        said["build cache"] = cached()
+        log = read_all()
+        mine = {(d.kind, d.arch) for d in devices()}
     trials = [line.record for line in log.lines if isinstance(line.record, Trial)]
     apply = {t.workload for t in trials if (t.device.kind, t.device.arch) in mine and t.times}
     said["records"] = f"{len(trials)} trials; {len(apply)} workloads tuned for this machine's devices"

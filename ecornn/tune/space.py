@@ -49,8 +49,9 @@ class Watched(Mapping[str, Value]):
         self.read: dict[str, None] = {}  # in the order of the first look
 
     def __getitem__(self, name: str) -> Value:
-        self.read[name] = None
-        return self.config[name]
+        value = self.config[name]
+        self.read[name] = None  # not of a knob that the task has not, which is the same for all
+        return value
 
     def __iter__(self) -> Iterator[str]:
         self.read |= dict.fromkeys(self.config)
