@@ -85,8 +85,6 @@ def _tensor(path: Path, file: Any, name: str) -> Any:
 
 
 def _checkpoint(path: Path) -> dict[str, Any]:
-    import pickle
-
     try:
         import torch
     except ImportError as error:
@@ -94,8 +92,8 @@ def _checkpoint(path: Path) -> dict[str, Any]:
                             "*.safetensors file") from error
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        raise ArgumentError("weights", str(path), f"a PyTorch checkpoint of tensors only ({error})") from error
+    except Exception as error:  # of damaged bytes an unpickler raises whatever they lead to
+        raise ArgumentError("weights", str(path), f"a PyTorch checkpoint of tensors only ({error!r})") from error
     seen: set[int] = set()
     while isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping):
         if id(found) in seen:

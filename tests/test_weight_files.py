@@ -198,3 +198,26 @@ def test_a_checkpoint_that_holds_itself(tmp_path: Path):
     torch.save(found, tmp_path / "circle.pt")
     with pytest.raises(ArgumentError, match="a checkpoint whose state_dict is not its own"):
         WeightFile(tmp_path / "circle.pt")
+
+
+def test_damage_is_named(tmp_path: Path):
+    """Whatever is wrong with a file is an error of ours, or does not matter to these tensors."""
+    import torch
+    from safetensors.torch import save_file
+
+    weights = {name: torch.from_numpy(w) for name, w in random_weights("gru", I, H).items()}
+    torch.save(weights, tmp_path / "a.pt")
+    save_file(weights, tmp_path / "a.safetensors")
+    draw, refused = np.random.default_rng(0), 0
+    for file in (tmp_path / "a.pt", tmp_path / "a.safetensors"):
+        whole = file.read_bytes()
+        for number in range(150):
+            data = bytearray(whole)
+            for at in draw.integers(0, 900, 1 + number % 4):
+                data[at] = draw.integers(0, 256)
+            file.write_bytes(data if number % 5 else whole[:draw.integers(0, len(whole))])
+            try:
+                dict(WeightFile(file))
+            except (ArgumentError, WeightsError):
+                refused += 1
+    assert refused > 150
