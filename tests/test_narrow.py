@@ -20,7 +20,7 @@ from ecornn.analysis import analyse
 from ecornn.analysis.adjoint import adjoint
 from ecornn.analysis.backpropagation import backpropagate
 from ecornn.analysis.evaluate import hoist, start, step
-from ecornn.analysis.narrow import columns_of, rows_of
+from ecornn.analysis.narrow import columns_of, narrow_of
 from ecornn.errors import CellError
 from ecornn.schedules import Task, all_schedules
 from ecornn.tune.oracle import relative_error
@@ -129,8 +129,8 @@ def test_the_reference_and_the_analysed_step(cell: Any):
 
 def test_what_is_exchanged_is_narrow():
     phases = analyse(LowRank(3), I, 12).phases
-    assert [(rows_of(p, 12), columns_of(p, 12)) for p in phases] == [(3, 12), (12, 3)]
-    assert len(analyse(LowRank(12), I, 12).phases) == 2 and rows_of(analyse(LowRank(12), I, 12).phases[0], 12) == 12
+    assert [(*narrow_of(p), columns_of(p, 12)) for p in phases] == [(3, 0, 12), (0, 3, 3)]
+    assert [narrow_of(p) for p in analyse(LowRank(12), I, 12).phases] == [(0, 0)] * 2
 
 
 @pytest.mark.parametrize(("cell", "hidden", "weights", "limit"), [
