@@ -21,10 +21,11 @@ from ecornn.analysis.adjoint import adjoint
 from ecornn.analysis.backpropagation import backpropagate
 from ecornn.analysis.evaluate import hoist, start, step
 from ecornn.analysis.narrow import columns_of, narrow_of
+from ecornn.cli.step_text import step_text
 from ecornn.errors import CellError
 from ecornn.schedules import Task, all_schedules
 from ecornn.tune.oracle import relative_error
-from ecornn.workload import Traversal, Workload
+from ecornn.workload import Stack, Traversal, Workload
 
 T, B, I = 5, 3, 4
 
@@ -299,3 +300,9 @@ def test_what_is_wrong_is_said(step: Any, says: str):
     with pytest.raises(CellError) as caught:
         analyse(Wrong(step, V=(1, 3, 6), U=(1, 6, 3), T=(1, 6, 2), X=(1, 6, 12)), 12, 6)
     assert says in str(caught.value) and caught.value.at is not None
+
+
+def test_the_text_of_a_step_tells_of_bytes():
+    text = step_text(analyse(LowRank(3), I, 12), Workload("low_rank", 12, I, B, T), Stack())
+    assert "V (1, 3, 12): 1 matrix from 12 values to 3" in text and "U[0, 1] @" in text
+    assert f"exchanged {B * (12 + 3) * 4:>15}" in text and f"recurrent {(12 * 3 + 2 * 3 * 12) * 4:>15}" in text
