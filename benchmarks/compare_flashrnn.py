@@ -235,6 +235,7 @@ def serve(pipe: Connection, cell: str, hidden: int, arguments: argparse.Namespac
     gpu = Gpu(arguments.lock)
     row = compare(cell, hidden, gpu, arguments.repeats, arguments.seconds)
     found = environment()
+    row["time"] = found["time"]  # a file may have rows of several runs
     gpu.give()
     pipe.send((found, row))
 

@@ -20,11 +20,12 @@ from ecornn.analysis import analyse
 from ecornn.analysis.adjoint import adjoint
 from ecornn.analysis.backpropagation import backpropagate
 from ecornn.analysis.evaluate import hoist, start, step
-from ecornn.analysis.narrow import columns_of, rows_of
+from ecornn.analysis.narrow import columns_of, narrow_of
+from ecornn.cli.step_text import step_text
 from ecornn.errors import CellError
 from ecornn.schedules import Task, all_schedules
 from ecornn.tune.oracle import relative_error
-from ecornn.workload import Traversal, Workload
+from ecornn.workload import Stack, Traversal, Workload
 
 T, B, I = 5, 3, 4
 
@@ -129,8 +130,8 @@ def test_the_reference_and_the_analysed_step(cell: Any):
 
 def test_what_is_exchanged_is_narrow():
     phases = analyse(LowRank(3), I, 12).phases
-    assert [(rows_of(p, 12), columns_of(p, 12)) for p in phases] == [(3, 12), (12, 3)]
-    assert len(analyse(LowRank(12), I, 12).phases) == 2 and rows_of(analyse(LowRank(12), I, 12).phases[0], 12) == 12
+    assert [(*narrow_of(p), columns_of(p, 12)) for p in phases] == [(3, 0, 12), (0, 3, 3)]
+    assert [narrow_of(p) for p in analyse(LowRank(12), I, 12).phases] == [(0, 0)] * 2
 
 
 @pytest.mark.parametrize(("cell", "hidden", "weights", "limit"), [
@@ -299,3 +300,9 @@ def test_what_is_wrong_is_said(step: Any, says: str):
     with pytest.raises(CellError) as caught:
         analyse(Wrong(step, V=(1, 3, 6), U=(1, 6, 3), T=(1, 6, 2), X=(1, 6, 12)), 12, 6)
     assert says in str(caught.value) and caught.value.at is not None
+
+
+def test_the_text_of_a_step_tells_of_bytes():
+    text = step_text(analyse(LowRank(3), I, 12), Workload("low_rank", 12, I, B, T), Stack())
+    assert "V (1, 3, 12): 1 matrix from 12 values to 3" in text and "U[0, 1] @" in text
+    assert f"exchanged {B * (12 + 3) * 4:>15}" in text and f"recurrent {(12 * 3 + 2 * 3 * 12) * 4:>15}" in text

@@ -59,6 +59,7 @@ def columns_of(phase: Phase, hidden: int) -> int:
     return max((term.columns or hidden // term.heads for term in terms), default=hidden)
 
 
-def rows_of(phase: Phase, hidden: int) -> int:
-    """How many units the products of a phase have, in all."""
-    return max((term.rows or hidden for product in phase.products for term in product.terms), default=hidden)
+def narrow_of(phase: Phase) -> tuple[int, int]:
+    """Rows and columns of the matrices of a phase, which are alike; 0 where they have all of H."""
+    term = phase.products[0].terms[0] if phase.products else None
+    return (term.rows, term.columns) if term else (0, 0)

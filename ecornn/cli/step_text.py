@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ecornn.analysis.heads import heads_of
 from ecornn.analysis.liveness import carried
+from ecornn.analysis.narrow import narrow_of
 from ecornn.analysis.operators import key_of
 from ecornn.analysis.scalar import children
 from ecornn.analysis.step import Assign, Phase, Product, Statistic, StepGraph, Term
@@ -198,12 +199,13 @@ def sizes(graph: StepGraph, work: Workload, names: Names) -> list[str]:
     row = work.batch * work.hidden
     item, wide = work.itemsize, max(4, work.itemsize)
     seen = [v for phase in graph.phases for v in phase.operands]
+    sent = sum(len(phase.operands) * (narrow_of(phase)[1] or work.hidden) for phase in graph.phases)
     sums = sum(len(s.made) for s in graph.statistics)
     hoisted = list(dict.fromkeys(graph.hoisted_outputs))
     table = [("Bytes a step", 0, ""), ("  x", work.batch * work.input * item, ""),
              ("  y", graph.written * row * item, ""),
              ("  hoisted", len(hoisted) * row * wide, names.listed(hoisted)),
-             ("  exchanged", len(seen) * row * item + sums * work.batch * 4, "; ".join(filter(None, (
+             ("  exchanged", work.batch * (sent * item + sums * 4), "; ".join(filter(None, (
                  names.listed(seen), f"{sums} sums a row" if sums else ""))) or "nothing"),
              ("  states", len(graph.states) * row * item, ", ".join(graph.states))]
     recurrent = {t.source for phase in graph.phases for p in phase.products for t in p.terms}

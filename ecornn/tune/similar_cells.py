@@ -11,6 +11,7 @@ from functools import cache
 from msgspec import structs
 
 from ecornn.analysis.heads import heads_of
+from ecornn.analysis.narrow import narrow_of
 from ecornn.analysis.step import StepGraph
 from ecornn.cells import Cell
 from ecornn.errors import ArgumentError
@@ -52,8 +53,10 @@ def lent(task: Task, log: Log) -> tuple[str, Log] | None:
 
 
 def products(graph: StepGraph) -> tuple[object, ...]:
-    """What a schedule's choices depend on most: the states, and each product's rows, operands and heads."""
-    return len(graph.states), *((len(p.products), len(p.operands), heads_of(p)) for p in graph.product_phases)
+    """What a schedule's choices depend on most: the states, and each product's rows, operands and heads, or what is
+    narrow of it, which no built-in cell has."""
+    return len(graph.states), *((len(p.products), len(p.operands), heads_of(p), narrow_of(p))
+                                for p in graph.product_phases)
 
 
 def akin(one: str, other: str) -> bool:

@@ -11,6 +11,7 @@ from functools import partial
 
 from ecornn.analysis.heads import heads_of, most_heads, multiplied
 from ecornn.analysis.liveness import late_operands, phase_count
+from ecornn.analysis.narrow import columns_of
 from ecornn.analysis.sums import one_by_one
 from ecornn.program import Buffer, Launch, Program
 from ecornn.schedules.assemble import assemble, shared_buffers
@@ -123,7 +124,7 @@ class FusedStep(Schedule):
         width = -(-w.hidden // tile.depth) * tile.depth
         layout = Layout(-(-w.batch // tile.rows) * tile.rows, width, width)
         own = [*workspaces(task, layout),
-               *(weights_buffer(f"recurrent_{p}", task, tile, phase.products, w.hidden // heads_of(phase))
+               *(weights_buffer(f"recurrent_{p}", task, tile, phase.products, columns_of(phase, w.hidden))
                  for p, phase in enumerate(graph.phases) if phase.products)]
         inputs = in_float32(task)
         buffers = [*shared_buffers(task, inputs), *own]
@@ -168,8 +169,8 @@ def _shared(task: Task, tile: Tile) -> int:
 
 def _turns(task: Task, tile: Tile) -> int:
     """Tiles along K that a step goes through."""
-    phases = [heads_of(p) for p in task.graph.phases] or [1]
-    return sum(-(-(task.workload.hidden // heads) // tile.depth) for heads in phases)
+    hidden = task.workload.hidden
+    return sum(-(-columns // tile.depth) for columns in [columns_of(p, hidden) for p in task.graph.phases] or [hidden])
 
 
 def estimate(task: Task, tile: Tile) -> float:
@@ -219,7 +220,8 @@ def _step_kernel(task: Task, tile: Tile, layout: Layout, buffers: list[Buffer], 
             if rows:
                 base = T.let("base", scalars.operand_base(p, a["t"] % 2 if p == 0 else 0))
                 source = a[f"operands_{p}"]
-                product.run(a[f"recurrent_{p}"], column, w.hidden // heads, lambda o, row, k: T.cast(
+                inputs = columns_of(graph.phases[p], w.hidden)
+                product.run(a[f"recurrent_{p}"], column, inputs, lambda o, row, k: T.cast(
                     source[base + scalars.wide(o) * layout.size + layout.place(scalars.wide(row0 + row), k)],
                     "float32"))
             with T.serial("turn", 0, -(-tile.units * tile.rows // tile.threads)) as turn:

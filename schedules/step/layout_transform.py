@@ -127,7 +127,7 @@ class LayoutTransform(Schedule):
         phases = range(len(plan.gates))
         rows, width = -(-w.batch // plan.rows), plan.pairs * (32 if w.dtype != "float32" else 16)
         blocks = plan.columns * rows
-        products = sum(g * o / h for g, o, h in zip(plan.gates, plan.operands, plan.heads, strict=True))
+        products = sum(plan.gates[p] * plan.operands[p] * plan.share(p) for p in phases)
         return {
             "blocks": blocks, "waves": blocks / task.device.cores, "threads": plan.threads,
             "weight_bytes": products * w.hidden * width * w.itemsize * rows,

@@ -9,11 +9,13 @@ K is permuted alike in both operands, so any order serves, and no read conflicts
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import gcd, lcm, prod
 
 from ecornn.analysis import Product
 from ecornn.analysis.heads import heads_of
+from ecornn.analysis.narrow import narrow_of
 from ecornn.program import PACKED, Buffer, Extent, Packing
 from ecornn.schedules.base import Config, Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
@@ -41,6 +43,7 @@ class TilePlan:
     gates: tuple[int, ...]  # of each phase
     operands: tuple[int, ...]  # of each phase
     heads: tuple[int, ...]  # of each phase; a block's units are of one
+    narrow: tuple[tuple[int, int], ...]  # rows and columns of the matrices of each phase, 0: all
 
     @property
     def threads(self) -> int:
@@ -66,7 +69,16 @@ class TilePlan:
 
     def own(self, p: int) -> int:
         """Values of an operand of phase p that a unit multiplies."""
-        return self.hidden // self.heads[p]
+        return self.narrow[p][1] or self.hidden // self.heads[p]
+
+    def blocks(self, p: int) -> int:
+        """Blocks over the hidden units that have weights."""
+        return -(-self.narrow[p][0] // self.units) or self.columns
+
+    def share(self, p: int) -> float:
+        """Of H by H weights, those that a matrix of phase p has."""
+        return 1 / self.heads[p] if self.narrow[p] == (0, 0) else self.own(p) * (self.narrow[p][0] or self.hidden) / (
+            self.hidden ** 2)
 
     def phase_pairs(self, p: int) -> int:
         """Pairs of k-tiles of these, padded to whole stages."""
@@ -120,7 +132,7 @@ def plan_of(task: Task, config: Config) -> TilePlan:
     return TilePlan(hidden=task.workload.hidden, dtype=task.workload.dtype,
                 arithmetic=task.workload.arithmetic, **cut,
                 gates=tuple(len(p.products) for p in phases), operands=tuple(len(p.operands) for p in phases),
-                heads=tuple(heads_of(p) for p in phases))
+                heads=tuple(heads_of(p) for p in phases), narrow=tuple(narrow_of(p) for p in phases))
 
 
 def weights_buffer(task: Task, plan: TilePlan, p: int) -> Buffer:
@@ -133,7 +145,7 @@ def weights_buffer(task: Task, plan: TilePlan, p: int) -> Buffer:
     sources: list[tuple[str, int]] = []
     for operand in phase.operands:
         sources += [product.source(operand) for product in phase.products]
-    made, multiplied = (plan.columns, plan.units), (plan.phase_pairs(p), PAIR * n)
+    made, multiplied = (plan.blocks(p), plan.units), (plan.phase_pairs(p), PAIR * n)
     first, count = (plan.operands[p], plan.gates[p]), len(sources)
     if phase.products[0].terms[0].transposed and plan.heads[p] > 1:  # each block is
         heads, made = plan.heads[p], (plan.columns // plan.heads[p], plan.units)
@@ -187,11 +199,16 @@ class TensorProduct:
             self._load_weights(weights, column, turn, place)
             self._load_operand(operands, base, row0, turn, place, layout)
 
+        has = None if plan.blocks(p) == plan.columns else T.let("has", column < plan.blocks(p))
         for turn in range(plan.stages - 1):
             if turn < turns:
-                load(T.int32(turn))
+                with ExitStack() as stack:
+                    if has is not None:
+                        stack.enter_context(T.If(has))
+                        stack.enter_context(T.Then())
+                    load(T.int32(turn))
             T.evaluate(T.ptx["cp.async.commit_group"]())
-        with T.serial("turn", 0, turns) as turn:
+        with T.serial("turn", 0, turns if has is None else T.Select(has, turns, 0)) as turn:
             T.evaluate(T.ptx["cp.async.wait_group"](plan.stages - 2))
             T.evaluate(T.cuda.cta_sync())
             with T.If(turn + (plan.stages - 1) < turns), T.Then():
