@@ -157,6 +157,15 @@ def served(sessions: int, side: str) -> Callable[[], str]:
     return cell
 
 
+def step(hidden: int) -> Callable[[], str]:
+    """Microseconds of a step that C calls, of an LSTM with one input."""
+    def time() -> str:
+        (row,) = (r for r in rows("real_time.json") if (r["cell"], r["H"], r["I"]) == ("lstm", hidden, 1))
+        return f"{row['step_ns'] / 1000:.2f}"
+
+    return time
+
+
 LITTLE = "clip|zoneout|peepholes|coupled|heads"
 # What is said of them, a line each; a figure that a page does not have is not missed.
 FIGURES: dict[str, Callable[[], str]] = {
@@ -211,7 +220,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "search.random_near": random_near,
     "search.others_until": lambda: until("others"),
     "search.none_until": lambda: until("none"),
-} | {f"served.{side}{sessions}": served(sessions, side) for side in ("ecornn", "torch") for sessions in (1, 100, 1000)}
+} | {f"served.{side}{sessions}": served(sessions, side) for side in ("ecornn", "torch") for sessions in (1, 100, 1000)
+     } | {f"steps.lstm{hidden}": step(hidden) for hidden in (16, 40, 64)}
 
 
 def differences(text: str) -> list[tuple[str, str, str]]:

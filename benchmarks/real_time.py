@@ -2,10 +2,10 @@
 
     python benchmarks/real_time.py --output benchmarks/results/real_time.json
 
-A step is a call with T = 1 and B = 1, float32, x copied in and y out, states in place, a loop of --steps of them
-a repetition; cells and sizes take turns. y of all steps is compared with float64, within 1e-5. A row is the median of
-nanoseconds a step over repetitions with their 20th and 80th percentile, the longest single step, and the aim where
-there is one: 200, 600 and 1000 ns for H = 16, 40 and 64.
+A step is a call with T = 1 of a module for B = 1, float32, x copied in and y out, states in place, a loop of --steps
+of them a repetition; cells and sizes take turns. y of all steps is compared with float64, within 1e-5. A row is the
+median of nanoseconds a step over repetitions with their 20th and 80th percentile, the longest single step, and the aim
+where there is one: 200, 600 and 1000 ns for H = 16, 40 and 64.
 """
 
 from __future__ import annotations
@@ -59,9 +59,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000, help="of a repetition [%(default)s]")
     parser.add_argument("--repeats", type=int, default=15, help="of each turn [%(default)s]")
     parser.add_argument("--turns", type=int, default=3, help="[%(default)s]")
+    parser.add_argument("--priority", type=int, default=0,
+                        help="of the program among real-time threads (SCHED_FIFO), as audio has it; 0: a usual one")
     parser.add_argument("--hidden", default="16,40,64", help="[%(default)s]")
     parser.add_argument("--cells", default="lstm,gru", help="[%(default)s]")
     arguments = parser.parse_args()
+    before = ["chrt", "--fifo", str(arguments.priority)] if arguments.priority else []
     with tempfile.TemporaryDirectory(prefix="ecornn-") as name:
         folder = Path(name)
         program, cases = compiled(folder), []
@@ -73,8 +76,9 @@ def main() -> None:
         longest = [0.0] * len(cases)
         for _ in range(arguments.turns):
             for number, case in enumerate(cases):
-                said = subprocess.run([program, case["folder"] / "module.so", case["folder"], str(arguments.steps),
-                                       str(arguments.repeats)], capture_output=True, text=True, check=True).stdout
+                said = subprocess.run([*before, program, case["folder"] / "module.so", case["folder"],
+                                       str(arguments.steps), str(arguments.repeats)], capture_output=True, text=True,
+                                      check=True).stdout
                 *each, most = map(float, said.split())
                 times[number] += each
                 longest[number] = max(longest[number], most)

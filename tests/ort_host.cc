@@ -1,7 +1,8 @@
 // Stands in for ONNX Runtime: calls a node of an operator library from threads that share it.
 //   ort_host LIBRARY OPERATOR MODULE DIGEST FOLDER THREADS NAME:SHAPE ...
 // Inputs are files of the folder, float32 but for `lens`, such as x:7,3,5, or - for none; outputs come into out0, ...
-// It has GPU 1, stream 7, and with ORT_HOST_VERSION no newer version of the interface than that.
+// It has GPU 1, of an operator there all arrays but the first of the weights on it, stream 7, and with ORT_HOST_VERSION no
+// newer version of the interface than that.
 #include <dlfcn.h>
 
 #include <cstdio>
@@ -23,15 +24,15 @@ struct Status { std::string message; };
 struct Domain { std::vector<const CustomOp*> operators; };
 struct SessionOptions { std::map<std::string, std::string> entries; std::vector<Domain*> domains; };
 struct TensorInfo { Type type; std::vector<int64_t> shape; };
-struct Value { TensorInfo info; std::unique_ptr<float[]> memory; };  // int32 has the same size
-struct MemoryInfo {};
+struct MemoryInfo { const char* name; };
+struct Value { TensorInfo info; std::unique_ptr<float[]> memory; MemoryInfo place; };  // int32 has the same size
 struct Allocator {};
 struct KernelInfo { std::map<std::string, std::string> texts; std::vector<const Value*> inputs; };
 struct KernelContext { std::vector<const Value*> inputs; std::vector<std::unique_ptr<Value>> outputs; };
 
 namespace {
 
-MemoryInfo memory_info;
+MemoryInfo of_the_provider{"Cuda"};
 
 size_t Count(const std::vector<int64_t>& shape) {
   size_t count = 1;
@@ -41,7 +42,7 @@ size_t Count(const std::vector<int64_t>& shape) {
 
 std::unique_ptr<Value> Make(Type type, std::vector<int64_t> shape) {
   const size_t count = Count(shape);
-  return std::make_unique<Value>(Value{{type, std::move(shape)}, std::make_unique<float[]>(count)});
+  return std::make_unique<Value>(Value{{type, std::move(shape)}, std::make_unique<float[]>(count), {"Cpu"}});
 }
 
 Status* Text(const std::string& text, char* to, size_t* size) {
@@ -78,8 +79,11 @@ std::vector<const void*> Table() {
     return nullptr;
   });
   Put(&t, 99, [](TensorInfo* info) { delete info; });
+  Put(&t, 194, [](const Value* value, const MemoryInfo** found) -> Status* { *found = &value->place; return nullptr; });
+  Put(&t, 71, [](const MemoryInfo* info, const char** name) -> Status* { *name = info->name; return nullptr; });
+  Put(&t, 73, [](const MemoryInfo*, MemoryType* kind) -> Status* { *kind = kDefault; return nullptr; });
   Put(&t, 72, [](const MemoryInfo*, int* number) -> Status* { *number = 1; return nullptr; });
-  Put(&t, 77, [](const Allocator*, const MemoryInfo** found) -> Status* { *found = &memory_info; return nullptr; });
+  Put(&t, 77, [](const Allocator*, const MemoryInfo** found) -> Status* { *found = &of_the_provider; return nullptr; });
   Put(&t, 132, [](Allocator* allocator) { delete allocator; });
   Put(&t, 87, [](const KernelInfo* info, const char* name, char* to, size_t* size) -> Status* {
     return Text(info->texts.at(name), to, size);
@@ -161,6 +165,10 @@ int Main(char** arguments) {
   for (char** text = arguments + 7; *text; ++text) {
     values.push_back(Read(folder, *text));
     info.inputs.push_back(values.back().get());
+    // as ONNX Runtime does, which asks where weights should be as if they were one input
+    const size_t inputs = info.inputs.size(), known = found->input_count(found);
+    const bool there = inputs > known || found->input_memory(found, inputs - 1) == kDefault;
+    if (values.back() && there) values.back()->place = of_the_provider;
   }
   void* kernel = nullptr;
   Must(found->create_with_status(found, Get(kVersion), &info, &kernel));

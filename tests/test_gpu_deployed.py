@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from c_abi_sample import BACKWARD, HERE, close, compiled, read, run, weights_of, write
 
 import ecornn
@@ -142,6 +143,7 @@ import sys
 sys.modules["tvm"] = None  # import fails, as where there is none
 import numpy, torch, ecornn.torch
 file, x, y = sys.argv[1:]
+torch.backends.cudnn.allow_tf32 = False  # a program computes as the process says that runs it
 x = torch.from_numpy(numpy.load(x)).cuda()
 program = torch._inductor.aoti_load_package(file) if file.endswith(".aoti.pt2") else torch.export.load(file).module()
 with torch.no_grad():
@@ -153,8 +155,6 @@ assert not any(name.startswith("tvm.") for name in sys.modules)
 @pytest.mark.parametrize("ahead", [False, True], ids=["torch.export", "AOTInductor"])
 def test_an_exported_program(tmp_path: Path, ahead: bool):
     """In a process without TVM, its compilers and a cache, with the folder of its modules."""
-    import torch
-
     import ecornn.torch
 
     class Model(torch.nn.Module):

@@ -136,9 +136,11 @@ class Kernel {
       const Array array = Array::Of(api_, values[n]);
       const std::vector<int64_t>& shape = array.shape;
       if (shape.empty() || shape.size() > 2) throw Refused("a weight must have one axis or two");
+      const bool gpu = d.device_type == kDLCUDA && OnGpu(api_, values[n]);
+      const DLDevice place = gpu ? DLDevice{kDLCUDA, device_} : DLDevice{kDLCPU, 0};
       const ecornn::Tensor tensor = shape.size() == 1
-                                        ? ecornn::Tensor(array.data, {shape[0]}, array.dl_type())
-                                        : ecornn::Tensor(array.data, {shape[0], shape[1]}, array.dl_type());
+                                        ? ecornn::Tensor(array.data, {shape[0]}, array.dl_type(), place)
+                                        : ecornn::Tensor(array.data, {shape[0], shape[1]}, array.dl_type(), place);
       named.emplace_back(d.parameters[n].name, tensor);
     }
     return module_.bind(named, threads_, device_);

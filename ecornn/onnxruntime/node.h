@@ -5,6 +5,7 @@
 #include <dlfcn.h>
 
 #include <cstdlib>
+#include <cstring>
 #include <fstream>
 #include <string>
 
@@ -90,6 +91,18 @@ inline int DeviceOf(const Api& api, const KernelInfo* info) {
   api.release(allocator);
   Must(status);
   return number;
+}
+
+// Whether a tensor's memory is a GPU's, of an operator there. It has the first of its weights on the host, as it asks for:
+// ONNX Runtime counts all of these as one input there, and has the others where the operator runs.
+inline bool OnGpu(const Api& api, const Value* value) {
+  const MemoryInfo* memory = nullptr;
+  const char* name = nullptr;
+  MemoryType kind = kDefault;
+  Must(api.info(value, &memory));
+  Must(api.name(memory, &name));
+  Must(api.kind(memory, &kind));
+  return std::strcmp(name, "Cpu") != 0 && kind == kDefault;  // else it is pinned memory
 }
 
 }  // namespace ort
