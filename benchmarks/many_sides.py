@@ -49,7 +49,11 @@ class Sides:
             if isinstance(found, torch.Tensor):
                 self._outputs[name] = found
 
-        self._graphs[name] = side_by_side.graph_of(lambda: [call() for _ in range(self.calls)])
+        def calls() -> None:
+            for _ in range(self.calls):
+                call()
+
+        self._graphs[name] = side_by_side.graph_of(calls)
         self.row["sides"].append(name)
 
     def add_module(self, name: str, file: Path | str, weights: Mapping[str, torch.Tensor],

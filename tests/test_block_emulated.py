@@ -26,7 +26,7 @@ CUT = {"products": "fma", "rows": 1, "units": 1, "lanes": 2, "registers": 100, "
        "hoisted": "float32", "math": "exact"}
 MMA, WGMMA = {"products": "mma", "lanes": 1}, {"products": "wgmma", "lanes": 1}
 
-CASES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
+CASES: list[Any] = [  # cell, sizes, data type, changed knobs
     ("lstm", (5, 1, 24, 64), "float32", {"math": "relative"}),
     ("lstm", (7, 3, 5, 17), "float32", {"lanes": 4, "rows": 3}),  # three rows that all lanes add
     ("lstm", (4, 70, 6, 5), "float16", {"rows": 8}),  # blocks in turns, the last one of six rows
@@ -52,19 +52,21 @@ CASES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
     ("pair", (4, 3, 24, 40), "bfloat16", WGMMA | {"rows": 2}),
     ("gru_reset_before", (3, 6, 5, 20), "bfloat16", WGMMA | {"rows": 6}),
     ("lstm", (5, 9, 6, 32), "float16", MMA | {"rows": 9, "cluster": 2, "hoisted": "same"}),  # two units a word
-    ("gru", (4, 30, 5, 48), "bfloat16", MMA | {"rows": 12, "cluster": 3, "units": 2, "registers": 0}),  # in turns
+    pytest.param("gru", (4, 30, 5, 48), "bfloat16",  # in turns
+                 MMA | {"rows": 12, "cluster": 3, "units": 2, "registers": 0}, marks=pytest.mark.exhaustive),
     ("lstm", (3, 6, 5, 32), "float32", MMA | {"rows": 6, "cluster": 4}),  # a unit a word
-    ("rnn_tanh", (1, 5, 3, 16), "tf32", MMA | {"rows": 5, "cluster": 2}),
+    pytest.param("rnn_tanh", (1, 5, 3, 16), "tf32", MMA | {"rows": 5, "cluster": 2}, marks=pytest.mark.exhaustive),
 ]
 
-TRAVERSALS: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Traversal]] = [
+TRAVERSALS: list[Any] = [
     ("lstm", (7, 5, 9, 17), "float32", {"rows": 2}, Traversal(True, 2, True, True)),
     ("lstm", (7, 5, 9, 17), "float16", {"rows": 2}, Traversal(False, 1, True, True)),
     ("gru", (7, 5, 17, 24), "bfloat16", MMA | {"rows": 5}, Traversal(False, 2, True, True)),
     ("gru_reset_before", (6, 10, 9, 20), "float16", MMA | {"rows": 4}, Traversal(True, resets=True)),
     ("lstm", (12, 9, 7, 20), "float16", {"rows": 3, "hoisted": "same"}, Traversal(sequences=True)),
     ("gru", (12, 9, 7, 20), "bfloat16", MMA | {"rows": 6, "hoisted": "same"}, Traversal(True, 2, sequences=True)),
-    ("lstm", (7, 13, 9, 32), "bfloat16", MMA | {"rows": 7, "cluster": 2}, Traversal(True, 2, True, True)),
+    pytest.param("lstm", (7, 13, 9, 32), "bfloat16", MMA | {"rows": 7, "cluster": 2}, Traversal(True, 2, True, True),
+                 marks=pytest.mark.exhaustive),
     ("gru", (12, 9, 7, 32), "float16", MMA | {"rows": 9, "cluster": 2}, Traversal(sequences=True)),
 ]
 
