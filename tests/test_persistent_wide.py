@@ -143,8 +143,7 @@ def test_weights_are_streamed_where_they_fit_no_other_way():
         assert schedule.check(task, config) is None and plan.streamed and plan.stages >= min(4, plan.chunks)
         streamed = [n for n in map(plan.stream, range(plan.chunks)) if n is not None]
         assert streamed == [*range(plan.streamed)] and plan.kept + plan.resident + plan.streamed == plan.chunks
-        less = {**config, "streamed": int(config["streamed"]) - 10}  # would not fit, or leave few stages
-        assert schedule.check(task, less) or plan_of(task, less).stages < 4
+        assert schedule.check(task, {**config, "streamed": 0}), "all of them fit"
     assert schedule.default(task_of("gru", (4, 32, 64, 2816), "float16", HOPPER))["streamed"] == 0
     fits = task_of("lstm", (4, 64, 64, 2048), "float16", HOPPER)
     assert "streamed" not in {knob.name for knob in schedule.knobs(fits)}

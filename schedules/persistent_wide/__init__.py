@@ -41,9 +41,10 @@ COLUMNS = 256  # of a wgmma, at most
 WIDEST, WIDEST_SUM = 128, 256  # units of a set at most: of a layer, and where a unit has one row of several operands
 STREAMED = (0, 10, 20, 30, 40, 45, 50, 55, 60, 65, 70, 75, 80, 85, 90)  # percent
 LASTING = (100, 75, 50, 35, 25, 15, 0)  # percent of streamed weights
-AHEAD = (32, 16, 48, 64, 96)  # KB
+AHEAD = (32, 16, 64, 48, 96)  # KB; defaults have one of the first three
 LARGE = 256 << 10  # bytes of weights for each multiprocessor that may not all stay: some from here on fit no other way
-BUSY = 4  # stages of state that L2 is kept at work with, beside streamed weights
+BUSY = 4  # stages of state at least, beside streamed weights
+TRIED = 5  # percents that are streamed of one cut, from the least that fits
 KEPT = (100, 88, 75, 63, 50, 43, 38, 31, 25, 19, 13, 0)  # percent
 
 
@@ -161,33 +162,38 @@ class PersistentWide(Schedule):
         knobs = {k.name: k.values for k in self.knobs(task)}
         cut, math = ("groups", "units", "parts", "row_teams"), "exact" if len(knobs["math"]) == 1 else "fast"
         rest: Config = {"hoisted": "float32", "math": math}
-        tiers: list[tuple[tuple[int, ...], Config]] = [((0,), rest)]
         if "streamed" in knobs:
-            tiers = [((0,), {"streamed": 0, "ahead": AHEAD[0], "lasting": 100, **rest})]
-            tiers += [(STREAMED[1:], {**tiers[0][1], "ahead": ahead}) for ahead in AHEAD[:2]]
+            rest = {"streamed": 0, "ahead": AHEAD[0], "lasting": 100, **rest}
         cuts = [dict(zip(cut, values, strict=True)) for values in product(*(knobs[name] for name in cut))]
-        for streamed, others in tiers:
-            found = (self.fullest(task, one, others, streamed) for one in cuts)
-            if (first := next(filter(None, found), None)) is not None:
-                yield first
-                yield from filter(None, found)
-                return
+        none = True
+        for found in filter(None, (self.fullest(task, one, rest, (0,)) for one in cuts)):
+            none = False
+            yield found
+        if none and "streamed" in knobs:
+            ways = product(cuts, AHEAD[:3])
+            yield from filter(None, (self.fullest(task, one, {**rest, "ahead": ahead}) for one, ahead in ways))
 
     def fullest(self, task: Task, cut: Config, rest: Config, streamed: tuple[int, ...] = STREAMED[1:]) -> Config | None:
-        """A cut with as many weights in registers, and then in shared memory, as there is room for."""
+        """A cut with as many weights in registers as there is room for, and with as many of these percents of them
+        ``streamed`` as is expected to be best: what stays in shared memory takes room for what comes and goes."""
         reason: str | None = None
         for registers in KEPT:
+            found: list[Config] = []
             for percent in streamed:
                 tried: Config = {**cut, "registers": registers, **rest, **({"streamed": percent} if percent else {})}
                 reason = self.check(task, tried)
                 if reason is None and percent:
                     plan = plan_of(task, tried)
-                    reason = None if plan.stages >= min(BUSY, plan.chunks) else "few stages"
+                    reason = "few stages" if plan.stages < min(BUSY, plan.chunks) else None
                 if reason is None:
-                    return {**tried, "lasting": _lasting(task, plan_of(task, tried))} if percent else tried
-                if "shared memory" not in reason and "stages" not in reason:
+                    found.append({**tried, "lasting": _lasting(task, plan_of(task, tried))} if percent else tried)
+                elif "shared memory" not in reason and "stages" not in reason:
                     break  # more that is streamed only helps where room is what is missing
-            if reason and not reason.startswith("about") and " in registers and streamed" not in reason:
+                if len(found) == TRIED:
+                    break
+            if found:
+                return min(found, key=lambda c: estimate(task, plan_of(task, c))) if found[1:] else found[0]
+            if reason is None or not (reason.startswith("about") or " in registers and " in reason):
                 return None  # fewer in registers only help where these are what is missing
         return None
 

@@ -21,6 +21,7 @@ SLOTS = 2  # of the exchange; exchange.py says why two
 HANDED = 2  # slots of partial sums; handover.py says why two
 SPACING = 32  # words from counter to counter: each has a line of its own
 SPARE_REGISTERS = {1: 20, 2: 28}  # by rings: addresses, descriptors, loop state; with one ring, many are made anew
+MORE_SPARE = 8  # where weights are streamed
 OUTPUTS = 5  # registers of an item for where an adjoint's outputs go; with one ring, these are made anew
 REGISTERS = {2: (40, 232), 3: (24, 160)}  # of a copying and a multiplying thread, by multiplying warpgroups
 HELD_SLOTS = 2  # for streamed weights, of chunks that are multiplied, while others are on their way
@@ -204,7 +205,8 @@ class WidePlan:
     def registers(self) -> int:
         """Estimate of a multiplying thread's registers; gate math has the accumulators' once more."""
         return (self.kept * self.own_tiles * 16 + self.own_tiles * self.columns // 2
-                + self.share.items * self.values + SPARE_REGISTERS[self.rings])
+                + self.share.items * self.values + SPARE_REGISTERS[self.rings]
+                + (MORE_SPARE if self.streamed else 0))
 
     @property
     def slot_words(self) -> int:
