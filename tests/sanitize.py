@@ -45,8 +45,7 @@ def persistent(cell: str, dtype: str, sizes: tuple[int, int, int, int], cut: tup
 def block(cell: str, dtype: str, sizes: tuple[int, int, int, int], products: str, rows: int, units: int, lanes: int,
           registers: int, math: str, hoisted: str = "float32", cluster: int = 1, heads: int = 1) -> dict[str, Any]:
     """A configuration of `persistent_block`."""
-    several = {"heads": heads} if "heads" in cell else {}
-    return case("persistent_block", cell, dtype, sizes, several | {
+    return case("persistent_block", cell, dtype, sizes, ({"heads": heads} if "heads" in cell else {}) | {
         "products": products, "rows": rows, "units": units, "lanes": lanes, "registers": registers, "resident": 1,
         "cluster": cluster, "hoisted": hoisted, "math": math})
 
@@ -87,8 +86,7 @@ CASES = {
     "block wgmma": block("lstm", "bfloat16", (12, 5, 64, 128), "wgmma", 2, 2, 1, 100, "approx", "same"),
     "block cluster": block("lstm", "float16", (12, 20, 24, 64), "mma", 12, 1, 1, 50, "fast", "same", cluster=2),
     "block cluster f32": block("gru", "float32", (9, 9, 13, 64), "mma", 8, 2, 1, 100, "exact", cluster=4),
-    # a head of it in each block, and two, and one in a cluster; some warps and lanes without units
-    "block heads": block("slstm(heads=2)", "float16", (12, 5, 17, 96), "fma", 2, 1, 2, 50, "fast"),
+    # heads: two of a block, one of a cluster
     "block heads mma": block("slstm(heads=2)", "float16", (12, 5, 17, 96), "mma", 1, 2, 1, 100, "fast", heads=2),
     "block heads wgmma": block("slstm(heads=2)", "bfloat16", (12, 5, 17, 96), "wgmma", 2, 2, 1, 100, "fast", heads=2),
     "block heads cluster": block("slstm(heads=2)", "float16", (12, 9, 17, 64), "mma", 6, 1, 1, 100, "fast", cluster=2),
