@@ -1,12 +1,12 @@
 """Tuning on several GPUs through a tracker, for ``run_many_gpus.py``.
 
-    python benchmarks/many_gpus_tuning.py COUNT TRIALS FILE
+    python benchmarks/many_gpus_tuning.py COUNT TRIALS FILE SECONDS
 
 A list of layers is tuned by ``ecornn tune --workloads``: through a server of one GPU on one COUNTth of the cores, as a
 host with that GPU alone has them, then through COUNT servers, one for each GPU, on all cores; into logs and a build
 cache of their own. Trials a minute are those from the first one to the last. Then a shorter list, while one of the
-servers is killed: no trial may fail, nor be missing. Last one server on all cores. Each is written as it ends. On a
-machine without a GPU servers measure on the CPU.
+servers is killed: no trial may fail, nor be missing. Last one server on all cores. Each is written as it ends; one that
+is not expected to end within SECONDS is left out. On a machine without a GPU servers measure on the CPU.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ SEARCHED = b'"stage":"search"'  # in a record of a trial
 
 def main() -> None:
     count, trials, path = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    end = time.monotonic() + float(sys.argv[4])
     target = default_target()
     kind = "cuda" if target == "cuda" else "cpu"
     device: Device = resolve(target)
@@ -61,6 +62,9 @@ def main() -> None:
         share = cores[:max(1, len(cores) // count)]
 
         def add(name: str, *run: Any) -> None:
+            longest = max((of["seconds"] for of in found.values() if isinstance(of, dict)), default=0.0)
+            if time.monotonic() + 1.1 * longest > end:
+                return
             found[name] = tuned(name, *run)
             for gain, over in (("gain", "one"), ("gain_of_share", "share")):
                 if over in found and "many" in found:

@@ -98,7 +98,8 @@ def commands(part: str, arguments: argparse.Namespace, result: Path) -> list[tup
     if part == "build":
         return [([str(HERE / "many_gpus_build.py"), str(result)], {})]
     if part == "tune":
-        return [([str(HERE / "many_gpus_tuning.py"), gpus, str(arguments.trials), str(result)], {})]
+        limit = str(min(PARTS[part], arguments.limit))
+        return [([str(HERE / "many_gpus_tuning.py"), gpus, str(arguments.trials), str(result), limit], {})]
     if part == "inference":
         return [([str(HERE / "many_gpus_inference.py"), gpus, seconds, str(result)], {})]
     shared = {"WORLD_SIZE": gpus, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
