@@ -85,4 +85,4 @@ def test_xz_gets_no_more_memory_than_logs_need(tmp_path: Path):
 
 def test_what_ships_is_whole():
     log = read_all([shipped_folder()])
-    assert not log.problems and len({line.path for line in log.lines}) == 6 and len(log.lines) > 10_000
+    assert not log.problems and len({line.path for line in log.lines}) == 7 and len(log.lines) > 10_000
