@@ -206,7 +206,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "flashrnn.all": lambda: span((r["ratio_recurrence"] for r in rows("h100_flashrnn.json")), "{:.2f}x"),
     "training.h100": lambda: span((r["cudnn_us"] / r["ecornn_us"] for r in rows("h100_training.json")
                                    if "cudnn_us" in r and "ecornn_us" in r), "{:.2f}x"),
-    "records.h100": lambda: workloads("h100.jsonl.xz"),
+    "records.h100": lambda: workloads("h100.jsonl.xz", "h100-rows.jsonl.xz"),
     "records.h200": lambda: workloads("h200.jsonl.xz", "h200-random.jsonl.xz"),
     "search.none128": lambda: f"{geometric(searched('none', 128)):.3f}",
     "search.none128_worst": lambda: f"{max(searched('none', 128)):.3f}",
