@@ -73,7 +73,7 @@ CASES = {
     "f32": persistent("lstm", "float32", (9, 5, 13, 40), (1, 8, 3, 2), 1, 100, 0, 100, "exact"),
     "rare": persistent("lstm", "bfloat16", (40, 9, 64, 128), (1, 16, 4, 4), 1, 100, 0, 100, "fast", "rare"),
     "rare two": persistent("gru_reset_before", "float16", (40, 3, 8, 72), (1, 8, 3, 1), 1, 100, 0, 100, "fast", "rare"),
-    # groups that are clusters: two, of five and sixteen blocks; two exchanges a step; weights in shared memory
+    # groups that are clusters, of five and sixteen blocks; two exchanges a step; weights in shared memory
     "cluster": persistent("lstm", "float16", (12, 9, 17, 48), (2, 10, 1, 2), 2, 25, 0, 100, "exact", "rare", "cluster"),
     "cluster of 16": persistent("gru", "bfloat16", (20, 9, 64, 256), (1, 16, 4, 5), 1, 100, 0, 100, "fast", "rare",
                                 "cluster"),
