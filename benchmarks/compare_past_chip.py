@@ -73,8 +73,9 @@ class Case:
             found.append(("wide", wide.name, best))
         if self.few:
             return found
+        every = [*wide.candidates(task)]
         for parts in (1, 2, 3):
-            some = [c for c in wide.candidates(task) if c["parts"] == parts]
+            some = [c for c in every if c["parts"] == parts]
             if not some:
                 continue
             one = {**min(some, key=lambda c: estimate(task, plan_of(task, c))), "hoisted": best["hoisted"]}
