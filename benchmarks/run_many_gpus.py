@@ -65,7 +65,9 @@ def main() -> None:
     name = short_name()
     output = arguments.output or HERE / "results" / f"{name}_many_gpus.json"
     end = time.monotonic() + arguments.limit
-    parts: dict[str, Any] = json.loads(output.read_text())["parts"] if output.exists() else {}
+    before = json.loads(output.read_text()) if output.exists() else {"environment": {}, "parts": {}}
+    parts: dict[str, Any] = before["parts"]
+    known = before["environment"]  # of the first run, whose parts may stay
     faults = []
     with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
         for part in arguments.only or PARTS:
@@ -83,11 +85,14 @@ def main() -> None:
             found = json.loads(result.read_text()) if result.exists() else {}
             fault = fault or wrong(part, found)
             faults += [f"{part}: {fault}"] if fault else []
+            where = environment(arguments.gpus)
             parts[part] = found | {"took": time.monotonic() - begun} | ({"fault": fault} if fault else {})
+            parts[part] |= {"command": where["command"], "time": where["time"]}
             said = [f"{parts[part]['took']:.0f} s", *lines(part, found), *([fault] if fault else [])]
             print(*said, sep="\n  ", flush=True)
             output.parent.mkdir(parents=True, exist_ok=True)
-            whole = {"environment": environment(arguments.gpus), "parts": parts}
+            whole = {"environment": where | {name: known[name] for name in ("command", "time") if name in known},
+                     "parts": parts}
             output.write_text(json.dumps(whole, indent=1) + "\n")
     sys.exit("\n".join(faults) if faults else 0)
 

@@ -218,7 +218,7 @@ def section(path: Path) -> str:
         lines.append("- Tuning, trials a minute: " + ", ".join(
             f"{run['trials_per_minute']:.0f} through {run['servers']} server(s) on {run['cores']} cores"
             for run in (tune[name] for name in ("share", "many", "one") if name in tune))
-            + f". {tune['gain_of_share']:.2f}x with as many cores for each GPU.")
+            + f". {tune['gain_of_share']:.2f}x with as many cores for each GPU; `{tune['command']}`.")
     if "gain" in (inference := parts.get("inference", {})):
         lines.append(f"- Inference: {inference['one']:.0f} calls a second on one GPU, {inference['all']:.0f} on "
                      f"{inference['gpus']} from as many threads, {inference['gain']:.2f}x.")

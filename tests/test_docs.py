@@ -92,9 +92,9 @@ def test_a_missing_link_is_seen():
 
 def test_every_environment_variable_is_listed():
     read = re.compile(r"""["'](ECORNN_[A-Z_]+)["']""")
-    found = {name for folder in ("ecornn", "schedules", "tests", "benchmarks")
-             for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".h", ".cc")
-             for name in read.findall(path.read_text())}
+    files = [ROOT / "setup.py", *(path for folder in ("ecornn", "schedules", "tests", "benchmarks")
+                                  for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".h", ".cc"))]
+    found = {name for path in files for name in read.findall(path.read_text())}
     listed = set(re.findall(r"`(ECORNN_[A-Z_]+)\b", (ROOT / "docs" / "ENVIRONMENT.md").read_text()))
     assert {"ECORNN_CACHE", "ECORNN_OPENMP", "ECORNN_TUNING_LOGS"} <= found
     assert found == listed
