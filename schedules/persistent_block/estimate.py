@@ -37,18 +37,19 @@ WARPGROUP = 5.8  # an m64n8k16 product of a warp's four
 SHARED = 7.7  # 16 bytes of a lane from shared memory, all different
 BROADCAST = 2.5  # the same where lanes load the same
 
-MEMORY = 2_150.0  # bytes a nanosecond from and to memory, of all multiprocessors
+MEMORY = 0.905  # of memory's rate, which is reached
 TURN = 6_000.0  # nanoseconds of a sequence that a further turn of blocks costs: loading weights, mostly
 
 
-def estimate(task: Task, plan: BlockPlan, config: Config, memory: float = MEMORY) -> float:
+def estimate(task: Task, plan: BlockPlan, config: Config, reached: float = MEMORY) -> float:
     """Nanoseconds of a step: the projection, then the recurrence, as often as blocks take turns; of each at least what
-    memory takes, at so many bytes a nanosecond, for what it reads and writes of all rows."""
+    memory takes, of whose rate so much is ``reached``, for what it reads and writes of all rows."""
     w, turns = task.workload, turns_of(task, plan)
-    hoisted = hoisted_of(task, config)
+    hoisted, rates = hoisted_of(task, config), gpu_rates(task.device)
+    memory = reached * rates.memory * task.device.cores
     values = w.batch * hoisted.row * (2 if hoisted.packed else 4)
     before, after = (values + w.batch * width * w.itemsize for width in (w.input, w.hidden))
-    step = turns * recurrence(task, plan, config, gpu_rates(task.device)) + (turns - 1) * TURN / w.seq
+    step = turns * recurrence(task, plan, config, rates) + (turns - 1) * TURN / w.seq
     return max(projection_time(task) / task.device.cores, before / memory) + max(step, after / memory)
 
 
