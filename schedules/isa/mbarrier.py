@@ -17,6 +17,13 @@ __device__ __forceinline__ void ecornn_mbarrier_wait{name}(unsigned barrier, uns
 @!done bra again; }}"
                : : "r"(barrier), "r"(parity) : "memory");
 }}"""
+_SEND = """
+__device__ __forceinline__ void ecornn_send(unsigned to, unsigned barrier, unsigned rank, unsigned word) {
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(to), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier) : "r"(barrier), "r"(rank));
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+               : : "r"(to), "r"(word), "r"(barrier) : "memory");
+}"""
 
 
 def mbarrier_init(barrier: Expr, arrivals: Expr) -> None:
@@ -43,3 +50,9 @@ def mbarrier_test(barrier: Expr, parity: Expr) -> Expr:
     """Whether the phase of this parity is complete (uint32), without waiting."""
     return T.cuda.func_call("ecornn_mbarrier_test", T.cuda.cvta_generic_to_shared(barrier), parity,
                             source_code=_TEST, return_type="uint32")
+
+
+def cluster_send(to: Expr, barrier: Expr, rank: int, word: Expr) -> None:
+    """Writes a word of 32 bits to a block of the cluster, whose mbarrier counts its 4 bytes; ``to`` and ``barrier`` are
+    addresses in this block's shared memory, of which that block has the same."""
+    T.evaluate(T.cuda.func_call("ecornn_send", to, barrier, T.uint32(rank), word, source_code=_SEND))

@@ -19,7 +19,7 @@ bytes, in whatever order: each phase is for one step.
 from __future__ import annotations
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
-from ecornn.schedules.isa.mbarrier import mbarrier_init, mbarrier_wait
+from ecornn.schedules.isa.mbarrier import cluster_send, mbarrier_init, mbarrier_wait
 from ecornn.schedules.isa.tensor_core import pack_pair, words
 from ecornn.schedules.persistent.exchange import pair_place, within
 from ecornn.schedules.persistent.plan import PersistentPlan, PhasePlan
@@ -32,14 +32,6 @@ AT_ONCE = 4  # words of the initial state that a thread has under way
 _BITS = """
 __device__ __forceinline__ unsigned ecornn_bits(float value) {
   return *(unsigned*)&value;
-}"""
-
-_SEND = """
-__device__ __forceinline__ void ecornn_send(unsigned to, unsigned barrier, unsigned rank, unsigned word) {
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(to), "r"(rank));
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier) : "r"(barrier), "r"(rank));
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
-               : : "r"(to), "r"(word), "r"(barrier) : "memory");
 }"""
 
 
@@ -139,7 +131,7 @@ class Cluster:
             to = T.let("to", T.cuda.cvta_generic_to_shared(self.words.ptr_to([slot + place])))
             barrier = T.let("barrier", T.cuda.cvta_generic_to_shared(self._barrier(phase, step % 2)))
             for rank in range(self.plan.blocks):
-                T.evaluate(T.cuda.func_call("ecornn_send", to, barrier, T.uint32(rank), word, source_code=_SEND))
+                cluster_send(to, barrier, rank, word)
 
     def wipe(self, phase: int, t: Expr, places: list[tuple[Expr, Expr]]) -> None:
         """Nothing needs to be taken back."""

@@ -16,20 +16,12 @@ each has a barrier. One of its phases has the bytes of one step, and one arrival
 from __future__ import annotations
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
-from ecornn.schedules.isa.mbarrier import mbarrier_init, mbarrier_wait
+from ecornn.schedules.isa.mbarrier import cluster_send, mbarrier_init, mbarrier_wait
 from ecornn.schedules.isa.tensor_core import pack_pair
 from ecornn.schedules.persistent_block.fma import exchanged
 from ecornn.schedules.persistent_block.plan import BlockPlan
 
 SIZES = (1, 2, 3, 4, 6, 8)  # blocks of a cluster; more are not portable
-
-_SEND = """
-__device__ __forceinline__ void ecornn_send(unsigned to, unsigned barrier, unsigned rank, unsigned word) {
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(to), "r"(rank));
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier) : "r"(barrier), "r"(rank));
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
-               : : "r"(to), "r"(word), "r"(barrier) : "memory");
-}"""
 
 
 class Sent:
@@ -69,7 +61,7 @@ class Sent:
         to = T.let("to", T.cuda.cvta_generic_to_shared(self.words.ptr_to([place])))
         barrier = T.let("barrier", T.cuda.cvta_generic_to_shared(self._barrier(step % 2)))
         for rank in range(self.plan.cluster):
-            T.evaluate(T.cuda.func_call("ecornn_send", to, barrier, T.uint32(rank), word, source_code=_SEND))
+            cluster_send(to, barrier, rank, word)
 
     def _barrier(self, slot: Expr) -> Expr:
         return self.words.ptr_to([self.plan.barriers_place + slot * 2])
