@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import ecornn.torch
-from ecornn.torch import like_before
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:RNN module weights")]
 I, H = 24, 40
-
-
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The calls that took the short way."""
-    torch.manual_seed(0)
-    found, call = list[Any](), like_before.Call.__call__
-    monkeypatch.setattr(like_before.Call, "__call__", lambda *args: (found.append(args[0]), call(*args))[1])
-    with torch.no_grad():
-        yield found
 
 
 def flat(result: Any) -> list[torch.Tensor]:

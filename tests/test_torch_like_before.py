@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,20 +13,9 @@ from torch.profiler import profile
 
 import ecornn.torch
 from ecornn.errors import ArgumentError, DTypeError, ShapeError, WeightsError
-from ecornn.torch import like_before
 
 I, H = 7, 11
 NAMES = ["LSTM", "GRU", "RNN"]
-
-
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The calls that took the short way."""
-    torch.manual_seed(0)
-    found, call = list[Any](), like_before.Call.__call__
-    monkeypatch.setattr(like_before.Call, "__call__", lambda *args: (found.append(args[0]), call(*args))[1])
-    with torch.no_grad():
-        yield found
 
 
 def often(layer: Any, *args: Any) -> Any:
