@@ -153,6 +153,14 @@ class Persistent(Schedule):
     def check(self, task: Task, config: Config) -> str | None:
         # What needs few knobs comes first: a search learns from the knobs that were read which others
         # need not be asked for.
+        reason = self._unplaced(task, config) or self._idle_gates(task, config)
+        if reason is None and int(config["units"]) % (step := unit_step(task, int(config["interleave"]))):
+            reason = f"units={config['units']} is no multiple of {step}"
+        return reason or self._idle_warps(task, config) or self._unfit(task, config)
+
+    @staticmethod
+    def _unplaced(task: Task, config: Config) -> str | None:
+        """Why blocks of so many ``units`` in so many ``groups`` are not on the chip at once, or not carried that way."""
         device, w = task.device, task.workload
         units, groups, heads = int(config["units"]), int(config["groups"]), most_heads(task.graph)
         own = w.hidden // heads
@@ -165,13 +173,16 @@ class Persistent(Schedule):
             size = blocks // (groups * heads)
             if not 2 <= size <= LARGEST:
                 return f"{size} blocks in a cluster, 2 to {LARGEST} are possible"
-            if groups * heads > (most := task.device.clusters(size)):
+            if groups * heads > (most := device.clusters(size)):
                 return f"{groups * heads} clusters of {size} blocks, of which {most} are on the chip at once"
         elif groups not in {-(-w.batch // r) for r in ROWS}:
             return f"{groups} groups are for clusters"
-        rows = -(-w.batch // groups)
-        if (groups - 1) * rows >= w.batch:
-            return "a group without batch rows"
+        return "a group without batch rows" if (groups - 1) * -(-w.batch // groups) >= w.batch else None
+
+    @staticmethod
+    def _idle_gates(task: Task, config: Config) -> str | None:
+        """Why ``gate_warps`` are too many or too few for the ``units`` and batch rows of a block."""
+        units, rows = int(config["units"]), -(-task.workload.batch // int(config["groups"]))
         threads = 32 * int(config["gate_warps"])
         lanes = lanes_of(units) if task.graph.statistics else units
         items = -(-lanes * rows // threads)
@@ -181,19 +192,28 @@ class Persistent(Schedule):
             return "a gate warp without work"
         if task.graph.statistics and lanes > 32 and items > 1 and threads % lanes:
             return f"{lanes} lanes a row, in turns of {threads} threads"
-        step = unit_step(task, int(config["interleave"]))
-        if units % step:
-            return f"units={units} is no multiple of {step}"
-        warps, of_state = int(config["warps"]), words(own, w.dtype)
-        threads += 32 * warps
+        return None
+
+    @staticmethod
+    def _idle_warps(task: Task, config: Config) -> str | None:
+        """Why ``warps`` are too many for the products, or too many beside ``gate_warps``."""
+        w, units, gate_threads = task.workload, int(config["units"]), 32 * int(config["gate_warps"])
+        heads, warps, rows = most_heads(task.graph), int(config["warps"]), -(-w.batch // int(config["groups"]))
+        of_state, threads = words(w.hidden // heads, w.dtype), gate_threads + 32 * warps
+        lanes = lanes_of(units) if task.graph.statistics else units
         if threads > 1024:
             return f"{threads} threads a block"
-        if threads % 128 and lanes * rows > 32 * int(config["gate_warps"]):
+        if threads % 128 and lanes * rows > gate_threads:
             return "registers are given out to four warps at a time, and there is work for another gate warp"
         if (warps - 1) * -(-of_state // (PAIR * warps)) * PAIR >= of_state:
             return "a product warp without work"
         if heads > 1 and task.traversal.backward and of_state % (PAIR * warps):
             return f"{of_state} words of a head do not fill pairs of k-tiles of {warps} warps"
+        return None
+
+    def _unfit(self, task: Task, config: Config) -> str | None:
+        """Why the rest of what is asked for does not fit, beside the projection or without it."""
+        device = task.device
         # neither another chain nor the projection beside makes room for what does not fit without them
         if task.graph.hoisted_statistics and config["ahead"] != 100:
             return "statistics of the projection are computed after all of it"
@@ -211,7 +231,7 @@ class Persistent(Schedule):
                 return "the projection beside the recurrence needs blocks outside of clusters"
             if task.traversal.reverse:
                 return "the projection beside the recurrence goes from the first step on, the recurrence from the last"
-            if blocks == device.cores:
+            if int(config["groups"]) * -(-task.workload.hidden // int(config["units"])) == device.cores:
                 return "no multiprocessor is left for the projection beside the recurrence"
             plan = plan_of(task, config)
             if workers_time(task, plan) > LATE * recurrence(plan, gpu_rates(device)):
@@ -272,22 +292,26 @@ class Persistent(Schedule):
         knobs = {k.name: k.values for k in self.knobs(task)}
         math = "exact" if len(knobs["math"]) == 1 else "fast"
         fences = "rare" if task.workload.batch == 1 or task.graph.statistics else "products"
-        for carrier, groups, units, interleave in product(*(knobs[n] for n in ("carrier", "groups", "units",
-                                                                               "interleave"))):
-            for warps, gates in product(knobs["warps"], knobs["gate_warps"]):
+        for carrier, groups, units in product(*(knobs[n] for n in ("carrier", "groups", "units"))):
+            placed: Config = {"carrier": carrier, "groups": groups, "units": units}
+            if self._unplaced(task, placed):
+                continue
+            gates = [n for n in knobs["gate_warps"] if self._idle_gates(task, {**placed, "gate_warps": n}) is None]
+            for interleave, warps, gate_warps in product(knobs["interleave"], knobs["warps"], gates):
+                shape: Config = {**placed, "interleave": interleave, "warps": warps, "gate_warps": gate_warps}
+                if int(units) % unit_step(task, int(interleave)) or self._idle_warps(task, shape):
+                    continue
                 for registers in knobs["registers"]:
-                    cut: Config = {"groups": groups, "units": units, "warps": warps,
-                                   "gate_warps": gates, "chains": 1, "registers": registers,
-                                   "interleave": interleave, "ahead": 100,
-                                   "fences": FEWEST if carrier == "cluster" else fences, "carrier": carrier,
-                                   "hoisted": "float32",
+                    cut: Config = {**shape, "chains": 1, "registers": registers, "ahead": 100,
+                                   "fences": FEWEST if carrier == "cluster" else fences, "hoisted": "float32",
                                    "math": math}
-                    if self.check(task, cut) is not None:
+                    plan = plan_of(task, cut)
+                    if self._crowded(task, plan) is not None:
                         continue
                     beside = carrier == "l2" and len(knobs["ahead"]) > 1
-                    for ahead in best_ahead(task, plan_of(task, cut)) if beside else (100,):
+                    for ahead in best_ahead(task, plan) if beside else (100,):
                         config = {**cut, "ahead": ahead}
-                        yield estimate(task, plan_of(task, config)), config
+                        yield estimate(task, plan if ahead == 100 else plan_of(task, config)), config
                     break
 
     def features(self, task: Task, config: Config) -> dict[str, float]:
