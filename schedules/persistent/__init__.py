@@ -160,7 +160,7 @@ class Persistent(Schedule):
 
     @staticmethod
     def _unplaced(task: Task, config: Config) -> str | None:
-        """Why blocks of so many ``units`` in so many ``groups`` are not on the chip at once, or not carried that way."""
+        """Why blocks of ``units`` in so many ``groups`` are not on the chip at once, or not carried that way."""
         device, w = task.device, task.workload
         units, groups, heads = int(config["units"]), int(config["groups"]), most_heads(task.graph)
         own = w.hidden // heads
