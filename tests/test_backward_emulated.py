@@ -232,7 +232,7 @@ def large_batches(monkeypatch: pytest.MonkeyPatch, cut: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("name", "sizes", "traversal", "cut"), [
-    ("lstm", (18, 9, 6, H), Traversal(lengths=True, resets=True), {}),
+    pytest.param("lstm", (18, 9, 6, H), Traversal(lengths=True, resets=True), {}, marks=pytest.mark.exhaustive),
     ("gru", (18, 9, 6, 72), Traversal(resets=True), {"units": 80, "parts": 2, "row_teams": 2, "groups": 1})], ids=str)
 def test_a_training_step_of_large_batches(name, sizes, traversal, cut, tmp_path, monkeypatch):
     """In chunks, with a recurrence whose blocks share K, and one whose blocks do not."""

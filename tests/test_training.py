@@ -59,7 +59,8 @@ def lstm() -> Layer:
 
 
 @pytest.mark.parametrize(("cell", "properties"), [
-    ("gru", {"bidirectional": True}), ("lstm", {"layers": 3, "bidirectional": True, "lengths": True}),
+    pytest.param("gru", {"bidirectional": True}, marks=pytest.mark.exhaustive),
+    ("lstm", {"layers": 3, "bidirectional": True, "lengths": True}),
     ("rnn_tanh", {"layers": 2, "resets": True, "reverse": True}),
     ("gru_reset_before", {"layers": 2, "dtype": "float64"})])
 def test_stacks(cell, properties):
@@ -126,7 +127,8 @@ def test_two_calls_at_the_same_time_do_not_mix(lstm: Layer):
         assert np.array_equal(lstm.bound.backward(kept, lstm.dy).x, gradients.x)
 
 
-@pytest.mark.parametrize(("cell", "keep", "values"), [("lstm", "states", 1), ("lstm", "gates", 5), ("gru", "states", 0),
+@pytest.mark.parametrize(("cell", "keep", "values"), [pytest.param("lstm", "states", 1, marks=pytest.mark.exhaustive),
+                                                      ("lstm", "gates", 5), ("gru", "states", 0),
                                                       ("gru", "gates", 5), ("rnn_tanh", "gates", 0)])
 def test_what_is_kept_is_what_is_said(cell, keep, values):
     """So many values of 4 bytes for each step, row and unit, beside y, which the caller has."""
