@@ -150,8 +150,9 @@ def test_who_watches_sees_the_operator(name: str, taken: list[Any]):
     assert len(taken) == 1
 
 
-@pytest.mark.parametrize("name", [*(
-    pytest.param(name, marks=() if name == "LSTM" else pytest.mark.exhaustive) for name in NAMES), "LSTMCell", "GRUCell"])
+@pytest.mark.parametrize("name", [
+    *(pytest.param(name, marks=() if name == "LSTM" else pytest.mark.exhaustive) for name in NAMES),
+    "LSTMCell", "GRUCell"])
 def test_zeros_without_memory(name: str, taken: list[Any]):
     """As autograd has them: an input, a state, a weight, a gradient. They ended the process."""
     theirs = getattr(torch.nn, name)(I, H)
