@@ -132,9 +132,10 @@ static void ask_for_what_is_refused(const ecornn_module* module, ecornn_layer* l
   if (module->api->describe == NULL || ecornn_run(layer, NULL, NULL) != ECORNN_ARGUMENT) exit(7); /* error may be NULL */
 }
 
-/* y of weights that all lie on the GPU, and after they have been negated; what happens between, in order, is on stderr. */
-static void pack_there(const ecornn_module* module, ecornn_call call, DLTensor* weight, const ecornn_named* weights,
-                       int32_t count) {
+/* y of weights that all lie on the GPU, and after they have been negated, which a layer of other weights must have, too;
+ * when it asks for what is on stderr. */
+static void pack_there(const ecornn_module* module, ecornn_layer* other, ecornn_call call, DLTensor* weight,
+                       const ecornn_named* weights, int32_t count) {
   const ecornn_bind_options options = {sizeof options, 0, 0, call.x->shape[0], (void*)7};
   ecornn_error error;
   ecornn_layer* layer;
@@ -155,6 +156,13 @@ static void pack_there(const ecornn_module* module, ecornn_call call, DLTensor* 
   memset(call.y->data, 0xff, bytes(call.y));
   if (ecornn_run(layer, &call, &error)) fail("run of negated", &error);
   written("y_of_negated", call.y);
+  void* wanted = malloc(bytes(call.y));
+  memcpy(wanted, call.y->data, bytes(call.y));
+  memset(call.y->data, 0xff, bytes(call.y));
+  if (ecornn_repack(other, weights, count, call.stream, &error)) fail("repack of another layer", &error);
+  if (ecornn_run(other, &call, &error)) fail("run of another layer", &error);
+  if (memcmp(wanted, call.y->data, bytes(call.y))) exit(11);
+  free(wanted);
   ecornn_release(layer);
 }
 
@@ -248,7 +256,7 @@ int main(int count, char** arguments) {
   written("y_from_zeros", &y);
   if (ecornn_repack(layer, weights, d->parameter_count, NULL, &error)) fail("repack", &error);
 
-  if (gpu) pack_there(&module, call, weight, weights, d->parameter_count);
+  if (gpu) pack_there(&module, layer, call, weight, weights, d->parameter_count);
   if (!gpu) ask_for_what_is_refused(&module, layer, call, weights, d->parameter_count);
 
   ecornn_release(layer);
