@@ -30,3 +30,8 @@ extern "C" void launches(const unsigned char* tables, const int64_t* to, int cou
     each(launch.parameters);
   }
 }
+
+// The kernel's number of a weight's data type.
+extern "C" int kernel_type(int code, int bits) {
+  return ecornn_c::KernelType({static_cast<uint8_t>(code), static_cast<uint8_t>(bits), 1});
+}

@@ -21,7 +21,7 @@ from ecornn.build import c_tables
 from ecornn.build.link import find_compiler
 from ecornn.manifest import Manifest, Parameter
 from ecornn.program import WHOLE, Buffer, Extent, Packing
-from ecornn.runtime.device_packing import KINDS, PARAMETERS, SOURCE, DevicePacking
+from ecornn.runtime.device_packing import KINDS, PARAMETERS, SOURCE, TYPES, DevicePacking
 from ecornn.runtime.packing import pack
 
 G, H, K = 3, 6, 20
@@ -160,6 +160,8 @@ def test_tables_of_several_launches_and_of_none(library: Any):
     parameters = [Parameter(f"w{n}", f"w{n}", (2, 2048), 1) for n in range(PARAMETERS + 5)]
     large = dict(pad=(2, 2, 2048), split=(2, 2, 2048), order=(1, 0, 2), dtype="tf32")
     assert check_launches(library, parameters, [Packing(((p.key, 0), ("", 0)), **large) for p in parameters]) == 2
+    assert {name: library.kernel_type(*c_tables.TYPES[name]) for name in TYPES} == TYPES
+    assert library.kernel_type(*c_tables.TYPES["float64"]) == -1
     _, tables = tables_of(parameters, [Packing((("w0", 0), ("", 0)), **large | {"dtype": "int8"})])
     take = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(lambda *_: pytest.fail("what the kernel cannot do"))
     library.launches(tables, (ctypes.c_int64 * 1)(0), 1, take)
