@@ -7,7 +7,7 @@ weights and how much workspace a call needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
@@ -93,6 +93,12 @@ ENTRIES = {
     BACKWARD: ("x", "y", "state_in", *_MASKS, "state_kept", "value_kept", "dy", "dstate_out", "dx", "dstate_in",
                "gradient"),
 }
+
+
+def packs(entries: Container[str]) -> bool:
+    """Whether a GPU's module of these entries packs weights itself: one that trains, whose weights change step by step.
+    """
+    return BACKWARD in entries
 
 
 class Extent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

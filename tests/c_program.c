@@ -1,6 +1,6 @@
 /* MODULE FOLDER T B THREADS: runs a layer on the arrays of FOLDER, float32, and writes y and the last states there; then
  * asks for what is refused, and prints each code with its message. On a GPU, whose memory must be the host's, on stream 7,
- * with weights from both, and without the rest. */
+ * with weights from both; in place of the rest weights that lie on the GPU are bound and, negated, packed anew there. */
 #include <ecornn.h>
 #include <math.h>
 #include <stdlib.h>
@@ -126,10 +126,44 @@ static void ask_for_what_is_refused(const ecornn_module* module, ecornn_layer* l
   w.ndim = 1;
   refused("weight's shape", ecornn_bind(module, weights, count, NULL, &none, &error), &error);
   weights[0].tensor = weight;
-  ecornn_bind_options options = {sizeof options, 1, 0, 0};
+  ecornn_bind_options options = {sizeof options, 1, 0, 0, NULL};
   refused("GPU", ecornn_bind(module, weights, count, &options, &none, &error), &error);
   if (none) exit(6);
   if (module->api->describe == NULL || ecornn_run(layer, NULL, NULL) != ECORNN_ARGUMENT) exit(7); /* error may be NULL */
+}
+
+/* y of weights that all lie on the GPU, and after they have been negated, which a layer of other weights must have, too;
+ * when it asks for what is on stderr. */
+static void pack_there(const ecornn_module* module, ecornn_layer* other, ecornn_call call, DLTensor* weight,
+                       const ecornn_named* weights, int32_t count) {
+  const ecornn_bind_options options = {sizeof options, 0, 0, call.x->shape[0], (void*)7};
+  ecornn_error error;
+  ecornn_layer* layer;
+  for (int32_t n = 0; n < count; ++n) weight[n].device.device_type = kDLCUDA;
+  fprintf(stderr, "bind there\n");
+  if (ecornn_bind(module, weights, count, &options, &layer, &error)) fail("bind there", &error);
+  memset(call.y->data, 0xff, bytes(call.y));
+  if (ecornn_run(layer, &call, &error)) fail("run", &error);
+  written("y_of_there", call.y);
+  for (int32_t n = 0; n < count; ++n) {
+    for (size_t i = 0; i < bytes(&weight[n]) / sizeof(float); ++i) ((float*)weight[n].data)[i] *= -1;
+  }
+  for (int32_t again = 0; again < 2; ++again) {
+    fprintf(stderr, "repack there\n");
+    if (ecornn_repack(layer, weights, count, call.stream, &error)) fail("repack there", &error);
+  }
+  fprintf(stderr, "repacked\n");
+  memset(call.y->data, 0xff, bytes(call.y));
+  if (ecornn_run(layer, &call, &error)) fail("run of negated", &error);
+  written("y_of_negated", call.y);
+  void* wanted = malloc(bytes(call.y));
+  memcpy(wanted, call.y->data, bytes(call.y));
+  memset(call.y->data, 0xff, bytes(call.y));
+  if (ecornn_repack(other, weights, count, call.stream, &error)) fail("repack of another layer", &error);
+  if (ecornn_run(other, &call, &error)) fail("run of another layer", &error);
+  if (memcmp(wanted, call.y->data, bytes(call.y))) exit(11);
+  free(wanted);
+  ecornn_release(layer);
 }
 
 int main(int count, char** arguments) {
@@ -161,7 +195,7 @@ int main(int count, char** arguments) {
   weights[0] = weights[d->parameter_count - 1];
   weights[d->parameter_count - 1] = first;
 
-  ecornn_bind_options options = {sizeof options, 0, atoi(arguments[5]), T};
+  ecornn_bind_options options = {sizeof options, 0, atoi(arguments[5]), T, NULL};
   ecornn_layer* layer;
   if (ecornn_bind(&module, weights, d->parameter_count, &options, &layer, &error)) fail("bind", &error);
 
@@ -222,6 +256,7 @@ int main(int count, char** arguments) {
   written("y_from_zeros", &y);
   if (ecornn_repack(layer, weights, d->parameter_count, NULL, &error)) fail("repack", &error);
 
+  if (gpu) pack_there(&module, layer, call, weight, weights, d->parameter_count);
   if (!gpu) ask_for_what_is_refused(&module, layer, call, weights, d->parameter_count);
 
   ecornn_release(layer);

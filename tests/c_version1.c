@@ -57,6 +57,7 @@ AT(ecornn_bind_options, size, 0);
 AT(ecornn_bind_options, device, 8);
 AT(ecornn_bind_options, threads, 12);
 AT(ecornn_bind_options, reserve, 16);
+AT(ecornn_bind_options, stream, 24);
 
 AT(ecornn_call, size, 0);
 AT(ecornn_call, x, 8);

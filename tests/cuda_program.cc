@@ -1,5 +1,6 @@
-// MODULE FOLDER T B: threads that share a layer on a GPU, each on its own stream, all get the same y; then a training step,
-// whose gradients of random gradients it writes. All arrays are float32, as of cuda_program.c.
+// MODULE FOLDER T B: threads that share a layer on a GPU, each on its own stream, all get the same y, and so does a graph
+// that packs the weights, once these are what they were; then a training step, whose gradients of random gradients it
+// writes. All arrays are float32, as of cuda_program.c.
 #include <cuda_runtime_api.h>
 
 #include <atomic>
@@ -30,12 +31,13 @@ class Array {
   float* data() const { return static_cast<float*>(data_); }
   size_t bytes() const { return host_.size() * sizeof(float); }
   void clear() { Must(cudaMemset(data_, 0, bytes())); }
+  void restore() { Must(cudaMemcpy(data_, host_.data(), bytes(), cudaMemcpyHostToDevice)); }  // what was read or asked for
   Array& read(const std::string& name) {
     const auto size = static_cast<std::streamsize>(bytes());
     if (!std::ifstream(folder + "/" + name, std::ios::binary).read(reinterpret_cast<char*>(host_.data()), size)) {
       throw std::runtime_error(name);
     }
-    Must(cudaMemcpy(data_, host_.data(), bytes(), cudaMemcpyHostToDevice));
+    restore();
     return *this;
   }
   const std::vector<float>& host() {
@@ -117,6 +119,25 @@ int main(int count, char** arguments) try {
   }
   for (std::thread& thread : threads) thread.join();
   if (wrong) return std::cerr << wrong << " of 40 calls differ\n", 2;
+
+  Array workspace(layer.workspace_size(T, B) / 4 + 1);
+  layer.repack(weights, stream.at);
+  cudaGraph_t graph;
+  cudaGraphExec_t executable;
+  Must(cudaStreamBeginCapture(stream.at, cudaStreamCaptureModeGlobal));
+  layer.repack(weights, stream.at);
+  layer.run(call.workspace(workspace.data(), workspace.bytes()));
+  Must(cudaStreamEndCapture(stream.at, &graph));
+  Must(cudaGraphInstantiate(&executable, graph, 0));
+  for (const bool known : {false, true}) {
+    for (auto& [name, value] : values) known ? value.restore() : value.clear();
+    Must(cudaMemset(y.data(), 0xff, y.bytes()));
+    Must(cudaDeviceSynchronize());
+    Must(cudaGraphLaunch(executable, stream.at));
+    stream.wait();
+    if ((y.host() == first) != known) return 6;
+  }
+  call.workspace(nullptr, 0);
 
   Array dy(T * B * H), dx(T * B * I), dh(B * H), dc(B * H), dh_in(B * H), dc_in(B * H);
   Array kept(layer.kept_size(T, B) / 4 + 1);

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
+from importlib import resources
 from pathlib import Path
 
+import cuda_on_cpu
 import numpy as np
 import pytest
 from c_abi_sample import HERE, close, compiled, read, run_both, weights_of, write
-from cuda_on_cpu import Emulated
+from cuda_as_cpp import translate
 from test_stacks_cuda import SCHEDULES, TINY, B, H, I, T
 
 import ecornn
 from ecornn.analysis import analyse
-from ecornn.build import build_module
+from ecornn.build import build_module, c_tables, cuda
 from ecornn.cells import get
 from ecornn.host_gpu import detect
 from ecornn.schedules.base import Task
@@ -23,12 +25,21 @@ from ecornn.workload import Workload
 pytestmark = pytest.mark.skipif(detect() is not None, reason="the driver without a GPU serves modules for sm_90a")
 
 
-def test_a_layer_on_a_gpu_from_c(tmp_path: Path, fake: Path):
-    """With weights from the host and from the GPU, on the caller's stream."""
+@pytest.mark.parametrize("packs", [False, True])
+def test_a_layer_on_a_gpu_from_c(tmp_path: Path, fake: Path, monkeypatch: pytest.MonkeyPatch, packs: bool):
+    """With weights from the host and from the GPU, on the caller's stream; these packed there by a module that has the
+    kernel for it, as those have that train."""
+    for builder in (cuda, c_tables):
+        monkeypatch.setattr(builder, "packs", lambda entries: packs)
     task = Task(Workload("gru", H, I, B, T), analyse(get("gru"), I, H), TINY)
     schedule, folder = SCHEDULES["layout_transform"], tmp_path / "arrays"
     program = schedule.program(task, config := schedule.default(task))
-    Emulated(program, tmp_path)
+    kernels, source = cuda.lower(program, "sm_90a")
+    texts, names = [source], [kernel.symbol for kernel in kernels.values()]
+    if packs:
+        texts.append(resources.files("ecornn.build").joinpath("pack_weights.cu").read_text())
+        names.append(cuda.PACK_SYMBOL)
+    cuda_on_cpu.compiled(translate("\n".join(texts)), names, tmp_path)
     build_module(program, make_manifest(get("gru"), task, schedule, config, program, "by a test"), tmp_path / "gru.so")
     weights = weights_of(ecornn.load(tmp_path / "gru.so"))
     rng = np.random.default_rng(4)
@@ -40,6 +51,13 @@ def test_a_layer_on_a_gpu_from_c(tmp_path: Path, fake: Path):
     y, (state,) = ecornn.reference("gru", x, weights, (h,))
     close(read(folder, "y", T, B, H), y)
     close(read(folder, "h_out", B, H), state)
-    close(read(folder, "y_from_zeros", T, B, H), ecornn.reference("gru", x, weights)[0])
+    for name, sign in (("y_from_zeros", 1), ("y_of_there", 1), ("y_of_negated", -1)):
+        signed = {parameter: sign * value for parameter, value in weights.items()}
+        close(read(folder, name, T, B, H), ecornn.reference("gru", x, signed)[0])
     assert {*re.findall(r"Launch.* stream=(\d+)", notes)} == {"7"}
     assert notes.count("cuMemAlloc ") == notes.count("cuMemFree ") > 3
+    _, bound, *again = notes.partition("repacked")[0].split(" there\n")
+    for asked in (bound, *again):
+        assert asked.count(f"cuLaunchKernelEx {cuda.PACK_SYMBOL} ") == packs
+    for asked in again if packs else []:  # nothing is allocated, copied or waited for
+        assert not re.search("cuMem|Synchronize", asked)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,15 @@ import msgspec
 import numpy as np
 import pytest
 import runtime_sample as sample
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_runtime_packing import packings
 
 from ecornn.build import c_tables
 from ecornn.build.link import find_compiler
+from ecornn.manifest import Manifest, Parameter
 from ecornn.program import WHOLE, Buffer, Extent, Packing
+from ecornn.runtime.device_packing import KINDS, PARAMETERS, SOURCE, TYPES, DevicePacking
 from ecornn.runtime.packing import pack
 
 G, H, K = 3, 6, 20
@@ -32,8 +38,8 @@ PACKINGS = [*(Packing(dtype=kind, **case) for kind, case in CASES.items()), Pack
 
 
 @pytest.fixture(scope="module")
-def packed_by_code(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """c_pack.h as a function of (tables, data pointers, DLPack code, bits, packing's number, out)."""
+def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """c_pack_sample.cc."""
     from tvm_ffi import libinfo
 
     out = tmp_path_factory.mktemp("pack") / "pack.so"
@@ -42,9 +48,23 @@ def packed_by_code(tmp_path_factory: pytest.TempPathFactory) -> Any:
     subprocess.run([*find_compiler(), "-shared", "-fPIC", "-O1", "-std=c++17", "-Wall", "-Wextra", "-Werror",
                     *(f"-I{f}" for f in folders), str(Path(__file__).with_name("c_pack_sample.cc")), "-o", str(out)],
                    check=True)
-    function = ctypes.CDLL(str(out)).pack
-    function.restype = ctypes.c_int64
-    return function
+    return ctypes.CDLL(str(out))
+
+
+@pytest.fixture(scope="module")
+def packed_by_code(library: Any) -> Any:
+    """c_pack.h as a function of (tables, data pointers, DLPack code, bits, packing's number, out)."""
+    library.pack.restype = ctypes.c_int64
+    return library.pack
+
+
+def tables_of(parameters: Sequence[Parameter], packings: Iterable[Packing]) -> tuple[Manifest, bytes]:
+    """Of a module that has these."""
+    base = sample.manifest()
+    packed = [Buffer(f"p{n}", "packed", "float32", Extent(1), p) for n, p in enumerate(packings)]
+    buffers = (*base.buffers[1:4], *packed)
+    said = msgspec.structs.replace(base, parameters=tuple(parameters), buffers=buffers, entries=sample.taken(buffers))
+    return said, c_tables.tables(said, said.entries)
 
 
 def weights(kind: str) -> dict[str, np.ndarray]:
@@ -59,12 +79,8 @@ def weights(kind: str) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("kind", ["float32", "float64", "float16"])
 def test_every_kind_of_packing(packed_by_code: Any, kind: str):
     values = weights(kind)
-    parameters = (sample.Parameter("weight_l0", "W", (G * H, K), G), sample.Parameter("bias_l0", "b", (2 * H,), 2))
-    base = sample.manifest()
-    packed = [Buffer(f"p{n}", "packed", "float32", Extent(1), p) for n, p in enumerate(PACKINGS)]
-    buffers = (*base.buffers[1:4], *packed)
-    said = msgspec.structs.replace(base, parameters=parameters, buffers=buffers, entries=sample.taken(buffers))
-    tables, bits = c_tables.tables(said, said.entries), 8 * np.dtype(kind).itemsize
+    parameters = Parameter("weight_l0", "W", (G * H, K), G), Parameter("bias_l0", "b", (2 * H,), 2)
+    (_, tables), bits = tables_of(parameters, PACKINGS), 8 * np.dtype(kind).itemsize
     data = (ctypes.c_void_p * 2)(values["W"].ctypes.data, values["b"].ctypes.data)
     for number, packing in enumerate(PACKINGS):
         wanted = pack(packing, {k: v.astype(np.float32) if kind == "float16" else v for k, v in values.items()})
@@ -81,18 +97,71 @@ def test_every_kind_of_packing(packed_by_code: Any, kind: str):
 def test_what_is_no_number(packed_by_code: Any):
     values = weights("float32")
     values["W"][0, 0, 0], values["W"][2, 2, 1], values["W"][0, 4, 4] = np.nan, np.inf, -np.inf
-    base = sample.manifest()
     packings = [Packing(dtype=kind, **MATRIX) for kind in ("float16", "bfloat16", "tf32", "float64")]
-    buffers = tuple(Buffer(f"p{n}", "packed", "float32", Extent(1), p) for n, p in enumerate(packings))
-    said = msgspec.structs.replace(
-        base, parameters=(sample.Parameter("weight_l0", "W", (G * H, K), G),), buffers=(*buffers, *base.buffers[1:4]),
-        entries={"run": ("x", "h_in", "c_in", *(b.name for b in buffers))})
+    _, tables = tables_of([Parameter("weight_l0", "W", (G * H, K), G)], packings)
     data = (ctypes.c_void_p * 1)(values["W"].ctypes.data)
     for number, packing in enumerate(packings):
         wanted = pack(packing, values)
         found = np.empty(wanted.shape, wanted.dtype)
-        packed_by_code(c_tables.tables(said, said.entries), data, 2, 32, number, ctypes.c_void_p(found.ctypes.data))
+        packed_by_code(tables, data, 2, 32, number, ctypes.c_void_p(found.ctypes.data))
         if packing.dtype == "bfloat16":
             np.testing.assert_array_equal(found, wanted)
         else:
             np.testing.assert_array_equal(found.astype(np.float64), wanted.astype(np.float64))
+
+
+def launches_of(said: Manifest, to: Sequence[int]) -> list[tuple[Any, ...]]:
+    """Tables of all launches, a source's parameter by its number in the manifest, as Python makes them."""
+    found: list[tuple[Any, ...]] = []
+    kept: list[np.ndarray] = []
+
+    def place(table: np.ndarray) -> int:
+        kept.append(table)
+        return len(kept) - 1
+
+    def launch(device: int, queue: int, works: int, jobs: int, sources: int, places: int, count: int, kind: int,
+               *parameters: int) -> None:
+        assert count == len(kept[works]) and len(parameters) <= PARAMETERS
+        found.append((kept[works].tobytes(), kept[jobs].tobytes(), numbered(kept[sources], parameters),
+                      kept[places].tobytes()))
+
+    made = dict(zip((b.packing for b in said.buffers if b.packing is not None), to, strict=True))
+    DevicePacking(said, made, place, launch, 0)(range(len(said.parameters)), "float32", 0)
+    return found
+
+
+def numbered(sources: np.ndarray, parameters: Sequence[int]) -> list[tuple[int, int]]:
+    return [(-1 if p < 0 else parameters[p], gate) for p, gate in sources.tolist()]
+
+
+def check_launches(library: Any, parameters: Sequence[Parameter], given: Sequence[Packing]) -> int:
+    """How many launches both make."""
+    said, tables = tables_of(parameters, given)
+    to = [4096 * n for n in range(len(given))]
+    parts: list[bytes] = []
+    take = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(
+        lambda data, size: parts.append(ctypes.string_at(data, size)))
+    library.launches(tables, (ctypes.c_int64 * len(to))(*to), len(to), take)
+    found = [(works, jobs, numbered(np.frombuffer(sources, SOURCE), np.frombuffer(numbers, np.int64).tolist()), places)
+             for works, jobs, sources, places, numbers in zip(*[iter(parts)] * 5, strict=True)]
+    assert found == launches_of(said, to)
+    return len(found)
+
+
+@settings(deadline=None, max_examples=60)
+@given(packings(), st.sampled_from(sorted(KINDS)))
+def test_tables_of_a_kernel_that_packs(library: Any, case: tuple[Packing, dict[str, np.ndarray]], kind: str):
+    parameters = [Parameter(name, name, (v.shape[0] * v.shape[1], *v.shape[2:]), len(v)) for name, v in case[1].items()]
+    kinds = dict.fromkeys((kind, "float16"))
+    assert check_launches(library, parameters, [msgspec.structs.replace(case[0], dtype=k) for k in kinds]) == 1
+
+
+def test_tables_of_several_launches_and_of_none(library: Any):
+    parameters = [Parameter(f"w{n}", f"w{n}", (2, 2048), 1) for n in range(PARAMETERS + 5)]
+    large = dict(pad=(2, 2, 2048), split=(2, 2, 2048), order=(1, 0, 2), dtype="tf32")
+    assert check_launches(library, parameters, [Packing(((p.key, 0), ("", 0)), **large) for p in parameters]) == 2
+    assert {name: library.kernel_type(*c_tables.TYPES[name]) for name in TYPES} == TYPES
+    assert library.kernel_type(*c_tables.TYPES["float64"]) == -1
+    _, tables = tables_of(parameters, [Packing((("w0", 0), ("", 0)), **large | {"dtype": "int8"})])
+    take = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(lambda *_: pytest.fail("what the kernel cannot do"))
+    library.launches(tables, (ctypes.c_int64 * 1)(0), 1, take)

@@ -55,11 +55,10 @@ bool Floating(DLDataType type) {
   return type.lanes == 1 && (real || (type.code == kDLBfloat && type.bits == 16));
 }
 
-// Weights of a caller in the parameters' order, all of them on the host: those of a GPU are copied there.
+// Weights of a caller in the parameters' order.
 class Weights {
  public:
-  int32_t Read(const Failure& fail, const Tables& tables, const ecornn_named* given, int32_t count, int32_t device,
-               void* stream) {
+  int32_t Read(const Failure& fail, const Tables& tables, const ecornn_named* given, int32_t count, int32_t device) {
     if (count < 0 || (count && !given)) return fail(ECORNN_ARGUMENT, "weights is NULL");
     for (int32_t n = 0; n < count; ++n) {
       const char* name = given[n].name;
@@ -78,16 +77,24 @@ class Weights {
         if (!tables.cuda() || tensor->device.device_id != device) {
           return fail(ECORNN_DEVICE, "%s is on GPU %d, where the layer does not run", p.name, tensor->device.device_id);
         }
-        if (const int32_t code = Fetch(fail, p, &tensor, device, stream)) return code;
       } else if (tensor->device.device_type != kDLCPU && tensor->device.device_type != kDLCUDAHost) {
         return fail(ECORNN_DEVICE, "%s is neither on the host nor on the layer's GPU", p.name);
       }
-      weights.push_back({tensor, tables.gates[n]});
+      weights_.push_back({tensor, tables.gates[n]});
     }
     return ECORNN_OK;
   }
 
-  std::vector<Weight> weights;
+  // Packs them in a layer: where they lie, by the module's kernel on the stream, or else on the host.
+  int32_t Pack(const Failure& fail, Layer* layer, void* stream) {
+    if (layer->PacksThere(weights_)) return layer->PackThere(fail, weights_, stream);
+    for (size_t n = 0; n < weights_.size(); ++n) {
+      if (weights_[n].tensor->device.device_type != kDLCUDA) continue;
+      const ecornn_parameter& p = layer->tables.parameters[n];
+      if (const int32_t code = Fetch(fail, p, &weights_[n].tensor, layer->device, stream)) return code;
+    }
+    return layer->Pack(fail, weights_, stream);
+  }
 
  private:
   static int32_t Fits(const Failure& fail, const ecornn_parameter& p, const DLTensor& t) {
@@ -103,6 +110,7 @@ class Weights {
     return t.data ? ECORNN_OK : fail(ECORNN_ARGUMENT, "%s has no memory", p.name);
   }
 
+  // To the host.
   int32_t Fetch(const Failure& fail, const ecornn_parameter& p, const DLTensor** tensor, int32_t device, void* stream) {
     if (!Contiguous(**tensor)) return fail(ECORNN_LAYOUT, "%s is not contiguous, on a GPU", p.name);
     const int64_t bytes = p.shape[0] * (p.ndim > 1 ? p.shape[1] : 1) * ((*tensor)->dtype.bits / 8);
@@ -117,6 +125,7 @@ class Weights {
     return ECORNN_OK;
   }
 
+  std::vector<Weight> weights_;
   std::vector<std::unique_ptr<std::vector<char>>> copies_;
   std::vector<std::unique_ptr<DLTensor>> tensors_;
 };
@@ -198,9 +207,9 @@ int32_t Bind(const ecornn_named* weights, int32_t count, const ecornn_bind_optio
     }
     if (const int32_t code = CheckHost(fail, tables)) return code;
     Weights read;
-    if (const int32_t code = read.Read(fail, tables, weights, count, known.device, nullptr)) return code;
+    if (const int32_t code = read.Read(fail, tables, weights, count, known.device)) return code;
     auto made = std::make_unique<Layer>(tables, &kApi, known.device, std::max(1, known.threads));
-    if (const int32_t code = made->Pack(fail, read.weights)) return code;
+    if (const int32_t code = read.Pack(fail, made.get(), known.stream)) return code;
     if (const int32_t code = made->Prepare(fail)) return code;
     Workspace* workspace = nullptr;
     if (const int32_t code = Invocation::MakeWorkspace(fail, *made, reserve, tables.description.batch, nullptr, &workspace))
@@ -217,8 +226,8 @@ int32_t Repack(ecornn_layer* layer, const ecornn_named* weights, int32_t count, 
   return Guarded(fail, [&]() -> int32_t {
     auto* own = static_cast<Layer*>(layer);
     Weights read;
-    if (const int32_t code = read.Read(fail, own->tables, weights, count, own->device, stream)) return code;
-    return own->Pack(fail, read.weights);
+    if (const int32_t code = read.Read(fail, own->tables, weights, count, own->device)) return code;
+    return read.Pack(fail, own, stream);
   });
 }
 

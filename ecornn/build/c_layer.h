@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "c_device_pack.h"
 #include "c_pack.h"
 #include "c_tables.h"
 #include "c_tensor.h"
@@ -82,15 +83,17 @@ class Memory {
     return at_ ? ECORNN_OK : fail(ECORNN_MEMORY, "%" PRId64 " bytes: there is not enough memory", bytes);
   }
 
-  // Host to here, complete when this returns.
-  int32_t Write(const Failure& fail, const void* from, int64_t bytes) {
+  // Host to here, on a GPU in the order of the stream; complete when this returns.
+  int32_t Write(const Failure& fail, const void* from, int64_t bytes, void* stream, int64_t offset = 0) {
+    const int64_t to = at_ + offset;
     if (!cuda_) {
-      memcpy(reinterpret_cast<void*>(at_), from, static_cast<size_t>(bytes));
+      memcpy(reinterpret_cast<void*>(to), from, static_cast<size_t>(bytes));
       return ECORNN_OK;
     }
     TVMFFIAny none{};
-    if (const int32_t code = Call(fail, kCopy, "a copy", &none, device_, at_, Address(from), bytes, 0)) return code;
-    return Call(fail, kSynchronize, "a copy", &none, device_, 0);
+    const int64_t queue = Address(stream);
+    if (const int32_t code = Call(fail, kCopy, "a copy", &none, device_, to, Address(from), bytes, queue)) return code;
+    return Call(fail, kSynchronize, "a copy", &none, device_, queue);
   }
 
   int64_t at() const { return at_; }
@@ -185,6 +188,62 @@ inline Placing PlacingOf(const Packing& packing) {
   return made;
 }
 
+// What packs weights again and again on a GPU: the tables there, made once.
+class DevicePacking {
+ public:
+  // Of launches that pack a module's buffers.
+  int32_t Make(const Failure& fail, const std::vector<PackLaunch>& launches, int32_t device, void* stream) {
+    for (const PackLaunch& launch : launches) {
+      const std::pair<const void*, size_t> parts[kTables] = {
+          {launch.works.data(), launch.works.size() * sizeof(Work)}, {launch.jobs.data(), launch.jobs.size() * sizeof(Job)},
+          {launch.sources.data(), launch.sources.size() * sizeof(Source)},
+          {launch.places.data(), launch.places.size() * sizeof(uint64_t)}};
+      int64_t starts[kTables], total = 0;
+      for (int n = 0; n < kTables; ++n) {
+        starts[n] = total;
+        total += Aligned(static_cast<int64_t>(parts[n].second));
+      }
+      auto memory = std::make_unique<Memory>(true, device);
+      if (const int32_t code = memory->Make(fail, total)) return code;
+      std::vector<TVMFFIAny> args{Integer(device), Integer(0)};
+      for (int n = 0; n < kTables; ++n) {
+        const auto [from, bytes] = parts[n];
+        if (const int32_t code = memory->Write(fail, from, static_cast<int64_t>(bytes), stream, starts[n])) return code;
+        args.push_back(Integer(memory->at() + starts[n]));
+      }
+      args.push_back(Integer(static_cast<int64_t>(launch.works.size())));
+      launches_.push_back({std::move(memory), std::move(args), launch.parameters});
+    }
+    return ECORNN_OK;
+  }
+
+  // Contiguous weights of one KernelType.
+  int32_t Pack(const Failure& fail, const std::vector<Weight>& weights, void* stream) const {
+    for (const Launch& launch : launches_) {
+      std::vector<TVMFFIAny> args = launch.args;
+      args[1] = Integer(Address(stream));
+      args.push_back(Integer(KernelType(weights.front().tensor->dtype)));
+      for (const int64_t n : launch.parameters) {
+        args.push_back(Integer(Address(DataOf(*weights[static_cast<size_t>(n)].tensor))));
+      }
+      TVMFFIAny none{};
+      if (ecornn_functions[kPack](nullptr, args.data(), static_cast<int32_t>(args.size()), &none)) {
+        return Raised(fail, "packing");
+      }
+    }
+    return ECORNN_OK;
+  }
+
+ private:
+  static constexpr int kTables = 4;
+  struct Launch {
+    std::unique_ptr<Memory> tables;
+    std::vector<TVMFFIAny> args;  // up to the weights' type
+    std::vector<int64_t> parameters;
+  };
+  std::vector<Launch> launches_;
+};
+
 struct Layer : ecornn_layer {
   Layer(const Tables& of, const ecornn_api* functions, int32_t number, int32_t most)
       : ecornn_layer{functions}, tables(of), device(number), threads(most), zeros(of.cuda(), number) {}
@@ -194,7 +253,7 @@ struct Layer : ecornn_layer {
     const int64_t states = tables.count() * tables.description.batch * tables.description.hidden * tables.itemsize();
     if (const int32_t code = zeros.Make(fail, states)) return code;
     const std::vector<char> none(static_cast<size_t>(states), 0);
-    if (const int32_t code = zeros.Write(fail, none.data(), states)) return code;
+    if (const int32_t code = zeros.Write(fail, none.data(), states, nullptr)) return code;
     for (int entry = 0; entry < 3; ++entry) {
       auto& args = arguments[entry];
       args.assign(4, Integer(0));
@@ -206,8 +265,39 @@ struct Layer : ecornn_layer {
     return ECORNN_OK;
   }
 
-  // Packs all weights, into memory that is made the first time.
-  int32_t Pack(const Failure& fail, const std::vector<Weight>& weights) {
+  // Whether the module's kernel packs these: they lie on the GPU, contiguous and of one type that it reads.
+  bool PacksThere(const std::vector<Weight>& weights) const {
+    if (!tables.cuda() || !ecornn_functions[kPack] || weights.empty()) return false;
+    const DLDataType type = weights.front().tensor->dtype;
+    return KernelType(type) >= 0 && std::all_of(weights.begin(), weights.end(), [&](const Weight& weight) {
+             const DLTensor& t = *weight.tensor;
+             return t.device.device_type == kDLCUDA && Same(t.dtype, type) && Contiguous(t);
+           });
+  }
+
+  // Packs such weights on the stream, which is waited for the first time only, since later calls may be on any.
+  int32_t PackThere(const Failure& fail, const std::vector<Weight>& weights, void* stream) {
+    const bool first = packed.empty();
+    if (!device_packing) {
+      std::vector<int64_t> to;
+      for (size_t n = 0; n < tables.packings.size(); ++n) {
+        const Packing& packing = tables.packings[n];
+        if (const int32_t code = first ? Add(fail, Product(packing.split) * ItemSize(packing.kind)) : 0) return code;
+        to.push_back(packed[n]->at());
+      }
+      const std::vector<PackLaunch> launches = PackLaunches(tables, to);
+      if (launches.empty()) return fail(ECORNN_FAILED, "the module packs weights in a way that its kernel does not know");
+      auto made = std::make_unique<DevicePacking>();
+      if (const int32_t code = made->Make(fail, launches, device, stream)) return code;
+      device_packing = std::move(made);
+    }
+    if (const int32_t code = device_packing->Pack(fail, weights, stream)) return code;
+    TVMFFIAny none{};
+    return first ? Call(fail, kSynchronize, "packing", &none, device, Address(stream)) : ECORNN_OK;
+  }
+
+  // Packs all weights on the host, into memory that is made the first time.
+  int32_t Pack(const Failure& fail, const std::vector<Weight>& weights, void* stream) {
     std::vector<std::array<int64_t, 7>> jobs;
     if (placings.empty()) {
       for (const Packing& packing : tables.packings) placings.push_back(tables.cuda() ? Placing{} : PlacingOf(packing));
@@ -223,7 +313,7 @@ struct Layer : ecornn_layer {
         const std::vector<char> made = packer.Pack();
         const auto bytes = static_cast<int64_t>(made.size());
         if (const int32_t code = first ? Add(fail, bytes) : 0) return code;
-        if (const int32_t code = packed[n]->Write(fail, made.data(), bytes)) return code;
+        if (const int32_t code = packed[n]->Write(fail, made.data(), bytes, stream)) return code;
         continue;
       }
       const int64_t bytes = Product(packing.split) * 4;
@@ -244,6 +334,7 @@ struct Layer : ecornn_layer {
   std::vector<TVMFFIAny> arguments[3];
   std::vector<std::pair<size_t, Pointer>> given[3];  // of these, those of a call: position and pointer
   mutable Idle idle;
+  std::unique_ptr<DevicePacking> device_packing;  // once weights have been packed there
 
  private:
   int32_t Add(const Failure& fail, int64_t bytes) {

@@ -13,11 +13,11 @@ from importlib import resources
 from ecornn.device import Device
 from ecornn.host_cpu import FLAGS
 from ecornn.manifest import Manifest
-from ecornn.program import BACKWARD, ENTRIES, FORWARD, KEPT, PACKED, RUN, WORKSPACE, Buffer, Packing
+from ecornn.program import BACKWARD, ENTRIES, FORWARD, KEPT, PACKED, RUN, WORKSPACE, Buffer, Packing, packs
 from ecornn.workload import summed
 
 SYMBOL = "ecornn_c_tables"
-FILES = ("c_api.cc", "c_call.h", "c_layer.h", "c_pack.h", "c_tables.h", "c_tensor.h")
+FILES = ("c_api.cc", "c_call.h", "c_device_pack.h", "c_layer.h", "c_pack.h", "c_tables.h", "c_tensor.h")
 HEADERS = ("ecornn.h", "ecornn_checksum.h")
 # what c_api.cc calls, in its order; 0 stands for what a module does not have
 FUNCTIONS = (RUN, FORWARD, BACKWARD, "pack", "alloc", "free", "copy", "synchronize")
@@ -38,8 +38,11 @@ def sources() -> dict[str, str]:
 
 def functions(entries: Iterable[str], device: Device) -> tuple[str, ...]:
     """Symbols of :data:`FUNCTIONS`, empty where a module of these entries has none."""
-    cuda = device.kind == "cuda"
-    there = {*entries, *(("alloc", "free", "copy", "synchronize") if cuda else ("pack",))}
+    there, cuda = {*entries}, device.kind == "cuda"
+    if packs(there) or not cuda:
+        there.add("pack")
+    if cuda:
+        there |= {"alloc", "free", "copy", "synchronize"}
     return tuple(f"__tvm_ffi_{name}" if name in there else "" for name in FUNCTIONS)
 
 

@@ -15,7 +15,7 @@ from ecornn.build.local_arrays import as_variables
 from ecornn.build.nvcc import compile_cubin
 from ecornn.device import Device
 from ecornn.errors import BuildError
-from ecornn.program import BACKWARD, Launch, Program, launches
+from ecornn.program import Launch, Program, launches, packs
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -38,7 +38,7 @@ def generate(program: Program, device: Device) -> Generated:
     groups = _groups(_lower(program, device.arch))
     kernels = {one.name: replace(one.kernel, image=number) for number, (group, _) in enumerate(groups) for one in group}
     texts = [text for _, text in groups]
-    if BACKWARD in program.entries:  # the weights change from step to step
+    if packs(program.entries):
         kernels[PACK] = Kernel(PACK_SYMBOL, (), {}, image=len(texts))
         texts.append(resources.files("ecornn.build").joinpath("pack_weights.cu").read_text())
     sources = host_sources(program, kernels, device.arch)

@@ -90,6 +90,7 @@ typedef struct ecornn_bind_options {
   int32_t device;   /* number of the GPU; 0 for a CPU */
   int32_t threads;  /* CPU threads of a call, 1 to 1024; 0: one */
   int64_t reserve;  /* T for which the layer makes a workspace now; 0: 1. A call within it allocates nothing */
+  void* stream;     /* cudaStream_t that weights on the GPU are read on, and waited for; NULL: the default stream */
 } ecornn_bind_options;
 
 /* One call. States are one tensor for each state of the cell, (B, H), or (L*D, B, H) where L*D > 1; with `sequences` they
@@ -204,14 +205,17 @@ static inline const ecornn_description* ecornn_describe(const ecornn_module* mod
   return module->api->describe(error);
 }
 
-/* Packs weights, as PyTorch stores them, of float16, bfloat16, float32 or float64, on the host or on the module's GPU, with
- * any strides; they are not needed afterwards. `options` may be NULL. Several threads may call one layer at a time. */
+/* Packs weights, as PyTorch stores them, of float16, bfloat16, float32 or float64, on the host, with any strides, or
+ * contiguous on the module's GPU; they are not needed afterwards. A module that trains packs by its own kernel what lies on
+ * the GPU, all of one type and not float64; others are packed on the host. `options` may be NULL. Several threads may call
+ * one layer at a time. */
 static inline int32_t ecornn_bind(const ecornn_module* module, const ecornn_named* weights, int32_t count,
                                   const ecornn_bind_options* options, ecornn_layer** layer, ecornn_error* error) {
   return module->api->bind(weights, count, options, layer, error);
 }
 
-/* Packs all weights anew, where they were. No call of the layer may be under way. */
+/* Packs all weights anew, where they were. No call of the layer may be under way, on a GPU unless it is on `stream`, in
+ * whose order this is. Where the module's kernel packs it is not waited for, and once it has run a CUDA graph may have it. */
 static inline int32_t ecornn_repack(ecornn_layer* layer, const ecornn_named* weights, int32_t count, void* stream,
                                     ecornn_error* error) {
   return layer->api->repack(layer, weights, count, stream, error);

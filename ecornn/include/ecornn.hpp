@@ -225,10 +225,12 @@ class Module {
     return *found;
   }
 
-  // `threads`: CPU threads of a call; `device`: number of the GPU; `reserve`: T of the workspace that is made now.
-  Layer bind(const Named& weights, int32_t threads = 1, int32_t device = 0, int64_t reserve = 1) const {
+  // `threads`: CPU threads of a call; `device`: number of the GPU; `reserve`: T of the workspace that is made now; `stream`:
+  // that weights on the GPU are read on.
+  Layer bind(const Named& weights, int32_t threads = 1, int32_t device = 0, int64_t reserve = 1,
+             void* stream = nullptr) const {
     ecornn_error error{};
-    const ecornn_bind_options options{sizeof options, device, threads, reserve};
+    const ecornn_bind_options options{sizeof options, device, threads, reserve, stream};
     const detail::NamedTensors given(weights);
     ecornn_layer* layer = nullptr;
     detail::Throw(ecornn_bind(&module_, given.list.data(), given.count(), &options, &layer, &error), error);

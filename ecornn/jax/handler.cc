@@ -73,8 +73,11 @@ class Registered {
       }
     }
     if (!layer) {
-      const ecornn_bind_options options{sizeof options, device, 0, 0};
-      return api_->bind(weights.data(), count, &options, &layer, error) ? nullptr : layer;
+      ecornn_bind_options options{sizeof options, device, 0, 0, stream};
+      const int32_t code = api_->bind(weights.data(), count, &options, &layer, error);
+      if (code != ECORNN_VERSION) return code ? nullptr : layer;
+      options.stream = nullptr;  // a file of before bind had a stream: packed again below, in the order of this one
+      if (api_->bind(weights.data(), count, &options, &layer, error)) return nullptr;
     }
     if (!api_->repack(layer, weights.data(), count, stream, error)) return layer;
     Give(layer, device, stream);
