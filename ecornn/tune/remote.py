@@ -93,7 +93,8 @@ class Tracker:
 
         here = replace(entries, measure_ready=f"{__name__}:ready", measure=f"{__name__}:measure")
         told = msgspec.json.encode((self.host, self.port, self.key, device)).decode()
-        return Pool(here, measurers=max(1, self.servers()), local=False, grace=START,
+        count = max(1, self.servers())
+        return Pool(here, measurers=count, proposers=count if count > 1 else 0, local=False, grace=START,
                     quiet=quiet and is_loopback(self.host), environment={ADDRESS: told})
 
     def _summary(self) -> Any:
