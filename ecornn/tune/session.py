@@ -252,8 +252,9 @@ class Session:
 
         task = make_task(found, workload, device)
         asked = preparing.Question(spec, workload, device, schedule, self.seed)
-        # Where a workload takes a second, the search for its defaults would be most of what this process does.
-        given = preparing.defaults(pool, asked) if only is not None else None
+        # Where a workload takes a second, or several are searched at once, the search for its defaults would be most of
+        # what this process does.
+        given = preparing.defaults(pool, asked) if only is not None or pool.proposers else None
         schedules = serving_or_raise(task, schedule) if given is None else [all_schedules()[c.schedule] for c in given]
         space = ConfigSpace(task, schedules, given)
         begin(space, len(run.search))  # before anything that would disturb what a caller may time now

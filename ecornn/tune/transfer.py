@@ -69,6 +69,7 @@ def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[Schedule]
     def order(one: Run) -> tuple[object, ...]:
         return distance(one[1], work), unlike(one[1], work), octaves(one[1], work), one[0], one[2].name
 
+    by_name = {s.name: s for s in schedules}
     ordered = sorted(runs, key=order)
     near = [one for one in ordered if distance(one[1], work) < math.inf][:NEIGHBOURS]
     broad = [one for one in ordered if one not in near and len(runs[one]) >= BROAD][:SURVEYS]
@@ -79,9 +80,13 @@ def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[Schedule]
         if known is None:
             continue
         other, trials = make_task(known, of, on), runs[one][-SAMPLES:]
-        serving = {s.name: s for s in schedules if s.serves(other) is None}
-        for trial in trials if one in near else trials[::math.ceil(len(trials) / BROAD)]:
-            schedule = serving.get(trial.schedule)
+        taken = trials if one in near else trials[::math.ceil(len(trials) / BROAD)]
+        # To ask a schedule whether it serves takes a search for what fits; a trial of the schedule as it is says so.
+        own = {t.schedule for t in taken if t.schedule in by_name and t.revision == by_name[t.schedule].revision}
+        asked = {t.schedule for t in taken if t.schedule in by_name} - own
+        serving = own | {name for name in asked if by_name[name].serves(other) is None}
+        for trial in taken:
+            schedule = by_name[trial.schedule] if trial.schedule in serving else None
             config = up_to_date(trial, schedule, other).config
             if schedule is None or unfit(schedule, other, config):
                 continue
