@@ -8,7 +8,7 @@ from itertools import product
 
 from ecornn.cells import Cell
 from ecornn.device import Device
-from ecornn.schedules.base import Schedule, Task
+from ecornn.schedules.base import Config, Schedule, Task
 from ecornn.task import make_task
 from ecornn.tune.features import features
 from ecornn.tune.journal import Journal
@@ -80,20 +80,26 @@ def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[Schedule]
         if known is None:
             continue
         other, trials = make_task(known, of, on), runs[one][-SAMPLES:]
-        taken = trials if one in near else trials[::math.ceil(len(trials) / BROAD)]
-        # To ask a schedule whether it serves takes a search for what fits; a trial of the schedule as it is says so.
-        own = {t.schedule for t in taken if t.schedule in by_name and t.revision == by_name[t.schedule].revision}
-        asked = {t.schedule for t in taken if t.schedule in by_name} - own
-        serving = own | {name for name in asked if by_name[name].serves(other) is None}
-        for trial in taken:
-            schedule = by_name[trial.schedule] if trial.schedule in serving else None
+        served: dict[str, bool] = {}
+        for trial in trials if one in near else trials[::math.ceil(len(trials) / BROAD)]:
+            schedule = by_name.get(trial.schedule)
             config = up_to_date(trial, schedule, other).config
-            if schedule is None or unfit(schedule, other, config):
+            if schedule is None or not usable(schedule, other, trial, config, served):
                 continue
             row = features(schedule, other, Candidate.of(trial.schedule, config))
             model.add(f"{name} {of} {on.name}", row, trial.times.median if proven(trial) and trial.times else None)
             added += 1
     return added
+
+
+def usable(schedule: Schedule, task: Task, trial: Trial, config: Config, served: dict[str, bool]) -> bool:
+    """Whether the schedule can still do for ``task`` what the trial did. To ask it whether it serves takes a search for
+    something that fits, which a trial of the schedule as it is has found; ``served`` keeps what was asked."""
+    if trial.revision == schedule.revision and listed(config, schedule.knobs(task)):
+        return schedule.check(task, config) is None
+    if schedule.name not in served:
+        served[schedule.name] = schedule.serves(task) is None
+    return served[schedule.name] and unfit(schedule, task, config) is None
 
 
 def seeds(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candidate]:
