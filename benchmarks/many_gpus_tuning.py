@@ -33,6 +33,7 @@ LISTS = {"cuda": ["--cell lstm --hidden 512 --batch 16 --seq 300", "--cell gru -
                   "--cell lstm --hidden 800 --batch 16 --seq 300", "--cell gru --hidden 800 --batch 16 --seq 300"],
          "cpu": ["--cell rnn_tanh --hidden 16 --batch 2 --seq 8", "--cell gru --hidden 16 --batch 2 --seq 8"]}
 KILLED_AFTER = 6  # trials
+RUNS = ("one", "many", "killed", "share")
 SEARCHED = b'"stage":"search"'  # in a record of a trial
 
 
@@ -62,7 +63,7 @@ def main() -> None:
         share = cores[:max(1, len(cores) // count)]
 
         def add(name: str, *run: Any) -> None:
-            longest = max((of["seconds"] for of in found.values() if isinstance(of, dict)), default=0.0)
+            longest = max((of["seconds"] for of in map(found.get, RUNS) if of), default=0.0)
             if time.monotonic() + 1.1 * longest > end:
                 return
             found[name] = tuned(name, *run)
