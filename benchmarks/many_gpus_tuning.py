@@ -109,7 +109,9 @@ def tuned(name: str, tracker: Tracker, layers: list[str], trials: int, folder: P
     results = json.loads(output)
     return {"servers": tracker.servers(), "cores": len(cores), "trials": len(times), "wanted": trials * len(layers),
             "failed": sum(sum(one["failures"].values()) for one in results), "seconds": time.monotonic() - begun,
-            "first": times[0] - begun, "trials_per_minute": 60 * (len(times) - 1) / (times[-1] - times[0]),
+            "first": times[0] - begun, "each_second": [sum(second <= t - times[0] < second + 1 for t in times)
+                                                       for second in range(int(times[-1] - times[0]) + 1)],
+            "trials_per_minute": 60 * (len(times) - 1) / (times[-1] - times[0]),
             "best_us": {f"{one['workload']['cell']} {one['workload']['hidden']}": one["finish"]["best_us"]
                         for one in results}}
 
