@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import tune_h100_set
@@ -54,6 +55,8 @@ def test_workers_say_what_this_process_would(tmp_path: Path):
         assert joined(space, scan_parts(pool, Question("lstm", WORK, H100), space)()) == space.scan()
         with pytest.raises(ScheduleError, match=r"^no schedule serves .* is for llvm, not cuda$"):
             defaults(pool, Question("lstm", WORK, H100, "cpu_sequence"))
+        with pytest.raises(ScheduleError, match=r"^dtype='float64' is not"):
+            defaults(pool, Question("lstm", msgspec.structs.replace(WORK, dtype="float64"), H100))
     with np.load(here) as a, np.load(there) as b:
         assert a.files == b.files and all((a[name] == b[name]).all() for name in a.files)
 
@@ -71,7 +74,7 @@ def test_a_search_elsewhere_proposes_what_one_here_would(tmp_path: Path, monkeyp
     monkeypatch.setenv("FEW_RECORDS", str(tmp_path / "few"))
     monkeypatch.setattr(folders, "shipped_folder", lambda: tmp_path / "few")
     cell, run = get("lstm"), Journal(tmp_path / "log.jsonl", "1-1")
-    with Pool(replace(ENTRIES, propose_ready=f"{__name__}:few_records"), 2, proposers=1) as pool:
+    with Pool(replace(ENTRIES, propose_ready=f"{__name__}:few_records"), 1, proposers=1) as pool:
         asked = Question("lstm", WORK, H100, "persistent_wide", 7)
         given = defaults(pool, asked)
 

@@ -120,4 +120,4 @@ def ask(pool: Pool, function: str, question: Question, kind: type[T]) -> T:
             return worker.call(function, question, kind, LIMIT)
         except WorkerError as error:
             pool.must_be_open()
-            raise ScheduleError(str(error).removeprefix("ScheduleError: ")) from error
+            raise ScheduleError(str(error).removeprefix("ScheduleError: ").removeprefix("DTypeError: ")) from error
