@@ -2,11 +2,11 @@
 
     python benchmarks/many_gpus_tuning.py COUNT TRIALS FILE SECONDS
 
-A list of layers is tuned by ``ecornn tune --workloads``: through a server of one GPU on one COUNTth of the cores, as a
-host with that GPU alone has them, then through COUNT servers, one for each GPU, on all cores; into logs and a build
-cache of their own. Trials a minute are those from the first one to the last. Then a shorter list, while one of the
-servers is killed: no trial may fail, nor be missing. Last one server on all cores. Each is written as it ends; one that
-is not expected to end within SECONDS is left out. On a machine without a GPU servers measure on the CPU.
+A list of layers is tuned by `ecornn tune --workloads`: through a server of one GPU, then through COUNT servers, one for
+each GPU, both on all cores; into logs and a build cache of their own. Trials a minute are those from the first one to
+the last. Then a shorter list, while one of the servers is killed: no trial may fail, nor be missing. Last one server on
+one COUNTth of the cores, as a host with that GPU alone has them. Each is written as it ends; one that is not expected
+to end within SECONDS is left out. On a machine without a GPU servers measure on the CPU.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ LISTS = {"cuda": ["--cell lstm --hidden 512 --batch 16 --seq 300", "--cell gru -
                   "--cell lstm --hidden 800 --batch 16 --seq 300", "--cell gru --hidden 800 --batch 16 --seq 300"],
          "cpu": ["--cell rnn_tanh --hidden 16 --batch 2 --seq 8", "--cell gru --hidden 16 --batch 2 --seq 8"]}
 KILLED_AFTER = 6  # trials
+RUNS = ("one", "many", "killed", "share")
 SEARCHED = b'"stage":"search"'  # in a record of a trial
 
 
@@ -62,20 +63,23 @@ def main() -> None:
         share = cores[:max(1, len(cores) // count)]
 
         def add(name: str, *run: Any) -> None:
-            longest = max((of["seconds"] for of in found.values() if isinstance(of, dict)), default=0.0)
+            longest = max((of["seconds"] for of in map(found.get, RUNS) if of), default=0.0)
             if time.monotonic() + 1.1 * longest > end:
                 return
             found[name] = tuned(name, *run)
             for gain, over in (("gain", "one"), ("gain_of_share", "share")):
                 if over in found and "many" in found:
                     found[gain] = found["many"]["trials_per_minute"] / found[over]["trials_per_minute"]
+            if "one" in found and "many" in found:
+                best, of_one = found["many"]["best_us"], found["one"]["best_us"]
+                found["best_to_one"] = {layer: best[layer] / of_one[layer] for layer in of_one}
             path.write_text(json.dumps(found))
 
-        add("share", one, LISTS[kind], trials, folder, share)
+        add("one", one, LISTS[kind], trials, folder, cores)
         add("many", many, LISTS[kind], trials, folder, cores)
         if count > 1:
             add("killed", many, LISTS[kind][:2], max(8, trials // 8), folder, cores, started[-1])
-        add("one", one, LISTS[kind], trials, folder, cores)
+        add("share", one, LISTS[kind], trials, folder, share)
 
 
 def tuned(name: str, tracker: Tracker, layers: list[str], trials: int, folder: Path, cores: list[int],
@@ -105,6 +109,8 @@ def tuned(name: str, tracker: Tracker, layers: list[str], trials: int, folder: P
     results = json.loads(output)
     return {"servers": tracker.servers(), "cores": len(cores), "trials": len(times), "wanted": trials * len(layers),
             "failed": sum(sum(one["failures"].values()) for one in results), "seconds": time.monotonic() - begun,
+            "first": times[0] - begun, "each_second": [sum(second <= t - times[0] < second + 1 for t in times)
+                                                       for second in range(int(times[-1] - times[0]) + 1)],
             "trials_per_minute": 60 * (len(times) - 1) / (times[-1] - times[0]),
             "best_us": {f"{one['workload']['cell']} {one['workload']['hidden']}": one["finish"]["best_us"]
                         for one in results}}

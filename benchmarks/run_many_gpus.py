@@ -13,8 +13,8 @@ speech (35)         a training step of five layers of LSTM 800 in both direction
 data_parallel (40)  gradients of all GPUs against one with the whole batch; when they leave, layer by layer and as one
                     node; what that gains; how fast all-reduces are; FSDP2
 deep (30)           as speech, seven layers of LSTM 768 in one direction
-tune (230)          `ecornn tune --workloads` through a tracker, with a server of one GPU, on all cores and on its share
-                    of them, with one for each GPU, and one that is killed
+tune (230)          `ecornn tune --workloads` through a tracker, with a server of one GPU, with one for each GPU, and
+                    with one that is killed, on all cores; and with one GPU on its share of them
 inference (15)      calls of a stack on all GPUs by a thread each, and all by all in turns
 
 Weights and gradients are float32, products bfloat16 by autocast. Times are medians with 20th and 80th percentiles in
@@ -45,7 +45,7 @@ from rpc_servers import free_port
 HERE = Path(__file__).resolve().parent
 # seconds at most: others of a part are stopped, and what it had found until then counts
 PARTS = {"build": 120.0, "speech": 90.0, "data_parallel": 90.0, "deep": 80.0, "tune": 300.0, "inference": 45.0}
-TUNED = ("share", "many", "one")
+TUNED = ("one", "many", "share")
 TRAINING = ("speech", "data_parallel", "deep")
 
 
@@ -202,9 +202,12 @@ def tune_lines(found: Mapping[str, Any]) -> list[str]:
     if "killed" in found:
         run = found["killed"]
         rows.append(f"with a server killed: {run['trials']} of {run['wanted']} trials, {run['failed']} failed")
-    for name, over in (("gain_of_share", "its share of the cores"), ("gain", "all cores")):
+    for name, over in (("gain", "all cores"), ("gain_of_share", "its share of the cores")):
         if name in found:
             rows.append(f"gain {found[name]:.2f}x over one server with {over}")
+    if "best_to_one" in found:
+        ratios = found["best_to_one"].values()
+        rows.append(f"best found {min(ratios):.3f} to {max(ratios):.3f} of one server's")
     return rows
 
 

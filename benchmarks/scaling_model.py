@@ -215,10 +215,12 @@ def section(path: Path) -> str:
         lines.append(f"- FSDP2: {sharded['step']['ms']:.2f} ms a step, {sharded['held']:.0%} of the weights on each "
                      f"GPU between calls.")
     if "many" in (tune := parts.get("tune", {})):
+        gains = [f"{tune[gain]:.2f}x with {cores}" for gain, cores in (
+            ("gain", "all cores for either"), ("gain_of_share", "as many cores for each GPU")) if gain in tune]
         lines.append("- Tuning, trials a minute: " + ", ".join(
             f"{run['trials_per_minute']:.0f} through {run['servers']} server(s) on {run['cores']} cores"
-            for run in (tune[name] for name in ("share", "many", "one") if name in tune))
-            + f". {tune['gain_of_share']:.2f}x with as many cores for each GPU; `{tune['command']}`.")
+            for run in (tune[name] for name in ("one", "share", "many") if name in tune))
+            + f". {', '.join(gains)}; `{tune['command']}`.")
     if "gain" in (inference := parts.get("inference", {})):
         lines.append(f"- Inference: {inference['one']:.0f} calls a second on one GPU, {inference['all']:.0f} on "
                      f"{inference['gpus']} from as many threads, {inference['gain']:.2f}x.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -26,7 +27,7 @@ from ecornn.tune.log import Line, Log
 from ecornn.tune.record import Choice, Finish, Times
 from ecornn.tune.remote import Connection, NoServer, Tracker
 from ecornn.tune.selection import best_lines, worth_keeping
-from ecornn.tune.serving import Description
+from ecornn.tune.serving import WARM, Description
 from ecornn.tune.session import Result
 
 # Either side of a GiB: what a host has after an update of its kernel.
@@ -39,10 +40,19 @@ TRACKER = Tracker("127.0.0.1", 9190, "test")
 
 
 class Held:
-    """A session with a server."""
+    """A session with a server, which may be ``older`` than what asks it to get ready."""
 
-    def get_function(self, name: str) -> str:
-        return name
+    older, warmed = False, 0
+
+    def get_function(self, name: str) -> Any:
+        if name != WARM:
+            return name
+        if self.older:
+            raise AttributeError(name)
+        return self.warm
+
+    def warm(self) -> None:
+        Held.warmed += 1
 
 
 @pytest.fixture
@@ -111,10 +121,14 @@ def test_a_target_that_servers_do_not_measure_on_is_refused(target, said, serve)
         Session(target, tracker=TRACKER)
 
 
-def test_a_share_of_a_servers_gpu_can_be_tuned_for(serve):
+def test_a_share_of_a_servers_gpu_can_be_tuned_for(serve, monkeypatch):
     serve(H100)
     share = structs.replace(H100, cores=66)
     assert Session(share, tracker=TRACKER).device == share
+    before = Held.warmed
+    Connection(TRACKER, share)
+    assert Held.warmed == before + 1
+    monkeypatch.setattr(Held, "older", True)
     Connection(TRACKER, share)
     for other in (structs.replace(H100, cores=60), KNOWN["sm_80"]):  # too small, or another GPU
         serve(other)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import tune_h100_set
@@ -14,17 +18,21 @@ from search_rate import PRETEND
 
 from ecornn.cells import get
 from ecornn.errors import ScheduleError
+from ecornn.schedules import all_schedules
 from ecornn.targets import resolve
 from ecornn.task import make_task
-from ecornn.tune import oracle
+from ecornn.tune import folders, oracle, proposing
 from ecornn.tune import session as sessions
 from ecornn.tune import verify as verifying
 from ecornn.tune.choose import serving_or_raise
 from ecornn.tune.folders import shipped_folder
+from ecornn.tune.journal import Journal
 from ecornn.tune.log import read
 from ecornn.tune.pool import Entries, Pool
-from ecornn.tune.preparing import Question, answers, defaults, scans
+from ecornn.tune.preparing import Question, answers, defaults, joined, scan_parts
+from ecornn.tune.proposing import Elsewhere, searching
 from ecornn.tune.record import Choice, Finish, Trial
+from ecornn.tune.search import Search
 from ecornn.tune.space import ConfigSpace
 from ecornn.workload import Workload
 
@@ -44,11 +52,59 @@ def test_workers_say_what_this_process_would(tmp_path: Path):
         assert [c.schedule for c in defaults(pool, Question("lstm", WORK, H100, "fused_step"))] == ["fused_step"]
         answers(pool, Question("lstm", WORK, H100, seed=3))(there)
         space = ConfigSpace(task, serving_or_raise(task))
-        assert scans(pool, Question("lstm", WORK, H100), space)() == space.scan()
+        assert joined(space, scan_parts(pool, Question("lstm", WORK, H100), space)()) == space.scan()
         with pytest.raises(ScheduleError, match=r"^no schedule serves .* is for llvm, not cuda$"):
             defaults(pool, Question("lstm", WORK, H100, "cpu_sequence"))
+        with pytest.raises(ScheduleError, match=r"^dtype='float64' is not"):
+            defaults(pool, Question("lstm", msgspec.structs.replace(WORK, dtype="float64"), H100))
     with np.load(here) as a, np.load(there) as b:
         assert a.files == b.files and all((a[name] == b[name]).all() for name in a.files)
+
+
+def few_records(_: None) -> bool:
+    """In the process of a search, and here: reading all that ship takes seconds."""
+    folders.shipped_folder = lambda: Path(os.environ["FEW_RECORDS"])
+    return proposing.ready(None)
+
+
+def test_a_search_elsewhere_proposes_what_one_here_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Whatever it is told, also of a run that goes on; the space is scanned once that is needed."""
+    (tmp_path / "few").mkdir()
+    shutil.copy(shipped_folder() / "h100-rows.jsonl.xz", tmp_path / "few")
+    monkeypatch.setenv("FEW_RECORDS", str(tmp_path / "few"))
+    monkeypatch.setattr(folders, "shipped_folder", lambda: tmp_path / "few")
+    cell, run = get("lstm"), Journal(tmp_path / "log.jsonl", "1-1")
+    with Pool(replace(ENTRIES, propose_ready=f"{__name__}:few_records"), 1, proposers=1) as pool:
+        asked = Question("lstm", WORK, H100, "persistent_wide", 7)
+        given = defaults(pool, asked)
+
+        def spaced() -> ConfigSpace:
+            return ConfigSpace(make_task(cell, WORK, H100), [all_schedules()[c.schedule] for c in given], given)
+
+        parts = scan_parts(pool, asked, spaced())
+        with searching(pool, cell, spaced(), asked, parts, run) as there, \
+                searching(pool, cell, spaced(), asked, parts, run) as here:
+            assert isinstance(there, Elsewhere) and isinstance(here, Search) and there.first == here.first
+            assert len(here.model)
+            here.space.scans = lambda: joined(here.space, parts())
+            default = here.space.defaults()[0]
+            for one in (there, here):
+                one.tell(default, 3.0)
+            opening = here.ask(here.waiting())
+            assert there.waiting() == len(opening) and there.ask(len(opening)) == opening
+            assert there.parts is not None  # nothing waited for the scan
+            for one in (there, here):
+                one.prepare()
+            for number, candidate in enumerate(opening):
+                for one in (there, here):
+                    one.tell(candidate, None if number % 5 == 4 else 2.0 + number % 3)
+            for count in (4, 5):
+                batch = here.ask(count)
+                assert len(batch) == count and there.ask(count) == batch
+            assert there.tried == here.tried and default in there.tried
+            there.worker.kill()
+            with pytest.raises(ScheduleError, match="was lost; the same command goes on"):
+                there.ask(1)
 
 
 def test_given_candidates_cost_this_process_no_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

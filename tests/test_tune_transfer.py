@@ -70,6 +70,18 @@ def test_a_default_is_searched_once_and_none_for_what_a_schedule_does_not_serve(
     assert warm(CostModel(), get("lstm"), TASK, [Counting()], log) == 0 and asked == [16]
 
 
+def test_a_schedule_is_asked_whether_it_serves_where_no_trial_of_it_as_it_is_says_so():
+    asked = []
+
+    class Asked(Fake):
+        def refuses(self, task):
+            asked.append(task.workload.hidden)
+
+    log = log_of(*(trial(1.0 + n, a=n, run=f"{hidden}-1", workload=Workload("lstm", hidden, hidden, 4, 10),
+                         revision=revision) for n in range(2) for hidden, revision in ((24, 3), (32, 2))))
+    assert warm(CostModel(), get("lstm"), TASK, [Asked()], log) == 4 and asked == [32]
+
+
 def test_a_workload_with_a_known_neighbour_needs_a_quarter_of_the_trials():
     """Best of 24 trials with a neighbour's records against 96 without; five seeds."""
     space = ConfigSpace(make(), [LARGE])

@@ -37,6 +37,7 @@ class Entries:
     build: str = "ecornn.tune.building:build"
     measure_ready: str = "ecornn.tune.measuring:ready"
     measure: str = "ecornn.tune.measuring:measure"
+    propose_ready: str = "ecornn.tune.proposing:ready"
 
 
 class Pool:
@@ -47,6 +48,7 @@ class Pool:
     entries : what the workers call
     builders : number of build processes; default: one for each processor, at most 16 for each measuring process
     measurers : number of measuring processes; more than one only where they measure elsewhere
+    proposers : number of processes for searches, where several go on at a time; others are for this process
     local : whether the measuring processes run modules on this machine
     quiet : whether a build would disturb a measurement, as on a CPU
     grace : seconds that a measurement elsewhere may take beside its limit
@@ -54,9 +56,9 @@ class Pool:
     environment : variables that the measuring processes see besides this process's own
     """
 
-    def __init__(self, entries: Entries = Entries(), builders: int | None = None, measurers: int = 1, *,
-                 local: bool = True, quiet: bool = False, grace: float = 0.0, poisoned: bool = False,
-                 environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, entries: Entries = Entries(), builders: int | None = None, measurers: int = 1,
+                 proposers: int = 0, *, local: bool = True, quiet: bool = False, grace: float = 0.0,
+                 poisoned: bool = False, environment: Mapping[str, str] | None = None) -> None:
         self.entries, self.local, self.quiet = entries, local, quiet
         self.grace, self.poisoned = grace, poisoned
         self.absent: float | None = None  # since when none of the servers was free, if nothing was heard of any since
@@ -68,12 +70,17 @@ class Pool:
         self.measurers = [Worker(entries.measure_ready, gpu=True, environment={**here, **(environment or {})})
                           for _ in range(measurers)]
         self.builders = [Worker(entries.build_ready, gpu=False, environment={**here, **SINGLE}) for _ in range(count)]
+        self.proposers = [Worker(entries.propose_ready, gpu=False, environment={**here, **SINGLE})
+                          for _ in range(proposers)]
         self.idle_builders: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         self.idle_measurers: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        self.idle_proposers: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         for worker in self.builders:
             self.idle_builders.put(worker)
         for worker in self.measurers:
             self.idle_measurers.put(worker)
+        for worker in self.proposers:
+            self.idle_proposers.put(worker)
         self.building = ThreadPoolExecutor(count, thread_name_prefix="build")
         self.measuring = ThreadPoolExecutor(measurers, thread_name_prefix="measure")
         for worker in self.workers:
@@ -82,7 +89,7 @@ class Pool:
     @property
     def workers(self) -> list[Worker]:
         """All of them."""
-        return [*self.builders, *self.measurers]
+        return [*self.proposers, *self.builders, *self.measurers]
 
     @staticmethod
     def warm(worker: Worker) -> None:
@@ -99,6 +106,19 @@ class Pool:
                 yield worker
         finally:
             idle.put(worker)
+
+    @contextlib.contextmanager
+    def proposer(self) -> Iterator[Worker | None]:
+        """A process for a search, for as long as the context lasts; None where none is idle."""
+        try:
+            worker = self.idle_proposers.get_nowait()
+        except queue.Empty:
+            yield None
+            return
+        try:
+            yield worker
+        finally:
+            self.idle_proposers.put(worker)
 
     @contextlib.contextmanager
     def using(self, worker: Worker, owner: object) -> Iterator[None]:

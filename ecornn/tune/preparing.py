@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import tempfile
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -87,22 +87,30 @@ def defaults(pool: Pool, question: Question) -> tuple[Choice, ...]:
     return ask(pool, f"{__name__}:choose_defaults", question, tuple[Choice, ...])
 
 
-def scans(pool: Pool, question: Question, space: ConfigSpace) -> Callable[[], dict[str, Scan]]:
-    """Has the space scanned, from now on, and returns what waits for it: what ``space.scan`` returns."""
-    def scan(default: Choice, part: int) -> Scan:
+def scan_parts(pool: Pool, question: Question, space: ConfigSpace) -> Callable[[], dict[str, list[bytes]]]:
+    """Has the space scanned, from now on, and returns what waits for it: the parts of each schedule's scan."""
+    def scan(default: Choice, part: int) -> bytes:
         pool.must_be_open()
         with tempfile.TemporaryDirectory(dir=pool.folder.name, ignore_cleanup_errors=True) as folder:
             out = Path(folder, "space")
             one = msgspec.structs.replace(question, default=default, part=part, out=str(out))
             ask(pool, f"{__name__}:write_space", one, bool)
-            whole, numbers = msgspec.msgpack.decode(out.read_bytes(), type=tuple[bool, bytes])
-        return whole, array("q", numbers)
+            return out.read_bytes()
 
     threads = ThreadPoolExecutor(len(pool.builders), thread_name_prefix="scan")
     found = {c.schedule: [threads.submit(scan, Choice(c.schedule, c.config), part) for part in range(PARTS)]
              for c in space.defaults()}
     threads.shutdown(wait=False)
-    return lambda: {name: space.join(name, [part.result() for part in parts]) for name, parts in found.items()}
+    return lambda: {name: [part.result() for part in parts] for name, parts in found.items()}
+
+
+def joined(space: ConfigSpace, parts: Mapping[str, Sequence[bytes]]) -> dict[str, Scan]:
+    """What ``space.scan`` returns, from :func:`scan_parts`."""
+    def scan(part: bytes) -> Scan:
+        whole, numbers = msgspec.msgpack.decode(part, type=tuple[bool, bytes])
+        return whole, array("q", numbers)
+
+    return {name: space.join(name, [scan(part) for part in each]) for name, each in parts.items()}
 
 
 def ask(pool: Pool, function: str, question: Question, kind: type[T]) -> T:
@@ -112,4 +120,4 @@ def ask(pool: Pool, function: str, question: Question, kind: type[T]) -> T:
             return worker.call(function, question, kind, LIMIT)
         except WorkerError as error:
             pool.must_be_open()
-            raise ScheduleError(str(error).removeprefix("ScheduleError: ")) from error
+            raise ScheduleError(str(error).removeprefix("ScheduleError: ").removeprefix("DTypeError: ")) from error

@@ -6,6 +6,7 @@ trial under way another try elsewhere, and nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from ecornn.errors import ArgumentError, DeviceError, ScheduleError
 from ecornn.tune.at_hand import matched, told
 from ecornn.tune.environment import Environment
 from ecornn.tune.measuring import Measure, Measured
-from ecornn.tune.serving import DESCRIBE, MEASURE, Answer, Description, require_loopback
+from ecornn.tune.serving import DESCRIBE, MEASURE, WARM, Answer, Description, require_loopback
 
 if TYPE_CHECKING:
     from ecornn.tune.pool import Entries, Pool
@@ -93,7 +94,8 @@ class Tracker:
 
         here = replace(entries, measure_ready=f"{__name__}:ready", measure=f"{__name__}:measure")
         told = msgspec.json.encode((self.host, self.port, self.key, device)).decode()
-        return Pool(here, measurers=max(1, self.servers()), local=False, grace=START,
+        count = max(1, self.servers())
+        return Pool(here, measurers=count, proposers=count if count > 1 else 0, local=False, grace=START,
                     quiet=quiet and is_loopback(self.host), environment={ADDRESS: told})
 
     def _summary(self) -> Any:
@@ -124,6 +126,8 @@ class Connection:
             raise NoServer(f"a server with the key {tracker.key} measures on {told(found.device)} and not "
                            f"{told(device)}; give it another key")
         self.run = self.session.get_function(MEASURE)
+        with contextlib.suppress(AttributeError):  # an older server
+            self.session.get_function(WARM)()
         self.uploaded: set[tuple[str, int]] = set()
 
     def measure(self, request: Measure) -> list[Measured]:
@@ -147,13 +151,14 @@ _connection: Connection | None = None  # of this process
 
 
 def ready(_: None) -> bool:
-    """Imports what a measurement needs, before the clock runs."""
+    """Imports what a measurement needs, and has a server get ready, before the clock runs."""
+    global _connection
     from ecornn.tune.quick_tvm import import_tvm
 
     import_tvm()
-    from tvm import rpc
-
-    return bool(rpc)
+    with contextlib.suppress(NoServer, LostServer):  # a measurement will say so, if it finds none either
+        _connection = connected()
+    return True
 
 
 def measure(request: Measure) -> list[Measured]:
@@ -162,9 +167,8 @@ def measure(request: Measure) -> list[Measured]:
     Raises :class:`NoServer` and :class:`LostServer`; else as ``measuring.measure``.
     """
     global _connection
-    host, port, key, device = msgspec.json.decode(os.environ[ADDRESS], type=tuple[str, int, str, Device])
     if _connection is None:
-        _connection = Connection(Tracker(host, port, key), device)
+        _connection = connected()
     try:
         return _connection.measure(request)
     except ScheduleError:
@@ -172,6 +176,12 @@ def measure(request: Measure) -> list[Measured]:
     except Exception as error:  # whatever TVM raises where the other side is gone
         _connection = None
         raise LostServer(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+
+
+def connected() -> Connection:
+    """With a server of the tracker that this process is told of."""
+    host, port, key, device = msgspec.json.decode(os.environ[ADDRESS], type=tuple[str, int, str, Device])
+    return Connection(Tracker(host, port, key), device)
 
 
 def _request(tracker: Tracker) -> Any:

@@ -21,13 +21,13 @@ from ecornn.device import Device
 from ecornn.errors import ArgumentError
 from ecornn.tune.environment import Environment, environment
 from ecornn.tune.measuring import Measure, Measured
-from ecornn.tune.pool import Entries
+from ecornn.tune.pool import Entries, Pool
 from ecornn.tune.process import Worker, WorkerError
 
 if TYPE_CHECKING:
     from tvm.rpc import Server
 
-SERVED, DESCRIBE, MEASURE = "ECORNN_SERVED", "ecornn.tune.describe", "ecornn.tune.measure"
+SERVED, DESCRIBE, MEASURE, WARM = ("ECORNN_SERVED", "ecornn.tune.describe", "ecornn.tune.measure", "ecornn.tune.warm")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HANDSHAKE = 5.0  # seconds that a connection, or the tracker, may take to say something
 
@@ -103,6 +103,7 @@ def register() -> None:
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     worker = Worker(Entries().measure_ready, gpu=True)
     tvm_ffi.register_global_func(DESCRIBE, describe, override=True)
+    tvm_ffi.register_global_func(WARM, lambda: warm(worker), override=True)
     tvm_ffi.register_global_func(MEASURE, lambda request, limit: measure(worker, request, limit), override=True)
 
 
@@ -140,6 +141,11 @@ def end_with(parent: int) -> None:
 def describe() -> str:
     """JSON of a :class:`Description`."""
     return os.environ[SERVED]
+
+
+def warm(worker: Worker) -> None:
+    """Has the measuring process started, which takes seconds, while the tuner still builds."""
+    threading.Thread(target=Pool.warm, args=(worker,), daemon=True).start()
 
 
 def measure(worker: Worker, request: str, limit: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -243,38 +244,35 @@ class Session:
 
         from ecornn.schedules import all_schedules
         from ecornn.task import make_task
-        from ecornn.tune import evaluate, folders, preparing, tuner
+        from ecornn.tune import evaluate, preparing, proposing, tuner
         from ecornn.tune.choose import serving_or_raise
         from ecornn.tune.model import CostModel
         from ecornn.tune.search import Search
-        from ecornn.tune.similar_cells import lent
         from ecornn.tune.space import Candidate, ConfigSpace
-        from ecornn.tune.transfer import borrowed, seeds, warm
 
         task = make_task(found, workload, device)
         asked = preparing.Question(spec, workload, device, schedule, self.seed)
-        # Where a workload takes a second, the search for its defaults would be most of what this process does.
-        given = preparing.defaults(pool, asked) if only is not None else None
+        # Where a workload takes a second, or several are searched at once, the search for its defaults would be most of
+        # what this process does.
+        given = preparing.defaults(pool, asked) if only is not None or pool.proposers else None
         schedules = serving_or_raise(task, schedule) if given is None else [all_schedules()[c.schedule] for c in given]
         space = ConfigSpace(task, schedules, given)
         begin(space, len(run.search))  # before anything that would disturb what a caller may time now
         stage("listing what can be tried")
         if only is None:  # before anything is built: all but the first candidates are drawn from it
-            space.scans = preparing.scans(pool, asked, space)
-        with evaluate.ProcessEvaluator(task, spec, preparing.answers(pool, asked), pool, limit=self.timeout,
-                                       seed=self.seed, earlier=run.search) as evaluator:
-            model = CostModel(self.seed)
-            stage("learning from records of other layers")
+            parts = preparing.scan_parts(pool, asked, space)
+            space.scans = lambda: preparing.joined(space, parts())
+        with contextlib.ExitStack() as stack:
+            evaluator = stack.enter_context(evaluate.ProcessEvaluator(
+                task, spec, preparing.answers(pool, asked), pool, limit=self.timeout, seed=self.seed,
+                earlier=run.search))
+            search: proposing.Proposals
             if only is None:
-                records = folders.read_all()
-                if others := lent(task, records):
-                    records.extend(others[1])
-                warm(model, found, task, schedules, records, run)
-                search = Search(space, model, self.seed, known=seeds(task, schedules, records),
-                                lent=borrowed(task, schedules, records))
+                stage("learning from records of other layers")
+                search = stack.enter_context(proposing.searching(pool, found, space, asked, parts, run))
             else:
                 known = [Candidate.of(c.schedule, c.config) for c in only if c.schedule in space.schedules]
-                search = Search(space, model, self.seed, known=known, defaults=False)
+                search = Search(space, CostModel(self.seed), self.seed, known=known, defaults=False)
                 settings = replace(settings, trials=len(search.first))
             # Where builds go on meanwhile, a small batch is proposed with the latest results in sight. Elsewhere it
             # keeps the builders busy, and no longer than a user would wait for its first time.

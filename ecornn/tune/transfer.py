@@ -8,7 +8,7 @@ from itertools import product
 
 from ecornn.cells import Cell
 from ecornn.device import Device
-from ecornn.schedules.base import Schedule, Task
+from ecornn.schedules.base import Config, Schedule, Task
 from ecornn.task import make_task
 from ecornn.tune.features import features
 from ecornn.tune.journal import Journal
@@ -69,6 +69,7 @@ def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[Schedule]
     def order(one: Run) -> tuple[object, ...]:
         return distance(one[1], work), unlike(one[1], work), octaves(one[1], work), one[0], one[2].name
 
+    by_name = {s.name: s for s in schedules}
     ordered = sorted(runs, key=order)
     near = [one for one in ordered if distance(one[1], work) < math.inf][:NEIGHBOURS]
     broad = [one for one in ordered if one not in near and len(runs[one]) >= BROAD][:SURVEYS]
@@ -79,16 +80,26 @@ def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[Schedule]
         if known is None:
             continue
         other, trials = make_task(known, of, on), runs[one][-SAMPLES:]
-        serving = {s.name: s for s in schedules if s.serves(other) is None}
+        served: dict[str, bool] = {}
         for trial in trials if one in near else trials[::math.ceil(len(trials) / BROAD)]:
-            schedule = serving.get(trial.schedule)
+            schedule = by_name.get(trial.schedule)
             config = up_to_date(trial, schedule, other).config
-            if schedule is None or unfit(schedule, other, config):
+            if schedule is None or not usable(schedule, other, trial, config, served):
                 continue
             row = features(schedule, other, Candidate.of(trial.schedule, config))
             model.add(f"{name} {of} {on.name}", row, trial.times.median if proven(trial) and trial.times else None)
             added += 1
     return added
+
+
+def usable(schedule: Schedule, task: Task, trial: Trial, config: Config, served: dict[str, bool]) -> bool:
+    """Whether the schedule can still do for ``task`` what the trial did. To ask it whether it serves takes a search for
+    something that fits, which a trial of the schedule as it is has found; ``served`` keeps what was asked."""
+    if trial.revision == schedule.revision and listed(config, schedule.knobs(task)):
+        return schedule.check(task, config) is None
+    if schedule.name not in served:
+        served[schedule.name] = schedule.serves(task) is None
+    return served[schedule.name] and unfit(schedule, task, config) is None
 
 
 def seeds(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candidate]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from ecornn.tune.environment import Environment
 from ecornn.tune.evaluate import COMPARED, Evaluator, Outcome
 from ecornn.tune.journal import RESERVED, Journal
+from ecornn.tune.proposing import Proposals
 from ecornn.tune.record import Choice, Finish, Reason, Start, Trial
-from ecornn.tune.search import Search
 from ecornn.tune.space import Candidate
 
 AHEAD = 0.25  # of all trials: pending while more are proposed
@@ -57,7 +57,7 @@ class Tuner:
     measures, ``journal`` keeps the records, ``report`` is told of every trial, ``stage`` what comes now.
     """
 
-    def __init__(self, search: Search, evaluator: Evaluator, journal: Journal, settings: Settings,
+    def __init__(self, search: Proposals, evaluator: Evaluator, journal: Journal, settings: Settings,
                  environment: Environment, report: Callable[[Progress], None] = lambda _: None,
                  stage: Callable[[str], None] = lambda _: None) -> None:
         self.search, self.evaluator, self.journal = search, evaluator, journal
