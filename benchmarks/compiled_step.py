@@ -17,18 +17,12 @@ from training_steps import Step
 
 
 class CompiledStep(Step):
-    """As :class:`Step`, of a model with ``words``, ``recurrent``, ``scores``, ``dropout`` and states ``h`` and ``c``.
+    """As :class:`Step`, of a model with ``words``, ``recurrent``, ``scores``, ``dropout``, and states ``h``, ``c``."""
 
-    Parameters
-    ----------
-    options : of PyTorch's compiler for the scores
-    """
-
-    def __init__(self, *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._before = torch.compile(self._words)
-        self._after = torch.compile(self._loss, options=options)
-        self._clipped_adam = torch.compile(self._clip_and_adam, fullgraph=True)
+        self._before, self._after = torch.compile(self._words), torch.compile(self._judged)
+        self._update = torch.compile(self._clip_and_adam, fullgraph=True)
         self._parameters = [*self.model.parameters()]
         self._averages = [[torch.zeros_like(p) for p in self._parameters] for _ in range(2)]
         self._steps = [torch.zeros((), device=p.device) for p in self._parameters]
@@ -37,18 +31,19 @@ class CompiledStep(Step):
         model: Any = self.model
         return model.dropout(model.words(text))
 
-    def _loss(self, y: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    def _judged(self, y: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         model: Any = self.model
         return self.criterion(model.scores(model.dropout(y)), wanted)
 
     def _clip_and_adam(self, gradients: list[torch.Tensor]) -> None:
-        group = self.optimizer.defaults
+        own = self.optimizer.defaults
         share = (self.clip / (get_total_norm(gradients, foreach=True) + 1e-6)).clamp(max=1.0)
         adam(self._parameters, list(torch._foreach_mul(gradients, share)), *self._averages, [], self._steps,
-             foreach=True, capturable=True, amsgrad=False, beta1=group["betas"][0],
-             beta2=group["betas"][1], lr=group["lr"], weight_decay=0.0, eps=group["eps"], maximize=False)
+             foreach=True, capturable=True, amsgrad=False, beta1=own["betas"][0], beta2=own["betas"][1], lr=own["lr"],
+             weight_decay=own["weight_decay"], eps=own["eps"], maximize=False)
 
-    def __call__(self) -> torch.Tensor:
+    def gradients(self) -> None:
+        """As a :class:`Step`'s."""
         model: Any = self.model
         with self.autocast():
             y, after = model.recurrent(self._before(*self.inputs), (model.h.clone(), model.c.clone()))
@@ -56,10 +51,8 @@ class CompiledStep(Step):
             loss = self._after(y, *self.targets)
         model.zero_grad()
         loss.backward()
-        self.update()
         self.loss = loss.detach()
-        return self.loss
 
     def update(self) -> None:
         with torch.no_grad():
-            self._clipped_adam([p.grad for p in self._parameters])
+            self._update([p.grad for p in self._parameters])
