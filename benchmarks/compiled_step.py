@@ -1,9 +1,9 @@
 """A training step of the language model of which PyTorch compiles all but the recurrent layers.
 
-Embedding and dropout are one function of ``torch.compile``; dropout, scores and the loss a second one; clipping and
-Adam a third one, in which gradients are scaled on their way into Adam and not written back. The recurrent layers,
-compiled or torch.nn's, are called between them as they are, so that both sides have the same code around them, which a
-CUDA graph then holds as a whole.
+Embedding and dropout are one function of ``torch.compile``; dropout, scores and the loss a second one, with rows that
+are filled up to what tensor cores like; clipping and Adam a third one, in which gradients are scaled on their way into
+Adam and not written back. The recurrent layers, compiled or torch.nn's, are called between them as they are, so that
+both sides have the same code around them, which a CUDA graph then holds as a whole.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.utils import get_total_norm
 from torch.optim.adam import adam
 from training_steps import Step
 
@@ -21,7 +20,8 @@ class CompiledStep(Step):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._before, self._after = torch.compile(self._words), torch.compile(self._judged)
+        self._before = torch.compile(self._words)
+        self._after = torch.compile(self._judged, options={"force_shape_pad": True})
         self._update = torch.compile(self._clip_and_adam, fullgraph=True)
         self._parameters = [*self.model.parameters()]
         self._averages = [[torch.zeros_like(p) for p in self._parameters] for _ in range(2)]
@@ -37,7 +37,8 @@ class CompiledStep(Step):
 
     def _clip_and_adam(self, gradients: list[torch.Tensor]) -> None:
         own = self.optimizer.defaults
-        share = (self.clip / (get_total_norm(gradients, foreach=True) + 1e-6)).clamp(max=1.0)
+        norm = sum(n.square() for n in torch._foreach_norm(gradients)) ** 0.5
+        share = (self.clip / (norm + 1e-6)).clamp(max=1.0)
         adam(self._parameters, list(torch._foreach_mul(gradients, share)), *self._averages, [], self._steps,
              foreach=True, capturable=True, amsgrad=False, beta1=own["betas"][0], beta2=own["betas"][1], lr=own["lr"],
              weight_decay=own["weight_decay"], eps=own["eps"], maximize=False)
