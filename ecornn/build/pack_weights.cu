@@ -2,6 +2,7 @@
 // tables. A warp makes a piece of a packed buffer, 16 bytes a thread at a time: what it reads are parts of a few rows.
 
 constexpr int kAtOnce = 2;  // of the 16 bytes that a thread makes
+constexpr int kMany = 8;    // of single elements
 
 struct Work {
   unsigned long long place;  // of the piece's first element among the rows of all gates (high half), and in its row
@@ -83,21 +84,6 @@ __device__ unsigned element(const Job& job, const Source* sources, const Paramet
   return rounded(loaded<kType>(from, ((long long)source.gate * job.rows + row) * job.columns + column), job.kind);
 }
 
-// Every `step`th element of a piece from `begin` on.
-template <int kType>
-__device__ void one_by_one(const Work& work, const Job& job, const Source* sources, const unsigned long long* own,
-                           const Parameters& parameters, int begin, int end, int step) {
-  const long long first = (long long)work.piece * job.size;
-#pragma unroll 1
-  for (int i = begin; i < end; i += step) {
-    const unsigned value = element<kType>(job, sources, parameters, work.place + own[i]);
-    if (job.kind == 1 || job.kind == 2)
-      ((unsigned short*)job.to)[first + i] = (unsigned short)value;
-    else
-      ((unsigned*)job.to)[first + i] = value;
-  }
-}
-
 // Where 16 bytes of a piece come from: from one place on, if all of them are inside of the same gate.
 struct Origin {
   const void* from;
@@ -121,6 +107,42 @@ __device__ Origin origin_of(const Job& job, const Source* sources, const Paramet
   found.whole = found.from && first_row + most_row < (unsigned)job.rows && first + most_column < (unsigned)job.columns;
   found.there = several || found.from;
   return found;
+}
+
+// One element of a piece.
+template <int kType>
+__device__ void store_one(const Work& work, const Job& job, int item, float value) {
+  const long long to = (long long)work.piece * job.size + item;
+  if (job.kind == 1 || job.kind == 2)
+    ((unsigned short*)job.to)[to] = (unsigned short)rounded(value, job.kind);
+  else
+    ((unsigned*)job.to)[to] = rounded(value, job.kind);
+}
+
+// Every 32nd element of a piece, kMany of which are loaded before the first is stored: vectors of an odd size are a few
+// warps, for which all others would wait.
+template <int kType>
+__device__ void one_by_one(const Work& work, const Job& job, const Source* sources, const unsigned long long* own,
+                           const Parameters& parameters, int lane) {
+#pragma unroll 1
+  for (int i = lane; i < job.size; i += kMany * 32) {
+    const void* from[kMany];
+    int at[kMany];
+    float loads[kMany];
+#pragma unroll
+    for (int n = 0; n < kMany; ++n) {
+      Origin origin = {nullptr, 0, false, false};
+      if (i + n * 32 < job.size)
+        origin = origin_of(job, sources, parameters, work.place + own[i + n * 32], 0, 0);
+      from[n] = origin.whole ? origin.from : nullptr;
+      at[n] = (int)origin.at;
+    }
+#pragma unroll
+    for (int n = 0; n < kMany; ++n) loads[n] = from[n] ? loaded<kType>(from[n], at[n]) : 0.0f;
+#pragma unroll
+    for (int n = 0; n < kMany; ++n)
+      if (i + n * 32 < job.size) store_one<kType>(work, job, i + n * 32, loads[n]);
+  }
 }
 
 // A thread has what it loads for kAtOnce times 16 bytes under way before it stores the first of them.
@@ -170,7 +192,11 @@ __device__ void piece_alike(const Work& work, const Job& job, const Source* sour
       const int item = i + n * kTogether * 32;
       if (item >= job.size) break;
       if (origins[n].there && !origins[n].whole) {  // some are outside, or of another gate
-        one_by_one<kType>(work, job, sources, own, parameters, item, item + kTogether, 1);
+#pragma unroll 1
+        for (int k = item; k < item + kTogether; ++k) {
+          const Origin one = origin_of(job, sources, parameters, work.place + own[k], 0, 0);
+          store_one<kType>(work, job, k, one.whole ? loaded<kType>(one.from, one.at) : 0.0f);
+        }
         continue;
       }
       unsigned value[8];
@@ -200,7 +226,7 @@ __device__ void piece(const Work& work, const Job& job, const Source* sources, c
     return;
   }
   if (job.size % together) {
-    one_by_one<kType>(work, job, sources, own, parameters, lane, job.size, 32);
+    one_by_one<kType>(work, job, sources, own, parameters, lane);
     return;
   }
   for (int i = together * lane; i < job.size; i += together * 32) {
