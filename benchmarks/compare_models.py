@@ -8,7 +8,8 @@ of 800 in both directions with CTC. A step is all of it: a new batch, forward, l
 in bfloat16 by autocast. Before anything is timed, loss and gradients of all parameters are compared with float64's, on
 the code that is timed, but that dropout drops nothing: our gradients must be within twice the error of torch.nn's in
 the same data type, in float32 within 2e-5; the loss within one rounding. Then both sides run plain, on a GPU as CUDA
-graphs (of the recognizer all but the loss, which PyTorch captures only in some versions), and under torch.compile if
+graphs (of the recognizer all but the loss, which PyTorch captures only in some versions), the language model also as
+graphs of steps of which PyTorch compiles what is not recurrent (``compiled_step.py``), and under torch.compile if
 asked for. Times are medians with 20th and 80th percentiles in milliseconds a step, on the host's clock, of several
 steps in a row. Where a compiled layer cannot run, that is an error.
 """
@@ -37,6 +38,7 @@ from training_steps import DEVICE, Step, middle, peak, take_turns
 # isort: split
 import side_by_side
 import torch
+from compiled_step import CompiledStep
 from side_by_side import WrongResultError, relative
 from torch import nn
 from torch.func import functional_call
@@ -49,6 +51,8 @@ ONE_ROUNDING = 2.0**-8  # of the loss to bfloat16: a single number is as near as
 NOTHING = 1e-30  # dropout of this drops nothing, and goes the way of all dropout
 BATCHES = 8  # that take turns
 SIDES = ("ecornn", "torch")
+COMPILED = "compiled graph"
+GRAPHS = ["graph", COMPILED]
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ class Case:
     draw : a batch: inputs and targets
     work : ``unit``s, as words, in a step
     captured : whether the loss can be in a CUDA graph
+    compiled : a step whose parts PyTorch compiles, if there is one
     wanted : how many times as fast as torch.nn's it should be
     """
 
@@ -73,9 +78,10 @@ class Case:
     unit: str
     captured: bool
     wanted: float
+    compiled: type[Step] | None = None
 
-    def step(self, model: nn.Module, kind: torch.dtype | None) -> Step:
-        return Step(model, self.criterion, *self.draw(), kind=kind)
+    def step(self, model: nn.Module, kind: torch.dtype | None, of: type[Step] = Step) -> Step:
+        return of(model, self.criterion, *self.draw(), kind=kind)
 
 
 def language(T: int, B: int, H: int, vocabulary: int, dropout: float = 0.5) -> Case:
@@ -88,7 +94,7 @@ def language(T: int, B: int, H: int, vocabulary: int, dropout: float = 0.5) -> C
 
     sizes = {"T": T, "B": B, "H": H, "vocabulary": vocabulary, "dropout": dropout}
     return Case("language model", sizes, example.LanguageModel(vocabulary, H, B, dropout), example.cross_entropy, draw,
-                T * B, "words", True, 2.0)
+                T * B, "words", True, 2.0, CompiledStep)
 
 
 def speech(T: int, B: int, H: int, layers: int = 5) -> Case:
@@ -136,19 +142,22 @@ def in_kind(model: nn.Module, kind: torch.dtype | None) -> nn.Module:
     return made
 
 
-def checked(case: Case, models: dict[str, nn.Module], kind: torch.dtype | None) -> dict[str, float]:
-    """Relative errors of both sides against float64: of the loss, and the largest of the gradients.
+def checked(case: Case, models: dict[str, nn.Module], kind: torch.dtype | None,
+            of: type[Step] = Step) -> dict[str, float]:
+    """Relative errors of both sides' steps against float64: of the loss, and the largest of the gradients.
 
     Raises :class:`WrongResultError` where ours is not near enough.
     """
     inputs, targets = case.draw()
 
-    def found(model: nn.Module, kind: torch.dtype | None, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-        """The loss, and the gradients of all parameters."""
+    def found(of: type[Step], model: nn.Module, kind: torch.dtype | None,
+              dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+        """The loss, and the gradients of all parameters; states are what they were."""
         given = [t.to(dtype) if t.is_floating_point() else t for t in inputs]
-        step = Step(model, case.criterion, given, targets, kind=kind)
-        output = step.forward()
-        step.backward(output, step.judge(output))
+        step, before = of(model, case.criterion, given, targets, kind=kind), [b.clone() for b in model.buffers()]
+        step.gradients()
+        for buffer, value in zip(model.buffers(), before, strict=True):
+            buffer.copy_(value)
         return [step.loss, *(p.grad.clone() for p in model.parameters())]
 
     dropout = case.sizes.get("dropout", 0.0)
@@ -156,9 +165,9 @@ def checked(case: Case, models: dict[str, nn.Module], kind: torch.dtype | None) 
         for model in models.values():
             set_dropout(model, NOTHING)
     exact = copy.deepcopy(models["torch"]).double()
-    wanted = found(exact, None, torch.float64)
+    wanted = found(Step, exact, None, torch.float64)
     (loss, *gradients), (library_loss, *library) = (
-        [relative(a, b) for a, b in zip(found(model, kind), wanted, strict=True)]
+        [relative(a, b) for a, b in zip(found(of, model, kind), wanted, strict=True)]
         for model in (models["ecornn"], in_kind(models["torch"], kind)))
     limits = [ONE_ROUNDING if kind else FLOAT32, *(max(2 * e + 1e-6, 0 if kind else FLOAT32) for e in library)]
     names = ["the loss", *(f"the gradient of {name}" for name, _ in exact.named_parameters())]
@@ -183,6 +192,7 @@ def compare(case: Case, dtype: str, ways: list[str], seconds: float, together: i
     row: dict[str, Any] = {"model": case.name, **case.sizes, "dtype": dtype, "unit": case.unit, "wanted": case.wanted,
                            "parameters": sum(p.numel() for p in case.model.parameters()), **errors,
                            "until_checked_s": time.perf_counter() - start}
+    of_compiled = checked(case, models, kind, case.compiled) if case.compiled and COMPILED in ways else {}
     batches = itertools.cycle([case.draw() for _ in range(BATCHES)])
     steps = {name: case.step(models[name], kind) for name in SIDES}
     if DEVICE == "cuda":
@@ -190,14 +200,18 @@ def compare(case: Case, dtype: str, ways: list[str], seconds: float, together: i
             step()  # which makes the optimizer's state
         row |= {f"{name}_mib": peak(step) / 2**20 for name, step in steps.items()}
     for way in ways:
+        if way == COMPILED and case.compiled is None:
+            continue
         if way == "compile":
             for step in steps.values():
                 step.model = torch.compile(step.model)
         sides: dict[str, Callable[[], object]] = {}
         for name, step in steps.items():
-            run = step.graphed(case.captured) if way == "graph" else step
+            if way == COMPILED and case.compiled is not None:
+                step = case.step(models[name], kind, case.compiled)
+            run = step.graphed(case.captured) if way in GRAPHS else step
             sides[name] = lambda step=step, run=run: (step.load(*next(batches)), run())  # type: ignore[misc]
-        timed = dict(row) | {"way": way}
+        timed = dict(row) | {"way": way} | (of_compiled if way == COMPILED else {})
         for name, times in take_turns(sides, seconds, together, 7).items():
             median, p20, p80 = middle(times)
             timed |= {f"{name}_ms": median * 1e3, f"{name}_p20": p20 * 1e3, f"{name}_p80": p80 * 1e3,
@@ -210,7 +224,7 @@ def line(r: dict) -> str:
     if "fault" in r:
         return f"{r['model']:18} {r['fault']}"
     memory = f"  {r['ecornn_mib']:.0f} / {r['torch_mib']:.0f} MiB" if "ecornn_mib" in r else ""
-    return (f"{r['model']:18} {r['dtype']:5} {r['way']:8} ecornn {r['ecornn_ms']:8.2f} [{r['ecornn_p20']:.2f}, "
+    return (f"{r['model']:18} {r['dtype']:5} {r['way']:14} ecornn {r['ecornn_ms']:8.2f} [{r['ecornn_p20']:.2f}, "
             f"{r['ecornn_p80']:.2f}]  torch.nn {r['torch_ms']:8.2f} [{r['torch_p20']:.2f}, {r['torch_p80']:.2f}] ms  "
             f"{r['ecornn_per_second']:.0f} / {r['torch_per_second']:.0f} {r['unit']} a second  {r['ratio']:.2f}x of "
             f"{r['wanted']:.1f}x  error {r['ecornn_error']:.1e} / {r['torch_error']:.1e}{memory}")
@@ -240,7 +254,7 @@ def main() -> None:
     os.environ["ECORNN_STRICT"] = "1"
     torch.manual_seed(0)
     torch.backends.cudnn.allow_tf32 = False
-    ways = ["plain", *(["graph"] if DEVICE == "cuda" else []), *(["compile"] if arguments.compile else [])]
+    ways = ["plain", *(GRAPHS if DEVICE == "cuda" else []), *(["compile"] if arguments.compile else [])]
     done: list[dict] = []
     for name, make in (("language", language), ("speech", speech)):
         if arguments.only in (None, name):

@@ -57,6 +57,19 @@ def span(values: Iterable[float], form: str = "{:.1f}", between: str = " to ") -
     return between.join((form.format(found[0]), form.format(found[-1])))
 
 
+def language(way: str) -> str:
+    """How many times as fast as with torch.nn's layers the language model trains."""
+    (found,) = (r["ratio"] for r in rows("h100_language_model.json") if r["way"] == way)
+    return f"{found:.2f}"
+
+
+def memory(keep: str) -> str:
+    """The peak of a training step, of cuDNN's in bfloat16 and in float16."""
+    found = {r["dtype"]: r["ecornn_mib"] / r["cudnn_mib"] for r in rows("h100_training_memory.json")
+             if r["keep"] == keep}
+    return f"{found['bf16']:.2f} and {found['f16']:.2f}"
+
+
 def cpu(suite: str) -> list[dict[str, Any]]:
     return [r for r in rows("cpu_skylake.json") if r["suite"] == suite]
 
@@ -206,6 +219,10 @@ FIGURES: dict[str, Callable[[], str]] = {
     "flashrnn.all": lambda: span((r["ratio_recurrence"] for r in rows("h100_flashrnn.json")), "{:.2f}x"),
     "training.h100": lambda: span((r["cudnn_us"] / r["ecornn_us"] for r in rows("h100_training.json")
                                    if "cudnn_us" in r and "ecornn_us" in r), "{:.2f}x"),
+    "training.language": lambda: language("compiled graph"),
+    "training.language_plain": lambda: language("graph"),
+    "training.memory_states": lambda: memory("states"),
+    "training.memory_gates": lambda: memory("gates"),
     "records.h100": lambda: workloads("h100.jsonl.xz", "h100-rows.jsonl.xz"),
     "records.h200": lambda: workloads("h200.jsonl.xz", "h200-random.jsonl.xz"),
     "search.none128": lambda: f"{geometric(searched('none', 128)):.3f}",

@@ -2,7 +2,8 @@
 
     python benchmarks/model_stages.py --output benchmarks/results/h100_model_stages.json
 
-The model and its step are those of ``compare_models.py``, as one CUDA graph. A third model, ``rest``, has the same
+The model and its steps are those of ``compare_models.py``, as one CUDA graph each: as it is written, and with all but
+the recurrent layers compiled by PyTorch. A third model, ``rest``, has the same
 parameters, but its recurrent layers pass on what they get, and zeros as the gradients of their weights: what
 embedding, dropout, scores, loss, clipping and Adam take. All three take turns. No recurrent layers, however fast, make
 a step shorter than ``rest``, so that ``torch / rest`` bounds what can be reached, and ``torch / wanted - rest`` is what
@@ -23,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compare_models import KINDS, language, side_by_side
+from compare_models import COMPILED, KINDS, Case, language, side_by_side
+from compiled_step import CompiledStep
 from torch import nn
-from training_steps import DEVICE, middle, take_turns
+from training_steps import DEVICE, Step, middle, take_turns
 
 import ecornn.torch
 
@@ -57,6 +59,7 @@ class Through(nn.Module):
         super().__init__()
         self.layers = layers
 
+    @torch.compiler.disable  # as the layers of the others
     def forward(self, x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
         return _Through.apply(x, *self.layers.parameters()), state
 
@@ -77,6 +80,15 @@ def kernels(run: Any) -> dict[str, tuple[float, float]]:
             for name, values in sorted(found.items(), key=lambda each: -sum(each[1]))}
 
 
+def shortened(found: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    """The same by names without where PyTorch keeps them, and without all of their types."""
+    made: defaultdict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+    for name, (microseconds, launches) in found.items():
+        name = name.removeprefix("void ").replace("at::native::", "").replace("(anonymous namespace)::", "")[:100]
+        made[name] = (round(made[name][0] + microseconds, 2), made[name][1] + launches)
+    return dict(made)
+
+
 def stages(found: dict[str, tuple[float, float]]) -> dict[str, float]:
     """Microseconds a step of kernels of the recurrent layers, by what they do, and of all others."""
     times: defaultdict[str, float] = defaultdict(float)
@@ -84,6 +96,40 @@ def stages(found: dict[str, tuple[float, float]]) -> dict[str, float]:
         stage = next((stage for stage, pattern in STAGES.items() if re.match(pattern, name)), "others")
         times[stage] += microseconds
     return dict(times)
+
+
+def compared(case: Case, way: str, of: type[Step], seconds: float) -> dict[str, Any]:
+    """A row: the three models in turns, and their kernels."""
+    models = {"torch": copy.deepcopy(case.model).to(DEVICE)}
+    models |= {name: copy.deepcopy(models["torch"]) for name in ("ecornn", "rest")}
+    ecornn.torch.replace(models["ecornn"], fullgraph=True)
+    rest: Any = models["rest"]
+    rest.recurrent = Through(rest.recurrent)
+    batches = itertools.cycle([case.draw() for _ in range(8)])
+    sides, graphs = {}, {}
+    for name, model in models.items():
+        step = case.step(model, KINDS["bf16"], of)
+        graphs[name] = step.graphed()
+        sides[name] = lambda step=step, run=graphs[name]: (step.load(*next(batches)), run())
+    row: dict[str, Any] = {"model": case.name, **case.sizes, "dtype": "bf16", "way": way, "wanted": case.wanted}
+    for name, times in take_turns(sides, seconds, 5, 7).items():
+        median, p20, p80 = middle(times)
+        row |= {f"{name}_ms": median * 1e3, f"{name}_p20": p20 * 1e3, f"{name}_p80": p80 * 1e3}
+    row |= {"ratio": row["torch_ms"] / row["ecornn_ms"], "bound": row["torch_ms"] / row["rest_ms"],
+            "layers_ms": {name: row[f"{name}_ms"] - row["rest_ms"] for name in ("ecornn", "torch")},
+            "left_ms": row["torch_ms"] / case.wanted - row["rest_ms"]}
+    found = {name: kernels(graph) for name, graph in graphs.items()}
+    return row | {"stages_us": stages(found["ecornn"]),
+                  "kernels_us": {name: shortened(each) for name, each in found.items()}}
+
+
+def shown(row: dict[str, Any]) -> str:
+    """A row for people."""
+    told = (f"{row['way']}: torch.nn {row['torch_ms']:.3f} ms, ecornn {row['ecornn_ms']:.3f} ({row['ratio']:.2f}x of "
+            f"{row['wanted']:.1f}x), the rest {row['rest_ms']:.3f}; recurrent layers {row['layers_ms']['torch']:.3f} "
+            f"and {row['layers_ms']['ecornn']:.3f}, for {row['wanted']:.1f}x {row['left_ms']:.3f}")
+    return "\n".join([told, *(f"  {stage:20} {microseconds:8.1f} us" for stage, microseconds in
+                              sorted(row["stages_us"].items(), key=lambda each: -each[1]))])
 
 
 def main() -> None:
@@ -97,35 +143,14 @@ def main() -> None:
     os.environ["ECORNN_STRICT"] = "1"
     torch.manual_seed(0)
     case = language(*map(int, arguments.language.split(",")))
-    models = {"torch": case.model.to(DEVICE)}
-    models |= {name: copy.deepcopy(models["torch"]) for name in ("ecornn", "rest")}
-    ecornn.torch.replace(models["ecornn"], fullgraph=True)
-    rest: Any = models["rest"]
-    rest.recurrent = Through(rest.recurrent)
-    batches = itertools.cycle([case.draw() for _ in range(8)])
-    sides, graphs = {}, {}
-    for name, model in models.items():
-        step = case.step(model, KINDS["bf16"])
-        graphs[name] = step.graphed()
-        sides[name] = lambda step=step, run=graphs[name]: (step.load(*next(batches)), run())
-    row: dict[str, Any] = {"model": case.name, **case.sizes, "dtype": "bf16", "way": "graph", "wanted": case.wanted}
-    for name, times in take_turns(sides, arguments.seconds, 5, 7).items():
-        median, p20, p80 = middle(times)
-        row |= {f"{name}_ms": median * 1e3, f"{name}_p20": p20 * 1e3, f"{name}_p80": p80 * 1e3}
-    row |= {"ratio": row["torch_ms"] / row["ecornn_ms"], "bound": row["torch_ms"] / row["rest_ms"],
-            "layers_ms": {name: row[f"{name}_ms"] - row["rest_ms"] for name in ("ecornn", "torch")},
-            "left_ms": row["torch_ms"] / case.wanted - row["rest_ms"]}
-    found = {name: kernels(graph) for name, graph in graphs.items()}
-    row |= {"stages_us": stages(found["ecornn"]), "kernels_us": found}
-    print(f"torch.nn {row['torch_ms']:.3f} ms, ecornn {row['ecornn_ms']:.3f} ({row['ratio']:.2f}x of "
-          f"{case.wanted:.1f}x), the rest {row['rest_ms']:.3f}; recurrent layers {row['layers_ms']['torch']:.3f} and "
-          f"{row['layers_ms']['ecornn']:.3f}, for {case.wanted:.1f}x {row['left_ms']:.3f}")
-    for stage, microseconds in sorted(row["stages_us"].items(), key=lambda each: -each[1]):
-        print(f"  {stage:20} {microseconds:8.1f} us")
-    if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps({"environment": side_by_side.environment(), "rows": [row]}, indent=1)
-                                    + "\n")
+    rows = []
+    for way, of in (("graph", Step), (COMPILED, CompiledStep)):
+        rows.append(compared(case, way, of, arguments.seconds))
+        print(shown(rows[-1]), flush=True)
+        if arguments.output:
+            arguments.output.parent.mkdir(parents=True, exist_ok=True)
+            arguments.output.write_text(json.dumps({"environment": side_by_side.environment(), "rows": rows},
+                                                   indent=1) + "\n")
 
 
 if __name__ == "__main__":

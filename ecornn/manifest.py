@@ -35,7 +35,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     knobs of their own, ``schedule`` names each once, and ``config`` is of the first part. ``together`` is the
     program's; modules from before it have 1. ``inputs``, unset where there are none, are names of sequences beside x,
     of which rows of x have H values each behind the I of x, in this order: the workload's input size counts all.
-    ``optional``, unset where there are none, are tensors that a call of ``backward`` may have null for.
+    ``optional``, unset where there are none, are tensors that a call of ``backward`` may have null for, and
+    ``packed_for_optional`` the packed buffers that such a call does not read.
     ``dx_in``, unset where there is none, is the program's.
     ``output`` is the name of y; ``outputs``, unset where there is one, are the names of several, of each of which rows
     of y have H values, in this order, of one direction after the other.
@@ -58,6 +59,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     together: int = 1
     inputs: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
     optional: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    packed_for_optional: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
     outputs: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
     dx_in: str | msgspec.UnsetType = msgspec.UNSET
 

@@ -363,6 +363,16 @@ def launches(calls: Iterable[Call]) -> Iterator[Launch]:
                 yield from launches(layer.calls)
 
 
+def packed_for_left_out(program: Program) -> tuple[str, ...]:
+    """The packed buffers that no launch reads but those that a call may leave out: such a call does without them."""
+    read: dict[str, bool] = {}  # by name, whether all that read it may be left out
+    for one in launches(program.calls):
+        for parameter in program.functions[one.function].params:
+            name = one.names.get(parameter.name, parameter.name)
+            read[name] = read.get(name, True) and bool(one.wanted)
+    return tuple(b.name for b in program.buffers if b.role == PACKED and read.get(b.name, False))
+
+
 def leaves_out(program: Program) -> tuple[str, ...]:
     """The tensors that a call of ``backward`` may have null for: those that nothing makes but launches that are left
     out then."""

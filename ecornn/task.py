@@ -12,7 +12,7 @@ from ecornn.cells import Cell
 from ecornn.compose import parameter_prefix
 from ecornn.device import Device
 from ecornn.manifest import Manifest, Parameter
-from ecornn.program import Program, leaves_out
+from ecornn.program import Program, leaves_out, packed_for_left_out
 from ecornn.schedules.base import After, Config, Schedule, Task
 from ecornn.workload import ALONE, SERIAL, SINGLE, Overlap, Stack, Traversal, Workload
 
@@ -98,6 +98,7 @@ def make_manifest(cell: Cell, task: Task, schedule: Schedule, config: Config, pr
         entries={name: entry.takes for name, entry in program.entries.items()}, versions=versions(), stack=stack,
         overlap=overlap, together=program.together or task.workload.batch, inputs=tuple(cell.inputs) or msgspec.UNSET,
         optional=leaves_out(program) or msgspec.UNSET,
+        packed_for_optional=(leaves_out(program) and packed_for_left_out(program)) or msgspec.UNSET,
         outputs=outputs if len(outputs) > 1 else msgspec.UNSET, dx_in=program.dx_in or msgspec.UNSET)
 
 

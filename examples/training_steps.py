@@ -63,13 +63,17 @@ class Step:
         self.optimizer.zero_grad()
         output.backward(gradient)
 
+    def gradients(self) -> None:
+        """All but the update: the loss, and the gradients of all parameters."""
+        output = self.forward()
+        self.backward(output, self.judge(output))
+
     def update(self) -> None:
         nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
 
     def __call__(self) -> torch.Tensor:
-        output = self.forward()
-        self.backward(output, self.judge(output))
+        self.gradients()
         self.update()
         return self.loss
 
@@ -79,10 +83,10 @@ class Step:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):
-                gradient = self.judge(self.forward())
                 self()
+            gradient = None if with_loss else self.judge(self.forward())
         torch.cuda.current_stream().wait_stream(side)
-        if with_loss:
+        if gradient is None:
             whole, loss = captured(self)
 
             def run() -> torch.Tensor:

@@ -245,10 +245,12 @@ def test_a_training_step_of_large_batches(name, sizes, traversal, cut, tmp_path,
 
 
 @pytest.mark.parametrize("keep", ["gates", "states"])
-@pytest.mark.parametrize(("name", "apart"), [("lstm", True), ("gru", True), ("rnn_tanh", True),
-                                             ("lstm(layer_norm)", False)])
-def test_gradients_of_weights_are_made_beside_that_of_x(name, apart, keep):
-    """Where neither makes what the other one reads: they have in common what came before them."""
+@pytest.mark.parametrize(("name", "apart", "late"), [
+    ("lstm", True, ["gates"]), ("gru", True, []), ("rnn_tanh", True, ["gates", "states"]),
+    ("lstm(layer_norm)", False, ["gates"])])
+def test_what_is_made_at_the_same_time(name, apart, late, keep):
+    """Gradients of weights beside that of x, and what only those read beside the recurrence, where neither makes what
+    the other one reads: they have in common what came before them."""
     work = Workload(name, 256, 256, 16, 300, "bfloat16")
     traversal = Traversal(lengths=True, keep=keep)
     task = Task(work, analyse(cell_of(name), 256, 256), KNOWN["sm_90a"], traversal)
@@ -256,7 +258,9 @@ def test_gradients_of_weights_are_made_beside_that_of_x(name, apart, keep):
     calls = program.entries[BACKWARD].calls
     found = [c for c in (*calls, *(c for one in calls if isinstance(one, Chunks) for c in one.calls))
              if isinstance(c, Concurrent)]
-    assert len(found) == apart
+    functions = [{launch.function for branch in one.branches for launch in launches(branch)} for one in found]
+    assert [("backward_inputs_0" in f, "backward_gather_y" in f) for f in functions] == [
+        *[(False, True)] * (keep in late), *[(True, False)] * apart]
     for one in found:
         made, *others = ({launch.names.get(p.name, p.name) for launch in launches(branch)
                           for p in program.functions[launch.function].params} for branch in one.branches)

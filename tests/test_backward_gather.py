@@ -12,8 +12,9 @@ from exact import unmarked
 from ecornn.analysis.adjoint import adjoint
 from ecornn.analysis.kept import kept
 from ecornn.program import LATER
-from ecornn.schedules.backward.gather import gather
+from ecornn.schedules.backward.gather import gathered
 from ecornn.schedules.backward.memory import Memory
+from ecornn.schedules.base import joined
 from ecornn.workload import Traversal
 
 
@@ -56,7 +57,7 @@ def test_gathers(tmp_path, sizes, dtype, traversal):
     steps, batch, _, H = sizes
     back = adjoint(task.graph, H)
     memory = Memory(task, back, kept(back, "states"))
-    part = gather(memory, traversal.directions == 1)
+    part = joined(*gathered(memory, traversal.directions == 1))
     generator, masks = np.random.default_rng(3), masks_of(traversal, steps, batch, 0)
     rows = int(unmarked(masks["sequences"]).max()) + 1 if traversal.sequences else batch
     assert steps < 9 or not traversal.sequences or (masks["sequences"] >= LATER).any()

@@ -154,7 +154,11 @@ def test_a_layer_packs_on_the_gpu_when_it_is_bound_and_again(monkeypatch: pytest
     assert bits(layer) == wanted
     layer.repack_at([others[p.name].ctypes.data for p in manifest.parameters], "float32", 7)
     assert bits(layer) == after
-    layer.repack_at([0] * len(manifest.parameters), "float32", 7)
+    rest = {*(manifest.packed_for_optional or ())}
+    assert rest and all("finish" in name for name in rest)
+    layer.repack_at([0] * len(manifest.parameters), "float32", 7, optional=False)
+    assert {name for name, one in bits(layer).items() if any(one)} == rest
+    layer.repack_at([0] * len(manifest.parameters), "float32", 7, optional=True)
     assert not any(map(any, bits(layer).values()))
     with pytest.raises(DeviceError, match="cuda:0"):
         layer.repack(host)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -22,17 +23,20 @@ NAMES = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
 
 class NotingLayer:
     def __init__(self, module: Any) -> None:
-        self.module, self.device, self.packed, self.checked = module, 0, [], 0
-        self.manifest = SimpleNamespace(parameters=[SimpleNamespace(name=name) for name in NAMES])
+        self.module, self.device, self.packed, self.rest, self.checked = module, 0, [], [], 0
+        self.manifest = SimpleNamespace(parameters=[SimpleNamespace(name=name) for name in NAMES],
+                                        packed_for_optional=module.packed_for_optional)
 
-    def repack_at(self, pointers: list[int], dtype: str, queue: int) -> None:
-        self.packed.append((pointers, dtype, queue))
+    def repack_at(self, pointers: list[int], dtype: str, queue: int, optional: bool) -> None:
+        (self.rest if optional else self.packed).append((pointers, dtype, queue))
 
     def repack(self, weights: Any) -> None:
         self.checked += 1
 
 
 class NotingModule:
+    packed_for_optional: Any = msgspec.UNSET
+
     def __init__(self) -> None:
         self.bound: list[NotingLayer] = []
 
@@ -67,8 +71,8 @@ def weights_of(kind: Any = KIND) -> list[torch.Tensor]:
     return [torch.zeros(shape, requires_grad=True) for shape in shapes]
 
 
-def call(layers: BoundLayers, weights: Any, batch: int = 2, again: bool = False) -> Any:
-    with layers.layer(weights, x_of(batch), "", again=again) as layer:
+def call(layers: BoundLayers, weights: Any, batch: int = 2, again: bool = False, states: bool = True) -> Any:
+    with layers.layer(weights, x_of(batch), "", again=again, states=states) as layer:
         return layer
 
 
@@ -88,6 +92,33 @@ def test_weights_that_changed_are_packed_in_place_on_the_current_stream(gpu: Any
     suspect(others)
     assert call(layers, others) is first and first.packed[-1][0] == [w.data_ptr() for w in others]
     assert gpu.module.bound == [first] and gpu.rooms == [2]
+
+
+def test_what_gradients_of_first_states_need_is_packed_where_these_are_wanted(gpu: Any):
+    """Once for weights, but in each graph."""
+    gpu.module.packed_for_optional = ("finish_weights",)
+    layers, weights = BoundLayers(KIND), weights_of()
+    layer = call(layers, weights)
+    assert not layer.rest  # bind has packed
+    one = layers.take(weights, x_of(), (5, 2))
+    layers.give(one)
+    suspect(weights)
+    call(layers, weights, states=False)
+    assert len(layer.packed) == 1 and not layer.rest and not layers.take_this(one, weights)
+    for _ in range(2):
+        call(layers, weights, again=True)
+        assert layer.rest == layer.packed
+    assert layers.take_this(one, weights)
+    layers.give(one)
+    others = weights_of()
+    call(layers, others, states=False)
+    call(layers, others, again=True)
+    assert layer.checked == 1 and len(layer.rest) == 1  # others are checked, and all of them are packed
+    gpu.capturing = True
+    call(layers, others, states=False)
+    for times in (2, 3):
+        call(layers, others, again=True)
+        assert len(layer.packed) == 2 and len(layer.rest) == times
 
 
 def test_biases_that_are_not_there_are_zeros(gpu: Any):

@@ -7,6 +7,8 @@ from itertools import pairwise
 
 import pytest
 import torch
+from compare_models import language
+from compiled_step import CompiledStep
 from python_text import docstrings, in_columns, numbered, reference, words
 from torch import nn
 from training_steps import Step, memory_by_layer, middle, take_turns
@@ -49,6 +51,25 @@ def test_a_step_is_that_of_pytorch():
         optimizer.step()
         assert torch.equal(found, loss.detach())
     assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of what PyTorch's tracer looks at
+def test_compiled_parts_make_the_same_step(monkeypatch: pytest.MonkeyPatch):
+    """Clipped and not: traced by PyTorch's compiler, carried out as traced."""
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, options=None, **how: compile(function, backend="eager",
+                                                                                        **how))
+    torch.manual_seed(0)
+    case = language(4, 2, 8, 12, dropout=0.0)
+    batch = [[t.cpu() for t in some] for some in case.draw()]
+    steps = [of(copy.deepcopy(case.model), case.criterion, *batch, clip=clip, kind=None)
+             for clip in (0.1, 1e3) for of in (Step, CompiledStep)]
+    for _ in range(3):
+        losses = [step().item() for step in steps]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-6) and losses[3] == pytest.approx(losses[2], rel=1e-6)
+    for step, compiled in (steps[:2], steps[2:]):
+        one, other = ([*s.model.parameters(), *s.model.buffers()] for s in (step, compiled))
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.gpu

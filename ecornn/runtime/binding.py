@@ -100,11 +100,15 @@ class Bound:
         return count, memory.pointer
 
     @cached_property
-    def device_packing(self) -> DevicePacking:
-        """What packs again on a GPU, by a module that knows how."""
-        library = self._library
+    def device_packings(self) -> dict[bool, DevicePacking]:
+        """What packs again on a GPU, by a module that knows how: all that a call needs that has null for tensors that
+        it may (False), and what else there is (True)."""
+        library, late = self._library, {*(self._manifest.packed_for_optional or ())}
         assert library is not None and library.pack is not None
-        return DevicePacking(self._manifest, self._places, self._place, library.pack, self._device)
+        early = {b.packing for b in self._manifest.buffers if b.packing is not None and b.name not in late}
+        return {optional: DevicePacking(self._manifest, {packing: at for packing, at in self._places.items()
+                                                         if (packing not in early) == optional},
+                                        self._place, library.pack, self._device) for optional in (False, True)}
 
     def repack_tensors(self, parameters: Mapping[str, Any]) -> int:
         """Packs tensors that are on the GPU, on torch's current stream, where the last ones were packed. Returns the
@@ -115,7 +119,8 @@ class Bound:
             values = [value.float() for value in values]
         values = [value.contiguous() for value in values]
         queue = arrays.queue(self._device)
-        self.device_packing([v.data_ptr() for v in values], arrays.facts(values[0])[1], queue)
+        for packing in self.device_packings.values():
+            packing([v.data_ptr() for v in values], arrays.facts(values[0])[1], queue)
         return queue
 
     def _place(self, values: Any) -> int:

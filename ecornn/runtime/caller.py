@@ -199,10 +199,13 @@ class Caller(TrainingCalls):
         keys = {p.key for p in self.manifest.parameters if changed is None or p.name in changed}
         self._bound.repack(parameters, keys, self._host_packing)
 
-    def repack_at(self, pointers: Sequence[int], dtype: str, queue: int) -> None:
+    def repack_at(self, pointers: Sequence[int], dtype: str, queue: int, optional: bool | None = None) -> None:
         """As :meth:`repack` on a GPU, on this stream, of contiguous weights at these addresses, in the manifest's
-        order, of one data type (float32, float16 or bfloat16); 0 stands for zeros. Nothing is checked."""
-        self._bound.device_packing(pointers, dtype, queue)
+        order, of one data type (float32, float16 or bfloat16); 0 stands for zeros. Nothing is checked. ``optional``:
+        what only gradients of first states are made of (True), or all else (False); default: both."""
+        for which, packing in self._bound.device_packings.items():
+            if optional in (None, which):
+                packing(pointers, dtype, queue)
 
     def repack_here(self, pointers: Sequence[int], changed: Collection[int] | None = None) -> bool:
         """As :meth:`repack` on a CPU, of contiguous float32 weights at these addresses, in the manifest's order;

@@ -47,6 +47,15 @@ class BoundLayer:
         else:
             self.snapshot = Snapshot(weights)
 
+    @property
+    def lacks_states(self) -> bool:
+        """Whether gradients of first states need weights that are not packed."""
+        return self._packing.due
+
+    def pack_for_states(self) -> None:
+        """Packs these."""
+        self._packing.pack_for_states()
+
 
 class BoundLayers:
     """Those of an engine that train, or those that do not.
@@ -65,20 +74,24 @@ class BoundLayers:
         self._lock = threading.Lock()
 
     @contextmanager
-    def layer(self, weights: Sequence[torch.Tensor], x: Any, masks: str, again: bool = False) -> Iterator[Layer]:
+    def layer(self, weights: Sequence[torch.Tensor], x: Any, masks: str, again: bool = False,
+              states: bool = True) -> Iterator[Layer]:
         """A layer for x (T, B, I), with the weights as they are now; ``again``: as an earlier call had it, no optimizer
-        has come since. It keeps its weights until this ends, and no longer."""
-        one = self.take(weights, x, x.shape[:2], masks, again)
+        has come since; ``states``: it may be asked for gradients of first states. It keeps its weights until this ends,
+        and no longer."""
+        one = self.take(weights, x, x.shape[:2], masks, again, states)
         try:
             yield one.layer
         finally:
             self.give(one)
 
     def take(self, weights: Sequence[torch.Tensor], x: Any, sizes: tuple[int, int], masks: str = "",
-             again: bool = False) -> BoundLayer:
+             again: bool = False, states: bool = True) -> BoundLayer:
         """As :meth:`layer`, until :meth:`give`, for T and B of these ``sizes``, whatever shape x has."""
         with self._lock:
             one = self._take(weights, x, sizes, masks, again)
+            if states and one.lacks_states:
+                one.pack_for_states()
             one.busy += 1
         return one
 
@@ -87,6 +100,7 @@ class BoundLayers:
         since there were so many ``packs``."""
         with self._lock:
             fits = one.snapshot.holds(weights) if packs is None else one.packs == packs
+            fits = fits and not one.lacks_states
             one.busy += fits
         return fits
 

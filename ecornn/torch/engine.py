@@ -69,7 +69,7 @@ class Engine:
         (T, B, I), from ``state``, or from zeros if that is empty."""
         steps, batch = x.shape[:2]
         if x.is_cuda and replayed(weights):  # packed at each call, and so where the last ones were
-            with self.training(weights, x, "" if lengths is None else "lengths") as layer:
+            with self.training(weights, x, "" if lengths is None else "lengths", states=False) as layer:
                 return self.called(layer, x, state, **({} if lengths is None else {"lengths": lengths}))
         masks = {} if lengths is None else {"lengths": lengths}
         with self.layer(weights, x, batch, steps, "".join(masks)) as layer:

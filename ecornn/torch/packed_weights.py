@@ -13,22 +13,41 @@ from ecornn.torch.parameters import parameters
 
 
 class DeviceWeights:
-    """Packs the weights of a module of this kind on a GPU in ``layer``, on the current stream."""
+    """Packs the weights of a module of this kind on a GPU in ``layer``, on the current stream. What only gradients of
+    first states are made of waits for :meth:`pack_for_states`: most steps of training want none.
+
+    Attributes
+    ----------
+    due : whether it waits
+    """
 
     def __init__(self, kind: Kind, layer: Layer, weights: Sequence[torch.Tensor]) -> None:
         self._kind, self._layer = kind, layer
         self._names = [p.name for p in layer.manifest.parameters]
+        self.due = False
         self._read(weights)
 
     def pack(self, weights: Sequence[torch.Tensor], same: bool, changed: Sequence[int]) -> None:
         """``same``: they are the tensors that they were, where they were. Checks others, as :meth:`Layer.repack`. All
         are packed, whichever have ``changed``."""
         if same and self._dtype:
-            device = self._layer.device
-            self._layer.repack_at(self._at, self._dtype, torch._C._cuda_getCurrentRawStream(device))
+            self._pack(False)
+            self.due = bool(self._layer.manifest.packed_for_optional)
             return
         self._layer.repack(parameters(self._kind, weights))
+        self.due = False
         self._read(weights)
+
+    def pack_for_states(self) -> None:
+        """Packs the rest of the same weights, if that was not done. Each graph does: it may be replayed without the one
+        before it."""
+        if self.due:
+            self._pack(True)
+            self.due = torch.cuda.is_current_stream_capturing()
+
+    def _pack(self, optional: bool) -> None:
+        queue = torch._C._cuda_getCurrentRawStream(self._layer.device)
+        self._layer.repack_at(self._at, self._dtype, queue, optional)
 
     def _read(self, weights: Sequence[torch.Tensor]) -> None:
         """Where they are, and their data type; that is empty where they must be rearranged first."""
@@ -40,7 +59,9 @@ class DeviceWeights:
 
 
 class HostWeights:
-    """Packs the weights of a module of this kind on a CPU in ``layer``."""
+    """Packs the weights of a module of this kind on a CPU in ``layer``, always all."""
+
+    due = False
 
     def __init__(self, kind: Kind, layer: Layer, weights: Sequence[torch.Tensor]) -> None:
         self._kind, self._layer = kind, layer
@@ -56,3 +77,6 @@ class HostWeights:
         pointers = [w.data_ptr() for w in given] if plain else [0]  # 0 of what has no memory, which is refused below
         if not all(pointers) or not self._layer.repack_here(pointers, numbers):
             self._layer.repack(known, names)
+
+    def pack_for_states(self) -> None:
+        """As :meth:`DeviceWeights.pack_for_states`: there is nothing to do."""

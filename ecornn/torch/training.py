@@ -24,7 +24,7 @@ def forward(engine: Engine, weights: Sequence[torch.Tensor], x: torch.Tensor, st
     x has these."""
     steps, batch = x.shape[:2]
     masks = _masks(lengths)
-    with torch.no_grad(), engine.training(weights, x, "".join(masks)) as layer:
+    with torch.no_grad(), engine.training(weights, x, "".join(masks), states=False) as layer:
         kept = x.new_empty(layer.kept_bytes(steps, batch), dtype=torch.uint8)
         y, after, _ = layer.forward(x, engine.given(state), **masks, memory=kept)
         # autograd lets nobody write to views of what several are returned of
@@ -36,12 +36,11 @@ def backward(engine: Engine, weights: Sequence[torch.Tensor], x: torch.Tensor, s
              gradients: Sequence[torch.Tensor | None], want_state: bool = True) -> list[Any]:
     """The gradients of x, ``state`` and the weights, from those of y and the last states, None for zeros; where they
     are not wanted None for those of ``state``."""
-    kind, masks = engine.kind, _masks(lengths)
-    with torch.no_grad(), engine.training(weights, x, "".join(masks), again=True) as layer:
+    kind, masks, wanted = engine.kind, _masks(lengths), want_state and bool(state)
+    with torch.no_grad(), engine.training(weights, x, "".join(masks), again=True, states=wanted) as layer:
         memory = kept.clone() if kept.data_ptr() % 16 else kept  # it may have been away, in a file or on the host
         again = layer.kept_in(memory, x, widened_rows(kind, y), engine.given(state), **masks)
         dy, *dstates = gradients
-        wanted = want_state and bool(state)
         found = layer.backward(again, None if dy is None else widened_rows(kind, dy), engine.given(dstates),
                                want_state=wanted)
         suspect(weights)  # an optimizer may come next

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ecornn.analysis.adjoint import Adjoint
 from ecornn.analysis.kept import Kept
-from ecornn.program import WORKSPACE, Buffer, Extent
+from ecornn.program import WORKSPACE, Buffer, Extent, launches
 from ecornn.schedules.backward.finish import state_gradients
-from ecornn.schedules.backward.gather import gather
+from ecornn.schedules.backward.gather import gathered
 from ecornn.schedules.backward.inputs import input_gradients, made_of_inputs, places_of_inputs
 from ecornn.schedules.backward.memory import Memory, written
 from ecornn.schedules.backward.replay import replay, replayed
@@ -16,6 +16,8 @@ from ecornn.schedules.backward.weights import weight_gradients
 from ecornn.schedules.base import Component, Task, beside, joined
 from ecornn.schedules.gemm.aligned import align
 from ecornn.schedules.hoisted import Hoisted
+
+FEW = 4 << 20  # bytes that a launch makes in about the time that it takes to begin
 
 
 def backward(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurrence: Component, add: bool = False,
@@ -40,14 +42,23 @@ def parts_of(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurren
     In chunks gradients are added to, and so are the sums of ``sums_<...>_parts``, zeros at first. ``dx``: its data
     type, if not the layer's."""
     w, memory = task.workload, Memory(task, adjoint, kept)
+    at_once = not chunked and not adjoint.finish.sums  # sums of vectors are whole as soon as rows are done
     step = w.batch * memory.outputs_row if written(adjoint) else 0
     own = (Buffer("outputs", WORKSPACE, w.dtype, Extent(0, step)),) if step else ()
     multiplied = memory.leaves() | memory.outputs() | replayed(memory) | places_of_inputs(memory)
-    of_x = joined(input_gradients(memory, add_dx, dx), step_sums(memory, chunked))
+    of_x = joined(input_gradients(memory, add_dx, dx), step_sums(memory, chunked),
+                  vector_gradients(memory, add) if at_once else Component())
     of_weights = weight_gradients(memory, multiplied, add)
     alone = any(space.variables for space in made_of_inputs(memory))  # what the one makes, the other reads
     after = joined(of_x, of_weights) if alone else beside(of_x, of_weights)
-    begin = joined(Component(buffers=own), align(task), gather(memory, first, chunked))
-    rows = joined(begin, replay(memory, layout), recurrence, after)
+    before, serial = [align(task), *gathered(memory, first, chunked)], joined(replay(memory, layout), recurrence)
+    read = {one.names.get(p.name, p.name) for one in launches(serial.calls)
+            for p in serial.functions[one.function].params}
+    # what only products after the recurrence read is made beside it, if that takes no longer than to launch it: what
+    # is made beside something else cannot lie in its memory, nor in that of what comes before it
+    later = [one for one in before if not chunked and not read.intersection(b.name for b in one.buffers)
+             and sum(b.nbytes(w.seq) for b in one.buffers) <= FEW]
+    until = joined(Component(buffers=own), *(one for one in before if one not in later), serial)
+    rows = joined(beside(until, joined(*later)), after)
     counted = count_sequences(task.traversal) if task.traversal.sequences else Component()
-    return rows, joined(counted, state_gradients(memory), vector_gradients(memory, add))
+    return rows, joined(counted, state_gradients(memory), Component() if at_once else vector_gradients(memory, add))

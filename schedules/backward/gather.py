@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ecornn.program import EARLIER, LATER, WORKSPACE, Buffer, Extent, Launch
 from ecornn.schedules.backward.memory import Memory, read_before
-from ecornn.schedules.base import Component, Task, joined
+from ecornn.schedules.base import Component, Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
 from ecornn.schedules.gemm.job import Columns
 from ecornn.schedules.timeline import Timeline, row_arguments
@@ -24,11 +24,11 @@ THREADS = 256
 BLOCKS = 8  # a multiprocessor
 
 
-def gather(memory: Memory, first: bool = True, chunked: bool = False) -> Component:
-    """``before_<state>`` of states that are read, from ``<state>_kept`` or y, ``<state>_in``, lengths and resets.
+def gathered(memory: Memory, first: bool = True, chunked: bool = False) -> list[Component]:
+    """``before_<state>`` of each state that is read, from ``<state>_kept`` or y, ``<state>_in``, lengths and resets.
     ``first``: whether there is a state before the first step; else that is zero. ``chunked``: of a chunk, whose
     neighbours lie around it."""
-    return joined(*(_gather(memory, state, first, chunked) for state in read_before(memory.adjoint, memory.kept)))
+    return [_gather(memory, state, first, chunked) for state in read_before(memory.adjoint, memory.kept)]
 
 
 def _gather(memory: Memory, state: str, first: bool, chunked: bool) -> Component:
