@@ -107,6 +107,7 @@ class _Builder:
     def __init__(self, forward: StepGraph, hidden: int, rotated: bool) -> None:
         self.forward, self.hidden, self.levels = forward, hidden, levels(forward)
         self.rotated, count = rotated, forward.written
+        self.unit = next((v.var for v in forward.vectors if v.numbers), None)
         self.dys = tuple(self.leaf("dy" if count == 1 else f"dy{n}") for n in range(count))
         self.sums: dict[Var, Var] = {}  # variable of parameters alone -> its gradient, (H,)
 
@@ -132,7 +133,7 @@ class _Builder:
         self.exchanges: dict[int, Exchange] = {}
         own = [self.state(f"{'rest' if self.rotated else 'd'}_{name}") for name in forward.states]
         self.first = dict(zip(forward.states, own, strict=True))
-        tail = Sweep(self.partials, self.hidden, self.carry)
+        tail = Sweep(self.partials, self.hidden, self.carry, self.unit)
         for name in self.states:
             tail.level[self.states[name]] = STATE
         waiting: dict[Var, str] = {}  # of the first exchange of the forward step, and the states that they are
@@ -152,7 +153,7 @@ class _Builder:
 
     def body(self, tail: Sweep, waiting: dict[Var, str]) -> tuple[Sweep, list[OuterProduct]]:
         """From the gradients of a step's results to those of what it read; but for the first exchange, if rotated."""
-        forward, body, outer = self.forward, Sweep(self.partials, self.hidden), list[OuterProduct]()
+        forward, body, outer = self.forward, Sweep(self.partials, self.hidden, unit=self.unit), list[OuterProduct]()
         body.level.update(tail.level)
         for var, dy in zip(forward.outputs or (forward.results[forward.output],), self.dys, strict=True):
             body.add(var, 1.0, dy, INPUT)
@@ -240,7 +241,7 @@ class _Builder:
     def invert_inputs(self) -> None:
         """From gradients of hoisted values to those of x, and of weights and vectors that these read."""
         forward, partials = self.forward, Partials()
-        sweep, exchanges = Sweep(partials, self.hidden), dict[int, Exchange]()
+        sweep, exchanges = Sweep(partials, self.hidden, unit=self.unit), dict[int, Exchange]()
         for var, gradient in self.hoisted.items():
             sweep.add(var, 1.0, gradient, INPUT)
         sweep.reverse(forward.normalized)

@@ -24,6 +24,7 @@ class Statistics:
     def __init__(self, cell: str, hidden: int) -> None:
         self.cell, self.hidden = cell, hidden
         self.found: dict[Var, tuple[int, tuple[Var, ...]]] = {}  # total -> level and operands
+        self.units: dict[Var, tuple[int, int]] = {}  # of those that are not of all units, of which ones
         self.maxima: dict[Var, bool] = {}  # of those that are no sums, whether they are a shift
         self.definition: dict[Var, Expr] = {}
 
@@ -31,9 +32,11 @@ class Statistics:
         """Notes what a variable is."""
         self.definition[var] = value
 
-    def add(self, level: int, total: Var, operands: tuple[Var, ...]) -> None:
-        """A sum of ``operands`` that is known at ``level``."""
+    def add(self, level: int, total: Var, operands: tuple[Var, ...], units: tuple[int, int] | None = None) -> None:
+        """A sum of ``operands`` that is known at ``level``; ``units``: as of a :class:`Statistic`."""
         self.found[total] = level, operands
+        if units is not None:
+            self.units[total] = units
 
     def since(self, level: int) -> list[tuple[Var, ...]]:
         """Operands of the sums of ``level`` and later."""
@@ -42,7 +45,8 @@ class Statistics:
     def at(self, level: int, leaves: dict[tuple, Var]) -> tuple[Statistic, ...]:
         """The statistics of a level; ``leaves`` has the sums of squares that were asked for."""
         most = self.maxima
-        return tuple(Statistic(total, leaves.get(("squares", total)), operands, total in most, most.get(total, False))
+        return tuple(Statistic(total, leaves.get(("squares", total)), operands, total in most, most.get(total, False),
+                               self.units.get(total))
                      for total, (at, operands) in self.found.items() if at == level)
 
     def squares(self, terms: list[Expr]) -> Var | None:
@@ -51,7 +55,7 @@ class Statistics:
         if len(parts) < len(terms):
             return None
         for total, (_, operands) in self.found.items():
-            if total in self.maxima:
+            if total in self.maxima or total in self.units:
                 continue
             if (len(operands) == len(parts) and all(v.same_as(o) for (v, _), o in zip(parts, operands, strict=True))
                     and all(self._is_mean(m, total, len(operands) * self.hidden) for _, m in parts)):
