@@ -22,7 +22,6 @@ from ecornn.analysis.partials import Factor, Partials
 from ecornn.analysis.scalar import variables
 from ecornn.analysis.step import Assign, OuterProduct, Phase, Product, StepGraph, Sum, Term, Vector
 from ecornn.analysis.sweep import Sweep, unique
-from ecornn.errors import CellError
 
 if TYPE_CHECKING:
     from tvm.tirx import Var
@@ -79,9 +78,6 @@ def adjoint(forward: StepGraph, hidden: int, starts_anew: bool = False) -> Adjoi
     left of sums would be lost there; it is not rotated then.
     """
     rotated = rotates(forward)
-    if narrow := next((p for p in forward.hoisted_products if p.term.narrow), None):
-        raise CellError(f"cell {forward.cell!r}: the gradient of {narrow.term.parameter}, which multiplies x and is "
-                        "narrower than H, is not computed; pass it as H rows, some of them zeros")
     made = _Builder(forward, hidden, rotated).run()
     return _Builder(forward, hidden, False).run() if rotated and starts_anew and made.finish.sums else made
 

@@ -18,7 +18,7 @@ from ecornn.schedules.hoisted import Hoisted, Piece
 from ecornn.schedules.isa.tensor_core import pack_pair
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.scalars.operands import for_products
-from ecornn.schedules.scalars.pointwise import emit, invariants, vectors_at
+from ecornn.schedules.scalars.pointwise import emit, invariants
 from ecornn.schedules.sequence_kernel import SequenceKernel
 from ecornn.schedules.timeline import row_arguments
 
@@ -115,9 +115,10 @@ class _Units:
         for number in range(ahead):
             self._copy(T.int32(number), T.int32(number * group))
         self._mark(T.int32(0))
-        values = [vectors_at(self.graph.vectors, self.arguments["vectors"], H, self.unit + e)
-                  for e in range(self.count)]
-        self.constants = [invariants(self.graph, those, self.math) for those in values]
+        values = [(v.var, [T.let(v.var.name, self.arguments["vectors"][k * H + self.unit + e])
+                           for e in range(self.count)]) for k, v in enumerate(self.graph.vectors)]
+        self.constants = [invariants(self.graph, {var: those[e] for var, those in values}, self.math)
+                          for e in range(self.count)]
         self.limit = T.let("limit", self.timeline.limit(self.row))
         first = T.let("first", self.row * H + self.unit)
         for s, name in enumerate(self.graph.states):
