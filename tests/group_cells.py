@@ -89,4 +89,34 @@ class Chunks(Cell):
                 + weight[1] * (h - h.mean(axis=1, keepdims=True))}, "h"
 
 
-CELLS: dict[str, Any] = {cell.name: cell for cell in (Grouped(), Chunks())}
+class Slots(Cell):
+    """Attention over two slots of units: a score of each by what x brings, their softmax, the slots' mixture, and a
+    product of the weights."""
+
+    name, states, slots = "slots", ("h",), 2
+
+    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {"W": (2, hidden, input), "M": (1, hidden, hidden), "U": (1, hidden, self.slots)}
+
+    def step(self, x: Any, states: Any, p: Any) -> Any:
+        from tvm import te
+
+        (h,), wx, n, own = states, product(x, p["W"]), self.slots, int(states[0].shape[1]) // self.slots
+        k = te.reduce_axis((0, own), "k")
+        scores = te.compute((h.shape[0], n), lambda b, s: te.sum(
+            h[b, s * own + k] * wx[b, 0, s * own + k], axis=k), name="scores")
+        share = softmax(scores, "share")
+        mixed = product(pointwise(lambda b, j: share[b, j // own] * h[b, j], h, "parts"), p["M"], 0)
+        seen = product(share, p["U"], 0)
+        return [pointwise(lambda b, j: te.tanh(mixed[b, j] + wx[b, 1, j] + seen[b, j]) - 0.5 * scores[b, 1], h)]
+
+    @classmethod
+    def formula(cls, x: Any, s: Any, p: Any) -> Any:
+        w, h, n = [x @ m.T for m in p["W"]], s["h"], cls.slots
+        scores = (h * w[0]).reshape(len(h), n, -1).sum(axis=2)
+        share = soft(scores)
+        mixed = (share.repeat(h.shape[1] // n, axis=1) * h) @ p["M"][0].T
+        return {"h": np.tanh(mixed + w[1] + share @ p["U"][0].T) - 0.5 * scores[:, 1:]}, "h"
+
+
+CELLS: dict[str, Any] = {cell.name: cell for cell in (Grouped(), Chunks(), Slots())}

@@ -46,7 +46,8 @@ def task_of(cell: str, dtype: str, traversal: Traversal = ALONE, hidden: int = H
 @pytest.mark.parametrize(("cell", "schedule", "dtype", "traversal"), [
     ("peaks", "fused_step", "float32", BOTH), ("peaks", "layout_transform", "float16", ALONE),
     ("attending", "fused_step", "float32", BOTH), ("grouped", "fused_step", "float32", BOTH),
-    ("grouped", "layout_transform", "float16", ALONE), ("chunks", "fused_step", "float32", ALONE)], ids=str)
+    ("grouped", "layout_transform", "float16", ALONE), ("chunks", "fused_step", "float32", ALONE),
+    ("slots", "fused_step", "float32", ALONE)], ids=str)
 def test_results(tmp_path: Path, cell: str, schedule: str, dtype: str, traversal: Traversal):
     task, found = task_of(cell, dtype, traversal), all_schedules()[schedule]
     assert found.serves(task) is None

@@ -145,6 +145,36 @@ def test_on_a_cpu(cell: Any, hidden: int, weights: str | None, limit: float):
     assert relative_error(got, y) <= limit and relative_error(after[0], last) <= limit
 
 
+class Joined(Cell):
+    """One matrix that is trained for h and c side by side, as docs/CELLS.md has it."""
+
+    name, states = "joined", ("h", "c")
+
+    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {"A": (2, hidden, hidden), "B": (2, hidden, hidden)}
+
+    def learned(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {"R": (2, hidden, 2 * hidden)}
+
+    def derived(self, p: Any, xp: Any) -> dict[str, Any]:
+        H = p["R"].shape[1]
+        return {"A": p["R"][:, :, :H], "B": p["R"][:, :, H:]}
+
+    def step(self, x: Any, states: Any, p: Any) -> Any:
+        a, b = product(states[0], p["A"]), product(states[1], p["B"])
+        return [pointwise(lambda i, j, g=g: te.tanh(a[i, g, j] + b[i, g, j]), states[0]) for g in range(2)]
+
+
+def test_an_operand_of_two_states_is_two_products():
+    cell, rng, H = Joined(), np.random.default_rng(0), 6
+    R, h, c = rng.normal(size=(2 * H, 2 * H)), rng.normal(size=(B, H)), rng.normal(size=(B, H))
+    weights = ecornn.derive(cell, {"R_l0": R}, input=I, hidden=H)
+    y, _ = ecornn.reference(cell, np.zeros((2, B, I)), weights, [h, c])
+    for found in y:
+        h, c = np.split(np.tanh(np.concatenate([h, c], axis=1) @ R.T), 2, axis=1)
+        np.testing.assert_allclose(found, h, rtol=1e-12, atol=1e-12)
+
+
 class NarrowInput(LowRank):
     """Its narrow values take a narrow product of x, too; if ``whole`` its units a whole one besides."""
 
