@@ -179,6 +179,10 @@ def test_how_it_is_understood():
     assert [len(p.statistics) for p in task.graph.phases] == [1, 1]
     assert [len(p.statistics) for p in adjoint(task.graph, H).recurrence.phases] == [1]
     assert "shift, maximum of scores" in task.graph.describe()
+    task = task_of("slots", "float32")
+    text = " ".join(step_text(task.graph, task.workload, SINGLE).split())
+    assert "scores_1 = sum over units 11 to 21 of scores.1 scores.2 = where(j < 11, scores_0, scores_1)" in text
+    assert "vectors 0 none" in text
 
 
 class Wrong(Cell):
