@@ -117,11 +117,18 @@ class RowReductions(ABC):
                 error = error or found
         else:
             raise error if error is not None and any(extent_of(a) == self.hidden for a in body.axis) else fault
-        squared = None if largest or width < self.hidden else self.statistics.squares(terms)
-        if squared is not None:
-            return self.leaf(("squares", squared), f"{squared.name}_squares", self.level[squared])
-        total = self.total(name, terms, largest, shift, None if width == self.hidden else (0, width))
-        return total if self.width == self.hidden or width == self.hidden else self.beside_narrow(name, total)
+        if not largest and width == self.hidden and (squared := self.statistics.squares(terms)) is not None:
+            return self.squares_of(squared)
+        narrow = (0, width) if width < self.hidden else None
+        if narrow and not largest and (own := self.statistics.squares_of_own(terms, width)) is not None:
+            squared = self.squares_of(own[0])
+            return squared if self.width == self.hidden else self.beside_narrow(name, squared, 0.0)
+        total = self.total(name, terms, largest, shift, narrow)
+        if narrow is None or self.width == self.hidden:
+            return total
+        read = self.beside_narrow(name, total, self.zeros()[total])
+        self.statistics.own[read] = (total,)
+        return read
 
     def over_rows(self, body: Reduce, where: dict[Var, Expr], largest: bool) -> Expr | None:
         """A reduction of values that are one a row, as those of groups are: arithmetic on these. None of others."""
@@ -173,12 +180,16 @@ class RowReductions(ABC):
             _ = self.unit  # the adjoint asks which units these are
         return total
 
-    def beside_narrow(self, name: str, total: Var) -> Expr:
+    def squares_of(self, total: Var) -> Var:
+        """The squares of deviations from its mean."""
+        return self.leaf(("squares", total), f"{total.name}_squares", self.level[total])
+
+    def beside_narrow(self, name: str, total: Var, of_zeros: float) -> Expr:
         """A statistic where it is read beside narrow values: in units that these do not have it is what it would be of
         zeros, so that what is computed of it is finite."""
         from tvm import tirx
 
-        benign = tirx.const(self.zeros()[total], "float32")
+        benign = tirx.const(of_zeros, "float32")
         inside = self.unit < tirx.const(float(self.width), "float32")
         return self.name_of(tirx.Select(inside, total, benign), name)
 
@@ -208,8 +219,10 @@ class RowReductions(ABC):
         inner = {row[0]: self.b, index[0]: own * size if at_units else own, axis.var: self.j - own * size}
         with self.of_width(self.hidden):
             terms = self.terms_of(body, inner, axis)
-        totals = [self.total(name, terms, reduces(body, "Max"), shift, (g * size, size) if count > 1 else None)
-                  for g in range(count)]
+        largest = reduces(body, "Max")
+        known = None if largest or count == 1 else self.statistics.squares_of_own(terms, size)
+        totals = [self.total(name, terms, largest, shift, (g * size, size) if count > 1 else None)
+                  for g in range(count)] if known is None else [self.squares_of(total) for total in known]
         group, prove = index[1] // size if at_units else index[1], sym.Analyzer().can_prove_equal
         if type(group).__name__ == "IntImm" and not at_units and 0 <= int(group) < count:
             return totals[int(group)]
@@ -217,7 +230,10 @@ class RowReductions(ABC):
             return self.name_of(self.chosen(totals, 1), name)
         if not prove(group, own):
             raise fault
-        return self.name_of(self.chosen(totals, size), name)
+        found = self.name_of(self.chosen(totals, size), name)
+        if count > 1 and known is None:
+            self.statistics.own[found] = tuple(totals)
+        return found
 
     def chosen(self, totals: Sequence[Var], size: int) -> Expr:
         """Of each unit that of its own group of ``size``; beyond the last group the last one's."""

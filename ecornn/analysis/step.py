@@ -119,6 +119,10 @@ class Statistic:
     shift: bool = False
     units: tuple[int, int] | None = None
 
+    def count(self, hidden: int) -> int:
+        """How many values it is of, with H = ``hidden``."""
+        return len(self.operands) * (hidden if self.units is None else self.units[1])
+
     @property
     def over(self) -> str:
         """The units, in words."""

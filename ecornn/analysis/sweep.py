@@ -108,9 +108,10 @@ class Sweep:
                 for operand in s.operands:
                     factor: Factor = self._inside(s)
                     if made is s.squares or made.same_as(s.squares):
-                        count = tirx.const(1.0 / (len(s.operands) * self.hidden), "float32")
+                        count = tirx.const(1.0 / s.count(self.hidden), "float32")
                         two = tirx.const(2.0, "float32")
-                        factor = self.factor(self.partials.named(two * (operand - s.total * count), operand.name))
+                        apart = self.partials.named(two * (operand - s.total * count), operand.name)
+                        factor = self.factor(self.partials.times(apart, factor, operand.name))
                     self.add(operand, factor, total)
         return tuple(found)
 

@@ -36,7 +36,7 @@ class RowTask:
 
     def summarize(self, s: Statistic) -> None:
         """The total, and in a second pass the squares."""
-        e, count = self.e, len(s.operands) * self.hidden
+        e, count = self.e, s.count(self.hidden)
         total = self.over(s, lambda value: value)
         self.keep(s.total, total)
         if s.squares is not None:

@@ -72,7 +72,7 @@ class Sums(ABC):
             if s.squares is None:
                 found[i][s.total] = total
                 continue
-            count, before = len(s.operands) * plan.hidden, self.means[i, first + n]
+            count, before = s.count(plan.hidden), self.means[i, first + n]
             found[i][s.total] = T.let(s.total.name, total + T.float32(count) * before)
             off = T.let("off", total * T.float32(1.0 / count))
             found[i][s.squares] = T.let(s.squares.name, T.max(squares - total * off, T.float32(0)))

@@ -107,7 +107,7 @@ class RowSums:
         for s, total in zip(statistics, self._over(statistics, each, lambda s, value: value), strict=True):
             found[s.total] = total
         about = [s for s in statistics if s.squares is not None]
-        means = {s: T.let("mean", found[s.total] * T.float32(1.0 / (len(s.operands) * hidden))) for s in about}
+        means = {s: T.let("mean", found[s.total] * T.float32(1.0 / s.count(hidden))) for s in about}
 
         def squared(s: Statistic, value: Expr) -> Expr:
             apart = T.let("apart", value - means[s])
