@@ -238,11 +238,10 @@ def pack(packing: Packing, parameters: Mapping[str, np.ndarray]) -> np.ndarray:
     """A packed weight buffer, as :class:`~ecornn.program.Packing` defines it; parameters (G, H[, K])."""
     sources = [None if not name else np.concatenate(parameters[name]) if gate == WHOLE else parameters[name][gate]
                for name, gate in packing.sources]
-    shape = next((source.shape for source in sources if source is not None), packing.pad[1:])
-    stack = np.stack([np.zeros(shape, np.float32) if source is None else source.astype(np.float32)
-                      for source in sources])
     full = np.zeros(packing.pad, np.float32)
-    full[tuple(slice(0, n) for n in stack.shape)] = stack
+    for gate, source in enumerate(sources):
+        if source is not None:
+            full[gate][tuple(slice(0, n) for n in source.shape)] = source
     if packing.dtype == "tf32":
         full = (full.view(np.uint32) + np.uint32(0x1000) & np.uint32(0xFFFFE000)).view(np.float32)
         return full.reshape(packing.split).transpose(packing.order)

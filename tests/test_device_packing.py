@@ -12,14 +12,16 @@ import pytest
 from emulated import TINY, task_of, training_program
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_narrow import NarrowInput
 from test_runtime_packing import packings
 
+from ecornn.analysis import analyse
 from ecornn.errors import DeviceError, ModuleError, ShapeError
 from ecornn.program import PACKED, Packing
 from ecornn.runtime.device_packing import KINDS, PARAMETERS, SIZES, TYPES, DevicePacking
 from ecornn.runtime.packing import cast, pack
-from ecornn.schedules import all_schedules
-from ecornn.workload import Traversal
+from ecornn.schedules import Task, all_schedules
+from ecornn.workload import Traversal, Workload
 
 
 def widened(values: np.ndarray, dtype: str) -> np.ndarray:
@@ -77,6 +79,22 @@ def test_what_training_modules_pack(cell: str, schedule: str, dtype: str):
         parameters = {name: rng.normal(size=shape if len(shape) > 1 else (1, *shape)).astype(np.float32)
                       for name, shape in task.graph.parameters.items()}
         check(cases, parameters)
+
+
+def test_matrices_of_several_numbers_of_rows():
+    """Narrow ones of x beside whole ones, in one packing."""
+    cell = NarrowInput(18, whole=True)
+    task = Task(Workload(cell.name, 40, 13, 3, 5, "float16"), analyse(cell, 13, 40), TINY, Traversal(keep="states"))
+    program = training_program(all_schedules()["persistent"], task)
+    cases = {b.name: b.packing for b in program.buffers if b.role == PACKED and b.packing is not None}
+    assert any({"W", "Q"} <= {name for name, _ in packing.sources} for packing in cases.values())
+    rng = np.random.default_rng(0)
+    check(cases, {name: rng.normal(size=shape).astype(np.float32) for name, shape in task.graph.parameters.items()})
+    two = Packing((("a", 1), ("", 0), ("b", 1)), (4, 16, 8), (4, 16, 8), (0, 2, 1), "float32")
+    check({"": two}, {"a": rng.normal(size=(2, 5, 6)).astype(np.float32), "b": rng.normal(size=(2, 16, 6)).astype(
+        np.float32)})
+    with pytest.raises(ModuleError, match="parts of shapes"):
+        check({"": two}, {"a": np.ones((2, 5, 6), np.float32), "b": np.ones((2, 5, 7), np.float32)})
 
 
 def test_parameters_of_several_launches():

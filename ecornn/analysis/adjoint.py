@@ -22,7 +22,6 @@ from ecornn.analysis.partials import Factor, Partials
 from ecornn.analysis.scalar import variables
 from ecornn.analysis.step import Assign, OuterProduct, Phase, Product, StepGraph, Sum, Term, Vector
 from ecornn.analysis.sweep import Sweep, unique
-from ecornn.errors import CellError
 
 if TYPE_CHECKING:
     from tvm.tirx import Var
@@ -79,9 +78,6 @@ def adjoint(forward: StepGraph, hidden: int, starts_anew: bool = False) -> Adjoi
     left of sums would be lost there; it is not rotated then.
     """
     rotated = rotates(forward)
-    if narrow := next((p for p in forward.hoisted_products if p.term.narrow), None):
-        raise CellError(f"cell {forward.cell!r}: the gradient of {narrow.term.parameter}, which multiplies x and is "
-                        "narrower than H, is not computed; pass it as H rows, some of them zeros")
     made = _Builder(forward, hidden, rotated).run()
     return _Builder(forward, hidden, False).run() if rotated and starts_anew and made.finish.sums else made
 
@@ -107,6 +103,7 @@ class _Builder:
     def __init__(self, forward: StepGraph, hidden: int, rotated: bool) -> None:
         self.forward, self.hidden, self.levels = forward, hidden, levels(forward)
         self.rotated, count = rotated, forward.written
+        self.unit = next((v.var for v in forward.vectors if v.numbers), None)
         self.dys = tuple(self.leaf("dy" if count == 1 else f"dy{n}") for n in range(count))
         self.sums: dict[Var, Var] = {}  # variable of parameters alone -> its gradient, (H,)
 
@@ -132,7 +129,7 @@ class _Builder:
         self.exchanges: dict[int, Exchange] = {}
         own = [self.state(f"{'rest' if self.rotated else 'd'}_{name}") for name in forward.states]
         self.first = dict(zip(forward.states, own, strict=True))
-        tail = Sweep(self.partials, self.hidden, self.carry)
+        tail = Sweep(self.partials, self.hidden, self.carry, self.unit)
         for name in self.states:
             tail.level[self.states[name]] = STATE
         waiting: dict[Var, str] = {}  # of the first exchange of the forward step, and the states that they are
@@ -152,7 +149,7 @@ class _Builder:
 
     def body(self, tail: Sweep, waiting: dict[Var, str]) -> tuple[Sweep, list[OuterProduct]]:
         """From the gradients of a step's results to those of what it read; but for the first exchange, if rotated."""
-        forward, body, outer = self.forward, Sweep(self.partials, self.hidden), list[OuterProduct]()
+        forward, body, outer = self.forward, Sweep(self.partials, self.hidden, unit=self.unit), list[OuterProduct]()
         body.level.update(tail.level)
         for var, dy in zip(forward.outputs or (forward.results[forward.output],), self.dys, strict=True):
             body.add(var, 1.0, dy, INPUT)
@@ -240,7 +237,7 @@ class _Builder:
     def invert_inputs(self) -> None:
         """From gradients of hoisted values to those of x, and of weights and vectors that these read."""
         forward, partials = self.forward, Partials()
-        sweep, exchanges = Sweep(partials, self.hidden), dict[int, Exchange]()
+        sweep, exchanges = Sweep(partials, self.hidden, unit=self.unit), dict[int, Exchange]()
         for var, gradient in self.hoisted.items():
             sweep.add(var, 1.0, gradient, INPUT)
         sweep.reverse(forward.normalized)

@@ -53,7 +53,8 @@ def multiply(products: Iterable[Product], values: Values, weights: Weights, hidd
 def summarize(statistics: Iterable[Statistic], values: Values, shape: tuple[int, ...]) -> None:
     """Adds the variables of ``statistics``, (..., B, 1) each; their operands broadcast to ``shape``, (..., B, H)."""
     for one in statistics:
-        operands = np.stack([np.broadcast_to(values[o], shape) for o in one.operands])
+        first, count = one.units or (0, shape[-1])
+        operands = np.stack([np.broadcast_to(values[o], shape)[..., first:first + count] for o in one.operands])
         values[one.total] = (operands.max if one.largest else operands.sum)(axis=(0, -1))[..., None]
         if one.squares is not None:
             mean = operands.mean(axis=(0, -1))[..., None]
@@ -62,7 +63,8 @@ def summarize(statistics: Iterable[Statistic], values: Values, shape: tuple[int,
 
 def start(graph: StepGraph, weights: Weights, given: Mapping[Var, Array] | None = None) -> Values:
     """What depends on parameters only; ``weights`` in te shape, ``given`` what is known besides."""
-    values = dict(given or {}) | {v.var: weights[v.parameter][v.gate] for v in graph.vectors}
+    values = dict(given or {}) | {
+        v.var: np.arange(v.gate, dtype=float) if v.numbers else weights[v.parameter][v.gate] for v in graph.vectors}
     assign(graph.invariants, values)
     return values
 

@@ -1,28 +1,28 @@
 """Walks the te graph of a cell's step and sorts every operation by level.
 
 Pointwise tensors are inlined into scalars of one (b, j); reductions are recognised as products
-with a weight, or as statistics of a batch row (``statistics.py``). Sums are regrouped by level, so that
+with a weight, or as statistics of a batch row (``row_reductions.py``). Sums are regrouped by level, so that
 biases are added once and input terms are added outside the recurrence; the order within a level stays
 the cell's.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ecornn.analysis.declared import SHIFT, check_names, check_read, returned_tensors, shapes_of
+from ecornn.analysis.declared import check_names, check_read, returned_tensors, shapes_of
 from ecornn.analysis.heads import by_shape, heads_at
 from ecornn.analysis.lines import Lines
 from ecornn.analysis.narrow import check_value, check_width
 from ecornn.analysis.operators import operator_of
+from ecornn.analysis.row_reductions import RowReductions
 from ecornn.analysis.scalar import children, is_constant, rebuild, terms, transform, variables
 from ecornn.analysis.source import Source
 from ecornn.analysis.statistics import Statistics
 from ecornn.analysis.step import Assign, Phase, Product, StepGraph, Term, Vector
 from ecornn.analysis.sums import summed
-from ecornn.analysis.te_forms import every, extent_of, is_load, is_sum, load_parts, reduces
+from ecornn.analysis.te_forms import extent_of, is_load, is_sum, load_parts, placed
 from ecornn.errors import CellError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def analyse(cell: Source, input: int, hidden: int, sums: bool = True) -> StepGra
     return summed(graph) if sums else graph
 
 
-class _Walk:
+class _Walk(RowReductions):
     def __init__(self, cell: Source, input: int, hidden: int) -> None:
         from tvm import te, tirx
 
@@ -145,15 +145,16 @@ class _Walk:
         if type(op).__name__ != "ComputeOp":
             raise self.lines.located(CellError(f"cell {self.cell.name!r}: {op.name} is a {type(op).__name__}; "
                                                "only te.compute is supported"), op)
-        key = (op, tensor.value_index, tuple(str(i) for i in indices))
+        # what is one value a row may be another one beside narrow values
+        key = (op, tensor.value_index, tuple(str(i) for i in indices), self.width if len(op.axis) == 1 else 0)
         if key not in self.values:
             self.within(tensor, indices)
             where = {axis.var: i for axis, i in zip(op.axis, indices, strict=True)}
             body = op.body[tensor.value_index]
             try:
                 if type(body).__name__ == "Reduce":
-                    self.values[key] = (self.product(op.name, body, where) if len(op.axis) > 1 else
-                                        self.statistic(op.name, body, where, SHIFT in (op.attrs or ())))
+                    found = self.reduced(op, body, where)
+                    self.values[key] = self.product(op.name, body, where) if found is None else found
                 else:
                     value = self.inline(body, where)
                     self.check(op.name, value)
@@ -191,13 +192,13 @@ class _Walk:
                 operator_of(e)
                 pending.extend(children(e))
 
-    def inline(self, body: Expr, where: dict[Var, Expr]) -> Expr:
+    def inline(self, body: Expr, where: Mapping[Var, Expr]) -> Expr:
         def visit(e: Expr) -> Expr | None:
             if type(e).__name__ == "Var":
                 return where.get(e, e)
             if is_load(e):
                 tensor, indices = load_parts(e)
-                return self.scalar(tensor, [transform(i, visit) for i in indices])
+                return self.scalar(tensor, [placed(i, where) for i in indices])
             return None
 
         return transform(body, visit)
@@ -206,7 +207,7 @@ class _Walk:
         """A reduction: must be sum over k of operand[b, k] * weight[gate, j, k]."""
         fault = CellError(f"cell {self.cell.name!r}: the reduction {name!r} is not a product sum_k source[b, k] * "
                           "weight[gate, j, k], with a parameter as it is; what is computed of parameters is made in "
-                          "derived()")
+                          "derived(). Nor is it of groups, [b, g] = sum_k value[b, g * K + k], H = n * K")
         source = body.source[0]
         if len(body.axis) != 1 or type(source).__name__ != "Mul" or not is_sum(body):
             raise fault
@@ -269,59 +270,9 @@ class _Walk:
         check_width(what, width, self.hidden)
         with self.of_width(width):
             found = self.scalar(tensor, [self.b, self.j])
-        check_value(what, found, width < self.hidden, (a for _, a in self.assigns))
+        check_value(what, found, width < self.hidden, (a for _, a in self.assigns), self.statistics, self.hidden,
+                    self.leaves.get(("unit",)))
         return found
-
-    @contextlib.contextmanager
-    def of_width(self, width: int) -> Iterator[None]:
-        """Within it tensors of that many values a row are read."""
-        before, self.width = self.width, width
-        try:
-            yield
-        finally:
-            self.width = before
-
-    def statistic(self, name: str, body: Reduce, where: dict[Var, Expr], shift: bool) -> Var:
-        """A reduction to one value a batch row: a sum or maximum over the hidden axis, and over axes that are unrolled.
-        """
-        fault = CellError(f"cell {self.cell.name!r}: the reduction {name!r} is not a sum over the hidden axis, "
-                          "[b] = sum_k value[b, k], nor one over gates too, sum_g sum_k value[b, g, k], nor a maximum "
-                          "over these")
-        (index,) = where.values()
-        largest = reduces(body, "Max")
-        if not (is_sum(body) or largest) or not self.same(index, self.b):
-            raise fault
-        error: CellError | None = None
-        for axis in reversed(body.axis):  # where several axes have H values, that which is read as the hidden one
-            if extent_of(axis) != self.hidden:
-                continue
-            places = [where | {axis.var: self.j} | at for at in every([a for a in body.axis if not a.same_as(axis)])]
-            try:
-                with self.of_width(self.hidden):
-                    terms = [self.inline(body.source[0], place) for place in places]
-                break
-            except CellError as found:
-                error = found
-        else:
-            raise error or fault
-        squared = None if largest else self.statistics.squares(terms)
-        if squared is not None:
-            return self.leaf(("squares", squared), f"{squared.name}_squares", self.level[squared])
-        operands = tuple(self.name_of(self.level_by_level(t, name), name) for t in terms)
-        if any(is_constant(o) for o in operands):
-            kind = "maximum" if largest else "sum"
-            raise CellError(f"cell {self.cell.name!r}: the {kind} {name!r} has a term that is a constant")
-        level = max(self.level[o] for o in operands)
-        if level < INPUT:
-            raise CellError(f"cell {self.cell.name!r}: the sum {name!r} depends on neither x nor a state")
-        # a statistic of what needed one of x before is left to the step
-        after = NORMALIZED if level == INPUT else max(STATE, level) + 1
-        key = ("largest", shift, operands) if largest else ("total", operands)
-        total = self.leaf(key, f"{name}_{len(self.statistics.found)}", after)
-        self.statistics.add(after, total, operands)
-        if largest:
-            self.statistics.maxima[total] = shift
-        return total
 
     # -- scalars --------------------------------------------------------------------------------
     def level_of(self, e: Expr) -> int:

@@ -57,9 +57,12 @@ def statistics(graph: StepGraph) -> dict[Var, int]:
 
 def reads(graph: StepGraph, p: int) -> list[Var]:
     """Variables that phase ``p`` reads, in order, each once; the last phase also those that are the new states, or
-    outputs. What its products multiply is not among them: that is exchanged."""
+    outputs. What its products multiply is not among them: that is exchanged; but what the next one's do is, where it
+    was known before: products of one level are several phases if their matrices have several shapes."""
     found = [v for a in assigns_of(graph, p) for v in variables(a.value)]
     found += [v for s in statistics_of(graph, p) for v in s.operands]
+    early = {a.var for phase in graph.phases[:p] for a in phase.assigns}
+    found += [v for phase in graph.phases[p + 1:p + 2] for v in phase.operands if v in early]
     if p == phase_count(graph) - 1:
         found += [*graph.results.values(), *graph.outputs]
     return list(dict.fromkeys(found))

@@ -14,11 +14,13 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ecornn.analysis.scalar import is_constant
+from ecornn.analysis.statistics import Statistics
 from ecornn.analysis.step import Assign, Phase, StepGraph, Term
 from ecornn.errors import CellError
 
 if TYPE_CHECKING:
     from tvm.ir import Expr
+    from tvm.tirx import Var
 
 
 def check_width(what: str, width: int, hidden: int) -> None:
@@ -28,21 +30,36 @@ def check_width(what: str, width: int, hidden: int) -> None:
                         "products of its parts")
 
 
-def check_value(what: str, value: Expr, narrow: bool, assigns: Iterable[Assign]) -> None:
-    """Raises :class:`CellError` where an operand is a constant, or ``narrow`` and not finite where all that it is
-    computed from is 0."""
+def value_of_zeros(assigns: Iterable[Assign], statistics: Statistics, hidden: int,
+                   unit: Var | None) -> dict[Expr, Any]:
+    """Each value where all that it is computed from is 0, in a unit that no narrow value has; ``unit``: the variable
+    that has its number. What a statistic would be of such values is among them, though nothing here reads it."""
     import numpy as np
 
     from ecornn.analysis.evaluate import evaluate
+
+    values: defaultdict[Expr, Any] = defaultdict(float, {} if unit is None else {unit: float(hidden)})
+    with np.errstate(all="ignore"):
+        for a in assigns:
+            values[a.var] = evaluate(a.value, values)
+        for total, (_, operands) in statistics.found.items():
+            _, count = statistics.units.get(total) or (0, hidden)
+            those = [values[o] for o in operands]
+            values[total] = max(those) if total in statistics.maxima else sum(those) * count
+    return values
+
+
+def check_value(what: str, value: Expr, narrow: bool, assigns: Iterable[Assign], statistics: Statistics, hidden: int,
+                unit: Var | None) -> None:
+    """Raises :class:`CellError` where an operand is a constant, or ``narrow`` and not finite where all that it is
+    computed from is 0."""
+    import numpy as np
 
     if is_constant(value):
         raise CellError(f"{what} is a constant")
     if not narrow:
         return
-    values: defaultdict[Expr, Any] = defaultdict(float)
-    with np.errstate(all="ignore"):
-        for a in assigns:
-            values[a.var] = evaluate(a.value, values)
+    values = value_of_zeros(assigns, statistics, hidden, unit)
     if not np.isfinite(values[value]):
         raise CellError(f"{what} is narrower than H, and not finite where the products are 0 that it is computed of")
 

@@ -24,16 +24,20 @@ class Statistics:
     def __init__(self, cell: str, hidden: int) -> None:
         self.cell, self.hidden = cell, hidden
         self.found: dict[Var, tuple[int, tuple[Var, ...]]] = {}  # total -> level and operands
+        self.units: dict[Var, tuple[int, int]] = {}  # of those that are not of all units, of which ones
         self.maxima: dict[Var, bool] = {}  # of those that are no sums, whether they are a shift
         self.definition: dict[Var, Expr] = {}
+        self.own: dict[Var, tuple[Var, ...]] = {}  # what a unit reads of several totals -> these: of its own group
 
     def define(self, var: Var, value: Expr) -> None:
         """Notes what a variable is."""
         self.definition[var] = value
 
-    def add(self, level: int, total: Var, operands: tuple[Var, ...]) -> None:
-        """A sum of ``operands`` that is known at ``level``."""
+    def add(self, level: int, total: Var, operands: tuple[Var, ...], units: tuple[int, int] | None = None) -> None:
+        """A sum of ``operands`` that is known at ``level``; ``units``: as of a :class:`Statistic`."""
         self.found[total] = level, operands
+        if units is not None:
+            self.units[total] = units
 
     def since(self, level: int) -> list[tuple[Var, ...]]:
         """Operands of the sums of ``level`` and later."""
@@ -42,7 +46,8 @@ class Statistics:
     def at(self, level: int, leaves: dict[tuple, Var]) -> tuple[Statistic, ...]:
         """The statistics of a level; ``leaves`` has the sums of squares that were asked for."""
         most = self.maxima
-        return tuple(Statistic(total, leaves.get(("squares", total)), operands, total in most, most.get(total, False))
+        return tuple(Statistic(total, leaves.get(("squares", total)), operands, total in most, most.get(total, False),
+                               self.units.get(total))
                      for total, (at, operands) in self.found.items() if at == level)
 
     def squares(self, terms: list[Expr]) -> Var | None:
@@ -50,13 +55,25 @@ class Statistics:
         parts = [p for p in map(self._deviation, terms) if p is not None]
         if len(parts) < len(terms):
             return None
-        for total, (_, operands) in self.found.items():
-            if total in self.maxima:
-                continue
-            if (len(operands) == len(parts) and all(v.same_as(o) for (v, _), o in zip(parts, operands, strict=True))
-                    and all(self._is_mean(m, total, len(operands) * self.hidden) for _, m in parts)):
-                return total
-        return None
+        return next((total for total in self.found if total not in self.units and self._all_from(
+            parts, total, total, self.hidden)), None)
+
+    def squares_of_own(self, terms: list[Expr], size: int) -> tuple[Var, ...] | None:
+        """The totals, of ``size`` units each, from the mean of whose own one these are squared deviations in each unit;
+        or None."""
+        parts = [p for p in map(self._deviation, terms) if p is not None]
+        if len(parts) < len(terms):
+            return None
+        return next((totals for read, totals in self.own.items() if self.units[totals[0]][1] == size and self._all_from(
+            parts, totals[0], read, size)), None)
+
+    def _all_from(self, parts: list[tuple[Var, Var]], total: Var, read: Var, units: int) -> bool:
+        """Whether ``parts``, values and what they are apart from, are the operands of a sum of so many units and its
+        mean; ``read``: what a unit has of the sum."""
+        operands = self.found[total][1]
+        return (total not in self.maxima and len(operands) == len(parts)
+                and all(v.same_as(o) for (v, _), o in zip(parts, operands, strict=True))
+                and all(self._is_mean(m, read, len(operands) * units) for _, m in parts))
 
     def _deviation(self, term: Expr) -> tuple[Var, Var] | None:
         """(value, mean) of (value - mean) * (value - mean), both variables."""
@@ -71,17 +88,17 @@ class Statistics:
         return (a.a, a.b) if a.a.same_as(b.a) and a.b.same_as(b.b) else None
 
     def _is_mean(self, value: Var, total: Var, count: int) -> bool:
-        value = self._resolved(value)
+        value = self._resolved(value, total)
         if type(value).__name__ not in ("Mul", "Div"):
             return value.same_as(total) and count == 1
         sides = (value.a, value.b) if type(value).__name__ == "Div" or is_constant(value.b) else (value.b, value.a)
-        if not is_constant(sides[1]) or not self._resolved(sides[0]).same_as(total):
+        if not is_constant(sides[1]) or not self._resolved(sides[0], total).same_as(total):
             return False
         number = float(sides[1].value) if type(value).__name__ == "Div" else 1.0 / (float(sides[1].value) or 1e-30)
         return abs(number - count) <= CLOSE * count
 
-    def _resolved(self, e: Expr) -> Expr:
-        """What a variable was assigned, through other variables."""
-        while type(e).__name__ == "Var" and e in self.definition:
+    def _resolved(self, e: Expr, end: Var | None = None) -> Expr:
+        """What a variable was assigned, through other variables, as far as ``end``."""
+        while type(e).__name__ == "Var" and e in self.definition and not e.same_as(end):
             e = self.definition[e]
         return e

@@ -83,11 +83,22 @@ class Product:
 
 @dataclass(frozen=True)
 class Vector:
-    """A leaf ``var[j] = parameter[gate, j]``."""
+    """A leaf ``var[j] = parameter[gate, j]``. Without a name of a parameter it is ``var[j] = j``, of ``gate`` units: no
+    memory has it, kernels know the number of a unit."""
 
     var: Var
     parameter: str
     gate: int
+
+    @property
+    def source(self) -> tuple[str, int]:
+        """Parameter and gate; zeros in a packing, which nobody reads, where there is none."""
+        return (self.parameter, self.gate) if self.parameter else ("", 0)
+
+    @property
+    def numbers(self) -> bool:
+        """Whether it is the numbers of the units."""
+        return not self.parameter
 
 
 @dataclass(frozen=True)
@@ -97,7 +108,8 @@ class Statistic:
     ``total[b] = sum_o sum_k operand_o[b, k]``; with N terms in it, where the cell asks for it,
     ``squares[b] = sum_o sum_k (operand_o[b, k] - total[b] / N) ** 2``, which needs no exchange of its own. Or
     ``largest``: ``total[b] = max_o max_k operand_o[b, k]``; one that is a ``shift`` has no gradient, since what it is
-    subtracted from does not depend on it in the end.
+    subtracted from does not depend on it in the end. ``units``: the first one and how many, of those that it is of;
+    None: all.
     """
 
     total: Var
@@ -105,6 +117,16 @@ class Statistic:
     operands: tuple[Var, ...]
     largest: bool = False
     shift: bool = False
+    units: tuple[int, int] | None = None
+
+    def count(self, hidden: int) -> int:
+        """How many values it is of, with H = ``hidden``."""
+        return len(self.operands) * (hidden if self.units is None else self.units[1])
+
+    @property
+    def over(self) -> str:
+        """The units, in words."""
+        return "all units" if self.units is None else f"units {self.units[0]} to {sum(self.units) - 1}"
 
     @property
     def made(self) -> tuple[Var, ...]:
@@ -235,7 +257,7 @@ class StepGraph:
         lines = [f"cell {self.cell}({', '.join(self.states)}) -> {self.output}"]
         lines += [f"parameter {n}{s}" for n, s in self.parameters.items()]
         lines += [f"input {n}" for n in self.inputs]
-        lines += [f"  {v.var.name} = {v.parameter}[{v.gate}, j]" for v in self.vectors]
+        lines += [f"  {v.var.name} = " + ("j" if v.numbers else f"{v.parameter}[{v.gate}, j]") for v in self.vectors]
 
         def block(title: str, products: tuple[Product, ...], assigns: tuple[Assign, ...],
                   statistics: tuple[Statistic, ...] = ()) -> None:
@@ -246,7 +268,7 @@ class StepGraph:
             for s in statistics:
                 names = ", ".join(v.name for v in s.operands)
                 kind = ("shift, " if s.shift else "") + ("maximum" if s.largest else "sum")
-                lines.append(f"  {s.total.name} = {kind} of {names} over all units")
+                lines.append(f"  {s.total.name} = {kind} of {names} over {s.over}")
                 if s.squares is not None:
                     lines.append(f"  {s.squares.name} = sum of the squares of their deviations from its mean")
             lines.extend(f"  {a.var.name} = {text(a.value)}" for a in assigns)

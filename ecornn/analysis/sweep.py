@@ -19,10 +19,12 @@ class Sweep:
     """Gradients, as assignments in order, each with a level as in :mod:`ecornn.analysis.step`.
 
     ``factor`` is applied to what gradients are multiplied by; a rotated step has some of these from the step before.
+    ``unit``: the number of the unit, of a step with statistics that are not of all units.
     """
 
-    def __init__(self, partials: Partials, hidden: int, factor: Callable[[Factor], Factor] = lambda f: f) -> None:
-        self.partials, self.hidden, self.factor = partials, hidden, factor
+    def __init__(self, partials: Partials, hidden: int, factor: Callable[[Factor], Factor] = lambda f: f,
+                 unit: Var | None = None) -> None:
+        self.partials, self.hidden, self.factor, self.unit = partials, hidden, factor, unit
         self.parts: dict[Var, list[tuple[Factor, Var]]] = {}
         self.level: dict[Var, int] = {}
         self.assigns: list[Assign] = []
@@ -104,14 +106,27 @@ class Sweep:
                     found.append(self._maximum(s, total, level))
                     continue
                 for operand in s.operands:
-                    factor: Factor = 1.0
+                    factor: Factor = self._inside(s)
                     if made is s.squares or made.same_as(s.squares):
-                        count = tirx.const(1.0 / (len(s.operands) * self.hidden), "float32")
+                        count = tirx.const(1.0 / s.count(self.hidden), "float32")
                         two = tirx.const(2.0, "float32")
-                        factor = self.factor(self.partials.named(two * (operand - s.total * count), operand.name))
+                        apart = self.partials.named(two * (operand - s.total * count), operand.name)
+                        factor = self.factor(self.partials.times(apart, factor, operand.name))
                     self.add(operand, factor, total)
         return tuple(found)
 
+
+    def _inside(self, s: Statistic) -> Factor:
+        """1 in the units that a statistic is of, 0 in the others."""
+        if s.units is None or self.unit is None:
+            return 1.0
+        from tvm import tirx
+
+        first, end = s.units[0], sum(s.units)
+        inside = self.unit < tirx.const(float(end), "float32")
+        if first:
+            inside = tirx.And(self.unit >= tirx.const(float(first), "float32"), inside)
+        return self.partials.named(tirx.Select(inside, *(tirx.const(v, "float32") for v in (1.0, 0.0))), "inside")
 
     def _maximum(self, s: Statistic, gradient: Var, level: int) -> Statistic:
         """Shares the gradient of a maximum among the operands that have it, alike; how many these are. What is a little
@@ -121,7 +136,8 @@ class Sweep:
         one, zero, close = (tirx.const(v, "float32") for v in (1.0, 0.0, TIE))
         m = s.total
         lowest = m - close * tirx.max(m, zero - m)
-        has = [self.factor(self.partials.named(tirx.Select(o >= lowest, one, zero), o.name)) for o in s.operands]
+        has = [self.factor(self.partials.times(self.partials.named(tirx.Select(o >= lowest, one, zero), o.name),
+                                               self._inside(s), o.name)) for o in s.operands]
         count, share = (tirx.Var(f"d_{m.name}_{end}", "float32") for end in ("count", "share"))
         self.level.update({count: level, share: level})
         # before the first step of a rotated adjoint there are none

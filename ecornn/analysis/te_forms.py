@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tvm.ir import Expr
     from tvm.te import Tensor
     from tvm.tirx import IterVar, Reduce, Var
+
+ARITHMETIC = ("Add", "Sub", "Mul", "FloorDiv", "FloorMod")  # of indices
 
 
 def extent_of(axis: IterVar) -> int | None:
@@ -51,3 +54,27 @@ def load_parts(e: Expr) -> tuple[Tensor, list[Expr]]:
     if type(e).__name__ == "Call":
         return e.args[0], list(e.args[1:])
     return e.source, list(e.indices)
+
+
+def parts_of(e: Expr) -> list[Expr]:
+    """What an expression is computed of, whatever its operator is."""
+    if type(e).__name__ == "Call":
+        return list(e.args)
+    return [getattr(e, n) for n in ("a", "b", "condition", "true_value", "false_value", "value")
+            if not isinstance(getattr(e, n, None), (int, float, type(None)))]
+
+
+def placed(index: Expr, where: Mapping[Var, Expr]) -> Expr:
+    """An index with these places in place of its axes, as simple as it gets."""
+    from tvm import sym
+
+    if type(index).__name__ in ("Var", "IntImm"):
+        return where.get(index, index)
+
+    def put(e: Expr) -> Expr:
+        kind = type(e).__name__
+        if kind == "Var":
+            return where.get(e, e)
+        return type(e)(put(e.a), put(e.b)) if kind in ARITHMETIC else e
+
+    return sym.Analyzer().simplify(put(index))

@@ -16,7 +16,8 @@ struct Job {
   int rows, columns;       // of a source, without padding
   unsigned padded, magic;  // rows with padding, and 2^32 / padded, rounded up
   int sources, gates;      // the first one, and how many there are; behind them there are zeros
-  int alike;               // whether each 16 bytes of a piece come from such places as its first ones, farther on
+  int alike;               // 1: each 16 bytes of a piece come from such places as its first ones, farther on;
+                           // 2: sources have rows of their own, which are behind them, each in place of a parameter
 };
 
 struct Source {
@@ -77,11 +78,13 @@ __device__ unsigned element(const Job& job, const Source* sources, const Paramet
   const unsigned column = (unsigned)place, all = (unsigned)(place >> 32);
   const unsigned gate = job.padded == 1 ? all : (unsigned)((unsigned long long)all * job.magic >> 32);
   const unsigned row = all - gate * job.padded;
-  if (gate >= (unsigned)job.gates || row >= (unsigned)job.rows || column >= (unsigned)job.columns) return 0;
+  if (gate >= (unsigned)job.gates || column >= (unsigned)job.columns) return 0;
+  const int rows = job.alike == 2 ? sources[job.sources + job.gates + gate].parameter : job.rows;
+  if (row >= (unsigned)rows) return 0;
   const Source source = sources[job.sources + gate];
   const void* from = source.parameter < 0 ? nullptr : parameters.at[source.parameter];
   if (!from) return 0;
-  return rounded(loaded<kType>(from, ((long long)source.gate * job.rows + row) * job.columns + column), job.kind);
+  return rounded(loaded<kType>(from, ((long long)source.gate * rows + row) * job.columns + column), job.kind);
 }
 
 // Where 16 bytes of a piece come from: from one place on, if all of them are inside of the same gate.
@@ -218,7 +221,7 @@ __device__ void piece(const Work& work, const Job& job, const Source* sources, c
   const int together = small ? 8 : 4;
   const long long first = (long long)work.piece * job.size;
   const unsigned long long* own = places + job.places;
-  if (job.alike) {
+  if (job.alike == 1) {
     if (small)
       piece_alike<kType, 8>(work, job, sources, own, parameters, lane);
     else

@@ -212,36 +212,40 @@ def pointwise(function: Callable[[Var, Var], Expr | tuple[Expr, ...]], like: Ten
     return te.compute(like.shape, value, name=name or "pointwise")
 
 
-def mean(source: Tensor, name: str = "") -> Tensor:
-    """The mean (B,) of each batch row of ``source``, (B, H), or over all gates together of (B, G, H)."""
-    return _mean(source, lambda value: value, name or f"{source.op.name}_mean")
+def mean(source: Tensor, name: str = "", groups: int = 1) -> Tensor:
+    """The mean (B,) of each batch row of ``source``, (B, H), or over all gates together of (B, G, H). With ``groups``
+    it is (B, H): at each unit that of its own group of H / groups units, one behind the other."""
+    return _mean(source, lambda value: value, name or f"{source.op.name}_mean", groups)
 
 
-def normalized(source: Tensor, epsilon: float = 1e-5, name: str = "") -> Tensor:
+def normalized(source: Tensor, epsilon: float = 1e-5, name: str = "", groups: int = 1) -> Tensor:
     """Layer normalization (Ba et al. 2016, arXiv 1607.06450) without gain and bias, of the shape of ``source``:
-    (B, H), or (B, G, H), whose gates then share one mean and variance.
+    (B, H), or (B, G, H), whose gates then share one mean and variance. With ``groups`` each group of H / groups units
+    has its own (Wu and He 2018, arXiv 1803.08494).
 
     ``(source - mean) / sqrt(variance + epsilon)``, the variance that of all values, not of a sample.
     """
     from tvm import te
 
     name = name or f"{source.op.name}_normalized"
-    middle = mean(source, f"{name}_mean")
-    apart = te.compute(source.shape, lambda *at: source[at] - middle[at[0]], name=f"{name}_apart")
-    variance = _mean(apart, lambda value: value * value, f"{name}_variance")
-    scale = te.compute(variance.shape, lambda b: te.rsqrt(variance[b] + te.const(epsilon, "float32")),
+    middle = mean(source, f"{name}_mean", groups)
+    apart = te.compute(source.shape, lambda *at: source[at] - _own(middle, at), name=f"{name}_apart")
+    variance = _mean(apart, lambda value: value * value, f"{name}_variance", groups)
+    scale = te.compute(variance.shape, lambda *at: te.rsqrt(variance[at] + te.const(epsilon, "float32")),
                        name=f"{name}_scale")
-    return te.compute(source.shape, lambda *at: apart[at] * scale[at[0]], name=name)
+    return te.compute(source.shape, lambda *at: apart[at] * _own(scale, at), name=name)
 
 
-def largest(source: Tensor, name: str = "") -> Tensor:
-    """The maximum (B,) of each batch row of ``source``, (B, H), or over all gates together of (B, G, H). Its gradient
+def largest(source: Tensor, name: str = "", groups: int = 1) -> Tensor:
+    """The maximum (B,) of each batch row of ``source``, (B, H), or over all gates together of (B, G, H). With
+    ``groups`` it is (B, H): at each unit that of its own group of H / groups units, one behind the other. Its gradient
     is shared among all values that are the maximum, as of PyTorch's ``amax``."""
-    return _largest(source, name or f"{source.op.name}_largest", {})
+    return _largest(source, name or f"{source.op.name}_largest", {}, groups)
 
 
-def softmax(source: Tensor, name: str = "") -> Tensor:
-    """exp(source) / sum(exp(source)) over the hidden units of each batch row of ``source``, (B, H).
+def softmax(source: Tensor, name: str = "", groups: int = 1) -> Tensor:
+    """exp(source) / sum(exp(source)) over the hidden units of each batch row of ``source``, (B, H); with ``groups``
+    over each group of H / groups units. Also of what is narrower than H.
 
     The row's maximum is subtracted before, so that no exponential is too large: a maximum, and a sum that waits for it.
     """
@@ -253,11 +257,10 @@ def softmax(source: Tensor, name: str = "") -> Tensor:
         raise CellError(f"softmax({source.op.name}): expected a tensor (B, H), such as a product with one gate's "
                         f"number, not one with {len(source.shape)} axes")
     name = name or f"{source.op.name}_softmax"
-    shift = _largest(source, f"{name}_shift", {SHIFT: 1})
-    power = te.compute(source.shape, lambda b, j: te.exp(source[b, j] - shift[b]), name=f"{name}_exp")
-    k = te.reduce_axis((0, source.shape[1]), "k")
-    total = te.compute((source.shape[0],), lambda b: te.sum(power[b, k], axis=k), name=f"{name}_sum")
-    return te.compute(source.shape, lambda b, j: power[b, j] / total[b], name=name)
+    shift = _largest(source, f"{name}_shift", {SHIFT: 1}, groups)
+    power = te.compute(source.shape, lambda *at: te.exp(source[at] - _own(shift, at)), name=f"{name}_exp")
+    total = _reduced(power, te.sum, lambda value: value, f"{name}_sum", groups)
+    return te.compute(source.shape, lambda *at: power[at] / _own(total, at), name=name)
 
 
 def scaled(source: Tensor, gain: Tensor, first: int = 0) -> Tensor:
@@ -269,18 +272,42 @@ def scaled(source: Tensor, gain: Tensor, first: int = 0) -> Tensor:
                       name=f"{source.op.name}_scaled")
 
 
-def _largest(source: Tensor, name: str, attributes: dict[str, int]) -> Tensor:
+def _own(value: Tensor, at: Sequence[Var]) -> Expr:
+    """What a unit reads of ``value``, (B,) of rows or (B, H) of groups."""
+    return value[at[0]] if len(value.shape) == 1 else value[at[0], at[-1]]
+
+
+def _largest(source: Tensor, name: str, attributes: dict[str, int], groups: int) -> Tensor:
     from tvm import te
 
-    axes = [te.reduce_axis((0, extent), "k") for extent in source.shape[1:]]
-    return te.compute((source.shape[0],), lambda b: te.max(source(b, *axes), axis=axes), name=name, attrs=attributes)
+    return _reduced(source, te.max, lambda value: value, name, groups, attributes)
 
 
-def _mean(source: Tensor, function: Callable[[Expr], Expr], name: str) -> Tensor:
-    """The mean (B,) of a function of the values of each batch row."""
+def _mean(source: Tensor, function: Callable[[Expr], Expr], name: str, groups: int) -> Tensor:
+    """The mean of a function of the values of each batch row, or group."""
     from tvm import te
 
-    axes = [te.reduce_axis((0, extent), "k") for extent in source.shape[1:]]
-    count = math.prod(int(extent) for extent in source.shape[1:])
-    total = te.compute((source.shape[0],), lambda b: te.sum(function(source(b, *axes)), axis=axes), name=f"{name}_sum")
-    return te.compute(total.shape, lambda b: total[b] * te.const(1.0 / count, "float32"), name=name)
+    total = _reduced(source, te.sum, function, f"{name}_sum", groups)
+    count = math.prod(int(extent) for extent in source.shape[1:]) // groups
+    return te.compute(total.shape, lambda *at: total[at] * te.const(1.0 / count, "float32"), name=name)
+
+
+def _reduced(source: Tensor, reduction: Callable[..., Expr], function: Callable[[Expr], Expr], name: str, groups: int,
+             attributes: dict[str, int] | None = None) -> Tensor:
+    """A sum or maximum over the units of each batch row, and over gates: (B,), or with ``groups`` (B, H)."""
+    from tvm import te, tirx
+
+    *gates, hidden = (int(extent) for extent in source.shape[1:])
+    if not isinstance(groups, int) or groups < 1 or hidden % groups:
+        raise CellError(f"{name}: groups={groups!r} must be an integer of which H = {hidden} is a multiple")
+    own = hidden // groups
+    axes = [te.reduce_axis((0, extent), "k") for extent in (*gates, own)]
+
+    def value(b: Var, *j: Var) -> Expr:
+        place = [tirx.floordiv(unit, tirx.const(own, "int32")) * own + axes[-1] for unit in j] or axes[-1:]
+        return reduction(function(source(b, *axes[:-1], *place)), axis=axes)
+
+    batch, options = source.shape[0], {"name": name, "attrs": attributes or {}}
+    if groups == 1:
+        return te.compute((batch,), lambda b: value(b), **options)
+    return te.compute((batch, hidden), lambda b, j: value(b, j), **options)

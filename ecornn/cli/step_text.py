@@ -89,7 +89,7 @@ class Names:
 
     def __init__(self, graph: StepGraph) -> None:
         self.products: dict[Var, Product] = {p.var: p for p in every_product(graph)}
-        self.vectors = {v.var: f"{v.parameter}[{v.gate}]" for v in graph.vectors}
+        self.vectors = {v.var: "j" if v.numbers else f"{v.parameter}[{v.gate}]" for v in graph.vectors}
         self.names: dict[Var, str] = {v: n for n, v in graph.states.items()}
         taken = {*self.names.values(), *graph.parameters, "x", "y"}
         bases: dict[str, list[Var]] = {}
@@ -165,10 +165,10 @@ class Names:
         return (f"{self.names[a.var]} = {self.text(a.value)}" for a in assigns)
 
     def summed(self, statistics: Iterable[Statistic]) -> Iterator[str]:
-        """Sums and maxima over all units, one a line."""
+        """Sums and maxima over units, one a line."""
         for s in statistics:
             kind = "maximum" if s.largest else "sum"
-            yield f"{self.names[s.total]} = {kind} over all units of {self.listed(s.operands)}"
+            yield f"{self.names[s.total]} = {kind} over {s.over} of {self.listed(s.operands)}"
             if s.squares is not None:
                 yield f"{self.names[s.squares]} = sum of the squares of their distances from the mean"
 
@@ -215,7 +215,7 @@ def sizes(graph: StepGraph, work: Workload, names: Names) -> list[str]:
                              ("  of x", read - recurrent, "read once for all steps")):
         one = {p: graph.parameters[p][1] * graph.parameters[p][2] for p, _ in used}
         table.append((title, int(sum(one[p] for p, _ in used) * BITS[work.stored] // 8), why if used else "none"))
-    vectors = {(v.parameter, v.gate) for v in graph.vectors}
+    vectors = {v.source for v in graph.vectors if not v.numbers}
     table.append(("  vectors", len(vectors) * work.hidden * wide, "once a layer" if vectors else "none"))
     return [line for title, size, note in table for line in
             ([title] if not size and not note else

@@ -87,13 +87,14 @@ def _launch(manifest: Manifest, group: Sequence[Packing], packings: Mapping[Pack
     places: list[NDArray[np.uint64]] = []
     for number, packing in enumerate(group):
         rows, columns = _shape(manifest, packing)
+        mixed = len(set(rows)) > 1  # each gate has rows of its own, which the kernel finds behind the sources
         pieces, own = tables_of(packing)
         padded = packing.pad[-2] if len(packing.pad) == 3 else 1
-        jobs.append((packings[packing], KINDS[packing.dtype], len(own), sum(map(len, places)), rows, columns, padded,
-                     _magic(padded, packing.pad[0]), sum(map(len, sources)), len(packing.sources),
-                     _alike(own, 16 // SIZES.get(packing.dtype, 4))))
-        sources.append(np.array([(given[name] if name else -1, max(gate, 0)) for name, gate in packing.sources],
-                                SOURCE))
+        jobs.append((packings[packing], KINDS[packing.dtype], len(own), sum(map(len, places)), max(rows, default=0),
+                     columns, padded, _magic(padded, packing.pad[0]), sum(map(len, sources)), len(packing.sources),
+                     2 if mixed else _alike(own, 16 // SIZES.get(packing.dtype, 4))))
+        own_sources = [(given[name] if name else -1, max(gate, 0)) for name, gate in packing.sources]
+        sources.append(np.array(own_sources + ([(count, 0) for count in rows] if mixed else []), SOURCE))
         places.append(own)
         work = np.zeros(len(pieces), WORK)
         work["place"], work["job"], work["piece"] = pieces, number, np.arange(len(pieces))
@@ -102,17 +103,21 @@ def _launch(manifest: Manifest, group: Sequence[Packing], packings: Mapping[Pack
     return tuple(map(place, tables)), len(tables[0]), None if every else numbers
 
 
-def _shape(manifest: Manifest, packing: Packing) -> tuple[int, int]:
-    """Rows and columns of each source; a vector is a row."""
+def _shape(manifest: Manifest, packing: Packing) -> tuple[list[int], int]:
+    """Rows of each source, and the columns of all; a vector is a row."""
     known = {p.key: p for p in manifest.parameters}
-    found = {(known[name].shape[0] // (1 if gate == WHOLE else known[name].gates), *known[name].shape[1:])
-             for name, gate in packing.sources if name} or {(0,) * (len(packing.pad) - 1)}
+    shapes = [(known[name].shape[0] // (1 if gate == WHOLE else known[name].gates), *known[name].shape[1:])
+              for name, gate in packing.sources if name] or [(0,) * (len(packing.pad) - 1)]
     room, fits = packing.pad[1:], len(packing.pad) in (2, 3) and packing.dtype in KINDS
-    if len(found) > 1 or not fits or any(len(shape) != len(room) or any(
-            a > b for a, b in zip(shape, room, strict=True)) for shape in found):
-        raise ModuleError(f"the module packs parts of shapes {sorted(found)} into {packing.pad}, as {packing.dtype}")
-    shape = found.pop()
-    return (shape[0], shape[1]) if len(shape) == 2 else (1, shape[0])
+    alike = len({shape[-1] for shape in shapes}) == 1
+    if not alike or not fits or any(len(shape) != len(room) or any(
+            a > b for a, b in zip(shape, room, strict=True)) for shape in shapes):
+        raise ModuleError(f"the module packs parts of shapes {sorted(set(shapes))} into {packing.pad}, as "
+                          f"{packing.dtype}")
+    if len(room) == 1:
+        return [1], shapes[0][0]
+    rows = iter([shape[0] for shape in shapes])
+    return [next(rows) if name else shapes[0][0] for name, _ in packing.sources], shapes[0][-1]
 
 
 def _magic(divisor: int, most: int) -> int:

@@ -27,7 +27,8 @@ def cell(step: Any, *, input_size: int | None = None, hidden_size: int | None = 
     states : their names; default: those of the step's arguments behind x
     name : of the cell; default: the module's class
 
-    Its parameters are the module's, a dot in a name as an underscore; :meth:`TracedCell.weights` has their values. The
+    Its parameters are the module's, a dot in a name as an underscore; :meth:`TracedCell.weights` has their values. A
+    matrix, or vector, of less than H rows stays so at any H; such a vector is a parameter (H,), zeros behind it. The
     step is read once, by torch.fx: what depends on the values of tensors cannot be a branch of Python.
 
     Raises :class:`~ecornn.errors.CellError` for an operator that is not taken, with its line, and
@@ -106,9 +107,12 @@ class TracedCell(Cell):
 
     def weights(self, module: Any = None, layer: int = 0, reverse: bool = False) -> dict[str, torch.Tensor]:
         """The weights of a module, by default the one that was traced, as those of a layer: for :meth:`Module.bind`, or
-        ``load_state_dict`` of an :class:`ecornn.torch.Recurrent`; the module's memory where they are no parts of it."""
+        ``load_state_dict`` of an :class:`ecornn.torch.Recurrent`; the module's memory where they are no parts of it,
+        nor vectors of less than H values."""
         module = self.traced.step if module is None else module
         known: dict[str, torch.Tensor] = dict(module.named_parameters()) | dict(module.named_buffers()) if isinstance(
             module, torch.nn.Module) else {}
-        return {self.parameter_name(name, layer, reverse): source.of(known[source.name].detach())
+        hidden = next((len(w.t() if s.transposed else w) // s.gates for s in self.sources.values() if not s.rows
+                       for w in [known[s.name]]), 0)
+        return {self.parameter_name(name, layer, reverse): source.of(known[source.name].detach(), hidden)
                 for name, source in self.sources.items()}

@@ -36,21 +36,28 @@ OTHERS = str(Path(torch.__file__).parent), str(Path(__file__).resolve().parent.p
 @dataclass(frozen=True)
 class Source:
     """Where a parameter of the cell comes from: one of the module, (R,) or (R, K); of that, transposed if it is stored
-    so, ``columns`` of it. ``gates`` G, ``width`` what K is: ``I``, ``H``, or empty for a vector."""
+    so, ``columns`` of it. ``gates`` G, ``width`` what K is: ``I``, ``H``, less than H, or empty for a vector; ``rows``:
+    R where it is less than H, else 0."""
 
     name: str
     gates: int
-    width: str = ""
+    width: str | int = ""
     columns: tuple[int, int] | None = None
     transposed: bool = False
+    rows: int = 0
 
     def shape(self, input: int, hidden: int) -> tuple[int, ...]:
-        """In te: (G, H, K) or (G, H)."""
-        return (self.gates, hidden, *({"I": (input,), "H": (hidden,), "": ()}[self.width]))
+        """In te: (G, H, K) or (G, H); of a narrow matrix (1, R, K)."""
+        if self.width == "":
+            return self.gates, hidden
+        own = {"I": input, "H": hidden}.get(str(self.width), self.width)
+        return self.gates, self.rows or hidden, int(own)
 
-    def of(self, value: torch.Tensor) -> torch.Tensor:
-        """Its values, (G*H, K) or (G*H,)."""
+    def of(self, value: torch.Tensor, hidden: int) -> torch.Tensor:
+        """Its values, (G*H, K) or (G*H,); a narrow vector with zeros behind it."""
         value = value.t() if self.transposed else value
+        if self.rows and self.width == "":
+            return torch.nn.functional.pad(value, (0, hidden - self.rows))
         return value if self.columns is None else value[:, slice(*self.columns)]
 
 
@@ -155,7 +162,7 @@ class Walk:
             raise CellError(f"the step returns {len(flat)} tensors for {len(self.states)} states; expected the new "
                             "states, or y before them. Name the states of a tuple: cell(..., states=('h', 'c'))")
         for value in flat:
-            if not isinstance(value, BATCHED) or value.count != 1:
+            if not isinstance(value, BATCHED) or value.count != 1 or value.narrow:
                 raise CellError(f"the step returns {described(value)}; expected (B, H)")
         return [whole(value, self.like, "state") for value in flat]
 
@@ -218,15 +225,16 @@ class Walk:
             raise CellError(f"{name} is a {type(value).__name__}")
         if value.dim() == 2:
             return Matrix(name, tuple(value.shape))
-        if value.dim() == 1 and value.numel() % self.traced.hidden == 0:
+        if value.dim() == 1 and (value.numel() % self.traced.hidden == 0 or value.numel() < self.traced.hidden):
             return self.vector(name, value.numel())
         raise CellError(f"{name} has shape {tuple(value.shape)}; expected (G*H,) or (G*H, K): a scalar is a vector of "
                         "equal values")
 
     def vector(self, name: str, size: int) -> Vector:
         """A parameter of ``size`` values."""
-        gates = self.gates(size, name)
-        return Vector(self.parameter(name.replace(".", "_"), Source(name, gates)), 0, gates)
+        narrow = size if 0 < size < self.traced.hidden else 0
+        gates = 1 if narrow else self.gates(size, name)
+        return Vector(self.parameter(name.replace(".", "_"), Source(name, gates, rows=narrow)), 0, gates, narrow)
 
     def gates(self, size: Any, what: str) -> int:
         """How many times H a size is."""
@@ -240,18 +248,20 @@ class Walk:
         if not isinstance(weight, Matrix):
             raise CellError(f"a product with {described(weight)}; expected a parameter (G*H, K)")
         rows, columns = weight.shape[::-1] if weight.transposed else weight.shape
-        gates, parts = self.gates(rows, weight.name), operand.parts if isinstance(operand, Joined) else (operand,)
+        narrow = rows if rows < self.traced.hidden else 0
+        gates = 1 if narrow else self.gates(rows, weight.name)
+        parts = operand.parts if isinstance(operand, Joined) else (operand,)
         total, place = None, 0
         for n, part in enumerate(parts):
             if not isinstance(part, (Row, Input)) or part.count != 1:
-                raise CellError(f"a product of {described(part)}; expected x, a state, or a value (B, H)")
+                raise CellError(f"a product of {described(part)}; expected x, a state, or a value (B, H), or of less")
             source = whole(part, self.like, f"{name}_operand") if isinstance(part, Row) else part.tensor
-            width = self.traced.input if isinstance(part, Input) else self.traced.hidden
+            width = self.traced.input if isinstance(part, Input) else part.narrow or self.traced.hidden
+            kind = "I" if isinstance(part, Input) else part.narrow or "H"
             where = (place, place + width) if len(parts) > 1 else None
             own = weight.name.replace(".", "_") + (f"_{n}" if where else "")
-            matrix = self.parameter(own, Source(weight.name, gates, "I" if isinstance(part, Input) else "H", where,
-                                                weight.transposed))
-            one = Row(product(source, matrix, 0 if gates == 1 else None, f"{name}_{n}"), 0, gates)
+            matrix = self.parameter(own, Source(weight.name, gates, kind, where, weight.transposed, narrow))
+            one = Row(product(source, matrix, 0 if gates == 1 else None, f"{name}_{n}"), 0, gates, narrow)
             total = one if total is None else combined(lambda a, b: a + b, [total, one], self.like, f"{name}_sum")
             place += width
         if place != columns:
@@ -308,7 +318,7 @@ class Walk:
                    eps: float = 1e-5) -> Any:
         """Layer normalization, with gain and bias."""
         width = tuple(normalized_shape) if isinstance(normalized_shape, (tuple, list)) else (normalized_shape,)
-        if isinstance(value, BATCHED) and width != (value.count * self.traced.hidden,):
+        if isinstance(value, BATCHED) and width != (value.narrow or value.count * self.traced.hidden,):
             raise CellError(f"normalizes {width} values of {described(value)}")
         found = layer_norm(value, eps, self.like, name)
         found = found if weight is None else combined(lambda a, b: a * b, [found, weight], self.like, f"{name}_scaled")

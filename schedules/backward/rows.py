@@ -77,7 +77,9 @@ class _Units:
         known = [self.scalars.constants(partial(self._vector, unit, e), wanted) | found for e in range(self.span)]
         return self.scalars.values(self.arguments, row, unit, self.within, known, wanted)
 
-    def _vector(self, unit: Expr, e: int, i: int) -> Expr:
+    def _vector(self, unit: Expr, e: int, i: int | None) -> Expr:
+        if i is None:
+            return T.cast(self.within(unit, e), "float32")
         return self.arguments["vectors"][i * self.units + self.within(unit, e)]
 
     def store(self, row: Expr, unit: Expr, found: Env) -> None:
@@ -106,11 +108,11 @@ def _row(work: _Units, statistics: Sequence[Sequence[Statistic]], row: Expr, thr
     for those in statistics:
         wanted, known = {o for s in those for o in s.operands}, dict(found)
 
-        def each(function: Callable[[Env], None], wanted: set[object] = wanted, known: Env = known) -> None:
+        def each(function: Callable[[Env, Expr], None], wanted: set[object] = wanted, known: Env = known) -> None:
             def visit(unit: Expr) -> None:
                 for e, env in enumerate(work.values(row, unit, known, wanted)):
                     with T.If(unit + e < work.units), T.Then():
-                        function(env)
+                        function(env, unit + e)
 
             units(visit)
 

@@ -76,7 +76,8 @@ class Scalars:
     def constants(self, vector: Vectors, wanted: set[Var] | None = None) -> Env:
         """What parameters determine, as far as ``wanted`` (default: what is stored) needs it."""
         read = self._needed(self.wanted if wanted is None else wanted)
-        env = {v.var: T.let(v.var.name, vector(i)) for i, v in enumerate(self.vectors) if v.var in read}
+        env = {v.var: T.let(v.var.name, vector(None if v.numbers else i))
+               for i, v in enumerate(self.vectors) if v.var in read}
         return emit([a for a in self.invariants if a.var in read], env, self.math)
 
     def values(self, arguments: Arguments, row: Expr, unit: Expr, within: Within, known: Sequence[Env],

@@ -18,7 +18,7 @@ from ecornn.schedules.backward.weights import zeros
 from ecornn.schedules.base import Component, joined
 from ecornn.schedules.builder import Expr, PrimFunc, T, Var
 from ecornn.schedules.gemm.job import STEPS, counted, rows_of
-from ecornn.schedules.scalars.pointwise import emit
+from ecornn.schedules.scalars.pointwise import emit, vectors_at
 
 THREADS = 256
 CHUNKS = 32  # of the rows
@@ -155,8 +155,7 @@ def _once(memory: Memory, at: Mapping[Var, Sequence[tuple[str, int, int]]],
         T.device_entry()
         unit = T.let("unit", T.block(blocks) * THREADS + T.thread(THREADS))
         with T.If(unit < H), T.Then():
-            env = {v.var: T.let(v.var.name, a["vectors"][i * H + unit])
-                   for i, v in enumerate(back.forward.vectors) if v.var in used}
+            env = vectors_at(back.forward.vectors, a["vectors"], H, unit, used)
             for var, places in at.items():
                 total = T.local("total", (1,), "float32")
                 T.buffer_store(total, T.float32(0), [0])

@@ -71,6 +71,7 @@ class Memory:
         self.row = {v.var: i for i, v in enumerate(self.graph.vectors)}
         self.row.update((a.var, i) for i, a in enumerate(self.graph.invariants))
         self.vectors = {v.var for v in self.graph.vectors}
+        self.numbers = {v.var for v in self.graph.vectors if v.numbers}
 
     def every_step(self, stage: Stage) -> bool:
         """Whether a stage is of the batch's rows in each step; else it is of all rows of a chunk."""

@@ -36,7 +36,7 @@ class RowTask:
 
     def summarize(self, s: Statistic) -> None:
         """The total, and in a second pass the squares."""
-        e, count = self.e, len(s.operands) * self.hidden
+        e, count = self.e, s.count(self.hidden)
         total = self.over(s, lambda value: value)
         self.keep(s.total, total)
         if s.squares is not None:
@@ -49,8 +49,10 @@ class RowTask:
             self.keep(s.squares, self.over(s, squared))
 
     def over(self, s: Statistic, function: Callable[[Expr], Expr]) -> Expr:
-        """The sum of a function of all operands and units; or the largest."""
-        e, whole = self.e, self.hidden // self.lanes
+        """The sum of a function of all operands and of the statistic's units; or the largest."""
+        e, lanes = self.e, self.lanes
+        first, end = (0, self.hidden) if s.units is None else (s.units[0], sum(s.units))
+        whole = max(end // lanes - -(-first // lanes), 0)
         nothing = LOWEST[self.o.shape.real] if s.largest else 0.0
         sums = e.local("sums")
         e.vstore(sums, 0, e.splat(nothing))
@@ -66,10 +68,22 @@ class RowTask:
                 value = value if inside is None else e.tirx.Select(inside, value, e.splat(nothing))
                 e.vstore(sums, 0, combined(e.vload(sums, 0), value))
 
+        def edge(vector: int) -> None:
+            """One of the vectors that are of other units as well."""
+            lane, inside, before = e.ramp(0), None, vector * lanes
+            if before < first:
+                inside = e.tirx.GE(lane, e.splat(first - before, "int64"))
+            if before + lanes > end:
+                below = e.tirx.LT(lane, e.splat(end - before, "int64"))
+                inside = below if inside is None else e.tirx.And(inside, below)
+            add(e.index(vector), inside)
+
+        if first % lanes:
+            edge(first // lanes)
         with e.loop("vector", whole) as vector:
-            add(vector, None)
-        if left := self.hidden % self.lanes:
-            add(e.index(whole), e.tirx.LT(e.ramp(0), e.splat(left, "int64")))
+            add(vector if first == 0 else e.let("own_vector", vector + e.index(-(-first // lanes))), None)
+        if end % lanes and (end // lanes != first // lanes or not first % lanes):
+            edge(end // lanes)
         total = e.local("total")
         e.store(total, 0, e.number(nothing))
         with e.loop("lane", self.lanes) as lane:

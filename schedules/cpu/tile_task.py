@@ -189,6 +189,8 @@ class TileTask:
         if var in self.products:
             product = e.vload(self.products[var][self.m][self.v], 0)
             return self.real(var, product)
+        if var in o.numbers:
+            return e.cast(o.shape.real, e.ramp(self.unit))
         if level == -3:
             source = o.data["vectors" if var in o.vectors else "invariants"]
             return e.vload(source, e.index(o.row[var] * self.s.width) + self.unit)

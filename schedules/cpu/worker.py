@@ -81,7 +81,7 @@ class Worker(Memory):
         s, graph = self.shape, self.graph
         if graph.vectors:
             size = len(graph.vectors), s.width
-            pack = Packing(tuple((v.parameter, v.gate) for v in graph.vectors), size, size, (0, 1), s.real)
+            pack = Packing(tuple(v.source for v in graph.vectors), size, size, (0, 1), s.real)
             self.buffer("vectors", PACKED, Extent(prod(size)), pack)
         if graph.invariants:
             self.buffer("invariants", WORKSPACE, Extent(len(graph.invariants) * s.width))
@@ -98,7 +98,8 @@ class Worker(Memory):
             def value(var: Var) -> Expr:
                 if var not in values:
                     at = e.index(self.row[var] * s.width) + unit
-                    values[var] = e.let(var.name, e.vload(self.data["vectors"], at))
+                    values[var] = e.let(var.name, e.cast(s.real, e.ramp(unit)) if var in self.numbers else
+                                        e.vload(self.data["vectors"], at))
                 return values[var]
 
             for a in self.graph.invariants:

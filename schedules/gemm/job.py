@@ -24,7 +24,7 @@ STEPS, BATCH, SEQUENCES = "steps", "batch", "sequences"
 COUNT = "count"
 CHUNK = 16  # bytes that one instruction copies at most
 
-Vectors = Callable[[int], Expr]  # number of a parameter vector -> its value
+Vectors = Callable[[int | None], Expr]  # number of a parameter vector -> its value; None: the number of the unit
 
 
 @dataclass(frozen=True)

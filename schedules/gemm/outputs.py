@@ -55,7 +55,8 @@ class Outputs:
                         self.epilogue.store(self.arguments, here, unit, self._within, constants, sums)
 
     def _of_unit(self, unit: Expr, e: int) -> Vectors:
-        return lambda i: self.vector(i, self._within(unit, e))
+        return lambda i: (T.cast(self._within(unit, e), "float32") if i is None else
+                          self.vector(i, self._within(unit, e)))
 
     def _within(self, unit: Expr, e: int) -> Expr:
         """Unit ``unit + e``, or the last one."""
@@ -72,7 +73,7 @@ class HoistedValues(Epilogue):
         self.writes = {"hoisted": layout.dtype}
 
     def constants(self, vector: Vectors) -> dict[Var, Expr]:
-        env = {v.var: T.let(v.var.name, vector(i)) for i, v in enumerate(self.graph.vectors)}
+        env = {v.var: T.let(v.var.name, vector(None if v.numbers else i)) for i, v in enumerate(self.graph.vectors)}
         return invariants(self.graph, env)
 
     def store(self, arguments: Mapping[str, TirBuffer], row: Expr, unit: Expr, within: Callable[[Expr, int], Expr],

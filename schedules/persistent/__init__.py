@@ -192,6 +192,9 @@ class Persistent(Schedule):
             return "a gate warp without work"
         if task.graph.statistics and lanes > 32 and items > 1 and threads % lanes:
             return f"{lanes} lanes a row, in turns of {threads} threads"
+        most = max((len(p.statistics) for p in task.graph.phases), default=0)
+        if config["carrier"] == "l2" and most > 2 * min(32, lanes):  # a lane sends two
+            return f"{most} statistics at once, of rows of {lanes} lanes"
         return None
 
     @staticmethod

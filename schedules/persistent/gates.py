@@ -67,7 +67,7 @@ class Gates(GateThreads):
             sums: list[dict[Var, Expr]] = [{} for _ in envs]
             if phase.statistics and self.sums is not None:
                 lives = [self._live(i, t) for i in range(plan.items)]
-                sums, e = self.sums.exchange(e, t, envs, self._units(), lives), e + 1
+                sums, e = self.sums.exchange(e, t, envs, self._units(), self.unit, lives), e + 1
             if phase.products:
                 use = T.let("use", t * len(plan.phases) + p)
                 side = T.let("side", use % 2)

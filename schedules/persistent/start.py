@@ -15,7 +15,7 @@ from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.isa.tensor_core import per_word
 from ecornn.schedules.persistent.exchange import SENTINEL, pack
 from ecornn.schedules.persistent.plan import PAIR, PersistentPlan, PhasePlan
-from ecornn.schedules.scalars.pointwise import emit, invariants
+from ecornn.schedules.scalars.pointwise import emit, invariants, vectors_at
 from ecornn.schedules.timeline import Timeline, row_arguments
 
 THREADS = 256
@@ -114,8 +114,7 @@ def initial_operand(task: Task, states: dict[str, TirBuffer], vectors: TirBuffer
     count = H if head is None else head.units
     nearest = T.min(unit, count - 1)
     at, b = T.let("at", nearest if head is None else head.first + nearest), T.let("b", T.min(row, batch - 1))
-    env = {v.var: T.let(v.var.name, vectors[i * H + at]) for i, v in enumerate(graph.vectors)} if graph.prologue else {}
-    env = invariants(graph, env, math) if graph.prologue else env
+    env = invariants(graph, vectors_at(graph.vectors, vectors, H, at), math) if graph.prologue else {}
     from_row, inside = b, T.And(unit < count, row < batch)
     if task.traversal.sequences:
         number = T.let("number", timeline.number(0, b))

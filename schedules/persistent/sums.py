@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from ecornn.analysis import Statistic
 from ecornn.schedules.builder import Expr, T, Var
 from ecornn.schedules.persistent.plan import PersistentPlan
-from ecornn.schedules.scalars.row_sums import Kind, across_warp, combine, neutral
+from ecornn.schedules.scalars.row_sums import Kind, across_warp, among, combine, neutral
 
 LOWEST_BITS = 0xFF7FFFFF  # the lowest float32
 FINITE = 1e30  # a mean beyond is no good as the next step's s, nor is one that is no number
@@ -43,23 +43,24 @@ class Sums(ABC):
             for n in range(count):
                 T.buffer_store(self.means, T.float32(0), [i, n])
 
-    def exchange(self, e: int, t: Expr, envs: list[dict[Var, Expr]], owners: list[Expr],
+    def exchange(self, e: int, t: Expr, envs: list[dict[Var, Expr]], owners: list[Expr], units: list[Expr],
                  lives: list[Expr | None]) -> list[dict[Var, Expr]]:
         """The variables of exchange ``e`` for each item, from the operands in ``envs``; ``owners``: whether an item is
-        one of the layer's units; ``lives``: whether its row takes part in the step, None where it does."""
+        one of the layer's ``units``; ``lives``: whether its row takes part in the step, None where it does."""
         plan, statistics = self.plan, self.all[e]
         first = sum(len(s) for s in self.all[:e])
         each = [(i, n, s) for i in range(plan.items) for n, s in enumerate(statistics)]
         sums = []
         for i, n, s in each:
+            owner = owners[i] if s.units is None else T.And(owners[i], among(s, units[i]))
             if s.largest:  # in place of both sums
                 value = added([envs[i][o] for o in s.operands], True)
-                sums += [T.let("largest", T.Select(owners[i], value, neutral(True)))] * 2
+                sums += [T.let("largest", T.Select(owner, value, neutral(True)))] * 2
                 continue
             shift = None if s.squares is None else self.means[i, first + n]
             parts = [T.let("part", envs[i][o] if shift is None else envs[i][o] - shift) for o in s.operands]
             for value in (added(parts), added([T.let("square", p * p) for p in parts])):
-                sums.append(T.let("sum", T.Select(owners[i], value, T.float32(0))))
+                sums.append(T.let("sum", T.Select(owner, value, T.float32(0))))
         sums = across_warp(sums, self.lanes, [s.largest for _, _, s in each for _ in range(2)])
         size, slot = 2 * len(statistics), T.let("slot", self.slot(e, t))
         for i in range(plan.items):
@@ -71,7 +72,7 @@ class Sums(ABC):
             if s.squares is None:
                 found[i][s.total] = total
                 continue
-            count, before = len(s.operands) * plan.hidden, self.means[i, first + n]
+            count, before = s.count(plan.hidden), self.means[i, first + n]
             found[i][s.total] = T.let(s.total.name, total + T.float32(count) * before)
             off = T.let("off", total * T.float32(1.0 / count))
             found[i][s.squares] = T.let(s.squares.name, T.max(squares - total * off, T.float32(0)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ecornn.analysis.liveness import late_operands, urgent
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
 from ecornn.schedules.scalars.operands import for_products
-from ecornn.schedules.scalars.pointwise import emit, invariants
+from ecornn.schedules.scalars.pointwise import emit, invariants, vectors_at
 from ecornn.schedules.sequence_kernel import SequenceKernel
 
 
@@ -157,8 +157,7 @@ class GateThreads(ABC):
     def _constants(self, i: int) -> None:
         graph, H = self.graph, self.task.workload.hidden
         at = T.let("at", T.min(self.unit[i], H - 1))
-        env = {v.var: T.let(v.var.name, self.arguments["vectors"][k * H + at]) for k, v in enumerate(graph.vectors)}
-        env = invariants(graph, env, self.math)
+        env = invariants(graph, vectors_at(graph.vectors, self.arguments["vectors"], H, at), self.math)
         for k, var in enumerate(graph.invariant_outputs):
             T.buffer_store(self.constants, env[var], [i, k])
 

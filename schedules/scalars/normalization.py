@@ -17,7 +17,7 @@ from ecornn.program import WORKSPACE, Buffer, Extent, Launch
 from ecornn.schedules.base import Component, Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var
 from ecornn.schedules.hoisted import Hoisted
-from ecornn.schedules.scalars.pointwise import emit, invariants
+from ecornn.schedules.scalars.pointwise import emit, invariants, vectors_at
 from ecornn.schedules.scalars.row_sums import Env, RowSums
 
 THREADS = 256
@@ -90,13 +90,13 @@ class _Row:
             return
         self._units(lambda unit, envs: self._write(unit, envs, found))
 
-    def _each(self, function: Callable[[Env], None]) -> None:
+    def _each(self, function: Callable[[Env, Expr], None]) -> None:
         H = self.task.workload.hidden
 
         def visit(unit: Expr, envs: list[Env]) -> None:
             for e, env in enumerate(envs):
                 with T.If(unit + e < H), T.Then():
-                    function(env)
+                    function(env, unit + e)
 
         self._units(visit)
 
@@ -117,7 +117,7 @@ class _Row:
         graph, H, values = self.graph, self.task.workload.hidden, []
         for e, env in enumerate(envs):
             at = T.let("at", T.min(unit + e, H - 1))
-            given = {v.var: T.let(v.var.name, self.vectors[i * H + at]) for i, v in enumerate(graph.vectors)}
+            given = vectors_at(graph.vectors, self.vectors, H, at)
             env = emit(graph.normalized, invariants(graph, given) | env | found)
             values.append([env[v] for v in graph.hoisted_outputs])
         if self.layout.packed:

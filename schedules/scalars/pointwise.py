@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
-from ecornn.analysis import Assign, StepGraph
+from ecornn.analysis import Assign, StepGraph, Vector
 from ecornn.analysis.operators import key_of
 from ecornn.analysis.scalar import children, is_leaf, transform
-from ecornn.schedules.builder import Expr, T, Var
+from ecornn.schedules.builder import Expr, T, TirBuffer, Var
 from ecornn.schedules.scalars.cuda_functions import FUNCTIONS
 
 MATH = ("exact", "fast", "approx")
@@ -50,4 +50,12 @@ def invariants(graph: StepGraph, vectors: dict[Var, Expr], math: str = "exact") 
 
 def vector_sources(graph: StepGraph) -> tuple[tuple[str, int], ...]:
     """Sources of the packed buffer of parameter vectors, (V, H), in the order of ``graph.vectors``."""
-    return tuple((v.parameter, v.gate) for v in graph.vectors)
+    return tuple(v.source for v in graph.vectors)
+
+
+def vectors_at(vectors: Iterable[Vector], memory: TirBuffer, hidden: int, unit: Expr,
+               read: Container[Var] | None = None) -> dict[Var, Expr]:
+    """The value of each of ``vectors``, or of those that are ``read``, at a unit, from their packed buffer; numbers of
+    units as they are."""
+    return {v.var: T.let(v.var.name, T.cast(unit, "float32") if v.numbers else memory[k * hidden + unit])
+            for k, v in enumerate(vectors) if read is None or v.var in read}

@@ -9,7 +9,7 @@ from ecornn.analysis import Statistic, StepGraph
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
 
 Env = dict[Var, Expr]  # variable -> its value
-Each = Callable[[Callable[[Env], None]], None]
+Each = Callable[[Callable[[Env, Expr], None]], None]
 
 
 def parts_of(graph: StepGraph) -> list[tuple[int, ...] | int]:
@@ -38,6 +38,13 @@ __device__ __forceinline__ float ecornn_largest_across(float value, int lanes) {
 
 Kind = Any  # whether a statistic is a maximum, not a sum: a bool, or an expression where only a thread knows
 LOWEST = -3.4028234663852886e38  # below all numbers of float32 that there are
+
+
+def among(s: Statistic, unit: Expr) -> Expr:
+    """Whether a unit is one of those that a statistic is of; there is nothing to ask where it is of all."""
+    assert s.units is not None
+    first, end = s.units[0], sum(s.units)
+    return T.And(unit >= first, unit < end) if first else unit < end
 
 
 def combine(a: Expr, b: Expr, largest: Kind) -> Expr:
@@ -94,13 +101,13 @@ class RowSums:
         return max(1, len(statistics)) * threads // 32
 
     def statistics(self, statistics: Sequence[Statistic], hidden: int, each: Each) -> Env:
-        """The variables of ``statistics``. ``each`` calls a function with the operands of each unit of this thread;
-        twice where there are squares."""
+        """The variables of ``statistics``. ``each`` calls a function with the operands of each unit of this thread, and
+        its number; twice where there are squares."""
         found = Env()
         for s, total in zip(statistics, self._over(statistics, each, lambda s, value: value), strict=True):
             found[s.total] = total
         about = [s for s in statistics if s.squares is not None]
-        means = {s: T.let("mean", found[s.total] * T.float32(1.0 / (len(s.operands) * hidden))) for s in about}
+        means = {s: T.let("mean", found[s.total] * T.float32(1.0 / s.count(hidden))) for s in about}
 
         def squared(s: Statistic, value: Expr) -> Expr:
             apart = T.let("apart", value - means[s])
@@ -120,12 +127,12 @@ class RowSums:
         for n in range(count):
             T.buffer_store(sums, neutral(kinds[n]), [n])
 
-        def add(env: Env) -> None:
+        def add(env: Env, unit: Expr) -> None:
             for n, s in enumerate(statistics):
                 total = sums[n]
                 for operand in s.operands:
                     total = combine(total, function(s, env[operand]), s.largest)
-                T.buffer_store(sums, total, [n])
+                T.buffer_store(sums, total if s.units is None else T.Select(among(s, unit), total, sums[n]), [n])
 
         each(add)
         T.evaluate(T.cuda.cta_sync())  # what was there before has been read

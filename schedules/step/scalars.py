@@ -32,7 +32,7 @@ from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var
 from ecornn.schedules.hoisted import Hoisted, in_float32
 from ecornn.schedules.keeping import NOTHING, Stored, stored
 from ecornn.schedules.scalars.operands import for_products
-from ecornn.schedules.scalars.pointwise import emit, invariants
+from ecornn.schedules.scalars.pointwise import emit, invariants, vectors_at
 from ecornn.schedules.timeline import Timeline
 
 BEGIN_THREADS = 256
@@ -169,9 +169,7 @@ class StepScalars:
         H = self.task.workload.hidden
         if not self.graph.vectors and not self.graph.invariants:
             return {}
-        vectors = {v.var: T.let(v.var.name, self.arguments["vectors"][i * H + unit])
-                   for i, v in enumerate(self.graph.vectors)}
-        return invariants(self.graph, vectors, self.math)
+        return invariants(self.graph, vectors_at(self.graph.vectors, self.arguments["vectors"], H, unit), self.math)
 
     def hoisted(self, row: Expr, unit: Expr, t: Expr | None = None) -> list[Expr]:
         """Values of what does not depend on the state, as they are in memory; of this step, if of no other."""

@@ -43,8 +43,8 @@ def rows_kernel(task: Task, name: str, phases: tuple[int, ...], layout: Layout, 
                     with T.If(unit < w.hidden), T.Then():
                         function(unit)
 
-            def visit(p: int, known: Env, function: Callable[[Env], None]) -> None:
-                units(lambda unit: function(scalars.before(p, row, unit, known)))
+            def visit(p: int, known: Env, function: Callable[[Env, Expr], None]) -> None:
+                units(lambda unit: function(scalars.before(p, row, unit, known), unit))
 
             def finish(p: int, known: Env, unit: Expr) -> None:
                 scalars.finish(p, row, unit, known, scalars.hoisted(row, unit))

@@ -1,11 +1,12 @@
-"""Cells with a softmax over their units."""
+"""Cells with a softmax over their units, or over what is less, or that compare and normalize groups of them."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from ecornn import pointwise, product, softmax
-from published.base import Published, affine, sig, sums
+from published.base import Published, affine, relu, sig, sums
+from published.heads import WithHeads, each_head
 
 
 def soft(z):
@@ -46,6 +47,89 @@ class ONLSTM(Published):
         both = forget * enter
         c = (sig(f) * both + forget - both) * s["c"] + (sig(i) * both + enter - both) * np.tanh(new)
         return sig(o) * np.tanh(c), c
+
+
+class ONLSTMChunks(Published):
+    """Ordered neurons, with chunks of four units that share master gates (Shen et al. 2019, arXiv 1810.09536): these
+    are softmaxes of as many values as there are chunks, from matrices of as many rows, and the first values of biases 4
+    and 5. The triangle ``T`` adds them up and gives each unit its chunk's."""
+
+    name, states, hidden, chunk = "on_lstm_chunks", ("h", "c"), 12, 4
+    shapes = {"W": (4, "I"), "R": (4, "H"), "b": (6,)}
+    fixed = {"T": lambda hidden: np.stack([each.repeat(4, axis=0) for each in (
+        np.tri(hidden // 4), np.tri(hidden // 4).T)])}
+
+    def parameters(self, input, hidden):
+        chunks = hidden // self.chunk
+        return super().parameters(input, hidden) | {
+            "M": (2, chunks, input), "N": (2, chunks, hidden), "T": (2, hidden, chunks)}
+
+    def step(self, x, states, p):
+        from tvm import te
+
+        (h, c), wx, rh, b = states, product(x, p["W"]), product(states[0], p["R"]), p["b"]
+        mx, mh = (product(v, p[n]) for v, n in ((x, "M"), (h, "N")))
+
+        def master(g, name):
+            scores = te.compute((mx.shape[0], mx.shape[2]), lambda i, j: mx[i, g, j] + mh[i, g, j] + b[4 + g, j],
+                                name=name)
+            return product(softmax(scores), p["T"], g)
+
+        def gate(g, activation, name):
+            return pointwise(lambda i, j: activation(wx[i, g, j] + rh[i, g, j] + b[g, j]), h, name)
+
+        forget, enter = master(0, "f_scores"), master(1, "i_scores")
+        f, i, o, z = (gate(g, te.tanh if g == 3 else te.sigmoid, "fioz"[g]) for g in range(4))
+        both = pointwise(lambda i, j: forget[i, j] * enter[i, j], h, "overlap")
+        new = pointwise(lambda b, j: (f[b, j] * both[b, j] + forget[b, j] - both[b, j]) * c[b, j]
+                        + (i[b, j] * both[b, j] + enter[b, j] - both[b, j]) * z[b, j], c, "new")
+        return [pointwise(lambda i, j: o[i, j] * te.tanh(new[i, j]), h), new]
+
+    @staticmethod
+    def numpy(x, s, p):
+        f, i, o, z = (x @ p["W"][g].T + s["h"] @ p["R"][g].T + p["b"][g] for g in range(4))
+        forget, enter = (soft(x @ m.T + s["h"] @ n.T + b[:len(m)]) for m, n, b in zip(
+            p["M"], p["N"], p["b"][4:], strict=True))
+        size = f.shape[1] // forget.shape[1]
+        forget = np.repeat(np.cumsum(forget, axis=1), size, axis=1)
+        enter = np.repeat(1 - np.cumsum(enter, axis=1) + enter, size, axis=1)
+        both = forget * enter
+        c = (sig(f) * both + forget - both) * s["c"] + (sig(i) * both + enter - both) * np.tanh(z)
+        return sig(o) * np.tanh(c), c
+
+
+class EntNet(WithHeads):
+    """Recurrent entity network (Henaff et al. 2017, arXiv 1612.03969): slots that are compared with what was read, each
+    by one gate of its own, changed, and scaled to length one. Of the vectors 0 has the keys, 1 their products, 2 the
+    slopes of PReLU; the paper's matrices are the same for all slots."""
+
+    name, states, heads = "ent_net", ("h",), 4
+    shapes, blocks = {"W": (2, "I"), "v": (3,)}, {"U": 1}
+
+    def step(self, x, states, p):
+        from tvm import te
+
+        (h,), read, v = states, product(x, p["W"]), p["v"]
+        own, k, n = int(h.shape[1]) // self.heads, te.reduce_axis((0, int(h.shape[1]) // self.heads), "k"), self.heads
+        near = te.compute((h.shape[0], n), lambda b, s: te.sum(
+            read[b, 0, s * own + k] * (h[b, s * own + k] + v[0, s * own + k]), axis=k), name="near")
+        uh = product(h, p["U"], 0, heads=n)
+        seen = pointwise(lambda b, j: uh[b, j] + v[1, j] + read[b, 1, j], h, "seen")
+        new = pointwise(lambda b, j: h[b, j] + te.sigmoid(near[b, j // own]) * (
+            relu(seen[b, j]) - v[2, j] * relu(0.0 - seen[b, j])), h, "changed")
+        square = te.compute(near.shape, lambda b, s: te.sum(
+            new[b, s * own + k] * new[b, s * own + k], axis=k), name="square")
+        return [pointwise(lambda b, j: new[b, j] / te.sqrt(square[b, j // own]), h)]
+
+    @classmethod
+    def numpy(cls, x, s, p):
+        read, given = (x @ w.T for w in p["W"])
+        slots = (-1, cls.heads, read.shape[1] // cls.heads)
+        near = (read * (s["h"] + p["v"][0])).reshape(slots).sum(axis=2, keepdims=True)
+        new = each_head(s["h"], p["U"])[0] + p["v"][1] + given
+        new = np.maximum(new, 0.0) + p["v"][2] * np.minimum(new, 0.0)
+        h = s["h"].reshape(slots) + sig(near) * new.reshape(slots)
+        return ((h / np.sqrt(np.square(h).sum(axis=2, keepdims=True))).reshape(s["h"].shape),)
 
 
 class StateRegularizedRNN(Published):
