@@ -73,14 +73,28 @@ class Team:
         s = self.shape
         tiles = T.let("tiles", (end - first + (s.block_rows - 1)) // s.block_rows * s.columns)
         turn = T.local("turn", (1,), "int32")  # number of the tile
+
+        def place(number: Expr) -> tuple[Expr, Expr, Expr]:
+            """Of a tile: the group of rows, the first of them, and the column."""
+            group, column = T.let("group", number // s.columns), T.let("column", number % s.columns)
+            return group, T.let("row", first + group * s.block_rows), column
+
+        def begin(number: Expr) -> None:
+            """Its first copies, if there is such a tile."""
+            if s.rows:
+                with T.If(number < tiles), T.Then():
+                    _, row, column = place(number)
+                    self._begin(row, end, column)
+
         T.buffer_store(turn, member, [0])
+        begin(member)
         with T.While(turn[0] < tiles):
-            group, column = T.let("group", turn[0] // s.columns), T.let("column", turn[0] % s.columns)
-            row = T.let("row", first + group * s.block_rows)
+            group, row, column = place(turn[0])
             with T.unroll("m", s.tiles) as m, T.unroll("n", s.products) as n, T.unroll("e", 4) as e:
                 T.buffer_store(self.acc, T.float32(0), [m, n, e])
             if s.rows:
                 self._products(row, end, column)
+                begin(T.let("next", turn[0] + members))  # on their way while this tile's sums are written
             self._write(row, end, column)
             if done is not None:
                 T.evaluate(self.barrier())
@@ -88,12 +102,15 @@ class Team:
                     done(group)
             T.buffer_store(turn, turn[0] + members, [0])
 
-    def _products(self, row: Expr, end: Expr, column: Expr) -> None:
-        s = self.shape
-        for stage in range(s.stages - 1):
-            if stage < s.slabs:
+    def _begin(self, row: Expr, end: Expr, column: Expr) -> None:
+        """The copies of a tile's first stages."""
+        for stage in range(self.shape.stages - 1):
+            if stage < self.shape.slabs:
                 self._load_stage(row, end, column, stage, stage)
             T.evaluate(T.ptx["cp.async.commit_group"]())
+
+    def _products(self, row: Expr, end: Expr, column: Expr) -> None:
+        s = self.shape
         with T.serial("slab", 0, s.slabs) as slab:
             T.evaluate(T.ptx["cp.async.wait_group"](s.stages - 2))
             T.evaluate(self.barrier())

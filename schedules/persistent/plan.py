@@ -21,7 +21,9 @@ BARRIER = 16  # bytes of an mbarrier, so that what follows is aligned
 AHEAD_BYTES = 48 << 10  # of streamed weights a block has room for: what L2 sends while a step waits for state
 FLIGHT = 32  # loads of 16 bytes a lane has in flight while it polls, at most
 LINE = 32  # words of a line of L2
-UNROLLED = 1800  # mma of a warp in code without loops: with 2300 of float32 it does not fit where the chip keeps code
+WRITTEN = {"float32": 15, "tf32": 4}  # instructions for a product of a k-tile, about: it is three, of split words; else
+WRITTEN_16BIT = 2
+UNROLLED = 6500  # of these in code without loops: with 8000 it no longer fits where a multiprocessor keeps code
 SPARE_REGISTERS = 44  # addresses, loop state and gate math beside weights and accumulators
 
 
@@ -170,8 +172,9 @@ class PersistentPlan(NamedTuple):
         return -(-phase.octets(self.units) // 2) * 16 + 4
 
     def code(self, phase: PhasePlan, pairs: int) -> int:
-        """Instructions of tensor cores for so many pairs."""
-        return pairs * 2 * -(-phase.octets(self.units) // 2) * self.tiles * (3 if self.arithmetic == "float32" else 1)
+        """Instructions for the products of so many pairs."""
+        return (pairs * 2 * -(-phase.octets(self.units) // 2) * self.tiles
+                * WRITTEN.get(self.arithmetic, WRITTEN_16BIT))
 
     def stretches(self, phase: PhasePlan) -> list[tuple[int, int, bool]]:
         """First and last pairs of a warp, and whether the code of these is a loop over the turns in which they are
