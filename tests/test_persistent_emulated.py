@@ -198,6 +198,25 @@ def test_reads_weights_from_l2_where_they_do_not_fit(tmp_path, monkeypatch, cell
     check_numbers(tmp_path, Persistent(), task, config)
 
 
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "kilobytes", "stretches"), [
+    ("echo", (5, 3, 0, 230), "float16", {"units": 32, "registers": 20, "warps": 1}, 11,
+     [(0, 4, True), (4, 6, False), (6, 8, True)]),
+    ("lstm", (4, 9, 7, 180), "float32", {"units": 64, "registers": 0, "warps": 1}, 150,  # two tiles of rows
+     [(0, 7, True), (7, 12, True)]),
+    ("rnn_tanh", (4, 3, 7, 200), "bfloat16", {"units": 64, "registers": 0, "warps": 1}, 227, [(0, 7, True)]),
+], ids=["all", "streamed", "shared"])
+def test_products_that_are_too_much_code_are_loops(tmp_path, monkeypatch, cell, sizes, dtype, change, kilobytes,
+                                                   stretches):
+    monkeypatch.setattr(persistent_plan, "AHEAD_BYTES", 1)
+    monkeypatch.setattr(persistent_plan, "FLIGHT", 2 * -(-sizes[1] // 8))  # two pairs at a time: loops may leave a rest
+    task = task_of(cell, sizes, dtype, replace(KNOWN["sm_90a"], cores=8, shared=kilobytes << 10))
+    config = cut(task, **change)
+    monkeypatch.setattr(persistent_plan, "UNROLLED", plan_of(task, config).code(plan_of(task, config).phases[0], 3))
+    (phase,) = (plan := plan_of(task, config)).phases
+    assert plan.stretches(phase) == stretches and plan.written(phase) < phase.pairs
+    check_numbers(tmp_path, Persistent(), task, config)
+
+
 def test_fewer_rows_than_compiled(tmp_path):
     task = task_of("lstm", (5, 9, 16, 34), "float16", SMALL)
     check_numbers(tmp_path, Persistent(), task, cut(task, groups=2, units=24, ahead=0), batch=2)

@@ -10,10 +10,13 @@ import pytest
 from cuda_on_cpu import pack
 from emulated import check_numbers, task_of
 from msgspec.structs import replace
+from sanitize import CASES as SANITIZED
+from sanitize import cell_of
 from test_projection_wgmma import compile_loud
 
 from ecornn.build.cuda import lower
 from ecornn.build.nvcc import find_nvcc, parse_resources
+from ecornn.compiler import plan
 from ecornn.schedules.persistent_wide import PersistentWide
 from ecornn.schedules.persistent_wide.plan import packing_of, plan_of
 from ecornn.targets import KNOWN
@@ -244,3 +247,14 @@ def test_the_cost_model_is_told_numbers():
         features = schedule.features(task, schedule.default(task))
         assert features["waste"] >= 1 and all(np.isfinite(v) and v >= 0 for v in features.values())
         assert features["estimate"] == schedule.expected(task) > features["recurrence"] > 0
+
+
+@pytest.mark.parametrize("name", [n for n, of in SANITIZED.items() if "cores" in of or "shared" in of])
+def test_what_the_sanitizer_runs_as_on_a_smaller_gpu_fits_there(name):
+    of = SANITIZED[name]
+    _, B, I, H = of["sizes"]
+    target = replace(HOPPER, shared=of["shared"] << 10) if "shared" in of else HOPPER
+    target = replace(target, cores=of.get("cores", target.cores))
+    found = plan(cell_of(of["cell"]), hidden=H, input=I, batch=B, dtype=of["dtype"], target=target,
+                 schedule=of["schedule"], config=of["config"])
+    assert found.found.schedule.name == of["schedule"]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
+import types
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecornn.tune.timing import EARLY, FEWEST, LONGER, SPAN, Contestant, interval, race, settled
+from ecornn.tune import timing
+from ecornn.tune.timing import EARLY, FEWEST, LONGER, SPAN, Contestant, event_clock, interval, race, settled
 
 
 class Clocked:
@@ -87,3 +90,48 @@ def test_the_interval_of_the_median_is_that_of_order_statistics(times):
     reach = NormalDist().inv_cdf(0.975) * n ** 0.5 / 2
     low, high = ordered[max(0, math.floor((n - 1) / 2 - reach))], ordered[min(n - 1, math.ceil((n - 1) / 2 + reach))]
     assert interval(times) == pytest.approx((high - low) / 2 / median(times))
+
+
+class Simulated:
+    """A host that asks for work, and a GPU that does it in order, at 2 GHz, each with a time of its own; stands in for
+    ``torch.cuda`` and for the host's clock."""
+
+    def __init__(self) -> None:
+        self.host = self.gpu = 0.0
+        self.cuda = self
+
+    def work(self, asking: float, seconds: float) -> None:
+        self.host += asking
+        self.gpu = max(self.gpu, self.host) + seconds
+
+    def _sleep(self, cycles: int) -> None:
+        self.work(0.0, cycles / 2e9)
+
+    def Event(self, enable_timing: bool) -> types.SimpleNamespace:
+        event = types.SimpleNamespace(at=math.nan)
+
+        def record() -> None:
+            self.work(0.0, 0.0)
+            event.at = self.gpu
+
+        def synchronize() -> None:
+            self.host = max(self.host, event.at)
+
+        event.record, event.synchronize = record, synchronize
+        event.elapsed_time = lambda other: 1e3 * (other.at - event.at)
+        return event
+
+
+@pytest.mark.parametrize(("asking", "seconds"), [(48e-6, 5e-6), (20e-6, 18e-6), (20e-6, 25e-6), (48e-6, 3e-3)])
+@pytest.mark.parametrize("launches", [1, 100])
+def test_a_gpu_is_timed_alone_whatever_the_host_takes(monkeypatch, asking, seconds, launches):
+    torch = Simulated()
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: torch.host)
+
+    def run() -> None:
+        for _ in range(launches):
+            torch.work(asking, seconds)
+
+    alone = launches * seconds
+    assert event_clock(run) == pytest.approx(alone, abs=1.01 * asking if seconds > asking else 1e-9)

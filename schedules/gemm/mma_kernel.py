@@ -10,6 +10,7 @@ value by value.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import reduce
 
@@ -17,7 +18,7 @@ from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
 from ecornn.schedules.gemm.job import Columns, Epilogue, Job, Operand
 from ecornn.schedules.gemm.mma import ROW, SPAN, THREADS, WARP_COLUMNS, Shape, rows_ahead
 from ecornn.schedules.gemm.outputs import Outputs
-from ecornn.schedules.isa.tensor_core import mma, per_word, split
+from ecornn.schedules.isa.tensor_core import WORDS, mma, per_word, split, words
 
 
 def mma_kernel(job: Job, shape: Shape, epilogue: Epilogue, blocks: int, ahead: int = 100) -> PrimFunc:
@@ -72,14 +73,28 @@ class Team:
         s = self.shape
         tiles = T.let("tiles", (end - first + (s.block_rows - 1)) // s.block_rows * s.columns)
         turn = T.local("turn", (1,), "int32")  # number of the tile
+
+        def place(number: Expr) -> tuple[Expr, Expr, Expr]:
+            """Of a tile: the group of rows, the first of them, and the column."""
+            group, column = T.let("group", number // s.columns), T.let("column", number % s.columns)
+            return group, T.let("row", first + group * s.block_rows), column
+
+        def begin(number: Expr) -> None:
+            """Its first copies, if there is such a tile."""
+            if s.rows:
+                with T.If(number < tiles), T.Then():
+                    _, row, column = place(number)
+                    self._begin(row, end, column)
+
         T.buffer_store(turn, member, [0])
+        begin(member)
         with T.While(turn[0] < tiles):
-            group, column = T.let("group", turn[0] // s.columns), T.let("column", turn[0] % s.columns)
-            row = T.let("row", first + group * s.block_rows)
+            group, row, column = place(turn[0])
             with T.unroll("m", s.tiles) as m, T.unroll("n", s.products) as n, T.unroll("e", 4) as e:
                 T.buffer_store(self.acc, T.float32(0), [m, n, e])
             if s.rows:
                 self._products(row, end, column)
+                begin(T.let("next", turn[0] + members))  # on their way while this tile's sums are written
             self._write(row, end, column)
             if done is not None:
                 T.evaluate(self.barrier())
@@ -87,12 +102,15 @@ class Team:
                     done(group)
             T.buffer_store(turn, turn[0] + members, [0])
 
-    def _products(self, row: Expr, end: Expr, column: Expr) -> None:
-        s = self.shape
-        for stage in range(s.stages - 1):
-            if stage < s.slabs:
+    def _begin(self, row: Expr, end: Expr, column: Expr) -> None:
+        """The copies of a tile's first stages."""
+        for stage in range(self.shape.stages - 1):
+            if stage < self.shape.slabs:
                 self._load_stage(row, end, column, stage, stage)
             T.evaluate(T.ptx["cp.async.commit_group"]())
+
+    def _products(self, row: Expr, end: Expr, column: Expr) -> None:
+        s = self.shape
         with T.serial("slab", 0, s.slabs) as slab:
             T.evaluate(T.ptx["cp.async.wait_group"](s.stages - 2))
             T.evaluate(self.barrier())
@@ -102,8 +120,9 @@ class Team:
             T.evaluate(T.ptx["cp.async.commit_group"]())
             base = T.let("base", slab % s.stages * s.stage_words)
             cut = self._raised(slab)
-            for span in range(SPAN):
-                self._multiply(base, span, cut)
+            with self._where(self._has_units(column)):
+                for span in range(SPAN):
+                    self._multiply(base, span, cut, slab)
         T.evaluate(self.barrier())  # the next tile's copies overwrite the stages
 
     def _load_stage(self, row: Expr, end: Expr, column: Expr, slab: Expr, stage: Expr) -> None:
@@ -185,24 +204,56 @@ class Team:
             first += slabs
         return T.let("raised", reduce(T.Or, found))
 
-    def _multiply(self, base: Expr, span: int, cut: Expr | bool) -> None:
+    @staticmethod
+    def _where(condition: Expr | bool) -> ExitStack:
+        """A context for code that runs where the condition holds, if it may not."""
+        stack = ExitStack()
+        if condition is not True:
+            stack.enter_context(T.If(condition))
+            stack.enter_context(T.Then())
+        return stack
+
+    def _has_units(self, column: Expr) -> Expr | bool:
+        """Whether the warp has units: in float32, where products take long, others do not multiply padding."""
+        s, own = self.shape, 8 * self.shape.octets
+        if self.job.arithmetic != "float32" or s.columns * WARP_COLUMNS * own - self.job.units < own:
+            return True
+        return T.let("has_units", (column * WARP_COLUMNS + self.warp_column) * own < self.job.units)
+
+    def _has_values(self, slab: Expr, tile: int) -> Expr | bool:
+        """The same of K: whether a k-tile of a slab has values; of one operand."""
+        if self.job.arithmetic != "float32" or len(self.job.operands) > 1:
+            return True
+        values, before = words(self.job.operands[0].depth, self.job.dtype), (self.shape.slabs - 1) * SPAN * 16
+        return True if before + tile * WORDS < values else slab < self.shape.slabs - 1
+
+    def _multiply(self, base: Expr, span: int, cut: Expr | bool, slab: Expr) -> None:
         """Adds the products of one pair of k-tiles of a stage; ``cut``: of the operand, as of :func:`split`."""
-        s, kind, a, b = self.shape, self.job.arithmetic, self.a, self.b
+        with self._where(self._has_values(slab, 2 * span)):
+            self._add(base, span, cut, slab)
+
+    def _add(self, base: Expr, span: int, cut: Expr | bool, slab: Expr) -> None:
+        s, b = self.shape, self.b
         first = base + s.block_rows * ROW + span * (s.weight_words // SPAN)
         with T.unroll("n", s.products) as n:
             place = first + ((self.warp_column * s.products + n) * 32 + self.lane) * 4
             T.evaluate(T.ptx["ld.shared.v4.b32"](*(b[n, i] for i in range(4)), self.shared.ptr_to([place])))
         for tile in range(2):
-            with T.unroll("m", s.tiles) as m:
-                place = (base + ((self.warp_row * s.tiles + m) * 16 + self.lane % 16) * ROW
-                         + span * 16 + tile * 8 + self.lane // 16 * 4)
-                T.evaluate(T.ptx["ldmatrix.sync.aligned.m8n8.x4.shared.b16"](
-                    *(a[m, i] for i in range(4)), self.shared.ptr_to([place])))
-            with T.unroll("m", s.tiles) as m:
-                rows = [split(a[m, i], kind, cut) for i in range(4)]
-                with T.unroll("n", s.products) as n:
-                    mma([self.acc[m, n, i] for i in range(4)], rows,
-                        [split(b[n, tile * 2 + i], kind) for i in range(2)], kind, apart=True)
+            with self._where(tile == 0 or self._has_values(slab, 2 * span + 1)):
+                self._tile(base, span, tile, cut)
+
+    def _tile(self, base: Expr, span: int, tile: int, cut: Expr | bool) -> None:
+        s, kind, a, b = self.shape, self.job.arithmetic, self.a, self.b
+        with T.unroll("m", s.tiles) as m:
+            place = (base + ((self.warp_row * s.tiles + m) * 16 + self.lane % 16) * ROW
+                     + span * 16 + tile * 8 + self.lane // 16 * 4)
+            T.evaluate(T.ptx["ldmatrix.sync.aligned.m8n8.x4.shared.b16"](
+                *(a[m, i] for i in range(4)), self.shared.ptr_to([place])))
+        with T.unroll("m", s.tiles) as m:
+            rows = [split(a[m, i], kind, cut) for i in range(4)]
+            with T.unroll("n", s.products) as n:
+                mma([self.acc[m, n, i] for i in range(4)], rows,
+                    [split(b[n, tile * 2 + i], kind) for i in range(2)], kind, apart=True)
 
     def _write(self, row: Expr, end: Expr, column: Expr) -> None:
         s, units, vectors = self.shape, self.job.units, self.arguments["vectors"]

@@ -46,7 +46,7 @@ from ecornn.workload import Traversal, Workload
 
 START_BLOCKS = 128
 STREAMED_ROWS = 8  # with more, code with weights straight into registers takes half a minute to compile
-STREAMED = 0.7  # of L2: the most of the weights that may be read from there every step, a line by one block only
+STREAMED = 0.8  # of L2: the most of the weights that may be read from there every step, a line by one block only
 ROWS = (8, 16, 24, 32, 48, 64)  # of a group
 AHEAD = (100, 75, 50, 25, 0)
 LATE = 2  # times as long as the recurrence: what workers may take before a configuration is not worth a trial
@@ -327,7 +327,7 @@ class Persistent(Schedule):
             "sums": sum(plan.warps * p.gates * plan.items for p in plan.phases),
             "registers": plan.registers, "shared": plan.shared, "estimate": estimate(task, plan) - gained(task, config),
             "workers": plan.workers, "ring": plan.ring, "acquires": int(plan.fences != "rare"),
-            "polls": max(-(-p.pairs // p.polled_pairs) for p in plan.phases),
+            "polls": max(map(plan.turns, plan.phases)),
             "shared_weights": sum(plan.shared_weight_words(p) for p in plan.phases), "streamed": plan.streamed}
 
     def stages(self, task: Task, config: Config) -> dict[str, float]:

@@ -110,7 +110,7 @@ def stages(plan: PersistentPlan, rates: GPURates) -> tuple[float, float, float]:
         polled = plan.slot_words(p) * 4 * plan.rows / plan.columns
         trip = rates.l2_exchange + (0 if plan.units // per_word(plan.dtype) % 8 == 0 else rates.l2_shared_sector)
         arrival += (trip + POLLED * polled + POLLED_MORE * max(0.0, polled - NARROW)
-                    + POLL * (-(-p.pairs // p.polled_pairs) - 1))
+                    + POLL * (plan.turns(p) - 1))
         multiplied += (products * (TILE * plan.warps / 4 + TILE_TURN * -(-plan.warps // 4))
                        + SHARED * plan.shared_weight_words(p) * 4
                        + (STREAMED_RING if p.slots else STREAMED) * _streamed(plan, p))

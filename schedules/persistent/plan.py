@@ -21,6 +21,9 @@ BARRIER = 16  # bytes of an mbarrier, so that what follows is aligned
 AHEAD_BYTES = 48 << 10  # of streamed weights a block has room for: what L2 sends while a step waits for state
 FLIGHT = 32  # loads of 16 bytes a lane has in flight while it polls, at most
 LINE = 32  # words of a line of L2
+WRITTEN = {"float32": 15, "tf32": 4}  # instructions for a product of a k-tile, about: it is three, of split words; else
+WRITTEN_16BIT = 2
+UNROLLED = 6500  # of these in code without loops: with 8000 it no longer fits where a multiprocessor keeps code
 SPARE_REGISTERS = 44  # addresses, loop state and gate math beside weights and accumulators
 
 
@@ -168,6 +171,31 @@ class PersistentPlan(NamedTuple):
         """Floats between batch rows of the partial sums: 4 modulo 16, so that no banks conflict."""
         return -(-phase.octets(self.units) // 2) * 16 + 4
 
+    def code(self, phase: PhasePlan, pairs: int) -> int:
+        """Instructions for the products of so many pairs."""
+        return (pairs * 2 * -(-phase.octets(self.units) // 2) * self.tiles
+                * WRITTEN.get(self.arithmetic, WRITTEN_16BIT))
+
+    def stretches(self, phase: PhasePlan) -> list[tuple[int, int, bool]]:
+        """First and last pairs of a warp, and whether the code of these is a loop over the turns in which they are
+        polled: all of a phase without one, or if that is too much code, those apart that are kept alike."""
+        straight = phase.streamed_pairs and not phase.slots  # into registers, which are told apart in code alone
+        if self.code(phase, phase.pairs) <= UNROLLED or self.cluster or phase.operands > 1 or straight:
+            return [(0, phase.pairs, False)]
+        streamed, kept = phase.streamed_pairs, phase.streamed_pairs + phase.register_pairs
+        found = [(0, streamed, True), (streamed, kept, False), (kept, phase.pairs, True)]
+        return [(first, end, rolled) for first, end, rolled in found if first < end]
+
+    def turns(self, phase: PhasePlan) -> int:
+        """How often a warp polls in a step."""
+        return sum(-(-(end - first) // phase.polled_pairs) for first, end, _ in self.stretches(phase))
+
+    def written(self, phase: PhasePlan) -> int:
+        """Pairs that the code has, loops once."""
+        counts = [(end - first, rolled) for first, end, rolled in self.stretches(phase)]
+        return sum(phase.polled_pairs + n % phase.polled_pairs if rolled and n >= 2 * phase.polled_pairs else n
+                   for n, rolled in counts)
+
     @property
     def sum_floats(self) -> int:
         """Floats of one buffer of partial sums."""
@@ -292,7 +320,8 @@ def plan_of(task: Task, config: Config, chains: int | None = None, ahead: int | 
                   for p, size, need in zip(phases, pair_bytes, needed, strict=True)]
     plan = plan._replace(phases=tuple(phases))
     limit = register_limit(task, plan)
-    while max(p.polled_pairs for p in phases) * plan.tiles > FLIGHT or plan.registers > limit:
+    while (max(p.polled_pairs for p in phases) * plan.tiles > FLIGHT or plan.registers > limit
+           or any(plan.code(p, plan.written(p)) > UNROLLED and len(plan.stretches(p)) > 1 for p in phases)):
         if all(p.polled_pairs == 1 for p in phases):
             break
         phases = [p._replace(polled_pairs=-(-p.polled_pairs // 2)) for p in phases]

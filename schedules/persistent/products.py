@@ -88,7 +88,7 @@ def _weights(plan: PersistentPlan, phase: PhasePlan, source: TirBuffer, at: Posi
     return source.ptr_to([T.cast(index, "int64") * 4 * per_word(plan.dtype)])
 
 
-def _shared_place(plan: PersistentPlan, phase: PhasePlan, place: int, at: Position, q: int, v: int) -> Expr:
+def _shared_place(plan: PersistentPlan, phase: PhasePlan, place: int, at: Position, q: Expr, v: int) -> Expr:
     octets = phase.octets(plan.units)
     shared = q - phase.streamed_pairs - phase.register_pairs
     return place + (((at.warp * phase.shared_pairs + shared) * octets + v) * 32 + at.lane) * 4
@@ -108,17 +108,18 @@ class _Stored:
         if self.ahead:
             self._from_l2(0)
 
-    def load(self, q: int) -> None:
-        """Loads pair q where it is not in registers; what comes from L2 was asked for earlier."""
+    def load(self, q: Expr, like: int) -> None:
+        """Loads pair q where it is not in registers; what comes from L2 was asked for earlier. ``like``: a pair that is
+        kept where q is."""
         streamed = self.phase.streamed_pairs
-        if q >= streamed + self.phase.register_pairs:
+        if like >= streamed + self.phase.register_pairs:
             for v in range(self.octets):
                 place = _shared_place(self.plan, self.phase, self.kept.place, self.at, q, v)
                 self._into(0, v, "ld.shared.v4.b32", self.kept.words.ptr_to([place]))
-        elif q < streamed and self.kept.stream is not None:
+        elif like < streamed and self.kept.stream is not None:
             self.kept.stream.read(q, self.t, self.loaded)
-        elif q + 1 < streamed:
-            self._from_l2(q + 1)
+        elif like + 1 < streamed:
+            self._from_l2(like + 1)
 
     def _from_l2(self, q: int) -> None:
         for v in range(self.octets):
@@ -133,7 +134,7 @@ class _Stored:
         T.evaluate(T.ptx[instruction](*(self.loaded[turn, v, i] for i in range(4)), address))
 
     def word(self, q: int, v: int, i: int) -> Expr:
-        """Word i of octet v of pair q, after ``load(q)``."""
+        """Word i of octet v of pair q, or of one like it, after :meth:`load`."""
         held = q - self.phase.streamed_pairs
         if 0 <= held < self.phase.register_pairs:
             return self.kept.held[held * self.octets + v, i]
@@ -160,24 +161,41 @@ def _multiply(plan: PersistentPlan, index: int, stored: _Stored, carrier: Ring |
         for p in range(phase.polled_pairs):
             for i in range(4):  # lanes of the last tile that have no batch row never load
                 T.buffer_store(state, T.uint32(0), [p, plan.tiles - 1, i])
-    for q in range(phase.pairs):
-        p = q % phase.polled_pairs
-        if p == 0:
-            carrier.read(index, state, start, range(q, min(q + phase.polled_pairs, phase.pairs)), lane)
-        stored.load(q)
-        for tile in range(2):
-            columns = [[split(state[p, n, tile * 2 + half], plan.arithmetic) for half in range(2)]
-                       for n in range(plan.tiles)]
-            for m in range(tiles):
-                rows = []
-                for half in range(2):  # a0, a1: word 0 of the lower and upper octet; a2, a3: word 1
-                    for v in (2 * m, 2 * m + 1):
-                        rows.append(split(stored.word(q, v, tile * 2 + half), plan.arithmetic) if v < octets
-                                    else tuple(T.uint32(0) for _ in range(2)))
-                for n in range(plan.tiles):
-                    chain = (2 * q + tile) % chains
-                    mma([acc[chain, m, n, i] for i in range(4)], rows, columns[n], plan.arithmetic,
-                        apart=False)  # the sums of a warp are short
+
+    def turn(first: Expr, like: int, count: int) -> None:
+        """``count`` pairs from ``first`` on: waits for their words, then multiplies one after the other. ``like``: the
+        first of as many that are kept where these are; the same in code that is no loop."""
+        from_there, pairs = start, range(like, like + count)
+        if first is not like:  # of one operand, whose pairs lie one after the other
+            from_there = T.let("from", start + first * (plan.tiles * 128))
+            pairs = range(count)
+        carrier.read(index, state, from_there, pairs, lane)
+        for p in range(count):
+            q = like + p
+            stored.load(first + p, q)
+            for tile in range(2):
+                columns = [[split(state[p, n, tile * 2 + half], plan.arithmetic) for half in range(2)]
+                           for n in range(plan.tiles)]
+                for m in range(tiles):
+                    rows = []
+                    for half in range(2):  # a0, a1: word 0 of the lower and upper octet; a2, a3: word 1
+                        for v in (2 * m, 2 * m + 1):
+                            rows.append(split(stored.word(q, v, tile * 2 + half), plan.arithmetic) if v < octets
+                                        else tuple(T.uint32(0) for _ in range(2)))
+                    for n in range(plan.tiles):
+                        chain = (2 * q + tile) % chains
+                        mma([acc[chain, m, n, i] for i in range(4)], rows, columns[n], plan.arithmetic,
+                            apart=False)  # the sums of a warp are short
+
+    polled = phase.polled_pairs
+    for first, end, rolled in plan.stretches(phase):
+        turns = (end - first) // polled if rolled else 0
+        if turns > 1:
+            with T.serial("turn", 0, turns) as number:
+                turn(T.let("first_pair", first + number * polled), first, polled)
+            first += turns * polled
+        for q in range(first, end, polled):
+            turn(q, q, min(polled, end - q))
 
     def total(m: int, n: int, i: int) -> Expr:
         value = acc[0, m, n, i]

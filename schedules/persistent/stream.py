@@ -55,11 +55,13 @@ class Stream:
                 self._copy(slot)
         T.evaluate(T.cuda.warp_sync())
 
-    def read(self, q: int, t: Expr, into: TirBuffer) -> None:
+    def read(self, q: Expr, t: Expr, into: TirBuffer) -> None:
         """Waits for streamed pair ``q`` in step t, reads this lane's words, and asks for what the slot holds next."""
         slots, count = self.phase.slots, self.phase.streamed_pairs
         slot, turn = q % slots, q // slots
-        every = len(range(slot, count, slots))  # pairs of the slot in a step
+        if not isinstance(q, int):
+            slot, turn = T.let("slot", slot), T.let("turn_of_slot", turn)
+        every = (count - slot + slots - 1) // slots  # pairs of the slot in a step
         mbarrier_wait(self._barrier(slot), T.cast(T.bitwise_and(t * every + turn, 1), "uint32"))
         for v in range(self.phase.octets(self.plan.units)):
             at = self.words.ptr_to([self.ring + (slot * self.size + v * OCTET) + self.lane * 4])
@@ -67,14 +69,18 @@ class Stream:
         T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())
         T.evaluate(T.cuda.warp_sync())
         follows = q + slots < count  # in this step
+        if not isinstance(q, int):
+            with T.If(T.And(self.lane == 0, T.Or(follows, t + 1 < self.steps))), T.Then():
+                self._copy(T.let("next", T.Select(follows, q + slots, slot)))
+            return
         wanted = self.lane == 0 if follows else T.And(self.lane == 0, t + 1 < self.steps)
         with T.If(wanted), T.Then():
             self._copy(q + slots if follows else slot)
 
-    def _barrier(self, slot: int) -> Expr:
+    def _barrier(self, slot: Expr) -> Expr:
         return self.words.ptr_to([self.barriers + slot * 2])
 
-    def _copy(self, q: int) -> None:
+    def _copy(self, q: Expr) -> None:
         slot = q % self.phase.slots
         place = T.cast((self.pairs + q) * self.size, "int64") * per_word(self.plan.dtype)
         T.evaluate(T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"](self._barrier(slot), T.uint32(self.size * 4)))

@@ -46,17 +46,20 @@ class Gates(GateThreads):
         self.marks = T.local("marks", (self.items,), "int32") if kernel.task.traversal.resets else None
 
     def _locate(self, thread: Expr) -> None:
+        """Places: of heads, or a thread's only one, so that nobody looks into them. Else each step would work them out
+        again of the thread, within branches, which takes less only where there are many."""
         place = self.products.place
-        bind = T.let if self.plan.heads == 1 else pinned  # else each step works it out again
-        if self.plan.heads == 1:
-            self.unit = [T.let("unit", unit) for unit, _, _ in place]
-            self.local = self.unit
-        else:
+        heads = self.plan.heads > 1
+        bind = pinned if heads or self.plan.items == 1 else T.let
+        if heads:
             head = T.let("layer_head", self.products.share_of_heads * self.plan.held + self.products.head)
             self.unit = [pinned("unit", head * self.plan.head + unit) for unit, _, _ in place]
             self.local = [pinned("local", self.products.head_first + unit) for unit, _, _ in place]
+        else:
+            self.unit = [bind("unit", unit) for unit, _, _ in place]
+            self.local = self.unit
         self.owner = [T.let("owner", owner) for _, _, owner in place]
-        self.column = [T.let("column", T.Select(owner, column, 0))
+        self.column = [(T.let if heads else bind)("column", T.Select(owner, column, 0))
                        for owner, (_, column, _) in zip(self.owner, place, strict=True)]
         self.row = [bind("row", self.group * self.plan.rows + column) for column in self.column]
         self.valid = [T.let("valid", T.And(owner, T.And(unit < self.plan.hidden, row < self.batch)))

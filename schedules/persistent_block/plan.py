@@ -14,7 +14,7 @@ from ecornn.schedules.isa.tensor_core import per_word, words
 
 PAIR = 16  # words of a pair of k-tiles
 CHAINS = 4  # dependent sums that a thread has at least: as many cycles as a multiply-add takes
-AHEAD = 8  # loads of 16 bytes of state that a thread has under way
+AHEAD, AHEAD_ROWS = 8, 4  # loads of 16 bytes of state that a thread has under way; for multiply-adds of several rows
 DEPTHS = (8, 4, 2)  # steps that inputs are copied ahead, in turn for this many bytes at most:
 INPUT_BYTES = 32 << 10
 RESERVED = 1 << 10  # bytes of shared memory that every block takes besides
@@ -147,7 +147,8 @@ class BlockPlan(NamedTuple):
 
     def ahead(self, part: Part) -> int:
         """Pieces that a thread loads before it multiplies."""
-        return min(part.pieces, max(1, AHEAD // self.loads))
+        most = AHEAD if self.mma or self.rows == 1 else AHEAD_ROWS
+        return min(part.pieces, max(1, most // self.loads))
 
     @property
     def buffers(self) -> int:

@@ -14,16 +14,17 @@ from ecornn.analysis.liveness import late_operands
 from ecornn.program import WORKSPACE, Buffer, Extent, Launch, Program, Relay
 from ecornn.schedules.assemble import assemble, shared_buffers
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, no_room
+from ecornn.schedules.few_steps import others
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
 from ecornn.schedules.step.operand_rows import whole_pieces
 from ecornn.schedules.step.whole_step_kernel import StepPlan, operand_of, plan_of, step_kernel
 from ecornn.workload import FEW
 
-# Nanoseconds, of an H100's calls (benchmarks/results/h100_few_steps.txt): of a call beside its steps, of this schedule
-# and of others, which launch more, and before their first step read all weights besides; and what a step hides behind
-# the one before it
-CALL, OTHERS, HIDDEN = 7_000, 18_000, 3_500
+# Nanoseconds, of an H100's calls (benchmarks/results/h100_few_steps.txt): of a call beside its steps, and what a step
+# hides behind the one before it
+CALL, HIDDEN = 7_000, 3_500
+LEAST = 2_000  # of a step, whatever is hidden
 L2_KEEPS = 0.8  # of L2: weights that are more come from memory in each step
 SPARE_REGISTERS = 40  # of a thread, beside sums and operands: addresses, loops, gate math
 FINISH = 900  # cycles from the last product until the last store: barriers, sums of the warps, the cell's scalars
@@ -92,16 +93,11 @@ class WholeStep(Schedule):
         return best
 
     def expected(self, task: Task) -> float:
-        return max(0.0, estimate(task, plan_of(task, self.default(task))) - HIDDEN) + CALL / task.workload.seq
+        return max(LEAST, estimate(task, plan_of(task, self.default(task))) - HIDDEN) + CALL / task.workload.seq
 
     def rank(self, task: Task) -> float:
         """What others expect of a step leaves out what a call takes beside its steps."""
-        w, rates = task.workload, gpu_rates(task.device)
-        (phase,) = task.graph.phases
-        weights = w.hidden * w.itemsize * (len(task.graph.hoisted_products) * task.own_input
-                                           + len(phase.products) * w.hidden)
-        others = OTHERS + weights / (rates.memory * task.device.cores)
-        return self.expected(task) - others / w.seq
+        return self.expected(task) - others(task) / task.workload.seq
 
     def _candidates(self, task: Task) -> Iterator[Config]:
         knobs = {k.name: k.values for k in self.knobs(task)} | {"chained": (True,), "cluster": (1,)}
