@@ -1,9 +1,6 @@
 // Packs weights that lie on a GPU, as ecornn/program.py says of a Packing; ecornn/runtime/device_packing.py makes the
 // tables. A warp makes a piece of a packed buffer, 16 bytes a thread at a time: what it reads are parts of a few rows.
 
-constexpr int kAtOnce = 2;  // of the 16 bytes that a thread makes
-constexpr int kMany = 8;    // of single elements
-
 struct Work {
   unsigned long long place;  // of the piece's first element among the rows of all gates (high half), and in its row
   int job, piece;            // which of the job's pieces
@@ -84,130 +81,68 @@ __device__ unsigned element(const Job& job, const Source* sources, const Paramet
   return rounded(loaded<kType>(from, ((long long)source.gate * job.rows + row) * job.columns + column), job.kind);
 }
 
-// Where 16 bytes of a piece come from: from one place on, if all of them are inside of the same gate.
-struct Origin {
-  const void* from;
-  long long at;
-  bool whole, there;  // whether all come from there; else whether any might be anywhere
-};
-
-// `most_row`, `most_column`: the farthest of them from the first one.
-__device__ Origin origin_of(const Job& job, const Source* sources, const Parameters& parameters,
-                            unsigned long long place, unsigned most_row, unsigned most_column) {
+// 16 bytes of what a warp makes, of kTogether elements: `row` and `column` say how far each is from the first one;
+// in_row: one behind the other.
+template <int kType, int kTogether>
+__device__ void alike(const Job& job, const Source* sources, const Parameters& parameters, unsigned long long place,
+                      const int (&row)[8], const int (&column)[8], bool in_row, unsigned (&value)[8]) {
   const unsigned first = (unsigned)place, all = (unsigned)(place >> 32);
   const unsigned gate = job.padded == 1 ? all : (unsigned)((unsigned long long)all * job.magic >> 32);
   const unsigned first_row = all - gate * job.padded;
-  const bool several = first_row + most_row >= job.padded;  // gates
-  const bool outside = first_row >= (unsigned)job.rows || first >= (unsigned)job.columns;
-  Origin found = {nullptr, 0, false, false};
-  if (gate >= (unsigned)job.gates || (outside && !several)) return found;
-  const Source source = sources[job.sources + gate];
-  if (source.parameter >= 0) found.from = parameters.at[source.parameter];
-  found.at = ((long long)source.gate * job.rows + first_row) * job.columns + first;
-  found.whole = found.from && first_row + most_row < (unsigned)job.rows && first + most_column < (unsigned)job.columns;
-  found.there = several || found.from;
-  return found;
-}
-
-// One element of a piece.
-template <int kType>
-__device__ void store_one(const Work& work, const Job& job, int item, float value) {
-  const long long to = (long long)work.piece * job.size + item;
-  if (job.kind == 1 || job.kind == 2)
-    ((unsigned short*)job.to)[to] = (unsigned short)rounded(value, job.kind);
-  else
-    ((unsigned*)job.to)[to] = rounded(value, job.kind);
-}
-
-// Every 32nd element of a piece, kMany of which are loaded before the first is stored: vectors of an odd size are a few
-// warps, for which all others would wait.
-template <int kType>
-__device__ void one_by_one(const Work& work, const Job& job, const Source* sources, const unsigned long long* own,
-                           const Parameters& parameters, int lane) {
-#pragma unroll 1
-  for (int i = lane; i < job.size; i += kMany * 32) {
-    const void* from[kMany];
-    int at[kMany];
-    float loads[kMany];
-#pragma unroll
-    for (int n = 0; n < kMany; ++n) {
-      Origin origin = {nullptr, 0, false, false};
-      if (i + n * 32 < job.size)
-        origin = origin_of(job, sources, parameters, work.place + own[i + n * 32], 0, 0);
-      from[n] = origin.whole ? origin.from : nullptr;
-      at[n] = (int)origin.at;
-    }
-#pragma unroll
-    for (int n = 0; n < kMany; ++n) loads[n] = from[n] ? loaded<kType>(from[n], at[n]) : 0.0f;
-#pragma unroll
-    for (int n = 0; n < kMany; ++n)
-      if (i + n * 32 < job.size) store_one<kType>(work, job, i + n * 32, loads[n]);
+  const void* from = nullptr;
+  long long at = 0;
+  if (gate < (unsigned)job.gates) {
+    const Source source = sources[job.sources + gate];
+    if (source.parameter >= 0) from = parameters.at[source.parameter];
+    at = ((long long)source.gate * job.rows + first_row) * job.columns + first;
   }
+  float loads[8];
+  const bool pairs = in_row && from && first_row < (unsigned)job.rows && first + kTogether <= (unsigned)job.columns &&
+                     ((unsigned long long)from + at * (kType == 0 ? 4 : 2)) % (kType == 0 ? 8 : 4) == 0;
+  if (pairs) {
+#pragma unroll
+    for (int k = 0; k < kTogether; k += 2) loaded_pair<kType>(from, at + k, loads[k], loads[k + 1]);
+  } else {
+#pragma unroll
+    for (int k = 0; k < kTogether; ++k) {
+      const bool there = from && first_row + row[k] < (unsigned)job.rows && first + column[k] < (unsigned)job.columns;
+      loads[k] = there ? loaded<kType>(from, at + (row[k] * job.columns + column[k])) : 0.0f;
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kTogether; ++k) value[k] = rounded(loads[k], job.kind);
 }
 
-// A thread has what it loads for kAtOnce times 16 bytes under way before it stores the first of them.
 template <int kType, int kTogether>
 __device__ void piece_alike(const Work& work, const Job& job, const Source* sources, const unsigned long long* own,
                             const Parameters& parameters, int lane) {
-  int offset[8];
-  unsigned most_row = 0, most_column = 0;
-  bool in_row = job.columns % 2 == 0;
+  int row[8], column[8], most = 0;
+  bool in_row = true;
 #pragma unroll
   for (int k = 0; k < kTogether; ++k) {
     const unsigned long long farther = own[k] - own[0];
-    const unsigned row = (unsigned)(farther >> 32), column = (unsigned)farther;
-    offset[k] = (int)(row * job.columns + column);
-    most_row = max(most_row, row);
-    most_column = max(most_column, column);
-    in_row = in_row && row == 0 && column == (unsigned)k;
+    row[k] = (int)(farther >> 32);
+    column[k] = (int)farther;
+    most = max(most, row[k]);
+    in_row = in_row && row[k] == 0 && column[k] == k;
   }
   const long long first = (long long)work.piece * job.size;
-  for (int i = kTogether * lane; i < job.size; i += kAtOnce * kTogether * 32) {
-    Origin origins[kAtOnce];
-    float loads[kAtOnce][8];
+  for (int i = kTogether * lane; i < job.size; i += kTogether * 32) {
+    const unsigned long long place = work.place + own[i];
+    const unsigned all = (unsigned)(place >> 32);
+    const unsigned gate = job.padded == 1 ? all : (unsigned)((unsigned long long)all * job.magic >> 32);
+    unsigned value[8];
+    if (all - gate * job.padded + most < job.padded) {
+      alike<kType, kTogether>(job, sources, parameters, place, row, column, in_row, value);
+    } else {  // of several gates
 #pragma unroll
-    for (int n = 0; n < kAtOnce; ++n) {
-      const int item = i + n * kTogether * 32;
-      origins[n] = {nullptr, 0, false, false};
-      if (item < job.size)
-        origins[n] = origin_of(job, sources, parameters, work.place + own[item], most_row, most_column);
+      for (int k = 0; k < kTogether; ++k) value[k] = element<kType>(job, sources, parameters, work.place + own[i + k]);
     }
+    Words words;
 #pragma unroll
-    for (int n = 0; n < kAtOnce; ++n) {
-      const void* from = origins[n].from;
-      const long long at = origins[n].at;
-      const bool pairs = in_row && ((unsigned long long)from + at * (kType == 0 ? 4 : 2)) % (kType == 0 ? 8 : 4) == 0;
-#pragma unroll
-      for (int k = 0; k < kTogether; ++k) loads[n][k] = 0.0f;
-      if (origins[n].whole && pairs) {
-#pragma unroll
-        for (int k = 0; k < kTogether; k += 2) loaded_pair<kType>(from, at + k, loads[n][k], loads[n][k + 1]);
-      } else if (origins[n].whole) {
-#pragma unroll
-        for (int k = 0; k < kTogether; ++k) loads[n][k] = loaded<kType>(from, at + offset[k]);
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < kAtOnce; ++n) {
-      const int item = i + n * kTogether * 32;
-      if (item >= job.size) break;
-      if (origins[n].there && !origins[n].whole) {  // some are outside, or of another gate
-#pragma unroll 1
-        for (int k = item; k < item + kTogether; ++k) {
-          const Origin one = origin_of(job, sources, parameters, work.place + own[k], 0, 0);
-          store_one<kType>(work, job, k, one.whole ? loaded<kType>(one.from, one.at) : 0.0f);
-        }
-        continue;
-      }
-      unsigned value[8];
-#pragma unroll
-      for (int k = 0; k < kTogether; ++k) value[k] = rounded(loads[n][k], job.kind);
-      Words words;
-#pragma unroll
-      for (int k = 0; k < 4; ++k)
-        words.word[k] = kTogether == 8 ? value[2 * k % 8] | value[(2 * k + 1) % 8] << 16 : value[k];
-      *(Words*)(job.to + (first + item) * (16 / kTogether)) = words;
-    }
+    for (int k = 0; k < 4; ++k)
+      words.word[k] = kTogether == 8 ? value[2 * k % 8] | value[(2 * k + 1) % 8] << 16 : value[k];
+    *(Words*)(job.to + (first + i) * (16 / kTogether)) = words;
   }
 }
 
@@ -226,7 +161,13 @@ __device__ void piece(const Work& work, const Job& job, const Source* sources, c
     return;
   }
   if (job.size % together) {
-    one_by_one<kType>(work, job, sources, own, parameters, lane);
+    for (int i = lane; i < job.size; i += 32) {
+      const unsigned value = element<kType>(job, sources, parameters, work.place + own[i]);
+      if (small)
+        ((unsigned short*)job.to)[first + i] = (unsigned short)value;
+      else
+        ((unsigned*)job.to)[first + i] = value;
+    }
     return;
   }
   for (int i = together * lane; i < job.size; i += together * 32) {
