@@ -106,7 +106,7 @@ def _code() -> bytes:
     digest = hashlib.sha256(msgspec.json.encode(versions()))
     for place in (Path(ecornn.__path__[0]), Path(ecornn.schedules.__path__[0])):
         for path in sorted(place.rglob("*")):
-            if path.suffix in (".py", ".cc", ".h"):
+            if path.suffix in (".py", ".cc", ".cu", ".h"):
                 digest.update(path.relative_to(place).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.digest()
 
