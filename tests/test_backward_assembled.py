@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import test_adjoint
@@ -258,6 +260,7 @@ def test_all_gradients(tmp_path, cell, sizes, traversal):
 def test_all_cells(tmp_path, cell):
     """Sizes and directions drawn for each."""
     draws = np.random.default_rng(sum(cell.encode()))
-    sizes = tuple(int(draws.integers(1, most)) for most in (6, 7, 18, 20))
+    T, B, I, H = (int(draws.integers(1, most)) for most in (6, 7, 18, 20))
+    heads = int(found[1]) if (found := re.search(r"heads=(\d+)", cell)) else 1
     reverse, lengths = draws.integers(2, size=2).astype(bool).tolist()
-    test_all_gradients(tmp_path, cell, sizes, Traversal(reverse=reverse, lengths=lengths))
+    test_all_gradients(tmp_path, cell, (T, B, I, -(-H // heads) * heads), Traversal(reverse=reverse, lengths=lengths))
