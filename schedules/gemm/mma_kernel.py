@@ -54,6 +54,7 @@ class Team:
                  memory: TirBuffer, thread: Expr, barrier: Callable[[], Expr]) -> None:
         self.job, self.shape, self.epilogue = job, shape, epilogue
         self.arguments, self.thread, self.barrier = arguments, thread, barrier
+        self.alone = True  # nobody waits for its tiles
         self.shared = memory.view("uint32")
         self.halves = memory.view("float16" if per_word(job.dtype) == 2 else "uint32")
         self.lane, warp = T.let("lane", thread % 32), T.let("warp", thread // 32)
@@ -68,9 +69,10 @@ class Team:
         """Tiles ``member``, ``member + members``, ... of rows ``first`` to ``end``, in the order of rows.
 
         ``done(n)`` is emitted for thread 0, when a tile of the n-th group of ``block_rows`` rows is
-        written by all threads.
+        written by all threads. Where somebody waits for that, copies begin with their tile, and padding is multiplied:
+        blocks beside a recurrence have its registers, too few for what spares that.
         """
-        s = self.shape
+        s, self.alone = self.shape, done is None
         tiles = T.let("tiles", (end - first + (s.block_rows - 1)) // s.block_rows * s.columns)
         turn = T.local("turn", (1,), "int32")  # number of the tile
 
@@ -87,14 +89,18 @@ class Team:
                     self._begin(row, end, column)
 
         T.buffer_store(turn, member, [0])
-        begin(member)
+        if self.alone:
+            begin(member)
         with T.While(turn[0] < tiles):
             group, row, column = place(turn[0])
             with T.unroll("m", s.tiles) as m, T.unroll("n", s.products) as n, T.unroll("e", 4) as e:
                 T.buffer_store(self.acc, T.float32(0), [m, n, e])
             if s.rows:
+                if not self.alone:
+                    self._begin(row, end, column)
                 self._products(row, end, column)
-                begin(T.let("next", turn[0] + members))  # on their way while this tile's sums are written
+                if self.alone:
+                    begin(T.let("next", turn[0] + members))  # on their way while this tile's sums are written
             self._write(row, end, column)
             if done is not None:
                 T.evaluate(self.barrier())
@@ -216,13 +222,14 @@ class Team:
     def _has_units(self, column: Expr) -> Expr | bool:
         """Whether the warp has units: in float32, where products take long, others do not multiply padding."""
         s, own = self.shape, 8 * self.shape.octets
-        if self.job.arithmetic != "float32" or s.columns * WARP_COLUMNS * own - self.job.units < own:
+        spared = s.columns * WARP_COLUMNS * own - self.job.units >= own
+        if not self.alone or self.job.arithmetic != "float32" or not spared:
             return True
         return T.let("has_units", (column * WARP_COLUMNS + self.warp_column) * own < self.job.units)
 
     def _has_values(self, slab: Expr, tile: int) -> Expr | bool:
         """The same of K: whether a k-tile of a slab has values; of one operand."""
-        if self.job.arithmetic != "float32" or len(self.job.operands) > 1:
+        if not self.alone or self.job.arithmetic != "float32" or len(self.job.operands) > 1:
             return True
         values, before = words(self.job.operands[0].depth, self.job.dtype), (self.shape.slabs - 1) * SPAN * 16
         return True if before + tile * WORDS < values else slab < self.shape.slabs - 1
