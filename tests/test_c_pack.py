@@ -131,7 +131,8 @@ def launches_of(said: Manifest, to: Sequence[int]) -> list[tuple[Any, ...]]:
 
 
 def numbered(sources: np.ndarray, parameters: Sequence[int]) -> list[tuple[int, int]]:
-    return [(-1 if p < 0 else parameters[p], gate) for p, gate in sources.tolist()]
+    """Behind sources there may be how many rows each has, in these tests more than there are parameters."""
+    return [(parameters[p] if 0 <= p < len(parameters) else p, gate) for p, gate in sources.tolist()]
 
 
 def check_launches(library: Any, parameters: Sequence[Parameter], given: Sequence[Packing]) -> int:
@@ -154,6 +155,18 @@ def test_tables_of_a_kernel_that_packs(library: Any, case: tuple[Packing, dict[s
     parameters = [Parameter(name, name, (v.shape[0] * v.shape[1], *v.shape[2:]), len(v)) for name, v in case[1].items()]
     kinds = dict.fromkeys((kind, "float16"))
     assert check_launches(library, parameters, [msgspec.structs.replace(case[0], dtype=k) for k in kinds]) == 1
+
+
+def test_tables_of_matrices_with_other_rows(library: Any):
+    """A narrow one beside a whole one; of such with other columns the kernel packs none."""
+    parameters = [Parameter("whole", "whole", (5, 6), 1), Parameter("narrow", "narrow", (3, 6), 1)]
+    order = dict(pad=(3, 8, 8), split=(3, 4, 2, 8), order=(1, 0, 2, 3), dtype="float16")
+    for sources in (("", "whole", "narrow"), ("narrow", "", "whole"), ("whole", "whole", "")):
+        assert check_launches(library, parameters, [Packing(tuple((name, 0) for name in sources), **order)]) == 1
+    parameters[1] = Parameter("narrow", "narrow", (3, 4), 1)
+    _, tables = tables_of(parameters, [Packing((("whole", 0), ("narrow", 0), ("", 0)), **order)])
+    take = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(lambda *_: pytest.fail("what the kernel cannot do"))
+    library.launches(tables, (ctypes.c_int64 * 1)(0), 1, take)
 
 
 def test_tables_of_several_launches_and_of_none(library: Any):

@@ -104,8 +104,12 @@ inline bool AddPacking(const Tables& tables, const Packing& packing, int64_t to,
   job.kind = KernelKind(packing.kind);
   job.sources = static_cast<int32_t>(launch->sources.size());
   job.gates = static_cast<int32_t>(packing.sources.size());
-  job.rows = pad.size() == 3 ? 0 : 1;
-  for (const auto& [parameter, gate] : packing.sources) {
+  std::vector<int32_t> rows(packing.sources.size(), -1);
+  if (rows.empty()) return false;
+  int32_t known = pad.size() == 3 ? 0 : 1;  // rows of the first matrix, for places without one
+  bool any = false;
+  for (size_t n = 0; n < packing.sources.size(); ++n) {
+    const auto& [parameter, gate] = packing.sources[n];
     const auto at = std::find(launch->parameters.begin(), launch->parameters.end(), parameter);
     const auto number = static_cast<int32_t>(at - launch->parameters.begin());
     launch->sources.push_back({parameter < 0 ? -1 : number, static_cast<int32_t>(std::max<int64_t>(gate, 0))});
@@ -113,8 +117,18 @@ inline bool AddPacking(const Tables& tables, const Packing& packing, int64_t to,
     if (at == launch->parameters.end()) launch->parameters.push_back(parameter);
     const ecornn_parameter& p = tables.parameters[static_cast<size_t>(parameter)];
     const int64_t first = gate < 0 ? p.shape[0] : p.shape[0] / tables.gates[static_cast<size_t>(parameter)];
-    job.rows = static_cast<int32_t>(p.ndim > 1 ? first : 1);
-    job.columns = static_cast<int32_t>(p.ndim > 1 ? p.shape[1] : first);
+    const auto columns = static_cast<int32_t>(p.ndim > 1 ? p.shape[1] : first);
+    if (any && columns != job.columns) return false;
+    rows[n] = static_cast<int32_t>(p.ndim > 1 ? first : 1);
+    if (!any) known = rows[n];
+    job.columns = columns;
+    any = true;
+  }
+  std::replace(rows.begin(), rows.end(), -1, known);
+  job.rows = *std::max_element(rows.begin(), rows.end());
+  const bool mixed = job.rows != *std::min_element(rows.begin(), rows.end());
+  if (mixed) {  // each gate has rows of its own, which the kernel finds behind the sources
+    for (const int32_t count : rows) launch->sources.push_back({count, 0});
   }
   job.padded = static_cast<uint32_t>(pad.size() == 3 ? pad[1] : 1);
   const std::optional<uint32_t> magic = Magic(job.padded, static_cast<uint64_t>(pad[0]));
@@ -145,7 +159,7 @@ inline bool AddPacking(const Tables& tables, const Packing& packing, int64_t to,
   const std::vector<uint64_t> pieces = Sums(axes, columns), places = Sums(inner, columns);
   job.size = static_cast<int32_t>(places.size());
   job.places = static_cast<int32_t>(launch->places.size());
-  job.alike = Alike(places, static_cast<size_t>(16 / ItemSize(packing.kind)));
+  job.alike = mixed ? 2 : Alike(places, static_cast<size_t>(16 / ItemSize(packing.kind)));
   for (size_t n = 0; n < pieces.size(); ++n) {
     launch->works.push_back({pieces[n], static_cast<int32_t>(launch->jobs.size()), static_cast<int32_t>(n)});
   }
