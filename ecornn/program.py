@@ -7,7 +7,7 @@ weights and how much workspace a call needs.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Source = tuple[str, int]  # (parameter, gate)
 WHOLE = -1  # in place of a gate: all of them, one behind the other
+ON_GPU = "float32", "float16", "bfloat16", "tf32"  # the kinds of packings that build/pack_weights.cu makes
 
 # In ``sequences``, beside the number of a sequence that lies in two pieces, in neighbouring columns: this one is the
 # first or the second of them in x's time. The one that a kernel works on first ends at least as many steps as
@@ -93,12 +94,6 @@ ENTRIES = {
     BACKWARD: ("x", "y", "state_in", *_MASKS, "state_kept", "value_kept", "dy", "dstate_out", "dx", "dstate_in",
                "gradient"),
 }
-
-
-def packs(entries: Container[str]) -> bool:
-    """Whether a GPU's module of these entries packs weights itself: one that trains, whose weights change step by step.
-    """
-    return BACKWARD in entries
 
 
 class Extent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -361,6 +356,13 @@ def launches(calls: Iterable[Call]) -> Iterator[Launch]:
         elif isinstance(call, Wave):
             for layer in call.layers:
                 yield from launches(layer.calls)
+
+
+def packs(program: Program) -> bool:
+    """Whether a GPU's module packs its weights itself, by the kernel of build/pack_weights.cu, which knows not every
+    kind of packing."""
+    packings = [b.packing for b in program.buffers if b.packing is not None]
+    return bool(packings) and all(p.dtype in ON_GPU for p in packings)
 
 
 def packed_for_left_out(program: Program) -> tuple[str, ...]:

@@ -25,6 +25,9 @@ settings.register_profile("any machine", deadline=None)  # a busy one is no fail
 settings.load_profile("any machine")
 
 
+# Tests, by the begin of their files' names, of what is around a CPU's layer, whatever its tiles.
+AROUND = ("test_gradient_matrix", "test_operators", "test_pytorch_cases_", "test_torch_", "test_training.py")
+
 collect_ignore = ["packages"]  # unless asked for: make test-packages
 
 ANOTHER_CPU = os.environ.get("ECORNN_TEST_CPU", "")
@@ -90,6 +93,19 @@ def _exact_products(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         yield
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of one row and vector on CPUs, which are compiled in half of the time, in tests of what is around a layer:
+    test_cpu.py, test_cpu_training.py and others have all sizes."""
+    if request.path.name.startswith(AROUND):
+        from ecornn.schedules import cpu
+        from ecornn.schedules.cpu import training
+
+        for module in (cpu, training):
+            monkeypatch.setattr(module, "row_choices", lambda device, most: (1,))
+            monkeypatch.setattr(module, "column_choices", lambda device, gates, workload: (gates,))
 
 
 @pytest.fixture(scope="module")

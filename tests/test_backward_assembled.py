@@ -85,12 +85,12 @@ def gradients_of(memory, values, parameters):
     ("rnn_tanh", (4, 3, 3, 24), "float16", ALONE, False),
     ("indrnn", (4, 3, 5, 12), "float32", ALONE, False),
     ("leaky", (4, 3, 10, 10), "float32", Traversal(lengths=True), True),  # from here on: more than one kernel for dx
-    ("average", (3, 2, 6, 6), "float16", ALONE, False),
+    pytest.param("average", (3, 2, 6, 6), "float16", ALONE, False, marks=pytest.mark.exhaustive),
     ("decay", (3, 2, 3, 6), "float32", ALONE, False),  # x is not read
     ("echo", (3, 2, 6, 6), "float32", ALONE, True),
     ("pair", (3, 4, 5, 12), "float32", ALONE, False),  # a part of a sum comes from the end
     ("lstm(layer_norm)", (3, 3, 5, 12), "float32", Traversal(lengths=True), False),
-    ("gru_reset_before", (3, 3, 5, 18), "bfloat16", ALONE, False),
+    pytest.param("gru_reset_before", (3, 3, 5, 18), "bfloat16", ALONE, False, marks=pytest.mark.exhaustive),
 ], ids=str)
 def test_what_follows_the_recurrence(tmp_path, cell, sizes, dtype, traversal, add):
     memory = memory_of(cell, sizes, dtype, traversal)
@@ -218,7 +218,8 @@ def forward_step(memory, weights, x, states):
 @pytest.mark.parametrize(("cell", "sizes", "traversal"), [
     ("lstm", (6, 5, 3, 12), MASKED), ("gru", (5, 4, 6, 7), Traversal(True, 2, True, True)),
     ("gru_reset_before", (4, 3, 5, 6), Traversal(reverse=True)), ("gru(layer_norm)", (4, 3, 5, 8), ALONE),
-    ("blend", (4, 3, 5, 8), ALONE), ("slstm", (4, 3, 5, 8), ALONE),
+    pytest.param("blend", (4, 3, 5, 8), ALONE, marks=pytest.mark.exhaustive),
+    pytest.param("slstm", (4, 3, 5, 8), ALONE, marks=pytest.mark.exhaustive),
 ], ids=str)
 def test_all_gradients(tmp_path, cell, sizes, traversal):
     memory = memory_of(cell, sizes, "float32", traversal)

@@ -47,6 +47,7 @@ def test_published(on_cpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # 
     assert "- mi_rnn 4x2x8x8 float32: ecornn: wrong result" in text
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_heads(on_cpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
     """All sides compute the same, of one set of weights."""

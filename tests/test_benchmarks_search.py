@@ -211,6 +211,7 @@ def test_drawing_from_a_table_reaches_all_of_it():
     assert all(n is None or n in chosen for n in (tiny.neighbour(c, rng) for c in chosen))
 
 
+@pytest.mark.exhaustive
 def test_the_rate_of_a_search(tmp_path: Path):
     output = tmp_path / "rate.json"
     command = ["--layers", "lstm:64:2:10:float16", *SMALL, "--at-once", "2", "--records", "others", "--trials", "24",

@@ -96,6 +96,7 @@ def test_a_wrong_side_is_no_result(on_cpu, tmp_path: Path, monkeypatch: pytest.M
     assert "fused_step: wrong result: error" in path.with_suffix(".md").read_text()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_wrong_variant_is_no_result(on_cpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compare_variants, "CASES", [compare_variants.Case("lstm", "lstm(clip=3)", 8, "float32")])

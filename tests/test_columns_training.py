@@ -64,7 +64,7 @@ def check(step: Step, name: str, sizes: tuple[int, int, int, int], dtype: str, r
     pytest.param("persistent", "gru_reset_before", (7, 4, 8, H), "float32", False, marks=pytest.mark.exhaustive),
     pytest.param("persistent", "rnn_tanh", (12, 2, 5, H), "float16", False, marks=pytest.mark.exhaustive),
     pytest.param("persistent", "lstm(peepholes)", (9, 3, 5, H), "float32", True, marks=pytest.mark.exhaustive),
-    ("persistent", "lstm(layer_norm)", (9, 3, 5, H), "float32", False),
+    pytest.param("persistent", "lstm(layer_norm)", (9, 3, 5, H), "float32", False, marks=pytest.mark.exhaustive),
     ("persistent_wide", "lstm", (9, 9, 16, H), "bfloat16", False),
 ], ids=str)
 def test_a_training_step(schedule, name, sizes, dtype, reverse, tmp_path):

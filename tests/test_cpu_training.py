@@ -46,8 +46,9 @@ def test_both_ways(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("size", [
-    (1, 1, 1, 1), (5, 7, 2, 3), (33, 101, 3, 6),
-    *(pytest.param(size, marks=pytest.mark.exhaustive) for size in ((16, 48, 5, 9), (70, 20, 17, 40)))], ids=str)
+    (1, 1, 1, 1), (33, 101, 3, 6),
+    *(pytest.param(size, marks=pytest.mark.exhaustive) for size in (
+        (5, 7, 2, 3), (16, 48, 5, 9), (70, 20, 17, 40)))], ids=str)
 def test_tails(size: tuple[int, int, int, int], tmp_path: Path):
     input, hidden, batch, steps = size
     kinds = (("lstm", "float32"), ("gru", "float32"), ("rnn_tanh", "float32"), ("gru", "float64"))

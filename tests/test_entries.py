@@ -9,6 +9,7 @@ import cuda_sample
 import numpy as np
 import pytest
 from driver_notes import child, raised
+from msgspec import structs
 
 from ecornn.build import build_module
 from ecornn.build.cuda import lower
@@ -19,13 +20,13 @@ from ecornn.host_cpu import detect
 from ecornn.host_gpu import detect as detect_gpu
 from ecornn.manifest import Manifest
 from ecornn.program import (
-    BACKWARD,
     Buffer,
     Call,
     Entry,
     Extent,
     Fill,
     Launch,
+    Packing,
     Parallel,
     Program,
     Relay,
@@ -99,10 +100,15 @@ def test_steps_pass_a_state_on(tmp_path: Path, fake: Path):
 
 
 @pytest.mark.skipif(detect_gpu() is not None, reason="the driver without a GPU serves modules for sm_90a")
-def test_a_cuda_module_that_trains_packs(tmp_path: Path, fake: Path):
-    program = cuda_sample.program()
-    program = replace(program, entries={**program.entries, BACKWARD: Entry((LAST,), ("h_out", "y", "h_in"))})
-    out = tmp_path / "trains.so"
+def test_a_cuda_module_packs(tmp_path: Path, fake: Path):
+    """What the kernel knows; a program that packs something else has none, nor has one without weights."""
+    def with_packing(dtype: str) -> Program:
+        found, size = cuda_sample.program(), (1, cuda_sample.N)
+        packing = Packing((("w", 0),), size, size, (0, 1), dtype)
+        return replace(found, buffers=tuple(structs.replace(b, packing=packing) if b.name == "w" else b
+                                            for b in found.buffers))
+
+    program, out = with_packing("bfloat16"), tmp_path / "packs.so"
     build_module(program, cuda_sample.manifest(KNOWN["sm_90a"]), out)
     code = ("m['pack'](0, 7, 1000, 2000, 3000, 4000, 17, 2, 50, 60)\n" + raised("m['pack'](0, 7, 1000, 2000)")
             + raised("m['pack'](0, 7, 1000, 2000, 3000, 4000, 0, 2)") + raised(f"m['pack'](*{[1] * 137})"))
@@ -112,8 +118,9 @@ def test_a_cuda_module_that_trains_packs(tmp_path: Path, fake: Path):
                         "1000 2000 3000 4000 17 2 50"]
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["TypeError", "ValueError", "TypeError"]
     assert "count=0" in done.stdout
-    build_module(cuda_sample.program(), cuda_sample.manifest(KNOWN["sm_90a"]), out)
-    assert "pack" in child(raised("m['pack']"), out).stdout
+    for other in (cuda_sample.program(), with_packing("int8")):
+        build_module(other, cuda_sample.manifest(KNOWN["sm_90a"]), out)
+        assert "pack" in child(raised("m['pack']"), out).stdout
 
 
 @pytest.mark.parametrize(("calls", "takes", "message"), [

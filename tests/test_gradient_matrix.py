@@ -19,7 +19,6 @@ from pairwise import Pair, Row, pairwise
 from test_adjoint import ALL, H, width
 
 from ecornn.cells import BUILTIN
-from ecornn.schedules import cpu
 from ecornn.schedules.cpu import training
 from ecornn.workload import Traversal
 
@@ -69,12 +68,8 @@ ROWS = pairwise(factors, every_pair())
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch):
-    """Chunks of two steps; tiles of one row and vector, which are compiled in two thirds of the time:
-    test_cpu_training.py has all sizes."""
+    """Chunks of two steps."""
     monkeypatch.setattr(training, "CHUNK_ROWS", 2 * B)
-    for module in (cpu, training):
-        monkeypatch.setattr(module, "row_choices", lambda device, most: (1,))
-        monkeypatch.setattr(module, "column_choices", lambda device, gates, workload: (gates,))
 
 
 def check(layer: Layer) -> None:

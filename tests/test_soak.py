@@ -21,7 +21,7 @@ SCRIPT = Path(soak.__file__)
 def test_sixteen_threads_on_busy_cores(tmp_path: Path):
     """Sharp only of wrong results and of threads that stand still: memory is flat after minutes, not after seconds."""
     file = tmp_path / "soak.json"
-    done = subprocess.run([sys.executable, str(SCRIPT), "10", "--few", "--busy", "1", "--growth", "100", "--output",
+    done = subprocess.run([sys.executable, str(SCRIPT), "5", "--few", "--busy", "1", "--growth", "100", "--output",
                            str(file)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(file.read_text())

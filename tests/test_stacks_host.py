@@ -49,9 +49,10 @@ class Hosted(Emulated):
             memory[name].view(np.uint8)[:] = value
 
 
-CASES: list[tuple[str, str, Stack, str, Overlap, dict[str, Any]]] = [
+CASES: list[Any] = [
     ("persistent", "lstm", Stack(3, False, True, True), "bfloat16", Overlap("wavefront", 3, 3, 5), {}),
-    ("persistent", "gru", Stack(3), "float32", Overlap("wavefront", 2, 3, 5), {"cores": 7, "ahead": 0}),
+    pytest.param("persistent", "gru", Stack(3), "float32", Overlap("wavefront", 2, 3, 5), {"cores": 7, "ahead": 0},
+                 marks=pytest.mark.exhaustive),
     ("layout_transform", "lstm", Stack(2, True, True, True), "float16", SIDES, {})]
 
 

@@ -103,7 +103,7 @@ class Step:
 
 
 @pytest.mark.parametrize(("cell", "layers", "dtype", "overlap"), [
-    ("gru", 2, "float32", SIDES), ("lstm", 2, "bfloat16", SIDES), 
+    pytest.param("gru", 2, "float32", SIDES, marks=pytest.mark.exhaustive), ("lstm", 2, "bfloat16", SIDES),
     pytest.param("rnn_tanh", 2, "float32", SERIAL, marks=pytest.mark.exhaustive)], ids=str)
 def test_directions(tmp_path: Path, cell: str, layers: int, dtype: str, overlap: Overlap):
     """The launches of both are mixed where they are side by side: what one writes the other must not use."""

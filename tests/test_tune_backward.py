@@ -98,7 +98,7 @@ def module_of(cell: Any, task: Task, schedule: str, change: dict[str, Any], fold
 @pytest.mark.parametrize(("name", "sizes", "dtype", "schedule", "change"), [
     ("lstm", (3, 40), "bfloat16", "persistent", {"hoisted": "same"}),
     ("gru", (5, 24), "float32", "layout_transform", {}),
-    ("indrnn", (3, 7), "tf32", "elementwise", {}),
+    pytest.param("indrnn", (3, 7), "tf32", "elementwise", {}, marks=pytest.mark.exhaustive),
     ("pair", (2, 24), "float16", "persistent", {"units": 8, "hoisted": "float32"}),
 ], ids=str)
 def test_a_module_of_a_recurrence_is_checked_and_timed(name, sizes, dtype, schedule, change, tmp_path, monkeypatch):

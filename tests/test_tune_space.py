@@ -88,8 +88,9 @@ def test_too_many_combinations_are_sampled(monkeypatch):
     assert 80 < len(space) < 200 and all(space.fits(c) for c in space.listing())
 
 
-@pytest.mark.parametrize("work", [Workload("rnn_tanh", 2048, 2048, 16, 300, "float16"),
-                                  Workload("lstm", 512, 512, 8, 300, "float32")])
+@pytest.mark.parametrize("work", [
+    Workload("rnn_tanh", 2048, 2048, 16, 300, "float16"),
+    pytest.param(Workload("lstm", 512, 512, 8, 300, "float32"), marks=pytest.mark.exhaustive)])
 def test_the_persistent_space_of_an_h100_is_whole(work):
     schedule = all_schedules()["persistent"]
     task = make_task(get(work.cell), work, KNOWN["sm_90a"])

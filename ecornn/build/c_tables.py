@@ -13,7 +13,7 @@ from importlib import resources
 from ecornn.device import Device
 from ecornn.host_cpu import FLAGS
 from ecornn.manifest import Manifest
-from ecornn.program import BACKWARD, ENTRIES, FORWARD, KEPT, PACKED, RUN, WORKSPACE, Buffer, Packing, packs
+from ecornn.program import BACKWARD, ENTRIES, FORWARD, KEPT, PACKED, RUN, WORKSPACE, Buffer, Packing, Program, packs
 from ecornn.workload import summed
 
 SYMBOL = "ecornn_c_tables"
@@ -36,10 +36,10 @@ def sources() -> dict[str, str]:
     return {name: (place / name).read_text() for place, name in places}
 
 
-def functions(entries: Iterable[str], device: Device) -> tuple[str, ...]:
-    """Symbols of :data:`FUNCTIONS`, empty where a module of these entries has none."""
-    there, cuda = {*entries}, device.kind == "cuda"
-    if packs(there) or not cuda:
+def functions(program: Program, device: Device) -> tuple[str, ...]:
+    """Symbols of :data:`FUNCTIONS`, empty where the program's module has none."""
+    there, cuda = {*program.entries}, device.kind == "cuda"
+    if not cuda or packs(program):
         there.add("pack")
     if cuda:
         there |= {"alloc", "free", "copy", "synchronize"}

@@ -38,7 +38,7 @@ def generate(program: Program, device: Device) -> Generated:
     groups = _groups(_lower(program, device.arch))
     kernels = {one.name: replace(one.kernel, image=number) for number, (group, _) in enumerate(groups) for one in group}
     texts = [text for _, text in groups]
-    if packs(program.entries):
+    if packs(program):
         kernels[PACK] = Kernel(PACK_SYMBOL, (), {}, image=len(texts))
         texts.append(resources.files("ecornn.build").joinpath("pack_weights.cu").read_text())
     sources = host_sources(program, kernels, device.arch)

@@ -57,4 +57,4 @@ def _complete(program: Program, manifest: Manifest) -> Generated:
     generated = generate(program, device)
     own = {MANIFEST: msgspec.json.encode(manifest), c_tables.SYMBOL: c_tables.tables(manifest, program.entries)}
     return replace(generated, binaries={**generated.binaries, **own}, shared=c_tables.sources(),
-                   functions=c_tables.functions(program.entries, device))
+                   functions=c_tables.functions(program, device))
