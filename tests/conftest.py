@@ -26,7 +26,8 @@ settings.load_profile("any machine")
 
 
 # Tests, by the begin of their files' names, of what is around a CPU's layer, whatever its tiles.
-AROUND = ("test_gradient_matrix", "test_operators", "test_pytorch_cases_", "test_torch_", "test_training.py")
+AROUND = ("test_gradient_matrix", "test_late_operands", "test_operators", "test_outputs", "test_pytorch_cases_",
+          "test_sequence_inputs", "test_statistics", "test_torch_", "test_training.py")
 
 collect_ignore = ["packages"]  # unless asked for: make test-packages
 
@@ -95,17 +96,22 @@ def _exact_products(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def _small_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of one row and vector on CPUs, which are compiled in half of the time, in tests of what is around a layer:
-    test_cpu.py, test_cpu_training.py and others have all sizes."""
-    if request.path.name.startswith(AROUND):
-        from ecornn.schedules import cpu
-        from ecornn.schedules.cpu import training
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of one row and vector on CPUs, which are compiled in half of the time."""
+    from ecornn.schedules import cpu
+    from ecornn.schedules.cpu import training
 
-        for module in (cpu, training):
-            monkeypatch.setattr(module, "row_choices", lambda device, most: (1,))
-            monkeypatch.setattr(module, "column_choices", lambda device, gates, workload: (gates,))
+    for module in (cpu, training):
+        monkeypatch.setattr(module, "row_choices", lambda device, most: (1,))
+        monkeypatch.setattr(module, "column_choices", lambda device, gates, workload: (gates,))
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles_around(request: pytest.FixtureRequest) -> None:
+    """In tests of what is around a layer; test_cpu.py, test_cpu_training.py and others have all sizes."""
+    if request.path.name.startswith(AROUND):
+        request.getfixturevalue("small_tiles")
 
 
 @pytest.fixture(scope="module")

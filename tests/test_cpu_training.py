@@ -18,6 +18,7 @@ OTHERS = [*OF_STEP, *OF_CPU]
 GROUPS = 4  # a module for each
 
 
+@pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_gradients_of_other_cells(group: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """In chunks of two steps, with rows that end, and sequences that begin anew; every other cell in reverse, every
@@ -31,6 +32,7 @@ def test_gradients_of_other_cells(group: int, tmp_path: Path, monkeypatch: pytes
         compare(layer, layer.arguments(5, 3))
 
 
+@pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("name", [*(pytest.param(n, marks=pytest.mark.exhaustive)
                                    for n in ("lstm(peepholes)", "gru(layer_norm)")), "bias"])
 def test_both_ways(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
