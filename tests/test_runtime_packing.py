@@ -160,7 +160,7 @@ def test_every_float16_and_the_ends_of_ranges():
 
 
 @settings(deadline=None)
-@given(packings(), st.sampled_from(["float32", "float16", "bfloat16"]), st.integers(0, 1 << 30))
+@given(packings(), st.sampled_from(["float32", "float16", "bfloat16", "int8", "scale"]), st.integers(0, 1 << 30))
 def test_tensors_are_packed_to_the_same_bits(case: tuple[Packing, dict[str, np.ndarray]], dtype: str, seed: int):
     import torch
 
@@ -169,7 +169,7 @@ def test_tensors_are_packed_to_the_same_bits(case: tuple[Packing, dict[str, np.n
     shaped, rng = case[1], np.random.default_rng(seed)
     parameters = {name: rng.normal(0, 300, values.shape).astype(np.float32) for name, values in shaped.items()}
     for values in parameters.values():
-        values.flat[0] = rng.choice([1e30, -65519.0, 65520.0, 1e-8, -0.0, np.inf])
+        values.flat[0] = rng.choice([1e30, -65519.0, 65520.0, 1e-8, -0.0, np.inf, np.nan])
     packing = msgspec.structs.replace(case[0], dtype=dtype)
     packed = pack(packing, parameters)
     there = pack_tensors(packing, {name: torch.from_numpy(values) for name, values in parameters.items()})
