@@ -190,7 +190,8 @@ def test_tensors_that_do_not_fit_are_refused():
             pack_tensors(msgspec.structs.replace(good, **change), weights)
 
 
-def test_weights_on_the_gpu_are_bound_as_those_of_the_host(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("rounded", [None, "int8"])
+def test_weights_on_the_gpu_are_bound_as_those_of_the_host(monkeypatch: pytest.MonkeyPatch, rounded: str | None):
     """The memory and the copies of a GPU, with host memory in its place."""
     import ctypes
 
@@ -207,7 +208,7 @@ def test_weights_on_the_gpu_are_bound_as_those_of_the_host(monkeypatch: pytest.M
     from ecornn.workload import Workload
 
     cell, schedule = get("gru"), all_schedules()["persistent"]
-    task = make_task(cell, Workload(cell.identity(), 40, 24, 3, 5, "bfloat16"), resolve("sm_90a"))
+    task = make_task(cell, Workload(cell.identity(), 40, 24, 3, 5, "bfloat16", rounded), resolve("sm_90a"))
     config = schedule.default(task)
     manifest = make_manifest(cell, task, schedule, config, schedule.program(task, config), "")
     held: dict[int, ctypes.Array[ctypes.c_char]] = {}

@@ -89,7 +89,7 @@ class Persistent(Schedule):
             return f"cell {task.graph.cell!r} multiplies {late[0].name}, which takes statistics of x and a state"
         if task.device.capability < 80:
             return "needs tensor cores of compute capability 8.0"
-        if not any(self.check(task, config) is None for _, config in self._cuts(task)):  # the first that is found
+        if not any(self.check(task, config) is None for _, config in self.cuts(task)):  # the first that is found
             return (f"the recurrent weights of {task.workload} do not fit on the {task.device.cores} "
                     f"multiprocessors of {task.device.name}")
         return None
@@ -286,13 +286,13 @@ class Persistent(Schedule):
 
     def _search(self, task: Task) -> Config | None:
         found: tuple[float, Config] | None = None
-        for cost, config in self._cuts(task):
+        for cost, config in self.cuts(task):
             cost *= DOUBT if config["carrier"] == "cluster" else 1
             if (found is None or cost < found[0]) and self.check(task, config) is None:
                 found = cost, config
         return None if found is None else {**found[1], "hoisted": preferred(task, found[0], once=True)}
 
-    def _cuts(self, task: Task) -> Iterator[tuple[float, Config]]:
+    def cuts(self, task: Task) -> Iterator[tuple[float, Config]]:
         """Estimate and configuration of all cuts that keep as many weights in registers as possible. Some with the
         projection beside the recurrence may not be valid."""
         knobs = {k.name: k.values for k in self.knobs(task)}
